@@ -1,0 +1,55 @@
+# Everything a person or a machine runs. `make` alone is lint and test.
+VENV   := .venv
+PYTHON ?= python3
+BIN    := $(VENV)/bin
+DATA   ?= data
+export TRUNKLINE_DATA_DIR ?= $(DATA)
+
+.DEFAULT_GOAL := all
+.PHONY: all setup serve test ci fmt lint bench sim gpu pull clean
+
+all: lint test
+
+# The stamp is newer than what it was made from, so the second start takes no time.
+$(VENV)/.stamp: pyproject.toml constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable . --group dev
+	@touch $@
+
+setup: $(VENV)/.stamp
+
+pull: setup            ## fetch the default model
+	$(BIN)/trunkline pull
+
+serve: setup           ## a gateway on 127.0.0.1:8080 with the default model
+	$(BIN)/trunkline serve
+
+test: setup            ## everything that needs no GPU
+	$(BIN)/trunkline pull --quiet
+	$(BIN)/python -m pytest
+
+sim: setup             ## seeded simulation; make sim SEED=7
+	$(BIN)/python -m pytest -m sim $(if $(SEED),--sim-seed $(SEED)) -s
+
+bench: setup           ## the benchmark table against a server it starts
+	$(BIN)/trunkline bench --serve
+
+gpu: setup             ## kernels and benchmarks on a CUDA device
+	$(BIN)/python -m pytest -m gpu
+
+fmt: setup
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix-only --quiet .
+
+lint: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/codespell
+
+ci: lint test
+
+clean:
+	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -1,0 +1,1 @@
+"""The paged-attention engine. Its door is `api`, `config`, `errors`, `client`, `supervisor`, `model_store`."""

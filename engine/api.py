@@ -1,0 +1,368 @@
+"""The engine's door: every value that crosses between the gateway and the engine.
+
+It knows nothing of HTTP, dialects, tenants, keys or prices, and nothing of tensors. The gateway
+builds a `Request` and reads events; `engine.service` answers. Each value is frozen and travels as
+msgpack (`engine.frames`). Times that cross the door are durations in seconds counted from the
+moment the engine receives the message, never instants: two processes share no clock.
+
+    gateway                                   engine
+      Submit(Request) ───────────────────────▶ queued
+              Started ◀─────────────────────── first scheduled: what the cache had
+               Tokens ◀─────────────────────── zero or more, per sample
+          SampleEnded ◀─────────────────────── once per sample
+             Finished ◀─────────────────────── exactly once per request, always last
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
+
+Clock = Callable[[], float]
+"""Monotonic seconds. The engine reads no other clock than the one it was given."""
+
+PROTOCOL_VERSION = 1
+
+Namespace = bytes
+"""An opaque sharing scope: blocks are found only by requests with the same bytes."""
+
+Count = Annotated[int, Meta(ge=0, lt=2**53)]
+TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
+
+
+# --- what is asked -----------------------------------------------------------------------------
+
+
+class Retention(Struct, frozen=True, forbid_unknown_fields=True):
+    """A retention class: how long a prefix is promised, and when it may no longer be matched.
+
+    `promise_s`: not evicted before (within its namespace's quota); 0 is plain best effort.
+    `limit_s`: not matched at or after, and its blocks are freed; None is "no limit".
+    `clock`: both count from the start of the request that asked (`request_start`), from the last
+    use (`last_use`), or from the request that asked without ever moving (`absolute`).
+    `renewed_on_read`: a hit restarts the clock. `pinned`: recompute rather than lose.
+    """
+
+    name: str
+    promise_s: float = 0.0
+    limit_s: float | None = None
+    clock: Literal["request_start", "last_use", "absolute"] = "last_use"
+    renewed_on_read: bool = True
+    pinned: bool = False
+
+
+BEST_EFFORT = Retention(name="best_effort")
+
+
+class LeaseRequest(Struct, frozen=True, forbid_unknown_fields=True):
+    """Keep the first `tokens` prompt tokens under `retention`. `lease_id` names it for erasure."""
+
+    tokens: Count
+    retention: Retention
+    lease_id: str = ""
+
+
+class LeaseGrant(Struct, frozen=True, forbid_unknown_fields=True):
+    """The engine's answer to a `LeaseRequest`: promises are granted, clipped or refused, never lost.
+
+    `tokens` is how many are promised (fewer than asked when clipped to the quota, 0 if refused).
+    """
+
+    lease_id: str
+    retention: str
+    outcome: Literal["granted", "clipped", "refused"]
+    tokens: Count
+
+
+class Quota(Struct, frozen=True, forbid_unknown_fields=True):
+    """A namespace's share of device blocks. Floor: never taken by others. Ceiling: never above.
+
+    Between them it borrows in proportion to `weight`.
+    """
+
+    floor_blocks: Count = 0
+    ceiling_blocks: Count | None = None
+    weight: Annotated[float, Meta(gt=0, le=1e6)] = 1.0
+
+
+class CacheGrant(Struct, frozen=True, forbid_unknown_fields=True):
+    """What a request may do with the cache. `read`/`write` false: neither match nor commit."""
+
+    namespace: Namespace
+    quota: Quota = Quota()
+    leases: tuple[LeaseRequest, ...] = ()
+    read: bool = True
+    write: bool = True
+
+
+class Sampling(Struct, frozen=True, forbid_unknown_fields=True):
+    """How a token is chosen from logits. Temperature 0 is greedy; every default changes nothing.
+
+    Order: logit bias, penalties, temperature, top-k, top-p, min-p. Presence and frequency count
+    output tokens; repetition counts prompt and output. With a `seed` the choice depends only on
+    (seed, sample index, output position) and the logits, whatever else is in the batch.
+    `logprobs`: how many alternatives to report with each token (0: the chosen one only; None: none),
+    taken from the model's own distribution, before any of the above.
+    """
+
+    temperature: Annotated[float, Meta(ge=0, le=100)] = 1.0
+    top_k: Annotated[int, Meta(ge=0, lt=2**31)] = 0
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] = 1.0
+    presence_penalty: Annotated[float, Meta(ge=-100, le=100)] = 0.0
+    frequency_penalty: Annotated[float, Meta(ge=-100, le=100)] = 0.0
+    logit_bias: dict[TokenId, Annotated[float, Meta(ge=-100, le=100)]] = {}
+    seed: Annotated[int, Meta(ge=-(2**63), lt=2**63)] | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+
+
+class Request(Struct, frozen=True, forbid_unknown_fields=True):
+    """One thing asked of the engine. `tokens` is the whole prompt, at least one token.
+
+    `samples` sequences are forked from one prompt and share its blocks. `max_tokens` counts output
+    tokens per sample; 0 means "prefill only" (a prewarm: it finishes with `length` and no output).
+    A sample ends with reason `stop` on any of `stop_token_ids` (the model's own end tokens are in
+    that set unless the gateway leaves them out) once it has `min_tokens`; the stop token itself is
+    reported. `priority`: higher first. `weight`: the namespace's share of service. `deadline_s`:
+    seconds from receipt after which a request not yet started is finished as `timeout`.
+    `prompt_logprobs`: report logprobs of prompt tokens (reads no cache: logits are needed).
+    """
+
+    request_id: str
+    tokens: tuple[TokenId, ...]
+    max_tokens: Count
+    grant: CacheGrant
+    sampling: Sampling = Sampling()
+    samples: Annotated[int, Meta(ge=1, le=128)] = 1
+    stop_token_ids: tuple[TokenId, ...] = ()
+    min_tokens: Count = 0
+    priority: int = 0
+    weight: Annotated[float, Meta(gt=0, le=1e6)] = 1.0
+    deadline_s: float | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+
+
+class Submit(Struct, frozen=True, tag="submit", forbid_unknown_fields=True):
+    request: Request
+
+
+class Cancel(Struct, frozen=True, tag="cancel", forbid_unknown_fields=True):
+    """Nobody waits for it any more. Unknown ids are ignored: it may just have finished."""
+
+    request_id: str
+
+
+class EndSample(Struct, frozen=True, tag="end_sample", forbid_unknown_fields=True):
+    """The gateway found a stop string: sample `index` ends as `stop` and is charged
+    `output_tokens` (those the text up to the stop needed), whatever ran ahead."""
+
+    request_id: str
+    index: Count
+    output_tokens: Count
+
+
+class Peek(Struct, frozen=True, tag="peek", forbid_unknown_fields=True):
+    """What would these tokens hit? Changes nothing: no pin, no renewal, no last use."""
+
+    call_id: Count
+    namespace: Namespace
+    tokens: tuple[TokenId, ...]
+
+
+class Erase(Struct, frozen=True, tag="erase", forbid_unknown_fields=True):
+    """Forget cached KV: a whole namespace, one lease of it, or everything under a token prefix.
+
+    Exactly one of `lease_id` and `tokens` may be given. Blocks in use by running sequences leave
+    the tree at once and are freed when the last of these ends.
+    """
+
+    call_id: Count
+    namespace: Namespace
+    lease_id: str | None = None
+    tokens: tuple[TokenId, ...] | None = None
+
+
+class GetStats(Struct, frozen=True, tag="get_stats", forbid_unknown_fields=True):
+    call_id: Count
+
+
+class Drain(Struct, frozen=True, tag="drain", forbid_unknown_fields=True):
+    """Take no new request; finish what runs; after `timeout_s` finish the rest as `shutdown`."""
+
+    timeout_s: float
+
+
+Command = Submit | Cancel | EndSample | Peek | Erase | GetStats | Drain
+
+
+# --- what is answered --------------------------------------------------------------------------
+
+FinishReason = Literal["stop", "length"]
+"""Why a sample ended by itself."""
+
+Ending = Literal["done", "cancelled", "timeout", "refused", "failed", "shutdown"]
+"""How a request ended. `done`: every sample ended by itself or by `EndSample`."""
+
+
+class TokenLogprob(Struct, frozen=True, forbid_unknown_fields=True):
+    token_id: TokenId
+    logprob: float
+
+
+class SampledToken(Struct, frozen=True, forbid_unknown_fields=True):
+    """One output token. `logprob` and `top` (best first) are there when they were asked for."""
+
+    token_id: TokenId
+    logprob: float | None = None
+    top: tuple[TokenLogprob, ...] = ()
+
+
+class Usage(Struct, frozen=True, forbid_unknown_fields=True):
+    """What one request used, counted by the engine and by nobody else.
+
+    prompt_tokens = cached_tokens + computed_tokens. `cached_tokens` is physical: prompt tokens whose
+    KV was found when the request first ran; it is never lowered by a later preemption, whose work is
+    in `recomputed_tokens` (the operator's cost, not the client's). `output_tokens` sums all samples.
+    """
+
+    prompt_tokens: Count = 0
+    cached_tokens: Count = 0
+    computed_tokens: Count = 0
+    output_tokens: Count = 0
+    recomputed_tokens: Count = 0
+    preemptions: Count = 0
+    queue_s: float = 0.0
+    first_token_s: float | None = None
+    total_s: float = 0.0
+
+
+class Started(Struct, frozen=True, tag="started", forbid_unknown_fields=True):
+    """First scheduled. Sent once per request, before any token, and not again after preemption."""
+
+    request_id: str
+    prompt_tokens: Count
+    cached_tokens: Count
+    leases: tuple[LeaseGrant, ...] = ()
+
+
+class PromptLogprobs(Struct, frozen=True, tag="prompt_logprobs", forbid_unknown_fields=True):
+    """One entry per prompt token; the first has no logprob. Sent once, before any token."""
+
+    request_id: str
+    tokens: tuple[SampledToken, ...]
+
+
+class Tokens(Struct, frozen=True, tag="tokens", forbid_unknown_fields=True):
+    """New output tokens of one sample, in order."""
+
+    request_id: str
+    index: Count
+    tokens: tuple[SampledToken, ...]
+
+
+class SampleEnded(Struct, frozen=True, tag="sample_ended", forbid_unknown_fields=True):
+    request_id: str
+    index: Count
+    reason: FinishReason
+    output_tokens: Count
+    cumulative_logprob: float | None = None
+
+
+class Finished(Struct, frozen=True, tag="finished", forbid_unknown_fields=True):
+    """The one final event of a request. `code` and `message` (for operators and clients alike; no
+    internal names) say why it was refused or failed; `code` is stable (`engine.errors`)."""
+
+    request_id: str
+    ending: Ending
+    usage: Usage
+    code: str = ""
+    message: str = ""
+
+
+class Peeked(Struct, frozen=True, tag="peeked", forbid_unknown_fields=True):
+    """`expires_in_s`: until the hit can no longer be matched; None without a limit."""
+
+    call_id: Count
+    cached_tokens: Count
+    promised_tokens: Count = 0
+    expires_in_s: float | None = None
+
+
+class Erased(Struct, frozen=True, tag="erased", forbid_unknown_fields=True):
+    call_id: Count
+    blocks: Count
+
+
+class NamespaceStats(Struct, frozen=True, forbid_unknown_fields=True):
+    namespace: Namespace
+    blocks: Count
+    pinned_blocks: Count
+    running: Count
+    waiting: Count
+
+
+class Stats(Struct, frozen=True, tag="stats", forbid_unknown_fields=True):
+    """The heartbeat, and the answer to `GetStats`. Counters never fall within an epoch.
+
+    blocks = free + cached (only the tree refers to them) + pinned (some table does).
+    """
+
+    call_id: Count = 0
+    step: Count = 0
+    blocks: Count = 0
+    free_blocks: Count = 0
+    cached_blocks: Count = 0
+    pinned_blocks: Count = 0
+    waiting: Count = 0
+    running: Count = 0
+    waiting_tokens: Count = 0
+    prompt_tokens_total: Count = 0
+    cached_tokens_total: Count = 0
+    computed_tokens_total: Count = 0
+    output_tokens_total: Count = 0
+    evicted_blocks_total: Count = 0
+    expired_blocks_total: Count = 0
+    copied_blocks_total: Count = 0
+    broken_promises_total: Count = 0
+    preemptions_total: Count = 0
+    steps_per_s: float = 0.0
+    prefill_tokens_per_s: float = 0.0
+    namespaces: tuple[NamespaceStats, ...] = ()
+
+
+Event = Started | PromptLogprobs | Tokens | SampleEnded | Finished
+"""What a request's stream carries."""
+
+Reply = Peeked | Erased | Stats
+"""Answers to calls, matched by `call_id`. A `Stats` with call id 0 is a heartbeat."""
+
+
+class EngineInfo(Struct, frozen=True, forbid_unknown_fields=True):
+    """What the gateway must know of a loaded engine. `epoch` differs at each start; the cache is
+    empty at the start of an epoch. `model_digest` covers weights, tokenizer and KV format: it is
+    part of every namespace."""
+
+    epoch: str
+    model: str
+    model_digest: str
+    model_dir: str
+    vocab_size: Count
+    context_tokens: Count
+    block_size: Count
+    blocks: Count
+    kv_bytes_per_block: Count
+    kv_format: str
+    device: str
+    pid: Count
+
+
+class Frame(Struct, frozen=True, tag="frame", forbid_unknown_fields=True):
+    """Everything one step has to say, in order. `number` counts frames of one connection from 0:
+    a gap is a broken peer."""
+
+    number: Count
+    step: Count
+    messages: tuple[Event | Reply, ...]

@@ -1,0 +1,1 @@
+"""Blocks, tables, the prefix tree, leases, eviction. No tensors, no clock of its own."""

@@ -1,0 +1,1 @@
+"""Finding, fetching and preparing model folders, without torch."""

@@ -1,0 +1,1 @@
+"""Model architectures, each in one file read top to bottom."""

@@ -1,0 +1,105 @@
+"""The frozen value between the brain (core, scheduler, cache) and the runner: one step's work.
+
+It knows no tensor and no clock. Core builds a `StepPlan`, a runner executes it. Rules:
+
+1. `launch(plan)` has read everything it needs when it returns: block tables and token lists are the
+   sequences' own lists and change afterwards.
+2. Order inside a step: `ended`, `begun`, `copies` (as listed), then the rows.
+3. Rows stand in the prefix tree's depth-first order, so the rows that share a run of blocks are
+   contiguous. `groups` name those runs; a runner may ignore them and still be right.
+4. A step never reads the value of a token sampled by a step not yet collected: such a row has
+   `token_ids=None` and its one token is the last one that sequence sampled, which the runner keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from msgspec import Struct
+
+from engine.api import SampledToken, Sampling
+
+
+class BlockCopy(Struct, frozen=True, gc=False):
+    """Copy the first `tokens` slots of block `src`, all layers, to block `dst`."""
+
+    src: int
+    dst: int
+    tokens: int
+
+
+class BegunSequence(Struct, frozen=True):
+    """A sequence the runner has not seen, or has been told was ended (preempted, then resumed).
+
+    `token_ids`: its whole history so far, prompt and outputs; `prompt_tokens` of them are prompt.
+    `sample_index` is its place among the request's samples: with the seed and the output position
+    it keys the random choice.
+    """
+
+    sequence_id: int
+    sampling: Sampling
+    token_ids: Sequence[int]
+    prompt_tokens: int
+    sample_index: int = 0
+
+
+class Row(Struct, frozen=True):
+    """Compute `count` tokens of a sequence, from position `start`; their KV goes to its own blocks.
+
+    `block_ids`: the sequence's block table, covering `start + count` slots. `table_version` changes
+    when an entry that stood before changes; appended entries alone leave it. `samples`: the ids of
+    the sequences that each draw a next token from the logits of the last position (several right
+    after a fork, none in the middle of a prompt). `prompt_logprobs`: report logprobs for the tokens
+    that follow each computed position within `token_ids` + `next_token_id`.
+    """
+
+    sequence_id: int
+    start: int
+    count: int
+    block_ids: Sequence[int]
+    table_version: int
+    token_ids: Sequence[int] | None
+    samples: tuple[int, ...] = ()
+    prompt_logprobs: int | None = None
+    next_token_id: int | None = None
+
+
+class Group(Struct, frozen=True, gc=False):
+    """Rows [first_row, end_row) have the same blocks in table entries [first_block, end_block).
+
+    All these blocks are full and precede each row's `start`. Groups of one level do not overlap; a
+    deeper group's rows lie inside a shallower one's, and its blocks begin where that one's end.
+    """
+
+    first_row: int
+    end_row: int
+    first_block: int
+    end_block: int
+
+
+class StepPlan(Struct, frozen=True):
+    step: int
+    rows: tuple[Row, ...]
+    groups: tuple[Group, ...] = ()
+    begun: tuple[BegunSequence, ...] = ()
+    ended: tuple[int, ...] = ()
+    copies: tuple[BlockCopy, ...] = ()
+
+
+class Sampled(Struct, frozen=True):
+    """The token one sequence drew."""
+
+    sequence_id: int
+    token: SampledToken
+
+
+class StepResult(Struct, frozen=True):
+    """What a step brought. `failed` maps a sequence to a stable error code (`nan_logits`): that
+    sequence alone ends. `prompt_logprobs` maps a sequence to entries for the positions it computed.
+    """
+
+    step: int
+    sampled: tuple[Sampled, ...] = ()
+    prompt_logprobs: dict[int, tuple[SampledToken, ...]] = {}
+    failed: dict[int, str] = {}
+    elapsed_s: float = 0.0

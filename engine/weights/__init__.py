@@ -1,0 +1,1 @@
+"""Readers of weight files into tensors."""

@@ -1,0 +1,1 @@
+"""The HTTP door: dialects, prompts, admission, streaming, metering. See ARCHITECTURE.md."""

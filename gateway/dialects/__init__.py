@@ -1,0 +1,1 @@
+"""Wire dialects: pure translations to and from the canonical form."""

@@ -1,0 +1,53 @@
+"""The gateway's refusals: one tree, turned to bytes in one place (`middleware`, by dialect).
+
+    Refusal(kind, code, message, param, retry_after_s)
+
+`kind` is the shape-free class every dialect maps to its own status and type; `code` is stable and
+specific (`context_length_exceeded`, `unknown_parameter`, `model_not_found`…); `message` names the
+limit and the value that came; `param` is the path of the offending field ("messages[0].content").
+Messages never carry keys, prompts or internal names.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class Kind(Enum):
+    """What went wrong, before any dialect. The value is the HTTP status OpenAI's dialect uses."""
+
+    BAD = 400
+    AUTH = 401
+    PERMISSION = 403
+    NOT_FOUND = 404
+    METHOD = 405
+    TIMEOUT = 408
+    CONFLICT = 409
+    TOO_BIG = 413
+    MEDIA = 415
+    EXPECTATION = 417
+    RATE = 429
+    QUOTA = 4290
+    INTERNAL = 500
+    BUSY = 503
+    DEADLINE = 504
+
+
+class Refusal(Exception):
+    """A request gets no answer but this. Raised anywhere above the engine's door."""
+
+    def __init__(
+        self,
+        kind: Kind,
+        code: str,
+        message: str,
+        *,
+        param: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.code = code
+        self.message = message
+        self.param = param
+        self.retry_after_s = retry_after_s

@@ -1,0 +1,1 @@
+"""Who pays: tenants, keys, policies, the ledger. Knows nothing of the engine."""
