@@ -1,1 +1,5 @@
-"""The paged-attention engine. Its door is `api`, `config`, `errors`, `client`, `supervisor`, `model_store`."""
+"""The paged-attention engine.
+
+Its door is `api`, `config`, `errors`, `client`, `supervisor` and `model_store`; nothing else is
+imported from outside.
+"""

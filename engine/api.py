@@ -41,7 +41,7 @@ class Retention(Struct, frozen=True, forbid_unknown_fields=True):
     `promise_s`: not evicted before (within its namespace's quota); 0 is plain best effort.
     `limit_s`: not matched at or after, and its blocks are freed; None is "no limit".
     `clock`: both count from the start of the request that asked (`request_start`), from the last
-    use (`last_use`), or from the request that asked without ever moving (`absolute`).
+    use (`last_use`), or from that request without ever moving (`absolute`).
     `renewed_on_read`: a hit restarts the clock. `pinned`: recompute rather than lose.
     """
 
@@ -65,7 +65,7 @@ class LeaseRequest(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class LeaseGrant(Struct, frozen=True, forbid_unknown_fields=True):
-    """The engine's answer to a `LeaseRequest`: promises are granted, clipped or refused, never lost.
+    """The answer to a `LeaseRequest`: promises are granted, clipped or refused, never lost.
 
     `tokens` is how many are promised (fewer than asked when clipped to the quota, 0 if refused).
     """
@@ -103,7 +103,7 @@ class Sampling(Struct, frozen=True, forbid_unknown_fields=True):
     Order: logit bias, penalties, temperature, top-k, top-p, min-p. Presence and frequency count
     output tokens; repetition counts prompt and output. With a `seed` the choice depends only on
     (seed, sample index, output position) and the logits, whatever else is in the batch.
-    `logprobs`: how many alternatives to report with each token (0: the chosen one only; None: none),
+    `logprobs`: how many alternatives to report with each token (0: the chosen one; None: none),
     taken from the model's own distribution, before any of the above.
     """
 
@@ -223,8 +223,8 @@ class SampledToken(Struct, frozen=True, forbid_unknown_fields=True):
 class Usage(Struct, frozen=True, forbid_unknown_fields=True):
     """What one request used, counted by the engine and by nobody else.
 
-    prompt_tokens = cached_tokens + computed_tokens. `cached_tokens` is physical: prompt tokens whose
-    KV was found when the request first ran; it is never lowered by a later preemption, whose work is
+    prompt_tokens = cached_tokens + computed_tokens. `cached_tokens` is physical: prompt tokens
+    whose KV was found when the request first ran. A later preemption never lowers it: its work is
     in `recomputed_tokens` (the operator's cost, not the client's). `output_tokens` sums all samples.
     """
 
