@@ -225,7 +225,7 @@ class Usage(Struct, frozen=True, forbid_unknown_fields=True):
 
     prompt_tokens = cached_tokens + computed_tokens. `cached_tokens` is physical: prompt tokens
     whose KV was found when the request first ran. A later preemption never lowers it: its work is
-    in `recomputed_tokens` (the operator's cost, not the client's). `output_tokens` sums all samples.
+    in `recomputed_tokens` (the operator's cost, not the client's). `output_tokens`: all samples.
     """
 
     prompt_tokens: Count = 0
