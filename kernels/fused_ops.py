@@ -1,0 +1,154 @@
+"""The small kernels between the matrix products: norm, rotary embedding with the KV write,
+activation, block copies. Each reads its input once and writes its output once; all are bound by
+
+Twins in `kernels.reference`. Called from `engine.models.layers` and `engine.kv_storage` on CUDA.
+Shapes: T rows, C channels, H query heads, K KV heads, D head_dim, S slots of a block, L layers.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _residual_rms_norm(
+    x_ptr, residual_ptr, weight_ptr, out_ptr, eps, C: tl.constexpr, CP: tl.constexpr,
+    ADD: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    c = tl.arange(0, CP)
+    inside = c < C
+    x = tl.load(x_ptr + row * C + c, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        x += tl.load(residual_ptr + row * C + c, mask=inside, other=0.0).to(tl.float32)
+        rounded = x.to(residual_ptr.dtype.element_ty)
+        tl.store(residual_ptr + row * C + c, rounded, mask=inside)
+        x = rounded.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(x * x, 0) / C + eps)
+    weight = tl.load(weight_ptr + c, mask=inside, other=0.0).to(tl.float32)
+    # Rounded before the weight, as the reference does: one more rounding, the same bits.
+    normed = (x * scale).to(out_ptr.dtype.element_ty).to(tl.float32)
+    tl.store(out_ptr + row * C + c, (normed * weight).to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def residual_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, out: torch.Tensor,
+    eps: float,
+) -> None:  # fmt: skip
+    """residual += x; out = rms_norm(residual) * weight. All [T, C]; residual and out written.
+
+    With `residual` None: out = rms_norm(x) * weight. One program a row, sums in fp32.
+    """
+    rows, channels = x.shape
+    padded = triton.next_power_of_2(channels)
+    _residual_rms_norm[(rows,)](
+        x, x if residual is None else residual, weight, out, eps,
+        C=channels, CP=padded, ADD=residual is not None,
+        num_warps=min(8, max(1, padded // 512)),
+    )  # fmt: skip
+
+
+@triton.jit
+def _silu_mul(x_ptr, out_ptr, C: tl.constexpr, STEP: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    c = tl.program_id(1) * STEP + tl.arange(0, STEP)
+    inside = c < C
+    gate = tl.load(x_ptr + row * 2 * C + c, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(x_ptr + row * 2 * C + C + c, mask=inside, other=0.0).to(tl.float32)
+    out = gate / (1.0 + tl.exp(-gate)) * up
+    tl.store(out_ptr + row * C + c, out.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def silu_mul(x: torch.Tensor, out: torch.Tensor) -> None:
+    """out [T, C] = silu(x[:, :C]) * x[:, C:], x [T, 2C]. out written; arithmetic in fp32."""
+    rows, channels = out.shape
+    step = min(1024, triton.next_power_of_2(channels))
+    _silu_mul[(rows, triton.cdiv(channels, step))](x, out, C=channels, STEP=step, num_warps=4)
+
+
+@triton.jit
+def _rope_kv_write(
+    qkv_ptr, q_out, kv_ptr, cos_ptr, sin_ptr, positions, slots,
+    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, S: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr, VALUE_OFFSET: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    half = tl.arange(0, D // 2)
+    source = qkv_ptr + row * (H + 2 * K) * D
+    slot = tl.load(slots + row)
+    place = kv_ptr + (slot // S).to(tl.int64) * BLOCK_STRIDE + (slot % S) * D
+    if head < H + K:
+        position = tl.load(positions + row).to(tl.int64)
+        cos = tl.load(cos_ptr + position * (D // 2) + half)
+        sin = tl.load(sin_ptr + position * (D // 2) + half)
+        first = tl.load(source + head * D + half).to(tl.float32)
+        second = tl.load(source + head * D + D // 2 + half).to(tl.float32)
+        turned = first * cos - second * sin
+        other = second * cos + first * sin
+        if head < H:
+            target = q_out + (row * H + head) * D
+            tl.store(target + half, turned.to(q_out.dtype.element_ty))
+            tl.store(target + D // 2 + half, other.to(q_out.dtype.element_ty))
+        elif slot >= 0:
+            target = place + (head - H) * S * D
+            tl.store(target + half, turned.to(kv_ptr.dtype.element_ty))
+            tl.store(target + D // 2 + half, other.to(kv_ptr.dtype.element_ty))
+    elif slot >= 0:
+        target = place + VALUE_OFFSET + (head - H - K) * S * D
+        value = source + head * D
+        tl.store(target + half, tl.load(value + half).to(kv_ptr.dtype.element_ty))
+        tl.store(target + D // 2 + half, tl.load(value + D // 2 + half).to(kv_ptr.dtype.element_ty))
+
+
+def rope_kv_write(
+    qkv: torch.Tensor, q_out: torch.Tensor, kv: torch.Tensor, layer: int, cos: torch.Tensor,
+    sin: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor,
+) -> None:  # fmt: skip
+    """Rotate q and k (halves convention), put q in q_out [T, H, D] and k, v in their slots of kv.
+
+    qkv [T, (H + 2K) * D]; kv [B, L, 2, K, S, D], one layer written; cos, sin [context, D / 2] fp32;
+    positions [T] int32; slots [T] int32, block id * S + offset, negative for a padding row (not
+    written). q_out and kv written.
+    """
+    rows, heads, head_dim = q_out.shape
+    _, _, _, kv_heads, size, _ = kv.shape
+    _rope_kv_write[(rows, heads + 2 * kv_heads)](
+        qkv, q_out, kv[:, layer], cos, sin, positions, slots,
+        H=heads, K=kv_heads, D=head_dim, S=size,
+        BLOCK_STRIDE=kv.stride(0), VALUE_OFFSET=kv.stride(2), num_warps=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _copy_blocks(
+    kv_ptr, copies, PLANE: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr, STEP: tl.constexpr
+):
+    copy = tl.program_id(0)
+    source = tl.load(copies + copy * 3).to(tl.int64)
+    target = tl.load(copies + copy * 3 + 1).to(tl.int64)
+    filled = tl.load(copies + copy * 3 + 2) * D
+    plane = tl.program_id(1) * PLANE
+    for start in range(0, PLANE, STEP):
+        at = start + tl.arange(0, STEP)
+        inside = at < filled
+        piece = tl.load(kv_ptr + source * BLOCK + plane + at, mask=inside)
+        tl.store(kv_ptr + target * BLOCK + plane + at, piece, mask=inside)
+
+
+def copy_blocks(kv: torch.Tensor, copies: torch.Tensor) -> None:
+    """Copy the first `tokens` slots of block `src` to block `dst`, all layers. kv written.
+
+    kv [B, L, 2, K, S, D]; copies [n, 3] int32 (src, dst, tokens). No block may be both a source and
+    a target: copies run at once. The cache keeps sources pinned until the plan is taken.
+    """
+    if len(copies) == 0:
+        return
+    _, layers, two, kv_heads, size, head_dim = kv.shape
+    plane = size * head_dim
+    _copy_blocks[(len(copies), layers * two * kv_heads)](
+        kv, copies, PLANE=plane, BLOCK=kv.stride(0), D=head_dim,
+        STEP=min(1024, plane), num_warps=4,
+    )  # fmt: skip

@@ -1,0 +1,326 @@
+"""Paged attention over a work list: a shared prefix is read once for all rows that share it.
+
+Rows (query tokens) stand in the prefix tree's depth-first order: the rows below any node are one
+contiguous range, and a *unit* of work is (row range x key range x KV head). Three tile classes run
+one after the other inside one CUDA graph:
+
+    BIG     16 rows x G heads = 64 query vectors   keys shared by several rows
+    SMALL   one sequence's rows x G heads = 16     the keys a sequence has to itself
+    merge   a row with several parts: combine them by log-sum-exp
+
+The same kernel does chunked prefill: a slice of n tokens is n rows of one sequence whose lengths
+grow by one, so the causal mask is nothing but "keys below this row's length". The work list comes
+from `kernels.work_list`; lengths live on the device, so a list stays valid while tokens are
+appended. `kernels.reference.paged_attention` is the specification. Knows nothing of requests.
+
+Shapes: T rows, H query heads, K KV heads, G = H / K, D head_dim, B blocks, S = 16 slots.
+KV is one tensor [B, layers, 2, K, S, D]: a block is one contiguous piece in all layers.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from kernels.work_list import HostPlan, TileConfig
+
+try:  # Programmatic dependent launch: Hopper only, and named differently across releases.
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+    HAS_DEPENDENT_LAUNCH = True
+except ImportError:  # pragma: no cover - older or CPU-only builds
+    HAS_DEPENDENT_LAUNCH = False
+
+LOG2E = 1.4426950408889634
+
+
+@triton.jit
+def _accumulate(
+    q, kv, block_ids, first, end, shortest, growth, head_offset, value_offset,
+    row_max, row_sum, acc, scale,
+    GP: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr, D: tl.constexpr,
+    SLOTS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Online softmax of q [M, D] over keys [first, end), `first` a multiple of KEYS.
+
+    Row r sees keys below `shortest + r * growth`. Block ids are loaded one tile ahead: the address
+    of a KV load must not wait for a load of its own iteration, or the pipeline has no stages.
+    """
+    d = tl.arange(0, D)
+    n = tl.arange(0, KEYS)
+    inside = (n % SLOTS) * D + head_offset
+    which = n // SLOTS
+    ids = tl.load(block_ids + first // SLOTS + which)
+    for start in tl.range(first, end, KEYS, num_stages=STAGES):
+        base = ids.to(tl.int64) * BLOCK_STRIDE + inside
+        ids = tl.load(block_ids + (start + KEYS) // SLOTS + which)
+        k = tl.load(kv + base[None, :] + d[:, None]).to(q.dtype)
+        v = tl.load(kv + value_offset + base[:, None] + d[None, :]).to(q.dtype)
+        scores = tl.dot(q, k)
+        if MASKED:
+            if CAUSAL:
+                length = shortest + tl.arange(0, q.shape[0]) // GP * growth
+                scores = tl.where((start + n)[None, :] < length[:, None], scores, float("-inf"))
+            else:
+                scores = tl.where((start + n < shortest)[None, :], scores, float("-inf"))
+        new_max = tl.maximum(row_max, tl.max(scores, 1) * scale)
+        # A live row sees a key in its first tile, so its maximum is finite; the lanes without a
+        # row make NaN and are never stored.
+        alpha = tl.exp2(row_max - new_max)
+        p = tl.exp2(scores * scale - new_max[:, None])
+        row_sum = row_sum * alpha + tl.sum(p, 1)
+        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None])
+        row_max = new_max
+    return row_max, row_sum, acc
+
+
+@triton.jit(do_not_specialize=["rows_total"])
+def tree_attention_kernel(
+    q_ptr, kv, part_out, part_lse, out, starts, units, block_ids, lengths_ptr, rows_total, scale,
+    G: tl.constexpr, GP: tl.constexpr, M: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
+    SLOTS: tl.constexpr, KEYS: tl.constexpr, BLOCK_STRIDE: tl.constexpr, VALUE_OFFSET: tl.constexpr,
+    STAGES: tl.constexpr, PEEL: tl.constexpr, CAUSAL: tl.constexpr,
+    DEPENDENT: tl.constexpr, FIRST: tl.constexpr,
+):  # fmt: skip
+    """Program p does units [starts[p], starts[p + 1]).
+
+    q, out: [T, H, D] bf16 or fp32, out written where a unit is direct. part_out: [parts, T, H, D]
+    fp32, part_lse: [parts, T, H] fp32 base 2, written otherwise. lengths: [T] int32, keys each row
+    sees in all. DEPENDENT: this launch overlaps the one before it (FIRST: the one after it).
+    """
+    if DEPENDENT and FIRST:
+        gdc_launch_dependents()
+    m = tl.arange(0, M)
+    d = tl.arange(0, D)
+    r = m // GP
+    g = m % GP
+    program = tl.program_id(0)
+    for u in range(tl.load(starts + program), tl.load(starts + program + 1)):
+        unit = units + u * 8
+        row0 = tl.load(unit)
+        rows = tl.load(unit + 1)
+        ids = block_ids + tl.load(unit + 2)
+        first_key = tl.load(unit + 3)
+        keys = tl.load(unit + 4)
+        part = tl.load(unit + 5)
+        direct = tl.load(unit + 6)
+        head = tl.load(unit + 7)
+        live = r < rows if GP == G else (r < rows) & (g < G)
+        # keys >= 0: a run all rows see whole. keys < 0: consecutive tokens of one sequence, of
+        # which each sees one key more than the one before.
+        growth = tl.where(keys >= 0, 0, 1)
+        shortest = tl.where(keys >= 0, keys, tl.load(lengths_ptr + row0) - first_key)
+        end = shortest + growth * (rows - 1)
+        row_head = (row0 + r) * H + head * G + g
+        q = tl.load(q_ptr + row_head[:, None] * D + d[None, :], mask=live[:, None], other=0.0)
+        row_max = tl.full([M], float("-inf"), tl.float32)
+        row_sum = tl.zeros([M], tl.float32)
+        acc = tl.zeros([M, D], tl.float32)
+        whole = 0
+        if PEEL:
+            whole = shortest // KEYS * KEYS
+            row_max, row_sum, acc = _accumulate(
+                q, kv, ids, 0, whole, shortest, growth, head * SLOTS * D, VALUE_OFFSET,
+                row_max, row_sum, acc, scale, GP, False, CAUSAL,
+                BLOCK_STRIDE, D, SLOTS, KEYS, STAGES,
+            )  # fmt: skip
+        row_max, row_sum, acc = _accumulate(
+            q, kv, ids, whole, end, shortest, growth, head * SLOTS * D, VALUE_OFFSET,
+            row_max, row_sum, acc, scale, GP, True, CAUSAL, BLOCK_STRIDE, D, SLOTS, KEYS,
+            1 if PEEL else STAGES,
+        )  # fmt: skip
+        divisor = tl.where(row_sum > 0, row_sum, 1.0)
+        if direct != 0:
+            tl.store(
+                out + row_head[:, None] * D + d[None, :],
+                (acc / divisor[:, None]).to(out.dtype.element_ty),
+                mask=live[:, None],
+            )
+        else:
+            slot = part * rows_total * H + row_head
+            tl.store(
+                part_out + slot[:, None].to(tl.int64) * D + d[None, :],
+                acc / divisor[:, None],
+                mask=live[:, None],
+            )
+            lse = tl.where(row_sum > 0, row_max + tl.log2(divisor), float("-inf"))
+            tl.store(part_lse + slot, lse, mask=live)
+    if DEPENDENT and not FIRST:
+        gdc_wait()
+
+
+@triton.jit(do_not_specialize=["rows_total"])
+def merge_parts_kernel(
+    part_out, part_lse, out, parts_of_row, rows_total,
+    H: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """out[row] = sum over parts of softmax(lse) * part. Grid (T, H / HEADS).
+
+    PARTS parts are loaded at once: the loop is bound by the latency of its loads. A row with fewer
+    than two parts was written directly and is left alone.
+    """
+    row = tl.program_id(0)
+    parts = tl.load(parts_of_row + row)
+    if parts > 1:
+        row_head = row * H + tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+        d = tl.arange(0, D)
+        best = tl.full([HEADS], float("-inf"), tl.float32)
+        total = tl.zeros([HEADS], tl.float32)
+        acc = tl.zeros([HEADS, D], tl.float32)
+        for first in range(0, parts, PARTS):
+            p = first + tl.arange(0, PARTS)
+            slot = p[:, None] * (rows_total * H) + row_head[None, :]
+            there = (p < parts)[:, None] & (row_head >= 0)[None, :]
+            lse = tl.load(part_lse + slot, mask=there, other=float("-inf"))
+            values = tl.load(
+                part_out + slot[:, :, None].to(tl.int64) * D + d[None, None, :],
+                mask=there[:, :, None],
+                other=0.0,
+            )
+            new_best = tl.maximum(best, tl.max(lse, 0))
+            alpha = tl.exp2(best - new_best)
+            weights = tl.exp2(lse - new_best[None, :])
+            acc = acc * alpha[:, None] + tl.sum(values * weights[:, :, None], 0)
+            total = total * alpha + tl.sum(weights, 0)
+            best = new_best
+        tl.store(
+            out + row_head[:, None] * D + d[None, :],
+            (acc / total[:, None]).to(out.dtype.element_ty),
+        )
+
+
+class WorkList:
+    """A `HostPlan` on the device, at fixed addresses and with a fixed grid, as CUDA graphs need.
+
+    One pinned host buffer, one copy per step. `capacity_units` per tile class; a plan that needs
+    more raises ValueError (the caller runs that step without the graph, on a larger list).
+    """
+
+    def __init__(
+        self,
+        configs: tuple[TileConfig, ...],
+        multiprocessors: int,
+        rows_max: int,
+        capacity_units: int,
+        device: torch.device,
+    ) -> None:
+        self.configs = configs
+        self.programs = tuple(multiprocessors * c.programs_per_sm for c in configs)
+        self.capacity_units = capacity_units
+        self.rows_max = rows_max
+        sizes = [rows_max]
+        for programs in self.programs:
+            # One record of padding: the kernel may prefetch behind the last unit.
+            sizes += [programs + 1, (capacity_units + 1) * 8]
+        # Each piece starts on 16 bytes, so that loads are wide.
+        self._ends = np.cumsum([-(-n // 4) * 4 for n in sizes])
+        total = int(self._ends[-1])
+        self._host = torch.zeros(total, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._device = torch.zeros(total, dtype=torch.int32, device=device)
+        self._views = self._host.numpy()
+        self.parts_max = 1
+
+    def _piece(self, i: int) -> slice:
+        return slice(int(self._ends[i - 1]) if i else 0, int(self._ends[i]))
+
+    def load(self, plan: HostPlan) -> None:
+        """Copy a plan in: host writes, then one asynchronous copy on the current stream.
+
+        The caller must not load again before the copy has been read (double-buffer when ahead).
+        """
+        rows = len(plan.parts_of_row)
+        self._views[self._piece(0)][:rows] = plan.parts_of_row
+        for i, work in enumerate(plan.tiles):
+            assert work.config is self.configs[i]
+            if len(work.units) > self.capacity_units:
+                raise ValueError(f"{len(work.units)} units of {self.capacity_units}")
+            self._views[self._piece(1 + 2 * i)][: len(work.starts)] = work.starts
+            flat = work.units.reshape(-1)
+            self._views[self._piece(2 + 2 * i)][: len(flat)] = flat
+        self.parts_max = plan.parts_max
+        self._device.copy_(self._host, non_blocking=True)
+
+    @property
+    def parts_of_row(self) -> torch.Tensor:
+        return self._device[self._piece(0)]
+
+    def tile(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(starts, units) of tile class i."""
+        return self._device[self._piece(1 + 2 * i)], self._device[self._piece(2 + 2 * i)]
+
+
+class Parts:
+    """Scratch for rows with several parts: [parts_max, rows_max, H, D] fp32 and log-sum-exps."""
+
+    def __init__(
+        self, parts_max: int, rows_max: int, heads: int, head_dim: int, device: torch.device
+    ) -> None:
+        self.out = torch.zeros(parts_max * rows_max * heads * head_dim, device=device)
+        self.lse = torch.zeros(parts_max * rows_max * heads, device=device)
+
+
+def tree_attention(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    layer: int,
+    work: WorkList,
+    block_ids: torch.Tensor,
+    lengths: torch.Tensor,
+    out: torch.Tensor,
+    parts: Parts,
+    *,
+    classes: tuple[int, ...] = (0, 1, 2),
+    causal: bool = True,
+    dependent: bool = False,
+    merge: bool = True,
+) -> None:
+    """Attention of q [T, H, D] over one layer of kv [B, layers, 2, K, S, D] into out [T, H, D].
+
+    `block_ids` int32: the flat table that units index, padded by 8 entries; every entry a valid
+    block. `lengths` [T] int32: keys each row sees. Launches the tile `classes` and the merge, each
+    with its full grid whatever the plan: the same launches fit every plan. Every block of the pool
+    must hold finite values: tiles read whole runs of slots and mask afterwards. `causal` False when
+    every slice has one row, `merge` False when no row has two parts. Writes out, parts.
+    """
+    rows, heads, head_dim = q.shape
+    _, _, _, kv_heads, slots, _ = kv.shape
+    group = heads // kv_heads
+    layer_kv = kv[:, layer]
+    overlap = dependent and HAS_DEPENDENT_LAUNCH and len(classes) == 2
+    for order, i in enumerate(classes):
+        config = work.configs[i]
+        starts, units = work.tile(i)
+        options: dict[str, Any] = {"num_warps": config.warps}
+        if config.registers_max and q.is_cuda:
+            options["maxnreg"] = config.registers_max
+        if overlap and order == 1:
+            options["launch_pdl"] = True
+        tree_attention_kernel[(work.programs[i],)](
+            q, layer_kv, parts.out, parts.lse, out, starts, units, block_ids, lengths, rows,
+            LOG2E / math.sqrt(head_dim),
+            G=group, GP=1 << (group - 1).bit_length(), M=config.vectors, H=heads, D=head_dim,
+            SLOTS=slots, KEYS=config.keys, BLOCK_STRIDE=kv.stride(0), VALUE_OFFSET=kv.stride(2),
+            STAGES=config.stages, PEEL=config.peel, CAUSAL=causal,
+            DEPENDENT=overlap, FIRST=order == 0,
+            **options,
+        )  # fmt: skip
+    if not merge:
+        return
+    # Few rows: spread heads over programs and keep many parts in flight. Many rows: fewer programs.
+    few = rows * heads <= 1024
+    heads_step = 1 if few else _heads_per_program(heads)
+    merge_parts_kernel[(rows, heads // heads_step)](
+        parts.out, parts.lse, out, work.parts_of_row, rows,
+        H=heads, D=head_dim, HEADS=heads_step, PARTS=16 if few else 4, num_warps=4,
+    )  # fmt: skip
+
+
+def _heads_per_program(heads: int) -> int:
+    """The largest power of two up to 8 that divides the heads."""
+    return min(8, heads & -heads)

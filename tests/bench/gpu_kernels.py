@@ -1,0 +1,210 @@
+"""Decode attention on a GPU, one layer, against the bytes it must move. Run by hand on a device:
+
+    python -m tests.bench.gpu_kernels [--json FILE]
+
+Arithmetic first: a case's floor is its unique KV bytes over the measured copy rate. Time is a CUDA
+graph over several layers with their own KV (more than the L2 holds), median of nine; every case is
+checked against float64 on a few rows before it is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from kernels.tree_attention import Parts, WorkList, tree_attention
+from kernels.work_list import BIG, SMALL, WIDE, Planner, Slices
+
+HEADS, KV_HEADS, HEAD_DIM, SIZE = 32, 8, 128, 16
+
+# name: rows, levels of (nodes, keys per node) from the root; the last level is each row's own.
+CASES: dict[str, tuple[int, list[tuple[int, int]]]] = {
+    "W1 1x2048 + 256x64": (256, [(1, 2048), (256, 64)]),
+    "W2 8x2048 + 256x64": (256, [(8, 2048), (256, 64)]),
+    "W3 8x8192 + 256x64": (256, [(8, 8192), (256, 64)]),
+    "W6 tree": (256, [(1, 1024), (8, 2048), (32, 512), (256, 64)]),
+    "flat 128x1152": (128, [(128, 1152)]),
+    "flat 256x1024": (256, [(256, 1024)]),
+    "flat 16x8256": (16, [(16, 8256)]),
+    "flat 1x8256": (1, [(1, 8256)]),
+    "flat 1x512": (1, [(1, 512)]),
+}
+
+
+def say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def time_graph(run: Callable[[], None], repeats: int = 9) -> tuple[float, float, float]:
+    """(median, min, max) microseconds of a captured graph."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    times = []
+    for _ in range(repeats + 2):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) * 1e3)
+    return statistics.median(times[2:]), min(times[2:]), max(times[2:])
+
+
+def copy_gb_per_s() -> float:
+    """Device-to-device copy of 2 GiB, bytes read and written: the ceiling to compare with."""
+    source = torch.empty(1 << 31, dtype=torch.uint8, device="cuda").random_()
+    target = torch.empty_like(source)
+    target.copy_(source)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(5):
+        target.copy_(source)
+    end.record()
+    torch.cuda.synchronize()
+    return float(10 * source.numel() / start.elapsed_time(end) / 1e6)
+
+
+class Bed:
+    """One case laid out in a pool: tables, groups, queries."""
+
+    def __init__(self, rows: int, levels: list[tuple[int, int]], layers: int) -> None:
+        rng = np.random.default_rng(0)
+        depth = sum(keys for _, keys in levels) // SIZE
+        blocks = sum(nodes * keys for nodes, keys in levels) // SIZE + 1
+        fresh = rng.permutation(blocks - 1).astype(np.int32) + 1
+        table = np.zeros((rows, depth + 8), np.int32)
+        groups, at, taken = [], 0, 0
+        for level, (nodes, keys) in enumerate(levels):
+            n, per = keys // SIZE, rows // nodes
+            ids = fresh[taken : taken + nodes * n].reshape(nodes, n)
+            table[:, at : at + n] = np.repeat(ids, per, axis=0)
+            if level < len(levels) - 1:
+                groups += [(i * per, (i + 1) * per, at, at + n) for i in range(nodes)]
+            taken, at = taken + nodes * n, at + n
+        self.rows, self.layers, self.table = rows, layers, table
+        # The last key of each row is the token being computed.
+        self.slices = Slices(
+            np.ones(rows, np.int32),
+            np.full(rows, depth * SIZE - 1, np.int32),
+            np.arange(rows, dtype=np.int32) * table.shape[1],
+        )
+        self.groups = np.array(groups, np.int32).reshape(-1, 4)
+        self.bytes = (blocks - 1) * SIZE * 2 * KV_HEADS * HEAD_DIM * 2
+        self.kv = torch.empty(
+            blocks, layers, 2, KV_HEADS, SIZE, HEAD_DIM, dtype=torch.bfloat16, device="cuda"
+        ).normal_()
+        self.q = torch.randn(rows, HEADS, HEAD_DIM, device="cuda").bfloat16()
+        self.out = torch.full_like(self.q, float("nan"))
+        self.lengths = torch.full((rows,), depth * SIZE, dtype=torch.int32, device="cuda")
+        self.block_ids = torch.from_numpy(table.reshape(-1)).cuda()
+
+    def error(self) -> float:
+        worst = 0.0
+        for row in sorted({0, self.rows // 3, self.rows - 1}):
+            ids = self.table[row, : int(self.lengths[row]) // SIZE].tolist()
+            keys = self.kv[ids, 0].double().permute(1, 2, 0, 3, 4).flatten(2, 3)
+            keys = keys.repeat_interleave(HEADS // KV_HEADS, dim=1)
+            scores = torch.einsum("hd,hnd->hn", self.q[row].double(), keys[0]) / HEAD_DIM**0.5
+            expected = torch.einsum("hn,hnd->hd", scores.softmax(-1), keys[1])
+            worst = max(worst, float((self.out[row].double() - expected).norm() / expected.norm()))
+        return worst
+
+
+def measure(
+    name: str, planner: Planner, *, grouped: bool = True, pdl: bool = True
+) -> dict[str, Any]:
+    rows, levels = CASES[name]
+    size = sum(nodes * keys for nodes, keys in levels) * KV_HEADS * HEAD_DIM * 4
+    layers = max(1, min(16, math.ceil(600e6 / size)))
+    bed = Bed(rows, levels, layers)
+    started = time.perf_counter()
+    groups = bed.groups if grouped else bed.groups[:0]
+    plan = planner.plan(bed.slices, groups)
+    planned_us = (time.perf_counter() - started) * 1e6
+    work = WorkList((WIDE, BIG, SMALL), planner.multiprocessors, rows, 65536, bed.q.device)
+    work.load(plan)
+    parts = Parts(plan.parts_max, rows, HEADS, HEAD_DIM, bed.q.device)
+    used = tuple(i for i, tile in enumerate(plan.tiles) if len(tile.units))
+
+    def run() -> None:
+        for layer in range(layers):
+            tree_attention(
+                bed.q, bed.kv, layer, work, bed.block_ids, bed.lengths, bed.out, parts,
+                classes=used, causal=False, dependent=pdl, merge=plan.parts_max > 1,
+            )  # fmt: skip
+
+    tree_attention(
+        bed.q, bed.kv, 0, work, bed.block_ids, bed.lengths, bed.out, parts, classes=used,
+        causal=False, merge=plan.parts_max > 1,
+    )  # fmt: skip
+    torch.cuda.synchronize()
+    error = bed.error()
+    median, low, high = (t / layers for t in time_graph(run))
+    units = [len(tile.units) for tile in plan.tiles]
+    return {
+        "case": name,
+        "grouped": grouped,
+        "pdl": pdl,
+        "us": round(median, 1),
+        "us_min": round(low, 1),
+        "us_max": round(high, 1),
+        "bytes": bed.bytes,
+        "gb_per_s": round(bed.bytes / median / 1e3),
+        "error": error,
+        "units": units,
+        "parts": plan.parts_max,
+        "plan_us": round(planned_us),
+        "span_min": planner.span_keys_min,
+        "chunk": planner.chunk_keys,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    properties = torch.cuda.get_device_properties(0)
+    copy = copy_gb_per_s()
+    name = properties.name
+    say(f"{name}, {properties.multi_processor_count} multiprocessors, copy {copy:.0f} GB/s")
+    base = Planner(KV_HEADS, HEADS // KV_HEADS, SIZE, properties.multi_processor_count)
+    results: list[dict[str, Any]] = []
+    runs: list[tuple[str, Planner, dict[str, bool]]] = []
+    for name in CASES:
+        shared = len(CASES[name][1]) > 1
+        runs.append((name, base, {}))
+        if shared:
+            runs += [(name, base, {"pdl": False}), (name, base, {"grouped": False})]
+            runs += [(name, replace(base, span_keys_min=s), {}) for s in (512, 2048, 4096)]
+            runs += [(name, replace(base, chunk_keys=c), {}) for c in (512, 1024)]
+    for name, planner, options_ in runs:
+        try:
+            results.append(measure(name, planner, **options_))
+            say(json.dumps(results[-1]))
+        except (RuntimeError, ValueError) as failure:
+            say(f"{name} {options_} failed: {failure}")
+        torch.cuda.empty_cache()
+    if options.json is not None:
+        head = {"device": properties.name, "copy_gb_per_s": round(copy)}
+        options.json.write_text(json.dumps({**head, "results": results}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

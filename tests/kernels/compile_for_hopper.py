@@ -1,0 +1,83 @@
+"""Compile the tree-attention kernel for sm_90 on a machine without a GPU and report what came out.
+
+Run as a program (the interpreter's switch must be off when the kernels are imported); prints one
+JSON object per tile class: registers, spills, shared memory, matrix instructions.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from kernels.tree_attention import tree_attention_kernel
+from kernels.work_list import BIG, SMALL, WIDE, TileConfig
+
+POINTERS = {
+    "q_ptr": "*bf16", "kv": "*bf16", "part_out": "*fp32", "part_lse": "*fp32", "out": "*bf16",
+    "starts": "*i32", "units": "*i32", "block_ids": "*i32", "lengths_ptr": "*i32",
+}  # fmt: skip
+
+
+def compile_class(
+    config: TileConfig, *, causal: bool, head_dim: int = 128, group: int = 4
+) -> dict[str, object]:
+    kv_heads, layers, slots = 8, 32, 16
+    constants = {
+        "G": group, "GP": group, "M": config.vectors, "H": kv_heads * group, "D": head_dim,
+        "SLOTS": slots, "KEYS": config.keys, "STAGES": config.stages, "PEEL": config.peel,
+        "CAUSAL": causal,
+        "BLOCK_STRIDE": layers * 2 * kv_heads * slots * head_dim,
+        "VALUE_OFFSET": kv_heads * slots * head_dim, "DEPENDENT": False, "FIRST": True,
+    }  # fmt: skip
+    names = tree_attention_kernel.arg_names
+    types = {**POINTERS, "rows_total": "i32", "scale": "fp32"}
+    signature = {n: "constexpr" if n in constants else types[n] for n in names}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if n in POINTERS}
+    source = ASTSource(
+        fn=tree_attention_kernel, signature=signature, constexprs=constants, attrs=aligned
+    )
+    options: dict[str, int] = {"num_warps": config.warps}
+    if config.registers_max:
+        options["maxnreg"] = config.registers_max
+    kernel = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        usage = subprocess.run(
+            [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
+        )
+        sass = subprocess.run(
+            [tool, "-sass", file.name], capture_output=True, text=True, check=True
+        )
+    text = usage.stdout + usage.stderr
+    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
+    assert found is not None, text
+    return {
+        "class": config.name,
+        "causal": causal,
+        "registers": int(found[1]),
+        "stack_bytes": int(found[2]),
+        "shared_bytes": kernel.metadata.shared,
+        "wgmma": sass.stdout.count("HGMMA"),
+        "mma": sass.stdout.count("HMMA"),
+        "async_copies": sass.stdout.count("LDGSTS"),
+        "spills": sass.stdout.count("STL") + sass.stdout.count("LDL"),
+    }
+
+
+def main() -> None:
+    for config, causal in ((SMALL, False), (BIG, False), (SMALL, True), (BIG, True), (WIDE, True)):
+        sys.stdout.write(json.dumps(compile_class(config, causal=causal)) + "\n")
+
+
+if __name__ == "__main__":
+    main()

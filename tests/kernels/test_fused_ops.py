@@ -1,0 +1,130 @@
+"""The small Triton kernels against plain torch, in the interpreter or on a device."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+if DEVICE.type == "cpu":
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from kernels.fused_ops import copy_blocks, residual_rms_norm, rope_kv_write, silu_mul  # noqa: E402
+from kernels.sampling import sample  # noqa: E402
+
+
+def rand(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+@pytest.mark.parametrize("channels", [64, 96, 576])
+@pytest.mark.parametrize("add", [True, False])
+def test_residual_rms_norm_adds_then_normalises(channels: int, add: bool) -> None:
+    """The residual is updated in place and the norm is of the updated one."""
+    x, residual, weight = rand(5, channels), rand(5, channels, seed=1), rand(channels, seed=2)
+    whole = x + residual if add else x
+    expected = whole * torch.rsqrt(whole.pow(2).mean(-1, keepdim=True) + 1e-5) * weight
+    out = torch.full_like(x, float("nan"))
+    kept = residual.clone()
+
+    residual_rms_norm(x, kept if add else None, weight, out, 1e-5)
+
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(kept, whole if add else residual)
+
+
+def test_silu_mul_gates_the_second_half() -> None:
+    """Gate first, up second, as the fused projection lays them out."""
+    x = rand(3, 2 * 1500)
+    out = torch.full((3, 1500), float("nan"), device=DEVICE)
+
+    silu_mul(x, out)
+
+    torch.testing.assert_close(out, torch.nn.functional.silu(x[:, :1500]) * x[:, 1500:])
+
+
+def test_rope_kv_write_turns_q_and_k_and_puts_k_and_v_in_their_slots() -> None:
+    """Halves convention; padding rows (negative slot) write nothing."""
+    heads, kv_heads, d, size = 3, 1, 16, 4
+    qkv = rand(4, (heads + 2 * kv_heads) * d)
+    kv = torch.zeros(5, 2, 2, kv_heads, size, d, device=DEVICE)
+    angle = rand(32, d // 2, seed=3)
+    positions = torch.tensor([0, 7, 8, 31], dtype=torch.int32, device=DEVICE)
+    slots = torch.tensor([9, 4 * size + 3, -1, 0], dtype=torch.int32, device=DEVICE)
+    q_out = torch.full((4, heads, d), float("nan"), device=DEVICE)
+
+    rope_kv_write(qkv, q_out, kv, 1, angle.cos(), angle.sin(), positions, slots)
+
+    x = qkv.view(4, heads + 2 * kv_heads, d)
+    cos = angle.cos()[positions.long()][:, None].repeat(1, 1, 2)
+    sin = angle.sin()[positions.long()][:, None].repeat(1, 1, 2)
+    turned = x * cos + torch.cat([-x[..., d // 2 :], x[..., : d // 2]], -1) * sin
+    torch.testing.assert_close(q_out, turned[:, :heads])
+    expected = torch.zeros_like(kv)
+    for row, slot in ((0, 9), (1, 19), (3, 0)):
+        expected[slot // size, 1, 0, :, slot % size] = turned[row, heads : heads + kv_heads]
+        expected[slot // size, 1, 1, :, slot % size] = x[row, heads + kv_heads :]
+    torch.testing.assert_close(kv, expected)
+
+
+def test_copy_blocks_copies_only_the_filled_slots_of_all_layers() -> None:
+    """The rest of the target keeps what it had: it will be written by its new owner."""
+    kv = rand(6, 3, 2, 2, 16, 8)
+    before = kv.clone()
+    copies = torch.tensor([[0, 4, 5], [1, 5, 16]], dtype=torch.int32, device=DEVICE)
+
+    copy_blocks(kv, copies)
+
+    before[4, :, :, :, :5] = before[0, :, :, :, :5]
+    before[5] = before[1]
+    assert torch.equal(before, kv)
+
+
+def draw(logits: torch.Tensor, u: float, t: float, k: int = 0, p: float = 1.0, m: float = 0) -> int:
+    def one(x: float) -> torch.Tensor:
+        return torch.tensor([x], dtype=torch.float32, device=DEVICE)
+
+    out = torch.full((1,), -1, dtype=torch.int32, device=DEVICE)
+    top_k = torch.tensor([k], dtype=torch.int32, device=DEVICE)
+    sample(logits[None], one(t), top_k, one(p), one(m), one(u), out)
+    return int(out[0])
+
+
+def drawn_by_sorting(logits: torch.Tensor, u: float, t: float, k: int, p: float, m: float) -> int:
+    """The specification: sort, filter, renormalise, inverse CDF in vocabulary order."""
+    weights = torch.exp((logits - logits.max()) / t).double()
+    keep = weights >= m
+    ordered = weights.sort(descending=True).values
+    if k:
+        keep &= weights >= ordered[min(k, len(ordered)) - 1]
+    if p < 1:
+        kept = torch.where(keep, weights, 0.0).sort(descending=True).values
+        running = kept.cumsum(0)
+        keep &= weights >= kept[int((running >= p * running[-1] * (1 - 1e-6)).nonzero()[0])]
+    weights = torch.where(keep, weights, 0.0)
+    running = weights.cumsum(0)
+    return int((running > u * running[-1]).nonzero()[0])
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_draw_is_what_sorting_would_draw(seed: int) -> None:
+    """The bisected threshold keeps the same tokens as a sort, for random filters."""
+    rng = torch.Generator().manual_seed(seed)
+    logits = torch.randn(300, generator=rng).to(DEVICE) * 3
+    u, t, p, m = (float(torch.rand(1, generator=rng)) for _ in range(4))
+    k = [0, 1, 5, 40, 300][seed % 5]
+    t, p, m = 0.2 + t, [1.0, 0.05 + 0.9 * p][seed % 2], [0.0, m / 4][seed % 3 == 0]
+
+    got = draw(logits, u, t, k, p, m)
+
+    assert drawn_by_sorting(logits.double().cpu(), u, t, k, p, m) == got
+
+
+def test_temperature_zero_is_argmax_with_the_lowest_id_on_ties() -> None:
+    """Greedy must not depend on how the vocabulary is cut."""
+    logits = torch.zeros(300, device=DEVICE)
+    logits[[7, 250]] = 2.0
+
+    assert draw(logits, 0.5, 0.0) == 7
