@@ -21,6 +21,7 @@ depend on who shares with it (`docs/adr`, exactness).
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import numpy as np
@@ -116,124 +117,134 @@ class Planner:
 
         Every (row, key) pair is in exactly one unit per KV head: `check_plan` proves it.
         """
-        first_row = np.concatenate([[0], np.cumsum(slices.rows)]).astype(np.int32)
-        cutter = _ChunkCutter(self) if self.chunk_keys else _SpanCutter(self)
-        tiles = cutter.cut(slices, first_row, groups)
+        cutter = _ChunkCutter(self, slices) if self.chunk_keys else _SpanCutter(self, slices)
+        cutter.cut(groups)
         parts_of_row = np.repeat(cutter.parts, slices.rows).astype(np.int32)
-        work = tuple(
-            self._deal(config, tiles.get(config.name, [])) for config in (WIDE, BIG, SMALL)
-        )
+        work = tuple(self._deal(config, cutter.tiles(config)) for config in (WIDE, BIG, SMALL))
         return HostPlan(work, parts_of_row, int(cutter.parts.max(initial=1)))
 
-    def _deal(self, config: TileConfig, tiles: list[Int32]) -> TileWork:
-        """Tiles [n, 7] → units over KV heads, longest first, dealt to programs back and forth.
+    def _deal(self, config: TileConfig, tiles: Int32) -> TileWork:
+        """Tiles [n, 8] to units over KV heads, longest first, dealt to programs back and forth.
 
         The dealing is LPT's result for nearly equal units, without its heap: measured within 2 % of
         LPT, and the cut into spans matters far more than the scheduler.
         """
         programs = self.multiprocessors * config.programs_per_sm
-        if not tiles:
-            return TileWork(config, np.zeros(programs + 1, np.int32), np.zeros((0, 8), np.int32))
-        rows = np.concatenate(tiles)
-        units = np.repeat(rows, self.kv_heads, axis=0)
-        heads = np.tile(np.arange(self.kv_heads, dtype=np.int32), len(rows))
-        cost = units[:, 7].copy()
-        units = np.concatenate([units[:, :7], heads[:, None]], axis=1)
-        order = np.argsort(-cost, kind="stable")
+        starts = np.zeros(programs + 1, np.int32)
+        units = np.repeat(tiles, self.kv_heads, axis=0)
+        if len(units) == 0:
+            return TileWork(config, starts, units)
+        order = np.argsort(-units[:, 7], kind="stable")
+        units[:, 7] = np.tile(np.arange(self.kv_heads, dtype=np.int32), len(tiles))
         turn = np.arange(len(order)) % (2 * programs)
         program = np.minimum(turn, 2 * programs - 1 - turn)
-        by_program = np.argsort(program, kind="stable")
-        starts = np.zeros(programs + 1, np.int32)
         np.cumsum(np.bincount(program, minlength=programs), out=starts[1:])
-        return TileWork(config, starts, np.ascontiguousarray(units[order][by_program]))
+        return TileWork(config, starts, units[order[np.argsort(program, kind="stable")]])
 
     def rows_per_tile(self, config: TileConfig) -> int:
         return config.vectors // self.padded_heads
 
 
-def _tile_rows(row: int, rows: int, step: int) -> tuple[Int32, Int32]:
-    first = np.arange(row, row + rows, step, dtype=np.int32)
-    return first, np.minimum(step, row + rows - first).astype(np.int32)
+class _Cutter(ABC):
+    """Collects spans, each a run of rows against a run of keys, and cuts them into row tiles.
 
+    A span is (row, rows, block offset, first key, keys, part, direct, keys before): the unit's
+    fields, and for causal spans (`keys` < 0) how many keys the span's first row sees before itself.
+    """
 
-class _Cutter:
-    """Collects tiles by class; a tile is seven unit fields (all but the head) and its cost."""
-
-    def __init__(self, planner: Planner) -> None:
+    def __init__(self, planner: Planner, slices: Slices) -> None:
         self.planner = planner
-        self.tiles: dict[str, list[Int32]] = {}
-        self.parts: Int32 = np.zeros(0, np.int32)
+        self.slices = slices
+        ends = np.cumsum(slices.rows)
+        self.first_row = (ends - slices.rows).astype(np.int32)
+        self.row_edges: list[int] = [0, *ends.tolist()]
+        self.offsets: list[int] = slices.table_offsets.tolist()
+        self.parts: Int32 = np.ones(len(slices.rows), np.int32)
+        self._spans: dict[str, list[tuple[int, ...]]] = {}
+        self._arrays: dict[str, list[Int32]] = {}
 
-    def add(self, config: TileConfig, *columns: npt.ArrayLike) -> None:
-        """Tiles of one class: row, rows, block offset, first key, keys, part, direct, cost."""
-        assert len(columns) == 8
-        table = np.stack(np.broadcast_arrays(*map(np.atleast_1d, columns)), axis=1)
-        self.tiles.setdefault(config.name, []).append(table.astype(np.int32))
+    @abstractmethod
+    def cut(self, groups: Int32) -> None:
+        """Add every span of the step, and set `parts`."""
 
-    def class_of(self, rows: int) -> TileConfig:
-        """The tile class for a slice's own keys: by how many rows it has."""
-        per_small = self.planner.rows_per_tile(SMALL)
-        if rows <= max(per_small, 1):
-            return SMALL
-        return BIG if rows < 2 * self.planner.rows_per_tile(BIG) else WIDE
+    def add(self, config: TileConfig, *span: int) -> None:
+        assert len(span) == 8
+        self._spans.setdefault(config.name, []).append(span)
 
-    def own(
-        self, slices: Slices, first_row: Int32, first_key: Int32, spans: Int32, base: Int32
-    ) -> None:
-        """Tiles for keys [first_key, start + rows) of each slice, cut into `spans` equal spans.
+    def add_group(self, config: TileConfig, a: int, b: int, key: int, keys: int, part: int) -> None:
+        """Keys [key, key + keys) for all rows of slices [a, b), through the table of the first."""
+        row = self.row_edges[a]
+        offset = self.offsets[a] + key // self.planner.block_size
+        self.add(config, row, self.row_edges[b] - row, offset, key, keys, part, 0, 0)
+
+    def add_own(self, first_key: Int32, spans: Int32, base: Int32) -> None:
+        """Keys [first_key, start + rows) of each slice, cut into `spans` about equal ones.
 
         All spans but the last end at or below the slice's start, so that all rows see them whole.
         """
-        size = self.planner.block_size
-        rows_of = slices.rows
-        for count in np.unique(rows_of):
-            config = self.class_of(int(count))
-            step = self.planner.rows_per_tile(config)
-            at = np.flatnonzero(rows_of == count)
-            for i in at if count > 1 else ():
-                self._own_slice(config, step, slices, first_row, first_key, spans, base, int(i))
-            if count == 1:
-                self._own_decode(config, slices, first_row, first_key, spans, base, at, size)
+        one = self.slices.rows == 1
+        self._own_decode(np.flatnonzero(one), first_key, spans, base)
+        for i in np.flatnonzero(~one).tolist():
+            self._own_slice(i, int(first_key[i]), int(spans[i]), int(base[i]))
 
     def _own_decode(
-        self, config: TileConfig, slices: Slices, first_row: Int32, first_key: Int32,
-        spans: Int32, base: Int32, at: npt.NDArray[np.intp], size: int,
-    ) -> None:  # fmt: skip
-        first, n = first_key[at], spans[at]
-        total = slices.starts[at] + 1 - first
+        self, at: npt.NDArray[np.intp], first_key: Int32, spans: Int32, base: Int32
+    ) -> None:
+        if len(at) == 0:
+            return
+        slices, n = self.slices, spans[at]
         which = np.repeat(np.arange(len(at)), n)
         k = np.arange(len(which)) - np.repeat(np.cumsum(n) - n, n)
-        width = _round_up(-(-total // n), config.keys)[which]
-        begin = first[which] + k * width
-        last = k == n[which] - 1
-        keys = np.where(last, -1, width)
-        real = np.where(last, total[which] - k * width, width)
-        self.add(
-            config, first_row[:-1][at][which], 1,
-            slices.table_offsets[at][which] + begin // size, begin, keys,
-            base[at][which] + k, (base[at][which] + n[which]) == 1,
-            real + int(config.overhead_blocks * config.keys),
-        )  # fmt: skip
+        width = _round_up(-(-(slices.starts[at] + 1 - first_key[at]) // n), SMALL.keys)[which]
+        begin = first_key[at][which] + k * width
+        keys = np.where(k == n[which] - 1, -1, width)
+        columns = (
+            self.first_row[at][which],
+            np.ones_like(which),
+            slices.table_offsets[at][which] + begin // self.planner.block_size,
+            begin,
+            keys,
+            base[at][which] + k,
+            (base[at] + n == 1)[which],
+            slices.starts[at][which] - begin,
+        )
+        table = np.stack(columns, axis=1).astype(np.int32)
+        self._arrays.setdefault(SMALL.name, []).append(table)
 
-    def _own_slice(
-        self, config: TileConfig, step: int, slices: Slices, first_row: Int32, first_key: Int32,
-        spans: Int32, base: Int32, i: int,
-    ) -> None:  # fmt: skip
-        start, first, n = int(slices.starts[i]), int(first_key[i]), int(spans[i])
-        row, rows = _tile_rows(int(first_row[i]), int(slices.rows[i]), step)
-        width = _round_up(-(-(start - first) // n), config.keys) if n > 1 else 0
-        overhead = int(config.overhead_blocks * config.keys)
-        for k in range(n):
+    def _own_slice(self, i: int, first: int, spans: int, base: int) -> None:
+        start, rows = int(self.slices.starts[i]), int(self.slices.rows[i])
+        config = self.class_of(rows)
+        width = int(_round_up(-(-(start - first) // spans), config.keys)) if spans > 1 else 0
+        for k in range(spans):
             begin = first + k * width
-            last = k == n - 1
-            keys = -1 if last else min(width, start - begin)
-            seen = start + (row - first_row[i]) + rows - begin if last else keys
+            keys = -1 if k == spans - 1 else min(width, start - begin)
+            offset = self.offsets[i] + begin // self.planner.block_size
+            direct = int(base + spans == 1)
             self.add(
-                config, row, rows,
-                slices.table_offsets[i] + begin // self.planner.block_size,
-                begin, keys, base[i] + k,
-                base[i] + n == 1, np.asarray(seen + overhead, np.int32),
+                config, self.row_edges[i], rows, offset, begin, keys, base + k, direct,
+                start - begin,
             )  # fmt: skip
+
+    def class_of(self, rows: int) -> TileConfig:
+        """The tile class for a slice's own keys: by how many rows it has."""
+        if rows <= max(self.planner.rows_per_tile(SMALL), 1):
+            return SMALL
+        return BIG if rows < 2 * self.planner.rows_per_tile(BIG) else WIDE
+
+    def tiles(self, config: TileConfig) -> Int32:
+        """Every span of one class cut into row tiles: [n, 8], the unit's fields and the cost."""
+        spans = [np.array(self._spans.get(config.name, []), np.int32).reshape(-1, 8)]
+        table = np.concatenate(spans + self._arrays.get(config.name, []))
+        step = self.planner.rows_per_tile(config)
+        per_span = -(-table[:, 1] // step)
+        tiles = np.repeat(table, per_span, axis=0)
+        done = np.arange(len(tiles)) - np.repeat(np.cumsum(per_span) - per_span, per_span)
+        done = (done * step).astype(np.int32)
+        tiles[:, 0] += done
+        tiles[:, 1] = np.minimum(step, tiles[:, 1] - done)
+        seen = np.where(tiles[:, 4] >= 0, tiles[:, 4], tiles[:, 7] + done + tiles[:, 1])
+        tiles[:, 7] = seen + int(config.overhead_blocks * config.keys)
+        return tiles
 
 
 def _round_up(x: Int32 | int, to: int) -> Int32:
@@ -243,68 +254,46 @@ def _round_up(x: Int32 | int, to: int) -> Int32:
 class _SpanCutter(_Cutter):
     """Spans cut for speed: few, equal, enough of them to fill the grid."""
 
-    def cut(self, slices: Slices, first_row: Int32, groups: Int32) -> dict[str, list[Int32]]:
+    def cut(self, groups: Int32) -> None:
         p = self.planner
-        n = len(slices.rows)
+        n = len(self.slices.rows)
         own_block = np.zeros(n, np.int32)
         base = np.zeros(n, np.int32)
         kept = [g for g in groups.tolist() if self._worth(g)]
-        wanted = self._spans(kept, first_row)
-        for (a, b, first_block, end_block), spans in zip(kept, wanted, strict=True):
-            # A group left out above this one: its keys are this one's to read as well.
-            first_block = int(own_block[a])
-            self._group(slices, first_row, a, b, first_block, end_block, spans, int(base[a]))
-            keys = (end_block - first_block) * p.block_size
-            base[a:b] += -(-keys // int(_round_up(-(-keys // spans), BIG.keys)))
+        for (a, b, _, end_block), spans in zip(kept, self._group_spans(kept), strict=True):
+            # Where a group above was left out its keys are this one's to read as well.
+            first, end = int(own_block[a]) * p.block_size, end_block * p.block_size
+            width = int(_round_up(-(-(end - first) // spans), BIG.keys))
+            part = int(base[a])
+            for key in range(first, end, width):
+                self.add_group(BIG, a, b, key, min(width, end - key), part)
+                part += 1
+            base[a:b] = part
             own_block[a:b] = end_block
         first_key = own_block * p.block_size
-        spans_own = self._own_spans(slices, first_key)
+        spans_own = self._own_spans(first_key)
         self.parts = base + spans_own
-        self.own(slices, first_row, first_key, spans_own, base)
-        return self.tiles
+        self.add_own(first_key, spans_own, base)
 
     def _worth(self, group: list[int]) -> bool:
         a, b, first_block, end_block = group
-        return b - a > 1 and (end_block - first_block) * self.planner.block_size >= (
-            self.planner.group_keys_min
-        )
+        keys = (end_block - first_block) * self.planner.block_size
+        return b - a > 1 and keys >= self.planner.group_keys_min
 
-    def _spans(self, groups: list[list[int]], first_row: Int32) -> list[int]:
+    def _group_spans(self, groups: list[list[int]]) -> list[int]:
         """Equal spans of about `total / programs` keys: one wave, no finer than the minimum."""
         p = self.planner
         step = p.rows_per_tile(BIG)
-        tiles = [-(-int(first_row[b] - first_row[a]) // step) for a, b, _, _ in groups]
+        tiles = [-(-(self.row_edges[b] - self.row_edges[a]) // step) for a, b, _, _ in groups]
         keys = [(e - f) * p.block_size for _, _, f, e in groups]
         programs = p.multiprocessors * BIG.programs_per_sm
         load = sum(t * k for t, k in zip(tiles, keys, strict=True)) * p.kv_heads / programs
         span = max(p.span_keys_min, int(load))
         return [min(p.parts_max - 1, max(1, round(k / span))) for k in keys]
 
-    def _group(
-        self, slices: Slices, first_row: Int32, a: int, b: int, first_block: int, end_block: int,
-        spans: int, base: int,
-    ) -> None:  # fmt: skip
-        size = self.planner.block_size
-        keys = (end_block - first_block) * size
-        width = int(_round_up(-(-keys // spans), BIG.keys))
-        row, rows = _tile_rows(
-            int(first_row[a]),
-            int(first_row[b] - first_row[a]),
-            self.planner.rows_per_tile(BIG),
-        )
-        overhead = int(BIG.overhead_blocks * BIG.keys)
-        for k, begin in enumerate(range(0, keys, width)):
-            take = min(width, keys - begin)
-            self.add(
-                BIG, row, rows,
-                slices.table_offsets[a] + first_block + begin // size,
-                first_block * size + begin, take, base + k,
-                0, take + overhead,
-            )  # fmt: skip
-
-    def _own_spans(self, slices: Slices, first_key: Int32) -> Int32:
+    def _own_spans(self, first_key: Int32) -> Int32:
         """Own keys are cut when there are too few units to fill the grid, or one is very long."""
-        p = self.planner
+        p, slices = self.planner, self.slices
         total = slices.starts + slices.rows - first_key
         units = max(1, len(total)) * p.kv_heads
         programs = p.multiprocessors * SMALL.programs_per_sm
@@ -327,38 +316,27 @@ class _ChunkCutter(_Cutter):
     A chunk that straddles the end of a group belongs to the groups, or the sequences, below it.
     """
 
-    def cut(self, slices: Slices, first_row: Int32, groups: Int32) -> dict[str, list[Int32]]:
-        p = self.planner
-        size, chunk = p.block_size, p.chunk_keys
-        n = len(slices.rows)
-        done = np.zeros(n, np.int32)
+    def cut(self, groups: Int32) -> None:
+        size, chunk = self.planner.block_size, self.planner.chunk_keys
+        done = [0] * len(self.slices.rows)
         for a, b, _, end_block in groups.tolist():
-            first, end = int(done[a]), end_block * size // chunk
-            for c in range(first, end):
-                self._chunk(slices, first_row, a, b, c)
-            done[a:b] = np.maximum(done[a:b], end)
-        for i in range(n):
-            for c in range(int(done[i]), int(slices.starts[i]) // chunk):
-                self._chunk(slices, first_row, i, i + 1, c)
-        base = (slices.starts // chunk).astype(np.int32)
+            first, end = done[a], end_block * size // chunk
+            if end > first:
+                self._chunks(a, b, first, end)
+                done[a:b] = [end] * (b - a)
+        base = (self.slices.starts // chunk).astype(np.int32)
+        for i, (first, end) in enumerate(zip(done, base.tolist(), strict=True)):
+            self._chunks(i, i + 1, first, end)
         self.parts = base + 1
-        self.own(slices, first_row, base * chunk, np.ones(n, np.int32), base)
-        return self.tiles
+        self.add_own(base * chunk, np.ones_like(base), base)
 
     def class_of(self, rows: int) -> TileConfig:
         return SMALL
 
-    def _chunk(self, slices: Slices, first_row: Int32, a: int, b: int, c: int) -> None:
-        p = self.planner
-        row, rows = _tile_rows(
-            int(first_row[a]), int(first_row[b] - first_row[a]), p.rows_per_tile(BIG)
-        )
-        first = c * p.chunk_keys
-        self.add(
-            BIG, row, rows, slices.table_offsets[a] + first // p.block_size,
-            first, p.chunk_keys, c, 0,
-            p.chunk_keys + int(BIG.overhead_blocks * BIG.keys),
-        )  # fmt: skip
+    def _chunks(self, a: int, b: int, first: int, end: int) -> None:
+        keys = self.planner.chunk_keys
+        for c in range(first, end):
+            self.add_group(BIG, a, b, c * keys, keys, c)
 
 
 def check_plan(plan: HostPlan, slices: Slices, planner: Planner) -> None:
