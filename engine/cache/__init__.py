@@ -1,1 +1,8 @@
-"""Blocks, tables, the prefix tree, leases, eviction. No tensors, no clock of its own."""
+"""The prefix cache: blocks, trees of prefixes, leases and quotas. `PrefixCache` is its door."""
+
+from engine.cache.block_table import BlockTable
+from engine.cache.events import Fact
+from engine.cache.prefix_cache import PrefixCache
+from engine.cache.report import CacheStats, NamespaceUse, Peek
+
+__all__ = ["BlockTable", "CacheStats", "Fact", "NamespaceUse", "Peek", "PrefixCache"]

@@ -1,96 +1,263 @@
 """The door of the cache: everything the scheduler and core may do to blocks.
 
-CONTRACT ONLY so far: signatures and rules are settled here, bodies come next.
+It knows tokens, namespaces, leases and quotas, never a tensor or a tenant, and no clock but the
+`now_s` it is given. One thread calls it. The numbered rules are in `engine/cache/README.md`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
-from msgspec import Struct
-
-from engine.api import LeaseGrant, LeaseRequest, Namespace, Quota
+from engine.api import LeaseRequest, Namespace, Quota
+from engine.cache.audit import check_holdings
+from engine.cache.block_table import BlockTable
+from engine.cache.events import Committed, Copied, Erased, Evicted, Expired, Fact, Matched
+from engine.cache.eviction import Account
+from engine.cache.holdings import Holdings
+from engine.cache.lease_book import LeaseBook, covered_only_by
+from engine.cache.prefix_tree import Node
+from engine.cache.report import CacheStats, NamespaceUse, Peek
+from engine.errors import InvariantViolation
 from engine.plan import BlockCopy
 
-
-class Peek(Struct, frozen=True):
-    cached_tokens: int
-    promised_tokens: int
-    expires_at_s: float | None
+DEFAULT_QUOTA = Quota()
 
 
-class BlockTable(Protocol):
-    """One sequence's ordered blocks. Each entry is pinned. Only `PrefixCache` changes it.
+class PrefixCache:
+    """A pool of blocks, a radix tree of prefixes per namespace, and the books over both."""
 
-    `blocks` (list[int], live), `version` (bumped when an entry that stood before changes),
-    `kv_tokens` (tokens whose KV is in place), `namespace`, `leases` (tuple[LeaseGrant, ...]).
-    """
-
-    blocks: list[int]
-    version: int
-    kv_tokens: int
-    namespace: Namespace
-    leases: tuple[LeaseGrant, ...]
-
-
-class PrefixCache(Protocol):
     def __init__(
-        self, *, blocks: int, block_size: int, facts: Callable[[object], None] | None = None
+        self, *, blocks: int, block_size: int, facts: Callable[[Fact], None] | None = None
     ) -> None:
-        """All blocks free. `facts` gets frozen values of engine.cache.events as things happen."""
+        """All blocks free. `facts` gets frozen values of `engine.cache.events` as things happen."""
+        self.blocks = blocks
+        self.block_size = block_size
+        self._holdings = Holdings(blocks, block_size)
+        self._book = LeaseBook(self._holdings)
+        self._facts = facts
+        self._evicted = 0
+        self._expired = 0
+        self._copied = 0
 
-    # -- looking: changes nothing
-    def peek(self, namespace: Namespace, tokens: Sequence[int], now_s: float) -> Peek: ...
+    # -- looking ------------------------------------------------------------------------------
+
+    def peek(self, namespace: Namespace, tokens: Sequence[int], now_s: float) -> Peek:
+        """What `tokens` would find. Pins, renews and counts nothing. O(blocks matched)."""
+        self.expire(now_s)
+        account = self._holdings.accounts.get(namespace)
+        if account is None:
+            return Peek(0, 0, None)
+        path = account.tree.walk(tokens, len(tokens) - 1)
+        cached = len(path) * self.block_size
+        near, common = self._nearest(account, path, tokens)
+        if near is not None:
+            path.append(near)
+            cached += common
+        promised = sum(node.promised for node in path) * self.block_size
+        ends_s = min((node.terms.limit_at_s for node in path if node.terms), default=math.inf)
+        return Peek(cached, min(cached, promised), None if ends_s == math.inf else ends_s)
+
     def fits(self, namespace: Namespace, quota: Quota, tokens: int) -> bool:
-        """Could one sequence of `tokens` tokens run alone in an otherwise idle pool?"""
+        """Could one sequence of `tokens` tokens run alone in an otherwise idle pool?
 
-    # -- one sequence's life
+        Others' floors are theirs. O(namespaces).
+        """
+        others = sum(
+            account.quota.floor_blocks
+            for name, account in self._holdings.accounts.items()
+            if name != namespace
+        )
+        room = max(self.blocks - others, min(self.blocks, quota.floor_blocks))
+        if quota.ceiling_blocks is not None:
+            room = min(room, quota.ceiling_blocks)
+        return self._blocks_for(tokens) <= room
+
+    def stats(self) -> CacheStats:
+        """Counters and gauges. O(namespaces)."""
+        accounts = self._holdings.accounts.values()
+        free = len(self._holdings.pool.free)
+        cached = sum(account.cached for account in accounts)
+        return CacheStats(
+            blocks=self.blocks,
+            free=free,
+            cached=cached,
+            pinned=self.blocks - free - cached,
+            evictable=sum(account.evictable for account in accounts),
+            promised=sum(account.promised for account in accounts),
+            evicted_blocks_total=self._evicted,
+            expired_blocks_total=self._expired,
+            copied_blocks_total=self._copied,
+        )
+
+    def namespaces(self) -> tuple[NamespaceUse, ...]:
+        """What each namespace holds. O(namespaces)."""
+        return tuple(
+            NamespaceUse(account.namespace, account.held, account.held - account.cached)
+            for account in self._holdings.accounts.values()
+        )
+
+    def over_share(self, namespace: Namespace) -> float:
+        """Blocks a namespace has borrowed above its floor, per unit of weight (rule 9)."""
+        account = self._holdings.accounts.get(namespace)
+        return account.over_share() if account else 0.0
+
+    # -- one sequence's life ------------------------------------------------------------------
+
     def begin(
         self,
         namespace: Namespace,
         tokens: Sequence[int],
         now_s: float,
         *,
-        quota: Quota = Quota(),
+        quota: Quota = DEFAULT_QUOTA,
         leases: Sequence[LeaseRequest] = (),
         read: bool = True,
         write: bool = True,
     ) -> BlockTable:
         """Match and pin the longest live prefix of `tokens`, token-exact, at most len(tokens) - 1.
 
-        A partial block is matched by taking a new block and a pending copy (see `take_copies`); when
-        no block can be had the partial match is given up, never the request. Renews retention of the
-        matched nodes. Remembers quota and leases (grants are in `table.leases`).
+        A partial block is matched by taking a new block and a pending copy (see `take_copies`);
+        when no block can be had the partial match is given up, never the request. Renews what it
+        read and answers `leases` in `table.leases`. O(blocks matched).
         """
+        self.expire(now_s)
+        account = self._holdings.account(namespace, quota)
+        account.tables += 1
+        table = BlockTable(account, now_s, write)
+        self._holdings.tables.add(table)
+        path = self._match(table, tokens, now_s) if read else []
+        self._book.answer(table, path, len(tokens), leases, now_s)
+        self._tell(Matched(namespace, len(tokens), table.kv_tokens))
+        return table
 
     def grow(self, table: BlockTable, tokens: int, now_s: float) -> bool:
-        """Make slots [table.kv_tokens, tokens) exist and be writable: allocates, evicts by rule 9, and
-        copies on write when the first of them lies in a shared block. False: no room, nothing changed."""
+        """Make slots [table.kv_tokens, tokens) exist and be writable.
+
+        Allocates, evicts by rule 9, and copies on write where one of these slots lies in a block
+        that others hold too. False: no room, nothing changed. O(1) when the slots are there.
+        """
+        blocks, refs = table.blocks, self._holdings.pool.ref_count
+        first = table.kv_tokens // self.block_size
+        shared = [i for i in range(first, len(blocks)) if refs[blocks[i]] > 1]
+        missing = max(0, self._blocks_for(tokens) - len(blocks))
+        if not shared and not missing:
+            return True
+        fresh = self._allocate(table.account, len(shared) + missing, now_s)
+        if fresh is None:
+            return False
+        for index in shared:
+            old, new = blocks[index], fresh.pop()
+            filled = table.kv_tokens - index * self.block_size
+            if filled > 0:
+                self._copy(table.account, old, new, filled)
+            blocks[index] = new
+            table.version += 1
+            self._holdings.unpin(old)
+        blocks.extend(fresh)
+        return True
 
     def take_copies(self) -> tuple[BlockCopy, ...]:
-        """Copies that must run before the next step's writes, in order. Their sources stay pinned
-        until this is called; the caller launches the step that has them before calling anything else."""
+        """Copies that must run before the next step's writes, in order.
+
+        Their sources stay pinned until this is called; the caller launches the step that has them
+        before it calls anything else that may allocate.
+        """
+        return self._holdings.take_copies() if self._holdings.copies else ()
 
     def commit(
         self, table: BlockTable, tokens: Sequence[int], kv_tokens: int, now_s: float
     ) -> None:
-        """A completed step has put the KV of tokens[:kv_tokens] in place. Full blocks become findable;
-        where the tree already has an equal block the table takes that one and frees its own."""
+        """A completed step has put the KV of tokens[:kv_tokens] in place.
+
+        Full blocks become findable; where the tree already has an equal block the table takes that
+        one and frees its own. O(1) unless a block filled.
+        """
+        table.kv_tokens = kv_tokens
+        full = kv_tokens // self.block_size
+        if full == table.committed or not self._may_write(table):
+            return
+        first, size = table.committed, self.block_size
+        for index in range(first, full):
+            run = tuple(tokens[index * size : (index + 1) * size])
+            node = table.node.children.get(run)
+            is_new = node is None
+            if node is None:
+                node = self._insert(table, run, index, now_s)
+            elif node.block != table.blocks[index]:
+                self._holdings.pin(node)
+                self._holdings.unpin(table.blocks[index])
+                table.blocks[index] = node.block
+                table.version += 1
+            self._book.cover(table, node, index, now_s, is_new=is_new)
+            self._book.computed(table, index)
+            table.node = node
+        table.committed = full
+        self._tell(Committed(table.namespace, full - first, (full - first) * size))
 
     def fork(self, table: BlockTable) -> BlockTable:
-        """A second table over the same blocks (all pinned once more)."""
+        """A second table over the same blocks, all pinned once more. O(blocks).
+
+        The leases stay with the first table; what the fork adds rides under them.
+        """
+        fork = BlockTable(table.account, table.started_s, table.write)
+        fork.blocks = list(table.blocks)
+        fork.kv_tokens = table.kv_tokens
+        fork.node, fork.committed = table.node, table.committed
+        fork.write_epoch = table.write_epoch
+        fork.asked = tuple((lease, 0) for lease, _ in table.asked)
+        table.account.tables += 1
+        self._holdings.tables.add(fork)
+        for block in fork.blocks:
+            self._holdings.share(block)
+        return fork
 
     def release(
         self, table: BlockTable, tokens: Sequence[int], now_s: float, *, keep: bool = True
     ) -> None:
-        """The sequence ends or is preempted: drop its holds, once. With `keep`, the partly filled last
-        block (tokens up to table.kv_tokens) is left to the tree as well. Grants not yet covered by
-        computed blocks lapse."""
+        """The sequence ends or is preempted: drop its holds, once. O(blocks).
 
-    # -- keeping house
+        With `keep`, the partly filled last block (tokens up to table.kv_tokens) is left to the tree
+        as well. Promises for blocks it never computed lapse.
+        """
+        if table not in self._holdings.tables:
+            raise InvariantViolation("a block table was released twice")
+        if keep:
+            self._commit_tail(table, tokens, now_s)
+        node: Node | None = table.node
+        while node is not None and node.block >= 0:
+            node.last_use_s = now_s
+            if node.terms and table.account.tree.holds(node):
+                node.terms.use(now_s)
+                self._book.note(table.account, node, now_s)
+            node = node.parent
+        for block in reversed(table.blocks):
+            self._holdings.unpin(block)
+        self._book.close(table)
+        self._holdings.tables.remove(table)
+        table.blocks = []
+        table.account.tables -= 1
+        self._holdings.forget_if_idle(table.account)
+
+    # -- keeping house ------------------------------------------------------------------------
+
     def expire(self, now_s: float) -> int:
-        """Free every block whose limit has passed; how many. O(expired log n)."""
+        """Let lapsed promises go and take out every block whose limit has passed; how many.
+
+        A block in use under a clock that counts from the last use is being used now, and stays.
+        O(expired log n).
+        """
+        self._book.lapse(now_s)
+        expired = 0
+        for account, node in self._book.expired(now_s):
+            if not account.tree.holds(node):
+                continue  # it went with a block above it
+            blocks = self._holdings.detach(account, node)
+            expired += blocks
+            self._tell(Expired(account.namespace, blocks))
+            self._holdings.forget_if_idle(account)
+        self._expired += expired
+        return expired
 
     def erase(
         self,
@@ -98,8 +265,127 @@ class PrefixCache(Protocol):
         *,
         lease_id: str | None = None,
         tokens: Sequence[int] | None = None,
-    ) -> int: ...
+    ) -> int:
+        """Forget a namespace, one lease of it, or everything under a token prefix; how many blocks.
+
+        Blocks in use leave the tree at once and are freed with the last table that holds them.
+        What now runs in the namespace commits nothing more: erased words must not come back. A
+        block that another lease covers too stays for that one. O(blocks of the namespace).
+        """
+        account = self._holdings.accounts.get(namespace)
+        if account is None:
+            return 0
+        account.write_epoch += 1
+        root = account.tree.root
+        if lease_id is not None:
+            tops = covered_only_by(root, lease_id)
+        elif tokens:
+            tops = account.tree.under(tokens)
+        else:
+            tops = list(root.children.values())
+        blocks = sum(self._holdings.detach(account, top) for top in tops)
+        if blocks:
+            self._tell(Erased(namespace, blocks))
+        self._holdings.forget_if_idle(account)
+        return blocks
 
     def check(self) -> None:
-        """Recount everything from scratch (I1, I2, I3, I5, I6, I9, I10, I11, I12). Raises
-        InvariantViolation with a drawing of what is wrong. O(blocks)."""
+        """Recount everything from scratch (I1, I2, I3, I5, I6, I9, I10, I11, I12). O(blocks).
+
+        Raises InvariantViolation with what is wrong.
+        """
+        check_holdings(self._holdings)
+
+    # -- inside -------------------------------------------------------------------------------
+
+    def _blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.block_size)
+
+    def _tell(self, fact: Fact) -> None:
+        if self._facts is not None:
+            self._facts(fact)
+
+    def _nearest(
+        self, account: Account, path: Sequence[Node], tokens: Sequence[int]
+    ) -> tuple[Node | None, int]:
+        """After whole blocks, the block that starts as the prompt goes on: rule 5."""
+        whole = len(path) * self.block_size
+        rest = tokens[whole : min(whole + self.block_size, len(tokens) - 1)]
+        return account.tree.nearest(path[-1] if path else account.tree.root, rest)
+
+    def _match(self, table: BlockTable, tokens: Sequence[int], now_s: float) -> list[Node]:
+        """Pin what is there; the path of whole blocks. At least one token is left to compute."""
+        account = table.account
+        path = account.tree.walk(tokens, len(tokens) - 1)
+        for node in path:
+            self._holdings.pin(node)
+            self._read(account, node, now_s)
+        if path:
+            table.node = path[-1]
+        table.blocks = [node.block for node in path]
+        table.committed = len(path)
+        table.kv_tokens = len(path) * self.block_size
+        near, common = self._nearest(account, path, tokens)
+        if near is not None:
+            self._holdings.pin(near)
+            fresh = self._allocate(account, 1, now_s)
+            if fresh is not None:
+                self._read(account, near, now_s)
+                self._copy(account, near.block, fresh[0], common)
+                table.blocks.append(fresh[0])
+                table.kv_tokens += common
+            self._holdings.unpin(near.block)
+        return path
+
+    def _read(self, account: Account, node: Node, now_s: float) -> None:
+        node.last_use_s = now_s
+        if node.terms:
+            node.terms.renew(now_s)
+            self._book.note(account, node, now_s)
+
+    def _allocate(self, account: Account, count: int, now_s: float) -> list[int] | None:
+        """`count` blocks for a namespace: free ones, else expired, else evicted; or None."""
+        if self._holdings.shortage(account, count)[0] > 0:
+            self.expire(now_s)
+            if not self._holdings.can_evict(account, count):
+                return None
+            for victim in self._holdings.make_room(account, count):
+                self._evicted += 1
+                self._tell(Evicted(victim.namespace, account.namespace, 1))
+                self._holdings.forget_if_idle(victim)
+        return self._holdings.allocate(account, count)
+
+    def _copy(self, account: Account, src: int, dst: int, tokens: int) -> None:
+        self._holdings.copy(src, dst, tokens)
+        self._copied += 1
+        self._tell(Copied(account.namespace, tokens))
+
+    def _may_write(self, table: BlockTable) -> bool:
+        """Not after an erasure, nor under a prefix that has left the tree meanwhile."""
+        if table.write and (
+            table.write_epoch != table.account.write_epoch
+            or not table.account.tree.holds(table.node)
+        ):
+            table.write = False
+        return table.write
+
+    def _insert(self, table: BlockTable, run: tuple[int, ...], index: int, now_s: float) -> Node:
+        node = self._holdings.insert(table.account, table.node, run, table.blocks[index], now_s)
+        self._book.note(table.account, node, now_s)
+        return node
+
+    def _commit_tail(self, table: BlockTable, tokens: Sequence[int], now_s: float) -> None:
+        """Leave the partly filled last block to the tree, unless the tree has as much already."""
+        index = table.committed
+        run = tuple(tokens[index * self.block_size : table.kv_tokens])
+        if not 0 < len(run) < self.block_size or not self._may_write(table):
+            return
+        if table.blocks[index] in self._holdings.copies:
+            return  # its copy has not run: the block holds nothing yet
+        node, common = table.account.tree.nearest(table.node, run)
+        is_new = node is None or common < len(run)
+        if node is None or common < len(run):
+            node = self._insert(table, run, index, now_s)
+            self._tell(Committed(table.namespace, 1, len(run)))
+        self._book.cover(table, node, index, now_s, is_new=is_new)
+        self._book.computed(table, index)

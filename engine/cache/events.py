@@ -1,0 +1,59 @@
+"""Facts: what happened in the cache, for analytics and routing.
+
+They are frozen counts, never tokens. Nobody below the gateway keeps or logs them; the cache hands
+them to the callable it was given and forgets them.
+"""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from engine.api import Namespace
+
+
+class Matched(Struct, frozen=True, gc=False):
+    """A request began: of its `prompt_tokens`, `cached_tokens` were found."""
+
+    namespace: Namespace
+    prompt_tokens: int
+    cached_tokens: int
+
+
+class Committed(Struct, frozen=True, gc=False):
+    """`blocks` became findable, holding `tokens` tokens."""
+
+    namespace: Namespace
+    blocks: int
+    tokens: int
+
+
+class Copied(Struct, frozen=True, gc=False):
+    """The first `tokens` slots of a block are copied before a write or for a partial hit."""
+
+    namespace: Namespace
+    tokens: int
+
+
+class Evicted(Struct, frozen=True, gc=False):
+    """`blocks` of `namespace` were taken under pressure, for `taker` (may be itself)."""
+
+    namespace: Namespace
+    taker: Namespace
+    blocks: int
+
+
+class Expired(Struct, frozen=True, gc=False):
+    """`blocks` left the tree because their time ran out."""
+
+    namespace: Namespace
+    blocks: int
+
+
+class Erased(Struct, frozen=True, gc=False):
+    """`blocks` left the tree because their owner said so."""
+
+    namespace: Namespace
+    blocks: int
+
+
+Fact = Matched | Committed | Copied | Evicted | Expired | Erased

@@ -1,0 +1,217 @@
+"""Who holds which block: the pool, the accounts, and the trees' holds kept in step.
+
+A block is *free*, *cached* (only the tree refers to it) or *pinned* (a table does, or a copy that
+has not been launched). Each move between these states happens here, and moves the account's counts
+with it. It knows no lease and no clock. Only `prefix_cache` and `lease_book` call it.
+"""
+
+from __future__ import annotations
+
+from engine.api import Namespace, Quota
+from engine.cache.block_pool import BlockPool
+from engine.cache.block_table import BlockTable
+from engine.cache.eviction import Account, next_victim
+from engine.cache.prefix_tree import Node
+from engine.plan import BlockCopy
+
+
+class Holdings:
+    """`owner[b]` is the account that block b is allocated to; `node_of[b]` its node in a tree.
+
+    `copies` are pending: by destination, each pinning its source.
+    """
+
+    def __init__(self, blocks: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.pool = BlockPool(blocks)
+        self.accounts: dict[Namespace, Account] = {}
+        self.owner: list[Account | None] = [None] * blocks
+        self.node_of: list[Node | None] = [None] * blocks
+        self.copies: dict[int, BlockCopy] = {}
+        self.tables: set[BlockTable] = set()
+
+    # -- accounts -----------------------------------------------------------------------------
+
+    def account(self, namespace: Namespace, quota: Quota) -> Account:
+        """The namespace's account, under its present quota."""
+        account = self.accounts.get(namespace)
+        if account is None:
+            account = self.accounts[namespace] = Account(namespace, quota, self.block_size)
+        account.quota = quota
+        return account
+
+    def forget_if_idle(self, account: Account) -> None:
+        """A namespace that holds nothing and is guaranteed nothing costs nothing."""
+        if account.is_idle and self.accounts.get(account.namespace) is account:
+            del self.accounts[account.namespace]
+
+    # -- pins ---------------------------------------------------------------------------------
+
+    def pin(self, node: Node) -> None:
+        """One more hold on a block of the tree."""
+        if self.pool.add_ref(node.block) == 2:
+            self._uncount(self._owner(node.block), node)
+
+    def share(self, block: int) -> None:
+        """One more hold on a block that is pinned already."""
+        self.pool.add_ref(block)
+
+    def unpin(self, block: int) -> None:
+        """One hold fewer: the last one leaves the block cached, or free if no tree has it."""
+        count = self.pool.drop_ref(block)
+        if count == 0:
+            self._freed(block)
+        elif count == 1:
+            node = self.node_of[block]
+            if node is not None:
+                self._count(self._owner(block), node)
+
+    # -- copies -------------------------------------------------------------------------------
+
+    def copy(self, src: int, dst: int, tokens: int) -> None:
+        """Note a copy; its source is pinned until `take_copies`."""
+        self.pool.add_ref(src)
+        self.copies[dst] = BlockCopy(src=src, dst=dst, tokens=tokens)
+
+    def take_copies(self) -> tuple[BlockCopy, ...]:
+        """Hand the copies over, in order, and let their sources go."""
+        copies = tuple(self.copies.values())
+        self.copies.clear()
+        for copy in copies:
+            self.unpin(copy.src)
+        return copies
+
+    # -- allocation ---------------------------------------------------------------------------
+
+    def shortage(self, account: Account, count: int) -> tuple[int, int]:
+        """(blocks to evict in all, of these from the account's own) so that it may take `count`."""
+        ceiling = account.quota.ceiling_blocks
+        own = 0 if ceiling is None else max(0, account.held + count - ceiling)
+        return max(own, count - len(self.pool.free)), own
+
+    def can_evict(self, account: Account, count: int) -> bool:
+        """Would `make_room` succeed? O(accounts)."""
+        wanted, own = self.shortage(account, count)
+        can_give = account.evictable if self._may_evict_own(account, count) else 0
+        if own > can_give:
+            return False
+        others = sum(a.spare() for a in self.accounts.values() if a is not account)
+        return wanted <= can_give + others
+
+    def make_room(self, account: Account, count: int) -> list[Account]:
+        """Evict by rule 9 until `account` may take `count` blocks; who gave each.
+
+        Call it only when `can_evict` said so. O(evicted * (accounts + log n)).
+        """
+        wanted, own = self.shortage(account, count)
+        may_own = self._may_evict_own(account, count)
+        victims = []
+        for index in range(wanted):
+            victim = account
+            if index >= own:
+                victim = next_victim(account, self.accounts.values(), count, may_own)
+            self._evict(victim)
+            victims.append(victim)
+        return victims
+
+    def allocate(self, account: Account, count: int) -> list[int]:
+        """`count` blocks, each with one reference; there must be room."""
+        blocks = [self.pool.allocate() for _ in range(count)]
+        for block in blocks:
+            self.owner[block] = account
+        account.held += count
+        return blocks
+
+    # -- the trees' holds ---------------------------------------------------------------------
+
+    def insert(
+        self, account: Account, parent: Node, run: tuple[int, ...], block: int, now_s: float
+    ) -> Node:
+        """The tree takes a hold on a pinned block. A tail that `run` extends gives way to it."""
+        node, shorter = account.tree.insert(parent, run, block)
+        self.pool.add_ref(block)
+        self.node_of[block] = node
+        node.last_use_s = now_s
+        if shorter is not None:
+            node.terms = shorter.terms
+            self._let_go(account, shorter)
+        return node
+
+    def detach(self, account: Account, top: Node) -> int:
+        """Take a node and all below it out of the tree; how many. Pinned blocks stay allocated."""
+        parent, gone = top.parent, 0
+        for node in top.below():
+            account.tree.remove(node)
+            self._let_go(account, node)
+            gone += 1
+        if parent is not None:
+            self._enter_if_leaf(account, parent)
+        return gone
+
+    def set_promised(self, account: Account, node: Node, promised: bool) -> None:
+        """Move a node between best effort and promised."""
+        is_cached = self.pool.ref_count[node.block] == 1
+        if is_cached:
+            self._uncount(account, node)
+        account.promised += 1 if promised else -1
+        node.promised = promised
+        if is_cached:
+            self._count(account, node)
+
+    # -- inside -------------------------------------------------------------------------------
+
+    def _owner(self, block: int) -> Account:
+        account = self.owner[block]
+        assert account is not None, "a block in use belongs to somebody"
+        return account
+
+    def _may_evict_own(self, account: Account, count: int) -> bool:
+        """Inside its floor a namespace waits rather than lose what it was guaranteed (T3)."""
+        floors = sum(a.quota.floor_blocks for a in self.accounts.values())
+        return account.held + count > account.quota.floor_blocks or floors > self.pool.blocks
+
+    def _evict(self, account: Account) -> None:
+        node = account.oldest()
+        parent = node.parent
+        account.tree.remove(node)
+        self._let_go(account, node)
+        if parent is not None:
+            self._enter_if_leaf(account, parent)
+
+    def _let_go(self, account: Account, node: Node) -> None:
+        """The tree drops its hold on a node that has just been removed."""
+        if self.pool.ref_count[node.block] == 1:
+            self._uncount(account, node)
+        if node.promised:
+            node.promised = False
+            account.promised -= 1
+        self.node_of[node.block] = None
+        if self.pool.drop_ref(node.block) == 0:
+            self._freed(node.block)
+
+    def _freed(self, block: int) -> None:
+        self._owner(block).held -= 1
+        self.owner[block] = None
+        copy = self.copies.pop(block, None)
+        if copy is not None:
+            self.unpin(copy.src)
+
+    def _count(self, account: Account, node: Node) -> None:
+        account.cached += 1
+        if not node.promised:
+            account.evictable += 1
+            if not node.children:
+                account.enter(node)
+
+    def _uncount(self, account: Account, node: Node) -> None:
+        account.cached -= 1
+        if not node.promised:
+            account.evictable -= 1
+        if node.in_order:
+            account.leave(node)
+
+    def _enter_if_leaf(self, account: Account, node: Node) -> None:
+        if node.block < 0 or node.children or node.promised or node.in_order:
+            return
+        if self.pool.ref_count[node.block] == 1:
+            account.enter(node)

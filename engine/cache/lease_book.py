@@ -1,0 +1,186 @@
+"""The lease book: answers leases at admission, puts their terms on blocks, and keeps the deadlines.
+
+Rule 7 (a promise and a limit) and rule 8 (granted, clipped or refused, never silently dropped) live
+here. It moves no block itself: `holdings` does. Only `prefix_cache` calls it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+from engine.api import LeaseGrant, LeaseRequest
+from engine.cache.block_table import BlockTable
+from engine.cache.eviction import Account
+from engine.cache.holdings import Holdings
+from engine.cache.leases import Deadlines, Terms, promise_of
+from engine.cache.prefix_tree import Node
+
+PROMISABLE = 7 / 8
+"""The part of the pool that promises and floors together may take; the rest keeps work moving."""
+
+
+class LeaseBook:
+    """Deadlines of every block under a lease, and the promises given out."""
+
+    def __init__(self, holdings: Holdings) -> None:
+        self._holdings = holdings
+        self._limits: Deadlines[tuple[Account, Node]] = Deadlines()
+        self._promises: Deadlines[tuple[Account, Node]] = Deadlines()
+
+    def answer(
+        self,
+        table: BlockTable,
+        path: Sequence[Node],
+        prompt_tokens: int,
+        leases: Sequence[LeaseRequest],
+        now_s: float,
+    ) -> None:
+        """Grant, clip or refuse each lease; put its terms on the blocks of `path`, already there.
+
+        A promise is clipped to what the namespace's ceiling and the promisable part of the pool
+        leave. Promised blocks not computed yet are reserved. O(blocks promised).
+        """
+        size = self._holdings.block_size
+        asked, reach = [], 0
+        room = self._room(table.account) if leases else 0
+        grants: dict[int, LeaseGrant] = {}
+        for place, lease in sorted(enumerate(leases), key=lambda pair: pair[1].tokens):
+            covers = min(lease.tokens, prompt_tokens)
+            granted = covers if table.write else 0
+            if table.write and promise_of(lease.retention) > 0:
+                wanted = -(-covers // size)
+                while reach < wanted:
+                    there = path[reach] if reach < len(path) else None
+                    if there is None or not there.promised:
+                        if room <= 0:
+                            break
+                        room -= 1
+                        table.reserved += there is None
+                    reach += 1
+                granted = min(covers, reach * size)
+            grants[place] = LeaseGrant(
+                lease_id=lease.lease_id,
+                retention=lease.retention.name,
+                outcome=_outcome(granted, covers),
+                tokens=granted,
+            )
+            asked.append((lease, -(-granted // size)))
+        table.leases = tuple(grants[place] for place in range(len(leases)))
+        table.asked = tuple(asked)
+        table.account.reserved += table.reserved
+        if table.write:
+            for index, node in enumerate(path):
+                self.cover(table, node, index, now_s)
+
+    def cover(
+        self, table: BlockTable, node: Node, index: int, now_s: float, *, is_new: bool = False
+    ) -> None:
+        """Put the table's leases on `node`, block `index` of its path.
+
+        A request without leases is plain best effort: what it uses has no limit of its own. A block
+        beyond the leases of its request rides under them: it has none either, and goes when they
+        go. `is_new`: no one else has used this block yet.
+        """
+        if not table.asked:
+            if node.terms:
+                node.terms.limit_at_s = math.inf
+            return
+        start = index * self._holdings.block_size
+        for lease, reach in table.asked:
+            if start >= lease.tokens:
+                continue
+            if node.terms is None:
+                node.terms = Terms(-math.inf if is_new else math.inf)
+            node.terms.extend(
+                lease.retention, lease.lease_id, table.started_s, now_s, promised=index < reach
+            )
+        self.note(table.account, node, now_s)
+
+    def computed(self, table: BlockTable, index: int) -> None:
+        """Block `index` of the table is in the tree: it needs no reservation any more."""
+        if table.reserved and index < max(reach for _, reach in table.asked):
+            table.reserved -= 1
+            table.account.reserved -= 1
+
+    def close(self, table: BlockTable) -> None:
+        """Promises for blocks that were never computed lapse."""
+        table.account.reserved -= table.reserved
+        table.reserved = 0
+
+    def note(self, account: Account, node: Node, now_s: float) -> None:
+        """Bring deadlines and the promised count in line with the node's terms."""
+        terms = node.terms
+        if terms is None:
+            return
+        if not node.timed_limit and terms.limit_at_s < math.inf:
+            node.timed_limit = True
+            self._limits.add(terms.limit_at_s, (account, node))
+        promised = terms.promise_at_s > now_s
+        if promised and not node.timed_promise and terms.promise_at_s < math.inf:
+            node.timed_promise = True
+            self._promises.add(terms.promise_at_s, (account, node))
+        if promised != node.promised:
+            self._holdings.set_promised(account, node, promised)
+
+    def lapse(self, now_s: float) -> None:
+        """Promises whose time is over become best effort."""
+        for account, node in self._promises.due(now_s):
+            node.timed_promise = False
+            if account.tree.holds(node):
+                self.note(account, node, now_s)
+
+    def expired(self, now_s: float) -> list[tuple[Account, Node]]:
+        """Blocks whose limit has passed, to be detached.
+
+        A block in use under a clock that counts from the last use is being used now, and stays.
+        """
+        gone = []
+        for account, node in self._limits.due(now_s):
+            node.timed_limit = False
+            if not account.tree.holds(node) or node.terms is None:
+                continue
+            if self._holdings.pool.ref_count[node.block] > 1:
+                node.terms.use(now_s)
+            if node.terms.limit_at_s > now_s:
+                self.note(account, node, now_s)
+            else:
+                gone.append((account, node))
+        return gone
+
+    def _room(self, account: Account) -> int:
+        """Blocks that may still be promised to this namespace. O(accounts)."""
+        mine = account.promised + account.reserved
+        others = sum(
+            max(a.promised + a.reserved, a.quota.floor_blocks)
+            for a in self._holdings.accounts.values()
+            if a is not account
+        )
+        room = int(self._holdings.pool.blocks * PROMISABLE) - others - mine
+        ceiling = account.quota.ceiling_blocks
+        return room if ceiling is None else min(room, ceiling - mine)
+
+
+def _outcome(granted: int, covers: int) -> Literal["granted", "clipped", "refused"]:
+    if granted == covers:
+        return "granted"
+    return "clipped" if granted else "refused"
+
+
+def covered_only_by(root: Node, lease_id: str) -> list[Node]:
+    """The topmost nodes that this lease alone covers; where others do too it is struck off.
+
+    Leases cover prefixes, so it descends only into what this one covers.
+    """
+    found, stack = [], list(root.children.values())
+    while stack:
+        node = stack.pop()
+        if node.terms is None or lease_id not in node.terms.lease_ids:
+            continue
+        if len(node.terms.lease_ids) == 1:
+            found.append(node)
+        else:
+            node.terms.lease_ids = tuple(i for i in node.terms.lease_ids if i != lease_id)
+            stack.extend(node.children.values())
+    return found

@@ -1,0 +1,163 @@
+"""A radix tree of token prefixes: one per namespace, one node per block.
+
+A node's run is the tokens of its block: a whole block's worth, or fewer for the tail a sequence
+left behind. Tails have no children. No run among siblings is a prefix of another (a longer run
+takes a shorter one's place), so in token order the sibling with the longest common run stands
+directly before or after any sequence of tokens, and bisection finds it.
+
+Tokens prove equality. The dict of children hashes runs to find a bucket and then compares them.
+It knows no pool, no clock and no quota. Only `prefix_cache` calls it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from sortedcontainers import SortedList
+
+from engine.cache.leases import Terms
+
+Run = tuple[int, ...]
+
+
+class Node:
+    """One block of the tree. `terms` None: best effort, no limit of its own.
+
+    `promised` and `in_order` mirror the account's books (see `eviction`), `timed_limit` and
+    `timed_promise` whether a deadline is set. A node that left its tree has no parent.
+    """
+
+    __slots__ = (
+        "block",
+        "children",
+        "in_order",
+        "last_use_s",
+        "order",
+        "parent",
+        "promised",
+        "run",
+        "serial",
+        "terms",
+        "timed_limit",
+        "timed_promise",
+    )
+
+    def __init__(self, run: Run, block: int, parent: Node | None, serial: int) -> None:
+        self.run = run
+        self.block = block
+        self.parent = parent
+        self.serial = serial
+        self.children: dict[Run, Node] = {}
+        self.order: SortedList | None = None
+        self.last_use_s = 0.0
+        self.terms: Terms | None = None
+        self.promised = False
+        self.in_order = False
+        self.timed_limit = False
+        self.timed_promise = False
+
+    def below(self) -> Iterator[Node]:
+        """Itself and everything under it, children before parents. Does not recurse."""
+        found, stack = [], [self]
+        while stack:
+            node = stack.pop()
+            found.append(node)
+            stack.extend(node.children.values())
+        return reversed(found)
+
+
+def common_run(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many leading tokens are equal."""
+    for index, (x, y) in enumerate(zip(a, b, strict=False)):
+        if x != y:
+            return index
+    return min(len(a), len(b))
+
+
+class PrefixTree:
+    """Prefixes in whole blocks of `block_size` tokens, and tails."""
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self.root = Node((), -1, None, 0)
+        self._serial = 0
+
+    def holds(self, node: Node) -> bool:
+        """Is the node still in this tree? O(1)."""
+        return node is self.root or node.parent is not None
+
+    def walk(self, tokens: Sequence[int], limit: int) -> list[Node]:
+        """The nodes of the longest cached run of whole blocks within tokens[:limit].
+
+        O(blocks matched): a slice and a dict lookup each.
+        """
+        size, node, path = self.block_size, self.root, []
+        for at in range(0, limit - size + 1, size):
+            child = node.children.get(tuple(tokens[at : at + size]))
+            if child is None:
+                break
+            path.append(child)
+            node = child
+        return path
+
+    def nearest(self, node: Node, tokens: Sequence[int]) -> tuple[Node | None, int]:
+        """The child that shares the longest leading run with `tokens`, and how long it is.
+
+        O(log children).
+        """
+        best, length = None, 0
+        for child in self._neighbours(node, tuple(tokens)):
+            common = common_run(child.run, tokens)
+            if common > length:
+                best, length = child, common
+        return best, length
+
+    def under(self, tokens: Sequence[int]) -> list[Node]:
+        """The topmost nodes whose path starts with all of `tokens`."""
+        path = self.walk(tokens, len(tokens))
+        whole = len(path) * self.block_size
+        rest = tuple(tokens[whole:])
+        if not rest:
+            return path[-1:]
+        if len(rest) > self.block_size:
+            return []
+        node = path[-1] if path else self.root
+        return [child for run, child in node.children.items() if run[: len(rest)] == rest]
+
+    def insert(self, parent: Node, run: Run, block: int) -> tuple[Node, Node | None]:
+        """Add a child whose run no sibling has or extends. Returns it and the tail it replaces.
+
+        The replaced tail, a strict prefix of `run`, is taken out; its block is the caller's.
+        """
+        shorter = next(
+            (n for n in self._neighbours(parent, run) if n.run == run[: len(n.run)]), None
+        )
+        if shorter is not None:
+            self.remove(shorter)
+        self._serial += 1
+        node = Node(run, block, parent, self._serial)
+        parent.children[run] = node
+        if parent.order is not None:
+            parent.order.add(run)
+        elif len(parent.children) > 1:
+            parent.order = SortedList(parent.children)
+        return node, shorter
+
+    def remove(self, node: Node) -> None:
+        """Take a leaf out."""
+        parent = node.parent
+        assert parent is not None, "the root stays"
+        del parent.children[node.run]
+        if parent.order is not None:
+            parent.order.remove(node.run)
+        node.parent = None
+
+    def _neighbours(self, node: Node, run: Run) -> Iterator[Node]:
+        """The children directly before and after `run` in token order."""
+        if node.order is None:
+            yield from node.children.values()
+            return
+        at = node.order.bisect_left(run)
+        for index in (at - 1, at):
+            if 0 <= index < len(node.order):
+                yield node.children[node.order[index]]
