@@ -89,6 +89,18 @@ class Holdings:
         own = 0 if ceiling is None else max(0, account.held + count - ceiling)
         return max(own, count - len(self.pool.free)), own
 
+    def available(self, namespace: Namespace, quota: Quota) -> int:
+        """Blocks that `namespace` could take now, by free list and eviction. O(accounts)."""
+        mine = self.accounts.get(namespace)
+        room = len(self.pool.free)
+        room += sum(a.spare() for a in self.accounts.values() if a is not mine)
+        held = own = 0
+        if mine is not None:
+            held, own = mine.held, mine.evictable
+        if quota.ceiling_blocks is not None:
+            room = min(room, quota.ceiling_blocks - held)
+        return room + own
+
     def can_evict(self, account: Account, count: int) -> bool:
         """Would `make_room` succeed? O(accounts)."""
         wanted, own = self.shortage(account, count)
@@ -129,12 +141,12 @@ class Holdings:
     ) -> Node:
         """The tree takes a hold on a pinned block. A tail that `run` extends gives way to it."""
         node, shorter = account.tree.insert(parent, run, block)
+        if shorter is not None:  # it may be the same block, left earlier by a fork of this sequence
+            node.terms = shorter.terms
+            self._let_go(account, shorter)
         self.pool.add_ref(block)
         self.node_of[block] = node
         node.last_use_s = now_s
-        if shorter is not None:
-            node.terms = shorter.terms
-            self._let_go(account, shorter)
         return node
 
     def detach(self, account: Account, top: Node) -> int:

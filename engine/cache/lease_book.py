@@ -142,7 +142,7 @@ class LeaseBook:
             if not account.tree.holds(node) or node.terms is None:
                 continue
             if self._holdings.pool.ref_count[node.block] > 1:
-                node.terms.use(now_s)
+                node.terms.hold(now_s)
             if node.terms.limit_at_s > now_s:
                 self.note(account, node, now_s)
             else:

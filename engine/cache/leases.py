@@ -76,8 +76,12 @@ class Terms:
         self.limit_at_s = max(self.limit_at_s, now_s + self.renew_limit_s)
         self.promise_at_s = max(self.promise_at_s, now_s + self.renew_promise_s)
 
+    def hold(self, now_s: float) -> None:
+        """It is in use now: a clock that counts from the last use has not begun to run."""
+        self.limit_at_s = max(self.limit_at_s, now_s + self.use_limit_s)
+
     def use(self, now_s: float) -> None:
-        """It is, or was until now, in use: a clock that counts from the last use starts again."""
+        """It was in use until now: a clock that counts from the last use starts again."""
         self.limit_at_s = max(self.limit_at_s, now_s + self.use_limit_s)
         self.promise_at_s = max(self.promise_at_s, now_s + self.use_promise_s)
 

@@ -73,6 +73,10 @@ class PrefixCache:
             room = min(room, quota.ceiling_blocks)
         return self._blocks_for(tokens) <= room
 
+    def available(self, namespace: Namespace, quota: Quota) -> int:
+        """Blocks the namespace could take now, by free list and eviction. O(namespaces)."""
+        return self._holdings.available(namespace, quota)
+
     def stats(self) -> CacheStats:
         """Counters and gauges. O(namespaces)."""
         accounts = self._holdings.accounts.values()
@@ -96,6 +100,11 @@ class PrefixCache:
             NamespaceUse(account.namespace, account.held, account.held - account.cached)
             for account in self._holdings.accounts.values()
         )
+
+    def held(self, namespace: Namespace) -> int:
+        """Blocks allocated to a namespace."""
+        account = self._holdings.accounts.get(namespace)
+        return account.held if account else 0
 
     def over_share(self, namespace: Namespace) -> float:
         """Blocks a namespace has borrowed above its floor, per unit of weight (rule 9)."""
@@ -131,14 +140,18 @@ class PrefixCache:
         self._tell(Matched(namespace, len(tokens), table.kv_tokens))
         return table
 
-    def grow(self, table: BlockTable, tokens: int, now_s: float) -> bool:
-        """Make slots [table.kv_tokens, tokens) exist and be writable.
+    def grow(
+        self, table: BlockTable, tokens: int, now_s: float, *, start: int | None = None
+    ) -> bool:
+        """Make slots [start, tokens) exist and be writable.
 
-        Allocates, evicts by rule 9, and copies on write where one of these slots lies in a block
-        that others hold too. False: no room, nothing changed. O(1) when the slots are there.
+        `start` is table.kv_tokens if not given; it lies further on when steps in flight are
+        writing what comes before. Allocates, evicts by rule 9, and copies on write where one of these slots lies in a block that others hold too.
+        False: no room, nothing changed. O(1) when the slots are there.
         """
+        start = table.kv_tokens if start is None else start
         blocks, refs = table.blocks, self._holdings.pool.ref_count
-        first = table.kv_tokens // self.block_size
+        first = start // self.block_size
         shared = [i for i in range(first, len(blocks)) if refs[blocks[i]] > 1]
         missing = max(0, self._blocks_for(tokens) - len(blocks))
         if not shared and not missing:
@@ -148,7 +161,7 @@ class PrefixCache:
             return False
         for index in shared:
             old, new = blocks[index], fresh.pop()
-            filled = table.kv_tokens - index * self.block_size
+            filled = start - index * self.block_size
             if filled > 0:
                 self._copy(table.account, old, new, filled)
             blocks[index] = new

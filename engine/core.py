@@ -1,0 +1,486 @@
+"""The core: one thread's view of the engine, a step at a time.
+
+Takes requests, asks the scheduler for slices, makes a `StepPlan` of them in tree order, hands it to
+the runner, and turns what comes back into committed blocks, events and usage. It knows no tensor,
+no socket and no clock but the one it was given. `engine.service` owns it; tests drive it by hand.
+
+With `pipeline_depth` 2, step N+1 is planned and launched before N is collected: planning needs
+lengths, never token values. A sequence that turns out to have stopped at N has then one row too
+many in N+1, whose result is dropped. Blocks may go back while such a row is in flight: a device
+runs steps in order, and whoever gets the block writes it later.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from engine.admission import check_request
+from engine.api import (
+    Clock,
+    Ending,
+    Erase,
+    Erased,
+    Event,
+    Finished,
+    FinishReason,
+    Peek,
+    Peeked,
+    PromptLogprobs,
+    Request,
+    SampledToken,
+    SampleEnded,
+    Started,
+    Stats,
+    Tokens,
+)
+from engine.cache import BlockTable, PrefixCache
+from engine.config import EngineConfig
+from engine.errors import EngineError, InvariantViolation
+from engine.plan import BegunSequence, Group, Row, StepPlan, StepResult
+from engine.scheduler import Scheduler, Slice
+from engine.sequence import Sequence, Work
+from engine.tree_order import find_groups, order_key
+from engine.vitals import Vitals
+
+STALLS_MAX = 3
+IDLE_CHECK_S = 1.0
+
+
+class Runner(Protocol):
+    """Executes steps in the order they are launched."""
+
+    def launch(self, plan: StepPlan) -> None:
+        """Start a step. Everything it needs of the plan has been read when it returns."""
+
+    def collect(self) -> StepResult:
+        """Wait for the oldest launched step and return what it brought. May raise what broke it."""
+
+
+@dataclass(slots=True)
+class Flight:
+    """A launched step: its slices with the tables they were planned on, and who draws a token."""
+
+    step: int
+    slices: list[tuple[Slice, BlockTable]]
+    drawing: dict[int, Sequence]
+    order: list[Sequence] = field(default_factory=list)
+
+
+class Core:
+    """The engine without its process, its socket and its device."""
+
+    def __init__(
+        self,
+        cache: PrefixCache,
+        runner: Runner,
+        config: EngineConfig,
+        clock: Clock,
+        *,
+        vocab_size: int,
+        context_tokens: int,
+        pipeline_depth: int = 1,
+    ) -> None:
+        self.cache = cache
+        self.runner = runner
+        self.config = config
+        self.clock = clock
+        self.vocab_size = vocab_size
+        self.context_tokens = context_tokens
+        self.pipeline_depth = pipeline_depth
+        self.scheduler = Scheduler(cache, config)
+        self.vitals = Vitals()
+        self.works: dict[str, Work] = {}
+        self.by_sequence: dict[int, Sequence] = {}
+        self._events: list[Event] = []
+        self._flights: deque[Flight] = deque()
+        self._arrivals = 0
+        self._next_sequence_id = 0
+        self._stalls = 0
+        self._drain_at_s: float | None = None
+        self._idle_since_s: float | None = None
+        self._checked_at_s = clock()
+        self._groups: tuple[tuple[tuple[int, int, int], ...], tuple[Group, ...]] = ((), ())
+
+    # -- what is asked ------------------------------------------------------------------------
+
+    def submit(self, request: Request) -> None:
+        """Take a request in, or refuse it: either way its events come from `step`."""
+        now_s = self.clock()
+        work = Work(request, self._arrivals, now_s)
+        try:
+            check_request(self, request)
+        except EngineError as refusal:
+            usage = work.usage(now_s)
+            self._events.append(
+                Finished(request.request_id, "refused", usage, refusal.code, refusal.message)
+            )
+            return
+        self._arrivals += 1
+        self.works[request.request_id] = work
+        self._add_sequence(work)
+        self.scheduler.enter(work)
+
+    def cancel(self, request_id: str) -> None:
+        """Nobody waits for it any more: its blocks go back now. Unknown ids are ignored."""
+        work = self.works.get(request_id)
+        if work is not None:
+            self._finish(work, "cancelled")
+
+    def end_sample(self, request_id: str, index: int, output_tokens: int) -> None:
+        """A stop string was found: the sample ends as `stop`, charged `output_tokens`."""
+        work = self.works.get(request_id)
+        if work is None or not 0 <= index < len(work.sequences):
+            return
+        sequence = work.sequences[index]
+        sequence.output_tokens = min(output_tokens, sequence.output_tokens)
+        if not sequence.is_ended:
+            self._end(sequence, "stop")
+
+    def peek(self, call: Peek) -> Peeked:
+        """What would these tokens hit? Changes nothing."""
+        now_s = self.clock()
+        found = self.cache.peek(call.namespace, call.tokens, now_s)
+        expires_in_s = None if found.expires_at_s is None else max(0.0, found.expires_at_s - now_s)
+        return Peeked(call.call_id, found.cached_tokens, found.promised_tokens, expires_in_s)
+
+    def erase(self, call: Erase) -> Erased:
+        """Forget a namespace, a lease of it, or what lies under a prefix."""
+        blocks = self.cache.erase(call.namespace, lease_id=call.lease_id, tokens=call.tokens)
+        return Erased(call.call_id, blocks)
+
+    def stats(self, call_id: int = 0) -> Stats:
+        """The heartbeat. O(namespaces + requests)."""
+        return self.vitals.stats(call_id, self.cache, self.scheduler, self.works.values())
+
+    def drain(self, timeout_s: float) -> None:
+        """Refuse what comes; finish what is here; what is left at the end ends as `shutdown`."""
+        self._drain_at_s = self.clock() + timeout_s
+
+    @property
+    def is_draining(self) -> bool:
+        return self._drain_at_s is not None
+
+    def has_work(self) -> bool:
+        """Is there anything to compute, collect or say?"""
+        return bool(self.works or self._flights or self._events)
+
+    # -- one step -----------------------------------------------------------------------------
+
+    def step(self) -> list[Event]:
+        """Plan, launch, collect, commit: this step's events, in order.
+
+        With nothing to do it keeps house. Raises InvariantViolation alone: everything else that
+        goes wrong in a step ends the requests it concerns.
+        """
+        now_s = self.clock()
+        self._end_overdue(now_s)
+        slices = self.scheduler.schedule(now_s)
+        launched = bool(slices) and self._launch(slices, now_s)
+        if self._flights and (len(self._flights) >= self.pipeline_depth or not launched):
+            self._collect()
+        elif not slices:
+            self._stalled(now_s)
+        self._keep_house(now_s)
+        events, self._events = self._events, []
+        return events
+
+    def _launch(self, slices: list[Slice], now_s: float) -> bool:
+        flight = Flight(self.vitals.next_step(), [], {})
+        begun: list[BegunSequence] = []
+        rows = []
+        for piece in self._tree_order(slices):
+            sequence = piece.sequence
+            assert sequence.table is not None, "a slice belongs to a running sequence"
+            if sequence.work.started_at_s is None:
+                self._started(sequence, now_s)
+            flight.slices.append((piece, sequence.table))
+            if not sequence.is_known:
+                begun.append(self._introduce(sequence))
+            rows.append(self._row(piece, flight, begun))
+        plan = StepPlan(
+            step=flight.step,
+            rows=tuple(rows),
+            groups=self._find_groups(flight),
+            begun=tuple(begun),
+            ended=tuple(self.scheduler.runner_forgets),
+            copies=self.cache.take_copies(),
+        )
+        self.scheduler.runner_forgets.clear()
+        self._flights.append(flight)
+        self._stalls = 0
+        try:
+            self.runner.launch(plan)
+        except InvariantViolation:
+            raise
+        except Exception as error:
+            self._flights.pop()
+            self._step_failed(flight, error)
+            return False
+        self._fork(flight)
+        return True
+
+    def _row(self, piece: Slice, flight: Flight, begun: list[BegunSequence]) -> Row:
+        """The plan's row for a slice; the sequence is taken to have computed it from here on."""
+        sequence, end = piece.sequence, piece.start + piece.count
+        request, table = sequence.work.request, sequence.table
+        assert table is not None
+        is_last = end == sequence.length
+        drawing = [sequence] if is_last and request.max_tokens > 0 else []
+        if drawing and not sequence.work.is_forked:
+            drawing += [self._add_sequence(sequence.work) for _ in range(1, request.samples)]
+            begun.extend(self._introduce(fork) for fork in drawing[1:])
+        known = end <= len(sequence.tokens)
+        wants_logprobs = request.prompt_logprobs is not None and not sequence.work.is_forked
+        in_prompt = piece.start < len(request.tokens) and wants_logprobs
+        row = Row(
+            sequence_id=sequence.sequence_id,
+            start=piece.start,
+            count=piece.count,
+            block_ids=table.blocks,
+            table_version=table.version,
+            token_ids=sequence.tokens[piece.start : end] if known else None,
+            samples=tuple(s.sequence_id for s in drawing),
+            prompt_logprobs=request.prompt_logprobs if in_prompt else None,
+            next_token_id=sequence.tokens[end] if in_prompt and end < len(request.tokens) else None,
+        )
+        sequence.computed = end
+        for drawer in drawing:
+            drawer.in_flight += 1
+            flight.drawing[drawer.sequence_id] = drawer
+        return row
+
+    def _fork(self, flight: Flight) -> None:
+        """Samples of a prompt that is now being finished: each takes a table over its blocks."""
+        for piece, table in flight.slices:
+            work = piece.sequence.work
+            if work.is_forked or piece.sequence.sequence_id not in flight.drawing:
+                continue
+            work.is_forked = True
+            for fork in work.sequences[1:]:
+                fork.table = self.cache.fork(table)
+                fork.computed = fork.computed_before = piece.sequence.computed
+                self.scheduler.run(fork)
+                flight.slices.append((Slice(fork, fork.computed, 0), fork.table))
+
+    def _tree_order(self, slices: list[Slice]) -> list[Slice]:
+        for piece in slices:
+            sequence = piece.sequence
+            table = sequence.table
+            if table is not None and (
+                sequence.order_version != table.version or not sequence.order_key
+            ):
+                sequence.order_version = table.version
+                sequence.order_key = order_key(table.blocks)
+        return sorted(slices, key=lambda piece: piece.sequence.order_key)
+
+    def _find_groups(self, flight: Flight) -> tuple[Group, ...]:
+        """Groups change only when the batch or a table does: found anew only then."""
+        size = self.cache.block_size
+        signature = tuple(
+            (piece.sequence.sequence_id, table.version, min(piece.start // size, shared))
+            for piece, table in flight.slices
+            for shared in [len(piece.sequence.order_key) // 4]
+        )
+        if signature != self._groups[0]:
+            keys = [piece.sequence.order_key for piece, _ in flight.slices]
+            self._groups = (signature, find_groups(keys, [full for _, _, full in signature]))
+        return self._groups[1]
+
+    # -- what comes back ----------------------------------------------------------------------
+
+    def _collect(self) -> None:
+        flight = self._flights.popleft()
+        try:
+            result = self.runner.collect()
+        except InvariantViolation:
+            raise
+        except Exception as error:
+            self._step_failed(flight, error)
+            return
+        now_s = self.clock()
+        if result.step != flight.step:
+            raise InvariantViolation(f"step {result.step} came back for step {flight.step}")
+        for sequence_id, code in result.failed.items():
+            if sequence_id in self.by_sequence:
+                work = self.by_sequence[sequence_id].work
+                self._finish(work, "failed", code, "The model's output was not a number.")
+        computed = 0
+        for piece, table in flight.slices:
+            computed += piece.count
+            if not piece.sequence.work.is_finished:
+                self._computed(piece, table, result, now_s)
+        drawn = {sampled.sequence_id: sampled.token for sampled in result.sampled}
+        for sequence_id, sequence in flight.drawing.items():
+            sequence.in_flight -= 1
+            if not sequence.is_ended:
+                if sequence_id not in drawn:
+                    raise InvariantViolation(f"sequence {sequence_id} drew no token")
+                self._accept(sequence, drawn[sequence_id], now_s)
+        self.vitals.stepped(now_s, computed - len(flight.drawing))
+
+    def _computed(self, piece: Slice, table: BlockTable, result: StepResult, now_s: float) -> None:
+        """The step has put this slice's KV in place: count it, and let others find it.
+
+        Work is counted even where the table is gone meanwhile (preempted while in flight).
+        """
+        sequence, end = piece.sequence, piece.start + piece.count
+        work, prompt = sequence.work, len(sequence.work.request.tokens)
+        again = max(0, min(end, sequence.computed_before) - piece.start)
+        sequence.computed_before = max(sequence.computed_before, end)
+        work.recomputed_tokens += again
+        self.vitals.recomputed_tokens += again
+        if sequence.table is table:
+            version = table.version
+            self.cache.commit(table, sequence.tokens, end, now_s)
+            if table.version != version:
+                sequence.order_key = b""
+            self.scheduler.committed(sequence)
+        if sequence.index == 0 and piece.count and piece.start < prompt:
+            self._count_prompt(work, min(end, prompt) - piece.start - again, end >= prompt)
+            self._prompt_logprobs(piece, result)
+            if end >= prompt and work.request.max_tokens == 0:
+                self._end(sequence, "length")
+
+    def _count_prompt(self, work: Work, fresh: int, is_whole: bool) -> None:
+        """Computed prompt tokens; with the prompt complete, cached + computed is all of it."""
+        before = work.computed_tokens
+        work.computed_tokens += max(0, fresh)
+        if is_whole:
+            work.computed_tokens = len(work.request.tokens) - work.cached_tokens
+        self.vitals.computed_tokens += max(0, work.computed_tokens - before)
+
+    def _prompt_logprobs(self, piece: Slice, result: StepResult) -> None:
+        sequence = piece.sequence
+        work, request = sequence.work, sequence.work.request
+        if request.prompt_logprobs is None or work.is_prompt_told:
+            return
+        sequence.progress.extend(result.prompt_logprobs.get(sequence.sequence_id, ()))
+        if piece.start + piece.count >= len(request.tokens):
+            work.is_prompt_told = True
+            first = SampledToken(token_id=request.tokens[0])
+            self._events.append(PromptLogprobs(request.request_id, (first, *sequence.progress)))
+
+    def _accept(self, sequence: Sequence, token: SampledToken, now_s: float) -> None:
+        """One more output token; it may be the last."""
+        work, request = sequence.work, sequence.work.request
+        sequence.tokens.append(token.token_id)
+        sequence.output_tokens += 1
+        self.vitals.output_tokens += 1
+        if token.logprob is not None:
+            sequence.cumulative_logprob += token.logprob
+        if work.first_token_at_s is None:
+            work.first_token_at_s = now_s
+        self._events.append(Tokens(request.request_id, sequence.index, (token,)))
+        if token.token_id in request.stop_token_ids and (
+            sequence.output_tokens >= request.min_tokens
+        ):
+            self._end(sequence, "stop")
+        elif sequence.output_tokens >= request.max_tokens:
+            self._end(sequence, "length")
+
+    # -- endings ------------------------------------------------------------------------------
+
+    def _end(self, sequence: Sequence, reason: FinishReason) -> None:
+        request = sequence.work.request
+        self.scheduler.stop(sequence, self.clock())
+        logprob = None if request.sampling.logprobs is None else sequence.cumulative_logprob
+        self._events.append(
+            SampleEnded(request.request_id, sequence.index, reason, sequence.output_tokens, logprob)
+        )
+        alone = request.samples == 1 or request.max_tokens == 0
+        if alone or all(s.is_ended for s in sequence.work.sequences):
+            self._finish(sequence.work, "done")
+
+    def _finish(self, work: Work, ending: Ending, code: str = "", message: str = "") -> None:
+        """The one final event of a request; everything it holds goes back."""
+        if work.is_finished:
+            raise InvariantViolation("a request was finished twice")
+        work.is_finished = True
+        now_s = self.clock()
+        self.scheduler.leave(work, now_s, keep=ending != "failed")
+        for sequence in work.sequences:
+            del self.by_sequence[sequence.sequence_id]
+        del self.works[work.request.request_id]
+        usage = work.usage(now_s)
+        self._events.append(Finished(work.request.request_id, ending, usage, code, message))
+
+    def _step_failed(self, flight: Flight, error: Exception) -> None:
+        """A step broke and nobody can say for whom: its requests fail, the engine lives on."""
+        self.vitals.failed_steps += 1
+        for drawer in flight.drawing.values():
+            drawer.in_flight -= 1
+        message = f"The step that computed this request failed ({type(error).__name__})."
+        for piece, _ in flight.slices:
+            if not piece.sequence.work.is_finished:
+                self._finish(piece.sequence.work, "failed", "step_failed", message)
+
+    def _end_overdue(self, now_s: float) -> None:
+        for work in list(self.works.values()):
+            due_s = work.deadline_at_s
+            if work.started_at_s is None and due_s is not None and due_s <= now_s:
+                message = "The request was not started before its deadline."
+                self._finish(work, "timeout", "timeout", message)
+        if self._drain_at_s is not None and self._drain_at_s <= now_s:
+            for work in list(self.works.values()):
+                self._finish(work, "shutdown", "draining", "The engine is shutting down.")
+
+    def _stalled(self, now_s: float) -> None:
+        """Work, and nothing that could run: after a few steps the first in line fails.
+
+        Promises and floors of others may hold the memory that `fits` found when it was idle.
+        """
+        self._stalls += 1 if self.works else -self._stalls
+        if self._stalls < STALLS_MAX:
+            return
+        self._stalls = 0
+        first = min(self.works.values(), key=lambda w: (-w.request.priority, w.arrival))
+        message = "The cache memory this request needs is promised to others; try again later."
+        self._finish(first, "failed", "kv_exceeded", message)
+
+    # -- inside -------------------------------------------------------------------------------
+
+    def _add_sequence(self, work: Work) -> Sequence:
+        sequence = Sequence(work, len(work.sequences), self._next_sequence_id)
+        self._next_sequence_id += 1
+        work.sequences.append(sequence)
+        self.by_sequence[sequence.sequence_id] = sequence
+        return sequence
+
+    def _introduce(self, sequence: Sequence) -> BegunSequence:
+        sequence.is_known = True
+        return BegunSequence(
+            sequence_id=sequence.sequence_id,
+            sampling=sequence.work.request.sampling,
+            token_ids=sequence.tokens,
+            prompt_tokens=len(sequence.work.request.tokens),
+            sample_index=sequence.index,
+        )
+
+    def _started(self, sequence: Sequence, now_s: float) -> None:
+        work, table = sequence.work, sequence.table
+        assert table is not None
+        work.started_at_s = now_s
+        work.cached_tokens = table.kv_tokens
+        self.vitals.prompt_tokens += len(work.request.tokens)
+        self.vitals.cached_tokens += table.kv_tokens
+        self._events.append(
+            Started(
+                work.request.request_id, len(work.request.tokens), table.kv_tokens, table.leases
+            )
+        )
+
+    def _keep_house(self, now_s: float) -> None:
+        self.cache.expire(now_s)
+        if self.works or self._flights:
+            self._idle_since_s = None
+            is_due = now_s - self._checked_at_s >= self.config.check_interval_s
+        else:
+            if self._idle_since_s is None:
+                self._idle_since_s = now_s
+            idle_s = now_s - max(self._idle_since_s, self._checked_at_s)
+            is_due = idle_s >= IDLE_CHECK_S
+        if is_due:
+            self._checked_at_s = now_s
+            self.cache.check()

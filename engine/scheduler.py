@@ -1,0 +1,311 @@
+"""The scheduler: who runs this step, and with how many tokens.
+
+Decoding sequences first, one token each; then prompts in slices, in fair order, under the step's
+token budget. It admits, preempts by recompute, and lets a request wait for a twin that is computing
+the same prefix. It moves blocks through the cache and knows no runner, no event and no clock.
+
+Progress: the running sequence of best rank is never preempted and `fits` alone, so it always can
+be given room; the others run as room allows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.api import Namespace
+from engine.cache import PrefixCache
+from engine.config import EngineConfig
+from engine.sequence import Sequence, Work, common_tokens
+from engine.waiting_line import WaitingLine
+
+
+@dataclass(slots=True)
+class Slice:
+    """Compute `count` tokens of a sequence from position `start`."""
+
+    sequence: Sequence
+    start: int
+    count: int
+
+
+class Scheduler:
+    """Running and waiting sequences. `runner_forgets`: ids the runner should be told have ended."""
+
+    def __init__(self, cache: PrefixCache, config: EngineConfig) -> None:
+        self.cache = cache
+        self.config = config
+        self.line = WaitingLine()
+        self.running: dict[int, Sequence] = {}
+        self.held: dict[int, Sequence] = {}
+        self.runner_forgets: list[int] = []
+        self.preemptions = 0
+
+    @property
+    def waiting(self) -> int:
+        """Sequences not running."""
+        return len(self.line) + len(self.held)
+
+    # -- coming and going ---------------------------------------------------------------------
+
+    def enter(self, work: Work) -> None:
+        """A new request: its first sequence waits."""
+        self.line.arrive(work.request.grant.namespace)
+        self.line.add(work.sequences[0])
+
+    def leave(self, work: Work, now_s: float, *, keep: bool = True) -> None:
+        """A request has ended: everything it holds goes back."""
+        for sequence in work.sequences:
+            self.stop(sequence, now_s, keep=keep)
+        self.line.depart(work.request.grant.namespace)
+
+    def stop(self, sequence: Sequence, now_s: float, *, keep: bool = True) -> None:
+        """One sequence has ended, wherever it stands: running, waiting or held for a twin."""
+        sequence.is_ended = True
+        self.line.remove(sequence)
+        if self.held.pop(sequence.sequence_id, None) is not None and sequence.leader is not None:
+            followers = sequence.leader.followers
+            followers[:] = [pair for pair in followers if pair[1] is not sequence]
+            sequence.leader = None
+        self._release(sequence, now_s, keep=keep)
+
+    def run(self, sequence: Sequence) -> None:
+        """A fork that has its table already."""
+        self.running[sequence.sequence_id] = sequence
+
+    def committed(self, sequence: Sequence) -> None:
+        """Blocks of this sequence have become findable: followers that have theirs may go on."""
+        if sequence.followers and sequence.table is not None:
+            reached = sequence.table.kv_tokens
+            ready = [twin for target, twin in sequence.followers if target <= reached]
+            sequence.followers = [pair for pair in sequence.followers if pair[0] > reached]
+            self._resume(ready)
+
+    # -- one step -----------------------------------------------------------------------------
+
+    def schedule(self, now_s: float) -> list[Slice]:
+        """The slices of one step; pins, allocates, evicts and preempts as it must."""
+        slices: dict[int, Slice] = {}
+        budget = self.config.step_tokens_max
+        for sequence in sorted(self.running.values(), key=lambda s: s.rank):
+            if budget > 0 and sequence.is_decoding and sequence.wants_row:
+                budget -= self._decode(sequence, slices, now_s)
+        prefilling = [s for s in self.running.values() if s.wants_row and not s.is_decoding]
+        full: set[Namespace] = set()
+        is_full = False
+        for sequence in self.line.in_order(prefilling):
+            if budget <= 0:
+                break
+            namespace = sequence.work.request.grant.namespace
+            if sequence.table is None:
+                if is_full or namespace in full or sequence.in_flight:
+                    continue
+                if self._waits_for_twin(sequence, now_s):
+                    continue
+                if not self._admit(sequence, slices, now_s):
+                    is_full = not self._is_at_ceiling(sequence)
+                    full.add(namespace)
+                    continue
+            budget -= self._prefill(sequence, budget, slices, now_s)
+        return list(slices.values())
+
+    def preempt(self, sequence: Sequence, now_s: float) -> None:
+        """Take a running sequence's blocks; it waits again and recomputes what it must.
+
+        Full blocks stay cached, so what nobody needs meanwhile is found again.
+        """
+        self._release(sequence, now_s, keep=True)
+        sequence.preemptions += 1
+        sequence.work.preemptions += 1
+        self.preemptions += 1
+        self.line.add(sequence)
+
+    # -- slices -------------------------------------------------------------------------------
+
+    def _decode(self, sequence: Sequence, slices: dict[int, Slice], now_s: float) -> int:
+        if sequence.sequence_id not in self.running:
+            return 0  # preempted for one before it
+        if not self._grow(sequence, sequence.computed + 1, slices, now_s):
+            return 0
+        slices[sequence.sequence_id] = Slice(sequence, sequence.computed, 1)
+        self.line.charge(sequence, 1)
+        return 1
+
+    def _prefill(
+        self, sequence: Sequence, budget: int, slices: dict[int, Slice], now_s: float
+    ) -> int:
+        """A slice of a prompt: as much as budget, chunk and room allow."""
+        table = sequence.table
+        if table is None or not sequence.wants_row:
+            return 0
+        count = min(sequence.missing, self.config.prefill_chunk_tokens_max, budget)
+        start = sequence.computed
+        if not self.cache.grow(table, start + count, now_s, start=start):
+            grant = sequence.work.request.grant
+            size = self.cache.block_size
+            room = self.cache.available(grant.namespace, grant.quota) * size
+            room += len(table.blocks) * size - start
+            count = min(count, max(1, room))
+            if not self._is_first(sequence):
+                if not self.cache.grow(table, start + count, now_s, start=start):
+                    return 0  # it keeps what it has and waits for room
+            elif not self._grow(sequence, start + count, slices, now_s):
+                return 0
+        slices[sequence.sequence_id] = Slice(sequence, start, count)
+        self.line.charge(sequence, count)
+        return count
+
+    def _grow(self, sequence: Sequence, upto: int, slices: dict[int, Slice], now_s: float) -> bool:
+        """Room for a running sequence, at the cost of others that rank below it."""
+        while sequence.table is not None:
+            if self.cache.grow(sequence.table, upto, now_s, start=sequence.computed):
+                return True
+            victim = self._victim(sequence)
+            if victim is None:
+                return False
+            slices.pop(victim.sequence_id, None)
+            self.preempt(victim, now_s)
+        return False
+
+    def _victim(self, sequence: Sequence) -> Sequence | None:
+        """Whom to preempt so that `sequence` may grow; itself if it ranks last.
+
+        Lowest priority, then furthest over its share, then youngest. Never the best of those whose
+        blocks could help, and nobody more than `preemptions_max` times unless for that best one.
+        """
+        namespace = sequence.work.request.grant.namespace
+        helpful = list(self.running.values())
+        if self._is_at_ceiling(sequence):
+            helpful = [s for s in helpful if s.work.request.grant.namespace == namespace]
+        first = min(helpful, key=lambda s: s.rank)
+        helpful = [s for s in helpful if s is not first]
+        may_go = [s for s in helpful if s.preemptions < self.config.preemptions_max]
+        if not may_go and sequence is first:
+            may_go = helpful
+        if not may_go:
+            return None
+
+        def claim(s: Sequence) -> tuple[int, float, int, int]:
+            request = s.work.request
+            over = self.cache.over_share(request.grant.namespace)
+            return (-request.priority, over, s.work.arrival, s.index)
+
+        return max(may_go, key=claim)
+
+    # -- admission ----------------------------------------------------------------------------
+
+    def _admit(self, sequence: Sequence, slices: dict[int, Slice], now_s: float) -> bool:
+        """Let a waiting sequence begin, if its prompt and the others' next blocks have room."""
+        if not self._has_place(sequence):
+            return False
+        work, grant = sequence.work, sequence.work.request.grant
+        read = grant.read and (work.request.prompt_logprobs is None or work.is_forked)
+        cached = self.cache.peek(grant.namespace, sequence.tokens, now_s) if read else None
+        whole = cached.cached_tokens // self.cache.block_size if cached else 0
+        needed = -(-(len(sequence.tokens) + 1) // self.cache.block_size) - whole
+        while self.running:
+            room = self.cache.available(grant.namespace, grant.quota)
+            # A found block that nobody pins counts as room, and is about to be pinned.
+            if room - whole >= needed + len(self.running):
+                break
+            if not self._preempt_for(sequence, slices, now_s):
+                return False
+        sequence.table = self.cache.begin(
+            grant.namespace,
+            sequence.tokens,
+            now_s,
+            quota=grant.quota,
+            leases=grant.leases,
+            read=read,
+            write=grant.write,
+        )
+        sequence.computed = sequence.table.kv_tokens
+        sequence.progress = []
+        self.line.remove(sequence)
+        self.running[sequence.sequence_id] = sequence
+        return True
+
+    def _has_place(self, sequence: Sequence) -> bool:
+        """Is there a place in the batch for all samples it will have? Nobody is passed over for
+        having been preempted often: such a one begins again only as the first of all."""
+        taken = sum(self._places(s) for s in self.running.values())
+        if taken + self._places(sequence) > self.config.sequences_max:
+            return False
+        often = sequence.preemptions >= self.config.preemptions_max
+        return not often or all(sequence.rank < s.rank for s in self.running.values())
+
+    def _places(self, sequence: Sequence) -> int:
+        return 1 if sequence.work.is_forked else sequence.work.request.samples
+
+    def _preempt_for(self, sequence: Sequence, slices: dict[int, Slice], now_s: float) -> bool:
+        """Preempt one running sequence of lower priority than a waiting one."""
+        priority = sequence.work.request.priority
+        lower = [
+            s
+            for s in self.running.values()
+            if s.work.request.priority < priority and s.preemptions < self.config.preemptions_max
+        ]
+        if not lower:
+            return False
+        victim = max(lower, key=lambda s: s.rank)
+        slices.pop(victim.sequence_id, None)
+        self.preempt(victim, now_s)
+        return True
+
+    def _waits_for_twin(self, sequence: Sequence, now_s: float) -> bool:
+        """Rule 11: let it wait while a running twin computes a prefix that both need."""
+        request, size = sequence.work.request, self.cache.block_size
+        grant = request.grant
+        if not grant.read or request.prompt_logprobs is not None:
+            return False
+        best, target = None, 0
+        for other in self.running.values():
+            table = other.table
+            if table is None or not table.write or table.namespace != grant.namespace:
+                continue
+            if table.kv_tokens >= len(other.work.request.tokens) // size * size:
+                continue
+            common = common_tokens(sequence, other, size)
+            if common > max(target, table.kv_tokens):
+                best, target = other, common
+        if best is None:
+            return False
+        if self.cache.peek(grant.namespace, sequence.tokens, now_s).cached_tokens >= target:
+            return False
+        best.followers.append((target, sequence))
+        sequence.leader = best
+        self.line.remove(sequence)
+        self.held[sequence.sequence_id] = sequence
+        return True
+
+    # -- inside -------------------------------------------------------------------------------
+
+    def _is_first(self, sequence: Sequence) -> bool:
+        return all(sequence.rank <= s.rank for s in self.running.values())
+
+    def _is_at_ceiling(self, sequence: Sequence) -> bool:
+        """Is it the namespace's own ceiling that stands in the way?"""
+        grant = sequence.work.request.grant
+        if grant.quota.ceiling_blocks is None:
+            return False
+        missing = -(-(len(sequence.tokens) + 1) // self.cache.block_size)
+        held = 0 if sequence.table is None else len(sequence.table.blocks)
+        return self.cache.held(grant.namespace) + missing - held > grant.quota.ceiling_blocks
+
+    def _release(self, sequence: Sequence, now_s: float, *, keep: bool) -> None:
+        self.running.pop(sequence.sequence_id, None)
+        if sequence.is_known:
+            sequence.is_known = False
+            self.runner_forgets.append(sequence.sequence_id)
+        if sequence.table is not None:
+            self.cache.release(sequence.table, sequence.tokens, now_s, keep=keep)
+            sequence.table = None
+        sequence.computed = 0
+        sequence.order_key = b""
+        self._resume([twin for _, twin in sequence.followers])
+        sequence.followers = []
+
+    def _resume(self, twins: list[Sequence]) -> None:
+        for twin in twins:
+            twin.leader = None
+            del self.held[twin.sequence_id]
+            self.line.add(twin)

@@ -1,0 +1,96 @@
+"""The engine's own counters: what `Stats` reports beside the cache's.
+
+Counters only grow. It decides nothing; core feeds it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from engine.api import Namespace, NamespaceStats, Stats
+from engine.cache import PrefixCache
+from engine.scheduler import Scheduler
+from engine.sequence import Work
+
+SMOOTHING = 0.1
+"""How much the latest step counts in the rates."""
+
+
+class Vitals:
+    """Totals since the start of the epoch, and smoothed rates."""
+
+    def __init__(self) -> None:
+        self.step = 0
+        self.failed_steps = 0
+        self.prompt_tokens = 0
+        self.cached_tokens = 0
+        self.computed_tokens = 0
+        self.recomputed_tokens = 0
+        self.output_tokens = 0
+        self._stepped_at_s: float | None = None
+        self._step_s = 0.0
+        self._prefill_per_s = 0.0
+
+    def next_step(self) -> int:
+        """The number of the step about to be launched, from 1."""
+        self.step += 1
+        return self.step
+
+    def stepped(self, now_s: float, prefill_tokens: int) -> None:
+        """A step has been collected; `prefill_tokens` of it were not the last of a sequence."""
+        if self._stepped_at_s is not None and now_s > self._stepped_at_s:
+            elapsed_s = now_s - self._stepped_at_s
+            self._step_s += SMOOTHING * (elapsed_s - self._step_s)
+            if prefill_tokens > 0:
+                rate = prefill_tokens / elapsed_s
+                self._prefill_per_s += SMOOTHING * (rate - self._prefill_per_s)
+        self._stepped_at_s = now_s
+
+    def stats(
+        self, call_id: int, cache: PrefixCache, scheduler: Scheduler, works: Iterable[Work]
+    ) -> Stats:
+        """Everything known now. O(namespaces + requests)."""
+        held = cache.stats()
+        running: Counter[Namespace] = Counter()
+        waiting: Counter[Namespace] = Counter()
+        waiting_tokens = 0
+        for work in works:
+            namespace = work.request.grant.namespace
+            if any(sequence.table is not None for sequence in work.sequences):
+                running[namespace] += 1
+            else:
+                waiting[namespace] += 1
+                waiting_tokens += len(work.request.tokens)
+        uses = {use.namespace: use for use in cache.namespaces()}
+        return Stats(
+            call_id=call_id,
+            step=self.step,
+            blocks=held.blocks,
+            free_blocks=held.free,
+            cached_blocks=held.cached,
+            pinned_blocks=held.pinned,
+            waiting=sum(waiting.values()),
+            running=sum(running.values()),
+            waiting_tokens=waiting_tokens,
+            prompt_tokens_total=self.prompt_tokens,
+            cached_tokens_total=self.cached_tokens,
+            computed_tokens_total=self.computed_tokens,
+            output_tokens_total=self.output_tokens,
+            evicted_blocks_total=held.evicted_blocks_total,
+            expired_blocks_total=held.expired_blocks_total,
+            copied_blocks_total=held.copied_blocks_total,
+            preemptions_total=scheduler.preemptions,
+            steps_per_s=1 / self._step_s if self._step_s > 0 else 0.0,
+            prefill_tokens_per_s=self._prefill_per_s,
+            namespaces=tuple(
+                NamespaceStats(
+                    namespace=name,
+                    blocks=uses[name].blocks if name in uses else 0,
+                    pinned_blocks=uses[name].pinned if name in uses else 0,
+                    running=running[name],
+                    waiting=waiting[name],
+                )
+                for name in sorted(uses.keys() | running.keys() | waiting.keys())
+            ),
+        )
