@@ -145,9 +145,10 @@ class PrefixCache:
     ) -> bool:
         """Make slots [start, tokens) exist and be writable.
 
-        `start` is table.kv_tokens if not given; it lies further on when steps in flight are
-        writing what comes before. Allocates, evicts by rule 9, and copies on write where one of these slots lies in a block that others hold too.
-        False: no room, nothing changed. O(1) when the slots are there.
+        `start` is table.kv_tokens if not given; it lies further on when steps in flight are writing
+        what comes before. Allocates, evicts by rule 9, and copies on write where one of these slots
+        lies in a block that others hold too. False: no room, nothing changed. O(1) when the slots
+        are there.
         """
         start = table.kv_tokens if start is None else start
         blocks, refs = table.blocks, self._holdings.pool.ref_count

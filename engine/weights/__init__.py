@@ -1,1 +1,5 @@
-"""Readers of weight files into tensors."""
+"""Loading weights: GGUF and safetensors in, named tensors out."""
+
+from engine.weights.load import Weights, expected_shapes, load_weights, random_weights
+
+__all__ = ["Weights", "expected_shapes", "load_weights", "random_weights"]

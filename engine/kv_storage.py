@@ -1,0 +1,89 @@
+"""KV storage: one tensor of blocks, and the format that says what a block is made of.
+
+Block outermost, `[block, layer, K/V, kv_head, slot, head_dim]`, so that a block is one contiguous
+piece to copy, offload, store and drop. It knows no sequence and no tree. The runner owns it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from msgspec import Struct
+
+from engine.model_store import ModelConfig
+from engine.plan import BlockCopy
+
+
+class KvFormat(Struct, frozen=True):
+    """What a block holds. `name` is part of a namespace: other bits never meet these."""
+
+    name: str
+    layers: int
+    kv_heads: int
+    head_dim: int
+    block_size: int
+    bytes_per_value: int
+
+    @property
+    def block_bytes(self) -> int:
+        values = self.layers * 2 * self.kv_heads * self.block_size * self.head_dim
+        return values * self.bytes_per_value
+
+
+def kv_format(config: ModelConfig, dtype: torch.dtype, block_size: int) -> KvFormat:
+    """The plain format: keys after rotation and values as they are, in `dtype`."""
+    return KvFormat(
+        name=str(dtype).removeprefix("torch."),
+        layers=config.layers,
+        kv_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        block_size=block_size,
+        bytes_per_value=dtype.itemsize,
+    )
+
+
+class KvStorage:
+    """`blocks` blocks of one format on one device. `data` is [B, L, 2, K, S, D].
+
+    Zeroed at the start: tiles read whole runs of slots and mask afterwards, so every slot must be
+    finite.
+    """
+
+    def __init__(
+        self, form: KvFormat, blocks: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.form = form
+        self.data = torch.zeros(
+            blocks, form.layers, 2, form.kv_heads, form.block_size, form.head_dim,
+            dtype=dtype, device=device,
+        )  # fmt: skip
+
+    def copy(self, copies: Sequence[BlockCopy]) -> None:
+        """Run copies in order: the first `tokens` slots of each source, all layers."""
+        if not copies:
+            return
+        if self.data.is_cuda:
+            self._copy_on_device(copies)
+            return
+        for copy in copies:
+            filled = self.data[copy.src, :, :, :, : copy.tokens]
+            self.data[copy.dst, :, :, :, : copy.tokens] = filled
+
+    def _copy_on_device(self, copies: Sequence[BlockCopy]) -> None:
+        """In runs in which no block is both source and target: a kernel copies all at once."""
+        from kernels.fused_ops import copy_blocks
+
+        run: list[tuple[int, int, int]] = []
+        targets: set[int] = set()
+        for copy in copies:
+            if copy.src in targets:
+                copy_blocks(self.data, _on_device(run, self.data.device))
+                run, targets = [], set()
+            run.append((copy.src, copy.dst, copy.tokens))
+            targets.add(copy.dst)
+        copy_blocks(self.data, _on_device(run, self.data.device))
+
+
+def _on_device(rows: list[tuple[int, int, int]], device: torch.device) -> torch.Tensor:
+    return torch.tensor(rows, dtype=torch.int32).pin_memory().to(device, non_blocking=True)

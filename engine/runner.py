@@ -1,0 +1,154 @@
+"""The CPU runner: executes step plans on a real model.
+
+Holds the KV storage, the model, the sampler and each sequence's last token. It takes what the plan
+says and decides nothing. `engine.service` builds it; core sees `launch` and `collect`.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+
+import torch
+
+from engine.api import SampledToken
+from engine.attention import TorchAttention
+from engine.batch import Batch, make_batch
+from engine.config import EngineConfig
+from engine.errors import ModelError
+from engine.kv_storage import KvFormat, KvStorage, kv_format
+from engine.model_store import ModelCard
+from engine.models.layers import TorchOps
+from engine.models.registry import build_model
+from engine.plan import BegunSequence, BlockCopy, Row, Sampled, StepPlan, StepResult
+from engine.sampler import Sampler
+from engine.weights import load_weights
+
+
+class CpuRunner:
+    """`engine.core.Runner` on the CPU. A launched step is computed at once."""
+
+    def __init__(self, card: ModelCard, config: EngineConfig, *, blocks: int, context: int) -> None:
+        dtype = torch.bfloat16 if config.dtype == "bf16" else torch.float32
+        kv_dtype = torch.bfloat16 if config.kv_dtype == "bf16" else dtype
+        device = torch.device("cpu")
+        self.block_size = config.block_size
+        form = kv_format(card.config, kv_dtype, config.block_size)
+        self.kv = KvStorage(form, blocks, kv_dtype, device)
+        self.model = build_model(card.config, load_weights(card, dtype), TorchOps())
+        self.attention = TorchAttention(card.config, self.kv, context)
+        self.sampler = Sampler(card.config.vocab, device)
+        self._last: dict[int, int] = {}
+        self._results: deque[StepResult] = deque()
+
+    def launch(self, plan: StepPlan) -> None:
+        """Compute the whole step."""
+        started_s = time.perf_counter()
+        with torch.inference_mode():
+            self._results.append(self._run(plan, started_s))
+
+    def collect(self) -> StepResult:
+        """The oldest launched step's result."""
+        return self._results.popleft()
+
+    def warm_up(self) -> None:
+        """One step that touches every code path's allocations, so that no client waits for them."""
+        for count in (33, 1):
+            row = Row(-1, 0, count, list(range(-(-count // self.block_size))), 0, [0] * count)
+            plan = StepPlan(step=0, rows=(row,), copies=(BlockCopy(0, 0, 1),))
+            with torch.inference_mode():
+                batch = make_batch(plan, self.block_size, lambda _: 0)
+                self.attention.begin(plan, batch)
+                self.model.logits(self.model.forward(batch.token_ids, self.attention)[-1:])
+        self.kv.data.zero_()
+
+    def _run(self, plan: StepPlan, started_s: float) -> StepResult:
+        for sequence_id in plan.ended:
+            self.sampler.end(sequence_id)
+            self._last.pop(sequence_id, None)
+        for begun in plan.begun:
+            self._begin(begun)
+        self.kv.copy(plan.copies)
+        batch = make_batch(plan, self.block_size, self._last.__getitem__)
+        self.attention.begin(plan, batch)
+        hidden = self.model.forward(batch.token_ids, self.attention)
+        logits = self.model.logits(hidden[batch.logit_rows])
+        sampled, failed, prompt_logprobs = self._sample(plan, batch, logits)
+        return StepResult(
+            step=plan.step,
+            sampled=tuple(sampled),
+            prompt_logprobs=prompt_logprobs,
+            failed=failed,
+            elapsed_s=time.perf_counter() - started_s,
+        )
+
+    def _begin(self, begun: BegunSequence) -> None:
+        self.sampler.begin(begun)
+        self._last[begun.sequence_id] = begun.token_ids[-1]
+
+    def _sample(
+        self, plan: StepPlan, batch: Batch, logits: torch.Tensor
+    ) -> tuple[list[Sampled], dict[int, str], dict[int, tuple[SampledToken, ...]]]:
+        drawing: list[int] = []
+        from_row: list[int] = []
+        prompt_logprobs: dict[int, tuple[SampledToken, ...]] = {}
+        failed: dict[int, str] = {}
+        at = 0
+        for row in plan.rows:
+            count = row.count if row.prompt_logprobs is not None else bool(row.samples)
+            if row.prompt_logprobs is not None:
+                prompt_logprobs[row.sequence_id] = self._prompt(row, logits[at : at + count])
+            at += count
+            drawing.extend(row.samples)
+            from_row.extend([at - 1] * len(row.samples))
+        if not drawing:
+            return [], failed, prompt_logprobs
+        picked = logits[from_row] if from_row != list(range(len(logits))) else logits
+        broken = torch.isnan(picked.sum(-1)).tolist()
+        if any(broken):
+            failed = {s: "nan_logits" for s, bad in zip(drawing, broken, strict=True) if bad}
+            good = [i for i, bad in enumerate(broken) if not bad]
+            picked, drawing = picked[good], [drawing[i] for i in good]
+        tokens = self.sampler.sample(picked, drawing) if drawing else []
+        for sequence_id, token in zip(drawing, tokens, strict=True):
+            self._last[sequence_id] = token.token_id
+        sampled = [Sampled(s, t) for s, t in zip(drawing, tokens, strict=True)]
+        return sampled, failed, prompt_logprobs
+
+    def _prompt(self, row: Row, logits: torch.Tensor) -> tuple[SampledToken, ...]:
+        """Logprobs of the tokens that follow each computed position and are known."""
+        following = list((row.token_ids or ())[1:])
+        if row.next_token_id is not None:
+            following.append(row.next_token_id)
+        top = row.prompt_logprobs or 0
+        return self.sampler.prompt_logprobs(logits[: len(following)], following, top)
+
+
+class Built:
+    """A runner with what core and the gateway must know of it."""
+
+    def __init__(self, runner: CpuRunner, form: KvFormat, blocks: int, context: int) -> None:
+        self.runner = runner
+        self.form = form
+        self.blocks = blocks
+        self.context = context
+        self.device = "cpu"
+        self.pipeline_depth = 1
+
+
+def build_runner(card: ModelCard, config: EngineConfig) -> Built:
+    """Load the model and make it ready to step. Raises ModelError.
+
+    Memory: the weights in the compute dtype, and `kv_memory_mib` of blocks.
+    """
+    if config.device == "cuda":
+        raise ModelError("unsupported", "The CUDA runner is not part of this version.")
+    torch.set_num_threads(config.threads or os.cpu_count() or 1)
+    context = min(card.config.context, config.context_tokens_max or card.config.context)
+    dtype = torch.bfloat16 if "bf16" in (config.dtype, config.kv_dtype) else torch.float32
+    form = kv_format(card.config, dtype, config.block_size)
+    blocks = config.kv_blocks or max(1, config.kv_memory_mib * 2**20 // form.block_bytes)
+    runner = CpuRunner(card, config, blocks=blocks, context=context)
+    runner.warm_up()
+    return Built(runner, form, blocks, context)

@@ -1,0 +1,221 @@
+"""Weights as a dict of tensors under Hugging Face's names, from GGUF files or safetensors.
+
+GGUF's quantised tensors are dequantised once and kept beside the prepared model as one safetensors
+file per dtype, which the second start maps instead of computing. Nothing here runs code from a
+model's files.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from engine.errors import ModelError
+from engine.model_store import ModelCard, ModelConfig
+from engine.model_store.gguf_header import TensorInfo, read_header
+
+Weights = dict[str, torch.Tensor]
+
+_GGUF_NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+_GGUF_LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_GGUF_IGNORED = ("rope_freqs",)
+"""Read into the model card."""
+
+
+def load_weights(card: ModelCard, dtype: torch.dtype) -> Weights:
+    """Every tensor of the model in `dtype`, checked against the shapes the config implies.
+
+    The first load of a GGUF file dequantises it (about 2 s for 135M parameters) and writes the
+    result beside the model; later ones map that file. Raises ModelError naming the tensors that are
+    missing, unexpected or misshaped.
+    """
+    source = Path(card.source)
+    if source.is_dir():
+        weights = {name: tensor.to(dtype) for name, tensor in _read_folder(source)}
+        if card.config.tie_embeddings:
+            weights.pop("lm_head.weight", None)
+    else:
+        kept = Path(card.folder) / f"weights-{str(dtype).removeprefix('torch.')}.safetensors"
+        if not kept.exists():
+            _save(kept, {n: t.to(dtype) for n, t in _read_gguf(source, card.config)})
+        weights = dict(_read_safetensors(kept))
+    _check(weights, card.config)
+    return weights
+
+
+def random_weights(
+    config: ModelConfig, dtype: torch.dtype, seed: int, device: torch.device
+) -> Weights:
+    """A seeded random model of any shape, filled on the device: speed is measured on real sizes.
+
+    Scaled by 1 / sqrt(fan-in), so that activations stay finite through any depth.
+    """
+    generator = torch.Generator(device=device).manual_seed(seed)
+    weights = {}
+    for name, shape in expected_shapes(config).items():
+        if name.endswith("norm.weight"):
+            weights[name] = torch.ones(shape, dtype=dtype, device=device)
+            continue
+        tensor = torch.empty(shape, dtype=dtype, device=device)
+        if name.endswith("bias"):
+            tensor.zero_()
+        else:
+            tensor.normal_(0.0, shape[-1] ** -0.5, generator=generator)
+        weights[name] = tensor
+    return weights
+
+
+def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a Llama model's tensors."""
+    c = config
+    q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (c.vocab, c.hidden)}
+    for layer in range(c.layers):
+        at = f"model.layers.{layer}."
+        shapes[at + "input_layernorm.weight"] = (c.hidden,)
+        for name, rows in (("q", q), ("k", kv), ("v", kv)):
+            shapes[f"{at}self_attn.{name}_proj.weight"] = (rows, c.hidden)
+            if c.attention_bias:
+                shapes[f"{at}self_attn.{name}_proj.bias"] = (rows,)
+        shapes[at + "self_attn.o_proj.weight"] = (c.hidden, q)
+        if c.attention_bias:
+            shapes[at + "self_attn.o_proj.bias"] = (c.hidden,)
+        shapes[at + "post_attention_layernorm.weight"] = (c.hidden,)
+        for name, rows, columns in (
+            ("gate", c.intermediate, c.hidden),
+            ("up", c.intermediate, c.hidden),
+            ("down", c.hidden, c.intermediate),
+        ):
+            shapes[f"{at}mlp.{name}_proj.weight"] = (rows, columns)
+            if c.mlp_bias:
+                shapes[f"{at}mlp.{name}_proj.bias"] = (rows,)
+    shapes["model.norm.weight"] = (c.hidden,)
+    if not c.tie_embeddings:
+        shapes["lm_head.weight"] = (c.vocab, c.hidden)
+    return shapes
+
+
+def _check(weights: Weights, config: ModelConfig) -> None:
+    expected = expected_shapes(config)
+    missing = sorted(expected.keys() - weights.keys())
+    extra = sorted(weights.keys() - expected.keys())
+    wrong = [
+        f"{name} {tuple(weights[name].shape)} instead of {shape}"
+        for name, shape in expected.items()
+        if name in weights and tuple(weights[name].shape) != shape
+    ]
+    for what, names in (("lacks", missing), ("has unexpected", extra), ("has misshaped", wrong)):
+        if names:
+            rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            raise ModelError("corrupt", f"The model {what} {', '.join(names[:3])}{rest}.")
+
+
+# --- files -------------------------------------------------------------------------------------
+
+
+def _read_folder(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """All tensors of a Hugging Face folder, sharded or not."""
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ModelError("not_found", f"{folder} has no *.safetensors file.")
+    for file in files:
+        yield from _read_safetensors(file)
+
+
+def _read_safetensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - not a dict
+                yield name, file.get_tensor(name)
+    except SafetensorError as error:
+        raise ModelError("corrupt", f"{path}: {error}.") from error
+
+
+def _save(path: Path, weights: Weights) -> None:
+    handle, partial = tempfile.mkstemp(dir=path.parent, prefix=".weights-")
+    os.close(handle)
+    try:
+        save_file({name: tensor.contiguous() for name, tensor in weights.items()}, partial)
+        Path(partial).replace(path)
+    except BaseException:
+        Path(partial).unlink(missing_ok=True)
+        raise
+
+
+def _read_gguf(path: Path, config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
+    header = read_header(path)
+    data = np.memmap(path, mode="r", dtype=np.uint8)
+    for info in header.tensors:
+        stem, _, kind = info.name.rpartition(".")
+        if stem in _GGUF_IGNORED:
+            continue
+        array = _dequantised(path, data, info)
+        if config.architecture == "llama" and stem.endswith(("attn_q", "attn_k")):
+            array = _rotate_by_halves(array, config.heads if stem[-1] == "q" else config.kv_heads)
+        yield f"{_hf_name(stem)}.{kind}", torch.from_numpy(array)
+
+
+def _hf_name(stem: str) -> str:
+    if stem in _GGUF_NAMES:
+        return _GGUF_NAMES[stem]
+    block, _, rest = stem.partition(".")
+    layer, _, part = rest.partition(".")
+    if block != "blk" or part not in _GGUF_LAYER_NAMES:
+        return stem
+    return f"model.layers.{layer}.{_GGUF_LAYER_NAMES[part]}"
+
+
+def _dequantised(path: Path, data: np.memmap, info: TensorInfo) -> np.ndarray:
+    try:
+        kind = GGMLQuantizationType(info.type_id)
+        per_block, block_bytes = GGML_QUANT_SIZES[kind]
+    except (ValueError, KeyError) as error:
+        raise ModelError(
+            "unsupported", f"{path}: {info.name} has tensor type {info.type_id}."
+        ) from error
+    shape = info.shape[::-1]
+    count = int(np.prod(shape, dtype=np.int64))
+    size = count // per_block * block_bytes
+    if count % per_block or info.offset + size > len(data):
+        raise ModelError("corrupt", f"{path}: {info.name} lies outside the file.")
+    raw = data[info.offset : info.offset + size]
+    if kind == GGMLQuantizationType.F32:
+        return np.array(raw.view(np.float32).reshape(shape))
+    if kind == GGMLQuantizationType.F16:
+        return raw.view(np.float16).reshape(shape).astype(np.float32)
+    try:
+        rows = raw.reshape(*shape[:-1], shape[-1] // per_block * block_bytes)
+        return np.ascontiguousarray(dequantize(rows, kind), dtype=np.float32).reshape(shape)
+    except NotImplementedError as error:
+        raise ModelError("unsupported", f"{path}: {info.name} is {kind.name}.") from error
+
+
+def _rotate_by_halves(array: np.ndarray, heads: int) -> np.ndarray:
+    """GGUF stores q and k for rotating neighbouring channels; we rotate halves, as the model was
+    trained: put the channels back."""
+    shape = array.shape
+    paired = array.reshape(heads, shape[0] // heads // 2, 2, *shape[1:])
+    return np.ascontiguousarray(paired.swapaxes(1, 2)).reshape(shape)
