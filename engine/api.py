@@ -115,7 +115,7 @@ class Sampling(Struct, frozen=True, forbid_unknown_fields=True):
     presence_penalty: Annotated[float, Meta(ge=-100, le=100)] = 0.0
     frequency_penalty: Annotated[float, Meta(ge=-100, le=100)] = 0.0
     logit_bias: dict[TokenId, Annotated[float, Meta(ge=-100, le=100)]] = {}
-    seed: Annotated[int, Meta(ge=-(2**63), lt=2**63)] | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
 
 

@@ -214,6 +214,5 @@ class TorchAttention:
         highest = scores.amax(-1, keepdim=True)
         scores.sub_(highest).exp_()
         total = scores.sum(-1, keepdim=True)
-        torch.div(scores @ values, total, out=(flat := torch.empty_like(scores[..., : self.dim])))
-        out.copy_(flat.view(out.shape))
+        out.copy_((scores @ values).div_(total).view(out.shape))
         lse.copy_((highest + total.log_()).view(lse.shape))

@@ -1,0 +1,332 @@
+"""Talking to an engine: submit a request, read its events, ask it things.
+
+`Engine` is what the gateway sees. A stream of events always ends with one `Finished`, whatever
+happens to the engine or the connection meanwhile. Reading slowly is safe: tokens of one stream are
+joined while they wait, so a stream never holds more than its own output, and never another's up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import AsyncIterator, Iterable
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from engine.api import (
+    PROTOCOL_VERSION,
+    Cancel,
+    Command,
+    Drain,
+    EndSample,
+    EngineInfo,
+    Erase,
+    Erased,
+    Event,
+    Finished,
+    Frame,
+    GetStats,
+    Namespace,
+    Peek,
+    Peeked,
+    Reply,
+    Request,
+    Stats,
+    Submit,
+    Tokens,
+    Usage,
+)
+from engine.errors import EngineError, EngineUnavailable
+from engine.frames import FrameError, Hello, Rejected, Welcome, downward_decoder, encode
+
+READ_BYTES = 1 << 18
+CALL_TIMEOUT_S = 10.0
+
+Answer = TypeVar("Answer", Peeked, Erased, Stats)
+
+
+class Engine(Protocol):
+    """What the gateway needs of an engine, wherever it runs."""
+
+    @property
+    def info(self) -> EngineInfo | None:
+        """Of the engine that answers now; None while there is none."""
+
+    @property
+    def stats(self) -> Stats:
+        """The latest heartbeat."""
+
+    def ready(self) -> bool:
+        """Would a request be taken now?"""
+
+    def submit(self, request: Request) -> RequestStream:
+        """Send a request. Raises EngineUnavailable, or RequestRefused if it must not be tried."""
+
+    async def peek(self, namespace: Namespace, tokens: tuple[int, ...]) -> Peeked:
+        """What would these tokens hit?"""
+
+    async def erase(
+        self,
+        namespace: Namespace,
+        *,
+        lease_id: str | None = None,
+        tokens: tuple[int, ...] | None = None,
+    ) -> Erased:
+        """Forget cached KV; see `engine.api.Erase`."""
+
+    async def get_stats(self) -> Stats:
+        """Fresh numbers."""
+
+    async def drain(self, timeout_s: float) -> None:
+        """Take nothing new; let what runs finish."""
+
+    async def close(self) -> None:
+        """Let go of the engine; every open stream ends."""
+
+
+class RequestStream(AsyncIterator[Event]):
+    """One request's events, ending after `Finished`. `aclose` before that cancels the request."""
+
+    def __init__(self, request_id: str, connection: Connection) -> None:
+        self.request_id = request_id
+        self._connection = connection
+        self._events: deque[Event] = deque()
+        self._arrived = asyncio.Event()
+        self._is_over = False
+
+    def push(self, event: Event) -> None:
+        """Called by the connection, in order."""
+        last = self._events[-1] if self._events else None
+        if isinstance(event, Tokens) and isinstance(last, Tokens) and last.index == event.index:
+            self._events[-1] = Tokens(self.request_id, last.index, last.tokens + event.tokens)
+        else:
+            self._events.append(event)
+        self._arrived.set()
+
+    async def __anext__(self) -> Event:
+        if self._is_over:
+            raise StopAsyncIteration
+        while not self._events:
+            self._arrived.clear()
+            await self._arrived.wait()
+        return self._take()
+
+    def _take(self) -> Event:
+        event = self._events.popleft()
+        self._is_over = isinstance(event, Finished)
+        return event
+
+    async def next_batch(self) -> list[Event]:
+        """Everything there is, at least one event; [] when it is over."""
+        if self._is_over:
+            return []
+        batch = [await anext(self)]
+        while self._events and not self._is_over:
+            batch.append(self._take())
+        return batch
+
+    def end_sample(self, index: int, output_tokens: int) -> None:
+        """A stop string was found in sample `index`."""
+        if not self._is_over:
+            self._connection.post(EndSample(self.request_id, index, output_tokens))
+
+    async def aclose(self) -> None:
+        """Nobody reads on: cancel unless it is over. Safe to call twice."""
+        if not self._is_over:
+            self._is_over = True
+            self._connection.forget(self.request_id)
+
+
+class Connection(ABC):
+    """Streams and calls over one connection to one engine, whatever carries the messages."""
+
+    def __init__(self) -> None:
+        self.info: EngineInfo | None = None
+        self.stats = Stats()
+        self.heard_at_s = 0.0
+        self._streams: dict[str, RequestStream] = {}
+        self._calls: dict[int, asyncio.Future[Reply]] = {}
+        self._next_call = 1
+        self._is_draining = False
+        self._is_closed = False
+
+    @abstractmethod
+    def post(self, command: Command) -> None:
+        """Send a command on its way. Never blocks; a lost connection is noticed by the reader."""
+
+    def ready(self) -> bool:
+        """See `Engine.ready`."""
+        return self.info is not None and not self._is_closed and not self._is_draining
+
+    def submit(self, request: Request) -> RequestStream:
+        """See `Engine.submit`."""
+        if not self.ready():
+            code = "draining" if self._is_draining else "not_ready"
+            raise EngineUnavailable(code, "The engine is not taking requests now.")
+        stream = RequestStream(request.request_id, self)
+        self._streams[request.request_id] = stream
+        self.post(Submit(request))
+        return stream
+
+    def forget(self, request_id: str) -> None:
+        """A reader has gone: cancel, and drop what still comes for it."""
+        if self._streams.pop(request_id, None) is not None and not self._is_closed:
+            self.post(Cancel(request_id))
+
+    def open_streams(self) -> Iterable[str]:
+        """Ids of requests that are not over."""
+        return list(self._streams)
+
+    async def peek(self, namespace: Namespace, tokens: tuple[int, ...]) -> Peeked:
+        """See `Engine.peek`."""
+        call_id = self._call_id()
+        return await self._call(Peek(call_id, namespace, tokens), call_id, Peeked)
+
+    async def erase(
+        self,
+        namespace: Namespace,
+        *,
+        lease_id: str | None = None,
+        tokens: tuple[int, ...] | None = None,
+    ) -> Erased:
+        """See `Engine.erase`."""
+        call_id = self._call_id()
+        return await self._call(Erase(call_id, namespace, lease_id, tokens), call_id, Erased)
+
+    async def get_stats(self) -> Stats:
+        """See `Engine.get_stats`."""
+        call_id = self._call_id()
+        return await self._call(GetStats(call_id), call_id, Stats)
+
+    async def drain(self, timeout_s: float) -> None:
+        """See `Engine.drain`."""
+        self._is_draining = True
+        if not self._is_closed:
+            self.post(Drain(timeout_s))
+
+    def receive(self, messages: Iterable[Event | Reply]) -> None:
+        """What the engine says, in order."""
+        for message in messages:
+            if isinstance(message, Peeked | Erased | Stats):
+                self._answer(message)
+                continue
+            stream = self._streams.get(message.request_id)
+            if stream is None:
+                continue
+            if isinstance(message, Finished):
+                del self._streams[message.request_id]
+            stream.push(message)
+
+    def lost(self, code: str, message: str) -> None:
+        """The engine is gone: every stream ends, every call fails. Safe to call twice."""
+        self._is_closed = True
+        streams, self._streams = self._streams, {}
+        for request_id, stream in streams.items():
+            stream.push(Finished(request_id, "failed", Usage(), code, message))
+        calls, self._calls = self._calls, {}
+        for future in calls.values():
+            if not future.done():
+                future.set_exception(EngineUnavailable(code, message))
+
+    def _call_id(self) -> int:
+        self._next_call += 1
+        return self._next_call
+
+    def _answer(self, reply: Reply) -> None:
+        if reply.call_id == 0 and isinstance(reply, Stats):
+            self.stats = reply
+            return
+        future = self._calls.pop(reply.call_id, None)
+        if future is not None and not future.done():
+            future.set_result(reply)
+
+    async def _call(self, command: Command, call_id: int, kind: type[Answer]) -> Answer:
+        if self._is_closed or self.info is None:
+            raise EngineUnavailable("not_ready", "There is no engine to ask.")
+        future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        self._calls[call_id] = future
+        self.post(command)
+        try:
+            reply = await asyncio.wait_for(future, CALL_TIMEOUT_S)
+        except TimeoutError as error:
+            raise EngineUnavailable("timeout", "The engine did not answer in time.") from error
+        finally:
+            self._calls.pop(call_id, None)
+        assert isinstance(reply, kind), "a call is answered by its own kind"
+        return reply
+
+
+class SocketEngine(Connection):
+    """An engine behind a Unix socket. Make one with `connect`."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        super().__init__()
+        self._reader = reader
+        self._writer = writer
+        self._decoder = downward_decoder()
+        self._frames = 0
+        self._task: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def connect(cls, path: Path, token: str) -> SocketEngine:
+        """Shake hands and wait until the engine is ready; it may be loading for a while.
+
+        Raises OSError if nobody listens, EngineError with the engine's own code if it will not
+        talk or could not load its model.
+        """
+        reader, writer = await asyncio.open_unix_connection(str(path))
+        engine = cls(reader, writer)
+        try:
+            writer.write(encode(Hello(PROTOCOL_VERSION, token)))
+            engine.info = await engine._welcome()
+        except BaseException:
+            writer.close()
+            raise
+        engine._task = asyncio.create_task(engine._read())
+        return engine
+
+    async def _welcome(self) -> EngineInfo:
+        while data := await self._reader.read(READ_BYTES):
+            for message in self._decoder.feed(data):
+                if isinstance(message, Welcome):
+                    return message.info
+                if isinstance(message, Rejected):
+                    raise EngineError(message.code, message.message)
+                raise FrameError("a frame before the welcome")
+        raise EngineUnavailable("engine_died", "The engine closed the connection.")
+
+    def post(self, command: Command) -> None:
+        """See `Connection.post`."""
+        if not self._writer.is_closing():
+            self._writer.write(encode(command))
+
+    async def wait_lost(self) -> None:
+        """Returns when the connection has ended."""
+        if self._task is not None:
+            await asyncio.wait([self._task])
+
+    async def close(self) -> None:
+        """See `Engine.close`."""
+        self._writer.close()
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+        self.lost("engine_died", "The connection to the engine was closed.")
+
+    async def _read(self) -> None:
+        loop = asyncio.get_running_loop()
+        self.heard_at_s = loop.time()
+        try:
+            while data := await self._reader.read(READ_BYTES):
+                self.heard_at_s = loop.time()
+                for message in self._decoder.feed(data):
+                    if not isinstance(message, Frame) or message.number != self._frames:
+                        raise FrameError("a frame out of turn")
+                    self._frames += 1
+                    self.receive(message.messages)
+        except (FrameError, OSError):
+            pass  # the same to everybody who waits: this engine is lost
+        finally:
+            self._writer.close()
+            self.lost("engine_died", "The engine stopped while it worked on this request.")

@@ -1,0 +1,98 @@
+"""The wire between gateway and engine: length-prefixed msgpack over a Unix socket.
+
+Four bytes of length, little-endian, then one message. Pure: bytes in, messages out; it opens no
+socket. Server and clients share it.
+
+    client                               server
+      Hello(version, token) ───────────▶
+                             ◀─────────── Welcome(info)   once the engine answers, or Rejected
+      Submit, Cancel, Peek… ───────────▶
+                             ◀─────────── Frame           one per step: everything it has to say
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from typing import Generic, TypeVar
+
+import msgspec
+from msgspec import Struct
+
+from engine.api import Command, EngineInfo, Frame
+
+FRAME_BYTES_MAX = 64 * 2**20
+_LENGTH = struct.Struct("<I")
+
+T = TypeVar("T")
+
+
+class Hello(Struct, frozen=True, tag="hello", forbid_unknown_fields=True):
+    """First from a client. `token` proves that it may talk to this engine."""
+
+    version: int
+    token: str
+
+
+class Welcome(Struct, frozen=True, tag="welcome", forbid_unknown_fields=True):
+    """The engine is loaded and has produced a token."""
+
+    info: EngineInfo
+
+
+class Rejected(Struct, frozen=True, tag="rejected", forbid_unknown_fields=True):
+    """No conversation: the version or the token is wrong, or the model could not be loaded."""
+
+    code: str
+    message: str
+
+
+Upward = Hello | Command
+Downward = Welcome | Rejected | Frame
+
+
+class FrameError(Exception):
+    """The peer does not speak this protocol; the connection is closed."""
+
+
+def encode(message: Upward | Downward) -> bytes:
+    """One frame. Raises FrameError if it is longer than a peer would take."""
+    body = msgspec.msgpack.encode(message)
+    if len(body) > FRAME_BYTES_MAX:
+        raise FrameError(f"a message of {len(body)} bytes; at most {FRAME_BYTES_MAX} are sent")
+    return _LENGTH.pack(len(body)) + body
+
+
+class Decoder(Generic[T]):
+    """Cuts a byte stream into messages of one type, however it arrives in pieces."""
+
+    def __init__(self, kind: object) -> None:
+        self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(kind)
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[T]:
+        """Messages that are whole now. Raises FrameError for what cannot be one."""
+        self._buffer += data
+        while len(self._buffer) >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._buffer)
+            if length > FRAME_BYTES_MAX:
+                raise FrameError(f"a frame of {length} bytes; at most {FRAME_BYTES_MAX} are taken")
+            end = _LENGTH.size + length
+            if len(self._buffer) < end:
+                return
+            body = bytes(self._buffer[_LENGTH.size : end])
+            del self._buffer[:end]
+            try:
+                yield self._decoder.decode(body)
+            except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+                raise FrameError(f"a frame that is no message: {error}") from error
+
+
+def upward_decoder() -> Decoder[Upward]:
+    """What a server reads."""
+    return Decoder(Upward)
+
+
+def downward_decoder() -> Decoder[Downward]:
+    """What a client reads."""
+    return Decoder(Downward)

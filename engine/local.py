@@ -1,0 +1,54 @@
+"""An engine in a thread of this process: for tests and for embedding.
+
+The same service and the same streams as over a socket, without the socket.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from engine.api import Command, EngineInfo, Event, Reply
+from engine.client import Connection
+from engine.config import EngineConfig
+from engine.core import Core
+from engine.service import EngineService
+
+
+class LocalEngine(Connection):
+    """`engine.client.Engine` over a service in a thread. Make one with `start`."""
+
+    def __init__(self, service: EngineService, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__()
+        self._service = service
+        self._loop = loop
+
+    @classmethod
+    async def start(
+        cls, make_core: Callable[[], tuple[Core, EngineInfo]], config: EngineConfig
+    ) -> LocalEngine:
+        """Load and wait until it has produced a token. Raises what loading raised."""
+        service = EngineService(make_core, config)
+        engine = cls(service, asyncio.get_running_loop())
+        service.start()
+        await asyncio.to_thread(service.ready.wait)
+        if service.failure is not None:
+            raise service.failure
+        engine.info = service.info
+        return engine
+
+    def post(self, command: Command) -> None:
+        """See `Connection.post`."""
+        if self._service.stopped.is_set():
+            self.lost("engine_died", "The engine stopped.")
+            return
+        self._service.post(self, command)
+
+    def send(self, step: int, messages: tuple[Event | Reply, ...]) -> None:
+        """`engine.service.Outlet`: called on the service's thread."""
+        self._loop.call_soon_threadsafe(self.receive, messages)
+
+    async def close(self) -> None:
+        """See `Engine.close`."""
+        await asyncio.to_thread(self._service.stop)
+        self.lost("engine_died", "The engine was closed.")

@@ -1,0 +1,244 @@
+"""The engine as a service: one thread that owns the core, commands in, one frame per step out.
+
+It knows no socket. `engine.server` puts it behind one; `engine.local` runs it in the same process.
+An outlet is where answers go: each connection has one, and hears only of its own requests.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from engine.api import CacheGrant as Grant
+from engine.api import (
+    Cancel,
+    Clock,
+    Command,
+    Drain,
+    EndSample,
+    EngineInfo,
+    Erase,
+    Event,
+    Finished,
+    GetStats,
+    Peek,
+    Reply,
+    Request,
+    Sampling,
+    Submit,
+    Usage,
+)
+from engine.cache import PrefixCache
+from engine.config import EngineConfig
+from engine.core import Core
+from engine.errors import EngineError, InvariantViolation
+from engine.model_store import load_card
+
+IDLE_WAIT_S = 0.05
+CANARY = "canary"
+
+
+class Outlet(Protocol):
+    """Where one connection's answers go. Called on the service's thread."""
+
+    def send(self, step: int, messages: tuple[Event | Reply, ...]) -> None:
+        """Everything one step has to say to this connection. May block: that is back-pressure."""
+
+
+class EngineService:
+    """Runs a core in a thread of its own until `stop`."""
+
+    def __init__(
+        self,
+        make_core: Callable[[], tuple[Core, EngineInfo]],
+        config: EngineConfig,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self.config = config
+        self.clock = clock
+        self.info: EngineInfo | None = None
+        self.failure: BaseException | None = None
+        self._make_core = make_core
+        self._inbox: queue.SimpleQueue[tuple[Outlet, Command | None] | None] = queue.SimpleQueue()
+        self._owners: dict[str, Outlet] = {}
+        self._outlets: list[Outlet] = []
+        self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
+        self.ready = threading.Event()
+        self.stopped = threading.Event()
+        self._beat_at_s = 0.0
+
+    def start(self) -> None:
+        """Begin to load; `ready` is set when a token has been produced or loading has failed."""
+        self._thread.start()
+
+    def post(self, outlet: Outlet, command: Command) -> None:
+        """Hand in a command; answers go to `outlet`. Thread-safe, never blocks."""
+        self._inbox.put((outlet, command))
+
+    def leave(self, outlet: Outlet) -> None:
+        """A connection is gone: everything it asked for is cancelled."""
+        self._inbox.put((outlet, None))
+
+    @property
+    def open_requests(self) -> int:
+        """Requests that somebody still waits for."""
+        return len(self._owners)
+
+    def stop(self, timeout_s: float = 10.0) -> None:
+        """End the thread; what runs is abandoned."""
+        self._inbox.put(None)
+        self._thread.join(timeout_s)
+
+    # -- the thread ---------------------------------------------------------------------------
+
+    def _main(self) -> None:
+        try:
+            core, info = self._make_core()
+            prove_alive(core)
+            self.info = info
+            self.ready.set()
+            while self._take_commands(core):
+                self._deliver(core.vitals.step, core.step())
+                self._beat(core)
+        except BaseException as failure:
+            self.failure = failure
+            self._fail_all(failure)
+        finally:
+            self.ready.set()
+            self.stopped.set()
+
+    def _take_commands(self, core: Core) -> bool:
+        """Everything in the inbox; waits a little when there is nothing to do. False: stop."""
+        wait_s = 0.0 if core.has_work() else IDLE_WAIT_S
+        while True:
+            try:
+                item = self._inbox.get(timeout=wait_s) if wait_s else self._inbox.get_nowait()
+            except queue.Empty:
+                return True
+            if item is None:
+                return False
+            outlet, command = item
+            if outlet not in self._outlets:
+                self._outlets.append(outlet)
+            if command is None:
+                self._outlets.remove(outlet)
+                for request_id in [r for r, owner in self._owners.items() if owner is outlet]:
+                    del self._owners[request_id]
+                    core.cancel(request_id)
+            else:
+                self._obey(core, outlet, command)
+            wait_s = 0.0
+
+    def _obey(self, core: Core, outlet: Outlet, command: Command) -> None:
+        match command:
+            case Submit(request):
+                if request.request_id in self._owners:
+                    message = "A request with this id is running already."
+                    self._tell(outlet, core, _refused(request, "duplicate_request", message))
+                else:
+                    self._owners[request.request_id] = outlet
+                    core.submit(request)
+            case Cancel(request_id):
+                if self._owners.get(request_id) is outlet:
+                    core.cancel(request_id)
+            case EndSample(request_id, index, output_tokens):
+                if self._owners.get(request_id) is outlet:
+                    core.end_sample(request_id, index, output_tokens)
+            case Peek():
+                self._tell(outlet, core, core.peek(command))
+            case Erase():
+                self._tell(outlet, core, core.erase(command))
+            case GetStats(call_id):
+                self._tell(outlet, core, core.stats(call_id))
+            case Drain(timeout_s):
+                core.drain(timeout_s)
+
+    def _tell(self, outlet: Outlet, core: Core, message: Event | Reply) -> None:
+        outlet.send(core.vitals.step, (message,))
+
+    def _deliver(self, step: int, events: list[Event]) -> None:
+        """One batch per connection."""
+        batches: dict[int, tuple[Outlet, list[Event | Reply]]] = {}
+        for event in events:
+            owner = self._owners.get(event.request_id)
+            if owner is None:
+                continue
+            batches.setdefault(id(owner), (owner, []))[1].append(event)
+            if isinstance(event, Finished):
+                del self._owners[event.request_id]
+        for outlet, batch in batches.values():
+            outlet.send(step, tuple(batch))
+
+    def _beat(self, core: Core) -> None:
+        now_s = self.clock()
+        if now_s - self._beat_at_s >= self.config.heartbeat_s:
+            self._beat_at_s = now_s
+            for outlet in self._outlets:
+                self._tell(outlet, core, core.stats())
+
+    def _fail_all(self, failure: BaseException) -> None:
+        """The engine is broken: nobody waits for ever."""
+        broken = isinstance(failure, InvariantViolation)
+        code = "step_failed" if broken else "engine_died"
+        for request_id, outlet in self._owners.items():
+            message = "The engine stopped while it worked on this request."
+            outlet.send(0, (Finished(request_id, "failed", Usage(), code, message),))
+        self._owners.clear()
+
+
+def _refused(request: Request, code: str, message: str) -> Finished:
+    return Finished(request.request_id, "refused", Usage(), code, message)
+
+
+def prove_alive(core: Core) -> None:
+    """Readiness means that a token was produced. Raises EngineError if none comes."""
+    grant = Grant(namespace=b"", read=False, write=False)
+    core.submit(Request(CANARY, (0,), 1, grant, Sampling(temperature=0)))
+    for _ in range(8):
+        for event in core.step():
+            if isinstance(event, Finished):
+                if event.ending != "done":
+                    raise EngineError(event.code, f"The engine's first token failed: {event.code}.")
+                return
+    raise EngineError("not_ready", "The engine produced no token.")
+
+
+def core_of_model(folder: Path, config: EngineConfig) -> tuple[Core, EngineInfo]:
+    """The composition root: a core over the real runner of a prepared model folder.
+
+    Torch is imported here and nowhere above. Raises ModelError.
+    """
+    from engine.runner import build_runner
+
+    card = load_card(folder)
+    built = build_runner(card, config)
+    core = Core(
+        PrefixCache(blocks=built.blocks, block_size=config.block_size),
+        built.runner,
+        config,
+        time.monotonic,
+        vocab_size=card.config.vocab,
+        context_tokens=built.context,
+        pipeline_depth=built.pipeline_depth,
+    )
+    info = EngineInfo(
+        epoch=secrets.token_hex(8),
+        model=card.name,
+        model_digest=f"{card.digest}-{built.form.name}-{built.form.block_size}",
+        model_dir=str(folder),
+        vocab_size=card.config.vocab,
+        context_tokens=built.context,
+        block_size=config.block_size,
+        blocks=built.blocks,
+        kv_bytes_per_block=built.form.block_bytes,
+        kv_format=built.form.name,
+        device=built.device,
+        pid=os.getpid(),
+    )
+    return core, info

@@ -1,0 +1,274 @@
+"""The engine's keeper: starts it as a child process, watches it, starts it again, and says so.
+
+It is an `engine.client.Engine` itself: requests go to the child that lives now. A child that dies,
+or whose heartbeat stops, ends every open stream with `engine_died` and is replaced after a pause
+that grows from 0.1 to 10 s; after 5 failures in a minute it stays down until somebody looks.
+
+A request that was in flight at two deaths in a row is taken to be the cause and refused from then
+on: one poisonous prompt must not keep everybody's engine dying.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import shutil
+import sys
+import tempfile
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import xxhash
+
+from engine.api import EngineInfo, Erased, Namespace, Peeked, Request, Stats
+from engine.client import RequestStream, SocketEngine
+from engine.config import EngineConfig
+from engine.errors import EngineError, EngineUnavailable, ModelError, RequestRefused
+
+PAUSE_FIRST_S, PAUSE_LAST_S = 0.1, 10.0
+FAILURES_MAX, FAILURES_WINDOW_S = 5, 60.0
+CONNECT_EVERY_S = 0.02
+WATCH_EVERY_S = 0.25
+POISON_REMEMBERED = 64
+
+Report = Callable[[str, dict[str, object]], None]
+"""Told of what happens to the engine, for the log: an event's name and its facts."""
+
+
+class EngineSupervisor:
+    """Owns the engine process. `start` returns at once; `wait_ready` when it answers."""
+
+    def __init__(
+        self,
+        model_dir: Path,
+        config: EngineConfig,
+        report: Report,
+        *,
+        command: tuple[str, ...] = (sys.executable, "-m", "engine.server"),
+    ) -> None:
+        self._model_dir = model_dir
+        self._config = config
+        self._report = report
+        self._command = command
+        self._engine: SocketEngine | None = None
+        self._process: asyncio.subprocess.Process | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._ready = asyncio.Event()
+        self._is_closing = False
+        self._is_draining = False
+        self._failures: deque[float] = deque(maxlen=FAILURES_MAX)
+        self._last_stats = Stats()
+        self._suspects: set[str] = set()
+        self._poison: deque[str] = deque(maxlen=POISON_REMEMBERED)
+        self._in_flight: dict[str, str] = {}
+        self.restarts = 0
+        self.failure: EngineError | None = None
+
+    # -- Engine -------------------------------------------------------------------------------
+
+    @property
+    def info(self) -> EngineInfo | None:
+        """See `engine.client.Engine`."""
+        return self._engine.info if self._engine is not None else None
+
+    @property
+    def stats(self) -> Stats:
+        """See `engine.client.Engine`."""
+        return self._engine.stats if self._engine is not None else self._last_stats
+
+    def ready(self) -> bool:
+        """See `engine.client.Engine`."""
+        return self._engine is not None and self._engine.ready()
+
+    def submit(self, request: Request) -> RequestStream:
+        """See `engine.client.Engine`."""
+        if self._engine is None:
+            code = "draining" if self._is_draining else "not_ready"
+            raise EngineUnavailable(code, "The engine is starting.", self._retry_after_s())
+        digest = _digest(request)
+        if digest in self._poison:
+            raise RequestRefused(
+                "poison_request", "This request was being computed when the engine died, twice."
+            )
+        live = set(self._engine.open_streams())
+        self._in_flight = {r: d for r, d in self._in_flight.items() if r in live}
+        self._in_flight[request.request_id] = digest
+        return self._engine.submit(request)
+
+    async def peek(self, namespace: Namespace, tokens: tuple[int, ...]) -> Peeked:
+        """See `engine.client.Engine`."""
+        return await self._living().peek(namespace, tokens)
+
+    async def erase(
+        self,
+        namespace: Namespace,
+        *,
+        lease_id: str | None = None,
+        tokens: tuple[int, ...] | None = None,
+    ) -> Erased:
+        """See `engine.client.Engine`."""
+        return await self._living().erase(namespace, lease_id=lease_id, tokens=tokens)
+
+    async def get_stats(self) -> Stats:
+        """See `engine.client.Engine`."""
+        return await self._living().get_stats()
+
+    async def drain(self, timeout_s: float) -> None:
+        """See `engine.client.Engine`."""
+        self._is_draining = True
+        if self._engine is not None:
+            await self._engine.drain(timeout_s)
+
+    async def close(self) -> None:
+        """End the child: politely, then not."""
+        self._is_closing = True
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+        await self._end_child()
+
+    # -- keeping it alive ---------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin to keep an engine alive."""
+        self._task = asyncio.create_task(self._keep())
+
+    async def wait_ready(self) -> None:
+        """Until the engine answers. Raises the EngineError because of which it never will."""
+        await self._ready.wait()
+        if self.failure is not None:
+            raise self.failure
+
+    async def _keep(self) -> None:
+        pause_s = PAUSE_FIRST_S
+        loop = asyncio.get_running_loop()
+        while True:
+            started_s = loop.time()
+            try:
+                await self._live()
+                reason = "connection lost"
+            except ModelError as error:
+                self._give_up(error)
+                return
+            except (EngineError, OSError) as error:
+                reason = str(error)
+            self._accuse()
+            await self._end_child()
+            if self._is_closing or self._is_draining:
+                return
+            now_s = loop.time()
+            self._failures.append(now_s)
+            self.restarts += 1
+            self._report("engine_died", {"reason": reason, "restarts": self.restarts})
+            if len(self._failures) == FAILURES_MAX and (
+                now_s - self._failures[0] < FAILURES_WINDOW_S
+            ):
+                message = f"The engine died {FAILURES_MAX} times in {FAILURES_WINDOW_S:.0f} s."
+                self._give_up(EngineUnavailable("engine_died", message, FAILURES_WINDOW_S))
+                return
+            pause_s = PAUSE_FIRST_S if now_s - started_s > 10 * pause_s else pause_s
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, PAUSE_LAST_S)
+
+    async def _live(self) -> None:
+        """One child's life, from its start until its connection is lost or it is stuck."""
+        folder = Path(tempfile.mkdtemp(prefix="trunkline-"))
+        try:
+            path, token = folder / "engine.sock", secrets.token_hex(32)
+            self._process = await self._spawn(path, token)
+            engine = await self._connect(path, token)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        self._engine = engine
+        self._ready.set()
+        self._report("engine_ready", {"pid": self._process.pid})
+        lost = asyncio.create_task(engine.wait_lost())
+        try:
+            while not lost.done():
+                await asyncio.wait([lost], timeout=WATCH_EVERY_S)
+                silent_s = asyncio.get_running_loop().time() - engine.heard_at_s
+                if silent_s > self._config.step_timeout_s:
+                    self._report("engine_stuck", {"silent_s": round(silent_s, 1)})
+                    break
+        finally:
+            lost.cancel()
+            self._last_stats = engine.stats
+            self._engine = None
+            await engine.close()
+
+    async def _spawn(self, path: Path, token: str) -> asyncio.subprocess.Process:
+        settings = {
+            "socket_path": str(path),
+            "token": token,
+            "model_dir": str(self._model_dir),
+            "config": msgspec.to_builtins(self._config),
+        }
+        process = await asyncio.create_subprocess_exec(
+            *self._command, stdin=asyncio.subprocess.PIPE, cwd=None
+        )
+        assert process.stdin is not None
+        process.stdin.write(msgspec.json.encode(settings) + b"\n")
+        with contextlib.suppress(OSError):
+            await process.stdin.drain()
+        return process
+
+    async def _connect(self, path: Path, token: str) -> SocketEngine:
+        """As soon as the child listens; it welcomes when its model is loaded."""
+        assert self._process is not None
+        while True:
+            if self._process.returncode is not None:
+                raise EngineUnavailable(
+                    "engine_died", f"The engine ended with status {self._process.returncode}."
+                )
+            try:
+                return await SocketEngine.connect(path, token)
+            except (FileNotFoundError, ConnectionRefusedError):
+                await asyncio.sleep(CONNECT_EVERY_S)
+            except EngineUnavailable:
+                raise
+            except EngineError as error:
+                raise ModelError(error.code, error.message) from error
+
+    async def _end_child(self) -> None:
+        """SIGTERM, a moment, SIGKILL. Always reaps it."""
+        process, self._process = self._process, None
+        if process is None or process.returncode is not None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            process.terminate()
+        patience_s = 0.5 if not self._is_draining else self._config.drain_timeout_s + 2.0
+        try:
+            await asyncio.wait_for(process.wait(), patience_s)
+        except TimeoutError:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+
+    def _accuse(self) -> None:
+        """Who was in flight at this death and at the one before?"""
+        digests = set(self._in_flight.values())
+        self._poison.extend(digests & self._suspects)
+        self._suspects = digests
+        self._in_flight = {}
+
+    def _give_up(self, error: EngineError) -> None:
+        self.failure = error
+        self._report("engine_stays_down", {"code": error.code, "message": error.message})
+        self._ready.set()
+
+    def _living(self) -> SocketEngine:
+        if self._engine is None:
+            raise EngineUnavailable("not_ready", "The engine is starting.", self._retry_after_s())
+        return self._engine
+
+    def _retry_after_s(self) -> float:
+        return FAILURES_WINDOW_S if self.failure is not None else 2.0
+
+
+def _digest(request: Request) -> str:
+    """What makes two tries of one request the same: its namespace and its tokens."""
+    words = msgspec.msgpack.encode((request.grant.namespace, request.tokens))
+    return xxhash.xxh3_128_hexdigest(words)
