@@ -1,0 +1,26 @@
+"""Tenancy's refusals. No message carries a key."""
+
+
+class TenancyError(Exception):
+    """Base of all. `code` is stable, the message for people."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+
+
+class KeyRefused(TenancyError):
+    """No identity: `key_unknown`, `key_revoked`, `key_expired` or `tenant_suspended`."""
+
+
+class BadName(TenancyError):
+    """A tenant's or workspace's name that cannot be, is taken, or does not exist."""
+
+
+class StoreError(TenancyError):
+    """The database cannot be opened, is newer than this program, or is not ours."""
+
+
+class LedgerUnavailable(TenancyError):
+    """An entry could not be made durable. Nothing was promised; nothing may be answered."""
