@@ -1,0 +1,297 @@
+"""Tiny models for tests: seeded random Llamas of a few hundred kilobytes, as files.
+
+The same weights are written as a Hugging Face folder or as a GGUF file, with a byte-level tokenizer
+that encodes any text and a chat template in the shape of ChatML. They speak nonsense, the same
+nonsense for the same seed.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import msgspec
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
+from engine.model_store import ModelCard, ModelConfig, RopeScaling, prepare
+from engine.weights import Weights, random_weights
+
+SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+WORDS = ("the", " the", "and", " and", " of", " to", "in", " in", "er", " a", "on", " you", "ing")
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+LLAMA3_SCALING = RopeScaling(
+    kind="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_context=64
+)
+
+
+def _byte_characters() -> list[str]:
+    """GPT-2's printable stand-in for each byte, by byte."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = iter(range(256, 512))
+    return [chr(byte if byte in plain else next(others)) for byte in range(256)]
+
+
+def _vocabulary() -> tuple[list[str], list[str]]:
+    """Tokens by id, specials first, and merges that build `WORDS` from left to right."""
+    letters = _byte_characters()
+    tokens, merges = [*SPECIALS, *letters], []
+    for word in WORDS:
+        stood = [letters[byte] for byte in word.encode()]
+        left = stood[0]
+        for right in stood[1:]:
+            merge = f"{left} {right}"
+            left += right
+            if merge not in merges:
+                merges.append(merge)
+            if left not in tokens:
+                tokens.append(left)
+    return tokens, merges
+
+
+TOKENS, MERGES = _vocabulary()
+
+
+def tiny_config(
+    *,
+    heads: int = 4,
+    kv_heads: int = 2,
+    layers: int = 2,
+    head_dim: int = 16,
+    context: int = 512,
+    tie_embeddings: bool = True,
+    rope_scaling: RopeScaling | None = None,
+) -> ModelConfig:
+    """The shape of a tiny Llama: MHA, GQA or MQA by `kv_heads`. Hidden and intermediate sizes are
+    multiples of 32, so that every row can be quantised."""
+    return ModelConfig(
+        architecture="llama",
+        layers=layers,
+        hidden=heads * head_dim,
+        intermediate=96,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        vocab=len(TOKENS),
+        context=context,
+        rope_theta=10_000.0,
+        rope_scaling=rope_scaling,
+        norm_eps=1e-5,
+        tie_embeddings=tie_embeddings,
+    )
+
+
+def tiny_weights(config: ModelConfig, seed: int = 0) -> Weights:
+    """The weights that `write_folder` and `write_gguf` write, in fp32."""
+    weights = random_weights(config, torch.float32, seed, torch.device("cpu"))
+    generator = torch.Generator().manual_seed(seed + 1)
+    for name, tensor in weights.items():
+        if name.endswith("norm.weight"):  # not all ones: a forgotten norm weight must show
+            tensor.uniform_(0.5, 1.5, generator=generator)
+    return weights
+
+
+def write_folder(
+    folder: Path,
+    config: ModelConfig | None = None,
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    shards: int = 1,
+) -> Path:
+    """A Hugging Face folder: config, tokenizer, chat template and safetensors. Returns it."""
+    config = config or tiny_config()
+    folder.mkdir(parents=True, exist_ok=True)
+    files: dict[str, Any] = {
+        "config.json": _hugging_face_config(config),
+        "tokenizer.json": tokenizer_document(),
+        "tokenizer_config.json": {"add_bos_token": False, "chat_template": CHAT_TEMPLATE},
+        "generation_config.json": {"eos_token_id": TOKENS.index("<|im_end|>")},
+    }
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content))
+    weights = {n: t.to(dtype) for n, t in tiny_weights(config, seed).items()}
+    if shards == 1:
+        save_file(weights, folder / "model.safetensors")
+        return folder
+    names, places = list(weights), {}
+    for shard in range(shards):
+        file = f"model-{shard + 1:05}-of-{shards:05}.safetensors"
+        places.update(dict.fromkeys(names[shard::shards], file))
+        save_file({n: weights[n] for n in names[shard::shards]}, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    return folder
+
+
+def write_gguf(
+    path: Path,
+    config: ModelConfig | None = None,
+    *,
+    seed: int = 0,
+    kind: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
+    weights: Weights | None = None,
+) -> Path:
+    """A GGUF file of the same model, its matrices in `kind`. Returns its path."""
+    config = config or tiny_config()
+    writer = gguf.GGUFWriter(path, "llama")
+    _add_metadata(writer, config)
+    for name, tensor in (weights or tiny_weights(config, seed)).items():
+        array = tensor.to(torch.float32).numpy()
+        if name.endswith(("q_proj.weight", "k_proj.weight")):
+            heads = config.heads if "q_proj" in name else config.kv_heads
+            halves = array.reshape(heads, 2, len(array) // heads // 2, -1)
+            array = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(array.shape)
+        plain = array.ndim == 1 or kind == gguf.GGMLQuantizationType.F32
+        if plain:
+            writer.add_tensor(_gguf_name(name), array)
+        else:
+            writer.add_tensor(_gguf_name(name), gguf.quants.quantize(array, kind), raw_dtype=kind)
+    if config.rope_scaling is not None:
+        writer.add_tensor("rope_freqs.weight", _divisors(config))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def prepared(tmp: Path, config: ModelConfig | None = None, *, seed: int = 0) -> ModelCard:
+    """A tiny model as a Hugging Face folder under `tmp`, ready to load."""
+    return prepare("tiny", write_folder(tmp / "tiny", config, seed=seed), tmp)
+
+
+def tokenizer_document() -> dict[str, Any]:
+    """The content of tokenizer.json: byte-level BPE over `TOKENS`."""
+    byte_level = {
+        "type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True,
+    }  # fmt: skip
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return {
+        "version": "1.0",
+        "added_tokens": [
+            {"id": i, "content": word, "special": True, **flags} for i, word in enumerate(SPECIALS)
+        ],
+        "normalizer": None,
+        "pre_tokenizer": byte_level,
+        "post_processor": None,
+        "decoder": byte_level,
+        "model": {
+            "type": "BPE",
+            "vocab": {token: i for i, token in enumerate(TOKENS)},
+            "merges": [merge.split(" ") for merge in MERGES],
+        },
+    }
+
+
+def _hugging_face_config(config: ModelConfig) -> dict[str, Any]:
+    scaling = config.rope_scaling
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": config.architecture,
+        "num_hidden_layers": config.layers,
+        "hidden_size": config.hidden,
+        "intermediate_size": config.intermediate,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_dim,
+        "vocab_size": config.vocab,
+        "max_position_embeddings": config.context,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": None if scaling is None else _hugging_face_scaling(scaling),
+        "rms_norm_eps": config.norm_eps,
+        "tie_word_embeddings": config.tie_embeddings,
+        "attention_bias": config.attention_bias,
+        "mlp_bias": config.mlp_bias,
+        "hidden_act": "silu",
+        "bos_token_id": TOKENS.index("<|endoftext|>"),
+        "eos_token_id": TOKENS.index("<|im_end|>"),
+    }
+
+
+def _hugging_face_scaling(scaling: RopeScaling) -> dict[str, Any]:
+    fields = msgspec.to_builtins(scaling)
+    return {
+        "rope_type": fields["kind"],
+        "factor": fields["factor"],
+        "low_freq_factor": fields["low_freq_factor"],
+        "high_freq_factor": fields["high_freq_factor"],
+        "original_max_position_embeddings": fields["original_context"],
+    }
+
+
+def _add_metadata(writer: gguf.GGUFWriter, config: ModelConfig) -> None:
+    writer.add_block_count(config.layers)
+    writer.add_context_length(config.context)
+    writer.add_embedding_length(config.hidden)
+    writer.add_feed_forward_length(config.intermediate)
+    writer.add_head_count(config.heads)
+    writer.add_head_count_kv(config.kv_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_rope_freq_base(config.rope_theta)
+    writer.add_layer_norm_rms_eps(config.norm_eps)
+    writer.add_vocab_size(config.vocab)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(TOKENS)
+    writer.add_token_types([3 if token in SPECIALS else 1 for token in TOKENS])
+    writer.add_token_merges(MERGES)
+    writer.add_bos_token_id(TOKENS.index("<|endoftext|>"))
+    writer.add_eos_token_id(TOKENS.index("<|im_end|>"))
+    writer.add_add_bos_token(False)
+    writer.add_chat_template(CHAT_TEMPLATE)
+
+
+_GGUF_PARTS = {
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def _gguf_name(name: str) -> str:
+    stem, _, kind = name.rpartition(".")
+    whole = {
+        "model.embed_tokens": "token_embd",
+        "model.norm": "output_norm",
+        "lm_head": "output",
+    }.get(stem)
+    if whole is None:
+        _, _, layer, part = stem.split(".", 3)
+        whole = f"blk.{layer}.{_GGUF_PARTS[part]}"
+    return f"{whole}.{kind}"
+
+
+def _divisors(config: ModelConfig) -> np.ndarray:
+    """Llama 3's stretching as GGUF carries it: what each frequency is divided by."""
+    s = config.rope_scaling
+    assert s is not None
+    half = config.head_dim // 2
+    frequencies = config.rope_theta ** -(np.arange(half, dtype=np.float64) / half)
+    wavelengths = 2 * np.pi / frequencies
+    low, high = s.original_context / s.low_freq_factor, s.original_context / s.high_freq_factor
+    blend = (s.original_context / wavelengths - s.low_freq_factor) / (
+        s.high_freq_factor - s.low_freq_factor
+    )
+    divisors = np.where(
+        wavelengths < high,
+        1.0,
+        np.where(wavelengths > low, s.factor, 1 / ((1 - blend) / s.factor + blend)),
+    )
+    return divisors.astype(np.float32)
