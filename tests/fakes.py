@@ -9,13 +9,19 @@ sequence's own.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import xxhash
 
 from engine.api import SampledToken, Sampling
 from engine.errors import InvariantViolation
-from engine.plan import BegunSequence, Row, Sampled, StepPlan, StepResult
+from engine.plan import BegunSequence, BlockCopy, Row, Sampled, StepPlan, StepResult
+
+Slot = tuple[bytes, int]
+"""What a slot of the fake KV holds: whose it is, and the exact prefix it was computed from."""
+
+BROKEN: Slot = (b"", -1)
+"""What a step that failed has written."""
 
 
 class OracleError(InvariantViolation):
@@ -64,24 +70,27 @@ def solo_output(
 class FakeRunner:
     """`engine.core.Runner` over tags. Steps run in launch order; `collect` gives them in order.
 
-    `fail_steps`: step numbers whose launch or collect raises; `nan_steps`: step numbers that report
-    their first drawing sequence as failed. `computed_tokens` counts what was computed in all.
+    `namespace_of` tells whose sequence an id is (None: all are one namespace's). `fail_launch` and
+    `fail_collect`: step numbers that raise there; `nan_steps`: step numbers whose first drawing
+    sequence is reported as failed. What a broken step wrote is broken: nobody may read it later.
+    `computed_tokens` counts what was computed in all. Single-threaded; every call is O(tokens).
     """
 
     def __init__(self, blocks: int, block_size: int, *, vocab_size: int) -> None:
         self.block_size = block_size
         self.vocab_size = vocab_size
-        self.slots: list[list[int | None]] = [[None] * block_size for _ in range(blocks)]
+        self.slots: list[Slot | None] = [None] * (blocks * block_size)
+        self.namespace_of: Callable[[int], bytes] | None = None
         self.begun: dict[int, BegunSequence] = {}
-        self.outputs: dict[int, int] = {}
-        self.last: dict[int, int] = {}
-        self.tags: dict[int, int] = {}
+        self.tokens: dict[int, list[int]] = {}
+        self.tags: dict[int, list[int]] = {}
         self.computed_tokens = 0
         self.steps = 0
         self.fail_launch: set[int] = set()
         self.fail_collect: set[int] = set()
         self.nan_steps: set[int] = set()
         self._results: deque[StepResult] = deque()
+        self._broken: dict[int, set[int]] = {}
 
     def launch(self, plan: StepPlan) -> None:
         """Run the whole step now; its result waits for `collect`."""
@@ -91,96 +100,115 @@ class FakeRunner:
         for begun in plan.begun:
             self._begin(begun)
         for copy in plan.copies:
-            kept = self.slots[copy.src][: copy.tokens]
-            self.slots[copy.dst] = kept + [None] * (self.block_size - copy.tokens)
+            self._copy(copy)
         self._check_groups(plan)
         if plan.step in self.fail_launch:
             raise RuntimeError("planted: launch")
+        self._run(plan)
+
+    def collect(self) -> StepResult:
+        """The oldest launched step's result."""
+        if not self._results:
+            raise OracleError("collected a step that was not launched")
+        result = self._results.popleft()
+        self._broken.pop(result.step, None)
+        if result.step in self.fail_collect:
+            raise RuntimeError("planted: collect")
+        return result
+
+    # -- one step -----------------------------------------------------------------------------
+
+    def _run(self, plan: StepPlan) -> None:
+        """All rows read, then all write: nobody may lean on what this very step computes."""
+        broken = self._breaks(plan)
+        for row in plan.rows:
+            if self._check(row):
+                broken.update((row.sequence_id, *row.samples))
+        self._broken[plan.step] = broken
+        written: set[int] = set()
         sampled: list[Sampled] = []
         failed: dict[int, str] = {}
         logprobs: dict[int, tuple[SampledToken, ...]] = {}
         for row in plan.rows:
-            tag = self._compute(row)
+            self._write(row, written, is_broken=row.sequence_id in broken)
             if row.prompt_logprobs is not None:
                 logprobs[row.sequence_id] = self._next_tokens(row)
             for sequence_id in row.samples:
+                drawn = self._draw(sequence_id, row)
                 if plan.step in self.nan_steps and not failed:
                     failed[sequence_id] = "nan_logits"
-                    continue
-                sampled.append(self._draw(sequence_id, tag))
+                else:
+                    sampled.append(drawn)
         self._results.append(
             StepResult(
                 step=plan.step, sampled=tuple(sampled), failed=failed, prompt_logprobs=logprobs
             )
         )
 
-    def collect(self) -> StepResult:
-        """The oldest launched step's result."""
-        result = self._results.popleft()
-        if result.step in self.fail_collect:
-            raise RuntimeError("planted: collect")
-        return result
+    def _breaks(self, plan: StepPlan) -> set[int]:
+        """The sequences whose KV this step will leave unusable."""
+        rows = [row for row in plan.rows if row.samples][:1] if plan.step in self.nan_steps else []
+        rows = list(plan.rows) if plan.step in self.fail_collect else rows
+        return {id_ for row in rows for id_ in (row.sequence_id, *row.samples)}
 
-    # -- inside -------------------------------------------------------------------------------
-
-    def _begin(self, begun: BegunSequence) -> None:
-        if begun.sequence_id in self.begun:
-            raise OracleError(f"sequence {begun.sequence_id} was begun twice")
-        self.begun[begun.sequence_id] = begun
-        self.outputs[begun.sequence_id] = len(begun.token_ids) - begun.prompt_tokens
-
-    def _forget(self, sequence_id: int) -> None:
-        if self.begun.pop(sequence_id, None) is None:
-            raise OracleError(f"sequence {sequence_id} ended and had not begun")
-        del self.outputs[sequence_id]
-        self.last.pop(sequence_id, None)
-
-    def _slot(self, row: Row, position: int) -> tuple[int, int]:
-        block, offset = divmod(position, self.block_size)
-        if block >= len(row.block_ids):
-            raise OracleError(f"position {position} lies outside the block table")
-        return row.block_ids[block], offset
-
-    def _compute(self, row: Row) -> int:
-        """Check the history and write the slice. Returns the tag of its last position."""
+    def _check(self, row: Row) -> bool:
+        """Compare what the row claims and reads with its own history. Is what it reads broken?"""
         if row.sequence_id not in self.begun:
             raise OracleError(f"sequence {row.sequence_id} has a row and has not begun")
-        if row.token_ids is None:
-            tokens: Sequence[int] = [self.last[row.sequence_id]]
-        else:
-            tokens = row.token_ids
-        if len(tokens) != row.count or row.count < 1:
-            raise OracleError(f"{len(tokens)} tokens for {row.count} positions")
-        history = self.begun[row.sequence_id].token_ids
-        tag = 0
-        for position in range(row.start):
-            if position >= len(history):
-                tag = self._read(row, position)  # drawn since; checked when it was written
-                continue
-            tag = tag_after(tag, history[position])
-            if self._read(row, position) != tag:
-                raise OracleError(f"position {position} of {row.sequence_id} holds another prefix")
-        for index, token in enumerate(tokens):
-            tag = tag_after(tag, token)
-            block, offset = self._slot(row, row.start + index)
-            self.slots[block][offset] = tag
+        end, own = row.start + row.count, self.tokens[row.sequence_id]
+        if row.count < 1 or row.start < 0 or end > len(own):
+            raise OracleError(f"{row.sequence_id}: positions {row.start} to {end} of {len(own)}")
+        if row.token_ids is None and (row.count, end) != (1, len(own)):
+            raise OracleError(f"{row.sequence_id}: not the last token it sampled")
+        if row.token_ids is not None and list(row.token_ids) != own[row.start : end]:
+            raise OracleError(f"{row.sequence_id}: computes tokens that are not its own")
+        if row.samples and end != len(own):
+            raise OracleError(f"{row.sequence_id}: draws from a position that is not its last")
+        if end > len(row.block_ids) * self.block_size:
+            raise OracleError(f"{row.sequence_id}: its block table does not reach {end}")
+        in_flight = set().union(*self._broken.values())
+        broken = [self._read(row, position, in_flight) for position in range(row.start)]
+        return any(broken)
+
+    def _read(self, row: Row, position: int, in_flight: set[int]) -> bool:
+        found = self.slots[self._slot(row, position)]
+        where = f"position {position} of {row.sequence_id}"
+        if found is None:
+            raise OracleError(f"{where} was never written")
+        if found is BROKEN:
+            if row.sequence_id not in in_flight:
+                raise OracleError(f"{where} comes from a step that failed")
+            return True
+        if found[0] != self._namespace(row.sequence_id):
+            raise OracleError(f"{where} belongs to another namespace")
+        if found[1] != self.tags[row.sequence_id][position]:
+            raise OracleError(f"{where} holds another prefix")
+        return False
+
+    def _write(self, row: Row, written: set[int], *, is_broken: bool) -> None:
+        namespace, tags = self._namespace(row.sequence_id), self.tags[row.sequence_id]
+        for position in range(row.start, row.start + row.count):
+            slot = self._slot(row, position)
+            if slot in written:
+                raise OracleError(f"{row.sequence_id}: a slot that another row writes too")
+            written.add(slot)
+            self.slots[slot] = BROKEN if is_broken else (namespace, tags[position])
         self.computed_tokens += row.count
-        return tag
 
-    def _read(self, row: Row, position: int) -> int:
-        block, offset = self._slot(row, position)
-        tag = self.slots[block][offset]
-        if tag is None:
-            raise OracleError(f"position {position} of {row.sequence_id} was never written")
-        return tag
-
-    def _draw(self, sequence_id: int, tag: int) -> Sampled:
-        begun = self.begun[sequence_id]
+    def _draw(self, sequence_id: int, row: Row) -> Sampled:
+        if sequence_id not in self.begun:
+            raise OracleError(f"sequence {sequence_id} draws and has not begun")
+        begun, own = self.begun[sequence_id], self.tokens[sequence_id]
+        if len(own) != row.start + row.count:
+            raise OracleError(f"{sequence_id}: draws from another sequence's last position")
         token = next_token(
-            tag, begun.sampling, begun.sample_index, self.outputs[sequence_id], self.vocab_size
+            self.tags[sequence_id][-1],
+            begun.sampling,
+            begun.sample_index,
+            len(own) - begun.prompt_tokens,
+            self.vocab_size,
         )
-        self.outputs[sequence_id] += 1
-        self.last[sequence_id] = token
+        self._append(sequence_id, token)
         logprob = None if begun.sampling.logprobs is None else -1.0
         return Sampled(sequence_id, SampledToken(token, logprob))
 
@@ -190,14 +218,49 @@ class FakeRunner:
             following.append(row.next_token_id)
         return tuple(SampledToken(token, -1.0) for token in following)
 
+    # -- inside -------------------------------------------------------------------------------
+
+    def _begin(self, begun: BegunSequence) -> None:
+        if begun.sequence_id in self.begun:
+            raise OracleError(f"sequence {begun.sequence_id} was begun twice")
+        self.begun[begun.sequence_id] = begun
+        self.tokens[begun.sequence_id] = []
+        self.tags[begun.sequence_id] = []
+        for token in begun.token_ids:
+            self._append(begun.sequence_id, token)
+
+    def _append(self, sequence_id: int, token: int) -> None:
+        tags = self.tags[sequence_id]
+        tags.append(tag_after(tags[-1] if tags else 0, token))
+        self.tokens[sequence_id].append(token)
+
+    def _forget(self, sequence_id: int) -> None:
+        if self.begun.pop(sequence_id, None) is None:
+            raise OracleError(f"sequence {sequence_id} ended and had not begun")
+        del self.tokens[sequence_id], self.tags[sequence_id]
+
+    def _copy(self, copy: BlockCopy) -> None:
+        if copy.src == copy.dst or not 0 < copy.tokens <= self.block_size:
+            raise OracleError(f"{copy} copies nothing")
+        src, dst, size = copy.src * self.block_size, copy.dst * self.block_size, self.block_size
+        kept = self.slots[src : src + copy.tokens]
+        self.slots[dst : dst + size] = kept + [None] * (size - copy.tokens)
+
+    def _slot(self, row: Row, position: int) -> int:
+        block, offset = divmod(position, self.block_size)
+        return row.block_ids[block] * self.block_size + offset
+
+    def _namespace(self, sequence_id: int) -> bytes:
+        return b"" if self.namespace_of is None else self.namespace_of(sequence_id)
+
     def _check_groups(self, plan: StepPlan) -> None:
         for group in plan.groups:
             rows = plan.rows[group.first_row : group.end_row]
             if len(rows) < 2 or group.end_block <= group.first_block:
                 raise OracleError(f"{group} shares nothing")
-            shared = rows[0].block_ids[: group.end_block]
+            shared = list(rows[0].block_ids[: group.end_block])
             for row in rows:
-                if row.block_ids[: group.end_block] != shared:
+                if list(row.block_ids[: group.end_block]) != shared:
                     raise OracleError(f"{group}: rows with different blocks")
                 if group.end_block * self.block_size > row.start:
                     raise OracleError(f"{group}: a block that is not in place yet")

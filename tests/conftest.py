@@ -1,0 +1,64 @@
+"""What every test may rely on: hypothesis profiles, `--sim-seed`, and markers that skip by reason.
+
+Profiles: `dev` (quick, the default), `ci` (the same examples each time; the default where CI is
+set), `deep` (for a night). HYPOTHESIS_PROFILE names one.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+
+SLOW_HOST = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
+QUICK_PHASES = [Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink]
+
+settings.register_profile("dev", max_examples=25, deadline=None, suppress_health_check=SLOW_HOST)
+settings.register_profile(
+    "ci",
+    max_examples=40,
+    deadline=None,
+    derandomize=True,
+    print_blob=True,
+    phases=QUICK_PHASES,
+    suppress_health_check=SLOW_HOST,
+)
+settings.register_profile("deep", max_examples=2000, deadline=None, suppress_health_check=SLOW_HOST)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if "CI" in os.environ else "dev"))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--sim-seed N` replays one simulation."""
+    parser.addoption("--sim-seed", type=int, default=None, help="replay this simulation alone")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that need a device are skipped where there is none, and say so."""
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if marked and not _has_cuda():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="no CUDA device here"))
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A test that takes `sim_seed` runs for ten fixed seeds and all that ever failed, or for one."""
+    if "sim_seed" not in metafunc.fixturenames:
+        return
+    chosen = metafunc.config.getoption("--sim-seed")
+    seeds = [*range(10), *_recorded()] if chosen is None else [chosen]
+    metafunc.parametrize("sim_seed", seeds)
+
+
+def _recorded() -> list[int]:
+    """Seeds that once failed: tests/sim/seeds.txt, one a line, with what it was after a #."""
+    lines = (Path(__file__).parent / "sim" / "seeds.txt").read_text().splitlines()
+    seeds = (line.split("#")[0].strip() for line in lines)
+    return [int(seed) for seed in seeds if seed]
+
+
+def _has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
