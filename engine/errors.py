@@ -9,7 +9,7 @@
 `code` is stable and is what callers switch on; the message is for people. Stable codes:
 prompt_empty, token_out_of_range, context_exceeded, kv_exceeded, queue_full, duplicate_request,
 poison_request, timeout, engine_died, draining, not_ready, step_failed, nan_logits, not_found,
-unsupported, corrupt, digest_mismatch, unreachable.
+unsupported, corrupt, digest_mismatch, unreachable, storage.
 """
 
 

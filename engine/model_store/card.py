@@ -6,6 +6,7 @@ reads these and never the weights. Everything here is plain data.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -94,11 +95,30 @@ def load_card(folder: Path) -> ModelCard:
         raise ModelError("corrupt", f"{path} is not a model card: {error}.") from error
     if card.version != CARD_VERSION:
         raise ModelError("unsupported", f"{path} has version {card.version}, not {CARD_VERSION}.")
-    return card
+    return msgspec.structs.replace(card, folder=str(folder))  # a data directory may have moved
 
 
 def check_config(config: ModelConfig) -> ModelConfig:
     """Raise ModelError where the sizes cannot be those of a model."""
+    try:
+        msgspec.convert(msgspec.to_builtins(config), ModelConfig)
+    except msgspec.ValidationError as error:
+        raise ModelError("corrupt", f"The model's shape cannot be right: {error}.") from error
+    for name in ("rope_theta", "norm_eps"):
+        value = getattr(config, name)
+        if not (math.isfinite(value) and value > 0):
+            raise ModelError("corrupt", f"{name} is {value}.")
+    scaling = config.rope_scaling
+    if scaling is not None:
+        numbers = (scaling.factor, scaling.low_freq_factor, scaling.high_freq_factor)
+        if not all(math.isfinite(n) and n > 0 for n in (*numbers, *scaling.divisors)):
+            raise ModelError("corrupt", "A number of the rotary scaling is not above 0.")
+        if scaling.kind == "divisors" and len(scaling.divisors) != config.head_dim // 2:
+            raise ModelError(
+                "corrupt",
+                f"{len(scaling.divisors)} rotary divisors for a head dimension of"
+                f" {config.head_dim}.",
+            )
     if config.heads % config.kv_heads:
         raise ModelError(
             "corrupt", f"{config.heads} query heads do not divide among {config.kv_heads} KV heads."

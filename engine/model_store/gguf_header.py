@@ -33,7 +33,9 @@ _SCALARS = {
 }
 _STRING, _ARRAY = 8, 9
 _KEYS_MAX, _TENSORS_MAX, _DIMENSIONS_MAX, _NESTING_MAX = 65_536, 1_000_000, 8, 2
-_KEY_BYTES_MAX = 65_535
+_KEY_BYTES_MAX, _TEXT_BYTES_MAX = 65_535, 1 << 26
+_VALUES_MAX = 1 << 24
+"""In all arrays together: a list is ten times as large in memory as in the file."""
 
 
 class TensorInfo(Struct, frozen=True):
@@ -82,6 +84,7 @@ class _Cursor:
         self.data = data
         self.size = len(data)
         self.at = 0
+        self.values_left = _VALUES_MAX
 
     def take(self, count: int) -> int:
         """Move on by `count` bytes; where they began."""
@@ -97,10 +100,10 @@ class _Cursor:
     def whole(self, form: str, size: int) -> int:
         return int(self.unpack(form, size)[0])
 
-    def text(self, longest: int | None = None) -> str:
+    def text(self, longest: int = _TEXT_BYTES_MAX) -> str:
         length = self.whole("Q", 8)
-        if longest is not None and length > longest:
-            raise ModelError("corrupt", f"A key of {length} bytes.")
+        if length > longest:
+            raise ModelError("corrupt", f"A text of {length} bytes; at most {longest} are read.")
         start = self.take(length)
         try:
             return self.data[start : self.at].decode("utf-8")
@@ -121,6 +124,9 @@ class _Cursor:
         if depth >= _NESTING_MAX:
             raise ModelError("corrupt", f"Arrays nested more than {_NESTING_MAX} deep.")
         kind, count = self.whole("I", 4), self.whole("Q", 8)
+        if count > self.values_left:
+            raise ModelError("corrupt", f"Arrays of more than {_VALUES_MAX} values.")
+        self.values_left -= count
         if kind in _SCALARS:
             form, size = _SCALARS[kind]
             if count > (self.size - self.at) // size:

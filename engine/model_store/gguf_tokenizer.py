@@ -9,9 +9,9 @@ import json
 from typing import Any
 
 from engine.errors import ModelError
-from engine.model_store.gguf_header import GgufHeader
+from engine.model_store.gguf_header import GgufHeader, Value
 
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
+_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
 
 _LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -51,10 +51,14 @@ PRE_TOKENIZERS: dict[str, list[dict[str, Any]]] = {
 
 def special_ids(header: GgufHeader) -> tuple[int, ...]:
     """Tokens that are never text: control and unknown ones."""
+    return tuple(i for i, kind in enumerate(_kinds(header)) if kind in (_UNKNOWN, _CONTROL))
+
+
+def _kinds(header: GgufHeader) -> list[Value]:
     kinds = header.metadata.get("tokenizer.ggml.token_type", [])
     if not isinstance(kinds, list):
         raise ModelError("corrupt", "tokenizer.ggml.token_type is not a list.")
-    return tuple(i for i, kind in enumerate(kinds) if kind in (_UNKNOWN, _CONTROL))
+    return kinds
 
 
 def tokenizer_json(header: GgufHeader) -> str:
@@ -74,8 +78,6 @@ def tokenizer_json(header: GgufHeader) -> str:
     merges = [merge.split(" ") for merge in header.texts("tokenizer.ggml.merges")]
     if not tokens or not all(len(merge) == 2 for merge in merges):
         raise ModelError("corrupt", "The tokenizer has no tokens, or a merge that is not a pair.")
-    kinds = header.metadata.get("tokenizer.ggml.token_type", [])
-    assert isinstance(kinds, list)
     added = [
         {
             "id": i,
@@ -86,7 +88,7 @@ def tokenizer_json(header: GgufHeader) -> str:
             "normalized": False,
             "special": kind != _USER_DEFINED,
         }
-        for i, kind in enumerate(kinds[: len(tokens)])
+        for i, kind in enumerate(_kinds(header)[: len(tokens)])
         if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED)
     ]
     return json.dumps(
@@ -95,7 +97,7 @@ def tokenizer_json(header: GgufHeader) -> str:
             "truncation": None,
             "padding": None,
             "added_tokens": added,
-            "normalizer": None,
+            "normalizer": {"type": "NFC"} if family == "qwen2" else None,
             "pre_tokenizer": {"type": "Sequence", "pretokenizers": PRE_TOKENIZERS[family]},
             "post_processor": None,
             "decoder": _byte_level(use_regex=True),

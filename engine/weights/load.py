@@ -7,11 +7,13 @@ model's files.
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
@@ -44,6 +46,15 @@ _GGUF_LAYER_NAMES = {
 _GGUF_IGNORED = ("rope_freqs",)
 """Read into the model card."""
 
+_FOLDER_IGNORED = ("rotary_emb.inv_freq",)
+"""Computed from the config; only old folders carry it."""
+
+
+class _Index(msgspec.Struct):
+    """Which shard holds which tensor."""
+
+    weight_map: dict[str, str]
+
 
 def load_weights(card: ModelCard, dtype: torch.dtype) -> Weights:
     """Every tensor of the model in `dtype`, checked against the shapes the config implies.
@@ -59,8 +70,11 @@ def load_weights(card: ModelCard, dtype: torch.dtype) -> Weights:
             weights.pop("lm_head.weight", None)
     else:
         kept = Path(card.folder) / f"weights-{str(dtype).removeprefix('torch.')}.safetensors"
-        if not kept.exists():
-            _save(kept, {n: t.to(dtype) for n, t in _read_gguf(source, card.config)})
+        if not _readable(kept):
+            made = {n: t.to(dtype) for n, t in _read_gguf(source, card.config)}
+            _check(made, card.config)  # a wrong model is refused before anything is kept
+            _save(kept, made)
+            del made
         weights = dict(_read_safetensors(kept))
     _check(weights, card.config)
     return weights
@@ -138,11 +152,28 @@ def _check(weights: Weights, config: ModelConfig) -> None:
 
 def _read_folder(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """All tensors of a Hugging Face folder, sharded or not."""
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ModelError("not_found", f"{folder} has no *.safetensors file.")
-    for file in files:
-        yield from _read_safetensors(file)
+    for file in _folder_files(folder):
+        for name, tensor in _read_safetensors(file):
+            if not name.endswith(_FOLDER_IGNORED):
+                yield name, tensor
+
+
+def _folder_files(folder: Path) -> list[Path]:
+    index = folder / "model.safetensors.index.json"
+    if (folder / "model.safetensors").exists() or not index.exists():
+        names = {"model.safetensors"}
+    else:
+        try:
+            places = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map
+        except msgspec.MsgspecError as error:
+            raise ModelError("corrupt", f"{index}: {error}.") from error
+        names = set(places.values())
+    for name in names:
+        if Path(name).name != name:
+            raise ModelError("corrupt", f"{index} names {name!r}, which is not a file beside it.")
+        if not (folder / name).exists():
+            raise ModelError("not_found", f"{folder} has no {name}.")
+    return sorted(folder / name for name in names)
 
 
 def _read_safetensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
@@ -150,19 +181,33 @@ def _read_safetensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 - not a dict
                 yield name, file.get_tensor(name)
-    except SafetensorError as error:
-        raise ModelError("corrupt", f"{path}: {error}.") from error
+    except (SafetensorError, OSError) as error:
+        raise ModelError("corrupt", f"{path} cannot be read: {error}.") from error
+
+
+def _readable(path: Path) -> bool:
+    """Whether a kept file is there and whole; its header says how long it must be."""
+    try:
+        with safe_open(path, framework="pt"):
+            return True
+    except (SafetensorError, OSError):
+        return False
 
 
 def _save(path: Path, weights: Weights) -> None:
-    handle, partial = tempfile.mkstemp(dir=path.parent, prefix=".weights-")
-    os.close(handle)
+    partial: str | None = None
     try:
+        handle, partial = tempfile.mkstemp(dir=path.parent, prefix=".weights-")
+        os.close(handle)
         save_file({name: tensor.contiguous() for name, tensor in weights.items()}, partial)
+        with Path(partial).open("rb") as file:
+            os.fsync(file.fileno())
         Path(partial).replace(path)
-    except BaseException:
-        Path(partial).unlink(missing_ok=True)
-        raise
+    except (SafetensorError, OSError) as error:
+        raise ModelError("storage", f"{path} cannot be written: {error}.") from error
+    finally:
+        if partial is not None:
+            Path(partial).unlink(missing_ok=True)
 
 
 def _read_gguf(path: Path, config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
@@ -174,7 +219,10 @@ def _read_gguf(path: Path, config: ModelConfig) -> Iterator[tuple[str, torch.Ten
             continue
         array = _dequantised(path, data, info)
         if config.architecture == "llama" and stem.endswith(("attn_q", "attn_k")):
-            array = _rotate_by_halves(array, config.heads if stem[-1] == "q" else config.kv_heads)
+            heads = config.heads if stem[-1] == "q" else config.kv_heads
+            if len(array) % (2 * heads):
+                raise ModelError("corrupt", f"{path}: {info.name} has {len(array)} rows.")
+            array = _rotate_by_halves(array, heads)
         yield f"{_hf_name(stem)}.{kind}", torch.from_numpy(array)
 
 
@@ -197,10 +245,10 @@ def _dequantised(path: Path, data: np.memmap, info: TensorInfo) -> np.ndarray:
             "unsupported", f"{path}: {info.name} has tensor type {info.type_id}."
         ) from error
     shape = info.shape[::-1]
-    count = int(np.prod(shape, dtype=np.int64))
+    count = math.prod(shape)
     size = count // per_block * block_bytes
-    if count % per_block or info.offset + size > len(data):
-        raise ModelError("corrupt", f"{path}: {info.name} lies outside the file.")
+    if not shape or shape[-1] % per_block or info.offset + size > len(data):
+        raise ModelError("corrupt", f"{path}: {info.name} of {shape} lies outside the file.")
     raw = data[info.offset : info.offset + size]
     if kind == GGMLQuantizationType.F32:
         return np.array(raw.view(np.float32).reshape(shape))

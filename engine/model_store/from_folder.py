@@ -1,0 +1,150 @@
+"""A model's config, tokenizer and template out of a Hugging Face folder.
+
+Strict where a wrong guess would compute something else than the model, lenient elsewhere: folders
+in the wild carry many fields that change nothing. No weights are read. Called by `prepare`.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from engine.errors import ModelError
+from engine.model_store.card import ModelConfig, RopeScaling
+from engine.model_store.parts import END_WORDS, PLAIN_TEMPLATE, Parts, unsupported_scaling
+
+
+def read_folder(folder: Path) -> Parts:
+    """Everything but the weights. Raises ModelError: not_found, corrupt or unsupported."""
+    config = _read_json(folder / "config.json")
+    if not (folder / "tokenizer.json").exists():
+        raise ModelError(
+            "unsupported",
+            f"{folder} has no tokenizer.json; save the model's fast tokenizer into it.",
+        )
+    tokenizer = _read_text(folder / "tokenizer.json")
+    settings = _read_json(folder / "tokenizer_config.json", optional=True)
+    generation = _read_json(folder / "generation_config.json", optional=True)
+    specials = _specials(_read_json(folder / "tokenizer.json"), folder)
+    stops = {i for i, word in specials.items() if word in END_WORDS}
+    for said in (config.get("eos_token_id"), generation.get("eos_token_id")):
+        stops.update(_token_ids(said, folder))
+    bos = _token_ids(config.get("bos_token_id"), folder)
+    return Parts(
+        config=_config(config),
+        tokenizer=tokenizer,
+        template=_template(folder, settings),
+        stop_token_ids=tuple(sorted(stops)),
+        special_token_ids=tuple(sorted(specials)),
+        bos_token_id=bos[0] if bos else None,
+        add_bos=settings.get("add_bos_token") is True and bool(bos),
+    )
+
+
+def _specials(tokenizer: dict[str, Any], folder: Path) -> dict[int, str]:
+    added = tokenizer.get("added_tokens") or []
+    try:
+        return {int(t["id"]): str(t["content"]) for t in added if t.get("special")}
+    except (TypeError, KeyError, ValueError, AttributeError) as error:
+        raise ModelError("corrupt", f"{folder}/tokenizer.json: added_tokens: {error}.") from error
+
+
+def _token_ids(said: object, folder: Path) -> list[int]:
+    """Of "no token", a token or a list of them."""
+    ids: list[object] = said if isinstance(said, list) else [] if said is None else [said]
+    whole = [token for token in ids if isinstance(token, int) and not isinstance(token, bool)]
+    if len(whole) < len(ids):
+        raise ModelError("corrupt", f"{folder}: {said!r} is not a token id.")
+    return whole
+
+
+def _template(folder: Path, settings: dict[str, Any]) -> str:
+    path = folder / "chat_template.jinja"
+    if path.exists():
+        return _read_text(path)
+    template = settings.get("chat_template")
+    if isinstance(template, list):  # several by name
+        named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
+        template = named.get("default")
+    return template if isinstance(template, str) else PLAIN_TEMPLATE
+
+
+def _config(config: dict[str, Any]) -> ModelConfig:
+    if config.get("quantization_config"):
+        raise ModelError(
+            "unsupported",
+            "config.json asks for quantised weights; folders load in fp32, bf16 or fp16, and"
+            " quantised models as GGUF files.",
+        )
+    activation = config.get("hidden_act", "silu")
+    if activation not in ("silu", "swish"):
+        raise ModelError("unsupported", f"Activation {activation!r}; silu is supported.")
+    try:
+        return _shape(config)
+    except KeyError as missing:
+        raise ModelError("corrupt", f"config.json does not say {missing.args[0]}.") from missing
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise ModelError("corrupt", f"config.json: {error}.") from error
+
+
+def _shape(config: dict[str, Any]) -> ModelConfig:
+    heads = int(config["num_attention_heads"])
+    hidden = int(config["hidden_size"])
+    rope = config.get("rope_parameters") or {}
+    context = int(config["max_position_embeddings"])
+    # Within its window a model with sliding attention is one with full attention.
+    window = int(config.get("sliding_window") or context)
+    return ModelConfig(
+        architecture=str(config.get("model_type", "")),
+        layers=int(config["num_hidden_layers"]),
+        hidden=hidden,
+        intermediate=int(config["intermediate_size"]),
+        heads=heads,
+        kv_heads=int(config.get("num_key_value_heads") or heads),
+        head_dim=int(config.get("head_dim") or hidden // heads),
+        vocab=int(config["vocab_size"]),
+        context=min(context, window),
+        rope_theta=float(config.get("rope_theta") or rope.get("rope_theta") or 10_000.0),
+        rope_scaling=_scaling(config.get("rope_scaling") or rope),
+        norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        tie_embeddings=bool(config.get("tie_word_embeddings", False)),
+        attention_bias=bool(config.get("attention_bias", False)),
+        mlp_bias=bool(config.get("mlp_bias", False)),
+    )
+
+
+def _scaling(scaling: dict[str, Any]) -> RopeScaling | None:
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    if kind == "default":
+        return None
+    if kind not in ("llama3", "linear"):
+        raise unsupported_scaling(kind)
+    return RopeScaling(
+        kind="llama3" if kind == "llama3" else "linear",
+        factor=float(scaling["factor"]),
+        low_freq_factor=float(scaling.get("low_freq_factor", 1.0)),
+        high_freq_factor=float(scaling.get("high_freq_factor", 4.0)),
+        original_context=int(scaling.get("original_max_position_embeddings", 8192)),
+    )
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ModelError("not_found", f"{path} cannot be read: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
+        raise ModelError("corrupt", f"{path} is not UTF-8.") from error
+
+
+def _read_json(path: Path, *, optional: bool = False) -> dict[str, Any]:
+    if optional and not path.exists():
+        return {}
+    try:
+        value = json.loads(_read_text(path))
+    except (ValueError, RecursionError) as error:
+        raise ModelError("corrupt", f"{path} is not JSON: {error}.") from error
+    if not isinstance(value, dict):
+        raise ModelError("corrupt", f"{path} is not a JSON object.")
+    return value
