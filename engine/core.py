@@ -356,8 +356,10 @@ class Core:
         work, request = sequence.work, sequence.work.request
         if request.prompt_logprobs is None or work.is_prompt_told:
             return
-        sequence.progress.extend(result.prompt_logprobs.get(sequence.sequence_id, ()))
-        if piece.start + piece.count >= len(request.tokens):
+        if piece.start > len(sequence.progress):
+            return  # planned before a preemption: its slices are computed, and told, again
+        sequence.progress[piece.start :] = result.prompt_logprobs.get(sequence.sequence_id, ())
+        if len(sequence.progress) == len(request.tokens) - 1:
             work.is_prompt_told = True
             first = SampledToken(token_id=request.tokens[0])
             self._events.append(PromptLogprobs(request.request_id, (first, *sequence.progress)))

@@ -43,7 +43,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A test that takes `sim_seed` runs for ten fixed seeds and all that ever failed, or for one."""
+    """`sim_seed` is each of ten fixed seeds and all that ever failed, or the one asked for."""
     if "sim_seed" not in metafunc.fixturenames:
         return
     chosen = metafunc.config.getoption("--sim-seed")

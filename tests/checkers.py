@@ -1,0 +1,325 @@
+"""Referees: what must hold of every request's events, and of an engine while it runs.
+
+`Stream` follows one request from its submission to its one final event. `World` is a whole engine
+over the token oracle, with a referee at every step: the property machine and the simulation drive
+it, and neither needs to know what is right. Each failure says what was expected. The
+invariants' numbers: I1-I3 blocks recounted, I4 no foreign KV, I10 and I12 counters recounted, I14
+usage adds up, I15 one ending, I16 progress, I18 the same output in any company, I22 true gauges.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from engine.api import (
+    Erase,
+    Event,
+    Finished,
+    Peek,
+    PromptLogprobs,
+    Request,
+    SampleEnded,
+    Started,
+    Stats,
+    Tokens,
+)
+from engine.cache import PrefixCache
+from engine.config import EngineConfig
+from engine.core import Core
+from tests.fakes import FakeClock, FakeRunner, solo_output
+
+ENDINGS = {
+    "done": {""},
+    "cancelled": {""},
+    "timeout": {"timeout"},
+    "shutdown": {"draining"},
+    "failed": {"nan_logits", "step_failed", "kv_exceeded"},
+    "refused": {"duplicate_request", "kv_exceeded", "context_exceeded", "queue_full", "draining"},
+}
+
+
+class Wrong(AssertionError):
+    """The engine said or did what it must not."""
+
+
+def expect(holds: bool, what: str, *found: object) -> None:
+    """Raise Wrong unless it holds."""
+    if not holds:
+        raise Wrong(f"{what}: {', '.join(map(str, found))}")
+
+
+def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many leading tokens are equal."""
+    pairs = enumerate(zip(a, b, strict=False))
+    return next((i for i, (x, y) in pairs if x != y), min(len(a), len(b)))
+
+
+class Stream:
+    """One request's events, checked as they come against what it would have got alone."""
+
+    def __init__(self, request: Request, vocab_size: int, now_s: float) -> None:
+        self.request = request
+        self.submitted_s = now_s
+        self.started: Started | None = None
+        self.prompt_told = False
+        self.outputs: list[list[int]] = [[] for _ in range(request.samples)]
+        self.ended: dict[int, SampleEnded] = {}
+        self.cut: dict[int, int] = {}
+        self.finished: Finished | None = None
+        self.alone = [
+            self._output_alone(index, vocab_size) if request.max_tokens else []
+            for index in range(request.samples)
+        ]
+
+    def _output_alone(self, index: int, vocab_size: int) -> list[int]:
+        request = self.request
+        whole = solo_output(request.tokens, request.sampling, index, request.max_tokens, vocab_size)
+        for count, token in enumerate(whole, 1):
+            if token in request.stop_token_ids and count >= request.min_tokens:
+                return whole[:count]
+        return whole
+
+    def take(self, event: Event, now_s: float) -> None:
+        """One more event of this request."""
+        name = self.request.request_id
+        expect(self.finished is None, "an event after the final one", name, event)  # I15
+        if isinstance(event, Started):
+            expect(self.started is None, "started twice", name)
+            expect(event.prompt_tokens == len(self.request.tokens), "prompt tokens", event)
+            expect(event.cached_tokens < event.prompt_tokens, "nothing left to compute", event)
+            self.started = event
+        elif isinstance(event, PromptLogprobs):
+            self._take_prompt(event)
+        elif isinstance(event, Tokens):
+            self._take_tokens(event)
+        elif isinstance(event, SampleEnded):
+            self._take_end(event)
+        else:
+            self._take_final(event, now_s)
+
+    def _take_prompt(self, event: PromptLogprobs) -> None:
+        expect(not self.prompt_told and not any(self.outputs), "prompt logprobs", "late or twice")
+        told = [token.token_id for token in event.tokens]
+        expect(told == list(self.request.tokens), "prompt logprobs of other tokens", told)
+        self.prompt_told = True
+
+    def _take_tokens(self, event: Tokens) -> None:
+        expect(self.started is not None, "tokens before the start", event)
+        expect(event.index not in self.ended, "tokens after the end of the sample", event)
+        output, alone = self.outputs[event.index], self.alone[event.index]
+        output.extend(token.token_id for token in event.tokens)
+        expect(output == alone[: len(output)], "not what it draws alone (I18)", output, alone)
+
+    def _take_end(self, event: SampleEnded) -> None:
+        expect(event.index not in self.ended, "a sample ended twice", event)
+        output, alone = self.outputs[event.index], self.alone[event.index]
+        self.ended[event.index] = event
+        if event.index in self.cut:
+            expect(event.reason == "stop", "a stop string was found", event)
+            expect(event.output_tokens <= self.cut[event.index], "charged beyond the stop", event)
+            return
+        expect(output == alone, "ended before its last token", output, alone)
+        expect(event.output_tokens == len(output), "a sample's output tokens", event, len(output))
+        stopped = bool(output) and output[-1] in self.request.stop_token_ids
+        stopped = stopped and len(output) >= self.request.min_tokens
+        expect(event.reason == ("stop" if stopped else "length"), "why it ended", event)
+
+    def _take_final(self, event: Finished, now_s: float) -> None:
+        request, usage = self.request, event.usage
+        self.finished = event
+        expect(event.code in ENDINGS[event.ending], "an ending with that code", event)
+        prompt = usage.cached_tokens + usage.computed_tokens
+        expect(prompt == usage.prompt_tokens, "prompt = cached + computed (I14)", usage)
+        expect(prompt <= len(request.tokens), "more prompt tokens than it has", usage)
+        cached = 0 if self.started is None else self.started.cached_tokens
+        expect(usage.cached_tokens == cached, "the cached tokens it started with", usage, cached)
+        got = sum(map(len, self.outputs))
+        if not self.cut:
+            expect(usage.output_tokens == got, "output tokens", usage, got)
+        expect(usage.output_tokens <= got, "charged for what it never got", usage, got)
+        expect((usage.first_token_s is not None) == (got > 0), "the first token's time", usage)
+        expect(min(usage.queue_s, usage.total_s) >= 0, "a time below zero", usage)
+        if event.ending == "done":
+            self._take_done(event)
+        if event.ending == "timeout":
+            due_s = self.submitted_s + (request.deadline_s or 0.0)
+            expect(self.started is None and now_s >= due_s, "a timeout", now_s, due_s)
+        if event.ending == "refused":
+            expect(self.started is None, "refused after it had started", event)
+
+    def _take_done(self, event: Finished) -> None:
+        request = self.request
+        samples = request.samples if request.max_tokens else 1
+        if not self.cut:
+            expect(len(self.ended) == samples, "done before every sample", self.ended)
+            prompt = event.usage.prompt_tokens
+            expect(prompt == len(request.tokens), "prompt tokens when done", prompt)
+            expect(
+                self.prompt_told == (request.prompt_logprobs is not None), "prompt logprobs", event
+            )
+        total = sum(end.output_tokens for end in self.ended.values())
+        if len(self.cut) <= len(self.ended):
+            expect(event.usage.output_tokens <= total, "usage beyond the samples'", event, total)
+
+
+class World:
+    """An engine over the token oracle, refereed. `restart` drops it and starts another epoch.
+
+    `make_*` take doubles with a fault planted. `chaos`: steps that break, by number.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        blocks: int,
+        block_size: int,
+        depth: int = 1,
+        vocab_size: int = 3,
+        context_tokens: int = 24,
+        make_cache: Callable[..., PrefixCache] = PrefixCache,
+        make_core: Callable[..., Core] = Core,
+    ) -> None:
+        self.config = config
+        self.blocks, self.block_size, self.depth = blocks, block_size, depth
+        self.vocab_size, self.context_tokens = vocab_size, context_tokens
+        self.clock = FakeClock()
+        self.streams: dict[str, Stream] = {}
+        self.endings: dict[str, int] = {}
+        self.cached_tokens = 0
+        self._make_cache, self._make_core = make_cache, make_core
+        self.restart()
+
+    def restart(self) -> None:
+        """The engine dies with all it knows; requests under way never get an answer from it."""
+        self.cache = self._make_cache(blocks=self.blocks, block_size=self.block_size)
+        self.runner = FakeRunner(self.blocks, self.block_size, vocab_size=self.vocab_size)
+        self.core = self._make_core(
+            self.cache,
+            self.runner,
+            self.config,
+            self.clock,
+            vocab_size=self.vocab_size,
+            context_tokens=self.context_tokens,
+            pipeline_depth=self.depth,
+        )
+        self.runner.namespace_of = self._namespace_of
+        self.live: dict[str, Stream] = {}
+        self.written: dict[bytes, list[Stream]] = {}
+        self._namespaces: dict[int, bytes] = {}
+        self._stats = Stats()
+
+    def _namespace_of(self, sequence_id: int) -> bytes:
+        if sequence_id not in self._namespaces:
+            request = self.core.by_sequence[sequence_id].work.request
+            self._namespaces[sequence_id] = request.grant.namespace
+        return self._namespaces[sequence_id]
+
+    # -- what is done to it -------------------------------------------------------------------
+
+    def submit(self, request: Request) -> None:
+        """A new request; its id must be new."""
+        assert request.request_id not in self.streams
+        stream = Stream(request, self.vocab_size, self.clock())
+        self.streams[request.request_id] = self.live[request.request_id] = stream
+        self.core.submit(request)
+
+    def cancel(self, request_id: str) -> None:
+        """Nobody waits for it any more."""
+        self.core.cancel(request_id)
+
+    def end_sample(self, request_id: str, index: int, output_tokens: int) -> None:
+        """A stop string was found in sample `index`, which gets charged at most this much."""
+        stream = self.live.get(request_id)
+        if stream is not None and index < stream.request.samples:
+            if not stream.outputs[index]:
+                return  # no text, so nothing can be found in it
+            stream.cut[index] = output_tokens
+        self.core.end_sample(request_id, index, output_tokens)
+
+    def peek(self, namespace: bytes, tokens: tuple[int, ...]) -> int:
+        """What a prompt would find; asking twice says the same, since asking changes nothing."""
+        first = self.core.peek(Peek(1, namespace, tokens))
+        expect(first == self.core.peek(Peek(1, namespace, tokens)), "a peek changed something")
+        return first.cached_tokens
+
+    def erase(self, namespace: bytes) -> None:
+        """A namespace is forgotten: nothing is found any more but what is still to be computed."""
+        self.core.erase(Erase(1, namespace))
+        self.written[namespace] = [
+            stream
+            for stream in self.live.values()
+            if stream.request.grant.namespace == namespace and stream.request.grant.write
+        ]
+
+    def step(self) -> None:
+        """One step, and everything that must hold after it."""
+        now_s = self.clock()
+        for event in self.core.step():
+            stream = self.live.get(event.request_id)
+            expect(stream is not None, "an event of nobody's (I15)", event)
+            assert stream is not None
+            stream.take(event, now_s)
+            if isinstance(event, Started):
+                self._check_hit(stream, event)
+            if isinstance(event, Finished):
+                del self.live[event.request_id]
+                name = event.ending if not event.code else f"{event.ending} {event.code}"
+                self.endings[name] = self.endings.get(name, 0) + 1
+        self.check()
+
+    def settle(self) -> None:
+        """Step until nothing is left; that takes no longer than the work there is (I16)."""
+        tokens = sum(
+            (len(s.request.tokens) + s.request.max_tokens) * s.request.samples
+            for s in self.live.values()
+        )
+        steps = 20 + 4 * len(self.live) + 4 * tokens
+        while self.core.has_work():
+            expect(steps > 0, "no end in sight (I16)", list(self.live))
+            steps -= 1
+            self.step()
+        expect(not self.live, "without a final event (I15)", list(self.live))
+        expect(self.core.stats().pinned_blocks == 0, "blocks pinned by nobody", self.core.stats())
+        forgotten = set(self.core.scheduler.runner_forgets)
+        expect(set(self.runner.begun) <= forgotten, "the runner was never told of an end")
+
+    # -- what must hold -----------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Recount blocks (I1, I2, I3, I10, I12), and see that gauges add up (I22)."""
+        self.cache.check()
+        stats, before = self.core.stats(), self._stats
+        held = stats.free_blocks + stats.cached_blocks + stats.pinned_blocks
+        expect(held == stats.blocks == self.blocks, "blocks = free + cached + pinned", stats)
+        for name in stats.__struct_fields__:
+            if name.endswith("_total"):
+                now, then = getattr(stats, name), getattr(before, name)
+                expect(now >= then, f"{name} fell", then, now)
+        expect(stats.waiting + stats.running == len(self.core.works), "live requests", stats)
+        self._stats = stats
+
+    def _check_hit(self, stream: Stream, event: Started) -> None:
+        """At most what the namespace itself has written (I4), and nothing unless asked for."""
+        request = stream.request
+        self.cached_tokens += event.cached_tokens
+        if not request.grant.read or request.prompt_logprobs is not None:
+            expect(event.cached_tokens == 0, "a hit without leave to read", event)
+        reach = 0
+        for other in self.written.get(request.grant.namespace, []):
+            for alone in other.alone:
+                history = (*other.request.tokens, *alone)
+                reach = max(reach, common_prefix(request.tokens, history))
+        expect(event.cached_tokens <= reach, "a hit on what nobody here wrote", event, reach)
+        if request.grant.write:
+            self.written.setdefault(request.grant.namespace, []).append(stream)
+
+
+def outcome(act: Callable[[], Any]) -> str:
+    """The name and text of what `act` raised, or "" if it raised nothing."""
+    try:
+        act()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""

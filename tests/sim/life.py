@@ -1,0 +1,141 @@
+"""One simulated life of an engine, from one seed: everything that happens is drawn from it.
+
+Small pools, two-token prompts and few namespaces, so that sharing, copying, evicting, preempting
+and expiring all happen within a few hundred events. `live` raises on the first thing that is wrong.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+from engine.api import CacheGrant, LeaseRequest, Quota, Request, Retention, Sampling
+from engine.cache import PrefixCache
+from engine.config import EngineConfig
+from engine.core import Core
+from tests.checkers import World
+
+RETENTIONS = (
+    Retention("five", promise_s=5, limit_s=10),
+    Retention("hour", promise_s=0, limit_s=30, clock="request_start"),
+    Retention("fixed", limit_s=20, clock="absolute", renewed_on_read=False, pinned=True),
+    Retention("kept", promise_s=15),
+)
+NAMESPACES = (b"north", b"south", b"east")
+STOP = 2
+
+
+class Life:
+    """A seed, the engine it draws, and what happens to it."""
+
+    def __init__(
+        self,
+        seed: int,
+        make_cache: Callable[..., PrefixCache] = PrefixCache,
+        make_core: Callable[..., Core] = Core,
+    ) -> None:
+        self.chance = chance = random.Random(seed)
+        self.world = World(
+            EngineConfig(
+                step_tokens_max=chance.choice([4, 8, 32]),
+                prefill_chunk_tokens_max=chance.choice([2, 5, 16]),
+                sequences_max=chance.choice([2, 4, 8]),
+                queue_requests_max=chance.choice([3, 8]),
+                preemptions_max=chance.choice([1, 3]),
+            ),
+            blocks=chance.choice([8, 12, 16, 40]),
+            block_size=chance.choice([2, 4]),
+            depth=chance.choice([1, 2]),
+            make_cache=make_cache,
+            make_core=make_core,
+        )
+        self.quotas = {
+            b"north": Quota(floor_blocks=chance.choice([0, 2])),
+            b"south": Quota(ceiling_blocks=chance.choice([None, 6]), weight=2.0),
+            b"east": Quota(),
+        }
+        self.leased = chance.random() < 0.6
+        self._count = 0
+        self._break_some_steps()
+
+    def live(self, events: int) -> World:
+        """`events` things happen; then whatever is still there is seen through to its end."""
+        for _ in range(events):
+            self.world.clock.advance(self.chance.choice([0, 0, 0.1, 1, 3]))
+            self._happen()
+        self.world.settle()
+        return self.world
+
+    def _happen(self) -> None:
+        chance, world = self.chance, self.world
+        roll = chance.random()
+        if roll < 0.30:
+            world.submit(self._request())
+        elif roll < 0.90:
+            world.step()
+        elif roll < 0.94:
+            world.cancel(self._somebody())
+        elif roll < 0.96:
+            world.end_sample(self._somebody(), chance.randrange(3), chance.randrange(4))
+        elif roll < 0.975:
+            world.peek(chance.choice(NAMESPACES), self._prompt())
+        elif roll < 0.985:
+            world.erase(chance.choice(NAMESPACES))
+        elif roll < 0.995:
+            world.clock.advance(chance.choice([12, 40, 4000]))
+        else:
+            world.restart()
+            self._break_some_steps()
+
+    def _break_some_steps(self) -> None:
+        runner = self.world.runner
+        for broken in (runner.fail_launch, runner.fail_collect, runner.nan_steps):
+            if self.chance.random() < 0.2:
+                broken.add(self.chance.randrange(80))
+
+    def _somebody(self) -> str:
+        names = sorted(self.world.live) or ["nobody"]
+        return self.chance.choice(names)
+
+    def _prompt(self) -> tuple[int, ...]:
+        """Often what was said before and a little more, as in a conversation."""
+        chance, streams = self.chance, self.world.streams
+        if streams and chance.random() < 0.4:
+            said = streams[chance.choice(list(streams)[-8:])]
+            start = [*said.request.tokens, *said.outputs[0]][: chance.randrange(1, 16)]
+        else:
+            start = []
+        more = chance.randrange(0 if start else 1, 6 if start else 14)
+        return (*start, *(chance.randrange(2) for _ in range(more)))
+
+    def _request(self) -> Request:
+        chance = self.chance
+        self._count += 1
+        namespace, tokens = chance.choice(NAMESPACES), self._prompt()
+        leases = tuple(
+            LeaseRequest(chance.randrange(len(tokens) + 1), chance.choice(RETENTIONS), f"l{n}")
+            for n in range(chance.choice([0, 0, 1, 2]) if self.leased else 0)
+        )
+        return Request(
+            request_id=f"r{self._count}",
+            tokens=tokens,
+            max_tokens=chance.choice([0, 1, 3, 6]),
+            grant=CacheGrant(
+                namespace,
+                self.quotas[namespace],
+                leases,
+                read=chance.random() < 0.9,
+                write=chance.random() < 0.9,
+            ),
+            sampling=Sampling(
+                temperature=chance.choice([0.0, 1.0]),
+                seed=chance.randrange(5),
+                logprobs=chance.choice([None, 0]),
+            ),
+            samples=chance.choice([1, 1, 1, 2, 3]),
+            stop_token_ids=(STOP,) if chance.random() < 0.5 else (),
+            min_tokens=chance.choice([0, 0, 2]),
+            priority=chance.choice([0, 0, 1]),
+            deadline_s=chance.choice([None, None, 5.0]),
+            prompt_logprobs=chance.choice([None, None, None, 0]),
+        )

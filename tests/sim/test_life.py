@@ -1,0 +1,23 @@
+"""Whole lives of an engine, each from one seed. `--sim-seed N` lives one of them again."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.sim.life import Life
+
+
+@pytest.mark.sim
+def test_an_engine_lives_through_anything_that_may_happen(sim_seed: int) -> None:
+    """Arrivals, cancels, clock jumps, a full pool, expiring leases, broken steps and restarts: no
+    block is lost, no answer depends on the company it was computed in, nobody is forgotten."""
+    life = Life(sim_seed)
+
+    try:
+        world = life.live(1000)
+    except Exception as error:
+        error.add_note(f"replay it with: --sim-seed {sim_seed}")
+        raise
+
+    assert world.endings["done"] > 20
+    assert world.cached_tokens > 0
