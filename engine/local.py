@@ -28,14 +28,22 @@ class LocalEngine(Connection):
         cls, make_core: Callable[[], tuple[Core, EngineInfo]], config: EngineConfig
     ) -> LocalEngine:
         """Load and wait until it has produced a token. Raises what loading raised."""
-        service = EngineService(make_core, config)
-        engine = cls(service, asyncio.get_running_loop())
+        loop = asyncio.get_running_loop()
+        service = EngineService(
+            make_core, config, changed=lambda: loop.call_soon_threadsafe(engine._changed)
+        )
+        engine = cls(service, loop)
         service.start()
         await asyncio.to_thread(service.ready.wait)
         if service.failure is not None:
             raise service.failure
         engine.info = service.info
+        service.join(engine)
         return engine
+
+    def _changed(self) -> None:
+        if self._service.stopped.is_set():
+            self.lost("engine_died", "The engine stopped.")
 
     def post(self, command: Command) -> None:
         """See `Connection.post`."""

@@ -8,14 +8,16 @@ ends it at once. Log lines are JSON, one per event, on standard error; never pro
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import NoReturn
 
 import msgspec
 from msgspec import Struct
@@ -37,6 +39,8 @@ from engine.frames import (
 from engine.service import EngineService, core_of_model
 
 READ_BYTES = 1 << 18
+FLUSH_S = 1.0
+REJECT_S = 5.0
 OUTBOX_BYTES_MAX = 8 * 2**20
 """A gateway that reads slower than this far behind stops the engine until it catches up."""
 
@@ -73,14 +77,23 @@ class SocketOutlet:
         """The connection is gone; nobody waits for it."""
         self.is_open = False
         self._has_room.set()
+        self._writer.close()
 
     def _write(self, message: Downward) -> None:
         if not self.is_open or self._writer.is_closing():
             return
         self._writer.write(encode(message))
-        if self._writer.transport.get_write_buffer_size() > OUTBOX_BYTES_MAX:
+        waiting_bytes = self._writer.transport.get_write_buffer_size()
+        if waiting_bytes > OUTBOX_BYTES_MAX and self._has_room.is_set():
             self._has_room.clear()
             self._catching_up = self._loop.create_task(self._catch_up())
+
+    async def flush(self) -> None:
+        """Give the peer a moment to read the last frames."""
+        with contextlib.suppress(OSError, TimeoutError):
+            async with asyncio.timeout(FLUSH_S):
+                self._writer.transport.set_write_buffer_limits(high=0)
+                await self._writer.drain()
 
     async def _catch_up(self) -> None:
         try:
@@ -93,10 +106,12 @@ class SocketOutlet:
 class EngineServer:
     """Accepts connections for one service."""
 
-    def __init__(self, service: EngineService, token: str) -> None:
+    def __init__(self, service: EngineService, token: str, loaded: asyncio.Event) -> None:
+        """`loaded`: set once the service is ready or will never be."""
         self._service = service
         self._token = token
-        self._outlets: list[SocketOutlet] = []
+        self._loaded = loaded
+        self._outlets: set[SocketOutlet] = set()
 
     async def serve(self, path: Path, stop: asyncio.Event) -> None:
         """Until `stop` is set. The socket is readable and writable by its owner alone."""
@@ -107,9 +122,13 @@ class EngineServer:
             os.umask(mask)
         async with server:
             await stop.wait()
+            for outlet in list(self._outlets):
+                await outlet.flush()
+                outlet.close()
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         outlet = SocketOutlet(writer, asyncio.get_running_loop())
+        self._outlets.add(outlet)
         try:
             await self._converse(reader, writer, outlet)
         except (FrameError, OSError) as error:
@@ -117,7 +136,7 @@ class EngineServer:
         finally:
             outlet.close()
             self._service.leave(outlet)
-            writer.close()
+            self._outlets.discard(outlet)
 
     async def _converse(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, outlet: SocketOutlet
@@ -133,6 +152,7 @@ class EngineServer:
                         await writer.drain()
                         return
                     is_known = True
+                    self._service.join(outlet)
                 elif isinstance(message, Hello):
                     raise FrameError("a second hello")
                 else:
@@ -141,16 +161,16 @@ class EngineServer:
     async def _greet(self, message: Upward) -> Welcome | Rejected:
         if not isinstance(message, Hello):
             return Rejected("unsupported", "The first message has to be a hello.")
-        if message.version != PROTOCOL_VERSION:
-            return Rejected("unsupported", f"This engine speaks version {PROTOCOL_VERSION}.")
         if not hmac.compare_digest(message.token.encode(), self._token.encode()):
             return Rejected("unsupported", "The token is not this engine's.")
-        await asyncio.to_thread(self._service.ready.wait)
+        if message.version != PROTOCOL_VERSION:
+            return Rejected("unsupported", f"This engine speaks version {PROTOCOL_VERSION}.")
+        await self._loaded.wait()
         failure, info = self._service.failure, self._service.info
         if isinstance(failure, EngineError):
             return Rejected(failure.code, failure.message)
         if failure is not None or info is None:
-            return Rejected("engine_died", f"The engine failed to start: {failure!r}.")
+            return Rejected("engine_died", f"The engine failed to start: {type(failure).__name__}.")
         return Welcome(info)
 
 
@@ -162,78 +182,79 @@ class _Silent:
 
 
 def log(event: str, **facts: object) -> None:
-    """One JSON line on standard error."""
-    line = msgspec.json.encode({"at": round(time.time(), 3), "event": event, **facts})  # noqa: TID251
-    sys.stderr.buffer.write(line + b"\n")
-    sys.stderr.buffer.flush()
+    """One JSON line on standard error; nothing where nobody holds its other end."""
+    at = datetime.now(UTC).isoformat(timespec="milliseconds")
+    line = msgspec.json.encode({"at": at, "event": event, **facts})
+    with contextlib.suppress(OSError, ValueError):
+        sys.stderr.buffer.write(line + b"\n")
+        sys.stderr.buffer.flush()
 
 
 async def run(settings: ServerSettings, make_core: Callable[[], tuple[Core, EngineInfo]]) -> int:
     """Serve until drained, told to stop, or broken. Returns the exit status."""
     loop = asyncio.get_running_loop()
-    stop = asyncio.Event()
-    service = EngineService(make_core, settings.config)
+    stop, loaded, draining = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
-    def end() -> None:
-        if stop.is_set():
-            os._exit(1)
-        if is_draining.is_set():
+    def changed() -> None:
+        if service.info is not None and not loaded.is_set():
+            log("ready", model=service.info.model, blocks=service.info.blocks, pid=os.getpid())
+        loaded.set()
+        if service.stopped.is_set() and service.info is not None:
+            stop.set()
+
+    def asked_to_end() -> None:
+        if draining.is_set() or not loaded.is_set():
             stop.set()
             return
-        is_draining.set()
+        draining.set()
         log("draining")
         service.post(_Silent(), Drain(settings.config.drain_timeout_s))
-        idle = _stop_when_idle(service, stop, settings.config.drain_timeout_s)
-        tasks.append(loop.create_task(idle))
 
-    is_draining = asyncio.Event()
-    tasks: list[asyncio.Task[None]] = []
-    loop.add_signal_handler(signal.SIGTERM, end)
+    def parent_spoke() -> None:
+        if not os.read(sys.stdin.fileno(), 4096):
+            log("parent_gone")
+            stop.set()
+
+    service = EngineService(make_core, settings.config, changed=lambda: _tell_loop(loop, changed))
+    loop.add_signal_handler(signal.SIGTERM, asked_to_end)
     loop.add_signal_handler(signal.SIGINT, lambda: None)  # the gateway hears it too, and decides
-    loop.add_reader(sys.stdin.fileno(), lambda: _parent_spoke(stop))
+    loop.add_reader(sys.stdin.fileno(), parent_spoke)
     service.start()
-    tasks.append(loop.create_task(_watch(service, stop)))
-    await EngineServer(service, settings.token).serve(Path(settings.socket_path), stop)
-    for task in tasks:
-        task.cancel()
+    server = asyncio.create_task(
+        EngineServer(service, settings.token, loaded).serve(Path(settings.socket_path), stop)
+    )
+    await loaded.wait()
+    if service.failure is not None:
+        loop.call_later(REJECT_S, stop.set)  # whoever waits for the welcome hears why not
+    await server
     failure = service.failure
     if failure is not None:
         log("engine_failed", error=type(failure).__name__, message=str(failure))
-    service.stop(1.0)
     return 0 if failure is None else 1
 
 
-def _parent_spoke(stop: asyncio.Event) -> None:
-    if not os.read(sys.stdin.fileno(), 4096):
-        stop.set()
+def _tell_loop(loop: asyncio.AbstractEventLoop, changed: Callable[[], None]) -> None:
+    with contextlib.suppress(RuntimeError):  # the loop has ended before its engine
+        loop.call_soon_threadsafe(changed)
 
 
-async def _watch(service: EngineService, stop: asyncio.Event) -> None:
-    """Ends the process when the service has ended by itself."""
-    await asyncio.to_thread(service.ready.wait)
-    if service.info is not None:
-        log("ready", model=service.info.model, blocks=service.info.blocks, pid=os.getpid())
-    await asyncio.to_thread(service.stopped.wait)
-    await asyncio.sleep(0.2)  # let the last frames leave
-    stop.set()
+def serve_process(make_core: Callable[[ServerSettings], tuple[Core, EngineInfo]]) -> NoReturn:
+    """Read the settings from standard input, load, serve, and end the process.
 
-
-async def _stop_when_idle(service: EngineService, stop: asyncio.Event, timeout_s: float) -> None:
-    """Drained when nobody owns a request any more."""
-    deadline_s = time.monotonic() + timeout_s + 1.0
-    while service.open_requests and time.monotonic() < deadline_s:  # noqa: ASYNC110 - a thread's
-        await asyncio.sleep(0.02)
-    await asyncio.sleep(0.05)  # let the last frames leave
-    stop.set()
-
-
-def main() -> int:
-    """Read the settings, load the model, serve."""
+    It leaves without joining the engine's thread: that one may be deep in a step that never ends.
+    """
     line = sys.stdin.buffer.readline()
     settings = msgspec.json.decode(line, type=ServerSettings)
-    folder = Path(settings.model_dir)
-    return asyncio.run(run(settings, lambda: core_of_model(folder, settings.config)))
+    status = asyncio.run(run(settings, lambda: make_core(settings)))
+    with contextlib.suppress(OSError, ValueError):
+        sys.stderr.flush()
+    os._exit(status)
+
+
+def main() -> NoReturn:
+    """The real engine: a prepared model folder over the real runner."""
+    serve_process(lambda settings: core_of_model(Path(settings.model_dir), settings.config))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

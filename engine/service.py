@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import Final, Literal, Protocol
 
 from engine.api import CacheGrant as Grant
 from engine.api import (
@@ -37,11 +37,13 @@ from engine.api import (
 from engine.cache import PrefixCache
 from engine.config import EngineConfig
 from engine.core import Core
-from engine.errors import EngineError, InvariantViolation
+from engine.errors import EngineError
 from engine.model_store import load_card
 
-IDLE_WAIT_S = 0.05
-CANARY = "canary"
+CANARY: Final = "canary"
+CANARY_STEPS_MAX: Final = 8
+
+Asked = Command | Literal["join", "leave"]
 
 
 class Outlet(Protocol):
@@ -59,19 +61,24 @@ class EngineService:
         make_core: Callable[[], tuple[Core, EngineInfo]],
         config: EngineConfig,
         clock: Clock = time.monotonic,
+        *,
+        changed: Callable[[], None] = lambda: None,
     ) -> None:
+        """`changed` is called in the service's thread, after `ready` and after `stopped` are set."""
         self.config = config
         self.clock = clock
         self.info: EngineInfo | None = None
         self.failure: BaseException | None = None
         self._make_core = make_core
-        self._inbox: queue.SimpleQueue[tuple[Outlet, Command | None] | None] = queue.SimpleQueue()
+        self._changed = changed
+        self._inbox: queue.SimpleQueue[tuple[Outlet, Asked] | None] = queue.SimpleQueue()
         self._owners: dict[str, Outlet] = {}
         self._outlets: list[Outlet] = []
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
         self.ready = threading.Event()
         self.stopped = threading.Event()
-        self._beat_at_s = 0.0
+        self._beat_at_s = clock()
+        self._is_draining = False
 
     def start(self) -> None:
         """Begin to load; `ready` is set when a token has been produced or loading has failed."""
@@ -81,14 +88,13 @@ class EngineService:
         """Hand in a command; answers go to `outlet`. Thread-safe, never blocks."""
         self._inbox.put((outlet, command))
 
+    def join(self, outlet: Outlet) -> None:
+        """A connection begins: from now on it hears the heartbeat, asked or not."""
+        self._inbox.put((outlet, "join"))
+
     def leave(self, outlet: Outlet) -> None:
         """A connection is gone: everything it asked for is cancelled."""
-        self._inbox.put((outlet, None))
-
-    @property
-    def open_requests(self) -> int:
-        """Requests that somebody still waits for."""
-        return len(self._owners)
+        self._inbox.put((outlet, "leave"))
 
     def stop(self, timeout_s: float = 10.0) -> None:
         """End the thread; what runs is abandoned."""
@@ -103,19 +109,27 @@ class EngineService:
             prove_alive(core)
             self.info = info
             self.ready.set()
+            self._changed()
             while self._take_commands(core):
                 self._deliver(core.vitals.step, core.step())
                 self._beat(core)
+                if self._is_draining and not core.has_work():
+                    break
         except BaseException as failure:
             self.failure = failure
-            self._fail_all(failure)
+            self._fail_all()
         finally:
+            self._refuse_the_late()
             self.ready.set()
             self.stopped.set()
+            self._changed()
 
     def _take_commands(self, core: Core) -> bool:
-        """Everything in the inbox; waits a little when there is nothing to do. False: stop."""
-        wait_s = 0.0 if core.has_work() else IDLE_WAIT_S
+        """Everything in the inbox; without work, waits for some until the heartbeat. False: stop.
+
+        The core keeps house at each heartbeat, so nothing expires later than that.
+        """
+        wait_s = 0.0 if core.has_work() else max(0.0, self._beat_at_s - self.clock())
         while True:
             try:
                 item = self._inbox.get(timeout=wait_s) if wait_s else self._inbox.get_nowait()
@@ -123,20 +137,20 @@ class EngineService:
                 return True
             if item is None:
                 return False
-            outlet, command = item
-            if outlet not in self._outlets:
+            self._obey(core, *item)
+            wait_s = 0.0
+
+    def _obey(self, core: Core, outlet: Outlet, asked: Asked) -> None:
+        match asked:
+            case "join":
                 self._outlets.append(outlet)
-            if command is None:
-                self._outlets.remove(outlet)
+                self._tell(outlet, core, core.stats())
+            case "leave":
+                if outlet in self._outlets:
+                    self._outlets.remove(outlet)
                 for request_id in [r for r, owner in self._owners.items() if owner is outlet]:
                     del self._owners[request_id]
                     core.cancel(request_id)
-            else:
-                self._obey(core, outlet, command)
-            wait_s = 0.0
-
-    def _obey(self, core: Core, outlet: Outlet, command: Command) -> None:
-        match command:
             case Submit(request):
                 if request.request_id in self._owners:
                     message = "A request with this id is running already."
@@ -151,12 +165,13 @@ class EngineService:
                 if self._owners.get(request_id) is outlet:
                     core.end_sample(request_id, index, output_tokens)
             case Peek():
-                self._tell(outlet, core, core.peek(command))
+                self._tell(outlet, core, core.peek(asked))
             case Erase():
-                self._tell(outlet, core, core.erase(command))
+                self._tell(outlet, core, core.erase(asked))
             case GetStats(call_id):
                 self._tell(outlet, core, core.stats(call_id))
             case Drain(timeout_s):
+                self._is_draining = True
                 core.drain(timeout_s)
 
     def _tell(self, outlet: Outlet, core: Core, message: Event | Reply) -> None:
@@ -177,19 +192,28 @@ class EngineService:
 
     def _beat(self, core: Core) -> None:
         now_s = self.clock()
-        if now_s - self._beat_at_s >= self.config.heartbeat_s:
-            self._beat_at_s = now_s
+        if now_s >= self._beat_at_s:
+            self._beat_at_s = now_s + self.config.heartbeat_s
             for outlet in self._outlets:
                 self._tell(outlet, core, core.stats())
 
-    def _fail_all(self, failure: BaseException) -> None:
-        """The engine is broken: nobody waits for ever."""
-        broken = isinstance(failure, InvariantViolation)
-        code = "step_failed" if broken else "engine_died"
+    def _fail_all(self) -> None:
+        """The engine is broken: nobody waits for ever. Clients know what they had by then."""
+        message = "The engine stopped while it worked on this request."
         for request_id, outlet in self._owners.items():
-            message = "The engine stopped while it worked on this request."
-            outlet.send(0, (Finished(request_id, "failed", Usage(), code, message),))
+            outlet.send(0, (Finished(request_id, "failed", Usage(), "engine_died", message),))
         self._owners.clear()
+
+    def _refuse_the_late(self) -> None:
+        """What came after the last step gets its answer too."""
+        while True:
+            try:
+                item = self._inbox.get_nowait()
+            except queue.Empty:
+                return
+            if item is not None and isinstance(item[1], Submit):
+                message = "The engine is shutting down."
+                item[0].send(0, (_refused(item[1].request, "draining", message),))
 
 
 def _refused(request: Request, code: str, message: str) -> Finished:
@@ -200,7 +224,7 @@ def prove_alive(core: Core) -> None:
     """Readiness means that a token was produced. Raises EngineError if none comes."""
     grant = Grant(namespace=b"", read=False, write=False)
     core.submit(Request(CANARY, (0,), 1, grant, Sampling(temperature=0)))
-    for _ in range(8):
+    for _ in range(CANARY_STEPS_MAX):
         for event in core.step():
             if isinstance(event, Finished):
                 if event.ending != "done":

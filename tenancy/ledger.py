@@ -69,17 +69,15 @@ class Ledger:
         """Turn a hold into its entry. Settling one request id again changes nothing."""
         return self._put(entry)
 
-    def usage(
-        self, *, tenant: str | None = None, from_ms: int = 0, to_ms: int = 2**62
-    ) -> list[UsageTotal]:
-        """Sums of entries that ended in [from, to), by tenant."""
-        rows = self._store.query(
+    @staticmethod
+    def totals(store: Store, tenant: str | None = None, since_ms: int = 0) -> list[UsageTotal]:
+        """Sums of entries that ended at or after `since_ms`, by tenant. Reads only."""
+        rows = store.query(
             "select name, count(*), sum(prompt_tokens), sum(cache_read_tokens),"
             " sum(cache_write_tokens), sum(fresh_tokens), sum(output_tokens),"
             " sum(physical_cached_tokens) from ledger join tenants using (tenant_id)"
-            " where (?1 is null or name = ?1) and ended_ms >= ?2 and ended_ms < ?3"
-            " group by name order by name",
-            (tenant, from_ms, to_ms),
+            " where (?1 is null or name = ?1) and ended_ms >= ?2 group by name order by name",
+            (tenant, since_ms),
         )
         return [UsageTotal(*row) for row in rows]
 

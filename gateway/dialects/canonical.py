@@ -59,8 +59,9 @@ class Rendered(Struct, frozen=True):
 
 
 class Generation(Struct, frozen=True):
-    """How to continue. `samples` are computed, the best `choices` of them (by mean logprob) returned.
-    `max_tokens` None: to the end of the context. `echo`: the prompt's text is part of the answer."""
+    """How to continue. `samples` are computed and the best `choices` of them, by mean logprob,
+    returned. `max_tokens` None: as many as the server gives. `echo`: the prompt's text is part of
+    the answer. `report_logprobs`: logprobs were asked for, not only needed for ranking."""
 
     max_tokens: int | None = None
     choices: int = 1
@@ -72,7 +73,7 @@ class Generation(Struct, frozen=True):
     min_tokens: int = 0
     echo: bool = False
     prompt_logprobs: int | None = None
-    return_token_ids: bool = False
+    report_logprobs: bool = True
 
 
 class Call(Struct, frozen=True):
@@ -116,11 +117,12 @@ class UsageRecord(Struct, frozen=True):
 
 
 class TokenText(Struct, frozen=True):
-    """A token of the answer with its logprob, for dialects that report them. `data` is its bytes."""
+    """A token with its logprob, for dialects that report them. `data` is its bytes; the first
+    token of an echoed prompt has no logprob."""
 
     token_id: int
     data: bytes
-    logprob: float
+    logprob: float | None
     top: tuple[TokenText, ...] = ()
 
 
@@ -130,7 +132,6 @@ class Text(Struct, frozen=True, tag="text"):
     index: int
     text: str
     tokens: tuple[TokenText, ...] = ()
-    token_ids: tuple[int, ...] = ()
 
 
 class ChoiceEnd(Struct, frozen=True, tag="choice_end"):

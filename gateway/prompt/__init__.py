@@ -1,1 +1,6 @@
-"""From canonical prompts to token ids, and from token ids back to text."""
+"""Prompts: templates, tokens and text. `Renderer` is the door."""
+
+from gateway.prompt.detokenizer import Detokenizer
+from gateway.prompt.render import Renderer
+
+__all__ = ["Detokenizer", "Renderer"]

@@ -1,0 +1,227 @@
+"""The gateway's settings: one strict TOML, every key with a default.
+
+Flags win over environment, environment over the file, the file over defaults; `origin` remembers
+which it was. An unknown key, a wrong type or an impossible value is an error that names the file,
+the key, what came and what would be right. It knows no argparse and opens nothing but the file.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from engine.config import EngineConfig
+from engine.model_store import DEFAULT_MODEL
+
+Seconds = Annotated[float, Meta(gt=0, le=86_400)]
+Whole = Annotated[int, Meta(ge=1, le=2**40)]
+
+DEFAULT_DATA_DIR = Path("data")
+ENVIRONMENT = {"TRUNKLINE_DATA_DIR": "data_dir", "TRUNKLINE_MODEL": "model.name"}
+
+
+class ConfigError(Exception):
+    """A setting that cannot be; the message says where, what came and what would be right."""
+
+
+class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """The public listener. `hosts`: what may stand in `Host`; "*" allows all names.
+
+    `header_timeout_s`: for a request's head; `body_timeout_s`: for its body, which beyond that must
+    keep `body_rate_min_bytes_per_s`; `write_timeout_s`: for a client to read what was written.
+    """
+
+    listen: str = "127.0.0.1:8080"
+    hosts: tuple[str, ...] = ("localhost", "127.0.0.1", "[::1]")
+    header_timeout_s: Seconds = 10.0
+    body_timeout_s: Seconds = 30.0
+    body_rate_min_bytes_per_s: Seconds = 1_000.0
+    keep_alive_timeout_s: Seconds = 75.0
+    write_timeout_s: Seconds = 20.0
+    send_buffer_bytes: Whole = 65_536
+    body_bytes_max: Whole = 10 * 2**20
+    connections_max: Whole = 4_096
+    connections_per_address_max: Annotated[int, Meta(ge=0)] = 512
+    stream_keep_alive_s: Seconds = 15.0
+
+
+class AdminConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """The admin listener: metrics. Keep it on an address that only operators reach."""
+
+    listen: str = "127.0.0.1:8081"
+
+
+class ModelSettings(Struct, frozen=True, forbid_unknown_fields=True):
+    """`name`: a built-in model, a GGUF file, a Hugging Face folder, or a hub id that was pulled.
+
+    `aliases`: further names that clients may ask for.
+    """
+
+    name: str = DEFAULT_MODEL
+    aliases: tuple[str, ...] = ()
+
+
+class LimitsConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """What one request may ask for. `output_tokens_default`: where it does not say, if the context
+    leaves as many. `requests_per_tenant_max`: at once."""
+
+    choices_max: Annotated[int, Meta(ge=1, le=128)] = 16
+    output_tokens_default: Whole = 4_096
+    requests_per_tenant_max: Whole = 256
+    queue_timeout_s: Seconds = 120.0
+
+
+class TenancyConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """`database`: relative to the data directory. `tenants_as_labels_max`: how many tenants appear
+    by name in metrics; the rest are counted together."""
+
+    database: str = "trunkline.db"
+    tenants_as_labels_max: Annotated[int, Meta(ge=0, le=1_000)] = 20
+
+
+class LogConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """One JSON line per request on standard error; never prompts or keys."""
+
+    requests: bool = True
+    level: Literal["info", "warning"] = "info"
+
+
+class Config(Struct, frozen=True, forbid_unknown_fields=True):
+    """Everything that can be set."""
+
+    data_dir: str = str(DEFAULT_DATA_DIR)
+    server: ServerConfig = ServerConfig()
+    admin: AdminConfig = AdminConfig()
+    model: ModelSettings = ModelSettings()
+    limits: LimitsConfig = LimitsConfig()
+    tenancy: TenancyConfig = TenancyConfig()
+    log: LogConfig = LogConfig()
+    engine: EngineConfig = EngineConfig()
+
+    @property
+    def data(self) -> Path:
+        return Path(self.data_dir)
+
+    @property
+    def models_dir(self) -> Path:
+        return self.data / "models"
+
+    @property
+    def database(self) -> Path:
+        return self.data / self.tenancy.database
+
+
+Origin = dict[str, str]
+"""From a key's path ("server.listen") to where its value came from."""
+
+
+def load_config(
+    file: Path | None, environment: Mapping[str, str], flags: Mapping[str, object]
+) -> tuple[Config, Origin]:
+    """The effective settings. `flags`: by key path, those that were given. Raises ConfigError."""
+    origin: Origin = {}
+    tree: dict[str, Any] = {}
+    if file is None and environment.get("TRUNKLINE_CONFIG"):
+        file = Path(environment["TRUNKLINE_CONFIG"])
+    if file is not None:
+        tree = _read(file)
+        _decode(tree, str(file))  # errors of the file are told of the file
+        origin.update(dict.fromkeys(_paths(tree), str(file)))
+    given = {path: environment[name] for name, path in ENVIRONMENT.items() if name in environment}
+    for path, text in given.items():
+        _put(tree, path, text)
+        origin[path] = "environment"
+    for path, flag in flags.items():
+        _put(tree, path, flag)
+        origin[path] = "command line"
+    return _checked(_decode(tree, "the command line")), origin
+
+
+def effective(config: Config, origin: Origin) -> list[tuple[str, object, str]]:
+    """(key path, value, where it came from) of every setting, in the order of the file."""
+    tree = msgspec.to_builtins(config)
+    return [(p, v, origin.get(p, "default")) for p, v in _paths(tree).items()]
+
+
+def parse_address(text: str, what: str) -> tuple[str, int]:
+    """host:port, the host in brackets if it is an IPv6 address. Raises ConfigError."""
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdigit() or int(port) > 65_535:
+        raise ConfigError(f"{what}: {text!r} is no address; write HOST:PORT, as in 127.0.0.1:8080")
+    return host.strip("[]"), int(port)
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(file.read_text())
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} is not TOML: {error}") from error
+
+
+def _decode(tree: dict[str, Any], where: str) -> Config:
+    _check_names(tree, Config, where, "")
+    try:
+        return msgspec.convert(tree, Config)
+    except msgspec.ValidationError as error:
+        message, _, path = str(error).partition(" - at `$.")
+        key = path.rstrip("`") or "the top level"
+        value = _get(tree, key)
+        raise ConfigError(f"{where}: {key}: {message} (it is {value!r})") from error
+
+
+def _check_names(tree: dict[str, Any], kind: Any, where: str, above: str) -> None:
+    """An unknown key is most often a typo: say which key was meant."""
+    known = {field.name: field for field in msgspec.structs.fields(kind)}
+    for name, value in tree.items():
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {above}{close[0]}?" if close else f"; there are {list(known)}"
+            raise ConfigError(f"{where}: {above}{name} is not a setting{hint}")
+        inner = known[name].type
+        if isinstance(value, dict) and isinstance(inner, type) and issubclass(inner, Struct):
+            _check_names(value, inner, where, f"{above}{name}.")
+
+
+def _checked(config: Config) -> Config:
+    """What types alone cannot say."""
+    parse_address(config.server.listen, "server.listen")
+    parse_address(config.admin.listen, "admin.listen")
+    engine = config.engine
+    if engine.prefill_chunk_tokens_max > engine.step_tokens_max:
+        raise ConfigError(
+            f"engine.prefill_chunk_tokens_max ({engine.prefill_chunk_tokens_max}) is above"
+            f" engine.step_tokens_max ({engine.step_tokens_max}); a slice must fit a step"
+        )
+    return config
+
+
+def _paths(tree: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            found.update(_paths(value, f"{above}{name}."))
+        else:
+            found[f"{above}{name}"] = value
+    return found
+
+
+def _put(tree: dict[str, Any], path: str, value: object) -> None:
+    *sections, name = path.split(".")
+    for section in sections:
+        tree = tree.setdefault(section, {})
+    tree[name] = value
+
+
+def _get(tree: Mapping[str, Any], path: str) -> object:
+    value: Any = tree
+    for name in path.split("."):
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value

@@ -1,0 +1,230 @@
+"""What OpenAI's two text endpoints share on the wire: strict decoding, generation fields, usage,
+errors. Neither endpoint knows the other; both stand on this.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from engine.api import Sampling
+from gateway.dialects.canonical import Generation, UsageRecord
+from gateway.errors import Kind, Refusal
+
+Text = Annotated[str, Meta(max_length=10_000_000)]
+Short = Annotated[str, Meta(max_length=512)]
+StopText = Annotated[str, Meta(min_length=1, max_length=1_000)]
+TokenIds = Annotated[list[Annotated[int, Meta(ge=0, lt=2**31)]], Meta(max_length=4_000_000)]
+Fraction = Annotated[float, Meta(ge=0, le=1)]
+CHOICES_MAX = 128
+
+T = TypeVar("T")
+Body = TypeVar("Body", bound=Struct)
+
+
+class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
+    """`include_obfuscation` is accepted: we pad nothing, which is what false asks for."""
+
+    include_usage: bool = False
+    include_obfuscation: bool = False
+
+
+class GenerationFields(Struct, frozen=True, kw_only=True):
+    """Fields of both endpoints, OpenAI's own and those that self-hosted engines added."""
+
+    model: Annotated[str, Meta(min_length=1, max_length=512)]
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Meta(ge=1, le=CHOICES_MAX)] | None = None
+    stop: StopText | Annotated[list[StopText], Meta(max_length=4)] | None = None
+    max_tokens: Annotated[int, Meta(ge=0, le=2**31)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Fraction | None = None
+    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+    logit_bias: (
+        Annotated[dict[str, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=1024)] | None
+    ) = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    user: Short | None = None
+    # What self-hosted engines have beside OpenAI's fields.
+    top_k: Annotated[int, Meta(ge=-1, lt=2**31)] | None = None
+    min_p: Fraction | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
+    min_tokens: Annotated[int, Meta(ge=0, le=2**31)] | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: (
+        Annotated[list[Annotated[int, Meta(ge=0, lt=2**31)]], Meta(max_length=128)] | None
+    ) = None
+    cache_salt: Short | None = None
+    prompt_cache_key: Short | None = None
+    priority: Annotated[int, Meta(ge=-100, le=0)] | None = None
+
+
+def decode(
+    body: bytes, kind: type[Body], refused: Mapping[str, str], ignored: frozenset[str] = frozenset()
+) -> Body:
+    """A request body as `kind`. Raises Refusal that names the field.
+
+    `refused`: fields that a text model cannot honour, and why; null means "not asked for" and is
+    fine. `ignored`: fields that change nothing about the answer. A key that is there twice counts
+    as it stands last.
+    """
+    try:
+        tree = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        message = f"The body is not valid JSON: {error}."
+        raise Refusal(Kind.BAD, "invalid_json", message) from None
+    except RecursionError:
+        raise Refusal(Kind.BAD, "invalid_json", "The body is nested too deeply.") from None
+    if not isinstance(tree, dict):
+        raise Refusal(Kind.BAD, "invalid_json", "The body has to be a JSON object.")
+    known = {field.encode_name for field in msgspec.structs.fields(kind)}
+    fields = {}
+    for name, value in tree.items():
+        if name in refused:
+            if value is not None:
+                raise Refusal(Kind.BAD, "unsupported_parameter", refused[name], param=name)
+        elif name in known:
+            fields[name] = value
+        elif name not in ignored:
+            raise _unknown(name, known)
+    return convert(fields, kind, "")
+
+
+def convert(value: Any, kind: type[T], above: str) -> T:
+    """`msgspec.convert` whose error is a Refusal naming the path below `above`."""
+    try:
+        return msgspec.convert(value, kind, strict=True)
+    except msgspec.ValidationError as error:
+        message, _, path = str(error).partition(" - at `$")
+        param = above + path.rstrip("`").lstrip("." if not above else "")
+        if not path and "missing required field" in message:
+            param = message.rpartition("`")[0].rpartition("`")[2]
+        code = "missing_required_parameter" if "missing required" in message else "invalid_value"
+        where = f"{param}: " if param else ""
+        raise Refusal(Kind.BAD, code, f"{where}{message}.", param=param or None) from None
+    except (RecursionError, OverflowError):
+        raise Refusal(Kind.BAD, "invalid_value", "A value is out of range.") from None
+
+
+def _unknown(name: str, known: set[str]) -> Refusal:
+    shown = name[:64]
+    close = difflib.get_close_matches(shown, known, n=1)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    return Refusal(
+        Kind.BAD, "unknown_parameter", f"Unknown parameter: {shown!r}.{hint}", param=shown
+    )
+
+
+def sampling(fields: GenerationFields, logprobs: int | None) -> Sampling:
+    """The engine's terms. Raises Refusal for combinations that mean nothing."""
+    bias = {}
+    for key, value in (fields.logit_bias or {}).items():
+        if not (key.isascii() and key.isdigit() and len(key) <= 10 and int(key) < 2**31):
+            raise Refusal(
+                Kind.BAD, "invalid_value", "logit_bias: keys are token ids.", param="logit_bias"
+            )
+        bias[int(key)] = value
+    temperature = 1.0 if fields.temperature is None else fields.temperature
+    if fields.top_p == 0:
+        temperature = 0.0  # an empty nucleus keeps the best token alone
+    return Sampling(
+        temperature=temperature,
+        top_k=max(0, fields.top_k or 0),
+        top_p=fields.top_p or 1.0,
+        min_p=fields.min_p or 0.0,
+        repetition_penalty=fields.repetition_penalty or 1.0,
+        presence_penalty=fields.presence_penalty or 0.0,
+        frequency_penalty=fields.frequency_penalty or 0.0,
+        logit_bias=bias,
+        seed=fields.seed,
+        logprobs=logprobs,
+    )
+
+
+def generation(
+    fields: GenerationFields, *, max_tokens: int | None, logprobs: int | None, samples: int
+) -> Generation:
+    """The canonical settings of either endpoint."""
+    stop = fields.stop
+    return Generation(
+        max_tokens=max_tokens,
+        choices=fields.n or 1,
+        samples=samples,
+        sampling=sampling(fields, logprobs),
+        stop=() if stop is None else (stop,) if isinstance(stop, str) else tuple(stop),
+        stop_token_ids=tuple(fields.stop_token_ids or ()),
+        ignore_eos=bool(fields.ignore_eos),
+        min_tokens=fields.min_tokens or 0,
+    )
+
+
+def partition(fields: GenerationFields) -> str:
+    """Whatever narrows the sharing scope, unambiguously joined."""
+    parts = (fields.cache_salt or "", fields.prompt_cache_key or "")
+    return "".join(f"{len(part)}:{part}" for part in parts) if any(parts) else ""
+
+
+def check_stream_options(fields: GenerationFields) -> None:
+    """`stream_options` means nothing without `stream`."""
+    if fields.stream_options is not None and not fields.stream:
+        raise Refusal(
+            Kind.BAD,
+            "invalid_value",
+            "stream_options is only allowed when stream is true.",
+            param="stream_options",
+        )
+
+
+# --- answers -----------------------------------------------------------------------------------
+
+
+def usage(record: UsageRecord) -> dict[str, Any]:
+    """OpenAI's usage object; every number from the one record."""
+    return {
+        "prompt_tokens": record.total_in,
+        "completion_tokens": record.out,
+        "total_tokens": record.total_in + record.out,
+        "prompt_tokens_details": {"cached_tokens": record.read_tokens(), "audio_tokens": 0},
+        "completion_tokens_details": {
+            "reasoning_tokens": 0,
+            "audio_tokens": 0,
+            "accepted_prediction_tokens": 0,
+            "rejected_prediction_tokens": 0,
+        },
+    }
+
+
+_TYPES: dict[Kind, Literal["invalid_request_error", "server_error"] | str] = {
+    Kind.AUTH: "authentication_error",
+    Kind.PERMISSION: "permission_error",
+    Kind.RATE: "rate_limit_error",
+    Kind.QUOTA: "insufficient_quota",
+    Kind.INTERNAL: "server_error",
+    Kind.BUSY: "server_error",
+    Kind.DEADLINE: "server_error",
+}
+_STATUS = {Kind.QUOTA: 429}
+
+
+def error_object(refusal: Refusal) -> dict[str, Any]:
+    """`{"error": {...}}` as OpenAI's SDKs read it."""
+    return {
+        "error": {
+            "message": refusal.message,
+            "type": _TYPES.get(refusal.kind, "invalid_request_error"),
+            "param": refusal.param,
+            "code": refusal.code,
+        }
+    }
+
+
+def error_body(refusal: Refusal, request_id: str) -> tuple[int, bytes]:
+    """(HTTP status, body) of an error."""
+    status = _STATUS.get(refusal.kind, refusal.kind.value)
+    return status, msgspec.json.encode(error_object(refusal))

@@ -1,0 +1,334 @@
+"""From the engine's events to canonical deltas: text, stop strings, choices, usage.
+
+One HTTP request may be several engine requests (several prompts), each with several samples; a
+choice is prompt * choices + sample. Stop strings are found here, in text; the engine is told and
+charges only the tokens that the text needed. Closing the stream cancels what still runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+
+from engine.api import (
+    Event,
+    Finished,
+    FinishReason,
+    PromptLogprobs,
+    SampledToken,
+    SampleEnded,
+    Started,
+    TokenLogprob,
+    Tokens,
+    Usage,
+)
+from engine.client import RequestStream
+from gateway.dialects.canonical import (
+    Begin,
+    Call,
+    ChoiceEnd,
+    Delta,
+    End,
+    Rendered,
+    Text,
+    TokenText,
+    UsageRecord,
+)
+from gateway.errors import Kind, Refusal
+from gateway.prompt import Renderer
+
+_REFUSALS: dict[str, tuple[Kind, str]] = {
+    "prompt_empty": (Kind.BAD, "invalid_value"),
+    "token_out_of_range": (Kind.BAD, "invalid_value"),
+    "context_exceeded": (Kind.BAD, "context_length_exceeded"),
+    "kv_exceeded": (Kind.BAD, "context_length_exceeded"),
+    "duplicate_request": (Kind.CONFLICT, "duplicate_request"),
+    "poison_request": (Kind.INTERNAL, "poison_request"),
+    "queue_full": (Kind.BUSY, "overloaded"),
+    "timeout": (Kind.BUSY, "queue_timeout"),
+    "draining": (Kind.BUSY, "shutting_down"),
+    "engine_died": (Kind.BUSY, "engine_restarting"),
+    "not_ready": (Kind.BUSY, "engine_starting"),
+    "step_failed": (Kind.INTERNAL, "internal_error"),
+    "nan_logits": (Kind.INTERNAL, "internal_error"),
+}
+"""The engine's stable codes in the gateway's terms."""
+
+
+def refusal_of(code: str, message: str, retry_after_s: float | None = None) -> Refusal:
+    """An engine's refusal or failure, as the client hears it."""
+    kind, name = _REFUSALS.get(code, (Kind.INTERNAL, "internal_error"))
+    if kind is Kind.BUSY and retry_after_s is None:
+        retry_after_s = 1.0
+    return Refusal(kind, name, message, retry_after_s=retry_after_s)
+
+
+def usage_record(usages: Sequence[Usage]) -> UsageRecord:
+    """What is reported and billed: in plain prefix caching, what was found is what was read."""
+    total = sum(usage.prompt_tokens for usage in usages)
+    cached = sum(usage.cached_tokens for usage in usages)
+    return UsageRecord(
+        total_in=total,
+        read={"best_effort": cached} if cached else {},
+        fresh=total - cached,
+        out=sum(usage.output_tokens for usage in usages),
+        physical_cached=cached,
+    )
+
+
+class _Choice:
+    """One sample's text on its way out."""
+
+    def __init__(self, index: int, sample: int, call: Call, renderer: Renderer) -> None:
+        self.index = index
+        self.sample = sample
+        self._stops = frozenset(call.generation.stop_token_ids)
+        self._model_stops = frozenset(renderer.stop_token_ids)
+        self._ignore_eos = call.generation.ignore_eos
+        self._wants_logprobs = call.generation.sampling.logprobs is not None
+        self._renderer = renderer
+        self._text = renderer.detokenizer(call.generation.stop)
+        self._waiting: list[TokenText] = []
+        self.tokens = 0
+        self.is_over = False
+        self.cumulative_logprob = 0.0
+
+    def push(self, tokens: Sequence[SampledToken]) -> tuple[Text | None, str | None]:
+        """(text that is certain now, the stop string that was found)."""
+        pieces = []
+        for token in tokens:
+            if self._text.stopped_by is not None:
+                break
+            self.tokens += 1
+            if not self._ends_silently(token.token_id):
+                pieces.append(self._text.push(token.token_id))
+            if self._wants_logprobs:
+                self._waiting.append(token_text(token, self._renderer))
+        return self._delta("".join(pieces)), self._text.stopped_by
+
+    def finish(self) -> Text | None:
+        """What was held back."""
+        text = self._text.finish()
+        return self._delta(text, is_last=True)
+
+    @property
+    def stopped_by(self) -> str | None:
+        return self._text.stopped_by
+
+    def _ends_silently(self, token_id: int) -> bool:
+        """End tokens are not text, unless they were asked to be ignored and the text goes on."""
+        if token_id in self._stops:
+            return True
+        return token_id in self._model_stops and not self._ignore_eos
+
+    def _delta(self, text: str, *, is_last: bool = False) -> Text | None:
+        if not text and not (is_last and self._waiting):
+            return None
+        tokens, self._waiting = tuple(self._waiting), []
+        return Text(self.index, text, tokens)
+
+
+def token_text(token: SampledToken, renderer: Renderer) -> TokenText:
+    """A token with its logprobs, in bytes."""
+
+    def alternative(top: TokenLogprob) -> TokenText:
+        return TokenText(top.token_id, _bytes_of(top.token_id, renderer), top.logprob)
+
+    return TokenText(
+        token.token_id,
+        _bytes_of(token.token_id, renderer),
+        token.logprob,
+        tuple(alternative(top) for top in token.top),
+    )
+
+
+def _bytes_of(token_id: int, renderer: Renderer) -> bytes:
+    return renderer.token_bytes(token_id) or renderer.special_text(token_id).encode()
+
+
+class AnswerStream:
+    """Deltas of one call. After the end, `usages` and `ending` say how it went.
+
+    `ending`: "done", or "cancelled", or the refusal's code.
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        rendered: Sequence[Rendered],
+        streams: Sequence[RequestStream],
+        renderer: Renderer,
+    ) -> None:
+        self._call = call
+        self._rendered = rendered
+        self._streams = list(streams)
+        self._renderer = renderer
+        samples, choices = call.generation.samples, call.generation.choices
+        self._ranks = samples > choices
+        self._choices = [
+            [
+                _Choice(prompt * choices + sample, sample, call, renderer)
+                for sample in range(samples)
+            ]
+            for prompt in range(len(streams))
+        ]
+        self._kept: list[list[list[Delta]]] = [[[] for _ in row] for row in self._choices]
+        self._started: list[Started | None] = [None] * len(streams)
+        self.usages: list[Usage] = [Usage()] * len(streams)
+        self.first_token_s: float | None = None
+        self.ending = "cancelled"
+
+    async def batches(self) -> AsyncGenerator[list[Delta]]:
+        """Deltas as the engine steps: a list is what can be written at once; it may be empty.
+
+        Raises Refusal when the engine refuses or fails. The last batch ends with `End`.
+        """
+        reading = {
+            asyncio.ensure_future(stream.next_batch()): index
+            for index, stream in enumerate(self._streams)
+        }
+        try:
+            while reading:
+                done, _ = await asyncio.wait(reading, return_when=asyncio.FIRST_COMPLETED)
+                deltas: list[Delta] = []
+                for task in done:
+                    index = reading.pop(task)
+                    events = task.result()
+                    for event in events:
+                        deltas.extend(self._take(index, event))
+                    if events and not isinstance(events[-1], Finished):
+                        again = asyncio.ensure_future(self._streams[index].next_batch())
+                        reading[again] = index
+                if not reading:
+                    deltas.extend(self._end())
+                yield deltas
+        finally:
+            for task in reading:
+                task.cancel()
+
+    async def cancel(self) -> None:
+        """Nobody reads on: cancel what still runs, and learn what it has used."""
+        ends = await asyncio.gather(*(stream.cancel() for stream in self._streams))
+        for index, end in enumerate(ends):
+            if end is not None:
+                self.usages[index] = end.usage
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens found, as far as it is known."""
+        return sum(started.cached_tokens for started in self._started if started is not None)
+
+    def usage_so_far(self) -> UsageRecord:
+        """What is known of a call that was broken off: found and computed prompt, tokens seen."""
+        known = []
+        for number, usage in enumerate(self.usages):
+            started = self._started[number]
+            if usage.prompt_tokens or started is None:
+                known.append(usage)
+                continue
+            seen = sum(choice.tokens for choice in self._choices[number])
+            known.append(
+                Usage(
+                    prompt_tokens=started.prompt_tokens,
+                    cached_tokens=started.cached_tokens,
+                    output_tokens=seen,
+                )
+            )
+        return usage_record(known)
+
+    # -- inside -------------------------------------------------------------------------------
+
+    def _take(self, prompt: int, event: Event) -> list[Delta]:
+        match event:
+            case Started():
+                return self._begin(prompt, event)
+            case PromptLogprobs(tokens=tokens):
+                return self._echo(prompt, tokens)
+            case Tokens(index=sample, tokens=tokens):
+                return self._text(prompt, sample, tokens)
+            case SampleEnded():
+                choice = self._choices[prompt][event.index]
+                choice.cumulative_logprob = event.cumulative_logprob or 0.0
+                return self._close(prompt, choice, event.reason)
+            case Finished():
+                self.usages[prompt] = event.usage
+                if event.ending != "done":
+                    self.ending = event.code or event.ending
+                    raise refusal_of(event.code, event.message)
+                return []
+
+    def _begin(self, prompt: int, event: Started) -> list[Delta]:
+        self._started[prompt] = event
+        found: list[Delta] = []
+        if all(started is not None for started in self._started):
+            total = sum(s.prompt_tokens for s in self._started if s is not None)
+            cached = self.cached_tokens
+            usage = UsageRecord(total, {"best_effort": cached}, {}, total - cached, 0, cached)
+            found.append(Begin(usage))
+        if self._call.generation.echo and self._call.generation.prompt_logprobs is None:
+            ids = self._rendered[prompt].token_ids
+            found.extend(self._echo(prompt, [SampledToken(token_id) for token_id in ids]))
+        return found
+
+    def _echo(self, prompt: int, tokens: Sequence[SampledToken]) -> list[Delta]:
+        reader = self._renderer.detokenizer()
+        text = "".join(reader.push(token.token_id) for token in tokens) + reader.finish()
+        reported: tuple[TokenText, ...] = ()
+        if self._call.generation.prompt_logprobs is not None:
+            reported = tuple(token_text(token, self._renderer) for token in tokens)
+        deltas: list[Delta] = []
+        for choice in self._choices[prompt]:
+            deltas.extend(self._keep(prompt, choice, Text(choice.index, text, reported)))
+        return deltas
+
+    def _text(self, prompt: int, sample: int, tokens: Sequence[SampledToken]) -> list[Delta]:
+        choice = self._choices[prompt][sample]
+        if choice.is_over:
+            return []
+        text, stop = choice.push(tokens)
+        deltas = self._keep(prompt, choice, text) if text is not None else []
+        if stop is not None:
+            self._streams[prompt].end_sample(sample, choice.tokens)
+            deltas += self._close(prompt, choice, "stop")
+        return deltas
+
+    def _close(self, prompt: int, choice: _Choice, reason: FinishReason) -> list[Delta]:
+        if choice.is_over:
+            return []
+        choice.is_over = True
+        deltas: list[Delta] = []
+        rest = choice.finish()
+        if rest is not None:
+            deltas += self._keep(prompt, choice, rest)
+        if choice.stopped_by is not None:
+            reason = "stop"
+        return deltas + self._keep(
+            prompt, choice, ChoiceEnd(choice.index, reason, choice.stopped_by)
+        )
+
+    def _keep(self, prompt: int, choice: _Choice, delta: Delta) -> list[Delta]:
+        """With more samples than choices everything waits for the ranking."""
+        if not self._ranks:
+            return [delta]
+        self._kept[prompt][choice.sample].append(delta)
+        return []
+
+    def _end(self) -> list[Delta]:
+        self.ending = "done"
+        deltas: list[Delta] = []
+        for prompt, row in enumerate(self._choices if self._ranks else []):
+            best = sorted(row, key=lambda c: -c.cumulative_logprob / max(1, c.tokens))
+            choices = self._call.generation.choices
+            for place, choice in enumerate(best[:choices]):
+                index = prompt * choices + place
+                deltas.extend(_renumbered(d, index) for d in self._kept[prompt][choice.sample])
+        firsts = [u.first_token_s for u in self.usages if u.first_token_s is not None]
+        self.first_token_s = min(firsts, default=None)
+        return [*deltas, End(usage_record(self.usages))]
+
+
+def _renumbered(delta: Delta, index: int) -> Delta:
+    if isinstance(delta, Text):
+        return Text(index, delta.text, delta.tokens)
+    assert isinstance(delta, ChoiceEnd), "only text and its end are kept"
+    return ChoiceEnd(index, delta.reason, delta.stop_sequence)
