@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -19,7 +18,6 @@ from engine.api import (
     Cancel,
     Command,
     Drain,
-    EndSample,
     EngineInfo,
     Erase,
     Erased,
@@ -34,14 +32,17 @@ from engine.api import (
     Request,
     Stats,
     Submit,
-    Tokens,
-    Usage,
 )
-from engine.errors import EngineError, EngineUnavailable
+from engine.errors import EngineError, EngineUnavailable, RequestRefused
 from engine.frames import FrameError, Hello, Rejected, Welcome, downward_decoder, encode
+from engine.stream import RequestStream
+
+__all__ = ["Connection", "Engine", "RequestStream", "SocketEngine"]
 
 READ_BYTES = 1 << 18
 CALL_TIMEOUT_S = 10.0
+UNSENT_BYTES_MAX = 64 * 2**20
+"""An engine that reads slower than this far behind is full for the time being."""
 
 Answer = TypeVar("Answer", Peeked, Erased, Stats)
 
@@ -85,75 +86,11 @@ class Engine(Protocol):
         """Let go of the engine; every open stream ends."""
 
 
-class RequestStream(AsyncIterator[Event]):
-    """One request's events, ending after `Finished`. `aclose` before that cancels the request."""
-
-    def __init__(self, request_id: str, connection: Connection) -> None:
-        self.request_id = request_id
-        self._connection = connection
-        self._events: deque[Event] = deque()
-        self._arrived = asyncio.Event()
-        self._is_over = False
-
-    def push(self, event: Event) -> None:
-        """Called by the connection, in order."""
-        last = self._events[-1] if self._events else None
-        if isinstance(event, Tokens) and isinstance(last, Tokens) and last.index == event.index:
-            self._events[-1] = Tokens(self.request_id, last.index, last.tokens + event.tokens)
-        else:
-            self._events.append(event)
-        self._arrived.set()
-
-    async def __anext__(self) -> Event:
-        if self._is_over:
-            raise StopAsyncIteration
-        while not self._events:
-            self._arrived.clear()
-            await self._arrived.wait()
-        return self._take()
-
-    def _take(self) -> Event:
-        event = self._events.popleft()
-        self._is_over = isinstance(event, Finished)
-        return event
-
-    async def next_batch(self) -> list[Event]:
-        """Everything there is, at least one event; [] when it is over."""
-        if self._is_over:
-            return []
-        batch = [await anext(self)]
-        while self._events and not self._is_over:
-            batch.append(self._take())
-        return batch
-
-    def end_sample(self, index: int, output_tokens: int) -> None:
-        """A stop string was found in sample `index`."""
-        if not self._is_over:
-            self._connection.post(EndSample(self.request_id, index, output_tokens))
-
-    async def cancel(self, patience_s: float = 2.0) -> Finished | None:
-        """Nobody wants the rest: cancel, and wait a moment for the end and its usage."""
-        if self._is_over:
-            return None
-        self._connection.post(Cancel(self.request_id))
-        try:
-            async with asyncio.timeout(patience_s):
-                async for event in self:
-                    if isinstance(event, Finished):
-                        return event
-        except TimeoutError:
-            await self.aclose()
-        return None
-
-    async def aclose(self) -> None:
-        """Nobody reads on: cancel unless it is over. Safe to call twice."""
-        if not self._is_over:
-            self._is_over = True
-            self._connection.forget(self.request_id)
-
-
 class Connection(ABC):
-    """Streams and calls over one connection to one engine, whatever carries the messages."""
+    """Streams and calls over one connection to one engine, whatever carries the messages.
+
+    `died_with`: ids of the requests that were being computed when the engine was lost.
+    """
 
     def __init__(self) -> None:
         self.info: EngineInfo | None = None
@@ -164,6 +101,7 @@ class Connection(ABC):
         self._next_call = 1
         self._is_draining = False
         self._is_closed = False
+        self.died_with: list[str] = []
 
     @abstractmethod
     def post(self, command: Command) -> None:
@@ -178,9 +116,11 @@ class Connection(ABC):
         if not self.ready():
             code = "draining" if self._is_draining else "not_ready"
             raise EngineUnavailable(code, "The engine is not taking requests now.")
+        if request.request_id in self._streams:
+            raise RequestRefused("duplicate_request", "A request with this id is running already.")
         stream = RequestStream(request.request_id, self)
-        self._streams[request.request_id] = stream
         self.post(Submit(request))
+        self._streams[request.request_id] = stream
         return stream
 
     def forget(self, request_id: str) -> None:
@@ -205,6 +145,8 @@ class Connection(ABC):
         tokens: tuple[int, ...] | None = None,
     ) -> Erased:
         """See `Engine.erase`."""
+        if lease_id is not None and tokens is not None:
+            raise ValueError("erase by lease_id or by tokens, not both")
         call_id = self._call_id()
         return await self._call(Erase(call_id, namespace, lease_id, tokens), call_id, Erased)
 
@@ -230,14 +172,19 @@ class Connection(ABC):
                 continue
             if isinstance(message, Finished):
                 del self._streams[message.request_id]
-            stream.push(message)
+            if isinstance(message, Finished) and message.code == "engine_died":
+                self.died_with.append(message.request_id)
+                stream.fail(message.code, message.message)
+            else:
+                stream.push(message)
 
     def lost(self, code: str, message: str) -> None:
         """The engine is gone: every stream ends, every call fails. Safe to call twice."""
         self._is_closed = True
         streams, self._streams = self._streams, {}
-        for request_id, stream in streams.items():
-            stream.push(Finished(request_id, "failed", Usage(), code, message))
+        self.died_with.extend(streams)
+        for stream in streams.values():
+            stream.fail(code, message)
         calls, self._calls = self._calls, {}
         for future in calls.values():
             if not future.done():
@@ -280,6 +227,7 @@ class SocketEngine(Connection):
         self._writer = writer
         self._decoder = downward_decoder()
         self._frames = 0
+        self.heard_at_s = asyncio.get_running_loop().time()
         self._task: asyncio.Task[None] | None = None
 
     @classmethod
@@ -311,9 +259,12 @@ class SocketEngine(Connection):
         raise EngineUnavailable("engine_died", "The engine closed the connection.")
 
     def post(self, command: Command) -> None:
-        """See `Connection.post`."""
-        if not self._writer.is_closing():
-            self._writer.write(encode(command))
+        """See `Connection.post`. Raises EngineUnavailable if the engine has stopped reading."""
+        if self._writer.is_closing():
+            return
+        if self._writer.transport.get_write_buffer_size() > UNSENT_BYTES_MAX:
+            raise EngineUnavailable("queue_full", "The engine does not keep up with its requests.")
+        self._writer.write(encode(command))
 
     async def wait_lost(self) -> None:
         """Returns when the connection has ended."""
@@ -331,14 +282,18 @@ class SocketEngine(Connection):
     async def _read(self) -> None:
         loop = asyncio.get_running_loop()
         self.heard_at_s = loop.time()
+        data = b""  # frames may have come with the welcome
         try:
-            while data := await self._reader.read(READ_BYTES):
-                self.heard_at_s = loop.time()
+            while True:
                 for message in self._decoder.feed(data):
                     if not isinstance(message, Frame) or message.number != self._frames:
                         raise FrameError("a frame out of turn")
                     self._frames += 1
                     self.receive(message.messages)
+                data = await self._reader.read(READ_BYTES)
+                if not data:
+                    break
+                self.heard_at_s = loop.time()
         except (FrameError, OSError):
             pass  # the same to everybody who waits: this engine is lost
         finally:

@@ -20,6 +20,7 @@ import msgspec
 from msgspec import Struct
 
 from engine.api import Command, EngineInfo, Frame
+from engine.errors import EngineError
 
 FRAME_BYTES_MAX = 64 * 2**20
 _LENGTH = struct.Struct("<I")
@@ -27,8 +28,11 @@ _LENGTH = struct.Struct("<I")
 T = TypeVar("T")
 
 
-class Hello(Struct, frozen=True, tag="hello", forbid_unknown_fields=True):
-    """First from a client. `token` proves that it may talk to this engine."""
+class Hello(Struct, frozen=True, tag="hello"):
+    """First from a client. `token` proves that it may talk to this engine.
+
+    Open to unknown fields, so that another version still gets an answer that says so.
+    """
 
     version: int
     token: str
@@ -51,8 +55,11 @@ Upward = Hello | Command
 Downward = Welcome | Rejected | Frame
 
 
-class FrameError(Exception):
+class FrameError(EngineError):
     """The peer does not speak this protocol; the connection is closed."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__("unsupported", message)
 
 
 def encode(message: Upward | Downward) -> bytes:
@@ -69,23 +76,35 @@ class Decoder(Generic[T]):
     def __init__(self, kind: object) -> None:
         self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(kind)
         self._buffer = bytearray()
+        self._is_broken = False
 
     def feed(self, data: bytes) -> Iterator[T]:
         """Messages that are whole now. Raises FrameError for what cannot be one."""
+        if self._is_broken:
+            raise FrameError("nothing can follow a broken frame")
         self._buffer += data
         while len(self._buffer) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._buffer)
             if length > FRAME_BYTES_MAX:
+                self._is_broken = True
                 raise FrameError(f"a frame of {length} bytes; at most {FRAME_BYTES_MAX} are taken")
             end = _LENGTH.size + length
             if len(self._buffer) < end:
                 return
             body = bytes(self._buffer[_LENGTH.size : end])
             del self._buffer[:end]
-            try:
-                yield self._decoder.decode(body)
-            except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-                raise FrameError(f"a frame that is no message: {error}") from error
+            message = self._decode(body)
+            if message is None:
+                # Without the decoder's own words: they may quote what came, a prompt perhaps.
+                self._is_broken = True
+                raise FrameError(f"a frame of {length} bytes that is no message")
+            yield message
+
+    def _decode(self, body: bytes) -> T | None:
+        try:
+            return self._decoder.decode(body)
+        except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+            return None
 
 
 def upward_decoder() -> Decoder[Upward]:

@@ -20,7 +20,7 @@ class LocalEngine(Connection):
 
     def __init__(self, service: EngineService, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__()
-        self._service = service
+        self.service = service
         self._loop = loop
 
     @classmethod
@@ -29,9 +29,11 @@ class LocalEngine(Connection):
     ) -> LocalEngine:
         """Load and wait until it has produced a token. Raises what loading raised."""
         loop = asyncio.get_running_loop()
-        service = EngineService(
-            make_core, config, changed=lambda: loop.call_soon_threadsafe(engine._changed)
-        )
+
+        def changed() -> None:
+            loop.call_soon_threadsafe(engine._changed)
+
+        service = EngineService(make_core, config, changed=changed)
         engine = cls(service, loop)
         service.start()
         await asyncio.to_thread(service.ready.wait)
@@ -42,15 +44,15 @@ class LocalEngine(Connection):
         return engine
 
     def _changed(self) -> None:
-        if self._service.stopped.is_set():
+        if self.service.stopped.is_set():
             self.lost("engine_died", "The engine stopped.")
 
     def post(self, command: Command) -> None:
         """See `Connection.post`."""
-        if self._service.stopped.is_set():
+        if self.service.stopped.is_set():
             self.lost("engine_died", "The engine stopped.")
             return
-        self._service.post(self, command)
+        self.service.post(self, command)
 
     def send(self, step: int, messages: tuple[Event | Reply, ...]) -> None:
         """`engine.service.Outlet`: called on the service's thread."""
@@ -58,5 +60,5 @@ class LocalEngine(Connection):
 
     async def close(self) -> None:
         """See `Engine.close`."""
-        await asyncio.to_thread(self._service.stop)
+        await asyncio.to_thread(self.service.stop)
         self.lost("engine_died", "The engine was closed.")

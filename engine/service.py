@@ -64,7 +64,7 @@ class EngineService:
         *,
         changed: Callable[[], None] = lambda: None,
     ) -> None:
-        """`changed` is called in the service's thread, after `ready` and after `stopped` are set."""
+        """`changed` is called in the service's thread when `ready` and when `stopped` are set."""
         self.config = config
         self.clock = clock
         self.info: EngineInfo | None = None

@@ -4,8 +4,9 @@ It is an `engine.client.Engine` itself: requests go to the child that lives now.
 or whose heartbeat stops, ends every open stream with `engine_died` and is replaced after a pause
 that grows from 0.1 to 10 s; after 5 failures in a minute it stays down until somebody looks.
 
-A request that was in flight at two deaths in a row is taken to be the cause and refused from then
-on: one poisonous prompt must not keep everybody's engine dying.
+A request that was in flight at two deaths in a row is taken to be the cause and refused for ten
+minutes: one poisonous prompt must not keep everybody's engine dying, and a popular one that was
+innocent must come back.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import shutil
 import sys
 import tempfile
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import msgspec
@@ -32,7 +33,7 @@ PAUSE_FIRST_S, PAUSE_LAST_S = 0.1, 10.0
 FAILURES_MAX, FAILURES_WINDOW_S = 5, 60.0
 CONNECT_EVERY_S = 0.02
 WATCH_EVERY_S = 0.25
-POISON_REMEMBERED = 64
+POISON_REMEMBERED, POISON_S = 64, 600.0
 
 Report = Callable[[str, dict[str, object]], None]
 """Told of what happens to the engine, for the log: an event's name and its facts."""
@@ -62,7 +63,7 @@ class EngineSupervisor:
         self._failures: deque[float] = deque(maxlen=FAILURES_MAX)
         self._last_stats = Stats()
         self._suspects: set[str] = set()
-        self._poison: deque[str] = deque(maxlen=POISON_REMEMBERED)
+        self._poison: deque[tuple[str, float]] = deque(maxlen=POISON_REMEMBERED)
         self._in_flight: dict[str, str] = {}
         self.restarts = 0
         self.failure: EngineError | None = None
@@ -89,14 +90,15 @@ class EngineSupervisor:
             code = "draining" if self._is_draining else "not_ready"
             raise EngineUnavailable(code, "The engine is starting.", self._retry_after_s())
         digest = _digest(request)
-        if digest in self._poison:
+        if self._is_poison(digest):
             raise RequestRefused(
                 "poison_request", "This request was being computed when the engine died, twice."
             )
+        stream = self._engine.submit(request)
         live = set(self._engine.open_streams())
         self._in_flight = {r: d for r, d in self._in_flight.items() if r in live}
         self._in_flight[request.request_id] = digest
-        return self._engine.submit(request)
+        return stream
 
     def open_requests(self) -> int:
         """Requests that have not ended."""
@@ -155,11 +157,11 @@ class EngineSupervisor:
                 await self._live()
                 reason = "connection lost"
             except ModelError as error:
+                await self._end_child()
                 self._give_up(error)
                 return
             except (EngineError, OSError) as error:
                 reason = str(error)
-            self._accuse()
             await self._end_child()
             if self._is_closing or self._is_draining:
                 return
@@ -191,17 +193,35 @@ class EngineSupervisor:
         self._report("engine_ready", {"pid": self._process.pid})
         lost = asyncio.create_task(engine.wait_lost())
         try:
-            while not lost.done():
-                await asyncio.wait([lost], timeout=WATCH_EVERY_S)
-                silent_s = asyncio.get_running_loop().time() - engine.heard_at_s
-                if silent_s > self._config.step_timeout_s:
-                    self._report("engine_stuck", {"silent_s": round(silent_s, 1)})
-                    break
+            await self._watch(engine, lost)
         finally:
             lost.cancel()
             self._last_stats = engine.stats
             self._engine = None
             await engine.close()
+            self._accuse(engine.died_with)
+
+    async def _watch(self, engine: SocketEngine, lost: asyncio.Task[None]) -> None:
+        """Until the connection is lost, the engine falls silent, or it has work and no step.
+
+        What counts is time during which this process ran too: after a pause of its own it listens
+        again before it judges.
+        """
+        loop = asyncio.get_running_loop()
+        looked_at_s = moved_at_s = loop.time()
+        step = -1
+        while not lost.done():
+            await asyncio.wait([lost], timeout=WATCH_EVERY_S)
+            now_s, stats = loop.time(), engine.stats
+            if now_s - looked_at_s > 4 * WATCH_EVERY_S:
+                engine.heard_at_s = moved_at_s = now_s
+            looked_at_s = now_s
+            if stats.step != step or stats.running + stats.waiting == 0:
+                step, moved_at_s = stats.step, now_s
+            idle_s = now_s - min(engine.heard_at_s, moved_at_s)
+            if idle_s > self._config.step_timeout_s:
+                self._report("engine_stuck", {"idle_s": round(idle_s, 1), "step": stats.step})
+                return
 
     async def _spawn(self, path: Path, token: str) -> asyncio.subprocess.Process:
         settings = {
@@ -211,7 +231,7 @@ class EngineSupervisor:
             "config": msgspec.to_builtins(self._config),
         }
         process = await asyncio.create_subprocess_exec(
-            *self._command, stdin=asyncio.subprocess.PIPE, cwd=None
+            *self._command, stdin=asyncio.subprocess.PIPE, start_new_session=True
         )
         assert process.stdin is not None
         process.stdin.write(msgspec.json.encode(settings) + b"\n")
@@ -234,6 +254,8 @@ class EngineSupervisor:
             except EngineUnavailable:
                 raise
             except EngineError as error:
+                if error.code == "engine_died":
+                    raise
                 raise ModelError(error.code, error.message) from error
 
     async def _end_child(self) -> None:
@@ -251,12 +273,17 @@ class EngineSupervisor:
                 process.kill()
             await process.wait()
 
-    def _accuse(self) -> None:
+    def _accuse(self, died_with: Iterable[str]) -> None:
         """Who was in flight at this death and at the one before?"""
-        digests = set(self._in_flight.values())
-        self._poison.extend(digests & self._suspects)
+        until_s = asyncio.get_running_loop().time() + POISON_S
+        digests = {self._in_flight[r] for r in died_with if r in self._in_flight}
+        self._poison.extend((digest, until_s) for digest in sorted(digests & self._suspects))
         self._suspects = digests
         self._in_flight = {}
+
+    def _is_poison(self, digest: str) -> bool:
+        now_s = asyncio.get_running_loop().time()
+        return any(digest == known and now_s < until_s for known, until_s in self._poison)
 
     def _give_up(self, error: EngineError) -> None:
         self.failure = error

@@ -1,0 +1,131 @@
+"""The wire codec: whatever the pieces, the same messages; whatever the garbage, one typed error."""
+
+from __future__ import annotations
+
+import struct
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.api import (
+    CacheGrant,
+    Cancel,
+    Command,
+    EndSample,
+    Finished,
+    Frame,
+    GetStats,
+    Peek,
+    Peeked,
+    Request,
+    SampledToken,
+    Submit,
+    Tokens,
+    Usage,
+)
+from engine.errors import EngineError
+from engine.frames import (
+    FRAME_BYTES_MAX,
+    FrameError,
+    Hello,
+    Upward,
+    downward_decoder,
+    encode,
+    upward_decoder,
+)
+
+COMMANDS: list[Upward] = [
+    Hello(1, "token"),
+    Submit(Request("a", (1, 2, 3), 4, CacheGrant(b"n\x00"))),
+    Cancel("a"),
+    EndSample("a", 0, 2),
+    Peek(7, b"n", (1, 2)),
+    GetStats(8),
+]
+
+
+@given(st.lists(st.sampled_from(COMMANDS), max_size=6), st.lists(st.integers(1, 40)))
+def test_messages_survive_any_cut(sent: list[Upward], cuts: list[int]) -> None:
+    """A socket cuts where it likes, in the length too."""
+    data = b"".join(encode(message) for message in sent)
+    decoder = upward_decoder()
+    read: list[Upward] = []
+
+    for size in [*cuts, len(data)]:
+        read += decoder.feed(data[:size])
+        data = data[size:]
+
+    assert read == sent
+
+
+def test_a_frame_carries_a_whole_step() -> None:
+    """Tokens, an end and a reply of one step travel as one message, in order."""
+    frame = Frame(
+        3,
+        17,
+        (
+            Tokens("a", 0, (SampledToken(5, -0.5),)),
+            Finished("a", "done", Usage(prompt_tokens=3, computed_tokens=3, output_tokens=1)),
+            Peeked(7, 16),
+        ),
+    )
+
+    assert list(downward_decoder().feed(encode(frame))) == [frame]
+
+
+@given(st.binary(min_size=1, max_size=64))
+def test_garbage_is_one_typed_error_and_breaks_the_decoder(body: bytes) -> None:
+    """Nothing that follows garbage can be trusted, and no other exception may leave the codec."""
+    data = struct.pack("<I", len(body)) + body
+    decoder = upward_decoder()
+    try:
+        list(decoder.feed(data))
+    except FrameError:
+        with pytest.raises(FrameError):
+            list(decoder.feed(encode(Cancel("a"))))
+    else:  # it happened to be a message, and the same body is so again
+        assert msgspec.msgpack.decode(body, type=Upward)
+
+
+def test_an_error_does_not_repeat_what_came() -> None:
+    """What is no message may hold a prompt, and errors are logged."""
+    body = msgspec.msgpack.encode({"type": "PLANTED-SECRET", "PLANTED-SECRET": 1})
+
+    with pytest.raises(FrameError) as caught:
+        list(upward_decoder().feed(struct.pack("<I", len(body)) + body))
+
+    assert "PLANTED" not in str(caught.value)
+    assert isinstance(caught.value, EngineError)
+
+
+def test_a_length_over_the_limit_is_refused_before_its_bytes_come() -> None:
+    """A peer must not make us gather 4 GiB."""
+    with pytest.raises(FrameError):
+        list(upward_decoder().feed(struct.pack("<I", FRAME_BYTES_MAX + 1)))
+
+
+def test_a_command_is_not_an_answer() -> None:
+    """Each side takes only what the other may say."""
+    command: Command = Cancel("a")
+
+    with pytest.raises(FrameError):
+        list(downward_decoder().feed(encode(command)))
+
+
+def test_deep_nesting_is_a_frame_error() -> None:
+    """Recursion must end in our own error."""
+    body = b"\x91" * 100_000 + b"\x01"
+
+    with pytest.raises(FrameError):
+        list(upward_decoder().feed(struct.pack("<I", len(body)) + body))
+
+
+def test_a_newer_hello_is_still_understood() -> None:
+    """So that a version that has more to say hears that we speak another."""
+    body = msgspec.msgpack.encode(
+        {"type": "hello", "version": 99, "token": "t", "compression": "zstd"}
+    )
+
+    assert list(upward_decoder().feed(struct.pack("<I", len(body)) + body)) == [Hello(99, "t")]
