@@ -13,7 +13,6 @@ runs steps in order, and whoever gets the block writes it later.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
 from typing import Protocol
 
 from engine.admission import check_request
@@ -38,14 +37,18 @@ from engine.api import (
 from engine.cache import BlockTable, PrefixCache
 from engine.config import EngineConfig
 from engine.errors import EngineError, InvariantViolation
-from engine.plan import BegunSequence, Group, Row, StepPlan, StepResult
+from engine.plan import StepPlan, StepResult
+from engine.planner import Flight, Planner
 from engine.scheduler import Scheduler, Slice
 from engine.sequence import Sequence, Work
-from engine.tree_order import find_groups, order_key
 from engine.vitals import Vitals
 
 STALLS_MAX = 3
 IDLE_CHECK_S = 1.0
+FAILURES = {
+    "nan_logits": "The model's output was not a number.",
+    "step_failed": "The step that computed this request failed.",
+}
 
 
 class Runner(Protocol):
@@ -56,16 +59,6 @@ class Runner(Protocol):
 
     def collect(self) -> StepResult:
         """Wait for the oldest launched step and return what it brought. May raise what broke it."""
-
-
-@dataclass(slots=True)
-class Flight:
-    """A launched step: its slices with the tables they were planned on, and who draws a token."""
-
-    step: int
-    slices: list[tuple[Slice, BlockTable]]
-    drawing: dict[int, Sequence]
-    order: list[Sequence] = field(default_factory=list)
 
 
 class Core:
@@ -101,7 +94,7 @@ class Core:
         self._drain_at_s: float | None = None
         self._idle_since_s: float | None = None
         self._checked_at_s = clock()
-        self._groups: tuple[tuple[tuple[int, int, int], ...], tuple[Group, ...]] = ((), ())
+        self._planner = Planner(cache, self.scheduler, self._add_sequence)
 
     # -- what is asked ------------------------------------------------------------------------
 
@@ -187,106 +180,21 @@ class Core:
         return events
 
     def _launch(self, slices: list[Slice], now_s: float) -> bool:
-        flight = Flight(self.vitals.next_step(), [], {})
-        begun: list[BegunSequence] = []
-        rows = []
-        for piece in self._tree_order(slices):
-            sequence = piece.sequence
-            assert sequence.table is not None, "a slice belongs to a running sequence"
-            if sequence.work.started_at_s is None:
-                self._started(sequence, now_s)
-            flight.slices.append((piece, sequence.table))
-            if not sequence.is_known:
-                begun.append(self._introduce(sequence))
-            rows.append(self._row(piece, flight, begun))
-        plan = StepPlan(
-            step=flight.step,
-            rows=tuple(rows),
-            groups=self._find_groups(flight),
-            begun=tuple(begun),
-            ended=tuple(self.scheduler.runner_forgets),
-            copies=self.cache.take_copies(),
-        )
-        self.scheduler.runner_forgets.clear()
-        self._flights.append(flight)
+        for piece in slices:
+            if piece.sequence.work.started_at_s is None:
+                self._started(piece.sequence, now_s)
+        plan, flight = self._planner.plan(self.vitals.next_step(), slices, now_s)
         self._stalls = 0
         try:
             self.runner.launch(plan)
         except InvariantViolation:
             raise
         except Exception as error:
-            self._flights.pop()
             self._step_failed(flight, error)
             return False
-        self._fork(flight)
+        self._flights.append(flight)
+        self._planner.fork(flight)
         return True
-
-    def _row(self, piece: Slice, flight: Flight, begun: list[BegunSequence]) -> Row:
-        """The plan's row for a slice; the sequence is taken to have computed it from here on."""
-        sequence, end = piece.sequence, piece.start + piece.count
-        request, table = sequence.work.request, sequence.table
-        assert table is not None
-        is_last = end == sequence.length
-        drawing = [sequence] if is_last and request.max_tokens > 0 else []
-        if drawing and not sequence.work.is_forked:
-            drawing += [self._add_sequence(sequence.work) for _ in range(1, request.samples)]
-            begun.extend(self._introduce(fork) for fork in drawing[1:])
-        known = end <= len(sequence.tokens)
-        wants_logprobs = request.prompt_logprobs is not None and not sequence.work.is_forked
-        in_prompt = piece.start < len(request.tokens) and wants_logprobs
-        row = Row(
-            sequence_id=sequence.sequence_id,
-            start=piece.start,
-            count=piece.count,
-            block_ids=table.blocks,
-            table_version=table.version,
-            token_ids=sequence.tokens[piece.start : end] if known else None,
-            samples=tuple(s.sequence_id for s in drawing),
-            prompt_logprobs=request.prompt_logprobs if in_prompt else None,
-            next_token_id=sequence.tokens[end] if in_prompt and end < len(request.tokens) else None,
-        )
-        sequence.computed = end
-        for drawer in drawing:
-            drawer.in_flight += 1
-            flight.drawing[drawer.sequence_id] = drawer
-        return row
-
-    def _fork(self, flight: Flight) -> None:
-        """Samples of a prompt that is now being finished: each takes a table over its blocks."""
-        for piece, table in flight.slices:
-            work = piece.sequence.work
-            if work.is_forked or piece.sequence.sequence_id not in flight.drawing:
-                continue
-            work.is_forked = True
-            for fork in work.sequences[1:]:
-                fork.table = self.cache.fork(table)
-                fork.computed = fork.computed_before = piece.sequence.computed
-                self.scheduler.run(fork)
-                flight.slices.append((Slice(fork, fork.computed, 0), fork.table))
-
-    def _tree_order(self, slices: list[Slice]) -> list[Slice]:
-        for piece in slices:
-            sequence = piece.sequence
-            table = sequence.table
-            if table is not None and (
-                sequence.order_version != table.version or not sequence.order_key
-            ):
-                sequence.order_version = table.version
-                sequence.order_key = order_key(table.blocks)
-        return sorted(slices, key=lambda piece: piece.sequence.order_key)
-
-    def _find_groups(self, flight: Flight) -> tuple[Group, ...]:
-        """Groups change only when the batch or a table does: found anew only then."""
-        size = self.cache.block_size
-        signature = tuple(
-            (piece.sequence.sequence_id, table.version, min(piece.start // size, shared))
-            for piece, table in flight.slices
-            for shared in [len(piece.sequence.order_key) // 4]
-        )
-        if signature != self._groups[0]:
-            keys = [piece.sequence.order_key for piece, _ in flight.slices]
-            self._groups = (signature, find_groups(keys, [full for _, _, full in signature]))
-        return self._groups[1]
 
     # -- what comes back ----------------------------------------------------------------------
 
@@ -305,7 +213,7 @@ class Core:
         for sequence_id, code in result.failed.items():
             if sequence_id in self.by_sequence:
                 work = self.by_sequence[sequence_id].work
-                self._finish(work, "failed", code, "The model's output was not a number.")
+                self._finish(work, "failed", code, FAILURES.get(code, FAILURES["step_failed"]))
         computed = 0
         for piece, table in flight.slices:
             computed += piece.count
@@ -318,7 +226,7 @@ class Core:
                 if sequence_id not in drawn:
                     raise InvariantViolation(f"sequence {sequence_id} drew no token")
                 self._accept(sequence, drawn[sequence_id], now_s)
-        self.vitals.stepped(now_s, computed - len(flight.drawing))
+        self.vitals.stepped(flight.launched_at_s, now_s, computed - len(flight.drawing))
 
     def _computed(self, piece: Slice, table: BlockTable, result: StepResult, now_s: float) -> None:
         """The step has put this slice's KV in place: count it, and let others find it.
@@ -332,10 +240,7 @@ class Core:
         work.recomputed_tokens += again
         self.vitals.recomputed_tokens += again
         if sequence.table is table:
-            version = table.version
             self.cache.commit(table, sequence.tokens, end, now_s)
-            if table.version != version:
-                sequence.order_key = b""
             self.scheduler.committed(sequence)
         if sequence.index == 0 and piece.count and piece.start < prompt:
             self._count_prompt(work, min(end, prompt) - piece.start - again, end >= prompt)
@@ -414,9 +319,11 @@ class Core:
         for drawer in flight.drawing.values():
             drawer.in_flight -= 1
         message = f"The step that computed this request failed ({type(error).__name__})."
-        for piece, _ in flight.slices:
-            if not piece.sequence.work.is_finished:
-                self._finish(piece.sequence.work, "failed", "step_failed", message)
+        concerned = [piece.sequence.work for piece, _ in flight.slices]
+        concerned += [sequence.work for sequence in flight.bystanders]
+        for work in concerned:
+            if not work.is_finished:
+                self._finish(work, "failed", "step_failed", message)
 
     def _end_overdue(self, now_s: float) -> None:
         for work in list(self.works.values()):
@@ -449,16 +356,6 @@ class Core:
         work.sequences.append(sequence)
         self.by_sequence[sequence.sequence_id] = sequence
         return sequence
-
-    def _introduce(self, sequence: Sequence) -> BegunSequence:
-        sequence.is_known = True
-        return BegunSequence(
-            sequence_id=sequence.sequence_id,
-            sampling=sequence.work.request.sampling,
-            token_ids=sequence.tokens,
-            prompt_tokens=len(sequence.work.request.tokens),
-            sample_index=sequence.index,
-        )
 
     def _started(self, sequence: Sequence, now_s: float) -> None:
         work, table = sequence.work, sequence.table

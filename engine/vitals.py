@@ -28,7 +28,7 @@ class Vitals:
         self.computed_tokens = 0
         self.recomputed_tokens = 0
         self.output_tokens = 0
-        self._stepped_at_s: float | None = None
+        self._stepped_at_s = float("-inf")
         self._step_s = 0.0
         self._prefill_per_s = 0.0
 
@@ -37,15 +37,17 @@ class Vitals:
         self.step += 1
         return self.step
 
-    def stepped(self, now_s: float, prefill_tokens: int) -> None:
-        """A step has been collected; `prefill_tokens` of it were not the last of a sequence."""
-        if self._stepped_at_s is not None and now_s > self._stepped_at_s:
-            elapsed_s = now_s - self._stepped_at_s
-            self._step_s += SMOOTHING * (elapsed_s - self._step_s)
-            if prefill_tokens > 0:
-                rate = prefill_tokens / elapsed_s
-                self._prefill_per_s += SMOOTHING * (rate - self._prefill_per_s)
+    def stepped(self, launched_at_s: float, now_s: float, prefill_tokens: int) -> None:
+        """A step has been collected; `prefill_tokens` of it were not the last of a sequence.
+
+        A step's time runs from its launch, or from the end of the one before where they overlap.
+        """
+        elapsed_s = now_s - max(launched_at_s, self._stepped_at_s)
         self._stepped_at_s = now_s
+        if elapsed_s > 0:
+            self._step_s = _smooth(self._step_s, elapsed_s)
+            if prefill_tokens > 0:
+                self._prefill_per_s = _smooth(self._prefill_per_s, prefill_tokens / elapsed_s)
 
     def stats(
         self, call_id: int, cache: PrefixCache, scheduler: Scheduler, works: Iterable[Work]
@@ -94,3 +96,8 @@ class Vitals:
                 for name in sorted(uses.keys() | running.keys() | waiting.keys())
             ),
         )
+
+
+def _smooth(before: float, latest: float) -> float:
+    """The first value counts whole: an average that starts at nothing lies for ten steps."""
+    return before + SMOOTHING * (latest - before) if before > 0 else latest
