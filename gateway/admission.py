@@ -1,0 +1,211 @@
+"""May this call run, and on what terms? From tokens and an identity to engine requests.
+
+Pure: it reads the engine's latest heartbeat and counts that others keep, and asks nobody. The
+tenant's own limits answer 429, ours 503, what can never run 400; the first two say when to try
+again. Here and nowhere else a tenant becomes a namespace, a quota, a weight and a priority.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from msgspec import Struct
+
+from engine.api import CacheGrant, EngineInfo, Quota, Request, Stats
+from gateway.config import LimitsConfig
+from gateway.dialects.canonical import Call, Generation, Rendered
+from gateway.errors import Kind, Refusal
+from tenancy.types import Identity
+
+SEQUENCES_PER_CALL_MAX = 128
+RETRY_AFTER_MIN_S, RETRY_AFTER_MAX_S = 1.0, 60.0
+"""Clients that are told to wait for more than a minute give up instead."""
+
+
+class Circumstances(Struct, frozen=True):
+    """What admission looks at besides the call. `running`: the tenant's own requests now."""
+
+    info: EngineInfo
+    stats: Stats
+    limits: LimitsConfig
+    template_digest: str
+    model_stop_token_ids: tuple[int, ...]
+    running: int
+
+
+def admit(
+    call: Call,
+    rendered: Sequence[Rendered],
+    identity: Identity,
+    request_id: str,
+    now: Circumstances,
+) -> tuple[Request, ...]:
+    """One engine request per prompt. O(tokens), for the bounds check alone.
+
+    Raises Refusal: BAD for what can never run, RATE for the tenant's own limit, BUSY for ours.
+    """
+    generation = call.generation
+    _check_sequences(generation, len(rendered), now.limits)
+    for number, prompt in enumerate(rendered):
+        _check_tokens(prompt, generation, number, now.info)
+    budgets = [_output_tokens(prompt, generation, identity, now) for prompt in rendered]
+    _check_tenant(now)
+    _check_queue(sum(len(prompt.token_ids) for prompt in rendered), now)
+    return tuple(
+        Request(
+            request_id=request_id if len(rendered) == 1 else f"{request_id}-{number}",
+            tokens=prompt.token_ids,
+            max_tokens=budget,
+            grant=_grant(call, identity, now),
+            sampling=generation.sampling,
+            samples=generation.samples,
+            stop_token_ids=_stops(generation, now),
+            min_tokens=min(generation.min_tokens, budget),
+            priority=identity.policy.priority + call.priority,
+            weight=identity.policy.weight,
+            deadline_s=now.limits.queue_timeout_s,
+            prompt_logprobs=generation.prompt_logprobs,
+        )
+        for number, (prompt, budget) in enumerate(zip(rendered, budgets, strict=True))
+    )
+
+
+def namespace_of(
+    identity: Identity, model_digest: str, template_digest: str, partition: str
+) -> bytes:
+    """The sharing scope of a request: whose, with which model and template, how narrowed.
+
+    Each part stands behind its length, so that no two lists of parts give the same bytes.
+    """
+    parts = (
+        str(identity.tenant.tenant_id),
+        identity.workspace,
+        model_digest,
+        template_digest,
+        partition,
+    )
+    encoded = [part.encode(errors="surrogatepass") for part in parts]
+    return b"".join(len(part).to_bytes(4, "big") + part for part in encoded)
+
+
+def retry_after_s(stats: Stats) -> float:
+    """When the queue will have been worked off, as far as the engine's own rate tells."""
+    rate = stats.prefill_tokens_per_s
+    estimate = stats.waiting_tokens / rate if rate > 0 else RETRY_AFTER_MIN_S
+    return min(RETRY_AFTER_MAX_S, max(RETRY_AFTER_MIN_S, estimate))
+
+
+# --- what can never run --------------------------------------------------------------------------
+
+
+def _check_sequences(generation: Generation, prompts: int, limits: LimitsConfig) -> None:
+    if generation.samples > limits.choices_max:
+        param = "n" if generation.choices == generation.samples else "best_of"
+        message = f"{param}: at most {limits.choices_max} per request (it is {generation.samples})."
+        raise Refusal(Kind.BAD, "invalid_value", message, param=param)
+    if prompts * generation.samples > SEQUENCES_PER_CALL_MAX:
+        raise Refusal(
+            Kind.BAD,
+            "invalid_value",
+            f"prompt: {prompts} prompts of {generation.samples} samples each are more than the"
+            f" {SEQUENCES_PER_CALL_MAX} allowed per request.",
+            param="prompt",
+        )
+
+
+def _check_tokens(prompt: Rendered, generation: Generation, number: int, info: EngineInfo) -> None:
+    """Token ids come from clients too, and nothing may index by them unchecked."""
+    if not prompt.token_ids:
+        raise Refusal(Kind.BAD, "invalid_value", "prompt: it has no tokens.", param="prompt")
+    given = (
+        ("prompt", prompt.token_ids),
+        ("stop_token_ids", generation.stop_token_ids),
+        ("logit_bias", tuple(generation.sampling.logit_bias)),
+    )
+    for param, token_ids in given:
+        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < info.vocab_size:
+            wrong = min(token_ids) if min(token_ids) < 0 else max(token_ids)
+            raise Refusal(
+                Kind.BAD,
+                "invalid_value",
+                f"{param}: token id {wrong} is outside the vocabulary"
+                f" (0 to {info.vocab_size - 1}).",
+                param=param,
+            )
+
+
+def _output_tokens(
+    prompt: Rendered, generation: Generation, identity: Identity, now: Circumstances
+) -> int:
+    """How many tokens may come: as asked, or what there is room for."""
+    given = len(prompt.token_ids)
+    room, reason = _room(identity, now)
+    if generation.max_tokens is None:
+        if given >= room:
+            raise _too_long(f"the prompt has {given}, which leaves none for the answer", reason)
+        return min(now.limits.output_tokens_default, room - given)
+    if given + generation.max_tokens > room:
+        wanted = f"{given} prompt tokens and max_tokens {generation.max_tokens}"
+        raise _too_long(f"{wanted} make {given + generation.max_tokens}", reason)
+    return generation.max_tokens
+
+
+def _room(identity: Identity, now: Circumstances) -> tuple[int, str]:
+    """(tokens one sequence may have, in words): the context, or the memory if that is less."""
+    context = now.info.context_tokens
+    ceiling = identity.policy.ceiling_blocks
+    blocks = now.info.blocks if ceiling is None else min(now.info.blocks, ceiling)
+    memory = blocks * now.info.block_size
+    if memory < context:
+        return memory, f"{memory} tokens fit the cache memory that may be used here"
+    return context, f"this model's context is {context} tokens"
+
+
+def _too_long(what: str, reason: str) -> Refusal:
+    message = f"The request is too long: {reason}, and {what}."
+    return Refusal(Kind.BAD, "context_length_exceeded", message, param="messages")
+
+
+# --- what cannot run now -------------------------------------------------------------------------
+
+
+def _check_tenant(now: Circumstances) -> None:
+    limit = now.limits.requests_per_tenant_max
+    if now.running >= limit:
+        raise Refusal(
+            Kind.RATE,
+            "rate_limit_exceeded",
+            f"{now.running} requests of yours are running; {limit} may at once.",
+            retry_after_s=retry_after_s(now.stats),
+        )
+
+
+def _check_queue(prompt_tokens: int, now: Circumstances) -> None:
+    """Refuse at once what would time out in the queue: waiting for a refusal helps nobody."""
+    rate = now.stats.prefill_tokens_per_s
+    if rate <= 0 or not now.stats.waiting_tokens:
+        return
+    wait_s = now.stats.waiting_tokens / rate
+    if wait_s > now.limits.queue_timeout_s:
+        raise Refusal(
+            Kind.BUSY,
+            "overloaded",
+            f"The queue is about {wait_s:.0f} s long and requests wait at most"
+            f" {now.limits.queue_timeout_s:g} s; this one has {prompt_tokens} prompt tokens.",
+            retry_after_s=retry_after_s(now.stats),
+        )
+
+
+def _stops(generation: Generation, now: Circumstances) -> tuple[int, ...]:
+    own = () if generation.ignore_eos else now.model_stop_token_ids
+    return tuple(dict.fromkeys((*own, *generation.stop_token_ids)))
+
+
+def _grant(call: Call, identity: Identity, now: Circumstances) -> CacheGrant:
+    policy = identity.policy
+    return CacheGrant(
+        namespace=namespace_of(
+            identity, now.info.model_digest, now.template_digest, call.partition
+        ),
+        quota=Quota(policy.floor_blocks, policy.ceiling_blocks, policy.weight),
+    )

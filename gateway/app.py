@@ -1,0 +1,200 @@
+"""The composition root: parts into a gateway, a gateway into two listeners, and its life.
+
+`Gateway` is what tests and embedders hold: it starts listeners over any engine. `serve` is the
+product: a data directory, a model, an engine process, and an end by SIGTERM that loses nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+from aiohttp import web
+
+from engine.api import Clock
+from engine.client import Engine
+from engine.model_store import ModelCard
+from engine.supervisor import EngineSupervisor
+from gateway.config import Config, parse_address
+from gateway.context import Context, Log
+from gateway.handlers import admin, health, inference, models
+from gateway.middleware import install
+from gateway.prompt import Renderer
+from gateway.server import ListenerRunner
+from gateway.telemetry import Telemetry
+from tenancy.ledger import Ledger
+from tenancy.registry import Registry, bootstrap
+from tenancy.store import Store
+from tenancy.types import WallClock
+
+KEY_FILE = "default.key"
+
+
+def wall_ms() -> int:
+    """Milliseconds since the epoch."""
+    return time.time_ns() // 1_000_000
+
+
+def new_request_id() -> str:
+    """Opaque: 128 random bits, so that nobody guesses another's."""
+    return secrets.token_hex(16)
+
+
+def log_line(event: str, facts: dict[str, object]) -> None:
+    """One JSON line on standard error."""
+    line = msgspec.json.encode({"at_ms": wall_ms(), "event": event, **facts})
+    sys.stderr.buffer.write(line + b"\n")
+    sys.stderr.buffer.flush()
+
+
+class Gateway:
+    """One running gateway: what it is made of, and its listeners."""
+
+    def __init__(
+        self,
+        config: Config,
+        engine: Engine,
+        renderer: Renderer,
+        store: Store,
+        log: Log = log_line,
+        *,
+        clock: Clock = time.monotonic,
+        wall: WallClock = wall_ms,
+        engine_restarts: Callable[[], int] = lambda: 0,
+    ) -> None:
+        self.ledger = Ledger(store, wall)
+        self.context = Context(
+            config=config,
+            engine=engine,
+            registry=Registry(store, wall, clock),
+            ledger=self.ledger,
+            telemetry=Telemetry(config.tenancy.tenants_as_labels_max),
+            renderer=renderer,
+            model=renderer.card.name,
+            clock=clock,
+            wall=wall,
+            new_id=new_request_id,
+            log=log,
+            engine_restarts=engine_restarts,
+        )
+        self._runners: list[ListenerRunner] = []
+        if self.ledger.interrupted:
+            log("holds_closed", {"interrupted": self.ledger.interrupted})
+
+    async def listen(self, public: tuple[str, int], admin: tuple[str, int]) -> list[str]:
+        """Open both listeners; the URLs bound. Raises OSError naming the address."""
+        urls = []
+        for app, (host, port) in ((self.public_app(), public), (self.admin_app(), admin)):
+            runner = ListenerRunner(
+                app,
+                self.context.config.server,
+                self.context.new_id,
+                on_unreadable=self.context.telemetry.unreadable.inc,
+                shutdown_timeout_s=5.0,
+            )
+            await runner.setup()
+            self._runners.append(runner)
+            bound_host, bound_port = await runner.listen(host, port)
+            urls.append(f"http://{bound_host}:{bound_port}")
+        return urls
+
+    def public_app(self) -> web.Application:
+        """What clients reach."""
+        app, context = web.Application(), self.context
+        routes = (*inference.routes(context), *models.routes(context), *health.routes(context))
+        install(app, routes, context, context.config.server.hosts)
+        return app
+
+    def admin_app(self) -> web.Application:
+        """What operators reach."""
+        app, context = web.Application(), self.context
+        install(app, (*admin.routes(context), *health.routes(context)), context, ("*",))
+        return app
+
+    async def drain(self, timeout_s: float) -> None:
+        """Not ready from now on; what runs may finish."""
+        self.context.is_draining = True
+        await self.context.engine.drain(timeout_s)
+
+    async def close(self) -> None:
+        """Close listeners, finish settling, close the ledger. The engine is its owner's."""
+        for runner in self._runners:
+            await runner.cleanup()
+        await self.context.finish_background()
+        await asyncio.to_thread(self.ledger.close)
+
+
+def prepare_data_dir(config: Config) -> None:
+    """Make it, for its owner alone. Raises OSError."""
+    config.data.mkdir(parents=True, exist_ok=True)
+    config.data.chmod(0o700)
+
+
+def open_store(config: Config) -> tuple[Store, str | None]:
+    """The database, with the default tenant made on first start: (store, its new key or None).
+
+    The key is also kept in a file that its owner alone may read.
+    """
+    prepare_data_dir(config)
+    store = Store(config.database)
+    key = bootstrap(store, wall_ms)
+    if key is not None:
+        path = config.data / KEY_FILE
+        path.touch(mode=0o600)
+        path.write_text(key + "\n")
+    return store, key
+
+
+async def serve(
+    config: Config, card: ModelCard, store: Store, announce: Callable[[list[str]], None]
+) -> int:
+    """Run until SIGTERM or SIGINT. Returns the exit status.
+
+    The first signal drains: not ready at once, running answers may finish. A second one ends now.
+    """
+    loop = asyncio.get_running_loop()
+    supervisor = EngineSupervisor(Path(card.folder), config.engine, log_line)
+    gateway = Gateway(
+        config,
+        supervisor,
+        Renderer(card),
+        store,
+        engine_restarts=lambda: supervisor.restarts,
+    )
+    stop = asyncio.Event()
+
+    def end() -> None:
+        if stop.is_set():
+            os._exit(1)
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, end)
+    try:
+        urls = await gateway.listen(
+            parse_address(config.server.listen, "server.listen"),
+            parse_address(config.admin.listen, "admin.listen"),
+        )
+        supervisor.start()
+        ready = asyncio.create_task(supervisor.wait_ready())
+        stopped = asyncio.create_task(stop.wait())
+        await asyncio.wait([ready, stopped], return_when=asyncio.FIRST_COMPLETED)
+        if ready.done() and ready.exception() is None:
+            announce(urls)
+        elif ready.done():
+            ready.result()
+        await stopped
+        timeout_s = config.engine.drain_timeout_s
+        await gateway.drain(timeout_s)
+        await gateway.context.wait_idle(timeout_s + 1.0)
+    finally:
+        await gateway.close()
+        await supervisor.close()
+    return 0

@@ -1,0 +1,99 @@
+"""What every handler of a running gateway shares: made once by `app`, passed by value of reference.
+
+It holds and counts; it decides nothing. Handlers and the middleware read it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from engine.api import Clock
+from engine.client import Engine
+from gateway.config import Config
+from gateway.prompt import Renderer
+from gateway.telemetry import Telemetry
+from tenancy.ledger import Ledger
+from tenancy.types import Identity, WallClock
+
+Log = Callable[[str, dict[str, object]], None]
+"""Takes an event's name and its facts; never prompts or keys."""
+
+
+class Authenticator(Protocol):
+    """Who holds a key? `tenancy.registry.Registry`, or a test's own."""
+
+    def authenticate(self, key: str) -> Identity:
+        """Raises `tenancy.errors.KeyRefused`."""
+
+
+@dataclass(slots=True)
+class Context:
+    """A running gateway. `running`: requests admitted and not over, by tenant id.
+
+    `background`: work that must end even if whoever began it is cancelled.
+    """
+
+    config: Config
+    engine: Engine
+    registry: Authenticator
+    ledger: Ledger
+    telemetry: Telemetry
+    renderer: Renderer
+    model: str
+    clock: Clock
+    wall: WallClock
+    new_id: Callable[[], str]
+    log: Log
+    engine_restarts: Callable[[], int] = lambda: 0
+    is_draining: bool = False
+    running: Counter[int] = field(default_factory=Counter)
+    background: set[asyncio.Task[None]] = field(default_factory=set)
+    idle: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """What clients may call the model."""
+        return tuple(dict.fromkeys((self.model, *self.config.model.aliases)))
+
+    def is_ready(self) -> bool:
+        """Would a request be taken now?"""
+        return not self.is_draining and self.engine.ready()
+
+    def enter(self, tenant_id: int) -> None:
+        """A request of this tenant has been admitted."""
+        self.running[tenant_id] += 1
+        self.idle.clear()
+
+    def leave(self, tenant_id: int) -> None:
+        """It is over."""
+        self.running[tenant_id] -= 1
+        if not self.running[tenant_id]:
+            del self.running[tenant_id]
+        if not self.running:
+            self.idle.set()
+
+    async def wait_idle(self, timeout_s: float) -> bool:
+        """Until no admitted request is left, or the time is over: was it in time?"""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while self.running:
+                    await self.idle.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def finish(self, work: Coroutine[None, None, None]) -> None:
+        """Run to the end, whatever happens to the caller; `finish_background` waits for it too."""
+        task = asyncio.create_task(work)
+        self.background.add(task)
+        task.add_done_callback(self.background.discard)
+        await asyncio.shield(task)
+
+    async def finish_background(self) -> None:
+        """Until nothing is left that must end."""
+        while self.background:
+            await asyncio.wait(set(self.background))

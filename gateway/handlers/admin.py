@@ -1,0 +1,26 @@
+"""The admin listener: metrics for whoever may reach its address."""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from gateway import telemetry
+from gateway.context import Context
+from gateway.middleware import Route
+
+
+def routes(gateway: Context) -> tuple[Route, ...]:
+    """The admin endpoints."""
+
+    async def metrics(request: web.Request) -> web.StreamResponse:
+        gateway.telemetry.show_engine(
+            gateway.engine.stats,
+            is_ready=gateway.is_ready(),
+            restarts=gateway.engine_restarts(),
+        )
+        return web.Response(
+            body=gateway.telemetry.exposition(),
+            headers={"Content-Type": telemetry.CONTENT_TYPE},
+        )
+
+    return (Route("GET", "/metrics", metrics, "open"),)

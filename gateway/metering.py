@@ -1,0 +1,63 @@
+"""From the engine's usage to the ledger: one hold, one entry, however a request ends.
+
+Usage is counted by the engine; here it only changes its form. The entry of a successful answer is
+durable before the answer's last byte is sent: `inference` awaits `settle` first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import Future
+
+from gateway.dialects.canonical import UsageRecord
+from tenancy.ledger import Hold, Ledger
+from tenancy.types import Identity, UsageEntry, WallClock
+
+
+class Account:
+    """One request's place in the ledger: opened at admission, settled once."""
+
+    def __init__(
+        self, ledger: Ledger, wall: WallClock, request_id: str, identity: Identity, model: str
+    ) -> None:
+        self._ledger = ledger
+        self._wall = wall
+        self._hold = Hold(request_id, identity.tenant.tenant_id, identity.key_id, model, wall())
+        self.is_open = False
+
+    async def open(self) -> None:
+        """Write the hold. Raises LedgerUnavailable: nothing may run then."""
+        self.is_open = True
+        await _durable(self._ledger.hold(self._hold))
+
+    async def settle(self, ending: str, record: UsageRecord) -> None:
+        """Make the entry durable; a second call changes nothing.
+
+        The entry is handed to the writer before anything is awaited, so that a cancelled caller
+        has settled too. Raises LedgerUnavailable: the answer must not be completed then.
+        """
+        if not self.is_open:
+            return
+        self.is_open = False
+        hold = self._hold
+        entry = UsageEntry(
+            request_id=hold.request_id,
+            tenant_id=hold.tenant_id,
+            key_id=hold.key_id,
+            model=hold.model,
+            ending=ending,
+            started_ms=hold.started_ms,
+            ended_ms=self._wall(),
+            prompt_tokens=record.total_in,
+            cache_read_tokens=record.read_tokens(),
+            cache_write_tokens=record.write_tokens(),
+            fresh_tokens=record.fresh,
+            output_tokens=record.out,
+            physical_cached_tokens=record.physical_cached,
+        )
+        await _durable(self._ledger.settle(entry))
+
+
+async def _durable(written: Future[None]) -> None:
+    """Wait for the writer. Shielded: cancelling the waiter must not cancel the writer's answer."""
+    await asyncio.shield(asyncio.wrap_future(written))

@@ -1,0 +1,365 @@
+"""Around every handler: a request id, the door check, who is asking, and the one place where
+errors become bytes.
+
+    request ─ id ─ Host ─ route's declared role ─ key ─ handler ─ answer
+                 └──────────── any error: Refusal ─ dialect's bytes ┘ ─ one log line, metrics
+
+It knows no engine and no prompt. `app` installs it; handlers declare `Route`s and read `STATE`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import traceback
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import msgspec
+from aiohttp import web
+
+from engine.errors import EngineError, EngineUnavailable, RequestRefused
+from gateway.context import Context
+from gateway.dialects import openai_wire
+from gateway.errors import Kind, Refusal
+from gateway.server import ClientGone, accept_expectation, cut
+from gateway.stream import refusal_of as engine_refusal
+from tenancy.errors import KeyRefused, LedgerUnavailable
+from tenancy.types import Identity
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Role = Literal["open", "inference"]
+
+
+class ErrorShape(Protocol):
+    """The part of a dialect that errors need."""
+
+    def error_body(self, refusal: Refusal, request_id: str) -> tuple[int, bytes]:
+        """(HTTP status, JSON)."""
+
+
+class _PlainShape:
+    error_body = staticmethod(openai_wire.error_body)
+
+
+PLAIN = _PlainShape()
+"""For paths that belong to no dialect: the shape most clients read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """A way in. Only what is declared here can be reached; `open` needs no key."""
+
+    method: str
+    path: str
+    handler: Handler
+    role: Role
+    shape: ErrorShape = PLAIN
+
+
+@dataclass(slots=True)
+class RequestState:
+    """What is known of a request by and by; its log line in the end."""
+
+    request_id: str
+    started_s: float
+    route: str = "unknown"
+    shape: ErrorShape = PLAIN
+    identity: Identity | None = None
+    ending: str = "done"
+    code: str = ""
+    model: str = ""
+    is_stream: bool = False
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    first_token_s: float | None = None
+
+
+STATE = web.RequestKey("state", RequestState)
+
+_HOST = re.compile(r"(\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9._-]{1,253})(?::[0-9]{1,5})?")
+_HEADERS = {
+    "Server": "trunkline",
+    "X-Content-Type-Options": "nosniff",
+    "Cache-Control": "no-store",
+}
+WRONG_KEYS_PER_MINUTE_MAX = 300
+_ADDRESSES_REMEMBERED = 4_096
+
+
+def install(
+    app: web.Application, routes: tuple[Route, ...], gateway: Context, hosts: tuple[str, ...]
+) -> None:
+    """Put routes and middleware on an application. Everything else is refused."""
+    declared: dict[tuple[str, str], Route] = {}
+    for route in routes:
+        added = app.router.add_route(
+            route.method, route.path, route.handler, expect_handler=accept_expectation
+        )
+        assert added.resource is not None, "an added route has its resource"
+        declared[route.method, added.resource.canonical] = route
+    guard = Guard(gateway, declared, hosts)
+
+    @web.middleware
+    async def around(request: web.Request, handler: Handler) -> web.StreamResponse:
+        return await guard.handle(request, handler)
+
+    app.middlewares.append(around)
+    app.on_response_prepare.append(_name_response)
+
+
+async def _name_response(request: web.Request, response: web.StreamResponse) -> None:
+    """Every answer says which request it answers."""
+    for name, value in _HEADERS.items():
+        response.headers.setdefault(name, value)
+    state = request.get(STATE)
+    if state is not None:
+        response.headers["X-Request-Id"] = state.request_id
+
+
+class Guard:
+    """The middleware of one listener."""
+
+    def __init__(
+        self,
+        gateway: Context,
+        declared: Mapping[tuple[str, str], Route],
+        hosts: tuple[str, ...],
+    ) -> None:
+        self._gateway = gateway
+        self._hosts = hosts
+        self._declared = declared
+        self._wrong_keys = WrongKeys(gateway.clock)
+
+    async def handle(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """One request, from its id to its log line. Raises only what closes the connection."""
+        gateway = self._gateway
+        state = RequestState(gateway.new_id(), gateway.clock())
+        request[STATE] = state
+        status = 0
+        try:
+            response = await self._enter(request, handler, state)
+            status = response.status
+            return response
+        except asyncio.CancelledError:
+            state.ending = "cancelled"
+            raise
+        except ClientGone:
+            state.ending = "cancelled"
+            raise ConnectionResetError("the client left") from None
+        except Exception as error:
+            refusal = self._refusal(error, state)
+            state.ending, state.code = "refused", refusal.code
+            if request.writer.output_size > 0:
+                cut(request)
+                raise ConnectionResetError("the answer broke off") from None
+            answer = error_response(refusal, state, request)
+            status = answer.status
+            return answer
+        finally:
+            self._report(state, request.method, status)
+
+    async def _enter(
+        self, request: web.Request, handler: Handler, state: RequestState
+    ) -> web.StreamResponse:
+        check_host(request, self._hosts)
+        failure = request.match_info.http_exception
+        if failure is not None:
+            raise failure
+        resource = request.match_info.route.resource
+        path = resource.canonical if resource is not None else ""
+        route = self._declared.get((request.method, path))
+        if route is None:
+            raise web.HTTPNotFound
+        state.route, state.shape = path, route.shape
+        if route.role != "open":
+            state.identity = self._identify(request)
+        return await handler(request)
+
+    def _identify(self, request: web.Request) -> Identity:
+        """Who is asking. Before the body is read: nobody gets parser time without a key."""
+        address = request.remote or "local"
+        try:
+            return self._gateway.registry.authenticate(bearer_key(request))
+        except KeyRefused as error:
+            if self._wrong_keys.is_too_many(address):
+                raise Refusal(
+                    Kind.RATE,
+                    "too_many_wrong_keys",
+                    f"More than {WRONG_KEYS_PER_MINUTE_MAX} wrong keys came from this address"
+                    " within a minute.",
+                    retry_after_s=60.0,
+                ) from error
+            if error.code == "tenant_suspended":
+                raise Refusal(Kind.PERMISSION, error.code, "This account is suspended.") from error
+            raise Refusal(Kind.AUTH, "invalid_api_key", error.message) from error
+
+    def _refusal(self, error: Exception, state: RequestState) -> Refusal:
+        refusal = refusal_of(error)
+        if refusal is None:
+            self._gateway.log("error", {"id": state.request_id, **where(error)})
+            refusal = Refusal(Kind.INTERNAL, "internal_error", "Something failed on our side.")
+        return refusal
+
+    def _report(self, state: RequestState, method: str, status: int) -> None:
+        """One line and a few counts per request, at its end."""
+        total_s = self._gateway.clock() - state.started_s
+        telemetry = self._gateway.telemetry
+        tenant = "none"
+        if state.identity is not None:
+            tenant = telemetry.tenant_label(state.identity.tenant.name)
+            telemetry.prompt_tokens.labels(tenant).inc(state.prompt_tokens)
+            telemetry.cached_tokens.labels(tenant).inc(state.cached_tokens)
+            telemetry.output_tokens.labels(tenant).inc(state.output_tokens)
+        telemetry.requests.labels(tenant, state.route, state.ending).inc()
+        if state.code:
+            telemetry.refusals.labels(state.code).inc()
+        if state.first_token_s is not None:
+            cache = "hit" if state.cached_tokens else "miss"
+            telemetry.first_token_s.labels(cache).observe(state.first_token_s)
+        if state.identity is not None:
+            telemetry.duration_s.observe(total_s)
+        if self._gateway.config.log.requests:
+            self._gateway.log("request", log_facts(state, method, status, total_s))
+
+
+def log_facts(state: RequestState, method: str, status: int, total_s: float) -> dict[str, object]:
+    """The canonical line: ids and counts. Route as declared, never the path that came."""
+    identity = state.identity
+    first_s = state.first_token_s
+    return {
+        "id": state.request_id,
+        "method": method if method.isalpha() and len(method) <= 8 else "other",
+        "route": state.route,
+        "status": status,
+        "ending": state.ending,
+        "code": state.code,
+        "tenant_id": None if identity is None else identity.tenant.tenant_id,
+        "key_id": None if identity is None else identity.key_id,
+        "model": state.model,
+        "stream": state.is_stream,
+        "prompt_tokens": state.prompt_tokens,
+        "cached_tokens": state.cached_tokens,
+        "output_tokens": state.output_tokens,
+        "first_token_ms": None if first_s is None else round(first_s * 1000, 1),
+        "total_ms": round(total_s * 1000, 1),
+    }
+
+
+# --- the door ------------------------------------------------------------------------------------
+
+
+def check_host(request: web.Request, allowed: tuple[str, ...]) -> None:
+    """`Host` must be there once, be a plain name, and be ours. Raises Refusal.
+
+    Whoever reads a URL built from a foreign `Host` is told a path that was never asked for.
+    """
+    given = request.headers.getall("Host", [])
+    match = _HOST.fullmatch(given[0]) if len(given) == 1 else None
+    if match is None or request.rel_url.raw_path[:1] != "/":
+        raise Refusal(Kind.BAD, "bad_host", "The request needs one plain Host header.")
+    if "*" not in allowed and match[1].lower() not in allowed:
+        raise Refusal(
+            Kind.BAD,
+            "host_not_allowed",
+            "This server does not answer to that name; server.hosts lists those it answers to.",
+        )
+
+
+def bearer_key(request: web.Request) -> str:
+    """The key of `Authorization: Bearer`. Raises KeyRefused; Refusal if two keys were sent."""
+    given = request.headers.getall("Authorization", [])
+    other = request.headers.getall("X-Api-Key", [])
+    scheme, _, key = given[0].partition(" ") if given else ("", "", "")
+    if len(given) > 1 or any(one != key for one in other if given):
+        raise Refusal(Kind.BAD, "ambiguous_key", "Two different keys were sent; send one.")
+    if not given or scheme.lower() != "bearer" or not key.strip():
+        raise KeyRefused("key_unknown", "No key was sent: use Authorization: Bearer <key>.")
+    return key.strip()
+
+
+class WrongKeys:
+    """Counts wrong keys by address and minute, for as many addresses as it can afford."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._seen: OrderedDict[str, tuple[int, int]] = OrderedDict()
+
+    def is_too_many(self, address: str) -> bool:
+        """Count one more from here: is it above the limit? O(1)."""
+        minute = int(self._clock() // 60)
+        since, count = self._seen.pop(address, (minute, 0))
+        count = count + 1 if since == minute else 1
+        self._seen[address] = (minute, count)
+        if len(self._seen) > _ADDRESSES_REMEMBERED:
+            self._seen.popitem(last=False)
+        return count > WRONG_KEYS_PER_MINUTE_MAX
+
+
+# --- errors to bytes -----------------------------------------------------------------------------
+
+_HTTP_KINDS = {
+    404: (Kind.NOT_FOUND, "not_found", "There is nothing at this path."),
+    405: (Kind.METHOD, "method_not_allowed", "This path does not take that method."),
+    413: (Kind.TOO_BIG, "request_too_large", "The body is larger than allowed."),
+    417: (Kind.EXPECTATION, "unsupported_expectation", "Only Expect: 100-continue is understood."),
+}
+
+
+def refusal_of(error: Exception) -> Refusal | None:
+    """What a client may know of an error; None for our own mistakes."""
+    match error:
+        case Refusal():
+            return error
+        case web.HTTPException():
+            kind, code, message = _HTTP_KINDS.get(
+                error.status, (Kind.BAD, "bad_http", "The request could not be understood.")
+            )
+            return Refusal(kind, code, message)
+        case EngineUnavailable():
+            return engine_refusal(error.code, error.message, error.retry_after_s)
+        case RequestRefused():
+            return engine_refusal(error.code, error.message)
+        case EngineError():
+            return None
+        case LedgerUnavailable():
+            message = "Usage cannot be recorded now, so nothing is answered. Try again."
+            return Refusal(Kind.BUSY, "ledger_unavailable", message, retry_after_s=5.0)
+        case msgspec.MsgspecError() | UnicodeDecodeError():
+            return Refusal(Kind.BAD, "invalid_json", "The body is not valid JSON.")
+        case RecursionError():
+            return Refusal(Kind.BAD, "invalid_json", "The body is nested too deeply.")
+        case MemoryError():
+            message = "Not enough memory for this request now."
+            return Refusal(Kind.BUSY, "overloaded", message, retry_after_s=5.0)
+        case _:
+            return None
+
+
+def error_response(refusal: Refusal, state: RequestState, request: web.Request) -> web.Response:
+    """The dialect's bytes and the headers clients act on."""
+    status, body = state.shape.error_body(refusal, state.request_id)
+    response = web.Response(status=status, body=body, content_type="application/json")
+    if refusal.retry_after_s is not None:
+        response.headers["Retry-After"] = str(max(1, round(min(60.0, refusal.retry_after_s))))
+    if refusal.kind is Kind.AUTH:
+        response.headers["WWW-Authenticate"] = "Bearer"
+    if refusal.kind is Kind.METHOD:
+        failure = request.match_info.http_exception
+        allowed = failure.headers.get("Allow", "") if failure is not None else ""
+        response.headers["Allow"] = allowed or "GET, POST"
+    if not request.content.at_eof():
+        response.force_close()  # the rest of its body is not worth reading
+    return response
+
+
+def where(error: BaseException) -> dict[str, object]:
+    """Where an unforeseen error rose: types and lines. Its message may quote what a client sent."""
+    frames = traceback.extract_tb(error.__traceback__)[-6:]
+    return {
+        "error": type(error).__name__,
+        "at": [f"{frame.filename.rpartition('/')[2]}:{frame.lineno}" for frame in frames],
+    }

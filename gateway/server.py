@@ -1,0 +1,384 @@
+"""The listener: aiohttp with every unsafe default closed.
+
+Bare aiohttp waits for ever for a header, a body or a reader, keeps idle connections for an hour,
+goes on working for a client that left, and prints what it could not parse into its own error page.
+Here each of these has a deadline, a bound or a fixed text. It knows nothing of dialects, tenants
+or the engine. `app` makes listeners of it; `middleware` and `handlers` read bodies and write
+answers through it.
+
+    accept ── caps (all, per address) ── head: deadline ── handler: body deadline, least rate
+                                                       └─ answer: deadline per write
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from typing import Any, cast
+
+from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
+from aiohttp.web_protocol import RequestHandler, RequestPayloadError
+
+from gateway.config import ServerConfig
+from gateway.errors import Kind, Refusal
+
+_WRITE_PIECE_BYTES = 65_536
+_BACKLOG = 4_096
+
+NewId = Callable[[], str]
+
+
+class ClientGone(Exception):
+    """Nobody reads the answer any more; the connection is closed and the work is given up."""
+
+
+def fixed_error(status: int, kind: str, code: str, message: str, request_id: str) -> web.Response:
+    """An error in the shape most clients read, made of constants only; closes the connection.
+
+    Used where no dialect is known yet: what could not be parsed as HTTP is never shown back.
+    """
+    error = {"message": message, "type": kind, "param": None, "code": code}
+    response = web.Response(
+        status=status,
+        body=json.dumps({"error": error}).encode(),
+        content_type="application/json",
+        headers={"x-request-id": request_id},
+    )
+    response.force_close()
+    return response
+
+
+_UNREADABLE = "The bytes received are not a valid HTTP/1.1 request."
+_SLOW_HEAD = "The request's head did not arrive in time."
+_CROWDED = "Too many connections are open. Try again."
+
+
+class Connection(RequestHandler):
+    """One client's connection: a deadline on the head, on each write, and fixed error pages.
+
+    aiohttp parses heads inside the transport's callback, so the deadline on a head is a timer that
+    starts with the first byte that belongs to no message yet, and with the connection itself.
+    """
+
+    __slots__ = ("_address", "_head_timer", "_listener", "_payload")
+
+    def __init__(self, listener: Listener, **kwargs: Any) -> None:
+        super().__init__(listener, **kwargs)
+        self._listener = listener
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._payload: Any = None
+        self._address: str | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Count the connection, or turn it away; bound what the kernel and asyncio buffer."""
+        super().connection_made(transport)
+        stream = cast(asyncio.Transport, transport)
+        settings = self._listener.settings
+        raw = stream.get_extra_info("socket")
+        if raw is not None:
+            raw.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, settings.send_buffer_bytes)
+        stream.set_write_buffer_limits(high=settings.send_buffer_bytes)
+        self._address = self._listener.enter(stream)
+        if self._address is None:
+            self._reply_and_close(503, "server_error", "too_many_connections", _CROWDED)
+            return
+        self._start_head_timer()
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        """Give the connection's place back. Cancels the handler."""
+        self._stop_head_timer()
+        if self._address is not None:
+            self._listener.leave(self._address)
+            self._address = None
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Feed the parser; keep the head's deadline running while a head is incomplete."""
+        between = self._payload is None or self._payload.is_eof()
+        before = self._request_count
+        super().data_received(data)
+        if self._request_count > before and self._messages:
+            self._payload = self._messages[-1][1]
+            self._stop_head_timer()
+        elif between and self._head_timer is None and not self._upgraded:
+            self._start_head_timer()
+
+    def _start_head_timer(self) -> None:
+        self._head_timer = self._loop.call_later(
+            self._listener.settings.header_timeout_s, self._head_is_late
+        )
+
+    def _stop_head_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _head_is_late(self) -> None:
+        self._head_timer = None
+        if self.transport is None:
+            return
+        if self._request_in_progress or self._messages:
+            self._start_head_timer()  # A pipelined head: the answer before it comes first.
+            return
+        self._reply_and_close(408, "invalid_request_error", "request_timeout", _SLOW_HEAD)
+
+    def _reply_and_close(self, status: int, kind: str, code: str, message: str) -> None:
+        """Write one fixed answer past the parser. Only for connections without a handler."""
+        stream = self.transport
+        if stream is None:
+            return
+        request_id = self._listener.new_id()
+        response = fixed_error(status, kind, code, message, request_id)
+        body = cast(bytes, response.body)
+        head = (
+            f"HTTP/1.1 {status} {response.reason}\r\ncontent-type: application/json\r\n"
+            f"content-length: {len(body)}\r\nx-request-id: {request_id}\r\nconnection: close\r\n"
+            "retry-after: 1\r\n\r\n"
+        )
+        stream.write(head.encode() + body)
+        self.close()
+        stream.close()
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """Answer what the parser or aiohttp itself refused, in fixed words, logging none of it."""
+        if request.writer.output_size > 0:
+            raise ConnectionError("part of another answer is already on the wire")
+        self._listener.count_unreadable()
+        new_id = self._listener.new_id()
+        if isinstance(exc, HttpProcessingError) or status == 400:
+            return fixed_error(400, "invalid_request_error", "bad_http", _UNREADABLE, new_id)
+        return fixed_error(500, "server_error", "internal_error", "Something failed here.", new_id)
+
+    async def finish_response(
+        self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
+    ) -> tuple[web.StreamResponse, bool]:
+        """Write the end of an answer, within the write deadline, or drop the connection."""
+        try:
+            async with asyncio.timeout(self._listener.settings.write_timeout_s):
+                return await super().finish_response(request, resp, start_time)
+        except TimeoutError:
+            self.abort()
+            return resp, True
+
+    def abort(self) -> None:
+        """Close at once, dropping what was not read: a reset tells the client it is incomplete."""
+        stream = self.transport
+        self.force_close()
+        if stream is not None:
+            stream.abort()
+
+
+class Listener(web.Server):
+    """Makes connections and counts them."""
+
+    def __init__(
+        self,
+        handler: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]],
+        *,
+        settings: ServerConfig,
+        new_id: NewId,
+        on_unreadable: Callable[[], None],
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(
+            handler,
+            handler_cancellation=True,
+            keepalive_timeout=settings.keep_alive_timeout_s,
+            lingering_time=1.0,
+            access_log=None,
+            **kwargs,
+        )
+        self.settings = settings
+        self.new_id = new_id
+        self.count_unreadable = on_unreadable
+        self._open = 0
+        self._open_by_address: Counter[str] = Counter()
+
+    def __call__(self) -> RequestHandler:
+        return Connection(self, loop=self._loop, **self._kwargs)
+
+    def enter(self, transport: asyncio.Transport) -> str | None:
+        """Count a connection in and return its address; None if there is no room. O(1)."""
+        peer = transport.get_extra_info("peername")
+        address = str(peer[0]) if isinstance(peer, tuple) and peer else "local"
+        cap = self.settings.connections_per_address_max
+        crowded = cap and self._open_by_address[address] >= cap
+        if self._open >= self.settings.connections_max or crowded:
+            return None
+        self._open += 1
+        self._open_by_address[address] += 1
+        return address
+
+    def leave(self, address: str) -> None:
+        """Count a connection out. O(1)."""
+        self._open -= 1
+        self._open_by_address[address] -= 1
+        if not self._open_by_address[address]:
+            del self._open_by_address[address]
+
+    @property
+    def open_connections(self) -> int:
+        """How many connections are counted in."""
+        return self._open
+
+
+class ListenerRunner(web.AppRunner):
+    """An `AppRunner` whose server is a `Listener`."""
+
+    __slots__ = ("_new_id", "_on_unreadable", "_settings")
+
+    def __init__(
+        self,
+        app: web.Application,
+        settings: ServerConfig,
+        new_id: NewId,
+        *,
+        on_unreadable: Callable[[], None] = lambda: None,
+        shutdown_timeout_s: float = 60.0,
+    ) -> None:
+        super().__init__(app, shutdown_timeout=shutdown_timeout_s)
+        self._settings = settings
+        self._new_id = new_id
+        self._on_unreadable = on_unreadable
+
+    async def _make_server(self) -> web.Server:
+        plain = await super()._make_server()
+        return Listener(
+            plain.request_handler,
+            settings=self._settings,
+            new_id=self._new_id,
+            on_unreadable=self._on_unreadable,
+            request_factory=plain.request_factory,
+            loop=asyncio.get_running_loop(),
+        )
+
+    @property
+    def listener(self) -> Listener:
+        """The running listener; only after `setup`."""
+        assert isinstance(self._server, Listener)
+        return self._server
+
+    async def listen(self, host: str, port: int) -> tuple[str, int]:
+        """Bind and accept; returns the address bound. Raises OSError if the port is taken."""
+        site = web.TCPSite(self, host, port, backlog=_BACKLOG, reuse_address=True)
+        await site.start()
+        bound = self.addresses[-1]
+        return str(bound[0]), int(bound[1])
+
+
+# --- bodies in -----------------------------------------------------------------------------------
+
+
+async def accept_expectation(request: web.Request) -> web.StreamResponse | None:
+    """Say nothing yet to `Expect: 100-continue`: `read_body` answers it once the key is known."""
+    return None
+
+
+async def read_body(request: web.Request, settings: ServerConfig) -> bytes:
+    """The whole body, bounded in size and in time.
+
+    Reading stops at the limit, not after it. Raises Refusal: TOO_BIG, TIMEOUT, MEDIA for an
+    encoding other than gzip, EXPECTATION, BAD for broken framing.
+    """
+    _check_body_headers(request, settings)
+    if "Expect" in request.headers:
+        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        request.writer.output_size = 0
+    loop = asyncio.get_running_loop()
+    latest = loop.time() + settings.body_timeout_s
+    pieces: list[bytes] = []
+    size = 0
+    try:
+        while not request.content.at_eof():
+            async with asyncio.timeout_at(latest + size / settings.body_rate_min_bytes_per_s):
+                piece = await request.content.readany()
+            size += len(piece)
+            if size > settings.body_bytes_max:
+                raise _too_big(settings)
+            pieces.append(piece)
+    except TimeoutError:
+        raise Refusal(
+            Kind.TIMEOUT,
+            "request_timeout",
+            f"The body did not arrive: {size} bytes came in {settings.body_timeout_s:g} s and at"
+            f" least {settings.body_rate_min_bytes_per_s:g} bytes/s are needed after that.",
+        ) from None
+    except (RequestPayloadError, web.HTTPException, HttpProcessingError):
+        raise Refusal(Kind.BAD, "bad_http", "The body's framing is broken.") from None
+    return b"".join(pieces)
+
+
+def _check_body_headers(request: web.Request, settings: ServerConfig) -> None:
+    expectation = request.headers.get("Expect", "100-continue")
+    if expectation.lower() != "100-continue":
+        raise Refusal(
+            Kind.EXPECTATION, "unsupported_expectation", "Only Expect: 100-continue is understood."
+        )
+    encoding = request.headers.get("Content-Encoding", "identity").lower()
+    if encoding not in ("identity", "gzip"):
+        raise Refusal(
+            Kind.MEDIA, "unsupported_encoding", "Bodies may be sent plain or with gzip only."
+        )
+    if request.content_length is not None and request.content_length > settings.body_bytes_max:
+        raise _too_big(settings)
+
+
+def _too_big(settings: ServerConfig) -> Refusal:
+    return Refusal(
+        Kind.TOO_BIG,
+        "request_too_large",
+        f"The body is larger than the {settings.body_bytes_max} bytes allowed.",
+    )
+
+
+# --- answers out ---------------------------------------------------------------------------------
+
+
+async def write(
+    request: web.Request, response: web.StreamResponse, data: bytes, timeout_s: float
+) -> None:
+    """Write `data`, waiting at most `timeout_s` for the client to read.
+
+    Raises ClientGone, having closed the connection, if it does not.
+    """
+    try:
+        async with asyncio.timeout(timeout_s):
+            await response.write(data)
+    except (TimeoutError, ConnectionError):
+        cut(request)
+        raise ClientGone from None
+
+
+async def send(
+    request: web.Request,
+    status: int,
+    body: bytes,
+    headers: dict[str, str],
+    timeout_s: float,
+) -> web.StreamResponse:
+    """A whole answer, in pieces so that a slow reader of a long one has a deadline per piece."""
+    if len(body) <= _WRITE_PIECE_BYTES:
+        return web.Response(status=status, body=body, headers=headers)
+    response = web.StreamResponse(status=status, headers=headers)
+    response.content_length = len(body)
+    await response.prepare(request)
+    for start in range(0, len(body), _WRITE_PIECE_BYTES):
+        await write(request, response, body[start : start + _WRITE_PIECE_BYTES], timeout_s)
+    return response
+
+
+def cut(request: web.Request) -> None:
+    """Drop the connection so that the client's transport sees a broken answer, not a short one."""
+    protocol = request.protocol
+    if isinstance(protocol, Connection):
+        protocol.abort()

@@ -1,0 +1,292 @@
+"""A whole gateway for tests: real listeners, ledger, prompts and core; only the runner is a fake.
+
+`ask` speaks HTTP as a client does; `raw` sends bytes that no client library would. `check_quiet`
+asserts what must hold after every request, whatever it was.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from aiohttp import ClientResponse, ClientSession, ClientTimeout
+
+from engine.api import EngineInfo, Stats
+from engine.cache import PrefixCache
+from engine.config import EngineConfig
+from engine.core import Core
+from engine.local import LocalEngine
+from engine.model_store import ModelCard
+from engine.plan import StepPlan
+from gateway.app import Gateway, wall_ms
+from gateway.config import Config, LimitsConfig, ServerConfig
+from gateway.prompt import Renderer
+from tenancy.keys import create_key
+from tenancy.registry import create_tenant
+from tenancy.store import Store
+from tests.fakes import FakeRunner
+
+BLOCKS = 256
+CONTEXT = 512
+PATIENCE_S = 10.0
+
+
+class GatedRunner(FakeRunner):
+    """A fake runner that waits before a step when told to."""
+
+    def __init__(self, vocab: int) -> None:
+        super().__init__(BLOCKS, 16, vocab_size=vocab)
+        self._last_step: float = float("inf")
+        self._go = threading.Event()
+
+    def hold_after(self, steps: int) -> None:
+        """Run this many more steps, then wait for `release`."""
+        self._go.clear()
+        self._last_step = self.steps + steps
+
+    def release(self) -> None:
+        """Run on."""
+        self._last_step = float("inf")
+        self._go.set()
+
+    def launch(self, plan: StepPlan) -> None:
+        """As the fake's, if it may."""
+        if self.steps >= self._last_step:
+            assert self._go.wait(PATIENCE_S), "a test forgot to release the runner"
+        super().launch(plan)
+
+
+class House:
+    """One gateway, two tenants with a key each, and everything it logged."""
+
+    def __init__(self, card: ModelCard, folder: Path) -> None:
+        self.card = card
+        self.runner = GatedRunner(card.config.vocab)
+        self.store = Store(folder / "test.db")
+        self.keys = {}
+        for name in ("ada", "bob"):
+            tenant = create_tenant(self.store, wall_ms, name)
+            self.keys[name] = create_key(self.store, wall_ms, tenant.tenant_id)
+        self.renderer = Renderer(card)
+        self.config = Config(server=ServerConfig(), limits=LimitsConfig())
+        self.engine_config = EngineConfig(heartbeat_s=0.05)
+        self.lines: list[dict[str, object]] = []
+        self.url = self.admin_url = ""
+
+    @property
+    def model(self) -> str:
+        return self.card.name
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rpartition(":")[2])
+
+    def set_server(self, **settings: object) -> None:
+        """Change [server] before opening."""
+        server = msgspec.structs.replace(self.config.server, **settings)
+        self.config = msgspec.structs.replace(self.config, server=server)
+
+    def set_limits(self, **settings: object) -> None:
+        """Change [limits] before opening."""
+        limits = msgspec.structs.replace(self.config.limits, **settings)
+        self.config = msgspec.structs.replace(self.config, limits=limits)
+
+    async def open(self) -> None:
+        """Start the engine and both listeners."""
+        self.engine = await LocalEngine.start(self._make_core, self.engine_config)
+        self.gateway = Gateway(self.config, self.engine, self.renderer, self.store, self._log)
+        self.url, self.admin_url = await self.gateway.listen(("127.0.0.1", 0), ("127.0.0.1", 0))
+        self.session = ClientSession(timeout=ClientTimeout(total=30))
+
+    async def close(self) -> None:
+        """Stop everything; nothing may be left."""
+        self.runner.release()
+        await self.session.close()
+        await self.gateway.close()
+        await self.engine.close()
+        assert self.gateway.context.background == set()
+
+    def discard(self) -> None:
+        """Close the database."""
+        self.store.close()
+
+    def _make_core(self) -> tuple[Core, EngineInfo]:
+        core = Core(
+            PrefixCache(blocks=BLOCKS, block_size=16),
+            self.runner,
+            self.engine_config,
+            time.monotonic,
+            vocab_size=self.card.config.vocab,
+            context_tokens=CONTEXT,
+        )
+        info = EngineInfo(
+            epoch="1",
+            model=self.card.name,
+            model_digest="digest",
+            model_dir=self.card.folder,
+            vocab_size=self.card.config.vocab,
+            context_tokens=CONTEXT,
+            block_size=16,
+            blocks=BLOCKS,
+            kv_bytes_per_block=1,
+            kv_format="words",
+            device="none",
+            pid=0,
+        )
+        return core, info
+
+    def _log(self, event: str, facts: dict[str, object]) -> None:
+        self.lines.append({"event": event, **facts})
+
+    # -- as a client --------------------------------------------------------------------------
+
+    def headers(self, who: str = "ada") -> dict[str, str]:
+        """A good key."""
+        return {"Authorization": f"Bearer {self.keys[who]}"}
+
+    def chat(self, text: str = "hello", **more: Any) -> dict[str, Any]:
+        """A small greedy chat request that always runs to its length."""
+        return {
+            "model": self.model,
+            "messages": [{"role": "user", "content": text}],
+            "max_tokens": 8,
+            "temperature": 0,
+            "ignore_eos": True,
+            **more,
+        }
+
+    async def ask(
+        self,
+        path: str = "/v1/chat/completions",
+        body: object = None,
+        *,
+        who: str | None = "ada",
+        method: str = "POST",
+        headers: dict[str, str] | None = None,
+    ) -> tuple[int, Any, ClientResponse]:
+        """(status, JSON or text, response) of one request."""
+        sent = {**(self.headers(who) if who else {}), **(headers or {})}
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        if body is not None:
+            sent.setdefault("Content-Type", "application/json")
+        kept = data if body is not None else None
+        async with self.session.request(
+            method, self.url + path, data=kept, headers=sent
+        ) as response:
+            text = await response.text()
+            is_json = response.content_type == "application/json"
+            return response.status, json.loads(text) if is_json else text, response
+
+    async def stream(self, body: dict[str, Any], who: str = "ada") -> list[Any]:
+        """The events of a streaming chat, parsed; `[DONE]` as it stands."""
+        status, text, _ = await self.ask(body={**body, "stream": True}, who=who)
+        assert status == 200, text
+        return parse_events(text)
+
+    @asynccontextmanager
+    async def connection(
+        self,
+    ) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+        """A bare socket to the public listener."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        try:
+            yield reader, writer
+        finally:
+            writer.close()
+
+    async def raw(self, data: bytes, *, half_close: bool = False) -> bytes:
+        """Send bytes; what comes back until the server closes or a whole answer is there."""
+        async with self.connection() as (reader, writer):
+            writer.write(data)
+            if half_close:
+                writer.write_eof()
+            return await read_answer(reader)
+
+    def post(self, path: str, body: bytes, *lines: str, who: str = "ada") -> bytes:
+        """The bytes of a good POST, with more header lines."""
+        head = [
+            f"POST {path} HTTP/1.1",
+            "Host: 127.0.0.1",
+            f"Authorization: Bearer {self.keys[who]}",
+            "Content-Type: application/json",
+            *lines,
+        ]
+        if not any(line.lower().startswith(("content-length", "transfer")) for line in lines):
+            head.append(f"Content-Length: {len(body)}")
+        return "\r\n".join(head).encode("latin-1") + b"\r\n\r\n" + body
+
+    # -- what must hold after each request ----------------------------------------------------
+
+    async def quiet(self) -> Stats:
+        """Wait until nothing runs any more; the engine's numbers then."""
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            stats = await self.engine.get_stats()
+            busy = stats.running + stats.waiting + len(self.gateway.context.running)
+            if not busy and not self.gateway.context.background:
+                return stats
+            assert time.monotonic() < deadline, f"still busy: {stats}"
+
+    async def check_quiet(self) -> None:
+        """No pinned block, no open hold, ready, and no secret anywhere it does not belong."""
+        stats = await self.quiet()
+        assert stats.pinned_blocks == 0
+        assert stats.free_blocks + stats.cached_blocks == stats.blocks
+        assert self.gateway.ledger.open_holds() == 0
+        assert self.gateway.context.is_ready()
+        logged = json.dumps(self.lines)
+        assert not any(key in logged for key in self.keys.values())
+
+    def entries(self) -> list[tuple[str, int, int, int]]:
+        """(ending, prompt, cached, output) of the ledger, oldest first."""
+        return [
+            (row[0], row[1], row[2], row[3])
+            for row in self.store.query(
+                "select ending, prompt_tokens, physical_cached_tokens, output_tokens from ledger"
+                " order by rowid"
+            )
+        ]
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        """Turn the loop until it holds."""
+        async with asyncio.timeout(PATIENCE_S):
+            while not holds():  # noqa: ASYNC110 (whatever it is has no event to wait for)
+                await asyncio.sleep(0)
+
+
+def parse_events(text: str) -> list[Any]:
+    """Server-sent events' data; comments left out."""
+    found: list[Any] = []
+    for event in text.split("\n\n"):
+        for line in event.split("\n"):
+            if line.startswith("data: "):
+                data = line[6:]
+                found.append(data if data == "[DONE]" else json.loads(data))
+    return found
+
+
+async def read_answer(reader: asyncio.StreamReader) -> bytes:
+    """One HTTP answer: its head and as much body as it announces; or all until the end."""
+    async with asyncio.timeout(PATIENCE_S):
+        try:
+            head = await reader.readuntil(b"\r\n\r\n")
+        except asyncio.IncompleteReadError as error:
+            return error.partial
+        except ConnectionError:
+            return b""
+        for line in head.lower().split(b"\r\n"):
+            if line.startswith(b"content-length:"):
+                return head + await reader.readexactly(int(line.partition(b":")[2]))
+        return head + await reader.read()
+
+
+def status_of(answer: bytes) -> int:
+    """The HTTP status; 0 if the connection was closed without a word."""
+    return int(answer.split(b" ", 2)[1]) if answer.startswith(b"HTTP/") else 0
