@@ -29,11 +29,8 @@ TILE_ROWS = 256
 """Query tokens of a prompt per product: bounds the score matrix and skips what causality masks."""
 
 
-class Attention(Protocol):
-    """A backend. One step at a time."""
-
-    def begin(self, plan: StepPlan, batch: Batch) -> None:
-        """Lay out the step's work."""
+class Attend(Protocol):
+    """What a model sees of a backend, laid out for one step."""
 
     def attend(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
         """qkv [T, (H + 2K) * D] in; [T, H * D] out. Writes the layer's KV of the batch's slots."""

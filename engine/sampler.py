@@ -187,6 +187,14 @@ class Sampler:
         """Forget a sequence; nothing happens if it is not known."""
         self._states.pop(sequence_id, None)
 
+    def seed_of(self, sequence_id: int) -> int:
+        """The seed a sequence draws with, its own or the one it was given."""
+        return self._states[sequence_id].seed
+
+    def seek(self, sequence_id: int, position: int) -> None:
+        """Draw output `position` next: others were drawn elsewhere."""
+        self._states[sequence_id].position = position
+
     @property
     def sequences(self) -> int:
         """How many sequences are known."""

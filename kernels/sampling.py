@@ -55,7 +55,7 @@ def _sample(
     temperature = tl.load(temperatures + row)
     if temperature > 0:
         inverse = 1.0 / tl.maximum(temperature, 1e-6)
-        k = tl.load(top_ks + row)
+        k = tl.load(top_ks + row).to(tl.int32)
         p = tl.load(top_ps + row)
         floor = tl.load(min_ps + row)
         threshold = floor
@@ -103,6 +103,8 @@ def _sample(
             before += tl.sum(w, 0)
         # Rounding can leave the target a hair above the last running sum.
         token = tl.where(drawn < V, drawn, last)
+    # A row without a single number above minus infinity, or of NaN alone, has no token.
+    token = tl.where(top == float("-inf"), -1, token)
     tl.store(out + row, token.to(out.dtype.element_ty))
 
 
@@ -112,8 +114,9 @@ def sample(
 ) -> None:  # fmt: skip
     """out [R] int32 written: one token per row of logits [R, V] (fp32 or bf16).
 
-    temperatures, top_ps, min_ps, uniforms [R] fp32, top_ks [R] int32 (0: off). Temperature 0 is
-    argmax, lowest id on ties. Greedy rows cost one pass over V, plain temperature three, top-k and
+    temperatures, top_ps, min_ps, uniforms [R] fp32, top_ks [R] whole numbers (0: off). Temperature
+    0 is argmax, lowest id on ties; a row without any number gives -1.
+    Greedy rows cost one pass over V, plain temperature three, top-k and
     top-p about 30 more each, out of L2.
     """
     rows, vocab = logits.shape

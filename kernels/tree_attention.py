@@ -224,6 +224,7 @@ class WorkList:
         self._host = torch.zeros(total, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._device = torch.zeros(total, dtype=torch.int32, device=device)
         self._views = self._host.numpy()
+        self._copied = torch.cuda.Event() if device.type == "cuda" else None
         self.parts_max = 1
 
     def _piece(self, i: int) -> slice:
@@ -232,10 +233,14 @@ class WorkList:
     def load(self, plan: HostPlan) -> None:
         """Copy a plan in: host writes, then one asynchronous copy on the current stream.
 
-        The caller must not load again before the copy has been read (double-buffer when ahead).
+        Waits until the copy before it has left the host's buffer, which it long has.
         """
         rows = len(plan.parts_of_row)
-        self._views[self._piece(0)][:rows] = plan.parts_of_row
+        if self._copied is not None:
+            self._copied.synchronize()
+        counts = self._views[self._piece(0)]
+        counts[:rows] = plan.parts_of_row
+        counts[rows:] = 1  # rows that only fill a batch up have nothing to merge
         for i, work in enumerate(plan.tiles):
             assert work.config is self.configs[i]
             if len(work.units) > self.capacity_units:
@@ -245,6 +250,8 @@ class WorkList:
             self._views[self._piece(2 + 2 * i)][: len(flat)] = flat
         self.parts_max = plan.parts_max
         self._device.copy_(self._host, non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
 
     @property
     def parts_of_row(self) -> torch.Tensor:

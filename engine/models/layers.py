@@ -1,7 +1,7 @@
 """What the models are built of between attention and attention: linear maps, norm, activation.
 
 `Ops` is one set for one device; a model is given one and asks it for its layers. Plain torch here;
-the CUDA set launches the fused kernels.
+`device_layers` launches the fused kernels.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from engine.attention import Attention
+from engine.attention import Attend
 from engine.model_store import ModelConfig
 from engine.models.layers import Ops
 from engine.weights import Weights
@@ -28,7 +28,7 @@ class LlamaModel:
         self.norm = weights.pop("model.norm.weight")
         self.head = ops.linear(weights.pop("lm_head.weight", self.embeddings), None)
 
-    def forward(self, token_ids: torch.Tensor, attention: Attention) -> torch.Tensor:
+    def forward(self, token_ids: torch.Tensor, attention: Attend) -> torch.Tensor:
         """Hidden states [T, C] after the last norm, of tokens [T] laid out in `attention`."""
         hidden = F.embedding(token_ids, self.embeddings)
         residual: torch.Tensor | None = None
@@ -66,7 +66,7 @@ class LlamaLayer:
         self.down = ops.linear(*joined("mlp.down_proj"))
 
     def forward(
-        self, index: int, hidden: torch.Tensor, residual: torch.Tensor | None, attention: Attention
+        self, index: int, hidden: torch.Tensor, residual: torch.Tensor | None, attention: Attend
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """`hidden` [T, C] is added to `residual` before each norm; both go on to the next block."""
         hidden, residual = self.ops.norm(hidden, residual, self.attention_norm, self.eps)

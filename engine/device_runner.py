@@ -1,0 +1,382 @@
+"""The GPU runner: step plans as CUDA graphs over state that stays on the device.
+
+Each sequence known to it has a *seat*: a row of the device's block tables and a place for its last
+token. A step sends one pinned copy of lengths, positions and slots, replays the graph of its batch
+bucket when every row decodes, or launches eagerly when prompts are among them, samples, and copies
+the tokens back without waiting. `collect` waits for that copy alone, so that the host plans step
+N+1 while the device runs N.
+
+It runs on the CPU too, in Triton's interpreter, without graphs: that is how it is tested.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from engine.api import SampledToken
+from engine.device_attention import DeviceAttention, classes_of
+from engine.device_sampler import DeviceSampler
+from engine.kv_storage import KvStorage
+from engine.models.llama import LlamaModel
+from engine.plan import Row, Sampled, StepPlan, StepResult
+
+BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
+"""Batch sizes that graphs are captured for; a batch takes the next one up."""
+
+RINGS = 3
+"""Steps whose tokens may be on their way to the host."""
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A launched step: where its tokens arrive, and whose they are."""
+
+    step: int
+    started_s: float
+    drawing: list[int]
+    host_tokens: torch.Tensor | None = None
+    arrived: torch.cuda.Event | None = None
+    from_row: list[int] = field(default_factory=list)
+    tokens: list[SampledToken] | None = None
+    prompt_logprobs: dict[int, tuple[SampledToken, ...]] = field(default_factory=dict)
+
+
+class _Inputs:
+    """A step's numbers: one pinned host buffer, one device buffer, one copy.
+
+    Sections of `width` int32 each: token ids (-1: the seat's last token), positions, slots (-1: no
+    row), lengths, seats. Then five of sampling parameters as fp32 bits.
+    """
+
+    SECTIONS = ("token_ids", "positions", "slots", "lengths", "seats")
+
+    def __init__(self, width: int, device: torch.device) -> None:
+        self.width = width
+        shape = (len(self.SECTIONS) + 5, width)
+        self._host = torch.zeros(shape, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self.device = torch.zeros(shape, dtype=torch.int32, device=device)
+        self.host = self._host.numpy()
+        self.parameters = self.device[len(self.SECTIONS) :].view(torch.float32)
+        self.host_parameters = self.host[len(self.SECTIONS) :].view(np.float32)
+        self._sent = torch.cuda.Event() if device.type == "cuda" else None
+
+    def wait(self) -> None:
+        """Until the last copy has left the host's buffer."""
+        if self._sent is not None:
+            self._sent.synchronize()
+
+    def send(self) -> None:
+        """To the device, in order with everything launched after."""
+        self.device.copy_(self._host, non_blocking=True)
+        if self._sent is not None:
+            self._sent.record()
+
+    def section(self, name: str, rows: int) -> torch.Tensor:
+        return self.device[self.SECTIONS.index(name), :rows]
+
+
+class _StepAttention:
+    """`engine.attention.Attend` with one step's buffers bound to it."""
+
+    def __init__(
+        self, attention: DeviceAttention, inputs: _Inputs, rows: int,
+        classes: tuple[int, ...], merge: bool, causal: bool,
+    ) -> None:  # fmt: skip
+        self._attention = attention
+        self._positions = inputs.section("positions", rows)
+        self._slots = inputs.section("slots", rows)
+        self._lengths = inputs.section("lengths", rows)
+        self._classes, self._merge, self._causal = classes, merge, causal
+
+    def attend(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
+        """See `engine.attention`."""
+        return self._attention.attend(
+            layer, qkv, positions=self._positions, slots=self._slots, lengths=self._lengths,
+            classes=self._classes, merge=self._merge, causal=self._causal,
+        )  # fmt: skip
+
+
+class DeviceRunner:
+    """`engine.core.Runner` on one device. `seats`: sequences known at once; `tokens_max`: rows of a
+    step in all."""
+
+    def __init__(
+        self,
+        model: LlamaModel,
+        kv: KvStorage,
+        *,
+        context: int,
+        seats: int,
+        tokens_max: int,
+        chunk_keys: int = 0,
+    ) -> None:
+        self.model = model
+        self.kv = kv
+        device = kv.data.device
+        self._is_cuda = device.type == "cuda"
+        self.block_size = kv.data.shape[4]
+        width = max(tokens_max, seats)
+        self.attention = DeviceAttention(
+            model.config, kv, context=context, seats=seats, tokens_max=width, chunk_keys=chunk_keys
+        )
+        self.sampler = DeviceSampler(model.config.vocab, device)
+        self.inputs = _Inputs(width, device)
+        self.last_tokens = torch.zeros(seats, dtype=torch.int32, device=device)
+        self._drawn = torch.zeros(width, dtype=torch.int32, device=device)
+        self._rings = [
+            torch.zeros(width, dtype=torch.int32, pin_memory=self._is_cuda) for _ in range(RINGS)
+        ]
+        self._seats: dict[int, int] = {}
+        self._free_seats = list(range(seats - 1, -1, -1))
+        self._tables: dict[int, tuple[int, int]] = {}
+        self._graphs: dict[tuple[int, tuple[int, ...], bool], torch.cuda.CUDAGraph] = {}
+        self._graph_logits: dict[tuple[int, tuple[int, ...], bool], torch.Tensor] = {}
+        self._flights: deque[_Flight] = deque()
+        self._pool: Any = None
+        self._turn = 0
+
+    # -- Runner -------------------------------------------------------------------------------
+
+    def launch(self, plan: StepPlan) -> None:
+        """Send the step on its way; nothing is waited for unless a row needs the full sampler."""
+        with torch.inference_mode():
+            self._flights.append(self._launch(plan))
+
+    def collect(self) -> StepResult:
+        """Wait for the oldest step's tokens."""
+        flight = self._flights.popleft()
+        failed: dict[int, str] = {}
+        if flight.tokens is None:
+            assert flight.host_tokens is not None
+            if flight.arrived is not None:
+                flight.arrived.synchronize()
+            drawn = flight.host_tokens[: len(flight.drawing)].tolist()
+            failed = {s: "nan_logits" for s, t in zip(flight.drawing, drawn, strict=True) if t < 0}
+            sampled = tuple(
+                Sampled(s, SampledToken(t))
+                for s, t in zip(flight.drawing, drawn, strict=True)
+                if t >= 0
+            )
+        else:
+            pairs = zip(flight.drawing, flight.tokens, strict=True)
+            sampled = tuple(Sampled(s, token) for s, token in pairs)
+        return StepResult(
+            step=flight.step,
+            sampled=sampled,
+            prompt_logprobs=flight.prompt_logprobs,
+            failed=failed,
+            elapsed_s=time.perf_counter() - flight.started_s,
+        )
+
+    # -- a step -------------------------------------------------------------------------------
+
+    def _launch(self, plan: StepPlan) -> _Flight:
+        started_s = time.perf_counter()
+        self._seat(plan)
+        self.kv.copy(plan.copies)
+        rows = plan.rows
+        self._update_tables(rows)
+        counts = np.fromiter((row.count for row in rows), np.int32, len(rows))
+        starts = np.fromiter((row.start for row in rows), np.int32, len(rows))
+        seats = np.fromiter((self._seats[row.sequence_id] for row in rows), np.int32, len(rows))
+        members = tuple(row.sequence_id for row in rows)
+        drawing = [s for row in rows for s in row.samples]
+        work = self.attention.prepare(members, counts, starts, seats, plan.groups)
+        classes, merge = classes_of(work), work.parts_max > 1
+        is_decoding = bool((counts == 1).all()) and drawing == list(members)
+        total = int(counts.sum())
+        bucket = _bucket(total) if is_decoding else 0
+        self._fill(rows, counts, starts, seats, bucket or total)
+        is_plain = self.sampler.is_plain(drawing) and all(
+            row.prompt_logprobs is None for row in rows
+        )
+        if is_plain and drawing:
+            table = self.sampler.parameters(drawing)
+            self.inputs.host_parameters[:, : len(drawing)] = table
+        self.inputs.send()
+        if bucket and self._is_cuda:
+            logits = self._replay(bucket, classes, merge)
+        else:
+            logits = self._eager(rows, counts, bucket or total, classes, merge, is_decoding)
+        flight = _Flight(plan.step, started_s, drawing)
+        if not is_decoding:
+            last = np.cumsum([bool(row.samples) for row in rows]) - 1
+            flight.from_row = [int(last[i]) for i, row in enumerate(rows) for _ in row.samples]
+        if is_plain:
+            self._draw(flight, logits, is_decoding)
+        else:
+            self._draw_fully(flight, rows, logits)
+        return flight
+
+    def _seat(self, plan: StepPlan) -> None:
+        for sequence_id in plan.ended:
+            self._free_seats.append(self._seats.pop(sequence_id))
+            self._tables.pop(sequence_id, None)
+            self.sampler.end(sequence_id)
+        for begun in plan.begun:
+            self._seats[begun.sequence_id] = self._free_seats.pop()
+            self.sampler.begin(begun)
+
+    def _update_tables(self, rows: Sequence[Row]) -> None:
+        """Send what is new of the block tables: a few entries a step, a whole table when it is."""
+        places: list[int] = []
+        blocks: list[int] = []
+        for row in rows:
+            known, version = self._tables.get(row.sequence_id, (0, -1))
+            if version != row.table_version:
+                known = 0
+            count = len(row.block_ids)
+            if known < count:
+                base = self._seats[row.sequence_id] * self.attention.stride
+                places.extend(range(base + known, base + count))
+                blocks.extend(row.block_ids[known:count])
+                self._tables[row.sequence_id] = (count, row.table_version)
+        if places:
+            both = torch.tensor([places, blocks], dtype=torch.int32)
+            if self._is_cuda:
+                both = both.pin_memory().to(self.kv.data.device, non_blocking=True)
+            self.attention.update_tables(both[0].long(), both[1])
+
+    def _fill(
+        self, rows: Sequence[Row], counts: np.ndarray, starts: np.ndarray, seats: np.ndarray,
+        width: int,
+    ) -> None:  # fmt: skip
+        """Lay out the step in the pinned buffer; rows up to `width` that are none write nothing."""
+        self.inputs.wait()
+        token_ids, positions, slots, lengths, seat_of = self.inputs.host[:5]
+        total = int(counts.sum())
+        first = np.cumsum(counts) - counts
+        within = np.arange(total, dtype=np.int32) - np.repeat(first, counts)
+        at = np.repeat(starts, counts) + within
+        positions[:total] = at
+        lengths[:total] = at + 1
+        seat_of[:total] = np.repeat(seats, counts)
+        size, place = self.block_size, 0
+        for row in rows:
+            end = place + row.count
+            token_ids[place:end] = -1 if row.token_ids is None else row.token_ids
+            if row.count == 1:
+                slots[place] = row.block_ids[row.start // size] * size + row.start % size
+            else:
+                from_block = row.start // size
+                table = np.asarray(row.block_ids[from_block:], np.int32)
+                here = at[place:end]
+                slots[place:end] = table[here // size - from_block] * size + here % size
+            place = end
+        for section, value in ((token_ids, 0), (positions, 0), (slots, -1), (lengths, 1)):
+            section[total:width] = value
+        seat_of[total:width] = 0
+
+    # -- the model ----------------------------------------------------------------------------
+
+    def _forward(
+        self, rows: int, classes: tuple[int, ...], merge: bool, causal: bool
+    ) -> torch.Tensor:
+        given = self.inputs.section("token_ids", rows)
+        last = self.last_tokens[self.inputs.section("seats", rows)]
+        token_ids = torch.where(given >= 0, given, last.clamp(min=0))
+        attention = _StepAttention(self.attention, self.inputs, rows, classes, merge, causal)
+        return self.model.forward(token_ids, attention)
+
+    def _eager(
+        self, rows: Sequence[Row], counts: np.ndarray, width: int, classes: tuple[int, ...],
+        merge: bool, is_decoding: bool,
+    ) -> torch.Tensor:  # fmt: skip
+        hidden = self._forward(width, classes, merge, causal=not is_decoding)
+        if is_decoding:
+            return self.model.head(hidden)
+        wanted: list[int] = []
+        end = 0
+        for row in rows:
+            end += row.count
+            if row.prompt_logprobs is not None:
+                wanted.extend(range(end - row.count, end))
+            elif row.samples:
+                wanted.append(end - 1)
+        return self.model.head(hidden[self._indices(wanted)])
+
+    def _replay(self, bucket: int, classes: tuple[int, ...], merge: bool) -> torch.Tensor:
+        """The bucket's graph, captured when it is first needed."""
+        key = (bucket, classes, merge)
+        if key not in self._graphs:
+            self._capture(key)
+        self._graphs[key].replay()
+        return self._graph_logits[key]
+
+    def _capture(self, key: tuple[int, tuple[int, ...], bool]) -> None:
+        bucket, classes, merge = key
+        torch.cuda.synchronize()
+        kept = self.inputs.device.clone()
+        self.inputs.section("slots", bucket).fill_(-1)  # a warm-up writes no KV
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self.model.head(self._forward(bucket, classes, merge, causal=False))
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            logits = self.model.head(self._forward(bucket, classes, merge, causal=False))
+        self._pool = graph.pool()
+        self._graphs[key], self._graph_logits[key] = graph, logits
+        self.inputs.device.copy_(kept)
+
+    # -- tokens -------------------------------------------------------------------------------
+
+    def _draw(self, flight: _Flight, logits: torch.Tensor, is_decoding: bool) -> None:
+        """By the kernel; the tokens are on the device for the next step, and on their way here."""
+        count = len(flight.drawing)
+        self._turn = (self._turn + 1) % RINGS
+        flight.host_tokens = self._rings[self._turn]
+        if not count:
+            return
+        if len(logits) < count or (not is_decoding and len(logits) != count):
+            logits = logits[self._indices(flight.from_row)]
+        out = self._drawn[:count]
+        self.sampler.draw(logits[:count], self.inputs.parameters[:, :count], out)
+        self.last_tokens[self._seats_of(flight.drawing, is_decoding)] = out
+        flight.host_tokens[:count].copy_(out, non_blocking=True)
+        if self._is_cuda:
+            flight.arrived = torch.cuda.Event()
+            flight.arrived.record()
+
+    def _draw_fully(self, flight: _Flight, rows: Sequence[Row], logits: torch.Tensor) -> None:
+        at, from_row = 0, []
+        for row in rows:
+            if row.prompt_logprobs is not None:
+                following = list((row.token_ids or ())[1:])
+                following += [] if row.next_token_id is None else [row.next_token_id]
+                known = logits[at : at + len(following)]
+                flight.prompt_logprobs[row.sequence_id] = self.sampler.prompt_logprobs(
+                    known, following, row.prompt_logprobs
+                )
+            at += row.count if row.prompt_logprobs is not None else bool(row.samples)
+            from_row += [at - 1] * len(row.samples)
+        flight.tokens = []
+        if from_row:
+            picked = logits[self._indices(from_row)]
+            flight.tokens = self.sampler.draw_fully(picked, flight.drawing)
+            drawn = self._indices([token.token_id for token in flight.tokens])
+            self.last_tokens[self._seats_of(flight.drawing, False)] = drawn.int()
+
+    def _seats_of(self, sequence_ids: Sequence[int], is_decoding: bool) -> torch.Tensor:
+        if is_decoding:
+            return self.inputs.section("seats", len(sequence_ids)).long()
+        return self._indices([self._seats[s] for s in sequence_ids])
+
+    def _indices(self, values: Sequence[int]) -> torch.Tensor:
+        tensor = torch.tensor(values, dtype=torch.int64)
+        if self._is_cuda:
+            tensor = tensor.pin_memory().to(self.kv.data.device, non_blocking=True)
+        return tensor
+
+
+def _bucket(rows: int) -> int:
+    """The smallest bucket that holds `rows`; 0 if none does."""
+    return next((bucket for bucket in BUCKETS if bucket >= rows), 0)
