@@ -18,6 +18,9 @@ from engine.config import EngineConfig
 from engine.sequence import Sequence, Work, common_tokens
 from engine.waiting_line import WaitingLine
 
+LEADER_STALLS_MAX = 8
+"""Steps without headway after which a leader's followers go on by themselves."""
+
 
 @dataclass(slots=True)
 class Slice:
@@ -106,12 +109,13 @@ class Scheduler:
                     full.add(namespace)
                     continue
             budget -= self._prefill(sequence, budget, slices, now_s)
+        self._watch_leaders(slices)
         return list(slices.values())
 
     def preempt(self, sequence: Sequence, now_s: float) -> None:
         """Take a running sequence's blocks; it waits again and recomputes what it must.
 
-        Full blocks stay cached, so what nobody needs meanwhile is found again.
+        Its blocks stay cached, so what nobody needs meanwhile is found again.
         """
         self._release(sequence, now_s, keep=True)
         sequence.preemptions += 1
@@ -162,9 +166,15 @@ class Scheduler:
             victim = self._victim(sequence)
             if victim is None:
                 return False
-            slices.pop(victim.sequence_id, None)
-            self.preempt(victim, now_s)
+            self._give_up(victim, slices, now_s)
         return False
+
+    def _give_up(self, victim: Sequence, slices: dict[int, Slice], now_s: float) -> None:
+        """Preempt it, and take back the slice it had in this step."""
+        piece = slices.pop(victim.sequence_id, None)
+        if piece is not None:
+            self.line.charge(victim, -piece.count)
+        self.preempt(victim, now_s)
 
     def _victim(self, sequence: Sequence) -> Sequence | None:
         """Whom to preempt so that `sequence` may grow; itself if it ranks last.
@@ -194,18 +204,21 @@ class Scheduler:
     # -- admission ----------------------------------------------------------------------------
 
     def _admit(self, sequence: Sequence, slices: dict[int, Slice], now_s: float) -> bool:
-        """Let a waiting sequence begin, if its prompt and the others' next blocks have room."""
-        if not self._has_place(sequence):
-            return False
+        """Let a waiting sequence begin, if its prompt and everybody's next blocks have room."""
+        while not self._has_place(sequence):
+            if not self._preempt_for(sequence, slices, now_s):
+                return False
         work, grant = sequence.work, sequence.work.request.grant
         read = grant.read and (work.request.prompt_logprobs is None or work.is_forked)
-        cached = self.cache.peek(grant.namespace, sequence.tokens, now_s) if read else None
-        whole = cached.cached_tokens // self.cache.block_size if cached else 0
-        needed = -(-(len(sequence.tokens) + 1) // self.cache.block_size) - whole
+        needed = -(-(len(sequence.tokens) + 1) // self.cache.block_size)
+        if read:
+            # A found block that nobody pins counts as room, and is about to be pinned.
+            found = self.cache.peek(grant.namespace, sequence.tokens, now_s)
+            needed -= found.cached_tokens // self.cache.block_size - found.unpinned_blocks
+        needed += self._places(sequence) - 1  # each further sample writes a block of its own
         while self.running:
             room = self.cache.available(grant.namespace, grant.quota)
-            # A found block that nobody pins counts as room, and is about to be pinned.
-            if room - whole >= needed + len(self.running):
+            if room >= needed + len(self.running):
                 break
             if not self._preempt_for(sequence, slices, now_s):
                 return False
@@ -246,16 +259,14 @@ class Scheduler:
         ]
         if not lower:
             return False
-        victim = max(lower, key=lambda s: s.rank)
-        slices.pop(victim.sequence_id, None)
-        self.preempt(victim, now_s)
+        self._give_up(max(lower, key=lambda s: s.rank), slices, now_s)
         return True
 
     def _waits_for_twin(self, sequence: Sequence, now_s: float) -> bool:
         """Rule 11: let it wait while a running twin computes a prefix that both need."""
         request, size = sequence.work.request, self.cache.block_size
         grant = request.grant
-        if not grant.read or request.prompt_logprobs is not None:
+        if not grant.read or request.prompt_logprobs is not None or not sequence.is_patient:
             return False
         best, target = None, 0
         for other in self.running.values():
@@ -276,6 +287,20 @@ class Scheduler:
         self.line.remove(sequence)
         self.held[sequence.sequence_id] = sequence
         return True
+
+    def _watch_leaders(self, slices: dict[int, Slice]) -> None:
+        """Nobody waits long for one that gets no room or no turn."""
+        for leader in self.running.values():
+            if not leader.followers or leader.table is None:
+                continue
+            moves = leader.sequence_id in slices or leader.computed > leader.table.kv_tokens
+            leader.stalled_steps = 0 if moves else leader.stalled_steps + 1
+            if leader.stalled_steps >= LEADER_STALLS_MAX:
+                twins = [twin for _, twin in leader.followers]
+                leader.followers = []
+                for twin in twins:
+                    twin.is_patient = False
+                self._resume(twins)
 
     # -- inside -------------------------------------------------------------------------------
 

@@ -30,6 +30,7 @@ class Sequence:
         "index",
         "is_ended",
         "is_known",
+        "is_patient",
         "leader",
         "order_key",
         "order_version",
@@ -37,6 +38,7 @@ class Sequence:
         "preemptions",
         "progress",
         "sequence_id",
+        "stalled_steps",
         "table",
         "tokens",
         "work",
@@ -59,6 +61,8 @@ class Sequence:
         self.progress: list[SampledToken] = []  # prompt logprobs so far
         self.followers: list[tuple[int, Sequence]] = []
         self.leader: Sequence | None = None
+        self.stalled_steps = 0  # without headway, while others waited for it
+        self.is_patient = True  # may wait for a leader
         self.order_key = b""
         self.order_version = -1
 

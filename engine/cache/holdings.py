@@ -101,6 +101,19 @@ class Holdings:
             room = min(room, quota.ceiling_blocks - held)
         return room + own
 
+    def fits(self, namespace: Namespace, quota: Quota, blocks: int) -> bool:
+        """Could `namespace` ever have as many blocks? Others' floors are theirs. O(accounts)."""
+        others = sum(
+            account.quota.floor_blocks
+            for name, account in self.accounts.items()
+            if name != namespace
+        )
+        total = self.pool.blocks
+        room = max(total - others, min(total, quota.floor_blocks))
+        if quota.ceiling_blocks is not None:
+            room = min(room, quota.ceiling_blocks)
+        return blocks <= room
+
     def can_evict(self, account: Account, count: int) -> bool:
         """Would `make_room` succeed? O(accounts)."""
         wanted, own = self.shortage(account, count)

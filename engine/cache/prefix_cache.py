@@ -50,28 +50,23 @@ class PrefixCache:
             return Peek(0, 0, None)
         path = account.tree.walk(tokens, len(tokens) - 1)
         cached = len(path) * self.block_size
+        refs = self._holdings.pool.ref_count
+        unpinned = sum(refs[node.block] == 1 for node in path)
         near, common = self._nearest(account, path, tokens)
         if near is not None:
             path.append(near)
             cached += common
         promised = sum(node.promised for node in path) * self.block_size
         ends_s = min((node.terms.limit_at_s for node in path if node.terms), default=math.inf)
-        return Peek(cached, min(cached, promised), None if ends_s == math.inf else ends_s)
+        expires_at_s = None if ends_s == math.inf else ends_s
+        return Peek(cached, min(cached, promised), expires_at_s, unpinned)
 
     def fits(self, namespace: Namespace, quota: Quota, tokens: int) -> bool:
         """Could one sequence of `tokens` tokens run alone in an otherwise idle pool?
 
         Others' floors are theirs. O(namespaces).
         """
-        others = sum(
-            account.quota.floor_blocks
-            for name, account in self._holdings.accounts.items()
-            if name != namespace
-        )
-        room = max(self.blocks - others, min(self.blocks, quota.floor_blocks))
-        if quota.ceiling_blocks is not None:
-            room = min(room, quota.ceiling_blocks)
-        return self._blocks_for(tokens) <= room
+        return self._holdings.fits(namespace, quota, self._blocks_for(tokens))
 
     def available(self, namespace: Namespace, quota: Quota) -> int:
         """Blocks the namespace could take now, by free list and eviction. O(namespaces)."""
