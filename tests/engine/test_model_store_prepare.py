@@ -1,0 +1,218 @@
+"""Prepared folders: what a card says, that it is made once, and which models are refused."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.errors import ModelError
+from engine.model_store import ModelConfig, load_card, prepare
+from tests.models import (
+    CHAT_TEMPLATE,
+    LLAMA3_SCALING,
+    TOKENS,
+    tiny_config,
+    write_folder,
+    write_gguf,
+)
+
+SHAPES = {
+    "MHA": tiny_config(heads=4, kv_heads=4),
+    "GQA": tiny_config(heads=4, kv_heads=2),
+    "MQA": tiny_config(heads=4, kv_heads=1),
+    "untied": tiny_config(tie_embeddings=False),
+    "wide heads": tiny_config(head_dim=32),
+    "stretched": tiny_config(rope_scaling=LLAMA3_SCALING),
+}
+
+
+@pytest.mark.parametrize("config", SHAPES.values(), ids=SHAPES.keys())
+def test_a_folder_and_a_gguf_file_give_the_shape_they_were_written_with(
+    config: ModelConfig, tmp_path: Path
+) -> None:
+    """Every size comes from the file; nothing is assumed."""
+    folder = prepare("a", write_folder(tmp_path / "a", config), tmp_path)
+    file = prepare("b", write_gguf(tmp_path / "b.gguf", config), tmp_path)
+
+    assert folder.config == config
+    if config.rope_scaling is None:
+        assert file.config.norm_eps == pytest.approx(config.norm_eps)
+        assert {**as_dict(file.config), "norm_eps": 0} == {**as_dict(config), "norm_eps": 0}
+    else:
+        assert file.config.rope_scaling is not None
+        assert len(file.config.rope_scaling.divisors) == config.head_dim // 2
+
+
+def as_dict(config: ModelConfig) -> dict[str, Any]:
+    return {name: getattr(config, name) for name in config.__struct_fields__}
+
+
+@pytest.mark.parametrize("write", [write_folder, write_gguf])
+def test_a_card_knows_the_tokens_that_end_an_answer(
+    write: Callable[[Path], Path], tmp_path: Path
+) -> None:
+    """The configured one, and every end-of-turn token that the vocabulary has."""
+    card = prepare("tiny", write(tmp_path / "m"), tmp_path)
+
+    assert card.stop_token_ids == (TOKENS.index("<|endoftext|>"), TOKENS.index("<|im_end|>"))
+    assert card.special_token_ids == (0, 1, 2)
+    assert card.bos_token_id == 0
+    assert not card.add_bos
+    assert card.template_path.read_text() == CHAT_TEMPLATE
+
+
+def test_the_gateway_reads_back_the_card_that_was_made(tmp_path: Path) -> None:
+    """The prepared folder alone is enough."""
+    card = prepare("tiny", write_folder(tmp_path / "m"), tmp_path)
+
+    assert load_card(Path(card.folder)) == card
+
+
+def test_a_second_start_makes_nothing(tmp_path: Path) -> None:
+    """Not even the files' times change."""
+    source = write_gguf(tmp_path / "m.gguf")
+    card = prepare("tiny", source, tmp_path)
+    times = [p.stat().st_mtime_ns for p in sorted(Path(card.folder).iterdir())]
+
+    assert prepare("tiny", source, tmp_path) == card
+    assert [p.stat().st_mtime_ns for p in sorted(Path(card.folder).iterdir())] == times
+
+
+def test_one_changed_byte_of_the_weights_is_another_model(tmp_path: Path) -> None:
+    """A fine-tune of the same size must not meet the old weights or the old cache."""
+    source = write_gguf(tmp_path / "m.gguf")
+    before = prepare("tiny", source, tmp_path)
+    data = bytearray(source.read_bytes())
+    data[len(data) * 2 // 3] ^= 1
+    source.write_bytes(data)
+    os.utime(source, ns=(0, 0))
+
+    after = prepare("tiny", source, tmp_path)
+
+    assert after.digest != before.digest
+    assert after.folder != before.folder
+
+
+def test_another_chat_template_is_another_model(tmp_path: Path) -> None:
+    """The digest is part of every namespace: the template's version belongs to it."""
+    source = write_folder(tmp_path / "m")
+    before = prepare("tiny", source, tmp_path)
+    (source / "chat_template.jinja").write_text("{{ messages }}")
+
+    assert prepare("tiny", source, tmp_path).digest != before.digest
+
+
+def test_a_copy_of_a_model_has_its_digest_and_its_own_source(tmp_path: Path) -> None:
+    """Replicas agree about the digest; each loads the file it was given."""
+    one, two = tmp_path / "one.gguf", tmp_path / "two.gguf"
+    write_gguf(one)
+    two.write_bytes(one.read_bytes())
+
+    first, second = prepare("tiny", one, tmp_path), prepare("tiny", two, tmp_path)
+
+    assert first.digest == second.digest
+    assert second.source == str(two)
+
+
+def test_a_data_directory_may_move(tmp_path: Path) -> None:
+    """A card names its folder as it lies now."""
+    source = write_folder(tmp_path / "m")
+    card = prepare("tiny", source, tmp_path / "old")
+    (tmp_path / "old").rename(tmp_path / "new")
+    moved = tmp_path / "new" / "prepared" / Path(card.folder).name
+
+    assert load_card(moved).tokenizer_path == moved / "tokenizer.json"
+
+
+def test_a_damaged_card_is_made_again(tmp_path: Path) -> None:
+    """What is only derived never stops a start."""
+    source = write_folder(tmp_path / "m")
+    card = prepare("tiny", source, tmp_path)
+    (Path(card.folder) / "model_card.json").write_text("{")
+
+    assert prepare("tiny", source, tmp_path) == card
+
+
+@pytest.mark.parametrize("name", ["../../escape", "a/b", ".", "", "x" * 300, "spaces and \n"])
+def test_no_name_leaves_the_data_directory(name: str, tmp_path: Path) -> None:
+    """A model's name becomes part of a path; it must stay below."""
+    source = write_folder(tmp_path / "m")
+
+    card = prepare(name, source, tmp_path / "models")
+
+    assert Path(card.folder).resolve().parent == (tmp_path / "models" / "prepared").resolve()
+
+
+def refusal(source: Path, models: Path) -> ModelError:
+    with pytest.raises(ModelError) as caught:
+        prepare("tiny", source, models)
+    assert not (models / "prepared").exists() or not list((models / "prepared").glob("tiny*"))
+    return caught.value
+
+
+CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
+    "heads that do not divide": ({"num_key_value_heads": 3}, "corrupt"),
+    "no heads": ({"num_attention_heads": 0}, "corrupt"),
+    "a negative size": ({"num_hidden_layers": -1}, "corrupt"),
+    "a size in words": ({"hidden_size": "large"}, "corrupt"),
+    "a size that is missing": ({"vocab_size": None}, "corrupt"),
+    "an odd head": ({"head_dim": 15}, "unsupported"),
+    "no rotation base": ({"rope_theta": -1.0}, "corrupt"),
+    "fewer embeddings than tokens": ({"vocab_size": 100}, "corrupt"),
+    "an end token of nobody": ({"eos_token_id": 99_999}, "corrupt"),
+    "an end token in words": ({"eos_token_id": "</s>"}, "corrupt"),
+    "another activation": ({"hidden_act": "gelu"}, "unsupported"),
+    "quantised weights": ({"quantization_config": {"quant_method": "awq"}}, "unsupported"),
+    "another scaling": ({"rope_scaling": {"rope_type": "yarn", "factor": 4}}, "unsupported"),
+    "scaling without its factor": ({"rope_scaling": {"rope_type": "linear"}}, "corrupt"),
+    "scaling in words": ({"rope_scaling": "twice"}, "corrupt"),
+}
+
+
+@pytest.mark.parametrize(("change", "code"), CONFIGS.values(), ids=CONFIGS.keys())
+def test_a_config_that_cannot_be_right_is_refused(
+    change: dict[str, Any], code: str, tmp_path: Path
+) -> None:
+    """Where a guess would compute something else than the model, there is no guess."""
+    source = write_folder(tmp_path / "m")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, **change}))
+
+    assert refusal(source, tmp_path).code == code
+
+
+FILES: dict[str, tuple[str, bytes | None]] = {
+    "no config": ("config.json", None),
+    "a config that is a list": ("config.json", b"[]"),
+    "a config of no text": ("config.json", b"\xff\xfe"),
+    "a deep config": ("config.json", b"[" * 100_000),
+    "no tokenizer": ("tokenizer.json", None),
+    "a tokenizer that is not one": ("tokenizer.json", b'{"model": 1}'),
+    "added tokens that are none": ("tokenizer.json", b'{"added_tokens": [3]}'),
+    "half a tokenizer": ("tokenizer.json", b'{"version": "1.0", "model"'),
+}
+
+
+@pytest.mark.parametrize(("file", "content"), FILES.values(), ids=FILES.keys())
+def test_a_damaged_folder_is_refused(file: str, content: bytes | None, tmp_path: Path) -> None:
+    """One clear error from the command line, not a traceback from an engine's first start."""
+    source = write_folder(tmp_path / "m")
+    (source / file).unlink()
+    if content is not None:
+        (source / file).write_bytes(content)
+
+    assert refusal(source, tmp_path).code in ("corrupt", "not_found", "unsupported")
+
+
+def test_a_sliding_window_is_the_context(tmp_path: Path) -> None:
+    """Inside its window a model with sliding attention is an ordinary one; beyond it is not."""
+    source = write_folder(tmp_path / "m")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "sliding_window": 128}))
+
+    assert prepare("tiny", source, tmp_path).config.context == 128
