@@ -166,7 +166,8 @@ class Stream:
 class World:
     """An engine over the token oracle, refereed. `restart` drops it and starts another epoch.
 
-    `make_*` take doubles with a fault planted. `chaos`: steps that break, by number.
+    `make_*` take doubles with a fault planted. `promises`: memory may be promised away (floors and
+    leases), so that a request may fail for want of it.
     """
 
     def __init__(
@@ -178,12 +179,14 @@ class World:
         depth: int = 1,
         vocab_size: int = 3,
         context_tokens: int = 24,
+        promises: bool = True,
         make_cache: Callable[..., PrefixCache] = PrefixCache,
         make_core: Callable[..., Core] = Core,
     ) -> None:
         self.config = config
         self.blocks, self.block_size, self.depth = blocks, block_size, depth
         self.vocab_size, self.context_tokens = vocab_size, context_tokens
+        self.promises = promises
         self.clock = FakeClock()
         self.streams: dict[str, Stream] = {}
         self.endings: dict[str, int] = {}
@@ -264,6 +267,8 @@ class World:
             if isinstance(event, Started):
                 self._check_hit(stream, event)
             if isinstance(event, Finished):
+                starved = event.ending == "failed" and event.code == "kv_exceeded"
+                expect(self.promises or not starved, "starved, with nothing promised (I16)", event)
                 del self.live[event.request_id]
                 name = event.ending if not event.code else f"{event.ending} {event.code}"
                 self.endings[name] = self.endings.get(name, 0) + 1
@@ -298,6 +303,12 @@ class World:
                 now, then = getattr(stats, name), getattr(before, name)
                 expect(now >= then, f"{name} fell", then, now)
         expect(stats.waiting + stats.running == len(self.core.works), "live requests", stats)
+        for held in self.core.scheduler.held.values():
+            leader = held.leader
+            expect(leader is not None, "held for nobody", held.work.request)
+            assert leader is not None
+            theirs, own = leader.work.request.grant, held.work.request.grant
+            expect(theirs.namespace == own.namespace, "waits for another namespace's work", own)
         self._stats = stats
 
     def _check_hit(self, stream: Stream, event: Started) -> None:

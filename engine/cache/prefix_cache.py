@@ -233,13 +233,12 @@ class PrefixCache:
             raise InvariantViolation("a block table was released twice")
         if keep:
             self._commit_tail(table, tokens, now_s)
-        node: Node | None = table.node
-        while node is not None and node.block >= 0:
+        nodes = (self._holdings.node_of[block] for block in table.blocks[: table.committed])
+        for node in filter(None, nodes):  # the lower ones may have left the tree
             node.last_use_s = now_s
-            if node.terms and table.account.tree.holds(node):
+            if node.terms:
                 node.terms.use(now_s)
                 self._book.note(table.account, node, now_s)
-            node = node.parent
         for block in reversed(table.blocks):
             self._holdings.unpin(block)
         self._book.close(table)

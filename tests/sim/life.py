@@ -35,6 +35,8 @@ class Life:
         make_core: Callable[..., Core] = Core,
     ) -> None:
         self.chance = chance = random.Random(seed)
+        floor = chance.choice([0, 2])
+        self.leased = chance.random() < 0.6
         self.world = World(
             EngineConfig(
                 step_tokens_max=chance.choice([4, 8, 32]),
@@ -46,15 +48,15 @@ class Life:
             blocks=chance.choice([8, 12, 16, 40]),
             block_size=chance.choice([2, 4]),
             depth=chance.choice([1, 2]),
+            promises=self.leased or floor > 0,
             make_cache=make_cache,
             make_core=make_core,
         )
         self.quotas = {
-            b"north": Quota(floor_blocks=chance.choice([0, 2])),
+            b"north": Quota(floor_blocks=floor),
             b"south": Quota(ceiling_blocks=chance.choice([None, 6]), weight=2.0),
             b"east": Quota(),
         }
-        self.leased = chance.random() < 0.6
         self._count = 0
         self._break_some_steps()
 
