@@ -25,6 +25,7 @@ from engine.supervisor import EngineSupervisor
 from gateway.config import Config, parse_address
 from gateway.context import Context, Log
 from gateway.handlers import admin, health, inference, models
+from gateway.metering import wall_ms
 from gateway.middleware import install
 from gateway.prompt import Renderer
 from gateway.server import ListenerRunner
@@ -35,11 +36,6 @@ from tenancy.store import Store
 from tenancy.types import WallClock
 
 KEY_FILE = "default.key"
-
-
-def wall_ms() -> int:
-    """Milliseconds since the epoch."""
-    return time.time_ns() // 1_000_000
 
 
 def new_request_id() -> str:

@@ -7,11 +7,17 @@ durable before the answer's last byte is sent: `inference` awaits `settle` first
 from __future__ import annotations
 
 import asyncio
+import time
 from concurrent.futures import Future
 
 from gateway.dialects.canonical import UsageRecord
 from tenancy.ledger import Hold, Ledger
 from tenancy.types import Identity, UsageEntry, WallClock
+
+
+def wall_ms() -> int:
+    """Milliseconds since the epoch: the ledger's clock."""
+    return time.time_ns() // 1_000_000
 
 
 class Account:

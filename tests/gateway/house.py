@@ -25,8 +25,9 @@ from engine.core import Core
 from engine.local import LocalEngine
 from engine.model_store import ModelCard
 from engine.plan import StepPlan
-from gateway.app import Gateway, wall_ms
+from gateway.app import Gateway
 from gateway.config import Config, LimitsConfig, ServerConfig
+from gateway.metering import wall_ms
 from gateway.prompt import Renderer
 from tenancy.keys import create_key
 from tenancy.registry import create_tenant

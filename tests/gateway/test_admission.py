@@ -1,0 +1,190 @@
+"""Admission: pure, so every edge is one call."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.api import EngineInfo, Request, Sampling, Stats
+from gateway.admission import Circumstances, admit, namespace_of, retry_after_s
+from gateway.config import LimitsConfig
+from gateway.dialects.canonical import Call, Generation, Prompt, Rendered
+from gateway.errors import Kind, Refusal
+from tenancy.types import CachePolicy, Identity, Tenant
+
+INFO = EngineInfo(
+    epoch="1",
+    model="m",
+    model_digest="d",
+    model_dir="",
+    vocab_size=100,
+    context_tokens=64,
+    block_size=16,
+    blocks=8,
+    kv_bytes_per_block=1,
+    kv_format="f",
+    device="cpu",
+    pid=1,
+)
+NOW = Circumstances(
+    info=INFO,
+    stats=Stats(),
+    limits=LimitsConfig(output_tokens_default=20, requests_per_tenant_max=3, choices_max=4),
+    template_digest="t",
+    model_stop_token_ids=(2,),
+    running=0,
+)
+
+
+def identity(tenant_id: int = 1, workspace: str = "default", **policy: object) -> Identity:
+    tenant = Tenant(tenant_id, "ada", "active", 0)
+    return Identity(tenant, workspace, 1, CachePolicy(**policy))  # type: ignore[arg-type]
+
+
+def ask(
+    tokens: tuple[int, ...] = (1, 2, 3),
+    *,
+    now: Circumstances = NOW,
+    who: Identity | None = None,
+    prompts: int = 1,
+    partition: str = "",
+    priority: int = 0,
+    **generation: object,
+) -> tuple[Request, ...]:
+    call = Call(
+        model="m",
+        prompts=(Prompt(),) * prompts,
+        generation=Generation(**generation),  # type: ignore[arg-type]
+        partition=partition,
+        priority=priority,
+    )
+    return admit(call, [Rendered(tokens)] * prompts, who or identity(), "id", now)
+
+
+def refused(**asked: object) -> Refusal:
+    with pytest.raises(Refusal) as caught:
+        ask(**asked)  # type: ignore[arg-type]
+    return caught.value
+
+
+def test_prompt_and_answer_that_fill_the_context_are_admitted_and_one_more_is_not() -> None:
+    """D2: the edge itself runs; the refusal names both numbers."""
+    (request,) = ask((1,) * 54, max_tokens=10)
+    refusal = refused(tokens=(1,) * 55, max_tokens=10)
+
+    assert request.max_tokens == 10
+    assert refusal.code == "context_length_exceeded"
+    assert "55 prompt tokens" in refusal.message
+    assert "64" in refusal.message
+
+
+def test_without_max_tokens_the_answer_gets_what_is_left_up_to_the_default() -> None:
+    """Short prompts get the default, long ones the rest of the context."""
+    assert ask((1,) * 10)[0].max_tokens == 20
+    assert ask((1,) * 60)[0].max_tokens == 4
+    assert refused(tokens=(1,) * 64).kind is Kind.BAD
+
+
+def test_a_request_that_could_not_finish_alone_is_refused_for_good() -> None:
+    """G7: a tenant's ceiling or the pool may be less than the context."""
+    small = msgspec.structs.replace(NOW, info=msgspec.structs.replace(INFO, blocks=2))
+
+    assert ask((1,) * 20, now=small, max_tokens=12)[0].max_tokens == 12
+    assert refused(tokens=(1,) * 20, now=small, max_tokens=13).kind is Kind.BAD
+    assert refused(tokens=(1,) * 17, who=identity(ceiling_blocks=1)).kind is Kind.BAD
+
+
+@pytest.mark.parametrize(
+    ("field", "asked"),
+    [
+        ("prompt", {"tokens": (1, 100)}),
+        ("prompt", {"tokens": (-1,)}),
+        ("prompt", {"tokens": ()}),
+        ("stop_token_ids", {"stop_token_ids": (100,)}),
+        ("logit_bias", {"sampling": Sampling(logit_bias={2**31 - 1: 1.0})}),
+    ],
+)
+def test_token_ids_outside_the_vocabulary_never_reach_the_engine(
+    field: str, asked: dict[str, object]
+) -> None:
+    """D8, D9, D11: an id from a client indexes device memory."""
+    refusal = refused(**asked)
+
+    assert (refusal.kind, refusal.param) == (Kind.BAD, field)
+
+
+def test_too_many_choices_are_refused_before_anything_is_allocated() -> None:
+    """D3: the configured limit, by the name the client used, and the product with prompts."""
+    assert refused(choices=5, samples=5).param == "n"
+    assert refused(choices=1, samples=5).param == "best_of"
+    assert refused(choices=4, samples=4, prompts=33).param == "prompt"
+
+
+def test_the_tenants_own_limit_is_a_429_and_ours_a_503_both_with_a_time() -> None:
+    """Clients back off by status and retry-after."""
+    full = msgspec.structs.replace(NOW, running=3)
+    stats = Stats(waiting_tokens=100_000, prefill_tokens_per_s=100.0)
+    slow = msgspec.structs.replace(NOW, stats=stats)
+    own, ours = refused(now=full), refused(now=slow)
+
+    assert (own.kind, own.code) == (Kind.RATE, "rate_limit_exceeded")
+    assert (ours.kind, ours.code) == (Kind.BUSY, "overloaded")
+    assert own.retry_after_s == 1.0
+    assert ours.retry_after_s == 60.0
+
+
+def test_model_stops_are_added_unless_they_are_to_be_ignored() -> None:
+    """An answer ends at the model's own end token by default."""
+    assert ask(stop_token_ids=(7, 2))[0].stop_token_ids == (2, 7)
+    assert ask(stop_token_ids=(7,), ignore_eos=True)[0].stop_token_ids == (7,)
+
+
+def test_policy_becomes_the_engines_terms_and_a_client_can_only_lower_its_priority() -> None:
+    """D23: shares come from the key, never from the body."""
+    who = identity(floor_blocks=1, ceiling_blocks=7, weight=2.5, priority=5)
+    (request,) = ask(who=who, priority=-3)
+
+    assert request.priority == 2
+    assert request.weight == 2.5
+    assert request.grant.quota.ceiling_blocks == 7
+    assert request.grant.quota.floor_blocks == 1
+
+
+def test_several_prompts_are_several_requests_with_ids_of_their_own() -> None:
+    """One HTTP request, one ledger entry, but distinct names in the engine."""
+    assert [r.request_id for r in ask(prompts=3)] == ["id-0", "id-1", "id-2"]
+    assert ask()[0].request_id == "id"
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 3), *[st.text(alphabet="a:\0", max_size=3)] * 4),
+        min_size=2,
+        max_size=2,
+        unique=True,
+    )
+)
+def test_different_scopes_never_give_the_same_namespace(
+    scopes: list[tuple[int, str, str, str, str]],
+) -> None:
+    """Joined without lengths, ("a", "b") and ("ab", "") would share a cache."""
+    names = [
+        namespace_of(identity(tenant, workspace), model, template, partition)
+        for tenant, workspace, model, template, partition in scopes
+    ]
+
+    assert names[0] != names[1]
+
+
+def test_a_partition_narrows_the_namespace() -> None:
+    """prompt_cache_key and cache_salt reach the scope."""
+    assert ask(partition="a")[0].grant.namespace != ask()[0].grant.namespace
+
+
+def test_the_time_to_try_again_stays_within_what_clients_obey() -> None:
+    """Above two minutes SDKs do not retry at all."""
+    assert retry_after_s(Stats()) == 1.0
+    assert retry_after_s(Stats(waiting_tokens=500, prefill_tokens_per_s=50)) == 10.0
+    assert retry_after_s(Stats(waiting_tokens=10**9, prefill_tokens_per_s=1)) == 60.0

@@ -1,0 +1,218 @@
+"""The door: ids, keys, roles, errors to bytes, the log line."""
+
+from __future__ import annotations
+
+import json
+
+import msgspec
+import pytest
+from aiohttp import web
+
+from engine.errors import EngineError, EngineUnavailable, RequestRefused
+from gateway.errors import Kind, Refusal
+from gateway.metering import wall_ms
+from gateway.middleware import WRONG_KEYS_PER_MINUTE_MAX, WrongKeys, refusal_of, where
+from tenancy.errors import LedgerUnavailable
+from tenancy.keys import create_key, list_keys, revoke_key
+from tenancy.registry import find_tenant, set_status
+from tests.fakes import FakeClock
+from tests.gateway.house import House
+
+DECLARED = {
+    ("POST", "/v1/chat/completions"): 401,
+    ("POST", "/v1/completions"): 401,
+    ("GET", "/v1/models"): 401,
+    ("GET", "/v1/models/{name}"): 401,
+    ("GET", "/healthz"): 200,
+    ("GET", "/readyz"): 200,
+}
+"""Every way in on the public listener, and what it says to somebody without a key."""
+
+
+async def test_every_route_is_declared_and_refuses_strangers_as_declared(house: House) -> None:
+    """C8: a walk of the router; a route added without a role would show up here."""
+    routes = {
+        (route.method, route.resource.canonical)
+        for route in house.gateway.public_app().router.routes()
+        if route.resource is not None
+    }
+    answers = {
+        (method, path): (await house.ask(path.format(name="x"), method=method, who=None))[0]
+        for method, path in routes
+    }
+
+    assert answers == DECLARED
+
+
+BAD_KEYS = [
+    {},
+    {"Authorization": ""},
+    {"Authorization": "Bearer"},
+    {"Authorization": "Bearer "},
+    {"Authorization": "Bearer x"},
+    {"Authorization": "Basic eDp5"},
+    {"Authorization": "Bearer " + "k" * 7_000},
+    {"Authorization": "Bearer ' OR 1=1--"},
+    {"Authorization": "Bearer %00"},
+    {"Authorization": "Bearer kl\u00fcssel"},
+]
+
+
+@pytest.mark.parametrize("headers", BAD_KEYS, ids=range(len(BAD_KEYS)))
+async def test_bad_keys_are_all_refused_alike(house: House, headers: dict[str, str]) -> None:
+    """C1, C5: 401 before the body is read, the key never shown back."""
+    status, answer, response = await house.ask(body=b"not json", who=None, headers=headers)
+
+    assert status == 401, answer
+    assert answer["error"]["code"] == "invalid_api_key"
+    assert response.headers["www-authenticate"] == "Bearer"
+    given = headers.get("Authorization", "").removeprefix("Bearer").strip()
+    assert len(given) < 3 or given not in json.dumps(answer)
+    assert len(given) < 3 or given not in json.dumps(house.lines)
+    await house.check_quiet()
+
+
+async def test_a_prefix_of_a_key_is_nobody(house: House) -> None:
+    """C6: caches of authentication by a part of the key have mixed tenants up."""
+    for cut in (20, 30, -1):
+        key = house.keys["ada"][:cut]
+        status, _, _ = await house.ask(
+            body=house.chat(), who=None, headers={"Authorization": f"Bearer {key}"}
+        )
+        assert status == 401
+
+
+async def test_two_different_keys_are_ambiguous_and_the_same_twice_is_not(house: House) -> None:
+    """C4: a proxy and we might pick different ones."""
+    other, _, _ = await house.ask(body=house.chat(), headers={"X-Api-Key": house.keys["bob"]})
+    same, _, _ = await house.ask(body=house.chat(), headers={"X-Api-Key": house.keys["ada"]})
+
+    assert (other, same) == (400, 200)
+
+
+async def test_headers_that_name_another_tenant_change_nothing(house: House) -> None:
+    """C3: who asks comes from the key alone."""
+    headers = {"X-Tenant": "bob", "OpenAI-Organization": "bob", "OpenAI-Project": "bob"}
+    await house.ask(body=house.chat(), headers=headers)
+
+    rows = house.store.query("select name from ledger join tenants using (tenant_id)")
+    assert rows == [("ada",)]
+
+
+async def test_a_revoked_key_and_a_suspended_tenant_are_out_within_a_second(house: House) -> None:
+    """C2, C7: the command line writes beside a running server."""
+    tenant, _ = find_tenant(house.store, "ada")
+    second = create_key(house.store, wall_ms, tenant.tenant_id)
+    revoke_key(house.store, wall_ms, str(list_keys(house.store, "ada")[-1].key_id))
+    set_status(house.store, "bob", "suspended")
+    house.gateway.context.registry._load()  # type: ignore[attr-defined]  # another process wrote
+
+    revoked, error, _ = await house.ask(
+        "/v1/models", method="GET", who=None, headers={"Authorization": f"Bearer {second}"}
+    )
+    suspended, _, _ = await house.ask("/v1/models", method="GET", who="bob")
+
+    assert (revoked, error["error"]["code"]) == (401, "invalid_api_key")
+    assert suspended == 403
+    assert second not in json.dumps(error)
+
+
+async def test_floods_of_wrong_keys_are_slowed_and_good_keys_are_not(house: House) -> None:
+    """C14: guessing from one address ends; a customer behind the same address does not notice."""
+    headers = {"Authorization": "Bearer wrong"}
+    statuses = [
+        (await house.ask("/v1/models", method="GET", who=None, headers=headers))[0]
+        for _ in range(WRONG_KEYS_PER_MINUTE_MAX + 1)
+    ]
+    good, _, _ = await house.ask("/v1/models", method="GET")
+
+    assert set(statuses[: WRONG_KEYS_PER_MINUTE_MAX // 2]) == {401}
+    assert statuses[-1] in (401, 429)  # 401 if a minute began meanwhile
+    assert good == 200
+
+
+def test_wrong_keys_are_counted_by_minute_for_a_bounded_number_of_addresses() -> None:
+    """A counter that grows with attackers is an attack of its own."""
+    clock = FakeClock()
+    counter = WrongKeys(clock)
+    within = [counter.is_too_many("a") for _ in range(WRONG_KEYS_PER_MINUTE_MAX)]
+    over = counter.is_too_many("a")
+    clock.advance(60)
+    later = counter.is_too_many("a")
+    for number in range(10_000):
+        counter.is_too_many(f"address {number}")
+
+    assert (any(within), over, later) == (False, True, False)
+    assert len(counter._seen) <= 4_096
+
+
+async def test_one_line_per_request_without_prompts_or_keys(house: House) -> None:
+    """The log is for operators: ids and counts."""
+    await house.ask(body=house.chat("the planted prompt"))
+    (line,) = [line for line in house.lines if line["event"] == "request"]
+
+    assert line["route"] == "/v1/chat/completions"
+    assert (line["status"], line["ending"], line["output_tokens"]) == (200, "done", 8)
+    assert "planted" not in json.dumps(house.lines)
+    assert house.keys["ada"] not in json.dumps(house.lines)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (Refusal(Kind.QUOTA, "q", "m"), Kind.QUOTA),
+        (msgspec.ValidationError("x"), Kind.BAD),
+        (msgspec.DecodeError("x"), Kind.BAD),
+        (UnicodeDecodeError("utf-8", b"", 0, 1, "x"), Kind.BAD),
+        (RecursionError(), Kind.BAD),
+        (MemoryError(), Kind.BUSY),
+        (EngineUnavailable("not_ready", "m", 2.0), Kind.BUSY),
+        (RequestRefused("context_exceeded", "m"), Kind.BAD),
+        (RequestRefused("poison_request", "m"), Kind.INTERNAL),
+        (LedgerUnavailable("not_durable", "m"), Kind.BUSY),
+        (web.HTTPNotFound(), Kind.NOT_FOUND),
+        (web.HTTPMethodNotAllowed("GET", ["POST"]), Kind.METHOD),
+        (web.HTTPRequestEntityTooLarge(1, 2), Kind.TOO_BIG),
+    ],
+)
+def test_known_errors_have_a_kind(error: Exception, kind: Kind) -> None:
+    """RecursionError and UnicodeDecodeError are no msgspec errors: unmapped they are a 500."""
+    refusal = refusal_of(error)
+
+    assert refusal is not None
+    assert refusal.kind is kind
+
+
+@pytest.mark.parametrize("error", [ValueError("secret"), EngineError("invariant", "secret")])
+def test_our_own_mistakes_say_nothing_to_clients(error: Exception) -> None:
+    """Messages of unforeseen errors quote what clients sent, or how we are built."""
+    assert refusal_of(error) is None
+
+
+async def test_an_unforeseen_error_is_a_plain_500_and_a_line_without_its_message(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The positive control of secrecy: an exception that carries a prompt."""
+
+    def broken(prompt: object) -> object:
+        raise ValueError("the planted prompt")
+
+    monkeypatch.setattr(house.renderer, "render", broken)
+    status, answer, _ = await house.ask(body=house.chat())
+
+    assert (status, answer["error"]["code"]) == (500, "internal_error")
+    assert "planted" not in json.dumps([answer, house.lines])
+    assert any(line.get("error") == "ValueError" for line in house.lines)
+    monkeypatch.undo()
+    await house.check_quiet()
+
+
+def test_where_names_lines_and_never_the_message() -> None:
+    """A traceback's text repeats what was sent."""
+    try:
+        raise ValueError("the planted prompt")
+    except ValueError as error:
+        facts = where(error)
+
+    assert facts["error"] == "ValueError"
+    assert "planted" not in json.dumps(facts)

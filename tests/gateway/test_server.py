@@ -1,0 +1,411 @@
+"""The listener against raw sockets: each of aiohttp's open ends is closed.
+
+Numbers in names' reasons (A1, A16 ...) are the rows of the list of bad inputs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import socket
+
+import pytest
+
+from tests.gateway.house import House, read_answer, status_of
+
+SECRET = "sk-planted-secret-that-must-not-come-back"
+
+UNREADABLE = {
+    "A1 length and chunked": "Content-Length: 2\r\nTransfer-Encoding: chunked",
+    "A2 two lengths": "Content-Length: 2\r\nContent-Length: 3",
+    "A3 negative length": "Content-Length: -1",
+    "A3 signed length": "Content-Length: +5",
+    "A3 hexadecimal length": "Content-Length: 0x10",
+    "A3 huge length": f"Content-Length: 1{'0' * 30}",
+    "A4 unknown coding": "Transfer-Encoding: xchunked",
+    "A4 doubled coding": "Transfer-Encoding: chunked, chunked",
+    "A6 NUL in a header": "X-Thing: a\x00b",
+    "A6 folded header": "X-Thing: a\r\n b",
+    "A7 200 headers": "\r\n".join(f"X-{n}: {n}" for n in range(200)),
+    "A7 a header of 9 kB": f"X-Long: {'x' * 9_000}",
+    "A8 a key of 9 kB": f"Authorization: Bearer {SECRET}{'x' * 9_000}",
+}
+
+
+def head(line: str, *headers: str, host: str | None = "127.0.0.1") -> bytes:
+    """A request without a body."""
+    lines = [line, *([f"Host: {host}"] if host is not None else []), *headers]
+    return "\r\n".join(lines).encode("latin-1") + b"\r\n\r\n"
+
+
+@pytest.mark.parametrize("lines", UNREADABLE.values(), ids=UNREADABLE.keys())
+async def test_unreadable_requests_get_a_fixed_page_and_a_closed_connection(
+    house: House, lines: str
+) -> None:
+    """aiohttp's own page echoes what it could not parse, keys included."""
+    answer = await house.raw(head("POST /v1/chat/completions HTTP/1.1", lines))
+
+    assert status_of(answer) in (400, 401), answer
+    assert b"xxx" not in answer
+    assert SECRET.encode() not in answer
+    assert SECRET not in json.dumps(house.lines)
+    assert b"x-request-id" in answer.lower()
+    assert b"application/json" in answer.lower()
+    await house.check_quiet()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"GET /healthz\r\n\r\n",
+        b"GET /healthz HTTP/9.9\r\nHost: 127.0.0.1\r\n\r\n",
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(64),
+        b"FOO /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",
+        b"\r\n\x00\x01garbage\r\n\r\n",
+    ],
+    ids=["HTTP/0.9", "HTTP/9.9", "HTTP/2 preface", "TLS hello", "no method", "garbage"],
+)
+async def test_other_protocols_are_refused_and_closed(house: House, data: bytes) -> None:
+    """A13: no handler ever sees them, and the connection does not linger."""
+    answer = await house.raw(data)
+
+    assert status_of(answer) in (0, 400), answer
+    await house.check_quiet()
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["h/health?x=", "foo#", "a@b", "", "[fe80::1%eth0]", "evil.example", "127.0.0.1, 127.0.0.1"],
+)
+async def test_hosts_that_are_not_ours_are_refused_before_routing(house: House, host: str) -> None:
+    """A10: whatever stands in Host, no path is read from it and no handler runs."""
+    answer = await house.raw(head("GET /healthz HTTP/1.1", "Connection: close", host=host))
+
+    assert status_of(answer) == 400, answer
+
+
+@pytest.mark.parametrize("headers", [[], ["Host: 127.0.0.1", "Host: 127.0.0.1"]])
+async def test_no_host_or_two_are_refused(house: House, headers: list[str]) -> None:
+    """A11: which of two would a proxy have believed?"""
+    answer = await house.raw(
+        head("GET /healthz HTTP/1.1", *headers, "Connection: close", host=None)
+    )
+
+    assert status_of(answer) == 400
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "//v1/chat/completions",
+        "/v1%2fchat%2fcompletions",
+        "/x/../v1/chat/completions",
+        "/v1/chat/completions;a=b",
+        "/v1/chat/completions/",
+        "/V1/Chat/Completions",
+        "http://other.example/v1/chat/completions",
+    ],
+)
+async def test_spellings_of_a_path_reach_no_handler_without_a_key(
+    house: House, target: str
+) -> None:
+    """A12: authentication hangs on the declared route, never on a string comparison."""
+    answer = await house.raw(
+        head(f"POST {target} HTTP/1.1", "Content-Length: 0", "Connection: close")
+    )
+
+    assert status_of(answer) in (400, 401, 404), answer
+    assert house.entries() == []
+
+
+@pytest.mark.parametrize("method", ["GET", "PUT", "DELETE", "TRACE", "OPTIONS"])
+async def test_wrong_methods_name_the_right_one(house: House, method: str) -> None:
+    """A14: a 405 without Allow leaves the client guessing."""
+    answer = await house.raw(head(f"{method} /v1/chat/completions HTTP/1.1", "Connection: close"))
+
+    assert status_of(answer) == 405, answer
+    assert b"allow: post" in answer.lower()
+
+
+async def test_a_nonsense_expectation_is_refused(house: House) -> None:
+    """A15."""
+    data = house.post("/v1/chat/completions", b"{}", "Expect: nonsense", "Connection: close")
+
+    assert status_of(await house.raw(data)) == 417
+
+
+async def test_expect_100_continue_is_answered_only_with_a_good_key(house: House) -> None:
+    """A15: who has no key is not invited to send a body."""
+    body = json.dumps(house.chat()).encode()
+    lines = ("Expect: 100-continue", f"Content-Length: {len(body)}", "Connection: close")
+    async with house.connection() as (reader, writer):
+        writer.write(house.post("/v1/chat/completions", b"", *lines))
+        invitation = await reader.readuntil(b"\r\n\r\n")
+        writer.write(body)
+        answer = await read_answer(reader)
+    uninvited = await house.raw(head("POST /v1/chat/completions HTTP/1.1", *lines))
+
+    assert status_of(invitation) == 100
+    assert status_of(answer) == 200
+    assert status_of(uninvited) == 401
+
+
+async def test_a_head_that_trickles_is_cut_off(made: House) -> None:
+    """A16, slowloris: bare aiohttp waits for ever."""
+    made.set_server(header_timeout_s=0.1)
+    await made.open()
+
+    answer = await made.raw(b"GET /healthz HTTP/1.1\r\nHost: 127")
+
+    assert status_of(answer) == 408
+    await made.close()
+
+
+async def test_a_connection_that_says_nothing_is_closed(made: House) -> None:
+    """A18: a silent connection holds a place that somebody else needs."""
+    made.set_server(header_timeout_s=0.1)
+    await made.open()
+
+    answer = await made.raw(b"")
+
+    assert status_of(answer) == 408
+    await made.close()
+
+
+async def test_an_idle_connection_is_closed_after_keep_alive(made: House) -> None:
+    """A18: aiohttp's default is an hour."""
+    made.set_server(keep_alive_timeout_s=0.1)
+    await made.open()
+
+    async with made.connection() as (reader, writer):
+        writer.write(head("GET /healthz HTTP/1.1"))
+        answer = await read_answer(reader)
+        rest = await asyncio.wait_for(reader.read(), 5)
+
+    assert status_of(answer) == 200
+    assert rest == b""
+    await made.close()
+
+
+async def test_a_body_that_trickles_is_cut_off(made: House) -> None:
+    """A17: a deadline, and after it a least rate."""
+    made.set_server(body_timeout_s=0.1, body_rate_min_bytes_per_s=1_000.0)
+    await made.open()
+
+    answer = await made.raw(made.post("/v1/chat/completions", b"{", "Content-Length: 500"))
+
+    assert status_of(answer) == 408
+    assert b"request_timeout" in answer
+    await made.check_quiet()
+    await made.close()
+
+
+async def test_a_steady_body_may_take_longer_than_the_deadline(made: House) -> None:
+    """A17's other side: large bodies over slow links are served while they keep the rate."""
+    made.set_server(body_timeout_s=0.2, body_rate_min_bytes_per_s=100.0)
+    await made.open()
+    body = json.dumps(made.chat()).encode()
+    body += b" " * (200 - len(body) % 200)
+    async with made.connection() as (reader, writer):
+        data = made.post("/v1/chat/completions", b"", f"Content-Length: {len(body)}")
+        writer.write(data)
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        for start in range(0, len(body), 50):
+            writer.write(body[start : start + 50])
+            done = asyncio.Event()
+            loop.call_later(0.1, done.set)
+            await done.wait()
+        answer = await read_answer(reader)
+
+    assert loop.time() - began_s > 0.3
+    assert status_of(answer) == 200
+    await made.close()
+
+
+async def test_bodies_are_read_up_to_the_limit_and_no_further(made: House) -> None:
+    """B14: at the limit it is read; one byte more is 413, with or without a length."""
+    limit = 600
+    made.set_server(body_bytes_max=limit)
+    await made.open()
+    body = json.dumps(made.chat()).encode()
+    chunked = ("Transfer-Encoding: chunked", "Connection: close")
+
+    def chunks(size: int) -> bytes:
+        data = body + b" " * (size - len(body))
+        return b"%x\r\n%s\r\n0\r\n\r\n" % (len(data), data)
+
+    fits = await made.raw(made.post("/v1/chat/completions", body + b" " * (limit - len(body))))
+    large = await made.raw(made.post("/v1/chat/completions", body + b" " * (limit + 1 - len(body))))
+    fits_chunked = await made.raw(made.post("/v1/chat/completions", chunks(limit), *chunked))
+    large_chunked = await made.raw(made.post("/v1/chat/completions", chunks(limit * 10), *chunked))
+
+    assert [status_of(a) for a in (fits, large, fits_chunked, large_chunked)] == [
+        200,
+        413,
+        200,
+        413,
+    ]
+    await made.check_quiet()
+    await made.close()
+
+
+async def test_a_gzip_bomb_is_cut_at_the_limit_and_other_codings_are_refused(
+    house: House,
+) -> None:
+    """A20: the limit is on what comes out of the decoder."""
+    body = json.dumps(house.chat()).encode()
+    bomb = gzip.compress(bytes(64 * 2**20))
+    sent = {"Content-Encoding": "gzip"}
+
+    plain, _, _ = await house.ask(body=gzip.compress(body), headers=sent)
+    huge, _, _ = await house.ask(body=bomb, headers=sent)
+    other, _, _ = await house.ask(body=body, headers={"Content-Encoding": "zip"})
+
+    assert (plain, huge, other) == (200, 413, 415)
+    await house.check_quiet()
+
+
+async def test_broken_framing_of_a_body_is_a_400(house: House) -> None:
+    """A5: a chunk size that is no number."""
+    data = house.post(
+        "/v1/chat/completions", b"zz\r\n{}\r\n0\r\n\r\n", "Transfer-Encoding: chunked"
+    )
+
+    assert status_of(await house.raw(data)) == 400
+    await house.check_quiet()
+
+
+async def test_a_short_body_then_an_end_runs_nothing(house: House) -> None:
+    """A22: less than Content-Length, then FIN."""
+    data = house.post("/v1/chat/completions", b'{"model":', "Content-Length: 500")
+
+    answer = await house.raw(data, half_close=True)
+
+    assert status_of(answer) in (0, 400)
+    assert house.entries() == []
+    await house.check_quiet()
+
+
+async def test_what_follows_a_body_is_its_own_request(house: House) -> None:
+    """A22: longer than Content-Length is pipelining, not smuggling; each is judged apart."""
+    body = json.dumps(house.chat()).encode()
+    second = head("GET /v1/models HTTP/1.1", "Connection: close")
+    async with house.connection() as (reader, writer):
+        writer.write(house.post("/v1/chat/completions", body) + second)
+        answers = await asyncio.wait_for(reader.read(), 10)
+
+    assert status_of(answers) == 200
+    assert b"HTTP/1.1 401" in answers
+
+
+async def test_connections_are_capped_per_address_and_others_are_told(made: House) -> None:
+    """A18: ten thousand idle connections must not keep a customer out for long."""
+    made.set_server(connections_per_address_max=3)
+    await made.open()
+    held = [await asyncio.open_connection("127.0.0.1", made.port) for _ in range(3)]
+
+    answer = await made.raw(b"")
+    for _, writer in held:
+        writer.close()
+        await writer.wait_closed()
+    later = b""
+    async with asyncio.timeout(5):
+        while status_of(later) != 200:
+            later = await made.raw(head("GET /healthz HTTP/1.1", "Connection: close"))
+
+    assert status_of(answer) == 503
+    assert b"retry-after" in answer.lower()
+    await made.close()
+
+
+async def test_a_stream_that_nobody_reads_is_cut_and_its_blocks_come_back(made: House) -> None:
+    """A26: a bare aiohttp handler waits for ever once the buffers are full."""
+    made.set_server(write_timeout_s=0.3, send_buffer_bytes=4_096)
+    await made.open()
+    body = json.dumps(made.chat(max_tokens=450, n=16, stream=True, logprobs=True)).encode()
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
+    sock.setblocking(False)
+    loop = asyncio.get_running_loop()
+    await loop.sock_connect(sock, ("127.0.0.1", made.port))
+    await loop.sock_sendall(sock, made.post("/v1/chat/completions", body))
+    await made.until(lambda: bool(made.entries()))
+
+    assert [entry[0] for entry in made.entries()] == ["cancelled"]
+    await made.check_quiet()
+    sock.close()
+    await made.close()
+
+
+async def test_pipelined_requests_are_answered_in_order(house: House) -> None:
+    """A19: aiohttp bounds how many wait; none is lost, none overtakes."""
+    async with house.connection() as (reader, writer):
+        writer.write(head("GET /healthz HTTP/1.1") * 199)
+        writer.write(head("GET /nowhere HTTP/1.1", "Connection: close"))
+        answers = await asyncio.wait_for(reader.read(), 10)
+
+    assert answers.count(b"HTTP/1.1 200") == 199
+    assert answers.count(b"HTTP/1.1 404") == 1
+    assert answers.rfind(b"HTTP/1.1 404") > answers.rfind(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize("when", ["in the head", "in the body"])
+async def test_a_reset_leaves_nothing_behind(house: House, when: str) -> None:
+    """A23: RST at any point."""
+    data = house.post("/v1/chat/completions", json.dumps(house.chat()).encode())
+    cut = 20 if when == "in the head" else len(data) - 5
+    async with house.connection() as (_, writer):
+        writer.write(data[:cut])
+        await writer.drain()
+        sock = writer.get_extra_info("socket")
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")
+        writer.transport.abort()
+
+    await house.check_quiet()
+    assert house.entries() == []
+
+
+async def test_our_request_id_is_used_whatever_is_sent(house: House) -> None:
+    """A24: ids from clients would be a way into logs and headers."""
+    _, _, response = await house.ask(
+        "/healthz", method="GET", headers={"X-Request-Id": "mine; injected"}
+    )
+    other, _, second = await house.ask("/nowhere", method="GET")
+
+    assert "mine" not in response.headers["x-request-id"]
+    assert len(response.headers["x-request-id"]) == 32
+    assert other == 404
+    assert second.headers["x-request-id"] != response.headers["x-request-id"]
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ("Upgrade: websocket", "Connection: Upgrade", "Sec-WebSocket-Version: 13"),
+        ("Upgrade: h2c", "Connection: Upgrade, HTTP2-Settings", "HTTP2-Settings: AAMAAABkAAQAAP__"),
+    ],
+)
+async def test_upgrades_are_not_taken(house: House, lines: tuple[str, ...]) -> None:
+    """A25: no other protocol begins on this connection."""
+    async with house.connection() as (reader, writer):
+        writer.write(head("GET /v1/chat/completions HTTP/1.1", *lines))
+        answer = await read_answer(reader)
+
+    assert status_of(answer) in (400, 405)
+
+
+async def test_connect_is_refused(house: House) -> None:
+    """A25: this is no proxy."""
+    answer = await house.raw(head("CONNECT example.com:443 HTTP/1.1", "Connection: close"))
+
+    assert status_of(answer) in (400, 404, 405)
+
+
+async def test_query_strings_are_not_logged(house: House) -> None:
+    """A9: keys travel in query strings."""
+    await house.ask(f"/v1/models?api_key={SECRET}", method="GET")
+
+    assert SECRET not in json.dumps(house.lines)
