@@ -107,12 +107,20 @@ def test_a_truncated_model_is_fetched_again(index: Path, tmp_path: Path) -> None
     assert pull("tiny", tmp_path / "models", ignore).read_bytes() == CONTENT
 
 
-def test_two_pulls_at_once_end_with_one_whole_model(index: Path, tmp_path: Path) -> None:
-    """Two starts on one data directory must not write into each other's file."""
+def test_two_pulls_at_once_fetch_once(index: Path, tmp_path: Path) -> None:
+    """Two starts on one data directory: the second waits for the first one's file."""
+    reports: list[list[int]] = [[], []]
+
     with ThreadPoolExecutor(2) as pool:
-        paths = set(pool.map(lambda _: pull("tiny", tmp_path / "models", ignore), range(2)))
+        paths = set(
+            pool.map(
+                lambda seen: pull("tiny", tmp_path / "models", lambda done, _: seen.append(done)),
+                reports,
+            )
+        )
 
     assert [p.read_bytes() for p in paths] == [CONTENT]
+    assert sorted(bool(seen) for seen in reports) == [False, True]
     assert left_over(tmp_path / "models") == ["Tiny.gguf"]
 
 

@@ -198,7 +198,9 @@ def test_old_folders_that_carry_their_frequencies_load(tmp_path: Path) -> None:
     assert_same(loaded, tiny_weights(tiny_config()))
 
 
-@pytest.mark.parametrize("place", ["../outside.safetensors", "/etc/passwd", "missing.safetensors"])
+@pytest.mark.parametrize(
+    "place", ["../outside.safetensors", "/etc/passwd", "..", "missing.safetensors"]
+)
 def test_an_index_names_files_beside_it_only(place: str, tmp_path: Path) -> None:
     """A downloaded index must not make us read other files of the machine."""
     source = write_folder(tmp_path / "m", shards=2)
@@ -207,7 +209,12 @@ def test_an_index_names_files_beside_it_only(place: str, tmp_path: Path) -> None
     places["model.norm.weight"] = place
     index.write_text(json.dumps({"weight_map": places}))
 
-    assert refused(source, tmp_path).code in ("corrupt", "not_found")
+    save_file(tiny_weights(tiny_config()), tmp_path / "outside.safetensors")
+
+    error = refused(source, tmp_path)
+
+    assert error.code == ("not_found" if place == "missing.safetensors" else "corrupt")
+    assert place in error.message
 
 
 @pytest.mark.parametrize("cut", [0.3, 0.9, 0.9999])
