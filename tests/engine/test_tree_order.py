@@ -1,0 +1,111 @@
+"""Depth-first order and groups, against a plain reading of what they promise."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.plan import Group
+from engine.tree_order import find_groups, order_key, shared_blocks
+
+Tables = list[list[int]]
+
+
+def paths(draw: st.DrawFn) -> Tables:
+    """Tables that share runs as a tree's paths do: a block id belongs to one path from the root."""
+    ids: dict[tuple[int, ...], int] = {}
+    tables: Tables = []
+    for _ in range(draw(st.integers(0, 7))):
+        words = draw(st.lists(st.integers(0, 1), min_size=1, max_size=5))
+        heads = [tuple(words[:end]) for end in range(1, len(words) + 1)]
+        table = [ids.setdefault(head, 500 - 7 * len(ids)) for head in heads]
+        private = draw(st.integers(0, 2))
+        table += [1000 + len(tables) * 10 + extra for extra in range(private)]
+        tables.append(table)
+    return tables
+
+
+trees = st.composite(paths)()
+
+
+def in_order(tables: Tables) -> Tables:
+    return sorted(tables, key=order_key)
+
+
+def groups_of(tables: Tables, full: list[int] | None = None) -> tuple[Group, ...]:
+    full = [len(table) for table in tables] if full is None else full
+    return find_groups([order_key(table) for table in tables], full)
+
+
+@given(trees)
+def test_keys_sort_as_the_lists_of_block_ids_do(tables: Tables) -> None:
+    """Comparing bytes stands in for comparing lists; big-endian is what makes that true."""
+    assert in_order(tables) == sorted(tables)
+
+
+@given(trees)
+def test_the_members_of_every_node_stand_side_by_side(tables: Tables) -> None:
+    """Attention reads a shared run once for a contiguous range of rows: the whole bet."""
+    ordered = in_order(tables)
+
+    for depth in range(1, 6):
+        heads = [tuple(table[:depth]) for table in ordered if len(table) >= depth]
+        changes = [head for i, head in enumerate(heads) if i == 0 or heads[i - 1] != head]
+        assert len(changes) == len(set(changes))
+
+
+@given(trees, st.data())
+def test_each_row_reads_each_block_of_its_groups_once_and_misses_none_it_shares(
+    tables: Tables, data: st.DataObject
+) -> None:
+    """A group that claims too much reads foreign KV; one that claims too little reads twice."""
+    ordered = in_order(tables)
+    full = [data.draw(st.integers(0, len(table))) for table in ordered]
+
+    groups = groups_of(ordered, full)
+
+    for row, table in enumerate(ordered):
+        mine = [g for g in groups if g.first_row <= row < g.end_row]
+        assert sorted(b for g in mine for b in range(g.first_block, g.end_block)) == list(
+            range(max((g.end_block for g in mine), default=0))
+        )
+        best = 0
+        for other in {row - 1, row + 1} & set(range(len(ordered))):
+            limit = min(full[row], full[other])
+            best = max(best, shared_blocks(order_key(table), order_key(ordered[other]), limit))
+        assert max((g.end_block for g in mine), default=0) == best
+
+
+@given(trees)
+def test_a_group_is_as_wide_as_its_run_of_blocks_allows(tables: Tables) -> None:
+    """Rows next to a group have other blocks there, else they would belong to it."""
+    ordered = in_order(tables)
+
+    for group in groups_of(ordered):
+        inside = ordered[group.first_row][: group.end_block]
+        for row in {group.first_row - 1, group.end_row} & set(range(len(ordered))):
+            assert ordered[row][: group.end_block] != inside
+
+
+def test_groups_nest_and_continue_one_another() -> None:
+    """Three share two blocks; two of them share two more. Written out, since it is the example."""
+    tables = [[1, 2, 3, 4, 7], [1, 2, 3, 4, 8], [1, 2, 5]]
+
+    groups = groups_of(tables)
+
+    assert groups == (Group(0, 3, 0, 2), Group(0, 2, 2, 4))
+
+
+def test_a_block_that_is_not_full_before_a_rows_start_is_in_no_group() -> None:
+    """It is being written in this very step."""
+    tables = [[1, 2, 3], [1, 2, 3]]
+
+    groups = groups_of(tables, [3, 1])
+
+    assert groups == (Group(0, 2, 0, 1),)
+
+
+def test_rows_that_share_nothing_have_no_groups() -> None:
+    """Nor has an empty batch."""
+    assert groups_of([[1, 2], [3, 4]]) == ()
+    assert groups_of([]) == ()
