@@ -303,12 +303,11 @@ class World:
                 now, then = getattr(stats, name), getattr(before, name)
                 expect(now >= then, f"{name} fell", then, now)
         expect(stats.waiting + stats.running == len(self.core.works), "live requests", stats)
-        for held in self.core.scheduler.held.values():
-            leader = held.leader
-            expect(leader is not None, "held for nobody", held.work.request)
-            assert leader is not None
-            theirs, own = leader.work.request.grant, held.work.request.grant
-            expect(theirs.namespace == own.namespace, "waits for another namespace's work", own)
+        for twin in self.core.scheduler.held.values():
+            leader, own = twin.leader, twin.work.request.grant.namespace
+            expect(leader is not None, "held for nobody", own)
+            theirs = leader.work.request.grant.namespace if leader else b""
+            expect(theirs == own, "waits for another namespace's work", own, theirs)
         self._stats = stats
 
     def _check_hit(self, stream: Stream, event: Started) -> None:

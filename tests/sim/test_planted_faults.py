@@ -1,0 +1,365 @@
+"""Do the referees see? Each fault is planted in the real engine, and a simulated life must end.
+
+A fault that no life trips over would mean that the oracle, the audit or the stream's referee is
+blind to it. Each is caught by a referee, not by the fault falling over its own feet.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import msgspec
+import pytest
+
+import engine.planner
+from engine.api import Finished, Tokens
+from engine.cache import BlockTable, PrefixCache
+from engine.cache.block_pool import BlockPool
+from engine.cache.holdings import Holdings
+from engine.cache.prefix_tree import PrefixTree
+from engine.core import Core
+from engine.planner import Planner
+from engine.scheduler import Scheduler
+from engine.sequence import Work
+from engine.tree_order import find_groups
+from tests.checkers import outcome
+from tests.sim.life import Life
+
+LIVES = 60
+EVENTS = 250
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+
+def around(owner: Any, name: str, change: Callable[..., Any]) -> Plant:
+    """Replace a method by `change(original, self, ...)`."""
+    original = getattr(owner, name)
+
+    def changed(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return change(original, self, *args, **kwargs)
+
+    return lambda patch: patch.setattr(owner, name, changed)
+
+
+def no_copy_on_write() -> Plant:
+    """A shared block is written in place."""
+
+    def grow(original: Any, self: Any, table: Any, tokens: int, now_s: float, **more: Any) -> bool:
+        start = len(table.blocks) * self.block_size
+        return bool(original(self, table, tokens, now_s, start=max(start, table.kv_tokens)))
+
+    return around(PrefixCache, "grow", grow)
+
+
+def copy_forgotten() -> Plant:
+    """The new block is taken and nothing is copied into it."""
+
+    def take(original: Any, self: Any) -> Any:
+        original(self)
+        return ()
+
+    return around(PrefixCache, "take_copies", take)
+
+
+def copy_a_slot_short() -> Plant:
+    """A partial hit copies one slot fewer than it counts."""
+
+    def copy(original: Any, self: Any, src: int, dst: int, tokens: int) -> None:
+        original(self, src, dst, max(1, tokens - 1))
+
+    return around(Holdings, "copy", copy)
+
+
+def namespace_ignored() -> Plant:
+    """Everybody shares one tree."""
+
+    def account(original: Any, self: Any, namespace: bytes, quota: Any) -> Any:
+        return original(self, b"all", quota)
+
+    return around(Holdings, "account", account)
+
+
+def hit_without_pin() -> Plant:
+    """A found block may be evicted under its reader."""
+    return around(Holdings, "pin", lambda original, self, node: None)
+
+
+def detach_keeps_the_reference() -> Plant:
+    """A block that leaves the tree never becomes free."""
+
+    def detach(original: Any, self: Any, account: Any, top: Any) -> Any:
+        before = len(self.pool.free)
+        gone = original(self, account, top)
+        if len(self.pool.free) > before:
+            self.pool.ref_count[self.pool.free.pop()] = 1
+        return gone
+
+    return around(Holdings, "detach", detach)
+
+
+def free_twice() -> Plant:
+    """A freed block stands on the free list twice, so that two sequences get it."""
+
+    def drop(original: Any, self: Any, block: int) -> int:
+        left: int = original(self, block)
+        if left == 0:
+            self.free.append(block)
+        return left
+
+    return around(BlockPool, "drop_ref", drop)
+
+
+def evict_what_is_pinned() -> Plant:
+    """A pinned block stays in the order of eviction."""
+    return around(Holdings, "_uncount", lambda original, self, account, node: None)
+
+
+def release_leaks() -> Plant:
+    """A sequence that ends keeps its last block."""
+
+    def release(original: Any, self: Any, table: Any, *args: Any, **more: Any) -> None:
+        table.blocks[:] = table.blocks[:-1]
+        original(self, table, *args, **more)
+
+    return around(PrefixCache, "release", release)
+
+
+def partial_block_committed_as_full() -> Plant:
+    """A block enters the tree before its last slots are computed."""
+
+    def commit(
+        original: Any, self: Any, table: Any, tokens: Any, kv_tokens: int, now_s: float
+    ) -> None:
+        whole = -(-kv_tokens // self.block_size) * self.block_size
+        original(self, table, tokens, whole if whole <= len(tokens) else kv_tokens, now_s)
+        table.kv_tokens = kv_tokens
+
+    return around(PrefixCache, "commit", commit)
+
+
+def slot_off_by_one() -> Plant:
+    """A row is one slot off."""
+
+    def row(original: Any, self: Any, *args: Any) -> Any:
+        planned = original(self, *args)
+        return msgspec.structs.replace(planned, start=planned.start + 1)
+
+    return around(Planner, "_row", row)
+
+
+def whole_prompt_hit() -> Plant:
+    """A prompt found whole leaves nothing to compute, and so no logits."""
+    return around(
+        PrefixTree,
+        "walk",
+        lambda original, self, tokens, limit: original(self, tokens, limit + 1),
+    )
+
+
+def tail_found_too_long() -> Plant:
+    """A partial hit is counted one token longer than what is equal."""
+
+    def nearest(original: Any, self: Any, node: Any, tokens: Any) -> Any:
+        found, common = original(self, node, tokens)
+        return found, common + 1 if found and common < len(tokens) else common
+
+    return around(PrefixTree, "nearest", nearest)
+
+
+def committed_before_the_step_completed() -> Plant:
+    """Blocks can be found while the step that writes them may still fail."""
+
+    def launch(original: Any, self: Any, slices: Any, now_s: float) -> bool:
+        launched: bool = original(self, slices, now_s)
+        for piece in slices if launched else ():
+            table, tokens = piece.sequence.table, piece.sequence.tokens
+            if table is not None:
+                self.cache.commit(table, tokens, min(len(tokens), piece.sequence.computed), now_s)
+        return launched
+
+    return around(Core, "_launch", launch)
+
+
+def failed_step_committed() -> Plant:
+    """What a failed request computed is left to the tree, tail and all."""
+
+    def failed(original: Any, self: Any, flight: Any, error: Any) -> None:
+        for piece, table in flight.slices:
+            if piece.sequence.table is table and piece.sequence.in_flight == 0:
+                end = piece.start + piece.count
+                self.cache.commit(table, piece.sequence.tokens, end, self.clock())
+        original(self, flight, error)
+
+    return around(Core, "_step_failed", failed)
+
+
+def cancel_forgets_to_release() -> Plant:
+    """A cancelled request says goodbye and keeps its blocks."""
+
+    def leave(original: Any, self: Any, work: Any, now_s: float, *, keep: bool = True) -> None:
+        for sequence in work.sequences:
+            if not sequence.is_ended:
+                sequence.table = None
+        original(self, work, now_s, keep=keep)
+
+    return around(Scheduler, "leave", leave)
+
+
+def coalescing_across_namespaces() -> Plant:
+    """A request waits for the same words of another tenant, and so tells that they are there."""
+
+    class Any_(bytes):
+        def __ne__(self, other: object) -> bool:
+            return False
+
+        __hash__ = bytes.__hash__
+
+    return lambda patch: patch.setattr(
+        BlockTable, "namespace", property(lambda table: Any_(table.account.namespace))
+    )
+
+
+def two_final_events() -> Plant:
+    """A request is finished, and finished again."""
+
+    def finish(original: Any, self: Any, *args: Any) -> None:
+        original(self, *args)
+        self._events.append(self._events[-1])
+
+    return around(Core, "_finish", finish)
+
+
+def event_lost() -> Plant:
+    """One in many token events never arrives."""
+    turn = itertools.count()
+
+    def step(original: Any, self: Any) -> list[Any]:
+        events: list[Any] = original(self)
+        return [e for e in events if not isinstance(e, Tokens) or next(turn) % 50]
+
+    return around(Core, "step", step)
+
+
+def finished_without_being_said() -> Plant:
+    """One in many requests never hears how it ended."""
+    turn = itertools.count(1)
+
+    def step(original: Any, self: Any) -> list[Any]:
+        events: list[Any] = original(self)
+        return [e for e in events if not isinstance(e, Finished) or next(turn) % 50]
+
+    return around(Core, "step", step)
+
+
+def cached_tokens_overstated() -> Plant:
+    """Usage claims more cached tokens than it found."""
+
+    def started(original: Any, self: Any, sequence: Any, now_s: float) -> None:
+        original(self, sequence, now_s)
+        sequence.work.cached_tokens += 1
+
+    return around(Core, "_started", started)
+
+
+def recomputed_charged_to_the_client() -> Plant:
+    """Work done again after a preemption is counted as the prompt's."""
+
+    def usage(original: Any, self: Any, now_s: float) -> Any:
+        true = original(self, now_s)
+        return msgspec.structs.replace(
+            true, computed_tokens=true.computed_tokens + true.recomputed_tokens
+        )
+
+    return around(Work, "usage", usage)
+
+
+def group_claims_too_much() -> Plant:
+    """Rows are said to share one block more than they do."""
+
+    def wider(keys: Any, full: Any) -> Any:
+        return tuple(
+            msgspec.structs.replace(group, end_block=group.end_block + 1)
+            for group in find_groups(keys, full)
+        )
+
+    return lambda patch: patch.setattr(engine.planner, "find_groups", wider)
+
+
+def fork_without_pins() -> Plant:
+    """A fork holds blocks that nobody counts for it."""
+    return around(Holdings, "share", lambda original, self, block: None)
+
+
+def erased_and_still_there() -> Plant:
+    """An erasure says done and leaves everything findable."""
+    return around(PrefixCache, "erase", lambda original, self, namespace, **more: 0)
+
+
+def somebody_starves() -> Plant:
+    """One namespace is never served."""
+
+    def schedule(original: Any, self: Any, now_s: float) -> Any:
+        return [
+            piece
+            for piece in original(self, now_s)
+            if piece.sequence.work.request.grant.namespace != b"east"
+        ]
+
+    return around(Scheduler, "schedule", schedule)
+
+
+def preempted_while_drawing_begins_again() -> Plant:
+    """A token is sampled twice: once in flight and once after a preemption."""
+
+    def preempt(original: Any, self: Any, sequence: Any, now_s: float) -> None:
+        sequence.in_flight = 0
+        original(self, sequence, now_s)
+
+    return around(Scheduler, "preempt", preempt)
+
+
+FAULTS: tuple[Callable[[], Plant], ...] = (
+    no_copy_on_write,
+    copy_forgotten,
+    copy_a_slot_short,
+    namespace_ignored,
+    hit_without_pin,
+    detach_keeps_the_reference,
+    free_twice,
+    evict_what_is_pinned,
+    release_leaks,
+    partial_block_committed_as_full,
+    slot_off_by_one,
+    whole_prompt_hit,
+    tail_found_too_long,
+    committed_before_the_step_completed,
+    failed_step_committed,
+    cancel_forgets_to_release,
+    coalescing_across_namespaces,
+    two_final_events,
+    event_lost,
+    finished_without_being_said,
+    cached_tokens_overstated,
+    recomputed_charged_to_the_client,
+    group_claims_too_much,
+    fork_without_pins,
+    erased_and_still_there,
+    somebody_starves,
+    preempted_while_drawing_begins_again,
+)
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_a_planted_fault_is_caught(
+    fault: Callable[[], Plant], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A referee that cannot see this fault would call a broken engine sound."""
+    fault()(monkeypatch)
+
+    lives = (outcome(partial(Life(seed).live, EVENTS)) for seed in range(LIVES))
+    caught = next((found for found in lives if found), "")
+
+    assert caught.startswith(("Wrong", "OracleError", "InvariantViolation")), caught or "not seen"
