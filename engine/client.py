@@ -119,8 +119,12 @@ class Connection(ABC):
         if request.request_id in self._streams:
             raise RequestRefused("duplicate_request", "A request with this id is running already.")
         stream = RequestStream(request.request_id, self)
-        self.post(Submit(request))
         self._streams[request.request_id] = stream
+        try:
+            self.post(Submit(request))
+        except EngineError:
+            del self._streams[request.request_id]
+            raise
         return stream
 
     def forget(self, request_id: str) -> None:

@@ -12,7 +12,7 @@ from engine.api import Command, EngineInfo, Event, Reply
 from engine.client import Connection
 from engine.config import EngineConfig
 from engine.core import Core
-from engine.service import EngineService
+from engine.service import EngineService, Outbox
 
 
 class LocalEngine(Connection):
@@ -22,6 +22,7 @@ class LocalEngine(Connection):
         super().__init__()
         self.service = service
         self._loop = loop
+        self._outbox = Outbox(self._wake)
 
     @classmethod
     async def start(
@@ -45,6 +46,7 @@ class LocalEngine(Connection):
 
     def _changed(self) -> None:
         if self.service.stopped.is_set():
+            self._read()
             self.lost("engine_died", "The engine stopped.")
 
     def post(self, command: Command) -> None:
@@ -56,9 +58,17 @@ class LocalEngine(Connection):
 
     def send(self, step: int, messages: tuple[Event | Reply, ...]) -> None:
         """`engine.service.Outlet`: called on the service's thread."""
-        self._loop.call_soon_threadsafe(self.receive, messages)
+        self._outbox.put((step, messages))
+
+    def _wake(self) -> None:
+        self._loop.call_soon_threadsafe(self._read)
+
+    def _read(self) -> None:
+        for _, messages in self._outbox.take():
+            self.receive(messages)
 
     async def close(self) -> None:
         """See `Engine.close`."""
         await asyncio.to_thread(self.service.stop)
+        self._outbox.close()
         self.lost("engine_died", "The engine was closed.")

@@ -26,14 +26,11 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from engine.api import SampledToken, Sampling, TokenLogprob
+from engine.api import SampledToken, Sampling
+from engine.logprobs import logprob_entries
 from engine.plan import BegunSequence
 from engine.random_choice import uniform
 
-LOGPROB_FLOOR: Final = -9999.0
-"""Reported for a token that the model holds impossible: minus infinity has no JSON."""
-
-_ALTERNATIVES_MAX: Final = 20
 _CHUNK: Final = 256
 _PROMPT_ROWS: Final = 64
 _INVERSE_TEMPERATURE_MAX: Final = 1e30  # Finite in fp32, so that 0 times it is 0 and not NaN.
@@ -232,7 +229,7 @@ class Sampler:
         for start in range(0, len(next_token_ids), _PROMPT_ROWS):
             end = start + _PROMPT_ROWS
             known = next_token_ids[start:end]
-            entries += _logprob_entries(logits[start:end], known, [top] * len(known))
+            entries += logprob_entries(logits[start:end], known, [top] * len(known))
         return tuple(entries)
 
     def _choose(self, logits: Tensor, states: list[_SequenceState]) -> list[int]:
@@ -266,7 +263,7 @@ class Sampler:
         sampled = [SampledToken(token_id) for token_id in chosen]
         asked = [i for i, state in enumerate(states) if state.sampling.logprobs is not None]
         if asked:
-            entries = _logprob_entries(
+            entries = logprob_entries(
                 logits if len(asked) == len(states) else logits[asked],
                 [chosen[i] for i in asked],
                 [states[i].sampling.logprobs or 0 for i in asked],
@@ -381,7 +378,9 @@ def _candidates(
     for width in _WIDTHS[:-1]:
         token_ids = (scaled >= -width).nonzero()[:, 0]
         values = scaled[token_ids]
-        if total is None:
+        if not len(token_ids):
+            enough = False  # every logit is minus infinity
+        elif total is None:
             enough = len(token_ids) >= top_k
         else:
             enough = width >= -floor or (
@@ -390,32 +389,3 @@ def _candidates(
         if enough:
             return values, token_ids
     return scaled, torch.arange(len(scaled), device=scaled.device)
-
-
-def _logprob_entries(
-    logits: Tensor, token_ids: Sequence[int], tops: Sequence[int]
-) -> list[SampledToken]:
-    """Each token with its logprob and the best alternatives, by the model's own distribution.
-
-    logits: [rows, vocab] fp32, not written. The same number of alternatives is searched whatever
-    was asked, so that ties do not fall differently beside other rows.
-    """
-    logprobs = torch.log_softmax(logits, dim=-1)
-    picked = torch.tensor(token_ids, dtype=torch.int64, device=logits.device)
-    own = logprobs.gather(1, picked[:, None])[:, 0].tolist()
-    alternatives: list[tuple[TokenLogprob, ...]] = [()] * len(token_ids)
-    if any(tops):
-        best = logprobs.topk(min(_ALTERNATIVES_MAX, logprobs.shape[1]), dim=-1)
-        rows = zip(best.values.tolist(), best.indices.tolist(), strict=True)
-        for i, (values, ids) in enumerate(rows):
-            ranked = sorted(zip((-_floored(v) for v in values), ids, strict=True))
-            alternatives[i] = tuple(TokenLogprob(token, -v) for v, token in ranked[: tops[i]])
-    return [
-        SampledToken(token_id, _floored(logprob), top)
-        for token_id, logprob, top in zip(token_ids, own, alternatives, strict=True)
-    ]
-
-
-def _floored(logprob: float) -> float:
-    """A finite logprob: minus infinity and NaN (a row of nothing but these) become the floor."""
-    return logprob if logprob > LOGPROB_FLOOR else LOGPROB_FLOOR

@@ -13,7 +13,6 @@ import hmac
 import os
 import signal
 import sys
-import threading
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -27,7 +26,6 @@ from engine.config import EngineConfig
 from engine.core import Core
 from engine.errors import EngineError
 from engine.frames import (
-    Downward,
     FrameError,
     Hello,
     Rejected,
@@ -36,7 +34,7 @@ from engine.frames import (
     encode,
     upward_decoder,
 )
-from engine.service import EngineService, core_of_model
+from engine.service import EngineService, Outbox, core_of_model
 
 READ_BYTES = 1 << 18
 FLUSH_S = 1.0
@@ -55,38 +53,39 @@ class ServerSettings(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SocketOutlet:
-    """One connection's way out: called on the service's thread, written on the loop's."""
+    """One connection's way out: filled on the service's thread, written on the loop's."""
 
     def __init__(self, writer: asyncio.StreamWriter, loop: asyncio.AbstractEventLoop) -> None:
         self._writer = writer
         self._loop = loop
         self._number = 0
-        self._has_room = threading.Event()
-        self._has_room.set()
-        self.is_open = True
+        self._outbox = Outbox(self._wake)
         self._catching_up: asyncio.Task[None] | None = None
 
     def send(self, step: int, messages: tuple[Event | Reply, ...]) -> None:
         """Blocks while the peer is far behind, for as long as it is connected."""
-        frame = Frame(self._number, step, messages)
-        self._number += 1
-        self._has_room.wait()
-        self._loop.call_soon_threadsafe(self._write, frame)
+        self._outbox.put((step, messages))
 
     def close(self) -> None:
         """The connection is gone; nobody waits for it."""
-        self.is_open = False
-        self._has_room.set()
+        self._outbox.close()
         self._writer.close()
 
-    def _write(self, message: Downward) -> None:
-        if not self.is_open or self._writer.is_closing():
+    def _wake(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended before its engine
+            self._loop.call_soon_threadsafe(self._write)
+
+    def _write(self) -> None:
+        answers = self._outbox.take()
+        if self._writer.is_closing():
             return
-        self._writer.write(encode(message))
-        waiting_bytes = self._writer.transport.get_write_buffer_size()
-        if waiting_bytes > OUTBOX_BYTES_MAX and self._has_room.is_set():
-            self._has_room.clear()
-            self._catching_up = self._loop.create_task(self._catch_up())
+        for step, messages in answers:
+            self._writer.write(encode(Frame(self._number, step, messages)))
+            self._number += 1
+        if self._writer.transport.get_write_buffer_size() > OUTBOX_BYTES_MAX:
+            self._outbox.hold()
+            if self._catching_up is None:
+                self._catching_up = self._loop.create_task(self._catch_up())
 
     async def flush(self) -> None:
         """Give the peer a moment to read the last frames."""
@@ -96,11 +95,10 @@ class SocketOutlet:
                 await self._writer.drain()
 
     async def _catch_up(self) -> None:
-        try:
+        with contextlib.suppress(OSError):  # the connection's own reader sees it too
             await self._writer.drain()
-        except OSError:
-            self.close()
-        self._has_room.set()
+        self._catching_up = None
+        self._outbox.release()
 
 
 class EngineServer:
@@ -112,19 +110,25 @@ class EngineServer:
         self._token = token
         self._loaded = loaded
         self._outlets: set[SocketOutlet] = set()
+        self._server: asyncio.Server | None = None
 
-    async def serve(self, path: Path, stop: asyncio.Event) -> None:
-        """Until `stop` is set. The socket is readable and writable by its owner alone."""
+    async def listen(self, path: Path) -> None:
+        """Take connections from now on. The socket is open to its owner alone. Raises OSError."""
         mask = os.umask(0o177)
         try:
-            server = await asyncio.start_unix_server(self._connected, str(path), limit=READ_BYTES)
+            self._server = await asyncio.start_unix_server(
+                self._connected, str(path), limit=READ_BYTES
+            )
         finally:
             os.umask(mask)
-        async with server:
-            await stop.wait()
-            for outlet in list(self._outlets):
-                await outlet.flush()
-                outlet.close()
+
+    async def close(self) -> None:
+        """Take no more, let the last frames leave, and hang up."""
+        if self._server is not None:
+            self._server.close()
+        for outlet in list(self._outlets):
+            await outlet.flush()
+            outlet.close()
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         outlet = SocketOutlet(writer, asyncio.get_running_loop())
@@ -219,18 +223,28 @@ async def run(settings: ServerSettings, make_core: Callable[[], tuple[Core, Engi
     loop.add_signal_handler(signal.SIGTERM, asked_to_end)
     loop.add_signal_handler(signal.SIGINT, lambda: None)  # the gateway hears it too, and decides
     loop.add_reader(sys.stdin.fileno(), parent_spoke)
+    server = EngineServer(service, settings.token, loaded)
+    await server.listen(Path(settings.socket_path))
     service.start()
-    server = asyncio.create_task(
-        EngineServer(service, settings.token, loaded).serve(Path(settings.socket_path), stop)
-    )
-    await loaded.wait()
+    await _either(loaded, stop)
     if service.failure is not None:
+        log("loading_failed", error=type(service.failure).__name__)
         loop.call_later(REJECT_S, stop.set)  # whoever waits for the welcome hears why not
-    await server
+    await stop.wait()
+    await server.close()
     failure = service.failure
     if failure is not None:
-        log("engine_failed", error=type(failure).__name__, message=str(failure))
+        # Only our own words are known to quote no prompt.
+        message = failure.message if isinstance(failure, EngineError) else ""
+        log("engine_failed", error=type(failure).__name__, message=message)
     return 0 if failure is None else 1
+
+
+async def _either(*events: asyncio.Event) -> None:
+    waits = [asyncio.ensure_future(event.wait()) for event in events]
+    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    for wait in waits:
+        wait.cancel()
 
 
 def _tell_loop(loop: asyncio.AbstractEventLoop, changed: Callable[[], None]) -> None:

@@ -63,25 +63,25 @@ class Planted:
 @asynccontextmanager
 async def socket_engine(folder: Path) -> AsyncIterator[Bench]:
     loop = asyncio.get_running_loop()
-    loaded, stop = asyncio.Event(), asyncio.Event()
+    loaded = asyncio.Event()
 
     def changed() -> None:
         loop.call_soon_threadsafe(loaded.set)
-        if service.stopped.is_set():
-            loop.call_soon_threadsafe(stop.set)
+        if service.failure is not None:
+            asyncio.run_coroutine_threadsafe(server.close(), loop)
 
     service = EngineService(lambda: fake_core(CONFIG), CONFIG, changed=changed)
-    service.start()
     path = folder / "engine.sock"
-    server = asyncio.create_task(EngineServer(service, TOKEN, loaded).serve(path, stop))
+    server = EngineServer(service, TOKEN, loaded)
+    await server.listen(path)
+    service.start()
     await loaded.wait()
     engine = await SocketEngine.connect(path, TOKEN)
     try:
         yield Bench(engine, service)
     finally:
         await engine.close()
-        stop.set()
-        await server
+        await server.close()
         await asyncio.to_thread(service.stop)
 
 

@@ -1,4 +1,4 @@
-"""The sampler against a plain reference, the statistics of its draws, and settings at their edge."""
+"""The sampler against a plain reference, the statistics of its draws, and settings at the edge."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from engine.api import SampledToken, Sampling
+from engine.logprobs import LOGPROB_FLOOR
 from engine.plan import BegunSequence
 from engine.random_choice import philox4x32, uniform
-from engine.sampler import LOGPROB_FLOOR, Sampler
+from engine.sampler import Sampler
 
 VOCAB = 600  # More than two chunks of the running sum, and not a multiple of one.
 
@@ -143,7 +144,7 @@ def test_neighbouring_seeds_samples_and_positions_give_unrelated_numbers() -> No
 )
 def test_draws_follow_the_described_distribution(sampling: Sampling) -> None:
     """Chi-square against the plain reference; tokens of probability 0 never come at all."""
-    draws, history = 20_000, [2, 5, 5, 7, 5]
+    draws, history = 4_000, [2, 5, 5, 7, 5]
     logits = noise(11, vocab=12, spread=1.5)[0]
     expected = reference_probabilities(logits.tolist(), sampling, history, 2)
 
@@ -172,7 +173,7 @@ sampling_settings = st.builds(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(
     sampling=sampling_settings,
     logits_seed=st.integers(0, 1000),
@@ -207,6 +208,7 @@ def test_a_drawn_token_always_has_weight_in_the_reference(
     sampling=sampling_settings,
     value=st.sampled_from([-math.inf, math.inf, 0.0, 3e38, -3e38, math.nan]),
 )
+@example(Sampling(min_p=0.07), -math.inf)
 def test_a_row_of_one_value_still_gives_a_token(sampling: Sampling, value: float) -> None:
     """All minus infinity, overflow or NaN: a token in the vocabulary, never an exception."""
     token = draw(torch.full((12,), value), sampling, [3, 4])
@@ -229,9 +231,7 @@ def test_a_seeded_sequence_draws_the_same_alone_as_in_a_mixed_batch() -> None:
     for i, sampling in enumerate(kinds):
         together.begin(begun(sampling, i))
 
-    for _ in range(5):
-        batch = together.sample(logits, range(len(kinds)))
-        last = batch
+    last = [together.sample(logits, range(len(kinds))) for _ in range(5)][-1]
     alone = []
     for i, sampling in enumerate(kinds):
         sampler = Sampler(5000, chance=random.Random(99))
