@@ -65,6 +65,7 @@ class Gateway:
         wall: WallClock = wall_ms,
         engine_restarts: Callable[[], int] = lambda: 0,
     ) -> None:
+        vocab = renderer.card.config.vocab
         self.ledger = Ledger(store, wall)
         self.context = Context(
             config=config,
@@ -78,6 +79,7 @@ class Gateway:
             wall=wall,
             new_id=new_request_id,
             log=log,
+            token_bytes_max=max(map(len, map(renderer.token_bytes, range(vocab)))),
             engine_restarts=engine_restarts,
         )
         self._runners: list[ListenerRunner] = []

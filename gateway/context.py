@@ -33,7 +33,7 @@ class Authenticator(Protocol):
 @dataclass(slots=True)
 class Context:
     """A running gateway. `running`: requests admitted and not over, by tenant id.
-
+    `token_bytes_max`: of the vocabulary's longest token.
     `background`: work that must end even if whoever began it is cancelled.
     """
 
@@ -48,6 +48,7 @@ class Context:
     wall: WallClock
     new_id: Callable[[], str]
     log: Log
+    token_bytes_max: int
     engine_restarts: Callable[[], int] = lambda: 0
     is_draining: bool = False
     running: Counter[int] = field(default_factory=Counter)

@@ -33,6 +33,9 @@ from tenancy.types import Identity
 INLINE_SIGNS_MAX = 4_096
 """Prompts up to this long are tokenized on the event loop; longer ones in a thread."""
 
+JOINED_SIGNS_MAX = 4
+"""How many characters a tokenizer's normalizer may make one of (a letter and its marks)."""
+
 
 class Encoder(Protocol):
     """One answer's way to bytes."""
@@ -285,9 +288,27 @@ def _circumstances(gateway: Context, tenant_id: int) -> Circumstances:
 async def _render(gateway: Context, prompt: Prompt) -> Rendered:
     """Tokens of a prompt; long ones in a thread, so that the loop keeps serving others."""
     signs = len(prompt.text or "") + sum(len(segment.text) for segment in prompt.segments)
+    _check_signs(gateway, signs)
     if signs <= INLINE_SIGNS_MAX:
         return gateway.renderer.render(prompt)
     return await asyncio.to_thread(gateway.renderer.render, prompt)
+
+
+def _check_signs(gateway: Context, signs: int) -> None:
+    """Refuse what cannot fit, however it is tokenized: counting 9 MB of words takes half a minute.
+
+    A token stands for at most as many signs as the longest has bytes; normalizing may join a few.
+    """
+    info = gateway.engine.info
+    if info is None:
+        return
+    signs_max = info.context_tokens * gateway.token_bytes_max * JOINED_SIGNS_MAX
+    if signs > signs_max:
+        message = (
+            f"The request is too long: this model's context is {info.context_tokens} tokens, which"
+            f" never hold more than {signs_max} characters, and the prompt has {signs}."
+        )
+        raise Refusal(Kind.BAD, "context_length_exceeded", message, param="messages")
 
 
 def _check_media(request: web.Request) -> None:

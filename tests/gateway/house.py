@@ -7,6 +7,7 @@ asserts what must hold after every request, whatever it was.
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import threading
 import time
@@ -177,7 +178,7 @@ class House:
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         if body is not None:
             sent.setdefault("Content-Type", "application/json")
-        kept = data if body is not None else None
+        kept = io.BytesIO(data) if body is not None else None
         async with self.session.request(
             method, self.url + path, data=kept, headers=sent
         ) as response:

@@ -1,0 +1,153 @@
+"""Every row of cases/*.toml against the real server, and what each must leave behind.
+
+K1 status, shape and request id · K2 blocks all back · K3 nothing running · K4 no charge for what
+was refused, no open hold · K5 still ready · K6 another tenant's greedy answer and its hits are as
+they were · K7 no planted secret in an answer or a log · K8 the event loop was never long busy.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.errors import Kind
+from tests.gateway.house import House
+
+CASES = [
+    case
+    for file in sorted((Path(__file__).parent / "cases").glob("*.toml"))
+    for case in tomllib.loads(file.read_text())["case"]
+]
+PATHS = {"openai_chat": "/v1/chat/completions", "openai_completions": "/v1/completions"}
+SECRET = "sk-planted"
+BUSY_S_MAX = 0.5
+"""Processor time the loop may spend without a turn; a megabyte of JSON takes a few hundredths."""
+
+
+def good(house: House, dialect: str) -> dict[str, Any]:
+    """A request that is answered."""
+    body = house.chat("planted prompt")
+    if dialect == "openai_completions":
+        del body["messages"]
+        body["prompt"] = "planted prompt"
+    return body
+
+
+def with_text(text: str) -> Callable[[dict[str, Any]], object]:
+    return lambda body: {**body, "messages": [{"role": "user", "content": text}]}
+
+
+BUILDERS: dict[str, Callable[[dict[str, Any]], object]] = {
+    "deep_arrays": lambda body: b"[" * 100_000 + b"]" * 100_000,
+    "deep_unknown": lambda body: b'{"a":' * 5_000 + b"1" + b"}" * 5_000,
+    "many_keys": lambda body: {**body, **{f"k{n}": 1 for n in range(200_000)}},
+    "many_biases": lambda body: {**body, "logit_bias": {str(n): 1 for n in range(200_000)}},
+    "long_number": lambda body: b'{"model":"m","max_tokens":' + b"9" * 5_000 + b"}",
+    "long_text": with_text("word " * 1_800_000),
+    "many_stops": lambda body: {**body, "stop": ["x"] * 100_000},
+    "many_messages": lambda body: {**body, "messages": [{"role": "user", "content": "x"}] * 10**5},
+    "prompt_of_600_words": with_text("word " * 600),
+    "long_stop": lambda body: {**body, "stop": "x" * 2**20},
+    "million_tokens": lambda body: {**body, "prompt": [1] * 10**6},
+    "long_model": lambda body: {**body, "model": "m" * 10_000},
+    "megabyte_of_a": with_text("a" * 2**20),
+    "megabyte_of_spaces": with_text(" " * 2**20),
+    "megabyte_of_marks": with_text("\u0301" * 2**19),
+    "long_cache_key": lambda body: {**body, "prompt_cache_key": "k" * 600},
+}
+
+
+def body_of(case: dict[str, Any], house: House) -> bytes:
+    """The bytes a row asks for."""
+    dialect = case.get("dialect", "openai_chat")
+    if "hex" in case:
+        return bytes.fromhex(case["hex"])
+    if "body" in case:
+        return str(case["body"]).encode()
+    if "build" in case:
+        built = BUILDERS[case["build"]](good(house, dialect))
+        return built if isinstance(built, bytes) else json.dumps(built).encode()
+    return json.dumps({**good(house, dialect), **json.loads(case["merge"])}).encode()
+
+
+class LoopWatch:
+    """The longest processor time between two turns of the loop."""
+
+    def __init__(self) -> None:
+        self.longest_s = 0.0
+        self._task = asyncio.ensure_future(self._watch())
+
+    async def _watch(self) -> None:
+        last_s = time.thread_time()
+        while True:
+            await asyncio.sleep(0)
+            now_s = time.thread_time()
+            self.longest_s = max(self.longest_s, now_s - last_s)
+            last_s = now_s
+
+    async def stop(self) -> float:
+        self._task.cancel()
+        await asyncio.wait([self._task])
+        return self.longest_s
+
+
+async def canary(house: House) -> tuple[str, int]:
+    """Another tenant's greedy answer and its hits."""
+    _, answer, _ = await house.ask(body=house.chat("a canary that sings the same"), who="bob")
+    hits = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return answer["choices"][0]["message"]["content"], hits
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case["id"] for case in CASES])
+async def test_bad_input_is_refused_by_name_and_leaves_nothing(
+    house: House, case: dict[str, Any]
+) -> None:
+    """One bad request fails one request."""
+    await canary(house)
+    before = await canary(house)
+    entries = len(house.entries())
+    body = body_of(case, house)
+    watch = LoopWatch()
+
+    status, answer, response = await house.ask(PATHS[case.get("dialect", "openai_chat")], body=body)
+    busy_s = await watch.stop()
+
+    await house.check_quiet()
+    if case["expect"] == "ok":
+        assert status == 200, answer
+        assert len(house.entries()) == entries + 1
+    else:
+        assert status == Kind[case["expect"]].value, answer
+        error = answer["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        assert error["code"] == case.get("code", error["code"]), error
+        assert error["param"] == case.get("param", error["param"]), error
+        assert len(error["message"]) < 1_000
+        assert len(house.entries()) == entries, "a refusal was charged"
+        assert "planted prompt" not in json.dumps(answer)
+    assert response.headers["content-type"].startswith("application/json")
+    assert len(response.headers["x-request-id"]) == 32
+    assert await canary(house) == before
+    assert SECRET not in json.dumps(house.lines)
+    assert "planted prompt" not in json.dumps(house.lines)
+    assert busy_s < BUSY_S_MAX
+
+
+async def test_a_wrong_content_type_is_a_415(house: House) -> None:
+    """A21: forms and text are what browsers send across origins without asking."""
+    body = json.dumps(house.chat()).encode()
+    for content_type in (
+        "text/plain",
+        "multipart/form-data; boundary=x",
+        "application/x-www-form-urlencoded",
+        "application/json; charset=utf-16",
+    ):
+        status, _, _ = await house.ask(body=body, headers={"Content-Type": content_type})
+        assert status == 415, content_type
