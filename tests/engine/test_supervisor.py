@@ -139,7 +139,7 @@ async def test_a_killed_engine_ends_its_streams_at_once_and_comes_back(
         assert isinstance(end, Finished)
         assert (end.ending, end.code) == ("failed", "engine_died")
         assert end.usage.prompt_tokens == len(prompt)
-        assert loop.time() - killed_s < 0.1 + 0.4  # the promise, and a busy test machine
+        assert loop.time() - killed_s < 0.1 + 0.9  # the promise, and a busy test machine
 
     assert await kept.pid() != pid
     assert kept.engine.info is not None

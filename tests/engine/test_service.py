@@ -1,0 +1,204 @@
+"""The engine's thread and its outboxes, without any loop or socket around them."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from typing import Any
+
+import pytest
+
+from engine.api import (
+    CacheGrant,
+    Cancel,
+    Drain,
+    Finished,
+    GetStats,
+    Request,
+    Sampling,
+    Started,
+    Stats,
+    Submit,
+    Tokens,
+)
+from engine.config import EngineConfig
+from engine.core import Core
+from engine.errors import EngineError
+from engine.service import OUTBOX_STEPS_MAX, EngineService, Outbox, prove_alive
+from tests.engine.served import fake_core
+
+CONFIG = EngineConfig(heartbeat_s=0.05, prefill_chunk_tokens_max=16)
+DEADLINE_S = 20.0
+LONG = 8_000
+
+
+def request(name: str, max_tokens: int = 4) -> Request:
+    return Request(name, (1, 2, 3), max_tokens, CacheGrant(b"n"), Sampling(temperature=0))
+
+
+class Ear:
+    """An outlet that keeps what it hears."""
+
+    def __init__(self) -> None:
+        self.heard: queue.Queue[Any] = queue.Queue()
+
+    def send(self, step: int, messages: tuple[Any, ...]) -> None:
+        for message in messages:
+            self.heard.put(message)
+
+    def until(self, kind: type, **fields: Any) -> Any:
+        """The next message of that kind with these fields."""
+        while True:
+            message = self.heard.get(timeout=DEADLINE_S)
+            if isinstance(message, kind) and all(
+                getattr(message, name) == value for name, value in fields.items()
+            ):
+                return message
+
+
+@pytest.fixture
+def service() -> Any:
+    service = EngineService(lambda: fake_core(CONFIG), CONFIG)
+    service.start()
+    assert service.ready.wait(DEADLINE_S)
+    yield service
+    service.stop()
+
+
+def test_a_connection_hears_only_of_its_own(service: EngineService) -> None:
+    """Two gateways on one engine must not read each other's answers, nor end each other's work."""
+    mine, theirs = Ear(), Ear()
+    service.post(theirs, Submit(request("theirs", LONG)))
+    theirs.until(Tokens)
+
+    service.post(mine, Cancel("theirs"))
+    service.post(mine, Submit(request("theirs")))
+    service.post(mine, Submit(request("mine")))
+
+    assert mine.until(Finished).code == "duplicate_request"
+    assert mine.until(Started).request_id == "mine"
+    assert mine.until(Finished).ending == "done"
+    service.post(theirs, GetStats(1))
+    assert theirs.until(Stats, call_id=1).running == 1
+
+
+def test_a_connection_that_leaves_cancels_its_own(service: EngineService) -> None:
+    """And nobody else's."""
+    gone, stays = Ear(), Ear()
+    service.post(gone, Submit(request("gone", LONG)))
+    service.post(stays, Submit(request("stays", LONG)))
+    gone.until(Tokens)
+
+    service.leave(gone)
+    service.post(stays, GetStats(1))
+
+    assert stays.until(Stats, call_id=1).running == 1
+
+
+def test_a_request_that_comes_after_the_end_is_answered(service: EngineService) -> None:
+    """The last steps of a drain and a late request meet in the inbox."""
+    ear = Ear()
+
+    service.post(ear, Drain(0.0))
+    service.post(ear, Submit(request("late")))
+
+    assert ear.until(Finished).code == "draining"
+    assert service.stopped.wait(DEADLINE_S)
+    assert service.failure is None
+
+
+def test_an_engine_without_a_first_token_is_not_ready() -> None:
+    """Readiness is a token, not a process."""
+    core, _ = fake_core(CONFIG)
+    core.drain(100.0)
+
+    with pytest.raises(EngineError):
+        prove_alive(core)
+
+
+def test_the_canary_leaves_no_trace_in_the_cache(service: EngineService) -> None:
+    """An epoch begins with every block free."""
+    ear = Ear()
+    service.join(ear)
+
+    stats = ear.until(Stats)
+
+    assert stats.free_blocks == stats.blocks
+
+
+def test_loading_that_fails_is_kept_and_ends_the_thread() -> None:
+    """Whoever waits for readiness finds the reason."""
+
+    def broken() -> tuple[Core, Any]:
+        raise OSError("planted")
+
+    service = EngineService(broken, CONFIG)
+    service.start()
+
+    assert service.stopped.wait(DEADLINE_S)
+    assert isinstance(service.failure, OSError)
+    assert service.info is None
+
+
+class Filler:
+    """A thread that puts so many steps into an outbox."""
+
+    def __init__(self, outbox: Outbox, steps: int) -> None:
+        self.done = threading.Event()
+        self.put = threading.Semaphore(0)
+
+        def fill() -> None:
+            for step in range(steps):
+                outbox.put((step, ()))
+                self.put.release()
+            self.done.set()
+
+        threading.Thread(target=fill, daemon=True).start()
+
+    def wait_for(self, steps: int) -> None:
+        """Until that many more have found room."""
+        for _ in range(steps):
+            assert self.put.acquire(timeout=DEADLINE_S)
+
+
+def test_a_full_outbox_holds_the_engine_until_it_is_read() -> None:
+    """A gateway that does not read costs patience, not memory."""
+    wakes: list[int] = []
+    outbox = Outbox(lambda: wakes.append(1))
+
+    filler = Filler(outbox, OUTBOX_STEPS_MAX + 1)
+    filler.wait_for(OUTBOX_STEPS_MAX)
+    was_held = not filler.done.wait(0.05)
+    first = outbox.take()
+    filled = filler.done.wait(DEADLINE_S)
+
+    assert was_held
+    assert filled
+    assert [step for step, _ in first + outbox.take()] == list(range(OUTBOX_STEPS_MAX + 1))
+    assert len(wakes) == 2  # once per filling
+
+
+def test_a_held_outbox_stays_full_until_released() -> None:
+    """The peer's socket may be the one that is behind."""
+    outbox = Outbox(lambda: None)
+    outbox.hold()
+    outbox.take()
+
+    filler = Filler(outbox, 1)
+    was_held = not filler.done.wait(0.05)
+    outbox.release()
+
+    assert was_held
+    assert filler.done.wait(DEADLINE_S)
+
+
+def test_a_closed_outbox_takes_everything_and_keeps_nothing() -> None:
+    """A connection that is gone must not stop the engine for the others."""
+    outbox = Outbox(lambda: None)
+    outbox.hold()
+    filler = Filler(outbox, 3 * OUTBOX_STEPS_MAX)
+
+    outbox.close()
+
+    assert filler.done.wait(DEADLINE_S)
+    assert outbox.take() == []
