@@ -1,0 +1,245 @@
+"""The real default model against `transformers`, on the same dequantised weights and real text.
+
+Two implementations that share no code but torch: if names, the order of q and k, rotation, masks,
+norms or the paged layout were wrong in either, they would not agree. Needs the model on disk
+(`make pull`); `make test` sees to that.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, pre_tokenizers
+
+from engine.api import CacheGrant, Request, Sampling, Tokens
+from engine.batch import make_batch
+from engine.cache import PrefixCache
+from engine.config import EngineConfig
+from engine.core import Core
+from engine.errors import ModelError
+from engine.model_store import DEFAULT_MODEL, ModelCard, ModelConfig, prepare, resolve
+from engine.plan import Row, StepPlan
+from engine.runner import CpuRunner
+from engine.weights import load_weights
+
+pytestmark = [pytest.mark.model, pytest.mark.slow]
+
+LOGIT_ERROR_MAX = 2e-4
+"""In units of the logits' standard deviation (6.8). Both sides compute in fp32 and differ in the
+order of sums, each rounded at 6e-8 relative: measured 1.8e-5 over 400 tokens. A wrong norm epsilon
+(1e-6 for 1e-5) moves a logit by 7e-3, a rotation base that is off by a thousandth by 1.3e-3."""
+
+BLOCK, BLOCKS, CONTEXT = 16, 128, 1024
+
+PROSE = Path(__file__).parents[2] / "LICENSE"
+"""Real text that every checkout has."""
+
+QUESTIONS = (
+    "What is the capital of France?",
+    "Write a short poem about the sea.",
+    "Explain in two sentences why the sky is blue.",
+)
+
+
+def models_dir() -> Path:
+    return Path(os.environ.get("TRUNKLINE_DATA_DIR", "data")) / "models"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Threads that wait for one another on a busy machine take longer than one alone."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def card() -> ModelCard:
+    try:
+        source = resolve(DEFAULT_MODEL, models_dir())
+    except ModelError as error:
+        pytest.skip(error.message)
+    return prepare(DEFAULT_MODEL, source, models_dir())
+
+
+@pytest.fixture(scope="module")
+def tokenizer(card: ModelCard) -> Tokenizer:
+    return Tokenizer.from_file(str(card.tokenizer_path))
+
+
+@pytest.fixture(scope="module")
+def runner(card: ModelCard) -> CpuRunner:
+    config = EngineConfig(dtype="fp32", kv_dtype="fp32")
+    return CpuRunner(card, config, blocks=BLOCKS, context=CONTEXT)
+
+
+@pytest.fixture(scope="module")
+def reference(card: ModelCard) -> Iterator[Any]:
+    """transformers' Llama, built from the card's shape and given our weights."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # theirs
+        import transformers
+
+        model = transformers.LlamaForCausalLM(reference_config(card.config))
+        weights = load_weights(card, torch.float32)
+        missing, unexpected = model.load_state_dict(weights, strict=False, assign=True)
+        model.tie_weights()
+        assert unexpected == []
+        assert set(missing) <= {"lm_head.weight"}
+        yield model.eval()
+
+
+def reference_config(config: ModelConfig) -> Any:
+    import transformers
+
+    return transformers.LlamaConfig(
+        vocab_size=config.vocab,
+        hidden_size=config.hidden,
+        intermediate_size=config.intermediate,
+        num_hidden_layers=config.layers,
+        num_attention_heads=config.heads,
+        num_key_value_heads=config.kv_heads,
+        max_position_embeddings=config.context,
+        rms_norm_eps=config.norm_eps,
+        tie_word_embeddings=config.tie_embeddings,
+        rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+
+
+def our_logits(runner: CpuRunner, tokens: list[int], slices: tuple[int, ...]) -> torch.Tensor:
+    """Logits [T, vocab] of a prompt computed in slices, in blocks that are neither in order nor the
+    first of the pool."""
+    blocks = list(range(BLOCKS - 1, BLOCKS - 1 - math.ceil(len(tokens) / BLOCK), -1))
+    hidden, start = [], 0
+    for count in (*slices, len(tokens) - sum(slices)):
+        known = -(-(start + count) // BLOCK)
+        row = Row(0, start, count, blocks[:known], 0, tokens[start : start + count])
+        plan = StepPlan(step=0, rows=(row,))
+        with torch.inference_mode():
+            batch = make_batch(plan, BLOCK, lambda _: 0)
+            runner.attention.begin(plan, batch)
+            hidden.append(runner.model.forward(batch.token_ids, runner.attention))
+        start += count
+    with torch.inference_mode():
+        return runner.model.logits(torch.cat(hidden))
+
+
+@pytest.mark.parametrize("slices", [(), (1, 15, 100, 16, 33)], ids=["whole", "in slices"])
+def test_logits_agree_with_transformers(
+    slices: tuple[int, ...], runner: CpuRunner, reference: Any, tokenizer: Tokenizer
+) -> None:
+    """Every logit of every position of several hundred tokens of real text."""
+    text = PROSE.read_text()
+    tokens = tokenizer.encode(text, add_special_tokens=False).ids[:400]
+    with torch.inference_mode():
+        expected = reference(torch.tensor([tokens])).logits[0]
+
+    logits = our_logits(runner, tokens, slices)
+
+    error = float((logits - expected).abs().max() / expected.std())
+    assert error < LOGIT_ERROR_MAX
+    likely = torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(tokens[1:]))
+    assert float(likely) < 4.0, "the model does not know its own language"
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_greedy_text_is_what_generate_writes(
+    question: str, runner: CpuRunner, reference: Any, tokenizer: Tokenizer
+) -> None:
+    """Token by token, through scheduler, cache and sampler. Where the reference itself has two
+    tokens within the tolerance of one another, either is right, and the comparison ends."""
+    text = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
+    prompt = tokenizer.encode(text, add_special_tokens=False).ids
+    count = 32
+    written = reference.generate(
+        torch.tensor([prompt]),
+        max_new_tokens=count,
+        do_sample=False,
+        pad_token_id=0,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    expected = written.sequences[0, len(prompt) :].tolist()
+
+    answer = greedy(runner, prompt, count)
+
+    for at, (ours, theirs) in enumerate(zip(answer, expected, strict=True)):
+        if ours != theirs:
+            logits = written.logits[at][0]
+            gap = float((logits[theirs] - logits[ours]) / logits.std())
+            assert gap < 2 * LOGIT_ERROR_MAX, f"token {at} of {tokenizer.decode(expected)!r}"
+            break
+    assert len(answer) == count
+
+
+def greedy(runner: CpuRunner, prompt: list[int], count: int) -> list[int]:
+    """`count` tokens from a core of its own, without looking at end tokens."""
+    core = Core(
+        PrefixCache(blocks=BLOCKS, block_size=BLOCK),
+        runner,
+        EngineConfig(prefill_chunk_tokens_max=16),
+        lambda: 0.0,
+        vocab_size=runner.model.config.vocab,
+        context_tokens=CONTEXT,
+    )
+    core.submit(Request("r", tuple(prompt), count, CacheGrant(b"n"), Sampling(temperature=0.0)))
+    answer: list[int] = []
+    while core.has_work():
+        for event in core.step():
+            if isinstance(event, Tokens):
+                answer.extend(token.token_id for token in event.tokens)
+    return answer
+
+
+def test_the_tokenizer_agrees_with_transformers_reading_the_same_file(
+    card: ModelCard, tokenizer: Tokenizer
+) -> None:
+    """Their conversion of this file cuts no digits off, which the published tokenizer does; with
+    that put right, vocabulary, merges and special tokens must give the same ids for any text."""
+    from transformers import AutoTokenizer
+
+    source = Path(card.source)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # theirs
+        theirs = AutoTokenizer.from_pretrained(str(source.parent), gguf_file=source.name)
+    backend = theirs.backend_tokenizer
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), backend.pre_tokenizer]
+    )
+
+    for text in TEXTS:
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        assert ids == backend.encode(text, add_special_tokens=False).ids, text
+        assert tokenizer.decode(ids, skip_special_tokens=False) == text
+
+
+TEXTS = (
+    "Hello, world! It's 12345 o'clock — don't you'd we'll?",
+    "  leading,   doubled \t tabs\n\n\nand \r\n ends  ",
+    "def f(x: int) -> int:\n    return x ** 2  # ½ of 10²\n",
+    "Größe, naïve, São Paulo, Ελληνικά, Русский, العربية, עברית",
+    "日本語と中文 한국어 ไทย हिन्दी",
+    "🦊👩‍👩‍👧‍👦🇫🇷 e\u0301 \u00a0\u200b\ufeff end",
+    "<|im_start|>system\nYou are<|im_end|>\n<|im_start|>user\n<repo_name>x<|endoftext|>",
+    "<|im_start |> <|im_end> not special",
+    "a" * 500 + "1" * 50,
+    "",
+)
+
+
+def test_the_published_tokens_of_a_known_text(tokenizer: Tokenizer, card: ModelCard) -> None:
+    """Fixed ids, so that a change of libraries or of ours cannot go unseen on both sides."""
+    ids = tokenizer.encode("<|im_start|>user\nHello world 42<|im_end|>\n").ids
+
+    assert ids == [1, 4093, 198, 19556, 905, 216, 36, 34, 2, 198]
+    assert card.stop_token_ids == (0, 2)
