@@ -268,25 +268,32 @@ class Scheduler:
         grant = request.grant
         if not grant.read or request.prompt_logprobs is not None or not sequence.is_patient:
             return False
-        best, target = None, 0
-        for other in self.running.values():
-            table = other.table
-            if table is None or not table.write or table.namespace != grant.namespace:
-                continue
-            if table.kv_tokens >= len(other.work.request.tokens) // size * size:
-                continue
+        busy = [s for s in self.running.values() if self._is_writing(s, grant.namespace)]
+        if not busy:
+            return False
+        target = self.cache.peek(grant.namespace, sequence.tokens, now_s).cached_tokens
+        if target >= (len(sequence.tokens) - 1) // size * size:
+            return False  # every whole block it could use is there
+        best = None
+        for other in busy:
             common = common_tokens(sequence, other, size)
-            if common > max(target, table.kv_tokens):
+            if common > target:
                 best, target = other, common
         if best is None:
-            return False
-        if self.cache.peek(grant.namespace, sequence.tokens, now_s).cached_tokens >= target:
             return False
         best.followers.append((target, sequence))
         sequence.leader = best
         self.line.remove(sequence)
         self.held[sequence.sequence_id] = sequence
         return True
+
+    def _is_writing(self, other: Sequence, namespace: Namespace) -> bool:
+        """Will this running sequence still make whole blocks of its prompt findable?"""
+        table = other.table
+        if table is None or not table.write or table.namespace != namespace:
+            return False
+        size = self.cache.block_size
+        return table.kv_tokens // size < len(other.work.request.tokens) // size
 
     def _watch_leaders(self, slices: dict[int, Slice]) -> None:
         """Nobody waits long for one that gets no room or no turn."""

@@ -72,35 +72,47 @@ def silu_mul(x: torch.Tensor, out: torch.Tensor) -> None:
 def _rope_kv_write(
     qkv_ptr, q_out, kv_ptr, cos_ptr, sin_ptr, positions, slots,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, S: tl.constexpr,
-    BLOCK_STRIDE: tl.constexpr, VALUE_OFFSET: tl.constexpr,
+    STEP: tl.constexpr, KP: tl.constexpr, BLOCK_STRIDE: tl.constexpr, VALUE_OFFSET: tl.constexpr,
 ):  # fmt: skip
+    """Program (row, c): STEP query heads each, then all key heads, then all value heads."""
     row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
+    chunk = tl.program_id(1)
+    query_chunks: tl.constexpr = (H + STEP - 1) // STEP
     half = tl.arange(0, D // 2)
     source = qkv_ptr + row * (H + 2 * K) * D
     slot = tl.load(slots + row)
     place = kv_ptr + (slot // S).to(tl.int64) * BLOCK_STRIDE + (slot % S) * D
-    if head < H + K:
+    if chunk < query_chunks + 1:
         position = tl.load(positions + row).to(tl.int64)
-        cos = tl.load(cos_ptr + position * (D // 2) + half)
-        sin = tl.load(sin_ptr + position * (D // 2) + half)
-        first = tl.load(source + head * D + half).to(tl.float32)
-        second = tl.load(source + head * D + D // 2 + half).to(tl.float32)
-        turned = first * cos - second * sin
-        other = second * cos + first * sin
-        if head < H:
-            target = q_out + (row * H + head) * D
-            tl.store(target + half, turned.to(q_out.dtype.element_ty))
-            tl.store(target + D // 2 + half, other.to(q_out.dtype.element_ty))
+        cos = tl.load(cos_ptr + position * (D // 2) + half)[None, :]
+        sin = tl.load(sin_ptr + position * (D // 2) + half)[None, :]
+        if chunk < query_chunks:
+            head = chunk * STEP + tl.arange(0, STEP)
+            at = head[:, None] * D + half[None, :]
+            live = (head < H)[:, None] & (half >= 0)[None, :]
+            first = tl.load(source + at, mask=live, other=0.0).to(tl.float32)
+            second = tl.load(source + at + D // 2, mask=live, other=0.0).to(tl.float32)
+            target = q_out + row * H * D + at
+            kind = q_out.dtype.element_ty
+            tl.store(target, (first * cos - second * sin).to(kind), mask=live)
+            tl.store(target + D // 2, (second * cos + first * sin).to(kind), mask=live)
         elif slot >= 0:
-            target = place + (head - H) * S * D
-            tl.store(target + half, turned.to(kv_ptr.dtype.element_ty))
-            tl.store(target + D // 2 + half, other.to(kv_ptr.dtype.element_ty))
+            head = tl.arange(0, KP)
+            at = head[:, None] * D + half[None, :]
+            live = (head < K)[:, None] & (half >= 0)[None, :]
+            first = tl.load(source + H * D + at, mask=live, other=0.0).to(tl.float32)
+            second = tl.load(source + H * D + at + D // 2, mask=live, other=0.0).to(tl.float32)
+            target = place + head[:, None] * S * D + half[None, :]
+            kind = kv_ptr.dtype.element_ty
+            tl.store(target, (first * cos - second * sin).to(kind), mask=live)
+            tl.store(target + D // 2, (second * cos + first * sin).to(kind), mask=live)
     elif slot >= 0:
-        target = place + VALUE_OFFSET + (head - H - K) * S * D
-        value = source + head * D
-        tl.store(target + half, tl.load(value + half).to(kv_ptr.dtype.element_ty))
-        tl.store(target + D // 2 + half, tl.load(value + D // 2 + half).to(kv_ptr.dtype.element_ty))
+        head = tl.arange(0, KP)
+        d = tl.arange(0, D)
+        live = (head < K)[:, None] & (d >= 0)[None, :]
+        value = tl.load(source + (H + K) * D + head[:, None] * D + d[None, :], mask=live, other=0.0)
+        target = place + VALUE_OFFSET + head[:, None] * S * D + d[None, :]
+        tl.store(target, value.to(kv_ptr.dtype.element_ty), mask=live)
 
 
 def rope_kv_write(
@@ -115,10 +127,11 @@ def rope_kv_write(
     """
     rows, heads, head_dim = q_out.shape
     _, _, _, kv_heads, size, _ = kv.shape
-    _rope_kv_write[(rows, heads + 2 * kv_heads)](
+    step = min(16, triton.next_power_of_2(heads))
+    _rope_kv_write[(rows, triton.cdiv(heads, step) + 2)](
         qkv, q_out, kv[:, layer], cos, sin, positions, slots,
-        H=heads, K=kv_heads, D=head_dim, S=size,
-        BLOCK_STRIDE=kv.stride(0), VALUE_OFFSET=kv.stride(2), num_warps=1,
+        H=heads, K=kv_heads, D=head_dim, S=size, STEP=step, KP=triton.next_power_of_2(kv_heads),
+        BLOCK_STRIDE=kv.stride(0), VALUE_OFFSET=kv.stride(2), num_warps=2,
     )  # fmt: skip
 
 

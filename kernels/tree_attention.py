@@ -162,33 +162,36 @@ def merge_parts_kernel(
 ):  # fmt: skip
     """out[row] = sum over parts of softmax(lse) * part. Grid (T, H / HEADS).
 
-    PARTS parts are loaded at once: the loop is bound by the latency of its loads. A row with fewer
-    than two parts was written directly and is left alone.
+    Log-sum-exps first, then the parts, PARTS of them unrolled so that their loads are in flight
+    together. A row with fewer than two parts was written directly and is left alone.
     """
     row = tl.program_id(0)
     parts = tl.load(parts_of_row + row)
     if parts > 1:
         row_head = row * H + tl.program_id(1) * HEADS + tl.arange(0, HEADS)
         d = tl.arange(0, D)
+        stride = rows_total * H
         best = tl.full([HEADS], float("-inf"), tl.float32)
+        for first in range(0, parts, PARTS):
+            for k in tl.static_range(PARTS):
+                there = row_head * 0 + (first + k) < parts
+                place = part_lse + (first + k) * stride + row_head
+                best = tl.maximum(best, tl.load(place, mask=there, other=float("-inf")))
         total = tl.zeros([HEADS], tl.float32)
         acc = tl.zeros([HEADS, D], tl.float32)
         for first in range(0, parts, PARTS):
-            p = first + tl.arange(0, PARTS)
-            slot = p[:, None] * (rows_total * H) + row_head[None, :]
-            there = (p < parts)[:, None] & (row_head >= 0)[None, :]
-            lse = tl.load(part_lse + slot, mask=there, other=float("-inf"))
-            values = tl.load(
-                part_out + slot[:, :, None].to(tl.int64) * D + d[None, None, :],
-                mask=there[:, :, None],
-                other=0.0,
-            )
-            new_best = tl.maximum(best, tl.max(lse, 0))
-            alpha = tl.exp2(best - new_best)
-            weights = tl.exp2(lse - new_best[None, :])
-            acc = acc * alpha[:, None] + tl.sum(values * weights[:, :, None], 0)
-            total = total * alpha + tl.sum(weights, 0)
-            best = new_best
+            for k in tl.static_range(PARTS):
+                there = row_head * 0 + (first + k) < parts
+                slot = (first + k) * stride + row_head
+                lse = tl.load(part_lse + slot, mask=there, other=float("-inf"))
+                weight = tl.exp2(lse - best)
+                values = tl.load(
+                    part_out + slot[:, None].to(tl.int64) * D + d[None, :],
+                    mask=there[:, None],
+                    other=0.0,
+                )
+                total += weight
+                acc += values * weight[:, None]
         tl.store(
             out + row_head[:, None] * D + d[None, :],
             (acc / total[:, None]).to(out.dtype.element_ty),
@@ -324,7 +327,8 @@ def tree_attention(
     heads_step = 1 if few else _heads_per_program(heads)
     merge_parts_kernel[(rows, heads // heads_step)](
         parts.out, parts.lse, out, work.parts_of_row, rows,
-        H=heads, D=head_dim, HEADS=heads_step, PARTS=16 if few else 4, num_warps=4,
+        H=heads, D=head_dim, HEADS=heads_step, PARTS=8 if few else 4,
+        num_warps=1 if few else 4,
     )  # fmt: skip
 
 

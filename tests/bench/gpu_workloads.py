@@ -1,0 +1,271 @@
+"""The engine on a GPU at Llama-3.1-8B's shape: python -m tests.bench.gpu_workloads [--json FILE]
+
+Random weights, bf16, prefix caching on, 128 output tokens, greedy, end tokens ignored. Every
+workload is run twice with the same prompts: cold, then warm. A *step* is the time between two
+collected steps in which every row decodes at full batch. The *floor* of a step is its unique bytes,
+weights and KV, over the measured copy rate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from engine.api import CacheGrant, Finished, Request, Sampling, Tokens
+from engine.cache import PrefixCache
+from engine.config import EngineConfig
+from engine.core import Core
+from engine.device_runner import DeviceRunner
+from engine.kv_storage import KvStorage, kv_format
+from engine.model_store import ModelConfig
+from engine.models.device_layers import DeviceOps
+from engine.models.llama import LlamaModel
+from engine.plan import StepResult
+from engine.weights import random_weights
+
+LLAMA_8B = ModelConfig(
+    architecture="llama",
+    layers=32,
+    hidden=4096,
+    intermediate=14_336,
+    heads=32,
+    kv_heads=8,
+    head_dim=128,
+    vocab=128_256,
+    context=16_384,
+    rope_theta=500_000.0,
+)
+BLOCK, OUTPUT = 16, 128
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Levels of (nodes, tokens per node) from the root; the last is each request's own."""
+
+    name: str
+    requests: int
+    levels: tuple[tuple[int, int], ...]
+
+    def prompts(self, seed: int) -> list[tuple[int, ...]]:
+        """One prompt per request; requests under one node share its tokens."""
+        chance = random.Random(seed)
+        nodes = [
+            [[chance.randrange(LLAMA_8B.vocab) for _ in range(tokens)] for _ in range(count)]
+            for count, tokens in self.levels
+        ]
+        return [
+            tuple(
+                token
+                for level, (count, _) in zip(nodes, self.levels, strict=True)
+                for token in level[request * count // self.requests]
+            )
+            for request in range(self.requests)
+        ]
+
+    @property
+    def context(self) -> int:
+        return sum(tokens for _, tokens in self.levels)
+
+    @property
+    def unique(self) -> int:
+        return sum(count * tokens for count, tokens in self.levels)
+
+
+WORKLOADS = (
+    Workload("W1", 256, ((1, 2048), (256, 64))),
+    Workload("W2", 256, ((8, 2048), (256, 64))),
+    Workload("W3", 256, ((8, 8192), (256, 64))),
+    Workload("W4", 128, ((128, 1024),)),
+    Workload("W6", 256, ((1, 1024), (8, 2048), (32, 512), (256, 64))),
+)
+
+
+def say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def copy_rate() -> float:
+    """Bytes per second of a device-to-device copy, read and written."""
+    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for _ in range(2):
+        target.copy_(source)
+    start.record()
+    for _ in range(10):
+        target.copy_(source)
+    end.record()
+    torch.cuda.synchronize()
+    return float(20 * source.numel() / (start.elapsed_time(end) / 1e3))
+
+
+class TimedRunner(DeviceRunner):
+    """Knows how long the host waited for the device; the rest of a step is the host's own work."""
+
+    waited_s = 0.0
+
+    def collect(self) -> StepResult:
+        """See `DeviceRunner.collect`."""
+        started = time.perf_counter()
+        result = super().collect()
+        self.waited_s = time.perf_counter() - started
+        return result
+
+
+class Bench:
+    """One model on one device, and an engine over it."""
+
+    def __init__(self, config: ModelConfig, blocks: int) -> None:
+        device = torch.device("cuda")
+        self.config = config
+        weights = random_weights(config, torch.bfloat16, 0, device)
+        self.weight_bytes = sum(t.numel() * 2 for t in weights.values())
+        self.weight_bytes -= weights["model.embed_tokens.weight"].numel() * 2
+        model = LlamaModel(config, weights, DeviceOps())
+        form = kv_format(config, torch.bfloat16, BLOCK)
+        self.token_bytes = form.block_bytes // BLOCK
+        kv = KvStorage(form, blocks, torch.bfloat16, device)
+        self.runner = TimedRunner(
+            model, kv, context=config.context, seats=288, tokens_max=8192 + 288
+        )
+        settings = EngineConfig(
+            device="cuda",
+            step_tokens_max=8192,
+            prefill_chunk_tokens_max=8192,
+            sequences_max=256,
+            queue_tokens_max=10_000_000,
+        )
+        self.core = Core(
+            PrefixCache(blocks=blocks, block_size=BLOCK),
+            self.runner,
+            settings,
+            time.perf_counter,
+            vocab_size=config.vocab,
+            context_tokens=config.context,
+            pipeline_depth=2,
+        )
+        self.copy_rate = copy_rate()
+
+    def run(
+        self, prompts: list[tuple[int, ...]], namespace: bytes, output: int = OUTPUT
+    ) -> dict[str, Any]:
+        """All prompts at once, to the end."""
+        core, grant = self.core, CacheGrant(namespace)
+        started = time.perf_counter()
+        for index, tokens in enumerate(prompts):
+            core.submit(Request(f"{index}", tokens, output, grant, Sampling(temperature=0)))
+        first_s = 0.0
+        cached = produced = 0
+        steps: list[float] = []
+        planning: list[float] = []
+        before = time.perf_counter()
+        while core.has_work():
+            events = core.step()
+            now = time.perf_counter()
+            drawn = sum(isinstance(event, Tokens) for event in events)
+            produced += drawn
+            if drawn and not first_s:
+                first_s = now - started
+            if drawn == len(prompts):
+                steps.append(now - before)
+                planning.append(now - before - self.runner.waited_s)
+            before = now
+            for event in events:
+                if isinstance(event, Finished):
+                    assert event.ending == "done", event
+                    cached += event.usage.cached_tokens
+        wall_s = time.perf_counter() - started
+        steady = steps[4:-4] or steps or [0.0]
+        return {
+            "wall_s": round(wall_s, 3),
+            "tok_s": round(produced / wall_s),
+            "first_token_ms": round(first_s * 1e3, 2),
+            "step_ms": round(statistics.median(steady) * 1e3, 3),
+            "step_ms_p95": round(sorted(steady)[int(len(steady) * 0.95)] * 1e3, 3),
+            "host_ms": round(statistics.median(planning[4:-4] or planning or [0.0]) * 1e3, 3),
+            "cached_tokens": cached,
+        }
+
+    def workload(self, work: Workload) -> dict[str, Any]:
+        """Cold, then warm; what it moves and the floor that implies."""
+        prompts = work.prompts(1)
+        namespace = work.name.encode()
+        self.run(prompts[:1], b"warm-up" + namespace, 4)
+        cold = self.run(prompts, namespace)
+        warm = self.run(prompts, namespace)
+        self.core.cache.erase(namespace)
+        context = work.requests * (work.context + OUTPUT // 2)
+        unique = work.unique + work.requests * OUTPUT // 2
+        moved = self.weight_bytes + unique * self.token_bytes
+        return {
+            "workload": work.name,
+            "sharing": round(context / unique, 2),
+            "moved_gb": round(moved / 1e9, 2),
+            "floor_ms": round(moved / self.copy_rate * 1e3, 2),
+            "cold": cold,
+            "warm": warm,
+        }
+
+    def single(self) -> dict[str, Any]:
+        """W5: one request of 8,192, and single streams at two contexts."""
+        chance = random.Random(5)
+        prompt = tuple(chance.randrange(self.config.vocab) for _ in range(8192))
+        self.run([prompt[::-1]], b"w5-warm-up", 2)
+        cold = [self.run([prompt], b"w5-%d" % i, 1)["first_token_ms"] for i in range(3)]
+        warm = [self.run([prompt], b"w5-2", 1)["first_token_ms"] for _ in range(5)]
+        long = self.run([prompt], b"w5-2", 128)["step_ms"]
+        short = self.run([prompt[:512]], b"w5-3", 128)["step_ms"]
+        return {
+            "workload": "W5",
+            "ttft_cold_ms": cold,
+            "ttft_warm_ms": warm,
+            "step_512_ms": short,
+            "step_8192_ms": long,
+        }
+
+    def sweep(self) -> dict[str, Any]:
+        """Unshared decode at context 512 by batch."""
+        steps = {}
+        for batch in (1, 8, 32, 64, 128, 256):
+            work = Workload(f"sweep-{batch}", batch, ((batch, 448),))
+            steps[batch] = self.run(work.prompts(batch), work.name.encode())["step_ms"]
+            self.core.cache.erase(work.name.encode())
+        return {"workload": "sweep at context 512", "step_ms": steps}
+
+
+def main() -> None:
+    """Print one JSON line per workload."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--only", default="")
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--blocks", type=int, default=20_000)
+    options = parser.parse_args()
+    bench = Bench(msgspec.structs.replace(LLAMA_8B, layers=options.layers), options.blocks)
+    say(f"{torch.cuda.get_device_name()}, copy {bench.copy_rate / 1e9:.0f} GB/s")
+    results = []
+    for work in WORKLOADS:
+        if not options.only or work.name in options.only.split(","):
+            results.append(bench.workload(work))
+            say(json.dumps(results[-1]))
+    for name, measure in (("W5", bench.single), ("sweep", bench.sweep)):
+        if not options.only or name in options.only.split(","):
+            results.append(measure())
+            say(json.dumps(results[-1]))
+    if options.json is not None:
+        options.json.write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()
