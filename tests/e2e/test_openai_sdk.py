@@ -1,0 +1,245 @@
+"""OpenAI's own SDK against a whole gateway, as an application would use it: the base URL and the
+key change, nothing else. The runner is a fake; everything between the socket and it is the product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from openai import AsyncOpenAI
+
+from engine.model_store import ModelCard
+from tests.gateway.house import House
+from tests.models import prepared
+
+MORE = {"ignore_eos": True}
+"""The fake model draws end tokens as readily as others; these tests want whole answers."""
+
+
+@pytest.fixture(scope="module")
+def card(tmp_path_factory: pytest.TempPathFactory) -> ModelCard:
+    return prepared(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+async def house(card: ModelCard, tmp_path: Path) -> AsyncIterator[House]:
+    house = House(card, tmp_path)
+    await house.open()
+    yield house
+    await house.close()
+    house.discard()
+
+
+@pytest.fixture
+async def client(house: House) -> AsyncIterator[AsyncOpenAI]:
+    async with AsyncOpenAI(
+        base_url=f"{house.url}/v1", api_key=house.keys["ada"], max_retries=0, timeout=20
+    ) as client:
+        yield client
+
+
+def question(text: str = "hello") -> list[Any]:
+    return [{"role": "user", "content": text}]
+
+
+async def test_a_streamed_conversation_reuses_its_first_turn(
+    house: House, client: AsyncOpenAI
+) -> None:
+    """The main job, with the numbers an application would look at."""
+    messages = question("a first question, long enough to fill several blocks of the cache")
+    text, usage = "", None
+    stream = await client.chat.completions.create(
+        model=house.model,
+        messages=messages,
+        max_tokens=24,
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
+        extra_body=MORE,
+    )
+    async for chunk in stream:
+        text += (chunk.choices[0].delta.content or "") if chunk.choices else ""
+        usage = chunk.usage or usage
+    second = await client.chat.completions.create(
+        model=house.model,
+        messages=[*messages, {"role": "assistant", "content": text}, *question("and then?")],
+        max_tokens=4,
+        temperature=0,
+        extra_body=MORE,
+    )
+
+    assert usage is not None
+    assert (usage.completion_tokens, usage.total_tokens) == (24, usage.prompt_tokens + 24)
+    assert second.usage is not None
+    assert second.usage.prompt_tokens_details is not None
+    cached = second.usage.prompt_tokens_details.cached_tokens
+    assert cached is not None
+    assert usage.prompt_tokens - 8 <= cached < second.usage.prompt_tokens
+    await house.check_quiet()
+
+
+async def test_two_choices_share_a_prompt_and_differ(house: House, client: AsyncOpenAI) -> None:
+    """n forks one sequence; each choice has its own index and draw."""
+    answer = await client.chat.completions.create(
+        model=house.model, messages=question(), n=2, max_tokens=12, seed=3, extra_body=MORE
+    )
+
+    assert [choice.index for choice in answer.choices] == [0, 1]
+    assert answer.choices[0].message.content != answer.choices[1].message.content
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 24
+    await house.check_quiet()
+
+
+async def test_a_stop_string_ends_the_answer_before_it(house: House, client: AsyncOpenAI) -> None:
+    """The stop is not part of the text, and the reason says stop."""
+    whole = await client.chat.completions.create(
+        model=house.model, messages=question(), max_tokens=30, temperature=0, extra_body=MORE
+    )
+    text = whole.choices[0].message.content or ""
+    stop = next(sign for sign in text[3:] if sign.isprintable() and sign != "\ufffd")
+    cut = await client.chat.completions.create(
+        model=house.model,
+        messages=question(),
+        max_tokens=30,
+        temperature=0,
+        stop=[stop],
+        extra_body=MORE,
+    )
+
+    assert cut.choices[0].finish_reason == "stop"
+    assert cut.choices[0].message.content == text[: text.index(stop)]
+    assert cut.usage is not None
+    assert 0 < cut.usage.completion_tokens <= 30
+    await house.check_quiet()
+
+
+async def test_logprobs_come_one_per_token(house: House, client: AsyncOpenAI) -> None:
+    """Evaluation tools zip them with tokens."""
+    answer = await client.chat.completions.create(
+        model=house.model, messages=question(), max_tokens=5, logprobs=True, extra_body=MORE
+    )
+
+    assert answer.choices[0].logprobs is not None
+    assert len(answer.choices[0].logprobs.content or []) == 5
+
+
+async def test_legacy_completions_take_text_token_ids_and_several_prompts(
+    house: House, client: AsyncOpenAI
+) -> None:
+    """One HTTP request, several prompts, one ledger entry for all."""
+    one = await client.completions.create(
+        model=house.model, prompt="once upon", max_tokens=4, extra_body=MORE
+    )
+    several = await client.completions.create(
+        model=house.model, prompt=[[1, 2, 3], [4, 5]], max_tokens=4, extra_body=MORE
+    )
+
+    assert one.choices[0].finish_reason == "length"
+    assert [choice.index for choice in several.choices] == [0, 1]
+    assert several.usage is not None
+    assert (several.usage.prompt_tokens, several.usage.completion_tokens) == (5, 8)
+    assert len(house.entries()) == 2
+    await house.check_quiet()
+
+
+async def test_models_are_listed(house: House, client: AsyncOpenAI) -> None:
+    """Applications list models to fill a menu."""
+    listed = await client.models.list()
+
+    assert [model.id for model in listed.data] == [house.model]
+    assert (await client.models.retrieve(house.model)).id == house.model
+
+
+async def test_errors_are_the_sdks_own_exceptions(house: House, client: AsyncOpenAI) -> None:
+    """Applications switch on these classes and on code and param."""
+    stranger = client.with_options(api_key="tl-nobody")
+    with pytest.raises(openai.AuthenticationError) as unknown_key:
+        await stranger.models.list()
+    with pytest.raises(openai.NotFoundError) as unknown_model:
+        await client.chat.completions.create(model="gpt-9", messages=question())
+    with pytest.raises(openai.BadRequestError) as too_long:
+        await client.chat.completions.create(
+            model=house.model, messages=question("word " * 400), max_tokens=100
+        )
+
+    assert unknown_key.value.code == "invalid_api_key"
+    assert unknown_model.value.code == "model_not_found"
+    assert too_long.value.code == "context_length_exceeded"
+    assert too_long.value.request_id is not None
+
+
+async def test_a_tenant_over_its_limit_gets_a_rate_limit_error(
+    card: ModelCard, tmp_path: Path
+) -> None:
+    """429 with retry-after is what the SDK backs off from."""
+    house = House(card, tmp_path)
+    house.set_limits(requests_per_tenant_max=1)
+    await house.open()
+    client = AsyncOpenAI(base_url=f"{house.url}/v1", api_key=house.keys["ada"], max_retries=0)
+    house.runner.hold_after(10)
+    running = await client.chat.completions.create(
+        model=house.model, messages=question(), max_tokens=40, stream=True, extra_body=MORE
+    )
+    with pytest.raises(openai.RateLimitError) as caught:
+        await client.chat.completions.create(model=house.model, messages=question())
+    house.runner.release()
+    chunks = [chunk async for chunk in running]
+
+    assert caught.value.code == "rate_limit_exceeded"
+    assert int(caught.value.response.headers["retry-after"]) >= 1
+    assert chunks[-1].choices[0].finish_reason == "length"
+    await client.close()
+    await house.check_quiet()
+    await house.close()
+    house.discard()
+
+
+async def test_a_server_that_drains_is_an_internal_server_error_the_sdk_may_retry(
+    house: House, client: AsyncOpenAI
+) -> None:
+    """503 with retry-after: behind a load balancer the retry lands elsewhere."""
+    await house.gateway.drain(0.0)
+    with pytest.raises(openai.InternalServerError) as caught:
+        await client.chat.completions.create(model=house.model, messages=question())
+
+    assert caught.value.status_code == 503
+    assert "retry-after" in caught.value.response.headers
+
+
+async def test_closing_a_stream_cancels_it_in_the_engine(house: House, client: AsyncOpenAI) -> None:
+    """`break` in an application must not leave the engine working for nobody."""
+    house.runner.hold_after(20)
+    stream = await client.chat.completions.create(
+        model=house.model, messages=question(), max_tokens=400, stream=True, extra_body=MORE
+    )
+    async for _ in stream:
+        break
+    await stream.close()
+    await house.until(lambda: not house.gateway.context.running)
+    house.runner.release()
+
+    await house.check_quiet()
+    (entry,) = house.entries()
+    assert entry[0] == "cancelled"
+    assert 0 < entry[3] < 400
+
+
+async def test_an_engine_that_fails_in_a_stream_raises_in_the_sdk(
+    house: House, client: AsyncOpenAI
+) -> None:
+    """A stream that only stops is silent truncation; the error event raises."""
+    house.runner.hold_after(20)
+    stream = await client.chat.completions.create(
+        model=house.model, messages=question(), max_tokens=400, stream=True, extra_body=MORE
+    )
+    chunks = aiter(stream)
+    await anext(chunks)
+    house.runner.fail_launch.update(range(2_000))
+    house.runner.release()
+    with pytest.raises(openai.APIError):
+        _ = [chunk async for chunk in chunks]

@@ -1,0 +1,181 @@
+"""The life of the product: a real process with a real engine process, a tiny model, and signals."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import signal
+import stat
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import apsw
+import pytest
+from aiohttp import ClientSession
+
+from tests.models import write_folder
+
+pytestmark = pytest.mark.slow
+
+START_S = 60.0
+SETTINGS = "[engine]\nthreads = 1\nkv_blocks = 256\n"
+"""One thread: on a busy host the second one is waited for more than it helps."""
+
+
+class Server:
+    """One `trunkline serve`."""
+
+    def __init__(self, process: asyncio.subprocess.Process, url: str, key: str, text: str) -> None:
+        self.process = process
+        self.url = url
+        self.key = key
+        self.text = text
+
+    def body(self, **more: object) -> dict[str, object]:
+        messages = [{"role": "user", "content": "hello"}]
+        return {"model": "tiny", "messages": messages, "ignore_eos": True, **more}
+
+    @asynccontextmanager
+    async def asked(self, **more: object) -> AsyncIterator[tuple[int, asyncio.StreamReader]]:
+        """A request's status and body while it comes."""
+        async with (
+            ClientSession() as session,
+            session.post(
+                f"{self.url}/chat/completions",
+                json=self.body(**more),
+                headers={"Authorization": f"Bearer {self.key}"},
+            ) as response,
+        ):
+            yield response.status, response.content  # type: ignore[misc]
+
+    async def ended(self) -> int:
+        """The exit status, once it is over."""
+        return await asyncio.wait_for(self.process.wait(), 30)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = write_folder(tmp_path_factory.mktemp("models") / "tiny")
+    (folder.parent / "settings.toml").write_text(SETTINGS)
+    return folder
+
+
+@asynccontextmanager
+async def serving(model: Path, data: Path) -> AsyncIterator[Server]:
+    """Started and ready; killed afterwards if it still runs."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "gateway",
+        "serve",
+        str(model),
+        "--config",
+        str(model.parent / "settings.toml"),
+        "--data-dir",
+        str(data),
+        "--listen",
+        "127.0.0.1:0",
+        "--admin-listen",
+        "127.0.0.1:0",
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert process.stdout is not None
+    try:
+        text = ""
+        async with asyncio.timeout(START_S):
+            while "key file" not in text:
+                line = (await process.stdout.readline()).decode()
+                assert line, f"it ended: {text}"
+                text += line
+        found = re.search(r"http://\S+/v1", text)
+        assert found is not None, text
+        key = (await asyncio.to_thread((data / "default.key").read_text)).strip()
+        yield Server(process, found[0], key, text)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+
+
+def rows(data: Path, sql: str) -> list[tuple[object, ...]]:
+    """What the database says, read by another process."""
+    db = apsw.Connection(str(data / "trunkline.db"), flags=apsw.SQLITE_OPEN_READONLY)
+    try:
+        return list(db.execute(sql))
+    finally:
+        db.close()
+
+
+async def test_a_first_start_serves_with_a_key_that_only_its_owner_can_read(
+    model: Path, tmp_path: Path
+) -> None:
+    """From nothing to an answer; SIGTERM while a stream runs lets it finish, then exit 0."""
+    data = tmp_path / "data"
+    async with serving(model, data) as server:
+        async with server.asked(max_tokens=400, stream=True) as (status, content):
+            first = await content.readuntil(b"\n\n")
+            server.process.send_signal(signal.SIGTERM)
+            rest = await content.read()
+        exit_status = await server.ended()
+
+    assert status == 200
+    assert server.key in server.text
+    assert stat.S_IMODE((await asyncio.to_thread((data / "default.key").stat)).st_mode) == 0o600
+    assert stat.S_IMODE((await asyncio.to_thread(data.stat)).st_mode) == 0o700
+    assert b"data: " in first
+    assert rest.endswith(b"data: [DONE]\n\n")
+    assert exit_status == 0
+    entries = await asyncio.to_thread(rows, data, "select ending, output_tokens from ledger")
+    assert entries == [("done", 400)]
+
+
+async def test_a_killed_gateway_closes_its_open_holds_when_it_starts_again(
+    model: Path, tmp_path: Path
+) -> None:
+    """SIGKILL is safe: the hold becomes one entry `interrupted`, and the key still works."""
+    data = tmp_path / "data"
+    async with serving(model, data) as server:
+        with contextlib.suppress(Exception):
+            async with server.asked(max_tokens=400, stream=True) as (_, content):
+                await content.readuntil(b"\n\n")
+                server.process.kill()
+                await content.read()
+        await server.ended()
+    async with serving(model, data) as again:
+        async with again.asked(max_tokens=3) as (status, content):
+            answer = json.loads(await content.read())
+        again.process.send_signal(signal.SIGTERM)
+        await again.ended()
+
+    entries = await asyncio.to_thread(rows, data, "select ending, output_tokens from ledger")
+    assert again.key == server.key
+    assert server.key not in again.text
+    assert (status, answer["usage"]["completion_tokens"]) == (200, 3)
+    assert entries == [("interrupted", 0), ("done", 3)]
+
+
+async def test_a_second_signal_ends_it_now(model: Path, tmp_path: Path) -> None:
+    """An operator who asks twice does not want to wait for a drain."""
+    async with (
+        serving(model, tmp_path / "data") as server,
+        ClientSession() as session,
+        server.asked(max_tokens=450, n=8, stream=True) as (_, content),
+    ):
+        await content.readuntil(b"\n\n")
+        server.process.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(10):
+            ready = 200
+            while ready == 200:
+                async with session.get(server.url.removesuffix("/v1") + "/readyz") as response:
+                    ready = response.status
+        server.process.send_signal(signal.SIGTERM)
+        exit_status = await server.ended()
+
+    assert exit_status != 0
