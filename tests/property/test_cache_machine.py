@@ -1,0 +1,355 @@
+"""The cache alone under hypothesis, against a ghost of its KV and a model of its promises.
+
+The ghost keeps, for every slot, whose exact prefix was written there. The model keeps two bounds
+that it works out from the requests alone: until when a prefix may at most be found, and how much of
+it must at least be found. Neither knows a tree, a reference count or an eviction order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from dataclasses import dataclass, field, replace
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from engine.api import LeaseRequest, Quota
+from engine.cache import BlockTable, PrefixCache
+from tests.strategies import NAMESPACES, leases, namespaces, quotas, tokens
+
+Prefix = tuple[int, ...]
+
+
+@dataclass(eq=False)
+class Writer:
+    """A sequence: what it says, and what it was granted."""
+
+    namespace: bytes
+    tokens: list[int]
+    table: BlockTable
+    leases: tuple[LeaseRequest, ...]
+    started_s: float
+    write: bool
+    promises: list[tuple[float, int]] = field(default_factory=list)
+
+
+class Ghost:
+    """What each slot holds: a namespace and the exact prefix up to that token."""
+
+    def __init__(self, blocks: int, size: int) -> None:
+        self.size = size
+        self.slots: list[tuple[bytes, Prefix] | None] = [None] * (blocks * size)
+
+    def copy(self, src: int, dst: int, count: int) -> None:
+        """The first `count` slots; the rest of the block is as good as never written."""
+        kept = self.slots[src * self.size : src * self.size + count]
+        self.slots[dst * self.size : (dst + 1) * self.size] = kept + [None] * (self.size - count)
+
+    def write(self, writer: Writer, start: int, end: int) -> None:
+        for at in range(start, end):
+            slot = writer.table.blocks[at // self.size] * self.size + at % self.size
+            self.slots[slot] = (writer.namespace, tuple(writer.tokens[: at + 1]))
+
+    def read(self, writer: Writer) -> None:
+        """Every slot of the table must hold the writer's own history."""
+        for at in range(writer.table.kv_tokens):
+            slot = writer.table.blocks[at // self.size] * self.size + at % self.size
+            own = (writer.namespace, tuple(writer.tokens[: at + 1]))
+            assert self.slots[slot] == own, f"slot {slot} holds {self.slots[slot]}, not {own}"
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """Sequences begin, compute, fork and end; time passes; things are erased."""
+
+    @initialize(
+        blocks=st.integers(6, 16),
+        size=st.sampled_from([2, 4]),
+        shares=st.tuples(quotas, quotas, quotas),
+    )
+    def start(self, blocks: int, size: int, shares: tuple[Quota, Quota, Quota]) -> None:
+        self.size = size
+        self.cache = PrefixCache(blocks=blocks, block_size=size)
+        self.ghost = Ghost(blocks, size)
+        self.quotas = dict(zip(NAMESPACES, shares, strict=True))
+        self.now_s = 0.0
+        self.live: list[Writer] = []
+        self.past: list[Writer] = []
+        self.touched: dict[tuple[bytes, Prefix], float] = defaultdict(lambda: -math.inf)
+        self.promised: list[tuple[bytes, Prefix, float]] = []
+
+    # -- the model ----------------------------------------------------------------------------
+
+    def latest_end(self, namespace: bytes, prefix: Prefix) -> float:
+        """When, at the very latest, this block's prefix stops being found: the longest lease on it.
+
+        -inf: nobody there ever wrote it. A request without leases, or a block beyond the leases of
+        its request, has no limit of its own.
+        """
+        at_s, start = -math.inf, (len(prefix) - 1) // self.size * self.size
+        for writer in [*self.live, *self.past]:
+            if writer.namespace != namespace or tuple(writer.tokens[: len(prefix)]) != prefix:
+                continue
+            covering = [lease for lease in writer.leases if lease.tokens > start]
+            if not covering:
+                return math.inf
+            for lease in covering:
+                kind = lease.retention
+                renewed = kind.renewed_on_read and kind.clock != "absolute"
+                base_s = self.touched[namespace, prefix[: start + 1]] if renewed else 0.0
+                limit_s = math.inf if kind.limit_s is None else kind.limit_s
+                at_s = max(at_s, max(base_s, writer.started_s) + limit_s)
+        return at_s
+
+    def reach(self, namespace: bytes, prompt: Prefix) -> int:
+        """How many tokens of a prompt may at most be found now."""
+        for at in range(1, len(prompt)):
+            ends_s = self.latest_end(namespace, prompt[:at])
+            pinned = any(
+                writer.namespace == namespace and tuple(writer.tokens[:at]) == prompt[:at]
+                for writer in self.live
+            )  # in use: a clock that counts from the last use stands still
+            if ends_s == -math.inf or (ends_s <= self.now_s and not pinned):
+                return at - 1
+        return len(prompt) - 1
+
+    def touch(self, writer: Writer) -> None:
+        for at in range(1, len(writer.tokens) + 1):
+            self.touched[writer.namespace, tuple(writer.tokens[:at])] = self.now_s
+
+    # -- what happens -------------------------------------------------------------------------
+
+    @rule(
+        data=st.data(),
+        asked=leases,
+        write=st.sampled_from([True] * 4 + [False]),
+        whole=st.sampled_from([True, True, False]),
+    )
+    def begin(
+        self, data: st.DataObject, asked: tuple[LeaseRequest, ...], write: bool, whole: bool
+    ) -> None:
+        """A request comes; `whole`: it is computed to its end at once, and ends."""
+        namespace, prompt = self.draw_prompt(data)
+        writer = self.admit(namespace, prompt, asked, write)
+        if whole and self.compute_slice(writer, len(writer.tokens)):
+            self.finish(writer, keep=True)
+
+    @rule(namespace=namespaces, words=st.lists(tokens, min_size=3, max_size=5), asked=leases)
+    def flood(self, namespace: bytes, words: list[Prefix], asked: tuple[LeaseRequest, ...]) -> None:
+        """Many prompts in a row, so that somebody's blocks must go."""
+        for word in words:
+            writer = self.admit(namespace, (*word, *word)[:16], asked, True)
+            self.compute_slice(writer, len(writer.tokens))
+            self.finish(writer, keep=True)
+
+    def draw_prompt(self, data: st.DataObject) -> tuple[bytes, Prefix]:
+        """New, or what was said before with some of it cut off and something added."""
+        said = [(w.namespace, tuple(w.tokens)) for w in [*self.past[-6:], *self.live[-2:]]]
+        if not said or not data.draw(st.sampled_from([True, True, False])):
+            return data.draw(namespaces), data.draw(tokens)
+        namespace, before = data.draw(st.sampled_from(said))
+        start = before[: len(before) - data.draw(st.sampled_from([0, 0, 1, 3]))]
+        return namespace, (*start, *data.draw(tokens))[:16]
+
+    def admit(
+        self, namespace: bytes, prompt: Prefix, asked: tuple[LeaseRequest, ...], write: bool
+    ) -> Writer:
+        found = self.cache.peek(namespace, prompt, self.now_s)
+        reach = self.reach(namespace, prompt)
+        quota = self.quotas[namespace]
+        table = self.cache.begin(
+            namespace, prompt, self.now_s, quota=quota, leases=asked, write=write
+        )
+        writer = Writer(namespace, list(prompt), table, asked, self.now_s, write)
+        whole = found.cached_tokens // self.size * self.size
+
+        assert table.kv_tokens in (found.cached_tokens, whole), (
+            "what peek said, or its whole blocks"
+        )
+        assert table.kv_tokens <= reach, "found what nobody may find"
+        assert [grant.lease_id for grant in table.leases] == [lease.lease_id for lease in asked]
+        self.live.append(writer)
+        self.touch(writer)
+        for grant, lease in zip(table.leases, asked, strict=True):
+            covers = min(lease.tokens, len(prompt)) if write else 0
+            kind = lease.retention
+            promise_s = (kind.limit_s or 0.0) if kind.pinned else kind.promise_s
+            assert grant.tokens <= min(lease.tokens, len(prompt)), "granted more than was asked"
+            assert (grant.outcome == "granted") == (grant.tokens == min(lease.tokens, len(prompt)))
+            if promise_s and covers:
+                writer.promises.append((self.now_s + promise_s, grant.tokens))
+        return writer
+
+    @rule(data=st.data())
+    def peek(self, data: st.DataObject) -> None:
+        """Looking changes nothing, and sees no more than there may be."""
+        namespace, prompt = self.draw_prompt(data)
+        before = self.cache.stats()
+        found = self.cache.peek(namespace, prompt, self.now_s)
+
+        assert found == self.cache.peek(namespace, prompt, self.now_s)
+        after = self.cache.stats()
+        assert (before.pinned, before.copied_blocks_total) == (
+            after.pinned,
+            after.copied_blocks_total,
+        )
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), count=st.integers(1, 6))
+    def compute(self, data: st.DataObject, count: int) -> None:
+        """A slice of a sequence: room, copies, writing, commit."""
+        writer = data.draw(st.sampled_from(self.live))
+        start = writer.table.kv_tokens
+        if start == len(writer.tokens):
+            writer.tokens.append(data.draw(st.integers(0, 1)))
+            self.touch(writer)
+        self.compute_slice(writer, min(start + count, len(writer.tokens)))
+
+    def compute_slice(self, writer: Writer, end: int) -> bool:
+        table, start = writer.table, writer.table.kv_tokens
+        before = (list(table.blocks), table.version)
+        if not self.cache.grow(table, end, self.now_s):
+            assert before == (list(table.blocks), table.version), "no room, and yet a change"
+            return False
+        self.launch()
+        self.ghost.write(writer, start, end)
+        self.cache.commit(table, writer.tokens, end, self.now_s)
+        for other in self.live:
+            self.ghost.read(other)
+        return True
+
+    def launch(self) -> None:
+        for copy in self.cache.take_copies():
+            self.ghost.copy(copy.src, copy.dst, copy.tokens)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def fork(self, data: st.DataObject) -> None:
+        self.launch()
+        writer = data.draw(st.sampled_from(self.live))
+        table = self.cache.fork(writer.table)
+        twin = Writer(
+            writer.namespace,
+            list(writer.tokens),
+            table,
+            writer.leases,
+            writer.started_s,
+            writer.write,
+        )
+        self.live.append(twin)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), keep=st.booleans())
+    def end(self, data: st.DataObject, keep: bool) -> None:
+        self.finish(data.draw(st.sampled_from(self.live)), keep=keep)
+
+    def finish(self, writer: Writer, *, keep: bool) -> None:
+        kv_tokens = writer.table.kv_tokens
+        self.touch(writer)
+        self.cache.release(writer.table, writer.tokens, self.now_s, keep=keep)
+        self.live.remove(writer)
+        if writer.write:
+            self.past.append(writer)
+        for until_s, granted in writer.promises:
+            whole = min(granted, kv_tokens) // self.size * self.size
+            if writer.write and whole:
+                self.promised.append((writer.namespace, tuple(writer.tokens[:whole]), until_s))
+
+    @rule(seconds=st.sampled_from([1.0, 4.0, 5.0, 10.0, 25.0]))
+    def wait(self, seconds: float) -> None:
+        self.now_s += seconds
+
+    @rule()
+    def expire(self) -> None:
+        self.cache.expire(self.now_s)
+
+    @rule(namespace=namespaces)
+    def erase(self, namespace: bytes) -> None:
+        """A namespace is forgotten; what still runs there comes back to nobody."""
+        self.cache.erase(namespace)
+        self.forget(namespace, ())
+
+    @rule(data=st.data())
+    def erase_a_prefix(self, data: st.DataObject) -> None:
+        namespace, said = self.draw_prompt(data)
+        prefix = said[: data.draw(st.integers(1, len(said)))]
+        self.cache.erase(namespace, tokens=prefix)
+        self.forget(namespace, prefix)
+        for reader in (prefix, (*prefix, 0), (*prefix, 1)):
+            found = self.cache.peek(namespace, reader, self.now_s).cached_tokens
+            assert found <= len(prefix), "something under an erased prefix is found"
+
+    @rule(namespace=namespaces, lease_id=st.sampled_from(["a", "b"]))
+    def erase_a_lease(self, namespace: bytes, lease_id: str) -> None:
+        self.cache.erase(namespace, lease_id=lease_id)
+        self.forget(namespace, None)
+
+    def forget(self, namespace: bytes, prefix: Prefix | None) -> None:
+        """Nothing there is promised or written any more, and nothing found beyond `prefix`.
+
+        None: who knows which of it went.
+        """
+        self.promised = [entry for entry in self.promised if entry[0] != namespace]
+        theirs = [writer for writer in self.past if writer.namespace == namespace]
+        for writer in self.live:
+            if writer.namespace == namespace:
+                writer.promises.clear()
+                if writer.write:
+                    theirs.append(replace(writer, tokens=list(writer.tokens), write=False))
+                writer.write = False
+        self.past = [writer for writer in self.past if writer.namespace != namespace]
+        for writer in theirs if prefix != () else ():
+            if prefix and tuple(writer.tokens[: len(prefix)]) == prefix:
+                writer.tokens = writer.tokens[: len(prefix)]
+            self.past.append(writer)
+
+    # -- what must hold -----------------------------------------------------------------------
+
+    @invariant()
+    def everything_adds_up(self) -> None:
+        """The audit, and blocks = free + cached + pinned."""
+        if not hasattr(self, "cache"):
+            return
+        self.cache.check()
+        stats = self.cache.stats()
+        assert stats.free + stats.cached + stats.pinned == stats.blocks
+        held = {block for writer in self.live for block in writer.table.blocks}
+        assert stats.pinned >= len(held), "a block of a table is not pinned"
+        for use in self.cache.namespaces():
+            ceiling = self.quotas[use.namespace].ceiling_blocks
+            assert ceiling is None or use.blocks <= ceiling, "above its ceiling"
+
+    @invariant()
+    def nothing_is_found_that_may_not_be(self) -> None:
+        """Neither another's words, nor erased ones, nor any at or after their limit (rule 7)."""
+        for writer in [*getattr(self, "past", ())][-4:]:
+            for namespace in NAMESPACES:
+                prompt = (*writer.tokens, 0)
+                found = self.cache.peek(namespace, prompt, self.now_s).cached_tokens
+                assert found <= self.reach(namespace, prompt), "found what nobody may find"
+
+    @invariant()
+    def promises_are_kept(self) -> None:
+        """What was granted and computed is found until its time is over (rule 8)."""
+        for namespace, prefix, until_s in getattr(self, "promised", ()):
+            if self.now_s < until_s:
+                found = self.cache.peek(namespace, (*prefix, 0), self.now_s).cached_tokens
+                assert found >= len(prefix), f"{found} of {len(prefix)} promised until {until_s}"
+
+    def teardown(self) -> None:
+        """With every sequence gone nothing is pinned, and an erasure frees every block."""
+        if not hasattr(self, "cache"):
+            return
+        for writer in self.live:
+            self.cache.release(writer.table, writer.tokens, self.now_s)
+        self.launch()
+        assert self.cache.stats().pinned == 0
+        for namespace in NAMESPACES:
+            self.cache.erase(namespace)
+        assert self.cache.stats().free == self.cache.blocks
+        self.cache.check()
+
+
+TestCacheMachine = CacheMachine.TestCase
+TestCacheMachine.settings = settings(stateful_step_count=50)

@@ -1,0 +1,83 @@
+"""Does the cache's machine see? It judges what a simulated life cannot: time, promises, quotas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from engine.cache import PrefixCache
+from engine.cache.holdings import Holdings
+from engine.errors import InvariantViolation
+from tests.property.test_cache_machine import CacheMachine
+
+Fault = Callable[[Any], Any]
+
+
+def expired_still_found(original: Any) -> Any:
+    """Nobody takes out what has expired."""
+    return lambda self, now_s: 0
+
+
+def promise_not_kept(original: Any) -> Any:
+    """A promised block is evicted like any other."""
+    return lambda self, account, node, promised: None
+
+
+def ceiling_ignored(original: Any) -> Any:
+    """A namespace grows above its ceiling while there is room."""
+    return lambda self, account, count: (max(0, count - len(self.pool.free)), 0)
+
+
+def erasure_leaves_what_is_deep(original: Any) -> Any:
+    """Only the first block of a prefix leaves, and the audit is told so."""
+
+    def erase(self: Any, namespace: bytes, *, lease_id: Any = None, tokens: Any = None) -> int:
+        return 0 if tokens else int(original(self, namespace, lease_id=lease_id, tokens=tokens))
+
+    return erase
+
+
+def no_copy_for_a_partial_hit(original: Any) -> Any:
+    """A block is shared from its middle and the copy is left out."""
+    return lambda self, src, dst, tokens: None
+
+
+def writer_goes_on_after_an_erasure(original: Any) -> Any:
+    """What ran while its namespace was erased brings the words back."""
+    return lambda self, table: table.write
+
+
+PLANTS: tuple[tuple[Any, str, Fault], ...] = (
+    (PrefixCache, "expire", expired_still_found),
+    (Holdings, "set_promised", promise_not_kept),
+    (Holdings, "shortage", ceiling_ignored),
+    (PrefixCache, "erase", erasure_leaves_what_is_deep),
+    (Holdings, "copy", no_copy_for_a_partial_hit),
+    (PrefixCache, "_may_write", writer_goes_on_after_an_erasure),
+)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "fault"), PLANTS, ids=[fault.__name__ for _, _, fault in PLANTS]
+)
+def test_a_planted_cache_fault_is_caught(
+    owner: Any, name: str, fault: Fault, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine that cannot see this fault proves nothing when it passes."""
+    monkeypatch.setattr(owner, name, fault(getattr(owner, name)))
+    quick = settings(
+        max_examples=400,
+        stateful_step_count=40,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+
+    with pytest.raises((AssertionError, InvariantViolation)):
+        run_state_machine_as_test(CacheMachine, settings=quick)
