@@ -128,7 +128,9 @@ class DeviceRunner:
         )
         self.sampler = DeviceSampler(model.config.vocab, device)
         self.inputs = _Inputs(width, device)
-        self.last_tokens = torch.zeros(seats, dtype=torch.int32, device=device)
+        # One seat more than there are: rows that only fill a batch up write their token there.
+        self.last_tokens = torch.zeros(seats + 1, dtype=torch.int32, device=device)
+        self._nobody = seats
         self._drawn = torch.zeros(width, dtype=torch.int32, device=device)
         self._rings = [
             torch.zeros(width, dtype=torch.int32, pin_memory=self._is_cuda) for _ in range(RINGS)
@@ -201,18 +203,20 @@ class DeviceRunner:
             table = self.sampler.parameters(drawing)
             self.inputs.host_parameters[:, : len(drawing)] = table
         self.inputs.send()
-        if bucket and self._is_cuda:
-            logits = self._replay(bucket, classes, merge)
+        if bucket:
+            logits = self._decode(bucket, classes, merge)
         else:
-            logits = self._eager(rows, counts, bucket or total, classes, merge, is_decoding)
+            logits = self._eager(rows, counts, classes, merge)
         flight = _Flight(plan.step, started_s, drawing)
         if not is_decoding:
             last = np.cumsum([bool(row.samples) for row in rows]) - 1
             flight.from_row = [int(last[i]) for i, row in enumerate(rows) for _ in row.samples]
-        if is_plain:
-            self._draw(flight, logits, is_decoding)
-        else:
+        if not is_plain:
             self._draw_fully(flight, rows, logits)
+            return flight
+        if not bucket:
+            self._draw(flight, logits)
+        self._fetch(flight)
         return flight
 
     def _seat(self, plan: StepPlan) -> None:
@@ -272,7 +276,7 @@ class DeviceRunner:
             place = end
         for section, value in ((token_ids, 0), (positions, 0), (slots, -1), (lengths, 1)):
             section[total:width] = value
-        seat_of[total:width] = 0
+        seat_of[total:width] = self._nobody
 
     # -- the model ----------------------------------------------------------------------------
 
@@ -286,12 +290,10 @@ class DeviceRunner:
         return self.model.forward(token_ids, attention)
 
     def _eager(
-        self, rows: Sequence[Row], counts: np.ndarray, width: int, classes: tuple[int, ...],
-        merge: bool, is_decoding: bool,
-    ) -> torch.Tensor:  # fmt: skip
-        hidden = self._forward(width, classes, merge, causal=not is_decoding)
-        if is_decoding:
-            return self.model.head(hidden)
+        self, rows: Sequence[Row], counts: np.ndarray, classes: tuple[int, ...], merge: bool
+    ) -> torch.Tensor:
+        """Logits of the rows that need them."""
+        hidden = self._forward(int(counts.sum()), classes, merge, causal=bool((counts > 1).any()))
         wanted: list[int] = []
         end = 0
         for row in rows:
@@ -302,46 +304,61 @@ class DeviceRunner:
                 wanted.append(end - 1)
         return self.model.head(hidden[self._indices(wanted)])
 
-    def _replay(self, bucket: int, classes: tuple[int, ...], merge: bool) -> torch.Tensor:
-        """The bucket's graph, captured when it is first needed."""
+    def _decode(self, bucket: int, classes: tuple[int, ...], merge: bool) -> torch.Tensor:
+        """A batch of decoding rows, drawn and all: the bucket's graph, captured when needed."""
         key = (bucket, classes, merge)
+        if not self._is_cuda:
+            return self._decode_eagerly(key)
         if key not in self._graphs:
             self._capture(key)
         self._graphs[key].replay()
         return self._graph_logits[key]
 
-    def _capture(self, key: tuple[int, tuple[int, ...], bool]) -> None:
+    def _decode_eagerly(self, key: tuple[int, tuple[int, ...], bool]) -> torch.Tensor:
         bucket, classes, merge = key
+        logits = self.model.head(self._forward(bucket, classes, merge, causal=False))
+        out = self._drawn[:bucket]
+        self.sampler.draw(logits, self.inputs.parameters[:, :bucket], out)
+        self.last_tokens[self.inputs.section("seats", bucket)] = out
+        return logits
+
+    def _capture(self, key: tuple[int, tuple[int, ...], bool]) -> None:
+        bucket = key[0]
         torch.cuda.synchronize()
         kept = self.inputs.device.clone()
         self.inputs.section("slots", bucket).fill_(-1)  # a warm-up writes no KV
+        self.inputs.section("seats", bucket).fill_(self._nobody)  # and nobody's token
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            self.model.head(self._forward(bucket, classes, merge, causal=False))
+            self._decode_eagerly(key)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
-            logits = self.model.head(self._forward(bucket, classes, merge, causal=False))
+            logits = self._decode_eagerly(key)
         self._pool = graph.pool()
         self._graphs[key], self._graph_logits[key] = graph, logits
         self.inputs.device.copy_(kept)
 
     # -- tokens -------------------------------------------------------------------------------
 
-    def _draw(self, flight: _Flight, logits: torch.Tensor, is_decoding: bool) -> None:
-        """By the kernel; the tokens are on the device for the next step, and on their way here."""
+    def _draw(self, flight: _Flight, logits: torch.Tensor) -> None:
+        """By the kernel; the tokens stay on the device for the next step."""
+        count = len(flight.drawing)
+        if not count:
+            return
+        if len(logits) != count:
+            logits = logits[self._indices(flight.from_row)]
+        out = self._drawn[:count]
+        self.sampler.draw(logits, self.inputs.parameters[:, :count], out)
+        self.last_tokens[self._indices([self._seats[s] for s in flight.drawing])] = out
+
+    def _fetch(self, flight: _Flight) -> None:
+        """Send the drawn tokens on their way to the host."""
         count = len(flight.drawing)
         self._turn = (self._turn + 1) % RINGS
         flight.host_tokens = self._rings[self._turn]
-        if not count:
-            return
-        if len(logits) < count or (not is_decoding and len(logits) != count):
-            logits = logits[self._indices(flight.from_row)]
-        out = self._drawn[:count]
-        self.sampler.draw(logits[:count], self.inputs.parameters[:, :count], out)
-        self.last_tokens[self._seats_of(flight.drawing, is_decoding)] = out
-        flight.host_tokens[:count].copy_(out, non_blocking=True)
+        flight.host_tokens[:count].copy_(self._drawn[:count], non_blocking=True)
         if self._is_cuda:
             flight.arrived = torch.cuda.Event()
             flight.arrived.record()
@@ -363,12 +380,7 @@ class DeviceRunner:
             picked = logits[self._indices(from_row)]
             flight.tokens = self.sampler.draw_fully(picked, flight.drawing)
             drawn = self._indices([token.token_id for token in flight.tokens])
-            self.last_tokens[self._seats_of(flight.drawing, False)] = drawn.int()
-
-    def _seats_of(self, sequence_ids: Sequence[int], is_decoding: bool) -> torch.Tensor:
-        if is_decoding:
-            return self.inputs.section("seats", len(sequence_ids)).long()
-        return self._indices([self._seats[s] for s in sequence_ids])
+            self.last_tokens[self._indices([self._seats[s] for s in flight.drawing])] = drawn.int()
 
     def _indices(self, values: Sequence[int]) -> torch.Tensor:
         tensor = torch.tensor(values, dtype=torch.int64)

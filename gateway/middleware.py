@@ -222,7 +222,9 @@ class Guard:
             telemetry.first_token_s.labels(cache).observe(state.first_token_s)
         if state.identity is not None:
             telemetry.duration_s.observe(total_s)
-        if self._gateway.config.log.requests:
+        # Probes ask every second and are told apart by nothing: only what had a key, or was refused.
+        has_news = state.identity is not None or state.ending != "done"
+        if self._gateway.config.log.requests and has_news:
             self._gateway.log("request", log_facts(state, method, status, total_s))
 
 
