@@ -55,7 +55,10 @@ class Runner(Protocol):
     """Executes steps in the order they are launched."""
 
     def launch(self, plan: StepPlan) -> None:
-        """Start a step. Everything it needs of the plan has been read when it returns."""
+        """Start a step. Everything it needs of the plan has been read when it returns.
+
+        May raise what broke it, once it has taken note of who ended and who begins.
+        """
 
     def collect(self) -> StepResult:
         """Wait for the oldest launched step and return what it brought. May raise what broke it."""
@@ -371,15 +374,15 @@ class Core:
         )
 
     def _keep_house(self, now_s: float) -> None:
+        """Let lapse what is over; recount once per idle time, and now and then without one."""
         self.cache.expire(now_s)
+        is_due = now_s - self._checked_at_s >= self.config.check_interval_s
         if self.works or self._flights:
             self._idle_since_s = None
-            is_due = now_s - self._checked_at_s >= self.config.check_interval_s
-        else:
-            if self._idle_since_s is None:
-                self._idle_since_s = now_s
-            idle_s = now_s - max(self._idle_since_s, self._checked_at_s)
-            is_due = idle_s >= IDLE_CHECK_S
+        elif self._idle_since_s is None:
+            self._idle_since_s = now_s
+        elif self._checked_at_s <= self._idle_since_s:
+            is_due = is_due or now_s - self._idle_since_s >= IDLE_CHECK_S
         if is_due:
             self._checked_at_s = now_s
             self.cache.check()

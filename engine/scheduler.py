@@ -102,7 +102,7 @@ class Scheduler:
             if sequence.table is None:
                 if is_full or namespace in full or sequence.in_flight:
                     continue
-                if self._waits_for_twin(sequence, now_s):
+                if not self._may_return(sequence) or self._waits_for_twin(sequence, now_s):
                     continue
                 if not self._admit(sequence, slices, now_s):
                     is_full = not self._is_at_ceiling(sequence)
@@ -180,17 +180,17 @@ class Scheduler:
         """Whom to preempt so that `sequence` may grow; itself if it ranks last.
 
         Lowest priority, then furthest over its share, then youngest. Never the best of those whose
-        blocks could help, and nobody more than `preemptions_max` times unless for that best one.
+        blocks could help; none more than `preemptions_max` times, unless for a higher priority.
         """
-        namespace = sequence.work.request.grant.namespace
         helpful = list(self.running.values())
         if self._is_at_ceiling(sequence):
+            namespace = sequence.work.request.grant.namespace
             helpful = [s for s in helpful if s.work.request.grant.namespace == namespace]
         first = min(helpful, key=lambda s: s.rank)
         helpful = [s for s in helpful if s is not first]
-        may_go = [s for s in helpful if s.preemptions < self.config.preemptions_max]
-        if not may_go and sequence is first:
-            may_go = helpful
+        may_go = [s for s in helpful if not self._is_pinned(s)] or [
+            s for s in helpful if s.work.request.priority < sequence.work.request.priority
+        ]
         if not may_go:
             return None
 
@@ -238,13 +238,43 @@ class Scheduler:
         return True
 
     def _has_place(self, sequence: Sequence) -> bool:
-        """Is there a place in the batch for all samples it will have? Nobody is passed over for
-        having been preempted often: such a one begins again only as the first of all."""
+        """Is there a place in the batch for all samples it will have?"""
         taken = sum(self._places(s) for s in self.running.values())
-        if taken + self._places(sequence) > self.config.sequences_max:
+        return taken + self._places(sequence) <= self.config.sequences_max
+
+    def _may_return(self, sequence: Sequence) -> bool:
+        """May it run beside those that are not preempted any more, and always get on?
+
+        A pinned sequence begins again as the first of all, so that it can have anybody's blocks.
+        Whoever then comes and ranks before it cannot have its blocks, nor it theirs: there must be
+        room for all of these to their ends. Both wait without keeping others from running.
+        """
+        running = self.running.values()
+        if self._is_pinned(sequence) and any(s.rank < sequence.rank for s in running):
             return False
-        often = sequence.preemptions >= self.config.preemptions_max
-        return not often or all(sequence.rank < s.rank for s in self.running.values())
+        request = sequence.work.request
+        pinned = [
+            s.rank
+            for s in running
+            if self._is_pinned(s) and s.work.request.priority >= request.priority
+        ]
+        if not pinned or sequence.rank > max(pinned):
+            return True
+        firm = [s for s in running if s.rank <= max(pinned)]
+        needed = sum(self._blocks_to_come(s) for s in [sequence, *firm])
+        return self.cache.available(request.grant.namespace, request.grant.quota) >= needed
+
+    def _is_pinned(self, sequence: Sequence) -> bool:
+        return sequence.preemptions >= self.config.preemptions_max
+
+    def _blocks_to_come(self, sequence: Sequence) -> int:
+        """Blocks that it, and the samples it will fork, may still ask for."""
+        request, size = sequence.work.request, self.cache.block_size
+        whole = -(-(len(request.tokens) + request.max_tokens) // size)
+        held = 0 if sequence.table is None else len(sequence.table.blocks)
+        copied = 1 if request.samples > 1 else 0
+        own = whole - len(request.tokens) // size
+        return whole - held + copied + (self._places(sequence) - 1) * own
 
     def _places(self, sequence: Sequence) -> int:
         return 1 if sequence.work.is_forked else sequence.work.request.samples
@@ -252,14 +282,11 @@ class Scheduler:
     def _preempt_for(self, sequence: Sequence, slices: dict[int, Slice], now_s: float) -> bool:
         """Preempt one running sequence of lower priority than a waiting one."""
         priority = sequence.work.request.priority
-        lower = [
-            s
-            for s in self.running.values()
-            if s.work.request.priority < priority and s.preemptions < self.config.preemptions_max
-        ]
+        lower = [s for s in self.running.values() if s.work.request.priority < priority]
         if not lower:
             return False
-        self._give_up(max(lower, key=lambda s: s.rank), slices, now_s)
+        victim = max(lower, key=lambda s: (not self._is_pinned(s), s.rank))
+        self._give_up(victim, slices, now_s)
         return True
 
     def _waits_for_twin(self, sequence: Sequence, now_s: float) -> bool:

@@ -238,7 +238,7 @@ class World:
         if stream is not None and index < stream.request.samples:
             if not stream.outputs[index]:
                 return  # no text, so nothing can be found in it
-            stream.cut[index] = output_tokens
+            stream.cut.setdefault(index, output_tokens)  # the first to come ends it
         self.core.end_sample(request_id, index, output_tokens)
 
     def peek(self, namespace: bytes, tokens: tuple[int, ...]) -> int:

@@ -388,8 +388,9 @@ class PrefixCache:
         run = tuple(tokens[index * self.block_size : table.kv_tokens])
         if not 0 < len(run) < self.block_size or not self._may_write(table):
             return
-        if table.blocks[index] in self._holdings.copies:
-            return  # its copy has not run: the block holds nothing yet
+        block = table.blocks[index]
+        if block in self._holdings.copies or self._holdings.pool.ref_count[block] > 1:
+            return  # its copy has not run, or a fork shares it and goes on writing there
         node, common = table.account.tree.nearest(table.node, run)
         is_new = node is None or common < len(run)
         if node is None or common < len(run):

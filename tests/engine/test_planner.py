@@ -1,0 +1,98 @@
+"""The planner: rows in tree order, groups over what is shared, and samples that fork."""
+
+from __future__ import annotations
+
+from engine.api import CacheGrant, Request, Sampling
+from engine.config import EngineConfig
+from engine.plan import StepPlan
+from tests.checkers import World
+
+
+def watched(chunk: int = 64) -> tuple[World, list[StepPlan]]:
+    """An engine of blocks of 4 and its plans, with each row's block ids as they were."""
+    config = EngineConfig(step_tokens_max=64, prefill_chunk_tokens_max=chunk, sequences_max=8)
+    world = World(config, blocks=64, block_size=4, context_tokens=100)
+    plans: list[StepPlan] = []
+    launch = world.runner.launch
+
+    def watch(plan: StepPlan) -> None:
+        plans.append(plan)
+        launch(plan)
+
+    world.runner.launch = watch  # type: ignore[method-assign]
+    return world, plans
+
+
+def ask(
+    name: str, tokens: tuple[int, ...], *, samples: int = 1, namespace: bytes = b"n"
+) -> Request:
+    """A long stream of its own."""
+    return Request(
+        name, tokens, 12, CacheGrant(namespace), Sampling(seed=len(name)), samples=samples
+    )
+
+
+def shape(plan: StepPlan) -> list[tuple[int, int]]:
+    """(rows, blocks) of each group."""
+    return [(g.end_row - g.first_row, g.end_block - g.first_block) for g in plan.groups]
+
+
+SHARED = (0, 1, 0, 0, 1, 1, 0, 1) * 3
+
+
+def test_rows_that_share_a_prefix_stand_together_over_all_of_it() -> None:
+    """The prompt was computed in slices: all its blocks are shared, not the first slice's alone."""
+    world, plans = watched(chunk=8)
+    world.submit(ask("a", SHARED))
+    for _ in range(4):
+        world.step()
+    world.submit(ask("other", (1, 1, 1, 1, 1), namespace=b"m"))
+    world.submit(ask("bb", (*SHARED, 1, 1)))
+    for _ in range(3):
+        world.step()
+
+    assert shape(plans[-1]) == [(2, 6)]
+    (group,) = plans[-1].groups
+    together = plans[-1].rows[group.first_row : group.end_row]
+    assert len({tuple(row.block_ids[:6]) for row in together}) == 1
+
+
+def test_samples_of_one_prompt_share_its_full_blocks() -> None:
+    """The partly filled last one is copied before it is written, and is nobody's in common."""
+    world, plans = watched()
+    world.submit(ask("r", (*SHARED[:8], 1), samples=3))
+    for _ in range(2):
+        world.step()
+
+    assert plans[0].rows[0].samples == (0, 1, 2)
+    assert [b.sample_index for b in plans[0].begun] == [0, 1, 2]
+    assert shape(plans[1]) == [(3, 2)]
+    assert {copy.tokens for copy in plans[1].copies} == {1}
+    assert len({row.block_ids[2] for row in plans[1].rows}) == 3
+
+
+def test_groups_are_kept_while_batch_and_tables_stay() -> None:
+    """Finding them again for nothing would cost a fifth of a step."""
+    world, plans = watched()
+    world.submit(ask("r", SHARED, samples=2))
+    for _ in range(4):
+        world.step()
+
+    assert plans[-1].groups is plans[-2].groups
+
+
+def test_a_preempted_sequence_is_introduced_again_with_all_it_drew() -> None:
+    """The runner was told that it ended, so it knows nothing of it."""
+    world, plans = watched()
+    world.submit(ask("a", SHARED))
+    for _ in range(3):
+        world.step()
+    (sequence,) = world.core.scheduler.running.values()
+    drawn = list(sequence.tokens)
+    world.core.scheduler.preempt(sequence, world.clock())
+    world.step()
+
+    assert plans[-1].ended == (0,)
+    (begun,) = plans[-1].begun
+    assert (begun.sequence_id, begun.prompt_tokens) == (0, len(SHARED))
+    assert list(begun.token_ids)[: len(drawn)] == drawn

@@ -1,0 +1,421 @@
+"""Who runs when: budget, order, fairness, waiting for a twin, preemption, and always getting on.
+
+`World` referees every step. What is looked at here is the plans the runner gets.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.api import CacheGrant, Quota, Request, Sampling
+from engine.config import EngineConfig
+from engine.plan import StepPlan
+from tests.checkers import World
+
+GREEDY = Sampling(temperature=0)
+
+
+class Watched(World):
+    """A world that remembers its plans by request id."""
+
+    def __init__(self, *, blocks: int = 64, depth: int = 1, **config: Any) -> None:
+        settings: dict[str, Any] = {
+            "step_tokens_max": 16,
+            "prefill_chunk_tokens_max": 8,
+            "sequences_max": 8,
+        }
+        super().__init__(
+            EngineConfig(**(settings | config)),
+            blocks=blocks,
+            block_size=4,
+            depth=depth,
+            context_tokens=1000,
+            promises=False,
+        )
+        self.plans: list[StepPlan] = []
+        self.rows: list[dict[str, int]] = []
+        launch = self.runner.launch
+
+        def watch(plan: StepPlan) -> None:
+            self.plans.append(plan)
+            row: Counter[str] = Counter()
+            for part in plan.rows:
+                request = self.core.by_sequence[part.sequence_id].work.request
+                row[request.request_id] += part.count
+            self.rows.append(dict(row))
+            launch(plan)
+
+        self.runner.launch = watch  # type: ignore[method-assign]
+
+    def ask(self, name: str, tokens: tuple[int, ...], **wanted: Any) -> None:
+        """Submit a request of namespace `namespace` (b"n")."""
+        namespace = wanted.pop("namespace", b"n")
+        quota = wanted.pop("quota", Quota())
+        settings: dict[str, Any] = {
+            "request_id": name,
+            "tokens": tokens,
+            "max_tokens": 4,
+            "grant": CacheGrant(namespace, quota),
+            "sampling": GREEDY,
+        }
+        self.submit(Request(**(settings | wanted)))
+
+    def first_step_of(self, name: str) -> int:
+        """The index of the first step that had a row of it."""
+        return next(index for index, row in enumerate(self.rows) if name in row)
+
+    def cached(self, name: str) -> int:
+        """Prompt tokens it found."""
+        final = self.streams[name].finished
+        assert final is not None
+        return final.usage.cached_tokens
+
+    def preemptions(self, name: str) -> int:
+        """How often it lost its blocks."""
+        final = self.streams[name].finished
+        assert final is not None
+        return final.usage.preemptions
+
+
+def tokens(count: int, seed: int = 0) -> tuple[int, ...]:
+    """A prompt over two tokens that differs from other seeds' in its first block."""
+    return tuple((seed >> k) & 1 for k in range(4)) + tuple(k * k % 7 % 2 for k in range(count - 4))
+
+
+# -- budget -----------------------------------------------------------------------------------
+
+
+def test_a_step_never_exceeds_its_budget_and_a_prompt_its_chunk() -> None:
+    """The budget bounds the time of a step, the chunk how long decoding waits for one prompt."""
+    world = Watched()
+    for index in range(5):
+        world.ask(f"r{index}", tokens(30, index))
+    world.settle()
+
+    assert max(sum(row.values()) for row in world.rows) == 16
+    assert max(max(row.values()) for row in world.rows) == 8
+
+
+def test_decoding_goes_first() -> None:
+    """A running stream gets its token in every step, however many prompts arrive."""
+    world = Watched(step_tokens_max=4)
+    world.ask("stream", tokens(4), max_tokens=12)
+    world.step()
+    for index in range(1, 4):
+        world.ask(f"prompt{index}", tokens(20, index), max_tokens=1)
+    for _ in range(8):
+        world.step()
+
+    assert all(row["stream"] == 1 and sum(row.values()) == 4 for row in world.rows[1:9])
+
+
+def test_no_more_sequences_run_than_configured() -> None:
+    """Samples to come count: a prompt is not begun if its forks would find no place."""
+    world = Watched(sequences_max=4)
+    world.ask("one", tokens(6, 1), max_tokens=8)
+    world.ask("two", tokens(6, 2), samples=3, max_tokens=8)
+    world.ask("three", tokens(6, 3), samples=2, max_tokens=8)
+    world.settle()
+
+    assert max(len(plan.rows) for plan in world.plans) == 4
+    assert world.first_step_of("three") > world.first_step_of("two")
+
+
+# -- order ------------------------------------------------------------------------------------
+
+
+def test_order_is_priority_then_deadline_then_arrival() -> None:
+    """Inside one namespace."""
+    world = Watched(sequences_max=1)
+    world.ask("first", tokens(4, 1), max_tokens=1)
+    world.ask("late", tokens(4, 2), max_tokens=1)
+    world.ask("due later", tokens(4, 3), max_tokens=1, deadline_s=90.0)
+    world.ask("due soon", tokens(4, 4), max_tokens=1, deadline_s=9.0)
+    world.ask("urgent", tokens(4, 5), max_tokens=1, priority=1)
+    world.settle()
+
+    order = sorted(world.streams, key=world.first_step_of)
+    assert order == ["urgent", "due soon", "due later", "first", "late"]
+
+
+def test_a_higher_priority_takes_a_place_in_a_full_batch() -> None:
+    """Work that can wait does not keep out work that cannot. It loses nothing but time."""
+    world = Watched(sequences_max=2)
+    world.ask("batch 1", tokens(8, 1), max_tokens=20)
+    world.ask("batch 2", tokens(8, 2), max_tokens=20)
+    world.step()
+    world.ask("urgent", tokens(8, 3), max_tokens=2, priority=1)
+    world.settle()
+
+    assert world.first_step_of("urgent") == 1
+    assert (world.preemptions("batch 1"), world.preemptions("batch 2")) == (0, 1)
+
+
+def test_a_flood_from_one_namespace_does_not_keep_another_waiting() -> None:
+    """Rule 13: arrival counts only inside a namespace."""
+    world = Watched(sequences_max=2)
+    for index in range(12):
+        world.ask(f"flood{index}", tokens(8, index), max_tokens=2)
+    world.step()
+    world.ask("victim", tokens(8), max_tokens=2, namespace=b"victim")
+    world.settle()
+
+    before = [n for n in world.streams if world.first_step_of(n) < world.first_step_of("victim")]
+    assert len(before) <= 3
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 24), st.integers(1, 12)), min_size=20, max_size=30),
+    st.lists(st.tuples(st.integers(1, 24), st.integers(1, 12)), min_size=20, max_size=30),
+    st.sampled_from([1.0, 2.0, 3.0]),
+)
+def test_two_backlogged_namespaces_get_their_shares(
+    ours: list[tuple[int, int]], theirs: list[tuple[int, int]], weight: float
+) -> None:
+    """T13: while both wait, service per weight differs by at most twice the larger of one slice
+    and one batch (Sheng et al., OSDI 2024)."""
+    world = Watched(sequences_max=4, blocks=200, queue_requests_max=100)
+    for name, asked in (("a", ours), ("b", theirs)):
+        for index, (prompt, output) in enumerate(asked):
+            world.ask(
+                f"{name}{index}",
+                tuple((index >> k) & 1 for k in range(prompt)),
+                max_tokens=output,
+                namespace=name.encode(),
+                weight=weight if name == "a" else 1.0,
+            )
+    served: Counter[str] = Counter()
+    while world.core.has_work():
+        world.step()
+        for name, count in world.rows[-1].items():
+            served[name[0]] += count
+        waiting = {s.work.request.request_id[0] for s in world.core.scheduler.line}
+        if waiting != {"a", "b"}:
+            break
+        outputs = 4 * 12  # what the batch may still owe: each place may draw its longest output
+        apart = abs(served["a"] / weight - served["b"])
+
+        assert apart <= 2 * max(24, outputs)
+
+
+def test_a_namespace_that_was_idle_has_saved_nothing_up() -> None:
+    """Its counter is lifted to the lowest active one, or it would shut the others out."""
+    world = Watched(sequences_max=2, blocks=200)
+    world.ask("early", tokens(4, 1), max_tokens=1, namespace=b"back")
+    for index in range(16):
+        world.ask(f"busy{index}", (*tokens(4, index), *tokens(16)), max_tokens=4)
+    for _ in range(20):
+        world.step()
+    for index in range(16):
+        own = (*tokens(4, index), *tokens(16))
+        world.ask(f"back{index}", own, max_tokens=4, namespace=b"back")
+    seen = len(world.rows)
+    world.settle()
+
+    order = sorted(world.streams, key=world.first_step_of)
+    after = [name[:4] for name in order if world.first_step_of(name) >= seen]
+    assert 3 <= after[:8].count("back") <= 5
+
+
+# -- waiting for a twin -----------------------------------------------------------------------
+
+
+def test_a_prefix_in_the_making_is_computed_once() -> None:
+    """Rule 11. The second's hit counts as cached, and costs the engine its own tokens only."""
+    world = Watched()
+    shared = tokens(24)
+    world.ask("first", (*shared, 0, 1), max_tokens=1)
+    world.ask("second", (*shared, 1, 0), max_tokens=1)
+    world.settle()
+
+    assert world.cached("first") == 0
+    assert world.cached("second") == 24
+    assert world.runner.computed_tokens == 26 + 2
+
+
+def test_nobody_waits_for_another_namespace() -> None:
+    """What one tenant computes another may not even wait for: time tells too."""
+    world = Watched()
+    world.ask("first", tokens(24), max_tokens=1)
+    world.ask("second", tokens(24), max_tokens=1, namespace=b"m")
+    world.settle()
+
+    assert world.first_step_of("second") == 0
+    assert world.cached("second") == 0
+
+
+def test_nobody_waits_for_less_than_a_block_more_than_it_has() -> None:
+    """Three common tokens of four are not worth a wait."""
+    world = Watched()
+    world.ask("first", (0, 0, 0, 1, 1), max_tokens=1)
+    world.ask("second", (0, 0, 0, 0, 1), max_tokens=1)
+    world.settle()
+
+    assert world.first_step_of("second") == 0
+
+
+def test_who_waits_goes_on_when_the_other_leaves() -> None:
+    """Cancelled in the middle of its prompt: what it had computed is found."""
+    world = Watched()
+    world.ask("first", tokens(40), max_tokens=1)
+    world.ask("second", tokens(40), max_tokens=1)
+    world.step()
+    world.step()
+    world.cancel("first")
+    world.settle()
+
+    assert world.cached("second") == 16
+
+
+def test_who_waits_goes_on_when_the_other_gets_no_turn() -> None:
+    """A twin that is kept from computing must not keep its follower waiting with it."""
+    world = Watched(step_tokens_max=8, sequences_max=16)
+    world.ask("twin", tokens(40), max_tokens=1)
+    world.step()
+    world.ask("waits", tokens(40), max_tokens=1, priority=1)
+    world.step()
+    held = [s.work.request.request_id for s in world.core.scheduler.held.values()]
+    for index in range(1, 9):
+        world.ask(f"busy{index}", tokens(40, index), max_tokens=1, priority=2)
+    for _ in range(10):
+        world.step()
+
+    assert held == ["waits"]
+    assert "twin" not in {name for row in world.rows[-10:] for name in row}
+    assert not world.core.scheduler.held
+    world.settle()
+
+
+def test_cancelling_who_waits_leaves_the_other_alone() -> None:
+    """And nothing of it stays behind."""
+    world = Watched()
+    world.ask("first", tokens(24), max_tokens=1)
+    world.ask("second", tokens(24), max_tokens=1)
+    world.step()
+    world.cancel("second")
+    world.settle()
+
+    assert "second" not in {name for row in world.rows for name in row}
+    assert not world.core.scheduler.held
+
+
+# -- room -------------------------------------------------------------------------------------
+
+
+def test_a_shared_prefix_needs_room_once() -> None:
+    """Eight tables over one prefix of ten blocks and two blocks each of their own fit 30 blocks."""
+    world = Watched(blocks=30, sequences_max=8, step_tokens_max=64)
+    shared = tokens(40)
+    world.ask("warm", shared, max_tokens=1)
+    world.settle()
+    for index in range(8):
+        own = tuple((index >> k) & 1 for k in range(3))
+        world.ask(f"r{index}", (*shared, *own), max_tokens=5)
+    for _ in range(4):
+        world.step()
+
+    assert len(world.plans[-1].rows) == 8
+    assert world.core.stats().preemptions_total == 0
+
+
+def test_the_oldest_is_never_preempted() -> None:
+    """Somebody always gets to the end, and its blocks come free."""
+    world = Watched(blocks=9)
+    for index in range(4):
+        world.ask(f"r{index}", tokens(6, index), max_tokens=24)
+    world.settle()
+
+    assert world.preemptions("r0") == 0
+    assert sum(world.preemptions(f"r{index}") for index in range(4)) > 0
+
+
+def test_lower_priority_is_preempted_first_however_old() -> None:
+    """Priority stands above age."""
+    world = Watched(blocks=9)
+    world.ask("old", tokens(6, 1), max_tokens=20)
+    world.step()
+    world.ask("urgent", tokens(6, 2), max_tokens=20, priority=1)
+    world.settle()
+
+    assert world.preemptions("urgent") == 0
+    assert world.preemptions("old") > 0
+
+
+def test_preemption_costs_the_client_nothing() -> None:
+    """Output and cached tokens are what they would have been; the work again is counted apart."""
+    world = Watched(blocks=9)
+    for index in range(3):
+        world.ask(f"r{index}", tokens(6, index), max_tokens=24, namespace=bytes([index]))
+    world.settle()
+
+    finals = [world.streams[f"r{index}"].finished for index in range(3)]
+    for final in finals:
+        assert final is not None
+        assert (final.usage.cached_tokens, final.usage.computed_tokens) == (0, 6)
+        assert final.usage.output_tokens == 24
+    assert sum(f.usage.recomputed_tokens for f in finals if f is not None) > 0
+
+
+def test_a_sample_alone_needs_no_copy_of_its_own_tail() -> None:
+    """A sample that was preempted must not leave the tail that its sibling writes to the tree: the
+    sibling would have to copy it, into a block that `fits` never counted."""
+    world = Watched(blocks=4)
+    world.ask("r", tokens(13), samples=2, max_tokens=2)
+    world.settle()
+
+    final = world.streams["r"].finished
+    assert final is not None
+    assert final.ending == "done"
+
+
+adversary = st.lists(
+    st.tuples(
+        st.integers(1, 30),  # prompt tokens
+        st.integers(0, 30),  # output tokens
+        st.integers(0, 2),  # namespace
+        st.integers(1, 3),  # samples
+        st.integers(0, 6),  # steps before the next one
+    ),
+    min_size=1,
+    max_size=8,
+)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@given(st.integers(2, 20), adversary, st.integers(1, 3), st.booleans())
+def test_every_admissible_request_finishes(
+    depth: int,
+    blocks: int,
+    asked: list[tuple[int, int, int, int, int]],
+    preemptions_max: int,
+    ceiling: bool,
+) -> None:
+    """No livelock (I16): whatever fits alone gets to its end, and nobody is preempted for ever."""
+    world = Watched(blocks=blocks, depth=depth, preemptions_max=preemptions_max, step_tokens_max=6)
+    quota = Quota(ceiling_blocks=max(2, blocks // 2)) if ceiling else Quota()
+    for index, (prompt, output, namespace, samples, pause) in enumerate(asked):
+        world.ask(
+            f"r{index}",
+            tuple((index >> k % 3) & 1 for k in range(prompt)),
+            max_tokens=output,
+            namespace=bytes([namespace]),
+            quota=quota,
+            samples=samples,
+            sampling=Sampling(seed=index),
+        )
+        for _ in range(pause):
+            world.step()
+    world.settle()
+
+    for name, stream in world.streams.items():
+        assert stream.finished is not None
+        if stream.finished.ending == "refused":
+            assert stream.finished.code == "kv_exceeded"
+            continue
+        assert stream.finished.ending == "done"
+        assert world.preemptions(name) <= preemptions_max * stream.request.samples
