@@ -1,0 +1,112 @@
+"""What one namespace does changes nothing for another inside its floor (T1, T3, T5).
+
+Each property lives the same life of a victim twice, with and without an attacker who knows the
+victim's words, and compares what the victim could see.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.api import LeaseRequest, Quota, Retention
+from engine.cache import PrefixCache
+from tests.strategies import tokens
+
+SIZE, BLOCKS, FLOOR = 2, 16, 6
+STRICT = Quota(floor_blocks=FLOOR, ceiling_blocks=FLOOR)
+VICTIM, ATTACKER = b"victim", b"attacker"
+LEASED = Retention("leased", promise_s=4, limit_s=8)
+
+
+@dataclass(frozen=True)
+class Act:
+    """Somebody runs a prompt to its end, or time passes."""
+
+    who: bytes
+    prompt: tuple[int, ...]
+    leased: bool
+    wait_s: float
+
+
+short = tokens.map(lambda words: words[:10])
+waits = st.sampled_from([0.0, 0.0, 1.0, 3.0])
+
+
+def acts(who: bytes) -> st.SearchStrategy[Act]:
+    """What one of them may do."""
+    return st.builds(Act, who=st.just(who), prompt=short, leased=st.booleans(), wait_s=waits)
+
+
+lives = st.lists(acts(VICTIM) | acts(ATTACKER) | acts(ATTACKER), min_size=4, max_size=24)
+
+
+def seen_by_victim(life: list[Act], *, attacked: bool) -> list[tuple[int, str]]:
+    """The victim's hits and what was answered to its leases, in order."""
+    cache, now_s, seen = PrefixCache(blocks=BLOCKS, block_size=SIZE), 0.0, []
+    cache.release(cache.begin(VICTIM, [0], 0.0, quota=STRICT), [0], 0.0)
+    for act in life:
+        now_s += act.wait_s
+        if act.who == ATTACKER and not attacked:
+            continue
+        asked = (LeaseRequest(len(act.prompt), LEASED),) if act.leased else ()
+        quota = STRICT if act.who == VICTIM else Quota()
+        table = cache.begin(act.who, act.prompt, now_s, quota=quota, leases=asked)
+        if act.who == VICTIM:
+            seen.append((table.kv_tokens, "".join(grant.outcome for grant in table.leases)))
+        if cache.grow(table, len(act.prompt), now_s):
+            cache.take_copies()
+            cache.commit(table, act.prompt, len(act.prompt), now_s)
+        cache.release(table, act.prompt, now_s)
+        cache.check()
+    return seen
+
+
+@given(lives)
+def test_an_attacker_changes_no_hit_inside_a_floor(life: list[Act]) -> None:
+    """Eviction channel: filling the pool must neither show nor decide what a strict tenant hits."""
+    alone = seen_by_victim(life, attacked=False)
+
+    attacked = seen_by_victim(life, attacked=True)
+
+    assert attacked == alone
+
+
+@given(prompt=short, guess=short)
+def test_nobody_hits_what_another_wrote(prompt: tuple[int, ...], guess: tuple[int, ...]) -> None:
+    """Shared or not, a prefix is found by its own namespace alone."""
+    cache = PrefixCache(blocks=BLOCKS, block_size=SIZE)
+    table = cache.begin(VICTIM, prompt, 0.0)
+    cache.grow(table, len(prompt), 0.0)
+    cache.commit(table, prompt, len(prompt), 0.0)
+    cache.release(table, prompt, 0.0)
+
+    for words in (prompt, guess, (*prompt, *guess)):
+        assert cache.peek(ATTACKER, words, 0.0).cached_tokens == 0
+        assert cache.begin(ATTACKER, words, 0.0).kv_tokens == 0
+
+
+@given(prompt=st.tuples(*[st.integers(0, 1)] * 6), reads=st.lists(st.integers(1, 9), max_size=4))
+def test_a_lease_ends_when_it_would_have_ended_alone(
+    prompt: tuple[int, ...], reads: list[int]
+) -> None:
+    """TTL channel: another tenant's identical prompt renews nothing."""
+    cache = PrefixCache(blocks=BLOCKS, block_size=SIZE)
+
+    def run(who: bytes, now_s: float) -> None:
+        lease = LeaseRequest(len(prompt), LEASED)
+        table = cache.begin(who, prompt, now_s, leases=(lease,))
+        assert cache.grow(table, len(prompt), now_s)
+        cache.take_copies()
+        cache.commit(table, prompt, len(prompt), now_s)
+        cache.release(table, prompt, now_s)
+
+    run(ATTACKER, 0.0)
+    for second in sorted(reads):
+        if second < 8:
+            run(VICTIM, float(second))
+
+    assert cache.peek(ATTACKER, (*prompt, 0), 7.999).cached_tokens == len(prompt)
+    assert cache.peek(ATTACKER, (*prompt, 0), 8.0).cached_tokens == 0
