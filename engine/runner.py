@@ -15,9 +15,9 @@ import torch
 from engine.api import SampledToken
 from engine.attention import TorchAttention
 from engine.batch import Batch, make_batch
+from engine.built import Built
 from engine.config import EngineConfig
-from engine.errors import ModelError
-from engine.kv_storage import KvFormat, KvStorage, kv_format
+from engine.kv_storage import KvStorage, kv_format
 from engine.model_store import ModelCard
 from engine.models.layers import TorchOps
 from engine.models.registry import build_model
@@ -125,25 +125,11 @@ class CpuRunner:
         return self.sampler.prompt_logprobs(logits[: len(following)], following, top)
 
 
-class Built:
-    """A runner with what core and the gateway must know of it."""
-
-    def __init__(self, runner: CpuRunner, form: KvFormat, blocks: int, context: int) -> None:
-        self.runner = runner
-        self.form = form
-        self.blocks = blocks
-        self.context = context
-        self.device = "cpu"
-        self.pipeline_depth = 1
-
-
 def build_runner(card: ModelCard, config: EngineConfig) -> Built:
     """Load the model and make it ready to step. Raises ModelError.
 
     Memory: the weights in the compute dtype, and `kv_memory_mib` of blocks.
     """
-    if config.device == "cuda":
-        raise ModelError("unsupported", "The CUDA runner is not part of this version.")
     torch.set_num_threads(config.threads or os.cpu_count() or 1)
     context = min(card.config.context, config.context_tokens_max or card.config.context)
     dtype = torch.bfloat16 if "bf16" in (config.dtype, config.kv_dtype) else torch.float32
@@ -151,4 +137,4 @@ def build_runner(card: ModelCard, config: EngineConfig) -> Built:
     blocks = config.kv_blocks or max(1, config.kv_memory_mib * 2**20 // form.block_bytes)
     runner = CpuRunner(card, config, blocks=blocks, context=context)
     runner.warm_up()
-    return Built(runner, form, blocks, context)
+    return Built(runner, form, blocks, context, device="cpu", pipeline_depth=1)

@@ -304,10 +304,17 @@ def core_of_model(folder: Path, config: EngineConfig) -> tuple[Core, EngineInfo]
 
     Torch is imported here and nowhere above. Raises ModelError.
     """
-    from engine.runner import build_runner
+    import torch
 
     card = load_card(folder)
-    built = build_runner(card, config)
+    if config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available()):
+        from engine.device_runner import build_device_runner
+
+        built = build_device_runner(card, config)
+    else:
+        from engine.runner import build_runner
+
+        built = build_runner(card, config)
     core = Core(
         PrefixCache(blocks=built.blocks, block_size=config.block_size),
         built.runner,

@@ -56,13 +56,22 @@ class _Index(msgspec.Struct):
     weight_map: dict[str, str]
 
 
-def load_weights(card: ModelCard, dtype: torch.dtype) -> Weights:
+RANDOM = "random:"
+"""A card's source that names no file but a seed: weights drawn on the device, for measuring."""
+
+
+def load_weights(
+    card: ModelCard, dtype: torch.dtype, device: torch.device | str = "cpu"
+) -> Weights:
     """Every tensor of the model in `dtype`, checked against the shapes the config implies.
 
     The first load of a GGUF file dequantises it (about 2 s for 135M parameters) and writes the
     result beside the model; later ones map that file. Raises ModelError naming the tensors that are
     missing, unexpected or misshaped.
     """
+    if card.source.startswith(RANDOM):
+        seed = int(card.source.removeprefix(RANDOM))
+        return random_weights(card.config, dtype, seed, torch.device(device))
     source = Path(card.source)
     if source.is_dir():
         weights = {name: tensor.to(dtype) for name, tensor in _read_folder(source)}
@@ -77,7 +86,7 @@ def load_weights(card: ModelCard, dtype: torch.dtype) -> Weights:
             del made
         weights = dict(_read_safetensors(kept))
     _check(weights, card.config)
-    return weights
+    return {name: tensor.to(device) for name, tensor in weights.items()}
 
 
 def random_weights(
