@@ -74,6 +74,37 @@ def test_an_attacker_changes_no_hit_inside_a_floor(life: list[Act]) -> None:
     assert attacked == alone
 
 
+@given(
+    own=st.lists(short, min_size=1, max_size=3),
+    theirs=st.lists(st.tuples(tokens, st.booleans()), max_size=12),
+)
+def test_what_lies_inside_a_floor_stays_there(
+    own: list[tuple[int, ...]], theirs: list[tuple[tuple[int, ...], bool]]
+) -> None:
+    """Prime and probe: whatever others run, and hold, the same prefixes are found afterwards."""
+    cache = PrefixCache(blocks=BLOCKS, block_size=SIZE)
+    for prompt in own:
+        table = cache.begin(VICTIM, prompt, 0.0, quota=STRICT)
+        if cache.grow(table, len(prompt), 0.0):
+            cache.take_copies()
+            cache.commit(table, prompt, len(prompt), 0.0)
+        cache.release(table, prompt, 0.0)
+    before = [cache.peek(VICTIM, (*prompt, 0), 0.0).cached_tokens for prompt in own]
+
+    for number, (words, holds) in enumerate(theirs):
+        prompt = (*words, number % 2, *words)
+        table = cache.begin(ATTACKER, prompt, 1.0)
+        if cache.grow(table, len(prompt), 1.0):
+            cache.take_copies()
+            cache.commit(table, prompt, len(prompt), 1.0)
+        if not holds:
+            cache.release(table, prompt, 1.0)
+
+    after = [cache.peek(VICTIM, (*prompt, 0), 2.0).cached_tokens for prompt in own]
+    assert after == before
+    cache.check()
+
+
 @given(prompt=short, guess=short)
 def test_nobody_hits_what_another_wrote(prompt: tuple[int, ...], guess: tuple[int, ...]) -> None:
     """Shared or not, a prefix is found by its own namespace alone."""
