@@ -1,0 +1,68 @@
+"""The pool: a block is free exactly when nobody refers to it (rule 1)."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.cache.block_pool import BlockPool
+from engine.errors import InvariantViolation
+
+
+def test_every_block_is_given_once() -> None:
+    """Two owners of one block would write over each other."""
+    pool = BlockPool(5)
+
+    given = {pool.allocate() for _ in range(5)}
+
+    assert given == set(range(5))
+    assert not pool.free
+    pool.check()
+
+
+def test_a_block_is_free_with_its_last_reference() -> None:
+    """Not a hold earlier, and not a hold later."""
+    pool = BlockPool(2)
+    block = pool.allocate()
+
+    assert pool.add_ref(block) == 2
+    assert pool.drop_ref(block) == 1
+    assert block not in pool.free
+    assert pool.drop_ref(block) == 0
+    assert block in pool.free
+    pool.check()
+
+
+def test_dropping_a_free_block_is_our_mistake() -> None:
+    """A double free hands one block to two sequences."""
+    pool = BlockPool(1)
+    block = pool.allocate()
+    pool.drop_ref(block)
+
+    with pytest.raises(InvariantViolation, match="freed twice"):
+        pool.drop_ref(block)
+
+
+def test_referring_to_a_free_block_is_our_mistake() -> None:
+    """Use after free: the next owner is about to write it."""
+    pool = BlockPool(1)
+
+    with pytest.raises(InvariantViolation, match="is free"):
+        pool.add_ref(0)
+
+
+def test_the_check_sees_a_block_listed_twice() -> None:
+    """The list is recounted, not trusted."""
+    pool = BlockPool(3)
+    pool.free.append(pool.free[0])
+
+    with pytest.raises(InvariantViolation, match="free list"):
+        pool.check()
+
+
+def test_a_block_on_the_list_that_is_in_use_is_not_given() -> None:
+    """The last line of defence stays on in production."""
+    pool = BlockPool(1)
+    pool.ref_count[0] = 1
+
+    with pytest.raises(InvariantViolation, match="free list"):
+        pool.allocate()

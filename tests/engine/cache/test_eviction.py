@@ -1,0 +1,151 @@
+"""Who gives a block when none is free: the expired, then who is furthest over its share (rule 9)."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.api import LeaseRequest, Quota, Retention
+from engine.cache import PrefixCache
+
+SIZE = 4
+OPEN = Quota()
+
+
+def fill(
+    cache: PrefixCache, namespace: bytes, blocks: int, now_s: float = 0.0, quota: Quota = OPEN
+) -> None:
+    """`blocks` prompts of one block each, told apart by their first token."""
+    for number in range(blocks):
+        ask(cache, namespace, [number, *namespace[:3].ljust(3)], now_s + number, quota)
+
+
+def ask(
+    cache: PrefixCache, namespace: bytes, tokens: list[int], now_s: float, quota: Quota = OPEN
+) -> bool:
+    """One request to its end; was there room?"""
+    table = cache.begin(namespace, tokens, now_s, quota=quota)
+    has_room = cache.grow(table, len(tokens), now_s)
+    cache.take_copies()
+    if has_room:
+        cache.commit(table, tokens, len(tokens), now_s)
+    cache.release(table, tokens, now_s)
+    cache.check()
+    return has_room
+
+
+def held(cache: PrefixCache) -> dict[bytes, int]:
+    """Blocks by namespace."""
+    return {use.namespace: use.blocks for use in cache.namespaces()}
+
+
+def test_a_flood_turns_over_its_own_share() -> None:
+    """A tenant that streams unique prompts costs nobody else a hit."""
+    cache = PrefixCache(blocks=10, block_size=SIZE)
+    fill(cache, b"quiet", 4)
+
+    fill(cache, b"flood", 50, now_s=100)
+
+    assert held(cache)[b"quiet"] >= 4
+
+
+def test_the_one_furthest_over_its_share_gives_first() -> None:
+    """Equal weights come to equal shares."""
+    cache = PrefixCache(blocks=12, block_size=SIZE)
+    fill(cache, b"early", 12)
+
+    fill(cache, b"later", 12, now_s=100)
+
+    assert held(cache) == {b"early": 6, b"later": 6}
+
+
+def test_a_weight_buys_a_larger_share() -> None:
+    """Twice the weight, twice the blocks above the floor."""
+    cache = PrefixCache(blocks=12, block_size=SIZE)
+    fill(cache, b"heavy", 12, quota=Quota(weight=2.0))
+
+    fill(cache, b"light", 12, now_s=100)
+
+    assert held(cache) == {b"heavy": 8, b"light": 4}
+
+
+def test_a_floor_is_never_taken_by_others() -> None:
+    """Not even by one whose own blocks are all in use."""
+    cache = PrefixCache(blocks=8, block_size=SIZE)
+    fill(cache, b"floor", 3, quota=Quota(floor_blocks=3))
+    table = cache.begin(b"other", list(range(20)), 10.0)
+    assert cache.grow(table, 20, 10.0)
+
+    assert not ask(cache, b"other", [90, 91, 92, 93], 11.0)
+    assert held(cache)[b"floor"] == 3
+
+
+def test_a_ceiling_is_kept_while_there_is_room() -> None:
+    """Above it a namespace evicts its own, although blocks are free."""
+    cache = PrefixCache(blocks=16, block_size=SIZE)
+
+    fill(cache, b"small", 9, quota=Quota(ceiling_blocks=3))
+
+    assert held(cache) == {b"small": 3}
+    assert cache.stats().free == 13
+
+
+def test_a_sequence_longer_than_its_ceiling_gets_no_room() -> None:
+    """It says so at once rather than evict what it is reading."""
+    cache = PrefixCache(blocks=16, block_size=SIZE)
+
+    assert not ask(cache, b"small", list(range(16)), 0.0, Quota(ceiling_blocks=3))
+
+
+def test_what_has_expired_goes_before_what_is_wanted() -> None:
+    """An old block that may be found is worth more than one that may not."""
+    cache = PrefixCache(blocks=4, block_size=SIZE)
+    fill(cache, b"wanted", 2)
+    brief = LeaseRequest(8, Retention("brief", limit_s=5))
+    table = cache.begin(b"over", list(range(8)), 10.0, leases=(brief,))
+    assert cache.grow(table, 8, 10.0)
+    cache.commit(table, list(range(8)), 8, 10.0)
+    cache.release(table, list(range(8)), 10.0)
+
+    assert ask(cache, b"third", [7, 7, 7, 7], 15.0)
+
+    assert held(cache)[b"wanted"] == 2
+    assert cache.stats().expired_blocks_total == 2
+    assert cache.stats().evicted_blocks_total == 0
+
+
+def test_leaves_go_before_what_they_stand_on() -> None:
+    """A prefix without its beginning could never be found."""
+    cache = PrefixCache(blocks=4, block_size=SIZE)
+    ask(cache, b"us", list(range(16)), 0.0)
+
+    ask(cache, b"us", [90, 91, 92, 93], 1.0)
+
+    assert cache.peek(b"us", list(range(17)), 2.0).cached_tokens == 12
+
+
+@pytest.mark.parametrize("blocks", [1, 3, 8])
+def test_available_is_what_can_be_had(blocks: int) -> None:
+    """The scheduler admits by this number: one more than it fails."""
+    cache = PrefixCache(blocks=8, block_size=SIZE)
+    fill(cache, b"floor", 2, quota=Quota(floor_blocks=2))
+    fill(cache, b"other", 4, now_s=10)
+    room = cache.available(b"us", Quota(ceiling_blocks=blocks))
+    assert room == min(6, blocks)
+
+    table = cache.begin(b"us", list(range(100)), 20.0, quota=Quota(ceiling_blocks=blocks))
+
+    assert not cache.grow(table, (room + 1) * SIZE, 20.0)
+    assert cache.grow(table, room * SIZE, 20.0)
+
+
+def test_inside_its_floor_a_namespace_waits_rather_than_lose() -> None:
+    """What it was guaranteed is not spent on making room for itself."""
+    cache = PrefixCache(blocks=6, block_size=SIZE)
+    quota = Quota(floor_blocks=4)
+    fill(cache, b"us", 2, quota=quota)
+    hog = cache.begin(b"hog", list(range(16)), 5.0)
+    assert cache.grow(hog, 16, 5.0)
+
+    assert not ask(cache, b"us", [90, 91, 92, 93], 6.0, quota)
+
+    assert held(cache)[b"us"] == 2

@@ -1,0 +1,216 @@
+"""Leases: a promise and a limit, on a clock that the test holds (rules 7 and 8)."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.api import LeaseGrant, LeaseRequest, Quota, Retention
+from engine.cache import PrefixCache
+
+SIZE = 4
+US, THEM = b"us", b"them"
+OPEN = Quota()
+FIVE = Retention("five", promise_s=300, limit_s=300)
+STARTED = Retention("started", limit_s=100, clock="request_start")
+ABSOLUTE = Retention("absolute", limit_s=100, clock="absolute", renewed_on_read=False)
+PINNED = Retention("pinned", limit_s=1000, clock="absolute", renewed_on_read=False, pinned=True)
+
+
+def run(
+    cache: PrefixCache,
+    tokens: list[int],
+    now_s: float,
+    *leases: LeaseRequest,
+    namespace: bytes = US,
+    quota: Quota = OPEN,
+    lasts_s: float = 0.0,
+) -> tuple[LeaseGrant, ...]:
+    """A request from beginning to end; what was answered to its leases."""
+    table = cache.begin(namespace, tokens, now_s, quota=quota, leases=leases)
+    if cache.grow(table, len(tokens), now_s):
+        cache.take_copies()
+        cache.commit(table, tokens, len(tokens), now_s)
+    grants = table.leases
+    cache.release(table, tokens, now_s + lasts_s)
+    return grants
+
+
+def found(cache: PrefixCache, tokens: list[int], now_s: float, namespace: bytes = US) -> int:
+    """What a prompt that goes on after `tokens` would find."""
+    return cache.peek(namespace, [*tokens, 999], now_s).cached_tokens
+
+
+def lease(retention: Retention, tokens: int = 8, lease_id: str = "") -> LeaseRequest:
+    return LeaseRequest(tokens, retention, lease_id)
+
+
+WORDS = list(range(8))
+
+
+@pytest.mark.parametrize("retention", [FIVE, STARTED, ABSOLUTE, PINNED], ids=lambda r: r.name)
+def test_nothing_is_found_at_its_limit_and_all_just_before(retention: Retention) -> None:
+    """The limit is the first instant at which a prefix must not be matched."""
+    cache = PrefixCache(blocks=16, block_size=SIZE)
+    run(cache, WORDS, 10.0, lease(retention))
+    assert retention.limit_s is not None
+    end_s = 10.0 + retention.limit_s
+
+    assert found(cache, WORDS, end_s - 0.001) == 8
+    assert found(cache, WORDS, end_s) == 0
+    assert cache.stats().free == 16
+
+
+def test_a_read_renews_a_sliding_lease() -> None:
+    """Five minutes from the last use, as the dialects promise."""
+    cache = PrefixCache(blocks=16, block_size=SIZE)
+    run(cache, WORDS, 0.0, lease(FIVE))
+
+    run(cache, [*WORDS, 50], 200.0, lease(FIVE))
+
+    assert found(cache, WORDS, 499.0) == 8
+    assert found(cache, WORDS, 500.0) == 0
+
+
+def test_a_read_never_moves_an_absolute_end() -> None:
+    """What was to be gone by then is gone by then, however often it was used."""
+    cache = PrefixCache(blocks=16, block_size=SIZE)
+    run(cache, WORDS, 0.0, lease(ABSOLUTE))
+
+    table = cache.begin(US, [*WORDS, 50], 90.0, leases=(lease(ABSOLUTE, tokens=0),))
+    cache.release(table, [*WORDS, 50], 90.0)
+
+    assert found(cache, WORDS, 99.9) == 8
+    assert found(cache, WORDS, 100.0) == 0
+
+
+def test_a_peek_renews_nothing() -> None:
+    """A quote is not a use."""
+    cache = PrefixCache(blocks=16, block_size=SIZE)
+    run(cache, WORDS, 0.0, lease(FIVE))
+
+    cache.peek(US, [*WORDS, 50], 299.0)
+
+    assert found(cache, WORDS, 300.0) == 0
+
+
+def test_another_namespace_renews_nothing() -> None:
+    """The end of a lease must not tell who else said the same."""
+    cache = PrefixCache(blocks=16, block_size=SIZE)
+    run(cache, WORDS, 0.0, lease(FIVE))
+
+    run(cache, WORDS, 200.0, lease(FIVE), namespace=THEM)
+
+    assert found(cache, WORDS, 300.0) == 0
+    assert found(cache, WORDS, 300.0, THEM) == 8
+
+
+def test_a_block_in_use_outlives_a_sliding_limit_until_its_use_ends() -> None:
+    """A clock that counts from the last use has not begun while the use lasts."""
+    cache = PrefixCache(blocks=16, block_size=SIZE)
+
+    run(cache, WORDS, 0.0, lease(FIVE), lasts_s=1000.0)
+
+    assert found(cache, WORDS, 1299.0) == 8
+    assert found(cache, WORDS, 1300.0) == 0
+
+
+def test_the_longest_of_two_leases_counts() -> None:
+    """A shorter lease never shortens what another was promised."""
+    cache = PrefixCache(blocks=16, block_size=SIZE)
+    run(cache, WORDS, 0.0, lease(PINNED), lease(ABSOLUTE))
+
+    assert found(cache, WORDS, 999.0) == 8
+
+
+def test_a_block_beyond_the_lease_goes_with_the_last_one_under_it() -> None:
+    """Nothing can be found below a prefix that has expired."""
+    cache = PrefixCache(blocks=16, block_size=SIZE)
+    run(cache, [*WORDS, *range(20, 28)], 0.0, lease(ABSOLUTE, tokens=4))
+
+    assert found(cache, [*WORDS, *range(20, 28)], 99.0) == 16
+    cache.expire(100.0)
+    assert cache.stats().free == 16
+
+
+def test_a_request_without_leases_lifts_the_limit() -> None:
+    """Plain best effort has no limit of its own: what it uses stays as long as there is room."""
+    cache = PrefixCache(blocks=16, block_size=SIZE)
+    run(cache, WORDS, 0.0, lease(FIVE))
+
+    run(cache, [*WORDS, 50], 10.0)
+
+    assert found(cache, WORDS, 10_000.0) == 8
+
+
+def test_a_promise_is_kept_under_pressure() -> None:
+    """Everything else goes first, and then others are told that there is no room."""
+    cache = PrefixCache(blocks=8, block_size=SIZE)
+    run(cache, WORDS, 0.0, lease(FIVE))
+
+    for first in range(100, 2000, 100):
+        run(cache, list(range(first, first + 20)), 1.0)
+
+    assert found(cache, WORDS, 2.0) == 8
+    cache.check()
+
+
+def test_a_lapsed_promise_is_best_effort() -> None:
+    """After its time a block is evicted like any other."""
+    kept = Retention("kept", promise_s=10)
+    cache = PrefixCache(blocks=4, block_size=SIZE)
+    run(cache, WORDS, 0.0, lease(kept))
+
+    run(cache, list(range(100, 116)), 11.0)
+
+    assert found(cache, WORDS, 11.0) == 0
+
+
+def test_a_promise_beyond_the_promisable_part_is_clipped() -> None:
+    """Promises and floors take at most 7/8 of the pool: the rest keeps work moving."""
+    cache = PrefixCache(blocks=8, block_size=SIZE)
+
+    (grant,) = run(cache, list(range(32)), 0.0, lease(FIVE, tokens=32, lease_id="big"))
+
+    assert grant == LeaseGrant("big", "five", "clipped", 28)
+
+
+def test_a_promise_with_nothing_left_is_refused() -> None:
+    """It is said at admission, and the request runs all the same."""
+    cache = PrefixCache(blocks=8, block_size=SIZE)
+    run(cache, list(range(28)), 0.0, lease(FIVE, tokens=28))
+
+    (grant,) = run(cache, [7, 7, 7], 1.0, lease(FIVE, tokens=3), namespace=THEM)
+
+    assert (grant.outcome, grant.tokens) == ("refused", 0)
+
+
+def test_a_promise_is_clipped_to_the_namespaces_ceiling() -> None:
+    """Nobody is promised more than it may hold."""
+    cache = PrefixCache(blocks=16, block_size=SIZE)
+
+    (grant,) = run(cache, WORDS, 0.0, lease(FIVE), quota=Quota(ceiling_blocks=1))
+
+    assert (grant.outcome, grant.tokens) == ("clipped", 4)
+
+
+def test_a_promise_never_computed_lapses_with_its_request() -> None:
+    """A request that is cancelled in its prompt reserves nothing for ever."""
+    cache = PrefixCache(blocks=8, block_size=SIZE)
+    table = cache.begin(US, list(range(28)), 0.0, leases=(lease(FIVE, tokens=28),))
+    cache.release(table, list(range(28)), 0.0)
+
+    (grant,) = run(cache, list(range(100, 128)), 1.0, lease(FIVE, tokens=28))
+
+    assert grant.outcome == "granted"
+
+
+def test_erasing_a_lease_leaves_what_another_covers() -> None:
+    """Two leases on one prefix: each can be withdrawn, and the other stands."""
+    cache = PrefixCache(blocks=16, block_size=SIZE)
+    run(cache, WORDS, 0.0, lease(FIVE, tokens=4, lease_id="a"), lease(FIVE, lease_id="b"))
+
+    cache.erase(US, lease_id="b")
+
+    assert found(cache, WORDS, 1.0) == 4
+    cache.erase(US, lease_id="a")
+    assert found(cache, WORDS, 1.0) == 0

@@ -1,0 +1,309 @@
+"""The rules of engine/cache/README.md, by number, through the cache's door."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.api import Quota
+from engine.cache import BlockTable, Fact, PrefixCache
+from engine.cache.events import Committed, Copied, Erased, Evicted, Matched
+from engine.errors import InvariantViolation
+
+SIZE = 4
+US, THEM = b"us", b"them"
+
+
+def make(blocks: int = 16) -> PrefixCache:
+    """A cache of four-token blocks."""
+    return PrefixCache(blocks=blocks, block_size=SIZE)
+
+
+def compute(cache: PrefixCache, table: BlockTable, tokens: list[int], now_s: float = 0.0) -> None:
+    """One step that computes all that is missing."""
+    assert cache.grow(table, len(tokens), now_s)
+    cache.take_copies()
+    cache.commit(table, tokens, len(tokens), now_s)
+
+
+def run(cache: PrefixCache, tokens: list[int], namespace: bytes = US, now_s: float = 0.0) -> int:
+    """A request from its beginning to its end: the tokens it found."""
+    table = cache.begin(namespace, tokens, now_s)
+    found = table.kv_tokens
+    compute(cache, table, tokens, now_s)
+    cache.release(table, tokens, now_s)
+    return found
+
+
+def words(count: int, first: int = 0) -> list[int]:
+    """`count` different tokens."""
+    return list(range(first, first + count))
+
+
+def test_rule_1_a_block_is_free_or_cached_or_pinned() -> None:
+    """Every block is in one of three states, and the three add up at each moment of its life."""
+    cache = make(8)
+    table = cache.begin(US, words(8), 0.0)
+    compute(cache, table, words(8))
+    running = cache.stats()
+
+    cache.release(table, words(8), 0.0)
+
+    ended = cache.stats()
+    assert (running.free, running.cached, running.pinned) == (6, 0, 2)
+    assert (ended.free, ended.cached, ended.pinned) == (6, 2, 0)
+    cache.check()
+
+
+def test_rule_2_a_pinned_block_is_never_evicted() -> None:
+    """Whoever reads a block holds it, however great the pressure."""
+    cache = make(4)
+    table = cache.begin(US, words(12), 0.0)
+    compute(cache, table, words(12))
+    other = cache.begin(US, words(8, 100), 0.0)
+
+    assert not cache.grow(other, 8, 0.0)
+    assert cache.peek(US, words(12), 0.0).cached_tokens == 11
+
+
+def test_rule_3_a_shared_block_is_copied_before_it_is_written() -> None:
+    """A fork writes where its twin still reads."""
+    cache = make()
+    table = cache.begin(US, words(6), 0.0)
+    compute(cache, table, words(6))
+    fork = cache.fork(table)
+    shared = list(table.blocks)
+
+    assert cache.grow(fork, 7, 0.0)
+
+    (copy,) = cache.take_copies()
+    assert (copy.src, copy.dst, copy.tokens) == (shared[1], fork.blocks[1], 2)
+    assert table.blocks == shared
+    assert fork.blocks[0] == shared[0]
+    assert fork.version > 0
+
+
+def test_rule_3_what_nobody_else_holds_is_written_in_place() -> None:
+    """The last of two forks needs no copy."""
+    cache = make()
+    table = cache.begin(US, words(6), 0.0)
+    compute(cache, table, words(6))
+    fork = cache.fork(table)
+    cache.release(fork, words(6), 0.0, keep=False)
+
+    assert cache.grow(table, 7, 0.0)
+
+    assert cache.take_copies() == ()
+
+
+def test_rule_4_the_tail_is_left_for_the_next_turn() -> None:
+    """The next turn of a conversation finds it to the last token, block or no block."""
+    cache = make()
+    run(cache, words(10))
+
+    assert run(cache, words(15)) == 10
+
+
+def test_rule_4_a_longer_tail_takes_the_place_of_a_shorter() -> None:
+    """One block holds what two would have said twice."""
+    cache = make()
+    run(cache, words(5))
+    run(cache, words(7))
+
+    assert cache.stats().cached == 2
+    assert run(cache, [*words(7), 99]) == 7
+
+
+def test_rule_4_a_full_block_is_found_while_its_writer_runs() -> None:
+    """Blocks are committed as they fill, not when their sequence ends."""
+    cache = make()
+    table = cache.begin(US, words(9), 0.0)
+    compute(cache, table, words(9))
+
+    assert cache.peek(US, words(9), 0.0).cached_tokens == 8
+
+
+@pytest.mark.parametrize("shared", range(13))
+def test_rule_5_a_hit_is_exact_to_the_token(shared: int) -> None:
+    """Wherever a prompt leaves what is cached, there the hit ends."""
+    cache = make()
+    run(cache, words(12))
+
+    assert run(cache, [*words(shared), *words(6, 100)]) == shared
+
+
+def test_rule_5_a_partial_hit_copies_and_leaves_the_block_alone() -> None:
+    """The two go on differently from the middle of a block."""
+    cache = make()
+    run(cache, words(8))
+
+    table = cache.begin(US, [*words(6), 50], 0.0)
+
+    (copy,) = cache.take_copies()
+    assert copy.tokens == 2
+    assert copy.dst == table.blocks[1]
+    assert copy.src != copy.dst
+
+
+def test_rule_5_a_partial_hit_is_given_up_where_there_is_no_block_for_it() -> None:
+    """A copy is worth a block, never a refusal."""
+    cache = make(2)
+    table = cache.begin(US, words(8), 0.0)
+    compute(cache, table, words(8))
+
+    other = cache.begin(US, [*words(6), 50], 0.0)
+
+    assert other.kv_tokens == 4
+
+
+def test_rule_6_one_token_of_a_known_prompt_is_computed() -> None:
+    """Without a computed position there are no logits to draw from."""
+    cache = make()
+    run(cache, words(8))
+
+    assert run(cache, words(8)) == 7
+
+
+def test_rule_9_the_least_recently_used_leaf_goes_first() -> None:
+    """Inside one namespace the order of eviction is the order of use."""
+    cache = make(4)
+    for first in (0, 100, 200, 300):
+        run(cache, words(4, first), now_s=first)
+    run(cache, [*words(4), 9], now_s=400)
+
+    assert cache.peek(US, [*words(4, 200), 9], 401).cached_tokens == 4
+    assert cache.peek(US, [*words(4, 100), 9], 401).cached_tokens == 0
+
+
+def test_rule_11_equal_blocks_computed_twice_become_one() -> None:
+    """Two that raced end up on the same blocks, and the second copy is freed."""
+    cache = make()
+    first, second = cache.begin(US, words(8), 0.0), cache.begin(US, words(8), 0.0)
+    compute(cache, first, words(8))
+
+    compute(cache, second, words(8))
+
+    assert second.blocks == first.blocks
+    assert second.version > 0
+    assert cache.stats().free == 14
+    cache.check()
+
+
+def test_rule_12_nothing_is_found_before_it_is_committed() -> None:
+    """A step that fails leaves nothing behind."""
+    cache = make()
+    table = cache.begin(US, words(8), 0.0)
+    assert cache.grow(table, 8, 0.0)
+
+    assert cache.peek(US, words(8), 0.0).cached_tokens == 0
+
+    cache.release(table, words(8), 0.0)
+    assert cache.stats().free == 16
+
+
+def test_rule_13_another_namespace_finds_nothing() -> None:
+    """The same words are other words in another namespace."""
+    cache = make()
+    run(cache, words(8))
+
+    assert run(cache, words(8), THEM) == 0
+    assert cache.peek(b"", words(8), 0.0).cached_tokens == 0
+
+
+def test_a_request_may_neither_read_nor_write() -> None:
+    """Zero retention: nothing of it stays, and it takes nothing from others."""
+    cache = make()
+    run(cache, words(8))
+
+    table = cache.begin(US, words(8), 0.0, read=False, write=False)
+    assert table.kv_tokens == 0
+    compute(cache, table, words(8))
+    cache.release(table, words(8), 0.0)
+
+    assert cache.stats().cached == 2
+
+
+def test_growing_without_room_changes_nothing() -> None:
+    """The scheduler preempts and asks again: what it asked before must not have half happened."""
+    cache = make(3)
+    table = cache.begin(US, words(8), 0.0)
+    compute(cache, table, words(8))
+    before = (list(table.blocks), table.version, cache.stats())
+
+    assert not cache.grow(table, 20, 0.0)
+
+    assert (table.blocks, table.version, cache.stats()) == before
+
+
+def test_releasing_twice_is_our_mistake() -> None:
+    """A second release would free blocks that are somebody else's by then."""
+    cache = make()
+    table = cache.begin(US, words(4), 0.0)
+    cache.release(table, words(4), 0.0)
+
+    with pytest.raises(InvariantViolation, match="twice"):
+        cache.release(table, words(4), 0.0)
+
+
+def test_erasing_a_namespace_leaves_others_alone() -> None:
+    """It goes at once, to the last block."""
+    cache = make()
+    run(cache, words(8))
+    run(cache, words(8), THEM)
+
+    assert cache.erase(US) == 2
+
+    assert cache.peek(US, words(8), 0.0).cached_tokens == 0
+    assert cache.peek(THEM, words(8), 0.0).cached_tokens == 7
+
+
+def test_erasing_a_prefix_takes_what_follows_it() -> None:
+    """A document is forgotten with every question that was asked about it."""
+    cache = make()
+    run(cache, [*words(8), 50, 51, 52, 53])
+    run(cache, [*words(4), 60, 61, 62, 63])
+
+    cache.erase(US, tokens=words(6))
+
+    assert cache.peek(US, words(12), 0.0).cached_tokens == 4
+    assert cache.peek(US, [*words(4), 60, 61, 62, 63], 0.0).cached_tokens == 7
+
+
+def test_an_erased_block_in_use_is_freed_with_its_last_reader() -> None:
+    """The reader goes on undisturbed, and brings nothing back."""
+    cache = make()
+    table = cache.begin(US, words(8), 0.0)
+    compute(cache, table, words(8))
+
+    cache.erase(US)
+    compute(cache, table, words(12))
+
+    assert cache.peek(US, words(12), 0.0).cached_tokens == 0
+    cache.release(table, words(12), 0.0)
+    assert cache.stats().free == 16
+
+
+def test_facts_tell_what_happened_without_the_words() -> None:
+    """Analytics and routing live on these; none carries a token."""
+    told: list[Fact] = []
+    cache = PrefixCache(blocks=2, block_size=SIZE, facts=told.append)
+    run(cache, words(4))
+    run(cache, [0, 1, 99])
+    run(cache, words(8, 200), THEM)
+    cache.erase(THEM)
+
+    assert Matched(US, 4, 0) in told
+    assert Committed(US, 1, 4) in told
+    assert Copied(US, 2) in told
+    assert Evicted(US, THEM, 1) in told
+    assert Erased(THEM, 2) in told
+
+
+def test_fits_counts_other_floors_as_taken() -> None:
+    """What can never run is refused at the door, not after a wait."""
+    cache = make(8)
+    cache.release(cache.begin(THEM, [0], 0.0, quota=Quota(floor_blocks=6)), [0], 0.0)
+
+    assert cache.fits(US, Quota(), 8)
+    assert not cache.fits(US, Quota(), 9)
+    assert not cache.fits(US, Quota(ceiling_blocks=1), 5)
+    assert cache.fits(THEM, Quota(floor_blocks=6), 32)

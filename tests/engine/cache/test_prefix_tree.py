@@ -1,0 +1,94 @@
+"""The tree of one namespace: whole blocks by lookup, the nearest one by bisection."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.cache.prefix_tree import Node, PrefixTree, common_run
+
+Run = tuple[int, ...]
+runs = st.lists(st.integers(0, 2), min_size=4, max_size=4).map(tuple)
+
+
+def grow(tree: PrefixTree, tokens: Run, block: int) -> Node:
+    """Add what is missing of a path of whole blocks; its last node."""
+    node = tree.root
+    for at in range(0, len(tokens), tree.block_size):
+        run = tokens[at : at + tree.block_size]
+        node = node.children.get(run) or tree.insert(node, run, block)[0]
+    return node
+
+
+def test_the_walk_ends_where_the_prompt_leaves_the_tree() -> None:
+    """Whole blocks only; the rest is `nearest`'s."""
+    tree = PrefixTree(2)
+    grow(tree, (0, 1, 2, 3, 4, 5), 7)
+
+    assert len(tree.walk((0, 1, 2, 3, 9, 9), 6)) == 2
+    assert len(tree.walk((0, 1, 2, 3, 4, 5), 5)) == 2
+    assert tree.walk((1, 1), 2) == []
+
+
+@given(children=st.lists(runs, min_size=1, max_size=12, unique=True), wanted=runs)
+def test_the_nearest_child_has_the_longest_common_run(children: list[Run], wanted: Run) -> None:
+    """Bisection finds what looking at every child would find."""
+    tree = PrefixTree(4)
+    for block, run in enumerate(children):
+        tree.insert(tree.root, run, block)
+
+    found, common = tree.nearest(tree.root, wanted)
+
+    assert common == max(common_run(run, wanted) for run in children)
+    assert (found is None) == (common == 0)
+    assert found is None or common_run(found.run, wanted) == common
+
+
+def test_a_longer_run_replaces_the_tail_it_extends() -> None:
+    """No sibling is a prefix of another: that is what makes bisection right."""
+    tree = PrefixTree(4)
+    tail, _ = tree.insert(tree.root, (1, 2), 0)
+    tree.insert(tree.root, (1, 3), 1)
+
+    node, replaced = tree.insert(tree.root, (1, 2, 5), 2)
+
+    assert replaced is tail
+    assert not tree.holds(tail)
+    assert set(tree.root.children) == {(1, 2, 5), (1, 3)}
+    assert tree.holds(node)
+
+
+def test_under_a_prefix_is_everything_that_starts_with_it() -> None:
+    """Erasure by words: also from the middle of a block."""
+    tree = PrefixTree(2)
+    grow(tree, (0, 1, 2, 3), 0)
+    grow(tree, (0, 1, 2, 4), 1)
+    grow(tree, (0, 1, 5, 5), 2)
+
+    assert {node.run for node in tree.under((0, 1, 2))} == {(2, 3), (2, 4)}
+    assert [node.run for node in tree.under((0, 1))] == [(0, 1)]
+    assert tree.under((0, 1, 9)) == []
+    assert tree.under((0, 1, 2, 3, 4, 4, 4)) == []
+
+
+def test_below_lists_children_before_parents_however_deep() -> None:
+    """A path of thousands of blocks is taken out without recursion."""
+    tree = PrefixTree(1)
+    node = grow(tree, tuple(range(5000)), 0)
+
+    order = list(tree.root.below())
+
+    assert order[0] is node
+    assert order[-1] is tree.root
+    assert len(order) == 5001
+
+
+def test_equal_hashes_join_nothing() -> None:
+    """-1 and -2 have one hash in this language, and are two tokens all the same (T6)."""
+    tree = PrefixTree(1)
+    first, _ = tree.insert(tree.root, (-1,), 0)
+    second, _ = tree.insert(tree.root, (-2,), 1)
+
+    assert hash((-1,)) == hash((-2,))
+    assert tree.walk((-1,), 1) == [first]
+    assert tree.walk((-2,), 1) == [second]
