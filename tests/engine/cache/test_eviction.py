@@ -1,4 +1,4 @@
-"""Who gives a block when none is free: the expired, then who is furthest over its share (rule 9)."""
+"""Who gives a block when none is free: the expired, then who is furthest over its share: rule 9."""
 
 from __future__ import annotations
 
