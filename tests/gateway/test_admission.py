@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from engine.api import EngineInfo, Request, Sampling, Stats
@@ -158,6 +158,8 @@ def test_several_prompts_are_several_requests_with_ids_of_their_own() -> None:
     assert ask()[0].request_id == "id"
 
 
+@example([(1, "a", "b", "", ""), (1, "ab", "", "", "")])
+@example([(1, "1", "", "", ""), (11, "", "", "", "")])
 @given(
     st.lists(
         st.tuples(st.integers(1, 3), *[st.text(alphabet="a:\0", max_size=3)] * 4),

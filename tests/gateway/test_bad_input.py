@@ -30,6 +30,9 @@ SECRET = "sk-planted"
 BUSY_S_MAX = 0.5
 """Processor time the loop may spend without a turn; a megabyte of JSON takes a few hundredths."""
 
+SPENT_S_MAX = 5.0
+"""Processor time of all threads, the test's own client included."""
+
 
 def good(house: House, dialect: str) -> dict[str, Any]:
     """A request that is answered."""
@@ -115,9 +118,10 @@ async def test_bad_input_is_refused_by_name_and_leaves_nothing(
     entries = len(house.entries())
     body = body_of(case, house)
     watch = LoopWatch()
+    began_s = time.process_time()
 
     status, answer, response = await house.ask(PATHS[case.get("dialect", "openai_chat")], body=body)
-    busy_s = await watch.stop()
+    busy_s, spent_s = await watch.stop(), time.process_time() - began_s
 
     await house.check_quiet()
     if case["expect"] == "ok":
@@ -138,6 +142,7 @@ async def test_bad_input_is_refused_by_name_and_leaves_nothing(
     assert SECRET not in json.dumps(house.lines)
     assert "planted prompt" not in json.dumps(house.lines)
     assert busy_s < BUSY_S_MAX
+    assert spent_s < SPENT_S_MAX
 
 
 async def test_a_wrong_content_type_is_a_415(house: House) -> None:

@@ -73,6 +73,7 @@ async def test_a_client_that_leaves_frees_its_blocks_and_is_settled(house: House
     await house.check_quiet()
     assert [entry[0] for entry in house.entries()] == ["cancelled"]
     assert house.lines[-1]["ending"] == "cancelled"
+    assert house.runner.computed_tokens < 200, "the engine went on for nobody"
 
 
 async def test_a_client_that_leaves_a_unary_request_is_settled_too(house: House) -> None:
@@ -158,5 +159,24 @@ async def test_an_answer_is_not_completed_when_its_entry_cannot_be_written(
 
     assert status == 503
     assert answer["error"]["code"] == "ledger_unavailable"
+    stats = await house.quiet()
+    assert stats.pinned_blocks == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_last_byte_waits_for_the_entry(house: House, stream: bool) -> None:
+    """A ledger that fails while the answer runs: a client never holds a whole unrecorded answer."""
+    house.runner.hold_after(20)
+    body = json.dumps(house.chat(max_tokens=40, stream=stream)).encode()
+    async with house.connection() as (reader, writer):
+        writer.write(house.post("/v1/chat/completions", body, "Connection: close"))
+        await house.until(lambda: house.runner.steps >= 15)
+        await asyncio.to_thread(house.gateway.ledger.close)
+        house.runner.release()
+        answer = (await asyncio.wait_for(reader.read(), 10)).decode()
+
+    assert "ledger_unavailable" in answer
+    assert "[DONE]" not in answer
+    assert answer.startswith("HTTP/1.1 200" if stream else "HTTP/1.1 503")
     stats = await house.quiet()
     assert stats.pinned_blocks == 0
