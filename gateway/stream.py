@@ -8,7 +8,10 @@ charges only the tokens that the text needed. Closing the stream cancels what st
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncGenerator, Sequence
+
+import msgspec
 
 from engine.api import (
     Event,
@@ -77,55 +80,68 @@ def usage_record(usages: Sequence[Usage]) -> UsageRecord:
 
 
 class _Choice:
-    """One sample's text on its way out."""
+    """One sample's text on its way out, and the tokens that spelt it."""
 
     def __init__(self, index: int, sample: int, call: Call, renderer: Renderer) -> None:
         self.index = index
         self.sample = sample
         self._stops = frozenset(call.generation.stop_token_ids)
-        self._model_stops = frozenset(renderer.stop_token_ids)
-        self._ignore_eos = call.generation.ignore_eos
+        if not call.generation.ignore_eos:
+            self._stops |= frozenset(renderer.stop_token_ids)
         self._wants_logprobs = call.generation.sampling.logprobs is not None
         self._renderer = renderer
         self._text = renderer.detokenizer(call.generation.stop)
-        self._waiting: list[TokenText] = []
+        self._last_stop: SampledToken | None = None
+        self._waiting: deque[tuple[int, TokenText]] = deque()
         self.tokens = 0
         self.is_over = False
-        self.cumulative_logprob = 0.0
+        self.logprob = 0.0
 
-    def push(self, tokens: Sequence[SampledToken]) -> tuple[Text | None, str | None]:
-        """(text that is certain now, the stop string that was found)."""
+    def push(self, tokens: Sequence[SampledToken]) -> Text | None:
+        """The text that is certain now; after it `stopped_by` may be set.
+
+        A stop token is silent if it ends the sample, and is text if the sample goes on (before its
+        `min_tokens`): so the latest one waits.
+        """
         pieces = []
         for token in tokens:
-            if self._text.stopped_by is not None:
+            if self._last_stop is not None:
+                pieces.append(self._spell(self._last_stop))
+                self._last_stop = None
+            if self.stopped_by is not None:
                 break
             self.tokens += 1
-            if not self._ends_silently(token.token_id):
-                pieces.append(self._text.push(token.token_id))
-            if self._wants_logprobs:
-                self._waiting.append(token_text(token, self._renderer))
-        return self._delta("".join(pieces)), self._text.stopped_by
+            self.logprob += token.logprob or 0.0
+            if token.token_id in self._stops:
+                self._last_stop = token
+            else:
+                pieces.append(self._spell(token))
+        return self._delta("".join(pieces))
 
-    def finish(self) -> Text | None:
+    def finish(self, reason: FinishReason) -> Text | None:
         """What was held back."""
-        text = self._text.finish()
-        return self._delta(text, is_last=True)
+        piece = ""
+        if self._last_stop is not None and reason != "stop":
+            piece = self._spell(self._last_stop)
+        return self._delta(piece + self._text.finish(), is_last=True)
 
     @property
     def stopped_by(self) -> str | None:
+        """The stop string that was found."""
         return self._text.stopped_by
 
-    def _ends_silently(self, token_id: int) -> bool:
-        """End tokens are not text, unless they were asked to be ignored and the text goes on."""
-        if token_id in self._stops:
-            return True
-        return token_id in self._model_stops and not self._ignore_eos
+    def _spell(self, token: SampledToken) -> str:
+        if self._wants_logprobs:
+            self._waiting.append((self._text.decoded, token_text(token, self._renderer)))
+        return self._text.push(token.token_id)
 
     def _delta(self, text: str, *, is_last: bool = False) -> Text | None:
-        if not text and not (is_last and self._waiting):
-            return None
-        tokens, self._waiting = tuple(self._waiting), []
-        return Text(self.index, text, tokens)
+        """Tokens go with the first of their characters; a stop string's go nowhere."""
+        everything = is_last and self.stopped_by is None
+        ready = []
+        while self._waiting and (everything or self._waiting[0][0] < self._text.released):
+            ready.append(self._waiting.popleft()[1])
+        return Text(self.index, text, tuple(ready)) if text or ready else None
 
 
 def token_text(token: SampledToken, renderer: Renderer) -> TokenText:
@@ -248,13 +264,18 @@ class AnswerStream:
                 return self._text(prompt, sample, tokens)
             case SampleEnded():
                 choice = self._choices[prompt][event.index]
-                choice.cumulative_logprob = event.cumulative_logprob or 0.0
                 return self._close(prompt, choice, event.reason)
             case Finished():
                 self.usages[prompt] = event.usage
                 if event.ending != "done":
                     self.ending = event.code or event.ending
                     raise refusal_of(event.code, event.message)
+                # The engine may have run past a stop string before it heard of it, to the end
+                # even: what is charged must not depend on who was faster.
+                needed = sum(choice.tokens for choice in self._choices[prompt])
+                self.usages[prompt] = msgspec.structs.replace(
+                    event.usage, output_tokens=min(needed, event.usage.output_tokens)
+                )
                 return []
 
     def _begin(self, prompt: int, event: Started) -> list[Delta]:
@@ -271,8 +292,10 @@ class AnswerStream:
         return found
 
     def _echo(self, prompt: int, tokens: Sequence[SampledToken]) -> list[Delta]:
-        reader = self._renderer.detokenizer()
-        text = "".join(reader.push(token.token_id) for token in tokens) + reader.finish()
+        text = self._call.prompts[prompt].text
+        if text is None:
+            reader = self._renderer.detokenizer()
+            text = "".join(reader.push(token.token_id) for token in tokens) + reader.finish()
         reported: tuple[TokenText, ...] = ()
         if self._call.generation.prompt_logprobs is not None:
             reported = tuple(token_text(token, self._renderer) for token in tokens)
@@ -285,9 +308,9 @@ class AnswerStream:
         choice = self._choices[prompt][sample]
         if choice.is_over:
             return []
-        text, stop = choice.push(tokens)
+        text = choice.push(tokens)
         deltas = self._keep(prompt, choice, text) if text is not None else []
-        if stop is not None:
+        if choice.stopped_by is not None:
             self._streams[prompt].end_sample(sample, choice.tokens)
             deltas += self._close(prompt, choice, "stop")
         return deltas
@@ -297,7 +320,7 @@ class AnswerStream:
             return []
         choice.is_over = True
         deltas: list[Delta] = []
-        rest = choice.finish()
+        rest = choice.finish(reason)
         if rest is not None:
             deltas += self._keep(prompt, choice, rest)
         if choice.stopped_by is not None:
@@ -317,7 +340,7 @@ class AnswerStream:
         self.ending = "done"
         deltas: list[Delta] = []
         for prompt, row in enumerate(self._choices if self._ranks else []):
-            best = sorted(row, key=lambda c: -c.cumulative_logprob / max(1, c.tokens))
+            best = sorted(row, key=lambda c: -c.logprob / max(1, c.tokens))
             choices = self._call.generation.choices
             for place, choice in enumerate(best[:choices]):
                 index = prompt * choices + place

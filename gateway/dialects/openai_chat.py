@@ -29,23 +29,37 @@ from gateway.errors import Kind, Refusal
 
 MESSAGES_MAX = 10_000
 
+TOOLS = "Tools are not supported by this server yet."
+FUNCTIONS = "Functions are not supported; they were replaced by tools."
+TEMPLATES = "Templates come from the model, never from a request."
 REFUSED = {
-    "tools": "Tools are not supported by this server yet.",
-    "tool_choice": "Tools are not supported by this server yet.",
-    "parallel_tool_calls": "Tools are not supported by this server yet.",
-    "functions": "Functions are not supported; they were replaced by tools.",
-    "function_call": "Functions are not supported; they were replaced by tools.",
+    **wire.REFUSED,
+    "tools": TOOLS,
+    "tool_choice": TOOLS,
+    "parallel_tool_calls": TOOLS,
+    "functions": FUNCTIONS,
+    "function_call": FUNCTIONS,
     "audio": "This is a text model: it has no audio.",
     "prediction": "Predicted outputs are not supported.",
     "web_search_options": "Web search is not supported.",
-    "chat_template": "Templates come from the model, never from a request.",
-    "chat_template_kwargs": "Templates come from the model, never from a request.",
+    "moderation": "Nothing is moderated here.",
+    "chat_template": TEMPLATES,
+    "chat_template_kwargs": TEMPLATES,
+    "documents": TEMPLATES,
+    "continue_final_message": "The answer is always a message of its own.",
     "reasoning_effort": "This model does not reason in steps of its own.",
     "verbosity": "This model has no verbosity setting.",
-    "guided_json": "Constrained output is not supported by this server yet.",
-    "guided_regex": "Constrained output is not supported by this server yet.",
-    "guided_choice": "Constrained output is not supported by this server yet.",
-    "guided_grammar": "Constrained output is not supported by this server yet.",
+    "best_of": "It belongs to /v1/completions; here there is n.",
+    "echo": "It belongs to /v1/completions.",
+    "suffix": "This model continues text; it cannot fill in between.",
+}
+NEUTRAL = {
+    **wire.NEUTRAL,
+    "tools": [],
+    "tool_choice": "none",
+    "parallel_tool_calls": False,
+    "continue_final_message": False,
+    "echo": False,
 }
 IGNORED = frozenset({"metadata", "safety_identifier"})
 
@@ -93,7 +107,7 @@ class ChatDialect:
 
     def parse(self, body: bytes) -> Call:
         """Bytes to a call. Raises Refusal."""
-        fields = wire.decode(body, ChatBody, REFUSED, IGNORED)
+        fields = wire.decode(body, ChatBody, REFUSED, NEUTRAL, IGNORED)
         wire.check_stream_options(fields)
         limits = {fields.max_tokens, fields.max_completion_tokens} - {None}
         if len(limits) > 1:
@@ -161,7 +175,7 @@ class ChatEncoder:
     def __init__(self, call: Call, reply: Reply) -> None:
         self._call = call
         self._reply = reply
-        self._begun: set[int] = set()
+        self._begun = 0
 
     def stream(self, delta: Delta) -> bytes:
         """The events of one delta; may be none."""
@@ -227,10 +241,11 @@ class ChatEncoder:
         )
 
     def _first(self, index: int) -> bytes:
-        if index in self._begun:
-            return b""
-        self._begun.add(index)
-        return self._chunk(index, {"role": "assistant", "content": "", "refusal": None})
+        """Choices begin in order: a stream whose first chunk is not choice 0 breaks clients."""
+        new = range(self._begun, index + 1)
+        self._begun = max(self._begun, index + 1)
+        opening = {"role": "assistant", "content": "", "refusal": None}
+        return b"".join(self._chunk(number, opening) for number in new)
 
     def _chunk(
         self,

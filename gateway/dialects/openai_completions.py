@@ -5,6 +5,7 @@ Several prompts in one call give choices numbered prompt * n + sample, as the or
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -29,12 +30,12 @@ from gateway.errors import Kind, Refusal
 PROMPTS_MAX = 128
 
 REFUSED = {
+    **wire.REFUSED,
     "suffix": "This model continues text; it cannot fill in between.",
-    "response_format": "Constrained output is not supported by this server yet.",
-    "guided_json": "Constrained output is not supported by this server yet.",
-    "guided_regex": "Constrained output is not supported by this server yet.",
-    "guided_choice": "Constrained output is not supported by this server yet.",
-    "guided_grammar": "Constrained output is not supported by this server yet.",
+    "response_format": wire.CONSTRAINED,
+    "messages": "They belong to /v1/chat/completions; here there is prompt.",
+    "max_completion_tokens": "It belongs to /v1/chat/completions; here there is max_tokens.",
+    "top_logprobs": "It belongs to /v1/chat/completions; here logprobs is a number.",
 }
 IGNORED = frozenset({"metadata", "safety_identifier"})
 
@@ -55,7 +56,7 @@ class CompletionDialect:
 
     def parse(self, body: bytes) -> Call:
         """Bytes to a call. Raises Refusal."""
-        fields = wire.decode(body, CompletionBody, REFUSED, IGNORED)
+        fields = wire.decode(body, CompletionBody, REFUSED, wire.NEUTRAL, IGNORED)
         wire.check_stream_options(fields)
         choices, samples = fields.n or 1, fields.best_of or fields.n or 1
         if samples < choices:
@@ -137,7 +138,7 @@ class CompletionEncoder:
     def __init__(self, call: Call, reply: Reply) -> None:
         self._call = call
         self._reply = reply
-        self._offsets: dict[int, int] = {}
+        self._places: dict[int, _Place] = {}
 
     def stream(self, delta: Delta) -> bytes:
         """The events of one delta; may be none."""
@@ -209,22 +210,36 @@ class CompletionEncoder:
     def _logprobs(self, index: int, tokens: Sequence[TokenText]) -> dict[str, Any] | None:
         if not self._call.generation.report_logprobs:
             return None
-        offset = self._offsets.get(index, 0)
-        words, offsets, logprobs, tops = [], [], [], []
-        for token in tokens:
-            word = token.data.decode("utf-8", "replace")
-            words.append(word)
-            offsets.append(offset)
-            offset += len(word)
-            logprobs.append(token.logprob)
-            tops.append({t.data.decode("utf-8", "replace"): t.logprob for t in token.top} or None)
-        self._offsets[index] = offset
+        place = self._places.setdefault(index, _Place())
+        tops = [{_word(t): t.logprob for t in token.top} or None for token in tokens]
         return {
-            "tokens": words,
-            "token_logprobs": logprobs,
+            "tokens": [_word(token) for token in tokens],
+            "token_logprobs": [token.logprob for token in tokens],
             "top_logprobs": tops if any(tops) else None,
-            "text_offset": offsets,
+            "text_offset": [place.advance(token.data) for token in tokens],
         }
+
+
+class _Place:
+    """How many characters of a choice's text came before a token."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._characters = 0
+
+    def advance(self, data: bytes) -> int:
+        """Where a token with these bytes begins; the place moves on by its whole characters."""
+        before = self._characters
+        self._characters += len(self._decoder.decode(data))
+        return before
+
+
+def _word(token: TokenText) -> str:
+    """A token as this endpoint writes it: parts of a character are spelt out, and so stay apart."""
+    try:
+        return token.data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token.data)
 
 
 DIALECT = CompletionDialect()

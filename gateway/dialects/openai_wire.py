@@ -5,6 +5,7 @@ errors. Neither endpoint knows the other; both stand on this.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -21,6 +22,39 @@ StopText = Annotated[str, Meta(min_length=1, max_length=1_000)]
 TokenIds = Annotated[list[Annotated[int, Meta(ge=0, lt=2**31)]], Meta(max_length=4_000_000)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
 CHOICES_MAX = 128
+
+CONSTRAINED = "Constrained output is not supported by this server yet."
+RETENTION = "Prefixes are cached by themselves; choosing how is not supported by this server yet."
+SPECIALS = "Special tokens are never part of the text."
+REFUSED: Mapping[str, str] = {
+    "guided_json": CONSTRAINED,
+    "guided_regex": CONSTRAINED,
+    "guided_choice": CONSTRAINED,
+    "guided_grammar": CONSTRAINED,
+    "structured_outputs": CONSTRAINED,
+    "logits_processors": "Requests bring no code.",
+    "prompt_cache_options": RETENTION,
+    "prompt_cache_retention": RETENTION,
+    "use_beam_search": "There is no beam search; n and best_of sample.",
+    "length_penalty": "There is no beam search; n and best_of sample.",
+    "early_stopping": "There is no beam search; n and best_of sample.",
+    "include_stop_str_in_output": "A stop string is never part of the text.",
+    "skip_special_tokens": SPECIALS,
+    "spaces_between_special_tokens": SPECIALS,
+    "truncate_prompt_tokens": "Prompts are never cut; one that is too long is refused.",
+    "return_token_ids": "Token ids are not reported; logprobs has each token's bytes.",
+}
+"""Fields that neither endpoint can honour, and why. A refusal beats silence: an answer that was
+made some other way than it was asked for looks right."""
+
+NEUTRAL: Mapping[str, object] = {
+    "use_beam_search": False,
+    "early_stopping": False,
+    "include_stop_str_in_output": False,
+    "skip_special_tokens": True,
+    "return_token_ids": False,
+}
+"""Refused fields that clients send at their default, where it asks for what we do anyway."""
 
 T = TypeVar("T")
 Body = TypeVar("Body", bound=Struct)
@@ -66,13 +100,17 @@ class GenerationFields(Struct, frozen=True, kw_only=True):
 
 
 def decode(
-    body: bytes, kind: type[Body], refused: Mapping[str, str], ignored: frozenset[str] = frozenset()
+    body: bytes,
+    kind: type[Body],
+    refused: Mapping[str, str],
+    neutral: Mapping[str, object],
+    ignored: frozenset[str] = frozenset(),
 ) -> Body:
-    """A request body as `kind`. Raises Refusal that names the field.
+    """A request body as `kind`. O(bytes). Raises Refusal that names the field.
 
-    `refused`: fields that a text model cannot honour, and why; null means "not asked for" and is
-    fine. `ignored`: fields that change nothing about the answer. A key that is there twice counts
-    as it stands last.
+    `refused`: fields that cannot be honoured, and why; null, or the value in `neutral`, asks for
+    nothing and is fine. `ignored`: fields that change nothing about the answer. A key that is
+    there twice counts as it stands last.
     """
     try:
         tree = msgspec.json.decode(body)
@@ -86,14 +124,19 @@ def decode(
     known = {field.encode_name for field in msgspec.structs.fields(kind)}
     fields = {}
     for name, value in tree.items():
-        if name in refused:
-            if value is not None:
-                raise Refusal(Kind.BAD, "unsupported_parameter", refused[name], param=name)
-        elif name in known:
+        if name in known:
             fields[name] = value
+        elif name in refused:
+            if not _asks_nothing(value, neutral.get(name)):
+                message = f"{name}: {refused[name]}"
+                raise Refusal(Kind.BAD, "unsupported_parameter", message, param=name)
         elif name not in ignored:
             raise _unknown(name, known)
     return convert(fields, kind, "")
+
+
+def _asks_nothing(value: object, neutral: object) -> bool:
+    return value is None or (type(value) is type(neutral) and value == neutral)
 
 
 def convert(value: Any, kind: type[T], above: str) -> T:
@@ -102,14 +145,35 @@ def convert(value: Any, kind: type[T], above: str) -> T:
         return msgspec.convert(value, kind, strict=True)
     except msgspec.ValidationError as error:
         message, _, path = str(error).partition(" - at `$")
-        param = above + path.rstrip("`").lstrip("." if not above else "")
+        path = path.rstrip("`").replace("[...]", "")
+        param = above + path.lstrip("." if not above else "")
         if not path and "missing required field" in message:
             param = message.rpartition("`")[0].rpartition("`")[2]
         code = "missing_required_parameter" if "missing required" in message else "invalid_value"
         where = f"{param}: " if param else ""
-        raise Refusal(Kind.BAD, code, f"{where}{message}.", param=param or None) from None
+        text = f"{where}{message[:300]}{_what_came(value, path, message)}."
+        raise Refusal(Kind.BAD, code, text, param=param[:300] or None) from None
     except (RecursionError, OverflowError):
         raise Refusal(Kind.BAD, "invalid_value", "A value is out of range.") from None
+
+
+_STEP = re.compile(r"\.([^.\[\]]+)|\[(\d+)\]")
+
+
+def _what_came(value: Any, path: str, message: str) -> str:
+    """The number that passed a limit, or the length that did: never a text."""
+    for key, index in _STEP.findall(path):
+        if isinstance(value, dict) and key in value:
+            value = value[key]
+        elif isinstance(value, list) and index and int(index) < len(value):
+            value = value[int(index)]
+        else:
+            return ""
+    if "of length" in message and isinstance(value, str | list | dict):
+        return f" (it has {len(value)})"
+    if (">" in message or "<" in message) and isinstance(value, int | float):
+        return f" (it is {str(value)[:32]})"
+    return ""
 
 
 def _unknown(name: str, known: set[str]) -> Refusal:

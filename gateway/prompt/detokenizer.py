@@ -1,7 +1,9 @@
 """Text out of tokens as they come: whole characters, and nothing of a stop string.
 
 Bytes that begin a character wait for its end; text that could be the beginning of a stop string
-waits until it cannot. O(1) a token, but for the stop strings' lengths.
+waits until it cannot. The result is the same however the text is cut into tokens: the stop string
+that is complete first ends it (of two that end together, the longer). It knows no events and no
+choices; `gateway.stream` has one per choice.
 """
 
 from __future__ import annotations
@@ -11,36 +13,48 @@ from collections.abc import Callable
 
 
 class Detokenizer:
-    """One choice's text. `stops`: strings that end it and are not part of it."""
+    """One choice's text. `stops`: strings that end it and are not part of it.
+
+    `decoded` counts the characters that the tokens spelt so far, `released` those that were given
+    out: what lies between them is held back. Cost: O(1) a token, but for the stop strings.
+    """
 
     def __init__(self, token_bytes: Callable[[int], bytes], stops: tuple[str, ...] = ()) -> None:
+        assert all(stops), "an empty stop string would end every text"
         self._token_bytes = token_bytes
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._stops = stops
         self._held = ""
+        self.decoded = 0
+        self.released = 0
         self.stopped_by: str | None = None
 
     def push(self, token_id: int) -> str:
         """The text that is certain after one more token. Nothing more once a stop was found."""
         if self.stopped_by is not None:
             return ""
-        return self._release(self._decoder.decode(self._token_bytes(token_id)))
+        return self._advance(self._decoder.decode(self._token_bytes(token_id)))
 
     def finish(self) -> str:
         """What was held back: no more tokens come."""
         if self.stopped_by is not None:
             return ""
-        text = self._release(self._decoder.decode(b"", final=True))
-        text, self._held = text + self._held, ""
+        text = self._advance(self._decoder.decode(b"", final=True))
+        rest, self._held = self._held, ""
+        self.released += len(rest)
+        return text + rest
+
+    def _advance(self, new: str) -> str:
+        self.decoded += len(new)
+        text = self._certain(new) if self._stops else new
+        self.released += len(text)
         return text
 
-    def _release(self, text: str) -> str:
-        if not self._stops:
-            return text
-        text = self._held + text
-        found = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+    def _certain(self, new: str) -> str:
+        text = self._held + new
+        found = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
-            at, self.stopped_by = min(found, key=lambda pair: (pair[0], -len(pair[1])))
+            _, at, self.stopped_by = min(found)
             self._held = ""
             return text[:at]
         keep = max(_overlap(text, stop) for stop in self._stops)
@@ -49,7 +63,7 @@ class Detokenizer:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """How many last signs of `text` are the first of `stop`."""
+    """How many last characters of `text` are the first of `stop`."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:length]):
             return length

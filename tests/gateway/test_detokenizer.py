@@ -1,0 +1,110 @@
+"""Text out of tokens: whole characters, stop strings, nothing lost."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.prompt import Detokenizer
+
+
+def read(pieces: list[bytes], stops: tuple[str, ...] = ()) -> tuple[str, str | None, list[str]]:
+    """(whole text, the stop that was found, text as it came) of tokens with these bytes."""
+    reader = Detokenizer(lambda token: pieces[token], stops)
+    parts = [reader.push(token) for token in range(len(pieces))]
+    parts.append(reader.finish())
+    return "".join(parts), reader.stopped_by, parts
+
+
+def cut(text: str, places: list[int]) -> list[bytes]:
+    """The bytes of a text, cut anywhere, inside characters too."""
+    data = text.encode()
+    borders = [0, *sorted(place % (len(data) + 1) for place in places), len(data)]
+    return [data[a:b] for a, b in pairwise(borders)]
+
+
+def first_stop(text: str, stops: tuple[str, ...]) -> tuple[str, str | None]:
+    """The specification: read character by character, end where a stop string is complete."""
+    for end in range(1, len(text) + 1):
+        ended = [stop for stop in stops if text[:end].endswith(stop)]
+        if ended:
+            longest = max(ended, key=len)
+            return text[: end - len(longest)], longest
+    return text, None
+
+
+def test_a_character_waits_for_its_last_byte() -> None:
+    """A client that gets half an emoji shows a broken one for ever."""
+    data = "🙂".encode()
+
+    assert read([data[:2], data[2:3], data[3:]])[2] == ["", "", "🙂", ""]
+
+
+def test_a_character_that_never_ends_is_replaced_at_the_end() -> None:
+    """The answer may stop at any token; what is there is still text."""
+    assert read([b"a", "é".encode()[:1]])[0] == "a\ufffd"
+
+
+def test_text_that_may_begin_a_stop_string_waits_and_then_comes() -> None:
+    """A stop string that was not one after all is part of the answer."""
+    assert read([b"x", b"EN", b"O"], ("END",))[2] == ["x", "", "ENO", ""]
+    assert read([b"x", b"EN"], ("END",))[2] == ["x", "", "EN"]
+
+
+def test_a_stop_inside_a_token_keeps_what_stands_before_it() -> None:
+    """Tokens and stop strings share no borders."""
+    assert read([b"so", b"me END thing"], ("END",))[:2] == ("some ", "END")
+
+
+def test_the_stop_that_is_complete_first_wins_however_tokens_are_cut() -> None:
+    """The same text must give the same answer, whether its letters come singly or at once."""
+    assert read([b"abcd"], ("abcd", "bc"))[:2] == ("a", "bc")
+    assert read([b"a", b"b", b"c", b"d"], ("abcd", "bc"))[:2] == ("a", "bc")
+    assert read([b"abc"], ("c", "bc"))[:2] == ("a", "bc")
+
+
+def test_nothing_follows_a_stop() -> None:
+    """The engine may be some tokens ahead when the stop is found."""
+    assert read([b"END", b"more"], ("END",))[0] == ""
+
+
+TEXT = st.text(alphabet="ab🙂é", max_size=12)
+STOPS = st.lists(st.text(alphabet="ab🙂", min_size=1, max_size=4), max_size=4).map(tuple)
+PLACES = st.lists(st.integers(0, 60), max_size=8)
+
+
+@given(TEXT, STOPS, PLACES)
+def test_any_cut_of_a_text_reads_the_same(
+    text: str, stops: tuple[str, ...], places: list[int]
+) -> None:
+    """Against the specification: same text, same stop, and no stop string ever leaks."""
+    found, stop, parts = read(cut(text, places), stops)
+
+    assert (found, stop) == first_stop(text, stops)
+    shown = ""
+    for part in parts:
+        shown += part
+        assert not any(stop in shown for stop in stops)
+        assert "\ufffd" not in part
+
+
+@given(st.lists(st.binary(max_size=3), max_size=8))
+def test_any_bytes_read_as_python_reads_them(pieces: list[bytes]) -> None:
+    """A model may emit any bytes; none is lost and none raises."""
+    assert read(pieces)[0] == b"".join(pieces).decode("utf-8", "replace")
+
+
+@given(TEXT, STOPS, PLACES)
+def test_what_is_released_never_passes_what_is_decoded(
+    text: str, stops: tuple[str, ...], places: list[int]
+) -> None:
+    """Logprobs are reported by these two counts."""
+    pieces = cut(text, places)
+    reader = Detokenizer(lambda token: pieces[token], stops)
+    released = 0
+    for token in range(len(pieces)):
+        released += len(reader.push(token))
+
+        assert reader.released == released <= reader.decoded
