@@ -9,7 +9,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from engine.api import CacheGrant, Quota, Request, Sampling
@@ -334,6 +334,19 @@ def test_the_oldest_is_never_preempted() -> None:
     assert sum(world.preemptions(f"r{index}") for index in range(4)) > 0
 
 
+def test_the_oldest_is_not_preempted_though_its_namespace_borrows_most() -> None:
+    """Share decides between the others."""
+    world = Watched(blocks=12)
+    world.ask("old", tokens(28), max_tokens=12, namespace=b"large")
+    world.step()
+    for index in range(3):
+        world.ask(f"r{index}", (index % 2, index // 2, 1), max_tokens=12, namespace=bytes([index]))
+    world.settle()
+
+    assert world.preemptions("old") == 0
+    assert world.core.stats().preemptions_total > 0
+
+
 def test_lower_priority_is_preempted_first_however_old() -> None:
     """Priority stands above age."""
     world = Watched(blocks=9)
@@ -373,6 +386,7 @@ def test_a_sample_alone_needs_no_copy_of_its_own_tail() -> None:
     assert final.ending == "done"
 
 
+ONE_TOKEN = [(1, 0, 0, 1, 0)] * 4
 adversary = st.lists(
     st.tuples(
         st.integers(1, 30),  # prompt tokens
@@ -387,6 +401,23 @@ adversary = st.lists(
 
 
 @pytest.mark.parametrize("depth", [1, 2])
+@example(10, [*ONE_TOKEN, (12, 10, 1, 2, 0), (10, 9, 0, 2, 0)], 1, False)
+@example(8, [*ONE_TOKEN, (9, 9, 1, 3, 0), (9, 9, 0, 2, 0)], 1, False)
+@example(
+    7,
+    [
+        (14, 2, 2, 2, 4),
+        (30, 26, 0, 3, 0),
+        (26, 14, 0, 2, 1),
+        (11, 11, 0, 1, 3),
+        (2, 24, 0, 2, 4),
+        (19, 4, 1, 3, 6),
+        (24, 12, 0, 2, 1),
+        (25, 11, 1, 3, 1),
+    ],
+    1,
+    False,
+)
 @given(st.integers(2, 20), adversary, st.integers(1, 3), st.booleans())
 def test_every_admissible_request_finishes(
     depth: int,

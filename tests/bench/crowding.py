@@ -1,0 +1,90 @@
+"""What a small pool and a common prompt cost in tokens computed: python -m tests.bench.crowding
+
+Counts, not times, over the token oracle; the figures of decisions 0004 and 0006.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+
+from engine.api import CacheGrant, Request, Sampling
+from engine.config import EngineConfig
+from engine.core import Core
+from engine.sequence import Sequence
+from tests.checkers import World
+
+GREEDY = Sampling(temperature=0)
+
+
+class Impatient(Core):
+    """Nobody waits for a prefix that somebody else is computing."""
+
+    def submit(self, request: Request) -> None:
+        """As always, and then alone."""
+        super().submit(request)
+        first: Sequence = self.works[request.request_id].sequences[0]
+        first.is_patient = False
+
+
+def world(blocks: int, config: EngineConfig, make_core: type[Core] = Core) -> World:
+    """An engine of blocks of four tokens over two-token prompts."""
+    return World(
+        config,
+        blocks=blocks,
+        block_size=4,
+        context_tokens=4000,
+        promises=False,
+        make_core=make_core,
+    )
+
+
+def words(chance: random.Random, count: int) -> tuple[int, ...]:
+    """A prompt nobody else has."""
+    return tuple(chance.randrange(2) for _ in range(count))
+
+
+def preempt(blocks: int) -> str:
+    """64 requests of four namespaces, eight at once, over a pool of `blocks`."""
+    chance = random.Random(1)
+    config = EngineConfig(step_tokens_max=64, prefill_chunk_tokens_max=32, sequences_max=8)
+    crowd = world(blocks, config)
+    for index in range(64):
+        tokens = words(chance, chance.randrange(20, 60))
+        outputs, grant = chance.randrange(4, 60), CacheGrant(bytes([index % 4]))
+        crowd.submit(Request(f"r{index}", tokens, outputs, grant, GREEDY))
+    crowd.settle()
+    used = [s.finished.usage for s in crowd.streams.values() if s.finished is not None]
+    often = [usage.preemptions for usage in used]
+    again = sum(usage.recomputed_tokens for usage in used)
+    return (
+        f"{blocks:6} {crowd.core.vitals.step:6} {sum(map(bool, often)):10} {max(often):5}"
+        f" {again:6} of {crowd.runner.computed_tokens:6}"
+    )
+
+
+def race(make_core: type[Core]) -> str:
+    """16 requests at once that share 1,024 tokens and have 64 of their own."""
+    chance = random.Random(1)
+    crowd = world(2000, EngineConfig(sequences_max=16), make_core)
+    shared = words(chance, 1024)
+    for index in range(16):
+        own = words(chance, 64)
+        crowd.submit(Request(f"r{index}", (*shared, *own), 1, CacheGrant(b"n"), GREEDY))
+    crowd.settle()
+    return f"{make_core.__name__:10} {crowd.runner.computed_tokens:6} {crowd.core.vitals.step:6}"
+
+
+def main() -> None:
+    """Two tables."""
+    out = sys.stdout.write
+    out("blocks  steps  preempted  most  computed again\n")
+    for blocks in (160, 80, 60, 40):
+        out(preempt(blocks) + "\n")
+    out("\nracing   computed  steps\n")
+    for make_core in (Core, Impatient):
+        out(race(make_core) + "\n")
+
+
+if __name__ == "__main__":
+    main()
