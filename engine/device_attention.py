@@ -68,6 +68,7 @@ class DeviceAttention:
         rows = PART_ROWS if device.type == "cuda" else 16 * tokens_max
         self.parts = Parts(1, rows, config.heads, config.head_dim, device)
         self.part_rows = rows
+        self.scratch = self.parts
         self.plan: HostPlan | None = None
         self._key: object = None
         self._age = 0
@@ -92,8 +93,10 @@ class DeviceAttention:
         flat = [(g.first_row, g.end_row, g.first_block, g.end_block) for g in groups]
         slices = Slices(rows, starts, (seats * self.stride).astype(np.int32))
         self.plan = self.planner.plan(slices, np.array(flat, np.int32).reshape(-1, 4))
-        if self.plan.parts_max * int(rows.sum()) > self.part_rows:
-            raise RuntimeError("the step has more parts than there is scratch memory for")
+        total = int(rows.sum())
+        self.scratch = self.parts
+        if self.plan.parts_max * total > self.part_rows:  # a long prompt in many chunks
+            self.scratch = Parts(self.plan.parts_max, total, self.heads, self.dim, self.kv.device)
         self.work.load(self.plan)
         self._key, self._age = key, 0
         self.planned += 1
@@ -121,7 +124,7 @@ class DeviceAttention:
         rope_kv_write(qkv, q, self.kv, layer, self.cos, self.sin, positions, slots)
         out = torch.empty_like(q)
         tree_attention(
-            q, self.kv, layer, self.work, self.tables, lengths, out, self.parts,
+            q, self.kv, layer, self.work, self.tables, lengths, out, self.scratch,
             classes=classes, causal=causal, dependent=not causal and q.is_cuda, merge=merge,
         )  # fmt: skip
         return out.view(tokens, self.heads * self.dim)

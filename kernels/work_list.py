@@ -92,7 +92,8 @@ class Planner:
 
     `span_keys_min`: a shared node is not cut finer (a part costs its store and its merge);
     `parts_max`: nor into more parts than the merge is worth. `chunk_keys` > 0: batch-invariant.
-    `group_keys_min`: a shorter group is left to the rows below it.
+    `group_keys_min`: a shorter group is left to the rows below it. `part_rows`: rows times parts
+    that there is scratch memory for; own keys are cut no finer than that allows.
     """
 
     kv_heads: int
@@ -105,6 +106,7 @@ class Planner:
     own_span_keys_min: int = 256
     own_span_keys_target: int = 2048
     parts_max: int = 5
+    part_rows: int = 65_536
 
     @property
     def padded_heads(self) -> int:
@@ -302,7 +304,8 @@ class _SpanCutter(_Cutter):
         by_fill = np.minimum(fill, np.maximum(1, total // p.own_span_keys_min))
         load = max(p.own_span_keys_target, int(total.sum()) * p.kv_heads // programs)
         by_length = -(-total // (2 * load))
-        spans = np.clip(np.maximum(by_fill, by_length), 1, 64)
+        room = p.part_rows // max(1, int(slices.rows.sum())) - p.parts_max
+        spans = np.clip(np.maximum(by_fill, by_length), 1, max(1, min(64, room)))
         # A prefill slice is cut only before its start; the causal rest is the last span.
         before = slices.starts - first_key
         spans = np.where(slices.rows > 1, np.where(before >= 2048, np.minimum(spans, 2), 1), spans)

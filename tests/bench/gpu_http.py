@@ -1,0 +1,184 @@
+"""The same workloads over HTTP: python -m tests.bench.gpu_http [--only W1,W2] [--json FILE]
+
+Starts the real gateway with its engine process on this machine's GPU, over random weights of
+Llama-3.1-8B's shape, and drives it with streaming completions of token ids. Tokens are counted from
+the answers' own usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from engine.config import EngineConfig
+from engine.model_store import ModelCard, load_card
+from gateway import app
+from gateway.config import AdminConfig, Config, LimitsConfig, LogConfig, ServerConfig
+from tests.bench.gpu_workloads import LLAMA_8B, OUTPUT, WORKLOADS, Workload, say
+
+NAME, PORT, ADMIN_PORT = "random-8b", 18_480, 18_481
+READY_TIMEOUT_S = 240.0
+
+
+def write_model(folder: Path) -> ModelCard:
+    """A prepared folder without weights: a byte tokenizer, and a seed instead of a file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({sign: i for i, sign in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
+    card = ModelCard(
+        name=NAME,
+        digest="random-0",
+        config=LLAMA_8B,
+        source="random:0",
+        folder=str(folder),
+        template_digest="none",
+        stop_token_ids=(),
+        special_token_ids=(),
+    )
+    (folder / "model_card.json").write_bytes(msgspec.json.encode(card))
+    return card
+
+
+def config_of(data: Path) -> Config:
+    """Room for 256 requests of one tenant, and 40 GB of blocks."""
+    return Config(
+        data_dir=str(data),
+        server=ServerConfig(listen=f"127.0.0.1:{PORT}"),
+        admin=AdminConfig(listen=f"127.0.0.1:{ADMIN_PORT}"),
+        limits=LimitsConfig(requests_per_tenant_max=1_024),
+        log=LogConfig(requests=False),
+        engine=EngineConfig(
+            device="cuda",
+            kv_blocks=20_000,
+            step_tokens_max=8_192,
+            prefill_chunk_tokens_max=8_192,
+            sequences_max=256,
+            queue_tokens_max=10_000_000,
+        ),
+    )
+
+
+def serve(data: Path) -> int:
+    """The server's side of this file, in a process of its own."""
+    config = config_of(data)
+    store, _ = app.open_store(config)
+    card = load_card(data / "model")
+    return asyncio.run(app.serve(config, card, store, lambda urls: say("ready " + urls[0])))
+
+
+async def complete(
+    session: aiohttp.ClientSession, tokens: tuple[int, ...], count: int
+) -> tuple[float, int, int]:
+    """One streamed completion: (seconds to its first token, output tokens, cached tokens)."""
+    body = {
+        "model": NAME,
+        "prompt": list(tokens),
+        "max_tokens": count,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    started, first_s, usage = time.perf_counter(), 0.0, {}
+    async with session.post("/v1/completions", data=json.dumps(body)) as response:
+        assert response.status == 200, await response.text()
+        async for line in response.content:
+            if not line.startswith(b"data: {"):
+                continue
+            if not first_s:
+                first_s = time.perf_counter() - started
+            if b'"usage":{' in line:
+                usage = json.loads(line[6:])["usage"]
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    return first_s, usage["completion_tokens"], cached
+
+
+async def run(
+    session: aiohttp.ClientSession, prompts: list[tuple[int, ...]], count: int = OUTPUT
+) -> dict[str, Any]:
+    """All prompts at once."""
+    started = time.perf_counter()
+    answers = await asyncio.gather(*(complete(session, prompt, count) for prompt in prompts))
+    wall_s = time.perf_counter() - started
+    firsts = [first_s for first_s, _, _ in answers]
+    return {
+        "wall_s": round(wall_s, 3),
+        "tok_s": round(sum(n for _, n, _ in answers) / wall_s),
+        "first_token_p50_ms": round(statistics.median(firsts) * 1e3, 1),
+        "cached_tokens": sum(cached for _, _, cached in answers),
+    }
+
+
+async def drive(key: str, workloads: list[Workload], single: bool) -> list[dict[str, Any]]:
+    """Cold, then twice warm; and one prompt of 8,192 tokens alone."""
+    results: list[dict[str, Any]] = []
+    connector = aiohttp.TCPConnector(limit=0)
+    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+    timeout = aiohttp.ClientTimeout(total=300)
+    async with aiohttp.ClientSession(
+        f"http://127.0.0.1:{PORT}", connector=connector, headers=headers, timeout=timeout
+    ) as session:
+        for work in workloads:
+            prompts = work.prompts(1)
+            cold = await run(session, prompts)
+            warm = [await run(session, prompts) for _ in range(2)]
+            results.append({"workload": work.name, "cold": cold, "warm": warm})
+            say(json.dumps(results[-1]))
+        if single:
+            prompt = Workload("W5", 1, ((1, 8_192),)).prompts(5)
+            times = [(await run(session, prompt, 1))["first_token_p50_ms"] for _ in range(6)]
+            results.append({"workload": "W5 TTFT", "cold_ms": times[0], "warm_ms": times[1:]})
+            say(json.dumps(results[-1]))
+    return results
+
+
+def main() -> int:
+    """Start the server, drive it, end it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="W1,W2,W5")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.serve is not None:
+        return serve(options.serve)
+    wanted = options.only.split(",")
+    with tempfile.TemporaryDirectory() as folder:
+        data = Path(folder)
+        write_model(data / "model")
+        command = [sys.executable, "-m", "tests.bench.gpu_http", "--serve", folder]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+            try:
+                assert server.stdout is not None
+                started = time.perf_counter()
+                line = server.stdout.readline()
+                assert line.startswith("ready"), f"the server said {line!r}"
+                say(f"ready after {time.perf_counter() - started:.1f} s")
+                key = (data / app.KEY_FILE).read_text().strip()
+                works = [work for work in WORKLOADS if work.name in wanted]
+                results = asyncio.run(drive(key, works, "W5" in wanted))
+            finally:
+                server.terminate()
+                server.wait(30)
+    if options.json is not None:
+        options.json.write_text(json.dumps(results, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
