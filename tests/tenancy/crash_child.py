@@ -1,0 +1,77 @@
+"""A process that keeps a ledger and is there to be killed: `crash_child DATABASE COUNT [LIE]`.
+
+It prints a request id once its entry is durable, and not before; with LIE it prints that one and
+dies without having settled it, so that the check after a crash can be seen to fail. It exits with
+status 3 when the ledger refuses.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+from tenancy.errors import TenancyError
+from tenancy.ledger import Hold, Ledger
+from tenancy.registry import create_tenant, list_tenants
+from tenancy.store import Store
+from tenancy.types import UsageEntry
+
+AT_ONCE = 4
+
+
+def output_tokens(request_id: str) -> int:
+    """What a request used: a function of its id, so that the parent can check it."""
+    return 1 + int(request_id.rpartition("-")[2]) % 7
+
+
+def entry(request_id: str) -> UsageEntry:
+    """The entry that a request id must have."""
+    return UsageEntry(
+        request_id=request_id,
+        tenant_id=1,
+        key_id=1,
+        model="m",
+        ending="done",
+        started_ms=1,
+        ended_ms=2,
+        prompt_tokens=5,
+        cache_read_tokens=2,
+        cache_write_tokens=0,
+        fresh_tokens=3,
+        output_tokens=output_tokens(request_id),
+        physical_cached_tokens=2,
+    )
+
+
+def main(path: Path, count: int, lie: int | None) -> None:
+    """Hold, settle, say so; a few at a time, so that some share a commit."""
+    store = Store(path)
+    if not list_tenants(store):
+        create_tenant(store, lambda: 1, "ada")
+    ledger = Ledger(store, lambda: 2)
+    life = store.query("select count(*) from ledger")[0][0]
+    for first in range(0, count, AT_ONCE):
+        request_ids = [f"{life}-{number}" for number in range(first, first + AT_ONCE)]
+        held = [ledger.hold(Hold(request_id, 1, 1, "m", 1)) for request_id in request_ids]
+        for future in held:
+            future.result()
+        if lie is not None and first >= lie:
+            os.write(1, f"{request_ids[0]}\n".encode())
+            os.kill(os.getpid(), signal.SIGKILL)
+        settled = [ledger.settle(entry(request_id)) for request_id in request_ids]
+        for request_id, future in zip(request_ids, settled, strict=True):
+            future.result()
+            os.write(1, f"{request_id}\n".encode())
+    ledger.close()
+    store.close()
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]) if sys.argv[3:] else None)
+    except TenancyError as error:
+        sys.stderr.write(f"{error.code}\n")
+        os._exit(3)

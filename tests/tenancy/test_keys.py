@@ -1,0 +1,187 @@
+"""Keys: what opens, what does not, and what is never shown."""
+
+from __future__ import annotations
+
+import re
+import secrets
+
+import pytest
+
+from tenancy.errors import BadName, KeyRefused
+from tenancy.keys import create_key, digest_of, list_keys, load_key_ring, revoke_key
+from tenancy.registry import create_tenant
+from tenancy.store import Store
+from tests.tenancy.conftest import Wall
+
+HOUR_MS = 3_600_000
+
+
+@pytest.fixture
+def tenant_id(store: Store, wall: Wall) -> int:
+    return create_tenant(store, wall, "ada").tenant_id
+
+
+def code(store: Store, key: str, now_ms: int) -> str:
+    """Why a key does not open."""
+    with pytest.raises(KeyRefused) as caught:
+        load_key_ring(store).find(key, now_ms)
+    assert key not in str(caught.value) or len(key) < 4
+    return caught.value.code
+
+
+def test_a_key_opens_for_whom_it_was_made(store: Store, wall: Wall, tenant_id: int) -> None:
+    """Two keys, two workspaces, one tenant."""
+    first = create_key(store, wall, tenant_id)
+    second = create_key(store, wall, tenant_id, workspace="lab")
+    ring = load_key_ring(store)
+
+    assert ring.find(first, wall()).workspace == "default"
+    assert ring.find(second, wall()).workspace == "lab"
+    assert ring.find(first, wall()).key_id != ring.find(second, wall()).key_id
+
+
+def test_a_key_has_256_random_bits_that_a_double_click_selects(
+    store: Store, wall: Wall, tenant_id: int
+) -> None:
+    """43 signs of base 62 after the prefix; none twice."""
+    keys = {create_key(store, wall, tenant_id) for _ in range(20)}
+
+    assert len(keys) == 20
+    assert all(re.fullmatch(r"tl-[0-9A-Za-z]{43}", key) for key in keys)
+
+
+def test_a_key_is_nowhere_in_the_database(store: Store, wall: Wall, tenant_id: int) -> None:
+    """A stolen copy of the file opens nothing."""
+    key = create_key(store, wall, tenant_id)
+    create_key(store, wall, tenant_id)
+
+    content = b"".join(file.read_bytes() for file in store.path.parent.iterdir())
+    assert key.encode() not in content
+    assert key[3:].encode() not in content
+    assert digest_of(key) in content
+
+
+def test_lists_show_a_keys_beginning_and_no_more(store: Store, wall: Wall, tenant_id: int) -> None:
+    """Enough to tell two keys apart, too little to use one."""
+    key = create_key(store, wall, tenant_id, label="laptop")
+    (shown,) = list_keys(store)
+
+    assert shown.shown == key[:11]
+    assert key not in repr(shown)
+    assert key not in repr(load_key_ring(store))
+
+
+def test_an_expired_key_stops_at_its_instant(store: Store, wall: Wall, tenant_id: int) -> None:
+    """Not a millisecond earlier or later."""
+    key = create_key(store, wall, tenant_id, lives_ms=HOUR_MS)
+    last_ms = wall() + HOUR_MS - 1
+
+    assert load_key_ring(store).find(key, last_ms).tenant_id == tenant_id
+    assert code(store, key, last_ms + 1) == "key_expired"
+
+
+@pytest.mark.parametrize("by", ["id", "beginning", "beginning…", "key"])
+def test_a_key_is_revoked_by_what_a_person_has(
+    store: Store, wall: Wall, tenant_id: int, by: str
+) -> None:
+    """Its id, its beginning as lists show it, or the key itself."""
+    create_key(store, wall, tenant_id)
+    key = create_key(store, wall, tenant_id)
+    which = {"id": "2", "beginning": key[:11], "beginning…": f"{key[:11]}…", "key": key}[by]
+    revoked = revoke_key(store, wall, which)
+
+    assert revoked.revoked_ms == wall()
+    assert code(store, key, wall()) == "key_revoked"
+
+
+def test_revoking_again_keeps_the_first_instant(store: Store, wall: Wall, tenant_id: int) -> None:
+    """When it stopped working is a fact."""
+    create_key(store, wall, tenant_id)
+    first = revoke_key(store, wall, "1")
+    wall.ms += HOUR_MS
+
+    assert revoke_key(store, wall, "1") == first
+
+
+@pytest.mark.parametrize("which", ["", "…", "7", "tl-", "tl-00000000", "' or 1=1 --"])
+def test_what_names_no_key_revokes_none(
+    store: Store, wall: Wall, tenant_id: int, which: str
+) -> None:
+    """A slip must not take a customer down."""
+    create_key(store, wall, tenant_id)
+
+    with pytest.raises(BadName, match="key list"):
+        revoke_key(store, wall, which)
+    assert [key.revoked_ms for key in list_keys(store)] == [None]
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["", "x", "x" * 10_000, "tl-", "ключ", "\ud800", "a\nb", "\x00", "' or 1=1 --", "'; drop"],
+)
+def test_what_is_no_key_opens_nothing(store: Store, wall: Wall, tenant_id: int, key: str) -> None:
+    """C1, C5: whatever comes is hashed and compared, never interpreted."""
+    create_key(store, wall, tenant_id)
+
+    assert code(store, key, wall()) == "key_unknown"
+
+
+def test_a_key_that_differs_in_its_last_sign_is_another(
+    store: Store, wall: Wall, tenant_id: int
+) -> None:
+    """C6: no part of a key decides."""
+    key = create_key(store, wall, tenant_id)
+    near = key[:-1] + ("0" if key[-1] != "0" else "1")
+
+    assert code(store, near, wall()) == "key_unknown"
+    assert code(store, key.upper(), wall()) == "key_unknown"
+
+
+def test_an_unknown_key_is_compared_like_a_known_one(
+    store: Store, wall: Wall, tenant_id: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """T15: time must not tell which keys exist. One digest, one comparison of 32 bytes, always."""
+    key = create_key(store, wall, tenant_id)
+    ring = load_key_ring(store)
+    compared: list[tuple[int, int]] = []
+
+    def compare(a: bytes, b: bytes) -> bool:
+        compared.append((len(a), len(b)))
+        return secrets.compare_digest(a, b)
+
+    monkeypatch.setattr("tenancy.keys.hmac.compare_digest", compare)
+    ring.find(key, wall())
+    for wrong in (key[:-1], "", "x" * 5_000):
+        with pytest.raises(KeyRefused):
+            ring.find(wrong, wall())
+
+    assert compared == [(32, 32)] * 4
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"workspace": ""},
+        {"workspace": "A"},
+        {"workspace": "../etc"},
+        {"workspace": "x" * 65},
+        {"label": "x" * 201},
+        {"label": "two\nlines"},
+        {"lives_ms": 0},
+        {"lives_ms": -5},
+        {"lives_ms": 2**62},
+    ],
+)
+def test_a_key_that_cannot_be_is_not_made(
+    store: Store, wall: Wall, tenant_id: int, wrong: dict[str, object]
+) -> None:
+    """Told before anything is written."""
+    with pytest.raises(BadName):
+        create_key(store, wall, tenant_id, **wrong)  # type: ignore[arg-type]
+    assert list_keys(store) == []
+
+
+def test_a_key_needs_a_tenant_that_exists(store: Store, wall: Wall) -> None:
+    """A key to nothing would be a key to whatever gets that id next."""
+    with pytest.raises(BadName, match="no tenant"):
+        create_key(store, wall, 7)

@@ -1,0 +1,211 @@
+"""Tenants, and the identity behind a key, also while another process changes them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tenancy.errors import BadName, KeyRefused, StoreError
+from tenancy.keys import create_key, revoke_key
+from tenancy.registry import (
+    REFRESH_S,
+    Registry,
+    bootstrap,
+    create_tenant,
+    find_tenant,
+    list_tenants,
+    set_policy,
+    set_status,
+)
+from tenancy.store import Store
+from tenancy.types import CachePolicy
+from tests.tenancy.conftest import Wall
+
+
+class Server:
+    """A registry with a clock of its own, and a key of the tenant `ada`."""
+
+    def __init__(self, store: Store, wall: Wall) -> None:
+        self.now_s = 0.0
+        self.key = create_key(store, wall, create_tenant(store, wall, "ada").tenant_id)
+        self.registry = Registry(store, wall, lambda: self.now_s)
+
+    def answer(self, key: str | None = None) -> str:
+        """The tenant's name, or why not, half a second later."""
+        self.now_s += REFRESH_S
+        try:
+            return self.registry.authenticate(key or self.key).tenant.name
+        except KeyRefused as refusal:
+            return refusal.code
+
+
+@pytest.fixture
+def server(store: Store, wall: Wall) -> Server:
+    return Server(store, wall)
+
+
+@pytest.fixture
+def other(store: Store) -> Iterator[Store]:
+    """The same file, as the command line opens it beside a running server."""
+    other = Store(store.path)
+    yield other
+    other.close()
+
+
+def test_an_identity_is_what_the_key_proves(store: Store, wall: Wall, server: Server) -> None:
+    """Tenant, workspace, key and policy; nothing a client says."""
+    policy = CachePolicy(floor_blocks=8, ceiling_blocks=64, weight=2.5, priority=3)
+    tenant = create_tenant(store, wall, "bob", policy)
+    key = create_key(store, wall, tenant.tenant_id, workspace="lab")
+    server.answer()
+    identity = server.registry.authenticate(key)
+
+    assert (identity.tenant, identity.workspace) == (tenant, "lab")
+    assert (identity.policy, identity.scopes) == (policy, frozenset({"inference"}))
+
+
+def test_what_another_process_changes_is_seen_within_a_second(
+    other: Store, wall: Wall, server: Server
+) -> None:
+    """`trunkline key` and `trunkline tenant` work beside a running server."""
+    answers = [server.answer()]
+    key = create_key(other, wall, create_tenant(other, wall, "bob").tenant_id)
+    answers.append(server.answer(key))
+    set_status(other, "ada", "suspended")
+    answers.append(server.answer())
+    set_status(other, "ada", "active")
+    answers.append(server.answer())
+    revoke_key(other, wall, "1")
+    answers.append(server.answer())
+
+    assert answers == ["ada", "bob", "tenant_suspended", "ada", "key_revoked"]
+
+
+def test_what_the_same_process_changes_is_seen_too(
+    store: Store, wall: Wall, server: Server
+) -> None:
+    """An embedder has one store for both."""
+    set_status(store, "ada", "suspended")
+
+    assert server.answer() == "tenant_suspended"
+
+
+def test_authentication_asks_the_database_at_most_twice_a_second(
+    store: Store, server: Server
+) -> None:
+    """A flood of requests is not a flood of queries: none at all between two looks."""
+    store.close()
+    names = {server.registry.authenticate(server.key).tenant.name for _ in range(100)}
+
+    assert names == {"ada"}
+
+
+def test_while_the_database_is_away_the_last_snapshot_stands(store: Store, server: Server) -> None:
+    """Nothing can be admitted then, for want of a hold; but no key is called wrong."""
+    store.close()
+
+    assert server.answer() == "ada"
+
+
+def test_an_unchanged_registry_is_not_read_again(
+    store: Store, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ledger writes all the time; keys rarely change."""
+    with store.change() as db:
+        db.execute("insert into holds values ('a', 1, 1, 'm', 0)")
+    monkeypatch.setattr("tenancy.registry.load_key_ring", lambda store: pytest.fail("read again"))
+
+    assert server.answer() == "ada"
+
+
+def test_a_policy_holds_from_the_next_look(other: Store, server: Server) -> None:
+    """A tenant that was given more does not wait for a restart."""
+    set_policy(other, "ada", CachePolicy(weight=7))
+    server.answer()
+
+    assert server.registry.authenticate(server.key).policy == CachePolicy(weight=7)
+
+
+@pytest.mark.parametrize("name", ["a", "a-b_c.d", "0", "x" * 64])
+def test_a_plain_name_is_a_tenants_name(store: Store, wall: Wall, name: str) -> None:
+    """What goes through labels, URLs and shells unquoted."""
+    assert create_tenant(store, wall, name).name == name
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["", "A", " a", "a b", "-a", ".", "..", "../a", "a/b", "x" * 65, "ä", "a\n", "a\x00", "'; --"],
+)
+def test_any_other_name_is_refused_with_the_rule(store: Store, wall: Wall, name: str) -> None:
+    """A tenant that is a path or SQL or half a log line."""
+    with pytest.raises(BadName, match="1 to 64 of a-z"):
+        create_tenant(store, wall, name)
+    assert list_tenants(store) == []
+
+
+def test_a_name_is_taken_once(store: Store, wall: Wall) -> None:
+    """The first keeps its policy."""
+    create_tenant(store, wall, "ada", CachePolicy(weight=2))
+
+    with pytest.raises(BadName, match="already"):
+        create_tenant(store, wall, "ada")
+    assert find_tenant(store, "ada")[1].weight == 2
+
+
+def test_an_unknown_tenant_is_answered_with_those_there_are(store: Store, wall: Wall) -> None:
+    """Most often it was a typo; a thousand names would not help."""
+    for number in range(12):
+        create_tenant(store, wall, f"t{number:02}")
+
+    with pytest.raises(BadName, match=r"'t1' \(there are: t00, .*, t09 and 2 more\)"):
+        find_tenant(store, "t1")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        CachePolicy(floor_blocks=-1),
+        CachePolicy(floor_blocks=2**70),
+        CachePolicy(ceiling_blocks=0),
+        CachePolicy(ceiling_blocks=2**70),
+        CachePolicy(floor_blocks=10, ceiling_blocks=9),
+        CachePolicy(weight=0),
+        CachePolicy(weight=-1),
+        CachePolicy(weight=float("nan")),
+        CachePolicy(weight=float("inf")),
+        CachePolicy(priority=2**70),
+    ],
+)
+def test_a_policy_that_cannot_be_changes_nothing(
+    store: Store, wall: Wall, wrong: CachePolicy
+) -> None:
+    """Absurd shares are told apart from small ones before they reach the engine."""
+    create_tenant(store, wall, "ada")
+
+    with pytest.raises(BadName):
+        set_policy(store, "ada", wrong)
+    with pytest.raises(BadName):
+        create_tenant(store, wall, "bob", wrong)
+    assert [policy for _, policy in list_tenants(store)] == [CachePolicy()]
+
+
+def test_the_first_start_makes_the_default_tenant_and_one_key(store: Store, wall: Wall) -> None:
+    """Once: a second start, or a start with tenants, makes nothing."""
+    key = bootstrap(store, wall)
+    again = bootstrap(store, wall)
+
+    assert key is not None
+    assert again is None
+    identity = Registry(store, wall, lambda: 0.0).authenticate(key)
+    assert identity.tenant.name == "default"
+
+
+def test_a_change_that_cannot_be_written_says_so(tmp_path: Path, wall: Wall) -> None:
+    """One line instead of SQLite's own exception."""
+    store = Store(tmp_path / "test.db")
+    store.close()
+
+    with pytest.raises(StoreError, match="not changed"), store.change():
+        pass
