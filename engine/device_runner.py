@@ -24,6 +24,7 @@ from engine.api import SampledToken
 from engine.built import Built
 from engine.config import EngineConfig
 from engine.device_attention import DeviceAttention, classes_of
+from engine.device_inputs import StepAttention, StepInputs
 from engine.device_sampler import DeviceSampler
 from engine.errors import ModelError
 from engine.kv_storage import KvStorage, kv_format
@@ -58,61 +59,6 @@ class _Flight:
     prompt_logprobs: dict[int, tuple[SampledToken, ...]] = field(default_factory=dict)
 
 
-class _Inputs:
-    """A step's numbers: one pinned host buffer, one device buffer, one copy.
-
-    Sections of `width` int32 each: token ids (-1: the seat's last token), positions, slots (-1: no
-    row), lengths, seats. Then five of sampling parameters as fp32 bits.
-    """
-
-    SECTIONS = ("token_ids", "positions", "slots", "lengths", "seats")
-
-    def __init__(self, width: int, device: torch.device) -> None:
-        self.width = width
-        shape = (len(self.SECTIONS) + 5, width)
-        self._host = torch.zeros(shape, dtype=torch.int32, pin_memory=device.type == "cuda")
-        self.device = torch.zeros(shape, dtype=torch.int32, device=device)
-        self.host = self._host.numpy()
-        self.parameters = self.device[len(self.SECTIONS) :].view(torch.float32)
-        self.host_parameters = self.host[len(self.SECTIONS) :].view(np.float32)
-        self._sent = torch.cuda.Event() if device.type == "cuda" else None
-
-    def wait(self) -> None:
-        """Until the last copy has left the host's buffer."""
-        if self._sent is not None:
-            self._sent.synchronize()
-
-    def send(self) -> None:
-        """To the device, in order with everything launched after."""
-        self.device.copy_(self._host, non_blocking=True)
-        if self._sent is not None:
-            self._sent.record()
-
-    def section(self, name: str, rows: int) -> torch.Tensor:
-        return self.device[self.SECTIONS.index(name), :rows]
-
-
-class _StepAttention:
-    """`engine.attention.Attend` with one step's buffers bound to it."""
-
-    def __init__(
-        self, attention: DeviceAttention, inputs: _Inputs, rows: int,
-        classes: tuple[int, ...], merge: bool, causal: bool,
-    ) -> None:  # fmt: skip
-        self._attention = attention
-        self._positions = inputs.section("positions", rows)
-        self._slots = inputs.section("slots", rows)
-        self._lengths = inputs.section("lengths", rows)
-        self._classes, self._merge, self._causal = classes, merge, causal
-
-    def attend(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
-        """See `engine.attention`."""
-        return self._attention.attend(
-            layer, qkv, positions=self._positions, slots=self._slots, lengths=self._lengths,
-            classes=self._classes, merge=self._merge, causal=self._causal,
-        )  # fmt: skip
-
-
 class DeviceRunner:
     """`engine.core.Runner` on one device. `seats`: sequences known at once; `tokens_max`: rows of a
     step in all."""
@@ -137,7 +83,7 @@ class DeviceRunner:
             model.config, kv, context=context, seats=seats, tokens_max=width, chunk_keys=chunk_keys
         )
         self.sampler = DeviceSampler(model.config.vocab, device)
-        self.inputs = _Inputs(width, device)
+        self.inputs = StepInputs(width, device)
         # One seat more than there are: rows that only fill a batch up write their token there.
         self.last_tokens = torch.zeros(seats + 1, dtype=torch.int32, device=device)
         self._nobody = seats
@@ -306,7 +252,7 @@ class DeviceRunner:
         given = self.inputs.section("token_ids", rows)
         last = self.last_tokens[self.inputs.section("seats", rows)]
         token_ids = torch.where(given >= 0, given, last.clamp(min=0))
-        attention = _StepAttention(self.attention, self.inputs, rows, classes, merge, causal)
+        attention = StepAttention(self.attention, self.inputs, rows, classes, merge, causal)
         return self.model.forward(token_ids, attention)
 
     def _eager(

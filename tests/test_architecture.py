@@ -9,7 +9,6 @@ import ast
 import importlib
 import re
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,9 +24,8 @@ ESCAPES_MAX = {"type: ignore": 0, "noqa": 0, "pragma: no cover": 0}
 """How often the product's code talks back to its checkers; see `test_escapes_only_shrink`."""
 
 
-def sources(*folders: str) -> Iterator[Path]:
-    for folder in folders:
-        yield from sorted((ROOT / folder).rglob("*.py"))
+def sources(*folders: str) -> list[Path]:
+    return [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
 
 
 def name_of(path: Path) -> str:

@@ -188,7 +188,8 @@ def _folder_files(folder: Path) -> list[Path]:
 def _read_safetensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
     try:
         with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 - not a dict
+            names = file.keys()
+            for name in names:
                 yield name, file.get_tensor(name)
     except (SafetensorError, OSError) as error:
         raise ModelError("corrupt", f"{path} cannot be read: {error}.") from error
