@@ -83,16 +83,17 @@ async def serving(model: Path, data: Path) -> AsyncIterator[Server]:
         "--admin-listen",
         "127.0.0.1:0",
         stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.PIPE,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert process.stdout is not None
+    assert process.stderr is not None
     try:
         text = ""
         async with asyncio.timeout(START_S):
             while "key file" not in text:
                 line = (await process.stdout.readline()).decode()
-                assert line, f"it ended: {text}"
+                assert line, f"it ended: {text}{(await process.stderr.read()).decode()}"
                 text += line
         found = re.search(r"http://\S+/v1", text)
         assert found is not None, text
