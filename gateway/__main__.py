@@ -18,6 +18,8 @@ from tqdm import tqdm
 
 from engine.errors import EngineError
 from engine.model_store import DEFAULT_MODEL, pull
+from gateway.bench import cli as bench
+from gateway.bench.client import BenchError
 from gateway.commands import checks, serve, tenants
 from gateway.config import Config, ConfigError, Origin, load_config
 from tenancy.errors import BadName, TenancyError
@@ -34,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return status
     except (ConfigError, BadName) as error:
         return _fail(2, str(error))
-    except (EngineError, TenancyError) as error:
+    except (EngineError, TenancyError, BenchError) as error:
         return _fail(1, str(error))
     except OSError as error:
         what = f"{error.filename}: {error.strerror}" if error.filename else str(error)
@@ -89,6 +91,8 @@ def _parser() -> argparse.ArgumentParser:
     add("check-config", "Print every setting and where it comes from.", _check_config)
     add("doctor", "Is everything here that a server needs?", _doctor)
     add("version", "Print the version.", _version)
+    bench.add_bench_arguments(add("bench", "Measure an endpoint; ours if none is named.", _bench))
+    bench.add_replay_arguments(add("replay", "Send an endpoint a recorded trace.", _replay))
     command = add("usage", "Sums of the ledger, by tenant.", _usage)
     command.add_argument("--tenant")
     command.add_argument("--days", type=int, help="only the last so many days")
@@ -165,6 +169,22 @@ def _doctor(options: argparse.Namespace, config: Config, origin: Origin) -> int:
 def _version(options: argparse.Namespace, config: Config, origin: Origin) -> int:
     print(checks.version())
     return 0
+
+
+def _bench(options: argparse.Namespace, config: Config, origin: Origin) -> int:
+    report = bench.run_bench(options, config.model.name, config.models_dir, _say_aside)
+    print(report.json() if options.json else report.text())
+    return 0
+
+
+def _replay(options: argparse.Namespace, config: Config, origin: Origin) -> int:
+    report = bench.run_replay(options, config.model.name, config.models_dir, _say_aside)
+    print(report.json() if options.json else report.text())
+    return 0
+
+
+def _say_aside(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def _usage(options: argparse.Namespace, config: Config, origin: Origin) -> int:

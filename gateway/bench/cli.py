@@ -1,0 +1,262 @@
+"""The arguments of `bench` and `replay`, and the runs they ask for.
+
+It prints nothing: it returns a document, and the table that people read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import signal
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+from msgspec import Struct
+
+from gateway.bench.client import BenchError, Client, Target
+from gateway.bench.memory import MemoryWatch
+from gateway.bench.own_server import OwnServer, own_server
+from gateway.bench.prompts import Prompts
+from gateway.bench.report import Row, machine, rows, table
+from gateway.bench.trace import Arrival, TracePrompts, read_trace, replay
+from gateway.bench.workloads import WORKLOADS, Figure, Sizes
+
+Say = Callable[[str], None]
+
+REQUEST_TIMEOUT_S = 600.0
+
+
+class Report(Struct, frozen=True):
+    """What a run found, and where. `text()` is the table."""
+
+    seed: int
+    endpoint: str
+    model: str
+    machine: dict[str, Any]
+    rows: list[Row]
+
+    def text(self) -> str:
+        """For people."""
+        m = self.machine
+        where = f"{m['cpu']}, {m['cores']} cores, {m['system']}"
+        at = f"commit {m['commit']}, seed {self.seed}, {self.model} at {self.endpoint}"
+        return f"{where}\n{at}\n\n{table(self.rows)}"
+
+    def json(self) -> str:
+        """For programs."""
+        return msgspec.json.format(msgspec.json.encode(self)).decode()
+
+
+def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `trunkline bench`."""
+    _add_target(parser)
+    parser.add_argument(
+        "--workloads", default="".join(WORKLOADS), type=_workloads, metavar="LETTERS",
+        help="which of a (long prompt), b (one stream), c (16 at once), d (4 tenants), e (chats);"
+        " default: all",
+    )  # fmt: skip
+    parser.add_argument("--repeats", type=_count, default=3, help="runs of each (default: 3)")
+
+
+def add_replay_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `trunkline replay`."""
+    parser.add_argument("file", type=Path, help="a trace: .jsonl (Mooncake's) or .csv (Azure's)")
+    _add_target(parser)
+    parser.add_argument("--speed", type=_positive, default=1.0, help="times as fast (default: 1)")
+    parser.add_argument("--limit", type=_count, default=100, help="requests (default: 100)")
+    parser.add_argument(
+        "--output-max", type=_count, default=64, help="output tokens at most (default: 64)"
+    )
+    parser.add_argument(
+        "--context", type=_count, default=8192, help="prompts are cut to fit it (default: 8192)"
+    )
+
+
+def _add_target(parser: argparse.ArgumentParser) -> None:
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument(
+        "--serve", action="store_true", help="start a server for it (the default without --url)"
+    )
+    where.add_argument("--url", help="an endpoint that runs, such as http://127.0.0.1:8080/v1")
+    parser.add_argument("--model", help="default: the endpoint's first")
+    parser.add_argument("--key", action="append", default=[], help="again for further tenants")
+    parser.add_argument("--pid", type=_count, help="the endpoint's process, to watch its memory")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--text", action="store_true", help="prompts in words; for endpoints without token ids"
+    )
+    parser.add_argument(
+        "--no-ignore-eos", action="store_true", help="for endpoints that do not know the field"
+    )
+    parser.add_argument(
+        "--timeout-s", type=_positive, default=1800.0, help="for all of it (default: 1800)"
+    )
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text}: must be 1 or more")
+    return number
+
+
+def _positive(text: str) -> float:
+    number = float(text)
+    if not 0 < number < 1e9:
+        raise argparse.ArgumentTypeError(f"{text}: must be above 0")
+    return number
+
+
+def _workloads(text: str) -> str:
+    unknown = sorted(set(text) - set(WORKLOADS))
+    if unknown or not text:
+        known = "".join(WORKLOADS)
+        raise argparse.ArgumentTypeError(f"{text!r}: give letters of {known}")
+    return text
+
+
+def run_bench(
+    options: argparse.Namespace, model: str, models_dir: Path, say: Say, sizes: Sizes | None = None
+) -> Report:
+    """Run the asked workloads. Blocks. Raises BenchError."""
+    work = _bench(options, model, models_dir, say, sizes or Sizes())
+    return _report(options, asyncio.run(_in_time(options, work)))
+
+
+def run_replay(options: argparse.Namespace, model: str, models_dir: Path, say: Say) -> Report:
+    """Replay a trace. Blocks. Raises BenchError."""
+    arrivals = read_trace(options.file, options.limit)
+    work = _replay(options, arrivals, model, models_dir, say)
+    return _report(options, asyncio.run(_in_time(options, work)))
+
+
+class _Found(Struct, frozen=True):
+    target: Target
+    rows: list[Row]
+    memory: MemoryWatch | None
+
+
+def _report(options: argparse.Namespace, found: _Found) -> Report:
+    lines = found.rows
+    if found.memory is not None:
+        peak = Figure("resident at most", "MiB", found.memory.peak_bytes / 2**20)
+        lines = [*lines, *rows("all", [[peak]])]
+    return Report(options.seed, found.target.url, found.target.model, machine(), lines)
+
+
+async def _in_time(options: argparse.Namespace, work: Coroutine[Any, Any, _Found]) -> _Found:
+    if threading.current_thread() is threading.main_thread():
+        # A bench that is told to end takes the server that it started with it.
+        task = asyncio.current_task()
+        assert task is not None
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    try:
+        async with asyncio.timeout(options.timeout_s):
+            return await work
+    except TimeoutError:
+        raise BenchError(
+            f"Not done after {options.timeout_s:g} s; give a longer --timeout-s or ask for less."
+        ) from None
+
+
+async def _bench(
+    options: argparse.Namespace, model: str, models_dir: Path, say: Say, sizes: Sizes
+) -> _Found:
+    async with _target(options, model, models_dir, sizes.tenants) as (client, server, memory):
+        found: list[Row] = []
+        if server is not None:
+            found += rows("start", [await _start_figures(client, server)])
+        warm_up = Prompts(f"{options.seed}/warm-up", in_text=options.text)
+        await WORKLOADS["b"](client, warm_up, sizes)
+        for name in options.workloads:
+            runs: list[list[Figure]] = []
+            for number in range(options.repeats):
+                say(f"{name}: run {number + 1} of {options.repeats}")
+                prompts = Prompts(f"{options.seed}/{name}/{number}", in_text=options.text)
+                runs.append(await WORKLOADS[name](client, prompts, sizes))
+            found += rows(name, runs)
+        return _Found(client.target, found, memory)
+
+
+async def _replay(
+    options: argparse.Namespace, arrivals: list[Arrival], model: str, models_dir: Path, say: Say
+) -> _Found:
+    async with _target(options, model, models_dir, 1) as (client, _, memory):
+        say(f"{len(arrivals)} requests over {arrivals[-1].at_s / options.speed:.0f} s")
+        prompts = TracePrompts(options.seed, context=options.context, in_text=options.text)
+        figures = await replay(
+            client, arrivals, prompts, speed=options.speed, output_tokens_max=options.output_max
+        )
+        return _Found(client.target, rows(f"f {options.file.name}", [figures]), memory)
+
+
+async def _start_figures(client: Client, server: OwnServer) -> list[Figure]:
+    done = await client.complete(Prompts("start").make(16), 1)
+    return [
+        Figure("ready", "s", server.ready_s),
+        Figure("first token of a request on readiness", "s", server.ready_s + done.first_s),
+        Figure("resident then", "MiB", server.memory.sample() / 2**20),
+    ]
+
+
+@asynccontextmanager
+async def _target(
+    options: argparse.Namespace, model: str, models_dir: Path, tenants: int
+) -> AsyncIterator[tuple[Client, OwnServer | None, MemoryWatch | None]]:
+    """The endpoint that was named, or one of ours; and whoever watches its memory."""
+    timeout = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S, sock_connect=10)
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(
+        timeout=timeout, connector=connector, read_bufsize=2**20
+    ) as session:
+        if options.url is None:
+            async with own_server(
+                model, models_dir, time.perf_counter, tenants=tenants, config=options.config
+            ) as server:
+                target = Target(server.url, await _first_model(session, server.url, server.keys[0]),
+                                server.keys)  # fmt: skip
+                client = Client(session, target, time.perf_counter)
+                async with _watched(server.memory):
+                    yield client, server, server.memory
+            return
+        url = options.url.rstrip("/")
+        keys = tuple(options.key) or ("",)
+        name = options.model or await _first_model(session, url, keys[0])
+        target = Target(url, name, keys, ignores_end=not options.no_ignore_eos)
+        client = Client(session, target, time.perf_counter)
+        if options.pid is None:
+            yield client, None, None
+            return
+        memory = MemoryWatch(options.pid)
+        async with _watched(memory):
+            yield client, None, memory
+
+
+@asynccontextmanager
+async def _watched(memory: MemoryWatch) -> AsyncIterator[None]:
+    task = asyncio.create_task(memory.watch())
+    try:
+        yield
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+
+async def _first_model(session: aiohttp.ClientSession, url: str, key: str) -> str:
+    target = Target(url, "", (key,))
+    try:
+        async with session.get(url + "/models", headers=target.headers()) as response:
+            if response.status != 200:
+                raise BenchError(f"{url}/models answered {response.status}; give --key or --model.")
+            return str((await response.json(content_type=None))["data"][0]["id"])
+    except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        raise BenchError(f"{url} cannot be reached: {error}.") from error
+    except (ValueError, KeyError, IndexError, TypeError) as error:
+        raise BenchError(f"{url}/models names no model; give --model.") from error

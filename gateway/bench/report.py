@@ -1,0 +1,111 @@
+"""Figures of several runs, summed up for people and for programs.
+
+It prints nothing: the command line does.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import subprocess
+from collections.abc import Iterable, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct
+
+from gateway.bench.workloads import Figure
+
+PACKAGES = ("torch", "aiohttp", "tokenizers", "msgspec", "numpy")
+
+
+class Row(Struct, frozen=True):
+    """One figure of one workload over its runs."""
+
+    workload: str
+    figure: str
+    unit: str
+    median: float
+    least: float
+    most: float
+    runs: int
+
+
+def rows(workload: str, runs: Sequence[Sequence[Figure]]) -> list[Row]:
+    """Median, least and most of each figure, in the order of the first run."""
+    values: dict[tuple[str, str], list[float]] = {}
+    for figures in runs:
+        for figure in figures:
+            values.setdefault((figure.name, figure.unit), []).append(figure.value)
+    return [
+        Row(workload, name, unit, statistics.median(v), min(v), max(v), len(v))
+        for (name, unit), v in values.items()
+    ]
+
+
+def table(found: Iterable[Row]) -> str:
+    """For people: one line a figure."""
+    lines = [("workload", "figure", "median", "least", "most", "unit", "runs")]
+    lines += [
+        (r.workload, r.figure, _short(r.median), _short(r.least), _short(r.most), r.unit,
+         str(r.runs))
+        for r in found
+    ]  # fmt: skip
+    widths = [max(len(line[i]) for line in lines) for i in range(7)]
+    numbers = {2, 3, 4, 6}
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if i in numbers else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    )
+
+
+def _short(value: float) -> str:
+    """Three digits that count, no exponent."""
+    if abs(value) >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
+
+
+def machine() -> dict[str, Any]:
+    """Where the figures were measured: they mean nothing elsewhere."""
+    return {
+        "cpu": _cpu(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "versions": {name: _version(name) for name in PACKAGES},
+        "commit": _commit(),
+    }
+
+
+def _cpu() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass  # no such file on this system
+    return platform.processor() or platform.machine()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    """The commit of the checkout that this file belongs to, with a + if it was changed."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None  # installed without its checkout
+    return done.stdout.strip() or None

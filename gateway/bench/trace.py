@@ -1,0 +1,151 @@
+"""(f) Replays of recorded traffic: arrivals as they were, faster or slower, whatever is answered.
+
+Latency counts from the instant at which a request was due, so an endpoint that falls behind cannot
+hide it by slowing the client down. Two formats are read: lines of JSON with 512-token prefix blocks
+(Mooncake's), and comma-separated lines without them (Azure's). A block id stands for the same
+tokens wherever it occurs, so shared ids are shared prefixes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import csv
+import random
+from collections.abc import Iterator, Sequence
+from datetime import datetime
+from itertools import islice
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from gateway.bench.client import BenchError, Client, Measured
+from gateway.bench.prompts import FIRST_ID, LAST_ID, WORDS, Prompt
+from gateway.bench.workloads import Figure, crowd_figures
+
+BLOCK_TOKENS = 512
+LINE_BYTES_MAX = 1 << 20
+
+
+class Arrival(Struct, frozen=True):
+    """One request of a trace. `at_s`: since the trace began. `blocks`: ids of its prompt's blocks
+    of 512 tokens, the last one perhaps not full; empty where the trace does not say."""
+
+    at_s: float
+    prompt_tokens: int
+    output_tokens: int
+    blocks: tuple[int, ...] = ()
+
+
+class _MooncakeLine(Struct):
+    timestamp: float
+    input_length: int
+    output_length: int
+    hash_ids: tuple[int, ...] = ()
+
+
+class _MooncakeDecoder:
+    def __init__(self) -> None:
+        self._decoder = msgspec.json.Decoder(_MooncakeLine)
+
+    def arrival(self, line: str) -> Arrival:
+        row = self._decoder.decode(line)
+        return Arrival(row.timestamp / 1e3, row.input_length, row.output_length, row.hash_ids)
+
+
+def read_trace(path: Path, limit: int) -> list[Arrival]:
+    """The first `limit` requests. Raises BenchError where the file is not a trace."""
+    read = _mooncake if path.suffix == ".jsonl" else _azure
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            arrivals = list(islice(read(iter(file)), limit))
+    except OSError as error:
+        raise BenchError(f"{path} cannot be read: {error.strerror}.") from error
+    except KeyError as missing:
+        raise BenchError(f"{path} is not a trace: it has no column {missing}.") from missing
+    except (ValueError, TypeError, msgspec.MsgspecError) as error:
+        raise BenchError(f"{path} is not a trace: {error}.") from error
+    if not arrivals:
+        raise BenchError(f"{path} has no requests.")
+    first_s = arrivals[0].at_s
+    if any(a.prompt_tokens < 1 or a.output_tokens < 0 or a.at_s < first_s for a in arrivals):
+        raise BenchError(f"{path} has a request without tokens, or before the first one.")
+    return [msgspec.structs.replace(a, at_s=a.at_s - first_s) for a in arrivals]
+
+
+def _mooncake(lines: Iterator[str]) -> Iterator[Arrival]:
+    decoder = _MooncakeDecoder()
+    for line in lines:
+        if line.strip():
+            yield decoder.arrival(line)
+
+
+def _azure(lines: Iterator[str]) -> Iterator[Arrival]:
+    for row in csv.DictReader(lines):
+        # Seven digits of a second: the last is more than a datetime holds.
+        at = datetime.fromisoformat(row["TIMESTAMP"][:26] + "+00:00")
+        yield Arrival(at.timestamp(), int(row["ContextTokens"]), int(row["GeneratedTokens"]))
+
+
+class TracePrompts:
+    """Prompts for arrivals: the same block id gives the same tokens, under one seed."""
+
+    def __init__(self, seed: int, *, context: int, in_text: bool = False) -> None:
+        self.seed = seed
+        self.context = context
+        self.in_text = in_text
+
+    def prompt(self, number: int, arrival: Arrival, output: int) -> Prompt:
+        """The prompt of the arrival with this number, cut so that its output fits the context."""
+        tokens = max(1, min(arrival.prompt_tokens, self.context - output - 1))
+        blocks: Sequence[int | str] = arrival.blocks or [
+            f"own-{number}-{i}" for i in range(-(-tokens // BLOCK_TOKENS))
+        ]
+        ids: list[int] = []
+        for block in blocks:
+            if len(ids) >= tokens:
+                break
+            draw = random.Random(f"{self.seed}/{block}")
+            ids += [draw.randrange(FIRST_ID, LAST_ID) for _ in range(BLOCK_TOKENS)]
+        ids = ids[:tokens]
+        if self.in_text:
+            return "".join(f" {WORDS[i % len(WORDS)]}" for i in ids)
+        return ids
+
+
+async def replay(
+    client: Client,
+    arrivals: Sequence[Arrival],
+    prompts: TracePrompts,
+    *,
+    speed: float,
+    output_tokens_max: int,
+) -> list[Figure]:
+    """Send each arrival when it is due, and wait for all. Answers that fail are counted."""
+    start_s = client.clock()
+    done: list[Measured] = []
+    failed: list[BenchError] = []
+    late_s = 0.0
+
+    async def send(prompt: Prompt, output: int, due_s: float, tenant: int) -> None:
+        try:
+            done.append(await client.complete(prompt, output, tenant=tenant, due_s=due_s))
+        except BenchError as error:
+            failed.append(error)
+
+    async with asyncio.TaskGroup() as tasks:
+        for number, arrival in enumerate(arrivals):
+            output = max(1, min(arrival.output_tokens, output_tokens_max))
+            prompt = prompts.prompt(number, arrival, output)
+            due_s = start_s + arrival.at_s / speed
+            await asyncio.sleep(max(0.0, due_s - client.clock()))
+            late_s = max(late_s, client.clock() - due_s)
+            tasks.create_task(send(prompt, output, due_s, number))
+    if not done:
+        raise BenchError(f"All {len(failed)} requests failed; the first: {failed[0]}")
+    return [
+        *crowd_figures("", start_s, done),
+        Figure("answered", "requests", len(done)),
+        Figure("failed", "requests", len(failed)),
+        Figure("sent late by at most", "ms", late_s * 1e3),
+    ]
