@@ -7,6 +7,7 @@ piece to copy, offload, store and drop. It knows no sequence and no tree. The ru
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from msgspec import Struct
@@ -16,7 +17,11 @@ from engine.plan import BlockCopy
 
 
 class KvFormat(Struct, frozen=True):
-    """What a block holds. `name` is part of a namespace: other bits never meet these."""
+    """What a block holds. `name` is part of a namespace: other bits never meet these.
+
+    `layout`: `slots`, [slot, head_dim] for each head; or `panels`, the order in which the C kernels
+    read keys and values (kernels/cpu_attention.c), in which a slot is no run of memory.
+    """
 
     name: str
     layers: int
@@ -24,6 +29,7 @@ class KvFormat(Struct, frozen=True):
     head_dim: int
     block_size: int
     bytes_per_value: int
+    layout: Literal["slots", "panels"] = "slots"
 
     @property
     def block_bytes(self) -> int:
@@ -31,20 +37,28 @@ class KvFormat(Struct, frozen=True):
         return values * self.bytes_per_value
 
 
-def kv_format(config: ModelConfig, dtype: torch.dtype, block_size: int) -> KvFormat:
+def kv_format(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    block_size: int,
+    layout: Literal["slots", "panels"] = "slots",
+) -> KvFormat:
     """The plain format: keys after rotation and values as they are, in `dtype`."""
+    name = str(dtype).removeprefix("torch.")
     return KvFormat(
-        name=str(dtype).removeprefix("torch."),
+        name=name if layout == "slots" else f"{name}-{layout}",
         layers=config.layers,
         kv_heads=config.kv_heads,
         head_dim=config.head_dim,
         block_size=block_size,
         bytes_per_value=dtype.itemsize,
+        layout=layout,
     )
 
 
 class KvStorage:
-    """`blocks` blocks of one format on one device. `data` is [B, L, 2, K, S, D].
+    """`blocks` blocks of one format on one device. `data` is [B, L, 2, K, S, D] (of `panels`, its
+    size alone).
 
     Zeroed at the start: tiles read whole runs of slots and mask afterwards, so every slot must be
     finite.
@@ -60,13 +74,19 @@ class KvStorage:
         )  # fmt: skip
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
-        """Run copies in order: the first `tokens` slots of each source, all layers."""
+        """Run copies in order: the first `tokens` slots of each source, all layers.
+
+        Of `panels` the whole block: what lies beyond is finite, and never seen.
+        """
         if not copies:
             return
         if self.data.is_cuda:
             self._copy_on_device(copies)
             return
         for copy in copies:
+            if self.form.layout == "panels":
+                self.data[copy.dst] = self.data[copy.src]
+                continue
             filled = self.data[copy.src, :, :, :, : copy.tokens]
             self.data[copy.dst, :, :, :, : copy.tokens] = filled
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
+from typing import Any, Protocol
 
 import torch
 
@@ -17,8 +18,10 @@ from engine.attention import TorchAttention
 from engine.batch import Batch, make_batch
 from engine.built import Built
 from engine.config import EngineConfig
-from engine.kv_storage import KvStorage, kv_format
-from engine.model_store import ModelCard
+from engine.cpu_attention import CpuAttention
+from engine.kv_storage import KvFormat, KvStorage, kv_format
+from engine.model_store import ModelCard, ModelConfig
+from engine.models.cpu_llama import CpuLlama, Kernels, load_kernels
 from engine.models.layers import TorchOps
 from engine.models.registry import build_model
 from engine.plan import BegunSequence, BlockCopy, Row, Sampled, StepPlan, StepResult
@@ -26,18 +29,49 @@ from engine.sampler import Sampler
 from engine.weights import load_weights
 
 
-class CpuRunner:
-    """`engine.core.Runner` on the CPU. A launched step is computed at once."""
+class StepModel(Protocol):
+    """What the runner sees of a model; `attention` is the backend that goes with it."""
 
-    def __init__(self, card: ModelCard, config: EngineConfig, *, blocks: int, context: int) -> None:
-        dtype = torch.bfloat16 if config.dtype == "bf16" else torch.float32
-        kv_dtype = torch.bfloat16 if config.kv_dtype == "bf16" else dtype
+    config: ModelConfig
+
+    def forward(self, token_ids: torch.Tensor, attention: Any) -> torch.Tensor:
+        """Hidden states [T, C] after the last norm."""
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[T, vocab] fp32."""
+
+
+class CpuRunner:
+    """`engine.core.Runner` on the CPU. A launched step is computed at once.
+
+    In C where a compiler works and the model's shape fits, else in torch. `dtype` auto is bf16
+    weights (and KV) in C, whose arithmetic is fp32 where the CPU has no bf16 products; in torch,
+    which has no such thing, it is fp32.
+    """
+
+    def __init__(
+        self,
+        card: ModelCard,
+        config: EngineConfig,
+        *,
+        blocks: int,
+        context: int,
+        kernels: Kernels | None = None,
+    ) -> None:
+        dtype, kv_dtype = _dtypes(config, in_c=kernels is not None)
         device = torch.device("cpu")
         self.block_size = config.block_size
-        form = kv_format(card.config, kv_dtype, config.block_size)
+        form = _form(card.config, config, in_c=kernels is not None)
         self.kv = KvStorage(form, blocks, kv_dtype, device)
-        self.model = build_model(card.config, load_weights(card, dtype), TorchOps())
-        self.attention = TorchAttention(card.config, self.kv, context)
+        weights = load_weights(card, dtype)
+        self.model: StepModel
+        self.attention: TorchAttention | CpuAttention
+        if kernels is not None:
+            self.model = CpuLlama(card.config, weights, kernels, self.kv, context)
+            self.attention = CpuAttention(card.config.heads // card.config.kv_heads)
+        else:
+            self.model = build_model(card.config, weights, TorchOps())
+            self.attention = TorchAttention(card.config, self.kv, context)
         self.sampler = Sampler(card.config.vocab, device)
         self._last: dict[int, int] = {}
         self._results: deque[StepResult] = deque()
@@ -70,6 +104,8 @@ class CpuRunner:
         for begun in plan.begun:
             self._begin(begun)
         self.kv.copy(plan.copies)
+        if not plan.rows:
+            return StepResult(step=plan.step, elapsed_s=time.perf_counter() - started_s)
         batch = make_batch(plan, self.block_size, self._last.__getitem__)
         self.attention.begin(plan, batch)
         hidden = self.model.forward(batch.token_ids, self.attention)
@@ -125,16 +161,31 @@ class CpuRunner:
         return self.sampler.prompt_logprobs(logits[: len(following)], following, top)
 
 
+def _dtypes(config: EngineConfig, *, in_c: bool) -> tuple[torch.dtype, torch.dtype]:
+    """Of the weights and of the KV."""
+    named = {"bf16": torch.bfloat16, "fp32": torch.float32}
+    weights = named.get(config.dtype, torch.bfloat16 if in_c else torch.float32)
+    return weights, named.get(config.kv_dtype, weights)
+
+
+def _form(shape: ModelConfig, config: EngineConfig, *, in_c: bool) -> KvFormat:
+    _, dtype = _dtypes(config, in_c=in_c)
+    return kv_format(shape, dtype, config.block_size, "panels" if in_c else "slots")
+
+
 def build_runner(card: ModelCard, config: EngineConfig) -> Built:
     """Load the model and make it ready to step. Raises ModelError.
 
-    Memory: the weights in the compute dtype, and `kv_memory_mib` of blocks.
+    Memory: the weights in the compute dtype, and `kv_memory_mib` of blocks. The first start on a
+    machine compiles the kernels, in about three seconds.
     """
-    torch.set_num_threads(config.threads or os.cpu_count() or 1)
+    threads = config.threads or os.cpu_count() or 1
+    kernels = load_kernels(card.config, threads)
+    # Beside the kernels' own threads torch needs none: its pool would spin for the same cores.
+    torch.set_num_threads(1 if kernels is not None else threads)
     context = min(card.config.context, config.context_tokens_max or card.config.context)
-    dtype = torch.bfloat16 if "bf16" in (config.dtype, config.kv_dtype) else torch.float32
-    form = kv_format(card.config, dtype, config.block_size)
+    form = _form(card.config, config, in_c=kernels is not None)
     blocks = config.kv_blocks or max(1, config.kv_memory_mib * 2**20 // form.block_bytes)
-    runner = CpuRunner(card, config, blocks=blocks, context=context)
+    runner = CpuRunner(card, config, blocks=blocks, context=context, kernels=kernels)
     runner.warm_up()
     return Built(runner, form, blocks, context, device="cpu", pipeline_depth=1)

@@ -1,0 +1,218 @@
+/* What the CPU kernels share: vectors, matrix tiles, the pool of threads, and the step's structs.
+ *
+ * Vectors are GCC's and clang's own, so that the code holds on any CPU; the compiler is told
+ * -march=native and picks AVX2, AVX-512 or NEON. Two rules make a row's result the same, bit for
+ * bit, whatever stands beside it in the batch: each output is summed over k in ascending order in
+ * one accumulator, however many rows and columns are computed at once; and keys are taken in tiles
+ * of TILE at fixed positions, in ascending order, each row rescaling for itself.
+ */
+#ifndef TRUNKLINE_CPU_H
+#define TRUNKLINE_CPU_H
+
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__AVX512F__)
+#define LANES 16
+#define TILE_ROWS 12
+#else
+#define LANES 8
+#define TILE_ROWS 6
+#endif
+
+#if defined(__AVX512BF16__)
+#include <immintrin.h>
+#define HAS_DOT 1
+#else
+#define HAS_DOT 0
+#endif
+
+#define PANEL 16 /* columns stored together */
+#define BLOCK 16 /* slots of a KV block */
+#define TILE 64  /* keys taken at once */
+#define ALIGNED __attribute__((aligned(64)))
+#define INLINE static inline __attribute__((always_inline))
+
+typedef float vf __attribute__((vector_size(LANES * 4)));
+typedef uint32_t vu __attribute__((vector_size(LANES * 4)));
+typedef int32_t vi __attribute__((vector_size(LANES * 4)));
+
+INLINE vf load(const void *p) {
+    vf v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
+
+INLINE void store(void *p, vf v) { memcpy(p, &v, sizeof v); }
+
+INLINE float sum_of(vf v) {
+    float s[LANES];
+    memcpy(s, &v, sizeof v);
+    for (int width = LANES / 2; width; width /= 2)
+        for (int i = 0; i < width; i++) s[i] += s[i + width];
+    return s[0];
+}
+
+/* fp32 to bf16, to nearest even; a NaN stays one. */
+INLINE uint16_t to_bf16(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    if ((bits & 0x7fffffffu) > 0x7f800000u) return (uint16_t)(bits >> 16 | 0x40);
+    return (uint16_t)((bits + 0x7fffu + (bits >> 16 & 1)) >> 16);
+}
+
+INLINE float from_bf16(uint16_t x) {
+    uint32_t bits = (uint32_t)x << 16;
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
+/* e^x to 2 units in the last place, for x <= 88; 0 below -87. Polynomial of Cephes' expf. */
+INLINE vf exp_of(vf x) {
+    const float magic = 12582912.0f; /* 1.5 * 2^23: adding it rounds to a whole number */
+    vi tiny = x < -87.0f;
+    x = (vf)(((vi)x & (x <= 88.0f)) | ((vi)((vf){0} + 88.0f) & (x > 88.0f)) | ((vi)x & (x != x)));
+    vf t = x * 1.44269504088896341f + magic;
+    vf n = t - magic;
+    vf r = x - n * 0.693359375f;
+    r = r + n * 2.12194440e-4f;
+    vf p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    vi scale = ((vi)t - 0x4b400000 + 127) << 23;
+    return (vf)((vi)(p * (vf)scale) & ~tiny);
+}
+
+/* How numbers are stored.
+ *   WIDE   fp32, [k][column]
+ *   PAIRS  bf16, [k / 2][column] words of (k even: low half, k odd: high half)
+ *   DOT    PAIRS, multiplied two at a time with left-hand sides in bf16 pairs as well
+ */
+enum { WIDE = 0, PAIRS = 1, DOT = 2 };
+
+/* acc[r][v] += the products of `rows` rows of a and the columns at b[v], over `pairs` pairs of k.
+ * b[v] points at LANES columns of the first k (or pair), `stride` words before the next. The left
+ * side has `lda` floats a row, or words of two bf16 when `kind` is DOT.
+ */
+INLINE void multiply(const int rows, const int vecs, const int kind, vf *acc, const float *a,
+                     size_t lda, const uint32_t *const *b, size_t stride, int pairs) {
+    const vu high = (vu){0} + 0xffff0000u;
+    for (int p = 0; p < pairs; p++) {
+        if (kind == DOT) {
+#if HAS_DOT
+#pragma GCC unroll 16
+            for (int v = 0; v < vecs; v++) {
+                const __m512bh w = (__m512bh)_mm512_loadu_si512(b[v] + p * stride);
+#pragma GCC unroll 16
+                for (int r = 0; r < rows; r++) {
+                    int word;
+                    memcpy(&word, a + r * lda + p, 4);
+                    acc[r * vecs + v] = (vf)_mm512_dpbf16_ps(
+                        (__m512)acc[r * vecs + v], (__m512bh)_mm512_set1_epi32(word), w);
+                }
+            }
+#endif
+            continue;
+        }
+#pragma GCC unroll 2
+        for (int half = 0; half < 2; half++) {
+            vf w[8];
+#pragma GCC unroll 16
+            for (int v = 0; v < vecs; v++) {
+                if (kind == WIDE)
+                    w[v] = load(b[v] + (2 * (size_t)p + half) * stride);
+                else if (half == 0)
+                    w[v] = (vf)((vu)load(b[v] + p * stride) << 16);
+                else
+                    w[v] = (vf)((vu)load(b[v] + p * stride) & high);
+            }
+#pragma GCC unroll 16
+            for (int r = 0; r < rows; r++) {
+                const float x = a[r * lda + 2 * p + half];
+#pragma GCC unroll 16
+                for (int v = 0; v < vecs; v++) acc[r * vecs + v] += w[v] * x;
+            }
+        }
+    }
+}
+
+/* -- threads (cpu_threads.c) ---------------------------------------------------------------- */
+
+typedef struct Pool Pool;
+typedef void (*Task)(void *arg, int index);
+
+Pool *pool_new(int threads);
+void pool_free(Pool *pool);
+/* Run `task` for 0 .. tasks - 1, on whichever threads are awake; returns when all are done. */
+void pool_run(Pool *pool, Task task, void *arg, int tasks);
+
+/* -- matrices (cpu_linear.c) ---------------------------------------------------------------- */
+
+enum { STORE = 0, ADD = 1, SILU = 2 };
+
+/* c [rows, columns] = a [rows, depth] x b; ADD: += ; SILU: b's panels are gate and up in turns and
+ * c is silu(gate) * up, `columns` of them. b as `pack` made it. `pairs`: room for rows * depth / 2
+ * words when the kind is DOT. */
+typedef struct {
+    const float *a;
+    const uint32_t *b;
+    float *c;
+    uint32_t *pairs;
+    int rows, depth, columns, kind, epilogue;
+} Product;
+
+void product(Pool *pool, Product *p);
+void rms_norm(const float *x, const float *weight, float *out, int channels, float eps);
+void to_pairs(const float *x, uint32_t *out, int count);
+
+/* -- the step ------------------------------------------------------------------------------- */
+
+typedef struct {
+    const float *attention_norm, *mlp_norm;
+    const uint32_t *qkv, *output, *gate_up, *down;
+} Layer;
+
+typedef struct {
+    int32_t layers, hidden, intermediate, heads, kv_heads, head_dim, vocab;
+    int32_t kind;    /* of the weights: WIDE, PAIRS or DOT */
+    int32_t kv_kind; /* of the KV: WIDE, PAIRS or DOT */
+    float eps;
+    const Layer *layer;
+    const void *embeddings; /* [vocab, hidden], fp32 when WIDE, else bf16 */
+    const float *norm;
+    const uint32_t *head;
+    const float *cos, *sin; /* [context, head_dim / 2] */
+    uint32_t *kv;           /* [block, layer, 2, kv_head, block's K or V] */
+} Model;
+
+/* Query tokens [first, end) take the keys of tiles [tile_first, tile_end) of one block table. */
+typedef struct {
+    int32_t first, end, tile_first, tile_end, table;
+} Segment;
+
+/* Query tokens [first, end) are computed together, by segments [segment, segment_end) in order. */
+typedef struct {
+    int32_t first, end, segment, segment_end;
+} Bundle;
+
+typedef struct {
+    int32_t tokens, bundles;
+    const int32_t *token_ids, *positions, *tables;
+    const int64_t *slots;
+    const Bundle *bundle;
+    const Segment *segment;
+    float *hidden, *normed, *qkv, *attended, *activated; /* [tokens, ...]; scratch */
+    uint32_t *pairs;
+} Work;
+
+/* Rotate q and k of tokens [first, end) in place and write their k and v into their slots. */
+void rope_kv_write(const Model *m, const Work *w, int layer, int first, int end);
+/* Attention of one bundle's tokens on one KV head: w->qkv to w->attended. */
+void attend(const Model *m, const Work *w, int layer, int bundle, int kv_head);
+
+#endif

@@ -1,0 +1,203 @@
+"""The CPU kernels in C: compiled on the machine they run on, once, and called through ctypes.
+
+Knows tensors and C structs, no model and no request. `engine.models.cpu_llama` calls it. The struct
+classes mirror `cpu.h`, which says what each field means.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from ctypes import POINTER, c_float, c_int32, c_void_p
+from pathlib import Path
+
+import torch
+
+FOLDER = Path(__file__).parent
+SOURCES = ("cpu_threads.c", "cpu_linear.c", "cpu_attention.c", "cpu_llama.c")
+COMPILERS = ("cc", "gcc", "clang")
+FLAGS = ("-O3", "-march=native", "-std=gnu11", "-fno-math-errno", "-shared", "-fPIC", "-pthread")
+COMPILE_TIMEOUT_S = 60
+
+WIDE, PAIRS, DOT = 0, 1, 2
+"""How numbers are stored and multiplied: see `cpu.h`."""
+
+STORE, ADD, SILU = 0, 1, 2
+
+PANEL = 16
+TILE = 64
+"""Keys that a query takes at once; shared runs are cut down to a multiple."""
+
+
+class Product(ctypes.Structure):
+    _fields_ = (
+        ("a", c_void_p), ("b", c_void_p), ("c", c_void_p), ("pairs", c_void_p),
+        ("rows", c_int32), ("depth", c_int32), ("columns", c_int32), ("kind", c_int32),
+        ("epilogue", c_int32),
+    )  # fmt: skip
+
+
+class Layer(ctypes.Structure):
+    _fields_ = tuple(
+        (name, c_void_p)
+        for name in ("attention_norm", "mlp_norm", "qkv", "output", "gate_up", "down")
+    )
+
+
+class Model(ctypes.Structure):
+    _fields_ = (
+        *((name, c_int32) for name in (
+            "layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim", "vocab",
+            "kind", "kv_kind",
+        )),
+        ("eps", c_float), ("layer", POINTER(Layer)), ("embeddings", c_void_p), ("norm", c_void_p),
+        ("head", c_void_p), ("cos", c_void_p), ("sin", c_void_p), ("kv", c_void_p),
+    )  # fmt: skip
+
+
+class Work(ctypes.Structure):
+    _fields_ = (
+        ("tokens", c_int32), ("bundles", c_int32),
+        *((name, c_void_p) for name in (
+            "token_ids", "positions", "tables", "slots", "bundle", "segment",
+            "hidden", "normed", "qkv", "attended", "activated", "pairs",
+        )),
+    )  # fmt: skip
+
+
+class Kernels:
+    """The compiled library with a pool of threads. Its functions are called without the GIL.
+
+    `threads` are used by one call at a time: one thread owns an instance.
+    """
+
+    def __init__(self, library: Path, threads: int) -> None:
+        self._c = ctypes.CDLL(str(library))
+        signatures: dict[str, tuple[object, Sequence[object]]] = {
+            "has_dot": (c_int32, ()),
+            "head_dim_step": (c_int32, ()),
+            "pool_new": (c_void_p, (c_int32,)),
+            "pool_free": (None, (c_void_p,)),
+            "pack": (None, (c_void_p, c_void_p, c_void_p, c_int32, c_int32, c_int32)),
+            "product": (None, (c_void_p, POINTER(Product))),
+            "llama_forward": (None, (c_void_p, POINTER(Model), POINTER(Work))),
+            "llama_logits": (
+                None, (c_void_p, POINTER(Model), c_void_p, c_void_p, c_void_p, c_int32)
+            ),
+        }  # fmt: skip
+        for name, (result, arguments) in signatures.items():
+            function = getattr(self._c, name)
+            function.restype, function.argtypes = result, arguments
+        self.has_dot = bool(self._c.has_dot())
+        self.head_dim_step = int(self._c.head_dim_step())
+        self._pool = self._c.pool_new(threads)
+        if not self._pool:
+            raise MemoryError("no memory for a pool of threads")
+
+    def close(self) -> None:
+        """End the threads. Once; nothing may be called after."""
+        self._c.pool_free(self._pool)
+        self._pool = None
+
+    def pack(self, weight: torch.Tensor, columns: torch.Tensor | None = None) -> torch.Tensor:
+        """weight [N, K] bf16 or fp32 → the panels that products read, padded to 32 columns.
+
+        `columns` int32: the rows of `weight` in the order of the columns (-1: zeros), padded
+        already; None takes them as they are.
+        """
+        rows, depth = weight.shape
+        if columns is None:
+            padded = -(-rows // 32) * 32
+            columns = torch.arange(padded, dtype=torch.int32)
+            columns[rows:] = -1
+        weight = weight.contiguous()
+        packed = torch.empty(len(columns) * depth, dtype=weight.dtype)
+        is_bf16 = weight.dtype == torch.bfloat16
+        self._c.pack(
+            weight.data_ptr(), packed.data_ptr(), columns.data_ptr(), len(columns), depth, is_bf16
+        )
+        return packed
+
+    def product(
+        self, a: torch.Tensor, packed: torch.Tensor, out: torch.Tensor, epilogue: int, kind: int
+    ) -> None:
+        """out = a x packed, or as `epilogue` says. a [T, K], out [T, N] fp32, out written."""
+        rows, depth = a.shape
+        pairs = torch.empty(rows * depth // 2, dtype=torch.int32)
+        self._c.product(
+            self._pool,
+            Product(
+                a.data_ptr(), packed.data_ptr(), out.data_ptr(), pairs.data_ptr(),
+                rows, depth, out.shape[1], kind, epilogue,
+            ),
+        )  # fmt: skip
+
+    def forward(self, model: Model, work: Work) -> None:
+        """One step through all layers; writes `work`'s scratch and the KV of its slots."""
+        self._c.llama_forward(self._pool, model, work)
+
+    def logits(self, model: Model, hidden: torch.Tensor, out: torch.Tensor) -> None:
+        """hidden [T, C] → out [T, vocab] fp32, written."""
+        pairs = torch.empty(hidden.numel() // 2, dtype=torch.int32)
+        self._c.llama_logits(
+            self._pool, model, hidden.data_ptr(), out.data_ptr(), pairs.data_ptr(), len(hidden)
+        )
+
+
+def compiled(cache: Path | None = None) -> Path | None:
+    """The shared library for this CPU, compiled if it is not in `cache` yet.
+
+    None where no compiler works. Takes three seconds the first time. The name holds a digest of the
+    sources, the flags and the CPU's features; the file appears whole or not at all.
+    """
+    digest = hashlib.sha256("\n".join((*FLAGS, _cpu())).encode())
+    for name in ("cpu.h", *SOURCES):
+        digest.update((FOLDER / name).read_bytes())
+    name = f"kernels-{digest.hexdigest()[:24]}.so"
+    for folder in _folders(cache):
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            if not (folder / name).exists():
+                _compile(folder / name)
+        except (OSError, subprocess.SubprocessError):
+            continue
+        return folder / name
+    return None
+
+
+def _folders(cache: Path | None) -> tuple[Path, ...]:
+    if cache is not None:
+        return (cache,)
+    try:
+        home = Path.home()
+    except RuntimeError:
+        return (Path(tempfile.mkdtemp(prefix="trunkline-")),)
+    return (home / ".cache" / "trunkline", Path(tempfile.mkdtemp(prefix="trunkline-")))
+
+
+def _compile(target: Path) -> None:
+    """Raises OSError or SubprocessError when no compiler makes the library."""
+    compiler = next((path for path in map(shutil.which, COMPILERS) if path), None)
+    if compiler is None:
+        raise FileNotFoundError("no C compiler")
+    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        made = Path(scratch) / target.name
+        command = [compiler, *FLAGS, "-o", str(made), *(str(FOLDER / name) for name in SOURCES)]
+        command.append("-lm")
+        subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_TIMEOUT_S)
+        made.replace(target)
+
+
+def _cpu() -> str:
+    """What -march=native goes by."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    wanted = ("model name", "flags", "Features", "CPU part")
+    return "\n".join(sorted({line for line in lines if line.startswith(wanted)}))

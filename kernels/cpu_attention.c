@@ -1,0 +1,253 @@
+/* Attention over paged KV, a bundle of query tokens and one KV head at a time.
+ *
+ * The query heads that share a KV head are rows of one small matrix, and so are the tokens of a
+ * bundle: keys of a run of blocks that many rows share are read once for all of them. A row keeps a
+ * running maximum, sum and output (Milakov and Gimelshein, "Online normalizer calculation for
+ * softmax", 2018), which it carries from the shared tiles to its own; nothing is merged afterwards.
+ *
+ * A block of one KV head, D channels, S = 16 slots:
+ *     K  WIDE [D][S] fp32       PAIRS [D / 2][S] words of two channels
+ *     V  WIDE [S][D] fp32       PAIRS [S / 2][D] words of two slots
+ * Both are then right-hand sides that `multiply` reads as they lie.
+ */
+#include "cpu.h"
+
+#include <math.h>
+
+#define WIDTH (2 * LANES)
+
+/* Words of one block's K or V of one head. */
+static size_t head_words(const Model *m) {
+    return (size_t)BLOCK * m->head_dim / (m->kv_kind == WIDE ? 1 : 2);
+}
+
+static uint32_t *keys_of(const Model *m, int64_t block, int layer, int kv_head) {
+    size_t head = head_words(m);
+    return m->kv + (((size_t)block * m->layers + layer) * 2 * m->kv_heads + kv_head) * head;
+}
+
+static uint32_t *values_of(const Model *m, int64_t block, int layer, int kv_head) {
+    return keys_of(m, block, layer, kv_head) + m->kv_heads * head_words(m);
+}
+
+static void rotate(float *x, const float *cos, const float *sin, int half) {
+    for (int i = 0; i < half; i++) {
+        float first = x[i], second = x[half + i];
+        x[i] = first * cos[i] - second * sin[i];
+        x[half + i] = second * cos[i] + first * sin[i];
+    }
+}
+
+void rope_kv_write(const Model *m, const Work *w, int layer, int first, int end) {
+    const int dim = m->head_dim, width = (m->heads + 2 * m->kv_heads) * dim;
+    for (int token = first; token < end; token++) {
+        float *qkv = w->qkv + (size_t)token * width;
+        const size_t at = (size_t)w->positions[token] * (dim / 2);
+        for (int head = 0; head < m->heads + m->kv_heads; head++)
+            rotate(qkv + head * dim, m->cos + at, m->sin + at, dim / 2);
+        const int64_t block = w->slots[token] / BLOCK;
+        const int slot = (int)(w->slots[token] % BLOCK);
+        for (int head = 0; head < m->kv_heads; head++) {
+            const float *k = qkv + (m->heads + head) * dim, *v = k + m->kv_heads * dim;
+            uint32_t *keys = keys_of(m, block, layer, head);
+            uint32_t *values = values_of(m, block, layer, head);
+            if (m->kv_kind == WIDE) {
+                for (int d = 0; d < dim; d++) ((float *)keys)[d * BLOCK + slot] = k[d];
+                memcpy((float *)values + slot * dim, v, (size_t)dim * 4);
+                continue;
+            }
+            for (int d = 0; d < dim; d += 2)
+                keys[d / 2 * BLOCK + slot] =
+                    (uint32_t)to_bf16(k[d]) | (uint32_t)to_bf16(k[d + 1]) << 16;
+            uint16_t *halves = (uint16_t *)(values + slot / 2 * dim) + slot % 2;
+            for (int d = 0; d < dim; d++) halves[2 * d] = to_bf16(v[d]);
+        }
+    }
+}
+
+/* One tile's work: `rows` query rows against up to four blocks. */
+typedef struct {
+    const float *q;           /* [rows][lda] */
+    const float *p;           /* [rows][ldp]; what `scores` became */
+    float *scores, *out;      /* [rows][TILE], [rows][dim] */
+    const uint32_t *k[TILE / BLOCK + 1], *v[TILE / BLOCK + 1];
+    int blocks, dim, rows;
+    size_t lda, ldp;
+} Piece;
+
+INLINE void scores_of(const int rows, const int kind, const Piece *t, int row) {
+    for (int column = 0; column < t->blocks * BLOCK; column += WIDTH) {
+        vf acc[rows * 2];
+        const uint32_t *b[2];
+        for (int v = 0; v < 2; v++) {
+            int at = column + v * LANES;
+            b[v] = t->k[at / BLOCK] + at % BLOCK;
+        }
+        memset(acc, 0, sizeof acc);
+        multiply(rows, 2, kind, acc, t->q + row * t->lda, t->lda, b, BLOCK, t->dim / 2);
+        for (int r = 0; r < rows; r++)
+            for (int v = 0; v < 2; v++)
+                store(t->scores + (row + r) * TILE + column + v * LANES, acc[r * 2 + v]);
+    }
+}
+
+INLINE void values_into(const int rows, const int kind, const Piece *t, int row) {
+    const size_t step = kind == DOT ? BLOCK / 2 : BLOCK;
+    for (int column = 0; column < t->dim; column += WIDTH) {
+        vf acc[rows * 2];
+        float *out = t->out + row * t->dim + column;
+        for (int r = 0; r < rows; r++)
+            for (int v = 0; v < 2; v++) acc[r * 2 + v] = load(out + r * t->dim + v * LANES);
+        for (int block = 0; block < t->blocks; block++) {
+            const uint32_t *b[2] = {t->v[block] + column, t->v[block] + column + LANES};
+            multiply(rows, 2, kind, acc, t->p + row * t->ldp + block * step, t->ldp, b, t->dim,
+                     BLOCK / 2);
+        }
+        for (int r = 0; r < rows; r++)
+            for (int v = 0; v < 2; v++) store(out + r * t->dim + v * LANES, acc[r * 2 + v]);
+    }
+}
+
+#define KINDS(CALL, ROWS, KIND)                          \
+    if ((KIND) == WIDE)                                  \
+        CALL(ROWS, WIDE, t, row);                        \
+    else if (HAS_DOT && (KIND) == DOT)                   \
+        CALL(ROWS, DOT, t, row);                         \
+    else                                                 \
+        CALL(ROWS, PAIRS, t, row)
+#define CASE(CALL, ROWS)                                 \
+    case ROWS:                                           \
+        KINDS(CALL, ROWS, kind);                         \
+        break;
+#if TILE_ROWS == 12
+#define MORE(CALL) \
+    CASE(CALL, 7) CASE(CALL, 8) CASE(CALL, 9) CASE(CALL, 10) CASE(CALL, 11) CASE(CALL, 12)
+#else
+#define MORE(CALL)
+#endif
+#define BY_ROWS(NAME, CALL)                                                              \
+    static void NAME(const Piece *t, int kind, int row, int rows) {                      \
+        switch (rows) {                                                                  \
+            CASE(CALL, 1)                                                                \
+            CASE(CALL, 2)                                                                \
+            CASE(CALL, 3)                                                                \
+            CASE(CALL, 4)                                                                \
+            CASE(CALL, 5)                                                                \
+            CASE(CALL, 6)                                                                \
+            MORE(CALL)                                                                   \
+        }                                                                                \
+    }
+BY_ROWS(score_rows, scores_of)
+BY_ROWS(value_rows, values_into)
+
+static float highest_of(vf v) {
+    float s[LANES];
+    memcpy(s, &v, sizeof v);
+    float high = s[0];
+    for (int i = 1; i < LANES; i++) high = s[i] > high ? s[i] : high;
+    return high;
+}
+
+/* A row's scores become probabilities against its running maximum; `visible` of them count. */
+static void soften(float *scores, int visible, float *high, float *sum, float *out, int dim) {
+    if (visible <= 0) {
+        memset(scores, 0, TILE * 4);
+        return;
+    }
+    for (int i = visible; i < TILE; i++) scores[i] = -INFINITY;
+    vf best = load(scores);
+    for (int i = LANES; i < TILE; i += LANES) {
+        vf v = load(scores + i);
+        vi more = v > best;
+        best = (vf)(((vi)v & more) | ((vi)best & ~more));
+    }
+    float top = highest_of(best);
+    if (top > *high) {
+        vf scale = exp_of((vf){0} + (*high - top));
+        for (int d = 0; d < dim; d += LANES) store(out + d, load(out + d) * scale);
+        store(sum, load(sum) * scale);
+        *high = top;
+    }
+    vf total = load(sum);
+    for (int i = 0; i < TILE; i += LANES) {
+        vf p = exp_of(load(scores + i) - *high);
+        total += p;
+        store(scores + i, p);
+    }
+    store(sum, total);
+}
+
+/* The keys of one tile for rows [row, row + t->rows) of the bundle. */
+static void take_tile(const Model *m, const Work *w, Piece *t, int tile, int first_token,
+                      float *high, float *sum, uint32_t *pairs) {
+    const int group = m->heads / m->kv_heads;
+    const int kind = m->kv_kind;
+    for (int row = 0, rows; row < t->rows; row += rows) {
+        rows = t->rows - row < TILE_ROWS ? t->rows - row : TILE_ROWS;
+        score_rows(t, kind, row, rows);
+    }
+    for (int row = 0; row < t->rows; row++) {
+        int visible = w->positions[first_token + row / group] + 1 - tile * TILE;
+        soften(t->scores + row * TILE, visible < TILE ? visible : TILE, high + row,
+               sum + row * LANES, t->out + row * t->dim, t->dim);
+    }
+    t->p = t->scores;
+    t->ldp = TILE;
+    if (kind == DOT) {
+        to_pairs(t->scores, pairs, t->rows * TILE);
+        t->p = (const float *)pairs;
+        t->ldp = TILE / 2;
+    }
+    for (int row = 0, rows; row < t->rows; row += rows) {
+        rows = t->rows - row < TILE_ROWS ? t->rows - row : TILE_ROWS;
+        value_rows(t, kind, row, rows);
+    }
+}
+
+void attend(const Model *m, const Work *w, int layer, int bundle, int kv_head) {
+    const Bundle *b = w->bundle + bundle;
+    const int dim = m->head_dim, group = m->heads / m->kv_heads;
+    const int rows = (b->end - b->first) * group;
+    const int width = (m->heads + 2 * m->kv_heads) * dim;
+    const float scale = 1.0f / sqrtf((float)dim);
+    float q[rows * dim] ALIGNED, out[rows * dim] ALIGNED, scores[rows * TILE] ALIGNED;
+    float high[rows], sum[rows * LANES] ALIGNED;
+    uint32_t pairs[rows * TILE / 2] ALIGNED, q_pairs[m->kv_kind == DOT ? rows * dim / 2 : 1] ALIGNED;
+    for (int row = 0; row < rows; row++) {
+        const float *from = w->qkv + (size_t)(b->first + row / group) * width;
+        from += (kv_head * group + row % group) * dim;
+        for (int d = 0; d < dim; d++) q[row * dim + d] = from[d] * scale;
+        high[row] = -1e30f;
+    }
+    if (m->kv_kind == DOT) to_pairs(q, q_pairs, rows * dim);
+    memset(out, 0, (size_t)rows * dim * 4);
+    memset(sum, 0, (size_t)rows * LANES * 4);
+    for (int at = b->segment; at < b->segment_end; at++) {
+        const Segment *s = w->segment + at;
+        const int row = (s->first - b->first) * group;
+        const int keys = w->positions[s->end - 1] + 1;
+        Piece t = {.out = out + row * dim, .scores = scores + row * TILE, .dim = dim,
+                   .rows = (s->end - s->first) * group, .lda = dim, .q = q + row * dim};
+        if (m->kv_kind == DOT) {
+            t.q = (const float *)(q_pairs + row * dim / 2);
+            t.lda = dim / 2;
+        }
+        for (int tile = s->tile_first; tile < s->tile_end; tile++) {
+            const int32_t *table = w->tables + s->table + tile * (TILE / BLOCK);
+            int blocks = (keys - tile * TILE + BLOCK - 1) / BLOCK;
+            t.blocks = blocks < TILE / BLOCK ? blocks : TILE / BLOCK;
+            for (int i = 0; i < t.blocks; i++) {
+                t.k[i] = keys_of(m, table[i], layer, kv_head);
+                t.v[i] = values_of(m, table[i], layer, kv_head);
+            }
+            t.k[t.blocks] = t.k[t.blocks - 1]; /* a vector of scores may be two blocks wide */
+            take_tile(m, w, &t, tile, s->first, high + row, sum + row * LANES, pairs);
+        }
+    }
+    for (int row = 0; row < rows; row++) {
+        float *to = w->attended + (size_t)(b->first + row / group) * m->heads * dim;
+        to += (kv_head * group + row % group) * dim;
+        const float total = sum_of(load(sum + row * LANES));
+        for (int d = 0; d < dim; d++) to[d] = out[row * dim + d] / total;
+    }
+}

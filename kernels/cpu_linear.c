@@ -1,0 +1,211 @@
+/* Linear maps, norms and packing. Weights lie in panels of 16 columns, so that a tile of the
+ * product reads them front to back once, from one row of activations up to thousands. */
+#include "cpu.h"
+
+#include <math.h>
+
+#define WIDTH 32          /* columns computed together: two panels */
+#define CACHED (192 * 1024) /* bytes of activations that should stay in the second-level cache */
+
+/* Words from one panel to the next. */
+static size_t panel_words(const Product *p) {
+    return (size_t)PANEL * (p->kind == WIDE ? p->depth : p->depth / 2);
+}
+
+#define TILE_OF(ROWS, VECS)                                                                   \
+    static void tile_##ROWS##_##VECS(const Product *p, const float *a, const uint32_t *b,     \
+                                     size_t lda, float *out, int width) {                     \
+        const size_t panel = panel_words(p);                                                  \
+        for (int column = 0; column < width; column += (VECS) * LANES) {                      \
+            const uint32_t *columns[VECS];                                                    \
+            vf acc[(ROWS) * (VECS)];                                                          \
+            for (int v = 0; v < (VECS); v++) {                                                \
+                int at = column + v * LANES;                                                  \
+                columns[v] = b + at / PANEL * panel + at % PANEL;                             \
+            }                                                                                 \
+            memset(acc, 0, sizeof acc);                                                       \
+            if (p->kind == WIDE)                                                              \
+                multiply(ROWS, VECS, WIDE, acc, a, lda, columns, PANEL, p->depth / 2);        \
+            else if (HAS_DOT && p->kind == DOT)                                               \
+                multiply(ROWS, VECS, DOT, acc, a, lda, columns, PANEL, p->depth / 2);         \
+            else                                                                              \
+                multiply(ROWS, VECS, PAIRS, acc, a, lda, columns, PANEL, p->depth / 2);       \
+            for (int r = 0; r < (ROWS); r++)                                                  \
+                for (int v = 0; v < (VECS); v++)                                              \
+                    store(out + r * 64 + column + v * LANES, acc[r * (VECS) + v]);            \
+        }                                                                                     \
+    }
+
+/* One row has one chain of sums a vector: more vectors hide the latency of an addition. */
+#if LANES == 8
+TILE_OF(1, 8)
+TILE_OF(1, 4)
+TILE_OF(2, 4)
+#else
+TILE_OF(1, 4)
+TILE_OF(1, 2)
+TILE_OF(2, 2)
+#endif
+TILE_OF(3, 2)
+TILE_OF(4, 2)
+TILE_OF(5, 2)
+TILE_OF(6, 2)
+#if TILE_ROWS == 12
+TILE_OF(7, 2)
+TILE_OF(8, 2)
+TILE_OF(9, 2)
+TILE_OF(10, 2)
+TILE_OF(11, 2)
+TILE_OF(12, 2)
+#endif
+
+typedef void (*Tile)(const Product *, const float *, const uint32_t *, size_t, float *, int);
+
+static const Tile TILES[] = {
+    NULL,
+#if LANES == 8
+    tile_1_4,
+    tile_2_4,
+#else
+    tile_1_2,
+    tile_2_2,
+#endif
+    tile_3_2,
+    tile_4_2,
+    tile_5_2,
+    tile_6_2,
+#if TILE_ROWS == 12
+    tile_7_2,
+    tile_8_2,
+    tile_9_2,
+    tile_10_2,
+    tile_11_2,
+    tile_12_2,
+#endif
+};
+
+/* `out`, [rows][64] of which `width` columns are computed, to c. */
+static void finish(const Product *p, const float *out, int row, int rows, int column, int width) {
+    for (int r = 0; r < rows; r++, out += 64) {
+        float *c = p->c + (size_t)(row + r) * p->columns;
+        if (p->epilogue == SILU) {
+            for (int at = 0; at < width; at += WIDTH) {
+                int first = (column + at) / 2;
+                for (int i = 0; i < PANEL && first < p->columns; i += LANES) {
+                    vf gate = load(out + at + i), up = load(out + at + PANEL + i);
+                    vf value = gate / (1.0f + exp_of(-gate)) * up;
+                    int count = p->columns - first - i;
+                    if (count > 0)
+                        memcpy(c + first + i, &value, (count < LANES ? count : LANES) * 4);
+                }
+            }
+            continue;
+        }
+        int count = p->columns - column < width ? p->columns - column : width;
+        if (p->epilogue == ADD)
+            for (int i = 0; i < count; i++) c[column + i] += out[i];
+        else
+            memcpy(c + column, out, (size_t)count * 4);
+    }
+}
+
+typedef struct {
+    Product *p;
+    int rows, columns;             /* of a task's piece */
+    int row_pieces, column_pieces; /* tasks are column pieces of row pieces */
+    int padded;                    /* columns in b */
+} Pieces;
+
+static void product_task(void *arg, int task) {
+    const Pieces *s = arg;
+    const Product *p = s->p;
+    const size_t lda = p->kind == DOT ? p->depth / 2 : p->depth;
+    const float *a = p->kind == DOT ? (const float *)p->pairs : p->a;
+    int row_first = task % s->row_pieces * s->rows, column_first = task / s->row_pieces * s->columns;
+    int row_end = row_first + s->rows < p->rows ? row_first + s->rows : p->rows;
+    int column_end = column_first + s->columns < s->padded ? column_first + s->columns : s->padded;
+    float out[TILE_ROWS * 64] ALIGNED;
+    for (int column = column_first, width; column < column_end; column += width) {
+        const uint32_t *b = p->b + column / PANEL * panel_words(p);
+        width = p->rows == 1 && column + 64 <= column_end ? 64 : WIDTH;
+        for (int row = row_first, rows; row < row_end; row += rows) {
+            rows = row_end - row < TILE_ROWS ? row_end - row : TILE_ROWS;
+            Tile tile = TILES[rows];
+#if LANES == 8
+            if (width == 64) tile = tile_1_8;
+#else
+            if (width == 64) tile = tile_1_4;
+#endif
+            tile(p, a + row * lda, b, lda, out, width);
+            finish(p, out, row, rows, column, width);
+        }
+    }
+}
+
+static void pairs_task(void *arg, int row) {
+    Product *p = arg;
+    to_pairs(p->a + (size_t)row * p->depth, p->pairs + (size_t)row * (p->depth / 2), p->depth);
+}
+
+void product(Pool *pool, Product *p) {
+    if (!p->rows) return;
+    Pieces s = {p, 0, 64, 1, 1, 0};
+    if (p->kind == DOT) {
+        if (p->rows > 16)
+            pool_run(pool, pairs_task, p, p->rows);
+        else
+            for (int row = 0; row < p->rows; row++) pairs_task(p, row);
+    }
+    int columns = p->epilogue == SILU ? 2 * ((p->columns + PANEL - 1) / PANEL * PANEL) : p->columns;
+    s.padded = (columns + WIDTH - 1) / WIDTH * WIDTH;
+    s.rows = CACHED / 4 / p->depth / TILE_ROWS * TILE_ROWS;
+    if (s.rows < TILE_ROWS) s.rows = TILE_ROWS;
+    s.row_pieces = (p->rows + s.rows - 1) / s.rows;
+    if (s.row_pieces == 1) s.rows = p->rows;
+    if (s.padded > 64 * 64) s.columns = (s.padded / 64 + 63) / 64 * 64;
+    s.column_pieces = (s.padded + s.columns - 1) / s.columns;
+    pool_run(pool, product_task, &s, s.row_pieces * s.column_pieces);
+}
+
+/* One row: x / rms(x) * weight. `channels` is a multiple of 16. */
+void rms_norm(const float *x, const float *weight, float *out, int channels, float eps) {
+    vf total = {0};
+    for (int i = 0; i < channels; i += LANES) {
+        vf v = load(x + i);
+        total += v * v;
+    }
+    float scale = 1.0f / sqrtf(sum_of(total) / (float)channels + eps);
+    for (int i = 0; i < channels; i += LANES)
+        store(out + i, load(x + i) * scale * load(weight + i));
+}
+
+/* fp32 to words of two bf16. */
+void to_pairs(const float *x, uint32_t *out, int count) {
+    for (int i = 0; i < count / 2; i++)
+        out[i] = (uint32_t)to_bf16(x[2 * i]) | (uint32_t)to_bf16(x[2 * i + 1]) << 16;
+}
+
+/* Lay weight [columns, depth] out in panels; `is_bf16`: both hold bf16, else fp32. `from` names the
+ * weight's row for each column of b, -1 for padding; `count` of them, a multiple of 32. */
+void pack(const void *weight, void *b, const int32_t *from, int count, int depth, int is_bf16) {
+    for (int column = 0; column < count; column++) {
+        int panel = column / PANEL, lane = column % PANEL;
+        if (is_bf16) {
+            const uint16_t *row = (const uint16_t *)weight + (ptrdiff_t)from[column] * depth;
+            uint16_t *to = (uint16_t *)b + (size_t)panel * PANEL * depth + 2 * lane;
+            for (int k = 0; k < depth; k++)
+                to[(size_t)(k / 2) * 2 * PANEL + k % 2] = from[column] < 0 ? 0 : row[k];
+        } else {
+            const float *row = (const float *)weight + (ptrdiff_t)from[column] * depth;
+            float *to = (float *)b + (size_t)panel * PANEL * depth + lane;
+            for (int k = 0; k < depth; k++)
+                to[(size_t)k * PANEL] = from[column] < 0 ? 0 : row[k];
+        }
+    }
+}
+
+/* For tests and for choosing how weights are kept: can bf16 be multiplied as it is? */
+int has_dot(void) { return HAS_DOT; }
+
+/* head_dim must be a multiple of this. */
+int head_dim_step(void) { return 2 * LANES; }

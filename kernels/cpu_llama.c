@@ -1,0 +1,96 @@
+/* A step of a Llama: the whole way through the layers in one call, five phases a layer.
+ *
+ * The order is that of engine/models/llama.py. What takes less than the wake of a thread (norms and
+ * rotation of a few tokens) is done by the calling thread alone.
+ */
+#include "cpu.h"
+
+#define FEW 16    /* tokens whose norms and rotations the caller does itself */
+#define CHUNK 16  /* tokens of a task otherwise */
+
+typedef struct {
+    const Model *m;
+    const Work *w;
+    const float *x, *weight;
+    float *out;
+    int layer, tokens;
+} Phase;
+
+static int chunk_end(const Phase *p, int task) {
+    return (task + 1) * CHUNK < p->tokens ? (task + 1) * CHUNK : p->tokens;
+}
+
+static void norm_task(void *arg, int task) {
+    const Phase *p = arg;
+    const int channels = p->m->hidden;
+    for (int token = task * CHUNK; token < chunk_end(p, task); token++)
+        rms_norm(p->x + (size_t)token * channels, p->weight, p->out + (size_t)token * channels,
+                 channels, p->m->eps);
+}
+
+static void rope_task(void *arg, int task) {
+    const Phase *p = arg;
+    rope_kv_write(p->m, p->w, p->layer, task * CHUNK, chunk_end(p, task));
+}
+
+static void attend_task(void *arg, int task) {
+    const Phase *p = arg;
+    /* Last bundles first: those of a prompt grow, and the longest should not come last. */
+    const int bundle = p->w->bundles - 1 - task / p->m->kv_heads;
+    attend(p->m, p->w, p->layer, bundle, task % p->m->kv_heads);
+}
+
+static void over_tokens(Pool *pool, Task task, Phase *p) {
+    const int tasks = (p->tokens + CHUNK - 1) / CHUNK;
+    if (p->tokens > FEW)
+        pool_run(pool, task, p, tasks);
+    else
+        for (int i = 0; i < tasks; i++) task(p, i);
+}
+
+static void embed(const Model *m, const Work *w) {
+    const size_t channels = (size_t)m->hidden;
+    for (int token = 0; token < w->tokens; token++) {
+        const size_t at = (size_t)w->token_ids[token] * channels;
+        float *to = w->hidden + (size_t)token * channels;
+        if (m->kind == WIDE)
+            memcpy(to, (const float *)m->embeddings + at, channels * 4);
+        else
+            for (size_t i = 0; i < channels; i++)
+                to[i] = from_bf16(((const uint16_t *)m->embeddings)[at + i]);
+    }
+}
+
+/* Hidden states after the last norm, [tokens, hidden], in w->normed. Writes the tokens' KV. */
+void llama_forward(Pool *pool, const Model *m, const Work *w) {
+    const int tokens = w->tokens, channels = m->hidden;
+    const int width = m->heads * m->head_dim, wider = width + 2 * m->kv_heads * m->head_dim;
+    Phase p = {m, w, w->hidden, NULL, w->normed, 0, tokens};
+    embed(m, w);
+    for (p.layer = 0; p.layer < m->layers; p.layer++) {
+        const Layer *layer = m->layer + p.layer;
+        p.weight = layer->attention_norm;
+        over_tokens(pool, norm_task, &p);
+        product(pool, &(Product){w->normed, layer->qkv, w->qkv, w->pairs, tokens, channels, wider,
+                                 m->kind, STORE});
+        over_tokens(pool, rope_task, &p);
+        pool_run(pool, attend_task, &p, w->bundles * m->kv_heads);
+        product(pool, &(Product){w->attended, layer->output, w->hidden, w->pairs, tokens, width,
+                                 channels, m->kind, ADD});
+        p.weight = layer->mlp_norm;
+        over_tokens(pool, norm_task, &p);
+        product(pool, &(Product){w->normed, layer->gate_up, w->activated, w->pairs, tokens,
+                                 channels, m->intermediate, m->kind, SILU});
+        product(pool, &(Product){w->activated, layer->down, w->hidden, w->pairs, tokens,
+                                 m->intermediate, channels, m->kind, ADD});
+    }
+    p.weight = m->norm;
+    over_tokens(pool, norm_task, &p);
+}
+
+/* logits [rows, vocab] of rows [rows, hidden]. `pairs`: room for rows * hidden / 2 words. */
+void llama_logits(Pool *pool, const Model *m, const float *rows_in, float *logits, uint32_t *pairs,
+                  int rows) {
+    product(pool, &(Product){rows_in, m->head, logits, pairs, rows, m->hidden, m->vocab, m->kind,
+                             STORE});
+}
