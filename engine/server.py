@@ -137,6 +137,8 @@ class EngineServer:
             await self._converse(reader, writer, outlet)
         except (FrameError, OSError) as error:
             log("connection_lost", reason=type(error).__name__)
+        except asyncio.CancelledError:
+            pass  # the process is ending, and the loop with it
         finally:
             outlet.close()
             self._service.leave(outlet)
