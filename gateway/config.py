@@ -2,7 +2,8 @@
 
 Flags win over environment, environment over the file, the file over defaults; `origin` remembers
 which it was. An unknown key, a wrong type or an impossible value is an error that names the file,
-the key, what came and what would be right. It knows no argparse and opens nothing but the file.
+the key, what came and what would be right. It knows no argparse and opens nothing but the file;
+`gateway.__main__` calls it, everybody reads the values.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import difflib
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import msgspec
 from msgspec import Meta, Struct
@@ -133,14 +134,14 @@ def load_config(
         tree = _read(file)
         _decode(tree, str(file))  # errors of the file are told of the file
         origin.update(dict.fromkeys(_paths(tree), str(file)))
-    given = {path: environment[name] for name, path in ENVIRONMENT.items() if name in environment}
-    for path, text in given.items():
-        _put(tree, path, text)
-        origin[path] = "environment"
+    for name, path in ENVIRONMENT.items():
+        if text := environment.get(name):
+            _put(tree, path, text)
+            origin[path] = f"environment ({name})"
     for path, flag in flags.items():
         _put(tree, path, flag)
         origin[path] = "command line"
-    return _checked(_decode(tree, "the command line")), origin
+    return _checked(_decode(tree, "the command line"), origin), origin
 
 
 def effective(config: Config, origin: Origin) -> list[tuple[str, object, str]]:
@@ -152,8 +153,12 @@ def effective(config: Config, origin: Origin) -> list[tuple[str, object, str]]:
 def parse_address(text: str, what: str) -> tuple[str, int]:
     """host:port, the host in brackets if it is an IPv6 address. Raises ConfigError."""
     host, _, port = text.rpartition(":")
-    if not host or not port.isdigit() or int(port) > 65_535:
-        raise ConfigError(f"{what}: {text!r} is no address; write HOST:PORT, as in 127.0.0.1:8080")
+    is_number = port.isascii() and port.isdigit() and len(port) <= 5 and int(port) <= 65_535
+    is_bare_ipv6 = ":" in host and not (host.startswith("[") and host.endswith("]"))
+    if not host.strip("[]") or not is_number or is_bare_ipv6:
+        raise ConfigError(
+            f"{what}: {text!r} is no address; write HOST:PORT, as in 127.0.0.1:8080 or [::1]:8080"
+        )
     return host.strip("[]"), int(port)
 
 
@@ -172,9 +177,20 @@ def _decode(tree: dict[str, Any], where: str) -> Config:
         return msgspec.convert(tree, Config)
     except msgspec.ValidationError as error:
         message, _, path = str(error).partition(" - at `$.")
-        key = path.rstrip("`") or "the top level"
-        value = _get(tree, key)
-        raise ConfigError(f"{where}: {key}: {message} (it is {value!r})") from error
+        key = path.rstrip("`")
+        came = f" (it is {_get(tree, key)!r})" if "[" not in key else ""
+        if options := _options(key):
+            message = f"Expected one of {', '.join(map(repr, options))}"
+        raise ConfigError(f"{where}: {key}: {message}{came}") from error
+
+
+def _options(path: str) -> tuple[object, ...]:
+    """What a setting may be, if it is one of a few."""
+    kind: Any = Config
+    for name in path.split("."):
+        fields = msgspec.structs.fields(kind) if isinstance(kind, type) else ()
+        kind = {field.name: field.type for field in fields}.get(name)
+    return get_args(kind) if get_origin(kind) is Literal else ()
 
 
 def _check_names(tree: dict[str, Any], kind: Any, where: str, above: str) -> None:
@@ -183,21 +199,37 @@ def _check_names(tree: dict[str, Any], kind: Any, where: str, above: str) -> Non
     for name, value in tree.items():
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {above}{close[0]}?" if close else f"; there are {list(known)}"
-            raise ConfigError(f"{where}: {above}{name} is not a setting{hint}")
+            hint = f"did you mean {above}{close[0]}?" if close else f"there are {', '.join(known)}"
+            raise ConfigError(f"{where}: {above}{name} is not a setting; {hint}")
         inner = known[name].type
         if isinstance(value, dict) and isinstance(inner, type) and issubclass(inner, Struct):
             _check_names(value, inner, where, f"{above}{name}.")
 
 
-def _checked(config: Config) -> Config:
+def _checked(config: Config, origin: Origin) -> Config:
     """What types alone cannot say."""
-    parse_address(config.server.listen, "server.listen")
-    parse_address(config.admin.listen, "admin.listen")
+
+    def at(path: str) -> str:
+        return f"{origin[path]}: {path}" if path in origin else path
+
+    public = parse_address(config.server.listen, at("server.listen"))
+    admin = parse_address(config.admin.listen, at("admin.listen"))
+    if public == admin and public[1]:
+        raise ConfigError(
+            f"{at('admin.listen')}: {config.admin.listen} is the public listener's address; the"
+            " admin listener needs one of its own"
+        )
+    for path, text in (
+        ("data_dir", config.data_dir),
+        ("model.name", config.model.name),
+        ("tenancy.database", config.tenancy.database),
+    ):
+        if not text or "\x00" in text:
+            raise ConfigError(f"{at(path)}: {text!r} is no name")
     engine = config.engine
     if engine.prefill_chunk_tokens_max > engine.step_tokens_max:
         raise ConfigError(
-            f"engine.prefill_chunk_tokens_max ({engine.prefill_chunk_tokens_max}) is above"
+            f"{at('engine.prefill_chunk_tokens_max')} ({engine.prefill_chunk_tokens_max}) is above"
             f" engine.step_tokens_max ({engine.step_tokens_max}); a slice must fit a step"
         )
     return config

@@ -1,13 +1,20 @@
-"""Every metric of the gateway, once. Names are `trunkline_*`, plus those of model servers that
-existing autoscalers and dashboards read, where they mean the same.
+"""Every metric of the gateway, once. Names are `trunkline_*`, plus the model-server names that
+autoscalers and inference routers read (`vllm:*`), where they mean the same.
 
-One registry per running gateway; no globals. Tenants are labels only up to a configured number.
+One registry per running gateway; no globals. Tenants are labels only up to a configured number;
+no other label carries anything that a client chose. The middleware counts, the admin listener
+shows. What the engine counts is passed on as it came with its last heartbeat: those counters start
+again with each life of the engine, as Prometheus expects of a counter.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.registry import Collector
 
 from engine.api import Stats
 
@@ -15,70 +22,59 @@ CONTENT_TYPE = CONTENT_TYPE_LATEST
 OTHERS = "others"
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 
+_GAUGES = {
+    "blocks": ("kv_blocks", "Blocks of the pool."),
+    "free_blocks": ("kv_free_blocks", "Blocks nobody refers to."),
+    "cached_blocks": ("kv_cached_blocks", "Blocks only the prefix tree refers to."),
+    "pinned_blocks": ("kv_pinned_blocks", "Blocks in some block table."),
+    "waiting": ("waiting_requests", "Requests that wait for their first step."),
+    "running": ("running_requests", "Requests that run."),
+    "waiting_tokens": ("waiting_tokens", "Prompt tokens of waiting requests."),
+    "steps_per_s": ("engine_steps_per_second", "Engine steps per second, lately."),
+    "prefill_tokens_per_s": ("engine_prefill_tokens_per_second", "Prompt tokens per second."),
+}
+_COUNTERS = {
+    "step": ("engine_steps", "Steps of this life of the engine."),
+    "prompt_tokens_total": ("engine_prompt_tokens", "Prompt tokens the engine began."),
+    "cached_tokens_total": ("engine_cached_tokens", "Prompt tokens found in the cache."),
+    "computed_tokens_total": ("engine_computed_tokens", "Prompt tokens computed."),
+    "output_tokens_total": ("engine_output_tokens", "Output tokens."),
+    "evicted_blocks_total": ("evicted_blocks", "Blocks taken under pressure."),
+    "expired_blocks_total": ("expired_blocks", "Blocks whose retention ended."),
+    "copied_blocks_total": ("copied_blocks", "Blocks copied because they were shared."),
+    "broken_promises_total": ("broken_promises", "Leases broken before their time."),
+    "preemptions_total": ("preemptions", "Sequences preempted."),
+}
+_ROUTERS = "As model servers name it, for autoscalers and routers."
+
 
 class Telemetry:
     """Counters, gauges and histograms of one gateway."""
 
     def __init__(self, tenants_as_labels_max: int) -> None:
-        self.registry = CollectorRegistry()
+        self.registry = one = CollectorRegistry()
         self._tenants_max = tenants_as_labels_max
         self._tenants: set[str] = set()
-        one = self.registry
 
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(f"trunkline_{name}", text, labels, registry=one)
 
-        def gauge(name: str, text: str) -> Gauge:
-            return Gauge(name, text, registry=one)
+        def seconds(name: str, text: str, *labels: str) -> Histogram:
+            return Histogram(
+                f"trunkline_{name}_seconds", text, labels, buckets=_SECONDS, registry=one
+            )
 
-        self.requests = counter(
-            "requests_total", "Requests that ended.", "tenant", "route", "ending"
-        )
-        self.refusals = counter("refusals_total", "Requests refused, by stable code.", "code")
-        self.prompt_tokens = counter("prompt_tokens_total", "Prompt tokens.", "tenant")
-        self.cached_tokens = counter(
-            "cached_tokens_total", "Prompt tokens found in the cache.", "tenant"
-        )
-        self.output_tokens = counter("output_tokens_total", "Output tokens.", "tenant")
-        self.unreadable = counter("unreadable_requests_total", "Connections that spoke no HTTP.")
-        self.first_token_s = Histogram(
-            "trunkline_first_token_seconds",
-            "Time from a request's arrival to its first token.",
-            ("cache",),
-            buckets=_SECONDS,
-            registry=one,
-        )
-        self.duration_s = Histogram(
-            "trunkline_request_seconds", "Time of a whole request.", buckets=_SECONDS, registry=one
-        )
-        self._gauges = {
-            "blocks": gauge("trunkline_kv_blocks", "Blocks of the pool."),
-            "free_blocks": gauge("trunkline_kv_free_blocks", "Blocks nobody refers to."),
-            "cached_blocks": gauge("trunkline_kv_cached_blocks", "Blocks only the tree holds."),
-            "pinned_blocks": gauge("trunkline_kv_pinned_blocks", "Blocks in some block table."),
-            "waiting": gauge("trunkline_waiting_requests", "Requests not running."),
-            "running": gauge("trunkline_running_requests", "Requests running."),
-            "waiting_tokens": gauge("trunkline_waiting_tokens", "Prompt tokens not begun."),
-            "step": gauge("trunkline_engine_step", "Steps of this engine's life."),
-            "evicted_blocks_total": gauge(
-                "trunkline_evicted_blocks", "Blocks evicted in this engine's life."
-            ),
-            "expired_blocks_total": gauge(
-                "trunkline_expired_blocks", "Blocks expired in this engine's life."
-            ),
-            "copied_blocks_total": gauge(
-                "trunkline_copied_blocks", "Blocks copied in this engine's life."
-            ),
-            "preemptions_total": gauge(
-                "trunkline_preemptions", "Preemptions in this engine's life."
-            ),
-            "steps_per_s": gauge("trunkline_steps_per_second", "Engine steps per second."),
-        }
-        self.ready = gauge("trunkline_engine_ready", "1 if the engine takes requests.")
-        self.restarts = gauge("trunkline_engine_restarts", "Engine restarts since the start.")
-        self._running = gauge("num_requests_running", "Requests running (model servers' name).")
-        self._waiting = gauge("num_requests_waiting", "Requests waiting (model servers' name).")
-        self._usage = gauge("kv_cache_usage_perc", "Part of the blocks in use, 0 to 1.")
+        self.requests = counter("requests", "Requests that ended.", "tenant", "route", "ending")
+        self.refusals = counter("refusals", "Requests refused, by stable code.", "code")
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens.", "tenant")
+        self.cached_tokens = counter("cached_tokens", "Prompt tokens from the cache.", "tenant")
+        self.output_tokens = counter("output_tokens", "Output tokens.", "tenant")
+        self.unreadable = counter("unreadable_requests", "Connections that spoke no HTTP.")
+        self.first_token_s = seconds("first_token", "From arrival to the first token.", "cache")
+        self.duration_s = seconds("request", "Time of a whole request.")
+        self.ready = Gauge("trunkline_engine_ready", "1 if requests are taken.", registry=one)
+        self._engine = _EngineMetrics()
+        one.register(self._engine)
 
     def tenant_label(self, name: str) -> str:
         """The tenant's own name for the first few, `others` for the rest."""
@@ -91,14 +87,32 @@ class Telemetry:
 
     def show_engine(self, stats: Stats, *, is_ready: bool, restarts: int) -> None:
         """Take over the engine's latest heartbeat."""
-        for name, gauge in self._gauges.items():
-            gauge.set(getattr(stats, name))
         self.ready.set(1 if is_ready else 0)
-        self.restarts.set(restarts)
-        self._running.set(stats.running)
-        self._waiting.set(stats.waiting)
-        self._usage.set(stats.pinned_blocks / stats.blocks if stats.blocks else 0.0)
+        self._engine.stats, self._engine.restarts = stats, restarts
 
     def exposition(self) -> bytes:
-        """The Prometheus text format."""
+        """The Prometheus text format. O(series)."""
         return bytes(generate_latest(self.registry))
+
+
+class _EngineMetrics(Collector):
+    """The engine's own counts, as it last told them."""
+
+    def __init__(self) -> None:
+        self.stats, self.restarts = Stats(), 0
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self.stats
+        for field, (name, text) in _GAUGES.items():
+            yield GaugeMetricFamily(f"trunkline_{name}", text, getattr(stats, field))
+        for field, (name, text) in _COUNTERS.items():
+            yield CounterMetricFamily(f"trunkline_{name}", text, getattr(stats, field))
+        restarts = "Times the engine was started again."
+        yield CounterMetricFamily("trunkline_engine_restarts", restarts, self.restarts)
+        in_use = stats.pinned_blocks / stats.blocks if stats.blocks else 0.0
+        yield GaugeMetricFamily("vllm:num_requests_running", _ROUTERS, stats.running)
+        yield GaugeMetricFamily("vllm:num_requests_waiting", _ROUTERS, stats.waiting)
+        yield GaugeMetricFamily("vllm:kv_cache_usage_perc", _ROUTERS, in_use)
+        asked, found = stats.prompt_tokens_total, stats.cached_tokens_total
+        yield CounterMetricFamily("vllm:prefix_cache_queries", _ROUTERS, asked)
+        yield CounterMetricFamily("vllm:prefix_cache_hits", _ROUTERS, found)
