@@ -211,7 +211,10 @@ class CompletionEncoder:
         if not self._call.generation.report_logprobs:
             return None
         place = self._places.setdefault(index, _Place())
-        tops = [{_word(t): t.logprob for t in token.top} or None for token in tokens]
+        tops = [
+            None if token.logprob is None else {_word(t): t.logprob for t in token.top}
+            for token in tokens
+        ]
         return {
             "tokens": [_word(token) for token in tokens],
             "token_logprobs": [token.logprob for token in tokens],
