@@ -197,7 +197,7 @@ async def _replay(
 
 
 async def _start_figures(client: Client, server: OwnServer) -> list[Figure]:
-    done = await client.complete(Prompts("start").make(16), 1)
+    done = await client.complete(Prompts("start", in_text=True).make(16), 1)
     return [
         Figure("ready", "s", server.ready_s),
         Figure("first token of a request on readiness", "s", server.ready_s + done.first_s),
