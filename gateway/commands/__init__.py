@@ -1,1 +1,1 @@
-"""What the command line does, without printing: functions that return text and tables."""
+"""What the command line does, without printing: functions that return answers."""

@@ -1,71 +1,121 @@
-"""`trunkline check-config`, `doctor`, `usage` and `version`: what is, in words and numbers."""
+"""`trunkline check-config`, `doctor` and `version`: what is, in words and numbers."""
 
 from __future__ import annotations
 
+import os
 import platform
 import shutil
 from importlib import metadata
 
 import apsw
-from msgspec import structs
 
 from engine.errors import ModelError
-from engine.model_store import resolve
-from gateway.app import open_store
+from engine.model_store import CATALOGUE, resolve
+from gateway.commands.answer import Answer, CommandError, Table, tabled
+from gateway.commands.serve import check_address
 from gateway.config import Config, Origin, effective
-from gateway.metering import wall_ms
-from tenancy.ledger import Ledger
-from tenancy.registry import find_tenant
+from tenancy.errors import StoreError
+from tenancy.store import Store, check_sqlite
 
-Table = list[dict[str, object]]
+PACKAGES = ("torch", "tokenizers", "aiohttp", "msgspec")
+DISK_GIB_MIN = 1.0
 
 
-def check_config(config: Config, origin: Origin) -> Table:
+def check_config(config: Config, origin: Origin) -> Answer:
     """Every setting, its value, and where it came from."""
-    return [
-        {"setting": path, "value": value, "from": source}
-        for path, value, source in effective(config, origin)
-    ]
+    return tabled(
+        [
+            {"setting": path, "value": value, "from": source}
+            for path, value, source in effective(config, origin)
+        ]
+    )
 
 
-def usage(config: Config, tenant: str | None, days: int | None) -> Table:
-    """Sums of ledger entries, by tenant."""
-    store, _ = open_store(config)
-    if tenant is not None:
-        find_tenant(store, tenant)
-    since_ms = 0 if days is None else wall_ms() - days * 86_400_000
-    return [structs.asdict(total) for total in Ledger.totals(store, tenant, since_ms)]
+def version() -> Answer:
+    """This program."""
+    number = metadata.version("trunkline")
+    return Answer(f"trunkline {number}", {"trunkline": number})
 
 
-def version() -> str:
-    """This program and what it stands on."""
-    return f"trunkline {metadata.version('trunkline')}"
+def doctor(config: Config) -> Answer:
+    """What a server would need, whether it is there, and what to do if it is not.
+
+    Changes nothing; status 1 if something is missing.
+    """
+    checks: Table = [{"check": "python", "ok": True, "found": platform.python_version()}]
+    for check in (_packages, _sqlite, _compiler, _data_dir, _database, _addresses, _model):
+        checks += [{"check": name, "ok": ok, "found": found} for name, ok, found in check(config)]
+    return tabled(checks, 0 if all(row["ok"] for row in checks) else 1)
 
 
-def doctor(config: Config) -> tuple[Table, bool]:
-    """What a server would need, whether it is there, and what to do if it is not."""
-    checks: Table = []
+Found = list[tuple[str, bool, str]]
 
-    def add(name: str, good: bool, found: str) -> None:
-        checks.append({"check": name, "ok": good, "found": found})
 
-    add("python", True, platform.python_version())
-    add("sqlite", True, apsw.sqlite_lib_version())
-    for package in ("torch", "tokenizers", "aiohttp", "msgspec"):
+def _packages(config: Config) -> Found:
+    found: Found = []
+    for package in PACKAGES:
         try:
-            add(package, True, metadata.version(package))
+            found.append((package, True, metadata.version(package)))
         except metadata.PackageNotFoundError:
-            add(package, False, "not installed")
-    compiler = shutil.which("cc")
-    add("C compiler", compiler is not None, compiler or "none: kernels run in torch alone")
+            found.append((package, False, "not installed: run `make setup`"))
+    return found
+
+
+def _sqlite(config: Config) -> Found:
+    version = apsw.sqlite_lib_version()
     try:
-        config.data.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(config.data).free / 2**30
-        add("data directory", free > 1, f"{config.data}, {free:.1f} GiB free")
-    except OSError as error:
-        add("data directory", False, f"{config.data}: {error.strerror}")
+        check_sqlite(version)
+    except StoreError as error:
+        return [("sqlite", False, error.message)]
+    return [("sqlite", True, version)]
+
+
+def _compiler(config: Config) -> Found:
+    """Without one the CPU kernels run as plain torch: slower, and right."""
+    compiler = shutil.which(os.environ.get("CC", "cc"))
+    return [("C compiler", compiler is not None, compiler or "none: CPU kernels will be slow")]
+
+
+def _data_dir(config: Config) -> Found:
+    """The directory, or the nearest one above it that is there."""
+    place = config.data.absolute()
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+        return [("data directory", False, f"{config.data}: {place} cannot be written to")]
+    free_gib = shutil.disk_usage(place).free / 2**30
+    state = "" if config.data.exists() else ", made at the first start"
+    found = f"{config.data}, {free_gib:.1f} GiB free{state}"
+    return [("data directory", free_gib >= DISK_GIB_MIN, found)]
+
+
+def _database(config: Config) -> Found:
+    if not config.database.exists():
+        return [("database", True, f"{config.database}, made at the first start")]
     try:
-        add("model", True, str(resolve(config.model.name, config.models_dir)))
+        Store(config.database).close()
+    except StoreError as error:
+        return [("database", False, error.message)]
+    return [("database", True, str(config.database))]
+
+
+def _addresses(config: Config) -> Found:
+    found: Found = []
+    for name, address in (("listen", config.server.listen), ("admin", config.admin.listen)):
+        try:
+            check_address(address, name)
+        except CommandError as error:
+            found.append((f"{name} address", False, str(error)))
+        else:
+            found.append((f"{name} address", True, f"{address} is free"))
+    return found
+
+
+def _model(config: Config) -> Found:
+    name = config.model.name
+    try:
+        return [("model", True, str(resolve(name, config.models_dir)))]
     except ModelError as error:
-        add("model", False, error.message)
-    return checks, all(bool(check["ok"]) for check in checks)
+        if name in CATALOGUE:
+            return [("model", True, f"{name}, fetched at the first start")]
+        return [("model", False, error.message)]

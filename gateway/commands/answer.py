@@ -1,0 +1,53 @@
+"""What a command has to say: words for a person and data for a program, and how it went.
+
+It prints nothing; `gateway.__main__` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from msgspec import Struct
+
+Table = list[dict[str, object]]
+
+
+class CommandError(Exception):
+    """A command that could not be done; the message is one line for people."""
+
+
+class Answer(Struct, frozen=True):
+    """`text` for people, `data` for `--json`, `status` for the shell."""
+
+    text: str
+    data: object
+    status: int = 0
+
+
+def tabled(rows: Table, status: int = 0) -> Answer:
+    """Rows for a program are columns for a person."""
+    return Answer(_columns(rows) if rows else "nothing yet", rows, status)
+
+
+def _columns(rows: Table) -> str:
+    names = list(rows[0])
+    cells = [names, *([_cell(row[name]) for name in names] for row in rows)]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(names))]
+    return "\n".join(_line(line, widths) for line in cells)
+
+
+def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
+    padded = (cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
+    return "  ".join(padded).rstrip()
+
+
+def _cell(value: object) -> str:
+    match value:
+        case None:
+            return "-"
+        case bool():
+            return "yes" if value else "no"
+        case list() | tuple():
+            return ",".join(map(str, value)) or "-"
+        case _:
+            return str(value)

@@ -1,0 +1,296 @@
+"""The command line as people and programs use it: what it prints, and what it exits with."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import stat
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.__main__ import main
+from tenancy.ledger import Ledger
+from tenancy.registry import Registry
+from tenancy.store import Store
+from tests.models import write_folder
+from tests.tenancy.crash_child import entry
+
+ROOT = Path(__file__).parents[2]
+COMMANDS = [
+    "serve", "pull", "check-config", "doctor", "version", "bench", "replay", "usage",
+    "tenant", "tenant create", "tenant list", "tenant set", "tenant suspend", "tenant resume",
+    "key", "key create", "key list", "key revoke",
+]  # fmt: skip
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    return tmp_path / "data"
+
+
+@pytest.fixture
+def run(data: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Run a command over a data directory of this test: (status, stdout, stderr)."""
+    for name in ("TRUNKLINE_CONFIG", "TRUNKLINE_MODEL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TRUNKLINE_DATA_DIR", str(data))
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        status = main(arguments)
+        out, err = capsys.readouterr()
+        return status, out, err
+
+    return run
+
+
+def told(run: Run, *arguments: str, status: int) -> str:
+    """The one line that a command says when it cannot."""
+    got, out, err = run(*arguments)
+    assert (got, out) == (status, "")
+    assert err.startswith("trunkline: ")
+    assert err.count("\n") == 1
+    return err
+
+
+def data_of(run: Run, *arguments: str) -> Any:
+    """What a program reads."""
+    status, out, err = run(*arguments, "--json")
+    assert (status, err) == (0, "")
+    return json.loads(out)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """`--help` everywhere, on standard output, with status 0."""
+    with pytest.raises(SystemExit) as ended:
+        main([*command.split(), "--help"])
+
+    assert ended.value.code == 0
+    assert f"usage: trunkline {command} " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        ("", "required: COMMAND (see trunkline --help)"),
+        ("serv", "invalid choice: 'serv' (choose from 'serve'"),
+        ("tenant", "tenant: the following arguments are required: ACTION"),
+        ("tenant create", "tenant create: the following arguments are required: name"),
+        ("key create", "required: --tenant (see trunkline key create --help)"),
+        ("tenant create ada --floor many", "--floor: invalid int value: 'many'"),
+        ("tenant set ada --ceiling x", "--ceiling: invalid number of blocks value: 'x'"),
+        ("tenant list --js", "unrecognized arguments: --js"),
+        ("serve --listen 8080", "server.listen: '8080' is no address; write HOST:PORT"),
+        ("serve --device tpu", "invalid choice: 'tpu'"),
+        ("serve --config nowhere.toml", "nowhere.toml cannot be read"),
+        ("tenant create Ada", "'Ada' is no tenant name"),
+        ("tenant create ada --weight nan", "a weight of nan"),
+        ("tenant create ada --floor 9 --ceiling 8", "a ceiling of 8 blocks is below the floor"),
+        ("tenant create ada --floor 99999999999999999999", "is not between 0 and"),
+        ("tenant create default", "there is a tenant 'default' already"),
+        ("tenant set default", "say what to set"),
+        ("tenant set nobody --weight 2", "there is no tenant 'nobody' (there are: default)"),
+        ("tenant suspend nobody", "there is no tenant 'nobody'"),
+        ("key create --tenant nobody", "there is no tenant 'nobody'"),
+        ("key create --tenant default --workspace A", "'A' is no workspace name"),
+        ("key create --tenant default --expires soon", "'soon' is no time; write 30m, 12h or 90d"),
+        ("key create --tenant default --expires 0d", "'0d' is no time"),
+        ("key list --tenant nobody", "there is no tenant 'nobody'"),
+        ("key revoke 99", "no key has that id"),
+        ("usage --days 0", "--days: 0 is not between 1 and"),
+        ("usage --days 99999999", "--days: 99999999 is not between 1 and"),
+        ("usage --tenant nobody", "there is no tenant 'nobody'"),
+    ],
+)
+def test_what_cannot_be_is_one_line_and_status_2(run: Run, arguments: str, what: str) -> None:
+    """What, where, and what would be right."""
+    assert what in told(run, *arguments.split(), status=2)
+
+
+def test_a_key_is_printed_alone_and_works(run: Run, data: Path) -> None:
+    """`KEY=$(trunkline key create --tenant ada)` is a line of a script."""
+    run("tenant", "create", "ada", "--floor", "8", "--weight", "2.5")
+    status, out, _ = run("key", "create", "--tenant", "ada", "--workspace", "lab")
+    store = Store(data / "trunkline.db")
+    identity = Registry(store, lambda: 0, lambda: 0.0).authenticate(out.strip())
+    store.close()
+
+    assert status == 0
+    assert re.fullmatch(r"tl-[0-9A-Za-z]{43}\n", out)
+    assert (identity.tenant.name, identity.workspace) == ("ada", "lab")
+    assert (identity.policy.floor_blocks, identity.policy.weight) == (8, 2.5)
+
+
+def test_no_command_shows_a_key_again(run: Run) -> None:
+    """Lists show its beginning, to people and to programs."""
+    key = data_of(run, "key", "create", "--tenant", "default")["key"]
+    seen = "".join(run(*words.split())[1] for words in ("key list", "key list --json"))
+    revoked = run("key", "revoke", key[:11])[1]
+
+    assert key[:11] in seen
+    assert key[:15] not in seen + revoked
+    assert revoked == f"key {key[:11]}… of default revoked\n"
+
+
+def test_the_first_command_makes_the_default_tenant_and_its_key_file(run: Run, data: Path) -> None:
+    """Readable by its owner alone; no second start makes another."""
+    tenants = [data_of(run, "tenant", "list") for _ in range(2)]
+    key = (data / "default.key").read_text().strip()
+
+    assert [[row["name"] for row in rows] for rows in tenants] == [["default"]] * 2
+    assert stat.S_IMODE((data / "default.key").stat().st_mode) == 0o600
+    assert [row["shown"] for row in data_of(run, "key", "list")] == [key[:11] + "…"]
+
+
+def test_a_tenants_share_changes_by_what_was_named(run: Run) -> None:
+    """The rest stays; a ceiling can be lifted again."""
+    run("tenant", "create", "ada", "--floor", "2", "--ceiling", "9", "--priority", "-1")
+    first = data_of(run, "tenant", "set", "ada", "--weight", "3")
+    second = data_of(run, "tenant", "set", "ada", "--ceiling", "none")
+
+    assert (first["floor_blocks"], first["ceiling_blocks"], first["weight"]) == (2, 9, 3.0)
+    assert (second["floor_blocks"], second["ceiling_blocks"]) == (2, None)
+    assert second["priority"] == -1
+
+
+def test_suspending_and_resuming_are_said_and_seen(run: Run) -> None:
+    """In words, and in the list."""
+    said = [run("tenant", verb, "default")[1] for verb in ("suspend", "resume")]
+    run("tenant", "suspend", "default")
+
+    assert said == ["tenant default is suspended\n", "tenant default is active\n"]
+    assert data_of(run, "tenant", "list")[0]["status"] == "suspended"
+
+
+def test_usage_is_the_sum_of_the_ledger(run: Run, data: Path) -> None:
+    """As a table with nothing in it, then with one line per tenant that used something."""
+    empty = run("usage")[1]
+    store = Store(data / "trunkline.db")
+    ledger = Ledger(store, lambda: 0)
+    for number in range(3):
+        ledger.settle(entry(f"a-{number}")).result(20)
+    ledger.close()
+    store.close()
+    (row,) = data_of(run, "usage")
+    recent = data_of(run, "usage", "--days", "1")
+
+    assert empty == "nothing yet\n"
+    assert (row["tenant"], row["requests"]) == ("default", 3)
+    assert (row["prompt_tokens"], row["output_tokens"]) == (15, 1 + 2 + 3)
+    assert recent == []
+
+
+def test_check_config_says_where_each_value_comes_from(run: Run, tmp_path: Path) -> None:
+    """The file, a variable, an option, or nobody."""
+    file = tmp_path / "t.toml"
+    file.write_text("[engine]\nthreads = 2\n")
+    rows = {row["setting"]: row for row in data_of(run, "check-config", "--config", str(file))}
+    text = run("check-config", "--config", str(file))[1]
+
+    assert (rows["engine.threads"]["value"], rows["engine.threads"]["from"]) == (2, str(file))
+    assert rows["data_dir"]["from"] == "environment (TRUNKLINE_DATA_DIR)"
+    assert rows["server.listen"]["from"] == "default"
+    assert re.search(r"^engine\.threads +2 +\S+t\.toml$", text, re.MULTILINE)
+
+
+def test_doctor_changes_nothing(run: Run, data: Path) -> None:
+    """One may ask before one starts; every finding has a name and a verdict."""
+    status, out, _ = run("doctor", "--json")
+    rows = json.loads(out)
+
+    assert not data.exists()
+    assert status == (0 if all(row["ok"] for row in rows) else 1)
+    assert {"python", "sqlite", "torch", "model", "data directory"} <= {r["check"] for r in rows}
+
+
+def test_doctor_finds_what_would_stop_a_server(run: Run, data: Path) -> None:
+    """A damaged database and a port in use are told, with status 1."""
+    data.mkdir()
+    (data / "trunkline.db").write_text("no database" * 1000)
+    (data / "t.toml").write_text('[model]\nname = "/nowhere"\n')
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        file = data / "t.toml"
+        file.write_text(f'[model]\nname = "/nowhere"\n[server]\nlisten = "127.0.0.1:{port}"\n')
+        status, out, _ = run("doctor", "--json", "--config", str(file))
+    wrong = {row["check"]: row["found"] for row in json.loads(out) if not row["ok"]}
+
+    assert status == 1
+    assert {"database", "listen address", "model"} <= set(wrong)
+    assert str(port) in wrong["listen address"]
+
+
+def test_serving_on_a_taken_port_is_told_before_anything_is_fetched(run: Run, data: Path) -> None:
+    """Which setting, which address, why."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        line = told(run, "serve", "--listen", address, status=1)
+
+    assert f"server.listen: {address} cannot be listened on: address already in use" in line
+    assert not data.exists()
+
+
+@pytest.mark.parametrize("address", ["192.0.2.1:80", "[2001:db8::1]:80"])
+def test_serving_on_an_address_of_another_machine_is_told(run: Run, address: str) -> None:
+    """A typo in an address is not a stack trace."""
+    assert f"admin.listen: {address} cannot be" in told(
+        run, "serve", "--admin-listen", address, "--listen", "127.0.0.1:0", status=1
+    )
+
+
+def test_a_data_directory_that_cannot_be_is_told(run: Run, tmp_path: Path) -> None:
+    """By every command that needs one."""
+    (tmp_path / "file").touch()
+    place = str(tmp_path / "file" / "data")
+    free = ("--listen", "127.0.0.1:0", "--admin-listen", "127.0.0.1:0")
+
+    for command in (("serve", *free), ("tenant", "list"), ("usage",)):
+        line = told(run, *command, "--data-dir", place, status=1)
+        assert f"the data directory {place} cannot be used: not a directory" in line.lower()
+
+
+def test_a_model_that_is_not_here_is_told_with_what_to_do(run: Run) -> None:
+    """Only the built-in one is fetched unasked."""
+    free = ("--listen", "127.0.0.1:0", "--admin-listen", "127.0.0.1:0")
+    line = told(run, "serve", "some/model", *free, status=1)
+
+    assert "'some/model' is neither a built-in model" in line
+    assert "has to be pulled first" in line
+
+
+def test_pulling_what_is_here_prints_its_path(run: Run, tmp_path: Path) -> None:
+    """A folder of one's own needs no network."""
+    folder = write_folder(tmp_path / "tiny")
+    answer = data_of(run, "pull", str(folder))
+
+    assert run("pull", str(folder)) == (0, f"{folder}\n", "")
+    assert run("pull", str(folder), "--quiet") == (0, "", "")
+    assert answer == {"model": str(folder), "path": str(folder)}
+
+
+def test_a_reader_who_has_seen_enough_is_no_error(data: Path) -> None:
+    """`trunkline check-config | head -1` ends quietly."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "gateway", "check-config", "--data-dir", str(data)],
+            stdout=writer,
+            stderr=subprocess.PIPE,
+            cwd=ROOT,
+            check=False,
+            timeout=60,
+        )
+    finally:
+        os.close(writer)
+
+    assert (done.returncode, done.stderr) == (0, b"")
