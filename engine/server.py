@@ -218,6 +218,7 @@ async def run(settings: ServerSettings, make_core: Callable[[], tuple[Core, Engi
 
     def parent_spoke() -> None:
         if not os.read(sys.stdin.fileno(), 4096):
+            loop.remove_reader(sys.stdin.fileno())
             log("parent_gone")
             stop.set()
 
