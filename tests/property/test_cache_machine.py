@@ -87,9 +87,14 @@ class CacheMachine(RuleBasedStateMachine):
         -inf: nobody there ever wrote it. A request without leases, or a block beyond the leases of
         its request, has no limit of its own.
         """
-        at_s, start = -math.inf, (len(prefix) - 1) // self.size * self.size
-        for writer in [*self.live, *self.past]:
-            if writer.namespace != namespace or tuple(writer.tokens[: len(prefix)]) != prefix:
+        start = (len(prefix) - 1) // self.size * self.size
+        shared = prefix[: start + 1]  # a block has one limit, and whoever uses some of it all of it
+        writers = [w for w in [*self.live, *self.past] if w.namespace == namespace]
+        if not any(tuple(w.tokens[: len(prefix)]) == prefix for w in writers):
+            return -math.inf
+        at_s = -math.inf
+        for writer in writers:
+            if tuple(writer.tokens[: start + 1]) != shared:
                 continue
             covering = [lease for lease in writer.leases if lease.tokens > start]
             if not covering:
@@ -97,7 +102,7 @@ class CacheMachine(RuleBasedStateMachine):
             for lease in covering:
                 kind = lease.retention
                 renewed = kind.renewed_on_read and kind.clock != "absolute"
-                base_s = self.touched[namespace, prefix[: start + 1]] if renewed else 0.0
+                base_s = self.touched[namespace, shared] if renewed else 0.0
                 limit_s = math.inf if kind.limit_s is None else kind.limit_s
                 at_s = max(at_s, max(base_s, writer.started_s) + limit_s)
         return at_s
@@ -106,8 +111,9 @@ class CacheMachine(RuleBasedStateMachine):
         """How many tokens of a prompt may at most be found now."""
         for at in range(1, len(prompt)):
             ends_s = self.latest_end(namespace, prompt[:at])
+            first = (at - 1) // self.size * self.size + 1
             pinned = any(
-                writer.namespace == namespace and tuple(writer.tokens[:at]) == prompt[:at]
+                writer.namespace == namespace and tuple(writer.tokens[:first]) == prompt[:first]
                 for writer in self.live
             )  # in use: a clock that counts from the last use stands still
             if ends_s == -math.inf or (ends_s <= self.now_s and not pinned):
