@@ -87,10 +87,10 @@ class TenancyConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class LogConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """One JSON line per request on standard error; never prompts or keys."""
+    """`requests`: one JSON line for each on standard error; never prompts or keys. Failures and the
+    engine's life are logged in any case."""
 
     requests: bool = True
-    level: Literal["info", "warning"] = "info"
 
 
 class Config(Struct, frozen=True, forbid_unknown_fields=True):

@@ -92,7 +92,20 @@ class Telemetry:
 
     def exposition(self) -> bytes:
         """The Prometheus text format. O(series)."""
-        return bytes(generate_latest(self.registry))
+        return bytes(generate_latest(_Shown(self.registry)))
+
+
+class _Shown(CollectorRegistry):
+    """A registry without the instants at which its series were made: they would double them."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        super().__init__()
+        self.register(registry)
+
+    def collect(self) -> Iterator[Metric]:
+        for family in super().collect():
+            family.samples = [s for s in family.samples if not s.name.endswith("_created")]
+            yield family
 
 
 class _EngineMetrics(Collector):

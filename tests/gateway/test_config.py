@@ -162,3 +162,11 @@ def test_paths_hang_on_the_data_directory() -> None:
     config = Config(data_dir="/d")
 
     assert (config.database, config.models_dir) == (Path("/d/trunkline.db"), Path("/d/models"))
+
+
+def test_every_setting_is_in_the_operators_guide() -> None:
+    """A setting that is not documented is a secret."""
+    text = (Path(__file__).parents[2] / "docs/operations.md").read_text()
+    named = set(re.findall(r"`([a-z_.]+)`", text))
+
+    assert {path for path, _, _ in effective(Config(), {})} <= named

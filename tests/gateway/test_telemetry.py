@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 from msgspec import structs
@@ -81,6 +82,13 @@ def test_a_tenant_called_others_is_counted_with_them() -> None:
     assert Telemetry(0).tenant_label(OTHERS) == OTHERS
 
 
+def test_series_are_not_doubled_by_the_instants_they_were_made(telemetry: Telemetry) -> None:
+    """A counter is one series for each set of labels."""
+    telemetry.requests.labels("a", "/v1", "done").inc()
+
+    assert b"_created" not in telemetry.exposition()
+
+
 def test_two_gateways_do_not_share_counts() -> None:
     """Tests, and embedders with two models."""
     first, second = Telemetry(1), Telemetry(1)
@@ -96,3 +104,15 @@ def test_names_say_whose_they_are_and_in_which_unit(telemetry: Telemetry) -> Non
         assert re.fullmatch(r"trunkline_[a-z_]+", family.name) or family.name in ROUTERS
         assert family.documentation.endswith(".")
         assert not re.search(r"_(ms|millis|s)$", family.name)
+
+
+def test_every_metric_is_in_the_operators_guide(telemetry: Telemetry) -> None:
+    """And the guide names none that is not there."""
+    text = (Path(__file__).parents[2] / "docs/operations.md").read_text()
+    named = set(re.findall(r"\b(?:trunkline|vllm)[_:][a-z_]*[a-z]", text))
+    families = text_string_to_metric_families(telemetry.exposition().decode())
+    there = {f"{f.name}_total" if f.type == "counter" else f.name for f in families}
+    routers = {name.removesuffix("_total") for name in there if name in ROUTERS or ":" in name}
+    ours = {name for name in there if ":" not in name}
+
+    assert named == ours | routers

@@ -1,0 +1,98 @@
+"""The examples do what they say, against a whole gateway; the runner is a fake."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import shutil
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from engine.model_store import DEFAULT_MODEL, ModelCard
+from gateway.config import Config, ModelSettings, effective, load_config
+from tests.gateway.house import House
+from tests.models import prepared
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.fixture(scope="module")
+def card(tmp_path_factory: pytest.TempPathFactory) -> ModelCard:
+    return prepared(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+async def house(card: ModelCard, tmp_path: Path) -> AsyncIterator[House]:
+    """A gateway that answers to the default model's name, with a key file."""
+    house = House(card, tmp_path)
+    settings = ModelSettings(aliases=(DEFAULT_MODEL,))
+    house.config = msgspec.structs.replace(house.config, model=settings)
+    await house.open()
+    yield house
+    await house.close()
+    house.discard()
+
+
+async def output(house: House, folder: Path, *command: str) -> str:
+    """What an example prints; it must end well."""
+    key_file = folder / "default.key"
+    await asyncio.to_thread(key_file.write_text, house.keys["ada"] + "\n")
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env={
+            **os.environ,
+            "TRUNKLINE_URL": f"{house.url}/v1",
+            "TRUNKLINE_KEY_FILE": str(key_file),
+            "PYTHONIOENCODING": "utf-8:backslashreplace",
+        },
+    )
+    out, err = await asyncio.wait_for(process.communicate(), 60)
+    assert process.returncode == 0, (out + err).decode(errors="replace")
+    return out.decode(errors="replace")
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.iterdir()), ids=lambda path: path.name)
+def test_an_example_fits_a_screen(path: Path) -> None:
+    """Longer ones are not read."""
+    assert len(path.read_text().splitlines()) < 60
+
+
+async def test_the_sdk_conversation_reuses_its_first_turn(house: House, tmp_path: Path) -> None:
+    """The second turn's cached tokens cover the first prompt and most of its answer."""
+    text = await output(house, tmp_path, sys.executable, str(EXAMPLES / "chat.py"))
+    counts = [
+        tuple(map(int, found)) for found in re.findall(r"\[(\d+) tokens, (\d+) of them", text)
+    ]
+
+    (first, cold), (second, cached) = counts
+    assert cold == 0
+    assert first <= cached < second
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not here")
+async def test_the_curl_lines_answer(house: House, tmp_path: Path) -> None:
+    """Four calls: models, an answer, a stream to its end, two continuations."""
+    text = await output(house, tmp_path, "sh", str(EXAMPLES / "curl.sh"))
+
+    assert text.count("\n# ") == 3
+    assert f'"{DEFAULT_MODEL}"' in text
+    assert '"chat.completion"' in text
+    assert "data: [DONE]" in text
+    assert text.count('"index":1') == 1
+
+
+def test_the_settings_are_settings() -> None:
+    """Every key of the example exists and can be what it is."""
+    file = EXAMPLES / "trunkline.toml"
+    config, origin = load_config(file, {}, {})
+    set_here = [path for path, _, source in effective(config, origin) if source == str(file)]
+
+    assert len(set_here) > 10
+    assert config != Config()
