@@ -142,7 +142,14 @@ class Core:
         return Peeked(call.call_id, found.cached_tokens, found.promised_tokens, expires_in_s)
 
     def erase(self, call: Erase) -> Erased:
-        """Forget a namespace, a lease of it, or what lies under a prefix."""
+        """Forget a namespace, a lease of it, or what lies under a prefix.
+
+        Requests of the namespace that are here now leave nothing in the tree any more, nor when
+        they begin later: erased words must not come back.
+        """
+        for work in self.works.values():
+            if work.request.grant.namespace == call.namespace:
+                work.may_write = False
         blocks = self.cache.erase(call.namespace, lease_id=call.lease_id, tokens=call.tokens)
         return Erased(call.call_id, blocks)
 

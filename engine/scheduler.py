@@ -229,7 +229,7 @@ class Scheduler:
             quota=grant.quota,
             leases=grant.leases,
             read=read,
-            write=grant.write,
+            write=work.may_write,
         )
         sequence.computed = sequence.table.kv_tokens
         sequence.progress = []

@@ -121,6 +121,7 @@ class Work:
         "is_finished",
         "is_forked",
         "is_prompt_told",
+        "may_write",
         "preemptions",
         "received_at_s",
         "recomputed_tokens",
@@ -143,6 +144,7 @@ class Work:
         self.preemptions = 0
         self.is_forked = False
         self.is_prompt_told = False
+        self.may_write = request.grant.write
         self.is_finished = False
 
     def usage(self, now_s: float) -> Usage:

@@ -52,7 +52,7 @@ class TileConfig:
 # Measured on an H200 (Triton 3.6, head_dim 128, bf16): see docs/gpu.md for what lost.
 BIG = TileConfig("big", 64, 64, 4, 3, True, 2, 0, 2.2)
 WIDE = TileConfig("wide", 128, 64, 8, 3, True, 1, 0, 5.0)
-SMALL = TileConfig("small", 16, 32, 1, 2, False, 12, 0, 0.5)
+SMALL = TileConfig("small", 16, 32, 1, 2, False, 8, 0, 0.5)
 
 
 @dataclass(frozen=True, slots=True)

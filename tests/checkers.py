@@ -248,13 +248,9 @@ class World:
         return first.cached_tokens
 
     def erase(self, namespace: bytes) -> None:
-        """A namespace is forgotten: nothing is found any more but what is still to be computed."""
+        """A namespace is forgotten, and what is here now leaves nothing in it any more."""
         self.core.erase(Erase(1, namespace))
-        self.written[namespace] = [
-            stream
-            for stream in self.live.values()
-            if stream.request.grant.namespace == namespace and stream.request.grant.write
-        ]
+        self.written[namespace] = []
 
     def step(self) -> None:
         """One step, and everything that must hold after it."""

@@ -448,6 +448,15 @@ def test_erased_words_are_not_found_again(world: World) -> None:
     assert world.core.peek(Peek(1, b"n", PROMPT)).cached_tokens == 0
 
 
+def test_erased_words_do_not_come_back_with_whoever_waited(world: World) -> None:
+    """A request that was here when its namespace was erased leaves nothing, whenever it begins."""
+    world.submit(ask())
+    world.core.erase(Erase(1, b"n"))
+    world.settle()
+
+    assert world.core.peek(Peek(1, b"n", PROMPT)).cached_tokens == 0
+
+
 def test_idle_steps_expire_and_check() -> None:
     """A limit ends on time in an engine that nobody talks to, and each idle second is recounted."""
     world = make_world(1)
