@@ -62,7 +62,8 @@ class Ledger:
     def __init__(self, store: Store, clock: WallClock) -> None:
         """Close what a dead process left open, then take entries.
 
-        Raises StoreError if another process is writing: its open holds are not ours to close.
+        Raises StoreError if another process is writing, whose open holds are not ours to close,
+        and if the file cannot be written.
         """
         self._store = store
         self._clock = clock
@@ -200,7 +201,7 @@ class Ledger:
         )
         holds = [Hold(*row) for row in rows]
         if holds:
-            with self._store.transaction() as db:
+            with self._store.change() as db:
                 for hold in holds:
                     _apply(db, _interrupted(hold, now_ms))
         return len(holds)

@@ -42,11 +42,6 @@ class Registry:
             raise KeyRefused("tenant_suspended", f"The tenant {tenant.name} is suspended.")
         return Identity(tenant, facts.workspace, facts.key_id, policy)
 
-    def tenants(self) -> list[Tenant]:
-        """All tenants, by name."""
-        self._refresh()
-        return sorted((t for t, _ in self._tenants.values()), key=lambda t: t.name)
-
     def _refresh(self) -> None:
         now_s = self._clock()
         if now_s - self._looked_at_s >= REFRESH_S:

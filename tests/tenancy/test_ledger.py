@@ -6,6 +6,7 @@ import resource
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -240,6 +241,43 @@ def test_a_file_that_is_damaged_takes_no_entry(
     done(ledger.settle(entry("c")))
 
     assert codes == ["not_durable"] * 2
+
+
+def test_a_start_that_fails_leaves_the_lock_to_the_next(
+    store: Store, wall: Wall, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk at the start must not need a new process afterwards."""
+    create_tenant(store, wall, "ada")
+    with store.change() as db:
+        db.execute("insert into holds values ('a', 1, 1, 'm', 10)")
+    with failing(store, apsw.FullError, monkeypatch), pytest.raises(StoreError):
+        Ledger(store, wall)
+    ledger = Ledger(store, wall)
+    ledger.close()
+
+    assert ledger.interrupted == 1
+
+
+def test_who_queued_behind_a_dying_writer_is_told(
+    store: Store, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those it had not taken yet, too."""
+    entered, go = threading.Event(), threading.Event()
+
+    def die() -> Exception:
+        entered.set()
+        assert go.wait(PATIENCE_S)
+        return ZeroDivisionError()
+
+    monkeypatch.setattr("threading.excepthook", lambda args: None)
+    with failing(store, die, monkeypatch):
+        first = ledger.hold(hold("a"))
+        assert entered.wait(PATIENCE_S)
+        behind = [ledger.hold(hold(request_id)) for request_id in "bc"]
+        go.set()
+        codes = [refusal(future) for future in (first, *behind)]
+
+    assert codes == ["failed", "closed", "closed"]
 
 
 def test_nobody_waits_for_a_writer_that_has_died(
