@@ -102,6 +102,7 @@ enum { WIDE = 0, PAIRS = 1, DOT = 2 };
 INLINE void multiply(const int rows, const int vecs, const int kind, vf *acc, const float *a,
                      size_t lda, const uint32_t *const *b, size_t stride, int pairs) {
     const vu high = (vu){0} + 0xffff0000u;
+#pragma GCC unroll 1
     for (int p = 0; p < pairs; p++) {
         if (kind == DOT) {
 #if HAS_DOT

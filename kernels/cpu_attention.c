@@ -77,14 +77,15 @@ typedef struct {
 
 INLINE void scores_of(const int rows, const int kind, const Piece *t, int row) {
     for (int column = 0; column < t->blocks * BLOCK; column += WIDTH) {
-        vf acc[rows * 2];
+        vf acc[TILE_ROWS * 2];
         const uint32_t *b[2];
         for (int v = 0; v < 2; v++) {
             int at = column + v * LANES;
             b[v] = t->k[at / BLOCK] + at % BLOCK;
         }
-        memset(acc, 0, sizeof acc);
+        for (int i = 0; i < rows * 2; i++) acc[i] = (vf){0};
         multiply(rows, 2, kind, acc, t->q + row * t->lda, t->lda, b, BLOCK, t->dim / 2);
+#pragma GCC unroll 16
         for (int r = 0; r < rows; r++)
             for (int v = 0; v < 2; v++)
                 store(t->scores + (row + r) * TILE + column + v * LANES, acc[r * 2 + v]);
@@ -94,15 +95,18 @@ INLINE void scores_of(const int rows, const int kind, const Piece *t, int row) {
 INLINE void values_into(const int rows, const int kind, const Piece *t, int row) {
     const size_t step = kind == DOT ? BLOCK / 2 : BLOCK;
     for (int column = 0; column < t->dim; column += WIDTH) {
-        vf acc[rows * 2];
+        vf acc[TILE_ROWS * 2];
         float *out = t->out + row * t->dim + column;
+#pragma GCC unroll 16
         for (int r = 0; r < rows; r++)
+#pragma GCC unroll 2
             for (int v = 0; v < 2; v++) acc[r * 2 + v] = load(out + r * t->dim + v * LANES);
         for (int block = 0; block < t->blocks; block++) {
             const uint32_t *b[2] = {t->v[block] + column, t->v[block] + column + LANES};
             multiply(rows, 2, kind, acc, t->p + row * t->ldp + block * step, t->ldp, b, t->dim,
                      BLOCK / 2);
         }
+#pragma GCC unroll 16
         for (int r = 0; r < rows; r++)
             for (int v = 0; v < 2; v++) store(out + r * t->dim + v * LANES, acc[r * 2 + v]);
     }

@@ -1,0 +1,74 @@
+"""A Llama with no cache, no batch and no fusion: what every path through the engine must match.
+
+It reads the published names of the weights and recomputes a whole sequence in fp64.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from engine.model_store import ModelConfig
+from engine.weights import Weights
+
+
+def dense_logits(config: ModelConfig, weights: Weights, tokens: list[int]) -> torch.Tensor:
+    """Logits [T, vocab] fp64 of every position."""
+    w = {name: tensor.double() for name, tensor in weights.items()}
+    x = w["model.embed_tokens.weight"][tokens]
+    turn = turns(config, len(tokens))
+    for layer in range(config.layers):
+        at = f"model.layers.{layer}."
+        normed = rms(x, w[f"{at}input_layernorm.weight"], config.norm_eps)
+        q, k, v = (
+            (normed @ w[f"{at}self_attn.{name}_proj.weight"].T).view(
+                len(tokens), -1, config.head_dim
+            )
+            for name in "qkv"
+        )
+        repeat = config.heads // config.kv_heads
+        q, k = rotated(q, turn), rotated(k, turn).repeat_interleave(repeat, 1)
+        v = v.repeat_interleave(repeat, 1)
+        scores = torch.einsum("qhd,khd->hqk", q, k) / math.sqrt(config.head_dim)
+        later = torch.ones(len(tokens), len(tokens), dtype=torch.bool).triu(1)
+        weight = scores.masked_fill(later, -math.inf).softmax(-1)
+        mixed = torch.einsum("hqk,khd->qhd", weight, v).flatten(1)
+        x = x + mixed @ w[f"{at}self_attn.o_proj.weight"].T
+        normed = rms(x, w[f"{at}post_attention_layernorm.weight"], config.norm_eps)
+        gate, up = (normed @ w[f"{at}mlp.{name}_proj.weight"].T for name in ("gate", "up"))
+        x = x + (gate * gate.sigmoid() * up) @ w[f"{at}mlp.down_proj.weight"].T
+    head = w.get("lm_head.weight", w["model.embed_tokens.weight"])
+    return rms(x, w["model.norm.weight"], config.norm_eps) @ head.T
+
+
+def rms(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps) * weight
+
+
+def turns(config: ModelConfig, length: int) -> torch.Tensor:
+    """e^(i * position * frequency) [T, D / 2]; Llama 3's stretching written out by cases."""
+    angles = []
+    for i in range(config.head_dim // 2):
+        frequency = config.rope_theta ** (-2 * i / config.head_dim)
+        s = config.rope_scaling
+        if s is not None and s.kind == "llama3":
+            wavelength = 2 * math.pi / frequency
+            if wavelength > s.original_context / s.low_freq_factor:
+                frequency /= s.factor
+            elif wavelength > s.original_context / s.high_freq_factor:
+                smooth = s.original_context / wavelength - s.low_freq_factor
+                smooth /= s.high_freq_factor - s.low_freq_factor
+                frequency *= (1 - smooth) / s.factor + smooth
+        elif s is not None and s.kind == "linear":
+            frequency /= s.factor
+        angles.append(torch.arange(length, dtype=torch.float64) * frequency)
+    angle = torch.stack(angles, -1)
+    return torch.polar(torch.ones_like(angle), angle)
+
+
+def rotated(x: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
+    """x [T, heads, D]: channel i and channel i + D / 2 are one complex number."""
+    first, second = x.chunk(2, -1)
+    turned = torch.complex(first, second) * turn[:, None]
+    return torch.cat([turned.real, turned.imag], -1)

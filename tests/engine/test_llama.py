@@ -1,0 +1,125 @@
+"""Both ways through a Llama, in torch and in C, against a dense reading of the same weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from engine.attention import TorchAttention
+from engine.batch import make_batch
+from engine.cpu_attention import CpuAttention
+from engine.kv_storage import KvStorage, kv_format
+from engine.model_store import ModelConfig
+from engine.models.cpu_llama import CpuLlama, Kernels, load_kernels
+from engine.models.layers import TorchOps
+from engine.models.registry import build_model
+from engine.plan import Row, StepPlan
+from engine.runner import StepModel
+from engine.weights import Weights
+from tests.engine.dense_llama import dense_logits
+from tests.models import LLAMA3_SCALING, tiny_config, tiny_weights
+
+BLOCK, CONTEXT = 16, 256
+CPU = torch.device("cpu")
+
+SHAPES = {
+    "MHA": tiny_config(head_dim=32, heads=3, kv_heads=3),
+    "GQA": tiny_config(head_dim=64, heads=6, kv_heads=2),
+    "MQA": tiny_config(head_dim=32, heads=4, kv_heads=1),
+    "untied": tiny_config(head_dim=32, tie_embeddings=False),
+    "llama3": tiny_config(head_dim=32, rope_scaling=LLAMA3_SCALING),
+    "one layer": tiny_config(head_dim=128, layers=1),
+}
+
+SLICES = ((150,), (1,) * 20 + (130,), (64, 1, 63, 22), (15, 2, 100, 1, 32))
+
+
+@pytest.fixture(scope="module")
+def kernels() -> Iterator[Kernels]:
+    made = load_kernels(SHAPES["MHA"], threads=2)
+    if made is None:
+        pytest.skip("no C compiler here")
+    yield made
+    made.close()
+
+
+def tokens_of(config: ModelConfig) -> list[int]:
+    generator = torch.Generator().manual_seed(5)
+    return torch.randint(config.vocab, (150,), generator=generator).tolist()
+
+
+def through(
+    config: ModelConfig, weights: Weights, kernels: Kernels | None, slices: tuple[int, ...],
+    kv_dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:  # fmt: skip
+    """Logits of every position of a prompt computed in slices, in blocks out of order."""
+    tokens = tokens_of(config)
+    layout = kv_format(config, kv_dtype, BLOCK, "slots" if kernels is None else "panels")
+    kv = KvStorage(layout, 12, kv_dtype, CPU)
+    blocks = [11, 0, 10, 1, 9, 2, 8, 3, 7, 4]
+    start, found = 0, []
+    model: StepModel
+    attention: TorchAttention | CpuAttention
+    if kernels is None:
+        model, attention = build_model(config, weights, TorchOps()), TorchAttention(config, kv, 256)
+    else:
+        model = CpuLlama(config, weights, kernels, kv, CONTEXT)
+        attention = CpuAttention(config.heads // config.kv_heads)
+    for count in slices:
+        row = Row(0, start, count, blocks, 0, tokens[start : start + count])
+        plan = StepPlan(step=0, rows=(row,))
+        batch = make_batch(plan, BLOCK, lambda _: 0)
+        attention.begin(plan, batch)
+        found.append(model.logits(model.forward(batch.token_ids, attention)))
+        start += count
+    return torch.cat(found)
+
+
+def error(got: torch.Tensor, expected: torch.Tensor) -> float:
+    """The worst logit, in units of the logits' deviation."""
+    return float((got - expected).abs().max() / expected.std())
+
+
+@pytest.mark.parametrize("path", ["torch", "c"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_logits_are_the_dense_ones(shape: str, path: str, request: pytest.FixtureRequest) -> None:
+    """In fp32 both differ from fp64 by the rounding of sums alone."""
+    config, weights = SHAPES[shape], tiny_weights(SHAPES[shape])
+    expected = dense_logits(config, weights, tokens_of(config))
+    kernels = request.getfixturevalue("kernels") if path == "c" else None
+
+    for slices in SLICES:
+        got = through(config, dict(weights), kernels, slices)
+
+        assert error(got, expected) < 2e-5, slices
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_in_c_slices_change_no_bit(shape: str, kernels: Kernels) -> None:
+    """The promise that makes cached equal uncached; see ADR 0010."""
+    config = SHAPES[shape]
+    for dtype in (torch.float32, torch.bfloat16):
+        weights = {n: t.to(dtype) for n, t in tiny_weights(config).items()}
+        whole = through(config, dict(weights), kernels, SLICES[0], dtype)
+
+        for slices in SLICES[1:]:
+            assert torch.equal(through(config, dict(weights), kernels, slices, dtype), whole)
+
+
+def test_bf16_weights_and_kv_stay_near_the_dense_reading_of_them(kernels: Kernels) -> None:
+    """Where the CPU has no bf16 products only the KV is rounded, at 2^-9; where it has them, the
+    activations are too. Wrong halves of a pair would be off by the deviation itself."""
+    config = SHAPES["GQA"]
+    weights = {n: t.bfloat16() for n, t in tiny_weights(config).items()}
+    expected = dense_logits(config, weights, tokens_of(config))
+
+    got = through(config, dict(weights), kernels, SLICES[3], torch.bfloat16)
+
+    assert error(got, expected) < (0.2 if kernels.has_dot else 0.05)
+
+
+def test_shapes_that_the_kernels_do_not_fit_are_left_to_torch() -> None:
+    """A bias or a head of 20 channels must not be computed wrongly in C."""
+    assert load_kernels(tiny_config(head_dim=20), threads=1) is None
