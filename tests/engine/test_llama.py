@@ -60,13 +60,7 @@ def through(
     kv = KvStorage(layout, 12, kv_dtype, CPU)
     blocks = [11, 0, 10, 1, 9, 2, 8, 3, 7, 4]
     start, found = 0, []
-    model: StepModel
-    attention: TorchAttention | CpuAttention
-    if kernels is None:
-        model, attention = build_model(config, weights, TorchOps()), TorchAttention(config, kv, 256)
-    else:
-        model = CpuLlama(config, weights, kernels, kv, CONTEXT)
-        attention = CpuAttention(config.heads // config.kv_heads)
+    model, attention = path_of(config, weights, kernels, kv)
     for count in slices:
         row = Row(0, start, count, blocks, 0, tokens[start : start + count])
         plan = StepPlan(step=0, rows=(row,))
@@ -75,6 +69,15 @@ def through(
         found.append(model.logits(model.forward(batch.token_ids, attention)))
         start += count
     return torch.cat(found)
+
+
+def path_of(
+    config: ModelConfig, weights: Weights, kernels: Kernels | None, kv: KvStorage
+) -> tuple[StepModel, TorchAttention | CpuAttention]:
+    if kernels is None:
+        return build_model(config, weights, TorchOps()), TorchAttention(config, kv, CONTEXT)
+    attention = CpuAttention(config.heads // config.kv_heads)
+    return CpuLlama(config, weights, kernels, kv, CONTEXT), attention
 
 
 def error(got: torch.Tensor, expected: torch.Tensor) -> float:
