@@ -38,6 +38,9 @@ except ImportError:
 
 LOG2E = 1.4426950408889634
 
+FEW_ROW_HEADS = 1024
+"""Rows times heads up to which the merge gives every head a program of its own."""
+
 
 @triton.jit
 def _accumulate(
@@ -323,7 +326,7 @@ def tree_attention(
     if not merge:
         return
     # Few rows: spread heads over programs and keep many parts in flight. Many rows: fewer programs.
-    few = rows * heads <= 1024
+    few = rows * heads <= FEW_ROW_HEADS
     heads_step = 1 if few else _heads_per_program(heads)
     merge_parts_kernel[(rows, heads // heads_step)](
         parts.out, parts.lse, out, work.parts_of_row, rows,

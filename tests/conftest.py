@@ -10,7 +10,13 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import HealthCheck, Phase, settings
+
+if not torch.cuda.is_available():
+    # Read when a kernel is defined, so before anything imports one, in whatever order tests run.
+    os.environ["TRITON_INTERPRET"] = "1"
+    os.environ["TRITON_DEFAULT_FP_FUSION"] = "1"  # unset, Triton warns, and warnings are errors
 
 SLOW_HOST = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
 QUICK_PHASES = [Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink]
@@ -37,7 +43,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests that need a device are skipped where there is none, and say so."""
     marked = [item for item in items if item.get_closest_marker("gpu")]
-    if marked and not _has_cuda():
+    if marked and not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="no CUDA device here"))
 
@@ -56,9 +62,3 @@ def _recorded() -> list[int]:
     lines = (Path(__file__).parent / "sim" / "seeds.txt").read_text().splitlines()
     seeds = (line.split("#")[0].strip() for line in lines)
     return [int(seed) for seed in seeds if seed]
-
-
-def _has_cuda() -> bool:
-    import torch
-
-    return torch.cuda.is_available()

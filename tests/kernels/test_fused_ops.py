@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-if DEVICE.type == "cpu":
-    os.environ.setdefault("TRITON_INTERPRET", "1")
+from kernels.fused_ops import copy_blocks, residual_rms_norm, rope_kv_write, silu_mul
+from kernels.sampling import sample
 
-from kernels.fused_ops import copy_blocks, residual_rms_norm, rope_kv_write, silu_mul  # noqa: E402
-from kernels.sampling import sample  # noqa: E402
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def rand(*shape: int, seed: int = 0) -> torch.Tensor:
