@@ -242,6 +242,8 @@ def test_a_long_bad_value_is_not_repeated() -> None:
         b"[]",
         b'{"model":"m"',
         b"\xff",
+        b'{"model":"\xff"}',
+        b'{"model":"\xed\xa0\x80"}',
         b'{"model":"\\ud800"}',
         b'{"temperature":NaN}',
         b"[" * 200_000,

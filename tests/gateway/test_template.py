@@ -1,0 +1,246 @@
+"""Chat templates: as Jinja renders them, and bounded whatever they do."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import tracemalloc
+from typing import Any
+
+import pytest
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from gateway.errors import Kind, Refusal
+from gateway.prompt.template import FROZEN_DATE, ChatTemplate
+
+MESSAGES = [
+    {"role": "system", "content": " Be brief. "},
+    {"role": "user", "content": "Hi {{ x }} <|im_end|>", "name": "ann"},
+    {"role": "assistant", "content": "<think>so</think>Hello"},
+    {"role": "user", "content": "And ü🙂?\n"},
+]
+
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content']"
+    " + '<|im_end|>' + '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+HEADERS = (
+    "{{- bos_token }}{%- if not date_string is defined %}{%- if strftime_now is defined %}"
+    "{%- set date_string = strftime_now('%d %b %Y') %}{%- endif %}{%- endif %}"
+    "{%- if messages[0]['role'] == 'system' %}{%- set system = messages[0]['content']|trim %}"
+    "{%- set messages = messages[1:] %}{%- else %}{%- set system = '' %}{%- endif %}"
+    "{{- 'Today: ' + date_string + '\\n' + system }}"
+    "{%- for m in messages %}{{- '<|h|>' + m.role + '<|/h|>' + m['content']|trim }}{%- endfor %}"
+)
+THINKING = (
+    "{%- set ns = namespace(last=messages|length - 1, multi=true) %}"
+    "{%- for message in messages[::-1] %}{%- set index = (messages|length - 1) - loop.index0 %}"
+    "{%- if ns.multi and message.role == 'user' and message.content is string"
+    " and not (message.content.startswith('<r>') and message.content.endswith('</r>')) %}"
+    "{%- set ns.multi = false %}{%- set ns.last = index %}{%- endif %}{%- endfor %}"
+    "{%- macro turn(m, n) %}[{{ m.role }}]{{ m.content }}{% if m.name %}({{ m.name }}){% endif %}"
+    "{% endmacro %}"
+    "{%- for m in messages %}{%- if '</think>' in m.content and loop.index0 < ns.last %}"
+    "{{- m.content.split('</think>')[-1].lstrip('\\n') }}{%- else %}{{- turn(m, 1) }}{%- endif %}"
+    "{%- if loop.last %}{% break %}{%- endif %}{%- endfor %}"
+    "{{ messages|selectattr('role', 'equalto', 'user')|map(attribute='content')|join(', ') }}"
+    "{% set block %}{{ messages[0].role }} of {{ messages|length }}{% endset %}{{ block|upper }}"
+    "{{ {'a': [1, 2.5, none, true]} }} {{ 7 % 3 }} {{ 'a' ~ 1 ~ none ~ missing }} {{ (1, 'b') }}"
+)
+
+
+def reference(source: str, **variables: Any) -> str:
+    """What Jinja alone makes of it."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.globals["strftime_now"] = lambda _: FROZEN_DATE
+    return environment.from_string(source).render(**variables)
+
+
+@pytest.mark.parametrize(
+    "source", [CHATML, HEADERS, THINKING], ids=["chatml", "headers", "thinking"]
+)
+@pytest.mark.parametrize("opens", [True, False])
+def test_templates_render_as_jinja_renders_them(source: str, opens: bool) -> None:
+    """The bounds change nothing about a template that keeps them."""
+    variables: dict[str, Any] = {
+        "messages": MESSAGES,
+        "add_generation_prompt": opens,
+        "bos_token": "<s>",
+    }
+
+    assert ChatTemplate(source).render(**variables) == reference(source, **variables)
+
+
+def test_json_is_written_as_models_have_seen_it() -> None:
+    """Jinja's own filter escapes for HTML; models were trained without."""
+    tools = [{"name": "f", "text": "<é> & 'x'", "b": 1, "a": 2}]
+    text = ChatTemplate("{{ tools|tojson }}\n{{ tools|tojson(indent=2) }}").render([], tools=tools)
+
+    assert text == f"{json.dumps(tools, ensure_ascii=False)}\n" + json.dumps(
+        tools, ensure_ascii=False, indent=2
+    )
+
+
+def test_a_templates_own_refusal_reaches_the_client() -> None:
+    """Some models take no system message, and say so."""
+    with pytest.raises(Refusal) as raised:
+        ChatTemplate("{{ raise_exception('roles must alternate') }}").render(MESSAGES)
+
+    assert (raised.value.kind, raised.value.param) == (Kind.BAD, "messages")
+    assert "roles must alternate" in raised.value.message
+
+
+def test_what_clients_write_is_not_a_template() -> None:
+    """Contents are values; Jinja never looks into them."""
+    text = ChatTemplate(CHATML).render([{"role": "user", "content": "{{ 7 * 7 }}{% raw %}"}])
+
+    assert "{{ 7 * 7 }}{% raw %}" in text
+
+
+def looped(body: str, start: str = "'aa'") -> str:
+    """Sixty times the same, each time of its own result."""
+    loop = "{% for i in range(60) %}" + body + "{% endfor %}"
+    return "{% set ns = namespace(x=" + start + ") %}" + loop + "{{ ns.x }}"
+
+
+LARGE = {
+    "add": looped("{% set ns.x = ns.x + ns.x %}"),
+    "join by ~": looped("{% set ns.x = ns.x ~ ns.x %}"),
+    "captured": looped("{% set y %}{{ ns.x }}{{ ns.x }}{% endset %}{% set ns.x = y %}"),
+    "captured text": looped(
+        "{% set y %}{% for i in range(99999) %}" + "x" * 1000 + "{% endfor %}{% endset %}"
+    ),
+    "macro": "{% macro m(n) %}{% for i in range(99999) %}"
+    + "x" * 1000
+    + "{% endfor %}{% endmacro %}"
+    "{{ m(1)|length }}",
+    "lists": looped("{% set ns.x = ns.x + ns.x %}", "[1]"),
+    "nested lists": looped("{% set ns.x = [ns.x, ns.x] %}", "[]"),
+    "nested dicts": looped("{% set ns.x = {1: ns.x, 2: ns.x} %}", "[]"),
+    "tuples": looped("{% set ns.x = (ns.x, ns.x) %}", "[]"),
+    "nested and written as JSON": looped("{% set ns.x = [ns.x, ns.x] %}") + "{{ ns.x|tojson }}",
+    "dict()": looped("{% set ns.x = dict(a=ns.x, b=ns.x) %}", "[]"),
+    "replace filter": looped("{% set ns.x = ns.x|replace('a', ns.x) %}"),
+    "replace method": looped("{% set ns.x = ns.x.replace('a', ns.x) %}"),
+    "join filter": looped("{% set ns.x = [ns.x, ns.x]|join(ns.x) %}"),
+    "join method": looped("{% set ns.x = ns.x.join([ns.x, ns.x]) %}"),
+    "join of a generator": "{{ ('a' * 9999).join(range(99999)|map('string')) }}",
+    "indent": "{{ ('\\n' * 99999)|indent(99999) }}",
+    "split": "{{ ('a ' * 9999999).split()|length }}",
+    "slices": "{% set s = 'a' * 9999999 %}{% for i in range(99) %}{% set t = s[1:] %}{% endfor %}",
+    "times": "{{ 'a' * 10**12 }}",
+    "times a list": "{{ ([1] * 99999999)|length }}",
+    "numbers": looped("{% set ns.x = ns.x * ns.x %}", "9"),
+    "powers": "{{ 10 ** 10 ** 10 }}",
+    "padding": "{{ 'a'.ljust(10**11) }}",
+    "tabs": "{{ '\t'.expandtabs(10**11) }}",
+    "percent": "{{ '%99999999999d' % 1 }}",
+    "format": "{{ '{:>99999999999}'.format(1) }}",
+    "format_map": "{{ '{a:>99999999999}'.format_map({'a': 1}) }}",
+    "ranges": "{% for i in range(10**9) %}x{% endfor %}",
+    "many values": "{% for i in range(99999) %}{% set x = range(99999)|list %}{% endfor %}",
+    "output": "{% for i in range(99999) %}" + "x" * 1000 + "{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_a_template_cannot_build_anything_large(name: str) -> None:
+    """A model is somebody else's file; its template may not take the gateway's memory."""
+    template = ChatTemplate(LARGE[name], clock=lambda: 0.0)
+
+    with pytest.raises(Refusal) as raised:
+        template.render(MESSAGES)
+
+    assert raised.value.kind is Kind.BAD
+    assert "SecurityError" in raised.value.message
+
+
+@pytest.mark.parametrize("name", ["add", "join by ~", "captured", "replace method", "slices"])
+def test_what_is_counted_is_what_is_used(name: str) -> None:
+    """The bound is in characters; what matters is bytes."""
+    template = ChatTemplate(LARGE[name], clock=lambda: 0.0)
+    tracemalloc.start()
+    try:
+        with pytest.raises(Refusal):
+            template.render(MESSAGES)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+    assert peak < 150 * 2**20
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for i in range(99999) %}{% for j in range(9) %}{% endfor %}{% endfor %}",
+        "{% macro m(n) %}{% if n %}{{ m(n-1) }}{{ m(n-1) }}{% endif %}{% endmacro %}{{ m(60) }}",
+        "{% for i in [1, 2] recursive %}{{ loop([1, 2]) }}{% endfor %}",
+    ],
+    ids=["loops", "macros", "recursive loop"],
+)
+def test_a_template_cannot_run_for_long(source: str) -> None:
+    """A thread cannot be killed, so each turn of a loop looks at the clock."""
+    ticks = itertools.count()
+
+    with pytest.raises(Refusal) as raised:
+        ChatTemplate(source, clock=lambda: next(ticks) * 0.1).render([])
+
+    assert "TimeoutError" in raised.value.message
+    assert next(ticks) < 100
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ ''.__class__.__mro__ }}",
+        "{{ messages.__init__.__globals__ }}",
+        "{{ raise_exception.__globals__.os }}",
+        "{{ strftime_now.__code__.co_consts }}",
+        "{{ cycler.__init__.__globals__.os }}",
+        "{{ self.__init__.__globals__ }}",
+        "{{ messages|attr('__class__') }}",
+        "{{ messages|map(attribute='__class__')|list }}{{ x.y }}",
+        "{% include 'x' %}",
+        "{{ messages.append(1) }}",
+        "{{ messages[0].update(role='system') }}",
+        "{{ lipsum() }}",
+        "{{ 1 / 0 }}",
+        "{{ missing.attribute }}",
+        "{{ messages[99].content }}",
+        "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+    ],
+)
+def test_a_template_that_reaches_out_or_fails_is_a_refusal(source: str) -> None:
+    """Nothing of the program is within reach, and no error is anything but a refusal."""
+    try:
+        template = ChatTemplate(source)
+    except ValueError:
+        return  # refused when the model was loaded
+
+    with pytest.raises(Refusal) as raised:
+        template.render([dict(message) for message in MESSAGES])
+
+    assert raised.value.kind is Kind.BAD
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["{% for %}", "{{ a|unheard_of }}", "{{ a|wordwrap(1) }}", "x" * 300_000, "{{" + "(" * 5_000],
+    ids=["syntax", "no such filter", "no such filter here", "too long", "too deep"],
+)
+def test_a_template_that_cannot_be_compiled_says_so_at_load(source: str) -> None:
+    """Not at the first request."""
+    with pytest.raises(ValueError, match="chat template"):
+        ChatTemplate(source)
+
+
+def test_each_rendering_has_its_own_bounds() -> None:
+    """A thousand long prompts are not one large one."""
+    template = ChatTemplate(CHATML)
+    messages = [{"role": "user", "content": "x" * 2_000_000}]
+
+    assert {len(template.render(messages)) for _ in range(20)} == {2_000_000 + 28}
