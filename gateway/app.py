@@ -130,9 +130,9 @@ class Gateway:
 
 
 def prepare_data_dir(config: Config) -> None:
-    """Make it, for its owner alone. Raises OSError."""
-    config.data.mkdir(parents=True, exist_ok=True)
-    config.data.chmod(0o700)
+    """Make it, for its owner alone; one that is there keeps its mode. Raises OSError."""
+    if not config.data.is_dir():
+        config.data.mkdir(mode=0o700, parents=True)
 
 
 def open_store(config: Config) -> tuple[Store, str | None]:

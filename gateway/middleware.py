@@ -76,6 +76,14 @@ class RequestState:
     cached_tokens: int = 0
     output_tokens: int = 0
     first_token_s: float | None = None
+    is_complete: bool = False
+
+    def left(self) -> int:
+        """The client is gone; the status it saw. After the last byte that is no loss."""
+        if self.is_complete:
+            return 200
+        self.ending = "cancelled"
+        return 0
 
 
 STATE = web.RequestKey("state", RequestState)
@@ -145,10 +153,10 @@ class Guard:
             status = response.status
             return response
         except asyncio.CancelledError:
-            state.ending = "cancelled"
+            status = state.left()
             raise
         except ClientGone:
-            state.ending = "cancelled"
+            status = state.left()
             raise ConnectionResetError("the client left") from None
         except Exception as error:
             refusal = self._refusal(error, state)
@@ -222,7 +230,7 @@ class Guard:
             telemetry.first_token_s.labels(cache).observe(state.first_token_s)
         if state.identity is not None:
             telemetry.duration_s.observe(total_s)
-        # Probes ask every second and are told apart by nothing: only what had a key, or was refused.
+        # Probes ask every second and say nothing: only what had a key, or was refused.
         has_news = state.identity is not None or state.ending != "done"
         if self._gateway.config.log.requests and has_news:
             self._gateway.log("request", log_facts(state, method, status, total_s))

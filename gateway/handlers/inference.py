@@ -216,6 +216,9 @@ class _Answer:
                     data += encoder.close()
                 if data:
                     await self._send(data)
+                if batch and isinstance(batch[-1], End):
+                    self._state.is_complete = True
+                    break
         except (Refusal, EngineError, LedgerUnavailable) as error:
             await self._break_off(encoder, error)
         assert self._response is not None, "a whole answer has bytes"
@@ -266,9 +269,11 @@ async def paced(
                 return
             yield batch
     finally:
-        if reading is not None and not reading.done():
+        if reading is not None:
             reading.cancel()
             await asyncio.wait([reading])
+            if not reading.cancelled():
+                reading.exception()  # known to whoever reads; asked for so that nobody is warned
 
 
 def _circumstances(gateway: Context, tenant_id: int) -> Circumstances:
