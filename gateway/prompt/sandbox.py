@@ -77,6 +77,7 @@ class BoundedSandbox(ImmutableSandboxedEnvironment):
             **filters,
             "_literal": self._checked,
             "_joined": self._concatenate,
+            "_captured": self._capture,
             "_turn": self._turn,
         }
         own = self.globals
@@ -94,10 +95,17 @@ class BoundedSandbox(ImmutableSandboxedEnvironment):
         if size > VALUE_MAX or self._work.total > TOTAL_MAX:
             raise SecurityError("the template builds something too large")
 
+    # What takes a context is never computed when the template is compiled.
+
     @pass_context
     def _turn(self, _context: object, _value: object) -> None:
         if self._clock() > self._work.ends_s:
             raise TimeoutError
+
+    @pass_context
+    def _capture(self, _context: object, text: str) -> str:
+        self._spend(len(text))
+        return text
 
     def _checked(self, value: Any) -> Any:
         """A value that was made or is written. A generator's items are counted as they come."""
@@ -123,11 +131,9 @@ class BoundedSandbox(ImmutableSandboxedEnvironment):
         if operator == "**" or (operator == "%" and not numbers):
             raise SecurityError(f"the operator {operator} is not for templates")
         if not numbers:
-            times = 1
-            for factor in (left, right):
-                if operator == "*" and isinstance(factor, int):
-                    times = max(0, factor)
-            self._spend((weight(left) + weight(right)) * times)
+            sizes = [weight(v) for v in (left, right) if not isinstance(v, int)]
+            times = [max(0, v) for v in (left, right) if isinstance(v, int)]
+            self._spend(sum(sizes) * (times[0] if operator == "*" and times else 1))
         elif _bits(left) + _bits(right) > INTEGER_BITS_MAX:
             raise SecurityError("the template builds a number that is too large")
         return super().call_binop(context, operator, left, right)
@@ -207,7 +213,7 @@ class _Counting(NodeTransformer):
 
     def visit_TemplateData(self, node: nodes.TemplateData) -> nodes.Node:
         """Text that stands in the template."""
-        return _through("_literal", nodes.Const(node.data)) if self._captured else node
+        return _through("_captured", nodes.Const(node.data)) if self._captured else node
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         """`a ~ b`."""

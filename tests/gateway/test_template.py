@@ -111,10 +111,10 @@ LARGE = {
     "join by ~": looped("{% set ns.x = ns.x ~ ns.x %}"),
     "captured": looped("{% set y %}{{ ns.x }}{{ ns.x }}{% endset %}{% set ns.x = y %}"),
     "captured text": looped(
-        "{% set y %}{% for i in range(99999) %}" + "x" * 1000 + "{% endfor %}{% endset %}"
+        "{% set y %}{% for i in range(1000) %}" + "x" * 100_000 + "{% endfor %}{% endset %}"
     ),
-    "macro": "{% macro m(n) %}{% for i in range(99999) %}"
-    + "x" * 1000
+    "macro": "{% macro m(n) %}{% for i in range(1000) %}"
+    + "x" * 100_000
     + "{% endfor %}{% endmacro %}"
     "{{ m(1)|length }}",
     "lists": looped("{% set ns.x = ns.x + ns.x %}", "[1]"),
@@ -142,7 +142,7 @@ LARGE = {
     "format_map": "{{ '{a:>99999999999}'.format_map({'a': 1}) }}",
     "ranges": "{% for i in range(10**9) %}x{% endfor %}",
     "many values": "{% for i in range(99999) %}{% set x = range(99999)|list %}{% endfor %}",
-    "output": "{% for i in range(99999) %}" + "x" * 1000 + "{% endfor %}",
+    "output": "{% for i in range(1000) %}" + "x" * 100_000 + "{% endfor %}",
 }
 
 
