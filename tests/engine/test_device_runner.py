@@ -1,0 +1,203 @@
+"""The device runner under the core against recomputing every sequence from nothing.
+
+On a machine without a GPU its kernels run in Triton's interpreter, and there are no graphs.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+import kernels.tree_attention
+from engine.api import CacheGrant, Finished, PromptLogprobs, Request, SampledToken, Sampling, Tokens
+from engine.cache import PrefixCache
+from engine.config import EngineConfig
+from engine.core import Core
+from engine.device_runner import DeviceRunner
+from engine.kv_storage import KvStorage, kv_format
+from engine.model_store import ModelConfig
+from engine.models.device_layers import DeviceOps
+from engine.models.llama import LlamaModel
+from engine.weights import random_weights
+from tests.engine.dense_llama import dense_logits
+from tests.fakes import FakeClock
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+VOCAB, CONTEXT = 64, 256
+OUTPUT = 3
+HEADS = {"mha": (2, 2), "gqa": (4, 2), "mqa": (2, 1)}
+GREEDY = Sampling(temperature=0)
+
+
+@pytest.fixture(autouse=True)
+def _merge_many_heads_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small batches would be merged a head at a time, which the interpreter takes minutes for."""
+    if DEVICE.type == "cpu":
+        monkeypatch.setattr(kernels.tree_attention, "FEW_ROW_HEADS", 0)
+
+
+def config_of(heads: int, kv_heads: int) -> ModelConfig:
+    return ModelConfig(
+        architecture="llama", layers=1, hidden=32, intermediate=48, heads=heads,
+        kv_heads=kv_heads, head_dim=16, vocab=VOCAB, context=CONTEXT,
+    )  # fmt: skip
+
+
+class Engine:
+    """A core over a device runner of a small random model."""
+
+    def __init__(
+        self, depth: int = 1, heads: tuple[int, int] = (4, 2), blocks: int = 48, seats: int = 8
+    ) -> None:
+        torch.set_num_threads(1)
+        self.config = config_of(*heads)
+        self.weights = random_weights(self.config, torch.float32, 0, DEVICE)
+        model = LlamaModel(self.config, dict(self.weights), DeviceOps())  # it takes them out
+        kv = KvStorage(kv_format(self.config, torch.float32, 16), blocks, torch.float32, DEVICE)
+        self.runner = DeviceRunner(model, kv, context=CONTEXT, seats=seats, tokens_max=128)
+        settings = EngineConfig(step_tokens_max=64, prefill_chunk_tokens_max=40, sequences_max=6)
+        self.core = Core(
+            PrefixCache(blocks=blocks, block_size=16), self.runner, settings, FakeClock(),
+            vocab_size=VOCAB, context_tokens=CONTEXT, pipeline_depth=depth,
+        )  # fmt: skip
+        self.drawn: dict[tuple[str, int], list[SampledToken]] = {}
+        self.finished: dict[str, Finished] = {}
+        self.prompt_logprobs: dict[str, list[SampledToken | None]] = {}
+
+    def run(self, *requests: Request) -> None:
+        """All of them to their end; the cache is whole afterwards."""
+        for request in requests:
+            self.core.submit(request)
+        while self.core.has_work():
+            for event in self.core.step():
+                if isinstance(event, Tokens):
+                    self.drawn.setdefault((event.request_id, event.index), []).extend(event.tokens)
+                if isinstance(event, Finished):
+                    self.finished[event.request_id] = event
+                if isinstance(event, PromptLogprobs):
+                    self.prompt_logprobs.setdefault(event.request_id, []).extend(event.tokens)
+        self.core.cache.check()
+
+    def output(self, request_id: str, index: int = 0) -> list[int]:
+        return [token.token_id for token in self.drawn[request_id, index]]
+
+    def logprobs(self, tokens: list[int]) -> torch.Tensor:
+        return dense_logits(self.config, self.weights, tokens).log_softmax(-1)
+
+    def expected(self, prompt: tuple[int, ...], count: int = OUTPUT) -> list[int]:
+        """Greedy, by recomputing the whole sequence for every token."""
+        tokens = list(prompt)
+        for _ in range(count):
+            tokens.append(int(self.logprobs(tokens)[-1].argmax()))
+        return tokens[len(prompt) :]
+
+
+def tokens_of(seed: int, count: int) -> tuple[int, ...]:
+    rng = random.Random(seed)
+    return tuple(rng.randrange(VOCAB) for _ in range(count))
+
+
+def request(
+    request_id: str, prompt: tuple[int, ...], sampling: Sampling = GREEDY, *,
+    count: int = OUTPUT, samples: int = 1, prompt_logprobs: int | None = None,
+) -> Request:  # fmt: skip
+    return Request(
+        request_id, prompt, count, CacheGrant(b"x"), sampling, samples=samples,
+        prompt_logprobs=prompt_logprobs,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS.keys())
+def test_shared_forked_and_chunked_prompts_give_what_recomputing_gives(
+    heads: tuple[int, int], depth: int
+) -> None:
+    """Two rounds: cold with a prompt longer than a chunk, then from the cache."""
+    engine = Engine(depth, heads)
+    shared = tokens_of(1, 66)
+    prompts = [shared + tokens_of(2, 3), shared + tokens_of(3, 9), tokens_of(4, 5)]
+    expected = [engine.expected(prompt) for prompt in prompts]
+
+    for r in range(2):
+        engine.run(*(request(f"{r}{i}", p, samples=1 + (i == 1)) for i, p in enumerate(prompts)))
+
+    for r in range(2):
+        for i in range(3):
+            assert expected[i] == engine.output(f"{r}{i}")
+        assert expected[1] == engine.output(f"{r}1", 1)
+    assert engine.finished["10"].usage.cached_tokens >= 64
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_logprobs_of_output_and_prompt_are_the_models(depth: int) -> None:
+    """They go by the full sampler, and a plain neighbour with them."""
+    engine = Engine(depth)
+    prompt, other = tokens_of(5, 20), tokens_of(6, 10)
+
+    engine.run(
+        request("a", prompt, Sampling(temperature=0, logprobs=2), prompt_logprobs=0),
+        request("b", other),
+    )
+
+    assert engine.expected(prompt) == engine.output("a")
+    assert engine.expected(other) == engine.output("b")
+    history = [*prompt, *engine.output("a")]
+    known = engine.logprobs(history)
+    for at, token in enumerate(engine.drawn["a", 0], start=len(prompt) - 1):
+        assert token.logprob == pytest.approx(float(known[at, token.token_id]), abs=1e-3)
+    entries = [entry for entry in engine.prompt_logprobs["a"] if entry is not None][1:]
+    assert list(prompt[1:]) == [entry.token_id for entry in entries]
+    for at, entry in enumerate(entries):
+        assert entry.logprob == pytest.approx(float(known[at, entry.token_id]), abs=1e-3)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_preempted_sequence_resumes_where_it_was(depth: int) -> None:
+    """Two sequences that outgrow the blocks there are: one waits, and loses nothing."""
+    engine = Engine(depth, blocks=5)
+    prompts = [tokens_of(7, 30), tokens_of(8, 30)]
+
+    engine.run(*(request(str(i), prompt, count=8) for i, prompt in enumerate(prompts)))
+
+    assert engine.core.stats().preemptions_total > 0
+    for i, prompt in enumerate(prompts):
+        assert engine.expected(prompt, 8) == engine.output(str(i))
+
+
+def test_a_seat_is_used_again_and_forgets_who_sat_there() -> None:
+    """More sequences than seats, a few at a time: none reads its predecessor's table or token."""
+    engine = Engine(2, seats=3)
+
+    for i in range(5):
+        engine.run(request(str(i), tokens_of(20 + i, 18), count=2))
+
+    for i in range(5):
+        assert engine.expected(tokens_of(20 + i, 18), 2) == engine.output(str(i))
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # the interpreter's numpy
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize(
+    "bad_first",
+    [
+        False,
+        pytest.param(
+            True, marks=pytest.mark.xfail(reason="tiles read slots behind a sequence's end")
+        ),
+    ],
+)
+def test_a_row_of_nan_fails_alone(depth: int, bad_first: bool) -> None:
+    """One token whose embedding is not a number: its request ends, its neighbour does not."""
+    engine = Engine(depth)
+    bad, good = (1, 2, 63), tuple(t % 60 for t in tokens_of(9, 12))
+    expected = engine.expected(good, 1)
+    engine.weights["model.embed_tokens.weight"][63] = float("nan")
+    both = [request("bad", bad), request("good", good, count=1)]
+
+    engine.run(*(both if bad_first else reversed(both)))
+
+    assert engine.finished["bad"].code == "nan_logits"
+    assert engine.finished["good"].code == ""
+    assert expected == engine.output("good")
