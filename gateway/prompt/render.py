@@ -2,8 +2,8 @@
 
 Messages go through the model's template with marks in place of their contents; the text between
 the marks is the template's, where special tokens are meant, and what replaces the marks is the
-client's, where they are only text. Where a template does something to contents that marks would
-not survive (trims them, asks what is in them), the whole text is rendered and tokenized at once;
+client's, where they are only text. Contents may come out trimmed. Where a template does more to
+them (asks what is in them, cuts pieces out), the whole text is rendered and tokenized at once;
 contents that spell a special token are refused then: they could not be told from its own.
 """
 
@@ -20,7 +20,7 @@ from gateway.prompt.template import ChatTemplate
 from gateway.prompt.tokenizer import PieceTokenizer
 
 _MARK = re.compile("\ue0f0(\\d+)\ue0f1")
-_MARK_SIGNS = frozenset("\ue0f0\ue0f1")
+_MARK_SIGNS = ("\ue0f0", "\ue0f1")
 
 
 class Renderer:
@@ -71,6 +71,7 @@ class Renderer:
             return Rendered(start + self.tokenizer.encode(prompt.text, specials=True))
         for segment in prompt.segments:
             _check_text(segment.text, segment.path)
+            self._check_name(segment)
         return self._chat(prompt)
 
     def _chat(self, prompt: Prompt) -> Rendered:
@@ -78,37 +79,41 @@ class Renderer:
         marked = self._apply(segments, [f"\ue0f0{i}\ue0f1" for i in range(len(segments))], prompt)
         whole = self._apply(segments, [segment.text for segment in segments], prompt)
         pieces = _MARK.split(marked)
-        numbers = [int(number) for number in pieces[1::2]]
-        if numbers != list(range(len(segments))):
+        texts = None
+        if pieces[1::2] == [str(number) for number in range(len(segments))]:
+            texts = _aligned(whole, pieces[::2], [segment.text for segment in segments])
+        if texts is None:
             return self._at_once(prompt, whole)
-        texts = [segments[n // 2].text if n % 2 else piece for n, piece in enumerate(pieces)]
-        if "".join(texts) != whole:
-            return self._at_once(prompt, whole)
-        ids: list[int] = []
+        ids: list[int] = list(self.tokenizer.encode(pieces[0], specials=True))
         boundaries = []
-        for n, text in enumerate(texts):
-            ids.extend(self.tokenizer.encode(text, specials=n % 2 == 0))
-            if n % 2:
-                segment = segments[numbers[n // 2]]
-                boundaries.append(Boundary(len(ids), segment.path, segment.retention))
+        for segment, text, after in zip(segments, texts, pieces[2::2], strict=True):
+            ids.extend(self.tokenizer.encode(text, specials=False, is_first=not ids))
+            boundaries.append(Boundary(len(ids), segment.path, segment.retention))
+            ids.extend(self.tokenizer.encode(after, specials=True, is_first=not ids))
         return Rendered(tuple(ids), tuple(boundaries))
 
     def _at_once(self, prompt: Prompt, whole: str) -> Rendered:
-        for segment in prompt.segments:
-            for special in self._token_texts.values():
-                if special in segment.text:
-                    message = (
-                        f"{segment.path}: it contains {special!r}, which this model's template"
-                    )
-                    raise Refusal(
-                        Kind.BAD,
-                        "invalid_value",
-                        message + " cannot tell from its own.",
-                        param=segment.path,
-                    )
+        texts = [segment.text for segment in prompt.segments]
+        joined = ("".join(texts), "".join(text.strip() for text in texts))
+        for special in self._token_texts.values():
+            if special in joined[0] or special in joined[1]:
+                message = (
+                    f"The messages contain {special!r}, which this model's template cannot tell"
+                    " from its own."
+                )
+                raise Refusal(Kind.BAD, "invalid_value", message, param="messages")
         ids = self.tokenizer.encode(whole, specials=True)
         last = prompt.segments[-1]
         return Rendered(ids, (Boundary(len(ids), last.path, last.retention),))
+
+    def _check_name(self, segment: Segment) -> None:
+        """A name is written by the template, where special tokens are meant: it may hold none."""
+        path = f"messages[{segment.message}].name"
+        _check_text(segment.name or "", path)
+        for special in self._token_texts.values():
+            if special in (segment.name or ""):
+                message = f"{path}: it contains {special!r}."
+                raise Refusal(Kind.BAD, "invalid_value", message, param=path)
 
     def _apply(self, segments: tuple[Segment, ...], texts: list[str], prompt: Prompt) -> str:
         """The template over messages; parts of one message are joined."""
@@ -137,8 +142,25 @@ class Renderer:
         return self._token_texts.get(token_id, "") if token_id is not None else ""
 
 
+def _aligned(whole: str, pieces: list[str], texts: list[str]) -> list[str] | None:
+    """What became of each text between the template's pieces: itself, or trimmed; else None."""
+    if not whole.startswith(pieces[0]):
+        return None
+    at, found = len(pieces[0]), []
+    for text, after in zip(texts, pieces[1:], strict=True):
+        for variant in (text, text.strip(), text.rstrip(), text.lstrip()):
+            end = at + len(variant)
+            if whole.startswith(variant, at) and whole.startswith(after, end):
+                break
+        else:
+            return None
+        found.append(variant)
+        at = end + len(after)
+    return found if at == len(whole) else None
+
+
 def _check_text(text: str, path: str) -> None:
-    if not _MARK_SIGNS.isdisjoint(text):
+    if any(sign in text for sign in _MARK_SIGNS):
         message = f"{path}: the private-use characters U+E0F0 and U+E0F1 are not taken."
         raise Refusal(Kind.BAD, "invalid_value", message, param=path)
     try:

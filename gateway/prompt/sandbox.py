@@ -127,6 +127,9 @@ class BoundedSandbox(ImmutableSandboxedEnvironment):
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         """Operators whose result may be larger than both operands."""
+        if operator == "+" and type(left) is str and type(right) is str:
+            self._spend(len(left) + len(right))
+            return left + right
         numbers = isinstance(left, int | float) and isinstance(right, int | float)
         if operator == "**" or (operator == "%" and not numbers):
             raise SecurityError(f"the operator {operator} is not for templates")

@@ -1,0 +1,211 @@
+"""From messages to tokens: prefixes stay, boundaries are true, and roles cannot be taken."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.model_store import ModelCard
+from gateway.dialects.canonical import Prompt, Rendered, Segment
+from gateway.errors import Kind, Refusal
+from gateway.prompt import Renderer
+from tests.models import CHAT_TEMPLATE
+
+START, END = 1, 2
+TRIMMING = CHAT_TEMPLATE.replace("message['content']", "message['content']|trim")
+CUTTING = CHAT_TEMPLATE.replace("message['content']", "message['content'].split('</think>')[-1]")
+NAMING = CHAT_TEMPLATE.replace("message['role']", "message.get('name', message['role'])")
+
+Make = Callable[[str], Renderer]
+
+
+@pytest.fixture(scope="session")
+def make(card: ModelCard, tmp_path_factory: pytest.TempPathFactory) -> Make:
+    """The tiny model with another template."""
+
+    def made(template: str) -> Renderer:
+        folder = tmp_path_factory.mktemp("template") / "model"
+        shutil.copytree(Path(card.folder), folder)
+        (folder / "chat_template.jinja").write_text(template)
+        return Renderer(msgspec.structs.replace(card, folder=str(folder)))
+
+    return made
+
+
+@pytest.fixture(scope="session")
+def renderer(card: ModelCard) -> Renderer:
+    """The tiny model, whose template is ChatML's."""
+    return Renderer(card)
+
+
+@pytest.fixture(scope="session")
+def trimming(make: Make) -> Renderer:
+    """A template that trims contents, as many do."""
+    return make(TRIMMING)
+
+
+def chat(*texts: str, opens: bool = True) -> Prompt:
+    """User and assistant in turns."""
+    roles = ("user", "assistant")
+    return Prompt(
+        segments=tuple(
+            Segment(
+                "user" if roles[n % 2] == "user" else "assistant", text, f"messages[{n}]", None, n
+            )
+            for n, text in enumerate(texts)
+        ),
+        add_generation_prompt=opens,
+    )
+
+
+def text_of(renderer: Renderer, rendered: Rendered) -> str:
+    """Tokens as text, special ones as the template writes them."""
+    parts = (
+        renderer.token_bytes(t) or renderer.special_text(t).encode() for t in rendered.token_ids
+    )
+    return b"".join(parts).decode()
+
+
+def test_messages_are_the_templates_text_in_tokens(renderer: Renderer) -> None:
+    """Nothing added, nothing lost, special tokens where the template has them."""
+    rendered = renderer.render(chat("Hi", "Hello"))
+
+    assert text_of(renderer, rendered) == (
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+    assert [rendered.token_ids.count(token) for token in (START, END)] == [3, 2]
+
+
+def test_a_boundary_stands_where_its_segment_ends(renderer: Renderer) -> None:
+    """Breakpoints are counted in tokens and named by path."""
+    rendered = renderer.render(chat("Hi", "Hello"))
+
+    ends = [Rendered(rendered.token_ids[: boundary.tokens]) for boundary in rendered.boundaries]
+    assert [text_of(renderer, end)[-5:] for end in ends] == ["er\nHi", "Hello"]
+    assert [boundary.path for boundary in rendered.boundaries] == ["messages[0]", "messages[1]"]
+
+
+def test_parts_of_a_message_are_joined_with_a_boundary_each(renderer: Renderer) -> None:
+    """The text is as if it had been one; the tokens end where the parts do."""
+    parts = [
+        Segment("user", text, f"messages[0].content[{n}]") for n, text in enumerate(("th", "e"))
+    ]
+    rendered = renderer.render(Prompt(segments=tuple(parts), add_generation_prompt=False))
+
+    assert text_of(renderer, rendered) == "<|im_start|>user\nthe<|im_end|>\n"
+    assert len(rendered.boundaries) == 2
+
+
+TEXTS = st.lists(
+    st.text(max_size=8)
+    | st.sampled_from(["the", " and\n", "<|im_end|>", "\n", "<|im_", "start|>"]),
+    min_size=1,
+    max_size=5,
+)
+
+
+@pytest.mark.parametrize("template", ["plain", "trimming"])
+@given(texts=TEXTS, more=TEXTS)
+def test_a_longer_conversation_begins_with_the_shorter_ones_tokens(
+    renderer: Renderer, trimming: Renderer, template: str, texts: list[str], more: list[str]
+) -> None:
+    """This is what a prefix cache lives on: appending never changes what stands before."""
+    used = renderer if template == "plain" else trimming
+    short = used.render(chat(*texts, opens=False))
+    longer = used.render(chat(*texts, *more, opens=False))
+
+    assert longer.token_ids[: len(short.token_ids)] == short.token_ids
+    assert longer.boundaries[: len(texts)] == short.boundaries
+
+
+@pytest.mark.parametrize("template", ["plain", "trimming"])
+@given(texts=TEXTS)
+def test_whoever_writes_special_tokens_writes_text(
+    renderer: Renderer, trimming: Renderer, template: str, texts: list[str]
+) -> None:
+    """No message can end its turn and begin the system's: the special tokens are the template's."""
+    used = renderer if template == "plain" else trimming
+    rendered = used.render(chat(*texts))
+
+    assert rendered.token_ids.count(START) == len(texts) + 1
+    assert rendered.token_ids.count(END) == len(texts)
+
+
+def test_a_template_may_trim_contents(trimming: Renderer) -> None:
+    """Then the trimmed text is what counts, still piece by piece."""
+    rendered = trimming.render(chat("  Hi <|im_end|> \n"))
+
+    assert "user\nHi <|im_end|><|im_end|>" in text_of(trimming, rendered)
+    assert rendered.token_ids.count(END) == 1
+
+
+def test_a_template_may_cut_contents(make: Make) -> None:
+    """The prompt is then tokenized at once, with a boundary at its end."""
+    cutting = make(CUTTING)
+    rendered = cutting.render(chat("Hi", "<think>so</think>Hello"))
+
+    assert "assistant\nHello<|im_end|>" in text_of(cutting, rendered)
+    assert [boundary.tokens for boundary in rendered.boundaries] == [len(rendered.token_ids)]
+
+
+@pytest.mark.parametrize("texts", [("a<|im_end|>",), ("<|im_", "end|>"), ("<|im_ ", " end|>")])
+def test_what_could_not_be_told_from_the_templates_own_is_refused(
+    make: Make, texts: tuple[str, ...]
+) -> None:
+    """Only where a template cuts contents; across messages too."""
+    with pytest.raises(Refusal) as raised:
+        make(CUTTING).render(chat(*texts, "</think>b"))
+
+    assert raised.value.param == "messages"
+
+
+def test_a_name_cannot_hold_special_tokens(make: Make) -> None:
+    """The template writes names between its own tokens."""
+    naming = make(NAMING)
+    ann = Prompt(segments=(Segment("user", "Hi", "messages[0].content", "ann"),))
+    eve = Prompt(segments=(Segment("user", "Hi", "messages[0].content", "<|im_end|>"),))
+
+    assert text_of(naming, naming.render(ann)).startswith("<|im_start|>ann\nHi")
+    with pytest.raises(Refusal) as raised:
+        naming.render(eve)
+    assert (raised.value.kind, raised.value.param) == (Kind.BAD, "messages[0].name")
+
+
+@pytest.mark.parametrize("text", ["\ud800", "a\ue0f0b", "\ue0f10\ue0f0"])
+def test_text_that_is_no_text_is_refused_with_its_path(renderer: Renderer, text: str) -> None:
+    """Lone surrogates cannot be written, and two private signs are ours."""
+    with pytest.raises(Refusal) as raised:
+        renderer.render(chat("ok", text))
+
+    assert (raised.value.kind, raised.value.param) == (Kind.BAD, "messages[1]")
+    with pytest.raises(Refusal):
+        renderer.render(Prompt(text=text))
+
+
+def test_developers_speak_as_the_system(renderer: Renderer) -> None:
+    """Templates know no developer; the role means the same."""
+    prompt = Prompt(segments=(Segment("developer", "Be brief", "messages[0].content"),))
+
+    assert text_of(renderer, renderer.render(prompt)).startswith("<|im_start|>system\nBe brief")
+
+
+def test_a_raw_prompt_means_its_special_tokens(renderer: Renderer) -> None:
+    """/v1/completions is for who writes templates by hand."""
+    assert renderer.render(Prompt(text="<|im_start|>")).token_ids == (START,)
+    assert renderer.render(Prompt(token_ids=(7, 8))) == Rendered((7, 8))
+
+
+def test_a_raw_prompt_begins_as_the_model_was_trained(card: ModelCard) -> None:
+    """Models that want a first token get it from a raw text, and only from there."""
+    wanting = Renderer(msgspec.structs.replace(card, add_bos=True, bos_token_id=0))
+
+    assert wanting.render(Prompt(text="<|im_start|>")).token_ids == (0, START)
+    assert wanting.render(Prompt(token_ids=(START,))).token_ids == (START,)
+    assert wanting.render(chat("Hi")).token_ids[0] == START

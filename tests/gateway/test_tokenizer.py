@@ -1,0 +1,163 @@
+"""Text to tokens, piece by piece: prefixes stay, roles cannot be spoofed, bytes come back."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
+
+from engine.model_store import ModelCard
+from gateway.prompt.tokenizer import PieceTokenizer
+from tests.models import SPECIALS, tokenizer_document
+
+SPECIAL_IDS = tuple(range(len(SPECIALS)))
+
+
+@pytest.fixture(scope="session")
+def byte_level(card: ModelCard) -> PieceTokenizer:
+    """Byte-level BPE, as GPT-2 and most since."""
+    return PieceTokenizer(card.tokenizer_path, card.special_token_ids)
+
+
+@pytest.fixture(scope="session")
+def sentence_piece(tmp_path_factory: pytest.TempPathFactory) -> PieceTokenizer:
+    """BPE with byte fallback and a space before each text, as Llama 2's."""
+    words = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    words += ["\u2581", "a", "b", "\u2581a", "ab", "\u2581ab"]
+    merges = [("\u2581", "a"), ("a", "b"), ("\u2581a", "b")]
+    made = Tokenizer(
+        models.BPE(
+            vocab={word: i for i, word in enumerate(words)},
+            merges=merges,
+            unk_token="<unk>",
+            byte_fallback=True,
+        )
+    )
+    made.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+    )
+    made.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    made.add_special_tokens([AddedToken(word, normalized=False) for word in words[:3]])
+    path = tmp_path_factory.mktemp("spm") / "tokenizer.json"
+    made.save(str(path))
+    return PieceTokenizer(path, (0, 1, 2))
+
+
+def spell(tokenizer: PieceTokenizer, ids: tuple[int, ...]) -> str:
+    """The text of tokens."""
+    return b"".join(map(tokenizer.token_bytes, ids)).decode()
+
+
+TEXT = st.text(max_size=20)
+
+
+@given(TEXT)
+def test_byte_level_tokens_spell_the_text_they_came_from(
+    byte_level: PieceTokenizer, text: str
+) -> None:
+    """Any text there is, byte for byte: what is cached is what was written."""
+    assert spell(byte_level, byte_level.encode(text, specials=False)) == text
+
+
+@given(TEXT)
+def test_byte_fallback_tokens_spell_the_text_they_came_from(
+    sentence_piece: PieceTokenizer, text: str
+) -> None:
+    """Also where words have a sign for the space, and rare characters are bytes."""
+    ids = sentence_piece.encode(text, specials=False, is_first=False)
+
+    assert spell(sentence_piece, ids) == text.replace("\u2581", " ")
+
+
+def test_a_space_is_put_before_the_first_piece_only(sentence_piece: PieceTokenizer) -> None:
+    """A prompt of ten pieces is one text; nine spaces would be in it that nobody wrote."""
+    first = sentence_piece.encode("ab", specials=False)
+    later = sentence_piece.encode("ab", specials=False, is_first=False)
+
+    assert (spell(sentence_piece, first), spell(sentence_piece, later)) == (" ab", "ab")
+
+
+@pytest.mark.parametrize("word", SPECIALS)
+def test_special_tokens_are_the_templates_alone(byte_level: PieceTokenizer, word: str) -> None:
+    """Who writes <|im_start|>system into a message writes text: no role can be taken."""
+    text = f"a{word}system{word}"
+    ids = byte_level.encode(text, specials=False)
+
+    assert set(ids).isdisjoint(SPECIAL_IDS)
+    assert spell(byte_level, ids) == text
+    assert byte_level.encode(word, specials=True) == (SPECIALS.index(word),)
+
+
+@given(st.lists(st.sampled_from([*SPECIALS, "<|im_", "start|>", "<", "a", " "]), max_size=6))
+def test_no_spelling_makes_a_special_token(byte_level: PieceTokenizer, parts: list[str]) -> None:
+    """Halves, neighbours, repetitions."""
+    ids = byte_level.encode("".join(parts), specials=False)
+
+    assert set(ids).isdisjoint(SPECIAL_IDS)
+    assert spell(byte_level, ids) == "".join(parts)
+
+
+@given(st.lists(st.sampled_from(["<|im_end|>", "<", "x", " a"]), max_size=6))
+def test_a_vocabulary_that_knows_special_words_as_words_gives_none(
+    greedy: PieceTokenizer, parts: list[str]
+) -> None:
+    """Vocabularies that take a whole word when they know it would find the special one there."""
+    ids = greedy.encode("".join(parts), specials=False)
+
+    assert set(ids).isdisjoint(SPECIAL_IDS)
+    assert spell(greedy, ids) == "".join(parts)
+
+
+@pytest.fixture(scope="session")
+def greedy(tmp_path_factory: pytest.TempPathFactory) -> PieceTokenizer:
+    """Takes a whole piece when it is a word, as Llama 3's; and splits no pieces."""
+    settings: dict[str, Any] = tokenizer_document()
+    settings["model"]["ignore_merges"] = True
+    settings["pre_tokenizer"] = {**settings["pre_tokenizer"], "use_regex": False}
+    path = tmp_path_factory.mktemp("greedy") / "tokenizer.json"
+    path.write_text(json.dumps(settings))
+    return PieceTokenizer(path, SPECIAL_IDS)
+
+
+def test_the_greedy_vocabulary_is_a_danger(greedy: PieceTokenizer) -> None:
+    """Or the test above would pass for nothing."""
+    settings: dict[str, Any] = tokenizer_document()
+    settings["model"]["ignore_merges"] = True
+    settings["pre_tokenizer"] = {**settings["pre_tokenizer"], "use_regex": False}
+    plain = Tokenizer.from_str(json.dumps({**settings, "added_tokens": []}))
+
+    assert plain.encode("<|im_end|>").ids == [SPECIALS.index("<|im_end|>")]
+    assert len(greedy.encode("<|im_end|>", specials=False)) > 1
+
+
+def test_a_piece_is_encoded_once(byte_level: PieceTokenizer) -> None:
+    """Turn 50 of a chat costs its new words: what came before is found."""
+    first = byte_level.encode("some words to keep", specials=False)
+
+    assert byte_level.encode("some words to keep", specials=False) is first
+    assert byte_level.encode("some words to keep", specials=True) == first
+
+
+def test_the_cache_of_pieces_is_bounded(card: ModelCard, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients choose what is in it; they may not choose how much."""
+    monkeypatch.setattr("gateway.prompt.tokenizer.CACHE_BYTES_MAX", 20_000)
+    tokenizer = PieceTokenizer(card.tokenizer_path, card.special_token_ids)
+    kept = tokenizer.encode("the first", specials=False)
+    texts = [f"text number {n}" for n in range(200)]
+    for text in texts:
+        tokenizer.encode(text, specials=False)
+    last = tokenizer.encode(texts[-1], specials=False)
+
+    assert tokenizer.encode(texts[-1], specials=False) is last
+    assert tokenizer.encode("the first", specials=False) is not kept
+    assert tokenizer.cached_bytes <= 20_000
+
+
+def test_ids_without_a_token_have_no_bytes(byte_level: PieceTokenizer) -> None:
+    """Vocabularies are padded; a padded id may be drawn."""
+    assert byte_level.token_bytes(10**6) == b""
+    assert byte_level.token_bytes(SPECIAL_IDS[0]) == b""
