@@ -61,6 +61,12 @@ def rope_tables(config: ModelConfig, context: int) -> tuple[torch.Tensor, torch.
     return angles.cos().float(), angles.sin().float()
 
 
+def _finite(x: torch.Tensor) -> torch.Tensor:
+    """Zero for what is no number: padded products multiply slots behind a sequence's end by zero,
+    and these may be another's. Whoever made it fails by its own logits."""
+    return x.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+
+
 @dataclass(slots=True)
 class _Shared:
     """Query tokens [first, end) all see the keys of `blocks`."""
@@ -145,8 +151,8 @@ class TorchAttention:
         q = rotate(qkv[:, :q_end].view(tokens, self.heads, self.dim), self.cos, self.sin)
         k = rotate(qkv[:, q_end:k_end].view(tokens, self.kv_heads, self.dim), self.cos, self.sin)
         v = qkv[:, k_end:].view(tokens, self.kv_heads, self.dim)
-        self.kv[self.slot_block, layer, 0, :, self.slot_offset] = k.to(self.kv.dtype)
-        self.kv[self.slot_block, layer, 1, :, self.slot_offset] = v.to(self.kv.dtype)
+        self.kv[self.slot_block, layer, 0, :, self.slot_offset] = _finite(k).to(self.kv.dtype)
+        self.kv[self.slot_block, layer, 1, :, self.slot_offset] = _finite(v).to(self.kv.dtype)
         # [K, T, G, D]: the query heads of a KV head side by side, so that they are rows of one
         # matrix product.
         q = (q * self.scale).view(tokens, self.kv_heads, self.group, self.dim).transpose(0, 1)

@@ -1,8 +1,8 @@
 """Sampling on a GPU without waiting for it: plain draws in one kernel, others by the full sampler.
 
-A batch in which every sequence asks for no more than temperature, top-k, top-p and min-p is drawn
-by one launch, and its tokens stay on the device for the next step. Anything that needs the history
-or reports logprobs goes through `engine.sampler`, and waits.
+A batch in which every sequence asks for no more than temperature, top-k, top-p and min-p, and these
+three without a seed, is drawn by one launch, and its tokens stay on the device for the next step.
+Anything that needs the history or reports logprobs goes through `engine.sampler`, and waits.
 """
 
 from __future__ import annotations
@@ -29,8 +29,12 @@ class _Draws:
 
     def __init__(self, begun: BegunSequence, seed: int) -> None:
         s = begun.sampling
+        # The kernel adds weights up in vocabulary order, the full sampler by likelihood: a seeded
+        # draw from a filtered row has to take the same way in every batch.
+        filters = s.temperature > 0 and (s.top_k > 0 or s.top_p < 1 or s.min_p > 0)
         self.is_plain = (
-            not s.logit_bias
+            not (filters and s.seed is not None)
+            and not s.logit_bias
             and s.logprobs is None
             and s.repetition_penalty == 1
             and s.presence_penalty == 0

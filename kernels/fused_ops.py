@@ -69,6 +69,13 @@ def silu_mul(x: torch.Tensor, out: torch.Tensor) -> None:
 
 
 @triton.jit
+def _finite(x):
+    """Zero for what is no number: a tile multiplies slots behind a sequence's end by zero, and they
+    may be another's. Whoever made it fails by its own logits."""
+    return tl.where(x - x == 0, x, 0.0)
+
+
+@triton.jit
 def _rope_kv_write(
     qkv_ptr, q_out, kv_ptr, cos_ptr, sin_ptr, positions, slots,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, S: tl.constexpr,
@@ -104,15 +111,15 @@ def _rope_kv_write(
             second = tl.load(source + H * D + at + D // 2, mask=live, other=0.0).to(tl.float32)
             target = place + head[:, None] * S * D + half[None, :]
             kind = kv_ptr.dtype.element_ty
-            tl.store(target, (first * cos - second * sin).to(kind), mask=live)
-            tl.store(target + D // 2, (second * cos + first * sin).to(kind), mask=live)
+            tl.store(target, _finite(first * cos - second * sin).to(kind), mask=live)
+            tl.store(target + D // 2, _finite(second * cos + first * sin).to(kind), mask=live)
     elif slot >= 0:
         head = tl.arange(0, KP)
         d = tl.arange(0, D)
         live = (head < K)[:, None] & (d >= 0)[None, :]
         value = tl.load(source + (H + K) * D + head[:, None] * D + d[None, :], mask=live, other=0.0)
         target = place + VALUE_OFFSET + head[:, None] * S * D + d[None, :]
-        tl.store(target, value.to(kv_ptr.dtype.element_ty), mask=live)
+        tl.store(target, _finite(value).to(kv_ptr.dtype.element_ty), mask=live)
 
 
 def rope_kv_write(
@@ -123,7 +130,7 @@ def rope_kv_write(
 
     qkv [T, (H + 2K) * D]; kv [B, L, 2, K, S, D], one layer written; cos, sin [context, D / 2] fp32;
     positions [T] int32; slots [T] int32, block id * S + offset, negative for a padding row (not
-    written). q_out and kv written.
+    written). q_out and kv written; what is no finite number is written to kv as zero.
     """
     rows, heads, head_dim = q_out.shape
     _, _, _, kv_heads, size, _ = kv.shape

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 import torch
 
@@ -51,13 +52,11 @@ def test_the_kernel_draws_what_the_full_sampler_draws(sampling: Sampling) -> Non
     compare(sampling)
 
 
-@pytest.mark.xfail(reason="the kernel adds up in vocabulary order, the sampler by likelihood")
 @pytest.mark.parametrize("sampling", FILTERED.values(), ids=FILTERED.keys())
-def test_the_kernel_draws_what_the_full_sampler_draws_of_a_filtered_row(
-    sampling: Sampling,
-) -> None:
-    """Both keep the same tokens; until both add them up in one order, a seed gives two answers."""
-    compare(sampling)
+def test_a_seeded_filtered_row_is_never_the_kernels(sampling: Sampling) -> None:
+    """The two add weights up in different orders; a seed must take one way in every batch."""
+    assert not sampler_of(sampling).is_plain([0])
+    assert sampler_of(msgspec.structs.replace(sampling, seed=None)).is_plain([0])
 
 
 def compare(sampling: Sampling) -> None:
