@@ -6,13 +6,15 @@ classes mirror `cpu.h`, which says what each field means.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterator, Sequence
 from ctypes import POINTER, c_float, c_int32, c_void_p
 from pathlib import Path
 
@@ -80,6 +82,7 @@ class Kernels:
         self._c = ctypes.CDLL(str(library))
         signatures: dict[str, tuple[object, Sequence[object]]] = {
             "has_dot": (c_int32, ()),
+            "prefers_dot": (c_int32, ()),
             "head_dim_step": (c_int32, ()),
             "pool_new": (c_void_p, (c_int32,)),
             "pool_free": (None, (c_void_p,)),
@@ -94,15 +97,17 @@ class Kernels:
             function = getattr(self._c, name)
             function.restype, function.argtypes = result, arguments
         self.has_dot = bool(self._c.has_dot())
+        self.prefers_dot = bool(self._c.prefers_dot())
         self.head_dim_step = int(self._c.head_dim_step())
         self._pool = self._c.pool_new(threads)
         if not self._pool:
             raise MemoryError("no memory for a pool of threads")
+        self._end = weakref.finalize(self, self._c.pool_free, self._pool)
+        self._end.atexit = False  # an engine in a thread may be in the middle of a step
 
     def close(self) -> None:
-        """End the threads. Once; nothing may be called after."""
-        self._c.pool_free(self._pool)
-        self._pool = None
+        """End the threads; nothing may be called after. Done too when nobody refers to it."""
+        self._end()
 
     def pack(self, weight: torch.Tensor, columns: torch.Tensor | None = None) -> torch.Tensor:
         """weight [N, K] bf16 or fp32 → the panels that products read, padded to 32 columns.
@@ -170,14 +175,14 @@ def compiled(cache: Path | None = None) -> Path | None:
     return None
 
 
-def _folders(cache: Path | None) -> tuple[Path, ...]:
+def _folders(cache: Path | None) -> Iterator[Path]:
+    """Where the library may lie: the user's cache, or a folder of this start's own."""
     if cache is not None:
-        return (cache,)
-    try:
-        home = Path.home()
-    except RuntimeError:
-        return (Path(tempfile.mkdtemp(prefix="trunkline-")),)
-    return (home / ".cache" / "trunkline", Path(tempfile.mkdtemp(prefix="trunkline-")))
+        yield cache
+        return
+    with contextlib.suppress(RuntimeError):  # a user without a home
+        yield Path.home() / ".cache" / "trunkline"
+    yield Path(tempfile.mkdtemp(prefix="trunkline-"))
 
 
 def _compile(target: Path) -> None:

@@ -31,7 +31,11 @@ def load_kernels(config: ModelConfig, threads: int) -> Kernels | None:
     if library is None:
         log.warning("kernels_not_compiled: steps run in torch, slower")
         return None
-    kernels = Kernels(library, threads)
+    try:
+        kernels = Kernels(library, threads)
+    except OSError:
+        log.warning("kernels_not_loadable: steps run in torch, slower")
+        return None
     if (
         not config.attention_bias
         and not config.mlp_bias
@@ -172,4 +176,4 @@ def in_turns(intermediate: int) -> torch.Tensor:
 def _kind(dtype: torch.dtype, kernels: Kernels) -> int:
     if dtype == torch.float32:
         return cpu.WIDE
-    return cpu.DOT if kernels.has_dot else cpu.PAIRS
+    return cpu.DOT if kernels.prefers_dot else cpu.PAIRS

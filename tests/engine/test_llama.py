@@ -120,7 +120,7 @@ def test_bf16_weights_and_kv_stay_near_the_dense_reading_of_them(kernels: Kernel
 
     got = through(config, dict(weights), kernels, SLICES[3], torch.bfloat16)
 
-    assert error(got, expected) < (0.2 if kernels.has_dot else 0.05)
+    assert error(got, expected) < (0.2 if kernels.prefers_dot else 0.05)
 
 
 def test_shapes_that_the_kernels_do_not_fit_are_left_to_torch() -> None:

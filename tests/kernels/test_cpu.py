@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -141,16 +142,42 @@ def test_thousands_of_phases_lose_no_task(kernels: cpu.Kernels) -> None:
         crowd.close()
 
 
+def threads() -> set[str]:
+    return {path.name for path in Path("/proc/self/task").iterdir()}
+
+
+def are_gone(ids: set[str]) -> bool:
+    """A joined thread leaves the list a moment later."""
+    for _ in range(100_000):
+        if not ids & threads():
+            return True
+        os.sched_yield()
+    return False
+
+
 def test_closing_ends_the_threads() -> None:
     """An engine in a thread starts and stops often in tests, and must leave nothing."""
-    before = len(list(Path("/proc/self/task").iterdir()))
+    before = threads()
     crowd = cpu.Kernels(_library(), 4)
-    during = len(list(Path("/proc/self/task").iterdir()))
+    workers = threads() - before
 
     crowd.close()
 
-    assert during == before + 3
-    assert len(list(Path("/proc/self/task").iterdir())) == before
+    assert len(workers) == 3
+    assert are_gone(workers)
+
+
+def test_threads_end_when_nobody_refers_to_them() -> None:
+    """A runner that is dropped without a word leaves no thread either."""
+    before = threads()
+    crowd = cpu.Kernels(_library(), 3)
+    workers = threads() - before
+
+    del crowd
+    gc.collect()
+
+    assert len(workers) == 2
+    assert are_gone(workers)
 
 
 def test_the_library_is_compiled_once_and_appears_whole(tmp_path: Path) -> None:
