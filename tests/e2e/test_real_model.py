@@ -25,6 +25,7 @@ from engine.config import EngineConfig
 from engine.core import Core
 from engine.errors import ModelError
 from engine.model_store import DEFAULT_MODEL, ModelCard, ModelConfig, prepare, resolve
+from engine.models.cpu_llama import load_kernels
 from engine.plan import Row, StepPlan
 from engine.runner import CpuRunner
 from engine.weights import load_weights
@@ -36,7 +37,7 @@ LOGIT_ERROR_MAX = 2e-4
 order of sums, each rounded at 6e-8 relative: measured 1.8e-5 over 400 tokens. A wrong norm epsilon
 (1e-6 for 1e-5) moves a logit by 7e-3, a rotation base that is off by a thousandth by 1.3e-3."""
 
-BLOCK, BLOCKS, CONTEXT = 16, 128, 1024
+BLOCK, BLOCKS, CONTEXT, VOCAB = 16, 128, 1024, 49_152
 
 PROSE = Path(__file__).parents[2] / "LICENSE"
 """Real text that every checkout has."""
@@ -79,6 +80,18 @@ def tokenizer(card: ModelCard) -> Tokenizer:
 def runner(card: ModelCard) -> CpuRunner:
     config = EngineConfig(dtype="fp32", kv_dtype="fp32")
     return CpuRunner(card, config, blocks=BLOCKS, context=CONTEXT)
+
+
+@pytest.fixture(scope="module", params=["torch", "C"])
+def either_runner(request: pytest.FixtureRequest, card: ModelCard) -> CpuRunner:
+    """A runner by torch and one by the C kernels, both in fp32."""
+    config = EngineConfig(dtype="fp32", kv_dtype="fp32")
+    kernels = None
+    if request.param == "C":
+        kernels = load_kernels(card.config, 2)
+        if kernels is None:
+            pytest.skip("no C compiler here")
+    return CpuRunner(card, config, blocks=BLOCKS, context=CONTEXT, kernels=kernels)
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +167,7 @@ def test_logits_agree_with_transformers(
 
 @pytest.mark.parametrize("question", QUESTIONS)
 def test_greedy_text_is_what_generate_writes(
-    question: str, runner: CpuRunner, reference: Any, tokenizer: Tokenizer
+    question: str, either_runner: CpuRunner, reference: Any, tokenizer: Tokenizer
 ) -> None:
     """Token by token, through scheduler, cache and sampler. Where the reference itself has two
     tokens within the tolerance of one another, either is right, and the comparison ends."""
@@ -171,7 +184,7 @@ def test_greedy_text_is_what_generate_writes(
     )
     expected = written.sequences[0, len(prompt) :].tolist()
 
-    answer = greedy(runner, prompt, count)
+    answer = greedy(either_runner, prompt, count)
 
     for at, (ours, theirs) in enumerate(zip(answer, expected, strict=True)):
         if ours != theirs:
@@ -189,7 +202,7 @@ def greedy(runner: CpuRunner, prompt: list[int], count: int) -> list[int]:
         runner,
         EngineConfig(prefill_chunk_tokens_max=16),
         lambda: 0.0,
-        vocab_size=runner.model.config.vocab,
+        vocab_size=VOCAB,
         context_tokens=CONTEXT,
     )
     core.submit(Request("r", tuple(prompt), count, CacheGrant(b"n"), Sampling(temperature=0.0)))
