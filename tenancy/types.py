@@ -16,31 +16,59 @@ WallClock = Callable[[], int]
 
 
 class Tenant(Struct, frozen=True, forbid_unknown_fields=True):
-    """A paying party. `name` is unique, printable, at most 64 signs of [a-z0-9-_.]."""
+    """A paying party. `name` is unique, printable, at most 64 signs of [a-z0-9-_.].
+
+    `tier`: which rate cards and defaults apply to it; a name like a tenant's. `is_declared`: the
+    configuration file says what it is.
+    """
 
     tenant_id: int
     name: str
     status: Literal["active", "suspended"]
     created_ms: int
+    tier: str = "standard"
+    is_declared: bool = False
 
 
 class CachePolicy(Struct, frozen=True, forbid_unknown_fields=True):
-    """A tenant's share of the cache and of service, in the engine's terms but without its types."""
+    """A tenant's share of the cache and of service, in the engine's terms but without its types.
+
+    `classes`: the retention classes it may ask for; None is all there are. `promised_blocks_max`:
+    how many blocks may be promised to it at once; None is as many as the engine grants.
+    """
 
     floor_blocks: int = 0
     ceiling_blocks: int | None = None
     weight: float = 1.0
     priority: int = 0
+    classes: tuple[str, ...] | None = None
+    promised_blocks_max: int | None = None
+
+
+class Limits(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """How much a tenant or a key may ask for in a minute, and at once. None is no limit.
+
+    `input_tokens_per_minute` counts prompt tokens that are not read from the cache,
+    `tokens_per_minute` these and the output.
+    """
+
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    input_tokens_per_minute: int | None = None
+    output_tokens_per_minute: int | None = None
+    requests_at_once: int | None = None
 
 
 class Identity(Struct, frozen=True, forbid_unknown_fields=True):
-    """Who is asking, as far as a valid key proves it."""
+    """Who is asking, as far as a valid key proves it. `limits` are the tenant's."""
 
     tenant: Tenant
     workspace: str
     key_id: int
     policy: CachePolicy
     scopes: frozenset[str] = frozenset({"inference"})
+    limits: Limits = Limits()
+    key_limits: Limits = Limits()
 
 
 class UsageEntry(Struct, frozen=True, forbid_unknown_fields=True):

@@ -132,7 +132,7 @@ def test_what_fails_inside_a_transaction_leaves_nothing(store: Store) -> None:
 
     def half() -> None:
         with store.change() as db:
-            db.execute("insert into tenants values (1, 'ada', 'active', 0, null, 1.0, 0, 0)")
+            db.execute("insert into tenants (name, status, created_ms) values ('ada', 'active', 0)")
             raise BadName("any", "any")
 
     with pytest.raises(BadName):

@@ -1,0 +1,463 @@
+"""Limits per minute and at once, against a model in exact fractions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from fractions import Fraction
+from math import ceil
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tenancy.errors import LimitExceeded
+from tenancy.limits import METERS, Demand, Limiter, LimitState, Meter, Reservation, limit_of
+from tenancy.types import CachePolicy, Identity, Limits, Tenant
+
+FREE = Limits()
+SMALL = Demand(1, 1)
+
+
+class Clock:
+    """Seconds that a test sets; in milliseconds, so that they are exact."""
+
+    def __init__(self) -> None:
+        self.ms = 5_000
+
+    def __call__(self) -> float:
+        return self.ms / 1000
+
+
+@dataclass
+class Desk:
+    """A limiter, its clock, and what was reserved."""
+
+    clock: Clock = field(default_factory=Clock)
+    open: list[Reservation] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.limiter = Limiter(self.clock)
+
+    def ask(
+        self,
+        limits: Limits,
+        demand: Demand = SMALL,
+        *,
+        key_limits: Limits = FREE,
+        key_id: int = 1,
+        tenant_id: int = 1,
+    ) -> LimitExceeded | None:
+        """Reserve: None if it was given, the refusal otherwise."""
+        who = identity(limits, key_limits, key_id=key_id, tenant_id=tenant_id)
+        try:
+            self.open.append(self.limiter.reserve(who, demand))
+        except LimitExceeded as refusal:
+            return refusal
+        finally:
+            self.limiter.check()
+        return None
+
+    def given(self, count: int, limits: Limits, demand: Demand = SMALL, **more: Any) -> int:
+        """How many of so many were given."""
+        return sum(self.ask(limits, demand, **more) is None for _ in range(count))
+
+    def settle(self, actual: Demand) -> None:
+        """The oldest one that is open."""
+        self.open.pop(0).settle(actual)
+        self.limiter.check()
+
+
+def identity(
+    limits: Limits, key_limits: Limits = FREE, *, key_id: int = 1, tenant_id: int = 1
+) -> Identity:
+    return Identity(
+        Tenant(tenant_id, "ada", "active", 0),
+        "default",
+        key_id,
+        CachePolicy(),
+        limits=limits,
+        key_limits=key_limits,
+    )
+
+
+@pytest.fixture
+def desk() -> Desk:
+    return Desk()
+
+
+# --- requests ------------------------------------------------------------------------------------
+
+
+def test_a_minutes_requests_may_come_at_once_and_no_more(desk: Desk) -> None:
+    """However many ask in the same instant."""
+    assert desk.given(1_000, Limits(requests_per_minute=10)) == 10
+
+
+def test_without_limits_everything_is_given(desk: Desk) -> None:
+    """Nothing is limited that nobody limited."""
+    assert desk.given(1_000, FREE, Demand(10**12, 10**12)) == 1_000
+
+
+def test_a_limit_refills_evenly(desk: Desk) -> None:
+    """No stampede at the turn of a minute: ten a minute is one every six seconds."""
+    limits = Limits(requests_per_minute=10)
+    desk.given(10, limits)
+    desk.clock.ms += 5_999
+    before = desk.given(5, limits)
+    desk.clock.ms += 1
+    after = desk.given(5, limits)
+    desk.clock.ms += 12_000
+
+    assert (before, after, desk.given(5, limits)) == (0, 1, 2)
+
+
+def test_a_refusal_says_what_when_and_how_much(desk: Desk) -> None:
+    """A client acts on these, and a person reads them."""
+    limits = Limits(requests_per_minute=10)
+    desk.given(10, limits)
+    desk.clock.ms += 2_000
+    refusal = desk.ask(limits)
+
+    assert refusal is not None
+    assert refusal.code == "requests_per_minute"
+    assert (refusal.limit, refusal.remaining) == (10, 0)
+    assert (refusal.retry_after_s, refusal.reset_s) == (4.0, 58.0)
+    assert "10 requests per minute" in refusal.message
+
+
+def test_who_waits_as_long_as_told_is_given(desk: Desk) -> None:
+    """And a millisecond earlier is not."""
+    limits = Limits(tokens_per_minute=600)
+    desk.ask(limits, Demand(500, 100))
+    first = desk.ask(limits, Demand(30, 12))
+    desk.clock.ms += 4_199
+    early = desk.ask(limits, Demand(30, 12))
+    desk.clock.ms += 1
+    on_time = desk.ask(limits, Demand(30, 12))
+
+    assert first is not None
+    assert early is not None
+    assert (first.retry_after_s, on_time) == (4.2, None)
+
+
+def test_a_crowd_that_waits_as_told_is_served(desk: Desk) -> None:
+    """A hundred clients told the same second would be refused again, all but one."""
+    limits = Limits(requests_per_minute=100)
+    desk.given(100, limits)
+    times: list[float] = []
+    for _ in range(100):
+        refusal = desk.ask(limits)
+        assert refusal is not None
+        assert refusal.retry_after_s is not None
+        times.append(refusal.retry_after_s)
+    start_ms = desk.clock.ms
+    served = 0
+    for wait_s in sorted(times):
+        desk.clock.ms = start_ms + 1_000 * ceil(wait_s)
+        served += desk.ask(limits) is None
+
+    assert served == 100
+    assert max(times) <= 60
+
+
+# --- tokens --------------------------------------------------------------------------------------
+
+
+def test_what_was_estimated_too_high_is_given_back_at_once(desk: Desk) -> None:
+    """Most answers are shorter than they may be."""
+    limits = Limits(tokens_per_minute=1_000)
+    desk.ask(limits, Demand(100, 900))
+    refused = desk.ask(limits, Demand(100, 700))
+    desk.settle(Demand(100, 100))
+
+    assert refused is not None
+    assert desk.ask(limits, Demand(100, 700)) is None
+    assert desk.ask(limits, Demand(1, 0)) is not None
+
+
+def test_what_was_estimated_too_low_is_owed(desk: Desk) -> None:
+    """What the cache lost between the look and the start was computed all the same."""
+    limits = Limits(tokens_per_minute=60)
+    desk.ask(limits, Demand(10, 0))
+    desk.settle(Demand(90, 0))
+    desk.clock.ms += 30_000
+    owing = desk.ask(limits, Demand(1, 0))
+    desk.clock.ms += 1_000
+
+    assert owing is not None
+    assert (owing.remaining, owing.retry_after_s, owing.reset_s) == (0, 1.0, 60.0)
+    assert desk.ask(limits, Demand(1, 0)) is None
+
+
+def test_settling_twice_changes_nothing(desk: Desk) -> None:
+    """A cancelled request passes two places that settle."""
+    limits = Limits(tokens_per_minute=100, requests_at_once=1)
+    desk.ask(limits, Demand(50, 50))
+    reservation = desk.open[0]
+    reservation.settle(Demand(50, 0))
+    reservation.settle(Demand(0, 0))
+
+    assert desk.limiter.open_reservations == 0
+    assert desk.limiter.status(identity(limits))["tokens"].remaining == 50
+    assert not reservation.is_open
+
+
+def test_input_and_output_have_limits_of_their_own(desk: Desk) -> None:
+    """What the cache has costs no input; an answer costs the same whatever was read."""
+    limits = Limits(input_tokens_per_minute=100, output_tokens_per_minute=10)
+    codes = [
+        getattr(desk.ask(limits, demand), "code", None)
+        for demand in (Demand(90, 5), Demand(20, 5), Demand(10, 6), Demand(10, 5))
+    ]
+
+    assert codes == [None, "input_tokens_per_minute", "output_tokens_per_minute", None]
+
+
+def test_what_can_never_fit_is_not_told_to_wait(desk: Desk) -> None:
+    """A client that obeys would come back for ever."""
+    refusal = desk.ask(Limits(tokens_per_minute=100), Demand(60, 41))
+
+    assert refusal is not None
+    assert (refusal.code, refusal.retry_after_s) == ("request_exceeds_limit", None)
+    assert "101 tokens" in refusal.message
+
+
+# --- at once -------------------------------------------------------------------------------------
+
+
+def test_so_many_run_at_once_and_a_place_is_free_when_one_ends(desk: Desk) -> None:
+    """A minute's rest does not help, an ended request does."""
+    limits = Limits(requests_at_once=2)
+    given = desk.given(5, limits)
+    desk.clock.ms += 600_000
+    still = desk.ask(limits)
+    desk.settle(Demand(1, 1))
+
+    assert given == 2
+    assert still is not None
+    assert (still.code, still.retry_after_s) == ("requests_at_once", 1.0)
+    assert desk.given(5, limits) == 1
+
+
+# --- tenants and keys ----------------------------------------------------------------------------
+
+
+def test_the_keys_of_a_tenant_share_its_limit(desk: Desk) -> None:
+    """Two keys are not twice as much."""
+    limits = Limits(requests_per_minute=4)
+
+    assert desk.given(3, limits, key_id=1) + desk.given(3, limits, key_id=2) == 4
+
+
+def test_a_keys_limit_holds_for_it_alone(desk: Desk) -> None:
+    """And what it was refused is not taken from its tenant."""
+    tenant, key = Limits(requests_per_minute=4), Limits(requests_per_minute=1)
+    one = desk.given(9, tenant, key_limits=key, key_id=1)
+    two = desk.given(9, tenant, key_id=2)
+
+    assert (one, two) == (1, 3)
+
+
+def test_tenants_do_not_share(desk: Desk) -> None:
+    """One's flood is not another's."""
+    limits = Limits(requests_per_minute=2)
+    desk.given(9, limits, tenant_id=1, key_id=1)
+
+    assert desk.given(9, limits, tenant_id=2, key_id=2) == 2
+
+
+def test_a_refusal_takes_nothing_from_any_limit(desk: Desk) -> None:
+    """Refused for tokens, it has not used up a request."""
+    limits = Limits(requests_per_minute=5, tokens_per_minute=100)
+    desk.ask(limits, Demand(100, 0))
+    desk.given(50, limits, Demand(50, 0))
+
+    assert desk.limiter.status(identity(limits))["requests"].remaining == 4
+
+
+def test_the_limit_that_is_longest_in_the_way_refuses(desk: Desk) -> None:
+    """Who waits for the shorter one would be refused a second time."""
+    limits = Limits(requests_per_minute=60, tokens_per_minute=60)
+    for _ in range(60):
+        desk.ask(limits, Demand(1, 0))
+    refusal = desk.ask(limits, Demand(30, 0))
+
+    assert refusal is not None
+    assert (refusal.code, refusal.retry_after_s) == ("tokens_per_minute", 30.0)
+
+
+# --- changes and memory --------------------------------------------------------------------------
+
+
+def test_a_changed_limit_holds_for_the_next_request(desk: Desk) -> None:
+    """Half of it used is half of it used, before and after."""
+    desk.given(5, Limits(requests_per_minute=10))
+    left = desk.limiter.status(identity(Limits(requests_per_minute=100)))["requests"].remaining
+
+    assert left == 50
+    assert desk.given(99, Limits(requests_per_minute=2)) == 1
+
+
+def test_a_limit_that_came_later_starts_whole(desk: Desk) -> None:
+    """What was free was free."""
+    desk.given(50, FREE)
+
+    assert desk.given(9, Limits(requests_per_minute=3)) == 3
+
+
+def test_a_reservation_is_settled_at_the_limit_it_was_made_at(desk: Desk) -> None:
+    """A limit that was lowered meanwhile would otherwise give back more than was taken."""
+    desk.ask(Limits(tokens_per_minute=1_000), Demand(500, 0))
+    desk.ask(Limits(tokens_per_minute=1_000), Demand(500, 0))
+    desk.open[0].settle(Demand(0, 0))
+    left = desk.limiter.status(identity(Limits(tokens_per_minute=10)))["tokens"].remaining
+
+    assert left == 5
+
+
+def test_the_state_is_the_tighter_of_tenant_and_key(desk: Desk) -> None:
+    """A header that promised what the other limit refuses would be no help."""
+    tenant = Limits(requests_per_minute=10, tokens_per_minute=6_000)
+    key = Limits(requests_per_minute=6)
+    desk.given(2, tenant, Demand(10, 10), key_limits=key)
+
+    assert desk.limiter.status(identity(tenant, key)) == {
+        "requests": LimitState(6, 4, 20.0),
+        "tokens": LimitState(6_000, 5_960, 0.4),
+    }
+
+
+def test_looking_changes_nothing(desk: Desk) -> None:
+    """Not even what is remembered."""
+    desk.limiter.status(identity(Limits(requests_per_minute=10)))
+
+    assert len(desk.limiter) == 0
+
+
+def test_what_is_idle_is_forgotten(desk: Desk) -> None:
+    """A million keys once seen are not a million entries for ever."""
+    limits = Limits(requests_per_minute=1)
+    for number in range(1, 3_001):
+        desk.clock.ms += 100
+        desk.ask(limits, key_id=number, tenant_id=number)
+        desk.settle(SMALL)
+
+    assert len(desk.limiter) < 2 * 610
+    assert desk.ask(limits, tenant_id=2_999, key_id=2_999) is not None
+
+
+def test_what_runs_is_not_forgotten(desk: Desk) -> None:
+    """An hour's answer still counts as one at once."""
+    limits = Limits(requests_at_once=1)
+    desk.ask(limits)
+    desk.clock.ms += 3_600_000
+    for number in range(100):
+        desk.ask(FREE, tenant_id=number + 10, key_id=number + 10)
+
+    assert desk.ask(limits) is not None
+
+
+# --- against a model -----------------------------------------------------------------------------
+
+LIMITS = st.sampled_from([None, 1, 2, 3, 4, 5, 6, 10, 12, 60, 600])
+"""Divisors of a minute, so that the model's fractions and our nanoseconds are the same number."""
+
+OPERATIONS = st.one_of(
+    st.tuples(st.just("wait"), st.integers(0, 20_000), st.just(0)),
+    st.tuples(st.just("ask"), st.integers(0, 12), st.integers(0, 12)),
+    st.tuples(st.just("settle"), st.integers(0, 30), st.integers(0, 30)),
+)
+
+
+class Model:
+    """Levels in exact fractions: what the words say, written down the plainest way."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.at_once = 0
+        self.levels = {
+            meter: Fraction(limit) for meter in METERS if (limit := limit_of(limits, meter))
+        }
+
+    def wait(self, ms: int) -> None:
+        for meter in self.levels:
+            limit = self._limit(meter)
+            self.levels[meter] = min(limit, self.levels[meter] + limit * ms / 60_000)
+
+    def ask(self, demand: Demand) -> bool:
+        at_once = self.limits.requests_at_once
+        if at_once is not None and self.at_once >= at_once:
+            return False
+        if any(demand.of(meter) > level for meter, level in self.levels.items()):
+            return False
+        for meter in self.levels:
+            self.levels[meter] -= demand.of(meter)
+        self.at_once += 1
+        return True
+
+    def settle(self, estimate: Demand, actual: Demand) -> None:
+        self.at_once -= 1
+        for meter in self.levels:
+            back = estimate.of(meter) - actual.of(meter)
+            self.levels[meter] = min(self._limit(meter), self.levels[meter] + back)
+
+    def _limit(self, meter: Meter) -> Fraction:
+        return Fraction(limit_of(self.limits, meter) or 0)
+
+
+@given(
+    limits=st.builds(
+        Limits,
+        requests_per_minute=LIMITS,
+        tokens_per_minute=LIMITS,
+        input_tokens_per_minute=LIMITS,
+        output_tokens_per_minute=LIMITS,
+        requests_at_once=st.sampled_from([None, 1, 3]),
+    ),
+    operations=st.lists(OPERATIONS, max_size=40),
+)
+@settings(max_examples=300, deadline=None)
+def test_every_answer_is_the_models(limits: Limits, operations: list[tuple[str, int, int]]) -> None:
+    """Given, refused and what is left, after any history."""
+    desk, model = Desk(), Model(limits)
+    estimates: list[Demand] = []
+    for what, one, two in operations:
+        if what == "wait":
+            desk.clock.ms += one
+            model.wait(one)
+        elif what == "ask":
+            expected = model.ask(Demand(one, two))
+            assert (desk.ask(limits, Demand(one, two)) is None) == expected
+            if expected:
+                estimates.append(Demand(one, two))
+        elif estimates:
+            model.settle(estimates.pop(0), Demand(one, two))
+            desk.settle(Demand(one, two))
+        states = desk.limiter.status(identity(limits))
+        left = {meter: max(0, int(level // 1)) for meter, level in model.levels.items()}
+        assert {meter: state.remaining for meter, state in states.items()} == left
+
+
+@given(
+    limit=st.integers(1, 10**9),
+    waits=st.lists(st.integers(0, 5_000), min_size=1, max_size=60),
+    sizes=st.lists(st.integers(1, 10**6), min_size=1, max_size=8),
+)
+@settings(max_examples=200, deadline=None)
+def test_no_window_is_overspent(limit: int, waits: list[int], sizes: list[int]) -> None:
+    """In any w seconds at most one full bucket and w seconds' refill, for limits that divide
+    nothing: roundings are never the client's gain."""
+    desk, limits = Desk(), Limits(tokens_per_minute=limit)
+    taken: list[tuple[int, int]] = []
+    for number, wait in enumerate(waits):
+        desk.clock.ms += wait
+        size = min(limit, sizes[number % len(sizes)])
+        if desk.ask(limits, Demand(size, 0)) is None:
+            taken.append((desk.clock.ms, size))
+
+    for first, (start_ms, _) in enumerate(taken):
+        total = 0
+        for at_ms, size in taken[first:]:
+            total += size
+            assert total <= limit + Fraction(limit * (at_ms - start_ms), 60_000)
