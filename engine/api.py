@@ -100,7 +100,7 @@ class CacheGrant(Struct, frozen=True, forbid_unknown_fields=True):
 class Sampling(Struct, frozen=True, forbid_unknown_fields=True):
     """How a token is chosen from logits. Temperature 0 is greedy; every default changes nothing.
 
-    Order: logit bias, penalties, temperature, top-k, top-p, min-p. Presence and frequency count
+    Order: grammar, logit bias, penalties, temperature, top-k, top-p, min-p. Presence and frequency count
     output tokens; repetition counts prompt and output. With a `seed` the choice depends only on
     (seed, sample index, output position) and the logits, whatever else is in the batch.
     `logprobs`: how many alternatives to report with each token (0: the chosen one; None: none),
@@ -119,6 +119,18 @@ class Sampling(Struct, frozen=True, forbid_unknown_fields=True):
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
 
 
+class Grammar(Struct, frozen=True, forbid_unknown_fields=True):
+    """The text that every sample has to be. It holds for the output alone, from its first token.
+
+    `text`: a JSON schema, a Lark grammar in llguidance's dialect, or a regular expression of the
+    whole output; nothing for `json_object`. Compiling is bounded in size, time and memory; what
+    fails is refused as `grammar_invalid` or `grammar_too_big` before it is first scheduled.
+    """
+
+    kind: Literal["json_schema", "json_object", "lark", "regex"]
+    text: str = ""
+
+
 class Request(Struct, frozen=True, forbid_unknown_fields=True):
     """One thing asked of the engine. `tokens` is the whole prompt, at least one token.
 
@@ -129,6 +141,9 @@ class Request(Struct, frozen=True, forbid_unknown_fields=True):
     reported. `priority`: higher first. `weight`: the namespace's share of service. `deadline_s`:
     seconds from receipt after which a request not yet started is finished as `timeout`.
     `prompt_logprobs`: report logprobs of prompt tokens (reads no cache: logits are needed).
+    `grammar`: no token is drawn that it does not allow. A sample whose text is whole and can only
+    end does so as `stop`, with or without an end token, before `min_tokens` if it must; the model's
+    end tokens are drawn only where the text may end. `max_tokens` may still cut it short.
     """
 
     request_id: str
@@ -143,6 +158,7 @@ class Request(Struct, frozen=True, forbid_unknown_fields=True):
     weight: Annotated[float, Meta(gt=0, le=1e6)] = 1.0
     deadline_s: float | None = None
     prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    grammar: Grammar | None = None
 
 
 class Submit(Struct, frozen=True, tag="submit", forbid_unknown_fields=True):
@@ -297,11 +313,14 @@ class Erased(Struct, frozen=True, tag="erased", forbid_unknown_fields=True):
 
 
 class NamespaceStats(Struct, frozen=True, forbid_unknown_fields=True):
+    """What one namespace holds and asks for now. `promised_blocks`: under a live promise."""
+
     namespace: Namespace
     blocks: Count
     pinned_blocks: Count
     running: Count
     waiting: Count
+    promised_blocks: Count = 0
 
 
 class Stats(Struct, frozen=True, tag="stats", forbid_unknown_fields=True):
@@ -333,11 +352,32 @@ class Stats(Struct, frozen=True, tag="stats", forbid_unknown_fields=True):
     namespaces: tuple[NamespaceStats, ...] = ()
 
 
+LossCause = Literal["evicted_own_quota", "evicted_pressure", "expired", "erased"]
+"""Why blocks left the tree: taken for the namespace itself, for another, its time ran out, its
+owner said so."""
+
+
+class Loss(Struct, frozen=True, forbid_unknown_fields=True):
+    """`blocks` of `namespace` left the tree. `taker`: for whom, where they were evicted."""
+
+    namespace: Namespace
+    cause: LossCause
+    taker: Namespace
+    blocks: Count
+
+
+class CacheNews(Struct, frozen=True, tag="cache_news", forbid_unknown_fields=True):
+    """What the cache has lost since the last of these. Comes with the heartbeat, unasked."""
+
+    losses: tuple[Loss, ...]
+
+
 Event = Started | PromptLogprobs | Tokens | SampleEnded | Finished
 """What a request's stream carries."""
 
-Reply = Peeked | Erased | Stats
-"""Answers to calls, matched by `call_id`. A `Stats` with call id 0 is a heartbeat."""
+Reply = Peeked | Erased | Stats | CacheNews
+"""Answers to calls, matched by `call_id`. A `Stats` with call id 0 is a heartbeat; news come
+unasked."""
 
 
 class EngineInfo(Struct, frozen=True, forbid_unknown_fields=True):

@@ -15,6 +15,7 @@ from typing import Protocol, TypeVar
 
 from engine.api import (
     PROTOCOL_VERSION,
+    CacheNews,
     Cancel,
     Command,
     Drain,
@@ -35,6 +36,7 @@ from engine.api import (
 )
 from engine.errors import EngineError, EngineUnavailable, RequestRefused
 from engine.frames import FrameError, Hello, Rejected, Welcome, downward_decoder, encode
+from engine.loss_totals import LossTotals
 from engine.stream import RequestStream
 
 __all__ = ["Connection", "Engine", "RequestStream", "SocketEngine"]
@@ -57,6 +59,10 @@ class Engine(Protocol):
     @property
     def stats(self) -> Stats:
         """The latest heartbeat."""
+
+    @property
+    def losses(self) -> LossTotals:
+        """What namespaces have lost, as of the latest heartbeat."""
 
     def ready(self) -> bool:
         """Would a request be taken now?"""
@@ -95,9 +101,10 @@ class Connection(ABC):
     def __init__(self) -> None:
         self.info: EngineInfo | None = None
         self.stats = Stats()
+        self.losses = LossTotals()
         self.heard_at_s = 0.0
         self._streams: dict[str, RequestStream] = {}
-        self._calls: dict[int, asyncio.Future[Reply]] = {}
+        self._calls: dict[int, asyncio.Future[Peeked | Erased | Stats]] = {}
         self._next_call = 1
         self._is_draining = False
         self._is_closed = False
@@ -168,6 +175,9 @@ class Connection(ABC):
     def receive(self, messages: Iterable[Event | Reply]) -> None:
         """What the engine says, in order."""
         for message in messages:
+            if isinstance(message, CacheNews):
+                self.losses.add(message)
+                continue
             if isinstance(message, Peeked | Erased | Stats):
                 self._answer(message)
                 continue
@@ -198,7 +208,7 @@ class Connection(ABC):
         self._next_call += 1
         return self._next_call
 
-    def _answer(self, reply: Reply) -> None:
+    def _answer(self, reply: Peeked | Erased | Stats) -> None:
         if reply.call_id == 0 and isinstance(reply, Stats):
             self.stats = reply
             return
@@ -209,7 +219,7 @@ class Connection(ABC):
     async def _call(self, command: Command, call_id: int, kind: type[Answer]) -> Answer:
         if self._is_closed or self.info is None:
             raise EngineUnavailable("not_ready", "There is no engine to ask.")
-        future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[Peeked | Erased | Stats] = asyncio.get_running_loop().create_future()
         self._calls[call_id] = future
         self.post(command)
         try:

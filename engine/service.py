@@ -38,6 +38,7 @@ from engine.cache import PrefixCache
 from engine.config import EngineConfig
 from engine.core import Core
 from engine.errors import EngineError
+from engine.losses import LossCollector
 from engine.model_store import load_card
 
 CANARY: Final = "canary"
@@ -141,6 +142,7 @@ class EngineService:
         self._owners: dict[str, Outlet] = {}
         self._outlets: list[Outlet] = []
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
+        self._losses = LossCollector()
         self.ready = threading.Event()
         self.stopped = threading.Event()
         self._beat_at_s = clock()
@@ -172,6 +174,7 @@ class EngineService:
     def _main(self) -> None:
         try:
             core, info = self._make_core()
+            core.cache.facts = self._losses.note
             prove_alive(core)
             self.info = info
             self.ready.set()
@@ -260,8 +263,11 @@ class EngineService:
         now_s = self.clock()
         if now_s >= self._beat_at_s:
             self._beat_at_s = now_s + self.config.heartbeat_s
+            news = self._losses.take()
             for outlet in self._outlets:
                 self._tell(outlet, core, core.stats())
+                if news is not None:
+                    self._tell(outlet, core, news)
 
     def _fail_all(self) -> None:
         """The engine is broken: nobody waits for ever. Clients know what they had by then."""

@@ -28,6 +28,7 @@ from engine.api import EngineInfo, Erased, Namespace, Peeked, Request, Stats
 from engine.client import RequestStream, SocketEngine
 from engine.config import EngineConfig
 from engine.errors import EngineError, EngineUnavailable, ModelError, RequestRefused
+from engine.loss_totals import LossTotals
 
 PAUSE_FIRST_S, PAUSE_LAST_S = 0.1, 10.0
 FAILURES_MAX, FAILURES_WINDOW_S = 5, 60.0
@@ -79,6 +80,11 @@ class EngineSupervisor:
     def stats(self) -> Stats:
         """See `engine.client.Engine`."""
         return self._engine.stats if self._engine is not None else self._last_stats
+
+    @property
+    def losses(self) -> LossTotals:
+        """See `engine.client.Engine`: of the engine that runs now."""
+        return self._engine.losses if self._engine is not None else LossTotals()
 
     def ready(self) -> bool:
         """See `engine.client.Engine`."""

@@ -92,6 +92,7 @@ class Vitals:
                     pinned_blocks=uses[name].pinned if name in uses else 0,
                     running=running[name],
                     waiting=waiting[name],
+                    promised_blocks=uses[name].promised if name in uses else 0,
                 )
                 for name in sorted(uses.keys() | running.keys() | waiting.keys())
             ),

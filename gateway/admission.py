@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
-from engine.api import CacheGrant, EngineInfo, Quota, Request, Stats
+from engine.api import CacheGrant, EngineInfo, LeaseRequest, Quota, Request, Stats
 from gateway.config import LimitsConfig
 from gateway.dialects.canonical import Call, Generation, Rendered
 from gateway.errors import Kind, Refusal
@@ -39,8 +39,9 @@ def admit(
     identity: Identity,
     request_id: str,
     now: Circumstances,
+    leases: Sequence[tuple[LeaseRequest, ...]] = (),
 ) -> tuple[Request, ...]:
-    """One engine request per prompt. O(tokens), for the bounds check alone.
+    """One engine request per prompt, with its leases. O(tokens), for the bounds check alone.
 
     Raises Refusal: BAD for what can never run, RATE for the tenant's own limit, BUSY for ours.
     """
@@ -51,12 +52,13 @@ def admit(
     budgets = [_output_tokens(prompt, generation, identity, now) for prompt in rendered]
     _check_tenant(now)
     _check_queue(sum(len(prompt.token_ids) for prompt in rendered), now)
+    kept = leases or [()] * len(rendered)
     return tuple(
         Request(
             request_id=request_id if len(rendered) == 1 else f"{request_id}-{number}",
             tokens=prompt.token_ids,
             max_tokens=budget,
-            grant=_grant(call, identity, now),
+            grant=_grant(call, identity, now, kept[number]),
             sampling=generation.sampling,
             samples=generation.samples,
             stop_token_ids=_stops(generation, now),
@@ -201,11 +203,14 @@ def _stops(generation: Generation, now: Circumstances) -> tuple[int, ...]:
     return tuple(dict.fromkeys((*own, *generation.stop_token_ids)))
 
 
-def _grant(call: Call, identity: Identity, now: Circumstances) -> CacheGrant:
+def _grant(
+    call: Call, identity: Identity, now: Circumstances, leases: tuple[LeaseRequest, ...]
+) -> CacheGrant:
     policy = identity.policy
     return CacheGrant(
         namespace=namespace_of(
             identity, now.info.model_digest, now.template_digest, call.partition
         ),
         quota=Quota(policy.floor_blocks, policy.ceiling_blocks, policy.weight),
+        leases=leases,
     )

@@ -24,18 +24,21 @@ from engine.model_store import ModelCard
 from engine.supervisor import EngineSupervisor
 from gateway.config import Config, parse_address
 from gateway.context import Context, Log
+from gateway.endpoints import SHAPES
 from gateway.handlers import admin, health, inference, models
 from gateway.metering import wall_ms
 from gateway.middleware import install
 from gateway.prompt import Renderer
+from gateway.retention import Contracts
 from gateway.server import ListenerRunner
 from gateway.telemetry import Telemetry
 from tenancy.ledger import Ledger
-from tenancy.registry import Registry, bootstrap
+from tenancy.registry import Registry, bootstrap, bootstrap_admin
 from tenancy.store import Store
 from tenancy.types import WallClock
 
 KEY_FILE = "default.key"
+ADMIN_KEY_FILE = "admin.key"
 
 
 def new_request_id() -> str:
@@ -74,6 +77,12 @@ class Gateway:
             ledger=self.ledger,
             telemetry=Telemetry(config.tenancy.tenants_as_labels_max),
             renderer=renderer,
+            contracts=Contracts(
+                config.caching,
+                clock,
+                lambda namespace: engine.losses.of(namespace),
+                lambda: "" if engine.info is None else engine.info.epoch,
+            ),
             model=renderer.card.name,
             clock=clock,
             wall=wall,
@@ -107,7 +116,7 @@ class Gateway:
         """What clients reach."""
         app, context = web.Application(), self.context
         routes = (*inference.routes(context), *models.routes(context), *health.routes(context))
-        install(app, routes, context, context.config.server.hosts)
+        install(app, routes, context, context.config.server.hosts, SHAPES)
         return app
 
     def admin_app(self) -> web.Application:
@@ -138,15 +147,17 @@ def prepare_data_dir(config: Config) -> None:
 def open_store(config: Config) -> tuple[Store, str | None]:
     """The database, with the default tenant made on first start: (store, its new key or None).
 
-    The key is also kept in a file that its owner alone may read.
+    That key and an administrator's are also kept in files that their owner alone may read.
     """
     prepare_data_dir(config)
     store = Store(config.database)
     key = bootstrap(store, wall_ms)
-    if key is not None:
-        path = config.data / KEY_FILE
-        path.touch(mode=0o600)
-        path.write_text(key + "\n")
+    for name, made in ((KEY_FILE, key), (ADMIN_KEY_FILE, bootstrap_admin(store, wall_ms))):
+        if made is not None:
+            path = config.data / name
+            path.touch(mode=0o600)
+            path.chmod(0o600)
+            path.write_text(made + "\n")
     return store, key
 
 

@@ -19,6 +19,7 @@ from msgspec import Meta, Struct
 
 from engine.config import EngineConfig
 from engine.model_store import DEFAULT_MODEL
+from gateway.cache_terms import CachingConfig
 
 Seconds = Annotated[float, Meta(gt=0, le=86_400)]
 Whole = Annotated[int, Meta(ge=1, le=2**40)]
@@ -101,6 +102,7 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True):
     admin: AdminConfig = AdminConfig()
     model: ModelSettings = ModelSettings()
     limits: LimitsConfig = LimitsConfig()
+    caching: CachingConfig = CachingConfig()
     tenancy: TenancyConfig = TenancyConfig()
     log: LogConfig = LogConfig()
     engine: EngineConfig = EngineConfig()

@@ -15,6 +15,7 @@ from engine.api import Clock
 from engine.client import Engine
 from gateway.config import Config
 from gateway.prompt import Renderer
+from gateway.retention import Contracts
 from gateway.telemetry import Telemetry
 from tenancy.ledger import Ledger
 from tenancy.types import Identity, WallClock
@@ -43,6 +44,7 @@ class Context:
     ledger: Ledger
     telemetry: Telemetry
     renderer: Renderer
+    contracts: Contracts
     model: str
     clock: Clock
     wall: WallClock

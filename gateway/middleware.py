@@ -10,9 +10,7 @@ It knows no engine and no prompt. `app` installs it; handlers declare `Route`s a
 from __future__ import annotations
 
 import asyncio
-import re
 import traceback
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -23,6 +21,7 @@ from aiohttp import web
 from engine.errors import EngineError, EngineUnavailable, RequestRefused
 from gateway.context import Context
 from gateway.dialects import openai_wire
+from gateway.door import WRONG_KEYS_PER_MINUTE_MAX, WrongKeys, bearer_key, check_host
 from gateway.errors import Kind, Refusal
 from gateway.server import ClientGone, accept_expectation, cut
 from gateway.stream import refusal_of as engine_refusal
@@ -39,9 +38,15 @@ class ErrorShape(Protocol):
     def error_body(self, refusal: Refusal, request_id: str) -> tuple[int, bytes]:
         """(HTTP status, JSON)."""
 
+    def headers(self, request_id: str) -> dict[str, str]:
+        """Headers that name the request, beside `X-Request-Id`."""
+
 
 class _PlainShape:
     error_body = staticmethod(openai_wire.error_body)
+
+    def headers(self, request_id: str) -> dict[str, str]:
+        return {}
 
 
 PLAIN = _PlainShape()
@@ -88,20 +93,24 @@ class RequestState:
 
 STATE = web.RequestKey("state", RequestState)
 
-_HOST = re.compile(r"(\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9._-]{1,253})(?::[0-9]{1,5})?")
 _HEADERS = {
     "Server": "trunkline",
     "X-Content-Type-Options": "nosniff",
     "Cache-Control": "no-store",
 }
-WRONG_KEYS_PER_MINUTE_MAX = 300
-_ADDRESSES_REMEMBERED = 4_096
 
 
 def install(
-    app: web.Application, routes: tuple[Route, ...], gateway: Context, hosts: tuple[str, ...]
+    app: web.Application,
+    routes: tuple[Route, ...],
+    gateway: Context,
+    hosts: tuple[str, ...],
+    shapes: tuple[tuple[str, ErrorShape], ...] = (),
 ) -> None:
-    """Put routes and middleware on an application. Everything else is refused."""
+    """Put routes and middleware on an application. Everything else is refused.
+
+    `shapes`: (header, whose errors a client that sends it reads), for paths that are nobody's.
+    """
     declared: dict[tuple[str, str], Route] = {}
     for route in routes:
         added = app.router.add_route(
@@ -109,7 +118,7 @@ def install(
         )
         assert added.resource is not None, "an added route has its resource"
         declared[route.method, added.resource.canonical] = route
-    guard = Guard(gateway, declared, hosts)
+    guard = Guard(gateway, declared, hosts, shapes)
 
     @web.middleware
     async def around(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -136,9 +145,11 @@ class Guard:
         gateway: Context,
         declared: Mapping[tuple[str, str], Route],
         hosts: tuple[str, ...],
+        shapes: tuple[tuple[str, ErrorShape], ...] = (),
     ) -> None:
         self._gateway = gateway
         self._hosts = hosts
+        self._shapes = shapes
         self._declared = declared
         self._wrong_keys = WrongKeys(gateway.clock)
 
@@ -173,6 +184,9 @@ class Guard:
     async def _enter(
         self, request: web.Request, handler: Handler, state: RequestState
     ) -> web.StreamResponse:
+        state.shape = next(
+            (shape for header, shape in self._shapes if header in request.headers), PLAIN
+        )
         check_host(request, self._hosts)
         failure = request.match_info.http_exception
         if failure is not None:
@@ -259,56 +273,6 @@ def log_facts(state: RequestState, method: str, status: int, total_s: float) -> 
     }
 
 
-# --- the door ------------------------------------------------------------------------------------
-
-
-def check_host(request: web.Request, allowed: tuple[str, ...]) -> None:
-    """`Host` must be there once, be a plain name, and be ours. Raises Refusal.
-
-    Whoever reads a URL built from a foreign `Host` is told a path that was never asked for.
-    """
-    given = request.headers.getall("Host", [])
-    match = _HOST.fullmatch(given[0]) if len(given) == 1 else None
-    if match is None or request.rel_url.raw_path[:1] != "/":
-        raise Refusal(Kind.BAD, "bad_host", "The request needs one plain Host header.")
-    if "*" not in allowed and match[1].lower() not in allowed:
-        raise Refusal(
-            Kind.BAD,
-            "host_not_allowed",
-            "This server does not answer to that name; server.hosts lists those it answers to.",
-        )
-
-
-def bearer_key(request: web.Request) -> str:
-    """The key of `Authorization: Bearer`. Raises KeyRefused; Refusal if two keys were sent."""
-    given = request.headers.getall("Authorization", [])
-    other = request.headers.getall("X-Api-Key", [])
-    scheme, _, key = given[0].partition(" ") if given else ("", "", "")
-    if len(given) > 1 or any(one != key for one in other if given):
-        raise Refusal(Kind.BAD, "ambiguous_key", "Two different keys were sent; send one.")
-    if not given or scheme.lower() != "bearer" or not key.strip():
-        raise KeyRefused("key_unknown", "No key was sent: use Authorization: Bearer <key>.")
-    return key.strip()
-
-
-class WrongKeys:
-    """Counts wrong keys by address and minute, for as many addresses as it can afford."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._seen: OrderedDict[str, tuple[int, int]] = OrderedDict()
-
-    def is_too_many(self, address: str) -> bool:
-        """Count one more from here: is it above the limit? O(1)."""
-        minute = int(self._clock() // 60)
-        since, count = self._seen.pop(address, (minute, 0))
-        count = count + 1 if since == minute else 1
-        self._seen[address] = (minute, count)
-        if len(self._seen) > _ADDRESSES_REMEMBERED:
-            self._seen.popitem(last=False)
-        return count > WRONG_KEYS_PER_MINUTE_MAX
-
-
 # --- errors to bytes -----------------------------------------------------------------------------
 
 _HTTP_KINDS = {
@@ -352,7 +316,12 @@ def refusal_of(error: Exception) -> Refusal | None:
 def error_response(refusal: Refusal, state: RequestState, request: web.Request) -> web.Response:
     """The dialect's bytes and the headers clients act on."""
     status, body = state.shape.error_body(refusal, state.request_id)
-    response = web.Response(status=status, body=body, content_type="application/json")
+    response = web.Response(
+        status=status,
+        body=body,
+        content_type="application/json",
+        headers=state.shape.headers(state.request_id),
+    )
     if refusal.retry_after_s is not None:
         response.headers["Retry-After"] = str(max(1, round(min(60.0, refusal.retry_after_s))))
     if refusal.kind is Kind.AUTH:

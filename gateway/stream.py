@@ -11,7 +11,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, Sequence
 
-import msgspec
+from msgspec.structs import replace
 
 from engine.api import (
     Event,
@@ -26,6 +26,7 @@ from engine.api import (
     Usage,
 )
 from engine.client import RequestStream
+from gateway.accounting import PLAIN, Accounting, added
 from gateway.dialects.canonical import (
     Begin,
     Call,
@@ -64,19 +65,6 @@ def refusal_of(code: str, message: str, retry_after_s: float | None = None) -> R
     if kind is Kind.BUSY and retry_after_s is None:
         retry_after_s = 1.0
     return Refusal(kind, name, message, retry_after_s=retry_after_s)
-
-
-def usage_record(usages: Sequence[Usage]) -> UsageRecord:
-    """What is reported and billed: in plain prefix caching, what was found is what was read."""
-    total = sum(usage.prompt_tokens for usage in usages)
-    cached = sum(usage.cached_tokens for usage in usages)
-    return UsageRecord(
-        total_in=total,
-        read={"best_effort": cached} if cached else {},
-        fresh=total - cached,
-        out=sum(usage.output_tokens for usage in usages),
-        physical_cached=cached,
-    )
 
 
 class _Choice:
@@ -174,8 +162,11 @@ class AnswerStream:
         rendered: Sequence[Rendered],
         streams: Sequence[RequestStream],
         renderer: Renderer,
+        contracts: Sequence[Accounting] = (),
     ) -> None:
+        """`contracts`: one per prompt; without them usage is physical."""
         self._call = call
+        self._contracts = list(contracts) or [PLAIN] * len(rendered)
         self._rendered = rendered
         self._streams = list(streams)
         self._renderer = renderer
@@ -250,7 +241,7 @@ class AnswerStream:
                     output_tokens=seen,
                 )
             )
-        return usage_record(known)
+        return self._record(known)
 
     # -- inside -------------------------------------------------------------------------------
 
@@ -261,31 +252,33 @@ class AnswerStream:
             case PromptLogprobs(tokens=tokens):
                 return self._echo(prompt, tokens)
             case Tokens(index=sample, tokens=tokens):
+                self._contracts[prompt].written()
                 return self._text(prompt, sample, tokens)
             case SampleEnded():
                 choice = self._choices[prompt][event.index]
                 return self._close(prompt, choice, event.reason)
             case Finished():
                 self.usages[prompt] = event.usage
-                if event.ending != "done":
+                if event.ending == "done":
+                    self._contracts[prompt].written()
+                else:
                     self.ending = event.code or event.ending
                     raise refusal_of(event.code, event.message)
                 # The engine may have run past a stop string before it heard of it, to the end
                 # even: what is charged must not depend on who was faster.
                 needed = sum(choice.tokens for choice in self._choices[prompt])
-                self.usages[prompt] = msgspec.structs.replace(
+                self.usages[prompt] = replace(
                     event.usage, output_tokens=min(needed, event.usage.output_tokens)
                 )
                 return []
 
     def _begin(self, prompt: int, event: Started) -> list[Delta]:
         self._started[prompt] = event
+        self._contracts[prompt].begin(event.cached_tokens, event.leases)
         found: list[Delta] = []
         if all(started is not None for started in self._started):
-            total = sum(s.prompt_tokens for s in self._started if s is not None)
-            cached = self.cached_tokens
-            usage = UsageRecord(total, {"best_effort": cached}, {}, total - cached, 0, cached)
-            found.append(Begin(usage))
+            usage = self.usage_so_far()
+            found.append(Begin(replace(usage, out=0), self._contracts[0].diagnosis))
         if self._call.generation.echo and self._call.generation.prompt_logprobs is None:
             ids = self._rendered[prompt].token_ids
             found.extend(self._echo(prompt, [SampledToken(token_id) for token_id in ids]))
@@ -347,7 +340,13 @@ class AnswerStream:
                 deltas.extend(_renumbered(d, index) for d in self._kept[prompt][choice.sample])
         firsts = [u.first_token_s for u in self.usages if u.first_token_s is not None]
         self.first_token_s = min(firsts, default=None)
-        return [*deltas, End(usage_record(self.usages))]
+        return [*deltas, End(self._record(self.usages))]
+
+    def _record(self, usages: Sequence[Usage]) -> UsageRecord:
+        """Nothing of a call whose prompts never came to the engine."""
+        if not usages:
+            return UsageRecord(0)
+        return added([c.record(u) for c, u in zip(self._contracts, usages, strict=True)])
 
 
 def _renumbered(delta: Delta, index: int) -> Delta:

@@ -17,7 +17,9 @@ ROOT = Path(__file__).parent.parent
 FOLDERS = ("gateway", "engine", "kernels", "tenancy")
 LINES_MAX = 400
 
-LONGER_FILES: dict[str, str] = {}
+LONGER_FILES: dict[str, str] = {
+    "engine/api.py": "the whole contract between two processes, to be read in one sitting",
+}
 """Files over LINES_MAX lines, each with the reason why no noun was found hiding in it."""
 
 ESCAPES_MAX = {"type: ignore": 0, "noqa": 0, "pragma: no cover": 0}

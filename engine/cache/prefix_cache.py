@@ -35,7 +35,7 @@ class PrefixCache:
         self.block_size = block_size
         self._holdings = Holdings(blocks, block_size)
         self._book = LeaseBook(self._holdings)
-        self._facts = facts
+        self.facts = facts
         self._evicted = 0
         self._expired = 0
         self._copied = 0
@@ -92,8 +92,8 @@ class PrefixCache:
     def namespaces(self) -> tuple[NamespaceUse, ...]:
         """What each namespace holds. O(namespaces)."""
         return tuple(
-            NamespaceUse(account.namespace, account.held, account.held - account.cached)
-            for account in self._holdings.accounts.values()
+            NamespaceUse(a.namespace, a.held, a.held - a.cached, a.promised)
+            for a in self._holdings.accounts.values()
         )
 
     def held(self, namespace: Namespace) -> int:
@@ -310,8 +310,8 @@ class PrefixCache:
         return -(-tokens // self.block_size)
 
     def _tell(self, fact: Fact) -> None:
-        if self._facts is not None:
-            self._facts(fact)
+        if self.facts is not None:
+            self.facts(fact)
 
     def _nearest(
         self, account: Account, path: Sequence[Node], tokens: Sequence[int]

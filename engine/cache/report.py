@@ -34,8 +34,9 @@ class CacheStats(Struct, frozen=True):
 
 
 class NamespaceUse(Struct, frozen=True):
-    """Blocks allocated to a namespace, and those of them that a table holds."""
+    """Blocks allocated to a namespace; of them, that a table holds; and under a live promise."""
 
     namespace: Namespace
     blocks: int
     pinned: int
+    promised: int

@@ -13,15 +13,28 @@ from typing import Literal
 
 from msgspec import Struct
 
-from engine.api import Retention, Sampling
+from engine.api import Sampling
 
 # --- the prompt --------------------------------------------------------------------------------
+
+Tier = Literal["tools", "system", "messages"]
+"""The three parts of a prompt, in API order."""
+
+
+class ToolCall(Struct, frozen=True):
+    """An assistant's call of a tool, as it stands in a history. `arguments`: JSON text."""
+
+    call_id: str
+    name: str
+    arguments: str
 
 
 class Segment(Struct, frozen=True):
     """A piece of the prompt in API order, the smallest thing a breakpoint can follow.
 
     `path` is where it stood in the request ("messages[2].content[0]"), for errors and diagnosis.
+    It is either `text`, or a `call` that the assistant made. A tool's result is text that
+    `answers` a call's id.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -30,25 +43,76 @@ class Segment(Struct, frozen=True):
     name: str | None = None
     message: int = 0
     """Index of the message it belongs to; segments of one message are joined by the template."""
-    retention: Retention | None = None
-    """A breakpoint stands after this segment: keep the prefix up to here."""
+    retention: str | None = None
+    """A breakpoint stands after this segment: keep the prefix up to here, in this class."""
+    call: ToolCall | None = None
+    answers: str | None = None
+
+    @property
+    def tier(self) -> Tier:
+        return "system" if self.role in ("system", "developer") else "messages"
+
+
+class Tool(Struct, frozen=True):
+    """A function the model may call. `parameters`: its JSON Schema, as JSON text in the order it
+    came. `strict`: arguments must satisfy the schema, so they are constrained to."""
+
+    name: str
+    description: str = ""
+    parameters: str = '{"type":"object","properties":{}}'
+    path: str = "tools"
+    strict: bool = False
+    retention: str | None = None
+
+
+class ToolChoice(Struct, frozen=True):
+    """`required`: at least one call. `names`: only these may be called; none means any.
+    `parallel`: several calls in one answer are fine."""
+
+    mode: Literal["auto", "none", "required"] = "auto"
+    names: tuple[str, ...] = ()
+    parallel: bool = True
+
+
+class OutputFormat(Struct, frozen=True):
+    """What the text of the answer has to be. `schema`: JSON Schema as JSON text."""
+
+    kind: Literal["text", "json_object", "json_schema"] = "text"
+    schema: str = ""
 
 
 class Prompt(Struct, frozen=True):
-    """Either chat `segments` for the template, or one raw `text`, or ready `token_ids`."""
+    """Chat `segments` (after `tools`) for the template, or one raw `text`, or ready `token_ids`.
+
+    `resource`: an id of cached content that the prompt begins with. `continues`: the last message
+    is the assistant's and the answer goes on where it stops.
+    """
 
     segments: tuple[Segment, ...] = ()
     text: str | None = None
     token_ids: tuple[int, ...] | None = None
     add_generation_prompt: bool = True
+    tools: tuple[Tool, ...] = ()
+    tool_choice: ToolChoice = ToolChoice()
+    output_format: OutputFormat = OutputFormat()
+    resource: str = ""
+    continues: bool = False
 
 
 class Boundary(Struct, frozen=True):
-    """`tokens` prompt tokens end the segment at `path`."""
+    """`tokens` prompt tokens end the segment (or tool) at `path`, and everything before it in API
+    order: where a template writes parts in another order, this is the furthest of them.
+
+    `run`: consecutive boundaries with the same one count as one position when looking back.
+    """
 
     tokens: int
     path: str
-    retention: Retention | None = None
+    retention: str | None = None
+    tier: Tier = "messages"
+    role: str = "user"
+    ends_message: bool = True
+    run: Literal["", "call", "result"] = ""
 
 
 class Rendered(Struct, frozen=True):
@@ -76,19 +140,62 @@ class Generation(Struct, frozen=True):
     report_logprobs: bool = True
 
 
+class CacheAsk(Struct, frozen=True):
+    """What a call asks of the cache; `gateway.retention` applies it, by the rules of one
+    configured profile (its minimum length, its reporting, its classes).
+
+    `lookup`: "longest" reads whatever is there, "written" only what an earlier call wrote at a
+    breakpoint, "none" nothing; None leaves it to the profile. From each breakpoint of "written",
+    `lookback` positions are tried, itself the first. `implicit`: a class in which the end of the
+    latest user message, tool result or leading developer message is kept without being asked;
+    its lookup tries the `lookback` latest ends of such messages.
+    `compare_with`: the response id whose prompt a miss is explained against ("": none; this call's
+    own is remembered in any case when `remember` is set).
+    """
+
+    profile: str = "openai"
+    lookup: Literal["longest", "written", "none"] | None = None
+    lookback: int = 20
+    implicit: str | None = None
+    compare_with: str = ""
+    remember: bool = False
+    echo: tuple[tuple[str, str], ...] = ()
+    """What the answer repeats of these settings (name, value), where the dialect wants that."""
+
+
 class Call(Struct, frozen=True):
     """One request in the inner form. One HTTP request of /v1/completions with several prompts is
-    several prompts here; every other call has one. `partition` narrows the namespace."""
+    several prompts here; every other call has one. `partition` narrows the namespace.
+
+    `digests`: further settings that count as part of the prompt when a miss is explained
+    (name, digest or value): they change nothing else.
+    """
 
     model: str
     prompts: tuple[Prompt, ...]
     generation: Generation
-    operation: Literal["generate", "prewarm", "count"] = "generate"
+    operation: Literal["generate", "prewarm", "count", "quote"] = "generate"
     stream: bool = False
     include_usage: bool = False
     partition: str = ""
     client_user: str = ""
     priority: int = 0
+    cache: CacheAsk = CacheAsk()
+    digests: tuple[tuple[str, str], ...] = ()
+
+
+class Asked(Struct, frozen=True):
+    """What of a request stands outside its body, as far as a dialect may know: the `model` and
+    `action` of a path, and a `version` header."""
+
+    model: str = ""
+    action: str = ""
+    version: str = ""
+    betas: tuple[str, ...] = ()
+
+
+NOTHING_ELSE = Asked()
+"""A request whose body says it all."""
 
 
 # --- the answer --------------------------------------------------------------------------------
@@ -108,6 +215,8 @@ class UsageRecord(Struct, frozen=True):
     fresh: int = 0
     out: int = 0
     physical_cached: int = 0
+    recomputed_promised: int = 0
+    """Read by contract, but computed again: a promise that eviction or a restart had broken."""
 
     def read_tokens(self) -> int:
         return sum(self.read.values())
@@ -134,12 +243,56 @@ class Text(Struct, frozen=True, tag="text"):
     tokens: tuple[TokenText, ...] = ()
 
 
+class CallText(Struct, frozen=True, tag="call_text"):
+    """More of the tool call number `call` of choice `index`. The first piece of each has its
+    `call_id` and `name`; `arguments` of all pieces join to its JSON."""
+
+    index: int
+    call: int
+    call_id: str = ""
+    name: str = ""
+    arguments: str = ""
+
+
 class ChoiceEnd(Struct, frozen=True, tag="choice_end"):
     """`stop_sequence`: the stop string that ended it, if one did."""
 
     index: int
-    reason: Literal["stop", "length"]
+    reason: Literal["stop", "length", "tool_calls"]
     stop_sequence: str | None = None
+
+
+Cause = Literal[
+    "model",
+    "tools",
+    "system",
+    "messages",
+    "partition",
+    "settings",
+    "expired",
+    "evicted_own_quota",
+    "evicted_pressure",
+    "erased",
+    "restarted",
+    "below_minimum",
+    "never_written",
+]
+"""Why tokens were not read. The first six are in the request, the rest only an engine knows."""
+
+
+class Diagnosis(Struct, frozen=True):
+    """Where and why a prompt left an earlier one. `outcome` "unknown": no such earlier response.
+
+    `missed_tokens`: of this prompt, behind the first difference. `reusable_tokens`: before it.
+    `path`: the first segment that differs. `setting`: of `digests`, the one that does.
+    """
+
+    outcome: Literal["hit", "miss", "unknown", "unavailable"]
+    cause: Cause | None = None
+    missed_tokens: int = 0
+    reusable_tokens: int = 0
+    path: str = ""
+    setting: str = ""
 
 
 class End(Struct, frozen=True, tag="end"):
@@ -149,12 +302,13 @@ class End(Struct, frozen=True, tag="end"):
 
 
 class Begin(Struct, frozen=True, tag="begin"):
-    """First delta: what is known before any token."""
+    """First delta: what is known before any token. `diagnosis`: where one was asked for."""
 
     usage: UsageRecord
+    diagnosis: Diagnosis | None = None
 
 
-Delta = Begin | Text | ChoiceEnd | End
+Delta = Begin | Text | CallText | ChoiceEnd | End
 
 
 class Reply(Struct, frozen=True):

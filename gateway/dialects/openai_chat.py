@@ -14,6 +14,8 @@ from msgspec import Meta, Struct
 from gateway.dialects import openai_wire as wire
 from gateway.dialects import sse
 from gateway.dialects.canonical import (
+    NOTHING_ELSE,
+    Asked,
     Begin,
     Call,
     ChoiceEnd,
@@ -105,7 +107,10 @@ class ChatDialect:
     stream_content_type = sse.CONTENT_TYPE
     error_body = staticmethod(wire.error_body)
 
-    def parse(self, body: bytes) -> Call:
+    headers = staticmethod(wire.headers)
+    count_body = staticmethod(wire.count_body)
+
+    def parse(self, body: bytes, asked: Asked = NOTHING_ELSE) -> Call:
         """Bytes to a call. Raises Refusal."""
         fields = wire.decode(body, ChatBody, REFUSED, NEUTRAL, IGNORED)
         wire.check_stream_options(fields)

@@ -15,8 +15,11 @@ from msgspec import Meta
 from gateway.dialects import openai_wire as wire
 from gateway.dialects import sse
 from gateway.dialects.canonical import (
+    NOTHING_ELSE,
+    Asked,
     Begin,
     Call,
+    CallText,
     ChoiceEnd,
     Delta,
     End,
@@ -54,7 +57,10 @@ class CompletionDialect:
     stream_content_type = sse.CONTENT_TYPE
     error_body = staticmethod(wire.error_body)
 
-    def parse(self, body: bytes) -> Call:
+    headers = staticmethod(wire.headers)
+    count_body = staticmethod(wire.count_body)
+
+    def parse(self, body: bytes, asked: Asked = NOTHING_ELSE) -> Call:
         """Bytes to a call. Raises Refusal."""
         fields = wire.decode(body, CompletionBody, REFUSED, wire.NEUTRAL, IGNORED)
         wire.check_stream_options(fields)
@@ -67,8 +73,8 @@ class CompletionDialect:
             raise Refusal(Kind.BAD, "invalid_value", message, param="best_of")
         prompts = _prompts(fields.prompt)
         # Ranking needs logprobs; they are reported only if they were asked for.
-        asked = fields.logprobs
-        logprobs = 0 if asked is None and samples > choices else asked
+        reported = fields.logprobs
+        logprobs = 0 if reported is None and samples > choices else reported
         max_tokens = 16 if fields.max_tokens is None else fields.max_tokens
         if max_tokens == 0 and not fields.echo:
             message = "max_tokens: it has to be at least 1 (it is 0), unless echo is true."
@@ -80,8 +86,8 @@ class CompletionDialect:
             generation=msgspec.structs.replace(
                 base,
                 echo=bool(fields.echo),
-                prompt_logprobs=asked if fields.echo else None,
-                report_logprobs=asked is not None,
+                prompt_logprobs=reported if fields.echo else None,
+                report_logprobs=reported is not None,
             ),
             stream=bool(fields.stream),
             include_usage=bool(fields.stream_options and fields.stream_options.include_usage),
@@ -143,7 +149,7 @@ class CompletionEncoder:
     def stream(self, delta: Delta) -> bytes:
         """The events of one delta; may be none."""
         match delta:
-            case Begin():
+            case Begin() | CallText():
                 return b""
             case Text(index=index):
                 return sse.event(self._encode([self._choice(index, delta.text, delta.tokens)]))

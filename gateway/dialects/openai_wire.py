@@ -288,6 +288,16 @@ def error_object(refusal: Refusal) -> dict[str, Any]:
     }
 
 
+def headers(request_id: str) -> dict[str, str]:
+    """`X-Request-Id`, which every answer has, is what OpenAI's SDKs read."""
+    return {}
+
+
+def count_body(tokens: int, cached: int) -> bytes:
+    """The answer to a call that only counts."""
+    return msgspec.json.encode({"object": "response.input_tokens", "input_tokens": tokens})
+
+
 def error_body(refusal: Refusal, request_id: str) -> tuple[int, bytes]:
     """(HTTP status, body) of an error."""
     status = _STATUS.get(refusal.kind, refusal.kind.value)

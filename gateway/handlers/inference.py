@@ -11,87 +11,41 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
-from typing import Protocol
 
 from aiohttp import web
 
-from engine.api import Request
+from engine.api import Request, Usage
 from engine.client import RequestStream
-from engine.errors import EngineError, EngineUnavailable
-from gateway.admission import Circumstances, admit
+from engine.errors import EngineError
+from gateway.accounting import added
+from gateway.admission import admit
 from gateway.context import Context
-from gateway.dialects import openai_chat, openai_completions
-from gateway.dialects.canonical import Call, Delta, End, Prompt, Rendered, Reply
+from gateway.dialects.canonical import Delta, End, Reply
+from gateway.endpoints import ENDPOINTS, Dialect, Encoder, Endpoint, asked
 from gateway.errors import Kind, Refusal
 from gateway.metering import Account
-from gateway.middleware import STATE, ErrorShape, Handler, RequestState, Route, refusal_of
+from gateway.middleware import STATE, Handler, RequestState, Route, refusal_of
+from gateway.prepare import Prepared, check_model, prepare
+from gateway.retention import Contract
 from gateway.server import ClientGone, read_body, send, write
 from gateway.stream import AnswerStream
 from tenancy.errors import LedgerUnavailable
 from tenancy.types import Identity
 
-INLINE_SIGNS_MAX = 4_096
-"""Prompts up to this long are tokenized on the event loop; longer ones in a thread."""
-
-JOINED_SIGNS_MAX = 4
-"""How many characters a tokenizer's normalizer may make one of (a letter and its marks)."""
-
-
-class Encoder(Protocol):
-    """One answer's way to bytes."""
-
-    def stream(self, delta: Delta) -> bytes:
-        """Bytes of one delta; may be none."""
-
-    def close(self) -> bytes:
-        """After the last one."""
-
-    def unary(self, deltas: Sequence[Delta]) -> bytes:
-        """The fold of the stream."""
-
-    def error_event(self, refusal: Refusal) -> bytes:
-        """The answer breaks off."""
-
-
-class Dialect(ErrorShape, Protocol):
-    """What inference needs of a dialect."""
-
-    stream_content_type: str
-
-    def parse(self, body: bytes) -> Call:
-        """Raises Refusal."""
-
-    def encoder(self, call: Call, reply: Reply) -> Encoder:
-        """For one answer."""
-
-    def keep_alive(self) -> bytes:
-        """Bytes that mean nothing."""
+CACHE_HEADER = "X-Trunkline-Cache"
 
 
 def routes(gateway: Context) -> tuple[Route, ...]:
     """The inference endpoints."""
-    chat, completions = openai_chat.DIALECT, openai_completions.DIALECT
-    return (
-        Route(
-            "POST",
-            "/v1/chat/completions",
-            _handler(gateway, chat, "chatcmpl-"),
-            "inference",
-            chat,
-        ),
-        Route(
-            "POST",
-            "/v1/completions",
-            _handler(gateway, completions, "cmpl-"),
-            "inference",
-            completions,
-        ),
+    return tuple(
+        Route("POST", end.path, _handler(gateway, end), "inference", end.dialect)
+        for end in ENDPOINTS
     )
 
 
-def _handler(gateway: Context, dialect: Dialect, id_prefix: str) -> Handler:
+def _handler(gateway: Context, endpoint: Endpoint) -> Handler:
     async def handle(request: web.Request) -> web.StreamResponse:
-        return await _Answer(gateway, dialect, request).run(id_prefix)
+        return await _Answer(gateway, endpoint.dialect, request).run(endpoint.id_prefix)
 
     return handle
 
@@ -105,6 +59,8 @@ class _Answer:
         self._request = request
         self._state: RequestState = request[STATE]
         self._response: web.StreamResponse | None = None
+        self._reply = Reply("", "", 0)
+        self._contracts: list[Contract] = []
 
     async def run(self, id_prefix: str) -> web.StreamResponse:
         """Everything up to the hold; nothing has to be undone before it."""
@@ -113,26 +69,29 @@ class _Answer:
         assert identity is not None, "this route asks for a key"
         _check_media(self._request)
         body = await read_body(self._request, gateway.config.server)
-        call = self._dialect.parse(body)
+        call = self._dialect.parse(body, asked(self._request))
         del body
         state.model, state.is_stream = gateway.model, call.stream
-        if call.model not in gateway.model_names:
-            raise _no_such_model(gateway)
+        check_model(gateway, call)
         if gateway.is_draining:
             raise _shutting_down()
-        rendered = [await _render(gateway, prompt) for prompt in call.prompts]
-        reply = Reply(f"{id_prefix}{state.request_id}", call.model, gateway.wall() // 1000)
-        encoder = self._dialect.encoder(call, reply)
-        return await self._admitted(call, rendered, identity, encoder)
+        made = await prepare(gateway, call, identity)
+        call = made.call
+        if call.operation == "count":
+            body = self._dialect.count_body(made.tokens, made.resource_tokens)
+            return await self._send_whole(body)
+        self._reply = Reply(f"{id_prefix}{state.request_id}", call.model, gateway.wall() // 1000)
+        encoder = self._dialect.encoder(call, self._reply)
+        return await self._admitted(made, identity, encoder)
 
     async def _admitted(
-        self, call: Call, rendered: list[Rendered], identity: Identity, encoder: Encoder
+        self, made: Prepared, identity: Identity, encoder: Encoder
     ) -> web.StreamResponse:
         """From the tenant's count to the ledger's entry, however it ends."""
         gateway, tenant_id = self._gateway, identity.tenant.tenant_id
-        requests = admit(
-            call, rendered, identity, self._state.request_id, _circumstances(gateway, tenant_id)
-        )
+        call, rendered, self._contracts = made.call, made.rendered, made.contracts
+        leases = [contract.leases for contract in self._contracts]
+        requests = admit(call, rendered, identity, self._state.request_id, made.now, leases)
         account = Account(
             gateway.ledger, gateway.wall, self._state.request_id, identity, gateway.model
         )
@@ -141,7 +100,8 @@ class _Answer:
         ending = "failed"
         try:
             await account.open()
-            answer = AnswerStream(call, rendered, await self._submit(requests), gateway.renderer)
+            streams = await self._submit(requests)
+            answer = AnswerStream(call, rendered, streams, gateway.renderer, self._contracts)
             shape = self._stream if call.stream else self._unary
             response = await shape(answer, encoder, account)
             ending = self._state.code
@@ -172,6 +132,8 @@ class _Answer:
         """After any ending: cancel what runs, settle what was not. Both may be done already."""
         await answer.cancel()
         self._note(answer)
+        for contract in self._contracts:
+            contract.finish(self._reply.response_id)
         if account.is_open:
             with suppress(LedgerUnavailable):  # the hold stays and is closed at the next start
                 await account.settle(ending, answer.usage_so_far())
@@ -192,13 +154,23 @@ class _Answer:
         async for batch in answer.batches():
             deltas.extend(batch)
         await self._settle(deltas, account)
+        return await self._send_whole(encoder.unary(deltas))
+
+    async def _send_whole(self, body: bytes) -> web.StreamResponse:
         return await send(
             self._request,
             200,
-            encoder.unary(deltas),
-            {"Content-Type": "application/json"},
+            body,
+            {"Content-Type": "application/json", **self._headers()},
             self._gateway.config.server.write_timeout_s,
         )
+
+    def _headers(self) -> dict[str, str]:
+        """What names the answer in its dialect, and what the cache did for it."""
+        headers = self._dialect.headers(self._state.request_id)
+        if self._contracts:
+            headers[CACHE_HEADER] = cache_header(self._contracts)
+        return headers
 
     async def _stream(
         self, answer: AnswerStream, encoder: Encoder, account: Account
@@ -241,6 +213,7 @@ class _Answer:
                 headers={
                     "Content-Type": self._dialect.stream_content_type,
                     "X-Accel-Buffering": "no",
+                    **self._headers(),
                 }
             )
             await self._response.prepare(self._request)
@@ -276,56 +249,24 @@ async def paced(
                 reading.exception()  # known to whoever reads; asked for so that nobody is warned
 
 
-def _circumstances(gateway: Context, tenant_id: int) -> Circumstances:
-    info = gateway.engine.info
-    if info is None or not gateway.engine.ready():
-        raise EngineUnavailable("not_ready", "The engine is starting.", 2.0)
-    return Circumstances(
-        info=info,
-        stats=gateway.engine.stats,
-        limits=gateway.config.limits,
-        template_digest=gateway.renderer.template_digest,
-        model_stop_token_ids=gateway.renderer.stop_token_ids,
-        running=gateway.running[tenant_id],
-    )
-
-
-async def _render(gateway: Context, prompt: Prompt) -> Rendered:
-    """Tokens of a prompt; long ones in a thread, so that the loop keeps serving others."""
-    signs = len(prompt.text or "") + sum(len(segment.text) for segment in prompt.segments)
-    _check_signs(gateway, signs)
-    if signs <= INLINE_SIGNS_MAX:
-        return gateway.renderer.render(prompt)
-    return await asyncio.to_thread(gateway.renderer.render, prompt)
-
-
-def _check_signs(gateway: Context, signs: int) -> None:
-    """Refuse what cannot fit, however it is tokenized: counting 9 MB of words takes half a minute.
-
-    A token stands for at most as many signs as the longest has bytes; normalizing may join a few.
-    """
-    info = gateway.engine.info
-    if info is None:
-        return
-    signs_max = info.context_tokens * gateway.token_bytes_max * JOINED_SIGNS_MAX
-    if signs > signs_max:
-        message = (
-            f"The request is too long: this model's context is {info.context_tokens} tokens, which"
-            f" never hold more than {signs_max} characters, and the prompt has {signs}."
-        )
-        raise Refusal(Kind.BAD, "context_length_exceeded", message, param="messages")
+def cache_header(contracts: Sequence[Contract]) -> str:
+    """Tokens read and written by contract, computed, and found; why not more."""
+    record = added([contract.record(Usage()) for contract in contracts])
+    parts = {
+        "read": record.read_tokens(),
+        "write": record.write_tokens(),
+        "fresh": record.fresh,
+        "physical": record.physical_cached,
+    }
+    text = "; ".join(f"{name}={count}" for name, count in parts.items())
+    missed = next(filter(None, (contract.why_missed() for contract in contracts)), "")
+    return f"{text}; miss={missed}" if missed else text
 
 
 def _check_media(request: web.Request) -> None:
     if request.content_type != "application/json" or (request.charset or "utf-8") != "utf-8":
         message = "The body has to be application/json in UTF-8."
         raise Refusal(Kind.MEDIA, "unsupported_media_type", message)
-
-
-def _no_such_model(gateway: Context) -> Refusal:
-    names = ", ".join(gateway.model_names)
-    message = f"There is no such model here; there is: {names}."
-    return Refusal(Kind.NOT_FOUND, "model_not_found", message, param="model")
 
 
 def _shutting_down() -> Refusal:

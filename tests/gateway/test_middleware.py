@@ -20,6 +20,8 @@ from tests.gateway.house import House
 
 DECLARED = {
     ("POST", "/v1/chat/completions"): 401,
+    ("POST", "/chat/completions"): 401,
+    ("POST", "/completions"): 401,
     ("POST", "/v1/completions"): 401,
     ("GET", "/v1/models"): 401,
     ("GET", "/v1/models/{name}"): 401,

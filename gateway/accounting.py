@@ -1,0 +1,75 @@
+"""What an answer's usage comes to: by contract, or by what the engine found.
+
+`stream` tells it what happens to each prompt; what it says goes to the dialect and to the ledger.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Protocol
+
+from engine.api import LeaseGrant, Usage
+from gateway.dialects.canonical import Diagnosis, UsageRecord
+
+
+class Accounting(Protocol):
+    """What one prompt's contract says of its usage: `gateway.retention.Contract`, or `PLAIN`."""
+
+    @property
+    def diagnosis(self) -> Diagnosis | None:
+        """Where the prompt left an earlier one."""
+
+    def begin(self, cached_tokens: int, grants: Sequence[LeaseGrant]) -> object:
+        """The engine has found this much and granted that."""
+
+    def written(self) -> None:
+        """The prompt is computed: its first token is out, or it is over."""
+
+    def record(self, usage: Usage) -> UsageRecord:
+        """What is reported and billed."""
+
+
+class _Plain:
+    """Plain prefix caching: what was found is what was read."""
+
+    diagnosis = None
+
+    def begin(self, cached_tokens: int, grants: Sequence[LeaseGrant]) -> None:
+        pass
+
+    def written(self) -> None:
+        pass
+
+    def record(self, usage: Usage) -> UsageRecord:
+        cached = usage.cached_tokens
+        return UsageRecord(
+            total_in=usage.prompt_tokens,
+            read={"best_effort": cached} if cached else {},
+            fresh=usage.prompt_tokens - cached,
+            out=usage.output_tokens,
+            physical_cached=cached,
+        )
+
+
+PLAIN = _Plain()
+
+
+def added(records: Sequence[UsageRecord]) -> UsageRecord:
+    """The usage of a call with several prompts."""
+    if len(records) == 1:
+        return records[0]
+    read: Counter[str] = Counter()
+    write: Counter[str] = Counter()
+    for record in records:
+        read.update(record.read)
+        write.update(record.write)
+    return UsageRecord(
+        total_in=sum(record.total_in for record in records),
+        read=dict(read),
+        write=dict(write),
+        fresh=sum(record.fresh for record in records),
+        out=sum(record.out for record in records),
+        physical_cached=sum(record.physical_cached for record in records),
+        recomputed_promised=sum(record.recomputed_promised for record in records),
+    )

@@ -1,0 +1,84 @@
+"""Which paths answer prompts, in which dialect; and what a dialect has to be for that.
+
+It knows no engine; `handlers.inference` makes routes of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from aiohttp import web
+
+from gateway.dialects import openai_chat, openai_completions
+from gateway.dialects.canonical import Asked, Call, Delta, Reply
+from gateway.errors import Refusal
+from gateway.middleware import ErrorShape
+
+
+class Encoder(Protocol):
+    """One answer's way to bytes."""
+
+    def stream(self, delta: Delta) -> bytes:
+        """Bytes of one delta; may be none."""
+
+    def close(self) -> bytes:
+        """After the last one."""
+
+    def unary(self, deltas: Sequence[Delta]) -> bytes:
+        """The fold of the stream."""
+
+    def error_event(self, refusal: Refusal) -> bytes:
+        """The answer breaks off."""
+
+
+class Dialect(ErrorShape, Protocol):
+    """What inference needs of a dialect."""
+
+    stream_content_type: str
+
+    def parse(self, body: bytes, asked: Asked) -> Call:
+        """Raises Refusal."""
+
+    def encoder(self, call: Call, reply: Reply) -> Encoder:
+        """For one answer."""
+
+    def keep_alive(self) -> bytes:
+        """Bytes that mean nothing."""
+
+    def count_body(self, tokens: int, cached: int) -> bytes:
+        """The answer to a call that only counts: `cached` of the tokens are cached content."""
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """A path that answers prompts. `id_prefix` begins its response ids."""
+
+    path: str
+    dialect: Dialect
+    id_prefix: str
+
+
+ENDPOINTS = (
+    Endpoint("/v1/chat/completions", openai_chat.DIALECT, "chatcmpl-"),
+    Endpoint("/chat/completions", openai_chat.DIALECT, "chatcmpl-"),
+    Endpoint("/v1/completions", openai_completions.DIALECT, "cmpl-"),
+    Endpoint("/completions", openai_completions.DIALECT, "cmpl-"),
+)
+"""OpenAI's are at the root too: a base URL without /v1 is a common slip."""
+
+SHAPES: tuple[tuple[str, ErrorShape], ...] = ()
+"""Whose errors a path that is nobody's is answered with: by a header that only they send."""
+
+
+def asked(request: web.Request) -> Asked:
+    """What of a request stands outside its body. `target`: "model:action" in Gemini's paths."""
+    model, _, action = request.match_info.get("target", "").rpartition(":")
+    betas = request.headers.get("anthropic-beta", "")
+    return Asked(
+        model=model,
+        action=action,
+        version=request.headers.get("anthropic-version", ""),
+        betas=tuple(filter(None, (name.strip() for name in betas.split(",")))),
+    )

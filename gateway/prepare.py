@@ -1,0 +1,108 @@
+"""From a parsed call to what the engine is asked: tokens, circumstances, contracts.
+
+What runs and what is only quoted go the same way up to here. It changes nothing; handlers call it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from msgspec import Struct
+
+from engine.errors import EngineUnavailable
+from gateway.admission import Circumstances, namespace_of
+from gateway.context import Context
+from gateway.dialects.canonical import Call, Prompt, Rendered
+from gateway.errors import Kind, Refusal
+from gateway.retention import Contract, Scope
+from tenancy.types import Identity
+
+INLINE_SIGNS_MAX = 4_096
+"""Prompts up to this long are tokenized on the event loop; longer ones in a thread."""
+
+JOINED_SIGNS_MAX = 4
+"""How many characters a tokenizer's normalizer may make one of (a letter and its marks)."""
+
+
+class Prepared(Struct, frozen=True):
+    """A call that is ready to be admitted. `resource_tokens`: of the prompts, cached content."""
+
+    call: Call
+    rendered: list[Rendered]
+    contracts: list[Contract]
+    now: Circumstances
+    scope: Scope
+    resource_tokens: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """Of all prompts."""
+        return sum(len(prompt.token_ids) for prompt in self.rendered)
+
+
+def check_model(gateway: Context, call: Call) -> None:
+    """Raises Refusal for a model that is not here."""
+    if call.model not in gateway.model_names:
+        names = ", ".join(gateway.model_names)
+        message = f"There is no such model here; there is: {names}."
+        raise Refusal(Kind.NOT_FOUND, "model_not_found", message, param="model")
+
+
+async def prepare(gateway: Context, call: Call, identity: Identity) -> Prepared:
+    """Tokens and contracts of a call. Raises Refusal, and EngineUnavailable without an engine."""
+    rendered = [await render(gateway, prompt) for prompt in call.prompts]
+    # After the last wait: what is counted now still holds when the call is admitted.
+    now = circumstances(gateway, identity.tenant.tenant_id)
+    scope = scope_of(call, identity, now)
+    contracts = [gateway.contracts.resolve(call, prompt, scope) for prompt in rendered]
+    return Prepared(call, rendered, contracts, now, scope)
+
+
+def scope_of(call: Call, identity: Identity, now: Circumstances) -> Scope:
+    """Whose prefixes a call may read and write."""
+    namespace = namespace_of(identity, now.info.model_digest, now.template_digest, call.partition)
+    tenant = identity.tenant
+    return Scope(namespace, tenant.tenant_id, f"{tenant.tenant_id}/{identity.workspace}")
+
+
+def circumstances(gateway: Context, tenant_id: int) -> Circumstances:
+    """What admission looks at. Raises EngineUnavailable while there is no engine."""
+    info = gateway.engine.info
+    if info is None or not gateway.engine.ready():
+        raise EngineUnavailable("not_ready", "The engine is starting.", 2.0)
+    return Circumstances(
+        info=info,
+        stats=gateway.engine.stats,
+        limits=gateway.config.limits,
+        template_digest=gateway.renderer.template_digest,
+        model_stop_token_ids=gateway.renderer.stop_token_ids,
+        running=gateway.running[tenant_id],
+    )
+
+
+async def render(gateway: Context, prompt: Prompt) -> Rendered:
+    """Tokens of a prompt; long ones in a thread, so that the loop keeps serving others."""
+    signs = len(prompt.text or "") + sum(len(segment.text) for segment in prompt.segments)
+    signs += sum(len(tool.description) + len(tool.parameters) for tool in prompt.tools)
+    signs += sum(len(part.call.arguments) for part in prompt.segments if part.call is not None)
+    _check_signs(gateway, signs)
+    if signs <= INLINE_SIGNS_MAX:
+        return gateway.renderer.render(prompt)
+    return await asyncio.to_thread(gateway.renderer.render, prompt)
+
+
+def _check_signs(gateway: Context, signs: int) -> None:
+    """Refuse what cannot fit, however it is tokenized: counting 9 MB of words takes half a minute.
+
+    A token stands for at most as many signs as the longest has bytes; normalizing may join a few.
+    """
+    info = gateway.engine.info
+    if info is None:
+        return
+    signs_max = info.context_tokens * gateway.token_bytes_max * JOINED_SIGNS_MAX
+    if signs > signs_max:
+        message = (
+            f"The request is too long: this model's context is {info.context_tokens} tokens, which"
+            f" never hold more than {signs_max} characters, and the prompt has {signs}."
+        )
+        raise Refusal(Kind.BAD, "context_length_exceeded", message, param="messages")

@@ -1,0 +1,8 @@
+"""Caching contracts: what a dialect's rules say was read and written, beside what physically was.
+
+`Contracts` is the door: it resolves a call before it runs and accounts for it afterwards.
+"""
+
+from gateway.retention.contract import Contract, Contracts, Scope
+
+__all__ = ["Contract", "Contracts", "Scope"]

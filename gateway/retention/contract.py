@@ -1,0 +1,356 @@
+"""One resolution algorithm for every dialect's caching contract.
+
+Before a call runs it is resolved: which written prefixes may be read, what is to be written, which
+leases the engine is asked for. When the engine says what it found, the two numbers part: logical
+(what the contract says was read and written, and what is billed) and physical (what was not
+computed again). A read is the longest prefix that
+
+    an earlier call wrote at one of the positions this call's breakpoints look back to,
+    is still live, and is promised or still there,
+    and holds, up to each breakpoint below it, at least the promise asked for there
+    (asking for longer is a write);
+
+with the "longest" lookup, whatever the engine found counts as well. Writes are the breakpoints
+beyond the read, each charged from the one before it. An entry can be read once the call that wrote
+it has its first token. It knows no dialect and no HTTP; `handlers.inference` calls it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from engine.api import Clock, LeaseGrant, LeaseRequest, Namespace, Retention, Usage
+from gateway.cache_terms import CacheProfile, CachingConfig
+from gateway.dialects.canonical import (
+    Boundary,
+    Call,
+    Diagnosis,
+    Rendered,
+    UsageRecord,
+)
+from gateway.errors import Kind, Refusal
+from gateway.retention.entries import Entry, EntryBook, digests
+from gateway.retention.fingerprints import Fingerprint, FingerprintBook, Mark, compare
+from gateway.retention.positions import Look, positions
+
+BEST_EFFORT = "best_effort"
+
+
+class Scope(Struct, frozen=True):
+    """Whose prefixes: the engine's `namespace`, the tenant that owns its entries, and `name` of the
+    tenant and workspace for fingerprints. `classes`: those it may use; None: all."""
+
+    namespace: Namespace
+    tenant_id: int
+    name: str
+    classes: tuple[str, ...] | None = None
+
+
+class Write(Struct, frozen=True):
+    """A breakpoint to write: the first `tokens` tokens in this class."""
+
+    tokens: int
+    retention: Retention
+    digest: bytes
+
+
+class Contracts:
+    """The books of one gateway, and the rules. Belongs to one thread."""
+
+    def __init__(
+        self,
+        config: CachingConfig,
+        clock: Clock,
+        losses: Callable[[Namespace], dict[str, int]],
+        epoch: Callable[[], str],
+    ) -> None:
+        """`losses`: blocks a namespace has lost by cause, as of the engine's latest heartbeat;
+        `epoch`: which start of it this is."""
+        self.config = config
+        self.clock = clock
+        self.losses = losses
+        self.epoch = epoch
+        self.entries = EntryBook(config.entries_max, config.entries_per_tenant_max)
+        self.fingerprints = FingerprintBook(config.fingerprints_max, config.fingerprint_life_s)
+
+    def resolve(
+        self,
+        call: Call,
+        rendered: Rendered,
+        scope: Scope,
+        classes: Mapping[str, Retention] | None = None,
+    ) -> Contract:
+        """What this prompt may read and has to write. O(tokens) for digests where there are
+        breakpoints, O(boundaries) else. `classes`: further ones, of this call alone.
+
+        Raises Refusal for a class that does not exist or that the tenant may not use.
+        """
+        ask = call.cache
+        profile = self.config.profile(ask.profile)
+        lookup = ask.lookup or profile.lookup
+        total = len(rendered.token_ids)
+        look = Look(())
+        if lookup != "none" and call.operation != "count":
+            terms = {
+                name: self._class(name, scope, classes)
+                for name in {ask.implicit, *(mark.retention for mark in rendered.boundaries)}
+                if name is not None
+            }
+            look = positions(rendered.boundaries, ask, terms, max(1, profile.min_tokens))
+        ends = {look.tokens for look in look.tries} | {write.tokens for write in look.writes}
+        if ask.remember or ask.compare_with:
+            ends |= {mark.tokens for mark in rendered.boundaries}
+        found = digests(rendered.token_ids, ends) if ends else {}
+        now_s = self.clock()
+        tries = []
+        for place in look.tries:
+            entry = self.entries.find((scope.namespace, found[place.tokens]))
+            if entry is not None:
+                tries.append((place.tokens, entry))
+        writes = tuple(
+            Write(mark.tokens, mark.retention, found[mark.tokens]) for mark in look.writes
+        )
+        contract = Contract(self, scope, profile, lookup, total, now_s, tries, writes)
+        if ask.remember or ask.compare_with:
+            contract.fingerprint = _fingerprint(call, rendered.boundaries, scope, found, total)
+            if ask.compare_with:
+                then = self.fingerprints.find(scope.name, ask.compare_with, now_s)
+                contract.diagnosis = (
+                    Diagnosis("unknown") if then is None else compare(contract.fingerprint, then)
+                )
+        return contract
+
+    def _class(self, name: str, scope: Scope, classes: Mapping[str, Retention] | None) -> Retention:
+        own = (classes or {}).get(name)
+        if own is not None:
+            return own
+        found = self.config.retention(name)
+        if found is None:
+            message = f"There is no retention class {name!r} here."
+            raise Refusal(Kind.BAD, "unknown_retention", message, param="ttl")
+        if scope.classes is not None and name not in scope.classes:
+            allowed = ", ".join(scope.classes) or "none"
+            message = f"The retention class {name!r} is not part of your plan (yours: {allowed})."
+            raise Refusal(Kind.PERMISSION, "retention_not_allowed", message, param="ttl")
+        return found
+
+
+class Contract:
+    """One prompt's contract, from before it runs until it is billed."""
+
+    def __init__(
+        self,
+        books: Contracts,
+        scope: Scope,
+        profile: CacheProfile,
+        lookup: str,
+        total: int,
+        started_s: float,
+        tries: Sequence[tuple[int, Entry]],
+        writes: tuple[Write, ...],
+    ) -> None:
+        self._books = books
+        self._scope = scope
+        self._profile = profile
+        self._lookup = lookup
+        self._total = total
+        self._started_s = started_s
+        self._tries = sorted(tries, key=lambda pair: -pair[0])
+        self._writes = writes
+        self._granted: dict[int, int] = {}
+        self._record: UsageRecord | None = None
+        self._read_entry: Entry | None = None
+        self._is_written = False
+        self._missed = ""
+        self.fingerprint: Fingerprint | None = None
+        self.diagnosis: Diagnosis | None = None
+
+    @property
+    def leases(self) -> tuple[LeaseRequest, ...]:
+        """What the engine is asked to keep."""
+        return tuple(
+            LeaseRequest(write.tokens, write.retention, write.digest.hex())
+            for write in self._writes
+        )
+
+    def expect(self, cached_tokens: int) -> UsageRecord:
+        """What would be read and written if the engine had this many tokens; changes nothing."""
+        return self._split(cached_tokens, {w.tokens: w.tokens for w in self._writes})[0]
+
+    def begin(self, cached_tokens: int, grants: Sequence[LeaseGrant]) -> UsageRecord:
+        """The engine has started: settle what was read, renew it, and note what is granted."""
+        now_s = self._books.clock()
+        granted = {w.tokens: w.tokens for w in self._writes}
+        for write, grant in zip(self._writes, grants, strict=False):
+            granted[write.tokens] = grant.tokens
+        self._granted = granted
+        self._record, self._read_entry = self._split(cached_tokens, granted)
+        read = self._record.read_tokens()
+        self._missed = self._why_missed(read, now_s)
+        for tokens, entry in self._tries:
+            if tokens <= read and entry.is_live(now_s):
+                self._books.entries.renew(entry, self._started_s)
+        return self._record
+
+    def written(self) -> None:
+        """The first token is out (or the prefill is done): what was written can be read now."""
+        if self._is_written or self._record is None:
+            return
+        self._is_written = True
+        books = self._books
+        losses = books.losses(self._scope.namespace)
+        for write in self._writes:
+            granted = self._granted.get(write.tokens, 0)
+            books.entries.write(
+                (self._scope.namespace, write.digest),
+                write.tokens,
+                self._scope.tenant_id,
+                books.epoch(),
+                losses,
+                write.retention,
+                self._started_s,
+                is_granted=granted >= write.tokens,
+            )
+
+    def finish(self, response_id: str) -> None:
+        """The answer is over: clocks that count from the last use start, the prompt's fingerprint
+        is kept. Safe to call twice."""
+        now_s = self._books.clock()
+        entry = self._read_entry
+        if entry is not None:
+            for lease in entry.leases.values():
+                if lease.retention.clock == "last_use" and lease.expires_at_s > self._started_s:
+                    lease.renew(now_s)
+        if self.fingerprint is not None and self._record is not None:
+            self._books.fingerprints.remember(response_id, self.fingerprint, now_s)
+
+    def record(self, usage: Usage) -> UsageRecord:
+        """The bill's numbers. A prompt that never started read and wrote nothing."""
+        base = self._record
+        if base is None:
+            return UsageRecord(
+                total_in=usage.prompt_tokens,
+                read={BEST_EFFORT: usage.cached_tokens} if usage.cached_tokens else {},
+                fresh=usage.prompt_tokens - usage.cached_tokens,
+                out=usage.output_tokens,
+                physical_cached=usage.cached_tokens,
+            )
+        return replace(base, out=usage.output_tokens)
+
+    def why_missed(self) -> str:
+        """Why an earlier call's prefix was not read in full; "" if nothing was missing.
+
+        What the request itself shows (see `diagnosis`) comes first; else what became of the
+        longest entry found: expired, or lost to its own quota, to others' pressure, to an erasure
+        or to a restart of the engine.
+        """
+        if self.diagnosis is not None and self.diagnosis.outcome == "miss":
+            return str(self.diagnosis.cause)
+        return self._missed
+
+    # -- inside -------------------------------------------------------------------------------
+
+    def _why_missed(self, read: int, now_s: float) -> str:
+        if read >= max((write.tokens for write in self._writes), default=0):
+            return ""
+        longest = self._tries[0][1] if self._tries else None
+        if longest is None or longest.tokens <= read:
+            return "never_written"
+        if longest.epoch != self._books.epoch():
+            return "restarted"
+        return self._lost(longest) if longest.is_live(now_s) else "expired"
+
+    def _lost(self, entry: Entry) -> str:
+        now = self._books.losses(self._scope.namespace)
+        grown = {cause: now.get(cause, 0) - entry.losses.get(cause, 0) for cause in now}
+        cause = max(grown, key=lambda name: grown[name], default="")
+        return cause if cause and grown[cause] > 0 else "evicted_pressure"
+
+    def _split(
+        self, cached_tokens: int, granted: Mapping[int, int]
+    ) -> tuple[UsageRecord, Entry | None]:
+        """total = read + write + fresh, from what is there and what was agreed."""
+        read, entry, owed = self._read(cached_tokens)
+        classes: dict[str, int] = {}
+        at, fresh = read, 0
+        for write in self._writes:
+            end = min(write.tokens, granted.get(write.tokens, 0))
+            if end > at:
+                classes[write.retention.name] = classes.get(write.retention.name, 0) + end - at
+                at = end
+        fresh = self._total - at
+        if not self._profile.reports_writes:
+            fresh, classes = self._total - read, {}
+        name = BEST_EFFORT
+        if entry is not None:
+            best = entry.best(self._books.clock())
+            name = best.retention.name if best is not None else BEST_EFFORT
+        record = UsageRecord(
+            total_in=self._total,
+            read={name: read} if read else {},
+            write=classes,
+            fresh=fresh,
+            physical_cached=cached_tokens,
+            recomputed_promised=owed,
+        )
+        return record, entry
+
+    def _read(self, cached_tokens: int) -> tuple[int, Entry | None, int]:
+        """(logical tokens read, the entry they come from, of them promised but not there)."""
+        if self._lookup == "none":
+            return 0, None, 0
+        now_s = self._books.clock()
+        there = cached_tokens
+        read, entry = 0, None
+        for tokens, found in self._tries:
+            if not found.is_live(now_s) or not self._covers(tokens, now_s):
+                continue
+            # The last token of a prompt is always computed: that is no loss.
+            is_there = there >= min(tokens, self._total - 1)
+            owed = found.is_promised(now_s) and self._books.config.honour_broken_promises
+            if is_there or owed:
+                read, entry = tokens, found
+                break
+        if self._lookup == "longest" and there > read:
+            read, entry = there, None
+        read -= read % self._profile.granularity
+        if read < self._profile.min_tokens:
+            return 0, None, 0
+        return read, entry, max(0, min(read, self._total - 1) - there)
+
+    def _covers(self, tokens: int, now_s: float) -> bool:
+        """Does what was written hold each promise asked for up to here?"""
+        for write in self._writes:
+            if write.tokens > tokens:
+                continue
+            held = max(
+                (
+                    _promise(lease.retention)
+                    for at, entry in self._tries
+                    if at >= write.tokens
+                    for lease in entry.leases.values()
+                    if lease.expires_at_s > now_s
+                ),
+                default=-1.0,
+            )
+            if held < _promise(write.retention):
+                return False
+        return True
+
+
+def _promise(retention: Retention) -> float:
+    return float("inf") if retention.pinned else retention.promise_s
+
+
+def _fingerprint(
+    call: Call,
+    boundaries: Sequence[Boundary],
+    scope: Scope,
+    found: Mapping[int, bytes],
+    total: int,
+) -> Fingerprint:
+    marks = tuple(Mark(b.path, b.tier, b.tokens, found[b.tokens]) for b in boundaries)
+    return Fingerprint(scope.name, call.model, call.partition, total, marks, call.digests)

@@ -1,0 +1,182 @@
+"""The book of written prefixes: which were kept at a breakpoint, in which classes, until when.
+
+Entries are bookkeeping beside the engine's tree: the tree knows what is there, the book what was
+agreed. An entry is found by its namespace and a digest of its tokens; several dialects share one,
+each with its own lease. Bounded: the least recently used entry of the tenant with too many goes.
+It knows no dialect and reads no clock; `contract` calls it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+from engine.api import Namespace, Retention
+
+DIGEST_BYTES = 16
+
+Key = tuple[Namespace, bytes]
+
+
+class Lease:
+    """One class on one entry. `promised_until_s`: -inf where nothing was granted."""
+
+    __slots__ = ("expires_at_s", "promised_until_s", "retention")
+
+    def __init__(self, retention: Retention, started_s: float, *, is_granted: bool) -> None:
+        self.retention = retention
+        self.expires_at_s = -math.inf
+        self.promised_until_s = -math.inf
+        self.start(started_s, is_granted=is_granted)
+
+    def start(self, now_s: float, *, is_granted: bool) -> None:
+        """The clock starts, again perhaps: only ever later."""
+        terms = self.retention
+        limit_s = math.inf if terms.limit_s is None else terms.limit_s
+        promise_s = limit_s if terms.pinned else min(terms.promise_s, limit_s)
+        self.expires_at_s = max(self.expires_at_s, now_s + limit_s)
+        if is_granted:
+            self.promised_until_s = max(self.promised_until_s, now_s + promise_s)
+
+    def renew(self, now_s: float) -> None:
+        """It was read."""
+        if self.retention.renewed_on_read and self.retention.clock != "absolute":
+            self.start(now_s, is_granted=self.promised_until_s > now_s)
+
+
+class Entry:
+    """A prefix of `tokens` tokens that some call wrote. `owner`: whose bound it counts against.
+
+    `epoch` and `losses` say how the engine stood then: which start of it, and how many blocks the
+    namespace had lost by each cause; later they tell why the prefix is gone.
+    """
+
+    __slots__ = ("epoch", "key", "leases", "losses", "owner", "tokens")
+
+    def __init__(
+        self, key: Key, tokens: int, owner: int, epoch: str, losses: dict[str, int]
+    ) -> None:
+        self.key = key
+        self.tokens = tokens
+        self.owner = owner
+        self.epoch = epoch
+        self.losses = losses
+        self.leases: dict[str, Lease] = {}
+
+    def is_live(self, now_s: float) -> bool:
+        return any(lease.expires_at_s > now_s for lease in self.leases.values())
+
+    def is_promised(self, now_s: float) -> bool:
+        return any(lease.promised_until_s > now_s for lease in self.leases.values())
+
+    def best(self, now_s: float) -> Lease | None:
+        """The live lease that promises longest."""
+        live = [lease for lease in self.leases.values() if lease.expires_at_s > now_s]
+        return max(
+            live, key=lambda lease: (lease.promised_until_s, lease.expires_at_s), default=None
+        )
+
+
+class EntryBook:
+    """All entries of one gateway. Belongs to one thread."""
+
+    def __init__(self, entries_max: int, per_owner_max: int) -> None:
+        self._entries_max = entries_max
+        self._per_owner_max = per_owner_max
+        self._entries: OrderedDict[Key, Entry] = OrderedDict()
+        self._by_owner: dict[int, OrderedDict[Key, None]] = {}
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def find(self, key: Key) -> Entry | None:
+        """The entry, live or not. O(1). Does not count as use."""
+        return self._entries.get(key)
+
+    def write(
+        self,
+        key: Key,
+        tokens: int,
+        owner: int,
+        epoch: str,
+        losses: dict[str, int],
+        retention: Retention,
+        started_s: float,
+        *,
+        is_granted: bool,
+    ) -> None:
+        """Note that a prefix has been written in a class. O(1)."""
+        entry = self._entries.get(key)
+        if entry is None:
+            entry = self._entries[key] = Entry(key, tokens, owner, epoch, losses)
+            self._by_owner.setdefault(owner, OrderedDict())[key] = None
+        else:
+            entry.epoch, entry.losses = epoch, losses
+        lease = entry.leases.get(retention.name)
+        if lease is None or retention.clock == "absolute":
+            entry.leases[retention.name] = Lease(retention, started_s, is_granted=is_granted)
+        else:
+            lease.start(started_s, is_granted=is_granted)
+        self._touch(entry)
+        self._trim(owner)
+
+    def renew(self, entry: Entry, now_s: float) -> None:
+        """It was read at `now_s`."""
+        for lease in entry.leases.values():
+            if lease.expires_at_s > now_s:
+                lease.renew(now_s)
+        self._touch(entry)
+
+    def forget(self, namespace: Namespace) -> int:
+        """Drop a namespace's entries (it was erased). O(entries)."""
+        gone = [key for key in self._entries if key[0] == namespace]
+        for key in gone:
+            self._drop(key)
+        return len(gone)
+
+    def check(self) -> None:
+        """Raises AssertionError if the indexes disagree. O(entries)."""
+        owned = [key for keys in self._by_owner.values() for key in keys]
+        assert sorted(owned) == sorted(self._entries), "an entry without an owner, or the reverse"
+        for owner, keys in self._by_owner.items():
+            assert keys, "an owner without entries"
+            assert len(keys) <= self._per_owner_max, "an owner above its bound"
+            assert all(self._entries[key].owner == owner for key in keys), "in the wrong hands"
+        assert len(self._entries) <= self._entries_max, "too many entries"
+
+    def _touch(self, entry: Entry) -> None:
+        if entry.key in self._entries:
+            self._entries.move_to_end(entry.key)
+            self._by_owner[entry.owner].move_to_end(entry.key)
+
+    def _trim(self, owner: int) -> None:
+        """Whoever has too many loses its own; when all have too many, the owner with most does."""
+        while len(self._by_owner.get(owner, ())) > self._per_owner_max:
+            self._drop(next(iter(self._by_owner[owner])))
+        while len(self._entries) > self._entries_max:
+            most = max(self._by_owner, key=lambda who: len(self._by_owner[who]))
+            self._drop(next(iter(self._by_owner[most])))
+
+    def _drop(self, key: Key) -> None:
+        entry = self._entries.pop(key)
+        keys = self._by_owner[entry.owner]
+        del keys[key]
+        if not keys:
+            del self._by_owner[entry.owner]
+
+
+def digests(tokens: Sequence[int], ends: Iterable[int]) -> dict[int, bytes]:
+    """A digest of the first `end` tokens for each of `ends`. O(tokens), about 1 ns a token.
+
+    BLAKE2b, so that nobody can make two prefixes meet; the tokens are four bytes each.
+    """
+    data = memoryview(array("I", tokens)).cast("B")
+    running, at, found = hashlib.blake2b(digest_size=DIGEST_BYTES), 0, {}
+    for end in sorted(set(ends)):
+        running.update(data[4 * at : 4 * end])
+        at = end
+        found[end] = running.copy().digest()
+    return found

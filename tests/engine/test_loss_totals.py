@@ -1,0 +1,31 @@
+"""Losses added up on the gateway's side, for as many namespaces as it can afford."""
+
+from __future__ import annotations
+
+from engine.api import CacheNews, Loss
+from engine.loss_totals import LossTotals
+
+
+def test_totals_grow_by_cause_and_name_the_taker() -> None:
+    """Who evicted whom is a number, and only between different namespaces."""
+    totals = LossTotals()
+    totals.add(CacheNews((Loss(b"a", "evicted_pressure", b"b", 2),)))
+    totals.add(
+        CacheNews(
+            (Loss(b"a", "evicted_pressure", b"b", 3), Loss(b"a", "evicted_own_quota", b"a", 1))
+        )
+    )
+
+    assert totals.of(b"a") == {"evicted_pressure": 5, "evicted_own_quota": 1}
+    assert totals.of(b"b") == {}
+    assert totals.taken() == {(b"a", b"b"): 5}
+
+
+def test_the_namespace_that_lost_nothing_for_longest_is_forgotten() -> None:
+    """A million namespaces must not grow a gateway for ever."""
+    totals = LossTotals(most=2)
+    for name in (b"a", b"b", b"a", b"c"):
+        totals.add(CacheNews((Loss(name, "expired", b"", 1),)))
+
+    assert totals.of(b"b") == {}
+    assert totals.of(b"a") == {"expired": 2}

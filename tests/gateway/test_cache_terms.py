@@ -1,0 +1,27 @@
+"""Retention classes and profiles as settings."""
+
+from __future__ import annotations
+
+from gateway.cache_terms import CacheProfile, CachingConfig, RetentionClass
+
+
+def test_the_hosted_classes_are_built_in() -> None:
+    """An SDK's TTLs work without any configuration."""
+    config = CachingConfig()
+    found = {name: config.retention(name) for name in ("5m", "1h", "30m", "12h", "24h")}
+
+    assert [terms and terms.promise_s for terms in found.values()] == [300, 3600, 1800, 43200, 0]
+    assert config.retention("9d") is None
+
+
+def test_an_operator_adds_classes_and_replaces_profiles() -> None:
+    """Classes are data: a new TTL is a row, not a release."""
+    config = CachingConfig(
+        classes={"9d": RetentionClass(777_600)}, profiles={"openai": CacheProfile(granularity=128)}
+    )
+    found = config.retention("9d")
+
+    assert found is not None
+    assert (found.name, found.promise_s, found.limit_s) == ("9d", 777_600, None)
+    assert config.profile("openai").granularity == 128
+    assert config.profile("anthropic").lookup == "written"

@@ -1,0 +1,83 @@
+"""Where breakpoints look, and where they write."""
+
+from __future__ import annotations
+
+from engine.api import Retention
+from gateway.dialects.canonical import Boundary, CacheAsk
+from gateway.retention.positions import positions
+
+CLASSES = {"5m": Retention("5m", 300, 300), "30m": Retention("30m", 1800)}
+
+
+def tried(marks: list[Boundary], ask: CacheAsk, min_tokens: int = 1) -> list[int]:
+    return [place.tokens for place in positions(marks, ask, CLASSES, min_tokens).tries]
+
+
+def written(marks: list[Boundary], ask: CacheAsk, min_tokens: int = 1) -> list[tuple[int, str]]:
+    look = positions(marks, ask, CLASSES, min_tokens)
+    return [(place.tokens, place.retention.name) for place in look.writes]
+
+
+def test_a_breakpoint_looks_back_twenty_positions_itself_the_first() -> None:
+    """Further back is not looked, however much is there: that is what the contract says."""
+    marks = [Boundary(10 * n, f"m[{n}]") for n in range(1, 31)]
+    marks[-1] = Boundary(300, "m[30]", "5m")
+
+    found = tried(marks, CacheAsk(lookback=20))
+
+    assert found == [10 * n for n in range(11, 31)]
+
+
+def test_a_run_of_tool_calls_is_one_position() -> None:
+    """Parallel calls would otherwise use the whole way back up."""
+    calls = [Boundary(10 * n, f"m[{n}]", run="call") for n in range(2, 30)]
+    marks = [Boundary(10, "m[1]"), *calls, Boundary(300, "m[30]", "5m")]
+
+    found = tried(marks, CacheAsk(lookback=3))
+
+    assert found[0] == 10
+    assert len(found) == 30
+
+
+def test_without_a_breakpoint_nothing_is_tried_or_written() -> None:
+    """Only what is asked for is promised."""
+    marks = [Boundary(10, "m[0]"), Boundary(20, "m[1]")]
+
+    assert tried(marks, CacheAsk()) == []
+    assert written(marks, CacheAsk()) == []
+
+
+def test_the_implicit_breakpoint_is_the_end_of_the_latest_user_message() -> None:
+    """Not the assistant's begun answer, nor a part within a message."""
+    marks = [
+        Boundary(5, "m[0]", tier="system", role="system"),
+        Boundary(10, "m[1]", role="user"),
+        Boundary(20, "m[2]", role="assistant"),
+        Boundary(25, "m[3].content[0]", role="user", ends_message=False),
+        Boundary(30, "m[3].content[1]", role="user"),
+        Boundary(40, "m[4]", role="assistant"),
+    ]
+
+    ask = CacheAsk(implicit="30m")
+
+    assert written(marks, ask) == [(30, "30m")]
+    assert tried(marks, ask) == [5, 10, 30]
+
+
+def test_the_last_of_a_run_of_tool_results_is_an_end() -> None:
+    """An agent's turn ends with results; each of them alone is none."""
+    marks = [
+        Boundary(10, "m[0]", role="user"),
+        Boundary(20, "m[1]", role="tool", run="result"),
+        Boundary(30, "m[2]", role="tool", run="result"),
+    ]
+
+    assert written(marks, CacheAsk(implicit="30m")) == [(30, "30m")]
+
+
+def test_what_is_too_short_is_neither_tried_nor_written() -> None:
+    """Below the minimum a breakpoint is silently none."""
+    marks = [Boundary(10, "m[0]", "5m"), Boundary(1024, "m[1]", "5m")]
+
+    assert tried(marks, CacheAsk(), 1024) == [1024]
+    assert written(marks, CacheAsk(), 1024) == [(1024, "5m")]
