@@ -20,7 +20,7 @@ from gateway.bench import cli as bench
 from gateway.bench.client import BenchError
 from gateway.commands import checks, serve, tenants
 from gateway.commands.answer import Answer, CommandError
-from gateway.commands.arguments import UsageError, build_parser, policy_changes
+from gateway.commands.arguments import LIMITS, SETTINGS, UsageError, build_parser, changes
 from gateway.config import Config, ConfigError, Origin, load_config
 from tenancy.errors import BadName, TenancyError
 
@@ -101,13 +101,15 @@ def _answer(options: argparse.Namespace, config: Config, origin: Origin) -> Answ
 def _tenant(options: argparse.Namespace, config: Config) -> Answer:
     match options.action:
         case "create":
-            return tenants.tenant_create(config, options.name, policy_changes(options))
+            return tenants.tenant_create(config, options.name, changes(options, SETTINGS))
         case "list":
             return tenants.tenant_list(config)
         case "set":
-            return tenants.tenant_set(config, options.name, policy_changes(options))
+            return tenants.tenant_set(config, options.name, changes(options, SETTINGS))
         case "suspend":
             return tenants.tenant_status(config, options.name, "suspended")
+        case "delete":
+            return tenants.tenant_delete(config, options.name)
         case _:
             return tenants.tenant_status(config, options.name, "active")
 
@@ -116,10 +118,22 @@ def _key(options: argparse.Namespace, config: Config) -> Answer:
     match options.action:
         case "create":
             return tenants.key_create(
-                config, options.tenant, options.workspace, options.label, options.expires
+                config,
+                options.tenant,
+                options.workspace,
+                options.label,
+                options.expires,
+                options.scopes,
+                changes(options, LIMITS),
             )
         case "list":
             return tenants.key_list(config, options.tenant)
+        case "set":
+            return tenants.key_set(
+                config, options.key, options.label, options.scopes, changes(options, LIMITS)
+            )
+        case "rotate":
+            return tenants.key_rotate(config, options.key, options.grace)
         case _:
             return tenants.key_revoke(config, options.key)
 

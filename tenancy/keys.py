@@ -4,8 +4,9 @@ A key is `tl-` and 43 signs of base 62: 256 random bits. It is stored as its SHA
 (argon2) protects secrets that people choose and others can guess; nobody guesses 256 bits, and a
 slow hash on each request would be a way to wear the server out. A lookup finds the entry by the
 first bytes of the digest, which tell an attacker nothing about the key, and compares the whole in
-constant time; a key that does not exist takes the same work. It knows no HTTP; `registry` and the
-command line call it.
+constant time; a key that does not exist takes the same work. A tenant's key has scopes; an
+administrator's belongs to no tenant and has one scope of its own. It knows no HTTP; `registry`,
+the admin API and the command line call it.
 """
 
 from __future__ import annotations
@@ -15,37 +16,51 @@ import hmac
 import re
 import secrets
 import string
+from collections.abc import Iterable
 
+import apsw
+import msgspec
 from msgspec import Struct
 
 from tenancy.errors import BadName, KeyRefused
-from tenancy.store import Store
-from tenancy.types import WallClock
+from tenancy.limits import check_limits
+from tenancy.store import Row, Store
+from tenancy.types import Limits, WallClock
 
 PREFIX = "tl-"
 SHOWN_SIGNS = 8
 LIFE_MS_MAX = 100 * 366 * 86_400_000
+GRACE_MS_MAX = 90 * 86_400_000
 LABEL_SIGNS_MAX = 200
+SCOPES = ("inference", "usage", "cache")
+"""What a tenant's key may be for: prompts; its own counts and charges; its own cache's contents."""
+
+ADMIN = "admin"
 _ALPHABET = string.digits + string.ascii_uppercase + string.ascii_lowercase
 _SIGNS = 43
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
+_FREE = Limits()
 
 
 class Key(Struct, frozen=True):
-    """A key as lists show it: `shown` is its beginning, never more."""
+    """A key as lists show it: `shown` is its beginning, never more. An administrator's has no
+    tenant. `replaced_by`: the id of the key it was rotated to."""
 
     key_id: int
-    tenant: str
+    tenant: str | None
     workspace: str
     label: str
     shown: str
     created_ms: int
     expires_ms: int | None
     revoked_ms: int | None
+    scopes: tuple[str, ...] = SCOPES
+    limits: Limits = _FREE
+    replaced_by: int | None = None
 
 
 class KeyFacts(Struct, frozen=True):
-    """What authentication needs of a key."""
+    """What authentication needs of a key. An administrator's has the tenant id 0."""
 
     digest: bytes
     key_id: int
@@ -53,9 +68,11 @@ class KeyFacts(Struct, frozen=True):
     workspace: str
     expires_ms: int | None
     revoked_ms: int | None
+    scopes: frozenset[str]
+    limits: Limits
 
 
-_NOBODY = KeyFacts(bytes(32), 0, 0, "", None, None)
+_NOBODY = KeyFacts(bytes(32), 0, 0, "", None, None, frozenset(), _FREE)
 """What a key that does not exist is compared with. Nothing is known whose digest is all zeros."""
 
 
@@ -83,11 +100,17 @@ def digest_of(key: str) -> bytes:
 
 
 def load_key_ring(store: Store) -> KeyRing:
-    """A fresh snapshot of all keys. O(keys)."""
+    """A fresh snapshot of all keys. O(keys), about 1 us each."""
     rows = store.query(
-        "select digest, key_id, tenant_id, workspace, expires_ms, revoked_ms from keys"
+        "select digest, key_id, coalesce(tenant_id, 0), workspace, expires_ms, revoked_ms, scopes,"
+        " limits from keys"
     )
-    return KeyRing({row[0][:8]: KeyFacts(*row) for row in rows})
+    known: dict[str, frozenset[str]] = {}  # a few sets, however many keys
+    ring = {}
+    for row in rows:
+        scopes = known.setdefault(row[6], frozenset(row[6].split()))
+        ring[row[0][:8]] = KeyFacts(*(*row[:6], scopes, read_limits(row[7])))
+    return KeyRing(ring)
 
 
 def create_key(
@@ -98,39 +121,106 @@ def create_key(
     workspace: str = "default",
     label: str = "",
     lives_ms: int | None = None,
+    scopes: Iterable[str] = SCOPES,
+    limits: Limits = _FREE,
 ) -> str:
-    """Make a key and return it: the only time anybody sees it.
+    """Make a tenant's key and return it: the only time anybody sees it.
 
-    Raises BadName for a workspace, a label or a life that cannot be, and an unknown tenant.
+    Raises BadName for a workspace, a label, a life, scopes or limits that cannot be, and an
+    unknown tenant.
     """
     check_name(workspace, "workspace")
-    if len(label) > LABEL_SIGNS_MAX or not label.isprintable():
-        raise BadName("bad_label", f"a label is printable and has at most {LABEL_SIGNS_MAX} signs")
-    if lives_ms is not None and not 0 < lives_ms <= LIFE_MS_MAX:
-        raise BadName("bad_time", "a key lives for between a millisecond and 100 years")
-    key = PREFIX + "".join(secrets.choice(_ALPHABET) for _ in range(_SIGNS))
-    now_ms = clock()
-    expires_ms = None if lives_ms is None else now_ms + lives_ms
-    shown = key[: len(PREFIX) + SHOWN_SIGNS]
+    text = _checked_scopes(scopes)
+    check_limits(limits)
+    expires_ms = _expiry(clock, label, lives_ms)
+    key = _new_key()
     with store.change() as db:
         if not db.execute("select 1 from tenants where tenant_id = ?", (tenant_id,)).fetchall():
             raise BadName("tenant_unknown", f"there is no tenant with the id {tenant_id}")
-        db.execute(
-            "insert into keys (tenant_id, workspace, label, digest, shown, created_ms, expires_ms)"
-            " values (?, ?, ?, ?, ?, ?, ?)",
-            (tenant_id, workspace, label, digest_of(key), shown, now_ms, expires_ms),
-        )
+        _insert(db, key, tenant_id, (workspace, label, clock(), expires_ms, text, limits))
     return key
+
+
+def create_admin_key(
+    store: Store, clock: WallClock, *, label: str = "", lives_ms: int | None = None
+) -> str:
+    """Make an administrator's key and return it, once. Raises BadName as `create_key`."""
+    expires_ms = _expiry(clock, label, lives_ms)
+    key = _new_key()
+    with store.change() as db:
+        _insert(db, key, None, ("", label, clock(), expires_ms, ADMIN, _FREE))
+    return key
+
+
+def rotate_key(store: Store, clock: WallClock, which: str, grace_ms: int) -> tuple[str, Key, Key]:
+    """(the new key, what lists show of it, the old one): the same tenant, workspace, label, scopes
+    and limits, and a life as long as the old one's was. The old one works for `grace_ms` more.
+
+    Raises BadName if that is not exactly one key, or one that works no more or was rotated before.
+    """
+    if not 0 <= grace_ms <= GRACE_MS_MAX:
+        raise BadName("bad_time", "the old key may work for between 0 and 90 days more")
+    key = _new_key()
+    with store.change() as db:
+        old, now_ms = _only(db.execute(*_named(which)).fetchall()), clock()
+        _check_live(old, now_ms)
+        life_ms = None if old.expires_ms is None else old.expires_ms - old.created_ms
+        expires_ms = None if life_ms is None else now_ms + life_ms
+        ends_ms = min(old.expires_ms or now_ms + grace_ms, now_ms + grace_ms)
+        tenant = "select tenant_id from keys where key_id = ?"
+        tenant_id = db.execute(tenant, (old.key_id,)).get
+        text = " ".join(sorted(old.scopes))
+        facts = (old.workspace, old.label, now_ms, expires_ms, text, old.limits)
+        new_id = _insert(db, key, tenant_id, facts)
+        db.execute(
+            "update keys set expires_ms = ?, replaced_by = ? where key_id = ?",
+            (ends_ms, new_id, old.key_id),
+        )
+    return key, find_key(store, str(new_id)), find_key(store, str(old.key_id))
+
+
+def change_key(
+    store: Store,
+    which: str,
+    *,
+    label: str | None = None,
+    scopes: Iterable[str] | None = None,
+    limits: Limits | None = None,
+) -> Key:
+    """Change what is named, from the next request. Raises BadName."""
+    with store.change() as db:
+        old = _only(db.execute(*_named(which)).fetchall())
+        if old.tenant is None and (scopes is not None or limits is not None):
+            raise BadName("bad_scopes", "an administrator's key has no other scopes, and no limits")
+        check_label(old.label if label is None else label)
+        check_limits(limits or _FREE)
+        db.execute(
+            "update keys set label = coalesce(?, label), scopes = coalesce(?, scopes),"
+            " limits = coalesce(?, limits) where key_id = ?",
+            (
+                label,
+                None if scopes is None else _checked_scopes(scopes),
+                None if limits is None else write_limits(limits),
+                old.key_id,
+            ),
+        )
+    return find_key(store, str(old.key_id))
 
 
 def list_keys(store: Store, tenant: str | None = None) -> list[Key]:
     """All keys, or a tenant's, oldest first."""
-    rows = store.query(
-        "select key_id, name, workspace, label, shown, keys.created_ms, expires_ms, revoked_ms"
-        " from keys join tenants using (tenant_id) where ?1 is null or name = ?1 order by key_id",
-        (tenant,),
-    )
-    return [Key(*row) for row in rows]
+    return [
+        _key(row)
+        for row in store.query(f"{_KEYS} where ?1 is null or name = ?1 order by key_id", (tenant,))
+    ]
+
+
+def find_key(store: Store, which: str) -> Key:
+    """One key by its id or by the beginning that lists show, or by the whole key.
+
+    Raises BadName if that is not exactly one.
+    """
+    return _only(store.query(*_named(which)))
 
 
 def revoke_key(store: Store, clock: WallClock, which: str) -> Key:
@@ -138,19 +228,13 @@ def revoke_key(store: Store, clock: WallClock, which: str) -> Key:
 
     Raises BadName if that is not exactly one key.
     """
-    beginning = which.rstrip("….")[: len(PREFIX) + SHOWN_SIGNS]
-    found = [key for key in list_keys(store) if which == str(key.key_id) or key.shown == beginning]
-    if len(found) != 1:
-        what = "no key has" if not found else f"{len(found)} keys have"
-        raise BadName(
-            "key_unknown", f"{what} that id or beginning; `trunkline key list` shows them"
-        )
     with store.change() as db:
+        key_id = _only(db.execute(*_named(which)).fetchall()).key_id
         db.execute(
             "update keys set revoked_ms = ? where key_id = ? and revoked_ms is null",
-            (clock(), found[0].key_id),
+            (clock(), key_id),
         )
-    return next(key for key in list_keys(store) if key.key_id == found[0].key_id)
+    return find_key(store, str(key_id))
 
 
 def check_name(name: str, what: str) -> None:
@@ -161,3 +245,89 @@ def check_name(name: str, what: str) -> None:
             f"{name[:80]!r} is no {what} name: 1 to 64 of a-z, 0-9, '.', '_' and '-', beginning"
             " with a letter or a digit",
         )
+
+
+def check_label(label: str) -> None:
+    """Raises BadName for what would not fit a line."""
+    if len(label) > LABEL_SIGNS_MAX or not label.isprintable():
+        raise BadName("bad_label", f"a label is printable and has at most {LABEL_SIGNS_MAX} signs")
+
+
+def read_limits(text: str) -> Limits:
+    """As `write_limits` wrote them."""
+    return _FREE if text == "{}" else msgspec.json.decode(text, type=Limits)
+
+
+def write_limits(limits: Limits) -> str:
+    """The form in which the database keeps them."""
+    return msgspec.json.encode(limits).decode()
+
+
+def _new_key() -> str:
+    return PREFIX + "".join(secrets.choice(_ALPHABET) for _ in range(_SIGNS))
+
+
+def _expiry(clock: WallClock, label: str, lives_ms: int | None) -> int | None:
+    check_label(label)
+    if lives_ms is not None and not 0 < lives_ms <= LIFE_MS_MAX:
+        raise BadName("bad_time", "a key lives for between a millisecond and 100 years")
+    return None if lives_ms is None else clock() + lives_ms
+
+
+def _checked_scopes(scopes: Iterable[str]) -> str:
+    """In the form in which the database keeps them: sorted words."""
+    wanted = set(scopes)
+    if not wanted or not wanted <= set(SCOPES):
+        known = ", ".join(SCOPES)
+        given = ", ".join(sorted(wanted))[:80]
+        raise BadName("bad_scopes", f"a tenant's key has one or more of {known} (it is {given!r})")
+    return " ".join(sorted(wanted))
+
+
+def _insert(
+    db: apsw.Connection,
+    key: str,
+    tenant_id: int | None,
+    facts: tuple[str, str, int, int | None, str, Limits],
+) -> int:
+    *plain, limits = facts
+    shown = key[: len(PREFIX) + SHOWN_SIGNS]
+    db.execute(
+        "insert into keys (digest, shown, tenant_id, workspace, label, created_ms, expires_ms,"
+        " scopes, limits) values (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        (digest_of(key), shown, tenant_id, *plain, write_limits(limits)),
+    )
+    return int(db.last_insert_rowid())
+
+
+_KEYS = (
+    "select key_id, name, workspace, label, shown, keys.created_ms, expires_ms, revoked_ms,"
+    " scopes, keys.limits, replaced_by from keys left join tenants using (tenant_id)"
+)
+
+
+def _key(row: Row) -> Key:
+    return Key(*(*row[:8], tuple(row[8].split()), read_limits(row[9]), row[10]))
+
+
+def _named(which: str) -> tuple[str, tuple[str, str]]:
+    """The query for a key by its id or its beginning."""
+    which = which.encode(errors="replace").decode()
+    beginning = which.rstrip("….")[: len(PREFIX) + SHOWN_SIGNS]
+    return f"{_KEYS} where cast(key_id as text) = ? or shown = ?", (which, beginning)
+
+
+def _only(rows: list[Row]) -> Key:
+    if len(rows) != 1:
+        what = "no key has" if not rows else f"{len(rows)} keys have"
+        raise BadName(
+            "key_unknown", f"{what} that id or beginning; `trunkline key list` shows them"
+        )
+    return _key(rows[0])
+
+
+def _check_live(key: Key, now_ms: int) -> None:
+    is_over = key.revoked_ms is not None or (key.expires_ms or now_ms + 1) <= now_ms
+    if is_over or key.replaced_by is not None:
+        why = "was rotated before" if key.replaced_by is not None else "works no more"
+        raise BadName("key_not_live", f"key {key.key_id} {why}; make a new one")

@@ -22,13 +22,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
+import msgspec
 from msgspec import Struct
 
-from tenancy.errors import LimitExceeded
+from tenancy.errors import BadName, LimitExceeded
 from tenancy.types import Identity, Limits
 
 SECOND_NS = 1_000_000_000
 MINUTE_NS = 60 * SECOND_NS
+LIMIT_MAX = 10**12
 AT_ONCE_RETRY_S = 1.0
 """Nobody knows when a running request ends; a second is soon enough to ask again."""
 
@@ -270,6 +272,13 @@ class Limiter:
 
     def _now_ns(self) -> int:
         return int(self._clock() * SECOND_NS)
+
+
+def check_limits(limits: Limits) -> None:
+    """Raises BadName for limits that cannot be."""
+    for name, limit in msgspec.structs.asdict(limits).items():
+        if limit is not None and not 1 <= limit <= LIMIT_MAX:
+            raise BadName("bad_limits", f"{name} of {limit} is not between 1 and {LIMIT_MAX}")
 
 
 def limit_of(limits: Limits, meter: Meter) -> int | None:

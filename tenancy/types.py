@@ -59,6 +59,47 @@ class Limits(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True
     requests_at_once: int | None = None
 
 
+class TenantSettings(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """All that can be set of a tenant: its tier, its `CachePolicy` and its `Limits`, in one level,
+    as the configuration file, the admin API and the command line say them."""
+
+    tier: str = "standard"
+    floor_blocks: int = 0
+    ceiling_blocks: int | None = None
+    weight: float = 1.0
+    priority: int = 0
+    classes: tuple[str, ...] | None = None
+    promised_blocks_max: int | None = None
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    input_tokens_per_minute: int | None = None
+    output_tokens_per_minute: int | None = None
+    requests_at_once: int | None = None
+
+    @property
+    def policy(self) -> CachePolicy:
+        """Its share of the cache and of service."""
+        return CachePolicy(
+            floor_blocks=self.floor_blocks,
+            ceiling_blocks=self.ceiling_blocks,
+            weight=self.weight,
+            priority=self.priority,
+            classes=self.classes,
+            promised_blocks_max=self.promised_blocks_max,
+        )
+
+    @property
+    def limits(self) -> Limits:
+        """How much it may ask for."""
+        return Limits(
+            requests_per_minute=self.requests_per_minute,
+            tokens_per_minute=self.tokens_per_minute,
+            input_tokens_per_minute=self.input_tokens_per_minute,
+            output_tokens_per_minute=self.output_tokens_per_minute,
+            requests_at_once=self.requests_at_once,
+        )
+
+
 class Identity(Struct, frozen=True, forbid_unknown_fields=True):
     """Who is asking, as far as a valid key proves it. `limits` are the tenant's."""
 

@@ -77,50 +77,108 @@ def _shared() -> Parser:
 
 
 def _add_tenant_actions(commands: Any, shared: Parser) -> None:
-    text = "Create, list, change, suspend and resume tenants."
+    text = "Create, list, change, suspend, resume and delete tenants."
     actions = commands.add_parser("tenant", help=text, description=text).add_subparsers(
         dest="action", required=True, metavar="ACTION"
     )
     texts = {
         "create": "Make a tenant.",
-        "list": "All tenants with their shares.",
-        "set": "Change a tenant's shares; what is not named stays.",
-        "suspend": "Its keys stop working within a second.",
+        "list": "All tenants with what is set of them.",
+        "set": "Change what is named of a tenant; the rest stays.",
+        "suspend": "Its keys stop working within a second; what runs is finished.",
         "resume": "Its keys work again within a second.",
+        "delete": "Take back a tenant that never used anything, with its keys.",
     }
     for action, text in texts.items():
         parser = actions.add_parser(action, help=text, description=text, parents=[shared])
         if action != "list":
             parser.add_argument("name")
         if action in ("create", "set"):
-            text = "blocks of the cache that nobody takes from it"
-            parser.add_argument("--floor", type=int, metavar="BLOCKS", help=text)
-            text = "blocks it never exceeds, or `none`"
-            parser.add_argument("--ceiling", type=_ceiling, metavar="BLOCKS", help=text)
-            parser.add_argument("--weight", type=float, help="its share of service and of the rest")
-            parser.add_argument("--priority", type=int, help="higher is served first")
+            _add_shares(parser)
+            _add_limits(parser)
 
 
-def _ceiling(text: str) -> int | str:
+def _add_shares(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--tier", metavar="NAME", help="which prices hold for it")
+    text = "blocks of the cache that nobody takes from it"
+    parser.add_argument("--floor", type=int, metavar="BLOCKS", help=text)
+    text = "blocks it never exceeds, or `none`"
+    parser.add_argument("--ceiling", type=_blocks, metavar="BLOCKS", help=text)
+    parser.add_argument("--weight", type=float, help="its share of service and of the rest")
+    parser.add_argument("--priority", type=int, help="higher is served first")
+    text = "retention classes it may ask for, with commas between, or `all`"
+    parser.add_argument("--classes", type=_classes, metavar="NAMES", help=text)
+    text = "blocks that may be promised to it at once, or `none` for no limit"
+    parser.add_argument("--promised", type=_blocks, metavar="BLOCKS", help=text)
+
+
+def _add_limits(parser: argparse.ArgumentParser) -> None:
+    texts = {
+        "requests-per-minute": "requests",
+        "tokens-per-minute": "prompt tokens not in the cache, and output tokens",
+        "input-tokens-per-minute": "prompt tokens not in the cache",
+        "output-tokens-per-minute": "output tokens",
+        "requests-at-once": "requests that run",
+    }
+    for name, text in texts.items():
+        parser.add_argument(f"--{name}", type=_limit, metavar="N", help=f"{text}; or `none`")
+
+
+def _number_or_none(text: str) -> int | str:
     return text if text == "none" else int(text)
 
 
-_ceiling.__name__ = "number of blocks"  # argparse: "invalid number of blocks value: 'x'"
+def _blocks(text: str) -> int | str:
+    return _number_or_none(text)
 
 
-def policy_changes(options: argparse.Namespace) -> dict[str, object]:
-    """What `tenant create` and `tenant set` were told, by the policy's field."""
-    names = {"floor": "floor_blocks", "ceiling": "ceiling_blocks"}
-    given = {
-        names.get(name, name): getattr(options, name)
-        for name in ("floor", "ceiling", "weight", "priority")
-        if getattr(options, name, None) is not None
+def _limit(text: str) -> int | str:
+    return _number_or_none(text)
+
+
+def _classes(text: str) -> tuple[str, ...] | str:
+    return "none" if text == "all" else tuple(filter(None, text.split(",")))
+
+
+# What argparse calls them when what came is none.
+_blocks.__name__ = "number of blocks"
+_limit.__name__ = "limit"
+
+LIMITS = {
+    name: name
+    for name in (
+        "requests_per_minute",
+        "tokens_per_minute",
+        "input_tokens_per_minute",
+        "output_tokens_per_minute",
+        "requests_at_once",
+    )
+}
+SETTINGS = {
+    "tier": "tier",
+    "floor": "floor_blocks",
+    "ceiling": "ceiling_blocks",
+    "weight": "weight",
+    "priority": "priority",
+    "classes": "classes",
+    "promised": "promised_blocks_max",
+    **LIMITS,
+}
+"""Options by what they set."""
+
+
+def changes(options: argparse.Namespace, names: Mapping[str, str]) -> dict[str, object]:
+    """What was told to be set, by the setting's own name; `none` takes a limit away."""
+    given = {setting: getattr(options, option, None) for option, setting in names.items()}
+    return {
+        setting: None if value == "none" else value
+        for setting, value in given.items()
+        if value is not None
     }
-    return {name: None if value == "none" else value for name, value in given.items()}
 
 
 def _add_key_actions(commands: Any, shared: Parser) -> None:
-    text = "Create, list and revoke keys."
+    text = "Create, list, change, rotate and revoke keys."
     actions = commands.add_parser("key", help=text, description=text).add_subparsers(
         dest="action", required=True, metavar="ACTION"
     )
@@ -131,13 +189,28 @@ def _add_key_actions(commands: Any, shared: Parser) -> None:
         )
         return parser
 
+    which = "its id, or its beginning as lists show it"
+    scopes = "what it is for, with commas between: inference, usage, cache"
     parser = add("create", "Make a key and print it, once.")
-    parser.add_argument("--tenant", required=True, metavar="NAME")
+    owner = parser.add_mutually_exclusive_group(required=True)
+    owner.add_argument("--tenant", metavar="NAME")
+    owner.add_argument("--admin", action="store_true", help="an administrator's key")
     text = "the scope of its cache inside the tenant"
     parser.add_argument("--workspace", default="default", metavar="NAME", help=text)
     parser.add_argument("--label", default="", help="a note for lists")
     parser.add_argument("--expires", metavar="TIME", help="such as 90d, 12h, 30m")
+    parser.add_argument("--scopes", metavar="NAMES", help=f"{scopes} (default: all of them)")
+    _add_limits(parser)
     parser = add("list", "Keys by their beginnings.")
     parser.add_argument("--tenant", metavar="NAME")
+    parser = add("set", "Change what is named of a key; the rest stays.")
+    parser.add_argument("key", help=which)
+    parser.add_argument("--label", help="a note for lists")
+    parser.add_argument("--scopes", metavar="NAMES", help=scopes)
+    _add_limits(parser)
+    parser = add("rotate", "Print a new key like this one, which works on for a while.")
+    parser.add_argument("key", help=which)
+    text = "how long the old one works on: 30m, 24h, 7d (default: 24h)"
+    parser.add_argument("--grace", default="24h", metavar="TIME", help=text)
     parser = add("revoke", "It stops working within a second.")
-    parser.add_argument("key", help="its id, or its beginning as lists show it")
+    parser.add_argument("key", help=which)

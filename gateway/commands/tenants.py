@@ -4,10 +4,11 @@ beside a running server, which sees the change within a second.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 
+import msgspec
 from msgspec import structs
 
 from gateway.app import open_store
@@ -15,43 +16,62 @@ from gateway.commands.answer import Answer, CommandError, tabled
 from gateway.config import Config
 from gateway.metering import wall_ms
 from tenancy.errors import BadName
-from tenancy.keys import create_key, list_keys, revoke_key
+from tenancy.keys import (
+    SCOPES,
+    Key,
+    change_key,
+    create_admin_key,
+    create_key,
+    find_key,
+    list_keys,
+    revoke_key,
+    rotate_key,
+)
 from tenancy.ledger import Ledger
 from tenancy.registry import (
+    Registered,
+    change_tenant,
+    changed,
     create_tenant,
+    delete_tenant,
+    find_registered,
     find_tenant,
-    list_tenants,
-    set_policy,
+    list_registered,
     set_status,
 )
 from tenancy.store import Store
-from tenancy.types import CachePolicy
+from tenancy.types import Limits, TenantSettings
 
 _UNITS_MS = {"m": 60_000, "h": 3_600_000, "d": 86_400_000}
 DAYS_MAX = 36_500
 
 
-def tenant_create(config: Config, name: str, changes: dict[str, object]) -> Answer:
+def tenant_create(config: Config, name: str, changes: Mapping[str, object]) -> Answer:
     """Make a tenant."""
+    settings = changed(TenantSettings(), changes)
     with _opened(config) as store:
-        create_tenant(store, wall_ms, name, structs.replace(CachePolicy(), **changes))
+        create_tenant(
+            store, wall_ms, name, settings.policy, tier=settings.tier, limits=settings.limits
+        )
         text = f"tenant {name} created; give it a key with: trunkline key create --tenant {name}"
         return _about(store, name, text)
 
 
 def tenant_list(config: Config) -> Answer:
-    """All tenants with their policies."""
+    """All tenants with what is set of them; for a person without what is set nowhere."""
     with _opened(config) as store:
-        return tabled([_row(store, tenant.name) for tenant, _ in list_tenants(store)])
+        rows = [_row(one) for one in list_registered(store)]
+    unset = {name for name in (rows[0] if rows else ()) if all(row[name] is None for row in rows)}
+    shown = [{n: v for n, v in row.items() if n not in unset} for row in rows]
+    return structs.replace(tabled(rows), text=tabled(shown).text)
 
 
-def tenant_set(config: Config, name: str, changes: dict[str, object]) -> Answer:
-    """Change a tenant's share."""
+def tenant_set(config: Config, name: str, changes: Mapping[str, object]) -> Answer:
+    """Change what is named."""
     if not changes:
-        raise BadName("nothing_to_set", "say what to set: --floor, --ceiling, --weight, --priority")
+        raise BadName("nothing_to_set", "say what to set: `trunkline tenant set --help` lists it")
     with _opened(config) as store:
-        _, policy = find_tenant(store, name)
-        set_policy(store, name, structs.replace(policy, **changes))
+        change_tenant(store, name, changes)
         return _about(store, name, f"tenant {name} changed")
 
 
@@ -62,15 +82,44 @@ def tenant_status(config: Config, name: str, status: str) -> Answer:
         return _about(store, name, f"tenant {name} is {status}")
 
 
+def tenant_delete(config: Config, name: str) -> Answer:
+    """Take back one that never used anything."""
+    with _opened(config) as store:
+        delete_tenant(store, name)
+    return Answer(f"tenant {name} deleted", {"name": name, "deleted": True})
+
+
 def key_create(
-    config: Config, tenant: str, workspace: str, label: str, expires: str | None
+    config: Config,
+    tenant: str | None,
+    workspace: str,
+    label: str,
+    expires: str | None,
+    scopes: str | None,
+    limits: Mapping[str, object],
 ) -> Answer:
-    """A new key: alone in words, so that `KEY=$(trunkline key create --tenant NAME)` works."""
-    lives_ms = None if expires is None else _milliseconds(expires)
+    """A new key: alone in words, so that `KEY=$(trunkline key create --tenant NAME)` works.
+
+    Without a tenant it is an administrator's.
+    """
+    lives_ms = None if expires is None else _milliseconds(expires, "--expires")
+    if tenant is None:
+        if scopes is not None or limits or workspace != "default":
+            raise BadName("bad_scopes", "an administrator's key has no workspace, scopes or limits")
+        with _opened(config) as store:
+            key = create_admin_key(store, wall_ms, label=label, lives_ms=lives_ms)
+        return Answer(key, {"key": key, "scopes": ["admin"]})
     with _opened(config) as store:
         found, _ = find_tenant(store, tenant)
         key = create_key(
-            store, wall_ms, found.tenant_id, workspace=workspace, label=label, lives_ms=lives_ms
+            store,
+            wall_ms,
+            found.tenant_id,
+            workspace=workspace,
+            label=label,
+            lives_ms=lives_ms,
+            scopes=SCOPES if scopes is None else scopes.split(","),
+            limits=_limits(Limits(), limits),
         )
     return Answer(key, {"key": key, "tenant": tenant, "workspace": workspace})
 
@@ -81,23 +130,53 @@ def key_list(config: Config, tenant: str | None) -> Answer:
         if tenant is not None:
             find_tenant(store, tenant)
         keys = list_keys(store, tenant)
-    answer = tabled([{**structs.asdict(key), "shown": f"{key.shown}…"} for key in keys])
-    instants = ("created_ms", "expires_ms", "revoked_ms")
-    people = [
-        {
-            name.removesuffix("_ms"): _instant(value) if name in instants else value
-            for name, value in {**structs.asdict(key), "shown": f"{key.shown}…"}.items()
+    people = []
+    for row in map(_key_row, keys):
+        limits = msgspec.json.encode(row.pop("limits")).decode().strip("{}").replace('"', "")
+        instants = {
+            name.removesuffix("_ms"): _instant(row.pop(name))
+            for name in ("created_ms", "expires_ms", "revoked_ms")
         }
-        for key in keys
-    ]
-    return structs.replace(answer, text=tabled(people).text)
+        people.append({**row, **instants, "limits": limits or None})
+    return structs.replace(tabled([_key_row(key) for key in keys]), text=tabled(people).text)
+
+
+def key_set(
+    config: Config,
+    which: str,
+    label: str | None,
+    scopes: str | None,
+    limits: Mapping[str, object],
+) -> Answer:
+    """Change what is named."""
+    if label is None and scopes is None and not limits:
+        raise BadName("nothing_to_set", "say what to set: `trunkline key set --help` lists it")
+    with _opened(config) as store:
+        old = find_key(store, which)
+        key = change_key(
+            store,
+            str(old.key_id),
+            label=label,
+            scopes=None if scopes is None else scopes.split(","),
+            limits=_limits(old.limits, limits) if limits else None,
+        )
+    return Answer(f"key {key.shown}… changed", _key_row(key))
+
+
+def key_rotate(config: Config, which: str, grace: str) -> Answer:
+    """A new key, alone in words; the old one works on for a while."""
+    grace_ms = 0 if grace == "0" else _milliseconds(grace, "--grace")
+    with _opened(config) as store:
+        key, new, old = rotate_key(store, wall_ms, which, grace_ms)
+    return Answer(key, {"key": key, "new": _key_row(new), "old": _key_row(old)})
 
 
 def key_revoke(config: Config, which: str) -> Answer:
     """A key stops working within a second."""
     with _opened(config) as store:
         key = revoke_key(store, wall_ms, which)
-    return Answer(f"key {key.shown}… of {key.tenant} revoked", structs.asdict(key))
+    whose = f"of {key.tenant}" if key.tenant else "of an administrator"
+    return Answer(f"key {key.shown}… {whose} revoked", _key_row(key))
 
 
 def usage(config: Config, tenant: str | None, days: int | None) -> Answer:
@@ -126,12 +205,26 @@ def _opened(config: Config) -> Iterator[Store]:
 
 
 def _about(store: Store, name: str, text: str) -> Answer:
-    return Answer(text, _row(store, name))
+    return Answer(text, _row(find_registered(store, name)))
 
 
-def _row(store: Store, name: str) -> dict[str, object]:
-    tenant, policy = find_tenant(store, name)
-    return {"name": tenant.name, "status": tenant.status, **structs.asdict(policy)}
+def _row(one: Registered) -> dict[str, object]:
+    tenant = one.tenant
+    return {
+        "name": tenant.name,
+        "status": tenant.status,
+        "declared": tenant.is_declared,
+        **structs.asdict(one.settings),
+    }
+
+
+def _key_row(key: Key) -> dict[str, object]:
+    return {**msgspec.to_builtins(key), "shown": f"{key.shown}…"}
+
+
+def _limits(old: Limits, changes: Mapping[str, object]) -> Limits:
+    """What is named changes. The command line's values are whole numbers or None."""
+    return msgspec.convert({**structs.asdict(old), **changes}, Limits)
 
 
 def _instant(at_ms: object) -> str | None:
@@ -140,9 +233,9 @@ def _instant(at_ms: object) -> str | None:
     return datetime.fromtimestamp(at_ms / 1000, UTC).strftime("%Y-%m-%d %H:%M")
 
 
-def _milliseconds(text: str) -> int:
+def _milliseconds(text: str, what: str) -> int:
     number, unit = text[:-1], text[-1:]
     is_number = number.isascii() and number.isdigit() and len(number) <= 6
     if not is_number or unit not in _UNITS_MS or not int(number):
-        raise BadName("bad_time", f"--expires: {text!r} is no time; write 30m, 12h or 90d")
+        raise BadName("bad_time", f"{what}: {text!r} is no time; write 30m, 12h or 90d")
     return int(number) * _UNITS_MS[unit]

@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 COMMANDS = [
     "serve", "pull", "check-config", "doctor", "version", "bench", "replay", "usage",
     "tenant", "tenant create", "tenant list", "tenant set", "tenant suspend", "tenant resume",
-    "key", "key create", "key list", "key revoke",
+    "tenant delete", "key", "key create", "key list", "key set", "key rotate", "key revoke",
 ]  # fmt: skip
 
 Run = Callable[..., tuple[int, str, str]]
@@ -85,7 +85,7 @@ def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixtu
         ("serv", "invalid choice: 'serv' (choose from 'serve'"),
         ("tenant", "tenant: the following arguments are required: ACTION"),
         ("tenant create", "tenant create: the following arguments are required: name"),
-        ("key create", "required: --tenant (see trunkline key create --help)"),
+        ("key create", "one of the arguments --tenant --admin is required"),
         ("tenant create ada --floor many", "--floor: invalid int value: 'many'"),
         ("tenant set ada --ceiling x", "--ceiling: invalid number of blocks value: 'x'"),
         ("tenant list --js", "unrecognized arguments: --js"),
@@ -105,6 +105,17 @@ def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixtu
         ("key create --tenant default --expires soon", "'soon' is no time; write 30m, 12h or 90d"),
         ("key create --tenant default --expires 0d", "'0d' is no time"),
         ("key list --tenant nobody", "there is no tenant 'nobody'"),
+        ("key create --tenant default --admin", "not allowed with argument --tenant"),
+        ("key create --tenant default --scopes admin", "has one or more of inference"),
+        ("key create --tenant default --requests-at-once 0", "requests_at_once of 0 is not"),
+        ("key create --admin --scopes usage", "no workspace, scopes or limits"),
+        ("key set 1", "say what to set"),
+        ("key rotate 1 --grace soon", "--grace: 'soon' is no time"),
+        ("key rotate 99", "no key has that id"),
+        ("tenant create ada --tier A", "'A' is no tier name"),
+        ("tenant create ada --tokens-per-minute x", "invalid limit value: 'x'"),
+        ("tenant create ada --classes a/b", "no retention class name"),
+        ("tenant delete nobody", "there is no tenant 'nobody'"),
         ("key revoke 99", "no key has that id"),
         ("usage --days 0", "--days: 0 is not between 1 and"),
         ("usage --days 99999999", "--days: 99999999 is not between 1 and"),
@@ -148,7 +159,72 @@ def test_the_first_command_makes_the_default_tenant_and_its_key_file(run: Run, d
 
     assert [[row["name"] for row in rows] for rows in tenants] == [["default"]] * 2
     assert stat.S_IMODE((data / "default.key").stat().st_mode) == 0o600
-    assert [row["shown"] for row in data_of(run, "key", "list")] == [key[:11] + "…"]
+    assert data_of(run, "key", "list")[0]["shown"] == key[:11] + "…"
+
+
+def test_the_first_command_makes_an_administrators_key_file(run: Run, data: Path) -> None:
+    """Beside the other, and as readable: by its owner alone."""
+    run("tenant", "list")
+    rows = data_of(run, "key", "list")
+    key = (data / "admin.key").read_text().strip()
+
+    assert stat.S_IMODE((data / "admin.key").stat().st_mode) == 0o600
+    assert [(r["shown"], r["tenant"]) for r in rows if r["scopes"] == ["admin"]] == [
+        (key[:11] + "…", None)
+    ]
+
+
+def test_a_tenants_tier_limits_and_classes_are_set_and_taken_away(run: Run) -> None:
+    """`none` is no limit, `all` all classes; what was not named stays."""
+    words = "--tier gold --classes 5m,1h --promised 7 --requests-per-minute 60 --requests-at-once 4"
+    first = data_of(run, "tenant", "create", "ada", *words.split())
+    words = "--classes all --promised none --requests-per-minute none --tokens-per-minute 9"
+    second = data_of(run, "tenant", "set", "ada", *words.split())
+    names = ("tier", "classes", "promised_blocks_max", "requests_per_minute", "tokens_per_minute")
+
+    assert [first[name] for name in names] == ["gold", ["5m", "1h"], 7, 60, None]
+    assert [second[name] for name in names] == ["gold", None, None, None, 9]
+    assert second["requests_at_once"] == 4
+    assert "input_tokens_per_minute" not in run("tenant", "list")[1]
+
+
+def test_a_tenant_is_deleted_while_it_has_used_nothing(run: Run, data: Path) -> None:
+    """A typo; not what somebody paid for."""
+    run("tenant", "create", "aad")
+    said = run("tenant", "delete", "aad")
+    store = Store(data / "trunkline.db")
+    ledger = Ledger(store, lambda: 0)
+    ledger.settle(entry("a-0")).result(20)
+    ledger.close()
+    store.close()
+
+    assert said == (0, "tenant aad deleted\n", "")
+    assert "suspend it instead" in told(run, "tenant", "delete", "default", status=2)
+
+
+def test_a_key_is_changed_and_rotated(run: Run) -> None:
+    """The new key alone on standard output, like one that was made."""
+    words = "key create --tenant default --scopes usage --requests-per-minute 5 --label a"
+    run(*words.split())
+    words = "key set 3 --label b --tokens-per-minute 7 --requests-per-minute none"
+    run(*words.split())
+    new = run("key", "rotate", "3", "--grace", "1h")[1].strip()
+    rows = {row["key_id"]: row for row in data_of(run, "key", "list")}
+
+    assert rows[4]["shown"] == new[:11] + "…"
+    assert rows[4]["limits"] == rows[3]["limits"] == {"tokens_per_minute": 7}
+    assert (rows[4]["label"], rows[4]["scopes"]) == ("b", ["usage"])
+    assert (rows[3]["replaced_by"], rows[4]["expires_ms"]) == (4, None)
+    assert "tokens_per_minute:7" in run("key", "list")[1]
+
+
+def test_an_administrators_key_is_made_and_revoked(run: Run) -> None:
+    """One more for a colleague; it is nobody's tenant."""
+    made = data_of(run, "key", "create", "--admin", "--label", "ops", "--expires", "1d")
+    said = run("key", "revoke", "3")[1]
+
+    assert made["scopes"] == ["admin"]
+    assert said == f"key {made['key'][:11]}… of an administrator revoked\n"
 
 
 def test_a_tenants_share_changes_by_what_was_named(run: Run) -> None:

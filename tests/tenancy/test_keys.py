@@ -8,9 +8,19 @@ import secrets
 import pytest
 
 from tenancy.errors import BadName, KeyRefused
-from tenancy.keys import create_key, digest_of, list_keys, load_key_ring, revoke_key
+from tenancy.keys import (
+    change_key,
+    create_admin_key,
+    create_key,
+    digest_of,
+    list_keys,
+    load_key_ring,
+    revoke_key,
+    rotate_key,
+)
 from tenancy.registry import create_tenant
 from tenancy.store import Store
+from tenancy.types import Limits
 from tests.tenancy.conftest import Wall
 
 HOUR_MS = 3_600_000
@@ -185,3 +195,126 @@ def test_a_key_needs_a_tenant_that_exists(store: Store, wall: Wall) -> None:
     """A key to nothing would be a key to whatever gets that id next."""
     with pytest.raises(BadName, match="no tenant"):
         create_key(store, wall, 7)
+
+
+# --- scopes, limits, administrators --------------------------------------------------------------
+
+
+def test_a_key_has_the_scopes_and_limits_it_was_made_with(
+    store: Store, wall: Wall, tenant_id: int
+) -> None:
+    """A dashboard's key reads usage and cannot spend; a script's key can only so much."""
+    limits = Limits(requests_per_minute=5)
+    key = create_key(store, wall, tenant_id, scopes=["usage"], limits=limits)
+    facts = load_key_ring(store).find(key, wall())
+
+    assert (facts.scopes, facts.limits) == (frozenset({"usage"}), limits)
+    assert (list_keys(store)[0].scopes, list_keys(store)[0].limits) == (("usage",), limits)
+
+
+@pytest.mark.parametrize("scopes", [[], ["admin"], ["usage", "admin"], ["Usage"], ["usage cache"]])
+def test_scopes_that_cannot_be_make_no_key(
+    store: Store, wall: Wall, tenant_id: int, scopes: list[str]
+) -> None:
+    """Least of all a tenant's key that administers."""
+    with pytest.raises(BadName, match="inference, usage, cache"):
+        create_key(store, wall, tenant_id, scopes=scopes)
+    assert list_keys(store) == []
+
+
+@pytest.mark.parametrize("limit", [0, -1, 10**13])
+def test_limits_that_cannot_be_make_no_key(
+    store: Store, wall: Wall, tenant_id: int, limit: int
+) -> None:
+    """None is no limit; zero is a revoked key, and there is a word for that."""
+    with pytest.raises(BadName, match="tokens_per_minute of"):
+        create_key(store, wall, tenant_id, limits=Limits(tokens_per_minute=limit))
+
+
+def test_an_administrators_key_belongs_to_no_tenant(store: Store, wall: Wall) -> None:
+    """It opens the admin API and nothing that is paid for."""
+    key = create_admin_key(store, wall, label="ops")
+    facts = load_key_ring(store).find(key, wall())
+
+    assert (facts.tenant_id, facts.scopes) == (0, frozenset({"admin"}))
+    assert [(one.tenant, one.label) for one in list_keys(store)] == [(None, "ops")]
+    with pytest.raises(BadName, match="administrator"):
+        change_key(store, "1", scopes=["inference"])
+
+
+def test_a_changed_key_keeps_what_was_not_named(store: Store, wall: Wall, tenant_id: int) -> None:
+    """Its secret above all: nobody has to hand out another one for a new limit."""
+    key = create_key(store, wall, tenant_id, label="a", limits=Limits(requests_at_once=1))
+    change_key(store, "1", limits=Limits(requests_per_minute=2))
+    change_key(store, "1", scopes=["inference"])
+    changed = change_key(store, "1", label="b")
+
+    assert (changed.label, changed.scopes) == ("b", ("inference",))
+    assert load_key_ring(store).find(key, wall()).limits == Limits(requests_per_minute=2)
+
+
+# --- rotation ------------------------------------------------------------------------------------
+
+
+def test_a_rotated_key_works_on_for_the_grace_and_no_longer(
+    store: Store, wall: Wall, tenant_id: int
+) -> None:
+    """Time to carry the new one to every machine."""
+    old = create_key(store, wall, tenant_id, workspace="lab", label="a", scopes=["inference"])
+    new, made, left = rotate_key(store, wall, "1", HOUR_MS)
+    ring = load_key_ring(store)
+    facts = ring.find(new, wall() + 2 * HOUR_MS)
+
+    assert ring.find(old, wall() + HOUR_MS - 1).key_id == 1
+    assert code(store, old, wall() + HOUR_MS) == "key_expired"
+    assert (facts.tenant_id, facts.workspace) == (tenant_id, "lab")
+    assert (made.label, made.scopes, made.expires_ms) == ("a", ("inference",), None)
+    assert (left.replaced_by, left.expires_ms) == (made.key_id, wall() + HOUR_MS)
+
+
+def test_a_rotated_key_lives_as_long_as_the_old_one_did(
+    store: Store, wall: Wall, tenant_id: int
+) -> None:
+    """Ninety days are ninety days again; the old one's end comes no later for a long grace."""
+    create_key(store, wall, tenant_id, lives_ms=3 * HOUR_MS)
+    wall.ms += HOUR_MS
+    _, made, left = rotate_key(store, wall, "1", 24 * HOUR_MS)
+
+    assert made.expires_ms == wall() + 3 * HOUR_MS
+    assert left.expires_ms == wall() + 2 * HOUR_MS
+
+
+def test_an_administrators_key_rotates_too(store: Store, wall: Wall) -> None:
+    """At once, if it has leaked."""
+    old = create_admin_key(store, wall)
+    new, _, _ = rotate_key(store, wall, "1", 0)
+
+    assert load_key_ring(store).find(new, wall()).scopes == frozenset({"admin"})
+    assert code(store, old, wall()) == "key_expired"
+
+
+def test_a_key_is_rotated_once_and_while_it_works(store: Store, wall: Wall, tenant_id: int) -> None:
+    """Two machines that rotate the same key must not both believe that theirs is the new one."""
+    create_key(store, wall, tenant_id)
+    create_key(store, wall, tenant_id)
+    create_key(store, wall, tenant_id, lives_ms=HOUR_MS)
+    rotate_key(store, wall, "1", HOUR_MS)
+    revoke_key(store, wall, "2")
+    wall.ms += HOUR_MS
+
+    for which in ("1", "2", "3"):
+        with pytest.raises(BadName, match="make a new one"):
+            rotate_key(store, wall, which, 0)
+    assert len(list_keys(store)) == 4
+
+
+@pytest.mark.parametrize("grace_ms", [-1, 2**62])
+def test_a_grace_that_cannot_be_rotates_nothing(
+    store: Store, wall: Wall, tenant_id: int, grace_ms: int
+) -> None:
+    """A leaked key that works for a century was not rotated."""
+    create_key(store, wall, tenant_id)
+
+    with pytest.raises(BadName, match="90 days"):
+        rotate_key(store, wall, "1", grace_ms)
+    assert len(list_keys(store)) == 1

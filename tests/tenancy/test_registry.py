@@ -3,24 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from tenancy.errors import BadName, KeyRefused, StoreError
-from tenancy.keys import create_key, revoke_key
+from tenancy.keys import (
+    SCOPES,
+    change_key,
+    create_admin_key,
+    create_key,
+    list_keys,
+    revoke_key,
+)
 from tenancy.registry import (
     REFRESH_S,
     Registry,
     bootstrap,
+    bootstrap_admin,
+    change_tenant,
     create_tenant,
+    delete_tenant,
+    find_registered,
     find_tenant,
     list_tenants,
-    set_policy,
     set_status,
 )
 from tenancy.store import Store
-from tenancy.types import CachePolicy
+from tenancy.types import CachePolicy, Limits, TenantSettings
 from tests.tenancy.conftest import Wall
 
 
@@ -63,7 +75,7 @@ def test_an_identity_is_what_the_key_proves(store: Store, wall: Wall, server: Se
     identity = server.registry.authenticate(key)
 
     assert (identity.tenant, identity.workspace) == (tenant, "lab")
-    assert (identity.policy, identity.scopes) == (policy, frozenset({"inference"}))
+    assert (identity.policy, identity.scopes) == (policy, frozenset(SCOPES))
 
 
 def test_what_another_process_changes_is_seen_within_a_second(
@@ -114,7 +126,10 @@ def test_an_unchanged_registry_is_not_read_again(
 ) -> None:
     """The ledger writes all the time; keys rarely change."""
     with store.change() as db:
-        db.execute("insert into holds values ('a', 1, 1, 'm', 0)")
+        db.execute(
+            "insert into holds (request_id, tenant_id, key_id, model, started_ms)"
+            " values ('a', 1, 1, 'm', 0)"
+        )
     monkeypatch.setattr("tenancy.registry.load_key_ring", lambda store: pytest.fail("read again"))
 
     assert server.answer() == "ada"
@@ -122,7 +137,7 @@ def test_an_unchanged_registry_is_not_read_again(
 
 def test_a_policy_holds_from_the_next_look(other: Store, server: Server) -> None:
     """A tenant that was given more does not wait for a restart."""
-    set_policy(other, "ada", CachePolicy(weight=7))
+    change_tenant(other, "ada", {"weight": 7})
     server.answer()
 
     assert server.registry.authenticate(server.key).policy == CachePolicy(weight=7)
@@ -185,7 +200,7 @@ def test_a_policy_that_cannot_be_changes_nothing(
     create_tenant(store, wall, "ada")
 
     with pytest.raises(BadName):
-        set_policy(store, "ada", wrong)
+        change_tenant(store, "ada", structs.asdict(wrong))
     with pytest.raises(BadName):
         create_tenant(store, wall, "bob", wrong)
     assert [policy for _, policy in list_tenants(store)] == [CachePolicy()]
@@ -200,6 +215,107 @@ def test_the_first_start_makes_the_default_tenant_and_one_key(store: Store, wall
     assert again is None
     identity = Registry(store, wall, lambda: 0.0).authenticate(key)
     assert identity.tenant.name == "default"
+
+
+def test_the_first_start_makes_one_administrators_key(store: Store, wall: Wall) -> None:
+    """Once: revoking it makes no other appear."""
+    key = bootstrap_admin(store, wall)
+    revoke_key(store, wall, "1")
+
+    assert key is not None
+    assert bootstrap_admin(store, wall) is None
+
+
+def test_an_administrators_key_administers_and_nothing_else(
+    store: Store, wall: Wall, server: Server
+) -> None:
+    """And a tenant's key does not: neither door opens to the other's."""
+    admin = create_admin_key(store, wall)
+
+    assert server.answer(admin) == "scope_missing"
+    assert server.registry.authenticate_admin(admin) == 2
+    with pytest.raises(KeyRefused, match="administrator"):
+        server.registry.authenticate_admin(server.key)
+
+
+def test_limits_and_scopes_come_with_the_identity(
+    store: Store, other: Store, wall: Wall, server: Server
+) -> None:
+    """Changed beside a running server, they hold from the next look."""
+    change_tenant(other, "ada", {"requests_per_minute": 9, "tier": "gold"})
+    change_key(other, "1", scopes=["usage"], limits=Limits(requests_at_once=1))
+    server.answer()
+    who = server.registry.authenticate(server.key)
+
+    assert who.limits == Limits(requests_per_minute=9)
+    assert who.key_limits == Limits(requests_at_once=1)
+    assert (who.tenant.tier, who.scopes) == ("gold", frozenset({"usage"}))
+
+
+def test_changes_made_at_once_do_not_undo_each_other(store: Store, wall: Wall) -> None:
+    """Each says what it changes; what it does not name is as the other left it."""
+    create_tenant(store, wall, "ada")
+    with ThreadPoolExecutor(4) as pool:
+        pool.map(
+            lambda change: change_tenant(store, "ada", change),
+            [{"weight": 2.0}, {"priority": 3}, {"tier": "gold"}, {"tokens_per_minute": 4}],
+        )
+    found = find_registered(store, "ada").settings
+
+    assert (found.weight, found.priority) == (2.0, 3)
+    assert (found.tier, found.tokens_per_minute) == ("gold", 4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"flor_blocks": 1}, "flor_blocks"),
+        ({"floor_blocks": "1"}, "Expected `int`, got `str` - at `floor_blocks`"),
+        ({"floor_blocks": True}, "Expected `int`"),
+        ({"classes": "5m"}, "Expected `array "),
+        ({"classes": ["5m"] * 17}, "more than 16"),
+        ({"classes": ["a b"]}, "no retention class name"),
+        ({"promised_blocks_max": -1}, "promised blocks"),
+        ({"tier": ""}, "no tier name"),
+        ({"requests_per_minute": 0}, "not between 1 and"),
+        ({"tokens_per_minute": 10**30}, "not between 1 and"),
+    ],
+)
+def test_a_change_that_cannot_be_says_what_came_and_changes_nothing(
+    store: Store, wall: Wall, changes: dict[str, object], what: str
+) -> None:
+    """Also what else was named with it."""
+    create_tenant(store, wall, "ada")
+
+    with pytest.raises(BadName, match=what):
+        change_tenant(store, "ada", {"weight": 2, **changes})
+    assert find_registered(store, "ada").settings == TenantSettings()
+
+
+def test_a_tenant_that_used_nothing_can_be_deleted(store: Store, wall: Wall) -> None:
+    """A typo need not stay in lists for ever. Its keys go with it."""
+    key = create_key(store, wall, create_tenant(store, wall, "ada").tenant_id)
+    delete_tenant(store, "ada")
+
+    assert (list_tenants(store), list_keys(store)) == ([], [])
+    with pytest.raises(KeyRefused):
+        Registry(store, wall, lambda: 0.0).authenticate(key)
+    with pytest.raises(BadName, match="no tenant"):
+        delete_tenant(store, "ada")
+
+
+def test_a_tenant_with_a_running_request_is_not_deleted(store: Store, wall: Wall) -> None:
+    """What it holds will be an entry; whose would that be?"""
+    create_key(store, wall, create_tenant(store, wall, "ada").tenant_id)
+    with store.change() as db:
+        db.execute(
+            "insert into holds (request_id, tenant_id, key_id, model, started_ms)"
+            " values ('a', 1, 1, 'm', 0)"
+        )
+
+    with pytest.raises(BadName, match="suspend it"):
+        delete_tenant(store, "ada")
+    assert (len(list_tenants(store)), len(list_keys(store))) == (1, 1)
 
 
 def test_a_change_that_cannot_be_written_says_so(tmp_path: Path, wall: Wall) -> None:

@@ -1,0 +1,126 @@
+"""Tenants that the configuration file declares: what it says is made so, in one transaction.
+
+A declared tenant is what the file says, all of it: what is not said there has its default. One
+that the file names no longer is suspended, never deleted: it may have leases that are promised and
+entries that are kept. Whether an operator suspended a declared tenant is not the file's to say;
+but naming one anew that was not declared before makes it active. It reads no file; the gateway
+calls it at the start and at each reload.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import apsw
+from msgspec import Struct, structs
+
+from tenancy.errors import BadName
+from tenancy.keys import check_name
+from tenancy.registry import (
+    Registered,
+    check_settings,
+    insert_tenant,
+    list_registered,
+    write_settings,
+)
+from tenancy.store import Store
+from tenancy.types import Tenant, TenantSettings, WallClock
+
+DECLARED_MAX = 10_000
+
+
+class DeclaredTenant(TenantSettings, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One `[[tenants]]` table: a name and what is set of it."""
+
+    name: str
+
+    @property
+    def settings(self) -> TenantSettings:
+        """Without the name."""
+        said = structs.asdict(self)
+        del said["name"]
+        return TenantSettings(**said)
+
+
+class Change(Struct, frozen=True):
+    """What a reload did to a tenant; `suspended` is one that is declared no longer."""
+
+    tenant: str
+    what: Literal["created", "adopted", "changed", "suspended"]
+
+
+def check_declared(declared: Sequence[DeclaredTenant]) -> None:
+    """Raises BadName for what cannot be, before anything is changed."""
+    if len(declared) > DECLARED_MAX:
+        raise BadName("bad_setting", f"more than {DECLARED_MAX} tenants are declared")
+    seen: set[str] = set()
+    for one in declared:
+        check_name(one.name, "tenant")
+        if one.name in seen:
+            raise BadName("name_taken", f"the tenant {one.name!r} is declared twice")
+        seen.add(one.name)
+        try:
+            check_settings(one.settings)
+        except BadName as error:
+            raise BadName(error.code, f"{one.name}: {error.message}") from error
+
+
+def reconcile(store: Store, clock: WallClock, declared: Sequence[DeclaredTenant]) -> list[Change]:
+    """Make it so, all or nothing; what was done, by name. O(tenants). Raises BadName, StoreError.
+
+    Nothing is written where nothing differs, so a reload that changes nothing costs a read.
+    """
+    check_declared(declared)
+    wanted = {one.name: one.settings for one in declared}
+    changes: list[Change] = []
+    if not _differ(list_registered(store), wanted):
+        return changes
+    with store.change() as db:
+        # Nobody else writes until this ends; the reader sees what was committed before.
+        there = {one.tenant.name: one for one in list_registered(store)}
+        for name in sorted(wanted.keys() | there.keys()):
+            what = _reconcile_one(db, clock, name, there.get(name), wanted.get(name))
+            if what is not None:
+                changes.append(Change(name, what))
+    return changes
+
+
+def _differ(there: list[Registered], wanted: dict[str, TenantSettings]) -> bool:
+    declared = {one.tenant.name: one.settings for one in there if one.tenant.is_declared}
+    return declared != wanted
+
+
+def _reconcile_one(
+    db: apsw.Connection,
+    clock: WallClock,
+    name: str,
+    there: Registered | None,
+    wanted: TenantSettings | None,
+) -> Literal["created", "adopted", "changed", "suspended"] | None:
+    """One tenant: what was done, None for nothing."""
+    if there is None:
+        assert wanted is not None, "a name is there or wanted"
+        tenant = Tenant(0, name, "active", clock(), wanted.tier, is_declared=True)
+        insert_tenant(db, Registered(tenant, wanted.policy, wanted.limits))
+        return "created"
+    tenant = there.tenant
+    if wanted is None:
+        if tenant.is_declared:
+            _mark(db, tenant.tenant_id, is_declared=False, status="suspended")
+            return "suspended"
+        return None
+    if not tenant.is_declared:
+        _mark(db, tenant.tenant_id, is_declared=True, status="active")
+    if there.settings != wanted:
+        write_settings(db, tenant.tenant_id, wanted)
+    if not tenant.is_declared:
+        return "adopted"
+    return "changed" if there.settings != wanted else None
+
+
+def _mark(db: apsw.Connection, tenant_id: int, *, is_declared: bool, status: str) -> None:
+    db.execute(
+        "update tenants set is_declared = ?, status = ? where tenant_id = ?",
+        (is_declared, status, tenant_id),
+    )
