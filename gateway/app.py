@@ -25,7 +25,7 @@ from engine.supervisor import EngineSupervisor
 from gateway.config import Config, parse_address
 from gateway.context import Context, Log
 from gateway.endpoints import SHAPES
-from gateway.handlers import admin, health, inference, models
+from gateway.handlers import admin, cache, health, inference, models
 from gateway.metering import wall_ms
 from gateway.middleware import install
 from gateway.prompt import Renderer
@@ -115,7 +115,12 @@ class Gateway:
     def public_app(self) -> web.Application:
         """What clients reach."""
         app, context = web.Application(), self.context
-        routes = (*inference.routes(context), *models.routes(context), *health.routes(context))
+        routes = (
+            *inference.routes(context),
+            *cache.routes(context),
+            *models.routes(context),
+            *health.routes(context),
+        )
         install(app, routes, context, context.config.server.hosts, SHAPES)
         return app
 

@@ -5,6 +5,7 @@ It knows no engine; `handlers.inference` makes routes of it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -70,6 +71,22 @@ ENDPOINTS = (
 
 SHAPES: tuple[tuple[str, ErrorShape], ...] = ()
 """Whose errors a path that is nobody's is answered with: by a header that only they send."""
+
+
+def find(path: str) -> tuple[Endpoint, Asked] | None:
+    """The endpoint of a path as a client would write it."""
+    for endpoint in ENDPOINTS:
+        pattern = "".join(
+            f"(?P<{part[1:-1].partition(':')[0]}>{part[1:-1].partition(':')[2] or '[^/]+'})"
+            if part.startswith("{")
+            else re.escape(part)
+            for part in re.split(r"(\{[^}]*\})", endpoint.path)
+        )
+        match = re.fullmatch(pattern, path)
+        if match is not None:
+            model, _, action = (match.groupdict().get("target") or "").rpartition(":")
+            return endpoint, Asked(model=model, action=action)
+    return None
 
 
 def asked(request: web.Request) -> Asked:

@@ -180,6 +180,10 @@ class Contract:
         """What would be read and written if the engine had this many tokens; changes nothing."""
         return self._split(cached_tokens, {w.tokens: w.tokens for w in self._writes})[0]
 
+    def explain(self, cached_tokens: int) -> str:
+        """Why less than what it asks for would be read if the engine had this many tokens."""
+        return self._why_missed(self.expect(cached_tokens).read_tokens(), self._books.clock())
+
     def begin(self, cached_tokens: int, grants: Sequence[LeaseGrant]) -> UsageRecord:
         """The engine has started: settle what was read, renew it, and note what is granted."""
         now_s = self._books.clock()

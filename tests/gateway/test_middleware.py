@@ -23,6 +23,7 @@ DECLARED = {
     ("POST", "/chat/completions"): 401,
     ("POST", "/completions"): 401,
     ("POST", "/v1/completions"): 401,
+    ("POST", "/v1/cache/quote"): 401,
     ("GET", "/v1/models"): 401,
     ("GET", "/v1/models/{name}"): 401,
     ("GET", "/healthz"): 200,

@@ -1,0 +1,120 @@
+"""`POST /v1/cache/quote`: what a request would find, before it runs.
+
+It goes the request's own way up to admission and asks the engine what is there; nothing runs, is
+kept, renewed or billed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from aiohttp import web
+from msgspec import Struct
+
+from engine.api import Peeked, Stats
+from gateway.accounting import added
+from gateway.context import Context
+from gateway.dialects.canonical import Boundary, UsageRecord
+from gateway.endpoints import find
+from gateway.errors import Kind, Refusal
+from gateway.middleware import STATE, Handler, Route
+from gateway.prepare import Prepared, check_model, prepare
+from gateway.server import read_body, send
+
+
+class QuoteBody(Struct, frozen=True, forbid_unknown_fields=True):
+    """`endpoint`: the path that `request` would be sent to."""
+
+    endpoint: str
+    request: msgspec.Raw
+
+
+def routes(gateway: Context) -> tuple[Route, ...]:
+    """The quote."""
+    return (Route("POST", "/v1/cache/quote", _quote(gateway), "inference"),)
+
+
+def _quote(gateway: Context) -> Handler:
+    async def handle(request: web.Request) -> web.StreamResponse:
+        state = request[STATE]
+        assert state.identity is not None, "this route asks for a key"
+        body = _parse(await read_body(request, gateway.config.server))
+        found = find(body.endpoint)
+        if found is None:
+            message = f"endpoint: no path that answers prompts (it is {body.endpoint[:100]!r})."
+            raise Refusal(Kind.BAD, "invalid_value", message, param="endpoint")
+        endpoint, asked = found
+        call = endpoint.dialect.parse(bytes(body.request), asked)
+        check_model(gateway, call)
+        made = await prepare(gateway, call, state.identity)
+        namespace = made.scope.namespace
+        seen = [await gateway.engine.peek(namespace, prompt.token_ids) for prompt in made.rendered]
+        answer = quote(made, seen, gateway.engine.stats)
+        return await send(
+            request,
+            200,
+            msgspec.json.encode(answer),
+            {"Content-Type": "application/json"},
+            gateway.config.server.write_timeout_s,
+        )
+
+    return handle
+
+
+def _parse(body: bytes) -> QuoteBody:
+    try:
+        return msgspec.json.decode(body, type=QuoteBody)
+    except msgspec.ValidationError as error:
+        raise Refusal(Kind.BAD, "invalid_value", f"{error}.") from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        raise Refusal(Kind.BAD, "invalid_json", "The body is not valid JSON.") from None
+
+
+def quote(made: Prepared, seen: Sequence[Peeked], stats: Stats) -> dict[str, Any]:
+    """The answer. Logical numbers by contract, physical ones as the engine has them now."""
+    pairs = list(zip(made.contracts, seen, strict=True))
+    record = added([contract.expect(peek.cached_tokens) for contract, peek in pairs])
+    ends = [peek.expires_in_s for peek in seen if peek.expires_in_s is not None]
+    contract, first = pairs[0]
+    return {
+        "object": "cache.quote",
+        "model": made.call.model,
+        "prompt_tokens": record.total_in,
+        "read": record.read,
+        "write": record.write,
+        "fresh_tokens": record.fresh,
+        "physical": {
+            "cached_tokens": record.physical_cached,
+            "promised_tokens": sum(peek.promised_tokens for peek in seen),
+            "tier": "device" if record.physical_cached else None,
+            "expires_in_s": min(ends, default=None),
+        },
+        "miss": _miss(
+            made.rendered[0].boundaries,
+            first.cached_tokens,
+            len(made.rendered[0].token_ids),
+            contract.explain(first.cached_tokens),
+        ),
+        "first_token_s": _first_token_s(record, stats),
+    }
+
+
+def _miss(
+    boundaries: Sequence[Boundary], cached_tokens: int, total: int, cause: str
+) -> dict[str, Any] | None:
+    """Where the prompt leaves what is there: the first token that is not, and its segment."""
+    if cached_tokens >= total - 1 and not cause:
+        return None
+    path = next((mark.path for mark in boundaries if mark.tokens > cached_tokens), None)
+    return {"cause": cause or None, "token": cached_tokens, "path": path}
+
+
+def _first_token_s(record: UsageRecord, stats: Stats) -> float | None:
+    """What waits and what is missing, at the rate of late; None before there is one."""
+    rate = stats.prefill_tokens_per_s
+    if rate <= 0:
+        return None
+    missing = max(1, record.total_in - record.physical_cached)
+    return round((stats.waiting_tokens + missing) / rate, 4)

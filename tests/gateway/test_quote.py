@@ -1,0 +1,94 @@
+"""`POST /v1/cache/quote`: what a request would find, told without running it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.gateway.house import House
+
+CHAT = "/v1/chat/completions"
+QUOTE = "/v1/cache/quote"
+
+
+def body(house: House, text: str) -> dict[str, Any]:
+    return {
+        "model": house.model,
+        "max_tokens": 3,
+        "temperature": 0,
+        "messages": [
+            {"role": "system", "content": "You are a very patient assistant. " * 4},
+            {"role": "user", "content": text},
+        ],
+    }
+
+
+async def quoted(house: House, request: dict[str, Any], who: str = "ada") -> dict[str, Any]:
+    status, found, _ = await house.ask(QUOTE, {"endpoint": CHAT, "request": request}, who=who)
+    assert status == 200, found
+    answer: dict[str, Any] = found
+    return answer
+
+
+async def test_a_quote_says_what_the_request_then_reads(house: House) -> None:
+    """Before anything is cached nothing would be read; afterwards, exactly what is."""
+    request = body(house, "Hello")
+
+    before = await quoted(house, request)
+    _, first = (await house.ask(CHAT, request))[:2]
+    after = await quoted(house, request)
+    _, second = (await house.ask(CHAT, request))[:2]
+
+    assert before["read"] == {}
+    assert before["prompt_tokens"] == first["usage"]["prompt_tokens"]
+    cached = second["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert after["read"] == {"best_effort": cached}
+    assert after["physical"]["cached_tokens"] == cached
+    assert after["physical"]["tier"] == "device"
+    assert after["miss"] is None
+
+
+async def test_a_quote_names_the_segment_where_a_prompt_leaves_the_cache(house: House) -> None:
+    """The first token that is not there, and what it belongs to."""
+    await house.ask(CHAT, body(house, "Hello there"))
+
+    found = await quoted(house, body(house, "Something else"))
+
+    assert found["miss"]["path"] == "messages[1].content"
+    assert found["miss"]["token"] == found["physical"]["cached_tokens"] > 0
+
+
+async def test_nobody_is_told_what_another_tenant_has(house: House) -> None:
+    """A quote is a match in one's own namespace."""
+    await house.ask(CHAT, body(house, "Hello"))
+
+    found = await quoted(house, body(house, "Hello"), who="bob")
+
+    assert found["physical"]["cached_tokens"] == 0
+
+
+async def test_a_quote_changes_nothing(house: House) -> None:
+    """It pins, renews and bills nothing: the ledger has the two real calls alone."""
+    await house.ask(CHAT, body(house, "Hello"))
+    blocks = (await house.engine.get_stats()).cached_blocks
+    for _ in range(3):
+        await quoted(house, body(house, "Something new"))
+
+    stats = await house.engine.get_stats()
+
+    assert stats.cached_blocks == blocks
+    assert len(house.store.query("select 1 from ledger")) == 1
+
+
+async def test_what_cannot_be_quoted_is_refused_by_name(house: House) -> None:
+    """A path that answers no prompts, a body without its parts, a request that is wrong."""
+    answers = [
+        await house.ask(QUOTE, wrong)
+        for wrong in (
+            {"endpoint": "/v1/models", "request": {}},
+            {"endpoint": CHAT},
+            {"endpoint": CHAT, "request": {"model": house.model, "messages": []}},
+            {"endpoint": CHAT, "request": {**body(house, "x"), "model": "none"}},
+        )
+    ]
+
+    assert [answer[0] for answer in answers] == [400, 400, 400, 404]
