@@ -4,8 +4,6 @@ errors. Neither endpoint knows the other; both stand on this.
 
 from __future__ import annotations
 
-import difflib
-import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -14,6 +12,7 @@ from msgspec import Meta, Struct
 
 from engine.api import Sampling
 from gateway.dialects.canonical import Generation, UsageRecord
+from gateway.dialects.strict import convert, unknown_field
 from gateway.errors import Kind, Refusal
 
 Text = Annotated[str, Meta(max_length=10_000_000)]
@@ -131,58 +130,12 @@ def decode(
                 message = f"{name}: {refused[name]}"
                 raise Refusal(Kind.BAD, "unsupported_parameter", message, param=name)
         elif name not in ignored:
-            raise _unknown(name, known)
+            raise unknown_field(name, known)
     return convert(fields, kind, "")
 
 
 def _asks_nothing(value: object, neutral: object) -> bool:
     return value is None or (type(value) is type(neutral) and value == neutral)
-
-
-def convert(value: Any, kind: type[T], above: str) -> T:
-    """`msgspec.convert` whose error is a Refusal naming the path below `above`."""
-    try:
-        return msgspec.convert(value, kind, strict=True)
-    except msgspec.ValidationError as error:
-        message, _, path = str(error).partition(" - at `$")
-        path = path.rstrip("`").replace("[...]", "")
-        param = above + path.lstrip("." if not above else "")
-        if not path and "missing required field" in message:
-            param = message.rpartition("`")[0].rpartition("`")[2]
-        code = "missing_required_parameter" if "missing required" in message else "invalid_value"
-        where = f"{param}: " if param else ""
-        text = f"{where}{message[:300]}{_what_came(value, path, message)}."
-        raise Refusal(Kind.BAD, code, text, param=param[:300] or None) from None
-    except (RecursionError, OverflowError):
-        raise Refusal(Kind.BAD, "invalid_value", "A value is out of range.") from None
-
-
-_STEP = re.compile(r"\.([^.\[\]]+)|\[(\d+)\]")
-
-
-def _what_came(value: Any, path: str, message: str) -> str:
-    """The number that passed a limit, or the length that did: never a text."""
-    for key, index in _STEP.findall(path):
-        if isinstance(value, dict) and key in value:
-            value = value[key]
-        elif isinstance(value, list) and index and int(index) < len(value):
-            value = value[int(index)]
-        else:
-            return ""
-    if "of length" in message and isinstance(value, str | list | dict):
-        return f" (it has {len(value)})"
-    if (">" in message or "<" in message) and isinstance(value, int | float):
-        return f" (it is {str(value)[:32]})"
-    return ""
-
-
-def _unknown(name: str, known: set[str]) -> Refusal:
-    shown = name[:64]
-    close = difflib.get_close_matches(shown, known, n=1)
-    hint = f" Did you mean {close[0]!r}?" if close else ""
-    return Refusal(
-        Kind.BAD, "unknown_parameter", f"Unknown parameter: {shown!r}.{hint}", param=shown
-    )
 
 
 def sampling(fields: GenerationFields, logprobs: int | None) -> Sampling:
