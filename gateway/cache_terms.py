@@ -74,7 +74,8 @@ class CachingConfig(Struct, frozen=True, forbid_unknown_fields=True):
     `honour_broken_promises`: a prefix that was promised and lost is still billed as read, and what
     it cost to compute again is the operator's. `entries_max`: written prefixes remembered;
     `entries_per_tenant_max`: of one tenant. `fingerprints_max` and `fingerprint_life_s`: prompts
-    remembered (as digests) to explain the misses of later ones.
+    remembered (as digests) to explain the misses of later ones. `resources_per_tenant_max`,
+    `resource_bytes_per_tenant_max`: cached contents kept at once, and the size of what is stored.
     """
 
     classes: dict[str, RetentionClass] = {}
@@ -84,6 +85,8 @@ class CachingConfig(Struct, frozen=True, forbid_unknown_fields=True):
     entries_per_tenant_max: Annotated[int, Meta(ge=1, le=2**24)] = 20_000
     fingerprints_max: Annotated[int, Meta(ge=0, le=2**24)] = 20_000
     fingerprint_life_s: Seconds = 3_600.0
+    resources_per_tenant_max: Annotated[int, Meta(ge=0, le=2**20)] = 1_000
+    resource_bytes_per_tenant_max: Annotated[int, Meta(ge=0, le=2**40)] = 256 * 2**20
 
     def retention(self, name: str) -> Retention | None:
         """The class of that name."""

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from aiohttp import web
 
-from gateway.dialects import openai_chat, openai_completions
+from gateway.dialects import gemini, openai_chat, openai_completions
 from gateway.dialects.canonical import Asked, Call, Delta, Reply
 from gateway.errors import Refusal
 from gateway.middleware import ErrorShape
@@ -54,11 +54,13 @@ class Dialect(ErrorShape, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """A path that answers prompts. `id_prefix` begins its response ids."""
+    """A path that answers prompts. `id_prefix` begins its response ids. `without_sse`: what
+    answers instead where a client did not ask for server-sent events by `alt=sse`."""
 
     path: str
     dialect: Dialect
     id_prefix: str
+    without_sse: Dialect | None = None
 
 
 ENDPOINTS = (
@@ -66,10 +68,14 @@ ENDPOINTS = (
     Endpoint("/chat/completions", openai_chat.DIALECT, "chatcmpl-"),
     Endpoint("/v1/completions", openai_completions.DIALECT, "cmpl-"),
     Endpoint("/completions", openai_completions.DIALECT, "cmpl-"),
+    Endpoint("/{version:v1|v1beta}/models/{target:.+}", gemini.DIALECT, "", gemini.ARRAY_DIALECT),
 )
 """OpenAI's are at the root too: a base URL without /v1 is a common slip."""
 
-SHAPES: tuple[tuple[str, ErrorShape], ...] = ()
+SHAPES: tuple[tuple[str, ErrorShape], ...] = (
+    ("x-goog-api-key", gemini.DIALECT),
+    ("x-goog-api-client", gemini.DIALECT),
+)
 """Whose errors a path that is nobody's is answered with: by a header that only they send."""
 
 

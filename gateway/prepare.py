@@ -6,14 +6,18 @@ What runs and what is only quoted go the same way up to here. It changes nothing
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 
 from msgspec import Struct
+from msgspec.structs import replace
 
+from engine.api import Retention
 from engine.errors import EngineUnavailable
 from gateway.admission import Circumstances, namespace_of
 from gateway.context import Context
 from gateway.dialects.canonical import Call, Prompt, Rendered
 from gateway.errors import Kind, Refusal
+from gateway.resources import expand
 from gateway.retention import Contract, Scope
 from tenancy.types import Identity
 
@@ -48,14 +52,39 @@ def check_model(gateway: Context, call: Call) -> None:
         raise Refusal(Kind.NOT_FOUND, "model_not_found", message, param="model")
 
 
-async def prepare(gateway: Context, call: Call, identity: Identity) -> Prepared:
-    """Tokens and contracts of a call. Raises Refusal, and EngineUnavailable without an engine."""
-    rendered = [await render(gateway, prompt) for prompt in call.prompts]
+async def prepare(
+    gateway: Context,
+    call: Call,
+    identity: Identity,
+    classes: Mapping[str, Retention] | None = None,
+) -> Prepared:
+    """Tokens and contracts of a call, its cached content put before it.
+
+    `classes`: retention classes of this call alone. Raises Refusal, and EngineUnavailable without
+    an engine.
+    """
+    held: set[str] = set()
+    classes = dict(classes or {})
+    prompts = []
+    for prompt in call.prompts:
+        if prompt.resource:
+            whole, retention = await expand(gateway, prompt, identity)
+            prompt = whole
+            classes[retention.name] = retention
+            held.add(retention.name)
+        prompts.append(prompt)
+    call = replace(call, prompts=tuple(prompts)) if held else call
+    rendered = [await render(gateway, prompt) for prompt in prompts]
     # After the last wait: what is counted now still holds when the call is admitted.
     now = circumstances(gateway, identity.tenant.tenant_id)
     scope = scope_of(call, identity, now)
-    contracts = [gateway.contracts.resolve(call, prompt, scope) for prompt in rendered]
-    return Prepared(call, rendered, contracts, now, scope)
+    contracts = [
+        gateway.contracts.resolve(call, prompt, scope, classes, held) for prompt in rendered
+    ]
+    cached = sum(
+        mark.tokens for prompt in rendered for mark in prompt.boundaries if mark.retention in held
+    )
+    return Prepared(call, rendered, contracts, now, scope, cached)
 
 
 def scope_of(call: Call, identity: Identity, now: Circumstances) -> Scope:

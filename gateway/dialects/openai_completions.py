@@ -28,6 +28,7 @@ from gateway.dialects.canonical import (
     Text,
     TokenText,
 )
+from gateway.dialects.strict import convert
 from gateway.errors import Kind, Refusal
 
 PROMPTS_MAX = 128
@@ -132,7 +133,7 @@ def _text_prompt(text: str, path: str) -> Prompt:
 
 
 def _id_prompt(ids: Any, path: str) -> Prompt:
-    found = wire.convert(ids, wire.TokenIds, path)
+    found = convert(ids, wire.TokenIds, path)
     if not found:
         raise Refusal(Kind.BAD, "invalid_value", f"{path}: it is empty.", param=path)
     return Prompt(token_ids=tuple(found))

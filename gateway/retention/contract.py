@@ -17,7 +17,7 @@ it has its first token. It knows no dialect and no HTTP; `handlers.inference` ca
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -32,7 +32,7 @@ from gateway.dialects.canonical import (
     UsageRecord,
 )
 from gateway.errors import Kind, Refusal
-from gateway.retention.entries import Entry, EntryBook, digests
+from gateway.retention.entries import Entry, EntryBook, Lease, digests
 from gateway.retention.fingerprints import Fingerprint, FingerprintBook, Mark, compare
 from gateway.retention.positions import Look, positions
 
@@ -82,9 +82,11 @@ class Contracts:
         rendered: Rendered,
         scope: Scope,
         classes: Mapping[str, Retention] | None = None,
+        held: Collection[str] = (),
     ) -> Contract:
         """What this prompt may read and has to write. O(tokens) for digests where there are
-        breakpoints, O(boundaries) else. `classes`: further ones, of this call alone.
+        breakpoints, O(boundaries) else. `classes`: further ones, of this call alone; those in
+        `held` have been written and paid for already, whatever became of their blocks.
 
         Raises Refusal for a class that does not exist or that the tenant may not use.
         """
@@ -113,6 +115,11 @@ class Contracts:
         writes = tuple(
             Write(mark.tokens, mark.retention, found[mark.tokens]) for mark in look.writes
         )
+        for write in writes:
+            if write.retention.name in held:
+                entry = Entry((scope.namespace, write.digest), write.tokens, 0, self.epoch(), {})
+                entry.leases[write.retention.name] = Lease(write.retention, now_s, is_granted=True)
+                tries.append((write.tokens, entry))
         contract = Contract(self, scope, profile, lookup, total, now_s, tries, writes)
         if ask.remember or ask.compare_with:
             contract.fingerprint = _fingerprint(call, rendered.boundaries, scope, found, total)

@@ -137,6 +137,17 @@ class EntryBook:
             self._drop(key)
         return len(gone)
 
+    def drop(self, key: Key) -> bool:
+        """Drop one entry (its lease was erased): was it there? O(1)."""
+        if key not in self._entries:
+            return False
+        self._drop(key)
+        return True
+
+    def owned(self, owner: int) -> list[Entry]:
+        """An owner's entries, live or not, longest unused first. O(its entries)."""
+        return [self._entries[key] for key in self._by_owner.get(owner, ())]
+
     def check(self) -> None:
         """Raises AssertionError if the indexes disagree. O(entries)."""
         owned = [key for keys in self._by_owner.values() for key in keys]
@@ -148,7 +159,7 @@ class EntryBook:
         assert len(self._entries) <= self._entries_max, "too many entries"
 
     def _touch(self, entry: Entry) -> None:
-        if entry.key in self._entries:
+        if self._entries.get(entry.key) is entry:
             self._entries.move_to_end(entry.key)
             self._by_owner[entry.owner].move_to_end(entry.key)
 

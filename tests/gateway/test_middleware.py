@@ -24,6 +24,12 @@ DECLARED = {
     ("POST", "/completions"): 401,
     ("POST", "/v1/completions"): 401,
     ("POST", "/v1/cache/quote"): 401,
+    ("POST", "/{version}/models/{target}"): 401,
+    ("POST", "/{version}/cachedContents"): 401,
+    ("GET", "/{version}/cachedContents"): 401,
+    ("GET", "/{version}/cachedContents/{name}"): 401,
+    ("PATCH", "/{version}/cachedContents/{name}"): 401,
+    ("DELETE", "/{version}/cachedContents/{name}"): 401,
     ("GET", "/v1/models"): 401,
     ("GET", "/v1/models/{name}"): 401,
     ("GET", "/healthz"): 200,
@@ -40,7 +46,7 @@ async def test_every_route_is_declared_and_refuses_strangers_as_declared(house: 
         if route.resource is not None
     }
     answers = {
-        (method, path): (await house.ask(path.format(name="x"), method=method, who=None))[0]
+        (method, path): (await house.ask(path.format(name="x", version="v1", target="m:generateContent"), method=method, who=None))[0]
         for method, path in routes
     }
 

@@ -1,0 +1,260 @@
+"""One answer: render, admit, hold, submit, stream, settle.
+
+Whatever happens between the hold and the last byte (a refusal, a dead engine, a client that
+leaves), the request is cancelled in the engine and settled in the ledger exactly once. The last
+bytes of a good answer wait until its entry is durable. A unary answer is the fold of the stream.
+It knows no dialect by name; handlers call it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
+
+from aiohttp import web
+
+from engine.api import Request, Usage
+from engine.client import RequestStream
+from engine.errors import EngineError
+from gateway.accounting import added
+from gateway.admission import admit
+from gateway.context import Context
+from gateway.dialects.canonical import Delta, End, Reply
+from gateway.endpoints import Dialect, Encoder, asked
+from gateway.errors import Kind, Refusal
+from gateway.metering import Account
+from gateway.middleware import STATE, RequestState, refusal_of
+from gateway.prepare import Prepared, check_model, prepare
+from gateway.retention import Contract
+from gateway.server import ClientGone, read_body, send, write
+from gateway.stream import AnswerStream
+from tenancy.errors import LedgerUnavailable
+from tenancy.types import Identity
+
+CACHE_HEADER = "X-Trunkline-Cache"
+"""Tokens read and written by contract, computed, and found; and why not more was read."""
+
+
+class Answer:
+    """One request on its way through."""
+
+    def __init__(self, gateway: Context, dialect: Dialect, request: web.Request) -> None:
+        self._gateway = gateway
+        self._dialect = dialect
+        self._request = request
+        self._state: RequestState = request[STATE]
+        self._response: web.StreamResponse | None = None
+        self._reply = Reply("", "", 0)
+        self._contracts: list[Contract] = []
+
+    async def run(self, id_prefix: str) -> web.StreamResponse:
+        """Everything up to the hold; nothing has to be undone before it."""
+        gateway, state = self._gateway, self._state
+        identity = state.identity
+        assert identity is not None, "this route asks for a key"
+        _check_media(self._request)
+        body = await read_body(self._request, gateway.config.server)
+        call = self._dialect.parse(body, asked(self._request))
+        del body
+        state.model, state.is_stream = gateway.model, call.stream
+        check_model(gateway, call)
+        if gateway.is_draining:
+            raise _shutting_down()
+        made = await prepare(gateway, call, identity)
+        call = made.call
+        if call.operation == "count":
+            body = self._dialect.count_body(made.tokens, made.resource_tokens)
+            return await self._send_whole(body)
+        reply = Reply(f"{id_prefix}{state.request_id}", call.model, gateway.wall() // 1000)
+        return await self.admitted(made, identity, self._dialect.encoder(call, reply), reply)
+
+    async def admitted(
+        self, made: Prepared, identity: Identity, encoder: Encoder, reply: Reply
+    ) -> web.StreamResponse:
+        """From the tenant's count to the ledger's entry, however it ends."""
+        self._reply = reply
+        gateway, tenant_id = self._gateway, identity.tenant.tenant_id
+        call, rendered, self._contracts = made.call, made.rendered, made.contracts
+        leases = [contract.leases for contract in self._contracts]
+        requests = admit(call, rendered, identity, self._state.request_id, made.now, leases)
+        account = Account(
+            gateway.ledger, gateway.wall, self._state.request_id, identity, gateway.model
+        )
+        gateway.enter(tenant_id)
+        answer = AnswerStream(call, rendered, (), gateway.renderer)
+        ending = "failed"
+        try:
+            await account.open()
+            streams = await self._submit(requests)
+            answer = AnswerStream(call, rendered, streams, gateway.renderer, self._contracts)
+            shape = self._stream if call.stream else self._unary
+            response = await shape(answer, encoder, account)
+            ending = self._state.code
+        except (asyncio.CancelledError, ClientGone):
+            ending = "cancelled"
+            raise
+        except (Refusal, EngineError) as error:
+            ending = error.code
+            raise
+        else:
+            return response
+        finally:
+            gateway.leave(tenant_id)
+            await gateway.finish(self._give_up(answer, account, ending))
+
+    async def _submit(self, requests: tuple[Request, ...]) -> list[RequestStream]:
+        """All prompts of a call or none."""
+        streams: list[RequestStream] = []
+        try:
+            streams.extend(map(self._gateway.engine.submit, requests))
+        except EngineError:
+            for stream in streams:
+                await stream.aclose()
+            raise
+        return streams
+
+    async def _give_up(self, answer: AnswerStream, account: Account, ending: str) -> None:
+        """After any ending: cancel what runs, settle what was not. Both may be done already."""
+        await answer.cancel()
+        self._note(answer)
+        for contract in self._contracts:
+            contract.finish(self._reply.response_id)
+        if account.is_open:
+            with suppress(LedgerUnavailable):  # the hold stays and is closed at the next start
+                await account.settle(ending, answer.usage_so_far())
+
+    def _note(self, answer: AnswerStream) -> None:
+        usage = answer.usage_so_far()
+        self._state.prompt_tokens = usage.total_in
+        self._state.cached_tokens = usage.physical_cached
+        self._state.output_tokens = usage.out
+        self._state.first_token_s = answer.first_token_s
+
+    # -- the two shapes of an answer ------------------------------------------------------------
+
+    async def _unary(
+        self, answer: AnswerStream, encoder: Encoder, account: Account
+    ) -> web.StreamResponse:
+        deltas: list[Delta] = []
+        async for batch in answer.batches():
+            deltas.extend(batch)
+        await self._settle(deltas, account)
+        return await self._send_whole(encoder.unary(deltas))
+
+    async def _send_whole(self, body: bytes) -> web.StreamResponse:
+        return await send(
+            self._request,
+            200,
+            body,
+            {"Content-Type": "application/json", **self._headers()},
+            self._gateway.config.server.write_timeout_s,
+        )
+
+    def _headers(self) -> dict[str, str]:
+        """What names the answer in its dialect, and what the cache did for it."""
+        headers = self._dialect.headers(self._state.request_id)
+        if self._contracts:
+            headers[CACHE_HEADER] = cache_header(self._contracts)
+        return headers
+
+    async def _stream(
+        self, answer: AnswerStream, encoder: Encoder, account: Account
+    ) -> web.StreamResponse:
+        """Server-sent events. Until the first one, an error is still a plain HTTP answer."""
+        interval_s = self._gateway.config.server.stream_keep_alive_s
+        try:
+            async for batch in paced(answer.batches(), interval_s):
+                if batch is None:
+                    await self._send(self._dialect.keep_alive())
+                    continue
+                data = b"".join(map(encoder.stream, batch))
+                if batch and isinstance(batch[-1], End):
+                    await self._settle(batch, account)
+                    data += encoder.close()
+                if data:
+                    await self._send(data)
+                if batch and isinstance(batch[-1], End):
+                    self._state.is_complete = True
+                    break
+        except (Refusal, EngineError, LedgerUnavailable) as error:
+            await self._break_off(encoder, error)
+        assert self._response is not None, "a whole answer has bytes"
+        return self._response
+
+    async def _break_off(self, encoder: Encoder, error: Exception) -> None:
+        """Tell the client inside the stream, then break the connection: half is not whole."""
+        if self._response is None:
+            raise error
+        refusal = refusal_of(error) or Refusal(
+            Kind.INTERNAL, "internal_error", "The answer broke off."
+        )
+        self._state.ending, self._state.code = "failed", refusal.code
+        await self._send(encoder.error_event(refusal))
+        self._response.force_close()
+
+    async def _send(self, data: bytes) -> None:
+        if self._response is None:
+            self._response = web.StreamResponse(
+                headers={
+                    "Content-Type": self._dialect.stream_content_type,
+                    "X-Accel-Buffering": "no",
+                    **self._headers(),
+                }
+            )
+            await self._response.prepare(self._request)
+        timeout_s = self._gateway.config.server.write_timeout_s
+        await write(self._request, self._response, data, timeout_s)
+
+    async def _settle(self, deltas: Sequence[Delta], account: Account) -> None:
+        last = deltas[-1]
+        assert isinstance(last, End), "a whole answer ends with its usage"
+        await account.settle("done", last.usage)
+
+
+async def paced(
+    batches: AsyncIterator[list[Delta]], interval_s: float
+) -> AsyncIterator[list[Delta] | None]:
+    """The same batches, with None wherever nothing came for `interval_s`."""
+    reading: asyncio.Future[list[Delta]] | None = None
+    try:
+        while True:
+            reading = asyncio.ensure_future(anext(batches))
+            while not (await asyncio.wait([reading], timeout=interval_s))[0]:
+                yield None
+            try:
+                batch = reading.result()
+            except StopAsyncIteration:
+                return
+            yield batch
+    finally:
+        if reading is not None:
+            reading.cancel()
+            await asyncio.wait([reading])
+            if not reading.cancelled():
+                reading.exception()  # known to whoever reads; asked for so that nobody is warned
+
+
+def cache_header(contracts: Sequence[Contract]) -> str:
+    """Tokens read and written by contract, computed, and found; why not more."""
+    record = added([contract.record(Usage()) for contract in contracts])
+    parts = {
+        "read": record.read_tokens(),
+        "write": record.write_tokens(),
+        "fresh": record.fresh,
+        "physical": record.physical_cached,
+    }
+    text = "; ".join(f"{name}={count}" for name, count in parts.items())
+    missed = next(filter(None, (contract.why_missed() for contract in contracts)), "")
+    return f"{text}; miss={missed}" if missed else text
+
+
+def _check_media(request: web.Request) -> None:
+    if request.content_type != "application/json" or (request.charset or "utf-8") != "utf-8":
+        message = "The body has to be application/json in UTF-8."
+        raise Refusal(Kind.MEDIA, "unsupported_media_type", message)
+
+
+def _shutting_down() -> Refusal:
+    message = "This server is shutting down."
+    return Refusal(Kind.BUSY, "shutting_down", message, retry_after_s=5.0)

@@ -1,0 +1,232 @@
+"""Gemini's cachedContents: create, list, get, change, delete. Every success is a 200.
+
+Creating computes the prefix as a request of its own, held, settled and billed as a write; what is
+kept survives eviction and restarts, since its content is stored and computed again when needed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Sequence
+
+import msgspec
+from aiohttp import web
+from msgspec.structs import replace
+
+from engine.errors import EngineError
+from gateway.answer import Answer
+from gateway.context import Context
+from gateway.dialects import gemini, gemini_cached
+from gateway.dialects.canonical import CacheAsk, Call, Delta, Generation, Reply
+from gateway.endpoints import Encoder
+from gateway.errors import Kind, Refusal
+from gateway.middleware import STATE, Handler, Route
+from gateway.prepare import check_model, prepare
+from gateway.resources import CLASS, PREFIX, load, marked, retention
+from gateway.server import read_body, send
+from tenancy.errors import BadName
+from tenancy.resources import (
+    Resource,
+    ResourceQuota,
+    create_resource,
+    end_resource,
+    list_resources,
+    set_expiry,
+    sweep_resources,
+)
+from tenancy.types import Identity
+
+SHAPE = gemini.DIALECT
+ONE = "/{version:v1|v1beta}/cachedContents/{name}"
+ALL = "/{version:v1|v1beta}/cachedContents"
+
+
+def routes(gateway: Context) -> tuple[Route, ...]:
+    """The resource's methods."""
+    return (
+        Route("POST", ALL, _handler(gateway, _create), "inference", SHAPE),
+        Route("GET", ALL, _handler(gateway, _list), "inference", SHAPE),
+        Route("GET", ONE, _handler(gateway, _get), "inference", SHAPE),
+        Route("PATCH", ONE, _handler(gateway, _change), "inference", SHAPE),
+        Route("DELETE", ONE, _handler(gateway, _delete), "inference", SHAPE),
+    )
+
+
+def _handler(gateway: Context, act: object) -> Handler:
+    async def handle(request: web.Request) -> web.StreamResponse:
+        identity = request[STATE].identity
+        assert identity is not None, "these routes ask for a key"
+        assert callable(act)
+        found: web.StreamResponse = await act(gateway, request, identity)
+        return found
+
+    return handle
+
+
+class _Created(Encoder):
+    """The whole answer to a creation: the resource."""
+
+    def __init__(self, resource: Resource) -> None:
+        self._resource = resource
+
+    def stream(self, delta: Delta) -> bytes:
+        return b""
+
+    def close(self) -> bytes:
+        return b""
+
+    def unary(self, deltas: Sequence[Delta]) -> bytes:
+        return gemini_cached.resource(shown(self._resource))
+
+    def error_event(self, refusal: Refusal) -> bytes:
+        return b""
+
+
+async def _create(gateway: Context, request: web.Request, identity: Identity) -> web.StreamResponse:
+    """Render, store, compute, answer; what was stored goes again if it cannot be computed."""
+    now_ms = gateway.wall()
+    asked = gemini_cached.parse_creation(await read_body(request, gateway.config.server), now_ms)
+    call = Call(
+        asked.model,
+        (marked(asked.prompt),),
+        Generation(max_tokens=0),
+        operation="prewarm",
+        cache=CacheAsk(profile="gemini"),
+    )
+    check_model(gateway, call)
+    terms = retention(asked.expires_ms, now_ms)
+    made = await prepare(gateway, call, identity, {CLASS: terms})
+    tokens = made.rendered[0].boundaries[-1].tokens
+    least = gateway.config.caching.profile("gemini").min_tokens
+    if tokens < least:
+        message = f"Cached content is too small: it has {tokens} tokens, the minimum is {least}."
+        raise Refusal(Kind.BAD, "invalid_value", message, param="contents")
+    # Only the kept part is computed, not what a template would put behind it.
+    made = replace(
+        made, rendered=[replace(made.rendered[0], token_ids=made.rendered[0].token_ids[:tokens])]
+    )
+    contract = gateway.contracts.resolve(call, made.rendered[0], made.scope, {CLASS: terms})
+    made = replace(made, contracts=[contract])
+    resource = Resource(
+        resource_id=secrets.token_hex(12),
+        tenant_id=identity.tenant.tenant_id,
+        workspace=identity.workspace,
+        model=asked.model,
+        display_name=asked.display_name,
+        tokens=tokens,
+        created_ms=now_ms,
+        updated_ms=now_ms,
+        expires_ms=asked.expires_ms,
+    )
+    content = msgspec.msgpack.encode(asked.prompt)
+    try:
+        await asyncio.to_thread(_store, gateway, resource, content)
+    except BadName as error:
+        raise Refusal(Kind.QUOTA, error.code, f"{error.message}.") from None
+    reply = Reply(PREFIX + resource.resource_id, asked.model, now_ms // 1000)
+    try:
+        return await Answer(gateway, SHAPE, request).admitted(
+            made, identity, _Created(resource), reply
+        )
+    except BaseException:
+        await gateway.finish(_drop(gateway, identity, resource.resource_id))
+        raise
+
+
+def _store(gateway: Context, resource: Resource, content: bytes) -> None:
+    sweep_resources(gateway.store, resource.created_ms)
+    create_resource(gateway.store, resource, content, _quota(gateway))
+
+
+def _quota(gateway: Context) -> ResourceQuota:
+    caching = gateway.config.caching
+    return ResourceQuota(caching.resources_per_tenant_max, caching.resource_bytes_per_tenant_max)
+
+
+async def _drop(gateway: Context, identity: Identity, resource_id: str) -> None:
+    tenant_id, now_ms = identity.tenant.tenant_id, gateway.wall()
+    await asyncio.to_thread(
+        end_resource, gateway.store, tenant_id, identity.workspace, resource_id, now_ms
+    )
+
+
+async def _list(gateway: Context, request: web.Request, identity: Identity) -> web.StreamResponse:
+    size, after = gemini_cached.parse_page(
+        request.query.get("pageSize", request.query.get("page_size", "")),
+        request.query.get("pageToken", request.query.get("page_token", "")),
+    )
+    found = list_resources(
+        gateway.store,
+        identity.tenant.tenant_id,
+        identity.workspace,
+        gateway.wall(),
+        after,
+        size + 1,
+    )
+    is_more = len(found) > size
+    page = [shown(resource) for resource in found[:size]]
+    return await _ok(
+        gateway, request, gemini_cached.page(page, page[-1].resource_id if is_more else "")
+    )
+
+
+async def _get(gateway: Context, request: web.Request, identity: Identity) -> web.StreamResponse:
+    resource, _ = load(gateway, request.match_info["name"], identity)
+    return await _ok(gateway, request, gemini_cached.resource(shown(resource)))
+
+
+async def _change(gateway: Context, request: web.Request, identity: Identity) -> web.StreamResponse:
+    now_ms = gateway.wall()
+    mask = request.query.get("updateMask", request.query.get("update_mask", ""))
+    body = await read_body(request, gateway.config.server)
+    expires_ms = gemini_cached.parse_change(body, mask, now_ms)
+    name = request.match_info["name"]
+    await asyncio.to_thread(
+        set_expiry,
+        gateway.store,
+        identity.tenant.tenant_id,
+        identity.workspace,
+        name,
+        expires_ms,
+        now_ms,
+    )
+    resource, _ = load(gateway, name, identity)
+    return await _ok(gateway, request, gemini_cached.resource(shown(resource)))
+
+
+async def _delete(gateway: Context, request: web.Request, identity: Identity) -> web.StreamResponse:
+    """It is gone for its owner at once; its blocks too, where no other lease covers them."""
+    name = request.match_info["name"]
+    resource, stored = load(gateway, name, identity)
+    await _drop(gateway, identity, resource.resource_id)
+    call = Call(
+        resource.model, (marked(stored),), Generation(max_tokens=0), cache=CacheAsk("gemini")
+    )
+    try:
+        terms = retention(resource.expires_ms, gateway.wall())
+        made = await prepare(gateway, call, identity, {CLASS: terms})
+        for lease in made.contracts[0].leases:
+            await gateway.engine.erase(made.scope.namespace, lease_id=lease.lease_id)
+    except (EngineError, Refusal) as error:
+        # Nobody can name it any more; what an engine still holds goes when its lease ends.
+        gateway.log("cached_content_not_erased", {"reason": type(error).__name__})
+    return await _ok(gateway, request, b"{}")
+
+
+async def _ok(gateway: Context, request: web.Request, body: bytes) -> web.StreamResponse:
+    timeout_s = gateway.config.server.write_timeout_s
+    return await send(request, 200, body, {"Content-Type": "application/json"}, timeout_s)
+
+
+def shown(resource: Resource) -> gemini_cached.Shown:
+    """As it is told."""
+    return gemini_cached.Shown(
+        resource.resource_id,
+        resource.model,
+        resource.display_name,
+        resource.tokens,
+        resource.created_ms,
+        resource.updated_ms,
+        resource.expires_ms,
+    )

@@ -1,0 +1,221 @@
+"""Cached contents: named prefixes, held until their time is over, whatever the pool does."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+
+from gateway.cache_terms import CacheProfile
+from tenancy.resources import resource_token_seconds
+from tests.gateway.house import House
+
+ALL = "/v1beta/cachedContents"
+LONG = "The trunk is shared, the branches are one's own. " * 6
+
+
+def creation(house: House, **fields: Any) -> dict[str, Any]:
+    return {
+        "model": f"models/{house.model}",
+        "systemInstruction": {"parts": [{"text": "You answer briefly."}]},
+        "contents": [{"role": "user", "parts": [{"text": LONG}]}],
+        "ttl": "300s",
+        **fields,
+    }
+
+
+def question(house: House, name: str) -> tuple[str, dict[str, Any]]:
+    body = {
+        "contents": [{"role": "user", "parts": [{"text": "And now?"}]}],
+        "cachedContent": name,
+        "generationConfig": {"maxOutputTokens": 4, "temperature": 0},
+    }
+    return f"/v1beta/models/{house.model}:generateContent", body
+
+
+async def created(house: House, who: str = "ada", **fields: Any) -> dict[str, Any]:
+    status, found, _ = await house.ask(ALL, creation(house, **fields), who=who)
+    assert status == 200, found
+    resource: dict[str, Any] = found
+    return resource
+
+
+async def asked(house: House, name: str, who: str = "ada") -> tuple[int, dict[str, Any]]:
+    path, body = question(house, name)
+    status, found, _ = await house.ask(path, body, who=who)
+    return status, found
+
+
+async def test_what_was_cached_is_read_and_need_not_be_sent_again(house: House) -> None:
+    """The answer counts it in the prompt and as cached, to the token."""
+    resource = await created(house, displayName="trunk")
+
+    status, found = await asked(house, resource["name"])
+
+    tokens = resource["usageMetadata"]["totalTokenCount"]
+    assert (status, resource["displayName"]) == (200, "trunk")
+    assert found["usageMetadata"]["cachedContentTokenCount"] >= tokens
+    assert found["usageMetadata"]["promptTokenCount"] > tokens
+
+
+async def test_creating_is_billed_once_as_a_write_and_using_as_a_read(house: House) -> None:
+    """What was paid for is not paid for again."""
+    resource = await created(house)
+    await asked(house, resource["name"])
+
+    rows = house.store.query(
+        "select cache_write_tokens, cache_read_tokens, prompt_tokens from ledger order by entry_id"
+    )
+
+    tokens = resource["usageMetadata"]["totalTokenCount"]
+    assert rows[0] == (tokens, 0, tokens)
+    assert rows[1][0] == 0
+    assert rows[1][1] >= tokens
+    house.gateway.context.contracts.entries.check()
+
+
+async def test_an_erased_pool_changes_nothing_for_its_reader(house: House) -> None:
+    """It is computed again: the operator's cost, still the client's hit."""
+    resource = await created(house)
+    namespaces = [space.namespace for space in (await house.engine.get_stats()).namespaces]
+    for namespace in namespaces:
+        await house.engine.erase(namespace)
+        house.gateway.context.contracts.entries.forget(namespace)
+
+    _, found = await asked(house, resource["name"])
+
+    tokens = resource["usageMetadata"]["totalTokenCount"]
+    assert found["usageMetadata"]["cachedContentTokenCount"] == tokens
+
+
+async def test_a_list_has_pages_and_shows_no_content(house: House) -> None:
+    """In the order of their ids, each once."""
+    names = {(await created(house))["name"] for _ in range(3)}
+    seen: list[dict[str, Any]] = []
+    token = ""
+    for _ in range(5):
+        _, page, _ = await house.ask(f"{ALL}?pageSize=2&pageToken={token}", method="GET")
+        seen += page["cachedContents"]
+        token = page.get("nextPageToken", "")
+        if not token:
+            break
+
+    assert {one["name"] for one in seen} == names
+    assert len(seen) == 3
+    assert "contents" not in seen[0]
+    assert "systemInstruction" not in seen[0]
+
+
+async def test_an_empty_list_is_an_empty_object(house: House) -> None:
+    """As upstream answers."""
+    status, page, _ = await house.ask(ALL, method="GET")
+
+    assert (status, page) == (200, {})
+
+
+async def test_its_time_can_be_changed_and_it_can_be_deleted(house: House) -> None:
+    """Nothing else can; both answer 200 with JSON."""
+    name = (await created(house))["name"]
+    path = f"/v1/{name}"
+    _, before, _ = await house.ask(path, method="GET")
+
+    changed, after, _ = await house.ask(path, {"ttl": "7200s"}, method="PATCH")
+    deleted, gone, _ = await house.ask(path, method="DELETE")
+    again, _, _ = await house.ask(path, method="GET")
+    used, _ = await asked(house, name)
+
+    assert after["expireTime"] > before["expireTime"]
+    assert (changed, deleted, gone) == (200, 200, {})
+    assert (again, used) == (403, 403)
+
+
+async def test_a_deleted_one_gives_its_blocks_back(house: House) -> None:
+    """Its lease covered them alone."""
+    name = (await created(house))["name"]
+    held = (await house.engine.get_stats()).cached_blocks
+
+    await house.ask(f"/v1/{name}", method="DELETE")
+
+    assert held > 0
+    assert (await house.engine.get_stats()).cached_blocks == 0
+
+
+async def test_another_tenants_is_as_if_it_were_not_there(house: House) -> None:
+    """Neither its use, nor its sight, nor its end."""
+    name = (await created(house))["name"]
+
+    use, _ = await asked(house, name, who="bob")
+    see, _, _ = await house.ask(f"/v1/{name}", method="GET", who="bob")
+    end, _, _ = await house.ask(f"/v1/{name}", method="DELETE", who="bob")
+    change, _, _ = await house.ask(f"/v1/{name}", {"ttl": "9s"}, method="PATCH", who="bob")
+
+    assert [use, see, end, change] == [403, 403, 403, 403]
+    assert (await asked(house, name))[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"ttl": "300"}, "ttl"),
+        ({"ttl": "0s"}, "future"),
+        ({"ttl": "1s", "expireTime": "2030-01-01T00:00:00Z"}, "not both"),
+        ({"ttl": None, "expireTime": "yesterday"}, "expireTime"),
+        ({"ttl": None, "expireTime": "2001-01-01T00:00:00Z"}, "future"),
+        ({"contents": [], "systemInstruction": None}, "nothing to cache"),
+        ({"model": ""}, "model"),
+        ({"model": "models/other"}, "no such model"),
+        ({"displayName": "x" * 129}, "display"),
+    ],
+)
+async def test_what_cannot_be_kept_is_refused_and_leaves_nothing(
+    house: House, fields: dict[str, Any], words: str
+) -> None:
+    """No row, no lease, no hold."""
+    status, found, _ = await house.ask(ALL, creation(house, **fields))
+
+    assert 400 <= status < 500
+    assert words in json.dumps(found)
+    assert house.store.query("select 1 from cached_contents") == []
+    assert house.store.query("select 1 from holds") == []
+
+
+async def test_one_that_is_too_small_is_refused_with_its_numbers(house: House) -> None:
+    """An explicit cache below the minimum is an error here, not silence."""
+    profiles = {"gemini": CacheProfile(min_tokens=400)}
+    caching = msgspec.structs.replace(house.config.caching, profiles=profiles)
+    house.gateway.context.config = msgspec.structs.replace(house.config, caching=caching)
+
+    status, found, _ = await house.ask(ALL, creation(house))
+
+    assert status == 400
+    assert "minimum is 400" in found["error"]["message"]
+    assert house.store.query("select 1 from cached_contents") == []
+
+
+async def test_a_tenants_cached_contents_are_counted(house: House) -> None:
+    """Pins without a bound would be somebody else's blocks."""
+    caching = msgspec.structs.replace(house.config.caching, resources_per_tenant_max=1)
+    house.gateway.context.config = msgspec.structs.replace(house.config, caching=caching)
+    await created(house)
+
+    status, found, _ = await house.ask(ALL, creation(house))
+
+    assert status == 429
+    assert found["error"]["status"] == "RESOURCE_EXHAUSTED"
+
+
+async def test_storage_is_tokens_times_seconds_to_the_end(house: House) -> None:
+    """From creation to deletion or expiry, whichever came first, within the window."""
+    resource = await created(house, ttl="100s")
+    tenant_id, start, tokens = house.store.query(
+        "select tenant_id, created_ms, tokens from cached_contents"
+    )[0]
+
+    whole = resource_token_seconds(house.store, tenant_id, 0, start + 10**9)
+    part = resource_token_seconds(house.store, tenant_id, start + 40_000, start + 60_000)
+
+    assert tokens == resource["usageMetadata"]["totalTokenCount"]
+    assert whole == 100 * tokens
+    assert part == 20 * tokens

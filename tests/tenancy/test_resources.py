@@ -1,0 +1,93 @@
+"""Cached contents in the database: whose, until when, and what they held."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from tenancy.errors import BadName
+from tenancy.registry import create_tenant
+from tenancy.resources import (
+    Resource,
+    ResourceQuota,
+    create_resource,
+    end_resource,
+    find_resource,
+    list_resources,
+    resource_token_seconds,
+    set_expiry,
+    sweep_resources,
+)
+from tenancy.store import Store
+
+QUOTA = ResourceQuota(3, 100)
+ONE = Resource("a", 1, "default", "m", "", 10, 1_000, 1_000, 61_000)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    store = Store(tmp_path / "t.db")
+    for name in ("ada", "bob"):
+        create_tenant(store, lambda: 0, name)
+    return store
+
+
+def test_it_is_its_owners_alone_and_ends_by_itself(store: Store) -> None:
+    """By tenant and workspace; at its time it is gone."""
+    create_resource(store, ONE, b"words", QUOTA)
+
+    assert find_resource(store, 1, "default", "a", 60_999) == (ONE, b"words")
+    assert find_resource(store, 1, "default", "a", 61_000) is None
+    assert find_resource(store, 2, "default", "a", 2_000) is None
+    assert find_resource(store, 1, "other", "a", 2_000) is None
+
+
+def test_nobody_keeps_more_than_the_quota(store: Store) -> None:
+    """Counted over what is live: by number, and by bytes."""
+    for name in "abc":
+        create_resource(store, replace(ONE, resource_id=name), b"x" * 10, QUOTA)
+
+    with pytest.raises(BadName, match="3 cached contents"):
+        create_resource(store, replace(ONE, resource_id="d"), b"", QUOTA)
+    with pytest.raises(BadName, match="kept already"):
+        create_resource(store, replace(ONE, tenant_id=2, resource_id="e"), b"x" * 101, QUOTA)
+    later = replace(ONE, resource_id="f", created_ms=61_000, expires_ms=62_000)
+    create_resource(store, later, b"x", QUOTA)
+
+    assert [one.resource_id for one in list_resources(store, 1, "default", 61_000, "", 9)] == ["f"]
+
+
+def test_what_has_ended_loses_its_content_and_keeps_its_bill(store: Store) -> None:
+    """Deleted or expired: the words go, the token-seconds stay."""
+    create_resource(store, ONE, b"words", QUOTA)
+    create_resource(store, replace(ONE, resource_id="b"), b"words", QUOTA)
+    is_ended = end_resource(store, 1, "default", "a", 31_000)
+    swept = sweep_resources(store, 61_000)
+
+    assert (is_ended, swept) == (True, 1)
+    assert store.query("select count(content) from cached_contents") == [(0,)]
+    assert resource_token_seconds(store, 1, 0, 10**6) == 10 * 30 + 10 * 60
+    assert not end_resource(store, 1, "default", "a", 32_000)
+
+
+def test_its_time_can_be_moved_while_it_lives(store: Store) -> None:
+    """Later or sooner; not once it is over."""
+    create_resource(store, ONE, b"words", QUOTA)
+
+    assert set_expiry(store, 1, "default", "a", 90_000, 2_000)
+    assert find_resource(store, 1, "default", "a", 89_999) is not None
+    assert not set_expiry(store, 1, "default", "a", 99_000, 90_000)
+    assert not set_expiry(store, 2, "default", "a", 99_000, 3_000)
+
+
+def test_pages_follow_one_another(store: Store) -> None:
+    """Each resource once, in the order of ids."""
+    for name in "cab":
+        create_resource(store, replace(ONE, resource_id=name), b"x", QUOTA)
+
+    first = list_resources(store, 1, "default", 2_000, "", 2)
+    second = list_resources(store, 1, "default", 2_000, first[-1].resource_id, 2)
+
+    assert [one.resource_id for one in (*first, *second)] == ["a", "b", "c"]
