@@ -25,7 +25,7 @@ from engine.supervisor import EngineSupervisor
 from gateway.config import Config, parse_address
 from gateway.context import Context, Log
 from gateway.endpoints import SHAPES
-from gateway.handlers import admin, cache, health, inference, models
+from gateway.handlers import admin, admin_tenants, cache, health, inference, models
 from gateway.metering import wall_ms
 from gateway.middleware import install
 from gateway.prompt import Renderer
@@ -33,6 +33,7 @@ from gateway.retention import Contracts
 from gateway.server import ListenerRunner
 from gateway.telemetry import Telemetry
 from tenancy.ledger import Ledger
+from tenancy.limits import Limiter
 from tenancy.registry import Registry, bootstrap, bootstrap_admin
 from tenancy.store import Store
 from tenancy.types import WallClock
@@ -75,6 +76,8 @@ class Gateway:
             engine=engine,
             registry=Registry(store, wall, clock),
             ledger=self.ledger,
+            store=store,
+            limiter=Limiter(clock),
             telemetry=Telemetry(config.tenancy.tenants_as_labels_max),
             renderer=renderer,
             contracts=Contracts(
@@ -127,7 +130,12 @@ class Gateway:
     def admin_app(self) -> web.Application:
         """What operators reach."""
         app, context = web.Application(), self.context
-        install(app, (*admin.routes(context), *health.routes(context)), context, ("*",))
+        routes = (
+            *admin.routes(context),
+            *admin_tenants.routes(context),
+            *health.routes(context),
+        )
+        install(app, routes, context, ("*",))
         return app
 
     async def drain(self, timeout_s: float) -> None:

@@ -18,6 +18,8 @@ from gateway.prompt import Renderer
 from gateway.retention import Contracts
 from gateway.telemetry import Telemetry
 from tenancy.ledger import Ledger
+from tenancy.limits import Limiter
+from tenancy.store import Store
 from tenancy.types import Identity, WallClock
 
 Log = Callable[[str, dict[str, object]], None]
@@ -28,7 +30,13 @@ class Authenticator(Protocol):
     """Who holds a key? `tenancy.registry.Registry`, or a test's own."""
 
     def authenticate(self, key: str) -> Identity:
-        """Raises `tenancy.errors.KeyRefused`."""
+        """Which tenant? Raises `tenancy.errors.KeyRefused`."""
+
+    def authenticate_admin(self, key: str) -> int:
+        """The id of an administrator's key. Raises `tenancy.errors.KeyRefused`."""
+
+    def look_again(self) -> None:
+        """Tenants or keys have been changed: the next question sees it."""
 
 
 @dataclass(slots=True)
@@ -42,6 +50,8 @@ class Context:
     engine: Engine
     registry: Authenticator
     ledger: Ledger
+    store: Store
+    limiter: Limiter
     telemetry: Telemetry
     renderer: Renderer
     contracts: Contracts

@@ -25,11 +25,12 @@ from gateway.door import WRONG_KEYS_PER_MINUTE_MAX, WrongKeys, bearer_key, check
 from gateway.errors import Kind, Refusal
 from gateway.server import ClientGone, accept_expectation, cut
 from gateway.stream import refusal_of as engine_refusal
-from tenancy.errors import KeyRefused, LedgerUnavailable
+from tenancy.errors import BadName, KeyRefused, LedgerUnavailable, StoreError
 from tenancy.types import Identity
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-Role = Literal["open", "inference"]
+Role = Literal["open", "inference", "usage", "cache", "admin"]
+"""What a key has to be for: a tenant's scope, or an administrator's key."""
 
 
 class ErrorShape(Protocol):
@@ -73,6 +74,7 @@ class RequestState:
     route: str = "unknown"
     shape: ErrorShape = PLAIN
     identity: Identity | None = None
+    admin_key_id: int | None = None
     ending: str = "done"
     code: str = ""
     model: str = ""
@@ -198,15 +200,24 @@ class Guard:
             raise web.HTTPNotFound
         state.route, state.shape = path, route.shape
         if route.role != "open":
-            state.identity = self._identify(request)
+            self._identify(request, route.role, state)
         return await handler(request)
 
-    def _identify(self, request: web.Request) -> Identity:
+    def _identify(self, request: web.Request, role: Role, state: RequestState) -> None:
         """Who is asking. Before the body is read: nobody gets parser time without a key."""
         address = request.remote or "local"
+        registry = self._gateway.registry
         try:
-            return self._gateway.registry.authenticate(bearer_key(request))
+            key = bearer_key(request)
+            if role == "admin":
+                state.admin_key_id = registry.authenticate_admin(key)
+                return
+            state.identity = registry.authenticate(key)
+            if role not in state.identity.scopes:
+                raise KeyRefused("scope_missing", f"This key has not the scope {role!r}.")
         except KeyRefused as error:
+            if error.code == "scope_missing":
+                raise Refusal(Kind.PERMISSION, error.code, error.message) from error
             if self._wrong_keys.is_too_many(address):
                 raise Refusal(
                     Kind.RATE,
@@ -245,7 +256,8 @@ class Guard:
         if state.identity is not None:
             telemetry.duration_s.observe(total_s)
         # Probes ask every second and say nothing: only what had a key, or was refused.
-        has_news = state.identity is not None or state.ending != "done"
+        has_key = state.identity is not None or state.admin_key_id is not None
+        has_news = has_key or state.ending != "done"
         if self._gateway.config.log.requests and has_news:
             self._gateway.log("request", log_facts(state, method, status, total_s))
 
@@ -262,7 +274,7 @@ def log_facts(state: RequestState, method: str, status: int, total_s: float) -> 
         "ending": state.ending,
         "code": state.code,
         "tenant_id": None if identity is None else identity.tenant.tenant_id,
-        "key_id": None if identity is None else identity.key_id,
+        "key_id": state.admin_key_id if identity is None else identity.key_id,
         "model": state.model,
         "stream": state.is_stream,
         "prompt_tokens": state.prompt_tokens,
@@ -283,6 +295,17 @@ _HTTP_KINDS = {
 }
 
 
+_NAME_KINDS = {
+    "tenant_unknown": Kind.NOT_FOUND,
+    "key_unknown": Kind.NOT_FOUND,
+    "name_taken": Kind.CONFLICT,
+    "tenant_in_use": Kind.CONFLICT,
+    "tenant_declared": Kind.CONFLICT,
+    "key_not_live": Kind.CONFLICT,
+}
+"""What administrators' calls are refused for; any other code is a value that cannot be."""
+
+
 def refusal_of(error: Exception) -> Refusal | None:
     """What a client may know of an error; None for our own mistakes."""
     match error:
@@ -299,6 +322,11 @@ def refusal_of(error: Exception) -> Refusal | None:
             return engine_refusal(error.code, error.message)
         case EngineError():
             return None
+        case BadName():
+            return Refusal(_NAME_KINDS.get(error.code, Kind.BAD), error.code, error.message)
+        case StoreError():
+            message = "The database cannot be read or written now. Try again."
+            return Refusal(Kind.BUSY, "database_unavailable", message, retry_after_s=5.0)
         case LedgerUnavailable():
             message = "Usage cannot be recorded now, so nothing is answered. Try again."
             return Refusal(Kind.BUSY, "ledger_unavailable", message, retry_after_s=5.0)

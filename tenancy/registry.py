@@ -7,6 +7,7 @@ HTTP and no engine; the middleware, the admin API and the command line call it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 
@@ -89,6 +90,10 @@ class Registry:
         if ADMIN not in facts.scopes:
             raise KeyRefused("scope_missing", "This needs an administrator's key.")
         return facts.key_id
+
+    def look_again(self) -> None:
+        """Something has been changed here: the next question sees it."""
+        self._looked_at_s = -math.inf
 
     def _refresh(self) -> None:
         now_s = self._clock()

@@ -1,0 +1,149 @@
+"""Whose cache is whose, and forgetting it: from the engine's namespaces back to tenants.
+
+A namespace begins with its tenant and its workspace (`admission.namespace_of`); here, and nowhere
+else, these are read from it again. An erasure waits until the engine has said that it is done, and
+leaves a receipt. It knows no HTTP; administration and self-service call it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from msgspec import Struct
+
+from engine.api import Namespace, NamespaceStats, Stats
+from gateway.context import Context
+from gateway.errors import Kind, Refusal
+from gateway.retention.entries import Entry
+from tenancy.erasures import Receipt, digest_of, record
+
+LEASE_ID_SIGNS_MAX = 200
+_PARTS = 5
+_AT_ONCE = 32
+"""Calls to the engine that are on their way at the same time."""
+
+
+class Target(Struct, frozen=True):
+    """What of a tenant's cache is meant: all, a workspace's, or one lease. `key_id` asks for it."""
+
+    tenant_id: int
+    key_id: int
+    workspace: str | None = None
+    lease_id: str | None = None
+
+    def words(self) -> str:
+        """As the receipt says it."""
+        if self.lease_id is not None:
+            return f"lease {self.lease_id}"
+        return "all" if self.workspace is None else f"workspace {self.workspace}"
+
+    def covers(self, namespace: Namespace) -> bool:
+        """Is this one of the namespaces that are meant?"""
+        parts = parts_of(namespace)
+        is_own = bool(parts) and parts[0] == str(self.tenant_id)
+        return is_own and self.workspace in (None, parts[1])
+
+
+class Holding(Struct, frozen=True):
+    """What a tenant holds of the cache in one namespace now."""
+
+    tenant_id: int
+    workspace: str
+    stats: NamespaceStats
+
+
+def parts_of(namespace: Namespace) -> tuple[str, ...]:
+    """The parts that `admission.namespace_of` joined; () for what it did not make."""
+    parts: list[str] = []
+    at = 0
+    while at + 4 <= len(namespace):
+        end = at + 4 + int.from_bytes(namespace[at : at + 4], "big")
+        if end > len(namespace):
+            return ()
+        parts.append(namespace[at + 4 : end].decode(errors="replace"))
+        at = end
+    return tuple(parts) if at == len(namespace) and len(parts) >= _PARTS else ()
+
+
+def holdings(stats: Stats) -> list[Holding]:
+    """What is held, by whom. O(namespaces)."""
+    found = []
+    for one in stats.namespaces:
+        parts = parts_of(one.namespace)
+        if parts and parts[0].isdigit():
+            found.append(Holding(int(parts[0]), parts[1], one))
+    return found
+
+
+def entries_of(gateway: Context, tenant_id: int, workspace: str | None = None) -> list[Entry]:
+    """What was agreed to be kept for a tenant and has not ended. O(its entries)."""
+    now_s = gateway.clock()
+    mine = Target(tenant_id, 0, workspace)
+    owned = gateway.contracts.entries.owned(tenant_id)
+    return [entry for entry in owned if entry.is_live(now_s) and mine.covers(entry.key[0])]
+
+
+async def erase(gateway: Context, target: Target) -> Receipt:
+    """Forget it in the engine and in the books, then write the receipt; to the end, also if whoever
+    asked goes away.
+
+    Blocks that a running answer uses are out of reach of others at once and freed when it ends.
+    Raises Refusal for a lease that is not there, EngineUnavailable and StoreError: it may be asked
+    for again, until there is a receipt.
+    """
+    receipts: list[Receipt] = []
+
+    async def work() -> None:
+        receipts.append(await _erase(gateway, target))
+
+    await gateway.finish(work())
+    return receipts[0]
+
+
+async def _erase(gateway: Context, target: Target) -> Receipt:
+    stats = await gateway.engine.get_stats()
+    book = gateway.contracts.entries
+    held = {one.namespace for one in stats.namespaces}
+    agreed = {entry.key[0] for entry in book.owned(target.tenant_id)}
+    names = sorted(filter(target.covers, held | agreed))
+    # First the books: what is billed as a read has to be there to be read.
+    if target.lease_id is None:
+        forgotten = sum(map(book.forget, names))
+    else:
+        digest = _digest(target.lease_id)
+        forgotten = sum(book.drop((name, digest)) for name in names)
+    blocks = await _erase_all(gateway, names, target.lease_id)
+    if target.lease_id is not None and not forgotten and not blocks:
+        raise Refusal(Kind.NOT_FOUND, "lease_unknown", "There is no such lease.", param="lease_id")
+    receipt = Receipt(
+        receipt_id=gateway.new_id(),
+        tenant_id=target.tenant_id,
+        key_id=target.key_id,
+        at_ms=gateway.wall(),
+        what=target.words(),
+        namespaces=len(names),
+        namespace_digest=digest_of(names),
+        blocks=blocks,
+    )
+    await asyncio.to_thread(record, gateway.store, receipt)
+    facts = {"tenant_id": target.tenant_id, "key_id": target.key_id, "blocks": blocks}
+    gateway.log("cache_erased", {"receipt": receipt.receipt_id, **facts})
+    return receipt
+
+
+async def _erase_all(gateway: Context, names: Sequence[Namespace], lease_id: str | None) -> int:
+    blocks = 0
+    for start in range(0, len(names), _AT_ONCE):
+        some = names[start : start + _AT_ONCE]
+        calls = (gateway.engine.erase(name, lease_id=lease_id) for name in some)
+        blocks += sum(erased.blocks for erased in await asyncio.gather(*calls))
+    return blocks
+
+
+def _digest(lease_id: str) -> bytes:
+    """The digest that a lease is named after; b"" for other names."""
+    try:
+        return bytes.fromhex(lease_id)
+    except ValueError:
+        return b""
