@@ -25,7 +25,7 @@ from engine.supervisor import EngineSupervisor
 from gateway.config import Config, parse_address
 from gateway.context import Context, Log
 from gateway.endpoints import SHAPES
-from gateway.handlers import admin, admin_tenants, cache, health, inference, models
+from gateway.handlers import admin, admin_tenants, cache, cached_contents, health, inference, models
 from gateway.metering import wall_ms
 from gateway.middleware import install
 from gateway.prompt import Renderer
@@ -121,6 +121,7 @@ class Gateway:
         routes = (
             *inference.routes(context),
             *cache.routes(context),
+            *cached_contents.routes(context),
             *models.routes(context),
             *health.routes(context),
         )
