@@ -198,7 +198,9 @@ class Guard:
         route = self._declared.get((request.method, path))
         if route is None:
             raise web.HTTPNotFound
-        state.route, state.shape = path, route.shape
+        state.route = path
+        if route.shape is not PLAIN:
+            state.shape = route.shape
         if route.role != "open":
             self._identify(request, route.role, state)
         return await handler(request)

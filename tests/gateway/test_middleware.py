@@ -32,6 +32,10 @@ DECLARED = {
     ("DELETE", "/{version}/cachedContents/{name}"): 401,
     ("GET", "/v1/models"): 401,
     ("GET", "/v1/models/{name}"): 401,
+    ("GET", "/models"): 401,
+    ("GET", "/models/{name}"): 401,
+    ("GET", "/v1beta/models"): 401,
+    ("GET", "/v1beta/models/{name}"): 401,
     ("GET", "/healthz"): 200,
     ("GET", "/readyz"): 200,
 }

@@ -1,0 +1,117 @@
+"""What models there are, in each family's shape. Pure; `handlers.models` chooses the shape."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from msgspec import Struct
+
+from gateway.errors import Kind, Refusal
+
+PAGE_MAX = 1_000
+
+
+class Model(Struct, frozen=True):
+    """One that can be asked for. `context_tokens`: 0 while it is not known."""
+
+    name: str
+    created_s: int
+    context_tokens: int
+    output_tokens: int
+
+
+# --- OpenAI --------------------------------------------------------------------------------------
+
+
+def openai_list(models: Sequence[Model], query: Mapping[str, str]) -> dict[str, Any]:
+    """All of them; its API has no pages here."""
+    return {"object": "list", "data": [openai_one(model) for model in models]}
+
+
+def openai_one(model: Model) -> dict[str, Any]:
+    """One model."""
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": model.created_s,
+        "owned_by": "trunkline",
+    }
+
+
+# --- Anthropic -----------------------------------------------------------------------------------
+
+
+def anthropic_list(models: Sequence[Model], query: Mapping[str, str]) -> dict[str, Any]:
+    """A page: `limit` models behind `after_id` or before `before_id`. Raises Refusal."""
+    limit = _whole(query, "limit", 20)
+    names = [model.name for model in models]
+    start, end = 0, len(models)
+    for key in ("after_id", "before_id"):
+        if (name := query.get(key)) is not None and name not in names:
+            raise Refusal(Kind.BAD, "invalid_value", f"{key}: there is no such model.", param=key)
+    if "after_id" in query:
+        start = names.index(query["after_id"]) + 1
+    if "before_id" in query:
+        end = names.index(query["before_id"])
+        start = max(start, end - limit)
+    page = list(models[start:end])[:limit]
+    is_more = len(page) < end - start if "before_id" not in query else start > 0
+    return {
+        "data": [anthropic_one(model) for model in page],
+        "has_more": is_more,
+        "first_id": page[0].name if page else None,
+        "last_id": page[-1].name if page else None,
+    }
+
+
+def anthropic_one(model: Model) -> dict[str, Any]:
+    """One model."""
+    at = datetime.fromtimestamp(model.created_s, UTC)
+    return {
+        "id": model.name,
+        "type": "model",
+        "display_name": model.name,
+        "created_at": at.strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "lifecycle": "active",
+        "max_input_tokens": model.context_tokens,
+        "max_tokens": model.output_tokens,
+    }
+
+
+# --- Gemini --------------------------------------------------------------------------------------
+
+
+def gemini_list(models: Sequence[Model], query: Mapping[str, str]) -> dict[str, Any]:
+    """A page of `pageSize` models; the token is the place where the next begins. Raises Refusal."""
+    size = _whole(query, "pageSize" if "pageSize" in query else "page_size", 50)
+    start = _whole(query, "pageToken" if "pageToken" in query else "page_token", 0, least=0)
+    body: dict[str, Any] = {"models": [gemini_one(model) for model in models[start : start + size]]}
+    if start + size < len(models):
+        body["nextPageToken"] = str(start + size)
+    return body
+
+
+def gemini_one(model: Model) -> dict[str, Any]:
+    """One model."""
+    return {
+        "name": f"models/{model.name}",
+        "baseModelId": model.name,
+        "version": "1",
+        "displayName": model.name,
+        "description": "Served by Trunkline.",
+        "inputTokenLimit": model.context_tokens,
+        "outputTokenLimit": model.output_tokens,
+        "supportedGenerationMethods": ["generateContent", "countTokens", "createCachedContent"],
+    }
+
+
+def _whole(query: Mapping[str, str], name: str, default: int, least: int = 1) -> int:
+    text = query.get(name, "")
+    if not text:
+        return default
+    if not (text.isascii() and text.isdigit() and len(text) <= 9) or int(text) < least:
+        message = f"{name}: a whole number of at least {least} (it is {text[:32]!r})."
+        raise Refusal(Kind.BAD, "invalid_value", message, param=name)
+    return min(int(text), PAGE_MAX)
