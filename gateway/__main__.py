@@ -65,7 +65,7 @@ def _flags(options: argparse.Namespace) -> dict[str, object]:
 def _run(options: argparse.Namespace, config: Config, origin: Origin) -> int:
     match options.command:
         case "serve":
-            return _serve(config)
+            return _serve(options, config)
         case "bench":
             report = bench.run_bench(options, config.model.name, config.models_dir, _say_aside)
         case "replay":
@@ -138,9 +138,12 @@ def _key(options: argparse.Namespace, config: Config) -> Answer:
             return tenants.key_revoke(config, options.key)
 
 
-def _serve(config: Config) -> int:
+def _serve(options: argparse.Namespace, config: Config) -> int:
+    def read_config() -> Config:
+        return load_config(options.config, os.environ, _flags(options))[0]
+
     with _Bar(not sys.stderr.isatty()) as bar:
-        return serve.run(config, lambda line: print(line, flush=True), bar.show)
+        return serve.run(config, lambda line: print(line, flush=True), bar.show, read_config)
 
 
 def _pull(options: argparse.Namespace, config: Config) -> Answer:

@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -25,10 +26,12 @@ from engine.supervisor import EngineSupervisor
 from gateway.config import Config, parse_address
 from gateway.context import Context, Log
 from gateway.endpoints import SHAPES
+from gateway.errors import Refusal
 from gateway.handlers import admin, admin_tenants, cache, cached_contents, health, inference, models
 from gateway.metering import wall_ms
 from gateway.middleware import install
 from gateway.prompt import Renderer
+from gateway.reload import declare, reload
 from gateway.retention import Contracts
 from gateway.server import ListenerRunner
 from gateway.telemetry import Telemetry
@@ -68,6 +71,7 @@ class Gateway:
         clock: Clock = time.monotonic,
         wall: WallClock = wall_ms,
         engine_restarts: Callable[[], int] = lambda: 0,
+        read_config: Callable[[], Config] | None = None,
     ) -> None:
         vocab = renderer.card.config.vocab
         self.ledger = Ledger(store, wall)
@@ -92,6 +96,7 @@ class Gateway:
             new_id=new_request_id,
             log=log,
             token_bytes_max=max(map(len, map(renderer.token_bytes, range(vocab)))),
+            read_config=read_config or (lambda: config),
             engine_restarts=engine_restarts,
         )
         self._runners: list[ListenerRunner] = []
@@ -139,6 +144,17 @@ class Gateway:
         install(app, routes, context, ("*",))
         return app
 
+    def reload_soon(self) -> None:
+        """Read the configuration again; what comes of it is in the log."""
+
+        async def work() -> None:
+            with suppress(Refusal):  # logged where it was raised
+                await reload(self.context)
+
+        task = asyncio.create_task(work())
+        self.context.background.add(task)
+        task.add_done_callback(self.context.background.discard)
+
     async def drain(self, timeout_s: float) -> None:
         """Not ready from now on; what runs may finish."""
         self.context.is_draining = True
@@ -176,11 +192,16 @@ def open_store(config: Config) -> tuple[Store, str | None]:
 
 
 async def serve(
-    config: Config, card: ModelCard, store: Store, announce: Callable[[list[str]], None]
+    config: Config,
+    card: ModelCard,
+    store: Store,
+    announce: Callable[[list[str]], None],
+    read_config: Callable[[], Config],
 ) -> int:
     """Run until SIGTERM or SIGINT. Returns the exit status.
 
     The first signal drains: not ready at once, running answers may finish. A second one ends now.
+    SIGHUP reads the configuration again (`reload`).
     """
     loop = asyncio.get_running_loop()
     supervisor = EngineSupervisor(Path(card.folder), config.engine, log_line)
@@ -190,6 +211,7 @@ async def serve(
         Renderer(card),
         store,
         engine_restarts=lambda: supervisor.restarts,
+        read_config=read_config,
     )
     stop = asyncio.Event()
 
@@ -200,7 +222,9 @@ async def serve(
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, end)
+    loop.add_signal_handler(signal.SIGHUP, gateway.reload_soon)
     try:
+        await declare(gateway.context, config)
         urls = await gateway.listen(
             parse_address(config.server.listen, "server.listen"),
             parse_address(config.admin.listen, "admin.listen"),

@@ -20,6 +20,8 @@ from msgspec import Meta, Struct
 from engine.config import EngineConfig
 from engine.model_store import DEFAULT_MODEL
 from gateway.cache_terms import CachingConfig
+from tenancy.declared import DeclaredTenant, check_declared
+from tenancy.errors import BadName
 
 Seconds = Annotated[float, Meta(gt=0, le=86_400)]
 Whole = Annotated[int, Meta(ge=1, le=2**40)]
@@ -95,7 +97,8 @@ class LogConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Config(Struct, frozen=True, forbid_unknown_fields=True):
-    """Everything that can be set."""
+    """Everything that can be set. `tenants`: those that the file declares; one that it declares no
+    longer is suspended. A file without any says nothing of any; `tenants = []` declares none."""
 
     data_dir: str = str(DEFAULT_DATA_DIR)
     server: ServerConfig = ServerConfig()
@@ -106,6 +109,7 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True):
     tenancy: TenancyConfig = TenancyConfig()
     log: LogConfig = LogConfig()
     engine: EngineConfig = EngineConfig()
+    tenants: tuple[DeclaredTenant, ...] | None = None
 
     @property
     def data(self) -> Path:
@@ -175,6 +179,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 def _decode(tree: dict[str, Any], where: str) -> Config:
     _check_names(tree, Config, where, "")
+    _check_tenants(tree.get("tenants"), where)
     try:
         return msgspec.convert(tree, Config)
     except msgspec.ValidationError as error:
@@ -184,6 +189,19 @@ def _decode(tree: dict[str, Any], where: str) -> Config:
         if options := _options(key):
             message = f"Expected one of {', '.join(map(repr, options))}"
         raise ConfigError(f"{where}: {key}: {message}{came}") from error
+
+
+def _check_tenants(tables: object, where: str) -> None:
+    """Tables of a list, each told by its place: the same checks as everywhere."""
+    for number, table in enumerate(tables if isinstance(tables, list) else ()):
+        at = f"tenants[{number}]"
+        if isinstance(table, dict):
+            _check_names(table, DeclaredTenant, where, f"{at}.")
+        try:
+            msgspec.convert(table, DeclaredTenant)
+        except msgspec.ValidationError as error:
+            message, _, path = str(error).partition(" - at `$")
+            raise ConfigError(f"{where}: {at}{path.rstrip('`')}: {message}") from error
 
 
 def _options(path: str) -> tuple[object, ...]:
@@ -228,6 +246,10 @@ def _checked(config: Config, origin: Origin) -> Config:
     ):
         if not text or "\x00" in text:
             raise ConfigError(f"{at(path)}: {text!r} is no name")
+    try:
+        check_declared(config.tenants or ())
+    except BadName as error:
+        raise ConfigError(f"{at('tenants')}: {error.message}") from error
     engine = config.engine
     if engine.prefill_chunk_tokens_max > engine.step_tokens_max:
         raise ConfigError(

@@ -42,6 +42,7 @@ class Authenticator(Protocol):
 @dataclass(slots=True)
 class Context:
     """A running gateway. `running`: requests admitted and not over, by tenant id.
+    `read_config`: the settings as their file says them now; raises ConfigError.
     `token_bytes_max`: of the vocabulary's longest token.
     `background`: work that must end even if whoever began it is cancelled.
     """
@@ -61,6 +62,7 @@ class Context:
     new_id: Callable[[], str]
     log: Log
     token_bytes_max: int
+    read_config: Callable[[], Config]
     engine_restarts: Callable[[], int] = lambda: 0
     is_draining: bool = False
     running: Counter[int] = field(default_factory=Counter)

@@ -16,8 +16,9 @@ Say = Callable[[str], None]
 Progress = Callable[[int, int], None]
 
 
-def run(config: Config, say: Say, progress: Progress) -> int:
-    """Serve until a signal. A built-in model that is not here yet is fetched first.
+def run(config: Config, say: Say, progress: Progress, read_config: Callable[[], Config]) -> int:
+    """Serve until a signal. A built-in model that is not here yet is fetched first. `read_config`:
+    the settings as they are when asked for.
 
     Raises CommandError for what can be known before anything is fetched or loaded.
     """
@@ -39,9 +40,10 @@ def run(config: Config, say: Say, progress: Progress) -> int:
         if key is not None:
             say(f"  key of the tenant 'default' (shown once): {key}")
         say(f"  key file:            {config.data / app.KEY_FILE}")
+        say(f"  administrator's key: {config.data / app.ADMIN_KEY_FILE}")
 
     try:
-        return asyncio.run(app.serve(config, card, store, announce))
+        return asyncio.run(app.serve(config, card, store, announce, read_config))
     finally:
         store.close()
 

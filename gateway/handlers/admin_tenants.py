@@ -18,6 +18,7 @@ from gateway.context import Context
 from gateway.dialects.strict import convert
 from gateway.errors import Kind, Refusal
 from gateway.middleware import STATE, Handler, Role, Route
+from gateway.reload import reload
 from tenancy import keys, registry
 from tenancy.keys import Key
 from tenancy.registry import Registered
@@ -84,6 +85,7 @@ def routes(gateway: Context) -> tuple[Route, ...]:
         _route("PATCH", key, desk.change_key),
         _route("POST", f"{key}/rotate", desk.rotate_key),
         _route("POST", f"{key}/revoke", desk.revoke_key),
+        _route("POST", "/admin/v1/reload", desk.reload),
     )
 
 
@@ -212,6 +214,11 @@ class _Desk:
         key = await asyncio.to_thread(keys.revoke_key, self._store, self._gateway.wall, which)
         self._note(request, "key_revoked", None, key.key_id)
         return plain.answer(key_body(key))
+
+    # -- the configuration file ---------------------------------------------------------------
+
+    async def reload(self, request: web.Request) -> web.StreamResponse:
+        return plain.answer(await reload(self._gateway))
 
     # -- in common ----------------------------------------------------------------------------
 

@@ -170,3 +170,23 @@ def test_every_setting_is_in_the_operators_guide() -> None:
     named = set(re.findall(r"`([a-z_.]+)`", text))
 
     assert {path for path, _, _ in effective(Config(), {})} <= named
+
+
+def test_declared_tenants_are_read_with_every_setting(tmp_path: Path) -> None:
+    """By the names that the admin API uses too."""
+    file = tmp_path / "t.toml"
+    file.write_text(
+        '[[tenants]]\nname = "ada"\nclasses = ["5m"]\nweight = 2\n[[tenants]]\nname = "bob"\n'
+        "requests_at_once = 3\n"
+    )
+    config, _ = load_config(file, {}, {})
+
+    assert config.tenants is not None
+    assert [(one.name, one.weight) for one in config.tenants] == [("ada", 2.0), ("bob", 1.0)]
+    assert config.tenants[0].settings.policy.classes == ("5m",)
+    assert config.tenants[1].settings.limits.requests_at_once == 3
+
+
+def test_tenants_that_nobody_declared_are_told_from_none() -> None:
+    """A file from before there were declared tenants must not suspend anybody."""
+    assert load_config(None, {}, {})[0].tenants is None

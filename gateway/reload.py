@@ -1,0 +1,60 @@
+"""Reading the configuration again while the server runs: by SIGHUP, or when an administrator asks.
+
+Declared tenants are made so; every other setting waits for a restart, and which ones differ is
+said. A file that cannot be read, or that says what cannot be, changes nothing. It knows no HTTP;
+`app` and the admin API call it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from msgspec import Struct, structs
+
+from gateway.config import Config, ConfigError, effective
+from gateway.context import Context
+from gateway.errors import Kind, Refusal
+from tenancy.declared import Change, reconcile
+from tenancy.errors import TenancyError
+
+
+class Reloaded(Struct, frozen=True):
+    """What was done to tenants, and which settings differ from those that the server runs with."""
+
+    tenants: tuple[Change, ...]
+    needs_restart: tuple[str, ...]
+
+
+async def reload(gateway: Context) -> Reloaded:
+    """Read it and make it so. Raises Refusal with what is wrong, having changed nothing."""
+    try:
+        config = await asyncio.to_thread(gateway.read_config)
+        changes = await declare(gateway, config)
+    except (ConfigError, TenancyError) as error:
+        gateway.log("reload_refused", {"reason": str(error)})
+        raise Refusal(Kind.CONFLICT, "bad_config", f"Nothing was changed: {error}") from error
+    found = Reloaded(tuple(changes), tuple(differences(gateway.config, config)))
+    gateway.log("reloaded", {"tenants": len(changes), "needs_restart": found.needs_restart})
+    return found
+
+
+async def declare(gateway: Context, config: Config) -> list[Change]:
+    """Make the declared tenants so, and say what was done. Raises StoreError, BadName."""
+    if config.tenants is None:
+        return []
+    changes = await asyncio.to_thread(reconcile, gateway.store, gateway.wall, config.tenants)
+    for change in changes:
+        gateway.log("tenant_declared", {"tenant": change.tenant, "what": change.what})
+    gateway.registry.look_again()
+    return changes
+
+
+def differences(running: Config, read: Config) -> list[str]:
+    """Paths of the settings that differ, but for tenants."""
+    before, after = (
+        {path: value for path, value, _ in effective(structs.replace(one, tenants=None), {})}
+        for one in (running, read)
+    )
+    return sorted(
+        path for path in before.keys() | after.keys() if before.get(path) != after.get(path)
+    )
