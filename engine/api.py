@@ -100,9 +100,9 @@ class CacheGrant(Struct, frozen=True, forbid_unknown_fields=True):
 class Sampling(Struct, frozen=True, forbid_unknown_fields=True):
     """How a token is chosen from logits. Temperature 0 is greedy; every default changes nothing.
 
-    Order: grammar, logit bias, penalties, temperature, top-k, top-p, min-p. Presence and frequency count
-    output tokens; repetition counts prompt and output. With a `seed` the choice depends only on
-    (seed, sample index, output position) and the logits, whatever else is in the batch.
+    Order: grammar, logit bias, penalties, temperature, top-k, top-p, min-p. Presence and frequency
+    count output tokens; repetition counts prompt and output. With a `seed` the choice depends only
+    on (seed, sample index, output position) and the logits, whatever else is in the batch.
     `logprobs`: how many alternatives to report with each token (0: the chosen one; None: none),
     taken from the model's own distribution, before any of the above.
     """
@@ -120,12 +120,9 @@ class Sampling(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Grammar(Struct, frozen=True, forbid_unknown_fields=True):
-    """The text that every sample has to be. It holds for the output alone, from its first token.
-
-    `text`: a JSON schema, a Lark grammar in llguidance's dialect, or a regular expression of the
-    whole output; nothing for `json_object`. Compiling is bounded in size, time and memory; what
-    fails is refused as `grammar_invalid` or `grammar_too_big` before it is first scheduled.
-    """
+    """What the whole output has to be. `text`: a JSON schema, a Lark grammar in llguidance's way, a
+    regular expression; nothing for `json_object`. Compiled within bounds of size, time and memory,
+    or refused as `grammar_invalid` or `grammar_too_big`."""
 
     kind: Literal["json_schema", "json_object", "lark", "regex"]
     text: str = ""
@@ -141,9 +138,8 @@ class Request(Struct, frozen=True, forbid_unknown_fields=True):
     reported. `priority`: higher first. `weight`: the namespace's share of service. `deadline_s`:
     seconds from receipt after which a request not yet started is finished as `timeout`.
     `prompt_logprobs`: report logprobs of prompt tokens (reads no cache: logits are needed).
-    `grammar`: no token is drawn that it does not allow. A sample whose text is whole and can only
-    end does so as `stop`, with or without an end token, before `min_tokens` if it must; the model's
-    end tokens are drawn only where the text may end. `max_tokens` may still cut it short.
+    `grammar`: what it does not allow is never drawn, end tokens only where the text may end. Whole,
+    it ends as `stop`, with or without an end token, before `min_tokens` if nothing can follow.
     """
 
     request_id: str
@@ -201,6 +197,14 @@ class Erase(Struct, frozen=True, tag="erase", forbid_unknown_fields=True):
     tokens: tuple[TokenId, ...] | None = None
 
 
+class Survey(Struct, frozen=True, tag="survey", forbid_unknown_fields=True):
+    """What shape has the namespace's tree? The `most` largest branches are told."""
+
+    call_id: Count
+    namespace: Namespace
+    most: Annotated[int, Meta(ge=1, le=10_000)] = 1_000
+
+
 class GetStats(Struct, frozen=True, tag="get_stats", forbid_unknown_fields=True):
     call_id: Count
 
@@ -211,7 +215,7 @@ class Drain(Struct, frozen=True, tag="drain", forbid_unknown_fields=True):
     timeout_s: float
 
 
-Command = Submit | Cancel | EndSample | Peek | Erase | GetStats | Drain
+Command = Submit | Cancel | EndSample | Peek | Erase | Survey | GetStats | Drain
 
 
 # --- what is answered --------------------------------------------------------------------------
@@ -312,6 +316,26 @@ class Erased(Struct, frozen=True, tag="erased", forbid_unknown_fields=True):
     blocks: Count
 
 
+class Branch(Struct, frozen=True, gc=False, forbid_unknown_fields=True):
+    """A run of blocks without a fork. `parent`: place of the branch it grows from, -1 for none.
+
+    `tokens` are its own, `total_tokens` with all that grows from it. `hits`: requests that matched
+    its beginning. `idle_s`: since its latest use.
+    """
+
+    parent: int
+    tokens: Count
+    total_tokens: Count
+    hits: Count
+    promised_blocks: Count
+    idle_s: float
+
+
+class Surveyed(Struct, frozen=True, tag="surveyed", forbid_unknown_fields=True):
+    call_id: Count
+    branches: tuple[Branch, ...]
+
+
 class NamespaceStats(Struct, frozen=True, forbid_unknown_fields=True):
     """What one namespace holds and asks for now. `promised_blocks`: under a live promise."""
 
@@ -353,8 +377,7 @@ class Stats(Struct, frozen=True, tag="stats", forbid_unknown_fields=True):
 
 
 LossCause = Literal["evicted_own_quota", "evicted_pressure", "expired", "erased"]
-"""Why blocks left the tree: taken for the namespace itself, for another, its time ran out, its
-owner said so."""
+"""Why blocks left the tree: taken for their own namespace or for another, over, or told to."""
 
 
 class Loss(Struct, frozen=True, forbid_unknown_fields=True):
@@ -375,15 +398,13 @@ class CacheNews(Struct, frozen=True, tag="cache_news", forbid_unknown_fields=Tru
 Event = Started | PromptLogprobs | Tokens | SampleEnded | Finished
 """What a request's stream carries."""
 
-Reply = Peeked | Erased | Stats | CacheNews
-"""Answers to calls, matched by `call_id`. A `Stats` with call id 0 is a heartbeat; news come
-unasked."""
+Reply = Peeked | Erased | Surveyed | Stats | CacheNews
+"""Answers to calls, by `call_id`. A `Stats` with call id 0 is a heartbeat; news come unasked."""
 
 
 class EngineInfo(Struct, frozen=True, forbid_unknown_fields=True):
-    """What the gateway must know of a loaded engine. `epoch` differs at each start; the cache is
-    empty at the start of an epoch. `model_digest` covers weights, tokenizer and KV format: it is
-    part of every namespace."""
+    """What the gateway must know of a loaded engine. Each start is an `epoch` of its own, with an
+    empty cache. `model_digest` covers weights, tokenizer and KV format: every namespace has it."""
 
     epoch: str
     model: str

@@ -33,6 +33,8 @@ from engine.api import (
     Request,
     Stats,
     Submit,
+    Survey,
+    Surveyed,
 )
 from engine.errors import EngineError, EngineUnavailable, RequestRefused
 from engine.frames import FrameError, Hello, Rejected, Welcome, downward_decoder, encode
@@ -46,7 +48,8 @@ CALL_TIMEOUT_S = 10.0
 UNSENT_BYTES_MAX = 64 * 2**20
 """An engine that reads slower than this far behind is full for the time being."""
 
-Answer = TypeVar("Answer", Peeked, Erased, Stats)
+Called = Peeked | Erased | Surveyed | Stats
+Answer = TypeVar("Answer", Peeked, Erased, Surveyed, Stats)
 
 
 class Engine(Protocol):
@@ -82,6 +85,9 @@ class Engine(Protocol):
     ) -> Erased:
         """Forget cached KV; see `engine.api.Erase`."""
 
+    async def survey(self, namespace: Namespace, most: int) -> Surveyed:
+        """What shape has a namespace's tree?"""
+
     async def get_stats(self) -> Stats:
         """Fresh numbers."""
 
@@ -104,7 +110,7 @@ class Connection(ABC):
         self.losses = LossTotals()
         self.heard_at_s = 0.0
         self._streams: dict[str, RequestStream] = {}
-        self._calls: dict[int, asyncio.Future[Peeked | Erased | Stats]] = {}
+        self._calls: dict[int, asyncio.Future[Called]] = {}
         self._next_call = 1
         self._is_draining = False
         self._is_closed = False
@@ -161,6 +167,11 @@ class Connection(ABC):
         call_id = self._call_id()
         return await self._call(Erase(call_id, namespace, lease_id, tokens), call_id, Erased)
 
+    async def survey(self, namespace: Namespace, most: int) -> Surveyed:
+        """See `Engine.survey`."""
+        call_id = self._call_id()
+        return await self._call(Survey(call_id, namespace, most), call_id, Surveyed)
+
     async def get_stats(self) -> Stats:
         """See `Engine.get_stats`."""
         call_id = self._call_id()
@@ -178,7 +189,7 @@ class Connection(ABC):
             if isinstance(message, CacheNews):
                 self.losses.add(message)
                 continue
-            if isinstance(message, Peeked | Erased | Stats):
+            if isinstance(message, Called):
                 self._answer(message)
                 continue
             stream = self._streams.get(message.request_id)
@@ -208,7 +219,7 @@ class Connection(ABC):
         self._next_call += 1
         return self._next_call
 
-    def _answer(self, reply: Peeked | Erased | Stats) -> None:
+    def _answer(self, reply: Called) -> None:
         if reply.call_id == 0 and isinstance(reply, Stats):
             self.stats = reply
             return
@@ -219,7 +230,7 @@ class Connection(ABC):
     async def _call(self, command: Command, call_id: int, kind: type[Answer]) -> Answer:
         if self._is_closed or self.info is None:
             raise EngineUnavailable("not_ready", "There is no engine to ask.")
-        future: asyncio.Future[Peeked | Erased | Stats] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[Called] = asyncio.get_running_loop().create_future()
         self._calls[call_id] = future
         self.post(command)
         try:

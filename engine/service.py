@@ -32,19 +32,29 @@ from engine.api import (
     Request,
     Sampling,
     Submit,
+    Survey,
+    Surveyed,
     Usage,
 )
 from engine.cache import PrefixCache
+from engine.cache.survey import survey
 from engine.config import EngineConfig
+from engine.constraints import Constraints
 from engine.core import Core
 from engine.errors import EngineError
+from engine.grammar import MaskFiller
+from engine.grammar_compiler import GrammarCompiler
+from engine.grammar_trial import TrialSettings
 from engine.losses import LossCollector
-from engine.model_store import load_card
+from engine.model_store import ModelCard, load_card
 
 CANARY: Final = "canary"
 CANARY_STEPS_MAX: Final = 8
 OUTBOX_STEPS_MAX: Final = 64
 """Steps a connection may have unread before the engine waits for it."""
+
+COMPILE_WAIT_S: Final = 0.001
+"""Between two looks at grammars that are being compiled, with nothing else to do."""
 
 Asked = Command | Literal["join", "leave"]
 
@@ -196,9 +206,12 @@ class EngineService:
     def _take_commands(self, core: Core) -> bool:
         """Everything in the inbox; without work, waits for some until the heartbeat. False: stop.
 
-        The core keeps house at each heartbeat, so nothing expires later than that.
+        The core keeps house at each heartbeat, so nothing expires later than that. Grammars that
+        are being compiled are looked after in between.
         """
         wait_s = 0.0 if core.has_work() else max(0.0, self._beat_at_s - self.clock())
+        if core.only_compiles:
+            wait_s = COMPILE_WAIT_S
         while True:
             try:
                 item = self._inbox.get(timeout=wait_s) if wait_s else self._inbox.get_nowait()
@@ -237,6 +250,9 @@ class EngineService:
                 self._tell(outlet, core, core.peek(asked))
             case Erase():
                 self._tell(outlet, core, core.erase(asked))
+            case Survey(call_id, namespace, most):
+                found = survey(core.cache, namespace, most, self.clock())
+                self._tell(outlet, core, Surveyed(call_id, found))
             case GetStats(call_id):
                 self._tell(outlet, core, core.stats(call_id))
             case Drain(timeout_s):
@@ -329,6 +345,7 @@ def core_of_model(folder: Path, config: EngineConfig) -> tuple[Core, EngineInfo]
         vocab_size=card.config.vocab,
         context_tokens=built.context,
         pipeline_depth=built.pipeline_depth,
+        constraints=_constraints(card, config),
     )
     info = EngineInfo(
         epoch=secrets.token_hex(8),
@@ -345,3 +362,10 @@ def core_of_model(folder: Path, config: EngineConfig) -> tuple[Core, EngineInfo]
         pid=os.getpid(),
     )
     return core, info
+
+
+def _constraints(card: ModelCard, config: EngineConfig) -> Constraints:
+    """Nothing of it costs anything before the first grammar comes."""
+    settings = TrialSettings(str(card.tokenizer_path), card.config.vocab, card.stop_token_ids)
+    threads = config.threads or os.cpu_count() or 1
+    return Constraints(GrammarCompiler(settings, time.monotonic), MaskFiller(min(threads, 8)))

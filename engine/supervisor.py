@@ -24,7 +24,7 @@ from pathlib import Path
 import msgspec
 import xxhash
 
-from engine.api import EngineInfo, Erased, Namespace, Peeked, Request, Stats
+from engine.api import EngineInfo, Erased, Namespace, Peeked, Request, Stats, Surveyed
 from engine.client import RequestStream, SocketEngine
 from engine.config import EngineConfig
 from engine.errors import EngineError, EngineUnavailable, ModelError, RequestRefused
@@ -123,6 +123,10 @@ class EngineSupervisor:
     ) -> Erased:
         """See `engine.client.Engine`."""
         return await self._living().erase(namespace, lease_id=lease_id, tokens=tokens)
+
+    async def survey(self, namespace: Namespace, most: int) -> Surveyed:
+        """See `engine.client.Engine`."""
+        return await self._living().survey(namespace, most)
 
     async def get_stats(self) -> Stats:
         """See `engine.client.Engine`."""

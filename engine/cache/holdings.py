@@ -12,6 +12,7 @@ from engine.cache.block_pool import BlockPool
 from engine.cache.block_table import BlockTable
 from engine.cache.eviction import Account, next_victim
 from engine.cache.prefix_tree import Node
+from engine.cache.report import CacheStats
 from engine.plan import BlockCopy
 
 
@@ -100,6 +101,22 @@ class Holdings:
         if quota.ceiling_blocks is not None:
             room = min(room, quota.ceiling_blocks - held)
         return room + own
+
+    def stats(self, evicted: int, expired: int, copied: int) -> CacheStats:
+        """Gauges, with these totals beside them. O(namespaces)."""
+        free = len(self.pool.free)
+        cached = sum(account.cached for account in self.accounts.values())
+        return CacheStats(
+            blocks=self.pool.blocks,
+            free=free,
+            cached=cached,
+            pinned=self.pool.blocks - free - cached,
+            evictable=sum(account.evictable for account in self.accounts.values()),
+            promised=sum(account.promised for account in self.accounts.values()),
+            evicted_blocks_total=evicted,
+            expired_blocks_total=expired,
+            copied_blocks_total=copied,
+        )
 
     def fits(self, namespace: Namespace, quota: Quota, blocks: int) -> bool:
         """Could `namespace` ever have as many blocks? Others' floors are theirs. O(accounts)."""

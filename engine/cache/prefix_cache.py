@@ -74,20 +74,7 @@ class PrefixCache:
 
     def stats(self) -> CacheStats:
         """Counters and gauges. O(namespaces)."""
-        accounts = self._holdings.accounts.values()
-        free = len(self._holdings.pool.free)
-        cached = sum(account.cached for account in accounts)
-        return CacheStats(
-            blocks=self.blocks,
-            free=free,
-            cached=cached,
-            pinned=self.blocks - free - cached,
-            evictable=sum(account.evictable for account in accounts),
-            promised=sum(account.promised for account in accounts),
-            evicted_blocks_total=self._evicted,
-            expired_blocks_total=self._expired,
-            copied_blocks_total=self._copied,
-        )
+        return self._holdings.stats(self._evicted, self._expired, self._copied)
 
     def namespaces(self) -> tuple[NamespaceUse, ...]:
         """What each namespace holds. O(namespaces)."""
@@ -95,6 +82,11 @@ class PrefixCache:
             NamespaceUse(a.namespace, a.held, a.held - a.cached, a.promised)
             for a in self._holdings.accounts.values()
         )
+
+    def tree_root(self, namespace: Namespace) -> Node | None:
+        """To look at, not to touch: the namespace's tree, if it has one."""
+        account = self._holdings.accounts.get(namespace)
+        return account.tree.root if account else None
 
     def held(self, namespace: Namespace) -> int:
         """Blocks allocated to a namespace."""
@@ -347,6 +339,7 @@ class PrefixCache:
 
     def _read(self, account: Account, node: Node, now_s: float) -> None:
         node.last_use_s = now_s
+        node.hits += 1
         if node.terms:
             node.terms.renew(now_s)
             self._book.note(account, node, now_s)

@@ -21,7 +21,8 @@ Run = tuple[int, ...]
 
 
 class Node:
-    """One block of the tree. `terms` None: best effort, no limit of its own.
+    """One block of the tree. `terms` None: best effort, no limit of its own. `hits`: how often it
+    was matched.
 
     `promised` and `in_order` mirror the account's books (see `eviction`), `timed_limit` and
     `timed_promise` whether a deadline is set. A node that left its tree has no parent.
@@ -30,6 +31,7 @@ class Node:
     __slots__ = (
         "block",
         "children",
+        "hits",
         "in_order",
         "last_use_s",
         "order",
@@ -49,6 +51,7 @@ class Node:
         self.serial = serial
         self.children: dict[Run, Node] = {}
         self.order: SortedList | None = None
+        self.hits = 0
         self.last_use_s = 0.0
         self.terms: Terms | None = None
         self.promised = False

@@ -1,0 +1,97 @@
+"""Miss-ratio curves from a bounded sample, against the exact ones."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tenancy.reuse import ReuseSampler
+
+
+def exact(uses: list[int], size: int) -> float:
+    """The hit ratio of a least-recently-used cache of `size` blocks."""
+    cache: dict[int, None] = {}
+    hits = 0
+    for block in uses:
+        hits += block in cache
+        cache.pop(block, None)
+        cache[block] = None
+        if len(cache) > size:
+            del cache[next(iter(cache))]
+    return hits / len(uses)
+
+
+@given(st.lists(st.integers(0, 12), min_size=1, max_size=200))
+def test_a_sample_of_everything_is_exact_at_bucket_edges(uses: list[int]) -> None:
+    """Sizes that are powers of two are edges of the histogram."""
+    sampler = ReuseSampler()
+    for turn, block in enumerate(uses):
+        sampler.use([block], float(turn))
+        sampler.check()
+
+    points = sampler.by_blocks([1, 2, 4, 8, 16])
+
+    # An edge's own bucket begins at it: distances below it are certain.
+    assert points[0].hit_ratio <= exact(uses, 1) + 1e-9
+    for point in points[1:]:
+        assert exact(uses, int(point.at) - 1) - 1e-9 <= point.hit_ratio
+        assert point.hit_ratio <= exact(uses, int(point.at)) + 1e-9
+        assert point.error == 0
+
+
+def test_a_small_sample_tells_the_curve_within_its_error() -> None:
+    """A hundredth of the blocks, a few points of the ratio."""
+    chance = random.Random(7)
+    blocks = 40_000
+    uses = [int(blocks * chance.random() ** 4) for _ in range(200_000)]
+    names = [chance.getrandbits(60) for _ in range(blocks)]
+    sampler = ReuseSampler(sample_max=1_000)
+
+    sampler.use((names[block] for block in uses), 0.0)
+
+    sampler.check()
+    assert sampler.rate < 0.05
+    for size in (2_048, 8_192, 16_384):
+        point = sampler.by_blocks([size])[0]
+        assert abs(point.hit_ratio - exact(uses, size)) < 0.06
+
+
+def test_retention_is_judged_by_the_time_between_uses() -> None:
+    """Half come back within ten seconds, half after a hundred."""
+    sampler = ReuseSampler()
+    for turn in range(50):
+        sampler.use([turn], 1_000.0 * turn)
+        sampler.use([turn], 1_000.0 * turn + 7.0)
+        sampler.use([turn], 1_000.0 * turn + 107.0)
+
+    soon, late = sampler.by_seconds([16, 256])
+
+    assert soon.hit_ratio == pytest.approx(1 / 3)
+    assert late.hit_ratio == pytest.approx(2 / 3)
+
+
+def test_the_sample_never_grows_beyond_its_bound() -> None:
+    """However many blocks a tenant streams."""
+    chance = random.Random(3)
+    sampler = ReuseSampler(sample_max=64)
+
+    for turn in range(2_000):
+        sampler.use([chance.getrandbits(60)], float(turn))
+
+    sampler.check()
+    assert sampler.sampled_blocks <= 64
+
+
+def test_the_past_can_fade() -> None:
+    """A tenant that changed its ways is judged by its new ones."""
+    sampler = ReuseSampler()
+    for turn in range(100):
+        sampler.use([1], float(turn))
+    sampler.fade(0.0)
+    for turn in range(100):
+        sampler.use([1_000 + turn], float(turn))
+
+    assert sampler.by_blocks([1_024])[0].hit_ratio < 0.02
