@@ -17,19 +17,21 @@ from aiohttp import web
 from engine.api import Request, Usage
 from engine.client import RequestStream
 from engine.errors import EngineError
+from gateway import limiting
 from gateway.accounting import added
-from gateway.admission import admit
+from gateway.admission import Circumstances, admit
 from gateway.context import Context
 from gateway.dialects.canonical import Delta, End, Reply
 from gateway.endpoints import Dialect, Encoder, asked
 from gateway.errors import Kind, Refusal
 from gateway.metering import Account
 from gateway.middleware import STATE, RequestState, refusal_of
-from gateway.prepare import Prepared, check_model, prepare
+from gateway.prepare import Prepared, check_model, circumstances, prepare
 from gateway.retention import Contract
 from gateway.server import ClientGone, read_body, send, write
 from gateway.stream import AnswerStream
-from tenancy.errors import LedgerUnavailable
+from tenancy.errors import LedgerUnavailable, LimitExceeded
+from tenancy.limits import Demand, Reservation
 from tenancy.types import Identity
 
 CACHE_HEADER = "X-Trunkline-Cache"
@@ -77,10 +79,12 @@ class Answer:
         gateway, tenant_id = self._gateway, identity.tenant.tenant_id
         call, rendered, self._contracts = made.call, made.rendered, made.contracts
         leases = [contract.leases for contract in self._contracts]
-        requests = admit(call, rendered, identity, self._state.request_id, made.now, leases)
+        cached, now = await self._look(made, identity)
+        requests = admit(call, rendered, identity, self._state.request_id, now, leases)
         account = Account(
             gateway.ledger, gateway.wall, self._state.request_id, identity, gateway.model
         )
+        reservation = self._reserve(identity, limiting.estimate(requests, cached))
         gateway.enter(tenant_id)
         answer = AnswerStream(call, rendered, (), gateway.renderer)
         ending = "failed"
@@ -101,7 +105,28 @@ class Answer:
             return response
         finally:
             gateway.leave(tenant_id)
-            await gateway.finish(self._give_up(answer, account, ending))
+            await gateway.finish(self._give_up(answer, account, ending, reservation))
+
+    async def _look(self, made: Prepared, identity: Identity) -> tuple[int, Circumstances]:
+        """What the cache has of the prompts, if a limit depends on it, and how things stand then:
+        what is counted now still holds when the call is admitted."""
+        if not limiting.counts_input(identity):
+            return 0, made.now
+        prompts = [prompt.token_ids for prompt in made.rendered]
+        cached = await limiting.cached_tokens(self._gateway.engine, made.scope.namespace, prompts)
+        return cached, circumstances(self._gateway, identity.tenant.tenant_id)
+
+    def _reserve(self, identity: Identity, demand: Demand) -> Reservation:
+        """A place in the limits, and what is left said in the headers, refused or not."""
+        limiter = self._gateway.limiter
+        try:
+            return limiter.reserve(identity, demand)
+        except LimitExceeded as error:
+            raise limiting.refusal_of(error) from error
+        finally:
+            left = limiter.status(identity)
+            name, now_ms = self._dialect.name, self._gateway.wall()
+            self._state.headers.update(limiting.limit_headers(name, left, now_ms))
 
     async def _submit(self, requests: tuple[Request, ...]) -> list[RequestStream]:
         """All prompts of a call or none."""
@@ -114,9 +139,12 @@ class Answer:
             raise
         return streams
 
-    async def _give_up(self, answer: AnswerStream, account: Account, ending: str) -> None:
+    async def _give_up(
+        self, answer: AnswerStream, account: Account, ending: str, reservation: Reservation
+    ) -> None:
         """After any ending: cancel what runs, settle what was not. Both may be done already."""
         await answer.cancel()
+        reservation.settle(limiting.truth(answer.usage_so_far()))
         self._note(answer)
         for contract in self._contracts:
             contract.finish(self._reply.response_id)

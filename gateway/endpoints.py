@@ -37,6 +37,7 @@ class Encoder(Protocol):
 class Dialect(ErrorShape, Protocol):
     """What inference needs of a dialect."""
 
+    name: str
     stream_content_type: str
 
     def parse(self, body: bytes, asked: Asked) -> Call:

@@ -10,9 +10,10 @@ It knows no engine and no prompt. `app` installs it; handlers declare `Route`s a
 from __future__ import annotations
 
 import asyncio
+import math
 import traceback
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import msgspec
@@ -67,7 +68,8 @@ class Route:
 
 @dataclass(slots=True)
 class RequestState:
-    """What is known of a request by and by; its log line in the end."""
+    """What is known of a request by and by; its log line in the end. `headers` go on its answer,
+    whatever that will be."""
 
     request_id: str
     started_s: float
@@ -84,6 +86,7 @@ class RequestState:
     output_tokens: int = 0
     first_token_s: float | None = None
     is_complete: bool = False
+    headers: dict[str, str] = field(default_factory=dict)
 
     def left(self) -> int:
         """The client is gone; the status it saw. After the last byte that is no loss."""
@@ -137,6 +140,7 @@ async def _name_response(request: web.Request, response: web.StreamResponse) -> 
     state = request.get(STATE)
     if state is not None:
         response.headers["X-Request-Id"] = state.request_id
+        response.headers.update(state.headers)
 
 
 class Guard:
@@ -353,7 +357,10 @@ def error_response(refusal: Refusal, state: RequestState, request: web.Request) 
         headers=state.shape.headers(state.request_id),
     )
     if refusal.retry_after_s is not None:
-        response.headers["Retry-After"] = str(max(1, round(min(60.0, refusal.retry_after_s))))
+        # Rounded up: whoever comes a moment too early is refused again.
+        response.headers["Retry-After"] = str(max(1, math.ceil(min(60.0, refusal.retry_after_s))))
+    elif refusal.kind in (Kind.RATE, Kind.QUOTA):
+        response.headers["X-Should-Retry"] = "false"
     if refusal.kind is Kind.AUTH:
         response.headers["WWW-Authenticate"] = "Bearer"
     if refusal.kind is Kind.METHOD:

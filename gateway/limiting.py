@@ -1,0 +1,106 @@
+"""A call's place in its tenant's limits: what it may come to, what came of it, and the headers.
+
+`tenancy.limits` counts; here tokens are estimated by a live look into the cache, and what is left
+is said as each dialect's clients read it. It knows no HTTP; `answer` calls it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+
+from engine.api import Request
+from engine.client import Engine
+from gateway.dialects.canonical import UsageRecord
+from gateway.errors import Kind, Refusal
+from tenancy.errors import LimitExceeded
+from tenancy.limits import Demand, LimitState, Meter
+from tenancy.types import Identity
+
+NOTHING = Demand(0, 0)
+
+
+def counts_input(identity: Identity) -> bool:
+    """Does any of its limits depend on what the cache has?"""
+    return any(
+        limits.input_tokens_per_minute is not None or limits.tokens_per_minute is not None
+        for limits in (identity.limits, identity.key_limits)
+    )
+
+
+async def cached_tokens(
+    engine: Engine, namespace: bytes, prompts: Sequence[tuple[int, ...]]
+) -> int:
+    """How many tokens of these prompts the cache has now. Raises EngineUnavailable."""
+    found = await asyncio.gather(*(engine.peek(namespace, tokens) for tokens in prompts))
+    return sum(peeked.cached_tokens for peeked in found)
+
+
+def estimate(requests: Sequence[Request], cached: int) -> Demand:
+    """The most that these can come to, if what was seen in the cache is still there."""
+    computed = sum(len(request.tokens) for request in requests)
+    if all(request.grant.read and request.prompt_logprobs is None for request in requests):
+        computed -= cached
+    return Demand(computed, sum(request.max_tokens * request.samples for request in requests))
+
+
+def truth(usage: UsageRecord) -> Demand:
+    """What was computed: by the engine's count, not by the contract's."""
+    return Demand(max(0, usage.total_in - usage.physical_cached), usage.out)
+
+
+def refusal_of(error: LimitExceeded) -> Refusal:
+    """Without a time to come back it can never fit."""
+    code = "rate_limit_exceeded" if error.retry_after_s is not None else error.code
+    return Refusal(Kind.RATE, code, error.message, retry_after_s=error.retry_after_s)
+
+
+def limit_headers(dialect: str, states: Mapping[Meter, LimitState], now_ms: int) -> dict[str, str]:
+    """What is left, as the clients of a dialect read it; Google's have no such headers."""
+    if dialect.startswith("openai"):
+        return _openai(states)
+    if dialect.startswith("anthropic"):
+        return _anthropic(states, now_ms)
+    return {}
+
+
+def _openai(states: Mapping[Meter, LimitState]) -> dict[str, str]:
+    """Requests and tokens; where only one side of the tokens is limited, that side."""
+    tokens = [
+        states[name] for name in ("tokens", "input_tokens", "output_tokens") if name in states
+    ]
+    shown = {"requests": states.get("requests"), "tokens": min(tokens, key=_left, default=None)}
+    headers = {}
+    for name, state in shown.items():
+        if state is not None:
+            headers[f"X-RateLimit-Limit-{name.title()}"] = str(state.limit)
+            headers[f"X-RateLimit-Remaining-{name.title()}"] = str(state.remaining)
+            headers[f"X-RateLimit-Reset-{name.title()}"] = _duration(state.reset_s)
+    return headers
+
+
+def _anthropic(states: Mapping[Meter, LimitState], now_ms: int) -> dict[str, str]:
+    """All four, and when the whole limit is there again as an instant."""
+    headers = {}
+    for meter, state in states.items():
+        name = f"Anthropic-RateLimit-{meter.replace('_', '-').title()}"
+        at = datetime.fromtimestamp(math.ceil(now_ms / 1000 + state.reset_s), UTC)
+        headers[f"{name}-Limit"] = str(state.limit)
+        headers[f"{name}-Remaining"] = str(state.remaining)
+        headers[f"{name}-Reset"] = at.isoformat().replace("+00:00", "Z")
+    return headers
+
+
+def _left(state: LimitState) -> int:
+    return state.remaining
+
+
+def _duration(seconds: float) -> str:
+    """As in 1m12.5s or 500ms, rounded up."""
+    ms = math.ceil(seconds * 1000)
+    if ms < 1000:
+        return f"{ms}ms"
+    minutes, rest = divmod(ms / 1000, 60)
+    return (f"{minutes:.0f}m" if minutes else "") + f"{rest:.3f}".rstrip("0").rstrip(".") + "s"
