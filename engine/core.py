@@ -13,7 +13,6 @@ runs steps in order, and whoever gets the block writes it later.
 from __future__ import annotations
 
 from collections import deque
-from typing import Protocol
 
 from engine.admission import check_request
 from engine.api import (
@@ -36,32 +35,21 @@ from engine.api import (
 )
 from engine.cache import BlockTable, PrefixCache
 from engine.config import EngineConfig
+from engine.constraints import GRAMMAR_FAILURES, Constraints
 from engine.errors import EngineError, InvariantViolation
-from engine.plan import StepPlan, StepResult
+from engine.housekeeping import Housekeeper
+from engine.plan import Runner, StepResult
 from engine.planner import Flight, Planner
 from engine.scheduler import Scheduler, Slice
 from engine.sequence import Sequence, Work
 from engine.vitals import Vitals
 
 STALLS_MAX = 3
-IDLE_CHECK_S = 1.0
 FAILURES = {
     "nan_logits": "The model's output was not a number.",
     "step_failed": "The step that computed this request failed.",
+    **GRAMMAR_FAILURES,
 }
-
-
-class Runner(Protocol):
-    """Executes steps in the order they are launched."""
-
-    def launch(self, plan: StepPlan) -> None:
-        """Start a step. Everything it needs of the plan has been read when it returns.
-
-        May raise what broke it, once it has taken note of who ended and who begins.
-        """
-
-    def collect(self) -> StepResult:
-        """Wait for the oldest launched step and return what it brought. May raise what broke it."""
 
 
 class Core:
@@ -77,6 +65,7 @@ class Core:
         vocab_size: int,
         context_tokens: int,
         pipeline_depth: int = 1,
+        constraints: Constraints | None = None,
     ) -> None:
         self.cache = cache
         self.runner = runner
@@ -86,6 +75,7 @@ class Core:
         self.context_tokens = context_tokens
         self.pipeline_depth = pipeline_depth
         self.scheduler = Scheduler(cache, config)
+        self.constraints = constraints or Constraints()
         self.vitals = Vitals()
         self.works: dict[str, Work] = {}
         self.by_sequence: dict[int, Sequence] = {}
@@ -95,8 +85,7 @@ class Core:
         self._next_sequence_id = 0
         self._stalls = 0
         self._drain_at_s: float | None = None
-        self._idle_since_s: float | None = None
-        self._checked_at_s = clock()
+        self._housekeeper = Housekeeper(cache, config.check_interval_s, clock())
         self._planner = Planner(cache, self.scheduler, self._add_sequence)
 
     # -- what is asked ------------------------------------------------------------------------
@@ -107,6 +96,7 @@ class Core:
         work = Work(request, self._arrivals, now_s)
         try:
             check_request(self, request)
+            self.constraints.ask(request)
         except EngineError as refusal:
             usage = work.usage(now_s)
             self._events.append(
@@ -169,6 +159,12 @@ class Core:
         """Is there anything to compute, collect or say?"""
         return bool(self.works or self._flights or self._events)
 
+    @property
+    def only_compiles(self) -> bool:
+        """Is all there is to do to wait for grammars?"""
+        compiling = len(self.scheduler.compiling)
+        return bool(compiling) and compiling == len(self.works) and not self._flights
+
     # -- one step -----------------------------------------------------------------------------
 
     def step(self) -> list[Event]:
@@ -179,13 +175,14 @@ class Core:
         """
         now_s = self.clock()
         self._end_overdue(now_s)
+        self._take_compiled()
         slices = self.scheduler.schedule(now_s)
         launched = bool(slices) and self._launch(slices, now_s)
         if self._flights and (len(self._flights) >= self.pipeline_depth or not launched):
             self._collect()
         elif not slices:
             self._stalled(now_s)
-        self._keep_house(now_s)
+        self._housekeeper.keep(now_s, is_busy=bool(self.works or self._flights))
         events, self._events = self._events, []
         return events
 
@@ -236,6 +233,9 @@ class Core:
                 if sequence_id not in drawn:
                     raise InvariantViolation(f"sequence {sequence_id} drew no token")
                 self._accept(sequence, drawn[sequence_id], now_s)
+        for sequence, code in self.constraints.mask(flight.drawing.values()):
+            if not sequence.is_ended:
+                self._finish(sequence.work, "failed", code, FAILURES[code])
         self.vitals.stepped(flight.launched_at_s, now_s, computed - len(flight.drawing))
 
     def _computed(self, piece: Slice, table: BlockTable, result: StepResult, now_s: float) -> None:
@@ -282,6 +282,9 @@ class Core:
     def _accept(self, sequence: Sequence, token: SampledToken, now_s: float) -> None:
         """One more output token; it may be the last."""
         work, request = sequence.work, sequence.work.request
+        if code := self.constraints.consume(sequence, token.token_id):
+            self._finish(work, "failed", code, FAILURES[code])
+            return
         sequence.tokens.append(token.token_id)
         sequence.output_tokens += 1
         self.vitals.output_tokens += 1
@@ -290,9 +293,9 @@ class Core:
         if work.first_token_at_s is None:
             work.first_token_at_s = now_s
         self._events.append(Tokens(request.request_id, sequence.index, (token,)))
-        if token.token_id in request.stop_token_ids and (
-            sequence.output_tokens >= request.min_tokens
-        ):
+        is_stop = token.token_id in request.stop_token_ids
+        is_stop = is_stop and sequence.output_tokens >= request.min_tokens
+        if is_stop or self.constraints.is_complete(sequence):
             self._end(sequence, "stop")
         elif sequence.output_tokens >= request.max_tokens:
             self._end(sequence, "length")
@@ -316,6 +319,7 @@ class Core:
             raise InvariantViolation("a request was finished twice")
         work.is_finished = True
         now_s = self.clock()
+        self.constraints.forget(work.request)
         self.scheduler.leave(work, now_s, keep=ending != "failed")
         for sequence in work.sequences:
             del self.by_sequence[sequence.sequence_id]
@@ -350,11 +354,12 @@ class Core:
 
         Promises and floors of others may hold the memory that `fits` found when it was idle.
         """
-        self._stalls += 1 if self.works else -self._stalls
+        works = [w for w in self.works.values() if not w.is_compiling]
+        self._stalls += 1 if works else -self._stalls
         if self._stalls < STALLS_MAX:
             return
         self._stalls = 0
-        first = min(self.works.values(), key=lambda w: (-w.request.priority, w.arrival))
+        first = min(works, key=lambda w: (-w.request.priority, w.arrival))
         message = "The cache memory this request needs is promised to others; try again later."
         self._finish(first, "failed", "kv_exceeded", message)
 
@@ -365,7 +370,19 @@ class Core:
         self._next_sequence_id += 1
         work.sequences.append(sequence)
         self.by_sequence[sequence.sequence_id] = sequence
+        self.constraints.begin(sequence)
         return sequence
+
+    def _take_compiled(self) -> None:
+        """Requests whose grammar is ready may run; the others have their refusal."""
+        for request_id, outcome in self.constraints.ready():
+            work = self.works[request_id]
+            if isinstance(outcome, EngineError):
+                self._finish(work, "refused", outcome.code, outcome.message)
+            else:
+                work.compiled = outcome
+                self.constraints.begin(work.sequences[0])
+                self.scheduler.compiled(work)
 
     def _started(self, sequence: Sequence, now_s: float) -> None:
         work, table = sequence.work, sequence.table
@@ -379,17 +396,3 @@ class Core:
                 work.request.request_id, len(work.request.tokens), table.kv_tokens, table.leases
             )
         )
-
-    def _keep_house(self, now_s: float) -> None:
-        """Let lapse what is over; recount once per idle time, and now and then without one."""
-        self.cache.expire(now_s)
-        is_due = now_s - self._checked_at_s >= self.config.check_interval_s
-        if self.works or self._flights:
-            self._idle_since_s = None
-        elif self._idle_since_s is None:
-            self._idle_since_s = now_s
-        elif self._checked_at_s <= self._idle_since_s:
-            is_due = is_due or now_s - self._idle_since_s >= IDLE_CHECK_S
-        if is_due:
-            self._checked_at_s = now_s
-            self.cache.check()

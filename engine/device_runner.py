@@ -162,9 +162,8 @@ class DeviceRunner:
         total = int(counts.sum())
         bucket = _bucket(total) if is_decoding else 0
         self._fill(rows, counts, starts, seats, bucket or total)
-        is_plain = self.sampler.is_plain(drawing) and all(
-            row.prompt_logprobs is None for row in rows
-        )
+        is_plain = not plan.masks and self.sampler.is_plain(drawing)
+        is_plain = is_plain and all(row.prompt_logprobs is None for row in rows)
         if is_plain and drawing:
             table = self.sampler.parameters(drawing)
             self.inputs.host_parameters[:, : len(drawing)] = table
@@ -178,7 +177,7 @@ class DeviceRunner:
             last = np.cumsum([bool(row.samples) for row in rows]) - 1
             flight.from_row = [int(last[i]) for i, row in enumerate(rows) for _ in row.samples]
         if not is_plain:
-            self._draw_fully(flight, rows, logits)
+            self._draw_fully(flight, plan, logits)
             return flight
         if not bucket:
             self._draw(flight, logits)
@@ -329,9 +328,9 @@ class DeviceRunner:
             flight.arrived = torch.cuda.Event()
             flight.arrived.record()
 
-    def _draw_fully(self, flight: _Flight, rows: Sequence[Row], logits: torch.Tensor) -> None:
+    def _draw_fully(self, flight: _Flight, plan: StepPlan, logits: torch.Tensor) -> None:
         at, from_row = 0, []
-        for row in rows:
+        for row in plan.rows:
             if row.prompt_logprobs is not None:
                 following = list((row.token_ids or ())[1:])
                 following += [] if row.next_token_id is None else [row.next_token_id]
@@ -344,7 +343,7 @@ class DeviceRunner:
         flight.tokens = []
         if from_row:
             picked = logits[self._indices(from_row)]
-            flight.tokens = self.sampler.draw_fully(picked, flight.drawing)
+            flight.tokens = self.sampler.draw_fully(picked, flight.drawing, plan.masks)
             drawn = self._indices([token.token_id for token in flight.tokens])
             self.last_tokens[self._indices([self._seats[s] for s in flight.drawing])] = drawn.int()
 

@@ -2,19 +2,20 @@
 
 A batch in which every sequence asks for no more than temperature, top-k, top-p and min-p, and these
 three without a seed, is drawn by one launch, and its tokens stay on the device for the next step.
-Anything that needs the history or reports logprobs goes through `engine.sampler`, and waits.
+Anything that needs the history, reports logprobs or follows a grammar goes through
+`engine.sampler`, and waits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from engine.api import SampledToken
-from engine.plan import BegunSequence
+from engine.plan import BegunSequence, Mask
 from engine.random_choice import uniform
 from engine.sampler import Sampler
 from kernels.sampling import sample
@@ -86,13 +87,18 @@ class DeviceSampler:
         temperatures, top_ks, top_ps, min_ps, uniforms = parameters.unbind(0)
         sample(logits, temperatures, top_ks, top_ps, min_ps, uniforms, out)
 
-    def draw_fully(self, logits: torch.Tensor, sequence_ids: Sequence[int]) -> list[SampledToken]:
+    def draw_fully(
+        self,
+        logits: torch.Tensor,
+        sequence_ids: Sequence[int],
+        masks: Mapping[int, Mask] | None = None,
+    ) -> list[SampledToken]:
         """By the full sampler; waits for the device."""
         for sequence_id in sequence_ids:
             draws = self._draws[sequence_id]
             self._sampler.seek(sequence_id, draws.position)
             draws.position += 1
-        return self._sampler.sample(logits.float(), sequence_ids)
+        return self._sampler.sample(logits.float(), sequence_ids, masks)
 
     def prompt_logprobs(
         self, logits: torch.Tensor, next_token_ids: Sequence[int], top: int

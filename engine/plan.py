@@ -9,15 +9,23 @@ It knows no tensor and no clock. Core builds a `StepPlan`, a runner executes it.
    contiguous. `groups` name those runs; a runner may ignore them and still be right.
 4. A step never reads the value of a token sampled by a step not yet collected: such a row has
    `token_ids=None` and its one token is the last one that sequence sampled, which the runner keeps.
+5. A sequence with a mask draws no token that the mask leaves out, whatever the logits are; masks
+   are not written after the launch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 from msgspec import Struct
 
 from engine.api import SampledToken, Sampling
+
+Mask = npt.NDArray[np.int32]
+"""What may be drawn: bit i % 32 of word i // 32 is 1 where token i may."""
 
 
 class BlockCopy(Struct, frozen=True, gc=False):
@@ -78,12 +86,15 @@ class Group(Struct, frozen=True, gc=False):
 
 
 class StepPlan(Struct, frozen=True):
+    """One step's work. `masks`: of those drawing sequences that have one."""
+
     step: int
     rows: tuple[Row, ...]
     groups: tuple[Group, ...] = ()
     begun: tuple[BegunSequence, ...] = ()
     ended: tuple[int, ...] = ()
     copies: tuple[BlockCopy, ...] = ()
+    masks: dict[int, Mask] = {}
 
 
 class Sampled(Struct, frozen=True):
@@ -103,3 +114,16 @@ class StepResult(Struct, frozen=True):
     prompt_logprobs: dict[int, tuple[SampledToken, ...]] = {}
     failed: dict[int, str] = {}
     elapsed_s: float = 0.0
+
+
+class Runner(Protocol):
+    """Executes steps in the order they are launched."""
+
+    def launch(self, plan: StepPlan) -> None:
+        """Start a step. Everything it needs of the plan has been read when it returns.
+
+        May raise what broke it, once it has taken note of who ended and who begins.
+        """
+
+    def collect(self) -> StepResult:
+        """Wait for the oldest launched step and return what it brought. May raise what broke it."""

@@ -64,6 +64,7 @@ class Planner:
             self._note_bystanders(flight, {copy.dst for copy in copies})
         ended = tuple(self._scheduler.runner_forgets)
         self._scheduler.runner_forgets.clear()
+        masks = {i: s.mask for i, s in flight.drawing.items() if s.mask is not None}
         plan = StepPlan(
             step=step,
             rows=tuple(rows),
@@ -71,6 +72,7 @@ class Planner:
             begun=tuple(begun),
             ended=ended,
             copies=copies,
+            masks=masks,
         )
         return plan, flight
 

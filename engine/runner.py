@@ -146,7 +146,7 @@ class CpuRunner:
             failed = {s: "nan_logits" for s, bad in zip(drawing, broken, strict=True) if bad}
             good = [i for i, bad in enumerate(broken) if not bad]
             picked, drawing = picked[good], [drawing[i] for i in good]
-        tokens = self.sampler.sample(picked, drawing) if drawing else []
+        tokens = self.sampler.sample(picked, drawing, plan.masks) if drawing else []
         for sequence_id, token in zip(drawing, tokens, strict=True):
             self._last[sequence_id] = token.token_id
         sampled = [Sampled(s, t) for s, t in zip(drawing, tokens, strict=True)]

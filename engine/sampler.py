@@ -12,6 +12,7 @@ A sequence pays only for what it asked:
     top-k, top-p, min-p         row by row: the candidates above a threshold that falls until they
                                 are enough, then a sort of these (rarely more than some hundreds)
     bias, penalties             a copy of the row, and one gather and scatter of the tokens touched
+    a mask                      a copy of all rows, and one pass over the rows that have one
 
 No row's result depends on the rows beside it.
 """
@@ -20,7 +21,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import torch
@@ -28,8 +29,9 @@ from torch import Tensor
 
 from engine.api import SampledToken, Sampling
 from engine.logprobs import logprob_entries
-from engine.plan import BegunSequence
+from engine.plan import BegunSequence, Mask
 from engine.random_choice import uniform
+from engine.token_masks import restricted
 
 _CHUNK: Final = 256
 _PROMPT_ROWS: Final = 64
@@ -198,8 +200,10 @@ class Sampler:
         return len(self._states)
 
     @torch.inference_mode()
-    def sample(self, logits: Tensor, sequence_ids: Sequence[int]) -> list[SampledToken]:
-        """One token for each sequence: row i draws for `sequence_ids[i]`.
+    def sample(
+        self, logits: Tensor, sequence_ids: Sequence[int], masks: Mapping[int, Mask] | None = None
+    ) -> list[SampledToken]:
+        """One token for each sequence: row i draws for `sequence_ids[i]`, within its mask if any.
 
         logits: [rows, vocab] fp32, device of the sampler, not written. Always gives a token, also
         where every logit is minus infinity. Appends each token to its sequence's history. Rows with
@@ -211,7 +215,8 @@ class Sampler:
         states = [self._states[sequence_id] for sequence_id in sequence_ids]
         if not states:
             return []
-        chosen = self._choose(logits, states)
+        limited = restricted(logits, sequence_ids, masks) if masks else logits
+        chosen = self._choose(limited, states)
         sampled = self._report(logits, states, chosen)
         for state, token_id in zip(states, chosen, strict=True):
             state.append(token_id)
@@ -388,4 +393,7 @@ def _candidates(
             )
         if enough:
             return values, token_ids
-    return scaled, torch.arange(len(scaled), device=scaled.device)
+    token_ids = (scaled > -math.inf).nonzero()[:, 0]  # under a mask they are few
+    if not len(token_ids):
+        token_ids = torch.arange(len(scaled), device=scaled.device)
+    return scaled[token_ids], token_ids

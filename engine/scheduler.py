@@ -40,20 +40,29 @@ class Scheduler:
         self.line = WaitingLine()
         self.running: dict[int, Sequence] = {}
         self.held: dict[int, Sequence] = {}
+        self.compiling: dict[int, Sequence] = {}
         self.runner_forgets: list[int] = []
         self.preemptions = 0
 
     @property
     def waiting(self) -> int:
         """Sequences not running."""
-        return len(self.line) + len(self.held)
+        return len(self.line) + len(self.held) + len(self.compiling)
 
     # -- coming and going ---------------------------------------------------------------------
 
     def enter(self, work: Work) -> None:
-        """A new request: its first sequence waits."""
+        """A new request: its first sequence waits, outside the line while its grammar is made."""
         self.line.arrive(work.request.grant.namespace)
-        self.line.add(work.sequences[0])
+        sequence = work.sequences[0]
+        if work.is_compiling:
+            self.compiling[sequence.sequence_id] = sequence
+        else:
+            self.line.add(sequence)
+
+    def compiled(self, work: Work) -> None:
+        """Its grammar is there: from now on it waits like any other."""
+        self.line.add(self.compiling.pop(work.sequences[0].sequence_id))
 
     def leave(self, work: Work, now_s: float, *, keep: bool = True) -> None:
         """A request has ended: everything it holds goes back."""
@@ -65,6 +74,7 @@ class Scheduler:
         """One sequence has ended, wherever it stands: running, waiting or held for a twin."""
         sequence.is_ended = True
         self.line.remove(sequence)
+        self.compiling.pop(sequence.sequence_id, None)
         if self.held.pop(sequence.sequence_id, None) is not None and sequence.leader is not None:
             followers = sequence.leader.followers
             followers[:] = [pair for pair in followers if pair[1] is not sequence]

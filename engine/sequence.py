@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from engine.api import Request, SampledToken, Usage
 from engine.cache import BlockTable
+from engine.grammar import Compiled, Matcher
+from engine.plan import Mask
 
 
 class Sequence:
@@ -19,6 +21,8 @@ class Sequence:
     `table.kv_tokens` lags behind it by what is in flight. `computed_before`: how far it ever got,
     so that work done again after a preemption is known as such. `followers` wait for this one's
     blocks, each with the number of tokens it waits for; `leader` is whom this one waits for.
+    `matcher`: its place in the request's grammar; `mask`: what may come next, made when the last
+    token arrived.
     """
 
     __slots__ = (
@@ -32,6 +36,8 @@ class Sequence:
         "is_known",
         "is_patient",
         "leader",
+        "mask",
+        "matcher",
         "order_key",
         "order_version",
         "output_tokens",
@@ -63,6 +69,8 @@ class Sequence:
         self.leader: Sequence | None = None
         self.stalled_steps = 0  # without headway, while others waited for it
         self.is_patient = True  # may wait for a leader
+        self.matcher: Matcher | None = None
+        self.mask: Mask | None = None
         self.order_key = b""
         self.order_version = -1
 
@@ -78,9 +86,12 @@ class Sequence:
 
     @property
     def wants_row(self) -> bool:
-        """Is there anything to compute? Not past its last token, known by counting."""
+        """Is there anything to compute? Not past its last token, known by counting.
+
+        Under a grammar nothing is, while a token is on its way: what may follow depends on it.
+        """
         request = self.work.request
-        if self.is_ended or self.missing <= 0:
+        if self.is_ended or self.missing <= 0 or (self.matcher is not None and self.in_flight):
             return False
         return self.output_tokens + self.in_flight < max(1, request.max_tokens)
 
@@ -115,6 +126,7 @@ class Work:
     __slots__ = (
         "arrival",
         "cached_tokens",
+        "compiled",
         "computed_tokens",
         "deadline_at_s",
         "first_token_at_s",
@@ -145,7 +157,13 @@ class Work:
         self.is_forked = False
         self.is_prompt_told = False
         self.may_write = request.grant.write
+        self.compiled: Compiled | None = None
         self.is_finished = False
+
+    @property
+    def is_compiling(self) -> bool:
+        """Does it wait for its grammar?"""
+        return self.request.grammar is not None and self.compiled is None
 
     def usage(self, now_s: float) -> Usage:
         """What it has used up to now; see `engine.api.Usage` for the terms."""

@@ -26,16 +26,25 @@ from engine.api import (
 )
 from engine.cache import PrefixCache
 from engine.config import EngineConfig
+from engine.constraints import Constraints
 from engine.core import Core
 from tests.fakes import FakeClock, FakeRunner, solo_output
+from tests.grammars import PatientGrammars, constrained_output
 
 ENDINGS = {
     "done": {""},
     "cancelled": {""},
     "timeout": {"timeout"},
     "shutdown": {"draining"},
-    "failed": {"nan_logits", "step_failed", "kv_exceeded"},
-    "refused": {"duplicate_request", "kv_exceeded", "context_exceeded", "queue_full", "draining"},
+    "failed": {"nan_logits", "step_failed", "kv_exceeded", "grammar_dead_end"},
+    "refused": {
+        "duplicate_request",
+        "kv_exceeded",
+        "context_exceeded",
+        "queue_full",
+        "draining",
+        "grammar_invalid",
+    },
 }
 
 
@@ -67,6 +76,7 @@ class Stream:
         self.ended: dict[int, SampleEnded] = {}
         self.cut: dict[int, int] = {}
         self.finished: Finished | None = None
+        self.grammar_endings: dict[int, str] = {}
         self.alone = [
             self._output_alone(index, vocab_size) if request.max_tokens else []
             for index in range(request.samples)
@@ -74,6 +84,10 @@ class Stream:
 
     def _output_alone(self, index: int, vocab_size: int) -> list[int]:
         request = self.request
+        if request.grammar is not None:
+            output, ending = constrained_output(request, index, vocab_size)
+            self.grammar_endings[index] = ending
+            return output
         whole = solo_output(request.tokens, request.sampling, index, request.max_tokens, vocab_size)
         for count, token in enumerate(whole, 1):
             if token in request.stop_token_ids and count >= request.min_tokens:
@@ -123,6 +137,7 @@ class Stream:
         expect(event.output_tokens == len(output), "a sample's output tokens", event, len(output))
         stopped = bool(output) and output[-1] in self.request.stop_token_ids
         stopped = stopped and len(output) >= self.request.min_tokens
+        stopped = stopped or self.grammar_endings.get(event.index) == "stop"
         expect(event.reason == ("stop" if stopped else "length"), "why it ended", event)
 
     def _take_final(self, event: Finished, now_s: float) -> None:
@@ -140,6 +155,8 @@ class Stream:
         expect(usage.output_tokens <= got, "charged for what it never got", usage, got)
         expect((usage.first_token_s is not None) == (got > 0), "the first token's time", usage)
         expect(min(usage.queue_s, usage.total_s) >= 0, "a time below zero", usage)
+        due = {"grammar_dead_end": "dead end", "grammar_invalid": "refused"}.get(event.code)
+        expect(due is None or due in self.grammar_endings.values(), "a grammar's end", event)
         if event.ending == "done":
             self._take_done(event)
         if event.ending == "timeout":
@@ -158,6 +175,8 @@ class Stream:
             expect(
                 self.prompt_told == (request.prompt_logprobs is not None), "prompt logprobs", event
             )
+            lost = {"dead end", "refused"} & set(self.grammar_endings.values())
+            expect(not lost, "done with a grammar that has no end", event, lost)
         total = sum(end.output_tokens for end in self.ended.values())
         if len(self.cut) <= len(self.ended):
             expect(event.usage.output_tokens <= total, "usage beyond the samples'", event, total)
@@ -167,7 +186,7 @@ class World:
     """An engine over the token oracle, refereed. `restart` drops it and starts another epoch.
 
     `make_*` take doubles with a fault planted. `promises`: memory may be promised away (floors and
-    leases), so that a request may fail for want of it.
+    leases), so that a request may fail for want of it. `grammars`: who compiles.
     """
 
     def __init__(
@@ -182,6 +201,7 @@ class World:
         promises: bool = True,
         make_cache: Callable[..., PrefixCache] = PrefixCache,
         make_core: Callable[..., Core] = Core,
+        grammars: PatientGrammars | None = None,
     ) -> None:
         self.config = config
         self.blocks, self.block_size, self.depth = blocks, block_size, depth
@@ -191,6 +211,7 @@ class World:
         self.streams: dict[str, Stream] = {}
         self.endings: dict[str, int] = {}
         self.cached_tokens = 0
+        self.grammars = grammars or PatientGrammars()
         self._make_cache, self._make_core = make_cache, make_core
         self.restart()
 
@@ -206,6 +227,7 @@ class World:
             vocab_size=self.vocab_size,
             context_tokens=self.context_tokens,
             pipeline_depth=self.depth,
+            constraints=Constraints(self.grammars),
         )
         self.runner.namespace_of = self._namespace_of
         self.live: dict[str, Stream] = {}

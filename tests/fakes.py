@@ -15,7 +15,7 @@ import xxhash
 
 from engine.api import SampledToken, Sampling
 from engine.errors import InvariantViolation
-from engine.plan import BegunSequence, BlockCopy, Row, Sampled, StepPlan, StepResult
+from engine.plan import BegunSequence, BlockCopy, Mask, Row, Sampled, StepPlan, StepResult
 
 Slot = tuple[bytes, int]
 """What a slot of the fake KV holds: whose it is, and the exact prefix it was computed from."""
@@ -46,12 +46,20 @@ def tag_after(tag: int, token: int) -> int:
     return xxhash.xxh3_64_intdigest(token.to_bytes(4, "little"), seed=tag)
 
 
-def next_token(tag: int, sampling: Sampling, sample: int, position: int, vocab: int) -> int:
+def next_token(
+    tag: int, sampling: Sampling, sample: int, position: int, vocab: int, mask: Mask | None = None
+) -> int:
     """The "model": a function of the whole prefix and of what keys the random choice."""
     seed = 0 if sampling.temperature == 0 else (sampling.seed or 0)
     sample = 0 if sampling.temperature == 0 else sample
     words = b"".join(n.to_bytes(8, "little", signed=n < 0) for n in (seed, sample, position))
-    return xxhash.xxh3_64_intdigest(words, seed=tag) % vocab
+    number = xxhash.xxh3_64_intdigest(words, seed=tag)
+    if mask is None:
+        return number % vocab
+    allowed = [i for i in range(vocab) if int(mask[i // 32]) >> i % 32 & 1]
+    if not allowed:
+        raise OracleError("a row draws under a mask that allows nothing")
+    return allowed[number % len(allowed)]
 
 
 def solo_output(
@@ -134,7 +142,7 @@ class FakeRunner:
             if row.prompt_logprobs is not None:
                 logprobs[row.sequence_id] = self._next_tokens(row)
             for sequence_id in row.samples:
-                drawn = self._draw(sequence_id, row)
+                drawn = self._draw(sequence_id, row, plan.masks.get(sequence_id))
                 if plan.step in self.nan_steps and not failed:
                     failed[sequence_id] = "nan_logits"
                 else:
@@ -195,7 +203,7 @@ class FakeRunner:
             self.slots[slot] = BROKEN if is_broken else (namespace, tags[position])
         self.computed_tokens += row.count
 
-    def _draw(self, sequence_id: int, row: Row) -> Sampled:
+    def _draw(self, sequence_id: int, row: Row, mask: Mask | None) -> Sampled:
         if sequence_id not in self.begun:
             raise OracleError(f"sequence {sequence_id} draws and has not begun")
         begun, own = self.begun[sequence_id], self.tokens[sequence_id]
@@ -207,6 +215,7 @@ class FakeRunner:
             begun.sample_index,
             len(own) - begun.prompt_tokens,
             self.vocab_size,
+            mask,
         )
         self._append(sequence_id, token)
         logprob = None if begun.sampling.logprobs is None else -1.0

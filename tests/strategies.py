@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from engine.api import CacheGrant, LeaseRequest, Quota, Request, Retention, Sampling
+from engine.api import CacheGrant, Grammar, LeaseRequest, Quota, Request, Retention, Sampling
 
 RETENTIONS = (
     Retention("short", promise_s=5, limit_s=10),
@@ -41,6 +41,17 @@ samplings = st.builds(
     seed=st.integers(0, 3),
     logprobs=st.sampled_from([None, 0]),
 )
+grammars = st.sampled_from(
+    [
+        Grammar("regex", "[ab]*"),
+        Grammar("regex", "(ab)+"),
+        Grammar("regex", "a{2}b?"),
+        Grammar("regex", "b[ab]{2}|aa*b"),
+        Grammar("lark", 'start: "a" start "b" | "a"'),
+        Grammar("regex", "abc"),  # there is no such token: a dead end
+        Grammar("regex", "(a"),
+    ]
+)
 
 
 def requests(quota_of: dict[bytes, Quota]) -> st.SearchStrategy[Request]:
@@ -68,4 +79,5 @@ def requests(quota_of: dict[bytes, Quota]) -> st.SearchStrategy[Request]:
         priority=st.sampled_from([0, 0, 1]),
         deadline_s=st.sampled_from([None, None, 5.0]),
         prompt_logprobs=st.sampled_from([None, None, None, 0]),
+        grammar=st.one_of(st.none(), st.none(), grammars),
     )

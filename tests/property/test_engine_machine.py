@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from engine.api import Quota, Request
 from engine.config import EngineConfig
 from tests.checkers import World
+from tests.grammars import PatientGrammars
 from tests.strategies import namespaces, requests, tokens
 
 QUOTAS = {
@@ -33,6 +34,7 @@ class EngineMachine(RuleBasedStateMachine):
         step_tokens=st.sampled_from([3, 8, 32]),
         chunk=st.sampled_from([2, 5, 16]),
         sequences=st.sampled_from([3, 6]),
+        polls=st.integers(0, 4),
     )
     def start(
         self,
@@ -42,6 +44,7 @@ class EngineMachine(RuleBasedStateMachine):
         step_tokens: int,
         chunk: int,
         sequences: int,
+        polls: int,
     ) -> None:
         config = EngineConfig(
             step_tokens_max=step_tokens,
@@ -50,7 +53,13 @@ class EngineMachine(RuleBasedStateMachine):
             queue_requests_max=6,
             preemptions_max=2,
         )
-        self.world = World(config, blocks=blocks, block_size=block_size, depth=depth)
+        self.world = World(
+            config,
+            blocks=blocks,
+            block_size=block_size,
+            depth=depth,
+            grammars=PatientGrammars(polls),
+        )
         self.count = 0
 
     @rule(request=requests(QUOTAS))

@@ -1,0 +1,302 @@
+"""Requests under a grammar, through the whole brain over the token oracle, at both depths.
+
+`World` compares every output with what its grammar lets the sequence draw alone. A test here adds
+what only its own story promises.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from engine.api import CacheGrant, Finished, Grammar, Request, Sampling
+from engine.config import EngineConfig
+from engine.constraints import Constraints
+from engine.grammar import Rules, compile_grammar
+from engine.grammar_compiler import Outcome
+from tests.checkers import World
+from tests.grammars import END, PatientGrammars, letters
+
+PROMPT = (0, 1, 1, 0, 1, 0, 0, 1, 1)
+LONG = Grammar("regex", "[ab]{30}")
+PAIRS = Grammar("regex", "(ab){3}")
+NOWHERE = Grammar("regex", "abc")
+
+
+@pytest.fixture(params=[1, 2])
+def depth(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
+
+
+def make_world(depth: int, *, polls: int = 0, blocks: int = 16, **config: Any) -> World:
+    settings = {"step_tokens_max": 64, "prefill_chunk_tokens_max": 32, "sequences_max": 8}
+    return World(
+        EngineConfig(**(settings | config)),
+        blocks=blocks,
+        block_size=4,
+        depth=depth,
+        context_tokens=48,
+        grammars=PatientGrammars(polls),
+    )
+
+
+class SmallBounds(PatientGrammars):
+    """Compiles under bounds that are soon met."""
+
+    def ready(self) -> list[tuple[str, Outcome]]:
+        small = letters(Rules(lexer_states_max=12))
+        grammars = {name: grammar for name, _, grammar in self.asked}
+        return [(name, compile_grammar(grammars[name], small)) for name, _ in super().ready()]
+
+
+def ask(name: str, grammar: Grammar | None, **wanted: Any) -> Request:
+    settings: dict[str, Any] = {
+        "request_id": name,
+        "tokens": PROMPT,
+        "max_tokens": 30,
+        "grant": CacheGrant(b"n"),
+        "sampling": Sampling(temperature=1.0, seed=3),
+        "grammar": grammar,
+    }
+    return Request(**(settings | wanted))
+
+
+def final(world: World, name: str) -> Finished:
+    event = world.streams[name].finished
+    assert event is not None
+    return event
+
+
+def test_a_sample_whose_text_is_whole_ends_as_stop(depth: int) -> None:
+    """Nothing can follow, so neither an end token nor a further step is needed."""
+    world = make_world(depth)
+
+    world.submit(ask("r", PAIRS))
+    world.settle()
+
+    stream = world.streams["r"]
+    assert stream.outputs == [[0, 1, 0, 1, 0, 1]]
+    assert [end.reason for end in stream.ended.values()] == ["stop"]
+    assert final(world, "r").ending == "done"
+
+
+def test_a_text_that_is_cut_short_says_so(depth: int) -> None:
+    """`max_tokens` is the client's own; half a document must not look like a whole one."""
+    world = make_world(depth)
+
+    world.submit(ask("r", PAIRS, max_tokens=5))
+    world.settle()
+
+    assert [end.reason for end in world.streams["r"].ended.values()] == ["length"]
+
+
+def test_an_end_token_comes_only_where_the_text_may_end(depth: int) -> None:
+    """An end in the middle of a document is the commonest way to break it."""
+    world = make_world(depth)
+
+    for seed in range(20):
+        world.submit(
+            ask(
+                f"r{seed}",
+                Grammar("regex", "(ab)+"),
+                sampling=Sampling(seed=seed),
+                stop_token_ids=(END,),
+                max_tokens=12,
+            )
+        )
+    world.settle()
+
+    outputs = [stream.outputs[0] for stream in world.streams.values()]
+    ended = [output for output in outputs if END in output]
+    assert len(ended) > 5
+    assert all(output.index(END) % 2 == 0 for output in ended)
+    assert all(output.index(END) == len(output) - 1 for output in ended)
+
+
+def test_an_end_token_ends_even_one_that_does_not_count_it_as_a_stop(depth: int) -> None:
+    """The text is over: going on would draw from a grammar that has no more to say."""
+    world = make_world(depth)
+
+    world.submit(ask("r", Grammar("regex", "a{0}"), stop_token_ids=()))
+    world.settle()
+
+    assert world.streams["r"].outputs == [[END]]
+    assert final(world, "r").ending == "done"
+
+
+def test_no_sample_ends_before_its_least_number_of_tokens_if_it_can_go_on(depth: int) -> None:
+    """`min_tokens` holds the end back; a text that cannot go on ends all the same."""
+    world = make_world(depth)
+
+    world.submit(ask("long", Grammar("regex", "a*"), min_tokens=7, stop_token_ids=(END,)))
+    world.submit(ask("short", PAIRS, min_tokens=20, stop_token_ids=(END,)))
+    world.settle()
+
+    assert world.streams["long"].outputs[0][:6] == [0] * 6
+    assert world.streams["short"].outputs == [[0, 1, 0, 1, 0, 1]]
+    assert final(world, "short").ending == "done"
+
+
+def test_a_dead_end_fails_its_own_request_alone(depth: int) -> None:
+    """No token of the model can go on: the client hears it, and its neighbours hear nothing."""
+    world = make_world(depth)
+
+    world.submit(ask("lost", NOWHERE))
+    world.submit(ask("free", None))
+    world.submit(ask("held", PAIRS))
+    world.settle()
+
+    assert (final(world, "lost").ending, final(world, "lost").code) == (
+        "failed",
+        "grammar_dead_end",
+    )
+    assert final(world, "lost").usage.output_tokens == 2
+    assert (final(world, "free").ending, final(world, "held").ending) == ("done", "done")
+
+
+def test_every_sample_follows_the_grammar_by_itself(depth: int) -> None:
+    """Forks share a prompt, not a place in the grammar."""
+    world = make_world(depth)
+
+    world.submit(ask("r", Grammar("regex", "[ab]{2}(a|b[ab]{3})"), samples=4, max_tokens=8))
+    world.settle()
+
+    outputs = world.streams["r"].outputs
+    assert len({tuple(output) for output in outputs}) > 1
+    assert all(len(output) == (3 if output[2] == 0 else 6) for output in outputs)
+
+
+def test_a_preempted_sample_goes_on_where_it_was(depth: int) -> None:
+    """What has to be recomputed is KV; the place in the grammar is kept."""
+    world = make_world(depth, blocks=12, preemptions_max=3)
+
+    for name in ("a", "b", "c"):
+        world.submit(ask(name, LONG, sampling=Sampling(seed=ord(name)), max_tokens=30))
+    world.settle()
+
+    assert world.core.scheduler.preemptions > 0
+    assert [len(world.streams[name].outputs[0]) for name in "abc"] == [30, 30, 30]
+
+
+def test_a_constrained_sample_has_one_token_in_flight_and_others_run_on() -> None:
+    """With two steps in flight it takes every other one; its neighbours lose nothing."""
+    world = make_world(2)
+    world.submit(ask("held", LONG, max_tokens=10))
+    world.submit(ask("free", None, max_tokens=20))
+
+    while "held" in world.live:
+        world.step()
+
+    assert len(world.streams["free"].outputs[0]) >= 17
+
+
+def test_nobody_waits_for_a_grammar_but_its_own_request(depth: int) -> None:
+    """Compiling is somebody else's time: the engine steps on."""
+    world = make_world(depth, polls=12)
+    world.submit(ask("slow", PAIRS))
+    world.submit(ask("free", None, max_tokens=6))
+
+    while "free" in world.live:
+        world.step()
+        assert not world.core.only_compiles or "free" not in world.live
+    assert world.core.only_compiles
+    world.settle()
+
+    assert world.streams["slow"].started is not None
+    assert final(world, "slow").ending == "done"
+
+
+def test_an_engine_that_only_compiles_is_not_taken_to_be_stuck(depth: int) -> None:
+    """A request that cannot run yet is no request that cannot run."""
+    world = make_world(depth, polls=15)
+
+    world.submit(ask("r", PAIRS))
+    world.settle()
+
+    assert final(world, "r").ending == "done"
+
+
+@pytest.mark.parametrize("how", ["cancel", "deadline", "drain"])
+def test_a_request_may_end_while_its_grammar_is_compiled(depth: int, how: str) -> None:
+    """Each way out has one final event, and the grammar that comes later finds nobody."""
+    world = make_world(depth, polls=6)
+    world.submit(ask("r", PAIRS, deadline_s=1.0 if how == "deadline" else None))
+    world.step()
+
+    if how == "cancel":
+        world.cancel("r")
+    if how == "drain":
+        world.core.drain(1.0)
+    world.clock.advance(2.0)
+    world.settle()
+
+    ending = {"cancel": "cancelled", "deadline": "timeout", "drain": "shutdown"}[how]
+    assert final(world, "r").ending == ending
+    assert world.grammars.ready() == []
+
+
+def test_an_id_used_again_gets_its_own_grammar(depth: int) -> None:
+    """A cancelled request's grammar, ready by then, must not be its successor's."""
+    world = make_world(depth, polls=0)
+    world.core.submit(ask("r", Grammar("regex", "b{3}")))
+    world.core.cancel("r")
+    world.core.step()
+
+    world.submit(ask("r", PAIRS))
+    world.settle()
+
+    assert world.streams["r"].outputs == [[0, 1, 0, 1, 0, 1]]
+
+
+def test_a_wrong_grammar_is_the_callers_mistake(depth: int) -> None:
+    """Refused before it is scheduled, with what is wrong about it."""
+    world = make_world(depth)
+
+    world.submit(ask("r", Grammar("regex", "(a")))
+    world.settle()
+
+    assert (final(world, "r").ending, final(world, "r").code) == ("refused", "grammar_invalid")
+    assert "unclosed group" in final(world, "r").message
+    assert world.streams["r"].started is None
+
+
+def test_an_engine_without_grammars_says_so(depth: int) -> None:
+    """A request that wants what cannot be given must not get something else."""
+    world = make_world(depth)
+    world.core.constraints = Constraints()
+
+    world.submit(ask("free", None))
+    world.core.submit(ask("r", PAIRS))
+    (refused, *_) = world.core.step()
+
+    assert isinstance(refused, Finished)
+    assert (refused.ending, refused.code) == ("refused", "grammar_unsupported")
+
+
+def test_a_stop_string_ends_a_constrained_sample(depth: int) -> None:
+    """The gateway may end any sample, whatever its grammar still wants."""
+    world = make_world(depth)
+    world.submit(ask("r", LONG))
+    while len(world.streams["r"].outputs[0]) < 4:
+        world.step()
+
+    world.end_sample("r", 0, 3)
+    world.settle()
+
+    assert final(world, "r").ending == "done"
+    assert final(world, "r").usage.output_tokens == 3
+
+
+def test_what_becomes_too_big_on_its_way_fails_and_is_not_used_again(depth: int) -> None:
+    """A bound met while tokens are drawn is that request's failure, and known from then on."""
+    bomb = Grammar("regex", "[ab]*a[ab]{12}")
+    source = SmallBounds()
+    world = make_world(depth)
+    world.core.constraints = Constraints(source)
+    world.core.submit(ask("r", bomb))
+    events = [event for _ in range(80) for event in world.core.step()]
+
+    (over,) = [event for event in events if isinstance(event, Finished)]
+    assert (over.ending, over.code) == ("failed", "grammar_too_big")
+    assert source.dropped == [(b"n", bomb)]

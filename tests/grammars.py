@@ -1,0 +1,141 @@
+"""Grammars for tests: tiny vocabularies, a source that is ready when it is told to be.
+
+The three-token vocabulary is the token oracle's: "a", "b" and an end. What a sequence draws alone
+under a grammar is worked out here by the same matcher, without an engine around it.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Final
+
+from llguidance import LLTokenizer
+
+from engine.api import Grammar, Namespace, Request
+from engine.errors import EngineError
+from engine.grammar import Compiled, MaskFiller, Rules, Vocabulary, compile_grammar
+from engine.grammar_compiler import Outcome
+from tests.fakes import next_token, tag_after
+
+END: Final = 2
+LETTERS: Final = ("a", "b")
+
+
+@functools.cache
+def letters(rules: Rules | None = None) -> Vocabulary:
+    """The vocabulary of the token oracle: "a" is 0, "b" is 1, and 2 ends."""
+    return Vocabulary(
+        LLTokenizer(tokenizer_json([*LETTERS], "<end>"), eos_token=[END]), rules or Rules()
+    )
+
+
+def tokenizer_json(words: list[str], end: str) -> str:
+    """A byte-level `tokenizer.json` of these words, one token each, and an end after them."""
+    vocab = {word: index for index, word in enumerate([*words, end])}
+    special = {
+        "id": len(words),
+        "content": end,
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+        "special": True,
+    }
+    return json.dumps(
+        {
+            "version": "1.0",
+            "added_tokens": [special],
+            "pre_tokenizer": {
+                "type": "ByteLevel",
+                "add_prefix_space": False,
+                "trim_offsets": True,
+                "use_regex": False,
+            },
+            "decoder": {
+                "type": "ByteLevel",
+                "add_prefix_space": False,
+                "trim_offsets": True,
+                "use_regex": False,
+            },
+            "model": {"type": "BPE", "vocab": vocab, "merges": []},
+        }
+    )
+
+
+@functools.cache
+def compiled(grammar: Grammar) -> Compiled:
+    """Over the oracle's letters. Raises RequestRefused."""
+    return compile_grammar(grammar, letters())
+
+
+class PatientGrammars:
+    """`GrammarSource` without threads: a grammar is ready `polls` looks after it was asked for."""
+
+    def __init__(self, polls: int = 0) -> None:
+        self.polls = polls
+        self.asked: list[tuple[str, Namespace, Grammar]] = []
+        self.dropped: list[tuple[Namespace, Grammar]] = []
+        self._waiting: list[tuple[str, Outcome, int]] = []
+
+    def ask(self, request_id: str, namespace: Namespace, grammar: Grammar) -> None:
+        """What is wrong with it comes later, like what is right."""
+        self.asked.append((request_id, namespace, grammar))
+        outcome: Outcome
+        try:
+            outcome = compiled(grammar)
+        except EngineError as refusal:
+            outcome = refusal
+        self._waiting.append((request_id, outcome, self.polls))
+
+    def forget(self, request_id: str) -> None:
+        self._waiting = [entry for entry in self._waiting if entry[0] != request_id]
+
+    def ready(self) -> list[tuple[str, Outcome]]:
+        ready = [(name, outcome) for name, outcome, polls in self._waiting if polls <= 0]
+        self._waiting = [(name, out, polls - 1) for name, out, polls in self._waiting if polls > 0]
+        return ready
+
+    def drop(self, namespace: Namespace, grammar: Grammar) -> None:
+        self.dropped.append((namespace, grammar))
+
+
+def constrained_output(request: Request, index: int, vocab: int) -> tuple[list[int], str]:
+    """What a sample draws alone under its grammar, and how: "stop", "length", "dead end".
+
+    A grammar that is refused gives no output, and "refused". Written again from the rules at
+    `engine.api.Request`, without a scheduler.
+    """
+    assert request.grammar is not None
+    try:
+        start = compiled(request.grammar)
+    except EngineError:
+        return [], "refused"
+    matcher, filler = start.matcher.fork(), MaskFiller()
+    tag = 0
+    out: list[int] = []
+    for token in request.tokens:
+        tag = tag_after(tag, token)
+    while len(out) < request.max_tokens:
+        (mask,) = filler.fill([matcher], [len(out) + 1 < request.min_tokens])
+        if not mask.any():
+            return out, "dead end"
+        token = next_token(tag, request.sampling, index, len(out), vocab, mask)
+        assert matcher.consume(token)
+        out.append(token)
+        tag = tag_after(tag, token)
+        if token in request.stop_token_ids and len(out) >= request.min_tokens:
+            return out, "stop"
+        if matcher.is_complete:
+            return out, "stop"
+    return out, "length"
+
+
+def schema_file(folder: Path) -> Path:
+    """A `tokenizer.json` over every byte, for the parts that read a file."""
+    from tests.models import TOKENS
+
+    path = folder / "tokenizer.json"
+    path.write_text(tokenizer_json(TOKENS[3:], TOKENS[0]), encoding="utf-8")
+    return path
