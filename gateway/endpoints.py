@@ -12,7 +12,7 @@ from typing import Protocol
 
 from aiohttp import web
 
-from gateway.dialects import gemini, openai_chat, openai_completions
+from gateway.dialects import anthropic, gemini, openai_chat, openai_completions
 from gateway.dialects.canonical import Asked, Call, Delta, Reply
 from gateway.errors import Refusal
 from gateway.middleware import ErrorShape
@@ -65,6 +65,8 @@ class Endpoint:
 
 
 ENDPOINTS = (
+    Endpoint("/v1/messages", anthropic.DIALECT, anthropic.ID_PREFIX),
+    Endpoint("/v1/messages/count_tokens", anthropic.COUNT_DIALECT, ""),
     Endpoint("/v1/chat/completions", openai_chat.DIALECT, "chatcmpl-"),
     Endpoint("/chat/completions", openai_chat.DIALECT, "chatcmpl-"),
     Endpoint("/v1/completions", openai_completions.DIALECT, "cmpl-"),
@@ -76,6 +78,7 @@ ENDPOINTS = (
 SHAPES: tuple[tuple[str, ErrorShape], ...] = (
     ("x-goog-api-key", gemini.DIALECT),
     ("x-goog-api-client", gemini.DIALECT),
+    ("anthropic-version", anthropic.DIALECT),
 )
 """Whose errors a path that is nobody's is answered with: by a header that only they send."""
 

@@ -25,7 +25,8 @@ def convert(value: Any, kind: type[T], above: str) -> T:
         path = path.rstrip("`").replace("[...]", "")
         param = above + path.lstrip("." if not above else "")
         if not path and "missing required field" in message:
-            param = message.rpartition("`")[0].rpartition("`")[2]
+            field = message.rpartition("`")[0].rpartition("`")[2]
+            param = f"{above}.{field}" if above else field
         code = "missing_required_parameter" if "missing required" in message else "invalid_value"
         where = f"{param}: " if param else ""
         text = f"{where}{message[:300]}{_what_came(value, path, message)}."
