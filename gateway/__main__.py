@@ -11,6 +11,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from tqdm import tqdm
 
@@ -18,6 +19,7 @@ from engine.errors import EngineError
 from engine.model_store import pull
 from gateway.bench import cli as bench
 from gateway.bench.client import BenchError
+from gateway.bench.overhead import Overhead
 from gateway.commands import checks, serve, tenants
 from gateway.commands.answer import Answer, CommandError
 from gateway.commands.arguments import LIMITS, SETTINGS, UsageError, build_parser, changes
@@ -63,9 +65,12 @@ def _flags(options: argparse.Namespace) -> dict[str, object]:
 
 
 def _run(options: argparse.Namespace, config: Config, origin: Origin) -> int:
+    report: bench.Report | Overhead
     match options.command:
         case "serve":
             return _serve(options, config)
+        case "bench" if options.subject == "gateway":
+            report = bench.run_gateway_bench(options, _model_folder(config), _say_aside)
         case "bench":
             report = bench.run_bench(options, config.model.name, config.models_dir, _say_aside)
         case "replay":
@@ -144,6 +149,11 @@ def _serve(options: argparse.Namespace, config: Config) -> int:
 
     with _Bar(not sys.stderr.isatty()) as bar:
         return serve.run(config, lambda line: print(line, flush=True), bar.show, read_config)
+
+
+def _model_folder(config: Config) -> Path:
+    with _Bar(not sys.stderr.isatty()) as bar:
+        return Path(serve.prepared_model(config, _say_aside, bar.show).folder)
 
 
 def _pull(options: argparse.Namespace, config: Config) -> Answer:

@@ -13,7 +13,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 import msgspec
@@ -21,6 +21,7 @@ from msgspec import Struct
 
 from gateway.bench.client import BenchError, Client, Target
 from gateway.bench.memory import MemoryWatch
+from gateway.bench.overhead import Overhead, measure
 from gateway.bench.own_server import OwnServer, own_server
 from gateway.bench.prompts import Prompts
 from gateway.bench.report import Row, machine, rows, table
@@ -28,6 +29,7 @@ from gateway.bench.trace import Arrival, TracePrompts, read_trace, replay
 from gateway.bench.workloads import WORKLOADS, Figure, Sizes
 
 Say = Callable[[str], None]
+T = TypeVar("T")
 
 REQUEST_TIMEOUT_S = 600.0
 
@@ -55,7 +57,18 @@ class Report(Struct, frozen=True):
 
 def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `trunkline bench`."""
+    parser.add_argument(
+        "subject", nargs="?", choices=("endpoint", "gateway"), default="endpoint",
+        help="what to measure: an endpoint (default), or what our gateway adds to an engine",
+    )  # fmt: skip
     _add_target(parser)
+    parser.add_argument(
+        "--concurrency", type=_counts, default=(1, 32, 256), metavar="N,N",
+        help="gateway: how many at once (default: 1,32,256)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--seconds", type=_positive, default=3.0, help="gateway: of each load (default: 3)"
+    )
     parser.add_argument(
         "--workloads", default="".join(WORKLOADS), type=_workloads, metavar="LETTERS",
         help="which of a (long prompt), b (one stream), c (16 at once), d (4 tenants), e (chats);"
@@ -106,6 +119,10 @@ def _count(text: str) -> int:
     return number
 
 
+def _counts(text: str) -> tuple[int, ...]:
+    return tuple(_count(part) for part in text.split(","))
+
+
 def _positive(text: str) -> float:
     number = float(text)
     if not 0 < number < 1e9:
@@ -129,6 +146,14 @@ def run_bench(
     return _report(options, asyncio.run(_in_time(options, work)))
 
 
+def run_gateway_bench(options: argparse.Namespace, model_dir: Path, say: Say) -> Overhead:
+    """Measure what the gateway adds. `model_dir`: a prepared model, for its tokenizer. Blocks.
+    Raises BenchError."""
+    work = measure(options.concurrency, options.seconds, model_dir, say)
+    lines = asyncio.run(_in_time(options, work))
+    return Overhead(model_dir.name, machine(), lines)
+
+
 def run_replay(options: argparse.Namespace, model: str, models_dir: Path, say: Say) -> Report:
     """Replay a trace. Blocks. Raises BenchError."""
     arrivals = read_trace(options.file, options.limit)
@@ -150,7 +175,7 @@ def _report(options: argparse.Namespace, found: _Found) -> Report:
     return Report(options.seed, found.target.url, found.target.model, machine(), lines)
 
 
-async def _in_time(options: argparse.Namespace, work: Coroutine[Any, Any, _Found]) -> _Found:
+async def _in_time(options: argparse.Namespace, work: Coroutine[Any, Any, T]) -> T:
     if threading.current_thread() is threading.main_thread():
         # A bench that is told to end takes the server that it started with it.
         task = asyncio.current_task()

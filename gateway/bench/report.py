@@ -9,7 +9,7 @@ import os
 import platform
 import statistics
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -49,12 +49,16 @@ def table(found: Iterable[Row]) -> str:
     """For people: one line a figure."""
     lines = [("workload", "figure", "median", "least", "most", "unit", "runs")]
     lines += [
-        (r.workload, r.figure, _short(r.median), _short(r.least), _short(r.most), r.unit,
+        (r.workload, r.figure, short(r.median), short(r.least), short(r.most), r.unit,
          str(r.runs))
         for r in found
     ]  # fmt: skip
-    widths = [max(len(line[i]) for line in lines) for i in range(7)]
-    numbers = {2, 3, 4, 6}
+    return columns(lines, {2, 3, 4, 6})
+
+
+def columns(lines: Sequence[Sequence[str]], numbers: Container[int]) -> str:
+    """Cells under one another; those of the columns in `numbers` end together."""
+    widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join(
             cell.rjust(width) if i in numbers else cell.ljust(width)
@@ -64,7 +68,7 @@ def table(found: Iterable[Row]) -> str:
     )
 
 
-def _short(value: float) -> str:
+def short(value: float) -> str:
     """Three digits that count, no exponent."""
     if abs(value) >= 100:
         return f"{value:,.0f}"

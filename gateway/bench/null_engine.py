@@ -1,0 +1,275 @@
+"""An engine that computes nothing: `python -m gateway.bench.null_engine`, behind a Unix socket.
+
+It answers every request with one token said again and again, at the rate that the request's seed
+names: so many tokens a second, or all at once without one. What is left to measure is the gateway.
+It speaks the wire of `engine.frames`, one frame a step for all streams of a rate, as the real
+engine does. It knows no model, no cache and no sampling. `gateway.bench.null_gateway` starts it by
+the engine's own supervisor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+from typing import cast
+
+import msgspec
+from msgspec import Struct
+
+from engine.api import (
+    Cancel,
+    Command,
+    Drain,
+    Ending,
+    EndSample,
+    EngineInfo,
+    Erase,
+    Erased,
+    Event,
+    Finished,
+    Frame,
+    GetStats,
+    Peek,
+    Peeked,
+    Reply,
+    Request,
+    SampledToken,
+    SampleEnded,
+    Started,
+    Stats,
+    Submit,
+    Survey,
+    Surveyed,
+    Tokens,
+    Usage,
+)
+from engine.frames import Downward, Hello, Rejected, Welcome, encode, upward_decoder
+from engine.model_store import load_card
+
+HEARTBEAT_S = 0.25
+TOKEN = SampledToken(100)
+"""A letter in every byte-level vocabulary that has its specials first."""
+
+
+class Settings(Struct, frozen=True):
+    """What a parent tells an engine, as far as it matters here."""
+
+    socket_path: str
+    token: str
+    model_dir: str
+
+
+class _Running:
+    """One request that is not over."""
+
+    __slots__ = ("left", "request")
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.left = request.max_tokens
+
+
+class NullEngine(asyncio.Protocol):
+    """One connection. Streams of one rate step together; who does not read is waited for."""
+
+    def __init__(self, info: EngineInfo, token: str) -> None:
+        self._info = info
+        self._token = token
+        self._loop = asyncio.get_running_loop()
+        self._decoder = upward_decoder()
+        self._transport: asyncio.Transport | None = None
+        self._is_known = False
+        self._may_write = True
+        self._is_draining = False
+        self._number = 0
+        self._step = 0
+        self._running: dict[str, _Running] = {}
+        self._by_rate: dict[int, dict[str, _Running]] = {}
+
+    # -- the socket ---------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """See `asyncio.Protocol`."""
+        self._transport = cast(asyncio.Transport, transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Nobody listens: every step ends."""
+        self._transport = None
+        self._by_rate.clear()
+
+    def pause_writing(self) -> None:
+        """The gateway is behind: no step until it has caught up."""
+        self._may_write = False
+
+    def resume_writing(self) -> None:
+        """It has."""
+        self._may_write = True
+
+    def data_received(self, data: bytes) -> None:
+        """Commands, in order."""
+        for message in self._decoder.feed(data):
+            if self._is_known and not isinstance(message, Hello):
+                self._obey(message)
+            else:
+                self._greet(message)
+
+    def _greet(self, message: Hello | Command) -> None:
+        if isinstance(message, Hello) and message.token == self._token:
+            self._is_known = True
+            self._write(Welcome(self._info))
+            self._beat()
+            return
+        self._write(Rejected("unsupported", "The token is not this engine's."))
+        if self._transport is not None:
+            self._transport.close()
+
+    def _write(self, message: Downward) -> None:
+        if self._transport is not None:
+            self._transport.write(encode(message))
+
+    def _say(self, *messages: Event | Reply) -> None:
+        self._write(Frame(self._number, self._step, messages))
+        self._number += 1
+
+    def _beat(self) -> None:
+        if self._transport is not None:
+            self._say(Stats(step=self._step, running=len(self._running)))
+            self._loop.call_later(HEARTBEAT_S, self._beat)
+
+    # -- requests -----------------------------------------------------------------------------
+
+    def _obey(self, command: Command) -> None:
+        match command:
+            case Submit(request=request):
+                self._begin(request)
+            case Cancel(request_id=request_id):
+                self._end(request_id, "cancelled")
+            case EndSample(request_id=request_id):
+                self._end(request_id, "done")
+            case Peek(call_id=call_id):
+                self._say(Peeked(call_id, 0))
+            case Erase(call_id=call_id):
+                self._say(Erased(call_id, 0))
+            case GetStats(call_id=call_id):
+                self._say(Stats(call_id, step=self._step, running=len(self._running)))
+            case Survey(call_id=call_id):
+                self._say(Surveyed(call_id, ()))
+            case Drain():
+                self._is_draining = True
+                self._leave_if_idle()
+
+    def _begin(self, request: Request) -> None:
+        running = _Running(request)
+        started = Started(request.request_id, len(request.tokens), 0)
+        rate = request.sampling.seed
+        self._running[request.request_id] = running
+        if not rate:
+            self._step += 1
+            self._say(started, *self._tokens(running, running.left))
+            return
+        self._say(started)
+        together = self._by_rate.get(rate)
+        if together is None:
+            together = self._by_rate[rate] = {}
+            due_s = self._loop.time() + 1 / rate
+            self._loop.call_at(due_s, self._tick, rate, due_s)
+        together[request.request_id] = running
+
+    def _tick(self, rate: int, due_s: float) -> None:
+        """One step of one rate: a token for each of its streams. A late step is not made up for."""
+        together = self._by_rate.get(rate)
+        if not together:
+            self._by_rate.pop(rate, None)
+            return
+        if self._may_write:
+            self._step += 1
+            self._say(*[e for running in list(together.values()) for e in self._tokens(running, 1)])
+        next_s = max(due_s + 1 / rate, self._loop.time())
+        self._loop.call_at(next_s, self._tick, rate, next_s)
+
+    def _tokens(self, running: _Running, count: int) -> list[Event]:
+        request_id = running.request.request_id
+        running.left -= count
+        said: list[Event] = [
+            Tokens(request_id, index, (TOKEN,) * count) for index in range(running.request.samples)
+        ]
+        return said if running.left > 0 else said + self._last(running, "done")
+
+    def _last(self, running: _Running, ending: Ending) -> list[Event]:
+        request = running.request
+        del self._running[request.request_id]
+        self._by_rate.get(request.sampling.seed or 0, {}).pop(request.request_id, None)
+        tokens = request.max_tokens - running.left
+        ends: list[Event] = [
+            SampleEnded(request.request_id, index, "length", tokens)
+            for index in range(0 if running.left else request.samples)
+        ]
+        usage = Usage(
+            prompt_tokens=len(request.tokens),
+            computed_tokens=len(request.tokens),
+            output_tokens=tokens * request.samples,
+            first_token_s=0.0,
+        )
+        return [*ends, Finished(request.request_id, ending, usage)]
+
+    def _end(self, request_id: str, ending: Ending) -> None:
+        running = self._running.get(request_id)
+        if running is not None:
+            self._say(*self._last(running, ending))
+            self._leave_if_idle()
+
+    def _leave_if_idle(self) -> None:
+        if self._is_draining and not self._running and self._transport is not None:
+            self._transport.close()
+
+
+def info_of(model_dir: Path) -> EngineInfo:
+    """What the gateway is told: a model's shape, and room without end. Raises ModelError."""
+    card = load_card(model_dir)
+    return EngineInfo(
+        epoch="null",
+        model=card.name,
+        model_digest=card.digest,
+        model_dir=str(model_dir),
+        vocab_size=card.config.vocab,
+        context_tokens=card.config.context,
+        block_size=16,
+        blocks=2**20,
+        kv_bytes_per_block=1,
+        kv_format="none",
+        device="none",
+        pid=os.getpid(),
+    )
+
+
+async def serve(settings: Settings) -> None:
+    """Until standard input ends: the parent is gone then."""
+    loop = asyncio.get_running_loop()
+    info = info_of(Path(settings.model_dir))
+    parent_gone = asyncio.Event()
+
+    def parent_spoke() -> None:
+        if not os.read(sys.stdin.fileno(), 4096):
+            loop.remove_reader(sys.stdin.fileno())
+            parent_gone.set()
+
+    loop.add_reader(sys.stdin.fileno(), parent_spoke)
+    server = await loop.create_unix_server(
+        lambda: NullEngine(info, settings.token), settings.socket_path
+    )
+    try:
+        await parent_gone.wait()
+    finally:
+        server.close()
+
+
+def main() -> None:
+    """As `engine.server` begins: one line of settings, then the socket."""
+    line = sys.stdin.buffer.readline()
+    asyncio.run(serve(msgspec.json.decode(line, type=Settings)))
+
+
+if __name__ == "__main__":
+    main()

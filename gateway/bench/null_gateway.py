@@ -1,0 +1,116 @@
+"""A gateway of ours over the null engine: `python -m gateway.bench.null_gateway`, a child process.
+
+Everything is real but the engine: listeners, keys, limits (set so high that none refuses), prompts,
+the ledger on a disk, log lines. Its first line of input is `Settings`; it answers with one line,
+`Ready`, and goes when its input ends. It knows no workload. `gateway.bench.overhead` starts it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from engine.model_store import load_card
+from engine.supervisor import EngineSupervisor
+from gateway.app import Gateway, log_line
+from gateway.config import Config, LimitsConfig, LogConfig, ServerConfig
+from gateway.metering import wall_ms
+from gateway.prompt import Renderer
+from tenancy.keys import create_key
+from tenancy.registry import create_tenant
+from tenancy.store import Store
+from tenancy.types import Limits
+
+ENOUGH = 10**9
+"""A limit that counts every request and refuses none."""
+
+NULL_ENGINE = (sys.executable, "-m", "gateway.bench.null_engine")
+
+
+class Settings(Struct, frozen=True):
+    """`data`: where the database lies. `streams_max`: how many come at once."""
+
+    model_dir: str
+    data: str
+    streams_max: int
+    logs: bool = True
+
+
+class Ready(Struct, frozen=True):
+    """Where it listens, for whom, and who computes nothing."""
+
+    url: str
+    key: str
+    model: str
+    pid: int
+
+
+def config_of(settings: Settings) -> Config:
+    """Defaults, but for room for the load."""
+    room = 2 * settings.streams_max + 64
+    return Config(
+        data_dir=settings.data,
+        server=ServerConfig(connections_per_address_max=room, connections_max=2 * room),
+        limits=LimitsConfig(requests_per_tenant_max=room),
+        log=LogConfig(requests=settings.logs),
+    )
+
+
+def make_key(store: Store) -> str:
+    """A tenant under every kind of limit, and its key under two."""
+    limits = Limits(
+        requests_per_minute=ENOUGH,
+        tokens_per_minute=ENOUGH,
+        input_tokens_per_minute=ENOUGH,
+        output_tokens_per_minute=ENOUGH,
+        requests_at_once=ENOUGH,
+    )
+    tenant = create_tenant(store, wall_ms, "bench", limits=limits)
+    of_key = Limits(requests_per_minute=ENOUGH, requests_at_once=ENOUGH)
+    return create_key(store, wall_ms, tenant.tenant_id, limits=of_key)
+
+
+async def serve(settings: Settings) -> None:
+    """Until standard input ends."""
+    loop = asyncio.get_running_loop()
+    config = config_of(settings)
+    card = load_card(Path(settings.model_dir))
+    store = Store(config.database)
+    key = make_key(store)
+    supervisor = EngineSupervisor(Path(card.folder), config.engine, log_line, command=NULL_ENGINE)
+    gateway = Gateway(config, supervisor, Renderer(card), store)
+    parent_gone = asyncio.Event()
+
+    def parent_spoke() -> None:
+        if not os.read(sys.stdin.fileno(), 4096):
+            loop.remove_reader(sys.stdin.fileno())
+            parent_gone.set()
+
+    loop.add_reader(sys.stdin.fileno(), parent_spoke)
+    try:
+        urls = await gateway.listen(("127.0.0.1", 0), ("127.0.0.1", 0))
+        supervisor.start()
+        await supervisor.wait_ready()
+        ready = Ready(urls[0], key, card.name, os.getpid())
+        sys.stdout.buffer.write(msgspec.json.encode(ready) + b"\n")
+        sys.stdout.buffer.flush()
+        await parent_gone.wait()
+    finally:
+        await gateway.close()
+        await supervisor.close()
+        store.close()
+
+
+def main() -> None:
+    """One line of settings, then serve."""
+    line = sys.stdin.buffer.readline()
+    asyncio.run(serve(msgspec.json.decode(line, type=Settings)))
+
+
+if __name__ == "__main__":
+    main()

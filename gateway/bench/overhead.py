@@ -1,0 +1,207 @@
+"""`trunkline bench gateway`: what the gateway takes beyond a bare server that says the same.
+
+A bare mock and the whole gateway over the null engine are loaded one after the other in one run, by
+the same client, so that what is compared had the same machine. Ratios and differences are what
+carries over to another one. It prints nothing; `gateway.bench.cli` calls it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from gateway.bench.client import BenchError
+from gateway.bench.load import Found, Load, run
+from gateway.bench.null_gateway import Ready, Settings
+from gateway.bench.processor_time import processor_s
+from gateway.bench.report import columns, short
+from gateway.bench.workloads import percentile
+
+START_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 20.0
+STREAM_TOKENS = 64
+TOKENS_PER_S = 64_000
+"""Of all streams together: a thousand streams of 64 tokens in a second."""
+STREAM_RATE_MAX = 2_000
+PACE = 100
+
+Say = Callable[[str], None]
+
+
+class Server(Struct, frozen=True):
+    """What was measured of one server under one load. Times in milliseconds: to the end of an
+    answer for `unary`, to its first bytes otherwise. `cpu_us`: of its process, for each output
+    token; `cpu`: which part of one core it took; `events`: pieces for each stream."""
+
+    answers_per_s: float
+    tokens_per_s: float
+    p50_ms: float
+    p99_ms: float
+    cpu: float
+    cpu_us: float
+    events: float
+    client_busy: float
+
+
+class Line(Struct, frozen=True):
+    """One load, on both."""
+
+    kind: str
+    concurrency: int
+    mock: Server
+    gateway: Server
+
+    @property
+    def added_p50_ms(self) -> float:
+        """What the gateway adds to the median."""
+        return self.gateway.p50_ms - self.mock.p50_ms
+
+    @property
+    def added_p99_ms(self) -> float:
+        """And to the slowest in a hundred."""
+        return self.gateway.p99_ms - self.mock.p99_ms
+
+    @property
+    def ratio(self) -> float:
+        """Answers of the gateway over answers of the mock."""
+        return self.gateway.answers_per_s / self.mock.answers_per_s
+
+
+class Overhead(Struct, frozen=True):
+    """All lines, and where they were measured. `text()` is the table."""
+
+    model: str
+    machine: dict[str, Any]
+    lines: list[Line]
+
+    def text(self) -> str:
+        """For people."""
+        m = self.machine
+        where = f"{m['cpu']}, {m['cores']} cores, {m['system']}, commit {m['commit']}"
+        names = (
+            "load", "at once", "mock/s", "gateway/s", "ratio", "p50 ms", "added", "p99 ms",
+            "added", "tokens/s", "pieces", "us/token", "core", "client",
+        )  # fmt: skip
+        return f"{where}\n\n{columns([names, *map(_cells, self.lines)], range(1, len(names)))}"
+
+    def json(self) -> str:
+        """For programs."""
+        rows = [
+            {
+                **msgspec.to_builtins(line),
+                "added_p50_ms": line.added_p50_ms,
+                "added_p99_ms": line.added_p99_ms,
+                "ratio": line.ratio,
+            }
+            for line in self.lines
+        ]
+        found = {"model": self.model, "machine": self.machine, "lines": rows}
+        return msgspec.json.format(msgspec.json.encode(found)).decode()
+
+
+def _cells(line: Line) -> tuple[str, ...]:
+    mock, ours = line.mock, line.gateway
+    numbers = (
+        mock.answers_per_s, ours.answers_per_s, line.ratio, ours.p50_ms, line.added_p50_ms,
+        ours.p99_ms, line.added_p99_ms, ours.tokens_per_s, ours.events, ours.cpu_us, ours.cpu,
+        ours.client_busy,
+    )  # fmt: skip
+    return (line.kind, str(line.concurrency), *map(short, numbers))
+
+
+def loads(concurrency: int, seconds: float) -> list[tuple[str, Load]]:
+    """What each number of clients asks for: tiny answers, streams as many as fit a thousand a
+    second, streams at the pace of a model."""
+    rate = max(PACE, min(STREAM_RATE_MAX, TOKENS_PER_S // concurrency))
+    rest_s = min(0.5, seconds)
+    whole = Load(concurrency, seconds, rest_s=rest_s)
+    stream = Load(concurrency, seconds, STREAM_TOKENS, is_stream=True, rate=rate, rest_s=rest_s)
+    answer_s = STREAM_TOKENS / PACE
+    paced = msgspec.structs.replace(
+        stream, seconds=max(seconds, 2 * answer_s), rate=PACE, rest_s=answer_s
+    )
+    return [("unary", whole), ("stream", stream), ("paced", paced)]
+
+
+async def measure(
+    concurrencies: tuple[int, ...], seconds: float, model_dir: Path, say: Say
+) -> list[Line]:
+    """Both servers under every load. Raises BenchError."""
+    lines = []
+    with tempfile.TemporaryDirectory(prefix="trunkline-bench-") as data:
+        settings = Settings(str(model_dir), data, max(concurrencies))
+        log = Path(data) / "gateway.log"
+        async with (
+            child("gateway.bench.mock_server", b"", log) as mock,
+            child("gateway.bench.null_gateway", msgspec.json.encode(settings), log) as ours,
+        ):
+            for concurrency in concurrencies:
+                for kind, load in loads(concurrency, seconds):
+                    say(f"{kind}, {concurrency} at once")
+                    found = [await _measured(server, load) for server in (mock, ours)]
+                    lines.append(Line(kind, concurrency, *found))
+    return lines
+
+
+async def _measured(server: Ready, load: Load) -> Server:
+    used: list[float] = []
+    found = await run(server, load, lambda _: used.append(processor_s(server.pid)))
+    if not found.times_s:
+        raise BenchError(f"no answer within {load.seconds:g} s at {load.concurrency} at once")
+    return summed_up(found, load, used[1] - used[0])
+
+
+def summed_up(found: Found, load: Load, cpu_s: float) -> Server:
+    """The figures of one run."""
+    times = found.first_s if load.is_stream else found.times_s
+    answers = len(found.times_s)
+    tokens_per_s = answers * load.output / found.took_s
+    return Server(
+        answers_per_s=found.answers_per_s,
+        tokens_per_s=tokens_per_s,
+        p50_ms=percentile(times, 50) * 1e3,
+        p99_ms=percentile(times, 99) * 1e3,
+        cpu=cpu_s / found.took_s,
+        cpu_us=cpu_s / (tokens_per_s * found.took_s) * 1e6,
+        events=found.events / answers,
+        client_busy=found.busy,
+    )
+
+
+def _last_words(log: Path) -> str:
+    return log.read_text(errors="replace").strip()[-600:] or "none"
+
+
+@asynccontextmanager
+async def child(module: str, line: bytes, log: Path) -> AsyncIterator[Ready]:
+    """A server of ours as a process, for as long as its input is open. Raises BenchError."""
+    with log.open("ab") as errors:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", module,
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=errors,
+        )  # fmt: skip
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        process.stdin.write(line + b"\n")
+        async with asyncio.timeout(START_TIMEOUT_S):
+            said = await process.stdout.readline()
+        yield msgspec.json.decode(said, type=Ready)
+    except (msgspec.MsgspecError, TimeoutError, BrokenPipeError) as error:
+        raise BenchError(f"{module} did not start. Its last words: {_last_words(log)}") from error
+    finally:
+        process.stdin.close()
+        try:
+            async with asyncio.timeout(STOP_TIMEOUT_S):
+                await process.wait()
+        except TimeoutError:
+            process.kill()
+            await process.wait()
