@@ -11,8 +11,12 @@ import time
 from concurrent.futures import Future
 
 from gateway.dialects.canonical import UsageRecord
+from tenancy.errors import BadPrice, BudgetExceeded
 from tenancy.ledger import Hold, Ledger
+from tenancy.limits import Demand
 from tenancy.types import Identity, UsageEntry, WallClock
+
+NOTHING = Demand(0, 0)
 
 
 def wall_ms() -> int:
@@ -24,19 +28,49 @@ class Account:
     """One request's place in the ledger: opened at admission, settled once."""
 
     def __init__(
-        self, ledger: Ledger, wall: WallClock, request_id: str, identity: Identity, model: str
+        self,
+        ledger: Ledger,
+        wall: WallClock,
+        request_id: str,
+        identity: Identity,
+        model: str,
+        *,
+        most: Demand = NOTHING,
+        dialect: str = "",
+        epoch: str = "",
     ) -> None:
+        """`most`: all prompt tokens and all the output that it may come to. `epoch`: the engine's
+        life in which it will run."""
         self._ledger = ledger
         self._wall = wall
-        self._hold = Hold(request_id, identity.tenant.tenant_id, identity.key_id, model, wall())
+        self._hold = Hold(
+            request_id=request_id,
+            tenant_id=identity.tenant.tenant_id,
+            key_id=identity.key_id,
+            model=model,
+            started_ms=wall(),
+            input_tokens=most.input_tokens,
+            output_tokens=most.output_tokens,
+            workspace=identity.workspace,
+            tier=identity.tenant.tier,
+            dialect=dialect,
+            epoch=epoch,
+        )
         self.is_open = False
 
     async def open(self) -> None:
-        """Write the hold. Raises LedgerUnavailable: nothing may run then."""
+        """Write the hold. Raises BudgetExceeded, and BadPrice for what could cost more than can be
+        counted, with nothing left to settle; LedgerUnavailable. Nothing may run then."""
         self.is_open = True
-        await _durable(self._ledger.hold(self._hold))
+        try:
+            await _durable(self._ledger.hold(self._hold))
+        except (BudgetExceeded, BadPrice):
+            self.is_open = False
+            raise
 
-    async def settle(self, ending: str, record: UsageRecord) -> None:
+    async def settle(
+        self, ending: str, record: UsageRecord, first_token_s: float | None = None
+    ) -> None:
         """Make the entry durable; a second call changes nothing.
 
         The entry is handed to the writer before anything is awaited, so that a cancelled caller
@@ -60,6 +94,14 @@ class Account:
             fresh_tokens=record.fresh,
             output_tokens=record.out,
             physical_cached_tokens=record.physical_cached,
+            read={name: tokens for name, tokens in record.read.items() if tokens},
+            write={name: tokens for name, tokens in record.write.items() if tokens},
+            workspace=hold.workspace,
+            tier=hold.tier,
+            dialect=hold.dialect,
+            recomputed_promised_tokens=record.recomputed_promised,
+            ttft_ms=None if first_token_s is None else round(first_token_s * 1000),
+            epoch=hold.epoch,
         )
         await _durable(self._ledger.settle(entry))
 

@@ -26,7 +26,14 @@ from gateway.door import WRONG_KEYS_PER_MINUTE_MAX, WrongKeys, bearer_key, check
 from gateway.errors import Kind, Refusal
 from gateway.server import ClientGone, accept_expectation, cut
 from gateway.stream import refusal_of as engine_refusal
-from tenancy.errors import BadName, KeyRefused, LedgerUnavailable, StoreError
+from tenancy.errors import (
+    BadName,
+    BadPrice,
+    BudgetExceeded,
+    KeyRefused,
+    LedgerUnavailable,
+    StoreError,
+)
 from tenancy.types import Identity
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -333,6 +340,10 @@ def refusal_of(error: Exception) -> Refusal | None:
         case StoreError():
             message = "The database cannot be read or written now. Try again."
             return Refusal(Kind.BUSY, "database_unavailable", message, retry_after_s=5.0)
+        case BudgetExceeded():
+            return Refusal(Kind.QUOTA, error.code, error.message)
+        case BadPrice():
+            return Refusal(Kind.BAD, error.code, error.message)
         case LedgerUnavailable():
             message = "Usage cannot be recorded now, so nothing is answered. Try again."
             return Refusal(Kind.BUSY, "ledger_unavailable", message, retry_after_s=5.0)

@@ -49,3 +49,32 @@ class LimitExceeded(TenancyError):
         self.limit = limit
         self.remaining = remaining
         self.reset_s = reset_s
+
+
+class BadPrice(TenancyError):
+    """A rate card, a budget or an adjustment that cannot be; the message says why."""
+
+
+class BooksClosed(TenancyError):
+    """A day cannot be closed, or is closed already."""
+
+
+class BudgetExceeded(TenancyError):
+    """The most this request can cost no longer fits a budget: `budget_exceeded`.
+
+    `scope`: whose budget, "tenant" or "key". `resets_ms`: when its window ends. Sums are
+    pico-dollars: `spent` in the window and `reserved` for what still runs.
+    """
+
+    def __init__(
+        self, *, scope: str, window: str, hard: int, spent: int, reserved: int, resets_ms: int
+    ) -> None:
+        what = f"The budget of this {scope} for the {window}"
+        message = f"{what} is used up, or too little of it is left for this request."
+        super().__init__("budget_exceeded", message)
+        self.scope = scope
+        self.window = window
+        self.hard_pico = hard
+        self.spent_pico = spent
+        self.reserved_pico = reserved
+        self.resets_ms = resets_ms

@@ -19,40 +19,18 @@ import threading
 from concurrent.futures import Future
 
 import apsw
-import msgspec
-from msgspec import Struct
 
-from tenancy.errors import LedgerUnavailable, StoreError
-from tenancy.store import Store
+from tenancy.bookkeeping import Books, EngineTotals, Hold, Item, StorageReading
+from tenancy.errors import LedgerUnavailable, StoreError, TenancyError
+from tenancy.store import Row, Store
 from tenancy.types import UsageEntry, WallClock
+from tenancy.usage import UsageTotal, usage
+
+__all__ = ["BATCH_MAX", "EngineTotals", "Hold", "Ledger", "StorageReading", "UsageTotal"]
 
 BATCH_MAX = 128
 
 
-class Hold(Struct, frozen=True):
-    """A request that has been admitted and not settled."""
-
-    request_id: str
-    tenant_id: int
-    key_id: int
-    model: str
-    started_ms: int
-
-
-class UsageTotal(Struct, frozen=True):
-    """A sum of ledger entries."""
-
-    tenant: str
-    requests: int
-    prompt_tokens: int
-    cache_read_tokens: int
-    cache_write_tokens: int
-    fresh_tokens: int
-    output_tokens: int
-    physical_cached_tokens: int
-
-
-Item = Hold | UsageEntry
 Batch = list[tuple[Item, "Future[None]"]]
 
 
@@ -67,6 +45,7 @@ class Ledger:
         """
         self._store = store
         self._clock = clock
+        self._books = Books()
         self._lock_file = _lock(store)
         self._inbox: queue.SimpleQueue[tuple[Item, Future[None]] | None] = queue.SimpleQueue()
         self._door = threading.Lock()
@@ -82,29 +61,33 @@ class Ledger:
         self._thread.start()
 
     def hold(self, hold: Hold) -> Future[None]:
-        """Write a hold. The future raises LedgerUnavailable if it is not durable, or if the
-        request id was used before."""
+        """Write a hold and reserve the most it can cost.
+
+        The future raises BudgetExceeded if that does not fit, LedgerUnavailable if it is not
+        durable, or if the request id was used before; nothing is written then.
+        """
         return self._put(hold)
 
     def settle(self, entry: UsageEntry) -> Future[None]:
-        """Turn a hold into its entry. Settling one request id again changes nothing. The future
-        raises LedgerUnavailable if it is not durable."""
+        """Turn a hold into its entry, at the prices of its hold. Settling one request id again
+        changes nothing. The future raises LedgerUnavailable if it is not durable."""
         return self._put(entry)
+
+    def add_storage(self, reading: StorageReading) -> Future[None]:
+        """Add what a tenant has held since the reading before. The future raises
+        LedgerUnavailable if it is not durable; the meter then keeps it for the next one."""
+        return self._put(reading)
+
+    def note_engine(self, totals: EngineTotals) -> Future[None]:
+        """Keep what the engine and the gateway have counted in this life of the engine."""
+        return self._put(totals)
 
     @staticmethod
     def totals(
         store: Store, tenant: str | None = None, since_ms: int = 0, until_ms: int | None = None
     ) -> list[UsageTotal]:
-        """Sums of entries that ended in [since_ms, until_ms), by tenant. Reads only."""
-        rows = store.query(
-            "select name, count(*), sum(prompt_tokens), sum(cache_read_tokens),"
-            " sum(cache_write_tokens), sum(fresh_tokens), sum(output_tokens),"
-            " sum(physical_cached_tokens) from ledger join tenants using (tenant_id)"
-            " where (?1 is null or name = ?1) and ended_ms >= ?2 and (?3 is null or ended_ms < ?3)"
-            " group by name order by name",
-            (tenant, since_ms, until_ms),
-        )
-        return [UsageTotal(*row) for row in rows]
+        """Sums of entries booked in [since_ms, until_ms), by tenant. Reads only."""
+        return usage(store, tenant=tenant, since_ms=since_ms, until_ms=until_ms)
 
     def open_holds(self) -> int:
         """Requests admitted and not settled."""
@@ -155,8 +138,8 @@ class Ledger:
     def _write(self, batch: Batch) -> None:
         """One transaction for all; when it fails nobody is told that anything was written."""
         try:
-            used = self._commit([item for item, _ in batch])
-        except apsw.ConstraintError as error:
+            answers = self._commit([item for item, _ in batch])
+        except (apsw.ConstraintError, LedgerUnavailable) as error:
             if len(batch) > 1:  # one impossible entry must not take the others with it
                 for one in batch:
                     self._write([one])
@@ -168,22 +151,21 @@ class Ledger:
             self._is_damaged = True
             _refuse(batch, "not_durable", error)
         else:
-            for number, (_, future) in enumerate(batch):
-                if number in used:
-                    message = "This request id was used before."
-                    future.set_exception(LedgerUnavailable("duplicate_request", message))
-                else:
+            for (_, future), refusal in zip(batch, answers, strict=True):
+                if refusal is None:
                     future.set_result(None)
+                else:
+                    future.set_exception(refusal)
         finally:
             _refuse(batch, "failed", None)
 
-    def _commit(self, items: list[Item]) -> set[int]:
-        """Make all durable. Returns which of them are holds on a request id that was used."""
+    def _commit(self, items: list[Item]) -> list[TenancyError | None]:
+        """Make all durable. Returns the refusals of holds, for which nothing was written."""
         if self._is_damaged:
             self._store.reopen()
             self._is_damaged = False
         with self._store.transaction() as db:
-            return {number for number, item in enumerate(items) if not _apply(db, item)}
+            return self._books.apply(db, items)
 
     def _refuse_rest(self) -> None:
         """The writer has ended: whoever still waits is told, and nobody waits from now on."""
@@ -197,14 +179,13 @@ class Ledger:
     def _close_open_holds(self) -> int:
         now_ms = self._clock()
         rows = self._store.query(
-            "select request_id, tenant_id, key_id, model, started_ms from holds"
+            "select request_id, tenant_id, key_id, model, started_ms, workspace, tier, dialect,"
+            " epoch from holds"
         )
-        holds = [Hold(*row) for row in rows]
-        if holds:
+        if rows:
             with self._store.change() as db:
-                for hold in holds:
-                    _apply(db, _interrupted(hold, now_ms))
-        return len(holds)
+                self._books.apply(db, [_interrupted(row, now_ms) for row in rows])
+        return len(rows)
 
 
 def _lock(store: Store) -> int:
@@ -228,14 +209,15 @@ def _refuse(batch: Batch, code: str, error: Exception | None) -> None:
             future.set_exception(LedgerUnavailable(code, message))
 
 
-def _interrupted(hold: Hold, now_ms: int) -> UsageEntry:
+def _interrupted(hold: Row, now_ms: int) -> UsageEntry:
+    request_id, tenant_id, key_id, model, started_ms, workspace, tier, dialect, epoch = hold
     return UsageEntry(
-        request_id=hold.request_id,
-        tenant_id=hold.tenant_id,
-        key_id=hold.key_id,
-        model=hold.model,
+        request_id=request_id,
+        tenant_id=tenant_id,
+        key_id=key_id,
+        model=model,
         ending="interrupted",
-        started_ms=hold.started_ms,
+        started_ms=started_ms,
         ended_ms=now_ms,
         prompt_tokens=0,
         cache_read_tokens=0,
@@ -243,27 +225,8 @@ def _interrupted(hold: Hold, now_ms: int) -> UsageEntry:
         fresh_tokens=0,
         output_tokens=0,
         physical_cached_tokens=0,
+        workspace=workspace,
+        tier=tier,
+        dialect=dialect,
+        epoch=epoch,
     )
-
-
-_HOLD = (
-    "insert into holds (request_id, tenant_id, key_id, model, started_ms)"
-    " select ?1, ?2, ?3, ?4, ?5 where not exists (select 1 from ledger where request_id = ?1)"
-    " on conflict (request_id) do nothing"
-)
-_SETTLE = (
-    "insert into ledger (request_id, tenant_id, key_id, model, ending, started_ms, ended_ms,"
-    " prompt_tokens, cache_read_tokens, cache_write_tokens, fresh_tokens, output_tokens,"
-    " physical_cached_tokens) values (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
-    " on conflict (request_id) do nothing"
-)
-
-
-def _apply(db: apsw.Connection, item: Item) -> bool:
-    """False for a hold on a request id that was used before; nothing is written then."""
-    if isinstance(item, Hold):
-        db.execute(_HOLD, msgspec.structs.astuple(item))
-        return db.changes() == 1
-    db.execute(_SETTLE, msgspec.structs.astuple(item))
-    db.execute("delete from holds where request_id = ?", (item.request_id,))
-    return True

@@ -145,6 +145,11 @@ class Store:
             db.execute(f"pragma application_id={APPLICATION_ID}").fetchall()
 
 
+def rows_of(db: apsw.Connection, sql: str, values: Sequence[Value] = ()) -> list[Row]:
+    """All rows of one statement within a transaction. Raises apsw.Error."""
+    return list(db.execute(sql, tuple(values)))
+
+
 def migrations() -> list[str]:
     """The schema's steps, in order: number N is the step to version N."""
     folder = resources.files("tenancy").joinpath("migrations")

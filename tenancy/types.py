@@ -112,8 +112,19 @@ class Identity(Struct, frozen=True, forbid_unknown_fields=True):
     key_limits: Limits = Limits()
 
 
+FREE = "free"
+"""The rate card that holds where none is set: everything costs nothing."""
+
+
 class UsageEntry(Struct, frozen=True, forbid_unknown_fields=True):
-    """One ledger entry: what one request used, for ever, exactly once per request id."""
+    """One ledger entry: what one request used, for ever, exactly once per request id.
+
+    `read` and `write` are the cache's tokens by retention class; where one is empty only its sum is
+    known. `epoch`: the engine's life in which it ran. `recomputed_promised_tokens`: read by
+    contract, but computed again. `ttft_ms`: to the first token. The ledger itself fills in
+    `rate_card_id` and the two sums of money: `charge_pico`, and `saved_pico`, by which the prompt
+    was cheaper than if nothing of it had been cached (below zero where writing cost more).
+    """
 
     request_id: str
     tenant_id: int
@@ -128,3 +139,14 @@ class UsageEntry(Struct, frozen=True, forbid_unknown_fields=True):
     fresh_tokens: int
     output_tokens: int
     physical_cached_tokens: int
+    read: dict[str, int] = {}
+    write: dict[str, int] = {}
+    workspace: str = "default"
+    tier: str = "standard"
+    dialect: str = ""
+    recomputed_promised_tokens: int = 0
+    ttft_ms: int | None = None
+    epoch: str = ""
+    rate_card_id: str = FREE
+    charge_pico: int = 0
+    saved_pico: int = 0

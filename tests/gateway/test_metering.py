@@ -10,9 +10,13 @@ import pytest
 
 from gateway.dialects.canonical import UsageRecord
 from gateway.metering import Account
-from tenancy.errors import LedgerUnavailable
+from tenancy.budgets import Budget, set_budget
+from tenancy.errors import BudgetExceeded, LedgerUnavailable
 from tenancy.keys import create_key
 from tenancy.ledger import Ledger
+from tenancy.limits import Demand
+from tenancy.pricing import RateCard
+from tenancy.rate_cards import add_card
 from tenancy.registry import Registry, create_tenant
 from tenancy.store import Store
 from tenancy.types import Identity
@@ -96,3 +100,27 @@ async def test_a_closed_ledger_refuses_before_anything_runs(books: Books) -> Non
 
     with pytest.raises(LedgerUnavailable):
         await books.account("a").open()
+
+
+async def test_what_does_not_fit_a_budget_leaves_nothing_to_settle(books: Books) -> None:
+    """It never ran, so it has no entry; and the client is told which wall it met."""
+    add_card(books.store, books.wall, RateCard("std", input=1_000_000, output=1_000_000))
+    set_budget(books.store, Budget(1, "day", hard_micros=10))
+    account = Account(books.ledger, books.wall, "a", books.identity, "m", most=Demand(8, 3))
+    with pytest.raises(BudgetExceeded):
+        await account.open()
+    await account.settle("failed", RECORD)
+
+    assert (account.is_open, books.rows(), books.ledger.open_holds()) == (False, [], 0)
+
+
+async def test_an_entry_keeps_the_classes_and_the_circumstances(books: Books) -> None:
+    """What prices and reconciliation go by."""
+    account = Account(books.ledger, books.wall, "a", books.identity, "m", dialect="d", epoch="e")
+    await account.open()
+    await account.settle("done", RECORD, 0.25)
+    (row,) = books.store.query(
+        "select reads, writes, workspace, dialect, epoch, ttft_ms from ledger"
+    )
+
+    assert row == ('{"best_effort":4}', "{}", "default", "d", "e", 250)

@@ -1,0 +1,214 @@
+"""Budgets: how much a tenant or a key may spend in a day or a month, UTC.
+
+The most a request can cost is reserved with its hold, in the same transaction, and replaced by its
+charge when it is settled: spent + reserved never exceeds a hard budget, however many ask at once.
+A soft budget refuses nothing and shows when it is passed. A window is that of the instant a
+request is booked at. It knows no entries but their sums; `bookkeeping` calls it within its
+transactions, the command line and the admin API set and list.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Literal
+
+import apsw
+from msgspec import Struct
+
+from tenancy.errors import BadPrice, BudgetExceeded
+from tenancy.pricing import PICO_PER_MICRO
+from tenancy.store import Store, rows_of
+from tenancy.types import WallClock
+
+Window = Literal["day", "month"]
+DAY_MS = 86_400_000
+MICROS_MAX = 10**18
+LATEST_MS = 253_370_764_800_000
+"""The year 9999: the calendar ends there."""
+
+
+class Budget(Struct, frozen=True, forbid_unknown_fields=True):
+    """`key_id` 0: of the whole tenant. Amounts are micro-dollars; None is no limit."""
+
+    tenant_id: int
+    window: Window
+    hard_micros: int | None = None
+    soft_micros: int | None = None
+    key_id: int = 0
+
+    @property
+    def scope(self) -> str:
+        """Whose it is."""
+        return "key" if self.key_id else "tenant"
+
+
+class BudgetState(Struct, frozen=True):
+    """A budget in its present window. Sums are pico-dollars."""
+
+    budget: Budget
+    starts_ms: int
+    resets_ms: int
+    spent_pico: int
+    reserved_pico: int
+    is_over_soft: bool
+
+
+Budgets = dict[tuple[int, int], tuple[Budget, ...]]
+"""By tenant and key (0 for the tenant's own): what is set."""
+
+
+def window_of(window: Window, at_ms: int) -> tuple[int, int]:
+    """When the window with this instant in it starts and ends: [start, end)."""
+    at_ms = min(max(at_ms, 0), LATEST_MS)
+    if window == "day":
+        start_ms = at_ms - at_ms % DAY_MS
+        return start_ms, start_ms + DAY_MS
+    day = datetime.fromtimestamp(at_ms / 1000, UTC)
+    first = datetime(day.year, day.month, 1, tzinfo=UTC)
+    after = datetime(day.year + day.month // 12, day.month % 12 + 1, 1, tzinfo=UTC)
+    return int(first.timestamp()) * 1000, int(after.timestamp()) * 1000
+
+
+def set_budget(store: Store, budget: Budget) -> None:
+    """Set or change it; what the window has seen so far counts. One that limits nothing is taken
+    away. Raises BadPrice for what cannot be."""
+    hard, soft = budget.hard_micros, budget.soft_micros
+    for name, value in (("hard", hard), ("soft", soft)):
+        if value is not None and not 0 <= value <= MICROS_MAX:
+            message = f"A {name} budget of {value} is not between 0 and {MICROS_MAX} micro-dollars."
+            raise BadPrice("bad_budget", message)
+    if hard is not None and soft is not None and soft > hard:
+        raise BadPrice("bad_budget", f"A soft budget of {soft} is above the hard one of {hard}.")
+    who = (budget.tenant_id, budget.key_id, budget.window)
+    with store.change() as db:
+        _check_owner(db, budget)
+        # It may have been taken away and come back: the window is summed afresh.
+        _forget_windows(db, *who)
+        db.execute("delete from budgets where (tenant_id, key_id, window) = (?, ?, ?)", who)
+        if hard is not None or soft is not None:
+            db.execute("insert into budgets values (?, ?, ?, ?, ?)", (*who, hard, soft))
+
+
+def load_budgets(db: apsw.Connection) -> Budgets:
+    """All that are set."""
+    found: dict[tuple[int, int], tuple[Budget, ...]] = {}
+    for tenant_id, key_id, window, hard, soft in rows_of(db, "select * from budgets"):
+        one = Budget(tenant_id, window, hard, soft, key_id)
+        found[tenant_id, key_id] = (*found.get((tenant_id, key_id), ()), one)
+    return found
+
+
+def budget_states(
+    store: Store, clock: WallClock, tenant_id: int | None = None
+) -> list[BudgetState]:
+    """Each budget in its present window, as of the last commit."""
+    now_ms, states = clock(), []
+    with store.change() as db:
+        for mine in load_budgets(db).values():
+            for budget in mine:
+                if tenant_id in (None, budget.tenant_id):
+                    spent, reserved, start_ms, end_ms = _sums(db, budget, now_ms)
+                    soft = budget.soft_micros
+                    over = soft is not None and spent > soft * PICO_PER_MICRO
+                    states.append(BudgetState(budget, start_ms, end_ms, spent, reserved, over))
+    return sorted(states, key=lambda s: (s.budget.tenant_id, s.budget.key_id, s.budget.window))
+
+
+def refusal(
+    db: apsw.Connection, mine: tuple[Budget, ...], at_ms: int, pico: int
+) -> BudgetExceeded | None:
+    """Would reserving so much overspend one of these? Reserves nothing."""
+    for budget in mine:
+        if budget.hard_micros is not None:
+            spent, reserved, _, end_ms = _sums(db, budget, at_ms)
+            hard = budget.hard_micros * PICO_PER_MICRO
+            if spent + reserved + pico > hard:
+                return BudgetExceeded(
+                    scope=budget.scope,
+                    window=budget.window,
+                    hard=hard,
+                    spent=spent,
+                    reserved=reserved,
+                    resets_ms=end_ms,
+                )
+    return None
+
+
+def prepare(db: apsw.Connection, mine: tuple[Budget, ...], at_ms: int) -> None:
+    """Have the sums of the window with this instant, before anything that is summed changes."""
+    for budget in mine:
+        _sums(db, budget, at_ms)
+
+
+def move(
+    db: apsw.Connection, mine: tuple[Budget, ...], at_ms: int, *, spent: int, reserved: int
+) -> None:
+    """Add to the sums of the window with this instant, after `prepare`; either may be below
+    zero."""
+    for budget in mine:
+        have_spent, have_reserved, start_ms, _ = _sums(db, budget, at_ms)
+        db.execute(
+            "update budget_windows set spent_micros = ?, spent_rest = ?, reserved_micros = ?,"
+            " reserved_rest = ? where (tenant_id, key_id, window, starts_ms) = (?, ?, ?, ?)",
+            (
+                *divmod(have_spent + spent, PICO_PER_MICRO),
+                *divmod(have_reserved + reserved, PICO_PER_MICRO),
+                *(budget.tenant_id, budget.key_id, budget.window, start_ms),
+            ),
+        )
+
+
+def summed(db: apsw.Connection, budget: Budget, start_ms: int, end_ms: int) -> tuple[int, int]:
+    """(spent, reserved) of a window, from entries' hourly sums and from open holds."""
+    whose = "tenant_id = ?1 and (?2 = 0 or key_id = ?2)"
+    values = (budget.tenant_id, budget.key_id, start_ms, end_ms)
+    spent = rows_of(
+        db,
+        "select coalesce(sum(charge_micros), 0), coalesce(sum(charge_rest), 0) from usage_hours"
+        f" where {whose} and hour_ms >= ?3 and hour_ms < ?4",
+        values,
+    )[0]
+    held = rows_of(
+        db,
+        "select coalesce(sum(reserved_pico / 1000000), 0), coalesce(sum(reserved_pico % 1000000),"
+        f" 0) from holds where {whose} and booked_ms >= ?3 and booked_ms < ?4",
+        values,
+    )[0]
+    return spent[0] * PICO_PER_MICRO + spent[1], held[0] * PICO_PER_MICRO + held[1]
+
+
+def _sums(db: apsw.Connection, budget: Budget, at_ms: int) -> tuple[int, int, int, int]:
+    """(spent, reserved, start, end) of the window with this instant; made when first needed."""
+    start_ms, end_ms = window_of(budget.window, at_ms)
+    who = (budget.tenant_id, budget.key_id, budget.window, start_ms)
+    rows = rows_of(
+        db,
+        "select spent_micros, spent_rest, reserved_micros, reserved_rest from budget_windows"
+        " where (tenant_id, key_id, window, starts_ms) = (?, ?, ?, ?)",
+        who,
+    )
+    if rows:
+        a, b, c, d = rows[0]
+        return a * PICO_PER_MICRO + b, c * PICO_PER_MICRO + d, start_ms, end_ms
+    spent, reserved = summed(db, budget, start_ms, end_ms)
+    db.execute(
+        "insert into budget_windows values (?, ?, ?, ?, ?, ?, ?, ?)",
+        (*who, *divmod(spent, PICO_PER_MICRO), *divmod(reserved, PICO_PER_MICRO)),
+    )
+    return spent, reserved, start_ms, end_ms
+
+
+def _forget_windows(db: apsw.Connection, tenant_id: int, key_id: int, window: str) -> None:
+    db.execute(
+        "delete from budget_windows where (tenant_id, key_id, window) = (?, ?, ?)",
+        (tenant_id, key_id, window),
+    )
+
+
+def _check_owner(db: apsw.Connection, budget: Budget) -> None:
+    if not rows_of(db, "select 1 from tenants where tenant_id = ?", (budget.tenant_id,)):
+        raise BadPrice("bad_budget", f"There is no tenant {budget.tenant_id}.")
+    if budget.key_id:
+        key = (budget.key_id, budget.tenant_id)
+        if not rows_of(db, "select 1 from keys where (key_id, tenant_id) = (?, ?)", key):
+            raise BadPrice("bad_budget", f"The tenant has no key {budget.key_id}.")

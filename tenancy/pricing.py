@@ -1,0 +1,178 @@
+"""What usage costs: rate cards and exact charges. Pure.
+
+A price is whole micro-dollars per million tokens, and so is whole pico-dollars per token: tokens
+times price is an exact number of pico-dollars, and nothing is rounded before the invoice. (Storage
+alone is divided, by the seconds of an hour, and rounded down to the pico-dollar per booked row.)
+It knows no database and no clock; `rate_cards` keeps the cards, `bookkeeping` charges by them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from msgspec import Struct
+
+from tenancy.errors import BadPrice
+from tenancy.types import FREE, UsageEntry
+
+PICO_PER_MICRO = 1_000_000
+PRICE_MAX = 10**12
+"""A dollar per token: beyond it a price is a slip of the unit."""
+
+CHARGE_MAX = 2**63 - 1
+SECONDS_PER_HOUR = 3_600
+ANY = "*"
+CLASSES_MAX = 32
+CHARGED = frozenset({"done", "cancelled"})
+"""Endings that are paid for: a whole answer, and one that its client broke off. Failures of ours
+are free, whatever they used."""
+
+_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
+_CURRENCY = re.compile(r"[A-Z]{3}")
+
+
+class RateCard(Struct, frozen=True, forbid_unknown_fields=True):
+    """Prices for one model (or "*") and one tier (or "*"), from an instant to another.
+
+    Prices are whole micro-dollars per million tokens; `storage` per million tokens held for an
+    hour. A class that `cache_write` does not name costs what "*" names there, else what input
+    costs; one that `storage` does not name costs what "*" names there, else nothing.
+    `minimum_charge` is micro-dollars for a request, where one is charged.
+    """
+
+    name: str
+    model: str = ANY
+    tier: str = ANY
+    input: int = 0
+    output: int = 0
+    cache_read: int = 0
+    cache_write: dict[str, int] = {}
+    storage: dict[str, int] = {}
+    minimum_charge: int = 0
+    currency: str = "USD"
+    valid_from_ms: int = 0
+    valid_until_ms: int | None = None
+    version: int = 1
+
+    @property
+    def rate_card_id(self) -> str:
+        """As entries carry it."""
+        return self.name if self.name == FREE else f"{self.name}@{self.version}"
+
+    def write_price(self, retention: str) -> int:
+        """For writing a token in a class."""
+        return self.cache_write.get(retention, self.cache_write.get(ANY, self.input))
+
+    def storage_price(self, retention: str) -> int:
+        """For holding a million tokens of a class for an hour."""
+        return self.storage.get(retention, self.storage.get(ANY, 0))
+
+
+FREE_CARD = RateCard(name=FREE)
+
+
+class LineItem(Struct, frozen=True):
+    """`tokens` of a component at `price` pico-dollars each. `component`: `input`, `output`,
+    `cache_read`, `cache_write:CLASS`, or `minimum` for what lifts a charge to it."""
+
+    component: str
+    tokens: int
+    price: int
+    pico: int
+
+
+class Charge(Struct, frozen=True):
+    """What a request costs, with its parts: `pico` is their sum."""
+
+    rate_card_id: str
+    currency: str
+    pico: int
+    items: tuple[LineItem, ...]
+
+
+def price(card: RateCard, usage: UsageEntry) -> Charge:
+    """The exact charge. Raises BadPrice for more than a charge can hold (9.2 million dollars)."""
+    items: list[LineItem] = []
+    if usage.ending in CHARGED:
+        counts = {
+            "input": (usage.fresh_tokens, card.input),
+            "cache_read": (usage.cache_read_tokens, card.cache_read),
+        }
+        for retention, tokens in writes(usage).items():
+            counts[f"cache_write:{retention}"] = (tokens, card.write_price(retention))
+        counts["output"] = (usage.output_tokens, card.output)
+        items = [LineItem(name, n, each, n * each) for name, (n, each) in counts.items() if n]
+        missing = card.minimum_charge * PICO_PER_MICRO - sum(item.pico for item in items)
+        if missing > 0 and items:
+            items.append(LineItem("minimum", 0, 0, missing))
+    pico = sum(item.pico for item in items)
+    if pico > CHARGE_MAX:
+        raise BadPrice("charge_too_large", "A single charge beyond 9.2 million dollars.")
+    return Charge(card.rate_card_id, card.currency, pico, tuple(items))
+
+
+def savings(card: RateCard, usage: UsageEntry) -> int:
+    """Pico-dollars by which the prompt was cheaper than if all of it had been plain input.
+
+    Reads save and dear writes cost, so that a retention class that does not pay shows below zero.
+    """
+    if usage.ending not in CHARGED:
+        return 0
+    saved = usage.cache_read_tokens * (card.input - card.cache_read)
+    for retention, tokens in writes(usage).items():
+        saved += tokens * (card.input - card.write_price(retention))
+    return max(-CHARGE_MAX, min(CHARGE_MAX, saved))
+
+
+def most(card: RateCard, input_tokens: int, output_tokens: int) -> int:
+    """Pico-dollars that a request cannot exceed: each prompt token at the dearest thing that can
+    happen to it, and all the output it may have. Raises BadPrice as `price` does."""
+    dearest = max(card.input, card.cache_read, *card.cache_write.values())
+    pico = input_tokens * dearest + output_tokens * card.output
+    pico = max(pico, card.minimum_charge * PICO_PER_MICRO)
+    if pico > CHARGE_MAX:
+        raise BadPrice("charge_too_large", "This request could cost beyond 9.2 million dollars.")
+    return pico
+
+
+def storage_charge(card: RateCard, retention: str, token_seconds: int) -> int:
+    """Pico-dollars for holding tokens, rounded down once."""
+    return token_seconds * card.storage_price(retention) // SECONDS_PER_HOUR
+
+
+def writes(usage: UsageEntry) -> Mapping[str, int]:
+    """Written tokens by class; where the classes are not known, all under "*"."""
+    if usage.write or not usage.cache_write_tokens:
+        return usage.write
+    return {ANY: usage.cache_write_tokens}
+
+
+def check_card(card: RateCard) -> None:
+    """Raises BadPrice for what cannot be, saying what came and what would be right."""
+    if not _NAME.fullmatch(card.name) or card.name == FREE:
+        raise _bad("name", f"{card.name[:80]!r} is no name: use 1 to 64 of a-z, 0-9, -, _ and .")
+    for what, text in (("model", card.model), ("tier", card.tier)):
+        if not 0 < len(text) <= 256 or not text.isprintable():
+            raise _bad(what, f"{text[:80]!r} is no {what}; name one, or write * for all")
+    if not _CURRENCY.fullmatch(card.currency):
+        raise _bad("currency", f"{card.currency[:80]!r} is no currency code such as USD")
+    prices = {name: getattr(card, name) for name in ("input", "output", "cache_read")}
+    prices["minimum_charge"] = card.minimum_charge
+    for group in ("cache_write", "storage"):
+        classes: dict[str, int] = getattr(card, group)
+        if len(classes) > CLASSES_MAX:
+            raise _bad(group, f"{len(classes)} classes are more than {CLASSES_MAX}")
+        prices |= {f"{group}.{name}": value for name, value in classes.items()}
+    for name, value in prices.items():
+        if not 0 <= value <= PRICE_MAX:
+            hint = f"is not between 0 and {PRICE_MAX} micro-dollars per million tokens"
+            raise _bad(name, f"a price of {value} {hint}")
+    if card.valid_from_ms < 0:
+        raise _bad("valid_from_ms", f"{card.valid_from_ms} is no time")
+    if card.valid_until_ms is not None and card.valid_until_ms <= card.valid_from_ms:
+        raise _bad("valid_until_ms", "a card has to end after it begins")
+
+
+def _bad(field: str, message: str) -> BadPrice:
+    return BadPrice("bad_rate_card", f"{field}: {message}")

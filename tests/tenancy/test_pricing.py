@@ -1,0 +1,206 @@
+"""Charges are exact: against fractions, to the pico-dollar."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec import structs
+
+from tenancy.errors import BadPrice
+from tenancy.pricing import (
+    CHARGED,
+    FREE_CARD,
+    PRICE_MAX,
+    RateCard,
+    check_card,
+    most,
+    price,
+    savings,
+    storage_charge,
+)
+from tenancy.types import UsageEntry
+
+CARD = RateCard(
+    "std",
+    input=3_000_000,
+    output=15_000_000,
+    cache_read=300_000,
+    cache_write={"5m": 3_750_000, "1h": 6_000_000},
+    storage={"1h": 1_000_000},
+    minimum_charge=10,
+)
+
+
+def used(
+    fresh: int = 0,
+    read: int = 0,
+    write: dict[str, int] | None = None,
+    output: int = 0,
+    ending: str = "done",
+) -> UsageEntry:
+    written = write or {}
+    total = sum(written.values())
+    return UsageEntry(
+        request_id="a",
+        tenant_id=1,
+        key_id=1,
+        model="m",
+        ending=ending,
+        started_ms=10,
+        ended_ms=20,
+        prompt_tokens=fresh + read + total,
+        cache_read_tokens=read,
+        cache_write_tokens=total,
+        fresh_tokens=fresh,
+        output_tokens=output,
+        physical_cached_tokens=0,
+        write=written,
+    )
+
+
+counts = st.integers(0, 10**6)
+prices = st.integers(0, 10**11)
+classes = st.dictionaries(st.sampled_from(["5m", "1h", "24h"]), counts, max_size=3)
+cards = st.builds(
+    RateCard,
+    name=st.just("std"),
+    input=prices,
+    output=prices,
+    cache_read=prices,
+    cache_write=st.dictionaries(st.sampled_from(["5m", "1h", "*"]), prices),
+    minimum_charge=st.integers(0, 10**6),
+)
+usages = st.builds(used, counts, counts, classes, counts)
+
+
+def in_fractions(card: RateCard, usage: UsageEntry) -> Fraction:
+    """Dollars, by the words of a price list and no integers of ours."""
+    per_token = {
+        name: Fraction(getattr(card, name), 10**6) / 10**6
+        for name in ("input", "output", "cache_read")
+    }
+    dollars = usage.fresh_tokens * per_token["input"] + usage.output_tokens * per_token["output"]
+    dollars += usage.cache_read_tokens * per_token["cache_read"]
+    for name, tokens in usage.write.items():
+        each = card.cache_write.get(name, card.cache_write.get("*", card.input))
+        dollars += tokens * Fraction(each, 10**12)
+    if usage.prompt_tokens or usage.output_tokens:
+        dollars = max(dollars, Fraction(card.minimum_charge, 10**6))
+    return dollars
+
+
+@given(cards, usages)
+def test_a_charge_is_what_fractions_say(card: RateCard, usage: UsageEntry) -> None:
+    """No rounding, ever: the pico-dollar is exact."""
+    charge = price(card, usage)
+
+    assert Fraction(charge.pico, 10**12) == in_fractions(card, usage)
+    assert sum(item.pico for item in charge.items) == charge.pico
+
+
+@given(cards, usages)
+def test_nothing_costs_more_than_the_most_it_can(card: RateCard, usage: UsageEntry) -> None:
+    """What is reserved with a hold bounds its charge, so that a budget is a wall."""
+    assert price(card, usage).pico <= most(card, usage.prompt_tokens, usage.output_tokens)
+
+
+@given(cards, usages)
+def test_savings_are_the_difference_to_a_server_without_a_cache(
+    card: RateCard, usage: UsageEntry
+) -> None:
+    """Below zero where writing cost more than reading saved."""
+    plain = structs.replace(card, minimum_charge=0)
+    without = used(fresh=usage.prompt_tokens, output=usage.output_tokens)
+
+    assert savings(card, usage) == price(plain, without).pico - price(plain, usage).pico
+
+
+@pytest.mark.parametrize("ending", ["failed", "interrupted", "engine_lost"])
+def test_failures_are_free(ending: str) -> None:
+    """Whoever got no answer pays nothing, the minimum included."""
+    charge = price(CARD, used(100, 100, {"5m": 5}, 100, ending))
+
+    assert (charge.pico, charge.items) == (0, ())
+
+
+def test_a_client_that_leaves_pays_for_what_it_used() -> None:
+    """Or leaving before the last byte would be a discount."""
+    assert price(CARD, used(10, ending="cancelled")).pico == 30_000_000
+    assert {"done", "cancelled"} == CHARGED
+
+
+def test_a_small_charge_is_lifted_to_the_minimum_and_says_so() -> None:
+    """The line item shows what the tokens alone came to."""
+    charge = price(CARD, used(1))
+
+    assert charge.pico == 10_000_000
+    assert [item.component for item in charge.items] == ["input", "minimum"]
+
+
+def test_a_request_that_used_nothing_costs_nothing() -> None:
+    """A minimum is for requests that ran."""
+    assert price(CARD, used(ending="cancelled")).pico == 0
+
+
+def test_without_a_card_everything_is_free() -> None:
+    """The default is stated, not implied."""
+    charge = price(FREE_CARD, used(10**6, 10**6, {"5m": 10}, 10**6))
+
+    assert (charge.pico, charge.rate_card_id) == (0, "free")
+
+
+def test_unknown_classes_of_writes_cost_what_the_star_says() -> None:
+    """An entry from before classes were kept is priced too."""
+    usage = structs.replace(used(0, 0, {"x": 5}), write={})
+    star = structs.replace(CARD, cache_write={"*": 7}, minimum_charge=0)
+
+    assert price(star, usage).pico == 35
+    assert price(structs.replace(star, cache_write={}), usage).pico == 5 * CARD.input
+
+
+@given(st.integers(0, 10**12))
+def test_storage_is_rounded_down_once(token_seconds: int) -> None:
+    """Never against the tenant, and never by a whole pico-dollar."""
+    exact = Fraction(token_seconds * CARD.storage["1h"], 3600)
+
+    assert 0 <= exact - storage_charge(CARD, "1h", token_seconds) < 1
+    assert storage_charge(CARD, "5m", token_seconds) == 0
+
+
+def test_a_charge_that_no_number_holds_is_refused() -> None:
+    """It fails with a word, not by wrapping around."""
+    dear = structs.replace(CARD, output=PRICE_MAX)
+
+    for ask in (lambda: most(dear, 1, 10**8), lambda: price(dear, used(output=10**8))):
+        with pytest.raises(BadPrice) as caught:
+            ask()
+        assert caught.value.code == "charge_too_large"
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"input": -1}, "input"),
+        ({"output": PRICE_MAX + 1}, "output"),
+        ({"cache_write": {"5m": -5}}, "cache_write.5m"),
+        ({"storage": {"5m": 10**13}}, "storage.5m"),
+        ({"minimum_charge": -1}, "minimum_charge"),
+        ({"name": "../x"}, "name"),
+        ({"name": "free"}, "name"),
+        ({"model": ""}, "model"),
+        ({"tier": "a\nb"}, "tier"),
+        ({"currency": "usd"}, "currency"),
+        ({"valid_from_ms": -1}, "valid_from_ms"),
+        ({"valid_from_ms": 10, "valid_until_ms": 10}, "valid_until_ms"),
+        ({"storage": {str(n): 1 for n in range(40)}}, "storage"),
+    ],
+)
+def test_a_card_that_cannot_be_names_its_fault(change: dict[str, object], word: str) -> None:
+    """Negative and absurd prices never reach a charge."""
+    with pytest.raises(BadPrice, match=f"^{word}: ") as caught:
+        check_card(structs.replace(CARD, **change))
+
+    assert caught.value.code == "bad_rate_card"
