@@ -45,6 +45,11 @@ class Constraints:
         if request.grammar is not None and self._source is not None:
             self._source.forget(request.request_id)
 
+    def close(self) -> None:
+        """No request will come any more."""
+        if self._source is not None:
+            self._source.close()
+
     def ready(self) -> list[tuple[str, Compiled | EngineError]]:
         """Requests whose grammar is compiled, or refused, since last asked."""
         return [] if self._source is None else self._source.ready()

@@ -200,8 +200,6 @@ def compile_grammar(grammar: Grammar, vocabulary: Vocabulary) -> Compiled:
     matcher = Matcher(walk, vocabulary)
     mask = np.zeros((1, vocabulary.words), np.int32)
     matcher.fill_mask(mask)
-    if walk.is_error() and walk.stop_reason() == "NoExtensionBias":
-        raise RequestRefused("grammar_invalid", "No text at all satisfies the grammar.")
     _raise_error(grammar, walk)
     if not mask.any():
         raise RequestRefused("grammar_invalid", "No token of this model can begin the grammar.")
@@ -224,6 +222,8 @@ def _source(grammar: Grammar) -> str:
 def _raise_error(grammar: Grammar, walk: LLMatcher) -> None:
     if walk.is_error():
         reason = walk.get_error()
+        if reason.startswith("NoExtension"):
+            raise RequestRefused("grammar_invalid", "No text at all satisfies the grammar.")
         code = "grammar_too_big" if _tells_of_a_bound(reason) else "grammar_invalid"
         raise RequestRefused(code, _message(grammar, reason))
 

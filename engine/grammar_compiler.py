@@ -47,6 +47,9 @@ class GrammarSource(Protocol):
     def drop(self, namespace: Namespace, grammar: Grammar) -> None:
         """What was compiled has proved too big while it was walked: do not use it again."""
 
+    def close(self) -> None:
+        """Nothing is asked for any more."""
+
 
 class CompiledCache:
     """Outcomes by namespace and source; least recently used first out, bounded twice."""
@@ -128,6 +131,7 @@ class GrammarCompiler:
         self._waiting: dict[str, _Asked] = {}
         self._ready: deque[tuple[str, Outcome]] = deque()
         self._threads: list[threading.Thread] = []
+        self._trials: list[Trial] = []
         self._vocabulary: Vocabulary | None = None
         self._loading = threading.Lock()
         self._is_closed = False
@@ -194,6 +198,8 @@ class GrammarCompiler:
         with self._lock:
             self._is_closed = True
             self._lock.notify_all()
+        for trial in self._trials:
+            trial.kill()
         for thread in self._threads:
             thread.join(self._settings.wall_s_max)
 
@@ -201,12 +207,13 @@ class GrammarCompiler:
 
     def _begin_thread(self) -> None:
         name = f"grammar-{len(self._threads)}"
-        thread = threading.Thread(target=self._work, name=name, daemon=True)
+        trial = Trial(self._settings, self._clock)
+        thread = threading.Thread(target=self._work, args=(trial,), name=name, daemon=True)
+        self._trials.append(trial)
         self._threads.append(thread)
         thread.start()
 
-    def _work(self) -> None:
-        trial = Trial(self._settings, self._clock)
+    def _work(self, trial: Trial) -> None:
         try:
             while (asked := self._next()) is not None:
                 size, outcome = self._compile(trial, asked.grammar)

@@ -69,6 +69,12 @@ class Trial:
             self.close()
             raise _too_big("more than it may") from error
 
+    def kill(self) -> None:
+        """Whoever waits for a verdict has none now. From any thread."""
+        process = self._process
+        if process is not None:
+            process.kill()
+
     def close(self) -> None:
         """End the process, if there is one."""
         process, self._process, self._read = self._process, None, b""

@@ -182,6 +182,7 @@ class EngineService:
     # -- the thread ---------------------------------------------------------------------------
 
     def _main(self) -> None:
+        core: Core | None = None
         try:
             core, info = self._make_core()
             core.cache.facts = self._losses.note
@@ -198,6 +199,8 @@ class EngineService:
             self.failure = failure
             self._fail_all()
         finally:
+            if core is not None:
+                core.constraints.close()
             self._refuse_the_late()
             self.ready.set()
             self.stopped.set()

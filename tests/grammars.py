@@ -18,9 +18,12 @@ from engine.errors import EngineError
 from engine.grammar import Compiled, MaskFiller, Rules, Vocabulary, compile_grammar
 from engine.grammar_compiler import Outcome
 from tests.fakes import next_token, tag_after
+from tests.models import TOKENS
 
 END: Final = 2
 LETTERS: Final = ("a", "b")
+VOCAB: Final = len(TOKENS) - 2
+"""Of `schema_file`: every byte and some words, and one end, which is the last."""
 
 
 @functools.cache
@@ -100,6 +103,9 @@ class PatientGrammars:
     def drop(self, namespace: Namespace, grammar: Grammar) -> None:
         self.dropped.append((namespace, grammar))
 
+    def close(self) -> None:
+        self._waiting = []
+
 
 def constrained_output(request: Request, index: int, vocab: int) -> tuple[list[int], str]:
     """What a sample draws alone under its grammar, and how: "stop", "length", "dead end".
@@ -134,8 +140,6 @@ def constrained_output(request: Request, index: int, vocab: int) -> tuple[list[i
 
 def schema_file(folder: Path) -> Path:
     """A `tokenizer.json` over every byte, for the parts that read a file."""
-    from tests.models import TOKENS
-
     path = folder / "tokenizer.json"
     path.write_text(tokenizer_json(TOKENS[3:], TOKENS[0]), encoding="utf-8")
     return path
