@@ -254,7 +254,7 @@ def diagnostics(found: Diagnosis | None) -> dict[str, Any] | None:
     if found.outcome == "unknown":
         return {"cache_miss_reason": {"type": "previous_message_not_found"}}
     cause = found.cause
-    if cause == "system" and found.path.startswith("messages"):
+    if cause == "system" and found.path.startswith("messages") and not _is_first(found.path):
         cause = "messages"  # an instruction in the middle of the conversation
     if found.outcome == "miss" and cause in _CHANGED:
         reason = {
@@ -263,6 +263,11 @@ def diagnostics(found: Diagnosis | None) -> dict[str, Any] | None:
         }
         return {"cache_miss_reason": reason}
     return {"cache_miss_reason": {"type": "unavailable"}}
+
+
+def _is_first(path: str) -> bool:
+    """Does it stand where a conversation begins? There, a system prompt has gone."""
+    return path.startswith("messages[0]")
 
 
 _ERRORS: dict[Kind, tuple[int, str]] = {

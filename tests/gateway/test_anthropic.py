@@ -464,6 +464,10 @@ def test_a_tools_input_keeps_its_order_and_numbers() -> None:
             for cause in ("model", "tools", "system", "messages")
         ),
         (
+            Diagnosis("miss", "system", 7, path="messages[0].content"),
+            {"type": "system_changed", "cache_missed_input_tokens": 7},
+        ),
+        (
             Diagnosis("miss", "system", 7, path="messages[3].content"),
             {"type": "messages_changed", "cache_missed_input_tokens": 7},
         ),

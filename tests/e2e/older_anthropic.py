@@ -1,0 +1,58 @@
+"""What an application does with an older Anthropic SDK; a process of its own, because there is one
+SDK in a process. Run by test_older_anthropic_sdk.py: URL, key and model in, one line of JSON out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from typing import Any
+
+import anthropic
+
+
+async def main(url: str, key: str, model: str) -> None:
+    """Text, stream, caching, counting, models and an error."""
+    system = [
+        {
+            "type": "text",
+            "text": "You are a librarian who knows every book. " * 4,
+            "cache_control": {"type": "ephemeral", "ttl": "1h"},
+        }
+    ]
+    ask: dict[str, Any] = {
+        "model": model,
+        "max_tokens": 8,
+        "system": system,
+        "messages": [{"role": "user", "content": "hello"}],
+        "extra_body": {"ignore_eos": True, "temperature": 0},
+    }
+    async with anthropic.AsyncAnthropic(base_url=url, api_key=key, max_retries=0) as client:
+        whole = await client.messages.create(**ask)
+        async with client.messages.stream(**ask) as stream:
+            text = "".join([piece async for piece in stream.text_stream])
+            folded = await stream.get_final_message()
+        betas = ["prompt-caching-2024-07-31", "extended-cache-ttl-2025-04-11"]
+        beta: Any = await client.beta.messages.create(**ask, betas=betas)
+        counted = await client.messages.count_tokens(
+            model=model, system=ask["system"], messages=ask["messages"]
+        )
+        refused: Any = None
+        try:
+            await client.messages.create(**{**ask, "model": "claude-9"})
+        except anthropic.NotFoundError as error:
+            refused = error.body
+        found = {
+            "version": anthropic.__version__,
+            "texts": [getattr(whole.content[0], "text", ""), text],
+            "usages": [message.usage.to_dict() for message in (whole, folded, beta)],
+            "counted": counted.input_tokens,
+            "models": [model.id async for model in client.models.list()],
+            "error": refused["error"]["type"],
+        }
+    sys.stdout.write(json.dumps(found))
+
+
+if __name__ == "__main__":
+    asyncio.run(main(*sys.argv[1:]))
