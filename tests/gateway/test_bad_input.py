@@ -25,7 +25,11 @@ CASES = [
     for file in sorted((Path(__file__).parent / "cases").glob("*.toml"))
     for case in tomllib.loads(file.read_text())["case"]
 ]
-PATHS = {"openai_chat": "/v1/chat/completions", "openai_completions": "/v1/completions"}
+PATHS = {
+    "openai_chat": "/v1/chat/completions",
+    "openai_completions": "/v1/completions",
+    "anthropic": "/v1/messages",
+}
 SECRET = "sk-planted"
 BUSY_S_MAX = 0.5
 """Processor time the loop may spend without a turn; a megabyte of JSON takes a few hundredths."""
@@ -41,6 +45,22 @@ def good(house: House, dialect: str) -> dict[str, Any]:
         del body["messages"]
         body["prompt"] = "planted prompt"
     return body
+
+
+def error_of(answer: dict[str, Any], dialect: str) -> dict[str, Any]:
+    """Message, code and param of an error, out of its dialect's exact shape."""
+    error = answer["error"]
+    if dialect == "anthropic":
+        assert set(answer) == {"type", "error", "request_id"}
+        assert set(error) == {"type", "message", "details"}
+        details = error["details"]
+        return {
+            "message": error["message"],
+            "code": details["error_code"],
+            "param": details.get("param"),
+        }
+    assert set(error) == {"message", "type", "param", "code"}
+    return dict(error)
 
 
 def with_text(text: str) -> Callable[[dict[str, Any]], object]:
@@ -120,7 +140,8 @@ async def test_bad_input_is_refused_by_name_and_leaves_nothing(
     watch = LoopWatch()
     began_s = time.process_time()
 
-    status, answer, response = await house.ask(PATHS[case.get("dialect", "openai_chat")], body=body)
+    dialect = case.get("dialect", "openai_chat")
+    status, answer, response = await house.ask(PATHS[dialect], body=body)
     busy_s, spent_s = await watch.stop(), time.process_time() - began_s
 
     await house.check_quiet()
@@ -129,8 +150,7 @@ async def test_bad_input_is_refused_by_name_and_leaves_nothing(
         assert len(house.entries()) == entries + 1
     else:
         assert status == Kind[case["expect"]].value, answer
-        error = answer["error"]
-        assert set(error) == {"message", "type", "param", "code"}
+        error = error_of(answer, dialect)
         assert error["code"] == case.get("code", error["code"]), error
         assert error["param"] == case.get("param", error["param"]), error
         assert len(error["message"]) < 1_000
