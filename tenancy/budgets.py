@@ -103,11 +103,13 @@ def budget_states(
 ) -> list[BudgetState]:
     """Each budget in its present window, as of the last commit."""
     now_ms, states = clock(), []
-    with store.change() as db:
+    with store.snapshot() as db:
         for mine in load_budgets(db).values():
             for budget in mine:
                 if tenant_id in (None, budget.tenant_id):
-                    spent, reserved, start_ms, end_ms = _sums(db, budget, now_ms)
+                    start_ms, end_ms = window_of(budget.window, now_ms)
+                    kept = _kept(db, budget, start_ms)
+                    spent, reserved = kept or summed(db, budget, start_ms, end_ms)
                     soft = budget.soft_micros
                     over = soft is not None and spent > soft * PICO_PER_MICRO
                     states.append(BudgetState(budget, start_ms, end_ms, spent, reserved, over))
@@ -180,22 +182,29 @@ def summed(db: apsw.Connection, budget: Budget, start_ms: int, end_ms: int) -> t
 def _sums(db: apsw.Connection, budget: Budget, at_ms: int) -> tuple[int, int, int, int]:
     """(spent, reserved, start, end) of the window with this instant; made when first needed."""
     start_ms, end_ms = window_of(budget.window, at_ms)
-    who = (budget.tenant_id, budget.key_id, budget.window, start_ms)
+    sums = _kept(db, budget, start_ms)
+    if sums is None:
+        sums = summed(db, budget, start_ms, end_ms)
+        spent, reserved = (divmod(pico, PICO_PER_MICRO) for pico in sums)
+        db.execute(
+            "insert into budget_windows values (?, ?, ?, ?, ?, ?, ?, ?)",
+            (budget.tenant_id, budget.key_id, budget.window, start_ms, *spent, *reserved),
+        )
+    return *sums, start_ms, end_ms
+
+
+def _kept(db: apsw.Connection, budget: Budget, start_ms: int) -> tuple[int, int] | None:
+    """(spent, reserved) as the window's row has them."""
     rows = rows_of(
         db,
         "select spent_micros, spent_rest, reserved_micros, reserved_rest from budget_windows"
         " where (tenant_id, key_id, window, starts_ms) = (?, ?, ?, ?)",
-        who,
+        (budget.tenant_id, budget.key_id, budget.window, start_ms),
     )
-    if rows:
-        a, b, c, d = rows[0]
-        return a * PICO_PER_MICRO + b, c * PICO_PER_MICRO + d, start_ms, end_ms
-    spent, reserved = summed(db, budget, start_ms, end_ms)
-    db.execute(
-        "insert into budget_windows values (?, ?, ?, ?, ?, ?, ?, ?)",
-        (*who, *divmod(spent, PICO_PER_MICRO), *divmod(reserved, PICO_PER_MICRO)),
-    )
-    return spent, reserved, start_ms, end_ms
+    if not rows:
+        return None
+    a, b, c, d = rows[0]
+    return a * PICO_PER_MICRO + b, c * PICO_PER_MICRO + d
 
 
 def _forget_windows(db: apsw.Connection, tenant_id: int, key_id: int, window: str) -> None:

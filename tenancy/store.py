@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -74,6 +74,19 @@ class Store:
                 yield db
         except apsw.Error as error:
             raise StoreError("not_written", f"{self.path} was not changed: {error}.") from error
+
+    @contextmanager
+    def snapshot(self) -> Iterator[apsw.Connection]:
+        """Reads only, all as of one commit, on a connection of its own: nobody waits for it, and
+        it for nobody, however long it takes. Raises StoreError."""
+        try:
+            with closing(apsw.Connection(str(self.path))) as connection:
+                connection.set_busy_timeout(BUSY_TIMEOUT_MS)
+                connection.execute("pragma query_only=on").fetchall()
+                connection.execute("begin")
+                yield connection
+        except apsw.Error as error:
+            raise StoreError("unusable", f"{self.path} cannot be read: {error}.") from error
 
     def registry_version(self) -> int:
         """Differs after any change of tenants or keys, by whatever process. About 12 us."""

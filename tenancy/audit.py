@@ -1,0 +1,148 @@
+"""Are the books right? Every sum against its entries, every chain, every close, every charge.
+
+It reads, in pages, and changes nothing; the command line calls it, beside a running server too. A
+finding is a sentence that says where and by how much.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import apsw
+
+from tenancy.adjustments import ADJUSTMENT_FIELDS
+from tenancy.bookkeeping import ENTRY_FIELDS, HOUR_MS, HOUR_SUMS, chained, entry_of, sums_of
+from tenancy.budgets import load_budgets, summed, window_of
+from tenancy.closing import totals_of
+from tenancy.pricing import PICO_PER_MICRO, price, savings
+from tenancy.rate_cards import SELECT, CardBook, read_card
+from tenancy.store import Store, rows_of
+
+FINDINGS_MAX = 100
+_PAGE = 2_000
+
+
+def check_books(store: Store) -> list[str]:
+    """What is wrong, at most 100 findings; nothing if all is right. O(entries), one snapshot."""
+    findings: list[str] = []
+    with store.snapshot() as db:
+        for check in (_entries, _adjustments, _closes, _seals, _budgets):
+            for finding in check(db):
+                findings.append(finding)
+                if len(findings) == FINDINGS_MAX:
+                    return findings
+    return findings
+
+
+def _entries(db: apsw.Connection) -> Iterator[str]:
+    """Chains, charges, detail, and the sums by hour."""
+    book = CardBook([read_card(row) for row in rows_of(db, SELECT)])
+    hours: dict[tuple[int, int, int, str], list[int]] = {}
+    before, after = b"", 0
+    while page := rows_of(
+        db,
+        f"select entry_id, chain, {', '.join(ENTRY_FIELDS)} from ledger where entry_id > ?"
+        " order by entry_id limit ?",
+        (after, _PAGE),
+    ):
+        for entry_id, chain, *row in page:
+            entry, booked_ms = entry_of(row), int(row[-1])
+            if chain or before:  # entries from before there were chains have none
+                if chained(before, row) != chain:
+                    yield f"entry {entry_id} is not what was chained to the one before it"
+                before = chain
+            card = book.card(entry.rate_card_id)
+            if (price(card, entry).pico, savings(card, entry)) != (
+                entry.charge_pico,
+                entry.saved_pico,
+            ):
+                yield f"entry {entry_id} is not charged by its card {entry.rate_card_id}"
+            for name, detail, total in (
+                ("read", entry.read, entry.cache_read_tokens),
+                ("written", entry.write, entry.cache_write_tokens),
+            ):
+                if detail and sum(detail.values()) != total:
+                    yield f"entry {entry_id}: tokens {name} by class are not their sum"
+            hour = (entry.tenant_id, booked_ms // HOUR_MS * HOUR_MS, entry.key_id, entry.model)
+            have = hours.get(hour, [0] * len(HOUR_SUMS))
+            hours[hour] = list(map(sum, zip(have, sums_of(entry), strict=True)))
+        after = page[-1][0]
+    yield from _hours(db, hours)
+
+
+def _hours(db: apsw.Connection, hours: dict[tuple[int, int, int, str], list[int]]) -> Iterator[str]:
+    names = ", ".join(HOUR_SUMS)
+    for *hour, one in (
+        (*row[:4], list(row[4:]))
+        for row in rows_of(
+            db, f"select tenant_id, hour_ms, key_id, model, {names} from usage_hours"
+        )
+    ):
+        meant = hours.pop((hour[0], hour[1], hour[2], hour[3]), [0] * len(HOUR_SUMS))
+        for name, has, should in zip(HOUR_SUMS, one, meant, strict=True):
+            if has != should:
+                where = f"tenant {hour[0]}, hour {hour[1]}, key {hour[2]}, model {hour[3]}"
+                yield f"{where}: {name} is {has}, and its entries' sum {should}"
+    for missing in hours:
+        yield f"tenant {missing[0]}, hour {missing[1]}: there is no sum of its entries"
+
+
+def _adjustments(db: apsw.Connection) -> Iterator[str]:
+    before, total = b"", 0
+    names = ", ".join(ADJUSTMENT_FIELDS)
+    for number, chain, *row in rows_of(
+        db, f"select number, chain, {names} from adjustments order by number"
+    ):
+        if chained(before, row) != chain:
+            yield f"adjustment {number} is not what was chained to the one before it"
+        before = chain
+        total += row[ADJUSTMENT_FIELDS.index("amount_pico")]
+    whole, rest = rows_of(
+        db,
+        "select coalesce(sum(adjusted_micros), 0), coalesce(sum(adjusted_rest), 0)"
+        " from usage_hours",
+    )[0]
+    if whole * PICO_PER_MICRO + rest != total:
+        yield "the hours' adjustments are not the sum of the adjustments"
+
+
+def _closes(db: apsw.Connection) -> Iterator[str]:
+    before = b""
+    for day, digest, *totals in rows_of(
+        db,
+        "select day, digest, entries, prompt_tokens, cache_read_tokens, cache_write_tokens,"
+        " output_tokens, charge_pico, adjustments, adjusted_pico, storage_token_seconds"
+        " from closes order by day",
+    ):
+        if totals_of(db, day, before) != (tuple(totals), digest):
+            yield f"day {day} is not what was closed"
+        before = digest
+
+
+def _seals(db: apsw.Connection) -> Iterator[str]:
+    for number, entry_id in rows_of(
+        db,
+        "select number, seals.entry_id from seals left join ledger using (entry_id)"
+        " where ledger.chain is not seals.chain",
+    ):
+        yield f"seal {number} does not fit entry {entry_id}"
+
+
+def _budgets(db: apsw.Connection) -> Iterator[str]:
+    """Windows of budgets that are set; those of days that are closed may hold late entries."""
+    budgets = {
+        (one.tenant_id, one.key_id, one.window): one
+        for mine in load_budgets(db).values()
+        for one in mine
+    }
+    for tenant_id, key_id, window, start_ms, *sums in rows_of(db, "select * from budget_windows"):
+        one = budgets.get((tenant_id, key_id, window))
+        if one is not None:
+            spent = sums[0] * PICO_PER_MICRO + sums[1]
+            reserved = sums[2] * PICO_PER_MICRO + sums[3]
+            meant = summed(db, one, *window_of(one.window, start_ms))
+            if (spent, reserved) != meant:
+                yield (
+                    f"the {window} budget of tenant {tenant_id}, key {key_id}, from {start_ms}:"
+                    f" {spent} spent and {reserved} reserved, and entries and holds say {meant}"
+                )

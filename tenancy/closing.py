@@ -1,0 +1,159 @@
+"""The daily close: a day's entries are counted, summed, hashed, and final.
+
+After it the file itself refuses entries in the day; what comes late is booked on the next open
+day. Days are UTC. A day can be closed once it is over and nothing of it still runs. The command
+line and the admin API call it, beside a running server too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from datetime import UTC, date, datetime, timedelta
+
+import apsw
+from msgspec import Struct
+
+from tenancy.bookkeeping import DAY_MS, number
+from tenancy.errors import BooksClosed
+from tenancy.store import Row, Store, rows_of
+from tenancy.types import WallClock
+
+DAYS_AT_ONCE_MAX = 3_700
+
+
+class Close(Struct, frozen=True):
+    """A closed day with its control totals. Money is pico-dollars.
+
+    `digest`: SHA-256 over the digest of the close before, the day's chains in ledger order, those
+    of its adjustments, and these totals. Keep it elsewhere: it proves what the day held.
+    """
+
+    day: str
+    closed_ms: int
+    entries: int
+    prompt_tokens: int
+    cache_read_tokens: int
+    cache_write_tokens: int
+    output_tokens: int
+    charge_pico: int
+    adjustments: int
+    adjusted_pico: int
+    storage_token_seconds: int
+    digest: str
+
+
+def close_days(store: Store, clock: WallClock, through: str | None = None) -> list[Close]:
+    """Close every open day up to this one (default: yesterday), the oldest first. Returns them.
+
+    The first day is that of the first entry. O(entries of the days), in one transaction. Raises
+    BooksClosed with nothing closed: for a day that is not over, is closed already, or in which a
+    request still runs.
+    """
+    now_ms = clock()
+    today = now_ms // DAY_MS
+    last = today - 1 if through is None else _day_number(through)
+    if last >= today:
+        raise BooksClosed("day_not_over", f"{_day_name(last)} is not over yet (UTC).")
+    with store.change() as db:
+        closed = rows_of(db, "select max(day) from closes")[0][0]
+        if closed is not None and last <= closed:
+            if through is None:
+                return []
+            raise BooksClosed("day_closed", f"{_day_name(last)} is closed already.")
+        if number(db, "select count(*) from holds where booked_ms < " + str((last + 1) * DAY_MS)):
+            message = f"Requests that began on {_day_name(last)} or before still run; try again."
+            raise BooksClosed("requests_running", message)
+        first = _first_day(db) if closed is None else closed + 1
+        if first is None:
+            return []
+        if last - first >= DAYS_AT_ONCE_MAX:
+            raise BooksClosed("too_many_days", f"More than {DAYS_AT_ONCE_MAX} days at once.")
+        return [_close(db, day, now_ms) for day in range(first, last + 1)]
+
+
+def list_closes(store: Store, count: int = 400) -> list[Close]:
+    """The latest closed days, the oldest first."""
+    rows = store.query(f"{_SELECT} order by day desc limit ?", (count,))
+    return [_read(row) for row in reversed(rows)]
+
+
+def totals_of(db: apsw.Connection, day: int, before: bytes) -> tuple[Row, bytes]:
+    """A day's control totals, in the order of the table, and its digest behind another."""
+    period = (day * DAY_MS, (day + 1) * DAY_MS)
+    seen = hashlib.sha256(before)
+    entries, sums, charge = 0, [0, 0, 0, 0], 0
+    rows: Iterator[Row] = db.execute(
+        "select chain, prompt_tokens, cache_read_tokens, cache_write_tokens, output_tokens,"
+        " charge_pico from ledger where tenant_id in (select tenant_id from tenants)"
+        " and booked_ms >= ? and booked_ms < ? order by entry_id",
+        period,
+    )
+    for chain, *tokens, pico in rows:
+        seen.update(chain)
+        entries += 1
+        charge += pico
+        sums = [total + more for total, more in zip(sums, tokens, strict=True)]
+    adjusted = rows_of(
+        db,
+        "select chain, amount_pico from adjustments where booked_ms >= ? and booked_ms < ?"
+        " order by number",
+        period,
+    )
+    for chain, _ in adjusted:
+        seen.update(chain)
+    held = rows_of(
+        db,
+        "select coalesce(sum(token_seconds), 0) from storage_hours"
+        " where hour_ms >= ? and hour_ms < ?",
+        period,
+    )
+    totals: Row = (
+        *(entries, *sums, str(charge), len(adjusted)),
+        *(str(sum(amount for _, amount in adjusted)), held[0][0]),
+    )
+    seen.update(repr((day, *totals)).encode())
+    return totals, seen.digest()
+
+
+def _close(db: apsw.Connection, day: int, now_ms: int) -> Close:
+    before = rows_of(db, "select digest from closes order by day desc limit 1")
+    totals, digest = totals_of(db, day, before[0][0] if before else b"")
+    db.execute(
+        "insert into closes (day, closed_ms, entries, prompt_tokens, cache_read_tokens,"
+        " cache_write_tokens, output_tokens, charge_pico, adjustments, adjusted_pico,"
+        " storage_token_seconds, digest) values (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        (day, now_ms, *totals, digest),
+    )
+    return _read((day, now_ms, *totals, digest))
+
+
+def _first_day(db: apsw.Connection) -> int | None:
+    first: int | None = rows_of(db, "select min(hour_ms) from usage_hours")[0][0]
+    return None if first is None else first // DAY_MS
+
+
+_SELECT = (
+    "select day, closed_ms, entries, prompt_tokens, cache_read_tokens, cache_write_tokens,"
+    " output_tokens, charge_pico, adjustments, adjusted_pico, storage_token_seconds, digest"
+    " from closes"
+)
+
+
+def _read(row: Row) -> Close:
+    names = [name for name in Close.__struct_fields__ if name not in ("day", "digest")]
+    facts = {name: int(value) for name, value in zip(names, row[1:-1], strict=True)}
+    return Close(day=_day_name(row[0]), digest=row[-1].hex(), **facts)
+
+
+def _day_number(name: str) -> int:
+    try:
+        day = date.fromisoformat(name)
+    except ValueError as error:
+        message = f"{name[:40]!r} is no day; write it like 2026-11-21."
+        raise BooksClosed("bad_day", message) from error
+    return (day - date(1970, 1, 1)).days
+
+
+def _day_name(day: int) -> str:
+    return (datetime(1970, 1, 1, tzinfo=UTC) + timedelta(days=day)).date().isoformat()

@@ -1,0 +1,96 @@
+"""The books are checked from the entries up; each kind of damage is found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tenancy.adjustments import Adjustment, adjust
+from tenancy.audit import check_books
+from tenancy.budgets import Budget, set_budget
+from tenancy.closing import close_days
+from tenancy.ledger import Hold, Ledger
+from tenancy.pricing import RateCard
+from tenancy.rate_cards import add_card
+from tenancy.registry import create_tenant
+from tenancy.store import Store
+from tenancy.types import UsageEntry
+from tests.tenancy.conftest import Wall
+
+DAY_MS = 86_400_000
+
+
+def entry(request_id: str, at_ms: int) -> UsageEntry:
+    return UsageEntry(
+        request_id, 1, 1, "m", "done", at_ms, at_ms, 10, 2, 3, 5, 4, 0, {"5m": 2}, {"1h": 3}
+    )
+
+
+@pytest.fixture
+def books(store: Store, wall: Wall) -> Iterator[Store]:
+    """Two days with all there can be, the first one closed."""
+    create_tenant(store, wall, "ada")
+    add_card(store, wall, RateCard("std", input=1_000_000, cache_read=7, cache_write={"1h": 9}))
+    set_budget(store, Budget(1, "month", hard_micros=10**6))
+    ledger = Ledger(store, wall)
+    for number in range(5):
+        ledger.settle(entry(str(number), wall())).result(20)
+    adjust(store, wall, Adjustment("x", "3", -9, "an outage"))
+    wall.ms += DAY_MS
+    close_days(store, wall)
+    for number in range(5, 9):
+        ledger.hold(Hold(str(number), 1, 1, "m", wall(), 9, 9)).result(20)
+        ledger.settle(entry(str(number), wall())).result(20)
+    ledger.hold(Hold("open", 1, 1, "m", wall(), 9, 9)).result(20)
+    yield store
+    ledger.close()
+
+
+def test_books_that_are_right_have_no_findings(books: Store) -> None:
+    """Entries, sums, chains, a close, an adjustment, a budget with an open hold."""
+    assert check_books(books) == []
+
+
+NO_TRIGGERS = "drop trigger ledger_entries_never_change; drop trigger ledger_entries_stay;"
+DAMAGE = {
+    "a charge": f"{NO_TRIGGERS} update ledger set charge_pico = 1 where entry_id = 8",
+    "an owner": f"{NO_TRIGGERS} update ledger set key_id = 2 where entry_id = 8",
+    "an entry gone": f"{NO_TRIGGERS} delete from ledger where entry_id = 7",
+    "an entry of a closed day": f"{NO_TRIGGERS} update ledger set model = 'x' where entry_id = 2",
+    "a sum": "update usage_hours set prompt_tokens = prompt_tokens + 1",
+    "a sum gone": "delete from usage_hours",
+    "a sum of nothing": "insert into usage_hours (tenant_id, hour_ms, key_id, model, requests)"
+    " values (1, 0, 9, 'z', 1)",
+    "an adjustment": "drop trigger adjustments_never_change; update adjustments set amount_pico=-8",
+    "a close": "drop trigger closes_never_change; update closes set entries = 4",
+    "a budget": "update budget_windows set spent_micros = 0",
+    "a hold": "delete from holds",
+    "a seal": "drop trigger seals_never_change; update seals set chain = x'00'",
+    "a card": "drop trigger rate_cards_never_change; update rate_cards set prices ="
+    " json_set(prices, '$.input', 5)",
+}
+
+
+@pytest.mark.parametrize("what", DAMAGE)
+def test_damage_is_found(books: Store, what: str) -> None:
+    """By whoever has the file and knows SQL."""
+    with books.transaction() as db:
+        for statement in DAMAGE[what].split(";"):
+            db.execute(statement).fetchall()
+
+    assert check_books(books)
+
+
+def test_a_page_of_findings_is_enough(books: Store) -> None:
+    """A broken chain breaks all behind it."""
+    with books.transaction() as db:
+        db.execute("insert into tenants (name, status, created_ms) values ('bob', 'active', 0)")
+        for number in range(200):
+            db.execute(
+                "insert into usage_hours (tenant_id, hour_ms, key_id, model, requests)"
+                " values (2, ?, 1, 'z', 1)",
+                (number * 3_600_000,),
+            )
+
+    assert len(check_books(books)) == 100
