@@ -147,6 +147,8 @@ async def _name_response(request: web.Request, response: web.StreamResponse) -> 
     state = request.get(STATE)
     if state is not None:
         response.headers["X-Request-Id"] = state.request_id
+        for name, value in state.shape.headers(state.request_id).items():
+            response.headers.setdefault(name, value)
         response.headers.update(state.headers)
 
 

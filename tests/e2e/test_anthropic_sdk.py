@@ -144,11 +144,15 @@ async def test_counting_is_what_is_charged_and_computes_nothing(
 async def test_models_are_listed_in_anthropics_shape(house: House, client: AsyncAnthropic) -> None:
     """Applications list models to fill a menu."""
     listed = await client.models.list()
+    one = await client.models.retrieve(house.model)
+    with pytest.raises(anthropic.NotFoundError) as unknown:
+        await client.models.retrieve("claude-9")
 
     assert [model.id for model in listed.data] == [house.model]
-    assert (await client.models.retrieve(house.model)).type == "model"
-    with pytest.raises(anthropic.NotFoundError):
-        await client.models.retrieve("claude-9")
+    assert one.type == "model"
+    for request_id in (one._request_id, listed._request_id, unknown.value.request_id):
+        assert request_id is not None
+        assert request_id.startswith("req_")
 
 
 # --- caching -------------------------------------------------------------------------------------

@@ -36,6 +36,11 @@ DECLARED = {
     ("GET", "/models/{name}"): 401,
     ("GET", "/v1beta/models"): 401,
     ("GET", "/v1beta/models/{name}"): 401,
+    ("POST", "/v1/messages"): 401,
+    ("POST", "/v1/messages/count_tokens"): 401,
+    ("GET", "/v1/usage"): 401,
+    ("GET", "/v1/cache"): 401,
+    ("DELETE", "/v1/cache"): 401,
     ("GET", "/healthz"): 200,
     ("GET", "/readyz"): 200,
 }
@@ -50,7 +55,13 @@ async def test_every_route_is_declared_and_refuses_strangers_as_declared(house: 
         if route.resource is not None
     }
     answers = {
-        (method, path): (await house.ask(path.format(name="x", version="v1", target="m:generateContent"), method=method, who=None))[0]
+        (method, path): (
+            await house.ask(
+                path.format(name="x", version="v1", target="m:generateContent"),
+                method=method,
+                who=None,
+            )
+        )[0]
         for method, path in routes
     }
 
