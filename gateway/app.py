@@ -27,11 +27,22 @@ from gateway.config import Config, parse_address
 from gateway.context import Context, Log
 from gateway.endpoints import SHAPES
 from gateway.errors import Refusal
-from gateway.handlers import admin, admin_tenants, cache, cached_contents, health, inference, models
+from gateway.handlers import (
+    admin,
+    admin_tenants,
+    admin_usage,
+    cache,
+    cached_contents,
+    health,
+    inference,
+    models,
+    own,
+)
 from gateway.metering import wall_ms
 from gateway.middleware import install
 from gateway.prompt import Renderer
 from gateway.reload import declare, reload
+from gateway.reports import Reports
 from gateway.retention import Contracts
 from gateway.server import ListenerRunner
 from gateway.telemetry import Telemetry
@@ -81,6 +92,7 @@ class Gateway:
             registry=Registry(store, wall, clock),
             ledger=self.ledger,
             store=store,
+            reports=Reports(store.path),
             limiter=Limiter(clock),
             telemetry=Telemetry(config.tenancy.tenants_as_labels_max),
             renderer=renderer,
@@ -128,6 +140,7 @@ class Gateway:
             *cache.routes(context),
             *cached_contents.routes(context),
             *models.routes(context),
+            *own.routes(context),
             *health.routes(context),
         )
         install(app, routes, context, context.config.server.hosts, SHAPES)
@@ -139,6 +152,7 @@ class Gateway:
         routes = (
             *admin.routes(context),
             *admin_tenants.routes(context),
+            *admin_usage.routes(context),
             *health.routes(context),
         )
         install(app, routes, context, ("*",))
@@ -166,6 +180,7 @@ class Gateway:
             await runner.cleanup()
         await self.context.finish_background()
         await asyncio.to_thread(self.ledger.close)
+        await self.context.reports.close()
 
 
 def prepare_data_dir(config: Config) -> None:

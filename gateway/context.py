@@ -15,6 +15,7 @@ from engine.api import Clock
 from engine.client import Engine
 from gateway.config import Config
 from gateway.prompt import Renderer
+from gateway.reports import Reports
 from gateway.retention import Contracts
 from gateway.telemetry import Telemetry
 from tenancy.ledger import Ledger
@@ -52,6 +53,7 @@ class Context:
     registry: Authenticator
     ledger: Ledger
     store: Store
+    reports: Reports
     limiter: Limiter
     telemetry: Telemetry
     renderer: Renderer

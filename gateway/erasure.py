@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import Any
 
 from msgspec import Struct
 
 from engine.api import Namespace, NamespaceStats, Stats
+from gateway import plain
 from gateway.context import Context
 from gateway.errors import Kind, Refusal
 from gateway.retention.entries import Entry
 from tenancy.erasures import Receipt, digest_of, record
+from tenancy.resources import end_resources
 
 LEASE_ID_SIGNS_MAX = 200
 _PARTS = 5
@@ -85,8 +88,8 @@ def entries_of(gateway: Context, tenant_id: int, workspace: str | None = None) -
 
 
 async def erase(gateway: Context, target: Target) -> Receipt:
-    """Forget it in the engine and in the books, then write the receipt; to the end, also if whoever
-    asked goes away.
+    """Forget it in the engine, in the books and among cached contents, then write the receipt; to
+    the end, also if whoever asked goes away.
 
     Blocks that a running answer uses are out of reach of others at once and freed when it ends.
     Raises Refusal for a lease that is not there, EngineUnavailable and StoreError: it may be asked
@@ -101,6 +104,19 @@ async def erase(gateway: Context, target: Target) -> Receipt:
     return receipts[0]
 
 
+def receipt_body(receipt: Receipt) -> dict[str, Any]:
+    """A receipt as it is answered."""
+    return {
+        "receipt_id": receipt.receipt_id,
+        "at": plain.instant(receipt.at_ms),
+        "what": receipt.what,
+        "blocks": receipt.blocks,
+        "namespaces": receipt.namespaces,
+        "namespace_digest": receipt.namespace_digest,
+        "key_id": receipt.key_id,
+    }
+
+
 async def _erase(gateway: Context, target: Target) -> Receipt:
     stats = await gateway.engine.get_stats()
     book = gateway.contracts.entries
@@ -110,6 +126,8 @@ async def _erase(gateway: Context, target: Target) -> Receipt:
     # First the books: what is billed as a read has to be there to be read.
     if target.lease_id is None:
         forgotten = sum(map(book.forget, names))
+        ended = (gateway.store, target.tenant_id, target.workspace, gateway.wall())
+        await asyncio.to_thread(end_resources, *ended)
     else:
         digest = _digest(target.lease_id)
         forgotten = sum(book.drop((name, digest)) for name in names)

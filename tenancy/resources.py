@@ -123,6 +123,17 @@ def end_resource(
         return bool(db.changes())
 
 
+def end_resources(store: Store, tenant_id: int, workspace: str | None, now_ms: int) -> int:
+    """All live ones of a tenant, or of its workspace, end now, their content is gone; how many."""
+    with store.change() as db:
+        db.execute(
+            "update cached_contents set ended_ms = min(?1, expires_ms), content = null"
+            " where tenant_id = ?2 and (?3 is null or workspace = ?3) and ended_ms is null",
+            (now_ms, tenant_id, workspace),
+        )
+        return int(db.changes())
+
+
 def sweep_resources(store: Store, now_ms: int) -> int:
     """What has expired loses its content; how many."""
     with store.change() as db:

@@ -118,6 +118,23 @@ async def test_an_erasure_goes_to_its_end_without_who_asked(house: House) -> Non
     assert (await house.quiet()).cached_blocks == 0
 
 
+async def test_cached_contents_end_with_the_cache(house: House) -> None:
+    """They are kept words, by whatever name."""
+    content = {"role": "user", "parts": [{"text": LONG * 3}]}
+    body = {"model": f"models/{house.model}", "contents": [content], "ttl": "600s"}
+    headers = {"x-goog-api-key": house.keys["ada"]}
+    path = "/v1beta/cachedContents"
+    made, created, _ = await house.ask(path, body, who=None, headers=headers)
+    await erase(house.gateway.context, Target(1, 7, "default"))
+    _, listed, _ = await house.ask(path, method="GET", who=None, headers=headers)
+
+    assert made == 200, created
+    assert listed == {}
+    assert house.store.query("select count(*) from cached_contents where content is not null") == [
+        (0,)
+    ]
+
+
 async def test_without_an_engine_nothing_is_said_to_be_erased(house: House) -> None:
     """No receipt for what nobody did."""
     await house.engine.close()

@@ -14,6 +14,7 @@ from tenancy.resources import (
     ResourceQuota,
     create_resource,
     end_resource,
+    end_resources,
     find_resource,
     list_resources,
     resource_token_seconds,
@@ -91,3 +92,22 @@ def test_pages_follow_one_another(store: Store) -> None:
     second = list_resources(store, 1, "default", 2_000, first[-1].resource_id, 2)
 
     assert [one.resource_id for one in (*first, *second)] == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize(
+    ("workspace", "left"), [(None, ["d"]), ("default", ["c", "d"]), ("nowhere", list("abcd"))]
+)
+def test_all_of_a_tenant_or_of_its_workspace_end_at_once(
+    store: Store, workspace: str | None, left: list[str]
+) -> None:
+    """An erased cache keeps no words; nobody else's end, and what was kept is still billed."""
+    for name, tenant_id, where in (("a", 1, "default"), ("b", 1, "default"), ("c", 1, "lab")):
+        made = replace(ONE, resource_id=name, tenant_id=tenant_id, workspace=where)
+        create_resource(store, made, b"words", QUOTA)
+    create_resource(store, replace(ONE, resource_id="d", tenant_id=2), b"words", QUOTA)
+    ended = end_resources(store, 1, workspace, 31_000)
+    rows = store.query("select resource_id from cached_contents where content is not null")
+
+    assert ended == 4 - len(left)
+    assert sorted(row[0] for row in rows) == left
+    assert resource_token_seconds(store, 1, 0, 31_000) == 900

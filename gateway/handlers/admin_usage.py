@@ -1,0 +1,113 @@
+"""`/admin/v1/usage`, `/admin/v1/cache`, `/admin/v1/erase`: who used and holds what, and forgetting
+it, for administrators."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from aiohttp import web
+from msgspec import Struct
+
+from gateway import erasure, plain, usage_report
+from gateway.context import Context
+from gateway.errors import Kind, Refusal
+from gateway.middleware import STATE, Route
+from tenancy.erasures import RECEIPTS_MAX, digest_of, list_receipts
+from tenancy.registry import Registered, find_registered, list_registered
+
+NAMESPACES_MAX = 1_000
+"""The largest are told."""
+
+
+class EraseBody(Struct, frozen=True, forbid_unknown_fields=True):
+    """What of a tenant's cache: all, a workspace's, or one lease."""
+
+    tenant: str
+    workspace: str | None = None
+    lease_id: str | None = None
+
+
+def routes(gateway: Context) -> tuple[Route, ...]:
+    """What administrators ask about use and contents."""
+
+    async def usage(request: web.Request) -> web.StreamResponse:
+        given = plain.query(request, "tenant", *usage_report.PARAMETERS)
+        name = given.get("tenant")
+        if name is not None:
+            await _tenant(gateway, name)
+        return plain.answer(await usage_report.report(gateway, given, name))
+
+    async def cache(request: web.Request) -> web.StreamResponse:
+        name = plain.query(request, "tenant").get("tenant")
+        wanted = None if name is None else (await _tenant(gateway, name)).tenant.tenant_id
+        return plain.answer(await _contents(gateway, wanted))
+
+    async def erase(request: web.Request) -> web.StreamResponse:
+        body = await plain.read(request, gateway.config.server, EraseBody)
+        found = await _tenant(gateway, body.tenant)
+        if len(body.lease_id or "") > erasure.LEASE_ID_SIGNS_MAX:
+            raise Refusal(
+                Kind.NOT_FOUND, "lease_unknown", "There is no such lease.", param="lease_id"
+            )
+        by = request[STATE].admin_key_id
+        assert by is not None, "this route asks for an administrator's key"
+        target = erasure.Target(found.tenant.tenant_id, by, body.workspace, body.lease_id)
+        receipt = await erasure.erase(gateway, target)
+        return plain.answer({"tenant": body.tenant, **erasure.receipt_body(receipt)})
+
+    async def erasures(request: web.Request) -> web.StreamResponse:
+        given = plain.query(request, "tenant", "limit")
+        if "tenant" not in given:
+            raise Refusal(Kind.BAD, "missing_required_parameter", "tenant: whose?", param="tenant")
+        found = await _tenant(gateway, given["tenant"])
+        limit = plain.whole(given, "limit", 100, RECEIPTS_MAX)
+        receipts = await asyncio.to_thread(
+            list_receipts, gateway.store, found.tenant.tenant_id, limit
+        )
+        return plain.answer({"erasures": [erasure.receipt_body(one) for one in receipts]})
+
+    return (
+        Route("GET", "/admin/v1/usage", usage, "admin", plain.SHAPE),
+        Route("GET", "/admin/v1/cache", cache, "admin", plain.SHAPE),
+        Route("POST", "/admin/v1/erase", erase, "admin", plain.SHAPE),
+        Route("GET", "/admin/v1/erasures", erasures, "admin", plain.SHAPE),
+    )
+
+
+async def _tenant(gateway: Context, name: str) -> Registered:
+    return await asyncio.to_thread(find_registered, gateway.store, name)
+
+
+async def _contents(gateway: Context, wanted: int | None) -> dict[str, Any]:
+    """The pool, and what is held in each namespace; their sum is what is allocated."""
+    stats = await gateway.engine.get_stats()
+    names = {
+        one.tenant.tenant_id: one.tenant.name
+        for one in await asyncio.to_thread(list_registered, gateway.store)
+    }
+    held = [one for one in erasure.holdings(stats) if wanted in (None, one.tenant_id)]
+    held.sort(key=lambda one: -one.stats.blocks)
+    rows = [
+        {
+            "tenant": names.get(one.tenant_id),
+            "workspace": one.workspace,
+            "namespace_digest": digest_of([one.stats.namespace]),
+            "blocks": one.stats.blocks,
+            "pinned_blocks": one.stats.pinned_blocks,
+            "promised_blocks": one.stats.promised_blocks,
+            "running": one.stats.running,
+            "waiting": one.stats.waiting,
+        }
+        for one in held[:NAMESPACES_MAX]
+    ]
+    return {
+        "pool": {
+            "blocks": stats.blocks,
+            "free_blocks": stats.free_blocks,
+            "cached_blocks": stats.cached_blocks,
+            "pinned_blocks": stats.pinned_blocks,
+        },
+        "namespaces": rows,
+        "has_more": len(held) > NAMESPACES_MAX,
+    }

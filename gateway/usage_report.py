@@ -1,0 +1,128 @@
+"""Usage as it is answered over HTTP: sums of the ledger by day, hour, model, key or tenant.
+
+Windows are widened to whole hours, which the ledger keeps sums of, so that a question never reads
+entries one by one. It knows no route; administration and self-service call it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, get_args
+
+from gateway import plain
+from gateway.context import Context
+from gateway.errors import Kind, Refusal
+from gateway.plain import Window
+from tenancy.usage import By, UsageTotal, usage
+
+HOUR_MS = 3_600_000
+ROWS_MAX = 10_000
+PARAMETERS = ("since", "until", "group_by", "key_id", "model")
+"""What a question may say."""
+
+_COUNTS = (
+    "requests",
+    "prompt_tokens",
+    "cache_read_tokens",
+    "cache_write_tokens",
+    "fresh_tokens",
+    "output_tokens",
+    "physical_cached_tokens",
+)
+_MONEY = ("charge", "saved", "adjusted")
+_PICO = 10**12
+
+
+async def report(
+    gateway: Context, given: Mapping[str, str], tenant: str | None, *, own: bool = False
+) -> dict[str, Any]:
+    """What was asked for, of one tenant or all. `own`: to the tenant itself, which need not be told
+    its name in each row. Raises Refusal."""
+    window = hours(plain.window(given, gateway.wall()))
+    groups = groups_of(given.get("group_by", ""), own=own)
+    key_id = plain.whole(given, "key_id", 0, 2**53) or None
+    model = given.get("model")
+    found = await ask(gateway, window, groups, tenant, key_id, model)
+    if len(found) > ROWS_MAX:
+        message = f"The answer has {len(found)} rows; at most {ROWS_MAX} are told: ask for less."
+        raise Refusal(Kind.BAD, "too_many_rows", message, param="group_by")
+    return {
+        "window": window.shown(),
+        "group_by": groups,
+        "totals": sums(found),
+        "rows": [_row(one, groups) for one in found] if groups else [],
+    }
+
+
+async def ask(
+    gateway: Context,
+    window: Window,
+    groups: tuple[By, ...] = (),
+    tenant: str | None = None,
+    key_id: int | None = None,
+    model: str | None = None,
+) -> list[UsageTotal]:
+    """Sums, in a thread. Raises StoreError."""
+    return await gateway.reports.ask(
+        partial(
+            usage,
+            tenant=tenant,
+            key_id=key_id,
+            model=model,
+            since_ms=window.since_ms,
+            until_ms=window.until_ms,
+            by=groups,
+        )
+    )
+
+
+def hours(window: Window) -> Window:
+    """The whole hours that a window touches."""
+    return Window(window.since_ms // HOUR_MS * HOUR_MS, -(-window.until_ms // HOUR_MS) * HOUR_MS)
+
+
+def groups_of(text: str, *, own: bool = False) -> tuple[By, ...]:
+    """`group_by=day,model`: each once. Raises Refusal."""
+    known = tuple(name for name in get_args(By) if not (own and name == "tenant"))
+    names = tuple(filter(None, text.split(",")))
+    wrong = [name for name in names if name not in known]
+    if wrong or len(set(names)) < len(names) or {"hour", "day"} <= set(names):
+        message = f"group_by: some of {', '.join(known)}, each once, and one of hour and day."
+        raise Refusal(Kind.BAD, "invalid_value", message, param="group_by")
+    return tuple(name for name in known if name in names)
+
+
+def sums(found: list[UsageTotal]) -> dict[str, Any]:
+    """One sum of all: counts, the share read from the cache, and money."""
+    totals: dict[str, Any] = {name: sum(getattr(one, name) for one in found) for name in _COUNTS}
+    totals["hit_ratio"] = _ratio(totals["cache_read_tokens"], totals["prompt_tokens"])
+    for name in _MONEY:
+        totals[f"{name}_usd"] = dollars(sum(getattr(one, f"{name}_pico") for one in found))
+    return totals
+
+
+def dollars(pico: int) -> str:
+    """An exact amount, as a decimal number in a text: a float would round it."""
+    sign = "-" if pico < 0 else ""
+    whole, rest = divmod(abs(pico), _PICO)
+    return f"{sign}{whole}.{rest:012d}"
+
+
+def _row(one: UsageTotal, groups: tuple[By, ...]) -> dict[str, Any]:
+    named: dict[str, Any] = {}
+    for group in groups:
+        match group:
+            case "tenant":
+                named["tenant"] = one.tenant
+            case "key":
+                named["key_id"] = one.key_id
+            case "model":
+                named["model"] = one.model
+            case "hour" | "day":
+                named["from"] = plain.instant(one.from_ms or 0)
+    return {**named, **sums([one])}
+
+
+def _ratio(part: int, whole: int) -> float | None:
+    return round(part / whole, 6) if whole else None

@@ -1,0 +1,75 @@
+"""Usage as it is answered over HTTP."""
+
+from __future__ import annotations
+
+from decimal import Decimal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.errors import Refusal
+from gateway.plain import Window
+from gateway.usage_report import HOUR_MS, dollars, groups_of, hours, sums
+from tenancy.usage import UsageTotal
+
+
+@given(st.integers(-(10**20), 10**20))
+def test_an_amount_is_told_exactly(pico: int) -> None:
+    """To the pico-dollar, whatever its size: an invoice is made of these."""
+    assert Decimal(dollars(pico)) * 10**12 == pico
+
+
+def test_an_amount_reads_as_dollars() -> None:
+    """With its sign before it."""
+    assert [dollars(pico) for pico in (0, 1, -1_500_000_000_000, 10**12)] == [
+        "0.000000000000",
+        "0.000000000001",
+        "-1.500000000000",
+        "1.000000000000",
+    ]
+
+
+def test_a_window_is_widened_to_whole_hours() -> None:
+    """So that sums by the hour answer it; the answer says which window it is of."""
+    window = hours(Window(HOUR_MS + 1, 2 * HOUR_MS + 1))
+
+    assert window == Window(HOUR_MS, 3 * HOUR_MS)
+    assert hours(window) == window
+
+
+def test_groups_are_named_once_in_any_order() -> None:
+    """The rows' order is ours."""
+    assert groups_of("") == ()
+    assert groups_of("day,model") == groups_of("model,day")
+    assert set(groups_of("key,day,tenant")) == {"tenant", "key", "day"}
+
+
+@pytest.mark.parametrize("text", ["week", "day,day", "hour,day", "day;model", "'", "day, model"])
+def test_groups_that_cannot_be_are_refused(text: str) -> None:
+    """Never put into a query as they came."""
+    with pytest.raises(Refusal, match="group_by"):
+        groups_of(text)
+
+
+def test_a_tenant_does_not_group_by_tenants() -> None:
+    """There is one."""
+    with pytest.raises(Refusal):
+        groups_of("tenant", own=True)
+
+
+def test_a_sum_of_nothing_has_no_ratio() -> None:
+    """Nothing of nothing is not zero."""
+    assert sums([])["hit_ratio"] is None
+
+
+def test_a_sum_adds_counts_and_money_and_divides_once() -> None:
+    """A mean of ratios would be another number."""
+    rows = [
+        UsageTotal("a", requests=1, prompt_tokens=100, cache_read_tokens=100, charge_pico=3),
+        UsageTotal("b", requests=2, prompt_tokens=300, saved_pico=-1),
+    ]
+    total = sums(rows)
+
+    assert (total["requests"], total["hit_ratio"]) == (3, 0.25)
+    assert (total["charge_usd"], total["saved_usd"]) == ("0.000000000003", "-0.000000000001")
