@@ -79,12 +79,14 @@ class LeaseGrant(Struct, frozen=True, forbid_unknown_fields=True):
 class Quota(Struct, frozen=True, forbid_unknown_fields=True):
     """A namespace's share of device blocks. Floor: never taken by others. Ceiling: never above.
 
-    Between them it borrows in proportion to `weight`.
+    Between them it borrows in proportion to `weight`. `promised_blocks_max`: leases promise it no
+    more than these.
     """
 
     floor_blocks: Count = 0
     ceiling_blocks: Count | None = None
     weight: Annotated[float, Meta(gt=0, le=1e6)] = 1.0
+    promised_blocks_max: Count | None = None
 
 
 class CacheGrant(Struct, frozen=True, forbid_unknown_fields=True):

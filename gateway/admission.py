@@ -211,6 +211,8 @@ def _grant(
         namespace=namespace_of(
             identity, now.info.model_digest, now.template_digest, call.partition
         ),
-        quota=Quota(policy.floor_blocks, policy.ceiling_blocks, policy.weight),
+        quota=Quota(
+            policy.floor_blocks, policy.ceiling_blocks, policy.weight, policy.promised_blocks_max
+        ),
         leases=leases,
     )

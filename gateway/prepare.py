@@ -91,7 +91,8 @@ def scope_of(call: Call, identity: Identity, now: Circumstances) -> Scope:
     """Whose prefixes a call may read and write."""
     namespace = namespace_of(identity, now.info.model_digest, now.template_digest, call.partition)
     tenant = identity.tenant
-    return Scope(namespace, tenant.tenant_id, f"{tenant.tenant_id}/{identity.workspace}")
+    name = f"{tenant.tenant_id}/{identity.workspace}"
+    return Scope(namespace, tenant.tenant_id, name, identity.policy.classes)
 
 
 def circumstances(gateway: Context, tenant_id: int) -> Circumstances:

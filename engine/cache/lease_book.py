@@ -39,7 +39,7 @@ class LeaseBook:
     ) -> None:
         """Grant, clip or refuse each lease; put its terms on the blocks of `path`, already there.
 
-        A promise is clipped to what the namespace's ceiling and the promisable part of the pool
+        A promise is clipped to what the namespace's bounds and the promisable part of the pool
         leave. Promised blocks not computed yet are reserved. O(blocks promised).
         """
         size = self._holdings.block_size
@@ -158,8 +158,8 @@ class LeaseBook:
             if a is not account
         )
         room = int(self._holdings.pool.blocks * PROMISABLE) - others - mine
-        ceiling = account.quota.ceiling_blocks
-        return room if ceiling is None else min(room, ceiling - mine)
+        bounds = (account.quota.ceiling_blocks, account.quota.promised_blocks_max)
+        return min([room, *(bound - mine for bound in bounds if bound is not None)])
 
 
 def _outcome(granted: int, covers: int) -> Literal["granted", "clipped", "refused"]:

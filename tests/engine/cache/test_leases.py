@@ -193,6 +193,16 @@ def test_a_promise_is_clipped_to_the_namespaces_ceiling() -> None:
     assert (grant.outcome, grant.tokens) == ("clipped", 4)
 
 
+def test_a_promise_is_clipped_to_what_its_plan_allows() -> None:
+    """Holding much and being promised much are two things."""
+    cache = PrefixCache(blocks=16, block_size=SIZE)
+
+    (grant,) = run(cache, WORDS, 0.0, lease(FIVE), quota=Quota(promised_blocks_max=1))
+
+    assert (grant.outcome, grant.tokens) == ("clipped", 4)
+    assert found(cache, WORDS, 1.0) == len(WORDS) - 1
+
+
 def test_a_promise_never_computed_lapses_with_its_request() -> None:
     """A request that is cancelled in its prompt reserves nothing for ever."""
     cache = PrefixCache(blocks=8, block_size=SIZE)
