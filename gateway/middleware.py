@@ -143,7 +143,8 @@ def install(
 async def _name_response(request: web.Request, response: web.StreamResponse) -> None:
     """Every answer says which request it answers."""
     for name, value in _HEADERS.items():
-        response.headers.setdefault(name, value)
+        if name == "Server" or name not in response.headers:  # aiohttp has named itself by now
+            response.headers[name] = value
     state = request.get(STATE)
     if state is not None:
         response.headers["X-Request-Id"] = state.request_id

@@ -240,3 +240,14 @@ def test_where_names_lines_and_never_the_message() -> None:
 
     assert facts["error"] == "ValueError"
     assert "planted" not in json.dumps(facts)
+
+
+async def test_no_answer_says_what_the_server_is_made_of(house: House) -> None:
+    """A version is the first thing an attacker looks up: in answers, refusals and probes."""
+    responses = [
+        (await house.ask(body=house.chat()))[2],
+        (await house.ask(body=b"{"))[2],
+        (await house.ask("/healthz", method="GET", who=None))[2],
+    ]
+
+    assert [response.headers["server"] for response in responses] == ["trunkline"] * 3
