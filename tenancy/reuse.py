@@ -50,6 +50,18 @@ class Histogram:
         last = 0 if value < 1 else int(BUCKETS_PER_OCTAVE * math.log2(value))
         return sum(count for place, count in self._counts.items() if place <= last)
 
+    def quantile(self, part: float) -> float | None:
+        """The value below which this part of the weight lies: its bucket's upper edge."""
+        total = sum(self._counts.values())
+        if total <= 0:
+            return None
+        sum_so_far = 0.0
+        for place in sorted(self._counts):
+            sum_so_far += self._counts[place]
+            if sum_so_far >= part * total:
+                break
+        return float(2 ** (place / BUCKETS_PER_OCTAVE))
+
     def fade(self, factor: float) -> None:
         """Older counts weigh less."""
         self._counts = {

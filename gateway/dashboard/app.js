@@ -1,0 +1,247 @@
+// The dashboard: looks at /admin/v1 every few seconds and draws what it says. No request leaves
+// this host. Everything drawn is also a table or a label that a screen reader can read.
+
+import { h, put } from "/dashboard/dom.js";
+import { icicle, stacked } from "/dashboard/charts.js";
+
+const EVERY_MS = 5000;
+const SECTIONS = ["Overview", "Tenants", "Tree", "Leases", "Money", "Engine"];
+const $ = (id) => document.getElementById(id);
+let timer = 0;
+
+// --- numbers -----------------------------------------------------------------------------------
+
+const whole = new Intl.NumberFormat("en");
+const short = new Intl.NumberFormat("en", { notation: "compact", maximumFractionDigits: 1 });
+const count = (n) => (n === null || n === undefined ? "–" : whole.format(n));
+const about = (n) => (n === null || n === undefined ? "–" : short.format(n));
+const part = (x) => (x === null || x === undefined ? "–" : `${(100 * x).toFixed(1)} %`);
+const ms = (x) => (x === null || x === undefined ? "–" : x < 1000 ? `${x.toFixed(0)} ms` : `${(x / 1000).toFixed(2)} s`);
+const dollars = (pico) => (pico === null || pico === undefined ? "–" : `$${(pico / 1e12).toFixed(4)}`);
+const bytes = (n) => (n > 2 ** 30 ? `${(n / 2 ** 30).toFixed(1)} GiB` : `${(n / 2 ** 20).toFixed(1)} MiB`);
+const spell = (name) => name.replaceAll("_", " ");
+
+// --- asking ------------------------------------------------------------------------------------
+
+async function ask(path) {
+  const key = sessionStorage.getItem("key") ?? "";
+  const answer = await fetch(path, { headers: { Authorization: `Bearer ${key}` }, cache: "no-store" });
+  if (answer.status === 401 || answer.status === 403) throw new Refused(key ? "That key was refused." : "");
+  if (answer.status === 404) return null;
+  if (!answer.ok) throw new Error(`${answer.status} from ${path}`);
+  return answer.json();
+}
+
+class Refused extends Error {}
+
+// --- pieces ------------------------------------------------------------------------------------
+
+function table(caption, heads, rows, none = "Nothing yet.") {
+  if (!rows.length) return h("p", { class: "none" }, none);
+  return h("table", {},
+    h("caption", {}, caption),
+    h("thead", {}, h("tr", {}, heads.map((text) => h("th", { scope: "col" }, text)))),
+    h("tbody", {}, rows.map((row) => h("tr", {}, row.map((cell, at) => (at ? h("td", {}, cell) : h("th", { scope: "row" }, cell)))))));
+}
+
+const panel = (title, ...inside) => h("section", { class: "panel" }, h("h2", {}, title), ...inside);
+const wide = (title, ...inside) => h("section", { class: "panel wide" }, h("h2", {}, title), ...inside);
+const tile = (value, label) => h("div", { class: "tile" }, h("b", {}, value), h("span", {}, label));
+const bar = (x) => h("span", { class: "bar", style: `width:${Math.round(80 * Math.max(0, Math.min(1, x ?? 0)))}px`, "aria-hidden": "true" });
+const link = (name) => h("a", { href: `#Tenant/${encodeURIComponent(name)}` }, name);
+
+const COLOURS = [["read", "read from cache"], ["write", "written"], ["fresh", "computed"], ["out", "output"]];
+const colourKey = () => h("ul", { class: "key" }, COLOURS.map(([name, text]) => h("li", {}, h("i", { class: name }), text)));
+
+function traffic(minutes) {
+  const series = minutes.map(([at, , read, write, fresh, out]) => ({ at, read, write, fresh, out }));
+  return h("div", {}, stacked(series, COLOURS.map(([name]) => name), "Tokens a minute"), colourKey());
+}
+
+function firstToken(times) {
+  return table("Milliseconds from request to first token", ["", "answers", "p50", "p95", "p99"],
+    ["hit", "miss"].map((kind) => [kind, count(times[kind].count), ms(times[kind].p50), ms(times[kind].p95), ms(times[kind].p99)]));
+}
+
+function counted(caption, label, counts, none) {
+  const order = Object.entries(counts).sort((a, b) => b[1] - a[1]);
+  const most = order[0]?.[1] ?? 1;
+  return table(caption, [label, "", ""], order.map(([name, n]) => [spell(name), count(n), bar(n / most)]), none);
+}
+
+function tenantRows(tenants) {
+  return table("Since the start, those active last first",
+    ["tenant", "requests", "prompt tokens", "read", "written", "computed", "output", "hit ratio", "physical", ""],
+    tenants.map((t) => [link(t.tenant), count(t.requests), about(t.prompt_tokens), about(t.read_tokens), about(t.write_tokens),
+      about(t.fresh_tokens), about(t.output_tokens), part(t.hit_ratio), part(t.physical_hit_ratio), bar(t.hit_ratio)]));
+}
+
+// --- sections ----------------------------------------------------------------------------------
+
+const views = {
+  async Overview() {
+    const all = await ask("/admin/v1/analytics");
+    const { total, engine } = all;
+    const used = engine.blocks ? 1 - engine.free_blocks / engine.blocks : 0;
+    return [
+      h("div", { class: "tiles" },
+        tile(part(total.hit_ratio), "of prompt tokens read from cache"),
+        tile(part(total.physical_hit_ratio), "of prompt tokens not computed"),
+        tile(about(total.prompt_tokens), "prompt tokens"),
+        tile(about(total.output_tokens), "output tokens"),
+        tile(count(total.requests), "requests"),
+        tile(`${engine.running} / ${engine.waiting}`, "running / waiting"),
+        tile(part(used), "of KV blocks in use")),
+      h("div", { class: "grid" },
+        wide("Tokens", traffic(all.minutes)),
+        panel("Time to first token", firstToken(all.first_token_ms)),
+        panel("Why prefixes were missed", counted("Requests that asked for a prefix and did not read all of it", "reason", all.misses, "No breakpoint has missed.")),
+        panel("How requests ended", counted("All endings", "ending", all.endings)),
+        panel("Who took whose blocks", table("Evicted under pressure", ["owner", "taker", "blocks"], all.taken.map((x) => [x.owner, x.taker, count(x.blocks)]), "Nobody has lost a block to somebody else.")),
+        wide("Tenants", tenantRows(all.tenants.slice(0, 20)))),
+    ];
+  },
+
+  async Tenants() {
+    const all = await ask("/admin/v1/analytics");
+    const find = h("input", { type: "search", "aria-label": "Find a tenant", placeholder: "Find a tenant", value: views.wanted ?? "" });
+    const list = h("div");
+    const draw = () => {
+      views.wanted = find.value;
+      put(list, tenantRows(all.tenants.filter((t) => t.tenant.includes(find.value)).slice(0, 1000)));
+    };
+    find.addEventListener("input", draw);
+    draw();
+    return [wide("Tenants", find, list)];
+  },
+
+  async Tenant(name) {
+    const one = await ask(`/admin/v1/analytics/${encodeURIComponent(name)}`);
+    if (!one) return [wide(name, h("p", { class: "none" }, "Nothing has been seen of this tenant since the start."))];
+    const { total } = one;
+    return [
+      h("div", { class: "tiles" },
+        tile(part(total.hit_ratio), `${name}: prompt tokens read from cache`),
+        tile(part(total.physical_hit_ratio), "not computed"),
+        tile(count(total.requests), "requests"),
+        tile(about(total.prompt_tokens), "prompt tokens"),
+        tile(about(total.recomputed_promised_tokens), "promised and computed again")),
+      h("div", { class: "grid" },
+        wide("Tokens", traffic(one.minutes)),
+        panel("Time to first token", firstToken(one.first_token_ms)),
+        panel("Why prefixes were missed", counted("By cause", "reason", one.misses, "No breakpoint has missed.")),
+        panel("Where prefixes break", table("Places at which prompts part, and what stood behind", ["place", "prompts", "tokens", "cost"],
+          one.breaks.map((b) => [b.place, count(b.count), about(b.tokens), dollars(b.cost_pico)]), "Prompts only grow.")),
+        panel("What each retention class would be worth", table(`Per million prompt tokens, at ${one.rate_card}; from ${count(one.sampled_blocks)} sampled blocks`,
+          ["class", "hit ratio", "saving", ""],
+          one.retention_advice.map((a) => [a.retention, `${part(a.hit_ratio)} ± ${(100 * a.error).toFixed(1)}`, dollars(a.saving_pico), h("span", { class: a.verdict }, a.verdict)]))),
+        panel("What more room would save", table("Per million prompt tokens", ["blocks", "tokens", "hit ratio", "saving"],
+          one.size_advice.map((a) => [count(a.blocks), about(a.tokens), `${part(a.hit_ratio)} ± ${(100 * a.error).toFixed(1)}`, dollars(a.saving_pico)]))),
+        wide("Top prefixes", table("By tokens saved; a prefix is told by a digest and where it ends", ["ends at", "tokens", "uses", "hits", "digest"],
+          one.top_prefixes.map((p) => [p.path, count(p.tokens), count(p.uses), count(p.hits), p.id]))),
+        wide("Prefix tree", h("p", {}, h("a", { href: `#Tree/${encodeURIComponent(name)}` }, "Look at its tree")))),
+    ];
+  },
+
+  async Tree(name) {
+    const all = await ask("/admin/v1/analytics");
+    const names = all.holdings.map((x) => x.tenant).sort();
+    const chosen = name ?? all.holdings.sort((a, b) => b.blocks - a.blocks)[0]?.tenant;
+    if (!chosen) return [wide("Prefix tree", h("p", { class: "none" }, "The cache is empty."))];
+    const found = await ask(`/admin/v1/tree/${encodeURIComponent(chosen)}`);
+    const pick = h("select", { "aria-label": "Tenant" }, names.map((n) => h("option", n === chosen ? { selected: "" } : {}, n)));
+    pick.addEventListener("change", () => { location.hash = `#Tree/${encodeURIComponent(pick.value)}`; });
+    return [
+      wide("Prefix tree", pick,
+        h("p", { class: "none" }, "Each bar is a run of tokens without a fork, as wide as everything that grows from it; the darker, the more often it was matched.")),
+      ...found.namespaces.map((space) => wide(`${chosen} / ${space.workspace}${space.partition ? " (partition)" : ""}: ${count(space.blocks)} blocks`,
+        icicle(space.branches, (b) => `${count(b.tokens)} tokens, ${count(b.total_tokens)} with what grows from it, matched ${count(b.hits)} times, ${count(b.promised_blocks)} blocks promised, idle ${b.idle_s.toFixed(0)} s`),
+        h("details", {}, h("summary", {}, "As a table"), table("Largest branches", ["branch", "grows from", "tokens", "in all", "hits", "promised blocks", "idle s"],
+          space.branches.slice(0, 100).map((b, at) => [String(at), b.parent < 0 ? "–" : String(b.parent), count(b.tokens), count(b.total_tokens), count(b.hits), count(b.promised_blocks), b.idle_s.toFixed(0)]))))),
+    ];
+  },
+
+  async Leases() {
+    const all = await ask("/admin/v1/analytics");
+    const blocks = all.engine.blocks || 1;
+    return [h("div", { class: "grid" },
+      wide("Blocks by tenant", table("Now", ["tenant", "blocks", "pinned", "promised", "share of the pool", ""],
+        all.holdings.sort((a, b) => b.blocks - a.blocks).map((x) => [link(x.tenant), count(x.blocks), count(x.pinned_blocks), count(x.promised_blocks), part(x.blocks / blocks), bar(x.blocks / blocks)]), "The cache is empty.")),
+      panel("Promises", table("Since the start", ["", "tokens"], [
+        ["promised, lost and computed again", count(all.total.recomputed_promised_tokens)],
+        ["read by contract", count(all.total.read_tokens)]])),
+      panel("Blocks lost", table("Since the engine started", ["", "blocks"], [
+        ["evicted", count(all.engine.evicted_blocks_total)], ["expired", count(all.engine.expired_blocks_total)]])))];
+  },
+
+  async Money() {
+    const used = await ask("/admin/v1/usage?group_by=tenant");
+    const rows = used?.usage ?? used?.rows ?? [];
+    return [wide("Usage in the ledger", table(used?.since ? `${used.since} to ${used.until}` : "The last thirty days",
+      ["tenant", "requests", "prompt tokens", "read", "written", "computed", "output", "charged", "saved"],
+      rows.map((r) => [r.tenant ?? r.group ?? "", count(r.requests), about(r.prompt_tokens), about(r.cache_read_tokens), about(r.cache_write_tokens),
+        about(r.fresh_tokens), about(r.output_tokens), dollars(r.charge_pico), dollars(r.saved_pico)])))];
+  },
+
+  async Engine() {
+    const { engine, restarts } = await ask("/admin/v1/analytics");
+    const pool = (engine.blocks ?? 0) * (engine.kv_bytes_per_block ?? 0);
+    return [
+      h("div", { class: "tiles" },
+        tile(engine.ready ? "ready" : "not ready", engine.model ?? "engine"),
+        tile(`${engine.running} / ${engine.waiting}`, "running / waiting"),
+        tile(engine.steps_per_s.toFixed(1), "steps a second"),
+        tile(about(engine.prefill_tokens_per_s), "prompt tokens a second"),
+        tile(bytes(pool), `of KV, ${engine.kv_format ?? ""} on ${engine.device ?? ""}`),
+        tile(count(restarts), "restarts")),
+      h("div", { class: "grid" }, wide("Counters", table("Since the engine started", ["", ""],
+        Object.entries(engine).filter(([, v]) => typeof v === "number").map(([name, v]) => [spell(name), count(Math.round(v * 100) / 100)])))),
+    ];
+  },
+};
+
+// --- showing -----------------------------------------------------------------------------------
+
+function place() {
+  const [section, name] = decodeURIComponent(location.hash.slice(1)).split("/");
+  return [views[section] ? section : "Overview", name];
+}
+
+async function show() {
+  clearTimeout(timer);
+  const [section, name] = place();
+  put($("nav"), SECTIONS.map((one) => h("a", { href: `#${one}`, ...(one === section || (one === "Tenants" && section === "Tenant") ? { "aria-current": "page" } : {}) }, one)));
+  document.title = `${name ?? section} · Trunkline`;
+  try {
+    const seen = await views[section](name);
+    if (place().join() !== [section, name].join()) return;
+    const focused = document.activeElement?.closest?.("[data-focus]")?.dataset.focus;
+    if (!["INPUT", "SELECT"].includes(document.activeElement?.tagName) && !document.querySelector("details[open]")) put($("view"), seen);
+    if (focused) document.querySelector(`[data-focus="${focused}"]`)?.focus();
+    $("door").hidden = true;
+    $("leave").hidden = false;
+    $("status").textContent = `as of ${new Date().toLocaleTimeString()}`;
+  } catch (error) {
+    if (error instanceof Refused) {
+      put($("view"), []);
+      $("refused").textContent = error.message;
+      $("door").hidden = false;
+      $("leave").hidden = true;
+      $("status").textContent = "";
+      $("key").focus();
+      return;
+    }
+    $("status").textContent = `no answer (${error.message}); trying again`;
+  }
+  timer = setTimeout(show, EVERY_MS);
+}
+
+$("door").addEventListener("submit", (event) => {
+  event.preventDefault();
+  sessionStorage.setItem("key", $("key").value.trim());
+  $("key").value = "";
+  show();
+});
+$("leave").addEventListener("click", () => { sessionStorage.removeItem("key"); show(); });
+addEventListener("hashchange", () => { put($("view"), []); $("main").focus(); show(); });
+show();

@@ -1,0 +1,146 @@
+"""What operators look at: counts that add up, bounded, without a word of any prompt."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.analytics import Analytics, Facts, digested
+from gateway.dialects.canonical import Boundary, UsageRecord
+from tenancy.pricing import RateCard
+from tests.fakes import FakeClock
+from tests.gateway.admin import Admin
+from tests.gateway.house import House
+
+CARD = RateCard("c", input=1_000, cache_read=100)
+
+
+class Desk:
+    """Analytics with clocks by hand."""
+
+    def __init__(self, tenants_max: int = 10) -> None:
+        self.clock = FakeClock()
+        self.seen = Analytics(self.clock, lambda: int(self.clock.now_s * 1000), tenants_max)
+
+    def note(self, tenant: str, words: str, cached: int = 0, missed: str = "") -> None:
+        """A letter is a block of sixteen tokens and a segment."""
+        tokens = [ord(word) for word in words for _ in range(16)]
+        marks = [Boundary(16 * (n + 1), f"messages[{n}]") for n in range(len(words))]
+        record = UsageRecord(
+            len(tokens), {"5m": cached} if cached else {}, {}, len(tokens) - cached, 5, cached
+        )
+        self.seen.note(Facts(tenant, record, tokens, marks, 0.1, missed, "done"))
+
+    def tenant(self, name: str) -> dict[str, Any]:
+        found = self.seen.tenant(name, CARD, {"5m": 300.0}, 16, [64])
+        assert found is not None
+        return found
+
+
+def test_sums_are_kept_by_tenant_and_by_minute() -> None:
+    """And together; the hit ratio is of tokens."""
+    desk = Desk()
+    desk.note("ada", "ab")
+    desk.clock.advance(60)
+    desk.note("ada", "abcd", cached=32)
+    desk.note("bob", "x", missed="expired")
+
+    all_of_them, ada = desk.seen.overview(), desk.tenant("ada")
+
+    assert all_of_them["total"]["prompt_tokens"] == 112
+    assert all_of_them["minutes"] == [[0, 1, 0, 0, 32, 5], [1, 2, 32, 0, 48, 10]]
+    assert all_of_them["misses"] == {"expired": 1}
+    assert [one["tenant"] for one in all_of_them["tenants"]] == ["bob", "ada"]
+    assert ada["total"]["hit_ratio"] == 32 / 96
+    assert ada["first_token_ms"]["hit"]["count"] == 1
+
+
+def test_a_tenants_top_prefixes_are_those_that_saved_most() -> None:
+    """Uses and hits of each boundary, told by digest and place."""
+    desk = Desk()
+    desk.note("ada", "ab")
+    desk.note("ada", "ac", cached=16)
+
+    top = desk.tenant("ada")["top_prefixes"]
+
+    assert (top[0]["path"], top[0]["uses"], top[0]["hits"]) == ("messages[0]", 2, 1)
+
+
+def test_breaks_are_priced_at_what_reading_would_have_cost_less() -> None:
+    """A beginning that changes costs the whole prompt each time."""
+    desk = Desk()
+    desk.note("ada", "abc")
+    desk.note("ada", "xbc")
+
+    [lost] = desk.tenant("ada")["breaks"]
+
+    assert (lost["place"], lost["tokens"], lost["cost_pico"]) == ("messages[0]", 48, 48 * 900)
+
+
+def test_tenants_beyond_the_bound_are_forgotten_and_the_sum_is_not() -> None:
+    """Those active last are followed."""
+    desk = Desk(tenants_max=2)
+    for name in ("a", "b", "c"):
+        desk.note(name, "x")
+
+    found = desk.seen.overview()
+
+    assert [one["tenant"] for one in found["tenants"]] == ["c", "b"]
+    assert found["total"]["requests"] == 3
+    assert desk.seen.tenant("a", CARD, {}, 16, []) is None
+
+
+@given(
+    st.lists(st.integers(0, 2**31 - 1), max_size=70),
+    st.lists(st.integers(0, 70), max_size=6),
+)
+def test_a_mark_depends_on_its_prefix_alone(tokens: list[int], ends: Sequence[int]) -> None:
+    """Where other segments end, and what follows, changes nothing of it."""
+    marks = [Boundary(end, "p") for end in sorted(ends) if end <= len(tokens)]
+
+    hashes, found = digested(tokens, marks)
+
+    def of(end: int) -> Any:
+        return xxhash.xxh3_64(memoryview(array("I", tokens[:end])).cast("B"))
+
+    assert [mark.digest for mark in found if mark.tokens] == [
+        of(mark.tokens).digest() for mark in marks if mark.tokens
+    ]
+    assert hashes == [of(16 * (n + 1)).intdigest() for n in range(len(tokens) // 16)]
+
+
+async def test_the_admin_listener_tells_what_was_seen(house: House) -> None:
+    """With the engine's numbers, blocks by tenant, and the shape of a tree."""
+    for _ in range(2):
+        await house.ask(body=house.chat("a question that fills a block or two of the cache"))
+    await house.engine.get_stats()
+
+    admin = Admin(house)
+    _, overview = await admin.ask("GET", "/admin/v1/analytics")
+    _, tenant = await admin.ask("GET", "/admin/v1/analytics/ada")
+    _, tree = await admin.ask("GET", "/admin/v1/tree/ada")
+    unknown, _ = await admin.ask("GET", "/admin/v1/analytics/nobody")
+
+    assert overview["total"]["requests"] == 2
+    assert overview["engine"]["ready"] is True
+    assert tenant["total"]["hit_ratio"] > 0
+    assert tree["tenant"] == "ada"
+    assert unknown == 404
+    assert "question" not in str((overview, tenant, tree))
+
+
+async def test_only_an_administrator_sees_them(house: House) -> None:
+    """A tenant's key is no administrator's."""
+    admin = Admin(house)
+    found = [
+        await admin.ask("GET", path, key=key)
+        for path in ("/admin/v1/analytics", "/admin/v1/analytics/ada", "/admin/v1/tree/ada")
+        for key in (None, house.keys["ada"])
+    ]
+
+    assert all(status in (401, 403) for status, _ in found)

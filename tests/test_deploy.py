@@ -1,0 +1,71 @@
+"""What is shipped for operators names only metrics that exist."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from engine.api import Stats
+from gateway.telemetry import Telemetry
+
+DEPLOY = Path(__file__).parent.parent / "deploy"
+FILES = (DEPLOY / "prometheus" / "rules.yml", DEPLOY / "grafana" / "trunkline.json")
+_METRIC = re.compile(r"\btrunkline[a-z0-9_]*_[a-z0-9_]+|\bvllm:[a-z_]+")
+
+
+@pytest.fixture(scope="module")
+def existing() -> set[str]:
+    """Every name in the exposition, and each histogram's buckets."""
+    telemetry = Telemetry(10)
+    telemetry.show_engine(Stats(), is_ready=True, restarts=0)
+    found = set()
+    for family in telemetry.registry.collect():
+        kinds = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count")}
+        found |= {family.name + end for end in kinds.get(family.type, ("",))}
+    return found
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+def test_every_metric_that_is_asked_for_exists(file: Path, existing: set[str]) -> None:
+    """A renamed metric would leave an alert that never fires."""
+    text = file.read_text()
+    recorded = set(re.findall(r"record: (\S+)", text))
+
+    asked = {name for name in _METRIC.findall(text) if ":" not in name or name.startswith("vllm")}
+
+    assert asked, "nothing is asked for"
+    assert asked - existing == set()
+    assert set(re.findall(r"trunkline:[a-z0-9_:]+", text)) <= recorded | {"trunkline:"}
+
+
+def test_labels_that_are_asked_for_exist() -> None:
+    """`by (cause)` on a metric without causes would be one flat line."""
+    labels = {
+        name: set(metric._labelnames)
+        for name, metric in Telemetry(10).registry._names_to_collectors.items()
+        if hasattr(metric, "_labelnames")
+    }
+    asked = [
+        (metric, label)
+        for file in FILES
+        for by, metric in re.findall(
+            r"by \(([a-z, ]+)\) \((?:rate|increase)\((trunkline_[a-z_]+)", file.read_text()
+        )
+        for label in by.split(", ")
+        if label != "le"
+    ]
+
+    assert asked
+    assert [pair for pair in asked if pair[1] not in labels[pair[0]]] == []
+
+
+def test_the_dashboard_is_json_with_a_panel_for_each_question() -> None:
+    """Panels have titles, targets and places that do not overlap."""
+    dashboard = json.loads(FILES[1].read_text())
+
+    places = [(p["gridPos"]["x"], p["gridPos"]["y"]) for p in dashboard["panels"]]
+    assert len(set(places)) == len(places)
+    assert all(panel["title"] and panel["targets"] for panel in dashboard["panels"])
