@@ -187,6 +187,9 @@ class Body(Struct, frozen=True, kw_only=True):
     priority: Annotated[int, Meta(ge=-100, le=0)] | None = None
 
 
+_KNOWN = set(Body.__struct_fields__)
+
+
 def decode(body: bytes) -> Body:
     """A request. O(bytes). Raises Refusal that names the field."""
     try:
@@ -198,17 +201,16 @@ def decode(body: bytes) -> Body:
         raise Refusal(Kind.BAD, "invalid_json", "The body is nested too deeply.") from None
     if not isinstance(tree, dict):
         raise Refusal(Kind.BAD, "invalid_json", "The body has to be a JSON object.")
-    known = set(Body.__struct_fields__)
     fields = {}
     for name, value in tree.items():
-        if name in known:
+        if name in _KNOWN:
             fields[name] = value
         elif name in REFUSED:
             if value is not None and value != NEUTRAL.get(name, ...):
                 message = f"{name}: {REFUSED[name]}"
                 raise Refusal(Kind.BAD, "unsupported_parameter", message, param=name)
         else:
-            raise strict.unknown_field(name, known)
+            raise strict.unknown_field(name, _KNOWN)
     return strict.convert(fields, Body, "")
 
 

@@ -131,7 +131,7 @@ def test_thinking_is_left_out_and_its_turn_stays() -> None:
             HI,
             assistant({"type": "thinking", "thinking": "hm", "signature": "s"}, text("a")),
             HI,
-            assistant({"type": "redacted_thinking", "data": "x"}),
+            assistant({"type": "redacted_thinking", "data": "x", "cache_control": None}),
             HI,
         ]
     )
@@ -429,6 +429,10 @@ def test_the_automatic_breakpoint_is_at_the_end(messages: list[Any], path: str) 
         (
             {"messages": [user(text("x", cache_control={"type": "forever"}))]},
             "messages[0].content[0].cache_control.type",
+        ),
+        (
+            {"messages": [HI, assistant(use()), user(result(content=[text("", **SHORT)]))]},
+            "messages[2].content[0].content[0]",
         ),
         ({"cache_control": {"type": "ephemeral", "ttl": "2h"}}, "cache_control.ttl"),
         ({"cache_control": "ephemeral"}, "cache_control"),
