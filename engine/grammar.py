@@ -26,8 +26,14 @@ if TYPE_CHECKING:
 
 MESSAGE_CHARACTERS: Final = 300
 
-_OPTIONS: Final[JsonCompileOptions] = {"lenient": False, "coerce_one_of": False}
-"""What a schema may not choose for itself: to ignore what it says."""
+_OPTIONS: Final[JsonCompileOptions] = {
+    "lenient": False,
+    "coerce_one_of": False,
+    "whitespace_pattern": r" |\r?\n[ \t]{0,40}",
+}
+"""What a schema may not choose for itself. To ignore what it says; and how much white space there
+is between two tokens of JSON: a space, or a new line and its indent. Small models that may write
+more fill whole answers with it."""
 
 _TOO_BIG: Final = ("too many", "too big", "too large", "too deep", "limit", "max is", "fuel")
 """Words of llguidance's errors that tell of a bound, not of a mistake."""

@@ -37,6 +37,8 @@ _CHUNK: Final = 256
 _PROMPT_ROWS: Final = 64
 _INVERSE_TEMPERATURE_MAX: Final = 1e30  # Finite in fp32, so that 0 times it is 0 and not NaN.
 _PEAK_MAX: Final = 3e38
+_NATS_MAX: Final = 80.0
+_WEIGHT_MIN: Final = 2e-35  # just above exp(-80): nothing, beside the best one's 1
 _WIDTHS: Final = (8.0, 16.0, 32.0, math.inf)
 """Candidates lie within so many nats of the best one; tried in turn."""
 
@@ -99,13 +101,8 @@ class _SequenceState:
         self.sample_index = begun.sample_index
         self.position = len(begun.token_ids) - begun.prompt_tokens
         self.greedy = sampling.temperature == 0
-        self.inverse_temperature = (
-            1.0
-            if self.greedy
-            else _INVERSE_TEMPERATURE_MAX
-            if sampling.temperature < 1 / _INVERSE_TEMPERATURE_MAX
-            else 1 / sampling.temperature
-        )
+        coldest = 1 / _INVERSE_TEMPERATURE_MAX
+        self.inverse_temperature = 1.0 if self.greedy else 1 / max(sampling.temperature, coldest)
         self.filters = 0 < sampling.top_k < vocab_size or sampling.top_p < 1 or sampling.min_p > 0
         self.bias_ids: Tensor | None = None
         self.bias_values: Tensor | None = None
@@ -313,7 +310,9 @@ def _draw_from_all(
     rows, vocab_size = logits.shape
     device = logits.device
     scale = torch.tensor(inverse_temperatures, dtype=torch.float32, device=device)
-    weights = _scaled(logits, scale[:, None]).exp_()
+    # Beyond fp32's normal numbers exp takes tens of times as long, and weighs nothing anyway.
+    weights = _scaled(logits, scale[:, None]).clamp_(min=-_NATS_MAX).exp_()
+    weights = torch.threshold_(weights, _WEIGHT_MIN, 0.0)
     if vocab_size % _CHUNK:
         weights = torch.nn.functional.pad(weights, (0, -vocab_size % _CHUNK))
     chunks = weights.view(rows, -1, _CHUNK)
@@ -352,7 +351,9 @@ def _draw_filtered(
     scaled = _scaled(logits, inverse_temperature)
     top_k = min(sampling.top_k or vocab_size, vocab_size)
     floor = math.log(sampling.min_p) if sampling.min_p > 0 else -math.inf
-    total = float(scaled.exp().sum(dtype=torch.float64)) if top_k == vocab_size else None
+    total = None
+    if top_k == vocab_size:
+        total = float(scaled.clamp(min=-_NATS_MAX).exp_().sum(dtype=torch.float64))
 
     values, token_ids = _candidates(scaled, top_k, sampling.top_p, floor, total)
     order = torch.sort(values, descending=True, stable=True)
@@ -393,7 +394,6 @@ def _candidates(
             )
         if enough:
             return values, token_ids
-    token_ids = (scaled > -math.inf).nonzero()[:, 0]  # under a mask they are few
-    if not len(token_ids):
-        token_ids = torch.arange(len(scaled), device=scaled.device)
+    possible = scaled > -math.inf  # under a mask they are few
+    token_ids = (possible if bool(possible.any()) else ~possible).nonzero()[:, 0]
     return scaled[token_ids], token_ids

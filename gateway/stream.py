@@ -55,6 +55,10 @@ _REFUSALS: dict[str, tuple[Kind, str]] = {
     "not_ready": (Kind.BUSY, "engine_starting"),
     "step_failed": (Kind.INTERNAL, "internal_error"),
     "nan_logits": (Kind.INTERNAL, "internal_error"),
+    "grammar_invalid": (Kind.BAD, "invalid_json_schema"),
+    "grammar_too_big": (Kind.BAD, "json_schema_too_complex"),
+    "grammar_unsupported": (Kind.BAD, "unsupported_value"),
+    "grammar_dead_end": (Kind.INTERNAL, "internal_error"),
 }
 """The engine's stable codes in the gateway's terms."""
 

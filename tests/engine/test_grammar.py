@@ -237,6 +237,31 @@ def test_a_json_object_is_any_object_and_nothing_else() -> None:
     assert "{" in begins
 
 
+@pytest.mark.parametrize(
+    ("text", "is_taken"),
+    [
+        ('{"a":1}', True),
+        ('{"a": 1}', True),
+        ('{\n    "a" : 1\r\n}', True),
+        ('{\n\t"a": 1}', True),
+        ('{  "a": 1}', False),
+        ('{\n\n"a": 1}', False),
+        ('{"a": 1} ', False),
+    ],
+)
+def test_white_space_is_what_people_write(text: str, is_taken: bool) -> None:
+    """A model that may write any amount of it writes nothing else."""
+    vocabulary = every_byte()
+    schema = (
+        '{"properties": {"a": {"type": "integer"}}, "x-guidance": {"whitespace_pattern": " *"}}'
+    )
+    matcher = compile_grammar(Grammar("json_schema", schema), vocabulary).matcher.fork()
+
+    taken = [matcher.consume(token) for token in vocabulary.tokenizer.tokenize_str(text)]
+
+    assert all(taken) is is_taken
+
+
 # -- what they refuse -------------------------------------------------------------------------
 
 

@@ -13,7 +13,7 @@ from engine.api import Sampling
 from engine.device_sampler import DeviceSampler
 from engine.plan import BegunSequence, Mask
 from engine.sampler import Sampler
-from engine.token_masks import expand, restricted
+from engine.token_masks import restricted, spread
 
 CPU = torch.device("cpu")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -55,30 +55,35 @@ def noise(seed: int, rows: int) -> torch.Tensor:
     return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
 
 
+def allowed(added: torch.Tensor) -> list[int]:
+    """The tokens of one row that may be drawn."""
+    assert set(added.tolist()) <= {0.0, float("-inf")}
+    return torch.isfinite(added).nonzero()[:, 0].tolist()
+
+
 def test_bits_are_tokens_from_the_lowest_up() -> None:
     """Word by word, the sign bit and the last, partial word included."""
     mask = mask_of(0, 31, 32, 63, 298, 299)
 
-    allowed = expand(torch.from_numpy(mask[None]), VOCAB)
+    added = spread(torch.from_numpy(mask[None]), VOCAB)
 
-    assert allowed.shape == (1, VOCAB)
-    assert allowed[0].nonzero()[:, 0].tolist() == [0, 31, 32, 63, 298, 299]
+    assert added.shape == (1, VOCAB)
+    assert allowed(added[0]) == [0, 31, 32, 63, 298, 299]
 
 
 @given(seed=st.integers(0, 10_000))
 @settings(max_examples=20)
-def test_a_device_reads_the_bits_as_the_cpu_does(seed: int) -> None:
-    """The shifts of one against the bytes of the other."""
+def test_every_bit_says_the_same_on_every_device(seed: int) -> None:
+    """By a table of bytes, by shifts where there is a device, and by counting."""
     words = np.random.default_rng(seed).integers(-(2**31), 2**31, (3, 10)).astype(np.int32)
-    there = torch.from_numpy(words)
 
-    shifted = expand(there.to("meta" if DEVICE.type == "cpu" else DEVICE), VOCAB)
-    places = torch.arange(32, dtype=torch.int32)
-    by_shifts = ((there[:, :, None] >> places) & 1).flatten(1)[:, :VOCAB].bool()
+    here = spread(torch.from_numpy(words), VOCAB)
+    there = spread(torch.from_numpy(words).to(DEVICE), VOCAB).cpu()
 
-    assert shifted.shape == (3, VOCAB)
-    assert not shifted.is_cuda or torch.equal(shifted.cpu(), by_shifts)
-    assert torch.equal(expand(there, VOCAB), by_shifts)
+    assert torch.equal(here, there)
+    for row, added in zip(words, here, strict=True):
+        counted = [i for i in range(VOCAB) if int(row[i // 32]) >> i % 32 & 1]
+        assert allowed(added) == counted
 
 
 def test_rows_without_a_mask_are_left_alone() -> None:

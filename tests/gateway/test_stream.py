@@ -277,6 +277,10 @@ async def test_an_engine_that_fails_is_a_refusal_with_what_was_used(renderer: Re
         ("timeout", Kind.BUSY, "queue_timeout"),
         ("draining", Kind.BUSY, "shutting_down"),
         ("nan_logits", Kind.INTERNAL, "internal_error"),
+        ("grammar_invalid", Kind.BAD, "invalid_json_schema"),
+        ("grammar_too_big", Kind.BAD, "json_schema_too_complex"),
+        ("grammar_unsupported", Kind.BAD, "unsupported_value"),
+        ("grammar_dead_end", Kind.INTERNAL, "internal_error"),
         ("a code of the future", Kind.INTERNAL, "internal_error"),
     ],
 )

@@ -1,0 +1,191 @@
+"""What a grammar costs: compiling, one mask, and a step of a real model with and without one.
+
+    python -m tests.bench.grammar_step [--steps N]
+
+The default model's own tokenizer (49,152 tokens), and the same one filled up to 128,256 with pairs
+of its words, which is about what a tokenizer of that size holds. Masks are filled along a document
+drawn at random; a step is the CPU runner's at the edge of its best tenth, free and constrained in
+turns, so that a busy machine is busy for both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from llguidance import LLTokenizer
+
+from engine.api import CacheGrant, Grammar, Request, Sampling
+from engine.cache import PrefixCache
+from engine.config import EngineConfig
+from engine.constraints import Constraints
+from engine.core import Core
+from engine.grammar import MaskFiller, Rules, Vocabulary, compile_grammar
+from engine.model_store import DEFAULT_MODEL, ModelCard, prepare, resolve
+from engine.models.cpu_llama import load_kernels
+from engine.runner import CpuRunner
+from tests.grammars import PatientGrammars
+
+LARGE = 128_256
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string"},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "email": {"type": "string", "pattern": "^[a-z.]{1,20}@[a-z]{2,20}\\.com$"},
+        "tags": {"type": "array", "items": {"enum": ["a", "b", "c"]}},
+    },
+    "required": ["name", "age", "email", "tags"],
+    "additionalProperties": False,
+}
+GRAMMARS = {
+    "any object": Grammar("json_object"),
+    "nested, a pattern": Grammar("json_schema", json.dumps(PERSON)),
+    "40 properties": Grammar(
+        "json_schema",
+        json.dumps({"properties": {f"field{i}": {"type": "string"} for i in range(40)}}),
+    ),
+    "enum of 3,000": Grammar(
+        "json_schema", json.dumps({"enum": [f"value number {i}" for i in range(3_000)]})
+    ),
+    "tool call": Grammar(
+        "lark",
+        'start: "<tool_call>" call "</tool_call>"\ncall: %json ' + json.dumps(PERSON),
+    ),
+}
+
+
+def vocabulary_of(card: ModelCard, size: int) -> Vocabulary:
+    """The model's own, or one that is filled up with pairs of its words."""
+    if size == card.config.vocab:
+        return Vocabulary.load(card.tokenizer_path, size, card.stop_token_ids, Rules())
+    tokenizer = json.loads(card.tokenizer_path.read_text(encoding="utf-8"))
+    vocab, chance = tokenizer["model"]["vocab"], random.Random(5)
+    words = [word for word, token_id in vocab.items() if token_id > 300]
+    while len(vocab) < size:
+        vocab.setdefault(chance.choice(words) + chance.choice(words), len(vocab))
+    text = json.dumps(tokenizer)
+    return Vocabulary(LLTokenizer(text, eos_token=list(card.stop_token_ids)), Rules())
+
+
+def measure_masks(card: ModelCard, size: int) -> None:
+    vocabulary, chance, filler = vocabulary_of(card, size), random.Random(1), MaskFiller()
+    for name, grammar in GRAMMARS.items():
+        compiled, compiling_s = compile_grammar(grammar, vocabulary), []
+        for _ in range(5):
+            at_s = time.perf_counter()
+            compile_grammar(grammar, vocabulary)
+            compiling_s.append(time.perf_counter() - at_s)
+        filling_us, consuming_us = [], []
+        for _ in range(20):
+            matcher = compiled.matcher.fork()
+            for _ in range(60):
+                at_s = time.perf_counter()
+                (mask,) = filler.fill([matcher], [False])
+                filling_us.append((time.perf_counter() - at_s) * 1e6)
+                bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
+                may = np.nonzero(bits)[0].tolist()
+                at_s = time.perf_counter()
+                matcher.consume(chance.choice(may))
+                consuming_us.append((time.perf_counter() - at_s) * 1e6)
+                if matcher.is_complete:
+                    break
+        filling_us.sort()
+        say(
+            f"{size:>7} {name:<20} compile {min(compiling_s) * 1e3:6.1f} ms"
+            f"   mask p50 {statistics.median(filling_us):5.0f}"
+            f" p99 {filling_us[len(filling_us) * 99 // 100]:5.0f} us"
+            f"   consume p50 {statistics.median(consuming_us):4.0f} us"
+        )
+    matchers = [compile_grammar(GRAMMARS["any object"], vocabulary).matcher] * 16
+    for threads in (1, 2):
+        rows, batch = MaskFiller(threads), [matcher.fork() for matcher in matchers]
+        times = []
+        for _ in range(50):
+            at_s = time.perf_counter()
+            rows.fill(batch, [False] * len(batch))
+            times.append((time.perf_counter() - at_s) * 1e6)
+        say(f"{size:>7} 16 rows at once, {threads} thread(s): {min(times):.0f} us")
+
+
+def make_core(card: ModelCard, runner: CpuRunner, vocabulary: Vocabulary) -> Core:
+    class Given(PatientGrammars):
+        def ask(self, request_id: str, namespace: bytes, grammar: Grammar) -> None:
+            self._waiting.append((request_id, compile_grammar(grammar, vocabulary), 0))
+
+    return Core(
+        PrefixCache(blocks=600, block_size=16),
+        runner,
+        EngineConfig(),
+        time.monotonic,
+        vocab_size=card.config.vocab,
+        context_tokens=1024,
+        constraints=Constraints(Given(), MaskFiller(2)),
+    )
+
+
+def measure_steps(card: ModelCard, steps: int) -> None:
+    kernels = load_kernels(card.config, os.cpu_count() or 1)
+    torch.set_num_threads(1)
+    runner = CpuRunner(card, EngineConfig(), blocks=600, context=1024, kernels=kernels)
+    core = make_core(card, runner, vocabulary_of(card, card.config.vocab))
+    # Long texts without an end, so that both have the same rows at every step.
+    grammar = Grammar("json_schema", json.dumps({"type": "string", "minLength": 4_000}))
+    for sampling in (Sampling(temperature=0), Sampling(temperature=1.0, seed=1)):
+        for rows in (1, 16):
+            best: dict[str, list[float]] = {"free": [], "constrained": []}
+            for turn in range(6):
+                for name, wanted in (("free", None), ("constrained", grammar)):
+                    for row in range(rows):
+                        prompt = tuple(range(300 + row, 330 + row))
+                        request = Request(
+                            f"{turn}{name}{row}", prompt, steps + 8, CacheGrant(b"n"),
+                            sampling, grammar=wanted,
+                        )  # fmt: skip
+                        core.submit(request)
+                    for _ in range(4):
+                        core.step()
+                    for _ in range(steps):
+                        at_s = time.perf_counter()
+                        core.step()
+                        best[name].append(time.perf_counter() - at_s)
+                    for row in range(rows):
+                        core.cancel(f"{turn}{name}{row}")
+                    core.step()
+            tenth = [sorted(best[name])[len(best[name]) // 10] for name in ("free", "constrained")]
+            free, held = tenth
+            say(
+                f"{rows:>3} rows, temperature {sampling.temperature}: free {free * 1e3:.2f} ms,"
+                f" constrained {held * 1e3:.2f} ms a step, ratio {held / free:.3f}"
+            )
+    if kernels is not None:
+        kernels.close()
+
+
+def say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--steps", type=int, default=30)
+    arguments = parser.parse_args()
+    models = Path(os.environ.get("TRUNKLINE_DATA_DIR", "data")) / "models"
+    card = prepare(DEFAULT_MODEL, resolve(DEFAULT_MODEL, models), models)
+    for size in (card.config.vocab, LARGE):
+        measure_masks(card, size)
+    measure_steps(card, arguments.steps)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,158 @@
+"""The real default model under grammars: every text that comes to its end is what was asked for.
+
+Through the whole engine, the compiler's threads and processes included. Needs the model on disk
+(`make pull`); `make test` sees to that.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from engine.api import CacheGrant, Finished, Grammar, Request, SampleEnded, Sampling, Tokens
+from engine.cache import PrefixCache
+from engine.config import EngineConfig
+from engine.constraints import Constraints
+from engine.core import Core
+from engine.errors import ModelError
+from engine.grammar import MaskFiller
+from engine.grammar_compiler import GrammarCompiler
+from engine.grammar_trial import TrialSettings
+from engine.model_store import DEFAULT_MODEL, ModelCard, prepare, resolve
+from engine.models.cpu_llama import load_kernels
+from engine.runner import CpuRunner
+
+pytestmark = [pytest.mark.model, pytest.mark.slow]
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 20},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "email": {"type": "string", "pattern": "^[a-z]{2,8}@[a-z]{2,8}\\.com$"},
+        "tags": {"type": "array", "items": {"enum": ["a", "b", "c"]}, "maxItems": 3},
+    },
+    "required": ["name", "age", "email", "tags"],
+    "additionalProperties": False,
+}
+BLOCKS, CONTEXT = 200, 1024
+
+
+@pytest.fixture(scope="module")
+def card() -> ModelCard:
+    models = Path(os.environ.get("TRUNKLINE_DATA_DIR", "data")) / "models"
+    try:
+        return prepare(DEFAULT_MODEL, resolve(DEFAULT_MODEL, models), models)
+    except ModelError as error:
+        pytest.skip(error.message)
+
+
+@pytest.fixture(scope="module")
+def core(card: ModelCard) -> Iterator[Core]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    config = EngineConfig()
+    kernels = load_kernels(card.config, 2)
+    runner = CpuRunner(card, config, blocks=BLOCKS, context=CONTEXT, kernels=kernels)
+    settings = TrialSettings(str(card.tokenizer_path), card.config.vocab, card.stop_token_ids)
+    core = Core(
+        PrefixCache(blocks=BLOCKS, block_size=config.block_size),
+        runner,
+        config,
+        time.monotonic,
+        vocab_size=card.config.vocab,
+        context_tokens=CONTEXT,
+        constraints=Constraints(GrammarCompiler(settings, time.monotonic), MaskFiller(2)),
+    )
+    yield core
+    core.constraints.close()
+    if kernels is not None:
+        kernels.close()
+    torch.set_num_threads(before)
+
+
+def answers(
+    core: Core, card: ModelCard, grammar: Grammar, sampling: Sampling, *, samples: int = 1
+) -> list[tuple[str, str]]:
+    """What each sample said, and why it ended."""
+    tokenizer = Tokenizer.from_file(str(card.tokenizer_path))
+    question = "Describe Ada Lovelace as JSON."
+    text = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
+    prompt = tokenizer.encode(text, add_special_tokens=False).ids
+    request = Request(
+        request_id="r",
+        tokens=tuple(prompt),
+        max_tokens=200,
+        grant=CacheGrant(b"n"),
+        sampling=sampling,
+        samples=samples,
+        stop_token_ids=card.stop_token_ids,
+        grammar=grammar,
+    )
+    core.submit(request)
+    drawn: list[list[int]] = [[] for _ in range(samples)]
+    reasons = [""] * samples
+    while core.has_work():
+        for event in core.step():
+            if isinstance(event, Tokens):
+                drawn[event.index] += [token.token_id for token in event.tokens]
+            if isinstance(event, SampleEnded):
+                reasons[event.index] = event.reason
+            if isinstance(event, Finished):
+                assert event.ending == "done", event
+    return list(zip((tokenizer.decode(ids) for ids in drawn), reasons, strict=True))
+
+
+def check_person(document: Any) -> None:
+    assert set(document) == {"name", "age", "email", "tags"}
+    assert isinstance(document["name"], str)
+    assert len(document["name"]) <= 20
+    assert type(document["age"]) is int
+    assert 0 <= document["age"] <= 120
+    assert re.fullmatch(r"[a-z]{2,8}@[a-z]{2,8}\.com", document["email"])
+    assert set(document["tags"]) <= {"a", "b", "c"}
+    assert len(document["tags"]) <= 3
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_small_model_fills_in_a_schema(core: Core, card: ModelCard, temperature: float) -> None:
+    """A model of 135 M parameters that cannot write such a document by itself, greedy and not."""
+    grammar = Grammar("json_schema", json.dumps(PERSON))
+    sampling = Sampling(temperature=temperature, seed=11)
+
+    said = answers(core, card, grammar, sampling, samples=4 if temperature else 1)
+
+    for text, reason in said:
+        assert reason == "stop"
+        check_person(json.loads(text))
+
+
+def test_hot_noise_under_a_schema_is_still_a_document(core: Core, card: ModelCard) -> None:
+    """At temperature 5 the model is noise; what the schema says holds all the same."""
+    grammar = Grammar("json_schema", json.dumps(PERSON))
+
+    said = answers(core, card, grammar, Sampling(temperature=5.0, seed=5), samples=3)
+
+    ended = [text for text, reason in said if reason == "stop"]
+    assert ended
+    for text in ended:
+        check_person(json.loads(text))
+
+
+def test_a_choice_is_one_of_its_options(core: Core, card: ModelCard) -> None:
+    """Classification: a word out of three, and nothing around it."""
+    grammar = Grammar("regex", "positive|negative|neutral")
+
+    ((text, reason),) = answers(core, card, grammar, Sampling(temperature=0))
+
+    assert text in {"positive", "negative", "neutral"}
+    assert reason == "stop"
