@@ -67,6 +67,38 @@ async def test_nobody_but_an_administrator_administers(
     assert (list_keys(admin.house.store), list_tenants(admin.house.store)) == before
 
 
+async def test_every_route_of_the_admin_listener_is_open_or_an_administrators(
+    admin: Admin,
+) -> None:
+    """C8: a route that somebody adds is in one of the two, and the open ones are known by name."""
+    open_paths = ("/metrics", "/healthz", "/readyz", "/dashboard")
+    found: dict[tuple[str, str], list[int]] = {}
+    for route in admin.house.gateway.admin_app().router.routes():
+        assert route.resource is not None
+        path = route.resource.canonical
+        if route.method != "HEAD" and not path.startswith(open_paths):
+            plain = path.replace("{name}", "ada").replace("{key_id}", "1")
+            keys = (None, admin.house.keys["ada"])
+            found[route.method, path] = [
+                (await admin.ask(route.method, plain, key=key))[0] for key in keys
+            ]
+
+    assert len(found) >= 18
+    assert {path for path, statuses in found.items() if statuses != [401, 403]} == set()
+
+
+async def test_no_foreign_page_is_let_in(admin: Admin) -> None:
+    """C13: what a browser asks before it sends a key for another site is refused."""
+    async with admin.house.session.options(
+        admin.house.admin_url + TENANTS,
+        headers={"Origin": "http://evil.example", "Access-Control-Request-Method": "POST"},
+    ) as response:
+        status, headers = response.status, response.headers
+
+    assert status == 405
+    assert not any(name.lower().startswith("access-control") for name in headers)
+
+
 async def test_an_administrators_key_opens_nothing_that_is_paid_for(admin: Admin) -> None:
     """It has no tenant to pay."""
     assert await chats(admin.house, admin.key) == 403
