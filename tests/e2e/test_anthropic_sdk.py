@@ -5,6 +5,7 @@ key change, nothing else. The runner is a fake; everything between the socket an
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -172,6 +173,41 @@ async def test_what_one_request_wrote_the_next_one_reads(
     assert text_of(first) == text_of(second)
     assert first.usage.cache_creation is not None
     assert first.usage.cache_creation.ephemeral_5m_input_tokens == written
+    await house.check_quiet()
+
+
+def drawn(draw: random.Random) -> dict[str, Any]:
+    """A random prompt with random breakpoints: an hour's before five minutes', at most four."""
+    nouns = ["book", "hall", "shelf", "page", "ink"]
+    words = [" ".join(draw.choices(nouns, k=9)) for _ in range(7)]
+    blocks: list[Any] = [{"type": "text", "text": text} for text in words]
+    places = sorted(draw.sample(range(len(blocks)), draw.randint(1, 4)))
+    hours = draw.randint(0, len(places))
+    for number, place in enumerate(places):
+        blocks[place] = marked(words[place], "1h" if number < hours else None)
+    turns = [{"role": "user", "content": blocks[2:4]}]
+    turns += [
+        {"role": "assistant", "content": blocks[4:5]},
+        {"role": "user", "content": blocks[5:]},
+    ]
+    return {"system": blocks[:2], "messages": turns}
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_a_second_identical_request_reads_exactly_what_the_first_wrote(
+    house: House, client: AsyncAnthropic, seed: int
+) -> None:
+    """For any breakpoints; and the sum is what counting says, whoever asks."""
+    draw = random.Random(seed)
+    for _ in range(5):
+        prompt = drawn(draw)
+        ask = hello(house, **prompt, max_tokens=1)
+        counted = await client.messages.count_tokens(model=house.model, **prompt)
+        first, second = [counts((await client.messages.create(**ask)).usage) for _ in range(2)]
+
+        assert sum(first) == sum(second) == counted.input_tokens
+        assert second == (first[0] + first[1], 0, first[2])
+        assert first[1] > 0
     await house.check_quiet()
 
 
