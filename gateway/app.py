@@ -29,6 +29,7 @@ from gateway.endpoints import SHAPES
 from gateway.errors import Refusal
 from gateway.handlers import (
     admin,
+    admin_money,
     admin_tenants,
     admin_usage,
     cache,
@@ -153,6 +154,7 @@ class Gateway:
             *admin.routes(context),
             *admin_tenants.routes(context),
             *admin_usage.routes(context),
+            *admin_money.routes(context),
             *health.routes(context),
         )
         install(app, routes, context, ("*",))

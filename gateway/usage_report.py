@@ -14,6 +14,8 @@ from gateway import plain
 from gateway.context import Context
 from gateway.errors import Kind, Refusal
 from gateway.plain import Window
+from tenancy.budgets import BudgetState
+from tenancy.pricing import PICO_PER_MICRO
 from tenancy.usage import By, UsageTotal, usage
 
 HOUR_MS = 3_600_000
@@ -107,6 +109,25 @@ def dollars(pico: int) -> str:
     sign = "-" if pico < 0 else ""
     whole, rest = divmod(abs(pico), _PICO)
     return f"{sign}{whole}.{rest:012d}"
+
+
+def budget_body(state: BudgetState) -> dict[str, Any]:
+    """A budget and how much of its window is spent and reserved."""
+    budget = state.budget
+    amounts = (("hard", budget.hard_micros), ("soft", budget.soft_micros))
+    return {
+        "key_id": budget.key_id or None,
+        "window": budget.window,
+        **{
+            f"{name}_usd": None if micros is None else dollars(micros * PICO_PER_MICRO)
+            for name, micros in amounts
+        },
+        "spent_usd": dollars(state.spent_pico),
+        "reserved_usd": dollars(state.reserved_pico),
+        "is_over_soft": state.is_over_soft,
+        "starts": plain.instant(state.starts_ms),
+        "resets": plain.instant(state.resets_ms),
+    }
 
 
 def _row(one: UsageTotal, groups: tuple[By, ...]) -> dict[str, Any]:

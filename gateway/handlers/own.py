@@ -7,6 +7,7 @@ tenant's; the cache is that of the key's workspace.
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -16,6 +17,7 @@ from gateway.context import Context
 from gateway.errors import Kind, Refusal
 from gateway.middleware import STATE, Route
 from gateway.retention.entries import Entry
+from tenancy.budgets import budget_states
 from tenancy.erasures import list_receipts
 from tenancy.types import Identity
 
@@ -34,7 +36,9 @@ def routes(gateway: Context) -> tuple[Route, ...]:
             message = "There is no such tenant, or it is not you."
             raise Refusal(Kind.NOT_FOUND, "tenant_unknown", message, param="tenant")
         found = await usage_report.report(gateway, given, name, own=True)
-        return plain.answer({"tenant": name, **found})
+        question = partial(budget_states, clock=gateway.wall, tenant_id=identity.tenant.tenant_id)
+        budgets = map(usage_report.budget_body, await gateway.reports.ask(question))
+        return plain.answer({"tenant": name, **found, "budgets": list(budgets)})
 
     async def show(request: web.Request) -> web.StreamResponse:
         plain.query(request)
