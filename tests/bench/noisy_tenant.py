@@ -2,9 +2,9 @@
 
 Counts, not times. A quiet tenant comes back to the same conversations over a pool that a noisy one
 streams unique prompts through (a million of them unless told otherwise): its hit ratio alone, with
-a floor, without one, and where both are one namespace, which is what plain LRU does. And the fairness
-of service: eight tenants, one of which asks for eight times as much as the others, by Jain's index
-over what each was served while all were waiting.
+a floor, without one, and where both are one namespace, which is what plain LRU does. And the
+fairness of service: eight tenants, one of which asks for eight times as much as the others, by
+Jain's index over what each was served while all were waiting.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Pool:
 def hit_ratio(
     turns: int, floor: int, noise_per_turn: int, *, by: bytes = NOISY, seed: int = 1
 ) -> float:
-    """Of the quiet tenant's prompt tokens, once all conversations have begun. `by`: who is noisy."""
+    """Of the quiet tenant's prompt tokens, once all have begun. `by`: who is noisy."""
     quiet, noisy = random.Random(seed), random.Random(seed + 1)
     pool = Pool(floor)
     said: list[list[int]] = [[] for _ in range(CONVERSATIONS)]
