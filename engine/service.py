@@ -312,7 +312,8 @@ def _refused(request: Request, code: str, message: str) -> Finished:
 
 
 def prove_alive(core: Core) -> None:
-    """Readiness means that a token was produced. Raises EngineError if none comes."""
+    """Readiness means that a token was produced, which no count keeps. Raises EngineError if none
+    comes."""
     grant = Grant(namespace=b"", read=False, write=False)
     core.submit(Request(CANARY, (0,), 1, grant, Sampling(temperature=0)))
     for _ in range(CANARY_STEPS_MAX):
@@ -320,6 +321,7 @@ def prove_alive(core: Core) -> None:
             if isinstance(event, Finished):
                 if event.ending != "done":
                     raise EngineError(event.code, f"The engine's first token failed: {event.code}.")
+                core.vitals.forget_tokens()
                 return
     raise EngineError("not_ready", "The engine produced no token.")
 

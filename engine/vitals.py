@@ -32,6 +32,12 @@ class Vitals:
         self._step_s = 0.0
         self._prefill_per_s = 0.0
 
+    def forget_tokens(self) -> None:
+        """Count tokens from zero: what proved the engine alive was nobody's, and whoever compares
+        these counts with a ledger must find the same."""
+        self.prompt_tokens = self.cached_tokens = 0
+        self.computed_tokens = self.recomputed_tokens = self.output_tokens = 0
+
     def next_step(self) -> int:
         """The number of the step about to be launched, from 1."""
         self.step += 1

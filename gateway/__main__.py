@@ -20,13 +20,14 @@ from engine.model_store import pull
 from gateway.bench import cli as bench
 from gateway.bench.client import BenchError
 from gateway.bench.overhead import Overhead
-from gateway.commands import checks, serve, tenants
+from gateway.commands import checks, money, serve, tenants
 from gateway.commands.answer import Answer, CommandError
 from gateway.commands.arguments import LIMITS, SETTINGS, UsageError, build_parser, changes
 from gateway.config import Config, ConfigError, Origin, load_config
 from tenancy.errors import BadName, TenancyError
 
-BENCHES = {
+MORE = {
+    **money.COMMANDS,
     "bench": ("Measure an endpoint; ours if none is named.", bench.add_bench_arguments),
     "replay": ("Send an endpoint a recorded trace.", bench.add_replay_arguments),
 }
@@ -35,7 +36,7 @@ BENCHES = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command. Returns the exit status."""
     try:
-        options = build_parser(BENCHES).parse_args(arguments)
+        options = build_parser(MORE).parse_args(arguments)
         config, origin = load_config(options.config, os.environ, _flags(options))
         return _run(options, config, origin)
     except (UsageError, ConfigError, BadName) as error:
@@ -93,6 +94,8 @@ def _answer(options: argparse.Namespace, config: Config, origin: Origin) -> Answ
             return checks.check_config(config, origin)
         case "doctor":
             return checks.doctor(config)
+        case command if command in money.COMMANDS:
+            return money.run(options, config, sys.stdout.buffer.write)
         case "usage":
             return tenants.usage(config, options.tenant, options.days)
         case "tenant":

@@ -23,6 +23,7 @@ from engine.api import Clock
 from engine.client import Engine
 from engine.model_store import ModelCard
 from engine.supervisor import EngineSupervisor
+from gateway.analytics import Analytics
 from gateway.config import Config, parse_address
 from gateway.context import Context, Log
 from gateway.endpoints import SHAPES
@@ -32,16 +33,20 @@ from gateway.handlers import (
     admin_money,
     admin_tenants,
     admin_usage,
+    analytics,
     cache,
     cached_contents,
+    dashboard,
     health,
     inference,
     models,
     own,
+    responses,
 )
 from gateway.metering import wall_ms
 from gateway.middleware import install
 from gateway.prompt import Renderer
+from gateway.reckoning import Reckoning
 from gateway.reload import declare, reload
 from gateway.reports import Reports
 from gateway.retention import Contracts
@@ -103,6 +108,7 @@ class Gateway:
                 lambda namespace: engine.losses.of(namespace),
                 lambda: "" if engine.info is None else engine.info.epoch,
             ),
+            analytics=Analytics(clock, wall, config.tenancy.tenants_followed_max),
             model=renderer.card.name,
             clock=clock,
             wall=wall,
@@ -112,6 +118,7 @@ class Gateway:
             read_config=read_config or (lambda: config),
             engine_restarts=engine_restarts,
         )
+        self._reckoning = Reckoning(self.context)
         self._runners: list[ListenerRunner] = []
         if self.ledger.interrupted:
             log("holds_closed", {"interrupted": self.ledger.interrupted})
@@ -131,6 +138,7 @@ class Gateway:
             self._runners.append(runner)
             bound_host, bound_port = await runner.listen(host, port)
             urls.append(f"http://{bound_host}:{bound_port}")
+        self._reckoning.start()
         return urls
 
     def public_app(self) -> web.Application:
@@ -155,6 +163,8 @@ class Gateway:
             *admin_tenants.routes(context),
             *admin_usage.routes(context),
             *admin_money.routes(context),
+            *analytics.routes(context),
+            *dashboard.routes(),
             *health.routes(context),
         )
         install(app, routes, context, ("*",))
@@ -181,6 +191,7 @@ class Gateway:
         for runner in self._runners:
             await runner.cleanup()
         await self.context.finish_background()
+        await self._reckoning.close()
         await asyncio.to_thread(self.ledger.close)
         await self.context.reports.close()
 

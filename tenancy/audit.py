@@ -26,7 +26,7 @@ def check_books(store: Store) -> list[str]:
     """What is wrong, at most 100 findings; nothing if all is right. O(entries), one snapshot."""
     findings: list[str] = []
     with store.snapshot() as db:
-        for check in (_entries, _adjustments, _closes, _seals, _budgets):
+        for check in (_entries, _adjustments, _closes, _seals, _budgets, _epochs):
             for finding in check(db):
                 findings.append(finding)
                 if len(findings) == FINDINGS_MAX:
@@ -146,3 +146,13 @@ def _budgets(db: apsw.Connection) -> Iterator[str]:
                     f"the {window} budget of tenant {tenant_id}, key {key_id}, from {start_ms}:"
                     f" {spent} spent and {reserved} reserved, and entries and holds say {meant}"
                 )
+
+
+def _epochs(db: apsw.Connection) -> Iterator[str]:
+    for epoch, *sums in rows_of(
+        db,
+        "select * from epoch_sums except select epoch, count(*), sum(prompt_tokens),"
+        " sum(physical_cached_tokens), sum(output_tokens), max(ended_ms) from ledger"
+        " where epoch <> '' group by epoch",
+    ):
+        yield f"the sums of epoch {epoch} are {sums}, and not its entries' sums"

@@ -205,6 +205,7 @@ class _Page:
         self._chain: bytes | None = None
         self._last_booked_ms = 0
         self._hours: dict[tuple[int, int, int, str], list[int]] = {}
+        self._epochs: dict[str, list[int]] = {}
 
     def add(self, entry: UsageEntry, booked_ms: int) -> bool:
         """False for a request id that has its entry already."""
@@ -220,12 +221,24 @@ class _Page:
         hour = (entry.tenant_id, _hour(booked_ms), entry.key_id, entry.model)
         have, more = self._hours.get(hour), sums_of(entry)
         self._hours[hour] = more if have is None else list(map(sum, zip(have, more, strict=True)))
+        if entry.epoch:
+            self._add_to_epoch(entry)
         return True
+
+    def _add_to_epoch(self, entry: UsageEntry) -> None:
+        sums = self._epochs.setdefault(entry.epoch, [0, 0, 0, 0, 0])
+        sums[0] += 1
+        sums[1] += entry.prompt_tokens
+        sums[2] += entry.physical_cached_tokens
+        sums[3] += entry.output_tokens
+        sums[4] = max(sums[4], entry.ended_ms)
 
     def finish(self) -> None:
         """Write the sums, and seal the chain once an hour."""
         for hour, sums in self._hours.items():
             self._db.execute(_ADD_HOUR, (*hour, *sums))
+        for epoch, sums in self._epochs.items():
+            self._db.execute(_ADD_EPOCH, (epoch, *sums))
         if self._hours and self._chain is not None:
             self._db.execute(_SEAL, (_hour(self._last_booked_ms), self._chain))
 
@@ -346,6 +359,14 @@ _ADD_HOUR = (
     f"insert into usage_hours (tenant_id, hour_ms, key_id, model, {', '.join(HOUR_SUMS)})"
     f" values (?, ?, ?, ?, {_marks(HOUR_SUMS)}) on conflict do update set "
     + ", ".join(f"{name} = {name} + excluded.{name}" for name in HOUR_SUMS)
+)
+_ADD_EPOCH = (
+    "insert into epoch_sums values (?, ?, ?, ?, ?, ?) on conflict do update"
+    " set entries = entries + excluded.entries,"
+    " prompt_tokens = prompt_tokens + excluded.prompt_tokens,"
+    " physical_cached_tokens = physical_cached_tokens + excluded.physical_cached_tokens,"
+    " output_tokens = output_tokens + excluded.output_tokens,"
+    " last_ended_ms = max(last_ended_ms, excluded.last_ended_ms)"
 )
 _SEAL = (
     "insert into seals (hour_ms, entry_id, chain)"

@@ -26,6 +26,7 @@ ROOT = Path(__file__).parents[2]
 COMMANDS = [
     "serve", "pull", "check-config", "doctor", "version", "bench", "replay", "usage",
     "tenant", "tenant create", "tenant list", "tenant set", "tenant suspend", "tenant resume",
+    "prices", "budget", "adjust", "close", "check-books", "reconcile", "export",
     "tenant delete", "key", "key create", "key list", "key set", "key rotate", "key revoke",
 ]  # fmt: skip
 

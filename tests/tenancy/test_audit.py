@@ -23,7 +23,22 @@ DAY_MS = 86_400_000
 
 def entry(request_id: str, at_ms: int) -> UsageEntry:
     return UsageEntry(
-        request_id, 1, 1, "m", "done", at_ms, at_ms, 10, 2, 3, 5, 4, 0, {"5m": 2}, {"1h": 3}
+        request_id,
+        1,
+        1,
+        "m",
+        "done",
+        at_ms,
+        at_ms,
+        10,
+        2,
+        3,
+        5,
+        4,
+        0,
+        {"5m": 2},
+        {"1h": 3},
+        epoch="e1",
     )
 
 
@@ -66,6 +81,7 @@ DAMAGE = {
     "a close": "drop trigger closes_never_change; update closes set entries = 4",
     "a budget": "update budget_windows set spent_micros = 0",
     "a hold": "delete from holds",
+    "an epoch": "update epoch_sums set output_tokens = 0",
     "a seal": "drop trigger seals_never_change; update seals set chain = x'00'",
     "a card": "drop trigger rate_cards_never_change; update rate_cards set prices ="
     " json_set(prices, '$.input', 5)",

@@ -1,0 +1,123 @@
+"""Every minute, and at the end: what the engine and the metrics have counted, beside the ledger.
+
+The counts are kept by engine life in the database, where `trunkline reconcile` compares them. A
+difference that nothing explains is logged as `counts_apart`. It bills nothing; `app` runs it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+
+from prometheus_client import Counter
+
+from engine.errors import EngineError
+from gateway.context import Context
+from tenancy.errors import LedgerUnavailable, StoreError
+from tenancy.ledger import EngineTotals
+from tenancy.reconcile import NONE, Counts, reconcile
+
+EVERY_S = 60.0
+PATIENCE_S = 5.0
+"""How long the engine may take to say what it has counted."""
+
+
+class Reckoning:
+    """One gateway's notes of what was counted."""
+
+    def __init__(self, gateway: Context) -> None:
+        self._gateway = gateway
+        self._epoch = ""
+        self._metrics = NONE  # as the last note found them
+        self._of_epoch = NONE
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin the watch on the running loop."""
+        self._task = asyncio.create_task(self._watch())
+
+    async def close(self) -> None:
+        """End the watch with a last note, if the engine still answers."""
+        if self._task is not None:
+            self._task.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._task
+        await self.note(is_last=True)
+
+    async def note(self, *, is_last: bool = False) -> None:
+        """Write down what has been counted now. Without an engine there is nothing to write; what
+        cannot be written now comes with the next note."""
+        gateway = self._gateway
+        info = gateway.engine.info
+        if info is None or (not gateway.engine.ready() and not is_last):
+            return
+        at_ms = gateway.wall()
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                stats = await gateway.engine.get_stats()
+        except (EngineError, TimeoutError):
+            return
+        if info.epoch != self._epoch:
+            self._epoch, self._of_epoch = info.epoch, NONE
+        now = self._counted()
+        self._of_epoch, self._metrics = _plus(self._of_epoch, now.minus(self._metrics)), now
+        totals = EngineTotals(
+            epoch=info.epoch,
+            at_ms=at_ms,
+            prompt_tokens=stats.prompt_tokens_total,
+            cached_tokens=stats.cached_tokens_total,
+            output_tokens=stats.output_tokens_total,
+            metric_prompt_tokens=self._of_epoch.prompt_tokens,
+            metric_cached_tokens=self._of_epoch.cached_tokens,
+            metric_output_tokens=self._of_epoch.output_tokens,
+            is_ended=is_last,
+        )
+        with suppress(LedgerUnavailable):
+            await asyncio.shield(asyncio.wrap_future(gateway.ledger.note_engine(totals)))
+
+    async def check(self) -> bool:
+        """Do the counts of the present epoch agree, as far as they can be compared now?"""
+        try:
+            epochs = await asyncio.to_thread(reconcile, self._gateway.store, 1)
+        except StoreError:
+            return True  # it is told elsewhere that the file cannot be read
+        for epoch in epochs:
+            if epoch.is_apart:
+                facts = {"epoch": epoch.epoch, "state": epoch.state}
+                for name in ("ledger", "engine", "metrics"):
+                    counts: Counts = getattr(epoch, name)
+                    for field in Counts.__struct_fields__:
+                        facts[f"{name}_{field}"] = getattr(counts, field)
+                self._gateway.log("counts_apart", dict(facts))
+                return False
+        return True
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(EVERY_S)
+            await self.note()
+            await self.check()
+
+    def _counted(self) -> Counts:
+        telemetry = self._gateway.telemetry
+        return Counts(
+            _total(telemetry.prompt_tokens),
+            _total(telemetry.cached_tokens),
+            _total(telemetry.output_tokens),
+        )
+
+
+def _total(counter: Counter) -> int:
+    """Over all its labels. Tokens are whole numbers, which a float holds up to 2**53."""
+    return int(
+        sum(
+            sample.value
+            for metric in counter.collect()
+            for sample in metric.samples
+            if sample.name.endswith("_total")
+        )
+    )
+
+
+def _plus(one: Counts, other: Counts) -> Counts:
+    return one.minus(NONE.minus(other))

@@ -1,0 +1,224 @@
+"""Costs in the shape of FOCUS 1.2: one row per tenant, key, model, component and hour.
+
+FOCUS is the FinOps Foundation's common form of cloud bills. Here are the columns of it that mean
+something for tokens, and five of our own (`x_`). The sum of BilledCost is what the ledger charged,
+with adjustments and storage, to the pico-dollar. It knows no file formats; `exports` has those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from msgspec import Struct
+
+from tenancy.bookkeeping import HOUR_MS
+from tenancy.budgets import window_of
+from tenancy.exports import Rows, instant, pages
+from tenancy.pricing import RateCard, price, storage_charge, writes
+from tenancy.rate_cards import CardBook, load_cards
+from tenancy.store import Store
+
+PROVIDER = "Trunkline"
+COLUMNS = (
+    *("BilledCost", "BillingAccountId", "BillingAccountName", "BillingCurrency"),
+    *("BillingPeriodStart", "BillingPeriodEnd", "ChargeCategory", "ChargeClass"),
+    *("ChargeDescription", "ChargeFrequency", "ChargePeriodStart", "ChargePeriodEnd"),
+    *("ConsumedQuantity", "ConsumedUnit", "ContractedCost", "EffectiveCost", "InvoiceIssuerName"),
+    *("ListCost", "ListUnitPrice", "PricingCategory", "PricingQuantity", "PricingUnit"),
+    *("ProviderName", "PublisherName", "ResourceId", "ResourceType", "ServiceCategory"),
+    *("ServiceName", "SkuId", "SkuMeter", "SkuPriceId", "SubAccountId", "SubAccountName", "Tags"),
+    *("x_Requests", "x_UncachedCost", "x_CacheSavings", "x_BilledPico", "x_RateCard"),
+)
+
+
+class _Group(Struct, frozen=True):
+    tenant: str
+    tenant_id: int
+    key_id: int
+    model: str
+    component: str
+    hour_ms: int
+    rate_card_id: str
+
+
+class _Sum(Struct):
+    tokens: int = 0
+    pico: int = 0
+    uncached: int = 0
+    requests: int = 0
+
+
+def cost_rows(
+    store: Store, tenant: str | None, since_ms: int, until_ms: int | None, account: str
+) -> Rows:
+    """What was booked in a period, in `COLUMNS`. `account`: whose bill it is. O(entries) time,
+    memory for one row per tenant, key, model, component and hour."""
+    book = CardBook(load_cards(store))
+    for group, total in _sums(store, book, tenant, since_ms, until_ms).items():
+        card = book.card(group.rate_card_id)
+        yield _row(account, card, group, total, "Usage", None, group.component)
+    yield from _adjusted(store, book, tenant, since_ms, until_ms, account)
+    yield from _held(store, book, tenant, since_ms, until_ms, account)
+
+
+def dollars(pico: int) -> str:
+    """Exact: twelve decimals."""
+    whole, rest = divmod(abs(pico), 10**12)
+    return f"{'-' if pico < 0 else ''}{whole}.{rest:012}"
+
+
+def _sums(
+    store: Store, book: CardBook, tenant: str | None, since_ms: int, until_ms: int | None
+) -> dict[_Group, _Sum]:
+    sums: dict[_Group, _Sum] = {}
+    for _, booked_ms, name, entry in pages(store, tenant, since_ms, until_ms):
+        card = book.card(entry.rate_card_id)
+        hour_ms = booked_ms // HOUR_MS * HOUR_MS
+        charged = price(card, entry)
+        tokens = {
+            "input": entry.fresh_tokens,
+            "cache_read": entry.cache_read_tokens,
+            **{f"cache_write:{kind}": count for kind, count in writes(entry).items()},
+            "output": entry.output_tokens,
+            "minimum": 0,
+        }
+        pico = {item.component: item.pico for item in charged.items}
+        for component, count in tokens.items():
+            if count or component in pico:
+                group = _Group(
+                    *(name, entry.tenant_id, entry.key_id, entry.model),
+                    *(component, hour_ms, entry.rate_card_id),
+                )
+                one = sums.setdefault(group, _Sum())
+                one.tokens += count
+                one.pico += pico.get(component, 0)
+                one.requests += 1
+                if charged.items:
+                    plain = card.output if component == "output" else card.input
+                    one.uncached += count * plain if count else pico.get(component, 0)
+    return sums
+
+
+def _adjusted(
+    store: Store,
+    book: CardBook,
+    tenant: str | None,
+    since_ms: int,
+    until_ms: int | None,
+    account: str,
+) -> Rows:
+    """Corrections, each by itself."""
+    for name, reason, amount, booked_ms, *entry in store.query(
+        "select name, reason, amount_pico, a.booked_ms, ledger.tenant_id, key_id, model,"
+        " rate_card_id, request_id from adjustments as a join ledger using (request_id)"
+        " join tenants on tenants.tenant_id = a.tenant_id where (?1 is null or name = ?1)"
+        " and a.booked_ms >= ?2 and (?3 is null or a.booked_ms < ?3) order by number",
+        (tenant, since_ms, until_ms),
+    ):
+        tenant_id, key_id, model, rate_card_id, request_id = entry
+        hour_ms = booked_ms // HOUR_MS * HOUR_MS
+        group = _Group(name, tenant_id, key_id, model, "adjustment", hour_ms, rate_card_id)
+        category = "Credit" if amount < 0 else "Adjustment"
+        total = _Sum(pico=amount, uncached=amount, requests=1)
+        text = f"{reason} (request {request_id})"
+        card = book.card(rate_card_id)
+        yield _row(account, card, group, total, category, "Correction", text)
+
+
+def _held(
+    store: Store,
+    book: CardBook,
+    tenant: str | None,
+    since_ms: int,
+    until_ms: int | None,
+    account: str,
+) -> Iterator[dict[str, object]]:
+    """Storage by class. An hour belongs to the period its beginning is in."""
+    for name, tenant_id, hour_ms, model, retention, rate_card_id, token_seconds in store.query(
+        "select name, tenant_id, hour_ms, model, class, rate_card_id, token_seconds"
+        " from storage_hours join tenants using (tenant_id) where (?1 is null or name = ?1)"
+        " and hour_ms >= ?2 and (?3 is null or hour_ms < ?3) order by name, hour_ms, class",
+        (tenant, since_ms, until_ms),
+    ):
+        card = book.card(rate_card_id)
+        component = f"storage:{retention}"
+        group = _Group(name, tenant_id, 0, model, component, hour_ms, rate_card_id)
+        pico = storage_charge(card, retention, token_seconds)
+        total = _Sum(tokens=token_seconds, pico=pico)
+        row = _row(account, card, group, total, "Usage", None, component)
+        yield {**row, "ConsumedUnit": "token-seconds", "PricingUnit": "token-seconds"}
+
+
+def _row(
+    account: str,
+    card: RateCard,
+    group: _Group,
+    total: _Sum,
+    category: str,
+    charge_class: str | None,
+    text: str,
+) -> dict[str, object]:
+    start_ms, end_ms = window_of("month", group.hour_ms)
+    cost = dollars(total.pico)
+    is_usage = category == "Usage"
+    return {
+        "BilledCost": cost,
+        "BillingAccountId": account,
+        "BillingAccountName": account,
+        "BillingCurrency": card.currency,
+        "BillingPeriodStart": _second(start_ms),
+        "BillingPeriodEnd": _second(end_ms),
+        "ChargeCategory": category,
+        "ChargeClass": charge_class,
+        "ChargeDescription": text,
+        "ChargeFrequency": "Usage-Based" if is_usage else "One-Time",
+        "ChargePeriodStart": _second(group.hour_ms),
+        "ChargePeriodEnd": _second(group.hour_ms + HOUR_MS),
+        "ConsumedQuantity": total.tokens if is_usage else None,
+        "ConsumedUnit": "tokens" if is_usage else None,
+        "ContractedCost": cost,
+        "EffectiveCost": cost,
+        "InvoiceIssuerName": account,
+        "ListCost": cost,
+        "ListUnitPrice": _unit_price(card, group.component),
+        "PricingCategory": "Standard" if is_usage else None,
+        "PricingQuantity": total.tokens if is_usage else None,
+        "PricingUnit": "tokens" if is_usage else None,
+        "ProviderName": PROVIDER,
+        "PublisherName": PROVIDER,
+        "ResourceId": group.model,
+        "ResourceType": "Model",
+        "ServiceCategory": "AI and Machine Learning",
+        "ServiceName": "Inference",
+        "SkuId": f"{group.model}/{group.component}",
+        "SkuMeter": group.component,
+        "SkuPriceId": f"{group.rate_card_id}/{group.component}",
+        "SubAccountId": str(group.tenant_id),
+        "SubAccountName": group.tenant,
+        "Tags": f'{{"key_id":"{group.key_id}"}}',
+        "x_Requests": total.requests,
+        "x_UncachedCost": dollars(total.uncached),
+        "x_CacheSavings": dollars(total.uncached - total.pico),
+        "x_BilledPico": total.pico,
+        "x_RateCard": group.rate_card_id,
+    }
+
+
+def _unit_price(card: RateCard, component: str) -> str | None:
+    """Dollars for a token, where a component has one price."""
+    kind, _, retention = component.partition(":")
+    match kind:
+        case "input":
+            return dollars(card.input)
+        case "cache_read":
+            return dollars(card.cache_read)
+        case "cache_write":
+            return dollars(card.write_price(retention))
+        case "output":
+            return dollars(card.output)
+        case _:
+            return None
+
+
+def _second(at_ms: int) -> str:
+    return f"{instant(at_ms)[:19]}Z"

@@ -1,0 +1,129 @@
+"""A cost table whose sum is the bill, to the pico-dollar."""
+
+from __future__ import annotations
+
+from decimal import Decimal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tenancy.adjustments import Adjustment, adjust
+from tenancy.bookkeeping import StorageReading
+from tenancy.cost_rows import COLUMNS, cost_rows, dollars
+from tenancy.ledger import Ledger
+from tenancy.pricing import RateCard, storage_charge
+from tenancy.rate_cards import add_card
+from tenancy.registry import create_tenant
+from tenancy.store import Store
+from tenancy.types import UsageEntry
+from tenancy.usage import usage
+from tests.tenancy.conftest import Wall
+
+HOUR_MS = 3_600_000
+CARD = RateCard(
+    "std",
+    input=3_000_000,
+    output=15_000_001,
+    cache_read=300_000,
+    cache_write={"1h": 6_000_000},
+    storage={"1h": 999},
+    minimum_charge=100,
+)
+
+
+def entry(number: int, at_ms: int) -> UsageEntry:
+    return UsageEntry(
+        request_id=f"r{number}",
+        tenant_id=1 + number % 2,
+        key_id=1 + number % 3,
+        model="m",
+        ending="failed" if number == 4 else "done",
+        started_ms=at_ms,
+        ended_ms=at_ms,
+        prompt_tokens=10 + number,
+        cache_read_tokens=5,
+        cache_write_tokens=3,
+        fresh_tokens=2 + number,
+        output_tokens=number,
+        physical_cached_tokens=0,
+        write={"1h": 3},
+    )
+
+
+@pytest.fixture
+def store(store: Store, wall: Wall) -> Store:
+    for name in ("ada", "bob"):
+        create_tenant(store, wall, name)
+    wall.ms = 0
+    add_card(store, wall, CARD)
+    ledger = Ledger(store, wall)
+    for number in range(30):
+        ledger.settle(entry(number, number * HOUR_MS // 5)).result(20)
+    ledger.add_storage(StorageReading(1, "1h", 12_345, 0)).result(20)
+    ledger.close()
+    adjust(store, wall, Adjustment("x", "r5", -7, "an outage"))
+    return store
+
+
+def test_the_rows_add_up_to_the_bill(store: Store) -> None:
+    """Charges, adjustments and storage; and uncached less billed is what was saved."""
+    rows = list(cost_rows(store, None, 0, None, "acme"))
+    totals = usage(store)
+    charged = sum(total.charge_pico + total.adjusted_pico for total in totals)
+    held = storage_charge(CARD, "1h", 12_345)
+    tokens = [row for row in rows if not str(row["SkuMeter"]).startswith("storage")]
+    saved = [row for row in tokens if row["SkuMeter"] != "minimum"]
+
+    assert sum(Decimal(str(row["BilledCost"])) for row in rows) == Decimal(charged + held) / 10**12
+    assert sum(Decimal(str(row["x_CacheSavings"])) for row in saved) == Decimal(
+        sum(total.saved_pico for total in totals)
+    ) / Decimal(10**12)
+    assert sum(int(str(row["x_BilledPico"])) for row in rows) == charged + held
+
+
+def test_tokens_in_the_rows_are_the_tokens_in_the_ledger(store: Store) -> None:
+    """Each one once, failures too, though they cost nothing."""
+    rows = [row for row in cost_rows(store, "ada", 0, None, "acme") if row["ConsumedQuantity"]]
+    (total,) = usage(store, tenant="ada")
+    counted = sum(
+        int(str(row["ConsumedQuantity"])) for row in rows if row["ConsumedUnit"] == "tokens"
+    )
+
+    assert counted == total.prompt_tokens + total.output_tokens
+
+
+def test_every_row_has_every_column_and_its_category(store: Store) -> None:
+    """The names are the specification's."""
+    rows = list(cost_rows(store, None, 0, None, "acme"))
+
+    assert all(tuple(row) == COLUMNS for row in rows)
+    assert {row["ChargeCategory"] for row in rows} == {"Usage", "Credit"}
+    (credit,) = [row for row in rows if row["ChargeCategory"] == "Credit"]
+    assert (credit["ChargeClass"], credit["BilledCost"]) == ("Correction", "-0.000000000007")
+    assert credit["ConsumedQuantity"] is None
+
+
+def test_a_row_is_an_hour_of_a_key_and_a_component(store: Store) -> None:
+    """And names the price it was charged by."""
+    row = next(
+        row
+        for row in cost_rows(store, "bob", 0, None, "acme")
+        if (row["SkuMeter"], row["ChargePeriodStart"]) == ("cache_write:1h", "1970-01-01T01:00:00Z")
+    )
+
+    assert (row["SubAccountName"], row["ChargePeriodEnd"]) == ("bob", "1970-01-01T02:00:00Z")
+    assert (row["ListUnitPrice"], row["SkuPriceId"]) == (
+        "0.000006000000",
+        "std@1/cache_write:1h",
+    )
+    assert (row["BillingPeriodStart"], row["BillingPeriodEnd"]) == (
+        "1970-01-01T00:00:00Z",
+        "1970-02-01T00:00:00Z",
+    )
+
+
+@given(st.integers(-(10**20), 10**20))
+def test_dollars_are_exact(pico: int) -> None:
+    """Twelve decimals, below zero too."""
+    assert Decimal(dollars(pico)) == Decimal(pico).scaleb(-12)
