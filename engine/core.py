@@ -140,6 +140,7 @@ class Core:
         for work in self.works.values():
             if work.request.grant.namespace == call.namespace:
                 work.may_write = False
+        self.constraints.erase(call)
         blocks = self.cache.erase(call.namespace, lease_id=call.lease_id, tokens=call.tokens)
         return Erased(call.call_id, blocks)
 
@@ -176,11 +177,12 @@ class Core:
         now_s = self.clock()
         self._end_overdue(now_s)
         self._take_compiled()
+        self._make_masks()
         slices = self.scheduler.schedule(now_s)
         launched = bool(slices) and self._launch(slices, now_s)
         if self._flights and (len(self._flights) >= self.pipeline_depth or not launched):
             self._collect()
-        elif not slices:
+        elif not slices and not self.constraints.is_behind:
             self._stalled(now_s)
         self._housekeeper.keep(now_s, is_busy=bool(self.works or self._flights))
         events, self._events = self._events, []
@@ -219,8 +221,7 @@ class Core:
             raise InvariantViolation(f"step {result.step} came back for step {flight.step}")
         for sequence_id, code in result.failed.items():
             if sequence_id in self.by_sequence:
-                work = self.by_sequence[sequence_id].work
-                self._finish(work, "failed", code, FAILURES.get(code, FAILURES["step_failed"]))
+                self._fail(self.by_sequence[sequence_id].work, code)
         computed = 0
         for piece, table in flight.slices:
             computed += piece.count
@@ -233,9 +234,6 @@ class Core:
                 if sequence_id not in drawn:
                     raise InvariantViolation(f"sequence {sequence_id} drew no token")
                 self._accept(sequence, drawn[sequence_id], now_s)
-        for sequence, code in self.constraints.mask(flight.drawing.values()):
-            if not sequence.is_ended:
-                self._finish(sequence.work, "failed", code, FAILURES[code])
         self.vitals.stepped(flight.launched_at_s, now_s, computed - len(flight.drawing))
 
     def _computed(self, piece: Slice, table: BlockTable, result: StepResult, now_s: float) -> None:
@@ -253,18 +251,11 @@ class Core:
             self.cache.commit(table, sequence.tokens, end, now_s)
             self.scheduler.committed(sequence)
         if sequence.index == 0 and piece.count and piece.start < prompt:
-            self._count_prompt(work, min(end, prompt) - piece.start - again, end >= prompt)
+            fresh = min(end, prompt) - piece.start - again
+            self.vitals.computed_tokens += work.count_prompt(fresh, is_whole=end >= prompt)
             self._prompt_logprobs(piece, result)
             if end >= prompt and work.request.max_tokens == 0:
                 self._end(sequence, "length")
-
-    def _count_prompt(self, work: Work, fresh: int, is_whole: bool) -> None:
-        """Computed prompt tokens; with the prompt complete, cached + computed is all of it."""
-        before = work.computed_tokens
-        work.computed_tokens += max(0, fresh)
-        if is_whole:
-            work.computed_tokens = len(work.request.tokens) - work.cached_tokens
-        self.vitals.computed_tokens += max(0, work.computed_tokens - before)
 
     def _prompt_logprobs(self, piece: Slice, result: StepResult) -> None:
         sequence = piece.sequence
@@ -283,7 +274,7 @@ class Core:
         """One more output token; it may be the last."""
         work, request = sequence.work, sequence.work.request
         if code := self.constraints.consume(sequence, token.token_id):
-            self._finish(work, "failed", code, FAILURES[code])
+            self._fail(work, code)
             return
         sequence.tokens.append(token.token_id)
         sequence.output_tokens += 1
@@ -326,6 +317,10 @@ class Core:
         del self.works[work.request.request_id]
         usage = work.usage(now_s)
         self._events.append(Finished(work.request.request_id, ending, usage, code, message))
+
+    def _fail(self, work: Work, code: str) -> None:
+        if not work.is_finished:
+            self._finish(work, "failed", code, FAILURES.get(code, FAILURES["step_failed"]))
 
     def _step_failed(self, flight: Flight, error: Exception) -> None:
         """A step broke and nobody can say for whom: its requests fail, the engine lives on."""
@@ -396,3 +391,10 @@ class Core:
                 work.request.request_id, len(work.request.tokens), table.kv_tokens, table.leases
             )
         )
+
+    def _make_masks(self) -> None:
+        """What may follow the tokens that have come; where nothing may, the request fails."""
+        if self.constraints.is_behind:
+            busy = self._flights or any(s.wants_row for s in self.scheduler.running.values())
+            for sequence, code in self.constraints.fill(self.clock, is_idle=not busy):
+                self._fail(sequence.work, code)

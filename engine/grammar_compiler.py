@@ -47,6 +47,9 @@ class GrammarSource(Protocol):
     def drop(self, namespace: Namespace, grammar: Grammar) -> None:
         """What was compiled has proved too big while it was walked: do not use it again."""
 
+    def erase(self, namespace: Namespace) -> None:
+        """Forget what was compiled for a namespace."""
+
     def close(self) -> None:
         """Nothing is asked for any more."""
 
@@ -95,6 +98,11 @@ class CompiledCache:
         """Change what an entry says, if there is one."""
         if self.find(namespace, grammar) is not None:
             self.add(namespace, grammar, outcome, len(grammar.text))
+
+    def erase(self, namespace: Namespace) -> None:
+        """Forget a namespace. O(its entries)."""
+        for key in list(self._held.get(namespace, ())):
+            self._remove(namespace, key)
 
     def _remove(self, namespace: Namespace, key: Key) -> None:
         own = self._held.get(namespace, OrderedDict())
@@ -192,6 +200,11 @@ class GrammarCompiler:
         message = "The grammar became too large while it was followed."
         with self._lock:
             self._cache.replace(namespace, grammar, RequestRefused("grammar_too_big", message))
+
+    def erase(self, namespace: Namespace) -> None:
+        """See `GrammarSource`. What is being compiled just then is remembered after it."""
+        with self._lock:
+            self._cache.erase(namespace)
 
     def close(self) -> None:
         """End the threads and their processes; what waits gets no outcome."""

@@ -21,8 +21,8 @@ class Sequence:
     `table.kv_tokens` lags behind it by what is in flight. `computed_before`: how far it ever got,
     so that work done again after a preemption is known as such. `followers` wait for this one's
     blocks, each with the number of tokens it waits for; `leader` is whom this one waits for.
-    `matcher`: its place in the request's grammar; `mask`: what may come next, made when the last
-    token arrived.
+    `matcher`: its place in the request's grammar; `mask`: what may come next, None until that is
+    made of the last token; `is_slow`: making it took long.
     """
 
     __slots__ = (
@@ -35,6 +35,7 @@ class Sequence:
         "is_ended",
         "is_known",
         "is_patient",
+        "is_slow",
         "leader",
         "mask",
         "matcher",
@@ -71,6 +72,7 @@ class Sequence:
         self.is_patient = True  # may wait for a leader
         self.matcher: Matcher | None = None
         self.mask: Mask | None = None
+        self.is_slow = False
         self.order_key = b""
         self.order_version = -1
 
@@ -88,10 +90,12 @@ class Sequence:
     def wants_row(self) -> bool:
         """Is there anything to compute? Not past its last token, known by counting.
 
-        Under a grammar nothing is, while a token is on its way: what may follow depends on it.
+        Under a grammar nothing is, while a token is on its way or the mask after it is not made.
         """
         request = self.work.request
-        if self.is_ended or self.missing <= 0 or (self.matcher is not None and self.in_flight):
+        if self.is_ended or self.missing <= 0:
+            return False
+        if self.matcher is not None and (self.in_flight or self.mask is None):
             return False
         return self.output_tokens + self.in_flight < max(1, request.max_tokens)
 
@@ -164,6 +168,17 @@ class Work:
     def is_compiling(self) -> bool:
         """Does it wait for its grammar?"""
         return self.request.grammar is not None and self.compiled is None
+
+    def count_prompt(self, fresh: int, *, is_whole: bool) -> int:
+        """So many more prompt tokens are computed; says how many that makes more than before.
+
+        With the prompt whole, cached + computed is all of it.
+        """
+        before = self.computed_tokens
+        self.computed_tokens += max(0, fresh)
+        if is_whole:
+            self.computed_tokens = len(self.request.tokens) - self.cached_tokens
+        return max(0, self.computed_tokens - before)
 
     def usage(self, now_s: float) -> Usage:
         """What it has used up to now; see `engine.api.Usage` for the terms."""

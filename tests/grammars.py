@@ -80,6 +80,7 @@ class PatientGrammars:
         self.polls = polls
         self.asked: list[tuple[str, Namespace, Grammar]] = []
         self.dropped: list[tuple[Namespace, Grammar]] = []
+        self.erased: list[Namespace] = []
         self._waiting: list[tuple[str, Outcome, int]] = []
 
     def ask(self, request_id: str, namespace: Namespace, grammar: Grammar) -> None:
@@ -102,6 +103,9 @@ class PatientGrammars:
 
     def drop(self, namespace: Namespace, grammar: Grammar) -> None:
         self.dropped.append((namespace, grammar))
+
+    def erase(self, namespace: Namespace) -> None:
+        self.erased.append(namespace)
 
     def close(self) -> None:
         self._waiting = []

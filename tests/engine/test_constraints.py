@@ -6,17 +6,20 @@ what only its own story promises.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from engine.api import CacheGrant, Finished, Grammar, Request, Sampling
+from engine.api import CacheGrant, Erase, Finished, Grammar, Request, Sampling
 from engine.config import EngineConfig
 from engine.constraints import Constraints
-from engine.grammar import Rules, compile_grammar
+from engine.grammar import MaskFiller, Matcher, Rules, compile_grammar
 from engine.grammar_compiler import Outcome
+from engine.plan import Mask
 from tests.checkers import World
-from tests.grammars import END, PatientGrammars, letters
+from tests.fakes import FakeClock
+from tests.grammars import END, PatientGrammars, compiled, letters
 
 PROMPT = (0, 1, 1, 0, 1, 0, 0, 1, 1)
 LONG = Grammar("regex", "[ab]{30}")
@@ -300,3 +303,103 @@ def test_what_becomes_too_big_on_its_way_fails_and_is_not_used_again(depth: int)
     (over,) = [event for event in events if isinstance(event, Finished)]
     assert (over.ending, over.code) == ("failed", "grammar_too_big")
     assert source.dropped == [(b"n", bomb)]
+
+
+# -- masks that take long ---------------------------------------------------------------------
+
+
+class SlowMasks(MaskFiller):
+    """Masks of matchers made of `slow` take half a second each, those of others no time."""
+
+    def __init__(self, clock: FakeClock, slow: Grammar) -> None:
+        super().__init__()
+        self.clock = clock
+        self.slow_fork = compiled(slow).first_mask.tolist()
+        self.fillings: list[int] = []
+
+    def fill(self, matchers: Sequence[Matcher], hold_end: Sequence[bool]) -> Mask:
+        masks = super().fill(matchers, hold_end)
+        slow = [mask for mask in masks if mask.tolist() == self.slow_fork]
+        self.clock.advance(0.5 * len(slow))
+        self.fillings.append(len(slow))
+        return masks
+
+
+def slow_world(depth: int) -> World:
+    """An engine where "[ab]{30}" is slow, and "(ab){3}", "a*" and the like are not."""
+    world = make_world(depth)
+    world.core.constraints = Constraints(world.grammars, SlowMasks(world.clock, LONG))
+    return world
+
+
+def test_a_slow_mask_holds_up_nobody_but_its_own_sample(depth: int) -> None:
+    """A grammar made to be slow gets a share of the time, whoever else has work."""
+    world = slow_world(depth)
+    world.submit(ask("slow", LONG))
+    for name in ("a", "b"):
+        world.submit(ask(name, Grammar("regex", "a{20}"), max_tokens=25))
+    world.submit(ask("free", None, max_tokens=25))
+    began_s = world.clock()
+
+    while {"a", "b", "free"} & set(world.live):
+        world.clock.advance(0.01)
+        world.step()
+
+    # Twenty-five slow masks would have taken twelve seconds.
+    assert world.clock() - began_s < 3.0
+    assert "slow" in world.live
+    assert 1 <= len(world.streams["slow"].outputs[0]) < 10
+
+
+def test_a_slow_mask_gets_its_share(depth: int) -> None:
+    """It is not starved either: with time, its sample comes to its end beside busy neighbours."""
+    world = slow_world(depth)
+    world.submit(ask("slow", LONG, max_tokens=6))
+
+    for number in range(60):
+        if "slow" not in world.live:
+            break
+        world.submit(ask(f"n{number}", None, max_tokens=3))
+        for _ in range(4):
+            world.clock.advance(0.2)
+            world.step()
+
+    assert world.streams["slow"].finished is not None
+    world.settle()
+
+
+def test_an_idle_engine_makes_slow_masks_at_once(depth: int) -> None:
+    """Time that nobody else wants is not withheld; and nothing is taken to be stuck."""
+    world = slow_world(depth)
+
+    world.submit(ask("slow", LONG))
+    world.submit(ask("too", LONG, sampling=Sampling(seed=9)))
+    world.settle()
+
+    assert [len(world.streams[name].outputs[0]) for name in ("slow", "too")] == [30, 30]
+
+
+def test_one_slow_row_does_not_make_its_neighbours_slow_for_good(depth: int) -> None:
+    """Filled together they look alike; filled alone, each shows what it is."""
+    world = slow_world(depth)
+    world.submit(ask("slow", LONG))
+    world.submit(ask("quick", Grammar("regex", "a{20}"), max_tokens=25))
+
+    for _ in range(30):
+        world.clock.advance(0.01)
+        world.step()
+
+    sequences = {s.work.request.request_id: s for s in world.core.by_sequence.values()}
+    assert sequences["slow"].is_slow
+    assert "quick" not in sequences or not sequences["quick"].is_slow
+    world.settle()
+
+
+def test_erasing_a_namespace_forgets_its_schemas(depth: int) -> None:
+    """What was compiled is the tenant's own words; a lease alone does not take them along."""
+    world = make_world(depth)
+
+    world.core.erase(Erase(1, b"n", lease_id="a"))
+    world.erase(b"n")
+
+    assert world.grammars.erased == [b"n"]

@@ -218,6 +218,21 @@ def test_the_cache_is_bounded_by_bytes() -> None:
     assert cache.find(b"n19", Grammar("regex", "3")) is outcome
 
 
+def test_a_namespace_is_forgotten_alone() -> None:
+    """Its neighbours keep theirs, and the bytes are counted back."""
+    cache, outcome = CompiledCache(), compiled(Grammar("regex", "a"))
+    for namespace in (b"north", b"south"):
+        for number in range(3):
+            cache.add(namespace, Grammar("regex", f"{number}"), outcome, 10)
+
+    cache.erase(b"north")
+    cache.erase(b"nowhere")
+
+    assert cache.find(b"north", Grammar("regex", "1")) is None
+    assert cache.find(b"south", Grammar("regex", "1")) is outcome
+    assert cache.held_bytes == 30
+
+
 def test_what_is_used_stays() -> None:
     """Least recently used goes first."""
     cache, outcome = CompiledCache(), compiled(Grammar("regex", "a"))
