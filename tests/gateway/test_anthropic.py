@@ -285,6 +285,72 @@ def test_a_bad_value_is_refused_with_its_path_and_limit(
     assert says in refusal.message
 
 
+def test_what_a_coding_agent_sends_is_taken_whole() -> None:
+    """Everything at once, as it comes; what it asks of the cache arrives."""
+    wide = {"cache_control": {"type": "ephemeral", "ttl": "1h", "scope": "global"}}
+    call = parse(
+        "2023-06-01",
+        system=[
+            {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1; cch=00000;"},
+            {"type": "text", "text": "You are an agent.", **wide},
+        ],
+        messages=[
+            {"role": "user", "content": [{"type": "text", "text": "fix it", "citations": None}]},
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "thinking", "thinking": "hm", "signature": "s"},
+                    {"type": "text", "text": "Reading."},
+                    {
+                        "type": "tool_use",
+                        "id": "toolu_1",
+                        "name": "Read",
+                        "input": {"file_path": "/a"},
+                        "caller": {"type": "direct"},
+                    },
+                ],
+            },
+            {
+                "role": "user",
+                "content": [
+                    {
+                        "type": "tool_result",
+                        "tool_use_id": "toolu_1",
+                        "content": [{"type": "text", "text": "1: x"}],
+                        "is_error": False,
+                        "cache_control": {"type": "ephemeral", "ttl": "1h"},
+                    }
+                ],
+            },
+        ],
+        tools=[
+            {
+                "name": "Read",
+                "description": "Reads a file",
+                "input_schema": {"type": "object", "additionalProperties": False},
+                "eager_input_streaming": True,
+            }
+        ],
+        metadata={"user_id": "device_session"},
+        max_tokens=32_000,
+        thinking={"type": "adaptive", "display": "omitted"},
+        context_management={"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        output_config={"effort": "medium"},
+        stream=True,
+        temperature=1,
+    )
+
+    (prompt,) = call.prompts
+    assert [segment.role for segment in prompt.segments] == [
+        "system",
+        "user",
+        "assistant",
+        "assistant",
+        "tool",
+    ]
+    assert [segment.retention for segment in prompt.segments] == ["1h", None, None, None, "1h"]
+
+
 def test_a_prefill_does_not_go_on_as_json_of_a_schema() -> None:
     """What stands there already is not known to satisfy it."""
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "{"}]
