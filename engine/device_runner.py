@@ -56,6 +56,7 @@ class _Flight:
     arrived: torch.cuda.Event | None = None
     from_row: list[int] = field(default_factory=list)
     tokens: list[SampledToken] | None = None
+    broken: list[bool] = field(default_factory=list)
     prompt_logprobs: dict[int, tuple[SampledToken, ...]] = field(default_factory=dict)
 
 
@@ -123,8 +124,9 @@ class DeviceRunner:
                 if t >= 0
             )
         else:
-            pairs = zip(flight.drawing, flight.tokens, strict=True)
-            sampled = tuple(Sampled(s, token) for s, token in pairs)
+            pairs = list(zip(flight.drawing, flight.tokens, flight.broken, strict=True))
+            failed = {s: "nan_logits" for s, _, is_broken in pairs if is_broken}
+            sampled = tuple(Sampled(s, token) for s, token, is_broken in pairs if not is_broken)
         return StepResult(
             step=flight.step,
             sampled=sampled,
@@ -343,6 +345,7 @@ class DeviceRunner:
         flight.tokens = []
         if from_row:
             picked = logits[self._indices(from_row)]
+            flight.broken = picked.float().sum(-1).isnan().tolist()
             flight.tokens = self.sampler.draw_fully(picked, flight.drawing, plan.masks)
             drawn = self._indices([token.token_id for token in flight.tokens])
             self.last_tokens[self._indices([self._seats[s] for s in flight.drawing])] = drawn.int()

@@ -68,6 +68,13 @@ def tokenizer_json(words: list[str], end: str) -> str:
 
 
 @functools.cache
+def characters(size: int) -> Vocabulary:
+    """`size` tokens: the characters from "@" on, one each, and an end, which is the last."""
+    words = [chr(ord("@") + index) for index in range(size - 1)]
+    return Vocabulary(LLTokenizer(tokenizer_json(words, "<end>"), eos_token=[size - 1]), Rules())
+
+
+@functools.cache
 def compiled(grammar: Grammar) -> Compiled:
     """Over the oracle's letters. Raises RequestRefused."""
     return compile_grammar(grammar, letters())
@@ -76,8 +83,9 @@ def compiled(grammar: Grammar) -> Compiled:
 class PatientGrammars:
     """`GrammarSource` without threads: a grammar is ready `polls` looks after it was asked for."""
 
-    def __init__(self, polls: int = 0) -> None:
+    def __init__(self, polls: int = 0, vocabulary: Vocabulary | None = None) -> None:
         self.polls = polls
+        self.vocabulary = vocabulary or letters()
         self.asked: list[tuple[str, Namespace, Grammar]] = []
         self.dropped: list[tuple[Namespace, Grammar]] = []
         self.erased: list[Namespace] = []
@@ -88,7 +96,7 @@ class PatientGrammars:
         self.asked.append((request_id, namespace, grammar))
         outcome: Outcome
         try:
-            outcome = compiled(grammar)
+            outcome = compile_grammar(grammar, self.vocabulary)
         except EngineError as refusal:
             outcome = refusal
         self._waiting.append((request_id, outcome, self.polls))

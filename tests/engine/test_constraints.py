@@ -359,8 +359,8 @@ def test_a_slow_mask_gets_its_share(depth: int) -> None:
     for number in range(60):
         if "slow" not in world.live:
             break
-        world.submit(ask(f"n{number}", None, max_tokens=3))
-        for _ in range(4):
+        world.submit(ask(f"n{number}", None, max_tokens=12))
+        for _ in range(6):
             world.clock.advance(0.2)
             world.step()
 

@@ -1,0 +1,133 @@
+"""Tokens times seconds that each tenant holds in the cache.
+
+A block belongs to one namespace, and a namespace to one tenant, however many of its sequences share
+the block: so it is counted once, for that tenant, and the tenants' sum is what the pool has in use.
+Integrated from the engine's heartbeats, each standing until the next; what was held is written to
+the ledger every minute. `app` runs it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from contextlib import suppress
+
+from engine.api import Stats
+from gateway.context import Context
+from gateway.erasure import parts_of
+from tenancy.bookkeeping import StorageReading
+from tenancy.errors import LedgerUnavailable
+from tenancy.registry import list_tenants
+
+LOOK_EVERY_S = 0.5
+WRITE_EVERY_S = 60.0
+PROMISED, BEST_EFFORT = "promised", "best_effort"
+NANO = 1_000_000_000
+
+Key = tuple[int, str]
+"""A tenant's id and `promised` or `best_effort`."""
+
+
+class StorageMeter:
+    """Whole token-seconds by tenant and kind; what is less than one is carried on. Pure."""
+
+    def __init__(self) -> None:
+        self._since_ns: int | None = None
+        self._held: dict[Key, int] = {}
+        self._token_ns: dict[Key, int] = defaultdict(int)
+
+    def look(self, stats: Stats, block_size: int, now_ns: int) -> None:
+        """What the latest heartbeat says is held, from now on. O(namespaces)."""
+        if self._since_ns is not None and now_ns > self._since_ns:
+            for key, tokens in self._held.items():
+                self._token_ns[key] += tokens * (now_ns - self._since_ns)
+        self._since_ns = now_ns
+        self._held = held(stats, block_size)
+
+    def forget(self, now_ns: int) -> None:
+        """There is no engine, so nothing is held."""
+        self.look(Stats(), 0, now_ns)
+
+    def take(self) -> dict[Key, int]:
+        """Whole token-seconds since the last call."""
+        found = {}
+        for key, token_ns in list(self._token_ns.items()):
+            whole, rest = divmod(token_ns, NANO)
+            if whole:
+                found[key] = whole
+            if rest:
+                self._token_ns[key] = rest
+            else:
+                del self._token_ns[key]
+        return found
+
+
+def held(stats: Stats, block_size: int) -> dict[Key, int]:
+    """Tokens' worth of blocks by tenant and kind."""
+    found: dict[Key, int] = defaultdict(int)
+    for one in stats.namespaces:
+        parts = parts_of(one.namespace)
+        if not parts or not parts[0].isdigit():
+            continue
+        promised = min(one.promised_blocks, one.blocks)
+        for kind, blocks in ((PROMISED, promised), (BEST_EFFORT, one.blocks - promised)):
+            if blocks:
+                found[int(parts[0]), kind] += blocks * block_size
+    return dict(found)
+
+
+class StorageWatch:
+    """Keeps a meter going, and writes what it has measured."""
+
+    def __init__(self, gateway: Context) -> None:
+        self._gateway = gateway
+        self._meter = StorageMeter()
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin on the running loop."""
+        self._task = asyncio.create_task(self._watch())
+
+    async def close(self) -> None:
+        """End, with what has been measured written."""
+        if self._task is not None:
+            self._task.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._task
+        self._look()
+        await self._write()
+
+    async def _watch(self) -> None:
+        clock = self._gateway.clock
+        written_s = clock()
+        while True:
+            self._look()
+            if clock() - written_s >= WRITE_EVERY_S:
+                written_s = clock()
+                await self._write()
+            await asyncio.sleep(LOOK_EVERY_S)
+
+    def _look(self) -> None:
+        engine, now_ns = self._gateway.engine, int(self._gateway.clock() * NANO)
+        if engine.info is None:
+            self._meter.forget(now_ns)
+        else:
+            self._meter.look(engine.stats, engine.info.block_size, now_ns)
+
+    async def _write(self) -> None:
+        gateway = self._gateway
+        measured, at_ms = self._meter.take(), gateway.wall()
+        if not measured:
+            return
+        tenants = await asyncio.to_thread(list_tenants, gateway.store)
+        tiers = {tenant.tenant_id: tenant.tier for tenant, _ in tenants}
+        futures = [
+            gateway.ledger.add_storage(
+                StorageReading(tenant_id, kind, seconds, at_ms, gateway.model, tiers[tenant_id])
+            )
+            for (tenant_id, kind), seconds in measured.items()
+            if tenant_id in tiers
+        ]
+        for future in futures:
+            with suppress(LedgerUnavailable):
+                await asyncio.wrap_future(future)

@@ -1,0 +1,89 @@
+"""Token-seconds: whole numbers, nothing lost between readings, sums equal to the pool's use."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.api import NamespaceStats, Quota, Stats
+from engine.cache import PrefixCache
+from gateway.storage_meter import BEST_EFFORT, NANO, PROMISED, StorageMeter, held
+
+
+def space(tenant: int, workspace: str = "default") -> bytes:
+    parts = (str(tenant), workspace, "model", "template", "")
+    return b"".join(len(part).to_bytes(4, "big") + part.encode() for part in parts)
+
+
+def stats(**blocks: int) -> Stats:
+    """Blocks by tenant: `t1=5`."""
+    return Stats(
+        namespaces=tuple(
+            NamespaceStats(space(int(name[1:])), count, 0, 0, 0) for name, count in blocks.items()
+        )
+    )
+
+
+def test_a_reading_stands_until_the_next() -> None:
+    """Five blocks of sixteen tokens for ten seconds."""
+    meter = StorageMeter()
+    meter.look(stats(t1=5), 16, 0)
+    meter.look(stats(t1=1), 16, 10 * NANO)
+    meter.look(stats(), 16, 12 * NANO)
+
+    assert meter.take() == {(1, BEST_EFFORT): 5 * 16 * 10 + 16 * 2}
+    assert meter.take() == {}
+
+
+def test_promised_and_other_blocks_are_two_kinds() -> None:
+    """Workspaces of a tenant are one tenant."""
+    found = held(
+        Stats(
+            namespaces=(
+                NamespaceStats(space(1), 5, 0, 0, 0, promised_blocks=2),
+                NamespaceStats(space(1, "lab"), 1, 0, 0, 0),
+                NamespaceStats(b"", 9, 0, 0, 0),
+            )
+        ),
+        16,
+    )
+
+    assert found == {(1, PROMISED): 32, (1, BEST_EFFORT): 64}
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 3 * NANO), st.booleans()), max_size=30))
+def test_nothing_is_lost_between_readings(looks: list[tuple[int, int, bool]]) -> None:
+    """However often it is read, the whole seconds add up to the whole."""
+    meter, now, before, total, taken = StorageMeter(), 0, 0, 0, 0
+    meter.look(stats(), 16, now)
+    for blocks, pause, is_read in looks:
+        now += pause
+        total += before * 16 * pause
+        meter.look(stats(t1=blocks), 16, now)
+        before = blocks
+        if is_read:
+            taken += sum(meter.take().values())
+
+    taken += sum(meter.take().values())
+
+    assert taken == total // NANO
+
+
+@given(st.lists(st.tuples(st.integers(1, 3), st.lists(st.integers(0, 1), min_size=1, max_size=12))))
+def test_the_tenants_sum_is_what_the_pool_has_in_use(prompts: list[tuple[int, list[int]]]) -> None:
+    """Shared blocks are counted once: for the namespace that holds them."""
+    cache = PrefixCache(blocks=32, block_size=4)
+    tables = []
+    for number, (tenant, words) in enumerate(prompts):
+        table = cache.begin(space(tenant), words, float(number), quota=Quota())
+        if cache.grow(table, len(words), float(number)):
+            cache.take_copies()
+            cache.commit(table, words, len(words), float(number))
+        tables.append((table, words))
+        if number % 2:
+            cache.release(*tables.pop(0), float(number))
+
+    uses = cache.namespaces()
+    seen = Stats(namespaces=tuple(NamespaceStats(u.namespace, u.blocks, 0, 0, 0) for u in uses))
+    used = cache.stats()
+    assert sum(held(seen, 4).values()) == 4 * (used.blocks - used.free)
