@@ -6,7 +6,7 @@ DATA   ?= data
 export TRUNKLINE_DATA_DIR ?= $(DATA)
 
 .DEFAULT_GOAL := all
-.PHONY: all setup serve test ci fmt lint bench sim gpu pull clean
+.PHONY: all setup serve test ci fmt lint bench sim crash gpu pull clean
 
 all: lint test
 
@@ -32,11 +32,20 @@ test: setup            ## everything that needs no GPU
 sim: setup             ## seeded simulation; make sim SEED=7
 	$(BIN)/python -m pytest -m sim $(if $(SEED),--sim-seed $(SEED)) -s
 
+crash: setup           ## the ledger killed at every system call, 2,000 power cuts; minutes
+	CRASH=long $(BIN)/python -m pytest tests/tenancy/test_ledger_crash.py tests/tenancy/test_power_cut.py
+
 bench: setup           ## the benchmark table against a server it starts
 	$(BIN)/trunkline bench --serve
 
+GPU_TESTS := tests/kernels tests/engine/test_device_runner.py tests/engine/test_device_sampler.py \
+	tests/e2e/test_device_model.py
+
 gpu: setup             ## kernels and benchmarks on a CUDA device
-	$(BIN)/python -m pytest -m gpu
+	$(BIN)/python -m pytest $(GPU_TESTS)
+	$(BIN)/python -m tests.bench.gpu_kernels
+	$(BIN)/python -m tests.bench.gpu_workloads
+	$(BIN)/python -m tests.bench.gpu_http
 
 fmt: setup
 	$(BIN)/ruff format .

@@ -12,8 +12,12 @@ import signal
 import sys
 from pathlib import Path
 
+from tenancy.adjustments import Adjustment, adjust
+from tenancy.budgets import Budget, set_budget
 from tenancy.errors import TenancyError
-from tenancy.ledger import Hold, Ledger
+from tenancy.ledger import Hold, Ledger, StorageReading
+from tenancy.pricing import RateCard
+from tenancy.rate_cards import add_card, load_cards
 from tenancy.registry import create_tenant, list_tenants
 from tenancy.store import Store
 from tenancy.types import UsageEntry
@@ -42,19 +46,36 @@ def entry(request_id: str) -> UsageEntry:
         fresh_tokens=3,
         output_tokens=output_tokens(request_id),
         physical_cached_tokens=2,
+        read={"5m": 2},
+        epoch="e1",
+        rate_card_id="std@1",
+        charge_pico=output_tokens(request_id) * 10**6,
     )
+
+
+def hold(request_id: str) -> Hold:
+    """A hold that reserves more than its entry will cost."""
+    return Hold(request_id, 1, 1, "m", 1, 5, 9, epoch="e1")
+
+
+def furnish(store: Store) -> None:
+    """A tenant with a price and a budget; each once, whenever the process before died."""
+    if not list_tenants(store):
+        create_tenant(store, lambda: 1, "ada")
+    if not load_cards(store):
+        add_card(store, lambda: 1, RateCard("std", output=10**6))
+    set_budget(store, Budget(1, "day", hard_micros=10**9))
 
 
 def main(path: Path, count: int, lie: int | None) -> None:
     """Hold, settle, say so; a few at a time, so that some share a commit."""
     store = Store(path)
-    if not list_tenants(store):
-        create_tenant(store, lambda: 1, "ada")
+    furnish(store)
     ledger = Ledger(store, lambda: 2)
     life = store.query("select count(*) from ledger")[0][0]
     for first in range(0, count, AT_ONCE):
         request_ids = [f"{life}-{number}" for number in range(first, first + AT_ONCE)]
-        held = [ledger.hold(Hold(request_id, 1, 1, "m", 1)) for request_id in request_ids]
+        held = [ledger.hold(hold(request_id)) for request_id in request_ids]
         for future in held:
             future.result()
         if lie is not None and first >= lie:
@@ -64,6 +85,9 @@ def main(path: Path, count: int, lie: int | None) -> None:
         for request_id, future in zip(request_ids, settled, strict=True):
             future.result()
             os.write(1, f"{request_id}\n".encode())
+        credit = Adjustment(request_ids[0], request_ids[0], -1, "a credit")
+        adjust(store, lambda: 2, credit)
+        ledger.add_storage(StorageReading(1, "5m", 7, 2)).result()
     ledger.close()
     store.close()
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import apsw
 import pytest
 
@@ -24,7 +22,7 @@ CHARGE = 7 * 3_000_000
 
 
 @pytest.fixture
-def books(store: Store, wall: Wall) -> Iterator[Store]:
+def books(store: Store, wall: Wall) -> Store:
     create_tenant(store, wall, "ada")
     add_card(store, wall, RateCard("std", input=3_000_000))
     ledger = Ledger(store, wall)

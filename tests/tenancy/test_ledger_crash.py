@@ -5,50 +5,31 @@ Each check has a control that must fail, or a test that never kills anything wou
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tenancy.ledger import Ledger
-from tenancy.store import Store
-from tests.tenancy.crash_child import entry, output_tokens
+from tests.tenancy.after_crash import check_ledger
 
 ROOT = Path(__file__).parents[2]
 CHILD = [sys.executable, "-m", "tests.tenancy.crash_child"]
+IS_LONG = os.environ.get("CRASH") == "long"  # make crash
 CALLS = "pwrite64,fdatasync,fsync,ftruncate"
-KILLS = 12
+MORE_CALLS = [CALLS, "openat,unlink,fcntl"] if IS_LONG else [CALLS]
+KILLS = 300 if IS_LONG else 12
+EACH = 1 if IS_LONG else 8
+"""Every system call is a point to be killed at in the long form, every eighth in the quick one."""
+
 MANY = "100000"
 
 pytestmark = pytest.mark.slow
-
-
-def check_ledger(path: Path, confirmed: set[str]) -> int:
-    """Asserts what must hold after a crash. Returns how many entries there are."""
-    store = Store(path)
-    ledger = Ledger(store, lambda: 3)
-    try:
-        assert store.query("pragma integrity_check") == [("ok",)]
-        rows = store.query("select request_id, ending, output_tokens from ledger")
-        found = {row[0]: row[1:] for row in rows}
-        assert len(found) == len(rows), "an entry is there twice"
-        assert confirmed <= set(found), "a confirmed entry is lost"
-        for request_id, (ending, tokens) in found.items():
-            right = output_tokens(request_id) if ending == "done" else 0
-            assert tokens == right, "an entry is not what was sent"
-        assert all(found[request_id][0] == "done" for request_id in confirmed)
-        assert ledger.open_holds() == 0, "a hold was left open"
-        for request_id in confirmed:
-            ledger.settle(entry(request_id)).result(20)
-        assert sum(row[2] for row in rows) == sum(t.output_tokens for t in Ledger.totals(store))
-        return len(rows)
-    finally:
-        ledger.close()
-        store.close()
 
 
 def test_killed_at_random_it_loses_and_doubles_nothing(tmp_path: Path) -> None:
@@ -89,10 +70,14 @@ def strace_works() -> bool:
 
 
 @pytest.mark.skipif(not strace_works(), reason="strace is not here or may not trace")
+@pytest.mark.timeout(3_600 if IS_LONG else 120)
+@pytest.mark.parametrize("calls", MORE_CALLS)
 @pytest.mark.parametrize("is_new", [True, False], ids=["new file", "file with entries"])
-def test_killed_at_each_write_and_sync_it_loses_nothing(tmp_path: Path, is_new: bool) -> None:
+def test_killed_at_each_call_of_the_system_it_loses_nothing(
+    tmp_path: Path, is_new: bool, calls: str, record_property: Callable[[str, object], None]
+) -> None:
     """The migration, the commits and the checkpoint, killed at their first system call, at their
-    second, and so on until one run lives to its end (every third, here)."""
+    second, and so on until one run lives to its end."""
     path, confirmed, points, number = tmp_path / "test.db", set[str](), 0, 1
     if not is_new:
         subprocess.run(
@@ -103,7 +88,9 @@ def test_killed_at_each_write_and_sync_it_loses_nothing(tmp_path: Path, is_new: 
             path = tmp_path / f"{number}.db"
             confirmed.clear()
         inject = ["strace", "-f", "-qq", "-o", "/dev/null"]
-        inject += ["-e", f"trace={CALLS}", "-e", f"inject={CALLS}:signal=KILL:when={number}"]
+        for suffix in ("", "-wal", "-shm", ".lock"):
+            inject += ["-P", f"{path}{suffix}"]
+        inject += ["-e", f"trace={calls}", "-e", f"inject={calls}:signal=KILL:when={number}"]
         run = subprocess.run(
             [*inject, *CHILD, str(path), "8"],
             capture_output=True,
@@ -116,8 +103,9 @@ def test_killed_at_each_write_and_sync_it_loses_nothing(tmp_path: Path, is_new: 
         if run.returncode == 0:
             break
         points += 1
-        number += 3
+        number += EACH
 
+    record_property("points", points)
     assert points > 5
 
 

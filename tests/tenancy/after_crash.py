@@ -1,0 +1,41 @@
+"""What must hold of a ledger after any end of `crash_child` or of its like."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tenancy.audit import check_books
+from tenancy.budgets import budget_states
+from tenancy.ledger import Ledger
+from tenancy.store import Store
+from tests.tenancy.crash_child import entry, furnish, output_tokens
+
+
+def check_ledger(path: Path, confirmed: set[str]) -> int:
+    """Asserts it, after a start. Returns how many entries there are."""
+    store = Store(path)
+    ledger = Ledger(store, lambda: 3)
+    try:
+        assert store.query("pragma integrity_check") == [("ok",)]
+        rows = store.query("select request_id, ending, output_tokens, charge_pico from ledger")
+        found = {row[0]: row[1:] for row in rows}
+        assert len(found) == len(rows), "an entry is there twice"
+        assert confirmed <= set(found), "a confirmed entry is lost"
+        for request_id, (ending, tokens, charge) in found.items():
+            right = output_tokens(request_id) if ending == "done" else 0
+            assert tokens == right, "an entry is not what was sent"
+            assert charge == right * 10**6, "an entry is not charged what it costs"
+        assert all(found[request_id][0] == "done" for request_id in confirmed)
+        assert ledger.open_holds() == 0, "a hold was left open"
+        furnish(store)
+        for request_id in confirmed:
+            ledger.settle(entry(request_id)).result(20)
+        assert sum(row[2] for row in rows) == sum(t.output_tokens for t in Ledger.totals(store))
+        (state,) = budget_states(store, lambda: 3)
+        assert state.reserved_pico == 0, "something is reserved for nobody"
+        assert state.spent_pico == sum(row[3] for row in rows), "a budget is not its charges"
+        assert check_books(store) == []
+        return len(rows)
+    finally:
+        ledger.close()
+        store.close()

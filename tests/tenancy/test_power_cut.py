@@ -1,0 +1,108 @@
+"""The power is cut at any write or sync: nothing confirmed is lost, and the books are right.
+
+A disk that only says that it has synced is the control: the same check has to notice it.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import apsw
+import pytest
+
+from tenancy.errors import TenancyError
+from tenancy.ledger import Ledger
+from tenancy.store import Store
+from tests.tenancy.after_crash import check_ledger
+from tests.tenancy.crash_child import entry, furnish, hold
+from tests.tenancy.power_cut import Disk, disk_of
+
+IS_LONG = os.environ.get("CRASH") == "long"  # make crash
+CUTS = 2_000 if IS_LONG else 20
+LIES = 8
+CALLS_MAX = 900
+REQUESTS = 120
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3_600 if IS_LONG else 120)]
+
+
+def live(path: Path, disk: Disk, seed: int) -> set[str]:
+    """Keep a ledger until the power is cut, or to the end. Returns what was confirmed."""
+    confirmed: set[str] = set()
+    rng = random.Random(seed)
+    with disk_of(disk):
+        try:
+            store = Store(path)
+        except TenancyError:
+            return confirmed
+        try:
+            furnish(store)
+            ledger = Ledger(store, lambda: 2)
+        except TenancyError:
+            with suppress(apsw.Error):
+                store.close()
+            return confirmed
+        number = 0
+        while number < REQUESTS and not disk.is_cut:
+            names = [f"{seed}-{number + more}" for more in range(rng.randrange(1, 6))]
+            number += len(names)
+            futures = [ledger.hold(hold(name)) for name in names]
+            for future in futures:
+                future.exception(20)
+            sent = {name: ledger.settle(entry(name)) for name in names if rng.random() < 0.9}
+            confirmed |= {name for name, future in sent.items() if not future.exception(20)}
+        ledger.close()
+        with suppress(apsw.Error):  # its last checkpoint needs the disk
+            store.close()
+    return confirmed
+
+
+def after(path: Path, disk: Disk, seed: int) -> Path:
+    """What the machine finds when it is switched on again."""
+    return disk.image(path, path.with_suffix(".after"), random.Random(seed))
+
+
+def test_nothing_confirmed_is_lost(
+    tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    """At each of many random instants, with each unsynced write kept, undone or torn."""
+    entries = confirmed = 0
+    for seed in range(CUTS):
+        disk = Disk(cut_at=random.Random(seed).randrange(1, CALLS_MAX))
+        path = tmp_path / f"{seed}.db"
+        acked = live(path, disk, seed)
+        confirmed += len(acked)
+        entries += check_ledger(after(path, disk, seed), acked)
+
+    record_property("confirmed", confirmed)
+    assert entries >= confirmed > CUTS
+
+
+def test_a_disk_that_lies_is_noticed(tmp_path: Path) -> None:
+    """The control: where syncing does nothing, the check above finds losses."""
+    noticed = 0
+    for seed in range(LIES):
+        disk = Disk(cut_at=random.Random(seed).randrange(CALLS_MAX // 2, CALLS_MAX), is_lying=True)
+        path = tmp_path / f"{seed}.db"
+        acked = live(path, disk, seed)
+        try:
+            check_ledger(after(path, disk, seed), acked)
+        except (AssertionError, TenancyError):
+            noticed += 1
+
+    assert noticed >= LIES // 2
+
+
+@pytest.mark.parametrize("first", range(1, 40, 1 if IS_LONG else 4))
+def test_after_a_sync_that_fails_nothing_is_believed(tmp_path: Path, first: int) -> None:
+    """The disk says no at one sync and the power goes later: what was confirmed is there."""
+    disk = Disk(fail_sync_at=frozenset({first}), cut_at=700)
+    path = tmp_path / "test.db"
+    acked = live(path, disk, first)
+
+    assert disk.syncs >= first
+    check_ledger(after(path, disk, first), acked)
