@@ -51,6 +51,7 @@ from gateway.reload import declare, reload
 from gateway.reports import Reports
 from gateway.retention import Contracts
 from gateway.server import ListenerRunner
+from gateway.storage_meter import StorageWatch
 from gateway.telemetry import Telemetry
 from tenancy.ledger import Ledger
 from tenancy.limits import Limiter
@@ -119,6 +120,7 @@ class Gateway:
             engine_restarts=engine_restarts,
         )
         self._reckoning = Reckoning(self.context)
+        self._storage = StorageWatch(self.context)
         self._runners: list[ListenerRunner] = []
         if self.ledger.interrupted:
             log("holds_closed", {"interrupted": self.ledger.interrupted})
@@ -139,6 +141,7 @@ class Gateway:
             bound_host, bound_port = await runner.listen(host, port)
             urls.append(f"http://{bound_host}:{bound_port}")
         self._reckoning.start()
+        self._storage.start()
         return urls
 
     def public_app(self) -> web.Application:
@@ -150,6 +153,7 @@ class Gateway:
             *cached_contents.routes(context),
             *models.routes(context),
             *own.routes(context),
+            *responses.routes(context),
             *health.routes(context),
         )
         install(app, routes, context, context.config.server.hosts, SHAPES)
@@ -191,6 +195,7 @@ class Gateway:
         for runner in self._runners:
             await runner.cleanup()
         await self.context.finish_background()
+        await self._storage.close()
         await self._reckoning.close()
         await asyncio.to_thread(self.ledger.close)
         await self.context.reports.close()

@@ -71,6 +71,7 @@ async def test_a_client_that_leaves_frees_its_blocks_and_is_settled(house: House
     house.runner.release()
 
     await house.check_quiet()
+    await house.until(lambda: bool(house.lines))
     assert [entry[0] for entry in house.entries()] == ["cancelled"]
     assert house.lines[-1]["ending"] == "cancelled"
     assert house.runner.computed_tokens < 200, "the engine went on for nobody"
