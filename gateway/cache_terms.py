@@ -88,9 +88,13 @@ class CachingConfig(Struct, frozen=True, forbid_unknown_fields=True):
     resources_per_tenant_max: Annotated[int, Meta(ge=0, le=2**20)] = 1_000
     resource_bytes_per_tenant_max: Annotated[int, Meta(ge=0, le=2**40)] = 256 * 2**20
 
+    def all_classes(self) -> dict[str, RetentionClass]:
+        """By name."""
+        return {**default_classes(), **self.classes}
+
     def retention(self, name: str) -> Retention | None:
         """The class of that name."""
-        found = {**default_classes(), **self.classes}.get(name)
+        found = self.all_classes().get(name)
         return None if found is None else found.retention(name)
 
     def profile(self, name: str) -> CacheProfile:

@@ -83,10 +83,12 @@ class LimitsConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
 class TenancyConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """`database`: relative to the data directory. `tenants_as_labels_max`: how many tenants appear
-    by name in metrics; the rest are counted together."""
+    by name in metrics; the rest are counted together. `tenants_followed_max`: those active last
+    whose prompts are sampled for advice, at about a megabyte each."""
 
     database: str = "trunkline.db"
     tenants_as_labels_max: Annotated[int, Meta(ge=0, le=1_000)] = 20
+    tenants_followed_max: Annotated[int, Meta(ge=1, le=100_000)] = 500
 
 
 class LogConfig(Struct, frozen=True, forbid_unknown_fields=True):

@@ -68,6 +68,15 @@ class Telemetry:
         self.refusals = counter("refusals", "Requests refused, by stable code.", "code")
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens.", "tenant")
         self.cached_tokens = counter("cached_tokens", "Prompt tokens from the cache.", "tenant")
+        self.read_tokens = counter("cache_read_tokens", "Prompt tokens read by contract.", "tenant")
+        self.write_tokens = counter("cache_write_tokens", "Prompt tokens written.", "tenant")
+        self.owed_tokens = counter(
+            "recomputed_promised_tokens", "Tokens read by contract and computed again.", "tenant"
+        )
+        self.output_format_violations = counter(
+            "output_format_violations", "Finished answers that broke the JSON format asked for."
+        )
+        self.misses = counter("cache_misses", "Breakpoints not read in full, by cause.", "cause")
         self.output_tokens = counter("output_tokens", "Output tokens.", "tenant")
         self.unreadable = counter("unreadable_requests", "Connections that spoke no HTTP.")
         self.first_token_s = seconds("first_token", "From arrival to the first token.", "cache")
