@@ -76,6 +76,27 @@ async def test_the_sdk_conversation_reuses_its_first_turn(house: House, tmp_path
     assert first <= cached < second
 
 
+async def test_what_one_call_writes_the_next_one_reads(house: House, tmp_path: Path) -> None:
+    """A promise in Anthropic's terms: as many tokens read as were written."""
+    text = await output(house, tmp_path, sys.executable, str(EXAMPLES / "anthropic_cache.py"))
+    counts = [tuple(map(int, found)) for found in re.findall(r"\[(\d+) written, (\d+) read", text)]
+
+    (written, nothing), (again, read) = counts
+    assert (nothing, again) == (0, 0)
+    assert read == written > 0
+
+
+async def test_cached_content_is_used_without_being_sent(house: House, tmp_path: Path) -> None:
+    """Both answers count it as cached; it is gone afterwards."""
+    file = str(EXAMPLES / "gemini_cached_content.py")
+    text = await output(house, tmp_path, sys.executable, "-W", "ignore", file)
+    cached = [int(found) for found in re.findall(r"tokens, (\d+) of them cached", text)]
+
+    assert len(cached) == 2
+    assert min(cached) > 0
+    assert house.store.query("select count(content) from cached_contents") == [(0,)]
+
+
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not here")
 async def test_the_curl_lines_answer(house: House, tmp_path: Path) -> None:
     """Four calls: models, an answer, a stream to its end, two continuations."""
