@@ -5,14 +5,13 @@ come to is reserved when it is admitted (for tokens: what is not in the cache, a
 answer) and corrected when it ends, so that what was admitted never exceeds a limit, however many
 ask at once. It knows no HTTP, no engine and no database; the gateway calls it, on one thread.
 
-A bucket is one number, the instant at which it is full again. What is used is then a share of the
-limit, whatever the limit is: one that changes at runtime holds for the next request, and nothing
-has to be converted.
+A bucket is what is owed and since when; it drains at the limit's own rate. Everything is whole
+numbers (tokens times the nanoseconds of a minute), so sums are exact. A limit that changes at
+runtime holds for the next request: a half-full bucket of one size is a half-full one of another.
 
-    full ─────────────●───────────────────▶ time      used now = (●  - now) / minute * limit
-         now          full_at                         taking n moves ● right by n * minute / limit
-
-Times are whole nanoseconds and shares are rounded against the client, so sums are exact.
+    owed ┤ ╲ taken        given while owed + cost is at most a minute's worth
+         │  ╲│╲
+         └────────▶ time
 """
 
 from __future__ import annotations
@@ -70,31 +69,45 @@ class LimitState(Struct, frozen=True):
 
 @dataclass(slots=True)
 class _Bucket:
-    """`told_ns`: until when those who were refused have been told to come back."""
+    """Token-nanoseconds. `told`: what would be owed if those who were refused had been given when
+    they were told to come back."""
 
-    full_at_ns: int = 0
-    told_ns: int = 0
+    limit: int = 1
+    at_ns: int = 0
+    owed: int = 0
+    told: int = 0
 
-    def after_ns(self, now_ns: int, cost_ns: int) -> int:
+    def drain(self, now_ns: int, limit: int) -> None:
+        """As it is now, at this limit. Shares are rounded up where the limit has changed."""
+        gone = (now_ns - self.at_ns) * self.limit
+        self.at_ns = now_ns
+        self.owed = max(0, self.owed - gone)
+        self.told = max(0, self.told - gone)
+        if limit != self.limit:
+            self.owed = -(-self.owed * limit // self.limit)
+            self.told = -(-self.told * limit // self.limit)
+            self.limit = limit
+
+    def after_ns(self, cost: int) -> int:
         """How long until that much fits. O(1). Changes nothing."""
-        return max(0, max(self.full_at_ns, now_ns) + cost_ns - now_ns - MINUTE_NS)
+        return max(0, -(-(self.owed + cost - self.limit * MINUTE_NS) // self.limit))
 
-    def turn_ns(self, now_ns: int, cost_ns: int) -> int:
+    def turn_ns(self, cost: int) -> int:
         """How long until that much fits after all who were told to wait before: each gets a turn
         of his own, or all would come at once and most be refused again. At most a minute."""
-        turn_ns = max(self.full_at_ns, self.told_ns, now_ns) + cost_ns
-        self.told_ns = min(turn_ns, now_ns + 2 * MINUTE_NS)
-        return min(MINUTE_NS, turn_ns - now_ns - MINUTE_NS)
+        whole = self.limit * MINUTE_NS
+        turn = max(self.owed, self.told) + cost
+        self.told = min(turn, 2 * whole)
+        return min(MINUTE_NS, -(-(turn - whole) // self.limit))
 
-    def take(self, now_ns: int, cost_ns: int) -> None:
-        """Use so much."""
-        self.full_at_ns = max(self.full_at_ns, now_ns) + cost_ns
-
-    def state(self, now_ns: int, limit: int) -> LimitState:
+    def state(self) -> LimitState:
         """For headers."""
-        used_ns = max(0, self.full_at_ns - now_ns)
-        remaining = max(0, MINUTE_NS - used_ns) * limit // MINUTE_NS
-        return LimitState(limit, remaining, used_ns / SECOND_NS)
+        left = max(0, self.limit * MINUTE_NS - self.owed)
+        return LimitState(self.limit, left // MINUTE_NS, self.owed / self.limit / SECOND_NS)
+
+    def is_idle(self, now_ns: int) -> bool:
+        """Would a new one be the same?"""
+        return max(self.owed, self.told) <= (now_ns - self.at_ns) * self.limit
 
 
 @dataclass(slots=True)
@@ -112,17 +125,21 @@ class _Account:
 
     def is_idle(self, now_ns: int) -> bool:
         """Would a new one be the same?"""
-        buckets = self.buckets.values()
-        return not self.at_once and all(max(b.full_at_ns, b.told_ns) <= now_ns for b in buckets)
+        return not self.at_once and all(b.is_idle(now_ns) for b in self.buckets.values())
 
 
 class _Taken(Struct, frozen=True):
-    """A share of a bucket, at the limit that held when it was taken."""
+    """What a request takes of a bucket, at the limit that held then."""
 
     bucket: _Bucket
     meter: Meter
     limit: int
-    cost_ns: int
+    count: int
+
+    @property
+    def cost(self) -> int:
+        """In the bucket's own measure."""
+        return self.count * MINUTE_NS
 
 
 Owner = tuple[Literal["tenant", "key"], int]
@@ -175,10 +192,10 @@ class Limiter:
         self._check_fit(owners, estimate)
         accounts = tuple(self._account(owner) for owner, _ in owners)
         _check_at_once(owners, accounts)
-        wanted = tuple(_wanted(owners, accounts, estimate))
-        _check_rates(wanted, now_ns)
+        wanted = tuple(_wanted(owners, accounts, estimate, now_ns))
+        _check_rates(wanted)
         for taken in wanted:
-            taken.bucket.take(now_ns, taken.cost_ns)
+            taken.bucket.owed += taken.cost
         for account in accounts:
             account.at_once += 1
         self._open += 1
@@ -194,7 +211,9 @@ class Limiter:
                 limit = limit_of(limits, meter)
                 if limit is None:
                     continue
-                state = account.buckets.get(meter, _Bucket()).state(now_ns, limit)
+                bucket = account.buckets.get(meter) or _Bucket()
+                bucket.drain(now_ns, limit)
+                state = bucket.state()
                 if meter not in states or state.remaining < states[meter].remaining:
                     states[meter] = state
         return states
@@ -205,11 +224,10 @@ class Limiter:
         """See `Reservation.settle`, which calls it once."""
         now_ns = self._now_ns()
         for one in taken:
-            more_ns = _cost_ns(max(0, actual.of(one.meter)), one.limit) - one.cost_ns
-            if more_ns > 0:
-                one.bucket.take(now_ns, more_ns)
-            else:
-                one.bucket.full_at_ns += more_ns
+            bucket = one.bucket
+            bucket.drain(now_ns, bucket.limit)
+            more = (max(0, actual.of(one.meter)) - one.count) * MINUTE_NS
+            bucket.owed = max(0, bucket.owed - (-more * bucket.limit // one.limit))
         for account in accounts:
             account.at_once -= 1
             assert account.at_once >= 0, "a reservation is settled once"
@@ -294,20 +312,19 @@ def limit_of(limits: Limits, meter: Meter) -> int | None:
             return limits.output_tokens_per_minute
 
 
-def _cost_ns(count: int, limit: int) -> int:
-    """How much later a bucket is full. Rounded up: a limit is never exceeded by roundings."""
-    return -(-count * MINUTE_NS // limit)
-
-
 def _wanted(
-    owners: tuple[tuple[Owner, Limits], ...], accounts: tuple[_Account, ...], estimate: Demand
+    owners: tuple[tuple[Owner, Limits], ...],
+    accounts: tuple[_Account, ...],
+    estimate: Demand,
+    now_ns: int,
 ) -> Iterator[_Taken]:
     for (_, limits), account in zip(owners, accounts, strict=True):
         for meter in METERS:
             limit = limit_of(limits, meter)
             if limit is not None:
-                cost_ns = _cost_ns(estimate.of(meter), limit)
-                yield _Taken(account.bucket(meter), meter, limit, cost_ns)
+                bucket = account.bucket(meter)
+                bucket.drain(now_ns, limit)
+                yield _Taken(bucket, meter, limit, estimate.of(meter))
 
 
 def _check_at_once(
@@ -326,13 +343,13 @@ def _check_at_once(
             )
 
 
-def _check_rates(wanted: tuple[_Taken, ...], now_ns: int) -> None:
+def _check_rates(wanted: tuple[_Taken, ...]) -> None:
     """The limit that is longest in the way refuses: who waits for it need not wait for others."""
-    worst = max(wanted, key=lambda one: one.bucket.after_ns(now_ns, one.cost_ns), default=None)
-    if worst is None or not worst.bucket.after_ns(now_ns, worst.cost_ns):
+    worst = max(wanted, key=lambda one: one.bucket.after_ns(one.cost), default=None)
+    if worst is None or not worst.bucket.after_ns(worst.cost):
         return
-    state = worst.bucket.state(now_ns, worst.limit)
-    retry_after_s = worst.bucket.turn_ns(now_ns, worst.cost_ns) / SECOND_NS
+    state = worst.bucket.state()
+    retry_after_s = worst.bucket.turn_ns(worst.cost) / SECOND_NS
     words = worst.meter.replace("_", " ")
     raise LimitExceeded(
         f"{worst.meter}_per_minute",

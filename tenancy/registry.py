@@ -1,8 +1,9 @@
 """Who there is: tenants with their settings, and the identity behind a key.
 
-`Registry` keeps a snapshot in memory, so that authentication costs no query; at most every
-`REFRESH_S` it looks whether tenants or keys have changed, in this process or another. It knows no
-HTTP and no engine; the middleware, the admin API and the command line call it.
+`Registry` keeps all of them in memory, so that authentication costs no query; at most every
+`REFRESH_S` it looks whether tenants or keys have changed, in this process or another, and reads
+those that have. It knows no HTTP and no engine; the middleware, the admin API and the command line
+call it.
 """
 
 from __future__ import annotations
@@ -30,6 +31,9 @@ from tenancy.store import Row, Store
 from tenancy.types import CachePolicy, Identity, Limits, Tenant, TenantSettings, WallClock
 
 REFRESH_S = 0.5
+CHANGES_MAX = 500
+"""As many at once are read one by one; where more have changed, everything is read again."""
+
 DEFAULT_TENANT = "default"
 BLOCKS_MAX = 2**40
 PRIORITY_MAX = 1_000_000
@@ -62,6 +66,7 @@ class Registry:
         self._wall = wall
         self._clock = clock
         self._looked_at_s = clock()
+        self._version = 0
         self._load()
 
     def authenticate(self, key: str) -> Identity:
@@ -70,7 +75,9 @@ class Registry:
         facts = self._ring.find(key, self._wall())
         if ADMIN in facts.scopes:
             raise KeyRefused("scope_missing", "An administrator's key belongs to no tenant.")
-        found = self._tenants[facts.tenant_id]
+        found = self._tenants.get(facts.tenant_id)
+        if found is None:
+            raise KeyRefused("key_unknown", "No such key.")
         if found.tenant.status != "active":
             raise KeyRefused("tenant_suspended", f"The tenant {found.tenant.name} is suspended.")
         return Identity(
@@ -103,11 +110,32 @@ class Registry:
             # be admitted then, since no hold can be written.
             with suppress(StoreError):
                 if self._store.registry_version() != self._version:
-                    self._load()
+                    self._follow()
+
+    def _follow(self) -> None:
+        """Read again what has changed since, or everything where that is not known any more."""
+        version = self._store.registry_version()
+        rows = self._store.query(
+            "select version, kind, id from registry_changes where version > ? order by version"
+            " limit ?",
+            (self._version, CHANGES_MAX + 1),
+        )
+        if not rows or len(rows) > CHANGES_MAX:  # many more are kept: what is there is whole
+            self._load()
+            return
+        changed: dict[str, list[int]] = {"key": [], "tenant": []}
+        for _, kind, number in rows:
+            changed[kind].append(number)
+        self._ring.refresh(self._store, sorted(set(changed["key"])))
+        for tenant_id in sorted(set(changed["tenant"])):
+            self._tenants.pop(tenant_id, None)
+            for row in self._store.query(f"{_TENANTS} where tenant_id = ?", (tenant_id,)):
+                self._tenants[tenant_id] = _registered(row)
+        self._version = max(version, rows[-1][0])
 
     def _load(self) -> None:
         """The version first, keys before tenants: what changes meanwhile is looked at again, and
-        a key's tenant is always there. (A deleted tenant's keys go before it does.)"""
+        a key's tenant is there unless both have just been deleted."""
         version = self._store.registry_version()
         ring = load_key_ring(self._store)
         self._tenants = {one.tenant.tenant_id: one for one in list_registered(self._store)}

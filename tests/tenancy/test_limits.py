@@ -223,6 +223,16 @@ def test_what_can_never_fit_is_not_told_to_wait(desk: Desk) -> None:
     assert "101 tokens" in refusal.message
 
 
+@pytest.mark.parametrize("limit", [7, 700_000_000, 10**12])
+def test_no_rounding_makes_a_token_free(desk: Desk, limit: int) -> None:
+    """Of a trillion a minute one token is less than a nanosecond's."""
+    limits = Limits(tokens_per_minute=limit)
+    given = desk.given(50, limits, Demand(1, 0))
+
+    assert given == min(50, limit)
+    assert desk.limiter.status(identity(limits))["tokens"].remaining <= limit - given
+
+
 # --- at once -------------------------------------------------------------------------------------
 
 
@@ -360,8 +370,8 @@ def test_what_runs_is_not_forgotten(desk: Desk) -> None:
 
 # --- against a model -----------------------------------------------------------------------------
 
-LIMITS = st.sampled_from([None, 1, 2, 3, 4, 5, 6, 10, 12, 60, 600])
-"""Divisors of a minute, so that the model's fractions and our nanoseconds are the same number."""
+LIMITS = st.sampled_from([None, 1, 2, 3, 7, 10, 11, 13, 60, 97, 600, 10**12])
+"""Whether or not they divide a minute."""
 
 OPERATIONS = st.one_of(
     st.tuples(st.just("wait"), st.integers(0, 20_000), st.just(0)),

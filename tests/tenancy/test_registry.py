@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from msgspec import structs
 
 from tenancy.errors import BadName, KeyRefused, StoreError
@@ -17,8 +21,10 @@ from tenancy.keys import (
     create_key,
     list_keys,
     revoke_key,
+    rotate_key,
 )
 from tenancy.registry import (
+    CHANGES_MAX,
     REFRESH_S,
     Registry,
     bootstrap,
@@ -133,6 +139,117 @@ def test_an_unchanged_registry_is_not_read_again(
     monkeypatch.setattr("tenancy.registry.load_key_ring", lambda store: pytest.fail("read again"))
 
     assert server.answer() == "ada"
+
+
+def test_only_what_changed_is_read_again(
+    store: Store, other: Store, wall: Wall, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Among a hundred thousand keys a new one must not stop everybody for half a second."""
+    monkeypatch.setattr("tenancy.registry.load_key_ring", lambda store: pytest.fail("all read"))
+    monkeypatch.setattr("tenancy.registry.list_registered", lambda store: pytest.fail("all read"))
+    key = create_key(other, wall, create_tenant(other, wall, "bob").tenant_id)
+    answers = [server.answer(key), server.answer()]
+    delete_tenant(other, "bob")
+
+    assert answers == ["bob", "ada"]
+    assert server.answer(key) == "key_unknown"
+
+
+def test_a_deleted_tenants_key_does_not_open_the_next_ones_door(
+    other: Store, wall: Wall, server: Server
+) -> None:
+    """The number of what was deleted may be given out again."""
+    bob = create_tenant(other, wall, "bob")
+    key = create_key(other, wall, bob.tenant_id)
+    answers = [server.answer(key)]
+    delete_tenant(other, "bob")
+    eve = create_tenant(other, wall, "eve")
+    answers.append(server.answer(key))
+
+    assert eve.tenant_id == bob.tenant_id
+    assert answers == ["bob", "key_unknown"]
+
+
+@pytest.mark.parametrize("changes", [CHANGES_MAX, CHANGES_MAX + 1, 12_000])
+def test_many_changes_at_once_are_all_seen(
+    store: Store, other: Store, wall: Wall, server: Server, changes: int
+) -> None:
+    """One by one, or everything anew; also when the oldest of them are remembered no more."""
+    with other.change() as db:
+        for number in range(changes):
+            db.execute("update keys set label = ? where key_id = 1", (str(number),))
+        db.execute("update keys set workspace = 'lab' where key_id = 1")
+    kept = store.query("select count(*) from registry_changes")[0][0]
+    server.answer()
+
+    assert server.registry.authenticate(server.key).workspace == "lab"
+    assert kept <= 10_000
+
+
+CHANGES = st.lists(
+    st.tuples(
+        st.sampled_from(
+            ["tenant", "key", "revoke", "rotate", "suspend", "resume", "set", "delete"]
+        ),
+        st.integers(0, 5),
+    ),
+    max_size=25,
+)
+
+
+@given(changes=CHANGES, looks=st.lists(st.booleans(), min_size=25, max_size=25))
+@settings(max_examples=40, deadline=None)
+def test_a_registry_that_follows_is_one_that_was_just_read(
+    changes: list[tuple[str, int]], looks: list[bool]
+) -> None:
+    """After any changes by another process, however often it looked meanwhile."""
+    with TemporaryDirectory() as folder:
+        store, other = Store(Path(folder) / "t.db"), Store(Path(folder) / "t.db")
+        clock, wall = [0.0], Wall()
+        registry = Registry(store, wall, lambda: clock[0])
+        keys: list[str] = []
+        for (what, number), look in zip(changes, looks, strict=False):
+            with suppress(BadName):
+                _change(other, wall, what, number, keys)
+            if look:
+                clock[0] += REFRESH_S
+                _answers(registry, keys)
+        clock[0] += REFRESH_S
+        followed = _answers(registry, keys)
+        fresh = _answers(Registry(store, wall, lambda: 0.0), keys)
+        store.close()
+        other.close()
+
+    assert followed == fresh
+
+
+def _change(store: Store, wall: Wall, what: str, number: int, keys: list[str]) -> None:
+    name = f"t{number}"
+    match what:
+        case "tenant":
+            create_tenant(store, wall, name)
+        case "key":
+            keys.append(create_key(store, wall, number))
+        case "revoke":
+            revoke_key(store, wall, str(number))
+        case "rotate":
+            keys.append(rotate_key(store, wall, str(number), 0)[0])
+        case "suspend" | "resume":
+            set_status(store, name, "suspended" if what == "suspend" else "active")
+        case "set":
+            change_tenant(store, name, {"priority": number})
+        case _:
+            delete_tenant(store, name)
+
+
+def _answers(registry: Registry, keys: list[str]) -> list[object]:
+    answers: list[object] = []
+    for key in keys:
+        try:
+            answers.append(registry.authenticate(key))
+        except KeyRefused as refusal:
+            answers.append(refusal.code)
+    return answers
 
 
 def test_a_policy_holds_from_the_next_look(other: Store, server: Server) -> None:
