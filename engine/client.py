@@ -39,9 +39,9 @@ from engine.api import (
 from engine.errors import EngineError, EngineUnavailable, RequestRefused
 from engine.frames import FrameError, Hello, Rejected, Welcome, downward_decoder, encode
 from engine.loss_totals import LossTotals
-from engine.stream import RequestStream
+from engine.stream import Bell, RequestStream
 
-__all__ = ["Connection", "Engine", "RequestStream", "SocketEngine"]
+__all__ = ["Bell", "Connection", "Engine", "RequestStream", "SocketEngine"]
 
 READ_BYTES = 1 << 18
 CALL_TIMEOUT_S = 10.0

@@ -12,8 +12,6 @@ from collections import deque
 from collections.abc import AsyncIterator
 from typing import Protocol
 
-import msgspec
-
 from engine.api import (
     Cancel,
     Command,
@@ -37,27 +35,96 @@ class Way(Protocol):
         """A reader has gone: cancel, and drop what still comes for it."""
 
 
+class Bell:
+    """Wakes one reader of any number of streams. `idle_s`: also when nothing came for so long.
+
+    It costs one future a wait, and one timer for as long as it is used, not one for each wait.
+    """
+
+    __slots__ = ("_idle_s", "_since_s", "_timer", "_waiter")
+
+    def __init__(self, idle_s: float | None = None) -> None:
+        self._idle_s = idle_s
+        self._since_s = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+        self._waiter: asyncio.Future[bool] | None = None
+
+    def ring(self) -> None:
+        """Something has come. Without anybody waiting it is forgotten."""
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(True)
+
+    async def wait(self) -> bool:
+        """Until something comes: True; or nothing has for `idle_s`: False. Look before waiting."""
+        assert self._waiter is None, "one reader at a time"
+        loop = asyncio.get_running_loop()
+        waiter: asyncio.Future[bool] = loop.create_future()
+        self._waiter = waiter
+        if self._idle_s is not None:
+            self._since_s = loop.time()
+            if self._timer is None:
+                self._timer = loop.call_later(self._idle_s, self._look, loop, self._idle_s)
+        try:
+            return await waiter
+        finally:
+            self._waiter = None
+
+    def close(self) -> None:
+        """Nobody waits any more."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _look(self, loop: asyncio.AbstractEventLoop, idle_s: float) -> None:
+        """The timer: has the wait that goes on now been long enough? The next one begins anew."""
+        self._timer = None
+        waiter = self._waiter
+        if waiter is None or waiter.done():
+            return
+        left_s = self._since_s + idle_s - loop.time()
+        if left_s > 0:
+            self._timer = loop.call_later(left_s, self._look, loop, idle_s)
+        else:
+            waiter.set_result(False)
+
+
 class _Joined:
-    """Tokens of one sample that wait to be read."""
+    """Tokens of one sample that wait to be read: one event, or more than one joined."""
 
-    __slots__ = ("index", "tokens")
+    __slots__ = ("event", "more")
 
-    def __init__(self, index: int) -> None:
-        self.index = index
-        self.tokens: list[SampledToken] = []
+    def __init__(self, event: Tokens) -> None:
+        self.event = event
+        self.more: list[SampledToken] | None = None
+
+    def add(self, tokens: tuple[SampledToken, ...]) -> None:
+        """Further ones."""
+        if self.more is None:
+            self.more = list(self.event.tokens)
+        self.more.extend(tokens)
+
+    def whole(self) -> Tokens:
+        """All as one event."""
+        if self.more is None:
+            return self.event
+        return Tokens(self.event.request_id, self.event.index, tuple(self.more))
 
 
 class RequestStream(AsyncIterator[Event]):
-    """One request's events, ending after `Finished`. `aclose` before that cancels the request."""
+    """One request's events, ending after `Finished`. `aclose` before that cancels the request.
+
+    `bell` rings when something comes. Whoever reads several streams gives them one of its own.
+    """
 
     def __init__(self, request_id: str, connection: Way) -> None:
         self.request_id = request_id
         self._connection = connection
         self._events: deque[Event | _Joined] = deque()
         self._joined: dict[int, _Joined] = {}
-        self._arrived = asyncio.Event()
+        self.bell = Bell()
         self._is_over = False
-        self._seen = Usage()
+        self._prompt_tokens = self._cached_tokens = self._output_tokens = 0
 
     def push(self, event: Event) -> None:
         """Called by the connection, in order.
@@ -67,51 +134,59 @@ class RequestStream(AsyncIterator[Event]):
         """
         match event:
             case Tokens(index=index, tokens=tokens):
-                self._saw(output_tokens=self._seen.output_tokens + len(tokens))
+                self._output_tokens += len(tokens)
                 joined = self._joined.get(index)
                 if joined is None:
-                    joined = self._joined[index] = _Joined(index)
+                    joined = self._joined[index] = _Joined(event)
                     self._events.append(joined)
-                joined.tokens.extend(tokens)
+                else:
+                    joined.add(tokens)
             case Started(prompt_tokens=prompt_tokens, cached_tokens=cached_tokens):
-                self._saw(
-                    prompt_tokens=prompt_tokens,
-                    cached_tokens=cached_tokens,
-                    computed_tokens=prompt_tokens - cached_tokens,
-                )
+                self._prompt_tokens, self._cached_tokens = prompt_tokens, cached_tokens
                 self._events.append(event)
             case _:
                 self._events.append(event)
-        self._arrived.set()
+        self.bell.ring()
 
     def fail(self, code: str, message: str) -> None:
         """The engine is gone: end with the usage that was seen to arrive."""
-        self.push(Finished(self.request_id, "failed", self._seen, code, message))
+        seen = Usage(
+            prompt_tokens=self._prompt_tokens,
+            cached_tokens=self._cached_tokens,
+            computed_tokens=self._prompt_tokens - self._cached_tokens,
+            output_tokens=self._output_tokens,
+        )
+        self.push(Finished(self.request_id, "failed", seen, code, message))
 
-    def _saw(self, **counts: int) -> None:
-        self._seen = msgspec.structs.replace(self._seen, **counts)
+    @property
+    def is_over(self) -> bool:
+        """Has its end been read, or its reader gone?"""
+        return self._is_over
 
     async def __anext__(self) -> Event:
         if self._is_over:
             raise StopAsyncIteration
         while not self._events:
-            self._arrived.clear()
-            await self._arrived.wait()
+            await self.bell.wait()
         return self._take()
 
     def _take(self) -> Event:
         event = self._events.popleft()
         if isinstance(event, _Joined):
-            del self._joined[event.index]
-            event = Tokens(self.request_id, event.index, tuple(event.tokens))
+            del self._joined[event.event.index]
+            event = event.whole()
         self._is_over = isinstance(event, Finished)
         return event
 
     async def next_batch(self) -> list[Event]:
         """Everything there is, at least one event; [] when it is over."""
-        if self._is_over:
-            return []
-        batch = [await anext(self)]
+        while not self._events and not self._is_over:
+            await self.bell.wait()
+        return self.take()
+
+    def take(self) -> list[Event]:
+        """Everything there is now, perhaps nothing."""
+        batch: list[Event] = []
         while self._events and not self._is_over:
             batch.append(self._take())
         return batch

@@ -36,6 +36,9 @@ CONNECT_EVERY_S = 0.02
 WATCH_EVERY_S = 0.25
 POISON_REMEMBERED, POISON_S = 64, 600.0
 
+IN_FLIGHT_SPARE = 64
+"""How many requests that have ended may be remembered before they are looked through."""
+
 Report = Callable[[str, dict[str, object]], None]
 """Told of what happens to the engine, for the log: an event's name and its facts."""
 
@@ -66,6 +69,7 @@ class EngineSupervisor:
         self._suspects: set[str] = set()
         self._poison: deque[tuple[str, float]] = deque(maxlen=POISON_REMEMBERED)
         self._in_flight: dict[str, str] = {}
+        self._in_flight_max = IN_FLIGHT_SPARE
         self.restarts = 0
         self.failure: EngineError | None = None
 
@@ -101,9 +105,11 @@ class EngineSupervisor:
                 "poison_request", "This request was being computed when the engine died, twice."
             )
         stream = self._engine.submit(request)
-        live = set(self._engine.open_streams())
-        self._in_flight = {r: d for r, d in self._in_flight.items() if r in live}
         self._in_flight[request.request_id] = digest
+        if len(self._in_flight) > self._in_flight_max:
+            live = set(self._engine.open_streams())
+            self._in_flight = {r: d for r, d in self._in_flight.items() if r in live}
+            self._in_flight_max = 2 * len(live) + IN_FLIGHT_SPARE
         return stream
 
     def open_requests(self) -> int:

@@ -9,8 +9,8 @@ It knows no dialect by name; handlers call it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
+from contextlib import aclosing, suppress
 
 from aiohttp import web
 
@@ -20,8 +20,9 @@ from engine.errors import EngineError
 from gateway import limiting
 from gateway.accounting import added
 from gateway.admission import Circumstances, admit
+from gateway.analytics import Facts
 from gateway.context import Context
-from gateway.dialects.canonical import Delta, End, Reply
+from gateway.dialects.canonical import Delta, End, Rendered, Reply
 from gateway.endpoints import Dialect, Encoder, asked
 from gateway.errors import Kind, Refusal
 from gateway.metering import Account
@@ -49,6 +50,7 @@ class Answer:
         self._response: web.StreamResponse | None = None
         self._reply = Reply("", "", 0)
         self._contracts: list[Contract] = []
+        self._rendered: list[Rendered] = []
 
     async def run(self, id_prefix: str) -> web.StreamResponse:
         """Everything up to the hold; nothing has to be undone before it."""
@@ -78,11 +80,20 @@ class Answer:
         self._reply = reply
         gateway, tenant_id = self._gateway, identity.tenant.tenant_id
         call, rendered, self._contracts = made.call, made.rendered, made.contracts
+        self._rendered = rendered
         leases = [contract.leases for contract in self._contracts]
         cached, now = await self._look(made, identity)
         requests = admit(call, rendered, identity, self._state.request_id, now, leases)
         account = Account(
-            gateway.ledger, gateway.wall, self._state.request_id, identity, gateway.model
+            gateway.ledger,
+            gateway.wall,
+            self._state.request_id,
+            identity,
+            gateway.model,
+            most=limiting.estimate(requests, 0),
+            dialect=self._dialect.name,
+            epoch=now.info.epoch,
+            landings=gateway.landings,
         )
         reservation = self._reserve(identity, limiting.estimate(requests, cached))
         gateway.enter(tenant_id)
@@ -105,7 +116,10 @@ class Answer:
             return response
         finally:
             gateway.leave(tenant_id)
-            await gateway.finish(self._give_up(answer, account, ending, reservation))
+            if answer.is_over and not account.is_open:
+                self._close(answer, ending, reservation)  # nothing is left to wait for
+            else:
+                await gateway.finish(self._give_up(answer, account, ending, reservation))
 
     async def _look(self, made: Prepared, identity: Identity) -> tuple[int, Circumstances]:
         """What the cache has of the prompts, if a limit depends on it, and how things stand then:
@@ -144,13 +158,44 @@ class Answer:
     ) -> None:
         """After any ending: cancel what runs, settle what was not. Both may be done already."""
         await answer.cancel()
+        self._close(answer, ending, reservation)
+        if account.is_open:
+            with suppress(LedgerUnavailable):  # the hold stays and is closed at the next start
+                await account.settle(ending, answer.usage_so_far(), answer.first_token_s)
+
+    def _close(self, answer: AnswerStream, ending: str, reservation: Reservation) -> None:
+        """Tell everybody who counts; once for each answer."""
         reservation.settle(limiting.truth(answer.usage_so_far()))
         self._note(answer)
         for contract in self._contracts:
             contract.finish(self._reply.response_id)
-        if account.is_open:
-            with suppress(LedgerUnavailable):  # the hold stays and is closed at the next start
-                await account.settle(ending, answer.usage_so_far())
+        self._tell(answer, ending)
+
+    def _tell(self, answer: AnswerStream, ending: str) -> None:
+        """What operators look at."""
+        identity = self._state.identity
+        assert identity is not None, "answers have an owner"
+        records = answer.records_so_far()
+        telemetry = self._gateway.telemetry
+        tenant = telemetry.tenant_label(identity.tenant.name)
+        telemetry.output_format_violations.inc(answer.format_violations)
+        for contract, record, prompt in zip(self._contracts, records, self._rendered, strict=False):
+            telemetry.read_tokens.labels(tenant).inc(record.read_tokens())
+            telemetry.write_tokens.labels(tenant).inc(record.write_tokens())
+            telemetry.owed_tokens.labels(tenant).inc(record.recomputed_promised)
+            if missed := contract.why_missed():
+                telemetry.misses.labels(missed).inc()
+            self._gateway.analytics.note(
+                Facts(
+                    tenant=identity.tenant.name,
+                    record=record,
+                    tokens=prompt.token_ids,
+                    boundaries=prompt.boundaries,
+                    first_token_s=answer.first_token_s,
+                    missed=missed,
+                    ending=ending or "done",
+                )
+            )
 
     def _note(self, answer: AnswerStream) -> None:
         usage = answer.usage_so_far()
@@ -165,9 +210,10 @@ class Answer:
         self, answer: AnswerStream, encoder: Encoder, account: Account
     ) -> web.StreamResponse:
         deltas: list[Delta] = []
-        async for batch in answer.batches():
-            deltas.extend(batch)
-        await self._settle(deltas, account)
+        async with aclosing(answer.batches()) as batches:
+            async for batch in batches:
+                deltas.extend(batch or ())
+        await self._settle(deltas, account, answer.first_token_s)
         return await self._send_whole(encoder.unary(deltas))
 
     async def _send_whole(self, body: bytes) -> web.StreamResponse:
@@ -192,23 +238,33 @@ class Answer:
         """Server-sent events. Until the first one, an error is still a plain HTTP answer."""
         interval_s = self._gateway.config.server.stream_keep_alive_s
         try:
-            async for batch in paced(answer.batches(), interval_s):
-                if batch is None:
-                    await self._send(self._dialect.keep_alive())
-                    continue
-                data = b"".join(map(encoder.stream, batch))
-                if batch and isinstance(batch[-1], End):
-                    await self._settle(batch, account)
-                    data += encoder.close()
-                if data:
-                    await self._send(data)
-                if batch and isinstance(batch[-1], End):
-                    self._state.is_complete = True
-                    break
+            async with aclosing(answer.batches(interval_s)) as batches:
+                async for batch in batches:
+                    await self._pass_on(batch, answer, encoder, account)
         except (Refusal, EngineError, LedgerUnavailable) as error:
             await self._break_off(encoder, error)
         assert self._response is not None, "a whole answer has bytes"
         return self._response
+
+    async def _pass_on(
+        self,
+        batch: Sequence[Delta] | None,
+        answer: AnswerStream,
+        encoder: Encoder,
+        account: Account,
+    ) -> None:
+        """What came at once in one write; the last one waits for the ledger. None: nothing came."""
+        if batch is None:
+            await self._send(self._dialect.keep_alive())
+            return
+        is_last = bool(batch) and isinstance(batch[-1], End)
+        data = b"".join(map(encoder.stream, batch))
+        if is_last:
+            await self._settle(batch, account, answer.first_token_s)
+            data += encoder.close()
+        if data:
+            await self._send(data)
+        self._state.is_complete = is_last
 
     async def _break_off(self, encoder: Encoder, error: Exception) -> None:
         """Tell the client inside the stream, then break the connection: half is not whole."""
@@ -232,35 +288,14 @@ class Answer:
             )
             await self._response.prepare(self._request)
         timeout_s = self._gateway.config.server.write_timeout_s
-        await write(self._request, self._response, data, timeout_s)
+        await write(self._request, data, timeout_s)
 
-    async def _settle(self, deltas: Sequence[Delta], account: Account) -> None:
+    async def _settle(
+        self, deltas: Sequence[Delta], account: Account, first_token_s: float | None
+    ) -> None:
         last = deltas[-1]
         assert isinstance(last, End), "a whole answer ends with its usage"
-        await account.settle("done", last.usage)
-
-
-async def paced(
-    batches: AsyncIterator[list[Delta]], interval_s: float
-) -> AsyncIterator[list[Delta] | None]:
-    """The same batches, with None wherever nothing came for `interval_s`."""
-    reading: asyncio.Future[list[Delta]] | None = None
-    try:
-        while True:
-            reading = asyncio.ensure_future(anext(batches))
-            while not (await asyncio.wait([reading], timeout=interval_s))[0]:
-                yield None
-            try:
-                batch = reading.result()
-            except StopAsyncIteration:
-                return
-            yield batch
-    finally:
-        if reading is not None:
-            reading.cancel()
-            await asyncio.wait([reading])
-            if not reading.cancelled():
-                reading.exception()  # known to whoever reads; asked for so that nobody is warned
+        await account.settle("done", last.usage, first_token_s)
 
 
 def cache_header(contracts: Sequence[Contract]) -> str:

@@ -13,7 +13,9 @@ from typing import Protocol
 
 from engine.api import Clock
 from engine.client import Engine
+from gateway.analytics import Analytics
 from gateway.config import Config
+from gateway.landings import Landings
 from gateway.prompt import Renderer
 from gateway.reports import Reports
 from gateway.retention import Contracts
@@ -45,6 +47,7 @@ class Context:
     """A running gateway. `running`: requests admitted and not over, by tenant id.
     `read_config`: the settings as their file says them now; raises ConfigError.
     `token_bytes_max`: of the vocabulary's longest token.
+    `landings`: who waits for the ledger.
     `background`: work that must end even if whoever began it is cancelled.
     """
 
@@ -58,6 +61,7 @@ class Context:
     telemetry: Telemetry
     renderer: Renderer
     contracts: Contracts
+    analytics: Analytics
     model: str
     clock: Clock
     wall: WallClock
@@ -68,6 +72,7 @@ class Context:
     engine_restarts: Callable[[], int] = lambda: 0
     is_draining: bool = False
     running: Counter[int] = field(default_factory=Counter)
+    landings: Landings = field(default_factory=Landings)
     background: set[asyncio.Task[None]] = field(default_factory=set)
     idle: asyncio.Event = field(default_factory=asyncio.Event)
 

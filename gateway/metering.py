@@ -6,11 +6,10 @@ durable before the answer's last byte is sent: `inference` awaits `settle` first
 
 from __future__ import annotations
 
-import asyncio
 import time
-from concurrent.futures import Future
 
 from gateway.dialects.canonical import UsageRecord
+from gateway.landings import Landings
 from tenancy.errors import BadPrice, BudgetExceeded
 from tenancy.ledger import Hold, Ledger
 from tenancy.limits import Demand
@@ -38,10 +37,12 @@ class Account:
         most: Demand = NOTHING,
         dialect: str = "",
         epoch: str = "",
+        landings: Landings | None = None,
     ) -> None:
         """`most`: all prompt tokens and all the output that it may come to. `epoch`: the engine's
-        life in which it will run."""
+        life in which it will run. `landings`: who else waits for this ledger."""
         self._ledger = ledger
+        self._landings = landings or Landings()
         self._wall = wall
         self._hold = Hold(
             request_id=request_id,
@@ -63,7 +64,7 @@ class Account:
         counted, with nothing left to settle; LedgerUnavailable. Nothing may run then."""
         self.is_open = True
         try:
-            await _durable(self._ledger.hold(self._hold))
+            await self._landings.wait(self._ledger.hold(self._hold))
         except (BudgetExceeded, BadPrice):
             self.is_open = False
             raise
@@ -103,9 +104,4 @@ class Account:
             ttft_ms=None if first_token_s is None else round(first_token_s * 1000),
             epoch=hold.epoch,
         )
-        await _durable(self._ledger.settle(entry))
-
-
-async def _durable(written: Future[None]) -> None:
-    """Wait for the writer. Shielded: cancelling the waiter must not cancel the writer's answer."""
-    await asyncio.shield(asyncio.wrap_future(written))
+        await self._landings.wait(self._ledger.settle(entry))

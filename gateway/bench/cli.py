@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -21,7 +22,7 @@ from msgspec import Struct
 
 from gateway.bench.client import BenchError, Client, Target
 from gateway.bench.memory import MemoryWatch
-from gateway.bench.overhead import Overhead, measure
+from gateway.bench.overhead import Overhead, measure, sync_s
 from gateway.bench.own_server import OwnServer, own_server
 from gateway.bench.prompts import Prompts
 from gateway.bench.report import Row, machine, rows, table
@@ -69,6 +70,10 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seconds", type=_positive, default=3.0, help="gateway: of each load (default: 3)"
     )
+    parser.add_argument(
+        "--scratch", type=Path, metavar="DIR",
+        help="gateway: the disk that its ledger is written to (default: the temporary folder's)",
+    )  # fmt: skip
     parser.add_argument(
         "--workloads", default="".join(WORKLOADS), type=_workloads, metavar="LETTERS",
         help="which of a (long prompt), b (one stream), c (16 at once), d (4 tenants), e (chats);"
@@ -149,9 +154,11 @@ def run_bench(
 def run_gateway_bench(options: argparse.Namespace, model_dir: Path, say: Say) -> Overhead:
     """Measure what the gateway adds. `model_dir`: a prepared model, for its tokenizer. Blocks.
     Raises BenchError."""
-    work = measure(options.concurrency, options.seconds, model_dir, say)
+    scratch = options.scratch or Path(tempfile.gettempdir())
+    sync_ms = sync_s(scratch) * 1e3
+    work = measure(options.concurrency, options.seconds, model_dir, scratch, say)
     lines = asyncio.run(_in_time(options, work))
-    return Overhead(model_dir.name, machine(), lines)
+    return Overhead(model_dir.name, machine(), str(scratch), sync_ms, lines)
 
 
 def run_replay(options: argparse.Namespace, model: str, models_dir: Path, say: Say) -> Report:

@@ -8,8 +8,10 @@ carries over to another one. It prints nothing; `gateway.bench.cli` calls it.
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 import tempfile
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -32,6 +34,7 @@ TOKENS_PER_S = 64_000
 """Of all streams together: a thousand streams of 64 tokens in a second."""
 STREAM_RATE_MAX = 2_000
 PACE = 100
+SYNCS = 50
 
 Say = Callable[[str], None]
 
@@ -76,21 +79,27 @@ class Line(Struct, frozen=True):
 
 
 class Overhead(Struct, frozen=True):
-    """All lines, and where they were measured. `text()` is the table."""
+    """All lines, and where they were measured. `sync_ms`: the median fsync of 4 KiB on the disk of
+    `scratch`, where the ledger was; a request waits for two. `text()` is the table."""
 
     model: str
     machine: dict[str, Any]
+    scratch: str
+    sync_ms: float
     lines: list[Line]
 
     def text(self) -> str:
         """For people."""
         m = self.machine
         where = f"{m['cpu']}, {m['cores']} cores, {m['system']}, commit {m['commit']}"
+        disk = f"ledger in {self.scratch}, where an fsync takes {short(self.sync_ms)} ms"
         names = (
             "load", "at once", "mock/s", "gateway/s", "ratio", "p50 ms", "added", "p99 ms",
             "added", "tokens/s", "pieces", "us/token", "core", "client",
         )  # fmt: skip
-        return f"{where}\n\n{columns([names, *map(_cells, self.lines)], range(1, len(names)))}"
+        return (
+            f"{where}\n{disk}\n\n{columns([names, *map(_cells, self.lines)], range(1, len(names)))}"
+        )
 
     def json(self) -> str:
         """For programs."""
@@ -103,7 +112,7 @@ class Overhead(Struct, frozen=True):
             }
             for line in self.lines
         ]
-        found = {"model": self.model, "machine": self.machine, "lines": rows}
+        found = {**msgspec.structs.asdict(self), "lines": rows}
         return msgspec.json.format(msgspec.json.encode(found)).decode()
 
 
@@ -132,11 +141,11 @@ def loads(concurrency: int, seconds: float) -> list[tuple[str, Load]]:
 
 
 async def measure(
-    concurrencies: tuple[int, ...], seconds: float, model_dir: Path, say: Say
+    concurrencies: tuple[int, ...], seconds: float, model_dir: Path, scratch: Path, say: Say
 ) -> list[Line]:
     """Both servers under every load. Raises BenchError."""
     lines = []
-    with tempfile.TemporaryDirectory(prefix="trunkline-bench-") as data:
+    with tempfile.TemporaryDirectory(prefix="trunkline-bench-", dir=scratch) as data:
         settings = Settings(str(model_dir), data, max(concurrencies))
         log = Path(data) / "gateway.log"
         async with (
@@ -174,6 +183,22 @@ def summed_up(found: Found, load: Load, cpu_s: float) -> Server:
         events=found.events / answers,
         client_busy=found.busy,
     )
+
+
+def sync_s(folder: Path) -> float:
+    """What a durable write costs here: the median of some. Raises BenchError."""
+    times_s = []
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            for _ in range(SYNCS):
+                file.write(bytes(4096))
+                file.flush()
+                start_s = time.perf_counter()
+                os.fsync(file.fileno())
+                times_s.append(time.perf_counter() - start_s)
+    except OSError as error:
+        raise BenchError(f"{folder} cannot be written to: {error.strerror}.") from error
+    return percentile(times_s, 50)
 
 
 def _last_words(log: Path) -> str:

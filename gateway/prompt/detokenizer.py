@@ -9,7 +9,7 @@ choices; `gateway.stream` has one per choice.
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 
 class Detokenizer:
@@ -34,6 +34,11 @@ class Detokenizer:
         if self.stopped_by is not None:
             return ""
         return self._advance(self._decoder.decode(self._token_bytes(token_id)))
+
+    def push_all(self, token_ids: Iterable[int]) -> str:
+        """The same for several tokens; where no stop string has to be found among them."""
+        assert not self._stops, "a stop string ends the text at its own token"
+        return self._advance(self._decoder.decode(b"".join(map(self._token_bytes, token_ids))))
 
     def finish(self) -> str:
         """What was held back: no more tokens come."""

@@ -243,7 +243,7 @@ def test_the_table_says_what_the_gateway_adds() -> None:
     line = Line("unary", 1, mock, ours)
     where = {"cpu": "a processor", "cores": 2, "system": "a system", "commit": "abc"}
 
-    text = Overhead("model", where, [line]).text()
+    text = Overhead("model", where, "/tmp", 4.0, [line]).text()
 
     assert (line.ratio, line.added_p50_ms, line.added_p99_ms) == (0.25, 2, 2)
     assert text.splitlines()[-1].split()[:7] == [
@@ -255,6 +255,13 @@ def test_the_table_says_what_the_gateway_adds() -> None:
         "3.00",
         "2.00",
     ]
+
+
+def test_a_disk_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    """The ledger would fail there too, with a trace instead of a line."""
+    options = options_of("gateway", "--scratch", str(tmp_path / "nowhere"))
+    with pytest.raises(BenchError, match="cannot be written to"):
+        run_gateway_bench(options, tmp_path, lambda line: None)
 
 
 def test_processor_time_is_summed_over_threads(tmp_path: Path) -> None:

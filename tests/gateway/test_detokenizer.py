@@ -108,3 +108,16 @@ def test_what_is_released_never_passes_what_is_decoded(
         released += len(reader.push(token))
 
         assert reader.released == released <= reader.decoded
+
+
+@given(st.text(max_size=20), st.lists(st.integers(0, 99), max_size=8), st.integers(1, 4))
+def test_several_tokens_at_once_are_the_same_text(text: str, places: list[int], most: int) -> None:
+    """Tokens that waited for a slow reader come together; what he reads must not depend on it."""
+    pieces = cut(text, places)
+    reader = Detokenizer(lambda token: pieces[token])
+    tokens = range(len(pieces))
+    parts = [reader.push_all(tokens[at : at + most]) for at in range(0, len(pieces), most)]
+    parts.append(reader.finish())
+
+    assert "".join(parts) == text
+    assert reader.decoded == reader.released == len(text)
