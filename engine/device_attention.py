@@ -125,11 +125,6 @@ class DeviceAttention:
         out = torch.empty_like(q)
         tree_attention(
             q, self.kv, layer, self.work, self.tables, lengths, out, self.scratch,
-            classes=classes, causal=causal, dependent=not causal and q.is_cuda, merge=merge,
+            classes=classes, causal=causal, dependent=not causal, merge=merge,
         )  # fmt: skip
         return out.view(tokens, self.heads * self.dim)
-
-
-def classes_of(plan: HostPlan) -> tuple[int, ...]:
-    """The tile classes that have any unit."""
-    return tuple(i for i, work in enumerate(plan.tiles) if len(work.units))

@@ -23,7 +23,7 @@ import torch
 from engine.api import SampledToken
 from engine.built import Built
 from engine.config import EngineConfig
-from engine.device_attention import DeviceAttention, classes_of
+from engine.device_attention import DeviceAttention
 from engine.device_inputs import StepAttention, StepInputs
 from engine.device_sampler import DeviceSampler
 from engine.errors import ModelError
@@ -138,10 +138,10 @@ class DeviceRunner:
     def warm_up(self, sequences_max: int) -> None:
         """Capture the graphs that decoding will want, so that no client waits for them.
 
-        With and without shared prefixes, with one part a row and with several.
+        Without shared prefixes, with one part a row and with several; and with, in either order.
         """
         for bucket in BUCKETS:
-            for classes, merge in (((2,), False), ((2,), True), ((1, 2), True)):
+            for classes, merge in (((2,), False), ((2,), True), ((1, 2), True), ((2, 1), True)):
                 if bucket < 2 * sequences_max:
                     self._capture((bucket, classes, merge))
 
@@ -159,7 +159,7 @@ class DeviceRunner:
         members = tuple(row.sequence_id for row in rows)
         drawing = [s for row in rows for s in row.samples]
         work = self.attention.prepare(members, counts, starts, seats, plan.groups)
-        classes, merge = classes_of(work), work.parts_max > 1
+        classes, merge = work.classes, work.parts_max > 1
         is_decoding = bool((counts == 1).all()) and drawing == list(members)
         total = int(counts.sum())
         bucket = _bucket(total) if is_decoding else 0
@@ -248,19 +248,19 @@ class DeviceRunner:
     # -- the model ----------------------------------------------------------------------------
 
     def _forward(
-        self, rows: int, classes: tuple[int, ...], merge: bool, causal: bool
-    ) -> torch.Tensor:
+        self, rows: int, classes: tuple[int, ...], merge: bool, causal: bool,
+        wanted: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
         given = self.inputs.section("token_ids", rows)
         last = self.last_tokens[self.inputs.section("seats", rows)]
         token_ids = torch.where(given >= 0, given, last.clamp(min=0))
         attention = StepAttention(self.attention, self.inputs, rows, classes, merge, causal)
-        return self.model.forward(token_ids, attention)
+        return self.model.forward(token_ids, attention, wanted)
 
     def _eager(
         self, rows: Sequence[Row], counts: np.ndarray, classes: tuple[int, ...], merge: bool
     ) -> torch.Tensor:
         """Logits of the rows that need them."""
-        hidden = self._forward(int(counts.sum()), classes, merge, causal=bool((counts > 1).any()))
         wanted: list[int] = []
         end = 0
         for row in rows:
@@ -269,7 +269,9 @@ class DeviceRunner:
                 wanted.extend(range(end - row.count, end))
             elif row.samples:
                 wanted.append(end - 1)
-        return self.model.head(hidden[self._indices(wanted)])
+        causal = bool((counts > 1).any())
+        hidden = self._forward(end, classes, merge, causal, self._indices(wanted))
+        return self.model.head(hidden)
 
     def _decode(self, bucket: int, classes: tuple[int, ...], merge: bool) -> torch.Tensor:
         """A batch of decoding rows, drawn and all: the bucket's graph, captured when needed."""

@@ -1,5 +1,6 @@
 """The small kernels between the matrix products: norm, rotary embedding with the KV write,
 activation, block copies. Each reads its input once and writes its output once; all are bound by
+memory. For few rows they are dependent launches where the device has such.
 
 Twins in `kernels.reference`. Called from `engine.models.layers` and `engine.kv_storage` on CUDA.
 Shapes: T rows, C channels, H query heads, K KV heads, D head_dim, S slots of a block, L layers.
@@ -7,16 +8,30 @@ Shapes: T rows, C channels, H query heads, K KV heads, D head_dim, S slots of a 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
+
+from kernels.dependent_launch import dependent_options, gdc_wait
+
+DEPENDENT_ROWS_MAX = 64
+"""Few rows: a launch is mostly ramp, which a dependent one hides (1 % of a step at batch 1 to 32).
+Many: it only waits on multiprocessors that the products before it still need (1 % lost at 256)."""
+
+
+def _dependent(x: torch.Tensor) -> dict[str, Any]:
+    return dependent_options(x) if len(x) <= DEPENDENT_ROWS_MAX else {}
 
 
 @triton.jit
 def _residual_rms_norm(
     x_ptr, residual_ptr, weight_ptr, out_ptr, eps, C: tl.constexpr, CP: tl.constexpr,
-    ADD: tl.constexpr,
+    ADD: tl.constexpr, WAITS: tl.constexpr,
 ):  # fmt: skip
+    if WAITS:
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, CP)
     inside = c < C
@@ -43,15 +58,18 @@ def residual_rms_norm(
     """
     rows, channels = x.shape
     padded = triton.next_power_of_2(channels)
+    pdl = _dependent(x)
     _residual_rms_norm[(rows,)](
         x, x if residual is None else residual, weight, out, eps,
         C=channels, CP=padded, ADD=residual is not None,
-        num_warps=min(8, max(1, padded // 512)),
+        WAITS=bool(pdl), num_warps=min(8, max(1, padded // 512)), **pdl,
     )  # fmt: skip
 
 
 @triton.jit
-def _silu_mul(x_ptr, out_ptr, C: tl.constexpr, STEP: tl.constexpr):
+def _silu_mul(x_ptr, out_ptr, C: tl.constexpr, STEP: tl.constexpr, WAITS: tl.constexpr):
+    if WAITS:
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * STEP + tl.arange(0, STEP)
     inside = c < C
@@ -65,7 +83,10 @@ def silu_mul(x: torch.Tensor, out: torch.Tensor) -> None:
     """out [T, C] = silu(x[:, :C]) * x[:, C:], x [T, 2C]. out written; arithmetic in fp32."""
     rows, channels = out.shape
     step = min(1024, triton.next_power_of_2(channels))
-    _silu_mul[(rows, triton.cdiv(channels, step))](x, out, C=channels, STEP=step, num_warps=4)
+    pdl = _dependent(x)
+    _silu_mul[(rows, triton.cdiv(channels, step))](
+        x, out, C=channels, STEP=step, WAITS=bool(pdl), num_warps=4, **pdl
+    )
 
 
 @triton.jit
@@ -80,8 +101,11 @@ def _rope_kv_write(
     qkv_ptr, q_out, kv_ptr, cos_ptr, sin_ptr, positions, slots,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, S: tl.constexpr,
     STEP: tl.constexpr, KP: tl.constexpr, BLOCK_STRIDE: tl.constexpr, VALUE_OFFSET: tl.constexpr,
+    WAITS: tl.constexpr,
 ):  # fmt: skip
     """Program (row, c): STEP query heads each, then all key heads, then all value heads."""
+    if WAITS:
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     query_chunks: tl.constexpr = (H + STEP - 1) // STEP
@@ -135,10 +159,12 @@ def rope_kv_write(
     rows, heads, head_dim = q_out.shape
     _, _, _, kv_heads, size, _ = kv.shape
     step = min(16, triton.next_power_of_2(heads))
+    pdl = _dependent(qkv)
     _rope_kv_write[(rows, triton.cdiv(heads, step) + 2)](
         qkv, q_out, kv[:, layer], cos, sin, positions, slots,
         H=heads, K=kv_heads, D=head_dim, S=size, STEP=step, KP=triton.next_power_of_2(kv_heads),
-        BLOCK_STRIDE=kv.stride(0), VALUE_OFFSET=kv.stride(2), num_warps=2,
+        BLOCK_STRIDE=kv.stride(0), VALUE_OFFSET=kv.stride(2),
+        WAITS=bool(pdl), num_warps=2, **pdl,
     )  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 
 Rows (query tokens) stand in the prefix tree's depth-first order: the rows below any node are one
 contiguous range, and a *unit* of work is (row range x key range x KV head). Three tile classes run
-one after the other inside one CUDA graph:
+inside one CUDA graph, the first two side by side:
 
     BIG     16 rows x G heads = 64 query vectors   keys shared by several rows
     SMALL   one sequence's rows x G heads = 16     the keys a sequence has to itself
@@ -27,14 +27,13 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.dependent_launch import (
+    dependent_options,
+    gdc_launch_dependents,
+    gdc_wait,
+    leave_shared_memory,
+)
 from kernels.work_list import HostPlan, TileConfig
-
-try:  # Programmatic dependent launch: Hopper only, and named differently across releases.
-    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-
-    HAS_DEPENDENT_LAUNCH = True
-except ImportError:
-    HAS_DEPENDENT_LAUNCH = False
 
 LOG2E = 1.4426950408889634
 
@@ -83,92 +82,133 @@ def _accumulate(
     return row_max, row_sum, acc
 
 
-@triton.jit(do_not_specialize=["rows_total"])
-def tree_attention_kernel(
-    q_ptr, kv, part_out, part_lse, out, starts, units, block_ids, lengths_ptr, rows_total, scale,
+@triton.jit
+def _do_unit(
+    q_ptr, kv, part_out, part_lse, out, unit, block_ids, lengths_ptr, rows_total, scale,
     G: tl.constexpr, GP: tl.constexpr, M: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
     SLOTS: tl.constexpr, KEYS: tl.constexpr, BLOCK_STRIDE: tl.constexpr, VALUE_OFFSET: tl.constexpr,
     STAGES: tl.constexpr, PEEL: tl.constexpr, CAUSAL: tl.constexpr,
-    DEPENDENT: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
-    """Program p does units [starts[p], starts[p + 1]).
-
-    q, out: [T, H, D] bf16 or fp32, out written where a unit is direct. part_out: [parts, T, H, D]
-    fp32, part_lse: [parts, T, H] fp32 base 2, written otherwise. lengths: [T] int32, keys each row
-    sees in all. DEPENDENT: this launch overlaps the one before it (FIRST: the one after it).
-    """
-    if DEPENDENT and FIRST:
-        gdc_launch_dependents()
+    """One record of the work list: its rows against its keys, for one KV head."""
     m = tl.arange(0, M)
     d = tl.arange(0, D)
     r = m // GP
     g = m % GP
-    program = tl.program_id(0)
-    for u in range(tl.load(starts + program), tl.load(starts + program + 1)):
-        unit = units + u * 8
-        row0 = tl.load(unit)
-        rows = tl.load(unit + 1)
-        ids = block_ids + tl.load(unit + 2)
-        first_key = tl.load(unit + 3)
-        keys = tl.load(unit + 4)
-        part = tl.load(unit + 5)
-        direct = tl.load(unit + 6)
-        head = tl.load(unit + 7)
-        live = r < rows if GP == G else (r < rows) & (g < G)
-        # keys >= 0: a run all rows see whole. keys < 0: consecutive tokens of one sequence, of
-        # which each sees one key more than the one before.
-        growth = tl.where(keys >= 0, 0, 1)
-        shortest = tl.where(keys >= 0, keys, tl.load(lengths_ptr + row0) - first_key)
-        end = shortest + growth * (rows - 1)
-        row_head = (row0 + r) * H + head * G + g
-        q = tl.load(q_ptr + row_head[:, None] * D + d[None, :], mask=live[:, None], other=0.0)
-        row_max = tl.full([M], float("-inf"), tl.float32)
-        row_sum = tl.zeros([M], tl.float32)
-        acc = tl.zeros([M, D], tl.float32)
-        whole = 0
-        if PEEL:
-            whole = shortest // KEYS * KEYS
-            row_max, row_sum, acc = _accumulate(
-                q, kv, ids, 0, whole, shortest, growth, head * SLOTS * D, VALUE_OFFSET,
-                row_max, row_sum, acc, scale, GP, False, CAUSAL,
-                BLOCK_STRIDE, D, SLOTS, KEYS, STAGES,
-            )  # fmt: skip
+    row0 = tl.load(unit)
+    rows = tl.load(unit + 1)
+    ids = block_ids + tl.load(unit + 2)
+    first_key = tl.load(unit + 3)
+    keys = tl.load(unit + 4)
+    part = tl.load(unit + 5)
+    direct = tl.load(unit + 6)
+    head = tl.load(unit + 7)
+    live = r < rows if GP == G else (r < rows) & (g < G)
+    # keys >= 0: a run all rows see whole. keys < 0: consecutive tokens of one sequence, of
+    # which each sees one key more than the one before.
+    growth = tl.where(keys >= 0, 0, 1)
+    shortest = tl.where(keys >= 0, keys, tl.load(lengths_ptr + row0) - first_key)
+    end = shortest + growth * (rows - 1)
+    row_head = (row0 + r) * H + head * G + g
+    q = tl.load(q_ptr + row_head[:, None] * D + d[None, :], mask=live[:, None], other=0.0)
+    row_max = tl.full([M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([M], tl.float32)
+    acc = tl.zeros([M, D], tl.float32)
+    whole = 0
+    if PEEL:
+        whole = shortest // KEYS * KEYS
         row_max, row_sum, acc = _accumulate(
-            q, kv, ids, whole, end, shortest, growth, head * SLOTS * D, VALUE_OFFSET,
-            row_max, row_sum, acc, scale, GP, True, CAUSAL, BLOCK_STRIDE, D, SLOTS, KEYS,
-            1 if PEEL else STAGES,
+            q, kv, ids, 0, whole, shortest, growth, head * SLOTS * D, VALUE_OFFSET,
+            row_max, row_sum, acc, scale, GP, False, CAUSAL,
+            BLOCK_STRIDE, D, SLOTS, KEYS, STAGES,
         )  # fmt: skip
-        divisor = tl.where(row_sum > 0, row_sum, 1.0)
-        if direct != 0:
-            tl.store(
-                out + row_head[:, None] * D + d[None, :],
-                (acc / divisor[:, None]).to(out.dtype.element_ty),
-                mask=live[:, None],
-            )
-        else:
-            slot = part * rows_total * H + row_head
-            tl.store(
-                part_out + slot[:, None].to(tl.int64) * D + d[None, :],
-                acc / divisor[:, None],
-                mask=live[:, None],
-            )
-            lse = tl.where(row_sum > 0, row_max + tl.log2(divisor), float("-inf"))
-            tl.store(part_lse + slot, lse, mask=live)
-    if DEPENDENT and not FIRST:
+    row_max, row_sum, acc = _accumulate(
+        q, kv, ids, whole, end, shortest, growth, head * SLOTS * D, VALUE_OFFSET,
+        row_max, row_sum, acc, scale, GP, True, CAUSAL, BLOCK_STRIDE, D, SLOTS, KEYS,
+        1 if PEEL else STAGES,
+    )  # fmt: skip
+    divisor = tl.where(row_sum > 0, row_sum, 1.0)
+    if direct != 0:
+        tl.store(
+            out + row_head[:, None] * D + d[None, :],
+            (acc / divisor[:, None]).to(out.dtype.element_ty),
+            mask=live[:, None],
+        )
+    else:
+        slot = part * rows_total * H + row_head
+        tl.store(
+            part_out + slot[:, None].to(tl.int64) * D + d[None, :],
+            acc / divisor[:, None],
+            mask=live[:, None],
+        )
+        lse = tl.where(row_sum > 0, row_max + tl.log2(divisor), float("-inf"))
+        tl.store(part_lse + slot, lse, mask=live)
+
+
+@triton.jit(do_not_specialize=["rows_total"])
+def tree_attention_kernel(
+    q_ptr, kv, part_out, part_lse, out, count, units, queue, block_ids, lengths_ptr, rows_total,
+    scale,
+    G: tl.constexpr, GP: tl.constexpr, M: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
+    SLOTS: tl.constexpr, KEYS: tl.constexpr, BLOCK_STRIDE: tl.constexpr, VALUE_OFFSET: tl.constexpr,
+    STAGES: tl.constexpr, PEEL: tl.constexpr, CAUSAL: tl.constexpr,
+    WAITS: tl.constexpr, LETS_GO: tl.constexpr, FOLLOWS: tl.constexpr, QUEUE: tl.constexpr,
+):  # fmt: skip
+    """`count` units, longest first: dealt to the programs back and forth, or taken from a queue.
+
+    q, out: [T, H, D] bf16 or fp32, out written where a unit is direct. part_out: [parts, T, H, D]
+    fp32, part_lse: [parts, T, H] fp32 base 2, written otherwise. lengths: [T] int32, keys each row
+    sees in all. Dependent launches: WAITS for the launch before it, then LETS_GO the one after it;
+    or FOLLOWS one that has waited, beside which it runs and after which it ends. QUEUE: programs
+    that begin late do less; `queue` holds 0 before, and whoever runs after puts it back.
+    """
+    if WAITS:
+        gdc_wait()
+    if LETS_GO:
+        gdc_launch_dependents()
+    total = tl.load(count)
+    if QUEUE:
+        u = tl.atomic_add(queue, 1, sem="relaxed")
+        while u < total:
+            _do_unit(
+                q_ptr, kv, part_out, part_lse, out, units + u * 8, block_ids, lengths_ptr,
+                rows_total, scale, G, GP, M, H, D, SLOTS, KEYS, BLOCK_STRIDE, VALUE_OFFSET,
+                STAGES, PEEL, CAUSAL,
+            )  # fmt: skip
+            u = tl.atomic_add(queue, 1, sem="relaxed")
+    else:
+        there = tl.program_id(0)
+        back = 2 * tl.num_programs(0) - 1 - there
+        turn = 2 * tl.num_programs(0)
+        rest = total % turn
+        mine = total // turn * 2 + (rest > there).to(tl.int32) + (rest > back).to(tl.int32)
+        for k in range(mine):
+            u = k // 2 * turn + tl.where(k % 2 == 0, there, back)
+            _do_unit(
+                q_ptr, kv, part_out, part_lse, out, units + u * 8, block_ids, lengths_ptr,
+                rows_total, scale, G, GP, M, H, D, SLOTS, KEYS, BLOCK_STRIDE, VALUE_OFFSET,
+                STAGES, PEEL, CAUSAL,
+            )  # fmt: skip
+    if FOLLOWS:
         gdc_wait()
 
 
 @triton.jit(do_not_specialize=["rows_total"])
 def merge_parts_kernel(
-    part_out, part_lse, out, parts_of_row, rows_total,
+    part_out, part_lse, out, parts_of_row, queue, rows_total,
     H: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, PARTS: tl.constexpr,
+    WAITS: tl.constexpr,
 ):  # fmt: skip
     """out[row] = sum over parts of softmax(lse) * part. Grid (T, H / HEADS).
 
     Log-sum-exps first, then the parts, PARTS of them unrolled so that their loads are in flight
-    together. A row with fewer than two parts was written directly and is left alone.
+    together. A row with fewer than two parts was written directly and is left alone. Puts `queue`
+    back to 0 for the next layer.
     """
+    if WAITS:
+        gdc_wait()
     row = tl.program_id(0)
+    if row + tl.program_id(1) == 0:
+        tl.store(queue, 0)
     parts = tl.load(parts_of_row + row)
     if parts > 1:
         row_head = row * H + tl.program_id(1) * HEADS + tl.arange(0, HEADS)
@@ -217,13 +257,12 @@ class WorkList:
         device: torch.device,
     ) -> None:
         self.configs = configs
-        self.programs = tuple(multiprocessors * c.programs_per_sm for c in configs)
+        self.multiprocessors = multiprocessors
         self.capacity_units = capacity_units
         self.rows_max = rows_max
         sizes = [rows_max]
-        for programs in self.programs:
-            # One record of padding: the kernel may prefetch behind the last unit.
-            sizes += [programs + 1, (capacity_units + 1) * 8]
+        for _ in configs:
+            sizes += [1, capacity_units * 8]
         # Each piece starts on 16 bytes, so that loads are wide.
         self._ends = np.cumsum([-(-n // 4) * 4 for n in sizes])
         total = int(self._ends[-1])
@@ -251,7 +290,7 @@ class WorkList:
             assert work.config is self.configs[i]
             if len(work.units) > self.capacity_units:
                 raise ValueError(f"{len(work.units)} units of {self.capacity_units}")
-            self._views[self._piece(1 + 2 * i)][: len(work.starts)] = work.starts
+            self._views[self._piece(1 + 2 * i)][0] = len(work.units)
             flat = work.units.reshape(-1)
             self._views[self._piece(2 + 2 * i)][: len(flat)] = flat
         self.parts_max = plan.parts_max
@@ -264,18 +303,20 @@ class WorkList:
         return self._device[self._piece(0)]
 
     def tile(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(starts, units) of tile class i."""
+        """(count, units) of tile class i."""
         return self._device[self._piece(1 + 2 * i)], self._device[self._piece(2 + 2 * i)]
 
 
 class Parts:
-    """Scratch for rows with several parts: [parts_max, rows_max, H, D] fp32 and log-sum-exps."""
+    """Scratch for rows with several parts: [parts_max, rows_max, H, D] fp32 and log-sum-exps; and
+    the queue that units are taken from."""
 
     def __init__(
         self, parts_max: int, rows_max: int, heads: int, head_dim: int, device: torch.device
     ) -> None:
         self.out = torch.zeros(parts_max * rows_max * heads * head_dim, device=device)
         self.lse = torch.zeros(parts_max * rows_max * heads, device=device)
+        self.queue = torch.zeros(1, dtype=torch.int32, device=device)
 
 
 def tree_attention(
@@ -299,39 +340,48 @@ def tree_attention(
     block. `lengths` [T] int32: keys each row sees. Launches the tile `classes` and the merge, each
     with its full grid whatever the plan: the same launches fit every plan. Every block of the pool
     must hold finite values: tiles read whole runs of slots and mask afterwards. `causal` False when
-    every slice has one row, `merge` False when no row has two parts. Writes out, parts.
+    every slice has one row, `merge` False when no row has two parts. `dependent`: launches overlap
+    (Hopper). The order of two `classes` then says how: big tiles first, the small ones begin while
+    they end; or small tiles first, which are bound by memory and leave room, and big ones beside
+    them, off a queue. Writes out, parts.
     """
     rows, heads, head_dim = q.shape
     _, _, _, kv_heads, slots, _ = kv.shape
     group = heads // kv_heads
     layer_kv = kv[:, layer]
-    overlap = dependent and HAS_DEPENDENT_LAUNCH and len(classes) == 2
+    pdl = dependent_options(q) if dependent else {}
+    overlap = dependent and merge and len(classes) == 2
+    beside = overlap and classes[0] > classes[1]
     for order, i in enumerate(classes):
         config = work.configs[i]
-        starts, units = work.tile(i)
+        count, units = work.tile(i)
         options: dict[str, Any] = {"num_warps": config.warps}
         if config.registers_max and q.is_cuda:
             options["maxnreg"] = config.registers_max
-        if overlap and order == 1:
-            options["launch_pdl"] = True
-        tree_attention_kernel[(work.programs[i],)](
-            q, layer_kv, parts.out, parts.lse, out, starts, units, block_ids, lengths, rows,
-            LOG2E / math.sqrt(head_dim),
+        if order == 0 or overlap:
+            options |= pdl
+        per_sm = config.programs_beside if beside else config.programs_per_sm
+        kernel = tree_attention_kernel[(work.multiprocessors * per_sm,)](
+            q, layer_kv, parts.out, parts.lse, out, count, units, parts.queue, block_ids, lengths,
+            rows, LOG2E / math.sqrt(head_dim),
             G=group, GP=1 << (group - 1).bit_length(), M=config.vectors, H=heads, D=head_dim,
             SLOTS=slots, KEYS=config.keys, BLOCK_STRIDE=kv.stride(0), VALUE_OFFSET=kv.stride(2),
             STAGES=config.stages, PEEL=config.peel, CAUSAL=causal,
-            DEPENDENT=overlap, FIRST=order == 0,
+            WAITS=bool(pdl) and order == 0, LETS_GO=bool(pdl) and overlap and order == 0,
+            FOLLOWS=bool(pdl) and overlap and order == 1, QUEUE=beside and order == 1,
             **options,
         )  # fmt: skip
+        if pdl and beside:
+            leave_shared_memory(kernel.function)
     if not merge:
         return
     # Few rows: spread heads over programs and keep many parts in flight. Many rows: fewer programs.
     few = rows * heads <= FEW_ROW_HEADS
     heads_step = 1 if few else _heads_per_program(heads)
     merge_parts_kernel[(rows, heads // heads_step)](
-        parts.out, parts.lse, out, work.parts_of_row, rows,
-        H=heads, D=head_dim, HEADS=heads_step, PARTS=8 if few else 4,
-        num_warps=1 if few else 4,
+        parts.out, parts.lse, out, work.parts_of_row, parts.queue, rows,
+        H=heads, D=head_dim, HEADS=heads_step, PARTS=8 if few else 4, WAITS=bool(pdl),
+        num_warps=1 if few else 4, **pdl,
     )  # fmt: skip
 
 

@@ -2,9 +2,9 @@
 
 A step's rows stand in depth-first tree order. A *slice* is one sequence's run of rows (one row when
 decoding, more in a prefill chunk); a *group* is a run of slices whose block tables agree over a run
-of blocks. The planner cuts keys into spans, spans and row tiles into units, and deals units to the
-programs of a persistent grid so that all end at about the same time. It needs lengths, never token
-values, so step N+1 is planned while N runs.
+of blocks. The planner cuts keys into spans, spans and row tiles into units, and sorts units so that
+the programs of a persistent grid end at about the same time. It needs lengths, never token values,
+so step N+1 is planned while N runs.
 
     keys ───────────────────────────────────────────▶
     row 0  ┌──────────────────┬───────────┬──────┐       one BIG unit per (span, 16 rows, KV head)
@@ -36,7 +36,8 @@ UNIT_FIELDS = ("row", "rows", "block_offset", "first_key", "keys", "part", "dire
 @dataclass(frozen=True, slots=True)
 class TileConfig:
     """One compiled shape of the kernel: `vectors` query vectors (rows x heads of a group) against
-    tiles of `keys` keys. `overhead_blocks`: what a unit costs beside its keys, in tiles of keys."""
+    tiles of `keys` keys. Programs a multiprocessor runs of it alone, and while two classes run side
+    by side. `overhead_blocks`: what a unit costs beside its keys, in tiles of keys."""
 
     name: str
     vectors: int
@@ -45,14 +46,18 @@ class TileConfig:
     stages: int
     peel: bool
     programs_per_sm: int
+    programs_beside: int
     registers_max: int
     overhead_blocks: float
 
 
 # Measured on an H200 (Triton 3.6, head_dim 128, bf16): see docs/gpu.md for what lost.
-BIG = TileConfig("big", 64, 64, 4, 3, True, 2, 0, 2.2)
-WIDE = TileConfig("wide", 128, 64, 8, 3, True, 1, 0, 5.0)
-SMALL = TileConfig("small", 16, 32, 1, 2, False, 8, 0, 0.5)
+BIG = TileConfig("big", 64, 64, 4, 3, True, 2, 2, 0, 2.2)
+WIDE = TileConfig("wide", 128, 64, 8, 3, True, 1, 1, 0, 5.0)
+SMALL = TileConfig("small", 16, 32, 1, 2, False, 8, 4, 0, 0.5)
+
+SMALL_KEY_COST = 1.65
+"""Time of a key in a small tile, in that of one in a big tile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,27 +75,38 @@ class Slices:
 
 @dataclass(frozen=True, slots=True)
 class TileWork:
-    """Units of one tile class: program p does `units[starts[p]:starts[p + 1]]`, [n, 8] int32."""
+    """Units of one tile class, the longest first: [n, 8] int32."""
 
     config: TileConfig
-    starts: Int32
     units: Int32
 
 
 @dataclass(frozen=True, slots=True)
 class HostPlan:
-    """`parts_of_row` [T]: how many parts the merge combines; 1 means written directly."""
+    """`parts_of_row` [T]: how many parts the merge combines; 1 means written directly.
+
+    `side_by_side`: the small tiles are launched first and the big ones beside them.
+    """
 
     tiles: tuple[TileWork, ...]
     parts_of_row: Int32
     parts_max: int
+    side_by_side: bool = False
+
+    @property
+    def classes(self) -> tuple[int, ...]:
+        """The tile classes that have any unit, in the order of their launches."""
+        used = tuple(i for i, work in enumerate(self.tiles) if len(work.units))
+        return used[::-1] if self.side_by_side else used
 
 
 @dataclass(frozen=True, slots=True)
 class Planner:
     """The shape of the model and the device, and the rules of cutting.
 
-    `span_keys_min`: a shared node is not cut finer (a part costs its store and its merge);
+    `span_keys_min`: a shared node is not cut finer (a part costs its store and its merge), nor than
+    `span_keys_beside` where classes run side by side, which they do below `beside_load_max` shared
+    keys a program and from `beside_share_min` of own keys' time in shared keys'.
     `parts_max`: nor into more parts than the merge is worth. `chunk_keys` > 0: batch-invariant.
     `group_keys_min`: a shorter group is left to the rows below it. `part_rows`: rows times parts
     that there is scratch memory for; own keys are cut no finer than that allows.
@@ -103,6 +119,9 @@ class Planner:
     chunk_keys: int = 0
     group_keys_min: int = 64
     span_keys_min: int = 1024
+    span_keys_beside: int = 2048
+    beside_load_max: int = 3072
+    beside_share_min: float = 0.4
     own_span_keys_min: int = 256
     own_span_keys_target: int = 2048
     parts_max: int = 5
@@ -117,31 +136,26 @@ class Planner:
         """The work list of one step. groups: [n, 4] int32 (first slice, end slice, first block, end
         block), shallower before deeper. O(groups + slices + units), numpy.
 
-        Every (row, key) pair is in exactly one unit per KV head: `check_plan` proves it.
+        Every (row, key) pair is in exactly one unit per KV head.
         """
         cutter = _ChunkCutter(self, slices) if self.chunk_keys else _SpanCutter(self, slices)
         cutter.cut(groups)
         parts_of_row = np.repeat(cutter.parts, slices.rows).astype(np.int32)
-        work = tuple(self._deal(config, cutter.tiles(config)) for config in (WIDE, BIG, SMALL))
-        return HostPlan(work, parts_of_row, int(cutter.parts.max(initial=1)))
+        work = tuple(self._units(config, cutter.tiles(config)) for config in (WIDE, BIG, SMALL))
+        return HostPlan(
+            work, parts_of_row, int(cutter.parts.max(initial=1)), cutter.is_side_by_side
+        )
 
-    def _deal(self, config: TileConfig, tiles: Int32) -> TileWork:
-        """Tiles [n, 8] to units over KV heads, longest first, dealt to programs back and forth.
+    def _units(self, config: TileConfig, tiles: Int32) -> TileWork:
+        """Tiles [n, 8] to units over KV heads, longest first.
 
-        The dealing is LPT's result for nearly equal units, without its heap: measured within 2 % of
-        LPT, and the cut into spans matters far more than the scheduler.
+        Programs take them back and forth, which is LPT's result for nearly equal units without its
+        heap: measured within 2 % of LPT, and the cut into spans matters far more.
         """
-        programs = self.multiprocessors * config.programs_per_sm
-        starts = np.zeros(programs + 1, np.int32)
         units = np.repeat(tiles, self.kv_heads, axis=0)
-        if len(units) == 0:
-            return TileWork(config, starts, units)
         order = np.argsort(-units[:, 7], kind="stable")
         units[:, 7] = np.tile(np.arange(self.kv_heads, dtype=np.int32), len(tiles))
-        turn = np.arange(len(order)) % (2 * programs)
-        program = np.minimum(turn, 2 * programs - 1 - turn)
-        np.cumsum(np.bincount(program, minlength=programs), out=starts[1:])
-        return TileWork(config, starts, units[order[np.argsort(program, kind="stable")]])
+        return TileWork(config, units[order])
 
     def rows_per_tile(self, config: TileConfig) -> int:
         return config.vectors // self.padded_heads
@@ -162,6 +176,7 @@ class _Cutter(ABC):
         self.row_edges: list[int] = [0, *ends.tolist()]
         self.offsets: list[int] = slices.table_offsets.tolist()
         self.parts: Int32 = np.ones(len(slices.rows), np.int32)
+        self.is_side_by_side = False
         self._spans: dict[str, list[tuple[int, ...]]] = {}
         self._arrays: dict[str, list[Int32]] = {}
 
@@ -262,6 +277,7 @@ class _SpanCutter(_Cutter):
         own_block = np.zeros(n, np.int32)
         base = np.zeros(n, np.int32)
         kept = [g for g in groups.tolist() if self._worth(g)]
+        self.is_side_by_side = self._keeps_company(kept)
         for (a, b, _, end_block), spans in zip(kept, self._group_spans(kept), strict=True):
             # Where a group above was left out its keys are this one's to read as well.
             first, end = int(own_block[a]) * p.block_size, end_block * p.block_size
@@ -277,6 +293,29 @@ class _SpanCutter(_Cutter):
         self.parts = base + spans_own
         self.add_own(first_key, spans_own, base)
 
+    def _keeps_company(self, groups: list[list[int]]) -> bool:
+        """Would own keys hide behind shared ones, read side by side?
+
+        Decoding alone, shared keys of little more than one wave, and own ones that take a good
+        part of their time: more waves are better had by two big programs a multiprocessor.
+        """
+        p, slices = self.planner, self.slices
+        if not groups or (slices.rows > 1).any():
+            return False
+        tiles, keys = self._group_tiles(groups)
+        shared = sum(t * k for t, k in zip(tiles, keys, strict=True))
+        load = shared * p.kv_heads / (p.multiprocessors * BIG.programs_per_sm)
+        own = int((slices.starts + 1).sum())
+        own -= sum((b - a) * k for (a, b, _, _), k in zip(groups, keys, strict=True))
+        return load <= p.beside_load_max and SMALL_KEY_COST * own >= p.beside_share_min * shared
+
+    def _group_tiles(self, groups: list[list[int]]) -> tuple[list[int], list[int]]:
+        """Row tiles and keys of each group."""
+        p = self.planner
+        step = p.rows_per_tile(BIG)
+        tiles = [-(-(self.row_edges[b] - self.row_edges[a]) // step) for a, b, _, _ in groups]
+        return tiles, [(e - f) * p.block_size for _, _, f, e in groups]
+
     def _worth(self, group: list[int]) -> bool:
         a, b, first_block, end_block = group
         keys = (end_block - first_block) * self.planner.block_size
@@ -285,12 +324,11 @@ class _SpanCutter(_Cutter):
     def _group_spans(self, groups: list[list[int]]) -> list[int]:
         """Equal spans of about `total / programs` keys: one wave, no finer than the minimum."""
         p = self.planner
-        step = p.rows_per_tile(BIG)
-        tiles = [-(-(self.row_edges[b] - self.row_edges[a]) // step) for a, b, _, _ in groups]
-        keys = [(e - f) * p.block_size for _, _, f, e in groups]
+        tiles, keys = self._group_tiles(groups)
         programs = p.multiprocessors * BIG.programs_per_sm
         load = sum(t * k for t, k in zip(tiles, keys, strict=True)) * p.kv_heads / programs
-        span = max(p.span_keys_min, int(load))
+        least = p.span_keys_beside if self.is_side_by_side else p.span_keys_min
+        span = max(least, int(load))
         return [min(p.parts_max - 1, max(1, round(k / span))) for k in keys]
 
     def _own_spans(self, first_key: Int32) -> Int32:
@@ -340,36 +378,3 @@ class _ChunkCutter(_Cutter):
         keys = self.planner.chunk_keys
         for c in range(first, end):
             self.add_group(BIG, a, b, c * keys, keys, c)
-
-
-def check_plan(plan: HostPlan, slices: Slices, planner: Planner) -> None:
-    """Every (row, key) once per KV head, parts numbered 0..n-1, direct exactly when there is one.
-
-    O(rows x keys): for tests. Raises AssertionError with the first row that is wrong.
-    """
-    first_row = np.concatenate([[0], np.cumsum(slices.rows)])
-    lengths = np.concatenate(
-        [s + 1 + np.arange(n) for s, n in zip(slices.starts, slices.rows, strict=True)]
-    )
-    offset_of_row = np.repeat(slices.table_offsets, slices.rows)
-    seen = [np.zeros((planner.kv_heads, int(n)), np.int32) for n in lengths]
-    parts: list[set[int]] = [set() for _ in lengths]
-    for work in plan.tiles:
-        assert work.starts[-1] == len(work.units), work.config.name
-        for row, rows, offset, first, keys, part, direct, head in work.units.tolist():
-            assert 0 < rows <= planner.rows_per_tile(work.config)
-            for r in range(row, row + rows):
-                end = int(lengths[r]) if keys < 0 else first + keys
-                assert end <= lengths[r], f"row {r} reads key {end} of {lengths[r]}"
-                owner = int(np.searchsorted(first_row, r, "right")) - 1
-                own = offset - int(offset_of_row[r]) == first // planner.block_size
-                assert own or keys >= 0, f"row {r} of slice {owner} reads a foreign tail"
-                assert first % planner.block_size == 0
-                seen[r][head, first:end] += 1
-                parts[r].add(part)
-                assert bool(direct) == (plan.parts_of_row[r] == 1), f"row {r} direct"
-    for r, counts in enumerate(seen):
-        assert (counts == 1).all(), (
-            f"row {r}: keys seen {sorted(set(counts.ravel().tolist()))} times"
-        )
-        assert parts[r] == set(range(plan.parts_of_row[r])), f"row {r}: parts {parts[r]}"

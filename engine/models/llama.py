@@ -28,12 +28,20 @@ class LlamaModel:
         self.norm = weights.pop("model.norm.weight")
         self.head = ops.linear(weights.pop("lm_head.weight", self.embeddings), None)
 
-    def forward(self, token_ids: torch.Tensor, attention: Attend) -> torch.Tensor:
-        """Hidden states [T, C] after the last norm, of tokens [T] laid out in `attention`."""
+    def forward(
+        self, token_ids: torch.Tensor, attention: Attend, wanted: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Hidden states [T, C] after the last norm, of tokens [T] laid out in `attention`.
+
+        With `wanted` (indices [R]): of those rows only, [R, C]. The last block's KV is written for
+        all rows; what comes after its attention is computed for the wanted ones alone.
+        """
         hidden = F.embedding(token_ids, self.embeddings)
         residual: torch.Tensor | None = None
+        last = len(self.layers) - 1
         for index, layer in enumerate(self.layers):
-            hidden, residual = layer.forward(index, hidden, residual, attention)
+            rows = wanted if index == last else None
+            hidden, residual = layer.forward(index, hidden, residual, attention, rows)
         hidden, _ = self.ops.norm(hidden, residual, self.norm, self.config.norm_eps)
         return hidden
 
@@ -66,10 +74,15 @@ class LlamaLayer:
         self.down = ops.linear(*joined("mlp.down_proj"))
 
     def forward(
-        self, index: int, hidden: torch.Tensor, residual: torch.Tensor | None, attention: Attend
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`hidden` [T, C] is added to `residual` before each norm; both go on to the next block."""
+        self, index: int, hidden: torch.Tensor, residual: torch.Tensor | None, attention: Attend,
+        wanted: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        """`hidden` [T, C] is added to `residual` before each norm; both go on to the next block,
+        or `wanted` rows of them."""
         hidden, residual = self.ops.norm(hidden, residual, self.attention_norm, self.eps)
-        hidden = self.output(attention.attend(index, self.qkv(hidden)))
+        attended = attention.attend(index, self.qkv(hidden))
+        if wanted is not None:
+            attended, residual = attended[wanted], residual[wanted]
+        hidden = self.output(attended)
         hidden, residual = self.ops.norm(hidden, residual, self.mlp_norm, self.eps)
         return self.down(self.ops.silu_mul(self.gate_up(hidden))), residual

@@ -1,7 +1,8 @@
 """The same workloads over HTTP: python -m tests.bench.gpu_http [--only W1,W2] [--json FILE]
 
 Starts the real gateway with its engine process on this machine's GPU, over random weights of
-Llama-3.1-8B's shape, and drives it with streaming completions of token ids. Tokens are counted from
+Llama-3.1-8B's shape, and drives it with streaming completions of token ids, from several client
+processes: one alone reads events no faster than the gateway writes them. Tokens are counted from
 the answers' own usage.
 """
 
@@ -33,10 +34,13 @@ READY_TIMEOUT_S = 240.0
 
 
 def write_model(folder: Path) -> ModelCard:
-    """A prepared folder without weights: a byte tokenizer, and a seed instead of a file."""
+    """A prepared folder without weights: a tokenizer that has a word for every id, so that every
+    token is an event, and a seed instead of a file."""
     folder.mkdir(parents=True, exist_ok=True)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({sign: i for i, sign in enumerate(alphabet)}, []))
+    vocab = {sign: i for i, sign in enumerate(alphabet)}
+    vocab |= {f"\u0120w{i:x}": i for i in range(len(vocab), LLAMA_8B.vocab)}
+    tokenizer = Tokenizer(models.BPE(vocab, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -79,7 +83,7 @@ def serve(data: Path) -> int:
     config = config_of(data)
     store, _ = app.open_store(config)
     card = load_card(data / "model")
-    return asyncio.run(app.serve(config, card, store, lambda urls: say("ready " + urls[0])))
+    return asyncio.run(app.serve(config, card, store, lambda _: say("ready"), lambda: config))
 
 
 async def complete(
@@ -109,42 +113,90 @@ async def complete(
     return first_s, usage["completion_tokens"], cached
 
 
-async def run(
-    session: aiohttp.ClientSession, prompts: list[tuple[int, ...]], count: int = OUTPUT
-) -> dict[str, Any]:
-    """All prompts at once."""
-    started = time.perf_counter()
-    answers = await asyncio.gather(*(complete(session, prompt, count) for prompt in prompts))
-    wall_s = time.perf_counter() - started
-    firsts = [first_s for first_s, _, _ in answers]
-    return {
-        "wall_s": round(wall_s, 3),
-        "tok_s": round(sum(n for _, n, _ in answers) / wall_s),
-        "first_token_p50_ms": round(statistics.median(firsts) * 1e3, 1),
-        "cached_tokens": sum(cached for _, _, cached in answers),
-    }
-
-
-async def drive(key: str, workloads: list[Workload], single: bool) -> list[dict[str, Any]]:
-    """Cold, then twice warm; and one prompt of 8,192 tokens alone."""
-    results: list[dict[str, Any]] = []
-    connector = aiohttp.TCPConnector(limit=0)
+async def serve_prompts() -> None:
+    """A client process. A key, then for each run prompts, a line back when it is ready, a word to
+    begin, and a line with what it saw."""
+    key = sys.stdin.readline().strip()
+    url = f"http://127.0.0.1:{PORT}"
     headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
-    timeout = aiohttp.ClientTimeout(total=300)
+    connector = aiohttp.TCPConnector(limit=0)
+    timeout = aiohttp.ClientTimeout(total=READY_TIMEOUT_S)
     async with aiohttp.ClientSession(
-        f"http://127.0.0.1:{PORT}", connector=connector, headers=headers, timeout=timeout
+        url, headers=headers, connector=connector, timeout=timeout
     ) as session:
-        for work in workloads:
-            prompts = work.prompts(1)
-            cold = await run(session, prompts)
-            warm = [await run(session, prompts) for _ in range(2)]
-            results.append({"workload": work.name, "cold": cold, "warm": warm})
-            say(json.dumps(results[-1]))
-        if single:
-            prompt = Workload("W5", 1, ((1, 8_192),)).prompts(5)
-            times = [(await run(session, prompt, 1))["first_token_p50_ms"] for _ in range(6)]
-            results.append({"workload": "W5 TTFT", "cold_ms": times[0], "warm_ms": times[1:]})
-            say(json.dumps(results[-1]))
+        for line in iter(sys.stdin.readline, ""):
+            work = json.loads(line)
+            say("ready")
+            sys.stdin.readline()
+            answers = await asyncio.gather(
+                *(complete(session, tuple(prompt), work["count"]) for prompt in work["prompts"])
+            )
+            say(json.dumps(answers))
+
+
+class Clients:
+    """Client processes that begin together."""
+
+    def __init__(self, key: str, count: int) -> None:
+        command = [sys.executable, "-m", "tests.bench.gpu_http", "--client"]
+        self._processes = [
+            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            for _ in range(count)
+        ]
+        for process in self._processes:
+            self._tell(process, key)
+
+    def close(self) -> None:
+        for process in self._processes:
+            assert process.stdin is not None
+            process.stdin.close()
+            process.wait(30)
+
+    def run(self, prompts: list[tuple[int, ...]], count: int = OUTPUT) -> dict[str, Any]:
+        """All prompts at once, dealt to the processes."""
+        used = self._processes[: len(prompts)]
+        for i, process in enumerate(used):
+            work = {"prompts": prompts[i :: len(used)], "count": count}
+            self._tell(process, json.dumps(work))
+        for process in used:
+            assert self._hear(process) == "ready"
+        started = time.perf_counter()
+        for process in used:
+            self._tell(process, "go")
+        answers = [answer for process in used for answer in json.loads(self._hear(process))]
+        wall_s = time.perf_counter() - started
+        return {
+            "wall_s": round(wall_s, 3),
+            "tok_s": round(sum(n for _, n, _ in answers) / wall_s),
+            "first_token_p50_ms": round(
+                statistics.median(first for first, _, _ in answers) * 1e3, 1
+            ),
+            "cached_tokens": sum(cached for _, _, cached in answers),
+        }
+
+    def _tell(self, process: subprocess.Popen[str], line: str) -> None:
+        assert process.stdin is not None
+        process.stdin.write(line + "\n")
+        process.stdin.flush()
+
+    def _hear(self, process: subprocess.Popen[str]) -> str:
+        assert process.stdout is not None
+        return process.stdout.readline().strip()
+
+
+def drive(clients: Clients, workloads: list[Workload], single: bool) -> list[dict[str, Any]]:
+    """Cold, then three times warm; and one prompt of 8,192 tokens alone."""
+    results: list[dict[str, Any]] = []
+    for work in workloads:
+        prompts = work.prompts(1)
+        cold, *warm = [clients.run(prompts) for _ in range(4)]
+        results.append({"workload": work.name, "cold": cold, "warm": warm})
+        say(json.dumps(results[-1]))
+    if single:
+        prompt = Workload("W5", 1, ((1, 8_192),)).prompts(5)
+        times = [clients.run(prompt, 1)["first_token_p50_ms"] for _ in range(6)]
+        results.append({"workload": "W5 TTFT", "cold_ms": times[0], "warm_ms": times[1:]})
+        say(json.dumps(results[-1]))
     return results
 
 
@@ -153,8 +205,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="W1,W2,W5")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--client", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.client:
+        asyncio.run(serve_prompts())
+        return 0
     if options.serve is not None:
         return serve(options.serve)
     wanted = options.only.split(",")
@@ -171,7 +228,11 @@ def main() -> int:
                 say(f"ready after {time.perf_counter() - started:.1f} s")
                 key = (data / app.KEY_FILE).read_text().strip()
                 works = [work for work in WORKLOADS if work.name in wanted]
-                results = asyncio.run(drive(key, works, "W5" in wanted))
+                clients = Clients(key, options.clients)
+                try:
+                    results = drive(clients, works, "W5" in wanted)
+                finally:
+                    clients.close()
             finally:
                 server.terminate()
                 server.wait(30)

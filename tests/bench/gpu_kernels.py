@@ -141,7 +141,7 @@ def measure(
     work = WorkList((WIDE, BIG, SMALL), planner.multiprocessors, rows, 65536, bed.q.device)
     work.load(plan)
     parts = Parts(plan.parts_max, rows, HEADS, HEAD_DIM, bed.q.device)
-    used = tuple(i for i, tile in enumerate(plan.tiles) if len(tile.units))
+    used = plan.classes
 
     def run() -> None:
         for layer in range(layers):

@@ -14,8 +14,8 @@ from engine.weights import Weights
 
 
 def dense_logits(config: ModelConfig, weights: Weights, tokens: list[int]) -> torch.Tensor:
-    """Logits [T, vocab] fp64 of every position."""
-    w = {name: tensor.double() for name, tensor in weights.items()}
+    """Logits [T, vocab] fp64 of every position, on the CPU wherever the weights are."""
+    w = {name: tensor.cpu().double() for name, tensor in weights.items()}
     x = w["model.embed_tokens.weight"][tokens]
     turn = turns(config, len(tokens))
     for layer in range(config.layers):

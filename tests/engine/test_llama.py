@@ -13,6 +13,7 @@ from engine.cpu_attention import CpuAttention
 from engine.kv_storage import KvStorage, kv_format
 from engine.model_store import ModelConfig
 from engine.models.cpu_llama import CpuLlama, Kernels, load_kernels
+from engine.models.device_layers import CUT_ROWS, in_two, whole_waves
 from engine.models.layers import TorchOps
 from engine.models.registry import build_model
 from engine.plan import Row, StepPlan
@@ -97,6 +98,47 @@ def test_logits_are_the_dense_ones(shape: str, path: str, request: pytest.Fixtur
         got = through(config, dict(weights), kernels, slices)
 
         assert error(got, expected) < 2e-5, slices
+
+
+def test_rows_that_nobody_wants_change_nothing_for_those_that_are_wanted() -> None:
+    """After the last attention a prompt's other rows are left out; their KV is not."""
+    config, weights = SHAPES["GQA"], tiny_weights(SHAPES["GQA"])
+    kv = KvStorage(kv_format(config, torch.float32, BLOCK), 12, torch.float32, CPU)
+    model, attention = build_model(config, weights, TorchOps()), TorchAttention(config, kv, CONTEXT)
+    tokens = tokens_of(config)[:40]
+    plan = StepPlan(step=0, rows=(Row(0, 0, 40, [3, 1, 2, 0], 0, tokens),))
+    batch = make_batch(plan, BLOCK, lambda _: 0)
+    attention.begin(plan, batch)
+    whole = model.forward(batch.token_ids, attention)
+    written = kv.data.clone()
+    kv.data.zero_()
+
+    some = model.forward(batch.token_ids, attention, torch.tensor([39, 7]))
+
+    torch.testing.assert_close(some, whole[[39, 7]], rtol=0, atol=1e-5)
+    torch.testing.assert_close(kv.data, written, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("columns", "expected"),
+    [(28_672, 16_896), (6_144, 0), (16_896, 0), (33_792, 0), (17_000, 0), (33_000, 0)],
+)
+def test_products_are_cut_where_the_last_wave_is_half_empty(columns: int, expected: int) -> None:
+    """On 132 multiprocessors: after whole waves, and only where the rest is neither little nor
+    nearly a wave."""
+    assert whole_waves(columns, 132) == expected
+
+
+@pytest.mark.parametrize("rows", [CUT_ROWS, 3])
+def test_a_product_in_two_is_the_product(rows: int) -> None:
+    """Every column is computed once, whatever the number of tokens."""
+    generator = torch.Generator().manual_seed(6)
+    x = torch.randn(rows, 24, generator=generator)
+    weight = torch.randn(40, 24, generator=generator)
+
+    got = in_two(x, weight, 16)
+
+    torch.testing.assert_close(got, x @ weight.T)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

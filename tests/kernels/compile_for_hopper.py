@@ -22,12 +22,12 @@ from kernels.work_list import BIG, SMALL, WIDE, TileConfig
 
 POINTERS = {
     "q_ptr": "*bf16", "kv": "*bf16", "part_out": "*fp32", "part_lse": "*fp32", "out": "*bf16",
-    "starts": "*i32", "units": "*i32", "block_ids": "*i32", "lengths_ptr": "*i32",
+    "count": "*i32", "units": "*i32", "queue": "*i32", "block_ids": "*i32", "lengths_ptr": "*i32",
 }  # fmt: skip
 
 
 def compile_class(
-    config: TileConfig, *, causal: bool, head_dim: int = 128, group: int = 4
+    config: TileConfig, *, causal: bool, queue: bool = False, head_dim: int = 128, group: int = 4
 ) -> dict[str, object]:
     kv_heads, layers, slots = 8, 32, 16
     constants = {
@@ -35,7 +35,9 @@ def compile_class(
         "SLOTS": slots, "KEYS": config.keys, "STAGES": config.stages, "PEEL": config.peel,
         "CAUSAL": causal,
         "BLOCK_STRIDE": layers * 2 * kv_heads * slots * head_dim,
-        "VALUE_OFFSET": kv_heads * slots * head_dim, "DEPENDENT": False, "FIRST": True,
+        "VALUE_OFFSET": kv_heads * slots * head_dim,
+        "WAITS": config is not BIG, "LETS_GO": config is SMALL, "FOLLOWS": config is BIG,
+        "QUEUE": queue,
     }  # fmt: skip
     names = tree_attention_kernel.arg_names
     types = {**POINTERS, "rows_total": "i32", "scale": "fp32"}
@@ -62,7 +64,7 @@ def compile_class(
     found = re.search(r"REG:(\d+) STACK:(\d+)", text)
     assert found is not None, text
     return {
-        "class": config.name,
+        "class": config.name + " off a queue" * queue,
         "causal": causal,
         "registers": int(found[1]),
         "stack_bytes": int(found[2]),
@@ -77,6 +79,7 @@ def compile_class(
 def main() -> None:
     for config, causal in ((SMALL, False), (BIG, False), (SMALL, True), (BIG, True), (WIDE, True)):
         sys.stdout.write(json.dumps(compile_class(config, causal=causal)) + "\n")
+    sys.stdout.write(json.dumps(compile_class(BIG, causal=False, queue=True)) + "\n")
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ CASES = {
     ("small", True),
     ("big", True),
     ("wide", True),
+    ("big off a queue", False),
 }
 
 SPILLS_MAX = {("big", True): 34}

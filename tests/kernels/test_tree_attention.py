@@ -11,7 +11,8 @@ import torch
 
 import kernels.tree_attention
 from kernels.tree_attention import Parts, WorkList, tree_attention
-from kernels.work_list import BIG, SMALL, WIDE, Planner, Slices, check_plan
+from kernels.work_list import BIG, SMALL, WIDE, Planner, Slices
+from tests.kernels.check_plan import check_plan
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SIZE = 16
@@ -115,7 +116,10 @@ def planner_for(case: Case, *, chunk: int = 0, multiprocessors: int = 2) -> Plan
     )
 
 
-def attend(case: Case, planner: Planner, layer: int = 1) -> torch.Tensor:
+def attend(
+    case: Case, planner: Planner, layer: int = 1, *, side_by_side: bool = False
+) -> torch.Tensor:
+    """`side_by_side`: as decoding steps run, shared keys off a queue beside the small tiles."""
     plan = planner.plan(case.slices, case.groups)
     check_plan(plan, case.slices, planner)
     rows, heads, d = case.q.shape
@@ -124,7 +128,12 @@ def attend(case: Case, planner: Planner, layer: int = 1) -> torch.Tensor:
     out = torch.full_like(case.q, float("nan"))
     parts = Parts(plan.parts_max, rows, heads, d, DEVICE)
     parts.out.fill_(float("nan"))
-    tree_attention(case.q, case.kv, layer, work, case.block_ids, case.lengths, out, parts)
+    classes = (2, 1) if side_by_side else (0, 1, 2)
+    tree_attention(
+        case.q, case.kv, layer, work, case.block_ids, case.lengths, out, parts, classes=classes,
+        causal=not side_by_side, dependent=side_by_side,
+    )  # fmt: skip
+    assert int(parts.queue) == 0, "the next layer's queue begins at its first unit"
     return out
 
 
@@ -163,6 +172,21 @@ def test_tree_attention_is_attention(
 
     tolerance = 1e-5 if DEVICE.type == "cpu" else 2e-3  # tf32 dots on the device
     assert error(got, case.expected(1)) < tolerance
+
+
+@pytest.mark.parametrize("tree", ["one prefix", "three levels"])
+def test_two_classes_side_by_side_change_no_bit(tree: str) -> None:
+    """Which program takes a unit, and when, is left to a queue; what a unit adds up is not."""
+    levels, slices = TREES[tree]
+    case = Case(1, levels, slices, heads=8, kv_heads=2, head_dim=32, dtype=torch.float32)
+    planner = planner_for(case)
+    expected = attend(case, planner)
+
+    first, again, other = (attend(case, planner, at, side_by_side=True) for at in (1, 1, 0))
+
+    assert torch.equal(expected, first)
+    assert torch.equal(expected, again)
+    assert error(other, case.expected(0)) < (1e-5 if DEVICE.type == "cpu" else 2e-3)
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
@@ -259,3 +283,34 @@ def test_every_key_of_every_row_is_in_exactly_one_unit(seed: int, chunk: int) ->
     )
 
     check_plan(planner.plan(slices, groups), slices, planner)
+
+
+@pytest.mark.parametrize(
+    ("shared", "own", "expected"),
+    [
+        ([(1, 2048)], 64, True),
+        ([(8, 2048)], 128, True),
+        ([(1, 1024), (8, 2048), (32, 512)], 64, True),
+        ([(1, 2048)], 16, False),
+        ([(8, 8192)], 128, False),
+        ([], 1024, False),
+    ],
+)
+def test_classes_run_side_by_side_where_that_was_measured_to_be_faster(
+    shared: list[tuple[int, int]], own: int, expected: bool
+) -> None:
+    """Own keys too few to keep shared ones company, or shared ones of many waves: one after the
+    other. 256 rows of the 8B shape on 132 multiprocessors."""
+    planner = Planner(kv_heads=8, heads_per_group=4, block_size=SIZE, multiprocessors=132)
+    groups, depth = [], 0
+    for nodes, keys in shared:
+        edges = np.linspace(0, 256, nodes + 1).astype(int).tolist()
+        groups += [(a, b, depth, depth + keys // SIZE) for a, b in pairwise(edges)]
+        depth += keys // SIZE
+    starts = np.full(256, depth * SIZE + own - 1, np.int32)
+    slices = Slices(np.ones(256, np.int32), starts, np.arange(256, dtype=np.int32) * 1024)
+
+    plan = planner.plan(slices, np.array(groups, np.int32).reshape(-1, 4))
+
+    assert plan.side_by_side == expected
+    assert plan.classes == ((2, 1) if expected else (1, 2) if shared else (2,))

@@ -1,0 +1,165 @@
+"""The real default model on a GPU against the CPU path, on the same weights and real text.
+
+Kernels, graphs and paged layout are others on either side; text, weights and the core are the same.
+Needs a CUDA device and the model on disk (`make pull`).
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from engine.api import CacheGrant, Finished, PromptLogprobs, Request, SampledToken, Sampling, Tokens
+from engine.cache import PrefixCache
+from engine.config import EngineConfig
+from engine.core import Core
+from engine.device_runner import DeviceRunner
+from engine.errors import ModelError
+from engine.kv_storage import KvStorage, kv_format
+from engine.model_store import DEFAULT_MODEL, ModelCard, prepare, resolve
+from engine.models.device_layers import DeviceOps
+from engine.models.registry import build_model
+from engine.plan import Runner
+from engine.runner import CpuRunner
+from engine.weights import load_weights
+
+pytestmark = [pytest.mark.gpu, pytest.mark.model, pytest.mark.slow]
+
+BLOCK, BLOCKS, CONTEXT, TEXT_TOKENS = 16, 256, 1024, 400
+PROSE = Path(__file__).parents[2] / "LICENSE"
+SYSTEM = "<|im_start|>system\nYou answer briefly and in plain words.<|im_end|>\n"
+QUESTIONS = (
+    "What is the capital of France?",
+    "Write a short poem about the sea.",
+    "Explain in two sentences why the sky is blue.",
+)
+
+MEAN_ERROR_MAX = {torch.float32: 0.01, torch.bfloat16: 0.08}
+WORST_ERROR_MAX = {torch.float32: 0.1, torch.bfloat16: 0.8}
+"""Of the logprobs of the 20 likeliest tokens of each position against the CPU's in fp32. On the
+device fp32 attention multiplies in tf32 (measured: mean 0.0040, worst 0.054); bf16 rounds weights,
+KV and activations to 8 bits."""
+
+
+@pytest.fixture(scope="module")
+def card() -> ModelCard:
+    models = Path(os.environ.get("TRUNKLINE_DATA_DIR", "data")) / "models"
+    try:
+        source = resolve(DEFAULT_MODEL, models)
+    except ModelError as error:
+        pytest.skip(error.message)
+    return prepare(DEFAULT_MODEL, source, models)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(card: ModelCard) -> Tokenizer:
+    return Tokenizer.from_file(str(card.tokenizer_path))
+
+
+@pytest.fixture(scope="module")
+def on_cpu(card: ModelCard) -> CpuRunner:
+    config = EngineConfig(dtype="fp32", kv_dtype="fp32")
+    return CpuRunner(card, config, blocks=BLOCKS, context=CONTEXT)
+
+
+def on_device(card: ModelCard, dtype: torch.dtype) -> DeviceRunner:
+    device = torch.device("cuda")
+    model = build_model(card.config, load_weights(card, dtype, device), DeviceOps())
+    kv = KvStorage(kv_format(card.config, dtype, BLOCK), BLOCKS, dtype, device)
+    return DeviceRunner(model, kv, context=CONTEXT, seats=16, tokens_max=600)
+
+
+class Answers:
+    """Everything a core had to say about a few requests; one core each, so its cache is empty."""
+
+    def __init__(self, card: ModelCard, runner: Runner, depth: int) -> None:
+        settings = EngineConfig(step_tokens_max=512, prefill_chunk_tokens_max=150, sequences_max=8)
+        self.core = Core(
+            PrefixCache(blocks=BLOCKS, block_size=BLOCK), runner, settings, lambda: 0.0,
+            vocab_size=card.config.vocab, context_tokens=CONTEXT, pipeline_depth=depth,
+        )  # fmt: skip
+        self.cached: dict[str, int] = {}
+        self.written: dict[str, list[SampledToken]] = {}
+        self.prompt: list[SampledToken | None] = []
+
+    def run(self, *requests: Request) -> None:
+        for request in requests:
+            self.core.submit(request)
+        while self.core.has_work():
+            for event in self.core.step():
+                if isinstance(event, Tokens):
+                    self.written.setdefault(event.request_id, []).extend(event.tokens)
+                if isinstance(event, PromptLogprobs):
+                    self.prompt.extend(event.tokens)
+                if isinstance(event, Finished):
+                    assert event.ending == "done", event
+                    self.cached[event.request_id] = event.usage.cached_tokens
+
+
+def prompt_logprobs(card: ModelCard, runner: Runner, tokens: list[int]) -> list[dict[int, float]]:
+    """The 20 likeliest tokens at each position of a text, with the one that follows."""
+    answers = Answers(card, runner, 1)
+    grant = CacheGrant(b"x", read=False)
+    answers.run(Request("r", tuple(tokens), 0, grant, Sampling(temperature=0), prompt_logprobs=20))
+    found = []
+    for token in answers.prompt[1:]:
+        assert token is not None
+        assert token.logprob is not None
+        found.append({t.token_id: t.logprob for t in token.top} | {token.token_id: token.logprob})
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_logits_of_real_text_are_the_cpus(
+    dtype: torch.dtype, card: ModelCard, tokenizer: Tokenizer, on_cpu: CpuRunner
+) -> None:
+    """Several hundred positions, in chunks: a wrong head, rotation or block would show."""
+    tokens = tokenizer.encode(PROSE.read_text(), add_special_tokens=False).ids[:TEXT_TOKENS]
+    expected = prompt_logprobs(card, on_cpu, tokens)
+
+    found = prompt_logprobs(card, on_device(card, dtype), tokens)
+
+    errors = torch.tensor(
+        [
+            abs(logprob - mine[token])
+            for mine, theirs in zip(found, expected, strict=True)
+            for token, logprob in theirs.items()
+            if token in mine
+        ]
+    )
+    assert len(errors) > 18 * (TEXT_TOKENS - 1), "the likeliest tokens are others"
+    assert float(errors.mean()) < MEAN_ERROR_MAX[dtype], (errors.mean(), errors.max())
+    assert float(errors.max()) < WORST_ERROR_MAX[dtype], (errors.mean(), errors.max())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_greedy_answers_on_a_shared_prefix_are_the_cpus(
+    dtype: torch.dtype, card: ModelCard, tokenizer: Tokenizer, on_cpu: CpuRunner
+) -> None:
+    """Under graphs, batched, first cold and then from the cache. Each token the device draws is the
+    CPU's for the same words before it, or one that is as likely within the tolerance."""
+    prompts = [
+        tokenizer.encode(f"{SYSTEM}<|im_start|>user\n{q}<|im_end|>\n<|im_start|>assistant\n").ids
+        for q in QUESTIONS
+    ]
+    answers = Answers(card, on_device(card, dtype), 2)
+
+    for turn in range(2):
+        answers.run(
+            *(
+                Request(f"{turn}.{i}", tuple(p), 32, CacheGrant(b"x"), Sampling(temperature=0))
+                for i, p in enumerate(prompts)
+            )
+        )
+
+    for name, written in answers.written.items():
+        prompt, drawn = prompts[int(name[2:])], [token.token_id for token in written]
+        assert len(drawn) == 32
+        known = prompt_logprobs(card, on_cpu, prompt + drawn)[len(prompt) - 1 :]
+        for token, likely in zip(drawn, known, strict=True):
+            assert max(likely.values()) - likely[token] < WORST_ERROR_MAX[dtype] / 2
+    assert min(answers.cached[f"1.{i}"] for i in range(3)) >= 16
