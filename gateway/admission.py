@@ -49,7 +49,8 @@ def admit(
     _check_sequences(generation, len(rendered), now.limits)
     for number, prompt in enumerate(rendered):
         _check_tokens(prompt, generation, number, now.info)
-    budgets = [_output_tokens(prompt, generation, identity, now) for prompt in rendered]
+    field = call.prompts[0].field if call.prompts else "prompt"
+    budgets = [_output_tokens(prompt, generation, identity, now, field) for prompt in rendered]
     _check_tenant(now)
     _check_queue(sum(len(prompt.token_ids) for prompt in rendered), now)
     kept = leases or [()] * len(rendered)
@@ -67,6 +68,7 @@ def admit(
             weight=identity.policy.weight,
             deadline_s=now.limits.queue_timeout_s,
             prompt_logprobs=generation.prompt_logprobs,
+            grammar=prompt.grammar,
         )
         for number, (prompt, budget) in enumerate(zip(rendered, budgets, strict=True))
     )
@@ -137,18 +139,19 @@ def _check_tokens(prompt: Rendered, generation: Generation, number: int, info: E
 
 
 def _output_tokens(
-    prompt: Rendered, generation: Generation, identity: Identity, now: Circumstances
+    prompt: Rendered, generation: Generation, identity: Identity, now: Circumstances, field: str
 ) -> int:
-    """How many tokens may come: as asked, or what there is room for."""
+    """How many tokens may come: as asked, or what there is room for. `field`: for the error."""
     given = len(prompt.token_ids)
     room, reason = _room(identity, now)
     if generation.max_tokens is None:
         if given >= room:
-            raise _too_long(f"the prompt has {given}, which leaves none for the answer", reason)
+            what = f"the prompt has {given}, which leaves none for the answer"
+            raise _too_long(what, reason, field)
         return min(now.limits.output_tokens_default, room - given)
     if given + generation.max_tokens > room:
         wanted = f"{given} prompt tokens and max_tokens {generation.max_tokens}"
-        raise _too_long(f"{wanted} make {given + generation.max_tokens}", reason)
+        raise _too_long(f"{wanted} make {given + generation.max_tokens}", reason, field)
     return generation.max_tokens
 
 
@@ -163,9 +166,9 @@ def _room(identity: Identity, now: Circumstances) -> tuple[int, str]:
     return context, f"this model's context is {context} tokens"
 
 
-def _too_long(what: str, reason: str) -> Refusal:
+def _too_long(what: str, reason: str, field: str) -> Refusal:
     message = f"The request is too long: {reason}, and {what}."
-    return Refusal(Kind.BAD, "context_length_exceeded", message, param="messages")
+    return Refusal(Kind.BAD, "context_length_exceeded", message, param=field)
 
 
 # --- what cannot run now -------------------------------------------------------------------------

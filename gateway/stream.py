@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 
 from msgspec.structs import replace
 
@@ -25,11 +25,13 @@ from engine.api import (
     Tokens,
     Usage,
 )
-from engine.client import RequestStream
+from engine.client import Bell, RequestStream
 from gateway.accounting import PLAIN, Accounting, added
+from gateway.choice_output import ChoiceOutput, call_ids
 from gateway.dialects.canonical import (
     Begin,
     Call,
+    CallText,
     ChoiceEnd,
     Delta,
     End,
@@ -74,15 +76,20 @@ def refusal_of(code: str, message: str, retry_after_s: float | None = None) -> R
 class _Choice:
     """One sample's text on its way out, and the tokens that spelt it."""
 
-    def __init__(self, index: int, sample: int, call: Call, renderer: Renderer) -> None:
+    def __init__(
+        self, index: int, sample: int, call: Call, renderer: Renderer, output: ChoiceOutput
+    ) -> None:
         self.index = index
         self.sample = sample
+        self.output = output
         self._stops = frozenset(call.generation.stop_token_ids)
         if not call.generation.ignore_eos:
             self._stops |= frozenset(renderer.stop_token_ids)
         self._wants_logprobs = call.generation.sampling.logprobs is not None
+        ranks = call.generation.samples > call.generation.choices
+        self._is_plain = not (self._wants_logprobs or call.generation.stop or ranks)
         self._renderer = renderer
-        self._text = renderer.detokenizer(call.generation.stop)
+        self._text = renderer.detokenizer(call.generation.stop, shows_markers=output.reads_calls)
         self._last_stop: SampledToken | None = None
         self._waiting: deque[tuple[int, TokenText]] = deque()
         self.tokens = 0
@@ -95,6 +102,10 @@ class _Choice:
         A stop token is silent if it ends the sample, and is text if the sample goes on (before its
         `min_tokens`): so the latest one waits.
         """
+        if self._is_plain and self._last_stop is None:
+            ids = [token.token_id for token in tokens]
+            if self._stops.isdisjoint(ids):
+                return self._push_plain(ids)
         pieces = []
         for token in tokens:
             if self._last_stop is not None:
@@ -109,6 +120,18 @@ class _Choice:
             else:
                 pieces.append(self._spell(token))
         return self._delta("".join(pieces))
+
+    def _push_plain(self, ids: list[int]) -> Text | None:
+        """What nearly every step is: tokens that are only text."""
+        self.tokens += len(ids)
+        text = self._text.push_all(ids)
+        return Text(self.index, text) if text else None
+
+    def steps(self, tokens: Sequence[SampledToken]) -> Iterable[Sequence[SampledToken]]:
+        """One token at a time where it matters with which of them a call ends."""
+        if self.output.reads_calls and (self._wants_logprobs or not self.output.parallel):
+            return ([token] for token in tokens)
+        return (tokens,)
 
     def finish(self, reason: FinishReason) -> Text | None:
         """What was held back."""
@@ -157,7 +180,8 @@ def _bytes_of(token_id: int, renderer: Renderer) -> bytes:
 class AnswerStream:
     """Deltas of one call. After the end, `usages` and `ending` say how it went.
 
-    `ending`: "done", or "cancelled", or the refusal's code.
+    `ending`: "done", or "cancelled", or the refusal's code. `format_violations`: answers that
+    ended by themselves and are not what their format asked for.
     """
 
     def __init__(
@@ -178,51 +202,58 @@ class AnswerStream:
         self._ranks = samples > choices
         self._choices = [
             [
-                _Choice(prompt * choices + sample, sample, call, renderer)
-                for sample in range(samples)
+                _Choice(index, sample, call, renderer, self._output(prompt, index))
+                for sample, index in enumerate(range(prompt * choices, prompt * choices + samples))
             ]
             for prompt in range(len(streams))
         ]
+        self.format_violations = 0
         self._kept: list[list[list[Delta]]] = [[[] for _ in row] for row in self._choices]
         self._started: list[Started | None] = [None] * len(streams)
         self.usages: list[Usage] = [Usage()] * len(streams)
         self.first_token_s: float | None = None
         self.ending = "cancelled"
 
-    async def batches(self) -> AsyncGenerator[list[Delta]]:
+    async def batches(self, idle_s: float | None = None) -> AsyncGenerator[list[Delta] | None]:
         """Deltas as the engine steps: a list is what can be written at once; it may be empty.
+        None where nothing has come for `idle_s`.
 
         Raises Refusal when the engine refuses or fails. The last batch ends with `End`.
         """
-        reading = {
-            asyncio.ensure_future(stream.next_batch()): index
-            for index, stream in enumerate(self._streams)
-        }
+        bell = Bell(idle_s)
+        for stream in self._streams:
+            stream.bell = bell
         try:
-            while reading:
-                done, _ = await asyncio.wait(reading, return_when=asyncio.FIRST_COMPLETED)
+            while True:
+                came = [(index, stream.take()) for index, stream in enumerate(self._streams)]
                 deltas: list[Delta] = []
-                for task in done:
-                    index = reading.pop(task)
-                    events = task.result()
+                for index, events in came:
                     for event in events:
                         deltas.extend(self._take(index, event))
-                    if events and not isinstance(events[-1], Finished):
-                        again = asyncio.ensure_future(self._streams[index].next_batch())
-                        reading[again] = index
-                if not reading:
-                    deltas.extend(self._end())
-                yield deltas
+                if self.is_over:
+                    yield [*deltas, *self._end()]
+                    return
+                if any(events for _, events in came):
+                    yield deltas
+                elif not await bell.wait():
+                    yield None
         finally:
-            for task in reading:
-                task.cancel()
+            bell.close()
+
+    @property
+    def is_over(self) -> bool:
+        """Has every prompt's end been read?"""
+        return all(stream.is_over for stream in self._streams)
 
     async def cancel(self) -> None:
         """Nobody reads on: cancel what still runs, and learn what it has used."""
-        ends = await asyncio.gather(*(stream.cancel() for stream in self._streams))
-        for index, end in enumerate(ends):
+        running = [(n, stream) for n, stream in enumerate(self._streams) if not stream.is_over]
+        for _, stream in running:
+            stream.bell = Bell()
+        ends = await asyncio.gather(*(stream.cancel() for _, stream in running))
+        for (number, _), end in zip(running, ends, strict=True):
             if end is not None:
-                self.usages[index] = end.usage
+                self.usages[number] = end.usage
 
     @property
     def cached_tokens(self) -> int:
@@ -231,6 +262,11 @@ class AnswerStream:
 
     def usage_so_far(self) -> UsageRecord:
         """What is known of a call that was broken off: found and computed prompt, tokens seen."""
+        records = self.records_so_far()
+        return added(records) if records else UsageRecord(0)
+
+    def records_so_far(self) -> list[UsageRecord]:
+        """The same for each prompt."""
         known = []
         for number, usage in enumerate(self.usages):
             started = self._started[number]
@@ -245,7 +281,7 @@ class AnswerStream:
                     output_tokens=seen,
                 )
             )
-        return self._record(known)
+        return [c.record(u) for c, u in zip(self._contracts, known, strict=False)]
 
     # -- inside -------------------------------------------------------------------------------
 
@@ -298,18 +334,22 @@ class AnswerStream:
             reported = tuple(token_text(token, self._renderer) for token in tokens)
         deltas: list[Delta] = []
         for choice in self._choices[prompt]:
-            deltas.extend(self._keep(prompt, choice, Text(choice.index, text, reported)))
+            deltas.extend(self._keep(prompt, choice, [Text(choice.index, text, reported)]))
         return deltas
 
     def _text(self, prompt: int, sample: int, tokens: Sequence[SampledToken]) -> list[Delta]:
         choice = self._choices[prompt][sample]
         if choice.is_over:
             return []
-        text = choice.push(tokens)
-        deltas = self._keep(prompt, choice, text) if text is not None else []
-        if choice.stopped_by is not None:
-            self._streams[prompt].end_sample(sample, choice.tokens)
-            deltas += self._close(prompt, choice, "stop")
+        deltas: list[Delta] = []
+        for some in choice.steps(tokens):
+            text = choice.push(some)
+            if text is not None:
+                deltas += self._keep(prompt, choice, choice.output.push(text))
+            if choice.stopped_by is not None or choice.output.is_full:
+                self._streams[prompt].end_sample(sample, choice.tokens)
+                deltas += self._close(prompt, choice, "stop")
+                break
         return deltas
 
     def _close(self, prompt: int, choice: _Choice, reason: FinishReason) -> list[Delta]:
@@ -319,18 +359,25 @@ class AnswerStream:
         deltas: list[Delta] = []
         rest = choice.finish(reason)
         if rest is not None:
-            deltas += self._keep(prompt, choice, rest)
+            deltas += choice.output.push(rest)
+        deltas += choice.output.finish()
         if choice.stopped_by is not None:
             reason = "stop"
-        return deltas + self._keep(
-            prompt, choice, ChoiceEnd(choice.index, reason, choice.stopped_by)
-        )
+        self.format_violations += reason == "stop" and not choice.output.is_as_asked()
+        called = choice.output.has_calls and reason == "stop" and choice.stopped_by is None
+        why = "tool_calls" if called else reason
+        end = ChoiceEnd(choice.index, why, choice.stopped_by)
+        return self._keep(prompt, choice, [*deltas, end])
 
-    def _keep(self, prompt: int, choice: _Choice, delta: Delta) -> list[Delta]:
+    def _output(self, prompt: int, index: int) -> ChoiceOutput:
+        make_id = call_ids(self._streams[prompt].request_id, index)
+        return ChoiceOutput(index, self._call.prompts[prompt], self._renderer, make_id)
+
+    def _keep(self, prompt: int, choice: _Choice, deltas: list[Delta]) -> list[Delta]:
         """With more samples than choices everything waits for the ranking."""
         if not self._ranks:
-            return [delta]
-        self._kept[prompt][choice.sample].append(delta)
+            return deltas
+        self._kept[prompt][choice.sample].extend(deltas)
         return []
 
     def _end(self) -> list[Delta]:
@@ -344,17 +391,9 @@ class AnswerStream:
                 deltas.extend(_renumbered(d, index) for d in self._kept[prompt][choice.sample])
         firsts = [u.first_token_s for u in self.usages if u.first_token_s is not None]
         self.first_token_s = min(firsts, default=None)
-        return [*deltas, End(self._record(self.usages))]
-
-    def _record(self, usages: Sequence[Usage]) -> UsageRecord:
-        """Nothing of a call whose prompts never came to the engine."""
-        if not usages:
-            return UsageRecord(0)
-        return added([c.record(u) for c, u in zip(self._contracts, usages, strict=True)])
+        return [*deltas, End(self.usage_so_far())]
 
 
 def _renumbered(delta: Delta, index: int) -> Delta:
-    if isinstance(delta, Text):
-        return Text(index, delta.text, delta.tokens)
-    assert isinstance(delta, ChoiceEnd), "only text and its end are kept"
-    return ChoiceEnd(index, delta.reason, delta.stop_sequence)
+    assert isinstance(delta, Text | CallText | ChoiceEnd), "only a choice's own deltas are kept"
+    return replace(delta, index=index)

@@ -13,7 +13,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from engine.api import Sampling
+from engine.api import Grammar, Sampling
 
 # --- the prompt --------------------------------------------------------------------------------
 
@@ -75,10 +75,12 @@ class ToolChoice(Struct, frozen=True):
 
 
 class OutputFormat(Struct, frozen=True):
-    """What the text of the answer has to be. `schema`: JSON Schema as JSON text."""
+    """What the text of the answer has to be. `schema`: JSON Schema as JSON text; `path`: the field
+    it came in."""
 
     kind: Literal["text", "json_object", "json_schema"] = "text"
     schema: str = ""
+    path: str = "schema"
 
 
 class Prompt(Struct, frozen=True):
@@ -98,6 +100,13 @@ class Prompt(Struct, frozen=True):
     resource: str = ""
     continues: bool = False
 
+    @property
+    def field(self) -> str:
+        """The request's field that most of it came in, for errors about all of it."""
+        if not self.segments:
+            return "prompt"
+        return self.segments[-1].path.partition("[")[0].partition(".")[0]
+
 
 class Boundary(Struct, frozen=True):
     """`tokens` prompt tokens end the segment (or tool) at `path`, and everything before it in API
@@ -116,10 +125,12 @@ class Boundary(Struct, frozen=True):
 
 
 class Rendered(Struct, frozen=True):
-    """What the engine computes: token ids and where each segment ends among them."""
+    """What the engine computes: token ids, where each segment ends among them, and what text the
+    answer has to be."""
 
     token_ids: tuple[int, ...]
     boundaries: tuple[Boundary, ...] = ()
+    grammar: Grammar | None = None
 
 
 class Generation(Struct, frozen=True):

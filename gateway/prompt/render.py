@@ -4,23 +4,29 @@ Messages go through the model's template with marks in place of their contents; 
 the marks is the template's, where special tokens are meant, and what replaces the marks is the
 client's, where they are only text. Contents may come out trimmed. Where a template does more to
 them (asks what is in them, cuts pieces out), the whole text is rendered and tokenized at once;
-contents that spell a special token are refused then: they could not be told from its own.
+contents that spell a special token are refused then: they could not be told from its own. The same
+goes for tools, which templates write as a whole.
 """
 
 from __future__ import annotations
 
-import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from engine.model_store import ModelCard, load_card
-from gateway.dialects.canonical import Boundary, Prompt, Rendered, Segment
+from gateway.dialects.canonical import Boundary, Prompt, Rendered, Segment, ToolCall
 from gateway.errors import Kind, Refusal
+from gateway.prompt.arrangement import Arrangement, arrange
 from gateway.prompt.detokenizer import Detokenizer
+from gateway.prompt.grammars import grammar_of
+from gateway.prompt.json_text import arguments_of, parsed, strings
+from gateway.prompt.layout import LAST, MARK_SIGNS, Piece, lay_out, mark
+from gateway.prompt.offsets import Offsets
 from gateway.prompt.template import ChatTemplate
 from gateway.prompt.tokenizer import PieceTokenizer
-
-_MARK = re.compile("\ue0f0(\\d+)\ue0f1")
-_MARK_SIGNS = ("\ue0f0", "\ue0f1")
+from gateway.prompt.tools import ToolStyle, style_of
 
 
 class Renderer:
@@ -29,8 +35,13 @@ class Renderer:
     def __init__(self, card: ModelCard) -> None:
         self.card = card
         self.tokenizer = PieceTokenizer(card.tokenizer_path, card.special_token_ids)
-        self._template = ChatTemplate(card.template_path.read_text())
+        source = card.template_path.read_text()
+        self._template = ChatTemplate(source)
+        self.tool_style: ToolStyle = style_of(source, self._template.variables)
         self._token_texts = self.tokenizer.special_texts()
+        self._offsets = Offsets(self._run, frozenset(self._token_texts.values()))
+        markers = (self.tool_style.opening.strip(), self.tool_style.closing.strip())
+        self._markers = {i: text for i, text in self._token_texts.items() if text in markers}
 
     @classmethod
     def load(cls, folder: Path) -> Renderer:
@@ -47,9 +58,13 @@ class Renderer:
         """The model's own end tokens."""
         return self.card.stop_token_ids
 
-    def detokenizer(self, stops: tuple[str, ...] = ()) -> Detokenizer:
-        """For one choice's text."""
-        return Detokenizer(self.tokenizer.token_bytes, stops)
+    def detokenizer(
+        self, stops: tuple[str, ...] = (), *, shows_markers: bool = False
+    ) -> Detokenizer:
+        """For one choice's text. `shows_markers`: special tokens that open or close a tool call are
+        part of it."""
+        shows = self._token_bytes_with_markers if shows_markers else self.tokenizer.token_bytes
+        return Detokenizer(shows, stops)
 
     def special_text(self, token_id: int) -> str:
         """How the template writes a special token; nothing for others."""
@@ -59,41 +74,137 @@ class Renderer:
         """The bytes of one token."""
         return self.tokenizer.token_bytes(token_id)
 
+    def _token_bytes_with_markers(self, token_id: int) -> bytes:
+        return self.tokenizer.token_bytes(token_id) or self._markers.get(token_id, "").encode()
+
     def render(self, prompt: Prompt) -> Rendered:
-        """Token ids. CPU-bound: about 1 ms per 1,000 new words. Raises Refusal."""
+        """Token ids, boundaries, grammar. CPU-bound: about 1 ms per 1,000 new words.
+
+        Raises Refusal.
+        """
+        grammar = grammar_of(prompt, self.tool_style, self._marker_ids())
         start: tuple[int, ...] = ()
         if self.card.add_bos and self.card.bos_token_id is not None:
             start = (self.card.bos_token_id,)
         if prompt.token_ids is not None:
-            return Rendered(prompt.token_ids)
+            return Rendered(prompt.token_ids, grammar=grammar)
         if prompt.text is not None:
             _check_text(prompt.text, "prompt")
-            return Rendered(start + self.tokenizer.encode(prompt.text, specials=True))
+            ids = start + self.tokenizer.encode(prompt.text, specials=True)
+            return Rendered(ids, grammar=grammar)
         for segment in prompt.segments:
             _check_text(segment.text, segment.path)
-            self._check_name(segment)
-        return self._chat(prompt)
+            self._check_names(segment)
+        return replace(self._chat(prompt), grammar=grammar)
+
+    # -- what may not be there ------------------------------------------------------------------
+
+    def _check_tools(self, prompt: Prompt, arranged: Arrangement) -> None:
+        """Where a template writes tools, their words stand among its own."""
+        for tool, written in zip(prompt.tools, arranged.tools, strict=False):
+            schema = strings(written["function"]["parameters"])
+            self._check_words("".join((tool.name, tool.description, *schema)), tool.path)
+        for part in arranged.parts[: 0 if arranged.tools else len(prompt.tools) + 1]:
+            _check_text(part.text or "", part.boundary.path if part.boundary else "tools")
+
+    def _check_names(self, segment: Segment) -> None:
+        """The template writes names and ids between its own tokens: they may hold none."""
+        path = f"messages[{segment.message}].name"
+        self._check_words(segment.name or "", path)
+        self._check_words(segment.answers or "", segment.path)
+        if segment.call is not None:
+            call = segment.call
+            _check_text(call.arguments + "".join(strings(parsed(call.arguments))), segment.path)
+            self._check_words(call.name, segment.path)
+            self._check_words(call.call_id, segment.path)
+
+    def _check_words(self, text: str, path: str) -> None:
+        _check_text(text, path)
+        for special in self._token_texts.values():
+            if special in text:
+                message = f"{path}: it contains {special!r}."
+                raise Refusal(Kind.BAD, "invalid_value", message, param=path)
+
+    # -- chats ----------------------------------------------------------------------------------
 
     def _chat(self, prompt: Prompt) -> Rendered:
-        segments = prompt.segments
-        marked = self._apply(segments, [f"\ue0f0{i}\ue0f1" for i in range(len(segments))], prompt)
-        whole = self._apply(segments, [segment.text for segment in segments], prompt)
-        pieces = _MARK.split(marked)
-        texts = None
-        if pieces[1::2] == [str(number) for number in range(len(segments))]:
-            texts = _aligned(whole, pieces[::2], [segment.text for segment in segments])
-        if texts is None:
-            return self._at_once(prompt, whole)
-        ids: list[int] = list(self.tokenizer.encode(pieces[0], specials=True))
-        boundaries = []
-        for segment, text, after in zip(segments, texts, pieces[2::2], strict=True):
-            ids.extend(self.tokenizer.encode(text, specials=False, is_first=not ids))
-            boundaries.append(Boundary(len(ids), segment.path, segment.retention))
-            ids.extend(self.tokenizer.encode(after, specials=True, is_first=not ids))
-        return Rendered(tuple(ids), tuple(boundaries))
+        arranged = arrange(prompt, self.tool_style)
+        self._check_tools(prompt, arranged)
+        texts = [part.text or "" for part in arranged.parts]
+        opens = prompt.add_generation_prompt and not _continues(prompt)
+        whole = self._run(arranged, texts.__getitem__, _as_object, opens=opens)
+        marked, pieces = self._with_marked_calls(arranged, whole, opens=opens)
+        unmarked: dict[int, int] = {}
+        if pieces is None:
+            marked = self._run(arranged, mark, _as_object, opens=opens)
+            pieces = lay_out(marked, whole, arranged.parts)
+            if pieces is None:
+                return self._at_once(prompt, arranged, whole)
+            self._check_all(arranged, calls_only=True)
+            unmarked = self._offsets.of_calls(arranged, marked)
+        offsets = {**self._offsets.of_tools(arranged, marked), **unmarked}
+        if _continues(prompt):
+            pieces = _open_ended(pieces, len(arranged.parts) - 1)
+        return self._tokens(arranged, pieces, offsets, len(marked))
 
-    def _at_once(self, prompt: Prompt, whole: str) -> Rendered:
-        texts = [segment.text for segment in prompt.segments]
+    def _with_marked_calls(
+        self, arranged: Arrangement, whole: str, *, opens: bool
+    ) -> tuple[str, tuple[Piece, ...] | None]:
+        """What a template makes of marks in place of arguments; it may not take them for any."""
+        try:
+            marked = self._run(arranged, mark, _as_mark, opens=opens)
+        except Refusal:
+            return "", None
+        return marked, lay_out(marked, whole, arranged.parts)
+
+    def _tokens(
+        self,
+        arranged: Arrangement,
+        pieces: Sequence[Piece],
+        offsets: dict[int, int],
+        length: int,
+    ) -> Rendered:
+        """Piece by piece; the template's own are cut at `offsets` (by part), too."""
+        ids: list[int] = []
+        ends: dict[int, int] = {}
+        cuts = sorted((offset, part) for part, offset in offsets.items() if offset < length)
+        for piece in pieces:
+            if piece.part is not None:
+                ids.extend(self.tokenizer.encode(piece.text, specials=False, is_first=not ids))
+                ends[piece.part] = len(ids)
+                continue
+            at = 0
+            while cuts and cuts[0][0] <= piece.start + len(piece.text):
+                offset, part = cuts.pop(0)
+                upto = max(at, offset - piece.start)
+                text = piece.text[at:upto]
+                ids.extend(self.tokenizer.encode(text, specials=True, is_first=not ids))
+                at, ends[part] = upto, len(ids)
+            text = piece.text[at:]
+            ids.extend(self.tokenizer.encode(text, specials=True, is_first=not ids))
+        # What has no end here by now ends with the prompt.
+        ends.update({part: len(ids) for part in offsets if part not in ends})
+        return Rendered(tuple(ids), _boundaries(arranged, ends))
+
+    def _at_once(self, prompt: Prompt, arranged: Arrangement, whole: str) -> Rendered:
+        self._check_all(arranged)
+        if _continues(prompt):
+            last = len(arranged.parts) - 1
+            texts = [part.text or "" for part in arranged.parts]
+            texts[last] += LAST
+            whole = self._run(arranged, texts.__getitem__, _as_object, opens=False)
+            whole = whole.partition(LAST)[0]
+        ids = self.tokenizer.encode(whole, specials=True)
+        last_mark = next(
+            (part.boundary for part in reversed(arranged.parts) if part.boundary), None
+        )
+        if last_mark is None:
+            return Rendered(ids)
+        return Rendered(ids, (replace(last_mark, tokens=len(ids)),))
+
+    def _check_all(self, arranged: Arrangement, *, calls_only: bool = False) -> None:
+        """Refuse what could not be told from the template's own."""
+        texts = [p.text or "" for p in arranged.parts if p.is_call or not calls_only]
         joined = ("".join(texts), "".join(text.strip() for text in texts))
         for special in self._token_texts.values():
             if special in joined[0] or special in joined[1]:
@@ -102,65 +213,67 @@ class Renderer:
                     " from its own."
                 )
                 raise Refusal(Kind.BAD, "invalid_value", message, param="messages")
-        ids = self.tokenizer.encode(whole, specials=True)
-        last = prompt.segments[-1]
-        return Rendered(ids, (Boundary(len(ids), last.path, last.retention),))
 
-    def _check_name(self, segment: Segment) -> None:
-        """A name is written by the template, where special tokens are meant: it may hold none."""
-        path = f"messages[{segment.message}].name"
-        _check_text(segment.name or "", path)
-        for special in self._token_texts.values():
-            if special in (segment.name or ""):
-                message = f"{path}: it contains {special!r}."
-                raise Refusal(Kind.BAD, "invalid_value", message, param=path)
-
-    def _apply(self, segments: tuple[Segment, ...], texts: list[str], prompt: Prompt) -> str:
-        """The template over messages; parts of one message are joined."""
-        messages: list[dict[str, object]] = []
-        last = -1
-        for segment, text in zip(segments, texts, strict=True):
-            if segment.message == last:
-                messages[-1]["content"] = f"{messages[-1]['content']}{text}"
-                continue
-            last = segment.message
-            role = "system" if segment.role == "developer" else segment.role
-            message: dict[str, object] = {"role": role, "content": text}
-            if segment.name is not None:
-                message["name"] = segment.name
-            messages.append(message)
+    def _run(
+        self,
+        arranged: Arrangement,
+        text_of: Callable[[int], str],
+        arguments: Callable[[int, ToolCall], object],
+        *,
+        opens: bool,
+    ) -> str:
+        """The template over messages."""
         return self._template.render(
-            messages,
-            add_generation_prompt=prompt.add_generation_prompt,
-            tools=None,
+            arranged.for_template(self.tool_style, text_of, arguments),
+            add_generation_prompt=opens,
+            tools=list(arranged.tools) or None,
             documents=None,
             bos_token=self._text_of(self.card.bos_token_id),
             eos_token=self._text_of(next(iter(self.card.stop_token_ids), None)),
         )
 
+    def _marker_ids(self) -> dict[str, int]:
+        return {text: token_id for token_id, text in self._markers.items()}
+
     def _text_of(self, token_id: int | None) -> str:
         return self._token_texts.get(token_id, "") if token_id is not None else ""
 
 
-def _aligned(whole: str, pieces: list[str], texts: list[str]) -> list[str] | None:
-    """What became of each text between the template's pieces: itself, or trimmed; else None."""
-    if not whole.startswith(pieces[0]):
-        return None
-    at, found = len(pieces[0]), []
-    for text, after in zip(texts, pieces[1:], strict=True):
-        for variant in (text, text.strip(), text.rstrip(), text.lstrip()):
-            end = at + len(variant)
-            if whole.startswith(variant, at) and whole.startswith(after, end):
-                break
-        else:
-            return None
-        found.append(variant)
-        at = end + len(after)
-    return found if at == len(whole) else None
+def _as_object(_part: int, call: ToolCall) -> object:
+    return arguments_of(call.arguments)[0]
+
+
+def _as_mark(part: int, _call: ToolCall) -> object:
+    return mark(part)
+
+
+def _continues(prompt: Prompt) -> bool:
+    """Is the last message left open? It is the assistant's, and text."""
+    last = prompt.segments[-1] if prompt.segments else None
+    return prompt.continues and last is not None and last.call is None and last.role == "assistant"
+
+
+def _open_ended(pieces: Sequence[Piece], last: int) -> tuple[Piece, ...]:
+    """Without what the template writes behind the last part."""
+    for number, piece in enumerate(pieces):
+        if piece.part == last:
+            return tuple(pieces[: number + 1])
+    return tuple(pieces)
+
+
+def _boundaries(arranged: Arrangement, ends: dict[int, int]) -> tuple[Boundary, ...]:
+    """In API order; where the template writes in another one, the furthest end so far. A part that
+    the template leaves out ends with the one before it."""
+    furthest, found = 0, []
+    for number, part in enumerate(arranged.parts):
+        furthest = max(furthest, ends.get(number, 0))
+        if part.boundary is not None:
+            found.append(replace(part.boundary, tokens=furthest))
+    return tuple(found)
 
 
 def _check_text(text: str, path: str) -> None:
-    if any(sign in text for sign in _MARK_SIGNS):
+    if any(sign in text for sign in MARK_SIGNS):
         message = f"{path}: the private-use characters U+E0F0 and U+E0F1 are not taken."
         raise Refusal(Kind.BAD, "invalid_value", message, param=path)
     try:

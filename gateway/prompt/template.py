@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from jinja2 import TemplateError
+from jinja2 import TemplateError, meta
 from jinja2.exceptions import SecurityError
 
 from gateway.errors import Kind, Refusal
@@ -37,7 +37,7 @@ def _refuse(message: object = "") -> None:
 
 
 class ChatTemplate:
-    """A compiled template. Thread-safe."""
+    """A compiled template. Thread-safe. `variables`: the names that it asks for."""
 
     def __init__(self, source: str, clock: Callable[[], float] = time.monotonic) -> None:
         """Compile. Raises ValueError for a source that is too long or does not compile."""
@@ -48,6 +48,7 @@ class ChatTemplate:
         self._sandbox.globals["strftime_now"] = _frozen_date
         try:
             self._template = self._sandbox.from_string(source)
+            self.variables = frozenset(meta.find_undeclared_variables(self._sandbox.parse(source)))
         except (TemplateError, RecursionError, SyntaxError, MemoryError) as error:
             raise ValueError(f"the chat template does not compile: {error}") from error
 

@@ -8,19 +8,24 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from engine.api import PromptLogprobs, SampledToken, Sampling, TokenLogprob, Usage
 from engine.model_store import ModelCard
 from gateway.dialects.canonical import (
     Begin,
     Call,
+    CallText,
     ChoiceEnd,
     Delta,
     End,
     Generation,
+    OutputFormat,
     Prompt,
     Rendered,
     Text,
+    Tool,
+    ToolChoice,
 )
 from gateway.errors import Kind, Refusal
 from gateway.prompt import Renderer
@@ -28,6 +33,7 @@ from gateway.stream import AnswerStream, refusal_of
 from tests.gateway.fake_engine import FakeEngine
 
 END_OF_TURN = 2
+ANYTHING = Prompt()
 
 
 @pytest.fixture(scope="session")
@@ -44,10 +50,14 @@ def spelt(text: str) -> list[int]:
 class Answer:
     """A call, an engine to script, and what came out."""
 
-    def __init__(self, renderer: Renderer, *texts: str, **generation: Any) -> None:
+    def __init__(
+        self, renderer: Renderer, *texts: str, asks: Prompt = ANYTHING, **generation: Any
+    ) -> None:
         self.engine = FakeEngine()
         prompts = texts or ("hi",)
-        self.call = Call("m", tuple(Prompt(text=t) for t in prompts), Generation(**generation))
+        self.call = Call(
+            "m", tuple(replace(asks, text=t) for t in prompts), Generation(**generation)
+        )
         self.rendered = [Rendered(tuple(spelt(text))) for text in prompts]
         streams = [self.engine.open(str(n)) for n in range(len(prompts))]
         self.stream = AnswerStream(self.call, self.rendered, streams, renderer)
@@ -55,7 +65,7 @@ class Answer:
 
     async def read(self) -> Answer:
         async for batch in self.stream.batches():
-            self.deltas.extend(batch)
+            self.deltas.extend(batch or ())
         return self
 
     def text(self, choice: int = 0) -> str:
@@ -325,3 +335,111 @@ async def test_leaving_early_cancels_every_prompt(renderer: Renderer) -> None:
     assert {type(command).__name__ for command in answer.engine.commands} == {"Cancel"}
     assert len(answer.engine.commands) == 2
     assert answer.stream.usage_so_far().out == 4
+
+
+# --- tools and formats ---------------------------------------------------------------------------
+
+TOOLS = Prompt(tools=(Tool("get"), Tool("put")))
+CALL = '<tool_call>\n{"name": "get", "arguments": {"a": 1}}\n</tool_call>'
+
+
+def calls(answer: Answer, choice: int = 0) -> list[tuple[str, str]]:
+    """Names and arguments."""
+    found: dict[int, tuple[str, str]] = {}
+    for delta in answer.deltas:
+        if isinstance(delta, CallText) and delta.index == choice:
+            name, arguments = found.get(delta.call, ("", ""))
+            found[delta.call] = (name + delta.name, arguments + delta.arguments)
+    return list(found.values())
+
+
+async def test_calls_come_as_calls(renderer: Renderer) -> None:
+    """And the choice says why it ended."""
+    answer = Answer(renderer, asks=TOOLS)
+    answer.engine.play("0", [[*spelt(f"Hm {CALL}\n{CALL}"), END_OF_TURN]], reason="stop")
+    await answer.read()
+
+    assert answer.text() == "Hm "
+    assert calls(answer) == [("get", '{"a": 1}')] * 2
+    assert answer.ends() == {0: ChoiceEnd(0, "tool_calls")}
+    ids = [d.call_id for d in answer.deltas if isinstance(d, CallText) and d.call_id]
+    assert len(set(ids)) == 2
+
+
+async def test_a_call_cut_off_is_cut_off(renderer: Renderer) -> None:
+    """The length ended it, and its client has to know."""
+    answer = Answer(renderer, asks=TOOLS)
+    answer.engine.play("0", [spelt(CALL[:47])])
+    await answer.read()
+
+    assert calls(answer) == [("get", '{"a": ')]
+    assert answer.ends() == {0: ChoiceEnd(0, "length")}
+
+
+async def test_a_stop_string_ends_a_call_as_it_ends_a_text(renderer: Renderer) -> None:
+    """It is what ended the sample."""
+    answer = Answer(renderer, asks=TOOLS, stop=("1}",))
+    answer.engine.play("0", [spelt(CALL)], reason="stop")
+    await answer.read()
+
+    assert answer.ends() == {0: ChoiceEnd(0, "stop", "1}")}
+
+
+async def test_without_calls_an_answer_with_tools_is_an_answer(renderer: Renderer) -> None:
+    """Text that was held back comes at the end."""
+    answer = Answer(renderer, asks=TOOLS)
+    answer.engine.play("0", [[*spelt("a <tool_"), END_OF_TURN]], reason="stop")
+    await answer.read()
+
+    assert answer.text() == "a <tool_"
+    assert answer.ends() == {0: ChoiceEnd(0, "stop")}
+
+
+async def test_where_one_call_is_wanted_the_sample_ends_with_it(renderer: Renderer) -> None:
+    """It is charged for what the call needed, however many tokens came at once."""
+    asks = replace(TOOLS, tool_choice=ToolChoice(parallel=False))
+    answer = Answer(renderer, asks=asks)
+    answer.engine.start("0", 4)
+    answer.engine.tokens("0", 0, spelt(CALL + "\n" + CALL))
+    answer.engine.end("0", 0, "length", 2 * len(CALL) + 1)
+    answer.engine.finish("0", Usage(prompt_tokens=4, output_tokens=2 * len(CALL) + 1))
+    await answer.read()
+
+    needed = len(CALL.removesuffix("}\n</tool_call>")) + 1
+    assert calls(answer) == [("get", '{"a": 1}')]
+    assert answer.output_tokens == needed
+    assert answer.ends() == {0: ChoiceEnd(0, "tool_calls")}
+
+
+async def test_the_best_of_several_samples_keeps_its_calls(renderer: Renderer) -> None:
+    """Under the number that the client knows."""
+    answer = Answer(renderer, asks=TOOLS, samples=2, choices=1)
+    worse = logged(*((token, -2.0) for token in spelt("Hello")))
+    better = logged(*((token, -1.0) for token in spelt(CALL)))
+    answer.engine.play("0", [worse, better], reason="stop")
+    await answer.read()
+
+    assert (answer.text(), calls(answer)) == ("", [("get", '{"a": 1}')])
+    assert answer.ends() == {0: ChoiceEnd(0, "tool_calls")}
+
+
+@pytest.mark.parametrize(("text", "violations"), [('{"a": 1}', 0), ('{"a": "x"}', 1), ("a", 1)])
+async def test_a_finished_answer_is_held_to_its_format(
+    renderer: Renderer, text: str, violations: int
+) -> None:
+    """It is counted, and comes as it is."""
+    schema = '{"properties": {"a": {"type": "integer"}}}'
+    answer = Answer(renderer, asks=Prompt(output_format=OutputFormat("json_schema", schema)))
+    answer.engine.play("0", [[*spelt(text), END_OF_TURN]], reason="stop")
+    await answer.read()
+
+    assert (answer.text(), answer.stream.format_violations) == (text, violations)
+
+
+async def test_half_an_answer_breaks_no_format(renderer: Renderer) -> None:
+    """The length ended it."""
+    answer = Answer(renderer, asks=Prompt(output_format=OutputFormat("json_object")))
+    answer.engine.play("0", [spelt('{"a"')])
+    await answer.read()
+
+    assert answer.stream.format_violations == 0

@@ -1,0 +1,156 @@
+"""Is a finished text what its format asked for? A second look, after constrained decoding.
+
+It knows the keywords that say what a value may be, and passes over those it does not know: it may
+find too little, never too much. Steps are counted, so that no schema, however made, takes long.
+`gateway.choice_output` asks it once per answer.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from gateway.dialects.canonical import OutputFormat
+
+STEPS_MAX = 20_000
+TEXT_SIGNS_MAX = 1_000_000
+
+_TYPES: dict[str, tuple[type, ...]] = {
+    "object": (dict,),
+    "array": (list,),
+    "string": (str,),
+    "boolean": (bool,),
+    "null": (type(None),),
+    "number": (int, float),
+}
+
+
+class _OutOfSteps(Exception):
+    """More than anybody needs."""
+
+
+def satisfies(text: str, wanted: OutputFormat) -> bool:
+    """True unless the text breaks the format for certain. O(text), at most `STEPS_MAX` steps."""
+    if wanted.kind == "text" or len(text) > TEXT_SIGNS_MAX:
+        return True
+    try:
+        value = json.loads(text)
+        if wanted.kind == "json_object":
+            return isinstance(value, dict)
+        schema = json.loads(wanted.schema)
+        return _Check(schema).holds(value, schema)
+    except ValueError:
+        return False
+    except (_OutOfSteps, RecursionError):
+        return True
+
+
+class _Check:
+    """One value against one schema."""
+
+    def __init__(self, root: Any) -> None:
+        self._root = root
+        self._left = STEPS_MAX
+
+    def holds(self, value: Any, schema: Any) -> bool:
+        """Does `value` satisfy `schema`?"""
+        self._left -= 1
+        if self._left < 0:
+            raise _OutOfSteps
+        if not isinstance(schema, dict):
+            return schema is not False
+        return (
+            self._is_of_type(value, schema)
+            and self._is_listed(value, schema)
+            and self._is_within(value, schema)
+            and self._members_hold(value, schema)
+            and self._combined_hold(value, schema)
+        )
+
+    def _is_of_type(self, value: Any, schema: dict[str, Any]) -> bool:
+        wanted = schema.get("type")
+        names = [wanted] if isinstance(wanted, str) else wanted
+        return not isinstance(names, list) or any(_is_a(value, name) for name in names)
+
+    def _is_listed(self, value: Any, schema: dict[str, Any]) -> bool:
+        if "const" in schema and not _same(value, schema["const"]):
+            return False
+        listed = schema.get("enum")
+        if not isinstance(listed, list):
+            return True
+        self._left -= len(listed)
+        return any(_same(value, one) for one in listed)
+
+    def _is_within(self, value: Any, schema: dict[str, Any]) -> bool:
+        if isinstance(value, str):
+            return _between(len(value), schema, "minLength", "maxLength")
+        if isinstance(value, list):
+            return _between(len(value), schema, "minItems", "maxItems")
+        if isinstance(value, dict):
+            return _between(len(value), schema, "minProperties", "maxProperties")
+        if not _is_a(value, "number"):
+            return True
+        above, below = schema.get("exclusiveMinimum"), schema.get("exclusiveMaximum")
+        return (
+            _between(value, schema, "minimum", "maximum")
+            and not (_is_a(above, "number") and value <= above)
+            and not (_is_a(below, "number") and value >= below)
+        )
+
+    def _members_hold(self, value: Any, schema: dict[str, Any]) -> bool:
+        if isinstance(value, list):
+            first = schema.get("prefixItems", ())
+            count = len(first) if isinstance(first, list) else 0
+            pairs = list(zip(value, first, strict=False)) if count else []
+            if "items" in schema:
+                pairs += [(item, schema["items"]) for item in value[count:]]
+            return all(self.holds(item, one) for item, one in pairs)
+        if not isinstance(value, dict):
+            return True
+        required = schema.get("required", ())
+        if isinstance(required, list) and any(name not in value for name in required):
+            return False
+        known = schema.get("properties", {})
+        known = known if isinstance(known, dict) else {}
+        rest = True if "patternProperties" in schema else schema.get("additionalProperties", True)
+        return all(self.holds(item, known.get(name, rest)) for name, item in value.items())
+
+    def _combined_hold(self, value: Any, schema: dict[str, Any]) -> bool:
+        every, some = schema.get("allOf", ()), schema.get("anyOf", schema.get("oneOf", ()))
+        if isinstance(every, list) and not all(self.holds(value, one) for one in every):
+            return False
+        if isinstance(some, list) and not any(self.holds(value, one) for one in some):
+            return False
+        reference = schema.get("$ref")
+        return not isinstance(reference, str) or self.holds(value, self._found(reference))
+
+    def _found(self, reference: str) -> Any:
+        """What a local reference points at; anything goes where it points at nothing."""
+        at = self._root
+        if not reference.startswith("#"):
+            return True
+        for step in reference[1:].split("/")[1:]:
+            name = step.replace("~1", "/").replace("~0", "~")
+            if not isinstance(at, dict) or name not in at:
+                return True
+            at = at[name]
+        return at
+
+
+def _is_a(value: Any, name: Any) -> bool:
+    if name == "integer":
+        whole = isinstance(value, float) and value.is_integer()
+        return whole or (isinstance(value, int) and not isinstance(value, bool))
+    if name == "number" and isinstance(value, bool):
+        return False
+    return not isinstance(name, str) or name not in _TYPES or isinstance(value, _TYPES[name])
+
+
+def _same(value: Any, other: Any) -> bool:
+    return isinstance(value, bool) == isinstance(other, bool) and bool(value == other)
+
+
+def _between(size: float, schema: dict[str, Any], least: str, most: str) -> bool:
+    low: Any = schema.get(least)
+    high: Any = schema.get(most)
+    return not (_is_a(low, "number") and size < low) and not (_is_a(high, "number") and size > high)

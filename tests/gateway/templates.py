@@ -1,0 +1,121 @@
+"""Chat templates in the manner of model families, for tests: short, and as wilful as theirs.
+
+Each does what makes its family hard: writes tools in its own place, trims, drops, or refuses.
+"""
+
+from __future__ import annotations
+
+HERMES = """
+{%- if tools %}
+<|im_start|>system
+{% if messages[0].role == 'system' %}{{ messages[0].content + '\n\n' }}{% endif %}
+# Tools
+<tools>
+{%- for tool in tools %}
+{{ '\n' + (tool | tojson) }}
+{%- endfor %}
+{{ '\n' }}</tools>
+Answer with <tool_call> and </tool_call>.<|im_end|>
+{% elif messages[0].role == 'system' %}
+<|im_start|>system
+{{ messages[0].content }}<|im_end|>
+{% endif %}
+{%- for message in messages %}
+{%- if message.role == 'user' or (message.role == 'system' and not loop.first)
+       or (message.role == 'assistant' and not message.tool_calls) %}
+{{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}
+{%- elif message.role == 'assistant' %}
+{{- '<|im_start|>assistant' }}
+{%- if message.content %}{{ '\n' + message.content }}{% endif %}
+{%- for call in message.tool_calls %}
+{%- if call.function is defined %}{% set call = call.function %}{% endif %}
+{{- '\n<tool_call>\n{"name": "' + call.name + '", "arguments": ' }}
+{{- call.arguments | tojson }}
+{{- '}\n</tool_call>' }}
+{%- endfor %}
+{{- '<|im_end|>\n' }}
+{%- elif message.role == 'tool' %}
+{%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}
+{{- '<|im_start|>user' }}
+{%- endif %}
+{{- '\n<tool_response>\n' + message.content + '\n</tool_response>' }}
+{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}
+{{- '<|im_end|>\n' }}
+{%- endif %}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}
+"""
+
+LLAMA3 = """
+{%- if messages[0]['role'] == 'system' %}
+{%- set system = messages[0]['content'] | trim %}{% set messages = messages[1:] %}
+{%- else %}{% set system = '' %}{% endif %}
+{{- '<|im_start|>system\n' }}
+{%- if tools is not none %}{{ 'Environment: ipython\n' }}{% endif %}
+{{- system + '<|im_end|>' }}
+{%- if tools is not none %}
+{%- set first = messages[0]['content'] | trim %}{% set messages = messages[1:] %}
+{{- '<|im_start|>user\nAnswer with {"name": name, "parameters": arguments}.\n\n' }}
+{%- for t in tools %}{{ t | tojson(indent=4) }}{{ '\n\n' }}{% endfor %}
+{{- first + '<|im_end|>' }}
+{%- endif %}
+{%- for message in messages %}
+{%- if not (message.role == 'tool' or 'tool_calls' in message) %}
+{{- '<|im_start|>' + message['role'] + '\n' + message['content'] | trim + '<|im_end|>' }}
+{%- elif 'tool_calls' in message %}
+{%- if message.tool_calls | length != 1 %}
+{{- raise_exception('This model only supports single tool-calls at once!') }}
+{%- endif %}
+{%- set call = message.tool_calls[0].function %}
+{{- '<|im_start|>assistant\n{"name": "' + call.name + '", "parameters": ' }}
+{{- call.arguments | tojson }}
+{{- '}<|im_end|>' }}
+{%- else %}
+{{- '<|im_start|>ipython\n' }}
+{%- if message.content is mapping or message.content is iterable %}
+{{- message.content | tojson }}
+{%- else %}{{ message.content }}{% endif %}
+{{- '<|im_end|>' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}
+"""
+
+MISTRAL = """
+{%- set users = messages | selectattr('role', 'equalto', 'user') | list %}
+{%- for message in messages %}
+{%- if message.role == 'user' %}
+{%- if tools is not none and message == users[-1] %}
+{{- '[AVAILABLE_TOOLS] [' }}
+{%- for tool in tools %}{{ tool | tojson }}{% if not loop.last %}{{ ', ' }}{% endif %}{% endfor %}
+{{- '][/AVAILABLE_TOOLS]' }}
+{%- endif %}
+{{- '[INST] ' + message.content + '[/INST]' }}
+{%- elif message.tool_calls is defined %}
+{{- '[TOOL_CALLS] [' }}
+{%- for call in message.tool_calls %}
+{%- if call.id is not defined or call.id | length != 9 %}
+{{- raise_exception('Tool call IDs should be strings with length 9!') }}
+{%- endif %}
+{{- '{"name": "' + call.function.name + '", "arguments": ' + call.function.arguments | tojson }}
+{{- ', "id": "' + call.id + '"}' }}
+{%- if not loop.last %}{{ ', ' }}{% endif %}
+{%- endfor %}
+{{- ']' + eos_token }}
+{%- elif message.role == 'assistant' %}
+{{- ' ' + message.content | trim + eos_token }}
+{%- elif message.role == 'tool' %}
+{{- '[TOOL_RESULTS] {"content": ' + message.content | string + ', "call_id": "' }}
+{{- message.tool_call_id + '"}[/TOOL_RESULTS]' }}
+{%- else %}
+{{- '[SYSTEM] ' + message.content }}
+{%- endif %}
+{%- endfor %}
+"""
+
+ITERATING = HERMES.replace(
+    "{{- call.arguments | tojson }}",
+    "{%- for name, value in call.arguments | items %}{{ name }}={{ value | tojson }};{% endfor %}",
+)
+"""Writes arguments one by one, as some do in tags."""

@@ -1,0 +1,106 @@
+"""Messages as templates take them, parts in API order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gateway.dialects.canonical import Prompt, Segment, Tool, ToolCall
+from gateway.prompt.arrangement import arrange
+from gateway.prompt.json_text import arguments_of
+from gateway.prompt.tools import FALLBACK, HERMES, MISTRAL, ToolStyle
+
+CALL = ToolCall("call_1", "get", '{"z":1}')
+
+
+def check(prompt: Prompt, style: ToolStyle = HERMES) -> list[dict[str, Any]]:
+    """What the template is given."""
+    arranged = arrange(prompt, style)
+    texts = [part.text or "" for part in arranged.parts]
+    return arranged.for_template(
+        style, texts.__getitem__, lambda _, call: arguments_of(call.arguments)[0]
+    )
+
+
+def test_parts_of_one_message_are_joined() -> None:
+    """In order; developers are the system."""
+    segments = (
+        Segment("developer", "Be ", "a", None, 0),
+        Segment("developer", "brief", "b", None, 0),
+        Segment("user", "Hi", "c", "ann", 1),
+        Segment("user", "Ho", "d", None, 2),
+    )
+
+    assert check(Prompt(segments=segments)) == [
+        {"role": "system", "content": "Be brief"},
+        {"role": "user", "content": "Hi", "name": "ann"},
+        {"role": "user", "content": "Ho"},
+    ]
+
+
+def test_calls_are_members_of_their_message() -> None:
+    """Arguments as objects; each result knows its call, and its name."""
+    segments = (
+        Segment("assistant", "Hm", "a", None, 0),
+        Segment("assistant", "", "b", None, 0, call=CALL),
+        Segment("tool", "one ", "c", None, 1, answers="call_1"),
+        Segment("tool", "two", "d", None, 1, answers="call_1"),
+    )
+    asked, answered = check(Prompt(segments=segments))
+
+    assert asked["content"] == "Hm"
+    assert asked["tool_calls"] == [
+        {"id": "call_1", "type": "function", "function": {"name": "get", "arguments": {"z": 1}}}
+    ]
+    assert answered == {
+        "role": "tool",
+        "content": "one two",
+        "name": "get",
+        "tool_call_id": "call_1",
+    }
+
+
+def test_ids_are_as_the_family_takes_them() -> None:
+    """The same for call and result."""
+    segments = (
+        Segment("assistant", "", "b", None, 0, call=CALL),
+        Segment("tool", "one", "c", None, 1, answers="call_1"),
+    )
+    asked, answered = check(Prompt(segments=segments), MISTRAL)
+
+    assert asked["tool_calls"][0]["id"] == answered["tool_call_id"] == MISTRAL.call_id("call_1")
+
+
+def test_users_and_results_in_one_message_come_apart() -> None:
+    """Templates know a role for each."""
+    segments = (
+        Segment("tool", "one", "a", None, 0, answers="call_1"),
+        Segment("user", "So?", "b", None, 0),
+    )
+
+    assert [message["role"] for message in check(Prompt(segments=segments))] == ["tool", "user"]
+
+
+def test_in_words_there_are_only_plain_messages() -> None:
+    """System, user and assistant in turns, whatever was called in between."""
+    segments = (
+        Segment("user", "Hi", "a", None, 0),
+        Segment("assistant", "", "b", None, 1, call=CALL),
+        Segment("assistant", "Hm\n", "b", None, 1),
+        Segment("assistant", "", "b", None, 1, call=CALL),
+        Segment("tool", "one", "c", None, 2, answers="call_1"),
+        Segment("tool", "two", "c", None, 3, answers="call_1"),
+        Segment("user", "So?", "d", None, 4),
+        Segment("assistant", "So", "e", None, 5),
+        Segment("user", "Ah", "f", None, 6),
+    )
+    call = '<tool_call>\n{"name": "get", "arguments": {"z": 1}}\n</tool_call>'
+    messages = check(Prompt(segments=segments, tools=(Tool("get"),)), FALLBACK)
+
+    assert [sorted(message) for message in messages] == [["content", "role"]] * 6
+    assert [message["role"] for message in messages] == [
+        "system", "user", "assistant", "user", "assistant", "user",
+    ]  # fmt: skip
+    assert messages[2]["content"] == f"{call}Hm\n{call}"
+    assert messages[3]["content"] == (
+        "<tool_response>\none\n</tool_response>\n<tool_response>\ntwo\n</tool_response>\nSo?"
+    )

@@ -1,0 +1,140 @@
+"""Calls out of an answer's text: nothing lost, nothing invented, the same however it is cut."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.prompt.call_reader import Called, CallReader, Said
+from gateway.prompt.tools import HERMES, LLAMA3, MISTRAL, ToolStyle
+
+STYLES = {"hermes": HERMES, "llama3": LLAMA3, "mistral": MISTRAL}
+
+Folded = list[str | tuple[str, str, str]]
+
+
+def read(style: ToolStyle, *pieces: str, parallel: bool = True) -> Folded:
+    """Text and calls (id, name, arguments), neighbours joined."""
+    numbers = itertools.count()
+    reader = CallReader(style, ("get", "put"), lambda: f"id{next(numbers)}", parallel=parallel)
+    found = [piece for text in pieces for piece in reader.push(text)] + reader.finish()
+    whole = "".join(pieces)
+    folded: Folded = []
+    for piece in found:
+        last = folded[-1] if folded else None
+        if isinstance(piece, Said):
+            assert whole[piece.start : piece.start + len(piece.text)] == piece.text
+            folded[-1:] = (
+                [last + piece.text] if isinstance(last, str) else [*folded[-1:], piece.text]
+            )
+        elif piece.name:
+            folded.append((piece.call_id, piece.name, piece.arguments))
+        else:
+            assert isinstance(last, tuple)
+            folded[-1] = (last[0], last[1], last[2] + piece.arguments)
+    assert reader.calls == sum(isinstance(piece, tuple) for piece in folded)
+    return folded
+
+
+ONE = '<tool_call>\n{"name": "get", "arguments": {"a": "}</tool_call>\\""}}\n</tool_call>'
+TWO = '<tool_call>\n{"arguments": {"b": [1]}, "name": "put"}\n</tool_call>'
+GET, PUT = ("id0", "get", '{"a": "}</tool_call>\\""}'), ("id1", "put", '{"b": [1]}')
+
+CASES: list[tuple[str, str, Folded]] = [
+    ("hermes", "Hello", ["Hello"]),
+    ("hermes", "", []),
+    ("hermes", ONE, [GET]),
+    ("hermes", f"Let me see.\n{ONE}\n{TWO}", ["Let me see.\n", GET, PUT]),
+    ("hermes", f"{ONE} so.", [GET, " so."]),
+    ("hermes", ONE.removesuffix("_call>"), [GET]),
+    ("hermes", ONE + "  \n", [GET]),
+    ("hermes", '<tool_call>{"name": "get", "arguments": {"a', [("id0", "get", '{"a')]),
+    ("hermes", '<tool_call>\n{"name": "ge', ['<tool_call>\n{"name": "ge']),
+    ("hermes", "a < b <tool_c", ["a < b <tool_c"]),
+    ("hermes", "<tool_call>{'name'}</tool_call>", ["<tool_call>{'name'}</tool_call>"]),
+    ("hermes", '<tool_call>{"name": "rm", "arguments": {}}</tool_call>x',
+     ['<tool_call>{"name": "rm", "arguments": {}}</tool_call>x']),
+    ("hermes", f"<tool_call>no{ONE}", ["<tool_call>no", GET]),
+    ("hermes", '{"name": "get", "arguments": {}}', ['{"name": "get", "arguments": {}}']),
+    ("llama3", ' {"name": "get", "parameters": {}}; {"name": "put", "parameters": {"z": 1}}',
+     [("id0", "get", "{}"), ("id1", "put", '{"z": 1}')]),
+    ("llama3", '<|python_tag|>{"type": "function", "name": "get", "parameters": {}}',
+     [("id0", "get", "{}")]),
+    ("llama3", '{"name": "Ann", "age": 3}', ['{"name": "Ann", "age": 3}']),
+    ("llama3", 'So: {"name": "get", "parameters": {}}', ['So: {"name": "get", "parameters": {}}']),
+    ("llama3", "<|python_tag|>print(1)", ["<|python_tag|>print(1)"]),
+    ("mistral", '[TOOL_CALLS] [{"name": "get", "arguments": {}}, {"name": "put"}]',
+     [("id0", "get", "{}"), ("id1", "put", "{}")]),
+    ("mistral", '[TOOL_CALLS][{"name": "get", "arguments": {}}', [("id0", "get", "{}")]),
+    ("mistral", "[TOOL_CALLS]{}", ["[TOOL_CALLS]{}"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("style", "text", "folded"), CASES)
+def test_calls_are_told_from_text(style: str, text: str, folded: Folded) -> None:
+    """What is no call for certain is the text that it is."""
+    assert read(STYLES[style], text) == folded
+
+
+@pytest.mark.parametrize(("style", "text", "folded"), CASES)
+def test_cuts_change_nothing(style: str, text: str, folded: Folded) -> None:
+    """A character at a time finds what is found at once."""
+    assert read(STYLES[style], *text) == folded
+
+
+@given(
+    parts=st.lists(
+        st.sampled_from(
+            ["<tool_call>", "</tool_call>", "\n", "{", "}", '"name"', ":", '"get"', ","]
+        )
+        | st.sampled_from(['"arguments"', '{"a": 1}', "[TOOL_CALLS]", "[", "]", ";", " x ", '\\"']),
+        max_size=14,
+    ),
+    style=st.sampled_from(sorted(STYLES)),
+    cuts=st.lists(st.integers(0, 80), max_size=5),
+)
+def test_any_text_is_read_the_same_in_pieces(parts: list[str], style: str, cuts: list[int]) -> None:
+    """Also when it is half a call, or two in one."""
+    text = "".join(parts)
+    ends = sorted({min(cut, len(text)) for cut in cuts} | {0, len(text)})
+    pieces = [text[start:end] for start, end in itertools.pairwise(ends)]
+    whole = read(STYLES[style], text)
+
+    assert read(STYLES[style], *pieces) == whole
+    if not any(isinstance(piece, tuple) for piece in whole):
+        assert "".join(piece for piece in whole if isinstance(piece, str)) == text
+
+
+def test_arguments_stream() -> None:
+    """A long document in an argument does not wait for its end."""
+    reader = CallReader(HERMES, ("get",), lambda: "id")
+    first = reader.push('<tool_call>\n{"name": "get", "arguments": {"a": "Once ')
+    second = reader.push("upon a time")
+
+    assert first == [Called(0, "id", "get"), Called(0, arguments='{"a": "Once ')]
+    assert second == [Called(0, arguments="upon a time")]
+
+
+def test_text_that_may_become_a_call_waits() -> None:
+    """And no longer than it has to."""
+    reader = CallReader(HERMES, ("get",), lambda: "id")
+
+    assert reader.push("So <tool_") == [Said("So ", 0)]
+    assert reader.push("box>") == [Said("<tool_box>", 3)]
+
+
+def test_where_one_call_is_wanted_the_rest_is_of_no_use() -> None:
+    """The reader says when it has it."""
+    assert read(HERMES, f"Hm {ONE}\n{TWO} so", parallel=False) == ["Hm ", GET]
+
+
+def test_an_endless_beginning_is_text() -> None:
+    """Nothing is held for ever."""
+    text = "<tool_call>" + json.dumps({"arguments": {"a": "x" * 70_000}})
+    reader = CallReader(HERMES, ("get",), lambda: "id")
+
+    assert sum(len(p.text) for p in reader.push(text[:-1]) if isinstance(p, Said)) == len(text) - 1

@@ -1,0 +1,101 @@
+"""A second look at finished JSON: finds what breaks its schema, and never takes long."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from gateway.dialects.canonical import OutputFormat
+from gateway.prompt.format_check import satisfies
+
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "minLength": 1}, "age": {"$ref": "#/$defs/age"}},
+    "required": ["name"],
+    "additionalProperties": False,
+    "$defs": {"age": {"type": ["integer", "null"], "minimum": 0, "exclusiveMaximum": 200}},
+}
+
+
+def holds(text: str, schema: Any) -> bool:
+    """Against a schema."""
+    return satisfies(text, OutputFormat("json_schema", json.dumps(schema)))
+
+
+@pytest.mark.parametrize(
+    ("text", "holds_"),
+    [
+        ('{"name": "Ann"}', True),
+        ('{"name": "Ann", "age": null}', True),
+        ('{"name": "Ann", "age": 3.0}', True),
+        ('{"name": "Ann", "age": 3.5}', False),
+        ('{"name": "Ann", "age": true}', False),
+        ('{"name": "Ann", "age": -1}', False),
+        ('{"name": "Ann", "age": 200}', False),
+        ('{"name": ""}', False),
+        ('{"name": 7}', False),
+        ('{"age": 7}', False),
+        ('{"name": "Ann", "other": 1}', False),
+        ('{"name": "Ann"', False),
+        ("Ann", False),
+    ],
+)
+def test_an_answer_is_held_to_its_schema(text: str, holds_: bool) -> None:
+    """Types, bounds, members, references."""
+    assert holds(text, PERSON) is holds_
+
+
+@pytest.mark.parametrize(
+    ("value", "schema", "holds_"),
+    [
+        ([1, "a"], {"prefixItems": [{"type": "integer"}], "items": {"type": "string"}}, True),
+        ([1, 2], {"prefixItems": [{"type": "integer"}], "items": {"type": "string"}}, False),
+        ([1], {"minItems": 2}, False),
+        ({}, {"minProperties": 1}, False),
+        (1, {"enum": [1.0, "a"]}, True),
+        (True, {"enum": [1]}, False),
+        ("b", {"const": "a"}, False),
+        (5, {"anyOf": [{"type": "string"}, {"minimum": 6}]}, False),
+        (5, {"oneOf": [{"type": "string"}, {"minimum": 5}]}, True),
+        (5, {"allOf": [{"type": "integer"}, {"maximum": 4}]}, False),
+        ({"a": 1}, {"additionalProperties": {"type": "string"}}, False),
+        ({"a": 1}, {"patternProperties": {"a": {}}, "additionalProperties": False}, True),
+        (1, False, False),
+        (1, True, True),
+        (1, {"type": "strange", "items": 7, "required": "x", "minimum": "y", "enum": 0}, True),
+        (1, {"$ref": "https://example.com/schema"}, True),
+        (1, {"$ref": "#/nowhere"}, True),
+        ("a/b", {"$defs": {"a/b": {"const": "a/b"}}, "$ref": "#/$defs/a~1b"}, True),
+    ],
+)
+def test_keywords_mean_what_they_mean(value: object, schema: object, holds_: bool) -> None:
+    """And what is unknown or broken means nothing."""
+    assert holds(json.dumps(value), schema) is holds_
+
+
+def test_an_object_is_an_object() -> None:
+    """The older mode asks for no more."""
+    assert satisfies('{"a": 1}', OutputFormat("json_object"))
+    assert not satisfies("[1]", OutputFormat("json_object"))
+    assert not satisfies("{", OutputFormat("json_object"))
+    assert satisfies("anything", OutputFormat())
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$ref": "#"},
+        {"$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}] * 9}}, "$ref": "#/$defs/a"},
+        {"allOf": [{"allOf": [{"allOf": [{"allOf": [{}] * 20}] * 20}] * 20}] * 20},
+    ],
+)
+def test_a_hostile_schema_is_given_up(schema: object) -> None:
+    """Nothing is found, soon."""
+    assert holds("1", schema)
+
+
+def test_a_deep_answer_is_no_error() -> None:
+    """Nor is it found to be wrong."""
+    assert holds('{"a":' * 5_000 + "1" + "}" * 5_000, {"additionalProperties": {"$ref": "#"}})

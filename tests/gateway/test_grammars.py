@@ -1,0 +1,215 @@
+"""What an answer has to be, tried out on the engine's own matcher."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from engine.grammar import Rules, Vocabulary, compile_grammar
+from engine.model_store import ModelCard
+from gateway.dialects.canonical import OutputFormat, Prompt, Tool, ToolChoice
+from gateway.errors import Kind, Refusal
+from gateway.prompt.grammars import grammar_of, offered
+from gateway.prompt.tools import FALLBACK, HERMES, LLAMA3, MISTRAL, ToolStyle
+
+SCHEMA = json.dumps(
+    {
+        "type": "object",
+        "properties": {"a": {"type": "integer"}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+)
+STRICT, LOOSE = (
+    Tool("get", "", SCHEMA, "tools[0]", strict=True),
+    Tool("put", "", SCHEMA, "tools[1]"),
+)
+FORMAT = OutputFormat("json_schema", '{"type": "object", "properties": {"q": {"const": 1}}}', "f")
+OPEN, CLOSE = 1, 2
+
+Text = str | list[str | int]
+Allows = Callable[..., bool]
+
+
+@pytest.fixture(scope="session")
+def allows(card: ModelCard) -> Allows:
+    """May this text, or these tokens, be a whole answer?"""
+    path, size = card.tokenizer_path, card.config.vocab
+    vocabulary = Vocabulary.load(path, size, [0], Rules())
+
+    def allowed(text: Text, *tools: Tool, style: ToolStyle = FALLBACK, **more: Any) -> bool:
+        markers = {style.opening.strip(): OPEN, style.closing.strip(): CLOSE}
+        prompt = Prompt(tools=tools, **more)
+        grammar = grammar_of(prompt, style, markers if isinstance(text, list) else {})
+        assert grammar is not None
+        matcher = compile_grammar(grammar, vocabulary).matcher.fork()
+        pieces = [text] if isinstance(text, str) else text
+        ids = [i for p in pieces for i in ([p] if isinstance(p, int) else spelt(p))]
+        return all(map(matcher.consume, ids)) and matcher.is_accepting
+
+    return allowed
+
+
+def spelt(text: str) -> list[int]:
+    """One token a byte."""
+    return [3 + byte for byte in text.encode()]
+
+
+def call(name: str, arguments: str) -> str:
+    """As the style in words writes one."""
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+
+REQUIRED = ToolChoice("required")
+
+
+def test_most_answers_may_be_anything() -> None:
+    """Nothing is constrained that nobody asked for."""
+    assert grammar_of(Prompt(), FALLBACK) is None
+    assert grammar_of(Prompt(tools=(LOOSE,)), FALLBACK) is None
+    assert grammar_of(Prompt(tools=(STRICT,), tool_choice=ToolChoice("none")), FALLBACK) is None
+
+
+def test_a_format_alone_is_handed_on() -> None:
+    """The engine knows JSON."""
+    schema = grammar_of(Prompt(output_format=FORMAT), FALLBACK)
+    mode = grammar_of(Prompt(output_format=OutputFormat("json_object")), FALLBACK)
+
+    assert schema is not None
+    assert mode is not None
+    assert (schema.kind, schema.text) == ("json_schema", FORMAT.schema)
+    assert mode.kind == "json_object"
+
+
+@pytest.mark.parametrize(
+    ("text", "is_allowed"),
+    [
+        (call("get", '{"a": 1}'), True),
+        (call("put", '{"a":1}'), True),
+        (call("get", '{"a": 1}') + "\n" + call("put", '{"a": 2}'), True),
+        (call("get", '{"a": "x"}'), False),
+        (call("get", "{}"), False),
+        (call("rm", "{}"), False),
+        ("Hello", False),
+        ("", False),
+        (call("get", '{"a": 1}') + " so", False),
+    ],
+)
+def test_a_required_call_is_a_call(allows: Allows, text: str, is_allowed: bool) -> None:
+    """Of any tool that is offered, with arguments of its schema, and nothing else."""
+    assert allows(text, STRICT, LOOSE, tool_choice=REQUIRED) is is_allowed
+
+
+def test_a_forced_call_is_of_that_tool(allows: Allows) -> None:
+    """By name, and once where calls are not to be parallel."""
+    choice = ToolChoice("required", ("put",), parallel=False)
+    one = call("put", '{"a": 1}')
+
+    assert allows(one, STRICT, LOOSE, tool_choice=choice)
+    assert not allows(call("get", '{"a": 1}'), STRICT, LOOSE, tool_choice=choice)
+    assert not allows(f"{one}\n{one}", STRICT, LOOSE, tool_choice=choice)
+
+
+@pytest.mark.parametrize(
+    ("text", "is_allowed"),
+    [
+        ("Hello <b>", True),
+        ("", True),
+        ("Hm.\n" + call("get", '{"a": 1}'), True),
+        (call("get", '{"a": 1}') + "\n" + call("put", '{"z": 1}') + " so", True),
+        (call("get", '{"z": 1}'), False),
+        (call("put", "[]"), False),
+        ("<tool_call>x", False),
+        ("<tool_", True),
+    ],
+)
+def test_strict_tools_leave_text_free(allows: Allows, text: str, is_allowed: bool) -> None:
+    """But where a call begins it is one, with arguments that hold where the tool is strict."""
+    assert allows(text, STRICT, LOOSE) is is_allowed
+
+
+def test_an_answer_in_a_format_may_be_calls_instead(allows: Allows) -> None:
+    """Unless one is required."""
+    assert allows('{"q": 1}', LOOSE, output_format=FORMAT)
+    assert allows(call("put", '{"z": 1}'), LOOSE, output_format=FORMAT)
+    assert not allows("Hello", LOOSE, output_format=FORMAT)
+    assert not allows('{"q": 1}', LOOSE, output_format=FORMAT, tool_choice=REQUIRED)
+
+
+@pytest.mark.parametrize(
+    ("style", "text"),
+    [
+        (HERMES, [OPEN, '\n{"name": "get", "arguments": {"a": 1}}\n', CLOSE]),
+        (LLAMA3, [OPEN, '{"name": "get", "parameters": {"a": 1}}']),
+        (LLAMA3, '{"name": "get", "parameters": {"a": 1}}; {"name": "put", "parameters": {"a":1}}'),
+        (MISTRAL, [OPEN, '[{"name": "get", "arguments": {"a": 1}}]']),
+        (MISTRAL, '[TOOL_CALLS][{"name": "get", "arguments": {"a": 1}}, {"name": "put",'
+         ' "arguments": {"a": 2}}]'),
+    ],
+)  # fmt: skip
+def test_every_style_is_forced_in_its_own_way(allows: Allows, style: ToolStyle, text: Text) -> None:
+    """Markers that are single tokens are these tokens: no text spells them."""
+    wrong = [part.replace("1", '"x"', 1) if isinstance(part, str) else part for part in text]
+    broken = "".join(map(str, wrong)) if isinstance(text, str) else wrong
+
+    for choice in (REQUIRED, ToolChoice()):
+        assert allows(text, STRICT, LOOSE, style=style, tool_choice=choice)
+        assert not allows(broken, STRICT, LOOSE, style=style, tool_choice=choice)
+    empty: Text = "Hi" if isinstance(text, str) else ["Hi"]
+    assert allows(empty, STRICT, style=style)
+    assert not allows(empty, STRICT, style=style, tool_choice=REQUIRED)
+
+
+def test_text_before_a_call_is_free_in_every_style(allows: Allows) -> None:
+    """Where text never spells the marker."""
+    text: Text = ["Hm", OPEN, '\n{"name": "get", "arguments": {"a": 1}}\n', CLOSE, " so"]
+
+    assert allows(text, STRICT, style=HERMES)
+    assert allows('Hm [TOOL_CALLS][{"name": "get", "arguments": {"a": 1}}]', STRICT, style=MISTRAL)
+    assert not allows('{"x": 1}', STRICT, style=LLAMA3)
+
+
+def test_names_are_quoted(allows: Allows) -> None:
+    """A name is never grammar."""
+    tool = Tool('a"b\\ | é', "", "{}")
+
+    assert allows(call(json.dumps(tool.name)[1:-1].replace("\\u00e9", "é"), "{}"), tool,
+                  tool_choice=REQUIRED)  # fmt: skip
+
+
+def test_a_schema_does_not_choose_its_own_rules(allows: Allows) -> None:
+    """To be ignored, for one."""
+    schema = json.dumps({"type": "object", "x-guidance": {"lenient": True}, "maxProperties": 0})
+
+    assert allows(call("get", "{}"), Tool("get", "", schema), tool_choice=REQUIRED)
+    unknown = json.dumps({"x-guidance": {"lenient": True}, "not": {"type": "string"}})
+    with pytest.raises(Exception, match="not"):
+        allows(call("get", "{}"), Tool("get", "", unknown), tool_choice=REQUIRED)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "param"),
+    [
+        (Prompt(output_format=OutputFormat("json_schema", "[]", "response_format")),
+         "response_format"),
+        (Prompt(output_format=OutputFormat("json_schema", '{"a":' * 65 + "}" * 65)), "schema"),
+        (Prompt(tools=(Tool("a", "", "7", "tools[0]"),), tool_choice=REQUIRED), "tools[0]"),
+        (Prompt(tools=(LOOSE,), tool_choice=ToolChoice("required", ("rm",))), "tool_choice"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_a_grammar_is_refused(prompt: Prompt, param: str) -> None:
+    """With the field it came in."""
+    with pytest.raises(Refusal) as raised:
+        grammar_of(prompt, FALLBACK)
+
+    assert (raised.value.kind, raised.value.param) == (Kind.BAD, param)
+
+
+def test_only_some_tools_may_be_offered() -> None:
+    """All stand in the prompt, these may be called."""
+    prompt = Prompt(tools=(STRICT, LOOSE), tool_choice=ToolChoice("auto", ("put",)))
+
+    assert offered(prompt) == (LOOSE,)

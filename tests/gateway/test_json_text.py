@@ -1,0 +1,59 @@
+"""JSON from clients: in its order, within its bounds, and never an exception of Python's."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.errors import Refusal
+from gateway.prompt.json_text import arguments_of, depth, schema_of, strings
+
+
+def test_a_schema_keeps_its_order() -> None:
+    """Models read it in the order in which it was written."""
+    assert list(schema_of('{"z": 1, "a": {"y": 2, "b": 3}}', "tools[0]")) == ["z", "a"]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "no JSON object"),
+        ("[1]", "no JSON object"),
+        ('{"a": Infinity}', "no JSON object"),
+        ('{"a": 1e400}', "no JSON object"),
+        ('{"a": ' + "9" * 5000 + "}", "no JSON object"),
+        ('{"a":' * 65 + "1" + "}" * 65, "65 levels deep; at most 64"),
+        ("[" * 200_000, "200000 levels deep"),
+        (json.dumps({"a": "x" * 262_144}), "262153 bytes; at most 262144"),
+    ],
+)
+def test_a_schema_that_cannot_be_taken_is_refused(text: str, words: str) -> None:
+    """With the field, the limit and what came."""
+    with pytest.raises(Refusal) as raised:
+        schema_of(text, "tools[3]")
+
+    assert raised.value.param == "tools[3]"
+    assert words in raised.value.message
+
+
+@given(st.text(max_size=30) | st.text('{}[]":,1aen\\.', max_size=30))
+def test_any_arguments_are_some_arguments(text: str) -> None:
+    """An object, or the text itself: nothing a model wrote can stop a conversation."""
+    value, written = arguments_of(text)
+
+    assert json.loads(written) == value
+    assert isinstance(value, dict) or value == text
+
+
+def test_strings_are_no_structure() -> None:
+    """Braces in them nest nothing."""
+    assert depth('{"a": "{{{[", "b\\"{": [1]}') == 2
+    assert depth("plain") == 0
+
+
+def test_every_string_is_found() -> None:
+    """Names, too: a special token may hide in either."""
+    assert strings({"a": ["b", {"c": 1}], "d": None}) == ["a", "b", "c", "d"]

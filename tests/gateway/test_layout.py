@@ -1,0 +1,82 @@
+"""What became of each part: itself, trimmed, quoted, left out; or nobody can say."""
+
+from __future__ import annotations
+
+import pytest
+
+from gateway.prompt.arrangement import Part
+from gateway.prompt.layout import common, lay_out, mark, outside_words
+
+A, B = mark(0), mark(1)
+
+
+def check(
+    marked: str, whole: str, *texts: str, calls: bool = False
+) -> list[tuple[str, int | None]] | None:
+    """(text, part) of each piece that has any."""
+    pieces = lay_out(marked, whole, [Part(text, is_call=calls) for text in texts])
+    return None if pieces is None else [(p.text, p.part) for p in pieces if p.text]
+
+
+def test_parts_are_found_between_the_templates_words() -> None:
+    """As they are, trimmed, or written as JSON."""
+    assert check(f"<{A}|{B}>", "<x|y>", "x", "y") == [
+        ("<", None), ("x", 0), ("|", None), ("y", 1), (">", None),
+    ]  # fmt: skip
+    assert check(f"<{A}>", "<x>", " x\n") == [("<", None), ("x", 0), (">", None)]
+    assert check(f'"{A}"', '"\\"x\\n"', '"x\n') == [('"', None), ('\\"x\\n', 0), ('"', None)]
+
+
+def test_the_templates_order_is_kept() -> None:
+    """It may differ from the order of the request."""
+    assert check(f"{B}-{A}", "y-x", "x", "y") == [("y", 1), ("-", None), ("x", 0)]
+
+
+def test_a_part_may_be_left_out() -> None:
+    """Then no piece is it."""
+    assert check(f"<{A}>", "<x>", "x", "y") == [("<", None), ("x", 0), (">", None)]
+
+
+def test_arguments_are_an_object_where_their_mark_is_a_string() -> None:
+    """The mark's quotes are not the template's."""
+    found = check(f'{{"a": "{A}"}}', '{"a": {"z": 1}}', '{"z": 1}', calls=True)
+
+    assert found == [('{"a": ', None), ('{"z": 1}', 0), ("}", None)]
+
+
+@pytest.mark.parametrize(
+    ("marked", "whole"),
+    [
+        (f"<{A}>", "<X>"),
+        (f"<{A}{A}>", "<xx>"),
+        (f"<{A}>", "[x]"),
+        (f"<{A}>", "<x> and more"),
+        (f"<{A}>", "<"),
+    ],
+)
+def test_what_cannot_be_followed_has_no_layout(marked: str, whole: str) -> None:
+    """Changed, doubled, or another text around it."""
+    assert check(marked, whole, "x") is None
+
+
+def test_pieces_know_where_they_stood() -> None:
+    """Places in the marked text can be found in them."""
+    pieces = lay_out(f"<{A}|", "<long text|", [Part("long text")])
+
+    assert pieces is not None
+    assert [(p.text, p.start) for p in pieces if p.part is None] == [("<", 0), ("|", 1 + len(A))]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "count"), [("", "a", 0), ("abc", "abd", 2), ("ab", "abc", 2), ("a", "a", 1)]
+)
+def test_what_two_texts_begin_with(first: str, second: str, count: int) -> None:
+    """However long they are."""
+    assert common(first, second) == common(second, first) == count
+    assert common("x" * 999 + first, "x" * 999 + second) == 999 + count
+
+
+@pytest.mark.parametrize(("at", "found"), [(0, 0), (2, 2), (3, 2), (5, 2), (6, 6), (7, 7)])
+def test_a_word_is_not_cut(at: int, found: int) -> None:
+    """A special token is one token or none."""
+    assert outside_words("ab<|x>cd<|x>", at, ["<|x>", "none"]) == found

@@ -1,0 +1,105 @@
+"""Where tools end: found by rendering one more, once for each set of tools."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from gateway.dialects.canonical import Prompt, Segment, Tool
+from gateway.errors import Kind, Refusal
+from gateway.prompt.arrangement import Arrangement, arrange
+from gateway.prompt.layout import mark
+from gateway.prompt.offsets import Offsets
+from gateway.prompt.tools import HERMES
+
+Write = Callable[[list[dict[str, Any]], list[str]], str]
+
+
+class Written:
+    """A template as a function, and how often it ran."""
+
+    def __init__(self, write: Write) -> None:
+        self._write = write
+        self.runs = 0
+        self.offsets = Offsets(self.run, ["<end>"])
+
+    def run(self, arranged: Arrangement, text_of: Any, arguments: Any, *, opens: bool) -> str:
+        """As a renderer would."""
+        self.runs += 1
+        messages = arranged.for_template(HERMES, text_of, arguments)
+        return self._write(list(arranged.tools), [str(m["content"]) for m in messages])
+
+    def check(self, *texts: str, tools: int = 2) -> list[str]:
+        """The marked text before the end of each tool."""
+        made = tuple(Tool(name, path=name) for name in "abc"[:tools])
+        segments = tuple(
+            Segment("user" if n else "system", text, f"m[{n}]", None, n)
+            for n, text in enumerate(texts)
+        )
+        arranged = arrange(Prompt(segments=segments, tools=made), HERMES)
+        marked = self.run(arranged, mark, None, opens=False)
+        found = self.offsets.of_tools(arranged, marked)
+        return [marked[: found[part]] for part in sorted(found)]
+
+
+def names(tools: list[dict[str, Any]]) -> list[str]:
+    return [tool["function"]["name"] for tool in tools]
+
+
+def listed(tools: list[dict[str, Any]], texts: list[str]) -> str:
+    return "[" + ",".join(names(tools)) + "]" + "|".join(texts)
+
+
+def last(tools: list[dict[str, Any]], texts: list[str]) -> str:
+    return "|".join((*texts[:-1], listed(tools, texts[-1:])))
+
+
+def test_a_tool_ends_where_more_could_follow() -> None:
+    """Before the bracket that closes the list."""
+    assert Written(listed).check("S", "Hi") == ["[a", "[a,b"]
+
+
+def test_known_tools_are_not_rendered_again() -> None:
+    """Whatever the conversation has become."""
+    written = Written(listed)
+    written.check("S", "Hi")
+    before = written.runs
+    written.check("S", "Hi", "So", "on")
+
+    assert written.runs == before + 1
+
+
+def test_tools_may_stand_behind_the_messages() -> None:
+    """Then they end there."""
+    found = Written(last).check("S", "Hi", "So")
+
+    assert [text[-2:] for text in found] == ["[a", ",b"]
+
+
+def test_a_special_token_is_not_cut() -> None:
+    """What follows a tool may begin as what ends the list."""
+
+    def angular(tools: list[dict[str, Any]], texts: list[str]) -> str:
+        return "<end>".join(names(tools)) + "<end> " + "|".join(texts)
+
+    def similar(tools: list[dict[str, Any]], texts: list[str]) -> str:
+        return "".join(f"{name}<er>" for name in names(tools)) + "<end>" + "|".join(texts)
+
+    assert [text[-1] for text in Written(similar).check("S", "Hi")] == [">", ">"]
+    assert Written(angular).check("S", "Hi", tools=1) == ["a<end>"]
+
+
+def test_where_a_template_takes_no_more_tools_they_end_with_the_prompt() -> None:
+    """It cannot be asked, so nothing is promised too early."""
+
+    def two(tools: list[dict[str, Any]], texts: list[str]) -> str:
+        if len(tools) > 2:
+            raise Refusal(Kind.BAD, "invalid_messages", "two at most")
+        return json.dumps(tools) + "|".join(texts)
+
+    found = Written(two).check("S", "Hi")
+    whole = Written(two).check("S", "Hi")[0]
+
+    assert found == [whole, whole]
+    assert whole.endswith(mark(3))
