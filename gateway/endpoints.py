@@ -12,7 +12,13 @@ from typing import Protocol
 
 from aiohttp import web
 
-from gateway.dialects import anthropic, gemini, openai_chat, openai_completions
+from gateway.dialects import (
+    anthropic,
+    gemini,
+    openai_chat,
+    openai_completions,
+    openai_responses,
+)
 from gateway.dialects.canonical import Asked, Call, Delta, Reply
 from gateway.errors import Refusal
 from gateway.middleware import ErrorShape
@@ -71,6 +77,10 @@ ENDPOINTS = (
     Endpoint("/chat/completions", openai_chat.DIALECT, "chatcmpl-"),
     Endpoint("/v1/completions", openai_completions.DIALECT, "cmpl-"),
     Endpoint("/completions", openai_completions.DIALECT, "cmpl-"),
+    Endpoint("/v1/responses", openai_responses.DIALECT, openai_responses.ID_PREFIX),
+    Endpoint("/responses", openai_responses.DIALECT, openai_responses.ID_PREFIX),
+    Endpoint("/v1/responses/input_tokens", openai_responses.COUNT_DIALECT, ""),
+    Endpoint("/responses/input_tokens", openai_responses.COUNT_DIALECT, ""),
     Endpoint("/{version:v1|v1beta}/models/{target:.+}", gemini.DIALECT, "", gemini.ARRAY_DIALECT),
 )
 """OpenAI's are at the root too: a base URL without /v1 is a common slip."""

@@ -115,13 +115,13 @@ async def render(gateway: Context, prompt: Prompt) -> Rendered:
     signs = len(prompt.text or "") + sum(len(segment.text) for segment in prompt.segments)
     signs += sum(len(tool.description) + len(tool.parameters) for tool in prompt.tools)
     signs += sum(len(part.call.arguments) for part in prompt.segments if part.call is not None)
-    _check_signs(gateway, signs)
+    _check_signs(gateway, signs, prompt.field)
     if signs <= INLINE_SIGNS_MAX:
         return gateway.renderer.render(prompt)
     return await asyncio.to_thread(gateway.renderer.render, prompt)
 
 
-def _check_signs(gateway: Context, signs: int) -> None:
+def _check_signs(gateway: Context, signs: int, field: str) -> None:
     """Refuse what cannot fit, however it is tokenized: counting 9 MB of words takes half a minute.
 
     A token stands for at most as many signs as the longest has bytes; normalizing may join a few.
@@ -135,4 +135,4 @@ def _check_signs(gateway: Context, signs: int) -> None:
             f"The request is too long: this model's context is {info.context_tokens} tokens, which"
             f" never hold more than {signs_max} characters, and the prompt has {signs}."
         )
-        raise Refusal(Kind.BAD, "context_length_exceeded", message, param="messages")
+        raise Refusal(Kind.BAD, "context_length_exceeded", message, param=field)

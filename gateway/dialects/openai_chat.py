@@ -11,34 +11,32 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
+from gateway.dialects import openai_cache as cache
+from gateway.dialects import openai_chat_prompt as chat
+from gateway.dialects import openai_tools as tools
 from gateway.dialects import openai_wire as wire
 from gateway.dialects import sse
 from gateway.dialects.canonical import (
     NOTHING_ELSE,
     Asked,
     Begin,
+    CacheAsk,
     Call,
+    CallText,
     ChoiceEnd,
     Delta,
     End,
     Prompt,
     Reply,
-    Segment,
     Text,
     TokenText,
 )
 from gateway.errors import Kind, Refusal
 
-MESSAGES_MAX = 10_000
-
-TOOLS = "Tools are not supported by this server yet."
 FUNCTIONS = "Functions are not supported; they were replaced by tools."
 TEMPLATES = "Templates come from the model, never from a request."
 REFUSED = {
     **wire.REFUSED,
-    "tools": TOOLS,
-    "tool_choice": TOOLS,
-    "parallel_tool_calls": TOOLS,
     "functions": FUNCTIONS,
     "function_call": FUNCTIONS,
     "audio": "This is a text model: it has no audio.",
@@ -57,47 +55,44 @@ REFUSED = {
 }
 NEUTRAL = {
     **wire.NEUTRAL,
-    "tools": [],
-    "tool_choice": "none",
-    "parallel_tool_calls": False,
     "continue_final_message": False,
     "echo": False,
 }
 IGNORED = frozenset({"metadata", "safety_identifier"})
 
-
-class TextPart(Struct, frozen=True, tag="text", tag_field="type", forbid_unknown_fields=True):
-    text: wire.Text
-
-
-class Message(Struct, frozen=True, forbid_unknown_fields=True):
-    """One message. `refusal`, `audio`, `tool_calls` and `function_call` may be there as null."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: wire.Text | list[TextPart] | None = None
-    name: wire.Short | None = None
-    tool_call_id: wire.Short | None = None
-    tool_calls: None = None
-    function_call: None = None
-    audio: None = None
-    annotations: list[Any] | None = None
-    refusal: wire.Text | None = None
+_PLACE = "\ue000"
+_PLACE_BYTES = msgspec.json.encode(_PLACE)
+"""Where a text stands in a chunk that is written once for all of them."""
 
 
-class ResponseFormat(Struct, frozen=True):
-    type: Literal["text"]
+class SchemaFormat(Struct, frozen=True, tag="json_schema", tag_field="type"):
+    json_schema: tools.JsonSchema
+
+
+class JsonFormat(Struct, frozen=True, tag="json_object", tag_field="type"):
+    pass
+
+
+class TextFormat(Struct, frozen=True, tag="text", tag_field="type"):
+    pass
 
 
 class ChatBody(wire.GenerationFields, frozen=True, kw_only=True):
-    messages: Annotated[list[Message], Meta(min_length=1, max_length=MESSAGES_MAX)]
+    messages: Annotated[list[chat.Message], Meta(min_length=1, max_length=chat.MESSAGES_MAX)]
+    tools: Annotated[list[chat.ToolField], Meta(max_length=tools.TOOLS_MAX)] | None = None
+    tool_choice: chat.Choice | None = None
+    parallel_tool_calls: bool | None = None
     max_completion_tokens: Annotated[int, Meta(ge=1, le=2**31)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-    response_format: ResponseFormat | None = None
+    response_format: TextFormat | JsonFormat | SchemaFormat | None = None
     modalities: list[Literal["text"]] | None = None
     service_tier: Literal["auto", "default"] | None = None
     store: Literal[False] | None = None
     add_generation_prompt: bool | None = None
+    prompt_cache_options: cache.Options | None = None
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
+    cache_control: cache.CacheControl | None = None
 
 
 class ChatDialect:
@@ -124,10 +119,7 @@ class ChatDialect:
         if fields.max_tokens == 0:
             message = "max_tokens: it has to be at least 1 (it is 0)."
             raise Refusal(Kind.BAD, "invalid_value", message, param="max_tokens")
-        add = fields.add_generation_prompt
-        prompt = Prompt(
-            segments=_segments(fields.messages), add_generation_prompt=add is None or add
-        )
+        prompt, ask = _prompt(fields)
         logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
         return Call(
             model=fields.model,
@@ -143,6 +135,7 @@ class ChatDialect:
             partition=wire.partition(fields),
             client_user=fields.user or "",
             priority=fields.priority or 0,
+            cache=ask,
         )
 
     def encoder(self, call: Call, reply: Reply) -> ChatEncoder:
@@ -154,24 +147,30 @@ class ChatDialect:
         return sse.KEEP_ALIVE
 
 
-def _segments(messages: list[Message]) -> tuple[Segment, ...]:
-    segments = []
-    for index, message in enumerate(messages):
-        at = f"messages[{index}]"
-        content = message.content
-        if content is None:
-            if message.role != "assistant":
-                text = f"{at}.content: a {message.role} message needs content."
-                raise Refusal(Kind.BAD, "invalid_value", text, param=f"{at}.content")
-            content = message.refusal or ""
-        parts = [content] if isinstance(content, str) else [part.text for part in content]
-        if not parts:
-            text = f"{at}.content: the list is empty."
-            raise Refusal(Kind.BAD, "invalid_value", text, param=f"{at}.content")
-        for part, text in enumerate(parts):
-            path = f"{at}.content" if isinstance(content, str) else f"{at}.content[{part}]"
-            segments.append(Segment(message.role, text, path, message.name, index))
-    return tuple(segments)
+def _prompt(fields: ChatBody) -> tuple[Prompt, CacheAsk]:
+    settings = cache.Settings(
+        fields.prompt_cache_options,
+        fields.prompt_cache_retention,
+        fields.cache_control,
+        chat.is_native(fields.messages),
+    )
+    declared = chat.tools_of(fields.tools or ())
+    segments = chat.segments_of(fields.messages, settings)
+    kept_tools, kept, ask = cache.apply(declared, segments, settings)
+    form = fields.response_format
+    add = fields.add_generation_prompt
+    prompt = Prompt(
+        segments=kept,
+        tools=kept_tools,
+        tool_choice=chat.choice_of(fields.tool_choice, declared, fields.parallel_tool_calls),
+        output_format=tools.output_format(
+            "json_object" if isinstance(form, JsonFormat) else "text",
+            form.json_schema if isinstance(form, SchemaFormat) else None,
+            "response_format.json_schema.schema",
+        ),
+        add_generation_prompt=add is None or add,
+    )
+    return prompt, ask
 
 
 class ChatEncoder:
@@ -181,14 +180,20 @@ class ChatEncoder:
         self._call = call
         self._reply = reply
         self._begun = 0
+        self._shells: dict[int, tuple[bytes, bytes]] = {}
 
     def stream(self, delta: Delta) -> bytes:
         """The events of one delta; may be none."""
         match delta:
             case Begin():
                 return b""
-            case Text(index=index):
-                return self._first(index) + self._chunk(index, {"content": delta.text}, delta)
+            case Text(index=index, text=text, tokens=tokens):
+                if self._logprobs(tokens) is None:
+                    before, after = self._around(index)
+                    return self._first(index) + before + msgspec.json.encode(text) + after
+                return self._first(index) + self._chunk(index, {"content": text}, delta)
+            case CallText(index=index):
+                return self._first(index, None) + self._chunk(index, {"tool_calls": [_call(delta)]})
             case ChoiceEnd(index=index, reason=reason):
                 return self._first(index) + self._chunk(index, {}, finish=reason)
             case End(usage=usage):
@@ -206,31 +211,15 @@ class ChatEncoder:
 
     def unary(self, deltas: Sequence[Delta]) -> bytes:
         """The fold of the stream."""
-        texts: dict[int, list[str]] = {}
-        tokens: dict[int, list[TokenText]] = {}
-        reasons: dict[int, str] = {}
-        usage: dict[str, Any] = {}
-        for delta in deltas:
-            if isinstance(delta, Text):
-                texts.setdefault(delta.index, []).append(delta.text)
-                tokens.setdefault(delta.index, []).extend(delta.tokens)
-            elif isinstance(delta, ChoiceEnd):
-                reasons[delta.index] = delta.reason
-            elif isinstance(delta, End):
-                usage = wire.usage(delta.usage)
+        found, usage = wire.gather(deltas)
         choices: list[dict[str, Any]] = [
             {
                 "index": index,
-                "message": {
-                    "role": "assistant",
-                    "content": "".join(texts.get(index, [])),
-                    "refusal": None,
-                    "annotations": [],
-                },
-                "logprobs": self._logprobs(tokens.get(index, [])),
-                "finish_reason": reasons[index],
+                "message": _message(choice),
+                "logprobs": self._logprobs(choice.tokens),
+                "finish_reason": choice.reason,
             }
-            for index in sorted(reasons)
+            for index, choice in found.items()
         ]
         return msgspec.json.encode(
             {
@@ -245,11 +234,22 @@ class ChatEncoder:
             }
         )
 
-    def _first(self, index: int) -> bytes:
-        """Choices begin in order: a stream whose first chunk is not choice 0 breaks clients."""
+    def _around(self, index: int) -> tuple[bytes, bytes]:
+        """A text's chunk without the text: all chunks of a choice are alike but for it."""
+        found = self._shells.get(index)
+        if found is None:
+            before, _, after = self._chunk(index, {"content": _PLACE}).rpartition(_PLACE_BYTES)
+            found = self._shells[index] = before, after
+        return found
+
+    def _first(self, index: int, content: str | None = "") -> bytes:
+        """Choices begin in order: a stream whose first chunk is not choice 0 breaks clients.
+
+        `content`: how it begins; null where the first thing is a call.
+        """
         new = range(self._begun, index + 1)
         self._begun = max(self._begun, index + 1)
-        opening = {"role": "assistant", "content": "", "refusal": None}
+        opening = {"role": "assistant", "content": content, "refusal": None}
         return b"".join(self._chunk(number, opening) for number in new)
 
     def _chunk(
@@ -291,6 +291,39 @@ class ChatEncoder:
             for token in tokens
         ]
         return {"content": entries, "refusal": None}
+
+
+def _call(piece: CallText) -> dict[str, Any]:
+    """More of a call: the first piece names it, the others only go on."""
+    function: dict[str, Any] = {"arguments": piece.arguments}
+    if not piece.call_id:
+        return {"index": piece.call, "function": function}
+    return {
+        "index": piece.call,
+        "id": piece.call_id,
+        "type": "function",
+        "function": {"name": piece.name, **function},
+    }
+
+
+def _message(choice: wire.Gathered) -> dict[str, Any]:
+    """A whole one. Its content is null where it only calls."""
+    message: dict[str, Any] = {
+        "role": "assistant",
+        "content": choice.text if choice.text or not choice.calls else None,
+        "refusal": None,
+        "annotations": [],
+    }
+    if choice.calls:
+        message["tool_calls"] = [
+            {
+                "id": call.call_id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for _, call in sorted(choice.calls.items())
+        ]
+    return message
 
 
 def _token(token: TokenText) -> dict[str, Any]:

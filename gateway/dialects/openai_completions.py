@@ -36,7 +36,9 @@ PROMPTS_MAX = 128
 REFUSED = {
     **wire.REFUSED,
     "suffix": "This model continues text; it cannot fill in between.",
-    "response_format": wire.CONSTRAINED,
+    "response_format": "It belongs to /v1/chat/completions.",
+    "prompt_cache_options": "They belong to /v1/chat/completions and /v1/responses.",
+    "prompt_cache_retention": "It belongs to /v1/chat/completions and /v1/responses.",
     "messages": "They belong to /v1/chat/completions; here there is prompt.",
     "max_completion_tokens": "It belongs to /v1/chat/completions; here there is max_tokens.",
     "top_logprobs": "It belongs to /v1/chat/completions; here logprobs is a number.",
@@ -171,21 +173,10 @@ class CompletionEncoder:
 
     def unary(self, deltas: Sequence[Delta]) -> bytes:
         """The fold of the stream."""
-        texts: dict[int, list[str]] = {}
-        tokens: dict[int, list[TokenText]] = {}
-        reasons: dict[int, str] = {}
-        usage: dict[str, Any] = {}
-        for delta in deltas:
-            if isinstance(delta, Text):
-                texts.setdefault(delta.index, []).append(delta.text)
-                tokens.setdefault(delta.index, []).extend(delta.tokens)
-            elif isinstance(delta, ChoiceEnd):
-                reasons[delta.index] = delta.reason
-            elif isinstance(delta, End):
-                usage = wire.usage(delta.usage)
+        found, usage = wire.gather(deltas)
         choices = [
-            self._choice(i, "".join(texts.get(i, [])), tokens.get(i, []), reasons[i])
-            for i in sorted(reasons)
+            self._choice(index, choice.text, choice.tokens, choice.reason)
+            for index, choice in found.items()
         ]
         return self._encode(choices, usage=usage)
 

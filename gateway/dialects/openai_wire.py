@@ -1,10 +1,10 @@
-"""What OpenAI's two text endpoints share on the wire: strict decoding, generation fields, usage,
-errors. Neither endpoint knows the other; both stand on this.
+"""What OpenAI's endpoints share on the wire: strict decoding, generation fields, gathering an
+answer's pieces, usage, errors. No endpoint knows another; all stand on this.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -12,7 +12,18 @@ import msgspec
 from msgspec import Meta, Struct
 
 from engine.api import Sampling
-from gateway.dialects.canonical import Generation, UsageRecord
+from gateway.dialects.canonical import (
+    Begin,
+    CallText,
+    ChoiceEnd,
+    Delta,
+    End,
+    Generation,
+    TokenText,
+    ToolCall,
+    UsageRecord,
+)
+from gateway.dialects.canonical import Text as Words
 from gateway.dialects.strict import convert, unknown_field
 from gateway.errors import Kind, Refusal
 
@@ -23,8 +34,7 @@ TokenIds = Annotated[list[Annotated[int, Meta(ge=0, lt=2**31)]], Meta(max_length
 Fraction = Annotated[float, Meta(ge=0, le=1)]
 CHOICES_MAX = 128
 
-CONSTRAINED = "Constrained output is not supported by this server yet."
-RETENTION = "Prefixes are cached by themselves; choosing how is not supported by this server yet."
+CONSTRAINED = "Answers are constrained by response_format, in chat, or text.format, in responses."
 SPECIALS = "Special tokens are never part of the text."
 REFUSED: Mapping[str, str] = {
     "guided_json": CONSTRAINED,
@@ -33,8 +43,6 @@ REFUSED: Mapping[str, str] = {
     "guided_grammar": CONSTRAINED,
     "structured_outputs": CONSTRAINED,
     "logits_processors": "Requests bring no code.",
-    "prompt_cache_options": RETENTION,
-    "prompt_cache_retention": RETENTION,
     "use_beam_search": "There is no beam search; n and best_of sample.",
     "length_penalty": "There is no beam search; n and best_of sample.",
     "early_stopping": "There is no beam search; n and best_of sample.",
@@ -67,15 +75,11 @@ class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
     include_obfuscation: bool = False
 
 
-class GenerationFields(Struct, frozen=True, kw_only=True):
-    """Fields of both endpoints, OpenAI's own and those that self-hosted engines added."""
+class SamplingFields(Struct, frozen=True, kw_only=True):
+    """Fields of every endpoint, OpenAI's own and those that self-hosted engines added."""
 
     model: Annotated[str, Meta(min_length=1, max_length=512)]
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    n: Annotated[int, Meta(ge=1, le=CHOICES_MAX)] | None = None
-    stop: StopText | Annotated[list[StopText], Meta(max_length=4)] | None = None
-    max_tokens: Annotated[int, Meta(ge=0, le=2**31)] | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Fraction | None = None
     presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
@@ -95,8 +99,18 @@ class GenerationFields(Struct, frozen=True, kw_only=True):
         Annotated[list[Annotated[int, Meta(ge=0, lt=2**31)]], Meta(max_length=128)] | None
     ) = None
     cache_salt: Short | None = None
+    extra_key: Short | None = None
     prompt_cache_key: Short | None = None
     priority: Annotated[int, Meta(ge=-100, le=0)] | None = None
+
+
+class GenerationFields(SamplingFields, frozen=True, kw_only=True):
+    """What chat and legacy completions have and responses do not."""
+
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Meta(ge=1, le=CHOICES_MAX)] | None = None
+    stop: StopText | Annotated[list[StopText], Meta(max_length=4)] | None = None
+    max_tokens: Annotated[int, Meta(ge=0, le=2**31)] | None = None
 
 
 def decode(
@@ -145,7 +159,7 @@ def _asks_nothing(value: object, neutral: object) -> bool:
     return value is None or (type(value) is type(neutral) and value == neutral)
 
 
-def sampling(fields: GenerationFields, logprobs: int | None) -> Sampling:
+def sampling(fields: SamplingFields, logprobs: int | None) -> Sampling:
     """The engine's terms. Raises Refusal for combinations that mean nothing."""
     bias = {}
     for key, value in (fields.logit_bias or {}).items():
@@ -188,9 +202,9 @@ def generation(
     )
 
 
-def partition(fields: GenerationFields) -> str:
+def partition(fields: SamplingFields) -> str:
     """Whatever narrows the sharing scope, unambiguously joined."""
-    parts = (fields.cache_salt or "", fields.prompt_cache_key or "")
+    parts = (fields.cache_salt or "", fields.prompt_cache_key or "", fields.extra_key or "")
     return "".join(f"{len(part)}:{part}" for part in parts) if any(parts) else ""
 
 
@@ -208,13 +222,62 @@ def check_stream_options(fields: GenerationFields) -> None:
 # --- answers -----------------------------------------------------------------------------------
 
 
+class Gathered:
+    """One choice of an answer, its pieces joined."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self.tokens: list[TokenText] = []
+        self.calls: dict[int, ToolCall] = {}
+        self.reason = ""
+
+    @property
+    def text(self) -> str:
+        """All of it."""
+        return "".join(self.texts)
+
+    def add(self, piece: CallText) -> None:
+        """More of a call."""
+        held = self.calls.get(piece.call)
+        self.calls[piece.call] = (
+            ToolCall(piece.call_id, piece.name, piece.arguments)
+            if held is None
+            else msgspec.structs.replace(held, arguments=held.arguments + piece.arguments)
+        )
+
+
+def gather(deltas: Sequence[Delta]) -> tuple[dict[int, Gathered], dict[str, Any]]:
+    """The fold of a stream: (its ended choices in order, the usage object)."""
+    found: dict[int, Gathered] = {}
+    counted: dict[str, Any] = {}
+    for delta in deltas:
+        match delta:
+            case Words(index=index):
+                choice = found.setdefault(index, Gathered())
+                choice.texts.append(delta.text)
+                choice.tokens.extend(delta.tokens)
+            case CallText(index=index):
+                found.setdefault(index, Gathered()).add(delta)
+            case ChoiceEnd(index=index):
+                found.setdefault(index, Gathered()).reason = delta.reason
+            case End():
+                counted = usage(delta.usage)
+            case Begin():
+                pass
+    return {index: found[index] for index in sorted(found) if found[index].reason}, counted
+
+
 def usage(record: UsageRecord) -> dict[str, Any]:
     """OpenAI's usage object; every number from the one record."""
     return {
         "prompt_tokens": record.total_in,
         "completion_tokens": record.out,
         "total_tokens": record.total_in + record.out,
-        "prompt_tokens_details": {"cached_tokens": record.read_tokens(), "audio_tokens": 0},
+        "prompt_tokens_details": {
+            "cached_tokens": record.read_tokens(),
+            "cache_write_tokens": record.write_tokens(),
+            "audio_tokens": 0,
+        },
         "completion_tokens_details": {
             "reasoning_tokens": 0,
             "audio_tokens": 0,

@@ -12,7 +12,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from engine.api import Sampling
 from gateway.dialects import openai_chat
-from gateway.dialects.canonical import Call, ChoiceEnd, Delta, End, Segment, Text
+from gateway.dialects.canonical import Call, CallText, ChoiceEnd, Delta, End, Segment, Text
 from gateway.errors import Kind, Refusal
 from tests.gateway.transcripts import DOCUMENT, REPLY, SCRIPT, USAGE, check_golden, events, outcome
 
@@ -129,7 +129,6 @@ def test_parts_of_a_message_are_segments_of_their_own() -> None:
             {"role": "developer", "content": "d"},
             {"role": "user", "content": content, "name": "ann"},
             {"role": "assistant", "content": None, "refusal": "no"},
-            {"role": "tool", "content": "42", "tool_call_id": "c1"},
         ]
     )
 
@@ -138,7 +137,6 @@ def test_parts_of_a_message_are_segments_of_their_own() -> None:
         ("user", "a", "messages[1].content[0]", "ann", 1),
         ("user", "b", "messages[1].content[1]", "ann", 1),
         ("assistant", "no", "messages[2].content", None, 2),
-        ("tool", "42", "messages[3].content", None, 3),
     ]
 
 
@@ -198,7 +196,7 @@ def test_an_unknown_field_is_refused_with_a_suggestion() -> None:
         ({"logit_bias": {"seven": 1}}, "logit_bias", "token ids"),
         ({"logit_bias": {"²": 1}}, "logit_bias", "token ids"),
         ({"seed": 2**63}, "seed", "<="),
-        ({"response_format": {"type": "json_object"}}, "response_format.type", "json_object"),
+        ({"response_format": {"type": "xml"}}, "response_format.type", "xml"),
         ({"messages": []}, "messages", ">= 1"),
         ({"messages": [{"role": "user"}]}, "messages[0].content", "needs content"),
         ({"messages": [{"role": "user", "content": []}]}, "messages[0].content", "empty"),
@@ -210,8 +208,8 @@ def test_an_unknown_field_is_refused_with_a_suggestion() -> None:
         ),
         (
             {"messages": [{"role": "assistant", "tool_calls": [{"id": "c1"}]}]},
-            "messages[0].tool_calls",
-            "null",
+            "messages[0].tool_calls[0]",
+            "function",
         ),
         ({"service_tier": "flex"}, "service_tier", "flex"),
         ({"store": True}, "store", "True"),
@@ -344,6 +342,59 @@ def test_a_choice_without_text_is_still_a_message() -> None:
     assert answer["choices"][0]["message"]["content"] == ""
 
 
+CALLS: list[Delta] = [
+    CallText(0, 0, "call_1", "clock"),
+    CallText(0, 0, arguments='{"zone":'),
+    CallText(0, 0, arguments='"UTC"}'),
+    CallText(0, 1, "call_2", "clock", "{}"),
+    ChoiceEnd(0, "tool_calls"),
+    End(USAGE),
+]
+
+
+def test_calls_come_piece_by_piece_and_the_first_names_them() -> None:
+    """Clients open a call at its id and append the rest."""
+    chunks = events(stream(parse(stream=True), CALLS))[:-1]
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+
+    assert deltas[0] == {"role": "assistant", "content": None, "refusal": None}
+    assert [delta["tool_calls"] for delta in deltas[1:-1]] == [
+        [
+            {
+                "index": 0,
+                "id": "call_1",
+                "type": "function",
+                "function": {"name": "clock", "arguments": ""},
+            }
+        ],
+        [{"index": 0, "function": {"arguments": '{"zone":'}}],
+        [{"index": 0, "function": {"arguments": '"UTC"}'}}],
+        [
+            {
+                "index": 1,
+                "id": "call_2",
+                "type": "function",
+                "function": {"name": "clock", "arguments": "{}"},
+            }
+        ],
+    ]
+    assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
+
+
+def test_a_message_that_only_calls_has_no_content() -> None:
+    """Null, and not an empty text: the official client's types tell them apart."""
+    (choice,) = json.loads(DIALECT.encoder(parse(), REPLY).unary(CALLS))["choices"]
+    spoken = DIALECT.encoder(parse(), REPLY).unary([Text(0, "Hm."), *CALLS])
+
+    assert choice["message"]["content"] is None
+    assert choice["message"]["tool_calls"][0] == {
+        "id": "call_1",
+        "type": "function",
+        "function": {"name": "clock", "arguments": '{"zone":"UTC"}'},
+    }
+    assert json.loads(spoken)["choices"][0]["message"]["content"] == "Hm."
+
+
 def test_the_official_client_reads_both_shapes() -> None:
     """Its types are what most callers have."""
     call = parse(stream=True, stream_options={"include_usage": True}, n=2, logprobs=True)
@@ -377,7 +428,7 @@ def test_a_unary_answer_is_the_fold_of_the_stream(some: list[Text | ChoiceEnd]) 
     texts, reasons = ["", "", ""], [None, None, None]
     for chunk in events(stream(call, deltas))[:-1]:
         (choice,) = chunk["choices"]
-        texts[choice["index"]] += choice["delta"].get("content", "")
+        texts[choice["index"]] += choice["delta"].get("content") or ""
         reasons[choice["index"]] = choice["finish_reason"] or reasons[choice["index"]]
 
     answer = json.loads(DIALECT.encoder(call, REPLY).unary(deltas))

@@ -1,0 +1,314 @@
+"""Answers in the shape of OpenAI's responses: deltas to numbered events, or one object.
+
+A response is a list of items: text goes into a message, each call is an item of its own, and one
+item is open at a time. A unary answer is the response that the last event of the stream holds.
+`openai_responses` makes an encoder for each answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from gateway.dialects import sse
+from gateway.dialects.canonical import (
+    Begin,
+    Call,
+    CallText,
+    ChoiceEnd,
+    Delta,
+    Diagnosis,
+    End,
+    Reply,
+    Text,
+    TokenText,
+    UsageRecord,
+)
+from gateway.errors import Kind, Refusal
+
+Event = dict[str, Any]
+
+
+class ResponsesEncoder:
+    """One answer's way to bytes."""
+
+    def __init__(self, call: Call, reply: Reply) -> None:
+        self._call = call
+        self._reply = reply
+        self._echo: dict[str, Any] = msgspec.json.decode(dict(call.cache.echo)["response"])
+        self._sequence = 0
+        self._has_begun = False
+        self._output: list[dict[str, Any]] = []
+        self._pieces: list[str] = []
+        self._tokens: list[TokenText] = []
+        self._open_call: int | None = None
+        self._is_open = False
+        self._is_cut = False
+        self._diagnosis: Diagnosis | None = None
+
+    def stream(self, delta: Delta) -> bytes:
+        """The events of one delta; may be none."""
+        return b"".join(map(self._framed, self._events(delta)))
+
+    def close(self) -> bytes:
+        """Nothing: the last event says that it is the last."""
+        return b""
+
+    def error_event(self, refusal: Refusal) -> bytes:
+        """The answer breaks off: the response has failed."""
+        events = self._begin()
+        code = _CODES.get(refusal.kind, "server_error")
+        failed = self._response("failed", error={"code": code, "message": refusal.message})
+        events.append({"type": "response.failed", "response": failed})
+        return b"".join(map(self._framed, events))
+
+    def unary(self, deltas: Sequence[Delta]) -> bytes:
+        """The fold of the stream: its last event's response."""
+        last: Event = {}
+        for delta in deltas:
+            for event in self._events(delta):
+                last = event
+        return msgspec.json.encode(last["response"])
+
+    def _framed(self, event: Event) -> bytes:
+        name = event["type"]
+        numbered = {"type": name, "sequence_number": self._sequence, **event}
+        self._sequence += 1
+        return sse.event(msgspec.json.encode(numbered), name)
+
+    def _events(self, delta: Delta) -> list[Event]:
+        match delta:
+            case Begin(diagnosis=diagnosis):
+                self._diagnosis = diagnosis
+                return self._begin()
+            case Text():
+                return self._text(delta) if delta.text or delta.tokens else []
+            case CallText():
+                return self._call_text(delta)
+            case ChoiceEnd(reason=reason):
+                self._is_cut = reason == "length" and self._call.operation != "prewarm"
+                return self._end_of_choice()
+            case End(usage=usage):
+                return [self._last(usage)]
+
+    # -- the response -------------------------------------------------------------------------
+
+    def _begin(self) -> list[Event]:
+        """The first two events, once."""
+        if self._has_begun:
+            return []
+        self._has_begun = True
+        response = self._response("in_progress")
+        return [
+            {"type": "response.created", "response": response},
+            {"type": "response.in_progress", "response": response},
+        ]
+
+    def _end_of_choice(self) -> list[Event]:
+        """What is open is closed; an answer without a word is an empty message."""
+        events: list[Event] = []
+        if not self._output and self._call.operation != "prewarm":
+            events += self._open_message()
+        return events + self._close_item()
+
+    def _last(self, record: UsageRecord) -> Event:
+        status = "incomplete" if self._is_cut else "completed"
+        cut = {"reason": "max_output_tokens"} if self._is_cut else None
+        response = self._response(
+            status,
+            incomplete_details=cut,
+            usage=usage(record),
+            prompt_cache_diagnostics=diagnostics(self._diagnosis, record),
+        )
+        return {"type": f"response.{status}", "response": response}
+
+    def _response(self, status: str, **more: Any) -> dict[str, Any]:
+        return {
+            "id": self._reply.response_id,
+            "object": "response",
+            "created_at": self._reply.created_s,
+            "status": status,
+            "background": False,
+            "error": None,
+            "incomplete_details": None,
+            "model": self._reply.model,
+            "output": list(self._output),
+            "previous_response_id": None,
+            "reasoning": {"effort": None, "summary": None},
+            "safety_identifier": None,
+            "service_tier": "default",
+            "store": False,
+            "truncation": "disabled",
+            "usage": None,
+            **self._echo,
+            **more,
+        }
+
+    # -- items ------------------------------------------------------------------------------------
+
+    def _add(self, kind: str, item: dict[str, Any]) -> Event:
+        """A new item is open now. Its id is the response's, and its place."""
+        place = len(self._output)
+        suffix = self._reply.response_id.removeprefix("resp_")
+        self._output.append({"id": f"{kind}_{suffix}_{place}", **item})
+        self._is_open = True
+        self._pieces, self._tokens = [], []
+        added = dict(self._output[-1])
+        return {"type": "response.output_item.added", "output_index": place, "item": added}
+
+    def _place(self, **more: Any) -> dict[str, Any]:
+        """Of the open item."""
+        index = len(self._output) - 1
+        return {"item_id": self._output[index]["id"], "output_index": index, **more}
+
+    def _close_item(self) -> list[Event]:
+        if not self._is_open:
+            return []
+        self._is_open = False
+        item = self._output[-1]
+        item["status"] = "incomplete" if self._is_cut else "completed"
+        closing = self._call_done() if self._open_call is not None else self._message_done()
+        self._open_call = None
+        done = {"output_index": len(self._output) - 1, "item": dict(item)}
+        return [*closing, {"type": "response.output_item.done", **done}]
+
+    # -- text -------------------------------------------------------------------------------------
+
+    def _open_message(self) -> list[Event]:
+        message = {
+            "type": "message",
+            "status": "in_progress",
+            "role": "assistant",
+            "content": [],
+        }
+        part = {"part": self._part("", ())}
+        return [
+            self._add("msg", message),
+            {"type": "response.content_part.added", **self._place(content_index=0), **part},
+        ]
+
+    def _text(self, delta: Text) -> list[Event]:
+        events: list[Event] = []
+        if not self._is_open or self._open_call is not None:
+            events = self._close_item() + self._open_message()
+        self._pieces.append(delta.text)
+        self._tokens.extend(delta.tokens)
+        events.append(
+            {
+                "type": "response.output_text.delta",
+                **self._place(content_index=0),
+                "delta": delta.text,
+                "logprobs": self._logprobs(delta.tokens),
+            }
+        )
+        return events
+
+    def _message_done(self) -> list[Event]:
+        text = "".join(self._pieces)
+        part = self._part(text, self._tokens)
+        self._output[-1]["content"] = [part]
+        place = self._place(content_index=0)
+        logprobs = self._logprobs(self._tokens)
+        return [
+            {"type": "response.output_text.done", **place, "text": text, "logprobs": logprobs},
+            {"type": "response.content_part.done", **place, "part": part},
+        ]
+
+    def _part(self, text: str, tokens: Sequence[TokenText]) -> dict[str, Any]:
+        logprobs = self._logprobs(tokens)
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+
+    def _logprobs(self, tokens: Sequence[TokenText]) -> list[dict[str, Any]]:
+        if self._call.generation.sampling.logprobs is None:
+            return []
+        return [
+            {**_token(token), "top_logprobs": [_token(top) for top in token.top]}
+            for token in tokens
+        ]
+
+    # -- calls ------------------------------------------------------------------------------------
+
+    def _call_text(self, delta: CallText) -> list[Event]:
+        events: list[Event] = []
+        if not self._is_open or self._open_call != delta.call:
+            events = self._close_item()
+            item = {
+                "type": "function_call",
+                "status": "in_progress",
+                "call_id": delta.call_id,
+                "name": delta.name,
+                "arguments": "",
+            }
+            events.append(self._add("fc", item))
+            self._open_call = delta.call
+        if delta.arguments:
+            self._pieces.append(delta.arguments)
+            kind = "response.function_call_arguments.delta"
+            events.append({"type": kind, **self._place(delta=delta.arguments)})
+        return events
+
+    def _call_done(self) -> list[Event]:
+        item = self._output[-1]
+        item["arguments"] = "".join(self._pieces)
+        done = self._place(arguments=item["arguments"], name=item["name"])
+        return [{"type": "response.function_call_arguments.done", **done}]
+
+
+_CODES = {Kind.RATE: "rate_limit_exceeded", Kind.QUOTA: "rate_limit_exceeded"}
+"""A failed response's codes are a closed list; the message says the rest."""
+
+
+def usage(record: UsageRecord) -> dict[str, Any]:
+    """The usage object; every number from the one record. Writes of other classes than its two
+    count as those of the shorter."""
+    long = record.write.get("12h", 0)
+    return {
+        "input_tokens": record.total_in,
+        "input_tokens_details": {
+            "cached_tokens": record.read_tokens(),
+            "cache_write_tokens": record.write_tokens(),
+            "cache_write_tokens_details": {
+                "ttl_30m_tokens": record.write_tokens() - long,
+                "ttl_12h_tokens": long,
+            },
+        },
+        "output_tokens": record.out,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": record.total_in + record.out,
+    }
+
+
+_REASONS = {
+    "model": "model_changed",
+    "partition": "prompt_cache_key_changed",
+    "tools": "tools_changed",
+    "system": "input_changed",
+    "messages": "input_changed",
+}
+
+
+def diagnostics(found: Diagnosis | None, record: UsageRecord) -> dict[str, Any] | None:
+    """In OpenAI's terms. What an engine lost is no difference between two requests, and no reason
+    among these: a prompt that is the same and was not read is unavailable."""
+    if found is None:
+        return None
+    if found.outcome == "unknown":
+        return {"type": "comparison_response_not_found"}
+    if found.outcome == "hit" and record.read_tokens():
+        return {"type": "cache_hit"}
+    reason = _REASONS.get(str(found.cause)) if found.outcome == "miss" else None
+    if reason is None:
+        return {"type": "unavailable"}
+    return {
+        "type": "cache_miss",
+        "reason": reason,
+        "cache_missed_tokens": found.missed_tokens,
+        "comparison_reusable_tokens": found.reusable_tokens,
+    }
+
+
+def _token(token: TokenText) -> dict[str, Any]:
+    text = token.data.decode("utf-8", "replace")
+    return {"token": text, "logprob": token.logprob, "bytes": list(token.data)}

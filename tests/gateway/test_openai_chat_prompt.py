@@ -1,0 +1,320 @@
+"""Chat messages and functions as a prompt: who says what, which call a result answers."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from gateway.dialects import openai_chat
+from gateway.dialects.canonical import (
+    OutputFormat,
+    Prompt,
+    Segment,
+    Tool,
+    ToolCall,
+    ToolChoice,
+)
+from gateway.errors import Kind, Refusal
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "Of a city",
+        "parameters": {
+            "type": "object",
+            "required": ["city"],
+            "properties": {"unit": {"enum": ["C", "F"]}, "city": {"type": "string"}},
+        },
+        "strict": True,
+    },
+}
+CLOCK = {"type": "function", "function": {"name": "clock"}}
+USER = {"role": "user", "content": "hi"}
+
+
+def prompt(messages: list[dict[str, Any]] | None = None, **fields: Any) -> Prompt:
+    body = {"model": "m", "messages": messages or [USER], **fields}
+    return openai_chat.DIALECT.parse(json.dumps(body).encode()).prompts[0]
+
+
+def refused(messages: list[dict[str, Any]] | None = None, **fields: Any) -> Refusal:
+    with pytest.raises(Refusal) as raised:
+        prompt(messages, **fields)
+    assert raised.value.kind is Kind.BAD
+    return raised.value
+
+
+def made(call_id: str, name: str = "weather", arguments: str = '{"city":"Ulm"}') -> dict[str, Any]:
+    function = {"name": name, "arguments": arguments}
+    return {"id": call_id, "type": "function", "function": function}
+
+
+def calling(*calls: dict[str, Any], content: object = None) -> dict[str, Any]:
+    return {"role": "assistant", "content": content, "tool_calls": list(calls)}
+
+
+def result(call_id: str, text: object = "rain") -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": call_id, "content": text}
+
+
+def test_a_round_of_calls_is_told_piece_by_piece() -> None:
+    """Text, then calls, then each call's result under its function's name."""
+    found = prompt(
+        [
+            USER,
+            calling(made("a"), made("b", "clock", ""), content="Let me see."),
+            result("b"),
+            result("a"),
+        ]
+    ).segments
+
+    assert found[1:] == (
+        Segment("assistant", "Let me see.", "messages[1].content", None, 1),
+        Segment(
+            "assistant",
+            "",
+            "messages[1].tool_calls[0]",
+            None,
+            1,
+            call=ToolCall("a", "weather", '{"city":"Ulm"}'),
+        ),
+        Segment(
+            "assistant", "", "messages[1].tool_calls[1]", None, 1, call=ToolCall("b", "clock", "{}")
+        ),
+        Segment("tool", "rain", "messages[2].content", "clock", 2, answers="b"),
+        Segment("tool", "rain", "messages[3].content", "weather", 3, answers="a"),
+    )
+
+
+@pytest.mark.parametrize("content", [None, "", []])
+def test_an_assistant_that_only_calls_says_nothing(content: object) -> None:
+    """Every client writes the missing text in another way."""
+    found = prompt([USER, calling(made("a"), content=content), result("a")]).segments
+
+    assert [(s.role, s.call is not None) for s in found[1:]] == [
+        ("assistant", True),
+        ("tool", False),
+    ]
+
+
+def test_arguments_keep_their_order_and_lose_only_spaces() -> None:
+    """The same call gives the same tokens, whichever client wrote it."""
+    spaced = '{ "z": 1,\n "a": {"y": [2.5, null], "b": "\\u00e4"} }'
+    (_, call, _) = prompt([USER, calling(made("a", arguments=spaced)), result("a")]).segments
+
+    assert call.call is not None
+    assert call.call.arguments == '{"z":1,"a":{"y":[2.5,null],"b":"ä"}}'
+
+
+def test_an_id_may_come_again_once_it_was_answered() -> None:
+    """Some clients count from call_0 in every turn."""
+    messages = [USER, calling(made("a")), result("a"), calling(made("a", "clock")), result("a")]
+
+    assert [s.name for s in prompt(messages).segments if s.role == "tool"] == ["weather", "clock"]
+
+
+def test_a_refusal_is_what_the_assistant_said() -> None:
+    """An answer can be sent back in every shape it came in."""
+    parts = [{"type": "refusal", "refusal": "No."}, {"type": "text", "text": " Sorry."}]
+    listed = prompt([USER, {"role": "assistant", "content": parts}, USER]).segments
+    whole = prompt([USER, {"role": "assistant", "content": None, "refusal": "No."}, USER]).segments
+
+    assert [s.text for s in listed[1:3]] == ["No.", " Sorry."]
+    assert whole[1].text == "No."
+
+
+@pytest.mark.parametrize(
+    ("messages", "param", "says"),
+    [
+        ([{"role": "tool", "content": "x"}], "messages[0].tool_call_id", "which call"),
+        ([USER, result("a")], "messages[1].tool_call_id", "no call with the id 'a'"),
+        ([USER, calling(made("a")), result("b")], "messages[2].tool_call_id", "'b'"),
+        ([USER, calling(made("a")), USER], "messages[2]", "'a'"),
+        ([USER, calling(made("a"))], "messages[1]", "'a'"),
+        ([USER, calling(made("a"), made("b")), result("a"), USER], "messages[3]", "'b'"),
+        (
+            [USER, calling(made("a"), made("a")), result("a")],
+            "messages[1].tool_calls[1].id",
+            "two open calls",
+        ),
+        (
+            [USER, calling(made("a", arguments="[1]")), result("a")],
+            "messages[1].tool_calls[0].function.arguments",
+            "an object",
+        ),
+        (
+            [USER, calling(made("a", arguments='{"x":')), result("a")],
+            "messages[1].tool_calls[0].function.arguments",
+            "an object",
+        ),
+        (
+            [USER, calling(made("a", arguments="[" * 10_000)), result("a")],
+            "messages[1].tool_calls[0].function.arguments",
+            "an object",
+        ),
+        (
+            [USER, calling(made("a", "{{ x }}")), result("a")],
+            "messages[1].tool_calls[0].function.name",
+            "a-zA-Z0-9_-",
+        ),
+        ([{**USER, "tool_calls": [made("a")]}], "messages[0].tool_calls", "makes no calls"),
+        (
+            [{"role": "user", "content": [{"type": "refusal", "refusal": "x"}]}],
+            "messages[0].content[0].type",
+            "assistant",
+        ),
+        ([{"role": "function", "name": "f", "content": "x"}], "messages[0].role", "function"),
+    ],
+)
+def test_a_history_that_does_not_add_up_is_refused(
+    messages: list[dict[str, Any]], param: str, says: str
+) -> None:
+    """A template would render it, and the model would be shown nonsense."""
+    refusal = refused(messages)
+
+    assert refusal.param == param
+    assert says in refusal.message
+
+
+def test_functions_keep_the_order_of_their_schemas() -> None:
+    """Keys that move are other tokens: nothing would be found again."""
+    found = prompt(tools=[WEATHER, CLOCK]).tools
+
+    assert found == (
+        Tool(
+            "weather",
+            "Of a city",
+            '{"type":"object","required":["city"],"properties":{"unit":{"enum":["C","F"]},'
+            '"city":{"type":"string"}}}',
+            "tools[0].function",
+            True,
+        ),
+        Tool("clock", "", '{"type":"object","properties":{}}', "tools[1].function", False),
+    )
+
+
+@pytest.mark.parametrize(
+    ("choice", "expected"),
+    [
+        (None, ToolChoice()),
+        ("auto", ToolChoice()),
+        ("none", ToolChoice("none")),
+        ("required", ToolChoice("required")),
+        (
+            {"type": "function", "function": {"name": "clock"}},
+            ToolChoice("required", ("clock",)),
+        ),
+        (
+            {
+                "type": "allowed_tools",
+                "allowed_tools": {
+                    "mode": "auto",
+                    "tools": [{"type": "function", "function": {"name": "clock"}}],
+                },
+            },
+            ToolChoice("auto", ("clock",)),
+        ),
+    ],
+)
+def test_each_way_to_choose_arrives(choice: object, expected: ToolChoice) -> None:
+    """Five ways on the wire, one inside."""
+    assert prompt(tools=[WEATHER, CLOCK], tool_choice=choice).tool_choice == expected
+
+
+def test_calls_come_one_at_a_time_only_if_asked() -> None:
+    """The default is parallel, as at OpenAI."""
+    assert prompt(tools=[CLOCK]).tool_choice.parallel
+    assert not prompt(tools=[CLOCK], parallel_tool_calls=False).tool_choice.parallel
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "says"),
+    [
+        ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools[0].type", "function"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function", "which"),
+        ({"tools": [CLOCK, CLOCK]}, "tools[1].function", "two functions"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "a b"}}]},
+            "tools[0].function.name",
+            "a-zA-Z0-9_-",
+        ),
+        (
+            {"tools": [{"type": "function", "function": {"name": "x" * 65}}]},
+            "tools[0].function.name",
+            "<= 64 (it has 65)",
+        ),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": 3}}}]},
+            "tools[0].function.parameters",
+            "object",
+        ),
+        ({"tools": [CLOCK] * 129}, "tools", "<= 128 (it has 129)"),
+        ({"tool_choice": "required"}, "tool_choice", "no tools"),
+        ({"tool_choice": "any"}, "tool_choice", "any"),
+        (
+            {"tools": [CLOCK], "tool_choice": {"type": "function", "function": {"name": "x"}}},
+            "tool_choice",
+            "'x'",
+        ),
+        ({"tools": [CLOCK], "tool_choice": {"type": "custom"}}, "tool_choice", "allowed_tools"),
+        (
+            {
+                "tools": [CLOCK],
+                "tool_choice": {
+                    "type": "allowed_tools",
+                    "allowed_tools": {"mode": "auto", "tools": [{"type": "mcp"}]},
+                },
+            },
+            "tool_choice.allowed_tools.tools[0]",
+            "function",
+        ),
+        ({"functions": [{"name": "f"}]}, "functions", "tools"),
+        ({"function_call": "auto"}, "function_call", "tools"),
+    ],
+)
+def test_a_bad_tool_is_refused_by_its_path(fields: dict[str, Any], param: str, says: str) -> None:
+    """The message says what would be right."""
+    refusal = refused(**fields)
+
+    assert refusal.param == param
+    assert says in refusal.message
+
+
+def test_the_form_of_the_answer_arrives() -> None:
+    """A schema keeps its order: the answer's keys follow it."""
+    schema = {"type": "object", "properties": {"z": {}, "a": {}}, "required": ["z"]}
+    named = {"name": "point", "schema": schema, "strict": True}
+
+    assert prompt().output_format == OutputFormat()
+    assert prompt(response_format={"type": "text"}).output_format == OutputFormat()
+    assert prompt(response_format={"type": "json_object"}).output_format.kind == "json_object"
+    assert prompt(
+        response_format={"type": "json_schema", "json_schema": named}
+    ).output_format == OutputFormat(
+        "json_schema",
+        '{"type":"object","properties":{"z":{},"a":{}},"required":["z"]}',
+        "response_format.json_schema.schema",
+    )
+
+
+@pytest.mark.parametrize(
+    ("form", "param"),
+    [
+        ({"type": "json_schema"}, "response_format"),
+        ({"type": "json_schema", "json_schema": {"name": "x"}}, "response_format.json_schema"),
+        (
+            {"type": "json_schema", "json_schema": {"name": "a b", "schema": {}}},
+            "response_format.json_schema.name",
+        ),
+        (
+            {"type": "json_schema", "json_schema": {"name": "a", "schema": []}},
+            "response_format.json_schema.schema",
+        ),
+    ],
+)
+def test_a_bad_schema_is_refused_by_its_path(form: dict[str, Any], param: str) -> None:
+    """What is missing is named."""
+    assert (refused(response_format=form).param or "").startswith(param)
