@@ -81,6 +81,7 @@ class FakeRunner:
     `namespace_of` tells whose sequence an id is (None: all are one namespace's). `fail_launch` and
     `fail_collect`: step numbers that raise there; `nan_steps`: step numbers whose first drawing
     sequence is reported as failed. What a broken step wrote is broken: nobody may read it later.
+    `words`: what every sequence says first, instead of what it would draw.
     `computed_tokens` counts what was computed in all. Single-threaded; every call is O(tokens).
     """
 
@@ -97,6 +98,7 @@ class FakeRunner:
         self.fail_launch: set[int] = set()
         self.fail_collect: set[int] = set()
         self.nan_steps: set[int] = set()
+        self.words: Sequence[int] = ()
         self._results: deque[StepResult] = deque()
         self._broken: dict[int, set[int]] = {}
 
@@ -209,14 +211,11 @@ class FakeRunner:
         begun, own = self.begun[sequence_id], self.tokens[sequence_id]
         if len(own) != row.start + row.count:
             raise OracleError(f"{sequence_id}: draws from another sequence's last position")
-        token = next_token(
-            self.tags[sequence_id][-1],
-            begun.sampling,
-            begun.sample_index,
-            len(own) - begun.prompt_tokens,
-            self.vocab_size,
-            mask,
-        )
+        position = len(own) - begun.prompt_tokens
+        tag = self.tags[sequence_id][-1]
+        token = next_token(tag, begun.sampling, begun.sample_index, position, self.vocab_size, mask)
+        if position < len(self.words):
+            token = self.words[position]
         self._append(sequence_id, token)
         logprob = None if begun.sampling.logprobs is None else -1.0
         return Sampled(sequence_id, SampledToken(token, logprob))

@@ -298,6 +298,7 @@ async def test_a_coding_agents_billing_line_does_not_break_the_prefix(
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
+        ({"system": [marked("Another one. " + SYSTEM)]}, "system_changed"),
         ({"messages": [{"role": "user", "content": "goodbye"}]}, "messages_changed"),
         ({"thinking": {"type": "disabled"}}, "unavailable"),
         ({}, None),

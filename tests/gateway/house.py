@@ -81,6 +81,7 @@ class House:
         self.engine_config = EngineConfig(heartbeat_s=0.05)
         self.lines: list[dict[str, object]] = []
         self.url = self.admin_url = ""
+        self.context_tokens = CONTEXT
 
     @property
     def model(self) -> str:
@@ -126,7 +127,7 @@ class House:
             self.engine_config,
             time.monotonic,
             vocab_size=self.card.config.vocab,
-            context_tokens=CONTEXT,
+            context_tokens=self.context_tokens,
         )
         info = EngineInfo(
             epoch="1",
@@ -134,7 +135,7 @@ class House:
             model_digest="digest",
             model_dir=self.card.folder,
             vocab_size=self.card.config.vocab,
-            context_tokens=CONTEXT,
+            context_tokens=self.context_tokens,
             block_size=16,
             blocks=BLOCKS,
             kv_bytes_per_block=1,

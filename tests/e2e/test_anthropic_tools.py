@@ -1,0 +1,177 @@
+"""Tools and prefills through Anthropic's own SDK: a model that calls, a client that answers.
+
+The model is a fake that says what a test tells it to; the template is one that knows no tools.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from anthropic import AsyncAnthropic
+from anthropic.types import Message
+
+from engine.model_store import ModelCard
+from tests.gateway.house import House
+from tests.models import prepared
+
+WEATHER: Any = {
+    "name": "weather",
+    "description": "Of a city",
+    "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}},
+}
+CALLS = (
+    "Let me see.\n"
+    '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome", "days": 2.50}}\n</tool_call>'
+)
+HELLO: Any = {"role": "user", "content": "hello"}
+
+
+@pytest.fixture(scope="module")
+def card(tmp_path_factory: pytest.TempPathFactory) -> ModelCard:
+    return prepared(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+async def house(card: ModelCard, tmp_path: Path) -> AsyncIterator[House]:
+    house = House(card, tmp_path)
+    house.context_tokens = 2_048
+    await house.open()
+    yield house
+    await house.close()
+    house.discard()
+
+
+@pytest.fixture
+async def client(house: House) -> AsyncIterator[AsyncAnthropic]:
+    async with AsyncAnthropic(
+        base_url=house.url, api_key=house.keys["ada"], max_retries=0, timeout=20
+    ) as client:
+        yield client
+
+
+def say(house: House, text: str) -> None:
+    """What the model answers to everything, to its end."""
+    ids = house.renderer.tokenizer.encode(text, specials=False)
+    house.runner.words = (*ids, house.renderer.stop_token_ids[0])
+
+
+def asked(house: House, **more: Any) -> dict[str, Any]:
+    return {
+        "model": house.model,
+        "max_tokens": 300,
+        "messages": [HELLO],
+        "tools": [WEATHER],
+        **more,
+    }
+
+
+def blocks(message: Message) -> list[tuple[str, Any]]:
+    """(type, text or input) of each block."""
+    return [
+        (block.type, block.text if block.type == "text" else block.to_dict()["input"])
+        for block in message.content
+    ]
+
+
+async def test_calls_are_blocks_in_both_shapes(house: House, client: AsyncAnthropic) -> None:
+    """Text first, then each call with its own id and input; the reason says why it stopped."""
+    say(house, CALLS)
+    whole = await client.messages.create(**asked(house))
+    async with client.messages.stream(**asked(house)) as stream:
+        pieces = [e.partial_json async for e in stream if e.type == "input_json"]
+        folded = await stream.get_final_message()
+
+    assert blocks(whole) == blocks(folded)
+    assert [kind for kind, _ in blocks(whole)] == ["text", "tool_use", "tool_use"]
+    assert [value for _, value in blocks(whole)][1:] == [
+        {"city": "Oslo"},
+        {"city": "Rome", "days": 2.5},
+    ]
+    assert whole.stop_reason == folded.stop_reason == "tool_use"
+    assert len({block.id for block in whole.content if block.type == "tool_use"}) == 2
+    assert len(pieces) > 2, "arguments come as they are made"
+    await house.check_quiet()
+
+
+async def test_an_answer_goes_back_with_its_results(house: House, client: AsyncAnthropic) -> None:
+    """The whole round: the SDK's own objects as history, and the prefix read again."""
+    mark: Any = {"cache_control": {"type": "ephemeral"}}
+    say(house, CALLS)
+    first = await client.messages.create(**asked(house, **mark))
+    results = [
+        {"type": "tool_result", "tool_use_id": block.id, "content": "dry"}
+        for block in first.content
+        if block.type == "tool_use"
+    ]
+    messages = [HELLO, first.to_param(), {"role": "user", "content": results}]
+    say(house, "Dry in both.")
+    second = await client.messages.create(**asked(house, messages=messages, **mark))
+
+    assert blocks(second) == [("text", "Dry in both.")]
+    assert second.stop_reason == "end_turn"
+    assert first.usage.cache_creation_input_tokens
+    assert second.usage.cache_read_input_tokens == first.usage.cache_creation_input_tokens
+    await house.check_quiet()
+
+
+async def test_tools_that_may_not_be_called_keep_the_prefix_and_are_text(
+    house: House, client: AsyncAnthropic
+) -> None:
+    """What is shown stays; only what an answer means changes."""
+    mark: Any = {"cache_control": {"type": "ephemeral"}}
+    say(house, CALLS)
+    first = await client.messages.create(**asked(house, **mark))
+    second = await client.messages.create(**asked(house, tool_choice={"type": "none"}, **mark))
+
+    assert [kind for kind, _ in blocks(second)] == ["text"]
+    assert second.stop_reason == "end_turn"
+    assert second.usage.cache_read_input_tokens == first.usage.cache_creation_input_tokens
+
+
+async def test_a_call_that_is_cut_off_has_no_input(house: House, client: AsyncAnthropic) -> None:
+    """max_tokens ends it in the middle of its arguments."""
+    say(house, CALLS)
+    before = CALLS[: CALLS.index("slo")]
+    tokens = len(house.renderer.tokenizer.encode(before, specials=False))
+    message = await client.messages.create(**asked(house, max_tokens=tokens))
+    async with client.messages.stream(**asked(house, max_tokens=tokens)) as stream:
+        pieces = [e.partial_json async for e in stream if e.type == "input_json"]
+
+    assert message.stop_reason == "max_tokens"
+    assert blocks(message)[1:] == [("tool_use", {})]
+    assert "".join(pieces) == '{"city": "O'
+    await house.check_quiet()
+
+
+async def test_a_prefill_is_gone_on_with(house: House, client: AsyncAnthropic) -> None:
+    """The turn stays open: what comes next costs no token of a new one."""
+    say(house, " 42.")
+    prefill: Any = {"role": "assistant", "content": "The answer is"}
+    message = await client.messages.create(
+        model=house.model, max_tokens=9, messages=[HELLO, prefill]
+    )
+    without = await client.messages.count_tokens(model=house.model, messages=[HELLO])
+    with_it = await client.messages.count_tokens(model=house.model, messages=[HELLO, prefill])
+    text = house.renderer.tokenizer.encode("The answer is", specials=False)
+
+    assert blocks(message) == [("text", " 42.")]
+    assert with_it.input_tokens == without.input_tokens + len(text)
+    await house.check_quiet()
+
+
+async def test_an_instruction_between_turns_leaves_the_prefix_alone(
+    house: House, client: AsyncAnthropic
+) -> None:
+    """That is what it is for."""
+    say(house, "Oui.")
+    control: Any = {"type": "ephemeral"}
+    first = await client.messages.create(**asked(house, cache_control=control))
+    messages = [HELLO, {"role": "system", "content": "Now in French."}]
+    second = await client.messages.create(**asked(house, messages=messages, cache_control=control))
+
+    assert first.usage.cache_creation_input_tokens
+    assert second.usage.cache_read_input_tokens == first.usage.cache_creation_input_tokens
