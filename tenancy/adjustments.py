@@ -11,7 +11,7 @@ import re
 
 from msgspec import Struct
 
-from tenancy.bookkeeping import HOUR_MS, NO_CHAIN, chained, open_from_ms
+from tenancy.bookkeeping import DAY_MS, HOUR_MS, NO_CHAIN, chained, open_from_ms
 from tenancy.errors import BadPrice
 from tenancy.pricing import CHARGE_MAX, PICO_PER_MICRO
 from tenancy.store import Store, Value, rows_of
@@ -82,16 +82,17 @@ def adjust(store: Store, clock: WallClock, adjustment: Adjustment) -> bool:
             " values (?, ?, ?, ?, ?, ?, ?, ?)",
             (*row, chain),
         )
-        db.execute(
-            "insert into usage_hours (tenant_id, hour_ms, key_id, model, adjusted_micros,"
-            " adjusted_rest) values (?, ?, ?, ?, ?, ?) on conflict do update"
-            " set adjusted_micros = adjusted_micros + excluded.adjusted_micros,"
-            " adjusted_rest = adjusted_rest + excluded.adjusted_rest",
-            (
-                *(tenant_id, booked_ms // HOUR_MS * HOUR_MS, key_id, model),
-                *divmod(adjustment.amount_pico, PICO_PER_MICRO),
-            ),
-        )
+        for table, since, length_ms in _SUMS:
+            db.execute(
+                f"insert into {table} (tenant_id, {since}, key_id, model, adjusted_micros,"
+                " adjusted_rest) values (?, ?, ?, ?, ?, ?) on conflict do update"
+                " set adjusted_micros = adjusted_micros + excluded.adjusted_micros,"
+                " adjusted_rest = adjusted_rest + excluded.adjusted_rest",
+                (
+                    *(tenant_id, booked_ms // length_ms * length_ms, key_id, model),
+                    *divmod(adjustment.amount_pico, PICO_PER_MICRO),
+                ),
+            )
     return True
 
 
@@ -99,6 +100,9 @@ ADJUSTMENT_FIELDS = (
     *("adjustment_id", "request_id", "tenant_id", "amount_pico", "reason", "made_ms", "booked_ms"),
 )
 """Columns of `adjustments`, but for `number` and `chain`."""
+
+
+_SUMS = (("usage_hours", "hour_ms", HOUR_MS), ("usage_days", "day_ms", DAY_MS))
 
 
 def _check(adjustment: Adjustment) -> None:

@@ -11,7 +11,15 @@ from collections.abc import Iterator
 import apsw
 
 from tenancy.adjustments import ADJUSTMENT_FIELDS
-from tenancy.bookkeeping import ENTRY_FIELDS, HOUR_MS, HOUR_SUMS, chained, entry_of, sums_of
+from tenancy.bookkeeping import (
+    DAY_MS,
+    ENTRY_FIELDS,
+    HOUR_MS,
+    HOUR_SUMS,
+    chained,
+    entry_of,
+    sums_of,
+)
 from tenancy.budgets import load_budgets, summed, window_of
 from tenancy.closing import totals_of
 from tenancy.pricing import PICO_PER_MICRO, price, savings
@@ -26,7 +34,7 @@ def check_books(store: Store) -> list[str]:
     """What is wrong, at most 100 findings; nothing if all is right. O(entries), one snapshot."""
     findings: list[str] = []
     with store.snapshot() as db:
-        for check in (_entries, _adjustments, _closes, _seals, _budgets, _epochs):
+        for check in (_entries, _adjustments, _closes, _seals, _budgets, _epochs, _days):
             for finding in check(db):
                 findings.append(finding)
                 if len(findings) == FINDINGS_MAX:
@@ -156,3 +164,17 @@ def _epochs(db: apsw.Connection) -> Iterator[str]:
         " where epoch <> '' group by epoch",
     ):
         yield f"the sums of epoch {epoch} are {sums}, and not its entries' sums"
+
+
+def _days(db: apsw.Connection) -> Iterator[str]:
+    """Sums by day against the sums by hour, which `_hours` has compared with entries."""
+    names = (*HOUR_SUMS, "adjusted_micros", "adjusted_rest")
+    days = f"select tenant_id, day_ms, key_id, model, {', '.join(names)} from usage_days"
+    hours = (
+        f"select tenant_id, hour_ms / {DAY_MS} * {DAY_MS}, key_id, model,"
+        f" {', '.join(f'sum({name})' for name in names)} from usage_hours group by 1, 2, 3, 4"
+    )
+    for sql in (f"{days} except {hours}", f"select * from ({hours}) except {days}"):
+        for tenant_id, day_ms, key_id, model, *_ in rows_of(db, sql):
+            where = f"tenant {tenant_id}, day {day_ms}, key {key_id}, model {model}"
+            yield f"{where}: the sums of the day are not those of its hours"

@@ -104,14 +104,14 @@ class Books:
             self._cards = CardBook([read_card(row) for row in rows_of(db, SELECT)])
             self._budgets = budgets.load_budgets(db)
             self._version = version
-        page = _Page(db)
+        page, windows = _Page(db), budgets.Windows(db)
         answers: list[TenancyError | None] = []
         for item in items:
             match item:
                 case Hold():
-                    answers.append(self._hold(db, item, page))
+                    answers.append(self._hold(db, item, page, windows))
                 case UsageEntry():
-                    self._settle(db, item, page)
+                    self._settle(db, item, page, windows)
                     answers.append(None)
                 case StorageReading():
                     self._store_reading(db, item, page)
@@ -120,13 +120,16 @@ class Books:
                     db.execute(_EPOCH, structs.astuple(item))
                     answers.append(None)
         page.finish()
+        windows.finish()
         return answers
 
     def _mine(self, tenant_id: int, key_id: int) -> tuple[budgets.Budget, ...]:
         own = self._budgets.get((tenant_id, key_id), ()) if key_id else ()
         return (*self._budgets.get((tenant_id, 0), ()), *own)
 
-    def _hold(self, db: apsw.Connection, hold: Hold, page: _Page) -> TenancyError | None:
+    def _hold(
+        self, db: apsw.Connection, hold: Hold, page: _Page, windows: budgets.Windows
+    ) -> TenancyError | None:
         card = self._cards.in_force(hold.model, hold.tier, hold.started_ms)
         booked_ms = max(hold.started_ms, page.open_from_ms)
         try:
@@ -135,8 +138,8 @@ class Books:
             return error
         mine = self._mine(hold.tenant_id, hold.key_id)
         if mine:
-            budgets.prepare(db, mine, booked_ms)
-            refused = budgets.refusal(db, mine, booked_ms, pico)
+            windows.prepare(mine, booked_ms)
+            refused = windows.refusal(mine, booked_ms, pico)
             if refused is not None:
                 return refused
         tokens = hold.input_tokens + hold.output_tokens
@@ -151,10 +154,12 @@ class Books:
         if db.changes() != 1:
             return LedgerUnavailable("duplicate_request", "This request id was used before.")
         if mine:
-            budgets.move(db, mine, booked_ms, spent=0, reserved=pico)
+            windows.move(mine, booked_ms, spent=0, reserved=pico)
         return None
 
-    def _settle(self, db: apsw.Connection, entry: UsageEntry, page: _Page) -> None:
+    def _settle(
+        self, db: apsw.Connection, entry: UsageEntry, page: _Page, windows: budgets.Windows
+    ) -> None:
         held = rows_of(
             db,
             "select rate_card_id, reserved_pico, booked_ms from holds where request_id = ?",
@@ -175,12 +180,12 @@ class Books:
             saved_pico=savings(card, entry),
         )
         mine = self._mine(entry.tenant_id, entry.key_id)
-        budgets.prepare(db, mine, booked_ms)
+        windows.prepare(mine, booked_ms)
         if page.add(entry, booked_ms):
-            budgets.move(db, mine, booked_ms, spent=entry.charge_pico, reserved=0)
+            windows.move(mine, booked_ms, spent=entry.charge_pico, reserved=0)
         if held:
             db.execute("delete from holds where request_id = ?", (entry.request_id,))
-            budgets.move(db, mine, booked_ms, spent=0, reserved=-reserved)
+            windows.move(mine, booked_ms, spent=0, reserved=-reserved)
 
     def _store_reading(self, db: apsw.Connection, reading: StorageReading, page: _Page) -> None:
         booked_ms = max(reading.at_ms, page.open_from_ms)
@@ -236,7 +241,10 @@ class _Page:
     def finish(self) -> None:
         """Write the sums, and seal the chain once an hour."""
         for hour, sums in self._hours.items():
+            tenant_id, hour_ms, key_id, model = hour
+            day_ms = hour_ms // DAY_MS * DAY_MS
             self._db.execute(_ADD_HOUR, (*hour, *sums))
+            self._db.execute(_ADD_DAY, (tenant_id, day_ms, key_id, model, *sums))
         for epoch, sums in self._epochs.items():
             self._db.execute(_ADD_EPOCH, (epoch, *sums))
         if self._hours and self._chain is not None:
@@ -249,7 +257,7 @@ HOUR_SUMS = (
     *("ttft_hits", "ttft_hit_ms", "ttft_misses", "ttft_miss_ms"),
     *("charge_micros", "charge_rest", "saved_micros", "saved_rest"),
 )
-"""Columns of `usage_hours` that an entry adds to."""
+"""Columns of `usage_hours` and `usage_days` that an entry adds to."""
 
 
 def sums_of(entry: UsageEntry) -> list[int]:
@@ -355,10 +363,11 @@ _SETTLE = (
     f"insert into ledger ({', '.join(ENTRY_FIELDS)}, chain) values ({_marks(ENTRY_FIELDS)}, ?)"
     " on conflict (request_id) do nothing"
 )
-_ADD_HOUR = (
-    f"insert into usage_hours (tenant_id, hour_ms, key_id, model, {', '.join(HOUR_SUMS)})"
+_ADD_HOUR, _ADD_DAY = (
+    f"insert into {table} (tenant_id, {since}, key_id, model, {', '.join(HOUR_SUMS)})"
     f" values (?, ?, ?, ?, {_marks(HOUR_SUMS)}) on conflict do update set "
     + ", ".join(f"{name} = {name} + excluded.{name}" for name in HOUR_SUMS)
+    for table, since in (("usage_hours", "hour_ms"), ("usage_days", "day_ms"))
 )
 _ADD_EPOCH = (
     "insert into epoch_sums values (?, ?, ?, ?, ?, ?) on conflict do update"

@@ -116,48 +116,60 @@ def budget_states(
     return sorted(states, key=lambda s: (s.budget.tenant_id, s.budget.key_id, s.budget.window))
 
 
-def refusal(
-    db: apsw.Connection, mine: tuple[Budget, ...], at_ms: int, pico: int
-) -> BudgetExceeded | None:
-    """Would reserving so much overspend one of these? Reserves nothing."""
-    for budget in mine:
-        if budget.hard_micros is not None:
-            spent, reserved, _, end_ms = _sums(db, budget, at_ms)
-            hard = budget.hard_micros * PICO_PER_MICRO
-            if spent + reserved + pico > hard:
-                return BudgetExceeded(
-                    scope=budget.scope,
-                    window=budget.window,
-                    hard=hard,
-                    spent=spent,
-                    reserved=reserved,
-                    resets_ms=end_ms,
-                )
-    return None
+class Windows:
+    """The sums of windows within one transaction: each read once, and written at its end."""
 
+    def __init__(self, db: apsw.Connection) -> None:
+        self._db = db
+        self._sums: dict[tuple[int, int, Window, int], list[int]] = {}
+        self._changed: set[tuple[int, int, Window, int]] = set()
 
-def prepare(db: apsw.Connection, mine: tuple[Budget, ...], at_ms: int) -> None:
-    """Have the sums of the window with this instant, before anything that is summed changes."""
-    for budget in mine:
-        _sums(db, budget, at_ms)
+    def prepare(self, mine: tuple[Budget, ...], at_ms: int) -> None:
+        """Know the sums of the windows with this instant, before anything that they sum changes."""
+        for budget in mine:
+            self._of(budget, at_ms)
 
+    def refusal(self, mine: tuple[Budget, ...], at_ms: int, pico: int) -> BudgetExceeded | None:
+        """Would reserving so much overspend one of these? Reserves nothing."""
+        for budget in mine:
+            if budget.hard_micros is not None:
+                spent, reserved = self._sums[self._of(budget, at_ms)]
+                hard = budget.hard_micros * PICO_PER_MICRO
+                if spent + reserved + pico > hard:
+                    return BudgetExceeded(
+                        scope=budget.scope,
+                        window=budget.window,
+                        hard=hard,
+                        spent=spent,
+                        reserved=reserved,
+                        resets_ms=window_of(budget.window, at_ms)[1],
+                    )
+        return None
 
-def move(
-    db: apsw.Connection, mine: tuple[Budget, ...], at_ms: int, *, spent: int, reserved: int
-) -> None:
-    """Add to the sums of the window with this instant, after `prepare`; either may be below
-    zero."""
-    for budget in mine:
-        have_spent, have_reserved, start_ms, _ = _sums(db, budget, at_ms)
-        db.execute(
-            "update budget_windows set spent_micros = ?, spent_rest = ?, reserved_micros = ?,"
-            " reserved_rest = ? where (tenant_id, key_id, window, starts_ms) = (?, ?, ?, ?)",
-            (
-                *divmod(have_spent + spent, PICO_PER_MICRO),
-                *divmod(have_reserved + reserved, PICO_PER_MICRO),
-                *(budget.tenant_id, budget.key_id, budget.window, start_ms),
-            ),
-        )
+    def move(self, mine: tuple[Budget, ...], at_ms: int, *, spent: int, reserved: int) -> None:
+        """Add to the sums, after `prepare`; either may be below zero."""
+        for budget in mine:
+            window = self._of(budget, at_ms)
+            self._sums[window][0] += spent
+            self._sums[window][1] += reserved
+            self._changed.add(window)
+
+    def finish(self) -> None:
+        """Write what has changed."""
+        for window in self._changed:
+            spent, reserved = (divmod(pico, PICO_PER_MICRO) for pico in self._sums[window])
+            self._db.execute(
+                "insert or replace into budget_windows values (?, ?, ?, ?, ?, ?, ?, ?)",
+                (*window, *spent, *reserved),
+            )
+
+    def _of(self, budget: Budget, at_ms: int) -> tuple[int, int, Window, int]:
+        start_ms, end_ms = window_of(budget.window, at_ms)
+        window = (budget.tenant_id, budget.key_id, budget.window, start_ms)
+        if window not in self._sums:
+            kept = _kept(self._db, budget, start_ms)
+            self._sums[window] = list(kept or summed(self._db, budget, start_ms, end_ms))
+        return window
 
 
 def summed(db: apsw.Connection, budget: Budget, start_ms: int, end_ms: int) -> tuple[int, int]:
@@ -177,20 +189,6 @@ def summed(db: apsw.Connection, budget: Budget, start_ms: int, end_ms: int) -> t
         values,
     )[0]
     return spent[0] * PICO_PER_MICRO + spent[1], held[0] * PICO_PER_MICRO + held[1]
-
-
-def _sums(db: apsw.Connection, budget: Budget, at_ms: int) -> tuple[int, int, int, int]:
-    """(spent, reserved, start, end) of the window with this instant; made when first needed."""
-    start_ms, end_ms = window_of(budget.window, at_ms)
-    sums = _kept(db, budget, start_ms)
-    if sums is None:
-        sums = summed(db, budget, start_ms, end_ms)
-        spent, reserved = (divmod(pico, PICO_PER_MICRO) for pico in sums)
-        db.execute(
-            "insert into budget_windows values (?, ?, ?, ?, ?, ?, ?, ?)",
-            (budget.tenant_id, budget.key_id, budget.window, start_ms, *spent, *reserved),
-        )
-    return *sums, start_ms, end_ms
 
 
 def _kept(db: apsw.Connection, budget: Budget, start_ms: int) -> tuple[int, int] | None:

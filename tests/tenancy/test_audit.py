@@ -74,6 +74,8 @@ DAMAGE = {
     "an entry gone": f"{NO_TRIGGERS} delete from ledger where entry_id = 7",
     "an entry of a closed day": f"{NO_TRIGGERS} update ledger set model = 'x' where entry_id = 2",
     "a sum": "update usage_hours set prompt_tokens = prompt_tokens + 1",
+    "a sum by day": "update usage_days set prompt_tokens = prompt_tokens + 1",
+    "a sum by day gone": "delete from usage_days",
     "a sum gone": "delete from usage_hours",
     "a sum of nothing": "insert into usage_hours (tenant_id, hour_ms, key_id, model, requests)"
     " values (1, 0, 9, 'z', 1)",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable
+import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -66,9 +66,7 @@ def after(path: Path, disk: Disk, seed: int) -> Path:
     return disk.image(path, path.with_suffix(".after"), random.Random(seed))
 
 
-def test_nothing_confirmed_is_lost(
-    tmp_path: Path, record_property: Callable[[str, object], None]
-) -> None:
+def test_nothing_confirmed_is_lost(tmp_path: Path) -> None:
     """At each of many random instants, with each unsynced write kept, undone or torn."""
     entries = confirmed = 0
     for seed in range(CUTS):
@@ -78,7 +76,7 @@ def test_nothing_confirmed_is_lost(
         confirmed += len(acked)
         entries += check_ledger(after(path, disk, seed), acked)
 
-    record_property("confirmed", confirmed)
+    sys.stdout.write(f"{CUTS} cuts, {confirmed} confirmed, {entries} found\n")
     assert entries >= confirmed > CUTS
 
 

@@ -18,13 +18,14 @@ from tenancy.usage import By, UsageTotal, entries_of, usage
 from tests.tenancy.conftest import Wall
 
 HOUR_MS = 3_600_000
+DAY_MS = 24 * HOUR_MS
 ENTRIES = 60
 BYS: list[By] = ["key", "model", "hour", "day"]
 
 
 def entry(number: int) -> UsageEntry:
-    """Spread over two tenants, three keys, two models and ten hours."""
-    at_ms = 2 * HOUR_MS + number * 617_000
+    """Spread over two tenants, three keys, two models and three days."""
+    at_ms = 2 * HOUR_MS + number * 4_217_000
     return UsageEntry(
         request_id=str(number),
         tenant_id=1 + number % 2,
@@ -86,8 +87,8 @@ def in_words(entries: list[UsageEntry]) -> tuple[int, ...]:
 @given(st.data())
 def test_any_period_is_the_sum_of_its_entries(store: Store, data: st.DataObject) -> None:
     """Whole hours from sums, pieces of hours from entries: nothing twice, nothing left out."""
-    since_ms = data.draw(st.integers(0, 14 * HOUR_MS))
-    until_ms = data.draw(st.none() | st.integers(0, 14 * HOUR_MS))
+    since_ms = data.draw(st.integers(0, 80 * HOUR_MS))
+    until_ms = data.draw(st.none() | st.integers(0, 80 * HOUR_MS))
     tenant = data.draw(st.sampled_from([None, "ada", "bob"]))
     key_id = data.draw(st.sampled_from([None, 1, 2, 3]))
     model = data.draw(st.sampled_from([None, "a", "b"]))
@@ -108,7 +109,7 @@ def test_any_period_is_the_sum_of_its_entries(store: Store, data: st.DataObject)
                 "key": one.key_id,
                 "model": one.model,
                 "hour": booked_ms // HOUR_MS * HOUR_MS,
-                "day": 0,
+                "day": booked_ms // DAY_MS * DAY_MS,
             }
             group = (name, *(of[name] for name in by))
             meant.setdefault(group, []).append(one)

@@ -1,0 +1,168 @@
+"""What the ledger costs and answers: `python -m tests.bench.ledger [ENTRIES]`.
+
+Latency of one hold and one settlement alone, entries per second when many come at once, with and
+without rate cards and budgets; and questions about usage over as many entries (default: a million)
+spread over 90 days, 50 tenants, three keys each and two models. Ratios are of one run.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from tenancy.bookkeeping import ENTRY_FIELDS
+from tenancy.budgets import Budget, set_budget
+from tenancy.ledger import Hold, Ledger
+from tenancy.pricing import RateCard
+from tenancy.rate_cards import add_card
+from tenancy.registry import create_tenant
+from tenancy.store import Store
+from tenancy.types import UsageEntry
+from tenancy.usage import usage
+
+ALONE = 400
+AT_ONCE = 20_000
+TENANTS = 50
+KEYS = 3
+DAYS = 90
+DAY_MS = 86_400_000
+
+
+def entry(request_id: str, at_ms: int) -> UsageEntry:
+    return UsageEntry(
+        request_id,
+        *(1, 1, "m", "done", at_ms, at_ms, 1000, 600, 300, 100, 50, 600),
+        read={"5m": 600},
+        write={"5m": 200, "1h": 100},
+        epoch="e",
+    )
+
+
+def say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+def latencies(folder: Path, *, has_money: bool) -> None:
+    """One alone, then many at once."""
+    store = Store(folder / f"money-{has_money}.db")
+    create_tenant(store, lambda: 1, "ada")
+    if has_money:
+        card = RateCard("std", input=3_000_000, output=15_000_000, cache_read=300_000)
+        add_card(store, lambda: 1, card)
+        set_budget(store, Budget(1, "day", hard_micros=10**15))
+        set_budget(store, Budget(1, "month", hard_micros=10**15))
+    ledger = Ledger(store, lambda: 1)
+    times: dict[str, list[float]] = {"hold": [], "settle": []}
+    for number in range(ALONE):
+        name = f"alone-{number}"
+        began = time.perf_counter()
+        ledger.hold(Hold(name, 1, 1, "m", 1, 1000, 100)).result()
+        held = time.perf_counter()
+        ledger.settle(entry(name, 1)).result()
+        times["hold"].append(held - began)
+        times["settle"].append(time.perf_counter() - held)
+    began = time.perf_counter()
+    futures = [
+        future
+        for number in range(AT_ONCE)
+        for future in (
+            ledger.hold(Hold(str(number), 1, 1, "m", 1, 1000, 100)),
+            ledger.settle(entry(str(number), 1)),
+        )
+    ]
+    for future in futures:
+        future.result()
+    rate = AT_ONCE / (time.perf_counter() - began)
+    what = "with prices and two budgets" if has_money else "without prices"
+    for name, seconds in times.items():
+        p50, p99 = statistics.median(seconds), statistics.quantiles(seconds, n=100)[98]
+        say(f"{name} alone {what}: p50 {p50 * 1000:.2f} ms, p99 {p99 * 1000:.2f} ms")
+    say(f"at once {what}: {rate:,.0f} requests/s (a hold and an entry each)")
+    ledger.close()
+    store.close()
+
+
+def fill(store: Store, count: int) -> None:
+    """As many entries as asked for, without the ledger's thread: rows and their hours' sums."""
+    for number in range(TENANTS):
+        create_tenant(store, lambda: 1, f"tenant-{number}")
+    columns = ", ".join(ENTRY_FIELDS)
+    marks = ", ".join("?" * len(ENTRY_FIELDS))
+    step_ms = DAYS * DAY_MS / count
+
+    def rows(first: int, after: int) -> Iterator[tuple[object, ...]]:
+        for number in range(first, after):
+            at_ms = int(number * step_ms)
+            yield (
+                *(str(number), 1 + number % TENANTS, 1 + number % KEYS, "ab"[number % 2], "done"),
+                *(at_ms, at_ms, 1000, 600, 300, 100, 50, 600, '{"5m":600}', '{"5m":300}'),
+                *("default", "standard", "", 0, 5, "e", "std@1", 123_456_789, 5, at_ms),
+            )
+
+    for first in range(0, count, 200_000):
+        with store.change() as db:
+            db.executemany(
+                f"insert into ledger ({columns}) values ({marks})",
+                rows(first, min(count, first + 200_000)),
+            )
+    with store.change() as db:
+        db.execute(
+            "insert into usage_hours (tenant_id, hour_ms, key_id, model, requests, prompt_tokens,"
+            " output_tokens, charge_micros) select tenant_id, booked_ms / 3600000 * 3600000,"
+            " key_id, model, count(*), sum(prompt_tokens), sum(output_tokens), sum(123)"
+            " from ledger group by 1, 2, 3, 4"
+        )
+        db.execute(
+            "insert into usage_days (tenant_id, day_ms, key_id, model, requests, prompt_tokens,"
+            " output_tokens, charge_micros) select tenant_id, hour_ms / 86400000 * 86400000,"
+            " key_id, model, sum(requests), sum(prompt_tokens), sum(output_tokens),"
+            " sum(charge_micros) from usage_hours group by 1, 2, 3, 4"
+        )
+
+
+def questions(folder: Path, count: int) -> None:
+    store = Store(folder / "many.db")
+    fill(store, count)
+    hours = store.query("select count(*) from usage_hours")[0][0]
+    say(f"{count:,} entries, {hours:,} rows of hours, {store.path.stat().st_size / 2**20:,.0f} MiB")
+    month = (30 * DAY_MS + 1_234_567, 60 * DAY_MS + 7_654_321)
+    asked: dict[str, Callable[[], object]] = {
+        "all tenants, all time": lambda: usage(store),
+        "one tenant, all time": lambda: usage(store, tenant="tenant-7"),
+        "one tenant, 30 days to the millisecond, by day": lambda: usage(
+            store, tenant="tenant-7", since_ms=month[0], until_ms=month[1], by=["day"]
+        ),
+        "one tenant, 30 days, by key and model": lambda: usage(
+            store, tenant="tenant-7", since_ms=month[0], until_ms=month[1], by=["key", "model"]
+        ),
+        "all tenants, 30 days to the millisecond": lambda: usage(
+            store, since_ms=month[0], until_ms=month[1]
+        ),
+    }
+    for name, ask in asked.items():
+        seconds = []
+        for _ in range(7):
+            began = time.perf_counter()
+            ask()
+            seconds.append(time.perf_counter() - began)
+        say(f"{name}: {statistics.median(seconds) * 1000:.1f} ms")
+    began = time.perf_counter()
+    store.query("select tenant_id, sum(prompt_tokens) from ledger group by tenant_id")
+    say(f"the same sums over entries instead: {(time.perf_counter() - began) * 1000:.0f} ms")
+    store.close()
+
+
+def main(count: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        latencies(Path(folder), has_money=False)
+        latencies(Path(folder), has_money=True)
+        questions(Path(folder), count)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]) if sys.argv[1:] else 1_000_000)
