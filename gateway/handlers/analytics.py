@@ -15,7 +15,9 @@ from gateway.erasure import holdings, parts_of
 from gateway.errors import Kind, Refusal
 from gateway.middleware import Handler, Route
 from tenancy import registry
-from tenancy.pricing import FREE_CARD, RateCard
+from tenancy.pricing import RateCard
+from tenancy.rate_cards import CardBook, load_cards
+from tenancy.store import Store
 
 BRANCHES_MAX = 400
 
@@ -109,7 +111,15 @@ class _Desk:
         return {tenant.tenant_id: tenant.name for tenant, _ in found}
 
     async def _card(self, name: str) -> RateCard:
-        return FREE_CARD
+        """The prices the tenant pays now."""
+        gateway = self._gateway
+
+        def find(store: Store) -> RateCard:
+            tiers = {tenant.name: tenant.tier for tenant, _ in registry.list_tenants(store)}
+            book = CardBook(load_cards(store))
+            return book.in_force(gateway.model, tiers.get(name, ""), gateway.wall())
+
+        return await gateway.reports.ask(find)
 
     def _holdings(self, names: dict[int, str]) -> list[dict[str, Any]]:
         sums: dict[int, dict[str, int]] = defaultdict(lambda: defaultdict(int))

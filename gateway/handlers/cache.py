@@ -22,6 +22,8 @@ from gateway.errors import Kind, Refusal
 from gateway.middleware import STATE, Handler, Route
 from gateway.prepare import Prepared, check_model, prepare
 from gateway.server import read_body, send
+from tenancy.pricing import RateCard
+from tenancy.rate_cards import CardBook, load_cards
 
 
 class QuoteBody(Struct, frozen=True, forbid_unknown_fields=True):
@@ -51,7 +53,11 @@ def _quote(gateway: Context) -> Handler:
         made = await prepare(gateway, call, state.identity)
         namespace = made.scope.namespace
         seen = [await gateway.engine.peek(namespace, prompt.token_ids) for prompt in made.rendered]
-        answer = quote(made, seen, gateway.engine.stats)
+        tier = state.identity.tenant.tier
+        card = await gateway.reports.ask(
+            lambda store: CardBook(load_cards(store)).in_force(gateway.model, tier, gateway.wall())
+        )
+        answer = quote(made, seen, gateway.engine.stats, card)
         return await send(
             request,
             200,
@@ -72,8 +78,9 @@ def _parse(body: bytes) -> QuoteBody:
         raise Refusal(Kind.BAD, "invalid_json", "The body is not valid JSON.") from None
 
 
-def quote(made: Prepared, seen: Sequence[Peeked], stats: Stats) -> dict[str, Any]:
-    """The answer. Logical numbers by contract, physical ones as the engine has them now."""
+def quote(made: Prepared, seen: Sequence[Peeked], stats: Stats, card: RateCard) -> dict[str, Any]:
+    """The answer. Logical numbers by contract, physical ones as the engine has them now; the price
+    is the prompt's."""
     pairs = list(zip(made.contracts, seen, strict=True))
     record = added([contract.expect(peek.cached_tokens) for contract, peek in pairs])
     ends = [peek.expires_in_s for peek in seen if peek.expires_in_s is not None]
@@ -98,6 +105,7 @@ def quote(made: Prepared, seen: Sequence[Peeked], stats: Stats) -> dict[str, Any
             contract.explain(first.cached_tokens),
         ),
         "first_token_s": _first_token_s(record, stats),
+        "price": _price(record, card),
     }
 
 
@@ -109,6 +117,22 @@ def _miss(
         return None
     path = next((mark.path for mark in boundaries if mark.tokens > cached_tokens), None)
     return {"cause": cause or None, "token": cached_tokens, "path": path}
+
+
+def _price(record: UsageRecord, card: RateCard) -> dict[str, Any]:
+    """Pico-dollars by component; what it would be without any cache beside it."""
+    write = sum(tokens * card.write_price(name) for name, tokens in record.write.items())
+    read, fresh = record.read_tokens() * card.cache_read, record.fresh * card.input
+    return {
+        "rate_card": card.rate_card_id,
+        "currency": card.currency,
+        "read_pico": read,
+        "write_pico": write,
+        "fresh_pico": fresh,
+        "prompt_pico": read + write + fresh,
+        "uncached_pico": record.total_in * card.input,
+        "output_pico_per_token": card.output,
+    }
 
 
 def _first_token_s(record: UsageRecord, stats: Stats) -> float | None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from tenancy.pricing import RateCard
+from tenancy.rate_cards import add_card
 from tests.gateway.house import House
 
 CHAT = "/v1/chat/completions"
@@ -55,6 +57,20 @@ async def test_a_quote_names_the_segment_where_a_prompt_leaves_the_cache(house: 
 
     assert found["miss"]["path"] == "messages[1].content"
     assert found["miss"]["token"] == found["physical"]["cached_tokens"] > 0
+
+
+async def test_a_quote_has_the_price_of_the_tenants_own_card(house: House) -> None:
+    """What is read is cheap, the rest is not, and beside it what it would all have cost."""
+    card = RateCard("list", input=1_000, cache_read=100, output=4_000)
+    add_card(house.store, lambda: 0, card)
+    await house.ask(CHAT, body(house, "Hello"))
+
+    found = await quoted(house, body(house, "Hello"))
+
+    price, read = found["price"], found["read"]["best_effort"]
+    assert price["rate_card"] == "list@1"
+    assert price["prompt_pico"] == read * 100 + found["fresh_tokens"] * 1_000
+    assert price["uncached_pico"] == found["prompt_tokens"] * 1_000
 
 
 async def test_nobody_is_told_what_another_tenant_has(house: House) -> None:
