@@ -42,7 +42,7 @@ class StepModel(Protocol):
 
 
 class CpuRunner:
-    """`engine.core.Runner` on the CPU. A launched step is computed at once.
+    """`engine.plan.Runner` on the CPU. A launched step is computed at once.
 
     In C where a compiler works and the model's shape fits, else in torch. `dtype` auto is bf16
     weights (and KV) in C, whose arithmetic is fp32 where the CPU has no bf16 products; in torch,

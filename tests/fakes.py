@@ -76,7 +76,7 @@ def solo_output(
 
 
 class FakeRunner:
-    """`engine.core.Runner` over tags. Steps run in launch order; `collect` gives them in order.
+    """`engine.plan.Runner` over tags. Steps run in launch order; `collect` gives them in order.
 
     `namespace_of` tells whose sequence an id is (None: all are one namespace's). `fail_launch` and
     `fail_collect`: step numbers that raise there; `nan_steps`: step numbers whose first drawing

@@ -4,8 +4,8 @@
 
 The default model's own tokenizer (49,152 tokens), and the same one filled up to 128,256 with pairs
 of its words, which is about what a tokenizer of that size holds. Masks are filled along a document
-drawn at random; a step is the CPU runner's at the edge of its best tenth, free and constrained in
-turns, so that a busy machine is busy for both.
+drawn at random. A step is the CPU runner's: two engines take one each in turns, one whose rows are
+free and one whose rows are constrained, so that a busy machine is busy for both.
 """
 
 from __future__ import annotations
@@ -117,58 +117,68 @@ def measure_masks(card: ModelCard, size: int) -> None:
         say(f"{size:>7} 16 rows at once, {threads} thread(s): {min(times):.0f} us")
 
 
-def make_core(card: ModelCard, runner: CpuRunner, vocabulary: Vocabulary) -> Core:
-    class Given(PatientGrammars):
-        def ask(self, request_id: str, namespace: bytes, grammar: Grammar) -> None:
-            self._waiting.append((request_id, compile_grammar(grammar, vocabulary), 0))
+class Contender:
+    """An engine of its own with `rows` sequences, all free or all under one grammar."""
 
-    return Core(
-        PrefixCache(blocks=600, block_size=16),
-        runner,
-        EngineConfig(),
-        time.monotonic,
-        vocab_size=card.config.vocab,
-        context_tokens=1024,
-        constraints=Constraints(Given(), MaskFiller(2)),
-    )
+    def __init__(self, card: ModelCard, vocabulary: Vocabulary, threads: int) -> None:
+        self.kernels = load_kernels(card.config, threads)
+        runner = CpuRunner(card, EngineConfig(), blocks=300, context=1024, kernels=self.kernels)
+        self.core = Core(
+            PrefixCache(blocks=300, block_size=16),
+            runner,
+            EngineConfig(),
+            time.monotonic,
+            vocab_size=card.config.vocab,
+            context_tokens=1024,
+            constraints=Constraints(PatientGrammars(vocabulary=vocabulary), MaskFiller(threads)),
+        )
+
+    def begin(self, rows: int, tokens: int, sampling: Sampling, grammar: Grammar | None) -> None:
+        for row in range(rows):
+            prompt = tuple(range(300 + row, 330 + row))
+            grant = CacheGrant(b"n")
+            self.core.submit(
+                Request(f"{row}", prompt, tokens + 8, grant, sampling, grammar=grammar)
+            )
+        for _ in range(4):
+            self.core.step()
+
+    def step(self) -> float:
+        at_s = time.perf_counter()
+        self.core.step()
+        return time.perf_counter() - at_s
+
+    def end(self, rows: int) -> None:
+        for row in range(rows):
+            self.core.cancel(f"{row}")
+        self.core.step()
 
 
 def measure_steps(card: ModelCard, steps: int) -> None:
-    kernels = load_kernels(card.config, os.cpu_count() or 1)
+    threads = os.cpu_count() or 1
     torch.set_num_threads(1)
-    runner = CpuRunner(card, EngineConfig(), blocks=600, context=1024, kernels=kernels)
-    core = make_core(card, runner, vocabulary_of(card, card.config.vocab))
+    vocabulary = vocabulary_of(card, card.config.vocab)
+    free, held = (Contender(card, vocabulary, threads) for _ in range(2))
     # Long texts without an end, so that both have the same rows at every step.
     grammar = Grammar("json_schema", json.dumps({"type": "string", "minLength": 4_000}))
-    for sampling in (Sampling(temperature=0), Sampling(temperature=1.0, seed=1)):
-        for rows in (1, 16):
-            best: dict[str, list[float]] = {"free": [], "constrained": []}
-            for turn in range(6):
-                for name, wanted in (("free", None), ("constrained", grammar)):
-                    for row in range(rows):
-                        prompt = tuple(range(300 + row, 330 + row))
-                        request = Request(
-                            f"{turn}{name}{row}", prompt, steps + 8, CacheGrant(b"n"),
-                            sampling, grammar=wanted,
-                        )  # fmt: skip
-                        core.submit(request)
-                    for _ in range(4):
-                        core.step()
-                    for _ in range(steps):
-                        at_s = time.perf_counter()
-                        core.step()
-                        best[name].append(time.perf_counter() - at_s)
-                    for row in range(rows):
-                        core.cancel(f"{turn}{name}{row}")
-                    core.step()
-            tenth = [sorted(best[name])[len(best[name]) // 10] for name in ("free", "constrained")]
-            free, held = tenth
+    for rows in (1, 16):
+        for sampling in (Sampling(temperature=0), Sampling(temperature=1.0, seed=1)):
+            free.begin(rows, steps, sampling, None)
+            held.begin(rows, steps, sampling, grammar)
+            pairs = [(free.step(), held.step()) for _ in range(steps)]
+            free.end(rows)
+            held.end(rows)
+            plain, bound = (statistics.median(times) for times in zip(*pairs, strict=True))
+            added = statistics.median(b - a for a, b in pairs)
+            ratio = statistics.median(b / a for a, b in pairs)
             say(
-                f"{rows:>3} rows, temperature {sampling.temperature}: free {free * 1e3:.2f} ms,"
-                f" constrained {held * 1e3:.2f} ms a step, ratio {held / free:.3f}"
+                f"{rows:>3} rows, temperature {sampling.temperature}: free {plain * 1e3:.2f} ms,"
+                f" constrained {bound * 1e3:.2f} ms a step; by pairs {added * 1e3:+.2f} ms,"
+                f" ratio {ratio:.3f}"
             )
-    if kernels is not None:
-        kernels.close()
+    for contender in (free, held):
+        if contender.kernels is not None:
+            contender.kernels.close()
 
 
 def say(line: str) -> None:
@@ -178,7 +188,7 @@ def say(line: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=60)
     arguments = parser.parse_args()
     models = Path(os.environ.get("TRUNKLINE_DATA_DIR", "data")) / "models"
     card = prepare(DEFAULT_MODEL, resolve(DEFAULT_MODEL, models), models)
