@@ -78,17 +78,13 @@ def _split(marked: str, parts: Sequence[Part]) -> Iterator[tuple[str, int, int |
     yield marked[start:], start, None
 
 
-def _variants(part: Part) -> tuple[str, ...]:
+def _variants(part: Part) -> Iterator[str]:
+    """The likeliest first."""
     text = part.text or ""
-    if part.is_call:
-        return (text,)
-    return (
-        text,
-        text.strip(),
-        text.rstrip(),
-        text.lstrip(),
-        json.dumps(text, ensure_ascii=False)[1:-1],
-    )
+    yield text
+    if not part.is_call:
+        yield from (text.strip(), text.rstrip(), text.lstrip())
+        yield json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 def common(first: str, second: str) -> int:

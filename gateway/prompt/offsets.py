@@ -18,12 +18,14 @@ from msgspec.structs import replace
 
 from gateway.dialects.canonical import Tool, ToolCall
 from gateway.errors import Refusal
-from gateway.prompt.arrangement import Arrangement, template_tool
+from gateway.prompt.arrangement import Arrangement, TemplateTool, template_tool
 from gateway.prompt.json_text import arguments_of
 from gateway.prompt.layout import common, mark, outside_words
 
 REMEMBERED = 256
 """Sets of tools."""
+APART_MAX = 512
+"""Of more tools than that only the last one's end is looked for."""
 
 _ANOTHER = template_tool(Tool("another_function"))
 _NOWHERE = 2**62
@@ -56,7 +58,7 @@ class Offsets:
     def of_tools(self, arranged: Arrangement, marked: str) -> dict[int, int]:
         """By part: where each tool ends in `marked`.
 
-        New tools cost a short rendering each, known ones nothing.
+        New tools cost two short renderings each, known ones nothing.
         """
         if not arranged.tools:
             return {}
@@ -66,38 +68,66 @@ class Offsets:
         )
         head = replace(arranged, messages=arranged.messages[:count])
         ends, beginning = self._remembered(head)
-        if not marked.startswith(beginning) or list(ends) != sorted(set(ends)):
+        if not marked.startswith(beginning):
             # It writes its tools further back, before the latest question perhaps.
-            ends, _ = self._tool_ends(arranged)
+            ends = (self._last_end(arranged)[0],) * len(arranged.tools)
         return dict(enumerate(ends))
 
     def _remembered(self, head: Arrangement) -> tuple[tuple[int, ...], str]:
+        """The tools' ends, and the text up to the last of them."""
         key = hashlib.sha256(msgspec.msgpack.encode((head.tools, head.messages))).digest()
         with self._lock:
             if key in self._known:
                 self._known.move_to_end(key)
                 return self._known[key]
-        found = self._tool_ends(head)
+        last, text = self._last_end(head)
+        if last == _NOWHERE:
+            # Wherever in it they end: not behind it.
+            found = (len(text),) * len(head.tools), text
+        else:
+            found = self._ends(head, last, text), text[:last]
         with self._lock:
             self._known[key] = found
             if len(self._known) > REMEMBERED:
                 self._known.popitem(last=False)
         return found
 
-    def _tool_ends(self, arranged: Arrangement) -> tuple[tuple[int, ...], str]:
-        """The ends, and the text up to the last of them."""
-        tools = (*arranged.tools, _ANOTHER)
-        ends = []
+    def _ends(self, head: Arrangement, last: int, text: str) -> tuple[int, ...]:
+        """Each tool is rendered between two others, and what it adds is looked for in `text`. Where
+        that is not how the template writes them, all end with the last."""
+        shared = (last,) * len(head.tools)
+        if len(head.tools) > APART_MAX:
+            return shared
         try:
-            text = self._rendered(replace(arranged, tools=tools[:1]))
-            for count in range(2, len(tools) + 1):
-                longer = self._rendered(replace(arranged, tools=tools[:count]))
-                ends.append(outside_words(longer, common(text, longer), self._words))
-                text = longer
+            ends = [self._common(head, head.tools[:1])[0]]
+            before = self._common(head, (_ANOTHER,))[0]
+            for tool in head.tools[1:]:
+                end, alone = self._common(head, (_ANOTHER, tool))
+                added = alone[before:end]
+                if not text.startswith(added, ends[-1]):
+                    return shared
+                ends.append(ends[-1] + len(added))
         except Refusal:
-            # Not with every number of tools: then all end with the prompt.
-            return (_NOWHERE,) * len(arranged.tools), ""
-        return tuple(ends), text[: ends[-1]]
+            return shared
+        return tuple(ends) if ends[-1] == last else shared
+
+    def _last_end(self, arranged: Arrangement) -> tuple[int, str]:
+        """Where the last tool ends, if one more would follow it; and the rendering."""
+        text = ""
+        try:
+            text = self._rendered(arranged)
+            longer = self._rendered(replace(arranged, tools=(*arranged.tools, _ANOTHER)))
+            without = self._rendered(replace(arranged, tools=arranged.tools[:-1]))
+        except Refusal:
+            return _NOWHERE, text
+        end = outside_words(text, common(text, longer), self._words)
+        return end if end > common(text, without) else _NOWHERE, text
+
+    def _common(self, arranged: Arrangement, tools: tuple[TemplateTool, ...]) -> tuple[int, str]:
+        """Where the last of `tools` ends, in the rendering of just these. Raises Refusal."""
+        text = self._rendered(replace(arranged, tools=tools))
+        longer = self._rendered(replace(arranged, tools=(*tools, _ANOTHER)))
+        return outside_words(text, common(text, longer), self._words), text
 
     def _rendered(self, arranged: Arrangement) -> str:
         return self._run(arranged, mark, _as_mark, opens=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from string import ascii_lowercase
 from typing import Any
 
 from gateway.dialects.canonical import Prompt, Segment, Tool
@@ -32,7 +33,7 @@ class Written:
 
     def check(self, *texts: str, tools: int = 2) -> list[str]:
         """The marked text before the end of each tool."""
-        made = tuple(Tool(name, path=name) for name in "abc"[:tools])
+        made = tuple(Tool(name, path=name) for name in ascii_lowercase[:tools])
         segments = tuple(
             Segment("user" if n else "system", text, f"m[{n}]", None, n)
             for n, text in enumerate(texts)
@@ -71,10 +72,35 @@ def test_known_tools_are_not_rendered_again() -> None:
 
 
 def test_tools_may_stand_behind_the_messages() -> None:
-    """Then they end there."""
+    """Then all end with the last of them: nothing before it can be found again alone."""
     found = Written(last).check("S", "Hi", "So")
 
-    assert [text[-2:] for text in found] == ["[a", ",b"]
+    assert [text[-4:] for text in found] == ["[a,b", "[a,b"]
+
+
+def test_many_tools_cost_a_short_rendering_or_two_each() -> None:
+    """The work grows as they do, not as their square."""
+    sizes = []
+
+    def counted(tools: list[dict[str, Any]], texts: list[str]) -> str:
+        sizes.append(len(tools))
+        return listed(tools, texts)
+
+    found = Written(counted).check("S", "Hi", tools=26)
+
+    assert [text[-1] for text in found] == list(ascii_lowercase)
+    assert sum(sizes) < 6 * 26 + 4 * 26
+
+
+def test_tools_that_are_not_written_one_by_one_end_together() -> None:
+    """A table of contents in front, say: no tool is there before all are, with the question."""
+
+    def counting(tools: list[dict[str, Any]], texts: list[str]) -> str:
+        return f"{len(tools)} tools: " + listed(tools, texts)
+
+    found = Written(counting).check("S", "Hi")
+
+    assert set(found) == {"2 tools: [a,b]" + mark(2) + "|" + mark(3)}
 
 
 def test_a_special_token_is_not_cut() -> None:
@@ -90,7 +116,7 @@ def test_a_special_token_is_not_cut() -> None:
     assert Written(angular).check("S", "Hi", tools=1) == ["a<end>"]
 
 
-def test_where_a_template_takes_no_more_tools_they_end_with_the_prompt() -> None:
+def test_where_a_template_takes_no_more_tools_they_end_with_the_first_question() -> None:
     """It cannot be asked, so nothing is promised too early."""
 
     def two(tools: list[dict[str, Any]], texts: list[str]) -> str:
@@ -98,8 +124,7 @@ def test_where_a_template_takes_no_more_tools_they_end_with_the_prompt() -> None
             raise Refusal(Kind.BAD, "invalid_messages", "two at most")
         return json.dumps(tools) + "|".join(texts)
 
-    found = Written(two).check("S", "Hi")
-    whole = Written(two).check("S", "Hi")[0]
+    found = Written(two).check("S", "Hi", "So", "on")
 
-    assert found == [whole, whole]
-    assert whole.endswith(mark(3))
+    assert len(set(found)) == 1
+    assert found[0].endswith(mark(3))
