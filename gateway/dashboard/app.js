@@ -18,6 +18,7 @@ const about = (n) => (n === null || n === undefined ? "–" : short.format(n));
 const part = (x) => (x === null || x === undefined ? "–" : `${(100 * x).toFixed(1)} %`);
 const ms = (x) => (x === null || x === undefined ? "–" : x < 1000 ? `${x.toFixed(0)} ms` : `${(x / 1000).toFixed(2)} s`);
 const dollars = (pico) => (pico === null || pico === undefined ? "–" : `$${(pico / 1e12).toFixed(4)}`);
+const usd = (text) => (text === null || text === undefined ? "–" : `$${text.includes(".") ? text.replace(/(\.\d{4})\d+$/, "$1") : text}`);
 const bytes = (n) => (n > 2 ** 30 ? `${(n / 2 ** 30).toFixed(1)} GiB` : `${(n / 2 ** 20).toFixed(1)} MiB`);
 const spell = (name) => name.replaceAll("_", " ");
 
@@ -175,12 +176,26 @@ const views = {
   },
 
   async Money() {
-    const used = await ask("/admin/v1/usage?group_by=tenant");
-    const rows = used?.usage ?? used?.rows ?? [];
-    return [wide("Usage in the ledger", table(used?.since ? `${used.since} to ${used.until}` : "The last thirty days",
-      ["tenant", "requests", "prompt tokens", "read", "written", "computed", "output", "charged", "saved"],
-      rows.map((r) => [r.tenant ?? r.group ?? "", count(r.requests), about(r.prompt_tokens), about(r.cache_read_tokens), about(r.cache_write_tokens),
-        about(r.fresh_tokens), about(r.output_tokens), dollars(r.charge_pico), dollars(r.saved_pico)])))];
+    const [used, days, cards, budgets] = await Promise.all([
+      ask("/admin/v1/usage?group_by=tenant"), ask("/admin/v1/usage?group_by=day"),
+      ask("/admin/v1/rate-cards"), ask("/admin/v1/budgets")]);
+    const { totals } = used;
+    const span = `${used.window.since} to ${used.window.until}`;
+    const heads = ["requests", "prompt tokens", "read", "written", "computed", "output", "charged", "saved", "adjusted"];
+    const row = (r) => [count(r.requests), about(r.prompt_tokens), about(r.cache_read_tokens), about(r.cache_write_tokens),
+      about(r.fresh_tokens), about(r.output_tokens), usd(r.charge_usd), usd(r.saved_usd), usd(r.adjusted_usd)];
+    return [
+      h("div", { class: "tiles" },
+        tile(usd(totals.charge_usd), "charged"), tile(usd(totals.saved_usd), "saved by caching"),
+        tile(count(totals.requests), "entries in the ledger"), tile(part(totals.hit_ratio), "of prompt tokens read by contract")),
+      h("div", { class: "grid" },
+        wide("By tenant", table(span, ["tenant", ...heads], used.rows.map((r) => [link(r.tenant), ...row(r)]))),
+        wide("By day", table(span, ["day", ...heads], days.rows.map((r) => [r.from.slice(0, 10), ...row(r)]))),
+        panel("Budgets", table("In the present window", ["tenant", "window", "spent", "reserved", "hard limit"],
+          (budgets?.budgets ?? []).map((b) => [b.tenant ?? "", b.window, usd(b.spent_usd), usd(b.reserved_usd), usd(b.hard_usd)]), "No tenant has a budget.")),
+        panel("Rate cards", table("Micro-dollars per million tokens", ["card", "model", "tier", "input", "read", "output"],
+          (cards?.rate_cards ?? []).map((c) => [c.id ?? c.name, c.model, c.tier, count(c.input), count(c.cache_read), count(c.output)]), "Everything is free: no rate card has been set."))),
+    ];
   },
 
   async Engine() {

@@ -117,6 +117,7 @@ async def test_an_operator_signs_in_and_sees_real_numbers(house: House, browser:
     tenant = await asyncio.to_thread(page.see, "Tenant/ada", "What each retention class")
     await asyncio.to_thread(page.see, "Tree/ada", "ada / default")
     await asyncio.to_thread(page.see, "Leases", "Blocks by tenant")
+    await asyncio.to_thread(page.see, "Money", "saved by caching")
     await asyncio.to_thread(page.see, "Engine", "steps a second")
 
     assert "ada" in text
