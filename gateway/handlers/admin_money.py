@@ -72,8 +72,7 @@ async def _tenant(gateway: Context, name: str) -> Registered:
 
 async def _budgets(gateway: Context, tenant_id: int | None) -> list[dict[str, Any]]:
     names = {
-        one.tenant.tenant_id: one.tenant.name
-        for one in await asyncio.to_thread(list_registered, gateway.store)
+        one.tenant.tenant_id: one.tenant.name for one in await gateway.reports.ask(list_registered)
     }
     question = partial(budget_states, clock=gateway.wall, tenant_id=tenant_id)
     states = await gateway.reports.ask(question)

@@ -83,8 +83,7 @@ async def _contents(gateway: Context, wanted: int | None) -> dict[str, Any]:
     """The pool, and what is held in each namespace; their sum is what is allocated."""
     stats = await gateway.engine.get_stats()
     names = {
-        one.tenant.tenant_id: one.tenant.name
-        for one in await asyncio.to_thread(list_registered, gateway.store)
+        one.tenant.tenant_id: one.tenant.name for one in await gateway.reports.ask(list_registered)
     }
     held = [one for one in erasure.holdings(stats) if wanted in (None, one.tenant_id)]
     held.sort(key=lambda one: -one.stats.blocks)

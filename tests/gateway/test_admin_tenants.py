@@ -148,6 +148,14 @@ async def test_a_tenant_is_made_shown_changed_and_taken_back(admin: Admin) -> No
     assert (await admin.ask("GET", f"{TENANTS}/eve"))[0] == 404
 
 
+async def test_of_a_field_that_is_given_twice_the_last_counts(admin: Admin) -> None:
+    """B8: as documented, for what is made and what is answered alike."""
+    status, made = await admin.ask("POST", TENANTS, b'{"name": "eve", "name": "mia"}')
+
+    assert (status, made["name"]) == (201, "mia")
+    assert [tenant.name for tenant, _ in list_tenants(admin.house.store)] == ["ada", "bob", "mia"]
+
+
 async def test_tenants_are_listed_in_pages(admin: Admin) -> None:
     """A thousand tenants are not one answer."""
     for number in range(3):
