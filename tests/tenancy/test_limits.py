@@ -427,7 +427,7 @@ class Model:
     ),
     operations=st.lists(OPERATIONS, max_size=40),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_every_answer_is_the_models(limits: Limits, operations: list[tuple[str, int, int]]) -> None:
     """Given, refused and what is left, after any history."""
     desk, model = Desk(), Model(limits)
@@ -454,7 +454,7 @@ def test_every_answer_is_the_models(limits: Limits, operations: list[tuple[str, 
     waits=st.lists(st.integers(0, 5_000), min_size=1, max_size=60),
     sizes=st.lists(st.integers(1, 10**6), min_size=1, max_size=8),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_no_window_is_overspent(limit: int, waits: list[int], sizes: list[int]) -> None:
     """In any w seconds at most one full bucket and w seconds' refill, for limits that divide
     nothing: roundings are never the client's gain."""

@@ -198,7 +198,7 @@ CHANGES = st.lists(
 
 
 @given(changes=CHANGES, looks=st.lists(st.booleans(), min_size=25, max_size=25))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_a_registry_that_follows_is_one_that_was_just_read(
     changes: list[tuple[str, int]], looks: list[bool]
 ) -> None:
