@@ -164,7 +164,7 @@ class _Reader:
             return
         self._message += 1
         if isinstance(system, str):
-            self._add(Segment("system", system, "system"))
+            self._segments.append(Segment("system", system, "system", None, self._message))
             self._marks.add(self._place, "system", None)
             return
         for number, block in enumerate(system):
@@ -189,11 +189,11 @@ class _Reader:
             if not message.content and not (is_last and message.role == "assistant"):
                 what = "messages need content; only a last one of the assistant's may be empty."
                 raise bad(f"{path}.content", what)
-            before = len(self._segments)
-            self._content(message, path)
+            before, at = len(self._segments), f"{path}.content"
+            self._content(message, at)
             if len(self._segments) == before and not is_last:
                 # A turn of nothing but thinking was a turn all the same.
-                self._add(Segment("assistant", "", f"{path}.content"))
+                self._segments.append(Segment("assistant", "", at, None, self._message))
         self._all_answered(f"messages[{len(messages) - 1}]")
         last = self._segments[-1] if self._segments else None
         if last is None or not last.path.startswith("messages"):
@@ -230,10 +230,10 @@ class _Reader:
         content = message.content
         if isinstance(content, str):
             if content:
-                self._text(wire.TextBlock(content), f"{path}.content", message.role)
+                self._text(wire.TextBlock(content), path, message.role)
             return
         for number, block in enumerate(content):
-            at = f"{path}.content[{number}]"
+            at = f"{path}[{number}]"
             found = _block(block, at, message.role)
             match found:
                 case wire.TextBlock():
@@ -257,7 +257,7 @@ class _Reader:
                 self._all_answered(path)
             if self._segments and self._segments[-1].role == "tool":
                 self._message += 1  # results are messages of their own
-        self._add(Segment(_ROLES[role], block.text, path))
+        self._segments.append(Segment(_ROLES[role], block.text, path, None, self._message))
         self._marks.add(self._place, path, block.cache_control)
 
     def _call(self, block: wire.ToolUseBlock, path: str) -> None:
@@ -267,7 +267,7 @@ class _Reader:
         self._open[block.id] = path
         arguments = wire.json_text(block.input)
         call = ToolCall(block.id, block.name, arguments)
-        self._add(Segment("assistant", "", path, call=call))
+        self._segments.append(Segment("assistant", "", path, None, self._message, call=call))
         self._marks.add(self._place, path, block.cache_control)
 
     def _result(self, block: wire.ToolResultBlock, path: str) -> None:
@@ -301,14 +301,14 @@ class _Reader:
         failed = "Error: " if block.is_error else ""
         name = self._names[block.tool_use_id]
         for part, at in parts:
-            self._add(Segment("tool", failed + part.text, at, name, answers=block.tool_use_id))
+            text = failed + part.text
+            self._segments.append(
+                Segment("tool", text, at, name, self._message, answers=block.tool_use_id)
+            )
             failed = ""
             if at != path:
                 self._marks.add(self._place, at, part.cache_control, is_eligible=bool(part.text))
         self._marks.add(self._place, path, block.cache_control)
-
-    def _add(self, segment: Segment) -> None:
-        self._segments.append(msgspec.structs.replace(segment, message=self._message))
 
 
 _ROLES: Mapping[str, Literal["system", "user", "assistant"]] = {

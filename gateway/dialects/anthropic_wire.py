@@ -21,7 +21,7 @@ Name = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_-]{1,128}\Z")]
 CallId = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_-]{1,256}\Z")]
 StopText = Annotated[str, Meta(min_length=1, max_length=1_000)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
-MESSAGES_MAX = 100_000
+MESSAGES_MAX = 10_000
 
 NOT_SAMPLED = "2026-10-21"
 VERSIONS = (NOT_SAMPLED, "2023-06-01")
@@ -44,7 +44,7 @@ NEUTRAL: Mapping[str, object] = {"mcp_servers": [], "fallbacks": []}
 """Refused fields at a value that asks for nothing."""
 
 
-class CacheControl(Struct, frozen=True, forbid_unknown_fields=True):
+class CacheControl(Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """A breakpoint. `scope` is taken from clients that send it: the tenant is the widest there is,
     so it changes nothing."""
 
@@ -58,14 +58,14 @@ class CacheControl(Struct, frozen=True, forbid_unknown_fields=True):
         return self.ttl or "5m"
 
 
-class TextBlock(Struct, frozen=True, forbid_unknown_fields=True):
+class TextBlock(Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     text: Text
     type: str = "text"
     cache_control: CacheControl | None = None
     citations: list[Any] | None = None
 
 
-class ToolUseBlock(Struct, frozen=True, forbid_unknown_fields=True):
+class ToolUseBlock(Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """`caller` and `toolset_name`: so that answers can be sent back as they came."""
 
     id: CallId
@@ -77,7 +77,7 @@ class ToolUseBlock(Struct, frozen=True, forbid_unknown_fields=True):
     toolset_name: None = None
 
 
-class ToolResultBlock(Struct, frozen=True, forbid_unknown_fields=True):
+class ToolResultBlock(Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     tool_use_id: CallId
     type: str = "tool_result"
     content: Text | list[dict[str, Any]] | None = None
@@ -86,13 +86,13 @@ class ToolResultBlock(Struct, frozen=True, forbid_unknown_fields=True):
     toolset_name: None = None
 
 
-class ThinkingBlock(Struct, frozen=True, forbid_unknown_fields=True):
+class ThinkingBlock(Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     thinking: Text
     signature: Text = ""
     type: str = "thinking"
 
 
-class RedactedThinkingBlock(Struct, frozen=True, forbid_unknown_fields=True):
+class RedactedThinkingBlock(Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     data: Text
     type: str = "redacted_thinking"
 
@@ -100,7 +100,7 @@ class RedactedThinkingBlock(Struct, frozen=True, forbid_unknown_fields=True):
 Block = TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock | RedactedThinkingBlock
 
 
-class Message(Struct, frozen=True, forbid_unknown_fields=True):
+class Message(Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     role: Literal["user", "assistant", "system"]
     content: Text | list[dict[str, Any]]
 
