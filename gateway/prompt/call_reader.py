@@ -86,8 +86,8 @@ class CallReader:
     def finish(self) -> list[Found]:
         """What was held back: no more text comes."""
         found = self.push("")
-        if self._is_behind_call and not self.is_full and self._closing.startswith(self._text):
-            return found  # space, or the beginning of a closing marker, cut off
+        if self.calls and self._is_cut_off():
+            return found
         self._ends = True
         found += self.push("")
         if not self.is_full:
@@ -195,9 +195,13 @@ class CallReader:
         self._state = self._after_call
         return True
 
-    @property
-    def _is_behind_call(self) -> bool:
-        return self._state in (self._after_object, self._after_call)
+    def _is_cut_off(self) -> bool:
+        """Behind a call: is what was held the beginning of a marker, or of one call more?"""
+        if self._state == self._after_object:
+            return self._closing.startswith(self._text)
+        if self._state == self._after_call:
+            return self._opening.startswith(self._text)
+        return self._state != self._in_text
 
     def _close(self) -> bool:
         self._raw = ""

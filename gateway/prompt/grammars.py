@@ -15,8 +15,13 @@ from gateway.errors import Kind, Refusal
 from gateway.prompt.json_text import schema_of
 from gateway.prompt.tools import ToolStyle
 
-_OPTIONS = {"lenient": False, "coerce_one_of": False}
-"""What a schema inside a grammar may not choose for itself: to ignore what it says."""
+_OPTIONS = {
+    "lenient": False,
+    "coerce_one_of": False,
+    "whitespace_pattern": r" |\r?\n[ \t]{0,40}",
+}
+"""What a schema inside a grammar may not choose for itself, the same as for one that stands alone:
+to ignore what it says, and how much white space there is in JSON."""
 
 _OBJECT = '{"type": "object"}'
 
@@ -39,7 +44,9 @@ def grammar_of(
     if not is_forced and answer is None and not any(tool.strict for tool in tools):
         return None
     lark = _Lark(style, marker_ids or {}, tools, is_forced=is_forced)
-    return Grammar("lark", lark.text(answer, parallel=choice.parallel))
+    # One tool that is asked for by name is called exactly once.
+    parallel = choice.parallel and not (is_forced and len(choice.names) == 1)
+    return Grammar("lark", lark.text(answer, parallel=parallel))
 
 
 def offered(prompt: Prompt) -> tuple[Tool, ...]:

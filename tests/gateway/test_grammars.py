@@ -104,13 +104,21 @@ def test_a_required_call_is_a_call(allows: Allows, text: str, is_allowed: bool) 
 
 
 def test_a_forced_call_is_of_that_tool(allows: Allows) -> None:
-    """By name, and once where calls are not to be parallel."""
-    choice = ToolChoice("required", ("put",), parallel=False)
+    """By name, and called once; any others once where calls are not to be parallel."""
+    choice, single = ToolChoice("required", ("put",)), ToolChoice("required", parallel=False)
     one = call("put", '{"a": 1}')
 
     assert allows(one, STRICT, LOOSE, tool_choice=choice)
     assert not allows(call("get", '{"a": 1}'), STRICT, LOOSE, tool_choice=choice)
     assert not allows(f"{one}\n{one}", STRICT, LOOSE, tool_choice=choice)
+    assert allows(one, STRICT, LOOSE, tool_choice=single)
+    assert not allows(f"{one}\n{one}", STRICT, LOOSE, tool_choice=single)
+
+
+def test_a_model_cannot_fill_its_answer_with_white_space(allows: Allows) -> None:
+    """Small ones would; a space or an indented line is enough between two tokens."""
+    assert allows(call("put", '{\n  "a": 1\n}'), LOOSE, tool_choice=REQUIRED)
+    assert not allows(call("put", '{\n\n"a": 1}'), LOOSE, tool_choice=REQUIRED)
 
 
 @pytest.mark.parametrize(
