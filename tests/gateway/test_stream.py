@@ -317,6 +317,19 @@ async def test_a_stream_is_as_lively_as_the_engine(renderer: Renderer) -> None:
     assert seen == [[Text(0, letter)] for letter in "abc"]
 
 
+async def test_silence_is_told_and_then_the_stream_goes_on(renderer: Renderer) -> None:
+    """Keep-alives go out while the engine thinks; nothing that comes after is lost."""
+    answer = Answer(renderer)
+    batches = answer.stream.batches(idle_s=0.001)
+    silence = [await anext(batches), await anext(batches)]
+    answer.engine.play("0", [spelt("ab")])
+    rest = [delta async for batch in batches for delta in batch or ()]
+
+    assert silence == [None, None]
+    assert "".join(delta.text for delta in rest if isinstance(delta, Text)) == "ab"
+    assert isinstance(rest[-1], End)
+
+
 async def test_leaving_early_cancels_every_prompt(renderer: Renderer) -> None:
     """Nobody reads on, so nobody computes on; usage counts what was seen."""
     answer = Answer(renderer, "one", "two")
