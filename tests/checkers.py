@@ -78,7 +78,7 @@ class Stream:
         self.finished: Finished | None = None
         self.grammar_endings: dict[int, str] = {}
         self.alone = [
-            self._output_alone(index, vocab_size) if request.max_tokens else []
+            self._output_alone(index, vocab_size) if request.max_tokens or request.grammar else []
             for index in range(request.samples)
         ]
 
@@ -218,6 +218,7 @@ class World:
     def restart(self) -> None:
         """The engine dies with all it knows; requests under way never get an answer from it."""
         self.cache = self._make_cache(blocks=self.blocks, block_size=self.block_size)
+        self.grammars.close()
         self.runner = FakeRunner(self.blocks, self.block_size, vocab_size=self.vocab_size)
         self.core = self._make_core(
             self.cache,

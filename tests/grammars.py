@@ -75,9 +75,9 @@ def characters(size: int) -> Vocabulary:
 
 
 @functools.cache
-def compiled(grammar: Grammar) -> Compiled:
-    """Over the oracle's letters. Raises RequestRefused."""
-    return compile_grammar(grammar, letters())
+def compiled(grammar: Grammar, vocabulary: Vocabulary | None = None) -> Compiled:
+    """Over the oracle's letters unless told otherwise. Raises RequestRefused."""
+    return compile_grammar(grammar, vocabulary or letters())
 
 
 class PatientGrammars:
@@ -96,7 +96,7 @@ class PatientGrammars:
         self.asked.append((request_id, namespace, grammar))
         outcome: Outcome
         try:
-            outcome = compile_grammar(grammar, self.vocabulary)
+            outcome = compiled(grammar, self.vocabulary)
         except EngineError as refusal:
             outcome = refusal
         self._waiting.append((request_id, outcome, self.polls))

@@ -17,6 +17,7 @@ from engine.api import (
     Finished,
     Frame,
     GetStats,
+    Grammar,
     Peek,
     Peeked,
     Request,
@@ -39,6 +40,7 @@ from engine.frames import (
 COMMANDS: list[Upward] = [
     Hello(1, "token"),
     Submit(Request("a", (1, 2, 3), 4, CacheGrant(b"n\x00"))),
+    Submit(Request("b", (1,), 4, CacheGrant(b"n"), grammar=Grammar("regex", "[äö]*"))),
     Cancel("a"),
     EndSample("a", 0, 2),
     Peek(7, b"n", (1, 2)),

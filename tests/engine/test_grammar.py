@@ -270,7 +270,7 @@ def test_white_space_is_what_people_write(text: str, is_taken: bool) -> None:
     [
         (Grammar("json_schema", '{"type": '), "EOF while parsing"),
         (Grammar("json_schema", "[]"), "JSON schema cannot be used"),
-        (Grammar("json_schema", '{"type": "objekt"}'), "JSON schema cannot be used"),
+        (Grammar("json_schema", '{"type": "thing"}'), "JSON schema cannot be used"),
         (Grammar("json_schema", '{"not": {"type": "string"}}'), 'Unimplemented keys: ["not"]'),
         (
             Grammar("json_schema", '{"x-guidance": {"lenient": true}, "not": {}}'),

@@ -9,11 +9,12 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from engine.api import CacheGrant, LeaseRequest, Quota, Request, Retention, Sampling
+from engine.api import CacheGrant, Grammar, LeaseRequest, Quota, Request, Retention, Sampling
 from engine.cache import PrefixCache
 from engine.config import EngineConfig
 from engine.core import Core
 from tests.checkers import World
+from tests.grammars import PatientGrammars
 
 RETENTIONS = (
     Retention("five", promise_s=5, limit_s=10),
@@ -23,6 +24,14 @@ RETENTIONS = (
 )
 NAMESPACES = (b"north", b"south", b"east")
 STOP = 2
+GRAMMARS = (
+    Grammar("regex", "[ab]*"),
+    Grammar("regex", "(ab)+"),
+    Grammar("regex", "b[ab]{2}|aa*b"),
+    Grammar("lark", 'start: "a" start "b" | "a"'),
+    Grammar("regex", "abc"),  # there is no such token: a dead end
+    Grammar("regex", "(a"),
+)
 
 
 class Life:
@@ -35,6 +44,8 @@ class Life:
         make_core: Callable[..., Core] = Core,
     ) -> None:
         self.chance = chance = random.Random(seed)
+        # Of its own, so that a seed still lives the life it lived before there were grammars.
+        self.grammar_chance = random.Random(~seed)
         floor = chance.choice([0, 2])
         self.leased = chance.random() < 0.6
         self.world = World(
@@ -51,6 +62,7 @@ class Life:
             promises=self.leased or floor > 0,
             make_cache=make_cache,
             make_core=make_core,
+            grammars=PatientGrammars(self.grammar_chance.choice([0, 0, 3])),
         )
         self.quotas = {
             b"north": Quota(floor_blocks=floor),
@@ -140,4 +152,9 @@ class Life:
             priority=chance.choice([0, 0, 1]),
             deadline_s=chance.choice([None, None, 5.0]),
             prompt_logprobs=chance.choice([None, None, None, 0]),
+            grammar=self._grammar(),
         )
+
+    def _grammar(self) -> Grammar | None:
+        chance = self.grammar_chance
+        return chance.choice(GRAMMARS) if chance.random() < 0.3 else None
