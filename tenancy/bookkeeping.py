@@ -19,10 +19,10 @@ from msgspec import Struct, structs
 
 from tenancy import budgets
 from tenancy.errors import BadPrice, LedgerUnavailable, TenancyError
-from tenancy.pricing import PICO_PER_MICRO, RateCard, most, price, savings
+from tenancy.pricing import FREE_CARD, PICO_PER_MICRO, RateCard, most, price, savings
 from tenancy.rate_cards import SELECT, CardBook, read_card
 from tenancy.store import Value, rows_of
-from tenancy.types import UsageEntry
+from tenancy.types import FREE, UsageEntry
 
 DAY_MS = 86_400_000
 HOUR_MS = 3_600_000
@@ -104,7 +104,7 @@ class Books:
             self._cards = CardBook([read_card(row) for row in rows_of(db, SELECT)])
             self._budgets = budgets.load_budgets(db)
             self._version = version
-        page, windows = _Page(db), budgets.Windows(db)
+        page, windows = _Page(db), budgets.BudgetWindows(db)
         answers: list[TenancyError | None] = []
         for item in items:
             match item:
@@ -128,7 +128,7 @@ class Books:
         return (*self._budgets.get((tenant_id, 0), ()), *own)
 
     def _hold(
-        self, db: apsw.Connection, hold: Hold, page: _Page, windows: budgets.Windows
+        self, db: apsw.Connection, hold: Hold, page: _Page, windows: budgets.BudgetWindows
     ) -> TenancyError | None:
         card = self._cards.in_force(hold.model, hold.tier, hold.started_ms)
         booked_ms = max(hold.started_ms, page.open_from_ms)
@@ -136,12 +136,10 @@ class Books:
             pico = most(card, hold.input_tokens, hold.output_tokens)
         except TenancyError as error:
             return error
-        mine = self._mine(hold.tenant_id, hold.key_id)
-        if mine:
-            windows.prepare(mine, booked_ms)
-            refused = windows.refusal(mine, booked_ms, pico)
-            if refused is not None:
-                return refused
+        spending = windows.of(self._mine(hold.tenant_id, hold.key_id), booked_ms)
+        refused = budgets.refusal(spending, pico)
+        if refused is not None:
+            return refused
         tokens = hold.input_tokens + hold.output_tokens
         db.execute(
             _HOLD,
@@ -153,18 +151,14 @@ class Books:
         )
         if db.changes() != 1:
             return LedgerUnavailable("duplicate_request", "This request id was used before.")
-        if mine:
-            windows.move(mine, booked_ms, spent=0, reserved=pico)
+        budgets.move(spending, spent=0, reserved=pico)
         return None
 
     def _settle(
-        self, db: apsw.Connection, entry: UsageEntry, page: _Page, windows: budgets.Windows
+        self, db: apsw.Connection, entry: UsageEntry, page: _Page, windows: budgets.BudgetWindows
     ) -> None:
-        held = rows_of(
-            db,
-            "select rate_card_id, reserved_pico, booked_ms from holds where request_id = ?",
-            (entry.request_id,),
-        )
+        mine = self._mine(entry.tenant_id, entry.key_id)
+        held = rows_of(db, _HELD if mine else _RELEASE, (entry.request_id,))
         if held:
             card_id, reserved, booked_ms = held[0]
             card = self._cards.card(card_id)
@@ -173,19 +167,18 @@ class Books:
             card = self._cards.in_force(entry.model, entry.tier, entry.started_ms)
         booked_ms = max(booked_ms, page.open_from_ms)
         _check_detail(entry)
-        entry = structs.replace(
-            entry,
-            rate_card_id=card.rate_card_id,
-            charge_pico=_charge(card, entry),
-            saved_pico=savings(card, entry),
-        )
-        mine = self._mine(entry.tenant_id, entry.key_id)
-        windows.prepare(mine, booked_ms)
-        if page.add(entry, booked_ms):
-            windows.move(mine, booked_ms, spent=entry.charge_pico, reserved=0)
-        if held:
+        if card is not FREE_CARD or entry.rate_card_id != FREE or entry.charge_pico:
+            entry = structs.replace(
+                entry,
+                rate_card_id=card.rate_card_id,
+                charge_pico=_charge(card, entry),
+                saved_pico=savings(card, entry),
+            )
+        spending = windows.of(mine, booked_ms)
+        if mine:  # only now: its reservation is in the sums
             db.execute("delete from holds where request_id = ?", (entry.request_id,))
-            windows.move(mine, booked_ms, spent=0, reserved=-reserved)
+        is_new = page.add(entry, booked_ms)
+        budgets.move(spending, spent=entry.charge_pico if is_new else 0, reserved=-reserved)
 
     def _store_reading(self, db: apsw.Connection, reading: StorageReading, page: _Page) -> None:
         booked_ms = max(reading.at_ms, page.open_from_ms)
@@ -209,7 +202,7 @@ class _Page:
         self.open_from_ms = open_from_ms(db)
         self._chain: bytes | None = None
         self._last_booked_ms = 0
-        self._hours: dict[tuple[int, int, int, str], list[int]] = {}
+        self._hours: dict[tuple[int, int, int, str], list[list[int]]] = {}
         self._epochs: dict[str, list[int]] = {}
 
     def add(self, entry: UsageEntry, booked_ms: int) -> bool:
@@ -224,8 +217,7 @@ class _Page:
         self._chain = chain
         self._last_booked_ms = max(self._last_booked_ms, booked_ms)
         hour = (entry.tenant_id, _hour(booked_ms), entry.key_id, entry.model)
-        have, more = self._hours.get(hour), sums_of(entry)
-        self._hours[hour] = more if have is None else list(map(sum, zip(have, more, strict=True)))
+        self._hours.setdefault(hour, []).append(sums_of(entry))
         if entry.epoch:
             self._add_to_epoch(entry)
         return True
@@ -240,13 +232,14 @@ class _Page:
 
     def finish(self) -> None:
         """Write the sums, and seal the chain once an hour."""
-        for hour, sums in self._hours.items():
+        for hour, rows in self._hours.items():
+            sums = tuple(map(sum, zip(*rows, strict=True)))
             tenant_id, hour_ms, key_id, model = hour
             day_ms = hour_ms // DAY_MS * DAY_MS
             self._db.execute(_ADD_HOUR, (*hour, *sums))
             self._db.execute(_ADD_DAY, (tenant_id, day_ms, key_id, model, *sums))
-        for epoch, sums in self._epochs.items():
-            self._db.execute(_ADD_EPOCH, (epoch, *sums))
+        for epoch, counts in self._epochs.items():
+            self._db.execute(_ADD_EPOCH, (epoch, *counts))
         if self._hours and self._chain is not None:
             self._db.execute(_SEAL, (_hour(self._last_booked_ms), self._chain))
 
@@ -359,6 +352,9 @@ _HOLD = (
     " where not exists (select 1 from ledger where request_id = ?1)"
     " on conflict (request_id) do nothing"
 )
+_FACTS = "rate_card_id, reserved_pico, booked_ms"
+_HELD = f"select {_FACTS} from holds where request_id = ?"
+_RELEASE = f"delete from holds where request_id = ? returning {_FACTS}"
 _SETTLE = (
     f"insert into ledger ({', '.join(ENTRY_FIELDS)}, chain) values ({_marks(ENTRY_FIELDS)}, ?)"
     " on conflict (request_id) do nothing"

@@ -10,6 +10,7 @@ transactions, the command line and the admin API set and list.
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from functools import lru_cache
 from typing import Literal
 
 import apsw
@@ -59,11 +60,14 @@ Budgets = dict[tuple[int, int], tuple[Budget, ...]]
 
 def window_of(window: Window, at_ms: int) -> tuple[int, int]:
     """When the window with this instant in it starts and ends: [start, end)."""
-    at_ms = min(max(at_ms, 0), LATEST_MS)
+    return _window_of_day(window, min(max(at_ms, 0), LATEST_MS) // DAY_MS)
+
+
+@lru_cache(maxsize=256)
+def _window_of_day(window: Window, number: int) -> tuple[int, int]:
     if window == "day":
-        start_ms = at_ms - at_ms % DAY_MS
-        return start_ms, start_ms + DAY_MS
-    day = datetime.fromtimestamp(at_ms / 1000, UTC)
+        return number * DAY_MS, (number + 1) * DAY_MS
+    day = datetime.fromtimestamp(number * DAY_MS / 1000, UTC)
     first = datetime(day.year, day.month, 1, tzinfo=UTC)
     after = datetime(day.year + day.month // 12, day.month % 12 + 1, 1, tzinfo=UTC)
     return int(first.timestamp()) * 1000, int(after.timestamp()) * 1000
@@ -116,60 +120,70 @@ def budget_states(
     return sorted(states, key=lambda s: (s.budget.tenant_id, s.budget.key_id, s.budget.window))
 
 
-class Windows:
+class Spending(Struct):
+    """A budget's window within a transaction. Sums are pico-dollars."""
+
+    budget: Budget
+    starts_ms: int
+    spent: int
+    reserved: int
+
+
+class BudgetWindows:
     """The sums of windows within one transaction: each read once, and written at its end."""
 
     def __init__(self, db: apsw.Connection) -> None:
         self._db = db
-        self._sums: dict[tuple[int, int, Window, int], list[int]] = {}
-        self._changed: set[tuple[int, int, Window, int]] = set()
+        self._windows: dict[tuple[int, int, Window, int], Spending] = {}
 
-    def prepare(self, mine: tuple[Budget, ...], at_ms: int) -> None:
-        """Know the sums of the windows with this instant, before anything that they sum changes."""
+    def of(self, mine: tuple[Budget, ...], at_ms: int) -> list[Spending]:
+        """The windows with this instant, to be asked for before anything that they sum changes."""
+        found = []
         for budget in mine:
-            self._of(budget, at_ms)
-
-    def refusal(self, mine: tuple[Budget, ...], at_ms: int, pico: int) -> BudgetExceeded | None:
-        """Would reserving so much overspend one of these? Reserves nothing."""
-        for budget in mine:
-            if budget.hard_micros is not None:
-                spent, reserved = self._sums[self._of(budget, at_ms)]
-                hard = budget.hard_micros * PICO_PER_MICRO
-                if spent + reserved + pico > hard:
-                    return BudgetExceeded(
-                        scope=budget.scope,
-                        window=budget.window,
-                        hard=hard,
-                        spent=spent,
-                        reserved=reserved,
-                        resets_ms=window_of(budget.window, at_ms)[1],
-                    )
-        return None
-
-    def move(self, mine: tuple[Budget, ...], at_ms: int, *, spent: int, reserved: int) -> None:
-        """Add to the sums, after `prepare`; either may be below zero."""
-        for budget in mine:
-            window = self._of(budget, at_ms)
-            self._sums[window][0] += spent
-            self._sums[window][1] += reserved
-            self._changed.add(window)
+            start_ms, end_ms = window_of(budget.window, at_ms)
+            key = (budget.tenant_id, budget.key_id, budget.window, start_ms)
+            window = self._windows.get(key)
+            if window is None:
+                kept = _kept(self._db, budget, start_ms)
+                spent, reserved = kept or summed(self._db, budget, start_ms, end_ms)
+                window = self._windows[key] = Spending(budget, start_ms, spent, reserved)
+            found.append(window)
+        return found
 
     def finish(self) -> None:
-        """Write what has changed."""
-        for window in self._changed:
-            spent, reserved = (divmod(pico, PICO_PER_MICRO) for pico in self._sums[window])
+        """Write them."""
+        for key, window in self._windows.items():
+            spent = divmod(window.spent, PICO_PER_MICRO)
+            reserved = divmod(window.reserved, PICO_PER_MICRO)
             self._db.execute(
                 "insert or replace into budget_windows values (?, ?, ?, ?, ?, ?, ?, ?)",
-                (*window, *spent, *reserved),
+                (*key, *spent, *reserved),
             )
 
-    def _of(self, budget: Budget, at_ms: int) -> tuple[int, int, Window, int]:
-        start_ms, end_ms = window_of(budget.window, at_ms)
-        window = (budget.tenant_id, budget.key_id, budget.window, start_ms)
-        if window not in self._sums:
-            kept = _kept(self._db, budget, start_ms)
-            self._sums[window] = list(kept or summed(self._db, budget, start_ms, end_ms))
-        return window
+
+def refusal(spending: list[Spending], pico: int) -> BudgetExceeded | None:
+    """Would reserving so much overspend one of these? Reserves nothing."""
+    for window in spending:
+        budget = window.budget
+        if budget.hard_micros is not None:
+            hard = budget.hard_micros * PICO_PER_MICRO
+            if window.spent + window.reserved + pico > hard:
+                return BudgetExceeded(
+                    scope=budget.scope,
+                    window=budget.window,
+                    hard=hard,
+                    spent=window.spent,
+                    reserved=window.reserved,
+                    resets_ms=window_of(budget.window, window.starts_ms)[1],
+                )
+    return None
+
+
+def move(spending: list[Spending], *, spent: int, reserved: int) -> None:
+    """Add to the sums; either may be below zero."""
+    for window in spending:
+        window.spent += spent
+        window.reserved += reserved
 
 
 def summed(db: apsw.Connection, budget: Budget, start_ms: int, end_ms: int) -> tuple[int, int]:
