@@ -38,6 +38,18 @@ DECLARED = {
     ("GET", "/v1beta/models/{name}"): 401,
     ("POST", "/v1/messages"): 401,
     ("POST", "/v1/messages/count_tokens"): 401,
+    **{
+        (method, base + path): 401
+        for base in ("/v1/responses", "/responses")
+        for method, path in (
+            ("POST", ""),
+            ("POST", "/input_tokens"),
+            ("GET", "/{id}"),
+            ("DELETE", "/{id}"),
+            ("POST", "/{id}/cancel"),
+            ("GET", "/{id}/input_items"),
+        )
+    },
     ("GET", "/v1/usage"): 401,
     ("GET", "/v1/cache"): 401,
     ("DELETE", "/v1/cache"): 401,
@@ -57,7 +69,7 @@ async def test_every_route_is_declared_and_refuses_strangers_as_declared(house: 
     answers = {
         (method, path): (
             await house.ask(
-                path.format(name="x", version="v1", target="m:generateContent"),
+                path.format(name="x", version="v1", target="m:generateContent", id="x"),
                 method=method,
                 who=None,
             )
