@@ -22,7 +22,11 @@ from aiohttp import ClientResponse, ClientSession, ClientTimeout
 from engine.api import EngineInfo, Stats
 from engine.cache import PrefixCache
 from engine.config import EngineConfig
+from engine.constraints import Constraints
 from engine.core import Core
+from engine.grammar import MaskFiller
+from engine.grammar_compiler import GrammarCompiler
+from engine.grammar_trial import TrialSettings
 from engine.local import LocalEngine
 from engine.model_store import ModelCard
 from engine.plan import StepPlan
@@ -82,6 +86,9 @@ class House:
         self.lines: list[dict[str, object]] = []
         self.url = self.admin_url = ""
         self.context_tokens = CONTEXT
+        self.takes_grammars = False
+        """Set before opening: answers can be held to schemas, by threads and processes."""
+        self._constraints = Constraints()
 
     @property
     def model(self) -> str:
@@ -114,13 +121,21 @@ class House:
         await self.session.close()
         await self.gateway.close()
         await self.engine.close()
+        self._constraints.close()
         assert self.gateway.context.background == set()
 
     def discard(self) -> None:
         """Close the database."""
         self.store.close()
 
+    def _make_constraints(self) -> Constraints:
+        card = self.card
+        settings = TrialSettings(str(card.tokenizer_path), card.config.vocab, card.stop_token_ids)
+        return Constraints(GrammarCompiler(settings, time.monotonic), MaskFiller(1))
+
     def _make_core(self) -> tuple[Core, EngineInfo]:
+        if self.takes_grammars:
+            self._constraints = self._make_constraints()
         core = Core(
             PrefixCache(blocks=BLOCKS, block_size=16),
             self.runner,
@@ -128,6 +143,7 @@ class House:
             time.monotonic,
             vocab_size=self.card.config.vocab,
             context_tokens=self.context_tokens,
+            constraints=self._constraints,
         )
         info = EngineInfo(
             epoch="1",

@@ -1,0 +1,64 @@
+"""What an application does with an older OpenAI SDK; a process of its own, because there is one SDK
+in a process. Run by test_older_openai_sdk.py: URL, key and model in, one line of JSON out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from typing import Any
+
+import openai
+
+
+async def main(url: str, key: str, model: str) -> None:
+    """Chat, responses, streams, caching fields, models and an error."""
+    mark = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
+    messages: Any = [
+        {
+            "role": "system",
+            "content": [
+                {"type": "text", "text": "You are a librarian who knows every book. " * 4, **mark}
+            ],
+        },
+        {"role": "user", "content": "hello"},
+    ]
+    ask: dict[str, Any] = {"model": model, "messages": messages, "max_tokens": 8}
+    more = {"ignore_eos": True, "seed": 7}
+    async with openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0) as client:
+        whole: Any = await client.chat.completions.create(**ask, extra_body=more)
+        text, usage = "", None
+        ask |= {"extra_body": more}
+        options = {"include_usage": True}
+        chunks: Any = await client.chat.completions.create(
+            **ask, stream=True, stream_options=options
+        )
+        async for chunk in chunks:
+            text += (chunk.choices[0].delta.content or "") if chunk.choices else ""
+            usage = chunk.usage or usage
+        response = await client.responses.create(
+            model=model, input="hello", max_output_tokens=8, extra_body=more
+        )
+        async with client.responses.stream(model=model, input="hello") as stream:
+            kinds = [event.type async for event in stream]
+        refused: Any = None
+        try:
+            await client.chat.completions.create(**{**ask, "model": "gpt-9"})
+        except openai.NotFoundError as error:
+            refused = error.code
+        assert usage is not None
+        found = {
+            "version": openai.__version__,
+            "texts": [whole.choices[0].message.content, text],
+            "usages": [answer.to_dict() for answer in (whole.usage, usage) if answer is not None],
+            "response": [response.status, response.output_text],
+            "kinds": [kinds[0], kinds[-1]],
+            "models": [model.id async for model in client.models.list()],
+            "error": refused,
+        }
+    sys.stdout.write(json.dumps(found))
+
+
+if __name__ == "__main__":
+    asyncio.run(main(*sys.argv[1:]))

@@ -1,0 +1,336 @@
+"""Responses through OpenAI's own SDK against a whole gateway: its create, its strict stream helper,
+counting, prewarming, and why a prompt missed. The model is a fake that says what a test tells it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from openai import AsyncOpenAI
+
+from engine.model_store import ModelCard
+from tests.gateway.house import House
+from tests.models import prepared
+
+MORE: Any = {"ignore_eos": True, "seed": 7}
+SYSTEM = "You are a librarian who knows every book there is, and where it stands. " * 2
+CLOCK: Any = {
+    "type": "function",
+    "name": "clock",
+    "description": "The time",
+    "parameters": {"type": "object", "properties": {"zone": {"type": "string"}}},
+    "strict": False,
+}
+CALLS = 'One moment.\n<tool_call>\n{"name": "clock", "arguments": {"zone": "UTC"}}\n</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def card(tmp_path_factory: pytest.TempPathFactory) -> ModelCard:
+    return prepared(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+async def house(card: ModelCard, tmp_path: Path) -> AsyncIterator[House]:
+    house = House(card, tmp_path)
+    house.context_tokens = 2_048
+    await house.open()
+    yield house
+    await house.close()
+    house.discard()
+
+
+@pytest.fixture
+async def client(house: House) -> AsyncIterator[AsyncOpenAI]:
+    async with AsyncOpenAI(
+        base_url=f"{house.url}/v1", api_key=house.keys["ada"], max_retries=0, timeout=20
+    ) as client:
+        yield client
+
+
+def say(house: House, text: str) -> None:
+    """What the model answers to everything, to its end."""
+    ids = house.renderer.tokenizer.encode(text, specials=False)
+    house.runner.words = (*ids, house.renderer.stop_token_ids[0])
+
+
+async def test_the_stream_helper_and_create_give_the_same_answer(
+    house: House, client: AsyncOpenAI
+) -> None:
+    """The helper is strict about order and identity; get_final_response needs the last event."""
+    say(house, "Two words.")
+    whole = await client.responses.create(model=house.model, input="hello", instructions=SYSTEM)
+    async with client.responses.stream(
+        model=house.model, input="hello", instructions=SYSTEM
+    ) as stream:
+        kinds = [event.type async for event in stream]
+        folded = await stream.get_final_response()
+
+    assert whole.output_text == folded.output_text == "Two words."
+    assert whole.status == folded.status == "completed"
+    assert kinds[0] == "response.created"
+    assert kinds[-1] == "response.completed"
+    assert whole.usage is not None
+    assert folded.usage is not None
+    assert whole.usage.input_tokens == folded.usage.input_tokens
+    assert folded.usage.input_tokens_details.cached_tokens >= whole.usage.input_tokens - 16
+    assert whole._request_id is not None
+    assert whole.id != folded.id
+    await house.check_quiet()
+
+
+async def test_a_call_is_answered_with_the_sdks_own_items(
+    house: House, client: AsyncOpenAI
+) -> None:
+    """What an agent does: output appended to input, the result behind it."""
+    say(house, CALLS)
+    first = await client.responses.create(model=house.model, input="hello", tools=[CLOCK])
+    async with client.responses.stream(model=house.model, input="hello", tools=[CLOCK]) as stream:
+        events = [event async for event in stream]
+    message, call = first.output
+    output: Any = [item.to_dict() for item in first.output]
+    assert call.type == "function_call"
+    say(house, "It is noon.")
+    second = await client.responses.create(
+        model=house.model,
+        input=[
+            {"role": "user", "content": "hello"},
+            *output,
+            {"type": "function_call_output", "call_id": call.call_id, "output": "noon"},
+        ],
+        tools=[CLOCK],
+    )
+
+    assert message.type == "message"
+    assert (call.name, call.arguments) == ("clock", '{"zone": "UTC"}')
+    deltas = [e.delta for e in events if e.type == "response.function_call_arguments.delta"]
+    assert "".join(deltas) == call.arguments
+    assert second.output_text == "It is noon."
+    await house.check_quiet()
+
+
+async def test_an_answer_that_is_cut_is_incomplete(house: House, client: AsyncOpenAI) -> None:
+    """The helper refuses to call it final."""
+    cut = await client.responses.create(
+        model=house.model, input="hello", max_output_tokens=4, extra_body=MORE
+    )
+    async with client.responses.stream(
+        model=house.model, input="hello", max_output_tokens=4, extra_body=MORE
+    ) as stream:
+        last = [event async for event in stream][-1]
+        with pytest.raises(RuntimeError):
+            await stream.get_final_response()
+
+    assert cut.status == "incomplete"
+    assert cut.incomplete_details is not None
+    assert cut.incomplete_details.reason == "max_output_tokens"
+    assert last.type == "response.incomplete"
+    assert cut.usage is not None
+    assert cut.usage.output_tokens == 4
+    await house.check_quiet()
+
+
+async def test_counting_says_what_the_answer_is_billed_for(
+    house: House, client: AsyncOpenAI
+) -> None:
+    """The same renderer, the same number, no ledger entry."""
+    counted = await client.responses.input_tokens.count(
+        model=house.model, input="hello", instructions=SYSTEM, tools=[CLOCK]
+    )
+    entries = len(house.entries())
+    say(house, "Hi.")
+    answer = await client.responses.create(
+        model=house.model, input="hello", instructions=SYSTEM, tools=[CLOCK]
+    )
+
+    assert answer.usage is not None
+    assert counted.input_tokens == answer.usage.input_tokens
+    assert entries == 0
+
+
+async def test_a_prewarm_writes_what_the_next_request_reads(
+    house: House, client: AsyncOpenAI
+) -> None:
+    """No output is made, and the write is billed once."""
+    items: Any = [
+        {
+            "role": "user",
+            "content": [
+                {
+                    "type": "input_text",
+                    "text": SYSTEM,
+                    "prompt_cache_breakpoint": {"mode": "explicit", "ttl": "12h"},
+                },
+                {"type": "input_text", "text": "hello"},
+            ],
+        }
+    ]
+    options: Any = {"mode": "explicit"}
+    prewarm: Any = {**options, "prewarm": True}
+    warmed = await client.responses.create(
+        model=house.model, input=items, prompt_cache_options=prewarm
+    )
+    say(house, "Hi.")
+    answer = await client.responses.create(
+        model=house.model, input=items, prompt_cache_options=options
+    )
+
+    assert (warmed.status, warmed.output) == ("completed", [])
+    assert warmed.usage is not None
+    assert answer.usage is not None
+    wrote = warmed.usage.input_tokens_details
+    assert warmed.usage.output_tokens == 0
+    assert wrote.cache_write_tokens > 20
+    assert wrote.cache_write_tokens_details is not None
+    assert wrote.cache_write_tokens_details.ttl_12h_tokens == wrote.cache_write_tokens
+    assert answer.usage.input_tokens_details.cached_tokens == wrote.cache_write_tokens
+    assert answer.usage.input_tokens_details.cache_write_tokens == 0
+    await house.check_quiet()
+
+
+async def test_a_miss_is_explained_against_an_earlier_response(
+    house: House, client: AsyncOpenAI
+) -> None:
+    """The baseline needs no field of its own: every response's prompt is remembered."""
+    say(house, "Hi.")
+    first = await client.responses.create(model=house.model, input="hello", instructions=SYSTEM)
+
+    async def compared(with_id: str, **more: Any) -> Any:
+        asked: Any = {"model": house.model, "input": "hello", "instructions": SYSTEM, **more}
+        options: Any = {"comparison_response_id": with_id}
+        answer = await client.responses.create(**asked, prompt_cache_options=options)
+        return answer.prompt_cache_diagnostics
+
+    other = await compared(first.id, instructions="Be brief.")
+    keyed = await compared(first.id, prompt_cache_key="k")
+    unknown = await compared("resp_nobody")
+    warm = await client.responses.create(
+        model=house.model, input="hello", prompt_cache_options={"ttl": "30m"}
+    )
+    same = await compared(warm.id, instructions=None)
+
+    assert (other.type, other.reason) == ("cache_miss", "input_changed")
+    assert other.cache_missed_tokens > 0
+    assert keyed.reason == "prompt_cache_key_changed"
+    assert unknown.type == "comparison_response_not_found"
+    assert same.type == "cache_hit"
+
+
+async def test_nothing_is_stored_and_says_so(house: House, client: AsyncOpenAI) -> None:
+    """Applications that lean on a store fail at once, and not by forgetting."""
+    say(house, "Hi.")
+    answer = await client.responses.create(model=house.model, input="hello", store=True)
+    with pytest.raises(openai.NotFoundError) as gone:
+        await client.responses.retrieve(answer.id)
+    with pytest.raises(openai.NotFoundError):
+        await client.responses.delete(answer.id)
+    with pytest.raises(openai.BadRequestError) as previous:
+        await client.responses.create(
+            model=house.model, input="and?", previous_response_id=answer.id
+        )
+
+    assert gone.value.code == "response_not_found"
+    assert previous.value.code == "previous_response_not_found"
+    assert previous.value.param == "previous_response_id"
+
+
+async def test_errors_are_the_sdks_own_exceptions(house: House, client: AsyncOpenAI) -> None:
+    """Their params name this endpoint's fields."""
+    with pytest.raises(openai.AuthenticationError):
+        await client.with_options(api_key="tl-nobody").responses.create(
+            model=house.model, input="hello"
+        )
+    with pytest.raises(openai.NotFoundError) as unknown_model:
+        await client.responses.create(model="gpt-9", input="hello")
+    with pytest.raises(openai.BadRequestError) as too_long:
+        await client.responses.create(
+            model=house.model, input="word " * 1_500, max_output_tokens=1_500
+        )
+
+    assert unknown_model.value.code == "model_not_found"
+    assert (too_long.value.code, too_long.value.param) == ("context_length_exceeded", "input")
+
+
+async def test_the_sdk_retries_what_may_be_tried_again(house: House) -> None:
+    """A draining server answers 503 with retry-after; three attempts are made by default."""
+    tries: list[str] = []
+
+    async def note(request: Any) -> None:
+        tries.append(request.headers["x-stainless-retry-count"])
+
+    async with AsyncOpenAI(
+        base_url=f"{house.url}/v1",
+        api_key=house.keys["ada"],
+        max_retries=1,
+        http_client=openai.DefaultAsyncHttpxClient(event_hooks={"request": [note]}),
+    ) as client:
+        await house.gateway.drain(0.0)
+        with pytest.raises(openai.InternalServerError) as caught:
+            await client.responses.create(model=house.model, input="hello")
+
+    assert tries == ["0", "1"]
+    assert 1 <= int(caught.value.response.headers["retry-after"]) <= 60
+
+
+async def test_closing_a_stream_cancels_it_in_the_engine(house: House, client: AsyncOpenAI) -> None:
+    """`break` in an application must not leave the engine working for nobody."""
+    house.runner.hold_after(20)
+    stream = await client.responses.create(
+        model=house.model, input="hello", max_output_tokens=400, stream=True, extra_body=MORE
+    )
+    async for event in stream:
+        if event.type == "response.output_text.delta":
+            break
+    await stream.close()
+    await house.until(lambda: not house.gateway.context.running)
+    house.runner.release()
+
+    await house.check_quiet()
+    (entry,) = house.entries()
+    assert entry[0] == "cancelled"
+    assert 0 < entry[3] < 400
+
+
+async def test_an_engine_that_fails_in_a_stream_fails_the_response(
+    house: House, client: AsyncOpenAI
+) -> None:
+    """The last event says so and why; the SDK's helper has no final response then."""
+    house.runner.hold_after(20)
+    async with client.responses.stream(
+        model=house.model, input="hello", max_output_tokens=400, extra_body=MORE
+    ) as stream:
+        events = aiter(stream)
+        seen = [await anext(events)]
+        house.runner.fail_launch.update(range(2_000))
+        house.runner.release()
+        seen += [event async for event in events]
+        with pytest.raises(RuntimeError):
+            await stream.get_final_response()
+
+    last = seen[-1]
+    assert last.type == "response.failed"
+    assert last.response.error is not None
+    assert last.response.error.code == "server_error"
+
+
+async def test_a_base_url_without_v1_works(house: House) -> None:
+    """A common slip, and every path has to be there."""
+    async with AsyncOpenAI(base_url=house.url, api_key=house.keys["ada"], max_retries=0) as client:
+        say(house, "Hi.")
+        answer = await client.responses.create(model=house.model, input="hello")
+        chat = await client.chat.completions.create(
+            model=house.model, messages=[{"role": "user", "content": "hello"}]
+        )
+        text = await client.completions.create(model=house.model, prompt="hello", max_tokens=3)
+        models = [model.id async for model in client.models.list()]
+        counted = await client.responses.input_tokens.count(model=house.model, input="hello")
+        with pytest.raises(openai.NotFoundError):
+            await client.responses.retrieve(answer.id)
+
+    assert answer.output_text == chat.choices[0].message.content == "Hi."
+    assert text.choices[0].finish_reason in ("stop", "length")
+    assert models == [house.model]
+    assert counted.input_tokens > 0

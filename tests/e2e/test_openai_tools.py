@@ -1,0 +1,237 @@
+"""Functions, JSON and breakpoints in chat through OpenAI's own SDK, its parsing helpers included.
+
+The model is a fake that says what a test tells it to; the template is one that knows no tools.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any, Literal
+
+import openai
+import pytest
+from openai import AsyncOpenAI
+from pydantic import BaseModel
+
+from engine.model_store import ModelCard
+from tests.gateway.house import House
+from tests.models import prepared
+
+WEATHER: Any = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "Of a city",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+}
+CALLS = (
+    "Let me see.\n"
+    '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+)
+HELLO: Any = {"role": "user", "content": "hello"}
+SYSTEM = "You are a librarian who knows every book there is, and where it stands. " * 2
+
+
+class Point(BaseModel):
+    """What an application wants back."""
+
+    x: Literal[1, 2, 3]
+    label: Literal["a", "b"]
+
+
+@pytest.fixture(scope="module")
+def card(tmp_path_factory: pytest.TempPathFactory) -> ModelCard:
+    return prepared(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+async def house(card: ModelCard, tmp_path: Path) -> AsyncIterator[House]:
+    house = House(card, tmp_path)
+    house.context_tokens, house.takes_grammars = 2_048, True
+    await house.open()
+    yield house
+    await house.close()
+    house.discard()
+
+
+@pytest.fixture
+async def client(house: House) -> AsyncIterator[AsyncOpenAI]:
+    async with AsyncOpenAI(
+        base_url=f"{house.url}/v1", api_key=house.keys["ada"], max_retries=0, timeout=20
+    ) as client:
+        yield client
+
+
+def say(house: House, text: str) -> None:
+    """What the model answers to everything, to its end."""
+    ids = house.renderer.tokenizer.encode(text, specials=False)
+    house.runner.words = (*ids, house.renderer.stop_token_ids[0])
+
+
+async def test_calls_are_the_same_in_both_shapes(house: House, client: AsyncOpenAI) -> None:
+    """Text first, then each call with its own id; the reason says why it stopped."""
+    say(house, CALLS)
+    whole = await client.chat.completions.create(
+        model=house.model, messages=[HELLO], tools=[WEATHER]
+    )
+    async with client.chat.completions.stream(
+        model=house.model, messages=[HELLO], tools=[WEATHER]
+    ) as stream:
+        kinds = {event.type async for event in stream}
+        folded = await stream.get_final_completion()
+
+    first, second = whole.choices[0], folded.choices[0]
+    assert first.finish_reason == second.finish_reason == "tool_calls"
+    found = [
+        [
+            (call.function.name, call.function.arguments)
+            for call in choice.message.tool_calls or ()
+            if call.type == "function"
+        ]
+        for choice in (first, second)
+    ]
+    assert found[0] == [("weather", '{"city": "Oslo"}'), ("weather", '{"city": "Rome"}')]
+    assert found[0] == found[1]
+    assert (first.message.content or "").strip() == "Let me see."
+    assert first.message.content == second.message.content
+    assert len({call.id for call in first.message.tool_calls or ()}) == 2
+    assert "tool_calls.function.arguments.delta" in kinds
+    await house.check_quiet()
+
+
+async def test_calls_of_several_choices_stream_side_by_side(
+    house: House, client: AsyncOpenAI
+) -> None:
+    """The helper's accumulator wants choice 0 first, and each choice's calls apart."""
+    say(house, CALLS)
+    async with client.chat.completions.stream(
+        model=house.model, messages=[HELLO], tools=[WEATHER], n=2
+    ) as stream:
+        folded = await stream.get_final_completion()
+
+    assert [choice.index for choice in folded.choices] == [0, 1]
+    assert [len(choice.message.tool_calls or ()) for choice in folded.choices] == [2, 2]
+    assert {choice.finish_reason for choice in folded.choices} == {"tool_calls"}
+    ids = [call.id for choice in folded.choices for call in choice.message.tool_calls or ()]
+    assert len(set(ids)) == 4
+    await house.check_quiet()
+
+
+async def test_an_answer_goes_back_with_its_results(house: House, client: AsyncOpenAI) -> None:
+    """The whole round: the SDK's own message as history, and the prefix read again."""
+    options: Any = {"ttl": "30m"}
+    say(house, CALLS)
+    first = await client.chat.completions.create(
+        model=house.model, messages=[HELLO], tools=[WEATHER], prompt_cache_options=options
+    )
+    message = first.choices[0].message
+    said: Any = message.to_dict()
+    results: Any = [
+        {"role": "tool", "tool_call_id": call.id, "content": "dry"}
+        for call in message.tool_calls or ()
+    ]
+    say(house, "Dry in both.")
+    second = await client.chat.completions.create(
+        model=house.model,
+        messages=[HELLO, said, *results],
+        tools=[WEATHER],
+        prompt_cache_options=options,
+    )
+
+    assert second.choices[0].message.content == "Dry in both."
+    assert second.choices[0].finish_reason == "stop"
+    assert first.usage is not None
+    assert second.usage is not None
+    wrote, read = first.usage.prompt_tokens_details, second.usage.prompt_tokens_details
+    assert wrote is not None
+    assert read is not None
+    assert wrote.cache_write_tokens
+    assert read.cached_tokens == wrote.cache_write_tokens
+    await house.check_quiet()
+
+
+async def test_a_schema_comes_back_as_an_object(house: House, client: AsyncOpenAI) -> None:
+    """`.parse()` of both endpoints, with the schema the SDK makes of a class. Nobody tells the
+    model what to say: what it draws is held to the schema."""
+    chat = await client.chat.completions.parse(
+        model=house.model, messages=[HELLO], response_format=Point, seed=3
+    )
+    response = await client.responses.parse(
+        model=house.model, input="hello", text_format=Point, extra_body={"seed": 3}
+    )
+
+    assert isinstance(chat.choices[0].message.parsed, Point)
+    assert isinstance(response.output_parsed, Point)
+    await house.check_quiet()
+
+
+async def test_a_schema_that_is_cut_off_raises_in_parse(house: House, client: AsyncOpenAI) -> None:
+    """Half an object is no object."""
+    say(house, '{"x":3,"label":"a"}')
+    with pytest.raises(openai.LengthFinishReasonError):
+        await client.chat.completions.parse(
+            model=house.model, messages=[HELLO], response_format=Point, max_completion_tokens=3
+        )
+
+
+async def test_a_breakpoint_is_written_once_and_read_in_either_spelling(
+    house: House, client: AsyncOpenAI
+) -> None:
+    """Exactly what the first wrote is what the second reads; the sum holds each time."""
+
+    async def ask(mark: dict[str, Any], question: str) -> tuple[int, int, int]:
+        messages: Any = [
+            {"role": "system", "content": [{"type": "text", "text": SYSTEM, **mark}]},
+            {"role": "user", "content": question},
+        ]
+        answer = await client.chat.completions.create(
+            model=house.model,
+            messages=messages,
+            max_tokens=2,
+            prompt_cache_options={"mode": "explicit"},
+        )
+        assert answer.usage is not None
+        details = answer.usage.prompt_tokens_details
+        assert details is not None
+        return (
+            answer.usage.prompt_tokens,
+            details.cached_tokens or 0,
+            details.cache_write_tokens or 0,
+        )
+
+    _, nothing, wrote = await ask({"prompt_cache_breakpoint": {"mode": "explicit"}}, "one")
+    total, read, again = await ask({"cache_control": {"type": "ephemeral"}}, "another")
+
+    assert (nothing, again) == (0, 0)
+    assert read == wrote > 20
+    assert read < total
+    await house.check_quiet()
+
+
+async def test_explicit_mode_without_a_mark_reads_and_writes_nothing(
+    house: House, client: AsyncOpenAI
+) -> None:
+    """The engine finds the prefix all the same; the contract says nobody asked for it."""
+    found = []
+    for _ in range(2):
+        answer = await client.chat.completions.create(
+            model=house.model,
+            messages=[{"role": "user", "content": SYSTEM}],
+            max_tokens=2,
+            prompt_cache_options={"mode": "explicit"},
+        )
+        assert answer.usage is not None
+        found.append(answer.usage.prompt_tokens_details)
+
+    assert [d and (d.cached_tokens, d.cache_write_tokens) for d in found] == [(0, 0), (0, 0)]
+
+
+async def test_too_long_a_prompt_names_its_own_field(house: House, client: AsyncOpenAI) -> None:
+    """Completions have no messages."""
+    with pytest.raises(openai.BadRequestError) as caught:
+        await client.completions.create(model=house.model, prompt="word " * 1_500, max_tokens=1_500)
+
+    assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "prompt")
