@@ -11,14 +11,16 @@ goes for tools, which templates write as a whole.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from pathlib import Path
 
+import msgspec
 from msgspec.structs import replace
 
 from engine.model_store import ModelCard, load_card
 from gateway.dialects.canonical import Boundary, Prompt, Rendered, Segment, ToolCall
 from gateway.errors import Kind, Refusal
-from gateway.prompt.arrangement import Arrangement, arrange
+from gateway.prompt.arrangement import Arrangement, TemplateTool, arrange
 from gateway.prompt.detokenizer import Detokenizer
 from gateway.prompt.grammars import grammar_of
 from gateway.prompt.json_text import arguments_of, parsed, strings
@@ -27,6 +29,9 @@ from gateway.prompt.offsets import Offsets
 from gateway.prompt.template import ChatTemplate
 from gateway.prompt.tokenizer import PieceTokenizer
 from gateway.prompt.tools import ToolStyle, style_of
+
+SHELLS_MAX, SHELL_BYTES_MAX = 128, 16_384
+"""How many renderings of marks alone are remembered, and up to which size of the messages."""
 
 
 class Renderer:
@@ -40,6 +45,7 @@ class Renderer:
         self.tool_style: ToolStyle = style_of(source, self._template.variables)
         self._token_texts = self.tokenizer.special_texts()
         self._offsets = Offsets(self._run, frozenset(self._token_texts.values()))
+        self._shells = lru_cache(SHELLS_MAX)(self._shell)
         markers = (self.tool_style.opening.strip(), self.tool_style.closing.strip())
         self._markers = {i: text for i, text in self._token_texts.items() if text in markers}
 
@@ -140,7 +146,7 @@ class Renderer:
             pieces = lay_out(marked, whole, arranged.parts)
             if pieces is None:
                 return self._at_once(prompt, arranged, whole)
-            self._check_all(arranged, calls_only=True)
+            self._check_all(prompt, arranged, calls_only=True)
             unmarked = self._offsets.of_calls(arranged, marked)
         offsets = {**self._offsets.of_tools(arranged, marked), **unmarked}
         if _continues(prompt):
@@ -152,10 +158,24 @@ class Renderer:
     ) -> tuple[str, tuple[Piece, ...] | None]:
         """What a template makes of marks in place of arguments; it may not take them for any."""
         try:
-            marked = self._run(arranged, mark, _as_mark, opens=opens)
+            marked = self._marked(arranged, opens=opens)
         except Refusal:
             return "", None
         return marked, lay_out(marked, whole, arranged.parts)
+
+    def _marked(self, arranged: Arrangement, *, opens: bool) -> str:
+        """The template over nothing but marks. Chats of the same roles and names give the same, so
+        it is remembered; not where tools or calls stand in it, which differ from chat to chat."""
+        if arranged.tools or any(message.calls for message in arranged.messages):
+            return self._run(arranged, mark, _as_mark, opens=opens)
+        messages = arranged.for_template(self.tool_style, mark, _as_mark)
+        encoded = msgspec.msgpack.encode(messages)
+        if len(encoded) > SHELL_BYTES_MAX:
+            return self._apply(messages, None, opens=opens)
+        return self._shells(encoded, opens)
+
+    def _shell(self, encoded: bytes, opens: bool) -> str:
+        return self._apply(msgspec.msgpack.decode(encoded), None, opens=opens)
 
     def _tokens(
         self,
@@ -187,7 +207,7 @@ class Renderer:
         return Rendered(tuple(ids), _boundaries(arranged, ends))
 
     def _at_once(self, prompt: Prompt, arranged: Arrangement, whole: str) -> Rendered:
-        self._check_all(arranged)
+        self._check_all(prompt, arranged)
         if _continues(prompt):
             last = len(arranged.parts) - 1
             texts = [part.text or "" for part in arranged.parts]
@@ -202,7 +222,9 @@ class Renderer:
             return Rendered(ids)
         return Rendered(ids, (replace(last_mark, tokens=len(ids)),))
 
-    def _check_all(self, arranged: Arrangement, *, calls_only: bool = False) -> None:
+    def _check_all(
+        self, prompt: Prompt, arranged: Arrangement, *, calls_only: bool = False
+    ) -> None:
         """Refuse what could not be told from the template's own."""
         texts = [p.text or "" for p in arranged.parts if p.is_call or not calls_only]
         joined = ("".join(texts), "".join(text.strip() for text in texts))
@@ -212,7 +234,7 @@ class Renderer:
                     f"The messages contain {special!r}, which this model's template cannot tell"
                     " from its own."
                 )
-                raise Refusal(Kind.BAD, "invalid_value", message, param="messages")
+                raise Refusal(Kind.BAD, "invalid_value", message, param=prompt.field)
 
     def _run(
         self,
@@ -223,10 +245,20 @@ class Renderer:
         opens: bool,
     ) -> str:
         """The template over messages."""
+        messages = arranged.for_template(self.tool_style, text_of, arguments)
+        return self._apply(messages, list(arranged.tools) or None, opens=opens)
+
+    def _apply(
+        self,
+        messages: Sequence[dict[str, object]],
+        tools: list[TemplateTool] | None,
+        *,
+        opens: bool,
+    ) -> str:
         return self._template.render(
-            arranged.for_template(self.tool_style, text_of, arguments),
+            messages,
             add_generation_prompt=opens,
-            tools=list(arranged.tools) or None,
+            tools=tools,
             documents=None,
             bos_token=self._text_of(self.card.bos_token_id),
             eos_token=self._text_of(next(iter(self.card.stop_token_ids), None)),

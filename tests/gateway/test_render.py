@@ -5,16 +5,18 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.model_store import ModelCard
 from gateway.dialects.canonical import Prompt, Rendered, Segment
 from gateway.errors import Kind, Refusal
 from gateway.prompt import Renderer
+from gateway.prompt.template import ChatTemplate
 from tests.models import CHAT_TEMPLATE
 
 START, END = 1, 2
@@ -209,3 +211,44 @@ def test_a_raw_prompt_begins_as_the_model_was_trained(card: ModelCard) -> None:
     assert wanting.render(Prompt(text="<|im_start|>")).token_ids == (0, START)
     assert wanting.render(Prompt(token_ids=(START,))).token_ids == (START,)
     assert wanting.render(chat("Hi")).token_ids[0] == START
+
+
+def test_the_templates_own_text_is_rendered_once_for_chats_of_one_shape(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of what rendering takes; the other half, over the real contents, proves it right."""
+    renderer, runs = make(CHAT_TEMPLATE), []
+    render = ChatTemplate.render
+
+    def counted(self: ChatTemplate, messages: Any, **variables: Any) -> str:
+        runs.append(len(messages))
+        return render(self, messages, **variables)
+
+    monkeypatch.setattr(ChatTemplate, "render", counted)
+    for prompt in (chat("a", "b", "c"), chat("d", "e", "f"), chat("g"), chat("h", opens=False)):
+        renderer.render(prompt)
+
+    assert runs == [3, 3, 3, 1, 1, 1, 1]
+
+
+@given(st.lists(st.lists(st.text("ab <|", max_size=4), min_size=1, max_size=3), max_size=4))
+@settings(max_examples=20)
+def test_what_is_remembered_changes_no_tokens(card: ModelCard, chats: list[list[str]]) -> None:
+    """A renderer that has seen other chats gives what one that has seen nothing gives."""
+    seasoned, last = Renderer(card), chat("the", "last")
+    for texts in chats:
+        seasoned.render(chat(*texts))
+
+    assert seasoned.render(last) == Renderer(card).render(last)
+
+
+def test_names_are_part_of_what_is_remembered(make: Make) -> None:
+    """Two speakers in one place are two prompts."""
+    renderer, fresh = make(NAMING), make(NAMING)
+    segment = chat("hi").segments[0]
+    named = [
+        Prompt(segments=(msgspec.structs.replace(segment, name=name),)) for name in ("ada", "bob")
+    ]
+    first = renderer.render(named[0])
+
+    assert renderer.render(named[1]) == fresh.render(named[1]) != first

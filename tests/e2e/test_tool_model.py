@@ -1,0 +1,173 @@
+"""The real default model with functions: what it is made to call is there, and its arguments hold.
+
+From a canonical prompt through the renderer, the whole engine under the grammar, and back through
+the reader of calls. Needs the model on disk (`make pull`); `make test` sees to that.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from msgspec.structs import replace
+
+from engine.api import CacheGrant, Finished, Request, SampleEnded, Sampling, Tokens
+from engine.cache import PrefixCache
+from engine.config import EngineConfig
+from engine.constraints import Constraints
+from engine.core import Core
+from engine.errors import ModelError
+from engine.grammar import MaskFiller
+from engine.grammar_compiler import GrammarCompiler
+from engine.grammar_trial import TrialSettings
+from engine.model_store import DEFAULT_MODEL, ModelCard, prepare, resolve
+from engine.models.cpu_llama import load_kernels
+from engine.runner import CpuRunner
+from gateway.dialects.canonical import OutputFormat, Prompt, Segment, Tool, ToolChoice
+from gateway.prompt import Renderer
+from gateway.prompt.call_reader import Called, CallReader, Said
+from gateway.prompt.format_check import satisfies
+
+pytestmark = [pytest.mark.model, pytest.mark.slow]
+
+WEATHER = json.dumps(
+    {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string", "maxLength": 20},
+            "days": {"type": "integer", "minimum": 1, "maximum": 7},
+            "unit": {"enum": ["celsius", "fahrenheit"]},
+        },
+        "required": ["city", "days", "unit"],
+        "additionalProperties": False,
+    }
+)
+TOOLS = (
+    Tool("get_weather", "The weather of a city", WEATHER, "tools[0]", strict=True),
+    Tool("get_time", "The time in a city", '{"type":"object","properties":{}}', "tools[1]"),
+)
+BLOCKS, CONTEXT = 200, 1024
+
+
+@pytest.fixture(scope="module")
+def card() -> ModelCard:
+    models = Path(os.environ.get("TRUNKLINE_DATA_DIR", "data")) / "models"
+    try:
+        return prepare(DEFAULT_MODEL, resolve(DEFAULT_MODEL, models), models)
+    except ModelError as error:
+        pytest.skip(error.message)
+
+
+@pytest.fixture(scope="module")
+def renderer(card: ModelCard) -> Renderer:
+    return Renderer(card)
+
+
+@pytest.fixture(scope="module")
+def core(card: ModelCard) -> Iterator[Core]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    config = EngineConfig()
+    kernels = load_kernels(card.config, 2)
+    runner = CpuRunner(card, config, blocks=BLOCKS, context=CONTEXT, kernels=kernels)
+    settings = TrialSettings(str(card.tokenizer_path), card.config.vocab, card.stop_token_ids)
+    core = Core(
+        PrefixCache(blocks=BLOCKS, block_size=config.block_size),
+        runner,
+        config,
+        time.monotonic,
+        vocab_size=card.config.vocab,
+        context_tokens=CONTEXT,
+        constraints=Constraints(GrammarCompiler(settings, time.monotonic), MaskFiller(2)),
+    )
+    yield core
+    core.constraints.close()
+    if kernels is not None:
+        kernels.close()
+    torch.set_num_threads(before)
+
+
+def answers(
+    core: Core, renderer: Renderer, prompt: Prompt, sampling: Sampling, samples: int = 1
+) -> list[tuple[str, list[tuple[str, str]], str]]:
+    """Of each sample: its text, its calls (name, arguments), and why it ended."""
+    asked = Segment("user", "What is the weather in Paris, in celsius?", "messages[0]")
+    rendered = renderer.render(replace(prompt, segments=(asked,), tools=TOOLS))
+    core.submit(
+        Request(
+            request_id="r",
+            tokens=rendered.token_ids,
+            max_tokens=160,
+            grant=CacheGrant(b"n"),
+            sampling=sampling,
+            samples=samples,
+            stop_token_ids=renderer.stop_token_ids,
+            grammar=rendered.grammar,
+        )
+    )
+    drawn: list[list[int]] = [[] for _ in range(samples)]
+    reasons = [""] * samples
+    while core.has_work():
+        for event in core.step():
+            if isinstance(event, Tokens):
+                drawn[event.index] += [token.token_id for token in event.tokens]
+            if isinstance(event, SampleEnded):
+                reasons[event.index] = event.reason
+            if isinstance(event, Finished):
+                assert event.ending == "done", event
+    return [(*read(renderer, ids), why) for ids, why in zip(drawn, reasons, strict=True)]
+
+
+def read(renderer: Renderer, ids: list[int]) -> tuple[str, list[tuple[str, str]]]:
+    """Text and calls of an answer."""
+    numbers = itertools.count()
+    names = [tool.name for tool in TOOLS]
+    reader = CallReader(renderer.tool_style, names, lambda: str(next(numbers)))
+    text = renderer.detokenizer(shows_markers=True)
+    found = [piece for i in ids for piece in reader.push(text.push(i))]
+    found += [*reader.push(text.finish()), *reader.finish()]
+    calls: list[tuple[str, str]] = []
+    for piece in found:
+        if isinstance(piece, Called):
+            calls[piece.call :] = [
+                (piece.name, "") if piece.name else (calls[-1][0], calls[-1][1] + piece.arguments)
+            ]
+    return "".join(piece.text for piece in found if isinstance(piece, Said)), calls
+
+
+def test_a_function_asked_for_by_name_is_called_once(core: Core, renderer: Renderer) -> None:
+    """By a model that would not think of it, greedily: with the arguments of its schema."""
+    prompt = Prompt(tool_choice=ToolChoice("required", ("get_weather",)))
+    ((text, calls, reason),) = answers(core, renderer, prompt, Sampling(temperature=0))
+
+    assert (text, reason) == ("", "stop")
+    ((name, arguments),) = calls
+    assert name == "get_weather"
+    assert satisfies(arguments, OutputFormat("json_schema", WEATHER))
+
+
+def test_whatever_is_drawn_a_required_call_is_a_call(core: Core, renderer: Renderer) -> None:
+    """At temperature 3 the model is noise; some function is called all the same."""
+    prompt = Prompt(tool_choice=ToolChoice("required", parallel=False))
+    sampling = Sampling(temperature=3, seed=3)
+
+    ended = [said for said in answers(core, renderer, prompt, sampling, 4) if said[2] == "stop"]
+    assert ended
+    for text, calls, _ in ended:
+        ((name, arguments),) = calls
+        assert text == ""
+        assert name == "get_time" or satisfies(arguments, OutputFormat("json_schema", WEATHER))
+
+
+def test_a_strict_function_leaves_the_model_its_words(core: Core, renderer: Renderer) -> None:
+    """The grammar is there, and text is in it."""
+    ((text, calls, _),) = answers(core, renderer, Prompt(), Sampling(temperature=0))
+
+    assert text
+    assert calls == []
