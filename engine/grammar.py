@@ -44,8 +44,8 @@ class Rules(Struct, frozen=True, forbid_unknown_fields=True):
 
     `text_bytes_max`: of its source. `symbols_max`, `compile_fuel`: of the compiled form (a
     millisecond is about 50,000 of fuel). `step_fuel`, `step_items`: of one mask. `ways_max`: places
-    in the grammar that one text may be at; `lark_ways_max` where a grammar may be ambiguous, whose
-    masks cost its square. `lexer_states_max`: what a matcher may remember, at one to two kilobytes
+    in the grammar that one text may be at, about four for an optional property; `lark_ways_max`
+    where a grammar may be ambiguous, whose masks cost its square. `lexer_states_max`: what a matcher may remember, at one to two kilobytes
     each.
     """
 
@@ -55,7 +55,7 @@ class Rules(Struct, frozen=True, forbid_unknown_fields=True):
     step_fuel: int = 50_000
     step_items: int = 10_000
     ways_max: int = 1_000
-    lark_ways_max: int = 250
+    lark_ways_max: int = 400
     lexer_states_max: int = 10_000
 
 

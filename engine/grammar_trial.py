@@ -106,6 +106,7 @@ class Trial:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             bufsize=0,
+            start_new_session=True,  # a terminal's interrupt is for the gateway to decide about
         )
         self._write(msgspec.json.encode(self.settings))
         if self._line(LOAD_S_MAX) is None:

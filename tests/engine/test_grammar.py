@@ -357,3 +357,26 @@ def test_a_matcher_can_be_handed_to_whoever_walks_it() -> None:
 
     assert isinstance(compiled.matcher.fork(), Matcher)
     assert not compiled.first_mask.flags.writeable
+
+
+@pytest.mark.parametrize(("kind", "properties"), [("json_schema", 200), ("lark", 80)])
+def test_wide_objects_are_no_bombs(kind: Any, properties: int) -> None:
+    """Tools with a hundred optional arguments exist; every one of them may come next."""
+    schema = json.dumps(
+        {
+            "type": "object",
+            "properties": {f"field_{number}": {"type": "boolean"} for number in range(properties)},
+            "additionalProperties": False,
+        }
+    )
+    source = schema if kind == "json_schema" else f'start: "<call>" %json {schema} "</call>"'
+    vocabulary = every_byte()
+    matcher = compile_grammar(Grammar(kind, source), vocabulary).matcher.fork()
+    text = '{"field_3": true, "field_77": false}'
+
+    taken = [
+        matcher.consume(token)
+        for token in vocabulary.tokenizer.tokenize_str(text if kind != "lark" else f"<call>{text}")
+    ]
+
+    assert all(taken), matcher.failure
