@@ -45,8 +45,8 @@ class Rules(Struct, frozen=True, forbid_unknown_fields=True):
     `text_bytes_max`: of its source. `symbols_max`, `compile_fuel`: of the compiled form (a
     millisecond is about 50,000 of fuel). `step_fuel`, `step_items`: of one mask. `ways_max`: places
     in the grammar that one text may be at, about four for an optional property; `lark_ways_max`
-    where a grammar may be ambiguous, whose masks cost its square. `lexer_states_max`: what a matcher may remember, at one to two kilobytes
-    each.
+    where a grammar may be ambiguous, whose masks cost its square. `lexer_states_max`: what a
+    matcher may remember, at one to two kilobytes each.
     """
 
     text_bytes_max: int = 131_072
