@@ -30,7 +30,7 @@ async def main(url: str, key: str, model: str) -> None:
         whole: Any = await client.chat.completions.create(**ask, extra_body=more)
         text, usage = "", None
         ask |= {"extra_body": more}
-        options = {"include_usage": True}
+        options: Any = {"include_usage": True}
         chunks: Any = await client.chat.completions.create(
             **ask, stream=True, stream_options=options
         )

@@ -28,6 +28,7 @@ CASES = [
 PATHS = {
     "openai_chat": "/v1/chat/completions",
     "openai_completions": "/v1/completions",
+    "openai_responses": "/v1/responses",
     "anthropic": "/v1/messages",
 }
 SECRET = "sk-planted"
@@ -44,6 +45,10 @@ def good(house: House, dialect: str) -> dict[str, Any]:
     if dialect == "openai_completions":
         del body["messages"]
         body["prompt"] = "planted prompt"
+    if dialect == "openai_responses":
+        del body["messages"]
+        body["input"] = "planted prompt"
+        body["max_output_tokens"] = body.pop("max_tokens")
     return body
 
 
@@ -67,6 +72,14 @@ def with_text(text: str) -> Callable[[dict[str, Any]], object]:
     return lambda body: {**body, "messages": [{"role": "user", "content": text}]}
 
 
+TOOL = {"type": "function", "function": {"name": "f"}}
+CALL = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
+MARKED = {
+    "type": "input_text",
+    "text": "x",
+    "prompt_cache_breakpoint": {"mode": "explicit"},
+}
+
 BUILDERS: dict[str, Callable[[dict[str, Any]], object]] = {
     "deep_arrays": lambda body: b"[" * 100_000 + b"]" * 100_000,
     "deep_unknown": lambda body: b'{"a":' * 5_000 + b"1" + b"}" * 5_000,
@@ -83,6 +96,29 @@ BUILDERS: dict[str, Callable[[dict[str, Any]], object]] = {
     "megabyte_of_a": with_text("a" * 2**20),
     "megabyte_of_spaces": with_text(" " * 2**20),
     "megabyte_of_marks": with_text("\u0301" * 2**19),
+    "many_tools": lambda body: {**body, "tools": [TOOL] * 100_000},
+    "deep_parameters": lambda body: (
+        b'{"model":"m","messages":[{"role":"user","content":"x"}],"tools":[{"type":"function",'
+        b'"function":{"name":"f","parameters":' + b'{"a":' * 5_000 + b"1" + b"}" * 5_000 + b"}}]}"
+    ),
+    "many_calls": lambda body: {
+        **body,
+        "messages": [
+            {"role": "assistant", "tool_calls": [{**CALL, "id": f"c{n}"} for n in range(50_000)]}
+        ],
+    },
+    "many_items": lambda body: {**body, "input": [{"role": "user", "content": "x"}] * 10**5},
+    "many_unanswered": lambda body: {
+        **body,
+        "input": [
+            {"type": "function_call", "call_id": f"c{n}", "name": "f", "arguments": "{}"}
+            for n in range(9_000)
+        ],
+    },
+    "many_breakpoints": lambda body: {
+        **body,
+        "input": [{"role": "user", "content": [MARKED] * 200}],
+    },
     "long_cache_key": lambda body: {**body, "prompt_cache_key": "k" * 600},
 }
 
