@@ -73,6 +73,11 @@ class Line(Struct, frozen=True):
         return self.gateway.p99_ms - self.mock.p99_ms
 
     @property
+    def cpu_ratio(self) -> float:
+        """Processor time of the gateway for a token, over the mock's; steady on a busy machine."""
+        return self.gateway.cpu_us / self.mock.cpu_us if self.mock.cpu_us else 0.0
+
+    @property
     def ratio(self) -> float:
         """Answers of the gateway over answers of the mock."""
         return self.gateway.answers_per_s / self.mock.answers_per_s
@@ -95,7 +100,7 @@ class Overhead(Struct, frozen=True):
         disk = f"ledger in {self.scratch}, where an fsync takes {short(self.sync_ms)} ms"
         names = (
             "load", "at once", "mock/s", "gateway/s", "ratio", "p50 ms", "added", "p99 ms",
-            "added", "tokens/s", "pieces", "us/token", "core", "client",
+            "added", "tokens/s", "pieces", "us/token", "x mock", "core", "client",
         )  # fmt: skip
         return (
             f"{where}\n{disk}\n\n{columns([names, *map(_cells, self.lines)], range(1, len(names)))}"
@@ -109,6 +114,7 @@ class Overhead(Struct, frozen=True):
                 "added_p50_ms": line.added_p50_ms,
                 "added_p99_ms": line.added_p99_ms,
                 "ratio": line.ratio,
+                "cpu_ratio": line.cpu_ratio,
             }
             for line in self.lines
         ]
@@ -120,8 +126,8 @@ def _cells(line: Line) -> tuple[str, ...]:
     mock, ours = line.mock, line.gateway
     numbers = (
         mock.answers_per_s, ours.answers_per_s, line.ratio, ours.p50_ms, line.added_p50_ms,
-        ours.p99_ms, line.added_p99_ms, ours.tokens_per_s, ours.events, ours.cpu_us, ours.cpu,
-        ours.client_busy,
+        ours.p99_ms, line.added_p99_ms, ours.tokens_per_s, ours.events, ours.cpu_us, line.cpu_ratio,
+        ours.cpu, ours.client_busy,
     )  # fmt: skip
     return (line.kind, str(line.concurrency), *map(short, numbers))
 

@@ -246,6 +246,7 @@ def test_the_table_says_what_the_gateway_adds() -> None:
     text = Overhead("model", where, "/tmp", 4.0, [line]).text()
 
     assert (line.ratio, line.added_p50_ms, line.added_p99_ms) == (0.25, 2, 2)
+    assert round(line.cpu_ratio, 6) == 7.2
     assert text.splitlines()[-1].split()[:7] == [
         "unary",
         "1",
