@@ -186,9 +186,14 @@ class Gateway:
         task.add_done_callback(self.context.background.discard)
 
     async def drain(self, timeout_s: float) -> None:
-        """Not ready from now on; what runs may finish."""
+        """Not ready from now on; what runs may finish. Then the engine says its last count, and may
+        end."""
         self.context.is_draining = True
-        await self.context.engine.drain(timeout_s)
+        began_s = self.context.clock()
+        if await self.context.wait_idle(timeout_s):
+            await self._reckoning.close()
+        left_s = timeout_s - (self.context.clock() - began_s)
+        await self.context.engine.drain(max(left_s, 0.0))
 
     async def close(self) -> None:
         """Close listeners, finish settling, close the ledger. The engine is its owner's."""

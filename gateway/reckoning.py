@@ -37,11 +37,12 @@ class Reckoning:
         self._task = asyncio.create_task(self._watch())
 
     async def close(self) -> None:
-        """End the watch with a last note, if the engine still answers."""
+        """End the watch with a last note, if the engine still answers. Safe to call twice."""
         if self._task is not None:
             self._task.cancel()
             with suppress(asyncio.CancelledError):
                 await self._task
+            self._task = None
         await self.note(is_last=True)
 
     async def note(self, *, is_last: bool = False) -> None:
