@@ -5,12 +5,13 @@ The model is a fake that says what a test tells it to; the template is one that 
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from anthropic import AsyncAnthropic
+from anthropic import AsyncAnthropic, BadRequestError
 from anthropic.types import Message
 
 from engine.model_store import ModelCard
@@ -27,6 +28,12 @@ CALLS = (
     '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>\n'
     '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome", "days": 2.50}}\n</tool_call>'
 )
+CITY: Any = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Oslo", "Rome"]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
 HELLO: Any = {"role": "user", "content": "hello"}
 
 
@@ -38,7 +45,7 @@ def card(tmp_path_factory: pytest.TempPathFactory) -> ModelCard:
 @pytest.fixture
 async def house(card: ModelCard, tmp_path: Path) -> AsyncIterator[House]:
     house = House(card, tmp_path)
-    house.context_tokens = 2_048
+    house.context_tokens, house.takes_grammars = 2_048, True
     await house.open()
     yield house
     await house.close()
@@ -175,3 +182,49 @@ async def test_an_instruction_between_turns_leaves_the_prefix_alone(
 
     assert first.usage.cache_creation_input_tokens
     assert second.usage.cache_read_input_tokens == first.usage.cache_creation_input_tokens
+
+
+@pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "weather"}])
+async def test_a_forced_call_is_one_whatever_the_model_would_say(
+    house: House, client: AsyncAnthropic, choice: dict[str, str]
+) -> None:
+    """The answer is held to the tool's own schema, with no parallel calls where they are off."""
+    tool = {**WEATHER, "input_schema": CITY}
+    one = {**choice, "disable_parallel_tool_use": True}
+    message = await client.messages.create(**asked(house, tools=[tool], tool_choice=one))
+
+    ((kind, value),) = blocks(message)
+    assert message.stop_reason == "tool_use"
+    assert kind == "tool_use"
+    assert value["city"] in ("Oslo", "Rome")
+    await house.check_quiet()
+
+
+async def test_an_answer_of_a_schema_is_that_in_both_shapes(
+    house: House, client: AsyncAnthropic
+) -> None:
+    """Structured output: the text is JSON that satisfies it."""
+    config: Any = {"format": {"type": "json_schema", "schema": CITY}}
+    ask = asked(house, tools=[], output_config=config)
+    whole = await client.messages.create(**ask)
+    async with client.messages.stream(**ask) as stream:
+        folded = await stream.get_final_message()
+
+    for message in (whole, folded):
+        ((kind, text),) = blocks(message)
+        assert (kind, message.stop_reason) == ("text", "end_turn")
+        assert json.loads(text)["city"] in ("Oslo", "Rome")
+    await house.check_quiet()
+
+
+async def test_a_schema_that_no_answer_can_have_is_refused(
+    house: House, client: AsyncAnthropic
+) -> None:
+    """Only the engine can tell, so there is an entry, of nothing."""
+    config: Any = {"format": {"type": "json_schema", "schema": {"type": "nonsense"}}}
+    with pytest.raises(BadRequestError) as caught:
+        await client.messages.create(**asked(house, tools=[], output_config=config))
+
+    assert caught.value.error_code == "invalid_json_schema"
+    assert house.entries() == [("invalid_json_schema", 0, 0, 0)]
+    await house.check_quiet()
