@@ -34,6 +34,8 @@ async def cached_tokens(
     engine: Engine, namespace: bytes, prompts: Sequence[tuple[int, ...]]
 ) -> int:
     """How many tokens of these prompts the cache has now. Raises EngineUnavailable."""
+    if len(prompts) == 1:  # nearly always: no tasks
+        return (await engine.peek(namespace, prompts[0])).cached_tokens
     found = await asyncio.gather(*(engine.peek(namespace, tokens) for tokens in prompts))
     return sum(peeked.cached_tokens for peeked in found)
 

@@ -125,6 +125,8 @@ class Renderer:
             self._check_words(call.call_id, segment.path)
 
     def _check_words(self, text: str, path: str) -> None:
+        if not text:
+            return  # most messages have no name
         _check_text(text, path)
         for special in self._token_texts.values():
             if special in text:
