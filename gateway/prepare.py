@@ -22,7 +22,8 @@ from gateway.retention import Contract, Scope
 from tenancy.types import Identity
 
 INLINE_SIGNS_MAX = 4_096
-"""Prompts up to this long are tokenized on the event loop; longer ones in a thread."""
+"""Prompts up to this long are tokenized on the event loop; longer ones in a thread, and those with
+tools, each of which may take a rendering of its own."""
 
 JOINED_SIGNS_MAX = 4
 """How many characters a tokenizer's normalizer may make one of (a letter and its marks)."""
@@ -116,7 +117,7 @@ async def render(gateway: Context, prompt: Prompt) -> Rendered:
     signs += sum(len(tool.description) + len(tool.parameters) for tool in prompt.tools)
     signs += sum(len(part.call.arguments) for part in prompt.segments if part.call is not None)
     _check_signs(gateway, signs, prompt.field)
-    if signs <= INLINE_SIGNS_MAX:
+    if signs <= INLINE_SIGNS_MAX and not prompt.tools:
         return gateway.renderer.render(prompt)
     return await asyncio.to_thread(gateway.renderer.render, prompt)
 

@@ -70,6 +70,7 @@ class _Check:
     def _is_of_type(self, value: Any, schema: dict[str, Any]) -> bool:
         wanted = schema.get("type")
         names = [wanted] if isinstance(wanted, str) else wanted
+        self._left -= len(names) if isinstance(names, list) else 0
         return not isinstance(names, list) or any(_is_a(value, name) for name in names)
 
     def _is_listed(self, value: Any, schema: dict[str, Any]) -> bool:
@@ -108,6 +109,7 @@ class _Check:
         if not isinstance(value, dict):
             return True
         required = schema.get("required", ())
+        self._left -= len(required) if isinstance(required, list) else 0
         if isinstance(required, list) and any(name not in value for name in required):
             return False
         known = schema.get("properties", {})
