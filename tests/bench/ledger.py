@@ -12,7 +12,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
+
+import apsw
 
 from tenancy.bookkeeping import ENTRY_FIELDS
 from tenancy.budgets import Budget, set_budget
@@ -20,7 +23,7 @@ from tenancy.ledger import Hold, Ledger
 from tenancy.pricing import RateCard
 from tenancy.rate_cards import add_card
 from tenancy.registry import create_tenant
-from tenancy.store import Store
+from tenancy.store import Store, Value
 from tenancy.types import UsageEntry
 from tenancy.usage import usage
 
@@ -95,21 +98,29 @@ def fill(store: Store, count: int) -> None:
     marks = ", ".join("?" * len(ENTRY_FIELDS))
     step_ms = DAYS * DAY_MS / count
 
-    def rows(first: int, after: int) -> Iterator[tuple[object, ...]]:
+    def rows(first: int, after: int) -> Iterator[tuple[Value, ...]]:
         for number in range(first, after):
             at_ms = int(number * step_ms)
             yield (
-                *(str(number), 1 + number % TENANTS, 1 + number % KEYS, "ab"[number % 2], "done"),
+                *(
+                    f"{number:09}",
+                    1 + number % TENANTS,
+                    1 + number % KEYS,
+                    "ab"[number % 2],
+                    "done",
+                ),
                 *(at_ms, at_ms, 1000, 600, 300, 100, 50, 600, '{"5m":600}', '{"5m":300}'),
                 *("default", "standard", "", 0, 5, "e", "std@1", 123_456_789, 5, at_ms),
             )
 
-    for first in range(0, count, 200_000):
-        with store.change() as db:
-            db.executemany(
-                f"insert into ledger ({columns}) values ({marks})",
-                rows(first, min(count, first + 200_000)),
-            )
+    with closing(apsw.Connection(str(store.path))) as db:
+        db.execute("pragma synchronous=off").fetchall()
+        for first in range(0, count, 200_000):
+            with db:
+                db.executemany(
+                    f"insert into ledger ({columns}) values ({marks})",
+                    rows(first, min(count, first + 200_000)),
+                )
     with store.change() as db:
         db.execute(
             "insert into usage_hours (tenant_id, hour_ms, key_id, model, requests, prompt_tokens,"

@@ -126,6 +126,17 @@ def test_the_canary_leaves_no_trace_in_the_cache(service: EngineService) -> None
     assert stats.free_blocks == stats.blocks
 
 
+def test_the_canary_is_in_no_count(service: EngineService) -> None:
+    """What is compared with a ledger counts nobody's tokens but clients'."""
+    ear = Ear()
+    service.join(ear)
+
+    stats = ear.until(Stats)
+
+    assert (stats.prompt_tokens_total, stats.computed_tokens_total) == (0, 0)
+    assert (stats.cached_tokens_total, stats.output_tokens_total) == (0, 0)
+
+
 def test_loading_that_fails_is_kept_and_ends_the_thread() -> None:
     """Whoever waits for readiness finds the reason."""
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
 
+import apsw
 import pytest
 
 from tenancy.adjustments import Adjustment, adjust
@@ -14,8 +17,9 @@ from tenancy.ledger import Hold, Ledger
 from tenancy.pricing import RateCard
 from tenancy.rate_cards import add_card
 from tenancy.registry import create_tenant
-from tenancy.store import Store
+from tenancy.store import APPLICATION_ID, Store, migrations
 from tenancy.types import UsageEntry
+from tenancy.usage import usage
 from tests.tenancy.conftest import Wall
 
 DAY_MS = 86_400_000
@@ -112,3 +116,32 @@ def test_a_page_of_findings_is_enough(books: Store) -> None:
             )
 
     assert len(check_books(books)) == 100
+
+
+def test_books_from_before_there_was_money_are_right(tmp_path: Path, wall: Wall) -> None:
+    """Entries of the fourth schema keep what they say, are summed, and cost nothing; the chain
+    begins with the next one."""
+    path = tmp_path / "old.db"
+    with closing(apsw.Connection(str(path))) as db:
+        for number, sql in enumerate(migrations()[:4], 1):
+            db.execute(sql).fetchall()
+            db.execute(f"pragma user_version={number}").fetchall()
+        db.execute(f"pragma application_id={APPLICATION_ID}").fetchall()
+        db.execute("insert into tenants (name, status, created_ms) values ('ada', 'active', 0)")
+        db.execute("insert into holds values ('open', 1, 1, 'm', 5)")
+        for number in range(3):
+            db.execute(
+                "insert into ledger values (null, ?, 1, 1, 'm', 'done', ?, ?, 10, 2, 3, 5, 4, 2)",
+                (str(number), number * DAY_MS, number * DAY_MS + 9),
+            )
+    store = Store(path)
+    ledger = Ledger(store, wall)
+    ledger.settle(entry("new", wall())).result(20)
+    ledger.close()
+    (total,) = usage(store)
+
+    assert check_books(store) == []
+    assert (total.requests, total.prompt_tokens, total.hits) == (5, 40, 4)
+    assert total.charge_pico == 0
+    assert store.query("select count(*) from ledger where chain = x''") == [(3,)]
+    store.close()
