@@ -16,7 +16,8 @@ from gateway.dialects.strict import convert, unknown_field
 from gateway.errors import Kind, Refusal
 
 Text = Annotated[str, Meta(max_length=10_000_000)]
-Name = Annotated[str, Meta(min_length=1, max_length=128)]
+Name = Annotated[str, Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_.:-]{0,127}$")]
+ITEMS_MAX = 10_000
 Fraction = Annotated[float, Meta(ge=0, le=1)]
 
 # --- one spelling ---------------------------------------------------------------------------------
@@ -116,6 +117,9 @@ _UPPER = re.compile(r"(?<=[a-z0-9])[A-Z]")
 def one_spelling(tree: Any, shape: Any, path: str = "") -> Any:
     """The same tree in snake_case. O(nodes). Raises Refusal for what is there twice or not ours."""
     if isinstance(shape, list) and isinstance(tree, list):
+        if len(tree) > ITEMS_MAX:
+            message = f"{path}: at most {ITEMS_MAX} (there are {len(tree)})."
+            raise Refusal(Kind.BAD, "invalid_value", message, param=path[:300])
         return [one_spelling(item, shape[0], f"{path}[{n}]") for n, item in enumerate(tree)]
     if not isinstance(shape, dict) or not isinstance(tree, dict):
         return tree

@@ -30,6 +30,8 @@ PATHS = {
     "openai_completions": "/v1/completions",
     "openai_responses": "/v1/responses",
     "anthropic": "/v1/messages",
+    "gemini": "/v1beta/models/tiny:generateContent",
+    "gemini_stream": "/v1/models/tiny:streamGenerateContent?alt=sse",
 }
 SECRET = "sk-planted"
 BUSY_S_MAX = 0.5
@@ -49,12 +51,30 @@ def good(house: House, dialect: str) -> dict[str, Any]:
         del body["messages"]
         body["input"] = "planted prompt"
         body["max_output_tokens"] = body.pop("max_tokens")
+    if dialect.startswith("gemini"):
+        return {
+            "contents": [{"role": "user", "parts": [{"text": "planted prompt"}]}],
+            "generationConfig": {"maxOutputTokens": 8, "temperature": 0},
+        }
     return body
 
 
 def error_of(answer: dict[str, Any], dialect: str) -> dict[str, Any]:
     """Message, code and param of an error, out of its dialect's exact shape."""
     error = answer["error"]
+    if dialect.startswith("gemini"):
+        assert list(answer) == ["error"]
+        assert set(error) == {"code", "message", "status", "details"}
+        fields = [
+            violation["field"]
+            for detail in error["details"]
+            for violation in detail.get("fieldViolations", [])
+        ]
+        return {
+            "message": error["message"],
+            "code": error["details"][0]["reason"].lower(),
+            "param": fields[0] if fields else None,
+        }
     if dialect == "anthropic":
         assert set(answer) == {"type", "error", "request_id"}
         assert set(error) == {"type", "message", "details"}
@@ -107,6 +127,16 @@ BUILDERS: dict[str, Callable[[dict[str, Any]], object]] = {
             {"role": "assistant", "tool_calls": [{**CALL, "id": f"c{n}"} for n in range(50_000)]}
         ],
     },
+    "gemini_long_text": lambda body: {
+        **body,
+        "contents": [{"parts": [{"text": "word " * 1_800_000}]}],
+    },
+    "gemini_many_contents": lambda body: {**body, "contents": body["contents"] * 100_000},
+    "gemini_many_parts": lambda body: {**body, "contents": [{"parts": [{"text": "x"}] * 100_000}]},
+    "gemini_schema_bomb": lambda body: (
+        b'{"contents":[{"parts":[{"text":"x"}]}],"generationConfig":{"responseMimeType":'
+        b'"application/json","responseSchema":' + b'{"items":' * 3_000 + b"{}" + b"}" * 3_003
+    ),
     "many_items": lambda body: {**body, "input": [{"role": "user", "content": "x"}] * 10**5},
     "many_unanswered": lambda body: {
         **body,
