@@ -46,8 +46,8 @@ def leave_shared_memory(function: int) -> None:
     """Have a kernel run with the largest shared memory a multiprocessor can be set to.
 
     A small kernel alone would set it to what that kernel needs, and one that needs more could not
-    come beside it until the multiprocessor is empty. `function`: the driver's handle. Once each.
+    come beside it until the multiprocessor is empty. `function`: the driver's handle. Once each. A
+    preference: a driver that does not follow it costs time alone.
     """
     driver = ctypes.CDLL("libcuda.so.1")
-    status = driver.cuFuncSetAttribute(ctypes.c_void_p(function), CARVEOUT_ATTRIBUTE, CARVEOUT_MAX)
-    assert status == 0, f"the driver refused a preference with status {status}"
+    driver.cuFuncSetAttribute(ctypes.c_void_p(function), CARVEOUT_ATTRIBUTE, CARVEOUT_MAX)

@@ -122,7 +122,7 @@ class Planner:
     span_keys_beside: int = 2048
     beside_load_max: int = 3072
     beside_share_min: float = 0.4
-    own_span_keys_min: int = 256
+    own_span_keys_min: int = 64
     own_span_keys_target: int = 2048
     parts_max: int = 5
     part_rows: int = 65_536

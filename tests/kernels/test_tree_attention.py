@@ -314,3 +314,15 @@ def test_classes_run_side_by_side_where_that_was_measured_to_be_faster(
 
     assert plan.side_by_side == expected
     assert plan.classes == ((2, 1) if expected else (1, 2) if shared else (2,))
+
+
+@pytest.mark.parametrize(("rows", "parts"), [(1, 8), (8, 8), (64, 2), (256, 1)])
+def test_few_rows_are_cut_finely_enough_to_keep_the_device_busy(rows: int, parts: int) -> None:
+    """A lone row of 512 keys in one piece would be read by 8 of 132 multiprocessors."""
+    planner = Planner(kv_heads=8, heads_per_group=4, block_size=SIZE, multiprocessors=132)
+    starts, offsets = np.full(rows, 511, np.int32), np.arange(rows, dtype=np.int32) * 64
+    slices = Slices(np.ones(rows, np.int32), starts, offsets)
+
+    plan = planner.plan(slices, np.zeros((0, 4), np.int32))
+
+    assert plan.parts_max == parts
