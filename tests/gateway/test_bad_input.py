@@ -131,8 +131,8 @@ BUILDERS: dict[str, Callable[[dict[str, Any]], object]] = {
         **body,
         "contents": [{"parts": [{"text": "word " * 1_800_000}]}],
     },
-    "gemini_many_contents": lambda body: {**body, "contents": body["contents"] * 100_000},
-    "gemini_many_parts": lambda body: {**body, "contents": [{"parts": [{"text": "x"}] * 100_000}]},
+    "gemini_many_contents": lambda body: {**body, "contents": body["contents"] * 50_000},
+    "gemini_many_parts": lambda body: {**body, "contents": [{"parts": [{"text": "x"}] * 50_000}]},
     "gemini_schema_bomb": lambda body: (
         b'{"contents":[{"parts":[{"text":"x"}]}],"generationConfig":{"responseMimeType":'
         b'"application/json","responseSchema":' + b'{"items":' * 3_000 + b"{}" + b"}" * 3_003
