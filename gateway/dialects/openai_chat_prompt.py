@@ -176,6 +176,16 @@ def segments_of(messages: Sequence[Message], settings: cache.Settings) -> list[S
     return reader.segments
 
 
+def _is_plain(message: Message) -> bool:
+    """Most messages of a long history are: they are read without looking any closer."""
+    return (
+        type(message.content) is str
+        and message.role != "tool"
+        and not message.tool_calls
+        and message.cache_control is None
+    )
+
+
 class _Reader:
     """Messages on their way to segments."""
 
@@ -187,6 +197,11 @@ class _Reader:
     def read(self, message: Message, index: int) -> None:
         at = f"messages[{index}]"
         name, answers = message.name, None
+        if _is_plain(message) and not self.calls.are_open:
+            assert isinstance(message.content, str), "a plain message is a text"
+            segment = Segment(message.role, message.content, f"{at}.content", name, index)
+            self.segments.append(segment)
+            return
         if message.role == "tool":
             if message.tool_call_id is None:
                 path = f"{at}.tool_call_id"

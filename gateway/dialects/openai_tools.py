@@ -114,6 +114,11 @@ class OpenCalls:
     def __init__(self) -> None:
         self._open: dict[str, str] = {}
 
+    @property
+    def are_open(self) -> bool:
+        """Does any wait?"""
+        return bool(self._open)
+
     def add(self, made: ToolCall, path: str) -> None:
         """A call is made. Raises Refusal if one of that id is still open."""
         if made.call_id in self._open:

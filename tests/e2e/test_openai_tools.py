@@ -5,6 +5,7 @@ The model is a fake that says what a test tells it to; the template is one that 
 
 from __future__ import annotations
 
+import random
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, Literal
@@ -209,6 +210,45 @@ async def test_a_breakpoint_is_written_once_and_read_in_either_spelling(
     assert read == wrote > 20
     assert read < total
     await house.check_quiet()
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
+async def test_the_same_request_again_reads_exactly_what_was_written(
+    house: House, path: str, seed: int
+) -> None:
+    """For any marks, in both spellings and both modes; and the sums hold each time."""
+    draw = random.Random(seed)
+    marks: list[Any] = [
+        {},
+        {"prompt_cache_breakpoint": {"mode": "explicit", "ttl": "12h"}},
+        {"cache_control": {"type": "ephemeral", "ttl": draw.choice(["5m", "1h"])}},
+    ]
+    is_chat = path.endswith("completions")
+    kind = "text" if is_chat else "input_text"
+    parts = [
+        {"type": kind, "text": f"part {n} of {seed}. " * 4, **draw.choice(marks)} for n in range(6)
+    ]
+    body = {
+        "model": house.model,
+        "messages" if is_chat else "input": [{"role": "user", "content": parts}],
+        "max_tokens" if is_chat else "max_output_tokens": 2,
+        "prompt_cache_options": {"mode": draw.choice(["implicit", "explicit"])},
+    }
+
+    async def ask() -> tuple[int, int]:
+        status, answer, _ = await house.ask(path, body)
+        assert status == 200, answer
+        usage = answer["usage"]
+        details = usage["prompt_tokens_details" if is_chat else "input_tokens_details"]
+        read, wrote = details["cached_tokens"], details["cache_write_tokens"]
+        assert read + wrote <= usage["prompt_tokens" if is_chat else "input_tokens"]
+        return read, wrote
+
+    (nothing, wrote), (read, again) = await ask(), await ask()
+
+    assert (nothing, again) == (0, 0)
+    assert read == wrote
 
 
 async def test_explicit_mode_without_a_mark_reads_and_writes_nothing(

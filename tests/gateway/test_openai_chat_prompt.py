@@ -133,6 +133,7 @@ def test_a_refusal_is_what_the_assistant_said() -> None:
         ([USER, result("a")], "messages[1].tool_call_id", "no call with the id 'a'"),
         ([USER, calling(made("a")), result("b")], "messages[2].tool_call_id", "'b'"),
         ([USER, calling(made("a")), USER], "messages[2]", "'a'"),
+        ([USER, calling(made("a")), USER, result("a")], "messages[2]", "'a'"),
         ([USER, calling(made("a"))], "messages[1]", "'a'"),
         ([USER, calling(made("a"), made("b")), result("a"), USER], "messages[3]", "'b'"),
         (

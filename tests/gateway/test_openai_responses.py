@@ -167,6 +167,7 @@ def test_calls_without_a_word_are_a_turn_of_their_own() -> None:
         ([{"type": "reasoning"}], "input", "nothing to answer"),
         ([HI, CALL], "input[1]", "'a'"),
         ([HI, CALL, HI], "input[2]", "'a'"),
+        ([HI, CALL, HI, RESULT], "input[2]", "'a'"),
         ([HI, RESULT], "input[1].call_id", "'a'"),
         ([HI, CALL, RESULT, RESULT], "input[3].call_id", "'a'"),
         ([HI, {**CALL, "arguments": "1"}, RESULT], "input[1].arguments", "object"),
