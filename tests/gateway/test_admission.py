@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from engine.api import EngineInfo, Request, Sampling, Stats
+from engine.api import EngineInfo, Grammar, Request, Sampling, Stats
 from gateway.admission import Circumstances, admit, namespace_of, retry_after_s
 from gateway.config import LimitsConfig
 from gateway.dialects.canonical import Call, Generation, Prompt, Rendered
@@ -61,6 +61,17 @@ def ask(
         priority=priority,
     )
     return admit(call, [Rendered(tokens)] * prompts, who or identity(), "id", now)
+
+
+def test_each_prompt_takes_its_own_grammar_along() -> None:
+    """What an answer has to be is found out with its prompt."""
+    grammar = Grammar("json_object")
+    call = Call("m", (Prompt(), Prompt()), Generation())
+    rendered = [Rendered((1,), grammar=grammar), Rendered((1,))]
+
+    first, second = admit(call, rendered, identity(), "id", NOW)
+
+    assert (first.grammar, second.grammar) == (grammar, None)
 
 
 def refused(**asked: object) -> Refusal:

@@ -78,11 +78,11 @@ def test_logprobs_go_with_their_text(renderer: Renderer) -> None:
         return Text(0, text, (TokenText(len(text), text.encode(), -1.0),))
 
     output = ChoiceOutput(0, Prompt(tools=TOOLS), renderer, lambda: "id")
-    deltas = [d for text in ("Hm", " <to", "ast>", CALL) for d in output.push(token(text))]
+    deltas = [d for text in ("Hm", " <to", "ast>", CALL, " so") for d in output.push(token(text))]
     deltas += output.finish()
     kept = [t.data for d in deltas if isinstance(d, Text) for t in d.tokens]
 
-    assert kept == [b"Hm", b" <to", b"ast>"]
+    assert kept == [b"Hm", b" <to", b"ast>", b" so"]
 
 
 @pytest.mark.parametrize(

@@ -106,14 +106,10 @@ def test_tools_that_are_not_written_one_by_one_end_together() -> None:
 def test_a_special_token_is_not_cut() -> None:
     """What follows a tool may begin as what ends the list."""
 
-    def angular(tools: list[dict[str, Any]], texts: list[str]) -> str:
-        return "<end>".join(names(tools)) + "<end> " + "|".join(texts)
+    def parted(tools: list[dict[str, Any]], texts: list[str]) -> str:
+        return "<er>".join(names(tools)) + "<end>" + "|".join(texts)
 
-    def similar(tools: list[dict[str, Any]], texts: list[str]) -> str:
-        return "".join(f"{name}<er>" for name in names(tools)) + "<end>" + "|".join(texts)
-
-    assert [text[-1] for text in Written(similar).check("S", "Hi")] == [">", ">"]
-    assert Written(angular).check("S", "Hi", tools=1) == ["a<end>"]
+    assert Written(parted).check("S", "Hi") == ["a", "a<er>b"]
 
 
 def test_where_a_template_takes_no_more_tools_they_end_with_the_first_question() -> None:
