@@ -92,7 +92,8 @@ async def _create(gateway: Context, request: web.Request, identity: Identity) ->
         (marked(asked.prompt),),
         Generation(max_tokens=0),
         operation="prewarm",
-        cache=CacheAsk(profile="gemini"),
+        # All of it is written and paid for, whatever is there: what is bought is its keeping.
+        cache=CacheAsk(profile="gemini", lookup="written", lookback=1),
     )
     check_model(gateway, call)
     terms = retention(asked.expires_ms, now_ms)

@@ -76,6 +76,18 @@ async def test_creating_is_billed_once_as_a_write_and_using_as_a_read(house: Hou
     house.gateway.context.contracts.entries.check()
 
 
+async def test_creating_pays_for_all_of_it_whatever_is_there(house: House) -> None:
+    """What is bought is its keeping: words that happen to be cached are no discount on that."""
+    path, body = question(house, "")
+    del body["cachedContent"]
+    await house.ask(path, {**body, "contents": creation(house)["contents"]})
+
+    resource = await created(house, systemInstruction=None)
+
+    rows = house.store.query("select cache_write_tokens from ledger order by entry_id")
+    assert rows[-1] == (resource["usageMetadata"]["totalTokenCount"],)
+
+
 async def test_an_erased_pool_changes_nothing_for_its_reader(house: House) -> None:
     """It is computed again: the operator's cost, still the client's hit."""
     resource = await created(house)
