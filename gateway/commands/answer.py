@@ -24,9 +24,10 @@ class Answer(Struct, frozen=True):
     status: int = 0
 
 
-def tabled(rows: Table, status: int = 0) -> Answer:
-    """Rows for a program are columns for a person."""
-    return Answer(_columns(rows) if rows else "nothing yet", rows, status)
+def tabled(rows: Table, status: int = 0, *, shown: Sequence[str] = ()) -> Answer:
+    """Rows for a program are columns for a person; `shown`: those columns alone."""
+    table = [{name: row[name] for name in shown} for row in rows] if shown else rows
+    return Answer(_columns(table) if rows else "nothing yet", rows, status)
 
 
 def _columns(rows: Table) -> str:

@@ -15,6 +15,7 @@ from gateway.app import open_store
 from gateway.commands.answer import Answer, CommandError, tabled
 from gateway.config import Config
 from gateway.metering import wall_ms
+from gateway.usage_report import dollars
 from tenancy.errors import BadName
 from tenancy.keys import (
     SCOPES,
@@ -179,6 +180,20 @@ def key_revoke(config: Config, which: str) -> Answer:
     return Answer(f"key {key.shown}… {whose} revoked", _key_row(key))
 
 
+_USAGE = (
+    "tenant",
+    "requests",
+    "prompt_tokens",
+    "cache_read_tokens",
+    "cache_write_tokens",
+    "fresh_tokens",
+    "output_tokens",
+    "charge_usd",
+    "saved_usd",
+)
+"""What a person is shown of a sum."""
+
+
 def usage(config: Config, tenant: str | None, days: int | None) -> Answer:
     """Sums of ledger entries, by tenant."""
     if days is not None and not 1 <= days <= DAYS_MAX:
@@ -187,7 +202,12 @@ def usage(config: Config, tenant: str | None, days: int | None) -> Answer:
     with _opened(config) as store:
         if tenant is not None:
             find_tenant(store, tenant)
-        return tabled([structs.asdict(t) for t in Ledger.totals(store, tenant, since_ms)])
+        totals = [structs.asdict(total) for total in Ledger.totals(store, tenant, since_ms)]
+    for row in totals:
+        row["charge_usd"], row["saved_usd"] = (
+            dollars(int(row[name])) for name in ("charge_pico", "saved_pico")
+        )
+    return tabled(totals, shown=_USAGE)
 
 
 @contextmanager
