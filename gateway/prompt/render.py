@@ -10,6 +10,7 @@ goes for tools, which templates write as a whole.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -44,6 +45,8 @@ class Renderer:
         self._template = ChatTemplate(source)
         self.tool_style: ToolStyle = style_of(source, self._template.variables)
         self._token_texts = self.tokenizer.special_texts()
+        words = [text for text in self._token_texts.values() if text]
+        self._special_words = re.compile("|".join(map(re.escape, words)) or "(?!)")
         self._offsets = Offsets(self._run, frozenset(self._token_texts.values()))
         self._shells = lru_cache(SHELLS_MAX)(self._shell)
         markers = (self.tool_style.opening.strip(), self.tool_style.closing.strip())
@@ -128,10 +131,9 @@ class Renderer:
         if not text:
             return  # most messages have no name
         _check_text(text, path)
-        for special in self._token_texts.values():
-            if special in text:
-                message = f"{path}: it contains {special!r}."
-                raise Refusal(Kind.BAD, "invalid_value", message, param=path)
+        if (special := self._special_words.search(text)) is not None:
+            message = f"{path}: it contains {special[0]!r}."
+            raise Refusal(Kind.BAD, "invalid_value", message, param=path)
 
     # -- chats ----------------------------------------------------------------------------------
 
@@ -229,11 +231,10 @@ class Renderer:
     ) -> None:
         """Refuse what could not be told from the template's own."""
         texts = [p.text or "" for p in arranged.parts if p.is_call or not calls_only]
-        joined = ("".join(texts), "".join(text.strip() for text in texts))
-        for special in self._token_texts.values():
-            if special in joined[0] or special in joined[1]:
+        for joined in ("".join(texts), "".join(text.strip() for text in texts)):
+            if (special := self._special_words.search(joined)) is not None:
                 message = (
-                    f"The messages contain {special!r}, which this model's template cannot tell"
+                    f"The messages contain {special[0]!r}, which this model's template cannot tell"
                     " from its own."
                 )
                 raise Refusal(Kind.BAD, "invalid_value", message, param=prompt.field)
