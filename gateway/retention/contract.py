@@ -121,6 +121,7 @@ class Contracts:
                 entry.leases[write.retention.name] = Lease(write.retention, now_s, is_granted=True)
                 tries.append((write.tokens, entry))
         contract = Contract(self, scope, profile, lookup, total, now_s, tries, writes)
+        contract.is_below = look.is_below
         if ask.remember or ask.compare_with:
             contract.fingerprint = _fingerprint(call, rendered.boundaries, scope, found, total)
             if ask.compare_with:
@@ -172,6 +173,7 @@ class Contract:
         self._read_entry: Entry | None = None
         self._is_written = False
         self._missed = ""
+        self.is_below = False
         self.fingerprint: Fingerprint | None = None
         self.diagnosis: Diagnosis | None = None
 
@@ -265,6 +267,8 @@ class Contract:
     # -- inside -------------------------------------------------------------------------------
 
     def _why_missed(self, read: int, now_s: float) -> str:
+        if self.is_below:
+            return "below_minimum"
         if read >= max((write.tokens for write in self._writes), default=0):
             return ""
         longest = self._tries[0][1] if self._tries else None

@@ -27,10 +27,12 @@ class WritePlace(Struct, frozen=True):
 
 
 class Look(Struct, frozen=True):
-    """`tries`: where entries may be, in no order. `writes`: ascending."""
+    """`tries`: where entries may be, in no order. `writes`: ascending. `is_below`: there were
+    breakpoints, and all of them too near the beginning."""
 
     tries: tuple[Place, ...]
     writes: tuple[WritePlace, ...] = ()
+    is_below: bool = False
 
 
 def positions(
@@ -52,8 +54,9 @@ def positions(
             tries |= {boundaries[place].tokens for place in ends[-ask.lookback :]}
             tries.add(boundaries[ends[0]].tokens)
     return Look(
-        tuple(Place(tokens) for tokens in sorted(tries) if tokens >= min_tokens),
-        tuple(
+        is_below=bool(writes) and max(writes) < min_tokens,
+        tries=tuple(Place(tokens) for tokens in sorted(tries) if tokens >= min_tokens),
+        writes=tuple(
             WritePlace(tokens, classes[name])
             for tokens, name in sorted(writes.items())
             if name is not None and tokens >= min_tokens

@@ -283,6 +283,19 @@ def test_a_resource_is_read_whatever_the_pool_has_lost() -> None:
     assert (record.read, record.fresh) == ({"resource": 20}, 10)
 
 
+def test_a_breakpoint_below_the_minimum_says_so() -> None:
+    """Silently no cache, as the contract has it; and a cause for whoever asks."""
+    profiles = {"anthropic": CacheProfile(lookup="written", min_tokens=25)}
+    world = World(CachingConfig(profiles=profiles))
+
+    short = world.run("ab", {2: "5m"})
+    why = world.last.why_missed()
+    long = world.run("abc", {3: "5m"})
+
+    assert (short.write, why) == ({}, "below_minimum")
+    assert long.write == {"5m": 30}
+
+
 def test_a_class_nobody_has_is_refused_by_name() -> None:
     """A promise that cannot be made is not made silently."""
     world = World()

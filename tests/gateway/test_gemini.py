@@ -28,8 +28,9 @@ from gateway.dialects.canonical import (
     ToolChoice,
     UsageRecord,
 )
-from gateway.dialects.gemini import ARRAY_DIALECT, DIALECT
+from gateway.dialects.gemini import ARRAY_DIALECT, DIALECT, GeminiDialect
 from gateway.errors import Kind, Refusal
+from tests.gateway.transcripts import REPLY, SCRIPT, check_golden
 
 GENERATE = Asked("m", "generateContent")
 USAGE = UsageRecord(20, {"resource": 8}, {}, 12, 5, 8)
@@ -394,6 +395,35 @@ def test_an_answer_that_breaks_off_is_an_error_chunk() -> None:
 
     assert events.startswith(b'data: {"error":{"code":500')
     assert json.loads(data)[-1]["error"]["status"] == "INTERNAL"
+
+
+WHOLE: list[Delta] = [
+    *SCRIPT[:-3],
+    CallText(0, 0, "c0", "weather", '{"city":"B'),
+    CallText(0, 0, arguments='ern"}'),
+    *SCRIPT[-3:],
+]
+"""The script of every dialect, with a call."""
+
+
+@pytest.mark.parametrize(
+    ("name", "dialect"),
+    [("gemini_stream.txt", DIALECT), ("gemini_array.json", ARRAY_DIALECT)],
+)
+def test_a_stream_is_the_transcript_to_the_byte(name: str, dialect: GeminiDialect) -> None:
+    """What goes over the wire is a contract; a change of it is seen here."""
+    settings = Generation(choices=2, samples=2, sampling=Sampling(logprobs=1))
+    encoder = dialect.encoder(Call("smollm2", (Prompt(),), settings), REPLY)
+
+    check_golden(name, b"".join(map(encoder.stream, WHOLE)) + encoder.close())
+
+
+def test_a_unary_answer_is_the_transcript_to_the_byte() -> None:
+    """The same deltas, gathered."""
+    settings = Generation(choices=2, samples=2, sampling=Sampling(logprobs=1))
+    encoder = DIALECT.encoder(Call("smollm2", (Prompt(),), settings), REPLY)
+
+    check_golden("gemini_unary.json", encoder.unary(WHOLE))
 
 
 PIECES = st.lists(st.text("ab{}\n\u00e4", min_size=1, max_size=5), max_size=6)
