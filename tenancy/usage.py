@@ -13,7 +13,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from tenancy.bookkeeping import DAY_MS, ENTRY_FIELDS, HOUR_MS, HOUR_SUMS, entry_of, sums_of
+from tenancy.bookkeeping import DAY_MS, ENTRY_FIELDS, HOUR_MS, HOUR_SUMS, entry_of
 from tenancy.pricing import PICO_PER_MICRO
 from tenancy.store import Row, Store, Value
 from tenancy.types import UsageEntry
@@ -69,6 +69,18 @@ class _Level(Struct, frozen=True):
 
 _DAYS = _Level("usage_days", "day_ms", DAY_MS)
 _LEVELS = (_Level("usage_hours", "hour_ms", HOUR_MS),)
+_PIECES = (
+    "count(*)",
+    *(f"sum({name})" for name in HOUR_SUMS[1:8]),
+    "sum(cache_read_tokens > 0)",
+    "sum(cache_read_tokens > 0 and ttft_ms is not null)",
+    "sum(iif(cache_read_tokens > 0, coalesce(ttft_ms, 0), 0))",
+    "sum(cache_read_tokens = 0 and ttft_ms is not null)",
+    "sum(iif(cache_read_tokens = 0, coalesce(ttft_ms, 0), 0))",
+    *(f"sum({name}_pico {part} {PICO_PER_MICRO})" for name in ("charge", "saved") for part in "/%"),
+)
+"""What entries add to `HOUR_SUMS`, in that order."""
+
 _ENTRIES = ", ".join(f"ledger.{name}" for name in ENTRY_FIELDS)
 
 
@@ -163,34 +175,27 @@ def _add_pieces(
     store: Store, sums: dict[Row, list[int]], groups: Sequence[By], asked: Sequence[Value]
 ) -> None:
     """A piece of an hour, from its entries and adjustments."""
+    hour = f"booked_ms / {HOUR_MS} * {HOUR_MS}"
+    names = [_GROUPS[name].replace("hour_ms", hour) for name in groups]
+    by = ", ".join(str(1 + i) for i in range(len(groups)))
     where = f"{_WHERE} and booked_ms >= ?4 and booked_ms < ?5"
-    sql = f"select name, booked_ms, {_ENTRIES} from ledger join tenants using (tenant_id)"
-    for name, booked_ms, *row in store.query(f"{sql} where {where}", asked):
-        entry = entry_of(row)
-        group = _group_of(groups, name, entry.key_id, entry.model, booked_ms)
-        _add(sums, group, (*sums_of(entry), 0, 0))
     sql = (
-        "select name, a.booked_ms, key_id, model, amount_pico from adjustments as a"
-        " join tenants using (tenant_id) join ledger using (request_id)"
+        f"select {', '.join(names)}, {', '.join(_PIECES)} from ledger"
+        f" join tenants using (tenant_id) where {where} group by {by}"
     )
+    for row in store.query(sql, asked):
+        _add(sums, row[: len(groups)], (*row[len(groups) :], 0, 0))
+    names = [name.replace("booked_ms", "a.booked_ms") for name in names]
     where = where.replace("tenant_id", "a.tenant_id", 1).replace("booked_ms", "a.booked_ms")
-    for name, booked_ms, key_id, model, amount in store.query(f"{sql} where {where}", asked):
-        nothing = [0] * len(HOUR_SUMS)
-        group = _group_of(groups, name, key_id, model, booked_ms)
-        _add(sums, group, (*nothing, *divmod(amount, PICO_PER_MICRO)))
-
-
-def _group_of(
-    groups: Sequence[By], tenant: str, key_id: int, model: str, booked_ms: int
-) -> tuple[object, ...]:
-    of: dict[By, object] = {
-        "tenant": tenant,
-        "key": key_id,
-        "model": model,
-        "hour": booked_ms // HOUR_MS * HOUR_MS,
-        "day": booked_ms // DAY_MS * DAY_MS,
-    }
-    return tuple(of[name] for name in groups)
+    sql = (
+        f"select {', '.join(names)}, sum(amount_pico / {PICO_PER_MICRO}),"
+        f" sum(amount_pico % {PICO_PER_MICRO}) from adjustments as a"
+        " join tenants using (tenant_id) join ledger using (request_id)"
+        f" where {where} group by {by}"
+    )
+    nothing = [0] * len(HOUR_SUMS)
+    for row in store.query(sql, asked):
+        _add(sums, row[: len(groups)], (*nothing, *row[len(groups) :]))
 
 
 def _add(sums: dict[Row, list[int]], group: Row, more: Sequence[int]) -> None:

@@ -11,7 +11,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from tenancy.ledger import Hold, Ledger
 from tenancy.pricing import RateCard
 from tenancy.rate_cards import add_card
 from tenancy.registry import create_tenant
-from tenancy.store import Store, Value
+from tenancy.store import Store
 from tenancy.types import UsageEntry
 from tenancy.usage import usage
 
@@ -94,32 +94,19 @@ def fill(store: Store, count: int) -> None:
     """As many entries as asked for, without the ledger's thread: rows and their hours' sums."""
     for number in range(TENANTS):
         create_tenant(store, lambda: 1, f"tenant-{number}")
-    columns = ", ".join(ENTRY_FIELDS)
-    marks = ", ".join("?" * len(ENTRY_FIELDS))
-    step_ms = DAYS * DAY_MS / count
-
-    def rows(first: int, after: int) -> Iterator[tuple[Value, ...]]:
-        for number in range(first, after):
-            at_ms = int(number * step_ms)
-            yield (
-                *(
-                    f"{number:09}",
-                    1 + number % TENANTS,
-                    1 + number % KEYS,
-                    "ab"[number % 2],
-                    "done",
-                ),
-                *(at_ms, at_ms, 1000, 600, 300, 100, 50, 600, '{"5m":600}', '{"5m":300}'),
-                *("default", "standard", "", 0, 5, "e", "std@1", 123_456_789, 5, at_ms),
-            )
-
     with closing(apsw.Connection(str(store.path))) as db:
-        db.execute("pragma synchronous=off").fetchall()
-        for first in range(0, count, 200_000):
+        db.execute("pragma synchronous=off; pragma cache_size=-400000").fetchall()
+        for first in range(0, count, 500_000):
             with db:
-                db.executemany(
-                    f"insert into ledger ({columns}) values ({marks})",
-                    rows(first, min(count, first + 200_000)),
+                db.execute(
+                    "with recursive n (i) as"
+                    " (select ?1 union all select i + 1 from n where i + 1 < ?2)"
+                    f" insert into ledger ({', '.join(ENTRY_FIELDS)})"
+                    " select printf('%09d', i), 1 + i % ?3, 1 + i % ?4, 'm' || (i % 2), 'done',"
+                    " cast(i * ?5 as integer), cast(i * ?5 as integer), 1000, 600, 300, 100, 50,"
+                    " 600, '{\"5m\":600}', '{\"5m\":300}', 'default', 'standard', '', 0, 5,"
+                    " 'e', 'std@1', 123456789, 5, cast(i * ?5 as integer) from n",
+                    (first, min(count, first + 500_000), TENANTS, KEYS, DAYS * DAY_MS / count),
                 )
     with store.change() as db:
         db.execute(
@@ -170,9 +157,9 @@ def questions(folder: Path, count: int) -> None:
 
 def main(count: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
+        questions(Path(folder), count)
         latencies(Path(folder), has_money=False)
         latencies(Path(folder), has_money=True)
-        questions(Path(folder), count)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ CHILD = [sys.executable, "-m", "tests.tenancy.crash_child"]
 IS_LONG = os.environ.get("CRASH") == "long"  # make crash
 CALLS = "pwrite64,fdatasync,fsync,ftruncate"
 MORE_CALLS = [CALLS, "openat,unlink,fcntl"] if IS_LONG else [CALLS]
-KILLS = 300 if IS_LONG else 12
+KILLS = 200 if IS_LONG else 12
 EACH = 1 if IS_LONG else 8
 """Every system call is a point to be killed at in the long form, every eighth in the quick one."""
 

@@ -47,6 +47,16 @@ def entry(number: int) -> UsageEntry:
     )
 
 
+INSTANTS = st.one_of(
+    st.integers(0, 80 * HOUR_MS),
+    st.builds(  # right before an entry, at it, and right after it
+        lambda number, more: entry(number).started_ms + more,
+        st.integers(0, ENTRIES - 1),
+        st.integers(-1, 1),
+    ),
+)
+
+
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
     store = Store(tmp_path_factory.mktemp("usage") / "test.db")
@@ -87,8 +97,8 @@ def in_words(entries: list[UsageEntry]) -> tuple[int, ...]:
 @given(st.data())
 def test_any_period_is_the_sum_of_its_entries(store: Store, data: st.DataObject) -> None:
     """Whole hours from sums, pieces of hours from entries: nothing twice, nothing left out."""
-    since_ms = data.draw(st.integers(0, 80 * HOUR_MS))
-    until_ms = data.draw(st.none() | st.integers(0, 80 * HOUR_MS))
+    since_ms = data.draw(INSTANTS)
+    until_ms = data.draw(st.none() | INSTANTS)
     tenant = data.draw(st.sampled_from([None, "ada", "bob"]))
     key_id = data.draw(st.sampled_from([None, 1, 2, 3]))
     model = data.draw(st.sampled_from([None, "a", "b"]))
