@@ -22,15 +22,17 @@ from gateway.accounting import added
 from gateway.admission import Circumstances, admit
 from gateway.analytics import Facts
 from gateway.context import Context
-from gateway.dialects.canonical import Delta, End, Rendered, Reply
+from gateway.dialects.canonical import ChoiceEnd, Delta, End, Rendered, Reply
 from gateway.endpoints import Dialect, Encoder, asked
 from gateway.errors import Kind, Refusal
 from gateway.metering import Account
-from gateway.middleware import STATE, RequestState, refusal_of
+from gateway.middleware import STATE, RequestState
 from gateway.prepare import Prepared, check_model, circumstances, prepare
+from gateway.refusals import refusal_of
 from gateway.retention import Contract
 from gateway.server import ClientGone, read_body, send, write
 from gateway.stream import AnswerStream
+from gateway.tracing import operation_of
 from tenancy.errors import LedgerUnavailable, LimitExceeded
 from tenancy.limits import Demand, Reservation
 from tenancy.types import Identity
@@ -47,6 +49,7 @@ class Answer:
         self._dialect = dialect
         self._request = request
         self._state: RequestState = request[STATE]
+        self._state.operation = operation_of(dialect.name)
         self._response: web.StreamResponse | None = None
         self._reply = Reply("", "", 0)
         self._contracts: list[Contract] = []
@@ -68,6 +71,7 @@ class Answer:
         made = await prepare(gateway, call, identity)
         call = made.call
         if call.operation == "count":
+            state.operation = ""  # nothing was to be generated
             body = self._dialect.count_body(made.tokens, made.resource_tokens)
             return await self._send_whole(body)
         reply = Reply(f"{id_prefix}{state.request_id}", call.model, gateway.wall() // 1000)
@@ -77,7 +81,7 @@ class Answer:
         self, made: Prepared, identity: Identity, encoder: Encoder, reply: Reply
     ) -> web.StreamResponse:
         """From the tenant's count to the ledger's entry, however it ends."""
-        self._reply = reply
+        self._reply, self._state.response_id = reply, reply.response_id
         gateway, tenant_id = self._gateway, identity.tenant.tenant_id
         call, rendered, self._contracts = made.call, made.rendered, made.contracts
         self._rendered = rendered
@@ -102,6 +106,7 @@ class Answer:
         try:
             await account.open()
             streams = await self._submit(requests)
+            self._state.submitted_s = gateway.clock()
             answer = AnswerStream(call, rendered, streams, gateway.renderer, self._contracts)
             shape = self._stream if call.stream else self._unary
             response = await shape(answer, encoder, account)
@@ -162,6 +167,7 @@ class Answer:
         if account.is_open:
             with suppress(LedgerUnavailable):  # the hold stays and is closed at the next start
                 await account.settle(ending, answer.usage_so_far(), answer.first_token_s)
+                self._state.settled_s = self._gateway.clock()
 
     def _close(self, answer: AnswerStream, ending: str, reservation: Reservation) -> None:
         """Tell everybody who counts; once for each answer."""
@@ -201,8 +207,15 @@ class Answer:
         usage = answer.usage_so_far()
         self._state.prompt_tokens = usage.total_in
         self._state.cached_tokens = usage.physical_cached
+        self._state.cache_read_tokens = usage.read_tokens()
+        self._state.cache_write_tokens = usage.write_tokens()
         self._state.output_tokens = usage.out
         self._state.first_token_s = answer.first_token_s
+
+    def _note_reasons(self, deltas: Sequence[Delta]) -> None:
+        for delta in deltas:
+            if isinstance(delta, ChoiceEnd):
+                self._state.finish_reasons[delta.index] = delta.reason
 
     # -- the two shapes of an answer ------------------------------------------------------------
 
@@ -213,6 +226,7 @@ class Answer:
         async with aclosing(answer.batches()) as batches:
             async for batch in batches:
                 deltas.extend(batch or ())
+        self._note_reasons(deltas)
         await self._settle(deltas, account, answer.first_token_s)
         return await self._send_whole(encoder.unary(deltas))
 
@@ -257,6 +271,7 @@ class Answer:
         if batch is None:
             await self._send(self._dialect.keep_alive())
             return
+        self._note_reasons(batch)
         is_last = bool(batch) and isinstance(batch[-1], End)
         data = b"".join(map(encoder.stream, batch))
         if is_last:
@@ -296,6 +311,7 @@ class Answer:
         last = deltas[-1]
         assert isinstance(last, End), "a whole answer ends with its usage"
         await account.settle("done", last.usage, first_token_s)
+        self._state.settled_s = self._gateway.clock()
 
 
 def cache_header(contracts: Sequence[Contract]) -> str:

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from importlib import metadata, util
 from pathlib import Path
 
 import msgspec
@@ -24,7 +25,7 @@ from engine.client import Engine
 from engine.model_store import ModelCard
 from engine.supervisor import EngineSupervisor
 from gateway.analytics import Analytics
-from gateway.config import Config, parse_address
+from gateway.config import Config, ConfigError, parse_address
 from gateway.context import Context, Log
 from gateway.endpoints import SHAPES
 from gateway.errors import Refusal
@@ -53,6 +54,7 @@ from gateway.retention import Contracts
 from gateway.server import ListenerRunner
 from gateway.storage_meter import StorageWatch
 from gateway.telemetry import Telemetry
+from gateway.tracing import Tracer
 from tenancy.ledger import Ledger
 from tenancy.limits import Limiter
 from tenancy.registry import Registry, bootstrap, bootstrap_admin
@@ -126,7 +128,10 @@ class Gateway:
             log("holds_closed", {"interrupted": self.ledger.interrupted})
 
     async def listen(self, public: tuple[str, int], admin: tuple[str, int]) -> list[str]:
-        """Open both listeners; the URLs bound. Raises OSError naming the address."""
+        """Open both listeners; the URLs bound. Raises OSError naming the address, and ConfigError
+        where traces are wanted and cannot be sent."""
+        context = self.context
+        context.tracer = await asyncio.to_thread(open_tracer, context.config, context.log)
         urls = []
         for app, (host, port) in ((self.public_app(), public), (self.admin_app(), admin)):
             runner = ListenerRunner(
@@ -204,6 +209,30 @@ class Gateway:
         await self._reckoning.close()
         await asyncio.to_thread(self.ledger.close)
         await self.context.reports.close()
+        if self.context.tracer is not None:
+            await asyncio.to_thread(self.context.tracer.close)
+
+
+def open_tracer(config: Config, log: Log) -> Tracer | None:
+    """What sends spans, where `tracing.endpoint` is set; else nothing of OpenTelemetry is imported.
+    Raises ConfigError where it is not installed."""
+    if not config.tracing.endpoint:
+        return None
+    if not all(
+        map(util.find_spec, ("opentelemetry", "opentelemetry.sdk", "opentelemetry.exporter"))
+    ):
+        raise ConfigError(
+            "tracing.endpoint is set, but OpenTelemetry is not installed: install trunkline[otel],"
+            " or leave the endpoint empty"
+        )
+    from gateway.span_export import SpanTracer, WatchedExporter
+
+    return SpanTracer(
+        WatchedExporter(config.tracing.endpoint, log),
+        config.tracing.sample_ratio,
+        parse_address(config.server.listen, "server.listen"),
+        metadata.version("trunkline"),
+    )
 
 
 def prepare_data_dir(config: Config) -> None:

@@ -13,6 +13,7 @@ import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
+from urllib.parse import urlsplit
 
 import msgspec
 from msgspec import Meta, Struct
@@ -98,6 +99,14 @@ class LogConfig(Struct, frozen=True, forbid_unknown_fields=True):
     requests: bool = True
 
 
+class TracingConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """OpenTelemetry traces, off while `endpoint` is empty: the base address of a collector that
+    takes OTLP over HTTP. `sample_ratio`: of traces that no client began."""
+
+    endpoint: str = ""
+    sample_ratio: Annotated[float, Meta(ge=0, le=1)] = 1.0
+
+
 class Config(Struct, frozen=True, forbid_unknown_fields=True):
     """Everything that can be set. `tenants`: those that the file declares; one that it declares no
     longer is suspended. A file without any says nothing of any; `tenants = []` declares none."""
@@ -110,6 +119,7 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True):
     caching: CachingConfig = CachingConfig()
     tenancy: TenancyConfig = TenancyConfig()
     log: LogConfig = LogConfig()
+    tracing: TracingConfig = TracingConfig()
     engine: EngineConfig = EngineConfig()
     tenants: tuple[DeclaredTenant, ...] | None = None
 
@@ -248,6 +258,7 @@ def _checked(config: Config, origin: Origin) -> Config:
     ):
         if not text or "\x00" in text:
             raise ConfigError(f"{at(path)}: {text!r} is no name")
+    _check_endpoint(config.tracing.endpoint, at("tracing.endpoint"))
     try:
         check_declared(config.tenants or ())
     except BadName as error:
@@ -259,6 +270,27 @@ def _checked(config: Config, origin: Origin) -> Config:
             f" engine.step_tokens_max ({engine.step_tokens_max}); a slice must fit a step"
         )
     return config
+
+
+def _check_endpoint(text: str, what: str) -> None:
+    """Empty, or where a collector is. What it asks for as proof is a secret and stands elsewhere:
+    nothing here is hidden when settings are shown."""
+    if not text:
+        return
+    try:
+        url = urlsplit(text)
+        is_place = url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0
+    except ValueError:  # a port that is no number, a broken IPv6 address
+        is_place = False
+    if set("@?#") & set(text):
+        raise ConfigError(
+            f"{what}: no user, password or query may stand in it; headers for the collector go"
+            " into the environment, OTEL_EXPORTER_OTLP_HEADERS"
+        )
+    if not is_place:
+        raise ConfigError(
+            f"{what}: {text!r} is no address; write http://HOST:PORT, as in http://127.0.0.1:4318"
+        )
 
 
 def _paths(tree: Mapping[str, Any], above: str = "") -> dict[str, Any]:

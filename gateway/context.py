@@ -20,6 +20,7 @@ from gateway.prompt import Renderer
 from gateway.reports import Reports
 from gateway.retention import Contracts
 from gateway.telemetry import Telemetry
+from gateway.tracing import Tracer
 from tenancy.ledger import Ledger
 from tenancy.limits import Limiter
 from tenancy.store import Store
@@ -47,7 +48,7 @@ class Context:
     """A running gateway. `running`: requests admitted and not over, by tenant id.
     `read_config`: the settings as their file says them now; raises ConfigError.
     `token_bytes_max`: of the vocabulary's longest token.
-    `landings`: who waits for the ledger.
+    `landings`: who waits for the ledger. `tracer`: where tracing is on.
     `background`: work that must end even if whoever began it is cancelled.
     """
 
@@ -70,6 +71,7 @@ class Context:
     token_bytes_max: int
     read_config: Callable[[], Config]
     engine_restarts: Callable[[], int] = lambda: 0
+    tracer: Tracer | None = None
     is_draining: bool = False
     running: Counter[int] = field(default_factory=Counter)
     landings: Landings = field(default_factory=Landings)

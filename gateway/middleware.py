@@ -11,29 +11,20 @@ from __future__ import annotations
 
 import asyncio
 import math
-import traceback
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-import msgspec
 from aiohttp import web
 
-from engine.errors import EngineError, EngineUnavailable, RequestRefused
 from gateway.context import Context
 from gateway.dialects import openai_wire
 from gateway.door import WRONG_KEYS_PER_MINUTE_MAX, WrongKeys, bearer_key, check_host
 from gateway.errors import Kind, Refusal
+from gateway.refusals import refusal_of, where
 from gateway.server import ClientGone, accept_expectation, cut
-from gateway.stream import refusal_of as engine_refusal
-from tenancy.errors import (
-    BadName,
-    BadPrice,
-    BudgetExceeded,
-    KeyRefused,
-    LedgerUnavailable,
-    StoreError,
-)
+from gateway.tracing import Answered
+from tenancy.errors import KeyRefused
 from tenancy.types import Identity
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -76,7 +67,8 @@ class Route:
 @dataclass(slots=True)
 class RequestState:
     """What is known of a request by and by; its log line in the end. `headers` go on its answer,
-    whatever that will be."""
+    whatever that will be. `operation`: what a trace calls it; "" is not traced. `first_token_s` is
+    counted from the time when the engine had it, `submitted_s`; all others are the clock's."""
 
     request_id: str
     started_s: float
@@ -90,9 +82,16 @@ class RequestState:
     is_stream: bool = False
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    cache_read_tokens: int = 0
+    cache_write_tokens: int = 0
     output_tokens: int = 0
     first_token_s: float | None = None
     is_complete: bool = False
+    operation: str = ""
+    response_id: str = ""
+    finish_reasons: dict[int, str] = field(default_factory=dict)
+    submitted_s: float | None = None
+    settled_s: float | None = None
     headers: dict[str, str] = field(default_factory=dict)
 
     def left(self) -> int:
@@ -195,7 +194,7 @@ class Guard:
             status = answer.status
             return answer
         finally:
-            self._report(state, request.method, status)
+            self._report(state, request, status)
 
     async def _enter(
         self, request: web.Request, handler: Handler, state: RequestState
@@ -253,8 +252,8 @@ class Guard:
             refusal = Refusal(Kind.INTERNAL, "internal_error", "Something failed on our side.")
         return refusal
 
-    def _report(self, state: RequestState, method: str, status: int) -> None:
-        """One line and a few counts per request, at its end."""
+    def _report(self, state: RequestState, request: web.Request, status: int) -> None:
+        """One line, a few counts and perhaps a span per request, at its end."""
         total_s = self._gateway.clock() - state.started_s
         telemetry = self._gateway.telemetry
         tenant = "none"
@@ -275,7 +274,12 @@ class Guard:
         has_key = state.identity is not None or state.admin_key_id is not None
         has_news = has_key or state.ending != "done"
         if self._gateway.config.log.requests and has_news:
-            self._gateway.log("request", log_facts(state, method, status, total_s))
+            self._gateway.log("request", log_facts(state, request.method, status, total_s))
+        tracer = self._gateway.tracer
+        if tracer is not None and state.operation:
+            traceparent = request.headers.get("traceparent", "")
+            facts = span_facts(state, status, total_s, self._gateway.wall(), traceparent)
+            tracer.record(facts)
 
 
 def log_facts(state: RequestState, method: str, status: int, total_s: float) -> dict[str, object]:
@@ -301,64 +305,46 @@ def log_facts(state: RequestState, method: str, status: int, total_s: float) -> 
     }
 
 
+def span_facts(
+    state: RequestState, status: int, total_s: float, ended_ms: int, traceparent: str
+) -> Answered:
+    """What a trace says of it: the canonical line's facts and when what was reached."""
+    reasons = state.finish_reasons
+    submitted_s = _after(state, state.submitted_s)
+    first_token_s = None
+    if submitted_s is not None and state.first_token_s is not None:
+        first_token_s = submitted_s + state.first_token_s
+    return Answered(
+        operation=state.operation,
+        route=state.route,
+        ended_ms=ended_ms,
+        total_s=total_s,
+        request_id=state.request_id,
+        tenant_id=None if state.identity is None else state.identity.tenant.tenant_id,
+        status=status,
+        ending=state.ending,
+        error=state.code or ("" if state.ending == "done" else state.ending),
+        model=state.model,
+        response_id=state.response_id,
+        is_stream=state.is_stream,
+        prompt_tokens=state.prompt_tokens,
+        cached_tokens=state.cached_tokens,
+        cache_read_tokens=state.cache_read_tokens,
+        cache_write_tokens=state.cache_write_tokens,
+        output_tokens=state.output_tokens,
+        finish_reasons=tuple(reasons[index] for index in sorted(reasons)),
+        submitted_s=submitted_s,
+        first_token_s=first_token_s,
+        settled_s=_after(state, state.settled_s),
+        traceparent=traceparent,
+    )
+
+
+def _after(state: RequestState, at_s: float | None) -> float | None:
+    return None if at_s is None else at_s - state.started_s
+
+
 # --- errors to bytes -----------------------------------------------------------------------------
-
-_HTTP_KINDS = {
-    404: (Kind.NOT_FOUND, "not_found", "There is nothing at this path."),
-    405: (Kind.METHOD, "method_not_allowed", "This path does not take that method."),
-    413: (Kind.TOO_BIG, "request_too_large", "The body is larger than allowed."),
-    417: (Kind.EXPECTATION, "unsupported_expectation", "Only Expect: 100-continue is understood."),
-}
-
-
-_NAME_KINDS = {
-    "tenant_unknown": Kind.NOT_FOUND,
-    "key_unknown": Kind.NOT_FOUND,
-    "name_taken": Kind.CONFLICT,
-    "tenant_in_use": Kind.CONFLICT,
-    "tenant_declared": Kind.CONFLICT,
-    "key_not_live": Kind.CONFLICT,
-}
-"""What administrators' calls are refused for; any other code is a value that cannot be."""
-
-
-def refusal_of(error: Exception) -> Refusal | None:
-    """What a client may know of an error; None for our own mistakes."""
-    match error:
-        case Refusal():
-            return error
-        case web.HTTPException():
-            kind, code, message = _HTTP_KINDS.get(
-                error.status, (Kind.BAD, "bad_http", "The request could not be understood.")
-            )
-            return Refusal(kind, code, message)
-        case EngineUnavailable():
-            return engine_refusal(error.code, error.message, error.retry_after_s)
-        case RequestRefused():
-            return engine_refusal(error.code, error.message)
-        case EngineError():
-            return None
-        case BadName():
-            return Refusal(_NAME_KINDS.get(error.code, Kind.BAD), error.code, error.message)
-        case StoreError():
-            message = "The database cannot be read or written now. Try again."
-            return Refusal(Kind.BUSY, "database_unavailable", message, retry_after_s=5.0)
-        case BudgetExceeded():
-            return Refusal(Kind.QUOTA, error.code, error.message)
-        case BadPrice():
-            return Refusal(Kind.BAD, error.code, error.message)
-        case LedgerUnavailable():
-            message = "Usage cannot be recorded now, so nothing is answered. Try again."
-            return Refusal(Kind.BUSY, "ledger_unavailable", message, retry_after_s=5.0)
-        case msgspec.MsgspecError() | UnicodeDecodeError():
-            return Refusal(Kind.BAD, "invalid_json", "The body is not valid JSON.")
-        case RecursionError():
-            return Refusal(Kind.BAD, "invalid_json", "The body is nested too deeply.")
-        case MemoryError():
-            message = "Not enough memory for this request now."
-            return Refusal(Kind.BUSY, "overloaded", message, retry_after_s=5.0)
-        case _:
-            return None
 
 
 def error_response(refusal: Refusal, state: RequestState, request: web.Request) -> web.Response:
@@ -384,12 +370,3 @@ def error_response(refusal: Refusal, state: RequestState, request: web.Request) 
     if not request.content.at_eof():
         response.force_close()  # the rest of its body is not worth reading
     return response
-
-
-def where(error: BaseException) -> dict[str, object]:
-    """Where an unforeseen error rose: types and lines. Its message may quote what a client sent."""
-    frames = traceback.extract_tb(error.__traceback__)[-6:]
-    return {
-        "error": type(error).__name__,
-        "at": [f"{frame.filename.rpartition('/')[2]}:{frame.lineno}" for frame in frames],
-    }

@@ -115,6 +115,12 @@ def test_a_mistake_in_the_file_names_file_key_and_value(
         ("[server]\nlisten = '::1:80'", "no address"),
         ("[admin]\nlisten = '127.0.0.1:8080'", "needs one of its own"),
         ("[engine]\nstep_tokens_max = 100", "engine.prefill_chunk_tokens_max (512) is above"),
+        (
+            "[tracing]\nendpoint = 'collector:4318'",
+            "tracing.endpoint: 'collector:4318' is no address",
+        ),
+        ("[tracing]\nendpoint = 'http://a:b'", "no address; write http://HOST:PORT"),
+        ("[tracing]\nendpoint = 'http://'", "no address"),
         ("data_dir = ''", "data_dir: '' is no name"),
         ("[model]\nname = ''", "model.name: '' is no name"),
     ],
@@ -123,6 +129,17 @@ def test_values_that_do_not_go_together_are_told_too(tmp_path: Path, text: str, 
     """What types alone do not say."""
     with pytest.raises(ConfigError, match=re.escape(told)):
         load(tmp_path, text)
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["http://me:s3cret@h:1", "http://me:s3cret@h:x", "http://h?k=s3cret"]
+)
+def test_a_collectors_secret_is_refused_and_not_repeated(tmp_path: Path, endpoint: str) -> None:
+    """`check-config` shows every setting: a password has no place among them."""
+    with pytest.raises(ConfigError, match="OTEL_EXPORTER_OTLP_HEADERS") as caught:
+        load(tmp_path, f"[tracing]\nendpoint = '{endpoint}'")
+
+    assert "s3cret" not in str(caught.value)
 
 
 def test_a_mistake_on_the_command_line_is_told_of_it(tmp_path: Path) -> None:
