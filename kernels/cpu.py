@@ -6,6 +6,7 @@ classes mirror `cpu.h`, which says what each field means.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import hashlib
@@ -176,13 +177,15 @@ def compiled(cache: Path | None = None) -> Path | None:
 
 
 def _folders(cache: Path | None) -> Iterator[Path]:
-    """Where the library may lie: the user's cache, or a folder of this start's own."""
+    """Where the library may lie: the user's cache, or a folder for as long as we run."""
     if cache is not None:
         yield cache
         return
     with contextlib.suppress(RuntimeError):  # a user without a home
         yield Path.home() / ".cache" / "trunkline"
-    yield Path(tempfile.mkdtemp(prefix="trunkline-"))
+    own = tempfile.mkdtemp(prefix="trunkline-")
+    atexit.register(shutil.rmtree, own, ignore_errors=True)
+    yield Path(own)
 
 
 def _compile(target: Path) -> None:
