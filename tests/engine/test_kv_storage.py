@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+from pathlib import Path
 from typing import Literal
 
 import pytest
@@ -73,3 +75,22 @@ def test_formats_that_lay_bytes_differently_have_different_names() -> None:
     ]
 
     assert len({form.name for form in forms}) == 4
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="memory is read from /proc")
+def test_a_new_storage_is_zero_and_takes_no_memory_before_it_is_used() -> None:
+    """A start waits for no block that nobody has asked for."""
+    form = kv_format(tiny_config(), torch.float32, 16)
+    blocks = 2**29 // form.block_bytes
+    before = resident_bytes()
+
+    kv = KvStorage(form, blocks, torch.float32, CPU)
+
+    assert kv.data.shape[0] == blocks
+    assert resident_bytes() - before < 2**26
+    assert not kv.data[-1].any()
+
+
+def resident_bytes() -> int:
+    """Of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
