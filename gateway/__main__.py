@@ -20,7 +20,7 @@ from engine.model_store import pull
 from gateway.bench import cli as bench
 from gateway.bench.client import BenchError
 from gateway.bench.overhead import Overhead
-from gateway.commands import checks, money, serve, tenants
+from gateway.commands import checks, money, scopes, serve, tenants
 from gateway.commands.answer import Answer, CommandError
 from gateway.commands.arguments import LIMITS, SETTINGS, UsageError, build_parser, changes
 from gateway.config import Config, ConfigError, Origin, load_config
@@ -28,6 +28,10 @@ from tenancy.errors import BadName, TenancyError
 
 MORE = {
     **money.COMMANDS,
+    "shared-scope": (
+        "Caches that several tenants share: list, make, change or remove them.",
+        scopes.add_arguments,
+    ),
     "bench": ("Measure an endpoint; ours if none is named.", bench.add_bench_arguments),
     "replay": ("Send an endpoint a recorded trace.", bench.add_replay_arguments),
 }
@@ -98,6 +102,8 @@ def _answer(options: argparse.Namespace, config: Config, origin: Origin) -> Answ
             return money.run(options, config, sys.stdout.buffer.write)
         case "usage":
             return tenants.usage(config, options.tenant, options.days)
+        case "shared-scope":
+            return scopes.run(options, config)
         case "tenant":
             return _tenant(options, config)
         case "key":

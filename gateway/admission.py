@@ -18,6 +18,8 @@ from gateway.errors import Kind, Refusal
 from tenancy.types import Identity
 
 SEQUENCES_PER_CALL_MAX = 128
+SHARED = "scope:"
+"""Begins the second part of a shared scope's namespace; no workspace's name has a colon."""
 RETRY_AFTER_MIN_S, RETRY_AFTER_MAX_S = 1.0, 60.0
 """Clients that are told to wait for more than a minute give up instead."""
 
@@ -65,7 +67,7 @@ def admit(
             stop_token_ids=_stops(generation, now),
             min_tokens=min(generation.min_tokens, budget),
             priority=identity.policy.priority + call.priority,
-            weight=identity.policy.weight,
+            weight=identity.blocks_policy.weight,
             deadline_s=now.limits.queue_timeout_s,
             prompt_logprobs=generation.prompt_logprobs,
             grammar=prompt.grammar,
@@ -81,13 +83,12 @@ def namespace_of(
 
     Each part stands behind its length, so that no two lists of parts give the same bytes.
     """
-    parts = (
-        str(identity.tenant.tenant_id),
-        identity.workspace,
-        model_digest,
-        template_digest,
-        partition,
-    )
+    scope = identity.scope
+    if scope is None:
+        whose = (str(identity.tenant.tenant_id), identity.workspace)
+    else:
+        whose = (str(scope.owner_id), f"{SHARED}{scope.scope_id}")
+    parts = (*whose, model_digest, template_digest, partition)
     encoded = [part.encode(errors="surrogatepass") for part in parts]
     return b"".join(len(part).to_bytes(4, "big") + part for part in encoded)
 
@@ -158,7 +159,7 @@ def _output_tokens(
 def _room(identity: Identity, now: Circumstances) -> tuple[int, str]:
     """(tokens one sequence may have, in words): the context, or the memory if that is less."""
     context = now.info.context_tokens
-    ceiling = identity.policy.ceiling_blocks
+    ceiling = identity.blocks_policy.ceiling_blocks
     blocks = now.info.blocks if ceiling is None else min(now.info.blocks, ceiling)
     memory = blocks * now.info.block_size
     if memory < context:
@@ -209,7 +210,7 @@ def _stops(generation: Generation, now: Circumstances) -> tuple[int, ...]:
 def _grant(
     call: Call, identity: Identity, now: Circumstances, leases: tuple[LeaseRequest, ...]
 ) -> CacheGrant:
-    policy = identity.policy
+    policy = identity.blocks_policy
     return CacheGrant(
         namespace=namespace_of(
             identity, now.info.model_digest, now.template_digest, call.partition

@@ -32,6 +32,7 @@ from gateway.errors import Refusal
 from gateway.handlers import (
     admin,
     admin_money,
+    admin_scopes,
     admin_tenants,
     admin_usage,
     analytics,
@@ -170,6 +171,7 @@ class Gateway:
         routes = (
             *admin.routes(context),
             *admin_tenants.routes(context),
+            *admin_scopes.routes(context),
             *admin_usage.routes(context),
             *admin_money.routes(context),
             *analytics.routes(context),

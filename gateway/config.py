@@ -23,6 +23,7 @@ from engine.model_store import DEFAULT_MODEL
 from gateway.cache_terms import CachingConfig
 from tenancy.declared import DeclaredTenant, check_declared
 from tenancy.errors import BadName
+from tenancy.shared_scopes import ScopeTerms, check_scopes
 
 Seconds = Annotated[float, Meta(gt=0, le=86_400)]
 Whole = Annotated[int, Meta(ge=1, le=2**40)]
@@ -85,11 +86,13 @@ class LimitsConfig(Struct, frozen=True, forbid_unknown_fields=True):
 class TenancyConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """`database`: relative to the data directory. `tenants_as_labels_max`: how many tenants appear
     by name in metrics; the rest are counted together. `tenants_followed_max`: those active last
-    whose prompts are sampled for advice, at about a megabyte each."""
+    whose prompts are sampled for advice, at about a megabyte each. `shared_scopes`: those that the
+    file declares; one that it declares no longer is removed. A file without any says nothing."""
 
     database: str = "trunkline.db"
     tenants_as_labels_max: Annotated[int, Meta(ge=0, le=1_000)] = 20
     tenants_followed_max: Annotated[int, Meta(ge=1, le=100_000)] = 500
+    shared_scopes: tuple[ScopeTerms, ...] | None = None
 
 
 class LogConfig(Struct, frozen=True, forbid_unknown_fields=True):
@@ -191,7 +194,10 @@ def _read(file: Path) -> dict[str, Any]:
 
 def _decode(tree: dict[str, Any], where: str) -> Config:
     _check_names(tree, Config, where, "")
-    _check_tenants(tree.get("tenants"), where)
+    _check_tables(tree.get("tenants"), DeclaredTenant, where, "tenants")
+    tenancy = tree.get("tenancy")
+    scopes = tenancy.get("shared_scopes") if isinstance(tenancy, dict) else None
+    _check_tables(scopes, ScopeTerms, where, "tenancy.shared_scopes")
     try:
         return msgspec.convert(tree, Config)
     except msgspec.ValidationError as error:
@@ -203,14 +209,14 @@ def _decode(tree: dict[str, Any], where: str) -> Config:
         raise ConfigError(f"{where}: {key}: {message}{came}") from error
 
 
-def _check_tenants(tables: object, where: str) -> None:
+def _check_tables(tables: object, kind: Any, where: str, path: str) -> None:
     """Tables of a list, each told by its place: the same checks as everywhere."""
     for number, table in enumerate(tables if isinstance(tables, list) else ()):
-        at = f"tenants[{number}]"
+        at = f"{path}[{number}]"
         if isinstance(table, dict):
-            _check_names(table, DeclaredTenant, where, f"{at}.")
+            _check_names(table, kind, where, f"{at}.")
         try:
-            msgspec.convert(table, DeclaredTenant)
+            msgspec.convert(table, kind)
         except msgspec.ValidationError as error:
             message, _, path = str(error).partition(" - at `$")
             raise ConfigError(f"{where}: {at}{path.rstrip('`')}: {message}") from error
@@ -263,6 +269,10 @@ def _checked(config: Config, origin: Origin) -> Config:
         check_declared(config.tenants or ())
     except BadName as error:
         raise ConfigError(f"{at('tenants')}: {error.message}") from error
+    try:
+        check_scopes(config.tenancy.shared_scopes or ())
+    except BadName as error:
+        raise ConfigError(f"{at('tenancy.shared_scopes')}: {error.message}") from error
     engine = config.engine
     if engine.prefill_chunk_tokens_max > engine.step_tokens_max:
         raise ConfigError(

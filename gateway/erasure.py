@@ -8,18 +8,20 @@ leaves a receipt. It knows no HTTP; administration and self-service call it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from msgspec import Struct
 
 from engine.api import Namespace, NamespaceStats, Stats
 from gateway import plain
+from gateway.admission import SHARED
 from gateway.context import Context
 from gateway.errors import Kind, Refusal
 from gateway.retention.entries import Entry
 from tenancy.erasures import Receipt, digest_of, record
 from tenancy.resources import end_resources
+from tenancy.shared_scopes import Scope, list_scopes
 
 LEASE_ID_SIGNS_MAX = 200
 _PARTS = 5
@@ -28,7 +30,8 @@ _AT_ONCE = 32
 
 
 class Target(Struct, frozen=True):
-    """What of a tenant's cache is meant: all, a workspace's, or one lease. `key_id` asks for it."""
+    """What of a tenant's cache is meant: all, with the shared scopes it owns, a workspace's, or one
+    lease. `key_id` asks for it. A shared scope is as a workspace of its owner: `of_scope`."""
 
     tenant_id: int
     key_id: int
@@ -39,7 +42,11 @@ class Target(Struct, frozen=True):
         """As the receipt says it."""
         if self.lease_id is not None:
             return f"lease {self.lease_id}"
-        return "all" if self.workspace is None else f"workspace {self.workspace}"
+        if self.workspace is None:
+            return "all"
+        if self.workspace.startswith(SHARED):
+            return f"shared scope {self.workspace.removeprefix(SHARED)}"
+        return f"workspace {self.workspace}"
 
     def covers(self, namespace: Namespace) -> bool:
         """Is this one of the namespaces that are meant?"""
@@ -55,6 +62,23 @@ class Holding(Struct, frozen=True):
     workspace: str
     stats: NamespaceStats
 
+    @property
+    def scope_id(self) -> int | None:
+        """Of the shared scope that it is, if it is one; the tenant is then its owner."""
+        number = self.workspace.removeprefix(SHARED)
+        return int(number) if number != self.workspace else None
+
+    def shown(self, scopes: Mapping[int, str]) -> dict[str, str | None]:
+        """Its workspace, or the name of the shared scope."""
+        if self.scope_id is None:
+            return {"workspace": self.workspace, "shared_scope": None}
+        return {"workspace": None, "shared_scope": scopes.get(self.scope_id, "removed")}
+
+
+def of_scope(scope: Scope, key_id: int, lease_id: str | None = None) -> Target:
+    """All of a shared scope, or a lease in it."""
+    return Target(scope.owner_id, key_id, f"{SHARED}{scope.scope_id}", lease_id)
+
 
 def parts_of(namespace: Namespace) -> tuple[str, ...]:
     """The parts that `admission.namespace_of` joined; () for what it did not make."""
@@ -67,6 +91,12 @@ def parts_of(namespace: Namespace) -> tuple[str, ...]:
         parts.append(namespace[at + 4 : end].decode(errors="replace"))
         at = end
     return tuple(parts) if at == len(namespace) and len(parts) >= _PARTS else ()
+
+
+def owner_of(namespace: Namespace) -> int | None:
+    """The tenant that a namespace is held for; None for what is not ours."""
+    parts = parts_of(namespace)
+    return int(parts[0]) if parts and parts[0].isdigit() else None
 
 
 def holdings(stats: Stats) -> list[Holding]:
@@ -102,6 +132,26 @@ async def erase(gateway: Context, target: Target) -> Receipt:
 
     await gateway.finish(work())
     return receipts[0]
+
+
+async def scope_names(gateway: Context) -> dict[int, str]:
+    """Names of the shared scopes there are, by id."""
+    return {scope.scope_id: scope.name for scope in await gateway.reports.ask(list_scopes)}
+
+
+async def forget_removed(gateway: Context) -> None:
+    """Forget what shared scopes hold that have been removed: nobody can read it any more. Raises
+    EngineUnavailable and StoreError."""
+    stats = await gateway.engine.get_stats()
+    held = [one for one in holdings(stats) if one.scope_id is not None]
+    if not held:
+        return
+    # Asked after what is held: a scope that was made since is there too.
+    there = await scope_names(gateway)
+    for one in held:
+        if one.scope_id not in there:
+            gateway.contracts.entries.forget(one.stats.namespace)
+            await gateway.engine.erase(one.stats.namespace)
 
 
 def receipt_body(receipt: Receipt) -> dict[str, Any]:

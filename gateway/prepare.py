@@ -91,9 +91,11 @@ async def prepare(
 def scope_of(call: Call, identity: Identity, now: Circumstances) -> Scope:
     """Whose prefixes a call may read and write."""
     namespace = namespace_of(identity, now.info.model_digest, now.template_digest, call.partition)
-    tenant = identity.tenant
-    name = f"{tenant.tenant_id}/{identity.workspace}"
-    return Scope(namespace, tenant.tenant_id, name, identity.policy.classes)
+    tenant_id = identity.tenant.tenant_id
+    # What was agreed is the scope's; what a tenant sent before is its own, and nobody else's.
+    owner_id = tenant_id if identity.scope is None else identity.scope.owner_id
+    name = f"{tenant_id}/{identity.workspace}"
+    return Scope(namespace, owner_id, name, identity.policy.classes)
 
 
 def circumstances(gateway: Context, tenant_id: int) -> Circumstances:

@@ -30,6 +30,9 @@ _NAME_KINDS = {
     "tenant_in_use": Kind.CONFLICT,
     "tenant_declared": Kind.CONFLICT,
     "key_not_live": Kind.CONFLICT,
+    "scope_unknown": Kind.NOT_FOUND,
+    "scope_declared": Kind.CONFLICT,
+    "scope_overlap": Kind.CONFLICT,
 }
 """What administrators' calls are refused for; any other code is a value that cannot be."""
 

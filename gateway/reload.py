@@ -1,28 +1,31 @@
 """Reading the configuration again while the server runs: by SIGHUP, or when an administrator asks.
 
-Declared tenants are made so; every other setting waits for a restart, and which ones differ is
-said. A file that cannot be read, or that says what cannot be, changes nothing. It knows no HTTP;
-`app` and the admin API call it.
+Declared tenants and shared scopes are made so; every other setting waits for a restart, and which
+ones differ is said. A file that cannot be read, or that says what cannot be, changes nothing. It
+knows no HTTP; `app` and the admin API call it.
 """
 
 from __future__ import annotations
 
 import asyncio
 
-from msgspec import Struct, structs
+from msgspec import Struct
 
 from gateway.config import Config, ConfigError, effective
 from gateway.context import Context
 from gateway.errors import Kind, Refusal
 from tenancy.declared import Change, reconcile
 from tenancy.errors import TenancyError
+from tenancy.shared_scopes import ScopeChange
 
 
 class Reloaded(Struct, frozen=True):
-    """What was done to tenants, and which settings differ from those that the server runs with."""
+    """What was done to tenants and to shared scopes, and which settings differ from those that the
+    server runs with."""
 
     tenants: tuple[Change, ...]
     needs_restart: tuple[str, ...]
+    shared_scopes: tuple[ScopeChange, ...] = ()
 
 
 async def reload(gateway: Context) -> Reloaded:
@@ -33,26 +36,39 @@ async def reload(gateway: Context) -> Reloaded:
     except (ConfigError, TenancyError) as error:
         gateway.log("reload_refused", {"reason": str(error)})
         raise Refusal(Kind.CONFLICT, "bad_config", f"Nothing was changed: {error}") from error
-    found = Reloaded(tuple(changes), tuple(differences(gateway.config, config)))
-    gateway.log("reloaded", {"tenants": len(changes), "needs_restart": found.needs_restart})
+    found = Reloaded(
+        tuple(change for change in changes if isinstance(change, Change)),
+        tuple(differences(gateway.config, config)),
+        tuple(change for change in changes if isinstance(change, ScopeChange)),
+    )
+    gateway.log("reloaded", {"tenants": len(found.tenants), "needs_restart": found.needs_restart})
     return found
 
 
-async def declare(gateway: Context, config: Config) -> list[Change]:
-    """Make the declared tenants so, and say what was done. Raises StoreError, BadName."""
-    if config.tenants is None:
-        return []
-    changes = await asyncio.to_thread(reconcile, gateway.store, gateway.wall, config.tenants)
+async def declare(gateway: Context, config: Config) -> list[Change | ScopeChange]:
+    """Make what is declared so, and say what was done. Raises StoreError, BadName."""
+    scopes = config.tenancy.shared_scopes
+    changes = await asyncio.to_thread(
+        reconcile, gateway.store, gateway.wall, config.tenants, scopes
+    )
     for change in changes:
-        gateway.log("tenant_declared", {"tenant": change.tenant, "what": change.what})
+        match change:
+            case Change(tenant, what):
+                gateway.log("tenant_declared", {"tenant": tenant, "what": what})
+            case ScopeChange(scope, what):
+                gateway.log("scope_declared", {"shared_scope": scope, "what": what})
     gateway.registry.look_again()
     return changes
 
 
 def differences(running: Config, read: Config) -> list[str]:
-    """Paths of the settings that differ, but for tenants."""
+    """Paths of the settings that differ, but for what a reload makes so."""
     before, after = (
-        {path: value for path, value, _ in effective(structs.replace(one, tenants=None), {})}
+        {
+            path: value
+            for path, value, _ in effective(one, {})
+            if path not in ("tenants", "tenancy.shared_scopes")
+        }
         for one in (running, read)
     )
     return sorted(

@@ -3,7 +3,7 @@
 A block belongs to one namespace, and a namespace to one tenant, however many of its sequences share
 the block: so it is counted once, for that tenant, and the tenants' sum is what the pool has in use.
 Integrated from the engine's heartbeats, each standing until the next; what was held is written to
-the ledger every minute. `app` runs it.
+the ledger every minute, and what a removed shared scope held is forgotten then. `app` runs it.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from collections import defaultdict
 from contextlib import suppress
 
 from engine.api import Stats
+from engine.errors import EngineError
 from gateway.context import Context
-from gateway.erasure import parts_of
+from gateway.erasure import forget_removed, owner_of, parts_of
 from tenancy.bookkeeping import StorageReading
-from tenancy.errors import LedgerUnavailable
+from tenancy.errors import LedgerUnavailable, StoreError
 from tenancy.registry import list_tenants
 
 LOOK_EVERY_S = 0.5
@@ -76,6 +77,12 @@ def held(stats: Stats, block_size: int) -> dict[Key, int]:
     return dict(found)
 
 
+def look_at_churn(gateway: Context) -> None:
+    """Count what has come and gone since somebody looked. O(namespaces)."""
+    moves, minute = gateway.engine.losses.moves(), gateway.wall() // 60_000
+    gateway.churn.look(moves, owner_of, minute)
+
+
 class StorageWatch:
     """Keeps a meter going, and writes what it has measured."""
 
@@ -104,7 +111,10 @@ class StorageWatch:
             self._look()
             if clock() - written_s >= WRITE_EVERY_S:
                 written_s = clock()
+                look_at_churn(self._gateway)
                 await self._write()
+                with suppress(EngineError, StoreError):  # in a minute again
+                    await forget_removed(self._gateway)
             await asyncio.sleep(LOOK_EVERY_S)
 
     def _look(self) -> None:

@@ -1,10 +1,10 @@
-"""Tenants that the configuration file declares: what it says is made so, in one transaction.
+"""Tenants and shared scopes that the configuration file declares: made so, in one transaction.
 
 A declared tenant is what the file says, all of it: what is not said there has its default. One
 that the file names no longer is suspended, never deleted: it may have leases that are promised and
 entries that are kept. Whether an operator suspended a declared tenant is not the file's to say;
-but naming one anew that was not declared before makes it active. It reads no file; the gateway
-calls it at the start and at each reload.
+but naming one anew that was not declared before makes it active. A shared scope that is declared
+no longer is removed. It reads no file; the gateway calls it at the start and at each reload.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from tenancy.registry import (
     list_registered,
     write_settings,
 )
+from tenancy.shared_scopes import ScopeChange, ScopeTerms, check_scopes, differ, reconcile_scopes
 from tenancy.store import Store
 from tenancy.types import Tenant, TenantSettings, WallClock
 
@@ -66,23 +67,43 @@ def check_declared(declared: Sequence[DeclaredTenant]) -> None:
             raise BadName(error.code, f"{one.name}: {error.message}") from error
 
 
-def reconcile(store: Store, clock: WallClock, declared: Sequence[DeclaredTenant]) -> list[Change]:
-    """Make it so, all or nothing; what was done, by name. O(tenants). Raises BadName, StoreError.
+def reconcile(
+    store: Store,
+    clock: WallClock,
+    declared: Sequence[DeclaredTenant] | None,
+    scopes: Sequence[ScopeTerms] | None = None,
+) -> list[Change | ScopeChange]:
+    """Make it so, all or nothing; what was done, by name: tenants, then shared scopes. None: the
+    file says nothing of them. O(tenants). Raises BadName, StoreError.
 
     Nothing is written where nothing differs, so a reload that changes nothing costs a read.
     """
-    check_declared(declared)
-    wanted = {one.name: one.settings for one in declared}
-    changes: list[Change] = []
-    if not _differ(list_registered(store), wanted):
+    check_declared(declared or ())
+    check_scopes(scopes or ())
+    wanted = None if declared is None else {one.name: one.settings for one in declared}
+    changes: list[Change | ScopeChange] = []
+    are_tenants_new = wanted is not None and _differ(list_registered(store), wanted)
+    are_scopes_new = scopes is not None and differ(store, scopes)
+    if not are_tenants_new and not are_scopes_new:
         return changes
     with store.change() as db:
-        # Nobody else writes until this ends; the reader sees what was committed before.
-        there = {one.tenant.name: one for one in list_registered(store)}
-        for name in sorted(wanted.keys() | there.keys()):
-            what = _reconcile_one(db, clock, name, there.get(name), wanted.get(name))
-            if what is not None:
-                changes.append(Change(name, what))
+        if wanted is not None:
+            changes += _reconcile_tenants(store, db, clock, wanted)
+        if scopes is not None:
+            changes += reconcile_scopes(db, clock, scopes)
+    return changes
+
+
+def _reconcile_tenants(
+    store: Store, db: apsw.Connection, clock: WallClock, wanted: dict[str, TenantSettings]
+) -> list[Change]:
+    """Nobody else writes until this ends; the reader sees what was committed before."""
+    changes = []
+    there = {one.tenant.name: one for one in list_registered(store)}
+    for name in sorted(wanted.keys() | there.keys()):
+        what = _reconcile_one(db, clock, name, there.get(name), wanted.get(name))
+        if what is not None:
+            changes.append(Change(name, what))
     return changes
 
 

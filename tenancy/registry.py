@@ -27,8 +27,17 @@ from tenancy.keys import (
     write_limits,
 )
 from tenancy.limits import check_limits
+from tenancy.shared_scopes import ALL, Membership, memberships, owned_by
 from tenancy.store import Row, Store
-from tenancy.types import CachePolicy, Identity, Limits, Tenant, TenantSettings, WallClock
+from tenancy.types import (
+    CachePolicy,
+    Identity,
+    Limits,
+    SharedScope,
+    Tenant,
+    TenantSettings,
+    WallClock,
+)
 
 REFRESH_S = 0.5
 CHANGES_MAX = 500
@@ -88,6 +97,7 @@ class Registry:
             facts.scopes,
             found.limits,
             facts.limits,
+            self._scope_of(facts.tenant_id, facts.workspace),
         )
 
     def authenticate_admin(self, key: str) -> int:
@@ -101,6 +111,15 @@ class Registry:
     def look_again(self) -> None:
         """Something has been changed here: the next question sees it."""
         self._looked_at_s = -math.inf
+
+    def _scope_of(self, tenant_id: int, workspace: str) -> SharedScope | None:
+        """The scope that a workspace shares, while its owner is there to pay for it."""
+        mine = self._memberships.get(tenant_id)
+        found = mine.get(workspace, mine.get(ALL)) if mine else None
+        owner = self._tenants.get(found.owner_id) if found else None
+        if found is None or owner is None or owner.tenant.status != "active":
+            return None
+        return SharedScope(found.scope_id, found.name, found.owner_id, owner.policy)
 
     def _refresh(self) -> None:
         now_s = self._clock()
@@ -131,6 +150,8 @@ class Registry:
             self._tenants.pop(tenant_id, None)
             for row in self._store.query(f"{_TENANTS} where tenant_id = ?", (tenant_id,)):
                 self._tenants[tenant_id] = _registered(row)
+            self._memberships.pop(tenant_id, None)
+            self._memberships |= memberships(self._store, tenant_id)
         self._version = max(version, rows[-1][0])
 
     def _load(self) -> None:
@@ -138,6 +159,7 @@ class Registry:
         a key's tenant is there unless both have just been deleted."""
         version = self._store.registry_version()
         ring = load_key_ring(self._store)
+        self._memberships: dict[int, dict[str, Membership]] = memberships(self._store)
         self._tenants = {one.tenant.tenant_id: one for one in list_registered(self._store)}
         self._ring, self._version = ring, version
 
@@ -230,7 +252,10 @@ def delete_tenant(store: Store, name: str) -> None:
                 "tenant_declared",
                 f"{name} is declared in the configuration file; take it out there and reload",
             )
+        if owned := owned_by(db, found.tenant.tenant_id):
+            raise BadName("tenant_in_use", f"{name} owns the shared scope {owned[0]}; remove it")
         try:
+            db.execute("delete from scope_members where tenant_id = ?", (found.tenant.tenant_id,))
             db.execute("delete from keys where tenant_id = ?", (found.tenant.tenant_id,))
             db.execute("delete from tenants where tenant_id = ?", (found.tenant.tenant_id,))
         except apsw.ConstraintError as error:

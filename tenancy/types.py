@@ -100,8 +100,19 @@ class TenantSettings(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         )
 
 
+class SharedScope(Struct, frozen=True, forbid_unknown_fields=True):
+    """A cache that several tenants share. `owner_id`: the tenant that pays for its storage, and by
+    whose `policy` its blocks are bounded."""
+
+    scope_id: int
+    name: str
+    owner_id: int
+    policy: CachePolicy
+
+
 class Identity(Struct, frozen=True, forbid_unknown_fields=True):
-    """Who is asking, as far as a valid key proves it. `limits` are the tenant's."""
+    """Who is asking, as far as a valid key proves it. `limits` are the tenant's. `scope`: where the
+    workspace's cache is, if others share it."""
 
     tenant: Tenant
     workspace: str
@@ -110,6 +121,12 @@ class Identity(Struct, frozen=True, forbid_unknown_fields=True):
     scopes: frozenset[str] = frozenset({"inference"})
     limits: Limits = Limits()
     key_limits: Limits = Limits()
+    scope: SharedScope | None = None
+
+    @property
+    def blocks_policy(self) -> CachePolicy:
+        """What bounds the blocks of its cache: its own, or that of the owner of a shared one."""
+        return self.policy if self.scope is None else self.scope.policy
 
 
 FREE = "free"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from datetime import UTC, datetime
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
@@ -16,9 +15,10 @@ from pathlib import Path
 import msgspec
 from msgspec import structs
 
-from gateway.app import open_store
 from gateway.commands.answer import Answer, CommandError, Table, tabled
+from gateway.commands.database import opened
 from gateway.config import Config
+from gateway.dialects.strict import field_given_twice
 from gateway.metering import wall_ms
 from tenancy.adjustments import Adjustment, adjust
 from tenancy.audit import check_books
@@ -30,7 +30,6 @@ from tenancy.pricing import RateCard
 from tenancy.rate_cards import add_card, load_cards
 from tenancy.reconcile import Counts, reconcile
 from tenancy.registry import find_tenant, list_tenants
-from tenancy.store import Store
 
 Adder = Callable[[argparse.ArgumentParser], None]
 Write = Callable[[bytes], object]
@@ -46,7 +45,7 @@ def _add_prices(parser: argparse.ArgumentParser) -> None:
 
 def _prices(options: argparse.Namespace, config: Config, write: Write) -> Answer:
     """All versions of all cards, or a new one."""
-    with _opened(config) as store:
+    with opened(config) as store:
         if options.add is not None:
             card = add_card(store, wall_ms, _read_card(options.add))
             text = f"{card.rate_card_id} is in force from {_instant(card.valid_from_ms)}"
@@ -60,9 +59,13 @@ def _prices(options: argparse.Namespace, config: Config, write: Write) -> Answer
 def _read_card(path: Path) -> RateCard:
     data = path.read_bytes()[: FILE_BYTES_MAX + 1]
     try:
-        return msgspec.json.decode(data, type=RateCard)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        card = msgspec.json.decode(data, type=RateCard)
+        twice = field_given_twice(data)
+    except (msgspec.MsgspecError, ValueError) as error:
         raise CommandError(f"{path} is no rate card: {error}") from error
+    if twice is not None:
+        raise CommandError(f"{path} is no rate card: {twice!r} was given twice")
+    return card
 
 
 def _add_budget(parser: argparse.ArgumentParser) -> None:
@@ -83,7 +86,7 @@ def _budget(options: argparse.Namespace, config: Config, write: Write) -> Answer
         raise CommandError("say whose budget it is: trunkline budget TENANT --hard USD")
     if options.remove and (hard is not None or soft is not None):
         raise CommandError("--remove takes no --hard and no --soft")
-    with _opened(config) as store:
+    with opened(config) as store:
         names = {tenant.tenant_id: tenant.name for tenant, _ in list_tenants(store)}
         tenant_id = None
         if options.tenant is not None:
@@ -130,7 +133,7 @@ def _adjust(options: argparse.Namespace, config: Config, write: Write) -> Answer
     if pico != int(pico):
         raise CommandError(f"{abs(amount)} dollars are no whole pico-dollars")
     adjustment = Adjustment(options.id, options.request, int(pico), options.reason)
-    with _opened(config) as store:
+    with opened(config) as store:
         is_new = adjust(store, wall_ms, adjustment)
     text = f"adjustment {options.id} booked" if is_new else f"adjustment {options.id} was there"
     return Answer(text, {**structs.asdict(adjustment), "is_new": is_new})
@@ -143,7 +146,7 @@ def _add_close(parser: argparse.ArgumentParser) -> None:
 
 def _close(options: argparse.Namespace, config: Config, write: Write) -> Answer:
     """Close what can be closed. Keep the digests elsewhere."""
-    with _opened(config) as store:
+    with opened(config) as store:
         days = list_closes(store) if options.list else close_days(store, wall_ms, options.through)
     rows = [
         {
@@ -162,7 +165,7 @@ def _add_nothing(parser: argparse.ArgumentParser) -> None:
 
 def _check_books(options: argparse.Namespace, config: Config, write: Write) -> Answer:
     """Status 1 if something is wrong."""
-    with _opened(config) as store:
+    with opened(config) as store:
         findings = check_books(store)
     text = "\n".join(findings) if findings else "the books are right"
     return Answer(text, findings, 1 if findings else 0)
@@ -170,7 +173,7 @@ def _check_books(options: argparse.Namespace, config: Config, write: Write) -> A
 
 def _reconcile(options: argparse.Namespace, config: Config, write: Write) -> Answer:
     """Ledger, engine and metrics by engine life. Status 1 if they are apart."""
-    with _opened(config) as store:
+    with opened(config) as store:
         epochs = reconcile(store)
     rows: Table = []
     for epoch in epochs:
@@ -207,7 +210,7 @@ def _export(options: argparse.Namespace, config: Config, write: Write) -> Answer
     since_ms, until_ms = _time(options.since, "--since"), _time(options.until, "--until")
     if options.out is None and (options.json or options.format == "parquet"):
         raise CommandError("name a file with --out FILE")
-    with _opened(config) as store:
+    with opened(config) as store:
         if options.tenant is not None:
             find_tenant(store, options.tenant)
         period = (options.tenant, since_ms or 0, until_ms)
@@ -266,15 +269,6 @@ COMMANDS: Mapping[str, tuple[str, Adder]] = {
 def run(options: argparse.Namespace, config: Config, write: Write) -> Answer:
     """One of `COMMANDS`. What an export has to say goes to `write`."""
     return _RUN[options.command](options, config, write)
-
-
-@contextmanager
-def _opened(config: Config) -> Iterator[Store]:
-    store, _ = open_store(config)
-    try:
-        yield store
-    finally:
-        store.close()
 
 
 def _amount(text: str) -> Decimal:

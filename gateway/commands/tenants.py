@@ -4,15 +4,14 @@ beside a running server, which sees the change within a second.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from datetime import UTC, datetime
 
 import msgspec
 from msgspec import structs
 
-from gateway.app import open_store
-from gateway.commands.answer import Answer, CommandError, tabled
+from gateway.commands.answer import Answer, tabled
+from gateway.commands.database import opened
 from gateway.config import Config
 from gateway.metering import wall_ms
 from gateway.usage_report import dollars
@@ -50,7 +49,7 @@ DAYS_MAX = 36_500
 def tenant_create(config: Config, name: str, changes: Mapping[str, object]) -> Answer:
     """Make a tenant."""
     settings = changed(TenantSettings(), changes)
-    with _opened(config) as store:
+    with opened(config) as store:
         create_tenant(
             store, wall_ms, name, settings.policy, tier=settings.tier, limits=settings.limits
         )
@@ -60,7 +59,7 @@ def tenant_create(config: Config, name: str, changes: Mapping[str, object]) -> A
 
 def tenant_list(config: Config) -> Answer:
     """All tenants with what is set of them; for a person without what is set nowhere."""
-    with _opened(config) as store:
+    with opened(config) as store:
         rows = [_row(one) for one in list_registered(store)]
     unset = {name for name in (rows[0] if rows else ()) if all(row[name] is None for row in rows)}
     shown = [{n: v for n, v in row.items() if n not in unset} for row in rows]
@@ -71,21 +70,21 @@ def tenant_set(config: Config, name: str, changes: Mapping[str, object]) -> Answ
     """Change what is named."""
     if not changes:
         raise BadName("nothing_to_set", "say what to set: `trunkline tenant set --help` lists it")
-    with _opened(config) as store:
+    with opened(config) as store:
         change_tenant(store, name, changes)
         return _about(store, name, f"tenant {name} changed")
 
 
 def tenant_status(config: Config, name: str, status: str) -> Answer:
     """Suspend or resume."""
-    with _opened(config) as store:
+    with opened(config) as store:
         set_status(store, name, status)
         return _about(store, name, f"tenant {name} is {status}")
 
 
 def tenant_delete(config: Config, name: str) -> Answer:
     """Take back one that never used anything."""
-    with _opened(config) as store:
+    with opened(config) as store:
         delete_tenant(store, name)
     return Answer(f"tenant {name} deleted", {"name": name, "deleted": True})
 
@@ -107,10 +106,10 @@ def key_create(
     if tenant is None:
         if scopes is not None or limits or workspace != "default":
             raise BadName("bad_scopes", "an administrator's key has no workspace, scopes or limits")
-        with _opened(config) as store:
+        with opened(config) as store:
             key = create_admin_key(store, wall_ms, label=label, lives_ms=lives_ms)
         return Answer(key, {"key": key, "scopes": ["admin"]})
-    with _opened(config) as store:
+    with opened(config) as store:
         found, _ = find_tenant(store, tenant)
         key = create_key(
             store,
@@ -127,7 +126,7 @@ def key_create(
 
 def key_list(config: Config, tenant: str | None) -> Answer:
     """Keys as they may be shown: never whole."""
-    with _opened(config) as store:
+    with opened(config) as store:
         if tenant is not None:
             find_tenant(store, tenant)
         keys = list_keys(store, tenant)
@@ -152,7 +151,7 @@ def key_set(
     """Change what is named."""
     if label is None and scopes is None and not limits:
         raise BadName("nothing_to_set", "say what to set: `trunkline key set --help` lists it")
-    with _opened(config) as store:
+    with opened(config) as store:
         old = find_key(store, which)
         key = change_key(
             store,
@@ -167,14 +166,14 @@ def key_set(
 def key_rotate(config: Config, which: str, grace: str) -> Answer:
     """A new key, alone in words; the old one works on for a while."""
     grace_ms = 0 if grace == "0" else _milliseconds(grace, "--grace")
-    with _opened(config) as store:
+    with opened(config) as store:
         key, new, old = rotate_key(store, wall_ms, which, grace_ms)
     return Answer(key, {"key": key, "new": _key_row(new), "old": _key_row(old)})
 
 
 def key_revoke(config: Config, which: str) -> Answer:
     """A key stops working within a second."""
-    with _opened(config) as store:
+    with opened(config) as store:
         key = revoke_key(store, wall_ms, which)
     whose = f"of {key.tenant}" if key.tenant else "of an administrator"
     return Answer(f"key {key.shown}… {whose} revoked", _key_row(key))
@@ -199,7 +198,7 @@ def usage(config: Config, tenant: str | None, days: int | None) -> Answer:
     if days is not None and not 1 <= days <= DAYS_MAX:
         raise BadName("bad_time", f"--days: {days} is not between 1 and {DAYS_MAX}")
     since_ms = 0 if days is None else wall_ms() - days * _UNITS_MS["d"]
-    with _opened(config) as store:
+    with opened(config) as store:
         if tenant is not None:
             find_tenant(store, tenant)
         totals = [structs.asdict(total) for total in Ledger.totals(store, tenant, since_ms)]
@@ -208,20 +207,6 @@ def usage(config: Config, tenant: str | None, days: int | None) -> Answer:
             dollars(int(row[name])) for name in ("charge_pico", "saved_pico")
         )
     return tabled(totals, shown=_USAGE)
-
-
-@contextmanager
-def _opened(config: Config) -> Iterator[Store]:
-    try:
-        store, _ = open_store(config)
-    except OSError as error:
-        raise CommandError(
-            f"the data directory {config.data} cannot be used: {error.strerror}"
-        ) from error
-    try:
-        yield store
-    finally:
-        store.close()
 
 
 def _about(store: Store, name: str, text: str) -> Answer:

@@ -15,17 +15,19 @@ from gateway.errors import Kind, Refusal
 from gateway.middleware import STATE, Route
 from tenancy.erasures import RECEIPTS_MAX, digest_of, list_receipts
 from tenancy.registry import Registered, find_registered, list_registered
+from tenancy.shared_scopes import find_scope
 
 NAMESPACES_MAX = 1_000
 """The largest are told."""
 
 
 class EraseBody(Struct, frozen=True, forbid_unknown_fields=True):
-    """What of a tenant's cache: all, a workspace's, or one lease."""
+    """What of a tenant's cache, or of a shared scope: all, a workspace's, or one lease."""
 
-    tenant: str
+    tenant: str | None = None
     workspace: str | None = None
     lease_id: str | None = None
+    shared_scope: str | None = None
 
 
 def routes(gateway: Context) -> tuple[Route, ...]:
@@ -45,16 +47,14 @@ def routes(gateway: Context) -> tuple[Route, ...]:
 
     async def erase(request: web.Request) -> web.StreamResponse:
         body = await plain.read(request, gateway.config.server, EraseBody)
-        found = await _tenant(gateway, body.tenant)
         if len(body.lease_id or "") > erasure.LEASE_ID_SIGNS_MAX:
             raise Refusal(
                 Kind.NOT_FOUND, "lease_unknown", "There is no such lease.", param="lease_id"
             )
         by = request[STATE].admin_key_id
         assert by is not None, "this route asks for an administrator's key"
-        target = erasure.Target(found.tenant.tenant_id, by, body.workspace, body.lease_id)
-        receipt = await erasure.erase(gateway, target)
-        return plain.answer({"tenant": body.tenant, **erasure.receipt_body(receipt)})
+        whose, target = await _target(gateway, body, by)
+        return plain.answer({**whose, **erasure.receipt_body(await erasure.erase(gateway, target))})
 
     async def erasures(request: web.Request) -> web.StreamResponse:
         given = plain.query(request, "tenant", "limit")
@@ -75,6 +75,22 @@ def routes(gateway: Context) -> tuple[Route, ...]:
     )
 
 
+async def _target(
+    gateway: Context, body: EraseBody, by: int
+) -> tuple[dict[str, str], erasure.Target]:
+    """What is meant, and whose it is in words. Raises Refusal, BadName."""
+    if body.tenant is not None and body.shared_scope is None:
+        tenant_id = (await _tenant(gateway, body.tenant)).tenant.tenant_id
+        target = erasure.Target(tenant_id, by, body.workspace, body.lease_id)
+        return {"tenant": body.tenant}, target
+    if body.shared_scope is None or body.tenant is not None or body.workspace is not None:
+        message = "Name a tenant, with or without a workspace, or a shared_scope."
+        raise Refusal(Kind.BAD, "invalid_value", message, param="tenant")
+    scope = await asyncio.to_thread(find_scope, gateway.store, body.shared_scope)
+    whose = {"tenant": scope.owner, "shared_scope": scope.name}
+    return whose, erasure.of_scope(scope, by, body.lease_id)
+
+
 async def _tenant(gateway: Context, name: str) -> Registered:
     return await asyncio.to_thread(find_registered, gateway.store, name)
 
@@ -85,12 +101,13 @@ async def _contents(gateway: Context, wanted: int | None) -> dict[str, Any]:
     names = {
         one.tenant.tenant_id: one.tenant.name for one in await gateway.reports.ask(list_registered)
     }
+    scopes = await erasure.scope_names(gateway)
     held = [one for one in erasure.holdings(stats) if wanted in (None, one.tenant_id)]
     held.sort(key=lambda one: -one.stats.blocks)
     rows = [
         {
             "tenant": names.get(one.tenant_id),
-            "workspace": one.workspace,
+            **one.shown(scopes),
             "namespace_digest": digest_of([one.stats.namespace]),
             "blocks": one.stats.blocks,
             "pinned_blocks": one.stats.pinned_blocks,

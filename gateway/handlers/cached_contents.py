@@ -197,10 +197,13 @@ async def _change(gateway: Context, request: web.Request, identity: Identity) ->
 
 
 async def _delete(gateway: Context, request: web.Request, identity: Identity) -> web.StreamResponse:
-    """It is gone for its owner at once; its blocks too, where no other lease covers them."""
+    """It is gone for its owner at once; its blocks too, where no other lease covers them. In a
+    shared scope they stay until the lease ends: the same words may be held for another."""
     name = request.match_info["name"]
     resource, stored = load(gateway, name, identity)
     await _drop(gateway, identity, resource.resource_id)
+    if identity.scope is not None:
+        return await _ok(gateway, request, b"{}")
     call = Call(
         resource.model, (marked(stored),), Generation(max_tokens=0), cache=CacheAsk("gemini")
     )

@@ -1,7 +1,8 @@
 """`GET /v1/usage`, `GET` and `DELETE /v1/cache`: what a tenant may know and do about itself.
 
 With its own key, for its own counts alone: what another has does not exist here. Usage is the
-tenant's; the cache is that of the key's workspace.
+tenant's; the cache is that of the key's workspace. Of a cache that others share only its name is
+told: what it holds is others' too.
 """
 
 from __future__ import annotations
@@ -46,6 +47,12 @@ def routes(gateway: Context) -> tuple[Route, ...]:
 
     async def erase(request: web.Request) -> web.StreamResponse:
         identity = _identity(request)
+        if identity.scope is not None:
+            message = (
+                f"This workspace shares the cache of {identity.scope.name} with others: only the"
+                " operator may erase it."
+            )
+            raise Refusal(Kind.PERMISSION, "shared_scope", message)
         lease_id = plain.query(request, "lease_id").get("lease_id")
         if lease_id is not None and len(lease_id) > erasure.LEASE_ID_SIGNS_MAX:
             raise Refusal(
@@ -83,6 +90,7 @@ async def _cache(gateway: Context, identity: Identity) -> dict[str, Any]:
     return {
         "tenant": tenant.name,
         "workspace": identity.workspace,
+        "shared_scope": None if identity.scope is None else identity.scope.name,
         "blocks": blocks,
         "pinned_blocks": sum(one.pinned_blocks for one in held),
         "promised_blocks": sum(one.promised_blocks for one in held),

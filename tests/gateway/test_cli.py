@@ -27,7 +27,8 @@ COMMANDS = [
     "serve", "pull", "check-config", "doctor", "version", "bench", "replay", "usage",
     "tenant", "tenant create", "tenant list", "tenant set", "tenant suspend", "tenant resume",
     "prices", "budget", "adjust", "close", "check-books", "reconcile", "export",
-    "tenant delete", "key", "key create", "key list", "key set", "key rotate", "key revoke",
+    "shared-scope", "tenant delete", "key", "key create", "key list", "key set", "key rotate",
+    "key revoke",
 ]  # fmt: skip
 
 Run = Callable[..., tuple[int, str, str]]
@@ -121,6 +122,13 @@ def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixtu
         ("usage --days 0", "--days: 0 is not between 1 and"),
         ("usage --days 99999999", "--days: 99999999 is not between 1 and"),
         ("usage --tenant nobody", "there is no tenant 'nobody'"),
+        ("shared-scope ours", "say whose it is: --owner TENANT, or --remove it"),
+        ("shared-scope --remove", "say which: trunkline shared-scope NAME"),
+        ("shared-scope ours --owner default --remove", "--remove takes no --owner"),
+        ("shared-scope ours --remove", "there is no shared scope 'ours'"),
+        ("shared-scope ours --owner nobody", "there is no tenant 'nobody'"),
+        ("shared-scope Ours --owner default", "'Ours' is no shared scope name"),
+        ("shared-scope ours --owner default --members a b/../c", "'../c' is no workspace name"),
     ],
 )
 def test_what_cannot_be_is_one_line_and_status_2(run: Run, arguments: str, what: str) -> None:
@@ -201,6 +209,26 @@ def test_a_tenant_is_deleted_while_it_has_used_nothing(run: Run, data: Path) -> 
 
     assert said == (0, "tenant aad deleted\n", "")
     assert "suspend it instead" in told(run, "tenant", "delete", "default", status=2)
+
+
+def test_a_shared_scope_is_made_shown_and_removed(run: Run) -> None:
+    """Off until then; each time with all who share it."""
+    nothing = data_of(run, "shared-scope")
+    run("tenant", "create", "ada")
+    arguments = ("--owner", "default", "--members", "ada/lab", "default")
+    _, said, _ = run("shared-scope", "ours", *arguments)
+    listed = data_of(run, "shared-scope")
+    _, table, _ = run("shared-scope")
+    removed = data_of(run, "shared-scope", "ours", "--remove")
+
+    assert nothing == []
+    assert said == "shared scope ours of default: ada/lab default\n"
+    assert [(one["name"], one["owner"], one["members"]) for one in listed] == [
+        ("ours", "default", ["ada/lab", "default"])
+    ]
+    assert "ada/lab,default" in table
+    assert removed == {"name": "ours", "removed": True}
+    assert data_of(run, "shared-scope") == []
 
 
 def test_a_key_is_changed_and_rotated(run: Run) -> None:

@@ -207,3 +207,23 @@ def test_declared_tenants_are_read_with_every_setting(tmp_path: Path) -> None:
 def test_tenants_that_nobody_declared_are_told_from_none() -> None:
     """A file from before there were declared tenants must not suspend anybody."""
     assert load_config(None, {}, {})[0].tenants is None
+
+
+def test_shared_scopes_are_read_and_checked(tmp_path: Path) -> None:
+    """None are declared unless the file says so; mistakes are told by their place."""
+    head = '[[tenancy.shared_scopes]]\nname = "ours"\nowner = "ada"\n'
+    config = load(tmp_path, f'{head}members = ["ada", "bob/lab"]\n')
+
+    assert load(tmp_path, "").tenancy.shared_scopes is None
+    assert config.tenancy.shared_scopes is not None
+    assert config.tenancy.shared_scopes[0].members == ("ada", "bob/lab")
+    for text, message in (
+        (f"{head}member = []\n", "tenancy.shared_scopes[0].member is not a setting; did you mean"),
+        (f"{head}members = [1]\n", "tenancy.shared_scopes[0]"),
+        (f"{head}{head}", "the shared scope 'ours' is declared twice"),
+        (f'{head}members = ["bob", "bob/lab"]\n', "a workspace is in one scope at most"),
+        (f'{head}members = ["../bob"]\n', "'..' is no tenant name"),
+        ("[tenancy]\nshared_scopes = 1\n", "tenancy.shared_scopes"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            load(tmp_path, text)

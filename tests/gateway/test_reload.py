@@ -16,6 +16,7 @@ from gateway.errors import Refusal
 from gateway.reload import Reloaded, declare, differences, reload
 from tenancy.declared import Change
 from tenancy.registry import find_registered, list_tenants
+from tenancy.shared_scopes import ScopeChange
 from tests.gateway.admin import Admin
 from tests.gateway.house import House
 
@@ -73,6 +74,34 @@ async def test_a_tenant_that_is_declared_no_longer_is_suspended(reloader: Reload
     assert found.tenants == (Change("ada", "suspended"),)
     assert (status, body["error"]["code"]) == (403, "tenant_suspended")
     assert len(house.entries()) == 1
+
+
+async def test_leases_outlive_a_tenant_that_is_declared_no_longer(reloader: Reloader) -> None:
+    """What was promised stays promised: put back in time, it reads what it wrote before."""
+    house = reloader.house
+    await reloader(ADA)
+    text = {
+        "type": "text",
+        "text": "a text to be kept, " * 20,
+        "cache_control": {"type": "ephemeral"},
+    }
+    body = {
+        "model": house.model,
+        "max_tokens": 4,
+        "messages": [{"role": "user", "content": [text]}],
+    }
+    headers = {"anthropic-version": "2023-06-01"}
+    _, wrote, _ = await house.ask("/v1/messages", body, headers=headers)
+    await reloader("tenants = []\n")
+    refused, _, _ = await house.ask("/v1/messages", body, headers=headers)
+    promised = (await house.quiet()).namespaces[0].promised_blocks
+    await reloader(ADA)
+    _, read, _ = await house.ask("/v1/messages", body, headers=headers)
+
+    assert refused == 403
+    assert promised > 0
+    assert wrote["usage"]["cache_creation_input_tokens"] > 0
+    assert read["usage"]["cache_read_input_tokens"] == wrote["usage"]["cache_creation_input_tokens"]
 
 
 async def test_a_file_without_tenants_says_nothing_of_them(reloader: Reloader) -> None:
@@ -184,3 +213,24 @@ async def test_sighup_reloads_and_does_not_end_the_process(tmp_path: Path) -> No
     status = await child.wait()
 
     assert (ready, said, status) == (b"ready\n", b"eve\n", 0)
+
+
+async def test_declared_scopes_are_made_so_without_a_restart(reloader: Reloader) -> None:
+    """Members share from the next request, and go on alone once the file says so."""
+    house = reloader.house
+    text = '[[tenancy.shared_scopes]]\nname = "ours"\nowner = "ada"\nmembers = ["ada", "bob"]\n'
+    made = await reloader(text)
+    shared = house.gateway.context.registry.authenticate(house.keys["bob"]).scope
+    silent = await reloader("")
+    removed = await reloader("[tenancy]\nshared_scopes = []\n")
+    alone = house.gateway.context.registry.authenticate(house.keys["bob"]).scope
+
+    assert made == Reloaded((), (), (ScopeChange("ours", "created"),))
+    assert shared is not None
+    assert silent == Reloaded((), ())
+    assert removed == Reloaded((), (), (ScopeChange("ours", "removed"),))
+    assert alone is None
+    assert [line["what"] for line in house.lines if line["event"] == "scope_declared"] == [
+        "created",
+        "removed",
+    ]

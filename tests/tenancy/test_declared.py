@@ -26,7 +26,8 @@ BOB = DeclaredTenant(name="bob", floor_blocks=8, classes=("5m", "1h"), promised_
 
 def told(store: Store, wall: Wall, declared: Sequence[DeclaredTenant]) -> list[tuple[str, str]]:
     """What a reload did."""
-    return [(change.tenant, change.what) for change in reconcile(store, wall, declared)]
+    changes = reconcile(store, wall, declared)
+    return [(one.tenant, one.what) for one in changes if isinstance(one, Change)]
 
 
 def test_what_is_declared_is_made(store: Store, wall: Wall) -> None:
