@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 
+import apsw
 from msgspec import Struct
 
 from tenancy.bookkeeping import DAY_MS, HOUR_MS, NO_CHAIN, chained, open_from_ms
@@ -18,6 +19,9 @@ from tenancy.store import Store, Value, rows_of
 from tenancy.types import WallClock
 
 REASON_SIGNS_MAX = 500
+BREACH = "breach:"
+"""Begins the ids of what the ledger itself credits; nobody else may use it."""
+
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -38,61 +42,65 @@ def adjust(store: Store, clock: WallClock, adjustment: Adjustment) -> bool:
     """
     _check(adjustment)
     with store.change() as db:
-        same = rows_of(
-            db,
-            "select request_id, amount_pico, reason from adjustments where adjustment_id = ?",
-            (adjustment.adjustment_id,),
-        )
-        if same:
-            if same[0] != (adjustment.request_id, adjustment.amount_pico, adjustment.reason):
-                raise BadPrice(
-                    "adjustment_id_used", "This adjustment id was used for another adjustment."
-                )
-            return False
-        entry = rows_of(
-            db,
-            "select tenant_id, key_id, model, charge_pico from ledger where request_id = ?",
-            (adjustment.request_id,),
-        )
-        if not entry:
-            raise BadPrice("entry_unknown", "There is no ledger entry of this request id.")
-        tenant_id, key_id, model, charge = entry[0]
-        before = rows_of(
-            db,
-            "select amount_pico from adjustments where request_id = ?",
-            (adjustment.request_id,),
-        )
-        left = charge + sum(row[0] for row in before)
-        if left + adjustment.amount_pico < 0:
+        return book(db, clock(), adjustment)
+
+
+def book(db: apsw.Connection, now_ms: int, adjustment: Adjustment) -> bool:
+    """As `adjust`, within the caller's transaction."""
+    same = rows_of(
+        db,
+        "select request_id, amount_pico, reason from adjustments where adjustment_id = ?",
+        (adjustment.adjustment_id,),
+    )
+    if same:
+        if same[0] != (adjustment.request_id, adjustment.amount_pico, adjustment.reason):
             raise BadPrice(
-                "credit_exceeds_charge",
-                f"A credit of {-adjustment.amount_pico} pico-dollars is more than the {left} that"
-                " are left of this entry's charge.",
+                "adjustment_id_used", "This adjustment id was used for another adjustment."
             )
-        now_ms = clock()
-        booked_ms = max(now_ms, open_from_ms(db))
-        row: tuple[Value, ...] = (
-            *(adjustment.adjustment_id, adjustment.request_id, tenant_id),
-            *(adjustment.amount_pico, adjustment.reason, now_ms, booked_ms),
+        return False
+    entry = rows_of(
+        db,
+        "select tenant_id, key_id, model, charge_pico from ledger where request_id = ?",
+        (adjustment.request_id,),
+    )
+    if not entry:
+        raise BadPrice("entry_unknown", "There is no ledger entry of this request id.")
+    tenant_id, key_id, model, charge = entry[0]
+    before = rows_of(
+        db,
+        "select amount_pico from adjustments where request_id = ?",
+        (adjustment.request_id,),
+    )
+    left = charge + sum(row[0] for row in before)
+    if left + adjustment.amount_pico < 0:
+        raise BadPrice(
+            "credit_exceeds_charge",
+            f"A credit of {-adjustment.amount_pico} pico-dollars is more than the {left} that"
+            " are left of this entry's charge.",
         )
-        last = rows_of(db, "select chain from adjustments order by number desc limit 1")
-        chain = chained(last[0][0] if last else NO_CHAIN, row)
+    booked_ms = max(now_ms, open_from_ms(db))
+    row: tuple[Value, ...] = (
+        *(adjustment.adjustment_id, adjustment.request_id, tenant_id),
+        *(adjustment.amount_pico, adjustment.reason, now_ms, booked_ms),
+    )
+    last = rows_of(db, "select chain from adjustments order by number desc limit 1")
+    chain = chained(last[0][0] if last else NO_CHAIN, row)
+    db.execute(
+        f"insert into adjustments ({', '.join(ADJUSTMENT_FIELDS)}, chain)"
+        " values (?, ?, ?, ?, ?, ?, ?, ?)",
+        (*row, chain),
+    )
+    for table, since, length_ms in _SUMS:
         db.execute(
-            f"insert into adjustments ({', '.join(ADJUSTMENT_FIELDS)}, chain)"
-            " values (?, ?, ?, ?, ?, ?, ?, ?)",
-            (*row, chain),
+            f"insert into {table} (tenant_id, {since}, key_id, model, adjusted_micros,"
+            " adjusted_rest) values (?, ?, ?, ?, ?, ?) on conflict do update"
+            " set adjusted_micros = adjusted_micros + excluded.adjusted_micros,"
+            " adjusted_rest = adjusted_rest + excluded.adjusted_rest",
+            (
+                *(tenant_id, booked_ms // length_ms * length_ms, key_id, model),
+                *divmod(adjustment.amount_pico, PICO_PER_MICRO),
+            ),
         )
-        for table, since, length_ms in _SUMS:
-            db.execute(
-                f"insert into {table} (tenant_id, {since}, key_id, model, adjusted_micros,"
-                " adjusted_rest) values (?, ?, ?, ?, ?, ?) on conflict do update"
-                " set adjusted_micros = adjusted_micros + excluded.adjusted_micros,"
-                " adjusted_rest = adjusted_rest + excluded.adjusted_rest",
-                (
-                    *(tenant_id, booked_ms // length_ms * length_ms, key_id, model),
-                    *divmod(adjustment.amount_pico, PICO_PER_MICRO),
-                ),
-            )
     return True
 
 
@@ -108,6 +116,8 @@ _SUMS = (("usage_hours", "hour_ms", HOUR_MS), ("usage_days", "day_ms", DAY_MS))
 def _check(adjustment: Adjustment) -> None:
     if not _ID.fullmatch(adjustment.adjustment_id):
         raise BadPrice("bad_adjustment", "An adjustment id is 1 to 128 of A-Z, a-z, 0-9 and ._:-")
+    if adjustment.adjustment_id.startswith(BREACH):
+        raise BadPrice("bad_adjustment", f"Ids that begin with {BREACH} are the ledger's own.")
     if not 0 < abs(adjustment.amount_pico) <= CHARGE_MAX:
         raise BadPrice("bad_adjustment", "An amount is not zero and below 9.2 million dollars.")
     reason = adjustment.reason

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import apsw
 
-from tenancy.adjustments import ADJUSTMENT_FIELDS
+from tenancy.adjustments import ADJUSTMENT_FIELDS, Adjustment
 from tenancy.bookkeeping import (
     DAY_MS,
     ENTRY_FIELDS,
@@ -20,6 +20,7 @@ from tenancy.bookkeeping import (
     entry_of,
     sums_of,
 )
+from tenancy.breaches import credit_of
 from tenancy.budgets import load_budgets, summed, window_of
 from tenancy.closing import totals_of
 from tenancy.pricing import PICO_PER_MICRO, price, savings
@@ -71,11 +72,25 @@ def _entries(db: apsw.Connection) -> Iterator[str]:
             ):
                 if detail and sum(detail.values()) != total:
                     yield f"entry {entry_id}: tokens {name} by class are not their sum"
+            yield from _breach(db, credit_of(card, entry), entry_id)
             hour = (entry.tenant_id, booked_ms // HOUR_MS * HOUR_MS, entry.key_id, entry.model)
             have = hours.get(hour, [0] * len(HOUR_SUMS))
             hours[hour] = list(map(sum, zip(have, sums_of(entry), strict=True)))
         after = page[-1][0]
     yield from _hours(db, hours)
+
+
+def _breach(db: apsw.Connection, owed: Adjustment | None, entry_id: int) -> Iterator[str]:
+    """A promise that was broken is credited as the entry's card says."""
+    if owed is None:
+        return
+    found = rows_of(
+        db,
+        "select request_id, amount_pico from adjustments where adjustment_id = ?",
+        (owed.adjustment_id,),
+    )
+    if found != [(owed.request_id, owed.amount_pico)]:
+        yield f"the breach of entry {entry_id} is not credited with {-owed.amount_pico}"
 
 
 def _hours(db: apsw.Connection, hours: dict[tuple[int, int, int, str], list[int]]) -> Iterator[str]:

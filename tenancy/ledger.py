@@ -21,6 +21,7 @@ from concurrent.futures import Future
 import apsw
 
 from tenancy.bookkeeping import Books, EngineTotals, Hold, Item, StorageReading
+from tenancy.breaches import credit_breaches
 from tenancy.errors import LedgerUnavailable, StoreError, TenancyError
 from tenancy.store import Row, Store
 from tenancy.types import UsageEntry, WallClock
@@ -165,7 +166,10 @@ class Ledger:
             self._store.reopen()
             self._is_damaged = False
         with self._store.transaction() as db:
-            return self._books.apply(db, items)
+            answers = self._books.apply(db, items)
+            entries = (item for item in items if isinstance(item, UsageEntry))
+            credit_breaches(db, self._clock(), entries)
+            return answers
 
     def _refuse_rest(self) -> None:
         """The writer has ended: whoever still waits is told, and nobody waits from now on."""

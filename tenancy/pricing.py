@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from typing import Literal
 
 from msgspec import Struct
 
@@ -28,6 +29,8 @@ CHARGED = frozenset({"done", "cancelled"})
 """Endings that are paid for: a whole answer, and one that its client broke off. Failures of ours
 are free, whatever they used."""
 
+BreachCredit = Literal["none", "read_price", "write_price"]
+
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 _CURRENCY = re.compile(r"[A-Z]{3}")
 
@@ -38,7 +41,8 @@ class RateCard(Struct, frozen=True, forbid_unknown_fields=True):
     Prices are whole micro-dollars per million tokens; `storage` per million tokens held for an
     hour. A class that `cache_write` does not name costs what "*" names there, else what input
     costs; one that `storage` does not name costs what "*" names there, else nothing.
-    `minimum_charge` is micro-dollars for a request, where one is charged.
+    `minimum_charge` is micro-dollars for a request, where one is charged. `breach_credit`: what is
+    given back for tokens that were promised to a request and had to be computed again.
     """
 
     name: str
@@ -54,6 +58,7 @@ class RateCard(Struct, frozen=True, forbid_unknown_fields=True):
     valid_from_ms: int = 0
     valid_until_ms: int | None = None
     version: int = 1
+    breach_credit: BreachCredit = "none"
 
     @property
     def rate_card_id(self) -> str:
@@ -123,6 +128,27 @@ def savings(card: RateCard, usage: UsageEntry) -> int:
     for retention, tokens in writes(usage).items():
         saved += tokens * (card.input - card.write_price(retention))
     return max(-CHARGE_MAX, min(CHARGE_MAX, saved))
+
+
+def breach_credit(card: RateCard, usage: UsageEntry) -> int:
+    """Pico-dollars to be given back because a promise was not kept: for each token that was read by
+    contract and computed again its price by the card's policy, at most the request's charge.
+
+    Where tokens of several classes were read, those of the dearest count as lost first.
+    """
+    lost = usage.recomputed_promised_tokens
+    if card.breach_credit == "none" or not lost:
+        return 0
+    if card.breach_credit == "read_price":
+        pico = lost * card.cache_read
+    else:
+        pico = 0
+        classes = usage.read or {ANY: lost}
+        for retention in sorted(classes, key=card.write_price, reverse=True):
+            tokens = min(lost, classes[retention])
+            pico += tokens * card.write_price(retention)
+            lost -= tokens
+    return min(pico, price(card, usage).pico)
 
 
 def most(card: RateCard, input_tokens: int, output_tokens: int) -> int:

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Struct, structs
 
 from tenancy.errors import BadPrice
-from tenancy.pricing import ANY, FREE_CARD, RateCard, check_card
+from tenancy.pricing import ANY, FREE_CARD, BreachCredit, RateCard, check_card
 from tenancy.store import Row, Store, rows_of
 from tenancy.types import WallClock
 
@@ -26,6 +26,7 @@ class _Prices(Struct, frozen=True):
     cache_write: dict[str, int]
     storage: dict[str, int]
     minimum_charge: int
+    breach_credit: BreachCredit = "none"
 
 
 class CardBook:

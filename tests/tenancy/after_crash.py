@@ -34,6 +34,11 @@ def check_ledger(path: Path, confirmed: set[str]) -> int:
         (state,) = budget_states(store, lambda: 3)
         assert state.reserved_pico == 0, "something is reserved for nobody"
         assert state.spent_pico == sum(row[3] for row in rows), "a budget is not its charges"
+        done = sum(ending == "done" for ending, _, _ in found.values())
+        breaches = store.query(
+            "select sum(amount_pico) from adjustments where reason like '%lost%'"
+        )
+        assert breaches == [(-3 * done or None,)], "a broken promise is not credited once"
         assert check_books(store) == []
         return len(rows)
     finally:

@@ -23,6 +23,8 @@ from tenancy.store import Store
 from tenancy.types import UsageEntry
 
 AT_ONCE = 4
+CARD = RateCard("std", output=10**6, cache_write={"5m": 3}, breach_credit="write_price")
+"""Each entry meets a broken promise of a token."""
 
 
 def output_tokens(request_id: str) -> int:
@@ -45,8 +47,9 @@ def entry(request_id: str) -> UsageEntry:
         cache_write_tokens=0,
         fresh_tokens=3,
         output_tokens=output_tokens(request_id),
-        physical_cached_tokens=2,
+        physical_cached_tokens=1,
         read={"5m": 2},
+        recomputed_promised_tokens=1,
         epoch="e1",
         rate_card_id="std@1",
         charge_pico=output_tokens(request_id) * 10**6,
@@ -63,7 +66,7 @@ def furnish(store: Store) -> None:
     if not list_tenants(store):
         create_tenant(store, lambda: 1, "ada")
     if not load_cards(store):
-        add_card(store, lambda: 1, RateCard("std", output=10**6))
+        add_card(store, lambda: 1, CARD)
     set_budget(store, Budget(1, "day", hard_micros=10**9))
 
 
