@@ -14,7 +14,7 @@ import msgspec
 from aiohttp import web
 
 from gateway.config import ServerConfig
-from gateway.dialects.strict import convert
+from gateway.dialects.strict import convert, field_given_twice
 from gateway.errors import Kind, Refusal
 from gateway.server import read_body
 
@@ -74,11 +74,16 @@ async def read_object(request: web.Request, settings: ServerConfig) -> dict[str,
 
 
 def decode(body: bytes, kind: type[T]) -> T:
-    """JSON as a `kind`. Raises Refusal naming the field."""
+    """JSON as a `kind`, no field twice. Raises Refusal naming the field."""
     try:
         tree = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        twice = field_given_twice(body)
+    except (msgspec.DecodeError, ValueError, RecursionError):
         raise Refusal(Kind.BAD, "invalid_json", "The body is not valid JSON.") from None
+    if twice is not None:
+        shown = twice[:64]
+        message = f"{shown!r} was given twice."
+        raise Refusal(Kind.BAD, "invalid_value", message, param=shown)
     return convert(tree, kind, "")
 
 

@@ -6,6 +6,7 @@ It knows no dialect's fields; each brings its own types.
 from __future__ import annotations
 
 import difflib
+import json
 import re
 from typing import Any, TypeVar
 
@@ -14,6 +15,23 @@ import msgspec
 from gateway.errors import Kind, Refusal
 
 T = TypeVar("T")
+
+
+def field_given_twice(body: bytes) -> str | None:
+    """A key that stands twice in one object of a JSON text; None if there is none. For texts that
+    somebody writes by hand and that are worth a second reading. O(bytes). Raises RecursionError,
+    and ValueError for what is no JSON."""
+    twice: list[str] = []
+
+    def look(pairs: list[tuple[str, Any]]) -> None:
+        seen: set[str] = set()
+        for name, _ in pairs:
+            if name in seen:
+                twice.append(name)
+            seen.add(name)
+
+    json.loads(body, object_pairs_hook=look)
+    return twice[0] if twice else None
 
 
 def convert(value: Any, kind: type[T], above: str) -> T:

@@ -105,6 +105,8 @@ def test_a_card_is_added_and_listed(priced: Run, tmp_path: Path) -> None:
         ('{"name": "x", "input": 1.5}', "no rate card"),
         ('{"name": "x", "imput": 1}', "imput"),
         ("\x00", "no rate card"),
+        ('{"name": "x", "input": 1, "input": 2}', "'input' was given twice"),
+        ('{"name": "x", "cache_write": {"5m": 1, "5m": 2}}', "'5m' was given twice"),
     ],
 )
 def test_a_card_that_cannot_be_is_one_line(run: Run, tmp_path: Path, text: str, word: str) -> None:
