@@ -371,7 +371,6 @@ class Stats(Struct, frozen=True, tag="stats", forbid_unknown_fields=True):
     evicted_blocks_total: Count = 0
     expired_blocks_total: Count = 0
     copied_blocks_total: Count = 0
-    broken_promises_total: Count = 0
     preemptions_total: Count = 0
     steps_per_s: float = 0.0
     prefill_tokens_per_s: float = 0.0
@@ -383,18 +382,29 @@ LossCause = Literal["evicted_own_quota", "evicted_pressure", "expired", "erased"
 
 
 class Loss(Struct, frozen=True, forbid_unknown_fields=True):
-    """`blocks` of `namespace` left the tree. `taker`: for whom, where they were evicted."""
+    """`blocks` of `namespace` left the tree. `taker`: for whom, where they were evicted; `lived_s`:
+    how long those had been there, together."""
 
     namespace: Namespace
     cause: LossCause
     taker: Namespace
     blocks: Count
+    lived_s: float = 0.0
+
+
+class Gain(Struct, frozen=True, forbid_unknown_fields=True):
+    """`blocks` of `namespace` came into the tree."""
+
+    namespace: Namespace
+    blocks: Count
 
 
 class CacheNews(Struct, frozen=True, tag="cache_news", forbid_unknown_fields=True):
-    """What the cache has lost since the last of these. Comes with the heartbeat, unasked."""
+    """What has left the cache and come into it since the last of these. Comes with the heartbeat,
+    unasked."""
 
     losses: tuple[Loss, ...]
+    gains: tuple[Gain, ...] = ()
 
 
 Event = Started | PromptLogprobs | Tokens | SampleEnded | Finished

@@ -1,8 +1,9 @@
 """What operators look at: hits, misses and why, time to first token, reuse and breaks, by tenant.
 
 Told of each answer once, when it is over; holds counts, digests and samples, never words. Bounded:
-`tenants_max` tenants are followed closely, those that were active last; a minute of history is a
-few numbers. Clocks are given. `answer` tells it, `handlers.analytics` asks.
+`tenants_max` tenants are followed closely, those that were active last, and `COUNTED_MAX` counted;
+a minute of history is a few numbers. Clocks are given. `answer` tells it, `handlers.analytics`
+asks.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import xxhash
 from msgspec import Struct
@@ -22,7 +23,12 @@ from tenancy.pricing import RateCard
 from tenancy.reuse import Histogram, ReuseSampler
 from tenancy.volatility import Mark, Volatility
 
+T = TypeVar("T")
+
 MINUTES = 120
+COUNTED_MAX = 2_000
+"""Tenants with sums of their own, at most about 30 kB each."""
+
 PREFIXES_MAX = 2_048
 SAMPLE_MAX = 1_024
 SEEN_MAX = 4_096
@@ -31,7 +37,8 @@ TOKENS_MAX = 65_536
 
 
 class Facts(Struct, frozen=True):
-    """One answer that is over."""
+    """One answer that is over. `missed_tokens`: of the longest prefix that was written before, what
+    was not read, because of `missed`."""
 
     tenant: str
     record: UsageRecord
@@ -40,6 +47,7 @@ class Facts(Struct, frozen=True):
     first_token_s: float | None
     missed: str
     ending: str
+    missed_tokens: int = 0
 
 
 class Minute:
@@ -80,7 +88,7 @@ class Times:
 
 
 class TenantView:
-    """What is known of one tenant."""
+    """What is counted of one tenant."""
 
     def __init__(self) -> None:
         self.total = Minute(0)
@@ -91,11 +99,9 @@ class TenantView:
         self.read_classes: Counter[str] = Counter()
         self.write_classes: Counter[str] = Counter()
         self.misses: Counter[str] = Counter()
+        self.missed_tokens: Counter[str] = Counter()
         self.endings: Counter[str] = Counter()
         self.hit_times, self.miss_times = Times(), Times()
-        self.prefixes: OrderedDict[bytes, list[Any]] = OrderedDict()
-        self.reuse = ReuseSampler(SAMPLE_MAX)
-        self.volatility = Volatility(SEEN_MAX)
 
     def add(self, facts: Facts, minute: int) -> None:
         """One more answer: its counts. O(1)."""
@@ -110,25 +116,11 @@ class TenantView:
         self.endings[facts.ending] += 1
         if facts.missed:
             self.misses[facts.missed] += 1
+            if facts.missed_tokens:
+                self.missed_tokens[facts.missed] += facts.missed_tokens
         if facts.first_token_s is not None:
             times = self.hit_times if record.physical_cached else self.miss_times
             times.add(facts.first_token_s)
-
-    def prompt_of(self, facts: Facts, at_s: float) -> None:
-        """Its prompt's blocks and boundaries. O(tokens), about 0.5 us a block."""
-        hashes, marks = digested(facts.tokens, facts.boundaries)
-        self.reuse.use(hashes, at_s)
-        self.volatility.note(marks, facts.record.total_in)
-        found = facts.record.physical_cached
-        for mark in marks:
-            row = self.prefixes.get(mark.digest)
-            if row is None:
-                row = self.prefixes[mark.digest] = [mark.path, mark.tokens, 0, 0]
-            row[2] += 1
-            row[3] += mark.tokens <= found
-            self.prefixes.move_to_end(mark.digest)
-        while len(self.prefixes) > PREFIXES_MAX:
-            self.prefixes.popitem(last=False)
 
     def summary(self) -> dict[str, Any]:
         """A line of a table."""
@@ -147,29 +139,59 @@ class TenantView:
         }
 
 
+class Prompts:
+    """What is sampled of one tenant's prompts. About a megabyte at most."""
+
+    def __init__(self) -> None:
+        self.prefixes: OrderedDict[bytes, list[Any]] = OrderedDict()
+        self.reuse = ReuseSampler(SAMPLE_MAX)
+        self.volatility = Volatility(SEEN_MAX)
+
+    def add(self, facts: Facts, at_s: float) -> None:
+        """One more: its blocks and boundaries. O(tokens), about 0.5 us a block."""
+        hashes, marks = digested(facts.tokens, facts.boundaries)
+        self.reuse.use(hashes, at_s)
+        self.volatility.note(marks, facts.record.total_in)
+        found = facts.record.physical_cached
+        for mark in marks:
+            row = self.prefixes.get(mark.digest)
+            if row is None:
+                row = self.prefixes[mark.digest] = [mark.path, mark.tokens, 0, 0]
+            row[2] += 1
+            row[3] += mark.tokens <= found
+            self.prefixes.move_to_end(mark.digest)
+        while len(self.prefixes) > PREFIXES_MAX:
+            self.prefixes.popitem(last=False)
+
+
 class Analytics:
     """All tenants of one gateway. Belongs to one thread."""
 
     def __init__(
         self, clock: Callable[[], float], wall: Callable[[], int], tenants_max: int
     ) -> None:
-        """`wall`: milliseconds since the epoch, for minutes that people read."""
+        """`wall`: milliseconds since the epoch, for minutes that people read. `tenants_max`: whose
+        prompts are sampled."""
         self._clock = clock
         self._wall = wall
         self._tenants_max = tenants_max
         self._tenants: OrderedDict[str, TenantView] = OrderedDict()
+        self._prompts: OrderedDict[str, Prompts] = OrderedDict()
         self._all = TenantView()
 
     def note(self, facts: Facts) -> None:
         """An answer is over. O(tokens of its prompt)."""
-        view = self._tenants.setdefault(facts.tenant, TenantView())
-        self._tenants.move_to_end(facts.tenant)
-        while len(self._tenants) > self._tenants_max:
-            self._tenants.popitem(last=False)
+        view = _latest(self._tenants, facts.tenant, TenantView, COUNTED_MAX)
         minute = self._wall() // 60_000
         for one in (view, self._all):
             one.add(facts, minute)
-        view.prompt_of(facts, self._clock())
+        prompts = _latest(self._prompts, facts.tenant, Prompts, self._tenants_max)
+        prompts.add(facts, self._clock())
+
+    def missed_tokens(self, name: str, cause: str) -> int:
+        """Tokens of a tenant's prefixes that had to be computed again because of this."""
+        view = self._tenants.get(name)
+        return 0 if view is None else view.missed_tokens[cause]
 
     def overview(self) -> dict[str, Any]:
         """Everything together, and a line per tenant."""
@@ -192,11 +214,13 @@ class Analytics:
         block_size: int,
         sizes: Sequence[int],
     ) -> dict[str, Any] | None:
-        """One tenant in full, with advice at these prices; None if it was not seen lately."""
+        """One tenant in full, with advice at these prices; None if it was not seen lately. Of one
+        that is only counted there is no advice."""
         view = self._tenants.get(name)
         if view is None:
             return None
-        rows = sorted(view.prefixes.items(), key=lambda item: -item[1][1] * item[1][3])[:20]
+        prompts = self._prompts.get(name) or Prompts()
+        rows = sorted(prompts.prefixes.items(), key=lambda item: -item[1][1] * item[1][3])[:20]
         return {
             "tenant": name,
             "total": view.summary(),
@@ -210,17 +234,27 @@ class Analytics:
                 {"id": digest.hex(), "path": path, "tokens": tokens, "uses": uses, "hits": hits}
                 for digest, (path, tokens, uses, hits) in rows
             ],
+            "recomputed": [
+                {
+                    "cause": cause,
+                    "tokens": tokens,
+                    "cost_pico": tokens * max(0, card.input - card.cache_read),
+                }
+                for cause, tokens in view.missed_tokens.most_common()
+            ],
             "breaks": [
                 {**asdict(one), "cost_pico": one.tokens * (card.input - card.cache_read)}
-                for one in view.volatility.breaks()
+                for one in prompts.volatility.breaks()
             ],
-            "retention_advice": [asdict(one) for one in advise_classes(view.reuse, classes, card)],
+            "retention_advice": [
+                asdict(one) for one in advise_classes(prompts.reuse, classes, card)
+            ],
             "size_advice": [
                 {**asdict(one), "tokens": one.blocks * block_size}
-                for one in advise_sizes(view.reuse, sizes, card)
+                for one in advise_sizes(prompts.reuse, sizes, card)
             ],
-            "sampled_blocks": view.reuse.sampled_blocks,
-            "sampling_rate": view.reuse.rate,
+            "sampled_blocks": prompts.reuse.sampled_blocks,
+            "sampling_rate": prompts.reuse.rate,
             "rate_card": card.rate_card_id,
         }
 
@@ -251,6 +285,17 @@ def digested(
         if end - start == size:
             hashes.append(running.intdigest())
     return hashes, marks
+
+
+def _latest(kept: OrderedDict[str, T], name: str, make: Callable[[], T], most: int) -> T:
+    """The named one, made where it is not there; beyond `most` those used longest ago go."""
+    one = kept.get(name)
+    if one is None:
+        one = kept[name] = make()
+    kept.move_to_end(name)
+    while len(kept) > most:
+        kept.popitem(last=False)
+    return one
 
 
 def _minute(minutes: deque[Minute], number: int) -> Minute:

@@ -199,6 +199,7 @@ class Answer:
                     boundaries=prompt.boundaries,
                     first_token_s=answer.first_token_s,
                     missed=missed,
+                    missed_tokens=contract.missed_tokens,
                     ending=ending or "done",
                 )
             )

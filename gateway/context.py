@@ -14,6 +14,7 @@ from typing import Protocol
 from engine.api import Clock
 from engine.client import Engine
 from gateway.analytics import Analytics
+from gateway.churn import Churn
 from gateway.config import Config
 from gateway.landings import Landings
 from gateway.prompt import Renderer
@@ -74,6 +75,7 @@ class Context:
     tracer: Tracer | None = None
     is_draining: bool = False
     running: Counter[int] = field(default_factory=Counter)
+    churn: Churn = field(default_factory=Churn)
     landings: Landings = field(default_factory=Landings)
     background: set[asyncio.Task[None]] = field(default_factory=set)
     idle: asyncio.Event = field(default_factory=asyncio.Event)

@@ -9,7 +9,7 @@ again with each life of the engine, as Prometheus expects of a counter.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -42,7 +42,6 @@ _COUNTERS = {
     "evicted_blocks_total": ("evicted_blocks", "Blocks taken under pressure."),
     "expired_blocks_total": ("expired_blocks", "Blocks whose retention ended."),
     "copied_blocks_total": ("copied_blocks", "Blocks copied because they were shared."),
-    "broken_promises_total": ("broken_promises", "Leases broken before their time."),
     "preemptions_total": ("preemptions", "Sequences preempted."),
 }
 _ROUTERS = "As model servers name it, for autoscalers and routers."
@@ -83,7 +82,9 @@ class Telemetry:
         self.duration_s = seconds("request", "Time of a whole request.")
         self.ready = Gauge("trunkline_engine_ready", "1 if requests are taken.", registry=one)
         self._engine = _EngineMetrics()
+        self._cache = _CacheMetrics()
         one.register(self._engine)
+        one.register(self._cache)
 
     def tenant_label(self, name: str) -> str:
         """The tenant's own name for the first few, `others` for the rest."""
@@ -98,6 +99,10 @@ class Telemetry:
         """Take over the engine's latest heartbeat."""
         self.ready.set(1 if is_ready else 0)
         self._engine.stats, self._engine.restarts = stats, restarts
+
+    def show_cache(self, promises: Mapping[str, Mapping[str, int]], inserted_blocks: int) -> None:
+        """Take over what became of promises, by class, and what came into the cache."""
+        self._cache.promises, self._cache.inserted_blocks = promises, inserted_blocks
 
     def exposition(self) -> bytes:
         """The Prometheus text format. O(series)."""
@@ -138,3 +143,26 @@ class _EngineMetrics(Collector):
         asked, found = stats.prompt_tokens_total, stats.cached_tokens_total
         yield CounterMetricFamily("vllm:prefix_cache_queries", _ROUTERS, asked)
         yield CounterMetricFamily("vllm:prefix_cache_hits", _ROUTERS, found)
+
+
+class _CacheMetrics(Collector):
+    """What the gateway's own books say of the cache."""
+
+    def __init__(self) -> None:
+        self.promises: Mapping[str, Mapping[str, int]] = {}
+        self.inserted_blocks = 0
+
+    def collect(self) -> Iterator[Metric]:
+        text = "Blocks that came into the prefix tree."
+        yield CounterMetricFamily("trunkline_inserted_blocks", text, self.inserted_blocks)
+        text = "What became of promises: each given one is kept, broken or given up in the end."
+        ended = CounterMetricFamily("trunkline_promises", text, labels=("class", "outcome"))
+        text = "Promises whose time is not over."
+        running = GaugeMetricFamily("trunkline_running_promises", text, labels=("class",))
+        for name, counts in sorted(self.promises.items()):
+            running.add_metric((name,), counts["running"])
+            for outcome, count in counts.items():
+                if outcome != "running":
+                    ended.add_metric((name, outcome), count)
+        yield ended
+        yield running

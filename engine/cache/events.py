@@ -20,11 +20,12 @@ class Matched(Struct, frozen=True, gc=False):
 
 
 class Committed(Struct, frozen=True, gc=False):
-    """`blocks` became findable, holding `tokens` tokens."""
+    """`blocks` became findable, holding `tokens` tokens; `new_blocks` of them were not before."""
 
     namespace: Namespace
     blocks: int
     tokens: int
+    new_blocks: int
 
 
 class Copied(Struct, frozen=True, gc=False):
@@ -35,11 +36,13 @@ class Copied(Struct, frozen=True, gc=False):
 
 
 class Evicted(Struct, frozen=True, gc=False):
-    """`blocks` of `namespace` were taken under pressure, for `taker` (may be itself)."""
+    """`blocks` of `namespace` were taken under pressure, for `taker` (may be itself). `lived_s`:
+    how long they had been findable, together."""
 
     namespace: Namespace
     taker: Namespace
     blocks: int
+    lived_s: float
 
 
 class Expired(Struct, frozen=True, gc=False):

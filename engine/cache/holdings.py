@@ -140,8 +140,8 @@ class Holdings:
         others = sum(a.spare() for a in self.accounts.values() if a is not account)
         return wanted <= can_give + others
 
-    def make_room(self, account: Account, count: int) -> list[Account]:
-        """Evict by rule 9 until `account` may take `count` blocks; who gave each.
+    def make_room(self, account: Account, count: int) -> list[tuple[Account, Node]]:
+        """Evict by rule 9 until `account` may take `count` blocks; who gave each, and which.
 
         Call it only when `can_evict` said so. O(evicted * (accounts + log n)).
         """
@@ -152,8 +152,7 @@ class Holdings:
             victim = account
             if index >= own:
                 victim = next_victim(account, self.accounts.values(), count, may_own)
-            self._evict(victim)
-            victims.append(victim)
+            victims.append((victim, self._evict(victim)))
         return victims
 
     def allocate(self, account: Account, count: int) -> list[int]:
@@ -176,7 +175,7 @@ class Holdings:
             self._let_go(account, shorter)
         self.pool.add_ref(block)
         self.node_of[block] = node
-        node.last_use_s = now_s
+        node.since_s = node.last_use_s = now_s
         return node
 
     def detach(self, account: Account, top: Node) -> int:
@@ -212,13 +211,14 @@ class Holdings:
         floors = sum(a.quota.floor_blocks for a in self.accounts.values())
         return account.held + count > account.quota.floor_blocks or floors > self.pool.blocks
 
-    def _evict(self, account: Account) -> None:
+    def _evict(self, account: Account) -> Node:
         node = account.oldest()
         parent = node.parent
         account.tree.remove(node)
         self._let_go(account, node)
         if parent is not None:
             self._enter_if_leaf(account, parent)
+        return node
 
     def _let_go(self, account: Account, node: Node) -> None:
         """The tree drops its hold on a node that has just been removed."""

@@ -178,13 +178,14 @@ class PrefixCache:
         full = kv_tokens // self.block_size
         if full == table.committed or not self._may_write(table):
             return
-        first, size = table.committed, self.block_size
+        first, size, new = table.committed, self.block_size, 0
         for index in range(first, full):
             run = tuple(tokens[index * size : (index + 1) * size])
             node = table.node.children.get(run)
             is_new = node is None
             if node is None:
                 node = self._insert(table, run, index, now_s)
+                new += 1
             elif node.block != table.blocks[index]:
                 self._holdings.pin(node)
                 self._holdings.unpin(table.blocks[index])
@@ -194,7 +195,7 @@ class PrefixCache:
             self._book.computed(table, index)
             table.node = node
         table.committed = full
-        self._tell(Committed(table.namespace, full - first, (full - first) * size))
+        self._tell(Committed(table.namespace, full - first, (full - first) * size, new))
 
     def fork(self, table: BlockTable) -> BlockTable:
         """A second table over the same blocks, all pinned once more. O(blocks).
@@ -350,9 +351,10 @@ class PrefixCache:
             self.expire(now_s)
             if not self._holdings.can_evict(account, count):
                 return None
-            for victim in self._holdings.make_room(account, count):
+            for victim, node in self._holdings.make_room(account, count):
                 self._evicted += 1
-                self._tell(Evicted(victim.namespace, account.namespace, 1))
+                lived_s = now_s - node.since_s
+                self._tell(Evicted(victim.namespace, account.namespace, 1, lived_s))
                 self._holdings.forget_if_idle(victim)
         return self._holdings.allocate(account, count)
 
@@ -388,6 +390,6 @@ class PrefixCache:
         is_new = node is None or common < len(run)
         if node is None or common < len(run):
             node = self._insert(table, run, index, now_s)
-            self._tell(Committed(table.namespace, 1, len(run)))
+            self._tell(Committed(table.namespace, 1, len(run), 1))
         self._book.cover(table, node, index, now_s, is_new=is_new)
         self._book.computed(table, index)

@@ -22,7 +22,7 @@ Run = tuple[int, ...]
 
 class Node:
     """One block of the tree. `terms` None: best effort, no limit of its own. `hits`: how often it
-    was matched.
+    was matched. `since_s`: when it came.
 
     `promised` and `in_order` mirror the account's books (see `eviction`), `timed_limit` and
     `timed_promise` whether a deadline is set. A node that left its tree has no parent.
@@ -39,6 +39,7 @@ class Node:
         "promised",
         "run",
         "serial",
+        "since_s",
         "terms",
         "timed_limit",
         "timed_promise",
@@ -52,7 +53,7 @@ class Node:
         self.children: dict[Run, Node] = {}
         self.order: SortedList | None = None
         self.hits = 0
-        self.last_use_s = 0.0
+        self.since_s = self.last_use_s = 0.0
         self.terms: Terms | None = None
         self.promised = False
         self.in_order = False

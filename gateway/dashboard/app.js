@@ -5,6 +5,7 @@ import { h, put } from "/dashboard/dom.js";
 import { icicle, stacked } from "/dashboard/charts.js";
 
 const EVERY_MS = 5000;
+const ROWS_MAX = 1000;
 const SECTIONS = ["Overview", "Tenants", "Tree", "Leases", "Money", "Engine"];
 const $ = (id) => document.getElementById(id);
 let timer = 0;
@@ -17,6 +18,7 @@ const count = (n) => (n === null || n === undefined ? "–" : whole.format(n));
 const about = (n) => (n === null || n === undefined ? "–" : short.format(n));
 const part = (x) => (x === null || x === undefined ? "–" : `${(100 * x).toFixed(1)} %`);
 const ms = (x) => (x === null || x === undefined ? "–" : x < 1000 ? `${x.toFixed(0)} ms` : `${(x / 1000).toFixed(2)} s`);
+const span = (s) => (s === null || s === undefined ? "–" : s < 120 ? `${s.toFixed(1)} s` : s < 7200 ? `${(s / 60).toFixed(0)} min` : `${(s / 3600).toFixed(1)} h`);
 const dollars = (pico) => (pico === null || pico === undefined ? "–" : `$${(pico / 1e12).toFixed(4)}`);
 const usd = (text) => (text === null || text === undefined ? "–" : `$${text.includes(".") ? text.replace(/(\.\d{4})\d+$/, "$1") : text}`);
 const bytes = (n) => (n > 2 ** 30 ? `${(n / 2 ** 30).toFixed(1)} GiB` : `${(n / 2 ** 20).toFixed(1)} MiB`);
@@ -52,12 +54,24 @@ const bar = (x) => h("span", { class: "bar", style: `width:${Math.round(80 * Mat
 const link = (name) => h("a", { href: `#Tenant/${encodeURIComponent(name)}` }, name);
 
 const COLOURS = [["read", "read from cache"], ["write", "written"], ["fresh", "computed"], ["out", "output"]];
-const colourKey = () => h("ul", { class: "key" }, COLOURS.map(([name, text]) => h("li", {}, h("i", { class: name }), text)));
+const colourKey = (colours = COLOURS) => h("ul", { class: "key" }, colours.map(([name, text]) => h("li", {}, h("i", { class: name }), text)));
+const MOVES = [["read", "came in"], ["fresh", "evicted"], ["write", "expired or erased"]];
 
 function traffic(minutes) {
   const series = minutes.map(([at, , read, write, fresh, out]) => ({ at, read, write, fresh, out }));
   return h("div", {}, stacked(series, COLOURS.map(([name]) => name), "Tokens a minute"), colourKey());
 }
+
+function churn(moved) {
+  const series = moved.minutes.map(([at, read, fresh, write]) => ({ at, read, fresh, write }));
+  return h("div", {}, stacked(series, MOVES.map(([name]) => name), "Blocks a minute", "blocks", MOVES.map(([, text]) => text)), colourKey(MOVES),
+    table("Blocks since the start", ["came in", "evicted", "evicted after (mean)", "expired", "erased"],
+      [[count(moved.inserted_blocks), count(moved.evicted_blocks), span(moved.evicted_after_s), count(moved.expired_blocks), count(moved.erased_blocks)]]));
+}
+
+const ENDS = ["given", "running", "kept", "broken", "given_up", "renewed", "clipped", "refused"];
+const promises = (rows, none = "Nothing has been promised.") => table("Prefixes promised since the start: given = running + kept + broken + given up", ["tenant", "class", ...ENDS.map(spell), "kept of ended"],
+  rows.map((x) => [link(x.tenant), x.class, ...ENDS.map((name) => count(x[name])), part(x.kept + x.broken ? x.kept / (x.kept + x.broken) : null)]), none);
 
 function firstToken(times) {
   return table("Milliseconds from request to first token", ["", "answers", "p50", "p95", "p99"],
@@ -98,7 +112,9 @@ const views = {
         panel("Time to first token", firstToken(all.first_token_ms)),
         panel("Why prefixes were missed", counted("Requests that asked for a prefix and did not read all of it", "reason", all.misses, "No breakpoint has missed.")),
         panel("How requests ended", counted("All endings", "ending", all.endings)),
-        panel("Who took whose blocks", table("Evicted under pressure", ["owner", "taker", "blocks"], all.taken.map((x) => [x.owner, x.taker, count(x.blocks)]), "Nobody has lost a block to somebody else.")),
+        panel("Who took whose blocks", table("Evicted under pressure, and what computing it again has cost", ["owner", "taker", "blocks", "tokens computed again", "cost"],
+          all.taken.map((x) => [x.owner, x.taker, count(x.blocks), count(x.recomputed_tokens), dollars(x.cost_pico)]), "Nobody has lost a block to somebody else.")),
+        wide("Blocks coming and going", churn(all.churn)),
         wide("Tenants", tenantRows(all.tenants.slice(0, 20)))),
     ];
   },
@@ -109,7 +125,7 @@ const views = {
     const list = h("div");
     const draw = () => {
       views.wanted = find.value;
-      put(list, tenantRows(all.tenants.filter((t) => t.tenant.includes(find.value)).slice(0, 1000)));
+      put(list, tenantRows(all.tenants.filter((t) => t.tenant.includes(find.value)).slice(0, ROWS_MAX)));
     };
     find.addEventListener("input", draw);
     draw();
@@ -131,6 +147,10 @@ const views = {
         wide("Tokens", traffic(one.minutes)),
         panel("Time to first token", firstToken(one.first_token_ms)),
         panel("Why prefixes were missed", counted("By cause", "reason", one.misses, "No breakpoint has missed.")),
+        panel("What misses cost", table("Tokens of written prefixes that were computed again", ["reason", "tokens", "cost"],
+          one.recomputed.map((x) => [spell(x.cause), count(x.tokens), dollars(x.cost_pico)]), "Nothing that was written had to be computed again.")),
+        wide("Promises", promises(one.leases)),
+        wide("Blocks coming and going", churn(one.churn)),
         panel("Where prefixes break", table("Places at which prompts part, and what stood behind", ["place", "prompts", "tokens", "cost"],
           one.breaks.map((b) => [b.place, count(b.count), about(b.tokens), dollars(b.cost_pico)]), "Prompts only grow.")),
         panel("What each retention class would be worth", table(`Per million prompt tokens, at ${one.rate_card}; from ${count(one.sampled_blocks)} sampled blocks`,
@@ -155,7 +175,7 @@ const views = {
     return [
       wide("Prefix tree", pick,
         h("p", { class: "none" }, "Each bar is a run of tokens without a fork, as wide as everything that grows from it; the darker, the more often it was matched.")),
-      ...found.namespaces.map((space) => wide(`${chosen} / ${space.workspace}${space.partition ? " (partition)" : ""}: ${count(space.blocks)} blocks`,
+      ...found.namespaces.map((space) => wide(`${chosen} / ${space.workspace ?? `shared scope ${space.shared_scope}`}${space.partition ? " (partition)" : ""}: ${count(space.blocks)} blocks`,
         icicle(space.branches, (b) => `${count(b.tokens)} tokens, ${count(b.total_tokens)} with what grows from it, matched ${count(b.hits)} times, ${count(b.promised_blocks)} blocks promised, idle ${b.idle_s.toFixed(0)} s`),
         h("details", {}, h("summary", {}, "As a table"), table("Largest branches", ["branch", "grows from", "tokens", "in all", "hits", "promised blocks", "idle s"],
           space.branches.slice(0, 100).map((b, at) => [String(at), b.parent < 0 ? "–" : String(b.parent), count(b.tokens), count(b.total_tokens), count(b.hits), count(b.promised_blocks), b.idle_s.toFixed(0)]))))),
@@ -167,8 +187,11 @@ const views = {
     const blocks = all.engine.blocks || 1;
     return [h("div", { class: "grid" },
       wide("Blocks by tenant", table("Now", ["tenant", "blocks", "pinned", "promised", "share of the pool", ""],
-        all.holdings.sort((a, b) => b.blocks - a.blocks).map((x) => [link(x.tenant), count(x.blocks), count(x.pinned_blocks), count(x.promised_blocks), part(x.blocks / blocks), bar(x.blocks / blocks)]), "The cache is empty.")),
-      panel("Promises", table("Since the start", ["", "tokens"], [
+        all.holdings.sort((a, b) => b.blocks - a.blocks).slice(0, ROWS_MAX).map((x) => [link(x.tenant), count(x.blocks), count(x.pinned_blocks), count(x.promised_blocks), part(x.blocks / blocks), bar(x.blocks / blocks)]), "The cache is empty.")),
+      wide("Promises", promises(all.leases.slice(0, ROWS_MAX))),
+      wide("Blocks coming and going", table("Since the start, those that moved last first", ["tenant", "came in", "evicted", "evicted after (mean)", "expired", "erased"],
+        all.churn.tenants.slice(0, ROWS_MAX).map((x) => [link(x.tenant), count(x.inserted_blocks), count(x.evicted_blocks), span(x.evicted_after_s), count(x.expired_blocks), count(x.erased_blocks)]))),
+      panel("Tokens", table("Since the start", ["", "tokens"], [
         ["promised, lost and computed again", count(all.total.recomputed_promised_tokens)],
         ["read by contract", count(all.total.read_tokens)]])),
       panel("Blocks lost", table("Since the engine started", ["", "blocks"], [
@@ -180,7 +203,7 @@ const views = {
       ask("/admin/v1/usage?group_by=tenant"), ask("/admin/v1/usage?group_by=day"),
       ask("/admin/v1/rate-cards"), ask("/admin/v1/budgets")]);
     const { totals } = used;
-    const span = `${used.window.since} to ${used.window.until}`;
+    const period = `${used.window.since} to ${used.window.until}`;
     const heads = ["requests", "prompt tokens", "read", "written", "computed", "output", "charged", "saved", "adjusted"];
     const row = (r) => [count(r.requests), about(r.prompt_tokens), about(r.cache_read_tokens), about(r.cache_write_tokens),
       about(r.fresh_tokens), about(r.output_tokens), usd(r.charge_usd), usd(r.saved_usd), usd(r.adjusted_usd)];
@@ -189,8 +212,8 @@ const views = {
         tile(usd(totals.charge_usd), "charged"), tile(usd(totals.saved_usd), "saved by caching"),
         tile(count(totals.requests), "entries in the ledger"), tile(part(totals.hit_ratio), "of prompt tokens read by contract")),
       h("div", { class: "grid" },
-        wide("By tenant", table(span, ["tenant", ...heads], used.rows.map((r) => [link(r.tenant), ...row(r)]))),
-        wide("By day", table(span, ["day", ...heads], days.rows.map((r) => [r.from.slice(0, 10), ...row(r)]))),
+        wide("By tenant", table(period, ["tenant", ...heads], used.rows.map((r) => [link(r.tenant), ...row(r)]))),
+        wide("By day", table(period, ["day", ...heads], days.rows.map((r) => [r.from.slice(0, 10), ...row(r)]))),
         panel("Budgets", table("In the present window", ["tenant", "window", "spent", "reserved", "hard limit"],
           (budgets?.budgets ?? []).map((b) => [b.tenant ?? "", b.window, usd(b.spent_usd), usd(b.reserved_usd), usd(b.hard_usd)]), "No tenant has a budget.")),
         panel("Rate cards", table("Micro-dollars per million tokens", ["card", "model", "tier", "input", "read", "output"],

@@ -4,7 +4,7 @@ import { h, s } from "/dashboard/dom.js";
 
 const short = new Intl.NumberFormat("en", { notation: "compact", maximumFractionDigits: 1 });
 
-export function stacked(series, names, title) {
+export function stacked(series, names, title, unit = "tokens", words = names) {
   if (!series.length) return h("p", { class: "none" }, "Nothing yet.");
   const width = 1000, height = 180, foot = 20, head = 12;
   const last = series[series.length - 1].at, first = Math.min(series[0].at, last - 29);
@@ -12,7 +12,7 @@ export function stacked(series, names, title) {
   const step = width / (last - first + 1);
   const bars = series.flatMap((m) => {
     let y = height - foot;
-    const label = `${clock(m.at)}: ${names.map((name) => `${name} ${short.format(m[name])}`).join(", ")}`;
+    const label = `${clock(m.at)}: ${names.map((name, at) => `${words[at]} ${short.format(m[name])}`).join(", ")}`;
     return names.map((name) => {
       const tall = (m[name] / most) * (height - foot - head);
       y -= tall;
@@ -20,9 +20,9 @@ export function stacked(series, names, title) {
     });
   });
   const total = series.reduce((sum, m) => sum + names.reduce((inner, name) => inner + m[name], 0), 0);
-  return s("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `${title}: ${short.format(total)} tokens in ${series.length} minutes, at most ${short.format(most)} in one` },
+  return s("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `${title}: ${short.format(total)} ${unit} in ${series.length} minutes, at most ${short.format(most)} in one` },
     bars,
-    s("text", { x: 2, y: 10 }, `${short.format(most)} tokens`),
+    s("text", { x: 2, y: 10 }, `${short.format(most)} ${unit}`),
     s("text", { x: 2, y: height - 5 }, clock(first)),
     s("text", { x: width - 2, y: height - 5, "text-anchor": "end" }, clock(last)));
 }

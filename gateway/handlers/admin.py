@@ -7,6 +7,7 @@ from aiohttp import web
 from gateway import telemetry
 from gateway.context import Context
 from gateway.middleware import Route
+from gateway.storage_meter import look_at_churn
 
 
 def routes(gateway: Context) -> tuple[Route, ...]:
@@ -18,6 +19,9 @@ def routes(gateway: Context) -> tuple[Route, ...]:
             is_ready=gateway.is_ready(),
             restarts=gateway.engine_restarts(),
         )
+        look_at_churn(gateway)
+        promises = gateway.contracts.promises.by_class(gateway.clock())
+        gateway.telemetry.show_cache(promises, gateway.churn.all.total[0])
         return web.Response(
             body=gateway.telemetry.exposition(),
             headers={"Content-Type": telemetry.CONTENT_TYPE},

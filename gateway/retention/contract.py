@@ -35,6 +35,7 @@ from gateway.errors import Kind, Refusal
 from gateway.retention.entries import Entry, EntryBook, Lease, digests
 from gateway.retention.fingerprints import Fingerprint, FingerprintBook, Mark, compare
 from gateway.retention.positions import Look, positions
+from gateway.retention.promises import PromiseTally
 
 BEST_EFFORT = "best_effort"
 
@@ -74,6 +75,8 @@ class Contracts:
         self.losses = losses
         self.epoch = epoch
         self.entries = EntryBook(config.entries_max, config.entries_per_tenant_max)
+        self.promises = PromiseTally(self.entries, epoch)
+        self.entries.on_drop = self.promises.gave_up
         self.fingerprints = FingerprintBook(config.fingerprints_max, config.fingerprint_life_s)
 
     def resolve(
@@ -174,6 +177,8 @@ class Contract:
         self._is_written = False
         self._missed = ""
         self.is_below = False
+        self.missed_tokens = 0
+        """Of the longest prefix in the books, what was not read."""
         self.fingerprint: Fingerprint | None = None
         self.diagnosis: Diagnosis | None = None
 
@@ -203,6 +208,11 @@ class Contract:
         self._record, self._read_entry = self._split(cached_tokens, granted)
         read = self._record.read_tokens()
         self._missed = self._why_missed(read, now_s)
+        if self._missed and self._tries:
+            self.missed_tokens = max(0, self._tries[0][0] - read)
+        self._books.promises.answered(self._scope.tenant_id, grants)
+        if self._read_entry is not None and self._record.recomputed_promised:
+            self._books.promises.broke(self._read_entry, now_s)
         for tokens, entry in self._tries:
             if tokens <= read and entry.is_live(now_s):
                 self._books.entries.renew(entry, self._started_s)
@@ -227,6 +237,8 @@ class Contract:
                 self._started_s,
                 is_granted=granted >= write.tokens,
             )
+            key, name = (self._scope.namespace, write.digest), write.retention.name
+            books.promises.wrote(self._scope.tenant_id, key, name, books.clock())
 
     def finish(self, response_id: str) -> None:
         """The answer is over: clocks that count from the last use start, the prompt's fingerprint

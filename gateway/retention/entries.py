@@ -12,7 +12,7 @@ import hashlib
 import math
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from engine.api import Namespace, Retention
 
@@ -88,6 +88,8 @@ class EntryBook:
         self._per_owner_max = per_owner_max
         self._entries: OrderedDict[Key, Entry] = OrderedDict()
         self._by_owner: dict[int, OrderedDict[Key, None]] = {}
+        self.on_drop: Callable[[Entry], None] = lambda entry: None
+        """Told of each entry that goes."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -177,6 +179,7 @@ class EntryBook:
         del keys[key]
         if not keys:
             del self._by_owner[entry.owner]
+        self.on_drop(entry)
 
 
 def digests(tokens: Sequence[int], ends: Iterable[int]) -> dict[int, bytes]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.api import CacheNews, Loss
+from engine.api import CacheNews, Gain, Loss
 from engine.loss_totals import LossTotals
 
 
@@ -19,6 +19,18 @@ def test_totals_grow_by_cause_and_name_the_taker() -> None:
     assert totals.of(b"a") == {"evicted_pressure": 5, "evicted_own_quota": 1}
     assert totals.of(b"b") == {}
     assert totals.taken() == {(b"a", b"b"): 5}
+
+
+def test_what_came_and_went_is_told_with_how_long_it_lived() -> None:
+    """Churn: blocks in, blocks out, and the seconds those evicted had been there."""
+    totals = LossTotals()
+    totals.add(CacheNews((Loss(b"a", "evicted_pressure", b"b", 2, 9.0),), (Gain(b"a", 5),)))
+    totals.add(CacheNews((Loss(b"a", "expired", b"", 1),), (Gain(b"a", 1), Gain(b"b", 2))))
+
+    moves = totals.moves()
+    assert (moves[b"a"].gained, moves[b"a"].evicted, moves[b"a"].lived_s) == (6, 2, 9.0)
+    assert moves[b"a"].lost["expired"] == 1
+    assert (moves[b"b"].gained, moves[b"b"].evicted) == (2, 0)
 
 
 def test_the_namespace_that_lost_nothing_for_longest_is_forgotten() -> None:

@@ -10,7 +10,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.analytics import Analytics, Facts, digested
+from gateway.analytics import COUNTED_MAX, Analytics, Facts, digested
 from gateway.dialects.canonical import Boundary, UsageRecord
 from tenancy.pricing import RateCard
 from tests.fakes import FakeClock
@@ -27,14 +27,17 @@ class Desk:
         self.clock = FakeClock()
         self.seen = Analytics(self.clock, lambda: int(self.clock.now_s * 1000), tenants_max)
 
-    def note(self, tenant: str, words: str, cached: int = 0, missed: str = "") -> None:
+    def note(
+        self, tenant: str, words: str, cached: int = 0, missed: str = "", missed_tokens: int = 0
+    ) -> None:
         """A letter is a block of sixteen tokens and a segment."""
         tokens = [ord(word) for word in words for _ in range(16)]
         marks = [Boundary(16 * (n + 1), f"messages[{n}]") for n in range(len(words))]
         record = UsageRecord(
             len(tokens), {"5m": cached} if cached else {}, {}, len(tokens) - cached, 5, cached
         )
-        self.seen.note(Facts(tenant, record, tokens, marks, 0.1, missed, "done"))
+        facts = Facts(tenant, record, tokens, marks, 0.1, missed, "done", missed_tokens)
+        self.seen.note(facts)
 
     def tenant(self, name: str) -> dict[str, Any]:
         found = self.seen.tenant(name, CARD, {"5m": 300.0}, 16, [64])
@@ -82,17 +85,43 @@ def test_breaks_are_priced_at_what_reading_would_have_cost_less() -> None:
     assert (lost["place"], lost["tokens"], lost["cost_pico"]) == ("messages[0]", 48, 48 * 900)
 
 
-def test_tenants_beyond_the_bound_are_forgotten_and_the_sum_is_not() -> None:
-    """Those active last are followed."""
+def test_prompts_of_tenants_beyond_the_bound_are_forgotten_and_their_sums_are_not() -> None:
+    """Those active last are followed closely; the others are counted on."""
     desk = Desk(tenants_max=2)
     for name in ("a", "b", "c"):
         desk.note(name, "x")
 
-    found = desk.seen.overview()
+    assert [one["tenant"] for one in desk.seen.overview()["tenants"]] == ["c", "b", "a"]
+    assert desk.tenant("b")["top_prefixes"] != []
+    assert desk.tenant("a")["top_prefixes"] == []
+    assert desk.tenant("a")["total"]["requests"] == 1
 
-    assert [one["tenant"] for one in found["tenants"]] == ["c", "b"]
-    assert found["total"]["requests"] == 3
-    assert desk.seen.tenant("a", CARD, {}, 16, []) is None
+
+def test_tenants_that_nobody_can_count_any_more_stay_in_the_sum_of_all() -> None:
+    """A million names must not grow a gateway for ever."""
+    desk = Desk()
+    for number in range(COUNTED_MAX + 1):
+        desk.note(f"t{number}", "x")
+
+    found = desk.seen.overview()
+    assert len(found["tenants"]) == COUNTED_MAX
+    assert found["total"]["requests"] == COUNTED_MAX + 1
+    assert desk.seen.tenant("t0", CARD, {}, 16, []) is None
+
+
+def test_what_misses_cost_is_told_by_cause() -> None:
+    """Tokens of written prefixes that were computed again, at what reading would have saved."""
+    desk = Desk()
+    desk.note("ada", "abc", missed="evicted_pressure", missed_tokens=32)
+    desk.note("ada", "abc", missed="expired", missed_tokens=48)
+    desk.note("ada", "abc", missed="never_written")
+
+    assert desk.tenant("ada")["recomputed"] == [
+        {"cause": "expired", "tokens": 48, "cost_pico": 48 * 900},
+        {"cause": "evicted_pressure", "tokens": 32, "cost_pico": 32 * 900},
+    ]
+    assert desk.seen.missed_tokens("ada", "evicted_pressure") == 32
+    assert desk.seen.missed_tokens("bob", "evicted_pressure") == 0
 
 
 @given(

@@ -37,19 +37,37 @@ def test_the_engines_heartbeat_is_shown_as_it_came(telemetry: Telemetry) -> None
     telemetry.show_engine(Stats(blocks=9, step=7), is_ready=False, restarts=0)
     stats = Stats(
         blocks=10, pinned_blocks=4, free_blocks=6, waiting=3, running=2, evicted_blocks_total=5,
-        prompt_tokens_total=100, cached_tokens_total=40, broken_promises_total=1,
+        prompt_tokens_total=100, cached_tokens_total=40,
     )  # fmt: skip
     telemetry.show_engine(stats, is_ready=True, restarts=1)
     shown = samples(telemetry)
 
     assert shown["trunkline_kv_blocks"] == 10
     assert shown["trunkline_evicted_blocks_total"] == 5
-    assert shown["trunkline_broken_promises_total"] == 1
     assert shown["trunkline_engine_steps_total"] == 0
     assert (shown["trunkline_engine_ready"], shown["trunkline_engine_restarts_total"]) == (1, 1)
     assert shown["vllm:num_requests_waiting"] == 3
     assert shown["vllm:kv_cache_usage_perc"] == 0.4
     assert shown["vllm:prefix_cache_hits_total"] == 40
+
+
+def test_what_became_of_promises_is_shown_by_class(telemetry: Telemetry) -> None:
+    """Those that ended as counters, those that run as a gauge."""
+    promises = {"5m": {"given": 3, "kept": 1, "broken": 1, "running": 1}, "1h": {"running": 2}}
+    telemetry.show_cache(promises, 7)
+    families = text_string_to_metric_families(telemetry.exposition().decode())
+    shown = {
+        (s.name, *s.labels.values()): s.value
+        for family in families
+        for s in family.samples
+        if "promises" in s.name or "inserted" in s.name
+    }
+
+    assert shown["trunkline_promises_total", "5m", "broken"] == 1
+    assert shown["trunkline_promises_total", "5m", "given"] == 3
+    assert shown["trunkline_running_promises", "1h"] == 2
+    assert shown["trunkline_inserted_blocks_total",] == 7
+    assert ("trunkline_promises_total", "5m", "running") not in shown
 
 
 def test_every_count_of_the_heartbeat_has_a_metric(telemetry: Telemetry) -> None:

@@ -292,10 +292,31 @@ def test_facts_tell_what_happened_without_the_words() -> None:
     cache.erase(THEM)
 
     assert Matched(US, 4, 0) in told
-    assert Committed(US, 1, 4) in told
+    assert Committed(US, 1, 4, 1) in told
     assert Copied(US, 2) in told
-    assert Evicted(US, THEM, 1) in told
+    assert Evicted(US, THEM, 1, 0.0) in told
     assert Erased(THEM, 2) in told
+
+
+def test_facts_tell_what_is_new_and_how_long_it_lived() -> None:
+    """Churn is counted from these: what was there already did not come again."""
+    told: list[Fact] = []
+    cache = PrefixCache(blocks=2, block_size=SIZE, facts=told.append)
+    for now_s, prompt, who in (
+        (1.0, words(4), US),
+        (2.0, words(4), US),
+        (9.0, words(8, 200), THEM),
+    ):
+        table = cache.begin(who, prompt, now_s, read=who == THEM)
+        assert cache.grow(table, len(prompt), now_s)
+        cache.take_copies()
+        cache.commit(table, prompt, len(prompt), now_s)
+        cache.release(table, prompt, now_s)
+
+    new = [fact.new_blocks for fact in told if isinstance(fact, Committed)]
+    lived = [fact.lived_s for fact in told if isinstance(fact, Evicted)]
+    assert new == [1, 0, 2]
+    assert lived == [8.0]
 
 
 def test_fits_counts_other_floors_as_taken() -> None:

@@ -1,0 +1,107 @@
+"""Blocks that came into the cache and left it, by tenant and minute, and how long they lived.
+
+Fed with the engine's totals by namespace now and then; what is new since the time before counts for
+the minute in which it is seen. Totals that fell began again with another life of the engine.
+Bounded: the latest minutes, and `TENANTS_MAX` tenants, those that moved last. It reads no clock;
+`storage_meter` and the analytics desk feed it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from engine.api import Namespace
+from engine.loss_totals import Moves
+
+MINUTES = 120
+TENANTS_MAX = 10_000
+Counts = tuple[int, int, int, int, float]
+"""Blocks inserted, evicted, expired, erased, and the seconds that those evicted had lived."""
+
+_NONE: Counts = (0, 0, 0, 0, 0.0)
+
+
+class History:
+    """Sums since the start, and of each of the latest minutes."""
+
+    def __init__(self) -> None:
+        self.total: Counts = _NONE
+        self._minutes: deque[tuple[int, Counts]] = deque(maxlen=MINUTES)
+
+    def add(self, counts: Counts, minute: int) -> None:
+        """More has moved. O(1)."""
+        self.total = _sum(self.total, counts)
+        if self._minutes and self._minutes[-1][0] == minute:
+            counts = _sum(self._minutes.pop()[1], counts)
+        self._minutes.append((minute, counts))
+
+    def shown(self) -> dict[str, Any]:
+        """As it is answered; minutes as [minute, inserted, evicted, expired or erased]."""
+        inserted, evicted, expired, erased, lived_s = self.total
+        return {
+            "inserted_blocks": inserted,
+            "evicted_blocks": evicted,
+            "expired_blocks": expired,
+            "erased_blocks": erased,
+            "evicted_after_s": round(lived_s / evicted, 3) if evicted else None,
+            "minutes": [
+                [minute, came, taken, over + told, round(lived / taken, 3) if taken else None]
+                for minute, (came, taken, over, told, lived) in self._minutes
+            ],
+        }
+
+
+class Churn:
+    """Of one gateway. Belongs to one thread."""
+
+    def __init__(self) -> None:
+        self._last: dict[Namespace, Counts] = {}
+        self._tenants: OrderedDict[int, History] = OrderedDict()
+        self.all = History()
+
+    def look(
+        self,
+        moves: Mapping[Namespace, Moves],
+        owner_of: Callable[[Namespace], int | None],
+        minute: int,
+    ) -> None:
+        """What the engine has told until now. O(namespaces)."""
+        seen: dict[Namespace, Counts] = {}
+        for namespace, one in moves.items():
+            lost = one.lost
+            now = (one.gained, one.evicted, lost["expired"], lost["erased"], one.lived_s)
+            seen[namespace] = now
+            before = self._last.get(namespace, _NONE)
+            if any(a < b for a, b in zip(now, before, strict=True)):
+                before = _NONE
+            new = _difference(now, before)
+            owner = owner_of(namespace)
+            if new != _NONE and owner is not None:
+                self._of(owner).add(new, minute)
+                self.all.add(new, minute)
+        self._last = seen
+
+    def tenant(self, tenant_id: int) -> History:
+        """Of one tenant; empty if nothing of it moved."""
+        return self._tenants.get(tenant_id, History())
+
+    def tenants(self) -> dict[int, History]:
+        """By tenant id, those that moved last first."""
+        return dict(reversed(self._tenants.items()))
+
+    def _of(self, owner: int) -> History:
+        history = self._tenants.setdefault(owner, History())
+        self._tenants.move_to_end(owner)
+        while len(self._tenants) > TENANTS_MAX:
+            self._tenants.popitem(last=False)
+        return history
+
+
+def _sum(a: Counts, b: Counts) -> Counts:
+    return (a[0] + b[0], a[1] + b[1], a[2] + b[2], a[3] + b[3], a[4] + b[4])
+
+
+def _difference(a: Counts, b: Counts) -> Counts:
+    return (a[0] - b[0], a[1] - b[1], a[2] - b[2], a[3] - b[3], a[4] - b[4])

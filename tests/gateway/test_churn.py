@@ -1,0 +1,75 @@
+"""Blocks in and out, by tenant and minute, from totals that grow and sometimes begin again."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from engine.api import CacheNews, Gain, Loss
+from engine.loss_totals import LossTotals, Moves
+from gateway import churn
+from gateway.churn import Churn
+
+
+def owner_of(namespace: bytes) -> int | None:
+    """b"7/x" is tenant 7's."""
+    return int(namespace[:1]) if namespace[:1].isdigit() else None
+
+
+def test_what_is_new_counts_for_the_minute_in_which_it_is_seen() -> None:
+    """Two looks in a minute are one row; nothing is counted twice."""
+    totals, seen = LossTotals(), Churn()
+    totals.add(CacheNews((), (Gain(b"1/a", 5), Gain(b"1/b", 2), Gain(b"2/a", 1))))
+    seen.look(totals.moves(), owner_of, 10)
+    totals.add(CacheNews((Loss(b"1/a", "evicted_pressure", b"2/a", 2, 9.0),), (Gain(b"1/a", 1),)))
+    seen.look(totals.moves(), owner_of, 10)
+    totals.add(CacheNews((Loss(b"1/b", "expired", b"", 1), Loss(b"1/b", "erased", b"", 1)), ()))
+    seen.look(totals.moves(), owner_of, 11)
+    seen.look(totals.moves(), owner_of, 12)
+
+    assert seen.tenant(1).shown() == {
+        "inserted_blocks": 8,
+        "evicted_blocks": 2,
+        "expired_blocks": 1,
+        "erased_blocks": 1,
+        "evicted_after_s": 4.5,
+        "minutes": [[10, 8, 2, 0, 4.5], [11, 0, 0, 2, None]],
+    }
+    assert seen.all.shown()["inserted_blocks"] == 9
+    assert list(seen.tenants()) == [1, 2]
+
+
+def test_totals_that_began_again_are_counted_from_zero() -> None:
+    """Another life of the engine: what the last one told stays counted."""
+    seen = Churn()
+    seen.look({b"1/a": Moves(gained=5)}, owner_of, 1)
+    seen.look({b"1/a": Moves(gained=2)}, owner_of, 2)
+    seen.look({}, owner_of, 3)
+    seen.look({b"1/a": Moves(gained=1)}, owner_of, 4)
+
+    assert seen.tenant(1).shown()["minutes"] == [
+        [1, 5, 0, 0, None],
+        [2, 2, 0, 0, None],
+        [4, 1, 0, 0, None],
+    ]
+
+
+def test_a_namespace_that_is_nobodys_is_left_out() -> None:
+    """An engine that serves others too tells of them."""
+    seen = Churn()
+    seen.look({b"x": Moves(3, Counter({"expired": 1}))}, owner_of, 1)
+
+    assert seen.tenants() == {}
+    assert seen.all.shown()["inserted_blocks"] == 0
+
+
+def test_history_is_bounded() -> None:
+    """By minutes, and by tenants: those that moved last stay, the sum of all does not fall."""
+    seen = Churn()
+    for minute in range(200):
+        seen.look({b"1/a": Moves(gained=minute + 1)}, owner_of, minute)
+    many = {b"%d" % n: Moves(gained=1) for n in range(churn.TENANTS_MAX + 5)}
+    seen.look(many, lambda namespace: int(namespace), 300)
+
+    assert len(seen.all.shown()["minutes"]) == churn.MINUTES
+    assert len(seen.tenants()) == churn.TENANTS_MAX
+    assert seen.all.shown()["inserted_blocks"] == 200 + len(many)

@@ -1,0 +1,140 @@
+"""Promises are counted from their beginning to whatever became of them."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.api import LeaseGrant, Retention
+from gateway.retention.entries import EntryBook
+from gateway.retention.promises import PromiseTally
+
+FIVE = Retention("5m", 300, 300, "request_start")
+HOUR = Retention("1h", 3_600, 3_600, "request_start")
+EFFORT = Retention("in_memory", 0, 600, "last_use")
+OWNERS = (1, 2)
+
+
+class Desk:
+    """A book and a tally that a test speaks to as contracts do."""
+
+    def __init__(self, per_owner_max: int = 50, slack: int = 1_000) -> None:
+        self.epoch, self.now_s = "e1", 0.0
+        self.book = EntryBook(100, per_owner_max)
+        self.tally = PromiseTally(self.book, lambda: self.epoch, slack)
+        self.book.on_drop = self.tally.gave_up
+
+    def write(
+        self, digest: bytes, terms: Retention = FIVE, owner: int = 1, ok: bool = True
+    ) -> None:
+        key = (b"ns%d" % owner, digest)
+        self.book.write(key, 8, owner, self.epoch, {}, terms, self.now_s, is_granted=ok)
+        self.tally.wrote(owner, key, terms.name, self.now_s)
+
+    def lose(self, digest: bytes, owner: int = 1) -> None:
+        """A request finds it promised and not there."""
+        entry = self.book.find((b"ns%d" % owner, digest))
+        if entry is not None:
+            self.tally.broke(entry, self.now_s)
+
+    def of(self, owner: int = 1, name: str = "5m") -> dict[str, int]:
+        """Counts that are not zero."""
+        counts = self.tally.counts(self.now_s).get((owner, name), {})
+        return {outcome: n for outcome, n in counts.items() if n}
+
+
+def test_a_promise_is_kept_when_its_time_is_over() -> None:
+    """Not before, and written again meanwhile it is renewed and no other one."""
+    desk = Desk()
+    desk.write(b"a")
+    desk.now_s = 200
+    desk.write(b"a")
+    desk.now_s = 499
+    before = desk.of()
+    desk.now_s = 500
+
+    assert before == {"given": 1, "renewed": 1, "running": 1}
+    assert desk.of() == {"given": 1, "renewed": 1, "kept": 1}
+
+
+def test_a_promise_that_was_found_broken_is_broken_once() -> None:
+    """And what is written in its place is another promise."""
+    desk = Desk()
+    desk.write(b"a")
+    desk.lose(b"a")
+    desk.lose(b"a")
+    once = desk.of()
+    desk.write(b"a")
+    desk.now_s = 1_000
+
+    assert once == {"given": 1, "broken": 1}
+    assert desk.of() == {"given": 2, "broken": 1, "kept": 1}
+
+
+def test_an_engine_that_died_has_broken_what_nobody_noticed() -> None:
+    """Its memory went with it, whether or not anybody came back in time."""
+    desk = Desk()
+    desk.write(b"a")
+    desk.epoch = "e2"
+    desk.now_s = 301
+
+    assert desk.of() == {"given": 1, "broken": 1}
+
+
+def test_what_is_erased_or_has_no_room_is_given_up() -> None:
+    """Neither kept nor broken: its owner said so, or had too many."""
+    desk = Desk(per_owner_max=2)
+    for digest in (b"a", b"b", b"c"):
+        desk.write(digest)
+    desk.book.forget(b"ns1")
+
+    assert desk.of() == {"given": 3, "given_up": 3}
+
+
+def test_what_was_not_promised_is_no_promise() -> None:
+    """Best effort has nothing to break; a lease that was clipped or refused is counted as that."""
+    desk = Desk()
+    desk.write(b"a", EFFORT)
+    desk.write(b"b", ok=False)
+    grants = [
+        LeaseGrant(lease_id="", retention="5m", outcome=outcome, tokens=0)
+        for outcome in ("granted", "clipped", "refused", "refused")
+    ]
+    desk.tally.answered(1, grants)
+
+    assert desk.of() == {"clipped": 1, "refused": 2}
+    assert desk.of(name="in_memory") == {}
+
+
+acts = st.tuples(
+    st.sampled_from(["write", "write", "lose", "drop", "wait", "die"]),
+    st.sampled_from(OWNERS),
+    st.sampled_from([b"a", b"b", b"c", b"d"]),
+    st.sampled_from([FIVE, HOUR, EFFORT]),
+    st.booleans(),
+)
+
+
+@given(st.lists(acts, max_size=60))
+def test_every_promise_has_one_end(life: list[tuple[str, int, bytes, Retention, bool]]) -> None:
+    """given = kept + broken + given up + running, for each owner and class, at any time."""
+    desk = Desk(per_owner_max=3, slack=2)
+    for what, owner, digest, terms, flag in life:
+        match what:
+            case "write":
+                desk.write(digest, terms, owner, flag)
+            case "lose":
+                desk.lose(digest, owner)
+            case "drop":
+                desk.book.drop((b"ns%d" % owner, digest))
+            case "wait":
+                desk.now_s += 100 if flag else 2_000
+            case _:
+                desk.epoch += "x"
+        for one in desk.tally.counts(desk.now_s).values():
+            ended = one["kept"] + one["broken"] + one["given_up"]
+            assert one["given"] == ended + one["running"]
+            assert min(one.values()) >= 0
+    desk.now_s += 10_000
+
+    assert all(one["running"] == 0 for one in desk.tally.counts(desk.now_s).values())
