@@ -83,9 +83,12 @@ async def _target(
         tenant_id = (await _tenant(gateway, body.tenant)).tenant.tenant_id
         target = erasure.Target(tenant_id, by, body.workspace, body.lease_id)
         return {"tenant": body.tenant}, target
-    if body.shared_scope is None or body.tenant is not None or body.workspace is not None:
-        message = "Name a tenant, with or without a workspace, or a shared_scope."
-        raise Refusal(Kind.BAD, "invalid_value", message, param="tenant")
+    if body.shared_scope is None:
+        message = "tenant: whose? Or name a shared_scope."
+        raise Refusal(Kind.BAD, "missing_required_parameter", message, param="tenant")
+    if body.tenant is not None or body.workspace is not None:
+        message = "shared_scope: it stands for itself, without a tenant and a workspace."
+        raise Refusal(Kind.BAD, "invalid_value", message, param="shared_scope")
     scope = await asyncio.to_thread(find_scope, gateway.store, body.shared_scope)
     whose = {"tenant": scope.owner, "shared_scope": scope.name}
     return whose, erasure.of_scope(scope, by, body.lease_id)
