@@ -11,8 +11,8 @@ import msgspec
 from aiohttp import web
 
 from engine.errors import EngineError, EngineUnavailable, RequestRefused
+from gateway.engine_refusals import refusal_of as engine_refusal
 from gateway.errors import Kind, Refusal
-from gateway.stream import refusal_of as engine_refusal
 from tenancy.errors import BadName, BadPrice, BudgetExceeded, LedgerUnavailable, StoreError
 
 _HTTP_KINDS = {

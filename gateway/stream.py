@@ -40,37 +40,9 @@ from gateway.dialects.canonical import (
     TokenText,
     UsageRecord,
 )
-from gateway.errors import Kind, Refusal
+from gateway.engine_refusals import refusal_of
 from gateway.prompt import Renderer
-
-_REFUSALS: dict[str, tuple[Kind, str]] = {
-    "prompt_empty": (Kind.BAD, "invalid_value"),
-    "token_out_of_range": (Kind.BAD, "invalid_value"),
-    "context_exceeded": (Kind.BAD, "context_length_exceeded"),
-    "kv_exceeded": (Kind.BAD, "context_length_exceeded"),
-    "duplicate_request": (Kind.CONFLICT, "duplicate_request"),
-    "poison_request": (Kind.INTERNAL, "poison_request"),
-    "queue_full": (Kind.BUSY, "overloaded"),
-    "timeout": (Kind.BUSY, "queue_timeout"),
-    "draining": (Kind.BUSY, "shutting_down"),
-    "engine_died": (Kind.BUSY, "engine_restarting"),
-    "not_ready": (Kind.BUSY, "engine_starting"),
-    "step_failed": (Kind.INTERNAL, "internal_error"),
-    "nan_logits": (Kind.INTERNAL, "internal_error"),
-    "grammar_invalid": (Kind.BAD, "invalid_json_schema"),
-    "grammar_too_big": (Kind.BAD, "json_schema_too_complex"),
-    "grammar_unsupported": (Kind.BAD, "unsupported_value"),
-    "grammar_dead_end": (Kind.INTERNAL, "internal_error"),
-}
-"""The engine's stable codes in the gateway's terms."""
-
-
-def refusal_of(code: str, message: str, retry_after_s: float | None = None) -> Refusal:
-    """An engine's refusal or failure, as the client hears it."""
-    kind, name = _REFUSALS.get(code, (Kind.INTERNAL, "internal_error"))
-    if kind is Kind.BUSY and retry_after_s is None:
-        retry_after_s = 1.0
-    return Refusal(kind, name, message, retry_after_s=retry_after_s)
+from gateway.prompt.grammars import schema_field
 
 
 class _Choice:
@@ -303,7 +275,8 @@ class AnswerStream:
                     self._contracts[prompt].written()
                 else:
                     self.ending = event.code or event.ending
-                    raise refusal_of(event.code, event.message)
+                    field = schema_field(self._call.prompts[prompt])
+                    raise refusal_of(event.code, event.message, schema_field=field)
                 # The engine may have run past a stop string before it heard of it, to the end
                 # even: what is charged must not depend on who was faster.
                 needed = sum(choice.tokens for choice in self._choices[prompt])

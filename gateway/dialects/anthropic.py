@@ -158,7 +158,8 @@ def _format(fields: wire.Body) -> OutputFormat:
     config = fields.output_config
     if config is None or config.format is None:
         return OutputFormat()
-    return OutputFormat("json_schema", wire.json_text(config.format.schema))
+    schema = wire.json_text(config.format.schema)
+    return OutputFormat("json_schema", schema, "output_config.format.schema")
 
 
 def _cache(fields: wire.Body) -> CacheAsk:

@@ -143,12 +143,13 @@ def _sampling(settings: wire.GenerationConfig) -> Sampling:
 
 
 def _format(settings: wire.GenerationConfig) -> OutputFormat:
-    schema = settings.response_json_schema
+    schema, path = settings.response_json_schema, "generationConfig.responseJsonSchema"
     if settings.response_schema is not None and schema is not None:
         message = "Set responseSchema or responseJsonSchema, not both."
         raise Refusal(Kind.BAD, "invalid_value", message, param="generationConfig.responseSchema")
     if settings.response_schema is not None:
         schema = wire.json_schema(settings.response_schema)
+        path = "generationConfig.responseSchema"
     if settings.response_mime_type != "application/json":
         if schema is not None:
             message = "A response schema needs responseMimeType application/json."
@@ -158,7 +159,7 @@ def _format(settings: wire.GenerationConfig) -> OutputFormat:
         return OutputFormat()
     if schema is None:
         return OutputFormat("json_object")
-    return OutputFormat("json_schema", msgspec.json.encode(schema).decode())
+    return OutputFormat("json_schema", msgspec.json.encode(schema).decode(), path)
 
 
 # --- the answer --------------------------------------------------------------------------------

@@ -49,6 +49,20 @@ def grammar_of(
     return Grammar("lark", lark.text(answer, parallel=parallel))
 
 
+def schema_field(prompt: Prompt) -> str | None:
+    """The request's field of the schema that an answer is held to; of several, the list they stand
+    in; None where they have no field in common. O(tools)."""
+    wanted, choice = prompt.output_format, prompt.tool_choice
+    is_forced = bool(prompt.tools) and choice.mode == "required"
+    fields = [wanted.path] if wanted.kind == "json_schema" and not is_forced else []
+    if choice.mode != "none":
+        fields += [tool.path for tool in offered(prompt) if tool.strict or is_forced]
+    if len(fields) == 1:
+        return fields[0]
+    lists = {field.partition("[")[0] for field in fields}
+    return lists.pop() if len(lists) == 1 else None
+
+
 def offered(prompt: Prompt) -> tuple[Tool, ...]:
     """The tools that may be called. Raises Refusal for a name that is none of them."""
     names = prompt.tool_choice.names

@@ -12,7 +12,7 @@ from engine.grammar import Rules, Vocabulary, compile_grammar
 from engine.model_store import ModelCard
 from gateway.dialects.canonical import OutputFormat, Prompt, Tool, ToolChoice
 from gateway.errors import Kind, Refusal
-from gateway.prompt.grammars import grammar_of, offered
+from gateway.prompt.grammars import grammar_of, offered, schema_field
 from gateway.prompt.tools import FALLBACK, HERMES, LLAMA3, MISTRAL, ToolStyle
 
 SCHEMA = json.dumps(
@@ -221,3 +221,23 @@ def test_only_some_tools_may_be_offered() -> None:
     prompt = Prompt(tools=(STRICT, LOOSE), tool_choice=ToolChoice("auto", ("put",)))
 
     assert offered(prompt) == (LOOSE,)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "field"),
+    [
+        (Prompt(), None),
+        (Prompt(output_format=OutputFormat("json_object")), None),
+        (Prompt(output_format=FORMAT), "f"),
+        (Prompt(tools=(LOOSE,), output_format=FORMAT), "f"),
+        (Prompt(tools=(STRICT, LOOSE)), "tools[0]"),
+        (Prompt(tools=(STRICT, LOOSE), tool_choice=REQUIRED), "tools"),
+        (Prompt(tools=(STRICT, LOOSE), tool_choice=ToolChoice("required", ("put",))), "tools[1]"),
+        (Prompt(tools=(STRICT,), tool_choice=REQUIRED, output_format=FORMAT), "tools[0]"),
+        (Prompt(tools=(STRICT,), tool_choice=ToolChoice("none"), output_format=FORMAT), "f"),
+        (Prompt(tools=(STRICT,), output_format=FORMAT), None),
+    ],
+)
+def test_the_field_of_what_holds_an_answer_is_known(prompt: Prompt, field: str | None) -> None:
+    """For errors that only whoever compiles the schema finds."""
+    assert schema_field(prompt) == field

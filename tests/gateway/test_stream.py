@@ -29,7 +29,7 @@ from gateway.dialects.canonical import (
 )
 from gateway.errors import Kind, Refusal
 from gateway.prompt import Renderer
-from gateway.stream import AnswerStream, refusal_of
+from gateway.stream import AnswerStream
 from tests.gateway.fake_engine import FakeEngine
 
 END_OF_TURN = 2
@@ -275,31 +275,6 @@ async def test_an_engine_that_fails_is_a_refusal_with_what_was_used(renderer: Re
     assert raised.value.retry_after_s == 1.0
     assert answer.stream.ending == "engine_died"
     assert answer.stream.usage_so_far().out == 4
-
-
-@pytest.mark.parametrize(
-    ("code", "kind", "name"),
-    [
-        ("context_exceeded", Kind.BAD, "context_length_exceeded"),
-        ("kv_exceeded", Kind.BAD, "context_length_exceeded"),
-        ("token_out_of_range", Kind.BAD, "invalid_value"),
-        ("queue_full", Kind.BUSY, "overloaded"),
-        ("timeout", Kind.BUSY, "queue_timeout"),
-        ("draining", Kind.BUSY, "shutting_down"),
-        ("nan_logits", Kind.INTERNAL, "internal_error"),
-        ("grammar_invalid", Kind.BAD, "invalid_json_schema"),
-        ("grammar_too_big", Kind.BAD, "json_schema_too_complex"),
-        ("grammar_unsupported", Kind.BAD, "unsupported_value"),
-        ("grammar_dead_end", Kind.INTERNAL, "internal_error"),
-        ("a code of the future", Kind.INTERNAL, "internal_error"),
-    ],
-)
-def test_the_engines_codes_have_their_place(code: str, kind: Kind, name: str) -> None:
-    """A client's mistake is a 4xx, ours a 5xx, and a busy hour says when to come back."""
-    refusal = refusal_of(code, "why")
-
-    assert (refusal.kind, refusal.code) == (kind, name)
-    assert (refusal.retry_after_s is not None) == (kind is Kind.BUSY)
 
 
 async def test_a_stream_is_as_lively_as_the_engine(renderer: Renderer) -> None:
