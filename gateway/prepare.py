@@ -18,7 +18,7 @@ from gateway.context import Context
 from gateway.dialects.canonical import Call, Prompt, Rendered
 from gateway.errors import Kind, Refusal
 from gateway.resources import expand
-from gateway.retention import Contract, Scope
+from gateway.retention import Contract, Origin, Scope
 from tenancy.types import Identity
 
 INLINE_SIGNS_MAX = 4_096
@@ -95,7 +95,8 @@ def scope_of(call: Call, identity: Identity, now: Circumstances) -> Scope:
     # What was agreed is the scope's; what a tenant sent before is its own, and nobody else's.
     owner_id = tenant_id if identity.scope is None else identity.scope.owner_id
     name = f"{tenant_id}/{identity.workspace}"
-    return Scope(namespace, owner_id, name, identity.policy.classes)
+    origin = Origin(tenant_id, now.info.model_digest, now.template_digest)
+    return Scope(namespace, owner_id, name, identity.policy.classes, origin)
 
 
 def circumstances(gateway: Context, tenant_id: int) -> Circumstances:

@@ -159,7 +159,8 @@ class CacheAsk(Struct, frozen=True):
     breakpoint, "none" nothing; None leaves it to the profile. From each breakpoint of "written",
     `lookback` positions are tried, itself the first. `implicit`: a class in which the end of the
     latest user message, tool result or leading developer message is kept without being asked;
-    its lookup tries the `lookback` latest ends of such messages.
+    its lookup tries the `lookback` latest ends of such messages. `writes_max`: of more breakpoints
+    only the latest are written; None: all.
     `compare_with`: the response id whose prompt a miss is explained against ("": none; this call's
     own is remembered in any case when `remember` is set).
     """
@@ -168,6 +169,7 @@ class CacheAsk(Struct, frozen=True):
     lookup: Literal["longest", "written", "none"] | None = None
     lookback: int = 20
     implicit: str | None = None
+    writes_max: int | None = None
     compare_with: str = ""
     remember: bool = False
     echo: tuple[tuple[str, str], ...] = ()
@@ -275,6 +277,7 @@ class ChoiceEnd(Struct, frozen=True, tag="choice_end"):
 
 Cause = Literal[
     "model",
+    "template",
     "tools",
     "system",
     "messages",
@@ -286,9 +289,11 @@ Cause = Literal[
     "erased",
     "restarted",
     "below_minimum",
+    "other_namespace",
     "never_written",
 ]
-"""Why tokens were not read. The first six are in the request, the rest only an engine knows."""
+"""Why tokens were not read. The first two are the operator's doing, the next five in the request;
+the rest only we know."""
 
 
 class Diagnosis(Struct, frozen=True):

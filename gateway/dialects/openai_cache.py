@@ -104,33 +104,25 @@ def check(settings: Settings) -> None:
 
 def apply(
     tools: Sequence[Tool], segments: Sequence[Segment], settings: Settings
-) -> tuple[tuple[Tool, ...], tuple[Segment, ...], CacheAsk]:
-    """The marks that are written, and what is asked of the cache. O(tools + segments).
+) -> tuple[tuple[Segment, ...], CacheAsk]:
+    """The segments with their marks, and what is asked of the cache. O(tools + segments).
 
     Without any caching field nothing is asked, and whatever the cache holds is read. Of more marks
-    than may be written the earlier ones go, as at OpenAI. Raises Refusal.
+    than may be written the earlier ones are only looked up, as at OpenAI. Raises Refusal.
     """
     check(settings)
     parts = list(segments)
     if settings.control is not None and parts:
         parts[-1] = marked(parts[-1], settings.control)
     prompt: list[Tool | Segment] = [*tools, *parts]
-    places = [place for place, part in enumerate(prompt) if part.retention is not None]
-    if not places and settings.options is None:
+    has_marks = any(part.retention is not None for part in prompt)
+    if not has_marks and settings.options is None:
         # The deprecated field keeps for longer what is matched as without it.
-        return tuple(tools), tuple(parts), CacheAsk(implicit=settings.retention_class)
+        return tuple(parts), CacheAsk(implicit=settings.retention_class)
     is_implicit = settings.mode == "implicit"
-    dropped = set(places[: -(WRITES_MAX - is_implicit)])
-    kept_tools = tuple(
-        replace(tool, retention=None) if place in dropped else tool
-        for place, tool in enumerate(tools)
-    )
-    kept = tuple(
-        replace(segment, retention=None) if place in dropped else segment
-        for place, segment in enumerate(parts, len(tools))
-    )
     ask = CacheAsk(
-        lookup="written" if places or is_implicit else "none",
+        lookup="written" if has_marks or is_implicit else "none",
         implicit=settings.ttl if is_implicit else None,
+        writes_max=WRITES_MAX - is_implicit,
     )
-    return kept_tools, kept, ask
+    return tuple(parts), ask

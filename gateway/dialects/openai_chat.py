@@ -156,12 +156,12 @@ def _prompt(fields: ChatBody) -> tuple[Prompt, CacheAsk]:
     )
     declared = chat.tools_of(fields.tools or ())
     segments = chat.segments_of(fields.messages, settings)
-    kept_tools, kept, ask = cache.apply(declared, segments, settings)
+    kept, ask = cache.apply(declared, segments, settings)
     form = fields.response_format
     add = fields.add_generation_prompt
     prompt = Prompt(
         segments=kept,
-        tools=kept_tools,
+        tools=tuple(declared),
         tool_choice=chat.choice_of(fields.tool_choice, declared, fields.parallel_tool_calls),
         output_format=tools.output_format(
             "json_object" if isinstance(form, JsonFormat) else "text",

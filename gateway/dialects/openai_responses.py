@@ -6,6 +6,7 @@ refused. Earlier ids serve only to explain what the cache missed.
 
 from __future__ import annotations
 
+import hashlib
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -157,6 +158,7 @@ class ResponsesDialect:
             partition=wire.partition(fields),
             client_user=fields.user or "",
             priority=fields.priority or 0,
+            digests=_digests(fields),
             cache=msgspec.structs.replace(
                 ask,
                 compare_with=options.comparison_response_id or "",
@@ -208,11 +210,11 @@ def _prompt(fields: ResponsesBody) -> tuple[Prompt, CacheAsk]:
     )
     declared = items.tools_of(fields.tools or ())
     segments = items.segments_of(fields.instructions, fields.input, settings)
-    kept_tools, kept, ask = cache.apply(declared, segments, settings)
+    kept, ask = cache.apply(declared, segments, settings)
     form = fields.text.format if fields.text is not None else None
     prompt = Prompt(
         segments=kept,
-        tools=kept_tools,
+        tools=tuple(declared),
         tool_choice=items.choice_of(fields.tool_choice, declared, fields.parallel_tool_calls),
         output_format=tools.output_format(
             "json_object" if isinstance(form, JsonFormat) else "text",
@@ -232,6 +234,15 @@ def _generation(fields: ResponsesBody, *, is_prewarm: bool) -> Generation:
         ignore_eos=bool(fields.ignore_eos),
         min_tokens=fields.min_tokens or 0,
     )
+
+
+def _digests(fields: ResponsesBody) -> tuple[tuple[str, str], ...]:
+    """What clients count as part of a prompt, and what is not written in it here."""
+    form = fields.text.format if fields.text is not None else None
+    if form is None or isinstance(form, TextFormat):
+        return ()
+    digest = hashlib.blake2b(msgspec.json.encode(form), digest_size=16).hexdigest()
+    return (("text.format", digest),)
 
 
 def _echo(fields: ResponsesBody, prompt: Prompt) -> dict[str, Any]:

@@ -289,22 +289,30 @@ _REASONS = {
 }
 
 
+_SETTINGS = {"text.format": "text_format_changed"}
+
+
 def diagnostics(found: Diagnosis | None, record: UsageRecord) -> dict[str, Any] | None:
     """In OpenAI's terms. What an engine lost is no difference between two requests, and no reason
-    among these: a prompt that is the same and was not read is unavailable."""
+    among these: a prompt that is the same and was not read is unavailable. Nor does another form of
+    the answer cost anything that is there; where nothing is, it is the difference there is."""
     if found is None:
         return None
     if found.outcome == "unknown":
         return {"type": "comparison_response_not_found"}
-    if found.outcome == "hit" and record.read_tokens():
-        return {"type": "cache_hit"}
-    reason = _REASONS.get(str(found.cause)) if found.outcome == "miss" else None
+    read = record.read_tokens()
+    if found.outcome == "hit" or found.setting:
+        if read:
+            return {"type": "cache_hit"}
+        reason, missed = _SETTINGS.get(found.setting), record.total_in
+    else:
+        reason, missed = _REASONS.get(str(found.cause)), found.missed_tokens
     if reason is None:
         return {"type": "unavailable"}
     return {
         "type": "cache_miss",
         "reason": reason,
-        "cache_missed_tokens": found.missed_tokens,
+        "cache_missed_tokens": missed,
         "comparison_reusable_tokens": found.reusable_tokens,
     }
 

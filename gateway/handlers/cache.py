@@ -18,12 +18,17 @@ from gateway.accounting import added
 from gateway.context import Context
 from gateway.dialects.canonical import Boundary, UsageRecord
 from gateway.endpoints import find
+from gateway.erasure import holdings
 from gateway.errors import Kind, Refusal
 from gateway.middleware import STATE, Handler, Route
 from gateway.prepare import Prepared, check_model, prepare
 from gateway.server import read_body, send
 from tenancy.pricing import RateCard
 from tenancy.rate_cards import CardBook, load_cards
+from tenancy.types import Identity
+
+NAMESPACES_ASKED_MAX = 16
+"""Of a tenant's other namespaces, to say that what is missing is in one of them."""
 
 
 class QuoteBody(Struct, frozen=True, forbid_unknown_fields=True):
@@ -53,11 +58,12 @@ def _quote(gateway: Context) -> Handler:
         made = await prepare(gateway, call, state.identity)
         namespace = made.scope.namespace
         seen = [await gateway.engine.peek(namespace, prompt.token_ids) for prompt in made.rendered]
+        is_elsewhere = await _is_elsewhere(gateway, made, seen[0].cached_tokens, state.identity)
         tier = state.identity.tenant.tier
         card = await gateway.reports.ask(
             lambda store: CardBook(load_cards(store)).in_force(gateway.model, tier, gateway.wall())
         )
-        answer = quote(made, seen, gateway.engine.stats, card)
+        answer = quote(made, seen, gateway.engine.stats, card, is_elsewhere=is_elsewhere)
         return await send(
             request,
             200,
@@ -69,6 +75,29 @@ def _quote(gateway: Context) -> Handler:
     return handle
 
 
+async def _is_elsewhere(
+    gateway: Context, made: Prepared, cached_tokens: int, identity: Identity
+) -> bool:
+    """Has the same tenant more of the first prompt in another namespace of its own? It asks those
+    that hold most."""
+    tokens = made.rendered[0].token_ids
+    if cached_tokens >= len(tokens) - 1:
+        return False
+    own = [
+        one.stats
+        for one in holdings(gateway.engine.stats)
+        if one.tenant_id == identity.tenant.tenant_id
+        and one.scope_id is None  # what it shares others have written
+        and one.stats.namespace != made.scope.namespace
+    ]
+    own.sort(key=lambda stats: -stats.blocks)
+    for stats in own[:NAMESPACES_ASKED_MAX]:
+        peeked = await gateway.engine.peek(stats.namespace, tokens)
+        if peeked.cached_tokens > cached_tokens:
+            return True
+    return False
+
+
 def _parse(body: bytes) -> QuoteBody:
     try:
         return msgspec.json.decode(body, type=QuoteBody)
@@ -78,13 +107,23 @@ def _parse(body: bytes) -> QuoteBody:
         raise Refusal(Kind.BAD, "invalid_json", "The body is not valid JSON.") from None
 
 
-def quote(made: Prepared, seen: Sequence[Peeked], stats: Stats, card: RateCard) -> dict[str, Any]:
+def quote(
+    made: Prepared,
+    seen: Sequence[Peeked],
+    stats: Stats,
+    card: RateCard,
+    *,
+    is_elsewhere: bool = False,
+) -> dict[str, Any]:
     """The answer. Logical numbers by contract, physical ones as the engine has them now; the price
-    is the prompt's."""
+    is the prompt's. `is_elsewhere`: another namespace of the tenant's has more of it."""
     pairs = list(zip(made.contracts, seen, strict=True))
     record = added([contract.expect(peek.cached_tokens) for contract, peek in pairs])
     ends = [peek.expires_in_s for peek in seen if peek.expires_in_s is not None]
     contract, first = pairs[0]
+    cause = contract.explain(first.cached_tokens)
+    if is_elsewhere and cause in ("", "never_written"):
+        cause = "other_namespace"
     return {
         "object": "cache.quote",
         "model": made.call.model,
@@ -102,7 +141,7 @@ def quote(made: Prepared, seen: Sequence[Peeked], stats: Stats, card: RateCard) 
             made.rendered[0].boundaries,
             first.cached_tokens,
             len(made.rendered[0].token_ids),
-            contract.explain(first.cached_tokens),
+            cause,
         ),
         "first_token_s": _first_token_s(record, stats),
         "price": _price(record, card),

@@ -4,5 +4,6 @@
 """
 
 from gateway.retention.contract import Contract, Contracts, Scope
+from gateway.retention.entries import Origin
 
-__all__ = ["Contract", "Contracts", "Scope"]
+__all__ = ["Contract", "Contracts", "Origin", "Scope"]

@@ -25,15 +25,15 @@ from msgspec.structs import replace
 from engine.api import Clock, LeaseGrant, LeaseRequest, Namespace, Retention, Usage
 from gateway.cache_terms import CacheProfile, CachingConfig
 from gateway.dialects.canonical import (
-    Boundary,
     Call,
     Diagnosis,
     Rendered,
     UsageRecord,
 )
 from gateway.errors import Kind, Refusal
-from gateway.retention.entries import Entry, EntryBook, Lease, digests
-from gateway.retention.fingerprints import Fingerprint, FingerprintBook, Mark, compare
+from gateway.retention.elsewhere import Standing, Words
+from gateway.retention.entries import NOBODY, Entry, EntryBook, Lease, Origin, digests
+from gateway.retention.fingerprints import Fingerprint, FingerprintBook, compare
 from gateway.retention.positions import Look, positions
 from gateway.retention.promises import PromiseTally
 
@@ -42,12 +42,14 @@ BEST_EFFORT = "best_effort"
 
 class Scope(Struct, frozen=True):
     """Whose prefixes: the engine's `namespace`, the tenant that owns its entries, and `name` of the
-    tenant and workspace for fingerprints. `classes`: those it may use; None: all."""
+    tenant and workspace for fingerprints. `classes`: those it may use; None: all. `origin`: who
+    asks, and with which model and template."""
 
     namespace: Namespace
     tenant_id: int
     name: str
     classes: tuple[str, ...] | None = None
+    origin: Origin = NOBODY
 
 
 class Write(Struct, frozen=True):
@@ -120,13 +122,18 @@ class Contracts:
         )
         for write in writes:
             if write.retention.name in held:
-                entry = Entry((scope.namespace, write.digest), write.tokens, 0, self.epoch(), {})
+                key = (scope.namespace, write.digest)
+                entry = Entry(key, write.tokens, 0, self.epoch(), {}, scope.origin, b"")
                 entry.leases[write.retention.name] = Lease(write.retention, now_s, is_granted=True)
                 tries.append((write.tokens, entry))
-        contract = Contract(self, scope, profile, lookup, total, now_s, tries, writes)
+        places = [place.tokens for place in look.tries]
+        words = Words(call.prompts[0], rendered.boundaries, places)
+        contract = Contract(self, scope, profile, lookup, total, words, now_s, tries, writes)
         contract.is_below = look.is_below
         if ask.remember or ask.compare_with:
-            contract.fingerprint = _fingerprint(call, rendered.boundaries, scope, found, total)
+            contract.fingerprint = Fingerprint.of(
+                call, rendered.boundaries, found, total, scope.name, scope.origin
+            )
             if ask.compare_with:
                 then = self.fingerprints.find(scope.name, ask.compare_with, now_s)
                 contract.diagnosis = (
@@ -159,6 +166,7 @@ class Contract:
         profile: CacheProfile,
         lookup: str,
         total: int,
+        words: Words,
         started_s: float,
         tries: Sequence[tuple[int, Entry]],
         writes: tuple[Write, ...],
@@ -168,6 +176,7 @@ class Contract:
         self._profile = profile
         self._lookup = lookup
         self._total = total
+        self._words = words
         self._started_s = started_s
         self._tries = sorted(tries, key=lambda pair: -pair[0])
         self._writes = writes
@@ -227,8 +236,10 @@ class Contract:
         losses = books.losses(self._scope.namespace)
         for write in self._writes:
             granted = self._granted.get(write.tokens, 0)
+            key = (self._scope.namespace, write.digest)
+            is_news = books.entries.find(key) is None
             books.entries.write(
-                (self._scope.namespace, write.digest),
+                key,
                 write.tokens,
                 self._scope.tenant_id,
                 books.epoch(),
@@ -236,8 +247,10 @@ class Contract:
                 write.retention,
                 self._started_s,
                 is_granted=granted >= write.tokens,
+                origin=self._scope.origin,
+                words=self._words.upto(write.tokens) if is_news else b"",
             )
-            key, name = (self._scope.namespace, write.digest), write.retention.name
+            name = write.retention.name
             books.promises.wrote(self._scope.tenant_id, key, name, books.clock())
 
     def finish(self, response_id: str) -> None:
@@ -270,7 +283,8 @@ class Contract:
 
         What the request itself shows (see `diagnosis`) comes first; else what became of the
         longest entry found: expired, or lost to its own quota, to others' pressure, to an erasure
-        or to a restart of the engine.
+        or to a restart of the engine. Where there is none, the same words may stand where this call
+        cannot read: in another namespace, under another template or model.
         """
         if self.diagnosis is not None and self.diagnosis.outcome == "miss":
             return str(self.diagnosis.cause)
@@ -285,10 +299,19 @@ class Contract:
             return ""
         longest = self._tries[0][1] if self._tries else None
         if longest is None or longest.tokens <= read:
-            return "never_written"
+            return self._elsewhere(read, now_s)
         if longest.epoch != self._books.epoch():
             return "restarted"
         return self._lost(longest) if longest.is_live(now_s) else "expired"
+
+    def _elsewhere(self, read: int, now_s: float) -> str:
+        """Nothing was written here: has the same tenant written it where it cannot be read?"""
+        books, scope = self._books, self._scope
+        honours = books.config.honour_broken_promises
+        standing = Standing(
+            scope.namespace, scope.origin, now_s, books.epoch(), honours, books.losses
+        )
+        return standing.cause(self._words, books.entries, read) or "never_written"
 
     def _lost(self, entry: Entry) -> str:
         now = self._books.losses(self._scope.namespace)
@@ -370,14 +393,3 @@ class Contract:
 
 def _promise(retention: Retention) -> float:
     return float("inf") if retention.pinned else retention.promise_s
-
-
-def _fingerprint(
-    call: Call,
-    boundaries: Sequence[Boundary],
-    scope: Scope,
-    found: Mapping[int, bytes],
-    total: int,
-) -> Fingerprint:
-    marks = tuple(Mark(b.path, b.tier, b.tokens, found[b.tokens]) for b in boundaries)
-    return Fingerprint(scope.name, call.model, call.partition, total, marks, call.digests)

@@ -14,6 +14,8 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
+from msgspec import Struct
+
 from engine.api import Namespace, Retention
 
 DIGEST_BYTES = 16
@@ -47,23 +49,44 @@ class Lease:
             self.start(now_s, is_granted=self.promised_until_s > now_s)
 
 
+class Origin(Struct, frozen=True):
+    """Who writes, and with what tokens are made of words: which model and which template."""
+
+    writer: int = 0
+    model: str = ""
+    template: str = ""
+
+
+NOBODY = Origin()
+
+
 class Entry:
     """A prefix of `tokens` tokens that some call wrote. `owner`: whose bound it counts against.
 
     `epoch` and `losses` say how the engine stood then: which start of it, and how many blocks the
-    namespace had lost by each cause; later they tell why the prefix is gone.
+    namespace had lost by each cause; later they tell why the prefix is gone. `origin` and `words`:
+    who wrote it first, with what, and a digest of what it says.
     """
 
-    __slots__ = ("epoch", "key", "leases", "losses", "owner", "tokens")
+    __slots__ = ("epoch", "key", "leases", "losses", "origin", "owner", "tokens", "words")
 
     def __init__(
-        self, key: Key, tokens: int, owner: int, epoch: str, losses: dict[str, int]
+        self,
+        key: Key,
+        tokens: int,
+        owner: int,
+        epoch: str,
+        losses: dict[str, int],
+        origin: Origin,
+        words: bytes,
     ) -> None:
         self.key = key
         self.tokens = tokens
         self.owner = owner
         self.epoch = epoch
         self.losses = losses
+        self.origin = origin
+        self.words = words
         self.leases: dict[str, Lease] = {}
 
     def is_live(self, now_s: float) -> bool:
@@ -90,6 +113,7 @@ class EntryBook:
         self._by_owner: dict[int, OrderedDict[Key, None]] = {}
         self.on_drop: Callable[[Entry], None] = lambda entry: None
         """Told of each entry that goes."""
+        self._by_words: dict[tuple[int, bytes], dict[Key, None]] = {}
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -97,6 +121,10 @@ class EntryBook:
     def find(self, key: Key) -> Entry | None:
         """The entry, live or not. O(1). Does not count as use."""
         return self._entries.get(key)
+
+    def saying(self, writer: int, words: bytes) -> list[Entry]:
+        """What this writer wrote that says the same, in any namespace, live or not. O(1) each."""
+        return [self._entries[key] for key in self._by_words.get((writer, words), ())]
 
     def write(
         self,
@@ -109,12 +137,16 @@ class EntryBook:
         started_s: float,
         *,
         is_granted: bool,
+        origin: Origin = NOBODY,
+        words: bytes = b"",
     ) -> None:
-        """Note that a prefix has been written in a class. O(1)."""
+        """Note that a prefix has been written in a class. O(1). `words`: a digest of what it says
+        before template and tokenizer, b"" for one that is known already or has none."""
         entry = self._entries.get(key)
         if entry is None:
-            entry = self._entries[key] = Entry(key, tokens, owner, epoch, losses)
+            entry = self._entries[key] = Entry(key, tokens, owner, epoch, losses, origin, words)
             self._by_owner.setdefault(owner, OrderedDict())[key] = None
+            self._by_words.setdefault((origin.writer, words), {})[key] = None
         else:
             entry.epoch, entry.losses = epoch, losses
         lease = entry.leases.get(retention.name)
@@ -159,6 +191,9 @@ class EntryBook:
             assert len(keys) <= self._per_owner_max, "an owner above its bound"
             assert all(self._entries[key].owner == owner for key in keys), "in the wrong hands"
         assert len(self._entries) <= self._entries_max, "too many entries"
+        said = {((entry.origin.writer, entry.words), key) for key, entry in self._entries.items()}
+        found = {(one, key) for one, keys in self._by_words.items() for key in keys}
+        assert said == found, "words without their entry, or the reverse"
 
     def _touch(self, entry: Entry) -> None:
         if self._entries.get(entry.key) is entry:
@@ -180,6 +215,10 @@ class EntryBook:
         if not keys:
             del self._by_owner[entry.owner]
         self.on_drop(entry)
+        said = (entry.origin.writer, entry.words)
+        del self._by_words[said][key]
+        if not self._by_words[said]:
+            del self._by_words[said]
 
 
 def digests(tokens: Sequence[int], ends: Iterable[int]) -> dict[int, bytes]:

@@ -8,10 +8,12 @@ within its tenant and workspace. `contract` calls it.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
 
-from gateway.dialects.canonical import Cause, Diagnosis, Tier
+from gateway.dialects.canonical import Boundary, Call, Cause, Diagnosis, Tier
+from gateway.retention.entries import Origin
 
 
 class Mark(Struct, frozen=True, gc=False):
@@ -24,14 +26,31 @@ class Mark(Struct, frozen=True, gc=False):
 
 
 class Fingerprint(Struct, frozen=True):
-    """A prompt, as far as comparing needs it. `scope`: whose it is."""
+    """A prompt, as far as comparing needs it. `scope`: whose it is. `model` and `template`: digests
+    of what made tokens of it; names may change and mean the same."""
 
     scope: str
     model: str
+    template: str
     partition: str
     total_tokens: int
     marks: tuple[Mark, ...]
     settings: tuple[tuple[str, str], ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        call: Call,
+        boundaries: Sequence[Boundary],
+        digests: Mapping[int, bytes],
+        total_tokens: int,
+        scope: str,
+        origin: Origin,
+    ) -> Fingerprint:
+        """A call's prompt of which every boundary has a digest. O(boundaries)."""
+        marks = tuple(Mark(b.path, b.tier, b.tokens, digests[b.tokens]) for b in boundaries)
+        model, template = origin.model, origin.template
+        return cls(scope, model, template, call.partition, total_tokens, marks, call.digests)
 
 
 class FingerprintBook:
@@ -60,11 +79,13 @@ class FingerprintBook:
 
 
 def compare(now: Fingerprint, then: Fingerprint) -> Diagnosis:
-    """Where `now` left `then`, in the order in which it matters: model, partition, then the first
-    difference in the prompt, then settings. A conversation that begins with all of the earlier one,
-    or is a beginning of it, is a hit. O(boundaries)."""
+    """Where `now` left `then`, in the order in which it matters: model, template, partition, then
+    the first difference in the prompt, then settings. A conversation that begins with all of the
+    earlier one, or is a beginning of it, is a hit. O(boundaries)."""
     if now.model != then.model:
         return _miss(now, "model", 0)
+    if now.template != then.template:
+        return _miss(now, "template", 0)
     if now.partition != then.partition:
         return _miss(now, "partition", 0)
     same = 0

@@ -14,6 +14,9 @@ from msgspec import Struct
 from engine.api import Retention
 from gateway.dialects.canonical import Boundary, CacheAsk
 
+FIRST, LATEST = 2, 50
+"""Of a request's breakpoints these are looked up where they stand."""
+
 
 class Place(Struct, frozen=True):
     """A length at which an entry may be found, or is to be written."""
@@ -41,11 +44,13 @@ def positions(
     classes: Mapping[str, Retention],
     min_tokens: int,
 ) -> Look:
-    """All of it. O(boundaries + breakpoints * lookback)."""
+    """All of it. O(boundaries + written breakpoints * lookback)."""
     marked = [place for place, mark in enumerate(boundaries) if mark.retention is not None]
-    writes = {boundaries[place].tokens: boundaries[place].retention for place in marked}
-    tries = {boundaries[place].tokens for place in marked}
-    for place in marked:
+    written = marked if ask.writes_max is None else marked[-ask.writes_max :]
+    writes = {boundaries[place].tokens: boundaries[place].retention for place in written}
+    # What an earlier, shorter request wrote may stand at a breakpoint that is not written now.
+    tries = {boundaries[place].tokens for place in (*marked[:FIRST], *marked[-LATEST:])}
+    for place in written:
         tries |= _back(boundaries, place, ask.lookback)
     if ask.implicit is not None:
         ends = _message_ends(boundaries)

@@ -19,7 +19,7 @@ def prompt(words: str, **more: Any) -> Fingerprint:
         Mark(part, TIERS[part[0]], 10 * (n + 1), " ".join(parts[: n + 1]).encode())
         for n, part in enumerate(parts)
     )
-    return replace(Fingerprint("1/default", "m", "", 10 * len(parts), marks), **more)
+    return replace(Fingerprint("1/default", "m", "t", "", 10 * len(parts), marks), **more)
 
 
 def test_a_conversation_that_went_on_is_a_hit() -> None:
@@ -53,14 +53,16 @@ def test_a_tool_that_went_is_a_change_of_tools() -> None:
     assert said.cause == "tools"
 
 
-def test_another_model_or_partition_is_the_cause_of_everything() -> None:
+def test_another_model_template_or_partition_is_the_cause_of_everything() -> None:
     """Nothing is shared across them."""
     then = prompt("s1 m1")
 
-    model = compare(prompt("s1 m1", model="other"), then)
+    model = compare(prompt("s1 m1", model="other", template="other"), then)
+    template = compare(prompt("s1 m1", template="other"), then)
     partition = compare(prompt("s1 m1", partition="k"), then)
 
     assert (model.cause, model.missed_tokens) == ("model", 20)
+    assert template.cause == "template"
     assert partition.cause == "partition"
 
 

@@ -329,3 +329,16 @@ def test_no_cache_field_asks_nothing_of_the_cache() -> None:
     plain = parse().cache
 
     assert CacheAsk(remember=True, echo=plain.echo) == plain
+
+
+def test_another_form_of_the_answer_is_another_setting() -> None:
+    """Clients count it as part of the prompt; text, the default, is the same said or not."""
+    forms: list[Any] = [
+        {"type": "json_object"},
+        {"type": "json_schema", "name": "a", "schema": {"type": "object"}},
+        {"type": "json_schema", "name": "a", "schema": {"type": "array"}},
+    ]
+    found = {parse(text={"format": form}).digests for form in forms}
+
+    assert len(found) == 3
+    assert parse(text={"format": {"type": "text"}}).digests == parse().digests == ()

@@ -210,7 +210,18 @@ COLD = UsageRecord(10, {}, {}, 10)
         (Diagnosis("hit"), READ, {"type": "cache_hit"}),
         (Diagnosis("hit"), COLD, {"type": "unavailable"}),
         (Diagnosis("unknown"), COLD, {"type": "comparison_response_not_found"}),
-        (Diagnosis("unavailable", "settings"), READ, {"type": "unavailable"}),
+        (Diagnosis("unavailable", "settings", setting="text.format"), READ, {"type": "cache_hit"}),
+        (
+            Diagnosis("unavailable", "settings", 0, 7, setting="text.format"),
+            COLD,
+            {
+                "type": "cache_miss",
+                "reason": "text_format_changed",
+                "cache_missed_tokens": 10,
+                "comparison_reusable_tokens": 7,
+            },
+        ),
+        (Diagnosis("miss", "template", 3, 0), COLD, {"type": "unavailable"}),
         (Diagnosis("miss", "expired", 3, 7), COLD, {"type": "unavailable"}),
         *(
             (

@@ -81,3 +81,25 @@ def test_what_is_too_short_is_neither_tried_nor_written() -> None:
 
     assert tried(marks, CacheAsk(), 1024) == [1024]
     assert written(marks, CacheAsk(), 1024) == [(1024, "5m")]
+
+
+def test_of_more_marks_than_may_be_written_the_latest_are_and_the_others_looked_up() -> None:
+    """An earlier, shorter request wrote at one of them; it may stand far back by now."""
+    marks = [
+        Boundary(10 * n, f"m[{n}]", "30m" if n in (1, 5, 40, 80, 120) else None)
+        for n in range(1, 121)
+    ]
+
+    ask = CacheAsk(lookback=3, writes_max=2)
+
+    assert written(marks, ask) == [(800, "30m"), (1200, "30m")]
+    assert tried(marks, ask) == [10, 50, 400, 780, 790, 800, 1180, 1190, 1200]
+
+
+def test_the_first_two_and_the_latest_fifty_marks_are_looked_up() -> None:
+    """Whoever marks everything does not make each request slower than the one before."""
+    marks = [Boundary(10 * n, f"m[{n}]", "30m") for n in range(1, 101)]
+
+    found = tried(marks, CacheAsk(lookback=1, writes_max=4))
+
+    assert found == [10, 20, *(10 * n for n in range(51, 101))]

@@ -108,3 +108,32 @@ async def test_what_cannot_be_quoted_is_refused_by_name(house: House) -> None:
     ]
 
     assert [answer[0] for answer in answers] == [400, 400, 400, 404]
+
+
+async def test_what_stands_in_another_partition_is_the_cause(house: House) -> None:
+    """The same prompt under another key of the application's: there, but not to be read here."""
+    await house.ask(CHAT, {**body(house, "Hello"), "prompt_cache_key": "one"})
+
+    other = await quoted(house, {**body(house, "Hello"), "prompt_cache_key": "two"})
+    stranger = await quoted(house, {**body(house, "Hello"), "prompt_cache_key": "two"}, who="bob")
+    new = await quoted(house, {**body(house, "Bye"), "prompt_cache_key": "one"})
+
+    assert other["miss"]["cause"] == "other_namespace"
+    assert stranger["miss"]["cause"] is None
+    assert new["miss"]["cause"] is None
+
+
+async def test_the_header_says_that_a_breakpoint_stands_in_another_partition(house: House) -> None:
+    """Written under one key, asked for under another: the answer itself says so."""
+    asked = {**body(house, "Hello"), "prompt_cache_options": {"ttl": "30m"}}
+    headers = []
+    for key, who in (("one", "ada"), ("two", "ada"), ("two", "bob")):
+        request = {**asked, "prompt_cache_key": key}
+        _, _, response = await house.ask(CHAT, request, who=who)
+        headers.append(response.headers["X-Trunkline-Cache"])
+
+    assert [header.partition("miss=")[2] for header in headers] == [
+        "never_written",
+        "other_namespace",
+        "never_written",
+    ]

@@ -1,0 +1,213 @@
+"""Misses whose cause is another namespace, another template or another model."""
+
+from __future__ import annotations
+
+from typing import Any
+from zlib import crc32
+
+import pytest
+from msgspec.structs import replace
+
+from engine.api import LeaseGrant
+from gateway.cache_terms import CachingConfig
+from gateway.dialects.canonical import (
+    Boundary,
+    CacheAsk,
+    Call,
+    Generation,
+    Prompt,
+    Rendered,
+    Segment,
+    Tool,
+)
+from gateway.retention import Contract, Contracts, Origin, Scope
+from gateway.retention.elsewhere import Words
+from tests.fakes import FakeClock
+
+HERE = Scope(b"1/a/m/t/", 1, "1/a", origin=Origin(1, "m", "t"))
+SALTED = replace(HERE, namespace=b"1/a/m/t/salt")
+OTHER_TEMPLATE = replace(HERE, namespace=b"1/a/m/t2/", origin=Origin(1, "m", "t2"))
+OTHER_MODEL = replace(HERE, namespace=b"1/a/m2/t2/", origin=Origin(1, "m2", "t2"))
+STRANGER = Scope(b"2/a/m/t/", 2, "2/a", origin=Origin(2, "m", "t"))
+
+
+class World:
+    """The books of a gateway. A prompt's tokens depend on its model and template."""
+
+    def __init__(self, config: CachingConfig | None = None) -> None:
+        self.clock = FakeClock()
+        self.epoch = "first"
+        self.losses: dict[bytes, dict[str, int]] = {}
+        self.books = Contracts(
+            config or CachingConfig(),
+            self.clock,
+            lambda namespace: self.losses.get(namespace, {}),
+            lambda: self.epoch,
+        )
+
+    def resolve(self, words: str, scope: Scope, retention: str = "5m") -> Contract:
+        """A message a word, marked at the end."""
+        parts = words.split()
+        segments = tuple(Segment("user", part, f"m[{n}]") for n, part in enumerate(parts))
+        each = 5 if scope.origin.model == "m" else 7
+        marks = [Boundary(each * (n + 1), f"m[{n}]") for n in range(len(parts))]
+        marks[-1] = replace(marks[-1], retention=retention)
+        first = crc32(f"{scope.origin.template} {words}".encode()) >> 1
+        tokens = tuple(first + n for n in range(each * len(parts)))
+        ask = CacheAsk(profile="anthropic")
+        call = Call("m", (Prompt(segments),), Generation(), cache=ask)
+        return self.books.resolve(call, Rendered(tokens, tuple(marks)), scope)
+
+    def run(self, words: str, scope: Scope, retention: str = "5m", *, kept: bool = True) -> str:
+        """From resolving to the end; why it was not read."""
+        contract = self.resolve(words, scope, retention)
+        contract.begin(
+            0,
+            [
+                LeaseGrant(
+                    lease.lease_id,
+                    lease.retention.name,
+                    "granted" if kept else "refused",
+                    lease.tokens if kept else 0,
+                )
+                for lease in contract.leases
+            ],
+        )
+        contract.written()
+        contract.finish("id")
+        return contract.why_missed()
+
+
+@pytest.mark.parametrize(
+    ("written", "cause"),
+    [
+        (SALTED, "other_namespace"),
+        (OTHER_TEMPLATE, "template"),
+        (OTHER_MODEL, "model"),
+        (STRANGER, "never_written"),
+    ],
+)
+def test_the_same_words_written_elsewhere_are_the_cause(written: Scope, cause: str) -> None:
+    """Of the same tenant's alone: what a stranger wrote is as if it had never been."""
+    world = World()
+    world.run("a b", written)
+
+    assert world.run("a b c", HERE) == cause
+
+
+def test_a_quote_explains_it_as_well() -> None:
+    """Before anything runs."""
+    world = World()
+    world.run("a b", SALTED)
+
+    assert world.resolve("a b c", HERE).explain(0) == "other_namespace"
+
+
+def test_other_words_are_no_cause() -> None:
+    """The same beginning is not what was written."""
+    world = World()
+    world.run("a b", SALTED)
+
+    assert world.run("a c", HERE) == "never_written"
+
+
+def test_of_several_causes_the_nearest_is_told() -> None:
+    """What could be read where it stands comes before what no longer can."""
+    world = World()
+    for scope in (OTHER_MODEL, OTHER_TEMPLATE, SALTED):
+        world.run("a b", scope)
+
+    assert world.run("a b", HERE) == "other_namespace"
+
+
+def test_what_expired_there_is_no_cause() -> None:
+    """There, too, it could not be read."""
+    world = World()
+    world.run("a b", SALTED)
+    world.clock.advance(301)
+
+    assert world.run("a b", HERE) == "never_written"
+
+
+def test_what_may_be_lost_there_is_no_cause() -> None:
+    """Without a promise only a namespace that has lost nothing since surely has it."""
+    world = World()
+    world.run("a b", SALTED, "24h", kept=False)
+    surely = world.resolve("a b", HERE).explain(0)
+    world.losses[SALTED.namespace] = {"evicted_pressure": 1}
+    perhaps = world.resolve("a b", HERE).explain(0)
+
+    assert (surely, perhaps) == ("other_namespace", "never_written")
+
+
+def test_what_a_restart_took_there_is_no_cause_unless_it_was_promised() -> None:
+    """A promise outlives the engine; what was merely there does not."""
+    world = World()
+    world.run("a b", SALTED, "24h", kept=False)
+    world.run("c d", SALTED)
+    world.epoch = "second"
+
+    assert world.run("a b", HERE) == "never_written"
+    assert world.run("c d", HERE) == "other_namespace"
+
+
+def test_what_was_erased_there_is_forgotten() -> None:
+    """Nothing of it may be learnt afterwards."""
+    world = World()
+    world.run("a b", SALTED)
+    world.books.entries.forget(SALTED.namespace)
+    world.books.entries.check()
+
+    assert world.run("a b", HERE) == "never_written"
+
+
+def test_its_memory_is_the_entries_own() -> None:
+    """What goes from the book of entries is not told of any more."""
+    world = World(CachingConfig(entries_per_tenant_max=2))
+    for words in ("a b", "c d", "e f"):
+        world.run(words, SALTED)
+        world.books.entries.check()
+
+    assert world.resolve("a b", HERE).explain(0) == "never_written"
+    assert world.resolve("e f", HERE).explain(0) == "other_namespace"
+
+
+def test_its_own_entry_that_ended_comes_first() -> None:
+    """The nearest answer is here."""
+    world = World()
+    world.run("a b", HERE)
+    world.clock.advance(301)
+    world.run("a b", SALTED)
+
+    assert world.run("a b", HERE) == "expired"
+
+
+def said(*segments: Segment, tools: tuple[Tool, ...] = ()) -> bytes:
+    """Of a whole prompt."""
+    marks = [Boundary(n + 1, "p") for n in range(len(segments) + len(tools))]
+    return Words(Prompt(segments, tools=tools), marks, ()).upto(len(marks))
+
+
+def test_words_are_who_said_what_and_nothing_else() -> None:
+    """Breakpoints, paths and strictness are never part of a prompt; roles, turns and tools are."""
+    user = Segment("user", "hi", "messages[0]")
+    tool = Tool("f", "d", "{}")
+    same = [said(user), said(replace(user, path="input[0]", retention="5m"))]
+    others: list[Any] = [
+        said(replace(user, text="ho")),
+        said(replace(user, role="system")),
+        said(replace(user, message=1)),
+        said(replace(user, name="ann")),
+        said(user, user),
+        said(user, tools=(tool,)),
+        said(user, tools=(replace(tool, parameters='{"a":1}'),)),
+    ]
+
+    assert same[0] == same[1] != b""
+    assert len({same[0], *others}) == 1 + len(others)
+    assert said(user, tools=(tool,)) == said(user, tools=(replace(tool, strict=True),))
+
+
+def test_a_raw_prompt_has_no_words() -> None:
+    """It has no parts to speak of; there is nothing to compare."""
+    assert Words(Prompt(text="hi"), [Boundary(3, "prompt")], (3,)).upto(3) == b""
