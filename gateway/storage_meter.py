@@ -3,7 +3,8 @@
 A block belongs to one namespace, and a namespace to one tenant, however many of its sequences share
 the block: so it is counted once, for that tenant, and the tenants' sum is what the pool has in use.
 Integrated from the engine's heartbeats, each standing until the next; what was held is written to
-the ledger every minute, and what a removed shared scope held is forgotten then. `app` runs it.
+the ledger every minute, and what nobody can read any more (a removed shared scope, expired cached
+contents) is forgotten then. `app` runs it.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from gateway.erasure import forget_removed, owner_of, parts_of
 from tenancy.bookkeeping import StorageReading
 from tenancy.errors import LedgerUnavailable, StoreError
 from tenancy.registry import list_tenants
+from tenancy.resources import sweep_resources
 
 LOOK_EVERY_S = 0.5
 WRITE_EVERY_S = 60.0
@@ -103,6 +105,7 @@ class StorageWatch:
                 await self._task
         self._look()
         await self._write()
+        await self._clear_expired()
 
     async def _watch(self) -> None:
         clock = self._gateway.clock
@@ -115,6 +118,7 @@ class StorageWatch:
                 await self._write()
                 with suppress(EngineError, StoreError):  # in a minute again
                     await forget_removed(self._gateway)
+                await self._clear_expired()
             await asyncio.sleep(LOOK_EVERY_S)
 
     def _look(self) -> None:
@@ -141,3 +145,8 @@ class StorageWatch:
         for future in futures:
             with suppress(LedgerUnavailable):
                 await asyncio.wrap_future(future)
+
+    async def _clear_expired(self) -> None:
+        """What cached contents held whose time is over: nobody may read it, so nobody keeps it."""
+        with suppress(StoreError):  # in a minute again
+            await asyncio.to_thread(sweep_resources, self._gateway.store, self._gateway.wall())

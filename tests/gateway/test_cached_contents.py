@@ -154,6 +154,23 @@ async def test_a_deleted_one_gives_its_blocks_back(house: House) -> None:
     assert (await house.engine.get_stats()).cached_blocks == 0
 
 
+async def test_an_expired_one_is_as_if_it_had_never_been(house: House) -> None:
+    """Its time is over by the clock, whether or not anybody has swept it away."""
+    name = (await created(house, ttl="300s"))["name"]
+    now = house.gateway.context.wall
+    house.gateway.context.wall = lambda: now() + 301_000
+    status, error = await asked(house, name)
+    streamed, _, _ = await house.ask(
+        f"/v1/models/{house.model}:streamGenerateContent?alt=sse", question(house, name)[1]
+    )
+    seen, _, _ = await house.ask(f"/v1beta/{name}", method="GET")
+    listed = (await house.ask(ALL, method="GET"))[1]
+
+    assert (status, streamed, seen, listed) == (403, 403, 403, {})
+    assert error["error"]["details"][0]["reason"] == "CACHED_CONTENT_NOT_FOUND"
+    await house.check_quiet()
+
+
 async def test_another_tenants_is_as_if_it_were_not_there(house: House) -> None:
     """Neither its use, nor its sight, nor its end."""
     name = (await created(house))["name"]
@@ -231,3 +248,16 @@ async def test_storage_is_tokens_times_seconds_to_the_end(house: House) -> None:
     assert tokens == resource["usageMetadata"]["totalTokenCount"]
     assert whole == 100 * tokens
     assert part == 20 * tokens
+
+
+async def test_what_an_expired_one_held_is_cleared_without_being_asked(made: House) -> None:
+    """It is somebody's prompt: kept for its time, and not a minute longer."""
+    await made.open()
+    await created(made, ttl="300s")
+    held = "select count(*) from cached_contents where content is not null"
+    before = made.store.query(held)[0][0]
+    now = made.gateway.context.wall
+    made.gateway.context.wall = lambda: now() + 301_000
+    await made.close()
+
+    assert (before, made.store.query(held)[0][0]) == (1, 0)
