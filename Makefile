@@ -6,7 +6,7 @@ DATA   ?= data
 export TRUNKLINE_DATA_DIR ?= $(DATA)
 
 .DEFAULT_GOAL := all
-.PHONY: all setup serve test ci fmt lint bench sim crash gpu pull clean
+.PHONY: all setup older serve test ci fmt lint bench sim crash gpu pull clean
 
 all: lint test
 
@@ -18,6 +18,9 @@ $(VENV)/.stamp: pyproject.toml constraints.txt
 	@touch $@
 
 setup: $(VENV)/.stamp
+
+older: setup           ## older majors of the clients' SDKs, for tests/e2e/test_older_*
+	$(BIN)/python -m tests.e2e.older_sdks
 
 pull: setup            ## fetch the default model
 	$(BIN)/trunkline pull

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 from google import genai
 from google.genai import errors, types
 
 from engine.model_store import ModelCard
+from gateway.dialects.gemini import DIALECT, GeminiDialect
+from gateway.errors import Kind, Refusal
 from tests.gateway.house import House
 from tests.models import prepared
 
@@ -37,8 +42,8 @@ async def house(card: ModelCard, tmp_path: Path) -> AsyncIterator[House]:
     house.discard()
 
 
-def client_of(house: House, key: str | None = None, version: str | None = None) -> Any:
-    options = types.HttpOptions(base_url=house.url, api_version=version, timeout=20_000)
+def client_of(house: House, key: str | None = None, version: str | None = None, **more: Any) -> Any:
+    options = types.HttpOptions(base_url=house.url, api_version=version, timeout=20_000, **more)
     return genai.Client(api_key=key or house.keys["ada"], http_options=options).aio
 
 
@@ -108,6 +113,64 @@ async def test_cached_content_lives_the_whole_life_of_one(house: House, client: 
     assert caught.value.code == 403
 
 
+async def test_cached_contents_come_in_pages_and_change_only_their_time(
+    house: House, client: Any
+) -> None:
+    """The SDK asks for the next page by itself; each is seen once, and in its own tenant alone."""
+    made = [
+        await client.caches.create(
+            model=house.model,
+            config=types.CreateCachedContentConfig(contents=f"{n}. {LONG}", display_name=f"c{n}"),
+        )
+        for n in range(3)
+    ]
+    later = datetime.now(UTC) + timedelta(hours=5)
+    await client.caches.update(
+        name=made[0].name, config=types.UpdateCachedContentConfig(expire_time=later)
+    )
+    shown = await client.caches.get(name=made[0].name)
+    pages = await client.caches.list(config=types.ListCachedContentsConfig(page_size=2))
+    sizes = [len(pages.page)]
+    listed = [one.name async for one in pages]
+    theirs = client_of(house, house.keys["bob"])
+    with pytest.raises(errors.ClientError) as foreign:
+        await theirs.caches.get(name=made[0].name)
+
+    assert sizes == [2]
+    assert sorted(listed) == sorted(one.name for one in made)
+    assert (shown.display_name, shown.model) == ("c0", f"models/{house.model}")
+    assert abs(shown.expire_time - later) < timedelta(seconds=1)
+    assert shown.create_time == made[0].create_time
+    assert [one.name async for one in await theirs.caches.list()] == []
+    assert (foreign.value.code, foreign.value.status) == (403, "PERMISSION_DENIED")
+    await house.check_quiet()
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"system_instruction": "Be long."},
+        {"tools": [types.Tool(function_declarations=[types.FunctionDeclaration(name="f")])]},
+    ],
+)
+async def test_cached_content_already_has_its_instruction_and_tools(
+    house: House, client: Any, more: dict[str, Any]
+) -> None:
+    """Two beginnings cannot both come first."""
+    made = await client.caches.create(
+        model=house.model, config=types.CreateCachedContentConfig(contents=LONG)
+    )
+    with pytest.raises(errors.ClientError) as caught:
+        await client.models.generate_content(
+            model=house.model,
+            contents="And?",
+            config=types.GenerateContentConfig(cached_content=made.name, **more),
+        )
+
+    assert (caught.value.code, caught.value.status) == (400, "INVALID_ARGUMENT")
+    await house.check_quiet()
+
+
 async def test_models_are_listed(house: House, client: Any) -> None:
     """And one is shown."""
     names = [model.name async for model in await client.models.list()]
@@ -158,3 +221,136 @@ async def test_a_reader_that_leaves_frees_its_blocks(house: House) -> None:
     await house.until(lambda: not house.gateway.context.running)
 
     assert (await house.quiet()).running == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "raised", "code", "status"),
+    [
+        (Kind.BAD, errors.ClientError, 400, "INVALID_ARGUMENT"),
+        (Kind.AUTH, errors.ClientError, 401, "UNAUTHENTICATED"),
+        (Kind.PERMISSION, errors.ClientError, 403, "PERMISSION_DENIED"),
+        (Kind.NOT_FOUND, errors.ClientError, 404, "NOT_FOUND"),
+        (Kind.TOO_BIG, errors.ClientError, 413, "INVALID_ARGUMENT"),
+        (Kind.RATE, errors.ClientError, 429, "RESOURCE_EXHAUSTED"),
+        (Kind.QUOTA, errors.ClientError, 429, "RESOURCE_EXHAUSTED"),
+        (Kind.INTERNAL, errors.ServerError, 500, "INTERNAL"),
+        (Kind.BUSY, errors.ServerError, 503, "UNAVAILABLE"),
+        (Kind.DEADLINE, errors.ServerError, 504, "DEADLINE_EXCEEDED"),
+    ],
+)
+async def test_each_kind_of_refusal_has_its_class_code_and_status(
+    house: House, kind: Kind, raised: type[errors.APIError], code: int, status: str
+) -> None:
+    """From our bytes to the exception, without waiting for each to happen."""
+
+    def answer(request: httpx2.Request) -> httpx2.Response:
+        refusal = Refusal(kind, "some_code", "Why.", param="contents", retry_after_s=3.0)
+        number, body = DIALECT.error_body(refusal, "r1")
+        return httpx2.Response(number, content=body, headers={"content-type": "application/json"})
+
+    transport = httpx2.AsyncClient(transport=httpx2.MockTransport(answer))
+    client = client_of(house, httpx_async_client=transport)
+    with pytest.raises(raised) as caught:
+        await client.models.generate_content(model=house.model, contents="hi")
+
+    info, bad, retry = caught.value.details["error"]["details"]
+    assert type(caught.value) is raised
+    assert (caught.value.code, caught.value.status) == (code, status)
+    assert caught.value.message == "Why."
+    assert (info["reason"], bad["fieldViolations"][0]["field"]) == ("SOME_CODE", "contents")
+    assert retry["retryDelay"] == "3s"
+
+
+async def test_a_limit_that_is_reached_for_a_moment_is_none_to_who_tries_again(
+    card: ModelCard, tmp_path: Path
+) -> None:
+    """The SDK retries only when told to, and reads no retry-after; both say the same for others."""
+    house = House(card, tmp_path)
+    house.set_limits(requests_per_tenant_max=1)
+    await house.open()
+    once = client_of(house)
+    again = types.HttpRetryOptions(
+        attempts=500, initial_delay=0.01, max_delay=0.01, exp_base=1, jitter=0
+    )
+    house.runner.hold_after(10)
+    config = types.GenerateContentConfig(max_output_tokens=40, temperature=0)
+    running = aiter(
+        await once.models.generate_content_stream(model=house.model, contents="hi", config=config)
+    )
+    first = await anext(running)
+    with pytest.raises(errors.ClientError) as caught:
+        await once.models.generate_content(model=house.model, contents="hi", config=SHORT)
+    waiting = asyncio.ensure_future(
+        client_of(house, retry_options=again).models.generate_content(
+            model=house.model, contents="hi", config=SHORT
+        )
+    )
+    await house.until(lambda: sum(line.get("status") == 429 for line in house.lines) > 1)
+    house.runner.release()
+    chunks = [first, *[chunk async for chunk in running]]
+    answer = await waiting
+
+    retry = caught.value.details["error"]["details"][-1]
+    assert (caught.value.code, caught.value.status) == (429, "RESOURCE_EXHAUSTED")
+    assert 1 <= int(retry["retryDelay"].removesuffix("s")) <= 60
+    assert 1 <= int(caught.value.response.headers["retry-after"]) <= 60
+    assert chunks[-1].candidates[0].finish_reason in ("STOP", "MAX_TOKENS")
+    assert answer.usage_metadata.candidates_token_count > 0
+    await house.check_quiet()
+    await house.close()
+    house.discard()
+
+
+async def test_a_server_that_drains_is_unavailable(house: House) -> None:
+    """503: behind a load balancer the retry lands elsewhere."""
+    await house.gateway.drain(0.0)
+    with pytest.raises(errors.ServerError) as caught:
+        await client_of(house).models.generate_content(model=house.model, contents="hi")
+
+    assert (caught.value.code, caught.value.status) == (503, "UNAVAILABLE")
+
+
+async def test_an_engine_that_fails_in_a_stream_raises_in_the_sdk(house: House) -> None:
+    """A stream that only stops is silent truncation; a chunk with an error raises."""
+    house.runner.hold_after(20)
+    config = types.GenerateContentConfig(max_output_tokens=300, temperature=0)
+    chunks = aiter(
+        await client_of(house).models.generate_content_stream(
+            model=house.model, contents="hi", config=config
+        )
+    )
+    await anext(chunks)
+    house.runner.fail_launch.update(range(2_000))
+    house.runner.release()
+    with pytest.raises(errors.ServerError) as caught:
+        _ = [chunk async for chunk in chunks]
+
+    assert caught.value.code in (500, 503)
+
+
+async def test_a_slow_answer_is_kept_open_by_empty_lines(
+    card: ModelCard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Proxies close what says nothing; at anything but an empty line the SDK raises."""
+    house, sent = House(card, tmp_path), []
+    keep_alive = DIALECT.keep_alive()
+    monkeypatch.setattr(GeminiDialect, "keep_alive", lambda _: sent.append(1) or keep_alive)
+    house.set_server(stream_keep_alive_s=0.01)
+    await house.open()
+    house.runner.hold_after(0)
+
+    async def read() -> list[Any]:
+        stream = await client_of(house).models.generate_content_stream(
+            model=house.model, contents="hi", config=SHORT
+        )
+        return [chunk async for chunk in stream]
+
+    reading = asyncio.ensure_future(read())
+    await house.until(lambda: len(sent) > 2)
+    house.runner.release()
+    chunks = await reading
+
+    assert chunks[-1].usage_metadata.candidates_token_count > 0
+    await house.check_quiet()
+    await house.close()
+    house.discard()

@@ -100,6 +100,25 @@ MARKED = {
     "prompt_cache_breakpoint": {"mode": "explicit"},
 }
 
+WIDE: Any = {"type": "object", "properties": {f"p{n}": {"type": "string"} for n in range(12_000)}}
+
+
+def with_schema(schema: bytes, form: bytes) -> Callable[[dict[str, Any]], object]:
+    """A request whose answer shall be of a schema; `form` has `%s` where that stands."""
+    return lambda body: json.dumps(body).encode()[:-1] + b"," + form.replace(b"%s", schema) + b"}"
+
+
+DEEP_SCHEMA = b'{"items":' * 5_000 + b"{}" + b"}" * 5_000
+WIDE_SCHEMA = json.dumps(WIDE).encode()
+FORMS = {
+    "": b'"response_format":{"type":"json_schema","json_schema":{"name":"n","schema":%s}}',
+    "responses_": b'"text":{"format":{"type":"json_schema","name":"n","schema":%s}}',
+    "anthropic_": b'"output_config":{"format":{"type":"json_schema","schema":%s}}',
+    "gemini_": (
+        b'"generationConfig":{"responseMimeType":"application/json","responseJsonSchema":%s}'
+    ),
+}
+
 BUILDERS: dict[str, Callable[[dict[str, Any]], object]] = {
     "deep_arrays": lambda body: b"[" * 100_000 + b"]" * 100_000,
     "deep_unknown": lambda body: b'{"a":' * 5_000 + b"1" + b"}" * 5_000,
@@ -149,6 +168,8 @@ BUILDERS: dict[str, Callable[[dict[str, Any]], object]] = {
         **body,
         "input": [{"role": "user", "content": [MARKED] * 200}],
     },
+    **{f"{name}deep_schema": with_schema(DEEP_SCHEMA, form) for name, form in FORMS.items()},
+    **{f"{name}wide_schema": with_schema(WIDE_SCHEMA, form) for name, form in FORMS.items()},
     "long_cache_key": lambda body: {**body, "prompt_cache_key": "k" * 600},
 }
 
@@ -164,6 +185,18 @@ def body_of(case: dict[str, Any], house: House) -> bytes:
         built = BUILDERS[case["build"]](good(house, dialect))
         return built if isinstance(built, bytes) else json.dumps(built).encode()
     return json.dumps({**good(house, dialect), **json.loads(case["merge"])}).encode()
+
+
+def streamed(case: dict[str, Any], house: House) -> dict[str, Any]:
+    """The same request for a stream."""
+    body: dict[str, Any] = json.loads(body_of(case, house))
+    return body if case.get("dialect") == "gemini" else {**body, "stream": True}
+
+
+def is_streamable(case: dict[str, Any]) -> bool:
+    """Rows that are small and say themselves nothing of streams."""
+    is_stream = case.get("dialect") == "gemini_stream" or '"stream"' in case.get("merge", "")
+    return "merge" in case and case["expect"] != "ok" and not is_stream
 
 
 class LoopWatch:
@@ -201,7 +234,8 @@ async def test_bad_input_is_refused_by_name_and_leaves_nothing(
     """One bad request fails one request."""
     await canary(house)
     before = await canary(house)
-    entries = len(house.entries())
+    entries, leases = len(house.entries()), len(house.gateway.context.contracts.entries)
+    blocks = (await house.engine.get_stats()).cached_blocks
     body = body_of(case, house)
     watch = LoopWatch()
     began_s = time.process_time()
@@ -221,6 +255,8 @@ async def test_bad_input_is_refused_by_name_and_leaves_nothing(
         assert error["param"] == case.get("param", error["param"]), error
         assert len(error["message"]) < 1_000
         assert len(house.entries()) == entries, "a refusal was charged"
+        assert len(house.gateway.context.contracts.entries) == leases, "it has left a lease"
+        assert (await house.engine.get_stats()).cached_blocks == blocks, "it has left a block"
         assert "planted prompt" not in json.dumps(answer)
     assert response.headers["content-type"].startswith("application/json")
     assert len(response.headers["x-request-id"]) == 32
@@ -229,6 +265,28 @@ async def test_bad_input_is_refused_by_name_and_leaves_nothing(
     assert "planted prompt" not in json.dumps(house.lines)
     assert busy_s < BUSY_S_MAX
     assert spent_s < SPENT_S_MAX
+
+
+@pytest.mark.parametrize(
+    "dialect", ["openai_chat", "openai_completions", "openai_responses", "anthropic", "gemini"]
+)
+async def test_in_a_stream_it_is_refused_alike(house: House, dialect: str) -> None:
+    """Nothing has been sent yet: the error is a plain answer with its own status."""
+    path = PATHS["gemini_stream" if dialect == "gemini" else dialect]
+    cases = [case for case in CASES if case.get("dialect", "openai_chat") == dialect]
+    for case in filter(is_streamable, cases):
+        if case.get("unary_only"):
+            continue
+        status, answer, response = await house.ask(path, streamed(case, house))
+
+        assert status == Kind[case["expect"]].value, (case["id"], answer)
+        error = error_of(answer, dialect)
+        assert error["code"] == case.get("code", error["code"]), (case["id"], error)
+        assert error["param"] == case.get("param", error["param"]), (case["id"], error)
+        assert response.headers["content-type"].startswith("application/json")
+        await house.check_quiet()
+    assert house.entries() == []
+    assert len(house.gateway.context.contracts.entries) == 0
 
 
 async def test_a_wrong_content_type_is_a_415(house: House) -> None:

@@ -252,3 +252,17 @@ def test_names_are_part_of_what_is_remembered(make: Make) -> None:
     first = renderer.render(named[0])
 
     assert renderer.render(named[1]) == fresh.render(named[1]) != first
+
+
+def test_turn_fifty_of_a_chat_costs_only_its_new_words(card: ModelCard) -> None:
+    """Tokenizing is what rendering takes its time for: what was said before is never done again,
+    however long the chat has become."""
+    renderer = Renderer(card)
+    texts = [f"what is said at {n:03}" for n in range(101)]
+    grown = []
+    for turn in range(51):
+        before = renderer.tokenizer.cached_bytes
+        renderer.render(chat(*texts[: 2 * turn + 1]))
+        grown.append(renderer.tokenizer.cached_bytes - before)
+
+    assert grown[50] == grown[2] > 0

@@ -1,0 +1,72 @@
+"""What turn 50 of a long chat costs to render, with and without what earlier turns left behind.
+
+Prints processor time of the renderer alone, in one process, alternately: once it has rendered turn
+49, and once it is new. The ratio is what remembering pieces is worth.
+
+    python -m tests.bench.turns
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import sys
+import time
+from pathlib import Path
+
+from gateway.dialects.canonical import Prompt, Segment
+from gateway.prompt import Renderer
+
+TURNS, WORDS = 50, 120
+LETTERS = "etaoinshrdlu"
+
+
+def conversation(draw: random.Random) -> list[Segment]:
+    """User and assistant in turns, 120 words each, and the user's last."""
+    found = []
+    for number in range(2 * TURNS - 1):
+        words = ("".join(draw.choices(LETTERS, k=draw.randint(2, 9))) for _ in range(WORDS))
+        found.append(
+            Segment(
+                "assistant" if number % 2 else "user",
+                " ".join(words),
+                f"messages[{number}]",
+                message=number,
+            )
+        )
+    return found
+
+
+def seconds(renderer: Renderer, segments: list[Segment]) -> tuple[float, int]:
+    """Processor time of one rendering, and its tokens."""
+    began = time.process_time()
+    tokens = len(renderer.render(Prompt(tuple(segments))).token_ids)
+    return time.process_time() - began, tokens
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", type=Path, default=Path("data/models/smollm2-135m-instruct"))
+    parser.add_argument("--runs", type=int, default=15)
+    options = parser.parse_args()
+    warm, cold, tokens = [], [], 0
+    for run in range(options.runs):
+        said = conversation(random.Random(run))
+        new = Renderer.load(options.model)
+        took, tokens = seconds(new, said)
+        cold.append(took)
+        used = Renderer.load(options.model)
+        seconds(used, said[:-2])
+        warm.append(seconds(used, said)[0])
+    slow, quick = statistics.median(cold), statistics.median(warm)
+    sys.stdout.write(
+        f"turn {TURNS} of a chat of {tokens} tokens, median of {options.runs}:"
+        f" new {1000 * slow:.2f} ms, after turn {TURNS - 1} {1000 * quick:.2f} ms,"
+        f" ratio {slow / quick:.1f}\n"
+    )
+
+
+if __name__ == "__main__":
+    main()

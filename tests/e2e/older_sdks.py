@@ -1,0 +1,67 @@
+"""Older majors of the SDKs, each in a folder of its own, because only one fits a process.
+
+Run as a program (`make older`) it installs those that are missing; a test of one that is not there
+is skipped. `told_by` runs a script with one of them against a gateway.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.gateway.house import House
+
+HERE = Path(__file__).parent
+FOLDER = Path(sys.prefix) / "older"
+VERSIONS = {
+    "anthropic": ("0.75.0", "1.17.0"),
+    "google-genai": ("1.75.0", "2.34.0"),
+    "openai": ("1.109.1", "2.54.0"),
+}
+
+
+async def told_by(script: str, package: str, version: str, house: House) -> dict[str, Any]:
+    """What the script wrote: URL, key and model in, one line of JSON out."""
+    installed = FOLDER / f"{package}-{version}"
+    if not installed.exists():
+        pytest.skip(f"{package} {version} is not installed: make older")
+    await house.open()
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, str(HERE / script), house.url, house.keys["ada"], house.model),
+        env={**os.environ, "PYTHONPATH": str(installed)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    out, errors = await process.communicate()
+    await house.check_quiet()
+    await house.close()
+    house.discard()
+    assert process.returncode == 0, errors.decode()
+    found: dict[str, Any] = json.loads(out)
+    assert found["version"] == version
+    return found
+
+
+def install(package: str, version: str) -> None:
+    """Whole or not at all."""
+    target, unfinished = FOLDER / f"{package}-{version}", FOLDER / f"{package}-{version}.part"
+    if target.exists():
+        return
+    shutil.rmtree(unfinished, ignore_errors=True)
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(unfinished)]
+    subprocess.run([*pip, f"{package}=={version}"], check=True)
+    unfinished.rename(target)
+
+
+if __name__ == "__main__":
+    for name, versions in VERSIONS.items():
+        for one in versions:
+            install(name, one)

@@ -1,0 +1,32 @@
+"""Older majors of Google's SDK, each in a process of its own, against a whole gateway.
+
+They call another version of the API and write fields in another spelling.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.older_sdks import VERSIONS, told_by
+from tests.gateway.house import House
+from tests.models import prepared
+
+
+@pytest.mark.parametrize("version", VERSIONS["google-genai"])
+async def test_an_older_sdk_works_unchanged(tmp_path: Path, version: str) -> None:
+    """Applications move to a new major when they like."""
+    house = House(prepared(tmp_path / "model"), tmp_path)
+    house.context_tokens, house.takes_grammars = 2_048, True
+    found = await told_by("older_gemini.py", "google-genai", version, house)
+
+    assert found["texts"][0] == found["texts"][1]
+    assert len(set(found["tokens"])) == 1
+    assert found["cached"] > 0
+    assert found["call"][0] == "weather"
+    assert {found["call"][1], found["json"]} <= {"Oslo", "Rome"}
+    assert found["resource"][1] >= found["resource"][0] > 0
+    assert found["is_listed"]
+    assert found["models"] == [f"models/{house.model}"]
+    assert found["error"] == [403, "PERMISSION_DENIED"]
