@@ -85,7 +85,7 @@ async def _is_elsewhere(
         return False
     own = [
         one.stats
-        for one in holdings(gateway.engine.stats)
+        for one in holdings(await gateway.engine.get_stats())
         if one.tenant_id == identity.tenant.tenant_id
         and one.scope_id is None  # what it shares others have written
         and one.stats.namespace != made.scope.namespace

@@ -332,9 +332,13 @@ async def test_a_slow_answer_is_kept_open_by_empty_lines(
     card: ModelCard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Proxies close what says nothing; at anything but an empty line the SDK raises."""
-    house, sent = House(card, tmp_path), []
-    keep_alive = DIALECT.keep_alive()
-    monkeypatch.setattr(GeminiDialect, "keep_alive", lambda _: sent.append(1) or keep_alive)
+    house, sent, empty = House(card, tmp_path), [0], DIALECT.keep_alive()
+
+    def keep_alive(_: object) -> bytes:
+        sent[0] += 1
+        return empty
+
+    monkeypatch.setattr(GeminiDialect, "keep_alive", keep_alive)
     house.set_server(stream_keep_alive_s=0.01)
     await house.open()
     house.runner.hold_after(0)
@@ -346,7 +350,7 @@ async def test_a_slow_answer_is_kept_open_by_empty_lines(
         return [chunk async for chunk in stream]
 
     reading = asyncio.ensure_future(read())
-    await house.until(lambda: len(sent) > 2)
+    await house.until(lambda: sent[0] > 2)
     house.runner.release()
     chunks = await reading
 

@@ -56,6 +56,18 @@ async def cached(house: House, *who: str) -> list[int]:
 # --- isolation -----------------------------------------------------------------------------------
 
 
+async def test_a_quote_does_not_tell_the_owner_what_members_sent(shared: House) -> None:
+    """Other namespaces of one's own are asked why a prefix is missing; a shared one is not one's
+    own, whoever pays for it."""
+    await cached(shared, "ada")
+    request = {"endpoint": "/v1/chat/completions", "request": shared.chat(LONG)}
+    _, owners, _ = await shared.ask("/v1/cache/quote", request, who="eve")
+    _, members, _ = await shared.ask("/v1/cache/quote", request, who="bob")
+
+    assert (owners["miss"]["cause"], owners["physical"]["cached_tokens"]) == (None, 0)
+    assert members["physical"]["cached_tokens"] > 0
+
+
 async def test_members_share_and_nobody_else_does(shared: House) -> None:
     """The second member finds what the first wrote; the owner, who is no member, and a stranger
     compute it themselves."""
