@@ -225,6 +225,8 @@ async def test_a_schema_that_no_answer_can_have_is_refused(
     with pytest.raises(BadRequestError) as caught:
         await client.messages.create(**asked(house, tools=[], output_config=config))
 
+    details: Any = caught.value.body
     assert caught.value.error_code == "invalid_json_schema"
+    assert details["error"]["details"]["param"] == "output_config.format.schema"
     assert house.entries() == [("invalid_json_schema", 0, 0, 0)]
     await house.check_quiet()

@@ -8,11 +8,14 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import openai
 import pytest
 from openai import AsyncOpenAI
 
 from engine.model_store import ModelCard
+from gateway.dialects.openai_chat import DIALECT
+from gateway.errors import Kind, Refusal
 from tests.gateway.house import House
 from tests.models import prepared
 
@@ -243,3 +246,37 @@ async def test_an_engine_that_fails_in_a_stream_raises_in_the_sdk(
     house.runner.release()
     with pytest.raises(openai.APIError):
         _ = [chunk async for chunk in chunks]
+
+
+@pytest.mark.parametrize(
+    ("kind", "raised"),
+    [
+        (Kind.BAD, openai.BadRequestError),
+        (Kind.AUTH, openai.AuthenticationError),
+        (Kind.PERMISSION, openai.PermissionDeniedError),
+        (Kind.NOT_FOUND, openai.NotFoundError),
+        (Kind.CONFLICT, openai.ConflictError),
+        (Kind.TOO_BIG, openai.APIStatusError),
+        (Kind.RATE, openai.RateLimitError),
+        (Kind.QUOTA, openai.RateLimitError),
+        (Kind.INTERNAL, openai.InternalServerError),
+        (Kind.BUSY, openai.InternalServerError),
+        (Kind.DEADLINE, openai.InternalServerError),
+    ],
+)
+async def test_each_kind_of_refusal_is_an_exception_of_its_own(
+    house: House, kind: Kind, raised: type[openai.APIStatusError]
+) -> None:
+    """From our bytes to the class, without waiting for each to happen."""
+
+    def answer(request: httpx2.Request) -> httpx2.Response:
+        status, body = DIALECT.error_body(Refusal(kind, "some_code", "Why.", param="model"), "r1")
+        return httpx2.Response(status, content=body, headers={"content-type": "application/json"})
+
+    transport = httpx2.AsyncClient(transport=httpx2.MockTransport(answer))
+    async with AsyncOpenAI(api_key="k", max_retries=0, http_client=transport) as client:
+        with pytest.raises(raised) as caught:
+            await client.models.list()
+
+    assert type(caught.value) is raised
+    assert (caught.value.code, caught.value.param) == ("some_code", "model")

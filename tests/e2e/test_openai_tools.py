@@ -5,6 +5,7 @@ The model is a fake that says what a test tells it to; the template is one that 
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -275,3 +276,97 @@ async def test_too_long_a_prompt_names_its_own_field(house: House, client: Async
         await client.completions.create(model=house.model, prompt="word " * 1_500, max_tokens=1_500)
 
     assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "prompt")
+
+
+CITY: Any = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Oslo", "Rome"]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+PICK: Any = {"type": "function", "function": {"name": "pick", "parameters": CITY}}
+
+
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": "pick"}}], ids=str
+)
+async def test_a_forced_call_is_one_whatever_the_model_would_say(
+    house: House, client: AsyncOpenAI, choice: Any
+) -> None:
+    """The answer is held to the function's own schema."""
+    tools = [PICK] if choice == "required" else [WEATHER, PICK]
+    answer = await client.chat.completions.create(
+        model=house.model,
+        messages=[HELLO],
+        tools=tools,
+        tool_choice=choice,
+        parallel_tool_calls=False,
+    )
+
+    calls: Any = answer.choices[0].message.tool_calls
+    (call,) = calls
+    assert call.function.name == "pick"
+    assert json.loads(call.function.arguments)["city"] in ("Oslo", "Rome")
+    assert answer.choices[0].finish_reason in ("stop", "tool_calls")
+    await house.check_quiet()
+
+
+async def test_none_is_text_and_keeps_the_prefix(house: House, client: AsyncOpenAI) -> None:
+    """What is shown stays; only what an answer means changes."""
+    options: Any = {"ttl": "30m"}
+    say(house, CALLS)
+    ask: Any = {"model": house.model, "messages": [HELLO], "tools": [WEATHER]}
+    first = await client.chat.completions.create(**ask, prompt_cache_options=options)
+    second = await client.chat.completions.create(
+        **ask, tool_choice="none", prompt_cache_options=options
+    )
+
+    assert second.choices[0].message.tool_calls is None
+    assert second.choices[0].finish_reason == "stop"
+    assert first.usage.prompt_tokens_details.cache_write_tokens > 0
+    assert (
+        second.usage.prompt_tokens_details.cached_tokens
+        == first.usage.prompt_tokens_details.cache_write_tokens
+    )
+
+
+async def test_a_schema_that_no_answer_can_have_is_refused_by_its_field(
+    house: House, client: AsyncOpenAI
+) -> None:
+    """Only the engine can tell; the client looks where it stands."""
+    wrong: Any = {"type": "nonsense"}
+    strict: Any = {"name": "f", "strict": True, "parameters": {"type": "object", "required": 1}}
+    schema: Any = {"type": "json_schema", "json_schema": {"name": "n", "schema": wrong}}
+    with pytest.raises(openai.BadRequestError) as of_format:
+        await client.chat.completions.create(
+            model=house.model, messages=[HELLO], response_format=schema
+        )
+    with pytest.raises(openai.BadRequestError) as of_tool:
+        await client.chat.completions.create(
+            model=house.model, messages=[HELLO], tools=[{"type": "function", "function": strict}]
+        )
+    text: Any = {"format": {"type": "json_schema", "name": "n", "schema": wrong}}
+    with pytest.raises(openai.BadRequestError) as of_text:
+        await client.responses.create(model=house.model, input="hello", text=text)
+
+    assert {one.value.code for one in (of_format, of_tool, of_text)} == {"invalid_json_schema"}
+    assert of_format.value.param == "response_format.json_schema.schema"
+    assert str(of_tool.value.param).startswith("tools[0]")
+    assert of_text.value.param == "text.format.schema"
+    assert [entry[1:] for entry in house.entries()] == [(0, 0, 0)] * 3
+    await house.check_quiet()
+
+
+async def test_an_answer_that_breaks_its_format_is_counted(
+    house: House, client: AsyncOpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Constrained decoding should leave none: each finished text is looked at once more."""
+    monkeypatch.setattr("gateway.choice_output.satisfies", lambda text, wanted: False)
+    say(house, '{"x":3}')
+    await client.chat.completions.create(
+        model=house.model, messages=[HELLO], response_format={"type": "json_object"}
+    )
+    async with house.session.get(f"{house.admin_url}/metrics") as answer:
+        metrics = await answer.text()
+
+    assert "trunkline_output_format_violations_total 1.0" in metrics

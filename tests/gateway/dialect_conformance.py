@@ -24,8 +24,10 @@ from gateway.dialects.canonical import (
     ChoiceEnd,
     Delta,
     End,
+    OutputFormat,
     Reply,
     Text,
+    ToolChoice,
     UsageRecord,
 )
 from gateway.endpoints import Dialect
@@ -35,6 +37,11 @@ from tests.gateway.transcripts import outcome
 shared = settings(suppress_health_check=[HealthCheck.differing_executors])
 """Each dialect runs the same property; that is the point of them."""
 
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"b": {"type": "string"}, "a": {"type": "integer"}},
+    "required": ["b"],
+}
 REPLY = Reply("id-1", "m", 1_700_000_000)
 
 
@@ -56,7 +63,9 @@ class Answer:
 @dataclass(frozen=True)
 class Adapter:
     """One dialect. `good` asks model "m" to answer the user's "hi" and nothing else; `streaming`
-    is what is added to stream it. `has_calls`: it can carry tool calls."""
+    is what is added to stream it. `has_calls`: it can carry tool calls. `tool`: the fields that
+    declare a function (its name, its schema); `held_to`: those that ask for an answer of a schema;
+    both where it has such a thing."""
 
     dialect: Dialect
     good: dict[str, Any]
@@ -67,6 +76,8 @@ class Adapter:
     asked_streaming: Asked = NOTHING_ELSE
     streaming: dict[str, Any] = field(default_factory=dict)
     has_calls: bool = True
+    tool: Callable[[str, dict[str, Any]], dict[str, Any]] | None = None
+    held_to: Callable[[dict[str, Any]], dict[str, Any]] | None = None
 
     def parse(self, **fields: Any) -> Call:
         """A good request with more fields."""
@@ -143,6 +154,28 @@ class DialectConformance:
         assert [(s.role, s.text) for s in prompt.segments] == [("user", "hi")]
         assert (call.operation, call.stream, prompt.continues) == ("generate", False, False)
         assert (call.generation.choices, call.generation.stop) == (1, ())
+
+    def test_a_function_is_the_same_tool_everywhere(self) -> None:
+        """The schema keeps the order in which it came: it is part of the prefix."""
+        if self.adapter.tool is None:
+            assert not self.adapter.has_calls
+            return
+        (prompt,) = self.adapter.parse(**self.adapter.tool("f", SCHEMA)).prompts
+
+        (tool,) = prompt.tools
+        assert (tool.name, tool.parameters) == ("f", json.dumps(SCHEMA, separators=(",", ":")))
+        assert tool.path.startswith("tools[0]")
+        assert prompt.tool_choice == ToolChoice()
+
+    def test_an_answer_of_a_schema_is_the_same_format_everywhere(self) -> None:
+        """And its field is known, for what only an engine finds wrong with it."""
+        if self.adapter.held_to is None:
+            return
+        (prompt,) = self.adapter.parse(**self.adapter.held_to(SCHEMA)).prompts
+
+        wanted = prompt.output_format
+        assert (wanted.kind, json.loads(wanted.schema)) == ("json_schema", SCHEMA)
+        assert wanted.path != OutputFormat().path
 
     def test_streaming_is_asked_for_by_body_or_path(self) -> None:
         """Every SDK accepts JSON and streams alike, so nothing else can tell."""

@@ -119,7 +119,9 @@ def test_every_field_that_can_be_honoured_arrives() -> None:
     assert call.generation.stop == ("END", "\n\nHuman:")
     assert (call.generation.min_tokens, call.generation.ignore_eos) == (2, True)
     assert (call.stream, call.client_user, call.partition, call.priority) == (True, "u", "s", -3)
-    assert call.prompts[0].output_format == OutputFormat("json_schema", '{"type":"object","a":1}')
+    assert call.prompts[0].output_format == OutputFormat(
+        "json_schema", '{"type":"object","a":1}', "output_config.format.schema"
+    )
 
 
 def test_an_empty_nucleus_is_the_best_token_alone() -> None:

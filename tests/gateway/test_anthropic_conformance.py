@@ -107,4 +107,8 @@ class TestAnthropicMessages(DialectConformance):
         read_unary=read_message,
         read_stream=read_events,
         read_error=read_error,
+        tool=lambda name, schema: {"tools": [{"name": name, "input_schema": schema}]},
+        held_to=lambda schema: {
+            "output_config": {"format": {"type": "json_schema", "schema": schema}}
+        },
     )

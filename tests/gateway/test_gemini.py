@@ -200,7 +200,9 @@ def test_json_is_asked_for_by_mime_type_and_schema() -> None:
 
     assert plain.prompts[0].output_format == OutputFormat("json_object")
     assert schema.prompts[0].output_format == OutputFormat(
-        "json_schema", '{"type":"array","items":{"type":"integer"}}'
+        "json_schema",
+        '{"type":"array","items":{"type":"integer"}}',
+        "generationConfig.responseSchema",
     )
 
 

@@ -64,6 +64,15 @@ def read_error(body: bytes) -> str:
     return str(error["message"])
 
 
+def declared(name: str, schema: dict[str, Any]) -> dict[str, Any]:
+    return {"tools": [{"functionDeclarations": [{"name": name, "parametersJsonSchema": schema}]}]}
+
+
+def held_to(schema: dict[str, Any]) -> dict[str, Any]:
+    asked = {"responseMimeType": "application/json", "responseJsonSchema": schema}
+    return {"generationConfig": asked}
+
+
 GOOD = {"contents": [{"parts": [{"text": "hi"}]}]}
 
 
@@ -78,6 +87,8 @@ class TestGeminiEvents(DialectConformance):
         read_unary=read_unary,
         read_stream=read_events,
         read_error=read_error,
+        tool=declared,
+        held_to=held_to,
     )
 
 
@@ -92,4 +103,6 @@ class TestGeminiArray(DialectConformance):
         read_unary=read_unary,
         read_stream=read_array,
         read_error=read_error,
+        tool=declared,
+        held_to=held_to,
     )

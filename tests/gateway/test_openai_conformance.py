@@ -98,6 +98,15 @@ class TestOpenAIChat(DialectConformance):
         read_unary=read_chat,
         read_stream=read_chat_stream,
         read_error=read_error,
+        tool=lambda name, schema: {
+            "tools": [{"type": "function", "function": {"name": name, "parameters": schema}}]
+        },
+        held_to=lambda schema: {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "n", "schema": schema},
+            }
+        },
     )
 
 
@@ -228,4 +237,10 @@ class TestOpenAIResponses(DialectConformance):
         read_unary=read_response,
         read_stream=read_response_stream,
         read_error=read_error,
+        tool=lambda name, schema: {
+            "tools": [{"type": "function", "name": name, "parameters": schema}]
+        },
+        held_to=lambda schema: {
+            "text": {"format": {"type": "json_schema", "name": "n", "schema": schema}}
+        },
     )
