@@ -30,10 +30,14 @@ COUNTED_MAX = 2_000
 """Tenants with sums of their own, at most about 30 kB each."""
 
 PREFIXES_MAX = 2_048
+PATH_SIGNS_MAX = 120
 SAMPLE_MAX = 1_024
 SEEN_MAX = 4_096
 TOKENS_MAX = 65_536
 """Of one prompt, looked at: the beginning is where prefixes are."""
+
+
+PROMPTS_BYTES_MAX = 2 * 2**20
 
 
 class Facts(Struct, frozen=True):
@@ -140,7 +144,7 @@ class TenantView:
 
 
 class Prompts:
-    """What is sampled of one tenant's prompts. About a megabyte at most."""
+    """What is sampled of one tenant's prompts: at most `PROMPTS_BYTES_MAX`, measured when full."""
 
     def __init__(self) -> None:
         self.prefixes: OrderedDict[bytes, list[Any]] = OrderedDict()
@@ -156,7 +160,7 @@ class Prompts:
         for mark in marks:
             row = self.prefixes.get(mark.digest)
             if row is None:
-                row = self.prefixes[mark.digest] = [mark.path, mark.tokens, 0, 0]
+                row = self.prefixes[mark.digest] = [mark.path[:PATH_SIGNS_MAX], mark.tokens, 0, 0]
             row[2] += 1
             row[3] += mark.tokens <= found
             self.prefixes.move_to_end(mark.digest)

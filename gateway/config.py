@@ -86,7 +86,7 @@ class LimitsConfig(Struct, frozen=True, forbid_unknown_fields=True):
 class TenancyConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """`database`: relative to the data directory. `tenants_as_labels_max`: how many tenants appear
     by name in metrics; the rest are counted together. `tenants_followed_max`: those active last
-    whose prompts are sampled for advice, at about a megabyte each. `shared_scopes`: those that the
+    whose prompts are sampled for advice, at most 2 MiB each. `shared_scopes`: those that the
     file declares; one that it declares no longer is removed. A file without any says nothing."""
 
     database: str = "trunkline.db"

@@ -112,7 +112,7 @@ const views = {
         panel("Time to first token", firstToken(all.first_token_ms)),
         panel("Why prefixes were missed", counted("Requests that asked for a prefix and did not read all of it", "reason", all.misses, "No breakpoint has missed.")),
         panel("How requests ended", counted("All endings", "ending", all.endings)),
-        panel("Who took whose blocks", table("Evicted under pressure, and what computing it again has cost", ["owner", "taker", "blocks", "tokens computed again", "cost"],
+        wide("Who took whose blocks", table("Evicted under pressure, and what computing it again has cost", ["owner", "taker", "blocks", "tokens computed again", "cost"],
           all.taken.map((x) => [x.owner, x.taker, count(x.blocks), count(x.recomputed_tokens), dollars(x.cost_pico)]), "Nobody has lost a block to somebody else.")),
         wide("Blocks coming and going", churn(all.churn)),
         wide("Tenants", tenantRows(all.tenants.slice(0, 20)))),

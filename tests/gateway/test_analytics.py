@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import tracemalloc
 from array import array
 from collections.abc import Sequence
 from typing import Any
@@ -10,9 +12,21 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.analytics import COUNTED_MAX, Analytics, Facts, digested
+from gateway.analytics import (
+    COUNTED_MAX,
+    PREFIXES_MAX,
+    PROMPTS_BYTES_MAX,
+    SAMPLE_MAX,
+    Analytics,
+    Facts,
+    Prompts,
+    digested,
+)
 from gateway.dialects.canonical import Boundary, UsageRecord
+from gateway.metering import wall_ms
 from tenancy.pricing import RateCard
+from tenancy.rate_cards import add_card
+from tenancy.registry import change_tenant
 from tests.fakes import FakeClock
 from tests.gateway.admin import Admin
 from tests.gateway.house import House
@@ -109,6 +123,30 @@ def test_tenants_that_nobody_can_count_any_more_stay_in_the_sum_of_all() -> None
     assert desk.seen.tenant("t0", CARD, {}, 16, []) is None
 
 
+def test_what_is_sampled_of_a_tenant_has_a_bound_in_bytes() -> None:
+    """However many prompts it sends, all different and in many pieces: as operators are told."""
+    chance = random.Random(1)
+    record = UsageRecord(1_024, {}, {}, 1_024, 5, 0)
+
+    def fill() -> Prompts:
+        prompts = Prompts()
+        for number in range(200):
+            tokens = [chance.randrange(2**31) for _ in range(1_024)]
+            marks = [Boundary(32 * n, f"messages[{n}]" + "x" * 500) for n in range(1, 33)]
+            facts = Facts("ada", record, tokens, marks, 0.1, "", "done")
+            prompts.add(facts, float(number))
+        return prompts
+
+    tracemalloc.start()
+    prompts = fill()
+    used, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+
+    assert len(prompts.prefixes) == PREFIXES_MAX
+    assert prompts.reuse.sampled_blocks == SAMPLE_MAX
+    assert used < PROMPTS_BYTES_MAX
+
+
 def test_what_misses_cost_is_told_by_cause() -> None:
     """Tokens of written prefixes that were computed again, at what reading would have saved."""
     desk = Desk()
@@ -161,6 +199,54 @@ async def test_the_admin_listener_tells_what_was_seen(house: House) -> None:
     assert tree["tenant"] == "ada"
     assert unknown == 404
     assert "question" not in str((overview, tenant, tree))
+
+
+async def test_who_took_whose_blocks_is_told_with_what_it_cost(house: House) -> None:
+    """A prefix without a promise is taken by a neighbour; its owner computes it again, and the
+    neighbour's row has the price of that."""
+    admin = Admin(house)
+    add_card(house.store, wall_ms, RateCard("std", input=3_000_000, cache_read=300_000))
+    change_tenant(house.store, "bob", {"floor_blocks": 230})
+    house.gateway.context.registry.look_again()
+    kept = house.chat("words that are kept, " * 16, prompt_cache_retention="in_memory")
+    await house.ask(body=kept)
+    for number in range(18):
+        await house.ask(body=house.chat(f"{number} noise, " * 30), who="bob")
+    await house.ask(body=kept)
+    await house.engine.get_stats()
+    _, overview = await admin.ask("GET", "/admin/v1/analytics")
+    _, ada = await admin.ask("GET", "/admin/v1/analytics/ada")
+
+    row = next(row for row in overview["taken"] if (row["owner"], row["taker"]) == ("ada", "bob"))
+    lost = {one["cause"]: one for one in ada["recomputed"]}["evicted_pressure"]
+    assert row["blocks"] > 0
+    assert row["recomputed_tokens"] == lost["tokens"] > 0
+    assert row["cost_pico"] == lost["cost_pico"] == lost["tokens"] * 2_700_000
+    assert ada["churn"]["evicted_blocks"] >= row["blocks"]
+    assert ada["churn"]["evicted_after_s"] > 0
+    assert overview["churn"]["inserted_blocks"] > ada["churn"]["inserted_blocks"] > 0
+
+
+async def test_what_became_of_a_promise_is_told_by_tenant_and_class(house: House) -> None:
+    """In analytics and in metrics alike."""
+    admin = Admin(house)
+    text = {"type": "text", "text": "kept, " * 60, "cache_control": {"type": "ephemeral"}}
+    asked = {
+        "model": house.model,
+        "max_tokens": 4,
+        "messages": [{"role": "user", "content": [text]}],
+    }
+    for _ in range(2):
+        await house.ask("/v1/messages", asked, headers={"anthropic-version": "2023-06-01"})
+    await house.ask("/v1/cache", method="DELETE")
+    _, overview = await admin.ask("GET", "/admin/v1/analytics")
+    async with house.session.get(f"{house.admin_url}/metrics") as response:
+        metrics = await response.text()
+
+    [row] = overview["leases"]
+    assert (row["tenant"], row["class"]) == ("ada", "5m")
+    assert (row["given"], row["renewed"], row["given_up"], row["running"]) == (1, 1, 1, 0)
+    assert 'trunkline_promises_total{class="5m",outcome="given_up"} 1.0' in metrics
 
 
 async def test_only_an_administrator_sees_them(house: House) -> None:
