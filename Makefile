@@ -30,7 +30,7 @@ serve: setup           ## a gateway on 127.0.0.1:8080 with the default model
 
 test: setup            ## everything that needs no GPU
 	$(BIN)/trunkline pull --quiet
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses auto --dist loadfile
 
 sim: setup             ## seeded simulation; make sim SEED=7
 	$(BIN)/python -m pytest -m sim $(if $(SEED),--sim-seed $(SEED)) -s

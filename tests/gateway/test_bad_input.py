@@ -34,11 +34,12 @@ PATHS = {
     "gemini_stream": "/v1/models/tiny:streamGenerateContent?alt=sse",
 }
 SECRET = "sk-planted"
-BUSY_S_MAX = 0.5
-"""Processor time the loop may spend without a turn; a megabyte of JSON takes a few hundredths."""
+BUSY_MAX = 25
+"""Processor time the loop may spend without a turn, in yardsticks: half a second where nothing else
+runs. A megabyte of JSON takes about one."""
 
-SPENT_S_MAX = 5.0
-"""Processor time of all threads, the test's own client included."""
+SPENT_MAX = 250
+"""The same of all threads, the test's own client included."""
 
 
 def good(house: House, dialect: str) -> dict[str, Any]:
@@ -220,6 +221,14 @@ class LoopWatch:
         return self.longest_s
 
 
+def yardstick_s() -> float:
+    """Processor time of a fixed piece of work now: a busy machine's shared caches and clock make
+    everything dearer alike, so what is bounded is the ratio. About 20 ms."""
+    began_s = time.thread_time()
+    sum(number % 7 for number in range(300_000))
+    return time.thread_time() - began_s
+
+
 async def canary(house: House) -> tuple[str, int]:
     """Another tenant's greedy answer and its hits."""
     _, answer, _ = await house.ask(body=house.chat("a canary that sings the same"), who="bob")
@@ -237,6 +246,7 @@ async def test_bad_input_is_refused_by_name_and_leaves_nothing(
     entries, leases = len(house.entries()), len(house.gateway.context.contracts.entries)
     blocks = (await house.engine.get_stats()).cached_blocks
     body = body_of(case, house)
+    yardstick = yardstick_s()
     watch = LoopWatch()
     began_s = time.process_time()
 
@@ -263,8 +273,9 @@ async def test_bad_input_is_refused_by_name_and_leaves_nothing(
     assert await canary(house) == before
     assert SECRET not in json.dumps(house.lines)
     assert "planted prompt" not in json.dumps(house.lines)
-    assert busy_s < BUSY_S_MAX
-    assert spent_s < SPENT_S_MAX
+    yardstick = max(yardstick, yardstick_s())
+    assert busy_s < BUSY_MAX * yardstick
+    assert spent_s < SPENT_MAX * yardstick
 
 
 @pytest.mark.parametrize(
