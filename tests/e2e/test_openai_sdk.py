@@ -4,6 +4,7 @@ key change, nothing else. The runner is a fake; everything between the socket an
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,9 @@ import pytest
 from openai import AsyncOpenAI
 
 from engine.model_store import ModelCard
-from gateway.dialects.openai_chat import DIALECT
+from gateway.dialects import sse
+from gateway.dialects.openai_chat import DIALECT, ChatDialect
+from gateway.dialects.openai_responses import ResponsesDialect
 from gateway.errors import Kind, Refusal
 from tests.gateway.house import House
 from tests.models import prepared
@@ -280,3 +283,49 @@ async def test_each_kind_of_refusal_is_an_exception_of_its_own(
 
     assert type(caught.value) is raised
     assert (caught.value.code, caught.value.param) == ("some_code", "model")
+
+
+@pytest.mark.parametrize("endpoint", ["chat", "responses"])
+async def test_a_slow_answer_is_kept_open_by_comments(
+    card: ModelCard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, endpoint: str
+) -> None:
+    """Proxies close what says nothing; an event without data would raise in the SDK."""
+    house, sent = House(card, tmp_path), [0]
+
+    def keep_alive(_: object) -> bytes:
+        sent[0] += 1
+        return sse.KEEP_ALIVE
+
+    for dialect in (ChatDialect, ResponsesDialect):
+        monkeypatch.setattr(dialect, "keep_alive", keep_alive)
+    house.set_server(stream_keep_alive_s=0.01)
+    await house.open()
+    client = AsyncOpenAI(base_url=f"{house.url}/v1", api_key=house.keys["ada"], max_retries=0)
+    house.runner.hold_after(0)
+
+    async def read() -> list[Any]:
+        stream: Any
+        if endpoint == "chat":
+            stream = await client.chat.completions.create(
+                model=house.model, messages=question(), max_tokens=4, stream=True, extra_body=MORE
+            )
+        else:
+            stream = await client.responses.create(
+                model=house.model, input="hello", max_output_tokens=4, stream=True, extra_body=MORE
+            )
+        return [event async for event in stream]
+
+    reading = asyncio.ensure_future(read())
+    await house.until(lambda: sent[0] > 2)
+    house.runner.release()
+    events = await reading
+    await client.close()
+    await house.check_quiet()
+    await house.close()
+    house.discard()
+
+    assert len(events) > 2
+    if endpoint == "chat":
+        assert events[-1].choices[0].finish_reason == "length"
+    else:
+        assert events[-1].type == "response.incomplete"

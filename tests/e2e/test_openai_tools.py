@@ -370,3 +370,36 @@ async def test_an_answer_that_breaks_its_format_is_counted(
         metrics = await answer.text()
 
     assert "trunkline_output_format_violations_total 1.0" in metrics
+
+
+async def test_every_caching_field_of_a_request_passes_through_the_sdk(
+    house: House, client: AsyncOpenAI
+) -> None:
+    """By its own names where it has them, as extra ones where not; each key is a cache of its own,
+    and the deprecated field reads what is there."""
+
+    async def ask(**fields: Any) -> int:
+        answer = await client.chat.completions.create(
+            model=house.model,
+            messages=[{"role": "user", "content": SYSTEM}],
+            max_completion_tokens=2,
+            **fields,
+        )
+        assert answer.usage is not None
+        details = answer.usage.prompt_tokens_details
+        return (details and details.cached_tokens) or 0
+
+    narrowings: list[Any] = [
+        {},
+        {"prompt_cache_key": "a"},
+        {"prompt_cache_key": "b"},
+        {"extra_body": {"cache_salt": "a"}},
+        {"extra_body": {"extra_key": "a"}},
+    ]
+    first = [await ask(**fields) for fields in narrowings]
+    second = [await ask(**fields, prompt_cache_retention="24h") for fields in narrowings]
+
+    assert first == [0] * len(narrowings)
+    assert len(set(second)) == 1
+    assert second[0] > 0
+    await house.check_quiet()

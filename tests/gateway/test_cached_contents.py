@@ -10,7 +10,7 @@ import pytest
 
 from gateway.cache_terms import CacheProfile
 from tenancy.resources import resource_token_seconds
-from tests.gateway.house import House
+from tests.gateway.house import GatedRunner, House
 
 ALL = "/v1beta/cachedContents"
 LONG = "The trunk is shared, the branches are one's own. " * 6
@@ -100,6 +100,25 @@ async def test_an_erased_pool_changes_nothing_for_its_reader(house: House) -> No
 
     tokens = resource["usageMetadata"]["totalTokenCount"]
     assert found["usageMetadata"]["cachedContentTokenCount"] == tokens
+
+
+async def test_it_survives_a_restart_of_everything(made: House) -> None:
+    """Gateway and engine start anew with nothing but the database: it is computed again."""
+    await made.open()
+    resource = await created(made)
+    await made.close()
+    made.runner = GatedRunner(made.card.config.vocab)
+    await made.open()
+    (status, found), (_, again) = [await asked(made, resource["name"]) for _ in range(2)]
+    await made.check_quiet()
+    await made.close()
+
+    tokens = resource["usageMetadata"]["totalTokenCount"]
+    assert status == 200
+    assert found["usageMetadata"]["cachedContentTokenCount"] == tokens
+    assert again["usageMetadata"]["cachedContentTokenCount"] >= tokens
+    rows = made.store.query("select recomputed_promised_tokens from ledger order by entry_id")
+    assert [row[0] for row in rows] == [0, tokens, 0]
 
 
 async def test_a_list_has_pages_and_shows_no_content(house: House) -> None:
