@@ -554,7 +554,10 @@ def test_a_miss_is_explained_in_anthropics_terms(
 
 def test_what_an_engine_lost_is_no_difference_between_requests() -> None:
     """The reasons that only an engine knows have no name there."""
-    lost: tuple[Cause, ...] = ("expired", "evicted_pressure", "restarted", "below_minimum")
+    lost: tuple[Cause, ...] = (
+        *("expired", "evicted_pressure", "restarted", "below_minimum"),
+        *("template", "other_namespace"),
+    )
 
     for cause in lost:
         found = wire.diagnostics(Diagnosis("miss", cause, 7))
