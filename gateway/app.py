@@ -56,9 +56,11 @@ from gateway.server import ListenerRunner
 from gateway.storage_meter import StorageWatch
 from gateway.telemetry import Telemetry
 from gateway.tracing import Tracer
+from tenancy import backends
+from tenancy.identities import Registry
 from tenancy.ledger import Ledger
 from tenancy.limits import Limiter
-from tenancy.registry import Registry, bootstrap, bootstrap_admin
+from tenancy.registry import bootstrap, bootstrap_admin
 from tenancy.store import Store
 from tenancy.types import WallClock
 
@@ -96,13 +98,16 @@ class Gateway:
     ) -> None:
         vocab = renderer.card.config.vocab
         self.ledger = Ledger(store, wall)
+        self._registry = Registry(store, wall, clock)
+        if not store.is_near:
+            self._registry.watch()
         self.context = Context(
             config=config,
             engine=engine,
-            registry=Registry(store, wall, clock),
+            registry=self._registry,
             ledger=self.ledger,
             store=store,
-            reports=Reports(store.path),
+            reports=Reports(store),
             limiter=Limiter(clock),
             telemetry=Telemetry(config.tenancy.tenants_as_labels_max),
             renderer=renderer,
@@ -210,6 +215,7 @@ class Gateway:
         await self._storage.close()
         await self._reckoning.close()
         await asyncio.to_thread(self.ledger.close)
+        await asyncio.to_thread(self._registry.close)
         await self.context.reports.close()
         if self.context.tracer is not None:
             await asyncio.to_thread(self.context.tracer.close)
@@ -243,13 +249,18 @@ def prepare_data_dir(config: Config) -> None:
         config.data.mkdir(mode=0o700, parents=True)
 
 
+def connect(config: Config) -> Store:
+    """The database that is configured. Raises StoreError."""
+    return backends.open_store(config.tenancy.database, config.data, os.environ)
+
+
 def open_store(config: Config) -> tuple[Store, str | None]:
     """The database, with the default tenant made on first start: (store, its new key or None).
 
     That key and an administrator's are also kept in files that their owner alone may read.
     """
     prepare_data_dir(config)
-    store = Store(config.database)
+    store = connect(config)
     key = bootstrap(store, wall_ms)
     for name, made in ((KEY_FILE, key), (ADMIN_KEY_FILE, bootstrap_admin(store, wall_ms))):
         if made is not None:

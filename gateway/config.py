@@ -21,8 +21,9 @@ from msgspec import Meta, Struct
 from engine.config import EngineConfig
 from engine.model_store import DEFAULT_MODEL
 from gateway.cache_terms import CachingConfig
+from tenancy.backends import check_place
 from tenancy.declared import DeclaredTenant, check_declared
-from tenancy.errors import BadName
+from tenancy.errors import BadName, StoreError
 from tenancy.shared_scopes import ScopeTerms, check_scopes
 
 Seconds = Annotated[float, Meta(gt=0, le=86_400)]
@@ -84,10 +85,12 @@ class LimitsConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TenancyConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """`database`: relative to the data directory. `tenants_as_labels_max`: how many tenants appear
-    by name in metrics; the rest are counted together. `tenants_followed_max`: those active last
-    whose prompts are sampled for advice, at most 2 MiB each. `shared_scopes`: those that the
-    file declares; one that it declares no longer is removed. A file without any says nothing."""
+    """`database`: a file, relative to the data directory, or a server's database, as in
+    postgresql://USER@HOST/DATABASE, without a password. `tenants_as_labels_max`: how many tenants
+    appear by name in metrics; the rest are counted together. `tenants_followed_max`: those active
+    last whose prompts are sampled for advice, at most 2 MiB each. `shared_scopes`: those that
+    the file declares; one that it declares no longer is removed. A file without any says
+    nothing."""
 
     database: str = "trunkline.db"
     tenants_as_labels_max: Annotated[int, Meta(ge=0, le=1_000)] = 20
@@ -133,10 +136,6 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def models_dir(self) -> Path:
         return self.data / "models"
-
-    @property
-    def database(self) -> Path:
-        return self.data / self.tenancy.database
 
 
 Origin = dict[str, str]
@@ -264,6 +263,10 @@ def _checked(config: Config, origin: Origin) -> Config:
     ):
         if not text or "\x00" in text:
             raise ConfigError(f"{at(path)}: {text!r} is no name")
+    try:
+        check_place(config.tenancy.database)
+    except StoreError as error:
+        raise ConfigError(f"{at('tenancy.database')}: {error.message}") from error
     _check_endpoint(config.tracing.endpoint, at("tracing.endpoint"))
     try:
         check_declared(config.tenants or ())

@@ -32,7 +32,7 @@ Log = Callable[[str, dict[str, object]], None]
 
 
 class Authenticator(Protocol):
-    """Who holds a key? `tenancy.registry.Registry`, or a test's own."""
+    """Who holds a key? `tenancy.identities.Registry`, or a test's own."""
 
     def authenticate(self, key: str) -> Identity:
         """Which tenant? Raises `tenancy.errors.KeyRefused`."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from pathlib import Path
 from typing import TypeVar
 
 from tenancy.store import Store
@@ -20,8 +19,9 @@ T = TypeVar("T")
 class Reports:
     """A second way to read a database. Belongs to one event loop."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, store: Store) -> None:
+        """`store`: the one beside which another is opened."""
+        self._first = store
         self._store: Store | None = None
         self._turn = asyncio.Lock()
 
@@ -39,5 +39,5 @@ class Reports:
 
     def _answer(self, question: Callable[[Store], T]) -> T:
         if self._store is None:
-            self._store = Store(self._path)
+            self._store = self._first.another()
         return question(self._store)

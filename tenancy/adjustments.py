@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import re
 
-import apsw
 from msgspec import Struct
 
 from tenancy.bookkeeping import DAY_MS, HOUR_MS, NO_CHAIN, chained, open_from_ms
 from tenancy.errors import BadPrice
 from tenancy.pricing import CHARGE_MAX, PICO_PER_MICRO
-from tenancy.store import Store, Value, rows_of
+from tenancy.store import Store, Transaction, Value
 from tenancy.types import WallClock
 
 REASON_SIGNS_MAX = 500
@@ -45,10 +44,9 @@ def adjust(store: Store, clock: WallClock, adjustment: Adjustment) -> bool:
         return book(db, clock(), adjustment)
 
 
-def book(db: apsw.Connection, now_ms: int, adjustment: Adjustment) -> bool:
+def book(db: Transaction, now_ms: int, adjustment: Adjustment) -> bool:
     """As `adjust`, within the caller's transaction."""
-    same = rows_of(
-        db,
+    same = db.rows(
         "select request_id, amount_pico, reason from adjustments where adjustment_id = ?",
         (adjustment.adjustment_id,),
     )
@@ -58,16 +56,14 @@ def book(db: apsw.Connection, now_ms: int, adjustment: Adjustment) -> bool:
                 "adjustment_id_used", "This adjustment id was used for another adjustment."
             )
         return False
-    entry = rows_of(
-        db,
+    entry = db.rows(
         "select tenant_id, key_id, model, charge_pico from ledger where request_id = ?",
         (adjustment.request_id,),
     )
     if not entry:
         raise BadPrice("entry_unknown", "There is no ledger entry of this request id.")
     tenant_id, key_id, model, charge = entry[0]
-    before = rows_of(
-        db,
+    before = db.rows(
         "select amount_pico from adjustments where request_id = ?",
         (adjustment.request_id,),
     )
@@ -83,7 +79,7 @@ def book(db: apsw.Connection, now_ms: int, adjustment: Adjustment) -> bool:
         *(adjustment.adjustment_id, adjustment.request_id, tenant_id),
         *(adjustment.amount_pico, adjustment.reason, now_ms, booked_ms),
     )
-    last = rows_of(db, "select chain from adjustments order by number desc limit 1")
+    last = db.rows("select chain from adjustments order by number desc limit 1")
     chain = chained(last[0][0] if last else NO_CHAIN, row)
     db.execute(
         f"insert into adjustments ({', '.join(ADJUSTMENT_FIELDS)}, chain)"
@@ -93,9 +89,10 @@ def book(db: apsw.Connection, now_ms: int, adjustment: Adjustment) -> bool:
     for table, since, length_ms in _SUMS:
         db.execute(
             f"insert into {table} (tenant_id, {since}, key_id, model, adjusted_micros,"
-            " adjusted_rest) values (?, ?, ?, ?, ?, ?) on conflict do update"
-            " set adjusted_micros = adjusted_micros + excluded.adjusted_micros,"
-            " adjusted_rest = adjusted_rest + excluded.adjusted_rest",
+            " adjusted_rest) values (?, ?, ?, ?, ?, ?)"
+            f" on conflict (tenant_id, {since}, key_id, model) do update"
+            f" set adjusted_micros = {table}.adjusted_micros + excluded.adjusted_micros,"
+            f" adjusted_rest = {table}.adjusted_rest + excluded.adjusted_rest",
             (
                 *(tenant_id, booked_ms // length_ms * length_ms, key_id, model),
                 *divmod(adjustment.amount_pico, PICO_PER_MICRO),

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import apsw
-
 from tenancy.adjustments import ADJUSTMENT_FIELDS, Adjustment
 from tenancy.bookkeeping import (
     DAY_MS,
@@ -25,7 +23,7 @@ from tenancy.budgets import load_budgets, summed, window_of
 from tenancy.closing import totals_of
 from tenancy.pricing import PICO_PER_MICRO, price, savings
 from tenancy.rate_cards import SELECT, CardBook, read_card
-from tenancy.store import Store, rows_of
+from tenancy.store import Store, Transaction
 
 FINDINGS_MAX = 100
 _PAGE = 2_000
@@ -43,13 +41,12 @@ def check_books(store: Store) -> list[str]:
     return findings
 
 
-def _entries(db: apsw.Connection) -> Iterator[str]:
+def _entries(db: Transaction) -> Iterator[str]:
     """Chains, charges, detail, and the sums by hour."""
-    book = CardBook([read_card(row) for row in rows_of(db, SELECT)])
+    book = CardBook([read_card(row) for row in db.rows(SELECT)])
     hours: dict[tuple[int, int, int, str], list[int]] = {}
     before, after = b"", 0
-    while page := rows_of(
-        db,
+    while page := db.rows(
         f"select entry_id, chain, {', '.join(ENTRY_FIELDS)} from ledger where entry_id > ?"
         " order by entry_id limit ?",
         (after, _PAGE),
@@ -80,12 +77,11 @@ def _entries(db: apsw.Connection) -> Iterator[str]:
     yield from _hours(db, hours)
 
 
-def _breach(db: apsw.Connection, owed: Adjustment | None, entry_id: int) -> Iterator[str]:
+def _breach(db: Transaction, owed: Adjustment | None, entry_id: int) -> Iterator[str]:
     """A promise that was broken is credited as the entry's card says."""
     if owed is None:
         return
-    found = rows_of(
-        db,
+    found = db.rows(
         "select request_id, amount_pico from adjustments where adjustment_id = ?",
         (owed.adjustment_id,),
     )
@@ -93,13 +89,11 @@ def _breach(db: apsw.Connection, owed: Adjustment | None, entry_id: int) -> Iter
         yield f"the breach of entry {entry_id} is not credited with {-owed.amount_pico}"
 
 
-def _hours(db: apsw.Connection, hours: dict[tuple[int, int, int, str], list[int]]) -> Iterator[str]:
+def _hours(db: Transaction, hours: dict[tuple[int, int, int, str], list[int]]) -> Iterator[str]:
     names = ", ".join(HOUR_SUMS)
     for *hour, one in (
         (*row[:4], list(row[4:]))
-        for row in rows_of(
-            db, f"select tenant_id, hour_ms, key_id, model, {names} from usage_hours"
-        )
+        for row in db.rows(f"select tenant_id, hour_ms, key_id, model, {names} from usage_hours")
     ):
         meant = hours.pop((hour[0], hour[1], hour[2], hour[3]), [0] * len(HOUR_SUMS))
         for name, has, should in zip(HOUR_SUMS, one, meant, strict=True):
@@ -110,18 +104,17 @@ def _hours(db: apsw.Connection, hours: dict[tuple[int, int, int, str], list[int]
         yield f"tenant {missing[0]}, hour {missing[1]}: there is no sum of its entries"
 
 
-def _adjustments(db: apsw.Connection) -> Iterator[str]:
+def _adjustments(db: Transaction) -> Iterator[str]:
     before, total = b"", 0
     names = ", ".join(ADJUSTMENT_FIELDS)
-    for number, chain, *row in rows_of(
-        db, f"select number, chain, {names} from adjustments order by number"
+    for number, chain, *row in db.rows(
+        f"select number, chain, {names} from adjustments order by number"
     ):
         if chained(before, row) != chain:
             yield f"adjustment {number} is not what was chained to the one before it"
         before = chain
         total += row[ADJUSTMENT_FIELDS.index("amount_pico")]
-    whole, rest = rows_of(
-        db,
+    whole, rest = db.rows(
         "select coalesce(sum(adjusted_micros), 0), coalesce(sum(adjusted_rest), 0)"
         " from usage_hours",
     )[0]
@@ -129,10 +122,9 @@ def _adjustments(db: apsw.Connection) -> Iterator[str]:
         yield "the hours' adjustments are not the sum of the adjustments"
 
 
-def _closes(db: apsw.Connection) -> Iterator[str]:
+def _closes(db: Transaction) -> Iterator[str]:
     before = b""
-    for day, digest, *totals in rows_of(
-        db,
+    for day, digest, *totals in db.rows(
         "select day, digest, entries, prompt_tokens, cache_read_tokens, cache_write_tokens,"
         " output_tokens, charge_pico, adjustments, adjusted_pico, storage_token_seconds"
         " from closes order by day",
@@ -142,23 +134,22 @@ def _closes(db: apsw.Connection) -> Iterator[str]:
         before = digest
 
 
-def _seals(db: apsw.Connection) -> Iterator[str]:
-    for number, entry_id in rows_of(
-        db,
+def _seals(db: Transaction) -> Iterator[str]:
+    for number, entry_id in db.rows(
         "select number, seals.entry_id from seals left join ledger using (entry_id)"
-        " where ledger.chain is not seals.chain",
+        " where ledger.chain is distinct from seals.chain",
     ):
         yield f"seal {number} does not fit entry {entry_id}"
 
 
-def _budgets(db: apsw.Connection) -> Iterator[str]:
+def _budgets(db: Transaction) -> Iterator[str]:
     """Windows of budgets that are set; those of days that are closed may hold late entries."""
     budgets = {
         (one.tenant_id, one.key_id, one.window): one
         for mine in load_budgets(db).values()
         for one in mine
     }
-    for tenant_id, key_id, window, start_ms, *sums in rows_of(db, "select * from budget_windows"):
+    for tenant_id, key_id, window, start_ms, *sums in db.rows("select * from budget_windows"):
         one = budgets.get((tenant_id, key_id, window))
         if one is not None:
             spent = sums[0] * PICO_PER_MICRO + sums[1]
@@ -171,9 +162,8 @@ def _budgets(db: apsw.Connection) -> Iterator[str]:
                 )
 
 
-def _epochs(db: apsw.Connection) -> Iterator[str]:
-    for epoch, *sums in rows_of(
-        db,
+def _epochs(db: Transaction) -> Iterator[str]:
+    for epoch, *sums in db.rows(
         "select * from epoch_sums except select epoch, count(*), sum(prompt_tokens),"
         " sum(physical_cached_tokens), sum(output_tokens), max(ended_ms) from ledger"
         " where epoch <> '' group by epoch",
@@ -181,7 +171,7 @@ def _epochs(db: apsw.Connection) -> Iterator[str]:
         yield f"the sums of epoch {epoch} are {sums}, and not its entries' sums"
 
 
-def _days(db: apsw.Connection) -> Iterator[str]:
+def _days(db: Transaction) -> Iterator[str]:
     """Sums by day against the sums by hour, which `_hours` has compared with entries."""
     names = (*HOUR_SUMS, "adjusted_micros", "adjusted_rest")
     days = f"select tenant_id, day_ms, key_id, model, {', '.join(names)} from usage_days"
@@ -189,7 +179,7 @@ def _days(db: apsw.Connection) -> Iterator[str]:
         f"select tenant_id, hour_ms / {DAY_MS} * {DAY_MS}, key_id, model,"
         f" {', '.join(f'sum({name})' for name in names)} from usage_hours group by 1, 2, 3, 4"
     )
-    for sql in (f"{days} except {hours}", f"select * from ({hours}) except {days}"):
-        for tenant_id, day_ms, key_id, model, *_ in rows_of(db, sql):
+    for sql in (f"{days} except {hours}", f"select * from ({hours}) as summed except {days}"):
+        for tenant_id, day_ms, key_id, model, *_ in db.rows(sql):
             where = f"tenant {tenant_id}, day {day_ms}, key {key_id}, model {model}"
             yield f"{where}: the sums of the day are not those of its hours"

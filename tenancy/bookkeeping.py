@@ -13,7 +13,6 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import apsw
 import msgspec
 from msgspec import Struct, structs
 
@@ -21,7 +20,7 @@ from tenancy import budgets
 from tenancy.errors import BadPrice, LedgerUnavailable, TenancyError
 from tenancy.pricing import FREE_CARD, PICO_PER_MICRO, RateCard, most, price, savings
 from tenancy.rate_cards import SELECT, CardBook, read_card
-from tenancy.store import Value, rows_of
+from tenancy.store import Transaction, Value
 from tenancy.types import FREE, UsageEntry
 
 DAY_MS = 86_400_000
@@ -89,19 +88,21 @@ Item = Hold | UsageEntry | StorageReading | EngineTotals
 class Books:
     """Prices and budgets as the file has them, and how items are written by them."""
 
-    def __init__(self) -> None:
+    def __init__(self, writer_id: int = 0) -> None:
+        """`writer_id`: who keeps its holds."""
+        self._writer_id = writer_id
         self._version = -1
         self._cards = CardBook([])
         self._budgets: budgets.Budgets = {}
 
-    def apply(self, db: apsw.Connection, items: Sequence[Item]) -> list[TenancyError | None]:
+    def apply(self, db: Transaction, items: Sequence[Item]) -> list[TenancyError | None]:
         """Write items in order. For each its refusal, for which nothing was written, or None.
 
-        Raises apsw.ConstraintError for an impossible item, and other apsw.Error.
+        Raises StoreError, ConstraintBroken for an impossible item.
         """
         version = number(db, "select version from money_version")
         if version != self._version:
-            self._cards = CardBook([read_card(row) for row in rows_of(db, SELECT)])
+            self._cards = CardBook([read_card(row) for row in db.rows(SELECT)])
             self._budgets = budgets.load_budgets(db)
             self._version = version
         page, windows = _Page(db), budgets.BudgetWindows(db)
@@ -128,7 +129,7 @@ class Books:
         return (*self._budgets.get((tenant_id, 0), ()), *own)
 
     def _hold(
-        self, db: apsw.Connection, hold: Hold, page: _Page, windows: budgets.BudgetWindows
+        self, db: Transaction, hold: Hold, page: _Page, windows: budgets.BudgetWindows
     ) -> TenancyError | None:
         card = self._cards.in_force(hold.model, hold.tier, hold.started_ms)
         booked_ms = max(hold.started_ms, page.open_from_ms)
@@ -141,24 +142,21 @@ class Books:
         if refused is not None:
             return refused
         tokens = hold.input_tokens + hold.output_tokens
-        db.execute(
-            _HOLD,
-            (
-                *(hold.request_id, hold.tenant_id, hold.key_id, hold.model, hold.started_ms),
-                *(hold.workspace, hold.tier, hold.dialect, hold.epoch),
-                *(card.rate_card_id, tokens, pico, booked_ms),
-            ),
+        row = (
+            *(hold.request_id, hold.tenant_id, hold.key_id, hold.model, hold.started_ms),
+            *(hold.workspace, hold.tier, hold.dialect, hold.epoch),
+            *(card.rate_card_id, tokens, pico, booked_ms, self._writer_id),
         )
-        if db.changes() != 1:
+        if db.execute(_HOLD, row) != 1:
             return LedgerUnavailable("duplicate_request", "This request id was used before.")
         budgets.move(spending, spent=0, reserved=pico)
         return None
 
     def _settle(
-        self, db: apsw.Connection, entry: UsageEntry, page: _Page, windows: budgets.BudgetWindows
+        self, db: Transaction, entry: UsageEntry, page: _Page, windows: budgets.BudgetWindows
     ) -> None:
         mine = self._mine(entry.tenant_id, entry.key_id)
-        held = rows_of(db, _HELD if mine else _RELEASE, (entry.request_id,))
+        held = db.rows(_HELD if mine else _RELEASE, (entry.request_id,))
         if held:
             card_id, reserved, booked_ms = held[0]
             card = self._cards.card(card_id)
@@ -180,13 +178,14 @@ class Books:
         is_new = page.add(entry, booked_ms)
         budgets.move(spending, spent=entry.charge_pico if is_new else 0, reserved=-reserved)
 
-    def _store_reading(self, db: apsw.Connection, reading: StorageReading, page: _Page) -> None:
+    def _store_reading(self, db: Transaction, reading: StorageReading, page: _Page) -> None:
         booked_ms = max(reading.at_ms, page.open_from_ms)
         card = self._cards.in_force(reading.model, reading.tier, booked_ms)
         db.execute(
             "insert into storage_hours (tenant_id, hour_ms, model, class, rate_card_id,"
-            " token_seconds) values (?, ?, ?, ?, ?, ?) on conflict do update"
-            " set token_seconds = token_seconds + excluded.token_seconds",
+            " token_seconds) values (?, ?, ?, ?, ?, ?)"
+            " on conflict (tenant_id, hour_ms, model, class, rate_card_id) do update"
+            " set token_seconds = storage_hours.token_seconds + excluded.token_seconds",
             (
                 *(reading.tenant_id, _hour(booked_ms), reading.model, reading.retention),
                 *(card.rate_card_id, reading.token_seconds),
@@ -197,7 +196,7 @@ class Books:
 class _Page:
     """The entries that one transaction adds: their chain, and their hours' sums in few writes."""
 
-    def __init__(self, db: apsw.Connection) -> None:
+    def __init__(self, db: Transaction) -> None:
         self._db = db
         self.open_from_ms = open_from_ms(db)
         self._chain: bytes | None = None
@@ -211,8 +210,7 @@ class _Page:
         if self._chain is None:
             self._chain = last_chain(self._db)
         chain = chained(self._chain, row)
-        self._db.execute(_SETTLE, (*row, chain))
-        if self._db.changes() != 1:
+        if self._db.execute(_SETTLE, (*row, chain)) != 1:
             return False
         self._chain = chain
         self._last_booked_ms = max(self._last_booked_ms, booked_ms)
@@ -295,20 +293,20 @@ def chained(before: bytes, row: Sequence[object]) -> bytes:
     return hashlib.sha256(before + msgspec.msgpack.encode(list(row))).digest()
 
 
-def last_chain(db: apsw.Connection) -> bytes:
+def last_chain(db: Transaction) -> bytes:
     """Where the next entry is chained to. O(log entries)."""
-    rows = rows_of(db, "select chain from ledger order by entry_id desc limit 1")
+    rows = db.rows("select chain from ledger order by entry_id desc limit 1")
     return bytes(rows[0][0]) if rows else NO_CHAIN
 
 
-def open_from_ms(db: apsw.Connection) -> int:
+def open_from_ms(db: Transaction) -> int:
     """The first instant of a day that is not closed."""
     return number(db, "select coalesce(max(day) + 1, 0) from closes") * DAY_MS
 
 
-def number(db: apsw.Connection, sql: str) -> int:
+def number(db: Transaction, sql: str) -> int:
     """The only value of the only row."""
-    return int(rows_of(db, sql)[0][0])
+    return int(db.rows(sql)[0][0])
 
 
 def _charge(card: RateCard, entry: UsageEntry) -> int:
@@ -342,13 +340,19 @@ def _marks(names: Sequence[str]) -> str:
     return ", ".join("?" * len(names))
 
 
+def _larger(table: str, name: str) -> str:
+    """Of the row's value and the one that would have been inserted."""
+    mine, new = f"{table}.{name}", f"excluded.{name}"
+    return f"case when {mine} >= {new} then {mine} else {new} end"
+
+
 _HOLD_FIELDS = (
     *("request_id", "tenant_id", "key_id", "model", "started_ms", "workspace", "tier", "dialect"),
-    *("epoch", "rate_card_id", "reserved_tokens", "reserved_pico", "booked_ms"),
+    *("epoch", "rate_card_id", "reserved_tokens", "reserved_pico", "booked_ms", "writer_id"),
 )
 _HOLD = (
     f"insert into holds ({', '.join(_HOLD_FIELDS)})"
-    " select ?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12, ?13"
+    " select ?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12, ?13, ?14"
     " where not exists (select 1 from ledger where request_id = ?1)"
     " on conflict (request_id) do nothing"
 )
@@ -361,21 +365,22 @@ _SETTLE = (
 )
 _ADD_HOUR, _ADD_DAY = (
     f"insert into {table} (tenant_id, {since}, key_id, model, {', '.join(HOUR_SUMS)})"
-    f" values (?, ?, ?, ?, {_marks(HOUR_SUMS)}) on conflict do update set "
-    + ", ".join(f"{name} = {name} + excluded.{name}" for name in HOUR_SUMS)
+    f" values (?, ?, ?, ?, {_marks(HOUR_SUMS)})"
+    f" on conflict (tenant_id, {since}, key_id, model) do update set "
+    + ", ".join(f"{name} = {table}.{name} + excluded.{name}" for name in HOUR_SUMS)
     for table, since in (("usage_hours", "hour_ms"), ("usage_days", "day_ms"))
 )
 _ADD_EPOCH = (
-    "insert into epoch_sums values (?, ?, ?, ?, ?, ?) on conflict do update"
-    " set entries = entries + excluded.entries,"
-    " prompt_tokens = prompt_tokens + excluded.prompt_tokens,"
-    " physical_cached_tokens = physical_cached_tokens + excluded.physical_cached_tokens,"
-    " output_tokens = output_tokens + excluded.output_tokens,"
-    " last_ended_ms = max(last_ended_ms, excluded.last_ended_ms)"
+    "insert into epoch_sums values (?, ?, ?, ?, ?, ?) on conflict (epoch) do update set "
+    + ", ".join(
+        f"{name} = epoch_sums.{name} + excluded.{name}"
+        for name in ("entries", "prompt_tokens", "physical_cached_tokens", "output_tokens")
+    )
+    + f", last_ended_ms = {_larger('epoch_sums', 'last_ended_ms')}"
 )
 _SEAL = (
     "insert into seals (hour_ms, entry_id, chain)"
-    " select ?1, (select max(entry_id) from ledger), ?2 where ?1 is not"
+    " select ?1, (select max(entry_id) from ledger), ?2 where ?1 is distinct from"
     " (select hour_ms from seals order by number desc limit 1)"
 )
 _TOTALS = ("prompt_tokens", "cached_tokens", "output_tokens")
@@ -383,9 +388,9 @@ _EPOCH = (
     "insert into engine_epochs (epoch, first_seen_ms, last_seen_ms, prompt_tokens, cached_tokens,"
     " output_tokens, metric_prompt_tokens, metric_cached_tokens, metric_output_tokens, is_ended)"
     " values (?1, ?2, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9) on conflict (epoch) do update"
-    " set last_seen_ms = excluded.last_seen_ms, is_ended = max(is_ended, excluded.is_ended), "
+    " set last_seen_ms = excluded.last_seen_ms, "
     + ", ".join(
-        f"{name} = max({name}, excluded.{name})"
-        for name in (*_TOTALS, *(f"metric_{name}" for name in _TOTALS))
+        f"{name} = {_larger('engine_epochs', name)}"
+        for name in ("is_ended", *_TOTALS, *(f"metric_{name}" for name in _TOTALS))
     )
 )

@@ -9,27 +9,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import apsw
-
 from tenancy.adjustments import BREACH, Adjustment, book
 from tenancy.bookkeeping import ENTRY_FIELDS, entry_of
 from tenancy.pricing import RateCard, breach_credit
 from tenancy.rate_cards import SELECT, CardBook, read_card
-from tenancy.store import rows_of
+from tenancy.store import Transaction
 from tenancy.types import UsageEntry
 
 
-def credit_breaches(db: apsw.Connection, now_ms: int, entries: Iterable[UsageEntry]) -> None:
+def credit_breaches(db: Transaction, now_ms: int, entries: Iterable[UsageEntry]) -> None:
     """Book what is owed for those of these entries that met a broken promise, within the caller's
     transaction, after the entries. Again changes nothing. O(cards + breaches)."""
     breached = [entry for entry in entries if entry.recomputed_promised_tokens]
     if not breached:
         return
-    cards = CardBook([read_card(row) for row in rows_of(db, SELECT)])
+    cards = CardBook([read_card(row) for row in db.rows(SELECT)])
     for one in breached:
         # As it was written, with its card and its charge.
-        rows = rows_of(
-            db,
+        rows = db.rows(
             f"select {', '.join(ENTRY_FIELDS)} from ledger where request_id = ?",
             (one.request_id,),
         )

@@ -13,12 +13,11 @@ from datetime import UTC, datetime
 from functools import lru_cache
 from typing import Literal
 
-import apsw
 from msgspec import Struct
 
 from tenancy.errors import BadPrice, BudgetExceeded
 from tenancy.pricing import PICO_PER_MICRO
-from tenancy.store import Store, rows_of
+from tenancy.store import Store, Transaction
 from tenancy.types import WallClock
 
 Window = Literal["day", "month"]
@@ -88,15 +87,15 @@ def set_budget(store: Store, budget: Budget) -> None:
         _check_owner(db, budget)
         # It may have been taken away and come back: the window is summed afresh.
         _forget_windows(db, *who)
-        db.execute("delete from budgets where (tenant_id, key_id, window) = (?, ?, ?)", who)
+        db.execute('delete from budgets where (tenant_id, key_id, "window") = (?, ?, ?)', who)
         if hard is not None or soft is not None:
             db.execute("insert into budgets values (?, ?, ?, ?, ?)", (*who, hard, soft))
 
 
-def load_budgets(db: apsw.Connection) -> Budgets:
+def load_budgets(db: Transaction) -> Budgets:
     """All that are set."""
     found: dict[tuple[int, int], tuple[Budget, ...]] = {}
-    for tenant_id, key_id, window, hard, soft in rows_of(db, "select * from budgets"):
+    for tenant_id, key_id, window, hard, soft in db.rows("select * from budgets"):
         one = Budget(tenant_id, window, hard, soft, key_id)
         found[tenant_id, key_id] = (*found.get((tenant_id, key_id), ()), one)
     return found
@@ -132,7 +131,7 @@ class Spending(Struct):
 class BudgetWindows:
     """The sums of windows within one transaction: each read once, and written at its end."""
 
-    def __init__(self, db: apsw.Connection) -> None:
+    def __init__(self, db: Transaction) -> None:
         self._db = db
         self._windows: dict[tuple[int, int, Window, int], Spending] = {}
 
@@ -155,10 +154,15 @@ class BudgetWindows:
         for key, window in self._windows.items():
             spent = divmod(window.spent, PICO_PER_MICRO)
             reserved = divmod(window.reserved, PICO_PER_MICRO)
-            self._db.execute(
-                "insert or replace into budget_windows values (?, ?, ?, ?, ?, ?, ?, ?)",
-                (*key, *spent, *reserved),
-            )
+            self._db.execute(_KEEP, (*key, *spent, *reserved))
+
+
+_SUMS = ("spent_micros", "spent_rest", "reserved_micros", "reserved_rest")
+_KEEP = (
+    "insert into budget_windows values (?, ?, ?, ?, ?, ?, ?, ?)"
+    ' on conflict (tenant_id, key_id, "window", starts_ms) do update set '
+    + ", ".join(f"{name} = excluded.{name}" for name in _SUMS)
+)
 
 
 def refusal(spending: list[Spending], pico: int) -> BudgetExceeded | None:
@@ -186,18 +190,16 @@ def move(spending: list[Spending], *, spent: int, reserved: int) -> None:
         window.reserved += reserved
 
 
-def summed(db: apsw.Connection, budget: Budget, start_ms: int, end_ms: int) -> tuple[int, int]:
+def summed(db: Transaction, budget: Budget, start_ms: int, end_ms: int) -> tuple[int, int]:
     """(spent, reserved) of a window, from entries' hourly sums and from open holds."""
     whose = "tenant_id = ?1 and (?2 = 0 or key_id = ?2)"
     values = (budget.tenant_id, budget.key_id, start_ms, end_ms)
-    spent = rows_of(
-        db,
+    spent = db.rows(
         "select coalesce(sum(charge_micros), 0), coalesce(sum(charge_rest), 0) from usage_hours"
         f" where {whose} and hour_ms >= ?3 and hour_ms < ?4",
         values,
     )[0]
-    held = rows_of(
-        db,
+    held = db.rows(
         "select coalesce(sum(reserved_pico / 1000000), 0), coalesce(sum(reserved_pico % 1000000),"
         f" 0) from holds where {whose} and booked_ms >= ?3 and booked_ms < ?4",
         values,
@@ -205,12 +207,11 @@ def summed(db: apsw.Connection, budget: Budget, start_ms: int, end_ms: int) -> t
     return spent[0] * PICO_PER_MICRO + spent[1], held[0] * PICO_PER_MICRO + held[1]
 
 
-def _kept(db: apsw.Connection, budget: Budget, start_ms: int) -> tuple[int, int] | None:
+def _kept(db: Transaction, budget: Budget, start_ms: int) -> tuple[int, int] | None:
     """(spent, reserved) as the window's row has them."""
-    rows = rows_of(
-        db,
-        "select spent_micros, spent_rest, reserved_micros, reserved_rest from budget_windows"
-        " where (tenant_id, key_id, window, starts_ms) = (?, ?, ?, ?)",
+    rows = db.rows(
+        f"select {', '.join(_SUMS)} from budget_windows"
+        ' where (tenant_id, key_id, "window", starts_ms) = (?, ?, ?, ?)',
         (budget.tenant_id, budget.key_id, budget.window, start_ms),
     )
     if not rows:
@@ -219,17 +220,17 @@ def _kept(db: apsw.Connection, budget: Budget, start_ms: int) -> tuple[int, int]
     return a * PICO_PER_MICRO + b, c * PICO_PER_MICRO + d
 
 
-def _forget_windows(db: apsw.Connection, tenant_id: int, key_id: int, window: str) -> None:
+def _forget_windows(db: Transaction, tenant_id: int, key_id: int, window: str) -> None:
     db.execute(
-        "delete from budget_windows where (tenant_id, key_id, window) = (?, ?, ?)",
+        'delete from budget_windows where (tenant_id, key_id, "window") = (?, ?, ?)',
         (tenant_id, key_id, window),
     )
 
 
-def _check_owner(db: apsw.Connection, budget: Budget) -> None:
-    if not rows_of(db, "select 1 from tenants where tenant_id = ?", (budget.tenant_id,)):
+def _check_owner(db: Transaction, budget: Budget) -> None:
+    if not db.rows("select 1 from tenants where tenant_id = ?", (budget.tenant_id,)):
         raise BadPrice("bad_budget", f"There is no tenant {budget.tenant_id}.")
     if budget.key_id:
         key = (budget.key_id, budget.tenant_id)
-        if not rows_of(db, "select 1 from keys where (key_id, tenant_id) = (?, ?)", key):
+        if not db.rows("select 1 from keys where (key_id, tenant_id) = (?, ?)", key):
             raise BadPrice("bad_budget", f"The tenant has no key {budget.key_id}.")

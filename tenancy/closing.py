@@ -11,15 +11,15 @@ import hashlib
 from collections.abc import Iterator
 from datetime import UTC, date, datetime, timedelta
 
-import apsw
 from msgspec import Struct
 
 from tenancy.bookkeeping import DAY_MS, number
 from tenancy.errors import BooksClosed
-from tenancy.store import Row, Store, rows_of
+from tenancy.store import Row, Store, Transaction
 from tenancy.types import WallClock
 
 DAYS_AT_ONCE_MAX = 3_700
+_PAGE = 50_000
 
 
 class Close(Struct, frozen=True):
@@ -56,7 +56,7 @@ def close_days(store: Store, clock: WallClock, through: str | None = None) -> li
     if last >= today:
         raise BooksClosed("day_not_over", f"{_day_name(last)} is not over yet (UTC).")
     with store.change() as db:
-        closed = rows_of(db, "select max(day) from closes")[0][0]
+        closed = db.rows("select max(day) from closes")[0][0]
         if closed is not None and last <= closed:
             if through is None:
                 return []
@@ -78,32 +78,24 @@ def list_closes(store: Store, count: int = 400) -> list[Close]:
     return [_read(row) for row in reversed(rows)]
 
 
-def totals_of(db: apsw.Connection, day: int, before: bytes) -> tuple[Row, bytes]:
+def totals_of(db: Transaction, day: int, before: bytes) -> tuple[Row, bytes]:
     """A day's control totals, in the order of the table, and its digest behind another."""
     period = (day * DAY_MS, (day + 1) * DAY_MS)
     seen = hashlib.sha256(before)
     entries, sums, charge = 0, [0, 0, 0, 0], 0
-    rows: Iterator[Row] = db.execute(
-        "select chain, prompt_tokens, cache_read_tokens, cache_write_tokens, output_tokens,"
-        " charge_pico from ledger where tenant_id in (select tenant_id from tenants)"
-        " and booked_ms >= ? and booked_ms < ? order by entry_id",
-        period,
-    )
-    for chain, *tokens, pico in rows:
+    for chain, *tokens, pico in _entries(db, period):
         seen.update(chain)
         entries += 1
         charge += pico
         sums = [total + more for total, more in zip(sums, tokens, strict=True)]
-    adjusted = rows_of(
-        db,
+    adjusted = db.rows(
         "select chain, amount_pico from adjustments where booked_ms >= ? and booked_ms < ?"
         " order by number",
         period,
     )
     for chain, _ in adjusted:
         seen.update(chain)
-    held = rows_of(
-        db,
+    held = db.rows(
         "select coalesce(sum(token_seconds), 0) from storage_hours"
         " where hour_ms >= ? and hour_ms < ?",
         period,
@@ -116,8 +108,22 @@ def totals_of(db: apsw.Connection, day: int, before: bytes) -> tuple[Row, bytes]
     return totals, seen.digest()
 
 
-def _close(db: apsw.Connection, day: int, now_ms: int) -> Close:
-    before = rows_of(db, "select digest from closes order by day desc limit 1")
+def _entries(db: Transaction, period: tuple[int, int]) -> Iterator[Row]:
+    """In pages: a day may have more than fit into memory."""
+    after = 0
+    while page := db.rows(
+        "select entry_id, chain, prompt_tokens, cache_read_tokens, cache_write_tokens,"
+        " output_tokens, charge_pico from ledger"
+        " where tenant_id in (select tenant_id from tenants)"
+        " and booked_ms >= ? and booked_ms < ? and entry_id > ? order by entry_id limit ?",
+        (*period, after, _PAGE),
+    ):
+        yield from (row[1:] for row in page)
+        after = page[-1][0]
+
+
+def _close(db: Transaction, day: int, now_ms: int) -> Close:
+    before = db.rows("select digest from closes order by day desc limit 1")
     totals, digest = totals_of(db, day, before[0][0] if before else b"")
     db.execute(
         "insert into closes (day, closed_ms, entries, prompt_tokens, cache_read_tokens,"
@@ -128,8 +134,8 @@ def _close(db: apsw.Connection, day: int, now_ms: int) -> Close:
     return _read((day, now_ms, *totals, digest))
 
 
-def _first_day(db: apsw.Connection) -> int | None:
-    first: int | None = rows_of(db, "select min(hour_ms) from usage_hours")[0][0]
+def _first_day(db: Transaction) -> int | None:
+    first: int | None = db.rows("select min(hour_ms) from usage_hours")[0][0]
     return None if first is None else first // DAY_MS
 
 

@@ -111,8 +111,10 @@ def _adjusted(
     for name, reason, amount, booked_ms, *entry in store.query(
         "select name, reason, amount_pico, a.booked_ms, ledger.tenant_id, key_id, model,"
         " rate_card_id, request_id from adjustments as a join ledger using (request_id)"
-        " join tenants on tenants.tenant_id = a.tenant_id where (?1 is null or name = ?1)"
-        " and a.booked_ms >= ?2 and (?3 is null or a.booked_ms < ?3) order by number",
+        " join tenants on tenants.tenant_id = a.tenant_id"
+        " where (cast(?1 as text) is null or name = ?1)"
+        " and a.booked_ms >= ?2 and (cast(?3 as bigint) is null or a.booked_ms < ?3)"
+        " order by number",
         (tenant, since_ms, until_ms),
     ):
         tenant_id, key_id, model, rate_card_id, request_id = entry
@@ -136,8 +138,10 @@ def _held(
     """Storage by class. An hour belongs to the period its beginning is in."""
     for name, tenant_id, hour_ms, model, retention, rate_card_id, token_seconds in store.query(
         "select name, tenant_id, hour_ms, model, class, rate_card_id, token_seconds"
-        " from storage_hours join tenants using (tenant_id) where (?1 is null or name = ?1)"
-        " and hour_ms >= ?2 and (?3 is null or hour_ms < ?3) order by name, hour_ms, class",
+        " from storage_hours join tenants using (tenant_id)"
+        " where (cast(?1 as text) is null or name = ?1)"
+        " and hour_ms >= ?2 and (cast(?3 as bigint) is null or hour_ms < ?3)"
+        " order by name, hour_ms, class",
         (tenant, since_ms, until_ms),
     ):
         card = book.card(rate_card_id)

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-import apsw
 from msgspec import Struct, structs
 
 from tenancy.errors import BadName
@@ -25,7 +24,7 @@ from tenancy.registry import (
     write_settings,
 )
 from tenancy.shared_scopes import ScopeChange, ScopeTerms, check_scopes, differ, reconcile_scopes
-from tenancy.store import Store
+from tenancy.store import Store, Transaction
 from tenancy.types import Tenant, TenantSettings, WallClock
 
 DECLARED_MAX = 10_000
@@ -95,7 +94,7 @@ def reconcile(
 
 
 def _reconcile_tenants(
-    store: Store, db: apsw.Connection, clock: WallClock, wanted: dict[str, TenantSettings]
+    store: Store, db: Transaction, clock: WallClock, wanted: dict[str, TenantSettings]
 ) -> list[Change]:
     """Nobody else writes until this ends; the reader sees what was committed before."""
     changes = []
@@ -113,7 +112,7 @@ def _differ(there: list[Registered], wanted: dict[str, TenantSettings]) -> bool:
 
 
 def _reconcile_one(
-    db: apsw.Connection,
+    db: Transaction,
     clock: WallClock,
     name: str,
     there: Registered | None,
@@ -140,7 +139,7 @@ def _reconcile_one(
     return "changed" if there.settings != wanted else None
 
 
-def _mark(db: apsw.Connection, tenant_id: int, *, is_declared: bool, status: str) -> None:
+def _mark(db: Transaction, tenant_id: int, *, is_declared: bool, status: str) -> None:
     db.execute(
         "update tenants set is_declared = ?, status = ? where tenant_id = ?",
         (is_declared, status, tenant_id),

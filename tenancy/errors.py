@@ -19,7 +19,20 @@ class BadName(TenancyError):
 
 
 class StoreError(TenancyError):
-    """The database cannot be opened, is newer than this program, or is not ours."""
+    """The database cannot be opened, read or written, is newer than this program, or not ours."""
+
+
+class ConstraintBroken(StoreError):
+    """What was asked breaks a rule of the schema. Nothing was changed."""
+
+
+class StoreBusy(StoreError):
+    """Others write, or there is no room. Nothing was changed; the same may work later."""
+
+
+class TryAgain(StoreBusy):
+    """The way to the database broke off, or others were in it. Nothing was changed; the same may
+    work at once."""
 
 
 class LedgerUnavailable(TenancyError):

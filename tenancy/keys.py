@@ -19,13 +19,12 @@ import string
 from collections.abc import Iterable, Sequence
 from functools import cache
 
-import apsw
 import msgspec
 from msgspec import Struct
 
 from tenancy.errors import BadName, KeyRefused
 from tenancy.limits import check_limits
-from tenancy.store import Row, Store, Value
+from tenancy.store import Row, Store, Transaction, Value
 from tenancy.types import Limits, WallClock
 
 PREFIX = "tl-"
@@ -101,16 +100,14 @@ class KeyRing:
             raise KeyRefused("key_expired", "This key has expired.")
         return found
 
-    def refresh(self, store: Store, key_ids: Sequence[int]) -> None:
-        """Read these again; those that are no more go. O(key ids). Raises StoreError."""
-        marks = ", ".join("?" * len(key_ids))
-        rows = store.query(f"{_FACTS} where key_id in ({marks})", key_ids)
+    def replace(self, key_ids: Iterable[int], keys: Iterable[KeyFacts]) -> None:
+        """These are now so; those of the ids that are not among them go. O(key ids)."""
         for key_id in key_ids:
             gone = self._digests.pop(key_id, None)
             if gone is not None:
                 del self._by_digest[gone]
-        for row in rows:
-            self._put(_facts(row))
+        for facts in keys:
+            self._put(facts)
 
     def _put(self, facts: KeyFacts) -> None:
         self._by_digest[facts.digest[:8]] = facts
@@ -122,9 +119,14 @@ def digest_of(key: str) -> bytes:
     return hashlib.sha256(key.encode(errors="surrogatepass")).digest()
 
 
-def load_key_ring(store: Store) -> KeyRing:
-    """All keys. O(keys), about 5 us each."""
-    return KeyRing(map(_facts, store.query(_FACTS)))
+def load_keys(store: Store, key_ids: Sequence[int] | None = None) -> list[KeyFacts]:
+    """Those of these ids that there are, or all. O(keys), about 5 us each. Raises StoreError."""
+    if key_ids is None:
+        return list(map(_facts, store.query(_FACTS)))
+    if not key_ids:
+        return []
+    marks = ", ".join("?" * len(key_ids))
+    return list(map(_facts, store.query(f"{_FACTS} where key_id in ({marks})", key_ids)))
 
 
 def create_key(
@@ -149,7 +151,7 @@ def create_key(
     expires_ms = _expiry(clock, label, lives_ms)
     key = _new_key()
     with store.change() as db:
-        if not db.execute("select 1 from tenants where tenant_id = ?", (tenant_id,)).fetchall():
+        if not db.rows("select 1 from tenants where tenant_id = ?", (tenant_id,)):
             raise BadName("tenant_unknown", f"there is no tenant with the id {tenant_id}")
         _insert(db, key, tenant_id, (workspace, label, clock(), expires_ms, text, limits))
     return key
@@ -176,13 +178,13 @@ def rotate_key(store: Store, clock: WallClock, which: str, grace_ms: int) -> tup
         raise BadName("bad_time", "the old key may work for between 0 and 90 days more")
     key = _new_key()
     with store.change() as db:
-        old, now_ms = _only(db.execute(*_named(which)).fetchall()), clock()
+        old, now_ms = _only(db.rows(*_named(which))), clock()
         _check_live(old, now_ms)
         life_ms = None if old.expires_ms is None else old.expires_ms - old.created_ms
         expires_ms = None if life_ms is None else now_ms + life_ms
         ends_ms = min(old.expires_ms or now_ms + grace_ms, now_ms + grace_ms)
         tenant = "select tenant_id from keys where key_id = ?"
-        tenant_id = db.execute(tenant, (old.key_id,)).get
+        tenant_id = db.rows(tenant, (old.key_id,))[0][0]
         text = " ".join(sorted(old.scopes))
         facts = (old.workspace, old.label, now_ms, expires_ms, text, old.limits)
         new_id = _insert(db, key, tenant_id, facts)
@@ -203,7 +205,7 @@ def change_key(
 ) -> Key:
     """Change what is named, from the next request. Raises BadName."""
     with store.change() as db:
-        old = _only(db.execute(*_named(which)).fetchall())
+        old = _only(db.rows(*_named(which)))
         if old.tenant is None and (scopes is not None or limits is not None):
             raise BadName("bad_scopes", "an administrator's key has no other scopes, and no limits")
         check_label(old.label if label is None else label)
@@ -225,7 +227,9 @@ def list_keys(store: Store, tenant: str | None = None) -> list[Key]:
     """All keys, or a tenant's, oldest first."""
     return [
         _key(row)
-        for row in store.query(f"{_KEYS} where ?1 is null or name = ?1 order by key_id", (tenant,))
+        for row in store.query(
+            f"{_KEYS} where cast(?1 as text) is null or name = ?1 order by key_id", (tenant,)
+        )
     ]
 
 
@@ -243,7 +247,7 @@ def revoke_key(store: Store, clock: WallClock, which: str) -> Key:
     Raises BadName if that is not exactly one key.
     """
     with store.change() as db:
-        key_id = _only(db.execute(*_named(which)).fetchall()).key_id
+        key_id = _only(db.rows(*_named(which))).key_id
         db.execute(
             "update keys set revoked_ms = ? where key_id = ? and revoked_ms is null",
             (clock(), key_id),
@@ -299,19 +303,23 @@ def _checked_scopes(scopes: Iterable[str]) -> str:
 
 
 def _insert(
-    db: apsw.Connection,
+    db: Transaction,
     key: str,
     tenant_id: int | None,
     facts: tuple[str, str, int, int | None, str, Limits],
 ) -> int:
-    *plain, limits = facts
+    workspace, label, created_ms, expires_ms, scopes, limits = facts
     shown = key[: len(PREFIX) + SHOWN_SIGNS]
-    db.execute(
-        "insert into keys (digest, shown, tenant_id, workspace, label, created_ms, expires_ms,"
-        " scopes, limits) values (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-        (digest_of(key), shown, tenant_id, *plain, write_limits(limits)),
+    values = (
+        *(digest_of(key), shown, tenant_id, workspace, label, created_ms, expires_ms),
+        *(scopes, write_limits(limits)),
     )
-    return int(db.last_insert_rowid())
+    made = db.rows(
+        "insert into keys (digest, shown, tenant_id, workspace, label, created_ms, expires_ms,"
+        " scopes, limits) values (?, ?, ?, ?, ?, ?, ?, ?, ?) returning key_id",
+        values,
+    )
+    return int(made[0][0])
 
 
 _KEYS = (

@@ -12,17 +12,23 @@ checked before the next entry. It knows no event loop: answers come by `concurre
 
 from __future__ import annotations
 
-import fcntl
-import os
 import queue
 import threading
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-
-import apsw
+from contextlib import suppress
+from functools import cache
 
 from tenancy.bookkeeping import Books, EngineTotals, Hold, Item, StorageReading
 from tenancy.breaches import credit_breaches
-from tenancy.errors import LedgerUnavailable, StoreError, TenancyError
+from tenancy.errors import (
+    ConstraintBroken,
+    LedgerUnavailable,
+    StoreBusy,
+    StoreError,
+    TenancyError,
+    TryAgain,
+)
 from tenancy.store import Row, Store
 from tenancy.types import UsageEntry, WallClock
 from tenancy.usage import UsageTotal, usage
@@ -30,6 +36,7 @@ from tenancy.usage import UsageTotal, usage
 __all__ = ["BATCH_MAX", "EngineTotals", "Hold", "Ledger", "StorageReading", "UsageTotal"]
 
 BATCH_MAX = 128
+ATTEMPTS = 3
 
 
 Batch = list[tuple[Item, "Future[None]"]]
@@ -46,17 +53,18 @@ class Ledger:
         """
         self._store = store
         self._clock = clock
-        self._books = Books()
-        self._lock_file = _lock(store)
+        self._books = Books(store.claim())
+        self._doubtful: set[str] = set()  # holds that were refused and may be there
         self._inbox: queue.SimpleQueue[tuple[Item, Future[None]] | None] = queue.SimpleQueue()
         self._door = threading.Lock()
         self._is_closed = False  # nothing more is taken
         self._is_over = False  # the writer has seen the end of its inbox
         self._is_damaged = False  # the disk has failed us; check before going on
         try:
-            self.interrupted = self._close_open_holds()
+            is_over = cache(store.is_over)
+            self.interrupted = self._close_holds(lambda _, writer_id: is_over(writer_id))
         except BaseException:
-            os.close(self._lock_file)
+            store.disclaim()
             raise
         self._thread = threading.Thread(target=self._main, name="ledger", daemon=True)
         self._thread.start()
@@ -102,7 +110,7 @@ class Ledger:
                 self._inbox.put(None)
         self._thread.join()
         if not was_closed:
-            os.close(self._lock_file)
+            self._store.disclaim()
 
     # -- the writer ---------------------------------------------------------------------------
 
@@ -140,16 +148,17 @@ class Ledger:
         """One transaction for all; when it fails nobody is told that anything was written."""
         try:
             answers = self._commit([item for item, _ in batch])
-        except (apsw.ConstraintError, LedgerUnavailable) as error:
+        except (ConstraintBroken, LedgerUnavailable) as error:
             if len(batch) > 1:  # one impossible entry must not take the others with it
                 for one in batch:
                     self._write([one])
             else:
                 _refuse(batch, "impossible_entry", error)
-        except (apsw.BusyError, apsw.LockedError, apsw.FullError) as error:
+        except StoreBusy as error:
             _refuse(batch, "not_durable", error)
-        except (apsw.Error, StoreError) as error:
+        except StoreError as error:
             self._is_damaged = True
+            self._doubtful.update(item.request_id for item, _ in batch if isinstance(item, Hold))
             _refuse(batch, "not_durable", error)
         else:
             for (_, future), refusal in zip(batch, answers, strict=True):
@@ -164,8 +173,16 @@ class Ledger:
         """Make all durable. Returns the refusals of holds, for which nothing was written."""
         if self._is_damaged:
             self._store.reopen()
+            self._close_holds(lambda request_id, _: request_id in self._doubtful)
+            self._doubtful.clear()
             self._is_damaged = False
-        with self._store.transaction() as db:
+        for _ in range(ATTEMPTS - 1):
+            with suppress(TryAgain):
+                return self._apply(items)
+        return self._apply(items)
+
+    def _apply(self, items: Sequence[Item]) -> list[TenancyError | None]:
+        with self._store.change() as db:
             answers = self._books.apply(db, items)
             entries = (item for item in items if isinstance(item, UsageEntry))
             credit_breaches(db, self._clock(), entries)
@@ -180,28 +197,17 @@ class Ledger:
                 if item is not None:
                     _refuse([item], "closed", None)
 
-    def _close_open_holds(self) -> int:
+    def _close_holds(self, is_dead: Callable[[str, int], bool]) -> int:
+        """Those of which it is true, by request id and writer, become entries that cost nothing."""
         now_ms = self._clock()
         rows = self._store.query(
-            "select request_id, tenant_id, key_id, model, started_ms, workspace, tier, dialect,"
-            " epoch from holds"
+            "select request_id, writer_id, tenant_id, key_id, model, started_ms, workspace, tier,"
+            " dialect, epoch from holds"
         )
-        if rows:
-            with self._store.change() as db:
-                self._books.apply(db, [_interrupted(row, now_ms) for row in rows])
-        return len(rows)
-
-
-def _lock(store: Store) -> int:
-    """One process writes. The kernel lets go of it when the process ends, however it does."""
-    path = store.path.with_name(f"{store.path.name}.lock")
-    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(file)
-        raise StoreError("in_use", f"{store.path} is in use by another server.") from error
-    return file
+        dead = [_interrupted(row, now_ms) for row in rows if is_dead(row[0], row[1])]
+        if dead:
+            self._apply(dead)
+        return len(dead)
 
 
 def _refuse(batch: Batch, code: str, error: Exception | None) -> None:
@@ -214,7 +220,7 @@ def _refuse(batch: Batch, code: str, error: Exception | None) -> None:
 
 
 def _interrupted(hold: Row, now_ms: int) -> UsageEntry:
-    request_id, tenant_id, key_id, model, started_ms, workspace, tier, dialect, epoch = hold
+    request_id, _, tenant_id, key_id, model, started_ms, workspace, tier, dialect, epoch = hold
     return UsageEntry(
         request_id=request_id,
         tenant_id=tenant_id,

@@ -12,7 +12,7 @@ from msgspec import Struct, structs
 
 from tenancy.errors import BadPrice
 from tenancy.pricing import ANY, FREE_CARD, BreachCredit, RateCard, check_card
-from tenancy.store import Row, Store, rows_of
+from tenancy.store import Row, Store
 from tenancy.types import WallClock
 
 CARDS_MAX = 10_000
@@ -72,7 +72,7 @@ def add_card(store: Store, clock: WallClock, card: RateCard) -> RateCard:
     if card.valid_from_ms < now_ms:
         raise BadPrice("rate_card_in_the_past", "valid_from_ms: a card cannot begin in the past.")
     with store.change() as db:
-        have = [read_card(row) for row in rows_of(db, SELECT)]
+        have = [read_card(row) for row in db.rows(SELECT)]
         if len(have) >= CARDS_MAX:
             raise BadPrice("too_many_rate_cards", f"There are {CARDS_MAX} versions already.")
         own = [one for one in have if one.name == card.name]

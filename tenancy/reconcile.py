@@ -11,7 +11,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from tenancy.store import Store, rows_of
+from tenancy.store import Store
 
 State = Literal["final", "running", "pending", "died"]
 """`final`: the engine has told its last count. `running`: it lives, nothing runs and it was asked
@@ -60,8 +60,7 @@ class Epoch(Struct, frozen=True):
 def reconcile(store: Store, epochs_max: int = 100) -> list[Epoch]:
     """The latest epochs, the newest first. O(epochs), not entries."""
     with store.snapshot() as db:
-        rows = rows_of(
-            db,
+        rows = db.rows(
             "select e.epoch, first_seen_ms, last_seen_ms, is_ended,"
             " e.prompt_tokens, e.cached_tokens, e.output_tokens,"
             " metric_prompt_tokens, metric_cached_tokens, metric_output_tokens,"

@@ -1,47 +1,34 @@
-"""Who there is: tenants with their settings, and the identity behind a key.
+"""Tenants with their settings: found, made, changed, suspended.
 
-`Registry` keeps all of them in memory, so that authentication costs no query; at most every
-`REFRESH_S` it looks whether tenants or keys have changed, in this process or another, and reads
-those that have. It knows no HTTP and no engine; the middleware, the admin API and the command line
-call it.
+It knows no HTTP and no engine; the admin API and the command line call it, and `identities`, which
+keeps all of them in memory.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Mapping
 
-import apsw
 import msgspec
 from msgspec import Struct, structs
 
-from tenancy.errors import BadName, KeyRefused, StoreError
+from tenancy.errors import BadName, ConstraintBroken
 from tenancy.keys import (
-    ADMIN,
     check_name,
     create_admin_key,
     create_key,
-    load_key_ring,
     read_limits,
     write_limits,
 )
 from tenancy.limits import check_limits
-from tenancy.shared_scopes import ALL, Membership, memberships, owned_by
-from tenancy.store import Row, Store
+from tenancy.shared_scopes import owned_by
+from tenancy.store import Row, Store, Transaction
 from tenancy.types import (
     CachePolicy,
-    Identity,
     Limits,
-    SharedScope,
     Tenant,
     TenantSettings,
     WallClock,
 )
-
-REFRESH_S = 0.5
-CHANGES_MAX = 500
-"""As many at once are read one by one; where more have changed, everything is read again."""
 
 DEFAULT_TENANT = "default"
 BLOCKS_MAX = 2**40
@@ -66,104 +53,6 @@ class Registered(Struct, frozen=True):
         )
 
 
-class Registry:
-    """Tenants and keys of one store. Belongs to one thread."""
-
-    def __init__(self, store: Store, wall: WallClock, clock: Callable[[], float]) -> None:
-        """`wall` decides what has expired, `clock` (monotonic seconds) when to look again."""
-        self._store = store
-        self._wall = wall
-        self._clock = clock
-        self._looked_at_s = clock()
-        self._version = 0
-        self._load()
-
-    def authenticate(self, key: str) -> Identity:
-        """Which tenant holds this key? About 3 us. Raises KeyRefused."""
-        self._refresh()
-        facts = self._ring.find(key, self._wall())
-        if ADMIN in facts.scopes:
-            raise KeyRefused("scope_missing", "An administrator's key belongs to no tenant.")
-        found = self._tenants.get(facts.tenant_id)
-        if found is None:
-            raise KeyRefused("key_unknown", "No such key.")
-        if found.tenant.status != "active":
-            raise KeyRefused("tenant_suspended", f"The tenant {found.tenant.name} is suspended.")
-        return Identity(
-            found.tenant,
-            facts.workspace,
-            facts.key_id,
-            found.policy,
-            facts.scopes,
-            found.limits,
-            facts.limits,
-            self._scope_of(facts.tenant_id, facts.workspace),
-        )
-
-    def authenticate_admin(self, key: str) -> int:
-        """The id of an administrator's key. About 3 us. Raises KeyRefused."""
-        self._refresh()
-        facts = self._ring.find(key, self._wall())
-        if ADMIN not in facts.scopes:
-            raise KeyRefused("scope_missing", "This needs an administrator's key.")
-        return facts.key_id
-
-    def look_again(self) -> None:
-        """Something has been changed here: the next question sees it."""
-        self._looked_at_s = -math.inf
-
-    def _scope_of(self, tenant_id: int, workspace: str) -> SharedScope | None:
-        """The scope that a workspace shares, while its owner is there to pay for it."""
-        mine = self._memberships.get(tenant_id)
-        found = mine.get(workspace, mine.get(ALL)) if mine else None
-        owner = self._tenants.get(found.owner_id) if found else None
-        if found is None or owner is None or owner.tenant.status != "active":
-            return None
-        return SharedScope(found.scope_id, found.name, found.owner_id, owner.policy)
-
-    def _refresh(self) -> None:
-        now_s = self._clock()
-        if now_s - self._looked_at_s >= REFRESH_S:
-            self._looked_at_s = now_s
-            # While the file is being checked after an error the last snapshot stands; nothing can
-            # be admitted then, since no hold can be written.
-            with suppress(StoreError):
-                if self._store.registry_version() != self._version:
-                    self._follow()
-
-    def _follow(self) -> None:
-        """Read again what has changed since, or everything where that is not known any more."""
-        version = self._store.registry_version()
-        rows = self._store.query(
-            "select version, kind, id from registry_changes where version > ? order by version"
-            " limit ?",
-            (self._version, CHANGES_MAX + 1),
-        )
-        if not rows or len(rows) > CHANGES_MAX:  # many more are kept: what is there is whole
-            self._load()
-            return
-        changed: dict[str, list[int]] = {"key": [], "tenant": []}
-        for _, kind, number in rows:
-            changed[kind].append(number)
-        self._ring.refresh(self._store, sorted(set(changed["key"])))
-        for tenant_id in sorted(set(changed["tenant"])):
-            self._tenants.pop(tenant_id, None)
-            for row in self._store.query(f"{_TENANTS} where tenant_id = ?", (tenant_id,)):
-                self._tenants[tenant_id] = _registered(row)
-            self._memberships.pop(tenant_id, None)
-            self._memberships |= memberships(self._store, tenant_id)
-        self._version = max(version, rows[-1][0])
-
-    def _load(self) -> None:
-        """The version first, keys before tenants: what changes meanwhile is looked at again, and
-        a key's tenant is there unless both have just been deleted."""
-        version = self._store.registry_version()
-        ring = load_key_ring(self._store)
-        self._memberships: dict[int, dict[str, Membership]] = memberships(self._store)
-        self._tenants = {one.tenant.tenant_id: one for one in list_registered(self._store)}
-        self._ring, self._version = ring, version
-
-
 # --- looking -------------------------------------------------------------------------------------
 
 _TENANTS = (
@@ -182,9 +71,15 @@ def list_tenants(store: Store) -> list[tuple[Tenant, CachePolicy]]:
     return [(one.tenant, one.policy) for one in list_registered(store)]
 
 
+def read_registered(store: Store, tenant_ids: Iterable[int]) -> list[Registered]:
+    """Those of these ids that there are. O(ids)."""
+    sql = f"{_TENANTS} where tenant_id = ?"
+    return [_registered(row) for one in tenant_ids for row in store.query(sql, (one,))]
+
+
 def find_registered(store: Store, name: str) -> Registered:
     """One tenant. Raises BadName, naming those there are."""
-    # A name that no tenant can have may be no text that SQLite can take either.
+    # A name that no tenant can have may be no text that a database can take either.
     plain = name.encode(errors="replace").decode()
     for row in store.query(f"{_TENANTS} where name = ?", (plain,)):
         return _registered(row)
@@ -245,24 +140,25 @@ def delete_tenant(store: Store, name: str) -> None:
 
     What is in the ledger refers to its tenant for ever, so that one can only be suspended.
     """
-    with store.change() as db:
-        found = _find_in(db, name)
-        if found.tenant.is_declared:
-            raise BadName(
-                "tenant_declared",
-                f"{name} is declared in the configuration file; take it out there and reload",
-            )
-        if owned := owned_by(db, found.tenant.tenant_id):
-            raise BadName("tenant_in_use", f"{name} owns the shared scope {owned[0]}; remove it")
-        try:
-            db.execute("delete from scope_members where tenant_id = ?", (found.tenant.tenant_id,))
-            db.execute("delete from keys where tenant_id = ?", (found.tenant.tenant_id,))
-            db.execute("delete from tenants where tenant_id = ?", (found.tenant.tenant_id,))
-        except apsw.ConstraintError as error:
-            raise BadName(
-                "tenant_in_use",
-                f"{name} has entries in the ledger, which are kept for ever; suspend it instead",
-            ) from error
+    try:
+        with store.change() as db:
+            found = _find_in(db, name)
+            if found.tenant.is_declared:
+                raise BadName(
+                    "tenant_declared",
+                    f"{name} is declared in the configuration file; take it out there and reload",
+                )
+            tenant_id = found.tenant.tenant_id
+            if owned := owned_by(db, tenant_id):
+                message = f"{name} owns the shared scope {owned[0]}; remove it"
+                raise BadName("tenant_in_use", message)
+            for table in ("scope_members", "keys", "tenants"):
+                db.execute(f"delete from {table} where tenant_id = ?", (tenant_id,))
+    except ConstraintBroken as error:
+        raise BadName(
+            "tenant_in_use",
+            f"{name} has entries in the ledger, which are kept for ever; suspend it instead",
+        ) from error
 
 
 def bootstrap(store: Store, clock: WallClock) -> str | None:
@@ -288,21 +184,22 @@ def changed(settings: TenantSettings, changes: Mapping[str, object]) -> TenantSe
         raise BadName("bad_setting", str(error).replace("`$.", "`")) from error
 
 
-def insert_tenant(db: apsw.Connection, made: Registered) -> None:
+def insert_tenant(db: Transaction, made: Registered) -> None:
     """Within the caller's transaction. Raises BadName."""
     tenant = made.tenant
     check_name(tenant.name, "tenant")
     check_settings(made.settings)
-    if db.execute("select 1 from tenants where name = ?", (tenant.name,)).fetchall():
+    if db.rows("select 1 from tenants where name = ?", (tenant.name,)):
         raise BadName("name_taken", f"there is a tenant {tenant.name!r} already")
-    db.execute(
-        "insert into tenants (name, status, created_ms, is_declared) values (?, ?, ?, ?)",
+    found = db.rows(
+        "insert into tenants (name, status, created_ms, is_declared) values (?, ?, ?, ?)"
+        " returning tenant_id",
         (tenant.name, tenant.status, tenant.created_ms, tenant.is_declared),
     )
-    write_settings(db, int(db.last_insert_rowid()), made.settings)
+    write_settings(db, found[0][0], made.settings)
 
 
-def write_settings(db: apsw.Connection, tenant_id: int, settings: TenantSettings) -> None:
+def write_settings(db: Transaction, tenant_id: int, settings: TenantSettings) -> None:
     """Within the caller's transaction. Raises BadName."""
     check_settings(settings)
     db.execute(
@@ -352,12 +249,12 @@ def check_settings(settings: TenantSettings) -> None:
         check_name(name, "retention class")
 
 
-def _find_in(db: apsw.Connection, name: str) -> Registered:
+def _find_in(db: Transaction, name: str) -> Registered:
     """As `find_registered`, within a transaction: what it says is so until that ends."""
     plain = name.encode(errors="replace").decode()
-    for row in db.execute(f"{_TENANTS} where name = ?", (plain,)).fetchall():
+    for row in db.rows(f"{_TENANTS} where name = ?", (plain,)):
         return _registered(row)
-    names = [row[0] for row in db.execute("select name from tenants order by name")]
+    names = [row[0] for row in db.rows("select name from tenants order by name")]
     raise _unknown(name, names)
 
 

@@ -37,12 +37,12 @@ class ResourceQuota(Struct, frozen=True):
 def create_resource(store: Store, resource: Resource, content: bytes, quota: ResourceQuota) -> None:
     """Keep it. Raises BadName (`resource_quota`) when the tenant keeps too much already."""
     with store.change() as db:
-        rows = db.execute(
+        rows = db.rows(
             "select count(*), coalesce(sum(length(content)), 0) from cached_contents"
             " where tenant_id = ? and ended_ms is null and expires_ms > ?",
             (resource.tenant_id, resource.created_ms),
-        ).fetchall()
-        kept, size = (int(value) for value in rows[0] if isinstance(value, int))
+        )
+        kept, size = rows[0]
         if kept >= quota.count_max or size + len(content) > quota.bytes_max:
             raise BadName(
                 "resource_quota",
@@ -100,13 +100,13 @@ def set_expiry(
 ) -> bool:
     """A live one ends at another time from now on; false: there is none."""
     with store.change() as db:
-        db.execute(
+        moved = db.execute(
             "update cached_contents set expires_ms = ?, updated_ms = ?"
             " where resource_id = ? and tenant_id = ? and workspace = ?"
             " and ended_ms is null and expires_ms > ?",
             (expires_ms, now_ms, resource_id, tenant_id, workspace, now_ms),
         )
-        return bool(db.changes())
+    return moved > 0
 
 
 def end_resource(
@@ -114,35 +114,35 @@ def end_resource(
 ) -> bool:
     """A live one ends now, its content is gone; false: there is none."""
     with store.change() as db:
-        db.execute(
+        ended = db.execute(
             "update cached_contents set ended_ms = ?, content = null"
             " where resource_id = ? and tenant_id = ? and workspace = ?"
             " and ended_ms is null and expires_ms > ?",
             (now_ms, resource_id, tenant_id, workspace, now_ms),
         )
-        return bool(db.changes())
+    return ended > 0
 
 
 def end_resources(store: Store, tenant_id: int, workspace: str | None, now_ms: int) -> int:
     """All live ones of a tenant, or of its workspace, end now, their content is gone; how many."""
     with store.change() as db:
-        db.execute(
-            "update cached_contents set ended_ms = min(?1, expires_ms), content = null"
-            " where tenant_id = ?2 and (?3 is null or workspace = ?3) and ended_ms is null",
+        return db.execute(
+            "update cached_contents set content = null, ended_ms ="
+            " case when expires_ms < ?1 then expires_ms else ?1 end"
+            " where tenant_id = ?2 and (cast(?3 as text) is null or workspace = ?3)"
+            " and ended_ms is null",
             (now_ms, tenant_id, workspace),
         )
-        return int(db.changes())
 
 
 def sweep_resources(store: Store, now_ms: int) -> int:
     """What has expired loses its content; how many."""
     with store.change() as db:
-        db.execute(
+        return db.execute(
             "update cached_contents set ended_ms = expires_ms, content = null"
             " where ended_ms is null and expires_ms <= ?",
             (now_ms,),
         )
-        return int(db.changes())
 
 
 def resource_token_seconds(store: Store, tenant_id: int, since_ms: int, until_ms: int) -> int:
@@ -151,8 +151,11 @@ def resource_token_seconds(store: Store, tenant_id: int, since_ms: int, until_ms
     Rounded down once, at the end. O(resources of the tenant).
     """
     rows = store.query(
-        "select coalesce(sum(tokens * max(0, min(coalesce(ended_ms, expires_ms), ?3)"
-        " - max(created_ms, ?2))), 0) from cached_contents where tenant_id = ?1",
+        "select coalesce(sum(tokens * (until_ms - since_ms)), 0) from (select tokens,"
+        " case when created_ms < ?2 then ?2 else created_ms end as since_ms,"
+        " case when coalesce(ended_ms, expires_ms) < ?3 then coalesce(ended_ms, expires_ms)"
+        " else ?3 end as until_ms from cached_contents where tenant_id = ?1) as kept"
+        " where until_ms > since_ms",
         (tenant_id, since_ms, until_ms),
     )
     return int(rows[0][0]) // 1000

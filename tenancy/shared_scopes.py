@@ -11,12 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
-import apsw
 from msgspec import Struct
 
 from tenancy.errors import BadName
 from tenancy.keys import check_name
-from tenancy.store import Row, Store, rows_of
+from tenancy.store import Row, Store, Transaction
 from tenancy.types import WallClock
 
 SCOPES_MAX = 1_000
@@ -153,7 +152,7 @@ def differ(store: Store, wanted: Sequence[ScopeTerms]) -> bool:
 
 
 def reconcile_scopes(
-    db: apsw.Connection, clock: WallClock, wanted: Sequence[ScopeTerms]
+    db: Transaction, clock: WallClock, wanted: Sequence[ScopeTerms]
 ) -> list[ScopeChange]:
     """Make declared scopes what the file says, within the caller's transaction. What it declares no
     longer is removed; what was made by hand stays. Raises BadName."""
@@ -180,25 +179,23 @@ def reconcile_scopes(
     return changes
 
 
-def owned_by(db: apsw.Connection, tenant_id: int) -> list[str]:
+def owned_by(db: Transaction, tenant_id: int) -> list[str]:
     """Names of a tenant's scopes, within the caller's transaction."""
-    rows = rows_of(db, "select name from shared_scopes where owner_id = ?", (tenant_id,))
+    rows = db.rows("select name from shared_scopes where owner_id = ?", (tenant_id,))
     return [str(row[0]) for row in rows]
 
 
 # --- inside --------------------------------------------------------------------------------------
 
 
-def _scopes_in(db: apsw.Connection) -> list[Scope]:
+def _scopes_in(db: Transaction) -> list[Scope]:
     members: dict[int, list[str]] = {}
-    for scope_id, tenant, workspace in rows_of(
-        db,
+    for scope_id, tenant, workspace in db.rows(
         "select members.scope_id, tenants.name, members.workspace from scope_members as members"
         " join tenants on tenants.tenant_id = members.tenant_id",
     ):
         members.setdefault(scope_id, []).append(f"{tenant}/{workspace}" if workspace else tenant)
-    rows: list[Row] = rows_of(
-        db,
+    rows: list[Row] = db.rows(
         "select scopes.scope_id, scopes.name, scopes.owner_id, tenants.name, scopes.is_declared,"
         " scopes.created_ms from shared_scopes as scopes"
         " join tenants on tenants.tenant_id = scopes.owner_id order by scopes.name",
@@ -218,7 +215,7 @@ def _scopes_in(db: apsw.Connection) -> list[Scope]:
 
 
 def _write(
-    db: apsw.Connection,
+    db: Transaction,
     clock: WallClock,
     terms: ScopeTerms,
     old: Scope | None,
@@ -241,7 +238,7 @@ def _write(
             (is_declared, old.scope_id),
         )
         db.execute("delete from scope_members where scope_id = ?", (old.scope_id,))
-    ((scope_id,),) = rows_of(db, "select scope_id from shared_scopes where name = ?", (terms.name,))
+    ((scope_id,),) = db.rows("select scope_id from shared_scopes where name = ?", (terms.name,))
     for member in terms.members:
         tenant, workspace = _parts(member)
         _check_free(db, ids[tenant], workspace, member, terms.name)
@@ -251,17 +248,14 @@ def _write(
         )
 
 
-def _remove(db: apsw.Connection, old: Scope) -> None:
+def _remove(db: Transaction, old: Scope) -> None:
     db.execute("delete from scope_members where scope_id = ?", (old.scope_id,))
     db.execute("delete from shared_scopes where scope_id = ?", (old.scope_id,))
 
 
-def _check_free(
-    db: apsw.Connection, tenant_id: int, workspace: str, member: str, scope: str
-) -> None:
+def _check_free(db: Transaction, tenant_id: int, workspace: str, member: str, scope: str) -> None:
     """A workspace is in one scope at most, whether it is named or all are."""
-    rows = rows_of(
-        db,
+    rows = db.rows(
         "select members.workspace, scopes.name from scope_members as members"
         " join shared_scopes as scopes on scopes.scope_id = members.scope_id"
         " where members.tenant_id = ?",
@@ -280,10 +274,10 @@ def _check_by_hand(old: Scope | None) -> None:
         )
 
 
-def _ids(db: apsw.Connection, names: Iterable[str]) -> dict[str, int]:
+def _ids(db: Transaction, names: Iterable[str]) -> dict[str, int]:
     found: dict[str, int] = {}
     for name in dict.fromkeys(names):
-        rows = rows_of(db, "select tenant_id from tenants where name = ?", (name,))
+        rows = db.rows("select tenant_id from tenants where name = ?", (name,))
         if not rows:
             raise BadName("tenant_unknown", f"there is no tenant {name!r} to share a scope")
         found[name] = int(rows[0][0])

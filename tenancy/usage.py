@@ -72,11 +72,11 @@ _LEVELS = (_Level("usage_hours", "hour_ms", HOUR_MS),)
 _PIECES = (
     "count(*)",
     *(f"sum({name})" for name in HOUR_SUMS[1:8]),
-    "sum(cache_read_tokens > 0)",
-    "sum(cache_read_tokens > 0 and ttft_ms is not null)",
-    "sum(iif(cache_read_tokens > 0, coalesce(ttft_ms, 0), 0))",
-    "sum(cache_read_tokens = 0 and ttft_ms is not null)",
-    "sum(iif(cache_read_tokens = 0, coalesce(ttft_ms, 0), 0))",
+    "count(*) filter (where cache_read_tokens > 0)",
+    "count(*) filter (where cache_read_tokens > 0 and ttft_ms is not null)",
+    "coalesce(sum(ttft_ms) filter (where cache_read_tokens > 0), 0)",
+    "count(*) filter (where cache_read_tokens = 0 and ttft_ms is not null)",
+    "coalesce(sum(ttft_ms) filter (where cache_read_tokens = 0), 0)",
     *(f"sum({name}_pico {part} {PICO_PER_MICRO})" for name in ("charge", "saved") for part in "/%"),
 )
 """What entries add to `HOUR_SUMS`, in that order."""
@@ -116,16 +116,17 @@ def entries_of(
     (entry id, booked at, tenant, entry)."""
     rows = store.query(
         f"select entry_id, booked_ms, name, {_ENTRIES} from ledger join tenants using (tenant_id)"
-        " where entry_id > ?1 and (?2 is null or name = ?2) and booked_ms >= ?3"
-        " and (?4 is null or booked_ms < ?4) order by entry_id limit ?5",
+        " where entry_id > ?1 and (cast(?2 as text) is null or name = ?2) and booked_ms >= ?3"
+        " and (cast(?4 as bigint) is null or booked_ms < ?4) order by entry_id limit ?5",
         (after, tenant, since_ms, until_ms, count),
     )
     return [(row[0], row[1], row[2], entry_of(row[3:])) for row in rows]
 
 
 _WHERE = (
-    "tenant_id in (select tenant_id from tenants where ?1 is null or name = ?1)"
-    " and (?2 is null or key_id = ?2) and (?3 is null or model = ?3)"
+    "tenant_id in (select tenant_id from tenants where cast(?1 as text) is null or name = ?1)"
+    " and (cast(?2 as bigint) is null or key_id = ?2)"
+    " and (cast(?3 as text) is null or model = ?3)"
 )
 
 

@@ -7,11 +7,14 @@ set), `deep` (for a night). HYPOTHESIS_PROFILE names one.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, settings
+
+from tests.tenancy.postgres_server import BINARIES, Server
 
 if not torch.cuda.is_available():
     # Read when a kernel is defined, so before anything imports one, in whatever order tests run.
@@ -33,6 +36,16 @@ settings.register_profile(
 )
 settings.register_profile("deep", max_examples=2000, deadline=None, suppress_health_check=SLOW_HOST)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if "CI" in os.environ else "dev"))
+
+
+@pytest.fixture(scope="session")
+def postgres_server() -> Iterator[Server]:
+    """One PostgreSQL server for all tests that do not harm it."""
+    if BINARIES is None:
+        pytest.skip("PostgreSQL's initdb and postgres are not here")
+    server = Server()
+    yield server
+    server.close()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -17,7 +17,7 @@ from msgspec import Struct
 
 from engine.model_store import load_card
 from engine.supervisor import EngineSupervisor
-from gateway.app import Gateway, log_line
+from gateway.app import Gateway, connect, log_line
 from gateway.config import Config, LimitsConfig, LogConfig, ServerConfig
 from gateway.metering import wall_ms
 from gateway.prompt import Renderer
@@ -80,7 +80,7 @@ async def serve(settings: Settings) -> None:
     loop = asyncio.get_running_loop()
     config = config_of(settings)
     card = load_card(Path(settings.model_dir))
-    store = Store(config.database)
+    store = connect(config)
     key = make_key(store)
     supervisor = EngineSupervisor(Path(card.folder), config.engine, log_line, command=NULL_ENGINE)
     gateway = Gateway(config, supervisor, Renderer(card), store)

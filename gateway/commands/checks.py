@@ -14,8 +14,9 @@ from engine.model_store import CATALOGUE, resolve
 from gateway.commands.answer import Answer, CommandError, Table, tabled
 from gateway.commands.serve import check_address
 from gateway.config import Config, Origin, effective
+from tenancy import backends
 from tenancy.errors import StoreError
-from tenancy.store import Store, check_sqlite
+from tenancy.sqlite_store import check_sqlite
 
 PACKAGES = ("torch", "tokenizers", "aiohttp", "msgspec")
 DISK_GIB_MIN = 1.0
@@ -90,13 +91,11 @@ def _data_dir(config: Config) -> Found:
 
 
 def _database(config: Config) -> Found:
-    if not config.database.exists():
-        return [("database", True, f"{config.database}, made at the first start")]
     try:
-        Store(config.database).close()
+        found = backends.look(config.tenancy.database, config.data, os.environ)
     except StoreError as error:
         return [("database", False, error.message)]
-    return [("database", True, str(config.database))]
+    return [("database", True, found)]
 
 
 def _addresses(config: Config) -> Found:

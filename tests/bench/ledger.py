@@ -23,7 +23,7 @@ from tenancy.ledger import Hold, Ledger
 from tenancy.pricing import RateCard
 from tenancy.rate_cards import add_card
 from tenancy.registry import create_tenant
-from tenancy.store import Store
+from tenancy.sqlite_store import SqliteStore
 from tenancy.types import UsageEntry
 from tenancy.usage import usage
 
@@ -52,7 +52,7 @@ def say(line: str) -> None:
 
 def latencies(folder: Path, *, has_money: bool) -> None:
     """One alone, then many at once."""
-    store = Store(folder / f"money-{has_money}.db")
+    store = SqliteStore(folder / f"money-{has_money}.db")
     create_tenant(store, lambda: 1, "ada")
     if has_money:
         card = RateCard("std", input=3_000_000, output=15_000_000, cache_read=300_000)
@@ -90,7 +90,7 @@ def latencies(folder: Path, *, has_money: bool) -> None:
     store.close()
 
 
-def fill(store: Store, count: int) -> None:
+def fill(store: SqliteStore, count: int) -> None:
     """As many entries as asked for, without the ledger's thread: rows and their hours' sums."""
     for number in range(TENANTS):
         create_tenant(store, lambda: 1, f"tenant-{number}")
@@ -124,7 +124,7 @@ def fill(store: Store, count: int) -> None:
 
 
 def questions(folder: Path, count: int) -> None:
-    store = Store(folder / "many.db")
+    store = SqliteStore(folder / "many.db")
     fill(store, count)
     hours = store.query("select count(*) from usage_hours")[0][0]
     say(f"{count:,} entries, {hours:,} rows of hours, {store.path.stat().st_size / 2**20:,.0f} MiB")

@@ -36,7 +36,7 @@ from gateway.metering import wall_ms
 from gateway.prompt import Renderer
 from tenancy.keys import create_key
 from tenancy.registry import create_tenant
-from tenancy.store import Store
+from tenancy.sqlite_store import SqliteStore
 from tests.fakes import FakeRunner
 
 BLOCKS = 256
@@ -75,7 +75,7 @@ class House:
     def __init__(self, card: ModelCard, folder: Path) -> None:
         self.card = card
         self.runner = GatedRunner(card.config.vocab)
-        self.store = Store(folder / "test.db")
+        self.store = SqliteStore(folder / "test.db")
         self.keys = {}
         for name in ("ada", "bob"):
             tenant = create_tenant(self.store, wall_ms, name)

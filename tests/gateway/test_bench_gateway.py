@@ -23,7 +23,7 @@ from gateway.bench.null_gateway import NULL_ENGINE, Ready, config_of, make_key
 from gateway.bench.null_gateway import Settings as GatewaySettings
 from gateway.bench.overhead import Line, Overhead, child, loads, summed_up
 from gateway.bench.processor_time import processor_s
-from tenancy.store import Store
+from tenancy.sqlite_store import SqliteStore
 
 
 @pytest.fixture(autouse=True)
@@ -206,7 +206,7 @@ def test_every_kind_of_limit_is_counted_and_none_refuses(tmp_path: Path) -> None
     """A gateway without limits would be measured without their cost."""
     settings = GatewaySettings("model", str(tmp_path), streams_max=512)
     config = config_of(settings)
-    store = Store(config.database)
+    store = SqliteStore(config.data / config.tenancy.database)
     make_key(store)
     (of_tenant,) = store.query("select limits from tenants")[0]
     (of_key,) = store.query("select limits from keys")[0]

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from gateway.__main__ import main
+from tenancy.identities import Registry
 from tenancy.ledger import Ledger
-from tenancy.registry import Registry
-from tenancy.store import Store
+from tenancy.sqlite_store import SqliteStore
 from tests.models import write_folder
 from tests.tenancy.crash_child import entry
 
@@ -140,7 +140,7 @@ def test_a_key_is_printed_alone_and_works(run: Run, data: Path) -> None:
     """`KEY=$(trunkline key create --tenant ada)` is a line of a script."""
     run("tenant", "create", "ada", "--floor", "8", "--weight", "2.5")
     status, out, _ = run("key", "create", "--tenant", "ada", "--workspace", "lab")
-    store = Store(data / "trunkline.db")
+    store = SqliteStore(data / "trunkline.db")
     identity = Registry(store, lambda: 0, lambda: 0.0).authenticate(out.strip())
     store.close()
 
@@ -201,7 +201,7 @@ def test_a_tenant_is_deleted_while_it_has_used_nothing(run: Run, data: Path) -> 
     """A typo; not what somebody paid for."""
     run("tenant", "create", "aad")
     said = run("tenant", "delete", "aad")
-    store = Store(data / "trunkline.db")
+    store = SqliteStore(data / "trunkline.db")
     ledger = Ledger(store, lambda: 0)
     ledger.settle(entry("a-0")).result(20)
     ledger.close()
@@ -279,7 +279,7 @@ def test_suspending_and_resuming_are_said_and_seen(run: Run) -> None:
 def test_usage_is_the_sum_of_the_ledger(run: Run, data: Path) -> None:
     """As a table with nothing in it, then with one line per tenant that used something."""
     empty = run("usage")[1]
-    store = Store(data / "trunkline.db")
+    store = SqliteStore(data / "trunkline.db")
     ledger = Ledger(store, lambda: 0)
     for number in range(3):
         ledger.settle(entry(f"a-{number}")).result(20)

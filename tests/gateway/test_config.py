@@ -178,7 +178,7 @@ def test_paths_hang_on_the_data_directory() -> None:
     """One folder to back up, one to delete."""
     config = Config(data_dir="/d")
 
-    assert (config.database, config.models_dir) == (Path("/d/trunkline.db"), Path("/d/models"))
+    assert (config.data, config.models_dir) == (Path("/d"), Path("/d/models"))
 
 
 def test_every_setting_is_in_the_operators_guide() -> None:

@@ -12,13 +12,14 @@ from gateway.dialects.canonical import UsageRecord
 from gateway.metering import Account
 from tenancy.budgets import Budget, set_budget
 from tenancy.errors import BudgetExceeded, LedgerUnavailable
+from tenancy.identities import Registry
 from tenancy.keys import create_key
 from tenancy.ledger import Ledger
 from tenancy.limits import Demand
 from tenancy.pricing import RateCard
 from tenancy.rate_cards import add_card
-from tenancy.registry import Registry, create_tenant
-from tenancy.store import Store
+from tenancy.registry import create_tenant
+from tenancy.sqlite_store import SqliteStore
 from tenancy.types import Identity
 
 RECORD = UsageRecord(total_in=10, read={"best_effort": 4}, fresh=6, out=3, physical_cached=4)
@@ -28,7 +29,7 @@ class Books:
     """A ledger with one tenant, at a fixed time."""
 
     def __init__(self, folder: Path) -> None:
-        self.store = Store(folder / "test.db")
+        self.store = SqliteStore(folder / "test.db")
         tenant = create_tenant(self.store, self.wall, "ada")
         key = create_key(self.store, self.wall, tenant.tenant_id)
         self.identity: Identity = Registry(self.store, self.wall, lambda: 0.0).authenticate(key)

@@ -14,7 +14,7 @@ import pytest
 from gateway.__main__ import main
 from gateway.metering import wall_ms
 from tenancy.ledger import EngineTotals, Ledger
-from tenancy.store import Store
+from tenancy.sqlite_store import SqliteStore
 from tenancy.types import UsageEntry
 
 Run = Callable[..., tuple[int, str, str]]
@@ -54,7 +54,7 @@ def priced(run: Run, tmp_path: Path) -> Run:
 
 def use(data: Path, request_id: str, days_ago: int, epoch: str = "") -> None:
     """An entry of ten prompt tokens and one output token for the tenant `ada`."""
-    store = Store(data / "trunkline.db")
+    store = SqliteStore(data / "trunkline.db")
     ((tenant_id,),) = store.query("select tenant_id from tenants where name = 'ada'")
     ledger = Ledger(store, wall_ms)
     at_ms = wall_ms() - days_ago * DAY_MS
@@ -185,8 +185,8 @@ def test_books_are_checked(priced: Run, data: Path) -> None:
     """Status 1 with the findings, for scripts."""
     use(data, "r", 0)
     right = priced("check-books")
-    store = Store(data / "trunkline.db")
-    with store.transaction() as db:
+    store = SqliteStore(data / "trunkline.db")
+    with store.change() as db:
         db.execute("update usage_hours set output_tokens = 9")
     store.close()
     wrong = priced("check-books")

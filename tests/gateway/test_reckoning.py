@@ -68,7 +68,7 @@ async def test_a_difference_is_logged(house: House) -> None:
     """Tokens in the ledger that no engine computed are a mistake of somebody's."""
     await house.ask(body=house.chat())
     await settled(house)
-    with house.store.transaction() as db:
+    with house.store.change() as db:
         db.execute("update epoch_sums set output_tokens = output_tokens + 1")
 
     assert not await house.gateway._reckoning.check()

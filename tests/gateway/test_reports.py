@@ -12,19 +12,20 @@ from gateway.metering import wall_ms
 from gateway.reports import Reports
 from tenancy.errors import StoreError
 from tenancy.registry import create_tenant, list_tenants
+from tenancy.sqlite_store import SqliteStore
 from tenancy.store import Store
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> Store:
-    store = Store(tmp_path / "test.db")
+    store = SqliteStore(tmp_path / "test.db")
     create_tenant(store, wall_ms, "ada")
     return store
 
 
 async def test_a_question_sees_what_was_committed(store: Store) -> None:
     """By another connection, without being told."""
-    reports = Reports(store.path)
+    reports = Reports(store)
     before = await reports.ask(list_tenants)
     await asyncio.to_thread(create_tenant, store, wall_ms, "bob")
     after = await reports.ask(list_tenants)
@@ -36,7 +37,7 @@ async def test_a_question_sees_what_was_committed(store: Store) -> None:
 
 async def test_a_long_question_keeps_nobody_waiting_but_the_next(store: Store) -> None:
     """The registry goes on reading; a second question has its turn after the first."""
-    reports = Reports(store.path)
+    reports = Reports(store)
     go = threading.Event()
     order: list[str] = []
 
@@ -60,7 +61,7 @@ async def test_a_long_question_keeps_nobody_waiting_but_the_next(store: Store) -
 
 async def test_a_question_that_fails_fails_alone(store: Store) -> None:
     """The next one is answered; closing twice is closing."""
-    reports = Reports(store.path)
+    reports = Reports(store)
     with pytest.raises(StoreError):
         await reports.ask(lambda store: store.query("select * from nowhere"))
     found = await reports.ask(list_tenants)

@@ -1,4 +1,4 @@
-"""A store in a temporary folder and a wall clock that stands still until it is moved."""
+"""A store on each kind of database, and a wall clock that stands still until it is moved."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from tenancy.postgres_store import PostgresStore
+from tenancy.sqlite_store import SqliteStore
 from tenancy.store import Store
+from tests.tenancy.postgres_server import Server
 
 
 class Wall:
@@ -26,7 +29,21 @@ def wall() -> Wall:
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    store = Store(tmp_path / "test.db")
+def postgres(postgres_server: Server) -> Iterator[PostgresStore]:
+    """A database of the test's own."""
+    name = postgres_server.database()
+    store = PostgresStore(postgres_server.address(name), is_ready=True)
+    yield store
+    store.close()
+    postgres_server.drop(name)
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
+    """A new store of either kind."""
+    if request.param == "postgres":
+        yield request.getfixturevalue("postgres")
+        return
+    store = SqliteStore(tmp_path / "test.db")
     yield store
     store.close()

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 from tenancy.adjustments import Adjustment, adjust
+from tenancy.backends import open_store
 from tenancy.budgets import Budget, set_budget
 from tenancy.errors import TenancyError
 from tenancy.ledger import Hold, Ledger, StorageReading
@@ -70,9 +71,9 @@ def furnish(store: Store) -> None:
     set_budget(store, Budget(1, "day", hard_micros=10**9))
 
 
-def main(path: Path, count: int, lie: int | None) -> None:
+def main(place: str, count: int, lie: int | None) -> None:
     """Hold, settle, say so; a few at a time, so that some share a commit."""
-    store = Store(path)
+    store = open_store(place, Path(), {})
     furnish(store)
     ledger = Ledger(store, lambda: 2)
     life = store.query("select count(*) from ledger")[0][0]
@@ -98,7 +99,7 @@ def main(path: Path, count: int, lie: int | None) -> None:
 if __name__ == "__main__":
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
-        main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]) if sys.argv[3:] else None)
+        main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]) if sys.argv[3:] else None)
     except TenancyError as error:
         sys.stderr.write(f"{error.code}\n")
         os._exit(3)

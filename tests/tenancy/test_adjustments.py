@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import apsw
 import pytest
 
 from tenancy.adjustments import Adjustment, adjust
 from tenancy.closing import close_days
-from tenancy.errors import BadPrice
+from tenancy.errors import BadPrice, ConstraintBroken
 from tenancy.ledger import Ledger
 from tenancy.pricing import RateCard
 from tenancy.rate_cards import add_card
@@ -111,5 +110,5 @@ def test_no_program_edits_an_adjustment(books: Store, wall: Wall, statement: str
     """The file itself says no."""
     adjust(books, wall, credit())
 
-    with pytest.raises(apsw.ConstraintError), books.transaction() as db:
+    with pytest.raises(ConstraintBroken), books.change() as db:
         db.execute(statement)

@@ -196,7 +196,7 @@ def test_what_the_engine_counts_only_grows(store: Store, ledger: Ledger) -> None
 def test_cards_of_other_names_stay_apart(store: Store, ledger: Ledger, wall: Wall) -> None:
     """A card that another process adds is seen by the next request."""
     ledger.settle(used("a", wall())).result(20)
-    beside = Store(store.path)
+    beside = store.another()
     add_card(beside, wall, structs.replace(CARD, tier="gold"))
     beside.close()
     ledger.settle(used("b", wall())).result(20)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from fractions import Fraction
 from pathlib import Path
 
-import apsw
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -23,6 +22,7 @@ from tenancy.ledger import Hold, Ledger
 from tenancy.pricing import PICO_PER_MICRO, BreachCredit, RateCard, price
 from tenancy.rate_cards import add_card, load_cards
 from tenancy.registry import create_tenant
+from tenancy.sqlite_store import SqliteStore
 from tenancy.store import Store
 from tenancy.types import UsageEntry
 from tenancy.usage import usage
@@ -72,7 +72,7 @@ def entry(
 @contextmanager
 def opened(path: Path, wall: Wall, card: RateCard = CARD) -> Iterator[tuple[Store, Ledger]]:
     """A ledger with a tenant and this card; again, if it was there."""
-    store = Store(path)
+    store = SqliteStore(path)
     if not load_cards(store):
         create_tenant(store, wall, "ada")
         add_card(store, wall, card)
@@ -166,10 +166,10 @@ def test_a_credit_that_is_missing_or_wrong_is_found(
     """The books are checked from entries and cards up."""
     with opened(tmp_path / "l.db", wall) as (store, ledger):
         ledger.settle(entry()).result(20)
-        with closing(apsw.Connection(str(store.path))) as db:
-            db.execute("drop trigger adjustments_stay").fetchall()
-            db.execute("drop trigger adjustments_never_change").fetchall()
-            db.execute(damage).fetchall()
+        with store.change() as db:
+            db.execute("drop trigger adjustments_stay")
+            db.execute("drop trigger adjustments_never_change")
+            db.execute(damage)
 
         assert any("breach of entry 1" in finding for finding in check_books(store))
 

@@ -21,6 +21,7 @@ from tenancy.ledger import Hold, Ledger
 from tenancy.pricing import RateCard
 from tenancy.rate_cards import add_card
 from tenancy.registry import create_tenant, delete_tenant
+from tenancy.sqlite_store import SqliteStore
 from tenancy.store import Store
 from tenancy.types import UsageEntry
 from tests.tenancy.conftest import Wall
@@ -260,7 +261,7 @@ class Spending(RuleBasedStateMachine):
         super().__init__()
         self.folder = tempfile.TemporaryDirectory()
         self.wall = Wall()
-        self.store = Store(Path(self.folder.name) / "test.db")
+        self.store = SqliteStore(Path(self.folder.name) / "test.db")
         create_tenant(self.store, self.wall, "ada")
         create_key(self.store, self.wall, 1)
         add_card(self.store, self.wall, CARD)

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import Future
 
-import apsw
 import pytest
 
 from tenancy.adjustments import Adjustment, adjust
 from tenancy.bookkeeping import StorageReading
 from tenancy.closing import close_days, list_closes
-from tenancy.errors import BooksClosed, LedgerUnavailable
+from tenancy.errors import BooksClosed, ConstraintBroken, LedgerUnavailable
 from tenancy.ledger import Hold, Ledger
 from tenancy.pricing import RateCard
 from tenancy.rate_cards import add_card
@@ -161,7 +160,7 @@ def test_the_file_itself_refuses_what_is_closed(store: Store, ledger: Ledger, wa
         " booked_ms, chain from ledger"
     )
     for statement in (copied, "delete from closes", "update closes set entries = 0"):
-        with pytest.raises(apsw.ConstraintError), store.transaction() as db:
+        with pytest.raises(ConstraintBroken), store.change() as db:
             db.execute(statement)
 
 

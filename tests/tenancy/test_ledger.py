@@ -12,7 +12,6 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 
-import apsw
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -23,15 +22,17 @@ from hypothesis.stateful import (
 )
 from msgspec import structs
 
-from tenancy.errors import LedgerUnavailable, StoreError
+from tenancy.errors import LedgerUnavailable, StoreBusy, StoreError
 from tenancy.ledger import Hold, Ledger
 from tenancy.registry import create_tenant
-from tenancy.store import Store
+from tenancy.sqlite_store import SqliteStore
+from tenancy.store import Store, Transaction
 from tenancy.types import UsageEntry
 from tenancy.usage import entries_of
 from tests.tenancy.conftest import Wall
 
 PATIENCE_S = 20
+BROKEN = StoreError("not_written", "the disk")
 OPEN_HOLD = (
     "insert into holds (request_id, tenant_id, key_id, model, started_ms, booked_ms)"
     " values ('a', 1, 1, 'm', 10, 10)"
@@ -93,14 +94,14 @@ def failing(
     """Every commit fails, as a disk would make it."""
 
     class Broken:
-        def __enter__(self) -> apsw.Connection:
+        def __enter__(self) -> Transaction:
             raise error()
 
         def __exit__(self, *_: object) -> None:
             raise AssertionError
 
     with monkeypatch.context() as patch:
-        patch.setattr(store, "transaction", Broken)
+        patch.setattr(store, "change", Broken)
         yield
 
 
@@ -136,7 +137,7 @@ def test_a_request_id_is_used_once(store: Store, ledger: Ledger) -> None:
 def test_holds_of_a_dead_process_are_closed_uncharged(store: Store, wall: Wall) -> None:
     """L3: whoever got no whole answer pays nothing, and the hold does not stay for ever."""
     create_tenant(store, wall, "ada")
-    with store.transaction() as db:
+    with store.change() as db:
         db.execute(OPEN_HOLD)
     ledger = Ledger(store, wall)
     ledger.close()
@@ -149,15 +150,20 @@ def test_holds_of_a_dead_process_are_closed_uncharged(store: Store, wall: Wall) 
     assert (found.prompt_tokens, found.output_tokens) == (0, 0)
 
 
-def test_two_servers_do_not_share_a_ledger(store: Store, ledger: Ledger, wall: Wall) -> None:
+def test_two_servers_do_not_share_a_file(tmp_path: Path, wall: Wall) -> None:
     """The second would take the first one's open holds for a dead process's and close them."""
+    store, beside = SqliteStore(tmp_path / "test.db"), SqliteStore(tmp_path / "test.db")
+    create_tenant(store, wall, "ada")
+    ledger = Ledger(store, wall)
     done(ledger.hold(hold("a")))
-    beside = Store(store.path)
     with pytest.raises(StoreError, match="another server"):
         Ledger(beside, wall)
-    beside.close()
+    held = ledger.open_holds()
+    ledger.close()
+    for one in (beside, store):
+        one.close()
 
-    assert ledger.open_holds() == 1
+    assert held == 1
 
 
 def test_a_closed_ledger_lets_the_next_one_in(store: Store, ledger: Ledger, wall: Wall) -> None:
@@ -195,13 +201,13 @@ def test_an_impossible_entry_does_not_take_others_with_it(store: Store, ledger: 
 
 
 @pytest.mark.parametrize(
-    "error", [apsw.BusyError, apsw.FullError, apsw.IOError, apsw.ReadOnlyError, apsw.CorruptError]
+    "error", [StoreBusy("not_written", "others"), BROKEN], ids=["busy", "broken"]
 )
 def test_while_the_disk_fails_nothing_is_promised(
-    store: Store, ledger: Ledger, monkeypatch: pytest.MonkeyPatch, error: type[apsw.Error]
+    store: Store, ledger: Ledger, monkeypatch: pytest.MonkeyPatch, error: StoreError
 ) -> None:
     """L10: fail closed, and go on when the disk does."""
-    with failing(store, error, monkeypatch):
+    with failing(store, lambda: error, monkeypatch):
         codes = [refusal(ledger.hold(hold("a"))), refusal(ledger.settle(entry("b")))]
     done(ledger.settle(entry("c")))
 
@@ -221,7 +227,7 @@ def test_after_a_failed_fsync_the_file_is_checked_before_the_next_entry(
         reopen()
 
     monkeypatch.setattr(store, "reopen", count)
-    with failing(store, apsw.IOError, monkeypatch):
+    with failing(store, lambda: BROKEN, monkeypatch):
         refusal(ledger.hold(hold("a")))
     for number in range(3):
         done(ledger.settle(entry(str(number))))
@@ -239,7 +245,7 @@ def test_a_file_that_is_damaged_takes_no_entry(
 
     with monkeypatch.context() as patch:
         patch.setattr(store, "reopen", damaged)
-        with failing(store, apsw.IOError, monkeypatch):
+        with failing(store, lambda: BROKEN, monkeypatch):
             refusal(ledger.hold(hold("a")))
         codes = [refusal(ledger.settle(entry(str(number)))) for number in range(2)]
     done(ledger.settle(entry("c")))
@@ -254,7 +260,7 @@ def test_a_start_that_fails_leaves_the_lock_to_the_next(
     create_tenant(store, wall, "ada")
     with store.change() as db:
         db.execute(OPEN_HOLD)
-    with failing(store, apsw.FullError, monkeypatch), pytest.raises(StoreError):
+    with failing(store, lambda: BROKEN, monkeypatch), pytest.raises(StoreError):
         Ledger(store, wall)
     ledger = Ledger(store, wall)
     ledger.close()
@@ -318,7 +324,7 @@ def test_a_full_disk_loses_nothing_that_was_confirmed(tmp_path: Path) -> None:
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000)),
     )
     confirmed = child.stdout.split()
-    store = Store(tmp_path / "test.db")
+    store = SqliteStore(tmp_path / "test.db")
     ledger = Ledger(store, Wall())
     ledger.close()
     found = set(entries(store))
@@ -336,7 +342,7 @@ class Life(RuleBasedStateMachine):
         super().__init__()
         self.folder = tempfile.TemporaryDirectory()
         self.wall = Wall()
-        self.store = Store(Path(self.folder.name) / "test.db")
+        self.store = SqliteStore(Path(self.folder.name) / "test.db")
         create_tenant(self.store, self.wall, "ada")
         self.ledger = Ledger(self.store, self.wall)
         self.held: set[str] = set()

@@ -16,7 +16,7 @@ import pytest
 
 from tenancy.errors import TenancyError
 from tenancy.ledger import Ledger
-from tenancy.store import Store
+from tenancy.sqlite_store import SqliteStore
 from tests.tenancy.after_crash import check_ledger
 from tests.tenancy.crash_child import entry, furnish, hold
 from tests.tenancy.power_cut import Disk, disk_of
@@ -36,7 +36,7 @@ def live(path: Path, disk: Disk, seed: int) -> set[str]:
     rng = random.Random(seed)
     with disk_of(disk):
         try:
-            store = Store(path)
+            store = SqliteStore(path)
         except TenancyError:
             return confirmed
         try:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import apsw
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from tenancy.errors import BadPrice
+from tenancy.errors import BadPrice, ConstraintBroken
 from tenancy.pricing import FREE_CARD, RateCard
 from tenancy.rate_cards import CardBook, add_card, load_cards
 from tenancy.store import Store
@@ -123,7 +122,7 @@ def test_no_program_edits_a_card(store: Store, wall: Wall, statement: str) -> No
     """The file itself says no."""
     add_card(store, wall, CARD)
 
-    with pytest.raises(apsw.ConstraintError), store.transaction() as db:
+    with pytest.raises(ConstraintBroken), store.change() as db:
         db.execute(statement)
 
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from tenancy.errors import BadName, KeyRefused, StoreError
+from tenancy.identities import CHANGES_MAX, REFRESH_S, Registry
 from tenancy.keys import (
     SCOPES,
     change_key,
@@ -24,9 +25,6 @@ from tenancy.keys import (
     rotate_key,
 )
 from tenancy.registry import (
-    CHANGES_MAX,
-    REFRESH_S,
-    Registry,
     bootstrap,
     bootstrap_admin,
     change_tenant,
@@ -37,6 +35,7 @@ from tenancy.registry import (
     list_tenants,
     set_status,
 )
+from tenancy.sqlite_store import SqliteStore
 from tenancy.store import Store
 from tenancy.types import CachePolicy, Limits, TenantSettings
 from tests.tenancy.conftest import Wall
@@ -67,7 +66,7 @@ def server(store: Store, wall: Wall) -> Server:
 @pytest.fixture
 def other(store: Store) -> Iterator[Store]:
     """The same file, as the command line opens it beside a running server."""
-    other = Store(store.path)
+    other = store.another()
     yield other
     other.close()
 
@@ -136,7 +135,9 @@ def test_an_unchanged_registry_is_not_read_again(
             "insert into holds (request_id, tenant_id, key_id, model, started_ms)"
             " values ('a', 1, 1, 'm', 0)"
         )
-    monkeypatch.setattr("tenancy.registry.load_key_ring", lambda store: pytest.fail("read again"))
+    monkeypatch.setattr(
+        "tenancy.identities.list_registered", lambda store: pytest.fail("read again")
+    )
 
     assert server.answer() == "ada"
 
@@ -145,7 +146,7 @@ def test_only_what_changed_is_read_again(
     store: Store, other: Store, wall: Wall, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Among a hundred thousand keys a new one must not stop everybody for half a second."""
-    monkeypatch.setattr("tenancy.registry.load_key_ring", lambda store: pytest.fail("all read"))
+    monkeypatch.setattr("tenancy.identities.list_registered", lambda store: pytest.fail("all read"))
     monkeypatch.setattr("tenancy.registry.list_registered", lambda store: pytest.fail("all read"))
     key = create_key(other, wall, create_tenant(other, wall, "bob").tenant_id)
     answers = [server.answer(key), server.answer()]
@@ -166,7 +167,7 @@ def test_a_deleted_tenants_key_does_not_open_the_next_ones_door(
     eve = create_tenant(other, wall, "eve")
     answers.append(server.answer(key))
 
-    assert eve.tenant_id == bob.tenant_id
+    assert eve.tenant_id == bob.tenant_id or not other.is_near
     assert answers == ["bob", "key_unknown"]
 
 
@@ -176,8 +177,11 @@ def test_many_changes_at_once_are_all_seen(
 ) -> None:
     """One by one, or everything anew; also when the oldest of them are remembered no more."""
     with other.change() as db:
-        for number in range(changes):
-            db.execute("update keys set label = ? where key_id = 1", (str(number),))
+        db.execute(
+            "with recursive n (i) as (select 1 union all select i + 1 from n where i < ?)"
+            " insert into tenants (name, status, created_ms) select 't' || i, 'active', 0 from n",
+            (changes,),
+        )
         db.execute("update keys set workspace = 'lab' where key_id = 1")
     kept = store.query("select count(*) from registry_changes")[0][0]
     server.answer()
@@ -204,7 +208,7 @@ def test_a_registry_that_follows_is_one_that_was_just_read(
 ) -> None:
     """After any changes by another process, however often it looked meanwhile."""
     with TemporaryDirectory() as folder:
-        store, other = Store(Path(folder) / "t.db"), Store(Path(folder) / "t.db")
+        store, other = SqliteStore(Path(folder) / "t.db"), SqliteStore(Path(folder) / "t.db")
         clock, wall = [0.0], Wall()
         registry = Registry(store, wall, lambda: clock[0])
         keys: list[str] = []
@@ -437,7 +441,7 @@ def test_a_tenant_with_a_running_request_is_not_deleted(store: Store, wall: Wall
 
 def test_a_change_that_cannot_be_written_says_so(tmp_path: Path, wall: Wall) -> None:
     """One line instead of SQLite's own exception."""
-    store = Store(tmp_path / "test.db")
+    store = SqliteStore(tmp_path / "test.db")
     store.close()
 
     with pytest.raises(StoreError, match="not changed"), store.change():

@@ -21,6 +21,7 @@ from tenancy.resources import (
     set_expiry,
     sweep_resources,
 )
+from tenancy.sqlite_store import SqliteStore
 from tenancy.store import Store
 
 QUOTA = ResourceQuota(3, 100)
@@ -29,7 +30,7 @@ ONE = Resource("a", 1, "default", "m", "", 10, 1_000, 1_000, 61_000)
 
 @pytest.fixture
 def store(tmp_path: Path) -> Store:
-    store = Store(tmp_path / "t.db")
+    store = SqliteStore(tmp_path / "t.db")
     for name in ("ada", "bob"):
         create_tenant(store, lambda: 0, name)
     return store

@@ -8,8 +8,9 @@ import pytest
 
 from tenancy.declared import DeclaredTenant, reconcile
 from tenancy.errors import BadName
+from tenancy.identities import Registry
 from tenancy.keys import create_key
-from tenancy.registry import Registry, create_tenant, delete_tenant, set_status
+from tenancy.registry import create_tenant, delete_tenant, set_status
 from tenancy.shared_scopes import (
     ScopeChange,
     ScopeTerms,

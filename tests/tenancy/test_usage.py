@@ -12,6 +12,7 @@ from tenancy.ledger import Ledger
 from tenancy.pricing import RateCard
 from tenancy.rate_cards import add_card
 from tenancy.registry import create_tenant
+from tenancy.sqlite_store import SqliteStore
 from tenancy.store import Store
 from tenancy.types import UsageEntry
 from tenancy.usage import By, UsageTotal, entries_of, usage
@@ -59,7 +60,7 @@ INSTANTS = st.one_of(
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
-    store = Store(tmp_path_factory.mktemp("usage") / "test.db")
+    store = SqliteStore(tmp_path_factory.mktemp("usage") / "test.db")
     wall = Wall()
     for name in ("ada", "bob"):
         create_tenant(store, wall, name)

@@ -1,0 +1,115 @@
+"""Where a PostgreSQL database is, and the password that opens it.
+
+An address is a URL, `postgresql://[USER@][HOST[:PORT]]/DATABASE[?host=FOLDER]`. It is shown in
+settings and logs, so no password may stand in it; that stands in the environment (PGPASSWORD) or in
+a password file (PGPASSFILE, ~/.pgpass), as for PostgreSQL's own programs. It connects to nothing;
+`backends` calls it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+from msgspec import Struct
+
+from tenancy.errors import StoreError
+
+PORT = 5432
+SOCKET_FOLDER = "/run/postgresql"
+_OPTIONS = ("host", "sslmode", "sslrootcert")
+
+
+class Address(Struct, frozen=True):
+    """Where a database is. `folder`: of the server's Unix socket; empty for TCP, where
+    `is_encrypted`, with a certificate that is checked, unless it says `sslmode=disable`."""
+
+    database: str
+    user: str
+    host: str
+    port: int
+    folder: str
+    is_encrypted: bool
+    root_certificate: str
+    password: str | None
+
+    def __repr__(self) -> str:
+        return f"Address({self.shown!r})"
+
+    @property
+    def shown(self) -> str:
+        """The same without any secret."""
+        place = self.folder or self.host
+        return f"PostgreSQL database {self.database} at {place}, port {self.port}"
+
+
+def read_address(url: str, environment: Mapping[str, str], system_user: str) -> Address:
+    """What a URL says, and the password that belongs to it. Raises StoreError."""
+    try:
+        parts = urlsplit(url)
+        port = parts.port or PORT
+        options = dict(parse_qsl(parts.query, strict_parsing=True) if parts.query else ())
+    except ValueError as error:
+        raise _bad(f"it cannot be read: {error}") from error
+    if parts.scheme not in ("postgresql", "postgres"):
+        raise _bad("it begins with postgresql://")
+    if parts.password is not None:
+        raise _bad(
+            "no password may stand in it; put it into the environment, PGPASSWORD, or into a"
+            " password file, ~/.pgpass"
+        )
+    for name in options.keys() - set(_OPTIONS):
+        raise _bad(f"{name[:40]!r} is none of {', '.join(_OPTIONS)}")
+    mode = options.get("sslmode", "verify-full")
+    if mode not in ("verify-full", "disable"):
+        raise _bad(f"sslmode is verify-full or disable, not {mode[:40]!r}")
+    database, user = unquote(parts.path[1:]), unquote(parts.username or "")
+    if not database or "/" in database or "\0" in url:
+        raise _bad("it ends with /DATABASE")
+    user = user or environment.get("PGUSER") or system_user
+    host = options.get("host") or parts.hostname or SOCKET_FOLDER
+    folder = host if host.startswith("/") else ""
+    return Address(
+        database=database,
+        user=user,
+        host="" if folder else host,
+        port=port,
+        folder=folder,
+        is_encrypted=not folder and mode == "verify-full",
+        root_certificate=options.get("sslrootcert", ""),
+        password=_password(environment, (host, str(port), database, user), bool(folder)),
+    )
+
+
+def _bad(why: str) -> StoreError:
+    return StoreError("bad_address", f"The address of the database is wrong: {why}.")
+
+
+def _password(environment: Mapping[str, str], whom: tuple[str, ...], is_local: bool) -> str | None:
+    """PGPASSWORD, or of the first line of the password file that fits."""
+    if password := environment.get("PGPASSWORD"):
+        return password
+    home = environment.get("HOME")
+    name = environment.get("PGPASSFILE") or (f"{home}/.pgpass" if home else "")
+    file = Path(name)
+    try:
+        if not file.is_file():
+            return None
+        if file.stat().st_mode & 0o077:
+            message = f"{file} can be read by others than its owner; chmod 600 it."
+            raise StoreError("bad_password_file", message)
+        lines = file.read_text().splitlines()
+    except OSError as error:
+        raise StoreError("bad_password_file", f"{file}: {error.strerror}.") from error
+    for line in lines:
+        *fields, password = (re.sub(r"\\(.)", r"\1", one) for one in _FIELD.findall(line)[:5])
+        if is_local and fields[:1] == ["localhost"]:
+            fields[0] = whom[0]
+        if len(fields) == 4 and all(map(lambda have, want: have in ("*", want), fields, whom)):
+            return password
+    return None
+
+
+_FIELD = re.compile(r"(?:^|(?<=:))((?:[^:\\]|\\.)*)")

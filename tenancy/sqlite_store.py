@@ -1,0 +1,234 @@
+"""A store in a file: SQLite in WAL mode, `synchronous=FULL`, migrations forward only.
+
+Two connections, each behind its own lock: a writer, which waits for the disk, and a reader, which
+never does, so that a question asked on an event loop costs microseconds while a commit is being
+made durable. Other processes may write beside it (the command line does). It knows no tables but
+those of its own bookkeeping; `backends` opens it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from importlib import resources
+from pathlib import Path
+
+import apsw
+
+from tenancy.errors import ConstraintBroken, StoreBusy, StoreError
+from tenancy.store import Row, Transaction, Value
+
+SQLITE_MIN = (3, 51, 3)
+"""Before it, two connections that write and checkpoint at once may corrupt the file."""
+
+BUSY_TIMEOUT_MS = 5_000
+APPLICATION_ID = 0x7472756E
+"""Stands in the file's header: how we know a database of ours."""
+
+
+class SqliteStore:
+    """An open database file. Thread-safe."""
+
+    def __init__(self, path: Path) -> None:
+        """Open, or make, for its owner alone, and bring it up to date. Raises StoreError."""
+        check_sqlite(apsw.sqlite_lib_version())
+        self.path = path
+        self._write_lock = threading.RLock()
+        self._read_lock = threading.Lock()
+        self._claim: int | None = None
+        self._open()
+
+    @property
+    def place(self) -> str:
+        """Its path."""
+        return str(self.path)
+
+    def query(self, sql: str, values: Sequence[Value] = ()) -> list[Row]:
+        """Rows of one statement, as of the last commit. Waits for no writer. Raises StoreError."""
+        try:
+            with self._read_lock:
+                return list(self._reader.execute(sql, tuple(values)))
+        except apsw.Error as error:
+            raise self._unreadable(error) from error
+
+    @contextmanager
+    def change(self) -> Iterator[Transaction]:
+        """All or nothing, durable when it has ended. Takes the write lock at once.
+
+        Raises StoreError, StoreBusy after five seconds behind another process too.
+        """
+        with self._write_lock:
+            try:
+                self._writer.execute("begin immediate")
+                try:
+                    yield _Transaction(self._writer)
+                    self._writer.execute("commit")
+                except BaseException:
+                    if self._writer.in_transaction:
+                        self._writer.execute("rollback")
+                    raise
+            except apsw.Error as error:
+                raise self._not_written(error) from error
+
+    @contextmanager
+    def snapshot(self) -> Iterator[Transaction]:
+        """Reads only, all as of one commit, on a connection of its own. Raises StoreError."""
+        try:
+            with closing(apsw.Connection(str(self.path))) as connection:
+                connection.set_busy_timeout(BUSY_TIMEOUT_MS)
+                connection.execute("pragma query_only=on").fetchall()
+                connection.execute("begin")
+                yield _Transaction(connection)
+        except apsw.Error as error:
+            raise self._unreadable(error) from error
+
+    def registry_version(self) -> int:
+        """Differs after any change of tenants or keys, by whatever process. About 12 us."""
+        return int(self.query("select version from registry_version")[0][0])
+
+    @property
+    def is_near(self) -> bool:
+        """A question is a look into the page cache."""
+        return True
+
+    def claim(self) -> int:
+        """One process keeps holds: a lock on a file beside the database, which the kernel lets go
+        of when the process ends, however it does. Raises StoreError."""
+        assert self._claim is None, "claimed once"
+        lock = self.path.with_name(f"{self.path.name}.lock")
+        file = os.open(lock, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(file)
+            raise StoreError("in_use", f"{self.path} is in use by another server.") from error
+        self._claim = file
+        return 0
+
+    def disclaim(self) -> None:
+        """Let another. Safe to call twice."""
+        if self._claim is not None:
+            os.close(self._claim)
+            self._claim = None
+
+    def is_over(self, writer_id: int) -> bool:
+        """Who holds the lock is alone."""
+        return True
+
+    def another(self) -> SqliteStore:
+        """The same file, opened again. Raises StoreError."""
+        return SqliteStore(self.path)
+
+    def reopen(self) -> None:
+        """After an error of the disk: close, open, and check the whole file before going on.
+
+        What a failed fsync left in memory is not trusted. O(size of the file); until it has ended
+        queries raise. Raises StoreError.
+        """
+        with self._write_lock:
+            self.close()
+            self._open()
+            found = [row[0] for row in self._writer.execute("pragma quick_check(1)")]
+            if found != ["ok"]:
+                self.close()
+                raise StoreError("damaged", f"{self.path} is damaged: {found[0]}.")
+
+    def close(self) -> None:
+        """Close the file. Safe to call twice."""
+        with self._write_lock, self._read_lock:
+            self._reader.close()
+            self._writer.close()
+
+    def _open(self) -> None:
+        connections: list[apsw.Connection] = []
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.touch(mode=0o600)
+            self.path.chmod(0o600)
+            for _ in ("writer", "reader"):
+                connection = apsw.Connection(str(self.path))
+                connections.append(connection)
+                connection.set_busy_timeout(BUSY_TIMEOUT_MS)
+            self._writer, reader = connections
+            for pragma in ("journal_mode=wal", "synchronous=full", "foreign_keys=on"):
+                # A pragma that answers with a row has not run until the row is fetched.
+                self._writer.execute(f"pragma {pragma}").fetchall()
+            self._migrate()
+            reader.execute("pragma query_only=on").fetchall()
+        except (OSError, apsw.Error, StoreError) as error:
+            for connection in connections:
+                connection.close()
+            if isinstance(error, StoreError):
+                raise
+            raise StoreError("unusable", f"{self.path} cannot be used: {error}.") from error
+        self._reader = reader
+
+    def _migrate(self) -> None:
+        """Run what is missing, in one transaction: a killed migration never happened."""
+        files = migrations()
+        with self.change() as db:
+            have = int(db.rows("pragma user_version")[0][0])
+            whose = int(db.rows("pragma application_id")[0][0])
+            if whose not in (0, APPLICATION_ID) or (
+                not have and db.rows("select 1 from sqlite_schema")
+            ):
+                raise StoreError("not_ours", f"{self.path} is the database of another program.")
+            if have > len(files):
+                raise StoreError(
+                    "newer_schema",
+                    f"{self.path} was written by a newer version (schema {have}; this program"
+                    f" knows {len(files)}).",
+                )
+            for number, sql in enumerate(files[have:], have + 1):
+                db.execute(sql)
+                db.execute(f"pragma user_version={number}")
+            db.execute(f"pragma application_id={APPLICATION_ID}")
+
+    def _not_written(self, error: apsw.Error) -> StoreError:
+        message = f"{self.path} was not changed: {error}."
+        match error:
+            case apsw.ConstraintError():
+                return ConstraintBroken("not_written", message)
+            case apsw.BusyError() | apsw.LockedError() | apsw.FullError():
+                return StoreBusy("not_written", message)
+            case _:
+                return StoreError("not_written", message)
+
+    def _unreadable(self, error: apsw.Error) -> StoreError:
+        return StoreError("unusable", f"{self.path} cannot be read: {error}.")
+
+
+class _Transaction:
+    def __init__(self, connection: apsw.Connection) -> None:
+        self._connection = connection
+
+    def execute(self, sql: str, values: Sequence[Value] = ()) -> int:
+        self._connection.execute(sql, tuple(values)).fetchall()
+        return int(self._connection.changes())
+
+    def rows(self, sql: str, values: Sequence[Value] = ()) -> list[Row]:
+        return list(self._connection.execute(sql, tuple(values)))
+
+
+def migrations() -> list[str]:
+    """The schema's steps, in order: number N is the step to version N."""
+    folder = resources.files("tenancy").joinpath("migrations")
+    files = sorted(
+        (item for item in folder.iterdir() if item.name.endswith(".sql")),
+        key=lambda item: item.name,
+    )
+    for number, file in enumerate(files, 1):
+        assert file.name.startswith(f"{number:04d}_"), f"{file.name} is out of order"
+    return [file.read_text() for file in files]
+
+
+def check_sqlite(version: str) -> None:
+    """Raises StoreError for a SQLite that may lose what it confirmed."""
+    if tuple(int(part) for part in version.split(".")) < SQLITE_MIN:
+        wanted = ".".join(map(str, SQLITE_MIN))
+        raise StoreError(
+            "sqlite_too_old", f"SQLite {version} may damage a database; {wanted} is needed."
+        )

@@ -1,0 +1,133 @@
+"""A PostgreSQL server of a test's own, in a temporary folder, on a Unix socket."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import shutil
+import signal
+import subprocess
+import tempfile
+import threading
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+
+from tenancy.postgres_address import Address, read_address
+from tenancy.postgres_link import Link, LinkLost, StatementFailed
+from tenancy.postgres_store import PostgresStore
+
+BINARIES = next(
+    (
+        path
+        for path in (Path("/usr/lib/postgresql/15/bin"), *map(Path, os.get_exec_path()))
+        if all(os.access(path / name, os.X_OK) for name in ("initdb", "postgres"))
+    ),
+    None,
+)
+IN_MEMORY = Path("/dev/shm")
+PATIENCE_S = 30.0
+SETTINGS = (
+    *("listen_addresses=", "shared_buffers=16MB", "max_connections=60", "autovacuum=off"),
+    *("wal_level=minimal", "max_wal_senders=0"),
+)
+MODEL = "model"
+"""The database that others are copied from."""
+
+
+class Server:
+    """One server. `folder` is its own, with the data and the socket."""
+
+    def __init__(self) -> None:
+        assert BINARIES is not None, "whoever asks has looked whether there are binaries"
+        self._binaries = BINARIES
+        # Not the test's own folder: another user must be able to enter.
+        place = IN_MEMORY if os.access(IN_MEMORY, os.W_OK) else None
+        self.folder = Path(tempfile.mkdtemp(prefix="trunkline-", dir=place))
+        self._user = "nobody" if os.geteuid() == 0 else None  # the server refuses to be root
+        if self._user is not None:
+            who = pwd.getpwnam(self._user)
+            os.chown(self.folder, who.pw_uid, who.pw_gid)
+        self._names = count(1)
+        initdb = ["initdb", "-D", "data", "-A", "trust", "-U", "trunkline", "-E", "UTF8"]
+        made = self._spawn([*initdb, "--locale=C.UTF-8", "--no-sync"])
+        assert made.wait(PATIENCE_S) == 0, (self.folder / "log").read_text()
+        self.start()
+
+    @property
+    def pid(self) -> int:
+        """Of the postmaster."""
+        return self._process.pid
+
+    def start(self) -> None:
+        """Start it, and wait until it answers; what it was doing when it died is recovered."""
+        settings = [arg for setting in SETTINGS for arg in ("-c", setting)]
+        self._process = self._spawn(["postgres", "-D", "data", "-k", str(self.folder), *settings])
+        pause = threading.Event()
+        while True:
+            assert self._process.poll() is None, (self.folder / "log").read_text()
+            with suppress(LinkLost, StatementFailed):
+                Link(self.address("postgres"), {}, PATIENCE_S).close()
+                return
+            pause.wait(0.02)
+
+    def stop(self) -> None:
+        """As its administrator does: quickly, and in order."""
+        self._process.send_signal(signal.SIGINT)
+        self._process.wait(PATIENCE_S)
+
+    def kill(self) -> None:
+        """As a power failure does, but for the disk."""
+        self._process.kill()
+        self._process.wait(PATIENCE_S)
+
+    def close(self) -> None:
+        """Stop it, and leave nothing."""
+        if self._process.poll() is None:
+            self.stop()
+        shutil.rmtree(self.folder)
+
+    def url(self, database: str) -> str:
+        """As the configuration has it."""
+        return f"postgresql://trunkline@/{database}?host={self.folder}"
+
+    def address(self, database: str) -> Address:
+        """The same, read."""
+        return read_address(self.url(database), {}, "")
+
+    def database(self, *, is_empty: bool = False) -> str:
+        """A new one, with our schema in it unless it is to be empty."""
+        name = f"test_{next(self._names)}"
+        link = Link(self.address("postgres"), {}, PATIENCE_S)
+        try:
+            if not is_empty and not link.run(_KNOWN, (MODEL,))[0]:
+                link.script(f"create database {MODEL}")
+                PostgresStore(self.address(MODEL)).close()
+            link.script(f"create database {name} template {'template0' if is_empty else MODEL}")
+        finally:
+            link.close()
+        return name
+
+    def drop(self, database: str) -> None:
+        """Remove it, whoever is connected."""
+        link = Link(self.address("postgres"), {}, PATIENCE_S)
+        try:
+            link.script(f"drop database {database} with (force)")
+        finally:
+            link.close()
+
+    def _spawn(self, command: list[str]) -> subprocess.Popen[bytes]:
+        with (self.folder / "log").open("ab") as log:
+            return subprocess.Popen(
+                [self._binaries / command[0], *command[1:]],
+                cwd=self.folder,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                user=self._user,
+                group=None if self._user is None else pwd.getpwnam(self._user).pw_gid,
+                extra_groups=None if self._user is None else [],
+            )
+
+
+_KNOWN = "select 1 from pg_database where datname = ?"

@@ -1,0 +1,79 @@
+"""Where a server's database is: what a URL says, what it may not say, and where passwords stand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tenancy.errors import StoreError
+from tenancy.postgres_address import read_address
+
+
+def test_a_url_says_where_and_who() -> None:
+    """Over TCP with a certificate that is checked, unless it says otherwise."""
+    address = read_address("postgresql://ada@db.example:6000/books", {}, "me")
+
+    assert (address.database, address.user) == ("books", "ada")
+    assert (address.host, address.port, address.is_encrypted) == ("db.example", 6000, True)
+
+
+def test_without_a_host_it_is_the_socket_of_this_machine() -> None:
+    """As for PostgreSQL's own programs; a folder may be named."""
+    usual = read_address("postgresql:///books", {}, "me")
+    other = read_address("postgres:///books?host=/tmp/pg", {"PGUSER": "eve"}, "me")
+
+    assert (usual.folder, usual.user, usual.port) == ("/run/postgresql", "me", 5432)
+    assert (other.folder, other.user, other.is_encrypted) == ("/tmp/pg", "eve", False)
+
+
+@pytest.mark.parametrize(
+    ("url", "why"),
+    [
+        ("postgresql://ada:secret@h/books", "no password may stand in it"),
+        ("postgresql://h", "/DATABASE"),
+        ("postgresql://h/a/b", "/DATABASE"),
+        ("postgresql://h:port/books", "cannot be read"),
+        ("postgresql://h/books?password=secret", "'password' is none of"),
+        ("postgresql://h/books?sslmode=require", "sslmode"),
+        ("mysql://h/books", "begins with"),
+    ],
+)
+def test_a_wrong_address_is_refused_with_the_reason(url: str, why: str) -> None:
+    """Settings are shown and logged: a password in one would be too."""
+    with pytest.raises(StoreError, match=why) as caught:
+        read_address(url, {}, "me")
+
+    assert "secret" not in caught.value.message
+
+
+def test_a_password_comes_from_the_environment_and_is_shown_nowhere() -> None:
+    """Not in what an address says of itself, either."""
+    address = read_address("postgresql://ada@h/books", {"PGPASSWORD": "secret"}, "me")
+
+    assert address.password == "secret"
+    assert "secret" not in f"{address!r} {address} {address.shown}"
+
+
+def test_a_password_file_is_asked_by_host_port_database_and_user(tmp_path: Path) -> None:
+    """The first line that fits; signs behind a backslash are themselves."""
+    file = tmp_path / ".pgpass"
+    file.write_text("# ours\nh:5432:other:*:no\nh:*:books:ada:a\\:b\\\\c\n*:*:*:*:last\n")
+    file.chmod(0o600)
+    home = {"HOME": str(tmp_path)}
+    one = read_address("postgresql://ada@h/books", home, "me").password
+    other = read_address("postgresql://eve@h/books", home, "me").password
+    named = {"PGPASSFILE": str(file)}
+    local = read_address("postgresql:///books", named, "me").password
+
+    assert (one, other, local) == ("a:b\\c", "last", "last")
+
+
+def test_a_password_file_that_others_can_read_is_refused(tmp_path: Path) -> None:
+    """A secret that is none is better noticed."""
+    file = tmp_path / ".pgpass"
+    file.write_text("*:*:*:*:secret\n")
+    file.chmod(0o644)
+
+    with pytest.raises(StoreError, match="chmod 600"):
+        read_address("postgresql:///books", {"HOME": str(tmp_path)}, "me")

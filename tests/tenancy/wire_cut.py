@@ -1,0 +1,98 @@
+"""A way to a PostgreSQL server that can be cut: before a commit reaches it, or before its answer
+comes back."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import tempfile
+import threading
+from contextlib import suppress
+from pathlib import Path
+from typing import Literal
+
+from tenancy.postgres_address import Address, read_address
+
+SOCKET = ".s.PGSQL.5432"
+COMMIT = b"commit\0"
+Where = Literal["before", "after"]
+
+
+class Wire:
+    """A socket in front of a server's. `cuts`: at the next commits, in order; `is_away`: who
+    connects anew finds nobody."""
+
+    def __init__(self, server: Path) -> None:
+        self._server = server
+        self.folder = Path(tempfile.mkdtemp(prefix="trunkline-wire-"))
+        self.cuts: list[Where] = []
+        self.is_away = False
+        self._open: set[socket.socket] = set()
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(str(self.folder / SOCKET))
+        self._listener.listen()
+        self._threads = [threading.Thread(target=self._accept)]
+        self._threads[0].start()
+
+    def address(self, database: str) -> Address:
+        """Of a database of the server, by this way."""
+        return read_address(f"postgresql://trunkline@/{database}?host={self.folder}", {}, "")
+
+    def close(self) -> None:
+        """Nothing is left."""
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        for end in list(self._open):
+            self._end(end)
+        for thread in self._threads:
+            thread.join(20)
+        shutil.rmtree(self.folder)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                client, _ = self._listener.accept()
+            except OSError:
+                return
+            if self.is_away:
+                client.close()
+                continue
+            upstream = socket.socket(socket.AF_UNIX)
+            upstream.connect(str(self._server / SOCKET))
+            self._open |= {client, upstream}
+            answered = threading.Event()
+            answered.set()
+            for thread in (
+                threading.Thread(target=self._up, args=(client, upstream, answered)),
+                threading.Thread(target=self._down, args=(client, upstream, answered)),
+            ):
+                self._threads.append(thread)
+                thread.start()
+
+    def _up(self, client: socket.socket, upstream: socket.socket, clear: threading.Event) -> None:
+        with suppress(OSError):
+            while data := client.recv(65_536):
+                if COMMIT in data and self.cuts:
+                    if self.cuts.pop(0) == "before":
+                        break
+                    clear.clear()  # the answer is not let through
+                upstream.sendall(data)
+        if clear.is_set():
+            self._end(client)
+            self._end(upstream)
+
+    def _down(self, client: socket.socket, upstream: socket.socket, clear: threading.Event) -> None:
+        with suppress(OSError):
+            while data := upstream.recv(65_536):
+                if not clear.is_set():
+                    break
+                client.sendall(data)
+        self._end(client)
+        self._end(upstream)
+
+    def _end(self, end: socket.socket) -> None:
+        with suppress(OSError):
+            end.shutdown(socket.SHUT_RDWR)
+        end.close()
+        self._open.discard(end)
