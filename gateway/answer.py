@@ -316,7 +316,8 @@ class Answer:
 
 
 def cache_header(contracts: Sequence[Contract]) -> str:
-    """Tokens read and written by contract, computed, and found; why not more."""
+    """Tokens read and written by contract, computed, and found; why not more, and the segment of
+    the first token that was not there."""
     record = added([contract.record(Usage()) for contract in contracts])
     parts = {
         "read": record.read_tokens(),
@@ -325,8 +326,13 @@ def cache_header(contracts: Sequence[Contract]) -> str:
         "physical": record.physical_cached,
     }
     text = "; ".join(f"{name}={count}" for name, count in parts.items())
-    missed = next(filter(None, (contract.why_missed() for contract in contracts)), "")
-    return f"{text}; miss={missed}" if missed else text
+    for contract in contracts:
+        if missed := contract.why_missed():
+            segment = contract.missed_segment
+            return (
+                f"{text}; miss={missed}; segment={segment}" if segment else f"{text}; miss={missed}"
+            )
+    return text
 
 
 def _check_media(request: web.Request) -> None:

@@ -185,6 +185,7 @@ class Contract:
         self._read_entry: Entry | None = None
         self._is_written = False
         self._missed = ""
+        self.missed_segment = ""
         self.is_below = False
         self.missed_tokens = 0
         """Of the longest prefix in the books, what was not read."""
@@ -217,6 +218,7 @@ class Contract:
         self._record, self._read_entry = self._split(cached_tokens, granted)
         read = self._record.read_tokens()
         self._missed = self._why_missed(read, now_s)
+        self.missed_segment = self._words.segment_behind(cached_tokens)
         if self._missed and self._tries:
             self.missed_tokens = max(0, self._tries[0][0] - read)
         self._books.promises.answered(self._scope.tenant_id, grants)

@@ -39,6 +39,10 @@ class Words:
         """All that the first `tokens` tokens say; b"" of a raw prompt. O(characters) once."""
         return self._digests.get(tokens, b"")
 
+    def segment_behind(self, tokens: int) -> str:
+        """Where in the request that stands which the first `tokens` tokens do not say in full."""
+        return next((mark.path for mark in self._boundaries if mark.tokens > tokens), "")
+
     @cached_property
     def _digests(self) -> dict[int, bytes]:
         parts: tuple[Tool | Segment, ...] = (*self._prompt.tools, *self._prompt.segments)

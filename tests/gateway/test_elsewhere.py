@@ -208,6 +208,13 @@ def test_words_are_who_said_what_and_nothing_else() -> None:
     assert said(user, tools=(tool,)) == said(user, tools=(replace(tool, strict=True),))
 
 
+def test_the_segment_behind_what_was_found_is_known() -> None:
+    """The first that is not there in full."""
+    words = Words(Prompt(), [Boundary(5, "a"), Boundary(9, "b"), Boundary(9, "c")], ())
+
+    assert [words.segment_behind(tokens) for tokens in (0, 4, 5, 8, 9)] == ["a", "a", "b", "b", ""]
+
+
 def test_a_raw_prompt_has_no_words() -> None:
     """It has no parts to speak of; there is nothing to compare."""
     assert Words(Prompt(text="hi"), [Boundary(3, "prompt")], (3,)).upto(3) == b""

@@ -132,8 +132,22 @@ async def test_the_header_says_that_a_breakpoint_stands_in_another_partition(hou
         _, _, response = await house.ask(CHAT, request, who=who)
         headers.append(response.headers["X-Trunkline-Cache"])
 
+    causes = ["never_written", "other_namespace", "never_written"]
     assert [header.partition("miss=")[2] for header in headers] == [
-        "never_written",
-        "other_namespace",
-        "never_written",
+        f"{cause}; segment=messages[0].content" for cause in causes
     ]
+
+
+async def test_the_header_names_the_segment_of_the_first_token_that_was_not_there(
+    house: House,
+) -> None:
+    """As a quote does: what stands before it was found, and need not be looked at."""
+    asked = {"prompt_cache_options": {"ttl": "30m"}}
+    await house.ask(CHAT, {**body(house, "Hello there"), **asked})
+    _, _, response = await house.ask(CHAT, {**body(house, "Something else"), **asked})
+    _, _, again = await house.ask(CHAT, {**body(house, "Something else"), **asked})
+
+    parts = dict(part.split("=") for part in response.headers["X-Trunkline-Cache"].split("; "))
+    assert (parts["miss"], parts["segment"]) == ("never_written", "messages[1].content")
+    assert int(parts["physical"]) > 0
+    assert "segment" not in again.headers["X-Trunkline-Cache"]
