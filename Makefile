@@ -36,7 +36,7 @@ sim: setup             ## seeded simulation; make sim SEED=7
 	$(BIN)/python -m pytest -m sim $(if $(SEED),--sim-seed $(SEED)) -s
 
 crash: setup           ## the ledger killed at every system call, 2,000 power cuts; minutes
-	CRASH=long $(BIN)/python -m pytest -rP tests/tenancy/test_ledger_crash.py tests/tenancy/test_power_cut.py
+	CRASH=long $(BIN)/python -m pytest -rP -o faulthandler_timeout=0 tests/tenancy/test_ledger_crash.py tests/tenancy/test_power_cut.py
 
 bench: setup           ## the benchmark table against a server it starts
 	$(BIN)/trunkline bench --serve

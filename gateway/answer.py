@@ -88,6 +88,7 @@ class Answer:
         leases = [contract.leases for contract in self._contracts]
         cached, now = await self._look(made, identity)
         requests = admit(call, rendered, identity, self._state.request_id, now, leases)
+        self._state.epoch = now.info.epoch
         account = Account(
             gateway.ledger,
             gateway.wall,

@@ -67,7 +67,8 @@ class Route:
 @dataclass(slots=True)
 class RequestState:
     """What is known of a request by and by; its log line in the end. `headers` go on its answer,
-    whatever that will be. `operation`: what a trace calls it; "" is not traced. `first_token_s` is
+    whatever that will be. `operation`: what a trace calls it; "" is not traced. `epoch`: the
+    engine's life in which it ran. `first_token_s` is
     counted from the time when the engine had it, `submitted_s`; all others are the clock's."""
 
     request_id: str
@@ -85,6 +86,7 @@ class RequestState:
     cache_read_tokens: int = 0
     cache_write_tokens: int = 0
     output_tokens: int = 0
+    epoch: str = ""
     first_token_s: float | None = None
     is_complete: bool = False
     operation: str = ""
@@ -262,6 +264,9 @@ class Guard:
             telemetry.prompt_tokens.labels(tenant).inc(state.prompt_tokens)
             telemetry.cached_tokens.labels(tenant).inc(state.cached_tokens)
             telemetry.output_tokens.labels(tenant).inc(state.output_tokens)
+            telemetry.count_epoch(
+                state.epoch, state.prompt_tokens, state.cached_tokens, state.output_tokens
+            )
         telemetry.requests.labels(tenant, state.route, state.ending).inc()
         if state.code:
             telemetry.refusals.labels(state.code).inc()

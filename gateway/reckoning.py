@@ -9,13 +9,11 @@ from __future__ import annotations
 import asyncio
 from contextlib import suppress
 
-from prometheus_client import Counter
-
 from engine.errors import EngineError
 from gateway.context import Context
 from tenancy.errors import LedgerUnavailable, StoreError
 from tenancy.ledger import EngineTotals
-from tenancy.reconcile import NONE, Counts, reconcile
+from tenancy.reconcile import Counts, reconcile
 
 EVERY_S = 60.0
 PATIENCE_S = 5.0
@@ -27,9 +25,6 @@ class Reckoning:
 
     def __init__(self, gateway: Context) -> None:
         self._gateway = gateway
-        self._epoch = ""
-        self._metrics = NONE  # as the last note found them
-        self._of_epoch = NONE
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -58,19 +53,16 @@ class Reckoning:
                 stats = await gateway.engine.get_stats()
         except (EngineError, TimeoutError):
             return
-        if info.epoch != self._epoch:
-            self._epoch, self._of_epoch = info.epoch, NONE
-        now = self._counted()
-        self._of_epoch, self._metrics = _plus(self._of_epoch, now.minus(self._metrics)), now
+        prompt, cached, output = gateway.telemetry.of_epoch(info.epoch)
         totals = EngineTotals(
             epoch=info.epoch,
             at_ms=at_ms,
             prompt_tokens=stats.prompt_tokens_total,
             cached_tokens=stats.cached_tokens_total,
             output_tokens=stats.output_tokens_total,
-            metric_prompt_tokens=self._of_epoch.prompt_tokens,
-            metric_cached_tokens=self._of_epoch.cached_tokens,
-            metric_output_tokens=self._of_epoch.output_tokens,
+            metric_prompt_tokens=prompt,
+            metric_cached_tokens=cached,
+            metric_output_tokens=output,
             is_ended=is_last,
         )
         with suppress(LedgerUnavailable):
@@ -98,27 +90,3 @@ class Reckoning:
             await asyncio.sleep(EVERY_S)
             await self.note()
             await self.check()
-
-    def _counted(self) -> Counts:
-        telemetry = self._gateway.telemetry
-        return Counts(
-            _total(telemetry.prompt_tokens),
-            _total(telemetry.cached_tokens),
-            _total(telemetry.output_tokens),
-        )
-
-
-def _total(counter: Counter) -> int:
-    """Over all its labels. Tokens are whole numbers, which a float holds up to 2**53."""
-    return int(
-        sum(
-            sample.value
-            for metric in counter.collect()
-            for sample in metric.samples
-            if sample.name.endswith("_total")
-        )
-    )
-
-
-def _plus(one: Counts, other: Counts) -> Counts:
-    return one.minus(NONE.minus(other))

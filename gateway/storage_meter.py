@@ -23,6 +23,9 @@ from tenancy.registry import list_tenants
 from tenancy.resources import sweep_resources
 
 LOOK_EVERY_S = 0.5
+CHURN_EVERY_S = 5.0
+"""What an engine tells that dies is lost between two looks."""
+
 WRITE_EVERY_S = 60.0
 PROMISED, BEST_EFFORT = "promised", "best_effort"
 NANO = 1_000_000_000
@@ -109,12 +112,14 @@ class StorageWatch:
 
     async def _watch(self) -> None:
         clock = self._gateway.clock
-        written_s = clock()
+        written_s = looked_s = clock()
         while True:
             self._look()
+            if clock() - looked_s >= CHURN_EVERY_S:
+                looked_s = clock()
+                look_at_churn(self._gateway)
             if clock() - written_s >= WRITE_EVERY_S:
                 written_s = clock()
-                look_at_churn(self._gateway)
                 await self._write()
                 with suppress(EngineError, StoreError):  # in a minute again
                     await forget_removed(self._gateway)

@@ -20,6 +20,9 @@ from engine.api import Stats
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 OTHERS = "others"
+EPOCHS_MAX = 16
+"""Lives of the engine whose tokens are told apart: the latest."""
+
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 
 _GAUGES = {
@@ -54,6 +57,7 @@ class Telemetry:
         self.registry = one = CollectorRegistry()
         self._tenants_max = tenants_as_labels_max
         self._tenants: set[str] = set()
+        self._epochs: dict[str, list[int]] = {}
 
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(f"trunkline_{name}", text, labels, registry=one)
@@ -85,6 +89,22 @@ class Telemetry:
         self._cache = _CacheMetrics()
         one.register(self._engine)
         one.register(self._cache)
+
+    def count_epoch(self, epoch: str, prompt: int, cached: int, output: int) -> None:
+        """The same tokens as in the counters, by the engine's life in which they were computed."""
+        counts = self._epochs.get(epoch)
+        if counts is None:
+            counts = self._epochs[epoch] = [0, 0, 0]
+            if len(self._epochs) > EPOCHS_MAX:
+                del self._epochs[next(iter(self._epochs))]
+        counts[0] += prompt
+        counts[1] += cached
+        counts[2] += output
+
+    def of_epoch(self, epoch: str) -> tuple[int, int, int]:
+        """Prompt, cached and output tokens of a life of the engine."""
+        prompt, cached, output = self._epochs.get(epoch, (0, 0, 0))
+        return prompt, cached, output
 
     def tenant_label(self, name: str) -> str:
         """The tenant's own name for the first few, `others` for the rest."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -167,9 +168,13 @@ def _paged(rows: Rows) -> Iterator[list[dict[str, object]]]:
         yield page
 
 
+_NUMBER = re.compile(r"-[0-9]+(\.[0-9]+)?", re.ASCII)
+
+
 def _cell(value: object) -> object:
-    """A spreadsheet takes what begins with these signs for a formula."""
-    if isinstance(value, str) and value[:1] in ("=", "+", "-", "@", "\t", "\r"):
+    """A spreadsheet takes what begins with these signs for a formula, unless it is a number."""
+    is_risky = isinstance(value, str) and value[:1] in ("=", "+", "-", "@", "\t", "\r")
+    if is_risky and not _NUMBER.fullmatch(str(value)):
         return f"'{value}"
     return "" if value is None else value
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 
 from gateway.reckoning import Reckoning
+from gateway.telemetry import EPOCHS_MAX, Telemetry
 from tenancy.reconcile import Counts, Epoch, reconcile
 from tests.gateway.house import House
 
@@ -87,14 +88,48 @@ async def test_the_last_note_is_final(house: House) -> None:
 
 
 async def test_two_lives_of_an_engine_are_counted_apart(house: House) -> None:
-    """The metrics go on where the engine begins at zero."""
+    """The metrics go on where the engine begins at zero; what ran in a life that ended before
+    anybody looked is not taken for the next one's."""
+    telemetry = house.gateway.context.telemetry
+    telemetry.count_epoch("0", 100, 50, 7)
     await house.ask(body=house.chat())
     first = await settled(house)
-    context = house.gateway.context
-    reckoning = Reckoning(context)
-    await reckoning.note()
+    await Reckoning(house.gateway.context).note()
     (again,) = reconcile(house.store)
 
-    assert first.engine == again.engine
+    assert first.engine == again.engine == again.metrics
     assert again.metrics == first.metrics
+    assert await house.gateway._reckoning.check()
     assert Counts(3, 2, 1).minus(Counts(1, 2, 3)) == Counts(2, 0, -2)
+
+
+async def test_what_is_told_of_an_epoch_is_what_metrics_count(house: House) -> None:
+    """One more sum would be worth nothing if it went its own way."""
+    await house.ask(body=house.chat("one " * 40))
+    await house.ask(body=house.chat("one " * 40), who="bob")
+    await settled(house)
+    async with house.session.get(f"{house.admin_url}/metrics") as response:
+        lines = (await response.text()).splitlines()
+
+    def total(name: str) -> int:
+        return sum(
+            round(float(line.rpartition(" ")[2])) for line in lines if line.startswith(f"{name}{{")
+        )
+
+    assert house.gateway.context.telemetry.of_epoch("1") == (
+        total("trunkline_prompt_tokens_total"),
+        total("trunkline_cached_tokens_total"),
+        total("trunkline_output_tokens_total"),
+    )
+
+
+def test_lives_of_an_engine_are_forgotten_after_a_while() -> None:
+    """One that dies every minute must not grow a gateway."""
+    telemetry = Telemetry(1)
+    for number in range(EPOCHS_MAX + 1):
+        telemetry.count_epoch(str(number), 1, 0, 0)
+    telemetry.count_epoch("16", 1, 0, 0)
+
+    assert telemetry.of_epoch("0") == (0, 0, 0)
+    assert telemetry.of_epoch("1") == (1, 0, 0)
+    assert telemetry.of_epoch("16") == (2, 0, 0)

@@ -91,6 +91,27 @@ def test_no_cell_is_a_formula(store: Store) -> None:
     assert rows[3]["model"] == "'=m"
 
 
+@pytest.mark.parametrize(
+    ("value", "cell"),
+    [
+        ("-0.000478500000", "-0.000478500000"),
+        ("-7", "-7"),
+        ("-1+1", "'-1+1"),
+        ("-1e5", "'-1e5"),
+        ("-", "'-"),
+        ("-٣", "'-٣"),
+        ("+1", "'+1"),
+        ("@x", "'@x"),
+        ("=1", "'=1"),
+    ],
+)
+def test_a_credit_is_a_number_and_no_formula(value: str, cell: str) -> None:
+    """The sum of a column must be the bill: amounts below zero stay amounts."""
+    (row,) = read_csv(b"".join(as_csv(["x"], [{"x": value}])))
+
+    assert row["x"] == cell
+
+
 def test_a_period_and_a_tenant_select(store: Store) -> None:
     """Half-open; by the instant an entry is booked at."""
     rows = list(entry_rows(store, "ada", 2_000, 6_000))
