@@ -33,6 +33,8 @@ PREFIXES_MAX = 2_048
 PATH_SIGNS_MAX = 120
 SAMPLE_MAX = 1_024
 SEEN_MAX = 4_096
+TOGETHER = 32
+"""How many answers wait to be added up at most; their prompts have `TOKENS_MAX` tokens at most."""
 TOKENS_MAX = 65_536
 """Of one prompt, looked at: the beginning is where prefixes are."""
 
@@ -63,12 +65,12 @@ class Minute:
         self.number = number
         self.requests = self.read = self.write = self.fresh = self.out = 0
 
-    def add(self, record: UsageRecord) -> None:
-        self.requests += 1
-        self.read += record.read_tokens()
-        self.write += record.write_tokens()
-        self.fresh += record.fresh
-        self.out += record.out
+    def add(self, requests: int, read: int, write: int, fresh: int, out: int) -> None:
+        self.requests += requests
+        self.read += read
+        self.write += write
+        self.fresh += fresh
+        self.out += out
 
     def row(self) -> list[int]:
         """[minute, requests, read, write, fresh, out]."""
@@ -107,24 +109,35 @@ class TenantView:
         self.endings: Counter[str] = Counter()
         self.hit_times, self.miss_times = Times(), Times()
 
-    def add(self, facts: Facts, minute: int) -> None:
-        """One more answer: its counts. O(1)."""
-        record = facts.record
-        self.total.add(record)
-        _minute(self.minutes, minute).add(record)
-        self.prompt += record.total_in
-        self.physical += record.physical_cached
-        self.owed += record.recomputed_promised
-        self.read_classes.update(record.read)
-        self.write_classes.update(record.write)
-        self.endings[facts.ending] += 1
-        if facts.missed:
-            self.misses[facts.missed] += 1
-            if facts.missed_tokens:
-                self.missed_tokens[facts.missed] += facts.missed_tokens
-        if facts.first_token_s is not None:
-            times = self.hit_times if record.physical_cached else self.miss_times
-            times.add(facts.first_token_s)
+    def add(self, minute: int, many: Sequence[Facts]) -> None:
+        """More answers of one minute: their counts. O(answers)."""
+        records = [facts.record for facts in many]
+        sums = (
+            len(records),
+            sum([record.read_tokens() for record in records]),
+            sum([record.write_tokens() for record in records]),
+            sum([record.fresh for record in records]),
+            sum([record.out for record in records]),
+        )
+        self.total.add(*sums)
+        _minute(self.minutes, minute).add(*sums)
+        self.prompt += sum([record.total_in for record in records])
+        self.physical += sum([record.physical_cached for record in records])
+        self.owed += sum([record.recomputed_promised for record in records])
+        self.endings.update([facts.ending for facts in many])
+        for record in records:
+            if record.read:
+                self.read_classes.update(record.read)
+            if record.write:
+                self.write_classes.update(record.write)
+        for facts in many:
+            if facts.missed:
+                self.misses[facts.missed] += 1
+                if facts.missed_tokens:
+                    self.missed_tokens[facts.missed] += facts.missed_tokens
+            if facts.first_token_s is not None:
+                times = self.hit_times if facts.record.physical_cached else self.miss_times
+                times.add(facts.first_token_s)
 
     def summary(self) -> dict[str, Any]:
         """A line of a table."""
@@ -182,23 +195,37 @@ class Analytics:
         self._tenants: OrderedDict[str, TenantView] = OrderedDict()
         self._prompts: OrderedDict[str, Prompts] = OrderedDict()
         self._all = TenantView()
+        self._waiting: list[tuple[int, float, Facts]] = []
+        self._waiting_tokens = 0
 
     def note(self, facts: Facts) -> None:
-        """An answer is over. O(tokens of its prompt)."""
-        view = _latest(self._tenants, facts.tenant, TenantView, COUNTED_MAX)
-        minute = self._wall() // 60_000
-        for one in (view, self._all):
-            one.add(facts, minute)
-        prompts = _latest(self._prompts, facts.tenant, Prompts, self._tenants_max)
-        prompts.add(facts, self._clock())
+        """An answer is over. O(1), and now and then O(tokens of those before): a few dozen answers
+        are added up together, and those that wait whenever somebody asks."""
+        self._waiting.append((self._wall() // 60_000, self._clock(), facts))
+        self._waiting_tokens += len(facts.tokens)
+        if len(self._waiting) >= TOGETHER or self._waiting_tokens >= TOKENS_MAX:
+            self._fold()
+
+    def _fold(self) -> None:
+        groups: dict[tuple[int, str], list[Facts]] = {}
+        for minute, at_s, facts in self._waiting:
+            groups.setdefault((minute, facts.tenant), []).append(facts)
+            prompts = _latest(self._prompts, facts.tenant, Prompts, self._tenants_max)
+            prompts.add(facts, at_s)
+        for (minute, tenant), many in groups.items():
+            self._all.add(minute, many)
+            _latest(self._tenants, tenant, TenantView, COUNTED_MAX).add(minute, many)
+        self._waiting, self._waiting_tokens = [], 0
 
     def missed_tokens(self, name: str, cause: str) -> int:
         """Tokens of a tenant's prefixes that had to be computed again because of this."""
+        self._fold()
         view = self._tenants.get(name)
         return 0 if view is None else view.missed_tokens[cause]
 
     def overview(self) -> dict[str, Any]:
         """Everything together, and a line per tenant."""
+        self._fold()
         return {
             "total": self._all.summary(),
             "minutes": [minute.row() for minute in self._all.minutes],
@@ -220,6 +247,7 @@ class Analytics:
     ) -> dict[str, Any] | None:
         """One tenant in full, with advice at these prices; None if it was not seen lately. Of one
         that is only counted there is no advice."""
+        self._fold()
         view = self._tenants.get(name)
         if view is None:
             return None

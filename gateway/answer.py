@@ -9,7 +9,7 @@ It knows no dialect by name; handlers call it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 
 from aiohttp import web
@@ -22,7 +22,7 @@ from gateway.accounting import added
 from gateway.admission import Circumstances, admit
 from gateway.analytics import Facts
 from gateway.context import Context
-from gateway.dialects.canonical import ChoiceEnd, Delta, End, Rendered, Reply
+from gateway.dialects.canonical import Begin, ChoiceEnd, Delta, End, Rendered, Reply, UsageRecord
 from gateway.endpoints import Dialect, Encoder, asked
 from gateway.errors import Kind, Refusal
 from gateway.metering import Account
@@ -34,9 +34,10 @@ from gateway.server import ClientGone, read_body, send, write
 from gateway.stream import AnswerStream
 from gateway.tracing import operation_of
 from tenancy.errors import LedgerUnavailable, LimitExceeded
-from tenancy.limits import Demand, Reservation
+from tenancy.limits import Demand, LimitState, Meter, Reservation
 from tenancy.types import Identity
 
+_NOTHING = Usage()
 CACHE_HEADER = "X-Trunkline-Cache"
 """Tokens read and written by contract, computed, and found; and why not more was read."""
 
@@ -54,6 +55,7 @@ class Answer:
         self._reply = Reply("", "", 0)
         self._contracts: list[Contract] = []
         self._rendered: list[Rendered] = []
+        self._begun: Callable[[int], None] | None = None
 
     async def run(self, id_prefix: str) -> web.StreamResponse:
         """Everything up to the hold; nothing has to be undone before it."""
@@ -101,6 +103,13 @@ class Answer:
             landings=gateway.landings,
         )
         reservation = self._reserve(identity, limiting.estimate(requests, cached))
+
+        def begun(found: int) -> None:
+            """What the engine has found takes the place of what was thought."""
+            if found != cached:
+                reservation.correct(limiting.estimate(requests, found))
+
+        self._begun = begun
         gateway.enter(tenant_id)
         answer = AnswerStream(call, rendered, (), gateway.renderer)
         ending = "failed"
@@ -128,9 +137,11 @@ class Answer:
                 await gateway.finish(self._give_up(answer, account, ending, reservation))
 
     async def _look(self, made: Prepared, identity: Identity) -> tuple[int, Circumstances]:
-        """What the cache has of the prompts, if a limit depends on it, and how things stand then:
-        what is counted now still holds when the call is admitted."""
-        if not limiting.counts_input(identity):
+        """What the cache has of the prompts, if a limit may depend on it, and how things stand
+        then: what is counted now still holds when the call is admitted."""
+        longest = made.now.limits.output_tokens_default
+        most = limiting.most(made.tokens, made.call.generation, len(made.rendered), longest)
+        if not self._gateway.limiter.presses(identity, most):
             return 0, made.now
         prompts = [prompt.token_ids for prompt in made.rendered]
         cached = await limiting.cached_tokens(self._gateway.engine, made.scope.namespace, prompts)
@@ -140,13 +151,16 @@ class Answer:
         """A place in the limits, and what is left said in the headers, refused or not."""
         limiter = self._gateway.limiter
         try:
-            return limiter.reserve(identity, demand)
+            reservation = limiter.reserve(identity, demand)
         except LimitExceeded as error:
+            self._say_limits(limiter.status(identity))
             raise limiting.refusal_of(error) from error
-        finally:
-            left = limiter.status(identity)
-            name, now_ms = self._dialect.name, self._gateway.wall()
-            self._state.headers.update(limiting.limit_headers(name, left, now_ms))
+        self._say_limits(reservation.status())
+        return reservation
+
+    def _say_limits(self, left: Mapping[Meter, LimitState]) -> None:
+        headers = limiting.limit_headers(self._dialect.name, left, self._gateway.wall())
+        self._state.headers.update(headers)
 
     async def _submit(self, requests: tuple[Request, ...]) -> list[RequestStream]:
         """All prompts of a call or none."""
@@ -172,26 +186,27 @@ class Answer:
 
     def _close(self, answer: AnswerStream, ending: str, reservation: Reservation) -> None:
         """Tell everybody who counts; once for each answer."""
-        reservation.settle(limiting.truth(answer.usage_so_far()))
-        self._note(answer)
+        records = answer.records_so_far()
+        usage = added(records)
+        reservation.settle(limiting.truth(usage))
+        self._note(usage, answer.first_token_s)
         for contract in self._contracts:
             contract.finish(self._reply.response_id)
-        self._tell(answer, ending)
+        self._tell(answer, records, ending)
 
-    def _tell(self, answer: AnswerStream, ending: str) -> None:
+    def _tell(self, answer: AnswerStream, records: Sequence[UsageRecord], ending: str) -> None:
         """What operators look at."""
         identity = self._state.identity
         assert identity is not None, "answers have an owner"
-        records = answer.records_so_far()
         telemetry = self._gateway.telemetry
         tenant = telemetry.tenant_label(identity.tenant.name)
-        telemetry.output_format_violations.inc(answer.format_violations)
+        telemetry.output_format_violations.add(answer.format_violations)
         for contract, record, prompt in zip(self._contracts, records, self._rendered, strict=False):
-            telemetry.read_tokens.labels(tenant).inc(record.read_tokens())
-            telemetry.write_tokens.labels(tenant).inc(record.write_tokens())
-            telemetry.owed_tokens.labels(tenant).inc(record.recomputed_promised)
+            telemetry.read_tokens.add(record.read_tokens(), tenant)
+            telemetry.write_tokens.add(record.write_tokens(), tenant)
+            telemetry.owed_tokens.add(record.recomputed_promised, tenant)
             if missed := contract.why_missed():
-                telemetry.misses.labels(missed).inc()
+                telemetry.misses.add(1, missed)
             self._gateway.analytics.note(
                 Facts(
                     tenant=identity.tenant.name,
@@ -205,19 +220,21 @@ class Answer:
                 )
             )
 
-    def _note(self, answer: AnswerStream) -> None:
-        usage = answer.usage_so_far()
+    def _note(self, usage: UsageRecord, first_token_s: float | None) -> None:
         self._state.prompt_tokens = usage.total_in
         self._state.cached_tokens = usage.physical_cached
         self._state.cache_read_tokens = usage.read_tokens()
         self._state.cache_write_tokens = usage.write_tokens()
         self._state.output_tokens = usage.out
-        self._state.first_token_s = answer.first_token_s
+        self._state.first_token_s = first_token_s
 
-    def _note_reasons(self, deltas: Sequence[Delta]) -> None:
+    def _see(self, deltas: Sequence[Delta]) -> None:
+        """What of an answer on its way others must know."""
         for delta in deltas:
             if isinstance(delta, ChoiceEnd):
                 self._state.finish_reasons[delta.index] = delta.reason
+            elif isinstance(delta, Begin) and self._begun is not None:
+                self._begun(delta.usage.physical_cached)
 
     # -- the two shapes of an answer ------------------------------------------------------------
 
@@ -227,19 +244,15 @@ class Answer:
         deltas: list[Delta] = []
         async with aclosing(answer.batches()) as batches:
             async for batch in batches:
-                deltas.extend(batch or ())
-        self._note_reasons(deltas)
+                if batch:
+                    self._see(batch)
+                    deltas += batch
         await self._settle(deltas, account, answer.first_token_s)
         return await self._send_whole(encoder.unary(deltas))
 
     async def _send_whole(self, body: bytes) -> web.StreamResponse:
-        return await send(
-            self._request,
-            200,
-            body,
-            {"Content-Type": "application/json", **self._headers()},
-            self._gateway.config.server.write_timeout_s,
-        )
+        headers = {"Content-Type": "application/json", **self._headers()}
+        return await send(self._request, 200, body, headers)
 
     def _headers(self) -> dict[str, str]:
         """What names the answer in its dialect, and what the cache did for it."""
@@ -273,7 +286,7 @@ class Answer:
         if batch is None:
             await self._send(self._dialect.keep_alive())
             return
-        self._note_reasons(batch)
+        self._see(batch)
         is_last = bool(batch) and isinstance(batch[-1], End)
         data = b"".join(map(encoder.stream, batch))
         if is_last:
@@ -304,8 +317,7 @@ class Answer:
                 }
             )
             await self._response.prepare(self._request)
-        timeout_s = self._gateway.config.server.write_timeout_s
-        await write(self._request, data, timeout_s)
+        await write(self._request, data)
 
     async def _settle(
         self, deltas: Sequence[Delta], account: Account, first_token_s: float | None
@@ -319,14 +331,11 @@ class Answer:
 def cache_header(contracts: Sequence[Contract]) -> str:
     """Tokens read and written by contract, computed, and found; why not more, and the segment of
     the first token that was not there."""
-    record = added([contract.record(Usage()) for contract in contracts])
-    parts = {
-        "read": record.read_tokens(),
-        "write": record.write_tokens(),
-        "fresh": record.fresh,
-        "physical": record.physical_cached,
-    }
-    text = "; ".join(f"{name}={count}" for name, count in parts.items())
+    record = added([contract.record(_NOTHING) for contract in contracts])
+    text = (
+        f"read={record.read_tokens()}; write={record.write_tokens()}; fresh={record.fresh};"
+        f" physical={record.physical_cached}"
+    )
     for contract in contracts:
         if missed := contract.why_missed():
             segment = contract.missed_segment

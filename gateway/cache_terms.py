@@ -68,6 +68,9 @@ def default_profiles() -> dict[str, CacheProfile]:
     }
 
 
+_CLASSES, _PROFILES = default_classes(), default_profiles()
+
+
 class CachingConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """`classes` and `profiles` given in a file are added to the built-in ones, or replace them.
 
@@ -94,9 +97,9 @@ class CachingConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
     def retention(self, name: str) -> Retention | None:
         """The class of that name."""
-        found = self.all_classes().get(name)
+        found = self.classes.get(name) or _CLASSES.get(name)
         return None if found is None else found.retention(name)
 
     def profile(self, name: str) -> CacheProfile:
         """The profile of that name; dialects name only built-in ones."""
-        return {**default_profiles(), **self.profiles}[name]
+        return self.profiles.get(name) or _PROFILES[name]

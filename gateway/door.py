@@ -45,7 +45,8 @@ def bearer_key(request: web.Request) -> str:
         found.append(key.strip() if scheme.lower() == "bearer" else "")
     for header in ("X-Api-Key", "X-Goog-Api-Key"):
         found.extend(value.strip() for value in request.headers.getall(header, []))
-    found.extend(request.query.getall("key", []))
+    if request.rel_url.raw_query_string:
+        found.extend(request.query.getall("key", []))
     if len(set(found)) > 1 or len(request.headers.getall("Authorization", [])) > 1:
         raise Refusal(Kind.BAD, "ambiguous_key", "Two different keys were sent; send one.")
     if not found or not found[0]:

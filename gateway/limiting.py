@@ -1,7 +1,7 @@
 """A call's place in its tenant's limits: what it may come to, what came of it, and the headers.
 
-`tenancy.limits` counts; here tokens are estimated by a live look into the cache, and what is left
-is said as each dialect's clients read it. It knows no HTTP; `answer` calls it.
+`tenancy.limits` counts; here tokens are estimated, by a live look into the cache where a limit is
+near, and what is left is said as each dialect's clients read it. It knows no HTTP; `answer` calls.
 """
 
 from __future__ import annotations
@@ -13,21 +13,19 @@ from datetime import UTC, datetime
 
 from engine.api import Request
 from engine.client import Engine
-from gateway.dialects.canonical import UsageRecord
+from gateway.dialects.canonical import Generation, UsageRecord
 from gateway.errors import Kind, Refusal
 from tenancy.errors import LimitExceeded
 from tenancy.limits import Demand, LimitState, Meter
-from tenancy.types import Identity
 
 NOTHING = Demand(0, 0)
 
 
-def counts_input(identity: Identity) -> bool:
-    """Does any of its limits depend on what the cache has?"""
-    return any(
-        limits.input_tokens_per_minute is not None or limits.tokens_per_minute is not None
-        for limits in (identity.limits, identity.key_limits)
-    )
+def most(prompt_tokens: int, generation: Generation, prompts: int, default: int) -> Demand:
+    """What a call may come to, before anything is known of the cache. `default`: how long an answer
+    may be that nobody limits."""
+    longest = default if generation.max_tokens is None else generation.max_tokens
+    return Demand(prompt_tokens, longest * generation.samples * prompts)
 
 
 async def cached_tokens(
@@ -68,18 +66,25 @@ def limit_headers(dialect: str, states: Mapping[Meter, LimitState], now_ms: int)
     return {}
 
 
+_OPENAI: tuple[tuple[str, tuple[Meter, ...]], ...] = (
+    ("Requests", ("requests",)),
+    ("Tokens", ("tokens", "input_tokens", "output_tokens")),
+)
+
+
 def _openai(states: Mapping[Meter, LimitState]) -> dict[str, str]:
     """Requests and tokens; where only one side of the tokens is limited, that side."""
-    tokens = [
-        states[name] for name in ("tokens", "input_tokens", "output_tokens") if name in states
-    ]
-    shown = {"requests": states.get("requests"), "tokens": min(tokens, key=_left, default=None)}
     headers = {}
-    for name, state in shown.items():
-        if state is not None:
-            headers[f"X-RateLimit-Limit-{name.title()}"] = str(state.limit)
-            headers[f"X-RateLimit-Remaining-{name.title()}"] = str(state.remaining)
-            headers[f"X-RateLimit-Reset-{name.title()}"] = _duration(state.reset_s)
+    for name, meters in _OPENAI:
+        shown: LimitState | None = None
+        for meter in meters:
+            state = states.get(meter)
+            if state is not None and (shown is None or state.remaining < shown.remaining):
+                shown = state
+        if shown is not None:
+            headers[f"X-RateLimit-Limit-{name}"] = str(shown.limit)
+            headers[f"X-RateLimit-Remaining-{name}"] = str(shown.remaining)
+            headers[f"X-RateLimit-Reset-{name}"] = _duration(shown.reset_s)
     return headers
 
 
@@ -93,10 +98,6 @@ def _anthropic(states: Mapping[Meter, LimitState], now_ms: int) -> dict[str, str
         headers[f"{name}-Remaining"] = str(state.remaining)
         headers[f"{name}-Reset"] = at.isoformat().replace("+00:00", "Z")
     return headers
-
-
-def _left(state: LimitState) -> int:
-    return state.remaining
 
 
 def _duration(seconds: float) -> str:

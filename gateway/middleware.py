@@ -201,24 +201,27 @@ class Guard:
     async def _enter(
         self, request: web.Request, handler: Handler, state: RequestState
     ) -> web.StreamResponse:
-        state.shape = next(
-            (shape for header, shape in self._shapes if header in request.headers), PLAIN
-        )
+        resource = request.match_info.route.resource
+        path = resource.canonical if resource is not None else ""
+        route = self._declared.get((request.method, path))
+        state.shape = route.shape if route is not None else PLAIN
+        if state.shape is PLAIN:
+            state.shape = self._shape_by_header(request)
         check_host(request, self._hosts)
         failure = request.match_info.http_exception
         if failure is not None:
             raise failure
-        resource = request.match_info.route.resource
-        path = resource.canonical if resource is not None else ""
-        route = self._declared.get((request.method, path))
         if route is None:
             raise web.HTTPNotFound
         state.route = path
-        if route.shape is not PLAIN:
-            state.shape = route.shape
         if route.role != "open":
             self._identify(request, route.role, state)
         return await handler(request)
+
+    def _shape_by_header(self, request: web.Request) -> ErrorShape:
+        """Whose errors a client reads that is at no path of a dialect's."""
+        named = (shape for header, shape in self._shapes if header in request.headers)
+        return next(named, PLAIN)
 
     def _identify(self, request: web.Request, role: Role, state: RequestState) -> None:
         """Who is asking. Before the body is read: nobody gets parser time without a key."""
@@ -261,20 +264,20 @@ class Guard:
         tenant = "none"
         if state.identity is not None:
             tenant = telemetry.tenant_label(state.identity.tenant.name)
-            telemetry.prompt_tokens.labels(tenant).inc(state.prompt_tokens)
-            telemetry.cached_tokens.labels(tenant).inc(state.cached_tokens)
-            telemetry.output_tokens.labels(tenant).inc(state.output_tokens)
+            telemetry.prompt_tokens.add(state.prompt_tokens, tenant)
+            telemetry.cached_tokens.add(state.cached_tokens, tenant)
+            telemetry.output_tokens.add(state.output_tokens, tenant)
             telemetry.count_epoch(
                 state.epoch, state.prompt_tokens, state.cached_tokens, state.output_tokens
             )
-        telemetry.requests.labels(tenant, state.route, state.ending).inc()
+            telemetry.duration_s.add(total_s)
+        telemetry.requests.add(1, tenant, state.route, state.ending)
         if state.code:
-            telemetry.refusals.labels(state.code).inc()
+            telemetry.refusals.add(1, state.code)
         if state.first_token_s is not None:
-            cache = "hit" if state.cached_tokens else "miss"
-            telemetry.first_token_s.labels(cache).observe(state.first_token_s)
-        if state.identity is not None:
-            telemetry.duration_s.observe(total_s)
+            telemetry.first_token_s.add(
+                state.first_token_s, "hit" if state.cached_tokens else "miss"
+            )
         # Probes ask every second and say nothing: only what had a key, or was refused.
         has_key = state.identity is not None or state.admin_key_id is not None
         has_news = has_key or state.ending != "done"

@@ -62,15 +62,18 @@ class Connection(RequestHandler):
     """One client's connection: a deadline on the head, on each write, and fixed error pages.
 
     aiohttp parses heads inside the transport's callback, so the deadline on a head is a timer that
-    starts with the first byte that belongs to no message yet, and with the connection itself.
+    starts with the first byte that belongs to no message yet, and with the connection itself. A
+    write's timer runs only while the transport holds more than it should: hardly one write in a
+    thousand has to wait for its reader.
     """
 
-    __slots__ = ("_address", "_head_timer", "_listener", "_payload")
+    __slots__ = ("_address", "_head_timer", "_listener", "_payload", "_write_timer")
 
     def __init__(self, listener: Listener, **kwargs: Any) -> None:
         super().__init__(listener, **kwargs)
         self._listener = listener
         self._head_timer: asyncio.TimerHandle | None = None
+        self._write_timer: asyncio.TimerHandle | None = None
         self._payload: Any = None
         self._address: str | None = None
 
@@ -92,6 +95,7 @@ class Connection(RequestHandler):
     def connection_lost(self, exc: BaseException | None) -> None:
         """Give the connection's place back. Cancels the handler."""
         self._stop_head_timer()
+        self._stop_write_timer()
         if self._address is not None:
             self._listener.leave(self._address)
             self._address = None
@@ -107,6 +111,23 @@ class Connection(RequestHandler):
             self._stop_head_timer()
         elif between and self._head_timer is None and not self._upgraded:
             self._start_head_timer()
+
+    def pause_writing(self) -> None:
+        """The client reads too slowly: from now on it has so long to catch up."""
+        super().pause_writing()
+        self._write_timer = self._loop.call_later(
+            self._listener.settings.write_timeout_s, self.abort
+        )
+
+    def resume_writing(self) -> None:
+        """It has."""
+        self._stop_write_timer()
+        super().resume_writing()
+
+    def _stop_write_timer(self) -> None:
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
 
     def _start_head_timer(self) -> None:
         self._head_timer = self._loop.call_later(
@@ -159,17 +180,6 @@ class Connection(RequestHandler):
         if isinstance(exc, HttpProcessingError) or status == 400:
             return fixed_error(400, "invalid_request_error", "bad_http", _UNREADABLE, new_id)
         return fixed_error(500, "server_error", "internal_error", "Something failed here.", new_id)
-
-    async def finish_response(
-        self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
-    ) -> tuple[web.StreamResponse, bool]:
-        """Write the end of an answer, within the write deadline, or drop the connection."""
-        try:
-            async with asyncio.timeout(self._listener.settings.write_timeout_s):
-                return await super().finish_response(request, resp, start_time)
-        except TimeoutError:
-            self.abort()
-            return resp, True
 
     def abort(self) -> None:
         """Close at once, dropping what was not read: a reset tells the client it is incomplete."""
@@ -349,29 +359,23 @@ def _too_big(settings: ServerConfig) -> Refusal:
 # --- answers out ---------------------------------------------------------------------------------
 
 
-async def write(request: web.Request, data: bytes, timeout_s: float) -> None:
-    """Write `data` of a prepared answer, waiting at most `timeout_s` for the client to read.
+async def write(request: web.Request, data: bytes) -> None:
+    """Write `data` of a prepared answer, and wait for the client to read if it is far behind.
 
-    Raises ClientGone, having closed the connection, if it does not.
+    Raises ClientGone, having closed the connection, if it does not (see `Connection`).
     """
     writer = cast(StreamWriter, request.writer)
     try:
-        # What the transport takes at once costs no timer: most writes are one token long.
         await writer.write(data, drain=False)
         if request.protocol.writing_paused:
-            async with asyncio.timeout(timeout_s):
-                await writer.drain()
-    except (TimeoutError, ConnectionError):
+            await writer.drain()
+    except ConnectionError:
         cut(request)
         raise ClientGone from None
 
 
 async def send(
-    request: web.Request,
-    status: int,
-    body: bytes,
-    headers: dict[str, str],
-    timeout_s: float,
+    request: web.Request, status: int, body: bytes, headers: dict[str, str]
 ) -> web.StreamResponse:
     """A whole answer, in pieces so that a slow reader of a long one has a deadline per piece."""
     if len(body) <= _WRITE_PIECE_BYTES:
@@ -380,7 +384,7 @@ async def send(
     response.content_length = len(body)
     await response.prepare(request)
     for start in range(0, len(body), _WRITE_PIECE_BYTES):
-        await write(request, body[start : start + _WRITE_PIECE_BYTES], timeout_s)
+        await write(request, body[start : start + _WRITE_PIECE_BYTES])
     return response
 
 

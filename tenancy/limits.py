@@ -17,8 +17,9 @@ runtime holds for the next request: a half-full bucket of one size is a half-ful
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Literal
 
 import msgspec
@@ -34,10 +35,17 @@ AT_ONCE_RETRY_S = 1.0
 """Nobody knows when a running request ends; a second is soon enough to ask again."""
 
 _IDLE_LOOKS = 4
-"""How many of the longest unused entries each reservation looks at: more than it adds."""
+"""How many of the longest unused entries are looked at when one or two are added."""
 
 Meter = Literal["requests", "tokens", "input_tokens", "output_tokens"]
 METERS: tuple[Meter, ...] = ("requests", "tokens", "input_tokens", "output_tokens")
+
+Kind = Literal["tenant", "key"]
+Owner = tuple[Kind, int]
+
+_OF_PROMPTS = (METERS.index("tokens"), METERS.index("input_tokens"))
+_PRESSING = 8
+"""A limit of which not more than one part in so many is taken presses nobody."""
 
 
 class Demand(Struct, frozen=True):
@@ -46,17 +54,11 @@ class Demand(Struct, frozen=True):
     input_tokens: int
     output_tokens: int
 
-    def of(self, meter: Meter) -> int:
-        """What it counts on a meter."""
-        match meter:
-            case "requests":
-                return 1
-            case "tokens":
-                return self.input_tokens + self.output_tokens
-            case "input_tokens":
-                return self.input_tokens
-            case "output_tokens":
-                return self.output_tokens
+    @property
+    def counts(self) -> tuple[int, int, int, int]:
+        """What it counts on each of `METERS`."""
+        given, made = self.input_tokens, self.output_tokens
+        return 1, given + made, given, made
 
 
 class LimitState(Struct, frozen=True):
@@ -81,8 +83,9 @@ class _Bucket:
         """As it is now, at this limit. Shares are rounded up where the limit has changed."""
         gone = (now_ns - self.at_ns) * self.limit
         self.at_ns = now_ns
-        self.owed = max(0, self.owed - gone)
-        self.told = max(0, self.told - gone)
+        self.owed = self.owed - gone if self.owed > gone else 0
+        if self.told:
+            self.told = max(0, self.told - gone)
         if limit != self.limit:
             self.owed = -(-self.owed * limit // self.limit)
             self.told = -(-self.told * limit // self.limit)
@@ -105,6 +108,11 @@ class _Bucket:
         left = max(0, self.limit * MINUTE_NS - self.owed)
         return LimitState(self.limit, left // MINUTE_NS, self.owed / self.limit / SECOND_NS)
 
+    def share(self, now_ns: int) -> float:
+        """Which part of the limit is taken. Changes nothing."""
+        owed = self.owed - (now_ns - self.at_ns) * self.limit
+        return max(0, owed) / (self.limit * MINUTE_NS)
+
     def is_idle(self, now_ns: int) -> bool:
         """Would a new one be the same?"""
         return max(self.owed, self.told) <= (now_ns - self.at_ns) * self.limit
@@ -112,12 +120,13 @@ class _Bucket:
 
 @dataclass(slots=True)
 class _Account:
-    """What a tenant or a key has used."""
+    """What a tenant or a key has used. `buckets`: by the place of the meter in `METERS`."""
 
-    buckets: dict[Meter, _Bucket] = field(default_factory=dict)
+    kind: Kind
+    buckets: dict[int, _Bucket] = field(default_factory=dict)
     at_once: int = 0
 
-    def bucket(self, meter: Meter) -> _Bucket:
+    def bucket(self, meter: int) -> _Bucket:
         found = self.buckets.get(meter)
         if found is None:
             found = self.buckets[meter] = _Bucket()
@@ -128,21 +137,14 @@ class _Account:
         return not self.at_once and all(b.is_idle(now_ns) for b in self.buckets.values())
 
 
-class _Taken(Struct, frozen=True):
-    """What a request takes of a bucket, at the limit that held then."""
+class _Taken(Struct):
+    """What a request takes of a bucket, as far as is known, at the limit that held then."""
 
     bucket: _Bucket
-    meter: Meter
+    kind: Kind
+    meter: int
     limit: int
     count: int
-
-    @property
-    def cost(self) -> int:
-        """In the bucket's own measure."""
-        return self.count * MINUTE_NS
-
-
-Owner = tuple[Literal["tenant", "key"], int]
 
 
 class Reservation:
@@ -151,7 +153,7 @@ class Reservation:
     __slots__ = ("_accounts", "_is_open", "_limiter", "_taken")
 
     def __init__(
-        self, limiter: Limiter, accounts: tuple[_Account, ...], taken: tuple[_Taken, ...]
+        self, limiter: Limiter, accounts: tuple[_Account, ...], taken: list[_Taken]
     ) -> None:
         self._limiter = limiter
         self._accounts = accounts
@@ -162,8 +164,21 @@ class Reservation:
         """Correct the estimate by the truth; what was too much is there for others at once, what
         was too little is owed. The request itself stays counted. A second call changes nothing."""
         if self._is_open:
+            self.correct(actual)
             self._is_open = False
-            self._limiter.settle(self._accounts, self._taken, actual)
+            self._limiter.leave(self._accounts)
+
+    def correct(self, estimate: Demand) -> None:
+        """More is known of it now, and it goes on: what was too much is there for others."""
+        if self._is_open:
+            self._limiter.correct(self._taken, estimate)
+
+    def status(self) -> dict[Meter, LimitState]:
+        """What `Limiter.status` says, as of the reservation itself: to be asked at once."""
+        states: dict[Meter, LimitState] = {}
+        for taken in self._taken:
+            _keep_tighter(states, METERS[taken.meter], taken.bucket.state())
+        return states
 
     @property
     def is_open(self) -> bool:
@@ -187,47 +202,67 @@ class Limiter:
         """
         assert min(estimate.input_tokens, estimate.output_tokens) >= 0
         now_ns = self._now_ns()
-        self._drop_idle(now_ns)
-        owners = tuple(self._owners(identity))
-        self._check_fit(owners, estimate)
-        accounts = tuple(self._account(owner) for owner, _ in owners)
-        _check_at_once(owners, accounts)
-        wanted = tuple(_wanted(owners, accounts, estimate, now_ns))
-        _check_rates(wanted)
-        for taken in wanted:
-            taken.bucket.owed += taken.cost
+        accounts = self._accounts_of(identity, now_ns)
+        counts = estimate.counts
+        taken: list[_Taken] = []
+        fits = True
+        for account, limits in zip(accounts, (identity.limits, identity.key_limits), strict=True):
+            at_once = limits.requests_at_once
+            fits = fits and (at_once is None or account.at_once < at_once)
+            for meter, limit in _set(limits):
+                bucket, count = account.bucket(meter), counts[meter]
+                bucket.drain(now_ns, limit)
+                taken.append(_Taken(bucket, account.kind, meter, limit, count))
+                fits = fits and bucket.owed + count * MINUTE_NS <= limit * MINUTE_NS
+        if not fits:
+            raise _refusal(identity, accounts, taken)
+        for one in taken:
+            one.bucket.owed += one.count * MINUTE_NS
         for account in accounts:
             account.at_once += 1
         self._open += 1
-        return Reservation(self, accounts, wanted)
+        return Reservation(self, accounts, taken)
+
+    def presses(self, identity: Identity, estimate: Demand) -> bool:
+        """Would so much take more than an eighth of a limit on prompt tokens, with what is taken
+        already? Only then it matters how much of it the cache has. Changes nothing."""
+        now_ns, counts = self._now_ns(), estimate.counts
+        for owner, limits in _owners(identity):
+            account = self._accounts.get(owner)
+            for meter, limit in _set(limits):
+                bucket = None if account is None else account.buckets.get(meter)
+                share = counts[meter] / limit
+                if bucket is not None:
+                    share += bucket.share(now_ns)
+                if meter in _OF_PROMPTS and share * _PRESSING > 1:
+                    return True
+        return False
 
     def status(self, identity: Identity) -> dict[Meter, LimitState]:
         """For each meter with a limit: the tighter of the tenant's and the key's. For headers."""
         now_ns = self._now_ns()
         states: dict[Meter, LimitState] = {}
-        for owner, limits in self._owners(identity):
-            account = self._accounts.get(owner) or _Account()
-            for meter in METERS:
-                limit = limit_of(limits, meter)
-                if limit is None:
-                    continue
+        for owner, limits in _owners(identity):
+            account = self._accounts.get(owner) or _Account(owner[0])
+            for meter, limit in _set(limits):
                 bucket = account.buckets.get(meter) or _Bucket()
                 bucket.drain(now_ns, limit)
-                state = bucket.state()
-                if meter not in states or state.remaining < states[meter].remaining:
-                    states[meter] = state
+                _keep_tighter(states, METERS[meter], bucket.state())
         return states
 
-    def settle(
-        self, accounts: tuple[_Account, ...], taken: tuple[_Taken, ...], actual: Demand
-    ) -> None:
-        """See `Reservation.settle`, which calls it once."""
-        now_ns = self._now_ns()
+    def correct(self, taken: Sequence[_Taken], actual: Demand) -> None:
+        """See `Reservation.correct`, which calls it."""
+        now_ns, counts = self._now_ns(), actual.counts
         for one in taken:
-            bucket = one.bucket
-            bucket.drain(now_ns, bucket.limit)
-            more = (max(0, actual.of(one.meter)) - one.count) * MINUTE_NS
-            bucket.owed = max(0, bucket.owed - (-more * bucket.limit // one.limit))
+            count = max(0, counts[one.meter])
+            more = (count - one.count) * MINUTE_NS
+            if more:  # else it may drain the next time that it is asked
+                bucket, one.count = one.bucket, count
+                bucket.drain(now_ns, bucket.limit)
+                bucket.owed = max(0, bucket.owed - (-more * bucket.limit // one.limit))
+
+    def leave(self, accounts: Sequence[_Account]) -> None:
+        """See `Reservation.settle`, which calls it once."""
         for account in accounts:
             account.at_once -= 1
             assert account.at_once >= 0, "a reservation is settled once"
@@ -250,43 +285,30 @@ class Limiter:
             counts[kind] += account.at_once
         assert counts == {"tenant": self._open, "key": self._open}, f"{counts} of {self._open}"
 
-    def _owners(self, identity: Identity) -> Iterator[tuple[Owner, Limits]]:
-        yield ("tenant", identity.tenant.tenant_id), identity.limits
-        yield ("key", identity.key_id), identity.key_limits
+    def _accounts_of(self, identity: Identity, now_ns: int) -> tuple[_Account, ...]:
+        """The tenant's and the key's, made where they are new; used last from now on."""
+        tenant, key = _owners(identity)
+        if tenant[0] not in self._accounts or key[0] not in self._accounts:
+            self._drop_idle(now_ns)
+        return self._account(tenant[0]), self._account(key[0])
 
     def _account(self, owner: Owner) -> _Account:
         found = self._accounts.get(owner)
         if found is None:
-            found = self._accounts[owner] = _Account()
-        self._accounts.move_to_end(owner)
+            found = self._accounts[owner] = _Account(owner[0])
+        else:
+            self._accounts.move_to_end(owner)
         return found
 
     def _drop_idle(self, now_ns: int) -> None:
         """Forget the longest unused that a new one would equal. What is left has been used within
-        about a minute, or runs, or owes; each reservation adds two at most and looks at four."""
+        about a minute, or runs, or owes; who is new adds two at most and looks at four."""
         for _ in range(min(_IDLE_LOOKS, len(self._accounts))):
             owner = next(iter(self._accounts))
             if self._accounts[owner].is_idle(now_ns):
                 del self._accounts[owner]
             else:
                 self._accounts.move_to_end(owner)
-
-    def _check_fit(self, owners: tuple[tuple[Owner, Limits], ...], estimate: Demand) -> None:
-        """What is more than a whole bucket would wait for ever."""
-        for (kind, _), limits in owners:
-            for meter in METERS:
-                limit, wanted = limit_of(limits, meter), estimate.of(meter)
-                if limit is not None and wanted > limit:
-                    words = meter.replace("_", " ")
-                    raise LimitExceeded(
-                        "request_exceeds_limit",
-                        f"This request may take {wanted} {words} and the {kind}'s limit is {limit}"
-                        " per minute; a shorter prompt or a smaller maximum of output would fit.",
-                        retry_after_s=None,
-                        limit=limit,
-                        remaining=0,
-                        reset_s=0.0,
-                    )
 
     def _now_ns(self) -> int:
         return int(self._clock() * SECOND_NS)
@@ -301,61 +323,75 @@ def check_limits(limits: Limits) -> None:
 
 def limit_of(limits: Limits, meter: Meter) -> int | None:
     """A meter's limit per minute."""
-    match meter:
-        case "requests":
-            return limits.requests_per_minute
-        case "tokens":
-            return limits.tokens_per_minute
-        case "input_tokens":
-            return limits.input_tokens_per_minute
-        case "output_tokens":
-            return limits.output_tokens_per_minute
+    limit: int | None = getattr(limits, f"{meter}_per_minute")
+    return limit
 
 
-def _wanted(
-    owners: tuple[tuple[Owner, Limits], ...],
-    accounts: tuple[_Account, ...],
-    estimate: Demand,
-    now_ns: int,
-) -> Iterator[_Taken]:
-    for (_, limits), account in zip(owners, accounts, strict=True):
-        for meter in METERS:
-            limit = limit_of(limits, meter)
-            if limit is not None:
-                bucket = account.bucket(meter)
-                bucket.drain(now_ns, limit)
-                yield _Taken(bucket, meter, limit, estimate.of(meter))
+@lru_cache(maxsize=1_024)
+def _set(limits: Limits) -> tuple[tuple[int, int], ...]:
+    """(place in `METERS`, limit) of those that are set."""
+    found = ((place, limit_of(limits, meter)) for place, meter in enumerate(METERS))
+    return tuple((place, limit) for place, limit in found if limit is not None)
 
 
-def _check_at_once(
-    owners: tuple[tuple[Owner, Limits], ...], accounts: tuple[_Account, ...]
-) -> None:
-    for ((kind, _), limits), account in zip(owners, accounts, strict=True):
+def _owners(identity: Identity) -> tuple[tuple[Owner, Limits], tuple[Owner, Limits]]:
+    return (
+        (("tenant", identity.tenant.tenant_id), identity.limits),
+        (("key", identity.key_id), identity.key_limits),
+    )
+
+
+def _keep_tighter(states: dict[Meter, LimitState], meter: Meter, state: LimitState) -> None:
+    if meter not in states or state.remaining < states[meter].remaining:
+        states[meter] = state
+
+
+def _refusal(
+    identity: Identity, accounts: tuple[_Account, ...], wanted: list[_Taken]
+) -> LimitExceeded:
+    """Of what does not fit: what never will, then what runs, then what waits longest."""
+    for one in wanted:
+        if one.count > one.limit:
+            return _never_fits(one)
+    for account, limits in zip(accounts, (identity.limits, identity.key_limits), strict=True):
         limit = limits.requests_at_once
         if limit is not None and account.at_once >= limit:
-            raise LimitExceeded(
+            return LimitExceeded(
                 "requests_at_once",
-                f"{account.at_once} requests of this {kind} are running; {limit} may at once.",
+                f"{account.at_once} requests of this {account.kind} are running; {limit} may at"
+                " once.",
                 retry_after_s=AT_ONCE_RETRY_S,
                 limit=limit,
                 remaining=0,
                 reset_s=AT_ONCE_RETRY_S,
             )
+    # Who waits for the limit that is longest in the way need not wait for others.
+    return _full(max(wanted, key=lambda one: one.bucket.after_ns(one.count * MINUTE_NS)))
 
 
-def _check_rates(wanted: tuple[_Taken, ...]) -> None:
-    """The limit that is longest in the way refuses: who waits for it need not wait for others."""
-    worst = max(wanted, key=lambda one: one.bucket.after_ns(one.cost), default=None)
-    if worst is None or not worst.bucket.after_ns(worst.cost):
-        return
-    state = worst.bucket.state()
-    retry_after_s = worst.bucket.turn_ns(worst.cost) / SECOND_NS
-    words = worst.meter.replace("_", " ")
-    raise LimitExceeded(
-        f"{worst.meter}_per_minute",
-        f"The limit of {worst.limit} {words} per minute is reached: {state.remaining} are left.",
-        retry_after_s=retry_after_s,
-        limit=worst.limit,
+def _never_fits(one: _Taken) -> LimitExceeded:
+    """What is more than a whole bucket would wait for ever."""
+    words = METERS[one.meter].replace("_", " ")
+    return LimitExceeded(
+        "request_exceeds_limit",
+        f"This request may take {one.count} {words} and the {one.kind}'s limit is {one.limit}"
+        " per minute; a shorter prompt or a smaller maximum of output would fit.",
+        retry_after_s=None,
+        limit=one.limit,
+        remaining=0,
+        reset_s=0.0,
+    )
+
+
+def _full(one: _Taken) -> LimitExceeded:
+    """It says when to come back, and that turn is taken."""
+    state, meter = one.bucket.state(), METERS[one.meter]
+    words = meter.replace("_", " ")
+    return LimitExceeded(
+        f"{meter}_per_minute",
+        f"The limit of {one.limit} {words} per minute is reached: {state.remaining} are left.",
+        retry_after_s=one.bucket.turn_ns(one.count * MINUTE_NS) / SECOND_NS,
+        limit=one.limit,
         remaining=state.remaining,
         reset_s=state.reset_s,
     )

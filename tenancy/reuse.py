@@ -10,6 +10,7 @@ Ahmad, "Efficient MRC Construction with SHARDS", FAST 2015). It knows no engine 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterable
 
 from msgspec import Struct
@@ -77,7 +78,7 @@ class ReuseSampler:
         self._threshold = HASHES
         self._last: dict[int, tuple[int, float]] = {}
         self._by_hash: SortedList = SortedList()
-        self._order: SortedList = SortedList()
+        self._order: list[int] = []  # turns only grow, so it is sorted as it is
         self._turn = 0
         self._distances = Histogram()
         self._gaps = Histogram()
@@ -117,7 +118,7 @@ class ReuseSampler:
     def check(self) -> None:
         """Raises AssertionError if the indexes disagree. O(sample)."""
         assert len(self._last) == len(self._by_hash) == len(self._order) <= self._sample_max
-        assert sorted(turn for turn, _ in self._last.values()) == list(self._order)
+        assert sorted(turn for turn, _ in self._last.values()) == self._order
         assert all(value % HASHES < self._threshold for value in self._last)
 
     def _use(self, value: int, at_s: float) -> None:
@@ -127,14 +128,14 @@ class ReuseSampler:
         known = self._last.get(value)
         if known is not None:
             turn, before_s = known
-            others = len(self._order) - self._order.bisect_right(turn)
-            self._distances.add((others + 1) * weight, weight)
+            place = bisect_left(self._order, turn)
+            self._distances.add((len(self._order) - place) * weight, weight)
             self._gaps.add(at_s - before_s, weight)
-            self._order.remove(turn)
+            del self._order[place]
         else:
             self._by_hash.add((value % HASHES, value))
         self._last[value] = (self._turn, at_s)
-        self._order.add(self._turn)
+        self._order.append(self._turn)
         while len(self._last) > self._sample_max:
             self._lower()
 
@@ -145,7 +146,7 @@ class ReuseSampler:
         while self._by_hash and self._by_hash[-1][0] >= place:
             _, value = self._by_hash.pop()
             turn, _ = self._last.pop(value)
-            self._order.remove(turn)
+            del self._order[bisect_left(self._order, turn)]
 
     def _point(self, at: float, hits: float) -> Point:
         if self._uses <= 0:

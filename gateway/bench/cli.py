@@ -75,6 +75,10 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
         help="gateway: the disk that its ledger is written to (default: the temporary folder's)",
     )  # fmt: skip
     parser.add_argument(
+        "--books", action="store_true",
+        help="gateway: also measure it without ledger and analytics, to see what they take",
+    )  # fmt: skip
+    parser.add_argument(
         "--workloads", default="".join(WORKLOADS), type=_workloads, metavar="LETTERS",
         help="which of a (long prompt), b (one stream), c (16 at once), d (4 tenants), e (chats);"
         " default: all",
@@ -156,7 +160,9 @@ def run_gateway_bench(options: argparse.Namespace, model_dir: Path, say: Say) ->
     Raises BenchError."""
     scratch = options.scratch or Path(tempfile.gettempdir())
     sync_ms = sync_s(scratch) * 1e3
-    work = measure(options.concurrency, options.seconds, model_dir, scratch, say)
+    work = measure(
+        options.concurrency, options.seconds, model_dir, scratch, say, books=options.books
+    )
     lines = asyncio.run(_in_time(options, work))
     return Overhead(model_dir.name, machine(), str(scratch), sync_ms, lines)
 

@@ -10,18 +10,22 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+from concurrent.futures import Future
 from pathlib import Path
+from typing import cast
 
 import msgspec
 from msgspec import Struct
 
 from engine.model_store import load_card
 from engine.supervisor import EngineSupervisor
+from gateway.analytics import Analytics, Facts
 from gateway.app import Gateway, connect, log_line
 from gateway.config import Config, LimitsConfig, LogConfig, ServerConfig
 from gateway.metering import wall_ms
 from gateway.prompt import Renderer
 from tenancy.keys import create_key
+from tenancy.ledger import Ledger
 from tenancy.registry import create_tenant
 from tenancy.store import Store
 from tenancy.types import Limits
@@ -33,12 +37,14 @@ NULL_ENGINE = (sys.executable, "-m", "gateway.bench.null_engine")
 
 
 class Settings(Struct, frozen=True):
-    """`data`: where the database lies. `streams_max`: how many come at once."""
+    """`data`: where the database lies. `streams_max`: how many come at once. `books`: are answers
+    entered into the ledger, and told to analytics?"""
 
     model_dir: str
     data: str
     streams_max: int
     logs: bool = True
+    books: bool = True
 
 
 class Ready(Struct, frozen=True):
@@ -48,6 +54,31 @@ class Ready(Struct, frozen=True):
     key: str
     model: str
     pid: int
+
+
+class _NoLedger:
+    """Nothing is written, and everybody is told at once that it was."""
+
+    def _take(self, _item: object) -> Future[None]:
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    hold = settle = add_storage = note_engine = _take
+
+
+class _NoAnalytics(Analytics):
+    """Looks away."""
+
+    def note(self, facts: Facts) -> None:
+        """See `Analytics.note`."""
+
+
+def without_books(gateway: Gateway) -> None:
+    """Take its ledger and its analytics away, to see what they cost. It has not begun yet."""
+    context = gateway.context
+    context.ledger = cast(Ledger, _NoLedger())
+    context.analytics = _NoAnalytics(context.clock, context.wall, 1)
 
 
 def config_of(settings: Settings) -> Config:
@@ -84,6 +115,8 @@ async def serve(settings: Settings) -> None:
     key = make_key(store)
     supervisor = EngineSupervisor(Path(card.folder), config.engine, log_line, command=NULL_ENGINE)
     gateway = Gateway(config, supervisor, Renderer(card), store)
+    if not settings.books:
+        without_books(gateway)
     parent_gone = asyncio.Event()
 
     def parent_spoke() -> None:

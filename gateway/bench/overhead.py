@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -55,12 +55,13 @@ class Server(Struct, frozen=True):
 
 
 class Line(Struct, frozen=True):
-    """One load, on both."""
+    """One load, on both; and on a gateway `without_books` (ledger, analytics), if asked for."""
 
     kind: str
     concurrency: int
     mock: Server
     gateway: Server
+    without_books: Server | None = None
 
     @property
     def added_p50_ms(self) -> float:
@@ -82,6 +83,14 @@ class Line(Struct, frozen=True):
         """Answers of the gateway over answers of the mock."""
         return self.gateway.answers_per_s / self.mock.answers_per_s
 
+    @property
+    def books(self) -> tuple[float, float] | None:
+        """(part of the processor time, ms of the median) that ledger and analytics take."""
+        bare = self.without_books
+        if bare is None or not self.gateway.cpu_us:
+            return None
+        return 1 - bare.cpu_us / self.gateway.cpu_us, self.gateway.p50_ms - bare.p50_ms
+
 
 class Overhead(Struct, frozen=True):
     """All lines, and where they were measured. `sync_ms`: the median fsync of 4 KiB on the disk of
@@ -100,11 +109,13 @@ class Overhead(Struct, frozen=True):
         disk = f"ledger in {self.scratch}, where an fsync takes {short(self.sync_ms)} ms"
         names = (
             "load", "at once", "mock/s", "gateway/s", "ratio", "p50 ms", "added", "p99 ms",
-            "added", "tokens/s", "pieces", "us/token", "x mock", "core", "client",
+            "added", "tokens/s", "pieces", "us/token", "x mock", "core", "client", "books",
+            "books ms",
         )  # fmt: skip
-        return (
-            f"{where}\n{disk}\n\n{columns([names, *map(_cells, self.lines)], range(1, len(names)))}"
-        )
+        rows = [names, *map(_cells, self.lines)]
+        if all(line.books is None for line in self.lines):
+            rows = [row[:-2] for row in rows]
+        return f"{where}\n{disk}\n\n{columns(rows, range(1, len(rows[0])))}"
 
     def json(self) -> str:
         """For programs."""
@@ -115,6 +126,7 @@ class Overhead(Struct, frozen=True):
                 "added_p99_ms": line.added_p99_ms,
                 "ratio": line.ratio,
                 "cpu_ratio": line.cpu_ratio,
+                "books": line.books,
             }
             for line in self.lines
         ]
@@ -129,7 +141,9 @@ def _cells(line: Line) -> tuple[str, ...]:
         ours.p99_ms, line.added_p99_ms, ours.tokens_per_s, ours.events, ours.cpu_us, line.cpu_ratio,
         ours.cpu, ours.client_busy,
     )  # fmt: skip
-    return (line.kind, str(line.concurrency), *map(short, numbers))
+    part, ms = line.books or (0.0, 0.0)
+    books = (f"{100 * part:.0f} %", short(ms))
+    return (line.kind, str(line.concurrency), *map(short, numbers), *books)
 
 
 def loads(concurrency: int, seconds: float) -> list[tuple[str, Load]]:
@@ -147,22 +161,35 @@ def loads(concurrency: int, seconds: float) -> list[tuple[str, Load]]:
 
 
 async def measure(
-    concurrencies: tuple[int, ...], seconds: float, model_dir: Path, scratch: Path, say: Say
+    concurrencies: tuple[int, ...],
+    seconds: float,
+    model_dir: Path,
+    scratch: Path,
+    say: Say,
+    *,
+    books: bool = False,
 ) -> list[Line]:
-    """Both servers under every load. Raises BenchError."""
+    """The servers under every load, by turns. `books`: a gateway without them, too. Raises
+    BenchError."""
     lines = []
-    with tempfile.TemporaryDirectory(prefix="trunkline-bench-", dir=scratch) as data:
-        settings = Settings(str(model_dir), data, max(concurrencies))
-        log = Path(data) / "gateway.log"
-        async with (
-            child("gateway.bench.mock_server", b"", log) as mock,
-            child("gateway.bench.null_gateway", msgspec.json.encode(settings), log) as ours,
-        ):
-            for concurrency in concurrencies:
-                for kind, load in loads(concurrency, seconds):
-                    say(f"{kind}, {concurrency} at once")
-                    found = [await _measured(server, load) for server in (mock, ours)]
-                    lines.append(Line(kind, concurrency, *found))
+    async with AsyncExitStack() as stack:
+        servers = []
+        for with_books in (True, False) if books else (True,):
+            data = stack.enter_context(
+                tempfile.TemporaryDirectory(prefix="trunkline-bench-", dir=scratch)
+            )
+            settings = Settings(str(model_dir), data, max(concurrencies), books=with_books)
+            log, line = Path(data) / "gateway.log", msgspec.json.encode(settings)
+            if with_books:
+                server = child("gateway.bench.mock_server", b"", log)
+                servers.append(await stack.enter_async_context(server))
+            server = child("gateway.bench.null_gateway", line, log)
+            servers.append(await stack.enter_async_context(server))
+        for concurrency in concurrencies:
+            for kind, load in loads(concurrency, seconds):
+                say(f"{kind}, {concurrency} at once")
+                found = [await _measured(server, load) for server in servers]
+                lines.append(Line(kind, concurrency, *found))
     return lines
 
 

@@ -20,6 +20,8 @@ from engine.api import Grammar, Sampling
 Tier = Literal["tools", "system", "messages"]
 """The three parts of a prompt, in API order."""
 
+Role = Literal["system", "developer", "user", "assistant", "tool"]
+
 
 class ToolCall(Struct, frozen=True):
     """An assistant's call of a tool, as it stands in a history. `arguments`: JSON text."""
@@ -37,7 +39,7 @@ class Segment(Struct, frozen=True):
     `answers` a call's id.
     """
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Role
     text: str
     path: str
     name: str | None = None

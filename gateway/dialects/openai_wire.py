@@ -5,6 +5,7 @@ answer's pieces, usage, errors. No endpoint knows another; all stand on this.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -33,6 +34,8 @@ StopText = Annotated[str, Meta(min_length=1, max_length=1_000)]
 TokenIds = Annotated[list[Annotated[int, Meta(ge=0, lt=2**31)]], Meta(max_length=4_000_000)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
 CHOICES_MAX = 128
+EXACT_BYTES_MAX = 65_536
+"""Up to here a body is tried as if nothing were wrong with it: more would be too much in vain."""
 
 CONSTRAINED = "Answers are constrained by response_format, in chat, or text.format, in responses."
 SPECIALS = "Special tokens are never part of the text."
@@ -126,6 +129,10 @@ def decode(
     nothing and is fine. `ignored`: fields that change nothing about the answer. A key that is
     there twice counts as it stands last.
     """
+    if len(body) <= EXACT_BYTES_MAX:
+        with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            exact: Body = _exact(kind).decode(body)
+            return exact
     try:
         tree = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -147,6 +154,15 @@ def decode(
         elif name not in ignored:
             raise unknown_field(name, known)
     return convert(fields, kind, "")
+
+
+@cache
+def _exact(kind: type[Body]) -> msgspec.json.Decoder[Body]:
+    """Takes what has these fields and no others, as most bodies do: half the time."""
+    exact = msgspec.defstruct(
+        kind.__name__, (), bases=(kind,), frozen=True, kw_only=True, forbid_unknown_fields=True
+    )
+    return msgspec.json.Decoder[Body](exact)
 
 
 @cache

@@ -64,13 +64,8 @@ def _quote(gateway: Context) -> Handler:
             lambda store: CardBook(load_cards(store)).in_force(gateway.model, tier, gateway.wall())
         )
         answer = quote(made, seen, gateway.engine.stats, card, is_elsewhere=is_elsewhere)
-        return await send(
-            request,
-            200,
-            msgspec.json.encode(answer),
-            {"Content-Type": "application/json"},
-            gateway.config.server.write_timeout_s,
-        )
+        data = msgspec.json.encode(answer)
+        return await send(request, 200, data, {"Content-Type": "application/json"})
 
     return handle
 

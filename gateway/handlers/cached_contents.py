@@ -167,14 +167,12 @@ async def _list(gateway: Context, request: web.Request, identity: Identity) -> w
     )
     is_more = len(found) > size
     page = [shown(resource) for resource in found[:size]]
-    return await _ok(
-        gateway, request, gemini_cached.page(page, page[-1].resource_id if is_more else "")
-    )
+    return await _ok(request, gemini_cached.page(page, page[-1].resource_id if is_more else ""))
 
 
 async def _get(gateway: Context, request: web.Request, identity: Identity) -> web.StreamResponse:
     resource, _ = load(gateway, request.match_info["name"], identity)
-    return await _ok(gateway, request, gemini_cached.resource(shown(resource)))
+    return await _ok(request, gemini_cached.resource(shown(resource)))
 
 
 async def _change(gateway: Context, request: web.Request, identity: Identity) -> web.StreamResponse:
@@ -193,7 +191,7 @@ async def _change(gateway: Context, request: web.Request, identity: Identity) ->
         now_ms,
     )
     resource, _ = load(gateway, name, identity)
-    return await _ok(gateway, request, gemini_cached.resource(shown(resource)))
+    return await _ok(request, gemini_cached.resource(shown(resource)))
 
 
 async def _delete(gateway: Context, request: web.Request, identity: Identity) -> web.StreamResponse:
@@ -203,7 +201,7 @@ async def _delete(gateway: Context, request: web.Request, identity: Identity) ->
     resource, stored = load(gateway, name, identity)
     await _drop(gateway, identity, resource.resource_id)
     if identity.scope is not None:
-        return await _ok(gateway, request, b"{}")
+        return await _ok(request, b"{}")
     call = Call(
         resource.model, (marked(stored),), Generation(max_tokens=0), cache=CacheAsk("gemini")
     )
@@ -215,12 +213,11 @@ async def _delete(gateway: Context, request: web.Request, identity: Identity) ->
     except (EngineError, Refusal) as error:
         # Nobody can name it any more; what an engine still holds goes when its lease ends.
         gateway.log("cached_content_not_erased", {"reason": type(error).__name__})
-    return await _ok(gateway, request, b"{}")
+    return await _ok(request, b"{}")
 
 
-async def _ok(gateway: Context, request: web.Request, body: bytes) -> web.StreamResponse:
-    timeout_s = gateway.config.server.write_timeout_s
-    return await send(request, 200, body, {"Content-Type": "application/json"}, timeout_s)
+async def _ok(request: web.Request, body: bytes) -> web.StreamResponse:
+    return await send(request, 200, body, {"Content-Type": "application/json"})
 
 
 def shown(resource: Resource) -> gemini_cached.Shown:

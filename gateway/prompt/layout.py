@@ -14,9 +14,11 @@ from collections.abc import Collection, Iterator, Sequence
 from msgspec import Struct
 
 from gateway.prompt.arrangement import Part
+from gateway.prompt.opaque import TRIMMED
 
 MARK_SIGNS = ("\ue0f0", "\ue0f1")
 _MARK = re.compile("\ue0f0(\\d+)\ue0f1")
+_OPAQUE = re.compile(f"\ue0f0(\\d+)({TRIMMED}?)\ue0f1")
 LAST = "\ue0f0\ue0f1"
 """A mark of nothing, for asking where something ends."""
 
@@ -63,6 +65,33 @@ def lay_out(marked: str, whole: str, parts: Sequence[Part]) -> tuple[Piece, ...]
         pieces.append(Piece(variant, part))
         at = end
     return tuple(pieces) if at == len(whole) else None
+
+
+class Step(Struct, frozen=True):
+    """One piece of any chat of a shape: the template's own `text`, or all of a part, or that
+    trimmed."""
+
+    text: str
+    part: int | None = None
+    is_trimmed: bool = False
+
+
+def steps_of(marked: str, parts: int) -> tuple[Step, ...] | None:
+    """What becomes of each part, from a rendering of opaque texts; None if one stands there twice.
+
+    Cost: O(text).
+    """
+    steps: list[Step] = []
+    start, seen = 0, set()
+    for match in _OPAQUE.finditer(marked):
+        part = int(match[1])
+        if part in seen or part >= parts:
+            return None
+        seen.add(part)
+        steps.append(Step(marked[start : match.start()]))
+        steps.append(Step("", part, bool(match[2])))
+        start = match.end()
+    return (*steps, Step(marked[start:]))
 
 
 def _split(marked: str, parts: Sequence[Part]) -> Iterator[tuple[str, int, int | None]]:

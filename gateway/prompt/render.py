@@ -14,25 +14,40 @@ import re
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
+from typing import TypeVar
 
-import msgspec
+from msgspec import Struct
 from msgspec.structs import replace
 
 from engine.model_store import ModelCard, load_card
-from gateway.dialects.canonical import Boundary, Prompt, Rendered, Segment, ToolCall
+from gateway.dialects.canonical import Boundary, Prompt, Rendered, Role, Segment, ToolCall
 from gateway.errors import Kind, Refusal
 from gateway.prompt.arrangement import Arrangement, TemplateTool, arrange
 from gateway.prompt.detokenizer import Detokenizer
 from gateway.prompt.grammars import grammar_of
 from gateway.prompt.json_text import arguments_of, parsed, strings
-from gateway.prompt.layout import LAST, MARK_SIGNS, Piece, lay_out, mark
+from gateway.prompt.layout import LAST, MARK_SIGNS, Piece, Step, lay_out, mark, steps_of
 from gateway.prompt.offsets import Offsets
+from gateway.prompt.opaque import Glance, Opaque
 from gateway.prompt.template import ChatTemplate
 from gateway.prompt.tokenizer import PieceTokenizer
 from gateway.prompt.tools import ToolStyle, style_of
 
-SHELLS_MAX, SHELL_BYTES_MAX = 128, 16_384
-"""How many renderings of marks alone are remembered, and up to which size of the messages."""
+SHAPES_MAX, SHAPE_MESSAGES_MAX = 256, 128
+"""How many shapes of chats are remembered, and up to how many segments."""
+
+
+Laid = TypeVar("Laid", Piece, Step)
+Bare = tuple[Role, str, str | None, int, str | None]
+"""A segment without its text: role, path, name, message, retention."""
+
+
+class Shape(Struct, frozen=True):
+    """What the template makes of any chat with these roles and names: `steps` in its order, and
+    where each segment ends, without tokens."""
+
+    steps: tuple[Step, ...]
+    boundaries: tuple[Boundary, ...]
 
 
 class Renderer:
@@ -48,7 +63,7 @@ class Renderer:
         words = [text for text in self._token_texts.values() if text]
         self._special_words = re.compile("|".join(map(re.escape, words)) or "(?!)")
         self._offsets = Offsets(self._run, frozenset(self._token_texts.values()))
-        self._shells = lru_cache(SHELLS_MAX)(self._shell)
+        self._shapes = lru_cache(SHAPES_MAX)(self._shape)
         markers = (self.tool_style.opening.strip(), self.tool_style.closing.strip())
         self._markers = {i: text for i, text in self._token_texts.items() if text in markers}
 
@@ -103,8 +118,11 @@ class Renderer:
             return Rendered(ids, grammar=grammar)
         for segment in prompt.segments:
             _check_text(segment.text, segment.path)
-            self._check_names(segment)
-        return replace(self._chat(prompt), grammar=grammar)
+            if not _is_plain(segment) or segment.name is not None:
+                self._check_names(segment)
+        shape = self._shape_of(prompt)
+        found = self._chat(prompt) if shape is None else self._shaped(prompt, shape)
+        return found if grammar is None else replace(found, grammar=grammar)
 
     # -- what may not be there ------------------------------------------------------------------
 
@@ -135,7 +153,61 @@ class Renderer:
             message = f"{path}: it contains {special[0]!r}."
             raise Refusal(Kind.BAD, "invalid_value", message, param=path)
 
-    # -- chats ----------------------------------------------------------------------------------
+    # -- chats of a known shape -----------------------------------------------------------------
+
+    def _shape_of(self, prompt: Prompt) -> Shape | None:
+        """None where the text of its messages, tools or calls matters to the template."""
+        segments = prompt.segments
+        if prompt.tools or len(segments) > SHAPE_MESSAGES_MAX or self._template.has_captures:
+            return None
+        if not all(map(_is_plain, segments)):
+            return None
+        bare = tuple([(s.role, s.path, s.name, s.message, s.retention) for s in segments])
+        return self._shapes(bare, prompt.add_generation_prompt, prompt.continues)
+
+    def _shape(self, bare: tuple[Bare, ...], opens: bool, continues: bool) -> Shape | None:
+        """The template over texts that it cannot look at; None if it tries to, or refuses."""
+        segments = tuple(
+            Segment(role, "", path, name, message, retention)
+            for role, path, name, message, retention in bare
+        )
+        prompt = Prompt(segments, add_generation_prompt=opens, continues=continues)
+        arranged, glance = arrange(prompt, self.tool_style), Glance()
+        messages = arranged.for_template(self.tool_style, mark, _as_mark)
+        for message, arranged_as in zip(messages, arranged.messages, strict=True):
+            is_whole = len(arranged_as.parts) == 1
+            message["content"] = Opaque(str(message["content"]), glance, is_whole=is_whole)
+        try:
+            text = self._apply(messages, None, opens=opens and not _continues(prompt))
+        except Refusal:
+            return None
+        steps = steps_of(text, len(segments))
+        if glance.was_taken or steps is None:
+            return None
+        if _continues(prompt):
+            steps = _open_ended(steps, len(segments) - 1)
+        return Shape(steps, _boundaries(arranged, {}))
+
+    def _shaped(self, prompt: Prompt, shape: Shape) -> Rendered:
+        ids: list[int] = []
+        ends = [0] * len(prompt.segments)
+        encode = self.tokenizer.encode
+        for step in shape.steps:
+            if step.part is None:
+                ids += encode(step.text, specials=True, is_first=not ids)
+                continue
+            text = prompt.segments[step.part].text
+            ids += encode(
+                text.strip() if step.is_trimmed else text, specials=False, is_first=not ids
+            )
+            ends[step.part] = len(ids)
+        furthest, found = 0, []
+        for boundary, end in zip(shape.boundaries, ends, strict=True):
+            furthest = max(furthest, end)
+            found.append(replace(boundary, tokens=furthest))
+        return Rendered(tuple(ids), tuple(found))
+
+    # -- all others -----------------------------------------------------------------------------
 
     def _chat(self, prompt: Prompt) -> Rendered:
         arranged = arrange(prompt, self.tool_style)
@@ -162,24 +234,10 @@ class Renderer:
     ) -> tuple[str, tuple[Piece, ...] | None]:
         """What a template makes of marks in place of arguments; it may not take them for any."""
         try:
-            marked = self._marked(arranged, opens=opens)
+            marked = self._run(arranged, mark, _as_mark, opens=opens)
         except Refusal:
             return "", None
         return marked, lay_out(marked, whole, arranged.parts)
-
-    def _marked(self, arranged: Arrangement, *, opens: bool) -> str:
-        """The template over nothing but marks. Chats of the same roles and names give the same, so
-        it is remembered; not where tools or calls stand in it, which differ from chat to chat."""
-        if arranged.tools or any(message.calls for message in arranged.messages):
-            return self._run(arranged, mark, _as_mark, opens=opens)
-        messages = arranged.for_template(self.tool_style, mark, _as_mark)
-        encoded = msgspec.msgpack.encode(messages)
-        if len(encoded) > SHELL_BYTES_MAX:
-            return self._apply(messages, None, opens=opens)
-        return self._shells(encoded, opens)
-
-    def _shell(self, encoded: bytes, opens: bool) -> str:
-        return self._apply(msgspec.msgpack.decode(encoded), None, opens=opens)
 
     def _tokens(
         self,
@@ -288,7 +346,7 @@ def _continues(prompt: Prompt) -> bool:
     return prompt.continues and last is not None and last.call is None and last.role == "assistant"
 
 
-def _open_ended(pieces: Sequence[Piece], last: int) -> tuple[Piece, ...]:
+def _open_ended(pieces: Sequence[Laid], last: int) -> tuple[Laid, ...]:
     """Without what the template writes behind the last part."""
     for number, piece in enumerate(pieces):
         if piece.part == last:
@@ -307,8 +365,13 @@ def _boundaries(arranged: Arrangement, ends: dict[int, int]) -> tuple[Boundary, 
     return tuple(found)
 
 
+def _is_plain(segment: Segment) -> bool:
+    """Only a text, which answers no call."""
+    return segment.call is None and segment.answers is None
+
+
 def _check_text(text: str, path: str) -> None:
-    if any(sign in text for sign in MARK_SIGNS):
+    if MARK_SIGNS[0] in text or MARK_SIGNS[1] in text:
         message = f"{path}: the private-use characters U+E0F0 and U+E0F1 are not taken."
         raise Refusal(Kind.BAD, "invalid_value", message, param=path)
     try:

@@ -21,6 +21,8 @@ from jinja2.exceptions import SecurityError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
+from gateway.prompt.opaque import Opaque, joined, trimmed, written
+
 VALUE_MAX = 20_000_000
 """Characters of one value; a list or a number counts as about what it would be as text."""
 TOTAL_MAX = 100_000_000
@@ -66,11 +68,13 @@ class BoundedSandbox(ImmutableSandboxedEnvironment):
             trim_blocks=True,
             lstrip_blocks=True,
             autoescape=False,
-            finalize=self._checked,
+            finalize=self._written,
             extensions=["jinja2.ext.loopcontrols"],
         )
         self._clock = clock
         self._work = _Work()
+        self.has_captures = False
+        """Does a template take what it has written as text again?"""
         self.filters["tojson"] = _to_json
         filters = {name: self._counted(name, self.filters[name]) for name in FILTERS}
         self.filters = {
@@ -80,6 +84,11 @@ class BoundedSandbox(ImmutableSandboxedEnvironment):
             "_captured": self._capture,
             "_turn": self._turn,
         }
+        trim = self.filters["trim"]
+        self.filters["trim"] = lambda value, *chars: (
+            trimmed(value) if type(value) is Opaque and not chars else trim(value, *chars)
+        )
+        self.tests = {**self.tests, "string": lambda value: isinstance(value, str | Opaque)}
         own = self.globals
         self.globals = {name: own[name] for name in ("range", "namespace", "dict")}
 
@@ -113,15 +122,20 @@ class BoundedSandbox(ImmutableSandboxedEnvironment):
             self._spend(weight(value))
         return value
 
-    def _concatenate(self, values: tuple[Any, ...]) -> str:
+    def _written(self, value: Any) -> Any:
+        return written(self._checked(value))
+
+    def _concatenate(self, values: tuple[Any, ...]) -> str | Opaque:
         self._spend(sum(map(weight, values)))
-        return "".join(map(str, values))
+        return joined(values)
 
     # -- what makes values ----------------------------------------------------------------------
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         tree = super()._parse(source, name, filename)
-        _Counting().visit(tree)
+        counting = _Counting()
+        counting.visit(tree)
+        self.has_captures = self.has_captures or counting.has_captures
         tree.set_environment(self)
         return tree
 
@@ -192,11 +206,13 @@ class _Counting(NodeTransformer):
 
     def __init__(self) -> None:
         self._captured = 0
+        self.has_captures = False
 
     def visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> Any:
         """Text inside what captures its output would be counted by nobody else."""
         captures = isinstance(node, _CAPTURES)
         self._captured += captures
+        self.has_captures = self.has_captures or captures
         try:
             return super().visit(node, *args, **kwargs)
         finally:

@@ -52,6 +52,11 @@ class ChatTemplate:
         except (TemplateError, RecursionError, SyntaxError, MemoryError) as error:
             raise ValueError(f"the chat template does not compile: {error}") from error
 
+    @property
+    def has_captures(self) -> bool:
+        """Does it take what it has written as text again, where nobody sees what becomes of it?"""
+        return self._sandbox.has_captures
+
     def render(self, messages: Messages, **variables: object) -> str:
         """The prompt's text. Raises Refusal when the template refuses, or exceeds its bounds."""
         try:

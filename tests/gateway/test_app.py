@@ -18,6 +18,7 @@ import apsw
 import pytest
 from aiohttp import ClientSession
 
+from gateway.app import ID_BYTES, IDS_AT_ONCE, RequestIds
 from tests.models import write_folder
 
 pytestmark = pytest.mark.slow
@@ -25,6 +26,22 @@ pytestmark = pytest.mark.slow
 START_S = 60.0
 SETTINGS = "[engine]\nthreads = 1\nkv_blocks = 256\n"
 """One thread: on a busy host the second one is waited for more than it helps."""
+
+
+def test_request_ids_are_random_and_never_come_twice() -> None:
+    """128 bits of the system's own randomness each, however many are asked for at once."""
+    asked: list[int] = []
+
+    def random_bytes(count: int) -> bytes:
+        asked.append(count)
+        return os.urandom(count)
+
+    new_id = RequestIds(random_bytes)
+    made = [new_id() for _ in range(2 * IDS_AT_ONCE + 1)]
+
+    assert len(set(made)) == len(made)
+    assert all(re.fullmatch("[0-9a-f]{32}", one) for one in made)
+    assert sum(asked) == 3 * IDS_AT_ONCE * ID_BYTES
 
 
 class Server:

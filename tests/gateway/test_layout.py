@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from gateway.prompt.arrangement import Part
-from gateway.prompt.layout import common, lay_out, mark, outside_words
+from gateway.prompt.layout import Step, common, lay_out, mark, outside_words, steps_of
+from gateway.prompt.opaque import TRIMMED
 
 A, B = mark(0), mark(1)
 
@@ -80,3 +81,17 @@ def test_what_two_texts_begin_with(first: str, second: str, count: int) -> None:
 def test_a_word_is_not_cut(at: int, found: int) -> None:
     """A special token is one token or none."""
     assert outside_words("ab<|x>cd<|x>", at, ["<|x>", "none"]) == found
+
+
+def test_the_steps_of_a_shape_are_its_parts_and_what_stands_between() -> None:
+    """As it is, or trimmed; one that is left out is no step."""
+    trimmed = f"{B[:-1]}{TRIMMED}{B[-1]}"
+
+    assert steps_of(f"<{A}|{trimmed}>", 3) == (
+        Step("<"), Step("", 0), Step("|"), Step("", 1, is_trimmed=True), Step(">"),
+    )  # fmt: skip
+
+
+def test_a_part_that_stands_there_twice_has_no_steps() -> None:
+    """Which of the two would its boundary be?"""
+    assert steps_of(f"<{A}|{A}>", 1) is None

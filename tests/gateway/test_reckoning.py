@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 
+from gateway.metering import wall_ms
 from gateway.reckoning import Reckoning
 from gateway.telemetry import EPOCHS_MAX, Telemetry
 from tenancy.reconcile import Counts, Epoch, reconcile
@@ -58,6 +59,9 @@ async def test_while_something_runs_nothing_is_compared(house: House) -> None:
     asking = asyncio.create_task(house.ask(body=house.chat()))
     await house.until(lambda: house.runner.steps >= 5)
     noting = asyncio.create_task(house.gateway._reckoning.note())
+    await asyncio.sleep(0)
+    noted_ms = wall_ms()
+    await house.until(lambda: wall_ms() > noted_ms)  # what ends in the same instant is compared
     house.runner.release()
     await asyncio.gather(asking, noting)
 

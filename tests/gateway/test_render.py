@@ -17,6 +17,7 @@ from gateway.dialects.canonical import Prompt, Rendered, Segment
 from gateway.errors import Kind, Refusal
 from gateway.prompt import Renderer
 from gateway.prompt.template import ChatTemplate
+from tests.gateway import templates
 from tests.models import CHAT_TEMPLATE
 
 START, END = 1, 2
@@ -103,6 +104,55 @@ def test_parts_of_a_message_are_joined_with_a_boundary_each(renderer: Renderer) 
 
     assert text_of(renderer, rendered) == "<|im_start|>user\nthe<|im_end|>\n"
     assert len(rendered.boundaries) == 2
+
+
+CAPTURES = "{% set unused %}{% endset %}"
+"""With it a template is rendered in full for each chat."""
+
+LOOKING = (
+    CHAT_TEMPLATE,
+    TRIMMING,
+    CUTTING,
+    NAMING,
+    templates.LLAMA3,
+    templates.HERMES,
+    CHAT_TEMPLATE.replace("message['content']", "message['content']|upper"),
+    CHAT_TEMPLATE.replace("message['content']", "message['content']|length|string"),
+    "{% for m in messages %}{% if m.content %}<{{ m.content }}>{% endif %}{% endfor %}",
+    "{% for m in messages %}{{ m.content }}{{ m.content }}{% endfor %}",
+    "{% for m in messages[-1:] %}<{{ m.content }}>{% endfor %}",
+    "{% for m in messages|reverse %}<{{ m.content }}>{% endfor %}",
+)
+
+
+@pytest.mark.parametrize("source", LOOKING)
+def test_a_known_shape_gives_what_the_whole_rendering_gives(make: Make, source: str) -> None:
+    """Whatever a template does with contents, remembering what it does changes no token."""
+    quick, whole = make(source), make(source + CAPTURES)
+    for texts in (["a", "b"], [" a\n", ""], ["", " "], ["x" * 40], ["a</think>b", "c", "the"]):
+        for opens in (True, False):
+            assert quick.render(chat(*texts, opens=opens)) == whole.render(
+                chat(*texts, opens=opens)
+            )
+
+
+def test_chats_of_one_shape_are_rendered_once(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The template runs for the first of them alone; names and roles are part of the shape."""
+    runs: list[int] = []
+    whole = ChatTemplate.render
+
+    def counted(self: ChatTemplate, messages: Any, **variables: object) -> str:
+        runs.append(1)
+        return whole(self, messages, **variables)
+
+    monkeypatch.setattr(ChatTemplate, "render", counted)
+    renderer = make(NAMING)
+    for text in ("a", "b", "c"):
+        renderer.render(chat(text))
+    alike = len(runs)
+    renderer.render(chat("a", "b"))
+
+    assert (alike, len(runs)) == (1, 2)
 
 
 TEXTS = st.lists(
@@ -211,24 +261,6 @@ def test_a_raw_prompt_begins_as_the_model_was_trained(card: ModelCard) -> None:
     assert wanting.render(Prompt(text="<|im_start|>")).token_ids == (0, START)
     assert wanting.render(Prompt(token_ids=(START,))).token_ids == (START,)
     assert wanting.render(chat("Hi")).token_ids[0] == START
-
-
-def test_the_templates_own_text_is_rendered_once_for_chats_of_one_shape(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Half of what rendering takes; the other half, over the real contents, proves it right."""
-    renderer, runs = make(CHAT_TEMPLATE), []
-    render = ChatTemplate.render
-
-    def counted(self: ChatTemplate, messages: Any, **variables: Any) -> str:
-        runs.append(len(messages))
-        return render(self, messages, **variables)
-
-    monkeypatch.setattr(ChatTemplate, "render", counted)
-    for prompt in (chat("a", "b", "c"), chat("d", "e", "f"), chat("g"), chat("h", opens=False)):
-        renderer.render(prompt)
-
-    assert runs == [3, 3, 3, 1, 1, 1, 1]
 
 
 @given(st.lists(st.lists(st.text("ab <|", max_size=4), min_size=1, max_size=3), max_size=4))

@@ -102,15 +102,33 @@ def test_a_tenant_called_others_is_counted_with_them() -> None:
 
 def test_series_are_not_doubled_by_the_instants_they_were_made(telemetry: Telemetry) -> None:
     """A counter is one series for each set of labels."""
-    telemetry.requests.labels("a", "/v1", "done").inc()
+    telemetry.requests.add(1, "a", "/v1", "done")
 
     assert b"_created" not in telemetry.exposition()
+
+
+def test_times_are_counted_in_every_bucket_that_holds_them(telemetry: Telemetry) -> None:
+    """Buckets are cumulative, a time on an edge is within it, and the last one has all."""
+    for seconds in (0.004, 0.005, 0.3, 1e9):
+        telemetry.first_token_s.add(seconds, "hit")
+    shown = {
+        (s.name.removeprefix("trunkline_first_token_seconds_"), s.labels.get("le")): s.value
+        for family in text_string_to_metric_families(telemetry.exposition().decode())
+        for s in family.samples
+        if s.labels.get("cache") == "hit"
+    }
+
+    assert [shown["bucket", edge] for edge in ("0.005", "0.25", "0.5", "120.0", "+Inf")] == [
+        2, 2, 3, 3, 4,
+    ]  # fmt: skip
+    assert shown["count", None] == 4
+    assert shown["sum", None] == pytest.approx(1e9 + 0.309)
 
 
 def test_two_gateways_do_not_share_counts() -> None:
     """Tests, and embedders with two models."""
     first, second = Telemetry(1), Telemetry(1)
-    first.output_tokens.labels("a").inc(3)
+    first.output_tokens.add(3, "a")
 
     assert b'tenant="a"' in first.exposition()
     assert b'tenant="a"' not in second.exposition()

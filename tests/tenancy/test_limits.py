@@ -190,6 +190,44 @@ def test_what_was_estimated_too_low_is_owed(desk: Desk) -> None:
     assert desk.ask(limits, Demand(1, 0)) is None
 
 
+def test_what_is_known_while_it_runs_is_given_back_at_once(desk: Desk) -> None:
+    """What the cache had is there for others before the answer has ended, and only once."""
+    limits = Limits(input_tokens_per_minute=1_000, requests_at_once=2)
+    desk.ask(limits, Demand(900, 10))
+    refused = desk.ask(limits, Demand(500, 10))
+    desk.open[0].correct(Demand(100, 10))
+    left = desk.limiter.status(identity(limits))["input_tokens"].remaining
+    desk.settle(Demand(100, 3))
+
+    assert refused is not None
+    assert left == 900
+    assert desk.limiter.status(identity(limits))["input_tokens"].remaining == 900
+    assert desk.limiter.open_reservations == 0
+
+
+def test_a_limit_presses_when_more_than_an_eighth_of_it_is_taken(desk: Desk) -> None:
+    """Only then it matters what the cache has; what refills with time presses no more."""
+    who = identity(Limits(tokens_per_minute=800, requests_per_minute=2, output_tokens_per_minute=1))
+    first = [desk.limiter.presses(who, Demand(count, 0)) for count in (100, 101)]
+    desk.ask(who.limits, Demand(60, 0))
+    then = [desk.limiter.presses(who, Demand(count, 0)) for count in (40, 41)]
+    desk.clock.ms += 1_500
+    later = [desk.limiter.presses(who, Demand(count, 0)) for count in (60, 61)]
+
+    assert (first, then, later) == ([False, True], [False, True], [False, True])
+    assert not desk.limiter.presses(identity(FREE), Demand(10**12, 10**12))
+
+
+def test_the_status_of_a_reservation_is_the_limiters(desk: Desk) -> None:
+    """Headers are made of it, without counting again."""
+    tenant, key = Limits(requests_per_minute=9, tokens_per_minute=90), Limits(requests_per_minute=7)
+    desk.ask(tenant, Demand(20, 3), key_limits=key)
+    desk.clock.ms += 700
+    desk.ask(tenant, Demand(7, 3), key_limits=key)
+
+    assert desk.open[1].status() == desk.limiter.status(identity(tenant, key))
+
+
 def test_settling_twice_changes_nothing(desk: Desk) -> None:
     """A cancelled request passes two places that settle."""
     limits = Limits(tokens_per_minute=100, requests_at_once=1)
@@ -380,6 +418,11 @@ OPERATIONS = st.one_of(
 )
 
 
+def on(demand: Demand, meter: Meter) -> int:
+    """What it counts on a meter."""
+    return demand.counts[METERS.index(meter)]
+
+
 class Model:
     """Levels in exact fractions: what the words say, written down the plainest way."""
 
@@ -399,17 +442,17 @@ class Model:
         at_once = self.limits.requests_at_once
         if at_once is not None and self.at_once >= at_once:
             return False
-        if any(demand.of(meter) > level for meter, level in self.levels.items()):
+        if any(on(demand, meter) > level for meter, level in self.levels.items()):
             return False
         for meter in self.levels:
-            self.levels[meter] -= demand.of(meter)
+            self.levels[meter] -= on(demand, meter)
         self.at_once += 1
         return True
 
     def settle(self, estimate: Demand, actual: Demand) -> None:
         self.at_once -= 1
         for meter in self.levels:
-            back = estimate.of(meter) - actual.of(meter)
+            back = on(estimate, meter) - on(actual, meter)
             self.levels[meter] = min(self._limit(meter), self.levels[meter] + back)
 
     def _limit(self, meter: Meter) -> Fraction:

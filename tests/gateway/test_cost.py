@@ -1,0 +1,64 @@
+"""What one tiny answer costs, in calls of our own Python functions: a machine's load changes no
+count, so what was won cannot go away unnoticed."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+from types import FrameType
+
+from tenancy.registry import change_tenant
+from tests.gateway.house import House
+
+ROOT = Path(__file__).parents[2]
+OURS = tuple(str(ROOT / folder) for folder in ("engine", "gateway", "tenancy"))
+WARM, COUNTED = 40, 64
+ENOUGH = 10**9
+
+
+def ask(house: House, count: int) -> None:
+    """So many small chats on one connection. Blocks."""
+    connection = http.client.HTTPConnection("127.0.0.1", house.port, timeout=30)
+    body = json.dumps(house.chat(max_tokens=1)).encode()
+    headers = {**house.headers(), "Content-Type": "application/json"}
+    for _ in range(count):
+        connection.request("POST", "/v1/chat/completions", body, headers)
+        answer = connection.getresponse()
+        assert answer.status == 200, answer.read()
+        answer.read()
+    connection.close()
+
+
+async def counted(house: House) -> Counter[str]:
+    """Calls of our functions on the loop's thread for each answer, by function."""
+    calls: Counter[str] = Counter()
+
+    def look(frame: FrameType, event: str, _: object) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(OURS):
+            calls[f"{code.co_filename.removeprefix(str(ROOT))}:{code.co_qualname}"] += 1
+
+    await asyncio.to_thread(ask, house, WARM)
+    sys.setprofile(look)
+    try:
+        await asyncio.to_thread(ask, house, COUNTED)
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+async def test_a_tiny_answer_takes_few_calls_of_ours(house: House) -> None:
+    """With every kind of limit, the ledger, analytics, metrics and a log line; a coroutine that is
+    resumed counts as called. It was 633 once."""
+    limits = ("requests_per_minute", "tokens_per_minute", "input_tokens_per_minute")
+    change_tenant(house.store, "ada", dict.fromkeys((*limits, "requests_at_once"), ENOUGH))
+    house.gateway.context.registry.look_again()
+    calls = await counted(house)
+
+    per_answer = sum(calls.values()) / COUNTED
+    most = [(name, count // COUNTED) for name, count in calls.most_common(12)]
+    assert per_answer < 490, most
