@@ -110,7 +110,7 @@ async def _create(gateway: Context, request: web.Request, identity: Identity) ->
     contract = gateway.contracts.resolve(call, made.rendered[0], made.scope, {CLASS: terms})
     made = replace(made, contracts=[contract])
     resource = Resource(
-        resource_id=secrets.token_hex(12),
+        resource_id=secrets.token_hex(16),
         tenant_id=identity.tenant.tenant_id,
         workspace=identity.workspace,
         model=asked.model,

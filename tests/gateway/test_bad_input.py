@@ -136,7 +136,7 @@ BUILDERS: dict[str, Callable[[dict[str, Any]], object]] = {
     "megabyte_of_a": with_text("a" * 2**20),
     "megabyte_of_spaces": with_text(" " * 2**20),
     "megabyte_of_marks": with_text("\u0301" * 2**19),
-    "many_tools": lambda body: {**body, "tools": [TOOL] * 100_000},
+    "many_tools": lambda body: {**body, "tools": [TOOL] * 50_000},
     "deep_parameters": lambda body: (
         b'{"model":"m","messages":[{"role":"user","content":"x"}],"tools":[{"type":"function",'
         b'"function":{"name":"f","parameters":' + b'{"a":' * 5_000 + b"1" + b"}" * 5_000 + b"}}]}"
@@ -298,6 +298,56 @@ async def test_in_a_stream_it_is_refused_alike(house: House, dialect: str) -> No
         await house.check_quiet()
     assert house.entries() == []
     assert len(house.gateway.context.contracts.entries) == 0
+
+
+WORDS = "word " * 1_800_000
+TURN: dict[str, Any] = {"role": "user", "content": "x"}
+COUNTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "anthropic": (
+        "/v1/messages/count_tokens",
+        {"model": "tiny", "messages": [{"role": "user", "content": WORDS}]},
+        {"model": "tiny", "messages": [TURN] * 100_000},
+    ),
+    "openai_responses": (
+        "/v1/responses/input_tokens",
+        {"model": "tiny", "input": WORDS},
+        {"model": "tiny", "input": [TURN] * 100_000},
+    ),
+    "gemini": (
+        "/v1/models/tiny:countTokens",
+        {"contents": [{"parts": [{"text": WORDS}]}]},
+        {"contents": [{"parts": [{"text": "x"}]}] * 50_000},
+    ),
+}
+
+
+@pytest.mark.parametrize("dialect", COUNTS)
+async def test_counting_has_the_same_bounds(house: House, dialect: str) -> None:
+    """It costs a tokenizer's time, and nobody pays for it: bombs are refused as elsewhere."""
+    path, too_long, too_many = COUNTS[dialect]
+    found = [await house.ask(path, body) for body in (too_long, too_many)]
+    broken = await house.ask(path, b"[" * 100_000)
+    await house.check_quiet()
+
+    errors = [error_of(answer, dialect) for _, answer, _ in found]
+    assert [status for status, _, _ in (*found, broken)] == [400] * 3
+    assert errors[0]["code"] == "context_length_exceeded"
+    assert errors[1]["code"] != errors[0]["code"]
+    assert error_of(broken[1], dialect)["code"] == "invalid_json"
+    assert house.entries() == []
+
+
+async def test_a_key_in_the_address_is_written_down_nowhere(house: House) -> None:
+    """Gemini's clients may send one; a wrong one is as secret as a good one."""
+    path = f"/v1/models/tiny:generateContent?key={house.keys['ada']}"
+    good_status, _, _ = await house.ask(path, good(house, "gemini"), who=None)
+    wrong = path.replace(house.keys["ada"], f"{SECRET}-wrong")
+    wrong_status, answer, _ = await house.ask(wrong, good(house, "gemini"), who=None)
+    await house.check_quiet()
+
+    assert (good_status, wrong_status) == (200, 401)
+    assert SECRET not in json.dumps(answer)
+    assert SECRET not in json.dumps(house.lines)
 
 
 async def test_a_wrong_content_type_is_a_415(house: House) -> None:
