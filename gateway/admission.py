@@ -8,6 +8,7 @@ again. Here and nowhere else a tenant becomes a namespace, a quota, a weight and
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 from msgspec import Struct
 
@@ -88,7 +89,11 @@ def namespace_of(
         whose = (str(identity.tenant.tenant_id), identity.workspace)
     else:
         whose = (str(scope.owner_id), f"{SHARED}{scope.scope_id}")
-    parts = (*whose, model_digest, template_digest, partition)
+    return _joined(*whose, model_digest, template_digest, partition)
+
+
+@lru_cache(maxsize=1_024)
+def _joined(*parts: str) -> bytes:
     encoded = [part.encode(errors="surrogatepass") for part in parts]
     return b"".join(len(part).to_bytes(4, "big") + part for part in encoded)
 

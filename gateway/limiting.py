@@ -40,10 +40,13 @@ async def cached_tokens(
 
 def estimate(requests: Sequence[Request], cached: int) -> Demand:
     """The most that these can come to, if what was seen in the cache is still there."""
-    computed = sum(len(request.tokens) for request in requests)
-    if all(request.grant.read and request.prompt_logprobs is None for request in requests):
-        computed -= cached
-    return Demand(computed, sum(request.max_tokens * request.samples for request in requests))
+    computed = output = 0
+    for request in requests:
+        computed += len(request.tokens)
+        output += request.max_tokens * request.samples
+        if not request.grant.read or request.prompt_logprobs is not None:
+            cached = 0
+    return Demand(computed - cached, output)
 
 
 def truth(usage: UsageRecord) -> Demand:

@@ -64,7 +64,7 @@ class Account:
         counted, with nothing left to settle; LedgerUnavailable. Nothing may run then."""
         self.is_open = True
         try:
-            await self._landings.wait(self._ledger.hold(self._hold))
+            await self._landings.write(self._ledger, self._hold)
         except (BudgetExceeded, BadPrice):
             self.is_open = False
             raise
@@ -104,4 +104,4 @@ class Account:
             ttft_ms=None if first_token_s is None else round(first_token_s * 1000),
             epoch=hold.epoch,
         )
-        await self._landings.wait(self._ledger.settle(entry))
+        await self._landings.write(self._ledger, entry)

@@ -116,16 +116,20 @@ def circumstances(gateway: Context, tenant_id: int) -> Circumstances:
 
 async def render(gateway: Context, prompt: Prompt) -> Rendered:
     """Tokens of a prompt; long ones in a thread, so that the loop keeps serving others."""
-    signs = len(prompt.text or "") + sum(len(segment.text) for segment in prompt.segments)
-    signs += sum(len(tool.description) + len(tool.parameters) for tool in prompt.tools)
-    signs += sum(len(part.call.arguments) for part in prompt.segments if part.call is not None)
-    _check_signs(gateway, signs, prompt.field)
+    signs = len(prompt.text or "")
+    for segment in prompt.segments:
+        signs += len(segment.text)
+        if segment.call is not None:
+            signs += len(segment.call.arguments)
+    for tool in prompt.tools:
+        signs += len(tool.description) + len(tool.parameters)
+    _check_signs(gateway, signs, prompt)
     if signs <= INLINE_SIGNS_MAX and not prompt.tools:
         return gateway.renderer.render(prompt)
     return await asyncio.to_thread(gateway.renderer.render, prompt)
 
 
-def _check_signs(gateway: Context, signs: int, field: str) -> None:
+def _check_signs(gateway: Context, signs: int, prompt: Prompt) -> None:
     """Refuse what cannot fit, however it is tokenized: counting 9 MB of words takes half a minute.
 
     A token stands for at most as many signs as the longest has bytes; normalizing may join a few.
@@ -139,4 +143,4 @@ def _check_signs(gateway: Context, signs: int, field: str) -> None:
             f"The request is too long: this model's context is {info.context_tokens} tokens, which"
             f" never hold more than {signs_max} characters, and the prompt has {signs}."
         )
-        raise Refusal(Kind.BAD, "context_length_exceeded", message, param=field)
+        raise Refusal(Kind.BAD, "context_length_exceeded", message, param=prompt.field)

@@ -67,11 +67,12 @@ class Connection(RequestHandler):
     thousand has to wait for its reader.
     """
 
-    __slots__ = ("_address", "_head_timer", "_listener", "_payload", "_write_timer")
+    __slots__ = ("_address", "_head_s", "_head_timer", "_listener", "_payload", "_write_timer")
 
     def __init__(self, listener: Listener, **kwargs: Any) -> None:
         super().__init__(listener, **kwargs)
         self._listener = listener
+        self._head_s: float | None = None
         self._head_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
         self._payload: Any = None
@@ -94,22 +95,24 @@ class Connection(RequestHandler):
 
     def connection_lost(self, exc: BaseException | None) -> None:
         """Give the connection's place back. Cancels the handler."""
-        self._stop_head_timer()
-        self._stop_write_timer()
+        for timer in (self._head_timer, self._write_timer):
+            if timer is not None:
+                timer.cancel()
         if self._address is not None:
             self._listener.leave(self._address)
             self._address = None
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Feed the parser; keep the head's deadline running while a head is incomplete."""
+        """Feed the parser; keep the head's deadline running while a head is incomplete. Without
+        data it is aiohttp that looks for what it has left, whenever a body has been read."""
         between = self._payload is None or self._payload.is_eof()
         before = self._request_count
         super().data_received(data)
         if self._request_count > before and self._messages:
             self._payload = self._messages[-1][1]
-            self._stop_head_timer()
-        elif between and self._head_timer is None and not self._upgraded:
+            self._head_s = None
+        elif data and between and self._head_s is None and not self._upgraded:
             self._start_head_timer()
 
     def pause_writing(self) -> None:
@@ -121,32 +124,31 @@ class Connection(RequestHandler):
 
     def resume_writing(self) -> None:
         """It has."""
-        self._stop_write_timer()
-        super().resume_writing()
-
-    def _stop_write_timer(self) -> None:
         if self._write_timer is not None:
             self._write_timer.cancel()
-            self._write_timer = None
+        super().resume_writing()
 
     def _start_head_timer(self) -> None:
-        self._head_timer = self._loop.call_later(
-            self._listener.settings.header_timeout_s, self._head_is_late
-        )
+        """A head has begun. The timer outlives it: one for many requests, not one for each."""
+        self._head_s = self._loop.time()
+        if self._head_timer is None:
+            self._look_at_head_in(self._listener.settings.header_timeout_s)
 
-    def _stop_head_timer(self) -> None:
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None
+    def _look_at_head_in(self, seconds: float) -> None:
+        self._head_timer = self._loop.call_later(seconds, self._look_at_head)
 
-    def _head_is_late(self) -> None:
+    def _look_at_head(self) -> None:
         self._head_timer = None
-        if self.transport is None:
+        if self.transport is None or self._head_s is None:
             return
-        if self._request_in_progress or self._messages:
+        timeout_s = self._listener.settings.header_timeout_s
+        left_s = self._head_s + timeout_s - self._loop.time()
+        if left_s > 0:
+            self._look_at_head_in(left_s)
+        elif self._request_in_progress or self._messages:
             self._start_head_timer()  # A pipelined head: the answer before it comes first.
-            return
-        self._reply_and_close(408, "invalid_request_error", "request_timeout", _SLOW_HEAD)
+        else:
+            self._reply_and_close(408, "invalid_request_error", "request_timeout", _SLOW_HEAD)
 
     def _reply_and_close(self, status: int, kind: str, code: str, message: str) -> None:
         """Write one fixed answer past the parser. Only for connections without a handler."""

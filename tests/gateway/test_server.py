@@ -340,6 +340,24 @@ async def test_a_stream_that_nobody_reads_is_cut_and_its_blocks_come_back(made: 
     await made.close()
 
 
+async def test_a_connection_that_waits_for_its_next_request_is_not_late(made: House) -> None:
+    """No byte of a head has come, so no head is late: an answer that nobody asked for would be
+    taken for the next request's."""
+    made.set_server(header_timeout_s=0.2, keep_alive_timeout_s=60.0)
+    await made.open()
+    body = json.dumps(made.chat()).encode()
+    async with made.connection() as (reader, writer):
+        writer.write(made.post("/v1/chat/completions", body))
+        first = await read_answer(reader)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(reader.read(1), 0.5)
+        writer.write(made.post("/v1/chat/completions", body))
+        second = await read_answer(reader)
+
+    assert [status_of(first), status_of(second)] == [200, 200]
+    await made.close()
+
+
 async def test_pipelined_requests_are_answered_in_order(house: House) -> None:
     """A19: aiohttp bounds how many wait; none is lost, none overtakes."""
     async with house.connection() as (reader, writer):
