@@ -78,6 +78,28 @@ async def test_a_conversation_is_streamed_and_its_second_turn_reads_the_first(
     assert last.candidates[0].finish_reason in ("STOP", "MAX_TOKENS")
 
 
+async def test_the_client_without_asyncio_reads_the_same(house: House) -> None:
+    """It has another HTTP client under it, and reads streams line by line on its own."""
+    options = types.HttpOptions(base_url=house.url, timeout=20_000)
+
+    def ask() -> tuple[str | None, str, int]:
+        with genai.Client(api_key=house.keys["ada"], http_options=options) as client:
+            whole = client.models.generate_content(model=house.model, contents=LONG, config=SHORT)
+            chunks = list(
+                client.models.generate_content_stream(
+                    model=house.model, contents=LONG, config=SHORT
+                )
+            )
+            counted = client.models.count_tokens(model=house.model, contents=LONG)
+        return whole.text, "".join(chunk.text or "" for chunk in chunks), counted.total_tokens or 0
+
+    whole, streamed, counted = await asyncio.to_thread(ask)
+
+    assert whole == streamed
+    assert counted > len(LONG) // 8
+    await house.check_quiet()
+
+
 async def test_tokens_are_counted_as_they_will_be(house: House, client: Any) -> None:
     """The same renderer, so the same number."""
     counted = await client.models.count_tokens(model=house.model, contents=LONG)
