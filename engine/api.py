@@ -28,6 +28,9 @@ PROTOCOL_VERSION = 1
 Namespace = bytes
 """An opaque sharing scope: blocks are found only by requests with the same bytes."""
 
+Payer = bytes
+"""Opaque too: whoever has a quota, over one namespace or over many."""
+
 Count = Annotated[int, Meta(ge=0, lt=2**53)]
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 
@@ -77,16 +80,18 @@ class LeaseGrant(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Quota(Struct, frozen=True, forbid_unknown_fields=True):
-    """A namespace's share of device blocks. Floor: never taken by others. Ceiling: never above.
+    """A payer's share of device blocks. Floor: never taken by others. Ceiling: never above.
 
     Between them it borrows in proportion to `weight`. `promised_blocks_max`: leases promise it no
-    more than these.
+    more than these. `payer`: all namespaces that name the same one have the quota together, and one
+    turn in the queue; b"" stands for the namespace alone.
     """
 
     floor_blocks: Count = 0
     ceiling_blocks: Count | None = None
     weight: Annotated[float, Meta(gt=0, le=1e6)] = 1.0
     promised_blocks_max: Count | None = None
+    payer: Payer = b""
 
 
 class CacheGrant(Struct, frozen=True, forbid_unknown_fields=True):
@@ -97,6 +102,11 @@ class CacheGrant(Struct, frozen=True, forbid_unknown_fields=True):
     leases: tuple[LeaseRequest, ...] = ()
     read: bool = True
     write: bool = True
+
+    @property
+    def payer(self) -> Payer:
+        """Whose quota and whose turn it is."""
+        return self.quota.payer or self.namespace
 
 
 class Sampling(Struct, frozen=True, forbid_unknown_fields=True):

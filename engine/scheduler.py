@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.api import Namespace
+from engine.api import Namespace, Payer
 from engine.cache import PrefixCache
 from engine.config import EngineConfig
 from engine.sequence import Sequence, Work, common_tokens
@@ -53,7 +53,7 @@ class Scheduler:
 
     def enter(self, work: Work) -> None:
         """A new request: its first sequence waits, outside the line while its grammar is made."""
-        self.line.arrive(work.request.grant.namespace)
+        self.line.arrive(work.request.grant.payer)
         sequence = work.sequences[0]
         if work.is_compiling:
             self.compiling[sequence.sequence_id] = sequence
@@ -68,7 +68,7 @@ class Scheduler:
         """A request has ended: everything it holds goes back."""
         for sequence in work.sequences:
             self.stop(sequence, now_s, keep=keep)
-        self.line.depart(work.request.grant.namespace)
+        self.line.depart(work.request.grant.payer)
 
     def stop(self, sequence: Sequence, now_s: float, *, keep: bool = True) -> None:
         """One sequence has ended, wherever it stands: running, waiting or held for a twin."""
@@ -103,20 +103,20 @@ class Scheduler:
             if budget > 0 and sequence.is_decoding and sequence.wants_row:
                 budget -= self._decode(sequence, slices, now_s)
         prefilling = [s for s in self.running.values() if s.wants_row and not s.is_decoding]
-        full: set[Namespace] = set()
+        full: set[Payer] = set()
         is_full = False
         for sequence in self.line.in_order(prefilling):
             if budget <= 0:
                 break
-            namespace = sequence.work.request.grant.namespace
+            payer = sequence.work.request.grant.payer
             if sequence.table is None:
-                if is_full or namespace in full or sequence.in_flight:
+                if is_full or payer in full or sequence.in_flight:
                     continue
                 if not self._may_return(sequence) or self._waits_for_twin(sequence, now_s):
                     continue
                 if not self._admit(sequence, slices, now_s):
                     is_full = not self._is_at_ceiling(sequence)
-                    full.add(namespace)
+                    full.add(payer)
                     continue
             budget -= self._prefill(sequence, budget, slices, now_s)
         self._watch_leaders(slices)
@@ -194,8 +194,8 @@ class Scheduler:
         """
         helpful = list(self.running.values())
         if self._is_at_ceiling(sequence):
-            namespace = sequence.work.request.grant.namespace
-            helpful = [s for s in helpful if s.work.request.grant.namespace == namespace]
+            payer = sequence.work.request.grant.payer
+            helpful = [s for s in helpful if s.work.request.grant.payer == payer]
         first = min(helpful, key=lambda s: s.rank)
         helpful = [s for s in helpful if s is not first]
         may_go = [s for s in helpful if not self._is_pinned(s)] or [
@@ -206,7 +206,7 @@ class Scheduler:
 
         def claim(s: Sequence) -> tuple[int, float, int, int]:
             request = s.work.request
-            over = self.cache.over_share(request.grant.namespace)
+            over = self.cache.over_share(request.grant.payer)
             return (-request.priority, over, s.work.arrival, s.index)
 
         return max(may_go, key=claim)
@@ -352,13 +352,13 @@ class Scheduler:
         return all(sequence.rank <= s.rank for s in self.running.values())
 
     def _is_at_ceiling(self, sequence: Sequence) -> bool:
-        """Is it the namespace's own ceiling that stands in the way?"""
+        """Is it the payer's own ceiling that stands in the way?"""
         grant = sequence.work.request.grant
         if grant.quota.ceiling_blocks is None:
             return False
         missing = -(-(len(sequence.tokens) + 1) // self.cache.block_size)
         held = 0 if sequence.table is None else len(sequence.table.blocks)
-        return self.cache.held(grant.namespace) + missing - held > grant.quota.ceiling_blocks
+        return self.cache.held(grant.payer) + missing - held > grant.quota.ceiling_blocks
 
     def _release(self, sequence: Sequence, now_s: float, *, keep: bool) -> None:
         self.running.pop(sequence.sequence_id, None)

@@ -1,7 +1,7 @@
-"""Who waits, and who is next: priority, then fairness over namespaces, then deadline, then arrival.
+"""Who waits, and who is next: priority, then fairness over payers, then deadline, then arrival.
 
 Fairness is by virtual token counters (after Sheng et al., "Fairness in Serving Large Language
-Models", OSDI 2024): a namespace's counter grows by the tokens computed for it over its weight, and
+Models", OSDI 2024): a payer's counter grows by the tokens computed for it over its weight, and
 the lowest counter is served next. One that comes back from idleness is lifted to the lowest of the
 active ones, so that idleness earns nothing. It knows no block and no clock. Only the scheduler
 calls it.
@@ -15,14 +15,14 @@ from collections.abc import Iterable, Iterator
 
 from sortedcontainers import SortedList
 
-from engine.api import Namespace
+from engine.api import Payer
 from engine.sequence import Sequence
 
 Place = tuple[int, int, float, int, int]
 
 
 def place_of(sequence: Sequence) -> Place:
-    """Its place inside its namespace. What was preempted stands before what has not begun."""
+    """Its place inside its payer. What was preempted stands before what has not begun."""
     work = sequence.work
     has_begun = work.started_at_s is not None
     due_s = float("inf") if has_begun or work.deadline_at_s is None else work.deadline_at_s
@@ -30,13 +30,13 @@ def place_of(sequence: Sequence) -> Place:
 
 
 class WaitingLine:
-    """Waiting sequences by namespace, and every namespace's counter."""
+    """Waiting sequences by payer, and every payer's counter."""
 
     def __init__(self) -> None:
-        self._lines: dict[Namespace, SortedList] = {}
+        self._lines: dict[Payer, SortedList] = {}
         self._places: dict[int, Place] = {}
-        self._live: Counter[Namespace] = Counter()
-        self.served: dict[Namespace, float] = {}
+        self._live: Counter[Payer] = Counter()
+        self.served: dict[Payer, float] = {}
 
     def __len__(self) -> int:
         return len(self._places)
@@ -45,63 +45,63 @@ class WaitingLine:
         for line in self._lines.values():
             yield from (entry[1] for entry in line)
 
-    def arrive(self, namespace: Namespace) -> None:
-        """A request of this namespace is in the engine, waiting or running."""
-        if self._live[namespace] == 0:
+    def arrive(self, payer: Payer) -> None:
+        """A request of this payer is in the engine, waiting or running."""
+        if self._live[payer] == 0:
             lowest = min((self.served[n] for n in self._live if self._live[n]), default=0.0)
-            self.served[namespace] = max(self.served.get(namespace, 0.0), lowest)
-        self._live[namespace] += 1
+            self.served[payer] = max(self.served.get(payer, 0.0), lowest)
+        self._live[payer] += 1
 
-    def depart(self, namespace: Namespace) -> None:
-        """It has ended. The counter of an idle namespace is kept while others are active."""
-        self._live[namespace] -= 1
-        if self._live[namespace] == 0:
-            del self._live[namespace]
+    def depart(self, payer: Payer) -> None:
+        """It has ended. The counter of an idle payer is kept while others are active."""
+        self._live[payer] -= 1
+        if self._live[payer] == 0:
+            del self._live[payer]
             lowest = min((self.served[n] for n in self._live), default=None)
             for name in [n for n in self.served if n not in self._live]:
                 if lowest is None or self.served[name] <= lowest:
                     del self.served[name]
 
     def charge(self, sequence: Sequence, tokens: int) -> None:
-        """`tokens` are computed for this sequence's namespace."""
+        """`tokens` are computed for this sequence's payer."""
         request = sequence.work.request
-        namespace = request.grant.namespace
-        self.served[namespace] = self.served.get(namespace, 0.0) + tokens / request.weight
+        payer = request.grant.payer
+        self.served[payer] = self.served.get(payer, 0.0) + tokens / request.weight
 
     def add(self, sequence: Sequence) -> None:
         """O(log n)."""
         place = place_of(sequence)
         self._places[sequence.sequence_id] = place
-        namespace = sequence.work.request.grant.namespace
-        self._lines.setdefault(namespace, SortedList(key=lambda e: e[0])).add((place, sequence))
+        payer = sequence.work.request.grant.payer
+        self._lines.setdefault(payer, SortedList(key=lambda e: e[0])).add((place, sequence))
 
     def remove(self, sequence: Sequence) -> bool:
         """Take it out if it waits here. O(log n)."""
         place = self._places.pop(sequence.sequence_id, None)
         if place is None:
             return False
-        namespace = sequence.work.request.grant.namespace
-        line = self._lines[namespace]
+        payer = sequence.work.request.grant.payer
+        line = self._lines[payer]
         line.remove((place, sequence))
         if not line:
-            del self._lines[namespace]
+            del self._lines[payer]
         return True
 
     def in_order(self, running: Iterable[Sequence] = ()) -> Iterator[Sequence]:
         """Each waiting sequence and each of `running` once, best first.
 
         Counters are read as it goes, so charging what it yields turns the order. What leaves the
-        line meanwhile is skipped. O(n) to start, O(log namespaces) each.
+        line meanwhile is skipped. O(n) to start, O(log payers) each.
         """
         lines = {name: [place for place, _ in line] for name, line in self._lines.items()}
         found = {place: sequence for line in self._lines.values() for place, sequence in line}
         for sequence in running:
             place = place_of(sequence)
             found[place] = sequence
-            lines.setdefault(sequence.work.request.grant.namespace, []).append(place)
-        heap: list[tuple[int, float, Place, int, Namespace]] = []
+            lines.setdefault(sequence.work.request.grant.payer, []).append(place)
+        heap: list[tuple[int, float, Place, int, Payer]] = []
 
-        def push(name: Namespace, at: int) -> None:
+        def push(name: Payer, at: int) -> None:
             if at < len(lines[name]):
                 place = lines[name][at]
                 heapq.heappush(heap, (place[0], self.served.get(name, 0.0), place, at, name))

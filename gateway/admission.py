@@ -98,6 +98,13 @@ def _joined(*parts: str) -> bytes:
     return b"".join(len(part).to_bytes(4, "big") + part for part in encoded)
 
 
+def payer_of(identity: Identity) -> bytes:
+    """Whose blocks and whose turn: all workspaces and partitions of a tenant have one quota, or a
+    client could have a floor and a turn for each key that it makes up."""
+    scope = identity.scope
+    return str(identity.tenant.tenant_id if scope is None else scope.owner_id).encode()
+
+
 def retry_after_s(stats: Stats) -> float:
     """When the queue will have been worked off, as far as the engine's own rate tells."""
     rate = stats.prefill_tokens_per_s
@@ -221,7 +228,11 @@ def _grant(
             identity, now.info.model_digest, now.template_digest, call.partition
         ),
         quota=Quota(
-            policy.floor_blocks, policy.ceiling_blocks, policy.weight, policy.promised_blocks_max
+            policy.floor_blocks,
+            policy.ceiling_blocks,
+            policy.weight,
+            policy.promised_blocks_max,
+            payer_of(identity),
         ),
         leases=leases,
     )

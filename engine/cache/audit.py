@@ -35,11 +35,31 @@ def check_holdings(holdings: Holdings) -> None:
     for account in holdings.accounts.values():
         _check_tree(holdings, account)
         _check_account(holdings, account)
+    _check_shares(holdings)
 
 
 def _expect(holds: bool, what: str, found: object) -> None:
     if not holds:
         raise InvariantViolation(f"{what}, recounted: {found}")
+
+
+def _check_shares(holdings: Holdings) -> None:
+    """Every account is in one share, its own; no share is kept for nothing."""
+    found = {}
+    for payer, share in holdings.shares.items():
+        _expect(share.payer == payer, "a share under another's name", share.payer)
+        _expect(not share.is_idle, f"{payer!r}: an idle share", payer)
+        for name, account in share.accounts.items():
+            _expect(account.share is share, f"{name!r}: in another's share", payer)
+            found[name] = account
+        mine = share.accounts.values()
+        for what, has, sums in (
+            ("held", share.held, sum(a.held for a in mine)),
+            ("evictable", share.evictable, sum(a.evictable for a in mine)),
+            ("promised", share.promised, sum(a.promised + a.reserved for a in mine)),
+        ):
+            _expect(has == sums, f"{payer!r}: {has} {what} in all", sums)
+    _expect(found == holdings.accounts, "accounts in shares", sorted(found))
 
 
 def _check_tree(holdings: Holdings, account: Account) -> None:

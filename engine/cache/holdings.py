@@ -7,10 +7,10 @@ with it. It knows no lease and no clock. Only `prefix_cache` and `lease_book` ca
 
 from __future__ import annotations
 
-from engine.api import Namespace, Quota
+from engine.api import Namespace, Payer, Quota
 from engine.cache.block_pool import BlockPool
 from engine.cache.block_table import BlockTable
-from engine.cache.eviction import Account, next_victim
+from engine.cache.eviction import Account, Share, next_victim
 from engine.cache.prefix_tree import Node
 from engine.cache.report import CacheStats
 from engine.plan import BlockCopy
@@ -26,6 +26,7 @@ class Holdings:
         self.block_size = block_size
         self.pool = BlockPool(blocks)
         self.accounts: dict[Namespace, Account] = {}
+        self.shares: dict[Payer, Share] = {}
         self.owner: list[Account | None] = [None] * blocks
         self.node_of: list[Node | None] = [None] * blocks
         self.copies: dict[int, BlockCopy] = {}
@@ -34,17 +35,33 @@ class Holdings:
     # -- accounts -----------------------------------------------------------------------------
 
     def account(self, namespace: Namespace, quota: Quota) -> Account:
-        """The namespace's account, under its present quota."""
+        """The namespace's account, in its payer's share under the present quota."""
+        payer = quota.payer or namespace
+        share = self.shares.get(payer)
+        if share is None:
+            share = self.shares[payer] = Share(payer, quota)
+        share.quota = quota
         account = self.accounts.get(namespace)
         if account is None:
-            account = self.accounts[namespace] = Account(namespace, quota, self.block_size)
-        account.quota = quota
+            account = self.accounts[namespace] = Account(namespace, share, self.block_size)
+            share.take(account)
+        elif account.share is not share:  # another pays for it from now on
+            self._leave_share(account)
+            share.take(account)
         return account
 
     def forget_if_idle(self, account: Account) -> None:
-        """A namespace that holds nothing and is guaranteed nothing costs nothing."""
+        """A namespace that holds nothing costs nothing; a payer that is guaranteed something is
+        remembered."""
         if account.is_idle and self.accounts.get(account.namespace) is account:
             del self.accounts[account.namespace]
+            self._leave_share(account)
+
+    def _leave_share(self, account: Account) -> None:
+        share = account.share
+        share.let_go(account)
+        if share.is_idle:
+            del self.shares[share.payer]
 
     # -- pins ---------------------------------------------------------------------------------
 
@@ -85,16 +102,16 @@ class Holdings:
     # -- allocation ---------------------------------------------------------------------------
 
     def shortage(self, account: Account, count: int) -> tuple[int, int]:
-        """(blocks to evict in all, of these from the account's own) so that it may take `count`."""
-        ceiling = account.quota.ceiling_blocks
-        own = 0 if ceiling is None else max(0, account.held + count - ceiling)
+        """(blocks to evict in all, of these its payer's own) so that `account` may take `count`."""
+        ceiling = account.share.quota.ceiling_blocks
+        own = 0 if ceiling is None else max(0, account.share.held + count - ceiling)
         return max(own, count - len(self.pool.free)), own
 
     def available(self, namespace: Namespace, quota: Quota) -> int:
         """Blocks that `namespace` could take now, by free list and eviction. O(accounts)."""
-        mine = self.accounts.get(namespace)
+        mine = self.shares.get(quota.payer or namespace)
         room = len(self.pool.free)
-        room += sum(a.spare() for a in self.accounts.values() if a is not mine)
+        room += sum(share.spare() for share in self.shares.values() if share is not mine)
         held = own = 0
         if mine is not None:
             held, own = mine.held, mine.evictable
@@ -120,10 +137,9 @@ class Holdings:
 
     def fits(self, namespace: Namespace, quota: Quota, blocks: int) -> bool:
         """Could `namespace` ever have as many blocks? Others' floors are theirs. O(accounts)."""
+        mine = quota.payer or namespace
         others = sum(
-            account.quota.floor_blocks
-            for name, account in self.accounts.items()
-            if name != namespace
+            share.quota.floor_blocks for payer, share in self.shares.items() if payer != mine
         )
         total = self.pool.blocks
         room = max(total - others, min(total, quota.floor_blocks))
@@ -134,10 +150,11 @@ class Holdings:
     def can_evict(self, account: Account, count: int) -> bool:
         """Would `make_room` succeed? O(accounts)."""
         wanted, own = self.shortage(account, count)
-        can_give = account.evictable if self._may_evict_own(account, count) else 0
+        share = account.share
+        can_give = share.evictable if self._may_evict_own(share, count) else 0
         if own > can_give:
             return False
-        others = sum(a.spare() for a in self.accounts.values() if a is not account)
+        others = sum(other.spare() for other in self.shares.values() if other is not share)
         return wanted <= can_give + others
 
     def make_room(self, account: Account, count: int) -> list[tuple[Account, Node]]:
@@ -146,12 +163,14 @@ class Holdings:
         Call it only when `can_evict` said so. O(evicted * (accounts + log n)).
         """
         wanted, own = self.shortage(account, count)
-        may_own = self._may_evict_own(account, count)
+        share = account.share
+        may_own = self._may_evict_own(share, count)
         victims = []
         for index in range(wanted):
-            victim = account
+            giving = share
             if index >= own:
-                victim = next_victim(account, self.accounts.values(), count, may_own)
+                giving = next_victim(share, self.shares.values(), count, may_own)
+            victim = giving.giver()
             victims.append((victim, self._evict(victim)))
         return victims
 
@@ -160,7 +179,7 @@ class Holdings:
         blocks = [self.pool.allocate() for _ in range(count)]
         for block in blocks:
             self.owner[block] = account
-        account.held += count
+        account.add_held(count)
         return blocks
 
     # -- the trees' holds ---------------------------------------------------------------------
@@ -194,7 +213,7 @@ class Holdings:
         is_cached = self.pool.ref_count[node.block] == 1
         if is_cached:
             self._uncount(account, node)
-        account.promised += 1 if promised else -1
+        account.add_promised(1 if promised else -1)
         node.promised = promised
         if is_cached:
             self._count(account, node)
@@ -206,10 +225,10 @@ class Holdings:
         assert account is not None, "a block in use belongs to somebody"
         return account
 
-    def _may_evict_own(self, account: Account, count: int) -> bool:
-        """Inside its floor a namespace waits rather than lose what it was guaranteed (T3)."""
-        floors = sum(a.quota.floor_blocks for a in self.accounts.values())
-        return account.held + count > account.quota.floor_blocks or floors > self.pool.blocks
+    def _may_evict_own(self, share: Share, count: int) -> bool:
+        """Inside its floor a payer waits rather than lose what it was guaranteed (T3)."""
+        floors = sum(one.quota.floor_blocks for one in self.shares.values())
+        return share.held + count > share.quota.floor_blocks or floors > self.pool.blocks
 
     def _evict(self, account: Account) -> Node:
         node = account.oldest()
@@ -226,13 +245,13 @@ class Holdings:
             self._uncount(account, node)
         if node.promised:
             node.promised = False
-            account.promised -= 1
+            account.add_promised(-1)
         self.node_of[node.block] = None
         if self.pool.drop_ref(node.block) == 0:
             self._freed(node.block)
 
     def _freed(self, block: int) -> None:
-        self._owner(block).held -= 1
+        self._owner(block).add_held(-1)
         self.owner[block] = None
         copy = self.copies.pop(block, None)
         if copy is not None:
@@ -241,14 +260,14 @@ class Holdings:
     def _count(self, account: Account, node: Node) -> None:
         account.cached += 1
         if not node.promised:
-            account.evictable += 1
+            account.add_evictable(1)
             if not node.children:
                 account.enter(node)
 
     def _uncount(self, account: Account, node: Node) -> None:
         account.cached -= 1
         if not node.promised:
-            account.evictable -= 1
+            account.add_evictable(-1)
         if node.in_order:
             account.leave(node)
 

@@ -69,7 +69,7 @@ class LeaseBook:
             asked.append((lease, -(-granted // size)))
         table.leases = tuple(grants[place] for place in range(len(leases)))
         table.asked = tuple(asked)
-        table.account.reserved += table.reserved
+        table.account.add_reserved(table.reserved)
         if table.write:
             for index, node in enumerate(path):
                 self.cover(table, node, index, now_s)
@@ -102,11 +102,11 @@ class LeaseBook:
         """Block `index` of the table is in the tree: it needs no reservation any more."""
         if table.reserved and index < max(reach for _, reach in table.asked):
             table.reserved -= 1
-            table.account.reserved -= 1
+            table.account.add_reserved(-1)
 
     def close(self, table: BlockTable) -> None:
         """Promises for blocks that were never computed lapse."""
-        table.account.reserved -= table.reserved
+        table.account.add_reserved(-table.reserved)
         table.reserved = 0
 
     def note(self, account: Account, node: Node, now_s: float) -> None:
@@ -150,15 +150,16 @@ class LeaseBook:
         return gone
 
     def _room(self, account: Account) -> int:
-        """Blocks that may still be promised to this namespace. O(accounts)."""
-        mine = account.promised + account.reserved
+        """Blocks that may still be promised to this namespace's payer. O(accounts)."""
+        share = account.share
+        mine = share.promised
         others = sum(
-            max(a.promised + a.reserved, a.quota.floor_blocks)
-            for a in self._holdings.accounts.values()
-            if a is not account
+            max(other.promised, other.quota.floor_blocks)
+            for other in self._holdings.shares.values()
+            if other is not share
         )
         room = int(self._holdings.pool.blocks * PROMISABLE) - others - mine
-        bounds = (account.quota.ceiling_blocks, account.quota.promised_blocks_max)
+        bounds = (share.quota.ceiling_blocks, share.quota.promised_blocks_max)
         return min([room, *(bound - mine for bound in bounds if bound is not None)])
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from engine.api import LeaseRequest, Namespace, Quota
+from engine.api import LeaseRequest, Namespace, Payer, Quota
 from engine.cache.audit import check_holdings
 from engine.cache.block_table import BlockTable
 from engine.cache.events import Committed, Copied, Erased, Evicted, Expired, Fact, Matched
@@ -88,15 +88,15 @@ class PrefixCache:
         account = self._holdings.accounts.get(namespace)
         return account.tree.root if account else None
 
-    def held(self, namespace: Namespace) -> int:
-        """Blocks allocated to a namespace."""
-        account = self._holdings.accounts.get(namespace)
-        return account.held if account else 0
+    def held(self, payer: Payer) -> int:
+        """Blocks allocated to a payer, in all its namespaces."""
+        share = self._holdings.shares.get(payer)
+        return share.held if share else 0
 
-    def over_share(self, namespace: Namespace) -> float:
-        """Blocks a namespace has borrowed above its floor, per unit of weight (rule 9)."""
-        account = self._holdings.accounts.get(namespace)
-        return account.over_share() if account else 0.0
+    def over_share(self, payer: Payer) -> float:
+        """Blocks a payer has borrowed above its floor, per unit of weight (rule 9)."""
+        share = self._holdings.shares.get(payer)
+        return share.over() if share else 0.0
 
     # -- one sequence's life ------------------------------------------------------------------
 

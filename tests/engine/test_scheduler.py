@@ -203,6 +203,24 @@ def test_two_backlogged_namespaces_get_their_shares(
         assert apart <= 2 * max(24, outputs)
 
 
+def test_a_payer_has_one_turn_however_many_namespaces_it_makes() -> None:
+    """Else a client that makes up a key for each prompt would be served as often as all others
+    together."""
+    world = Watched(sequences_max=2, blocks=200, queue_requests_max=100)
+    for index in range(12):
+        own = (*tokens(4, index), *tokens(16))
+        many = Quota(payer=b"many")
+        world.ask(f"m{index}", own, max_tokens=4, namespace=b"m%d" % index, quota=many)
+        world.ask(f"o{index}", own, max_tokens=4, namespace=b"one")
+    served: Counter[str] = Counter()
+    while {s.work.request.request_id[0] for s in world.core.scheduler.line} == {"m", "o"}:
+        world.step()
+        for name, count in world.rows[-1].items():
+            served[name[0]] += count
+
+    assert abs(served["m"] - served["o"]) <= 2 * 24
+
+
 def test_a_namespace_that_was_idle_has_saved_nothing_up() -> None:
     """Its counter is lifted to the lowest active one, or it would shut the others out."""
     world = Watched(sequences_max=2, blocks=200)

@@ -196,6 +196,20 @@ def test_a_partition_narrows_the_namespace() -> None:
     assert ask(partition="a")[0].grant.namespace != ask()[0].grant.namespace
 
 
+def test_a_tenant_has_one_quota_and_one_turn_in_all_its_namespaces() -> None:
+    """What a client makes up narrows what it finds and gives it nothing: no second floor, no
+    second ceiling, no second place in the queue."""
+    grants = [
+        ask(partition=partition, who=identity(1, workspace))[0].grant
+        for partition, workspace in (("", "lab"), ("a", "lab"), ("b", "home"))
+    ]
+    other = ask(who=identity(2, "lab"))[0].grant
+
+    assert len({grant.namespace for grant in grants}) == 3
+    assert len({grant.payer for grant in grants}) == 1
+    assert other.payer != grants[0].payer
+
+
 def test_the_time_to_try_again_stays_within_what_clients_obey() -> None:
     """Above two minutes SDKs do not retry at all."""
     assert retry_after_s(Stats()) == 1.0

@@ -208,6 +208,19 @@ async def test_the_owners_ceiling_bounds_what_members_may_have(shared: House) ->
     assert taken == 200
 
 
+async def test_a_ceiling_holds_over_all_that_a_client_makes_up(shared: House) -> None:
+    """One cache_salt after the other: the tenant's blocks are bounded all the same."""
+    change_tenant(shared.store, "carol", {"ceiling_blocks": 30})
+    shared.gateway.context.registry.look_again()
+    for number in range(6):
+        body = shared.chat(LONG, cache_salt=str(number))
+        assert (await shared.ask(body=body, who="carol"))[0] == 200
+    stats = await shared.quiet()
+
+    assert len(stats.namespaces) > 1
+    assert sum(one.blocks for one in stats.namespaces) <= 30
+
+
 # --- leaving -------------------------------------------------------------------------------------
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from msgspec import structs
 
 from engine.api import LeaseRequest, Quota
 from engine.cache import BlockTable, PrefixCache
@@ -67,12 +68,19 @@ class CacheMachine(RuleBasedStateMachine):
         blocks=st.integers(6, 16),
         size=st.sampled_from([2, 4]),
         shares=st.tuples(quotas, quotas, quotas),
+        is_joint=st.booleans(),
     )
-    def start(self, blocks: int, size: int, shares: tuple[Quota, Quota, Quota]) -> None:
+    def start(
+        self, blocks: int, size: int, shares: tuple[Quota, Quota, Quota], is_joint: bool
+    ) -> None:
+        """`is_joint`: one payer has the first two namespaces, under one quota."""
         self.size = size
         self.cache = PrefixCache(blocks=blocks, block_size=size)
         self.ghost = Ghost(blocks, size)
         self.quotas = dict(zip(NAMESPACES, shares, strict=True))
+        if is_joint:
+            joint = structs.replace(shares[0], payer=b"both")
+            self.quotas |= dict.fromkeys(NAMESPACES[:2], joint)
         self.now_s = 0.0
         self.live: list[Writer] = []
         self.past: list[Writer] = []
@@ -322,9 +330,13 @@ class CacheMachine(RuleBasedStateMachine):
         assert stats.free + stats.cached + stats.pinned == stats.blocks
         held = {block for writer in self.live for block in writer.table.blocks}
         assert stats.pinned >= len(held), "a block of a table is not pinned"
+        together: dict[bytes, int] = defaultdict(int)
         for use in self.cache.namespaces():
-            ceiling = self.quotas[use.namespace].ceiling_blocks
-            assert ceiling is None or use.blocks <= ceiling, "above its ceiling"
+            together[self.quotas[use.namespace].payer or use.namespace] += use.blocks
+        for namespace, quota in self.quotas.items():
+            ceiling, payer = quota.ceiling_blocks, quota.payer or namespace
+            assert self.cache.held(payer) == together[payer], "a payer's blocks"
+            assert ceiling is None or together[payer] <= ceiling, "above its ceiling"
 
     @invariant()
     def nothing_is_found_that_may_not_be(self) -> None:

@@ -149,3 +149,70 @@ def test_inside_its_floor_a_namespace_waits_rather_than_lose() -> None:
     assert not ask(cache, b"us", [90, 91, 92, 93], 6.0, quota)
 
     assert held(cache)[b"us"] == 2
+
+
+# --- payers --------------------------------------------------------------------------------------
+
+
+def test_a_floor_is_a_payers_however_many_namespaces_it_makes() -> None:
+    """Else whoever makes up a key for each prompt would have a floor for each, for ever."""
+    cache = PrefixCache(blocks=20, block_size=SIZE)
+    hoard = Quota(floor_blocks=4, payer=b"hoarder")
+    for number in range(20):
+        fill(cache, b"h%02d" % number, 1, now_s=number, quota=hoard)
+
+    fill(cache, b"later", 16, now_s=100)
+
+    assert cache.held(b"hoarder") == 12, "its floor, and an equal share of the rest"
+    assert cache.held(b"later") == 8
+
+
+def test_a_ceiling_is_a_payers_and_its_oldest_goes_first() -> None:
+    """Whichever of its namespaces that is in; a neighbour loses nothing for it."""
+    cache = PrefixCache(blocks=20, block_size=SIZE)
+    fill(cache, b"other", 4)
+    bounded = Quota(ceiling_blocks=3, payer=b"bounded")
+    for number in range(5):
+        fill(cache, b"n%d" % number, 1, now_s=10 + number, quota=bounded)
+
+    assert held(cache) == {b"other": 4, b"n2": 1, b"n3": 1, b"n4": 1}
+
+
+def test_promises_are_bounded_by_payer() -> None:
+    """What one namespace was promised is not there to be promised to the next."""
+    cache = PrefixCache(blocks=40, block_size=SIZE)
+    quota = Quota(promised_blocks_max=3, payer=b"both")
+    lease = Retention("leased", promise_s=60, limit_s=60)
+    outcomes = []
+    for name in (b"one", b"two", b"three"):
+        asked = (LeaseRequest(2 * SIZE, lease),)
+        table = cache.begin(name, list(range(2 * SIZE)), 0.0, quota=quota, leases=asked)
+        assert cache.grow(table, 2 * SIZE, 0.0)
+        cache.commit(table, list(range(2 * SIZE)), 2 * SIZE, 0.0)
+        cache.release(table, list(range(2 * SIZE)), 0.0)
+        outcomes += [grant.outcome for grant in table.leases]
+        cache.check()
+
+    assert outcomes == ["granted", "clipped", "refused"]
+
+
+def test_a_floor_outlives_its_namespaces() -> None:
+    """A payer that holds nothing is guaranteed its blocks all the same."""
+    cache = PrefixCache(blocks=8, block_size=SIZE)
+    quota = Quota(floor_blocks=6, payer=b"p")
+    fill(cache, b"a", 2, quota=quota)
+    cache.erase(b"a")
+    cache.check()
+
+    assert held(cache) == {}
+    assert not cache.fits(b"other", OPEN, 3 * SIZE)
+    assert cache.fits(b"b", quota, 8 * SIZE)
+
+
+def test_a_namespace_may_change_hands() -> None:
+    """Its blocks count for whoever pays now."""
+    cache = PrefixCache(blocks=8, block_size=SIZE)
+    fill(cache, b"a", 2, quota=Quota(payer=b"old"))
+    fill(cache, b"a", 1, now_s=10, quota=Quota(payer=b"new"))
+
+    assert (cache.held(b"old"), cache.held(b"new")) == (0, 2)
