@@ -93,6 +93,8 @@ def _password(environment: Mapping[str, str], whom: tuple[str, ...], is_local: b
         return password
     home = environment.get("HOME")
     name = environment.get("PGPASSFILE") or (f"{home}/.pgpass" if home else "")
+    if not name:
+        return None
     file = Path(name)
     try:
         if not file.is_file():

@@ -33,7 +33,7 @@ WRITERS_KEPT = 1_000
 """Rows of writers that have gone: another's connection may be away for a moment only."""
 
 PATIENCE_S = 8.0
-"""A server that fell over is back within seconds; a writer waits for it so long."""
+"""A server that fell over is back within seconds; whoever writes waits so long, once."""
 
 LOCK_WAIT = "5s"
 """For the write lock, as for SQLite's."""
@@ -58,6 +58,7 @@ class PostgresStore:
         self._reader: Link | None = None
         self._writer_id = 0  # its row's; 0 while it has none
         self._number = 0  # of the transaction that was begun last
+        self._patient_until_s: float | None = None  # while the server is away
         if not is_ready:
             self._prepare()
 
@@ -220,13 +221,17 @@ class PostgresStore:
         return self._writer
 
     def _patient_link(self) -> Link:
-        """A server that knew us before and is away may be starting again."""
-        until_s = time.monotonic() + (PATIENCE_S if self._writer is not None else 0.0)
+        """A server that knew us before and is away may be starting again: wait for it, once."""
+        if self._writer is not None and self._patient_until_s is None:
+            self._patient_until_s = time.monotonic() + PATIENCE_S
         while True:
             try:
-                return self._link({**_WRITER, "lock_timeout": LOCK_WAIT}, _SILENCE_S)
+                link = self._link({**_WRITER, "lock_timeout": LOCK_WAIT}, _SILENCE_S)
+                self._patient_until_s = None
+                return link
             except (LinkLost, StatementFailed) as error:
                 is_away = isinstance(error, LinkLost) or error.state in _AWAY
+                until_s = self._patient_until_s or 0.0
                 if not is_away or time.monotonic() >= until_s or self._closing.wait(0.05):
                     message = f"{self.place} cannot be reached: {error}."
                     raise StoreError("unusable", message) from error

@@ -1,8 +1,9 @@
 """What the ledger costs and answers: `python -m tests.bench.ledger [ENTRIES]`.
 
 Latency of one hold and one settlement alone, entries per second when many come at once, with and
-without rate cards and budgets; and questions about usage over as many entries (default: a million)
-spread over 90 days, 50 tenants, three keys each and two models. Ratios are of one run.
+without rate cards and budgets, in a file and on a PostgreSQL server on the same disk; and questions
+about usage over as many entries (default: a million; 0 asks none) spread over 90 days, 50 tenants,
+three keys each and two models. Ratios are of one run.
 """
 
 from __future__ import annotations
@@ -20,12 +21,15 @@ import apsw
 from tenancy.bookkeeping import ENTRY_FIELDS
 from tenancy.budgets import Budget, set_budget
 from tenancy.ledger import Hold, Ledger
+from tenancy.postgres_store import PostgresStore
 from tenancy.pricing import RateCard
 from tenancy.rate_cards import add_card
 from tenancy.registry import create_tenant
 from tenancy.sqlite_store import SqliteStore
+from tenancy.store import Store
 from tenancy.types import UsageEntry
 from tenancy.usage import usage
+from tests.tenancy.postgres_server import BINARIES, Server
 
 ALONE = 400
 AT_ONCE = 20_000
@@ -50,9 +54,8 @@ def say(line: str) -> None:
     sys.stdout.flush()
 
 
-def latencies(folder: Path, *, has_money: bool) -> None:
+def latencies(store: Store, *, has_money: bool) -> None:
     """One alone, then many at once."""
-    store = SqliteStore(folder / f"money-{has_money}.db")
     create_tenant(store, lambda: 1, "ada")
     if has_money:
         card = RateCard("std", input=3_000_000, output=15_000_000, cache_read=300_000)
@@ -81,7 +84,8 @@ def latencies(folder: Path, *, has_money: bool) -> None:
     for future in futures:
         future.result()
     rate = AT_ONCE / (time.perf_counter() - began)
-    what = "with prices and two budgets" if has_money else "without prices"
+    kind = "file" if store.is_near else "server"
+    what = f"{'with prices and two budgets' if has_money else 'without prices'}, {kind}"
     for name, seconds in times.items():
         p50, p99 = statistics.median(seconds), statistics.quantiles(seconds, n=100)[98]
         say(f"{name} alone {what}: p50 {p50 * 1000:.2f} ms, p99 {p99 * 1000:.2f} ms")
@@ -157,9 +161,16 @@ def questions(folder: Path, count: int) -> None:
 
 def main(count: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        questions(Path(folder), count)
-        latencies(Path(folder), has_money=False)
-        latencies(Path(folder), has_money=True)
+        if count:
+            questions(Path(folder), count)
+        for has_money in (False, True):
+            latencies(SqliteStore(Path(folder) / f"{has_money}.db"), has_money=has_money)
+    if BINARIES is not None:
+        server = Server(is_in_memory=False)
+        for has_money in (False, True):
+            store = PostgresStore(server.address(server.database()), is_ready=True)
+            latencies(store, has_money=has_money)
+        server.close()
 
 
 if __name__ == "__main__":

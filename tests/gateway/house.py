@@ -35,8 +35,9 @@ from gateway.config import Config, LimitsConfig, ServerConfig
 from gateway.metering import wall_ms
 from gateway.prompt import Renderer
 from tenancy.keys import create_key
-from tenancy.registry import create_tenant
+from tenancy.registry import create_tenant, list_tenants
 from tenancy.sqlite_store import SqliteStore
+from tenancy.store import Store
 from tests.fakes import FakeRunner
 
 BLOCKS = 256
@@ -72,13 +73,15 @@ class GatedRunner(FakeRunner):
 class House:
     """One gateway, two tenants with a key each, and everything it logged."""
 
-    def __init__(self, card: ModelCard, folder: Path) -> None:
+    def __init__(self, card: ModelCard, folder: Path, store: Store | None = None) -> None:
+        """`store`: a new file in the folder where none is given."""
         self.card = card
         self.runner = GatedRunner(card.config.vocab)
-        self.store = SqliteStore(folder / "test.db")
-        self.keys = {}
+        self.store = store or SqliteStore(folder / "test.db")
+        self.keys: dict[str, str] = {}
         for name in ("ada", "bob"):
-            tenant = create_tenant(self.store, wall_ms, name)
+            there = [tenant for tenant, _ in list_tenants(self.store) if tenant.name == name]
+            tenant = there[0] if there else create_tenant(self.store, wall_ms, name)
             self.keys[name] = create_key(self.store, wall_ms, tenant.tenant_id)
         self.renderer = Renderer(card)
         self.config = Config(server=ServerConfig(), limits=LimitsConfig())
@@ -111,7 +114,10 @@ class House:
     async def open(self) -> None:
         """Start the engine and both listeners."""
         self.engine = await LocalEngine.start(self._make_core, self.engine_config)
-        self.gateway = Gateway(self.config, self.engine, self.renderer, self.store, self._log)
+        # In a thread: what it reads at its start may be a round trip away.
+        self.gateway = await asyncio.to_thread(
+            Gateway, self.config, self.engine, self.renderer, self.store, self._log
+        )
         self.url, self.admin_url = await self.gateway.listen(("127.0.0.1", 0), ("127.0.0.1", 0))
         self.session = ClientSession(timeout=ClientTimeout(total=30))
 
@@ -269,7 +275,7 @@ class House:
             (row[0], row[1], row[2], row[3])
             for row in self.store.query(
                 "select ending, prompt_tokens, physical_cached_tokens, output_tokens from ledger"
-                " order by rowid"
+                " order by entry_id"
             )
         ]
 

@@ -13,9 +13,11 @@ import pytest
 
 from gateway.__main__ import main
 from gateway.metering import wall_ms
+from tenancy.backends import open_store
 from tenancy.ledger import EngineTotals, Ledger
-from tenancy.sqlite_store import SqliteStore
+from tenancy.store import Store
 from tenancy.types import UsageEntry
+from tests.tenancy.postgres_server import Server
 
 Run = Callable[..., tuple[int, str, str]]
 DAY_MS = 86_400_000
@@ -27,12 +29,26 @@ def data(tmp_path: Path) -> Path:
     return tmp_path / "data"
 
 
+@pytest.fixture(params=["sqlite", "postgres"])
+def database(request: pytest.FixtureRequest) -> str:
+    """As the configuration says it."""
+    if request.param == "sqlite":
+        return "books.db"
+    server: Server = request.getfixturevalue("postgres_server")
+    return server.url(server.database(is_empty=True))
+
+
 @pytest.fixture
 def run(
-    data: Path, capfdbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPatch
+    data: Path,
+    database: str,
+    capfdbinary: pytest.CaptureFixture[bytes],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> Run:
-    for name in ("TRUNKLINE_CONFIG", "TRUNKLINE_MODEL"):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("TRUNKLINE_MODEL", raising=False)
+    config = data.with_name("trunkline.toml")
+    config.write_text(f'tenancy.database = "{database}"\n')
+    monkeypatch.setenv("TRUNKLINE_CONFIG", str(config))
     monkeypatch.setenv("TRUNKLINE_DATA_DIR", str(data))
 
     def run(*arguments: str) -> tuple[int, str, str]:
@@ -52,9 +68,18 @@ def priced(run: Run, tmp_path: Path) -> Run:
     return run
 
 
-def use(data: Path, request_id: str, days_ago: int, epoch: str = "") -> None:
+@pytest.fixture
+def books(data: Path, database: str) -> Callable[[], Store]:
+    """Open them beside the command."""
+    return lambda: open_store(database, data, {})
+
+
+Books = Callable[[], Store]
+
+
+def use(books: Books, request_id: str, days_ago: int, epoch: str = "") -> None:
     """An entry of ten prompt tokens and one output token for the tenant `ada`."""
-    store = SqliteStore(data / "trunkline.db")
+    store = books()
     ((tenant_id,),) = store.query("select tenant_id from tenants where name = 'ada'")
     ledger = Ledger(store, wall_ms)
     at_ms = wall_ms() - days_ago * DAY_MS
@@ -123,9 +148,9 @@ def test_overlapping_cards_are_refused(priced: Run, tmp_path: Path) -> None:
     assert "std@1" in told(priced, "prices", "--add", str(tmp_path / "other.json"))
 
 
-def test_a_budget_is_set_in_dollars_and_shown_exactly(priced: Run, data: Path) -> None:
+def test_a_budget_is_set_in_dollars_and_shown_exactly(priced: Run, books: Books) -> None:
     """To the pico-dollar; taken away again by --remove."""
-    use(data, "r", 0)
+    use(books, "r", 0)
     priced("budget", "ada", "--hard", "12.50", "--soft", "0.000001", "--window", "day")
     (row,) = data_of(priced, "budget")
 
@@ -157,9 +182,9 @@ def test_an_amount_that_is_none_is_a_usage_error(run: Run, amount: str) -> None:
     assert "dollars" in told(run, "budget", "ada", f"--hard={amount}", status=2)
 
 
-def test_an_entry_is_credited_once(priced: Run, data: Path) -> None:
+def test_an_entry_is_credited_once(priced: Run, books: Books) -> None:
     """The second time says that it was there."""
-    use(data, "r", 0)
+    use(books, "r", 0)
     arguments = ["adjust", "r", "--credit", "0.000001", "--id", "x", "--reason", "an outage"]
     first, second = priced(*arguments), priced(*arguments)
 
@@ -168,9 +193,9 @@ def test_an_entry_is_credited_once(priced: Run, data: Path) -> None:
     assert "pico" in told(priced, *arguments[:3], "1e-13", "--id", "y", "--reason", "r")
 
 
-def test_days_are_closed_and_listed(priced: Run, data: Path) -> None:
+def test_days_are_closed_and_listed(priced: Run, books: Books) -> None:
     """Exact sums as text, so that no program rounds them."""
-    use(data, "r", 1)
+    use(books, "r", 1)
     (day,) = data_of(priced, "close")
 
     assert (day["entries"], day["prompt_tokens"]) == (1, 10)
@@ -181,11 +206,11 @@ def test_days_are_closed_and_listed(priced: Run, data: Path) -> None:
     assert "no day" in told(priced, "close", "--through", "x")
 
 
-def test_books_are_checked(priced: Run, data: Path) -> None:
+def test_books_are_checked(priced: Run, books: Books) -> None:
     """Status 1 with the findings, for scripts."""
-    use(data, "r", 0)
+    use(books, "r", 0)
     right = priced("check-books")
-    store = SqliteStore(data / "trunkline.db")
+    store = books()
     with store.change() as db:
         db.execute("update usage_hours set output_tokens = 9")
     store.close()
@@ -195,22 +220,22 @@ def test_books_are_checked(priced: Run, data: Path) -> None:
     assert (wrong[0], "output_tokens is 9" in wrong[1]) == (1, True)
 
 
-def test_reconciling_prints_the_difference(priced: Run, data: Path) -> None:
+def test_reconciling_prints_the_difference(priced: Run, books: Books) -> None:
     """Zero, as a number."""
     before = priced("reconcile")
-    use(data, "r", 0, "e1")
+    use(books, "r", 0, "e1")
     (row,) = data_of(priced, "reconcile")
 
     assert before[:2] == (0, "no engine has been counted yet\n")
     assert (row["ledger_minus_engine"], row["ledger_minus_metrics"]) == ("0/0/0", "0/0/0")
-    use(data, "s", 0, "e1")
+    use(books, "s", 0, "e1")
     apart = priced("reconcile")
     assert (apart[0], "10/0/1" in apart[1]) == (1, True)
 
 
-def test_exports_go_to_standard_output_or_a_file(priced: Run, data: Path, tmp_path: Path) -> None:
+def test_exports_go_to_standard_output_or_a_file(priced: Run, books: Books, tmp_path: Path) -> None:
     """The same bytes."""
-    use(data, "r", 0)
+    use(books, "r", 0)
     for form in ("csv", "focus", "cloudevents"):
         status, out, _ = priced("export", "--format", form)
         size = data_of(priced, "export", "--format", form, "--out", str(tmp_path / "out"))["bytes"]
@@ -222,10 +247,10 @@ def test_exports_go_to_standard_output_or_a_file(priced: Run, data: Path, tmp_pa
     assert {file.name for file in tmp_path.iterdir()} >= {"out", "out.parquet"}
 
 
-def test_an_export_is_of_a_period(priced: Run, data: Path) -> None:
+def test_an_export_is_of_a_period(priced: Run, books: Books) -> None:
     """Half-open; days and instants."""
-    use(data, "old", 40)
-    use(data, "new", 0)
+    use(books, "old", 40)
+    use(books, "new", 0)
 
     def ids(*arguments: str) -> list[str]:
         _, out, _ = priced("export", "--format", "csv", *arguments)

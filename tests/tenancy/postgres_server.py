@@ -9,6 +9,7 @@ import signal
 import subprocess
 import tempfile
 import threading
+import time
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -38,11 +39,12 @@ MODEL = "model"
 class Server:
     """One server. `folder` is its own, with the data and the socket."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_in_memory: bool = True) -> None:
+        """`is_in_memory`: on a disk in memory, where there is one."""
         assert BINARIES is not None, "whoever asks has looked whether there are binaries"
         self._binaries = BINARIES
         # Not the test's own folder: another user must be able to enter.
-        place = IN_MEMORY if os.access(IN_MEMORY, os.W_OK) else None
+        place = IN_MEMORY if is_in_memory and os.access(IN_MEMORY, os.W_OK) else None
         self.folder = Path(tempfile.mkdtemp(prefix="trunkline-", dir=place))
         self._user = "nobody" if os.geteuid() == 0 else None  # the server refuses to be root
         if self._user is not None:
@@ -62,10 +64,13 @@ class Server:
     def start(self) -> None:
         """Start it, and wait until it answers; what it was doing when it died is recovered."""
         settings = [arg for setting in SETTINGS for arg in ("-c", setting)]
-        self._process = self._spawn(["postgres", "-D", "data", "-k", str(self.folder), *settings])
-        pause = threading.Event()
+        command = ["postgres", "-D", "data", "-k", str(self.folder), *settings]
+        self._process = self._spawn(command)
+        pause, until_s = threading.Event(), time.monotonic() + PATIENCE_S
         while True:
-            assert self._process.poll() is None, (self.folder / "log").read_text()
+            assert time.monotonic() < until_s, (self.folder / "log").read_text()
+            if self._process.poll() is not None:  # children of one that was killed still end
+                self._process = self._spawn(command)
             with suppress(LinkLost, StatementFailed):
                 Link(self.address("postgres"), {}, PATIENCE_S).close()
                 return
