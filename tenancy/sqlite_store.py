@@ -129,9 +129,12 @@ class SqliteStore:
         queries raise. Raises StoreError.
         """
         with self._write_lock:
-            self.close()
-            self._open()
-            found = [row[0] for row in self._writer.execute("pragma quick_check(1)")]
+            try:
+                self.close()
+                self._open()
+                found = [row[0] for row in self._writer.execute("pragma quick_check(1)")]
+            except apsw.Error as error:  # the disk is no better yet
+                raise self._unreadable(error) from error
             if found != ["ok"]:
                 self.close()
                 raise StoreError("damaged", f"{self.path} is damaged: {found[0]}.")

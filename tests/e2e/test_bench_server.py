@@ -65,7 +65,7 @@ def test_a_bench_serves_measures_and_leaves_nothing(model: Path, tmp_path: Path)
     assert 0 < found["start", "ready"] < found["start", "first token of a request on readiness"]
     assert found["all", "resident at most"] >= found["start", "resident then"] > 50
     assert found["c", "warm hit ratio"] > 50
-    assert found["b", "decode"] > 0
+    assert found["b", "first token"] > 0  # all text may come in one piece: then nothing was timed
     assert servers_of(model) == []
 
 
