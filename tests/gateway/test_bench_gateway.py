@@ -19,11 +19,12 @@ from engine.supervisor import EngineSupervisor
 from gateway.bench.cli import add_bench_arguments, run_gateway_bench
 from gateway.bench.client import BenchError
 from gateway.bench.load import Found, Load, run
-from gateway.bench.null_gateway import NULL_ENGINE, Ready, config_of, make_key
+from gateway.bench.null_gateway import NULL_ENGINE, Ready, config_of, make_key, without_books
 from gateway.bench.null_gateway import Settings as GatewaySettings
 from gateway.bench.overhead import Line, Overhead, child, loads, summed_up
 from gateway.bench.processor_time import processor_s
 from tenancy.sqlite_store import SqliteStore
+from tests.gateway.house import House
 
 
 @pytest.fixture(autouse=True)
@@ -256,6 +257,35 @@ def test_the_table_says_what_the_gateway_adds() -> None:
         "3.00",
         "2.00",
     ]
+
+
+def test_what_the_books_take_is_told_where_it_was_measured() -> None:
+    """A part of the processor time, and ms of the median; else there is no such column."""
+    mock = summed_up(Found(1.0, [0.001] * 100, [], 0, 0.2), Load(1, 1.0), 0.5)
+    ours = summed_up(Found(1.0, [0.003] * 25, [], 0, 0.1), Load(1, 1.0), 0.8)
+    bare = summed_up(Found(1.0, [0.002] * 25, [], 0, 0.1), Load(1, 1.0), 0.6)
+    where = {"cpu": "a processor", "cores": 2, "system": "a system", "commit": "abc"}
+    lines = [Line("unary", 1, mock, ours), Line("unary", 1, mock, ours, bare)]
+
+    without, with_books = (Overhead("m", where, "/tmp", 4.0, [line]).text() for line in lines)
+
+    assert lines[0].books is None
+    assert lines[1].books == pytest.approx((0.25, 1.0))
+    assert "books" not in without
+    assert with_books.splitlines()[-1].split()[-3:] == ["25", "%", "1.00"]
+
+
+async def test_without_books_answers_are_whole_and_nobody_has_written_them_down(
+    house: House,
+) -> None:
+    """What is measured then is a gateway that does all the rest."""
+    without_books(house.gateway)
+    status, answer, _ = await house.ask(body=house.chat())
+
+    assert status == 200
+    assert answer["usage"]["completion_tokens"] == 8
+    assert house.entries() == []
+    assert house.gateway.context.analytics.overview()["tenants"] == []
 
 
 def test_a_disk_that_cannot_be_written_is_told(tmp_path: Path) -> None:
