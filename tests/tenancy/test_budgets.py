@@ -12,12 +12,13 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from tenancy.budgets import DAY_MS, Budget, budget_states, set_budget, window_of
 from tenancy.errors import BadPrice, BudgetExceeded
 from tenancy.keys import create_key
 from tenancy.ledger import Hold, Ledger
+from tenancy.postgres_store import PostgresStore
 from tenancy.pricing import RateCard
 from tenancy.rate_cards import add_card
 from tenancy.registry import create_tenant, delete_tenant
@@ -25,6 +26,7 @@ from tenancy.sqlite_store import SqliteStore
 from tenancy.store import Store
 from tenancy.types import UsageEntry
 from tests.tenancy.conftest import Wall
+from tests.tenancy.postgres_server import Server
 
 PATIENCE_S = 20
 CARD = RateCard("std", input=1_000_000, output=2_000_000, cache_read=0)
@@ -257,11 +259,12 @@ def test_windows_are_the_calendars() -> None:
 class Spending(RuleBasedStateMachine):
     """A tenant and a key with budgets against sums of fractions."""
 
-    def __init__(self) -> None:
+    def __init__(self, store: Store | None = None) -> None:
+        """`store`: a new file where none is given."""
         super().__init__()
         self.folder = tempfile.TemporaryDirectory()
         self.wall = Wall()
-        self.store = SqliteStore(Path(self.folder.name) / "test.db")
+        self.store = store or SqliteStore(Path(self.folder.name) / "test.db")
         create_tenant(self.store, self.wall, "ada")
         create_key(self.store, self.wall, 1)
         add_card(self.store, self.wall, CARD)
@@ -332,4 +335,18 @@ class Spending(RuleBasedStateMachine):
 
 
 TestSpending = Spending.TestCase
+
+
+def test_budgets_on_a_server_are_the_model_too(postgres_server: Server) -> None:
+    """The same sums, whichever database adds them."""
+
+    class OnServer(Spending):
+        def __init__(self) -> None:
+            address = postgres_server.address(postgres_server.database())
+            super().__init__(PostgresStore(address, is_ready=True))
+
+    few = settings(max_examples=6, stateful_step_count=25, deadline=None)
+    run_state_machine_as_test(OnServer, settings=few)
+
+
 TestSpending.settings = settings(max_examples=25, stateful_step_count=30, deadline=None)

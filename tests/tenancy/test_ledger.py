@@ -13,23 +13,27 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
     invariant,
     precondition,
     rule,
+    run_state_machine_as_test,
 )
 from msgspec import structs
 
 from tenancy.errors import LedgerUnavailable, StoreBusy, StoreError
 from tenancy.ledger import Hold, Ledger
+from tenancy.postgres_store import PostgresStore
 from tenancy.registry import create_tenant
 from tenancy.sqlite_store import SqliteStore
 from tenancy.store import Store, Transaction
 from tenancy.types import UsageEntry
 from tenancy.usage import entries_of
 from tests.tenancy.conftest import Wall
+from tests.tenancy.postgres_server import Server
 
 PATIENCE_S = 20
 BROKEN = StoreError("not_written", "the disk")
@@ -338,11 +342,12 @@ def test_a_full_disk_loses_nothing_that_was_confirmed(tmp_path: Path) -> None:
 class Life(RuleBasedStateMachine):
     """A ledger against a dictionary: sends in any order, twice, with restarts in between."""
 
-    def __init__(self) -> None:
+    def __init__(self, store: Store | None = None) -> None:
+        """`store`: a new file where none is given."""
         super().__init__()
         self.folder = tempfile.TemporaryDirectory()
         self.wall = Wall()
-        self.store = SqliteStore(Path(self.folder.name) / "test.db")
+        self.store = store or SqliteStore(Path(self.folder.name) / "test.db")
         create_tenant(self.store, self.wall, "ada")
         self.ledger = Ledger(self.store, self.wall)
         self.held: set[str] = set()
@@ -398,3 +403,15 @@ class Life(RuleBasedStateMachine):
 
 
 TestLife = Life.TestCase
+
+
+def test_a_ledger_on_a_server_is_the_model_too(postgres_server: Server) -> None:
+    """The same life, with round trips between."""
+
+    class OnServer(Life):
+        def __init__(self) -> None:
+            address = postgres_server.address(postgres_server.database())
+            super().__init__(PostgresStore(address, is_ready=True))
+
+    few = settings(max_examples=6, stateful_step_count=25, deadline=None)
+    run_state_machine_as_test(OnServer, settings=few)

@@ -278,7 +278,7 @@ def test_behind_another_writer_it_is_busy(
 # --- what breaks ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("where", ["before", "after"])
+@pytest.mark.parametrize("where", ["before", "after", "hung"])
 def test_a_commit_without_an_answer_is_found_out(
     wire: tuple[Wire, PostgresStore], wall: Wall, where: Where
 ) -> None:

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tenancy.ledger import Ledger
+from tenancy.postgres_store import PostgresStore
 from tenancy.pricing import RateCard
 from tenancy.rate_cards import add_card
 from tenancy.registry import create_tenant
@@ -17,6 +18,7 @@ from tenancy.store import Store
 from tenancy.types import UsageEntry
 from tenancy.usage import By, UsageTotal, entries_of, usage
 from tests.tenancy.conftest import Wall
+from tests.tenancy.postgres_server import Server
 
 HOUR_MS = 3_600_000
 DAY_MS = 24 * HOUR_MS
@@ -58,9 +60,16 @@ INSTANTS = st.one_of(
 )
 
 
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
-    store = SqliteStore(tmp_path_factory.mktemp("usage") / "test.db")
+@pytest.fixture(scope="module", params=["sqlite", "postgres"])
+def store(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Store]:
+    store: Store
+    if request.param == "postgres":
+        server: Server = request.getfixturevalue("postgres_server")
+        store = PostgresStore(server.address(server.database()), is_ready=True)
+    else:
+        store = SqliteStore(tmp_path_factory.mktemp("usage") / "test.db")
     wall = Wall()
     for name in ("ada", "bob"):
         create_tenant(store, wall, name)

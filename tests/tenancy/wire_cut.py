@@ -1,5 +1,5 @@
-"""A way to a PostgreSQL server that can be cut: before a commit reaches it, or before its answer
-comes back."""
+"""A way to a PostgreSQL server that can be cut: before a commit reaches it, before its answer comes
+back, or so that the server does not notice."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from typing import Literal
 from tenancy.postgres_address import Address, read_address
 
 SOCKET = ".s.PGSQL.5432"
-COMMIT = b"commit\0"
-Where = Literal["before", "after"]
+COMMIT = b"Q\0\0\0\x0bcommit\0"
+Where = Literal["before", "after", "hung"]
 
 
 class Wire:
@@ -74,7 +74,11 @@ class Wire:
         with suppress(OSError):
             while data := client.recv(65_536):
                 if COMMIT in data and self.cuts:
-                    if self.cuts.pop(0) == "before":
+                    where = self.cuts.pop(0)
+                    if where == "hung":  # the server hears of nothing, and waits
+                        self._end(client)
+                        return
+                    if where == "before":
                         break
                     clear.clear()  # the answer is not let through
                 upstream.sendall(data)
