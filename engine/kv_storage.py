@@ -6,7 +6,6 @@ piece to copy, offload, store and drop. It knows no sequence and no tree. The ru
 
 from __future__ import annotations
 
-import contextlib
 import math
 import mmap
 from collections.abc import Sequence
@@ -110,16 +109,11 @@ class KvStorage:
 
 
 def _untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Zeros that the system hands out page by page as they are first touched.
-
-    Writing them ourselves takes 1.5 s for a GiB, which every start would wait for; and large pages,
-    where the system has them, spare the attention of long contexts its address misses.
-    """
+    """Zeros that the system hands out page by page as they are first touched, so that no start
+    waits for a pool to be written. Small pages: where 512 of the large ones make a GiB, each has
+    been seen to take 4 ms to find, five times as long for all of it."""
     size = math.prod(shape) * dtype.itemsize
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a system built without them
-            memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 

@@ -88,14 +88,15 @@ class CpuRunner:
 
     def warm_up(self) -> None:
         """One step that touches every code path's allocations, so that no client waits for them."""
-        for count in (33, 1):
+        longest = 33
+        for count in (longest, 1):
             row = Row(-1, 0, count, list(range(-(-count // self.block_size))), 0, [0] * count)
             plan = StepPlan(step=0, rows=(row,), copies=(BlockCopy(0, 0, 1),))
             with torch.inference_mode():
                 batch = make_batch(plan, self.block_size, lambda _: 0)
                 self.attention.begin(plan, batch)
                 self.model.logits(self.model.forward(batch.token_ids, self.attention)[-1:])
-        self.kv.data.zero_()
+        self.kv.data[: -(-longest // self.block_size)].zero_()
 
     def _run(self, plan: StepPlan, started_s: float) -> StepResult:
         for sequence_id in plan.ended:
