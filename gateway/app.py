@@ -296,17 +296,31 @@ async def serve(
     The first signal drains: not ready at once, running answers may finish. A second one ends now.
     SIGHUP reads the configuration again (`reload`).
     """
-    loop = asyncio.get_running_loop()
     supervisor = EngineSupervisor(Path(card.folder), config.engine, log_line)
-    gateway = Gateway(
-        config,
-        supervisor,
-        Renderer(card),
-        store,
-        engine_restarts=lambda: supervisor.restarts,
-        read_config=read_config,
-    )
-    stop = asyncio.Event()
+    supervisor.start()  # it takes longest to be ready: all else is made meanwhile
+    try:
+        gateway = Gateway(
+            config,
+            supervisor,
+            await asyncio.to_thread(Renderer, card),
+            store,
+            engine_restarts=lambda: supervisor.restarts,
+            read_config=read_config,
+        )
+        try:
+            await _serve(gateway, supervisor, announce)
+        finally:
+            await gateway.close()
+    finally:
+        await supervisor.close()
+    return 0
+
+
+async def _serve(
+    gateway: Gateway, supervisor: EngineSupervisor, announce: Callable[[list[str]], None]
+) -> None:
+    """From the listeners' opening to the end of what they took."""
+    loop, config, stop = asyncio.get_running_loop(), gateway.context.config, asyncio.Event()
 
     def end() -> None:
         if stop.is_set():
@@ -316,25 +330,19 @@ async def serve(
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, end)
     loop.add_signal_handler(signal.SIGHUP, gateway.reload_soon)
-    try:
-        await declare(gateway.context, config)
-        urls = await gateway.listen(
-            parse_address(config.server.listen, "server.listen"),
-            parse_address(config.admin.listen, "admin.listen"),
-        )
-        supervisor.start()
-        ready = asyncio.create_task(supervisor.wait_ready())
-        stopped = asyncio.create_task(stop.wait())
-        await asyncio.wait([ready, stopped], return_when=asyncio.FIRST_COMPLETED)
-        if ready.done() and ready.exception() is None:
-            announce(urls)
-        elif ready.done():
-            ready.result()
-        await stopped
-        timeout_s = config.engine.drain_timeout_s
-        await gateway.drain(timeout_s)
-        await gateway.context.wait_idle(timeout_s + 1.0)
-    finally:
-        await gateway.close()
-        await supervisor.close()
-    return 0
+    await declare(gateway.context, config)
+    urls = await gateway.listen(
+        parse_address(config.server.listen, "server.listen"),
+        parse_address(config.admin.listen, "admin.listen"),
+    )
+    ready = asyncio.create_task(supervisor.wait_ready())
+    stopped = asyncio.create_task(stop.wait())
+    await asyncio.wait([ready, stopped], return_when=asyncio.FIRST_COMPLETED)
+    if ready.done() and ready.exception() is None:
+        announce(urls)
+    elif ready.done():
+        ready.result()
+    await stopped
+    timeout_s = config.engine.drain_timeout_s
+    await gateway.drain(timeout_s)
+    await gateway.context.wait_idle(timeout_s + 1.0)
