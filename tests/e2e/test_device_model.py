@@ -6,7 +6,6 @@ Needs a CUDA device and the model on disk (`make pull`).
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -18,14 +17,14 @@ from engine.cache import PrefixCache
 from engine.config import EngineConfig
 from engine.core import Core
 from engine.device_runner import DeviceRunner
-from engine.errors import ModelError
 from engine.kv_storage import KvStorage, kv_format
-from engine.model_store import DEFAULT_MODEL, ModelCard, prepare, resolve
+from engine.model_store import ModelCard
 from engine.models.device_layers import DeviceOps
 from engine.models.registry import build_model
 from engine.plan import Runner
 from engine.runner import CpuRunner
 from engine.weights import load_weights
+from tests.e2e.real_core import real_card
 
 pytestmark = [pytest.mark.gpu, pytest.mark.model, pytest.mark.slow]
 
@@ -47,12 +46,7 @@ KV and activations to 8 bits."""
 
 @pytest.fixture(scope="module")
 def card() -> ModelCard:
-    models = Path(os.environ.get("TRUNKLINE_DATA_DIR", "data")) / "models"
-    try:
-        source = resolve(DEFAULT_MODEL, models)
-    except ModelError as error:
-        pytest.skip(error.message)
-    return prepare(DEFAULT_MODEL, source, models)
+    return real_card()
 
 
 @pytest.fixture(scope="module")

@@ -7,29 +7,17 @@ Through the whole engine, the compiler's threads and processes included. Needs t
 from __future__ import annotations
 
 import json
-import os
 import re
-import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from tokenizers import Tokenizer
 
 from engine.api import CacheGrant, Finished, Grammar, Request, SampleEnded, Sampling, Tokens
-from engine.cache import PrefixCache
-from engine.config import EngineConfig
-from engine.constraints import Constraints
 from engine.core import Core
-from engine.errors import ModelError
-from engine.grammar import MaskFiller
-from engine.grammar_compiler import GrammarCompiler
-from engine.grammar_trial import TrialSettings
-from engine.model_store import DEFAULT_MODEL, ModelCard, prepare, resolve
-from engine.models.cpu_llama import load_kernels
-from engine.runner import CpuRunner
+from engine.model_store import ModelCard
+from tests.e2e.real_core import real_card, real_core
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
 
@@ -44,40 +32,17 @@ PERSON = {
     "required": ["name", "age", "email", "tags"],
     "additionalProperties": False,
 }
-BLOCKS, CONTEXT = 200, 1024
 
 
 @pytest.fixture(scope="module")
 def card() -> ModelCard:
-    models = Path(os.environ.get("TRUNKLINE_DATA_DIR", "data")) / "models"
-    try:
-        return prepare(DEFAULT_MODEL, resolve(DEFAULT_MODEL, models), models)
-    except ModelError as error:
-        pytest.skip(error.message)
+    return real_card()
 
 
 @pytest.fixture(scope="module")
 def core(card: ModelCard) -> Iterator[Core]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    config = EngineConfig()
-    kernels = load_kernels(card.config, 2)
-    runner = CpuRunner(card, config, blocks=BLOCKS, context=CONTEXT, kernels=kernels)
-    settings = TrialSettings(str(card.tokenizer_path), card.config.vocab, card.stop_token_ids)
-    core = Core(
-        PrefixCache(blocks=BLOCKS, block_size=config.block_size),
-        runner,
-        config,
-        time.monotonic,
-        vocab_size=card.config.vocab,
-        context_tokens=CONTEXT,
-        constraints=Constraints(GrammarCompiler(settings, time.monotonic), MaskFiller(2)),
-    )
-    yield core
-    core.constraints.close()
-    if kernels is not None:
-        kernels.close()
-    torch.set_num_threads(before)
+    with real_core(card) as core:
+        yield core
 
 
 def answers(

@@ -8,7 +8,6 @@ norms or the paged layout were wrong in either, they would not agree. Needs the 
 from __future__ import annotations
 
 import math
-import os
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,12 +22,12 @@ from engine.batch import make_batch
 from engine.cache import PrefixCache
 from engine.config import EngineConfig
 from engine.core import Core
-from engine.errors import ModelError
-from engine.model_store import DEFAULT_MODEL, ModelCard, ModelConfig, prepare, resolve
+from engine.model_store import ModelCard, ModelConfig
 from engine.models.cpu_llama import load_kernels
 from engine.plan import Row, StepPlan
 from engine.runner import CpuRunner
 from engine.weights import load_weights
+from tests.e2e.real_core import real_card
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
 
@@ -49,10 +48,6 @@ QUESTIONS = (
 )
 
 
-def models_dir() -> Path:
-    return Path(os.environ.get("TRUNKLINE_DATA_DIR", "data")) / "models"
-
-
 @pytest.fixture(scope="module", autouse=True)
 def _one_thread() -> Iterator[None]:
     """Threads that wait for one another on a busy machine take longer than one alone."""
@@ -64,11 +59,7 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def card() -> ModelCard:
-    try:
-        source = resolve(DEFAULT_MODEL, models_dir())
-    except ModelError as error:
-        pytest.skip(error.message)
-    return prepare(DEFAULT_MODEL, source, models_dir())
+    return real_card()
 
 
 @pytest.fixture(scope="module")

@@ -8,31 +8,19 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-import torch
 from msgspec.structs import replace
 
 from engine.api import CacheGrant, Finished, Request, SampleEnded, Sampling, Tokens
-from engine.cache import PrefixCache
-from engine.config import EngineConfig
-from engine.constraints import Constraints
 from engine.core import Core
-from engine.errors import ModelError
-from engine.grammar import MaskFiller
-from engine.grammar_compiler import GrammarCompiler
-from engine.grammar_trial import TrialSettings
-from engine.model_store import DEFAULT_MODEL, ModelCard, prepare, resolve
-from engine.models.cpu_llama import load_kernels
-from engine.runner import CpuRunner
+from engine.model_store import ModelCard
 from gateway.dialects.canonical import OutputFormat, Prompt, Segment, Tool, ToolChoice
 from gateway.prompt import Renderer
 from gateway.prompt.call_reader import Called, CallReader, Said
 from gateway.prompt.format_check import satisfies
+from tests.e2e.real_core import real_card, real_core
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
 
@@ -52,16 +40,11 @@ TOOLS = (
     Tool("get_weather", "The weather of a city", WEATHER, "tools[0]", strict=True),
     Tool("get_time", "The time in a city", '{"type":"object","properties":{}}', "tools[1]"),
 )
-BLOCKS, CONTEXT = 200, 1024
 
 
 @pytest.fixture(scope="module")
 def card() -> ModelCard:
-    models = Path(os.environ.get("TRUNKLINE_DATA_DIR", "data")) / "models"
-    try:
-        return prepare(DEFAULT_MODEL, resolve(DEFAULT_MODEL, models), models)
-    except ModelError as error:
-        pytest.skip(error.message)
+    return real_card()
 
 
 @pytest.fixture(scope="module")
@@ -71,26 +54,8 @@ def renderer(card: ModelCard) -> Renderer:
 
 @pytest.fixture(scope="module")
 def core(card: ModelCard) -> Iterator[Core]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    config = EngineConfig()
-    kernels = load_kernels(card.config, 2)
-    runner = CpuRunner(card, config, blocks=BLOCKS, context=CONTEXT, kernels=kernels)
-    settings = TrialSettings(str(card.tokenizer_path), card.config.vocab, card.stop_token_ids)
-    core = Core(
-        PrefixCache(blocks=BLOCKS, block_size=config.block_size),
-        runner,
-        config,
-        time.monotonic,
-        vocab_size=card.config.vocab,
-        context_tokens=CONTEXT,
-        constraints=Constraints(GrammarCompiler(settings, time.monotonic), MaskFiller(2)),
-    )
-    yield core
-    core.constraints.close()
-    if kernels is not None:
-        kernels.close()
-    torch.set_num_threads(before)
+    with real_core(card) as core:
+        yield core
 
 
 def answers(

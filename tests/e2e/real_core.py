@@ -1,0 +1,63 @@
+"""The default model as it lies on this disk, and a core over it, for the tests that need them.
+
+`make pull` fetches it; `make test` sees to that.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.cache import PrefixCache
+from engine.config import EngineConfig
+from engine.constraints import Constraints
+from engine.core import Core
+from engine.errors import ModelError
+from engine.grammar import MaskFiller
+from engine.grammar_compiler import GrammarCompiler
+from engine.grammar_trial import TrialSettings
+from engine.model_store import DEFAULT_MODEL, ModelCard, prepare, resolve
+from engine.models.cpu_llama import load_kernels
+from engine.runner import CpuRunner
+
+BLOCKS, CONTEXT = 200, 1024
+
+
+def real_card() -> ModelCard:
+    """Skips the test where the model has not been fetched."""
+    models = Path(os.environ.get("TRUNKLINE_DATA_DIR", "data")) / "models"
+    try:
+        return prepare(DEFAULT_MODEL, resolve(DEFAULT_MODEL, models), models)
+    except ModelError as error:
+        pytest.skip(error.message)
+
+
+@contextmanager
+def real_core(card: ModelCard) -> Iterator[Core]:
+    """With the compiler's threads and processes; they end with it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    config = EngineConfig()
+    kernels = load_kernels(card.config, 2)
+    runner = CpuRunner(card, config, blocks=BLOCKS, context=CONTEXT, kernels=kernels)
+    settings = TrialSettings(str(card.tokenizer_path), card.config.vocab, card.stop_token_ids)
+    core = Core(
+        PrefixCache(blocks=BLOCKS, block_size=config.block_size),
+        runner,
+        config,
+        time.monotonic,
+        vocab_size=card.config.vocab,
+        context_tokens=CONTEXT,
+        constraints=Constraints(GrammarCompiler(settings, time.monotonic), MaskFiller(2)),
+    )
+    yield core
+    core.constraints.close()
+    if kernels is not None:
+        kernels.close()
+    torch.set_num_threads(before)
