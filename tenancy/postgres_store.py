@@ -131,6 +131,8 @@ class PostgresStore:
         if writer_id == self._writer_id:
             return False
         with self.change() as db:
+            if not db.rows("select 1 from writers where writer_id = ?", (writer_id,)):
+                return True  # it took its leave; the server may not have ended its session yet
             sql = "select pg_try_advisory_xact_lock(?::int, ?::int)"
             return bool(db.rows(sql, (WRITERS, writer_id))[0][0])
 

@@ -217,6 +217,20 @@ def test_a_start_leaves_the_holds_of_those_who_live(postgres: PostgresStore, wal
     assert postgres.query("select request_id, ending from ledger") == [("0-2", "interrupted")]
 
 
+def test_who_took_leave_is_gone_although_its_session_lingers(
+    postgres: PostgresStore, link: Link
+) -> None:
+    """A server ends a session some time after its client has closed it: the next start must not
+    take the holds for another's."""
+    left = postgres.another()
+    writer_id = left.claim()
+    left.disclaim()
+    link.script(f"select pg_advisory_lock({postgres_store.WRITERS}, {writer_id})")
+
+    assert postgres.is_over(writer_id)
+    left.close()
+
+
 def test_a_budget_is_a_wall_for_two_servers(postgres: PostgresStore, wall: Wall) -> None:
     """Both reach for the last dollar; what fits is admitted, and no more."""
     tenant = create_tenant(postgres, wall, "ada")
