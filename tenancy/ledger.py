@@ -6,7 +6,8 @@ one fsync (group commit). On start, holds that a dead process left open become e
 `interrupted` with nothing charged. Totals are sums of entries, never counters.
 
 When the disk fails, nobody is told that anything was written; the file is closed, opened and
-checked before the next entry. It knows no event loop: answers come by `concurrent.futures.Future`.
+checked before the next entry. It knows no event loop: whoever brought an item is told on the
+writer's thread.
 `gateway.metering` calls it; the command line reads.
 """
 

@@ -146,7 +146,7 @@ def next_victim(taker: Share, others: Iterable[Share], wanted: int, own: bool) -
     """The share that gives the next block to `taker`, which wants `wanted` more.
 
     `own`: the taker's own blocks may go; at equal distance they go first. The caller has made sure
-    that somebody can give. O(accounts).
+    that somebody can give. O(shares).
     """
     best, highest = None, float("-inf")
     if own and taker.evictable:

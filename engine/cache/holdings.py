@@ -148,7 +148,7 @@ class Holdings:
         return blocks <= room
 
     def can_evict(self, account: Account, count: int) -> bool:
-        """Would `make_room` succeed? O(accounts)."""
+        """Would `make_room` succeed? O(shares)."""
         wanted, own = self.shortage(account, count)
         share = account.share
         can_give = share.evictable if self._may_evict_own(share, count) else 0
@@ -160,7 +160,8 @@ class Holdings:
     def make_room(self, account: Account, count: int) -> list[tuple[Account, Node]]:
         """Evict by rule 9 until `account` may take `count` blocks; who gave each, and which.
 
-        Call it only when `can_evict` said so. O(evicted * (accounts + log n)).
+        Call it only when `can_evict` said so. O(evicted * (shares + accounts of who
+        gives + log n)).
         """
         wanted, own = self.shortage(account, count)
         share = account.share

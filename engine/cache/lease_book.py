@@ -150,7 +150,7 @@ class LeaseBook:
         return gone
 
     def _room(self, account: Account) -> int:
-        """Blocks that may still be promised to this namespace's payer. O(accounts)."""
+        """Blocks that may still be promised to this namespace's payer. O(shares)."""
         share = account.share
         mine = share.promised
         others = sum(
