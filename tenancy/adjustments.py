@@ -11,7 +11,7 @@ import re
 
 from msgspec import Struct
 
-from tenancy.bookkeeping import DAY_MS, HOUR_MS, NO_CHAIN, chained, open_from_ms
+from tenancy.entries import DAY_MS, HOUR_MS, NO_CHAIN, chained, open_from_ms
 from tenancy.errors import BadPrice
 from tenancy.pricing import CHARGE_MAX, PICO_PER_MICRO
 from tenancy.store import Store, Transaction, Value

@@ -9,7 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tenancy.adjustments import ADJUSTMENT_FIELDS, Adjustment
-from tenancy.bookkeeping import (
+from tenancy.breaches import credit_of
+from tenancy.budgets import load_budgets, summed, window_of
+from tenancy.closing import totals_of
+from tenancy.entries import (
     DAY_MS,
     ENTRY_FIELDS,
     HOUR_MS,
@@ -18,9 +21,6 @@ from tenancy.bookkeeping import (
     entry_of,
     sums_of,
 )
-from tenancy.breaches import credit_of
-from tenancy.budgets import load_budgets, summed, window_of
-from tenancy.closing import totals_of
 from tenancy.pricing import PICO_PER_MICRO, price, savings
 from tenancy.rate_cards import SELECT, CardBook, read_card
 from tenancy.store import Store, Transaction

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from tenancy.adjustments import BREACH, Adjustment, book
-from tenancy.bookkeeping import ENTRY_FIELDS, entry_of
+from tenancy.entries import ENTRY_FIELDS, entry_of
 from tenancy.pricing import RateCard, breach_credit
 from tenancy.rate_cards import SELECT, CardBook, read_card
 from tenancy.store import Transaction

@@ -13,7 +13,7 @@ from datetime import UTC, date, datetime, timedelta
 
 from msgspec import Struct
 
-from tenancy.bookkeeping import DAY_MS, number
+from tenancy.entries import DAY_MS, number
 from tenancy.errors import BooksClosed
 from tenancy.store import Row, Store, Transaction
 from tenancy.types import WallClock

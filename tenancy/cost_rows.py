@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 from msgspec import Struct
 
-from tenancy.bookkeeping import HOUR_MS
 from tenancy.budgets import window_of
+from tenancy.entries import HOUR_MS
 from tenancy.exports import Rows, instant, pages
 from tenancy.pricing import RateCard, price, storage_charge, writes
 from tenancy.rate_cards import CardBook, load_cards

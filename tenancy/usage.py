@@ -13,7 +13,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from tenancy.bookkeeping import DAY_MS, ENTRY_FIELDS, HOUR_MS, HOUR_SUMS, entry_of
+from tenancy.entries import DAY_MS, ENTRY_FIELDS, HOUR_MS, HOUR_SUMS, entry_of
 from tenancy.pricing import PICO_PER_MICRO
 from tenancy.store import Row, Store, Value
 from tenancy.types import UsageEntry

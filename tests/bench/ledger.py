@@ -18,8 +18,8 @@ from pathlib import Path
 
 import apsw
 
-from tenancy.bookkeeping import ENTRY_FIELDS
 from tenancy.budgets import Budget, set_budget
+from tenancy.entries import ENTRY_FIELDS
 from tenancy.ledger import Hold, Ledger
 from tenancy.postgres_store import PostgresStore
 from tenancy.pricing import RateCard

@@ -1,4 +1,4 @@
-"""A store on each kind of database, and a wall clock that stands still until it is moved."""
+"""A store on each kind of database, a wall clock that stands still until it is moved, an entry."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from tenancy.ledger import Ledger
 from tenancy.postgres_store import PostgresStore
+from tenancy.registry import create_tenant
 from tenancy.sqlite_store import SqliteStore
 from tenancy.store import Store
+from tenancy.types import UsageEntry
 from tests.tenancy.postgres_server import Server
 
 
@@ -21,6 +24,33 @@ class Wall:
 
     def __call__(self) -> int:
         return self.ms
+
+
+def used(request_id: str, at_ms: int) -> UsageEntry:
+    """An entry with something in every field."""
+    return UsageEntry(
+        request_id=request_id,
+        tenant_id=1,
+        key_id=1,
+        model="m",
+        ending="done",
+        started_ms=at_ms,
+        ended_ms=at_ms + 9,
+        prompt_tokens=10,
+        cache_read_tokens=5,
+        cache_write_tokens=3,
+        fresh_tokens=2,
+        output_tokens=4,
+        physical_cached_tokens=5,
+        read={"5m": 1, "1h": 4},
+        write={"1h": 3},
+        workspace="lab",
+        tier="gold",
+        dialect="openai",
+        recomputed_promised_tokens=1,
+        ttft_ms=12,
+        epoch="e1",
+    )
 
 
 @pytest.fixture
@@ -47,3 +77,12 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
     store = SqliteStore(tmp_path / "test.db")
     yield store
     store.close()
+
+
+@pytest.fixture
+def ledger(store: Store, wall: Wall) -> Iterator[Ledger]:
+    """With one tenant."""
+    create_tenant(store, wall, "ada")
+    ledger = Ledger(store, wall)
+    yield ledger
+    ledger.close()

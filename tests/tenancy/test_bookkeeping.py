@@ -1,65 +1,21 @@
-"""What one transaction writes: an entry at its hold's price, its chain, its sums, its seal."""
+"""What one transaction writes: holds, entries at their holds' prices, storage, counts."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 import pytest
 from msgspec import structs
 
-from tenancy.bookkeeping import (
-    ENTRY_FIELDS,
-    HOUR_MS,
-    EngineTotals,
-    StorageReading,
-    chained,
-    entry_row,
-)
+from tenancy.bookkeeping import EngineTotals, StorageReading
 from tenancy.errors import BadPrice, LedgerUnavailable
 from tenancy.ledger import Hold, Ledger
 from tenancy.pricing import PRICE_MAX, RateCard, price, savings
 from tenancy.rate_cards import add_card, load_cards
-from tenancy.registry import create_tenant
 from tenancy.store import Store
 from tenancy.types import UsageEntry
 from tenancy.usage import entries_of
-from tests.tenancy.conftest import Wall
+from tests.tenancy.conftest import Wall, used
 
 CARD = RateCard("std", input=3_000, output=9_000, cache_read=300, cache_write={"1h": 6_000})
-
-
-def used(request_id: str, at_ms: int) -> UsageEntry:
-    return UsageEntry(
-        request_id=request_id,
-        tenant_id=1,
-        key_id=1,
-        model="m",
-        ending="done",
-        started_ms=at_ms,
-        ended_ms=at_ms + 9,
-        prompt_tokens=10,
-        cache_read_tokens=5,
-        cache_write_tokens=3,
-        fresh_tokens=2,
-        output_tokens=4,
-        physical_cached_tokens=5,
-        read={"5m": 1, "1h": 4},
-        write={"1h": 3},
-        workspace="lab",
-        tier="gold",
-        dialect="openai",
-        recomputed_promised_tokens=1,
-        ttft_ms=12,
-        epoch="e1",
-    )
-
-
-@pytest.fixture
-def ledger(store: Store, wall: Wall) -> Iterator[Ledger]:
-    create_tenant(store, wall, "ada")
-    ledger = Ledger(store, wall)
-    yield ledger
-    ledger.close()
 
 
 def entries(store: Store) -> list[UsageEntry]:
@@ -122,45 +78,6 @@ def test_a_request_that_could_cost_too_much_is_not_admitted(
         ledger.hold(Hold("a", 1, 1, "m", wall(), 1, 10**9)).result(20)
 
     assert ledger.open_holds() == 0
-
-
-def test_each_entry_is_chained_to_the_one_before(store: Store, ledger: Ledger, wall: Wall) -> None:
-    """A row that is changed, taken out or put between breaks every chain behind it."""
-    for name in "abc":
-        ledger.settle(used(name, wall())).result(20)
-    rows = store.query(f"select {', '.join(ENTRY_FIELDS)}, chain from ledger order by entry_id")
-    before = b""
-    for *row, chain in rows:
-        before = chained(before, row)
-        assert chain == before
-
-    changed = [*rows[0][:-1]]
-    changed[ENTRY_FIELDS.index("charge_pico")] = 7
-    assert chained(b"", changed) != rows[0][-1]
-    assert tuple(rows[0][:-1]) == entry_row(used("a", wall()), wall())
-
-
-def test_settling_again_leaves_the_chain_and_the_sums(
-    store: Store, ledger: Ledger, wall: Wall
-) -> None:
-    """In one batch or in two."""
-    sent = [ledger.settle(used(name, wall())) for name in "aabab"]
-    for future in sent:
-        future.result(20)
-
-    assert [entry.request_id for entry in entries(store)] == ["a", "b"]
-    assert store.query("select requests, prompt_tokens from usage_hours") == [(2, 20)]
-
-
-def test_the_chain_is_sealed_once_an_hour(store: Store, ledger: Ledger, wall: Wall) -> None:
-    """By the hours that come, whichever way the clock is set."""
-    for number, hours in enumerate((1, 0, 0, 500, 0, -500)):
-        wall.ms += hours * HOUR_MS
-        ledger.settle(used(str(number), wall())).result(20)
-    seals = store.query("select entry_id, chain from seals order by number")
-
-    assert [row[0] for row in seals] == [1, 4, 6]
-    assert seals[-1][1] == store.query("select chain from ledger where entry_id = 6")[0][0]
 
 
 def test_storage_is_summed_by_hour_class_and_card(store: Store, ledger: Ledger, wall: Wall) -> None:

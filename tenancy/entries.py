@@ -1,0 +1,192 @@
+"""The entry as the ledger has it: a row, chained to the one before it, and added to its sums.
+
+    chain of an entry = SHA-256(chain of the entry before ‖ MessagePack of the row without it)
+
+It knows no prices, no budgets and no holds: entries come priced. `bookkeeping` writes them, on a
+`Page` for each transaction; `audit` computes the same again, and questions read rows back.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from tenancy.pricing import PICO_PER_MICRO
+from tenancy.store import Transaction, Value
+from tenancy.types import UsageEntry
+
+DAY_MS = 86_400_000
+HOUR_MS = 3_600_000
+NO_CHAIN = b""
+
+ENTRY_FIELDS = (
+    *("request_id", "tenant_id", "key_id", "model", "ending", "started_ms", "ended_ms"),
+    *("prompt_tokens", "cache_read_tokens", "cache_write_tokens", "fresh_tokens"),
+    *("output_tokens", "physical_cached_tokens", "reads", "writes", "workspace", "tier"),
+    *("dialect", "recomputed_promised_tokens", "ttft_ms", "epoch", "rate_card_id"),
+    *("charge_pico", "saved_pico", "booked_ms"),
+)
+"""Columns of the ledger, but for `entry_id` and `chain`."""
+
+HOUR_SUMS = (
+    *("requests", "prompt_tokens", "cache_read_tokens", "cache_write_tokens", "fresh_tokens"),
+    *("output_tokens", "physical_cached_tokens", "recomputed_promised_tokens", "hits"),
+    *("ttft_hits", "ttft_hit_ms", "ttft_misses", "ttft_miss_ms"),
+    *("charge_micros", "charge_rest", "saved_micros", "saved_rest"),
+)
+"""Columns of `usage_hours` and `usage_days` that an entry adds to."""
+
+
+class Page:
+    """The entries that one transaction adds: their chain, and their hours' sums in few writes."""
+
+    def __init__(self, db: Transaction) -> None:
+        self._db = db
+        self.open_from_ms = open_from_ms(db)
+        self._chain: bytes | None = None
+        self._last_booked_ms = 0
+        self._hours: dict[tuple[int, int, int, str], list[list[int]]] = {}
+        self._epochs: dict[str, list[int]] = {}
+
+    def add(self, entry: UsageEntry, booked_ms: int) -> bool:
+        """False for a request id that has its entry already."""
+        row = entry_row(entry, booked_ms)
+        if self._chain is None:
+            self._chain = last_chain(self._db)
+        chain = chained(self._chain, row)
+        if self._db.execute(_SETTLE, (*row, chain)) != 1:
+            return False
+        self._chain = chain
+        self._last_booked_ms = max(self._last_booked_ms, booked_ms)
+        hour = (entry.tenant_id, hour_of(booked_ms), entry.key_id, entry.model)
+        self._hours.setdefault(hour, []).append(sums_of(entry))
+        if entry.epoch:
+            self._add_to_epoch(entry)
+        return True
+
+    def _add_to_epoch(self, entry: UsageEntry) -> None:
+        sums = self._epochs.setdefault(entry.epoch, [0, 0, 0, 0, 0])
+        sums[0] += 1
+        sums[1] += entry.prompt_tokens
+        sums[2] += entry.physical_cached_tokens
+        sums[3] += entry.output_tokens
+        sums[4] = max(sums[4], entry.ended_ms)
+
+    def finish(self) -> None:
+        """Write the sums, and seal the chain once an hour."""
+        for hour, rows in self._hours.items():
+            sums = tuple(map(sum, zip(*rows, strict=True)))
+            tenant_id, hour_ms, key_id, model = hour
+            day_ms = hour_ms // DAY_MS * DAY_MS
+            self._db.execute(_ADD_HOUR, (*hour, *sums))
+            self._db.execute(_ADD_DAY, (tenant_id, day_ms, key_id, model, *sums))
+        for epoch, counts in self._epochs.items():
+            self._db.execute(_ADD_EPOCH, (epoch, *counts))
+        if self._hours and self._chain is not None:
+            self._db.execute(_SEAL, (hour_of(self._last_booked_ms), self._chain))
+
+
+def sums_of(entry: UsageEntry) -> list[int]:
+    """What an entry adds to its hour, in the order of `HOUR_SUMS`."""
+    is_hit = entry.cache_read_tokens > 0
+    has_time, ttft_ms = entry.ttft_ms is not None, entry.ttft_ms or 0
+    return [
+        *(1, entry.prompt_tokens, entry.cache_read_tokens, entry.cache_write_tokens),
+        *(entry.fresh_tokens, entry.output_tokens, entry.physical_cached_tokens),
+        *(entry.recomputed_promised_tokens, int(is_hit)),
+        *(int(is_hit and has_time), ttft_ms if is_hit else 0),
+        *(int(not is_hit and has_time), 0 if is_hit else ttft_ms),
+        *divmod(entry.charge_pico, PICO_PER_MICRO),
+        *divmod(entry.saved_pico, PICO_PER_MICRO),
+    ]
+
+
+def entry_row(entry: UsageEntry, booked_ms: int) -> tuple[Value, ...]:
+    """Its columns, in the order of `ENTRY_FIELDS`."""
+    return (
+        *(entry.request_id, entry.tenant_id, entry.key_id, entry.model, entry.ending),
+        *(entry.started_ms, entry.ended_ms, entry.prompt_tokens, entry.cache_read_tokens),
+        *(entry.cache_write_tokens, entry.fresh_tokens, entry.output_tokens),
+        *(entry.physical_cached_tokens, _counts(entry.read), _counts(entry.write)),
+        *(entry.workspace, entry.tier, entry.dialect, entry.recomputed_promised_tokens),
+        *(entry.ttft_ms, entry.epoch, entry.rate_card_id, entry.charge_pico),
+        *(entry.saved_pico, booked_ms),
+    )
+
+
+def entry_of(row: Sequence[Any]) -> UsageEntry:
+    """The entry of a row of `ENTRY_FIELDS`."""
+    facts = dict(zip(ENTRY_FIELDS, row, strict=True))
+    del facts["booked_ms"]
+    for column, name in (("reads", "read"), ("writes", "write")):
+        facts[name] = msgspec.json.decode(str(facts.pop(column)), type=dict[str, int])
+    return msgspec.convert(facts, UsageEntry)
+
+
+def chained(before: bytes, row: Sequence[object]) -> bytes:
+    """The chain of a row behind another."""
+    return hashlib.sha256(before + msgspec.msgpack.encode(list(row))).digest()
+
+
+def last_chain(db: Transaction) -> bytes:
+    """Where the next entry is chained to. O(log entries)."""
+    rows = db.rows("select chain from ledger order by entry_id desc limit 1")
+    return bytes(rows[0][0]) if rows else NO_CHAIN
+
+
+def open_from_ms(db: Transaction) -> int:
+    """The first instant of a day that is not closed."""
+    return number(db, "select coalesce(max(day) + 1, 0) from closes") * DAY_MS
+
+
+def number(db: Transaction, sql: str) -> int:
+    """The only value of the only row."""
+    return int(db.rows(sql)[0][0])
+
+
+def _counts(detail: Mapping[str, int]) -> str:
+    return msgspec.json.encode(detail, order="sorted").decode()
+
+
+def hour_of(at_ms: int) -> int:
+    """When its hour began."""
+    return at_ms // HOUR_MS * HOUR_MS
+
+
+def _marks(names: Sequence[str]) -> str:
+    return ", ".join("?" * len(names))
+
+
+def larger(table: str, name: str) -> str:
+    """Of the row's value and the one that would have been inserted."""
+    mine, new = f"{table}.{name}", f"excluded.{name}"
+    return f"case when {mine} >= {new} then {mine} else {new} end"
+
+
+_SETTLE = (
+    f"insert into ledger ({', '.join(ENTRY_FIELDS)}, chain) values ({_marks(ENTRY_FIELDS)}, ?)"
+    " on conflict (request_id) do nothing"
+)
+_ADD_HOUR, _ADD_DAY = (
+    f"insert into {table} (tenant_id, {since}, key_id, model, {', '.join(HOUR_SUMS)})"
+    f" values (?, ?, ?, ?, {_marks(HOUR_SUMS)})"
+    f" on conflict (tenant_id, {since}, key_id, model) do update set "
+    + ", ".join(f"{name} = {table}.{name} + excluded.{name}" for name in HOUR_SUMS)
+    for table, since in (("usage_hours", "hour_ms"), ("usage_days", "day_ms"))
+)
+_ADD_EPOCH = (
+    "insert into epoch_sums values (?, ?, ?, ?, ?, ?) on conflict (epoch) do update set "
+    + ", ".join(
+        f"{name} = epoch_sums.{name} + excluded.{name}"
+        for name in ("entries", "prompt_tokens", "physical_cached_tokens", "output_tokens")
+    )
+    + f", last_ended_ms = {larger('epoch_sums', 'last_ended_ms')}"
+)
+_SEAL = (
+    "insert into seals (hour_ms, entry_id, chain)"
+    " select ?1, (select max(entry_id) from ledger), ?2 where ?1 is distinct from"
+    " (select hour_ms from seals order by number desc limit 1)"
+)
