@@ -82,6 +82,19 @@ def find_resource(
     return (Resource(*rows[0][:-1]), rows[0][-1]) if rows else None
 
 
+def keeps_content(
+    store: Store, tenant_id: int, workspace: str, content: bytes, now_ms: int
+) -> bool:
+    """Does this tenant's workspace keep exactly this now? O(its resources)."""
+    return bool(
+        store.query(
+            "select 1 from cached_contents where tenant_id = ? and workspace = ? and content = ?"
+            " and ended_ms is null and expires_ms > ? limit 1",
+            (tenant_id, workspace, content, now_ms),
+        )
+    )
+
+
 def list_resources(
     store: Store, tenant_id: int, workspace: str, now_ms: int, after: str, most: int
 ) -> list[Resource]:

@@ -158,10 +158,11 @@ class CacheAsk(Struct, frozen=True):
     configured profile (its minimum length, its reporting, its classes).
 
     `lookup`: "longest" reads whatever is there, "written" only what an earlier call wrote at a
-    breakpoint, "none" nothing; None leaves it to the profile. From each breakpoint of "written",
-    `lookback` positions are tried, itself the first. `implicit`: a class in which the end of the
-    latest user message, tool result or leading developer message is kept without being asked;
-    its lookup tries the `lookback` latest ends of such messages. `writes_max`: of more breakpoints
+    breakpoint, "none" nothing (its breakpoints are written all the same); None leaves it to the
+    profile. From each breakpoint of "written", `lookback` positions are tried, itself the first.
+    `implicit`: a class in which the end of the latest user message, tool result or leading
+    developer message is kept without being asked; its lookup tries the `lookback` latest ends of
+    such messages. `writes_max`: of more breakpoints
     only the latest are written; None: all.
     `compare_with`: the response id whose prompt a miss is explained against ("": none; this call's
     own is remembered in any case when `remember` is set).

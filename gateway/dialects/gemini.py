@@ -34,6 +34,7 @@ from gateway.dialects.canonical import (
     UsageRecord,
 )
 from gateway.dialects.gemini_prompt import prompt_of
+from gateway.dialects.gemini_schema import json_schema
 from gateway.errors import Kind, Refusal
 
 
@@ -148,7 +149,7 @@ def _format(settings: wire.GenerationConfig) -> OutputFormat:
         message = "Set responseSchema or responseJsonSchema, not both."
         raise Refusal(Kind.BAD, "invalid_value", message, param="generationConfig.responseSchema")
     if settings.response_schema is not None:
-        schema = wire.json_schema(settings.response_schema)
+        schema = json_schema(settings.response_schema)
         path = "generationConfig.responseSchema"
     if settings.response_mime_type != "application/json":
         if schema is not None:

@@ -34,6 +34,23 @@ class Creation(Struct, frozen=True):
     expires_ms: int
 
 
+class Change(Struct, frozen=True):
+    """A new expiry, the only thing that can change; model and name as far as they were sent."""
+
+    expires_ms: int
+    model: str = ""
+    display_name: str = ""
+
+    def check(self, model: str, display_name: str) -> None:
+        """Raises Refusal where it says another model or name than the resource has."""
+        for param, sent, kept in (
+            ("model", self.model, model),
+            ("displayName", self.display_name, display_name),
+        ):
+            if sent and sent != kept:
+                raise _fixed(param)
+
+
 class Shown(Struct, frozen=True):
     """What is told of a resource."""
 
@@ -67,21 +84,26 @@ def parse_creation(body: bytes, now_ms: int) -> Creation:
     )
 
 
-def parse_change(body: bytes, mask: str, now_ms: int) -> int:
-    """A new expiry, the only thing that can change. Raises Refusal."""
+def parse_change(body: bytes, mask: str, now_ms: int) -> Change:
+    """What is to change. Raises Refusal for what cannot."""
     fields = wire.decode(body, wire.CACHED, wire.CachedBody)
     for name in filter(None, mask.split(",")):
         if name.strip() not in ("ttl", "expireTime", "expire_time"):
             message = f"updateMask: only ttl and expireTime can change (it names {name[:64]!r})."
             raise Refusal(Kind.BAD, "invalid_value", message, param="updateMask")
-    if fields.contents or fields.system_instruction is not None or fields.tools:
-        message = "Only the time of expiry of a cached content can change."
-        raise Refusal(Kind.BAD, "invalid_value", message, param="contents")
+    for name in wire.PromptFields.__struct_fields__:
+        if getattr(fields, name):
+            raise _fixed(wire.camel(name))
     expires_ms = _expiry(fields, now_ms)
     if expires_ms is None:
         message = "ttl: give ttl or expireTime."
         raise Refusal(Kind.BAD, "missing_required_parameter", message, param="ttl")
-    return expires_ms
+    return Change(expires_ms, fields.model.removeprefix("models/"), fields.display_name)
+
+
+def _fixed(param: str) -> Refusal:
+    message = f"{param}: only the time of expiry of a cached content can change."
+    return Refusal(Kind.BAD, "invalid_value", message, param=param)
 
 
 def parse_page(size: str, token: str) -> tuple[int, str]:

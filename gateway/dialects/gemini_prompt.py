@@ -11,6 +11,7 @@ import msgspec
 
 from gateway.dialects import gemini_wire as wire
 from gateway.dialects.canonical import Prompt, Segment, Tool, ToolCall, ToolChoice
+from gateway.dialects.gemini_schema import json_schema
 from gateway.errors import Kind, Refusal
 
 
@@ -65,6 +66,10 @@ class _Contents:
             if not content.parts:
                 message = f"contents[{number}].parts: the list is empty."
                 raise Refusal(Kind.BAD, "invalid_value", message, param=f"contents[{number}].parts")
+            if content.role == "system":
+                path = f"contents[{number}].role"
+                message = f"{path}: 'user' or 'model'; instructions stand in systemInstruction."
+                raise Refusal(Kind.BAD, "invalid_value", message, param=path)
             role = ""
             for place, part in enumerate(content.parts):
                 segment = self._segment(
@@ -136,7 +141,7 @@ def _tools(fields: Sequence[wire.ToolField], *, is_strict: bool) -> tuple[Tool, 
                 raise Refusal(Kind.BAD, "invalid_value", message, param=path)
             schema = declared.parameters_json_schema
             if declared.parameters is not None:
-                schema = wire.json_schema(declared.parameters)
+                schema = json_schema(declared.parameters)
             text = msgspec.json.encode(schema or {"type": "object", "properties": {}}).decode()
             found[declared.name] = Tool(declared.name, declared.description, text, path, is_strict)
     return tuple(found.values())

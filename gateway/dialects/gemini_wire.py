@@ -1,7 +1,8 @@
-"""Gemini's wire types: strict structs, both spellings of every field, schemas, errors.
+"""Gemini's wire types: strict structs, both spellings of every field, errors.
 
 Clients mix camelCase and snake_case in one body; what is a message's own field is taken in either,
-what is a caller's data (arguments, responses, schemas) is left as it came. `gemini` translates.
+what is a caller's data (arguments, responses, schemas) is left as it came. `gemini` translates,
+`gemini_schema` the schemas.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from gateway.dialects.strict import convert, unknown_field
 from gateway.errors import Kind, Refusal
 
 Text = Annotated[str, Meta(max_length=10_000_000)]
-Name = Annotated[str, Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_.:-]{0,127}$")]
+Name = Annotated[str, Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_.:-]{0,127}\Z")]
 ITEMS_MAX = 10_000
 Fraction = Annotated[float, Meta(ge=0, le=1)]
 
@@ -129,11 +130,12 @@ def one_spelling(tree: Any, shape: Any, path: str = "") -> Any:
         where = f"{path}.{key}" if path else key
         if name not in shape:
             raise _named(unknown_field(key, set(map(camel, shape))), where)
+        if value is None:
+            continue
         if name in found:
             message = f"{where}: it is there in both spellings; send one."
             raise Refusal(Kind.BAD, "invalid_value", message, param=where[:300])
-        if value is not None:
-            found[name] = one_spelling(value, shape[name], where)
+        found[name] = one_spelling(value, shape[name], where)
     return found
 
 
@@ -297,57 +299,6 @@ def decode(body: bytes, shape: dict[str, Any], kind: Any) -> Any:
     except RecursionError:
         raise Refusal(Kind.BAD, "invalid_json", "The payload is nested too deeply.") from None
 
-
-# --- schemas --------------------------------------------------------------------------------------
-
-_SCHEMA_DEPTH_MAX = 64
-
-
-def json_schema(schema: Any, depth: int = 0) -> Any:
-    """Gemini's subset of OpenAPI as JSON Schema: types in capitals, `nullable`, numbers as text."""
-    if depth > _SCHEMA_DEPTH_MAX:
-        raise Refusal(Kind.BAD, "invalid_value", "A schema is nested too deeply.", param="schema")
-    if isinstance(schema, list):
-        return [json_schema(item, depth + 1) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    found: dict[str, Any] = {}
-    for key, value in schema.items():
-        if key == "type" and isinstance(value, str):
-            found["type"] = value.lower()
-        elif key in ("properties", "defs", "$defs") and isinstance(value, dict):
-            found[key] = {name: json_schema(item, depth + 1) for name, item in value.items()}
-        elif key in ("anyOf", "any_of", "items", "prefixItems", "additionalProperties"):
-            found["anyOf" if key == "any_of" else key] = json_schema(value, depth + 1)
-        elif key in _COUNTS and isinstance(value, str) and value.isdigit():
-            found[_COUNTS[key]] = int(value)
-        elif key in _COUNTS:
-            found[_COUNTS[key]] = value
-        elif key not in ("nullable", "propertyOrdering", "property_ordering", "example", "title"):
-            found[key] = value
-    if schema.get("nullable") is True and isinstance(found.get("type"), str):
-        found["type"] = [found["type"], "null"]
-    return found
-
-
-_COUNTS = {
-    camel_name: camel_name
-    for camel_name in (
-        "minItems",
-        "maxItems",
-        "minLength",
-        "maxLength",
-        "minProperties",
-        "maxProperties",
-    )
-} | {
-    "min_items": "minItems",
-    "max_items": "maxItems",
-    "min_length": "minLength",
-    "max_length": "maxLength",
-    "min_properties": "minProperties",
-    "max_properties": "maxProperties",
-}
 
 # --- errors ---------------------------------------------------------------------------------------
 

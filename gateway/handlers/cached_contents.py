@@ -18,7 +18,7 @@ from engine.errors import EngineError
 from gateway.answer import Answer
 from gateway.context import Context
 from gateway.dialects import gemini, gemini_cached
-from gateway.dialects.canonical import CacheAsk, Call, Delta, Generation, Reply
+from gateway.dialects.canonical import CacheAsk, Call, Delta, Generation, Prompt, Reply
 from gateway.endpoints import Encoder
 from gateway.errors import Kind, Refusal
 from gateway.middleware import STATE, Handler, Route
@@ -31,6 +31,7 @@ from tenancy.resources import (
     ResourceQuota,
     create_resource,
     end_resource,
+    keeps_content,
     list_resources,
     set_expiry,
     sweep_resources,
@@ -93,7 +94,7 @@ async def _create(gateway: Context, request: web.Request, identity: Identity) ->
         Generation(max_tokens=0),
         operation="prewarm",
         # All of it is written and paid for, whatever is there: what is bought is its keeping.
-        cache=CacheAsk(profile="gemini", lookup="written", lookback=1),
+        cache=CacheAsk(profile="gemini", lookup="none"),
     )
     check_model(gateway, call)
     terms = retention(asked.expires_ms, now_ms)
@@ -152,6 +153,17 @@ async def _drop(gateway: Context, identity: Identity, resource_id: str) -> None:
     )
 
 
+def _is_kept(gateway: Context, identity: Identity, content: Prompt) -> bool:
+    """Does the workspace keep the same content under another name?"""
+    return keeps_content(
+        gateway.store,
+        identity.tenant.tenant_id,
+        identity.workspace,
+        msgspec.msgpack.encode(content),
+        gateway.wall(),
+    )
+
+
 async def _list(gateway: Context, request: web.Request, identity: Identity) -> web.StreamResponse:
     size, after = gemini_cached.parse_page(
         request.query.get("pageSize", request.query.get("page_size", "")),
@@ -179,15 +191,17 @@ async def _change(gateway: Context, request: web.Request, identity: Identity) ->
     now_ms = gateway.wall()
     mask = request.query.get("updateMask", request.query.get("update_mask", ""))
     body = await read_body(request, gateway.config.server)
-    expires_ms = gemini_cached.parse_change(body, mask, now_ms)
+    change = gemini_cached.parse_change(body, mask, now_ms)
     name = request.match_info["name"]
+    kept, _ = load(gateway, name, identity)
+    change.check(kept.model, kept.display_name)
     await asyncio.to_thread(
         set_expiry,
         gateway.store,
         identity.tenant.tenant_id,
         identity.workspace,
         name,
-        expires_ms,
+        change.expires_ms,
         now_ms,
     )
     resource, _ = load(gateway, name, identity)
@@ -195,12 +209,13 @@ async def _change(gateway: Context, request: web.Request, identity: Identity) ->
 
 
 async def _delete(gateway: Context, request: web.Request, identity: Identity) -> web.StreamResponse:
-    """It is gone for its owner at once; its blocks too, where no other lease covers them. In a
-    shared scope they stay until the lease ends: the same words may be held for another."""
+    """It is gone for its owner at once; its blocks too, where nothing else keeps the same words:
+    another cached content, a breakpoint. In a shared scope they stay until the lease ends: they may
+    be held for another tenant."""
     name = request.match_info["name"]
     resource, stored = load(gateway, name, identity)
     await _drop(gateway, identity, resource.resource_id)
-    if identity.scope is not None:
+    if identity.scope is not None or await asyncio.to_thread(_is_kept, gateway, identity, stored):
         return await _ok(request, b"{}")
     call = Call(
         resource.model, (marked(stored),), Generation(max_tokens=0), cache=CacheAsk("gemini")
@@ -208,8 +223,11 @@ async def _delete(gateway: Context, request: web.Request, identity: Identity) ->
     try:
         terms = retention(resource.expires_ms, gateway.wall())
         made = await prepare(gateway, call, identity, {CLASS: terms})
+        space, book = made.scope.namespace, gateway.contracts.entries
         for lease in made.contracts[0].leases:
-            await gateway.engine.erase(made.scope.namespace, lease_id=lease.lease_id)
+            key = (space, bytes.fromhex(lease.lease_id))
+            if book.give_up(key, CLASS, gateway.clock()):
+                await gateway.engine.erase(space, lease_id=lease.lease_id)
     except (EngineError, Refusal) as error:
         # Nobody can name it any more; what an engine still holds goes when its lease ends.
         gateway.log("cached_content_not_erased", {"reason": type(error).__name__})

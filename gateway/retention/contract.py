@@ -24,12 +24,7 @@ from msgspec.structs import replace
 
 from engine.api import Clock, LeaseGrant, LeaseRequest, Namespace, Retention, Usage
 from gateway.cache_terms import CacheProfile, CachingConfig
-from gateway.dialects.canonical import (
-    Call,
-    Diagnosis,
-    Rendered,
-    UsageRecord,
-)
+from gateway.dialects.canonical import Call, Diagnosis, Rendered, UsageRecord
 from gateway.errors import Kind, Refusal
 from gateway.retention.elsewhere import Standing, Words
 from gateway.retention.entries import NOBODY, Entry, EntryBook, Lease, Origin, digests
@@ -100,7 +95,7 @@ class Contracts:
         lookup = ask.lookup or profile.lookup
         total = len(rendered.token_ids)
         look = Look(())
-        if lookup != "none" and call.operation != "count":
+        if call.operation != "count":
             terms = {
                 name: self._class(name, scope, classes)
                 for name in {ask.implicit, *(mark.retention for mark in rendered.boundaries)}
@@ -206,7 +201,8 @@ class Contract:
 
     def explain(self, cached_tokens: int) -> str:
         """Why less than what it asks for would be read if the engine had this many tokens."""
-        return self._why_missed(self.expect(cached_tokens).read_tokens(), self._books.clock())
+        read = self.expect(cached_tokens).read_tokens()
+        return self._why_missed(read, cached_tokens, self._books.clock())
 
     def begin(self, cached_tokens: int, grants: Sequence[LeaseGrant]) -> UsageRecord:
         """The engine has started: settle what was read, renew it, and note what is granted."""
@@ -217,7 +213,7 @@ class Contract:
         self._granted = granted
         self._record, self._read_entry = self._split(cached_tokens, granted)
         read = self._record.read_tokens()
-        self._missed = self._why_missed(read, now_s)
+        self._missed = self._why_missed(read, cached_tokens, now_s)
         self.missed_segment = self._words.segment_behind(cached_tokens)
         if self._missed and self._tries:
             self.missed_tokens = max(0, self._tries[0][0] - read)
@@ -294,7 +290,9 @@ class Contract:
 
     # -- inside -------------------------------------------------------------------------------
 
-    def _why_missed(self, read: int, now_s: float) -> str:
+    def _why_missed(self, read: int, cached_tokens: int, now_s: float) -> str:
+        if self._lookup == "none":
+            return ""
         if self.is_below:
             return "below_minimum"
         if read >= max((write.tokens for write in self._writes), default=0):
@@ -304,7 +302,11 @@ class Contract:
             return self._elsewhere(read, now_s)
         if longest.epoch != self._books.epoch():
             return "restarted"
-        return self._lost(longest) if longest.is_live(now_s) else "expired"
+        if not longest.is_live(now_s):
+            return "expired"
+        # There, and not read all the same: a longer promise was asked for, or counts are coarse.
+        is_there = cached_tokens >= min(longest.tokens, self._total - 1)
+        return "" if is_there else self._lost(longest)
 
     def _elsewhere(self, read: int, now_s: float) -> str:
         """Nothing was written here: has the same tenant written it where it cannot be read?"""

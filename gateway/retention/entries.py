@@ -111,8 +111,8 @@ class EntryBook:
         self._per_owner_max = per_owner_max
         self._entries: OrderedDict[Key, Entry] = OrderedDict()
         self._by_owner: dict[int, OrderedDict[Key, None]] = {}
-        self.on_drop: Callable[[Entry], None] = lambda entry: None
-        """Told of each entry that goes."""
+        self.on_drop: Callable[[Entry, Iterable[str]], None] = lambda entry, classes: None
+        """Told of each entry that goes, or of what of its classes does."""
         self._by_words: dict[tuple[int, bytes], dict[Key, None]] = {}
 
     def __len__(self) -> int:
@@ -178,6 +178,20 @@ class EntryBook:
         self._drop(key)
         return True
 
+    def give_up(self, key: Key, name: str, now_s: float) -> bool:
+        """Its owner keeps a prefix in this class no more: is it kept in no other? O(classes)."""
+        entry = self._entries.get(key)
+        if entry is None:
+            return True
+        if all(
+            other == name or lease.expires_at_s <= now_s for other, lease in entry.leases.items()
+        ):
+            self._drop(key)
+            return True
+        if entry.leases.pop(name, None) is not None:
+            self.on_drop(entry, (name,))
+        return False
+
     def owned(self, owner: int) -> list[Entry]:
         """An owner's entries, live or not, longest unused first. O(its entries)."""
         return [self._entries[key] for key in self._by_owner.get(owner, ())]
@@ -214,7 +228,7 @@ class EntryBook:
         del keys[key]
         if not keys:
             del self._by_owner[entry.owner]
-        self.on_drop(entry)
+        self.on_drop(entry, entry.leases)
         said = (entry.origin.writer, entry.words)
         del self._by_words[said][key]
         if not self._by_words[said]:

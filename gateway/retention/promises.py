@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
 from engine.api import LeaseGrant
@@ -71,9 +71,9 @@ class PromiseTally:
             if lease.promised_until_s > now_s:
                 self._end((entry.key, name), "broken")
 
-    def gave_up(self, entry: Entry) -> None:
-        """It is kept no more. O(its classes)."""
-        for name in entry.leases:
+    def gave_up(self, entry: Entry, classes: Iterable[str]) -> None:
+        """It is kept no more in these. O(classes)."""
+        for name in classes:
             self._end((entry.key, name), "given_up")
 
     def sweep(self, now_s: float) -> None:

@@ -42,6 +42,14 @@ async def created(house: House, who: str = "ada", **fields: Any) -> dict[str, An
     return resource
 
 
+def hour(house: House) -> dict[str, Any]:
+    """The same words in another dialect, kept for an hour."""
+    control = {"type": "ephemeral", "ttl": "1h"}
+    text = {"type": "text", "text": LONG, "cache_control": control}
+    messages = [{"role": "user", "content": [text]}]
+    return {"model": house.model, "max_tokens": 1, "messages": messages}
+
+
 async def asked(house: House, name: str, who: str = "ada") -> tuple[int, dict[str, Any]]:
     path, body = question(house, name)
     status, found, _ = await house.ask(path, body, who=who)
@@ -162,6 +170,31 @@ async def test_its_time_can_be_changed_and_it_can_be_deleted(house: House) -> No
     assert (again, used) == (403, 403)
 
 
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"displayName": "branch"}, "displayName"),
+        ({"model": "models/other"}, "model"),
+        ({"contents": [{"parts": [{"text": "other"}]}]}, "contents"),
+        ({"toolConfig": {"functionCallingConfig": {"mode": "ANY"}}}, "toolConfig"),
+    ],
+)
+async def test_what_cannot_change_is_refused(
+    house: House, fields: dict[str, Any], param: str
+) -> None:
+    """A change that is dropped in silence looks like one that was made. What a resource says of
+    itself may be sent back."""
+    resource = await created(house, displayName="trunk")
+    path = f"/v1/{resource['name']}"
+    same = {name: resource[name] for name in ("name", "model", "displayName", "usageMetadata")}
+
+    status, error, _ = await house.ask(path, {"ttl": "7200s", **fields}, method="PATCH")
+    as_it_was, _, _ = await house.ask(path, {**same, "ttl": "7200s"}, method="PATCH")
+
+    violations = error["error"]["details"][1]["fieldViolations"]
+    assert (status, violations[0]["field"], as_it_was) == (400, param, 200)
+
+
 async def test_a_deleted_one_gives_its_blocks_back(house: House) -> None:
     """Its lease covered them alone."""
     name = (await created(house))["name"]
@@ -171,6 +204,46 @@ async def test_a_deleted_one_gives_its_blocks_back(house: House) -> None:
 
     assert held > 0
     assert (await house.engine.get_stats()).cached_blocks == 0
+
+
+async def test_a_deleted_one_leaves_what_others_keep(house: House) -> None:
+    """The same words under another name, or at a breakpoint, were paid for too."""
+    first, second = await created(house), await created(house, ttl="7200s")
+    held = (await house.engine.get_stats()).cached_blocks
+    await house.ask(f"/v1/{first['name']}", method="DELETE")
+    after_one = (await house.engine.get_stats()).cached_blocks
+    await house.ask(f"/v1/{second['name']}", method="DELETE")
+    after_both = (await house.engine.get_stats()).cached_blocks
+
+    assert (after_one, after_both) == (held, 0)
+    rows = house.store.query("select cache_write_tokens, cache_read_tokens from ledger")
+    assert rows == [(first["usageMetadata"]["totalTokenCount"], 0)] * 2
+
+
+async def test_a_deleted_one_ends_no_promise_at_a_breakpoint(house: House) -> None:
+    """Whoever wrote the same words for an hour, in whatever dialect, has that hour."""
+    await house.ask("/v1/messages", hour(house))
+    resource = await created(house, systemInstruction=None)
+    held = (await house.engine.get_stats()).cached_blocks
+    await house.ask(f"/v1/{resource['name']}", method="DELETE")
+    after = (await house.engine.get_stats()).cached_blocks
+    _, again, _ = await house.ask("/v1/messages", hour(house))
+
+    assert (held, after) == (after, held)
+    assert again["usage"]["cache_read_input_tokens"] == resource["usageMetadata"]["totalTokenCount"]
+    promises = house.gateway.context.contracts.promises.by_class(house.gateway.context.clock())
+    assert (promises["1h"]["running"], promises["resource"]["given_up"]) == (1, 1)
+
+
+async def test_what_was_deleted_is_nobodys_read(house: House) -> None:
+    """Nothing of it is there any more: whoever sends the words again writes them again."""
+    resource = await created(house, systemInstruction=None)
+    await house.ask(f"/v1/{resource['name']}", method="DELETE")
+    _, found, _ = await house.ask("/v1/messages", hour(house))
+
+    tokens = resource["usageMetadata"]["totalTokenCount"]
+    assert found["usage"]["cache_read_input_tokens"] == 0
+    assert found["usage"]["cache_creation_input_tokens"] == tokens
 
 
 async def test_an_expired_one_is_as_if_it_had_never_been(house: House) -> None:

@@ -259,15 +259,36 @@ def test_coarse_reporting_rounds_reads_down_and_reports_no_writes() -> None:
     assert short.read_tokens() == 0
 
 
-def test_a_call_that_wants_no_caching_reads_and_writes_nothing() -> None:
-    """By contract; the engine saves its work all the same."""
+def test_a_call_that_wants_nothing_read_reads_nothing() -> None:
+    """By contract; the engine saves its work all the same. What it marks is written, and that it
+    was written before is no miss."""
     world = World()
-    world.run("abc", {}, CacheAsk())
+    world.run("abc", {2: "30m"}, CacheAsk())
 
-    record = world.run("abc", {2: "30m"}, CacheAsk(lookup="none"))
+    plain = world.run("abc", {}, CacheAsk(lookup="none"))
+    marked = world.run("abc", {2: "30m"}, CacheAsk(lookup="none"))
 
-    assert (record.read, record.write, record.fresh) == ({}, {}, 30)
-    assert record.physical_cached == 29
+    assert (plain.read, plain.write, plain.fresh) == ({}, {}, 30)
+    assert (marked.read, marked.write, marked.fresh) == ({}, {"30m": 20}, 10)
+    assert (plain.physical_cached, world.last.why_missed()) == (29, "")
+
+
+def test_what_is_there_has_not_been_missed() -> None:
+    """A longer promise is written anew by the caller's wish, and counts in steps fall short of what
+    is there: nobody has taken anything away."""
+    world = World()
+    world.run("abc", {2: "5m"})
+    world.run("abc", {2: "1h"})
+    longer = world.last.why_missed()
+    coarse = World(CachingConfig(profiles={"anthropic": CacheProfile(granularity=8)}))
+    coarse.run("abc", {2: "5m"})
+    coarse.run("abc", {2: "5m"})
+    again = coarse.last.why_missed()
+    world.there.clear()
+    world.run("abc", {2: "12h"})
+
+    assert (longer, again) == ("", "")
+    assert world.last.why_missed() == "evicted_pressure"
 
 
 def test_a_resource_is_read_whatever_the_pool_has_lost() -> None:

@@ -124,6 +124,15 @@ def test_both_spellings_say_the_same() -> None:
     assert camel.prompts[0].tool_choice == ToolChoice("auto", ("weather",))
 
 
+def test_null_in_one_spelling_leaves_the_other() -> None:
+    """Null is the same as leaving a field out, whichever comes first."""
+    first = parse(hi(systemInstruction=None, system_instruction="Be brief"))
+    last = parse(hi(system_instruction="Be brief", systemInstruction=None))
+
+    assert first == last
+    assert first.prompts[0].segments[0].text == "Be brief"
+
+
 def test_a_callers_own_data_keeps_its_spelling() -> None:
     """Arguments, responses and schemas are data: their keys are nobody's to change."""
     call = parse(
@@ -150,17 +159,6 @@ def test_a_callers_own_data_keeps_its_spelling() -> None:
     assert asks.call.arguments == '{"cityName":"B"}'
     assert (tells.role, tells.text, tells.answers) == ("tool", '{"tempC":3}', asks.call.call_id)
     assert call.prompts[0].tools[0].parameters == '{"aB":1}'
-
-
-def test_a_schema_in_capitals_becomes_json_schema() -> None:
-    """Gemini's own dialect of OpenAPI, as constrained output needs it."""
-    tool = parse(hi(tools=[WEATHER])).prompts[0].tools[0]
-
-    assert json.loads(tool.parameters) == {
-        "type": "object",
-        "properties": {"city": {"type": ["string", "null"]}},
-        "required": ["city"],
-    }
 
 
 def test_settings_become_the_engines() -> None:
@@ -235,6 +233,7 @@ def test_cached_content_is_named_with_or_without_its_collection() -> None:
         ({"contents": [{"parts": [{"functionResponse": {"name": "f"}}]}]}, "contents[0].parts[0]"),
         ({"contents": [{"parts": [{"functionCall": {"name": "f"}}]}]}, "contents[0].parts[0]"),
         ({"contents": [{"role": "bot", "parts": [{"text": "a"}]}]}, "contents[0].role"),
+        ({"contents": [{"role": "system", "parts": [{"text": "a"}]}]}, "contents[0].role"),
         ({"generationConfig": {"topP": 0.1, "top_p": 0.1}}, "generationConfig.top_p"),
         ({"generationConfig": {"topQ": 0.1}}, "generationConfig.topQ"),
         ({"generationConfig": {"temperature": 3}}, "generation_config.temperature"),
@@ -244,6 +243,10 @@ def test_cached_content_is_named_with_or_without_its_collection() -> None:
             "generationConfig.responseMimeType",
         ),
         ({"tools": [{"googleSearch": {}}]}, "tools[0].googleSearch"),
+        (
+            {"tools": [{"functionDeclarations": [{"name": "f\n"}]}]},
+            "tools[0].function_declarations[0].name",
+        ),
         (
             {"tools": [WEATHER, WEATHER]},
             "tools[1].functionDeclarations[0]",

@@ -138,3 +138,20 @@ def test_every_promise_has_one_end(life: list[tuple[str, int, bytes, Retention, 
     desk.now_s += 10_000
 
     assert all(one["running"] == 0 for one in desk.tally.counts(desk.now_s).values())
+
+
+def test_a_class_that_is_given_up_leaves_the_others() -> None:
+    """Two promises on one prefix are two: the end of one is not the end of the other."""
+    desk, key = Desk(), (b"ns1", b"a")
+    desk.write(b"a")
+    desk.write(b"a", HOUR)
+    first = desk.book.give_up(key, "5m", desk.now_s)
+    entry = desk.book.find(key)
+    kept = set(entry.leases) if entry is not None else set()
+    last = desk.book.give_up(key, "1h", desk.now_s)
+
+    assert (first, kept, last) == (False, {"1h"}, True)
+    assert (desk.of(), desk.of(name="1h")) == ({"given": 1, "given_up": 1},) * 2
+    assert desk.book.find(key) is None
+    assert desk.book.give_up(key, "1h", desk.now_s)
+    desk.book.check()

@@ -16,6 +16,7 @@ from tenancy.resources import (
     end_resource,
     end_resources,
     find_resource,
+    keeps_content,
     list_resources,
     resource_token_seconds,
     set_expiry,
@@ -112,3 +113,18 @@ def test_all_of_a_tenant_or_of_its_workspace_end_at_once(
     assert ended == 4 - len(left)
     assert sorted(row[0] for row in rows) == left
     assert resource_token_seconds(store, 1, 0, 31_000) == 900
+
+
+def test_the_same_content_may_be_kept_twice(store: Store) -> None:
+    """Whoever ends one has to know whether the other still needs what was computed."""
+    create_resource(store, ONE, b"words", QUOTA)
+    create_resource(store, replace(ONE, resource_id="b"), b"words", QUOTA)
+    create_resource(store, replace(ONE, resource_id="c", workspace="other"), b"words", QUOTA)
+    kept = []
+    for name in "ab":
+        end_resource(store, 1, "default", name, 2_000)
+        kept.append(keeps_content(store, 1, "default", b"words", 2_000))
+
+    assert kept == [True, False]
+    assert keeps_content(store, 1, "other", b"words", 2_000)
+    assert not keeps_content(store, 1, "other", b"words", ONE.expires_ms)

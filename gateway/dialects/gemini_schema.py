@@ -1,0 +1,73 @@
+"""Gemini's schemas as JSON Schema: a subset of OpenAPI with types in capitals, `nullable`, sizes of
+numbers, and counts that may be texts, in either spelling.
+
+It knows no request; `gemini` and `gemini_prompt` hand it what a caller declared.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from gateway.errors import Kind, Refusal
+
+DEPTH_MAX: Final = 64
+
+_SPELLINGS: Final[dict[str, str]] = {
+    "any_of": "anyOf",
+    "additional_properties": "additionalProperties",
+    "prefix_items": "prefixItems",
+    "ref": "$ref",
+    "min_items": "minItems",
+    "max_items": "maxItems",
+    "min_length": "minLength",
+    "max_length": "maxLength",
+    "min_properties": "minProperties",
+    "max_properties": "maxProperties",
+}
+_COUNTS: Final = frozenset(name for name in _SPELLINGS.values() if name.startswith(("min", "max")))
+_SAYS_NOTHING: Final = frozenset(
+    {"nullable", "propertyOrdering", "property_ordering", "example", "title"}
+)
+"""Of what a value may be; `nullable` is told otherwise."""
+
+_SIZES: Final = frozenset({"enum", "int32", "int64", "float", "double"})
+"""Formats that name what the type or the list says already."""
+
+
+def json_schema(schema: Any, depth: int = 0) -> Any:
+    """The same in JSON Schema. O(nodes). Raises Refusal where it is nested too deeply."""
+    if depth > DEPTH_MAX:
+        raise Refusal(Kind.BAD, "invalid_value", "A schema is nested too deeply.", param="schema")
+    if isinstance(schema, list):
+        return [json_schema(item, depth + 1) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found: dict[str, Any] = {}
+    for key, value in schema.items():
+        name = str(_SPELLINGS.get(key, key))
+        if name in _SAYS_NOTHING or (name == "format" and value in _SIZES):
+            continue
+        if name == "type" and isinstance(value, str):
+            if value != "TYPE_UNSPECIFIED":
+                found[name] = value.lower()
+        elif name in ("properties", "defs", "$defs") and isinstance(value, dict):
+            found[name] = {member: json_schema(one, depth + 1) for member, one in value.items()}
+        elif name in ("anyOf", "items", "prefixItems", "additionalProperties"):
+            found[name] = json_schema(value, depth + 1)
+        elif name in _COUNTS and isinstance(value, str) and value.isascii() and value.isdigit():
+            found[name] = int(value[:20])
+        else:
+            found[name] = value
+    if schema.get("nullable") is True:
+        _let_be_null(found)
+    return found
+
+
+def _let_be_null(schema: dict[str, Any]) -> None:
+    """Wherever it says what a value may be, null is one of them."""
+    if isinstance(schema.get("type"), str):
+        schema["type"] = [schema["type"], "null"]
+    if isinstance(schema.get("enum"), list):
+        schema["enum"] = [*schema["enum"], None]
+    if isinstance(schema.get("anyOf"), list):
+        schema["anyOf"] = [*schema["anyOf"], {"type": "null"}]

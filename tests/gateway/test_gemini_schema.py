@@ -1,0 +1,72 @@
+"""Gemini's schemas become JSON Schema that holds an answer to the same values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gateway.dialects.gemini_schema import DEPTH_MAX, json_schema
+from gateway.errors import Refusal
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ({"type": "STRING", "nullable": True}, {"type": ["string", "null"]}),
+        ({"type": "STRING", "nullable": False}, {"type": "string"}),
+        (
+            {"type": "STRING", "format": "enum", "enum": ["a", "b"], "nullable": True},
+            {"type": ["string", "null"], "enum": ["a", "b", None]},
+        ),
+        (
+            {"anyOf": [{"type": "STRING"}, {"type": "INTEGER"}], "nullable": True},
+            {"anyOf": [{"type": "string"}, {"type": "integer"}, {"type": "null"}]},
+        ),
+        ({"any_of": [{"type": "NULL"}]}, {"anyOf": [{"type": "null"}]}),
+        ({"type": "INTEGER", "format": "int64", "minimum": 1}, {"type": "integer", "minimum": 1}),
+        ({"type": "NUMBER", "format": "double"}, {"type": "number"}),
+        (
+            {"type": "STRING", "format": "date-time", "minLength": "1", "max_length": 40},
+            {"type": "string", "format": "date-time", "minLength": 1, "maxLength": 40},
+        ),
+        (
+            {"type": "ARRAY", "items": {"type": "STRING"}},
+            {"type": "array", "items": {"type": "string"}},
+        ),
+        (
+            {"type": "OBJECT", "additional_properties": {"type": "BOOLEAN"}},
+            {"type": "object", "additionalProperties": {"type": "boolean"}},
+        ),
+        (
+            {"defs": {"b": {"type": "STRING"}}, "ref": "#/defs/b"},
+            {"defs": {"b": {"type": "string"}}, "$ref": "#/defs/b"},
+        ),
+        ({"type": "TYPE_UNSPECIFIED", "title": "T", "example": 1, "propertyOrdering": []}, {}),
+    ],
+)
+def test_each_word_says_the_same(theirs: dict[str, Any], ours: dict[str, Any]) -> None:
+    """Types in capitals, null, sizes of numbers, counts as texts, either spelling."""
+    assert json_schema(theirs) == ours
+
+
+def test_members_keep_their_names() -> None:
+    """A member may be called like a word of the schema's."""
+    members = {
+        name: {"type": "STRING"} for name in ("title", "nullable", "any_of", "type", "format")
+    }
+
+    found = json_schema({"type": "OBJECT", "properties": members, "required": ["title"]})
+
+    assert found["required"] == ["title"]
+    assert found["properties"] == {name: {"type": "string"} for name in members}
+
+
+def test_what_is_nested_too_deeply_is_refused() -> None:
+    """Before anything walks it again."""
+    schema: dict[str, Any] = {"type": "STRING"}
+    for _ in range(DEPTH_MAX + 1):
+        schema = {"type": "ARRAY", "items": schema}
+
+    with pytest.raises(Refusal, match="too deeply"):
+        json_schema(schema)
