@@ -11,10 +11,11 @@ from collections.abc import Sequence
 
 from msgspec import Struct, structs
 
-from tenancy import budgets
-from tenancy.entries import Page, hour_of, larger, number
+from tenancy.budgets import Budgets, BudgetWindows, Whose, load_budgets, move, refusal
+from tenancy.entries import DAY_MS, NO_CHAIN, Page, hour_of, larger
 from tenancy.errors import BadPrice, LedgerUnavailable, TenancyError
-from tenancy.pricing import FREE_CARD, RateCard, most, price, savings
+from tenancy.holds import Holds
+from tenancy.pricing import FREE_CARD, RateCard, charge, most, savings
 from tenancy.rate_cards import SELECT, CardBook, read_card
 from tenancy.store import Transaction
 from tenancy.types import FREE, UsageEntry
@@ -73,114 +74,136 @@ class Books:
 
     def __init__(self, writer_id: int = 0) -> None:
         """`writer_id`: who keeps its holds."""
-        self._writer_id = writer_id
+        self.writer_id = writer_id
+        self.cards = CardBook([])
+        self.budgets: Budgets = {}
         self._version = -1
-        self._cards = CardBook([])
-        self._budgets: budgets.Budgets = {}
 
     def apply(self, db: Transaction, items: Sequence[Item]) -> list[TenancyError | None]:
         """Write items in order. For each its refusal, for which nothing was written, or None.
 
-        Raises StoreError, ConstraintBroken for an impossible item.
+        What they need to know is read at once, and what they change is written at once. Raises
+        StoreError, ConstraintBroken for an impossible item.
         """
-        version = number(db, "select version from money_version")
+        version, open_day, chain = db.rows(_FACTS)[0]
         if version != self._version:
-            self._cards = CardBook([read_card(row) for row in db.rows(SELECT)])
-            self._budgets = budgets.load_budgets(db)
+            self.cards = CardBook([read_card(row) for row in db.rows(SELECT)])
+            self.budgets = load_budgets(db)
             self._version = version
-        page, windows = Page(db), budgets.BudgetWindows(db)
+        batch = _Batch(db, self, items, (open_day or 0) * DAY_MS, bytes(chain or NO_CHAIN))
+        return batch.play()
+
+
+class _Batch:
+    """The items of one transaction, played in memory between what is read and what is written."""
+
+    def __init__(
+        self, db: Transaction, books: Books, items: Sequence[Item], open_from_ms: int, chain: bytes
+    ) -> None:
+        self._db = db
+        self._books = books
+        self._items = items
+        self._open_from_ms = open_from_ms
+        self._page = Page(db, chain)
+        requests = [item for item in items if isinstance(item, (Hold, UsageEntry))]
+        self._holds = Holds(db, [item.request_id for item in requests])
+        self._windows = BudgetWindows(db, books.budgets)
+        if books.budgets:
+            self._windows.read(map(self._whose, requests))
+
+    def play(self) -> list[TenancyError | None]:
+        """See `Books.apply`."""
         answers: list[TenancyError | None] = []
-        for item in items:
+        for item in self._items:
+            refused = None
             match item:
                 case Hold():
-                    answers.append(self._hold(db, item, page, windows))
+                    refused = self._hold(item)
                 case UsageEntry():
-                    self._settle(db, item, page, windows)
-                    answers.append(None)
+                    self._settle(item)
                 case StorageReading():
-                    self._store_reading(db, item, page)
-                    answers.append(None)
+                    self._store_reading(item)
                 case EngineTotals():
-                    db.execute(_EPOCH, structs.astuple(item))
-                    answers.append(None)
-        page.finish()
-        windows.finish()
+                    self._db.execute_many(_EPOCH, [structs.astuple(item)])
+            answers.append(refused)
+        self._holds.finish()
+        self._page.finish()
+        self._windows.finish()
         return answers
 
-    def _mine(self, tenant_id: int, key_id: int) -> tuple[budgets.Budget, ...]:
-        own = self._budgets.get((tenant_id, key_id), ()) if key_id else ()
-        return (*self._budgets.get((tenant_id, 0), ()), *own)
-
-    def _hold(
-        self, db: Transaction, hold: Hold, page: Page, windows: budgets.BudgetWindows
-    ) -> TenancyError | None:
-        card = self._cards.in_force(hold.model, hold.tier, hold.started_ms)
-        booked_ms = max(hold.started_ms, page.open_from_ms)
+    def _hold(self, hold: Hold) -> TenancyError | None:
+        card = self._books.cards.in_force(hold.model, hold.tier, hold.started_ms)
+        booked_ms = max(hold.started_ms, self._open_from_ms)
         try:
             pico = most(card, hold.input_tokens, hold.output_tokens)
         except TenancyError as error:
             return error
-        spending = windows.of(self._mine(hold.tenant_id, hold.key_id), booked_ms)
-        refused = budgets.refusal(spending, pico)
+        spending = self._windows.of(hold.tenant_id, hold.key_id, booked_ms)
+        refused = refusal(spending, pico)
         if refused is not None:
             return refused
-        tokens = hold.input_tokens + hold.output_tokens
-        row = (
-            *(hold.request_id, hold.tenant_id, hold.key_id, hold.model, hold.started_ms),
-            *(hold.workspace, hold.tier, hold.dialect, hold.epoch),
-            *(card.rate_card_id, tokens, pico, booked_ms, self._writer_id),
-        )
-        if db.execute(_HOLD, row) != 1:
+        if self._holds.is_used(hold.request_id):
             return LedgerUnavailable("duplicate_request", "This request id was used before.")
-        budgets.move(spending, spent=0, reserved=pico)
-        return None
-
-    def _settle(
-        self, db: Transaction, entry: UsageEntry, page: Page, windows: budgets.BudgetWindows
-    ) -> None:
-        mine = self._mine(entry.tenant_id, entry.key_id)
-        held = db.rows(_HELD if mine else _RELEASE, (entry.request_id,))
-        if held:
-            card_id, reserved, booked_ms = held[0]
-            card = self._cards.card(card_id)
-        else:
-            reserved, booked_ms = 0, entry.started_ms
-            card = self._cards.in_force(entry.model, entry.tier, entry.started_ms)
-        booked_ms = max(booked_ms, page.open_from_ms)
-        _check_detail(entry)
-        if card is not FREE_CARD or entry.rate_card_id != FREE or entry.charge_pico:
-            entry = structs.replace(
-                entry,
-                rate_card_id=card.rate_card_id,
-                charge_pico=_charge(card, entry),
-                saved_pico=savings(card, entry),
-            )
-        spending = windows.of(mine, booked_ms)
-        if mine:  # only now: its reservation is in the sums
-            db.execute("delete from holds where request_id = ?", (entry.request_id,))
-        is_new = page.add(entry, booked_ms)
-        budgets.move(spending, spent=entry.charge_pico if is_new else 0, reserved=-reserved)
-
-    def _store_reading(self, db: Transaction, reading: StorageReading, page: Page) -> None:
-        booked_ms = max(reading.at_ms, page.open_from_ms)
-        card = self._cards.in_force(reading.model, reading.tier, booked_ms)
-        db.execute(
-            "insert into storage_hours (tenant_id, hour_ms, model, class, rate_card_id,"
-            " token_seconds) values (?, ?, ?, ?, ?, ?)"
-            " on conflict (tenant_id, hour_ms, model, class, rate_card_id) do update"
-            " set token_seconds = storage_hours.token_seconds + excluded.token_seconds",
+        card_id, tokens = card.rate_card_id, hold.input_tokens + hold.output_tokens
+        self._holds.make(
+            hold.request_id,
+            (card_id, pico, booked_ms),
             (
-                *(reading.tenant_id, hour_of(booked_ms), reading.model, reading.retention),
-                *(card.rate_card_id, reading.token_seconds),
+                *(hold.request_id, hold.tenant_id, hold.key_id, hold.model, hold.started_ms),
+                *(hold.workspace, hold.tier, hold.dialect, hold.epoch),
+                *(card_id, tokens, pico, booked_ms, self._books.writer_id),
             ),
         )
+        move(spending, spent=0, reserved=pico)
+        return None
+
+    def _settle(self, entry: UsageEntry) -> None:
+        _check_detail(entry)
+        held = self._holds.held(entry.request_id)
+        if held is not None:
+            card_id, reserved, booked_ms = held
+            card = self._books.cards.card(card_id)
+        else:
+            reserved, booked_ms = 0, entry.started_ms
+            card = self._books.cards.in_force(entry.model, entry.tier, entry.started_ms)
+        booked_ms = max(booked_ms, self._open_from_ms)
+        if card is not FREE_CARD or entry.rate_card_id != FREE or entry.charge_pico:
+            entry = _priced(card, entry)
+        spent = 0
+        if self._holds.settle(entry.request_id):
+            self._page.add(entry, booked_ms)
+            spent = entry.charge_pico
+        move(
+            self._windows.of(entry.tenant_id, entry.key_id, booked_ms),
+            spent=spent,
+            reserved=-reserved,
+        )
+
+    def _store_reading(self, reading: StorageReading) -> None:
+        booked_ms = max(reading.at_ms, self._open_from_ms)
+        card = self._books.cards.in_force(reading.model, reading.tier, booked_ms)
+        whose = (reading.tenant_id, hour_of(booked_ms), reading.model, reading.retention)
+        row = (*whose, card.rate_card_id, reading.token_seconds)
+        self._db.execute_many(_STORE, [row])
+
+    def _whose(self, item: Hold | UsageEntry) -> Whose:
+        """Whose budgets it moves, and on which day: almost always, and else they are read then."""
+        held = self._holds.held(item.request_id)
+        booked_ms = max(item.started_ms if held is None else held[2], self._open_from_ms)
+        return item.tenant_id, item.key_id, booked_ms // DAY_MS
 
 
-def _charge(card: RateCard, entry: UsageEntry) -> int:
+def _priced(card: RateCard, entry: UsageEntry) -> UsageEntry:
     try:
-        return price(card, entry).pico
+        pico = charge(card, entry)
     except BadPrice as error:
         raise LedgerUnavailable("impossible_entry", error.message) from error
+    return structs.replace(
+        entry,
+        rate_card_id=card.rate_card_id,
+        charge_pico=pico,
+        saved_pico=savings(card, entry),
+    )
 
 
 def _check_detail(entry: UsageEntry) -> None:
@@ -189,25 +212,20 @@ def _check_detail(entry: UsageEntry) -> None:
         (entry.read, entry.cache_read_tokens),
         (entry.write, entry.cache_write_tokens),
     ):
-        counts = detail.values()
-        if detail and (sum(counts) != total or min(counts) < 0):
+        if detail and (sum(detail.values()) != total or min(detail.values()) < 0):
             message = "Tokens by retention class do not make up their sum."
             raise LedgerUnavailable("impossible_entry", message)
 
 
-_HOLD_FIELDS = (
-    *("request_id", "tenant_id", "key_id", "model", "started_ms", "workspace", "tier", "dialect"),
-    *("epoch", "rate_card_id", "reserved_tokens", "reserved_pico", "booked_ms", "writer_id"),
+_FACTS = (
+    "select (select version from money_version), (select max(day) + 1 from closes),"
+    " (select chain from ledger order by entry_id desc limit 1)"
 )
-_HOLD = (
-    f"insert into holds ({', '.join(_HOLD_FIELDS)})"
-    " select ?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12, ?13, ?14"
-    " where not exists (select 1 from ledger where request_id = ?1)"
-    " on conflict (request_id) do nothing"
+_STORE = (
+    "insert into storage_hours (tenant_id, hour_ms, model, class, rate_card_id, token_seconds)"
+    " values (?, ?, ?, ?, ?, ?) on conflict (tenant_id, hour_ms, model, class, rate_card_id)"
+    " do update set token_seconds = storage_hours.token_seconds + excluded.token_seconds"
 )
-_FACTS = "rate_card_id, reserved_pico, booked_ms"
-_HELD = f"select {_FACTS} from holds where request_id = ?"
-_RELEASE = f"delete from holds where request_id = ? returning {_FACTS}"
 _TOTALS = ("prompt_tokens", "cached_tokens", "output_tokens")
 _EPOCH = (
     "insert into engine_epochs (epoch, first_seen_ms, last_seen_ms, prompt_tokens, cached_tokens,"

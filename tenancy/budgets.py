@@ -9,6 +9,7 @@ transactions, the command line and the admin API set and list.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from functools import lru_cache
 from typing import Literal
@@ -17,12 +18,13 @@ from msgspec import Struct
 
 from tenancy.errors import BadPrice, BudgetExceeded
 from tenancy.pricing import PICO_PER_MICRO
-from tenancy.store import Store, Transaction
+from tenancy.store import Store, Transaction, filled_up, marks
 from tenancy.types import WallClock
 
 Window = Literal["day", "month"]
 DAY_MS = 86_400_000
 MICROS_MAX = 10**18
+WINDOWS_AT_ONCE = 64
 LATEST_MS = 253_370_764_800_000
 """The year 9999: the calendar ends there."""
 
@@ -111,7 +113,8 @@ def budget_states(
             for budget in mine:
                 if tenant_id in (None, budget.tenant_id):
                     start_ms, end_ms = window_of(budget.window, now_ms)
-                    kept = _kept(db, budget, start_ms)
+                    key = (budget.tenant_id, budget.key_id, budget.window, start_ms)
+                    kept = _kept(db, [key]).get(key)
                     spent, reserved = kept or summed(db, budget, start_ms, end_ms)
                     soft = budget.soft_micros
                     over = soft is not None and spent > soft * PICO_PER_MICRO
@@ -128,33 +131,65 @@ class Spending(Struct):
     reserved: int
 
 
+_Key = tuple[int, int, Window, int]
+"""Of a window: its budget's tenant, key and kind, and when it starts."""
+
+Whose = tuple[int, int, int]
+"""A tenant, one of its keys, and the number of a day: of a request, and when it is booked."""
+
+
 class BudgetWindows:
-    """The sums of windows within one transaction: each read once, and written at its end."""
+    """The sums of windows within one transaction: read at once, and written at its end."""
 
-    def __init__(self, db: Transaction) -> None:
+    def __init__(self, db: Transaction, budgets: Budgets) -> None:
         self._db = db
-        self._windows: dict[tuple[int, int, Window, int], Spending] = {}
+        self._budgets = budgets
+        self._windows: dict[_Key, Spending] = {}
+        self._of: dict[Whose, list[Spending]] = {}
 
-    def of(self, mine: tuple[Budget, ...], at_ms: int) -> list[Spending]:
-        """The windows with this instant, to be asked for before anything that they sum changes."""
-        found = []
-        for budget in mine:
-            start_ms, end_ms = window_of(budget.window, at_ms)
-            key = (budget.tenant_id, budget.key_id, budget.window, start_ms)
-            window = self._windows.get(key)
-            if window is None:
-                kept = _kept(self._db, budget, start_ms)
-                spent, reserved = kept or summed(self._db, budget, start_ms, end_ms)
-                window = self._windows[key] = Spending(budget, start_ms, spent, reserved)
-            found.append(window)
-        return found
+    def read(self, whose: Iterable[Whose]) -> None:
+        """Know the windows of these, before anything that they sum has been written. One statement
+        for each 64 windows, and two for one that has no row."""
+        keys: dict[Whose, list[_Key]] = {}
+        new: dict[_Key, Budget] = {}
+        for one in set(whose) - self._of.keys():
+            tenant_id, key_id, day = one
+            own = self._budgets.get((tenant_id, key_id), ()) if key_id else ()
+            keys[one] = []
+            for budget in (*self._budgets.get((tenant_id, 0), ()), *own):
+                start_ms, _ = window_of(budget.window, day * DAY_MS)
+                key = (budget.tenant_id, budget.key_id, budget.window, start_ms)
+                keys[one].append(key)
+                if key not in self._windows:
+                    new[key] = budget
+        kept = _kept(self._db, list(new))
+        for key, budget in new.items():
+            window = window_of(budget.window, key[3])
+            spent, reserved = kept.get(key) or summed(self._db, budget, *window)
+            self._windows[key] = Spending(budget, key[3], spent, reserved)
+        for one, its in keys.items():
+            self._of[one] = [self._windows[key] for key in its]
+
+    def of(self, tenant_id: int, key_id: int, at_ms: int) -> Sequence[Spending]:
+        """Those with this instant."""
+        if not self._budgets:
+            return ()
+        whose = (tenant_id, key_id, at_ms // DAY_MS)
+        if whose not in self._of:
+            self.read([whose])
+        return self._of[whose]
 
     def finish(self) -> None:
         """Write them."""
-        for key, window in self._windows.items():
-            spent = divmod(window.spent, PICO_PER_MICRO)
-            reserved = divmod(window.reserved, PICO_PER_MICRO)
-            self._db.execute(_KEEP, (*key, *spent, *reserved))
+        rows = [
+            (
+                *key,
+                *divmod(window.spent, PICO_PER_MICRO),
+                *divmod(window.reserved, PICO_PER_MICRO),
+            )
+            for key, window in self._windows.items()
+        ]
+        self._db.execute_many(_KEEP, rows)
 
 
 _SUMS = ("spent_micros", "spent_rest", "reserved_micros", "reserved_rest")
@@ -165,7 +200,7 @@ _KEEP = (
 )
 
 
-def refusal(spending: list[Spending], pico: int) -> BudgetExceeded | None:
+def refusal(spending: Sequence[Spending], pico: int) -> BudgetExceeded | None:
     """Would reserving so much overspend one of these? Reserves nothing."""
     for window in spending:
         budget = window.budget
@@ -183,7 +218,7 @@ def refusal(spending: list[Spending], pico: int) -> BudgetExceeded | None:
     return None
 
 
-def move(spending: list[Spending], *, spent: int, reserved: int) -> None:
+def move(spending: Sequence[Spending], *, spent: int, reserved: int) -> None:
     """Add to the sums; either may be below zero."""
     for window in spending:
         window.spent += spent
@@ -207,17 +242,21 @@ def summed(db: Transaction, budget: Budget, start_ms: int, end_ms: int) -> tuple
     return spent[0] * PICO_PER_MICRO + spent[1], held[0] * PICO_PER_MICRO + held[1]
 
 
-def _kept(db: Transaction, budget: Budget, start_ms: int) -> tuple[int, int] | None:
-    """(spent, reserved) as the window's row has them."""
-    rows = db.rows(
-        f"select {', '.join(_SUMS)} from budget_windows"
-        ' where (tenant_id, key_id, "window", starts_ms) = (?, ?, ?, ?)',
-        (budget.tenant_id, budget.key_id, budget.window, start_ms),
-    )
-    if not rows:
-        return None
-    a, b, c, d = rows[0]
-    return a * PICO_PER_MICRO + b, c * PICO_PER_MICRO + d
+def _kept(db: Transaction, keys: Sequence[_Key]) -> dict[_Key, tuple[int, int]]:
+    """(spent, reserved) of those windows that have a row."""
+    found: dict[_Key, tuple[int, int]] = {}
+    for first in range(0, len(keys), WINDOWS_AT_ONCE):
+        asked = filled_up(keys[first : first + WINDOWS_AT_ONCE])
+        rows = db.rows(
+            f'select tenant_id, key_id, "window", starts_ms, {", ".join(_SUMS)} from budget_windows'
+            ' where (tenant_id, key_id, "window", starts_ms)'
+            f" in (values {', '.join([marks(4)] * len(asked))})",
+            [value for key in asked for value in key],
+        )
+        for *key, a, b, c, d in rows:
+            pico = (a * PICO_PER_MICRO + b, c * PICO_PER_MICRO + d)
+            found[key[0], key[1], key[2], key[3]] = pico
+    return found
 
 
 def _forget_windows(db: Transaction, tenant_id: int, key_id: int, window: str) -> None:

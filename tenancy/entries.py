@@ -15,12 +15,14 @@ from typing import Any
 import msgspec
 
 from tenancy.pricing import PICO_PER_MICRO
-from tenancy.store import Transaction, Value
+from tenancy.store import Transaction, Value, marks
 from tenancy.types import UsageEntry
 
 DAY_MS = 86_400_000
 HOUR_MS = 3_600_000
 NO_CHAIN = b""
+_PACKED = msgspec.msgpack.Encoder().encode
+_SORTED = msgspec.json.Encoder(order="sorted").encode
 
 ENTRY_FIELDS = (
     *("request_id", "tenant_id", "key_id", "model", "ending", "started_ms", "ended_ms"),
@@ -43,29 +45,25 @@ HOUR_SUMS = (
 class Page:
     """The entries that one transaction adds: their chain, and their hours' sums in few writes."""
 
-    def __init__(self, db: Transaction) -> None:
+    def __init__(self, db: Transaction, chain: bytes) -> None:
+        """`chain`: of the last entry that there is."""
         self._db = db
-        self.open_from_ms = open_from_ms(db)
-        self._chain: bytes | None = None
+        self._chain = chain
+        self._rows: list[tuple[Value, ...]] = []
         self._last_booked_ms = 0
         self._hours: dict[tuple[int, int, int, str], list[list[int]]] = {}
         self._epochs: dict[str, list[int]] = {}
 
-    def add(self, entry: UsageEntry, booked_ms: int) -> bool:
-        """False for a request id that has its entry already."""
+    def add(self, entry: UsageEntry, booked_ms: int) -> None:
+        """One that is not there yet."""
         row = entry_row(entry, booked_ms)
-        if self._chain is None:
-            self._chain = last_chain(self._db)
-        chain = chained(self._chain, row)
-        if self._db.execute(_SETTLE, (*row, chain)) != 1:
-            return False
-        self._chain = chain
+        self._chain = chained(self._chain, row)
+        self._rows.append((*row, self._chain))
         self._last_booked_ms = max(self._last_booked_ms, booked_ms)
         hour = (entry.tenant_id, hour_of(booked_ms), entry.key_id, entry.model)
         self._hours.setdefault(hour, []).append(sums_of(entry))
         if entry.epoch:
             self._add_to_epoch(entry)
-        return True
 
     def _add_to_epoch(self, entry: UsageEntry) -> None:
         sums = self._epochs.setdefault(entry.epoch, [0, 0, 0, 0, 0])
@@ -76,17 +74,21 @@ class Page:
         sums[4] = max(sums[4], entry.ended_ms)
 
     def finish(self) -> None:
-        """Write the sums, and seal the chain once an hour."""
+        """Write them and their sums, and seal the chain once an hour."""
+        if not self._rows:
+            return
+        self._db.execute_many(_SETTLE, self._rows)
+        hours: list[tuple[Value, ...]] = []
+        days: list[tuple[Value, ...]] = []
         for hour, rows in self._hours.items():
             sums = tuple(map(sum, zip(*rows, strict=True)))
             tenant_id, hour_ms, key_id, model = hour
-            day_ms = hour_ms // DAY_MS * DAY_MS
-            self._db.execute(_ADD_HOUR, (*hour, *sums))
-            self._db.execute(_ADD_DAY, (tenant_id, day_ms, key_id, model, *sums))
-        for epoch, counts in self._epochs.items():
-            self._db.execute(_ADD_EPOCH, (epoch, *counts))
-        if self._hours and self._chain is not None:
-            self._db.execute(_SEAL, (hour_of(self._last_booked_ms), self._chain))
+            hours.append((*hour, *sums))
+            days.append((tenant_id, hour_ms // DAY_MS * DAY_MS, key_id, model, *sums))
+        self._db.execute_many(_ADD_HOUR, hours)
+        self._db.execute_many(_ADD_DAY, days)
+        self._db.execute_many(_ADD_EPOCH, [(name, *sums) for name, sums in self._epochs.items()])
+        self._db.execute_many(_SEAL, [(hour_of(self._last_booked_ms), self._chain)])
 
 
 def sums_of(entry: UsageEntry) -> list[int]:
@@ -128,13 +130,7 @@ def entry_of(row: Sequence[Any]) -> UsageEntry:
 
 def chained(before: bytes, row: Sequence[object]) -> bytes:
     """The chain of a row behind another."""
-    return hashlib.sha256(before + msgspec.msgpack.encode(list(row))).digest()
-
-
-def last_chain(db: Transaction) -> bytes:
-    """Where the next entry is chained to. O(log entries)."""
-    rows = db.rows("select chain from ledger order by entry_id desc limit 1")
-    return bytes(rows[0][0]) if rows else NO_CHAIN
+    return hashlib.sha256(before + _PACKED(row)).digest()
 
 
 def open_from_ms(db: Transaction) -> int:
@@ -148,16 +144,12 @@ def number(db: Transaction, sql: str) -> int:
 
 
 def _counts(detail: Mapping[str, int]) -> str:
-    return msgspec.json.encode(detail, order="sorted").decode()
+    return _SORTED(detail).decode() if detail else "{}"
 
 
 def hour_of(at_ms: int) -> int:
     """When its hour began."""
     return at_ms // HOUR_MS * HOUR_MS
-
-
-def _marks(names: Sequence[str]) -> str:
-    return ", ".join("?" * len(names))
 
 
 def larger(table: str, name: str) -> str:
@@ -167,12 +159,11 @@ def larger(table: str, name: str) -> str:
 
 
 _SETTLE = (
-    f"insert into ledger ({', '.join(ENTRY_FIELDS)}, chain) values ({_marks(ENTRY_FIELDS)}, ?)"
-    " on conflict (request_id) do nothing"
+    f"insert into ledger ({', '.join(ENTRY_FIELDS)}, chain) values {marks(len(ENTRY_FIELDS) + 1)}"
 )
 _ADD_HOUR, _ADD_DAY = (
     f"insert into {table} (tenant_id, {since}, key_id, model, {', '.join(HOUR_SUMS)})"
-    f" values (?, ?, ?, ?, {_marks(HOUR_SUMS)})"
+    f" values {marks(4 + len(HOUR_SUMS))}"
     f" on conflict (tenant_id, {since}, key_id, model) do update set "
     + ", ".join(f"{name} = {table}.{name} + excluded.{name}" for name in HOUR_SUMS)
     for table, since in (("usage_hours", "hour_ms"), ("usage_days", "day_ms"))

@@ -300,6 +300,10 @@ class _Transaction:
     def execute(self, sql: str, values: Sequence[Value] = ()) -> int:
         return self._link.run(sql, values)[1]
 
+    def execute_many(self, sql: str, rows: Sequence[Sequence[Value]]) -> None:
+        for values in rows:
+            self._link.run(sql, values)
+
     def rows(self, sql: str, values: Sequence[Value] = ()) -> list[Row]:
         return self._link.run(sql, values)[0]
 

@@ -108,13 +108,29 @@ def price(card: RateCard, usage: UsageEntry) -> Charge:
             counts[f"cache_write:{retention}"] = (tokens, card.write_price(retention))
         counts["output"] = (usage.output_tokens, card.output)
         items = [LineItem(name, n, each, n * each) for name, (n, each) in counts.items() if n]
-        missing = card.minimum_charge * PICO_PER_MICRO - sum(item.pico for item in items)
-        if missing > 0 and items:
-            items.append(LineItem("minimum", 0, 0, missing))
-    pico = sum(item.pico for item in items)
+    pico = charge(card, usage)
+    missing = pico - sum(item.pico for item in items)
+    if missing:
+        items.append(LineItem("minimum", 0, 0, missing))
+    return Charge(card.rate_card_id, card.currency, pico, tuple(items))
+
+
+def charge(card: RateCard, usage: UsageEntry) -> int:
+    """The pico-dollars of `price`, which raises as this does, without its parts."""
+    if usage.ending not in CHARGED:
+        return 0
+    tokens = usage.fresh_tokens + usage.cache_read_tokens + usage.output_tokens
+    pico = usage.fresh_tokens * card.input
+    pico += usage.cache_read_tokens * card.cache_read
+    pico += usage.output_tokens * card.output
+    for retention, written in writes(usage).items():
+        tokens += written
+        pico += written * card.write_price(retention)
+    if tokens:
+        pico = max(pico, card.minimum_charge * PICO_PER_MICRO)
     if pico > CHARGE_MAX:
         raise BadPrice("charge_too_large", "A single charge beyond 9.2 million dollars.")
-    return Charge(card.rate_card_id, card.currency, pico, tuple(items))
+    return pico
 
 
 def savings(card: RateCard, usage: UsageEntry) -> int:

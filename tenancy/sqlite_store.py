@@ -212,6 +212,10 @@ class _Transaction:
         self._connection.execute(sql, tuple(values)).fetchall()
         return int(self._connection.changes())
 
+    def execute_many(self, sql: str, rows: Sequence[Sequence[Value]]) -> None:
+        if rows:
+            self._connection.executemany(sql, rows)
+
     def rows(self, sql: str, values: Sequence[Value] = ()) -> list[Row]:
         return list(self._connection.execute(sql, tuple(values)))
 

@@ -12,10 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from functools import lru_cache
+from typing import Any, Protocol, TypeVar
 
 Value = None | int | float | str | bytes
 Row = tuple[Any, ...]
+T = TypeVar("T")
 
 
 class Transaction(Protocol):
@@ -24,6 +26,9 @@ class Transaction(Protocol):
 
     def execute(self, sql: str, values: Sequence[Value] = ()) -> int:
         """Run one statement. Returns how many rows it changed."""
+
+    def execute_many(self, sql: str, rows: Sequence[Sequence[Value]]) -> None:
+        """Run one statement for each of these rows, in order, before whatever is asked next."""
 
     def rows(self, sql: str, values: Sequence[Value] = ()) -> list[Row]:
         """All rows of one statement."""
@@ -77,3 +82,15 @@ class Store(Protocol):
 
     def close(self) -> None:
         """Close it. Safe to call twice."""
+
+
+@lru_cache(maxsize=256)
+def marks(count: int) -> str:
+    """`(?, ?, ?)`: for a row, or behind `in`."""
+    return f"({', '.join('?' * count)})"
+
+
+def filled_up(asked: Sequence[T]) -> list[T]:
+    """The last repeated up to a power of two, so that lists of marks are of few lengths."""
+    missing = (1 << (len(asked) - 1).bit_length()) - len(asked)
+    return [*asked, *[asked[-1]] * missing]

@@ -1,0 +1,72 @@
+"""What is known of the request ids of one transaction: which are held, which have their entry.
+
+It is asked for once, changed in memory as items come, and written once: what a batch holds and
+settles never reaches the table. It knows no prices and no budgets; `bookkeeping` plays its items on
+it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tenancy.store import Transaction, Value, filled_up, marks
+
+Held = tuple[str, int, int]
+"""Of a hold: its rate card's id, the pico-dollars it reserves, the instant it is booked at."""
+
+IDS_AT_ONCE = 128
+
+
+class Holds:
+    """As they are within a transaction that alone writes."""
+
+    def __init__(self, db: Transaction, request_ids: Sequence[str]) -> None:
+        """Two statements for each 128 ids."""
+        self._db = db
+        self._held: dict[str, Held] = {}
+        self._settled: set[str] = set()
+        self._made: dict[str, tuple[Value, ...]] = {}
+        self._released: list[tuple[str]] = []
+        for first in range(0, len(request_ids), IDS_AT_ONCE):
+            asked = filled_up(request_ids[first : first + IDS_AT_ONCE])
+            which = f"where request_id in {marks(len(asked))}"
+            for request_id, *held in db.rows(f"{_HELD} {which}", asked):
+                self._held[request_id] = (held[0], held[1], held[2])
+            found = db.rows(f"select request_id from ledger {which}", asked)
+            self._settled.update(row[0] for row in found)
+
+    def is_used(self, request_id: str) -> bool:
+        """By a hold or an entry."""
+        return request_id in self._held or request_id in self._settled
+
+    def held(self, request_id: str) -> Held | None:
+        """What its open hold says."""
+        return self._held.get(request_id)
+
+    def make(self, request_id: str, held: Held, row: tuple[Value, ...]) -> None:
+        """Hold an id that is not used. `row`: of `HOLD_FIELDS`."""
+        self._made[request_id] = row
+        self._held[request_id] = held
+
+    def settle(self, request_id: str) -> bool:
+        """Release its hold, if there is one. False for an id that has its entry already."""
+        if self._held.pop(request_id, None) and self._made.pop(request_id, None) is None:
+            self._released.append((request_id,))
+        is_new = request_id not in self._settled
+        self._settled.add(request_id)
+        return is_new
+
+    def finish(self) -> None:
+        """Write them."""
+        self._db.execute_many("delete from holds where request_id = ?", self._released)
+        self._db.execute_many(_HOLD, list(self._made.values()))
+
+
+HOLD_FIELDS = (
+    *("request_id", "tenant_id", "key_id", "model", "started_ms", "workspace", "tier", "dialect"),
+    *("epoch", "rate_card_id", "reserved_tokens", "reserved_pico", "booked_ms", "writer_id"),
+)
+"""Columns of an open hold."""
+
+_HELD = "select request_id, rate_card_id, reserved_pico, booked_ms from holds"
+_HOLD = f"insert into holds ({', '.join(HOLD_FIELDS)}) values {marks(len(HOLD_FIELDS))}"
