@@ -11,6 +11,7 @@ from typing import Protocol
 
 from engine.api import LeaseGrant, Usage
 from gateway.dialects.canonical import Diagnosis, UsageRecord
+from gateway.retention import Contract
 
 
 class Accounting(Protocol):
@@ -54,6 +55,9 @@ class _Plain:
 
 PLAIN = _Plain()
 
+CACHE_HEADER = "X-Trunkline-Cache"
+"""Tokens read and written by contract, computed, and found; and why not more was read."""
+
 
 def added(records: Sequence[UsageRecord]) -> UsageRecord:
     """The usage of a call with several prompts."""
@@ -73,3 +77,20 @@ def added(records: Sequence[UsageRecord]) -> UsageRecord:
         physical_cached=sum(record.physical_cached for record in records),
         recomputed_promised=sum(record.recomputed_promised for record in records),
     )
+
+
+def cache_header(contracts: Sequence[Contract]) -> str:
+    """Tokens read and written by contract, computed, and found; why not more, and the segment of
+    the first token that was not there."""
+    record = added([contract.record(Usage()) for contract in contracts])
+    text = (
+        f"read={record.read_tokens()}; write={record.write_tokens()}; fresh={record.fresh};"
+        f" physical={record.physical_cached}"
+    )
+    for contract in contracts:
+        if missed := contract.why_missed():
+            segment = contract.missed_segment
+            return (
+                f"{text}; miss={missed}; segment={segment}" if segment else f"{text}; miss={missed}"
+            )
+    return text

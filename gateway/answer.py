@@ -9,16 +9,16 @@ It knows no dialect by name; handlers call it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing, suppress
 
 from aiohttp import web
 
-from engine.api import Request, Usage
+from engine.api import Request
 from engine.client import RequestStream
 from engine.errors import EngineError
 from gateway import limiting
-from gateway.accounting import added
+from gateway.accounting import CACHE_HEADER, added, cache_header
 from gateway.admission import Circumstances, admit
 from gateway.analytics import Facts
 from gateway.context import Context
@@ -27,6 +27,7 @@ from gateway.endpoints import Dialect, Encoder, asked
 from gateway.errors import Kind, Refusal
 from gateway.metering import Account
 from gateway.middleware import STATE, RequestState
+from gateway.named import NAME, NamedRequest, named, replay
 from gateway.prepare import Prepared, check_model, circumstances, prepare
 from gateway.refusals import refusal_of
 from gateway.retention import Contract
@@ -34,12 +35,9 @@ from gateway.server import ClientGone, read_body, send, write
 from gateway.stream import AnswerStream
 from gateway.tracing import operation_of
 from tenancy.errors import LedgerUnavailable, LimitExceeded
+from tenancy.idempotency import Keeping, KeptAnswer
 from tenancy.limits import Demand, LimitState, Meter, Reservation
 from tenancy.types import Identity
-
-_NOTHING = Usage()
-CACHE_HEADER = "X-Trunkline-Cache"
-"""Tokens read and written by contract, computed, and found; and why not more was read."""
 
 
 class Answer:
@@ -56,6 +54,7 @@ class Answer:
         self._contracts: list[Contract] = []
         self._rendered: list[Rendered] = []
         self._begun: Callable[[int], None] | None = None
+        self._named: NamedRequest | None = None
 
     async def run(self, id_prefix: str) -> web.StreamResponse:
         """Everything up to the hold; nothing has to be undone before it."""
@@ -65,11 +64,17 @@ class Answer:
         _check_media(self._request)
         body = await read_body(self._request, gateway.config.server)
         call = self._dialect.parse(body, asked(self._request))
+        if NAME in self._request.headers and call.operation != "count":
+            self._named = named(self._request, body, identity, gateway.config.idempotency)
         del body
         state.model, state.is_stream = gateway.model, call.stream
         check_model(gateway, call)
         if gateway.is_draining:
             raise _shutting_down()
+        if self._named is not None:
+            kept = await self._named.find(gateway)
+            if kept is not None:
+                return await self._replay(kept, identity)
         made = await prepare(gateway, call, identity)
         call = made.call
         if call.operation == "count":
@@ -77,7 +82,8 @@ class Answer:
             body = self._dialect.count_body(made.tokens, made.resource_tokens)
             return await self._send_whole(body)
         reply = Reply(f"{id_prefix}{state.request_id}", call.model, gateway.wall() // 1000)
-        return await self.admitted(made, identity, self._dialect.encoder(call, reply), reply)
+        work = self.admitted(made, identity, self._dialect.encoder(call, reply), reply)
+        return await (work if self._named is None else self._see_through(work, self._named))
 
     async def admitted(
         self, made: Prepared, identity: Identity, encoder: Encoder, reply: Reply
@@ -101,6 +107,7 @@ class Answer:
             dialect=self._dialect.name,
             epoch=now.info.epoch,
             landings=gateway.landings,
+            claim=None if self._named is None else self._named.claim,
         )
         reservation = self._reserve(identity, limiting.estimate(requests, cached))
 
@@ -247,16 +254,21 @@ class Answer:
                 if batch:
                     self._see(batch)
                     deltas += batch
+        body = encoder.unary(deltas)
+        if self._named is not None:
+            self._named.record(body)
         await self._settle(deltas, account, answer.first_token_s)
-        return await self._send_whole(encoder.unary(deltas))
+        return await self._send_whole(body)
 
     async def _send_whole(self, body: bytes) -> web.StreamResponse:
-        headers = {"Content-Type": "application/json", **self._headers()}
-        return await send(self._request, 200, body, headers)
+        return await send(self._request, 200, body, self._head(is_stream=False))
 
-    def _headers(self) -> dict[str, str]:
-        """What names the answer in its dialect, and what the cache did for it."""
-        headers = self._dialect.headers(self._state.request_id)
+    def _head(self, *, is_stream: bool) -> dict[str, str]:
+        """What it is, what names it in its dialect, and what the cache did for it."""
+        content_type = self._dialect.stream_content_type if is_stream else "application/json"
+        headers = {"Content-Type": content_type, **self._dialect.headers(self._state.request_id)}
+        if is_stream:
+            headers["X-Accel-Buffering"] = "no"
         if self._contracts:
             headers[CACHE_HEADER] = cache_header(self._contracts)
         return headers
@@ -290,8 +302,11 @@ class Answer:
         is_last = bool(batch) and isinstance(batch[-1], End)
         data = b"".join(map(encoder.stream, batch))
         if is_last:
-            await self._settle(batch, account, answer.first_token_s)
             data += encoder.close()
+        if self._named is not None:
+            self._named.record(data)
+        if is_last:
+            await self._settle(batch, account, answer.first_token_s)
         if data:
             await self._send(data)
         self._state.is_complete = is_last
@@ -308,41 +323,50 @@ class Answer:
         self._response.force_close()
 
     async def _send(self, data: bytes) -> None:
-        if self._response is None:
-            self._response = web.StreamResponse(
-                headers={
-                    "Content-Type": self._dialect.stream_content_type,
-                    "X-Accel-Buffering": "no",
-                    **self._headers(),
-                }
-            )
-            await self._response.prepare(self._request)
-        await write(self._request, data)
+        if self._named is not None and self._named.is_left:
+            return
+        try:
+            if self._response is None:
+                self._response = web.StreamResponse(headers=self._head(is_stream=True))
+                await self._response.prepare(self._request)
+            await write(self._request, data)
+        except (ClientGone, ConnectionError):
+            if self._named is None:
+                raise
+            self._named.is_left = True
 
     async def _settle(
         self, deltas: Sequence[Delta], account: Account, first_token_s: float | None
     ) -> None:
         last = deltas[-1]
         assert isinstance(last, End), "a whole answer ends with its usage"
-        await account.settle("done", last.usage, first_token_s)
+        keeping: Keeping | None = None
+        if self._named is not None:
+            head = self._head(is_stream=self._state.is_stream)
+            keeping = self._named.keeping(head, self._gateway.wall())
+        await account.settle("done", last.usage, first_token_s, keeping)
         self._state.settled_s = self._gateway.clock()
 
+    # -- named by its client --------------------------------------------------------------------
 
-def cache_header(contracts: Sequence[Contract]) -> str:
-    """Tokens read and written by contract, computed, and found; why not more, and the segment of
-    the first token that was not there."""
-    record = added([contract.record(_NOTHING) for contract in contracts])
-    text = (
-        f"read={record.read_tokens()}; write={record.write_tokens()}; fresh={record.fresh};"
-        f" physical={record.physical_cached}"
-    )
-    for contract in contracts:
-        if missed := contract.why_missed():
-            segment = contract.missed_segment
-            return (
-                f"{text}; miss={missed}; segment={segment}" if segment else f"{text}; miss={missed}"
-            )
-    return text
+    async def _see_through(
+        self, work: Coroutine[None, None, web.StreamResponse], request: NamedRequest
+    ) -> web.StreamResponse:
+        """To the end, whether its client waits or not: it will come back for what it pays for."""
+        try:
+            response = await self._gateway.see_through(work)
+        finally:
+            self._state.is_complete &= not request.is_left
+        if request.is_left:
+            raise ClientGone
+        return response
+
+    async def _replay(self, kept: KeptAnswer, identity: Identity) -> web.StreamResponse:
+        """What was answered before. It counts as a request, and as nothing else."""
+        self._reserve(identity, limiting.NOTHING).settle(limiting.NOTHING)
+        self._state.operation, self._state.ending = "", "replayed"
+        ids = self._dialect.headers(self._state.request_id)
+        return await replay(self._request, kept, ids, is_stream=self._state.is_stream)
 
 
 def _check_media(request: web.Request) -> None:

@@ -30,6 +30,7 @@ Seconds = Annotated[float, Meta(gt=0, le=86_400)]
 Whole = Annotated[int, Meta(ge=1, le=2**40)]
 
 DEFAULT_DATA_DIR = Path("data")
+KEEP_HOURS_MIN = 24
 ENVIRONMENT = {"TRUNKLINE_DATA_DIR": "data_dir", "TRUNKLINE_MODEL": "model.name"}
 
 
@@ -98,6 +99,18 @@ class TenancyConfig(Struct, frozen=True, forbid_unknown_fields=True):
     shared_scopes: tuple[ScopeTerms, ...] | None = None
 
 
+class IdempotencyConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """Answers to requests that clients name by `Idempotency-Key`. `keep_hours`: from 24 on; 0 keeps
+    none, and refuses such names. `result_bytes_max`: of one answer as it is sent; of a larger one
+    only the name is kept. `tenant_bytes_max`: of all that is kept for a tenant, compressed; what
+    comes later is as if too large. `keys_per_tenant_max`: names at once."""
+
+    keep_hours: Annotated[int, Meta(ge=0, le=744)] = 24
+    result_bytes_max: Whole = 4 * 2**20
+    tenant_bytes_max: Whole = 256 * 2**20
+    keys_per_tenant_max: Whole = 100_000
+
+
 class LogConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """`requests`: one JSON line for each on standard error; never prompts or keys. Failures and the
     engine's life are logged in any case."""
@@ -124,6 +137,7 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True):
     limits: LimitsConfig = LimitsConfig()
     caching: CachingConfig = CachingConfig()
     tenancy: TenancyConfig = TenancyConfig()
+    idempotency: IdempotencyConfig = IdempotencyConfig()
     log: LogConfig = LogConfig()
     tracing: TracingConfig = TracingConfig()
     engine: EngineConfig = EngineConfig()
@@ -276,6 +290,11 @@ def _checked(config: Config, origin: Origin) -> Config:
         check_scopes(config.tenancy.shared_scopes or ())
     except BadName as error:
         raise ConfigError(f"{at('tenancy.shared_scopes')}: {error.message}") from error
+    if 0 < (hours := config.idempotency.keep_hours) < KEEP_HOURS_MIN:
+        raise ConfigError(
+            f"{at('idempotency.keep_hours')}: answers are kept for {KEEP_HOURS_MIN} hours or more,"
+            f" or not at all (0); it is {hours}"
+        )
     engine = config.engine
     if engine.prefill_chunk_tokens_max > engine.step_tokens_max:
         raise ConfigError(

@@ -9,7 +9,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 from engine.api import Clock
 from engine.client import Engine
@@ -26,6 +26,8 @@ from tenancy.ledger import Ledger
 from tenancy.limits import Limiter
 from tenancy.store import Store
 from tenancy.types import Identity, WallClock
+
+T = TypeVar("T")
 
 Log = Callable[[str, dict[str, object]], None]
 """Takes an event's name and its facts; never prompts or keys."""
@@ -77,7 +79,7 @@ class Context:
     running: Counter[int] = field(default_factory=Counter)
     churn: Churn = field(default_factory=Churn)
     landings: Landings = field(default_factory=Landings)
-    background: set[asyncio.Task[None]] = field(default_factory=set)
+    background: set[asyncio.Task[Any]] = field(default_factory=set)
     idle: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -114,10 +116,25 @@ class Context:
 
     async def finish(self, work: Coroutine[None, None, None]) -> None:
         """Run to the end, whatever happens to the caller; `finish_background` waits for it too."""
+        await asyncio.shield(self._begin(work))
+
+    async def see_through(self, work: Coroutine[None, None, T]) -> T:
+        """Run to the end and say what came of it. A caller that is cancelled waits for the end, and
+        is cancelled then. Raises what the work raises."""
+        task = self._begin(work)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            await asyncio.wait([task])
+            if (error := task.exception()) is not None:
+                raise error from None
+            raise
+
+    def _begin(self, work: Coroutine[None, None, T]) -> asyncio.Task[T]:
         task = asyncio.create_task(work)
         self.background.add(task)
         task.add_done_callback(self.background.discard)
-        await asyncio.shield(task)
+        return task
 
     async def finish_background(self) -> None:
         """Until nothing is left that must end."""

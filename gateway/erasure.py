@@ -20,6 +20,7 @@ from gateway.context import Context
 from gateway.errors import Kind, Refusal
 from gateway.retention.entries import Entry
 from tenancy.erasures import Receipt, digest_of, record
+from tenancy.idempotency import forget_answers
 from tenancy.resources import end_resources
 from tenancy.shared_scopes import Scope, list_scopes
 
@@ -178,6 +179,7 @@ async def _erase(gateway: Context, target: Target) -> Receipt:
         forgotten = sum(map(book.forget, names))
         ended = (gateway.store, target.tenant_id, target.workspace, gateway.wall())
         await asyncio.to_thread(end_resources, *ended)
+        await asyncio.to_thread(forget_answers, *ended[:3])
     else:
         digest = _digest(target.lease_id)
         forgotten = sum(book.drop((name, digest)) for name in names)

@@ -10,8 +10,9 @@ import time
 
 from gateway.dialects.canonical import UsageRecord
 from gateway.landings import Landings
-from tenancy.errors import BadPrice, BudgetExceeded
-from tenancy.ledger import Hold, Ledger
+from tenancy.errors import BadPrice, BudgetExceeded, NameInUse
+from tenancy.idempotency import Claim, Keeping
+from tenancy.ledger import Hold, Ledger, NamedEntry
 from tenancy.limits import Demand
 from tenancy.types import Identity, UsageEntry, WallClock
 
@@ -38,9 +39,11 @@ class Account:
         dialect: str = "",
         epoch: str = "",
         landings: Landings | None = None,
+        claim: Claim | None = None,
     ) -> None:
         """`most`: all prompt tokens and all the output that it may come to. `epoch`: the engine's
-        life in which it will run. `landings`: who else waits for this ledger."""
+        life in which it will run. `landings`: who else waits for this ledger. `claim`: on the name
+        that its client gave it."""
         self._ledger = ledger
         self._landings = landings or Landings()
         self._wall = wall
@@ -56,23 +59,30 @@ class Account:
             tier=identity.tenant.tier,
             dialect=dialect,
             epoch=epoch,
+            claim=claim,
         )
         self.is_open = False
 
     async def open(self) -> None:
-        """Write the hold. Raises BudgetExceeded, and BadPrice for what could cost more than can be
-        counted, with nothing left to settle; LedgerUnavailable. Nothing may run then."""
+        """Write the hold. Raises BudgetExceeded, NameInUse, and BadPrice for what could cost more
+        than can be counted, with nothing left to settle; LedgerUnavailable. Nothing may run then.
+        """
         self.is_open = True
         try:
             await self._landings.write(self._ledger, self._hold)
-        except (BudgetExceeded, BadPrice):
+        except (BudgetExceeded, BadPrice, NameInUse):
             self.is_open = False
             raise
 
     async def settle(
-        self, ending: str, record: UsageRecord, first_token_s: float | None = None
+        self,
+        ending: str,
+        record: UsageRecord,
+        first_token_s: float | None = None,
+        keeping: Keeping | None = None,
     ) -> None:
-        """Make the entry durable; a second call changes nothing.
+        """Make the entry durable, and of a named request what is to be kept; a second call changes
+        nothing.
 
         The entry is handed to the writer before anything is awaited, so that a cancelled caller
         has settled too. Raises LedgerUnavailable: the answer must not be completed then.
@@ -104,4 +114,5 @@ class Account:
             ttft_ms=None if first_token_s is None else round(first_token_s * 1000),
             epoch=hold.epoch,
         )
-        await self._landings.write(self._ledger, entry)
+        item = entry if hold.claim is None else NamedEntry(entry, keeping)
+        await self._landings.write(self._ledger, item)

@@ -367,7 +367,7 @@ def error_response(refusal: Refusal, state: RequestState, request: web.Request) 
     if refusal.retry_after_s is not None:
         # Rounded up: whoever comes a moment too early is refused again.
         response.headers["Retry-After"] = str(max(1, math.ceil(min(60.0, refusal.retry_after_s))))
-    elif refusal.kind in (Kind.RATE, Kind.QUOTA):
+    elif refusal.kind in (Kind.RATE, Kind.QUOTA, Kind.CONFLICT):
         response.headers["X-Should-Retry"] = "false"
     if refusal.kind is Kind.AUTH:
         response.headers["WWW-Authenticate"] = "Bearer"

@@ -13,7 +13,14 @@ from aiohttp import web
 from engine.errors import EngineError, EngineUnavailable, RequestRefused
 from gateway.engine_refusals import refusal_of as engine_refusal
 from gateway.errors import Kind, Refusal
-from tenancy.errors import BadName, BadPrice, BudgetExceeded, LedgerUnavailable, StoreError
+from tenancy.errors import (
+    BadName,
+    BadPrice,
+    BudgetExceeded,
+    LedgerUnavailable,
+    NameInUse,
+    StoreError,
+)
 
 _HTTP_KINDS = {
     404: (Kind.NOT_FOUND, "not_found", "There is nothing at this path."),
@@ -35,6 +42,12 @@ _NAME_KINDS = {
     "scope_overlap": Kind.CONFLICT,
 }
 """What administrators' calls are refused for; any other code is a value that cannot be."""
+
+_NAME_RETRIES = {
+    "idempotency_in_flight": (Kind.CONFLICT, 1.0),
+    "idempotency_room_full": (Kind.RATE, 60.0),
+}
+"""When a named request may be sent again; at any other code never."""
 
 
 def refusal_of(error: Exception) -> Refusal | None:
@@ -60,6 +73,9 @@ def refusal_of(error: Exception) -> Refusal | None:
             return Refusal(Kind.BUSY, "database_unavailable", message, retry_after_s=5.0)
         case BudgetExceeded():
             return Refusal(Kind.QUOTA, error.code, error.message)
+        case NameInUse():
+            kind, retry_s = _NAME_RETRIES.get(error.code, (Kind.CONFLICT, None))
+            return Refusal(kind, error.code, error.message, retry_after_s=retry_s)
         case BadPrice():
             return Refusal(Kind.BAD, error.code, error.message)
         case LedgerUnavailable():

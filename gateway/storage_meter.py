@@ -19,6 +19,7 @@ from gateway.context import Context
 from gateway.erasure import forget_removed, owner_of, parts_of
 from tenancy.bookkeeping import StorageReading
 from tenancy.errors import LedgerUnavailable, StoreError
+from tenancy.idempotency import sweep
 from tenancy.registry import list_tenants
 from tenancy.resources import sweep_resources
 
@@ -152,6 +153,10 @@ class StorageWatch:
                 await asyncio.wrap_future(future)
 
     async def _clear_expired(self) -> None:
-        """What cached contents held whose time is over: nobody may read it, so nobody keeps it."""
+        """What cached contents held, and kept answers, whose time is over: nobody may read it, so
+        nobody keeps it."""
+        store, now_ms = self._gateway.store, self._gateway.wall()
         with suppress(StoreError):  # in a minute again
-            await asyncio.to_thread(sweep_resources, self._gateway.store, self._gateway.wall())
+            await asyncio.to_thread(sweep_resources, store, now_ms)
+            while await asyncio.to_thread(sweep, store, now_ms):
+                pass

@@ -11,10 +11,12 @@ from collections.abc import Sequence
 
 from msgspec import Struct, structs
 
+from tenancy import idempotency
 from tenancy.budgets import Budgets, BudgetWindows, Whose, load_budgets, move, refusal
 from tenancy.entries import DAY_MS, NO_CHAIN, Page, hour_of, larger
 from tenancy.errors import BadPrice, LedgerUnavailable, TenancyError
 from tenancy.holds import Holds
+from tenancy.idempotency import Claim, Keeping
 from tenancy.pricing import FREE_CARD, RateCard, charge, most, savings
 from tenancy.rate_cards import SELECT, CardBook, read_card
 from tenancy.store import Transaction
@@ -24,7 +26,8 @@ from tenancy.types import FREE, UsageEntry
 class Hold(Struct, frozen=True):
     """A request that has been admitted and not settled, with the most it can use.
 
-    `input_tokens`: of all its prompts. `output_tokens`: all it may be answered.
+    `input_tokens`: of all its prompts. `output_tokens`: all it may be answered. `claim`: on the
+    name that its client gave it; no hold is written for one that somebody else has.
     """
 
     request_id: str
@@ -38,6 +41,15 @@ class Hold(Struct, frozen=True):
     tier: str = "standard"
     dialect: str = ""
     epoch: str = ""
+    claim: Claim | None = None
+
+
+class NamedEntry(Struct, frozen=True):
+    """The entry of a request that its client has named. Without a `keeping` its name is free: it
+    was not answered, and sending it again is no repetition."""
+
+    entry: UsageEntry
+    keeping: Keeping | None = None
 
 
 class StorageReading(Struct, frozen=True):
@@ -66,7 +78,18 @@ class EngineTotals(Struct, frozen=True):
     is_ended: bool = False
 
 
-Item = Hold | UsageEntry | StorageReading | EngineTotals
+Item = Hold | UsageEntry | NamedEntry | StorageReading | EngineTotals
+
+
+def entry_in(item: Item) -> UsageEntry | None:
+    """The entry that an item is, or has."""
+    match item:
+        case NamedEntry(entry=entry):
+            return entry
+        case UsageEntry():
+            return item
+        case _:
+            return None
 
 
 class Books:
@@ -105,7 +128,8 @@ class _Batch:
         self._items = items
         self._open_from_ms = open_from_ms
         self._page = Page(db, chain)
-        requests = [item for item in items if isinstance(item, (Hold, UsageEntry))]
+        moved = [item if isinstance(item, Hold) else entry_in(item) for item in items]
+        requests = [item for item in moved if item is not None]
         self._holds = Holds(db, [item.request_id for item in requests])
         self._windows = BudgetWindows(db, books.budgets)
         if books.budgets:
@@ -121,6 +145,9 @@ class _Batch:
                     refused = self._hold(item)
                 case UsageEntry():
                     self._settle(item)
+                case NamedEntry():
+                    self._settle(item.entry)
+                    idempotency.settle(self._db, item.entry.request_id, item.keeping)
                 case StorageReading():
                     self._store_reading(item)
                 case EngineTotals():
@@ -138,6 +165,11 @@ class _Batch:
             pico = most(card, hold.input_tokens, hold.output_tokens)
         except TenancyError as error:
             return error
+        claim = hold.claim
+        if claim is not None:
+            taken = idempotency.refusal(self._db, hold.tenant_id, claim, hold.started_ms)
+            if taken is not None:
+                return taken
         spending = self._windows.of(hold.tenant_id, hold.key_id, booked_ms)
         refused = refusal(spending, pico)
         if refused is not None:
@@ -154,6 +186,9 @@ class _Batch:
                 *(card_id, tokens, pico, booked_ms, self._books.writer_id),
             ),
         )
+        if claim is not None:
+            whose = (hold.tenant_id, hold.workspace)
+            idempotency.take(self._db, *whose, hold.request_id, claim)
         move(spending, spent=0, reserved=pico)
         return None
 

@@ -15,6 +15,7 @@ from typing import Literal
 from msgspec import Struct, structs
 
 from tenancy.errors import BadName
+from tenancy.idempotency import forget
 from tenancy.keys import check_name
 from tenancy.registry import (
     Registered,
@@ -128,6 +129,7 @@ def _reconcile_one(
     if wanted is None:
         if tenant.is_declared:
             _mark(db, tenant.tenant_id, is_declared=False, status="suspended")
+            forget(db, tenant.tenant_id)
             return "suspended"
         return None
     if not tenant.is_declared:

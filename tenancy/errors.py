@@ -64,6 +64,12 @@ class LimitExceeded(TenancyError):
         self.reset_s = reset_s
 
 
+class NameInUse(TenancyError):
+    """A request cannot have the name that its client gave it: `idempotency_in_flight`,
+    `idempotency_key_reused` (for another request), `idempotency_result_gone` (too large to be
+    kept) or `idempotency_room_full`."""
+
+
 class BadPrice(TenancyError):
     """A rate card, a budget or an adjustment that cannot be; the message says why."""
 

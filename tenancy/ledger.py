@@ -21,7 +21,15 @@ from contextlib import suppress
 from functools import cache
 from typing import Protocol
 
-from tenancy.bookkeeping import Books, EngineTotals, Hold, Item, StorageReading
+from tenancy.bookkeeping import (
+    Books,
+    EngineTotals,
+    Hold,
+    Item,
+    NamedEntry,
+    StorageReading,
+    entry_in,
+)
 from tenancy.breaches import credit_breaches
 from tenancy.errors import (
     ConstraintBroken,
@@ -35,7 +43,15 @@ from tenancy.store import Row, Store
 from tenancy.types import UsageEntry, WallClock
 from tenancy.usage import UsageTotal, usage
 
-__all__ = ["BATCH_MAX", "EngineTotals", "Hold", "Ledger", "StorageReading", "UsageTotal"]
+__all__ = [
+    "BATCH_MAX",
+    "EngineTotals",
+    "Hold",
+    "Ledger",
+    "NamedEntry",
+    "StorageReading",
+    "UsageTotal",
+]
 
 BATCH_MAX = 128
 ATTEMPTS = 3
@@ -88,11 +104,12 @@ class Ledger:
         """Write a hold and reserve the most it can cost.
 
         The future raises BudgetExceeded if that does not fit, LedgerUnavailable if it is not
-        durable, or if the request id was used before; nothing is written then.
+        durable, or if the request id was used before, NameInUse if the name it claims is not free;
+        nothing is written then.
         """
         return self._put(hold)
 
-    def settle(self, entry: UsageEntry) -> Future[None]:
+    def settle(self, entry: UsageEntry | NamedEntry) -> Future[None]:
         """Turn a hold into its entry, at the prices of its hold. Settling one request id again
         changes nothing. The future raises LedgerUnavailable if it is not durable."""
         return self._put(entry)
@@ -204,7 +221,7 @@ class Ledger:
     def _apply(self, items: Sequence[Item]) -> list[TenancyError | None]:
         with self._store.change() as db:
             answers = self._books.apply(db, items)
-            entries = (item for item in items if isinstance(item, UsageEntry))
+            entries = filter(None, map(entry_in, items))
             credit_breaches(db, self._clock(), entries)
             return answers
 
@@ -224,7 +241,8 @@ class Ledger:
             "select request_id, writer_id, tenant_id, key_id, model, started_ms, workspace, tier,"
             " dialect, epoch from holds"
         )
-        dead = [_interrupted(row, now_ms) for row in rows if is_dead(row[0], row[1])]
+        # Named or not: what was not answered leaves its name to be used again.
+        dead = [NamedEntry(_interrupted(row, now_ms)) for row in rows if is_dead(row[0], row[1])]
         if dead:
             self._apply(dead)
         return len(dead)

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 import msgspec
 from msgspec import Struct, structs
 
+from tenancy import idempotency
 from tenancy.errors import BadName, ConstraintBroken
 from tenancy.keys import (
     check_name,
@@ -128,11 +129,14 @@ def change_tenant(store: Store, name: str, changes: Mapping[str, object]) -> Reg
 
 
 def set_status(store: Store, name: str, status: str) -> None:
-    """`suspended` or `active`: its keys stop or start working within a second. Raises BadName."""
+    """`suspended` or `active`: its keys stop or start working within a second. Answers that are
+    kept for it go when it is suspended. Raises BadName."""
     assert status in ("active", "suspended")
     tenant, _ = find_tenant(store, name)
     with store.change() as db:
         db.execute("update tenants set status = ? where tenant_id = ?", (status, tenant.tenant_id))
+        if status == "suspended":
+            idempotency.forget(db, tenant.tenant_id)
 
 
 def delete_tenant(store: Store, name: str) -> None:
@@ -152,7 +156,7 @@ def delete_tenant(store: Store, name: str) -> None:
             if owned := owned_by(db, tenant_id):
                 message = f"{name} owns the shared scope {owned[0]}; remove it"
                 raise BadName("tenant_in_use", message)
-            for table in ("scope_members", "keys", "tenants"):
+            for table in ("scope_members", "keys", "named_requests", "named_sums", "tenants"):
                 db.execute(f"delete from {table} where tenant_id = ?", (tenant_id,))
     except ConstraintBroken as error:
         raise BadName(

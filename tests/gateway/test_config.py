@@ -114,6 +114,7 @@ def test_a_mistake_in_the_file_names_file_key_and_value(
         ("[server]\nlisten = 'host:²'", "no address"),
         ("[server]\nlisten = '::1:80'", "no address"),
         ("[admin]\nlisten = '127.0.0.1:8080'", "needs one of its own"),
+        ("[idempotency]\nkeep_hours = 23", "kept for 24 hours or more, or not at all (0)"),
         ("[engine]\nstep_tokens_max = 100", "engine.prefill_chunk_tokens_max (512) is above"),
         (
             "[tracing]\nendpoint = 'collector:4318'",
