@@ -23,7 +23,7 @@ from msgspec import Meta, Struct
 Clock = Callable[[], float]
 """Monotonic seconds. The engine reads no other clock than the one it was given."""
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 Namespace = bytes
 """An opaque sharing scope: blocks are found only by requests with the same bytes."""
@@ -196,6 +196,13 @@ class Peek(Struct, frozen=True, tag="peek", forbid_unknown_fields=True):
     tokens: tuple[TokenId, ...]
 
 
+class SetQuotas(Struct, frozen=True, tag="set_quotas", forbid_unknown_fields=True):
+    """Quotas that have changed hold now, not from their payers' next requests on: a payer that may
+    send nothing any more must not keep a floor. Payers that hold nothing are passed over."""
+
+    quotas: tuple[Quota, ...]
+
+
 class Erase(Struct, frozen=True, tag="erase", forbid_unknown_fields=True):
     """Forget cached KV: a whole namespace, one lease of it, or everything under a token prefix.
 
@@ -227,7 +234,7 @@ class Drain(Struct, frozen=True, tag="drain", forbid_unknown_fields=True):
     timeout_s: float
 
 
-Command = Submit | Cancel | EndSample | Peek | Erase | Survey | GetStats | Drain
+Command = Submit | Cancel | EndSample | Peek | SetQuotas | Erase | Survey | GetStats | Drain
 
 
 # --- what is answered --------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -29,8 +29,10 @@ from engine.api import (
     Namespace,
     Peek,
     Peeked,
+    Quota,
     Reply,
     Request,
+    SetQuotas,
     Stats,
     Submit,
     Survey,
@@ -45,6 +47,7 @@ __all__ = ["Bell", "Connection", "Engine", "RequestStream", "SocketEngine"]
 
 READ_BYTES = 1 << 18
 CALL_TIMEOUT_S = 10.0
+QUOTAS_AT_ONCE = 1_000
 UNSENT_BYTES_MAX = 64 * 2**20
 """An engine that reads slower than this far behind is full for the time being."""
 
@@ -75,6 +78,9 @@ class Engine(Protocol):
 
     async def peek(self, namespace: Namespace, tokens: tuple[int, ...]) -> Peeked:
         """What would these tokens hit?"""
+
+    def set_quotas(self, quotas: Sequence[Quota]) -> None:
+        """These hold from now on. Nothing is done where there is no engine: it knows no payer."""
 
     async def erase(
         self,
@@ -153,6 +159,12 @@ class Connection(ABC):
         """See `Engine.peek`."""
         call_id = self._call_id()
         return await self._call(Peek(call_id, namespace, tokens), call_id, Peeked)
+
+    def set_quotas(self, quotas: Sequence[Quota]) -> None:
+        """See `Engine.set_quotas`."""
+        if self.info is not None and not self._is_closed:
+            for start in range(0, len(quotas), QUOTAS_AT_ONCE):
+                self.post(SetQuotas(tuple(quotas[start : start + QUOTAS_AT_ONCE])))
 
     async def erase(
         self,

@@ -31,6 +31,7 @@ from engine.api import (
     Reply,
     Request,
     Sampling,
+    SetQuotas,
     Submit,
     Survey,
     Surveyed,
@@ -251,6 +252,9 @@ class EngineService:
                     core.end_sample(request_id, index, output_tokens)
             case Peek():
                 self._tell(outlet, core, core.peek(asked))
+            case SetQuotas(quotas):
+                for quota in quotas:
+                    core.cache.set_quota(quota)
             case Erase():
                 self._tell(outlet, core, core.erase(asked))
             case Survey(call_id, namespace, most):

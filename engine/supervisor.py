@@ -18,13 +18,13 @@ import shutil
 import sys
 import tempfile
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import msgspec
 import xxhash
 
-from engine.api import EngineInfo, Erased, Namespace, Peeked, Request, Stats, Surveyed
+from engine.api import EngineInfo, Erased, Namespace, Peeked, Quota, Request, Stats, Surveyed
 from engine.client import RequestStream, SocketEngine
 from engine.config import EngineConfig
 from engine.errors import EngineError, EngineUnavailable, ModelError, RequestRefused
@@ -119,6 +119,11 @@ class EngineSupervisor:
     async def peek(self, namespace: Namespace, tokens: tuple[int, ...]) -> Peeked:
         """See `engine.client.Engine`."""
         return await self._living().peek(namespace, tokens)
+
+    def set_quotas(self, quotas: Sequence[Quota]) -> None:
+        """See `engine.client.Engine`."""
+        if self._engine is not None:
+            self._engine.set_quotas(quotas)
 
     async def erase(
         self,

@@ -12,11 +12,11 @@ from functools import lru_cache
 
 from msgspec import Struct
 
-from engine.api import CacheGrant, EngineInfo, LeaseRequest, Quota, Request, Stats
+from engine.api import CacheGrant, EngineInfo, LeaseRequest, Payer, Quota, Request, Stats
 from gateway.config import LimitsConfig
 from gateway.dialects.canonical import Call, Generation, Rendered
 from gateway.errors import Kind, Refusal
-from tenancy.types import Identity
+from tenancy.types import CachePolicy, Identity
 
 SEQUENCES_PER_CALL_MAX = 128
 SHARED = "scope:"
@@ -103,6 +103,17 @@ def payer_of(identity: Identity) -> bytes:
     client could have a floor and a turn for each key that it makes up."""
     scope = identity.scope
     return str(identity.tenant.tenant_id if scope is None else scope.owner_id).encode()
+
+
+def quota_of(policy: CachePolicy, payer: Payer) -> Quota:
+    """What bounds a payer's blocks, in the engine's words."""
+    return Quota(
+        policy.floor_blocks,
+        policy.ceiling_blocks,
+        policy.weight,
+        policy.promised_blocks_max,
+        payer,
+    )
 
 
 def retry_after_s(stats: Stats) -> float:
@@ -222,17 +233,10 @@ def _stops(generation: Generation, now: Circumstances) -> tuple[int, ...]:
 def _grant(
     call: Call, identity: Identity, now: Circumstances, leases: tuple[LeaseRequest, ...]
 ) -> CacheGrant:
-    policy = identity.blocks_policy
     return CacheGrant(
         namespace=namespace_of(
             identity, now.info.model_digest, now.template_digest, call.partition
         ),
-        quota=Quota(
-            policy.floor_blocks,
-            policy.ceiling_blocks,
-            policy.weight,
-            policy.promised_blocks_max,
-            payer_of(identity),
-        ),
+        quota=quota_of(identity.blocks_policy, payer_of(identity)),
         leases=leases,
     )

@@ -24,6 +24,7 @@ from gateway.telemetry import Telemetry
 from gateway.tracing import Tracer
 from tenancy.ledger import Ledger
 from tenancy.limits import Limiter
+from tenancy.registry import Registered
 from tenancy.store import Store
 from tenancy.types import Identity, WallClock
 
@@ -44,6 +45,9 @@ class Authenticator(Protocol):
 
     def look_again(self) -> None:
         """Tenants or keys have been changed: the next question sees it."""
+
+    def take_changed(self) -> list[Registered]:
+        """Tenants that have come or changed since the last call; at first, all."""
 
 
 @dataclass(slots=True)

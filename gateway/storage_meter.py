@@ -17,6 +17,7 @@ from engine.api import Stats
 from engine.errors import EngineError
 from gateway.context import Context
 from gateway.erasure import forget_removed, owner_of, parts_of
+from gateway.quotas import QuotaNews
 from tenancy.bookkeeping import StorageReading
 from tenancy.errors import LedgerUnavailable, StoreError
 from tenancy.idempotency import sweep
@@ -68,6 +69,10 @@ class StorageMeter:
                 del self._token_ns[key]
         return found
 
+    def put_back(self, key: Key, token_seconds: int) -> None:
+        """They could not be written: the next `take` has them too."""
+        self._token_ns[key] += token_seconds * NANO
+
 
 def held(stats: Stats, block_size: int) -> dict[Key, int]:
     """Tokens' worth of blocks by tenant and kind."""
@@ -95,6 +100,7 @@ class StorageWatch:
     def __init__(self, gateway: Context) -> None:
         self._gateway = gateway
         self._meter = StorageMeter()
+        self._quotas = QuotaNews(gateway)
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -116,6 +122,7 @@ class StorageWatch:
         written_s = looked_s = clock()
         while True:
             self._look()
+            self._quotas.tell()
             if clock() - looked_s >= CHURN_EVERY_S:
                 looked_s = clock()
                 look_at_churn(self._gateway)
@@ -125,6 +132,7 @@ class StorageWatch:
                 with suppress(EngineError, StoreError):  # in a minute again
                     await forget_removed(self._gateway)
                 await self._clear_expired()
+                self._quotas.tell_again()
             await asyncio.sleep(LOOK_EVERY_S)
 
     def _look(self) -> None:
@@ -135,22 +143,26 @@ class StorageWatch:
             self._meter.look(engine.stats, engine.info.block_size, now_ns)
 
     async def _write(self) -> None:
+        """What cannot be written now is written with the next reading."""
         gateway = self._gateway
-        measured, at_ms = self._meter.take(), gateway.wall()
-        if not measured:
+        try:
+            tenants = await asyncio.to_thread(list_tenants, gateway.store)
+        except StoreError:
             return
-        tenants = await asyncio.to_thread(list_tenants, gateway.store)
         tiers = {tenant.tenant_id: tenant.tier for tenant, _ in tenants}
-        futures = [
-            gateway.ledger.add_storage(
+        measured, at_ms = self._meter.take(), gateway.wall()
+        written = {
+            (tenant_id, kind): gateway.ledger.add_storage(
                 StorageReading(tenant_id, kind, seconds, at_ms, gateway.model, tiers[tenant_id])
             )
             for (tenant_id, kind), seconds in measured.items()
             if tenant_id in tiers
-        ]
-        for future in futures:
-            with suppress(LedgerUnavailable):
+        }
+        for key, future in written.items():
+            try:
                 await asyncio.wrap_future(future)
+            except LedgerUnavailable:
+                self._meter.put_back(key, measured[key])
 
     async def _clear_expired(self) -> None:
         """What cached contents held, and kept answers, whose time is over: nobody may read it, so

@@ -45,6 +45,7 @@ class Registry:
         self._tenants: dict[int, Registered] = {}
         self._memberships: Memberships = {}
         self._version = 0
+        self._changed: dict[int, Registered] = {}
         self._take(_read_all(store))
         self._watch: Watch | None = None
 
@@ -77,6 +78,12 @@ class Registry:
         if ADMIN not in facts.scopes:
             raise KeyRefused("scope_missing", "This needs an administrator's key.")
         return facts.key_id
+
+    def take_changed(self) -> list[Registered]:
+        """Tenants that have come or changed since the last call; at first, all."""
+        self._refresh()
+        changed, self._changed = self._changed, {}
+        return list(changed.values())
 
     def _scope_of(self, tenant_id: int, workspace: str) -> SharedScope | None:
         """The scope that a workspace shares, while its owner is there to pay for it."""
@@ -133,6 +140,7 @@ class Registry:
                 self._memberships.pop(tenant_id, None)
             self._tenants.update({one.tenant.tenant_id: one for one in news.tenants})
             self._memberships.update(news.memberships)
+        self._changed |= {one.tenant.tenant_id: one for one in news.tenants}
         self._version = news.version
 
 

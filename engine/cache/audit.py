@@ -46,6 +46,8 @@ def _expect(holds: bool, what: str, found: object) -> None:
 def _check_shares(holdings: Holdings) -> None:
     """Every account is in one share, its own; no share is kept for nothing."""
     found = {}
+    floors = sum(share.floor_blocks for share in holdings.shares.values())
+    _expect(floors <= holdings.promisable, f"floors of more than {holdings.promisable}", floors)
     for payer, share in holdings.shares.items():
         _expect(share.payer == payer, "a share under another's name", share.payer)
         _expect(not share.is_idle, f"{payer!r}: an idle share", payer)

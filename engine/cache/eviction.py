@@ -96,14 +96,15 @@ class Share:
     """What all accounts of one payer hold together, under its quota.
 
     `held` and `evictable` are the sums of its accounts', `promised` that of promised and reserved;
-    the accounts keep them so.
+    the accounts keep them so. `floor_blocks`: what it is guaranteed of its quota's floor.
     """
 
-    __slots__ = ("accounts", "evictable", "held", "payer", "promised", "quota")
+    __slots__ = ("accounts", "evictable", "floor_blocks", "held", "payer", "promised", "quota")
 
     def __init__(self, payer: Payer, quota: Quota) -> None:
         self.payer = payer
         self.quota = quota
+        self.floor_blocks = 0
         self.accounts: dict[Namespace, Account] = {}
         self.held = self.evictable = self.promised = 0
 
@@ -130,11 +131,11 @@ class Share:
 
     def over(self, more: int = 0) -> float:
         """Blocks borrowed above the floor, per unit of weight, if it held `more`."""
-        return (self.held + more - self.quota.floor_blocks) / self.quota.weight
+        return (self.held + more - self.floor_blocks) / self.quota.weight
 
     def spare(self) -> int:
         """Blocks that others may take: evictable, and above the floor."""
-        return max(0, min(self.evictable, self.held - self.quota.floor_blocks))
+        return max(0, min(self.evictable, self.held - self.floor_blocks))
 
     def giver(self) -> Account:
         """The account with its least recently used evictable leaf. O(its accounts)."""

@@ -15,16 +15,21 @@ from engine.cache.prefix_tree import Node
 from engine.cache.report import CacheStats
 from engine.plan import BlockCopy
 
+PROMISABLE = 7 / 8
+"""The part of the pool that promises and floors together may take; the rest keeps work moving."""
+
 
 class Holdings:
     """`owner[b]` is the account that block b is allocated to; `node_of[b]` its node in a tree.
 
-    `copies` are pending: by destination, each pinning its source.
+    `copies` are pending: by destination, each pinning its source. `promisable`: blocks that
+    promises and floors together may take.
     """
 
     def __init__(self, blocks: int, block_size: int) -> None:
         self.block_size = block_size
         self.pool = BlockPool(blocks)
+        self.promisable = int(blocks * PROMISABLE)
         self.accounts: dict[Namespace, Account] = {}
         self.shares: dict[Payer, Share] = {}
         self.owner: list[Account | None] = [None] * blocks
@@ -40,7 +45,10 @@ class Holdings:
         share = self.shares.get(payer)
         if share is None:
             share = self.shares[payer] = Share(payer, quota)
-        share.quota = quota
+            self._share_out_floors()
+        elif share.quota != quota:
+            share.quota = quota
+            self._share_out_floors()
         account = self.accounts.get(namespace)
         if account is None:
             account = self.accounts[namespace] = Account(namespace, share, self.block_size)
@@ -49,6 +57,14 @@ class Holdings:
             self._leave_share(account)
             share.take(account)
         return account
+
+    def set_quota(self, quota: Quota) -> None:
+        """Its payer's from now on, where there is a share: who has none has nothing. O(shares)."""
+        share = self.shares.get(quota.payer)
+        if share is not None:
+            share.quota = quota
+            self._forget_share_if_idle(share)
+            self._share_out_floors()
 
     def forget_if_idle(self, account: Account) -> None:
         """A namespace that holds nothing costs nothing; a payer that is guaranteed something is
@@ -60,8 +76,22 @@ class Holdings:
     def _leave_share(self, account: Account) -> None:
         share = account.share
         share.let_go(account)
+        self._forget_share_if_idle(share)
+
+    def _forget_share_if_idle(self, share: Share) -> None:
         if share.is_idle:
             del self.shares[share.payer]
+
+    def _share_out_floors(self) -> None:
+        """Floors that ask for more than may be guaranteed are cut in one proportion. O(shares)."""
+        asked = sum(share.quota.floor_blocks for share in self.shares.values())
+        for share in self.shares.values():
+            share.floor_blocks = self._guaranteed(share.quota.floor_blocks, asked)
+
+    def _guaranteed(self, floor: int, asked: int) -> int:
+        """What is guaranteed of a floor where all floors together ask for so much."""
+        room = self.promisable
+        return floor if asked <= room else floor * room // asked
 
     # -- pins ---------------------------------------------------------------------------------
 
@@ -136,13 +166,11 @@ class Holdings:
         )
 
     def fits(self, namespace: Namespace, quota: Quota, blocks: int) -> bool:
-        """Could `namespace` ever have as many blocks? Others' floors are theirs. O(accounts)."""
+        """Could `namespace` ever have as many blocks? Others' floors are theirs. O(shares)."""
         mine = quota.payer or namespace
-        others = sum(
-            share.quota.floor_blocks for payer, share in self.shares.items() if payer != mine
-        )
-        total = self.pool.blocks
-        room = max(total - others, min(total, quota.floor_blocks))
+        others = [share.quota.floor_blocks for payer, share in self.shares.items() if payer != mine]
+        asked = sum(others) + quota.floor_blocks
+        room = self.pool.blocks - sum(self._guaranteed(floor, asked) for floor in others)
         if quota.ceiling_blocks is not None:
             room = min(room, quota.ceiling_blocks)
         return blocks <= room
@@ -228,8 +256,7 @@ class Holdings:
 
     def _may_evict_own(self, share: Share, count: int) -> bool:
         """Inside its floor a payer waits rather than lose what it was guaranteed (T3)."""
-        floors = sum(one.quota.floor_blocks for one in self.shares.values())
-        return share.held + count > share.quota.floor_blocks or floors > self.pool.blocks
+        return share.held + count > share.floor_blocks
 
     def _evict(self, account: Account) -> Node:
         node = account.oldest()

@@ -17,9 +17,6 @@ from engine.cache.holdings import Holdings
 from engine.cache.leases import Deadlines, Terms, promise_of
 from engine.cache.prefix_tree import Node
 
-PROMISABLE = 7 / 8
-"""The part of the pool that promises and floors together may take; the rest keeps work moving."""
-
 
 class LeaseBook:
     """Deadlines of every block under a lease, and the promises given out."""
@@ -154,11 +151,11 @@ class LeaseBook:
         share = account.share
         mine = share.promised
         others = sum(
-            max(other.promised, other.quota.floor_blocks)
+            max(other.promised, other.floor_blocks)
             for other in self._holdings.shares.values()
             if other is not share
         )
-        room = int(self._holdings.pool.blocks * PROMISABLE) - others - mine
+        room = self._holdings.promisable - others - mine
         bounds = (share.quota.ceiling_blocks, share.quota.promised_blocks_max)
         return min([room, *(bound - mine for bound in bounds if bound is not None)])
 

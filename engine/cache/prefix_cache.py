@@ -64,7 +64,7 @@ class PrefixCache:
     def fits(self, namespace: Namespace, quota: Quota, tokens: int) -> bool:
         """Could one sequence of `tokens` tokens run alone in an otherwise idle pool?
 
-        Others' floors are theirs. O(namespaces).
+        Others' floors are theirs. O(payers).
         """
         return self._holdings.fits(namespace, quota, self._blocks_for(tokens))
 
@@ -92,6 +92,10 @@ class PrefixCache:
         """Blocks allocated to a payer, in all its namespaces."""
         share = self._holdings.shares.get(payer)
         return share.held if share else 0
+
+    def set_quota(self, quota: Quota) -> None:
+        """A payer's quota has changed. Begun sequences keep what they have. O(payers)."""
+        self._holdings.set_quota(quota)
 
     def over_share(self, payer: Payer) -> float:
         """Blocks a payer has borrowed above its floor, per unit of weight (rule 9)."""

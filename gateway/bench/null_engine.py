@@ -37,6 +37,7 @@ from engine.api import (
     Request,
     SampledToken,
     SampleEnded,
+    SetQuotas,
     Started,
     Stats,
     Submit,
@@ -154,6 +155,8 @@ class NullEngine(asyncio.Protocol):
                 self._say(Erased(call_id, 0))
             case GetStats(call_id=call_id):
                 self._say(Stats(call_id, step=self._step, running=len(self._running)))
+            case SetQuotas():
+                pass
             case Survey(call_id=call_id):
                 self._say(Surveyed(call_id, ()))
             case Drain():

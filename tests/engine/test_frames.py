@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.api import (
+    PROTOCOL_VERSION,
     CacheGrant,
     Cancel,
     Command,
@@ -20,8 +21,10 @@ from engine.api import (
     Grammar,
     Peek,
     Peeked,
+    Quota,
     Request,
     SampledToken,
+    SetQuotas,
     Submit,
     Tokens,
     Usage,
@@ -38,13 +41,14 @@ from engine.frames import (
 )
 
 COMMANDS: list[Upward] = [
-    Hello(1, "token"),
+    Hello(PROTOCOL_VERSION, "token"),
     Submit(Request("a", (1, 2, 3), 4, CacheGrant(b"n\x00"))),
     Submit(Request("b", (1,), 4, CacheGrant(b"n"), grammar=Grammar("regex", "[äö]*"))),
     Cancel("a"),
     EndSample("a", 0, 2),
     Peek(7, b"n", (1, 2)),
     GetStats(8),
+    SetQuotas((Quota(2, 9, 0.5, None, b"p"),)),
 ]
 
 

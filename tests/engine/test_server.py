@@ -16,7 +16,17 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine.api import CacheGrant, Cancel, Finished, Request, Sampling, Started, Submit, Tokens
+from engine.api import (
+    PROTOCOL_VERSION,
+    CacheGrant,
+    Cancel,
+    Finished,
+    Request,
+    Sampling,
+    Started,
+    Submit,
+    Tokens,
+)
 from engine.client import SocketEngine
 from engine.config import EngineConfig
 from engine.errors import EngineError
@@ -101,7 +111,9 @@ async def first(engine: SocketEngine, asked: Request, kind: type) -> Any:
 
 
 @pytest.mark.parametrize(
-    "opening", [Hello(1, "wrong"), Hello(99, TOKEN), Cancel("a")], ids=["token", "version", "none"]
+    "opening",
+    [Hello(PROTOCOL_VERSION, "wrong"), Hello(99, TOKEN), Cancel("a")],
+    ids=["token", "version", "none"],
 )
 async def test_a_stranger_is_shown_the_door(tmp_path: Path, opening: Upward) -> None:
     """Wrong token, another version, no hello: one clear answer, no service, and others go on."""
@@ -132,7 +144,7 @@ async def test_garbage_costs_its_sender_the_connection_only(tmp_path: Path) -> N
         friend = await SocketEngine.connect(engine.path, TOKEN)
         reader, writer = await asyncio.open_unix_connection(str(engine.path))
 
-        writer.write(encode(Hello(1, TOKEN)) + b"\x04\x00\x00\x00junk")
+        writer.write(encode(Hello(PROTOCOL_VERSION, TOKEN)) + b"\x04\x00\x00\x00junk")
         async with asyncio.timeout(DEADLINE_S):
             await reader.read(-1)
         writer.close()
@@ -231,7 +243,7 @@ async def test_a_gateway_that_does_not_read_holds_the_engine_not_its_memory(tmp_
     async with child(tmp_path) as engine:
         await engine.event("ready")
         reader, writer = await asyncio.open_unix_connection(str(engine.path))
-        writer.write(encode(Hello(1, TOKEN)))
+        writer.write(encode(Hello(PROTOCOL_VERSION, TOKEN)))
         before = _resident_bytes(engine.process.pid)
 
         prompt = tuple(range(60)) * 30
@@ -257,7 +269,7 @@ async def test_its_log_can_be_closed(tmp_path: Path) -> None:
         assert engine.process.stderr is not None
         engine.process.stderr._transport.close()  # type: ignore[attr-defined]
 
-        stranger = await say(engine.path, Hello(1, "wrong"))
+        stranger = await say(engine.path, Hello(PROTOCOL_VERSION, "wrong"))
         friend = await SocketEngine.connect(engine.path, TOKEN)
 
         assert len(stranger) == 1

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.api import NamespaceStats, Quota, Stats
 from engine.cache import PrefixCache
-from gateway.storage_meter import BEST_EFFORT, NANO, PROMISED, StorageMeter, held
+from gateway.storage_meter import BEST_EFFORT, NANO, PROMISED, StorageMeter, StorageWatch, held
+from tenancy.bookkeeping import StorageReading
+from tenancy.errors import LedgerUnavailable, StoreError
+from tests.fakes import FakeClock
+from tests.gateway.house import House
 
 
 def space(tenant: int, workspace: str = "default") -> bytes:
@@ -87,3 +94,40 @@ def test_the_tenants_sum_is_what_the_pool_has_in_use(prompts: list[tuple[int, li
     seen = Stats(namespaces=tuple(NamespaceStats(u.namespace, u.blocks, 0, 0, 0) for u in uses))
     used = cache.stats()
     assert sum(held(seen, 4).values()) == 4 * (used.blocks - used.free)
+
+
+@pytest.mark.parametrize("part", ["store", "ledger"])
+async def test_what_cannot_be_written_is_written_with_the_next_reading(
+    house: House, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    """A database that is away for a moment costs nobody's token-hours, and not the meter either."""
+    context, clock = house.gateway.context, FakeClock()
+    await house.ask(body=house.chat())
+    await house.until(lambda: context.engine.stats.cached_blocks > 0)
+    context.clock = clock
+    watch = StorageWatch(context)
+    await watch.close()
+    clock.advance(10.0)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(context, part, _Away())
+        await watch.close()
+    await watch.close()
+
+    ((seconds,),) = house.store.query("select sum(token_seconds) from storage_hours")
+    assert seconds == 10 * sum(held(context.engine.stats, 16).values()) > 0
+
+
+class _Away:
+    """A store, or a ledger over one, that cannot be asked."""
+
+    def query(self, sql: str, values: object = ()) -> None:
+        raise StoreError("gone", "The database is away.")
+
+    def add_storage(self, reading: StorageReading) -> Future[None]:
+        future: Future[None] = Future()
+        future.set_exception(LedgerUnavailable("not_durable", "The database is away."))
+        return future
+
+    def change(self) -> None:
+        raise StoreError("gone", "The database is away.")

@@ -209,6 +209,47 @@ def test_a_floor_outlives_its_namespaces() -> None:
     assert cache.fits(b"b", quota, 8 * SIZE)
 
 
+def test_floors_beyond_the_pool_are_cut_in_one_proportion() -> None:
+    """One slip of an operator's pen must not keep everybody else out for ever."""
+    cache = PrefixCache(blocks=16, block_size=SIZE)
+    ask(cache, b"a", [1], 0.0, Quota(floor_blocks=10**12, payer=b"a"))
+    assert cache.fits(b"other", OPEN, 2 * SIZE)
+
+    ask(cache, b"b", [1], 0.0, Quota(floor_blocks=10**12, payer=b"b"))
+
+    assert cache.fits(b"other", OPEN, 2 * SIZE), "an eighth is nobody's"
+    assert not cache.fits(b"other", OPEN, 2 * SIZE + 1)
+    assert cache.fits(b"a", Quota(floor_blocks=10**12, payer=b"a"), 9 * SIZE)
+    fill(cache, b"other", 20)
+    assert held(cache)[b"other"] == 14
+
+
+def test_floors_that_fit_are_kept_whole() -> None:
+    """What is cut is what cannot be had."""
+    cache = PrefixCache(blocks=16, block_size=SIZE)
+    for name, floor in ((b"a", 4), (b"b", 10)):
+        fill(cache, name, floor, quota=Quota(floor_blocks=floor, payer=name))
+
+    fill(cache, b"flood", 30, now_s=100.0)
+
+    assert held(cache) == {b"a": 4, b"b": 10, b"flood": 2}
+
+
+def test_a_floor_ends_when_it_is_told_to() -> None:
+    """Whoever may send nothing any more cannot bring a lower one along."""
+    cache = PrefixCache(blocks=8, block_size=SIZE)
+    fill(cache, b"a", 6, quota=Quota(floor_blocks=6, payer=b"p"))
+
+    cache.set_quota(Quota(payer=b"p"))
+    cache.set_quota(Quota(floor_blocks=8, payer=b"never seen"))
+    fill(cache, b"other", 20, now_s=100.0)
+
+    assert held(cache) == {b"a": 4, b"other": 4}
+    cache.erase(b"a")
+    cache.check()
+    assert cache.fits(b"other", OPEN, 8 * SIZE)
+
+
 def test_a_namespace_may_change_hands() -> None:
     """Its blocks count for whoever pays now."""
     cache = PrefixCache(blocks=8, block_size=SIZE)

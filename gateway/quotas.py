@@ -1,0 +1,50 @@
+"""What operators change of a tenant's blocks, told to the engine when it changes.
+
+A request carries its payer's quota with it. That is too late for a payer that sends no more: a
+floor that was lowered, or is a suspended tenant's, would keep its room from everybody else until
+the engine ends. Knows no HTTP; `storage_meter` lets it look.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+from msgspec import structs
+
+from engine.api import Quota
+from engine.errors import EngineError
+from gateway.admission import quota_of
+from gateway.context import Context
+from tenancy.registry import Registered
+
+
+class QuotaNews:
+    """Tells the engine of tenants that have changed."""
+
+    def __init__(self, gateway: Context) -> None:
+        self._gateway = gateway
+        self._told: dict[int, Registered] = {}
+
+    def tell(self) -> None:
+        """Those that have changed since the last call. Where nothing has, one look at the
+        registry."""
+        changed = {one.tenant.tenant_id: one for one in self._gateway.registry.take_changed()}
+        self._told |= changed
+        self._send(changed)
+
+    def tell_again(self) -> None:
+        """Those of late once more, and then no more: a request that was on its way when its
+        tenant changed has brought the old quota with it."""
+        told, self._told = self._told, {}
+        self._send(told)
+
+    def _send(self, tenants: dict[int, Registered]) -> None:
+        with suppress(EngineError):  # told again, and by the next request
+            self._gateway.engine.set_quotas([_present(one) for one in tenants.values()])
+
+
+def _present(one: Registered) -> Quota:
+    """Nothing is guaranteed to a suspended tenant; what it holds stays while there is room."""
+    is_active = one.tenant.status == "active"
+    policy = one.policy if is_active else structs.replace(one.policy, floor_blocks=0)
+    return quota_of(policy, str(one.tenant.tenant_id).encode())

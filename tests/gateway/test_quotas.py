@@ -1,0 +1,60 @@
+"""What operators change of a tenant's blocks reaches the engine, whether it sends more or not."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from tests.gateway.admin import Admin
+from tests.gateway.house import BLOCKS, PATIENCE_S, House
+
+LONG_ANSWER = BLOCKS // 8 * 16 + 1
+"""Tokens that do not fit beside floors that are as wide as can be."""
+
+
+@pytest.fixture
+async def house(made: House) -> AsyncIterator[House]:
+    """A model whose context is the whole pool."""
+    made.context_tokens = BLOCKS * 16
+    await made.open()
+    yield made
+    await made.close()
+
+
+async def ask_at_length(house: House) -> tuple[int, str]:
+    """(status, code) of bob's long request."""
+    status, answer, _ = await house.ask(body=house.chat(max_tokens=LONG_ANSWER), who="bob")
+    return status, "" if status == 200 else answer["error"]["code"]
+
+
+@pytest.mark.parametrize("change", [{"floor_blocks": 0}, {"status": "suspended"}])
+async def test_a_floor_that_is_taken_back_is_room_for_others(
+    house: House, change: dict[str, object]
+) -> None:
+    """A suspended tenant sends nothing that could tell the engine; nor may one whose floor was a
+    slip of the pen be needed to mend it."""
+    admin = Admin(house)
+    await admin.ask("PATCH", "/admin/v1/tenants/ada", {"floor_blocks": 10**12})
+    await house.ask(body=house.chat())
+    assert await ask_at_length(house) == (400, "context_length_exceeded")
+
+    await admin.ask("PATCH", "/admin/v1/tenants/ada", change)
+
+    async with asyncio.timeout(PATIENCE_S):
+        while (await ask_at_length(house))[0] != 200:
+            pass
+    await house.check_quiet()
+
+
+async def test_whoever_is_admitted_has_room_beside_the_widest_floors(house: House) -> None:
+    """The rest of the pool is nobody's, whatever operators write."""
+    admin = Admin(house)
+    await admin.ask("PATCH", "/admin/v1/tenants/ada", {"floor_blocks": 10**12})
+    await house.ask(body=house.chat())
+
+    status, _, _ = await house.ask(body=house.chat("x" * 100), who="bob")
+
+    assert status == 200
+    await house.check_quiet()
