@@ -364,10 +364,15 @@ def error_response(refusal: Refusal, state: RequestState, request: web.Request) 
         content_type="application/json",
         headers=state.shape.headers(state.request_id),
     )
-    if refusal.retry_after_s is not None:
+    after_s = refusal.retry_after_s
+    if after_s is not None:
+        if refusal.kind is not Kind.QUOTA:  # a budget's window ends when it ends
+            after_s = min(60.0, after_s)
         # Rounded up: whoever comes a moment too early is refused again.
-        response.headers["Retry-After"] = str(max(1, math.ceil(min(60.0, refusal.retry_after_s))))
-    elif refusal.kind in (Kind.RATE, Kind.QUOTA, Kind.CONFLICT):
+        response.headers["Retry-After"] = str(max(1, math.ceil(after_s)))
+    if refusal.kind is Kind.QUOTA or (
+        refusal.kind in (Kind.RATE, Kind.CONFLICT) and after_s is None
+    ):
         response.headers["X-Should-Retry"] = "false"
     if refusal.kind is Kind.AUTH:
         response.headers["WWW-Authenticate"] = "Bearer"

@@ -72,7 +72,8 @@ def refusal_of(error: Exception) -> Refusal | None:
             message = "The database cannot be read or written now. Try again."
             return Refusal(Kind.BUSY, "database_unavailable", message, retry_after_s=5.0)
         case BudgetExceeded():
-            return Refusal(Kind.QUOTA, error.code, error.message)
+            after_s = error.retry_after_s
+            return Refusal(Kind.QUOTA, error.code, error.message, retry_after_s=after_s)
         case NameInUse():
             kind, retry_s = _NAME_RETRIES.get(error.code, (Kind.CONFLICT, None))
             return Refusal(kind, error.code, error.message, retry_after_s=retry_s)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from tenancy.adjustments import ADJUSTMENT_FIELDS, Adjustment
 from tenancy.breaches import credit_of
-from tenancy.budgets import load_budgets, summed, window_of
+from tenancy.budgets import list_budgets, summed, window_of
 from tenancy.closing import totals_of
 from tenancy.entries import (
     DAY_MS,
@@ -144,11 +144,7 @@ def _seals(db: Transaction) -> Iterator[str]:
 
 def _budgets(db: Transaction) -> Iterator[str]:
     """Windows of budgets that are set; those of days that are closed may hold late entries."""
-    budgets = {
-        (one.tenant_id, one.key_id, one.window): one
-        for mine in load_budgets(db).values()
-        for one in mine
-    }
+    budgets = {(one.tenant_id, one.key_id, one.window): one for one in list_budgets(db)}
     for tenant_id, key_id, window, start_ms, *sums in db.rows("select * from budget_windows"):
         one = budgets.get((tenant_id, key_id, window))
         if one is not None:

@@ -171,7 +171,7 @@ class _Batch:
             if taken is not None:
                 return taken
         spending = self._windows.of(hold.tenant_id, hold.key_id, booked_ms)
-        refused = refusal(spending, pico)
+        refused = refusal(spending, pico, booked_ms)
         if refused is not None:
             return refused
         if self._holds.is_used(hold.request_id):

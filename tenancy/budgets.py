@@ -3,8 +3,9 @@
 The most a request can cost is reserved with its hold, in the same transaction, and replaced by its
 charge when it is settled: spent + reserved never exceeds a hard budget, however many ask at once.
 A soft budget refuses nothing and shows when it is passed. A window is that of the instant a
-request is booked at. It knows no entries but their sums; `bookkeeping` calls it within its
-transactions, the command line and the admin API set and list.
+request is booked at. A key's budget is that of its line: of what it was rotated from and to. It
+knows no entries but their sums; `bookkeeping` calls it within its transactions, the command line
+and the admin API set and list.
 """
 
 from __future__ import annotations
@@ -87,20 +88,31 @@ def set_budget(store: Store, budget: Budget) -> None:
     who = (budget.tenant_id, budget.key_id, budget.window)
     with store.change() as db:
         _check_owner(db, budget)
-        # It may have been taken away and come back: the window is summed afresh.
-        _forget_windows(db, *who)
-        db.execute('delete from budgets where (tenant_id, key_id, "window") = (?, ?, ?)', who)
+        for key_id in _line(db, budget):
+            # It may have been taken away and come back: the window is summed afresh.
+            one = (budget.tenant_id, key_id, budget.window)
+            _forget_windows(db, *one)
+            db.execute('delete from budgets where (tenant_id, key_id, "window") = (?, ?, ?)', one)
         if hard is not None or soft is not None:
             db.execute("insert into budgets values (?, ?, ?, ?, ?)", (*who, hard, soft))
 
 
 def load_budgets(db: Transaction) -> Budgets:
-    """All that are set."""
+    """Those that hold for each tenant and key. O(budgets * keys of a tenant)."""
     found: dict[tuple[int, int], tuple[Budget, ...]] = {}
-    for tenant_id, key_id, window, hard, soft in db.rows("select * from budgets"):
-        one = Budget(tenant_id, window, hard, soft, key_id)
-        found[tenant_id, key_id] = (*found.get((tenant_id, key_id), ()), one)
+    for one in list_budgets(db):
+        for key_id in _line(db, one):
+            who = one.tenant_id, key_id
+            found[who] = (*found.get(who, ()), one)
     return found
+
+
+def list_budgets(db: Transaction) -> list[Budget]:
+    """All that are set."""
+    return [
+        Budget(tenant_id, window, hard, soft, key_id)
+        for tenant_id, key_id, window, hard, soft in db.rows("select * from budgets")
+    ]
 
 
 def budget_states(
@@ -109,16 +121,15 @@ def budget_states(
     """Each budget in its present window, as of the last commit."""
     now_ms, states = clock(), []
     with store.snapshot() as db:
-        for mine in load_budgets(db).values():
-            for budget in mine:
-                if tenant_id in (None, budget.tenant_id):
-                    start_ms, end_ms = window_of(budget.window, now_ms)
-                    key = (budget.tenant_id, budget.key_id, budget.window, start_ms)
-                    kept = _kept(db, [key]).get(key)
-                    spent, reserved = kept or summed(db, budget, start_ms, end_ms)
-                    soft = budget.soft_micros
-                    over = soft is not None and spent > soft * PICO_PER_MICRO
-                    states.append(BudgetState(budget, start_ms, end_ms, spent, reserved, over))
+        for budget in list_budgets(db):
+            if tenant_id in (None, budget.tenant_id):
+                start_ms, end_ms = window_of(budget.window, now_ms)
+                key = (budget.tenant_id, budget.key_id, budget.window, start_ms)
+                kept = _kept(db, [key]).get(key)
+                spent, reserved = kept or summed(db, budget, start_ms, end_ms)
+                soft = budget.soft_micros
+                over = soft is not None and spent > soft * PICO_PER_MICRO
+                states.append(BudgetState(budget, start_ms, end_ms, spent, reserved, over))
     return sorted(states, key=lambda s: (s.budget.tenant_id, s.budget.key_id, s.budget.window))
 
 
@@ -200,20 +211,22 @@ _KEEP = (
 )
 
 
-def refusal(spending: Sequence[Spending], pico: int) -> BudgetExceeded | None:
+def refusal(spending: Sequence[Spending], pico: int, at_ms: int) -> BudgetExceeded | None:
     """Would reserving so much overspend one of these? Reserves nothing."""
     for window in spending:
         budget = window.budget
         if budget.hard_micros is not None:
             hard = budget.hard_micros * PICO_PER_MICRO
             if window.spent + window.reserved + pico > hard:
+                resets_ms = window_of(budget.window, window.starts_ms)[1]
                 return BudgetExceeded(
                     scope=budget.scope,
                     window=budget.window,
                     hard=hard,
                     spent=window.spent,
                     reserved=window.reserved,
-                    resets_ms=window_of(budget.window, window.starts_ms)[1],
+                    resets_ms=resets_ms,
+                    retry_after_s=(resets_ms - at_ms) / 1000 if pico <= hard else None,
                 )
     return None
 
@@ -227,16 +240,18 @@ def move(spending: Sequence[Spending], *, spent: int, reserved: int) -> None:
 
 def summed(db: Transaction, budget: Budget, start_ms: int, end_ms: int) -> tuple[int, int]:
     """(spent, reserved) of a window, from entries' hourly sums and from open holds."""
-    whose = "tenant_id = ?1 and (?2 = 0 or key_id = ?2)"
-    values = (budget.tenant_id, budget.key_id, start_ms, end_ms)
+    line = _line(db, budget)
+    places = ", ".join(f"?{number}" for number in range(4, 4 + len(line)))
+    whose = f"tenant_id = ?1 and key_id in ({places})" if budget.key_id else "tenant_id = ?1"
+    values = (budget.tenant_id, start_ms, end_ms, *(line if budget.key_id else ()))
     spent = db.rows(
         "select coalesce(sum(charge_micros), 0), coalesce(sum(charge_rest), 0) from usage_hours"
-        f" where {whose} and hour_ms >= ?3 and hour_ms < ?4",
+        f" where {whose} and hour_ms >= ?2 and hour_ms < ?3",
         values,
     )[0]
     held = db.rows(
         "select coalesce(sum(reserved_pico / 1000000), 0), coalesce(sum(reserved_pico % 1000000),"
-        f" 0) from holds where {whose} and booked_ms >= ?3 and booked_ms < ?4",
+        f" 0) from holds where {whose} and booked_ms >= ?2 and booked_ms < ?3",
         values,
     )[0]
     return spent[0] * PICO_PER_MICRO + spent[1], held[0] * PICO_PER_MICRO + held[1]
@@ -264,6 +279,21 @@ def _forget_windows(db: Transaction, tenant_id: int, key_id: int, window: str) -
         'delete from budget_windows where (tenant_id, key_id, "window") = (?, ?, ?)',
         (tenant_id, key_id, window),
     )
+
+
+def _line(db: Transaction, budget: Budget) -> list[int]:
+    """The budget's key, those it was rotated from and those it was rotated to; 0 for a tenant's."""
+    if not budget.key_id:
+        return [0]
+    rotated = "select key_id, replaced_by from keys where tenant_id = ? and replaced_by is not null"
+    after = {int(old): int(new) for old, new in db.rows(rotated, (budget.tenant_id,))}
+    before = {new: old for old, new in after.items()}
+    line = [budget.key_id]
+    while line[0] in before:
+        line.insert(0, before[line[0]])
+    while line[-1] in after:
+        line.append(after[line[-1]])
+    return line
 
 
 def _check_owner(db: Transaction, budget: Budget) -> None:

@@ -81,12 +81,21 @@ class BooksClosed(TenancyError):
 class BudgetExceeded(TenancyError):
     """The most this request can cost no longer fits a budget: `budget_exceeded`.
 
-    `scope`: whose budget, "tenant" or "key". `resets_ms`: when its window ends. Sums are
-    pico-dollars: `spent` in the window and `reserved` for what still runs.
+    `scope`: whose budget, "tenant" or "key". `resets_ms`: when its window ends, and
+    `retry_after_s`: how long that is from now, or None where the request alone is above the budget.
+    Sums are pico-dollars: `spent` in the window and `reserved` for what still runs.
     """
 
     def __init__(
-        self, *, scope: str, window: str, hard: int, spent: int, reserved: int, resets_ms: int
+        self,
+        *,
+        scope: str,
+        window: str,
+        hard: int,
+        spent: int,
+        reserved: int,
+        resets_ms: int,
+        retry_after_s: float | None,
     ) -> None:
         what = f"The budget of this {scope} for the {window}"
         message = f"{what} is used up, or too little of it is left for this request."
@@ -97,3 +106,4 @@ class BudgetExceeded(TenancyError):
         self.spent_pico = spent
         self.reserved_pico = reserved
         self.resets_ms = resets_ms
+        self.retry_after_s = retry_after_s

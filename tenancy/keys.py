@@ -192,6 +192,8 @@ def rotate_key(store: Store, clock: WallClock, which: str, grace_ms: int) -> tup
             "update keys set expires_ms = ?, replaced_by = ? where key_id = ?",
             (ends_ms, new_id, old.key_id),
         )
+        # A budget of the old key holds for the new one: whoever keeps budgets reads them again.
+        db.execute("update money_version set version = version + 1")
     return key, find_key(store, str(new_id)), find_key(store, str(old.key_id))
 
 

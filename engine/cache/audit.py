@@ -48,6 +48,8 @@ def _check_shares(holdings: Holdings) -> None:
     found = {}
     floors = sum(share.floor_blocks for share in holdings.shares.values())
     _expect(floors <= holdings.promisable, f"floors of more than {holdings.promisable}", floors)
+    promised = sum(share.promised for share in holdings.shares.values())
+    _expect(promised <= holdings.promisable, f"more than {holdings.promisable} promised", promised)
     for payer, share in holdings.shares.items():
         _expect(share.payer == payer, "a share under another's name", share.payer)
         _expect(not share.is_idle, f"{payer!r}: an idle share", payer)

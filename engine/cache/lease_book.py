@@ -7,7 +7,7 @@ here. It moves no block itself: `holdings` does. Only `prefix_cache` calls it.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
 from engine.api import LeaseGrant, LeaseRequest
@@ -105,6 +105,34 @@ class LeaseBook:
         """Promises for blocks that were never computed lapse."""
         table.account.add_reserved(-table.reserved)
         table.reserved = 0
+
+    def read(self, account: Account, nodes: Iterable[Node], now_s: float) -> None:
+        """Blocks were read: their leases begin anew, promises that have lapsed while there is
+        room. O(blocks + payers)."""
+        for node, terms, has_room in self._under_terms(account, nodes):
+            terms.renew(now_s, promise=has_room)
+            self.note(account, node, now_s)
+
+    def used(self, account: Account, nodes: Iterable[Node], now_s: float) -> None:
+        """Their use has ended: leases that count from the last use begin anew, as in `read`."""
+        for node, terms, has_room in self._under_terms(account, nodes):
+            terms.use(now_s, promise=has_room)
+            self.note(account, node, now_s)
+
+    def _under_terms(
+        self, account: Account, nodes: Iterable[Node]
+    ) -> Iterator[tuple[Node, Terms, bool]]:
+        """Those under leases, and whether each may be promised: it is, or there is room for it."""
+        room = None
+        for node in nodes:
+            if node.terms is None:
+                continue
+            has_room = node.promised
+            if not has_room and node.terms.renew_promise_s > 0:
+                room = self._room(account) if room is None else room
+                has_room = room > 0
+                room -= has_room
+            yield node, node.terms, has_room
 
     def note(self, account: Account, node: Node, now_s: float) -> None:
         """Bring deadlines and the promised count in line with the node's terms."""

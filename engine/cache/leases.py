@@ -71,19 +71,21 @@ class Terms:
         if lease_id not in self.lease_ids:
             self.lease_ids = (*self.lease_ids, lease_id)
 
-    def renew(self, now_s: float) -> None:
-        """It was read."""
+    def renew(self, now_s: float, *, promise: bool) -> None:
+        """It was read. `promise`: it may be promised anew."""
         self.limit_at_s = max(self.limit_at_s, now_s + self.renew_limit_s)
-        self.promise_at_s = max(self.promise_at_s, now_s + self.renew_promise_s)
+        if promise:
+            self.promise_at_s = max(self.promise_at_s, now_s + self.renew_promise_s)
 
     def hold(self, now_s: float) -> None:
         """It is in use now: a clock that counts from the last use has not begun to run."""
         self.limit_at_s = max(self.limit_at_s, now_s + self.use_limit_s)
 
-    def use(self, now_s: float) -> None:
+    def use(self, now_s: float, *, promise: bool) -> None:
         """It was in use until now: a clock that counts from the last use starts again."""
         self.limit_at_s = max(self.limit_at_s, now_s + self.use_limit_s)
-        self.promise_at_s = max(self.promise_at_s, now_s + self.use_promise_s)
+        if promise:
+            self.promise_at_s = max(self.promise_at_s, now_s + self.use_promise_s)
 
 
 class Deadlines(Generic[Item]):

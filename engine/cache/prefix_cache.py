@@ -231,11 +231,10 @@ class PrefixCache:
         if keep:
             self._commit_tail(table, tokens, now_s)
         nodes = (self._holdings.node_of[block] for block in table.blocks[: table.committed])
-        for node in filter(None, nodes):  # the lower ones may have left the tree
+        used = list(filter(None, nodes))  # the lower ones may have left the tree
+        for node in used:
             node.last_use_s = now_s
-            if node.terms:
-                node.terms.use(now_s)
-                self._book.note(table.account, node, now_s)
+        self._book.used(table.account, used, now_s)
         for block in reversed(table.blocks):
             self._holdings.unpin(block)
         self._book.close(table)
@@ -324,7 +323,7 @@ class PrefixCache:
         path = account.tree.walk(tokens, len(tokens) - 1)
         for node in path:
             self._holdings.pin(node)
-            self._read(account, node, now_s)
+        self._read(account, path, now_s)
         if path:
             table.node = path[-1]
         table.blocks = [node.block for node in path]
@@ -335,19 +334,18 @@ class PrefixCache:
             self._holdings.pin(near)
             fresh = self._allocate(account, 1, now_s)
             if fresh is not None:
-                self._read(account, near, now_s)
+                self._read(account, [near], now_s)
                 self._copy(account, near.block, fresh[0], common)
                 table.blocks.append(fresh[0])
                 table.kv_tokens += common
             self._holdings.unpin(near.block)
         return path
 
-    def _read(self, account: Account, node: Node, now_s: float) -> None:
-        node.last_use_s = now_s
-        node.hits += 1
-        if node.terms:
-            node.terms.renew(now_s)
-            self._book.note(account, node, now_s)
+    def _read(self, account: Account, nodes: Sequence[Node], now_s: float) -> None:
+        for node in nodes:
+            node.last_use_s = now_s
+            node.hits += 1
+        self._book.read(account, nodes, now_s)
 
     def _allocate(self, account: Account, count: int, now_s: float) -> list[int] | None:
         """`count` blocks for a namespace: free ones, else expired, else evicted; or None."""

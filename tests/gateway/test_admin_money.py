@@ -56,6 +56,7 @@ async def test_a_spent_budget_refuses_and_says_not_to_retry(admin: Admin) -> Non
     assert sorted(status for status, _, _ in answers) == [200] * 2 + [429] * 6
     assert (status, error["error"]["code"]) == (429, "budget_exceeded")
     assert response.headers["x-should-retry"] == "false"
+    assert 0 < int(response.headers["retry-after"]) <= 31 * 86_400
     assert usage["budgets"][0]["spent_usd"] == "0.000016000000"
     assert usage["budgets"][0]["reserved_usd"] == "0.000000000000"
     assert other == 200

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from engine.api import LeaseRequest, Quota, Retention
@@ -64,6 +64,19 @@ def seen_by_victim(life: list[Act], *, attacked: bool) -> list[tuple[int, str]]:
     return seen
 
 
+LAPSED = [
+    *(Act(VICTIM, (0,), False, 0.0),) * 5,
+    Act(VICTIM, (0,), True, 0.0),
+    Act(ATTACKER, (1,), True, 0.0),
+    Act(ATTACKER, (0, 0, 0, 0, 0), True, 3.0),
+    Act(ATTACKER, (0, 1, 0, 0, 0, 0, 0, 0, 0), True, 1.0),
+    Act(ATTACKER, (1, 0), False, 0.0),
+    Act(VICTIM, (0,) * 9, True, 0.0),
+]
+"""An attacker reads what it was promised once, when it has all it may be promised."""
+
+
+@example(LAPSED)
 @given(lives)
 def test_an_attacker_changes_no_hit_inside_a_floor(life: list[Act]) -> None:
     """Eviction channel: filling the pool must neither show nor decide what a strict tenant hits."""

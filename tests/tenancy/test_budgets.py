@@ -14,9 +14,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
+from tenancy.audit import check_books
 from tenancy.budgets import DAY_MS, Budget, budget_states, set_budget, window_of
 from tenancy.errors import BadPrice, BudgetExceeded
-from tenancy.keys import create_key
+from tenancy.keys import create_key, rotate_key
 from tenancy.ledger import Hold, Ledger
 from tenancy.postgres_store import PostgresStore
 from tenancy.pricing import RateCard
@@ -96,7 +97,45 @@ def test_a_refusal_says_whose_budget_and_until_when(
     assert (refusal.code, refusal.scope, refusal.window) == ("budget_exceeded", "tenant", "month")
     assert (refusal.hard_pico, refusal.spent_pico, refusal.reserved_pico) == (5_000_000, 0, 0)
     assert datetime.fromtimestamp(refusal.resets_ms / 1000, UTC) == datetime(1970, 2, 1, tzinfo=UTC)
+    assert refusal.retry_after_s is None, "it would not fit an empty window either"
     assert ledger.open_holds() == 0
+
+
+def test_a_refusal_says_how_long_to_wait(store: Store, ledger: Ledger, wall: Wall) -> None:
+    """Until the window ends, where the next one would take the request."""
+    set_budget(store, Budget(1, "day", hard_micros=15))
+    assert is_held(ledger, hold("a", wall()))
+    with pytest.raises(BudgetExceeded) as caught:
+        ledger.hold(hold("b", wall())).result(PATIENCE_S)
+
+    assert caught.value.retry_after_s == (DAY_MS - wall()) / 1000
+
+
+def test_a_rotated_keys_budget_holds_for_the_new_one_too(
+    store: Store, ledger: Ledger, wall: Wall
+) -> None:
+    """Else a new key would be new money: the old and the new one spend from one budget."""
+    set_budget(store, Budget(1, "day", hard_micros=25, key_id=1))
+    assert is_held(ledger, hold("a", wall(), 10, 1))
+    new_id = rotate_key(store, wall, "1", DAY_MS)[1].key_id
+    newer_id = rotate_key(store, wall, str(new_id), DAY_MS)[1].key_id
+    held = [
+        is_held(ledger, hold("b", wall(), 10, newer_id)),
+        is_held(ledger, hold("c", wall(), 10, new_id)),
+        is_held(ledger, hold("d", wall(), 10, 1)),
+        is_held(ledger, hold("e", wall(), 10, 2)),
+    ]
+
+    assert held == [True, False, False, True]
+    assert sums(store, wall) == [(0, 20)]
+    assert check_books(store) == []
+
+    set_budget(store, Budget(1, "day", hard_micros=31, key_id=newer_id))
+
+    (state,) = budget_states(store, wall)
+    assert (state.budget.key_id, sums(store, wall)) == (newer_id, [(0, 20)])
+    assert is_held(ledger, hold("f", wall(), 10, 1))
+    assert not is_held(ledger, hold("g", wall(), 10, newer_id))
 
 
 def test_a_refused_request_id_may_come_again(store: Store, ledger: Ledger, wall: Wall) -> None:

@@ -184,6 +184,20 @@ def test_a_promise_with_nothing_left_is_refused() -> None:
     assert (grant.outcome, grant.tokens) == ("refused", 0)
 
 
+def test_a_lapsed_promise_is_renewed_where_there_is_room() -> None:
+    """A read starts the time again; what has been promised to others meanwhile is theirs."""
+    half = Retention("half", promise_s=300)
+    cache = PrefixCache(blocks=8, block_size=SIZE)
+    run(cache, WORDS, 0.0, lease(half))
+    run(cache, list(range(100, 124)), 300.0, lease(FIVE, tokens=24), namespace=THEM)
+
+    run(cache, [*WORDS, 9], 300.0)
+
+    assert cache.stats().promised == 7, "six of theirs, and one of two again"
+    run(cache, [*WORDS, 9], 601.0)
+    assert cache.stats().promised == 2
+
+
 def test_a_promise_is_clipped_to_the_namespaces_ceiling() -> None:
     """Nobody is promised more than it may hold."""
     cache = PrefixCache(blocks=16, block_size=SIZE)
