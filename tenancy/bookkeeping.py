@@ -7,7 +7,7 @@ thread; `ledger` calls it on the writer's connection, with prices and budgets th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from msgspec import Struct, structs
 
@@ -108,26 +108,26 @@ class Books:
         What they need to know is read at once, and what they change is written at once. Raises
         StoreError, ConstraintBroken for an impossible item.
         """
-        version, open_day, chain = db.rows(_FACTS)[0]
+        version, open_day, chain, sealed_hour_ms = db.rows(_FACTS)[0]
         if version != self._version:
             self.cards = CardBook([read_card(row) for row in db.rows(SELECT)])
             self.budgets = load_budgets(db)
             self._version = version
-        batch = _Batch(db, self, items, (open_day or 0) * DAY_MS, bytes(chain or NO_CHAIN))
-        return batch.play()
+        page = Page(db, bytes(chain or NO_CHAIN), sealed_hour_ms)
+        return _Batch(db, self, items, page, (open_day or 0) * DAY_MS).play()
 
 
 class _Batch:
     """The items of one transaction, played in memory between what is read and what is written."""
 
     def __init__(
-        self, db: Transaction, books: Books, items: Sequence[Item], open_from_ms: int, chain: bytes
+        self, db: Transaction, books: Books, items: Sequence[Item], page: Page, open_from_ms: int
     ) -> None:
         self._db = db
         self._books = books
         self._items = items
         self._open_from_ms = open_from_ms
-        self._page = Page(db, chain)
+        self._page = page
         moved = [item if isinstance(item, Hold) else entry_in(item) for item in items]
         requests = [item for item in moved if item is not None]
         self._holds = Holds(db, [item.request_id for item in requests])
@@ -177,15 +177,12 @@ class _Batch:
         if self._holds.is_used(hold.request_id):
             return LedgerUnavailable("duplicate_request", "This request id was used before.")
         card_id, tokens = card.rate_card_id, hold.input_tokens + hold.output_tokens
-        self._holds.make(
-            hold.request_id,
-            (card_id, pico, booked_ms),
-            (
-                *(hold.request_id, hold.tenant_id, hold.key_id, hold.model, hold.started_ms),
-                *(hold.workspace, hold.tier, hold.dialect, hold.epoch),
-                *(card_id, tokens, pico, booked_ms, self._books.writer_id),
-            ),
+        row = (
+            *(hold.request_id, hold.tenant_id, hold.key_id, hold.model, hold.started_ms),
+            *(hold.workspace, hold.tier, hold.dialect, hold.epoch),
+            *(card_id, tokens, pico, booked_ms, self._books.writer_id),
         )
+        self._holds.make(hold.request_id, (card_id, pico, booked_ms), row)
         if claim is not None:
             whose = (hold.tenant_id, hold.workspace)
             idempotency.take(self._db, *whose, hold.request_id, claim)
@@ -243,18 +240,20 @@ def _priced(card: RateCard, entry: UsageEntry) -> UsageEntry:
 
 def _check_detail(entry: UsageEntry) -> None:
     """Where classes are known they make up the sum."""
-    for detail, total in (
-        (entry.read, entry.cache_read_tokens),
-        (entry.write, entry.cache_write_tokens),
-    ):
-        if detail and (sum(detail.values()) != total or min(detail.values()) < 0):
-            message = "Tokens by retention class do not make up their sum."
-            raise LedgerUnavailable("impossible_entry", message)
+    fits = _makes_up(entry.read, entry.cache_read_tokens)
+    if not fits or not _makes_up(entry.write, entry.cache_write_tokens):
+        message = "Tokens by retention class do not make up their sum."
+        raise LedgerUnavailable("impossible_entry", message)
+
+
+def _makes_up(detail: Mapping[str, int], total: int) -> bool:
+    return not detail or (sum(detail.values()) == total and min(detail.values()) >= 0)
 
 
 _FACTS = (
     "select (select version from money_version), (select max(day) + 1 from closes),"
-    " (select chain from ledger order by entry_id desc limit 1)"
+    " (select chain from ledger order by entry_id desc limit 1),"
+    " (select hour_ms from seals order by number desc limit 1)"
 )
 _STORE = (
     "insert into storage_hours (tenant_id, hour_ms, model, class, rate_card_id, token_seconds)"

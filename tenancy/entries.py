@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
+from msgspec import structs
 
 from tenancy.pricing import PICO_PER_MICRO
 from tenancy.store import Transaction, Value, marks
@@ -31,7 +32,8 @@ ENTRY_FIELDS = (
     *("dialect", "recomputed_promised_tokens", "ttft_ms", "epoch", "rate_card_id"),
     *("charge_pico", "saved_pico", "booked_ms"),
 )
-"""Columns of the ledger, but for `entry_id` and `chain`."""
+"""Columns of the ledger, but for `entry_id` and `chain`: the fields of a `UsageEntry`, in their
+order, and when it is booked."""
 
 HOUR_SUMS = (
     *("requests", "prompt_tokens", "cache_read_tokens", "cache_write_tokens", "fresh_tokens"),
@@ -45,33 +47,30 @@ HOUR_SUMS = (
 class Page:
     """The entries that one transaction adds: their chain, and their hours' sums in few writes."""
 
-    def __init__(self, db: Transaction, chain: bytes) -> None:
-        """`chain`: of the last entry that there is."""
+    def __init__(self, db: Transaction, chain: bytes, sealed_hour_ms: int | None) -> None:
+        """`chain`: of the last entry that there is. `sealed_hour_ms`: of the last seal."""
         self._db = db
         self._chain = chain
+        self._sealed_hour_ms = sealed_hour_ms
         self._rows: list[tuple[Value, ...]] = []
         self._last_booked_ms = 0
-        self._hours: dict[tuple[int, int, int, str], list[list[int]]] = {}
-        self._epochs: dict[str, list[int]] = {}
+        self._last_ended_ms: dict[str, int] = {}
+        self._sums: dict[tuple[int, int, int, str, str], list[Sequence[int]]] = {}
 
     def add(self, entry: UsageEntry, booked_ms: int) -> None:
         """One that is not there yet."""
         row = entry_row(entry, booked_ms)
         self._chain = chained(self._chain, row)
         self._rows.append((*row, self._chain))
-        self._last_booked_ms = max(self._last_booked_ms, booked_ms)
-        hour = (entry.tenant_id, hour_of(booked_ms), entry.key_id, entry.model)
-        self._hours.setdefault(hour, []).append(sums_of(entry))
-        if entry.epoch:
-            self._add_to_epoch(entry)
-
-    def _add_to_epoch(self, entry: UsageEntry) -> None:
-        sums = self._epochs.setdefault(entry.epoch, [0, 0, 0, 0, 0])
-        sums[0] += 1
-        sums[1] += entry.prompt_tokens
-        sums[2] += entry.physical_cached_tokens
-        sums[3] += entry.output_tokens
-        sums[4] = max(sums[4], entry.ended_ms)
+        if booked_ms > self._last_booked_ms:
+            self._last_booked_ms = booked_ms
+        if entry.ended_ms >= self._last_ended_ms.get(entry.epoch, entry.ended_ms):
+            self._last_ended_ms[entry.epoch] = entry.ended_ms
+        which = (entry.tenant_id, hour_of(booked_ms), entry.key_id, entry.model, entry.epoch)
+        sums = self._sums.get(which)
+        if sums is None:
+            sums = self._sums[which] = []
+        sums.append(sums_of(entry))
 
     def finish(self) -> None:
         """Write them and their sums, and seal the chain once an hour."""
@@ -80,15 +79,19 @@ class Page:
         self._db.execute_many(_SETTLE, self._rows)
         hours: list[tuple[Value, ...]] = []
         days: list[tuple[Value, ...]] = []
-        for hour, rows in self._hours.items():
-            sums = tuple(map(sum, zip(*rows, strict=True)))
-            tenant_id, hour_ms, key_id, model = hour
-            hours.append((*hour, *sums))
+        epochs: list[tuple[Value, ...]] = []
+        for (tenant_id, hour_ms, key_id, model, epoch), rows in self._sums.items():
+            sums = list(map(sum, zip(*rows, strict=True)))
+            hours.append((tenant_id, hour_ms, key_id, model, *sums))
             days.append((tenant_id, hour_ms // DAY_MS * DAY_MS, key_id, model, *sums))
+            if epoch:
+                counts = [sums[column] for column in _EPOCH_COLUMNS]
+                epochs.append((epoch, *counts, self._last_ended_ms[epoch]))
         self._db.execute_many(_ADD_HOUR, hours)
         self._db.execute_many(_ADD_DAY, days)
-        self._db.execute_many(_ADD_EPOCH, [(name, *sums) for name, sums in self._epochs.items()])
-        self._db.execute_many(_SEAL, [(hour_of(self._last_booked_ms), self._chain)])
+        self._db.execute_many(_ADD_EPOCH, epochs)
+        if (hour_ms := hour_of(self._last_booked_ms)) != self._sealed_hour_ms:
+            self._db.execute_many(_SEAL, [(hour_ms, self._chain)])
 
 
 def sums_of(entry: UsageEntry) -> list[int]:
@@ -108,15 +111,9 @@ def sums_of(entry: UsageEntry) -> list[int]:
 
 def entry_row(entry: UsageEntry, booked_ms: int) -> tuple[Value, ...]:
     """Its columns, in the order of `ENTRY_FIELDS`."""
-    return (
-        *(entry.request_id, entry.tenant_id, entry.key_id, entry.model, entry.ending),
-        *(entry.started_ms, entry.ended_ms, entry.prompt_tokens, entry.cache_read_tokens),
-        *(entry.cache_write_tokens, entry.fresh_tokens, entry.output_tokens),
-        *(entry.physical_cached_tokens, _counts(entry.read), _counts(entry.write)),
-        *(entry.workspace, entry.tier, entry.dialect, entry.recomputed_promised_tokens),
-        *(entry.ttft_ms, entry.epoch, entry.rate_card_id, entry.charge_pico),
-        *(entry.saved_pico, booked_ms),
-    )
+    facts = structs.astuple(entry)
+    reads, writes = _counts(entry.read), _counts(entry.write)
+    return (*facts[:_READS], reads, writes, *facts[_READS + 2 :], booked_ms)
 
 
 def entry_of(row: Sequence[Any]) -> UsageEntry:
@@ -158,6 +155,9 @@ def larger(table: str, name: str) -> str:
     return f"case when {mine} >= {new} then {mine} else {new} end"
 
 
+_EPOCH_SUMS = ("prompt_tokens", "physical_cached_tokens", "output_tokens")
+_READS = ENTRY_FIELDS.index("reads")
+_EPOCH_COLUMNS = [HOUR_SUMS.index(name) for name in ("requests", *_EPOCH_SUMS)]
 _SETTLE = (
     f"insert into ledger ({', '.join(ENTRY_FIELDS)}, chain) values {marks(len(ENTRY_FIELDS) + 1)}"
 )
@@ -171,13 +171,8 @@ _ADD_HOUR, _ADD_DAY = (
 _ADD_EPOCH = (
     "insert into epoch_sums values (?, ?, ?, ?, ?, ?) on conflict (epoch) do update set "
     + ", ".join(
-        f"{name} = epoch_sums.{name} + excluded.{name}"
-        for name in ("entries", "prompt_tokens", "physical_cached_tokens", "output_tokens")
+        f"{name} = epoch_sums.{name} + excluded.{name}" for name in ("entries", *_EPOCH_SUMS)
     )
     + f", last_ended_ms = {larger('epoch_sums', 'last_ended_ms')}"
 )
-_SEAL = (
-    "insert into seals (hour_ms, entry_id, chain)"
-    " select ?1, (select max(entry_id) from ledger), ?2 where ?1 is distinct from"
-    " (select hour_ms from seals order by number desc limit 1)"
-)
+_SEAL = "insert into seals (hour_ms, entry_id, chain) select ?, max(entry_id), ? from ledger"

@@ -170,6 +170,8 @@ def breach_credit(card: RateCard, usage: UsageEntry) -> int:
 def most(card: RateCard, input_tokens: int, output_tokens: int) -> int:
     """Pico-dollars that a request cannot exceed: each prompt token at the dearest thing that can
     happen to it, and all the output it may have. Raises BadPrice as `price` does."""
+    if card is FREE_CARD:
+        return 0
     dearest = max(card.input, card.cache_read, *card.cache_write.values())
     pico = input_tokens * dearest + output_tokens * card.output
     pico = max(pico, card.minimum_charge * PICO_PER_MICRO)

@@ -42,6 +42,8 @@ class CardBook:
     def in_force(self, model: str, tier: str, at_ms: int) -> RateCard:
         """The card for a request that begins then: one for this model before one for all, then one
         for this tier before one for all; the free card if there is none. O(versions)."""
+        if not self._by_scope:
+            return FREE_CARD
         for scope in ((model, tier), (model, ANY), (ANY, tier), (ANY, ANY)):
             for _, versions in self._by_scope.get(scope, ()):
                 card = _version_at(versions, at_ms)
