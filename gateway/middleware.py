@@ -24,6 +24,7 @@ from gateway.errors import Kind, Refusal
 from gateway.refusals import refusal_of, where
 from gateway.server import ClientGone, accept_expectation, cut
 from gateway.tracing import Answered
+from gateway.whole import Whole
 from tenancy.errors import KeyRefused
 from tenancy.types import Identity
 
@@ -106,11 +107,7 @@ class RequestState:
 
 STATE = web.RequestKey("state", RequestState)
 
-_HEADERS = {
-    "Server": "trunkline",
-    "X-Content-Type-Options": "nosniff",
-    "Cache-Control": "no-store",
-}
+_HEADERS = (("X-Content-Type-Options", "nosniff"), ("Cache-Control", "no-store"))
 
 
 def install(
@@ -143,15 +140,16 @@ def install(
 
 async def _name_response(request: web.Request, response: web.StreamResponse) -> None:
     """Every answer says which request it answers."""
-    for name, value in _HEADERS.items():
-        if name == "Server" or name not in response.headers:  # aiohttp has named itself by now
-            response.headers[name] = value
+    headers = response.headers
+    headers["Server"] = "trunkline"  # aiohttp has named itself by now
+    for name, value in _HEADERS:
+        headers.setdefault(name, value)
     state = request.get(STATE)
     if state is not None:
-        response.headers["X-Request-Id"] = state.request_id
+        headers["X-Request-Id"] = state.request_id
         for name, value in state.shape.headers(state.request_id).items():
-            response.headers.setdefault(name, value)
-        response.headers.update(state.headers)
+            headers.setdefault(name, value)
+        headers.update(state.headers)
 
 
 class Guard:
@@ -178,6 +176,8 @@ class Guard:
         status = 0
         try:
             response = await self._enter(request, handler, state)
+            if isinstance(response, Whole):
+                await _name_response(request, response)  # it asks nobody before it goes
             status = response.status
             return response
         except asyncio.CancelledError:

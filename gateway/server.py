@@ -26,6 +26,7 @@ from aiohttp.web_protocol import RequestHandler, RequestPayloadError
 
 from gateway.config import ServerConfig
 from gateway.errors import Kind, Refusal
+from gateway.whole import Whole
 
 _WRITE_PIECE_BYTES = 65_536
 _BACKLOG = 4_096
@@ -381,7 +382,7 @@ async def send(
 ) -> web.StreamResponse:
     """A whole answer, in pieces so that a slow reader of a long one has a deadline per piece."""
     if len(body) <= _WRITE_PIECE_BYTES:
-        return web.Response(status=status, body=body, headers=headers)
+        return Whole(status, body, headers)
     response = web.StreamResponse(status=status, headers=headers)
     response.content_length = len(body)
     await response.prepare(request)

@@ -1,0 +1,36 @@
+"""A small answer that is complete before its first byte is sent, as most are.
+
+aiohttp's own response looks whether a body is encoded, compressed, chunked or empty, and asks the
+application for headers; all that is known here. It knows no dialect. `server.send` makes one,
+`middleware` puts the headers on it that every answer has.
+"""
+
+from __future__ import annotations
+
+from aiohttp import web
+from aiohttp.helpers import rfc822_formatted_time
+from aiohttp.http_writer import HttpVersion11
+
+
+class Whole(web.StreamResponse):
+    """A small answer that is complete: head and body in one write, without the ways of aiohttp's
+    own for bodies that are encoded, compressed, chunked or empty."""
+
+    def __init__(self, status: int, body: bytes, headers: dict[str, str]) -> None:
+        super().__init__(status=status, headers=headers)
+        self._whole = body
+
+    async def prepare(self, request: web.BaseRequest) -> None:
+        """All of it. Raises ConnectionError if nobody is there."""
+        headers, version = self.headers, request.version
+        self._keep_alive = keeps = request.keep_alive and self._keep_alive is not False
+        headers["Content-Length"] = str(len(self._whole))
+        headers["Date"] = rfc822_formatted_time()
+        if version != HttpVersion11 or not keeps:
+            headers["Connection"] = "keep-alive" if keeps else "close"
+        line = f"HTTP/{version.major}.{version.minor} {self.status} {self.reason}"
+        await request.writer.write_headers(line, headers)
+        await request.writer.write_eof(self._whole)
+
+    async def write_eof(self, data: bytes = b"") -> None:
+        """It has ended."""
