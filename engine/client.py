@@ -52,6 +52,7 @@ UNSENT_BYTES_MAX = 64 * 2**20
 """An engine that reads slower than this far behind is full for the time being."""
 
 Called = Peeked | Erased | Surveyed | Stats
+CALLED = (Peeked, Erased, Surveyed, Stats)
 Answer = TypeVar("Answer", Peeked, Erased, Surveyed, Stats)
 
 
@@ -200,20 +201,24 @@ class Connection(ABC):
         for message in messages:
             if isinstance(message, CacheNews):
                 self.losses.add(message)
-                continue
-            if isinstance(message, Called):
+            elif isinstance(message, CALLED):
                 self._answer(message)
-                continue
-            stream = self._streams.get(message.request_id)
-            if stream is None:
-                continue
-            if isinstance(message, Finished):
-                del self._streams[message.request_id]
-            if isinstance(message, Finished) and message.code == "engine_died":
-                self.died_with.append(message.request_id)
-                stream.fail(message.code, message.message)
+            elif isinstance(message, Finished):
+                self._finish(message)
             else:
-                stream.push(message)
+                stream = self._streams.get(message.request_id)
+                if stream is not None:
+                    stream.push(message)
+
+    def _finish(self, end: Finished) -> None:
+        stream = self._streams.pop(end.request_id, None)
+        if stream is None:
+            return
+        if end.code == "engine_died":
+            self.died_with.append(end.request_id)
+            stream.fail(end.code, end.message)
+        else:
+            stream.push(end)
 
     def lost(self, code: str, message: str) -> None:
         """The engine is gone: every stream ends, every call fails. Safe to call twice."""

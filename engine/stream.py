@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator
+from itertools import chain
 from typing import Protocol
 
 from engine.api import (
@@ -18,7 +19,6 @@ from engine.api import (
     EndSample,
     Event,
     Finished,
-    SampledToken,
     Started,
     Tokens,
     Usage,
@@ -89,28 +89,6 @@ class Bell:
             waiter.set_result(False)
 
 
-class _Joined:
-    """Tokens of one sample that wait to be read: one event, or more than one joined."""
-
-    __slots__ = ("event", "more")
-
-    def __init__(self, event: Tokens) -> None:
-        self.event = event
-        self.more: list[SampledToken] | None = None
-
-    def add(self, tokens: tuple[SampledToken, ...]) -> None:
-        """Further ones."""
-        if self.more is None:
-            self.more = list(self.event.tokens)
-        self.more.extend(tokens)
-
-    def whole(self) -> Tokens:
-        """All as one event."""
-        if self.more is None:
-            return self.event
-        return Tokens(self.event.request_id, self.event.index, tuple(self.more))
-
-
 class RequestStream(AsyncIterator[Event]):
     """One request's events, ending after `Finished`. `aclose` before that cancels the request.
 
@@ -120,8 +98,8 @@ class RequestStream(AsyncIterator[Event]):
     def __init__(self, request_id: str, connection: Way) -> None:
         self.request_id = request_id
         self._connection = connection
-        self._events: deque[Event | _Joined] = deque()
-        self._joined: dict[int, _Joined] = {}
+        self._events: deque[Event | list[Tokens]] = deque()
+        self._waiting: dict[int, list[Tokens]] = {}
         self.bell = Bell()
         self._is_over = False
         self._prompt_tokens = self._cached_tokens = self._output_tokens = 0
@@ -132,20 +110,17 @@ class RequestStream(AsyncIterator[Event]):
         Waiting tokens of one sample are one event, so a stream holds at most its own output and
         two events per sample. Samples may overtake each other; one sample's events never.
         """
-        match event:
-            case Tokens(index=index, tokens=tokens):
-                self._output_tokens += len(tokens)
-                joined = self._joined.get(index)
-                if joined is None:
-                    joined = self._joined[index] = _Joined(event)
-                    self._events.append(joined)
-                else:
-                    joined.add(tokens)
-            case Started(prompt_tokens=prompt_tokens, cached_tokens=cached_tokens):
-                self._prompt_tokens, self._cached_tokens = prompt_tokens, cached_tokens
-                self._events.append(event)
-            case _:
-                self._events.append(event)
+        if isinstance(event, Tokens):
+            self._output_tokens += len(event.tokens)
+            waiting = self._waiting.get(event.index)
+            if waiting is None:
+                self._waiting[event.index] = waiting = []
+                self._events.append(waiting)
+            waiting.append(event)
+        else:
+            if isinstance(event, Started):
+                self._prompt_tokens, self._cached_tokens = event.prompt_tokens, event.cached_tokens
+            self._events.append(event)
         self.bell.ring()
 
     def fail(self, code: str, message: str) -> None:
@@ -172,9 +147,9 @@ class RequestStream(AsyncIterator[Event]):
 
     def _take(self) -> Event:
         event = self._events.popleft()
-        if isinstance(event, _Joined):
-            del self._joined[event.event.index]
-            event = event.whole()
+        if isinstance(event, list):
+            event = _joined(event)
+            del self._waiting[event.index]
         self._is_over = isinstance(event, Finished)
         return event
 
@@ -186,9 +161,12 @@ class RequestStream(AsyncIterator[Event]):
 
     def take(self) -> list[Event]:
         """Everything there is now, perhaps nothing."""
-        batch: list[Event] = []
-        while self._events and not self._is_over:
-            batch.append(self._take())
+        if not self._events or self._is_over:
+            return []
+        batch = [_joined(event) if isinstance(event, list) else event for event in self._events]
+        self._events.clear()
+        self._waiting.clear()
+        self._is_over = isinstance(batch[-1], Finished)
         return batch
 
     def end_sample(self, index: int, output_tokens: int) -> None:
@@ -215,3 +193,12 @@ class RequestStream(AsyncIterator[Event]):
         if not self._is_over:
             self._is_over = True
             self._connection.forget(self.request_id)
+
+
+def _joined(waiting: list[Tokens]) -> Tokens:
+    """Tokens of one sample as one event."""
+    first = waiting[0]
+    if len(waiting) == 1:
+        return first
+    tokens = tuple(chain.from_iterable([event.tokens for event in waiting]))
+    return Tokens(first.request_id, first.index, tokens)

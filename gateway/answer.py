@@ -118,13 +118,12 @@ class Answer:
 
         self._begun = begun
         gateway.enter(tenant_id)
-        answer = AnswerStream(call, rendered, (), gateway.renderer)
+        answer = AnswerStream(call, rendered, gateway.renderer, self._contracts)
         ending = "failed"
         try:
             await account.open()
-            streams = await self._submit(requests)
+            answer.follow(await self._submit(requests))
             self._state.submitted_s = gateway.clock()
-            answer = AnswerStream(call, rendered, streams, gateway.renderer, self._contracts)
             shape = self._stream if call.stream else self._unary
             response = await shape(answer, encoder, account)
             ending = self._state.code

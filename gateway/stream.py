@@ -160,31 +160,39 @@ class AnswerStream:
         self,
         call: Call,
         rendered: Sequence[Rendered],
-        streams: Sequence[RequestStream],
         renderer: Renderer,
         contracts: Sequence[Accounting] = (),
     ) -> None:
         """`contracts`: one per prompt; without them usage is physical."""
         self._call = call
-        self._contracts = list(contracts) or [PLAIN] * len(rendered)
+        self._contracts = contracts or [PLAIN] * len(rendered)
         self._rendered = rendered
-        self._streams = list(streams)
         self._renderer = renderer
-        samples, choices = call.generation.samples, call.generation.choices
-        self._ranks = samples > choices
-        self._choices = [
-            [
-                _Choice(index, sample, call, renderer, self._output(prompt, index))
-                for sample, index in enumerate(range(prompt * choices, prompt * choices + samples))
-            ]
-            for prompt in range(len(streams))
-        ]
+        self._ranks = call.generation.samples > call.generation.choices
+        self._streams: Sequence[RequestStream] = ()
+        self._choices: list[list[_Choice]] = []
+        self._kept: list[list[list[Delta]]] = []
+        self._started: list[Started | None] = []
+        self.usages: list[Usage] = []
+        self._records: list[UsageRecord] | None = None
         self.format_violations = 0
-        self._kept: list[list[list[Delta]]] = [[[] for _ in row] for row in self._choices]
-        self._started: list[Started | None] = [None] * len(streams)
-        self.usages: list[Usage] = [Usage()] * len(streams)
         self.first_token_s: float | None = None
         self.ending = "cancelled"
+
+    def follow(self, streams: Sequence[RequestStream]) -> None:
+        """Read these, one for each prompt. Until then nothing is under way."""
+        self._streams = streams
+        samples, choices = self._call.generation.samples, self._call.generation.choices
+        for prompt, stream in enumerate(streams):
+            first = prompt * choices
+            row = [
+                self._choice(stream.request_id, prompt, sample, first + sample)
+                for sample in range(samples)
+            ]
+            self._choices.append(row)
+            self._kept.append([[] for _ in row])
+            self._started.append(None)
+            self.usages.append(Usage())
 
     async def batches(self, idle_s: float | None = None) -> AsyncGenerator[list[Delta] | None]:
         """Deltas as the engine steps: a list is what can be written at once; it may be empty.
@@ -197,15 +205,17 @@ class AnswerStream:
             stream.bell = bell
         try:
             while True:
-                came = [(index, stream.take()) for index, stream in enumerate(self._streams)]
                 deltas: list[Delta] = []
-                for index, events in came:
-                    for event in events:
-                        deltas.extend(self._take(index, event))
+                has_news = False
+                for prompt, stream in enumerate(self._streams):
+                    for event in stream.take():
+                        has_news = True
+                        deltas += self._take(prompt, event)
                 if self.is_over:
-                    yield [*deltas, *self._end()]
+                    deltas += self._end()
+                    yield deltas
                     return
-                if any(events for _, events in came):
+                if has_news:
                     yield deltas
                 elif not await bell.wait():
                     yield None
@@ -215,7 +225,7 @@ class AnswerStream:
     @property
     def is_over(self) -> bool:
         """Has every prompt's end been read?"""
-        return all(stream.is_over for stream in self._streams)
+        return all([stream.is_over for stream in self._streams])
 
     async def cancel(self) -> None:
         """Nobody reads on: cancel what still runs, and learn what it has used."""
@@ -239,6 +249,8 @@ class AnswerStream:
 
     def records_so_far(self) -> list[UsageRecord]:
         """The same for each prompt."""
+        if self._records is not None:
+            return self._records
         known = []
         for number, usage in enumerate(self.usages):
             started = self._started[number]
@@ -259,31 +271,32 @@ class AnswerStream:
 
     def _take(self, prompt: int, event: Event) -> list[Delta]:
         match event:
-            case Started():
-                return self._begin(prompt, event)
-            case PromptLogprobs(tokens=tokens):
-                return self._echo(prompt, tokens)
             case Tokens(index=sample, tokens=tokens):
                 self._contracts[prompt].written()
                 return self._text(prompt, sample, tokens)
+            case Started():
+                return self._begin(prompt, event)
             case SampleEnded():
                 choice = self._choices[prompt][event.index]
                 return self._close(prompt, choice, event.reason)
+            case PromptLogprobs(tokens=tokens):
+                return self._echo(prompt, tokens)
             case Finished():
-                self.usages[prompt] = event.usage
-                if event.ending == "done":
-                    self._contracts[prompt].written()
-                else:
-                    self.ending = event.code or event.ending
-                    field = schema_field(self._call.prompts[prompt])
-                    raise refusal_of(event.code, event.message, schema_field=field)
-                # The engine may have run past a stop string before it heard of it, to the end
-                # even: what is charged must not depend on who was faster.
-                needed = sum(choice.tokens for choice in self._choices[prompt])
-                self.usages[prompt] = replace(
-                    event.usage, output_tokens=min(needed, event.usage.output_tokens)
-                )
+                self._finish(prompt, event)
                 return []
+
+    def _finish(self, prompt: int, event: Finished) -> None:
+        self.usages[prompt] = event.usage
+        if event.ending != "done":
+            self.ending = event.code or event.ending
+            field = schema_field(self._call.prompts[prompt])
+            raise refusal_of(event.code, event.message, schema_field=field)
+        self._contracts[prompt].written()
+        # The engine may have run past a stop string before it heard of it, to the end
+        # even: what is charged must not depend on who was faster.
+        needed = sum([choice.tokens for choice in self._choices[prompt]])
+        if needed < event.usage.output_tokens:
+            self.usages[prompt] = replace(event.usage, output_tokens=needed)
 
     def _begin(self, prompt: int, event: Started) -> list[Delta]:
         self._started[prompt] = event
@@ -342,9 +355,10 @@ class AnswerStream:
         end = ChoiceEnd(choice.index, why, choice.stopped_by)
         return self._keep(prompt, choice, [*deltas, end])
 
-    def _output(self, prompt: int, index: int) -> ChoiceOutput:
-        make_id = call_ids(self._streams[prompt].request_id, index)
-        return ChoiceOutput(index, self._call.prompts[prompt], self._renderer, make_id)
+    def _choice(self, request_id: str, prompt: int, sample: int, index: int) -> _Choice:
+        make_id = call_ids(request_id, index)
+        output = ChoiceOutput(index, self._call.prompts[prompt], self._renderer, make_id)
+        return _Choice(index, sample, self._call, self._renderer, output)
 
     def _keep(self, prompt: int, choice: _Choice, deltas: list[Delta]) -> list[Delta]:
         """With more samples than choices everything waits for the ranking."""
@@ -364,7 +378,8 @@ class AnswerStream:
                 deltas.extend(_renumbered(d, index) for d in self._kept[prompt][choice.sample])
         firsts = [u.first_token_s for u in self.usages if u.first_token_s is not None]
         self.first_token_s = min(firsts, default=None)
-        return [*deltas, End(self.usage_so_far())]
+        self._records = self.records_so_far()
+        return [*deltas, End(added(self._records))]
 
 
 def _renumbered(delta: Delta, index: int) -> Delta:

@@ -88,6 +88,7 @@ class NullEngine(asyncio.Protocol):
         self._step = 0
         self._running: dict[str, _Running] = {}
         self._by_rate: dict[int, dict[str, _Running]] = {}
+        self._at_once: list[Event] = []
 
     # -- the socket ---------------------------------------------------------------------------
 
@@ -109,12 +110,18 @@ class NullEngine(asyncio.Protocol):
         self._may_write = True
 
     def data_received(self, data: bytes) -> None:
-        """Commands, in order."""
+        """Commands, in order. What is answered at once is one step: the real engine begins all
+        that wait together, too."""
         for message in self._decoder.feed(data):
             if self._is_known and not isinstance(message, Hello):
                 self._obey(message)
             else:
                 self._greet(message)
+        if self._at_once:
+            self._step += 1
+            said, self._at_once = self._at_once, []
+            self._say(*said)
+            self._leave_if_idle()
 
     def _greet(self, message: Hello | Command) -> None:
         if isinstance(message, Hello) and message.token == self._token:
@@ -169,8 +176,7 @@ class NullEngine(asyncio.Protocol):
         rate = request.sampling.seed
         self._running[request.request_id] = running
         if not rate:
-            self._step += 1
-            self._say(started, *self._tokens(running, running.left))
+            self._at_once += [started, *self._tokens(running, running.left)]
             return
         self._say(started)
         together = self._by_rate.get(rate)
@@ -224,7 +230,8 @@ class NullEngine(asyncio.Protocol):
             self._leave_if_idle()
 
     def _leave_if_idle(self) -> None:
-        if self._is_draining and not self._running and self._transport is not None:
+        is_idle = not self._running and not self._at_once
+        if self._is_draining and is_idle and self._transport is not None:
             self._transport.close()
 
 

@@ -60,7 +60,8 @@ class Answer:
         )
         self.rendered = [Rendered(tuple(spelt(text))) for text in prompts]
         streams = [self.engine.open(str(n)) for n in range(len(prompts))]
-        self.stream = AnswerStream(self.call, self.rendered, streams, renderer)
+        self.stream = AnswerStream(self.call, self.rendered, renderer)
+        self.stream.follow(streams)
         self.deltas: list[Delta] = []
 
     async def read(self) -> Answer:
