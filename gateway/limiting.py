@@ -10,6 +10,7 @@ import asyncio
 import math
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from operator import attrgetter
 
 from engine.api import Request
 from engine.client import Engine
@@ -46,7 +47,7 @@ def estimate(requests: Sequence[Request], cached: int) -> Demand:
         output += request.max_tokens * request.samples
         if not request.grant.read or request.prompt_logprobs is not None:
             cached = 0
-    return Demand(computed - cached, output)
+    return Demand(max(0, computed - cached), output)
 
 
 def truth(usage: UsageRecord) -> Demand:
@@ -69,26 +70,32 @@ def limit_headers(dialect: str, states: Mapping[Meter, LimitState], now_ms: int)
     return {}
 
 
-_OPENAI: tuple[tuple[str, tuple[Meter, ...]], ...] = (
-    ("Requests", ("requests",)),
-    ("Tokens", ("tokens", "input_tokens", "output_tokens")),
+_OPENAI: tuple[tuple[tuple[str, str, str], tuple[Meter, ...]], ...] = tuple(
+    (
+        (f"X-RateLimit-Limit-{name}", f"X-RateLimit-Remaining-{name}", f"X-RateLimit-Reset-{name}"),
+        meters,
+    )
+    for name, meters in (
+        ("Requests", ("requests",)),
+        ("Tokens", ("tokens", "input_tokens", "output_tokens")),
+    )
 )
 
 
 def _openai(states: Mapping[Meter, LimitState]) -> dict[str, str]:
     """Requests and tokens; where only one side of the tokens is limited, that side."""
-    headers = {}
-    for name, meters in _OPENAI:
-        shown: LimitState | None = None
-        for meter in meters:
-            state = states.get(meter)
-            if state is not None and (shown is None or state.remaining < shown.remaining):
-                shown = state
-        if shown is not None:
-            headers[f"X-RateLimit-Limit-{name}"] = str(shown.limit)
-            headers[f"X-RateLimit-Remaining-{name}"] = str(shown.remaining)
-            headers[f"X-RateLimit-Reset-{name}"] = _duration(shown.reset_s)
+    headers: dict[str, str] = {}
+    for (limit, remaining, reset), meters in _OPENAI:
+        found = [states[meter] for meter in meters if meter in states]
+        if found:
+            shown = found[0] if len(found) == 1 else min(found, key=_remaining)
+            headers[limit] = str(shown.limit)
+            headers[remaining] = str(shown.remaining)
+            headers[reset] = _duration(shown.reset_s)
     return headers
+
+
+_remaining = attrgetter("remaining")
 
 
 def _anthropic(states: Mapping[Meter, LimitState], now_ms: int) -> dict[str, str]:

@@ -81,9 +81,9 @@ class _Bucket:
 
     def drain(self, now_ns: int, limit: int) -> None:
         """As it is now, at this limit. Shares are rounded up where the limit has changed."""
-        gone = (now_ns - self.at_ns) * self.limit
+        gone, owed = (now_ns - self.at_ns) * self.limit, self.owed
         self.at_ns = now_ns
-        self.owed = self.owed - gone if self.owed > gone else 0
+        self.owed = owed - gone if owed > gone else 0
         if self.told:
             self.told = max(0, self.told - gone)
         if limit != self.limit:
@@ -105,13 +105,14 @@ class _Bucket:
 
     def state(self) -> LimitState:
         """For headers."""
-        left = max(0, self.limit * MINUTE_NS - self.owed)
-        return LimitState(self.limit, left // MINUTE_NS, self.owed / self.limit / SECOND_NS)
+        limit, owed = self.limit, self.owed
+        left = limit - -(-owed // MINUTE_NS)
+        return LimitState(limit, left if left > 0 else 0, owed / limit / SECOND_NS)
 
     def share(self, now_ns: int) -> float:
         """Which part of the limit is taken. Changes nothing."""
         owed = self.owed - (now_ns - self.at_ns) * self.limit
-        return max(0, owed) / (self.limit * MINUTE_NS)
+        return owed / (self.limit * MINUTE_NS) if owed > 0 else 0.0
 
     def is_idle(self, now_ns: int) -> bool:
         """Would a new one be the same?"""
@@ -125,12 +126,6 @@ class _Account:
     kind: Kind
     buckets: dict[int, _Bucket] = field(default_factory=dict)
     at_once: int = 0
-
-    def bucket(self, meter: int) -> _Bucket:
-        found = self.buckets.get(meter)
-        if found is None:
-            found = self.buckets[meter] = _Bucket()
-        return found
 
     def is_idle(self, now_ns: int) -> bool:
         """Would a new one be the same?"""
@@ -177,7 +172,7 @@ class Reservation:
         """What `Limiter.status` says, as of the reservation itself: to be asked at once."""
         states: dict[Meter, LimitState] = {}
         for taken in self._taken:
-            _keep_tighter(states, METERS[taken.meter], taken.bucket.state())
+            _keep_tighter(states, METERS[taken.meter], taken.bucket)
         return states
 
     @property
@@ -207,13 +202,17 @@ class Limiter:
         taken: list[_Taken] = []
         fits = True
         for account, limits in zip(accounts, (identity.limits, identity.key_limits), strict=True):
-            at_once = limits.requests_at_once
-            fits = fits and (at_once is None or account.at_once < at_once)
+            kind, buckets, at_once = account.kind, account.buckets, limits.requests_at_once
+            if at_once is not None and account.at_once >= at_once:
+                fits = False
             for meter, limit in _set(limits):
-                bucket, count = account.bucket(meter), counts[meter]
+                bucket, count = buckets.get(meter), counts[meter]
+                if bucket is None:
+                    bucket = buckets[meter] = _Bucket()
                 bucket.drain(now_ns, limit)
-                taken.append(_Taken(bucket, account.kind, meter, limit, count))
-                fits = fits and bucket.owed + count * MINUTE_NS <= limit * MINUTE_NS
+                taken.append(_Taken(bucket, kind, meter, limit, count))
+                if bucket.owed > (limit - count) * MINUTE_NS:
+                    fits = False
         if not fits:
             raise _refusal(identity, accounts, taken)
         for one in taken:
@@ -229,12 +228,10 @@ class Limiter:
         now_ns, counts = self._now_ns(), estimate.counts
         for owner, limits in _owners(identity):
             account = self._accounts.get(owner)
-            for meter, limit in _set(limits):
+            for meter, limit in _of_prompts(limits):
                 bucket = None if account is None else account.buckets.get(meter)
-                share = counts[meter] / limit
-                if bucket is not None:
-                    share += bucket.share(now_ns)
-                if meter in _OF_PROMPTS and share * _PRESSING > 1:
+                taken = 0.0 if bucket is None else bucket.share(now_ns)
+                if (taken + counts[meter] / limit) * _PRESSING > 1:
                     return True
         return False
 
@@ -247,19 +244,20 @@ class Limiter:
             for meter, limit in _set(limits):
                 bucket = account.buckets.get(meter) or _Bucket()
                 bucket.drain(now_ns, limit)
-                _keep_tighter(states, METERS[meter], bucket.state())
+                _keep_tighter(states, METERS[meter], bucket)
         return states
 
     def correct(self, taken: Sequence[_Taken], actual: Demand) -> None:
         """See `Reservation.correct`, which calls it."""
         now_ns, counts = self._now_ns(), actual.counts
         for one in taken:
-            count = max(0, counts[one.meter])
-            more = (count - one.count) * MINUTE_NS
-            if more:  # else it may drain the next time that it is asked
-                bucket, one.count = one.bucket, count
-                bucket.drain(now_ns, bucket.limit)
-                bucket.owed = max(0, bucket.owed - (-more * bucket.limit // one.limit))
+            count = counts[one.meter]
+            if count == one.count:
+                continue  # it may drain the next time that it is asked
+            more, bucket = (count - one.count) * MINUTE_NS, one.bucket
+            one.count = count
+            bucket.drain(now_ns, bucket.limit)
+            bucket.owed = max(0, bucket.owed - (-more * bucket.limit // one.limit))
 
     def leave(self, accounts: Sequence[_Account]) -> None:
         """See `Reservation.settle`, which calls it once."""
@@ -334,6 +332,12 @@ def _set(limits: Limits) -> tuple[tuple[int, int], ...]:
     return tuple((place, limit) for place, limit in found if limit is not None)
 
 
+@lru_cache(maxsize=1_024)
+def _of_prompts(limits: Limits) -> tuple[tuple[int, int], ...]:
+    """Those of them that count prompt tokens."""
+    return tuple((place, limit) for place, limit in _set(limits) if place in _OF_PROMPTS)
+
+
 def _owners(identity: Identity) -> tuple[tuple[Owner, Limits], tuple[Owner, Limits]]:
     return (
         (("tenant", identity.tenant.tenant_id), identity.limits),
@@ -341,8 +345,9 @@ def _owners(identity: Identity) -> tuple[tuple[Owner, Limits], tuple[Owner, Limi
     )
 
 
-def _keep_tighter(states: dict[Meter, LimitState], meter: Meter, state: LimitState) -> None:
-    if meter not in states or state.remaining < states[meter].remaining:
+def _keep_tighter(states: dict[Meter, LimitState], meter: Meter, bucket: _Bucket) -> None:
+    state, other = bucket.state(), states.get(meter)
+    if other is None or state.remaining < other.remaining:
         states[meter] = state
 
 
