@@ -17,6 +17,7 @@ from tenancy.errors import KeyRefused
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9._-]{1,253})(?::[0-9]{1,5})?")
 WRONG_KEYS_PER_MINUTE_MAX = 300
 _ADDRESSES_REMEMBERED = 4_096
+_NONE: list[str] = []
 
 
 def check_host(request: web.Request, allowed: tuple[str, ...]) -> None:
@@ -24,7 +25,7 @@ def check_host(request: web.Request, allowed: tuple[str, ...]) -> None:
 
     Whoever reads a URL built from a foreign `Host` is told a path that was never asked for.
     """
-    given = request.headers.getall("Host", [])
+    given = request.headers.getall("Host", _NONE)
     match = _HOST.fullmatch(given[0]) if len(given) == 1 else None
     if match is None or request.rel_url.raw_path[:1] != "/":
         raise Refusal(Kind.BAD, "bad_host", "The request needs one plain Host header.")
@@ -40,14 +41,17 @@ def bearer_key(request: web.Request) -> str:
     """The key, from wherever the SDKs put it: `Authorization: Bearer`, `X-Api-Key` (Anthropic),
     `X-Goog-Api-Key` or `?key=` (Gemini). Raises KeyRefused; Refusal if two differ."""
     found = []
-    for value in request.headers.getall("Authorization", []):
+    headers = request.headers
+    authorized = headers.getall("Authorization", _NONE)
+    for value in authorized:
         scheme, _, key = value.partition(" ")
         found.append(key.strip() if scheme.lower() == "bearer" else "")
     for header in ("X-Api-Key", "X-Goog-Api-Key"):
-        found.extend(value.strip() for value in request.headers.getall(header, []))
+        if header in headers:
+            found += [value.strip() for value in headers.getall(header)]
     if request.rel_url.raw_query_string:
-        found.extend(request.query.getall("key", []))
-    if len(set(found)) > 1 or len(request.headers.getall("Authorization", [])) > 1:
+        found += request.query.getall("key", [])
+    if len(authorized) > 1 or len(set(found)) > 1:
         raise Refusal(Kind.BAD, "ambiguous_key", "Two different keys were sent; send one.")
     if not found or not found[0]:
         raise KeyRefused("key_unknown", "No key was sent: use Authorization: Bearer <key>.")

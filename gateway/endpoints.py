@@ -113,9 +113,10 @@ def asked(request: web.Request) -> Asked:
     """What of a request stands outside its body. `target`: "model:action" in Gemini's paths."""
     model, _, action = request.match_info.get("target", "").rpartition(":")
     betas = request.headers.get("anthropic-beta", "")
+    names = [name.strip() for name in betas.split(",")] if betas else []
     return Asked(
         model=model,
         action=action,
         version=request.headers.get("anthropic-version", ""),
-        betas=tuple(filter(None, (name.strip() for name in betas.split(",")))),
+        betas=tuple(filter(None, names)),
     )

@@ -70,28 +70,22 @@ def limit_headers(dialect: str, states: Mapping[Meter, LimitState], now_ms: int)
     return {}
 
 
-_OPENAI: tuple[tuple[tuple[str, str, str], tuple[Meter, ...]], ...] = tuple(
-    (
-        (f"X-RateLimit-Limit-{name}", f"X-RateLimit-Remaining-{name}", f"X-RateLimit-Reset-{name}"),
-        meters,
-    )
-    for name, meters in (
-        ("Requests", ("requests",)),
-        ("Tokens", ("tokens", "input_tokens", "output_tokens")),
-    )
+_OPENAI: tuple[tuple[str, tuple[Meter, ...]], ...] = (
+    ("Requests", ("requests",)),
+    ("Tokens", ("tokens", "input_tokens", "output_tokens")),
 )
 
 
 def _openai(states: Mapping[Meter, LimitState]) -> dict[str, str]:
     """Requests and tokens; where only one side of the tokens is limited, that side."""
     headers: dict[str, str] = {}
-    for (limit, remaining, reset), meters in _OPENAI:
+    for name, meters in _OPENAI:
         found = [states[meter] for meter in meters if meter in states]
         if found:
             shown = found[0] if len(found) == 1 else min(found, key=_remaining)
-            headers[limit] = str(shown.limit)
-            headers[remaining] = str(shown.remaining)
-            headers[reset] = _duration(shown.reset_s)
+            headers[f"X-RateLimit-Limit-{name}"] = str(shown.limit)
+            headers[f"X-RateLimit-Remaining-{name}"] = str(shown.remaining)
+            headers[f"X-RateLimit-Reset-{name}"] = _duration(shown.reset_s)
     return headers
 
 

@@ -105,8 +105,8 @@ class Account:
             fresh_tokens=record.fresh,
             output_tokens=record.out,
             physical_cached_tokens=record.physical_cached,
-            read={name: tokens for name, tokens in record.read.items() if tokens},
-            write={name: tokens for name, tokens in record.write.items() if tokens},
+            read=_some(record.read),
+            write=_some(record.write),
             workspace=hold.workspace,
             tier=hold.tier,
             dialect=hold.dialect,
@@ -116,3 +116,8 @@ class Account:
         )
         item = entry if hold.claim is None else NamedEntry(entry, keeping)
         await self._landings.write(self._ledger, item)
+
+
+def _some(classes: dict[str, int]) -> dict[str, int]:
+    """Those of which there are tokens. Most answers have none at all."""
+    return {name: tokens for name, tokens in classes.items() if tokens} if classes else classes

@@ -225,7 +225,7 @@ class AnswerStream:
     @property
     def is_over(self) -> bool:
         """Has every prompt's end been read?"""
-        return all([stream.is_over for stream in self._streams])
+        return all(stream.is_over for stream in self._streams)
 
     async def cancel(self) -> None:
         """Nobody reads on: cancel what still runs, and learn what it has used."""

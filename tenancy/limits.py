@@ -16,7 +16,7 @@ runtime holds for the next request: a half-full bucket of one size is a half-ful
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -124,7 +124,7 @@ class _Account:
     """What a tenant or a key has used. `buckets`: by the place of the meter in `METERS`."""
 
     kind: Kind
-    buckets: dict[int, _Bucket] = field(default_factory=dict)
+    buckets: defaultdict[int, _Bucket] = field(default_factory=lambda: defaultdict(_Bucket))
     at_once: int = 0
 
     def is_idle(self, now_ns: int) -> bool:
@@ -206,9 +206,7 @@ class Limiter:
             if at_once is not None and account.at_once >= at_once:
                 fits = False
             for meter, limit in _set(limits):
-                bucket, count = buckets.get(meter), counts[meter]
-                if bucket is None:
-                    bucket = buckets[meter] = _Bucket()
+                bucket, count = buckets[meter], counts[meter]
                 bucket.drain(now_ns, limit)
                 taken.append(_Taken(bucket, kind, meter, limit, count))
                 if bucket.owed > (limit - count) * MINUTE_NS:

@@ -252,8 +252,17 @@ class Gathered:
         """All of it."""
         return "".join(self.texts)
 
-    def add(self, piece: CallText) -> None:
-        """More of a call."""
+    def add(self, piece: Words | CallText | ChoiceEnd) -> None:
+        """More of it."""
+        if isinstance(piece, Words):
+            self.texts.append(piece.text)
+            self.tokens += piece.tokens
+        elif isinstance(piece, ChoiceEnd):
+            self.reason = piece.reason
+        else:
+            self._call(piece)
+
+    def _call(self, piece: CallText) -> None:
         held = self.calls.get(piece.call)
         self.calls[piece.call] = (
             ToolCall(piece.call_id, piece.name, piece.arguments)
@@ -267,20 +276,14 @@ def gather(deltas: Sequence[Delta]) -> tuple[dict[int, Gathered], dict[str, Any]
     found: dict[int, Gathered] = {}
     counted: dict[str, Any] = {}
     for delta in deltas:
-        match delta:
-            case Words(index=index):
-                choice = found.setdefault(index, Gathered())
-                choice.texts.append(delta.text)
-                choice.tokens.extend(delta.tokens)
-            case CallText(index=index):
-                found.setdefault(index, Gathered()).add(delta)
-            case ChoiceEnd(index=index):
-                found.setdefault(index, Gathered()).reason = delta.reason
-            case End():
-                counted = usage(delta.usage)
-            case Begin():
-                pass
-    return {index: found[index] for index in sorted(found) if found[index].reason}, counted
+        if isinstance(delta, End):
+            counted = usage(delta.usage)
+        elif not isinstance(delta, Begin):
+            choice = found.get(delta.index)
+            if choice is None:
+                choice = found[delta.index] = Gathered()
+            choice.add(delta)
+    return {index: choice for index, choice in sorted(found.items()) if choice.reason}, counted
 
 
 def usage(record: UsageRecord) -> dict[str, Any]:

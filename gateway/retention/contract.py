@@ -95,12 +95,9 @@ class Contracts:
         lookup = ask.lookup or profile.lookup
         total = len(rendered.token_ids)
         look = Look(())
-        if call.operation != "count":
-            terms = {
-                name: self._class(name, scope, classes)
-                for name in {ask.implicit, *(mark.retention for mark in rendered.boundaries)}
-                if name is not None
-            }
+        names = {ask.implicit, *[mark.retention for mark in rendered.boundaries]} - {None}
+        if names and call.operation != "count":  # most name no class, and nothing is written
+            terms = {name: self._class(name, scope, classes) for name in names if name is not None}
             look = positions(rendered.boundaries, ask, terms, max(1, profile.min_tokens))
         ends = {look.tokens for look in look.tries} | {write.tokens for write in look.writes}
         if ask.remember or ask.compare_with:
@@ -173,7 +170,7 @@ class Contract:
         self._total = total
         self._words = words
         self._started_s = started_s
-        self._tries = sorted(tries, key=lambda pair: -pair[0])
+        self._tries = sorted(tries, key=lambda pair: -pair[0]) if tries else tries
         self._writes = writes
         self._granted: dict[int, int] = {}
         self._record: UsageRecord | None = None
