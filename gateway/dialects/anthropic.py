@@ -123,15 +123,16 @@ def _check_settings(fields: wire.Body, version: str) -> None:
 def _check_prompt(prompt: Prompt) -> None:
     if prompt.continues and prompt.output_format.kind != "text":
         what = "a last message of the assistant's cannot be continued as JSON of a schema."
-        raise bad("output_config.format", what)
+        raise bad(prompt.output_format.path.removesuffix(".schema"), what)
 
 
 def _check_prewarm(fields: wire.Body) -> None:
     """A prewarm computes a prompt and answers nothing; what shapes an answer has no place in it."""
     if fields.stream:
         raise bad("stream", PREWARM_REFUSED)
-    if fields.output_config is not None and fields.output_config.format is not None:
-        raise bad("output_config.format", PREWARM_REFUSED)
+    wanted, path = _wanted(fields)
+    if wanted is not None:
+        raise bad(path, PREWARM_REFUSED)
     if fields.tool_choice is not None and fields.tool_choice.type in ("any", "tool"):
         raise bad("tool_choice", PREWARM_REFUSED)
 
@@ -154,12 +155,21 @@ def _generation(fields: wire.Body) -> Generation:
     )
 
 
+def _wanted(fields: wire.Body) -> tuple[wire.Format | None, str]:
+    """The form of the answer and the field it came in: older SDKs have one of its own."""
+    wanted = None if fields.output_config is None else fields.output_config.format
+    if fields.output_format is None:
+        return wanted, "output_config.format"
+    if wanted is not None and wanted != fields.output_format:
+        raise bad("output_format", "it differs from output_config.format; give one of them.")
+    return fields.output_format, "output_format"
+
+
 def _format(fields: wire.Body) -> OutputFormat:
-    config = fields.output_config
-    if config is None or config.format is None:
+    wanted, path = _wanted(fields)
+    if wanted is None:
         return OutputFormat()
-    schema = wire.json_text(config.format.schema)
-    return OutputFormat("json_schema", schema, "output_config.format.schema")
+    return OutputFormat("json_schema", wire.json_text(wanted.schema), f"{path}.schema")
 
 
 def _cache(fields: wire.Body) -> CacheAsk:
@@ -179,7 +189,7 @@ def _digests(fields: wire.Body) -> tuple[tuple[str, str], ...]:
         "tool_choice": fields.tool_choice,
         "thinking": fields.thinking and fields.thinking.type,
         "output_config.effort": config.effort,
-        "output_config.format": config.format,
+        "output_config.format": _wanted(fields)[0],
     }
     return tuple(
         (name, hashlib.blake2b(msgspec.json.encode(value), digest_size=16).hexdigest())

@@ -31,7 +31,6 @@ SERVER_SIDE = "This server keeps nothing between requests and runs no tools of i
 REFUSED: Mapping[str, str] = {
     "container": SERVER_SIDE,
     "mcp_servers": SERVER_SIDE,
-    "thread": SERVER_SIDE,
     "compaction": SERVER_SIDE,
     "fallbacks": "There is no other model to fall back to.",
     "fallback_credit_token": "There is no other model to fall back to.",
@@ -39,6 +38,9 @@ REFUSED: Mapping[str, str] = {
     "inference_geo": "It is answered where this server stands.",
 }
 """Fields that cannot be honoured, and why."""
+
+THREAD = "thread_unsupported_request"
+"""What its SDK's tool runner, which asks for a thread first, takes for going on without one."""
 
 NEUTRAL: Mapping[str, object] = {"mcp_servers": [], "fallbacks": []}
 """Refused fields at a value that asks for nothing."""
@@ -159,7 +161,8 @@ class ContextManagement(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Body(Struct, frozen=True, kw_only=True):
-    """A request. The last five are no fields of Anthropic's; self-hosted engines have them."""
+    """A request. `output_format` is an earlier name of `output_config.format`. The last five are no
+    fields of Anthropic's; self-hosted engines have them."""
 
     model: Annotated[str, Meta(min_length=1, max_length=512)]
     messages: Annotated[list[Message], Meta(min_length=1, max_length=MESSAGES_MAX)]
@@ -173,6 +176,7 @@ class Body(Struct, frozen=True, kw_only=True):
     diagnostics: Diagnostics | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    output_format: Format | None = None
     metadata: Metadata | None = None
     context_management: ContextManagement | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
@@ -205,6 +209,10 @@ def decode(body: bytes) -> Body:
     for name, value in tree.items():
         if name in _KNOWN:
             fields[name] = value
+        elif name == "thread":
+            if value is not None:
+                message = f"thread: {SERVER_SIDE}"
+                raise Refusal(Kind.BAD, THREAD, message, param=name)
         elif name in REFUSED:
             if value is not None and value != NEUTRAL.get(name, ...):
                 message = f"{name}: {REFUSED[name]}"

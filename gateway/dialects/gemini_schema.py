@@ -58,6 +58,9 @@ def json_schema(schema: Any, depth: int = 0) -> Any:
             found[name] = int(value[:20])
         else:
             found[name] = value
+    if found.get("properties") and "additionalProperties" not in found:
+        # What is not declared is never answered there, as this word has come to the schemas late.
+        found["additionalProperties"] = False
     if schema.get("nullable") is True:
         _let_be_null(found)
     return found

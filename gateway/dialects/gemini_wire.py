@@ -7,6 +7,7 @@ what is a caller's data (arguments, responses, schemas) is left as it came. `gem
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Annotated, Any, Literal
 
@@ -338,7 +339,7 @@ def error_object(refusal: Refusal) -> tuple[int, dict[str, Any]]:
         details.append(
             {
                 "@type": "type.googleapis.com/google.rpc.RetryInfo",
-                "retryDelay": f"{max(1, round(refusal.retry_after_s))}s",
+                "retryDelay": f"{max(1, math.ceil(refusal.retry_after_s))}s",
             }
         )
     error = {"code": status, "message": refusal.message, "status": name, "details": details}

@@ -10,10 +10,17 @@ import sys
 from typing import Any
 
 import anthropic
+from pydantic import BaseModel
+
+
+class Sky(BaseModel):
+    """What an application wants back."""
+
+    dry: bool
 
 
 async def main(url: str, key: str, model: str) -> None:
-    """Text, stream, caching, counting, models and an error."""
+    """Text, stream, caching, a tool, JSON, counting, models and an error."""
     system = [
         {
             "type": "text",
@@ -38,6 +45,14 @@ async def main(url: str, key: str, model: str) -> None:
         counted = await client.messages.count_tokens(
             model=model, system=ask["system"], messages=ask["messages"]
         )
+        schema = {**Sky.model_json_schema(), "additionalProperties": False}
+        tool: Any = {"name": "weather", "input_schema": schema}
+        choice: Any = {"type": "any", "disable_parallel_tool_use": True}
+        short: Any = {"model": model, "max_tokens": 300, "messages": ask["messages"]}
+        called: Any = await client.messages.create(**short, tools=[tool], tool_choice=choice)
+        # Where the oldest has it: among betas, in a field that has been renamed since.
+        parse: Any = getattr(client.messages, "parse", client.beta.messages.parse)
+        formed = await parse(**short, output_format=Sky)
         refused: Any = None
         try:
             await client.messages.create(**{**ask, "model": "claude-9"})
@@ -47,6 +62,8 @@ async def main(url: str, key: str, model: str) -> None:
             "version": anthropic.__version__,
             "texts": [getattr(whole.content[0], "text", ""), text],
             "usages": [message.usage.to_dict() for message in (whole, folded, beta)],
+            "call": [called.content[0].name, called.content[0].input["dry"]],
+            "json": formed.parsed_output.dry,
             "counted": counted.input_tokens,
             "models": [model.id async for model in client.models.list()],
             "error": refused["error"]["type"],

@@ -7,13 +7,20 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from typing import Any
+from typing import Any, Literal
 
 import openai
+from pydantic import BaseModel
+
+
+class Place(BaseModel):
+    """What an application wants back."""
+
+    city: Literal["Oslo", "Rome"]
 
 
 async def main(url: str, key: str, model: str) -> None:
-    """Chat, responses, streams, caching fields, models and an error."""
+    """Chat, responses, streams, caching fields, functions, JSON, models and an error."""
     mark = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
     messages: Any = [
         {
@@ -42,6 +49,14 @@ async def main(url: str, key: str, model: str) -> None:
         )
         async with client.responses.stream(model=model, input="hello") as stream:
             kinds = [event.type async for event in stream]
+        short: Any = {"model": model, "messages": [{"role": "user", "content": "hello"}]}
+        function: Any = openai.pydantic_function_tool(Place, name="weather")
+        called: Any = await client.chat.completions.create(
+            **short, tools=[function], tool_choice="required", parallel_tool_calls=False
+        )
+        formed = await client.chat.completions.parse(**short, response_format=Place)
+        answered = await client.responses.parse(model=model, input="hello", text_format=Place)
+        made, parsed = called.choices[0].message.tool_calls[0].function, formed.choices[0].message
         refused: Any = None
         try:
             await client.chat.completions.create(**{**ask, "model": "gpt-9"})
@@ -53,6 +68,10 @@ async def main(url: str, key: str, model: str) -> None:
             "texts": [whole.choices[0].message.content, text],
             "usages": [answer.to_dict() for answer in (whole.usage, usage) if answer is not None],
             "response": [response.status, response.output_text],
+            "call": [made.name, json.loads(made.arguments)["city"]],
+            "json": [
+                one.city for one in (parsed.parsed, answered.output_parsed) if one is not None
+            ],
             "kinds": [kinds[0], kinds[-1]],
             "models": [model.id async for model in client.models.list()],
             "error": refused,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from anthropic import AsyncAnthropic, BadRequestError
+from anthropic import AsyncAnthropic, BadRequestError, beta_async_tool
 from anthropic.types import Message
 
 from engine.model_store import ModelCard
@@ -122,6 +122,31 @@ async def test_an_answer_goes_back_with_its_results(house: House, client: AsyncA
     assert second.stop_reason == "end_turn"
     assert first.usage.cache_creation_input_tokens
     assert second.usage.cache_read_input_tokens == first.usage.cache_creation_input_tokens
+    await house.check_quiet()
+
+
+async def test_the_sdks_runner_calls_a_function_and_goes_on(
+    house: House, client: AsyncAnthropic
+) -> None:
+    """It asks for a thread that the server keeps, is told that there are none, and does without."""
+    asked_for = []
+
+    @beta_async_tool
+    async def weather(city: str) -> str:
+        """Of a city."""
+        asked_for.append(city)
+        say(house, "Dry.")
+        return "dry"
+
+    say(house, CALLS.partition("</tool_call>")[0] + "</tool_call>")
+    runner = client.beta.messages.tool_runner(
+        model=house.model, max_tokens=300, messages=[HELLO], tools=[weather]
+    )
+    message: Any = await runner.until_done()
+
+    assert asked_for == ["Oslo"]
+    assert message.content[0].text == "Dry."
+    assert len(house.entries()) == 2
     await house.check_quiet()
 
 

@@ -18,6 +18,7 @@ from tests.models import prepared
 async def test_an_older_sdk_works_unchanged(tmp_path: Path, version: str) -> None:
     """Applications move to a new major when they like."""
     house = House(prepared(tmp_path / "model"), tmp_path)
+    house.context_tokens, house.takes_grammars = 2_048, True
     found = await told_by("older_anthropic.py", "anthropic", version, house)
 
     first, second, beta = found["usages"]
@@ -26,4 +27,6 @@ async def test_an_older_sdk_works_unchanged(tmp_path: Path, version: str) -> Non
     assert second["cache_read_input_tokens"] == first["cache_creation_input_tokens"]
     assert beta["cache_read_input_tokens"] == first["cache_creation_input_tokens"]
     assert found["counted"] == first["input_tokens"] + first["cache_creation_input_tokens"]
+    assert found["call"][0] == "weather"
+    assert {found["call"][1], found["json"]} <= {True, False}
     assert (found["models"], found["error"]) == ([house.model], "not_found_error")

@@ -18,6 +18,7 @@ from tests.models import prepared
 async def test_an_older_sdk_works_unchanged(tmp_path: Path, version: str) -> None:
     """Applications move to a new major when they like."""
     house = House(prepared(tmp_path / "model"), tmp_path)
+    house.context_tokens, house.takes_grammars = 2_048, True
     found = await told_by("older_openai.py", "openai", version, house)
 
     first, second = (usage["prompt_tokens_details"] for usage in found["usages"])
@@ -28,4 +29,6 @@ async def test_an_older_sdk_works_unchanged(tmp_path: Path, version: str) -> Non
     assert found["response"][1]
     assert found["kinds"][0] == "response.created"
     assert found["kinds"][1] in ("response.completed", "response.incomplete")
+    assert (found["call"][0], len(found["json"])) == ("weather", 2)
+    assert {found["call"][1], *found["json"]} <= {"Oslo", "Rome"}
     assert (found["models"], found["error"]) == ([house.model], "model_not_found")

@@ -241,6 +241,28 @@ def test_a_field_that_cannot_be_honoured_is_refused_by_name(name: str) -> None:
     assert parse(**nothing) == parse()
 
 
+def test_a_thread_is_refused_so_that_the_sdk_goes_on_without_one() -> None:
+    """Its tool runner asks for a thread first, and gives up on any other error."""
+    refusal = refused(thread={"type": "create"})
+
+    assert (refusal.code, refusal.param) == ("thread_unsupported_request", "thread")
+    assert parse(thread=None) == parse()
+
+
+def test_the_earlier_spelling_of_the_format_is_the_same() -> None:
+    """Older SDKs have a field of its own for it; errors name the one that was sent."""
+    form = {"type": "json_schema", "schema": {"type": "object"}}
+    other = {"type": "json_schema", "schema": {"type": "string"}}
+    old, new = parse(output_format=form), parse(output_config={"format": form})
+
+    assert old.prompts[0].output_format.schema == new.prompts[0].output_format.schema
+    assert old.prompts[0].output_format.path == "output_format.schema"
+    assert old.digests == new.digests
+    assert parse(output_format=form, output_config={"format": form}) == old
+    assert refused(output_format=form, output_config={"format": other}).param == "output_format"
+    assert refused(max_tokens=0, output_format=form).param == "output_format"
+
+
 @pytest.mark.parametrize("name", sorted(wire.NEUTRAL))
 def test_a_refused_field_that_asks_for_nothing_is_fine(name: str) -> None:
     """Some clients send empty lists."""

@@ -50,6 +50,15 @@ def test_each_word_says_the_same(theirs: dict[str, Any], ours: dict[str, Any]) -
     assert json_schema(theirs) == ours
 
 
+def test_only_declared_members_are_answered() -> None:
+    """Whoever reads an answer into a class has no place for others; one may ask for them."""
+    declared = {"type": "OBJECT", "properties": {"a": {"type": "STRING"}}}
+
+    assert json_schema(declared)["additionalProperties"] is False
+    assert json_schema({**declared, "additionalProperties": True})["additionalProperties"] is True
+    assert "additionalProperties" not in json_schema({"type": "OBJECT"})
+
+
 def test_members_keep_their_names() -> None:
     """A member may be called like a word of the schema's."""
     members = {
