@@ -299,23 +299,22 @@ def digested(
     The hashes sample and group; they never prove equality.
     """
     data = memoryview(array("I", tokens[:TOKENS_MAX])).cast("B")
-    running, at = xxhash.xxh3_64(), 0
+    whole, size = len(data), 4 * block_size
     hashes: list[int] = []
     marks: list[Mark] = []
-    size = 4 * block_size
-    ends = iter(boundaries)
-    mark = next(ends, None)
-    for start in range(0, len(data), size):
-        end = min(start + size, len(data))
-        while mark is not None and 4 * mark.tokens <= end:
-            running.update(data[at : max(at, 4 * mark.tokens)])
-            at = max(at, 4 * mark.tokens)
-            marks.append(Mark(mark.path, mark.tokens, running.digest()))
-            mark = next(ends, None)
-        running.update(data[at:end])
-        at = end
-        if end - start == size:
-            hashes.append(running.intdigest())
+    running = xxhash.xxh3_64()
+    for end in range(size, whole + 1, size):
+        running.update(data[end - size : end])
+        hashes.append(running.intdigest())
+    running, at = xxhash.xxh3_64(), 0
+    for mark in boundaries:
+        end = 4 * mark.tokens
+        if end > whole:
+            break
+        if end > at:
+            running.update(data[at:end])
+            at = end
+        marks.append(Mark(mark.path, mark.tokens, running.digest()))
     return hashes, marks
 
 

@@ -97,19 +97,21 @@ class Answer:
         cached, now = await self._look(made, identity)
         requests = admit(call, rendered, identity, self._state.request_id, now, leases)
         self._state.epoch = now.info.epoch
+        most = limiting.estimate(requests, 0)
         account = Account(
             gateway.ledger,
             gateway.wall,
             self._state.request_id,
             identity,
             gateway.model,
-            most=limiting.estimate(requests, 0),
+            most=most,
             dialect=self._dialect.name,
             epoch=now.info.epoch,
             landings=gateway.landings,
             claim=None if self._named is None else self._named.claim,
         )
-        reservation = self._reserve(identity, limiting.estimate(requests, cached))
+        wanted = limiting.estimate(requests, cached) if cached else most
+        reservation = self._reserve(identity, wanted)
 
         def begun(found: int) -> None:
             """What the engine has found takes the place of what was thought."""

@@ -12,10 +12,11 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from aiohttp import web
+from msgspec import Struct
 
 from gateway.context import Context
 from gateway.dialects import openai_wire
@@ -65,8 +66,7 @@ class Route:
     shape: ErrorShape = PLAIN
 
 
-@dataclass(slots=True)
-class RequestState:
+class RequestState(Struct):
     """What is known of a request by and by; its log line in the end. `headers` go on its answer,
     whatever that will be. `operation`: what a trace calls it; "" is not traced. `epoch`: the
     engine's life in which it ran. `first_token_s` is
@@ -92,10 +92,10 @@ class RequestState:
     is_complete: bool = False
     operation: str = ""
     response_id: str = ""
-    finish_reasons: dict[int, str] = field(default_factory=dict)
+    finish_reasons: dict[int, str] = {}
     submitted_s: float | None = None
     settled_s: float | None = None
-    headers: dict[str, str] = field(default_factory=dict)
+    headers: dict[str, str] = {}
 
     def left(self) -> int:
         """The client is gone; the status it saw. After the last byte that is no loss."""

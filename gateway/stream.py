@@ -304,7 +304,8 @@ class AnswerStream:
         found: list[Delta] = []
         if all(started is not None for started in self._started):
             usage = self.usage_so_far()
-            found.append(Begin(replace(usage, out=0), self._contracts[0].diagnosis))
+            usage = replace(usage, out=0) if usage.out else usage
+            found.append(Begin(usage, self._contracts[0].diagnosis))
         if self._call.generation.echo and self._call.generation.prompt_logprobs is None:
             ids = self._rendered[prompt].token_ids
             found.extend(self._echo(prompt, [SampledToken(token_id) for token_id in ids]))

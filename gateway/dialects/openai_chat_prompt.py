@@ -112,6 +112,8 @@ def bad(path: str, what: str, code: str = "invalid_value") -> Refusal:
 
 def tools_of(fields: Sequence[ToolField]) -> tuple[Tool, ...]:
     """The functions, in their order. Raises Refusal."""
+    if not fields:
+        return ()
     found = []
     for number, field in enumerate(fields):
         path = f"tools[{number}]"
@@ -135,8 +137,13 @@ def tools_of(fields: Sequence[ToolField]) -> tuple[Tool, ...]:
     return tuple(found)
 
 
+_ANY_CHOICE = ToolChoice()
+
+
 def choice_of(choice: Choice | None, declared: Sequence[Tool], parallel: bool | None) -> ToolChoice:
     """What may be called. Raises Refusal."""
+    if choice is None and not declared and parallel is None:
+        return _ANY_CHOICE
     if choice is None or isinstance(choice, str):
         return tools.choice(choice or "auto", (), declared, parallel)
     if choice.type == "function" and choice.function is not None:
@@ -159,12 +166,12 @@ def choice_of(choice: Choice | None, declared: Sequence[Tool], parallel: bool | 
 
 def is_native(messages: Sequence[Message]) -> bool:
     """Has a part OpenAI's own mark?"""
-    return any(
-        isinstance(part, TextPart) and part.prompt_cache_breakpoint is not None
-        for message in messages
-        if isinstance(message.content, list)
-        for part in message.content
-    )
+    for message in messages:
+        if isinstance(message.content, list):
+            for part in message.content:
+                if isinstance(part, TextPart) and part.prompt_cache_breakpoint is not None:
+                    return True
+    return False
 
 
 def segments_of(messages: Sequence[Message], settings: cache.Settings) -> list[Segment]:

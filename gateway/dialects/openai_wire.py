@@ -220,8 +220,10 @@ def generation(
 
 def partition(fields: SamplingFields) -> str:
     """Whatever narrows the sharing scope, unambiguously joined."""
+    if not (fields.cache_salt or fields.prompt_cache_key or fields.extra_key):
+        return ""
     parts = (fields.cache_salt or "", fields.prompt_cache_key or "", fields.extra_key or "")
-    return "".join(f"{len(part)}:{part}" for part in parts) if any(parts) else ""
+    return "".join(f"{len(part)}:{part}" for part in parts)
 
 
 def check_stream_options(fields: GenerationFields) -> None:

@@ -22,7 +22,7 @@ class Detokenizer:
     def __init__(self, token_bytes: Callable[[int], bytes], stops: tuple[str, ...] = ()) -> None:
         assert all(stops), "an empty stop string would end every text"
         self._token_bytes = token_bytes
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._rest = b""
         self._stops = stops
         self._held = ""
         self.decoded = 0
@@ -33,21 +33,28 @@ class Detokenizer:
         """The text that is certain after one more token. Nothing more once a stop was found."""
         if self.stopped_by is not None:
             return ""
-        return self._advance(self._decoder.decode(self._token_bytes(token_id)))
+        return self._advance(self._decode(self._token_bytes(token_id)))
 
     def push_all(self, token_ids: Iterable[int]) -> str:
         """The same for several tokens; where no stop string has to be found among them."""
         assert not self._stops, "a stop string ends the text at its own token"
-        return self._advance(self._decoder.decode(b"".join(map(self._token_bytes, token_ids))))
+        return self._advance(self._decode(b"".join(map(self._token_bytes, token_ids))))
 
     def finish(self) -> str:
         """What was held back: no more tokens come."""
         if self.stopped_by is not None:
             return ""
-        text = self._advance(self._decoder.decode(b"", final=True))
+        text = self._advance(self._decode(b"", is_last=True))
         rest, self._held = self._held, ""
         self.released += len(rest)
         return text + rest
+
+    def _decode(self, new: bytes, *, is_last: bool = False) -> str:
+        """Whole characters; the beginning of one waits for its other bytes."""
+        data = self._rest + new if self._rest else new
+        text, used = codecs.utf_8_decode(data, "replace", is_last)
+        self._rest = data[used:]
+        return text
 
     def _advance(self, new: str) -> str:
         self.decoded += len(new)

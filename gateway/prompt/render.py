@@ -43,10 +43,12 @@ Bare = tuple[Role, str, str | None, int, str | None]
 
 
 class Shape(Struct, frozen=True):
-    """What the template makes of any chat with these roles and names: `steps` in its order, and
-    where each segment ends, without tokens."""
+    """What the template makes of any chat with these roles and names: `steps` in its order, the
+    token ids of its own pieces where something stands before them, and where each segment ends,
+    without tokens."""
 
     steps: tuple[Step, ...]
+    inner: tuple[tuple[int, ...], ...]
     boundaries: tuple[Boundary, ...]
 
 
@@ -186,15 +188,17 @@ class Renderer:
             return None
         if _continues(prompt):
             steps = _open_ended(steps, len(segments) - 1)
-        return Shape(steps, _boundaries(arranged, {}))
+        encode = self.tokenizer.encode
+        inner = [encode(step.text, specials=True, is_first=False) for step in steps]
+        return Shape(steps, tuple(inner), _boundaries(arranged, {}))
 
     def _shaped(self, prompt: Prompt, shape: Shape) -> Rendered:
         ids: list[int] = []
         ends = [0] * len(prompt.segments)
         encode = self.tokenizer.encode
-        for step in shape.steps:
+        for step, known in zip(shape.steps, shape.inner, strict=True):
             if step.part is None:
-                ids += encode(step.text, specials=True, is_first=not ids)
+                ids += known if ids else encode(step.text, specials=True)
                 continue
             text = prompt.segments[step.part].text
             ids += encode(
