@@ -356,14 +356,20 @@ class Surveyed(Struct, frozen=True, tag="surveyed", forbid_unknown_fields=True):
 
 
 class NamespaceStats(Struct, frozen=True, forbid_unknown_fields=True):
-    """What one namespace holds and asks for now. `promised_blocks`: under a live promise."""
+    """What one namespace holds and asks for now. `promised_by_class`: blocks under a live promise,
+    each in the class that promises it longest."""
 
     namespace: Namespace
     blocks: Count
     pinned_blocks: Count
     running: Count
     waiting: Count
-    promised_blocks: Count = 0
+    promised_by_class: dict[str, Count] = {}
+
+    @property
+    def promised_blocks(self) -> int:
+        """Blocks under a live promise."""
+        return sum(self.promised_by_class.values())
 
 
 class Stats(Struct, frozen=True, tag="stats", forbid_unknown_fields=True):

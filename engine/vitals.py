@@ -98,7 +98,7 @@ class Vitals:
                     pinned_blocks=uses[name].pinned if name in uses else 0,
                     running=running[name],
                     waiting=waiting[name],
-                    promised_blocks=uses[name].promised if name in uses else 0,
+                    promised_by_class=uses[name].promised if name in uses else {},
                 )
                 for name in sorted(uses.keys() | running.keys() | waiting.keys())
             ),

@@ -7,11 +7,20 @@ both. It knows no dialect and no engine state.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
 from engine.api import Retention
+from tenancy.errors import BadName, BadPrice
+from tenancy.pricing import ANY, RateCard
+
+RESOURCE = "resource"
+"""What cached contents are held in: of their own expiry, and not to be asked for by name."""
+
+BEST_EFFORT = "best_effort"
+"""What is held without a promise, where storage is counted by class."""
 
 Seconds = Annotated[float, Meta(ge=0, le=366 * 86_400)]
 
@@ -94,6 +103,26 @@ class CachingConfig(Struct, frozen=True, forbid_unknown_fields=True):
     def all_classes(self) -> dict[str, RetentionClass]:
         """By name."""
         return {**default_classes(), **self.classes}
+
+    def check_classes(self, names: Iterable[str]) -> None:
+        """Raises BadName for one that is no class here: a slip of the pen would promise nothing,
+        without a word."""
+        if message := self._unknown(names, ()):
+            raise BadName("retention_unknown", message)
+
+    def check_card(self, card: RateCard) -> None:
+        """Raises BadPrice for a price of a class that there is not: nobody would pay it."""
+        message = self._unknown(card.cache_write, (ANY, RESOURCE))
+        message = message or self._unknown(card.storage, (ANY, RESOURCE, BEST_EFFORT))
+        if message:
+            raise BadPrice("retention_unknown", message)
+
+    def _unknown(self, names: Iterable[str], more: Iterable[str]) -> str:
+        known = sorted({*self.all_classes(), *more})
+        for name in names:
+            if name not in known:
+                return f"there is no retention class {name[:80]!r} (there are: {', '.join(known)})"
+        return ""
 
     def retention(self, name: str) -> Retention | None:
         """The class of that name."""

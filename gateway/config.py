@@ -284,6 +284,8 @@ def _checked(config: Config, origin: Origin) -> Config:
     _check_endpoint(config.tracing.endpoint, at("tracing.endpoint"))
     try:
         check_declared(config.tenants or ())
+        for tenant in config.tenants or ():
+            config.caching.check_classes(tenant.classes or ())
     except BadName as error:
         raise ConfigError(f"{at('tenants')}: {error.message}") from error
     try:

@@ -100,6 +100,14 @@ def query(request: web.Request, *names: str) -> Mapping[str, str]:
     return given
 
 
+def no_body(request: web.Request) -> None:
+    """What is asked for stands in the query alone: a body that was meant to narrow it would be
+    passed over. Raises Refusal."""
+    if request.body_exists and request.content_length != 0:
+        message = "This takes no body; what it takes stands in the query."
+        raise Refusal(Kind.BAD, "unexpected_body", message)
+
+
 def whole(given: Mapping[str, str], name: str, default: int, most: int) -> int:
     """A number from 1 to `most`. Raises Refusal."""
     text = given.get(name)

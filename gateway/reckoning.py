@@ -1,4 +1,5 @@
-"""Every minute, and at the end: what the engine and the metrics have counted, beside the ledger.
+"""What the engine and the metrics have counted, beside the ledger: noted when a life of the engine
+begins, every minute, and at the end.
 
 The counts are kept by engine life in the database, where `trunkline reconcile` compares them. A
 difference that nothing explains is logged as `counts_apart`. It bills nothing; `app` runs it.
@@ -16,6 +17,9 @@ from tenancy.ledger import EngineTotals
 from tenancy.reconcile import Counts, reconcile
 
 EVERY_S = 60.0
+LOOK_EVERY_S = 0.5
+"""For a new life of the engine: one that ends before its first note would not be known of."""
+
 PATIENCE_S = 5.0
 """How long the engine may take to say what it has counted."""
 
@@ -86,7 +90,14 @@ class Reckoning:
         return True
 
     async def _watch(self) -> None:
+        clock, engine = self._gateway.clock, self._gateway.engine
+        known, noted_s = "", clock()
         while True:
-            await asyncio.sleep(EVERY_S)
-            await self.note()
-            await self.check()
+            await asyncio.sleep(LOOK_EVERY_S)
+            if engine.info is not None and engine.ready() and engine.info.epoch != known:
+                known = engine.info.epoch
+                await self.note()
+            if clock() - noted_s >= EVERY_S:
+                noted_s = clock()
+                await self.note()
+                await self.check()

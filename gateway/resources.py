@@ -10,20 +10,20 @@ import msgspec
 from msgspec.structs import replace
 
 from engine.api import Retention
+from gateway.cache_terms import RESOURCE
 from gateway.context import Context
 from gateway.dialects.canonical import Prompt, Segment
 from gateway.errors import Kind, Refusal
 from tenancy.resources import Resource, find_resource
 from tenancy.types import Identity
 
-CLASS = "resource"
 PREFIX = "cachedContents/"
 
 
 def retention(expires_ms: int, now_ms: int) -> Retention:
     """Promised until then, whatever is read meanwhile."""
     left_s = max(0.0, (expires_ms - now_ms) / 1000)
-    return Retention(CLASS, left_s, left_s, "absolute", renewed_on_read=False, pinned=True)
+    return Retention(RESOURCE, left_s, left_s, "absolute", renewed_on_read=False, pinned=True)
 
 
 def load(gateway: Context, name: str, identity: Identity) -> tuple[Resource, Prompt]:
@@ -67,9 +67,9 @@ def joined(stored: Prompt, sent: Prompt) -> Prompt:
 def marked(stored: Prompt) -> Prompt:
     """With the breakpoint that holds it: after its last segment, or its last tool."""
     if stored.segments:
-        last = replace(stored.segments[-1], retention=CLASS)
+        last = replace(stored.segments[-1], retention=RESOURCE)
         return replace(stored, segments=(*stored.segments[:-1], last))
-    tool = replace(stored.tools[-1], retention=CLASS)
+    tool = replace(stored.tools[-1], retention=RESOURCE)
     return replace(stored, tools=(*stored.tools[:-1], tool))
 
 

@@ -15,6 +15,7 @@ from contextlib import suppress
 
 from engine.api import Stats
 from engine.errors import EngineError
+from gateway.cache_terms import BEST_EFFORT
 from gateway.context import Context
 from gateway.erasure import forget_removed, owner_of, parts_of
 from gateway.quotas import QuotaNews
@@ -29,15 +30,14 @@ CHURN_EVERY_S = 5.0
 """What an engine tells that dies is lost between two looks."""
 
 WRITE_EVERY_S = 60.0
-PROMISED, BEST_EFFORT = "promised", "best_effort"
 NANO = 1_000_000_000
 
 Key = tuple[int, str]
-"""A tenant's id and `promised` or `best_effort`."""
+"""A tenant's id, and the class that promises it longest, or `best_effort`."""
 
 
 class StorageMeter:
-    """Whole token-seconds by tenant and kind; what is less than one is carried on. Pure."""
+    """Whole token-seconds by tenant and class; what is less than one is carried on. Pure."""
 
     def __init__(self) -> None:
         self._since_ns: int | None = None
@@ -75,16 +75,16 @@ class StorageMeter:
 
 
 def held(stats: Stats, block_size: int) -> dict[Key, int]:
-    """Tokens' worth of blocks by tenant and kind."""
+    """Tokens' worth of blocks by tenant and class."""
     found: dict[Key, int] = defaultdict(int)
     for one in stats.namespaces:
         parts = parts_of(one.namespace)
         if not parts or not parts[0].isdigit():
             continue
-        promised = min(one.promised_blocks, one.blocks)
-        for kind, blocks in ((PROMISED, promised), (BEST_EFFORT, one.blocks - promised)):
+        rest = one.blocks - one.promised_blocks
+        for name, blocks in (*one.promised_by_class.items(), (BEST_EFFORT, rest)):
             if blocks:
-                found[int(parts[0]), kind] += blocks * block_size
+                found[int(parts[0]), name] += blocks * block_size
     return dict(found)
 
 
@@ -152,10 +152,10 @@ class StorageWatch:
         tiers = {tenant.tenant_id: tenant.tier for tenant, _ in tenants}
         measured, at_ms = self._meter.take(), gateway.wall()
         written = {
-            (tenant_id, kind): gateway.ledger.add_storage(
-                StorageReading(tenant_id, kind, seconds, at_ms, gateway.model, tiers[tenant_id])
+            (tenant_id, name): gateway.ledger.add_storage(
+                StorageReading(tenant_id, name, seconds, at_ms, gateway.model, tiers[tenant_id])
             )
-            for (tenant_id, kind), seconds in measured.items()
+            for (tenant_id, name), seconds in measured.items()
             if tenant_id in tiers
         }
         for key, future in written.items():

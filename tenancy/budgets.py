@@ -18,7 +18,7 @@ from typing import Literal
 from msgspec import Struct
 
 from tenancy.errors import BadPrice, BudgetExceeded
-from tenancy.pricing import PICO_PER_MICRO
+from tenancy.pricing import LATEST_MS, PICO_PER_MICRO
 from tenancy.store import Store, Transaction, filled_up, marks
 from tenancy.types import WallClock
 
@@ -26,8 +26,6 @@ Window = Literal["day", "month"]
 DAY_MS = 86_400_000
 MICROS_MAX = 10**18
 WINDOWS_AT_ONCE = 64
-LATEST_MS = 253_370_764_800_000
-"""The year 9999: the calendar ends there."""
 
 
 class Budget(Struct, frozen=True, forbid_unknown_fields=True):

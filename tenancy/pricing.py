@@ -23,6 +23,9 @@ PRICE_MAX = 10**12
 
 CHARGE_MAX = 2**63 - 1
 SECONDS_PER_HOUR = 3_600
+LATEST_MS = 253_370_764_800_000
+"""The year 9999: the calendar ends there."""
+
 ANY = "*"
 CLASSES_MAX = 32
 CHARGED = frozenset({"done", "cancelled"})
@@ -212,8 +215,12 @@ def check_card(card: RateCard) -> None:
         if not 0 <= value <= PRICE_MAX:
             hint = f"is not between 0 and {PRICE_MAX} micro-dollars per million tokens"
             raise _bad(name, f"a price of {value} {hint}")
-    if card.valid_from_ms < 0:
-        raise _bad("valid_from_ms", f"{card.valid_from_ms} is no time")
+    for what, at_ms in (
+        ("valid_from_ms", card.valid_from_ms),
+        ("valid_until_ms", card.valid_until_ms or 0),
+    ):
+        if not 0 <= at_ms <= LATEST_MS:
+            raise _bad(what, f"{at_ms} is no time before the year 9999")
     if card.valid_until_ms is not None and card.valid_until_ms <= card.valid_from_ms:
         raise _bad("valid_until_ms", "a card has to end after it begins")
 

@@ -94,6 +94,8 @@ def _check_account(holdings: Holdings, account: Account) -> None:
     count(cached, account.cached, "cached")
     count(evictable, account.evictable, "evictable")
     count([node for node in nodes if node.promised], account.promised, "promised")
+    classes = Counter(node.promised_as for node in nodes if node.promised)
+    _expect(classes == account.promised_in, f"{account.namespace!r}: promised by class", classes)
     count(leaves, len(account.order), "in the eviction order")
     order = [(node.last_use_s, node.serial) for node in leaves]
     _expect(sorted(order) == [entry[:2] for entry in account.order], "the eviction order", order)

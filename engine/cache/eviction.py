@@ -12,6 +12,7 @@ Pure bookkeeping: it knows no pool and no clock. Only `prefix_cache` calls it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
 from sortedcontainers import SortedList
@@ -24,8 +25,9 @@ class Account:
     """What one namespace holds. All counts are blocks.
 
     `held`: allocated to it. `cached`: of these, in the tree and in nobody's table. `evictable`: of
-    these, not promised. `promised`: in the tree under a live promise; `reserved`: promised to
-    running requests that have not computed them yet. `order`: evictable leaves, oldest use first.
+    these, not promised. `promised`: in the tree under a live promise, `promised_in` by its class;
+    `reserved`: promised to running requests that have not computed them yet. `order`: evictable
+    leaves, oldest use first.
     """
 
     __slots__ = (
@@ -35,6 +37,7 @@ class Account:
         "namespace",
         "order",
         "promised",
+        "promised_in",
         "reserved",
         "share",
         "tables",
@@ -52,6 +55,7 @@ class Account:
         self.cached = 0
         self.evictable = 0
         self.promised = 0
+        self.promised_in: Counter[str] = Counter()
         self.reserved = 0
         self.write_epoch = 0
 
@@ -63,7 +67,11 @@ class Account:
         self.evictable += blocks
         self.share.evictable += blocks
 
-    def add_promised(self, blocks: int) -> None:
+    def add_promised(self, retention: str, blocks: int) -> None:
+        """In a class; the sums follow."""
+        self.promised_in[retention] += blocks
+        if not self.promised_in[retention]:
+            del self.promised_in[retention]
         self.promised += blocks
         self.share.promised += blocks
 

@@ -237,13 +237,16 @@ class Holdings:
             self._enter_if_leaf(account, parent)
         return gone
 
-    def set_promised(self, account: Account, node: Node, promised: bool) -> None:
-        """Move a node between best effort and promised."""
+    def set_promised(self, account: Account, node: Node, promised_as: str | None) -> None:
+        """Move a node between best effort (None) and promised in a class."""
         is_cached = self.pool.ref_count[node.block] == 1
         if is_cached:
             self._uncount(account, node)
-        account.add_promised(1 if promised else -1)
-        node.promised = promised
+        if node.promised_as is not None:
+            account.add_promised(node.promised_as, -1)
+        if promised_as is not None:
+            account.add_promised(promised_as, 1)
+        node.promised_as = promised_as
         if is_cached:
             self._count(account, node)
 
@@ -271,9 +274,9 @@ class Holdings:
         """The tree drops its hold on a node that has just been removed."""
         if self.pool.ref_count[node.block] == 1:
             self._uncount(account, node)
-        if node.promised:
-            node.promised = False
-            account.add_promised(-1)
+        if node.promised_as is not None:
+            account.add_promised(node.promised_as, -1)
+            node.promised_as = None
         self.node_of[node.block] = None
         if self.pool.drop_ref(node.block) == 0:
             self._freed(node.block)

@@ -142,12 +142,12 @@ class LeaseBook:
         if not node.timed_limit and terms.limit_at_s < math.inf:
             node.timed_limit = True
             self._limits.add(terms.limit_at_s, (account, node))
-        promised = terms.promise_at_s > now_s
-        if promised and not node.timed_promise and terms.promise_at_s < math.inf:
+        promised_as = terms.promised_as if terms.promise_at_s > now_s else None
+        if promised_as is not None and not node.timed_promise and terms.promise_at_s < math.inf:
             node.timed_promise = True
             self._promises.add(terms.promise_at_s, (account, node))
-        if promised != node.promised:
-            self._holdings.set_promised(account, node, promised)
+        if promised_as != node.promised_as:
+            self._holdings.set_promised(account, node, promised_as)
 
     def lapse(self, now_s: float) -> None:
         """Promises whose time is over become best effort."""

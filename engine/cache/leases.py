@@ -28,17 +28,20 @@ def promise_of(retention: Retention) -> float:
 class Terms:
     """What the leases on one block come to.
 
-    `limit_at_s`: not matched at or after. `promise_at_s`: not evicted before. A read at t moves
-    them to at least t + `renew_*_s`; the end of a use at t to at least t + `use_*_s`.
-    `lease_ids`: whose leases cover it, for erasure.
+    `limit_at_s`: not matched at or after. `promise_at_s`: not evicted before, as the class
+    `promised_as` has it. A read at t moves them to at least t + `renew_*_s`; the end of a use at t
+    to at least t + `use_*_s`. `lease_ids`: whose leases cover it, for erasure.
     """
 
     __slots__ = (
         "lease_ids",
         "limit_at_s",
         "promise_at_s",
+        "promised_as",
+        "renew_as",
         "renew_limit_s",
         "renew_promise_s",
+        "use_as",
         "use_limit_s",
         "use_promise_s",
     )
@@ -50,6 +53,7 @@ class Terms:
         self.renew_promise_s = -math.inf
         self.use_limit_s = -math.inf
         self.use_promise_s = -math.inf
+        self.promised_as = self.renew_as = self.use_as = ""
         self.lease_ids: tuple[str, ...] = ()
 
     def extend(
@@ -61,13 +65,15 @@ class Terms:
         renewed = retention.renewed_on_read and retention.clock != "absolute"
         base_s = now_s if renewed and retention.clock == "last_use" else started_s
         self.limit_at_s = max(self.limit_at_s, base_s + limit_s)
-        self.promise_at_s = max(self.promise_at_s, base_s + promise_s)
+        self._promise(base_s + promise_s, retention.name)
         if renewed:
             self.renew_limit_s = max(self.renew_limit_s, limit_s)
-            self.renew_promise_s = max(self.renew_promise_s, promise_s)
+            if promise_s > self.renew_promise_s:
+                self.renew_promise_s, self.renew_as = promise_s, retention.name
             if retention.clock == "last_use":
                 self.use_limit_s = max(self.use_limit_s, limit_s)
-                self.use_promise_s = max(self.use_promise_s, promise_s)
+                if promise_s > self.use_promise_s:
+                    self.use_promise_s, self.use_as = promise_s, retention.name
         if lease_id not in self.lease_ids:
             self.lease_ids = (*self.lease_ids, lease_id)
 
@@ -75,7 +81,7 @@ class Terms:
         """It was read. `promise`: it may be promised anew."""
         self.limit_at_s = max(self.limit_at_s, now_s + self.renew_limit_s)
         if promise:
-            self.promise_at_s = max(self.promise_at_s, now_s + self.renew_promise_s)
+            self._promise(now_s + self.renew_promise_s, self.renew_as)
 
     def hold(self, now_s: float) -> None:
         """It is in use now: a clock that counts from the last use has not begun to run."""
@@ -85,7 +91,11 @@ class Terms:
         """It was in use until now: a clock that counts from the last use starts again."""
         self.limit_at_s = max(self.limit_at_s, now_s + self.use_limit_s)
         if promise:
-            self.promise_at_s = max(self.promise_at_s, now_s + self.use_promise_s)
+            self._promise(now_s + self.use_promise_s, self.use_as)
+
+    def _promise(self, until_s: float, name: str) -> None:
+        if until_s > self.promise_at_s:
+            self.promise_at_s, self.promised_as = until_s, name
 
 
 class Deadlines(Generic[Item]):

@@ -79,7 +79,7 @@ class PrefixCache:
     def namespaces(self) -> tuple[NamespaceUse, ...]:
         """What each namespace holds. O(namespaces)."""
         return tuple(
-            NamespaceUse(a.namespace, a.held, a.held - a.cached, a.promised)
+            NamespaceUse(a.namespace, a.held, a.held - a.cached, dict(a.promised_in))
             for a in self._holdings.accounts.values()
         )
 

@@ -24,8 +24,9 @@ class Node:
     """One block of the tree. `terms` None: best effort, no limit of its own. `hits`: how often it
     was matched. `since_s`: when it came.
 
-    `promised` and `in_order` mirror the account's books (see `eviction`), `timed_limit` and
-    `timed_promise` whether a deadline is set. A node that left its tree has no parent.
+    `promised_as` (the class it is promised in now) and `in_order` mirror the account's books (see
+    `eviction`), `timed_limit` and `timed_promise` whether a deadline is set. A node that left its
+    tree has no parent.
     """
 
     __slots__ = (
@@ -36,7 +37,7 @@ class Node:
         "last_use_s",
         "order",
         "parent",
-        "promised",
+        "promised_as",
         "run",
         "serial",
         "since_s",
@@ -55,10 +56,15 @@ class Node:
         self.hits = 0
         self.since_s = self.last_use_s = 0.0
         self.terms: Terms | None = None
-        self.promised = False
+        self.promised_as: str | None = None
         self.in_order = False
         self.timed_limit = False
         self.timed_promise = False
+
+    @property
+    def promised(self) -> bool:
+        """Not evicted now."""
+        return self.promised_as is not None
 
     def below(self) -> Iterator[Node]:
         """Itself and everything under it, children before parents. Does not recurse."""

@@ -34,9 +34,10 @@ class CacheStats(Struct, frozen=True):
 
 
 class NamespaceUse(Struct, frozen=True):
-    """Blocks allocated to a namespace; of them, that a table holds; and under a live promise."""
+    """Blocks allocated to a namespace; of them, that a table holds; and under a live promise, by
+    its class."""
 
     namespace: Namespace
     blocks: int
     pinned: int
-    promised: int
+    promised: dict[str, int]

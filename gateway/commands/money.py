@@ -47,7 +47,9 @@ def _prices(options: argparse.Namespace, config: Config, write: Write) -> Answer
     """All versions of all cards, or a new one."""
     with opened(config) as store:
         if options.add is not None:
-            card = add_card(store, wall_ms, _read_card(options.add))
+            card = _read_card(options.add)
+            config.caching.check_card(card)
+            card = add_card(store, wall_ms, card)
             text = f"{card.rate_card_id} is in force from {_instant(card.valid_from_ms)}"
             return Answer(text, structs.asdict(card))
         rows = [{"id": card.rate_card_id, **structs.asdict(card)} for card in load_cards(store)]

@@ -49,6 +49,7 @@ DAYS_MAX = 36_500
 def tenant_create(config: Config, name: str, changes: Mapping[str, object]) -> Answer:
     """Make a tenant."""
     settings = changed(TenantSettings(), changes)
+    config.caching.check_classes(settings.classes or ())
     with opened(config) as store:
         create_tenant(
             store, wall_ms, name, settings.policy, tier=settings.tier, limits=settings.limits
@@ -70,6 +71,7 @@ def tenant_set(config: Config, name: str, changes: Mapping[str, object]) -> Answ
     """Change what is named."""
     if not changes:
         raise BadName("nothing_to_set", "say what to set: `trunkline tenant set --help` lists it")
+    config.caching.check_classes(changed(TenantSettings(), changes).classes or ())
     with opened(config) as store:
         change_tenant(store, name, changes)
         return _about(store, name, f"tenant {name} changed")

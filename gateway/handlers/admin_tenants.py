@@ -115,6 +115,7 @@ class _Desk:
 
     async def create_tenant(self, request: web.Request) -> web.StreamResponse:
         body = await self._read(request, NewTenant)
+        self._gateway.config.caching.check_classes(body.classes or ())
         await asyncio.to_thread(
             registry.create_tenant,
             self._store,
@@ -138,7 +139,9 @@ class _Desk:
         if status not in (None, "active", "suspended"):
             message = "status: 'active' or 'suspended'."
             raise Refusal(Kind.BAD, "invalid_value", message, param="status")
-        convert(body, TenantSettings, "")  # each wrong field by its path, before anything changes
+        # Each wrong field by its path, before anything changes.
+        settings = convert(body, TenantSettings, "")
+        self._gateway.config.caching.check_classes(settings.classes or ())
         if body:
             await asyncio.to_thread(registry.change_tenant, self._store, name, body)
         if status is not None:

@@ -16,6 +16,7 @@ from msgspec.structs import replace
 
 from engine.errors import EngineError
 from gateway.answer import Answer
+from gateway.cache_terms import RESOURCE
 from gateway.context import Context
 from gateway.dialects import gemini, gemini_cached
 from gateway.dialects.canonical import CacheAsk, Call, Delta, Generation, Prompt, Reply
@@ -23,7 +24,7 @@ from gateway.endpoints import Encoder
 from gateway.errors import Kind, Refusal
 from gateway.middleware import STATE, Handler, Route
 from gateway.prepare import check_model, prepare
-from gateway.resources import CLASS, PREFIX, load, marked, retention
+from gateway.resources import PREFIX, load, marked, retention
 from gateway.server import read_body, send
 from tenancy.errors import BadName
 from tenancy.resources import (
@@ -98,7 +99,7 @@ async def _create(gateway: Context, request: web.Request, identity: Identity) ->
     )
     check_model(gateway, call)
     terms = retention(asked.expires_ms, now_ms)
-    made = await prepare(gateway, call, identity, {CLASS: terms})
+    made = await prepare(gateway, call, identity, {RESOURCE: terms})
     tokens = made.rendered[0].boundaries[-1].tokens
     least = gateway.config.caching.profile("gemini").min_tokens
     if tokens < least:
@@ -108,7 +109,7 @@ async def _create(gateway: Context, request: web.Request, identity: Identity) ->
     made = replace(
         made, rendered=[replace(made.rendered[0], token_ids=made.rendered[0].token_ids[:tokens])]
     )
-    contract = gateway.contracts.resolve(call, made.rendered[0], made.scope, {CLASS: terms})
+    contract = gateway.contracts.resolve(call, made.rendered[0], made.scope, {RESOURCE: terms})
     made = replace(made, contracts=[contract])
     resource = Resource(
         resource_id=secrets.token_hex(16),
@@ -222,11 +223,11 @@ async def _delete(gateway: Context, request: web.Request, identity: Identity) ->
     )
     try:
         terms = retention(resource.expires_ms, gateway.wall())
-        made = await prepare(gateway, call, identity, {CLASS: terms})
+        made = await prepare(gateway, call, identity, {RESOURCE: terms})
         space, book = made.scope.namespace, gateway.contracts.entries
         for lease in made.contracts[0].leases:
             key = (space, bytes.fromhex(lease.lease_id))
-            if book.give_up(key, CLASS, gateway.clock()):
+            if book.give_up(key, RESOURCE, gateway.clock()):
                 await gateway.engine.erase(space, lease_id=lease.lease_id)
     except (EngineError, Refusal) as error:
         # Nobody can name it any more; what an engine still holds goes when its lease ends.

@@ -53,6 +53,7 @@ def routes(gateway: Context) -> tuple[Route, ...]:
                 " operator may erase it."
             )
             raise Refusal(Kind.PERMISSION, "shared_scope", message)
+        plain.no_body(request)
         lease_id = plain.query(request, "lease_id").get("lease_id")
         if lease_id is not None and len(lease_id) > erasure.LEASE_ID_SIGNS_MAX:
             raise Refusal(

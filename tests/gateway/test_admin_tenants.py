@@ -243,7 +243,8 @@ async def test_changes_made_at_once_are_all_made(admin: Admin) -> None:
         ({"name": "x", "ceiling_blocks": 1.5}, 400, "invalid_value", "ceiling_blocks"),
         ({"name": "x", "requests_per_minute": 0}, 400, "bad_limits", None),
         ({"name": "x", "tokens_per_minute": 10**18}, 400, "bad_limits", None),
-        ({"name": "x", "classes": ["a/b"]}, 400, "bad_name", None),
+        ({"name": "x", "classes": ["a/b"]}, 400, "retention_unknown", None),
+        ({"name": "x", "classes": ["1h", "5min"]}, 400, "retention_unknown", None),
         ({"name": "x", "is_declared": True}, 400, "invalid_value", None),
     ],
 )

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from gateway.cache_terms import CacheProfile, CachingConfig, RetentionClass
+from tenancy.errors import BadPrice
+from tenancy.pricing import RateCard
 
 
 def test_the_hosted_classes_are_built_in() -> None:
@@ -25,3 +29,18 @@ def test_an_operator_adds_classes_and_replaces_profiles() -> None:
     assert (found.name, found.promise_s, found.limit_s) == ("9d", 777_600, None)
     assert config.profile("openai").granularity == 128
     assert config.profile("anthropic").lookup == "written"
+
+
+def test_prices_are_for_classes_that_there_are() -> None:
+    """An operator's own among them, and what no client asks for by name."""
+    config = CachingConfig(classes={"9d": RetentionClass(777_600)})
+    config.check_card(
+        RateCard(
+            "x",
+            cache_write={"5m": 1, "9d": 2, "resource": 3, "*": 4},
+            storage={"1h": 1, "resource": 2, "best_effort": 3, "*": 4},
+        )
+    )
+
+    with pytest.raises(BadPrice, match="there is no retention class '8d'"):
+        config.check_card(RateCard("x", cache_write={"8d": 1}))

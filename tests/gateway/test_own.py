@@ -142,6 +142,17 @@ async def test_a_tenant_erases_its_own_cache_and_has_a_receipt(house: House) -> 
     await house.check_quiet()
 
 
+async def test_what_to_erase_is_not_read_from_a_body(house: House) -> None:
+    """Whoever names one lease in the wrong place must not lose them all."""
+    await house.ask(body=house.chat(LONG))
+    status, body, _ = await house.ask("/v1/cache", {"lease_id": "00" * 16}, method="DELETE")
+    empty, _, _ = await house.ask("/v1/cache", b"", method="DELETE")
+
+    assert (status, body["error"]["code"]) == (400, "unexpected_body")
+    assert empty == 200
+    assert house.store.query("select count(*) from erasures") == [(1,)]
+
+
 @pytest.mark.parametrize("lease_id", ["x", "00" * 16, "y" * 5_000])
 async def test_a_lease_that_is_not_ones_own_is_not_there(house: House, lease_id: str) -> None:
     """C11: a guess finds nothing and erases nothing."""

@@ -69,6 +69,14 @@ async def test_while_something_runs_nothing_is_compared(house: House) -> None:
     assert await house.gateway._reckoning.check()
 
 
+async def test_a_life_of_the_engine_is_known_from_its_beginning(house: House) -> None:
+    """One that dies in its first minute leaves entries that somebody will ask about."""
+    await house.until(lambda: bool(reconcile(house.store)))
+
+    (epoch,) = reconcile(house.store)
+    assert (epoch.epoch, epoch.entries) == ("1", 0)
+
+
 async def test_a_difference_is_logged(house: House) -> None:
     """Tokens in the ledger that no engine computed are a mistake of somebody's."""
     await house.ask(body=house.chat())

@@ -10,9 +10,14 @@ from hypothesis import strategies as st
 
 from engine.api import NamespaceStats, Quota, Stats
 from engine.cache import PrefixCache
-from gateway.storage_meter import BEST_EFFORT, NANO, PROMISED, StorageMeter, StorageWatch, held
+from gateway.cache_terms import BEST_EFFORT
+from gateway.metering import wall_ms
+from gateway.storage_meter import NANO, StorageMeter, StorageWatch, held
 from tenancy.bookkeeping import StorageReading
+from tenancy.cost_rows import cost_rows
 from tenancy.errors import LedgerUnavailable, StoreError
+from tenancy.pricing import RateCard
+from tenancy.rate_cards import add_card
 from tests.fakes import FakeClock
 from tests.gateway.house import House
 
@@ -31,6 +36,10 @@ def stats(**blocks: int) -> Stats:
     )
 
 
+def text(words: str, **more: object) -> dict[str, object]:
+    return {"type": "text", "text": words, **more}
+
+
 def test_a_reading_stands_until_the_next() -> None:
     """Five blocks of sixteen tokens for ten seconds."""
     meter = StorageMeter()
@@ -42,20 +51,20 @@ def test_a_reading_stands_until_the_next() -> None:
     assert meter.take() == {}
 
 
-def test_promised_and_other_blocks_are_two_kinds() -> None:
+def test_promised_blocks_are_held_in_their_class() -> None:
     """Workspaces of a tenant are one tenant."""
     found = held(
         Stats(
             namespaces=(
-                NamespaceStats(space(1), 5, 0, 0, 0, promised_blocks=2),
-                NamespaceStats(space(1, "lab"), 1, 0, 0, 0),
+                NamespaceStats(space(1), 5, 0, 0, 0, {"1h": 2, "5m": 1}),
+                NamespaceStats(space(1, "lab"), 1, 0, 0, 0, {"1h": 1}),
                 NamespaceStats(b"", 9, 0, 0, 0),
             )
         ),
         16,
     )
 
-    assert found == {(1, PROMISED): 32, (1, BEST_EFFORT): 64}
+    assert found == {(1, "1h"): 48, (1, "5m"): 16, (1, BEST_EFFORT): 32}
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 3 * NANO), st.booleans()), max_size=30))
@@ -94,6 +103,31 @@ def test_the_tenants_sum_is_what_the_pool_has_in_use(prompts: list[tuple[int, li
     seen = Stats(namespaces=tuple(NamespaceStats(u.namespace, u.blocks, 0, 0, 0) for u in uses))
     used = cache.stats()
     assert sum(held(seen, 4).values()) == 4 * (used.blocks - used.free)
+
+
+async def test_what_is_held_for_an_hour_is_charged_as_such(house: House) -> None:
+    """From the mark in a request to the cost row: a price for a class finds what it is for."""
+    context, clock = house.gateway.context, FakeClock()
+    card = add_card(house.store, wall_ms, RateCard("list", storage={"1h": 20_000}))
+    hour = {"type": "ephemeral", "ttl": "1h"}
+    messages = [{"role": "user", "content": [text("word " * 40, cache_control=hour)]}]
+    asked = {"model": house.model, "max_tokens": 2, "messages": messages}
+    status, _, _ = await house.ask("/v1/messages", asked)
+    await house.until(lambda: context.engine.stats.cached_blocks > 0)
+    context.clock = clock
+    watch = StorageWatch(context)
+    await watch.close()
+    clock.advance(3_600.0)
+    await watch.close()
+
+    ((tokens, card_id),) = house.store.query(
+        "select token_seconds / 3600, rate_card_id from storage_hours where class = '1h'"
+    )
+    rows = list(cost_rows(house.store, "ada", 0, None, "us"))
+    (row,) = (row for row in rows if row["ChargeDescription"] == "storage:1h")
+    assert (status, card_id) == (200, card.rate_card_id)
+    assert tokens >= 200
+    assert row["x_BilledPico"] == tokens * 20_000
 
 
 @pytest.mark.parametrize("part", ["store", "ledger"])

@@ -198,6 +198,29 @@ def test_a_lapsed_promise_is_renewed_where_there_is_room() -> None:
     assert cache.stats().promised == 2
 
 
+def test_a_block_is_held_in_the_class_that_promises_it_longest() -> None:
+    """Storage is billed by class: each block once, in one of them, as its promises come and go."""
+    hour = Retention("hour", promise_s=3600, limit_s=3600)
+
+    def held_in() -> dict[str, int]:
+        (use,) = cache.namespaces()
+        return use.promised
+
+    cache = PrefixCache(blocks=16, block_size=SIZE)
+    run(cache, WORDS, 0.0, lease(FIVE, 8))
+    assert held_in() == {"five": 2}
+    run(cache, [*WORDS, *WORDS], 100.0, lease(hour, 4, "h"), lease(FIVE, 16, "f"))
+    assert held_in() == {"hour": 1, "five": 3}
+    run(cache, [*WORDS, 7, 7, 7, 7], 399.0, lease(hour, 8, "h"))
+
+    assert held_in() == {"hour": 2, "five": 2}
+    cache.check()
+    cache.expire(400.0)
+    assert held_in() == {"hour": 2}
+    cache.erase(US, lease_id="h")
+    cache.check()
+
+
 def test_a_promise_is_clipped_to_the_namespaces_ceiling() -> None:
     """Nobody is promised more than it may hold."""
     cache = PrefixCache(blocks=16, block_size=SIZE)
