@@ -8,6 +8,7 @@ it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 from tenancy.store import Transaction, Value, filled_up, marks
 
@@ -21,7 +22,7 @@ class Holds:
     """As they are within a transaction that alone writes."""
 
     def __init__(self, db: Transaction, request_ids: Sequence[str]) -> None:
-        """Two statements for each 128 ids."""
+        """One statement for each 128 ids."""
         self._db = db
         self._held: dict[str, Held] = {}
         self._settled: set[str] = set()
@@ -29,11 +30,11 @@ class Holds:
         self._released: list[tuple[str]] = []
         for first in range(0, len(request_ids), IDS_AT_ONCE):
             asked = filled_up(request_ids[first : first + IDS_AT_ONCE])
-            which = f"where request_id in {marks(len(asked))}"
-            for request_id, *held in db.rows(f"{_HELD} {which}", asked):
-                self._held[request_id] = (held[0], held[1], held[2])
-            found = db.rows(f"select request_id from ledger {which}", asked)
-            self._settled.update(row[0] for row in found)
+            for request_id, card_id, pico, booked_ms in db.rows(_known(len(asked)), asked):
+                if card_id is None:
+                    self._settled.add(request_id)
+                else:
+                    self._held[request_id] = card_id, pico, booked_ms
 
     def is_used(self, request_id: str) -> bool:
         """By a hold or an entry."""
@@ -62,11 +63,19 @@ class Holds:
         self._db.execute_many(_HOLD, list(self._made.values()))
 
 
+@cache
+def _known(count: int) -> str:
+    which = f"where request_id in ({', '.join(f'?{number}' for number in range(1, count + 1))})"
+    return (
+        f"select request_id, rate_card_id, reserved_pico, booked_ms from holds {which}"
+        f" union all select request_id, null, null, null from ledger {which}"
+    )
+
+
 HOLD_FIELDS = (
     *("request_id", "tenant_id", "key_id", "model", "started_ms", "workspace", "tier", "dialect"),
     *("epoch", "rate_card_id", "reserved_tokens", "reserved_pico", "booked_ms", "writer_id"),
 )
 """Columns of an open hold."""
 
-_HELD = "select request_id, rate_card_id, reserved_pico, booked_ms from holds"
 _HOLD = f"insert into holds ({', '.join(HOLD_FIELDS)}) values {marks(len(HOLD_FIELDS))}"

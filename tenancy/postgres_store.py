@@ -20,6 +20,7 @@ from importlib import resources
 from tenancy.errors import ConstraintBroken, StoreBusy, StoreError, TryAgain
 from tenancy.postgres_address import Address
 from tenancy.postgres_link import Link, LinkLost, StatementFailed
+from tenancy.postgres_transaction import PostgresTransaction
 from tenancy.store import Row, Transaction, Value
 
 VERSION_MIN = 14
@@ -90,13 +91,14 @@ class PostgresStore:
         """
         with self._write_lock, self._failing("was not changed", "not_written"):
             link = self._begin()
+            db = PostgresTransaction(link)
             try:
-                yield _Transaction(link)
+                yield db
+                self._commit(db)
             except BaseException:
                 with suppress(LinkLost):  # which ends it too
                     link.script("rollback")
                 raise
-            self._commit(link)
 
     @contextmanager
     def snapshot(self) -> Iterator[Transaction]:
@@ -105,7 +107,7 @@ class PostgresStore:
             link = self._link(_READER, _LONG_SILENCE_S)
             try:
                 link.script("begin isolation level repeatable read read only")
-                yield _Transaction(link)
+                yield PostgresTransaction(link)
             finally:
                 link.close()
 
@@ -190,9 +192,9 @@ class PostgresStore:
         self._number = number
         return link
 
-    def _commit(self, link: Link) -> None:
+    def _commit(self, db: PostgresTransaction) -> None:
         try:
-            link.script("commit")
+            db.finish()
         except LinkLost as error:
             if self._last_number() != self._number:
                 raise LinkLost("nothing was committed") from error
@@ -291,21 +293,6 @@ class PostgresStore:
             elif error.state in ("55P03", "57014") or error.state[:2] == "53":
                 kind = StoreBusy
             raise kind(code, f"{self.place} {what}: {error}.") from error
-
-
-class _Transaction:
-    def __init__(self, link: Link) -> None:
-        self._link = link
-
-    def execute(self, sql: str, values: Sequence[Value] = ()) -> int:
-        return self._link.run(sql, values)[1]
-
-    def execute_many(self, sql: str, rows: Sequence[Sequence[Value]]) -> None:
-        for values in rows:
-            self._link.run(sql, values)
-
-    def rows(self, sql: str, values: Sequence[Value] = ()) -> list[Row]:
-        return self._link.run(sql, values)[0]
 
 
 _AWAY = ("57P01", "57P02", "57P03")

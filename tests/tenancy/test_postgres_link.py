@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tenancy.postgres_link import STATEMENTS_MAX, Link, LinkLost, StatementFailed
+from tenancy.postgres_link import AT_ONCE, STATEMENTS_MAX, Link, LinkLost, StatementFailed
 from tests.tenancy.postgres_server import Server
 
 
@@ -71,6 +71,49 @@ def test_what_is_refused_leaves_the_connection_good(link: Link) -> None:
 
     assert caught.value.state == "22012"
     assert link.run("select 1")[0] == [(1,)]
+
+
+def test_statements_go_together_and_the_last_one_answers(link: Link) -> None:
+    """However many, in their order; each may have values of other kinds."""
+    link.script("create temporary table seen (number bigint, what text)")
+    count = 2 * AT_ONCE + 1
+    written = [
+        ("insert into seen values (?, ?)", (number, None if number % 2 else "even"))
+        for number in range(count)
+    ]
+    rows = link.run_all([*written, ("select count(*), count(what) from seen", ())])
+    nothing = link.run_all([])
+
+    assert (rows, nothing) == ([(count, AT_ONCE + 1)], [])
+
+
+@pytest.mark.parametrize("wrong", [0, 1, 2])
+def test_behind_a_statement_that_fails_none_is_run(link: Link, wrong: int) -> None:
+    """The commit least of all: it would keep the half."""
+    link.script("create temporary table seen (number bigint check (number > 0))")
+    link.script("begin")
+    numbers = [1, 2, 3]
+    numbers[wrong] = -1
+    with pytest.raises(StatementFailed) as caught:
+        link.run_all(
+            [("insert into seen values (?)", (number,)) for number in numbers], ending="commit"
+        )
+    link.script("rollback")
+
+    assert caught.value.state == "23514"
+    assert link.run("select count(*) from seen")[0] == [(0,)]
+
+
+def test_a_commit_ends_what_was_sent_with_it(link: Link) -> None:
+    """And alone, where there was nothing."""
+    link.script("create temporary table seen (number bigint)")
+    link.script("begin")
+    link.run_all([("insert into seen values (?)", (1,))], ending="commit")
+    link.script("rollback")
+    link.script("begin")
+    link.run_all([], ending="commit")
+
+    assert link.run("select count(*) from seen")[0] == [(1,)]
 
 
 def test_many_statements_do_not_gather_on_the_server(link: Link) -> None:

@@ -31,6 +31,81 @@ def test_what_fails_inside_a_transaction_leaves_nothing(store: Store) -> None:
     assert store.query("select * from tenants") == []
 
 
+ERASURE = (
+    "insert into erasures (receipt_id, tenant_id, key_id, at_ms, what, namespaces,"
+    " namespace_digest, blocks) values (?, ?, ?, ?, ?, ?, ?, ?)"
+)
+
+
+def test_many_rows_come_back_as_they_went(store: Store) -> None:
+    """Whatever signs are in a text, and however many rows there are."""
+    create_tenant(store, Wall(), "ada")
+    texts = ["", "plain", "ä 語 😀", "a\tb\n\\ ' \" {} , ?1", "\\x00", "null"]
+    rows = [
+        (f"{text}{number}", 1, -number, 2**63 - 1, text, 0, "d", number)
+        for number in range(40)
+        for text in texts
+    ]
+    with store.change() as db:
+        db.execute_many(ERASURE, rows[:1])
+        db.execute_many(ERASURE, rows[1:])
+        db.execute_many(ERASURE, [])
+    found = store.query("select * from erasures")
+
+    assert sorted(found) == sorted(rows)
+
+
+def test_bytes_and_nothing_are_among_many_rows_too(store: Store) -> None:
+    """Of a column that has nothing at all, and one that has something."""
+    create_tenant(store, Wall(), "ada")
+    names = ("resource_id", "tenant_id", "workspace", "model", "display_name", "content")
+    sql = (
+        f"insert into cached_contents ({', '.join(names)}, tokens, created_ms, updated_ms,"
+        " expires_ms, ended_ms) values (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+    )
+    kept = [(f"a{n:03}", 1, "w", "m", "n", bytes(range(n)), 1, 2, 3, 4, None) for n in (0, 9, 256)]
+    ended = [(f"b{n}", 1, "w", "m", "n", None, 1, 2, 3, 4, 5) for n in range(3)]
+    with store.change() as db:
+        db.execute_many(sql, kept)
+        db.execute_many(sql, ended)
+    found = store.query(f"select {', '.join(names)} from cached_contents order by 1")
+
+    assert found == [row[:6] for row in (*kept, *ended)]
+
+
+def test_many_rows_are_there_for_what_is_asked_next(store: Store) -> None:
+    """In the order in which they were handed in, also between statements that conflict."""
+    add = "insert into named_sums values (?, ?, ?) on conflict (tenant_id) do update set bytes = ?"
+    create_tenant(store, Wall(), "ada")
+    with store.change() as db:
+        db.execute_many(add, [(1, 1, number, number) for number in range(5)])
+        seen = db.rows("select bytes from named_sums")
+        db.execute_many(add, [(1, 1, 9, 9)])
+        changed = db.execute("update named_sums set names = 7")
+        db.execute_many("update named_sums set bytes = bytes + ?", [(1,), (2,)])
+
+    assert (seen, changed) == ([(4,)], 1)
+    assert store.query("select names, bytes from named_sums") == [(7, 12)]
+
+
+@pytest.mark.parametrize("wrong", [0, 1, 2])
+def test_one_impossible_row_of_many_undoes_all(store: Store, wrong: int) -> None:
+    """Also where it is found out only when all is to be kept."""
+    create_tenant(store, Wall(), "ada")
+    rows = [(f"{number}", 1, 1, 1, "", 0, "", 0) for number in range(3)]
+    rows[wrong] = ("x", 99, 1, 1, "", 0, "", 0)
+
+    def change() -> None:
+        with store.change() as db:
+            db.execute("update tenants set name = 'bob'")
+            db.execute_many(ERASURE, rows)
+
+    with pytest.raises(ConstraintBroken, match="not changed"):
+        change()
+    create_tenant(store, Wall(), "eve")
+    assert store.query("select name from tenants order by 1") == [("ada",), ("eve",)]
+
+
 def test_a_reader_does_not_wait_for_a_writer(store: Store) -> None:
     """Authentication happens on the event loop; a commit waits for the disk."""
     create_tenant(store, Wall(), "ada")

@@ -14,7 +14,7 @@ from typing import Literal
 from tenancy.postgres_address import Address, read_address
 
 SOCKET = ".s.PGSQL.5432"
-COMMIT = b"Q\0\0\0\x0bcommit\0"
+COMMIT = b"\0commit\0"
 Where = Literal["before", "after", "hung"]
 
 

@@ -1,0 +1,49 @@
+"""A batch on a server: how often it goes there and back, and what cannot be in a text."""
+
+from __future__ import annotations
+
+import pytest
+
+from tenancy.bookkeeping import Books, Hold
+from tenancy.postgres_link import Link, Statement
+from tenancy.postgres_store import PostgresStore
+from tenancy.registry import create_tenant
+from tenancy.store import Row
+from tests.tenancy.conftest import Wall, used
+
+
+def test_a_batch_is_few_round_trips_however_large(
+    postgres: PostgresStore, wall: Wall, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each costs as much as the way is long; what is only written waits for the commit."""
+    create_tenant(postgres, wall, "ada")
+    trips: list[int] = []
+    send = Link.run_all
+
+    def count(link: Link, statements: list[Statement], *, ending: str = "") -> list[Row]:
+        trips[-1] += 1
+        return send(link, statements, ending=ending)
+
+    monkeypatch.setattr(Link, "run_all", count)
+    books = Books()
+    for size in (1, 1, 100):
+        trips.append(0)
+        ids = [f"{len(trips)}-{number}" for number in range(size)]
+        with postgres.change() as db:
+            books.apply(db, [Hold(name, 1, 1, "m", wall()) for name in ids])
+        with postgres.change() as db:
+            books.apply(db, [used(name, wall()) for name in ids])
+
+    assert trips[1] == trips[2] == 6
+    assert postgres.query("select count(*) from ledger") == [(102,)]
+
+
+def test_a_nul_is_shown_as_what_cannot_be_shown(postgres: PostgresStore, wall: Wall) -> None:
+    """One row or many: no text on a server has one, and nobody's request fails for it."""
+    create_tenant(postgres, wall, "ada")
+    for ids in (["a\0"], ["b\0", "c\0"]):
+        with postgres.change() as db:
+            Books().apply(db, [Hold(name, 1, 1, "m", wall()) for name in ids])
+    rows = postgres.query("select request_id from holds order by 1")
+
+    assert rows == [("a\ufffd",), ("b\ufffd",), ("c\ufffd",)]
