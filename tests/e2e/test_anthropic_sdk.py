@@ -500,3 +500,31 @@ async def test_a_slow_answer_is_kept_open_by_pings(card: ModelCard, tmp_path: Pa
     await house.check_quiet()
     await house.close()
     house.discard()
+
+
+async def test_a_named_request_is_answered_again(house: House) -> None:
+    """Whole or streamed, by the SDK's own headers; and while it runs the SDK waits and comes
+    back."""
+    key = house.keys["ada"]
+    named = {"extra_headers": {"Idempotency-Key": "order-7"}}
+    async with AsyncAnthropic(base_url=house.url, api_key=key, max_retries=2) as client:
+        house.runner.hold_after(4)
+        one = asyncio.create_task(client.messages.create(**hello(house, **named)))
+        await house.until(lambda: bool(house.gateway.context.running))
+        two = asyncio.create_task(client.messages.create(**hello(house, **named)))
+        await house.until(lambda: any(line.get("status") == 409 for line in house.lines))
+        house.runner.release()
+        first, second = await one, await two
+        streams = []
+        for _ in range(2):
+            more = {"extra_headers": {"Idempotency-Key": "order-8"}}
+            async with client.messages.stream(**hello(house, **more)) as stream:
+                streams.append(await stream.get_final_message())
+        with pytest.raises(anthropic.ConflictError) as caught:
+            await client.messages.create(**hello(house, max_tokens=5, **named))
+
+    assert first == second
+    assert streams[0] == streams[1]
+    assert caught.value.type == "conflict_error"
+    assert [entry[0] for entry in house.entries()] == ["done", "done"]
+    assert [line["ending"] for line in house.lines].count("replayed") == 2

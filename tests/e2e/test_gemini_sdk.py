@@ -380,3 +380,23 @@ async def test_a_slow_answer_is_kept_open_by_empty_lines(
     await house.check_quiet()
     await house.close()
     house.discard()
+
+
+async def test_a_named_request_is_answered_again(house: House) -> None:
+    """By the SDK's own headers; another request by its name is a conflict, which is not repeated."""
+    options = types.HttpOptions(headers={"Idempotency-Key": "order-7"})
+    named = types.GenerateContentConfig(max_output_tokens=6, temperature=0, http_options=options)
+    client = client_of(house)
+    texts = []
+    for _ in range(2):
+        answer = await client.models.generate_content(
+            model=house.model, contents=LONG, config=named
+        )
+        texts.append((answer.text, answer.response_id))
+    with pytest.raises(errors.ClientError) as caught:
+        await client.models.generate_content(model=house.model, contents="other", config=named)
+    await client.aclose()
+
+    assert texts[0] == texts[1]
+    assert (caught.value.code, caught.value.status) == (409, "ABORTED")
+    assert [entry[0] for entry in house.entries()] == ["done"]

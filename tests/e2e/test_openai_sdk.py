@@ -329,3 +329,50 @@ async def test_a_slow_answer_is_kept_open_by_comments(
         assert events[-1].choices[0].finish_reason == "length"
     else:
         assert events[-1].type == "response.incomplete"
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_a_named_request_survives_a_broken_connection(house: House, is_stream: bool) -> None:
+    """Cut off in the middle of its answer, the SDK or its user sends it again by the same name: the
+    whole answer, from one execution, at one charge."""
+    kwargs: dict[str, Any] = {
+        "model": house.model,
+        "messages": question(),
+        "max_tokens": 40,
+        "stream": is_stream,
+        "extra_body": MORE,
+        "extra_headers": {"Idempotency-Key": "order-7"},
+    }
+    house.runner.hold_after(12)
+    key = house.keys["ada"]
+    async with AsyncOpenAI(base_url=f"{house.url}/v1", api_key=key, max_retries=0) as first:
+        if is_stream:
+            broken = await first.chat.completions.create(**kwargs)
+            await anext(aiter(broken))
+            await broken.close()
+        else:
+            asking = asyncio.create_task(first.chat.completions.create(**kwargs))
+            await house.until(lambda: bool(house.gateway.context.running))
+            asking.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await asking
+    async with AsyncOpenAI(base_url=f"{house.url}/v1", api_key=key, max_retries=2) as again:
+        # It runs still: the SDK comes back after a 409 by itself, a second later.
+        asking = asyncio.create_task(again.chat.completions.create(**kwargs))
+        await house.until(lambda: any(line.get("status") == 409 for line in house.lines))
+        house.runner.release()
+        answer: Any = await asking
+        if is_stream:
+            choices = [chunk.choices[0] async for chunk in answer]
+            reason = choices[-1].finish_reason
+        else:
+            reason = answer.choices[0].finish_reason
+        with pytest.raises(openai.ConflictError) as caught:
+            await again.chat.completions.create(**{**kwargs, "max_tokens": 5})
+
+    assert reason == "length"
+    assert caught.value.code == "idempotency_key_reused"
+    assert [(entry[0], entry[3]) for entry in house.entries()] == [("done", 40)]
+    endings = [line["ending"] for line in house.lines]
+    assert endings.count("replayed") == 1
+    assert endings.count("refused") == 2, "the other body was sent once"

@@ -82,6 +82,25 @@ async def test_two_gateways_keep_one_ledger(first: House, second: House) -> None
     assert (rows, held, findings) == ([(25, 25)], [(0,)], [])
 
 
+async def test_what_one_gateway_answers_the_other_answers_again(
+    first: House, second: House
+) -> None:
+    """Also while it runs: a retry goes to whichever gateway is there."""
+    headers = {"Idempotency-Key": "n", "Authorization": f"Bearer {first.keys['ada']}"}
+    first.runner.hold_after(4)
+    running = asyncio.create_task(first.ask(body=first.chat(), who=None, headers=headers))
+    await first.until(lambda: first.runner.steps >= 4)
+    await until_it_is(second, 200, first.keys["ada"])
+    early, error, _ = await second.ask(body=second.chat(), who=None, headers=headers)
+    first.runner.release()
+    status, one, _ = await running
+    again, two, response = await second.ask(body=second.chat(), who=None, headers=headers)
+
+    assert (early, error["error"]["code"]) == (409, "idempotency_in_flight")
+    assert (status, again, one) == (200, 200, two)
+    assert response.headers["Idempotency-Replayed"] == "true"
+
+
 async def test_what_one_gateway_is_told_the_other_knows_within_a_second(
     first: House, second: House
 ) -> None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from pathlib import Path
 
 from tenancy.audit import check_books
 from tenancy.backends import open_store
 from tenancy.budgets import budget_states
+from tenancy.idempotency import find
 from tenancy.ledger import Ledger
-from tests.tenancy.crash_child import entry, furnish, output_tokens
+from tests.tenancy.crash_child import answer, claim, entry, furnish, output_tokens
 
 
-def check_ledger(place: Path | str, confirmed: set[str]) -> int:
-    """Asserts it, after a start. Returns how many entries there are."""
+def check_ledger(place: Path | str, confirmed: set[str], unheld: Set[str] = frozenset()) -> int:
+    """Asserts it, after a start. Returns how many entries there are. `unheld`: whose holds were
+    refused, though they may be there."""
     store = open_store(str(place), Path(), {})
     ledger = Ledger(store, lambda: 3)
     try:
@@ -28,6 +31,12 @@ def check_ledger(place: Path | str, confirmed: set[str]) -> int:
             assert charge == right * 10**6, "an entry is not charged what it costs"
         assert all(found[request_id][0] == "done" for request_id in confirmed)
         assert ledger.open_holds() == 0, "a hold was left open"
+        names = {row[0] for row in store.query("select name from named_requests")}
+        whole = {name for name, (ending, _, _) in found.items() if ending == "done"}
+        assert names <= whole, "a name is kept without its entry"
+        assert whole - unheld <= names, "an entry is there without its answer"
+        for name in names:
+            assert find(store, 1, claim(name), 3) == answer(name), "an answer is not what was sent"
         furnish(store)
         for again in [ledger.settle(entry(request_id)) for request_id in confirmed]:
             again.result(20)

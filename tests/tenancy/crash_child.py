@@ -16,7 +16,8 @@ from tenancy.adjustments import Adjustment, adjust
 from tenancy.backends import open_store
 from tenancy.budgets import Budget, set_budget
 from tenancy.errors import TenancyError
-from tenancy.ledger import Hold, Ledger, StorageReading
+from tenancy.idempotency import Claim, Keeping, KeptAnswer
+from tenancy.ledger import Hold, Ledger, NamedEntry, StorageReading
 from tenancy.pricing import RateCard
 from tenancy.rate_cards import add_card, load_cards
 from tenancy.registry import create_tenant, list_tenants
@@ -57,9 +58,24 @@ def entry(request_id: str) -> UsageEntry:
     )
 
 
+def claim(request_id: str) -> Claim:
+    """Its client calls it by its id."""
+    return Claim(request_id, bytes(32), 10**6)
+
+
 def hold(request_id: str) -> Hold:
     """A hold that reserves more than its entry will cost."""
-    return Hold(request_id, 1, 1, "m", 1, 5, 9, epoch="e1")
+    return Hold(request_id, 1, 1, "m", 1, 5, 9, epoch="e1", claim=claim(request_id))
+
+
+def answer(request_id: str) -> KeptAnswer:
+    """What is kept of it."""
+    return KeptAnswer("{}", request_id.encode() * 50)
+
+
+def named(request_id: str) -> NamedEntry:
+    """The entry with the answer."""
+    return NamedEntry(entry(request_id), Keeping(10**6, 10**9, answer(request_id)))
 
 
 def furnish(store: Store) -> None:
@@ -85,7 +101,7 @@ def main(place: str, count: int, lie: int | None) -> None:
         if lie is not None and first >= lie:
             os.write(1, f"{request_ids[0]}\n".encode())
             os.kill(os.getpid(), signal.SIGKILL)
-        settled = [ledger.settle(entry(request_id)) for request_id in request_ids]
+        settled = [ledger.settle(named(request_id)) for request_id in request_ids]
         for request_id, future in zip(request_ids, settled, strict=True):
             future.result()
             os.write(1, f"{request_id}\n".encode())

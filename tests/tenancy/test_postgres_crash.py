@@ -23,7 +23,7 @@ from tenancy.errors import TenancyError
 from tenancy.ledger import Ledger
 from tenancy.postgres_link import Link, LinkLost, StatementFailed
 from tests.tenancy.after_crash import check_ledger
-from tests.tenancy.crash_child import entry, furnish, hold
+from tests.tenancy.crash_child import furnish, hold, named
 from tests.tenancy.postgres_server import BINARIES, Server
 
 ROOT = Path(__file__).parents[2]
@@ -80,20 +80,24 @@ def cut_off(server: Server, database: str) -> None:
         link.close()
 
 
-def live(url: str, is_over: threading.Event, done: threading.Semaphore) -> tuple[set[str], int]:
+def live(
+    url: str, is_over: threading.Event, done: threading.Semaphore
+) -> tuple[set[str], set[str], int]:
     """Keep a ledger until it is over, and say so of each entry that is confirmed. Returns which
-    were, and how often it was refused."""
+    were, whose holds were not, and how often it was refused."""
     rng = random.Random(1)
     store = open_store(url, Path(), {})
     furnish(store)
     ledger = Ledger(store, lambda: 2)
-    confirmed, refused, number = set[str](), 0, 0
+    confirmed, unheld, refused, number = set[str](), set[str](), 0, 0
     while not is_over.is_set():
         names = [f"1-{number + more}" for more in range(rng.randrange(1, 6))]
         number += len(names)
         held = [ledger.hold(hold(name)) for name in names]
-        refused += sum(future.exception(PATIENCE_S) is not None for future in held)
-        sent = {name: ledger.settle(entry(name)) for name in names if rng.random() < 0.9}
+        for name, future in zip(names, held, strict=True):
+            if future.exception(PATIENCE_S) is not None:
+                unheld.add(name)
+        sent = {name: ledger.settle(named(name)) for name in names if rng.random() < 0.9}
         for name, future in sent.items():
             if future.exception(PATIENCE_S) is None:
                 confirmed.add(name)
@@ -102,7 +106,7 @@ def live(url: str, is_over: threading.Event, done: threading.Semaphore) -> tuple
                 refused += 1
     ledger.close()
     store.close()
-    return confirmed, refused
+    return confirmed, unheld, refused + len(unheld)
 
 
 @pytest.mark.parametrize("blow", [kill_backend, kill_server, cut_off])
@@ -125,10 +129,10 @@ def test_a_server_that_falls_over_loses_and_doubles_nothing(
     striker = threading.Thread(target=strike)
     striker.start()
     try:
-        confirmed, refused = live(frail.url(database), is_over, done)
+        confirmed, unheld, refused = live(frail.url(database), is_over, done)
     finally:
         striker.join(PATIENCE_S)
-    entries = check_ledger(frail.url(database), confirmed)
+    entries = check_ledger(frail.url(database), confirmed, unheld)
 
     sys.stdout.write(f"{BLOWS} blows, {len(confirmed)} confirmed, {refused} refused\n")
     assert entries >= len(confirmed) >= LEAST * BLOWS
@@ -166,15 +170,17 @@ def test_a_server_that_may_not_write_confirms_nothing(frail: Server) -> None:
     store = open_store(frail.url(database), Path(), {})
     furnish(store)
     ledger = Ledger(store, lambda: 2)
-    ledger.settle(entry("0-1")).result(PATIENCE_S)
+    ledger.hold(hold("0-1")).result(PATIENCE_S)
+    ledger.settle(named("0-1")).result(PATIENCE_S)
     link = Link(frail.address("postgres"), {}, PATIENCE_S)
     link.script(f"alter database {database} set default_transaction_read_only = on")
     cut_off(frail, database)
-    refused = ledger.settle(entry("0-2")).exception(PATIENCE_S)
+    refused = ledger.settle(named("0-2")).exception(PATIENCE_S)
     link.script(f"alter database {database} reset default_transaction_read_only")
     cut_off(frail, database)
     link.close()
-    ledger.settle(entry("0-3")).result(PATIENCE_S)
+    ledger.hold(hold("0-3")).result(PATIENCE_S)
+    ledger.settle(named("0-3")).result(PATIENCE_S)
     ledger.close()
     store.close()
 
