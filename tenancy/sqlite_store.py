@@ -156,7 +156,9 @@ class SqliteStore:
                 connections.append(connection)
                 connection.set_busy_timeout(BUSY_TIMEOUT_MS)
             self._writer, reader = connections
-            for pragma in ("journal_mode=wal", "synchronous=full", "foreign_keys=on"):
+            settings = ("journal_mode=wal", "synchronous=full", "foreign_keys=on")
+            # What is deleted is written over: erased contents must not lie about in free pages.
+            for pragma in (*settings, "secure_delete=on"):
                 # A pragma that answers with a row has not run until the row is fetched.
                 self._writer.execute(f"pragma {pragma}").fetchall()
             self._migrate()

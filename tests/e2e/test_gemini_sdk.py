@@ -383,7 +383,7 @@ async def test_a_slow_answer_is_kept_open_by_empty_lines(
 
 
 async def test_a_named_request_is_answered_again(house: House) -> None:
-    """By the SDK's own headers; another request by its name is a conflict, which is not repeated."""
+    """By the SDK's own headers; another request by its name is a conflict, not repeated."""
     options = types.HttpOptions(headers={"Idempotency-Key": "order-7"})
     named = types.GenerateContentConfig(max_output_tokens=6, temperature=0, http_options=options)
     client = client_of(house)

@@ -179,3 +179,26 @@ def test_behind_another_writer_or_a_full_disk_it_is_busy(
     store.close()
 
     assert found == []
+
+
+def test_what_is_deleted_is_written_over(tmp_path: Path) -> None:
+    """Erased contents are not in the file's free pages, for whoever reads it with other tools."""
+    path, secret = tmp_path / "test.db", b"nobody may read this again. " * 500
+    store = SqliteStore(path)
+    create_tenant(store, lambda: 1, "ada")
+    with store.change() as db:
+        whose = (1, "n", "default", bytes(32), "r", 2, secret)
+        db.execute(
+            "insert into named_requests (tenant_id, name, workspace, digest, request_id, until_ms,"
+            " body) values (?, ?, ?, ?, ?, ?, ?)",
+            whose,
+        )
+    store.close()
+    before = secret[:28] in path.read_bytes()
+    store = SqliteStore(path)
+    with store.change() as db:
+        db.execute("delete from named_requests")
+    store.close()
+
+    assert before
+    assert secret[:28] not in path.read_bytes()
