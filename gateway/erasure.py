@@ -19,6 +19,7 @@ from gateway.admission import SHARED
 from gateway.context import Context
 from gateway.errors import Kind, Refusal
 from gateway.retention.entries import Entry
+from tenancy.deletion import deleted_among
 from tenancy.erasures import Receipt, digest_of, record
 from tenancy.idempotency import forget_answers
 from tenancy.resources import end_resources
@@ -141,9 +142,13 @@ async def scope_names(gateway: Context) -> dict[int, str]:
 
 
 async def forget_removed(gateway: Context) -> None:
-    """Forget what shared scopes hold that have been removed: nobody can read it any more. Raises
-    EngineUnavailable and StoreError."""
+    """Forget what deleted tenants hold, with a receipt, and shared scopes that have been removed:
+    nobody can read it any more. Raises EngineUnavailable and StoreError."""
     stats = await gateway.engine.get_stats()
+    found = [one for one in holdings(stats) if one.stats.blocks]
+    owners = {one.tenant_id for one in found}
+    for tenant_id in await gateway.reports.ask(lambda store: deleted_among(store, owners)):
+        await erase(gateway, Target(tenant_id, 0))
     held = [one for one in holdings(stats) if one.scope_id is not None]
     if not held:
         return

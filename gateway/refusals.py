@@ -35,6 +35,7 @@ _NAME_KINDS = {
     "key_unknown": Kind.NOT_FOUND,
     "name_taken": Kind.CONFLICT,
     "tenant_in_use": Kind.CONFLICT,
+    "tenant_deleted": Kind.CONFLICT,
     "tenant_declared": Kind.CONFLICT,
     "key_not_live": Kind.CONFLICT,
     "scope_unknown": Kind.NOT_FOUND,

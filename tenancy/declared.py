@@ -16,9 +16,9 @@ from msgspec import Struct, structs
 
 from tenancy.errors import BadName
 from tenancy.idempotency import forget
-from tenancy.keys import check_name
 from tenancy.registry import (
     Registered,
+    check_new_name,
     check_settings,
     insert_tenant,
     list_registered,
@@ -57,7 +57,7 @@ def check_declared(declared: Sequence[DeclaredTenant]) -> None:
         raise BadName("bad_setting", f"more than {DECLARED_MAX} tenants are declared")
     seen: set[str] = set()
     for one in declared:
-        check_name(one.name, "tenant")
+        check_new_name(one.name)
         if one.name in seen:
             raise BadName("name_taken", f"the tenant {one.name!r} is declared twice")
         seen.add(one.name)

@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Struct, structs
 
 from tenancy import idempotency
-from tenancy.errors import BadName, ConstraintBroken
+from tenancy.errors import BadName
 from tenancy.keys import (
     check_name,
     create_admin_key,
@@ -21,7 +21,6 @@ from tenancy.keys import (
     write_limits,
 )
 from tenancy.limits import check_limits
-from tenancy.shared_scopes import owned_by
 from tenancy.store import Row, Store, Transaction
 from tenancy.types import (
     CachePolicy,
@@ -37,6 +36,8 @@ PRIORITY_MAX = 1_000_000
 WEIGHT_MAX = 1e6
 CLASSES_MAX = 16
 MADE_AT_FIRST = "made on first start"
+GONE = "deleted-"
+"""Begins the pseudonyms of deleted tenants; nobody else's name begins so."""
 
 
 class Registered(Struct, frozen=True):
@@ -118,7 +119,8 @@ def change_tenant(store: Store, name: str, changes: Mapping[str, object]) -> Reg
     """Set what is named, by the fields of `TenantSettings`, from the next request; the rest stays,
     whoever else is changing it. Raises BadName, with nothing changed."""
     with store.change() as db:
-        found = _find_in(db, name)
+        found = find_in(db, name)
+        check_there(found.tenant)
         if found.tenant.is_declared:
             raise BadName(
                 "tenant_declared",
@@ -133,36 +135,17 @@ def set_status(store: Store, name: str, status: str) -> None:
     kept for it go when it is suspended. Raises BadName."""
     assert status in ("active", "suspended")
     tenant, _ = find_tenant(store, name)
+    check_there(tenant)
     with store.change() as db:
         db.execute("update tenants set status = ? where tenant_id = ?", (status, tenant.tenant_id))
         if status == "suspended":
             idempotency.forget(db, tenant.tenant_id)
 
 
-def delete_tenant(store: Store, name: str) -> None:
-    """Take back one that never used anything, with its keys. Raises BadName.
-
-    What is in the ledger refers to its tenant for ever, so that one can only be suspended.
-    """
-    try:
-        with store.change() as db:
-            found = _find_in(db, name)
-            if found.tenant.is_declared:
-                raise BadName(
-                    "tenant_declared",
-                    f"{name} is declared in the configuration file; take it out there and reload",
-                )
-            tenant_id = found.tenant.tenant_id
-            if owned := owned_by(db, tenant_id):
-                message = f"{name} owns the shared scope {owned[0]}; remove it"
-                raise BadName("tenant_in_use", message)
-            for table in ("scope_members", "keys", "named_requests", "named_sums", "tenants"):
-                db.execute(f"delete from {table} where tenant_id = ?", (tenant_id,))
-    except ConstraintBroken as error:
-        raise BadName(
-            "tenant_in_use",
-            f"{name} has entries in the ledger, which are kept for ever; suspend it instead",
-        ) from error
+def check_there(tenant: Tenant) -> None:
+    """Raises BadName for one that has been deleted."""
+    if tenant.name.startswith(GONE):
+        raise BadName("tenant_deleted", f"{tenant.name} is what is left of a deleted tenant")
 
 
 def bootstrap(store: Store, clock: WallClock) -> str | None:
@@ -191,7 +174,7 @@ def changed(settings: TenantSettings, changes: Mapping[str, object]) -> TenantSe
 def insert_tenant(db: Transaction, made: Registered) -> None:
     """Within the caller's transaction. Raises BadName."""
     tenant = made.tenant
-    check_name(tenant.name, "tenant")
+    check_new_name(tenant.name)
     check_settings(made.settings)
     if db.rows("select 1 from tenants where name = ?", (tenant.name,)):
         raise BadName("name_taken", f"there is a tenant {tenant.name!r} already")
@@ -201,6 +184,13 @@ def insert_tenant(db: Transaction, made: Registered) -> None:
         (tenant.name, tenant.status, tenant.created_ms, tenant.is_declared),
     )
     write_settings(db, found[0][0], made.settings)
+
+
+def check_new_name(name: str) -> None:
+    """Raises BadName for what no tenant may be called."""
+    check_name(name, "tenant")
+    if name.startswith(GONE):
+        raise BadName("bad_name", f"names that begin with {GONE} are those of deleted tenants")
 
 
 def write_settings(db: Transaction, tenant_id: int, settings: TenantSettings) -> None:
@@ -253,7 +243,7 @@ def check_settings(settings: TenantSettings) -> None:
         check_name(name, "retention class")
 
 
-def _find_in(db: Transaction, name: str) -> Registered:
+def find_in(db: Transaction, name: str) -> Registered:
     """As `find_registered`, within a transaction: what it says is so until that ends."""
     plain = name.encode(errors="replace").decode()
     for row in db.rows(f"{_TENANTS} where name = ?", (plain,)):

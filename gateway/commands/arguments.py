@@ -87,7 +87,7 @@ def _add_tenant_actions(commands: Any, shared: Parser) -> None:
         "set": "Change what is named of a tenant; the rest stays.",
         "suspend": "Its keys stop working within a second; what runs is finished.",
         "resume": "Its keys work again within a second.",
-        "delete": "Take back a tenant that never used anything, with its keys.",
+        "delete": "Delete a tenant with all it keeps; its entries stay, under a pseudonym.",
     }
     for action, text in texts.items():
         parser = actions.add_parser(action, help=text, description=text, parents=[shared])

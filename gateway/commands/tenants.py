@@ -15,6 +15,7 @@ from gateway.commands.database import opened
 from gateway.config import Config
 from gateway.metering import wall_ms
 from gateway.usage_report import dollars
+from tenancy.deletion import delete_tenant
 from tenancy.errors import BadName
 from tenancy.keys import (
     SCOPES,
@@ -33,7 +34,6 @@ from tenancy.registry import (
     change_tenant,
     changed,
     create_tenant,
-    delete_tenant,
     find_registered,
     find_tenant,
     list_registered,
@@ -85,10 +85,12 @@ def tenant_status(config: Config, name: str, status: str) -> Answer:
 
 
 def tenant_delete(config: Config, name: str) -> Answer:
-    """Take back one that never used anything."""
+    """Delete one; its money rows stay, under a pseudonym."""
     with opened(config) as store:
-        delete_tenant(store, name)
-    return Answer(f"tenant {name} deleted", {"name": name, "deleted": True})
+        pseudonym = delete_tenant(store, wall_ms, name)
+    kept = f"; its entries stay, as those of {pseudonym}" if pseudonym else ""
+    fields = {"name": name, "deleted": True, "pseudonym": pseudonym}
+    return Answer(f"tenant {name} deleted{kept}", fields)
 
 
 def key_create(

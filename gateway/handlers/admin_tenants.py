@@ -7,6 +7,7 @@ second. Keys are shown once, when they are made; afterwards by their beginnings.
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from functools import partial
 from typing import Any, Literal
 
@@ -14,13 +15,16 @@ import msgspec
 from aiohttp import web
 from msgspec import UNSET, Struct, UnsetType, structs
 
+from engine.errors import EngineError
 from gateway import plain
 from gateway.context import Context
 from gateway.dialects.strict import convert
+from gateway.erasure import forget_removed
 from gateway.errors import Kind, Refusal
 from gateway.middleware import STATE, Handler, Role, Route
 from gateway.reload import reload
 from tenancy import keys, registry
+from tenancy.deletion import delete_tenant
 from tenancy.keys import Key
 from tenancy.registry import Registered
 from tenancy.types import Limits, TenantSettings
@@ -152,9 +156,12 @@ class _Desk:
 
     async def delete_tenant(self, request: web.Request) -> web.StreamResponse:
         found = await self._tenant(request.match_info["name"])
-        await asyncio.to_thread(registry.delete_tenant, self._store, found.tenant.name)
+        gateway, name = self._gateway, found.tenant.name
+        pseudonym = await asyncio.to_thread(delete_tenant, self._store, gateway.wall, name)
         self._note(request, "tenant_deleted", found.tenant.tenant_id)
-        return plain.answer({"name": found.tenant.name, "deleted": True})
+        with suppress(EngineError):  # else within a minute
+            await forget_removed(gateway)
+        return plain.answer({"name": name, "deleted": True, "pseudonym": pseudonym})
 
     # -- keys ---------------------------------------------------------------------------------
 

@@ -7,8 +7,11 @@ import json
 
 import pytest
 
+from gateway.erasure import forget_removed
 from gateway.metering import wall_ms
 from tenancy.declared import DeclaredTenant, reconcile
+from tenancy.deletion import delete_tenant
+from tenancy.erasures import list_receipts
 from tenancy.keys import list_keys
 from tenancy.registry import find_registered, list_tenants
 from tests.gateway.admin import Admin
@@ -144,7 +147,7 @@ async def test_a_tenant_is_made_shown_changed_and_taken_back(admin: Admin) -> No
     assert (made[0], made[1]["tier"], made[1]["classes"]) == (201, "gold", ["5m"])
     assert (changed[0], changed[1]["tier"], changed[1]["classes"]) == (200, "gold", None)
     assert (shown[1]["weight"], shown[1]["requests_per_minute"]) == (2.5, 9)
-    assert gone == (200, {"name": "eve", "deleted": True})
+    assert gone == (200, {"name": "eve", "deleted": True, "pseudonym": None})
     assert (await admin.ask("GET", f"{TENANTS}/eve"))[0] == 404
 
 
@@ -194,13 +197,37 @@ async def test_a_suspended_tenant_is_out_at_once_and_its_running_answer_ends_wel
     assert await chats(house, house.keys["ada"]) == 200
 
 
-async def test_a_tenant_that_used_something_is_not_deleted(admin: Admin) -> None:
-    """Its entries are kept for ever, and they name it."""
-    await admin.house.ask(body=admin.house.chat())
-    status, body = await admin.ask("DELETE", f"{TENANTS}/ada")
+async def test_a_tenant_that_used_something_leaves_its_money_rows(admin: Admin) -> None:
+    """Under a pseudonym; its keys open nothing, its name is free, and what the cache held for it is
+    forgotten, with a receipt."""
+    house = admin.house
+    await house.ask(body=house.chat("long enough to fill a block or two of the cache"))
+    await house.quiet()
+    gone = await admin.ask("DELETE", f"{TENANTS}/ada")
+    refused = await chats(house, house.keys["ada"])
+    made, _ = await admin.ask("POST", TENANTS, {"name": "ada"})
+    back = await admin.ask("PATCH", f"{TENANTS}/deleted-1", {"status": "active"})
 
-    assert (status, body["error"]["code"]) == (409, "tenant_in_use")
-    assert await chats(admin.house, admin.house.keys["ada"]) == 200
+    assert gone == (200, {"name": "ada", "deleted": True, "pseudonym": "deleted-1"})
+    assert (refused, made) == (401, 201)
+    assert (back[0], back[1]["error"]["code"]) == (409, "tenant_deleted")
+    assert (await house.quiet()).cached_blocks == 0
+    assert [row[0] for row in house.entries()] == ["done"]
+    assert [receipt.what for receipt in list_receipts(house.store, 1)] == ["all"]
+
+
+async def test_the_cache_of_a_tenant_that_was_deleted_elsewhere_goes_too(admin: Admin) -> None:
+    """The command line has no engine: the server looks every minute, and writes one receipt."""
+    house = admin.house
+    for who in ("ada", "bob"):
+        await house.ask(body=house.chat("long enough to fill a block or two"), who=who)
+    held = (await house.quiet()).cached_blocks
+    await asyncio.to_thread(delete_tenant, house.store, wall_ms, "ada")
+    for _ in range(2):
+        await forget_removed(house.gateway.context)
+
+    assert (await house.quiet()).cached_blocks == held // 2
+    assert len(list_receipts(house.store, 1)) == 1
 
 
 async def test_a_declared_tenant_is_the_files(admin: Admin) -> None:

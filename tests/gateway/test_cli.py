@@ -198,8 +198,8 @@ def test_a_tenants_tier_limits_and_classes_are_set_and_taken_away(run: Run) -> N
     assert "input_tokens_per_minute" not in run("tenant", "list")[1]
 
 
-def test_a_tenant_is_deleted_while_it_has_used_nothing(run: Run, data: Path) -> None:
-    """A typo; not what somebody paid for."""
+def test_a_tenant_is_deleted_and_what_it_paid_for_stays(run: Run, data: Path) -> None:
+    """A typo leaves nothing; a customer, entries under a pseudonym."""
     run("tenant", "create", "aad")
     said = run("tenant", "delete", "aad")
     store = SqliteStore(data / "trunkline.db")
@@ -209,7 +209,10 @@ def test_a_tenant_is_deleted_while_it_has_used_nothing(run: Run, data: Path) -> 
     store.close()
 
     assert said == (0, "tenant aad deleted\n", "")
-    assert "suspend it instead" in told(run, "tenant", "delete", "default", status=2)
+    assert "as those of deleted-1" in run("tenant", "delete", "default")[1]
+    assert "what is left of a deleted tenant" in told(
+        run, "tenant", "resume", "deleted-1", status=2
+    )
 
 
 def test_a_shared_scope_is_made_shown_and_removed(run: Run) -> None:

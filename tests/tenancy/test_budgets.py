@@ -16,13 +16,14 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 
 from tenancy.audit import check_books
 from tenancy.budgets import DAY_MS, Budget, budget_states, set_budget, window_of
+from tenancy.deletion import delete_tenant
 from tenancy.errors import BadPrice, BudgetExceeded
 from tenancy.keys import create_key, rotate_key
 from tenancy.ledger import Hold, Ledger
 from tenancy.postgres_store import PostgresStore
 from tenancy.pricing import RateCard
 from tenancy.rate_cards import add_card
-from tenancy.registry import create_tenant, delete_tenant
+from tenancy.registry import create_tenant
 from tenancy.sqlite_store import SqliteStore
 from tenancy.store import Store
 from tenancy.types import UsageEntry
@@ -258,7 +259,7 @@ def test_a_tenant_that_never_ran_can_go_with_its_budget(
     bob = create_tenant(store, wall, "bob")
     set_budget(store, Budget(bob.tenant_id, "day", hard_micros=375))
     budget_states(store, wall)
-    delete_tenant(store, "bob")
+    delete_tenant(store, lambda: 1, "bob")
 
     assert budget_states(store, wall) == []
 

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import pytest
 
 from tenancy.declared import Change, DeclaredTenant, reconcile
+from tenancy.deletion import delete_tenant
 from tenancy.errors import BadName
 from tenancy.registry import (
     change_tenant,
     create_tenant,
-    delete_tenant,
     find_registered,
     list_registered,
     set_status,
@@ -108,7 +108,7 @@ def test_a_declared_tenant_is_changed_in_the_file_only(store: Store, wall: Wall)
     with pytest.raises(BadName, match="configuration file"):
         change_tenant(store, "ada", {"weight": 3})
     with pytest.raises(BadName, match="configuration file"):
-        delete_tenant(store, "ada")
+        delete_tenant(store, lambda: 1, "ada")
 
 
 @pytest.mark.parametrize(

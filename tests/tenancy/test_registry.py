@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
+from tenancy.deletion import delete_tenant
 from tenancy.errors import BadName, KeyRefused, StoreError
 from tenancy.identities import CHANGES_MAX, REFRESH_S, Registry
 from tenancy.keys import (
@@ -20,7 +21,6 @@ from tenancy.keys import (
     change_key,
     create_admin_key,
     create_key,
-    list_keys,
     revoke_key,
     rotate_key,
 )
@@ -29,7 +29,6 @@ from tenancy.registry import (
     bootstrap_admin,
     change_tenant,
     create_tenant,
-    delete_tenant,
     find_registered,
     find_tenant,
     list_tenants,
@@ -150,7 +149,7 @@ def test_only_what_changed_is_read_again(
     monkeypatch.setattr("tenancy.registry.list_registered", lambda store: pytest.fail("all read"))
     key = create_key(other, wall, create_tenant(other, wall, "bob").tenant_id)
     answers = [server.answer(key), server.answer()]
-    delete_tenant(other, "bob")
+    delete_tenant(other, lambda: 1, "bob")
 
     assert answers == ["bob", "ada"]
     assert server.answer(key) == "key_unknown"
@@ -163,7 +162,7 @@ def test_a_deleted_tenants_key_does_not_open_the_next_ones_door(
     bob = create_tenant(other, wall, "bob")
     key = create_key(other, wall, bob.tenant_id)
     answers = [server.answer(key)]
-    delete_tenant(other, "bob")
+    delete_tenant(other, lambda: 1, "bob")
     eve = create_tenant(other, wall, "eve")
     answers.append(server.answer(key))
 
@@ -243,7 +242,7 @@ def _change(store: Store, wall: Wall, what: str, number: int, keys: list[str]) -
         case "set":
             change_tenant(store, name, {"priority": number})
         case _:
-            delete_tenant(store, name)
+            delete_tenant(store, lambda: 1, name)
 
 
 def _answers(registry: Registry, keys: list[str]) -> list[object]:
@@ -411,32 +410,6 @@ def test_a_change_that_cannot_be_says_what_came_and_changes_nothing(
     with pytest.raises(BadName, match=what):
         change_tenant(store, "ada", {"weight": 2, **changes})
     assert find_registered(store, "ada").settings == TenantSettings()
-
-
-def test_a_tenant_that_used_nothing_can_be_deleted(store: Store, wall: Wall) -> None:
-    """A typo need not stay in lists for ever. Its keys go with it."""
-    key = create_key(store, wall, create_tenant(store, wall, "ada").tenant_id)
-    delete_tenant(store, "ada")
-
-    assert (list_tenants(store), list_keys(store)) == ([], [])
-    with pytest.raises(KeyRefused):
-        Registry(store, wall, lambda: 0.0).authenticate(key)
-    with pytest.raises(BadName, match="no tenant"):
-        delete_tenant(store, "ada")
-
-
-def test_a_tenant_with_a_running_request_is_not_deleted(store: Store, wall: Wall) -> None:
-    """What it holds will be an entry; whose would that be?"""
-    create_key(store, wall, create_tenant(store, wall, "ada").tenant_id)
-    with store.change() as db:
-        db.execute(
-            "insert into holds (request_id, tenant_id, key_id, model, started_ms)"
-            " values ('a', 1, 1, 'm', 0)"
-        )
-
-    with pytest.raises(BadName, match="suspend it"):
-        delete_tenant(store, "ada")
-    assert (len(list_tenants(store)), len(list_keys(store))) == (1, 1)
 
 
 def test_a_change_that_cannot_be_written_says_so(tmp_path: Path, wall: Wall) -> None:

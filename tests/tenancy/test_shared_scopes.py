@@ -7,10 +7,11 @@ from collections.abc import Sequence
 import pytest
 
 from tenancy.declared import DeclaredTenant, reconcile
+from tenancy.deletion import delete_tenant
 from tenancy.errors import BadName
 from tenancy.identities import Registry
 from tenancy.keys import create_key
-from tenancy.registry import create_tenant, delete_tenant, set_status
+from tenancy.registry import create_tenant, set_status
 from tenancy.shared_scopes import (
     ScopeChange,
     ScopeTerms,
@@ -185,8 +186,8 @@ def test_an_owner_cannot_be_deleted_and_a_member_leaves(town: Town) -> None:
     """A scope without an owner would hold blocks that nobody pays for."""
     town.set()
     with pytest.raises(BadName) as caught:
-        delete_tenant(town.store, "ada")
-    delete_tenant(town.store, "bob")
+        delete_tenant(town.store, lambda: 1, "ada")
+    delete_tenant(town.store, lambda: 1, "bob")
 
     assert caught.value.code == "tenant_in_use"
     assert find_scope(town.store, "ours").members == ("ada/lab",)
