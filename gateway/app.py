@@ -7,6 +7,7 @@ product: a data directory, a model, an engine process, and an end by SIGTERM tha
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import secrets
 import signal
@@ -67,6 +68,8 @@ from tenancy.types import WallClock
 KEY_FILE = "default.key"
 ADMIN_KEY_FILE = "admin.key"
 ID_BYTES, IDS_AT_ONCE = 16, 128
+YOUNG_OBJECTS_MAX = 20_000
+"""So many more than went since the last look, before the garbage collector looks at the young."""
 
 
 class RequestIds:
@@ -256,6 +259,15 @@ def open_tracer(config: Config, log: Log) -> Tracer | None:
     )
 
 
+def settle_heap() -> None:
+    """What is there by now stays for as long as this process lives: the garbage collector need not
+    look at it again, nor at each few hundred objects of the answers on their way. Nearly all of
+    them go without it; looking took 7 % of a tiny answer. Takes a tenth of a second."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(YOUNG_OBJECTS_MAX, *gc.get_threshold()[1:])
+
+
 def prepare_data_dir(config: Config) -> None:
     """Make it, for its owner alone; one that is there keeps its mode. Raises OSError."""
     if not config.data.is_dir():
@@ -335,6 +347,7 @@ async def _serve(
         parse_address(config.server.listen, "server.listen"),
         parse_address(config.admin.listen, "admin.listen"),
     )
+    settle_heap()
     ready = asyncio.create_task(supervisor.wait_ready())
     stopped = asyncio.create_task(stop.wait())
     await asyncio.wait([ready, stopped], return_when=asyncio.FIRST_COMPLETED)

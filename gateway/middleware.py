@@ -107,7 +107,11 @@ class RequestState(Struct):
 
 STATE = web.RequestKey("state", RequestState)
 
-_HEADERS = (("X-Content-Type-Options", "nosniff"), ("Cache-Control", "no-store"))
+_HEADERS = {
+    "Server": "trunkline",
+    "X-Content-Type-Options": "nosniff",
+    "Cache-Control": "no-store",
+}
 
 
 def install(
@@ -141,8 +145,8 @@ def install(
 async def _name_response(request: web.Request, response: web.StreamResponse) -> None:
     """Every answer says which request it answers."""
     headers = response.headers
-    headers["Server"] = "trunkline"  # aiohttp has named itself by now
-    for name, value in _HEADERS:
+    headers["Server"] = _HEADERS["Server"]  # aiohttp has named itself by now
+    for name, value in _HEADERS.items():
         headers.setdefault(name, value)
     state = request.get(STATE)
     if state is not None:
@@ -176,8 +180,9 @@ class Guard:
         status = 0
         try:
             response = await self._enter(request, handler, state)
-            if isinstance(response, Whole):
-                await _name_response(request, response)  # it asks nobody before it goes
+            if isinstance(response, Whole):  # it asks nobody before it goes
+                ids = {"X-Request-Id": state.request_id, **state.shape.headers(state.request_id)}
+                response.head = {**_HEADERS, **ids, **response.head, **state.headers}
             status = response.status
             return response
         except asyncio.CancelledError:

@@ -47,7 +47,7 @@ class Prepared(Struct, frozen=True):
 
 def check_model(gateway: Context, call: Call) -> None:
     """Raises Refusal for a model that is not here."""
-    if call.model not in gateway.model_names:
+    if call.model != gateway.model and call.model not in gateway.model_names:
         names = ", ".join(gateway.model_names)
         message = f"There is no such model here; there is: {names}."
         raise Refusal(Kind.NOT_FOUND, "model_not_found", message, param="model")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, Iterable, Sequence
+from operator import attrgetter
 
 from msgspec.structs import replace
 
@@ -43,6 +44,8 @@ from gateway.dialects.canonical import (
 from gateway.engine_refusals import refusal_of
 from gateway.prompt import Renderer
 from gateway.prompt.grammars import schema_field
+
+_is_over = attrgetter("is_over")
 
 
 class _Choice:
@@ -225,7 +228,7 @@ class AnswerStream:
     @property
     def is_over(self) -> bool:
         """Has every prompt's end been read?"""
-        return all(stream.is_over for stream in self._streams)
+        return all(map(_is_over, self._streams))
 
     async def cancel(self) -> None:
         """Nobody reads on: cancel what still runs, and learn what it has used."""

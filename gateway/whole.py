@@ -7,6 +7,8 @@ application for headers; all that is known here. It knows no dialect. `server.se
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 from aiohttp import web
 from aiohttp.helpers import rfc822_formatted_time
 from aiohttp.http_writer import HttpVersion11
@@ -16,20 +18,22 @@ class Whole(web.StreamResponse):
     """A small answer that is complete: head and body in one write, without the ways of aiohttp's
     own for bodies that are encoded, compressed, chunked or empty."""
 
-    def __init__(self, status: int, body: bytes, headers: dict[str, str]) -> None:
-        super().__init__(status=status, headers=headers)
+    def __init__(self, status: int, body: bytes, head: dict[str, str]) -> None:
+        """`head`: all of its headers, but those that belong to the connection."""
+        super().__init__(status=status)
+        self.head = head
         self._whole = body
 
     async def prepare(self, request: web.BaseRequest) -> None:
         """All of it. Raises ConnectionError if nobody is there."""
-        headers, version = self.headers, request.version
+        head, version = self.head, request.version
         self._keep_alive = keeps = request.keep_alive and self._keep_alive is not False
-        headers["Content-Length"] = str(len(self._whole))
-        headers["Date"] = rfc822_formatted_time()
+        head["Content-Length"] = str(len(self._whole))
+        head["Date"] = rfc822_formatted_time()
         if version != HttpVersion11 or not keeps:
-            headers["Connection"] = "keep-alive" if keeps else "close"
+            head["Connection"] = "keep-alive" if keeps else "close"
         line = f"HTTP/{version.major}.{version.minor} {self.status} {self.reason}"
-        await request.writer.write_headers(line, headers)
+        await request.writer.write_headers(line, cast(Any, head))  # its items are all it asks for
         await request.writer.write_eof(self._whole)
 
     async def write_eof(self, data: bytes = b"") -> None:

@@ -20,7 +20,7 @@ from msgspec import Struct
 from engine.model_store import load_card
 from engine.supervisor import EngineSupervisor
 from gateway.analytics import Analytics, Facts
-from gateway.app import Gateway, connect, log_line
+from gateway.app import Gateway, connect, log_line, settle_heap
 from gateway.config import Config, LimitsConfig, LogConfig, ServerConfig
 from gateway.metering import wall_ms
 from gateway.prompt import Renderer
@@ -133,6 +133,7 @@ async def serve(settings: Settings) -> None:
     try:
         urls = await gateway.listen(("127.0.0.1", 0), ("127.0.0.1", 0))
         supervisor.start()
+        settle_heap()
         await supervisor.wait_ready()
         ready = Ready(urls[0], key, card.name, os.getpid())
         sys.stdout.buffer.write(msgspec.json.encode(ready) + b"\n")
