@@ -371,6 +371,8 @@ class Answer:
 
 
 def _check_media(request: web.Request) -> None:
+    if request.headers.get("Content-Type") == "application/json":
+        return
     if request.content_type != "application/json" or (request.charset or "utf-8") != "utf-8":
         message = "The body has to be application/json in UTF-8."
         raise Refusal(Kind.MEDIA, "unsupported_media_type", message)

@@ -10,7 +10,6 @@ import asyncio
 import math
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from operator import attrgetter
 
 from engine.api import Request
 from engine.client import Engine
@@ -70,26 +69,30 @@ def limit_headers(dialect: str, states: Mapping[Meter, LimitState], now_ms: int)
     return {}
 
 
-_OPENAI: tuple[tuple[str, tuple[Meter, ...]], ...] = (
-    ("Requests", ("requests",)),
-    ("Tokens", ("tokens", "input_tokens", "output_tokens")),
+_OPENAI_METERS: tuple[tuple[Meter, ...], ...] = (
+    ("requests",),
+    ("tokens", "input_tokens", "output_tokens"),
+)
+_OPENAI_NAMES = tuple(
+    (f"X-RateLimit-Limit-{name}", f"X-RateLimit-Remaining-{name}", f"X-RateLimit-Reset-{name}")
+    for name in ("Requests", "Tokens")
 )
 
 
 def _openai(states: Mapping[Meter, LimitState]) -> dict[str, str]:
     """Requests and tokens; where only one side of the tokens is limited, that side."""
     headers: dict[str, str] = {}
-    for name, meters in _OPENAI:
-        found = [states[meter] for meter in meters if meter in states]
-        if found:
-            shown = found[0] if len(found) == 1 else min(found, key=_remaining)
-            headers[f"X-RateLimit-Limit-{name}"] = str(shown.limit)
-            headers[f"X-RateLimit-Remaining-{name}"] = str(shown.remaining)
-            headers[f"X-RateLimit-Reset-{name}"] = _duration(shown.reset_s)
+    for (limit, remaining, reset), meters in zip(_OPENAI_NAMES, _OPENAI_METERS, strict=True):
+        shown: LimitState | None = None
+        for meter in meters:
+            state = states.get(meter)
+            if state is not None and (shown is None or state.remaining < shown.remaining):
+                shown = state
+        if shown is not None:
+            headers[limit] = str(shown.limit)
+            headers[remaining] = str(shown.remaining)
+            headers[reset] = _duration(shown.reset_s)
     return headers
-
-
-_remaining = attrgetter("remaining")
 
 
 def _anthropic(states: Mapping[Meter, LimitState], now_ms: int) -> dict[str, str]:

@@ -308,18 +308,17 @@ async def read_body(request: web.Request, settings: ServerConfig) -> bytes:
     if "Expect" in request.headers:
         await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         request.writer.output_size = 0
-    loop = asyncio.get_running_loop()
-    latest = loop.time() + settings.body_timeout_s
+    content, began_s = request.content, asyncio.get_running_loop().time()
     pieces: list[bytes] = []
     size = 0
     try:
-        while not request.content.at_eof():
-            if request.content.is_eof():
-                piece = request.content.read_nowait()  # it came with its head: no timer is needed
+        while not content.at_eof():
+            if content.is_eof():
+                piece = content.read_nowait()  # it came with its head: no timer is needed
             else:
-                due_s = latest + size / settings.body_rate_min_bytes_per_s
-                async with asyncio.timeout_at(due_s):
-                    piece = await request.content.readany()
+                due_s = settings.body_timeout_s + size / settings.body_rate_min_bytes_per_s
+                async with asyncio.timeout_at(began_s + due_s):
+                    piece = await content.readany()
             size += len(piece)
             if size > settings.body_bytes_max:
                 raise _too_big(settings)
@@ -337,17 +336,16 @@ async def read_body(request: web.Request, settings: ServerConfig) -> bytes:
 
 
 def _check_body_headers(request: web.Request, settings: ServerConfig) -> None:
-    expectation = request.headers.get("Expect", "100-continue")
-    if expectation.lower() != "100-continue":
+    headers = request.headers
+    if headers.get("Expect", "100-continue").lower() != "100-continue":
         raise Refusal(
             Kind.EXPECTATION, "unsupported_expectation", "Only Expect: 100-continue is understood."
         )
-    encoding = request.headers.get("Content-Encoding", "identity").lower()
-    if encoding not in ("identity", "gzip"):
+    if headers.get("Content-Encoding", "identity").lower() not in ("identity", "gzip"):
         raise Refusal(
             Kind.MEDIA, "unsupported_encoding", "Bodies may be sent plain or with gzip only."
         )
-    if request.content_length is not None and request.content_length > settings.body_bytes_max:
+    if (request.content_length or 0) > settings.body_bytes_max:
         raise _too_big(settings)
 
 

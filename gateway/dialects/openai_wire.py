@@ -5,7 +5,6 @@ answer's pieces, usage, errors. No endpoint knows another; all stand on this.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from functools import cache
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -130,8 +129,11 @@ def decode(
     there twice counts as it stands last.
     """
     if len(body) <= EXACT_BYTES_MAX:
-        with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        try:
             exact: Body = _exact(kind).decode(body)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            pass  # looked at more closely below
+        else:
             return exact
     try:
         tree = msgspec.json.decode(body)

@@ -110,7 +110,7 @@ class Contracts:
             if entry is not None:
                 tries.append((place.tokens, entry))
         writes = tuple(
-            Write(mark.tokens, mark.retention, found[mark.tokens]) for mark in look.writes
+            [Write(mark.tokens, mark.retention, found[mark.tokens]) for mark in look.writes]
         )
         for write in writes:
             if write.retention.name in held:
@@ -228,7 +228,7 @@ class Contract:
             return
         self._is_written = True
         books = self._books
-        losses = books.losses(self._scope.namespace)
+        losses = books.losses(self._scope.namespace) if self._writes else {}
         for write in self._writes:
             granted = self._granted.get(write.tokens, 0)
             key = (self._scope.namespace, write.digest)
