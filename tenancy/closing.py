@@ -15,6 +15,7 @@ from msgspec import Struct
 
 from tenancy.entries import DAY_MS, number
 from tenancy.errors import BooksClosed
+from tenancy.reconcile import epochs_in
 from tenancy.store import Row, Store, Transaction
 from tenancy.types import WallClock
 
@@ -43,12 +44,14 @@ class Close(Struct, frozen=True):
     digest: str
 
 
-def close_days(store: Store, clock: WallClock, through: str | None = None) -> list[Close]:
+def close_days(
+    store: Store, clock: WallClock, through: str | None = None, *, despite_counts: bool = False
+) -> list[Close]:
     """Close every open day up to this one (default: yesterday), the oldest first. Returns them.
 
     The first day is that of the first entry. O(entries of the days), in one transaction. Raises
     BooksClosed with nothing closed: for a day that is not over, is closed already, or in which a
-    request still runs.
+    request still runs; and where the engine counted otherwise, unless `despite_counts`.
     """
     now_ms = clock()
     today = now_ms // DAY_MS
@@ -69,6 +72,8 @@ def close_days(store: Store, clock: WallClock, through: str | None = None) -> li
             return []
         if last - first >= DAYS_AT_ONCE_MAX:
             raise BooksClosed("too_many_days", f"More than {DAYS_AT_ONCE_MAX} days at once.")
+        if not despite_counts:
+            _check_counts(db, first * DAY_MS, (last + 1) * DAY_MS)
         return [_close(db, day, now_ms) for day in range(first, last + 1)]
 
 
@@ -106,6 +111,17 @@ def totals_of(db: Transaction, day: int, before: bytes) -> tuple[Row, bytes]:
     )
     seen.update(repr((day, *totals)).encode())
     return totals, seen.digest()
+
+
+def _check_counts(db: Transaction, since_ms: int, until_ms: int) -> None:
+    """An alarm stops what would make its days final."""
+    for epoch in epochs_in(db):
+        if epoch.is_apart and epoch.first_seen_ms < until_ms and epoch.last_seen_ms >= since_ms:
+            raise BooksClosed(
+                "counts_apart",
+                f"The engine's life {epoch.epoch} has counted other tokens than the ledger (see"
+                " trunkline reconcile). Once that is explained: --despite-counts.",
+            )
 
 
 def _entries(db: Transaction, period: tuple[int, int]) -> Iterator[Row]:

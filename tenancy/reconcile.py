@@ -11,7 +11,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from tenancy.store import Store
+from tenancy.store import Store, Transaction
 
 State = Literal["final", "running", "pending", "died"]
 """`final`: the engine has told its last count. `running`: it lives, nothing runs and it was asked
@@ -60,18 +60,23 @@ class Epoch(Struct, frozen=True):
 def reconcile(store: Store, epochs_max: int = 100) -> list[Epoch]:
     """The latest epochs, the newest first. O(epochs), not entries."""
     with store.snapshot() as db:
-        rows = db.rows(
-            "select e.epoch, first_seen_ms, last_seen_ms, is_ended,"
-            " e.prompt_tokens, e.cached_tokens, e.output_tokens,"
-            " metric_prompt_tokens, metric_cached_tokens, metric_output_tokens,"
-            " coalesce(entries, 0), coalesce(s.prompt_tokens, 0),"
-            " coalesce(physical_cached_tokens, 0), coalesce(s.output_tokens, 0),"
-            " coalesce(last_ended_ms, 0),"
-            " (select count(*) from holds where holds.epoch = e.epoch)"
-            " from engine_epochs as e left join epoch_sums as s using (epoch)"
-            " order by first_seen_ms desc, last_seen_ms desc limit ?",
-            (epochs_max,),
-        )
+        return epochs_in(db, epochs_max)
+
+
+def epochs_in(db: Transaction, epochs_max: int = 100) -> list[Epoch]:
+    """`reconcile` within a transaction."""
+    rows = db.rows(
+        "select e.epoch, first_seen_ms, last_seen_ms, is_ended,"
+        " e.prompt_tokens, e.cached_tokens, e.output_tokens,"
+        " metric_prompt_tokens, metric_cached_tokens, metric_output_tokens,"
+        " coalesce(entries, 0), coalesce(s.prompt_tokens, 0),"
+        " coalesce(physical_cached_tokens, 0), coalesce(s.output_tokens, 0),"
+        " coalesce(last_ended_ms, 0),"
+        " (select count(*) from holds where holds.epoch = e.epoch)"
+        " from engine_epochs as e left join epoch_sums as s using (epoch)"
+        " order by first_seen_ms desc, last_seen_ms desc limit ?",
+        (epochs_max,),
+    )
     found = []
     for place, row in enumerate(rows):
         epoch, first_ms, last_ms, is_ended, *counts = row

@@ -144,12 +144,19 @@ def _adjust(options: argparse.Namespace, config: Config, write: Write) -> Answer
 def _add_close(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--through", metavar="DAY", help="such as 2026-11-21 (default: yesterday)")
     parser.add_argument("--list", action="store_true", help="closed days, and close none")
+    text = "close although the engine has counted other tokens in these days"
+    parser.add_argument("--despite-counts", action="store_true", help=text)
 
 
 def _close(options: argparse.Namespace, config: Config, write: Write) -> Answer:
     """Close what can be closed. Keep the digests elsewhere."""
     with opened(config) as store:
-        days = list_closes(store) if options.list else close_days(store, wall_ms, options.through)
+        despite = options.despite_counts
+        days = (
+            list_closes(store)
+            if options.list
+            else close_days(store, wall_ms, options.through, despite_counts=despite)
+        )
     rows = [
         {
             **structs.asdict(day),

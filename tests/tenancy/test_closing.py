@@ -6,12 +6,13 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 
 import pytest
+from msgspec.structs import replace
 
 from tenancy.adjustments import Adjustment, adjust
 from tenancy.bookkeeping import StorageReading
 from tenancy.closing import close_days, list_closes
 from tenancy.errors import BooksClosed, ConstraintBroken, LedgerUnavailable
-from tenancy.ledger import Hold, Ledger
+from tenancy.ledger import EngineTotals, Hold, Ledger
 from tenancy.pricing import RateCard
 from tenancy.rate_cards import add_card
 from tenancy.registry import create_tenant
@@ -175,3 +176,19 @@ def test_a_hold_that_no_close_saw_cannot_reach_into_a_closed_day(
 
     assert isinstance(refused.exception(20), LedgerUnavailable)
     assert len(booked(store)) == 1
+
+
+def test_a_day_in_which_the_engine_counted_otherwise_stays_open(
+    store: Store, ledger: Ledger, wall: Wall
+) -> None:
+    """An alarm stops the close of its days, until somebody has explained it; not of those after."""
+    done(ledger.settle(replace(entry("a", wall()), epoch="e1")))
+    done(ledger.note_engine(EngineTotals("e1", wall(), 11, 0, 4, 11, 0, 4, is_ended=True)))
+    wall.ms += DAY_MS
+    refused = code_of(store, wall)
+    closed = close_days(store, wall, despite_counts=True)
+    done(ledger.settle(entry("b", wall())))
+    wall.ms += DAY_MS
+
+    assert (refused, len(closed)) == ("counts_apart", 1)
+    assert len(close_days(store, wall)) == 1
