@@ -355,8 +355,8 @@ class Core:
             return
         self._stalls = 0
         first = min(works, key=lambda w: (-w.request.priority, w.arrival))
-        message = "The cache memory this request needs is promised to others; try again later."
-        self._finish(first, "failed", "kv_exceeded", message)
+        message = "The cache memory this request needs is promised for now; try again later."
+        self._finish(first, "failed", "kv_promised", message)
 
     # -- inside -------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ _REFUSALS: dict[str, tuple[Kind, str]] = {
     "token_out_of_range": (Kind.BAD, "invalid_value"),
     "context_exceeded": (Kind.BAD, "context_length_exceeded"),
     "kv_exceeded": (Kind.BAD, "context_length_exceeded"),
+    "kv_promised": (Kind.BUSY, "cache_memory_promised"),
     "duplicate_request": (Kind.CONFLICT, "duplicate_request"),
     "poison_request": (Kind.INTERNAL, "poison_request"),
     "queue_full": (Kind.BUSY, "overloaded"),
@@ -24,11 +25,11 @@ _REFUSALS: dict[str, tuple[Kind, str]] = {
     "grammar_invalid": (Kind.BAD, "invalid_json_schema"),
     "grammar_too_big": (Kind.BAD, "json_schema_too_complex"),
     "grammar_unsupported": (Kind.BAD, "unsupported_value"),
-    "grammar_dead_end": (Kind.INTERNAL, "internal_error"),
+    "grammar_dead_end": (Kind.BAD, "invalid_json_schema"),
 }
 """The engine's stable codes in the gateway's terms."""
 
-_OF_A_SCHEMA = frozenset({"grammar_invalid", "grammar_too_big", "grammar_unsupported"})
+_OF_A_SCHEMA = frozenset(code for code in _REFUSALS if code.startswith("grammar_"))
 
 
 def refusal_of(

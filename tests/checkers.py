@@ -36,7 +36,7 @@ ENDINGS = {
     "cancelled": {""},
     "timeout": {"timeout"},
     "shutdown": {"draining"},
-    "failed": {"nan_logits", "step_failed", "kv_exceeded", "grammar_dead_end"},
+    "failed": {"nan_logits", "step_failed", "kv_promised", "grammar_dead_end"},
     "refused": {
         "duplicate_request",
         "kv_exceeded",
@@ -286,7 +286,7 @@ class World:
             if isinstance(event, Started):
                 self._check_hit(stream, event)
             if isinstance(event, Finished):
-                starved = event.ending == "failed" and event.code == "kv_exceeded"
+                starved = event.ending == "failed" and event.code == "kv_promised"
                 expect(self.promises or not starved, "starved, with nothing promised (I16)", event)
                 del self.live[event.request_id]
                 name = event.ending if not event.code else f"{event.ending} {event.code}"

@@ -357,6 +357,24 @@ async def test_a_schema_that_no_answer_can_have_is_refused_by_its_field(
     await house.check_quiet()
 
 
+@pytest.mark.parametrize("schema", [{"$ref": "#"}, {"anyOf": [{"$ref": "#/anyOf/0"}]}], ids=str)
+async def test_arguments_that_no_text_can_be_are_the_clients_mistake(
+    house: House, client: AsyncOpenAI, schema: Any
+) -> None:
+    """A call has begun when it shows; nothing is wrong with the server."""
+    function = {"name": "f", "parameters": schema}
+    with pytest.raises(openai.BadRequestError) as caught:
+        await client.chat.completions.create(
+            model=house.model,
+            messages=[HELLO],
+            tools=[{"type": "function", "function": function}],
+            tool_choice="required",
+        )
+
+    assert (caught.value.code, caught.value.param) == ("invalid_json_schema", "tools[0].function")
+    await house.check_quiet()
+
+
 async def test_an_answer_that_breaks_its_format_is_counted(
     house: House, client: AsyncOpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:

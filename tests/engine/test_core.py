@@ -422,7 +422,7 @@ def test_memory_promised_to_others_fails_the_head_instead_of_spinning(world: Wor
     endings = run(world, kept, big, ask("small", tokens=(1, 0)))
 
     assert [e.ending for e in endings] == ["done", "failed", "done"]
-    assert endings[1].code == "kv_exceeded"
+    assert endings[1].code == "kv_promised"
 
 
 # -- housekeeping -----------------------------------------------------------------------------

@@ -21,7 +21,8 @@ from gateway.errors import Kind
         ("grammar_invalid", Kind.BAD, "invalid_json_schema"),
         ("grammar_too_big", Kind.BAD, "json_schema_too_complex"),
         ("grammar_unsupported", Kind.BAD, "unsupported_value"),
-        ("grammar_dead_end", Kind.INTERNAL, "internal_error"),
+        ("grammar_dead_end", Kind.BAD, "invalid_json_schema"),
+        ("kv_promised", Kind.BUSY, "cache_memory_promised"),
         ("a code of the future", Kind.INTERNAL, "internal_error"),
     ],
 )
@@ -33,7 +34,9 @@ def test_the_engines_codes_have_their_place(code: str, kind: Kind, name: str) ->
     assert (refusal.retry_after_s is not None) == (kind is Kind.BUSY)
 
 
-@pytest.mark.parametrize("code", ["grammar_invalid", "grammar_too_big", "grammar_unsupported"])
+@pytest.mark.parametrize(
+    "code", ["grammar_invalid", "grammar_too_big", "grammar_unsupported", "grammar_dead_end"]
+)
 def test_what_is_wrong_with_a_schema_names_its_field(code: str) -> None:
     """Only the engine can tell, and it knows no fields."""
     assert refusal_of(code, "why", schema_field="tools[0]").param == "tools[0]"
