@@ -32,9 +32,24 @@ class RefusalPart(Struct, frozen=True, tag="refusal", tag_field="type", forbid_u
     refusal: wire.Text
 
 
+class ImagePart(Struct, frozen=True, tag="image_url", tag_field="type"):
+    """What a text model cannot use is known, so that it can be refused by its name."""
+
+
+class AudioPart(Struct, frozen=True, tag="input_audio", tag_field="type"):
+    pass
+
+
+class FilePart(Struct, frozen=True, tag="file", tag_field="type"):
+    pass
+
+
 class CalledFunction(Struct, frozen=True, forbid_unknown_fields=True):
     name: tools.Name
     arguments: tools.Arguments = ""
+
+
+Part = TextPart | RefusalPart | ImagePart | AudioPart | FilePart
 
 
 class MadeCall(Struct, frozen=True, forbid_unknown_fields=True):
@@ -51,7 +66,7 @@ class Message(Struct, frozen=True, forbid_unknown_fields=True):
     them. `cache_control` marks the whole of it."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: wire.Text | list[TextPart | RefusalPart] | None = None
+    content: wire.Text | list[Part] | None = None
     name: wire.Short | None = None
     tool_call_id: wire.Short | None = None
     tool_calls: Annotated[list[MadeCall], Meta(max_length=tools.TOOLS_MAX)] | None = None
@@ -249,6 +264,9 @@ class _Reader:
                     raise bad(f"{at}.type", "only an assistant refuses.")
                 self._add(message, index, part.refusal, at, name=name)
                 continue
+            if not isinstance(part, TextPart):
+                kind = part.__struct_config__.tag
+                raise bad(at, f"{kind}: this is a text model; send text.", "unsupported_parameter")
             mark = cache.mark_of(part.prompt_cache_breakpoint, part.cache_control, self._settings)
             self._add(message, index, part.text, at, name=name, answers=answers, retention=mark)
 

@@ -202,11 +202,6 @@ def test_an_unknown_field_is_refused_with_a_suggestion() -> None:
         ({"messages": [{"role": "user", "content": []}]}, "messages[0].content", "empty"),
         ({"messages": [{"role": "root", "content": ""}]}, "messages[0].role", "root"),
         (
-            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
-            "messages[0].content[0].type",
-            "image_url",
-        ),
-        (
             {"messages": [{"role": "assistant", "tool_calls": [{"id": "c1"}]}]},
             "messages[0].tool_calls[0]",
             "function",

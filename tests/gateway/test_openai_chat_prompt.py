@@ -47,6 +47,16 @@ def refused(messages: list[dict[str, Any]] | None = None, **fields: Any) -> Refu
     return raised.value
 
 
+@pytest.mark.parametrize("kind", ["image_url", "input_audio", "file"])
+def test_what_is_no_text_is_named_as_unsupported(kind: str) -> None:
+    """It is no mistake in the request that it has a picture; only nobody here can see it."""
+    part = {"type": kind, kind: {"url": "http://localhost/"}, "cache_control": None}
+    refusal = refused([{"role": "user", "content": [{"type": "text", "text": "look"}, part]}])
+
+    assert (refusal.code, refusal.param) == ("unsupported_parameter", "messages[0].content[1]")
+    assert f"{kind}: this is a text model" in refusal.message
+
+
 def made(call_id: str, name: str = "weather", arguments: str = '{"city":"Ulm"}') -> dict[str, Any]:
     function = {"name": name, "arguments": arguments}
     return {"id": call_id, "type": "function", "function": function}
