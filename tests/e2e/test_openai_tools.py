@@ -362,7 +362,7 @@ async def test_arguments_that_no_text_can_be_are_the_clients_mistake(
     house: House, client: AsyncOpenAI, schema: Any
 ) -> None:
     """A call has begun when it shows; nothing is wrong with the server."""
-    function = {"name": "f", "parameters": schema}
+    function: Any = {"name": "f", "parameters": schema}
     with pytest.raises(openai.BadRequestError) as caught:
         await client.chat.completions.create(
             model=house.model,
