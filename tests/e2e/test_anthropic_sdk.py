@@ -20,26 +20,11 @@ from engine.model_store import ModelCard
 from gateway.dialects.anthropic import DIALECT
 from gateway.errors import Kind, Refusal
 from tests.gateway.house import House
-from tests.models import prepared
 
 MORE = {"ignore_eos": True, "seed": 7}
 """The fake model draws end tokens as readily as others; these tests want whole answers."""
 
 SYSTEM = "You are a librarian who knows every book there is, and where it stands. " * 2
-
-
-@pytest.fixture(scope="module")
-def card(tmp_path_factory: pytest.TempPathFactory) -> ModelCard:
-    return prepared(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture
-async def house(card: ModelCard, tmp_path: Path) -> AsyncIterator[House]:
-    house = House(card, tmp_path)
-    await house.open()
-    yield house
-    await house.close()
-    house.discard()
 
 
 @pytest.fixture

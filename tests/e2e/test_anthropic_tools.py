@@ -7,16 +7,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from anthropic import AsyncAnthropic, BadRequestError, beta_async_tool
 from anthropic.types import Message
 
-from engine.model_store import ModelCard
 from tests.gateway.house import House
-from tests.models import prepared
 
 WEATHER: Any = {
     "name": "weather",
@@ -37,19 +34,11 @@ CITY: Any = {
 HELLO: Any = {"role": "user", "content": "hello"}
 
 
-@pytest.fixture(scope="module")
-def card(tmp_path_factory: pytest.TempPathFactory) -> ModelCard:
-    return prepared(tmp_path_factory.mktemp("model"))
-
-
 @pytest.fixture
-async def house(card: ModelCard, tmp_path: Path) -> AsyncIterator[House]:
-    house = House(card, tmp_path)
-    house.context_tokens, house.takes_grammars = 2_048, True
-    await house.open()
-    yield house
-    await house.close()
-    house.discard()
+def made(made: House) -> House:
+    """With room for tools, and answers that are held to schemas."""
+    made.context_tokens, made.takes_grammars = 2_048, True
+    return made
 
 
 @pytest.fixture
@@ -58,12 +47,6 @@ async def client(house: House) -> AsyncIterator[AsyncAnthropic]:
         base_url=house.url, api_key=house.keys["ada"], max_retries=0, timeout=20
     ) as client:
         yield client
-
-
-def say(house: House, text: str) -> None:
-    """What the model answers to everything, to its end."""
-    ids = house.renderer.tokenizer.encode(text, specials=False)
-    house.runner.words = (*ids, house.renderer.stop_token_ids[0])
 
 
 def asked(house: House, **more: Any) -> dict[str, Any]:
@@ -86,7 +69,7 @@ def blocks(message: Message) -> list[tuple[str, Any]]:
 
 async def test_calls_are_blocks_in_both_shapes(house: House, client: AsyncAnthropic) -> None:
     """Text first, then each call with its own id and input; the reason says why it stopped."""
-    say(house, CALLS)
+    house.say(CALLS)
     whole = await client.messages.create(**asked(house))
     async with client.messages.stream(**asked(house)) as stream:
         pieces = [e.partial_json async for e in stream if e.type == "input_json"]
@@ -107,7 +90,7 @@ async def test_calls_are_blocks_in_both_shapes(house: House, client: AsyncAnthro
 async def test_an_answer_goes_back_with_its_results(house: House, client: AsyncAnthropic) -> None:
     """The whole round: the SDK's own objects as history, and the prefix read again."""
     mark: Any = {"cache_control": {"type": "ephemeral"}}
-    say(house, CALLS)
+    house.say(CALLS)
     first = await client.messages.create(**asked(house, **mark))
     results = [
         {"type": "tool_result", "tool_use_id": block.id, "content": "dry"}
@@ -115,7 +98,7 @@ async def test_an_answer_goes_back_with_its_results(house: House, client: AsyncA
         if block.type == "tool_use"
     ]
     messages = [HELLO, first.to_param(), {"role": "user", "content": results}]
-    say(house, "Dry in both.")
+    house.say("Dry in both.")
     second = await client.messages.create(**asked(house, messages=messages, **mark))
 
     assert blocks(second) == [("text", "Dry in both.")]
@@ -135,10 +118,10 @@ async def test_the_sdks_runner_calls_a_function_and_goes_on(
     async def weather(city: str) -> str:
         """Of a city."""
         asked_for.append(city)
-        say(house, "Dry.")
+        house.say("Dry.")
         return "dry"
 
-    say(house, CALLS.partition("</tool_call>")[0] + "</tool_call>")
+    house.say(CALLS.partition("</tool_call>")[0] + "</tool_call>")
     runner = client.beta.messages.tool_runner(
         model=house.model, max_tokens=300, messages=[HELLO], tools=[weather]
     )
@@ -155,7 +138,7 @@ async def test_tools_that_may_not_be_called_keep_the_prefix_and_are_text(
 ) -> None:
     """What is shown stays; only what an answer means changes."""
     mark: Any = {"cache_control": {"type": "ephemeral"}}
-    say(house, CALLS)
+    house.say(CALLS)
     first = await client.messages.create(**asked(house, **mark))
     second = await client.messages.create(**asked(house, tool_choice={"type": "none"}, **mark))
 
@@ -166,7 +149,7 @@ async def test_tools_that_may_not_be_called_keep_the_prefix_and_are_text(
 
 async def test_a_call_that_is_cut_off_has_no_input(house: House, client: AsyncAnthropic) -> None:
     """max_tokens ends it in the middle of its arguments."""
-    say(house, CALLS)
+    house.say(CALLS)
     before = CALLS[: CALLS.index("slo")]
     tokens = len(house.renderer.tokenizer.encode(before, specials=False))
     message = await client.messages.create(**asked(house, max_tokens=tokens))
@@ -181,7 +164,7 @@ async def test_a_call_that_is_cut_off_has_no_input(house: House, client: AsyncAn
 
 async def test_a_prefill_is_gone_on_with(house: House, client: AsyncAnthropic) -> None:
     """The turn stays open: what comes next costs no token of a new one."""
-    say(house, " 42.")
+    house.say(" 42.")
     prefill: Any = {"role": "assistant", "content": "The answer is"}
     message = await client.messages.create(
         model=house.model, max_tokens=9, messages=[HELLO, prefill]
@@ -199,7 +182,7 @@ async def test_an_instruction_between_turns_leaves_the_prefix_alone(
     house: House, client: AsyncAnthropic
 ) -> None:
     """That is what it is for."""
-    say(house, "Oui.")
+    house.say("Oui.")
     control: Any = {"type": "ephemeral"}
     first = await client.messages.create(**asked(house, cache_control=control))
     messages = [HELLO, {"role": "system", "content": "Now in French."}]

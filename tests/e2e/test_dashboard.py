@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
-from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,12 +14,10 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import WebDriverWait
 
-from engine.model_store import ModelCard
 from gateway.analytics import Facts
 from gateway.dialects.canonical import UsageRecord
 from tests.gateway.admin import Admin
 from tests.gateway.house import House
-from tests.models import prepared
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 pytestmark = [
@@ -56,20 +53,6 @@ for (const one of view.querySelectorAll("section"))
   if (!one.querySelector("h2")?.textContent) found.push("section");
 return found;
 """
-
-
-@pytest.fixture(scope="module")
-def card(tmp_path_factory: pytest.TempPathFactory) -> ModelCard:
-    return prepared(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture
-async def house(card: ModelCard, tmp_path: Path) -> AsyncIterator[House]:
-    house = House(card, tmp_path)
-    await house.open()
-    yield house
-    await house.close()
-    house.discard()
 
 
 @pytest.fixture(scope="module")

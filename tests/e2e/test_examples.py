@@ -7,35 +7,24 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from engine.model_store import DEFAULT_MODEL, ModelCard
+from engine.model_store import DEFAULT_MODEL
 from gateway.config import Config, ModelSettings, effective, load_config
 from tests.gateway.house import House
-from tests.models import prepared
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-@pytest.fixture(scope="module")
-def card(tmp_path_factory: pytest.TempPathFactory) -> ModelCard:
-    return prepared(tmp_path_factory.mktemp("model"))
-
-
 @pytest.fixture
-async def house(card: ModelCard, tmp_path: Path) -> AsyncIterator[House]:
+def made(made: House) -> House:
     """A gateway that answers to the default model's name, with a key file."""
-    house = House(card, tmp_path)
     settings = ModelSettings(aliases=(DEFAULT_MODEL,))
-    house.config = msgspec.structs.replace(house.config, model=settings)
-    await house.open()
-    yield house
-    await house.close()
-    house.discard()
+    made.config = msgspec.structs.replace(made.config, model=settings)
+    return made
 
 
 async def output(house: House, folder: Path, *command: str) -> str:

@@ -17,7 +17,6 @@ from engine.model_store import ModelCard
 from gateway.dialects.gemini import DIALECT, GeminiDialect
 from gateway.errors import Kind, Refusal
 from tests.gateway.house import House
-from tests.models import prepared
 
 # The SDK's own way with its HTTP client, which warns and collects its sockets late.
 pytestmark = [
@@ -26,20 +25,6 @@ pytestmark = [
 ]
 
 LONG = "The trunk is shared, the branches are one's own. " * 6
-
-
-@pytest.fixture(scope="module")
-def card(tmp_path_factory: pytest.TempPathFactory) -> ModelCard:
-    return prepared(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture
-async def house(card: ModelCard, tmp_path: Path) -> AsyncIterator[House]:
-    house = House(card, tmp_path)
-    await house.open()
-    yield house
-    await house.close()
-    house.discard()
 
 
 def client_of(house: House, key: str | None = None, version: str | None = None, **more: Any) -> Any:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import enum
 import json
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -16,9 +15,7 @@ from google import genai
 from google.genai import errors, types
 from pydantic import BaseModel
 
-from engine.model_store import ModelCard
 from tests.gateway.house import House
-from tests.models import prepared
 
 # The SDK's own way with its HTTP client, which warns and collects its sockets late.
 pytestmark = [
@@ -54,19 +51,11 @@ class Point(BaseModel):
     note: Literal["a"] | None
 
 
-@pytest.fixture(scope="module")
-def card(tmp_path_factory: pytest.TempPathFactory) -> ModelCard:
-    return prepared(tmp_path_factory.mktemp("model"))
-
-
 @pytest.fixture
-async def house(card: ModelCard, tmp_path: Path) -> AsyncIterator[House]:
-    house = House(card, tmp_path)
-    house.context_tokens, house.takes_grammars = 2_048, True
-    await house.open()
-    yield house
-    await house.close()
-    house.discard()
+def made(made: House) -> House:
+    """With room for tools, and answers that are held to schemas."""
+    made.context_tokens, made.takes_grammars = 2_048, True
+    return made
 
 
 @pytest.fixture
@@ -75,12 +64,6 @@ async def client(house: House) -> AsyncIterator[Any]:
     client = genai.Client(api_key=house.keys["ada"], http_options=options).aio
     yield client
     await client.aclose()
-
-
-def say(house: House, text: str, *, ends: bool = True) -> None:
-    """What the model answers to everything, to its end; or what it begins with."""
-    ids = house.renderer.tokenizer.encode(text, specials=False)
-    house.runner.words = (*ids, *house.renderer.stop_token_ids[:1]) if ends else ids
 
 
 def weather(parameters: dict[str, Any] | None = None) -> types.FunctionDeclaration:
@@ -115,7 +98,7 @@ def called(answer: types.GenerateContentResponse) -> list[tuple[str | None, Any]
 
 async def test_parallel_calls_are_parts_in_both_shapes(house: House, client: Any) -> None:
     """Text first, then each call whole, with an id of its own; calls finish with STOP."""
-    say(house, CALLS)
+    house.say(CALLS)
     whole = await client.models.generate_content(
         model=house.model, contents="hello", config=config("AUTO")
     )
@@ -141,7 +124,7 @@ async def test_an_answer_goes_back_with_its_responses(
 ) -> None:
     """The whole round with the SDK's own objects: results find their calls by id or by name, and
     the first prompt is read again."""
-    say(house, CALLS)
+    house.say(CALLS)
     first = await client.models.generate_content(
         model=house.model, contents="hello", config=config()
     )
@@ -158,7 +141,7 @@ async def test_an_answer_goes_back_with_its_responses(
                 )
             )
     history = [types.UserContent("hello"), said, types.UserContent(responses)]
-    say(house, "Dry in both.")
+    house.say("Dry in both.")
     second = await client.models.generate_content(
         model=house.model, contents=history, config=config()
     )
@@ -176,10 +159,10 @@ async def test_the_sdk_calls_a_function_by_itself(house: House, client: Any) -> 
     def forecast(city: str) -> str:
         """Of a city."""
         asked.append(city)
-        say(house, "Dry.")
+        house.say("Dry.")
         return "dry"
 
-    say(house, '<tool_call>\n{"name": "forecast", "arguments": {"city": "Oslo"}}\n</tool_call>')
+    house.say('<tool_call>\n{"name": "forecast", "arguments": {"city": "Oslo"}}\n</tool_call>')
     answer = await client.models.generate_content(
         model=house.model,
         contents="hello",
@@ -211,7 +194,7 @@ async def test_any_is_a_call_whatever_the_model_would_say(
 
 async def test_validated_arguments_satisfy_their_schema(house: House, client: Any) -> None:
     """The model begins a call by itself; what it puts into it is held to the schema."""
-    say(house, '<tool_call>\n{"name": "weather", "arguments": {"city": "', ends=False)
+    house.say('<tool_call>\n{"name": "weather", "arguments": {"city": "', ends=False)
     answer = await client.models.generate_content(
         model=house.model, contents="hello", config=config("VALIDATED", functions=[weather(CITY)])
     )
@@ -224,7 +207,7 @@ async def test_validated_arguments_satisfy_their_schema(house: House, client: An
 
 async def test_none_is_text_and_keeps_the_prefix(house: House, client: Any) -> None:
     """What is shown stays; only what an answer means changes."""
-    say(house, CALLS)
+    house.say(CALLS)
     first = await client.models.generate_content(
         model=house.model, contents="hello", config=config("AUTO")
     )
@@ -240,7 +223,7 @@ async def test_none_is_text_and_keeps_the_prefix(house: House, client: Any) -> N
 
 async def test_a_call_that_is_cut_off_is_malformed(house: House, client: Any) -> None:
     """Half of the arguments is no call."""
-    say(house, CALLS)
+    house.say(CALLS)
     before = CALLS[: CALLS.index("slo")]
     tokens = len(house.renderer.tokenizer.encode(before, specials=False))
     answer = await client.models.generate_content(
@@ -257,7 +240,7 @@ async def test_a_call_that_is_cut_off_is_malformed(house: House, client: Any) ->
 
 async def test_json_mode_is_an_object(house: House, client: Any) -> None:
     """Nobody tells the model what to say: what it draws is JSON or was cut off."""
-    say(house, '{"a": [1, 2]}')
+    house.say('{"a": [1, 2]}')
     answer = await client.models.generate_content(
         model=house.model,
         contents="hello",

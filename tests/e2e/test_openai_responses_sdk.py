@@ -5,16 +5,13 @@ counting, prewarming, and why a prompt missed. The model is a fake that says wha
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 from openai import AsyncOpenAI
 
-from engine.model_store import ModelCard
 from tests.gateway.house import House
-from tests.models import prepared
 
 MORE: Any = {"ignore_eos": True, "seed": 7}
 SYSTEM = "You are a librarian who knows every book there is, and where it stands. " * 2
@@ -28,19 +25,11 @@ CLOCK: Any = {
 CALLS = 'One moment.\n<tool_call>\n{"name": "clock", "arguments": {"zone": "UTC"}}\n</tool_call>'
 
 
-@pytest.fixture(scope="module")
-def card(tmp_path_factory: pytest.TempPathFactory) -> ModelCard:
-    return prepared(tmp_path_factory.mktemp("model"))
-
-
 @pytest.fixture
-async def house(card: ModelCard, tmp_path: Path) -> AsyncIterator[House]:
-    house = House(card, tmp_path)
-    house.context_tokens = 2_048
-    await house.open()
-    yield house
-    await house.close()
-    house.discard()
+def made(made: House) -> House:
+    """With room for tools."""
+    made.context_tokens = 2_048
+    return made
 
 
 @pytest.fixture
@@ -51,17 +40,11 @@ async def client(house: House) -> AsyncIterator[AsyncOpenAI]:
         yield client
 
 
-def say(house: House, text: str) -> None:
-    """What the model answers to everything, to its end."""
-    ids = house.renderer.tokenizer.encode(text, specials=False)
-    house.runner.words = (*ids, house.renderer.stop_token_ids[0])
-
-
 async def test_the_stream_helper_and_create_give_the_same_answer(
     house: House, client: AsyncOpenAI
 ) -> None:
     """The helper is strict about order and identity; get_final_response needs the last event."""
-    say(house, "Two words.")
+    house.say("Two words.")
     whole = await client.responses.create(model=house.model, input="hello", instructions=SYSTEM)
     async with client.responses.stream(
         model=house.model, input="hello", instructions=SYSTEM
@@ -86,14 +69,14 @@ async def test_a_call_is_answered_with_the_sdks_own_items(
     house: House, client: AsyncOpenAI
 ) -> None:
     """What an agent does: output appended to input, the result behind it."""
-    say(house, CALLS)
+    house.say(CALLS)
     first = await client.responses.create(model=house.model, input="hello", tools=[CLOCK])
     async with client.responses.stream(model=house.model, input="hello", tools=[CLOCK]) as stream:
         events = [event async for event in stream]
     message, call = first.output
     output: Any = [item.to_dict() for item in first.output]
     assert call.type == "function_call"
-    say(house, "It is noon.")
+    house.say("It is noon.")
     second = await client.responses.create(
         model=house.model,
         input=[
@@ -141,7 +124,7 @@ async def test_counting_says_what_the_answer_is_billed_for(
         model=house.model, input="hello", instructions=SYSTEM, tools=[CLOCK]
     )
     entries = len(house.entries())
-    say(house, "Hi.")
+    house.say("Hi.")
     answer = await client.responses.create(
         model=house.model, input="hello", instructions=SYSTEM, tools=[CLOCK]
     )
@@ -173,7 +156,7 @@ async def test_a_prewarm_writes_what_the_next_request_reads(
     warmed = await client.responses.create(
         model=house.model, input=items, prompt_cache_options=prewarm
     )
-    say(house, "Hi.")
+    house.say("Hi.")
     answer = await client.responses.create(
         model=house.model, input=items, prompt_cache_options=options
     )
@@ -195,7 +178,7 @@ async def test_a_miss_is_explained_against_an_earlier_response(
     house: House, client: AsyncOpenAI
 ) -> None:
     """The baseline needs no field of its own: every response's prompt is remembered."""
-    say(house, "Hi.")
+    house.say("Hi.")
     first = await client.responses.create(model=house.model, input="hello", instructions=SYSTEM)
 
     async def compared(with_id: str, **more: Any) -> Any:
@@ -221,7 +204,7 @@ async def test_a_miss_is_explained_against_an_earlier_response(
 
 async def test_nothing_is_stored_and_says_so(house: House, client: AsyncOpenAI) -> None:
     """Applications that lean on a store fail at once, and not by forgetting."""
-    say(house, "Hi.")
+    house.say("Hi.")
     answer = await client.responses.create(model=house.model, input="hello", store=True)
     with pytest.raises(openai.NotFoundError) as gone:
         await client.responses.retrieve(answer.id)
@@ -319,7 +302,7 @@ async def test_an_engine_that_fails_in_a_stream_fails_the_response(
 async def test_a_base_url_without_v1_works(house: House) -> None:
     """A common slip, and every path has to be there."""
     async with AsyncOpenAI(base_url=house.url, api_key=house.keys["ada"], max_retries=0) as client:
-        say(house, "Hi.")
+        house.say("Hi.")
         answer = await client.responses.create(model=house.model, input="hello")
         chat = await client.chat.completions.create(
             model=house.model, messages=[{"role": "user", "content": "hello"}]

@@ -20,24 +20,9 @@ from gateway.dialects.openai_chat import DIALECT, ChatDialect
 from gateway.dialects.openai_responses import ResponsesDialect
 from gateway.errors import Kind, Refusal
 from tests.gateway.house import House
-from tests.models import prepared
 
 MORE = {"ignore_eos": True}
 """The fake model draws end tokens as readily as others; these tests want whole answers."""
-
-
-@pytest.fixture(scope="module")
-def card(tmp_path_factory: pytest.TempPathFactory) -> ModelCard:
-    return prepared(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture
-async def house(card: ModelCard, tmp_path: Path) -> AsyncIterator[House]:
-    house = House(card, tmp_path)
-    await house.open()
-    yield house
-    await house.close()
-    house.discard()
 
 
 @pytest.fixture

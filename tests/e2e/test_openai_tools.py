@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any, Literal
 
 import openai
@@ -16,9 +15,7 @@ import pytest
 from openai import AsyncOpenAI
 from pydantic import BaseModel
 
-from engine.model_store import ModelCard
 from tests.gateway.house import House
-from tests.models import prepared
 
 WEATHER: Any = {
     "type": "function",
@@ -44,19 +41,11 @@ class Point(BaseModel):
     label: Literal["a", "b"]
 
 
-@pytest.fixture(scope="module")
-def card(tmp_path_factory: pytest.TempPathFactory) -> ModelCard:
-    return prepared(tmp_path_factory.mktemp("model"))
-
-
 @pytest.fixture
-async def house(card: ModelCard, tmp_path: Path) -> AsyncIterator[House]:
-    house = House(card, tmp_path)
-    house.context_tokens, house.takes_grammars = 2_048, True
-    await house.open()
-    yield house
-    await house.close()
-    house.discard()
+def made(made: House) -> House:
+    """With room for tools, and answers that are held to schemas."""
+    made.context_tokens, made.takes_grammars = 2_048, True
+    return made
 
 
 @pytest.fixture
@@ -67,15 +56,9 @@ async def client(house: House) -> AsyncIterator[AsyncOpenAI]:
         yield client
 
 
-def say(house: House, text: str) -> None:
-    """What the model answers to everything, to its end."""
-    ids = house.renderer.tokenizer.encode(text, specials=False)
-    house.runner.words = (*ids, house.renderer.stop_token_ids[0])
-
-
 async def test_calls_are_the_same_in_both_shapes(house: House, client: AsyncOpenAI) -> None:
     """Text first, then each call with its own id; the reason says why it stopped."""
-    say(house, CALLS)
+    house.say(CALLS)
     whole = await client.chat.completions.create(
         model=house.model, messages=[HELLO], tools=[WEATHER]
     )
@@ -108,7 +91,7 @@ async def test_calls_of_several_choices_stream_side_by_side(
     house: House, client: AsyncOpenAI
 ) -> None:
     """The helper's accumulator wants choice 0 first, and each choice's calls apart."""
-    say(house, CALLS)
+    house.say(CALLS)
     async with client.chat.completions.stream(
         model=house.model, messages=[HELLO], tools=[WEATHER], n=2
     ) as stream:
@@ -125,7 +108,7 @@ async def test_calls_of_several_choices_stream_side_by_side(
 async def test_an_answer_goes_back_with_its_results(house: House, client: AsyncOpenAI) -> None:
     """The whole round: the SDK's own message as history, and the prefix read again."""
     options: Any = {"ttl": "30m"}
-    say(house, CALLS)
+    house.say(CALLS)
     first = await client.chat.completions.create(
         model=house.model, messages=[HELLO], tools=[WEATHER], prompt_cache_options=options
     )
@@ -135,7 +118,7 @@ async def test_an_answer_goes_back_with_its_results(house: House, client: AsyncO
         {"role": "tool", "tool_call_id": call.id, "content": "dry"}
         for call in message.tool_calls or ()
     ]
-    say(house, "Dry in both.")
+    house.say("Dry in both.")
     second = await client.chat.completions.create(
         model=house.model,
         messages=[HELLO, said, *results],
@@ -172,7 +155,7 @@ async def test_a_schema_comes_back_as_an_object(house: House, client: AsyncOpenA
 
 async def test_a_schema_that_is_cut_off_raises_in_parse(house: House, client: AsyncOpenAI) -> None:
     """Half an object is no object."""
-    say(house, '{"x":3,"label":"a"}')
+    house.say('{"x":3,"label":"a"}')
     with pytest.raises(openai.LengthFinishReasonError):
         await client.chat.completions.parse(
             model=house.model, messages=[HELLO], response_format=Point, max_completion_tokens=3
@@ -314,7 +297,7 @@ async def test_a_forced_call_is_one_whatever_the_model_would_say(
 async def test_none_is_text_and_keeps_the_prefix(house: House, client: AsyncOpenAI) -> None:
     """What is shown stays; only what an answer means changes."""
     options: Any = {"ttl": "30m"}
-    say(house, CALLS)
+    house.say(CALLS)
     ask: Any = {"model": house.model, "messages": [HELLO], "tools": [WEATHER]}
     first = await client.chat.completions.create(**ask, prompt_cache_options=options)
     second = await client.chat.completions.create(
@@ -380,7 +363,7 @@ async def test_an_answer_that_breaks_its_format_is_counted(
 ) -> None:
     """Constrained decoding should leave none: each finished text is looked at once more."""
     monkeypatch.setattr("gateway.choice_output.satisfies", lambda text, wanted: False)
-    say(house, '{"x":3}')
+    house.say('{"x":3}')
     await client.chat.completions.create(
         model=house.model, messages=[HELLO], response_format={"type": "json_object"}
     )

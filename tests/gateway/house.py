@@ -134,6 +134,11 @@ class House:
         """Close the database."""
         self.store.close()
 
+    def say(self, text: str, *, ends: bool = True) -> None:
+        """What the model answers to everything from now on, to its end; or what it begins with."""
+        ids = self.renderer.tokenizer.encode(text, specials=False)
+        self.runner.words = (*ids, *self.renderer.stop_token_ids[:1]) if ends else ids
+
     def _make_constraints(self) -> Constraints:
         card = self.card
         settings = TrialSettings(str(card.tokenizer_path), card.config.vocab, card.stop_token_ids)
