@@ -67,16 +67,21 @@ class LeaseRequest(Struct, frozen=True, forbid_unknown_fields=True):
     lease_id: str = ""
 
 
+Bound = Literal["", "pool", "ceiling", "quota"]
+
+
 class LeaseGrant(Struct, frozen=True, forbid_unknown_fields=True):
     """The answer to a `LeaseRequest`: promises are granted, clipped or refused, never lost.
 
-    `tokens` is how many are promised (fewer than asked when clipped to the quota, 0 if refused).
+    `tokens` is how many are promised (fewer than asked when clipped, 0 if refused). `bound`: what
+    there was no more room in, the payer's `ceiling`, its `quota` of promises, or the `pool`.
     """
 
     lease_id: str
     retention: str
     outcome: Literal["granted", "clipped", "refused"]
     tokens: Count
+    bound: Bound = ""
 
 
 class Quota(Struct, frozen=True, forbid_unknown_fields=True):

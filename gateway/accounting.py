@@ -80,13 +80,16 @@ def added(records: Sequence[UsageRecord]) -> UsageRecord:
 
 
 def cache_header(contracts: Sequence[Contract]) -> str:
-    """Tokens read and written by contract, computed, and found; why not more, and the segment of
-    the first token that was not there."""
+    """Tokens read and written by contract, computed, and found; what was promised in part or not at
+    all, and what bounds it; why not more was read, and the segment of the first token that was not
+    there."""
     record = added([contract.record(Usage()) for contract in contracts])
     text = (
         f"read={record.read_tokens()}; write={record.write_tokens()}; fresh={record.fresh};"
         f" physical={record.physical_cached}"
     )
+    if short := next(filter(None, (contract.short for contract in contracts)), ""):
+        text += f"; lease={short}"
     for contract in contracts:
         if missed := contract.why_missed():
             segment = contract.missed_segment

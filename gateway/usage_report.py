@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, get_args
 
+from msgspec import structs
+
 from gateway import plain
 from gateway.context import Context
 from gateway.errors import Kind, Refusal
@@ -32,6 +34,11 @@ _COUNTS = (
     "output_tokens",
     "physical_cached_tokens",
 )
+_SUMMED = tuple(
+    name
+    for name in UsageTotal.__struct_fields__
+    if name not in ("tenant", "key_id", "model", "from_ms")
+)
 _MONEY = ("charge", "saved", "adjusted")
 _PICO = 10**12
 
@@ -46,6 +53,8 @@ async def report(
     key_id = plain.whole(given, "key_id", 0, 2**53) or None
     model = given.get("model")
     found = await ask(gateway, window, groups, tenant, key_id, model)
+    if tenant is None and groups and "tenant" not in groups:
+        found = _over_tenants(found)
     if len(found) > ROWS_MAX:
         message = f"The answer has {len(found)} rows; at most {ROWS_MAX} are told: ask for less."
         raise Refusal(Kind.BAD, "too_many_rows", message, param="group_by")
@@ -128,6 +137,17 @@ def budget_body(state: BudgetState) -> dict[str, Any]:
         "starts": plain.instant(state.starts_ms),
         "resets": plain.instant(state.resets_ms),
     }
+
+
+def _over_tenants(found: list[UsageTotal]) -> list[UsageTotal]:
+    """Sums of all tenants for each key, model and hour or day that was asked for, in that order."""
+    told: dict[tuple[int, str, int], UsageTotal] = {}
+    for one in found:
+        of = (one.key_id or 0, one.model or "", one.from_ms or 0)
+        before = told.get(of, UsageTotal(tenant=""))
+        sums = {name: getattr(before, name) + getattr(one, name) for name in _SUMMED}
+        told[of] = structs.replace(one, tenant="", **sums)
+    return [told[of] for of in sorted(told)]
 
 
 def _row(one: UsageTotal, groups: tuple[By, ...]) -> dict[str, Any]:

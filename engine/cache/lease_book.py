@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from operator import itemgetter
 from typing import Literal
 
-from engine.api import LeaseGrant, LeaseRequest
+from engine.api import Bound, LeaseGrant, LeaseRequest
 from engine.cache.block_table import BlockTable
 from engine.cache.eviction import Account
 from engine.cache.holdings import Holdings
@@ -41,7 +42,7 @@ class LeaseBook:
         """
         size = self._holdings.block_size
         asked, reach = [], 0
-        room = self._room(table.account) if leases else 0
+        room, bound = self._bounded(table.account) if leases else (0, "")
         grants: dict[int, LeaseGrant] = {}
         for place, lease in sorted(enumerate(leases), key=lambda pair: pair[1].tokens):
             covers = min(lease.tokens, prompt_tokens)
@@ -62,6 +63,7 @@ class LeaseBook:
                 retention=lease.retention.name,
                 outcome=_outcome(granted, covers),
                 tokens=granted,
+                bound=bound if table.write and granted < covers else "",
             )
             asked.append((lease, -(-granted // size)))
         table.leases = tuple(grants[place] for place in range(len(leases)))
@@ -176,6 +178,10 @@ class LeaseBook:
 
     def _room(self, account: Account) -> int:
         """Blocks that may still be promised to this namespace's payer. O(shares)."""
+        return self._bounded(account)[0]
+
+    def _bounded(self, account: Account) -> tuple[int, Bound]:
+        """The same, and by what: of several bounds the payer's own first."""
         share = account.share
         mine = share.promised
         others = sum(
@@ -183,9 +189,14 @@ class LeaseBook:
             for other in self._holdings.shares.values()
             if other is not share
         )
-        room = self._holdings.promisable - others - mine
-        bounds = (share.quota.ceiling_blocks, share.quota.promised_blocks_max)
-        return min([room, *(bound - mine for bound in bounds if bound is not None)])
+        quota = share.quota
+        bounds: list[tuple[int | None, Bound]] = [
+            (quota.promised_blocks_max, "quota"),
+            (quota.ceiling_blocks, "ceiling"),
+            (self._holdings.promisable - others, "pool"),
+        ]
+        rooms = [(most - mine, name) for most, name in bounds if most is not None]
+        return min(rooms, key=itemgetter(0))
 
 
 def _outcome(granted: int, covers: int) -> Literal["granted", "clipped", "refused"]:

@@ -108,6 +108,7 @@ class _Desk:
     async def tree(self, request: web.Request) -> web.StreamResponse:
         """The shape of a tenant's trees, a namespace each; counts, never words."""
         gateway, name = self._gateway, request.match_info["name"]
+        await asyncio.to_thread(registry.find_tenant, gateway.store, name)  # or there is none
         names = await self._names()
         scopes = await scope_names(gateway)
         found = []

@@ -49,6 +49,22 @@ async def test_usage_is_told_of_all_and_of_one(admin: Admin) -> None:
     }
 
 
+@pytest.mark.parametrize("by", ["day", "hour", "model", "day,model"])
+async def test_what_is_not_asked_for_by_tenant_is_the_sum_of_all(admin: Admin, by: str) -> None:
+    """One row for a day, not one for each tenant that nobody can tell apart."""
+    house = admin.house
+    for who in ("ada", "bob", "bob"):
+        await house.ask(body=house.chat(), who=who)
+    _, body = await admin.ask("GET", f"/admin/v1/usage?group_by={by}")
+    _, of_keys = await admin.ask("GET", f"/admin/v1/usage?group_by={by},key")
+
+    (row,) = body["rows"]
+    sums = {name: value for name, value in row.items() if name not in ("from", "model")}
+    assert sums == body["totals"]
+    assert body["totals"]["requests"] == 3
+    assert [one["key_id"] for one in of_keys["rows"]] == [1, 2]
+
+
 async def test_the_cache_is_told_by_namespace(admin: Admin) -> None:
     """By whose it is and how large; a namespace itself is named by its digest."""
     for who in ("ada", "bob"):

@@ -58,3 +58,29 @@ async def test_whoever_is_admitted_has_room_beside_the_widest_floors(house: Hous
 
     assert status == 200
     await house.check_quiet()
+
+
+async def test_a_promise_that_is_cut_is_told_with_what_bounds_it(house: House) -> None:
+    """Whoever asked for it must not find out by a miss; what is written is what was granted."""
+    admin = Admin(house)
+    await admin.ask("PATCH", "/admin/v1/tenants/ada", {"promised_blocks_max": 2})
+
+    async def ask(words: str) -> tuple[int, str | None, str | None]:
+        text = {"type": "text", "text": words, "cache_control": {"type": "ephemeral"}}
+        messages = [{"role": "user", "content": [text]}]
+        asked = {"model": house.model, "max_tokens": 2, "messages": messages}
+        _, answer, response = await house.ask("/v1/messages", asked)
+        header = response.headers["X-Trunkline-Cache"]
+        parts = dict(part.split("=") for part in header.split("; "))
+        written = answer["usage"]["cache_creation_input_tokens"]
+        return written, parts.get("lease"), parts.get("bound")
+
+    told = [await ask("one " * 40), await ask("two " * 40), await ask("two " * 40)]
+    await admin.ask("PATCH", "/admin/v1/tenants/ada", {"promised_blocks_max": None})
+    granted = await ask("six " * 40)
+
+    assert told[0] == (32, "clipped", "quota")
+    assert told[1:] == [(0, "refused", "quota")] * 2
+    assert granted[0] > 100
+    assert granted[1:] == (None, None)
+    await house.check_quiet()

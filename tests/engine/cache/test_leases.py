@@ -171,7 +171,7 @@ def test_a_promise_beyond_the_promisable_part_is_clipped() -> None:
 
     (grant,) = run(cache, list(range(32)), 0.0, lease(FIVE, tokens=32, lease_id="big"))
 
-    assert grant == LeaseGrant("big", "five", "clipped", 28)
+    assert grant == LeaseGrant("big", "five", "clipped", 28, "pool")
 
 
 def test_a_promise_with_nothing_left_is_refused() -> None:
@@ -181,7 +181,7 @@ def test_a_promise_with_nothing_left_is_refused() -> None:
 
     (grant,) = run(cache, [7, 7, 7], 1.0, lease(FIVE, tokens=3), namespace=THEM)
 
-    assert (grant.outcome, grant.tokens) == ("refused", 0)
+    assert (grant.outcome, grant.tokens, grant.bound) == ("refused", 0, "pool")
 
 
 def test_a_lapsed_promise_is_renewed_where_there_is_room() -> None:
@@ -227,7 +227,7 @@ def test_a_promise_is_clipped_to_the_namespaces_ceiling() -> None:
 
     (grant,) = run(cache, WORDS, 0.0, lease(FIVE), quota=Quota(ceiling_blocks=1))
 
-    assert (grant.outcome, grant.tokens) == ("clipped", 4)
+    assert (grant.outcome, grant.tokens, grant.bound) == ("clipped", 4, "ceiling")
 
 
 def test_a_promise_is_clipped_to_what_its_plan_allows() -> None:
@@ -236,7 +236,7 @@ def test_a_promise_is_clipped_to_what_its_plan_allows() -> None:
 
     (grant,) = run(cache, WORDS, 0.0, lease(FIVE), quota=Quota(promised_blocks_max=1))
 
-    assert (grant.outcome, grant.tokens) == ("clipped", 4)
+    assert (grant.outcome, grant.tokens, grant.bound) == ("clipped", 4, "quota")
     assert found(cache, WORDS, 1.0) == len(WORDS)
 
 
