@@ -1,0 +1,75 @@
+"""A limiter that tests ask and settle with, on a clock that they set."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from tenancy.errors import LimitExceeded
+from tenancy.limits import Demand, Limiter, Reservation
+from tenancy.types import CachePolicy, Identity, Limits, Tenant
+
+FREE = Limits()
+SMALL = Demand(1, 1)
+
+
+class Clock:
+    """Seconds that a test sets; in milliseconds, so that they are exact."""
+
+    def __init__(self) -> None:
+        self.ms = 5_000
+
+    def __call__(self) -> float:
+        return self.ms / 1000
+
+
+@dataclass
+class Desk:
+    """A limiter, its clock, and what was reserved."""
+
+    clock: Clock = field(default_factory=Clock)
+    open: list[Reservation] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.limiter = Limiter(self.clock)
+
+    def ask(
+        self,
+        limits: Limits,
+        demand: Demand = SMALL,
+        *,
+        key_limits: Limits = FREE,
+        key_id: int = 1,
+        tenant_id: int = 1,
+    ) -> LimitExceeded | None:
+        """Reserve: None if it was given, the refusal otherwise."""
+        who = identity(limits, key_limits, key_id=key_id, tenant_id=tenant_id)
+        try:
+            self.open.append(self.limiter.reserve(who, demand))
+        except LimitExceeded as refusal:
+            return refusal
+        finally:
+            self.limiter.check()
+        return None
+
+    def given(self, count: int, limits: Limits, demand: Demand = SMALL, **more: Any) -> int:
+        """How many of so many were given."""
+        return sum(self.ask(limits, demand, **more) is None for _ in range(count))
+
+    def settle(self, actual: Demand) -> None:
+        """The oldest one that is open."""
+        self.open.pop(0).settle(actual)
+        self.limiter.check()
+
+
+def identity(
+    limits: Limits, key_limits: Limits = FREE, *, key_id: int = 1, tenant_id: int = 1
+) -> Identity:
+    return Identity(
+        Tenant(tenant_id, "ada", "active", 0),
+        "default",
+        key_id,
+        CachePolicy(),
+        limits=limits,
+        key_limits=key_limits,
+    )
