@@ -88,8 +88,9 @@ def cache_header(contracts: Sequence[Contract]) -> str:
         f"read={record.read_tokens()}; write={record.write_tokens()}; fresh={record.fresh};"
         f" physical={record.physical_cached}"
     )
-    if short := next(filter(None, (contract.short for contract in contracts)), ""):
-        text += f"; lease={short}"
+    grants = (grant for contract in contracts for grant in contract.grants)
+    if short := next((grant for grant in grants if grant.outcome != "granted"), None):
+        text += f"; lease={short.outcome}" + (f"; bound={short.bound}" if short.bound else "")
     for contract in contracts:
         if missed := contract.why_missed():
             segment = contract.missed_segment

@@ -17,6 +17,7 @@ from gateway.context import Context
 from gateway.errors import Kind, Refusal
 from gateway.plain import Window
 from tenancy.budgets import BudgetState
+from tenancy.cost_rows import dollars, storage
 from tenancy.pricing import PICO_PER_MICRO
 from tenancy.usage import By, UsageTotal, usage
 
@@ -40,7 +41,6 @@ _SUMMED = tuple(
     if name not in ("tenant", "key_id", "model", "from_ms")
 )
 _MONEY = ("charge", "saved", "adjusted")
-_PICO = 10**12
 
 
 async def report(
@@ -63,7 +63,20 @@ async def report(
         "group_by": groups,
         "totals": sums(found),
         "rows": [_row(one, groups) for one in found] if groups else [],
+        **({} if tenant is None else {"storage": await _storage(gateway, tenant, window)}),
     }
+
+
+async def _storage(gateway: Context, tenant: str, window: Window) -> list[dict[str, Any]]:
+    question = partial(storage, tenant=tenant, since_ms=window.since_ms, until_ms=window.until_ms)
+    return [
+        {
+            "class": one.retention,
+            "token_seconds": one.token_seconds,
+            "charge_usd": dollars(one.pico),
+        }
+        for one in await gateway.reports.ask(question)
+    ]
 
 
 async def ask(
@@ -111,13 +124,6 @@ def sums(found: list[UsageTotal]) -> dict[str, Any]:
     for name in _MONEY:
         totals[f"{name}_usd"] = dollars(sum(getattr(one, f"{name}_pico") for one in found))
     return totals
-
-
-def dollars(pico: int) -> str:
-    """An exact amount, as a decimal number in a text: a float would round it."""
-    sign = "-" if pico < 0 else ""
-    whole, rest = divmod(abs(pico), _PICO)
-    return f"{sign}{whole}.{rest:012d}"
 
 
 def budget_body(state: BudgetState) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from tenancy.entries import HOUR_MS
 from tenancy.exports import Rows, instant, pages
 from tenancy.pricing import RateCard, price, storage_charge, writes
 from tenancy.rate_cards import CardBook, load_cards
-from tenancy.store import Store
+from tenancy.store import Row, Store
 
 PROVIDER = "Trunkline"
 COLUMNS = (
@@ -29,6 +29,14 @@ COLUMNS = (
     *("ServiceName", "SkuId", "SkuMeter", "SkuPriceId", "SubAccountId", "SubAccountName", "Tags"),
     *("x_Requests", "x_UncachedCost", "x_CacheSavings", "x_BilledPico", "x_RateCard"),
 )
+
+
+class Held(Struct, frozen=True):
+    """What was held in a class, and what that costs."""
+
+    retention: str
+    token_seconds: int
+    pico: int
 
 
 class _Group(Struct, frozen=True):
@@ -127,6 +135,33 @@ def _adjusted(
         yield _row(account, card, group, total, category, "Correction", text)
 
 
+def storage(store: Store, tenant: str | None, since_ms: int, until_ms: int | None) -> list[Held]:
+    """What was held by class, in the hours that begin in a period; each hour at the price it was
+    booked at, so that the sum is that of the cost rows. O(tenants * hours * classes)."""
+    book = CardBook(load_cards(store))
+    found: dict[str, Held] = {}
+    for _, _, _, _, name, card_id, seconds in _storage_hours(store, tenant, since_ms, until_ms):
+        before = found.get(name, Held(name, 0, 0))
+        pico = storage_charge(book.card(card_id), name, seconds)
+        found[name] = Held(name, before.token_seconds + seconds, before.pico + pico)
+    return [found[name] for name in sorted(found)]
+
+
+def _storage_hours(
+    store: Store, tenant: str | None, since_ms: int, until_ms: int | None
+) -> list[Row]:
+    """(tenant, its id, hour, model, class, card, token-seconds). An hour belongs to the period its
+    beginning is in."""
+    return store.query(
+        "select name, tenant_id, hour_ms, model, class, rate_card_id, token_seconds"
+        " from storage_hours join tenants using (tenant_id)"
+        " where (cast(?1 as text) is null or name = ?1)"
+        " and hour_ms >= ?2 and (cast(?3 as bigint) is null or hour_ms < ?3)"
+        " order by name, hour_ms, class",
+        (tenant, since_ms, until_ms),
+    )
+
+
 def _held(
     store: Store,
     book: CardBook,
@@ -135,15 +170,9 @@ def _held(
     until_ms: int | None,
     account: str,
 ) -> Iterator[dict[str, object]]:
-    """Storage by class. An hour belongs to the period its beginning is in."""
-    for name, tenant_id, hour_ms, model, retention, rate_card_id, token_seconds in store.query(
-        "select name, tenant_id, hour_ms, model, class, rate_card_id, token_seconds"
-        " from storage_hours join tenants using (tenant_id)"
-        " where (cast(?1 as text) is null or name = ?1)"
-        " and hour_ms >= ?2 and (cast(?3 as bigint) is null or hour_ms < ?3)"
-        " order by name, hour_ms, class",
-        (tenant, since_ms, until_ms),
-    ):
+    """Storage by class."""
+    rows = _storage_hours(store, tenant, since_ms, until_ms)
+    for name, tenant_id, hour_ms, model, retention, rate_card_id, token_seconds in rows:
         card = book.card(rate_card_id)
         component = f"storage:{retention}"
         group = _Group(name, tenant_id, 0, model, component, hour_ms, rate_card_id)

@@ -14,7 +14,7 @@ from gateway.commands.answer import Answer, tabled
 from gateway.commands.database import opened
 from gateway.config import Config
 from gateway.metering import wall_ms
-from gateway.usage_report import dollars
+from tenancy.cost_rows import dollars
 from tenancy.deletion import delete_tenant
 from tenancy.errors import BadName
 from tenancy.keys import (

@@ -178,8 +178,7 @@ class Contract:
         self._is_written = False
         self._missed = ""
         self.missed_segment = ""
-        self.short = ""
-        """What became of the first promise that was not granted in full, and what bounds it."""
+        self.grants: tuple[LeaseGrant, ...] = ()
         self.is_below = False
         self.missed_tokens = 0
         """Of the longest prefix in the books, what was not read."""
@@ -209,10 +208,7 @@ class Contract:
         granted = {w.tokens: w.tokens for w in self._writes}
         for write, grant in zip(self._writes, grants, strict=False):
             granted[write.tokens] = grant.tokens
-            if grant.outcome != "granted" and not self.short:
-                self.short = (
-                    f"{grant.outcome}; bound={grant.bound}" if grant.bound else grant.outcome
-                )
+        self.grants = tuple(grants)
         self._granted = granted
         self._record, self._read_entry = self._split(cached_tokens, granted)
         read = self._record.read_tokens()

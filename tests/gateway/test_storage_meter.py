@@ -14,7 +14,7 @@ from gateway.cache_terms import BEST_EFFORT
 from gateway.metering import wall_ms
 from gateway.storage_meter import NANO, StorageMeter, StorageWatch, held
 from tenancy.bookkeeping import StorageReading
-from tenancy.cost_rows import cost_rows
+from tenancy.cost_rows import cost_rows, dollars
 from tenancy.errors import LedgerUnavailable, StoreError
 from tenancy.pricing import RateCard
 from tenancy.rate_cards import add_card
@@ -128,6 +128,10 @@ async def test_what_is_held_for_an_hour_is_charged_as_such(house: House) -> None
     assert (status, card_id) == (200, card.rate_card_id)
     assert tokens >= 200
     assert row["x_BilledPico"] == tokens * 20_000
+    _, usage, _ = await house.ask("/v1/usage", method="GET")
+    told = next(one for one in usage["storage"] if one["class"] == "1h")
+    assert told["token_seconds"] == tokens * 3_600
+    assert told["charge_usd"] == dollars(tokens * 20_000)
 
 
 @pytest.mark.parametrize("part", ["store", "ledger"])

@@ -2,32 +2,12 @@
 
 from __future__ import annotations
 
-from decimal import Decimal
-
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from gateway.errors import Refusal
 from gateway.plain import Window
-from gateway.usage_report import HOUR_MS, dollars, groups_of, hours, sums
+from gateway.usage_report import HOUR_MS, groups_of, hours, sums
 from tenancy.usage import UsageTotal
-
-
-@given(st.integers(-(10**20), 10**20))
-def test_an_amount_is_told_exactly(pico: int) -> None:
-    """To the pico-dollar, whatever its size: an invoice is made of these."""
-    assert Decimal(dollars(pico)) * 10**12 == pico
-
-
-def test_an_amount_reads_as_dollars() -> None:
-    """With its sign before it."""
-    assert [dollars(pico) for pico in (0, 1, -1_500_000_000_000, 10**12)] == [
-        "0.000000000000",
-        "0.000000000001",
-        "-1.500000000000",
-        "1.000000000000",
-    ]
 
 
 def test_a_window_is_widened_to_whole_hours() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tenancy.adjustments import Adjustment, adjust
 from tenancy.bookkeeping import StorageReading
-from tenancy.cost_rows import COLUMNS, cost_rows, dollars
+from tenancy.cost_rows import COLUMNS, Held, cost_rows, dollars, storage
 from tenancy.ledger import Ledger
 from tenancy.pricing import RateCard, storage_charge
 from tenancy.rate_cards import add_card
@@ -82,6 +82,16 @@ def test_the_rows_add_up_to_the_bill(store: Store) -> None:
     assert sum(int(str(row["x_BilledPico"])) for row in rows) == charged + held
 
 
+def test_storage_is_told_by_class_as_it_is_billed(store: Store) -> None:
+    """Of one tenant or all, in the hours of a period."""
+    mine = storage(store, "ada", 0, None)
+
+    assert mine == [Held("1h", 12_345, storage_charge(CARD, "1h", 12_345))]
+    assert mine[0].pico > 0
+    assert storage(store, None, 0, None) == mine
+    assert storage(store, "ada", HOUR_MS, None) == storage(store, "bob", 0, None) == []
+
+
 def test_tokens_in_the_rows_are_the_tokens_in_the_ledger(store: Store) -> None:
     """Each one once, failures too, though they cost nothing."""
     rows = [row for row in cost_rows(store, "ada", 0, None, "acme") if row["ConsumedQuantity"]]
@@ -127,3 +137,13 @@ def test_a_row_is_an_hour_of_a_key_and_a_component(store: Store) -> None:
 def test_dollars_are_exact(pico: int) -> None:
     """Twelve decimals, below zero too."""
     assert Decimal(dollars(pico)) == Decimal(pico).scaleb(-12)
+
+
+def test_an_amount_reads_as_dollars() -> None:
+    """With its sign before it."""
+    assert [dollars(pico) for pico in (0, 1, -1_500_000_000_000, 10**12)] == [
+        "0.000000000000",
+        "0.000000000001",
+        "-1.500000000000",
+        "1.000000000000",
+    ]
