@@ -38,6 +38,10 @@ from engine.weights import load_weights
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 """Batch sizes that graphs are captured for; a batch takes the next one up."""
 
+CAPTURED = (((2,), False), ((2,), True), ((0, 2), True), ((1, 2), True), ((2, 1), True))
+"""Tile classes in the order of their launches, and whether parts are merged: what decoding needs.
+"""
+
 SPARE_SEATS = 32
 """For sequences that begin in the step in which others end."""
 
@@ -138,10 +142,10 @@ class DeviceRunner:
     def warm_up(self, sequences_max: int) -> None:
         """Capture the graphs that decoding will want, so that no client waits for them.
 
-        Without shared prefixes, with one part a row and with several; and with, in either order.
+        Without shared prefixes, with one part a row and with several; and with, in each order.
         """
         for bucket in BUCKETS:
-            for classes, merge in (((2,), False), ((2,), True), ((1, 2), True), ((2, 1), True)):
+            for classes, merge in CAPTURED:
                 if bucket < 2 * sequences_max:
                     self._capture((bucket, classes, merge))
 

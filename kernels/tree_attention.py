@@ -1,17 +1,18 @@
 """Paged attention over a work list: a shared prefix is read once for all rows that share it.
 
 Rows (query tokens) stand in the prefix tree's depth-first order: the rows below any node are one
-contiguous range, and a *unit* of work is (row range x key range x KV head). Three tile classes run
-inside one CUDA graph, the first two side by side:
+contiguous range, and a *unit* of work is (row range x key range x KV head). Three tile classes and
+a merge run inside one CUDA graph, BIG and SMALL side by side:
 
-    BIG     16 rows x G heads = 64 query vectors   keys shared by several rows
+    WIDE    32 rows x G heads = 128 query vectors  keys shared by many rows; long prompts
+    BIG     16 rows x G heads = 64                 keys shared by several rows; short prompts
     SMALL   one sequence's rows x G heads = 16     the keys a sequence has to itself
     merge   a row with several parts: combine them by log-sum-exp
 
 The same kernel does chunked prefill: a slice of n tokens is n rows of one sequence whose lengths
-grow by one, so the causal mask is nothing but "keys below this row's length". The work list comes
-from `kernels.work_list`; lengths live on the device, so a list stays valid while tokens are
-appended. `kernels.reference.paged_attention` is the specification. Knows nothing of requests.
+grow by one, so the causal mask is nothing but "keys below this row's length". The work list is made
+by `kernels.work_list`; lengths live on the device, so it stays valid while tokens are appended. On
+Hopper, `kernels.hopper_attention` does BIG and WIDE. Specified by `kernels.reference`.
 
 Shapes: T rows, H query heads, K KV heads, G = H / K, D head_dim, B blocks, S = 16 slots.
 KV is one tensor [B, layers, 2, K, S, D]: a block is one contiguous piece in all layers.
@@ -34,6 +35,13 @@ from kernels.dependent_launch import (
     leave_shared_memory,
 )
 from kernels.work_list import HostPlan, TileConfig
+
+try:  # Gluon is experimental: without it every tile is this file's.
+    from kernels import hopper_attention
+
+    HAS_GLUON = True
+except ImportError:
+    HAS_GLUON = False
 
 LOG2E = 1.4426950408889634
 
@@ -346,45 +354,46 @@ def tree_attention(
     them, off a queue. Writes out, parts.
     """
     rows, heads, head_dim = q.shape
-    _, _, _, kv_heads, slots, _ = kv.shape
-    group = heads // kv_heads
-    layer_kv = kv[:, layer]
+    group, scale = heads // kv.shape[3], LOG2E / math.sqrt(head_dim)
+    by_hand = HAS_GLUON and hopper_attention.can_run(q, kv)
     pdl = dependent_options(q) if dependent else {}
     overlap = dependent and merge and len(classes) == 2
     beside = overlap and classes[0] > classes[1]
     for order, i in enumerate(classes):
         config = work.configs[i]
         count, units = work.tile(i)
-        options: dict[str, Any] = {"num_warps": config.warps}
-        if config.registers_max and q.is_cuda:
-            options["maxnreg"] = config.registers_max
+        given = (parts.out, parts.lse, out, count, units, parts.queue, block_ids, lengths, rows)
+        options: dict[str, Any] = {
+            "G": group, "GP": 1 << (group - 1).bit_length(), "H": heads, "D": head_dim,
+            "SLOTS": kv.shape[4], "KEYS": config.keys, "CAUSAL": causal,
+            "WAITS": bool(pdl) and order == 0, "LETS_GO": bool(pdl) and overlap and order == 0,
+            "FOLLOWS": bool(pdl) and overlap and order == 1, "QUEUE": beside and order == 1,
+        }  # fmt: skip
         if order == 0 or overlap:
             options |= pdl
         per_sm = config.programs_beside if beside else config.programs_per_sm
-        kernel = tree_attention_kernel[(work.multiprocessors * per_sm,)](
-            q, layer_kv, parts.out, parts.lse, out, count, units, parts.queue, block_ids, lengths,
-            rows, LOG2E / math.sqrt(head_dim),
-            G=group, GP=1 << (group - 1).bit_length(), M=config.vectors, H=heads, D=head_dim,
-            SLOTS=slots, KEYS=config.keys, BLOCK_STRIDE=kv.stride(0), VALUE_OFFSET=kv.stride(2),
-            STAGES=config.stages, PEEL=config.peel, CAUSAL=causal,
-            WAITS=bool(pdl) and order == 0, LETS_GO=bool(pdl) and overlap and order == 0,
-            FOLLOWS=bool(pdl) and overlap and order == 1, QUEUE=beside and order == 1,
-            **options,
-        )  # fmt: skip
+        programs = work.multiprocessors * per_sm
+        if by_hand and config.vectors >= hopper_attention.VECTORS:
+            kernel = hopper_attention.launch(
+                programs, config.vectors, q, kv, layer, given, scale, **options
+            )
+        else:
+            if config.registers_max and q.is_cuda:
+                options["maxnreg"] = config.registers_max
+            kernel = tree_attention_kernel[(programs,)](
+                q, kv[:, layer], *given, scale,
+                M=config.vectors, BLOCK_STRIDE=kv.stride(0), VALUE_OFFSET=kv.stride(2),
+                STAGES=config.stages, PEEL=config.peel, num_warps=config.warps, **options,
+            )  # fmt: skip
         if pdl and beside:
             leave_shared_memory(kernel.function)
     if not merge:
         return
-    # Few rows: spread heads over programs and keep many parts in flight. Many rows: fewer programs.
+    # Few rows: heads spread over programs and many parts in flight. Else up to 8 heads a program.
     few = rows * heads <= FEW_ROW_HEADS
-    heads_step = 1 if few else _heads_per_program(heads)
+    heads_step = 1 if few else min(8, heads & -heads)
     merge_parts_kernel[(rows, heads // heads_step)](
         parts.out, parts.lse, out, work.parts_of_row, parts.queue, rows,
         H=heads, D=head_dim, HEADS=heads_step, PARTS=8 if few else 4, WAITS=bool(pdl),
         num_warps=1 if few else 4, **pdl,
     )  # fmt: skip
-
-
-def _heads_per_program(heads: int) -> int:
-    """The largest power of two up to 8 that divides the heads."""
-    return min(8, heads & -heads)

@@ -122,6 +122,7 @@ class Planner:
     span_keys_beside: int = 2048
     beside_load_max: int = 3072
     beside_share_min: float = 0.4
+    wide_fill_min: float = 0.75
     own_span_keys_min: int = 64
     own_span_keys_target: int = 2048
     parts_max: int = 5
@@ -278,13 +279,15 @@ class _SpanCutter(_Cutter):
         base = np.zeros(n, np.int32)
         kept = [g for g in groups.tolist() if self._worth(g)]
         self.is_side_by_side = self._keeps_company(kept)
-        for (a, b, _, end_block), spans in zip(kept, self._group_spans(kept), strict=True):
+        config = self._class_of_groups(kept)
+        spans_of = self._group_spans(kept, config)
+        for (a, b, _, end_block), spans in zip(kept, spans_of, strict=True):
             # Where a group above was left out its keys are this one's to read as well.
             first, end = int(own_block[a]) * p.block_size, end_block * p.block_size
-            width = int(_round_up(-(-(end - first) // spans), BIG.keys))
+            width = int(_round_up(-(-(end - first) // spans), config.keys))
             part = int(base[a])
             for key in range(first, end, width):
-                self.add_group(BIG, a, b, key, min(width, end - key), part)
+                self.add_group(config, a, b, key, min(width, end - key), part)
                 part += 1
             base[a:b] = part
             own_block[a:b] = end_block
@@ -302,17 +305,33 @@ class _SpanCutter(_Cutter):
         p, slices = self.planner, self.slices
         if not groups or (slices.rows > 1).any():
             return False
-        tiles, keys = self._group_tiles(groups)
+        tiles, keys = self._group_tiles(groups, BIG)
         shared = sum(t * k for t, k in zip(tiles, keys, strict=True))
         load = shared * p.kv_heads / (p.multiprocessors * BIG.programs_per_sm)
         own = int((slices.starts + 1).sum())
         own -= sum((b - a) * k for (a, b, _, _), k in zip(groups, keys, strict=True))
         return load <= p.beside_load_max and SMALL_KEY_COST * own >= p.beside_share_min * shared
 
-    def _group_tiles(self, groups: list[list[int]]) -> tuple[list[int], list[int]]:
+    def _class_of_groups(self, groups: list[list[int]]) -> TileConfig:
+        """A wide tile reads keys once for twice the rows, where there are rows to fill it and no
+        small programs to stand beside it."""
+        p = self.planner
+        if self.is_side_by_side:
+            return BIG
+        tiles, keys = self._group_tiles(groups, WIDE)
+        room = p.rows_per_tile(WIDE) * sum(t * k for t, k in zip(tiles, keys, strict=True))
+        used = sum(
+            (self.row_edges[g[1]] - self.row_edges[g[0]]) * k
+            for g, k in zip(groups, keys, strict=True)
+        )
+        return WIDE if used >= p.wide_fill_min * room else BIG
+
+    def _group_tiles(
+        self, groups: list[list[int]], config: TileConfig
+    ) -> tuple[list[int], list[int]]:
         """Row tiles and keys of each group."""
         p = self.planner
-        step = p.rows_per_tile(BIG)
+        step = p.rows_per_tile(config)
         tiles = [-(-(self.row_edges[b] - self.row_edges[a]) // step) for a, b, _, _ in groups]
         return tiles, [(e - f) * p.block_size for _, _, f, e in groups]
 
@@ -321,11 +340,11 @@ class _SpanCutter(_Cutter):
         keys = (end_block - first_block) * self.planner.block_size
         return b - a > 1 and keys >= self.planner.group_keys_min
 
-    def _group_spans(self, groups: list[list[int]]) -> list[int]:
+    def _group_spans(self, groups: list[list[int]], config: TileConfig) -> list[int]:
         """Equal spans of about `total / programs` keys: one wave, no finer than the minimum."""
         p = self.planner
-        tiles, keys = self._group_tiles(groups)
-        programs = p.multiprocessors * BIG.programs_per_sm
+        tiles, keys = self._group_tiles(groups, config)
+        programs = p.multiprocessors * config.programs_per_sm
         load = sum(t * k for t, k in zip(tiles, keys, strict=True)) * p.kv_heads / programs
         least = p.span_keys_beside if self.is_side_by_side else p.span_keys_min
         span = max(least, int(load))

@@ -313,7 +313,7 @@ def test_classes_run_side_by_side_where_that_was_measured_to_be_faster(
     plan = planner.plan(slices, np.array(groups, np.int32).reshape(-1, 4))
 
     assert plan.side_by_side == expected
-    assert plan.classes == ((2, 1) if expected else (1, 2) if shared else (2,))
+    assert plan.classes == ((2, 1) if expected else (0, 2) if shared else (2,))
 
 
 @pytest.mark.parametrize(("rows", "parts"), [(1, 8), (8, 8), (64, 2), (256, 1)])
