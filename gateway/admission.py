@@ -57,7 +57,7 @@ def admit(
     _check_tenant(now)
     _check_queue(sum(len(prompt.token_ids) for prompt in rendered), now)
     kept = leases or [()] * len(rendered)
-    return tuple(
+    requests = [
         Request(
             request_id=request_id if len(rendered) == 1 else f"{request_id}-{number}",
             tokens=prompt.token_ids,
@@ -74,7 +74,8 @@ def admit(
             grammar=prompt.grammar,
         )
         for number, (prompt, budget) in enumerate(zip(rendered, budgets, strict=True))
-    )
+    ]
+    return tuple(requests)
 
 
 def namespace_of(
@@ -145,21 +146,23 @@ def _check_tokens(prompt: Rendered, generation: Generation, number: int, info: E
     """Token ids come from clients too, and nothing may index by them unchecked."""
     if not prompt.token_ids:
         raise Refusal(Kind.BAD, "invalid_value", "prompt: it has no tokens.", param="prompt")
-    given = (
-        ("prompt", prompt.token_ids),
-        ("stop_token_ids", generation.stop_token_ids),
-        ("logit_bias", tuple(generation.sampling.logit_bias)),
-    )
-    for param, token_ids in given:
-        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < info.vocab_size:
-            wrong = min(token_ids) if min(token_ids) < 0 else max(token_ids)
-            raise Refusal(
-                Kind.BAD,
-                "invalid_value",
-                f"{param}: token id {wrong} is outside the vocabulary"
-                f" (0 to {info.vocab_size - 1}).",
-                param=param,
-            )
+    _check_ids("prompt", prompt.token_ids, info)
+    if generation.stop_token_ids:
+        _check_ids("stop_token_ids", generation.stop_token_ids, info)
+    if generation.sampling.logit_bias:
+        _check_ids("logit_bias", tuple(generation.sampling.logit_bias), info)
+
+
+def _check_ids(param: str, token_ids: Sequence[int], info: EngineInfo) -> None:
+    least, most = min(token_ids), max(token_ids)
+    if not 0 <= least <= most < info.vocab_size:
+        wrong = least if least < 0 else most
+        raise Refusal(
+            Kind.BAD,
+            "invalid_value",
+            f"{param}: token id {wrong} is outside the vocabulary (0 to {info.vocab_size - 1}).",
+            param=param,
+        )
 
 
 def _output_tokens(

@@ -82,9 +82,10 @@ async def prepare(
     contracts = [
         gateway.contracts.resolve(call, prompt, scope, classes, held) for prompt in rendered
     ]
-    cached = sum(
-        mark.tokens for prompt in rendered for mark in prompt.boundaries if mark.retention in held
-    )
+    cached = 0
+    if held:
+        marks = [mark for prompt in rendered for mark in prompt.boundaries]
+        cached = sum(mark.tokens for mark in marks if mark.retention in held)
     return Prepared(call, rendered, contracts, now, scope, cached)
 
 

@@ -95,7 +95,9 @@ class Contracts:
         lookup = ask.lookup or profile.lookup
         total = len(rendered.token_ids)
         look = Look(())
-        names = {ask.implicit, *[mark.retention for mark in rendered.boundaries]} - {None}
+        names = {mark.retention for mark in rendered.boundaries}
+        names.add(ask.implicit)
+        names.discard(None)
         if names and call.operation != "count":  # most name no class, and nothing is written
             terms = {name: self._class(name, scope, classes) for name in names if name is not None}
             look = positions(rendered.boundaries, ask, terms, max(1, profile.min_tokens))
