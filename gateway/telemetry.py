@@ -10,6 +10,7 @@ again with each life of the engine, as Prometheus expects of a counter.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from itertools import accumulate
 
@@ -65,11 +66,13 @@ class Tally(Collector):
     def __init__(self, name: str, text: str, *labels: str) -> None:
         self.labels = labels
         self._name, self._text = name, text
-        self._counts: dict[tuple[str, ...], int] = {} if labels else {(): 0}
+        self._counts: defaultdict[tuple[str, ...], int] = defaultdict(int)
+        if not labels:
+            self._counts[()] = 0
 
     def add(self, count: int, *labels: str) -> None:
         """So many more. O(1)."""
-        self._counts[labels] = self._counts.get(labels, 0) + count
+        self._counts[labels] += count
 
     def describe(self) -> Iterator[Metric]:
         """See `Collector`."""

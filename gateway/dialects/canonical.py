@@ -235,10 +235,10 @@ class UsageRecord(Struct, frozen=True):
     """Read by contract, but computed again: a promise that eviction or a restart had broken."""
 
     def read_tokens(self) -> int:
-        return sum(self.read.values())
+        return sum(self.read.values()) if self.read else 0
 
     def write_tokens(self) -> int:
-        return sum(self.write.values())
+        return sum(self.write.values()) if self.write else 0
 
 
 class TokenText(Struct, frozen=True):
