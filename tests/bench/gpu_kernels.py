@@ -1,8 +1,9 @@
-"""Decode attention on a GPU, one layer, against the bytes it must move. Run by hand on a device:
+"""Attention on a GPU, one layer, against the bytes it must move. Run by hand on a device:
 
     python -m tests.bench.gpu_kernels [--json FILE]
 
-Arithmetic first: a case's floor is its unique KV bytes over the measured copy rate. Time is a CUDA
+Arithmetic first: a case's floor is its unique KV bytes over the measured copy rate; a prompt's is
+its products. Time is a CUDA
 graph over several layers with their own KV (more than the L2 holds), median of nine; every case is
 checked against float64 on a few rows before it is timed.
 """
@@ -23,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from kernels.reference import paged_attention
 from kernels.tree_attention import Parts, WorkList, tree_attention
 from kernels.work_list import BIG, SMALL, WIDE, Planner, Slices
 
@@ -40,6 +42,9 @@ CASES: dict[str, tuple[int, list[tuple[int, int]]]] = {
     "flat 1x8256": (1, [(1, 8256)]),
     "flat 1x512": (1, [(1, 512)]),
 }
+
+PROMPTS = ((8192, 0), (4096, 0), (2048, 6144), (512, 0))
+"""Tokens computed, and cached before them."""
 
 
 def say(text: str) -> None:
@@ -176,6 +181,49 @@ def measure(
     }
 
 
+def measure_prompt(tokens: int, cached: int, planner: Planner) -> dict[str, Any]:
+    """One prompt's attention, against float64 on three rows, and how many TFLOP/s it makes."""
+    layers, total = 4, tokens + cached
+    blocks = -(-total // SIZE)
+    kv = torch.empty(
+        blocks + 1, layers, 2, KV_HEADS, SIZE, HEAD_DIM, dtype=torch.bfloat16, device="cuda"
+    ).normal_()
+    table = np.zeros(blocks + 8, np.int32)
+    table[:blocks] = np.random.default_rng(1).permutation(blocks) + 1
+    q = torch.randn(tokens, HEADS, HEAD_DIM, device="cuda").bfloat16()
+    out = torch.full_like(q, float("nan"))
+    lengths = torch.arange(cached + 1, total + 1, dtype=torch.int32, device="cuda")
+    block_ids = torch.from_numpy(table).cuda()
+    one = (np.array([n], np.int32) for n in (tokens, cached, 0))
+    plan = planner.plan(Slices(*one), np.zeros((0, 4), np.int32))
+    work = WorkList((WIDE, BIG, SMALL), planner.multiprocessors, tokens, 65536, q.device)
+    work.load(plan)
+    parts = Parts(plan.parts_max, tokens, HEADS, HEAD_DIM, q.device)
+
+    def run(count: int = layers) -> None:
+        for layer in range(count):
+            tree_attention(
+                q, kv, layer, work, block_ids, lengths, out, parts, classes=plan.classes,
+                merge=plan.parts_max > 1,
+            )  # fmt: skip
+
+    run(1)
+    worst, ids = 0.0, table[:blocks].tolist()
+    queries, keys, answers = q.cpu(), kv[:, :1].cpu(), out.double().cpu()
+    for row in (0, tokens // 3, tokens - 1):
+        expected = paged_attention(queries[row : row + 1], keys, 0, ids, cached + row)[0]
+        worst = max(worst, float((answers[row] - expected).norm() / expected.norm()))
+    us = time_graph(run)[0] / layers
+    products = 4 * HEAD_DIM * HEADS * (tokens * cached + tokens * (tokens + 1) / 2)
+    return {
+        "case": f"prompt {tokens} behind {cached}",
+        "us": round(us, 1),
+        "tflop_per_s": round(products / us / 1e6),
+        "error": worst,
+        "parts": plan.parts_max,
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
@@ -201,6 +249,9 @@ def main() -> None:
         except (RuntimeError, ValueError) as failure:
             say(f"{name} {options_} failed: {failure}")
         torch.cuda.empty_cache()
+    for tokens, cached in PROMPTS:
+        results.append(measure_prompt(tokens, cached, base))
+        say(json.dumps(results[-1]))
     if options.json is not None:
         head = {"device": properties.name, "copy_gb_per_s": round(copy)}
         options.json.write_text(json.dumps({**head, "results": results}, indent=1))
