@@ -380,6 +380,8 @@ class NamespaceStats(Struct, frozen=True, forbid_unknown_fields=True):
 class Stats(Struct, frozen=True, tag="stats", forbid_unknown_fields=True):
     """The heartbeat, and the answer to `GetStats`. Counters never fall within an epoch.
 
+    `unneeded_tokens_total`: of the output tokens, those drawn behind the end of their text, before
+    the engine heard of it; nobody is charged for them.
     blocks = free + cached (only the tree refers to them) + pinned (some table does).
     """
 
@@ -396,6 +398,7 @@ class Stats(Struct, frozen=True, tag="stats", forbid_unknown_fields=True):
     cached_tokens_total: Count = 0
     computed_tokens_total: Count = 0
     output_tokens_total: Count = 0
+    unneeded_tokens_total: Count = 0
     evicted_blocks_total: Count = 0
     expired_blocks_total: Count = 0
     copied_blocks_total: Count = 0

@@ -120,7 +120,7 @@ class Core:
         if work is None or not 0 <= index < len(work.sequences):
             return
         sequence = work.sequences[index]
-        sequence.output_tokens = min(output_tokens, sequence.output_tokens)
+        sequence.output_tokens = self.vitals.needed(sequence.output_tokens, output_tokens)
         if not sequence.is_ended:
             self._end(sequence, "stop")
 

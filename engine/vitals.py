@@ -28,6 +28,7 @@ class Vitals:
         self.computed_tokens = 0
         self.recomputed_tokens = 0
         self.output_tokens = 0
+        self.unneeded_tokens = 0
         self._stepped_at_s = float("-inf")
         self._step_s = 0.0
         self._prefill_per_s = 0.0
@@ -37,6 +38,12 @@ class Vitals:
         these counts with a ledger must find the same."""
         self.prompt_tokens = self.cached_tokens = 0
         self.computed_tokens = self.recomputed_tokens = self.output_tokens = 0
+        self.unneeded_tokens = 0
+
+    def needed(self, drawn: int, most: int) -> int:
+        """Of the tokens that a sample has drawn, those before its end; the others are counted."""
+        self.unneeded_tokens += max(0, drawn - most)
+        return min(drawn, most)
 
     def next_step(self) -> int:
         """The number of the step about to be launched, from 1."""
@@ -85,6 +92,7 @@ class Vitals:
             cached_tokens_total=self.cached_tokens,
             computed_tokens_total=self.computed_tokens,
             output_tokens_total=self.output_tokens,
+            unneeded_tokens_total=self.unneeded_tokens,
             evicted_blocks_total=held.evicted_blocks_total,
             expired_blocks_total=held.expired_blocks_total,
             copied_blocks_total=held.copied_blocks_total,

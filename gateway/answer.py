@@ -198,6 +198,7 @@ class Answer:
         usage = added(records)
         reservation.settle(limiting.truth(usage))
         self._note(usage, answer.first_token_s)
+        self._state.unneeded_tokens = answer.unneeded_tokens
         for contract in self._contracts:
             contract.finish(self._reply.response_id)
         self._tell(answer, records, ending)

@@ -87,6 +87,7 @@ class RequestState(Struct):
     cache_read_tokens: int = 0
     cache_write_tokens: int = 0
     output_tokens: int = 0
+    unneeded_tokens: int = 0
     epoch: str = ""
     first_token_s: float | None = None
     is_complete: bool = False
@@ -273,7 +274,8 @@ class Guard:
             telemetry.cached_tokens.add(state.cached_tokens, tenant)
             telemetry.output_tokens.add(state.output_tokens, tenant)
             telemetry.count_epoch(
-                state.epoch, state.prompt_tokens, state.cached_tokens, state.output_tokens
+                *(state.epoch, state.prompt_tokens, state.cached_tokens, state.output_tokens),
+                state.unneeded_tokens,
             )
             telemetry.duration_s.add(total_s)
         telemetry.requests.add(1, tenant, state.route, state.ending)

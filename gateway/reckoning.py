@@ -58,12 +58,14 @@ class Reckoning:
         except (EngineError, TimeoutError):
             return
         prompt, cached, output = gateway.telemetry.of_epoch(info.epoch)
+        # Behind the end of a text nothing is charged, whoever noticed that it was drawn.
+        unneeded = stats.unneeded_tokens_total + gateway.telemetry.unneeded_in(info.epoch)
         totals = EngineTotals(
             epoch=info.epoch,
             at_ms=at_ms,
             prompt_tokens=stats.prompt_tokens_total,
             cached_tokens=stats.cached_tokens_total,
-            output_tokens=stats.output_tokens_total,
+            output_tokens=stats.output_tokens_total - unneeded,
             metric_prompt_tokens=prompt,
             metric_cached_tokens=cached,
             metric_output_tokens=output,

@@ -179,6 +179,8 @@ class AnswerStream:
         self.usages: list[Usage] = []
         self._records: list[UsageRecord] | None = None
         self.format_violations = 0
+        self.unneeded_tokens = 0
+        """Drawn to the end of a request that had all it needed: the engine heard of it too late."""
         self.first_token_s: float | None = None
         self.ending = "cancelled"
 
@@ -299,6 +301,7 @@ class AnswerStream:
         # even: what is charged must not depend on who was faster.
         needed = sum([choice.tokens for choice in self._choices[prompt]])
         if needed < event.usage.output_tokens:
+            self.unneeded_tokens += event.usage.output_tokens - needed
             self.usages[prompt] = replace(event.usage, output_tokens=needed)
 
     def _begin(self, prompt: int, event: Started) -> list[Delta]:

@@ -51,6 +51,7 @@ _COUNTERS = {
     "cached_tokens_total": ("engine_cached_tokens", "Prompt tokens found in the cache."),
     "computed_tokens_total": ("engine_computed_tokens", "Prompt tokens computed."),
     "output_tokens_total": ("engine_output_tokens", "Output tokens."),
+    "unneeded_tokens_total": ("unneeded_tokens", "Output tokens behind the end of their text."),
     "evicted_blocks_total": ("evicted_blocks", "Blocks taken under pressure."),
     "expired_blocks_total": ("expired_blocks", "Blocks whose retention ended."),
     "copied_blocks_total": ("copied_blocks", "Blocks copied because they were shared."),
@@ -162,21 +163,29 @@ class Telemetry:
         one.register(self._engine)
         one.register(self._cache)
 
-    def count_epoch(self, epoch: str, prompt: int, cached: int, output: int) -> None:
-        """The same tokens as in the counters, by the engine's life in which they were computed."""
+    def count_epoch(
+        self, epoch: str, prompt: int, cached: int, output: int, unneeded: int = 0
+    ) -> None:
+        """The same tokens as in the counters, by the engine's life in which they were computed, and
+        those that it drew and nobody needed without hearing of it."""
         counts = self._epochs.get(epoch)
         if counts is None:
-            counts = self._epochs[epoch] = [0, 0, 0]
+            counts = self._epochs[epoch] = [0, 0, 0, 0]
             if len(self._epochs) > EPOCHS_MAX:
                 del self._epochs[next(iter(self._epochs))]
         counts[0] += prompt
         counts[1] += cached
         counts[2] += output
+        counts[3] += unneeded
 
     def of_epoch(self, epoch: str) -> tuple[int, int, int]:
         """Prompt, cached and output tokens of a life of the engine."""
-        prompt, cached, output = self._epochs.get(epoch, (0, 0, 0))
+        prompt, cached, output, _ = self._epochs.get(epoch, (0, 0, 0, 0))
         return prompt, cached, output
+
+    def unneeded_in(self, epoch: str) -> int:
+        """What a life of the engine drew for nobody, beside what it knows of itself."""
+        return self._epochs.get(epoch, (0, 0, 0, 0))[3]
 
     def tenant_label(self, name: str) -> str:
         """The tenant's own name for the first few, `others` for the rest."""

@@ -53,6 +53,19 @@ async def test_a_client_that_leaves_is_counted_alike(house: House) -> None:
     assert epoch.ledger == epoch.engine == epoch.metrics
 
 
+async def test_what_is_drawn_behind_the_end_of_a_text_is_nobodys(house: House) -> None:
+    """The engine hears of a stop string when more has been drawn, or when all is over."""
+    house.say("one two, three, four, five, six, seven.", ends=False)
+    for most in (6, 8, 12, 40):
+        await house.ask(body=house.chat("count", n=2, stop=[","], max_tokens=most))
+        await house.stream(house.chat("count", stop=["two"], max_tokens=most))
+    epoch = await settled(house)
+    drawn = (await house.engine.get_stats()).output_tokens_total
+
+    assert epoch.ledger == epoch.engine == epoch.metrics
+    assert drawn > epoch.ledger.output_tokens > 0
+
+
 async def test_while_something_runs_nothing_is_compared(house: House) -> None:
     """A difference then would be nothing but the time between two looks."""
     house.runner.hold_after(5)
