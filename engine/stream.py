@@ -174,18 +174,15 @@ class RequestStream(AsyncIterator[Event]):
         if not self._is_over:
             self._connection.post(EndSample(self.request_id, index, output_tokens))
 
-    async def cancel(self, patience_s: float = 2.0) -> Finished | None:
-        """Nobody wants the rest: cancel, and wait a moment for the end and its usage."""
+    async def cancel(self) -> Finished | None:
+        """Nobody wants the rest: cancel, and wait for the end and its usage, which the engine tells
+        after the step it is in; without an engine it comes at once."""
         if self._is_over:
             return None
         self._connection.post(Cancel(self.request_id))
-        try:
-            async with asyncio.timeout(patience_s):
-                async for event in self:
-                    if isinstance(event, Finished):
-                        return event
-        except TimeoutError:
-            await self.aclose()
+        async for event in self:
+            if isinstance(event, Finished):
+                return event
         return None
 
     async def aclose(self) -> None:

@@ -63,6 +63,26 @@ async def test_a_lost_engine_ends_a_stream_with_what_was_seen() -> None:
     assert stream.is_over
 
 
+async def test_whoever_cancels_hears_the_end_however_long_a_step_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The engine has counted what it computed: an entry without it would be apart from that."""
+    loop, way = asyncio.get_running_loop(), Way()
+    stream = RequestStream("a", way)
+    stream.push(Started("a", 9, 4))
+    cancelling = asyncio.create_task(stream.cancel())
+    await asyncio.sleep(0)
+    real = loop.time
+    monkeypatch.setattr(loop, "time", lambda: real() + 50.0)
+    for _ in range(5):
+        await asyncio.sleep(0)
+    end = Finished("a", "cancelled", Usage(prompt_tokens=9, cached_tokens=4, computed_tokens=5))
+    stream.push(end)
+
+    assert await cancelling == end
+    assert way.posted == [Cancel("a")]
+
+
 async def test_one_bell_wakes_a_reader_of_several_streams() -> None:
     """An answer to several prompts is read by one coroutine, whichever of them has something."""
     bell = Bell()
