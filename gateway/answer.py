@@ -11,8 +11,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing, suppress
+from typing import cast
 
 from aiohttp import web
+from aiohttp.http_writer import StreamWriter
 
 from engine.api import Request
 from engine.client import RequestStream
@@ -280,10 +282,15 @@ class Answer:
     ) -> web.StreamResponse:
         """Server-sent events. Until the first one, an error is still a plain HTTP answer."""
         interval_s = self._gateway.config.server.stream_keep_alive_s
+        writer = cast(StreamWriter, self._request.writer)
+        following = self._gateway.journal.following(self._state.request_id, answer, writer)
         try:
             async with aclosing(answer.batches(interval_s)) as batches:
-                async for batch in batches:
-                    await self._pass_on(batch, answer, encoder, account)
+                with following as progress:
+                    async for batch in batches:
+                        progress.is_behind = True
+                        await self._pass_on(batch, answer, encoder, account)
+                        progress.wrote()
         except (Refusal, EngineError, LedgerUnavailable) as error:
             await self._break_off(encoder, error)
         assert self._response is not None, "a whole answer has bytes"

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from importlib import metadata, util
 from pathlib import Path
 
@@ -46,8 +47,9 @@ from gateway.handlers import (
     own,
     responses,
 )
-from gateway.metering import wall_ms
+from gateway.metering import note_progress, wall_ms
 from gateway.middleware import install
+from gateway.progress import Journal
 from gateway.prompt import Renderer
 from gateway.reckoning import Reckoning
 from gateway.reload import declare, reload
@@ -122,6 +124,7 @@ class Gateway:
             engine=engine,
             registry=self._registry,
             ledger=self.ledger,
+            journal=Journal(partial(note_progress, self.ledger)),
             store=store,
             reports=Reports(store),
             limiter=Limiter(clock),

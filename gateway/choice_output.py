@@ -57,9 +57,19 @@ class ChoiceOutput:
         return self._reader is not None and self._reader.is_full
 
     @property
+    def calls(self) -> int:
+        """How many calls have begun."""
+        return 0 if self._reader is None else self._reader.calls
+
+    @property
     def has_calls(self) -> bool:
         """Was any tool called?"""
-        return self._reader is not None and self._reader.calls > 0
+        return self.calls > 0
+
+    @property
+    def is_holding(self) -> bool:
+        """Is there text that is neither given out nor a whole call?"""
+        return self._reader is not None and not self._reader.is_idle
 
     def push(self, text: Text) -> list[Delta]:
         """Deltas that are certain now."""

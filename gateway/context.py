@@ -17,6 +17,7 @@ from gateway.analytics import Analytics
 from gateway.churn import Churn
 from gateway.config import Config
 from gateway.landings import Landings
+from gateway.progress import Journal
 from gateway.prompt import Renderer
 from gateway.reports import Reports
 from gateway.retention import Contracts
@@ -55,7 +56,8 @@ class Context:
     """A running gateway. `running`: requests admitted and not over, by tenant id.
     `read_config`: the settings as their file says them now; raises ConfigError.
     `token_bytes_max`: of the vocabulary's longest token.
-    `landings`: who waits for the ledger. `tracer`: where tracing is on.
+    `journal`: how far its streams have come. `landings`: who waits for the ledger.
+    `tracer`: where tracing is on.
     `background`: work that must end even if whoever began it is cancelled.
     """
 
@@ -63,6 +65,7 @@ class Context:
     engine: Engine
     registry: Authenticator
     ledger: Ledger
+    journal: Journal
     store: Store
     reports: Reports
     limiter: Limiter

@@ -7,6 +7,7 @@ durable before the answer's last byte is sent: `inference` awaits `settle` first
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 
 from gateway.dialects.canonical import UsageRecord
 from gateway.landings import Landings
@@ -14,6 +15,7 @@ from tenancy.errors import BadPrice, BudgetExceeded, NameInUse
 from tenancy.idempotency import Claim, Keeping
 from tenancy.ledger import Hold, Ledger, NamedEntry
 from tenancy.limits import Demand
+from tenancy.progress import Progress
 from tenancy.types import Identity, UsageEntry, WallClock
 
 NOTHING = Demand(0, 0)
@@ -22,6 +24,22 @@ NOTHING = Demand(0, 0)
 def wall_ms() -> int:
     """Milliseconds since the epoch: the ledger's clock."""
     return time.time_ns() // 1_000_000
+
+
+def note_progress(ledger: Ledger, notes: Mapping[str, UsageRecord]) -> None:
+    """Keep what open requests have delivered, by request id. Waits for nothing."""
+    ledger.note_progress({request_id: _progress(record) for request_id, record in notes.items()})
+
+
+def _progress(record: UsageRecord) -> Progress:
+    return Progress(
+        read=record.read,
+        write=record.write,
+        fresh_tokens=record.fresh,
+        output_tokens=record.out,
+        physical_cached_tokens=record.physical_cached,
+        recomputed_promised_tokens=record.recomputed_promised,
+    )
 
 
 class Account:

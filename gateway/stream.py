@@ -8,8 +8,7 @@ charges only the tokens that the text needed. Closing the stream cancels what st
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from operator import attrgetter
 
 from msgspec.structs import replace
@@ -22,12 +21,12 @@ from engine.api import (
     SampledToken,
     SampleEnded,
     Started,
-    TokenLogprob,
     Tokens,
     Usage,
 )
 from engine.client import Bell, RequestStream
 from gateway.accounting import PLAIN, Accounting, added
+from gateway.choice import Choice, token_text
 from gateway.choice_output import ChoiceOutput, call_ids
 from gateway.dialects.canonical import (
     Begin,
@@ -48,112 +47,9 @@ from gateway.prompt.grammars import schema_field
 _is_over = attrgetter("is_over")
 
 
-class _Choice:
-    """One sample's text on its way out, and the tokens that spelt it."""
-
-    def __init__(
-        self, index: int, sample: int, call: Call, renderer: Renderer, output: ChoiceOutput
-    ) -> None:
-        self.index = index
-        self.sample = sample
-        self.output = output
-        self._stops = frozenset(call.generation.stop_token_ids)
-        if not call.generation.ignore_eos:
-            self._stops |= frozenset(renderer.stop_token_ids)
-        self._wants_logprobs = call.generation.sampling.logprobs is not None
-        ranks = call.generation.samples > call.generation.choices
-        self._is_plain = not (self._wants_logprobs or call.generation.stop or ranks)
-        self._renderer = renderer
-        self._text = renderer.detokenizer(call.generation.stop, shows_markers=output.reads_calls)
-        self._last_stop: SampledToken | None = None
-        self._waiting: deque[tuple[int, TokenText]] = deque()
-        self.tokens = 0
-        self.is_over = False
-        self.logprob = 0.0
-
-    def push(self, tokens: Sequence[SampledToken]) -> Text | None:
-        """The text that is certain now; after it `stopped_by` may be set.
-
-        A stop token is silent if it ends the sample, and is text if the sample goes on (before its
-        `min_tokens`): so the latest one waits.
-        """
-        if self._is_plain and self._last_stop is None:
-            ids = [token.token_id for token in tokens]
-            if self._stops.isdisjoint(ids):
-                return self._push_plain(ids)
-        pieces = []
-        for token in tokens:
-            if self._last_stop is not None:
-                pieces.append(self._spell(self._last_stop))
-                self._last_stop = None
-            if self.stopped_by is not None:
-                break
-            self.tokens += 1
-            self.logprob += token.logprob or 0.0
-            if token.token_id in self._stops:
-                self._last_stop = token
-            else:
-                pieces.append(self._spell(token))
-        return self._delta("".join(pieces))
-
-    def _push_plain(self, ids: list[int]) -> Text | None:
-        """What nearly every step is: tokens that are only text."""
-        self.tokens += len(ids)
-        text = self._text.push_all(ids)
-        return Text(self.index, text) if text else None
-
-    def steps(self, tokens: Sequence[SampledToken]) -> Iterable[Sequence[SampledToken]]:
-        """One token at a time where it matters with which of them a call ends."""
-        if self.output.reads_calls and (self._wants_logprobs or not self.output.parallel):
-            return ([token] for token in tokens)
-        return (tokens,)
-
-    def finish(self, reason: FinishReason) -> Text | None:
-        """What was held back."""
-        piece = ""
-        if self._last_stop is not None and reason != "stop":
-            piece = self._spell(self._last_stop)
-        return self._delta(piece + self._text.finish(), is_last=True)
-
-    @property
-    def stopped_by(self) -> str | None:
-        """The stop string that was found."""
-        return self._text.stopped_by
-
-    def _spell(self, token: SampledToken) -> str:
-        if self._wants_logprobs:
-            self._waiting.append((self._text.decoded, token_text(token, self._renderer)))
-        return self._text.push(token.token_id)
-
-    def _delta(self, text: str, *, is_last: bool = False) -> Text | None:
-        """Tokens go with the first of their characters; a stop string's go nowhere."""
-        everything = is_last and self.stopped_by is None
-        ready = []
-        while self._waiting and (everything or self._waiting[0][0] < self._text.released):
-            ready.append(self._waiting.popleft()[1])
-        return Text(self.index, text, tuple(ready)) if text or ready else None
-
-
-def token_text(token: SampledToken, renderer: Renderer) -> TokenText:
-    """A token with its logprobs, in bytes."""
-
-    def alternative(top: TokenLogprob) -> TokenText:
-        return TokenText(top.token_id, _bytes_of(top.token_id, renderer), top.logprob)
-
-    return TokenText(
-        token.token_id,
-        _bytes_of(token.token_id, renderer),
-        token.logprob,
-        tuple(alternative(top) for top in token.top),
-    )
-
-
-def _bytes_of(token_id: int, renderer: Renderer) -> bytes:
-    return renderer.token_bytes(token_id) or renderer.special_text(token_id).encode()
-
-
 class AnswerStream:
-    """Deltas of one call. After the end, `usages` and `ending` say how it went.
+    """Deltas of one call. After the end, `usages` and `ending` say how it went. `tokens_seen`: that
+    have come from the engine.
 
     `ending`: "done", or "cancelled", or the refusal's code. `format_violations`: answers that
     ended by themselves and are not what their format asked for.
@@ -173,12 +69,13 @@ class AnswerStream:
         self._renderer = renderer
         self._ranks = call.generation.samples > call.generation.choices
         self._streams: Sequence[RequestStream] = ()
-        self._choices: list[list[_Choice]] = []
+        self._choices: list[list[Choice]] = []
         self._kept: list[list[list[Delta]]] = []
         self._started: list[Started | None] = []
         self.usages: list[Usage] = []
         self._records: list[UsageRecord] | None = None
         self.format_violations = 0
+        self.tokens_seen = 0
         self.unneeded_tokens = 0
         """Drawn to the end of a request that had all it needed: the engine heard of it too late."""
         self.first_token_s: float | None = None
@@ -263,14 +160,20 @@ class AnswerStream:
                 known.append(usage)
                 continue
             seen = sum(choice.tokens for choice in self._choices[number])
-            known.append(
-                Usage(
-                    prompt_tokens=started.prompt_tokens,
-                    cached_tokens=started.cached_tokens,
-                    output_tokens=seen,
-                )
-            )
+            known.append(_usage(started, seen))
         return [c.record(u) for c, u in zip(self._contracts, known, strict=False)]
+
+    def usage_passed_on(self) -> UsageRecord:
+        """Of tokens that deltas have said in full, and of the prompts of such tokens: what has been
+        delivered once those deltas are written."""
+        records = []
+        for number, started in enumerate(self._started):
+            tokens = 0
+            for choice in () if self._ranks else self._choices[number]:
+                tokens += choice.passed_on.upto(choice.spelt_tokens)
+            if started is not None and tokens:
+                records.append(self._contracts[number].record(_usage(started, tokens)))
+        return added(records) if records else UsageRecord(0)
 
     # -- inside -------------------------------------------------------------------------------
 
@@ -278,6 +181,7 @@ class AnswerStream:
         match event:
             case Tokens(index=sample, tokens=tokens):
                 self._contracts[prompt].written()
+                self.tokens_seen += len(tokens)
                 return self._text(prompt, sample, tokens)
             case Started():
                 return self._begin(prompt, event)
@@ -339,13 +243,15 @@ class AnswerStream:
             text = choice.push(some)
             if text is not None:
                 deltas += self._keep(prompt, choice, choice.output.push(text))
+                if choice.output.reads_calls:
+                    choice.passed_on.note(choice.spelt_tokens)
             if choice.stopped_by is not None or choice.output.is_full:
                 self._streams[prompt].end_sample(sample, choice.tokens)
                 deltas += self._close(prompt, choice, "stop")
                 break
         return deltas
 
-    def _close(self, prompt: int, choice: _Choice, reason: FinishReason) -> list[Delta]:
+    def _close(self, prompt: int, choice: Choice, reason: FinishReason) -> list[Delta]:
         if choice.is_over:
             return []
         choice.is_over = True
@@ -362,12 +268,12 @@ class AnswerStream:
         end = ChoiceEnd(choice.index, why, choice.stopped_by)
         return self._keep(prompt, choice, [*deltas, end])
 
-    def _choice(self, request_id: str, prompt: int, sample: int, index: int) -> _Choice:
+    def _choice(self, request_id: str, prompt: int, sample: int, index: int) -> Choice:
         make_id = call_ids(request_id, index)
         output = ChoiceOutput(index, self._call.prompts[prompt], self._renderer, make_id)
-        return _Choice(index, sample, self._call, self._renderer, output)
+        return Choice(index, sample, self._call, self._renderer, output)
 
-    def _keep(self, prompt: int, choice: _Choice, deltas: list[Delta]) -> list[Delta]:
+    def _keep(self, prompt: int, choice: Choice, deltas: list[Delta]) -> list[Delta]:
         """With more samples than choices everything waits for the ranking."""
         if not self._ranks:
             return deltas
@@ -387,6 +293,11 @@ class AnswerStream:
         self.first_token_s = min(firsts, default=None)
         self._records = self.records_so_far()
         return [*deltas, End(added(self._records))]
+
+
+def _usage(started: Started, output_tokens: int) -> Usage:
+    found, asked = started.cached_tokens, started.prompt_tokens
+    return Usage(prompt_tokens=asked, cached_tokens=found, output_tokens=output_tokens)
 
 
 def _renumbered(delta: Delta, index: int) -> Delta:

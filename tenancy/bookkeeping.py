@@ -1,4 +1,4 @@
-"""What a hold, an entry and a storage reading change in the database, within one transaction.
+"""What a hold, its progress, an entry and a storage reading change, within one transaction.
 
 An entry is priced by its hold's rate card, chained to the one before, added to its hour's sums and
 to its budgets, and its hold goes: all of it or nothing. It opens no transaction and starts no
@@ -18,6 +18,7 @@ from tenancy.errors import BadPrice, LedgerUnavailable, TenancyError
 from tenancy.holds import Holds
 from tenancy.idempotency import Claim, Keeping
 from tenancy.pricing import FREE_CARD, RateCard, charge, most, savings
+from tenancy.progress import Progress, ProgressNote, write_progress
 from tenancy.rate_cards import SELECT, CardBook, read_card
 from tenancy.store import Transaction
 from tenancy.types import FREE, UsageEntry
@@ -78,7 +79,7 @@ class EngineTotals(Struct, frozen=True):
     is_ended: bool = False
 
 
-Item = Hold | UsageEntry | NamedEntry | StorageReading | EngineTotals
+Item = Hold | UsageEntry | NamedEntry | StorageReading | EngineTotals | ProgressNote
 
 
 def entry_in(item: Item) -> UsageEntry | None:
@@ -108,6 +109,9 @@ class Books:
         What they need to know is read at once, and what they change is written at once. Raises
         StoreError, ConstraintBroken for an impossible item.
         """
+        write_progress(db, _reached(items))
+        if all(isinstance(item, ProgressNote) for item in items):
+            return [None] * len(items)
         version, open_day, chain, sealed_hour_ms = db.rows(_FACTS)[0]
         if version != self._version:
             self.cards = CardBook([read_card(row) for row in db.rows(SELECT)])
@@ -152,6 +156,8 @@ class _Batch:
                     self._store_reading(item)
                 case EngineTotals():
                     self._db.execute_many(_EPOCH, [structs.astuple(item)])
+                case ProgressNote():
+                    pass  # all of them are written by now
             answers.append(refused)
         self._holds.finish()
         self._page.finish()
@@ -223,6 +229,17 @@ class _Batch:
         held = self._holds.held(item.request_id)
         booked_ms = max(item.started_ms if held is None else held[2], self._open_from_ms)
         return item.tenant_id, item.key_id, booked_ms // DAY_MS
+
+
+def _reached(items: Sequence[Item]) -> dict[str, Progress]:
+    """The last that these items note of each request; one that they settle needs none."""
+    reached: dict[str, Progress] = {}
+    for item in items:
+        if isinstance(item, ProgressNote):
+            reached.update(item.reached)
+        elif (entry := entry_in(item)) is not None:
+            reached.pop(entry.request_id, None)
+    return reached
 
 
 def _priced(card: RateCard, entry: UsageEntry) -> UsageEntry:

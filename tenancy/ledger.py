@@ -3,7 +3,7 @@
 A hold is written when a request is admitted and settled into an entry when it ends, however it
 ends. One thread writes; what arrives while it waits for the disk shares the next transaction and
 one fsync (group commit). On start, holds that a dead process left open become entries
-`interrupted` with nothing charged. Totals are sums of entries, never counters.
+`interrupted` of what was noted of them last. Totals are sums of entries, never counters.
 
 When the disk fails, nobody is told that anything was written; the file is closed, opened and
 checked before the next entry. It knows no event loop: whoever brought an item is told on the
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import cache
@@ -39,7 +39,8 @@ from tenancy.errors import (
     TenancyError,
     TryAgain,
 )
-from tenancy.store import Row, Store
+from tenancy.progress import OPEN_HOLDS, Progress, ProgressNote, interrupted
+from tenancy.store import Store
 from tenancy.types import UsageEntry, WallClock
 from tenancy.usage import UsageTotal, usage
 
@@ -70,6 +71,20 @@ class Told(Protocol):
         """It is not, and this is why."""
 
 
+class _Nobody:
+    """A `Told` for what nobody waits for."""
+
+    def done(self) -> bool:
+        return True
+
+    def set_result(self, result: None) -> None:
+        pass
+
+    def set_exception(self, exception: BaseException) -> None:
+        pass
+
+
+_NOBODY = _Nobody()
 Batch = list[tuple[Item, Told]]
 
 
@@ -122,6 +137,11 @@ class Ledger:
     def note_engine(self, totals: EngineTotals) -> Future[None]:
         """Keep what the engine and the gateway have counted in this life of the engine."""
         return self._put(totals)
+
+    def note_progress(self, reached: Mapping[str, Progress]) -> None:
+        """Keep how far requests have come, by request id, for a death before they are settled.
+        Nobody is told: what could not be written is written by a later note, or not at all."""
+        self.put(ProgressNote(reached), _NOBODY)
 
     def put(self, item: Item, told: Told) -> None:
         """What `hold` and `settle` do, for those who bring whom to tell: futures cost more than
@@ -235,14 +255,12 @@ class Ledger:
                     _refuse([item], "closed", None)
 
     def _close_holds(self, is_dead: Callable[[str, int], bool]) -> int:
-        """Those of which it is true, by request id and writer, become entries that cost nothing."""
+        """Those of which it is true, by request id and writer, are settled to what was noted of
+        them."""
         now_ms = self._clock()
-        rows = self._store.query(
-            "select request_id, writer_id, tenant_id, key_id, model, started_ms, workspace, tier,"
-            " dialect, epoch from holds"
-        )
+        rows = self._store.query(OPEN_HOLDS)
         # Named or not: what was not answered leaves its name to be used again.
-        dead = [NamedEntry(_interrupted(row, now_ms)) for row in rows if is_dead(row[0], row[1])]
+        dead = [NamedEntry(interrupted(row, now_ms)) for row in rows if is_dead(row[0], row[1])]
         if dead:
             self._apply(dead)
         return len(dead)
@@ -255,26 +273,3 @@ def _refuse(batch: Batch, code: str, error: Exception | None) -> None:
         if not future.done():
             message = f"The ledger could not be written ({kind})."
             future.set_exception(LedgerUnavailable(code, message))
-
-
-def _interrupted(hold: Row, now_ms: int) -> UsageEntry:
-    request_id, _, tenant_id, key_id, model, started_ms, workspace, tier, dialect, epoch = hold
-    return UsageEntry(
-        request_id=request_id,
-        tenant_id=tenant_id,
-        key_id=key_id,
-        model=model,
-        ending="interrupted",
-        started_ms=started_ms,
-        ended_ms=now_ms,
-        prompt_tokens=0,
-        cache_read_tokens=0,
-        cache_write_tokens=0,
-        fresh_tokens=0,
-        output_tokens=0,
-        physical_cached_tokens=0,
-        workspace=workspace,
-        tier=tier,
-        dialect=dialect,
-        epoch=epoch,
-    )

@@ -28,9 +28,9 @@ LATEST_MS = 253_370_764_800_000
 
 ANY = "*"
 CLASSES_MAX = 32
-CHARGED = frozenset({"done", "cancelled"})
-"""Endings that are paid for: a whole answer, and one that its client broke off. Failures of ours
-are free, whatever they used."""
+CHARGED = frozenset({"done", "cancelled", "interrupted"})
+"""Endings that are paid for: a whole answer, one that its client broke off, and of one that died
+with its server what had been delivered. Failures of ours are free, whatever they used."""
 
 BreachCredit = Literal["none", "read_price", "write_price"]
 

@@ -83,6 +83,12 @@ class CallReader:
         found, self._found = self._found, []
         return found
 
+    @property
+    def is_idle(self) -> bool:
+        """Has all been given out, with no call half read?"""
+        is_between = self._state in (self._in_text, self._after_call)
+        return is_between and not self._text and not self._raw
+
     def finish(self) -> list[Found]:
         """What was held back: no more text comes."""
         found = self.push("")

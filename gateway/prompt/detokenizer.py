@@ -29,6 +29,11 @@ class Detokenizer:
         self.released = 0
         self.stopped_by: str | None = None
 
+    @property
+    def is_holding(self) -> bool:
+        """Is something of the tokens so far held back, or the beginning of a stop string?"""
+        return self.decoded != self.released or bool(self._rest)
+
     def push(self, token_id: int) -> str:
         """The text that is certain after one more token. Nothing more once a stop was found."""
         if self.stopped_by is not None:

@@ -11,16 +11,24 @@ import re
 import signal
 import stat
 import sys
+import time
 import weakref
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
+from typing import Any
 
 import apsw
 import pytest
 from aiohttp import ClientSession
 
 from gateway.app import ID_BYTES, IDS_AT_ONCE, RequestIds, settle_heap
+from gateway.metering import wall_ms
+from tenancy.audit import check_books
+from tenancy.pricing import RateCard
+from tenancy.rate_cards import add_card
+from tenancy.reconcile import reconcile
+from tenancy.sqlite_store import SqliteStore
 from tests.models import write_folder
 
 pytestmark = pytest.mark.slow
@@ -28,6 +36,8 @@ pytestmark = pytest.mark.slow
 START_S = 60.0
 SETTINGS = "[engine]\nthreads = 1\nkv_blocks = 256\n"
 """One thread: on a busy host the second one is waited for more than it helps."""
+
+DELIVERED_MIN = 200
 
 
 def test_request_ids_are_random_and_never_come_twice() -> None:
@@ -150,13 +160,26 @@ async def serving(model: Path, data: Path) -> AsyncIterator[Server]:
         await process.wait()
 
 
-def rows(data: Path, sql: str) -> list[tuple[object, ...]]:
+def rows(data: Path, sql: str) -> list[tuple[Any, ...]]:
     """What the database says, read by another process."""
     db = apsw.Connection(str(data / "trunkline.db"), flags=apsw.SQLITE_OPEN_READONLY)
     try:
         return list(db.execute(sql))
     finally:
         db.close()
+
+
+def price(data: Path, name: str, output: int) -> None:
+    """A card that is in force from now on; the next version, where there is one."""
+    with closing(SqliteStore(data / "trunkline.db")) as store:
+        add_card(store, wall_ms, RateCard(name, output=output))
+
+
+def faults(data: Path) -> tuple[list[str], list[str]]:
+    """Of the books by themselves, and of the engine's lives that do not fit them."""
+    with closing(SqliteStore(data / "trunkline.db")) as store:
+        apart = [life.epoch for life in reconcile(store) if life.is_apart]
+        return check_books(store), apart
 
 
 async def test_a_first_start_serves_with_a_key_that_only_its_owner_can_read(
@@ -182,29 +205,45 @@ async def test_a_first_start_serves_with_a_key_that_only_its_owner_can_read(
     assert entries == [("done", 400)]
 
 
-async def test_a_killed_gateway_closes_its_open_holds_when_it_starts_again(
+async def test_a_killed_gateway_settles_what_it_had_delivered_when_it_starts_again(
     model: Path, tmp_path: Path
 ) -> None:
-    """SIGKILL is safe: the hold becomes one entry `interrupted`, and the key still works."""
+    """SIGKILL is safe: the hold becomes one entry `interrupted`, never above what the client got
+    and hardly below it, at the price of its admission; the key still works."""
     data = tmp_path / "data"
+    await asyncio.to_thread(price, data, "std", 5)
+    arrived_s: list[float] = []
+    killed_s = 0.0
     async with serving(model, data) as server:
         with contextlib.suppress(Exception):
-            async with server.asked(max_tokens=400, stream=True) as (_, content):
-                await content.readuntil(b"\n\n")
-                server.process.kill()
-                await content.read()
+            asked = server.asked(max_tokens=440, stream=True, logprobs=True)
+            async with asked as (_, content):
+                while event := await content.readuntil(b"\n\n"):
+                    tokens = json.loads(event[6:])["choices"][0]["logprobs"] or {"content": []}
+                    arrived_s += [time.monotonic()] * len(tokens["content"])
+                    if server.process.returncode is None and len(arrived_s) > DELIVERED_MIN:
+                        killed_s = time.monotonic()
+                        server.process.kill()
         await server.ended()
+    await asyncio.to_thread(price, data, "std", 7)
     async with serving(model, data) as again:
         async with again.asked(max_tokens=3) as (status, content):
             answer = json.loads(await content.read())
         again.process.send_signal(signal.SIGTERM)
         await again.ended()
 
-    entries = await asyncio.to_thread(rows, data, "select ending, output_tokens from ledger")
+    sql = "select ending, prompt_tokens, output_tokens, rate_card_id, charge_pico from ledger"
+    entries = await asyncio.to_thread(rows, data, sql)
+    ending, prompt, output, card, charge = entries[0]
+    late = sum(at_s > killed_s - 0.25 for at_s in arrived_s)
     assert again.key == server.key
     assert server.key not in again.text
     assert (status, answer["usage"]["completion_tokens"]) == (200, 3)
-    assert entries == [("interrupted", 0), ("done", 3)]
+    assert [entry[:1] for entry in entries] == [("interrupted",), ("done",)]
+    assert (ending, prompt, card) == ("interrupted", answer["usage"]["prompt_tokens"], "std@1")
+    assert len(arrived_s) - late - 16 <= output <= len(arrived_s)
+    assert charge == 5 * output > 0
+    assert await asyncio.to_thread(faults, data) == ([], [])
 
 
 async def test_a_second_signal_ends_it_now(model: Path, tmp_path: Path) -> None:

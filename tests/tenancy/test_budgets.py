@@ -22,6 +22,7 @@ from tenancy.keys import create_key, rotate_key
 from tenancy.ledger import Hold, Ledger
 from tenancy.postgres_store import PostgresStore
 from tenancy.pricing import RateCard
+from tenancy.progress import Progress
 from tenancy.rate_cards import add_card
 from tenancy.registry import create_tenant
 from tenancy.sqlite_store import SqliteStore
@@ -312,6 +313,7 @@ class Spending(RuleBasedStateMachine):
         self.hard: dict[int, int | None] = {0: None, 1: None}
         self.reserved: dict[str, tuple[int, Fraction]] = {}
         self.spent: dict[int, Fraction] = {}
+        self.noted: dict[str, int] = {}
         self.count = 0
 
     def day(self, at_ms: int) -> int:
@@ -342,8 +344,7 @@ class Spending(RuleBasedStateMachine):
         at_ms, cost = self.reserved.pop(request_id)
         tokens = data.draw(st.integers(0, int(cost * 10**6)))
         self.ledger.settle(entry(request_id, at_ms, tokens)).result(PATIENCE_S)
-        day = self.day(at_ms)
-        self.spent[day] = self.spent.get(day, Fraction(0)) + Fraction(tokens, 10**6)
+        self.spend(at_ms, tokens)
 
     @rule(days=st.sampled_from([1, 1, -1]))
     def clock(self, days: int) -> None:
@@ -354,7 +355,22 @@ class Spending(RuleBasedStateMachine):
         self.ledger.close()
         self.ledger = Ledger(self.store, self.wall)
         assert self.ledger.interrupted == len(self.reserved)
+        for request_id, (at_ms, _) in self.reserved.items():
+            self.spend(at_ms, self.noted.get(request_id, 0))
         self.reserved.clear()
+
+    @rule(data=st.data())
+    def note(self, data: st.DataObject) -> None:
+        if not self.reserved:
+            return
+        request_id = data.draw(st.sampled_from(sorted(self.reserved)))
+        tokens = data.draw(st.integers(0, int(self.reserved[request_id][1] * 10**6)))
+        self.ledger.note_progress({request_id: Progress(fresh_tokens=tokens)})
+        self.noted[request_id] = tokens
+
+    def spend(self, at_ms: int, tokens: int) -> None:
+        day = self.day(at_ms)
+        self.spent[day] = self.spent.get(day, Fraction(0)) + Fraction(tokens, 10**6)
 
     def used(self, day: int) -> Fraction:
         held = [cost for at_ms, cost in self.reserved.values() if self.day(at_ms) == day]

@@ -27,6 +27,7 @@ from msgspec import structs
 from tenancy.errors import LedgerUnavailable, StoreBusy, StoreError
 from tenancy.ledger import Hold, Ledger
 from tenancy.postgres_store import PostgresStore
+from tenancy.progress import Progress
 from tenancy.registry import create_tenant
 from tenancy.sqlite_store import SqliteStore
 from tenancy.store import Store, Transaction
@@ -325,7 +326,7 @@ def test_a_full_disk_loses_nothing_that_was_confirmed(tmp_path: Path) -> None:
         timeout=60,
         cwd=Path(__file__).parents[2],
         check=False,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000)),
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (600_000, 600_000)),
     )
     confirmed = child.stdout.split()
     store = SqliteStore(tmp_path / "test.db")
@@ -351,6 +352,7 @@ class Life(RuleBasedStateMachine):
         create_tenant(self.store, self.wall, "ada")
         self.ledger = Ledger(self.store, self.wall)
         self.held: set[str] = set()
+        self.noted: dict[str, int] = {}
         self.settled: dict[str, UsageEntry] = {}
 
     @rule(request_id=st.sampled_from("abcdef"))
@@ -378,6 +380,12 @@ class Life(RuleBasedStateMachine):
             self.settled.setdefault(one.request_id, one)
             self.held.discard(one.request_id)
 
+    @rule(request_ids=st.lists(st.sampled_from("abcdef"), min_size=1), output=st.integers(1, 9))
+    def note(self, request_ids: list[str], output: int) -> None:
+        self.ledger.note_progress(dict.fromkeys(request_ids, Progress(output_tokens=output)))
+        for request_id in self.held & set(request_ids):
+            self.noted[request_id] = output
+
     @precondition(lambda self: self.held or self.settled)
     @rule()
     def restart(self) -> None:
@@ -385,7 +393,7 @@ class Life(RuleBasedStateMachine):
         self.ledger = Ledger(self.store, self.wall)
         assert self.ledger.interrupted == len(self.held)
         for request_id in self.held:
-            closed = entry(request_id, 0, 0, self.wall())
+            closed = entry(request_id, 0, self.noted.get(request_id, 0), self.wall())
             self.settled[request_id] = structs.replace(closed, ending="interrupted")
         self.held.clear()
 
