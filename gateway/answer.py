@@ -63,7 +63,6 @@ class Answer:
         gateway, state = self._gateway, self._state
         identity = state.identity
         assert identity is not None, "this route asks for a key"
-        _check_media(self._request)
         body = await read_body(self._request, gateway.config.server)
         call = self._dialect.parse(body, asked(self._request))
         if NAME in self._request.headers and call.operation != "count":
@@ -376,14 +375,6 @@ class Answer:
         self._state.operation, self._state.ending = "", "replayed"
         ids = self._dialect.headers(self._state.request_id)
         return await replay(self._request, kept, ids, is_stream=self._state.is_stream)
-
-
-def _check_media(request: web.Request) -> None:
-    if request.headers.get("Content-Type") == "application/json":
-        return
-    if request.content_type != "application/json" or (request.charset or "utf-8") != "utf-8":
-        message = "The body has to be application/json in UTF-8."
-        raise Refusal(Kind.MEDIA, "unsupported_media_type", message)
 
 
 def _shutting_down() -> Refusal:

@@ -301,8 +301,8 @@ async def accept_expectation(request: web.Request) -> web.StreamResponse | None:
 async def read_body(request: web.Request, settings: ServerConfig) -> bytes:
     """The whole body, bounded in size and in time.
 
-    Reading stops at the limit, not after it. Raises Refusal: TOO_BIG, TIMEOUT, MEDIA for an
-    encoding other than gzip, EXPECTATION, BAD for broken framing.
+    Reading stops at the limit, not after it. Raises Refusal: TOO_BIG, TIMEOUT, MEDIA for what is no
+    JSON in UTF-8, plain or with gzip, EXPECTATION, BAD for broken framing.
     """
     _check_body_headers(request, settings)
     if "Expect" in request.headers:
@@ -342,9 +342,12 @@ def _check_body_headers(request: web.Request, settings: ServerConfig) -> None:
             Kind.EXPECTATION, "unsupported_expectation", "Only Expect: 100-continue is understood."
         )
     if headers.get("Content-Encoding", "identity").lower() not in ("identity", "gzip"):
-        raise Refusal(
-            Kind.MEDIA, "unsupported_encoding", "Bodies may be sent plain or with gzip only."
-        )
+        raise Refusal(Kind.MEDIA, "unsupported_encoding", "Bodies may be sent plain or with gzip.")
+    if headers.get("Content-Type") != "application/json" and (
+        request.content_type != "application/json" or (request.charset or "utf-8") != "utf-8"
+    ):
+        message = "The body has to be application/json in UTF-8."
+        raise Refusal(Kind.MEDIA, "unsupported_media_type", message)
     if (request.content_length or 0) > settings.body_bytes_max:
         raise _too_big(settings)
 

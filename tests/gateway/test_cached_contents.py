@@ -195,6 +195,20 @@ async def test_what_cannot_change_is_refused(
     assert (status, violations[0]["field"], as_it_was) == (400, param, 200)
 
 
+@pytest.mark.parametrize("kind", ["text/plain", "application/json; charset=latin-1"])
+async def test_what_is_not_sent_as_json_is_refused(house: House, kind: str) -> None:
+    """As on every other path that takes a body, and before anything is kept."""
+    name = (await created(house))["name"]
+    typed = {"Content-Type": kind}
+    make, _, _ = await house.ask(ALL, creation(house), headers=typed)
+    change, _, _ = await house.ask(f"/v1/{name}", {"ttl": "9s"}, method="PATCH", headers=typed)
+    quote, _, _ = await house.ask("/v1/cache/quote", {}, headers=typed)
+    _, listed, _ = await house.ask(ALL, method="GET")
+
+    assert (make, change, quote) == (400, 400, 415)
+    assert [one["name"] for one in listed["cachedContents"]] == [name]
+
+
 async def test_a_deleted_one_gives_its_blocks_back(house: House) -> None:
     """Its lease covered them alone."""
     name = (await created(house))["name"]
