@@ -20,7 +20,7 @@ from engine.model_store import pull
 from gateway.bench import cli as bench
 from gateway.bench.client import BenchError
 from gateway.bench.overhead import Overhead
-from gateway.commands import checks, money, scopes, serve, tenants
+from gateway.commands import backups, checks, money, scopes, serve, tenants
 from gateway.commands.answer import Answer, CommandError
 from gateway.commands.arguments import LIMITS, SETTINGS, UsageError, build_parser, changes
 from gateway.config import Config, ConfigError, Origin, load_config
@@ -28,6 +28,7 @@ from tenancy.errors import BadName, TenancyError
 
 MORE = {
     **money.COMMANDS,
+    **backups.COMMANDS,
     "shared-scope": (
         "Caches that several tenants share: list, make, change or remove them.",
         scopes.add_arguments,
@@ -98,6 +99,8 @@ def _answer(options: argparse.Namespace, config: Config, origin: Origin) -> Answ
             return checks.check_config(config, origin)
         case "doctor":
             return checks.doctor(config)
+        case command if command in backups.COMMANDS:
+            return backups.run(options, config)
         case command if command in money.COMMANDS:
             return money.run(options, config, sys.stdout.buffer.write)
         case "usage":

@@ -62,6 +62,7 @@ from gateway.tracing import Tracer
 from tenancy import backends
 from tenancy.identities import Registry
 from tenancy.ledger import Ledger
+from tenancy.ledger_epochs import ledger_epoch
 from tenancy.limits import Limiter
 from tenancy.registry import bootstrap, bootstrap_admin
 from tenancy.store import Store
@@ -149,6 +150,10 @@ class Gateway:
         self._reckoning = Reckoning(self.context)
         self._storage = StorageWatch(self.context)
         self._runners: list[ListenerRunner] = []
+        self.context.telemetry.ledger_epoch.set(ledger_epoch(store).number)
+        if self.ledger.found_epoch is not None:
+            facts = msgspec.structs.asdict(self.ledger.found_epoch)
+            log("ledger_replaced", {**facts, "chain": self.ledger.found_epoch.chain.hex()})
         if self.ledger.interrupted:
             log("holds_closed", {"interrupted": self.ledger.interrupted})
 

@@ -14,6 +14,7 @@ from engine.errors import EngineError
 from gateway.context import Context
 from tenancy.errors import LedgerUnavailable, StoreError
 from tenancy.ledger import EngineTotals
+from tenancy.ledger_epochs import ledger_epoch
 from tenancy.reconcile import Counts, reconcile
 
 EVERY_S = 60.0
@@ -78,8 +79,10 @@ class Reckoning:
         """Do the counts of the present epoch agree, as far as they can be compared now?"""
         try:
             epochs = await asyncio.to_thread(reconcile, self._gateway.store, 1)
+            life = await asyncio.to_thread(ledger_epoch, self._gateway.store)
         except StoreError:
             return True  # it is told elsewhere that the file cannot be read
+        self._gateway.telemetry.ledger_epoch.set(life.number)
         for epoch in epochs:
             if epoch.is_apart:
                 facts = {"epoch": epoch.epoch, "state": epoch.state}

@@ -158,6 +158,8 @@ class Telemetry:
         self.first_token_s = seconds("first_token", "From arrival to the first token.", "cache")
         self.duration_s = seconds("request", "Time of a whole request.")
         self.ready = Gauge("trunkline_engine_ready", "1 if requests are taken.", registry=one)
+        text = "Which life of the ledger this is: a restored one begins the next."
+        self.ledger_epoch = Gauge("trunkline_ledger_epoch", text, registry=one)
         self._engine = _EngineMetrics()
         self._cache = _CacheMetrics()
         one.register(self._engine)

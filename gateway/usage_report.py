@@ -18,6 +18,7 @@ from gateway.errors import Kind, Refusal
 from gateway.plain import Window
 from tenancy.budgets import BudgetState
 from tenancy.cost_rows import dollars, storage
+from tenancy.ledger_epochs import ledger_epoch
 from tenancy.pricing import PICO_PER_MICRO
 from tenancy.usage import By, UsageTotal, usage
 
@@ -58,7 +59,9 @@ async def report(
     if len(found) > ROWS_MAX:
         message = f"The answer has {len(found)} rows; at most {ROWS_MAX} are told: ask for less."
         raise Refusal(Kind.BAD, "too_many_rows", message, param="group_by")
+    epoch = await gateway.reports.ask(ledger_epoch)
     return {
+        "ledger_epoch": epoch.number,
         "window": window.shown(),
         "group_by": groups,
         "totals": sums(found),

@@ -33,7 +33,16 @@ def check_books(store: Store) -> list[str]:
     """What is wrong, at most 100 findings; nothing if all is right. O(entries), one snapshot."""
     findings: list[str] = []
     with store.snapshot() as db:
-        for check in (_entries, _adjustments, _closes, _seals, _budgets, _epochs, _days):
+        for check in (
+            _entries,
+            _adjustments,
+            _closes,
+            _seals,
+            _budgets,
+            _epochs,
+            _days,
+            _ledger_epochs,
+        ):
             for finding in check(db):
                 findings.append(finding)
                 if len(findings) == FINDINGS_MAX:
@@ -165,6 +174,15 @@ def _epochs(db: Transaction) -> Iterator[str]:
         " where epoch <> '' group by epoch",
     ):
         yield f"the sums of epoch {epoch} are {sums}, and not its entries' sums"
+
+
+def _ledger_epochs(db: Transaction) -> Iterator[str]:
+    """Each begins behind an entry that is there."""
+    for epoch, entry_id in db.rows(
+        "select number, one.entry_id from ledger_epochs as one left join ledger using (entry_id)"
+        " where one.entry_id > 0 and ledger.chain is distinct from one.chain",
+    ):
+        yield f"epoch {epoch} of the ledger does not fit entry {entry_id}"
 
 
 def _days(db: Transaction) -> Iterator[str]:

@@ -41,6 +41,7 @@ class Close(Struct, frozen=True):
     adjustments: int
     adjusted_pico: int
     storage_token_seconds: int
+    ledger_epoch: int
     digest: str
 
 
@@ -141,13 +142,15 @@ def _entries(db: Transaction, period: tuple[int, int]) -> Iterator[Row]:
 def _close(db: Transaction, day: int, now_ms: int) -> Close:
     before = db.rows("select digest from closes order by day desc limit 1")
     totals, digest = totals_of(db, day, before[0][0] if before else b"")
+    epoch = number(db, "select max(number) from ledger_epochs")
     db.execute(
         "insert into closes (day, closed_ms, entries, prompt_tokens, cache_read_tokens,"
         " cache_write_tokens, output_tokens, charge_pico, adjustments, adjusted_pico,"
-        " storage_token_seconds, digest) values (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-        (day, now_ms, *totals, digest),
+        " storage_token_seconds, ledger_epoch, digest)"
+        " values (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        (day, now_ms, *totals, epoch, digest),
     )
-    return _read((day, now_ms, *totals, digest))
+    return _read((day, now_ms, *totals, epoch, digest))
 
 
 def _first_day(db: Transaction) -> int | None:
@@ -157,7 +160,8 @@ def _first_day(db: Transaction) -> int | None:
 
 _SELECT = (
     "select day, closed_ms, entries, prompt_tokens, cache_read_tokens, cache_write_tokens,"
-    " output_tokens, charge_pico, adjustments, adjusted_pico, storage_token_seconds, digest"
+    " output_tokens, charge_pico, adjustments, adjusted_pico, storage_token_seconds,"
+    " ledger_epoch, digest"
     " from closes"
 )
 

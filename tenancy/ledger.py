@@ -39,6 +39,7 @@ from tenancy.errors import (
     TenancyError,
     TryAgain,
 )
+from tenancy.ledger_epochs import keep_point, look_back
 from tenancy.progress import OPEN_HOLDS, Progress, ProgressNote, interrupted
 from tenancy.store import Store
 from tenancy.types import UsageEntry, WallClock
@@ -56,6 +57,8 @@ __all__ = [
 
 BATCH_MAX = 128
 ATTEMPTS = 3
+KEEP_POINT_MS = 60_000
+"""How often it is noted beside the database how far this ledger has come, while it goes on."""
 
 
 class Told(Protocol):
@@ -92,7 +95,8 @@ class Ledger:
     """The one writer over a store. Thread-safe."""
 
     def __init__(self, store: Store, clock: WallClock) -> None:
-        """Close what a dead process left open, then take entries.
+        """Close what a dead process left open, then take entries. `found_epoch`: begun because
+        another database is in this one's place; `interrupted`: how many were open.
 
         Raises StoreError if another process is writing, whose open holds are not ours to close,
         and if the file cannot be written.
@@ -107,8 +111,10 @@ class Ledger:
         self._is_over = False  # the writer has seen the end of its inbox
         self._is_damaged = False  # the disk has failed us; check before going on
         try:
+            self.found_epoch = look_back(store, clock)
             is_over = cache(store.is_over)
             self.interrupted = self._close_holds(lambda _, writer_id: is_over(writer_id))
+            self._keep_point()
         except BaseException:
             store.disclaim()
             raise
@@ -171,6 +177,7 @@ class Ledger:
                 self._inbox.put(None)
         self._thread.join()
         if not was_closed:
+            self._keep_point()
             self._store.disclaim()
 
     # -- the writer ---------------------------------------------------------------------------
@@ -185,6 +192,8 @@ class Ledger:
         try:
             while not self._is_over:
                 self._write(self._next_batch())
+                if abs(self._clock() - self._kept_ms) >= KEEP_POINT_MS:
+                    self._keep_point()
         finally:
             self._refuse_rest()
 
@@ -244,6 +253,12 @@ class Ledger:
             entries = filter(None, map(entry_in, items))
             credit_breaches(db, self._clock(), entries)
             return answers
+
+    def _keep_point(self) -> None:
+        """What another database in this one's place would not have."""
+        self._kept_ms = self._clock()
+        with suppress(StoreError):
+            keep_point(self._store, self._clock)
 
     def _refuse_rest(self) -> None:
         """The writer has ended: whoever still waits is told, and nobody waits from now on."""

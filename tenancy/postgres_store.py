@@ -147,6 +147,13 @@ class PostgresStore:
                 self._writer.close()
             self._writer, self._writer_id = None, 0
 
+    def remember(self, point: bytes) -> None:
+        """There is no place beside a server's database that only it has."""
+
+    def recall(self) -> bytes | None:
+        """Nothing is kept."""
+        return None
+
     def another(self) -> PostgresStore:
         """The same database, with connections of its own."""
         return PostgresStore(self._address, is_ready=True)

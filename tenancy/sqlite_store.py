@@ -98,14 +98,7 @@ class SqliteStore:
         """One process keeps holds: a lock on a file beside the database, which the kernel lets go
         of when the process ends, however it does. Raises StoreError."""
         assert self._claim is None, "claimed once"
-        lock = self.path.with_name(f"{self.path.name}.lock")
-        file = os.open(lock, os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            os.close(file)
-            raise StoreError("in_use", f"{self.path} is in use by another server.") from error
-        self._claim = file
+        self._claim = _locked(self.path)
         return 0
 
     def disclaim(self) -> None:
@@ -117,6 +110,20 @@ class SqliteStore:
     def is_over(self, writer_id: int) -> bool:
         """Who holds the lock is alone."""
         return True
+
+    def remember(self, point: bytes) -> None:
+        """Keep it beside the file, durably. Raises OSError."""
+        place = _known(self.path)
+        part = place.with_name(f"{place.name}.part")
+        part.touch(mode=0o600)
+        part.write_bytes(point)
+        synced(part)
+        part.replace(place)
+        synced(place.parent)
+
+    def recall(self) -> bytes | None:
+        """What was kept beside it."""
+        return recalled(self.path)
 
     def another(self) -> SqliteStore:
         """The same file, opened again. Raises StoreError."""
@@ -220,6 +227,47 @@ class _Transaction:
 
     def rows(self, sql: str, values: Sequence[Value] = ()) -> list[Row]:
         return list(self._connection.execute(sql, tuple(values)))
+
+
+def recalled(path: Path) -> bytes | None:
+    """What a store of this file has kept beside it, if it can be read."""
+    try:
+        return _known(path).read_bytes()
+    except OSError:
+        return None
+
+
+@contextmanager
+def claimed(path: Path) -> Iterator[None]:
+    """No server keeps holds in this file meanwhile, whatever becomes of it. Raises StoreError."""
+    file = _locked(path)
+    try:
+        yield
+    finally:
+        os.close(file)
+
+
+def synced(path: Path) -> None:
+    """Have a file, or a folder's names, on the disk. Raises OSError."""
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def _locked(path: Path) -> int:
+    file = os.open(path.with_name(f"{path.name}.lock"), os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(file)
+        raise StoreError("in_use", f"{path} is in use by another server.") from error
+    return file
+
+
+def _known(path: Path) -> Path:
+    return path.with_name(f"{path.name}.known")
 
 
 def migrations() -> list[str]:

@@ -73,6 +73,13 @@ class Store(Protocol):
     def is_over(self, writer_id: int) -> bool:
         """Has who kept holds by this number gone? Raises StoreError."""
 
+    def remember(self, point: bytes) -> None:
+        """Keep this beside the database and not in it: what takes its place has another. Nothing on
+        a server. Raises OSError."""
+
+    def recall(self) -> bytes | None:
+        """What was kept so last; None where there is nothing, or no place for it."""
+
     def another(self) -> Store:
         """A second store of the same database. Raises StoreError."""
 

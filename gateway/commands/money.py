@@ -26,6 +26,7 @@ from tenancy.budgets import Budget, budget_states, set_budget
 from tenancy.closing import close_days, list_closes
 from tenancy.cost_rows import COLUMNS, cost_rows, dollars
 from tenancy.exports import ENTRY_COLUMNS, as_csv, cloud_events, entry_rows, write_parquet
+from tenancy.ledger_epochs import ledger_epoch
 from tenancy.pricing import RateCard
 from tenancy.rate_cards import add_card, load_cards
 from tenancy.reconcile import Counts, reconcile
@@ -183,7 +184,7 @@ def _check_books(options: argparse.Namespace, config: Config, write: Write) -> A
 def _reconcile(options: argparse.Namespace, config: Config, write: Write) -> Answer:
     """Ledger, engine and metrics by engine life. Status 1 if they are apart."""
     with opened(config) as store:
-        epochs = reconcile(store)
+        epochs, life = reconcile(store), ledger_epoch(store).number
     rows: Table = []
     for epoch in epochs:
         row: dict[str, object] = {"epoch": epoch.epoch[:12], "state": epoch.state}
@@ -193,7 +194,7 @@ def _reconcile(options: argparse.Namespace, config: Config, write: Write) -> Ans
         for name, other in (("engine", epoch.engine), ("metrics", epoch.metrics)):
             apart = structs.astuple(epoch.ledger.minus(other))
             row[f"ledger_minus_{name}"] = "/".join(map(str, apart))
-        rows.append(row)
+        rows.append({**row, "ledger_epoch": life})
     if not rows:
         return Answer("no engine has been counted yet", [])
     return tabled(rows, 1 if any(epoch.is_apart for epoch in epochs) else 0)

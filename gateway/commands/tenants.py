@@ -29,6 +29,7 @@ from tenancy.keys import (
     rotate_key,
 )
 from tenancy.ledger import Ledger
+from tenancy.ledger_epochs import ledger_epoch
 from tenancy.registry import (
     Registered,
     change_tenant,
@@ -206,7 +207,9 @@ def usage(config: Config, tenant: str | None, days: int | None) -> Answer:
         if tenant is not None:
             find_tenant(store, tenant)
         totals = [structs.asdict(total) for total in Ledger.totals(store, tenant, since_ms)]
+        epoch = ledger_epoch(store).number
     for row in totals:
+        row["ledger_epoch"] = epoch
         row["charge_usd"], row["saved_usd"] = (
             dollars(int(row[name])) for name in ("charge_pico", "saved_pico")
         )

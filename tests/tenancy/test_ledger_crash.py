@@ -86,7 +86,7 @@ def test_killed_at_each_call_of_the_system_it_loses_nothing(
             path = tmp_path / f"{number}.db"
             confirmed.clear()
         inject = ["strace", "-f", "-qq", "-o", "/dev/null"]
-        for suffix in ("", "-wal", "-shm", ".lock"):
+        for suffix in ("", "-wal", "-shm", ".lock", ".known.part"):
             inject += ["-P", f"{path}{suffix}"]
         inject += ["-e", f"trace={calls}", "-e", f"inject={calls}:signal=KILL:when={number}"]
         run = subprocess.run(

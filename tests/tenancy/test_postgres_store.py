@@ -87,7 +87,9 @@ def test_both_kinds_have_the_same_tables(postgres: PostgresStore, tmp_path: Path
     assert {row for row in rows if row[0] not in own} == mine
 
 
-@pytest.mark.parametrize("table", ["ledger", "rate_cards", "adjustments", "closes", "seals"])
+@pytest.mark.parametrize(
+    "table", ["ledger", "rate_cards", "adjustments", "closes", "seals", "ledger_epochs"]
+)
 @pytest.mark.parametrize("verb", ["delete from", "truncate", "update"])
 def test_what_stays_is_guarded_by_the_database_itself(
     postgres: PostgresStore, wall: Wall, table: str, verb: str

@@ -1,0 +1,89 @@
+"""`trunkline backup` and `restore`: a copy of the database beside a running server, and one put in
+its place while none runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+
+from msgspec import structs
+
+from gateway.commands.answer import Answer, CommandError
+from gateway.commands.database import opened
+from gateway.config import Config
+from gateway.metering import wall_ms
+from tenancy import backups
+from tenancy.backends import is_server
+
+Adder = Callable[[argparse.ArgumentParser], None]
+
+
+def _add_backup(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", type=Path, metavar="FILE", help="to be made; not there yet")
+
+
+def _backup(options: argparse.Namespace, config: Config) -> Answer:
+    if is_server(config.tenancy.database):
+        raise CommandError("this ledger is on a server: back it up with pg_dump, at any time")
+    path = config.data / config.tenancy.database
+    if not path.exists():
+        raise CommandError(f"there is nothing to back up: {path} is not there")
+    size = backups.backup(path, options.file)
+    text = f"{size} bytes in {options.file}"
+    return Answer(text, {"file": str(options.file), "bytes": size})
+
+
+def _add_restore(parser: argparse.ArgumentParser) -> None:
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("file", type=Path, nargs="?", metavar="FILE", help="a backup")
+    text = "restore nothing: the database was restored by other means"
+    which.add_argument("--mark", action="store_true", help=text)
+
+
+def _restore(options: argparse.Namespace, config: Config) -> Answer:
+    if options.mark:
+        with opened(config) as store:
+            epoch = backups.mark(store, wall_ms)
+        return Answer(f"ledger epoch {epoch.number} begins", {"ledger_epoch": epoch.number})
+    if is_server(config.tenancy.database):
+        message = "restore it with pg_restore, then say so: trunkline restore --mark"
+        raise CommandError(f"this ledger is on a server: {message}")
+    path = config.data / config.tenancy.database
+    done = backups.restore(options.file, path, wall_ms)
+    missing = done.missing
+    data = {
+        "ledger_epoch": done.epoch.number,
+        "missing": structs.asdict(missing),
+        "kept": None if done.kept is None else str(done.kept),
+    }
+    text = f"{path} is what {options.file} was; ledger epoch {done.epoch.number} begins"
+    if missing.entries is not None:
+        text += f"\nmissing: {missing.entries} entries"
+    else:
+        text += "\nmissing: what came after the backup"
+    if missing.since_ms is not None:
+        text += f", from {_instant(missing.since_ms)}"
+    if missing.until_ms is not None:
+        text += f" until {_instant(missing.until_ms)}"
+    if done.kept is not None:
+        text += f"\nwhat was there is kept as {done.kept}"
+    return Answer(text, data)
+
+
+def _instant(at_ms: int) -> str:
+    return datetime.fromtimestamp(at_ms / 1000, UTC).strftime("%Y-%m-%d %H:%M:%S")
+
+
+_RUN = {"backup": _backup, "restore": _restore}
+COMMANDS: Mapping[str, tuple[str, Adder]] = {
+    "backup": ("Copy the database to a file, beside a running server.", _add_backup),
+    "restore": ("Put a backup in the database's place; no server may run.", _add_restore),
+}
+
+
+def run(options: argparse.Namespace, config: Config) -> Answer:
+    """One of `COMMANDS`."""
+    return _RUN[options.command](options, config)
