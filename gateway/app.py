@@ -71,7 +71,7 @@ from tenancy.types import WallClock
 KEY_FILE = "default.key"
 ADMIN_KEY_FILE = "admin.key"
 ID_BYTES, IDS_AT_ONCE = 16, 128
-YOUNG_OBJECTS_MAX = 20_000
+YOUNG_OBJECTS_MAX = 10_000
 """So many more than went since the last look, before the garbage collector looks at the young."""
 
 

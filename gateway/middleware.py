@@ -68,9 +68,8 @@ class Route:
 
 class RequestState(Struct):
     """What is known of a request by and by; its log line in the end. `headers` go on its answer,
-    whatever that will be. `operation`: what a trace calls it; "" is not traced. `epoch`: the
-    engine's life in which it ran. `first_token_s` is
-    counted from the time when the engine had it, `submitted_s`; all others are the clock's."""
+    whatever it is. `operation`: what a trace calls it, if at all. `epoch`: the engine's life.
+    `first_token_s` counts from when the engine had it, `submitted_s`; others are the clock's."""
 
     request_id: str
     started_s: float
@@ -193,14 +192,12 @@ class Guard:
             status = state.left()
             raise ConnectionResetError("the client left") from None
         except Exception as error:
-            refusal = self._refusal(error, state)
-            state.ending, state.code = "refused", refusal.code
-            if request.writer.output_size > 0:
-                cut(request)
-                raise ConnectionResetError("the answer broke off") from None
-            answer = error_response(refusal, state, request)
-            status = answer.status
-            return answer
+            # Not by a name of this frame: the refusal's traceback holds it, and the whole body.
+            answer = self._refuse(error, state, request)
+            if answer is not None:
+                status = answer.status
+                return answer
+            raise ConnectionResetError("the answer broke off") from None
         finally:
             self._report(state, request, status)
 
@@ -255,6 +252,17 @@ class Guard:
             if error.code == "tenant_suspended":
                 raise Refusal(Kind.PERMISSION, error.code, "This account is suspended.") from error
             raise Refusal(Kind.AUTH, "invalid_api_key", error.message) from error
+
+    def _refuse(
+        self, error: Exception, state: RequestState, request: web.Request
+    ) -> web.Response | None:
+        """What the client is told; None, and it is cut off, if it has part of an answer."""
+        refusal = self._refusal(error, state)
+        state.ending, state.code = "refused", refusal.code
+        if request.writer.output_size > 0:
+            cut(request)
+            return None
+        return error_response(refusal, state, request)
 
     def _refusal(self, error: Exception, state: RequestState) -> Refusal:
         refusal = refusal_of(error)

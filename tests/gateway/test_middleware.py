@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import json
 
 import pytest
 
+from gateway.dialects.canonical import Call
 from gateway.door import WRONG_KEYS_PER_MINUTE_MAX, WrongKeys
+from gateway.errors import Refusal
 from gateway.metering import wall_ms
 from tenancy.keys import create_key, list_keys, revoke_key
 from tenancy.registry import find_tenant, set_status
@@ -215,3 +218,20 @@ async def test_no_answer_says_what_the_server_is_made_of(house: House) -> None:
     ]
 
     assert [response.headers["server"] for response in responses] == ["trunkline"] * 3
+
+
+@pytest.mark.parametrize("more", [{"temperature": 99}, {"model": "none"}, {"max_tokens": 10**6}])
+async def test_what_was_refused_is_let_go_at_once(house: House, more: dict[str, object]) -> None:
+    """A refusal whose traceback holds the frame that holds it kept the request's whole body until
+    the garbage collector came by, which it rarely does."""
+    gc.collect()
+    gc.disable()
+    try:
+        body = {**house.chat("hello " * 9), **more}
+        statuses = {(await house.ask(body=body))[0] for _ in range(3)}
+        kept = [one for one in gc.get_objects() if type(one) in (Refusal, Call)]
+    finally:
+        gc.enable()
+
+    assert statuses <= {400, 404}
+    assert kept == []
