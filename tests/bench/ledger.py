@@ -1,7 +1,9 @@
 """What the ledger costs and answers: `python -m tests.bench.ledger [ENTRIES]`.
 
-Latency of one hold and one settlement alone, entries per second when many come at once, with and
-without rate cards and budgets, in a file and on a PostgreSQL server on the same disk; and questions
+Latency of one hold and one settlement alone, entries per second when many come at once, and what of
+the processor the writer's thread takes for a request (the figure that a busy machine changes
+least), with and without rate cards and budgets, in a file and on a PostgreSQL server on the same
+disk; and questions
 about usage over as many entries (default: a million; 0 asks none) spread over 90 days, 50 tenants,
 three keys each and two models. Ratios are of one run.
 """
@@ -11,10 +13,12 @@ from __future__ import annotations
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
+from queue import SimpleQueue
 
 import apsw
 
@@ -33,6 +37,8 @@ from tests.tenancy.postgres_server import BINARIES, Server
 
 ALONE = 400
 AT_ONCE = 20_000
+BATCHES = 60
+ROUNDS = 5
 TENANTS = 50
 KEYS = 3
 DAYS = 90
@@ -54,8 +60,51 @@ def say(line: str) -> None:
     sys.stdout.flush()
 
 
+class Landed:
+    """A `Told` that says so to whoever counts."""
+
+    __slots__ = ("_is_told", "_landed")
+
+    def __init__(self, landed: SimpleQueue[BaseException | None]) -> None:
+        self._landed = landed
+        self._is_told = False
+
+    def done(self) -> bool:
+        return self._is_told
+
+    def set_result(self, _: None) -> None:
+        self._is_told = True
+        self._landed.put(None)
+
+    def set_exception(self, exception: BaseException) -> None:
+        self._is_told = True
+        self._landed.put(exception)
+
+
+def writer_us(ledger: Ledger, items: int) -> float:
+    """Processor time of the writer's thread for a hold and an entry, in batches of so many items:
+    holds, and entries of the batch before."""
+    (writer,) = [thread for thread in threading.enumerate() if thread.name == "ledger"]
+    assert writer.ident is not None, "it runs"
+    clock, landed = time.pthread_getcpuclockid(writer.ident), SimpleQueue[BaseException | None]()
+    began, began_at, held = 0.0, time.monotonic_ns(), list[str]()
+    for batch in range(BATCHES + 1):
+        if batch == 1:
+            began = time.clock_gettime(clock)
+        names = [f"{began_at}-{batch}-{number}" for number in range(items // 2)]
+        for name in names:
+            ledger.put(Hold(name, 1, 1, "m", 1, 1000, 100), Landed(landed))
+        for name in held:
+            ledger.put(entry(name, 1), Landed(landed))
+        for _ in (*names, *held):
+            error = landed.get()
+            assert error is None, error
+        held = names
+    return (time.clock_gettime(clock) - began) / BATCHES / (items // 2) * 1e6
+
+
 def latencies(store: Store, *, has_money: bool) -> None:
-    """One alone, then many at once."""
+    """One alone, then many at once, then in batches of some."""
     create_tenant(store, lambda: 1, "ada")
     if has_money:
         card = RateCard("std", input=3_000_000, output=15_000_000, cache_read=300_000)
@@ -90,6 +139,9 @@ def latencies(store: Store, *, has_money: bool) -> None:
         p50, p99 = statistics.median(seconds), statistics.quantiles(seconds, n=100)[98]
         say(f"{name} alone {what}: p50 {p50 * 1000:.2f} ms, p99 {p99 * 1000:.2f} ms")
     say(f"at once {what}: {rate:,.0f} requests/s (a hold and an entry each)")
+    for items in (16, 32, 128):
+        used = min(writer_us(ledger, items) for _ in range(ROUNDS))
+        say(f"writer's thread {what}: {used:.0f} us a request in batches of {items} items")
     ledger.close()
     store.close()
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -58,25 +60,41 @@ def wall() -> Wall:
     return Wall()
 
 
+@contextmanager
+def on_server(server: Server) -> Iterator[PostgresStore]:
+    """A database of somebody's own."""
+    name = server.database()
+    with closing(PostgresStore(server.address(name), is_ready=True)) as store:
+        yield store
+    server.drop(name)
+
+
+@contextmanager
+def new_store(server: Server | None = None) -> Iterator[Store]:
+    """For one example of a property: in a file, or on this server."""
+    if server is None:
+        with TemporaryDirectory() as folder, closing(SqliteStore(Path(folder) / "t.db")) as store:
+            yield store
+    else:
+        with on_server(server) as store:
+            yield store
+
+
 @pytest.fixture
 def postgres(postgres_server: Server) -> Iterator[PostgresStore]:
     """A database of the test's own."""
-    name = postgres_server.database()
-    store = PostgresStore(postgres_server.address(name), is_ready=True)
-    yield store
-    store.close()
-    postgres_server.drop(name)
+    with on_server(postgres_server) as store:
+        yield store
 
 
 @pytest.fixture(params=["sqlite", "postgres"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
+def store(request: pytest.FixtureRequest) -> Iterator[Store]:
     """A new store of either kind."""
     if request.param == "postgres":
         yield request.getfixturevalue("postgres")
-        return
-    store = SqliteStore(tmp_path / "test.db")
-    yield store
-    store.close()
+    else:
+        with new_store() as store:
+            yield store
 
 
 @pytest.fixture

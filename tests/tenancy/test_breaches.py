@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from fractions import Fraction
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -22,11 +20,11 @@ from tenancy.ledger import Hold, Ledger
 from tenancy.pricing import PICO_PER_MICRO, BreachCredit, RateCard, price
 from tenancy.rate_cards import add_card, load_cards
 from tenancy.registry import create_tenant
-from tenancy.sqlite_store import SqliteStore
 from tenancy.store import Store
 from tenancy.types import UsageEntry
 from tenancy.usage import usage
-from tests.tenancy.conftest import Wall
+from tests.tenancy.conftest import Wall, new_store
+from tests.tenancy.postgres_server import Server
 
 POLICIES: list[BreachCredit] = ["none", "read_price", "write_price"]
 WRITE = {"5m": 3_750_000, "1h": 6_000_000}
@@ -70,9 +68,9 @@ def entry(
 
 
 @contextmanager
-def opened(path: Path, wall: Wall, card: RateCard = CARD) -> Iterator[tuple[Store, Ledger]]:
-    """A ledger with a tenant and this card; again, if it was there."""
-    store = SqliteStore(path)
+def opened(kept: Store, wall: Wall, card: RateCard = CARD) -> Iterator[tuple[Store, Ledger]]:
+    """A ledger with a tenant and this card; again, if it was there. `kept`: stays open."""
+    store = kept.another()
     if not load_cards(store):
         create_tenant(store, wall, "ada")
         add_card(store, wall, card)
@@ -87,9 +85,9 @@ def credits(store: Store) -> dict[str, int]:
     return dict(store.query("select adjustment_id, amount_pico from adjustments"))
 
 
-def test_a_breach_is_credited_beside_its_entry(tmp_path: Path, wall: Wall) -> None:
+def test_a_breach_is_credited_beside_its_entry(store: Store, wall: Wall) -> None:
     """What writing the lost tokens costs in their class, on the bill of its hour, with a reason."""
-    with opened(tmp_path / "l.db", wall) as (store, ledger):
+    with opened(store, wall) as (_, ledger):
         ledger.settle(entry()).result(20)
         ledger.settle(entry("b", lost=0)).result(20)
 
@@ -102,15 +100,14 @@ def test_a_breach_is_credited_beside_its_entry(tmp_path: Path, wall: Wall) -> No
         assert check_books(store) == []
 
 
-def test_a_breach_is_credited_once(tmp_path: Path, wall: Wall) -> None:
+def test_a_breach_is_credited_once(store: Store, wall: Wall) -> None:
     """Settled again, over a restart, after the price has changed, on a closed day."""
-    path = tmp_path / "l.db"
-    with opened(path, wall) as (store, ledger):
+    with opened(store, wall) as (_, ledger):
         ledger.hold(Hold("a", 1, 1, "m", 1_000_000, 200, 200)).result(20)
         for again in [ledger.settle(entry()), ledger.settle(entry())]:
             again.result(20)
         first = credits(store)
-    with opened(path, wall) as (store, ledger):
+    with opened(store, wall) as (_, ledger):
         wall.ms += 86_400_000
         add_card(store, wall, structs.replace(CARD, breach_credit="read_price"))
         close_days(store, wall)
@@ -120,29 +117,27 @@ def test_a_breach_is_credited_once(tmp_path: Path, wall: Wall) -> None:
         assert check_books(store) == []
 
 
-def test_nothing_is_credited_unless_the_card_says_so(tmp_path: Path, wall: Wall) -> None:
+def test_nothing_is_credited_unless_the_card_says_so(store: Store, wall: Wall) -> None:
     """Off by default: cards from before there were credits mean none."""
-    with opened(tmp_path / "l.db", wall, RateCard("std", input=3, cache_read=1)) as (store, ledger):
+    with opened(store, wall, RateCard("std", input=3, cache_read=1)) as (_, ledger):
         ledger.settle(entry()).result(20)
 
         assert credits(store) == {}
         assert [card.breach_credit for card in load_cards(store)] == ["none"]
 
 
-def test_a_failure_of_ours_costs_nothing_and_is_credited_nothing(
-    tmp_path: Path, wall: Wall
-) -> None:
+def test_a_failure_of_ours_costs_nothing_and_is_credited_nothing(store: Store, wall: Wall) -> None:
     """What was not charged cannot be given back."""
-    with opened(tmp_path / "l.db", wall) as (store, ledger):
+    with opened(store, wall) as (_, ledger):
         ledger.settle(entry(ending="failed")).result(20)
 
         assert credits(store) == {}
         assert check_books(store) == []
 
 
-def test_the_ids_of_breaches_are_the_ledgers_own(tmp_path: Path, wall: Wall) -> None:
+def test_the_ids_of_breaches_are_the_ledgers_own(store: Store, wall: Wall) -> None:
     """An adjustment by hand under such an id would stand in the way of an entry."""
-    with opened(tmp_path / "l.db", wall) as (store, ledger):
+    with opened(store, wall) as (_, ledger):
         ledger.settle(entry("b", lost=0)).result(20)
 
         with pytest.raises(BadPrice) as caught:
@@ -160,15 +155,14 @@ def test_the_ids_of_breaches_are_the_ledgers_own(tmp_path: Path, wall: Wall) -> 
         "update adjustments set adjustment_id = 'x'",
     ],
 )
-def test_a_credit_that_is_missing_or_wrong_is_found(
-    tmp_path: Path, wall: Wall, damage: str
-) -> None:
+def test_a_credit_that_is_missing_or_wrong_is_found(store: Store, wall: Wall, damage: str) -> None:
     """The books are checked from entries and cards up."""
-    with opened(tmp_path / "l.db", wall) as (store, ledger):
+    with opened(store, wall) as (_, ledger):
         ledger.settle(entry()).result(20)
+        where = "" if store.is_near else " on adjustments"
         with store.change() as db:
-            db.execute("drop trigger adjustments_stay")
-            db.execute("drop trigger adjustments_never_change")
+            db.execute(f"drop trigger adjustments_stay{where}")
+            db.execute(f"drop trigger adjustments_never_change{where}")
             db.execute(damage)
 
         assert any("breach of entry 1" in finding for finding in check_books(store))
@@ -217,25 +211,39 @@ def test_a_credit_is_exact(
     assert Fraction(pico, 10**12) == min(dollars, charged)
 
 
-@given(
-    lost=st.lists(st.integers(0, 100), min_size=1, max_size=8),
-    again=st.lists(st.integers(0, 7), max_size=6),
-)
+LOST = st.lists(st.integers(0, 100), min_size=1, max_size=8)
+AGAIN = st.lists(st.integers(0, 7), max_size=6)
+
+
+@given(lost=LOST, again=AGAIN)
 @settings(max_examples=15, deadline=None)
 def test_credits_are_the_sum_of_breaches(lost: list[int], again: list[int]) -> None:
     """However entries are batched, repeated and interrupted by a restart."""
-    with tempfile.TemporaryDirectory() as folder:
-        path, wall = Path(folder) / "l.db", Wall()
-        entries = [entry(str(number), tokens) for number, tokens in enumerate(lost)]
-        with opened(path, wall) as (_, ledger):
-            for future in [ledger.settle(one) for one in entries]:
-                future.result(20)
-        with opened(path, wall) as (store, ledger):
-            repeated = [ledger.settle(entries[n % len(entries)]) for n in again]
-            for future in repeated:
-                future.result(20)
+    with new_store() as store:
+        check_credits(store, lost, again)
 
-            (total,) = usage(store)
-            assert total.adjusted_pico == -sum(lost) * WRITE["1h"]
-            assert total.adjusted_pico % PICO_PER_MICRO == 0
-            assert check_books(store) == []
+
+@given(lost=LOST, again=AGAIN)
+@settings(max_examples=4, deadline=None)
+def test_credits_are_the_sum_of_breaches_on_a_server_too(
+    postgres_server: Server, lost: list[int], again: list[int]
+) -> None:
+    """There a batch is written in few statements."""
+    with new_store(postgres_server) as store:
+        check_credits(store, lost, again)
+
+
+def check_credits(store: Store, lost: list[int], again: list[int]) -> None:
+    wall = Wall()
+    entries = [entry(str(number), tokens) for number, tokens in enumerate(lost)]
+    with opened(store, wall) as (_, ledger):
+        for future in [ledger.settle(one) for one in entries]:
+            future.result(20)
+    with opened(store, wall) as (_, ledger):
+        for future in [ledger.settle(entries[n % len(entries)]) for n in again]:
+            future.result(20)
+
+    (total,) = usage(store)
+    assert total.adjusted_pico == -sum(lost) * WRITE["1h"]
+    assert total.adjusted_pico % PICO_PER_MICRO == 0
+    assert check_books(store) == []

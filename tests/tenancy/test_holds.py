@@ -79,10 +79,11 @@ def test_what_was_released_may_be_reserved_in_the_same_transaction(
 
 def test_an_entry_belongs_to_its_holds_day_in_one_transaction_too(store: Store, wall: Wall) -> None:
     """What was reserved in a window is taken from that one, whatever the entry says of its
-    start."""
+    start and its key."""
     add_card(store, wall, RateCard("std", output=PICO_PER_MICRO))
     set_budget(store, Budget(1, "day", hard_micros=8))
-    apply(store, [hold("a", wall()), used("a", wall() + DAY_MS)])
+    entry = structs.replace(used("a", wall() + DAY_MS), key_id=2)
+    apply(store, [hold("a", wall()), entry])
     (state,) = budget_states(store, wall)
 
     assert (state.spent_pico, state.reserved_pico) == (4 * PICO_PER_MICRO, 0)

@@ -195,6 +195,15 @@ def test_a_server_that_may_lose_what_it_confirmed_is_refused(
     assert commit == [("on",)]
 
 
+def test_what_is_asked_by_key_is_looked_up_however_tables_grow(postgres: PostgresStore) -> None:
+    """A plan is kept from when the ledger was small: one that scans would take ever longer, and
+    nobody would see it before there are thousands of entries."""
+    with postgres.change() as db:
+        settings = [db.rows(f"show {name}") for name in ("enable_seqscan", "jit")]
+
+    assert settings == [[("off",)], [("off",)]]
+
+
 # --- several servers -----------------------------------------------------------------------------
 
 

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pytest
 from hypothesis import given, settings
@@ -37,7 +36,8 @@ from tenancy.registry import (
 from tenancy.sqlite_store import SqliteStore
 from tenancy.store import Store
 from tenancy.types import CachePolicy, Limits, TenantSettings
-from tests.tenancy.conftest import Wall
+from tests.tenancy.conftest import Wall, new_store
+from tests.tenancy.postgres_server import Server as PostgresServer
 
 
 class Server:
@@ -200,28 +200,43 @@ CHANGES = st.lists(
 )
 
 
-@given(changes=CHANGES, looks=st.lists(st.booleans(), min_size=25, max_size=25))
+LOOKS = st.lists(st.booleans(), min_size=25, max_size=25)
+
+
+@given(changes=CHANGES, looks=LOOKS)
 @settings(max_examples=20, deadline=None)
 def test_a_registry_that_follows_is_one_that_was_just_read(
     changes: list[tuple[str, int]], looks: list[bool]
 ) -> None:
     """After any changes by another process, however often it looked meanwhile."""
-    with TemporaryDirectory() as folder:
-        store, other = SqliteStore(Path(folder) / "t.db"), SqliteStore(Path(folder) / "t.db")
-        clock, wall = [0.0], Wall()
-        registry = Registry(store, wall, lambda: clock[0])
-        keys: list[str] = []
-        for (what, number), look in zip(changes, looks, strict=False):
-            with suppress(BadName):
-                _change(other, wall, what, number, keys)
-            if look:
-                clock[0] += REFRESH_S
-                _answers(registry, keys)
-        clock[0] += REFRESH_S
-        followed = _answers(registry, keys)
-        fresh = _answers(Registry(store, wall, lambda: 0.0), keys)
-        store.close()
-        other.close()
+    with new_store() as store:
+        _check_followed(store, changes, looks)
+
+
+@given(changes=CHANGES, looks=LOOKS)
+@settings(max_examples=4, deadline=None)
+def test_a_registry_that_follows_a_server_is_one_that_was_just_read(
+    postgres_server: PostgresServer, changes: list[tuple[str, int]], looks: list[bool]
+) -> None:
+    """Its triggers are its own."""
+    with new_store(postgres_server) as store:
+        _check_followed(store, changes, looks)
+
+
+def _check_followed(store: Store, changes: list[tuple[str, int]], looks: list[bool]) -> None:
+    other, clock, wall = store.another(), [0.0], Wall()
+    registry = Registry(store, wall, lambda: clock[0])
+    keys: list[str] = []
+    for (what, number), look in zip(changes, looks, strict=False):
+        with suppress(BadName):
+            _change(other, wall, what, number, keys)
+        if look:
+            clock[0] += REFRESH_S
+            _answers(registry, keys)
+    clock[0] += REFRESH_S
+    followed = _answers(registry, keys)
+    fresh = _answers(Registry(store, wall, lambda: 0.0), keys)
+    other.close()
 
     assert followed == fresh
 
