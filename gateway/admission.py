@@ -49,11 +49,7 @@ def admit(
     Raises Refusal: BAD for what can never run, RATE for the tenant's own limit, BUSY for ours.
     """
     generation = call.generation
-    _check_sequences(generation, len(rendered), now.limits)
-    for number, prompt in enumerate(rendered):
-        _check_tokens(prompt, generation, number, now.info)
-    field = call.prompts[0].field if call.prompts else "prompt"
-    budgets = [_output_tokens(prompt, generation, identity, now, field) for prompt in rendered]
+    budgets = output_tokens(call, rendered, identity, now)
     _check_tenant(now)
     _check_queue(sum(len(prompt.token_ids) for prompt in rendered), now)
     kept = leases or [()] * len(rendered)
@@ -76,6 +72,18 @@ def admit(
         for number, (prompt, budget) in enumerate(zip(rendered, budgets, strict=True))
     ]
     return tuple(requests)
+
+
+def output_tokens(
+    call: Call, rendered: Sequence[Rendered], identity: Identity, now: Circumstances
+) -> list[int]:
+    """How many tokens each prompt may be answered. Raises Refusal, BAD, for what can never run."""
+    generation = call.generation
+    _check_sequences(generation, len(rendered), now.limits)
+    for prompt in rendered:
+        _check_tokens(prompt, generation, now.info)
+    field = call.prompts[0].field if call.prompts else "prompt"
+    return [_output_tokens(prompt, generation, identity, now, field) for prompt in rendered]
 
 
 def namespace_of(
@@ -142,7 +150,7 @@ def _check_sequences(generation: Generation, prompts: int, limits: LimitsConfig)
         )
 
 
-def _check_tokens(prompt: Rendered, generation: Generation, number: int, info: EngineInfo) -> None:
+def _check_tokens(prompt: Rendered, generation: Generation, info: EngineInfo) -> None:
     """Token ids come from clients too, and nothing may index by them unchecked."""
     if not prompt.token_ids:
         raise Refusal(Kind.BAD, "invalid_value", "prompt: it has no tokens.", param="prompt")

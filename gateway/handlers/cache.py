@@ -1,7 +1,7 @@
 """`POST /v1/cache/quote`: what a request would find, before it runs.
 
-It goes the request's own way up to admission and asks the engine what is there; nothing runs, is
-kept, renewed or billed.
+It goes the request's own way up to admission, refused like it if it could never run, and asks the
+engine what is there; nothing runs, is kept, renewed or billed.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from msgspec import Struct
 
 from engine.api import Peeked, Stats
 from gateway.accounting import added
+from gateway.admission import output_tokens
 from gateway.context import Context
 from gateway.dialects.canonical import Boundary, UsageRecord
 from gateway.endpoints import find
@@ -56,6 +57,7 @@ def _quote(gateway: Context) -> Handler:
         call = endpoint.dialect.parse(bytes(body.request), asked)
         check_model(gateway, call)
         made = await prepare(gateway, call, state.identity)
+        output_tokens(made.call, made.rendered, state.identity, made.now)
         namespace = made.scope.namespace
         seen = [await gateway.engine.peek(namespace, prompt.token_ids) for prompt in made.rendered]
         is_elsewhere = await _is_elsewhere(gateway, made, seen[0].cached_tokens, state.identity)

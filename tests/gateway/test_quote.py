@@ -110,6 +110,16 @@ async def test_what_cannot_be_quoted_is_refused_by_name(house: House) -> None:
     assert [answer[0] for answer in answers] == [400, 400, 400, 404]
 
 
+async def test_what_could_never_run_has_no_price(house: House) -> None:
+    """A quote promises what the request would find: one that is refused would find nothing."""
+    too_long = {**body(house, "Hello"), "max_tokens": 10**9}
+    status, quote, _ = await house.ask(QUOTE, {"endpoint": CHAT, "request": too_long})
+    direct = await house.ask(CHAT, too_long)
+
+    assert (status, direct[0]) == (400, 400)
+    assert quote["error"]["code"] == direct[1]["error"]["code"] == "context_length_exceeded"
+
+
 async def test_what_stands_in_another_partition_is_the_cause(house: House) -> None:
     """The same prompt under another key of the application's: there, but not to be read here."""
     await house.ask(CHAT, {**body(house, "Hello"), "prompt_cache_key": "one"})
