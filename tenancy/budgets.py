@@ -19,6 +19,7 @@ from msgspec import Struct
 
 from tenancy.errors import BadPrice, BudgetExceeded
 from tenancy.pricing import LATEST_MS, PICO_PER_MICRO
+from tenancy.pseudonyms import check_there
 from tenancy.store import Store, Transaction, filled_up, marks
 from tenancy.types import WallClock
 
@@ -75,7 +76,7 @@ def _window_of_day(window: Window, number: int) -> tuple[int, int]:
 
 def set_budget(store: Store, budget: Budget) -> None:
     """Set or change it; what the window has seen so far counts. One that limits nothing is taken
-    away. Raises BadPrice for what cannot be."""
+    away. Raises BadPrice for what cannot be, BadName for a tenant that is deleted."""
     hard, soft = budget.hard_micros, budget.soft_micros
     for name, value in (("hard", hard), ("soft", soft)):
         if value is not None and not 0 <= value <= MICROS_MAX:
@@ -295,8 +296,10 @@ def _line(db: Transaction, budget: Budget) -> list[int]:
 
 
 def _check_owner(db: Transaction, budget: Budget) -> None:
-    if not db.rows("select 1 from tenants where tenant_id = ?", (budget.tenant_id,)):
+    names = db.rows("select name from tenants where tenant_id = ?", (budget.tenant_id,))
+    if not names:
         raise BadPrice("bad_budget", f"There is no tenant {budget.tenant_id}.")
+    check_there(names[0][0])
     if budget.key_id:
         key = (budget.key_id, budget.tenant_id)
         if not db.rows("select 1 from keys where (key_id, tenant_id) = (?, ?)", key):

@@ -11,7 +11,8 @@ import hashlib
 
 from tenancy import idempotency
 from tenancy.errors import BadName, ConstraintBroken
-from tenancy.registry import GONE, Registered, check_there, find_in, read_registered, write_settings
+from tenancy.pseudonyms import GONE, check_there, is_pseudonym
+from tenancy.registry import Registered, find_in, read_registered, write_settings
 from tenancy.shared_scopes import owned_by
 from tenancy.store import Store, Transaction
 from tenancy.types import TenantSettings, WallClock
@@ -38,12 +39,12 @@ def delete_tenant(store: Store, clock: WallClock, name: str) -> str | None:
 def deleted_among(store: Store, tenant_ids: set[int]) -> set[int]:
     """Those of them that are deleted and have money rows. O(ids)."""
     found = read_registered(store, sorted(tenant_ids))
-    return {one.tenant.tenant_id for one in found if one.tenant.name.startswith(GONE)}
+    return {one.tenant.tenant_id for one in found if is_pseudonym(one.tenant.name)}
 
 
 def _leaving(db: Transaction, name: str) -> Registered:
     found = find_in(db, name)
-    check_there(found.tenant)
+    check_there(name)
     if found.tenant.is_declared:
         raise BadName(
             "tenant_declared",

@@ -24,6 +24,7 @@ from msgspec import Struct
 
 from tenancy.errors import BadName, KeyRefused
 from tenancy.limits import check_limits
+from tenancy.pseudonyms import check_there
 from tenancy.store import Row, Store, Transaction, Value
 from tenancy.types import Limits, WallClock
 
@@ -142,8 +143,8 @@ def create_key(
 ) -> str:
     """Make a tenant's key and return it: the only time anybody sees it.
 
-    Raises BadName for a workspace, a label, a life, scopes or limits that cannot be, and an
-    unknown tenant.
+    Raises BadName for a workspace, a label, a life, scopes or limits that cannot be, and a tenant
+    that is unknown or deleted.
     """
     check_name(workspace, "workspace")
     text = _checked_scopes(scopes)
@@ -151,8 +152,10 @@ def create_key(
     expires_ms = _expiry(clock, label, lives_ms)
     key = _new_key()
     with store.change() as db:
-        if not db.rows("select 1 from tenants where tenant_id = ?", (tenant_id,)):
+        names = db.rows("select name from tenants where tenant_id = ?", (tenant_id,))
+        if not names:
             raise BadName("tenant_unknown", f"there is no tenant with the id {tenant_id}")
+        check_there(names[0][0])
         _insert(db, key, tenant_id, (workspace, label, clock(), expires_ms, text, limits))
     return key
 

@@ -21,6 +21,7 @@ from tenancy.keys import (
     write_limits,
 )
 from tenancy.limits import check_limits
+from tenancy.pseudonyms import GONE, check_there, is_pseudonym
 from tenancy.store import Row, Store, Transaction
 from tenancy.types import (
     CachePolicy,
@@ -36,8 +37,6 @@ PRIORITY_MAX = 1_000_000
 WEIGHT_MAX = 1e6
 CLASSES_MAX = 16
 MADE_AT_FIRST = "made on first start"
-GONE = "deleted-"
-"""Begins the pseudonyms of deleted tenants; nobody else's name begins so."""
 
 
 class Registered(Struct, frozen=True):
@@ -120,7 +119,7 @@ def change_tenant(store: Store, name: str, changes: Mapping[str, object]) -> Reg
     whoever else is changing it. Raises BadName, with nothing changed."""
     with store.change() as db:
         found = find_in(db, name)
-        check_there(found.tenant)
+        check_there(name)
         if found.tenant.is_declared:
             raise BadName(
                 "tenant_declared",
@@ -135,17 +134,11 @@ def set_status(store: Store, name: str, status: str) -> None:
     kept for it go when it is suspended. Raises BadName."""
     assert status in ("active", "suspended")
     tenant, _ = find_tenant(store, name)
-    check_there(tenant)
+    check_there(name)
     with store.change() as db:
         db.execute("update tenants set status = ? where tenant_id = ?", (status, tenant.tenant_id))
         if status == "suspended":
             idempotency.forget(db, tenant.tenant_id)
-
-
-def check_there(tenant: Tenant) -> None:
-    """Raises BadName for one that has been deleted."""
-    if tenant.name.startswith(GONE):
-        raise BadName("tenant_deleted", f"{tenant.name} is what is left of a deleted tenant")
 
 
 def bootstrap(store: Store, clock: WallClock) -> str | None:
@@ -189,7 +182,7 @@ def insert_tenant(db: Transaction, made: Registered) -> None:
 def check_new_name(name: str) -> None:
     """Raises BadName for what no tenant may be called."""
     check_name(name, "tenant")
-    if name.startswith(GONE):
+    if is_pseudonym(name):
         raise BadName("bad_name", f"names that begin with {GONE} are those of deleted tenants")
 
 

@@ -218,6 +218,8 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
 def _export(options: argparse.Namespace, config: Config, write: Write) -> Answer:
     """Entries, events or cost rows of a period."""
     since_ms, until_ms = _time(options.since, "--since"), _time(options.until, "--until")
+    if since_ms is not None and until_ms is not None and since_ms >= until_ms:
+        raise CommandError("--since is not before --until: there is nothing between them")
     if options.out is None and (options.json or options.format == "parquet"):
         raise CommandError("name a file with --out FILE")
     with opened(config) as store:

@@ -206,11 +206,18 @@ async def test_a_tenant_that_used_something_leaves_its_money_rows(admin: Admin) 
     gone = await admin.ask("DELETE", f"{TENANTS}/ada")
     refused = await chats(house, house.keys["ada"])
     made, _ = await admin.ask("POST", TENANTS, {"name": "ada"})
-    back = await admin.ask("PATCH", f"{TENANTS}/deleted-1", {"status": "active"})
+    left = f"{TENANTS}/deleted-1"
+    nothing_new = [
+        await admin.ask("PATCH", left, {"status": "active"}),
+        await admin.ask("POST", f"{left}/keys", {}),
+        await admin.ask("PUT", f"{left}/budgets", {"window": "day", "hard_micros": 1}),
+    ]
 
     assert gone == (200, {"name": "ada", "deleted": True, "pseudonym": "deleted-1"})
     assert (refused, made) == (401, 201)
-    assert (back[0], back[1]["error"]["code"]) == (409, "tenant_deleted")
+    assert [(status, body["error"]["code"]) for status, body in nothing_new] == [
+        (409, "tenant_deleted")
+    ] * 3
     assert (await house.quiet()).cached_blocks == 0
     assert [row[0] for row in house.entries()] == ["done"]
     assert [receipt.what for receipt in list_receipts(house.store, 1)] == ["all"]

@@ -267,6 +267,8 @@ def test_an_export_is_of_a_period(priced: Run, books: Books) -> None:
     ("arguments", "word"),
     [
         (["--format", "csv", "--since", "soon"], "--since"),
+        (["--format", "csv", "--since", "2026-11-21", "--until", "2026-11-20"], "not before"),
+        (["--format", "csv", "--since", "2026-11-21", "--until", "2026-11-21"], "not before"),
         (["--format", "csv", "--json"], "--out"),
         (["--format", "parquet"], "--out"),
     ],
