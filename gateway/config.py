@@ -23,6 +23,7 @@ from engine.model_store import DEFAULT_MODEL
 from gateway.cache_terms import CachingConfig
 from tenancy.backends import check_place
 from tenancy.declared import DeclaredTenant, check_declared
+from tenancy.declared_keys import DeclaredKey
 from tenancy.errors import BadName, StoreError
 from tenancy.shared_scopes import ScopeTerms, check_scopes
 
@@ -207,7 +208,11 @@ def _read(file: Path) -> dict[str, Any]:
 
 def _decode(tree: dict[str, Any], where: str) -> Config:
     _check_names(tree, Config, where, "")
-    _check_tables(tree.get("tenants"), DeclaredTenant, where, "tenants")
+    tenants = tree.get("tenants")
+    for number, table in enumerate(tenants if isinstance(tenants, list) else ()):
+        keys = table.get("keys") if isinstance(table, dict) else None
+        _check_tables(keys, DeclaredKey, where, f"tenants[{number}].keys")
+    _check_tables(tenants, DeclaredTenant, where, "tenants")
     tenancy = tree.get("tenancy")
     scopes = tenancy.get("shared_scopes") if isinstance(tenancy, dict) else None
     _check_tables(scopes, ScopeTerms, where, "tenancy.shared_scopes")

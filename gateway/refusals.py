@@ -38,6 +38,7 @@ _NAME_KINDS = {
     "tenant_deleted": Kind.CONFLICT,
     "tenant_declared": Kind.CONFLICT,
     "key_not_live": Kind.CONFLICT,
+    "key_declared": Kind.CONFLICT,
     "scope_unknown": Kind.NOT_FOUND,
     "scope_declared": Kind.CONFLICT,
     "scope_overlap": Kind.CONFLICT,

@@ -1,8 +1,8 @@
 """Reading the configuration again while the server runs: by SIGHUP, or when an administrator asks.
 
-Declared tenants and shared scopes are made so; every other setting waits for a restart, and which
-ones differ is said. A file that cannot be read, or that says what cannot be, changes nothing. It
-knows no HTTP; `app` and the admin API call it.
+Declared tenants, their keys and shared scopes are made so; every other setting waits for a
+restart, and which ones differ is said. A file that cannot be read, or that says what cannot be,
+changes nothing. It knows no HTTP; `app` and the admin API call it.
 """
 
 from __future__ import annotations
@@ -14,18 +14,21 @@ from msgspec import Struct
 from gateway.config import Config, ConfigError, effective
 from gateway.context import Context
 from gateway.errors import Kind, Refusal
+from gateway.key_files import with_digests
 from tenancy.declared import Change, reconcile
+from tenancy.declared_keys import KeyChange
 from tenancy.errors import TenancyError
 from tenancy.shared_scopes import ScopeChange
 
 
 class Reloaded(Struct, frozen=True):
-    """What was done to tenants and to shared scopes, and which settings differ from those that the
-    server runs with."""
+    """What was done to tenants, to shared scopes and to keys, and which settings differ from those
+    that the server runs with."""
 
     tenants: tuple[Change, ...]
     needs_restart: tuple[str, ...]
     shared_scopes: tuple[ScopeChange, ...] = ()
+    keys: tuple[KeyChange, ...] = ()
 
 
 async def reload(gateway: Context) -> Reloaded:
@@ -40,25 +43,33 @@ async def reload(gateway: Context) -> Reloaded:
         tuple(change for change in changes if isinstance(change, Change)),
         tuple(differences(gateway.config, config)),
         tuple(change for change in changes if isinstance(change, ScopeChange)),
+        tuple(change for change in changes if isinstance(change, KeyChange)),
     )
-    gateway.log("reloaded", {"tenants": len(found.tenants), "needs_restart": found.needs_restart})
+    facts = {"tenants": len(found.tenants), "keys": len(found.keys)}
+    gateway.log("reloaded", {**facts, "needs_restart": found.needs_restart})
     return found
 
 
-async def declare(gateway: Context, config: Config) -> list[Change | ScopeChange]:
-    """Make what is declared so, and say what was done. Raises StoreError, BadName."""
-    scopes = config.tenancy.shared_scopes
-    changes = await asyncio.to_thread(
-        reconcile, gateway.store, gateway.wall, config.tenants, scopes
-    )
+async def declare(gateway: Context, config: Config) -> list[Change | KeyChange | ScopeChange]:
+    """Make what is declared so, and say what was done. Raises StoreError, BadName, and ConfigError
+    for a key's file."""
+    changes = await asyncio.to_thread(_reconcile, gateway, config)
     for change in changes:
         match change:
             case Change(tenant, what):
                 gateway.log("tenant_declared", {"tenant": tenant, "what": what})
+            case KeyChange(tenant, _, key_id, what):
+                facts = {"tenant": tenant, "key_id": key_id, "what": what}
+                gateway.log("key_declared", facts)
             case ScopeChange(scope, what):
                 gateway.log("scope_declared", {"shared_scope": scope, "what": what})
     gateway.registry.look_again()
     return changes
+
+
+def _reconcile(gateway: Context, config: Config) -> list[Change | KeyChange | ScopeChange]:
+    tenants = None if config.tenants is None else with_digests(config.tenants)
+    return reconcile(gateway.store, gateway.wall, tenants, config.tenancy.shared_scopes)
 
 
 def differences(running: Config, read: Config) -> list[str]:

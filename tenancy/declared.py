@@ -1,4 +1,5 @@
-"""Tenants and shared scopes that the configuration file declares: made so, in one transaction.
+"""Tenants, their keys and shared scopes that the configuration file declares: made so, in one
+transaction.
 
 A declared tenant is what the file says, all of it: what is not said there has its default. One
 that the file names no longer is suspended, never deleted: it may have leases that are promised and
@@ -12,8 +13,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from msgspec import Struct, structs
+from msgspec import Struct
 
+from tenancy.declared_keys import (
+    DeclaredKey,
+    DeclaredKeys,
+    KeyChange,
+    check_keys,
+    keys_differ,
+    reconcile_keys,
+)
 from tenancy.errors import BadName
 from tenancy.idempotency import forget
 from tenancy.registry import (
@@ -32,16 +41,17 @@ DECLARED_MAX = 10_000
 
 
 class DeclaredTenant(TenantSettings, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One `[[tenants]]` table: a name and what is set of it."""
+    """One `[[tenants]]` table: a name, what is set of it, and its keys that the file declares."""
 
     name: str
+    keys: tuple[DeclaredKey, ...] = ()
 
     @property
     def settings(self) -> TenantSettings:
-        """Without the name."""
-        said = structs.asdict(self)
-        del said["name"]
-        return TenantSettings(**said)
+        """Without the name and the keys."""
+        return TenantSettings(
+            **{name: getattr(self, name) for name in TenantSettings.__struct_fields__}
+        )
 
 
 class Change(Struct, frozen=True):
@@ -65,6 +75,7 @@ def check_declared(declared: Sequence[DeclaredTenant]) -> None:
             check_settings(one.settings)
         except BadName as error:
             raise BadName(error.code, f"{one.name}: {error.message}") from error
+    check_keys(_keys(declared))
 
 
 def reconcile(
@@ -72,23 +83,28 @@ def reconcile(
     clock: WallClock,
     declared: Sequence[DeclaredTenant] | None,
     scopes: Sequence[ScopeTerms] | None = None,
-) -> list[Change | ScopeChange]:
-    """Make it so, all or nothing; what was done, by name: tenants, then shared scopes. None: the
-    file says nothing of them. O(tenants). Raises BadName, StoreError.
+) -> list[Change | KeyChange | ScopeChange]:
+    """Make it so, all or nothing; what was done, by name: tenants, then keys, then shared scopes.
+    None: the file says nothing of them. O(tenants + keys). Raises BadName, StoreError.
 
-    Nothing is written where nothing differs, so a reload that changes nothing costs a read.
+    Each key is declared by its digest. Nothing is written where nothing differs, so a reload that
+    changes nothing costs a read.
     """
     check_declared(declared or ())
     check_scopes(scopes or ())
     wanted = None if declared is None else {one.name: one.settings for one in declared}
-    changes: list[Change | ScopeChange] = []
-    are_tenants_new = wanted is not None and _differ(list_registered(store), wanted)
+    keys = _keys(declared or ())
+    changes: list[Change | KeyChange | ScopeChange] = []
+    are_tenants_new = wanted is not None and (
+        _differ(list_registered(store), wanted) or keys_differ(store, keys)
+    )
     are_scopes_new = scopes is not None and differ(store, scopes)
     if not are_tenants_new and not are_scopes_new:
         return changes
     with store.change() as db:
         if wanted is not None:
             changes += _reconcile_tenants(store, db, clock, wanted)
+            changes += reconcile_keys(db, clock, keys)
         if scopes is not None:
             changes += reconcile_scopes(db, clock, scopes)
     return changes
@@ -105,6 +121,10 @@ def _reconcile_tenants(
         if what is not None:
             changes.append(Change(name, what))
     return changes
+
+
+def _keys(declared: Sequence[DeclaredTenant]) -> DeclaredKeys:
+    return {one.name: one.keys for one in declared}
 
 
 def _differ(there: list[Registered], wanted: dict[str, TenantSettings]) -> bool:

@@ -73,7 +73,7 @@ def _pseudonymise(db: Transaction, found: Registered, now_ms: int) -> str:
     ):
         # Its number stays with its entries; what would open a door is no text that can be sent.
         db.execute(
-            "update keys set digest = ?, shown = '', label = '', limits = '{}',"
+            "update keys set digest = ?, shown = '', label = '', limits = '{}', is_declared = 0,"
             " revoked_ms = coalesce(revoked_ms, ?) where key_id = ?",
             (hashlib.sha256(bytes(digest)).digest(), now_ms, key_id),
         )

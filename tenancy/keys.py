@@ -29,6 +29,7 @@ from tenancy.store import Row, Store, Transaction, Value
 from tenancy.types import Limits, WallClock
 
 PREFIX = "tl-"
+DIGEST_PREFIX = "sha256:"  # lists show this of a key of which only the digest was ever there
 SHOWN_SIGNS = 8
 LIFE_MS_MAX = 100 * 366 * 86_400_000
 GRACE_MS_MAX = 90 * 86_400_000
@@ -39,13 +40,15 @@ SCOPES = ("inference", "usage", "cache")
 ADMIN = "admin"
 _ALPHABET = string.digits + string.ascii_uppercase + string.ascii_lowercase
 _SIGNS = 43
+_KEY = re.compile(f"{PREFIX}[{_ALPHABET}]{{{_SIGNS}}}")
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 _FREE = Limits()
 
 
 class Key(Struct, frozen=True):
     """A key as lists show it: `shown` is its beginning, never more. An administrator's has no
-    tenant. `replaced_by`: the id of the key it was rotated to."""
+    tenant. `replaced_by`: the id of the key it was rotated to. `is_declared`: the configuration
+    file says what it is."""
 
     key_id: int
     tenant: str | None
@@ -58,6 +61,7 @@ class Key(Struct, frozen=True):
     scopes: tuple[str, ...] = SCOPES
     limits: Limits = _FREE
     replaced_by: int | None = None
+    is_declared: bool = False
 
 
 class KeyFacts(Struct, frozen=True):
@@ -120,6 +124,11 @@ def digest_of(key: str) -> bytes:
     return hashlib.sha256(key.encode(errors="surrogatepass")).digest()
 
 
+def is_key(text: str) -> bool:
+    """Does it look like a key of ours?"""
+    return _KEY.fullmatch(text) is not None
+
+
 def load_keys(store: Store, key_ids: Sequence[int] | None = None) -> list[KeyFacts]:
     """Those of these ids that there are, or all. O(keys), about 5 us each. Raises StoreError."""
     if key_ids is None:
@@ -147,7 +156,7 @@ def create_key(
     that is unknown or deleted.
     """
     check_name(workspace, "workspace")
-    text = _checked_scopes(scopes)
+    text = write_scopes(scopes)
     check_limits(limits)
     expires_ms = _expiry(clock, label, lives_ms)
     key = _new_key()
@@ -175,13 +184,13 @@ def rotate_key(store: Store, clock: WallClock, which: str, grace_ms: int) -> tup
     """(the new key, what lists show of it, the old one): the same tenant, workspace, label, scopes
     and limits, and a life as long as the old one's was. The old one works for `grace_ms` more.
 
-    Raises BadName if that is not exactly one key, or one that works no more or was rotated before.
+    Raises BadName if it is not one key, or is declared, works no more or was rotated before.
     """
     if not 0 <= grace_ms <= GRACE_MS_MAX:
         raise BadName("bad_time", "the old key may work for between 0 and 90 days more")
     key = _new_key()
     with store.change() as db:
-        old, now_ms = _only(db.rows(*_named(which))), clock()
+        old, now_ms = _by_hand(db, which), clock()
         _check_live(old, now_ms)
         life_ms = None if old.expires_ms is None else old.expires_ms - old.created_ms
         expires_ms = None if life_ms is None else now_ms + life_ms
@@ -192,7 +201,7 @@ def rotate_key(store: Store, clock: WallClock, which: str, grace_ms: int) -> tup
         facts = (old.workspace, old.label, now_ms, expires_ms, text, old.limits)
         new_id = _insert(db, key, tenant_id, facts)
         db.execute(
-            "update keys set expires_ms = ?, replaced_by = ? where key_id = ?",
+            "update keys set expires_ms = ?, replaced_by = ?, is_declared = 0 where key_id = ?",
             (ends_ms, new_id, old.key_id),
         )
         # A budget of the old key holds for the new one: whoever keeps budgets reads them again.
@@ -210,17 +219,17 @@ def change_key(
 ) -> Key:
     """Change what is named, from the next request. Raises BadName."""
     with store.change() as db:
-        old = _only(db.rows(*_named(which)))
+        old = _by_hand(db, which)
         if old.tenant is None and (scopes is not None or limits is not None):
             raise BadName("bad_scopes", "an administrator's key has no other scopes, and no limits")
         check_label(old.label if label is None else label)
         check_limits(limits or _FREE)
         db.execute(
             "update keys set label = coalesce(?, label), scopes = coalesce(?, scopes),"
-            " limits = coalesce(?, limits) where key_id = ?",
+            " limits = coalesce(?, limits), is_declared = 0 where key_id = ?",
             (
                 label,
-                None if scopes is None else _checked_scopes(scopes),
+                None if scopes is None else write_scopes(scopes),
                 None if limits is None else write_limits(limits),
                 old.key_id,
             ),
@@ -249,15 +258,16 @@ def find_key(store: Store, which: str) -> Key:
 def revoke_key(store: Store, clock: WallClock, which: str) -> Key:
     """Revoke by id or by the beginning that lists show; revoking again changes nothing.
 
-    Raises BadName if that is not exactly one key.
+    Raises BadName if that is not exactly one key, or one that is declared.
     """
     with store.change() as db:
-        key_id = _only(db.rows(*_named(which))).key_id
+        key = _by_hand(db, which)
         db.execute(
-            "update keys set revoked_ms = ? where key_id = ? and revoked_ms is null",
-            (clock(), key_id),
+            "update keys set revoked_ms = ?, is_declared = 0"
+            " where key_id = ? and revoked_ms is null",
+            (clock(), key.key_id),
         )
-    return find_key(store, str(key_id))
+    return find_key(store, str(key.key_id))
 
 
 def check_name(name: str, what: str) -> None:
@@ -286,6 +296,15 @@ def write_limits(limits: Limits) -> str:
     return msgspec.json.encode(limits).decode()
 
 
+def write_scopes(scopes: Iterable[str]) -> str:
+    """The form in which the database keeps them: sorted words. Raises BadName."""
+    wanted = set(scopes)
+    if not wanted or not wanted <= set(SCOPES):
+        known, given = ", ".join(SCOPES), ", ".join(sorted(wanted))[:80]
+        raise BadName("bad_scopes", f"a tenant's key has one or more of {known} (it is {given!r})")
+    return " ".join(sorted(wanted))
+
+
 def _new_key() -> str:
     return PREFIX + "".join(secrets.choice(_ALPHABET) for _ in range(_SIGNS))
 
@@ -295,16 +314,6 @@ def _expiry(clock: WallClock, label: str, lives_ms: int | None) -> int | None:
     if lives_ms is not None and not 0 < lives_ms <= LIFE_MS_MAX:
         raise BadName("bad_time", "a key lives for between a millisecond and 100 years")
     return None if lives_ms is None else clock() + lives_ms
-
-
-def _checked_scopes(scopes: Iterable[str]) -> str:
-    """In the form in which the database keeps them: sorted words."""
-    wanted = set(scopes)
-    if not wanted or not wanted <= set(SCOPES):
-        known = ", ".join(SCOPES)
-        given = ", ".join(sorted(wanted))[:80]
-        raise BadName("bad_scopes", f"a tenant's key has one or more of {known} (it is {given!r})")
-    return " ".join(sorted(wanted))
 
 
 def _insert(
@@ -329,7 +338,8 @@ def _insert(
 
 _KEYS = (
     "select key_id, name, workspace, label, shown, keys.created_ms, expires_ms, revoked_ms,"
-    " scopes, keys.limits, replaced_by from keys left join tenants using (tenant_id)"
+    " scopes, keys.limits, replaced_by, keys.is_declared * tenants.is_declared from keys"
+    " left join tenants using (tenant_id)"
 )
 
 
@@ -350,14 +360,16 @@ def _facts(row: Row) -> KeyFacts:
 
 
 def _key(row: Row) -> Key:
-    return Key(*(*row[:8], tuple(row[8].split()), read_limits(row[9]), row[10]))
+    return Key(*(*row[:8], tuple(row[8].split()), read_limits(row[9]), row[10], bool(row[11])))
 
 
 def _named(which: str) -> tuple[str, tuple[Value]]:
     """The query for a key by its id or its beginning."""
     if which.isascii() and which.isdigit() and len(which) <= 18:
         return f"{_KEYS} where key_id = ?", (int(which),)
-    beginning = which.encode(errors="replace").decode().rstrip("….")[: len(PREFIX) + SHOWN_SIGNS]
+    beginning = which.encode(errors="replace").decode().rstrip("….")
+    prefix = DIGEST_PREFIX if beginning.startswith(DIGEST_PREFIX) else PREFIX
+    beginning = beginning[: len(prefix) + SHOWN_SIGNS]
     return f"{_KEYS} where shown = ?", (beginning,)
 
 
@@ -368,6 +380,17 @@ def _only(rows: list[Row]) -> Key:
             "key_unknown", f"{what} that id or beginning; `trunkline key list` shows them"
         )
     return _key(rows[0])
+
+
+def _by_hand(db: Transaction, which: str) -> Key:
+    """One that an operator may change. Those of a tenant that is declared no longer are his."""
+    key = _only(db.rows(*_named(which)))
+    if key.is_declared:
+        raise BadName(
+            "key_declared",
+            f"key {key.key_id} is declared in the configuration file; change it there and reload",
+        )
+    return key
 
 
 def _check_live(key: Key, now_ms: int) -> None:

@@ -13,7 +13,8 @@ from engine.errors import ModelError
 from engine.model_store import CATALOGUE, resolve
 from gateway.commands.answer import Answer, CommandError, Table, tabled
 from gateway.commands.serve import check_address
-from gateway.config import Config, Origin, effective
+from gateway.config import Config, ConfigError, Origin, effective
+from gateway.key_files import with_digests
 from tenancy import backends
 from tenancy.errors import StoreError
 from tenancy.sqlite_store import check_sqlite
@@ -44,7 +45,7 @@ def doctor(config: Config) -> Answer:
     Changes nothing; status 1 if something is missing.
     """
     checks: Table = [{"check": "python", "ok": True, "found": platform.python_version()}]
-    for check in (_packages, _sqlite, _compiler, _data_dir, _database, _addresses, _model):
+    for check in (_packages, _sqlite, _compiler, _data_dir, _database, _addresses, _model, _keys):
         checks += [{"check": name, "ok": ok, "found": found} for name, ok, found in check(config)]
     return tabled(checks, 0 if all(row["ok"] for row in checks) else 1)
 
@@ -118,3 +119,15 @@ def _model(config: Config) -> Found:
         if name in CATALOGUE:
             return [("model", True, f"{name}, fetched at the first start")]
         return [("model", False, error.message)]
+
+
+def _keys(config: Config) -> Found:
+    """Files that declared keys are in."""
+    files = [key.file for one in config.tenants or () for key in one.keys if key.file]
+    if not files:
+        return []
+    try:
+        with_digests(config.tenants or ())
+    except ConfigError as error:
+        return [("key files", False, str(error))]
+    return [("key files", True, f"{len(files)} with a key in each")]

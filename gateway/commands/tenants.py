@@ -231,7 +231,9 @@ def _row(one: Registered) -> dict[str, object]:
 
 
 def _key_row(key: Key) -> dict[str, object]:
-    return {**msgspec.to_builtins(key), "shown": f"{key.shown}…"}
+    row = {**msgspec.to_builtins(key), "shown": f"{key.shown}…"}
+    row["declared"] = row.pop("is_declared")
+    return row
 
 
 def _limits(old: Limits, changes: Mapping[str, object]) -> Limits:

@@ -303,6 +303,7 @@ def key_body(key: Key) -> dict[str, Any]:
         "scopes": key.scopes,
         "limits": msgspec.to_builtins(key.limits),
         "replaced_by": key.replaced_by,
+        "declared": key.is_declared,
         **instants,
     }
 

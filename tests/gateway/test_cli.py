@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 
 from gateway.__main__ import main
+from tenancy.declared import DeclaredTenant, reconcile
+from tenancy.declared_keys import DeclaredKey
 from tenancy.identities import Registry
 from tenancy.ledger import Ledger
 from tenancy.sqlite_store import SqliteStore
@@ -339,6 +341,39 @@ def test_doctor_finds_what_would_stop_a_server(run: Run, data: Path) -> None:
     assert status == 1
     assert {"database", "listen address", "model"} <= set(wrong)
     assert str(port) in wrong["listen address"]
+
+
+def test_doctor_looks_into_the_files_of_declared_keys(run: Run, tmp_path: Path) -> None:
+    """Before a start or a reload stumbles over one."""
+    file, secret = tmp_path / "t.toml", tmp_path / "web"
+    file.write_text(f"[[tenants]]\nname = 'a'\n[[tenants.keys]]\nlabel = 'k'\nfile = '{secret}'\n")
+
+    def found() -> tuple[bool, str]:
+        rows = json.loads(run("doctor", "--json", "--config", str(file))[1])
+        return {row["check"]: (row["ok"], row["found"]) for row in rows}["key files"]
+
+    missing = found()
+    secret.touch(0o600)
+    secret.write_text("tl-" + "a" * 43)
+
+    why = f"tenants: a: key 'k': {secret} cannot be read: No such file or directory"
+    assert missing == (False, why)
+    assert found() == (True, "1 with a key in each")
+
+
+def test_a_declared_key_is_listed_as_such_and_left_alone(run: Run, data: Path) -> None:
+    """By `key set`, `rotate` and `revoke`; one made by hand is as ever."""
+    run("tenant", "list")
+    store = SqliteStore(data / "trunkline.db")
+    key = DeclaredKey(label="web", sha256="0" * 64)
+    reconcile(store, lambda: 1, [DeclaredTenant(name="ada", keys=(key,))])
+    store.close()
+    rows = data_of(run, "key", "list")
+
+    assert [(row["label"], row["declared"]) for row in rows][2:] == [("web", True)]
+    assert "sha256:00000000…" in run("key", "list", "--tenant", "ada")[1]
+    for words in ("key set 3 --label x", "key rotate 3", "key revoke 3"):
+        assert "configuration file" in told(run, *words.split(), status=2)
 
 
 def test_serving_on_a_taken_port_is_told_before_anything_is_fetched(run: Run, data: Path) -> None:

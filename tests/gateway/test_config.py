@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from datetime import UTC, datetime
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from gateway.config import Config, ConfigError, effective, load_config, parse_address
+from tenancy.types import Limits
 
 
 def load(folder: Path, text: str, **flags: object) -> Config:
@@ -123,6 +125,7 @@ def test_a_mistake_in_the_file_names_file_key_and_value(
         ("[tracing]\nendpoint = 'http://a:b'", "no address; write http://HOST:PORT"),
         ("[tracing]\nendpoint = 'http://'", "no address"),
         ("data_dir = ''", "data_dir: '' is no name"),
+        ("[[tenants]]\nname = 'a'\n[[tenants.keys]]\nlabel = 'k'", "tenants: a: key 'k': either"),
         ("[[tenants]]\nname = 'a'\nclasses = ['9m']", "there is no retention class '9m'"),
         ("[model]\nname = ''", "model.name: '' is no name"),
     ],
@@ -204,6 +207,46 @@ def test_declared_tenants_are_read_with_every_setting(tmp_path: Path) -> None:
     assert [(one.name, one.weight) for one in config.tenants] == [("ada", 2.0), ("bob", 1.0)]
     assert config.tenants[0].settings.policy.classes == ("5m",)
     assert config.tenants[1].settings.limits.requests_at_once == 3
+
+
+KEYS = "[[tenants]]\nname = 'ada'\n[[tenants.keys]]\nlabel = 'web'\n"
+
+
+def test_declared_keys_are_read_with_their_ends_and_limits(tmp_path: Path) -> None:
+    """An end is TOML's own kind of instant, or a text of one."""
+    digest = f"sha256 = '{'0' * 64}'\n"
+    (tmp_path / "t.toml").write_text(
+        f"{KEYS}{digest}expires = 2030-01-01T00:00:00+01:00\nrequests_at_once = 3\n"
+        "[[tenants.keys]]\nlabel = 'b'\nfile = '/b'\nexpires = '2029-12-31T23:00:00Z'\n"
+    )
+    config, _ = load_config(tmp_path / "t.toml", {}, {})
+    assert config.tenants is not None
+    web, other = config.tenants[0].keys
+
+    assert web.limits == Limits(requests_at_once=3)
+    assert web.expires == other.expires == datetime(2029, 12, 31, 23, tzinfo=UTC)
+    assert (web.workspace, other.file) == ("default", "/b")
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("sha265 = 'tl-secret'", "did you mean tenants[0].keys[0].sha256?"),
+        ("sha256 = 'tl-secret'", "tenants: ada: key 'web': sha256: it is not 64"),
+        ("key = 'tl-secret'", "tenants[0].keys[0].key is not a setting"),
+        ("expires = 2030-01-01T00:00:00", "tenants[0].keys[0].expires: Expected `datetime` with a"),
+        ("expires = 'tl-secret'", "tenants[0].keys[0].expires: Invalid"),
+        ("scopes = 'usage'", "tenants[0].keys[0].scopes: Expected `array`"),
+    ],
+)
+def test_a_wrong_key_is_told_by_its_place_and_not_repeated(
+    tmp_path: Path, text: str, told: str
+) -> None:
+    """Whoever takes it for the place of the key itself must not find it in a log."""
+    with pytest.raises(ConfigError, match=re.escape(told)) as caught:
+        load(tmp_path, KEYS + text)
+
+    assert "secret" not in str(caught.value)
 
 
 def test_tenants_that_nobody_declared_are_told_from_none() -> None:

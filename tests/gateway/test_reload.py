@@ -15,6 +15,8 @@ from gateway.config import Config, load_config
 from gateway.errors import Refusal
 from gateway.reload import Reloaded, declare, differences, reload
 from tenancy.declared import Change
+from tenancy.declared_keys import KeyChange
+from tenancy.keys import digest_of
 from tenancy.registry import find_registered, list_tenants
 from tenancy.shared_scopes import ScopeChange
 from tests.gateway.admin import Admin
@@ -234,3 +236,104 @@ async def test_declared_scopes_are_made_so_without_a_restart(reloader: Reloader)
         "created",
         "removed",
     ]
+
+
+WEB, NEW = "tl-" + "w" * 43, "tl-" + "n" * 43
+
+
+def keyed(key: str, terms: str = "") -> str:
+    """Ada with one key."""
+    return f'{ADA}[[tenants.keys]]\nlabel = "web"\nsha256 = "{digest_of(key).hex()}"\n{terms}'
+
+
+async def chat(house: House, key: str) -> int | str:
+    """200, or why not."""
+    headers = {"Authorization": f"Bearer {key}"}
+    status, body, _ = await house.ask(body=house.chat(), who=None, headers=headers)
+    return status if status == 200 else str(body["error"]["code"])
+
+
+async def test_declared_keys_open_change_and_end_without_a_restart(reloader: Reloader) -> None:
+    """With the next request; the log says which, by number."""
+    house = reloader.house
+    made = await reloader(keyed(WEB))
+    opened = await chat(house, WEB)
+    await reloader(keyed(WEB, 'scopes = ["usage"]\n'))
+    narrowed = await chat(house, WEB)
+    await reloader(keyed(NEW))
+    replaced = await chat(house, WEB), await chat(house, NEW)
+    same = await reloader(keyed(NEW))
+    await reloader(ADA)
+    ended = await chat(house, NEW), await chat(house, house.keys["ada"])
+
+    assert made.keys == (KeyChange("ada", "web", 3, "created"),)
+    assert (opened, narrowed) == (200, "scope_missing")
+    assert replaced == ("invalid_api_key", 200)
+    assert same == Reloaded((), ())
+    assert ended == ("invalid_api_key", 200)
+    assert [
+        (line["key_id"], line["what"]) for line in house.lines if line["event"] == "key_declared"
+    ] == [(3, "created"), (3, "changed"), (4, "replaced"), (4, "revoked")]
+
+
+async def test_a_key_that_is_declared_by_its_file_follows_the_file(reloader: Reloader) -> None:
+    """As a secret is mounted and renewed; one that others may read changes nothing."""
+    house, secret = reloader.house, reloader.file.with_name("secret")
+    text = f'{ADA}[[tenants.keys]]\nlabel = "web"\nfile = "{secret}"\n'
+
+    def mount(key: str, mode: int) -> None:
+        secret.write_text(key + "\n")
+        secret.chmod(mode)
+
+    await asyncio.to_thread(mount, WEB, 0o600)
+    await reloader(text)
+    opened = await chat(house, WEB)
+    await asyncio.to_thread(mount, NEW, 0o644)
+    with pytest.raises(Refusal, match="chmod 600"):
+        await reloader(text + EVE)
+    kept = await chat(house, WEB), await chat(house, NEW)
+    await asyncio.to_thread(secret.chmod, 0o600)
+    await reloader(text)
+    renewed = await chat(house, WEB), await chat(house, NEW)
+
+    assert (opened, kept, renewed) == (
+        200,
+        (200, "invalid_api_key"),
+        ("invalid_api_key", 200),
+    )
+    assert "eve" not in [tenant.name for tenant, _ in list_tenants(house.store)]
+
+
+async def test_a_key_that_cannot_be_leaves_what_runs(reloader: Reloader) -> None:
+    """Another's digest, and no tenant of the same file is made."""
+    house = reloader.house
+    await reloader(keyed(WEB))
+    with pytest.raises(Refusal, match="Nothing was changed: ada: key 'web': it is key 2 of bob"):
+        await reloader(keyed(house.keys["bob"]) + EVE)
+
+    assert (await chat(house, WEB), await chat(house, house.keys["bob"])) == (200, 200)
+    assert "eve" not in [tenant.name for tenant, _ in list_tenants(house.store)]
+
+
+async def test_an_administrator_sees_a_declared_key_and_cannot_change_it(
+    reloader: Reloader,
+) -> None:
+    """409 for all three; the file says what it is."""
+    admin = Admin(reloader.house)
+    await reloader.write(keyed(WEB))
+    _, made = await admin.ask("POST", "/admin/v1/reload")
+    (key_id,) = [one["key_id"] for one in made["keys"]]
+    path = f"/admin/v1/keys/{key_id}"
+    _, shown = await admin.ask("GET", path)
+    answers = [
+        await admin.ask("PATCH", path, {"label": "x"}),
+        await admin.ask("POST", f"{path}/rotate", {}),
+        await admin.ask("POST", f"{path}/revoke"),
+    ]
+
+    assert (shown["label"], shown["declared"]) == ("web", True)
+    assert shown["shown"] == f"sha256:{digest_of(WEB).hex()[:8]}…"
+    assert [(status, body["error"]["code"]) for status, body in answers] == [
+        (409, "key_declared")
+    ] * 3
+    assert await chat(reloader.house, WEB) == 200
