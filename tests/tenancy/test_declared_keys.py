@@ -270,7 +270,7 @@ def test_what_was_revoked_or_has_expired_stays_so(store: Store, wall: Wall) -> N
         ([ada(keyed(), keyed(key=APP))], "ada: key 'web': the label is there twice"),
         ([ada(keyed(), keyed("x"))], "ada: key 'x': it is ada: key 'web' too"),
         ([ada(keyed()), ada(keyed("x"), name="bob")], "bob: key 'x': it is ada: key 'web' too"),
-        ([ada(keyed(sha256="A" * 64), keyed("x", sha256="a" * 64))], "too"),
+        ([ada(keyed(sha256="a" * 64), keyed("x", sha256="A" * 64))], "too"),
         ([ada(keyed(""))], "not empty"),
         ([ada(keyed("a\nb"))], "printable"),
         ([ada(DeclaredKey(label="x"))], "either sha256 or file"),
