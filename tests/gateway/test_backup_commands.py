@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,9 +13,8 @@ from tenancy.backends import open_store
 from tenancy.ledger import EngineTotals, Ledger
 from tenancy.types import UsageEntry
 from tests.gateway.house import House
+from tests.gateway.said import Run, data_of, told
 from tests.tenancy.postgres_server import Server
-
-Run = Callable[..., tuple[int, str, str]]
 
 
 class Place:
@@ -68,20 +64,6 @@ def server(run: Run, tmp_path: Path, postgres_server: Server) -> Place:
     (tmp_path / "trunkline.toml").write_text(f'tenancy.database = "{url}"\n')
     assert run("tenant", "list")[0] == 0
     return Place(tmp_path / "data", url)
-
-
-def data_of(run: Run, *arguments: str) -> Any:
-    status, out, err = run(*arguments, "--json")
-    assert (status, err) == (0, "")
-    return json.loads(out)
-
-
-def told(run: Run, *arguments: str, status: int = 1) -> str:
-    got, out, err = run(*arguments)
-    assert (got, out) == (status, "")
-    assert err.startswith("trunkline: ")
-    assert err.count("\n") == 1
-    return err
 
 
 def test_a_ledger_is_backed_up_and_restored(run: Run, file: Place, tmp_path: Path) -> None:

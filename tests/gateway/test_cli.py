@@ -9,9 +9,7 @@ import socket
 import stat
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,6 +19,7 @@ from tenancy.declared_keys import DeclaredKey
 from tenancy.identities import Registry
 from tenancy.ledger import Ledger
 from tenancy.sqlite_store import SqliteStore
+from tests.gateway.said import Run, data_of, told
 from tests.models import write_folder
 from tests.tenancy.crash_child import entry
 
@@ -32,8 +31,6 @@ COMMANDS = [
     "shared-scope", "tenant delete", "key", "key create", "key list", "key set", "key rotate",
     "key revoke",
 ]  # fmt: skip
-
-Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
@@ -54,22 +51,6 @@ def run(data: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monk
         return status, out, err
 
     return run
-
-
-def told(run: Run, *arguments: str, status: int) -> str:
-    """The one line that a command says when it cannot."""
-    got, out, err = run(*arguments)
-    assert (got, out) == (status, "")
-    assert err.startswith("trunkline: ")
-    assert err.count("\n") == 1
-    return err
-
-
-def data_of(run: Run, *arguments: str) -> Any:
-    """What a program reads."""
-    status, out, err = run(*arguments, "--json")
-    assert (status, err) == (0, "")
-    return json.loads(out)
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -7,7 +7,6 @@ import io
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,9 +16,9 @@ from tenancy.backends import open_store
 from tenancy.ledger import EngineTotals, Ledger
 from tenancy.store import Store
 from tenancy.types import UsageEntry
+from tests.gateway.said import Run, data_of, told
 from tests.tenancy.postgres_server import Server
 
-Run = Callable[..., tuple[int, str, str]]
 DAY_MS = 86_400_000
 CARD = {"name": "std", "input": 1_000_000, "output": 2_000_000}
 
@@ -92,20 +91,6 @@ def use(books: Books, request_id: str, days_ago: int, epoch: str = "") -> None:
         ledger.note_engine(totals).result(20)
     ledger.close()
     store.close()
-
-
-def data_of(run: Run, *arguments: str) -> Any:
-    status, out, err = run(*arguments, "--json")
-    assert (status, err) == (0, "")
-    return json.loads(out)
-
-
-def told(run: Run, *arguments: str, status: int = 1) -> str:
-    got, out, err = run(*arguments)
-    assert (got, out) == (status, "")
-    assert err.startswith("trunkline: ")
-    assert err.count("\n") == 1
-    return err
 
 
 def test_without_prices_it_says_what_that_means(run: Run) -> None:
