@@ -1,18 +1,10 @@
 """One resolution algorithm for every dialect's caching contract.
 
 Before a call runs it is resolved: which written prefixes may be read, what is to be written, which
-leases the engine is asked for. When the engine says what it found, the two numbers part: logical
-(what the contract says was read and written, and what is billed) and physical (what was not
-computed again). A read is the longest prefix that
-
-    an earlier call wrote at one of the positions this call's breakpoints look back to,
-    is still live, and is promised or still there,
-    and holds, up to each breakpoint below it, at least the promise asked for there
-    (asking for longer is a write);
-
-with the "longest" lookup, whatever the engine found counts as well. Writes are the breakpoints
-beyond the read, each charged from the one before it. An entry can be read once the call that wrote
-it has its first token. It knows no dialect and no HTTP; `handlers.inference` calls it.
+leases the engine is asked for (`terms` has the rules). When the engine says what it found, the two
+numbers part: logical (what the contract says was read and written, and what is billed) and physical
+(what was not computed again). An entry can be read once the call that wrote it has its first token.
+It knows no dialect and no HTTP; the gateway's handlers call it.
 """
 
 from __future__ import annotations
@@ -23,7 +15,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from engine.api import Clock, LeaseGrant, LeaseRequest, Namespace, Retention, Usage
-from gateway.cache_terms import CacheProfile, CachingConfig
+from gateway.cache_terms import BEST_EFFORT, CachingConfig
 from gateway.dialects.canonical import Call, Diagnosis, Rendered, UsageRecord
 from gateway.errors import Kind, Refusal
 from gateway.retention.elsewhere import Standing, Words
@@ -31,8 +23,7 @@ from gateway.retention.entries import NOBODY, Entry, EntryBook, Lease, Origin, d
 from gateway.retention.fingerprints import Fingerprint, FingerprintBook, compare
 from gateway.retention.positions import Look, positions
 from gateway.retention.promises import PromiseTally
-
-BEST_EFFORT = "best_effort"
+from gateway.retention.terms import Terms, Write
 
 
 class Scope(Struct, frozen=True):
@@ -45,14 +36,6 @@ class Scope(Struct, frozen=True):
     name: str
     classes: tuple[str, ...] | None = None
     origin: Origin = NOBODY
-
-
-class Write(Struct, frozen=True):
-    """A breakpoint to write: the first `tokens` tokens in this class."""
-
-    tokens: int
-    retention: Retention
-    digest: bytes
 
 
 class Contracts:
@@ -92,15 +75,13 @@ class Contracts:
         """
         ask = call.cache
         profile = self.config.profile(ask.profile)
-        lookup = ask.lookup or profile.lookup
-        total = len(rendered.token_ids)
         look = Look(())
         names = {mark.retention for mark in rendered.boundaries}
         names.add(ask.implicit)
         names.discard(None)
         if names and call.operation != "count":  # most name no class, and nothing is written
-            terms = {name: self._class(name, scope, classes) for name in names if name is not None}
-            look = positions(rendered.boundaries, ask, terms, max(1, profile.min_tokens))
+            named = {name: self._class(name, scope, classes) for name in names if name is not None}
+            look = positions(rendered.boundaries, ask, named, max(1, profile.min_tokens))
         ends = {look.tokens for look in look.tries} | {write.tokens for write in look.writes}
         if ask.remember or ask.compare_with:
             ends |= {mark.tokens for mark in rendered.boundaries}
@@ -120,13 +101,22 @@ class Contracts:
                 entry = Entry(key, write.tokens, 0, self.epoch(), {}, scope.origin, b"")
                 entry.leases[write.retention.name] = Lease(write.retention, now_s, is_granted=True)
                 tries.append((write.tokens, entry))
+        tries.sort(key=lambda pair: -pair[0])
+        terms = Terms(
+            profile=profile,
+            lookup=ask.lookup or profile.lookup,
+            total=len(rendered.token_ids),
+            tries=tries,
+            writes=writes,
+            is_below=look.is_below,
+            honours_promises=self.config.honour_broken_promises,
+        )
         places = [place.tokens for place in look.tries]
         words = Words(call.prompts[0], rendered.boundaries, places)
-        contract = Contract(self, scope, profile, lookup, total, words, now_s, tries, writes)
-        contract.is_below = look.is_below
+        contract = Contract(self, scope, terms, words, now_s)
         if ask.remember or ask.compare_with:
             contract.fingerprint = Fingerprint.of(
-                call, rendered.boundaries, found, total, scope.name, scope.origin
+                call, rendered.boundaries, found, terms.total, scope.name, scope.origin
             )
             if ask.compare_with:
                 then = self.fingerprints.find(scope.name, ask.compare_with, now_s)
@@ -154,26 +144,13 @@ class Contract:
     """One prompt's contract, from before it runs until it is billed."""
 
     def __init__(
-        self,
-        books: Contracts,
-        scope: Scope,
-        profile: CacheProfile,
-        lookup: str,
-        total: int,
-        words: Words,
-        started_s: float,
-        tries: Sequence[tuple[int, Entry]],
-        writes: tuple[Write, ...],
+        self, books: Contracts, scope: Scope, terms: Terms, words: Words, started_s: float
     ) -> None:
         self._books = books
         self._scope = scope
-        self._profile = profile
-        self._lookup = lookup
-        self._total = total
+        self._terms = terms
         self._words = words
         self._started_s = started_s
-        self._tries = sorted(tries, key=lambda pair: -pair[0]) if tries else tries
-        self._writes = writes
         self._granted: dict[int, int] = {}
         self._record: UsageRecord | None = None
         self._read_entry: Entry | None = None
@@ -181,7 +158,6 @@ class Contract:
         self._missed = ""
         self.missed_segment = ""
         self.grants: tuple[LeaseGrant, ...] = ()
-        self.is_below = False
         self.missed_tokens = 0
         """Of the longest prefix in the books, what was not read."""
         self.fingerprint: Fingerprint | None = None
@@ -192,12 +168,12 @@ class Contract:
         """What the engine is asked to keep."""
         return tuple(
             LeaseRequest(write.tokens, write.retention, write.digest.hex())
-            for write in self._writes
+            for write in self._terms.writes
         )
 
     def expect(self, cached_tokens: int) -> UsageRecord:
         """What would be read and written if the engine had this many tokens; changes nothing."""
-        return self._split(cached_tokens, {w.tokens: w.tokens for w in self._writes})[0]
+        return self._terms.split(cached_tokens, None, self._books.clock())[0]
 
     def explain(self, cached_tokens: int) -> str:
         """Why less than what it asks for would be read if the engine had this many tokens."""
@@ -207,21 +183,22 @@ class Contract:
     def begin(self, cached_tokens: int, grants: Sequence[LeaseGrant]) -> UsageRecord:
         """The engine has started: settle what was read, renew it, and note what is granted."""
         now_s = self._books.clock()
-        granted = {w.tokens: w.tokens for w in self._writes}
-        for write, grant in zip(self._writes, grants, strict=False):
+        terms = self._terms
+        granted = {w.tokens: w.tokens for w in terms.writes}
+        for write, grant in zip(terms.writes, grants, strict=False):
             granted[write.tokens] = grant.tokens
         self.grants = tuple(grants)
         self._granted = granted
-        self._record, self._read_entry = self._split(cached_tokens, granted)
+        self._record, self._read_entry = terms.split(cached_tokens, granted, now_s)
         read = self._record.read_tokens()
         self._missed = self._why_missed(read, cached_tokens, now_s)
         self.missed_segment = self._words.segment_behind(cached_tokens)
-        if self._missed and self._tries:
-            self.missed_tokens = max(0, self._tries[0][0] - read)
+        if self._missed and terms.tries:
+            self.missed_tokens = max(0, terms.tries[0][0] - read)
         self._books.promises.answered(self._scope.tenant_id, grants)
         if self._read_entry is not None and self._record.recomputed_promised:
             self._books.promises.broke(self._read_entry, now_s)
-        for tokens, entry in self._tries:
+        for tokens, entry in terms.tries:
             if tokens <= read and entry.is_live(now_s):
                 self._books.entries.renew(entry, self._started_s)
         return self._record
@@ -232,8 +209,9 @@ class Contract:
             return
         self._is_written = True
         books = self._books
-        losses = books.losses(self._scope.namespace) if self._writes else {}
-        for write in self._writes:
+        writes = self._terms.writes
+        losses = books.losses(self._scope.namespace) if writes else {}
+        for write in writes:
             granted = self._granted.get(write.tokens, 0)
             key = (self._scope.namespace, write.digest)
             is_news = books.entries.find(key) is None
@@ -278,27 +256,28 @@ class Contract:
         return replace(base, out=usage.output_tokens)
 
     def why_missed(self) -> str:
-        """Why an earlier call's prefix was not read in full; "" if nothing was missing.
+        """Why less was read than was asked for; "" if nothing was missing.
 
         What the request itself shows (see `diagnosis`) comes first; else what became of the
         longest entry found: expired, or lost to its own quota, to others' pressure, to an erasure
         or to a restart of the engine. Where there is none, the same words may stand where this call
         cannot read: in another namespace, under another template or model.
         """
-        if self.diagnosis is not None and self.diagnosis.outcome == "miss":
+        if self._missed and self.diagnosis is not None and self.diagnosis.outcome == "miss":
             return str(self.diagnosis.cause)
         return self._missed
 
     # -- inside -------------------------------------------------------------------------------
 
     def _why_missed(self, read: int, cached_tokens: int, now_s: float) -> str:
-        if self._lookup == "none":
+        terms = self._terms
+        if terms.lookup == "none":
             return ""
-        if self.is_below:
+        if terms.is_below:
             return "below_minimum"
-        if read >= max((write.tokens for write in self._writes), default=0):
+        if read >= terms.wanted():
             return ""
-        longest = self._tries[0][1] if self._tries else None
+        longest = terms.longest()
         if longest is None or longest.tokens <= read:
             return self._elsewhere(read, now_s)
         if longest.epoch != self._books.epoch():
@@ -306,13 +285,12 @@ class Contract:
         if not longest.is_live(now_s):
             return "expired"
         # There, and not read all the same: a longer promise was asked for, or counts are coarse.
-        is_there = cached_tokens >= min(longest.tokens, self._total - 1)
-        return "" if is_there else self._lost(longest)
+        return "" if terms.is_there(longest.tokens, cached_tokens) else self._lost(longest)
 
     def _elsewhere(self, read: int, now_s: float) -> str:
         """Nothing was written here: has the same tenant written it where it cannot be read?"""
         books, scope = self._books, self._scope
-        honours = books.config.honour_broken_promises
+        honours = self._terms.honours_promises
         standing = Standing(
             scope.namespace, scope.origin, now_s, books.epoch(), honours, books.losses
         )
@@ -323,78 +301,3 @@ class Contract:
         grown = {cause: now.get(cause, 0) - entry.losses.get(cause, 0) for cause in now}
         cause = max(grown, key=lambda name: grown[name], default="")
         return cause if cause and grown[cause] > 0 else "evicted_pressure"
-
-    def _split(
-        self, cached_tokens: int, granted: Mapping[int, int]
-    ) -> tuple[UsageRecord, Entry | None]:
-        """total = read + write + fresh, from what is there and what was agreed."""
-        read, entry, owed = self._read(cached_tokens)
-        classes: dict[str, int] = {}
-        at, fresh = read, 0
-        for write in self._writes:
-            end = min(write.tokens, granted.get(write.tokens, 0))
-            if end > at:
-                classes[write.retention.name] = classes.get(write.retention.name, 0) + end - at
-                at = end
-        fresh = self._total - at
-        if not self._profile.reports_writes:
-            fresh, classes = self._total - read, {}
-        name = BEST_EFFORT
-        if entry is not None:
-            best = entry.best(self._books.clock())
-            name = best.retention.name if best is not None else BEST_EFFORT
-        record = UsageRecord(
-            total_in=self._total,
-            read={name: read} if read else {},
-            write=classes,
-            fresh=fresh,
-            physical_cached=cached_tokens,
-            recomputed_promised=owed,
-        )
-        return record, entry
-
-    def _read(self, cached_tokens: int) -> tuple[int, Entry | None, int]:
-        """(logical tokens read, the entry they come from, of them promised but not there)."""
-        if self._lookup == "none":
-            return 0, None, 0
-        now_s = self._books.clock()
-        there = cached_tokens
-        read, entry = 0, None
-        for tokens, found in self._tries:
-            if not found.is_live(now_s) or not self._covers(tokens, now_s):
-                continue
-            # The last token of a prompt is always computed: that is no loss.
-            is_there = there >= min(tokens, self._total - 1)
-            owed = found.is_promised(now_s) and self._books.config.honour_broken_promises
-            if is_there or owed:
-                read, entry = tokens, found
-                break
-        if self._lookup == "longest" and there > read:
-            read, entry = there, None
-        read -= read % self._profile.granularity
-        if read < self._profile.min_tokens:
-            return 0, None, 0
-        return read, entry, max(0, min(read, self._total - 1) - there)
-
-    def _covers(self, tokens: int, now_s: float) -> bool:
-        """Does what was written hold each promise asked for up to here?"""
-        for write in self._writes:
-            if write.tokens > tokens:
-                continue
-            held = max(
-                (
-                    _promise(lease.retention)
-                    for at, entry in self._tries
-                    if at >= write.tokens
-                    for lease in entry.leases.values()
-                    if lease.expires_at_s > now_s
-                ),
-                default=-1.0,
-            )
-            if held < _promise(write.retention):
-                return False
-        return True
-
-
-def _promise(retention: Retention) -> float:
-    return float("inf") if retention.pinned else retention.promise_s

@@ -291,6 +291,23 @@ def test_what_is_there_has_not_been_missed() -> None:
     assert world.last.why_missed() == "evicted_pressure"
 
 
+def test_what_was_read_in_full_has_no_cause_whatever_it_is_compared_with() -> None:
+    """A conversation that leaves the response it names may have been written by a third."""
+    ask = CacheAsk(profile="anthropic", remember=True)
+    world = World()
+    world.run("abc", {2: "5m"}, ask)
+    world.run("xyc", {2: "5m"}, ask)
+
+    again = world.run("abc", {2: "5m"}, replace(ask, compare_with="id"))
+    read = world.last
+    other = world.run("qbc", {2: "5m"}, replace(ask, compare_with="id"))
+
+    assert (again.read_tokens(), read.why_missed()) == (20, "")
+    assert read.diagnosis is not None
+    assert (read.diagnosis.outcome, read.diagnosis.cause) == ("miss", "messages")
+    assert (other.read_tokens(), world.last.why_missed()) == (0, "messages")
+
+
 def test_a_resource_is_read_whatever_the_pool_has_lost() -> None:
     """Cached content is pinned until it expires: recomputing it is the operator's cost."""
     terms = Retention("resource", 60, 60, "absolute", renewed_on_read=False, pinned=True)

@@ -1,0 +1,96 @@
+"""What a prompt may read and has to write, as arithmetic: no engine, no books, no clock."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.api import Retention
+from gateway.cache_terms import CacheProfile, CachingConfig
+from gateway.dialects.canonical import UsageRecord
+from gateway.retention.entries import Entry, Lease, Origin
+from gateway.retention.terms import Terms, Write
+
+CLASSES = {name: CachingConfig().retention(name) for name in ("5m", "1h")}
+
+
+def retention(name: str) -> Retention:
+    found = CLASSES[name]
+    assert found is not None
+    return found
+
+
+def written(tokens: int, name: str, *, is_granted: bool = True) -> tuple[int, Entry]:
+    """What an earlier call wrote at time 0."""
+    entry = Entry((b"ns", bytes([tokens])), tokens, 1, "first", {}, Origin(), b"")
+    entry.leases[name] = Lease(retention(name), 0.0, is_granted=is_granted)
+    return tokens, entry
+
+
+def terms(
+    *tries: tuple[int, Entry], writes: dict[int, str], lookup: str = "written", total: int = 40
+) -> Terms:
+    asked = tuple(Write(tokens, retention(name), b"") for tokens, name in writes.items())
+    return Terms(CacheProfile(), lookup, total, tries, asked, False, True)
+
+
+def parts(record: UsageRecord) -> tuple[int, dict[str, int], int]:
+    return record.read_tokens(), dict(record.write), record.fresh
+
+
+@pytest.mark.parametrize(
+    ("there", "now_s", "expected"),
+    [
+        (39, 1.0, (20, {"1h": 10}, 10)),
+        (0, 1.0, (20, {"1h": 10}, 10)),
+        (39, 301.0, (0, {"5m": 20, "1h": 10}, 10)),
+    ],
+    ids=["there", "promised", "over"],
+)
+def test_what_is_beyond_the_read_is_written_each_from_the_one_before(
+    there: int, now_s: float, expected: tuple[int, dict[str, int], int]
+) -> None:
+    """A promise is read though nothing is there, and what has ended is not though all is."""
+    bargain = terms(written(20, "5m"), writes={20: "5m", 30: "1h"})
+
+    record, entry = bargain.split(there, None, now_s)
+
+    assert expected == parts(record)
+    assert (entry is not None) == bool(record.read)
+
+
+def test_what_was_not_promised_is_read_while_it_is_there() -> None:
+    """All but the last token, which is always computed."""
+    bargain = terms(written(40, "5m", is_granted=False), writes={40: "5m"})
+
+    there, _ = bargain.split(39, None, 1.0)
+    gone, _ = bargain.split(38, None, 1.0)
+
+    assert (parts(there), parts(gone)) == ((40, {}, 0), (0, {"5m": 40}, 0))
+
+
+def test_only_what_is_granted_is_written() -> None:
+    """The rest is computed and nobody keeps it."""
+    bargain = terms(writes={20: "5m", 40: "5m"})
+
+    record, _ = bargain.split(0, {20: 16, 40: 0}, 1.0)
+
+    assert parts(record) == (0, {"5m": 16}, 24)
+
+
+def test_a_longer_promise_is_read_under_a_shorter_one_only() -> None:
+    """An entry further on that holds the hour covers the breakpoint before it, not the reverse."""
+    hour, minutes = written(20, "1h"), written(30, "5m")
+
+    short, entry = terms(minutes, hour, writes={20: "1h", 30: "5m"}).split(39, None, 1.0)
+    long, _ = terms(minutes, hour, writes={20: "5m", 30: "1h"}).split(39, None, 1.0)
+
+    assert (parts(short), entry) == ((30, {}, 10), minutes[1])
+    assert parts(long) == (20, {"1h": 10}, 10)
+
+
+def test_terms_say_what_is_wanted_and_what_is_the_longest() -> None:
+    """Whoever explains a miss asks for both; there may be neither."""
+    some, nothing = terms(written(20, "5m"), writes={20: "5m", 30: "1h"}), terms(writes={})
+
+    assert some.longest() is some.tries[0][1]
+    assert (some.wanted(), nothing.wanted(), nothing.longest()) == (30, 0, None)
