@@ -62,7 +62,7 @@ from gateway.tracing import Tracer
 from tenancy import backends
 from tenancy.identities import Registry
 from tenancy.ledger import Ledger
-from tenancy.ledger_epochs import ledger_epoch
+from tenancy.ledger_epochs import has_history, ledger_epoch
 from tenancy.limits import Limiter
 from tenancy.registry import bootstrap, bootstrap_admin
 from tenancy.store import Store
@@ -136,6 +136,7 @@ class Gateway:
                 clock,
                 lambda namespace: engine.losses.of(namespace),
                 lambda: "" if engine.info is None else engine.info.epoch,
+                has_past=has_history(store),
             ),
             analytics=Analytics(clock, wall, config.tenancy.tenants_followed_max),
             model=renderer.card.name,

@@ -80,6 +80,11 @@ def has_entry(store: Store, entry_id: int, chain: str) -> bool:
     return bytes(rows[0][0]).hex() == chain if rows else entry_id == 0
 
 
+def has_history(store: Store) -> bool:
+    """Has anything been booked yet? Raises StoreError."""
+    return bool(store.query(_LAST_ENTRY))
+
+
 def read_point(kept: bytes | None) -> KnownPoint | None:
     """What was kept beside the database; None for nothing, and for what cannot be read."""
     if kept is not None:

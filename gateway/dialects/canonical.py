@@ -294,6 +294,7 @@ Cause = Literal[
     "below_minimum",
     "other_namespace",
     "never_written",
+    "unknown",
 ]
 """Why tokens were not read. The first two are the operator's doing, the next five in the request;
 the rest only we know."""

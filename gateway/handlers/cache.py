@@ -119,7 +119,7 @@ def quote(
     ends = [peek.expires_in_s for peek in seen if peek.expires_in_s is not None]
     contract, first = pairs[0]
     cause = contract.explain(first.cached_tokens)
-    if is_elsewhere and cause in ("", "never_written"):
+    if is_elsewhere and cause in ("", "never_written", "unknown"):
         cause = "other_namespace"
     return {
         "object": "cache.quote",

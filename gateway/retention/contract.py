@@ -9,6 +9,7 @@ It knows no dialect and no HTTP; the gateway's handlers call it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from msgspec import Struct
@@ -47,13 +48,17 @@ class Contracts:
         clock: Clock,
         losses: Callable[[Namespace], dict[str, int]],
         epoch: Callable[[], str],
+        *,
+        has_past: bool = False,
     ) -> None:
         """`losses`: blocks a namespace has lost by cause, as of the engine's latest heartbeat;
-        `epoch`: which start of it this is."""
+        `epoch`: which start of it this is; `has_past`: a gateway that is no more may have written
+        what these books know nothing of."""
         self.config = config
         self.clock = clock
         self.losses = losses
         self.epoch = epoch
+        self._began_s = clock() if has_past else -math.inf
         self.entries = EntryBook(config.entries_max, config.entries_per_tenant_max)
         self.promises = PromiseTally(self.entries, epoch)
         self.entries.on_drop = self.promises.gave_up
@@ -124,6 +129,10 @@ class Contracts:
                     Diagnosis("unknown") if then is None else compare(contract.fingerprint, then)
                 )
         return contract
+
+    def knows_all(self, terms: Terms, now_s: float) -> bool:
+        """Have the books been kept for as long as what these terms ask for is?"""
+        return now_s >= self._began_s + terms.kept_s()
 
     def _class(self, name: str, scope: Scope, classes: Mapping[str, Retention] | None) -> Retention:
         own = (classes or {}).get(name)
@@ -261,7 +270,8 @@ class Contract:
         What the request itself shows (see `diagnosis`) comes first; else what became of the
         longest entry found: expired, or lost to its own quota, to others' pressure, to an erasure
         or to a restart of the engine. Where there is none, the same words may stand where this call
-        cannot read: in another namespace, under another template or model.
+        cannot read: in another namespace, under another template or model; or what was written is
+        unknown, for these books are younger.
         """
         if self._missed and self.diagnosis is not None and self.diagnosis.outcome == "miss":
             return str(self.diagnosis.cause)
@@ -294,7 +304,10 @@ class Contract:
         standing = Standing(
             scope.namespace, scope.origin, now_s, books.epoch(), honours, books.losses
         )
-        return standing.cause(self._words, books.entries, read) or "never_written"
+        if cause := standing.cause(self._words, books.entries, read):
+            return cause
+        is_known = bool(self._terms.tries) or books.knows_all(self._terms, now_s)
+        return "never_written" if is_known else "unknown"
 
     def _lost(self, entry: Entry) -> str:
         now = self._books.losses(self._scope.namespace)

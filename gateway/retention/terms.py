@@ -47,6 +47,11 @@ class Terms(Struct, frozen=True):
         """Up to where it would read, if all had been written."""
         return self.writes[-1].tokens if self.writes else 0
 
+    def kept_s(self) -> float:
+        """How long what it asks for is kept, if nobody reads it: the longest of its classes."""
+        kept = (max(w.retention.promise_s, w.retention.limit_s or 0.0) for w in self.writes)
+        return max(kept, default=0.0)
+
     def longest(self) -> Entry | None:
         """Of what was written before, that which holds most."""
         return self.tries[0][1] if self.tries else None

@@ -36,13 +36,17 @@ Outcome = Literal["granted", "clipped", "refused"]
 class World:
     """One engine and the books beside it."""
 
-    def __init__(self, config: CachingConfig | None = None) -> None:
+    def __init__(self, config: CachingConfig | None = None, *, has_past: bool = False) -> None:
         self.clock = FakeClock()
         self.epoch = "first"
         self.losses: dict[str, int] = {}
         self.there: list[tuple[int, ...]] = []
         self.books = Contracts(
-            config or CachingConfig(), self.clock, lambda _: self.losses, lambda: self.epoch
+            config or CachingConfig(),
+            self.clock,
+            lambda _: self.losses,
+            lambda: self.epoch,
+            has_past=has_past,
         )
 
     def resolve(
@@ -271,6 +275,32 @@ def test_a_call_that_wants_nothing_read_reads_nothing() -> None:
     assert (plain.read, plain.write, plain.fresh) == ({}, {}, 30)
     assert (marked.read, marked.write, marked.fresh) == ({}, {"30m": 20}, 10)
     assert (plain.physical_cached, world.last.why_missed()) == (29, "")
+
+
+def test_what_an_earlier_gateway_may_have_written_is_unknown() -> None:
+    """Its books went with it. What cannot have lasted until now was not lost with them, and what
+    has been written since is known."""
+    world = World(has_past=True)
+
+    why = []
+    for words, retention in (("abc", "5m"), ("abcd", "5m"), ("xyz", "1h")):
+        world.run(words, {len(words): retention})
+        why.append(world.last.why_missed())
+    world.clock.advance(300)
+    for words, retention in (("pqr", "5m"), ("stu", "1h")):
+        world.run(words, {3: retention})
+        why.append(world.last.why_missed())
+
+    assert why == ["unknown", "never_written", "unknown", "never_written", "unknown"]
+
+
+def test_books_that_were_there_from_the_beginning_know_all() -> None:
+    """Before a first gateway nobody has written anything."""
+    world = World()
+
+    world.run("abc", {3: "24h"})
+
+    assert world.last.why_missed() == "never_written"
 
 
 def test_what_is_there_has_not_been_missed() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from pathlib import Path
 from typing import Any
 
 from tenancy.pricing import RateCard
@@ -161,3 +163,19 @@ async def test_the_header_names_the_segment_of_the_first_token_that_was_not_ther
     assert (parts["miss"], parts["segment"]) == ("never_written", "messages[1].content")
     assert int(parts["physical"]) > 0
     assert "segment" not in again.headers["X-Trunkline-Cache"]
+
+
+async def test_after_a_restart_nobody_says_that_nothing_was_written(
+    made: House, tmp_path: Path
+) -> None:
+    """The gateway before knew; with its books and its engine what it knew is gone."""
+    headers = []
+    for house in (made, await asyncio.to_thread(House, made.card, tmp_path, made.store)):
+        await house.open()
+        asked = {**body(house, "Hello"), "prompt_cache_options": {"ttl": "30m"}}
+        _, _, response = await house.ask(CHAT, asked)
+        headers.append(response.headers["X-Trunkline-Cache"])
+        await house.close()
+
+    causes = [header.partition("miss=")[2].partition(";")[0] for header in headers]
+    assert causes == ["never_written", "unknown"]

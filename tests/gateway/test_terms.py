@@ -94,3 +94,4 @@ def test_terms_say_what_is_wanted_and_what_is_the_longest() -> None:
 
     assert some.longest() is some.tries[0][1]
     assert (some.wanted(), nothing.wanted(), nothing.longest()) == (30, 0, None)
+    assert (some.kept_s(), nothing.kept_s()) == (3_600.0, 0.0)

@@ -12,6 +12,7 @@ from tenancy.errors import ConstraintBroken
 from tenancy.ledger import Ledger
 from tenancy.ledger_epochs import (
     begin_ledger_epoch,
+    has_history,
     keep_point,
     ledger_epoch,
     list_ledger_epochs,
@@ -76,6 +77,17 @@ def test_a_ledger_has_one_epoch_over_restarts_and_crashes(life: Life) -> None:
 
     assert found == [(1, 1), (1, 2), (1, 3), (1, 3)]
     assert life.epochs() == [(1, "begun", 0)]
+
+
+def test_a_ledger_has_a_history_from_its_first_entry_on(store: Store, wall: Wall) -> None:
+    """What was written down before this gateway, another one had to answer."""
+    create_tenant(store, wall, "ada")
+    before = has_history(store)
+    ledger = Ledger(store, wall)
+    ledger.settle(entry("1-1")).result(PATIENCE_S)
+    ledger.close()
+
+    assert (before, has_history(store)) == (False, True)
 
 
 def test_a_file_that_was_put_back_by_hand_is_found(life: Life) -> None:
