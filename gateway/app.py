@@ -49,7 +49,7 @@ from gateway.handlers import (
 )
 from gateway.metering import note_progress, wall_ms
 from gateway.middleware import install
-from gateway.progress import Journal
+from gateway.progress import GATHER_FAR_S, GATHER_S, Journal
 from gateway.prompt import Renderer
 from gateway.reckoning import Reckoning
 from gateway.reload import declare, reload
@@ -125,7 +125,9 @@ class Gateway:
             engine=engine,
             registry=self._registry,
             ledger=self.ledger,
-            journal=Journal(partial(note_progress, self.ledger)),
+            journal=Journal(
+                partial(note_progress, self.ledger), GATHER_S if store.is_near else GATHER_FAR_S
+            ),
             store=store,
             reports=Reports(store),
             limiter=Limiter(clock),

@@ -43,10 +43,10 @@ _SESSION = {"synchronous_commit": "on", "client_encoding": "UTF8", "search_path"
 _WRITER = {
     **_SESSION,
     "idle_in_transaction_session_timeout": "60s",
-    # It asks by keys. A plan that was made while a table was small would scan it for ever; one
-    # that has to scan is thought so dear then that it would be compiled, for 0.2 s each time.
-    "enable_seqscan": "off",
-    "jit": "off",
+    # It asks by keys. A plan that was made while a table was small would scan it for ever, to look
+    # or to join; one that has to scan is thought so dear then that it would be compiled, for 0.2 s
+    # each time.
+    **dict.fromkeys(("enable_seqscan", "enable_hashjoin", "enable_mergejoin", "jit"), "off"),
 }
 _READER = {**_SESSION, "default_transaction_read_only": "on"}
 _SILENCE_S = 60.0

@@ -18,6 +18,9 @@ from tenancy.store import Row, Value
 _INSERT = re.compile(r"insert into (\w+) \(([\w, ]+)\) values \(\?(?:, \?)*\)")
 """Plain ones: what conflicts, or is put together, is run row by row."""
 
+_CHANGE = re.compile(r"(?:update (\w+) set (\w+) = \?|delete from (\w+)) where (\w+) = \?")
+"""Of what one column names: a value for another, or nothing more."""
+
 
 class PostgresTransaction:
     """Between a `begin` that has been made and `finish`."""
@@ -34,11 +37,12 @@ class PostgresTransaction:
 
     def execute_many(self, sql: str, rows: Sequence[Sequence[Value]]) -> None:
         """See `Transaction`: no round trip."""
-        plain = _INSERT.fullmatch(sql) if len(rows) > 1 else None
-        if plain is None:
-            self._waiting += [(sql, values) for values in rows]
+        if len(rows) > 1 and (plain := _INSERT.fullmatch(sql)):
+            self._waiting.append(_inserted(plain[1], plain[2].split(", "), rows))
+        elif len(rows) > 1 and (change := _CHANGE.fullmatch(sql)):
+            self._waiting.append(_changed(change, rows))
         else:
-            self._waiting.append(_at_once(plain[1], plain[2].split(", "), rows))
+            self._waiting += [(sql, values) for values in rows]
 
     def rows(self, sql: str, values: Sequence[Value] = ()) -> list[Row]:
         """See `Transaction`."""
@@ -53,16 +57,36 @@ class PostgresTransaction:
         return taken
 
 
-def _at_once(table: str, columns: Sequence[str], rows: Sequence[Sequence[Value]]) -> Statement:
-    """One insert for many rows, which go as one value: half the server's time and a third of ours,
-    against a statement for each. The table knows what kinds its columns are."""
+def _inserted(table: str, columns: Sequence[str], rows: Sequence[Sequence[Value]]) -> Statement:
+    """One insert for many rows: half the server's time and a third of ours, against a statement
+    for each."""
     names = ", ".join(columns)
-    sql = (
-        f"insert into {table} ({names}) select {names}"
-        f" from json_populate_recordset(null::{table}, ?::json)"
-    )
+    given, value = _given(table, columns, rows)
+    return f"insert into {table} ({names}) select {names} from {given}", (value,)
+
+
+def _changed(change: re.Match[str], rows: Sequence[Sequence[Value]]) -> Statement:
+    """One statement for many rows that are named: a third of the time. Where one is named twice its
+    last row holds, as if each were run."""
+    updated, column, deleted, key = change.groups()
+    table, columns = updated or deleted, (column, key) if updated else (key,)
+    last = {row[-1]: row for row in rows}
+    given, value = _given(table, columns, list(last.values()))
+    if updated:
+        what = f"update {table} set {column} = given.{column} from {given}"
+    else:
+        what = f"delete from {table} using {given}"
+    return f"{what} where {table}.{key} = given.{key}", (value,)
+
+
+def _given(
+    table: str, columns: Sequence[str], rows: Sequence[Sequence[Value]]
+) -> tuple[str, Value]:
+    """Rows as a table called `given`: they go as one value, and the table whose rows they are knows
+    what kinds its columns are."""
     objects = [dict(zip(columns, map(_in_json, row), strict=True)) for row in rows]
-    return sql, (msgspec.json.encode(objects).decode(),)
+    text = msgspec.json.encode(objects).decode()
+    return f"json_populate_recordset(null::{table}, ?::json) as given", text
 
 
 def _in_json(value: Value) -> Value:

@@ -38,6 +38,22 @@ def test_a_batch_is_few_round_trips_however_large(
     assert postgres.query("select count(*) from ledger") == [(102,)]
 
 
+def test_many_rows_that_are_named_are_changed_as_if_each_were(
+    postgres: PostgresStore, wall: Wall
+) -> None:
+    """In one statement: the last of two for one row holds, and one for no row changes nothing."""
+    create_tenant(postgres, wall, "ada")
+    with postgres.change() as db:
+        Books().apply(db, [Hold(name, 1, 1, "m", wall()) for name in "abcd"])
+    with postgres.change() as db:
+        notes = [(b"1", "a"), (b"2", "b"), (b"\0\xff", "a"), (b"4", "nobody's"), (None, "c")]
+        db.execute_many("update holds set progress = ? where request_id = ?", notes)
+        db.execute_many("delete from holds where request_id = ?", [("b",), ("c",), ("b",)])
+    rows = postgres.query("select request_id, progress from holds order by 1")
+
+    assert rows == [("a", b"\0\xff"), ("d", None)]
+
+
 def test_a_nul_is_shown_as_what_cannot_be_shown(postgres: PostgresStore, wall: Wall) -> None:
     """One row or many: no text on a server has one, and nobody's request fails for it."""
     create_tenant(postgres, wall, "ada")
