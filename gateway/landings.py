@@ -62,25 +62,19 @@ class Landings:
 class _Write:
     """One item on its way, and who waits for it: a `Told`."""
 
-    __slots__ = ("_is_told", "_landings", "_loop", "error", "waiter")
+    __slots__ = ("_landings", "_loop", "error", "waiter")
 
     def __init__(self, landings: Landings, loop: asyncio.AbstractEventLoop) -> None:
         self._landings = landings
         self._loop = loop
-        self._is_told = False
         self.error: BaseException | None = None
         self.waiter: asyncio.Future[None] = loop.create_future()
 
-    def done(self) -> bool:
-        """See `Told`."""
-        return self._is_told
-
     def set_result(self, _: None) -> None:
         """See `Told`."""
-        self._is_told = True
         self._landings.land(self._loop, self)
 
     def set_exception(self, exception: BaseException) -> None:
         """See `Told`."""
-        self._is_told, self.error = True, exception
+        self.error = exception
         self._landings.land(self._loop, self)

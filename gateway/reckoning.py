@@ -73,7 +73,7 @@ class Reckoning:
             is_ended=is_last,
         )
         with suppress(LedgerUnavailable):
-            await asyncio.shield(asyncio.wrap_future(gateway.ledger.note_engine(totals)))
+            await asyncio.shield(asyncio.wrap_future(gateway.ledger.write(totals)))
 
     async def check(self) -> bool:
         """Do the counts of the present epoch agree, as far as they can be compared now?"""

@@ -152,7 +152,7 @@ class StorageWatch:
         tiers = {tenant.tenant_id: tenant.tier for tenant, _ in tenants}
         measured, at_ms = self._meter.take(), gateway.wall()
         written = {
-            (tenant_id, name): gateway.ledger.add_storage(
+            (tenant_id, name): gateway.ledger.write(
                 StorageReading(tenant_id, name, seconds, at_ms, gateway.model, tiers[tenant_id])
             )
             for (tenant_id, name), seconds in measured.items()

@@ -26,7 +26,7 @@ from tenancy.ledger_epochs import (
     ledger_epoch,
     read_point,
 )
-from tenancy.sqlite_store import BUSY_TIMEOUT_MS, SqliteStore, claimed, recalled, synced
+from tenancy.sqlite_store import SqliteStore, claimed, is_patient, recalled, synced
 from tenancy.store import Store
 from tenancy.types import WallClock
 
@@ -111,7 +111,7 @@ def _copy(source: Path, target: Path) -> None:
             closing(apsw.Connection(str(source), flags=apsw.SQLITE_OPEN_READONLY)) as there,
             closing(apsw.Connection(str(target))) as here,
         ):
-            there.set_busy_timeout(BUSY_TIMEOUT_MS)
+            there.set_busy_handler(is_patient)
             with here.backup("main", there, "main") as pages:
                 pages.step(-1)
     except apsw.Error as error:
@@ -124,7 +124,7 @@ def _alone(path: Path) -> None:
     program has it open."""
     try:
         with closing(apsw.Connection(str(path))) as connection:
-            connection.set_busy_timeout(BUSY_TIMEOUT_MS)
+            connection.set_busy_handler(is_patient)
             mode = connection.execute("pragma journal_mode=delete").fetchall()
     except (apsw.BusyError, apsw.LockedError) as error:
         raise StoreBusy("in_use", f"{path} is in use by another program.") from error

@@ -1,71 +1,33 @@
 """The ledger: one entry per request id, for ever, durable before anybody is told.
 
 A hold is written when a request is admitted and settled into an entry when it ends, however it
-ends. One thread writes; what arrives while it waits for the disk shares the next transaction and
-one fsync (group commit). On start, holds that a dead process left open become entries
-`interrupted` of what was noted of them last. Totals are sums of entries, never counters.
-
-When the disk fails, nobody is told that anything was written; the file is closed, opened and
-checked before the next entry. It knows no event loop: whoever brought an item is told on the
-writer's thread.
-`gateway.metering` calls it; the command line reads.
+ends. Totals are sums of entries, never counters. Here `ledger_writer` runs in a thread of this
+process: what arrives while it waits for the disk shares the next transaction and one fsync (group
+commit). It knows no event loop: whoever brought an item is told on the writer's thread.
+Embedders, commands and tests keep it; `trunkline serve` has the writer in a process of its own.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import Future
-from contextlib import suppress
-from functools import cache
 from typing import Protocol
 
-from tenancy.bookkeeping import (
-    Books,
-    EngineTotals,
-    Hold,
-    Item,
-    NamedEntry,
-    StorageReading,
-    entry_in,
-)
-from tenancy.breaches import credit_breaches
-from tenancy.errors import (
-    ConstraintBroken,
-    LedgerUnavailable,
-    StoreBusy,
-    StoreError,
-    TenancyError,
-    TryAgain,
-)
-from tenancy.ledger_epochs import keep_point, look_back
-from tenancy.progress import OPEN_HOLDS, Progress, ProgressNote, interrupted
+from tenancy.bookkeeping import EngineTotals, Hold, Item, NamedEntry, StorageReading
+from tenancy.errors import LedgerUnavailable
+from tenancy.ledger_writer import BATCH_MAX, LedgerWriter
+from tenancy.progress import Progress, ProgressNote
 from tenancy.store import Store
 from tenancy.types import UsageEntry, WallClock
 from tenancy.usage import UsageTotal, usage
 
-__all__ = [
-    "BATCH_MAX",
-    "EngineTotals",
-    "Hold",
-    "Ledger",
-    "NamedEntry",
-    "StorageReading",
-    "UsageTotal",
-]
-
-BATCH_MAX = 128
-ATTEMPTS = 3
-KEEP_POINT_MS = 60_000
-"""How often it is noted beside the database how far this ledger has come, while it goes on."""
+__all__ = ["EngineTotals", "Hold", "Ledger", "NamedEntry", "StorageReading", "UsageTotal"]
 
 
 class Told(Protocol):
     """Is told once, on the writer's thread, what became of an item: a future, or less."""
-
-    def done(self) -> bool:
-        """Has it been told?"""
 
     def set_result(self, result: None) -> None:
         """It is durable."""
@@ -74,52 +36,45 @@ class Told(Protocol):
         """It is not, and this is why."""
 
 
-class _Nobody:
-    """A `Told` for what nobody waits for."""
-
-    def done(self) -> bool:
-        return True
-
-    def set_result(self, result: None) -> None:
-        pass
-
-    def set_exception(self, exception: BaseException) -> None:
-        pass
-
-
-_NOBODY = _Nobody()
 Batch = list[tuple[Item, Told]]
 
 
 class Ledger:
-    """The one writer over a store. Thread-safe."""
+    """The one writer over a store, in a thread. Thread-safe."""
 
     def __init__(self, store: Store, clock: WallClock) -> None:
-        """Close what a dead process left open, then take entries. `found_epoch`: begun because
-        another database is in this one's place; `interrupted`: how many were open.
+        """Close what a dead process left open, then take items. `found_epoch` and `interrupted`
+        are the writer's.
 
         Raises StoreError if another process is writing, whose open holds are not ours to close,
         and if the file cannot be written.
         """
         self._store = store
-        self._clock = clock
-        self._books = Books(store.claim())
-        self._doubtful: set[str] = set()  # holds that were refused and may be there
+        self._writer = LedgerWriter(store, clock)
+        self.found_epoch, self.interrupted = self._writer.found_epoch, self._writer.interrupted
         self._inbox: queue.SimpleQueue[tuple[Item, Told] | None] = queue.SimpleQueue()
         self._door = threading.Lock()
         self._is_closed = False  # nothing more is taken
-        self._is_over = False  # the writer has seen the end of its inbox
-        self._is_damaged = False  # the disk has failed us; check before going on
-        try:
-            self.found_epoch = look_back(store, clock)
-            is_over = cache(store.is_over)
-            self.interrupted = self._close_holds(lambda _, writer_id: is_over(writer_id))
-            self._keep_point()
-        except BaseException:
-            store.disclaim()
-            raise
+        self._is_over = False  # the thread has seen the end of its inbox
         self._thread = threading.Thread(target=self._main, name="ledger", daemon=True)
         self._thread.start()
+
+    def write(self, item: Item) -> Future[None]:
+        """Make it durable. The future, which nobody can cancel, raises what the writer answers:
+        LedgerUnavailable if it is not durable."""
+        future: Future[None] = Future()
+        future.set_running_or_notify_cancel()
+        self.put(item, future)
+        return future
+
+    def put(self, item: Item, told: Told) -> None:
+        """What `write` does, for those who bring whom to tell: futures cost more than all else that
+        a loop does here. About 1 us."""
+        with self._door:
+            if not self._is_closed:
+                self._inbox.put((item, told))
+                return
+        told.set_exception(LedgerUnavailable("closed", "The ledger is closed."))
 
     def hold(self, hold: Hold) -> Future[None]:
         """Write a hold and reserve the most it can cost.
@@ -128,35 +83,17 @@ class Ledger:
         durable, or if the request id was used before, NameInUse if the name it claims is not free;
         nothing is written then.
         """
-        return self._put(hold)
+        return self.write(hold)
 
     def settle(self, entry: UsageEntry | NamedEntry) -> Future[None]:
         """Turn a hold into its entry, at the prices of its hold. Settling one request id again
         changes nothing. The future raises LedgerUnavailable if it is not durable."""
-        return self._put(entry)
-
-    def add_storage(self, reading: StorageReading) -> Future[None]:
-        """Add what a tenant has held since the reading before. The future raises
-        LedgerUnavailable if it is not durable; the meter then keeps it for the next one."""
-        return self._put(reading)
-
-    def note_engine(self, totals: EngineTotals) -> Future[None]:
-        """Keep what the engine and the gateway have counted in this life of the engine."""
-        return self._put(totals)
+        return self.write(entry)
 
     def note_progress(self, reached: Mapping[str, Progress]) -> None:
         """Keep how far requests have come, by request id, for a death before they are settled.
         Nobody is told: what could not be written is written by a later note, or not at all."""
-        self.put(ProgressNote(reached), _NOBODY)
-
-    def put(self, item: Item, told: Told) -> None:
-        """What `hold` and `settle` do, for those who bring whom to tell: futures cost more than
-        all else that a loop does here. About 1 us."""
-        with self._door:
-            if not self._is_closed:
-                self._inbox.put((item, told))
-                return
-        told.set_exception(LedgerUnavailable("closed", "The ledger is closed."))
+        self.write(ProgressNote(reached))
 
     @staticmethod
     def totals(
@@ -177,23 +114,15 @@ class Ledger:
                 self._inbox.put(None)
         self._thread.join()
         if not was_closed:
-            self._keep_point()
-            self._store.disclaim()
+            self._writer.close()
 
-    # -- the writer ---------------------------------------------------------------------------
-
-    def _put(self, item: Item) -> Future[None]:
-        future: Future[None] = Future()
-        future.set_running_or_notify_cancel()  # from here on nobody can cancel it
-        self.put(item, future)
-        return future
+    # -- the thread ---------------------------------------------------------------------------
 
     def _main(self) -> None:
         try:
             while not self._is_over:
                 self._write(self._next_batch())
-                if abs(self._clock() - self._kept_ms) >= KEEP_POINT_MS:
-                    self._keep_point()
+                self._writer.look_after()
         finally:
             self._refuse_rest()
 
@@ -211,80 +140,31 @@ class Ledger:
         return batch
 
     def _write(self, batch: Batch) -> None:
-        """One transaction for all; when it fails nobody is told that anything was written."""
+        """Everybody is told once, whatever happens."""
+        if not batch:
+            return
         try:
-            answers = self._commit([item for item, _ in batch])
-        except (ConstraintBroken, LedgerUnavailable) as error:
-            if len(batch) > 1:  # one impossible entry must not take the others with it
-                for one in batch:
-                    self._write([one])
+            answers = self._writer.write([item for item, _ in batch])
+        except BaseException:
+            _stopped(batch, "failed")
+            raise
+        for (_, told), refusal in zip(batch, answers, strict=True):
+            if refusal is None:
+                told.set_result(None)
             else:
-                _refuse(batch, "impossible_entry", error)
-        except StoreBusy as error:
-            _refuse(batch, "not_durable", error)
-        except StoreError as error:
-            self._is_damaged = True
-            self._doubtful.update(item.request_id for item, _ in batch if isinstance(item, Hold))
-            _refuse(batch, "not_durable", error)
-        else:
-            for (_, future), refusal in zip(batch, answers, strict=True):
-                if refusal is None:
-                    future.set_result(None)
-                else:
-                    future.set_exception(refusal)
-        finally:
-            _refuse(batch, "failed", None)
-
-    def _commit(self, items: list[Item]) -> list[TenancyError | None]:
-        """Make all durable. Returns the refusals of holds, for which nothing was written."""
-        if self._is_damaged:
-            self._store.reopen()
-            self._close_holds(lambda request_id, _: request_id in self._doubtful)
-            self._doubtful.clear()
-            self._is_damaged = False
-        for _ in range(ATTEMPTS - 1):
-            with suppress(TryAgain):
-                return self._apply(items)
-        return self._apply(items)
-
-    def _apply(self, items: Sequence[Item]) -> list[TenancyError | None]:
-        with self._store.change() as db:
-            answers = self._books.apply(db, items)
-            entries = filter(None, map(entry_in, items))
-            credit_breaches(db, self._clock(), entries)
-            return answers
-
-    def _keep_point(self) -> None:
-        """What another database in this one's place would not have."""
-        self._kept_ms = self._clock()
-        with suppress(StoreError):
-            keep_point(self._store, self._clock)
+                told.set_exception(refusal)
 
     def _refuse_rest(self) -> None:
-        """The writer has ended: whoever still waits is told, and nobody waits from now on."""
+        """The thread has ended: whoever still waits is told, and nobody waits from now on."""
         with self._door:
             self._is_closed = True
             while not self._inbox.empty():
                 item = self._inbox.get()
                 if item is not None:
-                    _refuse([item], "closed", None)
-
-    def _close_holds(self, is_dead: Callable[[str, int], bool]) -> int:
-        """Those of which it is true, by request id and writer, are settled to what was noted of
-        them."""
-        now_ms = self._clock()
-        rows = self._store.query(OPEN_HOLDS)
-        # Named or not: what was not answered leaves its name to be used again.
-        dead = [NamedEntry(interrupted(row, now_ms)) for row in rows if is_dead(row[0], row[1])]
-        if dead:
-            self._apply(dead)
-        return len(dead)
+                    _stopped([item], "closed")
 
 
-def _refuse(batch: Batch, code: str, error: Exception | None) -> None:
-    """Tell those who have not been told. The message names the kind of error, never a value."""
-    kind = "the writer has stopped" if error is None else type(error).__name__
-    for _, future in batch:
-        if not future.done():
-            message = f"The ledger could not be written ({kind})."
-            future.set_exception(LedgerUnavailable(code, message))
+def _stopped(batch: Batch, code: str) -> None:
+    message = "The ledger could not be written (the writer has stopped)."
+    for _, told in batch:
+        told.set_exception(LedgerUnavailable(code, message))

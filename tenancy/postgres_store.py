@@ -122,12 +122,20 @@ class PostgresStore:
         """Differs after any change of tenants or keys, by whatever process. A round trip."""
         return int(self.query("select version from registry_version")[0][0])
 
-    def claim(self) -> int:
-        """A number for the holds that are kept here from now on; others have theirs. Raises
-        StoreError."""
+    def claim(self, successor_of: int = 0, patience_s: float = 0.0) -> int:
+        """A number for the holds that are kept here from now on; others have theirs. A successor
+        has the one that it is given, once the server has done with what was sent under it: or a new
+        one, where nobody knows that any more. Raises StoreError."""
         with self._write_lock, self._failing("was not changed", "not_written"):
             self.disclaim()
+            self._writer_id = successor_of
             link = self._writing()
+            rows, _ = link.run("select number from writers where writer_id = ?", (self._writer_id,))
+            if rows:
+                self._number = rows[0][0]
+            else:
+                self.disclaim()
+                link = self._writing()
             link.run(
                 "delete from writers where writer_id < ? and pg_try_advisory_lock(?::int,"
                 " writer_id::int) and pg_advisory_unlock(?::int, writer_id::int)",

@@ -11,6 +11,7 @@ from __future__ import annotations
 import fcntl
 import os
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from importlib import resources
@@ -25,6 +26,8 @@ SQLITE_MIN = (3, 51, 3)
 """Before it, two connections that write and checkpoint at once may corrupt the file."""
 
 BUSY_TIMEOUT_MS = 5_000
+BUSY_EVERY_MS = 1
+CLAIM_EVERY_S = 0.02
 APPLICATION_ID = 0x7472756E
 """Stands in the file's header: how we know a database of ours."""
 
@@ -78,7 +81,7 @@ class SqliteStore:
         """Reads only, all as of one commit, on a connection of its own. Raises StoreError."""
         try:
             with closing(apsw.Connection(str(self.path))) as connection:
-                connection.set_busy_timeout(BUSY_TIMEOUT_MS)
+                connection.set_busy_handler(is_patient)
                 connection.execute("pragma query_only=on").fetchall()
                 connection.execute("begin")
                 yield _Transaction(connection)
@@ -94,12 +97,19 @@ class SqliteStore:
         """A question is a look into the page cache."""
         return True
 
-    def claim(self) -> int:
+    def claim(self, successor_of: int = 0, patience_s: float = 0.0) -> int:
         """One process keeps holds: a lock on a file beside the database, which the kernel lets go
-        of when the process ends, however it does. Raises StoreError."""
+        of when the process ends, however it does. They are whose the lock is. Raises StoreError."""
         assert self._claim is None, "claimed once"
-        self._claim = _locked(self.path)
-        return 0
+        until_s = time.monotonic() + patience_s
+        while True:
+            try:
+                self._claim = _locked(self.path)
+                return 0
+            except StoreError:
+                if time.monotonic() >= until_s:
+                    raise
+                time.sleep(CLAIM_EVERY_S)
 
     def disclaim(self) -> None:
         """Let another. Safe to call twice."""
@@ -161,7 +171,7 @@ class SqliteStore:
             for _ in ("writer", "reader"):
                 connection = apsw.Connection(str(self.path))
                 connections.append(connection)
-                connection.set_busy_timeout(BUSY_TIMEOUT_MS)
+                connection.set_busy_handler(is_patient)
             self._writer, reader = connections
             settings = ("journal_mode=wal", "synchronous=full", "foreign_keys=on")
             # What is deleted is written over: erased contents must not lie about in free pages.
@@ -227,6 +237,16 @@ class _Transaction:
 
     def rows(self, sql: str, values: Sequence[Value] = ()) -> list[Row]:
         return list(self._connection.execute(sql, tuple(values)))
+
+
+def is_patient(tries: int) -> bool:
+    """A busy handler: asks again every millisecond, for about five seconds. SQLite's own asks ten
+    times a second in the end, and beside a process that writes without a pause it may come too late
+    each time."""
+    if tries * BUSY_EVERY_MS >= BUSY_TIMEOUT_MS:
+        return False
+    time.sleep(BUSY_EVERY_MS / 1000)
+    return True
 
 
 def recalled(path: Path) -> bytes | None:

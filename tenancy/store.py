@@ -63,9 +63,11 @@ class Store(Protocol):
     def registry_version(self) -> int:
         """Differs after any change of tenants or keys, by whatever process. Raises StoreError."""
 
-    def claim(self) -> int:
+    def claim(self, successor_of: int = 0, patience_s: float = 0.0) -> int:
         """Keep holds here, until `disclaim` or the end of the process, however it ends: the number
-        to write them with. Raises StoreError, also where only one may and another does."""
+        to write them with. `successor_of`: the number of one that is dead, whose holds these are
+        from now on. Raises StoreError, also where only one may and another still does after
+        `patience_s`."""
 
     def disclaim(self) -> None:
         """Keep none. Safe to call twice."""

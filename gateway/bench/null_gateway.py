@@ -63,13 +63,11 @@ class _NoLedger:
         """See `Ledger.put`."""
         told.set_result(None)
 
-    def add_storage(self, _reading: object) -> Future[None]:
-        """See `Ledger.add_storage`."""
+    def write(self, _item: object) -> Future[None]:
+        """See `Ledger.write`."""
         done: Future[None] = Future()
         done.set_result(None)
         return done
-
-    note_engine = add_storage
 
 
 class _NoAnalytics(Analytics):

@@ -63,21 +63,15 @@ def say(line: str) -> None:
 class Landed:
     """A `Told` that says so to whoever counts."""
 
-    __slots__ = ("_is_told", "_landed")
+    __slots__ = ("_landed",)
 
     def __init__(self, landed: SimpleQueue[BaseException | None]) -> None:
         self._landed = landed
-        self._is_told = False
-
-    def done(self) -> bool:
-        return self._is_told
 
     def set_result(self, _: None) -> None:
-        self._is_told = True
         self._landed.put(None)
 
     def set_exception(self, exception: BaseException) -> None:
-        self._is_told = True
         self._landed.put(exception)
 
 

@@ -33,7 +33,7 @@ class Place:
         one = UsageEntry(request_id, 1, 1, "m", "done", at_ms, at_ms, *counts, epoch="e")
         ledger.settle(one).result(20)
         totals = EngineTotals("e", at_ms, 10, 0, 1, 10, 0, 1, is_ended=True)
-        ledger.note_engine(totals).result(20)
+        ledger.write(totals).result(20)
         ledger.close()
         store.close()
 

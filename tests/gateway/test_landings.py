@@ -66,12 +66,10 @@ async def test_everybody_hears_what_became_of_his_own_write() -> None:
     with pytest.raises(LedgerUnavailable):
         await tasks[1]
     still_waits = not tasks[2].done()
-    known = [told.done() for told in writer.told]
     writer.told[2].set_result(None)
     await tasks[2]
 
     assert still_waits
-    assert known == [True, True, False]
 
 
 async def test_what_landed_before_anybody_waited_is_heard() -> None:
@@ -91,4 +89,3 @@ async def test_a_cancelled_waiter_takes_nothing_from_the_others() -> None:
     await tasks[1]
 
     assert tasks[0].cancelled()
-    assert all(told.done() for told in writer.told)

@@ -88,7 +88,7 @@ def use(books: Books, request_id: str, days_ago: int, epoch: str = "") -> None:
     ledger.settle(entry).result(20)
     if epoch:
         totals = EngineTotals(epoch, at_ms, 10, 0, 1, 10, 0, 1, is_ended=True)
-        ledger.note_engine(totals).result(20)
+        ledger.write(totals).result(20)
     ledger.close()
     store.close()
 

@@ -162,7 +162,7 @@ class _Away:
     def query(self, sql: str, values: object = ()) -> None:
         raise StoreError("gone", "The database is away.")
 
-    def add_storage(self, reading: StorageReading) -> Future[None]:
+    def write(self, reading: StorageReading) -> Future[None]:
         future: Future[None] = Future()
         future.set_exception(LedgerUnavailable("not_durable", "The database is away."))
         return future

@@ -122,7 +122,7 @@ def main(place: str, count: int, lie: int | None) -> None:
             os.write(1, f"{request_id}\n".encode())
         credit = Adjustment(request_ids[0], request_ids[0], -1, "a credit")
         adjust(store, lambda: 2, credit)
-        ledger.add_storage(StorageReading(1, "5m", 7, 2)).result()
+        ledger.write(StorageReading(1, "5m", 7, 2)).result()
     ledger.close()
     store.close()
 

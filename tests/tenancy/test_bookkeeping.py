@@ -84,11 +84,11 @@ def test_storage_is_summed_by_hour_class_and_card(store: Store, ledger: Ledger, 
     """Whole token-seconds; a new price begins a new sum."""
     add_card(store, wall, CARD)
     for seconds in (5, 7):
-        ledger.add_storage(StorageReading(1, "1h", seconds, wall(), "m")).result(20)
+        ledger.write(StorageReading(1, "1h", seconds, wall(), "m")).result(20)
     wall.ms += 1
     add_card(store, wall, structs.replace(CARD, input=9))
-    ledger.add_storage(StorageReading(1, "1h", 11, wall(), "m")).result(20)
-    wrong = ledger.add_storage(StorageReading(99, "1h", 1, wall(), "m"))
+    ledger.write(StorageReading(1, "1h", 11, wall(), "m")).result(20)
+    wrong = ledger.write(StorageReading(99, "1h", 1, wall(), "m"))
 
     assert isinstance(wrong.exception(20), LedgerUnavailable)
     assert store.query("select class, rate_card_id, token_seconds from storage_hours") == [
@@ -104,7 +104,7 @@ def test_what_the_engine_counts_only_grows(store: Store, ledger: Ledger) -> None
         EngineTotals("e1", 20, 9, 4, 2, 9, 4, 2, is_ended=True),
         EngineTotals("e1", 15, 7, 4, 2, 7, 4, 2),
     ):
-        ledger.note_engine(totals).result(20)
+        ledger.write(totals).result(20)
     (row,) = store.query("select prompt_tokens, cached_tokens, is_ended from engine_epochs")
 
     assert row == (9, 4, 1)

@@ -55,7 +55,7 @@ def test_a_close_has_the_days_sums(store: Store, ledger: Ledger, wall: Wall) -> 
     for number in range(3):
         done(ledger.settle(entry(str(number), wall() + number)))
     adjust(store, wall, Adjustment("x", "1", -9, "an outage"))
-    done(ledger.add_storage(StorageReading(1, "1h", 55, wall())))
+    done(ledger.write(StorageReading(1, "1h", 55, wall())))
     wall.ms += DAY_MS
     (day,) = close_days(store, wall)
 
@@ -75,7 +75,7 @@ def test_what_comes_late_is_booked_on_the_next_open_day(
     began_ms, wall.ms = wall.ms, wall.ms + DAY_MS
     (closed,) = close_days(store, wall)
     done(ledger.settle(entry("b", began_ms)))
-    done(ledger.add_storage(StorageReading(1, "1h", 55, began_ms)))
+    done(ledger.write(StorageReading(1, "1h", 55, began_ms)))
     wall.ms += DAY_MS
     (after,) = close_days(store, wall)
 
@@ -183,7 +183,7 @@ def test_a_day_in_which_the_engine_counted_otherwise_stays_open(
 ) -> None:
     """An alarm stops the close of its days, until somebody has explained it; not of those after."""
     done(ledger.settle(replace(entry("a", wall()), epoch="e1")))
-    done(ledger.note_engine(EngineTotals("e1", wall(), 11, 0, 4, 11, 0, 4, is_ended=True)))
+    done(ledger.write(EngineTotals("e1", wall(), 11, 0, 4, 11, 0, 4, is_ended=True)))
     wall.ms += DAY_MS
     refused = code_of(store, wall)
     closed = close_days(store, wall, despite_counts=True)

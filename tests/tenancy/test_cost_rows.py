@@ -60,7 +60,7 @@ def store(store: Store, wall: Wall) -> Store:
     ledger = Ledger(store, wall)
     for number in range(30):
         ledger.settle(entry(number, number * HOUR_MS // 5)).result(20)
-    ledger.add_storage(StorageReading(1, "1h", 12_345, 0)).result(20)
+    ledger.write(StorageReading(1, "1h", 12_345, 0)).result(20)
     ledger.close()
     adjust(store, wall, Adjustment("x", "r5", -7, "an outage"))
     return store

@@ -35,7 +35,7 @@ def ledger(store: Store, wall: Wall) -> Iterator[Ledger]:
 
 def test_equal_counts_are_not_apart(store: Store, ledger: Ledger) -> None:
     """And are shown, so that zero is a number and not a claim."""
-    ledger.note_engine(totals("e1", 3)).result(20)
+    ledger.write(totals("e1", 3)).result(20)
     (epoch,) = reconcile(store)
 
     assert (epoch.state, epoch.is_apart, epoch.entries) == ("running", False, 3)
@@ -45,7 +45,7 @@ def test_equal_counts_are_not_apart(store: Store, ledger: Ledger) -> None:
 @pytest.mark.parametrize("times", [2, 4])
 def test_a_difference_either_way_is_found(store: Store, ledger: Ledger, times: int) -> None:
     """An entry that nobody computed, and tokens that nobody is charged for."""
-    ledger.note_engine(totals("e1", times, is_ended=True)).result(20)
+    ledger.write(totals("e1", times, is_ended=True)).result(20)
     (epoch,) = reconcile(store)
 
     assert epoch.is_apart
@@ -54,12 +54,12 @@ def test_a_difference_either_way_is_found(store: Store, ledger: Ledger, times: i
 
 def test_while_something_runs_counts_are_not_compared(store: Store, ledger: Ledger) -> None:
     """Nor when entries have come after the engine was last asked."""
-    ledger.note_engine(totals("e1", 4)).result(20)
+    ledger.write(totals("e1", 4)).result(20)
     ledger.hold(Hold("x", 1, 1, "m", 10, epoch="e1")).result(20)
     running = reconcile(store)[0]
     ledger.settle(entry("x", "e1", 99)).result(20)
     later = reconcile(store)[0]
-    ledger.note_engine(totals("e1", 4, 99)).result(20)
+    ledger.write(totals("e1", 4, 99)).result(20)
     asked = reconcile(store)[0]
 
     assert [one.state for one in (running, later, asked)] == ["pending", "pending", "running"]
@@ -69,8 +69,8 @@ def test_while_something_runs_counts_are_not_compared(store: Store, ledger: Ledg
 
 def test_an_engine_that_died_took_its_last_count_along(store: Store, ledger: Ledger) -> None:
     """The difference is shown; it is no mistake of anybody's books."""
-    ledger.note_engine(totals("e1", 2)).result(20)
-    ledger.note_engine(totals("e2", 0, 30)).result(20)
+    ledger.write(totals("e1", 2)).result(20)
+    ledger.write(totals("e2", 0, 30)).result(20)
     newer, older = reconcile(store)
 
     assert (newer.epoch, newer.state, older.state) == ("e2", "running", "died")

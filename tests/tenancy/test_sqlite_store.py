@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -202,3 +205,43 @@ def test_what_is_deleted_is_written_over(tmp_path: Path) -> None:
 
     assert before
     assert secret[:28] not in path.read_bytes()
+
+
+BUSY_WRITER = """
+import sys, time
+from pathlib import Path
+from tenancy.sqlite_store import SqliteStore
+store = SqliteStore(Path(sys.argv[1]))
+until_s = time.monotonic() + 30
+while time.monotonic() < until_s:
+    with store.change() as db:
+        db.execute("insert into writes values (0)")
+        time.sleep(0.02)
+    if sys.stdout is not None:
+        print("writes", flush=True)
+        sys.stdout = None
+"""
+"""Commits without a pause, each as long as on a slow disk."""
+
+
+def test_a_change_gets_in_beside_a_process_that_always_writes(tmp_path: Path) -> None:
+    """The ledger's writer is one: an administrator's change must not starve behind it."""
+    path, took_s = tmp_path / "test.db", []
+    with closing(SqliteStore(path)) as store:
+        with store.change() as db:
+            db.execute("create table writes (whose integer)")
+        with subprocess.Popen(
+            [sys.executable, "-c", BUSY_WRITER, str(path)], stdout=subprocess.PIPE
+        ) as writer:
+            assert writer.stdout is not None
+            writer.stdout.readline()
+            for _ in range(8):
+                began_s = time.monotonic()
+                with store.change() as db:
+                    db.execute("insert into writes values (1)")
+                took_s.append(time.monotonic() - began_s)
+            writer.kill()
+        rows = store.query("select count(*) from writes where whose = 1")
+
+    assert rows == [(8,)]
+    assert sum(took_s) / len(took_s) < 0.7, took_s
