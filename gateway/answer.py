@@ -23,6 +23,7 @@ from gateway import limiting
 from gateway.accounting import CACHE_HEADER, added, cache_header
 from gateway.admission import Circumstances, admit
 from gateway.analytics import Facts
+from gateway.bodies import read_body
 from gateway.context import Context
 from gateway.dialects.canonical import Begin, ChoiceEnd, Delta, End, Rendered, Reply, UsageRecord
 from gateway.endpoints import Dialect, Encoder, asked
@@ -33,7 +34,7 @@ from gateway.named import NAME, NamedRequest, named, replay
 from gateway.prepare import Prepared, check_model, circumstances, prepare
 from gateway.refusals import refusal_of
 from gateway.retention import Contract
-from gateway.server import ClientGone, read_body, send, write
+from gateway.server import ClientGone, send, write
 from gateway.stream import AnswerStream
 from gateway.tracing import operation_of
 from tenancy.errors import LedgerUnavailable, LimitExceeded

@@ -18,12 +18,13 @@ from typing import Literal, Protocol
 from aiohttp import web
 from msgspec import Struct
 
+from gateway.bodies import accept_expectation
 from gateway.context import Context
 from gateway.dialects import openai_wire
 from gateway.door import WRONG_KEYS_PER_MINUTE_MAX, WrongKeys, bearer_key, check_host
 from gateway.errors import Kind, Refusal
 from gateway.refusals import refusal_of, where
-from gateway.server import ClientGone, accept_expectation, cut
+from gateway.server import ClientGone, cut
 from gateway.tracing import Answered
 from gateway.whole import Whole
 from tenancy.errors import KeyRefused

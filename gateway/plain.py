@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 import msgspec
 from aiohttp import web
 
+from gateway.bodies import read_body
 from gateway.config import ServerConfig
 from gateway.dialects.strict import convert, field_given_twice
 from gateway.errors import Kind, Refusal
-from gateway.server import read_body
 
 T = TypeVar("T")
 

@@ -3,11 +3,10 @@
 Bare aiohttp waits for ever for a header, a body or a reader, keeps idle connections for an hour,
 goes on working for a client that left, and prints what it could not parse into its own error page.
 Here each of these has a deadline, a bound or a fixed text. It knows nothing of dialects, tenants
-or the engine. `app` makes listeners of it; `middleware` and `handlers` read bodies and write
-answers through it.
+or the engine, and reads no body (`bodies`). `app` makes listeners of it; `middleware` and `answer`
+write answers through it.
 
-    accept ── caps (all, per address) ── head: deadline ── handler: body deadline, least rate
-                                                       └─ answer: deadline per write
+    accept ── caps (all, per address) ── head: deadline ── handler ── answer: deadline per write
 """
 
 from __future__ import annotations
@@ -22,10 +21,9 @@ from typing import Any, cast
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.http_writer import StreamWriter
-from aiohttp.web_protocol import RequestHandler, RequestPayloadError
+from aiohttp.web_protocol import RequestHandler
 
 from gateway.config import ServerConfig
-from gateway.errors import Kind, Refusal
 from gateway.whole import Whole
 
 _WRITE_PIECE_BYTES = 65_536
@@ -273,6 +271,7 @@ class ListenerRunner(web.AppRunner):
             new_id=self._new_id,
             on_unreadable=self._on_unreadable,
             request_factory=plain.request_factory,
+            auto_decompress=False,  # `bodies` does, for codings it takes, and refuses the others
             loop=asyncio.get_running_loop(),
         )
 
@@ -288,76 +287,6 @@ class ListenerRunner(web.AppRunner):
         await site.start()
         bound = self.addresses[-1]
         return str(bound[0]), int(bound[1])
-
-
-# --- bodies in -----------------------------------------------------------------------------------
-
-
-async def accept_expectation(request: web.Request) -> web.StreamResponse | None:
-    """Say nothing yet to `Expect: 100-continue`: `read_body` answers it once the key is known."""
-    return None
-
-
-async def read_body(request: web.Request, settings: ServerConfig) -> bytes:
-    """The whole body, bounded in size and in time.
-
-    Reading stops at the limit, not after it. Raises Refusal: TOO_BIG, TIMEOUT, MEDIA for what is no
-    JSON in UTF-8, plain or with gzip, EXPECTATION, BAD for broken framing.
-    """
-    _check_body_headers(request, settings)
-    if "Expect" in request.headers:
-        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        request.writer.output_size = 0
-    content, began_s = request.content, asyncio.get_running_loop().time()
-    pieces: list[bytes] = []
-    size = 0
-    try:
-        while not content.at_eof():
-            if content.is_eof():
-                piece = content.read_nowait()  # it came with its head: no timer is needed
-            else:
-                due_s = settings.body_timeout_s + size / settings.body_rate_min_bytes_per_s
-                async with asyncio.timeout_at(began_s + due_s):
-                    piece = await content.readany()
-            size += len(piece)
-            if size > settings.body_bytes_max:
-                raise _too_big(settings)
-            pieces.append(piece)
-    except TimeoutError:
-        raise Refusal(
-            Kind.TIMEOUT,
-            "request_timeout",
-            f"The body did not arrive: {size} bytes came in {settings.body_timeout_s:g} s and at"
-            f" least {settings.body_rate_min_bytes_per_s:g} bytes/s are needed after that.",
-        ) from None
-    except (RequestPayloadError, web.HTTPException, HttpProcessingError):
-        raise Refusal(Kind.BAD, "bad_http", "The body's framing is broken.") from None
-    return b"".join(pieces)
-
-
-def _check_body_headers(request: web.Request, settings: ServerConfig) -> None:
-    headers = request.headers
-    if headers.get("Expect", "100-continue").lower() != "100-continue":
-        raise Refusal(
-            Kind.EXPECTATION, "unsupported_expectation", "Only Expect: 100-continue is understood."
-        )
-    if headers.get("Content-Encoding", "identity").lower() not in ("identity", "gzip"):
-        raise Refusal(Kind.MEDIA, "unsupported_encoding", "Bodies may be sent plain or with gzip.")
-    if headers.get("Content-Type") != "application/json" and (
-        request.content_type != "application/json" or (request.charset or "utf-8") != "utf-8"
-    ):
-        message = "The body has to be application/json in UTF-8."
-        raise Refusal(Kind.MEDIA, "unsupported_media_type", message)
-    if (request.content_length or 0) > settings.body_bytes_max:
-        raise _too_big(settings)
-
-
-def _too_big(settings: ServerConfig) -> Refusal:
-    return Refusal(
-        Kind.TOO_BIG,
-        "request_too_large",
-        f"The body is larger than the {settings.body_bytes_max} bytes allowed.",
-    )
 
 
 # --- answers out ---------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from msgspec import Struct
 from engine.api import Peeked, Stats
 from gateway.accounting import added
 from gateway.admission import output_tokens
+from gateway.bodies import read_body
 from gateway.context import Context
 from gateway.dialects.canonical import Boundary, UsageRecord
 from gateway.endpoints import find
@@ -23,7 +24,7 @@ from gateway.erasure import holdings
 from gateway.errors import Kind, Refusal
 from gateway.middleware import STATE, Handler, Route
 from gateway.prepare import Prepared, check_model, prepare
-from gateway.server import read_body, send
+from gateway.server import send
 from tenancy.pricing import RateCard
 from tenancy.rate_cards import CardBook, load_cards
 from tenancy.types import Identity

@@ -16,6 +16,7 @@ from msgspec.structs import replace
 
 from engine.errors import EngineError
 from gateway.answer import Answer
+from gateway.bodies import read_body
 from gateway.cache_terms import RESOURCE
 from gateway.context import Context
 from gateway.dialects import gemini, gemini_cached
@@ -25,7 +26,7 @@ from gateway.errors import Kind, Refusal
 from gateway.middleware import STATE, Handler, Route
 from gateway.prepare import check_model, prepare
 from gateway.resources import PREFIX, load, marked, retention
-from gateway.server import read_body, send
+from gateway.server import send
 from tenancy.errors import BadName
 from tenancy.resources import (
     Resource,
