@@ -29,10 +29,10 @@ from gateway.dialects.canonical import Begin, ChoiceEnd, Delta, End, Rendered, R
 from gateway.endpoints import Dialect, Encoder, asked
 from gateway.errors import Kind, Refusal
 from gateway.metering import Account
-from gateway.middleware import STATE, RequestState
 from gateway.named import NAME, NamedRequest, named, replay
 from gateway.prepare import Prepared, check_model, circumstances, prepare
 from gateway.refusals import refusal_of
+from gateway.request_state import STATE, RequestState
 from gateway.retention import Contract
 from gateway.server import ClientGone, send, write
 from gateway.stream import AnswerStream

@@ -21,7 +21,7 @@ from gateway.dialects import (
 )
 from gateway.dialects.canonical import Asked, Call, Delta, Reply
 from gateway.errors import Refusal
-from gateway.middleware import ErrorShape
+from gateway.request_state import ErrorShape
 
 
 class Encoder(Protocol):

@@ -12,7 +12,8 @@ from msgspec import Struct, structs
 
 from gateway import plain
 from gateway.context import Context
-from gateway.middleware import STATE, Route
+from gateway.middleware import Route
+from gateway.request_state import STATE
 from gateway.usage_report import budget_body
 from tenancy.budgets import Budget, Window, budget_states, set_budget
 from tenancy.pricing import RateCard

@@ -10,7 +10,8 @@ from msgspec import Struct, structs
 
 from gateway import plain
 from gateway.context import Context
-from gateway.middleware import STATE, Route
+from gateway.middleware import Route
+from gateway.request_state import STATE
 from tenancy.shared_scopes import (
     Scope,
     ScopeTerms,

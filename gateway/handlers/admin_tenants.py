@@ -21,8 +21,9 @@ from gateway.context import Context
 from gateway.dialects.strict import convert
 from gateway.erasure import forget_removed
 from gateway.errors import Kind, Refusal
-from gateway.middleware import STATE, Handler, Role, Route
+from gateway.middleware import Handler, Role, Route
 from gateway.reload import reload
+from gateway.request_state import STATE
 from tenancy import keys, registry
 from tenancy.deletion import delete_tenant
 from tenancy.keys import Key

@@ -12,7 +12,8 @@ from msgspec import Struct
 from gateway import erasure, plain, usage_report
 from gateway.context import Context
 from gateway.errors import Kind, Refusal
-from gateway.middleware import STATE, Route
+from gateway.middleware import Route
+from gateway.request_state import STATE
 from tenancy.erasures import RECEIPTS_MAX, digest_of, list_receipts
 from tenancy.registry import Registered, find_registered, list_registered
 from tenancy.shared_scopes import find_scope

@@ -22,8 +22,9 @@ from gateway.dialects.canonical import Boundary, UsageRecord
 from gateway.endpoints import find
 from gateway.erasure import holdings
 from gateway.errors import Kind, Refusal
-from gateway.middleware import STATE, Handler, Route
+from gateway.middleware import Handler, Route
 from gateway.prepare import Prepared, check_model, prepare
+from gateway.request_state import STATE
 from gateway.server import send
 from tenancy.pricing import RateCard
 from tenancy.rate_cards import CardBook, load_cards

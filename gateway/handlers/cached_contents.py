@@ -23,8 +23,9 @@ from gateway.dialects import gemini, gemini_cached
 from gateway.dialects.canonical import CacheAsk, Call, Delta, Generation, Prompt, Reply
 from gateway.endpoints import Encoder
 from gateway.errors import Kind, Refusal
-from gateway.middleware import STATE, Handler, Route
+from gateway.middleware import Handler, Route
 from gateway.prepare import check_model, prepare
+from gateway.request_state import STATE
 from gateway.resources import PREFIX, load, marked, retention
 from gateway.server import send
 from tenancy.errors import BadName

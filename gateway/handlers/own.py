@@ -16,7 +16,8 @@ from aiohttp import web
 from gateway import erasure, plain, usage_report
 from gateway.context import Context
 from gateway.errors import Kind, Refusal
-from gateway.middleware import STATE, Route
+from gateway.middleware import Route
+from gateway.request_state import STATE
 from gateway.retention.entries import Entry
 from tenancy.budgets import budget_states
 from tenancy.erasures import list_receipts
