@@ -68,6 +68,7 @@ def _check_shares(holdings: Holdings) -> None:
 
 def _check_tree(holdings: Holdings, account: Account) -> None:
     size = holdings.block_size
+    account.ends.check(account.tree.root)
     for node in account.tree.root.below():
         runs = sorted(node.children)
         _expect(node.order is None or list(node.order) == runs, "children out of order", runs)

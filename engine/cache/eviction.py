@@ -18,6 +18,7 @@ from collections.abc import Iterable
 from sortedcontainers import SortedList
 
 from engine.api import Namespace, Payer, Quota
+from engine.cache.lease_ends import LeaseEnds
 from engine.cache.prefix_tree import Node, PrefixTree
 
 
@@ -27,11 +28,12 @@ class Account:
     `held`: allocated to it. `cached`: of these, in the tree and in nobody's table. `evictable`: of
     these, not promised. `promised`: in the tree under a live promise, `promised_in` by its class;
     `reserved`: promised to running requests that have not computed them yet. `order`: evictable
-    leaves, oldest use first.
+    leaves, oldest use first. `ends`: where its leases do.
     """
 
     __slots__ = (
         "cached",
+        "ends",
         "evictable",
         "held",
         "namespace",
@@ -50,6 +52,7 @@ class Account:
         self.share = share
         self.tree = PrefixTree(block_size)
         self.order = SortedList()
+        self.ends = LeaseEnds()
         self.tables = 0
         self.held = 0
         self.cached = 0

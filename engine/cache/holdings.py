@@ -220,6 +220,7 @@ class Holdings:
         node, shorter = account.tree.insert(parent, run, block)
         if shorter is not None:  # it may be the same block, left earlier by a fork of this sequence
             node.terms = shorter.terms
+            account.ends.move(shorter, node)
             self._let_go(account, shorter)
         self.pool.add_ref(block)
         self.node_of[block] = node
@@ -230,6 +231,7 @@ class Holdings:
         """Take a node and all below it out of the tree; how many. Pinned blocks stay allocated."""
         parent, gone = top.parent, 0
         for node in top.below():
+            account.ends.goes(node)
             account.tree.remove(node)
             self._let_go(account, node)
             gone += 1
@@ -264,6 +266,7 @@ class Holdings:
     def _evict(self, account: Account) -> Node:
         node = account.oldest()
         parent = node.parent
+        account.ends.goes(node)
         account.tree.remove(node)
         self._let_go(account, node)
         if parent is not None:

@@ -71,17 +71,28 @@ class LeaseBook:
         table.account.add_reserved(table.reserved)
         if table.write:
             for index, node in enumerate(path):
-                self.cover(table, node, index, now_s)
+                self._extend(table, node, index, now_s, is_new=False)
+            for lease, _ in table.asked:
+                if last := min(len(path), -(-lease.tokens // size)):
+                    table.account.ends.reach(lease.lease_id, path[last - 1])
 
     def cover(
         self, table: BlockTable, node: Node, index: int, now_s: float, *, is_new: bool = False
     ) -> None:
-        """Put the table's leases on `node`, block `index` of its path.
+        """Put the table's leases on `node`, block `index` of its path, whose ancestors have them.
 
         A request without leases is plain best effort: what it uses has no limit of its own. A block
         beyond the leases of its request rides under them: it has none either, and goes when they
         go. `is_new`: no one else has used this block yet.
         """
+        self._extend(table, node, index, now_s, is_new)
+        for lease, _ in table.asked:
+            if index * self._holdings.block_size < lease.tokens:
+                table.account.ends.reach(lease.lease_id, node)
+
+    def _extend(
+        self, table: BlockTable, node: Node, index: int, now_s: float, is_new: bool
+    ) -> None:
         if not table.asked:
             if node.terms:
                 node.terms.limit_at_s = math.inf
@@ -92,9 +103,7 @@ class LeaseBook:
                 continue
             if node.terms is None:
                 node.terms = Terms(-math.inf if is_new else math.inf)
-            node.terms.extend(
-                lease.retention, lease.lease_id, table.started_s, now_s, promised=index < reach
-            )
+            node.terms.extend(lease.retention, table.started_s, now_s, promised=index < reach)
         self.note(table.account, node, now_s)
 
     def computed(self, table: BlockTable, index: int) -> None:
@@ -203,21 +212,3 @@ def _outcome(granted: int, covers: int) -> Literal["granted", "clipped", "refuse
     if granted == covers:
         return "granted"
     return "clipped" if granted else "refused"
-
-
-def covered_only_by(root: Node, lease_id: str) -> list[Node]:
-    """The topmost nodes that this lease alone covers; where others do too it is struck off.
-
-    Leases cover prefixes, so it descends only into what this one covers.
-    """
-    found, stack = [], list(root.children.values())
-    while stack:
-        node = stack.pop()
-        if node.terms is None or lease_id not in node.terms.lease_ids:
-            continue
-        if len(node.terms.lease_ids) == 1:
-            found.append(node)
-        else:
-            node.terms.lease_ids = tuple(i for i in node.terms.lease_ids if i != lease_id)
-            stack.extend(node.children.values())
-    return found

@@ -30,11 +30,10 @@ class Terms:
 
     `limit_at_s`: not matched at or after. `promise_at_s`: not evicted before, as the class
     `promised_as` has it. A read at t moves them to at least t + `renew_*_s`; the end of a use at t
-    to at least t + `use_*_s`. `lease_ids`: whose leases cover it, for erasure.
+    to at least t + `use_*_s`.
     """
 
     __slots__ = (
-        "lease_ids",
         "limit_at_s",
         "promise_at_s",
         "promised_as",
@@ -54,10 +53,9 @@ class Terms:
         self.use_limit_s = -math.inf
         self.use_promise_s = -math.inf
         self.promised_as = self.renew_as = self.use_as = ""
-        self.lease_ids: tuple[str, ...] = ()
 
     def extend(
-        self, retention: Retention, lease_id: str, started_s: float, now_s: float, promised: bool
+        self, retention: Retention, started_s: float, now_s: float, *, promised: bool
     ) -> None:
         """Add a lease whose request began at `started_s`. `promised`: its promise reaches here."""
         limit_s = math.inf if retention.limit_s is None else retention.limit_s
@@ -74,8 +72,6 @@ class Terms:
                 self.use_limit_s = max(self.use_limit_s, limit_s)
                 if promise_s > self.use_promise_s:
                     self.use_promise_s, self.use_as = promise_s, retention.name
-        if lease_id not in self.lease_ids:
-            self.lease_ids = (*self.lease_ids, lease_id)
 
     def renew(self, now_s: float, *, promise: bool) -> None:
         """It was read. `promise`: it may be promised anew."""

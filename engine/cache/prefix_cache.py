@@ -15,7 +15,7 @@ from engine.cache.block_table import BlockTable
 from engine.cache.events import Committed, Copied, Erased, Evicted, Expired, Fact, Matched
 from engine.cache.eviction import Account
 from engine.cache.holdings import Holdings
-from engine.cache.lease_book import LeaseBook, covered_only_by
+from engine.cache.lease_book import LeaseBook
 from engine.cache.prefix_tree import Node
 from engine.cache.report import CacheStats, NamespaceUse, Peek
 from engine.errors import InvariantViolation
@@ -282,7 +282,7 @@ class PrefixCache:
         account.write_epoch += 1
         root = account.tree.root
         if lease_id is not None:
-            tops = covered_only_by(root, lease_id)
+            tops = account.ends.strike(lease_id)
         elif tokens:
             tops = account.tree.under(tokens)
         else:

@@ -11,27 +11,29 @@ It knows no pool, no clock and no quota. Only `prefix_cache` calls it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 
 from sortedcontainers import SortedList
 
 from engine.cache.leases import Terms
 
 Run = tuple[int, ...]
+NOWHERE: Set[str] = frozenset()
 
 
 class Node:
     """One block of the tree. `terms` None: best effort, no limit of its own. `hits`: how often it
     was matched. `since_s`: when it came.
 
-    `promised_as` (the class it is promised in now) and `in_order` mirror the account's books (see
-    `eviction`), `timed_limit` and `timed_promise` whether a deadline is set. A node that left its
-    tree has no parent.
+    `ends`: leases of which it is the last block (see `lease_ends`). `promised_as` (the class it is
+    promised in now) and `in_order` mirror the account's books (see `eviction`), `timed_limit` and
+    `timed_promise` whether a deadline is set. A node that left its tree has no parent.
     """
 
     __slots__ = (
         "block",
         "children",
+        "ends",
         "hits",
         "in_order",
         "last_use_s",
@@ -56,6 +58,7 @@ class Node:
         self.hits = 0
         self.since_s = self.last_use_s = 0.0
         self.terms: Terms | None = None
+        self.ends: Set[str] = NOWHERE
         self.promised_as: str | None = None
         self.in_order = False
         self.timed_limit = False

@@ -1,0 +1,155 @@
+"""Where leases end: what erasing one takes, and what shared beginnings cost."""
+
+from __future__ import annotations
+
+import time
+from statistics import median
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.api import LeaseRequest, Quota, Retention
+from engine.cache import PrefixCache
+from engine.cache.lease_ends import HANDED_UP_MAX, LeaseEnds
+from engine.cache.prefix_tree import Node, PrefixTree
+
+SIZE = 4
+US = b"us"
+DAY = Retention("day", limit_s=86_400)
+TRUNK = list(range(100, 108))
+
+
+def run(cache: PrefixCache, tokens: list[int], lease_id: str, now_s: float = 0.0) -> float:
+    """A request that keeps all of it; the processor time of its admission."""
+    leases = (LeaseRequest(len(tokens), DAY, lease_id),)
+    began_s = time.process_time()
+    table = cache.begin(US, tokens, now_s, quota=Quota(), leases=leases)
+    took_s = time.process_time() - began_s
+    assert cache.grow(table, len(tokens), now_s), "there is room, or something to evict"
+    cache.take_copies()
+    cache.commit(table, tokens, len(tokens), now_s)
+    cache.release(table, tokens, now_s)
+    return took_s
+
+
+def found(cache: PrefixCache, tokens: list[int]) -> int:
+    return cache.peek(US, [*tokens, 999], 1.0).cached_tokens
+
+
+def branch(number: int) -> list[int]:
+    """A conversation that begins as all others."""
+    return [*TRUNK, *[number] * SIZE]
+
+
+def test_a_beginning_that_many_leases_share_costs_no_more_than_one() -> None:
+    """Every conversation of a day begins with the same words: the list of their leases would be
+    walked and copied for each block of these, by each request."""
+    cache = PrefixCache(blocks=16_000, block_size=SIZE)
+    words = list(range(50_000, 50_000 + 64 * SIZE))
+    took_s = [run(cache, [*words, *[n] * SIZE], f"{n:032x}") for n in range(1_500)]
+
+    assert median(took_s[-300:]) < 3 * median(took_s[:300])
+
+
+def test_a_lease_whose_end_was_evicted_still_takes_its_beginning() -> None:
+    """Words that a lease alone covers go with it, however little of them is left."""
+    cache = PrefixCache(blocks=4, block_size=SIZE)
+    run(cache, branch(1), "a")
+    table = cache.begin(b"them", [7] * 8, 2.0, quota=Quota())
+    assert cache.grow(table, 8, 2.0)
+    assert found(cache, TRUNK) == len(TRUNK)
+    assert found(cache, branch(1)) == len(TRUNK)
+
+    assert cache.erase(US, lease_id="a") == 2
+    assert found(cache, TRUNK) == 0
+    cache.check()
+
+
+def test_the_last_lease_takes_the_beginning_with_it() -> None:
+    """What is shared stays for as long as one of its leases does."""
+    cache = PrefixCache(blocks=32, block_size=SIZE)
+    for number in (1, 2, 3):
+        run(cache, branch(number), str(number))
+
+    assert cache.erase(US, lease_id="2") == 1
+    assert cache.erase(US, lease_id="1") == 1
+    assert found(cache, branch(3)) == len(branch(3))
+    assert cache.erase(US, lease_id="3") == 3
+    assert cache.stats().free == 32
+    cache.check()
+
+
+def test_a_lease_covers_every_answer_that_its_last_block_goes_on_with() -> None:
+    """A prompt ends within a block, and each time it is asked another answer fills it."""
+    cache = PrefixCache(blocks=32, block_size=SIZE)
+    prompt = [*TRUNK, 1]
+    for answer in (5, 6):
+        leases = (LeaseRequest(len(prompt), DAY, "a"),)
+        table = cache.begin(US, prompt, 0.0, quota=Quota(), leases=leases)
+        tokens = [*prompt, *[answer] * (SIZE - 1)]
+        assert cache.grow(table, len(tokens), 0.0)
+        cache.take_copies()
+        cache.commit(table, tokens, len(tokens), 0.0)
+        cache.release(table, tokens, 0.0)
+    assert found(cache, [*prompt, 5, 5, 5]) == found(cache, [*prompt, 6, 6, 6]) == 12
+
+    assert cache.erase(US, lease_id="a") == 4
+    cache.check()
+
+
+def test_leases_that_were_evicted_do_not_pile_up() -> None:
+    """A beginning lives on while a hundred thousand conversations come and go."""
+    cache = PrefixCache(blocks=8, block_size=SIZE)
+    for number in range(20 * HANDED_UP_MAX):
+        run(cache, branch(number), f"lease {number}", float(number))
+    root = cache.tree_root(US)
+    assert root is not None
+    ends = sum(len(node.ends) for node in root.below())
+
+    assert HANDED_UP_MAX < ends <= HANDED_UP_MAX + 8
+    cache.check()
+
+
+Step = tuple[str, int, tuple[int, ...]]
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["reach", "reach", "reach", "goes", "strike"]),
+        st.integers(0, 3),
+        st.lists(st.integers(0, 1), min_size=1, max_size=4).map(tuple),
+    ),
+    max_size=30,
+)
+
+
+@given(STEPS)
+def test_it_erases_what_a_list_of_leases_on_each_block_would(steps: list[Step]) -> None:
+    """The plain way, block by block, is the specification."""
+    tree, ends = PrefixTree(1), LeaseEnds()
+    covering: dict[Node, set[str]] = {}
+    for what, number, run_of in steps:
+        lease_id, path = str(number), tree.walk(run_of, len(run_of))
+        if what == "reach":
+            for index in range(len(run_of)):
+                if index == len(path):
+                    above = path[-1] if path else tree.root
+                    path.append(tree.insert(above, (run_of[index],), 0)[0])
+                covering.setdefault(path[index], set()).add(lease_id)
+            ends.reach(lease_id, path[-1])
+        elif what == "goes" and path and not path[-1].children:
+            ends.goes(path[-1])
+            del covering[path[-1]]
+            tree.remove(path[-1])
+        elif what == "strike":
+            alone = {node for node, ids in covering.items() if ids == {lease_id}}
+            wanted = {node for node in alone if node.parent not in alone}
+            tops = ends.strike(lease_id)
+            assert set(tops) == wanted
+            assert len(tops) == len(wanted)
+            for ids in covering.values():
+                ids.discard(lease_id)
+            for top in tops:
+                for node in top.below():
+                    ends.goes(node)
+                    del covering[node]
+                    tree.remove(node)
+        ends.check(tree.root)
