@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from engine.api import Request
+from engine.api import Request, all_in_vocabulary
 from engine.cache import PrefixCache
 from engine.config import EngineConfig
 from engine.errors import EngineUnavailable, RequestRefused
@@ -44,16 +44,14 @@ def check_request(core: Entrance, request: Request) -> None:
 def _check_tokens(core: Entrance, request: Request) -> None:
     if not request.tokens:
         raise RequestRefused("prompt_empty", "The prompt has no tokens.")
-    highest = max(request.tokens)
-    highest = max(highest, max(request.stop_token_ids, default=0))
-    highest = max(highest, max(request.sampling.logit_bias, default=0))
-    lowest = min(min(request.tokens), min(request.sampling.logit_bias, default=0))
-    if highest >= core.vocab_size or lowest < 0:
-        wrong = highest if lowest >= 0 else lowest
-        raise RequestRefused(
-            "token_out_of_range",
-            f"Token id {wrong} is outside the vocabulary (0 to {core.vocab_size - 1}).",
-        )
+    ids = (request.tokens, request.stop_token_ids, tuple(request.sampling.logit_bias))
+    for some in ids:
+        if some and not all_in_vocabulary(some, core.vocab_size):
+            wrong = min(some) if min(some) < 0 else max(some)
+            raise RequestRefused(
+                "token_out_of_range",
+                f"Token id {wrong} is outside the vocabulary (0 to {core.vocab_size - 1}).",
+            )
 
 
 def _check_size(core: Entrance, request: Request) -> None:

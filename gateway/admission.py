@@ -12,7 +12,16 @@ from functools import lru_cache
 
 from msgspec import Struct
 
-from engine.api import CacheGrant, EngineInfo, LeaseRequest, Payer, Quota, Request, Stats
+from engine.api import (
+    CacheGrant,
+    EngineInfo,
+    LeaseRequest,
+    Payer,
+    Quota,
+    Request,
+    Stats,
+    all_in_vocabulary,
+)
 from gateway.config import LimitsConfig
 from gateway.dialects.canonical import Call, Generation, Rendered
 from gateway.errors import Kind, Refusal
@@ -161,9 +170,9 @@ def _check_tokens(prompt: Rendered, generation: Generation, info: EngineInfo) ->
         _check_ids("logit_bias", tuple(generation.sampling.logit_bias), info)
 
 
-def _check_ids(param: str, token_ids: Sequence[int], info: EngineInfo) -> None:
-    least, most = min(token_ids), max(token_ids)
-    if not 0 <= least <= most < info.vocab_size:
+def _check_ids(param: str, token_ids: tuple[int, ...], info: EngineInfo) -> None:
+    if not all_in_vocabulary(token_ids, info.vocab_size):
+        least, most = min(token_ids), max(token_ids)
         wrong = least if least < 0 else most
         raise Refusal(
             Kind.BAD,

@@ -7,6 +7,8 @@ with it. It knows no lease and no clock. Only `prefix_cache` and `lease_book` ca
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from engine.api import Namespace, Payer, Quota
 from engine.cache.block_pool import BlockPool
 from engine.cache.block_table import BlockTable
@@ -99,6 +101,13 @@ class Holdings:
         """One more hold on a block of the tree."""
         if self.pool.add_ref(node.block) == 2:
             self._uncount(self._owner(node.block), node)
+
+    def pin_all(self, nodes: Sequence[Node]) -> None:
+        """One more hold on each."""
+        add_ref = self.pool.add_ref
+        for node in nodes:
+            if add_ref(node.block) == 2:
+                self._uncount(self._owner(node.block), node)
 
     def share(self, block: int) -> None:
         """One more hold on a block that is pinned already."""

@@ -69,12 +69,16 @@ class LeaseBook:
         table.leases = tuple(grants[place] for place in range(len(leases)))
         table.asked = tuple(asked)
         table.account.add_reserved(table.reserved)
-        if table.write:
+        if table.write and asked:
             for index, node in enumerate(path):
                 self._extend(table, node, index, now_s, is_new=False)
             for lease, _ in table.asked:
                 if last := min(len(path), -(-lease.tokens // size)):
                     table.account.ends.reach(lease.lease_id, path[last - 1])
+        elif table.write:
+            for node in path:
+                if node.terms:
+                    node.terms.limit_at_s = math.inf
 
     def cover(
         self, table: BlockTable, node: Node, index: int, now_s: float, *, is_new: bool = False

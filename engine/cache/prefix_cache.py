@@ -51,13 +51,13 @@ class PrefixCache:
         path = account.tree.walk(tokens, len(tokens) - 1)
         cached = len(path) * self.block_size
         refs = self._holdings.pool.ref_count
-        unpinned = sum(refs[node.block] == 1 for node in path)
+        unpinned = [refs[node.block] for node in path].count(1)
         near, common = self._nearest(account, path, tokens)
         if near is not None:
             path.append(near)
             cached += common
-        promised = sum(node.promised for node in path) * self.block_size
-        ends_s = min((node.terms.limit_at_s for node in path if node.terms), default=math.inf)
+        promised = sum([node.promised_as is not None for node in path]) * self.block_size
+        ends_s = min([node.terms.limit_at_s for node in path if node.terms], default=math.inf)
         expires_at_s = None if ends_s == math.inf else ends_s
         return Peek(cached, min(cached, promised), expires_at_s, unpinned)
 
@@ -321,8 +321,7 @@ class PrefixCache:
         """Pin what is there; the path of whole blocks. At least one token is left to compute."""
         account = table.account
         path = account.tree.walk(tokens, len(tokens) - 1)
-        for node in path:
-            self._holdings.pin(node)
+        self._holdings.pin_all(path)
         self._read(account, path, now_s)
         if path:
             table.node = path[-1]

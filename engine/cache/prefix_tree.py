@@ -12,6 +12,7 @@ It knows no pool, no clock and no quota. Only `prefix_cache` calls it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence, Set
+from itertools import islice
 
 from sortedcontainers import SortedList
 
@@ -102,15 +103,16 @@ class PrefixTree:
     def walk(self, tokens: Sequence[int], limit: int) -> list[Node]:
         """The nodes of the longest cached run of whole blocks within tokens[:limit].
 
-        O(blocks matched): a slice and a dict lookup each.
+        O(blocks matched): a tuple and a dict lookup each.
         """
-        size, node, path = self.block_size, self.root, []
-        for at in range(0, limit - size + 1, size):
-            child = node.children.get(tuple(tokens[at : at + size]))
+        children, path = self.root.children, []
+        # One iterator, `block_size` times: each tuple is the next run, and C code makes it.
+        for run in zip(*[islice(tokens, max(0, limit))] * self.block_size, strict=False):
+            child = children.get(run)
             if child is None:
                 break
             path.append(child)
-            node = child
+            children = child.children
         return path
 
     def nearest(self, node: Node, tokens: Sequence[int]) -> tuple[Node | None, int]:

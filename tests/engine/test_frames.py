@@ -34,6 +34,7 @@ from engine.frames import (
     FRAME_BYTES_MAX,
     FrameError,
     Hello,
+    PackedSubmit,
     Upward,
     downward_decoder,
     encode,
@@ -64,6 +65,22 @@ def test_messages_survive_any_cut(sent: list[Upward], cuts: list[int]) -> None:
         data = data[size:]
 
     assert read == sent
+
+
+@pytest.mark.parametrize("token_id", [-1, 2**32])
+def test_a_token_id_that_is_not_of_four_bytes_is_not_sent(token_id: int) -> None:
+    """Whoever asked hears of it; the connection lives on."""
+    with pytest.raises(FrameError):
+        encode(Submit(Request("a", (1, token_id), 4, CacheGrant(b"n"))))
+
+
+def test_half_a_token_id_is_a_frame_error() -> None:
+    """Packed ids come four bytes each, or from nobody we know."""
+    packed = PackedSubmit(Request("a", (), 4, CacheGrant(b"n")), b"12345")
+    body = msgspec.msgpack.encode(packed)
+
+    with pytest.raises(FrameError):
+        list(upward_decoder().feed(struct.pack("<I", len(body)) + body))
 
 
 def test_a_frame_carries_a_whole_step() -> None:

@@ -95,3 +95,31 @@ def test_the_past_can_fade() -> None:
         sampler.use([1_000 + turn], float(turn))
 
     assert sampler.by_blocks([1_024])[0].hit_ratio < 0.02
+
+
+PROMPTS = st.lists(st.tuples(st.integers(0, 20), st.integers(1, 12)), min_size=1, max_size=40)
+
+
+@given(PROMPTS, st.integers(4, 40))
+def test_a_prompt_at_once_is_its_blocks_one_by_one(
+    prompts: list[tuple[int, int]], most: int
+) -> None:
+    """Blocks that come back together are counted together: the sums have to be the same."""
+    chance = random.Random(11)
+    names = [chance.getrandbits(60) for _ in range(32)]
+    together, apart = ReuseSampler(sample_max=most), ReuseSampler(sample_max=most)
+
+    for turn, (first, count) in enumerate(prompts):
+        blocks = [*names[first : first + count], names[first]]
+        together.use(blocks, float(turn))
+        for block in blocks:
+            apart.use([block], float(turn))
+        together.check()
+
+    assert together.rate == apart.rate
+    for one, other in (
+        (together.by_blocks, apart.by_blocks),
+        (together.by_seconds, apart.by_seconds),
+    ):
+        expected = [point.hit_ratio for point in other([1, 3, 9, 27])]
+        assert [point.hit_ratio for point in one([1, 3, 9, 27])] == pytest.approx(expected)
