@@ -213,9 +213,9 @@ class Answer:
         tenant = telemetry.tenant_label(identity.tenant.name)
         telemetry.output_format_violations.add(answer.format_violations)
         for contract, record, prompt in zip(self._contracts, records, self._rendered, strict=False):
-            telemetry.read_tokens.add(record.read_tokens(), tenant)
-            telemetry.write_tokens.add(record.write_tokens(), tenant)
-            telemetry.owed_tokens.add(record.recomputed_promised, tenant)
+            telemetry.contract_tokens.add(
+                tenant, record.read_tokens(), record.write_tokens(), record.recomputed_promised
+            )
             if missed := contract.why_missed():
                 telemetry.misses.add(1, missed)
             self._gateway.analytics.note(
@@ -268,9 +268,9 @@ class Answer:
         return await send(self._request, 200, body, self._head(is_stream=False))
 
     def _head(self, *, is_stream: bool) -> dict[str, str]:
-        """What it is, what names it in its dialect, and what the cache did for it."""
+        """What it is, and what the cache did for it."""
         content_type = self._dialect.stream_content_type if is_stream else "application/json"
-        headers = {"Content-Type": content_type, **self._dialect.headers(self._state.request_id)}
+        headers = {"Content-Type": content_type}
         if is_stream:
             headers["X-Accel-Buffering"] = "no"
         if self._contracts:

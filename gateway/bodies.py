@@ -24,13 +24,9 @@ PIECE_BYTES = 262_144
 PLAIN, GZIP = ("", "identity"), ("gzip", "x-gzip")
 
 
-async def accept_expectation(request: web.Request) -> web.StreamResponse | None:
-    """Say nothing yet to `Expect: 100-continue`: `read_body` answers it once the key is known."""
-    return None
-
-
 async def read_body(request: web.Request, settings: ServerConfig) -> bytes:
-    """The whole body, bounded in size and in time.
+    """The whole body, bounded in size and in time. `Expect: 100-continue` is answered here, once
+    the key is known, and nowhere before.
 
     Reading stops at the limit, not after it. Raises Refusal: TOO_BIG, TIMEOUT, MEDIA for what is no
     JSON in UTF-8, plain or with gzip, EXPECTATION, BAD for broken framing.

@@ -4,26 +4,26 @@ errors become bytes.
     request ─ id ─ Host ─ route's declared role ─ key ─ handler ─ answer
                  └──────────── any error: Refusal ─ dialect's bytes ┘ ─ one log line, metrics
 
-It knows no engine and no prompt. `app` installs it; handlers declare `Route`s.
+It knows no engine and no prompt. `app` installs it; handlers declare `Route`s. aiohttp's own
+handlers and middleware are passed by: each is a coroutine more to wait through.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Literal
 
 from aiohttp import web
 
-from gateway.bodies import accept_expectation
 from gateway.context import Context
 from gateway.door import WRONG_KEYS_PER_MINUTE_MAX, WrongKeys, bearer_key, check_host
 from gateway.errors import Kind, Refusal
 from gateway.refusals import refusal_of, where
 from gateway.request_state import PLAIN, STATE, ErrorShape, RequestState, log_facts, span_facts
-from gateway.server import ClientGone, cut
+from gateway.server import ENTRANCE, ClientGone, cut
 from gateway.whole import Whole
 from tenancy.errors import KeyRefused
 
@@ -61,21 +61,13 @@ def install(
 
     `shapes`: (header, whose errors a client that sends it reads), for paths that are nobody's.
     """
-    declared: dict[tuple[str, str], Route] = {}
-    for route in routes:
-        added = app.router.add_route(
-            route.method, route.path, route.handler, expect_handler=accept_expectation
-        )
-        assert added.resource is not None, "an added route has its resource"
-        declared[route.method, added.resource.canonical] = route
-    guard = Guard(gateway, declared, hosts, shapes)
-
-    @web.middleware
-    async def around(request: web.Request, handler: Handler) -> web.StreamResponse:
-        return await guard.handle(request, handler)
-
-    app.middlewares.append(around)
+    app[ENTRANCE] = Guard(app, routes, gateway, hosts, shapes).handle
     app.on_response_prepare.append(_name_response)
+
+
+async def _elsewhere(_: web.Request) -> web.StreamResponse:
+    """What aiohttp has for a handler."""
+    raise AssertionError("requests come by the guard")
 
 
 async def _name_response(request: web.Request, response: web.StreamResponse) -> None:
@@ -97,25 +89,48 @@ class Guard:
 
     def __init__(
         self,
+        app: web.Application,
+        routes: tuple[Route, ...],
         gateway: Context,
-        declared: Mapping[tuple[str, str], Route],
         hosts: tuple[str, ...],
         shapes: tuple[tuple[str, ErrorShape], ...] = (),
     ) -> None:
+        self._app = app
         self._gateway = gateway
         self._hosts = hosts
         self._shapes = shapes
-        self._declared = declared
+        self._declared: dict[web.AbstractRoute, tuple[Route, str]] = {}
+        self._exact: dict[tuple[str, str], web.UrlMappingMatchInfo] = {}
+        for route in routes:
+            self._declare(route)
         self._wrong_keys = WrongKeys(gateway.clock)
 
-    async def handle(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+    def _declare(self, route: Route) -> None:
+        """A path without parameters is found by itself; any other spelling goes to the router."""
+        added = self._app.router.add_route(route.method, route.path, _elsewhere)
+        assert added.resource is not None, "an added route has its resource"
+        canonical = added.resource.canonical
+        self._declared[added] = route, canonical
+        if "{" not in route.path:
+            match = web.UrlMappingMatchInfo({}, added)
+            match.add_app(self._app)
+            match.freeze()
+            self._exact[route.method, canonical] = match
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
         """One request, from its id to its log line. Raises only what closes the connection."""
         gateway = self._gateway
         state = RequestState(gateway.new_id(), gateway.clock())
         request[STATE] = state
         status = 0
         try:
-            response = await self._enter(request, handler, state)
+            match = self._exact.get((request.method, request.rel_url.raw_path))
+            if match is None:
+                match = await self._app.router.resolve(request)
+                match.add_app(self._app)
+                match.freeze()
+            request._match_info = match  # as its application would
+            response = await self._enter(request, match, state)
             if isinstance(response, Whole):  # it asks nobody before it goes
                 ids = {"X-Request-Id": state.request_id, **state.shape.headers(state.request_id)}
                 response.head = {**_HEADERS, **ids, **response.head, **state.headers}
@@ -129,42 +144,35 @@ class Guard:
             raise ConnectionResetError("the client left") from None
         except Exception as error:
             # Not by a name of this frame: the refusal's traceback holds it, and the whole body.
-            answer = self._refuse(error, state, request)
-            if answer is not None:
-                status = answer.status
-                return answer
-            raise ConnectionResetError("the answer broke off") from None
+            if (answer := self._refuse(error, state, request)) is None:
+                raise ConnectionResetError("the answer broke off") from None
+            status = answer.status
+            return answer
         finally:
             self._report(state, request, status)
 
-    async def _enter(
-        self, request: web.Request, handler: Handler, state: RequestState
-    ) -> web.StreamResponse:
-        resource = request.match_info.route.resource
-        path = resource.canonical if resource is not None else ""
-        route = self._declared.get((request.method, path))
+    def _enter(
+        self, request: web.Request, match: web.UrlMappingMatchInfo, state: RequestState
+    ) -> Awaitable[web.StreamResponse]:
+        """The handler at work, behind the door. Raises what keeps a request out."""
+        route, path = self._declared.get(match.route, (None, ""))
         state.shape = route.shape if route is not None else PLAIN
         if state.shape is PLAIN:
             state.shape = self._shape_by_header(request)
         check_host(request, self._hosts)
-        failure = request.match_info.http_exception
-        if failure is not None:
-            raise failure
         if route is None:
-            raise web.HTTPNotFound
+            raise match.http_exception or web.HTTPNotFound
         state.route = path
         if route.role != "open":
             self._identify(request, route.role, state)
-        return await handler(request)
+        return route.handler(request)
 
     def _shape_by_header(self, request: web.Request) -> ErrorShape:
         """Whose errors a client reads that is at no path of a dialect's."""
-        named = (shape for header, shape in self._shapes if header in request.headers)
-        return next(named, PLAIN)
+        return next((shape for name, shape in self._shapes if name in request.headers), PLAIN)
 
     def _identify(self, request: web.Request, role: Role, state: RequestState) -> None:
         """Who is asking. Before the body is read: nobody gets parser time without a key."""
-        address = request.remote or "local"
         registry = self._gateway.registry
         try:
             key = bearer_key(request)
@@ -177,7 +185,7 @@ class Guard:
         except KeyRefused as error:
             if error.code == "scope_missing":
                 raise Refusal(Kind.PERMISSION, error.code, error.message) from error
-            if self._wrong_keys.is_too_many(address):
+            if self._wrong_keys.is_too_many(request.remote or "local"):
                 raise Refusal(
                     Kind.RATE,
                     "too_many_wrong_keys",
@@ -193,19 +201,15 @@ class Guard:
         self, error: Exception, state: RequestState, request: web.Request
     ) -> web.Response | None:
         """What the client is told; None, and it is cut off, if it has part of an answer."""
-        refusal = self._refusal(error, state)
+        refusal = refusal_of(error)
+        if refusal is None:
+            self._gateway.log("error", {"id": state.request_id, **where(error)})
+            refusal = Refusal(Kind.INTERNAL, "internal_error", "Something failed on our side.")
         state.ending, state.code = "refused", refusal.code
         if request.writer.output_size > 0:
             cut(request)
             return None
         return error_response(refusal, state, request)
-
-    def _refusal(self, error: Exception, state: RequestState) -> Refusal:
-        refusal = refusal_of(error)
-        if refusal is None:
-            self._gateway.log("error", {"id": state.request_id, **where(error)})
-            refusal = Refusal(Kind.INTERNAL, "internal_error", "Something failed on our side.")
-        return refusal
 
     def _report(self, state: RequestState, request: web.Request, status: int) -> None:
         """One line, a few counts and perhaps a span per request, at its end."""
@@ -214,25 +218,19 @@ class Guard:
         tenant = "none"
         if state.identity is not None:
             tenant = telemetry.tenant_label(state.identity.tenant.name)
-            telemetry.prompt_tokens.add(state.prompt_tokens, tenant)
-            telemetry.cached_tokens.add(state.cached_tokens, tenant)
-            telemetry.output_tokens.add(state.output_tokens, tenant)
-            telemetry.count_epoch(
-                *(state.epoch, state.prompt_tokens, state.cached_tokens, state.output_tokens),
-                state.unneeded_tokens,
-            )
+            tokens = state.prompt_tokens, state.cached_tokens, state.output_tokens
+            telemetry.tokens.add(tenant, *tokens)
+            telemetry.count_epoch(state.epoch, *tokens, state.unneeded_tokens)
             telemetry.duration_s.add(total_s)
         telemetry.requests.add(1, tenant, state.route, state.ending)
         if state.code:
             telemetry.refusals.add(1, state.code)
         if state.first_token_s is not None:
-            telemetry.first_token_s.add(
-                state.first_token_s, "hit" if state.cached_tokens else "miss"
-            )
+            hit = "hit" if state.cached_tokens else "miss"
+            telemetry.first_token_s.add(state.first_token_s, hit)
         # Probes ask every second and say nothing: only what had a key, or was refused.
         has_key = state.identity is not None or state.admin_key_id is not None
-        has_news = has_key or state.ending != "done"
-        if self._gateway.config.log.requests and has_news:
+        if self._gateway.config.log.requests and (has_key or state.ending != "done"):
             self._gateway.log("request", log_facts(state, request.method, status, total_s))
         tracer = self._gateway.tracer
         if tracer is not None and state.operation:

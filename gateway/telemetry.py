@@ -87,6 +87,40 @@ class Tally(Collector):
         yield family
 
 
+class Tallies(Collector):
+    """Three counters with one label that are counted together. Kept as `Tally` is."""
+
+    def __init__(self, label: str, **texts: str) -> None:
+        """`texts`: what each counter says of itself, by its name."""
+        assert len(texts) == 3
+        self._label, self._texts = label, texts
+        self._rows: dict[str, list[int]] = {}
+
+    def add(self, label: str, first: int, second: int, third: int) -> None:
+        """So many more, in the order of their names. O(1)."""
+        row = self._rows.get(label)
+        if row is None:
+            row = self._rows[label] = [0, 0, 0]
+        row[0] += first
+        row[1] += second
+        row[2] += third
+
+    def describe(self) -> Iterator[Metric]:
+        """See `Collector`."""
+        yield from self._families()
+
+    def collect(self) -> Iterator[Metric]:
+        """See `Collector`."""
+        for place, family in enumerate(self._families()):
+            for label, row in self._rows.items():
+                family.add_metric((label,), row[place])
+            yield family
+
+    def _families(self) -> Iterator[CounterMetricFamily]:
+        for name, text in self._texts.items():
+            yield CounterMetricFamily(f"trunkline_{name}", text, labels=(self._label,))
+
+
 class Durations(Collector):
     """A histogram of seconds, by labels. Kept as `Tally` is."""
 
@@ -142,18 +176,24 @@ class Telemetry:
 
         self.requests = counter("requests", "Requests that ended.", "tenant", "route", "ending")
         self.refusals = counter("refusals", "Requests refused, by stable code.", "code")
-        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens.", "tenant")
-        self.cached_tokens = counter("cached_tokens", "Prompt tokens from the cache.", "tenant")
-        self.read_tokens = counter("cache_read_tokens", "Prompt tokens read by contract.", "tenant")
-        self.write_tokens = counter("cache_write_tokens", "Prompt tokens written.", "tenant")
-        self.owed_tokens = counter(
-            "recomputed_promised_tokens", "Tokens read by contract and computed again.", "tenant"
+        self.tokens = Tallies(
+            "tenant",
+            prompt_tokens="Prompt tokens.",
+            cached_tokens="Prompt tokens from the cache.",
+            output_tokens="Output tokens.",
         )
+        self.contract_tokens = Tallies(
+            "tenant",
+            cache_read_tokens="Prompt tokens read by contract.",
+            cache_write_tokens="Prompt tokens written.",
+            recomputed_promised_tokens="Tokens read by contract and computed again.",
+        )
+        one.register(self.tokens)
+        one.register(self.contract_tokens)
         self.output_format_violations = counter(
             "output_format_violations", "Finished answers that broke the JSON format asked for."
         )
         self.misses = counter("cache_misses", "Breakpoints not read in full, by cause.", "cause")
-        self.output_tokens = counter("output_tokens", "Output tokens.", "tenant")
         self.unreadable = counter("unreadable_requests", "Connections that spoke no HTTP.")
         self.first_token_s = seconds("first_token", "From arrival to the first token.", "cache")
         self.duration_s = seconds("request", "Time of a whole request.")

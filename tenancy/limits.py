@@ -5,9 +5,10 @@ come to is reserved when it is admitted (for tokens: what is not in the cache, a
 answer) and corrected when it ends, so that what was admitted never exceeds a limit, however many
 ask at once. It knows no HTTP, no engine and no database; the gateway calls it, on one thread.
 
-A bucket is what is owed and since when; it drains at the limit's own rate. Everything is whole
-numbers (tokens times the nanoseconds of a minute), so sums are exact. A limit that changes at
-runtime holds for the next request: a half-full bucket of one size is a half-full one of another.
+A bucket is one number, from which what is owed at any time follows: it drains at the limit's own
+rate. Everything is whole numbers (tokens times the nanoseconds of a minute), so sums are exact. A
+limit that changes at runtime holds for the next request: a half-full bucket of one size is a
+half-full one of another.
 
     owed ┤ ╲ taken        given while owed + cost is at most a minute's worth
          │  ╲│╲
@@ -16,8 +17,8 @@ runtime holds for the next request: a half-full bucket of one size is a half-ful
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Literal
@@ -34,14 +35,12 @@ LIMIT_MAX = 10**12
 AT_ONCE_RETRY_S = 1.0
 """Nobody knows when a running request ends; a second is soon enough to ask again."""
 
-_IDLE_LOOKS = 4
-"""How many of the longest unused entries are looked at when one or two are added."""
-
 Meter = Literal["requests", "tokens", "input_tokens", "output_tokens"]
 METERS: tuple[Meter, ...] = ("requests", "tokens", "input_tokens", "output_tokens")
 
 Kind = Literal["tenant", "key"]
-Owner = tuple[Kind, int]
+_Counts = tuple[int, int, int, int]
+"""What a request counts on each of `METERS`."""
 
 _OF_PROMPTS = (METERS.index("tokens"), METERS.index("input_tokens"))
 _PRESSING = 8
@@ -55,7 +54,7 @@ class Demand(Struct, frozen=True):
     output_tokens: int
 
     @property
-    def counts(self) -> tuple[int, int, int, int]:
+    def counts(self) -> _Counts:
         """What it counts on each of `METERS`."""
         given, made = self.input_tokens, self.output_tokens
         return 1, given + made, given, made
@@ -71,88 +70,103 @@ class LimitState(Struct, frozen=True):
 
 @dataclass(slots=True)
 class _Bucket:
-    """Token-nanoseconds. `told`: what would be owed if those who were refused had been given when
-    they were told to come back."""
+    """What is owed at a time is `until` less the time times the limit; below zero nothing is.
+    `told`: the same, if those who were refused had been given when they were told to come back."""
 
-    limit: int = 1
-    at_ns: int = 0
-    owed: int = 0
+    kind: Kind
+    meter: int
+    limit: int
+    until: int = 0
     told: int = 0
 
-    def drain(self, now_ns: int, limit: int) -> None:
-        """As it is now, at this limit. Shares are rounded up where the limit has changed."""
-        gone, owed = (now_ns - self.at_ns) * self.limit, self.owed
-        self.at_ns = now_ns
-        self.owed = owed - gone if owed > gone else 0
-        if self.told:
-            self.told = max(0, self.told - gone)
-        if limit != self.limit:
-            self.owed = -(-self.owed * limit // self.limit)
-            self.told = -(-self.told * limit // self.limit)
-            self.limit = limit
+    def owed(self, now_ns: int) -> int:
+        """Token-nanoseconds. Changes nothing."""
+        return max(0, self.until - now_ns * self.limit)
 
-    def after_ns(self, cost: int) -> int:
+    def resize(self, now_ns: int, limit: int) -> None:
+        """The limit has changed; shares are rounded up."""
+        before, after = now_ns * self.limit, now_ns * limit
+        self.until = after - min(0, (before - self.until) * limit // self.limit)
+        self.told = after - min(0, (before - self.told) * limit // self.limit)
+        self.limit = limit
+
+    def after_ns(self, now_ns: int, cost: int) -> int:
         """How long until that much fits. O(1). Changes nothing."""
-        return max(0, -(-(self.owed + cost - self.limit * MINUTE_NS) // self.limit))
+        return max(0, -(-(self.owed(now_ns) + cost - self.limit * MINUTE_NS) // self.limit))
 
-    def turn_ns(self, cost: int) -> int:
+    def turn_ns(self, now_ns: int, cost: int) -> int:
         """How long until that much fits after all who were told to wait before: each gets a turn
         of his own, or all would come at once and most be refused again. At most a minute."""
-        whole = self.limit * MINUTE_NS
-        turn = max(self.owed, self.told) + cost
-        self.told = min(turn, 2 * whole)
+        whole, drained = self.limit * MINUTE_NS, now_ns * self.limit
+        turn = max(self.until, self.told, drained) + cost - drained
+        self.told = drained + min(turn, 2 * whole)
         return min(MINUTE_NS, -(-(turn - whole) // self.limit))
-
-    def state(self) -> LimitState:
-        """For headers."""
-        limit, owed = self.limit, self.owed
-        left = limit - -(-owed // MINUTE_NS)
-        return LimitState(limit, left if left > 0 else 0, owed / limit / SECOND_NS)
-
-    def share(self, now_ns: int) -> float:
-        """Which part of the limit is taken. Changes nothing."""
-        owed = self.owed - (now_ns - self.at_ns) * self.limit
-        return owed / (self.limit * MINUTE_NS) if owed > 0 else 0.0
 
     def is_idle(self, now_ns: int) -> bool:
         """Would a new one be the same?"""
-        return max(self.owed, self.told) <= (now_ns - self.at_ns) * self.limit
+        return max(self.until, self.told) <= now_ns * self.limit
+
+
+_Row = tuple[tuple[_Bucket, int, int], ...]
+"""Buckets of an account: (bucket, meter, the limit while this row holds)."""
 
 
 @dataclass(slots=True)
 class _Account:
-    """What a tenant or a key has used. `buckets`: by the place of the meter in `METERS`."""
+    """What a tenant or a key has used. `buckets`: by the place of the meter in `METERS`; `row`:
+    those that `limits` sets; `at_once_max`: how many of its requests may run by them."""
 
     kind: Kind
-    buckets: defaultdict[int, _Bucket] = field(default_factory=lambda: defaultdict(_Bucket))
+    buckets: dict[int, _Bucket] = field(default_factory=dict)
     at_once: int = 0
+    at_once_max: int = LIMIT_MAX
+    limits: Limits = field(default_factory=Limits)
+    row: _Row = ()
+
+    def under(self, limits: Limits, now_ns: int) -> _Row:
+        """Its buckets under these limits, which hold from now on. O(1) where they did before."""
+        if limits is not self.limits:
+            if limits != self.limits:
+                self._change(limits, now_ns)
+            self.limits = limits
+        return self.row
+
+    def _change(self, limits: Limits, now_ns: int) -> None:
+        row = []
+        for meter, limit in _set(limits):
+            bucket = self.buckets.get(meter)
+            if bucket is None:
+                bucket = self.buckets[meter] = _Bucket(self.kind, meter, limit)
+            elif bucket.limit != limit:
+                bucket.resize(now_ns, limit)
+            row.append((bucket, meter, limit))
+        self.row = tuple(row)
+        most = limits.requests_at_once
+        self.at_once_max = LIMIT_MAX if most is None else most
 
     def is_idle(self, now_ns: int) -> bool:
-        """Would a new one be the same?"""
+        """The same of all of it."""
         return not self.at_once and all(b.is_idle(now_ns) for b in self.buckets.values())
-
-
-class _Taken(Struct):
-    """What a request takes of a bucket, as far as is known, at the limit that held then."""
-
-    bucket: _Bucket
-    kind: Kind
-    meter: int
-    limit: int
-    count: int
 
 
 class Reservation:
     """What one request has been given. Settle it once, however the request ended."""
 
-    __slots__ = ("_accounts", "_is_open", "_limiter", "_taken")
+    __slots__ = ("_accounts", "_at_ns", "_counts", "_is_open", "_limiter", "_rows")
 
     def __init__(
-        self, limiter: Limiter, accounts: tuple[_Account, ...], taken: list[_Taken]
+        self,
+        limiter: Limiter,
+        accounts: tuple[_Account, _Account],
+        rows: tuple[_Row, _Row],
+        counts: _Counts,
+        at_ns: int,
     ) -> None:
         self._limiter = limiter
         self._accounts = accounts
-        self._taken = taken
+        self._rows = rows
+        self._counts = counts
+        self._at_ns = at_ns
         self._is_open = True
 
     def settle(self, actual: Demand) -> None:
@@ -165,15 +179,21 @@ class Reservation:
 
     def correct(self, estimate: Demand) -> None:
         """More is known of it now, and it goes on: what was too much is there for others."""
-        if self._is_open:
-            self._limiter.correct(self._taken, estimate)
+        before, after = self._counts, estimate.counts
+        if not self._is_open or before == after:
+            return
+        now_ns, self._counts = self._limiter.now_ns(), after
+        for row in self._rows:
+            for bucket, meter, limit in row:
+                if more := (after[meter] - before[meter]) * MINUTE_NS:
+                    if limit != bucket.limit:
+                        more = -(-more * bucket.limit // limit)
+                    drained = now_ns * bucket.limit
+                    bucket.until = max(max(bucket.until, drained) + more, drained)
 
     def status(self) -> dict[Meter, LimitState]:
         """What `Limiter.status` says, as of the reservation itself: to be asked at once."""
-        states: dict[Meter, LimitState] = {}
-        for taken in self._taken:
-            _keep_tighter(states, METERS[taken.meter], taken.bucket)
-        return states
+        return _states(self._rows, self._at_ns)
 
     @property
     def is_open(self) -> bool:
@@ -187,82 +207,62 @@ class Limiter:
     def __init__(self, clock: Callable[[], float]) -> None:
         """`clock`: monotonic seconds."""
         self._clock = clock
-        self._accounts: OrderedDict[Owner, _Account] = OrderedDict()
+        self._tenants: OrderedDict[int, _Account] = OrderedDict()
+        self._keys: OrderedDict[int, _Account] = OrderedDict()
         self._open = 0
 
     def reserve(self, identity: Identity, estimate: Demand) -> Reservation:
-        """Take all that a request may come to from every limit that holds for it, or nothing.
-
-        About 5 us. Raises LimitExceeded for the limit that is longest in the way.
-        """
-        assert min(estimate.input_tokens, estimate.output_tokens) >= 0
-        now_ns = self._now_ns()
-        accounts = self._accounts_of(identity, now_ns)
+        """Take all that a request may come to from every limit that holds for it, or nothing. About
+        3 us. Raises LimitExceeded for the limit that is longest in the way."""
         counts = estimate.counts
-        taken: list[_Taken] = []
-        fits = True
-        for account, limits in zip(accounts, (identity.limits, identity.key_limits), strict=True):
-            kind, buckets, at_once = account.kind, account.buckets, limits.requests_at_once
-            if at_once is not None and account.at_once >= at_once:
-                fits = False
-            for meter, limit in _set(limits):
-                bucket, count = buckets[meter], counts[meter]
-                bucket.drain(now_ns, limit)
-                taken.append(_Taken(bucket, kind, meter, limit, count))
-                if bucket.owed > (limit - count) * MINUTE_NS:
+        assert min(counts) >= 0
+        now_ns = self.now_ns()
+        tenant = self._account(self._tenants, "tenant", identity.tenant.tenant_id, now_ns)
+        key = self._account(self._keys, "key", identity.key_id, now_ns)
+        rows = tenant.under(identity.limits, now_ns), key.under(identity.key_limits, now_ns)
+        fits = tenant.at_once < tenant.at_once_max and key.at_once < key.at_once_max
+        for row in rows:
+            for bucket, meter, limit in row:
+                drained, until = now_ns * limit, bucket.until
+                if until < drained:
+                    until = drained
+                bucket.until = until = until + counts[meter] * MINUTE_NS
+                if until - drained > limit * MINUTE_NS:
                     fits = False
         if not fits:
-            raise _refusal(identity, accounts, taken)
-        for one in taken:
-            one.bucket.owed += one.count * MINUTE_NS
-        for account in accounts:
-            account.at_once += 1
+            for row in rows:
+                for bucket, meter, _ in row:
+                    bucket.until -= counts[meter] * MINUTE_NS
+            raise _refusal((tenant, key), rows, counts, now_ns)
+        tenant.at_once += 1
+        key.at_once += 1
         self._open += 1
-        return Reservation(self, accounts, taken)
+        return Reservation(self, (tenant, key), rows, counts, now_ns)
 
     def presses(self, identity: Identity, estimate: Demand) -> bool:
         """Would so much take more than an eighth of a limit on prompt tokens, with what is taken
-        already? Only then it matters how much of it the cache has. Changes nothing."""
-        now_ns, counts = self._now_ns(), estimate.counts
-        for owner, limits in _owners(identity):
-            account = self._accounts.get(owner)
-            for meter, limit in _of_prompts(limits):
-                bucket = None if account is None else account.buckets.get(meter)
-                taken = 0.0 if bucket is None else bucket.share(now_ns)
-                if (taken + counts[meter] / limit) * _PRESSING > 1:
-                    return True
+        already? Only then it matters how much of it the cache has. Changes no count."""
+        now_ns, counts = self.now_ns(), estimate.counts
+        for row in self._rows(identity, now_ns):
+            for bucket, meter, limit in row:
+                if meter in _OF_PROMPTS:
+                    taken = bucket.owed(now_ns) + counts[meter] * MINUTE_NS
+                    if taken * _PRESSING > limit * MINUTE_NS:
+                        return True
         return False
 
     def status(self, identity: Identity) -> dict[Meter, LimitState]:
         """For each meter with a limit: the tighter of the tenant's and the key's. For headers."""
-        now_ns = self._now_ns()
-        states: dict[Meter, LimitState] = {}
-        for owner, limits in _owners(identity):
-            account = self._accounts.get(owner) or _Account(owner[0])
-            for meter, limit in _set(limits):
-                bucket = account.buckets.get(meter) or _Bucket()
-                bucket.drain(now_ns, limit)
-                _keep_tighter(states, METERS[meter], bucket)
-        return states
+        now_ns = self.now_ns()
+        return _states(self._rows(identity, now_ns), now_ns)
 
-    def correct(self, taken: Sequence[_Taken], actual: Demand) -> None:
-        """See `Reservation.correct`, which calls it."""
-        now_ns, counts = self._now_ns(), actual.counts
-        for one in taken:
-            count = counts[one.meter]
-            if count == one.count:
-                continue  # it may drain the next time that it is asked
-            more, bucket = (count - one.count) * MINUTE_NS, one.bucket
-            one.count = count
-            bucket.drain(now_ns, bucket.limit)
-            bucket.owed = max(0, bucket.owed - (-more * bucket.limit // one.limit))
-
-    def leave(self, accounts: Sequence[_Account]) -> None:
+    def leave(self, accounts: tuple[_Account, _Account]) -> None:
         """See `Reservation.settle`, which calls it once."""
-        for account in accounts:
-            account.at_once -= 1
-            assert account.at_once >= 0, "a reservation is settled once"
+        tenant, key = accounts
+        tenant.at_once -= 1
+        key.at_once -= 1
         self._open -= 1
+        assert min(tenant.at_once, key.at_once) >= 0, "a reservation is settled once"
 
     @property
     def open_reservations(self) -> int:
@@ -271,42 +271,42 @@ class Limiter:
 
     def __len__(self) -> int:
         """Tenants and keys that are remembered."""
-        return len(self._accounts)
+        return len(self._tenants) + len(self._keys)
 
     def check(self) -> None:
         """Raises AssertionError where the books disagree. O(what is remembered)."""
-        counts = {"tenant": 0, "key": 0}
-        for (kind, number), account in self._accounts.items():
-            assert account.at_once >= 0, f"{kind} {number} has {account.at_once} at once"
-            counts[kind] += account.at_once
-        assert counts == {"tenant": self._open, "key": self._open}, f"{counts} of {self._open}"
+        for kind, accounts in (("tenant", self._tenants), ("key", self._keys)):
+            for number, account in accounts.items():
+                assert account.at_once >= 0, f"{kind} {number} has {account.at_once} at once"
+            running = sum(account.at_once for account in accounts.values())
+            assert running == self._open, f"{running} of {kind}s run, {self._open} are open"
 
-    def _accounts_of(self, identity: Identity, now_ns: int) -> tuple[_Account, ...]:
-        """The tenant's and the key's, made where they are new; used last from now on."""
-        tenant, key = _owners(identity)
-        if tenant[0] not in self._accounts or key[0] not in self._accounts:
-            self._drop_idle(now_ns)
-        return self._account(tenant[0]), self._account(key[0])
+    def _rows(self, identity: Identity, now_ns: int) -> tuple[_Row, _Row]:
+        """The tenant's and the key's; of those who are not remembered, what they begin with."""
+        tenant = self._tenants.get(identity.tenant.tenant_id) or _Account("tenant")
+        key = self._keys.get(identity.key_id) or _Account("key")
+        return tenant.under(identity.limits, now_ns), key.under(identity.key_limits, now_ns)
 
-    def _account(self, owner: Owner) -> _Account:
-        found = self._accounts.get(owner)
+    @staticmethod
+    def _account(
+        accounts: OrderedDict[int, _Account], kind: Kind, number: int, now_ns: int
+    ) -> _Account:
+        """One that is remembered from now on. Whoever is new looks at two others, in turn, and
+        forgets those that a new one would equal: what is left has been used within about a minute,
+        or runs, or owes."""
+        found = accounts.get(number)
         if found is None:
-            found = self._accounts[owner] = _Account(owner[0])
-        else:
-            self._accounts.move_to_end(owner)
+            for _ in range(min(2, len(accounts))):
+                other = next(iter(accounts))
+                if accounts[other].is_idle(now_ns):
+                    del accounts[other]
+                else:
+                    accounts.move_to_end(other)
+            found = accounts[number] = _Account(kind)
         return found
 
-    def _drop_idle(self, now_ns: int) -> None:
-        """Forget the longest unused that a new one would equal. What is left has been used within
-        about a minute, or runs, or owes; who is new adds two at most and looks at four."""
-        for _ in range(min(_IDLE_LOOKS, len(self._accounts))):
-            owner = next(iter(self._accounts))
-            if self._accounts[owner].is_idle(now_ns):
-                del self._accounts[owner]
-            else:
-                self._accounts.move_to_end(owner)
-
-    def _now_ns(self) -> int:
+    def now_ns(self) -> int:
+        """By its clock."""
         return int(self._clock() * SECOND_NS)
 
 
@@ -330,71 +330,70 @@ def _set(limits: Limits) -> tuple[tuple[int, int], ...]:
     return tuple((place, limit) for place, limit in found if limit is not None)
 
 
-@lru_cache(maxsize=1_024)
-def _of_prompts(limits: Limits) -> tuple[tuple[int, int], ...]:
-    """Those of them that count prompt tokens."""
-    return tuple((place, limit) for place, limit in _set(limits) if place in _OF_PROMPTS)
-
-
-def _owners(identity: Identity) -> tuple[tuple[Owner, Limits], tuple[Owner, Limits]]:
-    return (
-        (("tenant", identity.tenant.tenant_id), identity.limits),
-        (("key", identity.key_id), identity.key_limits),
-    )
-
-
-def _keep_tighter(states: dict[Meter, LimitState], meter: Meter, bucket: _Bucket) -> None:
-    state, other = bucket.state(), states.get(meter)
-    if other is None or state.remaining < other.remaining:
-        states[meter] = state
+def _states(rows: Iterable[_Row], now_ns: int) -> dict[Meter, LimitState]:
+    """Of each meter the tighter one."""
+    states: dict[Meter, LimitState] = {}
+    for row in rows:
+        for bucket, meter, limit in row:
+            owed, name = bucket.until - now_ns * limit, METERS[meter]
+            if owed < 0:
+                owed = 0
+            left = limit - -(-owed // MINUTE_NS)
+            if left < 0:
+                left = 0
+            if name not in states or left < states[name].remaining:
+                states[name] = LimitState(limit, left, owed / limit / SECOND_NS)
+    return states
 
 
 def _refusal(
-    identity: Identity, accounts: tuple[_Account, ...], wanted: list[_Taken]
+    accounts: Iterable[_Account], rows: Iterable[_Row], counts: _Counts, now_ns: int
 ) -> LimitExceeded:
     """Of what does not fit: what never will, then what runs, then what waits longest."""
-    for one in wanted:
-        if one.count > one.limit:
-            return _never_fits(one)
-    for account, limits in zip(accounts, (identity.limits, identity.key_limits), strict=True):
-        limit = limits.requests_at_once
-        if limit is not None and account.at_once >= limit:
+    wanted = [(bucket, counts[meter]) for row in rows for bucket, meter, _ in row]
+    for bucket, count in wanted:
+        if count > bucket.limit:
+            return _never_fits(bucket, count)
+    for account in accounts:
+        if account.at_once >= account.at_once_max:
             return LimitExceeded(
                 "requests_at_once",
-                f"{account.at_once} requests of this {account.kind} are running; {limit} may at"
-                " once.",
+                f"{account.at_once} requests of this {account.kind} are running;"
+                f" {account.at_once_max} may at once.",
                 retry_after_s=AT_ONCE_RETRY_S,
-                limit=limit,
+                limit=account.at_once_max,
                 remaining=0,
                 reset_s=AT_ONCE_RETRY_S,
             )
     # Who waits for the limit that is longest in the way need not wait for others.
-    return _full(max(wanted, key=lambda one: one.bucket.after_ns(one.count * MINUTE_NS)))
+    bucket, count = max(wanted, key=lambda one: one[0].after_ns(now_ns, one[1] * MINUTE_NS))
+    return _full(bucket, count, now_ns)
 
 
-def _never_fits(one: _Taken) -> LimitExceeded:
+def _never_fits(bucket: _Bucket, count: int) -> LimitExceeded:
     """What is more than a whole bucket would wait for ever."""
-    words = METERS[one.meter].replace("_", " ")
+    words = METERS[bucket.meter].replace("_", " ")
     return LimitExceeded(
         "request_exceeds_limit",
-        f"This request may take {one.count} {words} and the {one.kind}'s limit is {one.limit}"
+        f"This request may take {count} {words} and the {bucket.kind}'s limit is {bucket.limit}"
         " per minute; a shorter prompt or a smaller maximum of output would fit.",
         retry_after_s=None,
-        limit=one.limit,
+        limit=bucket.limit,
         remaining=0,
         reset_s=0.0,
     )
 
 
-def _full(one: _Taken) -> LimitExceeded:
+def _full(bucket: _Bucket, count: int, now_ns: int) -> LimitExceeded:
     """It says when to come back, and that turn is taken."""
-    state, meter = one.bucket.state(), METERS[one.meter]
+    meter = METERS[bucket.meter]
+    state = _states([((bucket, bucket.meter, bucket.limit),)], now_ns)[meter]
     words = meter.replace("_", " ")
     return LimitExceeded(
         f"{meter}_per_minute",
-        f"The limit of {one.limit} {words} per minute is reached: {state.remaining} are left.",
-        retry_after_s=one.bucket.turn_ns(one.count * MINUTE_NS) / SECOND_NS,
-        limit=one.limit,
+        f"The limit of {bucket.limit} {words} per minute is reached: {state.remaining} are left.",
+        retry_after_s=bucket.turn_ns(now_ns, count * MINUTE_NS) / SECOND_NS,
+        limit=bucket.limit,
         remaining=state.remaining,
         reset_s=state.reset_s,
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable
+
 from aiohttp import web
 
 from gateway.answer import Answer
@@ -19,10 +21,10 @@ def routes(gateway: Context) -> tuple[Route, ...]:
 
 
 def _handler(gateway: Context, endpoint: Endpoint) -> Handler:
-    async def handle(request: web.Request) -> web.StreamResponse:
+    def handle(request: web.Request) -> Awaitable[web.StreamResponse]:
         dialect = endpoint.dialect
         if endpoint.without_sse is not None and request.query.get("alt") != "sse":
             dialect = endpoint.without_sse
-        return await Answer(gateway, dialect, request).run(endpoint.id_prefix)
+        return Answer(gateway, dialect, request).run(endpoint.id_prefix)
 
     return handle

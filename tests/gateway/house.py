@@ -302,6 +302,12 @@ def parse_events(text: str) -> list[Any]:
     return found
 
 
+def head(line: str, *headers: str, host: str | None = "127.0.0.1") -> bytes:
+    """A request without a body."""
+    lines = [line, *([f"Host: {host}"] if host is not None else []), *headers]
+    return "\r\n".join(lines).encode("latin-1") + b"\r\n\r\n"
+
+
 async def read_answer(reader: asyncio.StreamReader) -> bytes:
     """One HTTP answer: its head and as much body as it announces; or all until the end."""
     async with asyncio.timeout(PATIENCE_S):

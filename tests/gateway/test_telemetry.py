@@ -128,7 +128,7 @@ def test_times_are_counted_in_every_bucket_that_holds_them(telemetry: Telemetry)
 def test_two_gateways_do_not_share_counts() -> None:
     """Tests, and embedders with two models."""
     first, second = Telemetry(1), Telemetry(1)
-    first.output_tokens.add(3, "a")
+    first.tokens.add("a", 1, 2, 3)
 
     assert b'tenant="a"' in first.exposition()
     assert b'tenant="a"' not in second.exposition()
