@@ -156,9 +156,10 @@ class Sampling(Struct, frozen=True, forbid_unknown_fields=True):
 class Grammar(Struct, frozen=True, forbid_unknown_fields=True):
     """What the whole output has to be. `text`: a JSON schema, a Lark grammar in llguidance's way, a
     regular expression; nothing for `json_object`. Compiled within bounds of size, time and memory,
-    or refused as `grammar_invalid` or `grammar_too_big`."""
+    or refused as `grammar_invalid` or `grammar_too_big`. Of a lenient schema what cannot be held
+    while tokens are drawn is passed over; of any other it is refused by its name."""
 
-    kind: Literal["json_schema", "json_object", "lark", "regex"]
+    kind: Literal["json_schema", "lenient_json_schema", "json_object", "lark", "regex"]
     text: str = ""
 
 

@@ -35,6 +35,13 @@ _OPTIONS: Final[JsonCompileOptions] = {
 is between two tokens of JSON: a space, or a new line and its indent. Small models that may write
 more fill whole answers with it."""
 
+_LENIENT_OPTIONS: Final[JsonCompileOptions] = {
+    **_OPTIONS,
+    "lenient": True,
+    "coerce_one_of": True,
+}
+"""For those who did not ask for all that their schema says."""
+
 _TOO_BIG: Final = ("too many", "too big", "too large", "too deep", "limit", "max is", "fuel")
 """Words of llguidance's errors that tell of a bound, not of a mistake."""
 
@@ -219,6 +226,8 @@ def _source(grammar: Grammar) -> str:
             return LLMatcher.grammar_from_json_schema('{"type": "object"}', overrides=_OPTIONS)
         case "json_schema":
             return LLMatcher.grammar_from_json_schema(grammar.text, overrides=_OPTIONS)
+        case "lenient_json_schema":
+            return LLMatcher.grammar_from_json_schema(grammar.text, overrides=_LENIENT_OPTIONS)
         case "regex":
             return LLMatcher.grammar_from_regex(grammar.text)
         case "lark":

@@ -57,7 +57,7 @@ class Segment(Struct, frozen=True):
 
 class Tool(Struct, frozen=True):
     """A function the model may call. `parameters`: its JSON Schema, as JSON text in the order it
-    came. `strict`: arguments must satisfy the schema, so they are constrained to."""
+    came. `strict`: arguments must satisfy all of the schema, so they are constrained to."""
 
     name: str
     description: str = ""
@@ -78,11 +78,12 @@ class ToolChoice(Struct, frozen=True):
 
 class OutputFormat(Struct, frozen=True):
     """What the text of the answer has to be. `schema`: JSON Schema as JSON text; `path`: the field
-    it came in."""
+    it came in. `strict`: what of it nobody can promise is refused, not passed over."""
 
     kind: Literal["text", "json_object", "json_schema"] = "text"
     schema: str = ""
     path: str = "schema"
+    strict: bool = True
 
 
 class Prompt(Struct, frozen=True):

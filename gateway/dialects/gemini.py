@@ -160,7 +160,9 @@ def _format(settings: wire.GenerationConfig) -> OutputFormat:
         return OutputFormat()
     if schema is None:
         return OutputFormat("json_object")
-    return OutputFormat("json_schema", msgspec.json.encode(schema).decode(), path)
+    text = msgspec.json.encode(schema).decode()
+    # The older field knows a closed set of words; of the newer one the others are passed over.
+    return OutputFormat("json_schema", text, path, strict=settings.response_schema is not None)
 
 
 # --- the answer --------------------------------------------------------------------------------

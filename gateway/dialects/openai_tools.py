@@ -99,7 +99,7 @@ def output_format(
     """The canonical form; a schema, which stands at `path`, decides where there is one."""
     if schema is None:
         return OutputFormat(kind)
-    return OutputFormat("json_schema", json_text(schema.schema), path)
+    return OutputFormat("json_schema", json_text(schema.schema), path, bool(schema.strict))
 
 
 def json_text(value: object) -> str:

@@ -1,7 +1,9 @@
 """Is a finished text what its format asked for? A second look, after constrained decoding.
 
 It knows the keywords that say what a value may be, and passes over those it does not know: it may
-find too little, never too much. Steps are counted, so that no schema, however made, takes long.
+find too little, never too much. Of a schema that is not strict it is the only one to look at what
+cannot be held while tokens are drawn (`uniqueItems`, `not`, `contains`, conditions). Formats and
+patterns it takes for remarks. Steps are counted, so that no schema, however made, takes long.
 `gateway.choice_output` asks it once per answer.
 """
 
@@ -23,6 +25,26 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "null": (type(None),),
     "number": (int, float),
 }
+
+
+_REMARKS = frozenset(
+    {
+        "title",
+        "description",
+        "default",
+        "examples",
+        "deprecated",
+        "readOnly",
+        "writeOnly",
+        "$comment",
+    }
+)
+_DECIDED = _REMARKS | {
+    *("type", "enum", "const", "required", "dependentRequired", "uniqueItems"),
+    *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "minLength", "maxLength"),
+    *("minItems", "maxItems", "minProperties", "maxProperties"),
+}
+"""Keywords that are looked at to the end; others may say more than is found here."""
 
 
 class _OutOfSteps(Exception):
@@ -64,7 +86,9 @@ class _Check:
             and self._is_listed(value, schema)
             and self._is_within(value, schema)
             and self._members_hold(value, schema)
+            and self._fit_together(value, schema)
             and self._combined_hold(value, schema)
+            and self._fails_where_it_has_to(value, schema)
         )
 
     def _is_of_type(self, value: Any, schema: dict[str, Any]) -> bool:
@@ -116,6 +140,64 @@ class _Check:
         known = known if isinstance(known, dict) else {}
         rest = True if "patternProperties" in schema else schema.get("additionalProperties", True)
         return all(self.holds(item, known.get(name, rest)) for name, item in value.items())
+
+    def _fit_together(self, value: Any, schema: dict[str, Any]) -> bool:
+        """What is said of items and members as a whole."""
+        if isinstance(value, list):
+            if schema.get("uniqueItems") is True and not self._are_unique(value):
+                return False
+            wanted = schema.get("minContains", 1) != 0 and "contains" in schema
+            return not wanted or any(self.holds(item, schema["contains"]) for item in value)
+        if not isinstance(value, dict):
+            return True
+        if not all(self.holds(name, schema.get("propertyNames", True)) for name in value):
+            return False
+        needs = schema.get("dependentRequired")
+        for name, others in needs.items() if isinstance(needs, dict) else ():
+            self._left -= 1 + (len(others) if isinstance(others, list) else 0)
+            if name in value and isinstance(others, list) and any(o not in value for o in others):
+                return False
+        return True
+
+    def _are_unique(self, items: list[Any]) -> bool:
+        seen = set()
+        for item in items:
+            text = json.dumps(item, sort_keys=True)
+            self._left -= 1 + len(text) // 32
+            if self._left < 0:
+                raise _OutOfSteps
+            if text in seen:
+                return False
+            seen.add(text)
+        return True
+
+    def _fails_where_it_has_to(self, value: Any, schema: dict[str, Any]) -> bool:
+        """Only of schemas that are decided here to the end: of others "it holds" may be false."""
+        if "not" in schema and self._is_decided(schema["not"]) and self.holds(value, schema["not"]):
+            return False
+        one = schema.get("oneOf")
+        if isinstance(one, list) and all(map(self._is_decided, one)):
+            return sum(self.holds(value, branch) for branch in one) == 1
+        if "if" in schema and self._is_decided(schema["if"]):
+            branch = "then" if self.holds(value, schema["if"]) else "else"
+            return self.holds(value, schema.get(branch, True))
+        return True
+
+    def _is_decided(self, schema: Any) -> bool:
+        self._left -= 1
+        if self._left < 0:
+            raise _OutOfSteps
+        if not isinstance(schema, dict):
+            return isinstance(schema, bool)
+        members = schema.get("properties", {})
+        listed = schema.get("enum", [])
+        if not isinstance(listed, list):
+            return False
+        if any(isinstance(one, dict | list) for one in (schema.get("const"), *listed)):
+            return False  # inside of these 1 and true are one to Python
+        if not (schema.keys() - {"properties"} <= _DECIDED and isinstance(members, dict)):
+            return False
+        return all(map(self._is_decided, members.values()))
 
     def _combined_hold(self, value: Any, schema: dict[str, Any]) -> bool:
         every, some = schema.get("allOf", ()), schema.get("anyOf", schema.get("oneOf", ()))

@@ -23,6 +23,10 @@ _OPTIONS = {
 """What a schema inside a grammar may not choose for itself, the same as for one that stands alone:
 to ignore what it says, and how much white space there is in JSON."""
 
+_LENIENT_OPTIONS = {**_OPTIONS, "lenient": True, "coerce_one_of": True}
+"""For tools that are called and not strict, and formats that are not: what of their schemas cannot
+be held while tokens are drawn is passed over."""
+
 _OBJECT = '{"type": "object"}'
 
 
@@ -77,7 +81,7 @@ def offered(prompt: Prompt) -> tuple[Tool, ...]:
 def _checked(wanted: OutputFormat) -> Grammar | None:
     if wanted.kind == "json_schema":
         schema_of(wanted.schema, wanted.path)
-        return Grammar("json_schema", wanted.schema)
+        return Grammar("json_schema" if wanted.strict else "lenient_json_schema", wanted.schema)
     return Grammar("json_object") if wanted.kind == "json_object" else None
 
 
@@ -101,8 +105,9 @@ class _Lark:
         for number, tool in enumerate(tools):
             head = f'{{"name": {json.dumps(tool.name, ensure_ascii=False)}, "{style.arguments}": '
             objects.append(f'{_literal(head)} arguments_{number} "}}"')
-            schema = tool.parameters if tool.strict or is_forced else _OBJECT
-            self._rules.append(f"arguments_{number}: %json {_schema(schema, tool.path)}")
+            text = tool.parameters if tool.strict or is_forced else _OBJECT
+            schema = _schema(text, tool.path, strict=tool.strict)
+            self._rules.append(f"arguments_{number}: %json {schema}")
         self._rules.append("object: " + " | ".join(f"({text})" for text in objects))
         self._is_forced = is_forced
 
@@ -119,7 +124,10 @@ class _Lark:
         if self._is_forced:
             start = calls
         elif answer is not None:
-            self._rule("answer", f"%json {_schema(answer.text or _OBJECT, 'schema')}")
+            strict = answer.kind != "lenient_json_schema"
+            self._rule(
+                "answer", f"%json {_schema(answer.text or _OBJECT, 'schema', strict=strict)}"
+            )
             start = f"({calls}) | answer"
         else:
             start = self._free(calls, parallel=parallel)
@@ -162,9 +170,9 @@ class _Lark:
         self._rules.append(f"{name}: {text}")
 
 
-def _schema(text: str, path: str) -> str:
-    schema = schema_of(text, path)
-    return json.dumps({**schema, "x-guidance": _OPTIONS}, ensure_ascii=True)
+def _schema(text: str, path: str, *, strict: bool) -> str:
+    options = _OPTIONS if strict else _LENIENT_OPTIONS
+    return json.dumps({**schema_of(text, path), "x-guidance": options}, ensure_ascii=True)
 
 
 def _literal(text: str) -> str:

@@ -293,6 +293,46 @@ def test_a_mistake_is_named(grammar: Grammar, says: str) -> None:
     assert len(refused.message) < 400
 
 
+@pytest.mark.parametrize(
+    ("schema", "text"),
+    [
+        ({"type": "array", "items": {"type": "integer"}, "uniqueItems": True}, "[1,1]"),
+        ({"type": "string", "format": "color"}, '"red"'),
+        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "1"),
+        ({"type": "string", "not": {"minLength": 1}}, '"a"'),
+    ],
+)
+def test_a_lenient_schema_passes_over_what_cannot_be_held(schema: object, text: str) -> None:
+    """The rest of it holds; and what is no schema is refused all the same."""
+    vocabulary, lenient = every_byte(), Grammar("lenient_json_schema", json.dumps(schema))
+    matcher = compile_grammar(lenient, vocabulary).matcher.fork()
+    other = compile_grammar(lenient, vocabulary).matcher.fork()
+
+    assert all(map(matcher.consume, vocabulary.tokenizer.tokenize_str(text)))
+    assert matcher.is_accepting
+    assert not all(map(other.consume, vocabulary.tokenizer.tokenize_str('{"a": 1}')))
+    assert refusal(Grammar("json_schema", json.dumps(schema))).code == "grammar_invalid"
+    assert refusal(Grammar("lenient_json_schema", '{"type": "thing"}')).code == "grammar_invalid"
+
+
+def test_the_formats_that_can_be_held_are_those_of_the_documents() -> None:
+    """docs/models.md lists them; a new version of the library may know more."""
+    text = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
+    listed = re.search(r"any `format` but (.*?)\.\n", text, re.DOTALL)
+    assert listed is not None
+    documented = set(re.findall(r"`([a-z0-9-]+)`", listed[1]))
+    others = {"uri-reference", "iri", "regex", "json-pointer", "idn-email", "byte", "color"}
+
+    for name in documented:
+        compile_grammar(
+            Grammar("json_schema", json.dumps({"type": "string", "format": name})), every_byte()
+        )
+    for name in others:
+        schema = json.dumps({"type": "string", "format": name})
+        assert f"Unknown format: {name}" in refusal(Grammar("json_schema", schema)).message
+    assert len(documented) == 10
+
+
 def test_a_long_source_is_not_even_looked_at() -> None:
     """A megabyte of schema costs its length."""
     refused = refusal(Grammar("json_schema", json.dumps({"enum": ["x" * 1_000_000]})))

@@ -65,6 +65,36 @@ def test_an_answer_is_held_to_its_schema(text: str, holds_: bool) -> None:
         ({"a": 1}, {"patternProperties": {"a": {}}, "additionalProperties": False}, True),
         (1, False, False),
         (1, True, True),
+        ([1, 2, "1", True, [1], {"a": 1}], {"uniqueItems": True}, True),
+        ([{"a": 1, "b": 2}, {"b": 2, "a": 1}], {"uniqueItems": True}, False),
+        ([1, 1], {"uniqueItems": False}, True),
+        ([1, 1], {"items": {"uniqueItems": True}}, True),
+        ("a", {"not": {"type": "string"}}, False),
+        (1, {"not": {"type": "string"}}, True),
+        ({"a": 1}, {"not": {"required": ["a"]}}, False),
+        ({"a": 1}, {"not": {"properties": {"a": {"const": 1}}}}, False),
+        ("a", {"not": {"pattern": "b"}}, True),
+        ("a", {"not": {"properties": {"a": {"format": "b"}}}}, True),
+        ("a", {"not": {"$ref": "#/nowhere"}}, True),
+        ("a", {"not": 7}, True),
+        ([1], {"not": {"const": [True]}}, True),
+        (1, {"not": {"enum": 7}}, True),
+        (5, {"oneOf": [{"type": "integer"}, {"type": "number"}]}, False),
+        (5.5, {"oneOf": [{"type": "integer"}, {"type": "number"}]}, True),
+        ("a", {"oneOf": [{"pattern": "a"}, {"type": "string"}]}, True),
+        ([1, "a"], {"contains": {"type": "string"}}, True),
+        ([1], {"contains": {"type": "string"}}, False),
+        ([1], {"contains": {"type": "string"}, "minContains": 0}, True),
+        ({"a": 1}, {"propertyNames": {"minLength": 2}}, False),
+        ({"a": 1}, {"propertyNames": {"maxLength": 2}}, True),
+        ({"a": 1}, {"dependentRequired": {"a": ["b"]}}, False),
+        ({"c": 1}, {"dependentRequired": {"a": ["b"]}}, True),
+        (1, {"if": {"type": "integer"}, "then": {"minimum": 2}}, False),
+        ("a", {"if": {"type": "integer"}, "then": {"minimum": 2}}, True),
+        ("a", {"if": {"type": "integer"}, "else": {"minLength": 2}}, False),
+        (1, {"if": {"format": "x"}, "then": {"minimum": 2}}, True),
+        ("a", {"if": {}, "then": 7, "dependentRequired": 7, "contains": 7}, True),
+        ({}, {"dependentRequired": {"a": 7}, "uniqueItems": "x"}, True),
         (1, {"type": "strange", "items": 7, "required": "x", "minimum": "y", "enum": 0}, True),
         (1, {"$ref": "https://example.com/schema"}, True),
         (1, {"$ref": "#/nowhere"}, True),
@@ -90,6 +120,8 @@ def test_an_object_is_an_object() -> None:
         {"$ref": "#"},
         {"$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}] * 9}}, "$ref": "#/$defs/a"},
         {"allOf": [{"allOf": [{"allOf": [{"allOf": [{}] * 20}] * 20}] * 20}] * 20},
+        {"not": {"properties": {str(n): {} for n in range(30_000)}}},
+        {"$defs": {"a": {"if": {}, "then": {"$ref": "#/$defs/a"}}}, "$ref": "#/$defs/a"},
     ],
 )
 def test_a_hostile_schema_is_given_up(schema: object) -> None:
@@ -105,6 +137,9 @@ def test_no_keyword_costs_more_than_it_is_charged() -> None:
     assert holds(json.dumps([None] * 5_000), {"items": {"type": names}})
     assert holds(json.dumps([0] * 5_000), {"items": {"enum": [1] * 5_000 + [0]}})
     assert holds(json.dumps([{"null": 1}] * 5_000), {"items": {"required": names}})
+    assert holds(json.dumps([list(range(5_000))]), {"allOf": [{"uniqueItems": True}] * 5_000})
+    dependent = {"dependentRequired": {"null": names}}
+    assert holds(json.dumps([{"null": 1}] * 5_000), {"items": dependent})
     assert process_time() - before < 2
 
 

@@ -195,8 +195,20 @@ def test_json_is_asked_for_by_mime_type_and_schema() -> None:
             }
         )
     )
+    newer = parse(
+        hi(
+            generationConfig={
+                "responseMimeType": "application/json",
+                "responseJsonSchema": {"type": "array"},
+            }
+        )
+    )
 
     assert plain.prompts[0].output_format == OutputFormat("json_object")
+    assert (newer.prompts[0].output_format.strict, newer.prompts[0].output_format.path) == (
+        False,
+        "generationConfig.responseJsonSchema",
+    )
     assert schema.prompts[0].output_format == OutputFormat(
         "json_schema",
         '{"type":"array","items":{"type":"integer"}}',

@@ -195,7 +195,29 @@ def test_a_schema_does_not_choose_its_own_rules(allows: Allows) -> None:
     assert allows(call("get", "{}"), Tool("get", "", schema), tool_choice=REQUIRED)
     unknown = json.dumps({"x-guidance": {"lenient": True}, "not": {"type": "string"}})
     with pytest.raises(Exception, match="not"):
-        allows(call("get", "{}"), Tool("get", "", unknown), tool_choice=REQUIRED)
+        allows(call("get", "{}"), Tool("get", "", unknown, strict=True), tool_choice=REQUIRED)
+
+
+UNHELD = json.dumps({"type": "array", "items": {"type": "integer"}, "uniqueItems": True})
+
+
+def test_what_nobody_asked_to_be_strict_is_held_as_far_as_it_can_be(allows: Allows) -> None:
+    """A format, or a function that has to be called, with words that no grammar has."""
+    wanted = OutputFormat("json_schema", UNHELD, "f", strict=False)
+    schema = json.dumps({"type": "object", "properties": {"a": json.loads(UNHELD)}})
+    loose, strict = (Tool("put", "", schema, strict=is_strict) for is_strict in (False, True))
+
+    alone = grammar_of(Prompt(output_format=wanted), FALLBACK)
+    assert alone is not None
+    assert alone.kind == "lenient_json_schema"
+    assert allows("[1,1]", LOOSE, output_format=wanted)
+    assert not allows('["a"]', LOOSE, output_format=wanted)
+    assert allows(call("put", '{"a": [1,1]}'), loose, tool_choice=REQUIRED)
+    assert not allows(call("put", '{"a": ["b"]}'), loose, tool_choice=REQUIRED)
+    with pytest.raises(Exception, match="uniqueItems"):
+        allows("", strict, tool_choice=REQUIRED)
+    with pytest.raises(Exception, match="uniqueItems"):
+        allows("", LOOSE, output_format=OutputFormat("json_schema", UNHELD))
 
 
 @pytest.mark.parametrize(

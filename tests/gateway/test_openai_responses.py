@@ -97,7 +97,7 @@ def test_every_field_that_can_be_honoured_arrives() -> None:
     assert prompt.tools == (Tool("clock", "", '{"type":"object","properties":{}}', "tools[0]"),)
     assert prompt.tool_choice == ToolChoice("required", (), False)
     assert prompt.output_format == OutputFormat(
-        "json_schema", '{"type":"object"}', "text.format.schema"
+        "json_schema", '{"type":"object"}', "text.format.schema", strict=False
     )
 
 
