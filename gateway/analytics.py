@@ -163,10 +163,12 @@ class Prompts:
         self.prefixes: OrderedDict[bytes, list[Any]] = OrderedDict()
         self.reuse = ReuseSampler(SAMPLE_MAX)
         self.volatility = Volatility(SEEN_MAX)
+        self.count = 0
 
     def add(self, facts: Facts, at_s: float) -> None:
         """One more: its blocks and boundaries. O(tokens), about 0.5 us a block."""
         hashes, marks = digested(facts.tokens, facts.boundaries)
+        self.count += 1
         self.reuse.use(hashes, at_s)
         self.volatility.note(marks, facts.record.total_in)
         found = facts.record.physical_cached
@@ -279,12 +281,13 @@ class Analytics:
                 for one in prompts.volatility.breaks()
             ],
             "retention_advice": [
-                asdict(one) for one in advise_classes(prompts.reuse, classes, card)
+                asdict(one) for one in advise_classes(prompts.reuse, prompts.count, classes, card)
             ],
             "size_advice": [
                 {**asdict(one), "tokens": one.blocks * block_size}
-                for one in advise_sizes(prompts.reuse, sizes, card)
+                for one in advise_sizes(prompts.reuse, prompts.count, sizes, card)
             ],
+            "sampled_prompts": prompts.count,
             "sampled_blocks": prompts.reuse.sampled_blocks,
             "sampling_rate": prompts.reuse.rate,
             "rate_card": card.rate_card_id,

@@ -22,6 +22,7 @@ const span = (s) => (s === null || s === undefined ? "–" : s < 120 ? `${s.toFi
 const dollars = (pico) => (pico === null || pico === undefined ? "–" : `$${(pico / 1e12).toFixed(4)}`);
 const usd = (text) => (text === null || text === undefined ? "–" : `$${text.includes(".") ? text.replace(/(\.\d{4})\d+$/, "$1") : text}`);
 const bytes = (n) => (n > 2 ** 30 ? `${(n / 2 ** 30).toFixed(1)} GiB` : `${(n / 2 ** 20).toFixed(1)} MiB`);
+const gain = (a) => `${dollars(a.saving_pico)} ± ${dollars(a.error_pico)}`;
 const spell = (name) => name.replaceAll("_", " ");
 
 // --- asking ------------------------------------------------------------------------------------
@@ -153,11 +154,11 @@ const views = {
         wide("Blocks coming and going", churn(one.churn)),
         panel("Where prefixes break", table("Places at which prompts part, and what stood behind", ["place", "prompts", "tokens", "cost"],
           one.breaks.map((b) => [b.place, count(b.count), about(b.tokens), dollars(b.cost_pico)]), "Prompts only grow.")),
-        panel("What each retention class would be worth", table(`Per million prompt tokens, at ${one.rate_card}; from ${count(one.sampled_blocks)} sampled blocks`,
+        panel("What each retention class would be worth", table(`Per million prompt tokens, at ${one.rate_card}; from ${count(one.sampled_prompts)} prompts and ${count(one.sampled_blocks)} sampled blocks`,
           ["class", "hit ratio", "saving", ""],
-          one.retention_advice.map((a) => [a.retention, `${part(a.hit_ratio)} ± ${(100 * a.error).toFixed(1)}`, dollars(a.saving_pico), h("span", { class: a.verdict }, a.verdict)]))),
+          one.retention_advice.map((a) => [a.retention, `${part(a.hit_ratio)} ± ${(100 * a.error).toFixed(1)}`, gain(a), h("span", { class: a.verdict }, a.verdict === "too_few" ? "not enough data" : a.verdict)]))),
         panel("What more room would save", table("Per million prompt tokens", ["blocks", "tokens", "hit ratio", "saving"],
-          one.size_advice.map((a) => [count(a.blocks), about(a.tokens), `${part(a.hit_ratio)} ± ${(100 * a.error).toFixed(1)}`, dollars(a.saving_pico)]))),
+          one.size_advice.map((a) => [count(a.blocks), about(a.tokens), `${part(a.hit_ratio)} ± ${(100 * a.error).toFixed(1)}`, gain(a)]))),
         wide("Top prefixes", table("By tokens saved; a prefix is told by a digest and where it ends", ["ends at", "tokens", "uses", "hits", "digest"],
           one.top_prefixes.map((p) => [p.path, count(p.tokens), count(p.uses), count(p.hits), p.id]))),
         wide("Prefix tree", h("p", {}, h("a", { href: `#Tree/${encodeURIComponent(name)}` }, "Look at its tree")))),
