@@ -38,13 +38,13 @@ from engine.config import EngineConfig
 from engine.constraints import GRAMMAR_FAILURES, Constraints
 from engine.errors import EngineError, InvariantViolation
 from engine.housekeeping import Housekeeper
+from engine.patience import Patience
 from engine.plan import Runner, StepResult
 from engine.planner import Flight, Planner
 from engine.scheduler import Scheduler, Slice
 from engine.sequence import Sequence, Work
 from engine.vitals import Vitals
 
-STALLS_MAX = 3
 FAILURES = {
     "nan_logits": "The model's output was not a number.",
     "step_failed": "The step that computed this request failed.",
@@ -83,8 +83,7 @@ class Core:
         self._flights: deque[Flight] = deque()
         self._arrivals = 0
         self._next_sequence_id = 0
-        self._stalls = 0
-        self._drain_at_s: float | None = None
+        self._patience = Patience()
         self._housekeeper = Housekeeper(cache, config.check_interval_s, clock())
         self._planner = Planner(cache, self.scheduler, self._add_sequence)
 
@@ -150,11 +149,11 @@ class Core:
 
     def drain(self, timeout_s: float) -> None:
         """Refuse what comes; finish what is here; what is left at the end ends as `shutdown`."""
-        self._drain_at_s = self.clock() + timeout_s
+        self._patience.drain(self.clock() + timeout_s)
 
     @property
     def is_draining(self) -> bool:
-        return self._drain_at_s is not None
+        return self._patience.is_draining
 
     def has_work(self) -> bool:
         """Is there anything to compute, collect or say?"""
@@ -175,15 +174,20 @@ class Core:
         goes wrong in a step ends the requests it concerns.
         """
         now_s = self.clock()
-        self._end_overdue(now_s)
+        for overdue in list(self._patience.overdue(self.works.values(), now_s)):
+            self._finish(*overdue)
         self._take_compiled()
         self._make_masks()
         slices = self.scheduler.schedule(now_s)
         launched = bool(slices) and self._launch(slices, now_s)
         if self._flights and (len(self._flights) >= self.pipeline_depth or not launched):
             self._collect()
-        elif not slices and not self.constraints.is_behind:
-            self._stalled(now_s)
+        elif (
+            not slices
+            and not self.constraints.is_behind
+            and (stalled := self._patience.stalled(self.works.values()))
+        ):
+            self._finish(*stalled)
         self._housekeeper.keep(now_s, is_busy=bool(self.works or self._flights))
         events, self._events = self._events, []
         return events
@@ -193,7 +197,7 @@ class Core:
             if piece.sequence.work.started_at_s is None:
                 self._started(piece.sequence, now_s)
         plan, flight = self._planner.plan(self.vitals.next_step(), slices, now_s)
-        self._stalls = 0
+        self._patience.moved()
         try:
             self.runner.launch(plan)
         except InvariantViolation:
@@ -333,30 +337,6 @@ class Core:
         for work in concerned:
             if not work.is_finished:
                 self._finish(work, "failed", "step_failed", message)
-
-    def _end_overdue(self, now_s: float) -> None:
-        for work in list(self.works.values()):
-            due_s = work.deadline_at_s
-            if work.started_at_s is None and due_s is not None and due_s <= now_s:
-                message = "The request was not started before its deadline."
-                self._finish(work, "timeout", "timeout", message)
-        if self._drain_at_s is not None and self._drain_at_s <= now_s:
-            for work in list(self.works.values()):
-                self._finish(work, "shutdown", "draining", "The engine is shutting down.")
-
-    def _stalled(self, now_s: float) -> None:
-        """Work, and nothing that could run: after a few steps the first in line fails.
-
-        Promises and floors of others may hold the memory that `fits` found when it was idle.
-        """
-        works = [w for w in self.works.values() if not w.is_compiling]
-        self._stalls += 1 if works else -self._stalls
-        if self._stalls < STALLS_MAX:
-            return
-        self._stalls = 0
-        first = min(works, key=lambda w: (-w.request.priority, w.arrival))
-        message = "The cache memory this request needs is promised for now; try again later."
-        self._finish(first, "failed", "kv_promised", message)
 
     # -- inside -------------------------------------------------------------------------------
 
