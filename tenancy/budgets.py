@@ -284,15 +284,12 @@ def _line(db: Transaction, budget: Budget) -> list[int]:
     """The budget's key, those it was rotated from and those it was rotated to; 0 for a tenant's."""
     if not budget.key_id:
         return [0]
-    rotated = "select key_id, replaced_by from keys where tenant_id = ? and replaced_by is not null"
-    after = {int(old): int(new) for old, new in db.rows(rotated, (budget.tenant_id,))}
-    before = {new: old for old, new in after.items()}
-    line = [budget.key_id]
-    while line[0] in before:
-        line.insert(0, before[line[0]])
-    while line[-1] in after:
-        line.append(after[line[-1]])
-    return line
+    rows = db.rows(
+        "select key_id from keys where tenant_id = ?1 and coalesce(line_id, key_id) ="
+        " (select coalesce(line_id, key_id) from keys where key_id = ?2)",
+        (budget.tenant_id, budget.key_id),
+    )
+    return [key_id for (key_id,) in rows]
 
 
 def _check_owner(db: Transaction, budget: Budget) -> None:

@@ -166,22 +166,26 @@ def _change(
         )
         return key_id, "changed"
     _end(db, now_ms, key_id)
-    new_id = _insert(db, now_ms, at, new)
+    line = db.rows("select coalesce(line_id, key_id) from keys where key_id = ?", (key_id,))
+    new_id = _insert(db, now_ms, at, new, line[0][0])
     db.execute("update keys set replaced_by = ? where key_id = ?", (new_id, key_id))
     # Whoever keeps budgets reads them again: those of the old key hold for the new one.
     db.execute("update money_version set version = version + 1")
     return new_id, "replaced"
 
 
-def _insert(db: Transaction, now_ms: int, at: tuple[int, str], new: _Terms) -> int:
+def _insert(
+    db: Transaction, now_ms: int, at: tuple[int, str], new: _Terms, line_id: int | None = None
+) -> int:
     tenant_id, label = at
     shown = DIGEST_PREFIX + new.digest.hex()[:SHOWN_SIGNS]
     made = db.rows(
         "insert into keys (digest, shown, tenant_id, workspace, label, created_ms, expires_ms,"
-        " scopes, limits, is_declared) values (?, ?, ?, ?, ?, ?, ?, ?, ?, 1) returning key_id",
+        " scopes, limits, line_id, is_declared) values (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 1)"
+        " returning key_id",
         (
             *(new.digest, shown, tenant_id, new.workspace, label, now_ms, new.expires_ms),
-            *(new.scopes, new.limits),
+            *(new.scopes, new.limits, line_id),
         ),
     )
     return int(made[0][0])

@@ -17,7 +17,8 @@ from contextlib import suppress
 from msgspec import Struct
 
 from tenancy.errors import KeyRefused, StoreError
-from tenancy.keys import ADMIN, KeyFacts, KeyRing, load_keys
+from tenancy.key_ring import KeyFacts, KeyRing, load_keys
+from tenancy.keys import ADMIN
 from tenancy.registry import Registered, list_registered, read_registered
 from tenancy.shared_scopes import ALL, Membership, memberships
 from tenancy.store import Store
@@ -64,6 +65,7 @@ class Registry:
             found.tenant,
             facts.workspace,
             facts.key_id,
+            facts.line_id,
             found.policy,
             facts.scopes,
             found.limits,

@@ -2,27 +2,24 @@
 
 A key is `tl-` and 43 signs of base 62: 256 random bits. It is stored as its SHA-256. A slow hash
 (argon2) protects secrets that people choose and others can guess; nobody guesses 256 bits, and a
-slow hash on each request would be a way to wear the server out. A lookup finds the entry by the
-first bytes of the digest, which tell an attacker nothing about the key, and compares the whole in
-constant time; a key that does not exist takes the same work. A tenant's key has scopes; an
+slow hash on each request would be a way to wear the server out. A key that is rotated, and what it
+is rotated to, are one line: they share limits and budgets. A tenant's key has scopes; an
 administrator's belongs to no tenant and has one scope of its own. It knows no HTTP; `registry`,
-the admin API and the command line call it.
+the admin API and the command line call it, `key_ring` finds keys.
 """
 
 from __future__ import annotations
 
 import hashlib
-import hmac
 import re
 import secrets
 import string
-from collections.abc import Iterable, Sequence
-from functools import cache
+from collections.abc import Iterable
 
 import msgspec
 from msgspec import Struct
 
-from tenancy.errors import BadName, KeyRefused
+from tenancy.errors import BadName
 from tenancy.limits import check_limits
 from tenancy.pseudonyms import check_there
 from tenancy.store import Row, Store, Transaction, Value
@@ -64,61 +61,6 @@ class Key(Struct, frozen=True):
     is_declared: bool = False
 
 
-class KeyFacts(Struct, frozen=True):
-    """What authentication needs of a key. An administrator's has the tenant id 0."""
-
-    digest: bytes
-    key_id: int
-    tenant_id: int
-    workspace: str
-    expires_ms: int | None
-    revoked_ms: int | None
-    scopes: frozenset[str]
-    limits: Limits
-
-
-_NOBODY = KeyFacts(bytes(32), 0, 0, "", None, None, frozenset(), _FREE)
-"""What a key that does not exist is compared with. Nothing is known whose digest is all zeros."""
-
-
-class KeyRing:
-    """Every key, found by the first eight bytes of its digest. Belongs to one thread."""
-
-    def __init__(self, keys: Iterable[KeyFacts]) -> None:
-        self._by_digest: dict[bytes, KeyFacts] = {}
-        self._digests: dict[int, bytes] = {}
-        for facts in keys:
-            self._put(facts)
-
-    def __len__(self) -> int:
-        return len(self._digests)
-
-    def find(self, key: str, now_ms: int) -> KeyFacts:
-        """The facts of a live key. O(1). Raises KeyRefused."""
-        digest = digest_of(key)
-        found = self._by_digest.get(digest[:8], _NOBODY)
-        if not hmac.compare_digest(digest, found.digest):
-            raise KeyRefused("key_unknown", "No such key.")
-        if found.revoked_ms is not None and found.revoked_ms <= now_ms:
-            raise KeyRefused("key_revoked", "This key has been revoked.")
-        if found.expires_ms is not None and found.expires_ms <= now_ms:
-            raise KeyRefused("key_expired", "This key has expired.")
-        return found
-
-    def replace(self, key_ids: Iterable[int], keys: Iterable[KeyFacts]) -> None:
-        """These are now so; those of the ids that are not among them go. O(key ids)."""
-        for key_id in key_ids:
-            gone = self._digests.pop(key_id, None)
-            if gone is not None:
-                del self._by_digest[gone]
-        for facts in keys:
-            self._put(facts)
-
-    def _put(self, facts: KeyFacts) -> None:
-        self._by_digest[facts.digest[:8]] = facts
-        self._digests[facts.key_id] = facts.digest[:8]
-
-
 def digest_of(key: str) -> bytes:
     """What is stored of a key."""
     return hashlib.sha256(key.encode(errors="surrogatepass")).digest()
@@ -127,16 +69,6 @@ def digest_of(key: str) -> bytes:
 def is_key(text: str) -> bool:
     """Does it look like a key of ours?"""
     return _KEY.fullmatch(text) is not None
-
-
-def load_keys(store: Store, key_ids: Sequence[int] | None = None) -> list[KeyFacts]:
-    """Those of these ids that there are, or all. O(keys), about 5 us each. Raises StoreError."""
-    if key_ids is None:
-        return list(map(_facts, store.query(_FACTS)))
-    if not key_ids:
-        return []
-    marks = ", ".join("?" * len(key_ids))
-    return list(map(_facts, store.query(f"{_FACTS} where key_id in ({marks})", key_ids)))
 
 
 def create_key(
@@ -195,11 +127,11 @@ def rotate_key(store: Store, clock: WallClock, which: str, grace_ms: int) -> tup
         life_ms = None if old.expires_ms is None else old.expires_ms - old.created_ms
         expires_ms = None if life_ms is None else now_ms + life_ms
         ends_ms = min(old.expires_ms or now_ms + grace_ms, now_ms + grace_ms)
-        tenant = "select tenant_id from keys where key_id = ?"
-        tenant_id = db.rows(tenant, (old.key_id,))[0][0]
+        whose = "select tenant_id, coalesce(line_id, key_id) from keys where key_id = ?"
+        tenant_id, line_id = db.rows(whose, (old.key_id,))[0]
         text = " ".join(sorted(old.scopes))
         facts = (old.workspace, old.label, now_ms, expires_ms, text, old.limits)
-        new_id = _insert(db, key, tenant_id, facts)
+        new_id = _insert(db, key, tenant_id, facts, line_id)
         db.execute(
             "update keys set expires_ms = ?, replaced_by = ?, is_declared = 0 where key_id = ?",
             (ends_ms, new_id, old.key_id),
@@ -321,16 +253,17 @@ def _insert(
     key: str,
     tenant_id: int | None,
     facts: tuple[str, str, int, int | None, str, Limits],
+    line_id: int | None = None,
 ) -> int:
     workspace, label, created_ms, expires_ms, scopes, limits = facts
     shown = key[: len(PREFIX) + SHOWN_SIGNS]
     values = (
         *(digest_of(key), shown, tenant_id, workspace, label, created_ms, expires_ms),
-        *(scopes, write_limits(limits)),
+        *(scopes, write_limits(limits), line_id),
     )
     made = db.rows(
         "insert into keys (digest, shown, tenant_id, workspace, label, created_ms, expires_ms,"
-        " scopes, limits) values (?, ?, ?, ?, ?, ?, ?, ?, ?) returning key_id",
+        " scopes, limits, line_id) values (?, ?, ?, ?, ?, ?, ?, ?, ?, ?) returning key_id",
         values,
     )
     return int(made[0][0])
@@ -341,22 +274,6 @@ _KEYS = (
     " scopes, keys.limits, replaced_by, keys.is_declared * tenants.is_declared from keys"
     " left join tenants using (tenant_id)"
 )
-
-
-_FACTS = (
-    "select digest, key_id, coalesce(tenant_id, 0), workspace, expires_ms, revoked_ms, scopes,"
-    " limits from keys"
-)
-
-
-@cache
-def _scopes(text: str) -> frozenset[str]:
-    """A few sets, however many keys: there are eight."""
-    return frozenset(text.split())
-
-
-def _facts(row: Row) -> KeyFacts:
-    return KeyFacts(*(*row[:6], _scopes(row[6]), read_limits(row[7])))
 
 
 def _key(row: Row) -> Key:

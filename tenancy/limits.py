@@ -3,16 +3,9 @@
 Each limit is a token bucket that holds a minute's worth and refills evenly. What a request may
 come to is reserved when it is admitted (for tokens: what is not in the cache, and the most it may
 answer) and corrected when it ends, so that what was admitted never exceeds a limit, however many
-ask at once. It knows no HTTP, no engine and no database; the gateway calls it, on one thread.
-
-A bucket is one number, from which what is owed at any time follows: it drains at the limit's own
-rate. Everything is whole numbers (tokens times the nanoseconds of a minute), so sums are exact. A
-limit that changes at runtime holds for the next request: a half-full bucket of one size is a
-half-full one of another.
-
-    owed ┤ ╲ taken        given while owed + cost is at most a minute's worth
-         │  ╲│╲
-         └────────▶ time
+ask at once. A key shares its buckets with those it was rotated from and to: a new key is no new
+minute. A limit that changes at runtime holds for the next request. It knows no HTTP, no engine and
+no database; the gateway calls it, on one thread.
 """
 
 from __future__ import annotations
@@ -26,11 +19,10 @@ from typing import Literal
 import msgspec
 from msgspec import Struct
 
+from tenancy.buckets import MINUTE_NS, SECOND_NS, Bucket, Kind
 from tenancy.errors import BadName, LimitExceeded
 from tenancy.types import Identity, Limits
 
-SECOND_NS = 1_000_000_000
-MINUTE_NS = 60 * SECOND_NS
 LIMIT_MAX = 10**12
 AT_ONCE_RETRY_S = 1.0
 """Nobody knows when a running request ends; a second is soon enough to ask again."""
@@ -38,7 +30,6 @@ AT_ONCE_RETRY_S = 1.0
 Meter = Literal["requests", "tokens", "input_tokens", "output_tokens"]
 METERS: tuple[Meter, ...] = ("requests", "tokens", "input_tokens", "output_tokens")
 
-Kind = Literal["tenant", "key"]
 _Counts = tuple[int, int, int, int]
 """What a request counts on each of `METERS`."""
 
@@ -68,56 +59,17 @@ class LimitState(Struct, frozen=True):
     reset_s: float
 
 
-@dataclass(slots=True)
-class _Bucket:
-    """What is owed at a time is `until` less the time times the limit; below zero nothing is.
-    `told`: the same, if those who were refused had been given when they were told to come back."""
-
-    kind: Kind
-    meter: int
-    limit: int
-    until: int = 0
-    told: int = 0
-
-    def owed(self, now_ns: int) -> int:
-        """Token-nanoseconds. Changes nothing."""
-        return max(0, self.until - now_ns * self.limit)
-
-    def resize(self, now_ns: int, limit: int) -> None:
-        """The limit has changed; shares are rounded up."""
-        before, after = now_ns * self.limit, now_ns * limit
-        self.until = after - min(0, (before - self.until) * limit // self.limit)
-        self.told = after - min(0, (before - self.told) * limit // self.limit)
-        self.limit = limit
-
-    def after_ns(self, now_ns: int, cost: int) -> int:
-        """How long until that much fits. O(1). Changes nothing."""
-        return max(0, -(-(self.owed(now_ns) + cost - self.limit * MINUTE_NS) // self.limit))
-
-    def turn_ns(self, now_ns: int, cost: int) -> int:
-        """How long until that much fits after all who were told to wait before: each gets a turn
-        of his own, or all would come at once and most be refused again. At most a minute."""
-        whole, drained = self.limit * MINUTE_NS, now_ns * self.limit
-        turn = max(self.until, self.told, drained) + cost - drained
-        self.told = drained + min(turn, 2 * whole)
-        return min(MINUTE_NS, -(-(turn - whole) // self.limit))
-
-    def is_idle(self, now_ns: int) -> bool:
-        """Would a new one be the same?"""
-        return max(self.until, self.told) <= now_ns * self.limit
-
-
-_Row = tuple[tuple[_Bucket, int, int], ...]
+_Row = tuple[tuple[Bucket, int, int], ...]
 """Buckets of an account: (bucket, meter, the limit while this row holds)."""
 
 
 @dataclass(slots=True)
 class _Account:
-    """What a tenant or a key has used. `buckets`: by the place of the meter in `METERS`; `row`:
-    those that `limits` sets; `at_once_max`: how many of its requests may run by them."""
+    """What a tenant or a line of keys has used. `buckets`: by the place of the meter in `METERS`;
+    `row`: those that `limits` sets; `at_once_max`: how many of its requests may run by them."""
 
     kind: Kind
-    buckets: dict[int, _Bucket] = field(default_factory=dict)
+    buckets: dict[int, Bucket] = field(default_factory=dict)
     at_once: int = 0
     at_once_max: int = LIMIT_MAX
     limits: Limits = field(default_factory=Limits)
@@ -136,7 +88,7 @@ class _Account:
         for meter, limit in _set(limits):
             bucket = self.buckets.get(meter)
             if bucket is None:
-                bucket = self.buckets[meter] = _Bucket(self.kind, meter, limit)
+                bucket = self.buckets[meter] = Bucket(self.kind, meter, limit)
             elif bucket.limit != limit:
                 bucket.resize(now_ns, limit)
             row.append((bucket, meter, limit))
@@ -218,7 +170,7 @@ class Limiter:
         assert min(counts) >= 0
         now_ns = self.now_ns()
         tenant = self._account(self._tenants, "tenant", identity.tenant.tenant_id, now_ns)
-        key = self._account(self._keys, "key", identity.key_id, now_ns)
+        key = self._account(self._keys, "key", identity.line_id, now_ns)
         rows = tenant.under(identity.limits, now_ns), key.under(identity.key_limits, now_ns)
         fits = tenant.at_once < tenant.at_once_max and key.at_once < key.at_once_max
         for row in rows:
@@ -270,7 +222,7 @@ class Limiter:
         return self._open
 
     def __len__(self) -> int:
-        """Tenants and keys that are remembered."""
+        """Tenants and lines of keys that are remembered."""
         return len(self._tenants) + len(self._keys)
 
     def check(self) -> None:
@@ -284,7 +236,7 @@ class Limiter:
     def _rows(self, identity: Identity, now_ns: int) -> tuple[_Row, _Row]:
         """The tenant's and the key's; of those who are not remembered, what they begin with."""
         tenant = self._tenants.get(identity.tenant.tenant_id) or _Account("tenant")
-        key = self._keys.get(identity.key_id) or _Account("key")
+        key = self._keys.get(identity.line_id) or _Account("key")
         return tenant.under(identity.limits, now_ns), key.under(identity.key_limits, now_ns)
 
     @staticmethod
@@ -370,7 +322,7 @@ def _refusal(
     return _full(bucket, count, now_ns)
 
 
-def _never_fits(bucket: _Bucket, count: int) -> LimitExceeded:
+def _never_fits(bucket: Bucket, count: int) -> LimitExceeded:
     """What is more than a whole bucket would wait for ever."""
     words = METERS[bucket.meter].replace("_", " ")
     return LimitExceeded(
@@ -384,7 +336,7 @@ def _never_fits(bucket: _Bucket, count: int) -> LimitExceeded:
     )
 
 
-def _full(bucket: _Bucket, count: int, now_ns: int) -> LimitExceeded:
+def _full(bucket: Bucket, count: int, now_ns: int) -> LimitExceeded:
     """It says when to come back, and that turn is taken."""
     meter = METERS[bucket.meter]
     state = _states([((bucket, bucket.meter, bucket.limit),)], now_ns)[meter]

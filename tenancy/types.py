@@ -111,12 +111,14 @@ class SharedScope(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Identity(Struct, frozen=True, forbid_unknown_fields=True):
-    """Who is asking, as far as a valid key proves it. `limits` are the tenant's. `scope`: where the
-    workspace's cache is, if others share it."""
+    """Who is asking, as far as a valid key proves it. `line_id`: the first key of those that it was
+    rotated from, or its own; they share what is counted by key. `limits` are the tenant's. `scope`:
+    where the workspace's cache is, if others share it."""
 
     tenant: Tenant
     workspace: str
     key_id: int
+    line_id: int
     policy: CachePolicy
     scopes: frozenset[str] = frozenset({"inference"})
     limits: Limits = Limits()

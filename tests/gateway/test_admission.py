@@ -40,7 +40,7 @@ NOW = Circumstances(
 
 def identity(tenant_id: int = 1, workspace: str = "default", **policy: object) -> Identity:
     tenant = Tenant(tenant_id, "ada", "active", 0)
-    return Identity(tenant, workspace, 1, CachePolicy(**policy))  # type: ignore[arg-type]
+    return Identity(tenant, workspace, 1, 1, CachePolicy(**policy))  # type: ignore[arg-type]
 
 
 def ask(

@@ -23,7 +23,7 @@ WORDS = st.text(string.ascii_lowercase + string.digits + "._-", min_size=1, max_
 
 
 def whose(tenant_id: int, workspace: str) -> Identity:
-    return Identity(Tenant(tenant_id, "any", "active", 0), workspace, 1, CachePolicy())
+    return Identity(Tenant(tenant_id, "any", "active", 0), workspace, 1, 1, CachePolicy())
 
 
 @given(tenant_id=st.integers(1, 2**40), workspace=WORDS, partition=st.text(max_size=20))

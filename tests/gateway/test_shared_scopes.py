@@ -80,7 +80,9 @@ async def test_members_share_and_nobody_else_does(shared: House) -> None:
 
 
 def identity(name: int, scope: SharedScope | None) -> Identity:
-    return Identity(Tenant(name, f"t{name}", "active", 0), "w", name, CachePolicy(), scope=scope)
+    return Identity(
+        Tenant(name, f"t{name}", "active", 0), "w", name, name, CachePolicy(), scope=scope
+    )
 
 
 def lived(life: list[tuple[int, tuple[int, ...]]], sharing: bool, alone: int | None) -> list[int]:

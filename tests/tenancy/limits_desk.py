@@ -40,10 +40,11 @@ class Desk:
         *,
         key_limits: Limits = FREE,
         key_id: int = 1,
+        line_id: int | None = None,
         tenant_id: int = 1,
     ) -> LimitExceeded | None:
         """Reserve: None if it was given, the refusal otherwise."""
-        who = identity(limits, key_limits, key_id=key_id, tenant_id=tenant_id)
+        who = identity(limits, key_limits, key_id=key_id, line_id=line_id, tenant_id=tenant_id)
         try:
             self.open.append(self.limiter.reserve(who, demand))
         except LimitExceeded as refusal:
@@ -63,12 +64,19 @@ class Desk:
 
 
 def identity(
-    limits: Limits, key_limits: Limits = FREE, *, key_id: int = 1, tenant_id: int = 1
+    limits: Limits,
+    key_limits: Limits = FREE,
+    *,
+    key_id: int = 1,
+    line_id: int | None = None,
+    tenant_id: int = 1,
 ) -> Identity:
+    """`line_id`: the key's own unless it was rotated from another."""
     return Identity(
         Tenant(tenant_id, "ada", "active", 0),
         "default",
         key_id,
+        key_id if line_id is None else line_id,
         CachePolicy(),
         limits=limits,
         key_limits=key_limits,

@@ -15,14 +15,13 @@ from tenancy.declared import DeclaredTenant, reconcile
 from tenancy.declared_keys import DeclaredKey, KeyChange
 from tenancy.deletion import delete_tenant
 from tenancy.errors import BadName, KeyRefused
+from tenancy.key_ring import KeyRing, load_keys
 from tenancy.keys import (
-    KeyRing,
     change_key,
     create_key,
     digest_of,
     find_key,
     list_keys,
-    load_keys,
     revoke_key,
     rotate_key,
 )
@@ -115,6 +114,7 @@ def test_another_digest_replaces_the_key_and_its_budget_goes_on(store: Store, wa
     assert store.query("select version from money_version") > version
     with store.snapshot() as db:
         assert load_budgets(db).keys() == {(1, 1), (1, 2)}
+    assert [facts.line_id for facts in load_keys(store)] == [1, 1]
 
 
 def test_a_key_that_has_expired_is_replaced_like_another(store: Store, wall: Wall) -> None:

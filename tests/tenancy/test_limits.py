@@ -6,8 +6,13 @@ from math import ceil
 
 import pytest
 
+from tenancy.identities import Registry
+from tenancy.keys import create_key, rotate_key
 from tenancy.limits import Demand, LimitState
+from tenancy.registry import create_tenant
+from tenancy.store import Store
 from tenancy.types import Limits
+from tests.tenancy.conftest import Wall
 from tests.tenancy.limits_desk import FREE, SMALL, Desk, identity
 
 
@@ -235,6 +240,42 @@ def test_a_keys_limit_holds_for_it_alone(desk: Desk) -> None:
     two = desk.given(9, tenant, key_id=2)
 
     assert (one, two) == (1, 3)
+
+
+def test_a_key_that_is_rotated_gets_no_new_minute(desk: Desk, store: Store, wall: Wall) -> None:
+    """During the grace both work, as one; another key of the tenant has its own."""
+    ada = create_tenant(store, wall, "ada").tenant_id
+    limits = Limits(requests_per_minute=4, requests_at_once=3)
+    old, other = (create_key(store, wall, ada, limits=limits) for _ in range(2))
+    new, _, _ = rotate_key(store, wall, "1", 9)
+    registry = Registry(store, wall, desk.clock)
+
+    def given(key: str, count: int) -> int:
+        who = registry.authenticate(key)
+        return desk.given(
+            count,
+            who.limits,
+            key_limits=who.key_limits,
+            key_id=who.key_id,
+            line_id=who.line_id,
+        )
+
+    at_once = [given(old, 2), given(new, 2)]
+    for _ in range(3):
+        desk.settle(SMALL)
+
+    assert at_once == [2, 1]
+    assert [given(new, 2), given(old, 2), given(other, 9)] == [1, 0, 3]
+
+
+def test_keys_of_a_line_may_have_other_limits(desk: Desk) -> None:
+    """The new one was given half: what the old one took of its own counts in proportion."""
+    whole, half = Limits(tokens_per_minute=1_000), Limits(tokens_per_minute=500)
+    desk.ask(FREE, Demand(500, 0), key_limits=whole, key_id=1)
+    too_much = desk.ask(FREE, Demand(251, 0), key_limits=half, key_id=2, line_id=1)
+
+    assert too_much is not None
+    assert desk.ask(FREE, Demand(250, 0), key_limits=half, key_id=2, line_id=1) is None
 
 
 def test_tenants_do_not_share(desk: Desk) -> None:
