@@ -1,34 +1,29 @@
-"""A gateway for SDKs: everything between the socket and the runner is the product."""
+"""A gateway for SDKs: everything between the socket and the runner is the product. And the default
+model as it lies on this disk, with a core over it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 
+from engine.core import Core
 from engine.model_store import ModelCard
-from tests.gateway.house import House
-from tests.models import prepared
+from tests.e2e.real_core import real_card, real_core
+from tests.gateway.house import card, house, made
+
+__all__ = ["card", "house", "made"]
 
 
-@pytest.fixture(scope="session")
-def card(tmp_path_factory: pytest.TempPathFactory) -> ModelCard:
-    """A tiny model with a byte-level tokenizer and a chat template that knows no tools."""
-    return prepared(tmp_path_factory.mktemp("model"))
+@pytest.fixture(scope="module")
+def default_card() -> ModelCard:
+    """Skips where the model has not been fetched."""
+    return real_card()
 
 
-@pytest.fixture
-def made(card: ModelCard, tmp_path: Path) -> Iterator[House]:
-    """A gateway that has not been opened yet: a file says here what is another way in its own."""
-    house = House(card, tmp_path)
-    yield house
-    house.discard()
-
-
-@pytest.fixture
-async def house(made: House) -> AsyncIterator[House]:
-    """A gateway that listens."""
-    await made.open()
-    yield made
-    await made.close()
+@pytest.fixture(scope="module")
+def default_core(default_card: ModelCard) -> Iterator[Core]:
+    """With the compiler's threads and processes."""
+    with real_core(default_card) as core:
+        yield core

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from tokenizers import Tokenizer
 from engine.api import CacheGrant, Finished, Grammar, Request, SampleEnded, Sampling, Tokens
 from engine.core import Core
 from engine.model_store import ModelCard
-from tests.e2e.real_core import real_card, real_core
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
 
@@ -32,17 +30,6 @@ PERSON = {
     "required": ["name", "age", "email", "tags"],
     "additionalProperties": False,
 }
-
-
-@pytest.fixture(scope="module")
-def card() -> ModelCard:
-    return real_card()
-
-
-@pytest.fixture(scope="module")
-def core(card: ModelCard) -> Iterator[Core]:
-    with real_core(card) as core:
-        yield core
 
 
 def answers(
@@ -89,23 +76,29 @@ def check_person(document: Any) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_small_model_fills_in_a_schema(core: Core, card: ModelCard, temperature: float) -> None:
+def test_a_small_model_fills_in_a_schema(
+    default_core: Core, default_card: ModelCard, temperature: float
+) -> None:
     """A model of 135 M parameters that cannot write such a document by itself, greedy and not."""
     grammar = Grammar("json_schema", json.dumps(PERSON))
     sampling = Sampling(temperature=temperature, seed=11)
 
-    said = answers(core, card, grammar, sampling, samples=4 if temperature else 1)
+    said = answers(default_core, default_card, grammar, sampling, samples=4 if temperature else 1)
 
     for text, reason in said:
         assert reason == "stop"
         check_person(json.loads(text))
 
 
-def test_hot_noise_under_a_schema_is_still_a_document(core: Core, card: ModelCard) -> None:
+def test_hot_noise_under_a_schema_is_still_a_document(
+    default_core: Core, default_card: ModelCard
+) -> None:
     """At temperature 5 the model is noise; what the schema says holds all the same."""
     grammar = Grammar("json_schema", json.dumps(PERSON))
 
-    said = answers(core, card, grammar, Sampling(temperature=5.0, seed=5), samples=3)
+    said = answers(
+        default_core, default_card, grammar, Sampling(temperature=5.0, seed=5), samples=3
+    )
 
     ended = [text for text, reason in said if reason == "stop"]
     assert ended
@@ -113,11 +106,11 @@ def test_hot_noise_under_a_schema_is_still_a_document(core: Core, card: ModelCar
         check_person(json.loads(text))
 
 
-def test_a_choice_is_one_of_its_options(core: Core, card: ModelCard) -> None:
+def test_a_choice_is_one_of_its_options(default_core: Core, default_card: ModelCard) -> None:
     """Classification: a word out of three, and nothing around it."""
     grammar = Grammar("regex", "positive|negative|neutral")
 
-    ((text, reason),) = answers(core, card, grammar, Sampling(temperature=0))
+    ((text, reason),) = answers(default_core, default_card, grammar, Sampling(temperature=0))
 
     assert text in {"positive", "negative", "neutral"}
     assert reason == "stop"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator
 
 import pytest
 from msgspec.structs import replace
@@ -20,7 +19,6 @@ from gateway.dialects.canonical import OutputFormat, Prompt, Segment, Tool, Tool
 from gateway.prompt import Renderer
 from gateway.prompt.call_reader import Called, CallReader, Said
 from gateway.prompt.format_check import satisfies
-from tests.e2e.real_core import real_card, real_core
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
 
@@ -43,19 +41,8 @@ TOOLS = (
 
 
 @pytest.fixture(scope="module")
-def card() -> ModelCard:
-    return real_card()
-
-
-@pytest.fixture(scope="module")
-def renderer(card: ModelCard) -> Renderer:
-    return Renderer(card)
-
-
-@pytest.fixture(scope="module")
-def core(card: ModelCard) -> Iterator[Core]:
-    with real_core(card) as core:
-        yield core
+def renderer(default_card: ModelCard) -> Renderer:
+    return Renderer(default_card)
 
 
 def answers(
@@ -106,10 +93,12 @@ def read(renderer: Renderer, ids: list[int]) -> tuple[str, list[tuple[str, str]]
     return "".join(piece.text for piece in found if isinstance(piece, Said)), calls
 
 
-def test_a_function_asked_for_by_name_is_called_once(core: Core, renderer: Renderer) -> None:
+def test_a_function_asked_for_by_name_is_called_once(
+    default_core: Core, renderer: Renderer
+) -> None:
     """By a model that would not think of it, greedily: with the arguments of its schema."""
     prompt = Prompt(tool_choice=ToolChoice("required", ("get_weather",)))
-    ((text, calls, reason),) = answers(core, renderer, prompt, Sampling(temperature=0))
+    ((text, calls, reason),) = answers(default_core, renderer, prompt, Sampling(temperature=0))
 
     assert (text, reason) == ("", "stop")
     ((name, arguments),) = calls
@@ -117,12 +106,16 @@ def test_a_function_asked_for_by_name_is_called_once(core: Core, renderer: Rende
     assert satisfies(arguments, OutputFormat("json_schema", WEATHER))
 
 
-def test_whatever_is_drawn_a_required_call_is_a_call(core: Core, renderer: Renderer) -> None:
+def test_whatever_is_drawn_a_required_call_is_a_call(
+    default_core: Core, renderer: Renderer
+) -> None:
     """At temperature 3 the model is noise; some function is called all the same."""
     prompt = Prompt(tool_choice=ToolChoice("required", parallel=False))
     sampling = Sampling(temperature=3, seed=3)
 
-    ended = [said for said in answers(core, renderer, prompt, sampling, 4) if said[2] == "stop"]
+    ended = [
+        said for said in answers(default_core, renderer, prompt, sampling, 4) if said[2] == "stop"
+    ]
     assert ended
     for text, calls, _ in ended:
         ((name, arguments),) = calls
@@ -130,9 +123,11 @@ def test_whatever_is_drawn_a_required_call_is_a_call(core: Core, renderer: Rende
         assert name == "get_time" or satisfies(arguments, OutputFormat("json_schema", WEATHER))
 
 
-def test_a_strict_function_leaves_the_model_its_words(core: Core, renderer: Renderer) -> None:
+def test_a_strict_function_leaves_the_model_its_words(
+    default_core: Core, renderer: Renderer
+) -> None:
     """The grammar is there, and text is in it."""
-    ((text, calls, _),) = answers(core, renderer, Prompt(), Sampling(temperature=0))
+    ((text, calls, _),) = answers(default_core, renderer, Prompt(), Sampling(temperature=0))
 
     assert text
     assert calls == []

@@ -11,12 +11,13 @@ import io
 import json
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 from aiohttp import ClientResponse, ClientSession, ClientTimeout
 
 from engine.api import EngineInfo, Stats
@@ -39,6 +40,7 @@ from tenancy.registry import create_tenant, list_tenants
 from tenancy.sqlite_store import SqliteStore
 from tenancy.store import Store
 from tests.fakes import FakeRunner
+from tests.models import prepared
 
 BLOCKS = 256
 CONTEXT = 512
@@ -326,3 +328,28 @@ async def read_answer(reader: asyncio.StreamReader) -> bytes:
 def status_of(answer: bytes) -> int:
     """The HTTP status; 0 if the connection was closed without a word."""
     return int(answer.split(b" ", 2)[1]) if answer.startswith(b"HTTP/") else 0
+
+
+# --- fixtures: conftests of folders whose tests need a gateway take them from here ----------------
+
+
+@pytest.fixture(scope="session")
+def card(tmp_path_factory: pytest.TempPathFactory) -> ModelCard:
+    """A tiny model with a byte-level tokenizer and a chat template that knows no tools."""
+    return prepared(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def made(card: ModelCard, tmp_path: Path) -> Iterator[House]:
+    """A gateway that has not been opened yet: a file says here what is another way in its own."""
+    house = House(card, tmp_path)
+    yield house
+    house.discard()
+
+
+@pytest.fixture
+async def house(made: House) -> AsyncIterator[House]:
+    """A gateway that listens, with settings as they come."""
+    await made.open()
+    yield made
+    await made.close()
