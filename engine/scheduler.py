@@ -320,13 +320,16 @@ class Scheduler:
         target = found.cached_tokens
         if target >= (len(sequence.tokens) - 1) // size * size:
             return False  # every whole block it could use is there
-        namespace = request.grant.namespace
-        busy = [s for s in self.running.values() if self._is_writing(s, namespace)]
-        best = None
-        for other in busy:
+        namespace, best = request.grant.namespace, None
+        missing = _block_at(sequence, target, size)
+        for other in self.running.values():
+            # Nearly all differ in the first block that is missing, which a glance tells.
+            if _block_at(other, target, size) != missing or not self._is_writing(other, namespace):
+                continue
             common = common_tokens(sequence, other, size)
             if common > target:
                 best, target = other, common
+                missing = _block_at(sequence, target, size)
         if best is None:
             return False
         best.followers.append((target, sequence))
@@ -389,3 +392,9 @@ class Scheduler:
             twin.leader = None
             del self.held[twin.sequence_id]
             self.line.add(twin)
+
+
+def _block_at(sequence: Sequence, tokens: int, size: int) -> list[int]:
+    """The tokens of its block in which token number `tokens` stands."""
+    first = tokens // size * size
+    return sequence.tokens[first : first + size]

@@ -86,10 +86,8 @@ def serve(data: Path) -> int:
     return asyncio.run(app.serve(config, card, store, lambda _: say("ready"), lambda: config))
 
 
-async def complete(
-    session: aiohttp.ClientSession, tokens: tuple[int, ...], count: int
-) -> tuple[float, int, int]:
-    """One streamed completion: (seconds to its first token, output tokens, cached tokens)."""
+def body_of(tokens: list[int], count: int) -> bytes:
+    """A streamed completion, to be sent."""
     body = {
         "model": NAME,
         "prompt": list(tokens),
@@ -99,8 +97,13 @@ async def complete(
         "stream": True,
         "stream_options": {"include_usage": True},
     }
+    return json.dumps(body).encode()
+
+
+async def complete(session: aiohttp.ClientSession, body: bytes) -> tuple[float, int, int]:
+    """One streamed completion: (seconds to its first token, output tokens, cached tokens)."""
     started, first_s, usage = time.perf_counter(), 0.0, {}
-    async with session.post("/v1/completions", data=json.dumps(body)) as response:
+    async with session.post("/v1/completions", data=body) as response:
         assert response.status == 200, await response.text()
         async for line in response.content:
             if not line.startswith(b"data: {"):
@@ -126,11 +129,10 @@ async def serve_prompts() -> None:
     ) as session:
         for line in iter(sys.stdin.readline, ""):
             work = json.loads(line)
+            bodies = [body_of(prompt, work["count"]) for prompt in work["prompts"]]
             say("ready")
             sys.stdin.readline()
-            answers = await asyncio.gather(
-                *(complete(session, tuple(prompt), work["count"]) for prompt in work["prompts"])
-            )
+            answers = await asyncio.gather(*(complete(session, body) for body in bodies))
             say(json.dumps(answers))
 
 

@@ -12,9 +12,11 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+import engine.scheduler
 from engine.api import CacheGrant, Quota, Request, Sampling
 from engine.config import EngineConfig
 from engine.plan import StepPlan
+from engine.sequence import Sequence, common_tokens
 from tests.checkers import World
 
 GREEDY = Sampling(temperature=0)
@@ -254,6 +256,27 @@ def test_a_prefix_in_the_making_is_computed_once() -> None:
     assert world.cached("first") == 0
     assert world.cached("second") == 24
     assert world.runner.computed_tokens == 26 + 2
+
+
+def test_prompts_that_part_at_once_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """256 that had one prefix were 32,640 comparisons of all of it, which took most of a second."""
+    compared: list[int] = []
+
+    def common(a: Sequence, b: Sequence, size: int) -> int:
+        compared.append(a.sequence_id)
+        return common_tokens(a, b, size)
+
+    monkeypatch.setattr(engine.scheduler, "common_tokens", common)
+    world = Watched(sequences_max=16, prefill_chunk_tokens_max=4)
+    shared = tokens(24)
+    world.ask("first", shared, max_tokens=1)
+    world.settle()
+    for index in range(12):
+        world.ask(f"r{index}", shared + tokens(12, index), max_tokens=1)
+    world.settle()
+
+    assert min(world.cached(f"r{index}") for index in range(12)) == 24
+    assert not compared
 
 
 def test_nobody_waits_for_another_namespace() -> None:
