@@ -198,15 +198,16 @@ class Connection(ABC):
 
     def receive(self, messages: Iterable[Event | Reply]) -> None:
         """What the engine says, in order."""
+        streams = self._streams
         for message in messages:
-            if isinstance(message, CacheNews):
-                self.losses.add(message)
+            if isinstance(message, Finished):
+                self._finish(message)
             elif isinstance(message, CALLED):
                 self._answer(message)
-            elif isinstance(message, Finished):
-                self._finish(message)
+            elif isinstance(message, CacheNews):
+                self.losses.add(message)
             else:
-                stream = self._streams.get(message.request_id)
+                stream = streams.get(message.request_id)
                 if stream is not None:
                     stream.push(message)
 

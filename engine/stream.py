@@ -8,7 +8,6 @@ output, and never holds another's up. `engine.client` makes them, the gateway re
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import AsyncIterator
 from itertools import chain
 from typing import Protocol
@@ -98,33 +97,22 @@ class RequestStream(AsyncIterator[Event]):
     def __init__(self, request_id: str, connection: Way) -> None:
         self.request_id = request_id
         self._connection = connection
-        self._events: deque[Event | list[Tokens]] = deque()
-        self._waiting: dict[int, list[Tokens]] = {}
+        self._events: list[Event] = []
+        self._taken: list[Event] = []
         self.bell = Bell()
         self._is_over = False
         self._prompt_tokens = self._cached_tokens = self._output_tokens = 0
 
     def push(self, event: Event) -> None:
-        """Called by the connection, in order.
-
-        Waiting tokens of one sample are one event, so a stream holds at most its own output and
-        two events per sample. Samples may overtake each other; one sample's events never.
-        """
-        if isinstance(event, Tokens):
-            self._output_tokens += len(event.tokens)
-            waiting = self._waiting.get(event.index)
-            if waiting is None:
-                self._waiting[event.index] = waiting = []
-                self._events.append(waiting)
-            waiting.append(event)
-        else:
-            if isinstance(event, Started):
-                self._prompt_tokens, self._cached_tokens = event.prompt_tokens, event.cached_tokens
-            self._events.append(event)
-        self.bell.ring()
+        """Called by the connection, in order. A stream holds at most its own output and two events
+        per sample."""
+        if not self._events:
+            self.bell.ring()  # for what waits already it has rung
+        self._events.append(event)
 
     def fail(self, code: str, message: str) -> None:
         """The engine is gone: end with the usage that was seen to arrive."""
+        self._events = self._read(self._events)
         seen = Usage(
             prompt_tokens=self._prompt_tokens,
             cached_tokens=self._cached_tokens,
@@ -139,19 +127,11 @@ class RequestStream(AsyncIterator[Event]):
         return self._is_over
 
     async def __anext__(self) -> Event:
-        if self._is_over:
-            raise StopAsyncIteration
-        while not self._events:
-            await self.bell.wait()
-        return self._take()
-
-    def _take(self) -> Event:
-        event = self._events.popleft()
-        if isinstance(event, list):
-            event = _joined(event)
-            del self._waiting[event.index]
-        self._is_over = isinstance(event, Finished)
-        return event
+        if not self._taken:
+            self._taken = (await self.next_batch())[::-1]
+            if not self._taken:
+                raise StopAsyncIteration
+        return self._taken.pop()
 
     async def next_batch(self) -> list[Event]:
         """Everything there is, at least one event; [] when it is over."""
@@ -160,14 +140,36 @@ class RequestStream(AsyncIterator[Event]):
         return self.take()
 
     def take(self) -> list[Event]:
-        """Everything there is now, perhaps nothing."""
-        if not self._events or self._is_over:
+        """Everything there is now, perhaps nothing. Samples may overtake each other; one sample's
+        events never."""
+        events = self._events
+        if not events or self._is_over:
             return []
-        batch = [_joined(event) if isinstance(event, list) else event for event in self._events]
-        self._events.clear()
-        self._waiting.clear()
-        self._is_over = isinstance(batch[-1], Finished)
-        return batch
+        self._events = []
+        self._is_over = isinstance(events[-1], Finished)
+        return self._read(events)
+
+    def _read(self, events: list[Event]) -> list[Event]:
+        """Count what they bring. Tokens of one sample become one event, where the first stood."""
+        read: list[Event] = []
+        firsts: dict[int, int] = {}
+        more: dict[int, list[Tokens]] = {}
+        for event in events:
+            if isinstance(event, Tokens):
+                self._output_tokens += len(event.tokens)
+                place = firsts.setdefault(event.index, len(read))
+                if place < len(read):
+                    more.setdefault(place, []).append(event)
+                    continue
+            elif isinstance(event, Started):
+                self._prompt_tokens, self._cached_tokens = event.prompt_tokens, event.cached_tokens
+            read.append(event)
+        for place, rest in more.items():
+            first = read[place]
+            assert isinstance(first, Tokens)
+            tokens = tuple(chain(first.tokens, *[event.tokens for event in rest]))
+            read[place] = Tokens(first.request_id, first.index, tokens)
+        return read
 
     def end_sample(self, index: int, output_tokens: int) -> None:
         """A stop string was found in sample `index`."""
@@ -190,12 +192,3 @@ class RequestStream(AsyncIterator[Event]):
         if not self._is_over:
             self._is_over = True
             self._connection.forget(self.request_id)
-
-
-def _joined(waiting: list[Tokens]) -> Tokens:
-    """Tokens of one sample as one event."""
-    first = waiting[0]
-    if len(waiting) == 1:
-        return first
-    tokens = tuple(chain.from_iterable([event.tokens for event in waiting]))
-    return Tokens(first.request_id, first.index, tokens)

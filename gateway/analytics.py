@@ -9,7 +9,7 @@ asks.
 from __future__ import annotations
 
 from array import array
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -88,9 +88,46 @@ class Times:
         self._ms.add(seconds * 1000, 1.0)
         self.count += 1
 
+    def merge(self, others: Times) -> None:
+        """More of them. O(buckets)."""
+        self._ms.merge(others._ms)
+        self.count += others.count
+
     def quantiles(self) -> dict[str, float | None]:
         """Milliseconds; None before there is one."""
         return {"count": self.count, **{f"p{q}": self._ms.quantile(q / 100) for q in (50, 95, 99)}}
+
+
+class Sums:
+    """What some answers of one minute come to, added up once for all who count them."""
+
+    def __init__(self, many: Sequence[Facts]) -> None:
+        """O(answers)."""
+        records = [facts.record for facts in many]
+        self.counts = (
+            len(records),
+            sum([record.read_tokens() for record in records]),
+            sum([record.write_tokens() for record in records]),
+            sum([record.fresh for record in records]),
+            sum([record.out for record in records]),
+        )
+        self.prompt = sum([record.total_in for record in records])
+        self.physical = sum([record.physical_cached for record in records])
+        self.owed = sum([record.recomputed_promised for record in records])
+        self.endings = Counter([facts.ending for facts in many])
+        self.read_classes = _by_class([record.read for record in records if record.read])
+        self.write_classes = _by_class([record.write for record in records if record.write])
+        self.misses: defaultdict[str, int] = defaultdict(int)
+        self.missed_tokens: defaultdict[str, int] = defaultdict(int)
+        self.hit_times, self.miss_times = Times(), Times()
+        for facts in many:
+            if facts.missed:
+                self.misses[facts.missed] += 1
+                if facts.missed_tokens:
+                    self.missed_tokens[facts.missed] += facts.missed_tokens
+            if facts.first_token_s is not None:
+                times = self.hit_times if facts.record.physical_cached else self.miss_times
+                times.add(facts.first_token_s)
 
 
 class TenantView:
@@ -109,35 +146,20 @@ class TenantView:
         self.endings: Counter[str] = Counter()
         self.hit_times, self.miss_times = Times(), Times()
 
-    def add(self, minute: int, many: Sequence[Facts]) -> None:
-        """More answers of one minute: their counts. O(answers)."""
-        records = [facts.record for facts in many]
-        sums = (
-            len(records),
-            sum([record.read_tokens() for record in records]),
-            sum([record.write_tokens() for record in records]),
-            sum([record.fresh for record in records]),
-            sum([record.out for record in records]),
-        )
-        self.total.add(*sums)
-        _minute(self.minutes, minute).add(*sums)
-        self.prompt += sum([record.total_in for record in records])
-        self.physical += sum([record.physical_cached for record in records])
-        self.owed += sum([record.recomputed_promised for record in records])
-        self.endings.update([facts.ending for facts in many])
-        for record in records:
-            if record.read:
-                self.read_classes.update(record.read)
-            if record.write:
-                self.write_classes.update(record.write)
-        for facts in many:
-            if facts.missed:
-                self.misses[facts.missed] += 1
-                if facts.missed_tokens:
-                    self.missed_tokens[facts.missed] += facts.missed_tokens
-            if facts.first_token_s is not None:
-                times = self.hit_times if facts.record.physical_cached else self.miss_times
-                times.add(facts.first_token_s)
+    def add(self, minute: int, sums: Sums) -> None:
+        """More answers of one minute. O(1)."""
+        self.total.add(*sums.counts)
+        _minute(self.minutes, minute).add(*sums.counts)
+        self.prompt += sums.prompt
+        self.physical += sums.physical
+        self.owed += sums.owed
+        self.endings.update(sums.endings)
+        self.read_classes.update(sums.read_classes)
+        self.write_classes.update(sums.write_classes)
+        self.misses.update(sums.misses)
+        self.missed_tokens.update(sums.missed_tokens)
+        self.hit_times.merge(sums.hit_times)
+        self.miss_times.merge(sums.miss_times)
 
     def summary(self) -> dict[str, Any]:
         """A line of a table."""
@@ -215,8 +237,9 @@ class Analytics:
             prompts = _latest(self._prompts, facts.tenant, Prompts, self._tenants_max)
             prompts.add(facts, at_s)
         for (minute, tenant), many in groups.items():
-            self._all.add(minute, many)
-            _latest(self._tenants, tenant, TenantView, COUNTED_MAX).add(minute, many)
+            sums = Sums(many)
+            self._all.add(minute, sums)
+            _latest(self._tenants, tenant, TenantView, COUNTED_MAX).add(minute, sums)
         self._waiting, self._waiting_tokens = [], 0
 
     def missed_tokens(self, name: str, cause: str) -> int:
@@ -330,6 +353,14 @@ def _latest(kept: OrderedDict[str, T], name: str, make: Callable[[], T], most: i
     while len(kept) > most:
         kept.popitem(last=False)
     return one
+
+
+def _by_class(counts: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    found: defaultdict[str, int] = defaultdict(int)
+    for count in counts:
+        for name, tokens in count.items():
+            found[name] += tokens
+    return found
 
 
 def _minute(minutes: deque[Minute], number: int) -> Minute:

@@ -252,12 +252,7 @@ class Answer:
     async def _unary(
         self, answer: AnswerStream, encoder: Encoder, account: Account
     ) -> web.StreamResponse:
-        deltas: list[Delta] = []
-        async with aclosing(answer.batches()) as batches:
-            async for batch in batches:
-                if batch:
-                    self._see(batch)
-                    deltas += batch
+        deltas = await answer.whole(self._see)
         body = encoder.unary(deltas)
         if self._named is not None:
             self._named.record(body)

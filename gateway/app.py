@@ -47,6 +47,7 @@ from gateway.handlers import (
     own,
     responses,
 )
+from gateway.log_lines import LogLines
 from gateway.metering import note_progress, wall_ms
 from gateway.middleware import install
 from gateway.progress import GATHER_FAR_S, GATHER_S, Journal
@@ -92,13 +93,6 @@ class RequestIds:
         return self._ids.pop()
 
 
-def log_line(event: str, facts: dict[str, object]) -> None:
-    """One JSON line on standard error."""
-    line = msgspec.json.encode({"at_ms": wall_ms(), "event": event, **facts})
-    sys.stderr.buffer.write(line + b"\n")
-    sys.stderr.buffer.flush()
-
-
 class Gateway:
     """One running gateway: what it is made of, and its listeners."""
 
@@ -108,7 +102,7 @@ class Gateway:
         engine: Engine,
         renderer: Renderer,
         store: Store,
-        log: Log = log_line,
+        log: Log,
         *,
         clock: Clock = time.monotonic,
         wall: WallClock = wall_ms,
@@ -319,7 +313,8 @@ async def serve(
     The first signal drains: not ready at once, running answers may finish. A second one ends now.
     SIGHUP reads the configuration again (`reload`).
     """
-    supervisor = EngineSupervisor(Path(card.folder), config.engine, log_line)
+    log = LogLines(sys.stderr.fileno(), wall_ms)
+    supervisor = EngineSupervisor(Path(card.folder), config.engine, log)
     supervisor.start()  # it takes longest to be ready: all else is made meanwhile
     try:
         gateway = Gateway(
@@ -327,26 +322,32 @@ async def serve(
             supervisor,
             await asyncio.to_thread(Renderer, card),
             store,
+            log,
             engine_restarts=lambda: supervisor.restarts,
             read_config=read_config,
         )
         try:
-            await _serve(gateway, supervisor, announce)
+            await _serve(gateway, supervisor, announce, log)
         finally:
             await gateway.close()
     finally:
         await supervisor.close()
+        log.close()
     return 0
 
 
 async def _serve(
-    gateway: Gateway, supervisor: EngineSupervisor, announce: Callable[[list[str]], None]
+    gateway: Gateway,
+    supervisor: EngineSupervisor,
+    announce: Callable[[list[str]], None],
+    log: LogLines,
 ) -> None:
     """From the listeners' opening to the end of what they took."""
     loop, config, stop = asyncio.get_running_loop(), gateway.context.config, asyncio.Event()
 
     def end() -> None:
         if stop.is_set():
+            log.close()
             os._exit(1)
         stop.set()
 

@@ -136,10 +136,20 @@ class Connection(RequestHandler):
         assert self._task_handler is not None
         writer = StreamWriter(self, self._loop)
         request = self._request_factory(message, payload, self, writer, self._task_handler)
+        self._request_in_progress = True
         try:
-            response, is_broken = await self._handle_request(request, None, handler)
+            self._current_request = request
+            try:
+                answer = await handler(request)
+            finally:
+                self._current_request = None
+            response, is_broken = await self.finish_response(request, answer, None)
         except ConnectionError:
             return False
+        finally:
+            self._request_in_progress = False
+            if self._handler_waiter is not None:
+                self._handler_waiter.set_result(None)
         if is_broken:
             return False
         self._keepalive = bool(response.keep_alive)
@@ -175,6 +185,11 @@ class Connection(RequestHandler):
             self._head_s = None
         elif data and between and self._head_s is None and not self._upgraded:
             self._start_head_timer()
+
+    def resume_reading(self, resume_parser: bool = True) -> None:
+        """Where it was paused. aiohttp asks twice a body and looks through its parser each time."""
+        if self._reading_paused:
+            super().resume_reading(resume_parser)
 
     def pause_writing(self) -> None:
         """The client reads too slowly: from now on it has so long to catch up."""

@@ -19,7 +19,7 @@ from gateway.dialects import (
     openai_completions,
     openai_responses,
 )
-from gateway.dialects.canonical import Asked, Call, Delta, Reply
+from gateway.dialects.canonical import NOTHING_ELSE, Asked, Call, Delta, Reply
 from gateway.errors import Refusal
 from gateway.request_state import ErrorShape
 
@@ -111,12 +111,14 @@ def find(path: str) -> tuple[Endpoint, Asked] | None:
 
 def asked(request: web.Request) -> Asked:
     """What of a request stands outside its body. `target`: "model:action" in Gemini's paths."""
-    model, _, action = request.match_info.get("target", "").rpartition(":")
-    betas = request.headers.get("anthropic-beta", "")
-    names = [name.strip() for name in betas.split(",")] if betas else []
+    target, headers = request.match_info.get("target"), request.headers
+    if target is None and "anthropic-version" not in headers and "anthropic-beta" not in headers:
+        return NOTHING_ELSE
+    model, _, action = (target or "").rpartition(":")
+    names = [name.strip() for name in headers.get("anthropic-beta", "").split(",")]
     return Asked(
         model=model,
         action=action,
-        version=request.headers.get("anthropic-version", ""),
+        version=headers.get("anthropic-version", ""),
         betas=tuple(filter(None, names)),
     )

@@ -69,11 +69,8 @@ def limit_headers(dialect: str, states: Mapping[Meter, LimitState], now_ms: int)
     return {}
 
 
-_OPENAI_METERS: tuple[tuple[Meter, ...], ...] = (
-    ("requests",),
-    ("tokens", "input_tokens", "output_tokens"),
-)
-_OPENAI_NAMES = tuple(
+_TOKENS: tuple[Meter, ...] = ("tokens", "input_tokens", "output_tokens")
+_REQUESTS_NAMES, _TOKENS_NAMES = (
     (f"X-RateLimit-Limit-{name}", f"X-RateLimit-Remaining-{name}", f"X-RateLimit-Reset-{name}")
     for name in ("Requests", "Tokens")
 )
@@ -81,14 +78,15 @@ _OPENAI_NAMES = tuple(
 
 def _openai(states: Mapping[Meter, LimitState]) -> dict[str, str]:
     """Requests and tokens; where only one side of the tokens is limited, that side."""
+    of_tokens: LimitState | None = None
+    for meter in _TOKENS:
+        state = states.get(meter)
+        if state is not None and (of_tokens is None or state.remaining < of_tokens.remaining):
+            of_tokens = state
     headers: dict[str, str] = {}
-    for (limit, remaining, reset), meters in zip(_OPENAI_NAMES, _OPENAI_METERS, strict=True):
-        shown: LimitState | None = None
-        for meter in meters:
-            state = states.get(meter)
-            if state is not None and (shown is None or state.remaining < shown.remaining):
-                shown = state
+    for names, shown in ((_REQUESTS_NAMES, states.get("requests")), (_TOKENS_NAMES, of_tokens)):
         if shown is not None:
+            limit, remaining, reset = names
             headers[limit] = str(shown.limit)
             headers[remaining] = str(shown.remaining)
             headers[reset] = _duration(shown.reset_s)

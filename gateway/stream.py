@@ -8,7 +8,7 @@ charges only the tokens that the text needed. Closing the stream cancels what st
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from operator import attrgetter
 
 from msgspec.structs import replace
@@ -102,27 +102,31 @@ class AnswerStream:
 
         Raises Refusal when the engine refuses or fails. The last batch ends with `End`.
         """
-        bell = Bell(idle_s)
-        for stream in self._streams:
-            stream.bell = bell
+        bell = self._bell(idle_s)
         try:
             while True:
-                deltas: list[Delta] = []
-                has_news = False
-                for prompt, stream in enumerate(self._streams):
-                    for event in stream.take():
-                        has_news = True
-                        deltas += self._take(prompt, event)
-                if self.is_over:
-                    deltas += self._end()
+                deltas = self._news()
+                if deltas is not None:
                     yield deltas
-                    return
-                if has_news:
-                    yield deltas
+                    if self.ending == "done":
+                        return
                 elif not await bell.wait():
                     yield None
         finally:
             bell.close()
+
+    async def whole(self, see: Callable[[Sequence[Delta]], None]) -> list[Delta]:
+        """All of it, at its end; `see` is told of each batch as it comes. Raises Refusal."""
+        bell = self._bell(None)
+        whole: list[Delta] = []
+        while self.ending != "done":
+            deltas = self._news()
+            if deltas is None:
+                await bell.wait()
+            else:
+                see(deltas)
+                whole += deltas
+        return whole
 
     @property
     def is_over(self) -> bool:
@@ -177,6 +181,25 @@ class AnswerStream:
 
     # -- inside -------------------------------------------------------------------------------
 
+    def _bell(self, idle_s: float | None) -> Bell:
+        """One for all prompts."""
+        bell = Bell(idle_s)
+        for stream in self._streams:
+            stream.bell = bell
+        return bell
+
+    def _news(self) -> list[Delta] | None:
+        """What has come since it was asked last; None: nothing."""
+        deltas: list[Delta] | None = None
+        for prompt, stream in enumerate(self._streams):
+            if events := stream.take():
+                deltas = deltas or []
+                for event in events:
+                    deltas += self._take(prompt, event)
+        if deltas is not None and self.is_over:
+            deltas += self._end()
+        return deltas
+
     def _take(self, prompt: int, event: Event) -> list[Delta]:
         match event:
             case Tokens(index=sample, tokens=tokens):
@@ -212,10 +235,13 @@ class AnswerStream:
         self._started[prompt] = event
         self._contracts[prompt].begin(event.cached_tokens, event.leases)
         found: list[Delta] = []
-        if all(started is not None for started in self._started):
-            usage = self.usage_so_far()
-            usage = replace(usage, out=0) if usage.out else usage
-            found.append(Begin(usage, self._contracts[0].diagnosis))
+        if None not in self._started:
+            records = [
+                contract.record(_usage(started, 0))
+                for contract, started in zip(self._contracts, self._started, strict=True)
+                if started is not None
+            ]
+            found.append(Begin(added(records), self._contracts[0].diagnosis))
         if self._call.generation.echo and self._call.generation.prompt_logprobs is None:
             ids = self._rendered[prompt].token_ids
             found.extend(self._echo(prompt, [SampledToken(token_id) for token_id in ids]))

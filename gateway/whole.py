@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from aiohttp import web
 from aiohttp.helpers import rfc822_formatted_time
-from aiohttp.http_writer import HttpVersion11
+from aiohttp.http_writer import HttpVersion11, StreamWriter, _serialize_headers
 
 
 class Whole(web.StreamResponse):
@@ -33,8 +33,12 @@ class Whole(web.StreamResponse):
         if version != HttpVersion11 or not keeps:
             head["Connection"] = "keep-alive" if keeps else "close"
         line = f"HTTP/{version.major}.{version.minor} {self.status} {self.reason}"
-        await request.writer.write_headers(line, cast(Any, head))  # its items are all it asks for
-        await request.writer.write_eof(self._whole)
+        data = _serialize_headers(line, cast(Any, head)) + self._whole  # its items are all it asks
+        transport = request.transport
+        if transport is None or transport.is_closing():
+            raise ConnectionResetError("nobody is there")
+        transport.write(data)
+        cast(StreamWriter, request.writer).output_size += len(data)
 
     async def write_eof(self, data: bytes = b"") -> None:
         """It has ended."""

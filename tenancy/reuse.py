@@ -46,6 +46,11 @@ class Histogram:
         place = 0 if value < 1 else 1 + int(BUCKETS_PER_OCTAVE * math.log2(value))
         self._counts[place] = self._counts.get(place, 0.0) + weight
 
+    def merge(self, other: Histogram) -> None:
+        """All that is in another. O(buckets)."""
+        for place, count in other._counts.items():
+            self._counts[place] = self._counts.get(place, 0.0) + count
+
     def below(self, value: float) -> float:
         """The weight of everything that is at most `value`: whole buckets, rounded down."""
         last = 0 if value < 1 else int(BUCKETS_PER_OCTAVE * math.log2(value))

@@ -20,8 +20,9 @@ from msgspec import Struct
 from engine.model_store import load_card
 from engine.supervisor import EngineSupervisor
 from gateway.analytics import Analytics, Facts
-from gateway.app import Gateway, connect, log_line, settle_heap
+from gateway.app import Gateway, connect, settle_heap
 from gateway.config import Config, LimitsConfig, LogConfig, ServerConfig
+from gateway.log_lines import LogLines
 from gateway.metering import wall_ms
 from gateway.prompt import Renderer
 from tenancy.keys import create_key
@@ -116,8 +117,9 @@ async def serve(settings: Settings) -> None:
     card = load_card(Path(settings.model_dir))
     store = connect(config)
     key = make_key(store)
-    supervisor = EngineSupervisor(Path(card.folder), config.engine, log_line, command=NULL_ENGINE)
-    gateway = Gateway(config, supervisor, Renderer(card), store)
+    log = LogLines(sys.stderr.fileno(), wall_ms)
+    supervisor = EngineSupervisor(Path(card.folder), config.engine, log, command=NULL_ENGINE)
+    gateway = Gateway(config, supervisor, Renderer(card), store, log)
     if not settings.books:
         without_books(gateway)
     parent_gone = asyncio.Event()

@@ -79,19 +79,22 @@ class Contracts:
         Raises Refusal for a class that does not exist or that the tenant may not use.
         """
         ask = call.cache
-        profile = self.config.profile(ask.profile)
         look = Look(())
         names = {mark.retention for mark in rendered.boundaries}
         names.add(ask.implicit)
         names.discard(None)
         if names and call.operation != "count":  # most name no class, and nothing is written
             named = {name: self._class(name, scope, classes) for name in names if name is not None}
-            look = positions(rendered.boundaries, ask, named, max(1, profile.min_tokens))
-        ends = {look.tokens for look in look.tries} | {write.tokens for write in look.writes}
-        if ask.remember or ask.compare_with:
-            ends |= {mark.tokens for mark in rendered.boundaries}
-        found = digests(rendered.token_ids, ends) if ends else {}
+            least = max(1, self.config.profile(ask.profile).min_tokens)
+            look = positions(rendered.boundaries, ask, named, least)
         now_s = self.clock()
+        keeps_print = ask.remember or ask.compare_with
+        if not (look.tries or look.writes or keeps_print):
+            return self._contract(call, rendered, scope, look, [], (), now_s)
+        ends = {look.tokens for look in look.tries} | {write.tokens for write in look.writes}
+        if keeps_print:
+            ends |= {mark.tokens for mark in rendered.boundaries}
+        found = digests(rendered.token_ids, ends)
         tries = []
         for place in look.tries:
             entry = self.entries.find((scope.namespace, found[place.tokens]))
@@ -107,9 +110,33 @@ class Contracts:
                 entry.leases[write.retention.name] = Lease(write.retention, now_s, is_granted=True)
                 tries.append((write.tokens, entry))
         tries.sort(key=lambda pair: -pair[0])
+        contract = self._contract(call, rendered, scope, look, tries, writes, now_s)
+        if keeps_print:
+            total = len(rendered.token_ids)
+            contract.fingerprint = Fingerprint.of(
+                call, rendered.boundaries, found, total, scope.name, scope.origin
+            )
+            if ask.compare_with:
+                then = self.fingerprints.find(scope.name, ask.compare_with, now_s)
+                contract.diagnosis = (
+                    Diagnosis("unknown") if then is None else compare(contract.fingerprint, then)
+                )
+        return contract
+
+    def _contract(
+        self,
+        call: Call,
+        rendered: Rendered,
+        scope: Scope,
+        look: Look,
+        tries: Sequence[tuple[int, Entry]],
+        writes: tuple[Write, ...],
+        now_s: float,
+    ) -> Contract:
+        profile = self.config.profile(call.cache.profile)
         terms = Terms(
             profile=profile,
-            lookup=ask.lookup or profile.lookup,
+            lookup=call.cache.lookup or profile.lookup,
             total=len(rendered.token_ids),
             tries=tries,
             writes=writes,
@@ -118,17 +145,7 @@ class Contracts:
         )
         places = [place.tokens for place in look.tries]
         words = Words(call.prompts[0], rendered.boundaries, places)
-        contract = Contract(self, scope, terms, words, now_s)
-        if ask.remember or ask.compare_with:
-            contract.fingerprint = Fingerprint.of(
-                call, rendered.boundaries, found, terms.total, scope.name, scope.origin
-            )
-            if ask.compare_with:
-                then = self.fingerprints.find(scope.name, ask.compare_with, now_s)
-                contract.diagnosis = (
-                    Diagnosis("unknown") if then is None else compare(contract.fingerprint, then)
-                )
-        return contract
+        return Contract(self, scope, terms, words, now_s)
 
     def knows_all(self, terms: Terms, now_s: float) -> bool:
         """Have the books been kept for as long as what these terms ask for is?"""
@@ -201,9 +218,10 @@ class Contract:
         self._record, self._read_entry = terms.split(cached_tokens, granted, now_s)
         read = self._record.read_tokens()
         self._missed = self._why_missed(read, cached_tokens, now_s)
-        self.missed_segment = self._words.segment_behind(cached_tokens)
-        if self._missed and terms.tries:
-            self.missed_tokens = max(0, terms.tries[0][0] - read)
+        if self._missed:
+            self.missed_segment = self._words.segment_behind(cached_tokens)
+            if terms.tries:
+                self.missed_tokens = max(0, terms.tries[0][0] - read)
         self._books.promises.answered(self._scope.tenant_id, grants)
         if self._read_entry is not None and self._record.recomputed_promised:
             self._books.promises.broke(self._read_entry, now_s)

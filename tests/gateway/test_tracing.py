@@ -106,7 +106,7 @@ def test_with_tracing_off_nothing_of_opentelemetry_is_imported() -> None:
     """Off means off: no thread, no memory, no environment read by somebody else's code."""
     program = (
         "import sys, gateway.app, gateway.__main__; from gateway.config import Config;"
-        "assert gateway.app.open_tracer(Config(), gateway.app.log_line) is None;"
+        "assert gateway.app.open_tracer(Config(), lambda event, facts: None) is None;"
         "sys.exit(any(name.partition('.')[0] == 'opentelemetry' for name in sys.modules))"
     )
 
