@@ -64,12 +64,17 @@ def read_address(url: str, environment: Mapping[str, str], system_user: str) -> 
         raise _bad(f"{name[:40]!r} is none of {', '.join(_OPTIONS)}")
     mode = options.get("sslmode", "verify-full")
     if mode not in ("verify-full", "disable"):
-        raise _bad(f"sslmode is verify-full or disable, not {mode[:40]!r}")
+        raise _bad(
+            f"sslmode is verify-full or disable, not {mode[:40]!r}: encryption for whoever answers"
+            " protects nothing; sslrootcert=FILE names an authority of your own"
+        )
     database, user = unquote(parts.path[1:]), unquote(parts.username or "")
     if not database or "/" in database or "\0" in url:
         raise _bad("it ends with /DATABASE")
     user = user or environment.get("PGUSER") or system_user
     host = options.get("host") or parts.hostname or SOCKET_FOLDER
+    if "," in host:
+        raise _bad("it names one server; a name that moves with the primary can be one")
     folder = host if host.startswith("/") else ""
     return Address(
         database=database,

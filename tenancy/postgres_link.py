@@ -36,6 +36,7 @@ _SHORT, _LONG = struct.Struct("!H").pack, struct.Struct("!i").pack
 _NULL, _NO_FORMATS = _LONG(-1), _SHORT(0)
 _EXECUTE = b"E" + _LONG(9) + bytes(5)
 _SYNC = b"S" + _LONG(4)
+_ASK_TLS = _LONG(8) + _LONG(80_877_103)
 _MARK = re.compile(r"\?(\d*)")
 
 
@@ -65,7 +66,7 @@ class Link:
         self._statements: OrderedDict[tuple[str, tuple[int, ...]], Any] = OrderedDict()
         self.is_lost = False
         encryption = _encryption(address)
-        wire = _connected(address, timeout_s)
+        wire = _connected(address, encryption, timeout_s)
         try:
             self._core = CoreConnection(
                 address.user,
@@ -74,7 +75,7 @@ class Link:
                 # The driver fails strangely where it has none and is asked for one.
                 password=address.password or "",
                 sock=wire,
-                ssl_context=encryption,
+                ssl_context=False,  # it is encrypted by now
                 application_name="trunkline",
                 startup_params={**settings},
             )
@@ -86,6 +87,13 @@ class Link:
                 raise _broken(error) from error
             raise
         self._core.register_in_adapter(_NUMERIC, _whole)
+
+    @property
+    def server_pid(self) -> int:
+        """The process behind it, as it said when it was asked in: a pooler says a number of its
+        own."""
+        (pid,) = struct.unpack_from("!i", self._core._backend_key_data)
+        return int(pid)
 
     def run(self, sql: str, values: Sequence[Value] = ()) -> tuple[list[Row], int]:
         """One statement: its rows, and how many rows it changed. Raises StatementFailed, after
@@ -229,13 +237,15 @@ def _whole(text: str) -> int | float:
     return float(text) if "." in text else int(text)
 
 
-def _encryption(address: Address) -> ssl.SSLContext | bool:
+def _encryption(address: Address) -> ssl.SSLContext | None:
+    """As whom the server has to show itself. Raises StoreError."""
     if not address.is_encrypted:
-        return False
+        return None
     try:
         return ssl.create_default_context(cafile=address.root_certificate or None)
     except OSError as error:
-        message = f"sslrootcert: {address.root_certificate} cannot be read: {error.strerror}."
+        why = "has no certificate in it" if isinstance(error, ssl.SSLError) else error.strerror
+        message = f"sslrootcert: {address.root_certificate} cannot be read: {why}."
         raise StoreError("bad_address", message) from error
 
 
@@ -256,22 +266,42 @@ def _broken(error: BaseException) -> LinkLost:
     return LinkLost(f"{type(why).__name__}: {why}")
 
 
-def _connected(address: Address, timeout_s: float) -> socket.socket:
+def _connected(
+    address: Address, encryption: ssl.SSLContext | None, timeout_s: float
+) -> socket.socket:
     """Its socket. Raises LinkLost."""
+    wire: socket.socket | None = None
     try:
         if address.folder:
             wire = socket.socket(socket.AF_UNIX)
             wire.settimeout(CONNECT_TIMEOUT_S)
-            try:
-                wire.connect(f"{address.folder}/.s.PGSQL.{address.port}")
-            except OSError:
-                wire.close()
-                raise
+            wire.connect(f"{address.folder}/.s.PGSQL.{address.port}")
         else:
             wire = socket.create_connection((address.host, address.port), CONNECT_TIMEOUT_S)
             wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             wire.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    except OSError as error:
-        raise _broken(error) from error
+        if encryption is not None:
+            wire = _encrypted(wire, encryption, address.host)
+    except BaseException as error:
+        if wire is not None:
+            wire.close()
+        if isinstance(error, OSError):
+            raise _broken(error) from error
+        raise
     wire.settimeout(timeout_s)
     return wire
+
+
+def _encrypted(wire: socket.socket, encryption: ssl.SSLContext, host: str) -> ssl.SSLSocket:
+    """The same, once the server has shown that it is this host. Raises LinkLost."""
+    wire.sendall(_ASK_TLS)
+    if (answer := wire.recv(1)) != b"S":
+        what = "has no TLS" if answer else "hung up when it was asked for TLS"
+        hint = "sslmode=disable would say that everybody on the way may read"
+        raise LinkLost(f"the server {what} ({hint})")
+    try:
+        return encryption.wrap_socket(wire, server_hostname=host)
+    except ssl.SSLCertVerificationError as error:
+        hint = "sslrootcert=FILE names an authority of your own"
+        why = error.verify_message.rstrip(".")
+        raise LinkLost(f"its certificate is refused: {why} ({hint})") from error

@@ -259,8 +259,10 @@ class PostgresStore:
                 is_away = isinstance(error, LinkLost) or error.state in _AWAY
                 until_s = self._patient_until_s or 0.0
                 if not is_away or time.monotonic() >= until_s or self._closing.wait(0.05):
+                    is_pooled = isinstance(error, StatementFailed) and error.state == _NO_SETTING
                     message = f"{self.place} cannot be reached: {error}."
-                    raise StoreError("unusable", message) from error
+                    more = f" {_POOLED}" if is_pooled else ""
+                    raise StoreError("unusable", message + more) from error
 
     def _link(self, settings: Mapping[str, str], silence_s: float) -> Link:
         if self._closing.is_set():
@@ -320,6 +322,14 @@ class PostgresStore:
 _AWAY = ("57P01", "57P02", "57P03")
 """It shuts down, it crashed, it starts."""
 
+_NO_SETTING = "08P01"
+"""What a pooler says to settings that it does not know; no server does."""
+
+_POOLED = (
+    "There is a pooler in between: connect to the server itself. Writers are known by the locks of"
+    " their sessions, and a pooler lends one session to many, or its locks to others."
+)
+
 _END = (
     "select pg_terminate_backend(pid) from pg_locks where locktype = 'advisory' and granted"
     " and database = (select oid from pg_database where datname = current_database())"
@@ -345,11 +355,14 @@ def migrations() -> list[str]:
 
 
 def _check(link: Link) -> None:
-    """Raises StoreError for a server that may lose what it confirmed, or keeps other letters."""
+    """Raises StoreError for a server that may lose what it confirmed, or keeps other letters, and
+    for one that is not at the other end."""
     names = ("server_version_num", "server_encoding", "fsync", "synchronous_commit")
     asked = ", ".join(f"current_setting('{name}')" for name in names)
-    row = link.run(f"select {asked}, pg_is_in_recovery()")[0][0]
-    version, encoding, fsync, commit, is_standby = row
+    row = link.run(f"select {asked}, pg_is_in_recovery(), pg_backend_pid()")[0][0]
+    version, encoding, fsync, commit, is_standby, pid = row
+    if pid != link.server_pid:
+        raise StoreError("pooled", _POOLED)
     if int(version) // 10_000 < VERSION_MIN:
         message = f"PostgreSQL {int(version) // 10_000} is too old; {VERSION_MIN} is needed."
         raise StoreError("postgres_too_old", message)

@@ -172,7 +172,8 @@ def test_commands_work_on_a_server(
     """One line of configuration; the password stands in the environment, and is shown nowhere."""
     config = tmp_path / "trunkline.toml"
     url = postgres_server.url(postgres_server.database(is_empty=True))
-    config.write_text(f'data_dir = "{tmp_path}/data"\n[tenancy]\ndatabase = "{url}"\n')
+    listen = '[server]\nlisten = "127.0.0.1:0"\n[admin]\nlisten = "127.0.0.1:0"\n'
+    config.write_text(f'data_dir = "{tmp_path}/data"\n{listen}[tenancy]\ndatabase = "{url}"\n')
     monkeypatch.setenv("TRUNKLINE_CONFIG", str(config))
     monkeypatch.setenv("PGPASSWORD", "secret")
     commands = (

@@ -10,11 +10,12 @@ import subprocess
 import tempfile
 import threading
 import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
-from tenancy.postgres_address import Address, read_address
+from tenancy.postgres_address import PORT, Address, read_address
 from tenancy.postgres_link import Link, LinkLost, StatementFailed
 from tenancy.postgres_store import PostgresStore
 
@@ -39,21 +40,30 @@ MODEL = "model"
 class Server:
     """One server. `folder` is its own, with the data and the socket."""
 
-    def __init__(self, *, is_in_memory: bool = True) -> None:
-        """`is_in_memory`: on a disk in memory, where there is one."""
+    def __init__(
+        self,
+        *,
+        is_in_memory: bool = True,
+        port: int = PORT,
+        prepare: Callable[[Path], Sequence[str]] = lambda _: (),
+    ) -> None:
+        """`is_in_memory`: on a disk in memory, where there is one. `port`: of its socket, and where
+        it listens if a setting says so. `prepare`: puts files into its
+        folder before it starts, and says more settings."""
         assert BINARIES is not None, "whoever asks has looked whether there are binaries"
         self._binaries = BINARIES
         # Not the test's own folder: another user must be able to enter.
         place = IN_MEMORY if is_in_memory and os.access(IN_MEMORY, os.W_OK) else None
         self.folder = Path(tempfile.mkdtemp(prefix="trunkline-", dir=place))
         self._user = "nobody" if os.geteuid() == 0 else None  # the server refuses to be root
-        if self._user is not None:
-            who = pwd.getpwnam(self._user)
-            os.chown(self.folder, who.pw_uid, who.pw_gid)
+        self._give()
+        self._port = port
         self._names = count(1)
         initdb = ["initdb", "-D", "data", "-A", "trust", "-U", "trunkline", "-E", "UTF8"]
         made = self._spawn([*initdb, "--locale=C.UTF-8", "--no-sync"])
         assert made.wait(PATIENCE_S) == 0, (self.folder / "log").read_text()
+        self._settings = (*SETTINGS, f"port={port}", *prepare(self.folder))
+        self._give()
         self.start()
 
     @property
@@ -63,7 +73,7 @@ class Server:
 
     def start(self) -> None:
         """Start it, and wait until it answers; what it was doing when it died is recovered."""
-        settings = [arg for setting in SETTINGS for arg in ("-c", setting)]
+        settings = [arg for setting in self._settings for arg in ("-c", setting)]
         command = ["postgres", "-D", "data", "-k", str(self.folder), *settings]
         self._process = self._spawn(command)
         pause, until_s = threading.Event(), time.monotonic() + PATIENCE_S
@@ -94,7 +104,7 @@ class Server:
 
     def url(self, database: str) -> str:
         """As the configuration has it."""
-        return f"postgresql://trunkline@/{database}?host={self.folder}"
+        return f"postgresql://trunkline@:{self._port}/{database}?host={self.folder}"
 
     def address(self, database: str) -> Address:
         """The same, read."""
@@ -120,6 +130,13 @@ class Server:
             link.script(f"drop database {database} with (force)")
         finally:
             link.close()
+
+    def _give(self) -> None:
+        """What is in its folder belongs to whom it runs as."""
+        if self._user is not None:
+            who = pwd.getpwnam(self._user)
+            for file in (self.folder, *self.folder.iterdir()):
+                os.chown(file, who.pw_uid, who.pw_gid)
 
     def _spawn(self, command: list[str]) -> subprocess.Popen[bytes]:
         with (self.folder / "log").open("ab") as log:

@@ -35,7 +35,12 @@ def test_without_a_host_it_is_the_socket_of_this_machine() -> None:
         ("postgresql://h/a/b", "/DATABASE"),
         ("postgresql://h:port/books", "cannot be read"),
         ("postgresql://h/books?password=secret", "'password' is none of"),
-        ("postgresql://h/books?sslmode=require", "sslmode"),
+        (
+            "postgresql://h/books?sslmode=require",
+            "not 'require': encryption for whoever",
+        ),
+        ("postgresql://h/books?sslcert=me.crt", "'sslcert' is none of host, sslmode, sslrootcert"),
+        ("postgresql://one,two/books", "one server"),
         ("mysql://h/books", "begins with"),
     ],
 )

@@ -169,6 +169,23 @@ def test_a_server_that_is_not_there_is_named_at_once(tmp_path: Path) -> None:
     assert "secret" not in caught.value.message
 
 
+def test_a_pooler_in_between_is_refused(wire: tuple[Wire, PostgresStore]) -> None:
+    """One that lends a session to many would lend the locks that writers are known by. It gives its
+    own numbers to sessions; most do not know our settings, and say so."""
+    way, store = wire
+    way.is_pooler = True
+    with pytest.raises(StoreError, match="connect to the server itself") as lent:
+        store.reopen()
+    fields = b"SFATAL\0C08P01\0Munsupported startup parameter: jit\0\0"
+    way.refusal = b"E" + (len(fields) + 4).to_bytes(4, "big") + fields
+    with pytest.raises(StoreError, match=r"parameter: jit.* connect to the") as said:
+        store.reopen()
+    way.is_pooler, way.refusal = False, b""
+    store.reopen()
+
+    assert (lent.value.code, said.value.code) == ("pooled", "unusable")
+
+
 def test_a_server_that_may_lose_what_it_confirmed_is_refused(
     postgres: PostgresStore, link: Link
 ) -> None:

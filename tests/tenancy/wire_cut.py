@@ -1,5 +1,5 @@
 """A way to a PostgreSQL server that can be cut: before a commit reaches it, before its answer comes
-back, or so that the server does not notice."""
+back, or so that the server does not notice. It can look like a pooler, too."""
 
 from __future__ import annotations
 
@@ -15,18 +15,24 @@ from tenancy.postgres_address import Address, read_address
 
 SOCKET = ".s.PGSQL.5432"
 COMMIT = b"\0commit\0"
+KEY_DATA = b"K\0\0\0\x0c"
+"""Stands before the number of a session's process, and a secret."""
+
 Where = Literal["before", "after", "hung"]
 
 
 class Wire:
     """A socket in front of a server's. `cuts`: at the next commits, in order; `is_away`: who
-    connects anew finds nobody."""
+    connects anew finds nobody; `is_pooler`: its sessions are told another's number, or hear, of
+    this `refusal`, nothing else."""
 
     def __init__(self, server: Path) -> None:
         self._server = server
         self.folder = Path(tempfile.mkdtemp(prefix="trunkline-wire-"))
         self.cuts: list[Where] = []
         self.is_away = False
+        self.is_pooler = False
+        self.refusal = b""
         self._open: set[socket.socket] = set()
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(str(self.folder / SOCKET))
@@ -91,6 +97,12 @@ class Wire:
             while data := upstream.recv(65_536):
                 if not clear.is_set():
                     break
+                if self.refusal:
+                    client.sendall(self.refusal)
+                    break
+                if self.is_pooler and (at := data.find(KEY_DATA)) >= 0:
+                    number = at + len(KEY_DATA)
+                    data = data[:number] + bytes(4) + data[number + 4 :]
                 client.sendall(data)
         self._end(client)
         self._end(upstream)
