@@ -109,7 +109,6 @@ class Answer:
             most=most,
             dialect=self._dialect.name,
             epoch=now.info.epoch,
-            landings=gateway.landings,
             claim=None if self._named is None else self._named.claim,
         )
         wanted = limiting.estimate(requests, cached) if cached else most

@@ -47,6 +47,8 @@ from gateway.handlers import (
     own,
     responses,
 )
+from gateway.ledger_door import LedgerDoor, LedgerHere
+from gateway.ledger_link import LedgerLink
 from gateway.log_lines import LogLines
 from gateway.metering import note_progress, wall_ms
 from gateway.middleware import install
@@ -108,9 +110,12 @@ class Gateway:
         wall: WallClock = wall_ms,
         engine_restarts: Callable[[], int] = lambda: 0,
         read_config: Callable[[], Config] | None = None,
+        ledger: LedgerDoor | None = None,
     ) -> None:
+        """`ledger`: over the same store; one in this process where none is given. It is closed with
+        this, whoever made it. Raises StoreError."""
         vocab = renderer.card.config.vocab
-        self.ledger = Ledger(store, wall)
+        self.ledger = ledger if ledger is not None else LedgerHere(Ledger(store, wall))
         self._registry = Registry(store, wall, clock)
         if not store.is_near:
             self._registry.watch()
@@ -235,7 +240,7 @@ class Gateway:
         await self.context.finish_background()
         await self._storage.close()
         await self._reckoning.close()
-        await asyncio.to_thread(self.ledger.close)
+        await self.ledger.close()
         await asyncio.to_thread(self._registry.close)
         await self.context.reports.close()
         if self.context.tracer is not None:
@@ -317,19 +322,24 @@ async def serve(
     supervisor = EngineSupervisor(Path(card.folder), config.engine, log)
     supervisor.start()  # it takes longest to be ready: all else is made meanwhile
     try:
-        gateway = Gateway(
-            config,
-            supervisor,
-            await asyncio.to_thread(Renderer, card),
-            store,
-            log,
-            engine_restarts=lambda: supervisor.restarts,
-            read_config=read_config,
-        )
+        ledger = await LedgerLink.open(config.tenancy.database, config.data, log)
         try:
-            await _serve(gateway, supervisor, announce, log)
+            gateway = Gateway(
+                config,
+                supervisor,
+                await asyncio.to_thread(Renderer, card),
+                store,
+                log,
+                engine_restarts=lambda: supervisor.restarts,
+                read_config=read_config,
+                ledger=ledger,
+            )
+            try:
+                await _serve(gateway, supervisor, announce, log)
+            finally:
+                await gateway.close()
         finally:
-            await gateway.close()
+            await ledger.close()
     finally:
         await supervisor.close()
         log.close()

@@ -16,14 +16,13 @@ from engine.client import Engine
 from gateway.analytics import Analytics
 from gateway.churn import Churn
 from gateway.config import Config
-from gateway.landings import Landings
+from gateway.ledger_door import LedgerDoor
 from gateway.progress import Journal
 from gateway.prompt import Renderer
 from gateway.reports import Reports
 from gateway.retention import Contracts
 from gateway.telemetry import Telemetry
 from gateway.tracing import Tracer
-from tenancy.ledger import Ledger
 from tenancy.limits import Limiter
 from tenancy.registry import Registered
 from tenancy.store import Store
@@ -56,15 +55,14 @@ class Context:
     """A running gateway. `running`: requests admitted and not over, by tenant id.
     `read_config`: the settings as their file says them now; raises ConfigError.
     `token_bytes_max`: of the vocabulary's longest token.
-    `journal`: how far its streams have come. `landings`: who waits for the ledger.
-    `tracer`: where tracing is on.
+    `journal`: how far its streams have come. `tracer`: where tracing is on.
     `background`: work that must end even if whoever began it is cancelled.
     """
 
     config: Config
     engine: Engine
     registry: Authenticator
-    ledger: Ledger
+    ledger: LedgerDoor
     journal: Journal
     store: Store
     reports: Reports
@@ -85,7 +83,6 @@ class Context:
     is_draining: bool = False
     running: Counter[int] = field(default_factory=Counter)
     churn: Churn = field(default_factory=Churn)
-    landings: Landings = field(default_factory=Landings)
     background: set[asyncio.Task[Any]] = field(default_factory=set)
     idle: asyncio.Event = field(default_factory=asyncio.Event)
 

@@ -10,10 +10,10 @@ import time
 from collections.abc import Mapping
 
 from gateway.dialects.canonical import UsageRecord
-from gateway.landings import Landings
+from gateway.ledger_door import LedgerDoor
+from tenancy.bookkeeping import Hold, NamedEntry
 from tenancy.errors import BadPrice, BudgetExceeded, NameInUse
 from tenancy.idempotency import Claim, Keeping
-from tenancy.ledger import Hold, Ledger, NamedEntry
 from tenancy.limits import Demand
 from tenancy.progress import Progress
 from tenancy.types import Identity, UsageEntry, WallClock
@@ -26,7 +26,7 @@ def wall_ms() -> int:
     return time.time_ns() // 1_000_000
 
 
-def note_progress(ledger: Ledger, notes: Mapping[str, UsageRecord]) -> None:
+def note_progress(ledger: LedgerDoor, notes: Mapping[str, UsageRecord]) -> None:
     """Keep what open requests have delivered, by request id. Waits for nothing."""
     ledger.note_progress({request_id: _progress(record) for request_id, record in notes.items()})
 
@@ -47,7 +47,7 @@ class Account:
 
     def __init__(
         self,
-        ledger: Ledger,
+        ledger: LedgerDoor,
         wall: WallClock,
         request_id: str,
         identity: Identity,
@@ -56,14 +56,11 @@ class Account:
         most: Demand = NOTHING,
         dialect: str = "",
         epoch: str = "",
-        landings: Landings | None = None,
         claim: Claim | None = None,
     ) -> None:
         """`most`: all prompt tokens and all the output that it may come to. `epoch`: the engine's
-        life in which it will run. `landings`: who else waits for this ledger. `claim`: on the name
-        that its client gave it."""
+        life in which it will run. `claim`: on the name that its client gave it."""
         self._ledger = ledger
-        self._landings = landings or Landings()
         self._wall = wall
         self._hold = Hold(
             request_id=request_id,
@@ -87,7 +84,7 @@ class Account:
         """
         self.is_open = True
         try:
-            await self._landings.write(self._ledger, self._hold)
+            await self._ledger.write(self._hold)
         except (BudgetExceeded, BadPrice, NameInUse):
             self.is_open = False
             raise
@@ -133,7 +130,7 @@ class Account:
             epoch=hold.epoch,
         )
         item = entry if hold.claim is None else NamedEntry(entry, keeping)
-        await self._landings.write(self._ledger, item)
+        await self._ledger.write(item)
 
 
 def _some(classes: dict[str, int]) -> dict[str, int]:

@@ -12,8 +12,8 @@ from contextlib import suppress
 
 from engine.errors import EngineError
 from gateway.context import Context
+from tenancy.bookkeeping import EngineTotals
 from tenancy.errors import LedgerUnavailable, StoreError
-from tenancy.ledger import EngineTotals
 from tenancy.ledger_epochs import ledger_epoch
 from tenancy.reconcile import Counts, reconcile
 
@@ -73,7 +73,7 @@ class Reckoning:
             is_ended=is_last,
         )
         with suppress(LedgerUnavailable):
-            await asyncio.shield(asyncio.wrap_future(gateway.ledger.write(totals)))
+            await gateway.ledger.write(totals)
 
     async def check(self) -> bool:
         """Do the counts of the present epoch agree, as far as they can be compared now?"""

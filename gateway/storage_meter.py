@@ -160,7 +160,7 @@ class StorageWatch:
         }
         for key, future in written.items():
             try:
-                await asyncio.wrap_future(future)
+                await future
             except LedgerUnavailable:
                 self._meter.put_back(key, measured[key])
 

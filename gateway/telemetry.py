@@ -202,8 +202,10 @@ class Telemetry:
         self.ledger_epoch = Gauge("trunkline_ledger_epoch", text, registry=one)
         self._engine = _EngineMetrics()
         self._cache = _CacheMetrics()
+        self._ledger = _LedgerMetrics()
         one.register(self._engine)
         one.register(self._cache)
+        one.register(self._ledger)
 
     def count_epoch(
         self, epoch: str, prompt: int, cached: int, output: int, unneeded: int = 0
@@ -243,6 +245,10 @@ class Telemetry:
         self.ready.set(1 if is_ready else 0)
         self._engine.stats, self._engine.restarts = stats, restarts
 
+    def show_ledger(self, restarts: int) -> None:
+        """Take over how often its process was started again."""
+        self._ledger.restarts = restarts
+
     def show_cache(self, promises: Mapping[str, Mapping[str, int]], inserted_blocks: int) -> None:
         """Take over what became of promises, by class, and what came into the cache."""
         self._cache.promises, self._cache.inserted_blocks = promises, inserted_blocks
@@ -273,6 +279,17 @@ class _EngineMetrics(Collector):
         asked, found = stats.prompt_tokens_total, stats.cached_tokens_total
         yield CounterMetricFamily("vllm:prefix_cache_queries", _ROUTERS, asked)
         yield CounterMetricFamily("vllm:prefix_cache_hits", _ROUTERS, found)
+
+
+class _LedgerMetrics(Collector):
+    """Of the ledger's process."""
+
+    def __init__(self) -> None:
+        self.restarts = 0
+
+    def collect(self) -> Iterator[Metric]:
+        text = "Times the ledger's process was started again."
+        yield CounterMetricFamily("trunkline_ledger_restarts", text, self.restarts)
 
 
 class _CacheMetrics(Collector):

@@ -24,7 +24,7 @@ from tenancy.store import Transaction
 from tenancy.types import FREE, UsageEntry
 
 
-class Hold(Struct, frozen=True):
+class Hold(Struct, frozen=True, tag="hold"):
     """A request that has been admitted and not settled, with the most it can use.
 
     `input_tokens`: of all its prompts. `output_tokens`: all it may be answered. `claim`: on the
@@ -45,7 +45,7 @@ class Hold(Struct, frozen=True):
     claim: Claim | None = None
 
 
-class NamedEntry(Struct, frozen=True):
+class NamedEntry(Struct, frozen=True, tag="named_entry"):
     """The entry of a request that its client has named. Without a `keeping` its name is free: it
     was not answered, and sending it again is no repetition."""
 
@@ -53,7 +53,7 @@ class NamedEntry(Struct, frozen=True):
     keeping: Keeping | None = None
 
 
-class StorageReading(Struct, frozen=True):
+class StorageReading(Struct, frozen=True, tag="storage"):
     """Tokens times seconds that a tenant has held in a class since the reading before."""
 
     tenant_id: int
@@ -64,7 +64,7 @@ class StorageReading(Struct, frozen=True):
     tier: str = "standard"
 
 
-class EngineTotals(Struct, frozen=True):
+class EngineTotals(Struct, frozen=True, tag="engine"):
     """What the engine has counted since its life `epoch` began, and what the gateway's metrics
     have since then. `is_ended`: it will count no more, and this is its last word."""
 

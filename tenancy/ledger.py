@@ -13,7 +13,6 @@ import queue
 import threading
 from collections.abc import Mapping
 from concurrent.futures import Future
-from typing import Protocol
 
 from tenancy.bookkeeping import EngineTotals, Hold, Item, NamedEntry, StorageReading
 from tenancy.errors import LedgerUnavailable
@@ -25,18 +24,7 @@ from tenancy.usage import UsageTotal, usage
 
 __all__ = ["EngineTotals", "Hold", "Ledger", "NamedEntry", "StorageReading", "UsageTotal"]
 
-
-class Told(Protocol):
-    """Is told once, on the writer's thread, what became of an item: a future, or less."""
-
-    def set_result(self, result: None) -> None:
-        """It is durable."""
-
-    def set_exception(self, exception: BaseException) -> None:
-        """It is not, and this is why."""
-
-
-Batch = list[tuple[Item, Told]]
+Batch = list[tuple[Item, Future[None]]]
 
 
 class Ledger:
@@ -52,7 +40,7 @@ class Ledger:
         self._store = store
         self._writer = LedgerWriter(store, clock)
         self.found_epoch, self.interrupted = self._writer.found_epoch, self._writer.interrupted
-        self._inbox: queue.SimpleQueue[tuple[Item, Told] | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[tuple[Item, Future[None]] | None] = queue.SimpleQueue()
         self._door = threading.Lock()
         self._is_closed = False  # nothing more is taken
         self._is_over = False  # the thread has seen the end of its inbox
@@ -64,17 +52,12 @@ class Ledger:
         LedgerUnavailable if it is not durable."""
         future: Future[None] = Future()
         future.set_running_or_notify_cancel()
-        self.put(item, future)
-        return future
-
-    def put(self, item: Item, told: Told) -> None:
-        """What `write` does, for those who bring whom to tell: futures cost more than all else that
-        a loop does here. About 1 us."""
         with self._door:
             if not self._is_closed:
-                self._inbox.put((item, told))
-                return
-        told.set_exception(LedgerUnavailable("closed", "The ledger is closed."))
+                self._inbox.put((item, future))
+                return future
+        future.set_exception(LedgerUnavailable("closed", "The ledger is closed."))
+        return future
 
     def hold(self, hold: Hold) -> Future[None]:
         """Write a hold and reserve the most it can cost.
@@ -148,11 +131,11 @@ class Ledger:
         except BaseException:
             _stopped(batch, "failed")
             raise
-        for (_, told), refusal in zip(batch, answers, strict=True):
+        for (_, future), refusal in zip(batch, answers, strict=True):
             if refusal is None:
-                told.set_result(None)
+                future.set_result(None)
             else:
-                told.set_exception(refusal)
+                future.set_exception(refusal)
 
     def _refuse_rest(self) -> None:
         """The thread has ended: whoever still waits is told, and nobody waits from now on."""
@@ -166,5 +149,5 @@ class Ledger:
 
 def _stopped(batch: Batch, code: str) -> None:
     message = "The ledger could not be written (the writer has stopped)."
-    for _, told in batch:
-        told.set_exception(LedgerUnavailable(code, message))
+    for _, future in batch:
+        future.set_exception(LedgerUnavailable(code, message))

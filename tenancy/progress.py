@@ -39,7 +39,7 @@ class Progress(Struct, frozen=True, array_like=True):
     recomputed_promised_tokens: Count = 0
 
 
-class ProgressNote(Struct, frozen=True):
+class ProgressNote(Struct, frozen=True, tag="progress"):
     """How far some requests have come since the note before, by request id."""
 
     reached: Mapping[str, Progress]

@@ -135,7 +135,7 @@ FREE = "free"
 """The rate card that holds where none is set: everything costs nothing."""
 
 
-class UsageEntry(Struct, frozen=True, forbid_unknown_fields=True):
+class UsageEntry(Struct, frozen=True, forbid_unknown_fields=True, tag="entry"):
     """One ledger entry: what one request used, for ever, exactly once per request id.
 
     `read` and `write` are the cache's tokens by retention class; where one is empty only its sum is

@@ -10,9 +10,8 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from concurrent.futures import Future
+from collections.abc import Mapping
 from pathlib import Path
-from typing import cast
 
 import msgspec
 from msgspec import Struct
@@ -22,11 +21,13 @@ from engine.supervisor import EngineSupervisor
 from gateway.analytics import Analytics, Facts
 from gateway.app import Gateway, connect, settle_heap
 from gateway.config import Config, LimitsConfig, LogConfig, ServerConfig
+from gateway.ledger_link import LedgerLink
 from gateway.log_lines import LogLines
 from gateway.metering import wall_ms
 from gateway.prompt import Renderer
+from tenancy.bookkeeping import Item
 from tenancy.keys import create_key
-from tenancy.ledger import Ledger, Told
+from tenancy.progress import Progress
 from tenancy.registry import create_tenant
 from tenancy.store import Store
 from tenancy.types import Limits
@@ -49,26 +50,32 @@ class Settings(Struct, frozen=True):
 
 
 class Ready(Struct, frozen=True):
-    """Where it listens, for whom, and who computes nothing."""
+    """Where it listens, for whom, and who computes nothing. `writer_pid`: of its ledger's process;
+    0 where there is none."""
 
     url: str
     key: str
     model: str
     pid: int
+    writer_pid: int = 0
 
 
 class _NoLedger:
     """Nothing is written, and everybody is told at once that it was."""
 
-    def put(self, _item: object, told: Told) -> None:
-        """See `Ledger.put`."""
-        told.set_result(None)
+    found_epoch, interrupted, restarts = None, 0, 0
 
-    def write(self, _item: object) -> Future[None]:
-        """See `Ledger.write`."""
-        done: Future[None] = Future()
+    def write(self, item: Item) -> asyncio.Future[None]:
+        """See `LedgerDoor`."""
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         done.set_result(None)
         return done
+
+    def note_progress(self, reached: Mapping[str, Progress]) -> None:
+        """See `LedgerDoor`."""
+
+    async def close(self) -> None:
+        """See `LedgerDoor`."""
 
 
 class _NoAnalytics(Analytics):
@@ -81,7 +88,7 @@ class _NoAnalytics(Analytics):
 def without_books(gateway: Gateway) -> None:
     """Take its ledger and its analytics away, to see what they cost. It has not begun yet."""
     context = gateway.context
-    context.ledger = cast(Ledger, _NoLedger())
+    context.ledger = _NoLedger()
     context.analytics = _NoAnalytics(context.clock, context.wall, 1)
 
 
@@ -119,7 +126,8 @@ async def serve(settings: Settings) -> None:
     key = make_key(store)
     log = LogLines(sys.stderr.fileno(), wall_ms)
     supervisor = EngineSupervisor(Path(card.folder), config.engine, log, command=NULL_ENGINE)
-    gateway = Gateway(config, supervisor, Renderer(card), store, log)
+    ledger = await LedgerLink.open(config.tenancy.database, config.data, log)
+    gateway = Gateway(config, supervisor, Renderer(card), store, log, ledger=ledger)
     if not settings.books:
         without_books(gateway)
     parent_gone = asyncio.Event()
@@ -135,7 +143,7 @@ async def serve(settings: Settings) -> None:
         supervisor.start()
         settle_heap()
         await supervisor.wait_ready()
-        ready = Ready(urls[0], key, card.name, os.getpid())
+        ready = Ready(urls[0], key, card.name, os.getpid(), ledger.pid)
         sys.stdout.buffer.write(msgspec.json.encode(ready) + b"\n")
         sys.stdout.buffer.flush()
         await parent_gone.wait()

@@ -19,6 +19,7 @@ def routes(gateway: Context) -> tuple[Route, ...]:
             is_ready=gateway.is_ready(),
             restarts=gateway.engine_restarts(),
         )
+        gateway.telemetry.show_ledger(gateway.ledger.restarts)
         look_at_churn(gateway)
         promises = gateway.contracts.promises.by_class(gateway.clock())
         gateway.telemetry.show_cache(promises, gateway.churn.all.total[0])

@@ -16,6 +16,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import closing
 from pathlib import Path
 from queue import SimpleQueue
@@ -60,39 +61,23 @@ def say(line: str) -> None:
     sys.stdout.flush()
 
 
-class Landed:
-    """A `Told` that says so to whoever counts."""
-
-    __slots__ = ("_landed",)
-
-    def __init__(self, landed: SimpleQueue[BaseException | None]) -> None:
-        self._landed = landed
-
-    def set_result(self, _: None) -> None:
-        self._landed.put(None)
-
-    def set_exception(self, exception: BaseException) -> None:
-        self._landed.put(exception)
-
-
 def writer_us(ledger: Ledger, items: int) -> float:
     """Processor time of the writer's thread for a hold and an entry, in batches of so many items:
     holds, and entries of the batch before."""
     (writer,) = [thread for thread in threading.enumerate() if thread.name == "ledger"]
     assert writer.ident is not None, "it runs"
-    clock, landed = time.pthread_getcpuclockid(writer.ident), SimpleQueue[BaseException | None]()
+    clock, landed = time.pthread_getcpuclockid(writer.ident), SimpleQueue[Future[None]]()
     began, began_at, held = 0.0, time.monotonic_ns(), list[str]()
     for batch in range(BATCHES + 1):
         if batch == 1:
             began = time.clock_gettime(clock)
         names = [f"{began_at}-{batch}-{number}" for number in range(items // 2)]
         for name in names:
-            ledger.put(Hold(name, 1, 1, "m", 1, 1000, 100), Landed(landed))
+            ledger.write(Hold(name, 1, 1, "m", 1, 1000, 100)).add_done_callback(landed.put)
         for name in held:
-            ledger.put(entry(name, 1), Landed(landed))
+            ledger.write(entry(name, 1)).add_done_callback(landed.put)
         for _ in (*names, *held):
-            error = landed.get()
-            assert error is None, error
+            landed.get().result()
         held = names
     return (time.clock_gettime(clock) - began) / BATCHES / (items // 2) * 1e6
 

@@ -271,7 +271,7 @@ class House:
         stats = await self.quiet()
         assert stats.pinned_blocks == 0
         assert stats.free_blocks + stats.cached_blocks == stats.blocks
-        assert self.gateway.ledger.open_holds() == 0
+        assert self.store.query("select count(*) from holds") == [(0,)]
         assert self.gateway.context.is_ready()
         logged = json.dumps(self.lines)
         assert not any(key in logged for key in self.keys.values())

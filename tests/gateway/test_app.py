@@ -10,11 +10,9 @@ import os
 import re
 import signal
 import stat
-import sys
 import time
 import weakref
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, closing
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +27,10 @@ from tenancy.pricing import RateCard
 from tenancy.rate_cards import add_card
 from tenancy.reconcile import reconcile
 from tenancy.sqlite_store import SqliteStore
+from tests.gateway.product import SETTINGS, serving
 from tests.models import write_folder
 
 pytestmark = pytest.mark.slow
-
-START_S = 60.0
-SETTINGS = "[engine]\nthreads = 1\nkv_blocks = 256\n"
-"""One thread: on a busy host the second one is waited for more than it helps."""
 
 DELIVERED_MIN = 200
 
@@ -82,82 +77,11 @@ def test_a_settled_heap_is_not_looked_at_again_and_new_garbage_still_goes() -> N
     assert others
 
 
-class Server:
-    """One `trunkline serve`."""
-
-    def __init__(self, process: asyncio.subprocess.Process, url: str, key: str, text: str) -> None:
-        self.process = process
-        self.url = url
-        self.key = key
-        self.text = text
-
-    def body(self, **more: object) -> dict[str, object]:
-        messages = [{"role": "user", "content": "hello"}]
-        return {"model": "tiny", "messages": messages, "ignore_eos": True, **more}
-
-    @asynccontextmanager
-    async def asked(self, **more: object) -> AsyncIterator[tuple[int, asyncio.StreamReader]]:
-        """A request's status and body while it comes."""
-        async with (
-            ClientSession() as session,
-            session.post(
-                f"{self.url}/chat/completions",
-                json=self.body(**more),
-                headers={"Authorization": f"Bearer {self.key}"},
-            ) as response,
-        ):
-            yield response.status, response.content  # type: ignore[misc]
-
-    async def ended(self) -> int:
-        """The exit status, once it is over."""
-        return await asyncio.wait_for(self.process.wait(), 30)
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = write_folder(tmp_path_factory.mktemp("models") / "tiny")
     (folder.parent / "settings.toml").write_text(SETTINGS)
     return folder
-
-
-@asynccontextmanager
-async def serving(model: Path, data: Path) -> AsyncIterator[Server]:
-    """Started and ready; killed afterwards if it still runs."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "gateway",
-        "serve",
-        str(model),
-        "--config",
-        str(model.parent / "settings.toml"),
-        "--data-dir",
-        str(data),
-        "--listen",
-        "127.0.0.1:0",
-        "--admin-listen",
-        "127.0.0.1:0",
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert process.stdout is not None
-    assert process.stderr is not None
-    try:
-        text = ""
-        async with asyncio.timeout(START_S):
-            while "key file" not in text:
-                line = (await process.stdout.readline()).decode()
-                assert line, f"it ended: {text}{(await process.stderr.read()).decode()}"
-                text += line
-        found = re.search(r"http://\S+/v1", text)
-        assert found is not None, text
-        key = (await asyncio.to_thread((data / "default.key").read_text)).strip()
-        yield Server(process, found[0], key, text)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        await process.wait()
 
 
 def rows(data: Path, sql: str) -> list[tuple[Any, ...]]:

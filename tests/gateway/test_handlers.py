@@ -155,7 +155,7 @@ async def test_an_answer_is_not_completed_when_its_entry_cannot_be_written(
     house: House, stream: bool
 ) -> None:
     """Fail closed: what is not recorded is not delivered whole."""
-    await asyncio.to_thread(house.gateway.ledger.close)
+    await house.gateway.ledger.close()
     status, answer, _ = await house.ask(body=house.chat(stream=stream))
 
     assert status == 503
@@ -172,7 +172,7 @@ async def test_the_last_byte_waits_for_the_entry(house: House, stream: bool) -> 
     async with house.connection() as (reader, writer):
         writer.write(house.post("/v1/chat/completions", body, "Connection: close"))
         await house.until(lambda: house.runner.steps >= 15)
-        await asyncio.to_thread(house.gateway.ledger.close)
+        await house.gateway.ledger.close()
         house.runner.release()
         answer = (await asyncio.wait_for(reader.read(), 10)).decode()
 

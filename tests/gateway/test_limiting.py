@@ -160,7 +160,7 @@ async def test_a_client_that_leaves_gives_back_what_it_did_not_use(house: House)
 async def test_a_request_that_is_refused_later_gives_all_back(house: House) -> None:
     """The ledger is away: nothing ran, so nothing was used but the request."""
     limit(house, tokens_per_minute=1_000)
-    await asyncio.to_thread(house.gateway.ledger.close)
+    await house.gateway.ledger.close()
     status, _, _ = await house.ask(body=house.chat())
     limiter = house.gateway.context.limiter
     left = limiter.status(house.gateway.context.registry.authenticate(house.keys["ada"]))

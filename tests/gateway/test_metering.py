@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from gateway.dialects.canonical import UsageRecord
+from gateway.ledger_door import LedgerHere
 from gateway.metering import Account
 from tenancy.budgets import Budget, set_budget
 from tenancy.errors import BudgetExceeded, LedgerUnavailable
@@ -39,7 +40,7 @@ class Books:
         return 1_000
 
     def account(self, request_id: str) -> Account:
-        return Account(self.ledger, self.wall, request_id, self.identity, "m")
+        return Account(LedgerHere(self.ledger), self.wall, request_id, self.identity, "m")
 
     def rows(self) -> list[tuple[object, ...]]:
         return self.store.query("select request_id, ending, output_tokens from ledger")
@@ -107,7 +108,9 @@ async def test_what_does_not_fit_a_budget_leaves_nothing_to_settle(books: Books)
     """It never ran, so it has no entry; and the client is told which wall it met."""
     add_card(books.store, books.wall, RateCard("std", input=1_000_000, output=1_000_000))
     set_budget(books.store, Budget(1, "day", hard_micros=10))
-    account = Account(books.ledger, books.wall, "a", books.identity, "m", most=Demand(8, 3))
+    account = Account(
+        LedgerHere(books.ledger), books.wall, "a", books.identity, "m", most=Demand(8, 3)
+    )
     with pytest.raises(BudgetExceeded):
         await account.open()
     await account.settle("failed", RECORD)
@@ -117,7 +120,9 @@ async def test_what_does_not_fit_a_budget_leaves_nothing_to_settle(books: Books)
 
 async def test_an_entry_keeps_the_classes_and_the_circumstances(books: Books) -> None:
     """What prices and reconciliation go by."""
-    account = Account(books.ledger, books.wall, "a", books.identity, "m", dialect="d", epoch="e")
+    account = Account(
+        LedgerHere(books.ledger), books.wall, "a", books.identity, "m", dialect="d", epoch="e"
+    )
     await account.open()
     await account.settle("done", RECORD, 0.25)
     (row,) = books.store.query(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
+import asyncio
 
 import pytest
 from hypothesis import given
@@ -162,8 +162,8 @@ class _Away:
     def query(self, sql: str, values: object = ()) -> None:
         raise StoreError("gone", "The database is away.")
 
-    def write(self, reading: StorageReading) -> Future[None]:
-        future: Future[None] = Future()
+    def write(self, reading: StorageReading) -> asyncio.Future[None]:
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         future.set_exception(LedgerUnavailable("not_durable", "The database is away."))
         return future
 

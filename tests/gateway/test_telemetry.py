@@ -83,6 +83,13 @@ def test_every_count_of_the_heartbeat_has_a_metric(telemetry: Telemetry) -> None
     assert not set(range(1000, 1000 + len(fields))) & set(before.values())
 
 
+def test_deaths_of_the_ledgers_process_are_counted(telemetry: Telemetry) -> None:
+    """Requests go on over them; somebody should hear of it all the same."""
+    telemetry.show_ledger(3)
+
+    assert samples(telemetry)["trunkline_ledger_restarts_total"] == 3
+
+
 def test_an_engine_that_never_answered_divides_by_nothing(telemetry: Telemetry) -> None:
     """Before the first heartbeat there are no blocks."""
     assert samples(telemetry)["vllm:kv_cache_usage_perc"] == 0

@@ -1,0 +1,358 @@
+"""The ledger's process, seen from the gateway's loop: handed in here, durable there.
+
+What is handed in during one turn of the loop leaves in one frame, and one answer wakes the loop for
+all that a commit made durable. A process that dies is replaced at once, and what is handed in
+meanwhile waits in its socket; whatever the dead one had not answered was not written as far as
+anybody is told. Requests that run go on: the next process is told of them, and closes the holds of
+all others. It knows no price and no database; `app.serve` opens it. Belongs to one loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import sys
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from tenancy.bookkeeping import Hold, Item, NamedEntry, entry_in
+from tenancy.errors import LedgerUnavailable, StoreError, TenancyError
+from tenancy.ledger_epochs import LedgerEpoch
+from tenancy.ledger_frames import (
+    Answered,
+    FrameReader,
+    FromWriter,
+    NotOpened,
+    Open,
+    Opened,
+    error_of,
+    packed,
+    read_from_writer,
+)
+from tenancy.progress import Progress, ProgressNote
+from tenancy.types import UsageEntry
+
+COMMAND = (sys.executable, "-m", "tenancy.ledger_child")
+PAUSE_FIRST_S, PAUSE_LAST_S = 0.5, 5.0
+STEADY_S = 10.0
+"""A process that lived so long is replaced without a pause when it dies."""
+
+CLOSE_S = 30.0
+"""For what was handed in, and again for the process to end: a disk may be slow, not dead."""
+
+READ_BYTES = 2**16
+
+Report = Callable[[str, dict[str, object]], None]
+"""Told of what happens to the process, for the log: an event's name and its facts."""
+
+Waiter = asyncio.Future[None]
+
+
+class LedgerLink:
+    """A `LedgerDoor` to a process. `open` makes one."""
+
+    def __init__(
+        self, place: str, folder: Path, report: Report, command: tuple[str, ...] = COMMAND
+    ) -> None:
+        """`place`, `folder`: the database, as `backends` names it."""
+        self._place, self._folder = place, folder
+        self._report = report
+        self._command = command
+        self._loop = asyncio.get_running_loop()
+        self._process: asyncio.subprocess.Process | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._opening: asyncio.Future[Opened] = self._loop.create_future()
+        self._lost = asyncio.Event()
+        self._writer_id = 0
+        self._socket: socket.socket | None = None
+        self._reader = FrameReader()
+        self._unsent = bytearray()  # what the socket has not taken
+        self._handed: list[tuple[Item, Waiter | None]] = []  # in this turn of the loop
+        self._in_flight: deque[tuple[Item, Waiter | None]] = deque()  # sent, and not answered
+        self._held: set[str] = set()  # requests whose holds nobody has settled
+        self._is_taking = True
+        self._is_closing = False
+        self.found_epoch: LedgerEpoch | None = None
+        self.interrupted = 0
+        self.restarts = 0
+
+    @classmethod
+    async def open(
+        cls, place: str, folder: Path, report: Report, command: tuple[str, ...] = COMMAND
+    ) -> LedgerLink:
+        """Start the process, and wait until it takes items. Raises its StoreError."""
+        link = cls(place, folder, report, command)
+        try:
+            opened = await link._start()
+        except BaseException:
+            await link._end_process()
+            raise
+        link.found_epoch, link.interrupted = opened.found_epoch, opened.interrupted
+        link._task = asyncio.create_task(link._keep())
+        return link
+
+    @property
+    def pid(self) -> int:
+        """Of the process that lives now; 0 while there is none."""
+        return self._process.pid if self._process is not None else 0
+
+    def write(self, item: Item) -> Waiter:
+        """See `gateway.ledger_door.LedgerDoor`. While no process can be started it is refused."""
+        waiter: Waiter = self._loop.create_future()
+        # Handed in or refused, this is the last that is heard of a request.
+        if isinstance(item, UsageEntry):
+            self._held.discard(item.request_id)
+        elif isinstance(item, NamedEntry):
+            self._held.discard(item.entry.request_id)
+        if not self._is_taking:
+            waiter.set_exception(self._away())
+            return waiter
+        if isinstance(item, Hold):
+            self._held.add(item.request_id)
+        self._hand_in(item, waiter)
+        return waiter
+
+    def note_progress(self, reached: Mapping[str, Progress]) -> None:
+        """See `gateway.ledger_door.LedgerDoor`."""
+        if self._is_taking:
+            self._hand_in(ProgressNote(reached), None)
+
+    async def close(self) -> None:
+        """Write what has been handed in, then end the process. Safe to call twice."""
+        if self._is_closing:
+            return
+        self._is_closing, self._is_taking = True, False
+        waiters = [waiter for _, waiter in (*self._in_flight, *self._handed) if waiter is not None]
+        if waiters:
+            await asyncio.wait(waiters, timeout=CLOSE_S)
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+        await self._end_process()
+        self._refuse()
+
+    # -- what is handed in, and what became of it ---------------------------------------------
+
+    def _hand_in(self, item: Item, waiter: Waiter | None) -> None:
+        if not self._handed:
+            self._loop.call_soon(self._flush)
+        self._handed.append((item, waiter))
+
+    def _flush(self) -> None:
+        """All of this turn in one frame; while there is no socket it waits for the next one."""
+        if self._socket is None or not self._handed:
+            return
+        handed, self._handed = self._handed, []
+        try:
+            frame = packed([item for item, _ in handed])
+        except (ValueError, OverflowError):
+            handed, frame = self._sifted(handed)
+        self._in_flight.extend(handed)
+        self._send(frame)
+
+    def _sifted(
+        self, handed: list[tuple[Item, Waiter | None]]
+    ) -> tuple[list[tuple[Item, Waiter | None]], bytes]:
+        """What can be said at all: one impossible item must not take the others with it."""
+        good, frames = [], []
+        for item, waiter in handed:
+            try:
+                frames.append(packed([item]))
+            except (ValueError, OverflowError) as error:
+                what = f"The ledger could not be written ({type(error).__name__})."
+                self._fail(item, waiter, LedgerUnavailable("impossible_entry", what))
+            else:
+                good.append((item, waiter))
+        return good, b"".join(frames)
+
+    def _send(self, frame: bytes) -> None:
+        assert self._socket is not None
+        if self._unsent:
+            self._unsent += frame
+            return
+        sent = self._try_to_send(frame)
+        if sent < len(frame):
+            self._unsent += memoryview(frame)[sent:]
+            self._loop.add_writer(self._socket, self._send_rest)
+
+    def _send_rest(self) -> None:
+        assert self._socket is not None
+        sent = self._try_to_send(self._unsent)
+        del self._unsent[:sent]
+        if not self._unsent:
+            self._loop.remove_writer(self._socket)
+
+    def _try_to_send(self, data: bytes | bytearray) -> int:
+        assert self._socket is not None
+        try:
+            return self._socket.send(data)
+        except (BlockingIOError, InterruptedError):
+            return 0
+        except OSError:
+            return len(data)  # it is gone, and its end is about to be read
+
+    def _read(self) -> None:
+        assert self._socket is not None
+        try:
+            data = self._socket.recv(READ_BYTES)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._lose()
+        for frame in self._reader.feed(data):
+            self._hear(read_from_writer(frame))
+
+    def _hear(self, message: FromWriter) -> None:
+        match message:
+            case Answered():
+                self._land(message)
+            case Opened():
+                if not self._opening.done():
+                    self._opening.set_result(message)
+            case NotOpened():
+                if not self._opening.done():
+                    self._opening.set_exception(error_of(message.failure))
+                self._lose()
+
+    def _land(self, answered: Answered) -> None:
+        """One commit's answers, in the order of what was handed in."""
+        refused, take = answered.refused, self._in_flight.popleft
+        for at in range(answered.count):
+            item, waiter = take()
+            if at in refused:
+                self._fail(item, waiter, error_of(refused[at]))
+            elif waiter is not None and not waiter.done():
+                waiter.set_result(None)
+
+    def _fail(self, item: Item, waiter: Waiter | None, error: TenancyError) -> None:
+        if isinstance(item, Hold):
+            self._held.discard(item.request_id)
+        if waiter is not None and not waiter.done():
+            waiter.set_exception(error)
+
+    def _away(self) -> LedgerUnavailable:
+        if self._is_closing:
+            return LedgerUnavailable("closed", "The ledger is closed.")
+        return LedgerUnavailable("not_durable", "The ledger's process is not there.")
+
+    # -- one process after another ------------------------------------------------------------
+
+    async def _start(self) -> Opened:
+        """A new process, which is told who lives. Raises StoreError where it cannot open the
+        database, or dies before it has."""
+        ours, theirs = socket.socketpair()
+        self._opening = self._loop.create_future()
+        self._lost.clear()
+        with theirs:
+            self._connect(ours)
+            try:
+                self._process = await asyncio.create_subprocess_exec(
+                    *self._command,
+                    str(theirs.fileno()),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=asyncio.subprocess.DEVNULL,
+                    pass_fds=(theirs.fileno(),),
+                    start_new_session=True,
+                )
+            except OSError as error:
+                message = f"The ledger's process cannot be started: {error.strerror}."
+                if not self._opening.done():
+                    self._opening.set_exception(StoreError("unusable", message))
+        opened = await self._opening
+        self._writer_id = opened.writer_id
+        self._is_taking = not self._is_closing
+        return opened
+
+    def _connect(self, ours: socket.socket) -> None:
+        """What waits for a process goes to this one, behind the word of who lives: an entry among
+        it is that of a request which does."""
+        ours.setblocking(False)
+        self._socket, self._reader = ours, FrameReader()
+        self._loop.add_reader(ours, self._read)
+        waiting = [entry.request_id for item, _ in self._handed if (entry := entry_in(item))]
+        living = [*self._held, *waiting]
+        self._send(packed(Open(self._place, str(self._folder), living, self._writer_id)))
+        self._flush()
+
+    def _lose(self) -> None:
+        """Its end has come: what it had not answered is not known to be written."""
+        assert self._socket is not None
+        self._loop.remove_reader(self._socket)
+        self._loop.remove_writer(self._socket)
+        self._socket.close()
+        self._socket = None
+        self._unsent.clear()
+        lost, self._in_flight = self._in_flight, deque()
+        for item, waiter in lost:
+            message = "The ledger's process died before it had answered."
+            self._fail(item, waiter, LedgerUnavailable("not_durable", message))
+        if not self._opening.done():
+            message = "The ledger's process died before it had opened the database."
+            self._opening.set_exception(StoreError("unusable", message))
+        self._lost.set()
+
+    def _refuse(self) -> None:
+        """Until there is a process again nobody waits."""
+        self._is_taking = False
+        handed, self._handed = self._handed, []
+        for item, waiter in handed:
+            self._fail(item, waiter, self._away())
+
+    async def _keep(self) -> None:
+        """One process after another; the first is there."""
+        pause_s = 0.0
+        while True:
+            began_s = self._loop.time()
+            await self._lost.wait()
+            if self._loop.time() - began_s > STEADY_S:
+                pause_s = 0.0
+            self.restarts += 1
+            status = await self._reap()
+            self._report("ledger_died", {"status": status, "restarts": self.restarts})
+            pause_s = await self._replace(pause_s)
+
+    async def _replace(self, pause_s: float) -> float:
+        """Try until one is there. Returns how long to pause should it die soon."""
+        while True:
+            if pause_s:
+                self._refuse()
+                await asyncio.sleep(pause_s)
+            pause_s = min(max(2 * pause_s, PAUSE_FIRST_S), PAUSE_LAST_S)
+            try:
+                opened = await self._start()
+            except StoreError as error:
+                await self._reap()
+                facts: dict[str, object] = {"code": error.code, "message": error.message}
+                self._report("ledger_not_started", facts)
+            else:
+                facts = {"pid": self.pid, "interrupted": opened.interrupted}
+                self._report("ledger_started", facts)
+                return pause_s
+
+    async def _reap(self, patience_s: float = 1.0) -> int | None:
+        """Its status. One that has closed its socket has nothing left to do but to say why."""
+        process = self._process
+        if process is None:
+            return None
+        try:
+            await asyncio.wait_for(process.wait(), patience_s)
+        except TimeoutError:
+            with suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+        self._process = None
+        return process.returncode
+
+    async def _end_process(self) -> None:
+        """It finishes what it was sent, and goes."""
+        self._opening.cancel()
+        if self._socket is not None:
+            with suppress(OSError):
+                self._socket.shutdown(socket.SHUT_WR)
+        await self._reap(CLOSE_S)
+        if self._socket is not None:
+            self._lose()
