@@ -2,9 +2,10 @@
 
 What is handed in during one turn of the loop leaves in one frame, and one answer wakes the loop for
 all that a commit made durable. A process that dies is replaced at once, and what is handed in
-meanwhile waits in its socket; whatever the dead one had not answered was not written as far as
-anybody is told. Requests that run go on: the next process is told of them, and closes the holds of
-all others. It knows no price and no database; `app.serve` opens it. Belongs to one loop.
+meanwhile waits for the next one. An entry that the dead one had not answered is sent again, once,
+since settling twice changes nothing; all else of it was not written as far as anybody is told.
+Requests that run go on: the next process is told of them, and closes the holds of all others. It
+knows no price and no database; `app.serve` opens it. Belongs to one loop.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ Report = Callable[[str, dict[str, object]], None]
 """Told of what happens to the process, for the log: an event's name and its facts."""
 
 Waiter = asyncio.Future[None]
+Pair = tuple[Item, Waiter | None]
 
 
 class LedgerLink:
@@ -69,10 +71,12 @@ class LedgerLink:
         self._socket: socket.socket | None = None
         self._reader = FrameReader()
         self._unsent = bytearray()  # what the socket has not taken
-        self._handed: list[tuple[Item, Waiter | None]] = []  # in this turn of the loop
-        self._in_flight: deque[tuple[Item, Waiter | None]] = deque()  # sent, and not answered
+        self._handed: list[Pair] = []  # in this turn of the loop, or while no process is there
+        self._in_flight: deque[Pair] = deque()  # sent, and not answered
+        self._again: set[str] = set()  # requests whose entries were sent again
         self._held: set[str] = set()  # requests whose holds nobody has settled
-        self._is_taking = True
+        self._is_taking = True  # there is a process, or will soon be one
+        self._is_pausing = False  # not so soon: nothing new is begun
         self._is_closing = False
         self.found_epoch: LedgerEpoch | None = None
         self.interrupted = 0
@@ -99,24 +103,28 @@ class LedgerLink:
         return self._process.pid if self._process is not None else 0
 
     def write(self, item: Item) -> Waiter:
-        """See `gateway.ledger_door.LedgerDoor`. While no process can be started it is refused."""
+        """See `gateway.ledger_door.LedgerDoor`. While no process can be started it is refused;
+        while one will be, entries wait for it."""
         waiter: Waiter = self._loop.create_future()
-        # Handed in or refused, this is the last that is heard of a request.
+        is_taken = self._is_taking and not self._is_pausing
+        # Handed in or refused, an entry is the last that is heard of a request.
         if isinstance(item, UsageEntry):
             self._held.discard(item.request_id)
+            is_taken = self._is_taking
         elif isinstance(item, NamedEntry):
             self._held.discard(item.entry.request_id)
-        if not self._is_taking:
-            waiter.set_exception(self._away())
-            return waiter
-        if isinstance(item, Hold):
+            is_taken = self._is_taking
+        elif is_taken and isinstance(item, Hold):
             self._held.add(item.request_id)
-        self._hand_in(item, waiter)
+        if is_taken:
+            self._hand_in(item, waiter)
+        else:
+            waiter.set_exception(self._away())
         return waiter
 
     def note_progress(self, reached: Mapping[str, Progress]) -> None:
         """See `gateway.ledger_door.LedgerDoor`."""
-        if self._is_taking:
+        if self._is_taking and not self._is_pausing:
             self._hand_in(ProgressNote(reached), None)
 
     async def close(self) -> None:
@@ -131,7 +139,7 @@ class LedgerLink:
             self._task.cancel()
             await asyncio.wait([self._task])
         await self._end_process()
-        self._refuse()
+        self._refuse(self._handed)
 
     # -- what is handed in, and what became of it ---------------------------------------------
 
@@ -152,9 +160,7 @@ class LedgerLink:
         self._in_flight.extend(handed)
         self._send(frame)
 
-    def _sifted(
-        self, handed: list[tuple[Item, Waiter | None]]
-    ) -> tuple[list[tuple[Item, Waiter | None]], bytes]:
+    def _sifted(self, handed: list[Pair]) -> tuple[list[Pair], bytes]:
         """What can be said at all: one impossible item must not take the others with it."""
         good, frames = [], []
         for item, waiter in handed:
@@ -264,7 +270,7 @@ class LedgerLink:
                     self._opening.set_exception(StoreError("unusable", message))
         opened = await self._opening
         self._writer_id = opened.writer_id
-        self._is_taking = not self._is_closing
+        self._is_taking, self._is_pausing = not self._is_closing, False
         return opened
 
     def _connect(self, ours: socket.socket) -> None:
@@ -279,7 +285,8 @@ class LedgerLink:
         self._flush()
 
     def _lose(self) -> None:
-        """Its end has come: what it had not answered is not known to be written."""
+        """Its end has come: what it had not answered is not known to be written. An entry that was
+        in flight at two ends may be their cause."""
         assert self._socket is not None
         self._loop.remove_reader(self._socket)
         self._loop.remove_writer(self._socket)
@@ -287,20 +294,34 @@ class LedgerLink:
         self._socket = None
         self._unsent.clear()
         lost, self._in_flight = self._in_flight, deque()
+        before, self._again = self._again, set()
+        again: list[Pair] = []
         for item, waiter in lost:
-            message = "The ledger's process died before it had answered."
-            self._fail(item, waiter, LedgerUnavailable("not_durable", message))
+            entry = entry_in(item)
+            if entry is not None and entry.request_id not in before:
+                self._again.add(entry.request_id)
+                again.append((item, waiter))
+            else:
+                message = "The ledger's process died before it had answered."
+                self._fail(item, waiter, LedgerUnavailable("not_durable", message))
+        self._handed[:0] = again
         if not self._opening.done():
             message = "The ledger's process died before it had opened the database."
             self._opening.set_exception(StoreError("unusable", message))
         self._lost.set()
 
-    def _refuse(self) -> None:
-        """Until there is a process again nobody waits."""
-        self._is_taking = False
-        handed, self._handed = self._handed, []
-        for item, waiter in handed:
+    def _pause(self) -> None:
+        """Until there is a process again, only those wait who have an answer to complete."""
+        self._is_pausing = True
+        entries = [pair for pair in self._handed if entry_in(pair[0]) is not None]
+        new = [pair for pair in self._handed if entry_in(pair[0]) is None]
+        self._handed = entries
+        self._refuse(new)
+
+    def _refuse(self, pairs: list[Pair]) -> None:
+        for item, waiter in pairs:
             self._fail(item, waiter, self._away())
+        pairs.clear()
 
     async def _keep(self) -> None:
         """One process after another; the first is there."""
@@ -319,12 +340,14 @@ class LedgerLink:
         """Try until one is there. Returns how long to pause should it die soon."""
         while True:
             if pause_s:
-                self._refuse()
+                self._pause()
                 await asyncio.sleep(pause_s)
             pause_s = min(max(2 * pause_s, PAUSE_FIRST_S), PAUSE_LAST_S)
             try:
                 opened = await self._start()
             except StoreError as error:
+                self._is_taking = False
+                self._refuse(self._handed)
                 await self._reap()
                 facts: dict[str, object] = {"code": error.code, "message": error.message}
                 self._report("ledger_not_started", facts)

@@ -33,6 +33,11 @@ def die(wire, word):
 ledger_child._say = die
 sys.exit(ledger_child.main())
 """
+OPENS_UNLESS = """
+import pathlib, sys
+from tenancy import ledger_child
+sys.exit(pathlib.Path({away!r}).exists() or ledger_child.main())
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -142,19 +147,30 @@ async def test_what_runs_is_settled_by_the_next_process(one: Link) -> None:
     assert started == ("ledger_started", {"pid": one.link.pid, "interrupted": 0})
 
 
-async def test_what_it_had_not_answered_is_told_and_closed(one: Link) -> None:
-    """Fail closed: a hold that may be there must not stay, and is nobody's any more."""
+async def test_of_what_it_had_not_answered_entries_are_sent_again(one: Link) -> None:
+    """Fail closed: a hold that may be there is nobody's any more. An answer that is complete need
+    not be lost: an entry that is there already is not written twice."""
     await one.link.write(hold("runs"))
     os.kill(one.link.pid, signal.SIGSTOP)
-    waiters = [one.link.write(hold("unanswered")), one.link.write(used("unsettled", 10))]
+    refused, written = one.link.write(hold("new")), one.link.write(used("runs", 10))
     await asyncio.sleep(0)
     one.kill()
-    codes = [await code(waiter) for waiter in waiters]
-    await one.link.write(used("runs", 10))
+    refusal = await code(refused)
+    await written
 
-    assert codes == ["not_durable"] * 2
-    assert one.holds() == 0
-    assert one.endings() == {"runs": ("done", 4)}
+    assert refusal == "not_durable"
+    assert (one.holds(), one.endings()) == (0, {"runs": ("done", 4)})
+
+
+async def test_an_entry_that_was_there_at_two_deaths_is_refused(made: Link) -> None:
+    """It may be their cause. Others are not kept from the books by it, and here it was written."""
+    await made.open(sys.executable, "-c", DIES_BEFORE_IT_ANSWERS)
+    refused = await code(made.link.write(used("a", 10)))
+
+    await made.until_event("ledger_died", 2)
+
+    assert refused == "not_durable"
+    assert made.endings() == {"a": ("done", 4)}
 
 
 async def test_a_hold_that_was_written_and_not_answered_is_closed(made: Link) -> None:
@@ -182,7 +198,7 @@ async def test_an_entry_that_waits_for_the_next_process_is_written_as_it_is(one:
 async def test_one_that_dies_again_and_again_is_given_time(
     one: Link, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Meanwhile nobody waits for it; it comes back by itself."""
+    """Meanwhile nothing new is begun, and what ends waits; it comes back by itself."""
     monkeypatch.setattr(ledger_link, "PAUSE_FIRST_S", 0.05)
     await one.link.write(hold("runs"))
     one.kill()
@@ -190,28 +206,37 @@ async def test_one_that_dies_again_and_again_is_given_time(
     one.kill()
     await one.until_event("ledger_died", 2)
     early = await code(one.link.write(hold("early")))
-    await one.until_event("ledger_started", 2)
-    await asyncio.gather(one.link.write(hold("late")), one.link.write(used("runs", 10)))
+    await one.link.write(used("runs", 10))
+    await one.link.write(hold("late"))
 
     assert early == "not_durable"
     assert (one.holds(), one.endings()) == (1, {"runs": ("done", 4)})
 
 
-async def test_an_entry_that_was_refused_meanwhile_is_closed_by_the_next(
-    one: Link, monkeypatch: pytest.MonkeyPatch
+async def test_while_it_cannot_be_opened_all_is_refused(
+    made: Link, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its client was told that nothing was recorded; its hold must not be open for ever."""
+    """Its database is away: nobody waits, and it goes on by itself. Whose entry was refused has a
+    hold that must not be open for ever: the next process closes it."""
     monkeypatch.setattr(ledger_link, "PAUSE_FIRST_S", 0.05)
-    await one.link.write(hold("runs"))
-    one.kill()
-    await one.until_event("ledger_started")
-    one.kill()
-    await one.until_event("ledger_died", 2)
-    refused = await code(one.link.write(used("runs", 10)))
-    await one.until_event("ledger_started", 2)
+    away = tmp_path / "away"
+    await made.open(sys.executable, "-c", OPENS_UNLESS.format(away=str(away)))
+    await made.link.write(hold("runs"))
+    await made.link.write(hold("lasts"))
+    away.touch()
+    made.kill()
+    await made.until_event("ledger_not_started", 2)
+    codes = [
+        await code(made.link.write(hold("new"))),
+        await code(made.link.write(used("runs", 10))),
+    ]
+    away.unlink()
+    await made.until_event("ledger_started")
+    await made.link.write(used("lasts", 10))
 
-    assert refused == "not_durable"
-    assert (one.holds(), one.endings()) == (0, {"runs": ("interrupted", 0)})
+    assert codes == ["not_durable"] * 2
+    assert made.endings() == {"runs": ("interrupted", 0), "lasts": ("done", 4)}
+    assert made.holds() == 0
 
 
 async def test_a_first_start_that_fails_says_why(made: Link, tmp_path: Path) -> None:
