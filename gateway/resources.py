@@ -6,6 +6,8 @@ pinned lease until it expires. `prepare` calls it.
 
 from __future__ import annotations
 
+import asyncio
+
 import msgspec
 from msgspec.structs import replace
 
@@ -26,9 +28,11 @@ def retention(expires_ms: int, now_ms: int) -> Retention:
     return Retention(RESOURCE, left_s, left_s, "absolute", renewed_on_read=False, pinned=True)
 
 
-def load(gateway: Context, name: str, identity: Identity) -> tuple[Resource, Prompt]:
-    """A live resource of this identity's workspace. Raises Refusal: there is none to be seen."""
-    found = find_resource(
+async def load(gateway: Context, name: str, identity: Identity) -> tuple[Resource, Prompt]:
+    """A live resource of this identity's workspace. In a thread: the database may be far and the
+    content long. Raises Refusal: there is none to be seen; StoreError."""
+    found = await asyncio.to_thread(
+        find_resource,
         gateway.store,
         identity.tenant.tenant_id,
         identity.workspace,
@@ -43,7 +47,7 @@ def load(gateway: Context, name: str, identity: Identity) -> tuple[Resource, Pro
 
 async def expand(gateway: Context, prompt: Prompt, identity: Identity) -> tuple[Prompt, Retention]:
     """The whole prompt, and the class its stored part is held in. Raises Refusal."""
-    resource, stored = load(gateway, prompt.resource, identity)
+    resource, stored = await load(gateway, prompt.resource, identity)
     if resource.model not in gateway.model_names:
         message = f"The cached content belongs to the model {resource.model}, which is not here."
         raise Refusal(Kind.BAD, "invalid_value", message, param="cachedContent")

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import msgspec
 from aiohttp import web
@@ -24,11 +25,11 @@ from gateway.dialects.canonical import CacheAsk, Call, Delta, Generation, Prompt
 from gateway.endpoints import Encoder
 from gateway.errors import Kind, Refusal
 from gateway.middleware import Handler, Route
-from gateway.prepare import check_model, prepare
+from gateway.prepare import Prepared, check_model, prepare
 from gateway.request_state import STATE
 from gateway.resources import PREFIX, load, marked, retention
 from gateway.server import send
-from tenancy.errors import BadName
+from tenancy.errors import BadName, StoreError
 from tenancy.resources import (
     Resource,
     ResourceQuota,
@@ -125,18 +126,32 @@ async def _create(gateway: Context, request: web.Request, identity: Identity) ->
         expires_ms=asked.expires_ms,
     )
     content = msgspec.msgpack.encode(asked.prompt)
-    try:
-        await asyncio.to_thread(_store, gateway, resource, content)
-    except BadName as error:
-        raise Refusal(Kind.QUOTA, error.code, f"{error.message}.") from None
     reply = Reply(PREFIX + resource.resource_id, asked.model, now_ms // 1000)
     try:
+        await gateway.see_through(asyncio.to_thread(_store, gateway, resource, content))
         return await Answer(gateway, SHAPE, request).admitted(
             made, identity, _Created(resource), reply
         )
+    except BadName as error:
+        raise Refusal(Kind.QUOTA, error.code, f"{error.message}.") from None
     except BaseException:
-        await gateway.finish(_drop(gateway, identity, resource.resource_id))
+        was_begun = request[STATE].submitted_s is not None
+        await gateway.finish(
+            _take_back(
+                gateway, identity, resource.resource_id, asked.prompt, made if was_begun else None
+            )
+        )
         raise
+
+
+async def _take_back(
+    gateway: Context, identity: Identity, resource_id: str, content: Prompt, begun: Prepared | None
+) -> None:
+    """It could not be computed, or nobody waited for it. `begun`: what an engine may hold of it."""
+    await _drop(gateway, identity, resource_id)
+    with _told_if_not(gateway):
+        if begun is not None and await _is_nobodys(gateway, identity, content):
+            await _let_go(gateway, begun)
 
 
 def _store(gateway: Context, resource: Resource, content: bytes) -> None:
@@ -156,9 +171,11 @@ async def _drop(gateway: Context, identity: Identity, resource_id: str) -> None:
     )
 
 
-def _is_kept(gateway: Context, identity: Identity, content: Prompt) -> bool:
-    """Does the workspace keep the same content under another name?"""
-    return keeps_content(
+async def _is_nobodys(gateway: Context, identity: Identity, content: Prompt) -> bool:
+    """Does the workspace keep the same content under no other name? In a shared scope nobody can
+    tell: it may be another tenant's too."""
+    return identity.scope is None and not await asyncio.to_thread(
+        keeps_content,
         gateway.store,
         identity.tenant.tenant_id,
         identity.workspace,
@@ -172,7 +189,8 @@ async def _list(gateway: Context, request: web.Request, identity: Identity) -> w
         request.query.get("pageSize", request.query.get("page_size", "")),
         request.query.get("pageToken", request.query.get("page_token", "")),
     )
-    found = list_resources(
+    found = await asyncio.to_thread(
+        list_resources,
         gateway.store,
         identity.tenant.tenant_id,
         identity.workspace,
@@ -186,7 +204,7 @@ async def _list(gateway: Context, request: web.Request, identity: Identity) -> w
 
 
 async def _get(gateway: Context, request: web.Request, identity: Identity) -> web.StreamResponse:
-    resource, _ = load(gateway, request.match_info["name"], identity)
+    resource, _ = await load(gateway, request.match_info["name"], identity)
     return await _ok(request, gemini_cached.resource(shown(resource)))
 
 
@@ -196,7 +214,7 @@ async def _change(gateway: Context, request: web.Request, identity: Identity) ->
     body = await read_body(request, gateway.config.server)
     change = gemini_cached.parse_change(body, mask, now_ms)
     name = request.match_info["name"]
-    kept, _ = load(gateway, name, identity)
+    kept, _ = await load(gateway, name, identity)
     change.check(kept.model, kept.display_name)
     await asyncio.to_thread(
         set_expiry,
@@ -207,7 +225,7 @@ async def _change(gateway: Context, request: web.Request, identity: Identity) ->
         change.expires_ms,
         now_ms,
     )
-    resource, _ = load(gateway, name, identity)
+    resource, _ = await load(gateway, name, identity)
     return await _ok(request, gemini_cached.resource(shown(resource)))
 
 
@@ -216,25 +234,39 @@ async def _delete(gateway: Context, request: web.Request, identity: Identity) ->
     another cached content, a breakpoint. In a shared scope they stay until the lease ends: they may
     be held for another tenant."""
     name = request.match_info["name"]
-    resource, stored = load(gateway, name, identity)
-    await _drop(gateway, identity, resource.resource_id)
-    if identity.scope is not None or await asyncio.to_thread(_is_kept, gateway, identity, stored):
-        return await _ok(request, b"{}")
+    resource, stored = await load(gateway, name, identity)
     call = Call(
         resource.model, (marked(stored),), Generation(max_tokens=0), cache=CacheAsk("gemini")
     )
-    try:
-        terms = retention(resource.expires_ms, gateway.wall())
-        made = await prepare(gateway, call, identity, {RESOURCE: terms})
-        space, book = made.scope.namespace, gateway.contracts.entries
-        for lease in made.contracts[0].leases:
-            key = (space, bytes.fromhex(lease.lease_id))
-            if book.give_up(key, RESOURCE, gateway.clock()):
-                await gateway.engine.erase(space, lease_id=lease.lease_id)
-    except (EngineError, Refusal) as error:
-        # Nobody can name it any more; what an engine still holds goes when its lease ends.
-        gateway.log("cached_content_not_erased", {"reason": type(error).__name__})
+    terms = retention(resource.expires_ms, gateway.wall())
+
+    async def work() -> None:
+        await _drop(gateway, identity, resource.resource_id)
+        with _told_if_not(gateway):
+            if await _is_nobodys(gateway, identity, stored):
+                made = await prepare(gateway, call, identity, {RESOURCE: terms})
+                await _let_go(gateway, made)
+
+    await gateway.finish(work())
     return await _ok(request, b"{}")
+
+
+async def _let_go(gateway: Context, made: Prepared) -> None:
+    """In the books and in the engine. Raises EngineError."""
+    space, book = made.scope.namespace, gateway.contracts.entries
+    for lease in made.contracts[0].leases:
+        key = (space, bytes.fromhex(lease.lease_id))
+        if book.give_up(key, RESOURCE, gateway.clock()):
+            await gateway.engine.erase(space, lease_id=lease.lease_id)
+
+
+@contextmanager
+def _told_if_not(gateway: Context) -> Iterator[None]:
+    """What an engine still holds when it cannot be told goes when its lease ends."""
+    try:
+        yield
+    except (EngineError, Refusal, StoreError) as error:
+        gateway.log("cached_content_not_erased", {"reason": type(error).__name__})
 
 
 async def _ok(request: web.Request, body: bytes) -> web.StreamResponse:

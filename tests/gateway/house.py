@@ -54,6 +54,7 @@ class GatedRunner(FakeRunner):
         super().__init__(BLOCKS, 16, vocab_size=vocab)
         self._last_step: float = float("inf")
         self._go = threading.Event()
+        self.is_held = False
 
     def hold_after(self, steps: int) -> None:
         """Run this many more steps, then wait for `release`."""
@@ -68,7 +69,9 @@ class GatedRunner(FakeRunner):
     def launch(self, plan: StepPlan) -> None:
         """As the fake's, if it may."""
         if self.steps >= self._last_step:
+            self.is_held = True
             assert self._go.wait(PATIENCE_S), "a test forgot to release the runner"
+            self.is_held = False
         super().launch(plan)
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -10,7 +13,7 @@ import pytest
 
 from gateway.cache_terms import CacheProfile
 from tenancy.resources import resource_token_seconds
-from tests.gateway.house import GatedRunner, House
+from tests.gateway.house import PATIENCE_S, GatedRunner, House
 
 ALL = "/v1beta/cachedContents"
 LONG = "The trunk is shared, the branches are one's own. " * 6
@@ -218,6 +221,50 @@ async def test_a_deleted_one_gives_its_blocks_back(house: House) -> None:
 
     assert held > 0
     assert (await house.engine.get_stats()).cached_blocks == 0
+
+
+async def left(house: House, has_come: Callable[[], bool]) -> None:
+    """A client that asks for a cached content, and leaves when that much has happened; the server
+    knows it when this returns."""
+    asking = asyncio.create_task(created(house))
+    await house.until(has_come)
+    asking.cancel()
+    await asyncio.wait([asking])
+    await house.ask("/healthz", method="GET", who=None)
+
+
+async def test_one_whose_client_leaves_while_it_is_stored_is_not_kept(house: House) -> None:
+    """Nobody has paid for it, and whoever finds it in the list would read it all the same."""
+    is_busy, may_end = threading.Event(), threading.Event()
+
+    def keep_busy() -> None:
+        with house.store.change():
+            is_busy.set()
+            may_end.wait(PATIENCE_S)
+
+    writing = asyncio.create_task(asyncio.to_thread(keep_busy))
+    await house.until(is_busy.is_set)
+    await left(house, lambda: bool(house.gateway.context.background))
+    may_end.set()
+    await writing
+    await house.until(lambda: [line["ending"] for line in house.lines] == ["cancelled"])
+    await house.check_quiet()
+
+    assert house.store.query("select count(*) from cached_contents where ended_ms is null") == [
+        (0,)
+    ]
+    assert house.entries() == []
+
+
+async def test_one_whose_client_leaves_while_it_is_computed_holds_nothing(house: House) -> None:
+    """Its lease has no end before its time, and storage is charged for what is held."""
+    house.runner.hold_after(0)
+    await left(house, lambda: house.runner.is_held)
+    house.runner.release()
+    await house.check_quiet()
+
+    assert house.entries()[0][0] == "cancelled"
+    assert [one.blocks for one in (await house.engine.get_stats()).namespaces] == []
 
 
 async def test_a_deleted_one_leaves_what_others_keep(house: House) -> None:

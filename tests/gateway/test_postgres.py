@@ -19,6 +19,7 @@ from tenancy.audit import check_books
 from tenancy.postgres_store import PostgresStore
 from tests.gateway.admin import Admin
 from tests.gateway.house import PATIENCE_S, House
+from tests.gateway.test_cached_contents import ALL, created, question
 from tests.tenancy.postgres_server import BINARIES, Server
 
 
@@ -99,6 +100,25 @@ async def test_what_one_gateway_answers_the_other_answers_again(
     assert (early, error["error"]["code"]) == (409, "idempotency_in_flight")
     assert (status, again, one) == (200, 200, two)
     assert response.headers["Idempotency-Replayed"] == "true"
+
+
+async def test_cached_contents_live_in_both_gateways(first: House, second: House) -> None:
+    """Made in one, used and ended in the other; whatever the server takes, no loop waits for it."""
+    await until_it_is(second, 200, first.keys["ada"])
+    mine = {"Authorization": f"Bearer {first.keys['ada']}"}
+    resource = await created(first)
+    path, body = question(second, resource["name"])
+    used, answer, _ = await second.ask(path, body, who=None, headers=mine)
+    _, listed, _ = await second.ask(ALL, who=None, headers=mine, method="GET")
+    one = f"/v1beta/{resource['name']}"
+    changed, _, _ = await second.ask(one, {"ttl": "7200s"}, who=None, headers=mine, method="PATCH")
+    ended, _, _ = await second.ask(one, who=None, headers=mine, method="DELETE")
+    again, _, _ = await first.ask(*question(first, resource["name"]))
+
+    tokens = resource["usageMetadata"]["totalTokenCount"]
+    assert answer["usageMetadata"]["cachedContentTokenCount"] == tokens
+    assert [found["name"] for found in listed["cachedContents"]] == [resource["name"]]
+    assert (used, changed, ended, again) == (200, 200, 200, 403)
 
 
 async def test_what_one_gateway_is_told_the_other_knows_within_a_second(
