@@ -34,7 +34,7 @@ from gateway.prepare import Prepared, check_model, circumstances, prepare
 from gateway.refusals import refusal_of
 from gateway.request_state import STATE, RequestState
 from gateway.retention import Contract
-from gateway.server import ClientGone, send, write
+from gateway.server import ClientGone, begin, send, write
 from gateway.stream import AnswerStream
 from gateway.tracing import operation_of
 from tenancy.errors import LedgerUnavailable, LimitExceeded
@@ -331,9 +331,9 @@ class Answer:
         try:
             if self._response is None:
                 self._response = web.StreamResponse(headers=self._head(is_stream=True))
-                await self._response.prepare(self._request)
+                await begin(self._request, self._response)
             await write(self._request, data)
-        except (ClientGone, ConnectionError):
+        except ClientGone:
             if self._named is None:
                 raise
             self._named.is_left = True

@@ -18,7 +18,7 @@ from aiohttp import web
 from gateway.config import IdempotencyConfig
 from gateway.context import Context
 from gateway.errors import Kind, Refusal
-from gateway.server import send, write
+from gateway.server import begin, send, write
 from tenancy.idempotency import Claim, Keeping, KeptAnswer, find
 from tenancy.types import Identity
 
@@ -104,7 +104,7 @@ async def replay(
     if not is_stream:
         return await send(request, 200, body, head)
     response = web.StreamResponse(headers=head)
-    await response.prepare(request)
+    await begin(request, response)
     for start in range(0, len(body), _PIECE_BYTES):
         await write(request, body[start : start + _PIECE_BYTES])
     return response

@@ -82,6 +82,15 @@ class ListenerRunner(web.AppRunner):
 # --- answers out ---------------------------------------------------------------------------------
 
 
+async def begin(request: web.Request, response: web.StreamResponse) -> None:
+    """Prepare an answer. Raises ClientGone if nobody is there any more."""
+    try:
+        await response.prepare(request)
+    except ConnectionError:
+        cut(request)
+        raise ClientGone from None
+
+
 async def write(request: web.Request, data: bytes) -> None:
     """Write `data` of a prepared answer, and wait for the client to read if it is far behind.
 
@@ -105,7 +114,7 @@ async def send(
         return Whole(status, body, headers)
     response = web.StreamResponse(status=status, headers=headers)
     response.content_length = len(body)
-    await response.prepare(request)
+    await begin(request, response)
     for start in range(0, len(body), _WRITE_PIECE_BYTES):
         await write(request, body[start : start + _WRITE_PIECE_BYTES])
     return response

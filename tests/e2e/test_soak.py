@@ -1,0 +1,72 @@
+"""What is left of a crowd of clients that do everything, and leave when they like: nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+from collections import Counter
+from pathlib import Path
+
+from engine.client import RequestStream
+from gateway.answer import Answer
+from gateway.metering import Account
+from gateway.named import NamedRequest
+from gateway.retention import Contract
+from gateway.stream import AnswerStream
+from tenancy.audit import check_books
+from tenancy.limits import Reservation
+from tests.bench.soak import PLANTED, Swarm
+from tests.gateway.house import House
+
+REQUESTS = 600
+OF_A_REQUEST = (
+    *(Account, Answer, AnswerStream, Contract, NamedRequest, RequestStream, Reservation),
+)
+
+
+def alive() -> Counter[str]:
+    """What belongs to requests, by kind."""
+    gc.collect()
+    return Counter(type(one).__name__ for one in gc.get_objects() if type(one) in OF_A_REQUEST)
+
+
+def descriptors() -> int:
+    """Open files and sockets of this process."""
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+async def test_nothing_is_left_of_a_crowd(made: House) -> None:
+    """Every dialect, streams, names, cached contents, erasures and nonsense at once, and a third of
+    the clients leave early: no hold, block, task, descriptor or object stays, every answer is in
+    the books once, all three counts of its tokens agree, and no word of a prompt is in the log."""
+    made.set_limits(requests_per_tenant_max=8)
+    await made.open()
+    try:
+        swarm = Swarm(made.url, tuple(made.keys.values()), made.model, seed=7)
+        await swarm.run(lambda asked: asked < 30)
+        await made.ask("/v1/usage", method="GET")  # a second connection to the database is opened
+        await made.check_quiet()
+        tasks, fds = len(asyncio.all_tasks()), descriptors()
+
+        await swarm.run(lambda asked: asked < REQUESTS)
+
+        await made.check_quiet()
+        assert swarm.wrong == []
+        assert swarm.left > REQUESTS // 5
+        assert [line for line in made.lines if line["event"] == "error"] == []
+        assert PLANTED not in json.dumps(made.lines)
+        await made.until(lambda: len(asyncio.all_tasks()) <= tasks)
+        await made.until(lambda: descriptors() <= fds)
+        assert alive() == Counter()
+        context = made.gateway.context
+        context.contracts.entries.check()
+        assert await asyncio.to_thread(check_books, made.store) == []
+        for who in made.keys:
+            status, _, _ = await made.ask("/v1/cache", method="DELETE", who=who)
+            assert status == 200
+        stats = await made.engine.get_stats()
+        assert (stats.free_blocks, stats.namespaces) == (stats.blocks, ())
+        assert len(context.contracts.entries) == 0
+    finally:
+        await made.close()
