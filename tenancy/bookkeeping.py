@@ -11,12 +11,11 @@ from collections.abc import Mapping, Sequence
 
 from msgspec import Struct, structs
 
-from tenancy import idempotency
 from tenancy.budgets import Budgets, BudgetWindows, Whose, load_budgets, move, refusal
 from tenancy.entries import DAY_MS, NO_CHAIN, Page, hour_of, larger
 from tenancy.errors import BadPrice, LedgerUnavailable, TenancyError
 from tenancy.holds import Holds
-from tenancy.idempotency import Claim, Keeping
+from tenancy.idempotency import Claim, Keeping, Names
 from tenancy.pricing import FREE_CARD, RateCard, charge, most, savings
 from tenancy.progress import Progress, ProgressNote, write_progress
 from tenancy.rate_cards import SELECT, CardBook, read_card
@@ -135,6 +134,15 @@ class _Batch:
         moved = [item if isinstance(item, Hold) else entry_in(item) for item in items]
         requests = [item for item in moved if item is not None]
         self._holds = Holds(db, [item.request_id for item in requests])
+        self._names = Names(
+            db,
+            {
+                (one.tenant_id, one.claim.name)
+                for one in items
+                if isinstance(one, Hold) and one.claim
+            },
+            {one.entry.request_id for one in items if isinstance(one, NamedEntry)},
+        )
         self._windows = BudgetWindows(db, books.budgets)
         if books.budgets:
             self._windows.read(map(self._whose, requests))
@@ -151,7 +159,7 @@ class _Batch:
                     self._settle(item)
                 case NamedEntry():
                     self._settle(item.entry)
-                    idempotency.settle(self._db, item.entry.request_id, item.keeping)
+                    self._names.settle(item.entry.request_id, item.keeping)
                 case StorageReading():
                     self._store_reading(item)
                 case EngineTotals():
@@ -160,6 +168,7 @@ class _Batch:
                     pass  # all of them are written by now
             answers.append(refused)
         self._holds.finish()
+        self._names.finish()
         self._page.finish()
         self._windows.finish()
         return answers
@@ -173,7 +182,7 @@ class _Batch:
             return error
         claim = hold.claim
         if claim is not None:
-            taken = idempotency.refusal(self._db, hold.tenant_id, claim, hold.started_ms)
+            taken = self._names.refusal(hold.tenant_id, claim, hold.started_ms)
             if taken is not None:
                 return taken
         spending = self._windows.of(hold.tenant_id, hold.key_id, booked_ms)
@@ -190,8 +199,7 @@ class _Batch:
         )
         self._holds.make(hold.request_id, (card_id, pico, booked_ms), row)
         if claim is not None:
-            whose = (hold.tenant_id, hold.workspace)
-            idempotency.take(self._db, *whose, hold.request_id, claim)
+            self._names.take(hold.tenant_id, hold.workspace, hold.request_id, claim)
         move(spending, spent=0, reserved=pico)
         return None
 

@@ -4,17 +4,22 @@ of them run, and what was answered, for a time.
 A name (`Idempotency-Key`) belongs to its tenant. It is claimed in the transaction that writes the
 hold; the answer is kept in the one that writes the entry, or the name is free again. Answers are
 content: they have a table of their own, are bytes to it, and go with their tenant's cache. It knows
-no HTTP; `bookkeeping` claims and settles, `gateway.named` finds.
+no HTTP; `bookkeeping` claims and settles those of a batch together, `gateway.named` finds.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
 
 from msgspec import Struct
 
 from tenancy.errors import NameInUse
-from tenancy.store import Store, Transaction
+from tenancy.store import Store, Transaction, Value, filled_up, marks
+
+T = TypeVar("T")
 
 SWEPT_AT_ONCE = 200
 """Names that one transaction lets go of: nobody waits long behind it."""
@@ -56,7 +61,9 @@ def find(store: Store, tenant_id: int, claim: Claim, now_ms: int) -> KeptAnswer 
     if not rows:
         return None
     digest, until_ms, head, body = rows[0]
-    _check(claim, bytes(digest), is_running=until_ms is None)
+    refusal = _refusal(claim, bytes(digest), is_running=until_ms is None)
+    if refusal is not None:
+        raise refusal
     if body is None:
         raise NameInUse(
             "idempotency_result_gone",
@@ -66,71 +73,142 @@ def find(store: Store, tenant_id: int, claim: Claim, now_ms: int) -> KeptAnswer 
     return KeptAnswer(head, bytes(body))
 
 
-def refusal(db: Transaction, tenant_id: int, claim: Claim, now_ms: int) -> NameInUse | None:
-    """Why a hold may not have the name now. What has expired under it goes."""
-    for digest, until_ms, request_id in db.rows(
-        "select digest, until_ms, request_id from named_requests where tenant_id = ? and name = ?",
-        (tenant_id, claim.name),
-    ):
-        if until_ms is not None and until_ms <= now_ms:
-            _release(db, request_id)
-            continue
-        try:
-            _check(claim, bytes(digest), is_running=True)  # or ended a moment ago: look again
-        except NameInUse as error:
-            return error
-    names, _ = _sums(db, tenant_id)
-    if names >= claim.names_max:
-        return NameInUse(
-            "idempotency_room_full",
-            f"{names} Idempotency-Keys are in use; at most {claim.names_max} are kept at once. Send"
-            " it without one, or later.",
-        )
-    return None
+@dataclass(slots=True)
+class _Name:
+    """As it is within a transaction. `size`: of its answer's body. `answer`: one that is not
+    written yet."""
+
+    tenant_id: int
+    name: str
+    digest: bytes
+    until_ms: int | None
+    request_id: str
+    size: int = 0
+    answer: KeptAnswer | None = None
 
 
-def take(db: Transaction, tenant_id: int, workspace: str, request_id: str, claim: Claim) -> None:
-    """The name is this request's, which runs from now on: after a `refusal` that was none."""
-    db.execute(
-        "insert into named_requests (tenant_id, name, workspace, digest, request_id)"
-        " values (?, ?, ?, ?, ?)",
-        (tenant_id, claim.name, workspace, claim.digest, request_id),
-    )
-    _add(db, tenant_id, 1, 0)
+class Names:
+    """The names that some requests claim or settle, within a transaction that alone writes: read at
+    once, changed in memory as items come, and written at once."""
+
+    def __init__(
+        self, db: Transaction, claimed: Collection[tuple[int, str]], ended: Collection[str]
+    ) -> None:
+        """`claimed`: tenants and names. `ended`: request ids. A statement for each 64 or 128 of
+        them, and one for the sums of their tenants."""
+        self._db = db
+        self._by_name: dict[tuple[int, str], _Name] = {}
+        self._by_request: dict[str, _Name] = {}
+        self._made: dict[str, tuple[Value, ...]] = {}
+        self._released: list[tuple[str]] = []
+        self._kept: dict[str, _Name] = {}
+        self._moved: set[int] = set()
+        for keys in _some(claimed, 64):
+            which = f"(tenant_id, name) in (values {', '.join([marks(2)] * len(keys))})"
+            self._read(which, [value for key in keys for value in key])
+        for ids in _some(ended, 128):
+            self._read(f"request_id in {marks(len(ids))}", ids)
+        self._sums: dict[int, tuple[int, int]] = {}
+        tenants = {key[0] for key in (*claimed, *self._by_name)}
+        for some in _some(tenants, 128):
+            sums = f"select * from named_sums where tenant_id in {marks(len(some))}"
+            for tenant_id, names, size in db.rows(sums, some):
+                self._sums[tenant_id] = names, size
+
+    def refusal(self, tenant_id: int, claim: Claim, now_ms: int) -> NameInUse | None:
+        """Why a hold may not have the name now. What has expired under it goes."""
+        found = self._by_name.get((tenant_id, claim.name))
+        if found is not None and (found.until_ms is None or found.until_ms > now_ms):
+            # One that ended a moment ago is for who looks again.
+            return _refusal(claim, found.digest, is_running=True)
+        if found is not None:
+            self._release(found)
+        names, _ = self._sums.get(tenant_id, (0, 0))
+        if names >= claim.names_max:
+            return NameInUse(
+                "idempotency_room_full",
+                f"{names} Idempotency-Keys are in use; at most {claim.names_max} are kept at once."
+                " Send it without one, or later.",
+            )
+        return None
+
+    def take(self, tenant_id: int, workspace: str, request_id: str, claim: Claim) -> None:
+        """The name is this request's, which runs from now on: after a `refusal` that was none."""
+        self._put(_Name(tenant_id, claim.name, claim.digest, None, request_id))
+        self._made[request_id] = (tenant_id, claim.name, workspace, claim.digest, request_id)
+        self._count(tenant_id, 1, 0)
+
+    def settle(self, request_id: str, keeping: Keeping | None) -> None:
+        """It has ended: answered, or its name is free. Again it changes nothing, and nothing is
+        kept of what was forgotten while it ran."""
+        found = self._by_request.get(request_id)
+        if found is None or found.until_ms is not None:
+            return
+        if keeping is None:
+            self._release(found)
+            return
+        found.until_ms = keeping.until_ms
+        _, size = self._sums.get(found.tenant_id, (0, 0))
+        if keeping.answer is not None and size + len(keeping.answer.body) <= keeping.bytes_max:
+            found.answer, found.size = keeping.answer, len(keeping.answer.body)
+            self._count(found.tenant_id, 0, found.size)
+        self._kept[request_id] = found
+
+    def finish(self) -> None:
+        """Write them."""
+        self._db.execute_many("delete from named_requests where request_id = ?", self._released)
+        self._db.execute_many(_TAKE, list(self._made.values()))
+        kept = []
+        for request_id, one in self._kept.items():
+            answer = one.answer
+            head, body = ("", None) if answer is None else (answer.head, answer.body)
+            kept.append((one.until_ms, head, body, request_id))
+        self._db.execute_many(_KEEP, kept)
+        sums = [(tenant_id, *self._sums[tenant_id]) for tenant_id in sorted(self._moved)]
+        self._db.execute_many(_SUM, sums)
+
+    def _read(self, which: str, values: Sequence[Value]) -> None:
+        for tenant_id, name, digest, until_ms, request_id, size in self._db.rows(
+            "select tenant_id, name, digest, until_ms, request_id, coalesce(length(body), 0)"
+            f" from named_requests where {which}",
+            values,
+        ):
+            self._put(_Name(tenant_id, name, bytes(digest), until_ms, request_id, size))
+
+    def _put(self, one: _Name) -> None:
+        one = self._by_request.setdefault(one.request_id, one)
+        self._by_name[one.tenant_id, one.name] = one
+
+    def _release(self, one: _Name) -> None:
+        """Its name is free."""
+        del self._by_name[one.tenant_id, one.name], self._by_request[one.request_id]
+        self._kept.pop(one.request_id, None)
+        if self._made.pop(one.request_id, None) is None:
+            self._released.append((one.request_id,))
+        self._count(one.tenant_id, -1, -one.size)
+
+    def _count(self, tenant_id: int, names: int, size: int) -> None:
+        before = self._sums.get(tenant_id, (0, 0))
+        self._sums[tenant_id] = before[0] + names, before[1] + size
+        self._moved.add(tenant_id)
 
 
-def settle(db: Transaction, request_id: str, keeping: Keeping | None) -> None:
-    """It has ended: answered, or its name is free. Again it changes nothing, and nothing is kept of
-    what was forgotten while it ran."""
-    running = db.rows(
-        "select tenant_id from named_requests where request_id = ? and until_ms is null",
-        (request_id,),
-    )
-    if running and keeping is None:
-        _release(db, request_id)
-    elif running and keeping is not None:
-        _keep(db, running[0][0], request_id, keeping)
+_TAKE = (
+    "insert into named_requests (tenant_id, name, workspace, digest, request_id)"
+    " values (?, ?, ?, ?, ?)"
+)
+_KEEP = "update named_requests set until_ms = ?, head = ?, body = ? where request_id = ?"
+_SUM = (
+    "insert into named_sums (tenant_id, names, bytes) values (?, ?, ?)"
+    " on conflict (tenant_id) do update set names = excluded.names, bytes = excluded.bytes"
+)
 
 
-def _keep(db: Transaction, tenant_id: int, request_id: str, keeping: Keeping) -> None:
-    head, body = "", None
-    if keeping.answer is not None:
-        size = len(keeping.answer.body)
-        if _sums(db, tenant_id)[1] + size <= keeping.bytes_max:
-            head, body = keeping.answer.head, keeping.answer.body
-            _add(db, tenant_id, 0, size)
-    db.execute(
-        "update named_requests set until_ms = ?, head = ?, body = ? where request_id = ?",
-        (keeping.until_ms, head, body, request_id),
-    )
-
-
-def _release(db: Transaction, request_id: str) -> None:
-    """Its name is free."""
-    _count_out(
-        db,
-        db.rows(f"delete from named_requests where request_id = ? {_RETURNING}", (request_id,)),
-    )
+def _some(asked: Collection[T], count: int) -> Iterator[list[T]]:
+    """So many at once, of lengths that are few."""
+    rest = list(asked)
+    for first in range(0, len(rest), count):
+        yield filled_up(rest[first : first + count])
 
 
 def forget(db: Transaction, tenant_id: int, workspace: str | None = None) -> None:
@@ -164,33 +242,19 @@ def sweep(store: Store, now_ms: int) -> bool:
     return len(gone) == SWEPT_AT_ONCE
 
 
-def _check(claim: Claim, digest: bytes, *, is_running: bool) -> None:
+def _refusal(claim: Claim, digest: bytes, *, is_running: bool) -> NameInUse | None:
     if digest != claim.digest:
-        raise NameInUse(
+        return NameInUse(
             "idempotency_key_reused",
             "This Idempotency-Key was used for another request. The same key is for the same"
             " request only: its path, its body and its workspace.",
         )
     if is_running:
-        raise NameInUse(
+        return NameInUse(
             "idempotency_in_flight",
             "The request with this Idempotency-Key is still running. Try again in a moment.",
         )
-
-
-def _sums(db: Transaction, tenant_id: int) -> tuple[int, int]:
-    """(names, bytes of bodies) that a tenant has."""
-    rows = db.rows("select names, bytes from named_sums where tenant_id = ?", (tenant_id,))
-    return (rows[0][0], rows[0][1]) if rows else (0, 0)
-
-
-def _add(db: Transaction, tenant_id: int, names: int, size: int) -> None:
-    moved = db.execute(
-        "update named_sums set names = names + ?, bytes = bytes + ? where tenant_id = ?",
-        (names, size, tenant_id),
-    )
-    if not moved:
-        db.execute("insert into named_sums values (?, ?, ?)", (tenant_id, names, size))
+    return None
 
 
 def _count_out(db: Transaction, gone: list[tuple[int, int]]) -> None:
@@ -199,8 +263,10 @@ def _count_out(db: Transaction, gone: list[tuple[int, int]]) -> None:
     for tenant_id, size in gone:
         names[tenant_id] += 1
         sizes[tenant_id] += size
-    for tenant_id, count in names.items():
-        _add(db, tenant_id, -count, -sizes[tenant_id])
+    db.execute_many(
+        "update named_sums set names = names - ?, bytes = bytes - ? where tenant_id = ?",
+        [(count, sizes[tenant_id], tenant_id) for tenant_id, count in names.items()],
+    )
 
 
 _RETURNING = "returning tenant_id, coalesce(length(body), 0)"

@@ -6,9 +6,10 @@ import hashlib
 import tempfile
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -19,7 +20,7 @@ from hypothesis.stateful import (
 )
 from msgspec import Struct
 
-from tenancy.bookkeeping import NamedEntry
+from tenancy.bookkeeping import Books, Item, NamedEntry
 from tenancy.errors import NameInUse
 from tenancy.idempotency import SWEPT_AT_ONCE, Claim, Keeping, KeptAnswer, find, forget, sweep
 from tenancy.ledger import Hold, Ledger
@@ -28,7 +29,7 @@ from tenancy.registry import create_tenant, set_status
 from tenancy.sqlite_store import SqliteStore
 from tenancy.store import Store
 from tenancy.types import UsageEntry
-from tests.tenancy.conftest import Wall
+from tests.tenancy.conftest import Wall, new_store
 from tests.tenancy.postgres_server import Server
 
 PATIENCE_S = 20
@@ -112,6 +113,70 @@ def test_of_many_at_once_one_runs(ledger: Ledger) -> None:
 
     assert [error is None for error in errors].count(True) == 1
     assert ledger.open_holds() == 1
+
+
+def test_in_one_batch_a_name_goes_from_hand_to_hand(store: Store) -> None:
+    """Taken, refused to the next, freed by a failure, taken again, answered: as one by one."""
+    create_tenant(store, lambda: 1, "ada")
+    items: list[Item] = [
+        hold("a", claim(), 10),
+        hold("b", claim(), 10),
+        hold("c", claim(body="two"), 10),
+        NamedEntry(entry("a", "failed")),
+        hold("d", claim(body="two"), 10),
+        NamedEntry(entry("d"), keeping(10)),
+        hold("e", claim(), 10),
+        hold("f", claim("other", names_max=1), 10),
+    ]
+    with store.change() as db:
+        answers = Books().apply(db, items)
+    codes = [None if one is None else getattr(one, "code", "") for one in answers]
+
+    assert codes == [
+        *(None, "idempotency_in_flight", "idempotency_key_reused", None, None, None),
+        *("idempotency_key_reused", "idempotency_room_full"),
+    ]
+    assert found(store, claim(body="two"), 10) == ANSWER
+    assert store.query("select * from named_sums") == [(1, 1, 4)]
+
+
+SENT = st.tuples(st.just("send"), st.sampled_from("xy"), st.sampled_from("pq"), st.integers(1, 2))
+ENDED = st.tuples(st.just("end"), st.integers(0, 9), st.sampled_from([None, 0, 500, 501]))
+
+
+@given(steps=st.lists(st.one_of(SENT, ENDED), max_size=14), step_ms=st.sampled_from([1, 60, 101]))
+@settings(max_examples=20)
+def test_many_at_once_are_as_one_by_one(steps: list[tuple[Any, ...]], step_ms: int) -> None:
+    """Whatever the batches, the same is refused, kept and counted."""
+    items: list[Item] = []
+    for number, step in enumerate(steps):
+        at_ms = 10 + number * step_ms
+        match step:
+            case "send", str(name), str(body), int(tenant_id):
+                asked = claim(name, body, names_max=2)
+                items.append(hold(f"r{number}", asked, at_ms, tenant_id))
+            case _, int(which), size:
+                holds = [item for item in items if isinstance(item, Hold)] or [hold("no", None, 1)]
+                ended = holds[which % len(holds)]
+                answer = None if size is None else keeping(at_ms, KeptAnswer("h", b"." * size))
+                done_now = entry(ended.request_id, tenant_id=ended.tenant_id)
+                items.append(NamedEntry(done_now, answer))
+            case _:
+                raise AssertionError(step)
+    outcomes = []
+    for count in (1, 5, 99):
+        with new_store() as store:
+            for tenant in ("ada", "bob"):
+                create_tenant(store, lambda: 1, tenant)
+            answers = []
+            for first in range(0, len(items), count):
+                with store.change() as db:
+                    answers += Books().apply(db, items[first : first + count])
+            kept = store.query("select * from named_requests order by request_id")
+            sums = store.query("select * from named_sums where names > 0 order by tenant_id")
+            outcomes.append(([one and str(one) for one in answers], kept, sums))
+
+    assert outcomes[0] == outcomes[1] == outcomes[2]
 
 
 def test_what_was_not_answered_may_be_sent_again(store: Store, ledger: Ledger) -> None:

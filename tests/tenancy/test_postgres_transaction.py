@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from tenancy.bookkeeping import Books, Hold
+from tenancy.bookkeeping import Books, Hold, Item, NamedEntry
+from tenancy.idempotency import Claim, Keeping, KeptAnswer
 from tenancy.postgres_link import Link, Statement
 from tenancy.postgres_store import PostgresStore
 from tenancy.registry import create_tenant
 from tenancy.store import Row
 from tests.tenancy.conftest import Wall, used
+
+KEEPING = Keeping(2_000_000, 10_000, KeptAnswer("head", b"body"))
 
 
 def test_a_batch_is_few_round_trips_however_large(
@@ -34,8 +37,21 @@ def test_a_batch_is_few_round_trips_however_large(
         with postgres.change() as db:
             books.apply(db, [used(name, wall()) for name in ids])
 
+    named: list[int] = []
+    for size in (1, 50):
+        trips.append(0)
+        ids = [f"n{size}-{number}" for number in range(size)]
+        items: list[Item] = [
+            *(Hold(name, 1, 1, "m", wall(), claim=Claim(name, bytes(32), 999)) for name in ids),
+            *(NamedEntry(used(name, wall()), KEEPING) for name in ids),
+        ]
+        with postgres.change() as db:
+            books.apply(db, items)
+        named.append(trips[-1])
+
     assert trips[1] == trips[2] == 6
-    assert postgres.query("select count(*) from ledger") == [(102,)]
+    assert named == [6, 6]
+    assert postgres.query("select count(*) from ledger") == [(153,)]
 
 
 def test_many_rows_that_are_named_are_changed_as_if_each_were(
