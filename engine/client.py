@@ -37,6 +37,7 @@ from engine.api import (
     Submit,
     Survey,
     Surveyed,
+    Tokens,
 )
 from engine.errors import EngineError, EngineUnavailable, RequestRefused
 from engine.frames import FrameError, Hello, Rejected, Welcome, downward_decoder, encode
@@ -45,11 +46,12 @@ from engine.stream import Bell, RequestStream
 
 __all__ = ["Bell", "Connection", "Engine", "RequestStream", "SocketEngine"]
 
-READ_BYTES = 1 << 18
 CALL_TIMEOUT_S = 10.0
 QUOTAS_AT_ONCE = 1_000
 UNSENT_BYTES_MAX = 64 * 2**20
 """An engine that reads slower than this far behind is full for the time being."""
+
+STOPPED = "The engine stopped while it worked on this request."
 
 Called = Peeked | Erased | Surveyed | Stats
 CALLED = (Peeked, Erased, Surveyed, Stats)
@@ -200,16 +202,18 @@ class Connection(ABC):
         """What the engine says, in order."""
         streams = self._streams
         for message in messages:
-            if isinstance(message, Finished):
+            if isinstance(message, Tokens):  # as nearly all are
+                stream = streams.get(message.request_id)
+                if stream is not None:
+                    stream.push(message)
+            elif isinstance(message, Finished):
                 self._finish(message)
             elif isinstance(message, CALLED):
                 self._answer(message)
             elif isinstance(message, CacheNews):
                 self.losses.add(message)
-            else:
-                stream = streams.get(message.request_id)
-                if stream is not None:
-                    stream.push(message)
+            elif message.request_id in streams:
+                streams[message.request_id].push(message)
 
     def _finish(self, end: Finished) -> None:
         stream = self._streams.pop(end.request_id, None)
@@ -261,18 +265,23 @@ class Connection(ABC):
         return reply
 
 
-class SocketEngine(Connection):
-    """An engine behind a Unix socket. Make one with `connect`."""
+class SocketEngine(Connection, asyncio.Protocol):
+    """An engine behind a Unix socket. Make one with `connect`.
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    What has come is taken within the transport's own call: a task that reads is a turn of the loop
+    more for each step of the engine.
+    """
+
+    def __init__(self) -> None:
         super().__init__()
-        self._reader = reader
-        self._writer = writer
+        self._loop = asyncio.get_running_loop()
         self._decoder = downward_decoder()
         self._frames = 0
         self._unsent: list[bytes] = []
-        self.heard_at_s = asyncio.get_running_loop().time()
-        self._task: asyncio.Task[None] | None = None
+        self._welcome: asyncio.Future[EngineInfo] = self._loop.create_future()
+        self._ended: asyncio.Future[None] = self._loop.create_future()
+        self._transport: asyncio.Transport | None = None
+        self.heard_at_s = self._loop.time()
 
     @classmethod
     async def connect(cls, path: Path, token: str) -> SocketEngine:
@@ -281,26 +290,15 @@ class SocketEngine(Connection):
         Raises OSError if nobody listens, EngineError with the engine's own code if it will not
         talk or could not load its model.
         """
-        reader, writer = await asyncio.open_unix_connection(str(path))
-        engine = cls(reader, writer)
+        loop = asyncio.get_running_loop()
+        transport, engine = await loop.create_unix_connection(cls, str(path))
         try:
-            writer.write(encode(Hello(PROTOCOL_VERSION, token)))
-            engine.info = await engine._welcome()
+            transport.write(encode(Hello(PROTOCOL_VERSION, token)))
+            await engine._welcome
         except BaseException:
-            writer.close()
+            transport.close()
             raise
-        engine._task = asyncio.create_task(engine._read())
         return engine
-
-    async def _welcome(self) -> EngineInfo:
-        while data := await self._reader.read(READ_BYTES):
-            for message in self._decoder.feed(data):
-                if isinstance(message, Welcome):
-                    return message.info
-                if isinstance(message, Rejected):
-                    raise EngineError(message.code, message.message)
-                raise FrameError("a frame before the welcome")
-        raise EngineUnavailable("engine_died", "The engine closed the connection.")
 
     def post(self, command: Command) -> None:
         """See `Connection.post`. Raises EngineUnavailable if the engine has stopped reading.
@@ -308,50 +306,75 @@ class SocketEngine(Connection):
         What is posted in one turn of the loop leaves in one write, at its end: a write costs more
         than all else that is done to a command.
         """
-        if self._writer.is_closing():
+        transport = self._transport
+        if transport is None or transport.is_closing():
             return
-        if self._writer.transport.get_write_buffer_size() > UNSENT_BYTES_MAX:
+        if transport.get_write_buffer_size() > UNSENT_BYTES_MAX:
             raise EngineUnavailable("queue_full", "The engine does not keep up with its requests.")
         if not self._unsent:
-            asyncio.get_running_loop().call_soon(self._send)
+            self._loop.call_soon(self._send)
         self._unsent.append(encode(command))
 
     def _send(self) -> None:
         unsent, self._unsent = self._unsent, []
-        if unsent and not self._writer.is_closing():
-            self._writer.write(b"".join(unsent))
+        if unsent and self._transport is not None and not self._transport.is_closing():
+            self._transport.write(b"".join(unsent))
 
     async def wait_lost(self) -> None:
         """Returns when the connection has ended."""
-        if self._task is not None:
-            await asyncio.wait([self._task])
+        await asyncio.wait([self._ended])
 
     async def close(self) -> None:
         """See `Engine.close`."""
         self._send()
-        self._writer.close()
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
-        self.lost("engine_died", "The connection to the engine was closed.")
+        self._end("The connection to the engine was closed.")
+        if self._transport is not None:
+            self._transport.close()
 
-    async def _read(self) -> None:
-        loop = asyncio.get_running_loop()
-        self.heard_at_s = loop.time()
-        data = b""  # frames may have come with the welcome
+    # -- called by the transport ----------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """See `asyncio.Protocol`."""
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        """See `asyncio.Protocol`. What breaks the protocol ends the connection."""
+        self.heard_at_s = self._loop.time()
         try:
-            while True:
-                for message in self._decoder.feed(data):
-                    if not isinstance(message, Frame) or message.number != self._frames:
-                        raise FrameError("a frame out of turn")
+            for message in self._decoder.feed(data):
+                if isinstance(message, Frame) and message.number == self._frames and self.info:
                     self._frames += 1
                     self.receive(message.messages)
-                data = await self._reader.read(READ_BYTES)
-                if not data:
-                    break
-                self.heard_at_s = loop.time()
-        except (FrameError, OSError):
-            pass  # the same to everybody who waits: this engine is lost
-        finally:
-            self._writer.close()
-            self.lost("engine_died", "The engine stopped while it worked on this request.")
+                elif self._welcome.done():
+                    raise FrameError("a frame out of turn")
+                else:
+                    self._greet(message)
+        except EngineError as error:
+            if not self._welcome.done():
+                self._welcome.set_exception(error)
+            self._end(STOPPED)
+            assert self._transport is not None
+            self._transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See `asyncio.Protocol`."""
+        self._end(STOPPED)
+        if not self._welcome.done():
+            closed = EngineUnavailable("engine_died", "The engine closed the connection.")
+            self._welcome.set_exception(closed)
+
+    def _greet(self, message: Welcome | Rejected | Frame) -> None:
+        """Its first word."""
+        if isinstance(message, Rejected):
+            raise EngineError(message.code, message.message)
+        if isinstance(message, Frame):
+            raise FrameError("a frame before the welcome")
+        self.info = message.info
+        self._welcome.set_result(message.info)
+
+    def _end(self, message: str) -> None:
+        """The same to everybody who waits: this engine is lost. Safe to call twice."""
+        self.lost("engine_died", message)
+        if not self._ended.done():
+            self._ended.set_result(None)

@@ -98,6 +98,7 @@ class RequestStream(AsyncIterator[Event]):
         self.request_id = request_id
         self._connection = connection
         self._events: list[Event] = []
+        self._rows: dict[int, list[Tokens]] = {}  # of those events that are tokens, by sample
         self._taken: list[Event] = []
         self.bell = Bell()
         self._is_over = False
@@ -106,13 +107,22 @@ class RequestStream(AsyncIterator[Event]):
     def push(self, event: Event) -> None:
         """Called by the connection, in order. A stream holds at most its own output and two events
         per sample."""
-        if not self._events:
+        events = self._events
+        if not events:
             self.bell.ring()  # for what waits already it has rung
-        self._events.append(event)
+        if isinstance(event, Tokens):
+            self._output_tokens += len(event.tokens)
+            row = self._rows.get(event.index)
+            if row is not None:
+                row.append(event)
+                return
+            self._rows[event.index] = [event]
+        elif isinstance(event, Started):
+            self._prompt_tokens, self._cached_tokens = event.prompt_tokens, event.cached_tokens
+        events.append(event)
 
     def fail(self, code: str, message: str) -> None:
         """The engine is gone: end with the usage that was seen to arrive."""
-        self._events = self._read(self._events)
         seen = Usage(
             prompt_tokens=self._prompt_tokens,
             cached_tokens=self._cached_tokens,
@@ -140,36 +150,19 @@ class RequestStream(AsyncIterator[Event]):
         return self.take()
 
     def take(self) -> list[Event]:
-        """Everything there is now, perhaps nothing. Samples may overtake each other; one sample's
-        events never."""
+        """Everything there is now, perhaps nothing. Tokens of one sample are one event, where the
+        first stood: samples may overtake each other, one sample's events never."""
         events = self._events
         if not events or self._is_over:
             return []
-        self._events = []
+        for row in self._rows.values():
+            if len(row) > 1:
+                first = row[0]
+                tokens = tuple(chain.from_iterable([event.tokens for event in row]))
+                events[events.index(first)] = Tokens(self.request_id, first.index, tokens)
+        self._events, self._rows = [], {}
         self._is_over = isinstance(events[-1], Finished)
-        return self._read(events)
-
-    def _read(self, events: list[Event]) -> list[Event]:
-        """Count what they bring. Tokens of one sample become one event, where the first stood."""
-        read: list[Event] = []
-        firsts: dict[int, int] = {}
-        more: dict[int, list[Tokens]] = {}
-        for event in events:
-            if isinstance(event, Tokens):
-                self._output_tokens += len(event.tokens)
-                place = firsts.setdefault(event.index, len(read))
-                if place < len(read):
-                    more.setdefault(place, []).append(event)
-                    continue
-            elif isinstance(event, Started):
-                self._prompt_tokens, self._cached_tokens = event.prompt_tokens, event.cached_tokens
-            read.append(event)
-        for place, rest in more.items():
-            first = read[place]
-            assert isinstance(first, Tokens)
-            tokens = tuple(chain(first.tokens, *[event.tokens for event in rest]))
-            read[place] = Tokens(first.request_id, first.index, tokens)
-        return read
+        return events
 
     def end_sample(self, index: int, output_tokens: int) -> None:
         """A stop string was found in sample `index`."""

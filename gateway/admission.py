@@ -60,7 +60,7 @@ def admit(
     generation = call.generation
     budgets = output_tokens(call, rendered, identity, now)
     _check_tenant(now)
-    _check_queue(sum(len(prompt.token_ids) for prompt in rendered), now)
+    _check_queue(rendered, now)
     kept = leases or [()] * len(rendered)
     requests = [
         Request(
@@ -91,8 +91,7 @@ def output_tokens(
     _check_sequences(generation, len(rendered), now.limits)
     for prompt in rendered:
         _check_tokens(prompt, generation, now.info)
-    field = call.prompts[0].field if call.prompts else "prompt"
-    return [_output_tokens(prompt, generation, identity, now, field) for prompt in rendered]
+    return [_output_tokens(prompt, call, identity, now) for prompt in rendered]
 
 
 def namespace_of(
@@ -182,20 +181,18 @@ def _check_ids(param: str, token_ids: tuple[int, ...], info: EngineInfo) -> None
         )
 
 
-def _output_tokens(
-    prompt: Rendered, generation: Generation, identity: Identity, now: Circumstances, field: str
-) -> int:
-    """How many tokens may come: as asked, or what there is room for. `field`: for the error."""
-    given = len(prompt.token_ids)
+def _output_tokens(prompt: Rendered, call: Call, identity: Identity, now: Circumstances) -> int:
+    """How many tokens may come: as asked, or what there is room for."""
+    generation, given = call.generation, len(prompt.token_ids)
     room, reason = _room(identity, now)
     if generation.max_tokens is None:
         if given >= room:
             what = f"the prompt has {given}, which leaves none for the answer"
-            raise _too_long(what, reason, field)
+            raise _too_long(what, reason, call)
         return min(now.limits.output_tokens_default, room - given)
     if given + generation.max_tokens > room:
         wanted = f"{given} prompt tokens and max_tokens {generation.max_tokens}"
-        raise _too_long(f"{wanted} make {given + generation.max_tokens}", reason, field)
+        raise _too_long(f"{wanted} make {given + generation.max_tokens}", reason, call)
     return generation.max_tokens
 
 
@@ -210,7 +207,8 @@ def _room(identity: Identity, now: Circumstances) -> tuple[int, str]:
     return context, f"this model's context is {context} tokens"
 
 
-def _too_long(what: str, reason: str, field: str) -> Refusal:
+def _too_long(what: str, reason: str, call: Call) -> Refusal:
+    field = call.prompts[0].field if call.prompts else "prompt"
     message = f"The request is too long: {reason}, and {what}."
     return Refusal(Kind.BAD, "context_length_exceeded", message, param=field)
 
@@ -229,13 +227,14 @@ def _check_tenant(now: Circumstances) -> None:
         )
 
 
-def _check_queue(prompt_tokens: int, now: Circumstances) -> None:
+def _check_queue(rendered: Sequence[Rendered], now: Circumstances) -> None:
     """Refuse at once what would time out in the queue: waiting for a refusal helps nobody."""
     rate = now.stats.prefill_tokens_per_s
     if rate <= 0 or not now.stats.waiting_tokens:
         return
     wait_s = now.stats.waiting_tokens / rate
     if wait_s > now.limits.queue_timeout_s:
+        prompt_tokens = sum(len(prompt.token_ids) for prompt in rendered)
         raise Refusal(
             Kind.BUSY,
             "overloaded",
@@ -247,6 +246,8 @@ def _check_queue(prompt_tokens: int, now: Circumstances) -> None:
 
 def _stops(generation: Generation, now: Circumstances) -> tuple[int, ...]:
     own = () if generation.ignore_eos else now.model_stop_token_ids
+    if not generation.stop_token_ids:
+        return own  # nearly always
     return tuple(dict.fromkeys((*own, *generation.stop_token_ids)))
 
 

@@ -40,7 +40,7 @@ async def read_body(request: web.Request, settings: ServerConfig) -> bytes:
 
 
 async def _receive(request: web.Request, settings: ServerConfig) -> bytes:
-    content, began_s = request.content, asyncio.get_running_loop().time()
+    content, began_s = request.content, -1.0
     pieces: list[bytes] = []
     size = 0
     try:
@@ -48,6 +48,8 @@ async def _receive(request: web.Request, settings: ServerConfig) -> bytes:
             if content.is_eof():
                 piece = content.read_nowait()  # it came with its head: no timer is needed
             else:
+                if began_s < 0:
+                    began_s = asyncio.get_running_loop().time()
                 due_s = settings.body_timeout_s + size / settings.body_rate_min_bytes_per_s
                 async with asyncio.timeout_at(began_s + due_s):
                     piece = await content.readany()

@@ -25,9 +25,8 @@ class Choice:
         self.index = index
         self.sample = sample
         self.output = output
-        self._stops = frozenset(call.generation.stop_token_ids)
-        if not call.generation.ignore_eos:
-            self._stops |= frozenset(renderer.stop_token_ids)
+        own = () if call.generation.ignore_eos else renderer.stop_token_ids
+        self._stops = frozenset(own + call.generation.stop_token_ids)
         self._wants_logprobs = call.generation.sampling.logprobs is not None
         ranks = call.generation.samples > call.generation.choices
         self._is_plain = not (self._wants_logprobs or call.generation.stop or ranks)

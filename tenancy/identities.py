@@ -45,6 +45,7 @@ class Registry:
         self._ring = KeyRing(())
         self._tenants: dict[int, Registered] = {}
         self._memberships: Memberships = {}
+        self._identities: dict[int, Identity] = {}  # of keys that were used since the last change
         self._version = 0
         self._changed: dict[int, Registered] = {}
         self._take(_read_all(store))
@@ -54,6 +55,12 @@ class Registry:
         """Which tenant holds this key? About 3 us. Raises KeyRefused."""
         self._refresh()
         facts = self._ring.find(key, self._wall())
+        known = self._identities.get(facts.key_id)
+        if known is None:
+            known = self._identities[facts.key_id] = self._identity_of(facts)
+        return known
+
+    def _identity_of(self, facts: KeyFacts) -> Identity:
         if ADMIN in facts.scopes:
             raise KeyRefused("scope_missing", "An administrator's key belongs to no tenant.")
         found = self._tenants.get(facts.tenant_id)
@@ -130,6 +137,7 @@ class Registry:
                     self._take(since)
 
     def _take(self, news: _News) -> None:
+        self._identities.clear()
         if news.changed is None:
             self._ring = KeyRing(news.keys)
             self._tenants = {one.tenant.tenant_id: one for one in news.tenants}

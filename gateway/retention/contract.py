@@ -192,6 +192,8 @@ class Contract:
     @property
     def leases(self) -> tuple[LeaseRequest, ...]:
         """What the engine is asked to keep."""
+        if not self._terms.writes:
+            return ()
         return tuple(
             LeaseRequest(write.tokens, write.retention, write.digest.hex())
             for write in self._terms.writes

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from typing import cast
 
 import pytest
 
@@ -149,12 +148,12 @@ async def test_a_cancelled_wait_leaves_the_bell_usable() -> None:
     assert await again is True
 
 
-class Writer:
+class Writer(asyncio.Transport):
     """A socket that takes everything and counts the writes."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.writes: list[bytes] = []
-        self.transport = self
 
     def get_write_buffer_size(self) -> int:
         return 0
@@ -162,8 +161,8 @@ class Writer:
     def is_closing(self) -> bool:
         return False
 
-    def write(self, data: bytes) -> None:
-        self.writes.append(data)
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        self.writes.append(bytes(data))
 
     def close(self) -> None:
         pass
@@ -172,7 +171,8 @@ class Writer:
 async def test_commands_of_one_turn_leave_in_one_write_in_order() -> None:
     """A write costs more than all else that is done to a command."""
     writer = Writer()
-    engine = SocketEngine(asyncio.StreamReader(), cast(asyncio.StreamWriter, writer))
+    engine = SocketEngine()
+    engine.connection_made(writer)
     commands = [GetStats(number) for number in range(3)]
     for command in commands:
         engine.post(command)

@@ -53,7 +53,7 @@ async def counted(house: House) -> Counter[str]:
 
 async def test_a_tiny_answer_takes_few_calls_of_ours(house: House) -> None:
     """With every kind of limit, the ledger, analytics, metrics and a log line; a coroutine that is
-    resumed counts as called. It was 633 once, and 428 later."""
+    resumed counts as called. It was 633 once, then 428, then 405."""
     limits = ("requests_per_minute", "tokens_per_minute", "input_tokens_per_minute")
     change_tenant(house.store, "ada", dict.fromkeys((*limits, "requests_at_once"), ENOUGH))
     house.gateway.context.registry.look_again()
@@ -61,4 +61,4 @@ async def test_a_tiny_answer_takes_few_calls_of_ours(house: House) -> None:
 
     per_answer = sum(calls.values()) / COUNTED
     most = [(name, count // COUNTED) for name, count in calls.most_common(12)]
-    assert per_answer < 415, most
+    assert per_answer < 368, most
