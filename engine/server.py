@@ -36,6 +36,7 @@ from engine.frames import (
     upward_decoder,
 )
 from engine.service import EngineService, Outbox, core_of_model
+from engine.signals import heeded
 
 READ_BYTES = 1 << 18
 FLUSH_S = 1.0
@@ -225,18 +226,18 @@ async def run(settings: ServerSettings, make_core: Callable[[], tuple[Core, Engi
             stop.set()
 
     service = EngineService(make_core, settings.config, changed=lambda: _tell_loop(loop, changed))
-    loop.add_signal_handler(signal.SIGTERM, asked_to_end)
-    loop.add_signal_handler(signal.SIGINT, lambda: None)  # the gateway hears it too, and decides
-    loop.add_reader(sys.stdin.fileno(), parent_spoke)
-    server = EngineServer(service, settings.token, loaded)
-    await server.listen(Path(settings.socket_path))
-    service.start()
-    await _either(loaded, stop)
-    if service.failure is not None:
-        log("loading_failed", error=type(service.failure).__name__)
-        loop.call_later(REJECT_S, stop.set)  # whoever waits for the welcome hears why not
-    await stop.wait()
-    await server.close()
+    # A terminal's interrupt reaches the gateway too, which decides.
+    with heeded({signal.SIGTERM: asked_to_end, signal.SIGINT: lambda: None}):
+        loop.add_reader(sys.stdin.fileno(), parent_spoke)
+        server = EngineServer(service, settings.token, loaded)
+        await server.listen(Path(settings.socket_path))
+        service.start()
+        await _either(loaded, stop)
+        if service.failure is not None:
+            log("loading_failed", error=type(service.failure).__name__)
+            loop.call_later(REJECT_S, stop.set)  # whoever waits for the welcome hears why not
+        await stop.wait()
+        await server.close()
     failure = service.failure
     if failure is not None:
         # Only our own words are known to quote no prompt.

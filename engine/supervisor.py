@@ -14,9 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-import shutil
 import sys
-import tempfile
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -29,6 +27,7 @@ from engine.client import RequestStream, SocketEngine
 from engine.config import EngineConfig
 from engine.errors import EngineError, EngineUnavailable, ModelError, RequestRefused
 from engine.loss_totals import LossTotals
+from engine.own_folder import own_folder
 
 PAUSE_FIRST_S, PAUSE_LAST_S = 0.1, 10.0
 FAILURES_MAX, FAILURES_WINDOW_S = 5, 60.0
@@ -202,13 +201,10 @@ class EngineSupervisor:
 
     async def _live(self) -> None:
         """One child's life, from its start until its connection is lost or it is stuck."""
-        folder = Path(tempfile.mkdtemp(prefix="trunkline-"))
-        try:
+        with own_folder("trunkline-engine-") as folder:
             path, token = folder / "engine.sock", secrets.token_hex(32)
             self._process = await self._spawn(path, token)
             engine = await self._connect(path, token)
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
         self._engine = engine
         self._ready.set()
         self._report("engine_ready", {"pid": self._process.pid})

@@ -25,6 +25,7 @@ from aiohttp import web
 from engine.api import Clock
 from engine.client import Engine
 from engine.model_store import ModelCard
+from engine.signals import heeded
 from engine.supervisor import EngineSupervisor
 from gateway.analytics import Analytics
 from gateway.config import Config, ConfigError, parse_address
@@ -318,42 +319,9 @@ async def serve(
     The first signal drains: not ready at once, running answers may finish. A second one ends now.
     SIGHUP reads the configuration again (`reload`).
     """
-    log = LogLines(sys.stderr.fileno(), wall_ms)
+    log, stop = LogLines(sys.stderr.fileno(), wall_ms), asyncio.Event()
     supervisor = EngineSupervisor(Path(card.folder), config.engine, log)
-    supervisor.start()  # it takes longest to be ready: all else is made meanwhile
-    try:
-        ledger = await LedgerLink.open(config.tenancy.database, config.data, log)
-        try:
-            gateway = Gateway(
-                config,
-                supervisor,
-                await asyncio.to_thread(Renderer, card),
-                store,
-                log,
-                engine_restarts=lambda: supervisor.restarts,
-                read_config=read_config,
-                ledger=ledger,
-            )
-            try:
-                await _serve(gateway, supervisor, announce, log)
-            finally:
-                await gateway.close()
-        finally:
-            await ledger.close()
-    finally:
-        await supervisor.close()
-        log.close()
-    return 0
-
-
-async def _serve(
-    gateway: Gateway,
-    supervisor: EngineSupervisor,
-    announce: Callable[[list[str]], None],
-    log: LogLines,
-) -> None:
-    """From the listeners' opening to the end of what they took."""
-    loop, config, stop = asyncio.get_running_loop(), gateway.context.config, asyncio.Event()
+    gateway: Gateway | None = None
 
     def end() -> None:
         if stop.is_set():
@@ -361,9 +329,45 @@ async def _serve(
             os._exit(1)
         stop.set()
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, end)
-    loop.add_signal_handler(signal.SIGHUP, gateway.reload_soon)
+    def reload_soon() -> None:
+        if gateway is not None and not stop.is_set():
+            gateway.reload_soon()
+
+    with heeded({signal.SIGTERM: end, signal.SIGINT: end, signal.SIGHUP: reload_soon}):
+        supervisor.start()  # it takes longest to be ready: all else is made meanwhile
+        try:
+            ledger = await LedgerLink.open(config.tenancy.database, config.data, log)
+            try:
+                gateway = Gateway(
+                    config,
+                    supervisor,
+                    await asyncio.to_thread(Renderer, card),
+                    store,
+                    log,
+                    engine_restarts=lambda: supervisor.restarts,
+                    read_config=read_config,
+                    ledger=ledger,
+                )
+                try:
+                    await _serve(gateway, supervisor, announce, stop)
+                finally:
+                    await gateway.close()
+            finally:
+                await ledger.close()
+        finally:
+            await supervisor.close()
+            log.close()
+    return 0
+
+
+async def _serve(
+    gateway: Gateway,
+    supervisor: EngineSupervisor,
+    announce: Callable[[list[str]], None],
+    stop: asyncio.Event,
+) -> None:
+    """From the listeners' opening to the end of what they took, once it is to `stop`."""
+    config = gateway.context.config
     await declare(gateway.context, config)
     urls = await gateway.listen(
         parse_address(config.server.listen, "server.listen"),

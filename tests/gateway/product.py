@@ -56,7 +56,7 @@ async def serving(model: Path, data: Path, settings: Path | None = None) -> Asyn
     `settings`: a file other than the model's."""
     log = data.with_suffix(".log")
     with log.open("ab") as errors:
-        process = await _started(model, data, settings or model.parent / "settings.toml", errors)
+        process = await started(model, data, settings or model.parent / "settings.toml", errors)
     assert process.stdout is not None
     try:
         text = ""
@@ -75,9 +75,10 @@ async def serving(model: Path, data: Path, settings: Path | None = None) -> Asyn
         await process.wait()
 
 
-async def _started(
-    model: Path, data: Path, settings: Path, errors: IO[bytes]
+async def started(
+    model: Path, data: Path, settings: Path, errors: IO[bytes], **environment: str
 ) -> asyncio.subprocess.Process:
+    """Of which nothing is known yet."""
     return await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
@@ -94,5 +95,5 @@ async def _started(
         "127.0.0.1:0",
         stdout=asyncio.subprocess.PIPE,
         stderr=errors,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
     )

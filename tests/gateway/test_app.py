@@ -27,7 +27,7 @@ from tenancy.pricing import RateCard
 from tenancy.rate_cards import add_card
 from tenancy.reconcile import reconcile
 from tenancy.sqlite_store import SqliteStore
-from tests.gateway.product import SETTINGS, serving
+from tests.gateway.product import SETTINGS, START_S, serving, started
 from tests.models import write_folder
 
 pytestmark = pytest.mark.slow
@@ -127,6 +127,26 @@ async def test_a_first_start_serves_with_a_key_that_only_its_owner_can_read(
     assert exit_status == 0
     entries = await asyncio.to_thread(rows, data, "select ending, output_tokens from ledger")
     assert entries == [("done", 400)]
+
+
+async def test_a_server_that_is_told_to_end_while_it_loads_ends_in_order(
+    model: Path, tmp_path: Path
+) -> None:
+    """As a supervisor's stop right after its start; the engine's socket has a folder by then."""
+    place, log = tmp_path / "place", tmp_path / "log"
+    await asyncio.to_thread(place.mkdir)
+    with log.open("wb") as errors:
+        settings = model.parent / "settings.toml"
+        process = await started(model, tmp_path / "data", settings, errors, TMPDIR=str(place))
+    async with asyncio.timeout(START_S):
+        while not await asyncio.to_thread(os.listdir, place):
+            assert process.returncode is None
+        process.send_signal(signal.SIGTERM)
+        said, _ = await process.communicate()
+
+    assert (process.returncode, said) == (0, b"")
+    assert "ignored" not in await asyncio.to_thread(log.read_text)
+    assert await asyncio.to_thread(os.listdir, place) == []
 
 
 async def test_a_killed_gateway_settles_what_it_had_delivered_when_it_starts_again(

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import os
 import pwd
-import shutil
 import signal
 import subprocess
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from itertools import count
 from pathlib import Path
 
+from engine.own_folder import own_folder
 from tenancy.postgres_address import PORT, Address, read_address
 from tenancy.postgres_link import Link, LinkLost, StatementFailed
 from tenancy.postgres_store import PostgresStore
@@ -54,7 +53,11 @@ class Server:
         self._binaries = BINARIES
         # Not the test's own folder: another user must be able to enter.
         place = IN_MEMORY if is_in_memory and os.access(IN_MEMORY, os.W_OK) else None
-        self.folder = Path(tempfile.mkdtemp(prefix="trunkline-", dir=place))
+        self._owned = ExitStack()
+        home = self._owned.enter_context(own_folder("trunkline-postgres-", place))
+        home.chmod(0o711)
+        self.folder = home / "server"
+        self.folder.mkdir(mode=0o700)
         self._user = "nobody" if os.geteuid() == 0 else None  # the server refuses to be root
         self._give()
         self._port = port
@@ -100,7 +103,7 @@ class Server:
         """Stop it, and leave nothing."""
         if self._process.poll() is None:
             self.stop()
-        shutil.rmtree(self.folder)
+        self._owned.close()
 
     def url(self, database: str) -> str:
         """As the configuration has it."""

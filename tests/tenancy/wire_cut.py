@@ -3,14 +3,13 @@ back, or so that the server does not notice. It can look like a pooler, too."""
 
 from __future__ import annotations
 
-import shutil
 import socket
-import tempfile
 import threading
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Literal
 
+from engine.own_folder import own_folder
 from tenancy.postgres_address import Address, read_address
 
 SOCKET = ".s.PGSQL.5432"
@@ -28,7 +27,8 @@ class Wire:
 
     def __init__(self, server: Path) -> None:
         self._server = server
-        self.folder = Path(tempfile.mkdtemp(prefix="trunkline-wire-"))
+        self._owned = ExitStack()
+        self.folder = self._owned.enter_context(own_folder("trunkline-wire-"))
         self.cuts: list[Where] = []
         self.is_away = False
         self.is_pooler = False
@@ -53,7 +53,7 @@ class Wire:
             self._end(end)
         for thread in self._threads:
             thread.join(20)
-        shutil.rmtree(self.folder)
+        self._owned.close()
 
     def _accept(self) -> None:
         while True:

@@ -1,0 +1,47 @@
+"""Signals to a process that is about to end."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+PROGRAM = """
+import asyncio, os, signal
+from engine.signals import heeded
+
+heard = []
+loop = asyncio.new_event_loop()
+
+
+async def main():
+    handlers = {number: lambda number=number: heard.append(number) for number in NUMBERS}
+    with heeded(handlers):
+        for number in NUMBERS:
+            os.kill(os.getpid(), number)
+        while len(heard) < len(NUMBERS):
+            await asyncio.sleep(0)
+    all_again()
+
+
+def all_again():
+    for number in NUMBERS:
+        os.kill(os.getpid(), number)
+
+
+NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+loop.run_until_complete(main())
+asyncio.SelectorEventLoop.__base__.close(loop)  # what closing begins with; handlers go after it
+all_again()
+loop.close()
+all_again()
+print("to its end")
+"""
+
+
+def test_once_it_is_deaf_no_signal_is_an_error_or_an_end() -> None:
+    """While the loop is closed, and after it: whoever asks twice asks for what is happening."""
+    done = subprocess.run(
+        (sys.executable, "-c", PROGRAM), capture_output=True, timeout=60, check=False
+    )
+
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"to its end\n", b"")
