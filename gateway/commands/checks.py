@@ -24,10 +24,10 @@ DISK_GIB_MIN = 1.0
 
 
 def check_config(config: Config, origin: Origin) -> Answer:
-    """Every setting, its value, and where it came from."""
+    """Every setting, where it came from, and its value."""
     return tabled(
         [
-            {"setting": path, "value": value, "from": source}
+            {"setting": path, "from": source, "value": value}  # the widest last: it may be a list
             for path, value, source in effective(config, origin)
         ]
     )
