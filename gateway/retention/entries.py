@@ -13,6 +13,8 @@ import math
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
+from typing import TypeVar
 
 from msgspec import Struct
 
@@ -20,7 +22,10 @@ from engine.api import Namespace, Retention
 
 DIGEST_BYTES = 16
 
+SAYING_MAX = 32
+
 Key = tuple[Namespace, bytes]
+T = TypeVar("T")
 
 
 class Lease:
@@ -114,6 +119,7 @@ class EntryBook:
         self.on_drop: Callable[[Entry, Iterable[str]], None] = lambda entry, classes: None
         """Told of each entry that goes, or of what of its classes does."""
         self._by_words: dict[tuple[int, bytes], dict[Key, None]] = {}
+        self._by_namespace: dict[Namespace, dict[Key, None]] = {}
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -123,8 +129,10 @@ class EntryBook:
         return self._entries.get(key)
 
     def saying(self, writer: int, words: bytes) -> list[Entry]:
-        """What this writer wrote that says the same, in any namespace, live or not. O(1) each."""
-        return [self._entries[key] for key in self._by_words.get((writer, words), ())]
+        """What this writer wrote that says the same, in any namespace, live or not: the latest few,
+        for who has a partition for each of its users has as many. O(1)."""
+        keys = self._by_words.get((writer, words), {})
+        return [self._entries[key] for key in islice(reversed(keys), SAYING_MAX)]
 
     def write(
         self,
@@ -147,6 +155,7 @@ class EntryBook:
             entry = self._entries[key] = Entry(key, tokens, owner, epoch, losses, origin, words)
             self._by_owner.setdefault(owner, OrderedDict())[key] = None
             self._by_words.setdefault((origin.writer, words), {})[key] = None
+            self._by_namespace.setdefault(key[0], {})[key] = None
         else:
             entry.epoch, entry.losses = epoch, losses
         lease = entry.leases.get(retention.name)
@@ -165,8 +174,8 @@ class EntryBook:
         self._touch(entry)
 
     def forget(self, namespace: Namespace) -> int:
-        """Drop a namespace's entries (it was erased). O(entries)."""
-        gone = [key for key in self._entries if key[0] == namespace]
+        """Drop a namespace's entries (it was erased). O(its entries)."""
+        gone = list(self._by_namespace.get(namespace, ()))
         for key in gone:
             self._drop(key)
         return len(gone)
@@ -208,6 +217,8 @@ class EntryBook:
         said = {((entry.origin.writer, entry.words), key) for key, entry in self._entries.items()}
         found = {(one, key) for one, keys in self._by_words.items() for key in keys}
         assert said == found, "words without their entry, or the reverse"
+        spaces = [(space, key) for space, keys in self._by_namespace.items() for key in keys]
+        assert sorted(spaces) == sorted((key[0], key) for key in self._entries), "in no namespace"
 
     def _touch(self, entry: Entry) -> None:
         if self._entries.get(entry.key) is entry:
@@ -229,10 +240,15 @@ class EntryBook:
         if not keys:
             del self._by_owner[entry.owner]
         self.on_drop(entry, entry.leases)
-        said = (entry.origin.writer, entry.words)
-        del self._by_words[said][key]
-        if not self._by_words[said]:
-            del self._by_words[said]
+        _discard(self._by_words, (entry.origin.writer, entry.words), key)
+        _discard(self._by_namespace, key[0], key)
+
+
+def _discard(index: dict[T, dict[Key, None]], name: T, key: Key) -> None:
+    keys = index[name]
+    del keys[key]
+    if not keys:
+        del index[name]
 
 
 def digests(tokens: Sequence[int], ends: Iterable[int]) -> dict[int, bytes]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import time
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.api import Retention
-from gateway.retention.entries import EntryBook, digests
+from gateway.retention.entries import SAYING_MAX, EntryBook, digests
 
 FIVE = Retention("5m", 300, 300, "request_start")
 PINNED = Retention("resource", 60, 60, "absolute", renewed_on_read=False, pinned=True)
@@ -124,3 +125,38 @@ def test_only_what_was_granted_is_promised(granted: bool) -> None:
 
     assert entry.is_live(1.0)
     assert entry.is_promised(1.0) is granted
+
+
+def crowded(namespaces: int) -> EntryBook:
+    """A tenant with a partition for each of its users, who all begin with the same words."""
+    book = EntryBook(50_000, 50_000)
+    for number in range(namespaces):
+        key = (f"user {number}".encode(), b"digest")
+        book.write(key, 8, 1, "epoch", {}, FIVE, 0.0, is_granted=True, words=b"same")
+    return book
+
+
+def forgetting_s(book: EntryBook) -> float:
+    """Of a hundred namespaces, in processor time."""
+    began_s = time.process_time()
+    assert sum(book.forget(f"user {number}".encode()) for number in range(100)) == 100
+    return time.process_time() - began_s
+
+
+def test_erasing_costs_what_is_erased_whatever_else_there_is() -> None:
+    """A tenant with thousands of namespaces asks for all of them at once, on the loop."""
+    few, many = crowded(200), crowded(20_000)
+
+    assert forgetting_s(many) < 20 * forgetting_s(few)
+    few.check()
+    many.check()
+
+
+def test_of_the_same_words_the_latest_few_are_looked_at() -> None:
+    """A miss is explained on the loop, and each new user of such a tenant begins with one."""
+    book = crowded(1_000)
+
+    found = book.saying(0, b"same")
+
+    assert len(found) == SAYING_MAX
+    assert found[0].key[0] == b"user 999"
