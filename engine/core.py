@@ -134,10 +134,14 @@ class Core:
         """Forget a namespace, a lease of it, or what lies under a prefix.
 
         Requests of the namespace that are here now leave nothing in the tree any more, nor when
-        they begin later: erased words must not come back.
+        they begin later: erased words must not come back. Of a lease, those that asked for it.
         """
         for work in self.works.values():
-            if work.request.grant.namespace == call.namespace:
+            grant = work.request.grant
+            if grant.namespace == call.namespace and (
+                call.lease_id is None
+                or any(lease.lease_id == call.lease_id for lease in grant.leases)
+            ):
                 work.may_write = False
         self.constraints.erase(call)
         blocks = self.cache.erase(call.namespace, lease_id=call.lease_id, tokens=call.tokens)

@@ -18,7 +18,7 @@ from gateway import plain
 from gateway.admission import SHARED
 from gateway.context import Context
 from gateway.errors import Kind, Refusal
-from gateway.retention.entries import Entry
+from gateway.retention.entries import Entry, EntryBook
 from tenancy.deletion import deleted_among
 from tenancy.erasures import Receipt, digest_of, record
 from tenancy.idempotency import forget_answers
@@ -180,15 +180,14 @@ async def _erase(gateway: Context, target: Target) -> Receipt:
     agreed = {entry.key[0] for entry in book.owned(target.tenant_id)}
     names = sorted(filter(target.covers, held | agreed))
     # First the books: what is billed as a read has to be there to be read.
+    forgotten = _forget(book, names, target.lease_id)
     if target.lease_id is None:
-        forgotten = sum(map(book.forget, names))
         ended = (gateway.store, target.tenant_id, target.workspace, gateway.wall())
         await asyncio.to_thread(end_resources, *ended)
         await asyncio.to_thread(forget_answers, *ended[:3])
-    else:
-        digest = _digest(target.lease_id)
-        forgotten = sum(book.drop((name, digest)) for name in names)
     blocks = await _erase_all(gateway, names, target.lease_id)
+    # Again, for what has begun between the two: it was erased as well, and nobody owes it.
+    _forget(book, names, target.lease_id)
     if target.lease_id is not None and not forgotten and not blocks:
         raise Refusal(Kind.NOT_FOUND, "lease_unknown", "There is no such lease.", param="lease_id")
     receipt = Receipt(
@@ -205,6 +204,14 @@ async def _erase(gateway: Context, target: Target) -> Receipt:
     facts = {"tenant_id": target.tenant_id, "key_id": target.key_id, "blocks": blocks}
     gateway.log("cache_erased", {"receipt": receipt.receipt_id, **facts})
     return receipt
+
+
+def _forget(book: EntryBook, names: Sequence[Namespace], lease_id: str | None) -> int:
+    """In the books: how many entries."""
+    if lease_id is None:
+        return sum(map(book.forget, names))
+    digest = _digest(lease_id)
+    return sum(book.drop((name, digest)) for name in names)
 
 
 async def _erase_all(gateway: Context, names: Sequence[Namespace], lease_id: str | None) -> int:

@@ -121,6 +121,14 @@ class LeaseBook:
         table.account.add_reserved(-table.reserved)
         table.reserved = 0
 
+    def strike(self, account: Account, lease_id: str) -> list[Node]:
+        """A lease is no more: who runs under it commits nothing more. The topmost nodes that it
+        alone covered. O(tables), and see `LeaseEnds.strike`."""
+        for table in self._holdings.tables:
+            if table.account is account and any(one.lease_id == lease_id for one, _ in table.asked):
+                table.write = False
+        return account.ends.strike(lease_id)
+
     def read(self, account: Account, nodes: Iterable[Node], now_s: float) -> None:
         """Blocks were read: their leases begin anew, promises that have lapsed while there is
         room. O(blocks + payers)."""

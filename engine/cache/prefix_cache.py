@@ -273,20 +273,19 @@ class PrefixCache:
         """Forget a namespace, one lease of it, or everything under a token prefix; how many blocks.
 
         Blocks in use leave the tree at once and are freed with the last table that holds them.
-        What now runs in the namespace commits nothing more: erased words must not come back. A
-        block that another lease covers too stays for that one. O(blocks of the namespace).
+        What now runs in the namespace commits nothing more: erased words must not come back. Of a
+        lease, those that asked for it; a block that another covers too stays for that one.
+        O(blocks of the namespace).
         """
         account = self._holdings.accounts.get(namespace)
         if account is None:
             return 0
-        account.write_epoch += 1
-        root = account.tree.root
         if lease_id is not None:
-            tops = account.ends.strike(lease_id)
-        elif tokens:
-            tops = account.tree.under(tokens)
+            tops = self._book.strike(account, lease_id)
         else:
-            tops = list(root.children.values())
+            account.write_epoch += 1
+            top = account.tree.root
+            tops = account.tree.under(tokens) if tokens else list(top.children.values())
         blocks = sum(self._holdings.detach(account, top) for top in tops)
         if blocks:
             self._tell(Erased(namespace, blocks))

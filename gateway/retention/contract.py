@@ -177,6 +177,7 @@ class Contract:
         self._terms = terms
         self._words = words
         self._started_s = started_s
+        self._erasures = books.entries.erasures
         self._granted: dict[int, int] = {}
         self._record: UsageRecord | None = None
         self._read_entry: Entry | None = None
@@ -233,12 +234,17 @@ class Contract:
         return self._record
 
     def written(self) -> None:
-        """The first token is out (or the prefill is done): what was written can be read now."""
+        """The first token is out (or the prefill is done): what was written can be read now. If it
+        was erased meanwhile, by whoever may, the engine has kept nothing of it, and owes nothing.
+        """
         if self._is_written or self._record is None:
             return
         self._is_written = True
         books = self._books
-        writes = self._terms.writes
+        namespace, writes = self._scope.namespace, self._terms.writes
+        keys = [(namespace, write.digest) for write in writes]
+        if keys and books.entries.was_erased(self._erasures, namespace, keys):
+            return
         losses = books.losses(self._scope.namespace) if writes else {}
         for write in writes:
             granted = self._granted.get(write.tokens, 0)

@@ -12,8 +12,8 @@ import hashlib
 import math
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
-from itertools import islice
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, islice
 from typing import TypeVar
 
 from msgspec import Struct
@@ -23,6 +23,7 @@ from engine.api import Namespace, Retention
 DIGEST_BYTES = 16
 
 SAYING_MAX = 32
+ERASED_MAX = 10_000
 
 Key = tuple[Namespace, bytes]
 T = TypeVar("T")
@@ -118,6 +119,9 @@ class EntryBook:
         self._by_owner: dict[int, OrderedDict[Key, None]] = {}
         self.on_drop: Callable[[Entry, Iterable[str]], None] = lambda entry, classes: None
         """Told of each entry that goes, or of what of its classes does."""
+        self.erasures = 0
+        """How many there were: see `was_erased`."""
+        self._erased: OrderedDict[Namespace | Key, int] = OrderedDict()
         self._by_words: dict[tuple[int, bytes], dict[Key, None]] = {}
         self._by_namespace: dict[Namespace, dict[Key, None]] = {}
 
@@ -175,6 +179,7 @@ class EntryBook:
 
     def forget(self, namespace: Namespace) -> int:
         """Drop a namespace's entries (it was erased). O(its entries)."""
+        self._note_erased(namespace)
         gone = list(self._by_namespace.get(namespace, ()))
         for key in gone:
             self._drop(key)
@@ -182,6 +187,7 @@ class EntryBook:
 
     def drop(self, key: Key) -> bool:
         """Drop one entry (its lease was erased): was it there? O(1)."""
+        self._note_erased(key)
         if key not in self._entries:
             return False
         self._drop(key)
@@ -195,11 +201,17 @@ class EntryBook:
         if all(
             other == name or lease.expires_at_s <= now_s for other, lease in entry.leases.items()
         ):
-            self._drop(key)
+            self.drop(key)
             return True
         if entry.leases.pop(name, None) is not None:
             self.on_drop(entry, (name,))
         return False
+
+    def was_erased(self, since: int, namespace: Namespace, keys: Iterable[Key]) -> bool:
+        """Has the namespace, or one of these, been erased after so many erasures? Of the latest
+        `ERASED_MAX`. The engine keeps nothing then of what ran at the time. O(keys)."""
+        asked: Iterator[Namespace | Key] = chain((namespace,), keys)
+        return any(self._erased.get(one, 0) > since for one in asked)
 
     def owned(self, owner: int) -> list[Entry]:
         """An owner's entries, live or not, longest unused first. O(its entries)."""
@@ -219,6 +231,13 @@ class EntryBook:
         assert said == found, "words without their entry, or the reverse"
         spaces = [(space, key) for space, keys in self._by_namespace.items() for key in keys]
         assert sorted(spaces) == sorted((key[0], key) for key in self._entries), "in no namespace"
+
+    def _note_erased(self, what: Namespace | Key) -> None:
+        self.erasures += 1
+        self._erased[what] = self.erasures
+        self._erased.move_to_end(what)
+        if len(self._erased) > ERASED_MAX:
+            self._erased.popitem(last=False)
 
     def _touch(self, entry: Entry) -> None:
         if self._entries.get(entry.key) is entry:

@@ -108,6 +108,30 @@ def test_the_second_of_two_equal_calls_reads_what_the_first_wrote() -> None:
     assert (second.read, second.write, second.fresh) == ({"5m": 20}, {}, 10)
 
 
+@pytest.mark.parametrize(
+    ("what", "is_kept"), [("the namespace", False), ("its lease", False), ("another", True)]
+)
+def test_what_is_erased_while_it_is_written_is_promised_to_nobody(what: str, is_kept: bool) -> None:
+    """The engine keeps nothing of it. A promise in the books would be met as a broken one, and be
+    paid for by the operator, as often as somebody erases what he writes."""
+    world = World()
+    contract = world.resolve("abc", {2: "5m"})
+    (lease,) = contract.leases
+    contract.begin(0, [LeaseGrant(lease.lease_id, "5m", "granted", lease.tokens)])
+    if what == "the namespace":
+        world.books.entries.forget(SCOPE.namespace)
+    else:
+        digest = lease.lease_id if what == "its lease" else "ab" * 16
+        world.books.entries.drop((SCOPE.namespace, bytes.fromhex(digest)))
+    contract.written()
+    contract.finish("id")
+
+    assert len(world.books.entries) == is_kept
+    assert bool(world.books.promises.by_class(world.clock())) == is_kept
+    assert bool(world.run("abc", {2: "5m"}).recomputed_promised) == is_kept
+    assert world.run("abc", {2: "5m"}).read == {"5m": 20}
+
+
 def test_logical_and_physical_hits_are_two_numbers() -> None:
     """What nobody wrote at a breakpoint is not read by contract, though it is not computed."""
     world = World()

@@ -161,3 +161,21 @@ async def test_nothing_is_agreed_with_who_asked_for_nothing(house: House) -> Non
     await house.ask(body=house.chat(LONG))
 
     assert all(not entry.is_promised(0.0) for entry in entries_of(house.gateway.context, 1))
+
+
+async def test_an_unknown_lease_takes_nothing_from_what_runs(house: House) -> None:
+    """Whoever pays for keeping what it writes has it kept, whatever else is erased beside it."""
+    await house.ask(body=house.chat())
+    (space,) = (await house.engine.get_stats()).namespaces
+    house.runner.hold_after(3)
+    running = asyncio.create_task(house.ask(body=house.chat("hold", max_tokens=64)))
+    await house.until(lambda: house.runner.is_held)
+    erasing = asyncio.create_task(house.engine.erase(space.namespace, lease_id="ab" * 16))
+    await asyncio.wait([erasing], timeout=0)
+    house.runner.release()
+    await asyncio.wait([running, erasing])
+    before = (await house.quiet()).cached_blocks
+    await house.ask(body=house.chat("hold", max_tokens=64))
+
+    assert erasing.result().blocks == 0
+    assert (await house.quiet()).cached_blocks == before, "the answer had not been kept"

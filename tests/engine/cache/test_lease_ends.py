@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from statistics import median
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -107,6 +108,23 @@ def test_leases_that_were_evicted_do_not_pile_up() -> None:
     ends = sum(len(node.ends) for node in root.below())
 
     assert HANDED_UP_MAX < ends <= HANDED_UP_MAX + 8
+    cache.check()
+
+
+@pytest.mark.parametrize(("erased", "is_kept"), [("a", False), ("b", True), ("nobody's", True)])
+def test_who_runs_under_another_lease_goes_on(erased: str, is_kept: bool) -> None:
+    """It was promised, and is paid for: only what was asked for under this lease is stopped."""
+    cache = PrefixCache(blocks=32, block_size=SIZE)
+    run(cache, [*TRUNK, 9, 9, 9, 9], "b")
+    leases = (LeaseRequest(12, DAY, "a"),)
+    table = cache.begin(US, branch(1), 0.0, quota=Quota(), leases=leases)
+    cache.erase(US, lease_id=erased)
+    assert cache.grow(table, 12, 0.0)
+    cache.take_copies()
+    cache.commit(table, branch(1), 12, 0.0)
+    cache.release(table, branch(1), 0.0)
+
+    assert (found(cache, branch(1)) == 12) == is_kept
     cache.check()
 
 
