@@ -66,17 +66,14 @@ class Answer:
         assert identity is not None, "this route asks for a key"
         body = await read_body(self._request, gateway.config.server)
         call = self._dialect.parse(body, asked(self._request))
-        if NAME in self._request.headers and call.operation != "count":
-            self._named = named(self._request, body, identity, gateway.config.idempotency)
-        del body
         state.model, state.is_stream = gateway.model, call.stream
         check_model(gateway, call)
         if gateway.is_draining:
             raise _shutting_down()
-        if self._named is not None:
-            kept = await self._named.find(gateway)
-            if kept is not None:
-                return await self._replay(kept, identity)
+        again = None if call.operation == "count" else await self.again(body, identity)
+        if again is not None:
+            return again
+        del body
         made = await prepare(gateway, call, identity)
         call = made.call
         if call.operation == "count":
@@ -84,8 +81,34 @@ class Answer:
             body = self._dialect.count_body(made.tokens, made.resource_tokens)
             return await self._send_whole(body)
         reply = Reply(f"{id_prefix}{state.request_id}", call.model, gateway.wall() // 1000)
-        work = self.admitted(made, identity, self._dialect.encoder(call, reply), reply)
-        return await (work if self._named is None else self._see_through(work, self._named))
+        encoder = self._dialect.encoder(call, reply)
+        return await self.see_through(self.admitted(made, identity, encoder, reply))
+
+    async def again(self, body: bytes, identity: Identity) -> web.StreamResponse | None:
+        """Where its client has named it: what was answered to it before, sent again; None: it is to
+        run. Raises Refusal for what is no name, NameInUse."""
+        gateway = self._gateway
+        if NAME not in self._request.headers:
+            return None
+        self._named = named(self._request, body, identity, gateway.config.idempotency)
+        kept = await self._named.find(gateway)
+        return None if kept is None else await self._replay(kept, identity)
+
+    async def see_through(
+        self, work: Coroutine[None, None, web.StreamResponse]
+    ) -> web.StreamResponse:
+        """Where its client has named it, to the end, whether he waits or not: he will come back for
+        what he pays for."""
+        request = self._named
+        if request is None:
+            return await work
+        try:
+            response = await self._gateway.see_through(work)
+        finally:
+            self._state.is_complete &= not request.is_left
+        if request.is_left:
+            raise ClientGone
+        return response
 
     async def admitted(
         self, made: Prepared, identity: Identity, encoder: Encoder, reply: Reply
@@ -351,18 +374,6 @@ class Answer:
         self._state.settled_s = self._gateway.clock()
 
     # -- named by its client --------------------------------------------------------------------
-
-    async def _see_through(
-        self, work: Coroutine[None, None, web.StreamResponse], request: NamedRequest
-    ) -> web.StreamResponse:
-        """To the end, whether its client waits or not: it will come back for what it pays for."""
-        try:
-            response = await self._gateway.see_through(work)
-        finally:
-            self._state.is_complete &= not request.is_left
-        if request.is_left:
-            raise ClientGone
-        return response
 
     async def _replay(self, kept: KeptAnswer, identity: Identity) -> web.StreamResponse:
         """What was answered before. It counts as a request, and as nothing else."""

@@ -1,7 +1,8 @@
 """Gemini's cachedContents: create, list, get, change, delete. Every success is a 200.
 
-Creating computes the prefix as a request of its own, held, settled and billed as a write; what is
-kept survives eviction and restarts, since its content is stored and computed again when needed.
+Creating computes the prefix as a request of its own, held, settled and billed as a write, and once
+only under one `Idempotency-Key`; what is kept survives eviction and restarts, since its content is
+stored and computed again when needed.
 """
 
 from __future__ import annotations
@@ -89,9 +90,10 @@ class _Created(Encoder):
 
 
 async def _create(gateway: Context, request: web.Request, identity: Identity) -> web.StreamResponse:
-    """Render, store, compute, answer; what was stored goes again if it cannot be computed."""
-    now_ms = gateway.wall()
-    asked = gemini_cached.parse_creation(await read_body(request, gateway.config.server), now_ms)
+    """Render, store, compute, answer; sent again under its name it makes nothing."""
+    now_ms, answer = gateway.wall(), Answer(gateway, SHAPE, request)
+    body = await read_body(request, gateway.config.server)
+    asked = gemini_cached.parse_creation(body, now_ms)
     call = Call(
         asked.model,
         (marked(asked.prompt),),
@@ -101,6 +103,8 @@ async def _create(gateway: Context, request: web.Request, identity: Identity) ->
         cache=CacheAsk(profile="gemini", lookup="none"),
     )
     check_model(gateway, call)
+    if (again := await answer.again(body, identity)) is not None:
+        return again
     terms = retention(asked.expires_ms, now_ms)
     made = await prepare(gateway, call, identity, {RESOURCE: terms})
     tokens = made.rendered[0].boundaries[-1].tokens
@@ -125,22 +129,32 @@ async def _create(gateway: Context, request: web.Request, identity: Identity) ->
         updated_ms=now_ms,
         expires_ms=asked.expires_ms,
     )
-    content = msgspec.msgpack.encode(asked.prompt)
-    reply = Reply(PREFIX + resource.resource_id, asked.model, now_ms // 1000)
+    return await answer.see_through(
+        _keep(gateway, request, answer, made, (identity, resource, asked.prompt))
+    )
+
+
+async def _keep(
+    gateway: Context,
+    request: web.Request,
+    answer: Answer,
+    made: Prepared,
+    kept: tuple[Identity, Resource, Prompt],
+) -> web.StreamResponse:
+    """Store it, compute it, answer; what was stored goes again if it cannot be computed, or if
+    nobody waits for it. A named one is waited for: nothing raises here once it is paid for."""
+    identity, resource, prompt = kept
+    content = msgspec.msgpack.encode(prompt)
+    reply = Reply(PREFIX + resource.resource_id, resource.model, resource.created_ms // 1000)
     try:
         await gateway.see_through(asyncio.to_thread(_store, gateway, resource, content))
-        return await Answer(gateway, SHAPE, request).admitted(
-            made, identity, _Created(resource), reply
-        )
+        return await answer.admitted(made, identity, _Created(resource), reply)
     except BadName as error:
         raise Refusal(Kind.QUOTA, error.code, f"{error.message}.") from None
     except BaseException:
-        was_begun = request[STATE].submitted_s is not None
-        await gateway.finish(
-            _take_back(
-                gateway, identity, resource.resource_id, asked.prompt, made if was_begun else None
-            )
-        )
+        begun = None if request[STATE].submitted_s is None else made
+        taken = _take_back(gateway, identity, resource.resource_id, prompt, begun)
+        await gateway.finish(taken)
         raise
 
 

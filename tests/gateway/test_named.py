@@ -111,6 +111,48 @@ async def test_the_same_request_is_answered_the_same(
     assert b"hello" not in json.dumps(house.lines).encode()
 
 
+def cached_content(house: House, **fields: str) -> dict[str, Any]:
+    text = {"parts": [{"text": "Of this there is enough to be kept. " * 8}], "role": "user"}
+    return {"model": f"models/{house.model}", "contents": [text], "ttl": "300s", **fields}
+
+
+async def test_a_cached_content_is_made_once(house: House) -> None:
+    """Two would be two bills for storage. Another one under the name is another request."""
+    body, path = cached_content(house), "/v1beta/cachedContents"
+    first, one, _ = await send(house, "a", body, path)
+    again, two, after = await send(house, "a", body, path)
+    other, refused, _ = await send(house, "a", cached_content(house, ttl="301s"), path)
+    _, unnamed, _ = await send(house, None, body, path)
+
+    assert (first, again, other) == (200, 200, 409)
+    assert one == two != unnamed
+    assert after.headers["Idempotency-Replayed"] == "true"
+    assert json.loads(refused)["error"]["status"] == "ABORTED"
+    assert house.store.query("select count(*) from cached_contents") == [(2,)]
+    assert endings(house) == ["done", "done"]
+    await house.check_quiet()
+
+
+async def test_a_cached_content_is_kept_for_a_client_that_left(house: House) -> None:
+    """It comes back for it; one without a name leaves nothing behind."""
+    body, path = cached_content(house), "/v1beta/cachedContents"
+    for name in ("Idempotency-Key: n", "X-Other: n"):
+        house.runner.hold_after(0)
+        async with house.connection() as (_, writer):
+            writer.write(house.post(path, json.dumps(body).encode(), name))
+            await house.until(lambda: house.runner.is_held)
+            writer.transport.abort()
+        house.runner.release()
+        await house.check_quiet()
+    status, answer, _ = await send(house, "n", json.dumps(body).encode(), path)
+    name = json.loads(answer)["name"].removeprefix("cachedContents/")
+
+    assert status == 200
+    assert house.store.query("select resource_id from cached_contents where ended_ms is null") == [
+        (name,)
+    ]
+
+
 async def test_without_a_name_nothing_is_kept(house: House) -> None:
     """What was not asked for is not stored."""
     for _ in range(2):
