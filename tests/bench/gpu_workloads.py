@@ -31,6 +31,7 @@ from engine.model_store import ModelConfig
 from engine.models.device_layers import DeviceOps
 from engine.models.llama import LlamaModel
 from engine.plan import StepResult
+from engine.server import settle_heap
 from engine.weights import random_weights
 
 LLAMA_8B = ModelConfig(
@@ -156,6 +157,7 @@ class Bench:
             pipeline_depth=2,
         )
         self.copy_rate = copy_rate()
+        settle_heap()  # as the engine's process does
 
     def run(
         self, prompts: list[tuple[int, ...]], namespace: bytes, output: int = OUTPUT
