@@ -35,8 +35,9 @@ test: setup            ## everything that needs no GPU
 sim: setup             ## seeded simulation; make sim SEED=7
 	$(BIN)/python -m pytest -m sim $(if $(SEED),--sim-seed $(SEED)) -s
 
-crash: setup           ## the ledger killed at every system call, 2,000 power cuts, servers killed; minutes
-	CRASH=long $(BIN)/python -m pytest -rP -o faulthandler_timeout=0 tests/tenancy/test_ledger_crash.py tests/tenancy/test_power_cut.py tests/tenancy/test_postgres_crash.py
+crash: setup           ## the ledger killed at every system call, 2,000 power cuts, servers and their processes killed; minutes
+	CRASH=long $(BIN)/python -m pytest -rP -o faulthandler_timeout=0 tests/tenancy/test_ledger_crash.py tests/tenancy/test_power_cut.py tests/tenancy/test_postgres_crash.py \
+		tests/gateway/test_deaths.py
 
 bench: setup           ## the benchmark table against a server it starts
 	$(BIN)/trunkline bench --serve

@@ -12,7 +12,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,8 @@ TOKENS_PER_S = 64_000
 STREAM_RATE_MAX = 2_000
 PACE = 100
 SYNCS = 50
+TURNS = 3
+"""Where servers are to be compared by a few hundredths, each has its turn so often."""
 
 Say = Callable[[str], None]
 
@@ -42,13 +44,15 @@ Say = Callable[[str], None]
 class Server(Struct, frozen=True):
     """What was measured of one server under one load. Times in milliseconds: to the end of an
     answer for `unary`, to its first bytes otherwise. `cpu_us`: of its process, for each output
-    token; `cpu`: which part of one core it took; `events`: pieces for each stream."""
+    token; `cpu`: which part of one core it took, and `writer` what its ledger's process took of
+    another; `events`: pieces for each stream."""
 
     answers_per_s: float
     tokens_per_s: float
     p50_ms: float
     p99_ms: float
     cpu: float
+    writer: float
     cpu_us: float
     events: float
     client_busy: float
@@ -85,11 +89,12 @@ class Line(Struct, frozen=True):
 
     @property
     def books(self) -> tuple[float, float] | None:
-        """(part of the processor time, ms of the median) that ledger and analytics take."""
+        """(part of the answers a second, ms of the median) that ledger and analytics take."""
         bare = self.without_books
-        if bare is None or not self.gateway.cpu_us:
+        if bare is None:
             return None
-        return 1 - bare.cpu_us / self.gateway.cpu_us, self.gateway.p50_ms - bare.p50_ms
+        part = 1 - self.gateway.answers_per_s / bare.answers_per_s
+        return part, self.gateway.p50_ms - bare.p50_ms
 
 
 class Overhead(Struct, frozen=True):
@@ -109,8 +114,8 @@ class Overhead(Struct, frozen=True):
         disk = f"ledger in {self.scratch}, where an fsync takes {short(self.sync_ms)} ms"
         names = (
             "load", "at once", "mock/s", "gateway/s", "ratio", "p50 ms", "added", "p99 ms",
-            "added", "tokens/s", "pieces", "us/token", "x mock", "core", "client", "books",
-            "books ms",
+            "added", "tokens/s", "pieces", "us/token", "x mock", "core", "writer", "client",
+            "books", "books ms",
         )  # fmt: skip
         rows = [names, *map(_cells, self.lines)]
         if all(line.books is None for line in self.lines):
@@ -139,7 +144,7 @@ def _cells(line: Line) -> tuple[str, ...]:
     numbers = (
         mock.answers_per_s, ours.answers_per_s, line.ratio, ours.p50_ms, line.added_p50_ms,
         ours.p99_ms, line.added_p99_ms, ours.tokens_per_s, ours.events, ours.cpu_us, line.cpu_ratio,
-        ours.cpu, ours.client_busy,
+        ours.cpu, ours.writer, ours.client_busy,
     )  # fmt: skip
     part, ms = line.books or (0.0, 0.0)
     books = (f"{100 * part:.0f} %", short(ms))
@@ -169,8 +174,8 @@ async def measure(
     *,
     books: bool = False,
 ) -> list[Line]:
-    """The servers under every load, by turns. `books`: a gateway without them, too. Raises
-    BenchError."""
+    """The servers under every load, by turns; several turns where `books` asks for a gateway
+    without them, too. Raises BenchError."""
     lines = []
     async with AsyncExitStack() as stack:
         servers = []
@@ -188,21 +193,53 @@ async def measure(
         for concurrency in concurrencies:
             for kind, load in loads(concurrency, seconds):
                 say(f"{kind}, {concurrency} at once")
-                found = [await _measured(server, load) for server in servers]
+                turns = [
+                    [await _measured(server, load) for server in servers]
+                    for _ in range(TURNS if books else 1)
+                ]
+                found = [summed_up(joined(runs), load) for runs in zip(*turns, strict=True)]
                 lines.append(Line(kind, concurrency, *found))
     return lines
 
 
-async def _measured(server: Ready, load: Load) -> Server:
-    used: list[float] = []
-    found = await run(server, load, lambda _: used.append(processor_s(server.pid)))
+class Run(Struct, frozen=True):
+    """One turn of a server, and the processor time of its process and of its ledger's."""
+
+    found: Found
+    cpu_s: float
+    writer_s: float = 0.0
+
+
+async def _measured(server: Ready, load: Load) -> Run:
+    used: list[tuple[float, float]] = []
+
+    def note(_: float) -> None:
+        used.append((processor_s(server.pid), processor_s(server.writer_pid)))
+
+    found = await run(server, load, note)
     if not found.times_s:
         raise BenchError(f"no answer within {load.seconds:g} s at {load.concurrency} at once")
-    return summed_up(found, load, used[1] - used[0])
+    (cpu_s, writer_s), (cpu_end_s, writer_end_s) = used
+    return Run(found, cpu_end_s - cpu_s, writer_end_s - writer_s)
 
 
-def summed_up(found: Found, load: Load, cpu_s: float) -> Server:
+def joined(runs: Sequence[Run]) -> Run:
+    """Several turns as one."""
+    all_found = [one.found for one in runs]
+    took_s = sum(one.took_s for one in all_found)
+    found = Found(
+        took_s,
+        [time_s for one in all_found for time_s in one.times_s],
+        [time_s for one in all_found for time_s in one.first_s],
+        sum(one.events for one in all_found),
+        sum(one.busy * one.took_s for one in all_found) / took_s,
+    )
+    return Run(found, sum(one.cpu_s for one in runs), sum(one.writer_s for one in runs))
+
+
+def summed_up(measured: Run, load: Load) -> Server:
     """The figures of one run."""
+    found, cpu_s = measured.found, measured.cpu_s
     times = found.first_s if load.is_stream else found.times_s
     answers = len(found.times_s)
     tokens_per_s = answers * load.output / found.took_s
@@ -212,6 +249,7 @@ def summed_up(found: Found, load: Load, cpu_s: float) -> Server:
         p50_ms=percentile(times, 50) * 1e3,
         p99_ms=percentile(times, 99) * 1e3,
         cpu=cpu_s / found.took_s,
+        writer=measured.writer_s / found.took_s,
         cpu_us=cpu_s / (tokens_per_s * found.took_s) * 1e6,
         events=found.events / answers,
         client_busy=found.busy,

@@ -21,7 +21,7 @@ from gateway.bench.client import BenchError
 from gateway.bench.load import Found, Load, run
 from gateway.bench.null_gateway import NULL_ENGINE, Ready, config_of, make_key, without_books
 from gateway.bench.null_gateway import Settings as GatewaySettings
-from gateway.bench.overhead import Line, Overhead, child, loads, summed_up
+from gateway.bench.overhead import Line, Overhead, Run, Server, child, joined, loads, summed_up
 from gateway.bench.processor_time import processor_s
 from tenancy.sqlite_store import SqliteStore
 from tests.gateway.house import House
@@ -227,20 +227,37 @@ def test_streams_come_as_a_thousand_a_second_or_at_the_pace_of_a_model() -> None
 
 def test_figures_are_told_from_what_was_counted() -> None:
     """By hand, once: half a second, ten answers of four tokens, 0.1 s of processor time."""
-    found = Found(0.5, [0.002] * 9 + [0.010], [0.001] * 10, 30, 0.25)
+    run = Run(Found(0.5, [0.002] * 9 + [0.010], [0.001] * 10, 30, 0.25), 0.1, 0.05)
 
-    whole = summed_up(found, Load(1, 0.5), 0.1)
-    stream = summed_up(found, Load(1, 0.5, is_stream=True), 0.1)
+    whole = summed_up(run, Load(1, 0.5))
+    stream = summed_up(run, Load(1, 0.5, is_stream=True))
 
     assert (whole.answers_per_s, whole.tokens_per_s, whole.events) == (20, 80, 3)
     assert (whole.p50_ms, whole.p99_ms, stream.p99_ms) == (2, 10, 1)
     assert (round(whole.cpu, 6), round(whole.cpu_us)) == (0.2, 2500)
+    assert round(whole.writer, 6) == 0.1
+
+
+def test_turns_are_joined_by_their_lengths() -> None:
+    """A machine that slowed down in one of them did so for both servers."""
+    one = Run(Found(1.0, [0.002], [0.001], 3, 0.25), 0.5, 0.1)
+    two = Run(Found(3.0, [0.004] * 2, [0.003] * 2, 5, 0.75), 1.0, 0.3)
+
+    both = joined([one, two])
+
+    assert both.found == Found(4.0, [0.002, 0.004, 0.004], [0.001, 0.003, 0.003], 8, 0.625)
+    assert (both.cpu_s, both.writer_s) == (1.5, 0.4)
+
+
+def server(found: Found, cpu_s: float) -> Server:
+    """Under a second of one client."""
+    return summed_up(Run(found, cpu_s), Load(1, 1.0))
 
 
 def test_the_table_says_what_the_gateway_adds() -> None:
     """Differences and ratios are what carries over to another machine."""
-    mock = summed_up(Found(1.0, [0.001] * 100, [], 0, 0.2), Load(1, 1.0), 0.5)
-    ours = summed_up(Found(1.0, [0.003] * 25, [], 0, 0.1), Load(1, 1.0), 0.9)
+    mock = server(Found(1.0, [0.001] * 100, [], 0, 0.2), 0.5)
+    ours = server(Found(1.0, [0.003] * 25, [], 0, 0.1), 0.9)
     line = Line("unary", 1, mock, ours)
     where = {"cpu": "a processor", "cores": 2, "system": "a system", "commit": "abc"}
 
@@ -260,19 +277,19 @@ def test_the_table_says_what_the_gateway_adds() -> None:
 
 
 def test_what_the_books_take_is_told_where_it_was_measured() -> None:
-    """A part of the processor time, and ms of the median; else there is no such column."""
-    mock = summed_up(Found(1.0, [0.001] * 100, [], 0, 0.2), Load(1, 1.0), 0.5)
-    ours = summed_up(Found(1.0, [0.003] * 25, [], 0, 0.1), Load(1, 1.0), 0.8)
-    bare = summed_up(Found(1.0, [0.002] * 25, [], 0, 0.1), Load(1, 1.0), 0.6)
+    """A part of the answers a second, and ms of the median; else there is no such column."""
+    mock = server(Found(1.0, [0.001] * 100, [], 0, 0.2), 0.5)
+    ours = server(Found(1.0, [0.003] * 25, [], 0, 0.1), 0.8)
+    bare = server(Found(1.0, [0.002] * 50, [], 0, 0.1), 0.6)
     where = {"cpu": "a processor", "cores": 2, "system": "a system", "commit": "abc"}
     lines = [Line("unary", 1, mock, ours), Line("unary", 1, mock, ours, bare)]
 
     without, with_books = (Overhead("m", where, "/tmp", 4.0, [line]).text() for line in lines)
 
     assert lines[0].books is None
-    assert lines[1].books == pytest.approx((0.25, 1.0))
+    assert lines[1].books == pytest.approx((0.5, 1.0))
     assert "books" not in without
-    assert with_books.splitlines()[-1].split()[-3:] == ["25", "%", "1.00"]
+    assert with_books.splitlines()[-1].split()[-3:] == ["50", "%", "1.00"]
 
 
 async def test_without_books_answers_are_whole_and_nobody_has_written_them_down(
@@ -296,7 +313,7 @@ def test_a_disk_that_cannot_be_written_is_told(tmp_path: Path) -> None:
 
 
 def test_processor_time_is_summed_over_threads(tmp_path: Path) -> None:
-    """The ledger writes on a thread of its own: its time is the gateway's too."""
+    """Long prompts are rendered on threads: their time is the gateway's too."""
     for thread, line in ((7, "1500000000 1 2"), (8, "500000000 1 2"), (9, "")):
         folder = tmp_path / "7" / "task" / str(thread)
         folder.mkdir(parents=True)
