@@ -109,16 +109,13 @@ class _Arriving:
         while True:
             while self._frames:
                 self._items.extend(read_items(self._frames.popleft()))
-            if self._is_over or len(self._items) >= BATCH_MAX:
+            if self._items or self._is_over:
                 return bool(self._items)
-            try:
-                self._receive(socket.MSG_DONTWAIT if self._items else 0)
-            except BlockingIOError:
-                return True
+            self._receive()
 
-    def _receive(self, flags: int = 0) -> None:
+    def _receive(self) -> None:
         try:
-            data = self._wire.recv(READ_BYTES, flags)
+            data = self._wire.recv(READ_BYTES)
         except ConnectionError:  # it was killed, with answers that it had not read
             data = b""
         self._is_over = not data
