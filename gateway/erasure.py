@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 from msgspec import Struct
@@ -52,9 +53,10 @@ class Target(Struct, frozen=True):
 
     def covers(self, namespace: Namespace) -> bool:
         """Is this one of the namespaces that are meant?"""
-        parts = parts_of(namespace)
-        is_own = bool(parts) and parts[0] == str(self.tenant_id)
-        return is_own and self.workspace in (None, parts[1])
+        whose = whose_is(namespace)
+        return whose is not None and (
+            whose[0] == self.tenant_id and self.workspace in (None, whose[1])
+        )
 
 
 class Holding(Struct, frozen=True):
@@ -95,28 +97,40 @@ def parts_of(namespace: Namespace) -> tuple[str, ...]:
     return tuple(parts) if at == len(namespace) and len(parts) >= _PARTS else ()
 
 
+def whose_is(namespace: Namespace) -> tuple[int, str] | None:
+    """The tenant and the workspace that a namespace is held for; None for what is not ours. Reads
+    no more than these: every heartbeat is asked it for every namespace."""
+    end = 4 + int.from_bytes(namespace[:4], "big")
+    start = end + 4
+    rest = start + int.from_bytes(namespace[end:start], "big")
+    tenant = namespace[4:end]
+    if not tenant.isdigit() or rest >= len(namespace):
+        return None
+    return int(tenant), namespace[start:rest].decode(errors="replace")
+
+
 def owner_of(namespace: Namespace) -> int | None:
-    """The tenant that a namespace is held for; None for what is not ours."""
-    parts = parts_of(namespace)
-    return int(parts[0]) if parts and parts[0].isdigit() else None
+    """The tenant alone."""
+    whose = whose_is(namespace)
+    return None if whose is None else whose[0]
 
 
 def holdings(stats: Stats) -> list[Holding]:
     """What is held, by whom. O(namespaces)."""
-    found = []
-    for one in stats.namespaces:
-        parts = parts_of(one.namespace)
-        if parts and parts[0].isdigit():
-            found.append(Holding(int(parts[0]), parts[1], one))
-    return found
+    pairs = ((whose_is(one.namespace), one) for one in stats.namespaces)
+    return [Holding(*whose, one) for whose, one in pairs if whose is not None]
 
 
-def entries_of(gateway: Context, tenant_id: int, workspace: str | None = None) -> list[Entry]:
-    """What was agreed to be kept for a tenant and has not ended. O(its entries)."""
+def entries_of(
+    gateway: Context, tenant_id: int, workspace: str | None = None, most: int | None = None
+) -> list[Entry]:
+    """What was agreed to be kept for a tenant and has not ended, longest unused first; `most`: of
+    these the latest. O(its entries), or of these until there are as many."""
     now_s = gateway.clock()
     mine = Target(tenant_id, 0, workspace)
-    owned = gateway.contracts.entries.owned(tenant_id)
-    return [entry for entry in owned if entry.is_live(now_s) and mine.covers(entry.key[0])]
+    owned = reversed(gateway.contracts.entries.owned(tenant_id))
+    live = (entry for entry in owned if entry.is_live(now_s) and mine.covers(entry.key[0]))
+    return list(islice(live, most))[::-1]
 
 
 async def erase(gateway: Context, target: Target) -> Receipt:

@@ -122,7 +122,9 @@ def window(given: Mapping[str, str], now_ms: int) -> Window:
 
     Raises Refusal for what is no time, and for more than 400 days.
     """
-    end_ms = _time(given, "until") or now_ms + 1
+    end_ms = _time(given, "until")
+    if end_ms is None:
+        end_ms = now_ms + 1
     start_ms = _time(given, "since")
     if start_ms is None:
         start_ms = max(0, end_ms - WINDOW_DAYS * DAY_MS)

@@ -17,7 +17,7 @@ from engine.api import Stats
 from engine.errors import EngineError
 from gateway.cache_terms import BEST_EFFORT
 from gateway.context import Context
-from gateway.erasure import forget_removed, owner_of, parts_of
+from gateway.erasure import forget_removed, owner_of
 from gateway.quotas import QuotaNews
 from tenancy.bookkeeping import StorageReading
 from tenancy.errors import LedgerUnavailable, StoreError
@@ -78,13 +78,13 @@ def held(stats: Stats, block_size: int) -> dict[Key, int]:
     """Tokens' worth of blocks by tenant and class."""
     found: dict[Key, int] = defaultdict(int)
     for one in stats.namespaces:
-        parts = parts_of(one.namespace)
-        if not parts or not parts[0].isdigit():
+        owner = owner_of(one.namespace)
+        if owner is None:
             continue
         rest = one.blocks - one.promised_blocks
         for name, blocks in (*one.promised_by_class.items(), (BEST_EFFORT, rest)):
             if blocks:
-                found[int(parts[0]), name] += blocks * block_size
+                found[owner, name] += blocks * block_size
     return dict(found)
 
 

@@ -82,7 +82,7 @@ async def _cache(gateway: Context, identity: Identity) -> dict[str, Any]:
         if (one.tenant_id, one.workspace) == (tenant.tenant_id, identity.workspace)
     ]
     info = gateway.engine.info
-    entries = erasure.entries_of(gateway, tenant.tenant_id, identity.workspace)
+    entries = erasure.entries_of(gateway, tenant.tenant_id, identity.workspace, LEASES_MAX + 1)
     window = usage_report.hours(plain.window({}, gateway.wall()))
     found = await usage_report.ask(gateway, window, (), tenant.name)
     receipts = await asyncio.to_thread(

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.api import NamespaceStats, Stats
+from engine.api import NamespaceStats, Retention, Stats
 from engine.errors import EngineUnavailable
 from gateway.admission import namespace_of
 from gateway.erasure import Target, entries_of, erase, holdings, parts_of
@@ -179,3 +179,19 @@ async def test_an_unknown_lease_takes_nothing_from_what_runs(house: House) -> No
 
     assert erasing.result().blocks == 0
     assert (await house.quiet()).cached_blocks == before, "the answer had not been kept"
+
+
+async def test_of_many_leases_the_latest_are_shown(house: House) -> None:
+    """A tenant may have twenty thousand; looking stops where there are enough."""
+    context, terms = house.gateway.context, Retention("1h", 3_600, 3_600)
+    for number in range(6):
+        space = namespace_of(whose(1, "ab"[number % 2]), "m", "t", str(number))
+        key = (space, number.to_bytes(16, "big"))
+        context.contracts.entries.write(key, 8, 1, "1", {}, terms, 1e12, is_granted=True)
+
+    def shown(workspace: str | None, most: int | None) -> list[int]:
+        return [one.key[1][-1] for one in entries_of(context, 1, workspace, most)]
+
+    assert shown(None, None) == [0, 1, 2, 3, 4, 5]
+    assert shown("a", 2) == [2, 4]
+    assert shown("b", 9) == [1, 3, 5]

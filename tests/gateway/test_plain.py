@@ -31,6 +31,11 @@ def test_a_window_is_the_last_thirty_days_if_nothing_is_said() -> None:
     }
 
 
+def test_a_window_that_ends_where_time_begins_is_empty() -> None:
+    """Zero is a time: it was not left out."""
+    assert refused({"until": "1970-01-01"}) == "since"
+
+
 def test_a_window_is_of_days_or_of_instants() -> None:
     """A day begins at midnight in UTC, an instant where it says."""
     days = plain.window({"since": "2025-12-01", "until": "2026-01-01"}, NOON_MS)
