@@ -135,22 +135,24 @@ async def test_a_cached_content_is_made_once(house: House) -> None:
 
 async def test_a_cached_content_is_kept_for_a_client_that_left(house: House) -> None:
     """It comes back for it; one without a name leaves nothing behind."""
-    body, path = cached_content(house), "/v1beta/cachedContents"
+    body, path = json.dumps(cached_content(house)).encode(), "/v1beta/cachedContents"
     for name in ("Idempotency-Key: n", "X-Other: n"):
         house.runner.hold_after(0)
         async with house.connection() as (_, writer):
-            writer.write(house.post(path, json.dumps(body).encode(), name))
+            writer.write(house.post(path, body, name))
             await house.until(lambda: house.runner.is_held)
             writer.transport.abort()
+        await house.ask("/healthz", method="GET", who=None)  # the server knows it by then
         house.runner.release()
         await house.check_quiet()
-    status, answer, _ = await send(house, "n", json.dumps(body).encode(), path)
+    status, answer, response = await send(house, "n", body, path)
     name = json.loads(answer)["name"].removeprefix("cachedContents/")
+    left = "select resource_id from cached_contents where ended_ms is null"
+    await house.until(lambda: house.store.query(left) == [(name,)])
 
-    assert status == 200
-    assert house.store.query("select resource_id from cached_contents where ended_ms is null") == [
-        (name,)
-    ]
+    assert (status, response.headers["Idempotency-Replayed"]) == (200, "true")
+    assert sorted(endings(house)) == ["cancelled", "done"]
+    await house.check_quiet()
 
 
 async def test_without_a_name_nothing_is_kept(house: House) -> None:
