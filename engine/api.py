@@ -35,11 +35,14 @@ Payer = bytes
 
 Count = Annotated[int, Meta(ge=0, lt=2**53)]
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
+FEW_IDS = 64
 
 
 def all_in_vocabulary(token_ids: tuple[int, ...], vocab_size: int) -> bool:
     """Is each of these a token of a model with so many? O(tokens), at 11 ns: `min` and `max` take
-    three times that."""
+    three times that, but begin at once."""
+    if len(token_ids) <= FEW_IDS:
+        return not token_ids or (min(token_ids) >= 0 and max(token_ids) < vocab_size)
     try:
         msgspec.convert(token_ids, _ids_below(vocab_size))
     except msgspec.ValidationError:

@@ -55,6 +55,7 @@ class _Plain:
 
 PLAIN = _Plain()
 
+_NO_OUTPUT = Usage()
 CACHE_HEADER = "X-Trunkline-Cache"
 """Tokens read and written by contract, computed, and found; and why not more was read."""
 
@@ -83,7 +84,7 @@ def cache_header(contracts: Sequence[Contract]) -> str:
     """Tokens read and written by contract, computed, and found; what was promised in part or not at
     all, and what bounds it; why not more was read, and the segment of the first token that was not
     there."""
-    record = added([contract.record(Usage()) for contract in contracts])
+    record = added([contract.record(_NO_OUTPUT) for contract in contracts])
     text = (
         f"read={record.read_tokens()}; write={record.write_tokens()}; fresh={record.fresh};"
         f" physical={record.physical_cached}"

@@ -16,6 +16,7 @@ from engine.api import (
     CacheGrant,
     EngineInfo,
     LeaseRequest,
+    Namespace,
     Payer,
     Quota,
     Request,
@@ -51,9 +52,11 @@ def admit(
     identity: Identity,
     request_id: str,
     now: Circumstances,
+    namespace: Namespace,
     leases: Sequence[tuple[LeaseRequest, ...]] = (),
 ) -> tuple[Request, ...]:
-    """One engine request per prompt, with its leases. O(tokens), for the bounds check alone.
+    """One engine request per prompt, with its leases, in the namespace that `namespace_of` gave.
+    O(tokens), for the bounds check alone.
 
     Raises Refusal: BAD for what can never run, RATE for the tenant's own limit, BUSY for ours.
     """
@@ -62,12 +65,13 @@ def admit(
     _check_tenant(now)
     _check_queue(rendered, now)
     kept = leases or [()] * len(rendered)
+    quota = quota_of(identity.blocks_policy, payer_of(identity))
     requests = [
         Request(
             request_id=request_id if len(rendered) == 1 else f"{request_id}-{number}",
             tokens=prompt.token_ids,
             max_tokens=budget,
-            grant=_grant(call, identity, now, kept[number]),
+            grant=CacheGrant(namespace, quota, kept[number]),
             sampling=generation.sampling,
             samples=generation.samples,
             stop_token_ids=_stops(generation, now),
@@ -249,15 +253,3 @@ def _stops(generation: Generation, now: Circumstances) -> tuple[int, ...]:
     if not generation.stop_token_ids:
         return own  # nearly always
     return tuple(dict.fromkeys((*own, *generation.stop_token_ids)))
-
-
-def _grant(
-    call: Call, identity: Identity, now: Circumstances, leases: tuple[LeaseRequest, ...]
-) -> CacheGrant:
-    return CacheGrant(
-        namespace=namespace_of(
-            identity, now.info.model_digest, now.template_digest, call.partition
-        ),
-        quota=quota_of(identity.blocks_policy, payer_of(identity)),
-        leases=leases,
-    )

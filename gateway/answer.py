@@ -120,7 +120,8 @@ class Answer:
         self._rendered = rendered
         leases = [contract.leases for contract in self._contracts]
         cached, now = await self._look(made, identity)
-        requests = admit(call, rendered, identity, self._state.request_id, now, leases)
+        namespace = made.scope.namespace
+        requests = admit(call, rendered, identity, self._state.request_id, now, namespace, leases)
         self._state.epoch = now.info.epoch
         most = limiting.estimate(requests, 0)
         account = Account(

@@ -128,14 +128,14 @@ class Connection(RequestHandler):
         if self._buffer_paused and len(self._messages) <= self._msg_queue_resume_size:
             self._resume_reading_if_drained()
         self._listener.requests_count += 1
-        handler = self._request_handler
+        handler, task = self._request_handler, self._task_handler
         if isinstance(message, _ErrInfo):
             handler, message = self._make_error_handler(message), ERROR
         assert handler is not None
+        assert task is not None
         assert self._request_factory is not None
-        assert self._task_handler is not None
         writer = StreamWriter(self, self._loop)
-        request = self._request_factory(message, payload, self, writer, self._task_handler)
+        request = self._request_factory(message, payload, self, writer, task)
         self._request_in_progress = True
         try:
             self._current_request = request

@@ -66,7 +66,8 @@ _Row = tuple[tuple[Bucket, int, int], ...]
 @dataclass(slots=True)
 class _Account:
     """What a tenant or a line of keys has used. `buckets`: by the place of the meter in `METERS`;
-    `row`: those that `limits` sets; `at_once_max`: how many of its requests may run by them."""
+    `row`: those that `limits` sets; `of_prompts`: of them, those on prompt tokens; `at_once_max`:
+    how many of its requests may run by them."""
 
     kind: Kind
     buckets: dict[int, Bucket] = field(default_factory=dict)
@@ -74,6 +75,7 @@ class _Account:
     at_once_max: int = LIMIT_MAX
     limits: Limits = field(default_factory=Limits)
     row: _Row = ()
+    of_prompts: _Row = ()
 
     def under(self, limits: Limits, now_ns: int) -> _Row:
         """Its buckets under these limits, which hold from now on. O(1) where they did before."""
@@ -93,6 +95,7 @@ class _Account:
                 bucket.resize(now_ns, limit)
             row.append((bucket, meter, limit))
         self.row = tuple(row)
+        self.of_prompts = tuple(one for one in row if one[1] in _OF_PROMPTS)
         most = limits.requests_at_once
         self.at_once_max = LIMIT_MAX if most is None else most
 
@@ -195,18 +198,17 @@ class Limiter:
         """Would so much take more than an eighth of a limit on prompt tokens, with what is taken
         already? Only then it matters how much of it the cache has. Changes no count."""
         now_ns, counts = self.now_ns(), estimate.counts
-        for row in self._rows(identity, now_ns):
-            for bucket, meter, limit in row:
-                if meter in _OF_PROMPTS:
-                    taken = bucket.owed(now_ns) + counts[meter] * MINUTE_NS
-                    if taken * _PRESSING > limit * MINUTE_NS:
-                        return True
+        for account in self._looked_at(identity, now_ns):
+            for bucket, meter, limit in account.of_prompts:
+                taken = bucket.owed(now_ns) + counts[meter] * MINUTE_NS
+                if taken * _PRESSING > limit * MINUTE_NS:
+                    return True
         return False
 
     def status(self, identity: Identity) -> dict[Meter, LimitState]:
         """For each meter with a limit: the tighter of the tenant's and the key's. For headers."""
         now_ns = self.now_ns()
-        return _states(self._rows(identity, now_ns), now_ns)
+        return _states([one.row for one in self._looked_at(identity, now_ns)], now_ns)
 
     def leave(self, accounts: tuple[_Account, _Account]) -> None:
         """See `Reservation.settle`, which calls it once."""
@@ -233,11 +235,13 @@ class Limiter:
             running = sum(account.at_once for account in accounts.values())
             assert running == self._open, f"{running} of {kind}s run, {self._open} are open"
 
-    def _rows(self, identity: Identity, now_ns: int) -> tuple[_Row, _Row]:
+    def _looked_at(self, identity: Identity, now_ns: int) -> tuple[_Account, _Account]:
         """The tenant's and the key's; of those who are not remembered, what they begin with."""
         tenant = self._tenants.get(identity.tenant.tenant_id) or _Account("tenant")
         key = self._keys.get(identity.line_id) or _Account("key")
-        return tenant.under(identity.limits, now_ns), key.under(identity.key_limits, now_ns)
+        tenant.under(identity.limits, now_ns)
+        key.under(identity.key_limits, now_ns)
+        return tenant, key
 
     @staticmethod
     def _account(

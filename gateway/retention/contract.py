@@ -213,12 +213,12 @@ class Contract:
         """The engine has started: settle what was read, renew it, and note what is granted."""
         now_s = self._books.clock()
         terms = self._terms
-        granted = {w.tokens: w.tokens for w in terms.writes}
-        for write, grant in zip(terms.writes, grants, strict=False):
-            granted[write.tokens] = grant.tokens
+        if terms.writes:
+            self._granted = {w.tokens: w.tokens for w in terms.writes}
+            for write, grant in zip(terms.writes, grants, strict=False):
+                self._granted[write.tokens] = grant.tokens
         self.grants = tuple(grants)
-        self._granted = granted
-        self._record, self._read_entry = terms.split(cached_tokens, granted, now_s)
+        self._record, self._read_entry = terms.split(cached_tokens, self._granted, now_s)
         read = self._record.read_tokens()
         self._missed = self._why_missed(read, cached_tokens, now_s)
         if self._missed:
@@ -288,6 +288,8 @@ class Contract:
                 out=usage.output_tokens,
                 physical_cached=usage.cached_tokens,
             )
+        if usage.output_tokens == base.out:
+            return base  # before the first token, and asked again
         return replace(base, out=usage.output_tokens)
 
     def why_missed(self) -> str:

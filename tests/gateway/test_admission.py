@@ -60,7 +60,9 @@ def ask(
         partition=partition,
         priority=priority,
     )
-    return admit(call, [Rendered(tokens)] * prompts, who or identity(), "id", now)
+    who = who or identity()
+    namespace = namespace_of(who, now.info.model_digest, now.template_digest, partition)
+    return admit(call, [Rendered(tokens)] * prompts, who, "id", now, namespace)
 
 
 def test_each_prompt_takes_its_own_grammar_along() -> None:
@@ -69,7 +71,7 @@ def test_each_prompt_takes_its_own_grammar_along() -> None:
     call = Call("m", (Prompt(), Prompt()), Generation())
     rendered = [Rendered((1,), grammar=grammar), Rendered((1,))]
 
-    first, second = admit(call, rendered, identity(), "id", NOW)
+    first, second = admit(call, rendered, identity(), "id", NOW, b"namespace")
 
     assert (first.grammar, second.grammar) == (grammar, None)
 
@@ -112,6 +114,8 @@ def test_a_request_that_could_not_finish_alone_is_refused_for_good() -> None:
     [
         ("prompt", {"tokens": (1, 100)}),
         ("prompt", {"tokens": (-1,)}),
+        ("prompt", {"tokens": (1,) * 100 + (100,)}),
+        ("prompt", {"tokens": (1,) * 100 + (-1,)}),
         ("prompt", {"tokens": ()}),
         ("stop_token_ids", {"stop_token_ids": (100,)}),
         ("logit_bias", {"sampling": Sampling(logit_bias={2**31 - 1: 1.0})}),
