@@ -43,7 +43,8 @@ STEADY_S = 10.0
 CLOSE_S = 30.0
 """For what was handed in, and again for the process to end: a disk may be slow, not dead."""
 
-READ_BYTES = 2**16
+READ_BYTES = 2**12
+"""Answers are small."""
 
 Report = Callable[[str, dict[str, object]], None]
 """Told of what happens to the process, for the log: an event's name and its facts."""

@@ -44,7 +44,8 @@ from tenancy.types import WallClock
 PATIENCE_S = 5.0
 """How long the process of a gateway that was killed may take to finish."""
 
-READ_BYTES = 2**18
+READ_BYTES = 2**16
+"""As much as a transaction of small items."""
 
 
 def serve(wire: socket.socket, environment: Mapping[str, str], clock: WallClock) -> int:

@@ -114,9 +114,11 @@ class FrameReader:
 
     def feed(self, data: bytes) -> Iterator[bytes]:
         """The frames that are whole by now. O(bytes)."""
-        rest = self._rest
+        rest, at, size = self._rest, 0, _LENGTH.size
+        if not rest and len(data) >= size and _LENGTH.unpack_from(data)[0] == len(data) - size:
+            yield data[size:]  # nearly always: one, and whole
+            return
         rest += data
-        at, size = 0, _LENGTH.size
         while len(rest) - at >= size:
             end = at + size + _LENGTH.unpack_from(rest, at)[0]
             if end > len(rest):
