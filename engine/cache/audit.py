@@ -6,8 +6,10 @@ It changes nothing and trusts no counter. `PrefixCache.check` calls it; core doe
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from itertools import pairwise
 
+from engine.cache.block_table import BlockTable
 from engine.cache.eviction import Account
 from engine.cache.holdings import Holdings
 from engine.cache.prefix_tree import Node
@@ -32,9 +34,13 @@ def check_holdings(holdings: Holdings) -> None:
     for block, count in enumerate(holdings.pool.ref_count):
         _expect(references[block] == count, f"block {block}: {count} references", references[block])
         _expect((holdings.owner[block] is None) == (count == 0), f"block {block}'s owner", count)
+    held = Counter(map(id, filter(None, holdings.owner)))
+    tables: dict[int, list[BlockTable]] = {}
+    for table in holdings.tables:
+        tables.setdefault(id(table.account), []).append(table)
     for account in holdings.accounts.values():
         _check_tree(holdings, account)
-        _check_account(holdings, account)
+        _check_account(holdings, account, held[id(account)], tables.get(id(account), []))
     _check_shares(holdings)
 
 
@@ -84,7 +90,9 @@ def _check_tree(holdings: Holdings, account: Account) -> None:
         _expect(holdings.owner[node.block] is account, f"block {node.block}'s owner", node.run)
 
 
-def _check_account(holdings: Holdings, account: Account) -> None:
+def _check_account(
+    holdings: Holdings, account: Account, held: int, tables: Sequence[BlockTable]
+) -> None:
     def count(nodes: list[Node], found: int, what: str) -> None:
         _expect(found == len(nodes), f"{account.namespace!r}: {found} {what}", len(nodes))
 
@@ -100,9 +108,7 @@ def _check_account(holdings: Holdings, account: Account) -> None:
     count(leaves, len(account.order), "in the eviction order")
     order = [(node.last_use_s, node.serial) for node in leaves]
     _expect(sorted(order) == [entry[:2] for entry in account.order], "the eviction order", order)
-    held = sum(owner is account for owner in holdings.owner)
     _expect(held == account.held, f"{account.namespace!r}: {account.held} held", held)
-    tables = [table for table in holdings.tables if table.account is account]
     _expect(len(tables) == account.tables, f"{account.namespace!r}: tables", len(tables))
     reserved = sum(table.reserved for table in tables)
     _expect(reserved == account.reserved, f"{account.namespace!r}: reserved", reserved)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from engine.api import Quota
@@ -328,3 +330,19 @@ def test_fits_counts_other_floors_as_taken() -> None:
     assert not cache.fits(US, Quota(), 9)
     assert not cache.fits(US, Quota(ceiling_blocks=1), 5)
     assert cache.fits(THEM, Quota(floor_blocks=6), 32)
+
+
+def recount_s(namespaces: int) -> float:
+    """Processor time to check a pool that so many hold."""
+    cache = make(20_000)
+    for number in range(namespaces):
+        run(cache, words(5, number), f"user {number}".encode())
+    began_s = time.process_time()
+    cache.check()
+    return time.process_time() - began_s
+
+
+def test_recounting_costs_what_there_is_however_many_hold_it() -> None:
+    """An idle engine recounts, and whoever comes then waits: going through all blocks for each
+    namespace would take it a minute where every user has one, and a watchdog would end it."""
+    assert recount_s(1_000) < 10 * recount_s(50)
