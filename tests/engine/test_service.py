@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -93,6 +95,34 @@ def test_a_connection_that_leaves_cancels_its_own(service: EngineService) -> Non
     service.post(stays, GetStats(1))
 
     assert stays.until(Stats, call_id=1).running == 1
+
+
+def test_heartbeats_take_a_twentieth_of_the_time_at_most() -> None:
+    """With ten thousand namespaces to tell of, an engine that told twice a second would do little
+    else."""
+    taken_s = 0.0
+
+    def clock() -> float:
+        return time.monotonic() + taken_s
+
+    class SlowEar(Ear):
+        def send(self, step: int, messages: tuple[Any, ...]) -> None:
+            """Each takes as long as if it told of much."""
+            nonlocal taken_s
+            at_s = clock()
+            taken_s += 0.01
+            if any(isinstance(message, Stats) for message in messages):
+                self.heard.put(at_s)
+
+    ear, quick = SlowEar(), EngineConfig(heartbeat_s=0.01)
+    service = EngineService(lambda: fake_core(quick), quick, clock)
+    service.start()
+    assert service.ready.wait(DEADLINE_S)
+    service.join(ear)
+    beats = [ear.heard.get(timeout=DEADLINE_S) for _ in range(4)]
+    service.stop()
+
+    assert min(late - early for early, late in pairwise(beats[1:])) > 0.15
 
 
 def test_a_request_that_comes_after_the_end_is_answered(service: EngineService) -> None:
