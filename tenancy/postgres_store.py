@@ -259,10 +259,20 @@ class PostgresStore:
                 is_away = isinstance(error, LinkLost) or error.state in _AWAY
                 until_s = self._patient_until_s or 0.0
                 if not is_away or time.monotonic() >= until_s or self._closing.wait(0.05):
-                    is_pooled = isinstance(error, StatementFailed) and error.state == _NO_SETTING
-                    message = f"{self.place} cannot be reached: {error}."
-                    more = f" {_POOLED}" if is_pooled else ""
-                    raise StoreError("unusable", message + more) from error
+                    message = f"{self.place} cannot be reached: {error}.{self._hint(error)}"
+                    raise StoreError("unusable", message) from error
+
+    def _hint(self, error: LinkLost | StatementFailed) -> str:
+        """What may be meant by a refusal to let us in."""
+        match error:
+            case StatementFailed(
+                state="08P01"
+            ):  # to settings that it does not know; no server does
+                return f" {_POOLED}"
+            case StatementFailed(state="28P01") if self._address.password is None:
+                return " No password for it is in PGPASSWORD or in a password file (~/.pgpass)."
+            case _:
+                return ""
 
     def _link(self, settings: Mapping[str, str], silence_s: float) -> Link:
         if self._closing.is_set():
@@ -321,9 +331,6 @@ class PostgresStore:
 
 _AWAY = ("57P01", "57P02", "57P03")
 """It shuts down, it crashed, it starts."""
-
-_NO_SETTING = "08P01"
-"""What a pooler says to settings that it does not know; no server does."""
 
 _POOLED = (
     "There is a pooler in between: connect to the server itself. Writers are known by the locks of"

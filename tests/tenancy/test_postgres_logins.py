@@ -140,15 +140,14 @@ def test_without_tls_a_password_opens_where_that_is_said(place: Place, tmp_path:
     assert rows == [(False,)]
 
 
-@pytest.mark.parametrize(
-    ("password", "why"),
-    [({"PGPASSWORD": "guess"}, "password authentication failed"), ({}, "password authentication")],
-)
-def test_a_wrong_password_is_the_servers_to_refuse(
-    place: Place, password: dict[str, str], why: str
-) -> None:
-    """And one that is not there at all."""
-    assert why in refusal(place.url("ada"), password)
+def test_a_wrong_password_is_the_servers_to_refuse(place: Place, tmp_path: Path) -> None:
+    """One that is not there at all, or in a line for somebody else, is told apart: it is looked for
+    in other places."""
+    wrong = refusal(place.url("ada"), {"PGPASSWORD": "guess"})
+    missing = refusal(place.url("eve", options="sslmode=disable"), by_file(tmp_path, 1))
+
+    assert wrong.endswith('password authentication failed for user "ada".')
+    assert 'password authentication failed for user "eve". No password for it is in' in missing
 
 
 def test_who_may_not_come_that_way_is_told_so(place: Place) -> None:
