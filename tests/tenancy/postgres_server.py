@@ -95,8 +95,15 @@ class Server:
         self._process.wait(PATIENCE_S)
 
     def kill(self) -> None:
-        """As a power failure does, but for the disk."""
+        """As a power failure does, but for the disk: those that serve connections go too, which
+        would answer for a moment more on a busy machine."""
+        children: list[str] = []
+        with suppress(FileNotFoundError):  # where there is no /proc
+            children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
         self._process.kill()
+        for child in children:
+            with suppress(ProcessLookupError):
+                os.kill(int(child), signal.SIGKILL)
         self._process.wait(PATIENCE_S)
 
     def close(self) -> None:
