@@ -27,6 +27,7 @@ ERASED_MAX = 10_000
 
 Key = tuple[Namespace, bytes]
 T = TypeVar("T")
+U = TypeVar("U")
 
 
 class Lease:
@@ -117,6 +118,9 @@ class EntryBook:
         self._per_owner_max = per_owner_max
         self._entries: OrderedDict[Key, Entry] = OrderedDict()
         self._by_owner: dict[int, OrderedDict[Key, None]] = {}
+        self._owners_of: dict[int, dict[int, None]] = {}
+        """Owners by how many entries they have; `_most` is the largest of these numbers."""
+        self._most = 0
         self.on_drop: Callable[[Entry, Iterable[str]], None] = lambda entry, classes: None
         """Told of each entry that goes, or of what of its classes does."""
         self.erasures = 0
@@ -157,7 +161,9 @@ class EntryBook:
         entry = self._entries.get(key)
         if entry is None:
             entry = self._entries[key] = Entry(key, tokens, owner, epoch, losses, origin, words)
-            self._by_owner.setdefault(owner, OrderedDict())[key] = None
+            keys = self._by_owner.setdefault(owner, OrderedDict())
+            keys[key] = None
+            self._count(owner, len(keys) - 1, len(keys))
             self._by_words.setdefault((origin.writer, words), {})[key] = None
             self._by_namespace.setdefault(key[0], {})[key] = None
         else:
@@ -225,6 +231,9 @@ class EntryBook:
             assert keys, "an owner without entries"
             assert len(keys) <= self._per_owner_max, "an owner above its bound"
             assert all(self._entries[key].owner == owner for key in keys), "in the wrong hands"
+        counted = {owner: n for n, owners in self._owners_of.items() for owner in owners}
+        assert counted == {owner: len(keys) for owner, keys in self._by_owner.items()}
+        assert self._most == max(counted.values(), default=0), "the richest owner"
         assert len(self._entries) <= self._entries_max, "too many entries"
         said = {((entry.origin.writer, entry.words), key) for key, entry in self._entries.items()}
         found = {(one, key) for one, keys in self._by_words.items() for key in keys}
@@ -249,13 +258,23 @@ class EntryBook:
         while len(self._by_owner.get(owner, ())) > self._per_owner_max:
             self._drop(next(iter(self._by_owner[owner])))
         while len(self._entries) > self._entries_max:
-            most = max(self._by_owner, key=lambda who: len(self._by_owner[who]))
-            self._drop(next(iter(self._by_owner[most])))
+            richest = next(iter(self._owners_of[self._most]))
+            self._drop(next(iter(self._by_owner[richest])))
+
+    def _count(self, owner: int, before: int, now: int) -> None:
+        """An owner has one entry more, or one fewer."""
+        if before:
+            _discard(self._owners_of, before, owner)
+        if now:
+            self._owners_of.setdefault(now, {})[owner] = None
+        if now > self._most or self._most not in self._owners_of:
+            self._most = now
 
     def _drop(self, key: Key) -> None:
         entry = self._entries.pop(key)
         keys = self._by_owner[entry.owner]
         del keys[key]
+        self._count(entry.owner, len(keys) + 1, len(keys))
         if not keys:
             del self._by_owner[entry.owner]
         self.on_drop(entry, entry.leases)
@@ -263,7 +282,7 @@ class EntryBook:
         _discard(self._by_namespace, key[0], key)
 
 
-def _discard(index: dict[T, dict[Key, None]], name: T, key: Key) -> None:
+def _discard(index: dict[T, dict[U, None]], name: T, key: U) -> None:
     keys = index[name]
     del keys[key]
     if not keys:
