@@ -93,7 +93,7 @@ class Tallies(Collector):
     def __init__(self, label: str, **texts: str) -> None:
         """`texts`: what each counter says of itself, by its name."""
         assert len(texts) == 3
-        self._label, self._texts = label, texts
+        self.labels, self._texts = (label,), texts
         self._rows: dict[str, list[int]] = {}
 
     def add(self, label: str, first: int, second: int, third: int) -> None:
@@ -118,7 +118,7 @@ class Tallies(Collector):
 
     def _families(self) -> Iterator[CounterMetricFamily]:
         for name, text in self._texts.items():
-            yield CounterMetricFamily(f"trunkline_{name}", text, labels=(self._label,))
+            yield CounterMetricFamily(f"trunkline_{name}", text, labels=self.labels)
 
 
 class Durations(Collector):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from engine.api import Stats
-from gateway.telemetry import Durations, Tally, Telemetry
+from gateway.telemetry import Durations, Tallies, Tally, Telemetry
 
 DEPLOY = Path(__file__).parent.parent / "deploy"
 FILES = (DEPLOY / "prometheus" / "rules.yml", DEPLOY / "grafana" / "trunkline.json")
@@ -48,7 +48,7 @@ def test_labels_that_are_asked_for_exist() -> None:
     labels = {
         name: set(metric.labels)
         for name, metric in telemetry.registry._names_to_collectors.items()
-        if isinstance(metric, Tally | Durations)
+        if isinstance(metric, Tally | Tallies | Durations)
     }
     for family in telemetry.registry.collect():
         for sample in family.samples:
