@@ -27,6 +27,7 @@ from engine.device_attention import DeviceAttention
 from engine.device_inputs import StepAttention, StepInputs
 from engine.device_sampler import DeviceSampler
 from engine.errors import ModelError
+from engine.first_steps import Limits, first_steps
 from engine.kv_storage import KvStorage, kv_format
 from engine.model_store import ModelCard
 from engine.models.device_layers import DeviceOps
@@ -40,7 +41,8 @@ BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 
 CAPTURED = (((2,), False), ((2,), True), ((0, 2), True), ((1, 2), True), ((2, 1), True))
 """Tile classes in the order of their launches, and whether parts are merged: what decoding needs.
-"""
+
+Without shared prefixes, with one part a row and with several; and with, in each order."""
 
 SPARE_SEATS = 32
 """For sequences that begin in the step in which others end."""
@@ -69,15 +71,9 @@ class DeviceRunner:
     step in all."""
 
     def __init__(
-        self,
-        model: LlamaModel,
-        kv: KvStorage,
-        *,
-        context: int,
-        seats: int,
-        tokens_max: int,
+        self, model: LlamaModel, kv: KvStorage, *, context: int, seats: int, tokens_max: int,
         chunk_keys: int = 0,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.model = model
         self.kv = kv
         device = kv.data.device
@@ -139,15 +135,21 @@ class DeviceRunner:
             elapsed_s=time.perf_counter() - flight.started_s,
         )
 
-    def warm_up(self, sequences_max: int) -> None:
-        """Capture the graphs that decoding will want, so that no client waits for them.
+    def warm_up(self, limits: Limits) -> None:
+        """Capture the graphs that decoding will want, and take the first steps.
 
-        Without shared prefixes, with one part a row and with several; and with, in each order.
+        Nobody's blocks, seats or tokens may be in use; they are as they were afterwards.
         """
-        for bucket in BUCKETS:
-            for classes, merge in CAPTURED:
-                if bucket < 2 * sequences_max:
-                    self._capture((bucket, classes, merge))
+        buckets = [b for b in BUCKETS if self._is_cuda and b < 2 * limits.sequences]
+        for key in [(bucket, *kind) for bucket in buckets for kind in CAPTURED]:
+            self._capture(key)
+        for plan in first_steps(limits):
+            self.launch(plan)
+            self.collect()
+            ended = tuple(begun.sequence_id for begun in plan.begun)
+            self._seat(StepPlan(plan.step, (), ended=ended[::-1]))
+        self.kv.data[[0, -1]] = 0
+        self.last_tokens.zero_()
 
     # -- a step -------------------------------------------------------------------------------
 
@@ -171,8 +173,7 @@ class DeviceRunner:
         is_plain = not plan.masks and self.sampler.is_plain(drawing)
         is_plain = is_plain and all(row.prompt_logprobs is None for row in rows)
         if is_plain and drawing:
-            table = self.sampler.parameters(drawing)
-            self.inputs.host_parameters[:, : len(drawing)] = table
+            self.inputs.host_parameters[:, : len(drawing)] = self.sampler.parameters(drawing)
         self.inputs.send()
         if bucket:
             logits = self._decode(bucket, classes, merge)
@@ -364,7 +365,7 @@ class DeviceRunner:
 
 
 def build_device_runner(card: ModelCard, config: EngineConfig) -> Built:
-    """Load the model on the first GPU and capture its graphs. Raises ModelError.
+    """Load the model on the first GPU and take its first steps. Raises ModelError.
 
     Memory: the weights in bf16, blocks for what `kv_memory_mib` says, and scratch.
     """
@@ -378,14 +379,15 @@ def build_device_runner(card: ModelCard, config: EngineConfig) -> Built:
     model = build_model(card.config, weights, DeviceOps())
     kv = KvStorage(form, blocks, torch.bfloat16, device)
     runner = DeviceRunner(
-        model,
-        kv,
-        context=context,
-        seats=config.sequences_max + SPARE_SEATS,
+        model, kv, context=context, seats=config.sequences_max + SPARE_SEATS,
         tokens_max=config.step_tokens_max + config.sequences_max,
-    )
+    )  # fmt: skip
+    limits = Limits(
+        block_size=config.block_size, blocks=blocks, context=context, vocab=card.config.vocab,
+        sequences=config.sequences_max, step_tokens=config.step_tokens_max,
+    )  # fmt: skip
     with torch.inference_mode():
-        runner.warm_up(config.sequences_max)
+        runner.warm_up(limits)
     return Built(runner, form, blocks, context, device="cuda", pipeline_depth=2)
 
 

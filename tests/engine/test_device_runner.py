@@ -6,9 +6,12 @@ On a machine without a GPU its kernels run in Triton's interpreter, and there ar
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
+import triton
+from msgspec import structs
 
 import kernels.tree_attention
 from engine.api import (
@@ -26,6 +29,7 @@ from engine.config import EngineConfig
 from engine.constraints import Constraints
 from engine.core import Core
 from engine.device_runner import DeviceRunner
+from engine.first_steps import SAMPLINGS, Limits
 from engine.kv_storage import KvStorage, kv_format
 from engine.model_store import ModelConfig
 from engine.models.device_layers import DeviceOps
@@ -55,10 +59,10 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 """Lanes without a row compute with whatever lies there; the interpreter's numpy remarks on it."""
 
 
-def config_of(heads: int, kv_heads: int) -> ModelConfig:
+def config_of(heads: int, kv_heads: int, head_dim: int = 16) -> ModelConfig:
     return ModelConfig(
         architecture="llama", layers=1, hidden=32, intermediate=48, heads=heads,
-        kv_heads=kv_heads, head_dim=16, vocab=VOCAB, context=CONTEXT,
+        kv_heads=kv_heads, head_dim=head_dim, vocab=VOCAB, context=CONTEXT,
     )  # fmt: skip
 
 
@@ -66,15 +70,25 @@ class Engine:
     """A core over a device runner of a small random model."""
 
     def __init__(
-        self, depth: int = 1, heads: tuple[int, int] = (4, 2), blocks: int = 48, seats: int = 8
-    ) -> None:
+        self, depth: int = 1, heads: tuple[int, int] = (4, 2), blocks: int = 48, seats: int = 8,
+        *, dtype: torch.dtype = torch.float32, head_dim: int = 16, step_tokens: int = 64,
+    ) -> None:  # fmt: skip
         torch.set_num_threads(1)
-        self.config = config_of(*heads)
-        self.weights = random_weights(self.config, torch.float32, 0, DEVICE)
+        self.config = config_of(*heads, head_dim)
+        self.weights = random_weights(self.config, dtype, 0, DEVICE)
         model = LlamaModel(self.config, dict(self.weights), DeviceOps())  # it takes them out
-        kv = KvStorage(kv_format(self.config, torch.float32, 16), blocks, torch.float32, DEVICE)
-        self.runner = DeviceRunner(model, kv, context=CONTEXT, seats=seats, tokens_max=128)
-        settings = EngineConfig(step_tokens_max=64, prefill_chunk_tokens_max=40, sequences_max=6)
+        self.kv = KvStorage(kv_format(self.config, dtype, 16), blocks, dtype, DEVICE)
+        self.runner = DeviceRunner(
+            model, self.kv, context=CONTEXT, seats=seats, tokens_max=step_tokens + 64
+        )
+        self.limits = Limits(
+            block_size=16, blocks=blocks, context=CONTEXT, sequences=6, step_tokens=step_tokens,
+            vocab=VOCAB,
+        )  # fmt: skip
+        settings = EngineConfig(
+            step_tokens_max=step_tokens, prefill_chunk_tokens_max=step_tokens * 5 // 8,
+            sequences_max=6,
+        )  # fmt: skip
         self.core = Core(
             PrefixCache(blocks=blocks, block_size=16), self.runner, settings, FakeClock(),
             vocab_size=VOCAB, context_tokens=CONTEXT, pipeline_depth=depth,
@@ -237,3 +251,55 @@ def test_a_grammar_holds_beside_rows_that_have_none(depth: int) -> None:
     assert engine.output("free") == engine.expected(free, 9)
     assert engine.output("held") == engine.output("held", 1) == expected[len(held) :]
     assert engine.finished["held"].ending == "done"
+
+
+def test_nothing_is_left_of_the_first_steps() -> None:
+    """No KV and no seat: every one of these is taken afterwards."""
+    engine = Engine(2, seats=6)
+    prompts = [tokens_of(40 + i, 5) for i in range(6)]
+
+    engine.runner.warm_up(structs.replace(engine.limits, step_tokens=4))
+    left = bool(engine.kv.data.any())
+    engine.run(*(request(str(i), prompt, count=1) for i, prompt in enumerate(prompts)))
+
+    assert not left
+    for i, prompt in enumerate(prompts):
+        assert engine.expected(prompt, 1) == engine.output(str(i))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("dtype", "head_dim"), [(torch.float32, 32), (torch.bfloat16, 128)], ids=["plain", "by hand"]
+)
+def test_nothing_is_compiled_after_the_first_steps(
+    dtype: torch.dtype, head_dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client would wait for it: a burst, a fork, every way of drawing, cold and from the cache.
+
+    Three heads to a group are no other test's, so that none has compiled them before.
+    """
+    engine = Engine(2, (6, 2), dtype=dtype, head_dim=head_dim, step_tokens=200)
+    compiled: list[str] = []
+
+    def note(**given: Any) -> None:
+        compiled.append(given["repr"])
+
+    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", note)
+    engine.runner.warm_up(engine.limits)
+    assert compiled
+    compiled.clear()
+    shared = tokens_of(50, 130)
+
+    for r in range(2):
+        lengths = enumerate((1, 2, 3, 7, 18, 33, 50, 90))
+        engine.run(*(request(f"{r}-{i}", shared + tokens_of(i, n)) for i, n in lengths))
+        for i, n in enumerate((1, 3, 17, 65, 250)):
+            engine.run(request(f"{r}-alone-{i}", tokens_of(60 + i, n)))
+        engine.run(
+            request(f"{r}-fork", shared[:70], samples=3),
+            *(request(f"{r}-{i}-draw", shared[:40], how) for i, how in enumerate(SAMPLINGS)),
+            request(f"{r}-known", shared, prompt_logprobs=2),
+            request(f"{r}-held", shared[:9], count=9, grammar=Grammar("regex", "([a-c][xy]){3}")),
+        )
+
+    assert compiled == []
