@@ -1,7 +1,7 @@
 """The ledger's process, seen from the gateway's loop: handed in here, durable there.
 
-What is handed in during one turn of the loop leaves in one frame, and one answer wakes the loop for
-all that a commit made durable. A process that dies is replaced at once, and what is handed in
+What is handed in during one turn of the loop leaves in few frames, and one answer wakes the loop
+for all that a commit made durable. A process that dies is replaced at once, and what is handed in
 meanwhile waits for the next one. An entry that the dead one had not answered is sent again, once,
 since settling twice changes nothing; all else of it was not written as far as anybody is told.
 Requests that run go on: the next process is told of them, and closes the holds of all others. It
@@ -45,6 +45,11 @@ CLOSE_S = 30.0
 
 READ_BYTES = 2**12
 """Answers are small."""
+
+FRAME_ITEMS = 16
+"""So many leave before the turn ends. If all 32 of a turn left at its end, this process would wait
+for the whole commit and the other for the next turn: 12 % fewer answers than without books, not 3.
+"""
 
 Report = Callable[[str, dict[str, object]], None]
 """Told of what happens to the process, for the log: an event's name and its facts."""
@@ -148,9 +153,11 @@ class LedgerLink:
         if not self._handed:
             self._loop.call_soon(self._flush)
         self._handed.append((item, waiter))
+        if len(self._handed) == FRAME_ITEMS:
+            self._flush()
 
     def _flush(self) -> None:
-        """All of this turn in one frame; while there is no socket it waits for the next one."""
+        """All that is there in one frame; while there is no socket it waits for the next one."""
         if self._socket is None or not self._handed:
             return
         handed, self._handed = self._handed, []

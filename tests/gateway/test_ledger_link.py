@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from gateway import ledger_link
-from gateway.ledger_link import LedgerLink
+from gateway.ledger_link import FRAME_ITEMS, LedgerLink
 from tenancy import ledger_frames
 from tenancy.bookkeeping import Hold, Item
 from tenancy.errors import LedgerUnavailable, StoreError
@@ -111,10 +111,12 @@ async def code(waiter: asyncio.Future[None]) -> str:
     return caught.value.code
 
 
-async def test_one_turn_of_the_loop_is_one_frame(
-    one: Link, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("count", "sizes"), [(3, [3]), (FRAME_ITEMS + 2, [FRAME_ITEMS, 2])])
+async def test_one_turn_of_the_loop_is_few_frames(
+    one: Link, monkeypatch: pytest.MonkeyPatch, count: int, sizes: list[int]
 ) -> None:
-    """Each is a system call, and a turn of the other process."""
+    """Each is a system call, and a turn of the other process; one for many would have each of the
+    two wait for the other."""
     frames: list[int] = []
     packed = ledger_frames.packed
 
@@ -123,9 +125,9 @@ async def test_one_turn_of_the_loop_is_one_frame(
         return packed(message)
 
     monkeypatch.setattr(ledger_link, "packed", counted)
-    await asyncio.gather(*[one.link.write(used(name, 10)) for name in "abc"])
+    await asyncio.gather(*[one.link.write(used(str(number), 10)) for number in range(count)])
 
-    assert frames == [3]
+    assert frames == sizes
 
 
 async def test_what_runs_is_settled_by_the_next_process(one: Link) -> None:
