@@ -21,20 +21,13 @@ import numpy as np
 import torch
 
 from engine.api import SampledToken
-from engine.built import Built
-from engine.config import EngineConfig
 from engine.device_attention import DeviceAttention
 from engine.device_inputs import StepAttention, StepInputs
 from engine.device_sampler import DeviceSampler
-from engine.errors import ModelError
 from engine.first_steps import Limits, first_steps
-from engine.kv_storage import KvStorage, kv_format
-from engine.model_store import ModelCard
-from engine.models.device_layers import DeviceOps
+from engine.kv_storage import KvStorage
 from engine.models.llama import LlamaModel
-from engine.models.registry import build_model
 from engine.plan import Row, Sampled, StepPlan, StepResult
-from engine.weights import load_weights
 
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 """Batch sizes that graphs are captured for; a batch takes the next one up."""
@@ -362,33 +355,6 @@ class DeviceRunner:
         if self._is_cuda:
             tensor = tensor.pin_memory().to(self.kv.data.device, non_blocking=True)
         return tensor
-
-
-def build_device_runner(card: ModelCard, config: EngineConfig) -> Built:
-    """Load the model on the first GPU and take its first steps. Raises ModelError.
-
-    Memory: the weights in bf16, blocks for what `kv_memory_mib` says, and scratch.
-    """
-    if not torch.cuda.is_available():
-        raise ModelError("unsupported", "There is no CUDA device here; use --device cpu.")
-    device = torch.device("cuda")
-    context = min(card.config.context, config.context_tokens_max or card.config.context)
-    form = kv_format(card.config, torch.bfloat16, config.block_size)
-    blocks = config.kv_blocks or max(1, config.kv_memory_mib * 2**20 // form.block_bytes)
-    weights = load_weights(card, torch.bfloat16, device)
-    model = build_model(card.config, weights, DeviceOps())
-    kv = KvStorage(form, blocks, torch.bfloat16, device)
-    runner = DeviceRunner(
-        model, kv, context=context, seats=config.sequences_max + SPARE_SEATS,
-        tokens_max=config.step_tokens_max + config.sequences_max,
-    )  # fmt: skip
-    limits = Limits(
-        block_size=config.block_size, blocks=blocks, context=context, vocab=card.config.vocab,
-        sequences=config.sequences_max, step_tokens=config.step_tokens_max,
-    )  # fmt: skip
-    with torch.inference_mode():
-        runner.warm_up(limits)
-    return Built(runner, form, blocks, context, device="cuda", pipeline_depth=2)
 
 
 def _bucket(rows: int) -> int:

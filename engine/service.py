@@ -346,7 +346,7 @@ def core_of_model(folder: Path, config: EngineConfig) -> tuple[Core, EngineInfo]
 
     card = load_card(folder)
     if config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available()):
-        from engine.device_runner import build_device_runner
+        from engine.device_build import build_device_runner
 
         built = build_device_runner(card, config)
     else:
