@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import msgspec
@@ -49,8 +49,8 @@ class Found(Struct, frozen=True):
         return len(self.times_s) / self.took_s
 
 
-def request_of(target: Ready, load: Load) -> bytes:
-    """The bytes of one request, the same for all."""
+def request_of(target: Ready, load: Load, headers: Sequence[str] = ()) -> bytes:
+    """The bytes of one request, the same for all. `headers`: what this server wants besides."""
     body = msgspec.json.encode(
         {
             "model": target.model,
@@ -64,9 +64,10 @@ def request_of(target: Ready, load: Load) -> bytes:
     head = (
         "POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\n"
         f"Authorization: Bearer {target.key}\r\nContent-Type: application/json\r\n"
-        f"Content-Length: {len(body)}\r\n\r\n"
+        f"Content-Length: {len(body)}\r\n"
     )
-    return head.encode() + body
+    more = "".join(f"{line}\r\n" for line in headers)
+    return f"{head}{more}\r\n".encode() + body
 
 
 class _Client(asyncio.Protocol):
@@ -155,13 +156,15 @@ class _Tally:
             self.first_s.append(client.first_s - client.sent_s)
 
 
-async def run(target: Ready, load: Load, counting: Callable[[bool], None]) -> Found:
+async def run(
+    target: Ready, load: Load, counting: Callable[[bool], None], headers: Sequence[str] = ()
+) -> Found:
     """Load a server. `counting` is told when the counting begins and when it ends.
 
     Raises BenchError if any answer is not a good one.
     """
     loop = asyncio.get_running_loop()
-    tally, request = _Tally(), request_of(target, load)
+    tally, request = _Tally(), request_of(target, load, headers)
     host, _, port = target.url.rpartition("//")[2].partition(":")
     clients: list[_Client] = []
     for _ in range(load.concurrency):
