@@ -76,18 +76,24 @@ class Server:
 
     def start(self) -> None:
         """Start it, and wait until it answers; what it was doing when it died is recovered."""
-        settings = [arg for setting in self._settings for arg in ("-c", setting)]
-        command = ["postgres", "-D", "data", "-k", str(self.folder), *settings]
-        self._process = self._spawn(command)
+        self._process = self._spawn(self._command())
+        self.wait_ready()
+
+    def wait_ready(self) -> None:
+        """Until it answers: it is starting, or recovers from the death of one of its processes."""
         pause, until_s = threading.Event(), time.monotonic() + PATIENCE_S
         while True:
             assert time.monotonic() < until_s, (self.folder / "log").read_text()
             if self._process.poll() is not None:  # children of one that was killed still end
-                self._process = self._spawn(command)
+                self._process = self._spawn(self._command())
             with suppress(LinkLost, StatementFailed):
                 Link(self.address("postgres"), {}, PATIENCE_S).close()
                 return
             pause.wait(0.02)
+
+    def _command(self) -> list[str]:
+        settings = [arg for setting in self._settings for arg in ("-c", setting)]
+        return ["postgres", "-D", "data", "-k", str(self.folder), *settings]
 
     def stop(self) -> None:
         """As its administrator does: quickly, and in order."""
