@@ -223,17 +223,22 @@ class Answer:
         usage = added(records)
         reservation.settle(limiting.truth(usage))
         self._note(usage, answer.first_token_s)
-        self._state.unneeded_tokens = answer.unneeded_tokens
         for contract in self._contracts:
             contract.finish(self._reply.response_id)
-        self._tell(answer, records, ending)
+        self._tell(answer, records, usage, ending)
 
-    def _tell(self, answer: AnswerStream, records: Sequence[UsageRecord], ending: str) -> None:
-        """What operators look at."""
+    def _tell(
+        self, answer: AnswerStream, records: Sequence[UsageRecord], usage: UsageRecord, ending: str
+    ) -> None:
+        """What operators look at. Whoever leaves twice has his request reported before its end: so
+        its tokens are counted here, with its entry, and not there."""
         identity = self._state.identity
         assert identity is not None, "answers have an owner"
         telemetry = self._gateway.telemetry
         tenant = telemetry.tenant_label(identity.tenant.name)
+        tokens = usage.total_in, usage.physical_cached, usage.out
+        telemetry.tokens.add(tenant, *tokens)
+        telemetry.count_epoch(self._state.epoch, *tokens, answer.unneeded_tokens)
         telemetry.output_format_violations.add(answer.format_violations)
         for contract, record, prompt in zip(self._contracts, records, self._rendered, strict=False):
             telemetry.contract_tokens.add(

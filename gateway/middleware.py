@@ -218,9 +218,6 @@ class Guard:
         tenant = "none"
         if state.identity is not None:
             tenant = telemetry.tenant_label(state.identity.tenant.name)
-            tokens = state.prompt_tokens, state.cached_tokens, state.output_tokens
-            telemetry.tokens.add(tenant, *tokens)
-            telemetry.count_epoch(state.epoch, *tokens, state.unneeded_tokens)
             telemetry.duration_s.add(total_s)
         telemetry.requests.add(1, tenant, state.route, state.ending)
         if state.code:

@@ -60,7 +60,6 @@ class RequestState(Struct):
     cache_read_tokens: int = 0
     cache_write_tokens: int = 0
     output_tokens: int = 0
-    unneeded_tokens: int = 0
     epoch: str = ""
     first_token_s: float | None = None
     is_complete: bool = False

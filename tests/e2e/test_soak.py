@@ -16,6 +16,7 @@ from gateway.retention import Contract
 from gateway.stream import AnswerStream
 from tenancy.audit import check_books
 from tenancy.limits import Reservation
+from tenancy.reconcile import reconcile
 from tests.bench.soak import PLANTED, Swarm
 from tests.gateway.house import House
 
@@ -62,6 +63,9 @@ async def test_nothing_is_left_of_a_crowd(made: House) -> None:
         context = made.gateway.context
         context.contracts.entries.check()
         assert await asyncio.to_thread(check_books, made.store) == []
+        await made.gateway._reckoning.note()
+        (epoch,) = reconcile(made.store)
+        assert epoch.ledger == epoch.engine == epoch.metrics
         for who in made.keys:
             status, _, _ = await made.ask("/v1/cache", method="DELETE", who=who)
             assert status == 200
