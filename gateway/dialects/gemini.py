@@ -169,9 +169,10 @@ def _format(settings: wire.GenerationConfig) -> OutputFormat:
 
 
 class _Candidate:
-    """What is known of one candidate and not written yet."""
+    """What is known of one candidate and not written yet. `has_said`: a part of it was."""
 
     def __init__(self) -> None:
+        self.has_said = False
         self.calls: dict[int, CallText] = {}
         self.tokens: list[TokenText] = []
         self.end: ChoiceEnd | None = None
@@ -259,21 +260,25 @@ class GeminiEncoder:
                 part = self._candidates[index].take_call(delta)
                 return [] if part is None else [self._part(index, part)]
             case ChoiceEnd(index=index):
-                candidate = self._candidates[index]
-                part = candidate.take()
-                candidate.end = delta
-                return [] if part is None else [self._part(index, part)]
+                self._candidates[index].end = delta
+                return []
             case End(usage=usage):
                 self._usage = usage
                 return [self._chunk([self._last(i) for i in range(len(self._candidates))])]
 
     def _part(self, index: int, part: dict[str, Any]) -> dict[str, Any]:
+        self._candidates[index].has_said = True
         return self._chunk([{"content": {"role": "model", "parts": [part]}, "index": index}])
 
     def _last(self, index: int) -> dict[str, Any]:
+        """With the last call, or an empty text: to the SDK's chats a chunk without parts makes the
+        whole turn invalid, and they forget it."""
         candidate = self._candidates[index]
+        part = candidate.take()
+        if part is None and candidate.has_said:
+            part = {"text": ""}
         found: dict[str, Any] = {
-            "content": {"role": "model", "parts": []},
+            "content": {"role": "model", "parts": [] if part is None else [part]},
             "finishReason": _reason(candidate),
             "index": index,
         }
@@ -294,6 +299,8 @@ def _fold(whole: dict[str, Any], piece: dict[str, Any]) -> None:
     """One candidate's pieces to one: neighbouring texts are one text."""
     parts = whole["content"]["parts"] if whole else []
     for part in piece["content"]["parts"]:
+        if parts and part == {"text": ""}:
+            continue
         if parts and "text" in part and "text" in parts[-1]:
             parts[-1] = {"text": parts[-1]["text"] + part["text"]}
         else:

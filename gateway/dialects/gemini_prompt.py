@@ -53,7 +53,11 @@ def prompt_of(fields: wire.PromptFields, *, needs_contents: bool) -> Prompt:
 
 
 class _Contents:
-    """Contents to segments; results find their calls by id, or by name."""
+    """Contents to segments; results find their calls by id, or by name.
+
+    Neighbouring contents of the model's are one message, and their texts one text: the SDK's chats
+    keep each chunk of a stream as a content of its own.
+    """
 
     def __init__(self, has_system: bool) -> None:
         self._message = int(has_system) - 1
@@ -62,6 +66,8 @@ class _Contents:
 
     def read(self, contents: Sequence[wire.Content]) -> list[Segment]:
         found: list[Segment] = []
+        said: list[str] = []
+        role, before = "", ""
         for number, content in enumerate(contents):
             if not content.parts:
                 message = f"contents[{number}].parts: the list is empty."
@@ -70,17 +76,24 @@ class _Contents:
                 path = f"contents[{number}].role"
                 message = f"{path}: 'user' or 'model'; instructions stand in systemInstruction."
                 raise Refusal(Kind.BAD, "invalid_value", message, param=path)
-            role = ""
+            goes_on, before = content.role == "model" == before, content.role or "user"
+            if not goes_on:
+                role = ""
             for place, part in enumerate(content.parts):
-                segment = self._segment(
-                    part, content.role or "user", f"contents[{number}].parts[{place}]"
-                )
+                segment = self._segment(part, before, f"contents[{number}].parts[{place}]")
                 if segment is None:
                     continue
+                is_said = segment.role == "assistant" and segment.call is None
+                if is_said and said and goes_on and place == 0:
+                    said.append(segment.text)
+                    continue
+                _join(found, said)
+                said = [segment.text] if is_said else []
                 if segment.role != role or segment.role == "tool":
                     self._message += 1
                     role = segment.role
                 found.append(msgspec.structs.replace(segment, message=self._message))
+        _join(found, said)
         return found
 
     def _segment(self, part: wire.Part, role: str, path: str) -> Segment | None:
@@ -110,6 +123,12 @@ class _Contents:
                 return Segment("tool", text, path, result.name, answers=call_id)
         message = f"{path}.functionResponse: no call of {result.name!r} stands before it."
         raise Refusal(Kind.BAD, "invalid_value", message, param=path)
+
+
+def _join(found: list[Segment], said: Sequence[str]) -> None:
+    """The texts of several contents, of which the last segment has the first."""
+    if len(said) > 1:
+        found[-1] = msgspec.structs.replace(found[-1], text="".join(said))
 
 
 def _only_text(part: wire.Part, path: str) -> str:

@@ -63,6 +63,23 @@ async def test_a_conversation_is_streamed_and_its_second_turn_reads_the_first(
     assert last.candidates[0].finish_reason in ("STOP", "MAX_TOKENS")
 
 
+async def test_a_chat_remembers_what_was_streamed(house: House, client: Any) -> None:
+    """It forgets a turn of whose chunks one has no parts; the next turn is found up to its end."""
+    chat = client.chats.create(model=house.model, config=SHORT)
+    prompts, cached = [], []
+    for text in ("And?", "So?", "Then?"):
+        chunks = [chunk async for chunk in await chat.send_message_stream(text)]
+        usage = chunks[-1].usage_metadata
+        prompts.append(usage.prompt_token_count)
+        cached.append(usage.cached_content_token_count or 0)
+
+    curated = chat.get_history(curated=True)
+    assert len(curated) == len(chat.get_history())
+    assert [content.role for content in curated].count("user") == 3
+    assert cached[1] >= prompts[0]
+    assert cached[2] >= prompts[1]
+
+
 async def test_the_client_without_asyncio_reads_the_same(house: House) -> None:
     """It has another HTTP client under it, and reads streams line by line on its own."""
     options = types.HttpOptions(base_url=house.url, timeout=20_000)

@@ -175,6 +175,37 @@ async def test_the_sdk_calls_a_function_by_itself(house: House, client: Any) -> 
     await house.check_quiet()
 
 
+@pytest.mark.parametrize("is_chat", [False, True])
+async def test_the_sdk_calls_a_function_in_the_midst_of_a_stream(
+    house: House, client: Any, is_chat: bool
+) -> None:
+    """It sends all chunks of the first answer back, each as a content of its own."""
+
+    def forecast(city: str) -> str:
+        """Of a city."""
+        house.say("Dry.")
+        return "dry"
+
+    settings = types.GenerateContentConfig(tools=[forecast], max_output_tokens=100)
+    house.say(
+        'Well.\n<tool_call>\n{"name": "forecast", "arguments": {"city": "Oslo"}}\n</tool_call>'
+    )
+    if is_chat:
+        chat = client.chats.create(model=house.model, config=settings)
+        stream = await chat.send_message_stream("hello")
+    else:
+        stream = await client.models.generate_content_stream(
+            model=house.model, contents="hello", config=settings
+        )
+    chunks = [chunk async for chunk in stream]
+
+    assert "".join(chunk.text or "" for chunk in chunks).endswith("Dry.")
+    first, second = house.entries()
+    assert (first[0], second[0]) == ("done", "done")
+    assert chunks[-1].usage_metadata.cached_content_token_count >= first[1] - 16
+    await house.check_quiet()
+
+
 @pytest.mark.parametrize("names", [None, ["weather"]])
 async def test_any_is_a_call_whatever_the_model_would_say(
     house: House, client: Any, names: list[str] | None

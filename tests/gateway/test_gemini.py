@@ -98,6 +98,33 @@ def test_a_request_is_its_contents_in_order() -> None:
     assert call.prompts[0].segments[2].path == "contents[0].parts[1]"
 
 
+def test_neighbouring_contents_of_the_models_are_one_message() -> None:
+    """The SDK's chats send each chunk of an earlier stream back as a content of its own; apart,
+    they would be other tokens than those that were cached."""
+    asked = {"role": "user", "parts": [{"text": "?"}]}
+    called = {"functionCall": {"name": "weather", "args": {}}}
+    result = {"functionResponse": {"name": "weather", "response": {}}}
+
+    def contents(*said: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [asked, *({"role": "model", "parts": parts} for parts in said)]
+
+    whole, chunks, apart = (
+        parse(hi(contents=[*made, {"role": "user", "parts": [result]}, asked, asked]))
+        for made in (
+            contents([{"text": "Let me see."}, called]),
+            contents([{"text": "Let me "}], [{"text": "see"}], [{"text": "."}], [called]),
+            contents([{"text": "Let me "}, {"text": "see."}], [called]),
+        )
+    )
+
+    def told(call: Call) -> list[tuple[str, str, int]]:
+        return [(part.role, part.text, part.message) for part in call.prompts[0].segments]
+
+    assert told(chunks) == told(whole)
+    assert [part[1:] for part in told(apart)][1:3] == [("Let me ", 1), ("see.", 1)]
+    assert [part[2] for part in told(whole)] == [0, 1, 1, 2, 3, 4]
+
+
 def test_both_spellings_say_the_same() -> None:
     """The SDK itself mixes them in one body."""
     camel = parse(
@@ -323,7 +350,7 @@ def test_text_comes_in_pieces_and_the_last_chunk_says_why_it_ends() -> None:
     assert [c["candidates"][0]["content"]["parts"] for c in chunks] == [
         [{"text": "Hel"}],
         [{"text": "lo"}],
-        [],
+        [{"text": ""}],
     ]
     assert [c["candidates"][0].get("finishReason") for c in chunks] == [None, None, "STOP"]
     assert whole["candidates"][0]["content"]["parts"] == [{"text": "Hello"}]
@@ -357,6 +384,36 @@ def test_calls_come_whole_in_order_and_finish_with_stop() -> None:
     ]
     assert whole["candidates"][0]["content"]["parts"] == parts
     assert chunks[-1]["candidates"][0]["finishReason"] == "STOP"
+
+
+def test_only_an_answer_that_says_nothing_has_a_chunk_without_parts() -> None:
+    """The SDK's chats take a turn with such a chunk for invalid, and forget it."""
+    calls: list[Delta] = [
+        Begin(USAGE),
+        Text(0, "Well."),
+        CallText(0, 0, "c0", "weather", "{}"),
+        ChoiceEnd(0, "tool_calls"),
+        End(USAGE),
+    ]
+    cut: list[Delta] = [
+        *calls[:3],
+        CallText(0, 1, "c1", "weather", '{"city":'),
+        ChoiceEnd(0, "length"),
+        End(USAGE),
+    ]
+
+    silent = encode([Begin(USAGE), ChoiceEnd(0, "stop"), End(USAGE)])
+    found = [encode(deltas) for deltas in (TEXT, calls, cut)]
+
+    assert [_parts_of(chunk) for chunk in silent[0]] == [[]]
+    assert all(_parts_of(chunk) for chunks, _ in found for chunk in chunks)
+    assert _parts_of(found[1][0][-1])[0]["functionCall"]["id"] == "c0"
+    assert [list(part) for part in _parts_of(found[2][1])] == [["text"], ["functionCall"]]
+
+
+def _parts_of(chunk: dict[str, Any]) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = chunk["candidates"][0]["content"]["parts"]
+    return found
 
 
 def test_a_broken_call_is_said_to_be_one() -> None:
