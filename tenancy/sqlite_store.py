@@ -2,8 +2,10 @@
 
 Two connections, each behind its own lock: a writer, which waits for the disk, and a reader, which
 never does, so that a question asked on an event loop costs microseconds while a commit is being
-made durable. Other processes may write beside it (the command line does). It knows no tables but
-those of its own bookkeeping; `backends` opens it.
+made durable. Other processes may write beside it (the command line does). What a disk that failed
+has left in memory is believed by neither: the next question opens the file anew, and the next
+change checks all of it first. It knows no tables but those of its own bookkeeping; `backends` opens
+it.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from importlib import resources
 from pathlib import Path
 
@@ -28,6 +30,15 @@ SQLITE_MIN = (3, 51, 3)
 BUSY_TIMEOUT_MS = 5_000
 BUSY_EVERY_MS = 1
 CLAIM_EVERY_S = 0.02
+_OF_THE_DISK = (
+    apsw.IOError,
+    apsw.CorruptError,
+    apsw.NotADBError,
+    apsw.CantOpenError,
+    apsw.ReadOnlyError,
+)
+"""Whatever came of it is still in the connection: a page that was read wrong once stays so."""
+
 APPLICATION_ID = 0x7472756E
 """Stands in the file's header: how we know a database of ours."""
 
@@ -42,7 +53,10 @@ class SqliteStore:
         self._write_lock = threading.RLock()
         self._read_lock = threading.Lock()
         self._claim: int | None = None
-        self._open()
+        self._reader: apsw.Connection | None = None  # made when it is needed
+        self._is_closed = False
+        self._is_doubtful = False  # the disk has failed the writer; check before going on
+        self._writer = self._opened()
 
     @property
     def place(self) -> str:
@@ -53,28 +67,26 @@ class SqliteStore:
         """Rows of one statement, as of the last commit. Waits for no writer. Raises StoreError."""
         try:
             with self._read_lock:
-                return list(self._reader.execute(sql, tuple(values)))
+                try:
+                    return list(self._reading().execute(sql, tuple(values)))
+                except _OF_THE_DISK:
+                    self._end_reading()
+                    raise
         except apsw.Error as error:
             raise self._unreadable(error) from error
 
     @contextmanager
     def change(self) -> Iterator[Transaction]:
-        """All or nothing, durable when it has ended. Takes the write lock at once.
+        """All or nothing, durable when it has ended. Takes the write lock at once; after an error
+        of the disk it is a `reopen` first.
 
         Raises StoreError, StoreBusy after five seconds behind another process too.
         """
         with self._write_lock:
-            try:
-                self._writer.execute("begin immediate")
-                try:
-                    yield _Transaction(self._writer)
-                    self._writer.execute("commit")
-                except BaseException:
-                    if self._writer.in_transaction:
-                        self._writer.execute("rollback")
-                    raise
-            except apsw.Error as error:
-                raise self._not_written(error) from error
+            if self._is_doubtful and not self._is_closed:
+                self.reopen()
+            with self._changing(self._writer) as db:
+                yield db
 
     @contextmanager
     def snapshot(self) -> Iterator[Transaction]:
@@ -140,58 +152,96 @@ class SqliteStore:
         return SqliteStore(self.path)
 
     def reopen(self) -> None:
-        """After an error of the disk: close, open, and check the whole file before going on.
+        """After an error of the disk: open, check the whole file, and go on with that.
 
-        What a failed fsync left in memory is not trusted. O(size of the file); until it has ended
-        queries raise. Raises StoreError.
+        What the disk left in the memory of the connections before is not trusted. O(size of the
+        file); questions are answered meanwhile, for they spread nothing. Raises StoreError; the
+        next change tries again.
         """
         with self._write_lock:
+            self._is_doubtful = True
+            with self._read_lock:
+                self._end_reading()
+            # The old one stays until the file was found sound: who is alone at a file moves its
+            # log into it at the end, and throws away at the start what it reads wrong there.
+            writer = self._opened()
             try:
-                self.close()
-                self._open()
-                found = [row[0] for row in self._writer.execute("pragma quick_check(1)")]
+                found = [row[0] for row in writer.execute("pragma quick_check(1)")]
             except apsw.Error as error:  # the disk is no better yet
-                raise self._unreadable(error) from error
+                found = [str(error)]
             if found != ["ok"]:
-                self.close()
+                _end(writer)
                 raise StoreError("damaged", f"{self.path} is damaged: {found[0]}.")
+            _end(self._writer)
+            self._writer, self._is_doubtful = writer, False
 
     def close(self) -> None:
         """Close the file. Safe to call twice."""
         with self._write_lock, self._read_lock:
-            self._reader.close()
-            self._writer.close()
+            self._is_closed = True
+            self._end_reading()
+            _end(self._writer)
 
-    def _open(self) -> None:
-        connections: list[apsw.Connection] = []
+    def _opened(self) -> apsw.Connection:
+        """A writer, on a file that is up to date; the reader comes when it is needed."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.path.touch(mode=0o600)
             self.path.chmod(0o600)
-            for _ in ("writer", "reader"):
-                connection = apsw.Connection(str(self.path))
-                connections.append(connection)
-                connection.set_busy_handler(is_patient)
-            self._writer, reader = connections
-            settings = ("journal_mode=wal", "synchronous=full", "foreign_keys=on")
-            # What is deleted is written over: erased contents must not lie about in free pages.
-            for pragma in (*settings, "secure_delete=on"):
-                # A pragma that answers with a row has not run until the row is fetched.
-                self._writer.execute(f"pragma {pragma}").fetchall()
-            self._migrate()
-            reader.execute("pragma query_only=on").fetchall()
-        except (OSError, apsw.Error, StoreError) as error:
-            for connection in connections:
-                connection.close()
-            if isinstance(error, StoreError):
+            writer = self._connected()
+            try:
+                settings = ("journal_mode=wal", "synchronous=full", "foreign_keys=on")
+                # What is deleted is written over: erased contents must not lie in free pages.
+                for pragma in (*settings, "secure_delete=on"):
+                    # A pragma that answers with a row has not run until the row is fetched.
+                    writer.execute(f"pragma {pragma}").fetchall()
+                self._migrate(writer)
+            except BaseException:
+                _end(writer)
                 raise
+        except (OSError, apsw.Error) as error:
             raise StoreError("unusable", f"{self.path} cannot be used: {error}.") from error
-        self._reader = reader
+        return writer
 
-    def _migrate(self) -> None:
+    def _connected(self) -> apsw.Connection:
+        connection = apsw.Connection(str(self.path))
+        connection.set_busy_handler(is_patient)
+        return connection
+
+    def _reading(self) -> apsw.Connection:
+        """The connection that reads; it takes a millisecond to make. Under its lock."""
+        if self._reader is None:
+            if self._is_closed:
+                raise apsw.ConnectionClosedError("it is closed here")
+            self._reader = self._connected()
+            self._reader.execute("pragma query_only=on").fetchall()
+        return self._reader
+
+    def _end_reading(self) -> None:
+        if self._reader is not None:
+            _end(self._reader)
+            self._reader = None
+
+    @contextmanager
+    def _changing(self, writer: apsw.Connection) -> Iterator[Transaction]:
+        try:
+            writer.execute("begin immediate")
+            try:
+                yield _Transaction(writer)
+                writer.execute("commit")
+            except BaseException:
+                if writer.in_transaction:
+                    writer.execute("rollback")
+                raise
+        except apsw.Error as error:
+            if isinstance(error, _OF_THE_DISK):
+                self._is_doubtful = True
+            raise self._not_written(error) from error
+
+    def _migrate(self, writer: apsw.Connection) -> None:
         """Run what is missing, in one transaction: a killed migration never happened."""
         files = migrations()
-        with self.change() as db:
+        with self._changing(writer) as db:
             have = int(db.rows("pragma user_version")[0][0])
             whose = int(db.rows("pragma application_id")[0][0])
             if whose not in (0, APPLICATION_ID) or (
@@ -237,6 +287,12 @@ class _Transaction:
 
     def rows(self, sql: str, values: Sequence[Value] = ()) -> list[Row]:
         return list(self._connection.execute(sql, tuple(values)))
+
+
+def _end(connection: apsw.Connection) -> None:
+    """The disk may fail this too."""
+    with suppress(apsw.Error):
+        connection.close()
 
 
 def is_patient(tries: int) -> bool:

@@ -156,6 +156,15 @@ def frail() -> Iterator[Server]:
     server.close()
 
 
+def administration(name: str) -> list[tuple[str, str, object]]:
+    """Questions to each of the connections that a gateway has beside its ledger's."""
+    return [
+        ("POST", "/admin/v1/tenants", {"name": name}),
+        ("GET", "/admin/v1/usage", None),
+        ("GET", "/admin/v1/tenants", None),
+    ]
+
+
 async def test_while_the_server_is_away_nothing_is_answered_unrecorded(
     card: ModelCard, tmp_path: Path, frail: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -166,11 +175,15 @@ async def test_while_the_server_is_away_nothing_is_answered_unrecorded(
     house = await asyncio.to_thread(House, card, tmp_path, store)
     await house.open()
     try:
+        admin = await asyncio.to_thread(Admin, house)
         before, _, _ = await house.ask(body=house.chat())
+        asked = [(await admin.ask("GET", "/admin/v1/usage"))[0]]
         await asyncio.to_thread(frail.kill)
         away, _, answer = await house.ask(body=house.chat())
+        asked += [(await admin.ask(*question))[0] for question in administration("eve")]
         await asyncio.to_thread(frail.start)
         await until_it_is(house, 200)
+        asked += [(await admin.ask(*question))[0] for question in administration("gus")]
         await house.quiet()
         endings = await asyncio.to_thread(store.query, "select distinct ending from ledger")
         findings = await asyncio.to_thread(check_books, store)
@@ -179,6 +192,7 @@ async def test_while_the_server_is_away_nothing_is_answered_unrecorded(
         await asyncio.to_thread(house.discard)
 
     assert (before, away) == (200, 503)
+    assert asked == [200, 503, 503, 503, 201, 200, 200]
     assert int(answer.headers["retry-after"]) > 0
     assert (endings, findings) == ([("done",)], [])
 

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
 
 import msgspec
 import pytest
 from aiohttp import web
 
 from engine.errors import EngineError, EngineUnavailable, RequestRefused
+from engine.model_store import ModelCard
 from gateway.errors import Kind, Refusal
 from gateway.refusals import refusal_of, where
 from tenancy.errors import LedgerUnavailable
+from tests.gateway.admin import Admin
+from tests.gateway.house import House
+from tests.tenancy.power_cut import Disk, disk_of
 
 
 @pytest.mark.parametrize(
@@ -55,3 +62,55 @@ def test_where_names_lines_and_never_the_message() -> None:
 
     assert facts["error"] == "ValueError"
     assert "planted" not in json.dumps(facts)
+
+
+@pytest.fixture
+def disk() -> Iterator[Disk]:
+    """What is opened during the test lies on it."""
+    disk = Disk()
+    with disk_of(disk):
+        yield disk
+
+
+@pytest.fixture
+def made(disk: Disk, card: ModelCard, tmp_path: Path) -> Iterator[House]:
+    house = House(card, tmp_path)
+    yield house
+    house.discard()
+
+
+@pytest.mark.parametrize("sick", ["wrong_reads", "no_reads", "no_writes", "no_syncs", "full"])
+async def test_when_the_disk_is_well_again_everything_is_answered(
+    house: House,
+    disk: Disk,
+    sick: Literal["wrong_reads", "no_reads", "no_writes", "no_syncs", "full"],
+) -> None:
+    """Whoever asks while it is sick may come again in a moment, and nobody has to start us."""
+    admin = Admin(house)
+
+    async def everything(name: str) -> list[int]:
+        """Whoever reads or writes: administration, reports, resources, erasures, names, holds."""
+        made, _ = await admin.ask("POST", "/admin/v1/tenants", {"name": name})
+        listed, _ = await admin.ask("GET", "/admin/v1/tenants")
+        report, _ = await admin.ask("GET", "/admin/v1/usage")
+        erased, _ = await admin.ask("POST", "/admin/v1/erase", {"tenant": "ada"})
+        own, _, _ = await house.ask("/v1/usage", method="GET")
+        contents, _, _ = await house.ask("/v1beta/cachedContents", method="GET")
+        named = {"Idempotency-Key": name}
+        chat, _, _ = await house.ask(body=house.chat(), headers=named)
+        again, _, _ = await house.ask(body=house.chat(), headers=named)
+        return [made, listed, report, erased, own, contents, chat, again]
+
+    first = await everything("eve")
+    disk.sick = sick
+    while_sick = await everything("fay")
+    disk.sick = ""
+    after = await everything("gus")
+    _, made = await admin.ask("POST", "/admin/v1/tenants/gus/keys", {})
+    new = {"Authorization": f"Bearer {made['key']}"}
+    its, _, _ = await house.ask(body=house.chat(), who=None, headers=new)
+
+    assert (first, after, its) == ([201, 200, 200, 200, 200, 200, 200, 200],) * 2 + (200,)
+    assert {while_sick[0], *while_sick[6:]} == {503}
+    assert set(while_sick) <= {200, 503}
+    await house.check_quiet()

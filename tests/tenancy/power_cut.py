@@ -1,7 +1,8 @@
 """A disk whose power can be cut: SQLite's own files over a VFS that remembers what is not synced.
 
 At the cut each write since its file's last sync is kept, undone, or kept in part, at random. A
-`lying` disk says that it has synced and has not: the control that every check must catch.
+`lying` disk says that it has synced and has not: the control that every check must catch. A sick
+one fails or lies for as long as it is `sick`, and keeps what it has.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import apsw
 
@@ -31,6 +32,7 @@ class Disk:
     cut_at: int | None = None
     is_lying: bool = False
     fail_sync_at: frozenset[int] = frozenset()
+    sick: Literal["", "no_reads", "wrong_reads", "no_writes", "no_syncs", "full"] = ""
     calls: int = 0
     syncs: int = 0
     pending: list[tuple[str, int, bytes, bytes]] = field(default_factory=list)
@@ -45,11 +47,15 @@ class Disk:
         self.calls += 1
         if self.is_cut:
             raise PowerCut("the power is cut")
+        if self.sick == "no_writes":
+            raise apsw.IOError("the disk could not write")
+        if self.sick == "full":
+            raise apsw.FullError("the disk is full")
 
     def synced(self, name: str) -> None:
         """What was written to this file is safe."""
         self.syncs += 1
-        if self.syncs in self.fail_sync_at:
+        if self.syncs in self.fail_sync_at or self.sick == "no_syncs":
             raise apsw.IOError("the disk could not sync")
         if not self.is_lying:
             self.pending = [write for write in self.pending if write[0] != name]
@@ -82,6 +88,12 @@ def disk_of(disk: Disk) -> Iterator[None]:
         def __init__(self, name: Any, flags: list[int]) -> None:
             self.path = name if isinstance(name, str) else name.filename() if name else ""
             super().__init__(base, name, flags)
+
+        def xRead(self, count: int, offset: int) -> bytes:
+            data = super().xRead(count, offset)
+            if disk.sick == "no_reads":
+                raise apsw.IOError("the disk could not read")
+            return bytes(len(data)) if disk.sick == "wrong_reads" else data
 
         def xWrite(self, data: bytes, offset: int) -> None:
             disk.tick()

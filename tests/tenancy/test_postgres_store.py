@@ -231,6 +231,24 @@ def test_what_is_asked_by_key_is_looked_up_however_tables_grow(postgres: Postgre
     assert jit == [("off",)]
 
 
+@pytest.mark.parametrize("state", ["58030", "53100", "XX001", "XX002"])
+def test_what_the_servers_disk_failed_once_may_be_asked_again(
+    postgres: PostgresStore, link: Link, state: str
+) -> None:
+    """It has to say it of each statement: a session is none the worse for it, as is ours."""
+    link.script(
+        "create function read_wrong() returns bigint language plpgsql as $$ begin"
+        f" raise exception 'could not read block' using errcode = '{state}'; end $$"
+    )
+
+    with pytest.raises(StoreError, match="could not read"):
+        postgres.query("select read_wrong()")
+    with pytest.raises(StoreError, match="could not read"), postgres.change() as db:
+        db.execute("insert into tenants (name, created_ms) values ('eve', read_wrong())")
+    create_tenant(postgres, Wall(), "ada")
+    assert postgres.query("select name from tenants") == [("ada",)]
+
+
 # --- several servers -----------------------------------------------------------------------------
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Literal
 
 import apsw
 import pytest
@@ -18,6 +19,7 @@ from tenancy.registry import create_tenant, set_status
 from tenancy.sqlite_store import APPLICATION_ID, SQLITE_MIN, SqliteStore, check_sqlite, migrations
 from tenancy.store import Store
 from tests.tenancy.conftest import Wall
+from tests.tenancy.power_cut import Disk, disk_of
 
 INSERT = "insert into tenants (name, status, created_ms) values (?, 'active', 0)"
 
@@ -155,6 +157,96 @@ def test_a_damaged_file_does_not_open_again(tmp_path: Path) -> None:
         store.reopen()
     with pytest.raises(StoreError):
         store.query("select * from tenants")
+
+
+def attempts(*works: Callable[[], object]) -> list[str]:
+    """What comes of each: no more than whether it was done."""
+    found = []
+    for work in works:
+        try:
+            work()
+            found.append("done")
+        except StoreError as error:
+            found.append(error.code)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("sick", "while_sick"),
+    [
+        ("no_reads", ["unusable", "unusable", "not_written", "unusable"]),
+        ("wrong_reads", ["unusable", "unusable", "not_written", "unusable"]),
+        ("no_writes", ["done", "done", "not_written", "not_written"]),
+        ("no_syncs", ["done", "done", "not_written", "not_written"]),
+        ("full", ["done", "done", "not_written", "not_written"]),
+    ],
+)
+def test_when_the_disk_is_well_again_so_is_the_store(
+    tmp_path: Path,
+    sick: Literal["no_reads", "wrong_reads", "no_writes", "no_syncs", "full"],
+    while_sick: list[str],
+) -> None:
+    """A page that was read wrong once stays wrong in a connection's memory, and would stay until
+    the next start. What was committed, in the log too, is there."""
+    disk, path = Disk(), tmp_path / "test.db"
+    with disk_of(disk):
+        store = SqliteStore(path)
+        for number in range(200):
+            create_tenant(store, Wall(), f"tenant-{number}")
+        store.close()
+        store = SqliteStore(path)
+        create_tenant(store, Wall(), "the-last")
+
+        def ask() -> None:
+            assert len(store.query("select * from tenants")) == 201
+
+        def ask_long() -> None:
+            with store.snapshot() as db:
+                assert len(db.rows("select * from tenants")) == 201
+
+        def change() -> None:
+            with store.change() as db:
+                db.execute("update tenants set weight = weight + 1")
+
+        disk.sick = sick
+        before = attempts(ask, ask_long)
+        disk.sick = ""
+        after = attempts(ask, ask_long)
+        disk.sick = sick
+        before += attempts(change, change)
+        disk.sick = ""
+        after += attempts(change, ask, change)
+        weights = store.query("select distinct weight from tenants")
+        store.close()
+
+    assert before == while_sick
+    assert after == ["done"] * 5
+    assert weights == [(3.0,)]
+
+
+def test_after_an_error_of_the_disk_a_damaged_file_is_not_written(tmp_path: Path) -> None:
+    """Until it is whole again, each time it is tried; what can still be read is."""
+    disk, path = Disk(), tmp_path / "test.db"
+    with disk_of(disk):
+        store = SqliteStore(path)
+        create_tenant(store, Wall(), "ada")
+        store.close()
+        whole = path.read_bytes()
+        store = SqliteStore(path)
+        (page,) = store.query("select rootpage from sqlite_schema where name = 'ledger'")
+        start = (page[0] - 1) * 4096
+        disk.sick = "no_syncs"
+        codes = attempts(lambda: create_tenant(store, Wall(), "bob"))
+        disk.sick = ""
+        path.write_bytes(whole[:start] + b"\xff" * 64 + whole[start + 64 :])
+        codes += attempts(*[lambda: create_tenant(store, Wall(), "bob")] * 2)
+        names = store.query("select name from tenants")
+        path.write_bytes(whole)
+        codes += attempts(lambda: create_tenant(store, Wall(), "bob"))
+        store.close()
+
+    assert codes == ["not_written", "damaged", "damaged", "done"]
+    assert names == [("ada",)]
 
 
 def test_a_database_says_whose_it_is(store: Store) -> None:
