@@ -304,7 +304,8 @@ class SocketEngine(Connection, asyncio.Protocol):
         """See `Connection.post`. Raises EngineUnavailable if the engine has stopped reading.
 
         What is posted in one turn of the loop leaves in one write, at its end: a write costs more
-        than all else that is done to a command.
+        than all else that is done to a command. With one request alone nothing is to be gathered:
+        the engine has it while the rest of the turn is done.
         """
         transport = self._transport
         if transport is None or transport.is_closing():
@@ -312,6 +313,9 @@ class SocketEngine(Connection, asyncio.Protocol):
         if transport.get_write_buffer_size() > UNSENT_BYTES_MAX:
             raise EngineUnavailable("queue_full", "The engine does not keep up with its requests.")
         if not self._unsent:
+            if len(self._streams) == 1:
+                transport.write(encode(command))
+                return
             self._loop.call_soon(self._send)
         self._unsent.append(encode(command))
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing, suppress
+from functools import partial
 from typing import cast
 
 from aiohttp import web
@@ -20,16 +21,16 @@ from engine.api import Request
 from engine.client import RequestStream
 from engine.errors import EngineError
 from gateway import limiting
-from gateway.accounting import CACHE_HEADER, added, cache_header
+from gateway.accounting import CACHE_HEADER, cache_header
 from gateway.admission import Circumstances, admit
-from gateway.analytics import Facts
 from gateway.bodies import read_body
 from gateway.context import Context
-from gateway.dialects.canonical import Begin, ChoiceEnd, Delta, End, Rendered, Reply, UsageRecord
+from gateway.dialects.canonical import Begin, ChoiceEnd, Delta, End, Reply
 from gateway.endpoints import Dialect, Encoder, asked
 from gateway.errors import Kind, Refusal
 from gateway.metering import Account
 from gateway.named import NAME, NamedRequest, named, replay
+from gateway.outcome import Outcome
 from gateway.prepare import Prepared, check_model, circumstances, prepare
 from gateway.refusals import refusal_of
 from gateway.request_state import STATE, RequestState
@@ -38,7 +39,7 @@ from gateway.server import ClientGone, begin, send, write
 from gateway.stream import AnswerStream
 from gateway.tracing import operation_of
 from tenancy.errors import LedgerUnavailable, LimitExceeded
-from tenancy.idempotency import Keeping, KeptAnswer
+from tenancy.idempotency import KeptAnswer
 from tenancy.limits import Demand, LimitState, Meter, Reservation
 from tenancy.types import Identity
 
@@ -53,9 +54,7 @@ class Answer:
         self._state: RequestState = request[STATE]
         self._state.operation = operation_of(dialect.name)
         self._response: web.StreamResponse | None = None
-        self._reply = Reply("", "", 0)
         self._contracts: list[Contract] = []
-        self._rendered: list[Rendered] = []
         self._begun: Callable[[int], None] | None = None
         self._named: NamedRequest | None = None
 
@@ -114,10 +113,9 @@ class Answer:
         self, made: Prepared, identity: Identity, encoder: Encoder, reply: Reply
     ) -> web.StreamResponse:
         """From the tenant's count to the ledger's entry, however it ends."""
-        self._reply, self._state.response_id = reply, reply.response_id
+        self._state.response_id = reply.response_id
         gateway, tenant_id = self._gateway, identity.tenant.tenant_id
         call, rendered, self._contracts = made.call, made.rendered, made.contracts
-        self._rendered = rendered
         leases = [contract.leases for contract in self._contracts]
         cached, now = await self._look(made, identity)
         namespace = made.scope.namespace
@@ -137,6 +135,7 @@ class Answer:
         )
         wanted = limiting.estimate(requests, cached) if cached else most
         reservation = self._reserve(identity, wanted)
+        outcome = Outcome(gateway, self._state, made, reservation)
 
         def begun(found: int) -> None:
             """What the engine has found takes the place of what was thought."""
@@ -152,7 +151,7 @@ class Answer:
             answer.follow(await self._submit(requests))
             self._state.submitted_s = gateway.clock()
             shape = self._stream if call.stream else self._unary
-            response = await shape(answer, encoder, account)
+            response = await shape(answer, encoder, account, outcome)
             ending = self._state.code
         except (asyncio.CancelledError, ClientGone):
             ending = "cancelled"
@@ -165,9 +164,9 @@ class Answer:
         finally:
             gateway.leave(tenant_id)
             if answer.is_over and not account.is_open:
-                self._close(answer, ending, reservation)  # nothing is left to wait for
+                outcome.tell(answer, ending)  # nothing is left to wait for
             else:
-                await gateway.finish(self._give_up(answer, account, ending, reservation))
+                await gateway.see_through(self._give_up(answer, account, outcome, ending))
 
     async def _look(self, made: Prepared, identity: Identity) -> tuple[int, Circumstances]:
         """What the cache has of the prompts, if a limit may depend on it, and how things stand
@@ -207,65 +206,16 @@ class Answer:
         return streams
 
     async def _give_up(
-        self, answer: AnswerStream, account: Account, ending: str, reservation: Reservation
+        self, answer: AnswerStream, account: Account, outcome: Outcome, ending: str
     ) -> None:
-        """After any ending: cancel what runs, settle what was not. Both may be done already."""
+        """After any other ending: cancel what runs, settle what was not. Both may be done already.
+        Whoever leaves twice waits for it too, so that his request's line has its tokens."""
         await answer.cancel()
-        self._close(answer, ending, reservation)
+        outcome.tell(answer, ending)
         if account.is_open:
             with suppress(LedgerUnavailable):  # the hold stays and is closed at the next start
                 await account.settle(ending, answer.usage_so_far(), answer.first_token_s)
                 self._state.settled_s = self._gateway.clock()
-
-    def _close(self, answer: AnswerStream, ending: str, reservation: Reservation) -> None:
-        """Tell everybody who counts; once for each answer."""
-        records = answer.records_so_far()
-        usage = added(records)
-        reservation.settle(limiting.truth(usage))
-        self._note(usage, answer.first_token_s)
-        for contract in self._contracts:
-            contract.finish(self._reply.response_id)
-        self._tell(answer, records, usage, ending)
-
-    def _tell(
-        self, answer: AnswerStream, records: Sequence[UsageRecord], usage: UsageRecord, ending: str
-    ) -> None:
-        """What operators look at. Whoever leaves twice has his request reported before its end: so
-        its tokens are counted here, with its entry, and not there."""
-        identity = self._state.identity
-        assert identity is not None, "answers have an owner"
-        telemetry = self._gateway.telemetry
-        tenant = telemetry.tenant_label(identity.tenant.name)
-        tokens = usage.total_in, usage.physical_cached, usage.out
-        telemetry.tokens.add(tenant, *tokens)
-        telemetry.count_epoch(self._state.epoch, *tokens, answer.unneeded_tokens)
-        telemetry.output_format_violations.add(answer.format_violations)
-        for contract, record, prompt in zip(self._contracts, records, self._rendered, strict=False):
-            telemetry.contract_tokens.add(
-                tenant, record.read_tokens(), record.write_tokens(), record.recomputed_promised
-            )
-            if missed := contract.why_missed():
-                telemetry.misses.add(1, missed)
-            self._gateway.analytics.note(
-                Facts(
-                    tenant=identity.tenant.name,
-                    record=record,
-                    tokens=prompt.token_ids,
-                    boundaries=prompt.boundaries,
-                    first_token_s=answer.first_token_s,
-                    missed=missed,
-                    missed_tokens=contract.missed_tokens,
-                    ending=ending or "done",
-                )
-            )
-
-    def _note(self, usage: UsageRecord, first_token_s: float | None) -> None:
-        self._state.prompt_tokens = usage.total_in
-        self._state.cached_tokens = usage.physical_cached
-        self._state.cache_read_tokens = usage.read_tokens()
-        self._state.cache_write_tokens = usage.write_tokens()
-        self._state.output_tokens = usage.out
-        self._state.first_token_s = first_token_s
 
     def _see(self, deltas: Sequence[Delta]) -> None:
         """What of an answer on its way others must know."""
@@ -278,13 +228,10 @@ class Answer:
     # -- the two shapes of an answer ------------------------------------------------------------
 
     async def _unary(
-        self, answer: AnswerStream, encoder: Encoder, account: Account
+        self, answer: AnswerStream, encoder: Encoder, account: Account, outcome: Outcome
     ) -> web.StreamResponse:
         deltas = await answer.whole(self._see)
-        body = encoder.unary(deltas)
-        if self._named is not None:
-            self._named.record(body)
-        await self._settle(deltas, account, answer.first_token_s)
+        body = await self._last(deltas, answer, account, outcome, partial(encoder.unary, deltas))
         return await self._send_whole(body)
 
     async def _send_whole(self, body: bytes) -> web.StreamResponse:
@@ -301,7 +248,7 @@ class Answer:
         return headers
 
     async def _stream(
-        self, answer: AnswerStream, encoder: Encoder, account: Account
+        self, answer: AnswerStream, encoder: Encoder, account: Account, outcome: Outcome
     ) -> web.StreamResponse:
         """Server-sent events. Until the first one, an error is still a plain HTTP answer."""
         interval_s = self._gateway.config.server.stream_keep_alive_s
@@ -312,7 +259,7 @@ class Answer:
                 with following as progress:
                     async for batch in batches:
                         progress.is_behind = True
-                        await self._pass_on(batch, answer, encoder, account)
+                        await self._pass_on(batch, answer, encoder, account, outcome)
                         progress.wrote()
         except (Refusal, EngineError, LedgerUnavailable) as error:
             await self._break_off(encoder, error)
@@ -325,6 +272,7 @@ class Answer:
         answer: AnswerStream,
         encoder: Encoder,
         account: Account,
+        outcome: Outcome,
     ) -> None:
         """What came at once in one write; the last one waits for the ledger. None: nothing came."""
         if batch is None:
@@ -332,13 +280,13 @@ class Answer:
             return
         self._see(batch)
         is_last = bool(batch) and isinstance(batch[-1], End)
-        data = b"".join(map(encoder.stream, batch))
         if is_last:
-            data += encoder.close()
-        if self._named is not None:
-            self._named.record(data)
-        if is_last:
-            await self._settle(batch, account, answer.first_token_s)
+            close = partial(_closing, encoder, batch)
+            data = await self._last(batch, answer, account, outcome, close)
+        else:
+            data = b"".join(map(encoder.stream, batch))
+            if self._named is not None:
+                self._named.record(data)
         if data:
             await self._send(data)
         self._state.is_complete = is_last
@@ -367,17 +315,31 @@ class Answer:
                 raise
             self._named.is_left = True
 
-    async def _settle(
-        self, deltas: Sequence[Delta], account: Account, first_token_s: float | None
-    ) -> None:
+    async def _last(
+        self,
+        deltas: Sequence[Delta],
+        answer: AnswerStream,
+        account: Account,
+        outcome: Outcome,
+        encode: Callable[[], bytes],
+    ) -> bytes:
+        """The last bytes of a good answer, once its entry is durable. They are made while it is
+        being written; those of a named request are kept, so they come before it."""
         last = deltas[-1]
         assert isinstance(last, End), "a whole answer ends with its usage"
-        keeping: Keeping | None = None
-        if self._named is not None:
+        if self._named is None:
+            settled = account.settle("done", last.usage, answer.first_token_s)
+            data = encode()
+        else:
+            data = encode()
+            self._named.record(data)
             head = self._head(is_stream=self._state.is_stream)
             keeping = self._named.keeping(head, self._gateway.wall())
-        await account.settle("done", last.usage, first_token_s, keeping)
+            settled = account.settle("done", last.usage, answer.first_token_s, keeping)
+        outcome.count(answer)
+        await settled
         self._state.settled_s = self._gateway.clock()
+        return data
 
     # -- named by its client --------------------------------------------------------------------
 
@@ -387,6 +349,11 @@ class Answer:
         self._state.operation, self._state.ending = "", "replayed"
         ids = self._dialect.headers(self._state.request_id)
         return await replay(self._request, kept, ids, is_stream=self._state.is_stream)
+
+
+def _closing(encoder: Encoder, deltas: Sequence[Delta]) -> bytes:
+    """The end of a stream."""
+    return b"".join(map(encoder.stream, deltas)) + encoder.close()
 
 
 def _shutting_down() -> Refusal:

@@ -123,16 +123,18 @@ class Context:
         await asyncio.shield(self._begin(work))
 
     async def see_through(self, work: Coroutine[None, None, T]) -> T:
-        """Run to the end and say what came of it. A caller that is cancelled waits for the end, and
-        is cancelled then. Raises what the work raises."""
+        """Run to the end and say what came of it. A caller that is cancelled waits for the end,
+        however often he is, and is cancelled then. Raises what the work raises."""
         task = self._begin(work)
-        try:
-            return await asyncio.shield(task)
-        except asyncio.CancelledError:
-            await asyncio.wait([task])
-            if (error := task.exception()) is not None:
-                raise error from None
-            raise
+        cancelled: asyncio.CancelledError | None = None
+        while not task.done():
+            try:
+                await asyncio.wait([task])
+            except asyncio.CancelledError as error:
+                cancelled = error
+        if cancelled is not None and task.exception() is None:
+            raise cancelled
+        return task.result()
 
     def _begin(self, work: Coroutine[None, None, T]) -> asyncio.Task[T]:
         task = asyncio.create_task(work)

@@ -1,11 +1,12 @@
 """From the engine's usage to the ledger: one hold, one entry, however a request ends.
 
 Usage is counted by the engine; here it only changes its form. The entry of a successful answer is
-durable before the answer's last byte is sent: `inference` awaits `settle` first.
+durable before the answer's last byte is sent: `answer` awaits what `settle` returns first.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Mapping
 
@@ -89,21 +90,24 @@ class Account:
             self.is_open = False
             raise
 
-    async def settle(
+    def settle(
         self,
         ending: str,
         record: UsageRecord,
         first_token_s: float | None = None,
         keeping: Keeping | None = None,
-    ) -> None:
-        """Make the entry durable, and of a named request what is to be kept; a second call changes
+    ) -> asyncio.Future[None]:
+        """Hand in the entry, and of a named request what is to be kept; a second call changes
         nothing.
 
-        The entry is handed to the writer before anything is awaited, so that a cancelled caller
-        has settled too. Raises LedgerUnavailable: the answer must not be completed then.
+        The future is done when it is durable, so there is time for other work meanwhile, and a
+        cancelled caller has settled too. It raises LedgerUnavailable: the answer must not be
+        completed then.
         """
         if not self.is_open:
-            return
+            settled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            settled.set_result(None)
+            return settled
         self.is_open = False
         hold = self._hold
         entry = UsageEntry(
@@ -130,7 +134,7 @@ class Account:
             epoch=hold.epoch,
         )
         item = entry if hold.claim is None else NamedEntry(entry, keeping)
-        await self._ledger.write(item)
+        return self._ledger.write(item)
 
 
 def _some(classes: dict[str, int]) -> dict[str, int]:

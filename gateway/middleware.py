@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
@@ -131,10 +132,12 @@ class Guard:
                 match.freeze()
             request._match_info = match  # as its application would
             response = await self._enter(request, match, state)
+            status = response.status
             if isinstance(response, Whole):  # it asks nobody before it goes
                 ids = {"X-Request-Id": state.request_id, **state.shape.headers(state.request_id)}
                 response.head = {**_HEADERS, **ids, **response.head, **state.headers}
-            status = response.status
+                with suppress(ConnectionError):  # as every answer for which nobody is left
+                    response.leave(request)  # before it is told of: somebody waits for it
             return response
         except asyncio.CancelledError:
             status = state.left()

@@ -23,9 +23,10 @@ class Whole(web.StreamResponse):
         super().__init__(status=status)
         self.head = head
         self._whole = body
+        self._has_left = False
 
-    async def prepare(self, request: web.BaseRequest) -> None:
-        """All of it. Raises ConnectionError if nobody is there."""
+    def leave(self, request: web.BaseRequest) -> None:
+        """Write all of it. Raises ConnectionError if nobody is there."""
         head, version = self.head, request.version
         self._keep_alive = keeps = request.keep_alive and self._keep_alive is not False
         head["Content-Length"] = str(len(self._whole))
@@ -38,7 +39,13 @@ class Whole(web.StreamResponse):
         if transport is None or transport.is_closing():
             raise ConnectionResetError("nobody is there")
         transport.write(data)
+        self._has_left = True
         cast(StreamWriter, request.writer).output_size += len(data)
+
+    async def prepare(self, request: web.BaseRequest) -> None:
+        """Write what has not been written. Raises ConnectionError if nobody is there."""
+        if not self._has_left:
+            self.leave(request)
 
     async def write_eof(self, data: bytes = b"") -> None:
         """It has ended."""

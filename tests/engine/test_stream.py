@@ -6,9 +6,25 @@ import asyncio
 
 import pytest
 
-from engine.api import Cancel, Command, Finished, GetStats, SampledToken, Started, Tokens, Usage
+from engine.api import (
+    CacheGrant,
+    Cancel,
+    Command,
+    EngineInfo,
+    Finished,
+    GetStats,
+    Request,
+    SampledToken,
+    Sampling,
+    Started,
+    Submit,
+    Tokens,
+    Usage,
+)
 from engine.client import Bell, RequestStream, SocketEngine
-from engine.frames import upward_decoder
+from engine.frames import Welcome, encode, upward_decoder
+
+INFO = EngineInfo("1", "m", "digest", "/m", 9, 99, 16, 9, 1, "words", "none", 0)
 
 
 class Way:
@@ -22,6 +38,10 @@ class Way:
 
     def forget(self, request_id: str) -> None:
         self.posted.append(Cancel(request_id))
+
+
+def asked(name: str) -> Request:
+    return Request(name, (1, 2), 3, CacheGrant(b"n"), Sampling(temperature=0.0))
 
 
 def tokens(*ids: int, index: int = 0) -> Tokens:
@@ -166,6 +186,26 @@ class Writer(asyncio.Transport):
 
     def close(self) -> None:
         pass
+
+
+async def test_a_request_alone_leaves_at_once_and_those_with_others_together() -> None:
+    """Nothing is to be gathered for one, and the engine begins while the gateway goes on."""
+    writer = Writer()
+    engine = SocketEngine()
+    engine.connection_made(writer)
+    engine.data_received(encode(Welcome(INFO)))
+    engine.submit(asked("a"))
+    alone = len(writer.writes)
+    engine.submit(asked("b"))
+    engine.submit(asked("c"))
+    before = len(writer.writes)
+    await asyncio.sleep(0)
+
+    assert (alone, before, len(writer.writes)) == (1, 1, 2)
+    sent = list(upward_decoder().feed(b"".join(writer.writes)))
+    assert [command.request.request_id for command in sent if isinstance(command, Submit)] == [
+        *("a", "b", "c")
+    ]
 
 
 async def test_commands_of_one_turn_leave_in_one_write_in_order() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 
 import pytest
 from msgspec.json import encode
@@ -52,3 +53,27 @@ async def test_an_answer_has_the_headers_of_every_other(house: House) -> None:
     assert wanted <= set(names)
     assert "server: trunkline" in head
     assert len(names) == len(set(names))
+
+
+async def test_an_answer_leaves_before_it_is_told_of(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody waits for the answer, and nobody for its line in the log."""
+    loop = asyncio.get_running_loop()
+    with socket.socket() as client:
+        client.setblocking(False)
+        await loop.sock_connect(client, ("127.0.0.1", house.port))
+        seen: list[bytes] = []
+        log = house.gateway.context.log
+
+        def look(event: str, facts: dict[str, object]) -> None:
+            if event == "request":
+                seen.append(client.recv(4_096))
+            log(event, facts)
+
+        monkeypatch.setattr(house.gateway.context, "log", look)
+        await loop.sock_sendall(client, request(house, "HTTP/1.1"))
+        await house.until(lambda: bool(house.lines))
+
+    (answer,) = seen
+    assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
