@@ -52,12 +52,18 @@ def _expect(holds: bool, what: str, found: object) -> None:
 def _check_shares(holdings: Holdings) -> None:
     """Every account is in one share, its own; no share is kept for nothing."""
     found = {}
-    floors = sum(share.floor_blocks for share in holdings.shares.values())
-    _expect(floors <= holdings.promisable, f"floors of more than {holdings.promisable}", floors)
-    promised = sum(share.promised for share in holdings.shares.values())
-    _expect(promised <= holdings.promisable, f"more than {holdings.promisable} promised", promised)
-    for payer, share in holdings.shares.items():
-        _expect(share.payer == payer, "a share under another's name", share.payer)
+    shares = holdings.shares
+    shares.check()
+    floors = sum(share.floor_blocks for share in shares)
+    _expect(floors <= shares.promisable, f"floors of more than {shares.promisable}", floors)
+    promised = sum(share.promised for share in shares)
+    _expect(promised <= shares.promisable, f"more than {shares.promisable} promised", promised)
+    for share in shares:
+        payer = share.payer
+        _expect(shares.get(payer) is share, "a share under another's name", payer)
+        leaves = [n for a in share.accounts.values() for n in a.tree.root.below() if n.in_order]
+        order = sorted((node.last_use_s, node.serial) for node in leaves)
+        _expect(order == [entry[:2] for entry in share.order], "the order of eviction", order)
         _expect(not share.is_idle, f"{payer!r}: an idle share", payer)
         for name, account in share.accounts.items():
             _expect(account.share is share, f"{name!r}: in another's share", payer)
@@ -65,6 +71,7 @@ def _check_shares(holdings: Holdings) -> None:
         mine = share.accounts.values()
         for what, has, sums in (
             ("held", share.held, sum(a.held for a in mine)),
+            ("cached", share.cached, sum(a.cached for a in mine)),
             ("evictable", share.evictable, sum(a.evictable for a in mine)),
             ("promised", share.promised, sum(a.promised + a.reserved for a in mine)),
         ):
@@ -99,15 +106,14 @@ def _check_account(
     nodes = [node for node in account.tree.root.below() if node.block >= 0]
     cached = [node for node in nodes if holdings.pool.ref_count[node.block] == 1]
     evictable = [node for node in cached if not node.promised]
-    leaves = [node for node in evictable if not node.children]
+    leaves = {node for node in evictable if not node.children}
     count(cached, account.cached, "cached")
     count(evictable, account.evictable, "evictable")
     count([node for node in nodes if node.promised], account.promised, "promised")
     classes = Counter(node.promised_as for node in nodes if node.promised)
     _expect(classes == account.promised_in, f"{account.namespace!r}: promised by class", classes)
-    count(leaves, len(account.order), "in the eviction order")
-    order = [(node.last_use_s, node.serial) for node in leaves]
-    _expect(sorted(order) == [entry[:2] for entry in account.order], "the eviction order", order)
+    for node in nodes:
+        _expect(node.in_order == (node in leaves), "in the order of eviction", node.run)
     _expect(held == account.held, f"{account.namespace!r}: {account.held} held", held)
     _expect(len(tables) == account.tables, f"{account.namespace!r}: tables", len(tables))
     reserved = sum(table.reserved for table in tables)

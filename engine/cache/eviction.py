@@ -1,19 +1,19 @@
-"""Who gives a block when none is free: accounts, the shares they are in, and the order of rule 9.
+"""What a namespace holds, and what all namespaces of one payer hold together.
 
 Each namespace has an account, and all accounts of one payer are one share, under one quota. A
 share's *borrowed* blocks are those above its floor; divided by its weight they say how far it is
-over. The one furthest over gives first, its least recently used leaf first; a floor is never
-touched by others. This is weighted max-min fairness by water-filling, and needs no total: a tenant
-that streams unique prompts stands highest and so turns over its own blocks, however many namespaces
-it makes of them.
+over (rule 9; `shares` keeps the order). Within a share its least recently used leaf goes first,
+whichever of its accounts that is in.
 
-Pure bookkeeping: it knows no pool and no clock. Only `prefix_cache` calls it.
+Pure bookkeeping: it knows no pool and no clock. What moves is noted, in a list of accounts for
+whoever tells of them and in one of shares for the sums over all: so neither costs more than what
+has moved. Only `holdings`, `lease_book` and `shares` call it.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterator
 
 from sortedcontainers import SortedList
 
@@ -27,17 +27,18 @@ class Account:
 
     `held`: allocated to it. `cached`: of these, in the tree and in nobody's table. `evictable`: of
     these, not promised. `promised`: in the tree under a live promise, `promised_in` by its class;
-    `reserved`: promised to running requests that have not computed them yet. `order`: evictable
-    leaves, oldest use first. `ends`: where its leases do.
+    `reserved`: promised to running requests that have not computed them yet. `ends`: where its
+    leases do. `is_changed`: it is in the list `changed` that it was made with.
     """
 
     __slots__ = (
+        "_changed",
         "cached",
         "ends",
         "evictable",
         "held",
+        "is_changed",
         "namespace",
-        "order",
         "promised",
         "promised_in",
         "reserved",
@@ -47,11 +48,17 @@ class Account:
         "write_epoch",
     )
 
-    def __init__(self, namespace: Namespace, share: Share, block_size: int) -> None:
+    def __init__(
+        self,
+        namespace: Namespace,
+        share: Share,
+        block_size: int,
+        serials: Iterator[int],
+        changed: list[Account],
+    ) -> None:
         self.namespace = namespace
         self.share = share
-        self.tree = PrefixTree(block_size)
-        self.order = SortedList()
+        self.tree = PrefixTree(block_size, serials)
         self.ends = LeaseEnds()
         self.tables = 0
         self.held = 0
@@ -61,14 +68,22 @@ class Account:
         self.promised_in: Counter[str] = Counter()
         self.reserved = 0
         self.write_epoch = 0
+        self.is_changed = False
+        self._changed = changed
 
     def add_held(self, blocks: int) -> None:
         self.held += blocks
         self.share.held += blocks
+        self._moved()
 
-    def add_evictable(self, blocks: int) -> None:
-        self.evictable += blocks
-        self.share.evictable += blocks
+    def add_cached(self, blocks: int, evictable: int) -> None:
+        """So many more are in the tree alone; `evictable` of them are not promised."""
+        self.cached += blocks
+        self.evictable += evictable
+        share = self.share
+        share.cached += blocks
+        share.evictable += evictable
+        self._moved()
 
     def add_promised(self, retention: str, blocks: int) -> None:
         """In a class; the sums follow."""
@@ -77,10 +92,12 @@ class Account:
             del self.promised_in[retention]
         self.promised += blocks
         self.share.promised += blocks
+        self._moved()
 
     def add_reserved(self, blocks: int) -> None:
         self.reserved += blocks
         self.share.promised += blocks
+        self._moved()
 
     @property
     def is_idle(self) -> bool:
@@ -90,50 +107,87 @@ class Account:
     def enter(self, node: Node) -> None:
         """An unpinned, unpromised leaf may be evicted from now on. O(log n)."""
         node.in_order = True
-        self.order.add((node.last_use_s, node.serial, node))
+        self.share.order.add((node.last_use_s, node.serial, node))
 
     def leave(self, node: Node) -> None:
         """It may not any more. O(log n)."""
         node.in_order = False
-        self.order.remove((node.last_use_s, node.serial, node))
+        self.share.order.remove((node.last_use_s, node.serial, node))
 
-    def oldest(self) -> Node:
-        """The least recently used evictable leaf."""
-        node: Node = self.order[0][2]
-        return node
+    def _moved(self) -> None:
+        if not self.is_changed:
+            self.is_changed = True
+            self._changed.append(self)
+        if not self.share.is_stale:
+            self.share.moved()
 
 
 class Share:
     """What all accounts of one payer hold together, under its quota.
 
-    `held` and `evictable` are the sums of its accounts', `promised` that of promised and reserved;
-    the accounts keep them so. `floor_blocks`: what it is guaranteed of its quota's floor.
+    `held`, `cached` and `evictable` are the sums of its accounts', `promised` that of promised and
+    reserved; the accounts keep them so. `floor_blocks`: what it is guaranteed of its quota's floor.
+    `order`: its evictable leaves, oldest use first. `is_stale`: it has moved and is in the list
+    `stale` that it was made with. `counted` and `place` are how `shares` counts it.
     """
 
-    __slots__ = ("accounts", "evictable", "floor_blocks", "held", "payer", "promised", "quota")
+    __slots__ = (
+        "_stale",
+        "accounts",
+        "cached",
+        "counted",
+        "evictable",
+        "floor_blocks",
+        "held",
+        "is_stale",
+        "order",
+        "payer",
+        "place",
+        "promised",
+        "quota",
+        "serial",
+    )
 
-    def __init__(self, payer: Payer, quota: Quota) -> None:
+    def __init__(self, payer: Payer, quota: Quota, serial: int, stale: list[Share]) -> None:
         self.payer = payer
         self.quota = quota
+        self.serial = serial
         self.floor_blocks = 0
         self.accounts: dict[Namespace, Account] = {}
-        self.held = self.evictable = self.promised = 0
+        self.held = self.cached = self.evictable = self.promised = 0
+        self.order = SortedList()
+        self.is_stale = False
+        self.counted = (0, 0, 0)
+        self.place: tuple[float, int, Share] | None = None
+        self._stale = stale
 
     def take(self, account: Account) -> None:
-        """It is in this share from now on. O(1)."""
+        """It is in this share from now on. O(1), and O(its blocks) if it held any."""
         account.share = self
         self.accounts[account.namespace] = account
         self._add(account, 1)
+        for node in _leaves(account):
+            account.enter(node)
 
     def let_go(self, account: Account) -> None:
-        """It is in this share no more. O(1)."""
+        """It is in this share no more. As `take`."""
+        for node in _leaves(account):
+            self.order.remove((node.last_use_s, node.serial, node))
         del self.accounts[account.namespace]
         self._add(account, -1)
 
     def _add(self, account: Account, sign: int) -> None:
         self.held += sign * account.held
+        self.cached += sign * account.cached
         self.evictable += sign * account.evictable
         self.promised += sign * (account.promised + account.reserved)
+        self.moved()
+
+    def moved(self) -> None:
+        """The sums over all shares are not what they were."""
+        if not self.is_stale:
+            self.is_stale = True
+            self._stale.append(self)
 
     @property
     def is_idle(self) -> bool:
@@ -148,23 +202,16 @@ class Share:
         """Blocks that others may take: evictable, and above the floor."""
         return max(0, min(self.evictable, self.held - self.floor_blocks))
 
-    def giver(self) -> Account:
-        """The account with its least recently used evictable leaf. O(its accounts)."""
-        with_leaves = (account for account in self.accounts.values() if account.order)
-        return min(with_leaves, key=lambda account: account.oldest().last_use_s)
+    def claimed(self) -> int:
+        """Blocks of which promises to others leave nothing."""
+        return max(self.promised, self.floor_blocks)
+
+    def oldest(self) -> Node:
+        """The least recently used evictable leaf of all its accounts. O(1)."""
+        node: Node = self.order[0][2]
+        return node
 
 
-def next_victim(taker: Share, others: Iterable[Share], wanted: int, own: bool) -> Share:
-    """The share that gives the next block to `taker`, which wants `wanted` more.
-
-    `own`: the taker's own blocks may go; at equal distance they go first. The caller has made sure
-    that somebody can give. O(shares).
-    """
-    best, highest = None, float("-inf")
-    if own and taker.evictable:
-        best, highest = taker, taker.over(wanted)
-    for share in others:
-        if share is not taker and share.spare() and share.over() > highest:
-            best, highest = share, share.over()
-    assert best is not None, "asked for a victim where nobody can give"
-    return best
+def _leaves(account: Account) -> list[Node]:
+    """Those of its nodes that are in the order."""
+    return [node for node in account.tree.root.below() if node.in_order] if account.held else []

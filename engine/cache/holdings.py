@@ -8,13 +8,15 @@ with it. It knows no lease and no clock. Only `prefix_cache` and `lease_book` ca
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import count as count_up
 
-from engine.api import Namespace, Payer, Quota
+from engine.api import Namespace, Quota
 from engine.cache.block_pool import BlockPool
 from engine.cache.block_table import BlockTable
-from engine.cache.eviction import Account, Share, next_victim
+from engine.cache.eviction import Account, Share
 from engine.cache.prefix_tree import Node
 from engine.cache.report import CacheStats
+from engine.cache.shares import Shares
 from engine.plan import BlockCopy
 
 PROMISABLE = 7 / 8
@@ -24,49 +26,37 @@ PROMISABLE = 7 / 8
 class Holdings:
     """`owner[b]` is the account that block b is allocated to; `node_of[b]` its node in a tree.
 
-    `copies` are pending: by destination, each pinning its source. `promisable`: blocks that
-    promises and floors together may take.
+    `copies` are pending: by destination, each pinning its source. `changed`: the accounts whose
+    counts have moved since somebody took it.
     """
 
     def __init__(self, blocks: int, block_size: int) -> None:
         self.block_size = block_size
         self.pool = BlockPool(blocks)
-        self.promisable = int(blocks * PROMISABLE)
         self.accounts: dict[Namespace, Account] = {}
-        self.shares: dict[Payer, Share] = {}
+        self.shares = Shares(int(blocks * PROMISABLE))
+        self.changed: list[Account] = []
         self.owner: list[Account | None] = [None] * blocks
         self.node_of: list[Node | None] = [None] * blocks
         self.copies: dict[int, BlockCopy] = {}
         self.tables: set[BlockTable] = set()
+        self._serials = count_up(1)
 
     # -- accounts -----------------------------------------------------------------------------
 
     def account(self, namespace: Namespace, quota: Quota) -> Account:
         """The namespace's account, in its payer's share under the present quota."""
-        payer = quota.payer or namespace
-        share = self.shares.get(payer)
-        if share is None:
-            share = self.shares[payer] = Share(payer, quota)
-            self._share_out_floors()
-        elif share.quota != quota:
-            share.quota = quota
-            self._share_out_floors()
+        share = self.shares.under(namespace, quota)
         account = self.accounts.get(namespace)
         if account is None:
-            account = self.accounts[namespace] = Account(namespace, share, self.block_size)
+            account = self.accounts[namespace] = Account(
+                namespace, share, self.block_size, self._serials, self.changed
+            )
             share.take(account)
         elif account.share is not share:  # another pays for it from now on
             self._leave_share(account)
             share.take(account)
         return account
-
-    def set_quota(self, quota: Quota) -> None:
-        """Its payer's from now on, where there is a share: who has none has nothing. O(shares)."""
-        share = self.shares.get(quota.payer)
-        if share is not None:
-            share.quota = quota
-            self._forget_share_if_idle(share)
-            self._share_out_floors()
 
     def forget_if_idle(self, account: Account) -> None:
         """A namespace that holds nothing costs nothing; a payer that is guaranteed something is
@@ -78,22 +68,7 @@ class Holdings:
     def _leave_share(self, account: Account) -> None:
         share = account.share
         share.let_go(account)
-        self._forget_share_if_idle(share)
-
-    def _forget_share_if_idle(self, share: Share) -> None:
-        if share.is_idle:
-            del self.shares[share.payer]
-
-    def _share_out_floors(self) -> None:
-        """Floors that ask for more than may be guaranteed are cut in one proportion. O(shares)."""
-        asked = sum(share.quota.floor_blocks for share in self.shares.values())
-        for share in self.shares.values():
-            share.floor_blocks = self._guaranteed(share.quota.floor_blocks, asked)
-
-    def _guaranteed(self, floor: int, asked: int) -> int:
-        """What is guaranteed of a floor where all floors together ask for so much."""
-        room = self.promisable
-        return floor if asked <= room else floor * room // asked
+        self.shares.forget_if_idle(share)
 
     # -- pins ---------------------------------------------------------------------------------
 
@@ -102,12 +77,18 @@ class Holdings:
         if self.pool.add_ref(node.block) == 2:
             self._uncount(self._owner(node.block), node)
 
-    def pin_all(self, nodes: Sequence[Node]) -> None:
-        """One more hold on each."""
+    def pin_all(self, account: Account, nodes: Sequence[Node]) -> None:
+        """One more hold on each; they are in this account's tree."""
         add_ref = self.pool.add_ref
+        cached = evictable = 0
         for node in nodes:
             if add_ref(node.block) == 2:
-                self._uncount(self._owner(node.block), node)
+                cached += 1
+                evictable += node.promised_as is None
+                if node.in_order:
+                    account.leave(node)
+        if cached:
+            account.add_cached(-cached, -evictable)
 
     def share(self, block: int) -> None:
         """One more hold on a block that is pinned already."""
@@ -147,10 +128,9 @@ class Holdings:
         return max(own, count - len(self.pool.free)), own
 
     def available(self, namespace: Namespace, quota: Quota) -> int:
-        """Blocks that `namespace` could take now, by free list and eviction. O(accounts)."""
+        """Blocks that `namespace` could take now, by free list and eviction. See `Shares`."""
         mine = self.shares.get(quota.payer or namespace)
-        room = len(self.pool.free)
-        room += sum(share.spare() for share in self.shares.values() if share is not mine)
+        room = len(self.pool.free) + self.shares.spare_beside(mine)
         held = own = 0
         if mine is not None:
             held, own = mine.held, mine.evictable
@@ -159,46 +139,37 @@ class Holdings:
         return room + own
 
     def stats(self, evicted: int, expired: int, copied: int) -> CacheStats:
-        """Gauges, with these totals beside them. O(namespaces)."""
-        free = len(self.pool.free)
-        cached = sum(account.cached for account in self.accounts.values())
+        """Gauges, with these totals beside them. See `Shares`."""
+        free, cached = len(self.pool.free), self.shares.cached()
         return CacheStats(
             blocks=self.pool.blocks,
             free=free,
             cached=cached,
             pinned=self.pool.blocks - free - cached,
-            evictable=sum(account.evictable for account in self.accounts.values()),
-            promised=sum(account.promised for account in self.accounts.values()),
             evicted_blocks_total=evicted,
             expired_blocks_total=expired,
             copied_blocks_total=copied,
         )
 
     def fits(self, namespace: Namespace, quota: Quota, blocks: int) -> bool:
-        """Could `namespace` ever have as many blocks? Others' floors are theirs. O(shares)."""
-        mine = quota.payer or namespace
-        others = [share.quota.floor_blocks for payer, share in self.shares.items() if payer != mine]
-        asked = sum(others) + quota.floor_blocks
-        room = self.pool.blocks - sum(self._guaranteed(floor, asked) for floor in others)
+        """Could `namespace` ever have as many blocks? Others' floors are theirs. See `Shares`."""
+        payer = quota.payer or namespace
+        room = self.pool.blocks - self.shares.floors_beside(payer, quota.floor_blocks)
         if quota.ceiling_blocks is not None:
             room = min(room, quota.ceiling_blocks)
         return blocks <= room
 
     def can_evict(self, account: Account, count: int) -> bool:
-        """Would `make_room` succeed? O(shares)."""
+        """Would `make_room` succeed? See `Shares`."""
         wanted, own = self.shortage(account, count)
         share = account.share
         can_give = share.evictable if self._may_evict_own(share, count) else 0
-        if own > can_give:
-            return False
-        others = sum(other.spare() for other in self.shares.values() if other is not share)
-        return wanted <= can_give + others
+        return own <= can_give and wanted <= can_give + self.shares.spare_beside(share)
 
     def make_room(self, account: Account, count: int) -> list[tuple[Account, Node]]:
         """Evict by rule 9 until `account` may take `count` blocks; who gave each, and which.
 
-        Call it only when `can_evict` said so. O(evicted * (shares + accounts of who
-        gives + log n)).
+        Call it only when `can_evict` said so. O(evicted log n).
         """
         wanted, own = self.shortage(account, count)
         share = account.share
@@ -207,9 +178,8 @@ class Holdings:
         for index in range(wanted):
             giving = share
             if index >= own:
-                giving = next_victim(share, self.shares.values(), count, may_own)
-            victim = giving.giver()
-            victims.append((victim, self._evict(victim)))
+                giving = self.shares.giver(share, count, own=may_own)
+            victims.append(self._evict(giving))
         return victims
 
     def allocate(self, account: Account, count: int) -> list[int]:
@@ -272,15 +242,15 @@ class Holdings:
         """Inside its floor a payer waits rather than lose what it was guaranteed (T3)."""
         return share.held + count > share.floor_blocks
 
-    def _evict(self, account: Account) -> Node:
-        node = account.oldest()
-        parent = node.parent
+    def _evict(self, share: Share) -> tuple[Account, Node]:
+        node = share.oldest()
+        account, parent = self._owner(node.block), node.parent
         account.ends.goes(node)
         account.tree.remove(node)
         self._let_go(account, node)
         if parent is not None:
             self._enter_if_leaf(account, parent)
-        return node
+        return account, node
 
     def _let_go(self, account: Account, node: Node) -> None:
         """The tree drops its hold on a node that has just been removed."""
@@ -301,16 +271,13 @@ class Holdings:
             self.unpin(copy.src)
 
     def _count(self, account: Account, node: Node) -> None:
-        account.cached += 1
-        if not node.promised:
-            account.add_evictable(1)
-            if not node.children:
-                account.enter(node)
+        is_evictable = not node.promised
+        account.add_cached(1, is_evictable)
+        if is_evictable and not node.children:
+            account.enter(node)
 
     def _uncount(self, account: Account, node: Node) -> None:
-        account.cached -= 1
-        if not node.promised:
-            account.add_evictable(-1)
+        account.add_cached(-1, -(not node.promised))
         if node.in_order:
             account.leave(node)
 

@@ -131,7 +131,7 @@ class LeaseBook:
 
     def read(self, account: Account, nodes: Iterable[Node], now_s: float) -> None:
         """Blocks were read: their leases begin anew, promises that have lapsed while there is
-        room. O(blocks + payers)."""
+        room. O(blocks)."""
         for node, terms, has_room in self._under_terms(account, nodes):
             terms.renew(now_s, promise=has_room)
             self.note(account, node, now_s)
@@ -198,23 +198,18 @@ class LeaseBook:
         return gone
 
     def _room(self, account: Account) -> int:
-        """Blocks that may still be promised to this namespace's payer. O(shares)."""
+        """Blocks that may still be promised to this namespace's payer. See `Shares`."""
         return self._bounded(account)[0]
 
     def _bounded(self, account: Account) -> tuple[int, Bound]:
         """The same, and by what: of several bounds the payer's own first."""
-        share = account.share
+        share, shares = account.share, self._holdings.shares
         mine = share.promised
-        others = sum(
-            max(other.promised, other.floor_blocks)
-            for other in self._holdings.shares.values()
-            if other is not share
-        )
         quota = share.quota
         bounds: list[tuple[int | None, Bound]] = [
             (quota.promised_blocks_max, "quota"),
             (quota.ceiling_blocks, "ceiling"),
-            (self._holdings.promisable - others, "pool"),
+            (shares.promisable - shares.claimed_beside(share), "pool"),
         ]
         rooms = [(most - mine, name) for most, name in bounds if most is not None]
         return min(rooms, key=itemgetter(0))

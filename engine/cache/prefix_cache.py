@@ -64,16 +64,19 @@ class PrefixCache:
     def fits(self, namespace: Namespace, quota: Quota, tokens: int) -> bool:
         """Could one sequence of `tokens` tokens run alone in an otherwise idle pool?
 
-        Others' floors are theirs. O(payers).
+        Others' floors are theirs. O(1), or O(floors) where these ask for more than there is.
         """
         return self._holdings.fits(namespace, quota, self._blocks_for(tokens))
 
     def available(self, namespace: Namespace, quota: Quota) -> int:
-        """Blocks the namespace could take now, by free list and eviction. O(namespaces)."""
+        """Blocks the namespace could take now, by free list and eviction.
+
+        O(payers that have moved since anybody asked).
+        """
         return self._holdings.available(namespace, quota)
 
     def stats(self) -> CacheStats:
-        """Counters and gauges. O(namespaces)."""
+        """Counters and gauges. O(payers that have moved since anybody asked)."""
         return self._holdings.stats(self._evicted, self._expired, self._copied)
 
     def namespaces(self) -> tuple[NamespaceUse, ...]:
@@ -94,8 +97,8 @@ class PrefixCache:
         return share.held if share else 0
 
     def set_quota(self, quota: Quota) -> None:
-        """A payer's quota has changed. Begun sequences keep what they have. O(payers)."""
-        self._holdings.set_quota(quota)
+        """A payer's quota has changed. Begun sequences keep what they have. As `fits`."""
+        self._holdings.shares.set_quota(quota)
 
     def over_share(self, payer: Payer) -> float:
         """Blocks a payer has borrowed above its floor, per unit of weight (rule 9)."""
@@ -320,7 +323,7 @@ class PrefixCache:
         """Pin what is there; the path of whole blocks. At least one token is left to compute."""
         account = table.account
         path = account.tree.walk(tokens, len(tokens) - 1)
-        self._holdings.pin_all(path)
+        self._holdings.pin_all(account, path)
         self._read(account, path, now_s)
         if path:
             table.node = path[-1]

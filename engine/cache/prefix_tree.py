@@ -12,7 +12,7 @@ It knows no pool, no clock and no quota. Only `prefix_cache` calls it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence, Set
-from itertools import islice
+from itertools import count, islice
 
 from sortedcontainers import SortedList
 
@@ -91,10 +91,11 @@ def common_run(a: Sequence[int], b: Sequence[int]) -> int:
 class PrefixTree:
     """Prefixes in whole blocks of `block_size` tokens, and tails."""
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, serials: Iterator[int] | None = None) -> None:
+        """`serials`: one for each node that is made, where several trees number theirs together."""
         self.block_size = block_size
         self.root = Node((), -1, None, 0)
-        self._serial = 0
+        self._serials = serials or count(1)
 
     def holds(self, node: Node) -> bool:
         """Is the node still in this tree? O(1)."""
@@ -149,8 +150,7 @@ class PrefixTree:
         )
         if shorter is not None:
             self.remove(shorter)
-        self._serial += 1
-        node = Node(run, block, parent, self._serial)
+        node = Node(run, block, parent, next(self._serials))
         parent.children[run] = node
         if parent.order is not None:
             parent.order.add(run)

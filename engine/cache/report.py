@@ -26,8 +26,6 @@ class CacheStats(Struct, frozen=True):
     free: int
     cached: int
     pinned: int
-    evictable: int
-    promised: int
     evicted_blocks_total: int
     expired_blocks_total: int
     copied_blocks_total: int

@@ -1,0 +1,105 @@
+"""What the cache's calls cost when it is large: python -m tests.bench.cache_scale [payers] [blocks]
+
+A full pool in namespaces of a few blocks each, either of a payer each or all of one, a third of the
+prompts under a lease. Prints processor time of each call under pressure, what a heartbeat has to
+say, and the recount.
+"""
+
+from __future__ import annotations
+
+import random
+import resource
+import statistics
+import sys
+from collections.abc import Callable
+from time import process_time
+
+from engine.api import LeaseRequest, Quota, Retention
+from engine.cache import PrefixCache
+
+SIZE = 16
+HOUR = Retention("hour", promise_s=3600, limit_s=7200)
+REPEATS = 60
+
+
+def microseconds(act: Callable[[], object]) -> tuple[float, float]:
+    """Median and worst of the calls, in processor time."""
+    times = []
+    for _ in range(REPEATS):
+        began = process_time()
+        act()
+        times.append((process_time() - began) * 1e6)
+    return statistics.median(times), max(times)
+
+
+class Crowd:
+    """A cache full of `namespaces` that each have the same number of blocks."""
+
+    def __init__(self, namespaces: int, blocks: int, *, is_joint: bool) -> None:
+        self.chance = random.Random(1)
+        self.cache = PrefixCache(blocks=blocks, block_size=SIZE)
+        self.is_joint = is_joint
+        self.now_s = 0.0
+        each = blocks // namespaces
+        for number in range(namespaces):
+            self.say(number, each, is_kept=number % 3 == 0)
+
+    def quota(self, number: int) -> Quota:
+        return Quota(payer=b"one" if self.is_joint else number.to_bytes(4, "big"))
+
+    def say(self, number: int, blocks: int, *, is_kept: bool = False) -> None:
+        """A prompt that nobody had before, computed and released."""
+        self.now_s += 0.001
+        tokens = [self.chance.randrange(50_000) for _ in range(blocks * SIZE)]
+        leases = (LeaseRequest(len(tokens), HOUR, f"l{number}"),) if is_kept else ()
+        name, quota, now_s = number.to_bytes(4, "big"), self.quota(number), self.now_s
+        table = self.cache.begin(name, tokens, now_s, quota=quota, leases=leases)
+        assert self.cache.grow(table, len(tokens), now_s)
+        self.cache.commit(table, tokens, len(tokens), now_s)
+        self.cache.release(table, tokens, now_s)
+
+
+def show(title: str, act: Callable[[], object]) -> None:
+    """One line."""
+    median, worst = microseconds(act)
+    sys.stdout.write(f"  {title:44} {median:10.1f} us   worst {worst:10.1f}\n")
+
+
+def measure(namespaces: int, blocks: int, *, is_joint: bool) -> None:
+    """One table."""
+    began = process_time()
+    crowd = Crowd(namespaces, blocks, is_joint=is_joint)
+    took_s = process_time() - began
+    peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+    who = "one payer" if is_joint else "a payer each"
+    sys.stdout.write(
+        f"{namespaces:,} namespaces, {who}, {blocks:,} blocks:"
+        f" filled at {took_s / blocks * 1e6:.1f} us a block, {peak_mib} MiB at most until here\n"
+    )
+    cache, chance, now_s = crowd.cache, crowd.chance, crowd.now_s
+    show("one block more, evicting", lambda: crowd.say(chance.randrange(namespaces), 1))
+    show("32 blocks more, evicting", lambda: crowd.say(chance.randrange(namespaces), 32))
+    show("the same under a lease", lambda: crowd.say(chance.randrange(9), 1, is_kept=True))
+    fresh = iter(range(namespaces, namespaces + 10 * REPEATS))
+    show("a payer that comes new", lambda: crowd.say(next(fresh), 1))
+    quota = crowd.quota(1)
+    show("available", lambda: cache.available(b"\0\0\0\1", quota))
+    show("fits", lambda: cache.fits(b"\0\0\0\1", quota, 100))
+    show("expire, nothing due", lambda: cache.expire(now_s))
+    show("stats", cache.stats)
+    began = process_time()
+    cache.check()
+    sys.stdout.write(f"  {'check':44} {(process_time() - began) * 1e3:10.1f} ms\n")
+
+
+def main() -> None:
+    """Three tables: few payers, many payers, one payer of many namespaces."""
+    given = [int(word) for word in sys.argv[1:]]
+    many, blocks = (*given, 20_000, 100_000)[:2] if len(given) != 1 else (given[0], 100_000)
+    measure(20, blocks, is_joint=False)
+    measure(many, blocks, is_joint=False)
+    measure(many, blocks, is_joint=True)
+
+
+if __name__ == "__main__":
+    main()
