@@ -56,6 +56,7 @@ REFUSED = {
 NEUTRAL = {
     **wire.NEUTRAL,
     "continue_final_message": False,
+    "reasoning_effort": "none",
     "echo": False,
 }
 IGNORED = frozenset({"metadata", "safety_identifier"})

@@ -45,8 +45,11 @@ class FilePart(Struct, frozen=True, tag="file", tag_field="type"):
 
 
 class CalledFunction(Struct, frozen=True, forbid_unknown_fields=True):
+    """`parsed_arguments`: what the SDK made of the arguments, and sends back with them."""
+
     name: tools.Name
     arguments: tools.Arguments = ""
+    parsed_arguments: Any = None
 
 
 Part = TextPart | RefusalPart | ImagePart | AudioPart | FilePart
@@ -63,7 +66,8 @@ class MadeCall(Struct, frozen=True, forbid_unknown_fields=True):
 
 class Message(Struct, frozen=True, forbid_unknown_fields=True):
     """One message. `refusal`, `audio` and `function_call` may be there as null, as answers have
-    them. `cache_control` marks the whole of it."""
+    them. `parsed` is what the SDK made of the content, and sends back with it; reasoning, of
+    whichever server, is no part of the prompt. `cache_control` marks the whole of it."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: wire.Text | list[Part] | None = None
@@ -74,6 +78,9 @@ class Message(Struct, frozen=True, forbid_unknown_fields=True):
     audio: None = None
     annotations: list[Any] | None = None
     refusal: wire.Text | None = None
+    parsed: Any = None
+    reasoning: Any = None
+    reasoning_content: Any = None
     cache_control: cache.CacheControl | None = None
 
 

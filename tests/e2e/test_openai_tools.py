@@ -153,6 +153,34 @@ async def test_a_schema_comes_back_as_an_object(house: House, client: AsyncOpenA
     await house.check_quiet()
 
 
+@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings:UserWarning")
+async def test_what_the_sdk_parsed_goes_back_as_it_is(house: House, client: AsyncOpenAI) -> None:
+    """An application appends the message it got, with what the SDK put into it, and so do loops
+    over calls; the prompt is what it would be without."""
+    function = openai.pydantic_function_tool(Point)
+    answered = await client.chat.completions.parse(
+        model=house.model, messages=[HELLO], response_format=Point, seed=3
+    )
+    house.say('<tool_call>\n{"name": "Point", "arguments": {"x": 1, "label": "a"}}\n</tool_call>')
+    async with client.chat.completions.stream(
+        model=house.model, messages=[HELLO], tools=[function]
+    ) as stream:
+        called = await stream.get_final_completion()
+    message = called.choices[0].message
+    call = (message.tool_calls or [])[0]
+    history: Any = [HELLO, answered.choices[0].message, HELLO, message]
+    history.append({"role": "tool", "tool_call_id": call.id, "content": "drawn"})
+    house.say("Drawn.")
+    last = await client.chat.completions.create(
+        model=house.model, messages=history, tools=[function]
+    )
+
+    assert isinstance(answered.choices[0].message.parsed, Point)
+    assert isinstance(call.function.parsed_arguments, Point)
+    assert last.choices[0].message.content == "Drawn."
+    await house.check_quiet()
+
+
 async def test_a_schema_that_is_cut_off_raises_in_parse(house: House, client: AsyncOpenAI) -> None:
     """Half an object is no object."""
     house.say('{"x":3,"label":"a"}')

@@ -206,8 +206,14 @@ def test_an_unknown_field_is_refused_with_a_suggestion() -> None:
             "messages[0].tool_calls[0]",
             "function",
         ),
-        ({"service_tier": "flex"}, "service_tier", "flex"),
-        ({"store": True}, "store", "True"),
+        ({"store": True}, "store", "it can be false"),
+        ({"service_tier": "flex"}, "service_tier", '"auto", "default"'),
+        ({"response_format": {"type": "x"}}, "response_format.type", '"json_object"'),
+        (
+            {"messages": [{"role": "user", "content": "x", "audio": {}}]},
+            "messages[0].audio",
+            "not supported",
+        ),
         ({"modalities": ["text", "audio"]}, "modalities[1]", "audio"),
     ],
 )

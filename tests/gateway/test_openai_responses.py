@@ -218,7 +218,7 @@ def test_what_cannot_be_honoured_is_refused_by_name(name: str) -> None:
         ({"max_output_tokens": 0}, "max_output_tokens", "it is 0"),
         ({"service_tier": "flex"}, "service_tier", "flex"),
         ({"metadata": {"a": 1}}, "metadata", "str"),
-        ({"text": {"verbosity": "low"}}, "text.verbosity", "null"),
+        ({"text": {"verbosity": "low"}}, "text.verbosity", "not supported"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format", "schema"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type", "function"),
         ({"tools": [{"type": "function"}]}, "tools[0].name", "missing"),
