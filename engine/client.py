@@ -110,7 +110,7 @@ class Engine(Protocol):
 class Connection(ABC):
     """Streams and calls over one connection to one engine, whatever carries the messages.
 
-    `died_with`: ids of the requests that were being computed when the engine was lost.
+    `died_with`: the requests that were being computed when the engine was lost.
     """
 
     def __init__(self) -> None:
@@ -119,11 +119,12 @@ class Connection(ABC):
         self.losses = LossTotals()
         self.heard_at_s = 0.0
         self._streams: dict[str, RequestStream] = {}
+        self._asked: dict[str, Request] = {}  # what each of them is to be answered
         self._calls: dict[int, asyncio.Future[Called]] = {}
         self._next_call = 1
         self._is_draining = False
         self._is_closed = False
-        self.died_with: list[str] = []
+        self.died_with: list[Request] = []
 
     @abstractmethod
     def post(self, command: Command) -> None:
@@ -141,18 +142,20 @@ class Connection(ABC):
         if request.request_id in self._streams:
             raise RequestRefused("duplicate_request", "A request with this id is running already.")
         stream = RequestStream(request.request_id, self)
-        self._streams[request.request_id] = stream
+        self._streams[request.request_id], self._asked[request.request_id] = stream, request
         try:
             self.post(Submit(request))
         except EngineError:
-            del self._streams[request.request_id]
+            del self._streams[request.request_id], self._asked[request.request_id]
             raise
         return stream
 
     def forget(self, request_id: str) -> None:
         """A reader has gone: cancel, and drop what still comes for it."""
-        if self._streams.pop(request_id, None) is not None and not self._is_closed:
-            self.post(Cancel(request_id))
+        if self._streams.pop(request_id, None) is not None:
+            del self._asked[request_id]
+            if not self._is_closed:
+                self.post(Cancel(request_id))
 
     def open_streams(self) -> Iterable[str]:
         """Ids of requests that are not over."""
@@ -219,8 +222,9 @@ class Connection(ABC):
         stream = self._streams.pop(end.request_id, None)
         if stream is None:
             return
+        request = self._asked.pop(end.request_id)
         if end.code == "engine_died":
-            self.died_with.append(end.request_id)
+            self.died_with.append(request)
             stream.fail(end.code, end.message)
         else:
             stream.push(end)
@@ -229,7 +233,8 @@ class Connection(ABC):
         """The engine is gone: every stream ends, every call fails. Safe to call twice."""
         self._is_closed = True
         streams, self._streams = self._streams, {}
-        self.died_with.extend(streams)
+        self.died_with.extend(self._asked.values())
+        self._asked = {}
         for stream in streams.values():
             stream.fail(code, message)
         calls, self._calls = self._calls, {}

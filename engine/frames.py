@@ -90,12 +90,12 @@ def _packed(message: Submit) -> PackedSubmit:
 
 
 def _unpacked(body: bytes) -> Upward:
-    """Raises TypeError for half a token id."""
+    """Raises struct.error for half a token id."""
     message: PackedSubmit | Upward = _read_upward(body)
     if not isinstance(message, PackedSubmit):
         return message
-    token_ids = memoryview(message.token_ids).cast("I").tolist()
-    return Submit(replace(message.request, tokens=tuple(token_ids)))
+    token_ids = struct.unpack(f"={len(message.token_ids) // 4}I", message.token_ids)
+    return Submit(replace(message.request, tokens=token_ids))
 
 
 class Decoder(Generic[T]):
@@ -131,7 +131,7 @@ class Decoder(Generic[T]):
     def _decode(self, body: bytes) -> T | None:
         try:
             return self._read(body)
-        except (msgspec.MsgspecError, RecursionError, ValueError, TypeError):
+        except (msgspec.MsgspecError, RecursionError, ValueError, struct.error):
             return None
 
 

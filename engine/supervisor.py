@@ -35,9 +35,6 @@ CONNECT_EVERY_S = 0.02
 WATCH_EVERY_S = 0.25
 POISON_REMEMBERED, POISON_S = 64, 600.0
 
-IN_FLIGHT_SPARE = 64
-"""How many requests that have ended may be remembered before they are looked through."""
-
 Report = Callable[[str, dict[str, object]], None]
 """Told of what happens to the engine, for the log: an event's name and its facts."""
 
@@ -67,8 +64,6 @@ class EngineSupervisor:
         self._last_stats = Stats()
         self._suspects: set[str] = set()
         self._poison: deque[tuple[str, float]] = deque(maxlen=POISON_REMEMBERED)
-        self._in_flight: dict[str, str] = {}
-        self._in_flight_max = IN_FLIGHT_SPARE
         self.restarts = 0
         self.failure: EngineError | None = None
 
@@ -98,18 +93,11 @@ class EngineSupervisor:
         if self._engine is None:
             code = "draining" if self._is_draining else "not_ready"
             raise EngineUnavailable(code, "The engine is starting.", self._retry_after_s())
-        digest = _digest(request)
-        if self._is_poison(digest):
+        if self._poison and self._is_poison(_digest(request)):
             raise RequestRefused(
                 "poison_request", "This request was being computed when the engine died, twice."
             )
-        stream = self._engine.submit(request)
-        self._in_flight[request.request_id] = digest
-        if len(self._in_flight) > self._in_flight_max:
-            live = set(self._engine.open_streams())
-            self._in_flight = {r: d for r, d in self._in_flight.items() if r in live}
-            self._in_flight_max = 2 * len(live) + IN_FLIGHT_SPARE
-        return stream
+        return self._engine.submit(request)
 
     def open_requests(self) -> int:
         """Requests that have not ended."""
@@ -290,13 +278,12 @@ class EngineSupervisor:
                 process.kill()
             await process.wait()
 
-    def _accuse(self, died_with: Iterable[str]) -> None:
+    def _accuse(self, died_with: Iterable[Request]) -> None:
         """Who was in flight at this death and at the one before?"""
         until_s = asyncio.get_running_loop().time() + POISON_S
-        digests = {self._in_flight[r] for r in died_with if r in self._in_flight}
+        digests = set(map(_digest, died_with))
         self._poison.extend((digest, until_s) for digest in sorted(digests & self._suspects))
         self._suspects = digests
-        self._in_flight = {}
 
     def _is_poison(self, digest: str) -> bool:
         now_s = asyncio.get_running_loop().time()

@@ -25,6 +25,10 @@ INLINE_SIGNS_MAX = 4_096
 """Prompts up to this long are tokenized on the event loop; longer ones in a thread, and those with
 tools, each of which may take a rendering of its own."""
 
+KNOWN_SIGNS_MAX = 65_536
+"""Of a chat up to this long only what was not tokenized lately counts: the rest is there at once,
+and a thread costs more than it."""
+
 JOINED_SIGNS_MAX = 4
 """How many characters a tokenizer's normalizer may make one of (a letter and its marks)."""
 
@@ -125,6 +129,8 @@ async def render(gateway: Context, prompt: Prompt) -> Rendered:
     for tool in prompt.tools:
         signs += len(tool.description) + len(tool.parameters)
     _check_signs(gateway, signs, prompt)
+    if INLINE_SIGNS_MAX < signs <= KNOWN_SIGNS_MAX and prompt.segments and not prompt.tools:
+        signs = gateway.renderer.new_signs(prompt)
     if signs <= INLINE_SIGNS_MAX and not prompt.tools:
         return gateway.renderer.render(prompt)
     return await asyncio.to_thread(gateway.renderer.render, prompt)

@@ -30,7 +30,7 @@ from gateway.errors import Kind, Refusal
 Text = Annotated[str, Meta(max_length=10_000_000)]
 Short = Annotated[str, Meta(max_length=512)]
 StopText = Annotated[str, Meta(min_length=1, max_length=1_000)]
-TokenIds = Annotated[list[Annotated[int, Meta(ge=0, lt=2**31)]], Meta(max_length=4_000_000)]
+TokenIds = Annotated[tuple[Annotated[int, Meta(ge=0, lt=2**31)], ...], Meta(max_length=4_000_000)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
 CHOICES_MAX = 128
 EXACT_BYTES_MAX = 65_536
@@ -121,16 +121,18 @@ def decode(
     refused: Mapping[str, str],
     neutral: Mapping[str, object],
     ignored: frozenset[str] = frozenset(),
+    usual: type[Body] | None = None,
 ) -> Body:
     """A request body as `kind`. O(bytes). Raises Refusal that names the field.
 
+    `usual`: `kind` with the types that most bodies have where it takes any, to be read in one go.
     `refused`: fields that cannot be honoured, and why; null, or the value in `neutral`, asks for
     nothing and is fine. `ignored`: fields that change nothing about the answer. A key that is
     there twice counts as it stands last.
     """
     if len(body) <= EXACT_BYTES_MAX:
         try:
-            exact: Body = _exact(kind).decode(body)
+            exact: Body = _exact(usual or kind).decode(body)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             pass  # looked at more closely below
         else:

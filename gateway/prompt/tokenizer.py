@@ -79,6 +79,10 @@ class PieceTokenizer:
             self._keep(key, ids, size)
         return ids
 
+    def knows(self, text: str, *, specials: bool) -> bool:
+        """Has it been encoded lately, with something before it where that matters?"""
+        return (text, specials, not self._has_prefix) in self._cache
+
     def _encode(self, text: str, specials: bool, is_first: bool) -> list[int]:
         tokenizer = self._by_use[specials, is_first]
         ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids

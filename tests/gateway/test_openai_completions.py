@@ -60,6 +60,14 @@ def test_a_prompt_has_four_shapes(prompt: Any, prompts: list[Prompt]) -> None:
     assert list(parse(prompt=prompt).prompts) == prompts
 
 
+@pytest.mark.parametrize("prompt", ["a", [1, 2], [[1], [2]]])
+def test_a_prompt_is_the_same_beside_fields_that_change_nothing(prompt: Any) -> None:
+    """Bodies that have nothing unusual are read in a shorter way."""
+    expected = parse(prompt=prompt)
+
+    assert parse(prompt=prompt, metadata={}) == expected
+
+
 @pytest.mark.parametrize(
     ("prompt", "param"),
     [

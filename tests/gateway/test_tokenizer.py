@@ -161,3 +161,18 @@ def test_ids_without_a_token_have_no_bytes(byte_level: PieceTokenizer) -> None:
     """Vocabularies are padded; a padded id may be drawn."""
     assert byte_level.token_bytes(10**6) == b""
     assert byte_level.token_bytes(SPECIAL_IDS[0]) == b""
+
+
+def test_a_text_is_known_once_it_was_encoded(
+    card: ModelCard, sentence_piece: PieceTokenizer
+) -> None:
+    """What is known costs nothing, so nobody need leave the loop for it; and a text at the very
+    beginning has other tokens where a space is put before it."""
+    fresh = PieceTokenizer(card.tokenizer_path, card.special_token_ids)
+    before = fresh.knows("known", specials=False)
+    fresh.encode("known", specials=False, is_first=True)
+    sentence_piece.encode("abba", specials=False, is_first=True)
+
+    assert (before, fresh.knows("known", specials=False)) == (False, True)
+    assert not fresh.knows("known", specials=True)
+    assert not sentence_piece.knows("abba", specials=False)
