@@ -83,7 +83,8 @@ def set_budget(store: Store, budget: Budget) -> None:
             message = f"A {name} budget of {value} is not between 0 and {MICROS_MAX} micro-dollars."
             raise BadPrice("bad_budget", message)
     if hard is not None and soft is not None and soft > hard:
-        raise BadPrice("bad_budget", f"A soft budget of {soft} is above the hard one of {hard}.")
+        message = f"A soft budget of {soft} micro-dollars is above the hard one of {hard}."
+        raise BadPrice("bad_budget", message)
     who = (budget.tenant_id, budget.key_id, budget.window)
     with store.change() as db:
         _check_owner(db, budget)

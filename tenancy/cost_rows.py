@@ -147,6 +147,17 @@ def storage(store: Store, tenant: str | None, since_ms: int, until_ms: int | Non
     return [found[name] for name in sorted(found)]
 
 
+def storage_by_tenant(
+    store: Store, tenant: str | None, since_ms: int, until_ms: int | None
+) -> dict[str, int]:
+    """What storage cost each tenant that held anything, in pico-dollars; see `storage`."""
+    book = CardBook(load_cards(store))
+    found: dict[str, int] = {}
+    for name, _, _, _, held, card_id, seconds in _storage_hours(store, tenant, since_ms, until_ms):
+        found[name] = found.get(name, 0) + storage_charge(book.card(card_id), held, seconds)
+    return found
+
+
 def _storage_hours(
     store: Store, tenant: str | None, since_ms: int, until_ms: int | None
 ) -> list[Row]:

@@ -14,7 +14,7 @@ from gateway.commands.answer import Answer, tabled
 from gateway.commands.database import opened
 from gateway.config import Config
 from gateway.metering import wall_ms
-from tenancy.cost_rows import dollars
+from tenancy.cost_rows import dollars, storage_by_tenant
 from tenancy.deletion import delete_tenant
 from tenancy.errors import BadName
 from tenancy.keys import (
@@ -42,6 +42,7 @@ from tenancy.registry import (
 )
 from tenancy.store import Store
 from tenancy.types import Limits, TenantSettings
+from tenancy.usage import UsageTotal
 
 _UNITS_MS = {"m": 60_000, "h": 3_600_000, "d": 86_400_000}
 DAYS_MAX = 36_500
@@ -193,27 +194,32 @@ _USAGE = (
     "fresh_tokens",
     "output_tokens",
     "charge_usd",
+    "storage_usd",
+    "adjusted_usd",
     "saved_usd",
 )
-"""What a person is shown of a sum."""
+"""What a person is shown of a sum. Charge, storage and adjustments add up to the bill."""
 
 
 def usage(config: Config, tenant: str | None, days: int | None) -> Answer:
-    """Sums of ledger entries, by tenant."""
+    """Sums of ledger entries, of their adjustments and of what was held, by tenant."""
     if days is not None and not 1 <= days <= DAYS_MAX:
         raise BadName("bad_time", f"--days: {days} is not between 1 and {DAYS_MAX}")
     since_ms = 0 if days is None else wall_ms() - days * _UNITS_MS["d"]
     with opened(config) as store:
         if tenant is not None:
             find_tenant(store, tenant)
-        totals = [structs.asdict(total) for total in Ledger.totals(store, tenant, since_ms)]
+        totals = {total.tenant: total for total in Ledger.totals(store, tenant, since_ms)}
+        held = storage_by_tenant(store, tenant, since_ms, None)
         epoch = ledger_epoch(store).number
-    for row in totals:
-        row["ledger_epoch"] = epoch
-        row["charge_usd"], row["saved_usd"] = (
-            dollars(int(row[name])) for name in ("charge_pico", "saved_pico")
-        )
-    return tabled(totals, shown=_USAGE)
+    rows = []
+    for name in sorted(totals.keys() | held.keys()):
+        row = structs.asdict(totals.get(name, UsageTotal(name)))
+        row |= {"storage_pico": held.get(name, 0), "ledger_epoch": epoch}
+        for money in ("charge", "storage", "adjusted", "saved"):
+            row[f"{money}_usd"] = dollars(int(row[f"{money}_pico"]))
+        rows.append(row)
+    return tabled(rows, shown=_USAGE)
 
 
 def _about(store: Store, name: str, text: str) -> Answer:

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from gateway.__main__ import main
+from tenancy.bookkeeping import StorageReading
 from tenancy.declared import DeclaredTenant, reconcile
 from tenancy.declared_keys import DeclaredKey
 from tenancy.identities import Registry
@@ -282,6 +283,28 @@ def test_usage_is_the_sum_of_the_ledger(run: Run, data: Path) -> None:
     assert (row["tenant"], row["requests"]) == ("default", 3)
     assert (row["prompt_tokens"], row["output_tokens"]) == (15, 1 + 2 + 3)
     assert recent == []
+
+
+def test_usage_tells_the_whole_bill(run: Run, data: Path, tmp_path: Path) -> None:
+    """Charges, what was held and adjustments, as cost rows have them: one without the others is
+    not what somebody is going to pay. Who only held something is there, too."""
+    card = {"name": "std", "model": "*", "tier": "*", "input": 1, "output": 1, "cache_read": 1}
+    (tmp_path / "card.json").write_text(json.dumps({**card, "storage": {"1h": 3_600_000_000}}))
+    run("tenant", "create", "idle")
+    run("prices", "--add", str(tmp_path / "card.json"))
+    store = SqliteStore(data / "trunkline.db")
+    ledger = Ledger(store, lambda: 2**41)
+    ledger.settle(entry("a-0")).result(20)
+    ledger.write(StorageReading(2, "1h", 5, 2**41)).result(20)
+    ledger.close()
+    store.close()
+    run("adjust", "a-0", "--debit", "0.5", "--id", "one", "--reason", "a favour")
+    rows = {row["tenant"]: row for row in data_of(run, "usage")}
+    text = run("usage")[1]
+
+    assert rows["default"]["adjusted_usd"] == "0.500000000000"
+    assert (rows["idle"]["requests"], rows["idle"]["storage_usd"]) == (0, "0.000005000000")
+    assert {"storage_usd", "adjusted_usd"} <= set(text.split("\n")[0].split())
 
 
 def test_check_config_says_where_each_value_comes_from(run: Run, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tenancy.adjustments import Adjustment, adjust
 from tenancy.bookkeeping import StorageReading
-from tenancy.cost_rows import COLUMNS, Held, cost_rows, dollars, storage
+from tenancy.cost_rows import COLUMNS, Held, cost_rows, dollars, storage, storage_by_tenant
 from tenancy.ledger import Ledger
 from tenancy.pricing import RateCard, storage_charge
 from tenancy.rate_cards import add_card
@@ -90,6 +90,8 @@ def test_storage_is_told_by_class_as_it_is_billed(store: Store) -> None:
     assert mine[0].pico > 0
     assert storage(store, None, 0, None) == mine
     assert storage(store, "ada", HOUR_MS, None) == storage(store, "bob", 0, None) == []
+    assert storage_by_tenant(store, None, 0, None) == {"ada": mine[0].pico}
+    assert storage_by_tenant(store, "bob", 0, None) == {}
 
 
 def test_tokens_in_the_rows_are_the_tokens_in_the_ledger(store: Store) -> None:
