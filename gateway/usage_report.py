@@ -6,7 +6,7 @@ entries one by one. It knows no route; administration and self-service call it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, get_args
 
@@ -20,6 +20,8 @@ from tenancy.budgets import BudgetState
 from tenancy.cost_rows import dollars, storage
 from tenancy.ledger_epochs import ledger_epoch
 from tenancy.pricing import PICO_PER_MICRO
+from tenancy.store import Store
+from tenancy.types import Tenant
 from tenancy.usage import By, UsageTotal, usage
 
 HOUR_MS = 3_600_000
@@ -45,32 +47,34 @@ _MONEY = ("charge", "saved", "adjusted")
 
 
 async def report(
-    gateway: Context, given: Mapping[str, str], tenant: str | None, *, own: bool = False
+    gateway: Context, given: Mapping[str, str], tenant: str | None, *, own_id: int | None = None
 ) -> dict[str, Any]:
-    """What was asked for, of one tenant or all. `own`: to the tenant itself, which need not be told
-    its name in each row. Raises Refusal."""
+    """What was asked for, of one tenant or all. `own_id`: by the tenant itself, which need not be
+    told its name in each row. Raises Refusal."""
     window = hours(plain.window(given, gateway.wall()))
-    groups = groups_of(given.get("group_by", ""), own=own)
+    groups = groups_of(given.get("group_by", ""), own=own_id is not None)
     key_id = plain.whole(given, "key_id", 0, 2**53) or None
-    model = given.get("model")
-    found = await ask(gateway, window, groups, tenant, key_id, model)
+    question = _question(window, tenant, groups, key_id, given.get("model"))
+    found = await gateway.reports.ask(question, own_id)
     if tenant is None and groups and "tenant" not in groups:
         found = _over_tenants(found)
     if len(found) > ROWS_MAX:
         message = f"The answer has {len(found)} rows; at most {ROWS_MAX} are told: ask for less."
         raise Refusal(Kind.BAD, "too_many_rows", message, param="group_by")
-    epoch = await gateway.reports.ask(ledger_epoch)
+    epoch = await gateway.reports.ask(ledger_epoch, own_id)
     return {
         "ledger_epoch": epoch.number,
         "window": window.shown(),
         "group_by": groups,
         "totals": sums(found),
         "rows": [_row(one, groups) for one in found] if groups else [],
-        **({} if tenant is None else {"storage": await _storage(gateway, tenant, window)}),
+        **({} if tenant is None else {"storage": await _storage(gateway, tenant, window, own_id)}),
     }
 
 
-async def _storage(gateway: Context, tenant: str, window: Window) -> list[dict[str, Any]]:
+async def _storage(
+    gateway: Context, tenant: str, window: Window, own_id: int | None
+) -> list[dict[str, Any]]:
     question = partial(storage, tenant=tenant, since_ms=window.since_ms, until_ms=window.until_ms)
     return [
         {
@@ -78,29 +82,30 @@ async def _storage(gateway: Context, tenant: str, window: Window) -> list[dict[s
             "token_seconds": one.token_seconds,
             "charge_usd": dollars(one.pico),
         }
-        for one in await gateway.reports.ask(question)
+        for one in await gateway.reports.ask(question, own_id)
     ]
 
 
-async def ask(
-    gateway: Context,
+async def own_sums(gateway: Context, window: Window, own: Tenant) -> dict[str, Any]:
+    """One sum of all that a tenant has used, for itself. Raises StoreError."""
+    return sums(await gateway.reports.ask(_question(window, own.name), own.tenant_id))
+
+
+def _question(
     window: Window,
+    tenant: str | None,
     groups: tuple[By, ...] = (),
-    tenant: str | None = None,
     key_id: int | None = None,
     model: str | None = None,
-) -> list[UsageTotal]:
-    """Sums, in a thread. Raises StoreError."""
-    return await gateway.reports.ask(
-        partial(
-            usage,
-            tenant=tenant,
-            key_id=key_id,
-            model=model,
-            since_ms=window.since_ms,
-            until_ms=window.until_ms,
-            by=groups,
-        )
+) -> Callable[[Store], list[UsageTotal]]:
+    return partial(
+        usage,
+        tenant=tenant,
+        key_id=key_id,
+        model=model,
+        since_ms=window.since_ms,
+        until_ms=window.until_ms,
+        by=groups,
     )
 
 

@@ -63,9 +63,12 @@ def _quote(gateway: Context) -> Handler:
         namespace = made.scope.namespace
         seen = [await gateway.engine.peek(namespace, prompt.token_ids) for prompt in made.rendered]
         is_elsewhere = await _is_elsewhere(gateway, made, seen[0].cached_tokens, state.identity)
-        tier = state.identity.tenant.tier
+        tenant = state.identity.tenant
         card = await gateway.reports.ask(
-            lambda store: CardBook(load_cards(store)).in_force(gateway.model, tier, gateway.wall())
+            lambda store: CardBook(load_cards(store)).in_force(
+                gateway.model, tenant.tier, gateway.wall()
+            ),
+            tenant.tenant_id,
         )
         answer = quote(made, seen, gateway.engine.stats, card, is_elsewhere=is_elsewhere)
         data = msgspec.json.encode(answer)

@@ -33,13 +33,13 @@ def routes(gateway: Context) -> tuple[Route, ...]:
     async def usage(request: web.Request) -> web.StreamResponse:
         identity = _identity(request)
         given = plain.query(request, "tenant", *usage_report.PARAMETERS)
-        name = identity.tenant.name
+        name, own_id = identity.tenant.name, identity.tenant.tenant_id
         if given.get("tenant", name) != name:
             message = "There is no such tenant, or it is not you."
             raise Refusal(Kind.NOT_FOUND, "tenant_unknown", message, param="tenant")
-        found = await usage_report.report(gateway, given, name, own=True)
-        question = partial(budget_states, clock=gateway.wall, tenant_id=identity.tenant.tenant_id)
-        budgets = map(usage_report.budget_body, await gateway.reports.ask(question))
+        found = await usage_report.report(gateway, given, name, own_id=own_id)
+        question = partial(budget_states, clock=gateway.wall, tenant_id=own_id)
+        budgets = map(usage_report.budget_body, await gateway.reports.ask(question, own_id))
         return plain.answer({"tenant": name, **found, "budgets": list(budgets)})
 
     async def show(request: web.Request) -> web.StreamResponse:
@@ -84,7 +84,7 @@ async def _cache(gateway: Context, identity: Identity) -> dict[str, Any]:
     info = gateway.engine.info
     entries = erasure.entries_of(gateway, tenant.tenant_id, identity.workspace, LEASES_MAX + 1)
     window = usage_report.hours(plain.window({}, gateway.wall()))
-    found = await usage_report.ask(gateway, window, (), tenant.name)
+    used = await usage_report.own_sums(gateway, window, tenant)
     receipts = await asyncio.to_thread(
         list_receipts, gateway.store, tenant.tenant_id, RECEIPTS_SHOWN
     )
@@ -106,7 +106,7 @@ async def _cache(gateway: Context, identity: Identity) -> dict[str, Any]:
         },
         "leases": [_lease(gateway, entry) for entry in entries[-LEASES_MAX:]],
         "has_more_leases": len(entries) > LEASES_MAX,
-        "usage": {"window": window.shown(), **usage_report.sums(found)},
+        "usage": {"window": window.shown(), **used},
         "erasures": [erasure.receipt_body(one) for one in receipts],
     }
 
