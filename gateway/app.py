@@ -48,6 +48,7 @@ from gateway.handlers import (
     own,
     responses,
 )
+from gateway.late_holds import LateHolds
 from gateway.ledger_door import LedgerDoor, LedgerHere
 from gateway.ledger_link import LedgerLink
 from gateway.log_lines import LogLines
@@ -64,6 +65,7 @@ from gateway.storage_meter import StorageWatch
 from gateway.telemetry import Telemetry
 from gateway.tracing import Tracer
 from tenancy import backends
+from tenancy.budget_watch import BudgetWatch
 from tenancy.identities import Registry
 from tenancy.ledger import Ledger
 from tenancy.ledger_epochs import has_history, ledger_epoch
@@ -117,6 +119,8 @@ class Gateway:
         this, whoever made it. Raises StoreError."""
         vocab = renderer.card.config.vocab
         self.ledger = ledger if ledger is not None else LedgerHere(Ledger(store, wall))
+        if store.is_near:  # elsewhere each look for budgets would be a round trip
+            self.ledger = LateHolds(self.ledger, BudgetWatch(store))
         self._registry = Registry(store, wall, clock)
         if not store.is_near:
             self._registry.watch()

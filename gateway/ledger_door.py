@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 from tenancy.bookkeeping import Item
@@ -29,6 +30,10 @@ class LedgerDoor(Protocol):
     @property
     def restarts(self) -> int: ...
 
+    @property
+    def is_well(self) -> bool:
+        """Was the last thing that was handed in written, and is nothing waited for long?"""
+
     def write(self, item: Item) -> asyncio.Future[None]:
         """Hand it in, at once. The future is done when it is durable, or raises what the writer
         answers; LedgerUnavailable: nobody may be told that it was written. Cancelling it changes
@@ -36,6 +41,10 @@ class LedgerDoor(Protocol):
 
     def note_progress(self, reached: Mapping[str, Progress]) -> None:
         """Keep how far requests have come, by request id. Nobody is told."""
+
+    def holds_first(self) -> AbstractContextManager[None]:
+        """What runs has its hold, handed in before whatever is written within; and whatever is
+        admitted within waits for its hold."""
 
     async def close(self) -> None:
         """Write what has been handed in, then stop. Safe to call twice."""
@@ -60,6 +69,11 @@ class LedgerHere:
         """See `LedgerDoor`."""
         return self._ledger.interrupted
 
+    @property
+    def is_well(self) -> bool:
+        """See `LedgerDoor`."""
+        return self._ledger.is_well
+
     def write(self, item: Item) -> asyncio.Future[None]:
         """See `LedgerDoor`."""
         return asyncio.wrap_future(self._ledger.write(item))
@@ -67,6 +81,10 @@ class LedgerHere:
     def note_progress(self, reached: Mapping[str, Progress]) -> None:
         """See `LedgerDoor`."""
         self._ledger.note_progress(reached)
+
+    def holds_first(self) -> AbstractContextManager[None]:
+        """See `LedgerDoor`: they always are."""
+        return nullcontext()
 
     async def close(self) -> None:
         """See `LedgerDoor`."""

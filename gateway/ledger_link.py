@@ -1,11 +1,12 @@
 """The ledger's process, seen from the gateway's loop: handed in here, durable there.
 
-What is handed in during one turn of the loop leaves in few frames, and one answer wakes the loop
-for all that a commit made durable. A process that dies is replaced at once, and what is handed in
-meanwhile waits for the next one. An entry that the dead one had not answered is sent again, once,
-since settling twice changes nothing; all else of it was not written as far as anybody is told.
-Requests that run go on: the next process is told of them, and closes the holds of all others. It
-knows no price and no database; `app.serve` opens it. Belongs to one loop.
+What is handed in during one turn of the loop leaves in few frames, and at once where things come
+one by one; one answer wakes the loop for all that a commit made durable. A process that dies is
+replaced at once, and what is handed in meanwhile waits for the next one. An entry that the dead one
+had not answered is sent again, once, since settling twice changes nothing, and so is the hold of
+what runs already; all else of it was not written as far as anybody is told. Requests that run go
+on: the next process is told of them, and closes the holds of all others. It knows no price and no
+database; `app.serve` opens it. Belongs to one loop.
 """
 
 from __future__ import annotations
@@ -15,16 +16,15 @@ import socket
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 
+from gateway.ledger_wire import LedgerWire
 from tenancy.bookkeeping import Hold, Item, NamedEntry, entry_in
 from tenancy.errors import LedgerUnavailable, StoreError, TenancyError
 from tenancy.ledger_epochs import LedgerEpoch
 from tenancy.ledger_frames import (
     Answered,
-    FrameReader,
-    FromWriter,
     NotOpened,
     Open,
     Opened,
@@ -32,6 +32,7 @@ from tenancy.ledger_frames import (
     packed,
     read_from_writer,
 )
+from tenancy.ledger_writer import NOT_DURABLE, is_written
 from tenancy.progress import Progress, ProgressNote
 from tenancy.types import UsageEntry
 
@@ -43,8 +44,8 @@ STEADY_S = 10.0
 CLOSE_S = 30.0
 """For what was handed in, and again for the process to end: a disk may be slow, not dead."""
 
-READ_BYTES = 2**12
-"""Answers are small."""
+STALL_S = 0.25
+"""A disk that keeps us waiting so long may not come back."""
 
 FRAME_ITEMS = 16
 """So many leave before the turn ends. If all 32 of a turn left at its end, this process would wait
@@ -74,16 +75,18 @@ class LedgerLink:
         self._opening: asyncio.Future[Opened] = self._loop.create_future()
         self._lost = asyncio.Event()
         self._writer_id = 0
-        self._socket: socket.socket | None = None
-        self._reader = FrameReader()
-        self._unsent = bytearray()  # what the socket has not taken
+        self._wire: LedgerWire | None = None
         self._handed: list[Pair] = []  # in this turn of the loop, or while no process is there
+        self._in_turn = 0  # handed in during it
+        self._is_sparse = True  # that was one thing, the last time there was any
         self._in_flight: deque[Pair] = deque()  # sent, and not answered
-        self._again: set[str] = set()  # requests whose entries were sent again
+        self._again: set[tuple[type[Item], str]] = set()  # what was sent again, and whose
         self._held: set[str] = set()  # requests whose holds nobody has settled
         self._is_taking = True  # there is a process, or will soon be one
         self._is_pausing = False  # not so soon: nothing new is begun
         self._is_closing = False
+        self._wrote_last = True
+        self._heard_s = 0.0  # when it last answered, or got something to answer
         self.found_epoch: LedgerEpoch | None = None
         self.interrupted = 0
         self.restarts = 0
@@ -107,6 +110,13 @@ class LedgerLink:
     def pid(self) -> int:
         """Of the process that lives now; 0 while there is none."""
         return self._process.pid if self._process is not None else 0
+
+    @property
+    def is_well(self) -> bool:
+        """See `LedgerDoor`."""
+        if not self._wrote_last or self._wire is None or self._is_pausing or not self._is_taking:
+            return False
+        return not self._in_flight or self._loop.time() - self._heard_s < STALL_S
 
     def write(self, item: Item) -> Waiter:
         """See `gateway.ledger_door.LedgerDoor`. While no process can be started it is refused;
@@ -133,6 +143,10 @@ class LedgerLink:
         if self._is_taking and not self._is_pausing:
             self._hand_in(ProgressNote(reached), None)
 
+    def holds_first(self) -> AbstractContextManager[None]:
+        """See `LedgerDoor`: they always are."""
+        return nullcontext()
+
     async def close(self) -> None:
         """Write what has been handed in, then end the process. Safe to call twice."""
         if self._is_closing:
@@ -150,23 +164,34 @@ class LedgerLink:
     # -- what is handed in, and what became of it ---------------------------------------------
 
     def _hand_in(self, item: Item, waiter: Waiter | None) -> None:
-        if not self._handed:
-            self._loop.call_soon(self._flush)
+        if not self._in_turn:
+            self._loop.call_soon(self._end_turn)
+        self._in_turn += 1
         self._handed.append((item, waiter))
-        if len(self._handed) == FRAME_ITEMS:
+        is_due = self._is_sparse and not self._in_flight
+        if is_due or len(self._handed) == FRAME_ITEMS:
             self._flush()
+
+    def _end_turn(self) -> None:
+        """Where one thing comes at a time, the next need not wait for others of its turn; where
+        many do, the first alone would cost the rest a commit."""
+        self._is_sparse = self._in_turn == 1
+        self._in_turn = 0
+        self._flush()
 
     def _flush(self) -> None:
         """All that is there in one frame; while there is no socket it waits for the next one."""
-        if self._socket is None or not self._handed:
+        if self._wire is None or not self._handed:
             return
         handed, self._handed = self._handed, []
         try:
             frame = packed([item for item, _ in handed])
         except (ValueError, OverflowError):
             handed, frame = self._sifted(handed)
+        if not self._in_flight:
+            self._heard_s = self._loop.time()
         self._in_flight.extend(handed)
-        self._send(frame)
+        self._wire.send(frame)
 
     def _sifted(self, handed: list[Pair]) -> tuple[list[Pair], bytes]:
         """What can be said at all: one impossible item must not take the others with it."""
@@ -181,47 +206,8 @@ class LedgerLink:
                 good.append((item, waiter))
         return good, b"".join(frames)
 
-    def _send(self, frame: bytes) -> None:
-        assert self._socket is not None
-        if self._unsent:
-            self._unsent += frame
-            return
-        sent = self._try_to_send(frame)
-        if sent < len(frame):
-            self._unsent += memoryview(frame)[sent:]
-            self._loop.add_writer(self._socket, self._send_rest)
-
-    def _send_rest(self) -> None:
-        assert self._socket is not None
-        sent = self._try_to_send(self._unsent)
-        del self._unsent[:sent]
-        if not self._unsent:
-            self._loop.remove_writer(self._socket)
-
-    def _try_to_send(self, data: bytes | bytearray) -> int:
-        assert self._socket is not None
-        try:
-            return self._socket.send(data)
-        except (BlockingIOError, InterruptedError):
-            return 0
-        except OSError:
-            return len(data)  # it is gone, and its end is about to be read
-
-    def _read(self) -> None:
-        assert self._socket is not None
-        try:
-            data = self._socket.recv(READ_BYTES)
-        except (BlockingIOError, InterruptedError):
-            return
-        except OSError:
-            data = b""
-        if not data:
-            self._lose()
-        for frame in self._reader.feed(data):
-            self._hear(read_from_writer(frame))
-
-    def _hear(self, message: FromWriter) -> None:
-        match message:
+    def _hear(self, frame: bytes) -> None:
+        match message := read_from_writer(frame):
             case Answered():
                 self._land(message)
             case Opened():
@@ -235,15 +221,18 @@ class LedgerLink:
     def _land(self, answered: Answered) -> None:
         """One commit's answers, in the order of what was handed in."""
         refused, take = answered.refused, self._in_flight.popleft
+        self._heard_s, self._wrote_last = self._loop.time(), True
         for at in range(answered.count):
             item, waiter = take()
             if at in refused:
-                self._fail(item, waiter, error_of(refused[at]))
+                error = error_of(refused[at])
+                self._wrote_last &= is_written(error)
+                self._fail(item, waiter, error)
             elif waiter is not None and not waiter.done():
                 waiter.set_result(None)
 
     def _fail(self, item: Item, waiter: Waiter | None, error: TenancyError) -> None:
-        if isinstance(item, Hold):
+        if isinstance(item, Hold) and not item.is_running:
             self._held.discard(item.request_id)
         if waiter is not None and not waiter.done():
             waiter.set_exception(error)
@@ -251,7 +240,7 @@ class LedgerLink:
     def _away(self) -> LedgerUnavailable:
         if self._is_closing:
             return LedgerUnavailable("closed", "The ledger is closed.")
-        return LedgerUnavailable("not_durable", "The ledger's process is not there.")
+        return LedgerUnavailable(NOT_DURABLE, "The ledger's process is not there.")
 
     # -- one process after another ------------------------------------------------------------
 
@@ -284,34 +273,32 @@ class LedgerLink:
     def _connect(self, ours: socket.socket) -> None:
         """What waits for a process goes to this one, behind the word of who lives: an entry among
         it is that of a request which does."""
-        ours.setblocking(False)
-        self._socket, self._reader = ours, FrameReader()
-        self._loop.add_reader(ours, self._read)
+        self._wire = LedgerWire(ours, self._hear, self._lose)
         waiting = [entry.request_id for item, _ in self._handed if (entry := entry_in(item))]
         living = [*self._held, *waiting]
-        self._send(packed(Open(self._place, str(self._folder), living, self._writer_id)))
+        opening = Open(self._place, str(self._folder), living, self._writer_id)
+        self._wire.send(packed(opening))
         self._flush()
 
     def _lose(self) -> None:
         """Its end has come: what it had not answered is not known to be written. An entry that was
         in flight at two ends may be their cause."""
-        assert self._socket is not None
-        self._loop.remove_reader(self._socket)
-        self._loop.remove_writer(self._socket)
-        self._socket.close()
-        self._socket = None
-        self._unsent.clear()
+        if self._wire is None:
+            return  # it has been taken for lost
+        self._wire.close()
+        self._wire = None
+        self._wrote_last = False
         lost, self._in_flight = self._in_flight, deque()
         before, self._again = self._again, set()
         again: list[Pair] = []
         for item, waiter in lost:
-            entry = entry_in(item)
-            if entry is not None and entry.request_id not in before:
-                self._again.add(entry.request_id)
+            whose = _of_what_runs(item)
+            if whose and (type(item), whose) not in before:
+                self._again.add((type(item), whose))
                 again.append((item, waiter))
             else:
                 message = "The ledger's process died before it had answered."
-                self._fail(item, waiter, LedgerUnavailable("not_durable", message))
+                self._fail(item, waiter, LedgerUnavailable(NOT_DURABLE, message))
         self._handed[:0] = again
         if not self._opening.done():
             message = "The ledger's process died before it had opened the database."
@@ -381,9 +368,16 @@ class LedgerLink:
     async def _end_process(self) -> None:
         """It finishes what it was sent, and goes."""
         self._opening.cancel()
-        if self._socket is not None:
-            with suppress(OSError):
-                self._socket.shutdown(socket.SHUT_WR)
+        if self._wire is not None:
+            self._wire.end()
         await self._reap(CLOSE_S)
-        if self._socket is not None:
-            self._lose()
+        self._lose()
+
+
+def _of_what_runs(item: Item) -> str:
+    """The request that goes on whatever becomes of this, and whose entry it is or will settle; ""
+    where there is none."""
+    if isinstance(item, Hold):
+        return item.request_id if item.is_running else ""
+    entry = entry_in(item)
+    return "" if entry is None else entry.request_id

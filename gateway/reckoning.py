@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import suppress
 
+from engine.api import Stats
 from engine.errors import EngineError
 from gateway.context import Context
 from tenancy.bookkeeping import EngineTotals
@@ -52,17 +53,25 @@ class Reckoning:
         info = gateway.engine.info
         if info is None or (not gateway.engine.ready() and not is_last):
             return
-        at_ms = gateway.wall()
-        try:
-            async with asyncio.timeout(PATIENCE_S):
-                stats = await gateway.engine.get_stats()
-        except (EngineError, TimeoutError):
-            return
-        prompt, cached, output = gateway.telemetry.of_epoch(info.epoch)
+        # Whatever the engine has counted of has its hold by then, or its entry.
+        with gateway.ledger.holds_first():
+            at_ms = gateway.wall()
+            try:
+                async with asyncio.timeout(PATIENCE_S):
+                    stats = await gateway.engine.get_stats()
+            except (EngineError, TimeoutError):
+                return
+            totals = self._totals(info.epoch, stats, at_ms, is_last=is_last)
+            with suppress(LedgerUnavailable):
+                await gateway.ledger.write(totals)
+
+    def _totals(self, epoch: str, stats: Stats, at_ms: int, *, is_last: bool) -> EngineTotals:
+        telemetry = self._gateway.telemetry
+        prompt, cached, output = telemetry.of_epoch(epoch)
         # Behind the end of a text nothing is charged, whoever noticed that it was drawn.
-        unneeded = stats.unneeded_tokens_total + gateway.telemetry.unneeded_in(info.epoch)
-        totals = EngineTotals(
-            epoch=info.epoch,
+        unneeded = stats.unneeded_tokens_total + telemetry.unneeded_in(epoch)
+        return EngineTotals(
+            epoch=epoch,
             at_ms=at_ms,
             prompt_tokens=stats.prompt_tokens_total,
             cached_tokens=stats.cached_tokens_total,
@@ -72,8 +81,6 @@ class Reckoning:
             metric_output_tokens=output,
             is_ended=is_last,
         )
-        with suppress(LedgerUnavailable):
-            await gateway.ledger.write(totals)
 
     async def check(self) -> bool:
         """Do the counts of the present epoch agree, as far as they can be compared now?"""

@@ -27,7 +27,8 @@ class Hold(Struct, frozen=True, tag="hold"):
     """A request that has been admitted and not settled, with the most it can use.
 
     `input_tokens`: of all its prompts. `output_tokens`: all it may be answered. `claim`: on the
-    name that its client gave it; no hold is written for one that somebody else has.
+    name that its client gave it; no hold is written for one that somebody else has. `is_running`:
+    it was admitted when no budget bound it; one that was set since counts it and cannot refuse it.
     """
 
     request_id: str
@@ -42,6 +43,7 @@ class Hold(Struct, frozen=True, tag="hold"):
     dialect: str = ""
     epoch: str = ""
     claim: Claim | None = None
+    is_running: bool = False
 
 
 class NamedEntry(Struct, frozen=True, tag="named_entry"):
@@ -108,8 +110,9 @@ class Books:
         What they need to know is read at once, and what they change is written at once. Raises
         StoreError, ConstraintBroken for an impossible item.
         """
-        write_progress(db, _reached(items))
+        reached = _reached(items)
         if all(isinstance(item, ProgressNote) for item in items):
+            write_progress(db, reached)
             return [None] * len(items)
         version, open_day, chain, sealed_hour_ms = db.rows(_FACTS)[0]
         if version != self._version:
@@ -117,7 +120,9 @@ class Books:
             self.budgets = load_budgets(db)
             self._version = version
         page = Page(db, bytes(chain or NO_CHAIN), sealed_hour_ms)
-        return _Batch(db, self, items, page, (open_day or 0) * DAY_MS).play()
+        answers = _Batch(db, self, items, page, (open_day or 0) * DAY_MS).play()
+        write_progress(db, reached)  # in holds that may have come with it
+        return answers
 
 
 class _Batch:
@@ -165,7 +170,7 @@ class _Batch:
                 case EngineTotals():
                     self._db.execute_many(_EPOCH, [structs.astuple(item)])
                 case ProgressNote():
-                    pass  # all of them are written by now
+                    pass  # all of them are written together
             answers.append(refused)
         self._holds.finish()
         self._names.finish()
@@ -186,10 +191,12 @@ class _Batch:
             if taken is not None:
                 return taken
         spending = self._windows.of(hold.tenant_id, hold.key_id, booked_ms)
-        refused = refusal(spending, pico, booked_ms)
+        refused = None if hold.is_running else refusal(spending, pico, booked_ms)
         if refused is not None:
             return refused
         if self._holds.is_used(hold.request_id):
+            if hold.is_running:
+                return None  # it was sent again
             return LedgerUnavailable("duplicate_request", "This request id was used before.")
         card_id, tokens = card.rate_card_id, hold.input_tokens + hold.output_tokens
         row = (

@@ -16,7 +16,7 @@ from concurrent.futures import Future
 
 from tenancy.bookkeeping import EngineTotals, Hold, Item, NamedEntry, StorageReading
 from tenancy.errors import LedgerUnavailable
-from tenancy.ledger_writer import BATCH_MAX, LedgerWriter
+from tenancy.ledger_writer import BATCH_MAX, LedgerWriter, is_written
 from tenancy.progress import Progress, ProgressNote
 from tenancy.store import Store
 from tenancy.types import UsageEntry, WallClock
@@ -32,7 +32,7 @@ class Ledger:
 
     def __init__(self, store: Store, clock: WallClock) -> None:
         """Close what a dead process left open, then take items. `found_epoch` and `interrupted`
-        are the writer's.
+        are the writer's. `is_well`: it could write what came last.
 
         Raises StoreError if another process is writing, whose open holds are not ours to close,
         and if the file cannot be written.
@@ -44,6 +44,7 @@ class Ledger:
         self._door = threading.Lock()
         self._is_closed = False  # nothing more is taken
         self._is_over = False  # the thread has seen the end of its inbox
+        self.is_well = True
         self._thread = threading.Thread(target=self._main, name="ledger", daemon=True)
         self._thread.start()
 
@@ -131,6 +132,7 @@ class Ledger:
         except BaseException:
             _stopped(batch, "failed")
             raise
+        self.is_well = all(map(is_written, answers))
         for (_, future), refusal in zip(batch, answers, strict=True):
             if refusal is None:
                 future.set_result(None)

@@ -31,6 +31,9 @@ BATCH_MAX = 128
 """Items in one transaction."""
 
 ATTEMPTS = 3
+NOT_DURABLE = "not_durable"
+"""Of a LedgerUnavailable: the database failed, and it may or may not be there."""
+
 KEEP_POINT_MS = 60_000
 """How often it is noted beside the database how far this ledger has come, while it goes on."""
 
@@ -93,11 +96,13 @@ class LedgerWriter:
                 return [answer for item in items for answer in self.write([item])]
             return [_unwritten("impossible_entry", error)]
         except StoreBusy as error:
-            return [_unwritten("not_durable", error) for _ in items]
+            return [_unwritten(NOT_DURABLE, error) for _ in items]
         except StoreError as error:
             self._is_damaged = True
-            self._doubtful.update(item.request_id for item in items if isinstance(item, Hold))
-            return [_unwritten("not_durable", error) for _ in items]
+            holds = [item for item in items if isinstance(item, Hold)]
+            # What runs already will have its entry, whether its hold is there or not.
+            self._doubtful.update(hold.request_id for hold in holds if not hold.is_running)
+            return [_unwritten(NOT_DURABLE, error) for _ in items]
 
     def look_after(self) -> None:
         """What is done now and then, when everybody has been told: a point is kept."""
@@ -148,6 +153,11 @@ class LedgerWriter:
         if dead:
             self._apply(dead)
         return len(dead)
+
+
+def is_written(answer: TenancyError | None) -> bool:
+    """Could the database take it, wanted or refused?"""
+    return not (isinstance(answer, LedgerUnavailable) and answer.code == NOT_DURABLE)
 
 
 def _unwritten(code: str, error: Exception) -> LedgerUnavailable:

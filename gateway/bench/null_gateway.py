@@ -11,6 +11,7 @@ import asyncio
 import os
 import sys
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import msgspec
@@ -63,7 +64,7 @@ class Ready(Struct, frozen=True):
 class _NoLedger:
     """Nothing is written, and everybody is told at once that it was."""
 
-    found_epoch, interrupted, restarts = None, 0, 0
+    found_epoch, interrupted, restarts, is_well = None, 0, 0, True
 
     def write(self, item: Item) -> asyncio.Future[None]:
         """See `LedgerDoor`."""
@@ -73,6 +74,10 @@ class _NoLedger:
 
     def note_progress(self, reached: Mapping[str, Progress]) -> None:
         """See `LedgerDoor`."""
+
+    def holds_first(self) -> AbstractContextManager[None]:
+        """See `LedgerDoor`."""
+        return nullcontext()
 
     async def close(self) -> None:
         """See `LedgerDoor`."""

@@ -225,7 +225,7 @@ async def test_what_a_gateway_had_handed_in_when_it_was_killed_is_written(
         os.kill(writer, signal.SIGSTOP)
         load = Load(server)
         clients = [asyncio.create_task(load.ask(number)) for number in range(CLIENTS)]
-        for _ in range(50):  # by then they wait for their holds
+        for _ in range(50):  # by then they wait for their holds, or their entries
             async with server.asked(max_tokens="none") as (_, content):
                 await content.read()
         load.is_over = True
@@ -235,7 +235,7 @@ async def test_what_a_gateway_had_handed_in_when_it_was_killed_is_written(
         await until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids.values()))
         entries = place.entries()
 
-    assert {ending for ending, _ in entries.values()} == {"interrupted"}
+    assert {ending for ending, _ in entries.values()} <= {"interrupted", "done"}
     assert len(entries) == CLIENTS
     place.check()
 

@@ -11,6 +11,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from gateway import ledger_link
 from gateway.ledger_link import FRAME_ITEMS, LedgerLink
@@ -117,6 +118,7 @@ async def test_one_turn_of_the_loop_is_few_frames(
 ) -> None:
     """Each is a system call, and a turn of the other process; one for many would have each of the
     two wait for the other."""
+    await asyncio.gather(*[one.link.write(used(name, 10)) for name in "ab"])
     frames: list[int] = []
     packed = ledger_frames.packed
 
@@ -128,6 +130,51 @@ async def test_one_turn_of_the_loop_is_few_frames(
     await asyncio.gather(*[one.link.write(used(str(number), 10)) for number in range(count)])
 
     assert frames == sizes
+
+
+async def test_what_comes_alone_leaves_at_once(one: Link, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rest of the turn need not be waited for; behind others of a turn it is, or the first
+    would cost the rest a commit."""
+    frames: list[int] = []
+    packed = ledger_frames.packed
+
+    def counted(message: list[Item]) -> bytes:
+        frames.append(len(message))
+        return packed(message)
+
+    monkeypatch.setattr(ledger_link, "packed", counted)
+    first = one.link.write(used("a", 10))
+    alone = list(frames)
+    await first
+    await asyncio.gather(*[one.link.write(used(name, 10)) for name in "bcd"])
+    last = one.link.write(used("e", 10))
+    behind_others = list(frames)
+    await last
+
+    assert alone == [1]
+    assert behind_others == [1, 1, 2]
+    assert frames == [1, 1, 2, 1]
+
+
+async def test_whether_it_is_well_is_known_before_anything_is_admitted(one: Link) -> None:
+    """Not while its process is away, after a death until something was written, and not while a
+    disk keeps us waiting."""
+    seen = [one.link.is_well]
+    os.kill(one.link.pid, signal.SIGSTOP)
+    slow = one.link.write(used("a", 10))
+    seen.append(one.link.is_well)
+    await asyncio.sleep(0)
+    await one.until(lambda: not one.link.is_well)
+    os.kill(one.link.pid, signal.SIGCONT)
+    await slow
+    seen.append(one.link.is_well)
+    one.kill()
+    await one.until_event("ledger_started")
+    seen.append(one.link.is_well)
+    await one.link.write(hold("b"))
+    seen.append(one.link.is_well)
+
+    assert seen == [True, True, True, False, True]
 
 
 async def test_what_runs_is_settled_by_the_next_process(one: Link) -> None:
@@ -162,6 +209,20 @@ async def test_of_what_it_had_not_answered_entries_are_sent_again(one: Link) -> 
 
     assert refusal == "not_durable"
     assert (one.holds(), one.endings()) == (0, {"runs": ("done", 4)})
+
+
+async def test_a_hold_of_what_runs_already_is_sent_again(made: Link) -> None:
+    """Its request is not refused any more: a hold that was written and not answered must not be
+    closed, or its entry would find the request settled."""
+    await made.open(sys.executable, "-c", DIES_BEFORE_IT_ANSWERS)
+    refused = await code(made.link.write(structs.replace(hold("a"), is_running=True)))
+    await made.until_event("ledger_died", 2)
+    held = made.holds()
+    made.link.write(used("a", 10)).add_done_callback(lambda told: told.exception())
+    await made.until(lambda: bool(made.endings()))
+
+    assert (refused, held) == ("not_durable", 1)
+    assert made.endings() == {"a": ("done", 4)}
 
 
 async def test_an_entry_that_was_there_at_two_deaths_is_refused(made: Link) -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 
+import pytest
+
+from engine.api import Stats
 from gateway.metering import wall_ms
 from gateway.reckoning import Reckoning
 from gateway.telemetry import EPOCHS_MAX, Telemetry
@@ -80,6 +83,36 @@ async def test_while_something_runs_nothing_is_compared(house: House) -> None:
 
     assert all(epoch.state in ("pending", "running") for epoch in reconcile(house.store))
     assert await house.gateway._reckoning.check()
+
+
+@pytest.mark.parametrize("is_early", [True, False])
+async def test_what_the_engine_has_begun_has_a_hold_when_it_is_compared(
+    house: House, monkeypatch: pytest.MonkeyPatch, is_early: bool
+) -> None:
+    """Though short answers have none: whatever ran when the engine was asked, and whatever began
+    while it was."""
+    house.runner.hold_after(5)
+    asking: list[asyncio.Task[object]] = []
+
+    async def begin() -> None:
+        asking.append(asyncio.create_task(house.ask(body=house.chat(max_tokens=300))))
+        await house.until(lambda: house.runner.steps >= 5)
+
+    async def counted() -> Stats:
+        if not is_early:
+            await begin()
+        return Stats(prompt_tokens_total=7)
+
+    monkeypatch.setattr(house.gateway.context.engine, "get_stats", counted)
+    if is_early:
+        await begin()
+    await house.gateway._reckoning.note()
+    (epoch,) = reconcile(house.store)
+    house.runner.release()
+    await asking[0]
+
+    assert epoch.engine.prompt_tokens > epoch.ledger.prompt_tokens
+    assert (epoch.state, epoch.is_apart) == ("pending", False)
 
 
 async def test_a_life_of_the_engine_is_known_from_its_beginning(house: House) -> None:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import pytest
 from msgspec import structs
 
-from tenancy.bookkeeping import EngineTotals, StorageReading
+from tenancy.bookkeeping import EngineTotals, Item, StorageReading
 from tenancy.errors import BadPrice, LedgerUnavailable
 from tenancy.ledger import Hold, Ledger
+from tenancy.ledger_writer import LedgerWriter
 from tenancy.pricing import PRICE_MAX, RateCard, price, savings
+from tenancy.progress import Progress, ProgressNote
 from tenancy.rate_cards import add_card, load_cards
+from tenancy.registry import create_tenant
 from tenancy.store import Store
 from tenancy.types import UsageEntry
 from tenancy.usage import entries_of
@@ -78,6 +81,22 @@ def test_a_request_that_could_cost_too_much_is_not_admitted(
         ledger.hold(Hold("a", 1, 1, "m", wall(), 1, 10**9)).result(20)
 
     assert ledger.open_holds() == 0
+
+
+def test_progress_is_noted_in_a_hold_of_its_own_batch(store: Store, wall: Wall) -> None:
+    """A stream's first note may bring its hold along; what is settled in the batch needs none."""
+    create_tenant(store, wall, "ada")
+    noted = ProgressNote({"a": Progress(output_tokens=3), "b": Progress(output_tokens=5)})
+    held = [Hold(name, 1, 1, "m", wall()) for name in "ab"]
+    items: list[Item] = [*held, noted, used("b", wall())]
+    writer = LedgerWriter(store, wall)
+    answers = writer.write(items)
+    writer.abandon()
+    writer.close()
+
+    assert answers == [None] * 4
+    rows = store.query("select request_id, ending, output_tokens from ledger order by entry_id")
+    assert rows == [("b", "done", 4), ("a", "interrupted", 3)]
 
 
 def test_storage_is_summed_by_hour_class_and_card(store: Store, ledger: Ledger, wall: Wall) -> None:

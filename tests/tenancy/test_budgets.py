@@ -13,6 +13,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+from msgspec import structs
 
 from tenancy.audit import check_books
 from tenancy.budgets import DAY_MS, Budget, budget_states, set_budget, window_of
@@ -204,6 +205,21 @@ def test_a_budget_that_comes_later_counts_what_was_spent_before(
     assert not is_held(ledger, hold("c", wall(), 4))
     assert sums(store, wall) == [(7, 10)]
     assert is_held(ledger, hold("c", wall(), 3))
+
+
+def test_what_runs_when_a_budget_comes_is_counted_and_not_refused(
+    store: Store, ledger: Ledger, wall: Wall
+) -> None:
+    """Its hold may be handed in after the budget was set, and again after a death."""
+    set_budget(store, Budget(1, "day", hard_micros=15))
+    late = structs.replace(hold("a", wall(), 20), is_running=True)
+    answers = [is_held(ledger, late), is_held(ledger, late), is_held(ledger, hold("b", wall(), 1))]
+    reserved = sums(store, wall)
+    ledger.settle(entry("a", wall(), 14)).result(PATIENCE_S)
+
+    assert answers == [True, True, False]
+    assert reserved == [(0, 20)]
+    assert is_held(ledger, hold("b", wall(), 1))
 
 
 def test_a_soft_budget_refuses_nothing_and_shows(store: Store, ledger: Ledger, wall: Wall) -> None:

@@ -11,7 +11,7 @@ from msgspec import structs
 
 from tenancy.bookkeeping import Hold, Item
 from tenancy.errors import LedgerUnavailable, StoreError
-from tenancy.ledger_writer import KEEP_POINT_MS, LedgerWriter
+from tenancy.ledger_writer import KEEP_POINT_MS, LedgerWriter, is_written
 from tenancy.postgres_link import LinkLost, StatementFailed
 from tenancy.postgres_store import WRITE_LOCK, PostgresStore
 from tenancy.progress import Progress, ProgressNote
@@ -61,6 +61,29 @@ def test_each_item_has_its_answer_in_order(store: Store, wall: Wall) -> None:
     codes = [answer and answer.code for answer in answers]
     assert codes == [None, "impossible_entry", "duplicate_request", None, None]
     assert set(endings(store)) == {"a", "b"}
+
+
+def test_after_a_failed_commit_only_what_was_refused_is_closed(
+    store: Store, wall: Wall, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hold may be there although its commit failed. Whoever was refused for it settles nothing;
+    what runs already does, and must not find itself settled."""
+    create_tenant(store, wall, "ada")
+    writer = LedgerWriter(store, wall)
+    write(writer, hold("refused"), structs.replace(hold("runs"), is_running=True))
+
+    def broken() -> None:
+        raise StoreError("not_written", "test")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "change", broken)
+        again = [hold("refused"), structs.replace(hold("runs"), is_running=True)]
+        failed = list(map(is_written, writer.write(again)))
+    write(writer, used("runs", 10))
+    writer.close()
+
+    assert failed == [False, False]
+    assert endings(store) == {"refused": ("interrupted", 0), "runs": ("done", 4)}
 
 
 def test_a_successor_closes_what_is_dead_and_nothing_that_lives(store: Store, wall: Wall) -> None:

@@ -1,0 +1,85 @@
+"""The gateway's end of the socket to its ledger's process: frames out and in, and nobody waits.
+
+It knows no item, no answer and no process; `ledger_link` puts frames in and is told of those that
+come. Belongs to one loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+
+from tenancy.ledger_frames import FrameReader
+
+READ_BYTES = 2**12
+"""Answers are small."""
+
+
+class LedgerWire:
+    """An open end. When the other one closes, however that comes, `ended` is called once, and this
+    is closed then."""
+
+    def __init__(
+        self, end: socket.socket, heard: Callable[[bytes], None], ended: Callable[[], None]
+    ) -> None:
+        """`end`: its own from now on. `heard`: told of each frame's body."""
+        self._loop = asyncio.get_running_loop()
+        self._end = end
+        self._heard, self._ended = heard, ended
+        self._reader = FrameReader()
+        self._unsent = bytearray()  # what the socket has not taken
+        end.setblocking(False)
+        self._loop.add_reader(end, self._read)
+
+    def send(self, frame: bytes) -> None:
+        """All of it, after what was sent before; what the socket does not take now leaves later."""
+        if self._unsent:
+            self._unsent += frame
+            return
+        sent = self._try_to_send(frame)
+        if sent < len(frame):
+            self._unsent += memoryview(frame)[sent:]
+            self._loop.add_writer(self._end, self._send_rest)
+
+    def end(self) -> None:
+        """Nothing more will be sent: the other end finishes, and closes. Safe to call twice."""
+        try:
+            self._end.shutdown(socket.SHUT_WR)
+        except OSError:
+            return  # it is gone already
+
+    def close(self) -> None:
+        """Hear no more. What was not sent is lost. Safe to call twice."""
+        if self._end.fileno() >= 0:
+            self._loop.remove_reader(self._end)
+            self._loop.remove_writer(self._end)
+            self._end.close()
+
+    def _send_rest(self) -> None:
+        sent = self._try_to_send(self._unsent)
+        del self._unsent[:sent]
+        if not self._unsent:
+            self._loop.remove_writer(self._end)
+
+    def _try_to_send(self, data: bytes | bytearray) -> int:
+        try:
+            return self._end.send(data)
+        except (BlockingIOError, InterruptedError):
+            return 0
+        except OSError:
+            return len(data)  # it is gone, and its end is about to be read
+
+    def _read(self) -> None:
+        try:
+            data = self._end.recv(READ_BYTES)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self.close()
+            self._ended()
+            return
+        for frame in self._reader.feed(data):
+            self._heard(frame)
