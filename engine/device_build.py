@@ -16,10 +16,16 @@ from engine.device_runner import SPARE_SEATS, DeviceRunner
 from engine.errors import ModelError
 from engine.first_steps import Limits
 from engine.kv_storage import KvStorage, kv_format
-from engine.model_store import ModelCard
+from engine.model_store import ModelCard, ModelConfig
 from engine.models.device_layers import DeviceOps
 from engine.models.registry import build_model
 from engine.weights import load_weights
+
+HEAD_DIMS = (16, 32, 64, 128)
+"""Powers of two: a tile's columns; and of 256 the big tiles' keys find no room."""
+
+SHARERS_MAX = 16
+"""Query heads to a KV head: one row of them is the smallest tile."""
 
 
 def build_device_runner(card: ModelCard, config: EngineConfig) -> Built:
@@ -29,6 +35,7 @@ def build_device_runner(card: ModelCard, config: EngineConfig) -> Built:
     """
     if not torch.cuda.is_available():
         raise ModelError("unsupported", "There is no CUDA device here; use --device cpu.")
+    check_shape(card.config, config)
     device = torch.device("cuda")
     context = min(card.config.context, config.context_tokens_max or card.config.context)
     form = kv_format(card.config, torch.bfloat16, config.block_size)
@@ -48,6 +55,23 @@ def build_device_runner(card: ModelCard, config: EngineConfig) -> Built:
         with torch.inference_mode():
             runner.warm_up(limits)
     return Built(runner, form, blocks, context, device="cuda", pipeline_depth=2)
+
+
+def check_shape(model: ModelConfig, config: EngineConfig) -> None:
+    """Are there kernels for it? Raises ModelError for what the CPU alone can compute."""
+    sharers = model.heads // model.kv_heads
+    if model.head_dim not in HEAD_DIMS:
+        sizes = ", ".join(map(str, HEAD_DIMS))
+        reason = f"it takes heads of {sizes} values, and this model's have {model.head_dim}"
+    elif sharers > SHARERS_MAX:
+        reason = (
+            f"at most {SHARERS_MAX} query heads share a KV head there, and in this model {sharers}"
+        )
+    elif "fp32" in (config.dtype, config.kv_dtype):
+        reason = "it computes and keeps KV in bf16 alone, and engine.dtype or kv_dtype is fp32"
+    else:
+        return
+    raise ModelError("unsupported", f"The GPU cannot run this: {reason}. Use --device cpu.")
 
 
 @contextmanager

@@ -14,9 +14,9 @@ so step N+1 is planned while N runs.
            └──────────────────┴───────────┴────┘
              part 0             part 1     part 2        a row's parts are merged at the end
 
-Where spans are cut decides in which order floats are added. With `chunk_keys` they are cut at
-absolute multiples of it and the tile class depends on the position alone, so a row's bits do not
-depend on who shares with it (`docs/adr`, exactness).
+Where spans are cut decides in which order floats are added. With `chunk_keys` they are cut at its
+absolute multiples and the tile class depends on the position alone, so bits do not depend on who
+shares (`docs/adr`, exactness).
 """
 
 from __future__ import annotations
@@ -159,6 +159,7 @@ class Planner:
         return TileWork(config, units[order])
 
     def rows_per_tile(self, config: TileConfig) -> int:
+        assert self.padded_heads <= config.vectors, "a row has more heads than a tile has vectors"
         return config.vectors // self.padded_heads
 
 
@@ -245,7 +246,7 @@ class _Cutter(ABC):
 
     def class_of(self, rows: int) -> TileConfig:
         """The tile class for a slice's own keys: by how many rows it has."""
-        if rows <= max(self.planner.rows_per_tile(SMALL), 1):
+        if rows <= self.planner.rows_per_tile(SMALL):
             return SMALL
         return BIG if rows < 2 * self.planner.rows_per_tile(BIG) else WIDE
 

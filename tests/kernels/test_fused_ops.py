@@ -78,6 +78,26 @@ def test_copy_blocks_copies_only_the_filled_slots_of_all_layers() -> None:
     assert torch.equal(before, kv)
 
 
+@pytest.mark.gpu
+def test_kv_is_written_and_copied_beyond_what_an_int32_counts() -> None:
+    """Pools of many gigabytes: a block's place takes 64 bits."""
+    kv = torch.zeros(2**32 // 4096 + 2, 1, 2, 2, 16, 64, dtype=torch.bfloat16, device=DEVICE)
+    last = len(kv) - 1
+    qkv = rand(1, (4 + 2 * 2) * 64).bfloat16()
+    still = torch.ones(1, 32, device=DEVICE)
+    q_out = torch.empty(1, 4, 64, dtype=torch.bfloat16, device=DEVICE)
+    at = torch.tensor([0], dtype=torch.int32, device=DEVICE)
+
+    rope_kv_write(qkv, q_out, kv, 0, still, 0 * still, at, at + last * 16 + 3)
+    copies = torch.tensor([[last, last - 1, 16]], dtype=torch.int32, device=DEVICE)
+    copy_blocks(kv, copies)
+
+    written = qkv.view(8, 64)[4:].view(2, 2, 64)
+    assert torch.equal(kv[last, 0, :, :, 3], written)
+    assert torch.equal(kv[last - 1, 0, :, :, 3], written)
+    assert int(kv[: last - 1].count_nonzero()) == 0
+
+
 def draw(logits: torch.Tensor, u: float, t: float, k: int = 0, p: float = 1.0, m: float = 0) -> int:
     def one(x: float) -> torch.Tensor:
         return torch.tensor([x], dtype=torch.float32, device=DEVICE)

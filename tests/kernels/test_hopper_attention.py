@@ -38,7 +38,7 @@ on_hopper = pytest.mark.skipif(
 
 
 @on_hopper
-@pytest.mark.parametrize("heads", [HEADS, 6, 2], ids=["four", "three", "one"])
+@pytest.mark.parametrize("heads", [2, 6, 8, 10, 14, 16, 32], ids=lambda heads: heads // KV_HEADS)
 @pytest.mark.parametrize("tree", TREES)
 def test_tiles_scheduled_by_hand_are_attention(tree: str, heads: int) -> None:
     """Whatever rows and keys a unit has, with or without a mask, for any group of heads."""
@@ -47,6 +47,72 @@ def test_tiles_scheduled_by_hand_are_attention(tree: str, heads: int) -> None:
     got = attend(case, planner_for(case))
 
     assert error(got, case.expected(1)) < 8e-3
+
+
+@on_hopper
+@pytest.mark.parametrize("tree", ["fewer keys than a tile", "a prompt behind a prefix"])
+def test_what_lies_behind_a_sequences_end_changes_no_bit(tree: str) -> None:
+    """The copy engine brings whole blocks: what is behind the last key may be another's."""
+    case = case_of(tree)
+    planner = planner_for(case)
+    case.fill_unseen(0.0)
+    expected = attend(case, planner)
+
+    case.fill_unseen(torch.finfo(case.kv.dtype).max)
+    got = attend(case, planner)
+
+    assert torch.equal(expected, got)
+
+
+@on_hopper
+@pytest.mark.parametrize("start", [0, 1, 15, 16, 63, 64, 65, 127, 128, 129, 192])
+@pytest.mark.parametrize("rows", [17, 32, 33, 65])
+def test_a_prompt_may_begin_and_end_anywhere_in_a_tile(start: int, rows: int) -> None:
+    """Rows, keys and blocks have edges of their own: 16 slots, 64 keys, 16 or 32 rows."""
+    case = Case(
+        start, [], [(start, rows), (3, 1)], heads=HEADS, kv_heads=KV_HEADS, head_dim=HEAD_DIM,
+        dtype=torch.bfloat16,
+    )  # fmt: skip
+
+    got = attend(case, planner_for(case))
+
+    assert error(got, case.expected(1)) < 8e-3
+
+
+@on_hopper
+@pytest.mark.parametrize("multiprocessors", [1, 132])
+def test_many_units_of_one_tile_keep_their_turns(multiprocessors: int) -> None:
+    """The producer is two units ahead where units are short: barriers turn over most often there,
+    and every run has to add up the same."""
+    case = Case(
+        5, [], [(0, 17 + i % 15) for i in range(60)], heads=HEADS, kv_heads=KV_HEADS,
+        head_dim=HEAD_DIM, dtype=torch.bfloat16,
+    )  # fmt: skip
+    planner = planner_for(case, multiprocessors=multiprocessors)
+
+    first, *others = (attend(case, planner) for _ in range(20))
+
+    assert error(first, case.expected(1)) < 8e-3
+    assert all(torch.equal(first, other) for other in others)
+
+
+@on_hopper
+@pytest.mark.parametrize("by_hand", [True, False])
+def test_a_pool_may_have_more_numbers_than_an_int32(
+    by_hand: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight gigabytes of KV are 2**32 of them: a block's place takes 64 bits, or is a row's."""
+    monkeypatch.setattr(kernels.tree_attention, "HAS_GLUON", by_hand)
+    case = case_of("a prompt behind a prefix")
+    expected = attend(case, planner_for(case))
+    far = 2**32 // case.kv.stride(0) - len(case.kv)
+    small, case.kv = case.kv, case.kv.new_zeros(far + len(case.kv), *case.kv.shape[1:])
+    case.kv[far:] = small
+    case.block_ids += far
+
+    got = attend(case, planner_for(case))
+
+    assert torch.equal(expected, got)
 
 
 @on_hopper

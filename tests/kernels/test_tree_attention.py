@@ -85,6 +85,15 @@ class Case:
             device=DEVICE,
         )
 
+    def fill_unseen(self, value: float) -> None:
+        """Put this into every slot that no row sees."""
+        unseen = torch.ones(len(self.kv), SIZE, dtype=torch.bool)
+        ends = (self.slices.starts + self.slices.rows).tolist()
+        for table, end in zip(self.tables, ends, strict=True):
+            for at, block in enumerate(table):
+                unseen[block, : max(0, end - at * SIZE)] = False
+        self.kv.transpose(1, 4)[unseen.to(DEVICE)] = value
+
     def expected(self, layer: int) -> torch.Tensor:
         """[T, H, D] float64: plain attention, row by row."""
         heads, d = self.q.shape[1:]
@@ -146,6 +155,7 @@ SHAPES: dict[str, tuple[int, int, int]] = {
     "gqa of three": (6, 2, 16),
     "gqa of four": (8, 2, 32),
     "mqa": (4, 1, 16),
+    "a row to a small tile": (16, 1, 16),
 }
 TREES: dict[str, tuple[list[tuple[int, int]], list[tuple[int, int]]]] = {
     "one row": ([], [(5, 1)]),
@@ -172,6 +182,21 @@ def test_tree_attention_is_attention(
 
     tolerance = 1e-5 if DEVICE.type == "cpu" else 2e-3  # tf32 dots on the device
     assert error(got, case.expected(1)) < tolerance
+
+
+@pytest.mark.parametrize("tree", ["no sharing, ragged", "a prefill chunk beside decodes"])
+def test_what_lies_behind_a_sequences_end_changes_no_bit(tree: str) -> None:
+    """Tiles read whole runs of slots, of blocks that may be another's: any numbers but these."""
+    levels, slices = TREES[tree]
+    case = Case(4, levels, slices, heads=4, kv_heads=2, head_dim=16, dtype=torch.float32)
+    planner = planner_for(case)
+    case.fill_unseen(0.0)
+    expected = attend(case, planner)
+
+    case.fill_unseen(1e30)
+    got = attend(case, planner)
+
+    assert torch.equal(expected, got)
 
 
 @pytest.mark.parametrize("tree", ["one prefix", "three levels"])
@@ -265,6 +290,15 @@ def random_tree(seed: int) -> tuple[Slices, npt.NDArray[np.int32]]:
     starts = (own * SIZE + rng.integers(0, 700, n)).astype(np.int32)
     offsets = (np.arange(n) * 4096).astype(np.int32)
     return Slices(rows, starts, offsets), np.array(groups, np.int32).reshape(-1, 4)
+
+
+def test_a_row_with_more_heads_than_a_small_tile_is_no_plan() -> None:
+    """It would be in no unit: its answer what the memory held before."""
+    planner = Planner(kv_heads=1, heads_per_group=32, block_size=SIZE, multiprocessors=4)
+    one = np.ones(1, np.int32)
+
+    with pytest.raises(AssertionError, match="more heads"):
+        planner.plan(Slices(one, one, one), np.zeros((0, 4), np.int32))
 
 
 @pytest.mark.parametrize("chunk", [0, 64, 256])
