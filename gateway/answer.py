@@ -35,7 +35,7 @@ from gateway.prepare import Prepared, check_model, circumstances, prepare
 from gateway.refusals import refusal_of
 from gateway.request_state import STATE, RequestState
 from gateway.retention import Contract
-from gateway.server import ClientGone, begin, send, write
+from gateway.server import ClientGone, begin, send, whole, write
 from gateway.stream import AnswerStream
 from gateway.tracing import operation_of
 from tenancy.errors import LedgerUnavailable, LimitExceeded
@@ -78,7 +78,8 @@ class Answer:
         if call.operation == "count":
             state.operation = ""  # nothing was to be generated
             body = self._dialect.count_body(made.tokens, made.resource_tokens)
-            return await self._send_whole(body)
+            ready = whole(self._request, 200, body, self._head(is_stream=False))
+            return await send(self._request, ready)
         reply = Reply(f"{id_prefix}{state.request_id}", call.model, gateway.wall() // 1000)
         encoder = self._dialect.encoder(call, reply)
         return await self.see_through(self.admitted(made, identity, encoder, reply))
@@ -231,11 +232,12 @@ class Answer:
         self, answer: AnswerStream, encoder: Encoder, account: Account, outcome: Outcome
     ) -> web.StreamResponse:
         deltas = await answer.whole(self._see)
-        body = await self._last(deltas, answer, account, outcome, partial(encoder.unary, deltas))
-        return await self._send_whole(body)
-
-    async def _send_whole(self, body: bytes) -> web.StreamResponse:
-        return await send(self._request, 200, body, self._head(is_stream=False))
+        encode = partial(encoder.unary, deltas)
+        body, settled = self._close(deltas, answer, account, outcome, encode)
+        ready = whole(self._request, 200, body, self._head(is_stream=False))
+        await settled
+        self._state.settled_s = self._gateway.clock()
+        return await send(self._request, ready)
 
     def _head(self, *, is_stream: bool) -> dict[str, str]:
         """What it is, and what the cache did for it."""
@@ -281,8 +283,10 @@ class Answer:
         self._see(batch)
         is_last = bool(batch) and isinstance(batch[-1], End)
         if is_last:
-            close = partial(_closing, encoder, batch)
-            data = await self._last(batch, answer, account, outcome, close)
+            encode = partial(_end_of_stream, encoder, batch)
+            data, settled = self._close(batch, answer, account, outcome, encode)
+            await settled
+            self._state.settled_s = self._gateway.clock()
         else:
             data = b"".join(map(encoder.stream, batch))
             if self._named is not None:
@@ -315,16 +319,16 @@ class Answer:
                 raise
             self._named.is_left = True
 
-    async def _last(
+    def _close(
         self,
         deltas: Sequence[Delta],
         answer: AnswerStream,
         account: Account,
         outcome: Outcome,
         encode: Callable[[], bytes],
-    ) -> bytes:
-        """The last bytes of a good answer, once its entry is durable. They are made while it is
-        being written; those of a named request are kept, so they come before it."""
+    ) -> tuple[bytes, asyncio.Future[None]]:
+        """The last bytes of a good answer, to be sent when its entry is durable. It is handed in
+        first, for the ledger to write meanwhile; what is kept of a named request goes with it."""
         last = deltas[-1]
         assert isinstance(last, End), "a whole answer ends with its usage"
         if self._named is None:
@@ -337,9 +341,7 @@ class Answer:
             keeping = self._named.keeping(head, self._gateway.wall())
             settled = account.settle("done", last.usage, answer.first_token_s, keeping)
         outcome.count(answer)
-        await settled
-        self._state.settled_s = self._gateway.clock()
-        return data
+        return data, settled
 
     # -- named by its client --------------------------------------------------------------------
 
@@ -351,8 +353,8 @@ class Answer:
         return await replay(self._request, kept, ids, is_stream=self._state.is_stream)
 
 
-def _closing(encoder: Encoder, deltas: Sequence[Delta]) -> bytes:
-    """The end of a stream."""
+def _end_of_stream(encoder: Encoder, deltas: Sequence[Delta]) -> bytes:
+    """Its last events, and what follows them."""
     return b"".join(map(encoder.stream, deltas)) + encoder.close()
 
 

@@ -1,5 +1,5 @@
-"""The log: one JSON line for each event, on a file descriptor; those of one turn of the event loop
-in one write, at its end.
+"""The log: one JSON line for each event, on a file descriptor; those of a few milliseconds in one
+write.
 
 A reader that does not keep up holds nobody up: lines wait for it, up to `WAITING_BYTES_MAX`, and
 what does not fit any more is counted, which a line says when there is room. It knows no event.
@@ -20,6 +20,8 @@ from tenancy.types import WallClock
 WAITING_BYTES_MAX = 2**20
 PIECE_BYTES = select.PIPE_BUF
 """A pipe that takes any takes this much without waiting."""
+GATHER_S = 0.005
+"""So long a line waits for others: somebody who asks again at once does not wait for its write."""
 RETRY_S = 0.02
 PATIENCE_S = 1.0
 """So long a reader is waited for at the end, and outside of an event loop."""
@@ -51,7 +53,7 @@ class LogLines:
             return
         if self._due is not loop:
             self._due = loop
-            loop.call_soon(self._flush_due, loop)
+            loop.call_later(GATHER_S, self._flush_due, loop)
 
     def close(self) -> None:
         """Write what waits; a reader that is behind has `PATIENCE_S`. Safe to call twice."""

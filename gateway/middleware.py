@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
@@ -23,9 +22,16 @@ from gateway.context import Context
 from gateway.door import WRONG_KEYS_PER_MINUTE_MAX, WrongKeys, bearer_key, check_host
 from gateway.errors import Kind, Refusal
 from gateway.refusals import refusal_of, where
-from gateway.request_state import PLAIN, STATE, ErrorShape, RequestState, log_facts, span_facts
-from gateway.server import ENTRANCE, ClientGone, cut
-from gateway.whole import Whole
+from gateway.request_state import (
+    EVERY,
+    PLAIN,
+    STATE,
+    ErrorShape,
+    RequestState,
+    log_facts,
+    span_facts,
+)
+from gateway.server import ENTRANCE, NAMING, ClientGone, cut
 from tenancy.errors import KeyRefused
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -42,13 +48,6 @@ class Route:
     handler: Handler
     role: Role
     shape: ErrorShape = PLAIN
-
-
-_HEADERS = {
-    "Server": "trunkline",
-    "X-Content-Type-Options": "nosniff",
-    "Cache-Control": "no-store",
-}
 
 
 def install(
@@ -74,8 +73,8 @@ async def _elsewhere(_: web.Request) -> web.StreamResponse:
 async def _name_response(request: web.Request, response: web.StreamResponse) -> None:
     """Every answer says which request it answers."""
     headers = response.headers
-    headers["Server"] = _HEADERS["Server"]  # aiohttp has named itself by now
-    for name, value in _HEADERS.items():
+    headers["Server"] = EVERY["Server"]  # aiohttp has named itself by now
+    for name, value in EVERY.items():
         headers.setdefault(name, value)
     state = request.get(STATE)
     if state is not None:
@@ -123,6 +122,7 @@ class Guard:
         gateway = self._gateway
         state = RequestState(gateway.new_id(), gateway.clock())
         request[STATE] = state
+        request[NAMING] = state.named
         status = 0
         try:
             match = self._exact.get((request.method, request.rel_url.raw_path))
@@ -133,11 +133,6 @@ class Guard:
             request._match_info = match  # as its application would
             response = await self._enter(request, match, state)
             status = response.status
-            if isinstance(response, Whole):  # it asks nobody before it goes
-                ids = {"X-Request-Id": state.request_id, **state.shape.headers(state.request_id)}
-                response.head = {**_HEADERS, **ids, **response.head, **state.headers}
-                with suppress(ConnectionError):  # as every answer for which nobody is left
-                    response.leave(request)  # before it is told of: somebody waits for it
             return response
         except asyncio.CancelledError:
             status = state.left()

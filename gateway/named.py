@@ -18,7 +18,7 @@ from aiohttp import web
 from gateway.config import IdempotencyConfig
 from gateway.context import Context
 from gateway.errors import Kind, Refusal
-from gateway.server import begin, send, write
+from gateway.server import begin, send, whole, write
 from tenancy.idempotency import Claim, Keeping, KeptAnswer, find
 from tenancy.types import Identity
 
@@ -102,7 +102,7 @@ async def replay(
     head = {**msgspec.json.decode(answer.head, type=dict[str, str]), **ids, REPLAYED: "true"}
     body = zlib.decompress(answer.body)  # bounded when it was recorded
     if not is_stream:
-        return await send(request, 200, body, head)
+        return await send(request, whole(request, 200, body, head))
     response = web.StreamResponse(headers=head)
     await begin(request, response)
     for start in range(0, len(body), _PIECE_BYTES):

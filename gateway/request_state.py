@@ -18,6 +18,13 @@ from gateway.errors import Refusal
 from gateway.tracing import Answered
 from tenancy.types import Identity
 
+EVERY = {
+    "Server": "trunkline",
+    "X-Content-Type-Options": "nosniff",
+    "Cache-Control": "no-store",
+}
+"""What every answer says, whatever it is."""
+
 
 class ErrorShape(Protocol):
     """The part of a dialect that errors need."""
@@ -69,6 +76,11 @@ class RequestState(Struct):
     submitted_s: float | None = None
     settled_s: float | None = None
     headers: dict[str, str] = {}
+
+    def named(self, head: dict[str, str]) -> dict[str, str]:
+        """A head of an answer to it, with all that every answer says."""
+        shape = self.shape.headers(self.request_id)
+        return {**EVERY, "X-Request-Id": self.request_id, **shape, **head, **self.headers}
 
     def left(self) -> int:
         """The client is gone; the status it saw. After the last byte that is no loss."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any, cast
 
 from aiohttp import web
@@ -28,6 +29,10 @@ _BACKLOG = 4_096
 Entrance = Callable[[web.Request], Awaitable[web.StreamResponse]]
 ENTRANCE: web.AppKey[Entrance] = web.AppKey("entrance")
 """Who answers an application's requests in its place."""
+
+Naming = Callable[[dict[str, str]], dict[str, str]]
+NAMING: web.RequestKey[Naming] = web.RequestKey("naming")
+"""Adds to a head what all answers to this request say."""
 
 
 class ClientGone(Exception):
@@ -106,18 +111,23 @@ async def write(request: web.Request, data: bytes) -> None:
         raise ClientGone from None
 
 
-async def send(
-    request: web.Request, status: int, body: bytes, headers: dict[str, str]
-) -> web.StreamResponse:
-    """A whole answer, in pieces so that a slow reader of a long one has a deadline per piece."""
-    if len(body) <= _WRITE_PIECE_BYTES:
-        return Whole(status, body, headers)
-    response = web.StreamResponse(status=status, headers=headers)
-    response.content_length = len(body)
-    await begin(request, response)
-    for start in range(0, len(body), _WRITE_PIECE_BYTES):
-        await write(request, body[start : start + _WRITE_PIECE_BYTES])
-    return response
+def whole(request: web.Request, status: int, body: bytes, headers: dict[str, str]) -> Whole:
+    """A complete answer, all but sent."""
+    return Whole(request, status, body, request[NAMING](headers))
+
+
+async def send(request: web.Request, answer: Whole) -> web.StreamResponse:
+    """Write it; a long one in pieces, so that a slow reader has a deadline per piece. Raises
+    ClientGone from the middle of one."""
+    data = answer.data
+    if len(data) <= _WRITE_PIECE_BYTES:
+        with suppress(ConnectionError):  # whoever asks for it next is told
+            answer.leave()
+        return answer
+    for start in range(0, len(data), _WRITE_PIECE_BYTES):
+        await write(request, data[start : start + _WRITE_PIECE_BYTES])
+    answer.has_left = True
+    return answer
 
 
 def cut(request: web.Request) -> None:

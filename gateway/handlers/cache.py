@@ -25,7 +25,7 @@ from gateway.errors import Kind, Refusal
 from gateway.middleware import Handler, Route
 from gateway.prepare import Prepared, check_model, prepare
 from gateway.request_state import STATE
-from gateway.server import send
+from gateway.server import send, whole
 from tenancy.pricing import RateCard
 from tenancy.rate_cards import CardBook, load_cards
 from tenancy.types import Identity
@@ -72,7 +72,7 @@ def _quote(gateway: Context) -> Handler:
         )
         answer = quote(made, seen, gateway.engine.stats, card, is_elsewhere=is_elsewhere)
         data = msgspec.json.encode(answer)
-        return await send(request, 200, data, {"Content-Type": "application/json"})
+        return await send(request, whole(request, 200, data, {"Content-Type": "application/json"}))
 
     return handle
 

@@ -29,7 +29,7 @@ from gateway.middleware import Handler, Route
 from gateway.prepare import Prepared, check_model, prepare
 from gateway.request_state import STATE
 from gateway.resources import PREFIX, load, marked, retention
-from gateway.server import send
+from gateway.server import send, whole
 from tenancy.errors import BadName, StoreError
 from tenancy.resources import (
     Resource,
@@ -284,7 +284,7 @@ def _told_if_not(gateway: Context) -> Iterator[None]:
 
 
 async def _ok(request: web.Request, body: bytes) -> web.StreamResponse:
-    return await send(request, 200, body, {"Content-Type": "application/json"})
+    return await send(request, whole(request, 200, body, {"Content-Type": "application/json"}))
 
 
 def shown(resource: Resource) -> gemini_cached.Shown:

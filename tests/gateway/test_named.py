@@ -474,7 +474,7 @@ async def test_a_count_has_no_name(house: House) -> None:
 
 async def test_a_long_answer_is_replayed_in_pieces(house: House) -> None:
     """More than goes into one write, over a connection that goes on."""
-    body = json.dumps(house.chat(max_tokens=300, n=4, stream=True)).encode()
+    body = json.dumps(house.chat(max_tokens=300, n=4, logprobs=True, stream=True)).encode()
     raw = house.post(CHAT, body, "Idempotency-Key: n", "Connection: close")
     answers = [await house.raw(raw) for _ in range(2)]
     bodies = [answer.partition(b"\r\n\r\n")[2] for answer in answers]

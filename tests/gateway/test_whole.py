@@ -6,9 +6,9 @@ import asyncio
 import socket
 
 import pytest
-from msgspec.json import encode
+from msgspec.json import decode, encode
 
-from tests.gateway.house import House
+from tests.gateway.house import House, read_answer
 
 
 def request(house: House, version: str, *lines: str) -> bytes:
@@ -77,3 +77,19 @@ async def test_an_answer_leaves_before_it_is_told_of(
 
     (answer,) = seen
     assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
+
+
+async def test_a_long_answer_is_whole_too_and_its_connection_goes_on(house: House) -> None:
+    """It leaves in pieces, each with a deadline of its own."""
+    long = house.chat(max_tokens=300, n=4, logprobs=True)
+    async with house.connection() as (reader, writer):
+        answers = []
+        for body in (long, house.chat(max_tokens=1)):
+            writer.write(house.post("/v1/chat/completions", encode(body)))
+            answers.append((await read_answer(reader)).partition(b"\r\n\r\n"))
+
+    (head, _, content), (_, _, short) = answers
+    assert b"x-request-id: " in head.lower()
+    assert len(content) > 2**16
+    assert len(decode(content)["choices"]) == 4
+    assert len(decode(short)["choices"]) == 1
