@@ -8,48 +8,52 @@ asks.
 
 from __future__ import annotations
 
-from array import array
+import math
+import struct
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from operator import attrgetter
 from typing import Any, TypeVar
 
-import xxhash
 from msgspec import Struct
 from msgspec.structs import asdict
 
-from gateway.dialects.canonical import Boundary, UsageRecord
+from gateway.dialects.canonical import Rendered, UsageRecord
 from tenancy.advice import advise_classes, advise_sizes
+from tenancy.prefixes import Prefixes
 from tenancy.pricing import RateCard
-from tenancy.reuse import Histogram, ReuseSampler
-from tenancy.volatility import Mark, Volatility
+from tenancy.reuse import BLOCK_TOKENS, DEEPEST, Histogram, ReuseSampler, units_of
 
 T = TypeVar("T")
 
 MINUTES = 120
+MINUTE_MS = 60_000
 COUNTED_MAX = 2_000
 """Tenants with sums of their own, at most about 30 kB each."""
 
-PREFIXES_MAX = 2_048
-PATH_SIGNS_MAX = 120
 SAMPLE_MAX = 1_024
-SEEN_MAX = 4_096
-TOGETHER = 32
-"""How many answers wait to be added up at most; their prompts have `TOKENS_MAX` tokens at most."""
-TOKENS_MAX = 65_536
+PROMPTS_BYTES_MAX = 2 * 2**20
+
+WAITING_MAX = 65_536
+"""Of the answers that wait to be added up: their prompts' tokens, and as many as take as long as an
+answer does, and each of its boundaries."""
+ANSWER_TOKENS, MARK_TOKENS = 480, 64
+TOKENS_MAX = DEEPEST * BLOCK_TOKENS
 """Of one prompt, looked at: the beginning is where prefixes are."""
 
 
-PROMPTS_BYTES_MAX = 2 * 2**20
+_COUNTS = attrgetter("fresh", "out", "total_in", "physical_cached", "recomputed_promised")
+_ENDING = attrgetter("ending")
 
 
-class Facts(Struct, frozen=True):
+class Facts(Struct, frozen=True, gc=False):
     """One answer that is over. `missed_tokens`: of the longest prefix that was written before, what
     was not read, because of `missed`."""
 
     tenant: str
     record: UsageRecord
-    tokens: Sequence[int]
-    boundaries: Sequence[Boundary]
+    prompt: Rendered
     first_token_s: float | None
     missed: str
     ending: str
@@ -77,57 +81,37 @@ class Minute:
         return [self.number, self.requests, self.read, self.write, self.fresh, self.out]
 
 
-class Times:
-    """Times to first token. Quantiles to a fifth, from buckets."""
-
-    def __init__(self) -> None:
-        self._ms = Histogram()
-        self.count = 0
-
-    def add(self, seconds: float) -> None:
-        self._ms.add(seconds * 1000, 1.0)
-        self.count += 1
-
-    def merge(self, others: Times) -> None:
-        """More of them. O(buckets)."""
-        self._ms.merge(others._ms)
-        self.count += others.count
-
-    def quantiles(self) -> dict[str, float | None]:
-        """Milliseconds; None before there is one."""
-        return {"count": self.count, **{f"p{q}": self._ms.quantile(q / 100) for q in (50, 95, 99)}}
-
-
 class Sums:
-    """What some answers of one minute come to, added up once for all who count them."""
+    """What some answers of one tenant and one minute come to, added up once for all who count
+    them."""
 
-    def __init__(self, many: Sequence[Facts]) -> None:
+    def __init__(self, many: Sequence[tuple[float, Facts]]) -> None:
         """O(answers)."""
-        records = [facts.record for facts in many]
-        self.counts = (
-            len(records),
-            sum([record.read_tokens() for record in records]),
-            sum([record.write_tokens() for record in records]),
-            sum([record.fresh for record in records]),
-            sum([record.out for record in records]),
+        all_facts = [facts for _, facts in many]
+        records = [facts.record for facts in all_facts]
+        fresh, out, self.prompt, self.physical, self.owed = map(
+            sum, zip(*map(_COUNTS, records), strict=True)
         )
-        self.prompt = sum([record.total_in for record in records])
-        self.physical = sum([record.physical_cached for record in records])
-        self.owed = sum([record.recomputed_promised for record in records])
-        self.endings = Counter([facts.ending for facts in many])
-        self.read_classes = _by_class([record.read for record in records if record.read])
-        self.write_classes = _by_class([record.write for record in records if record.write])
+        self.endings = Counter(map(_ENDING, all_facts))
+        self.read_classes: defaultdict[str, int] = defaultdict(int)
+        self.write_classes: defaultdict[str, int] = defaultdict(int)
+        for record in records:
+            if record.read:
+                _add(self.read_classes, record.read)
+            if record.write:
+                _add(self.write_classes, record.write)
         self.misses: defaultdict[str, int] = defaultdict(int)
         self.missed_tokens: defaultdict[str, int] = defaultdict(int)
-        self.hit_times, self.miss_times = Times(), Times()
-        for facts in many:
+        self.hit_ms, self.miss_ms = Histogram(), Histogram()
+        for facts in all_facts:
             if facts.missed:
                 self.misses[facts.missed] += 1
-                if facts.missed_tokens:
-                    self.missed_tokens[facts.missed] += facts.missed_tokens
+                self.missed_tokens[facts.missed] += facts.missed_tokens
             if facts.first_token_s is not None:
-                times = self.hit_times if facts.record.physical_cached else self.miss_times
-                times.add(facts.first_token_s)
+                times = self.hit_ms if facts.record.physical_cached else self.miss_ms
+                times.add(1000 * facts.first_token_s)
+        read, write = sum(self.read_classes.values()), sum(self.write_classes.values())
+        self.totals = len(many), read, write, fresh, out
 
 
 class TenantView:
@@ -139,27 +123,27 @@ class TenantView:
         self.prompt = 0
         self.owed = 0
         self.minutes: deque[Minute] = deque(maxlen=MINUTES)
-        self.read_classes: Counter[str] = Counter()
-        self.write_classes: Counter[str] = Counter()
-        self.misses: Counter[str] = Counter()
-        self.missed_tokens: Counter[str] = Counter()
-        self.endings: Counter[str] = Counter()
-        self.hit_times, self.miss_times = Times(), Times()
+        self.read_classes: dict[str, int] = {}
+        self.write_classes: dict[str, int] = {}
+        self.misses: dict[str, int] = {}
+        self.missed_tokens: dict[str, int] = {}
+        self.endings: dict[str, int] = {}
+        self.hit_ms, self.miss_ms = Histogram(), Histogram()
 
     def add(self, minute: int, sums: Sums) -> None:
         """More answers of one minute. O(1)."""
-        self.total.add(*sums.counts)
-        _minute(self.minutes, minute).add(*sums.counts)
+        self.total.add(*sums.totals)
+        _minute(self.minutes, minute).add(*sums.totals)
         self.prompt += sums.prompt
         self.physical += sums.physical
         self.owed += sums.owed
-        self.endings.update(sums.endings)
-        self.read_classes.update(sums.read_classes)
-        self.write_classes.update(sums.write_classes)
-        self.misses.update(sums.misses)
-        self.missed_tokens.update(sums.missed_tokens)
-        self.hit_times.merge(sums.hit_times)
-        self.miss_times.merge(sums.miss_times)
+        _add(self.endings, sums.endings)
+        _add(self.read_classes, sums.read_classes)
+        _add(self.write_classes, sums.write_classes)
+        _add(self.misses, sums.misses)
+        _add(self.missed_tokens, sums.missed_tokens)
+        self.hit_ms.merge(sums.hit_ms)
+        self.miss_ms.merge(sums.miss_ms)
 
     def summary(self) -> dict[str, Any]:
         """A line of a table."""
@@ -182,27 +166,23 @@ class Prompts:
     """What is sampled of one tenant's prompts: at most `PROMPTS_BYTES_MAX`, measured when full."""
 
     def __init__(self) -> None:
-        self.prefixes: OrderedDict[bytes, list[Any]] = OrderedDict()
+        self.prefixes = Prefixes()
         self.reuse = ReuseSampler(SAMPLE_MAX)
-        self.volatility = Volatility(SEEN_MAX)
-        self.count = 0
 
-    def add(self, facts: Facts, at_s: float) -> None:
-        """One more: its blocks and boundaries. O(tokens), about 0.5 us a block."""
-        hashes, marks = digested(facts.tokens, facts.boundaries)
-        self.count += 1
-        self.reuse.use(hashes, at_s)
-        self.volatility.note(marks, facts.record.total_in)
-        found = facts.record.physical_cached
-        for mark in marks:
-            row = self.prefixes.get(mark.digest)
-            if row is None:
-                row = self.prefixes[mark.digest] = [mark.path[:PATH_SIGNS_MAX], mark.tokens, 0, 0]
-            row[2] += 1
-            row[3] += mark.tokens <= found
-            self.prefixes.move_to_end(mark.digest)
-        while len(self.prefixes) > PREFIXES_MAX:
-            self.prefixes.popitem(last=False)
+    @property
+    def count(self) -> int:
+        """How many were looked at."""
+        return self.prefixes.prompts()
+
+    def add(self, many: Sequence[tuple[float, Facts]]) -> None:
+        """More of them: their units and boundaries. O(tokens)."""
+        use, note = self.reuse.use, self.prefixes.note
+        for at_s, facts in many:
+            prompt, record = facts.prompt, facts.record
+            tokens = prompt.token_ids[:TOKENS_MAX]
+            data = _packer(len(tokens))(*tokens)
+            use(units_of(data), at_s)
+            note(data, prompt.boundaries, record.total_in, record.physical_cached)
 
 
 class Analytics:
@@ -219,34 +199,42 @@ class Analytics:
         self._tenants: OrderedDict[str, TenantView] = OrderedDict()
         self._prompts: OrderedDict[str, Prompts] = OrderedDict()
         self._all = TenantView()
-        self._waiting: list[tuple[int, float, Facts]] = []
-        self._waiting_tokens = 0
+        self._waiting: defaultdict[str, list[tuple[float, Facts]]] = defaultdict(list)
+        self._room = WAITING_MAX
+        self._minute, self._minute_ends_s = 0, -math.inf  # of those that wait
 
     def note(self, facts: Facts) -> None:
-        """An answer is over. O(1), and now and then O(tokens of those before): a few dozen answers
-        are added up together, and those that wait whenever somebody asks."""
-        self._waiting.append((self._wall() // 60_000, self._clock(), facts))
-        self._waiting_tokens += len(facts.tokens)
-        if len(self._waiting) >= TOGETHER or self._waiting_tokens >= TOKENS_MAX:
+        """An answer is over. O(1), and now and then O(tokens of those before): many answers of one
+        minute are added up together, and those that wait whenever somebody asks."""
+        at_s = self._clock()
+        if at_s >= self._minute_ends_s:
+            self._begin(at_s)
+        self._waiting[facts.tenant].append((at_s, facts))
+        prompt = facts.prompt
+        self._room -= ANSWER_TOKENS + len(prompt.token_ids) + MARK_TOKENS * len(prompt.boundaries)
+        if self._room <= 0:
             self._fold()
 
+    def _begin(self, at_s: float) -> None:
+        self._fold()
+        wall_ms = self._wall()
+        self._minute = wall_ms // MINUTE_MS
+        self._minute_ends_s = at_s + (MINUTE_MS - wall_ms % MINUTE_MS) / 1000
+
     def _fold(self) -> None:
-        groups: dict[tuple[int, str], list[Facts]] = {}
-        for minute, at_s, facts in self._waiting:
-            groups.setdefault((minute, facts.tenant), []).append(facts)
-            prompts = _latest(self._prompts, facts.tenant, Prompts, self._tenants_max)
-            prompts.add(facts, at_s)
-        for (minute, tenant), many in groups.items():
+        for tenant, many in self._waiting.items():
             sums = Sums(many)
-            self._all.add(minute, sums)
-            _latest(self._tenants, tenant, TenantView, COUNTED_MAX).add(minute, sums)
-        self._waiting, self._waiting_tokens = [], 0
+            self._all.add(self._minute, sums)
+            _latest(self._tenants, tenant, TenantView, COUNTED_MAX).add(self._minute, sums)
+            _latest(self._prompts, tenant, Prompts, self._tenants_max).add(many)
+        self._waiting.clear()
+        self._room, self._minute_ends_s = WAITING_MAX, -math.inf
 
     def missed_tokens(self, name: str, cause: str) -> int:
         """Tokens of a tenant's prefixes that had to be computed again because of this."""
         self._fold()
         view = self._tenants.get(name)
-        return 0 if view is None else view.missed_tokens[cause]
+        return 0 if view is None else view.missed_tokens.get(cause, 0)
 
     def overview(self) -> dict[str, Any]:
         """Everything together, and a line per tenant."""
@@ -277,7 +265,7 @@ class Analytics:
         if view is None:
             return None
         prompts = self._prompts.get(name) or Prompts()
-        rows = sorted(prompts.prefixes.items(), key=lambda item: -item[1][1] * item[1][3])[:20]
+        prefixes = prompts.prefixes
         return {
             "tenant": name,
             "total": view.summary(),
@@ -288,8 +276,14 @@ class Analytics:
             "misses": dict(view.misses),
             "endings": dict(view.endings),
             "top_prefixes": [
-                {"id": digest.hex(), "path": path, "tokens": tokens, "uses": uses, "hits": hits}
-                for digest, (path, tokens, uses, hits) in rows
+                {
+                    "id": f"{one.digest:016x}",
+                    "path": one.path,
+                    "tokens": one.tokens,
+                    "uses": one.uses,
+                    "hits": one.hits,
+                }
+                for one in prefixes.top()
             ],
             "recomputed": [
                 {
@@ -297,11 +291,12 @@ class Analytics:
                     "tokens": tokens,
                     "cost_pico": tokens * max(0, card.input - card.cache_read),
                 }
-                for cause, tokens in view.missed_tokens.most_common()
+                for cause, tokens in sorted(view.missed_tokens.items(), key=lambda one: -one[1])
+                if tokens
             ],
             "breaks": [
                 {**asdict(one), "cost_pico": one.tokens * (card.input - card.cache_read)}
-                for one in prompts.volatility.breaks()
+                for one in prefixes.breaks()
             ],
             "retention_advice": [
                 asdict(one) for one in advise_classes(prompts.reuse, prompts.count, classes, card)
@@ -317,31 +312,10 @@ class Analytics:
         }
 
 
-def digested(
-    tokens: Sequence[int], boundaries: Sequence[Boundary], block_size: int = 16
-) -> tuple[list[int], list[Mark]]:
-    """(a chained hash of each whole block, a mark of each boundary) of a prompt's beginning.
-
-    The hashes sample and group; they never prove equality.
-    """
-    data = memoryview(array("I", tokens[:TOKENS_MAX])).cast("B")
-    whole, size = len(data), 4 * block_size
-    hashes: list[int] = []
-    marks: list[Mark] = []
-    running = xxhash.xxh3_64()
-    for end in range(size, whole + 1, size):
-        running.update(data[end - size : end])
-        hashes.append(running.intdigest())
-    running, at = xxhash.xxh3_64(), 0
-    for mark in boundaries:
-        end = 4 * mark.tokens
-        if end > whole:
-            break
-        if end > at:
-            running.update(data[at:end])
-            at = end
-        marks.append(Mark(mark.path, mark.tokens, running.digest()))
-    return hashes, marks
+@lru_cache(maxsize=1_024)
+def _packer(count: int) -> Callable[..., bytes]:
+    """Four bytes a token id; twice as fast as an array for short prompts."""
+    return struct.Struct(f"{count}I").pack
 
 
 def _latest(kept: OrderedDict[str, T], name: str, make: Callable[[], T], most: int) -> T:
@@ -355,12 +329,9 @@ def _latest(kept: OrderedDict[str, T], name: str, make: Callable[[], T], most: i
     return one
 
 
-def _by_class(counts: Sequence[Mapping[str, int]]) -> dict[str, int]:
-    found: defaultdict[str, int] = defaultdict(int)
-    for count in counts:
-        for name, tokens in count.items():
-            found[name] += tokens
-    return found
+def _add(sums: dict[str, int], counts: Mapping[str, int]) -> None:
+    for name, count in counts.items():
+        sums[name] = sums.get(name, 0) + count
 
 
 def _minute(minutes: deque[Minute], number: int) -> Minute:
@@ -370,7 +341,14 @@ def _minute(minutes: deque[Minute], number: int) -> Minute:
 
 
 def _times(view: TenantView) -> dict[str, Any]:
-    return {"hit": view.hit_times.quantiles(), "miss": view.miss_times.quantiles()}
+    """Milliseconds, to a fifth; None before there is one."""
+    return {
+        name: {
+            "count": round(times.total()),
+            **{f"p{part}": times.quantile(part / 100) for part in (50, 95, 99)},
+        }
+        for name, times in (("hit", view.hit_ms), ("miss", view.miss_ms))
+    }
 
 
 def _ratio(part: int, whole: int) -> float | None:

@@ -76,8 +76,7 @@ class Outcome:
                 Facts(
                     tenant=self._tenant,
                     record=record,
-                    tokens=prompt.token_ids,
-                    boundaries=prompt.boundaries,
+                    prompt=prompt,
                     first_token_s=answer.first_token_s,
                     missed=contract.why_missed(),
                     missed_tokens=contract.missed_tokens,

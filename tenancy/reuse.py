@@ -4,22 +4,35 @@ From a bounded sample of the blocks its prompts are made of: a miss-ratio curve 
 one over retention time, live. The sample is spatial (a block is in it or not, by its hash, so that
 all its uses are), of fixed size: when it is full, the hash threshold falls and the blocks above it
 leave. Distances are scaled up by the sampling rate (SHARDS: Waldspurger, Park, Garthwaite and
-Ahmad, "Efficient MRC Construction with SHARDS", FAST 2015). It knows no engine and no clock.
+Ahmad, "Efficient MRC Construction with SHARDS", FAST 2015). Deep in a prompt a block speaks for its
+neighbours (`units_of`): what came and hit of it is rounded to an eighth of the depth. It knows no
+engine and no clock; `gateway.analytics` tells it.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from heapq import heappop, heappush
+from math import log2
 
 from msgspec import Struct
-from sortedcontainers import SortedList
+from xxhash import xxh3_64_intdigest
 
 HASH_BITS = 24
 HASHES = 1 << HASH_BITS
 SAMPLE_MAX = 4_096
-"""Blocks of one tenant that are followed: about 1.5 MB with their indexes."""
+"""Units of one tenant that are followed: about 1.5 MB with their indexes."""
+
+BLOCK_TOKENS = 16
+BLOCK_BYTES = 4 * BLOCK_TOKENS
+DEEPEST = 4_096
+"""Blocks of one prompt, looked at: the beginning is where prefixes are."""
+
+STEPS = 8
+"""Units of each octave of depth. The first two octaves' worth of blocks are one each."""
 
 BUCKETS_PER_OCTAVE = 4
 
@@ -35,90 +48,139 @@ class Point(Struct, frozen=True):
     error: float
 
 
+def bucket_of(value: float) -> int:
+    """0 for what is below one; four for each octave above."""
+    return 0 if value < 1 else 1 + int(BUCKETS_PER_OCTAVE * log2(value))
+
+
 class Histogram:
     """Weighted counts by the logarithm of a value. Two buckets differ by a fifth."""
 
-    def __init__(self) -> None:
-        self._counts: dict[int, float] = {}
+    __slots__ = ("counts",)
 
-    def add(self, value: float, weight: float) -> None:
+    def __init__(self) -> None:
+        self.counts: defaultdict[int, float] = defaultdict(float)
+
+    def add(self, value: float, weight: float = 1.0) -> None:
         """O(1)."""
-        place = 0 if value < 1 else 1 + int(BUCKETS_PER_OCTAVE * math.log2(value))
-        self._counts[place] = self._counts.get(place, 0.0) + weight
+        self.counts[bucket_of(value)] += weight
 
     def merge(self, other: Histogram) -> None:
         """All that is in another. O(buckets)."""
-        for place, count in other._counts.items():
-            self._counts[place] = self._counts.get(place, 0.0) + count
+        for place, count in other.counts.items():
+            self.counts[place] += count
+
+    def total(self) -> float:
+        """The weight of everything."""
+        return sum(self.counts.values())
 
     def below(self, value: float) -> float:
         """The weight of everything that is at most `value`: whole buckets, rounded down."""
-        last = 0 if value < 1 else int(BUCKETS_PER_OCTAVE * math.log2(value))
-        return sum(count for place, count in self._counts.items() if place <= last)
+        last = 0 if value < 1 else bucket_of(value) - 1
+        return sum(count for place, count in self.counts.items() if place <= last)
 
     def quantile(self, part: float) -> float | None:
         """The value below which this part of the weight lies: its bucket's upper edge."""
-        total = sum(self._counts.values())
+        total, sum_so_far = self.total(), 0.0
         if total <= 0:
             return None
-        sum_so_far = 0.0
-        for place in sorted(self._counts):
-            sum_so_far += self._counts[place]
+        for place in sorted(self.counts):
+            sum_so_far += self.counts[place]
             if sum_so_far >= part * total:
                 break
         return float(2 ** (place / BUCKETS_PER_OCTAVE))
 
     def fade(self, factor: float) -> None:
         """Older counts weigh less."""
-        self._counts = {
-            place: count * factor for place, count in self._counts.items() if count * factor > 1e-6
-        }
+        kept = {place: count * factor for place, count in self.counts.items()}
+        self.counts.clear()
+        self.counts.update((place, count) for place, count in kept.items() if count > 1e-6)
+
+
+def _grid() -> tuple[list[int], list[int]]:
+    """(of each unit the block in its middle, how many blocks it is), from a prompt's beginning."""
+    middles, sizes = list(range(2 * STEPS)), [1] * (2 * STEPS)
+    start, size = 2 * STEPS, 2
+    while start < DEEPEST:
+        for _ in range(STEPS):
+            middles.append(start + size // 2)
+            sizes.append(size)
+            start += size
+        size *= 2
+    return middles, sizes
+
+
+_MIDDLES, UNIT_BLOCKS = _grid()
+"""`UNIT_BLOCKS`: how many blocks each unit of a prompt speaks for."""
+_ENDS = [BLOCK_BYTES * (middle + 1) for middle in _MIDDLES]
+
+ROUNDING = 1 / STEPS / math.sqrt(12)
+"""The standard error of a length that is rounded to whole units, over the length."""
+
+
+def units_of(data: bytes) -> list[int]:
+    """Of a prompt's token ids, four bytes each: a hash of each unit and all that stands before it.
+
+    A unit is a block, and behind the sixteenth a few that lie together: an eighth of the octave
+    they are in. It is there if its middle is. O(tokens) at memory's speed, and O(log blocks).
+    """
+    found, at, value = [], 0, 0
+    for end in _ENDS[: bisect_left(_MIDDLES, len(data) // BLOCK_BYTES)]:
+        value = xxh3_64_intdigest(data[at:end], value)
+        found.append(value)
+        at = end
+    return found
+
+
+class _Run:
+    """Units that were last used one right after the other. Between two uses of each lie as many
+    others, so they are one entry in both histograms. `turn`: of the first; `sizes`: in blocks."""
+
+    __slots__ = ("at_s", "sizes", "turn", "units")
+
+    def __init__(self, turn: int, at_s: float, units: list[int], sizes: list[int]) -> None:
+        self.turn, self.at_s, self.units, self.sizes = turn, at_s, units, sizes
 
 
 class ReuseSampler:
-    """One tenant's reuse. Belongs to one thread; bounded by `sample_max` blocks."""
+    """One tenant's reuse. Belongs to one thread; bounded by `sample_max` units."""
 
     def __init__(self, sample_max: int = SAMPLE_MAX) -> None:
         self._sample_max = sample_max
         self._threshold = HASHES
-        self._last: dict[int, tuple[int, float]] = {}
-        self._by_hash: SortedList = SortedList()
-        self._order: list[int] = []  # turns only grow, so it is sorted as it is
+        self._scale = 1.0  # blocks that a followed one speaks for
+        self._runs: dict[int, _Run] = {}
+        self._highest: list[tuple[int, int, int]] = []  # a heap of (-place, unit, its blocks)
+        self._turns: list[int] = []  # of all runs; turns only grow, so they are sorted as they are
+        self._blocks: list[int] = []  # of the same runs
         self._turn = 0
         self._distances = Histogram()
         self._gaps = Histogram()
-        self._uses = 0.0
+        self._firsts = 0.0  # weight of the uses that were the first
+        self._size = self._squares = 0  # blocks of what is followed, and of their squares
 
     @property
     def rate(self) -> float:
-        """The part of all blocks that is followed."""
-        return self._threshold / HASHES
+        """The part of all blocks that is followed. Never 0, whatever hashes somebody has found."""
+        return max(1, self._threshold) / HASHES
 
     @property
     def sampled_blocks(self) -> int:
-        return len(self._last)
+        """How many units are followed: most are a block."""
+        return len(self._runs)
 
-    def use(self, block_hashes: Iterable[int], at_s: float) -> None:
-        """A prompt's blocks, from its beginning. About 0.1 us a block, 0.3 us a sampled one that
-        was last used right after the one before it, 5 us any other."""
-        run: list[int] = []
-        last, due = self._last, (0, 0.0)
-        for value in block_hashes:
-            if value % HASHES >= self._threshold:
-                continue
-            known = last.get(value)
-            if run and known == due:
-                run.append(value)
-            else:
-                self._again(run, at_s)
-                # What has just been noted may be this very block.
-                known = last.get(value)
-                run = [value] if known is not None else []
-                if known is None:
-                    self._first(value, at_s)
-                    continue
-            due = (known[0] + 1, known[1])
-        self._again(run, at_s)
+    def use(self, units: Sequence[int], at_s: float, blocks: Sequence[int] = UNIT_BLOCKS) -> None:
+        """A prompt's units, from its beginning; how many blocks each is, at least as many. About
+        0.1 us a unit, 2 us a run of sampled ones, 1 us a sampled one that is new."""
+        if (limit := self._threshold) < HASHES:
+            pairs = zip(units, blocks, strict=False)
+            sampled = [pair for pair in pairs if pair[0] % HASHES < limit]
+            units, blocks = [unit for unit, _ in sampled], [size for _, size in sampled]
+        run = self._runs.get(units[0]) if units else None
+        if run is not None and run.units == units:
+            self._again(run, at_s, None)
+        else:
+            self._use(units, at_s, blocks)
 
     def by_blocks(self, sizes: Iterable[float]) -> list[Point]:
         """The hit ratio that a cache of each size would have had, by least recent use."""
@@ -132,54 +194,119 @@ class ReuseSampler:
         """Let the past weigh less, so that curves follow a tenant that changes."""
         self._distances.fade(factor)
         self._gaps.fade(factor)
-        self._uses *= factor
+        self._firsts *= factor
 
     def check(self) -> None:
         """Raises AssertionError if the indexes disagree. O(sample)."""
-        assert len(self._last) == len(self._by_hash) == len(self._order) <= self._sample_max
-        assert sorted(turn for turn, _ in self._last.values()) == self._order
-        assert all(value % HASHES < self._threshold for value in self._last)
+        runs = {run.turn: run for run in self._runs.values()}
+        assert sorted(runs) == self._turns
+        assert [sum(runs[turn].sizes) for turn in self._turns] == self._blocks
+        units = [pair for run in runs.values() for pair in zip(run.units, run.sizes, strict=True)]
+        assert sorted(units) == sorted((unit, size) for _, unit, size in self._highest)
+        assert len(units) == len(self._runs) <= self._sample_max
+        assert all(self._runs[unit] is run for run in runs.values() for unit in run.units)
+        assert all(unit % HASHES < self._threshold for unit in self._runs)
+        assert sum(self._blocks) == self._size
+        assert sum(size * size for _, size in units) == self._squares
 
-    def _again(self, run: Sequence[int], at_s: float) -> None:
-        """Blocks that were last used one right after the other, at one time: between two uses of
-        each lie as many others, so they are one entry in both histograms."""
-        if not run:
-            return
-        weight = len(run) / self.rate
-        self._uses += weight
-        turn, before_s = self._last[run[0]]
-        place = bisect_left(self._order, turn)
-        self._distances.add((len(self._order) - place) / self.rate, weight)
-        self._gaps.add(at_s - before_s, weight)
-        del self._order[place : place + len(run)]
-        for value in run:
-            self._turn += 1
-            self._last[value] = (self._turn, at_s)
-        self._order.extend(range(self._turn - len(run) + 1, self._turn + 1))
+    def _use(self, units: Sequence[int], at_s: float, blocks: Sequence[int]) -> None:
+        """What parts from earlier prompts, or goes on."""
+        at, latest = 0, None
+        while at < len(units):
+            run = self._runs.get(units[at])
+            if run is not None:
+                run = self._shared(run, units[at:])
+                at += len(run.units)
+                latest = self._again(run, at_s, latest)
+            else:
+                if units[at] % HASHES < self._threshold:  # it may have fallen meanwhile
+                    latest = self._first(units[at], blocks[at], at_s, latest)
+                at += 1
 
-    def _first(self, value: int, at_s: float) -> None:
-        """A block that is not in the sample yet; another may have to leave."""
-        self._uses += 1 / self.rate
+    def _shared(self, run: _Run, units: Sequence[int]) -> _Run:
+        """The part of a run that begins as these units do, as far as both go on alike."""
+        if run.units[0] != units[0]:
+            run = self._cut(run, run.units.index(units[0]))
+        count = len(run.units)
+        if units[:count] != run.units:
+            pairs = enumerate(zip(units, run.units, strict=False))
+            self._cut(run, next((n for n, (one, other) in pairs if one != other), len(units)))
+        return run
+
+    def _cut(self, run: _Run, count: int) -> _Run:
+        """Leave a run so many units; the others are the one that is returned."""
+        rest = _Run(run.turn + count, run.at_s, run.units[count:], run.sizes[count:])
+        del run.units[count:], run.sizes[count:]
+        place = bisect_left(self._turns, run.turn)
+        self._blocks[place] = sum(run.sizes)
+        self._turns.insert(place + 1, rest.turn)
+        self._blocks.insert(place + 1, sum(rest.sizes))
+        self._runs.update(dict.fromkeys(rest.units, rest))
+        return rest
+
+    def _again(self, run: _Run, at_s: float, latest: _Run | None) -> _Run:
+        """A run is used again. What this prompt used before it, it joins."""
+        turns, sizes, scale = self._turns, self._blocks, self._scale
+        place = bisect_left(turns, run.turn)
+        blocks = sizes[place]
+        self._distances.counts[bucket_of(sum(sizes[place:]) * scale)] += blocks * scale
+        self._gaps.counts[bucket_of(at_s - run.at_s)] += blocks * scale
+        del turns[place], sizes[place]
+        if latest is not None and turns and turns[-1] == latest.turn:
+            latest.units += run.units
+            latest.sizes += run.sizes
+            sizes[-1] += blocks
+            self._runs.update(dict.fromkeys(run.units, latest))
+        else:
+            latest, run.turn, run.at_s = run, self._turn, at_s
+            turns.append(run.turn)
+            sizes.append(blocks)
+        self._turn += len(run.units)
+        return latest
+
+    def _first(self, unit: int, size: int, at_s: float, latest: _Run | None) -> _Run:
+        """A unit that is not in the sample yet; another may have to leave."""
+        self._firsts += size * self._scale
+        if latest is None or not self._turns or self._turns[-1] != latest.turn:
+            latest = _Run(self._turn, at_s, [], [])
+            self._turns.append(latest.turn)
+            self._blocks.append(0)
+        latest.units.append(unit)
+        latest.sizes.append(size)
+        self._blocks[-1] += size
         self._turn += 1
-        self._by_hash.add((value % HASHES, value))
-        self._last[value] = (self._turn, at_s)
-        self._order.append(self._turn)
-        while len(self._last) > self._sample_max:
+        self._runs[unit] = latest
+        heappush(self._highest, (-(unit % HASHES), unit, size))
+        self._size += size
+        self._squares += size * size
+        while len(self._runs) > self._sample_max:
             self._lower()
+        return latest
 
     def _lower(self) -> None:
         """The highest hash leaves the sample, and nothing as high comes in again."""
-        place, _ = self._by_hash[-1]
-        self._threshold = place
-        while self._by_hash and self._by_hash[-1][0] >= place:
-            _, value = self._by_hash.pop()
-            turn, _ = self._last.pop(value)
-            del self._order[bisect_left(self._order, turn)]
+        self._threshold = -self._highest[0][0]
+        self._scale = 1 / self.rate
+        while self._highest and -self._highest[0][0] >= self._threshold:
+            _, unit, size = heappop(self._highest)
+            run = self._runs.pop(unit)
+            at, place = run.units.index(unit), bisect_left(self._turns, run.turn)
+            del run.units[at], run.sizes[at]
+            self._blocks[place] -= size
+            if not run.units:
+                del self._turns[place], self._blocks[place]
+            self._size -= size
+            self._squares -= size * size
 
     def _point(self, at: float, hits: float) -> Point:
-        if self._uses <= 0:
+        uses = self._firsts + self._gaps.total()
+        if uses <= 0:
             return Point(at, 0.0, 0.0)
-        ratio = min(1.0, hits / self._uses)
-        # Uses of one block are not independent: the blocks are what was drawn.
-        error = math.sqrt(ratio * (1 - ratio) / max(1, len(self._last))) if self.rate < 1 else 0.0
+        ratio = min(1.0, hits / uses)
+        error = ROUNDING * ratio if self._squares > self._size else 0.0
+        if self.rate < 1:
+            # Uses of one unit are not independent: the units are what was drawn, and a few large
+            # ones are worth less than many small ones (Kish, "Survey Sampling", 1965).
+            units = self._size**2 / max(1, self._squares)
+            error = math.hypot(error, math.sqrt(ratio * (1 - ratio) / max(1.0, units)))
         return Point(at, ratio, error)

@@ -15,7 +15,7 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import WebDriverWait
 
 from gateway.analytics import Facts
-from gateway.dialects.canonical import UsageRecord
+from gateway.dialects.canonical import Rendered, UsageRecord
 from tests.gateway.admin import Admin
 from tests.gateway.house import House
 
@@ -200,7 +200,7 @@ async def test_a_thousand_tenants_are_shown_found_and_reached(house: House, brow
     seen = house.gateway.context.analytics
     for number in range(1_000):
         record = UsageRecord(64, {"5m": 32}, {}, 32, 5, 32)
-        facts = Facts(f"tenant-{number:04d}", record, [number] * 64, (), 0.1, "", "done")
+        facts = Facts(f"tenant-{number:04d}", record, Rendered((number,) * 64), 0.1, "", "done")
         seen.note(facts)
     page = Page(browser, house.admin_url)
     await asyncio.to_thread(page.sign_in, admin.key)

@@ -4,26 +4,19 @@ from __future__ import annotations
 
 import random
 import tracemalloc
-from array import array
-from collections.abc import Sequence
 from typing import Any
-
-import xxhash
-from hypothesis import given
-from hypothesis import strategies as st
 
 from gateway.analytics import (
     COUNTED_MAX,
-    PREFIXES_MAX,
     PROMPTS_BYTES_MAX,
     SAMPLE_MAX,
     Analytics,
     Facts,
     Prompts,
-    digested,
 )
-from gateway.dialects.canonical import Boundary, UsageRecord
+from gateway.dialects.canonical import Boundary, Rendered, UsageRecord
 from gateway.metering import wall_ms
+from tenancy.prefixes import PREFIXES_MAX
 from tenancy.pricing import RateCard
 from tenancy.rate_cards import add_card
 from tenancy.registry import change_tenant
@@ -45,12 +38,13 @@ class Desk:
         self, tenant: str, words: str, cached: int = 0, missed: str = "", missed_tokens: int = 0
     ) -> None:
         """A letter is a block of sixteen tokens and a segment."""
-        tokens = [ord(word) for word in words for _ in range(16)]
-        marks = [Boundary(16 * (n + 1), f"messages[{n}]") for n in range(len(words))]
+        tokens = tuple(ord(word) for word in words for _ in range(16))
+        marks = tuple(Boundary(16 * (n + 1), f"messages[{n}]") for n in range(len(words)))
         record = UsageRecord(
             len(tokens), {"5m": cached} if cached else {}, {}, len(tokens) - cached, 5, cached
         )
-        facts = Facts(tenant, record, tokens, marks, 0.1, missed, "done", missed_tokens)
+        prompt = Rendered(tokens, marks)
+        facts = Facts(tenant, record, prompt, 0.1, missed, "done", missed_tokens)
         self.seen.note(facts)
 
     def tenant(self, name: str) -> dict[str, Any]:
@@ -131,10 +125,10 @@ def test_what_is_sampled_of_a_tenant_has_a_bound_in_bytes() -> None:
     def fill() -> Prompts:
         prompts = Prompts()
         for number in range(200):
-            tokens = [chance.randrange(2**31) for _ in range(1_024)]
-            marks = [Boundary(32 * n, f"messages[{n}]" + "x" * 500) for n in range(1, 33)]
-            facts = Facts("ada", record, tokens, marks, 0.1, "", "done")
-            prompts.add(facts, float(number))
+            tokens = tuple(chance.randrange(2**31) for _ in range(1_024))
+            marks = tuple(Boundary(32 * n, f"messages[{n}]" + "x" * 500) for n in range(1, 33))
+            facts = Facts("ada", record, Rendered(tokens, marks), 0.1, "", "done")
+            prompts.add([(float(number), facts)])
         return prompts
 
     tracemalloc.start()
@@ -143,6 +137,7 @@ def test_what_is_sampled_of_a_tenant_has_a_bound_in_bytes() -> None:
     tracemalloc.stop()
 
     assert len(prompts.prefixes) == PREFIXES_MAX
+    assert prompts.count == 200
     assert prompts.reuse.sampled_blocks == SAMPLE_MAX
     assert used < PROMPTS_BYTES_MAX
 
@@ -160,25 +155,6 @@ def test_what_misses_cost_is_told_by_cause() -> None:
     ]
     assert desk.seen.missed_tokens("ada", "evicted_pressure") == 32
     assert desk.seen.missed_tokens("bob", "evicted_pressure") == 0
-
-
-@given(
-    st.lists(st.integers(0, 2**31 - 1), max_size=70),
-    st.lists(st.integers(0, 70), max_size=6),
-)
-def test_a_mark_depends_on_its_prefix_alone(tokens: list[int], ends: Sequence[int]) -> None:
-    """Where other segments end, and what follows, changes nothing of it."""
-    marks = [Boundary(end, "p") for end in sorted(ends) if end <= len(tokens)]
-
-    hashes, found = digested(tokens, marks)
-
-    def of(end: int) -> Any:
-        return xxhash.xxh3_64(memoryview(array("I", tokens[:end])).cast("B"))
-
-    assert [mark.digest for mark in found if mark.tokens] == [
-        of(mark.tokens).digest() for mark in marks if mark.tokens
-    ]
-    assert hashes == [of(16 * (n + 1)).intdigest() for n in range(len(tokens) // 16)]
 
 
 async def test_the_admin_listener_tells_what_was_seen(house: House) -> None:

@@ -16,7 +16,7 @@ def used(gap_s: float, times: int) -> ReuseSampler:
     """A hundred blocks, each used this often, this far apart."""
     sampler = ReuseSampler()
     for turn in range(times):
-        sampler.use(range(100), gap_s * turn)
+        sampler.use(list(range(100)), gap_s * turn, [1] * 100)
     return sampler
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+import struct
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tenancy.reuse import ReuseSampler
+from tenancy.reuse import DEEPEST, HASHES, UNIT_BLOCKS, ReuseSampler, units_of
 
 
 def exact(uses: list[int], size: int) -> float:
@@ -50,7 +51,8 @@ def test_a_small_sample_tells_the_curve_within_its_error() -> None:
     names = [chance.getrandbits(60) for _ in range(blocks)]
     sampler = ReuseSampler(sample_max=1_000)
 
-    sampler.use((names[block] for block in uses), 0.0)
+    for block in uses:
+        sampler.use([names[block]], 0.0)
 
     sampler.check()
     assert sampler.rate < 0.05
@@ -97,10 +99,10 @@ def test_the_past_can_fade() -> None:
     assert sampler.by_blocks([1_024])[0].hit_ratio < 0.02
 
 
-PROMPTS = st.lists(st.tuples(st.integers(0, 20), st.integers(1, 12)), min_size=1, max_size=40)
+PARTS = st.lists(st.tuples(st.integers(0, 20), st.integers(1, 12)), min_size=1, max_size=40)
 
 
-@given(PROMPTS, st.integers(4, 40))
+@given(PARTS, st.integers(4, 40))
 def test_a_prompt_at_once_is_its_blocks_one_by_one(
     prompts: list[tuple[int, int]], most: int
 ) -> None:
@@ -111,9 +113,10 @@ def test_a_prompt_at_once_is_its_blocks_one_by_one(
 
     for turn, (first, count) in enumerate(prompts):
         blocks = [*names[first : first + count], names[first]]
-        together.use(blocks, float(turn))
-        for block in blocks:
-            apart.use([block], float(turn))
+        sizes = [1 + block % 3 for block in blocks]
+        together.use(blocks, float(turn), sizes)
+        for block, size in zip(blocks, sizes, strict=True):
+            apart.use([block], float(turn), [size])
         together.check()
 
     assert together.rate == apart.rate
@@ -123,3 +126,63 @@ def test_a_prompt_at_once_is_its_blocks_one_by_one(
     ):
         expected = [point.hit_ratio for point in other([1, 3, 9, 27])]
         assert [point.hit_ratio for point in one([1, 3, 9, 27])] == pytest.approx(expected)
+
+
+def packed(tokens: list[int]) -> bytes:
+    return struct.pack(f"{len(tokens)}I", *tokens)
+
+
+@given(st.lists(st.integers(0, 2**32 - 1), max_size=700), st.integers(0, 700), st.integers(0, 9))
+def test_a_unit_depends_on_what_stands_before_its_middle(
+    tokens: list[int], cut: int, other: int
+) -> None:
+    """Two prompts have the units of what they share, and no more."""
+    cut = min(cut, len(tokens))
+    parted = [*tokens[:cut], *([] if cut == len(tokens) else [tokens[cut] ^ 1]), other, other]
+
+    one, two = units_of(packed(tokens)), units_of(packed(parted))
+
+    shared = len(units_of(packed(tokens[:cut])))
+    assert one[:shared] == two[:shared] == units_of(packed(tokens[:cut]))
+    assert not set(one[shared:]) & set(two[shared:])
+
+
+@pytest.mark.parametrize("blocks", [0, 1, 15, 16, 17, 33, 132, 1_000, 4_095, 4_096, 5_000])
+def test_a_prompts_units_are_its_blocks_to_a_sixteenth(blocks: int) -> None:
+    """None is rounded below sixteen; of more than `DEEPEST` the rest is not looked at."""
+    data = packed([7] * (16 * blocks))
+
+    counted = sum(UNIT_BLOCKS[: len(units_of(data))])
+
+    assert abs(counted - min(blocks, DEEPEST)) <= (blocks / 16 if blocks > 16 else 0)
+
+
+def test_chats_come_to_the_hit_ratio_of_their_blocks() -> None:
+    """Long chats that grow, by turns: against a cache that counts every block."""
+    chance = random.Random(5)
+    chats = [[chance.randrange(50_000) for _ in range(400)] for _ in range(6)]
+    sampler, uses = ReuseSampler(), []
+    for turn in range(60):
+        chat = chats[chance.randrange(6)]
+        chat += [chance.randrange(50_000) for _ in range(150)]
+        sampler.use(units_of(packed(chat)), float(turn))
+        uses += [hash(tuple(chat[: 16 * (n + 1)])) for n in range(len(chat) // 16)]
+        sampler.check()
+
+    for size in (128, 512, 2_048):
+        [point] = sampler.by_blocks([size])
+        assert point.error > 0
+        assert abs(point.hit_ratio - exact(uses, size)) < 0.05
+
+
+def test_hashes_that_somebody_has_looked_for_break_nothing() -> None:
+    """All as low as can be: there is no threshold that keeps some of them."""
+    sampler = ReuseSampler(sample_max=4)
+
+    for turn in range(20):
+        sampler.use([turn * HASHES, (turn + 1) * HASHES], float(turn))
+        sampler.check()
+
+    assert sampler.rate > 0
+    assert sampler.sampled_blocks <= 4
+    assert 0 <= sampler.by_blocks([8])[0].hit_ratio <= 1
