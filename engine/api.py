@@ -25,7 +25,7 @@ from msgspec import Meta, Struct
 Clock = Callable[[], float]
 """Monotonic seconds. The engine reads no other clock than the one it was given."""
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 Namespace = bytes
 """An opaque sharing scope: blocks are found only by requests with the same bytes."""
@@ -382,8 +382,8 @@ class Surveyed(Struct, frozen=True, tag="surveyed", forbid_unknown_fields=True):
 
 
 class NamespaceStats(Struct, frozen=True, forbid_unknown_fields=True):
-    """What one namespace holds and asks for now. `promised_by_class`: blocks under a live promise,
-    each in the class that promises it longest."""
+    """What one namespace holds and asks for now; zeros where nothing is left of it.
+    `promised_by_class`: blocks under a live promise, each in the class that promises it longest."""
 
     namespace: Namespace
     blocks: Count
@@ -403,6 +403,8 @@ class Stats(Struct, frozen=True, tag="stats", forbid_unknown_fields=True):
 
     `unneeded_tokens_total`: of the output tokens, those drawn behind the end of their text, before
     the engine heard of it; nobody is charged for them.
+    `changed`: namespaces whose numbers are not what the last `Stats` on this connection said; in
+    the first, all there are.
     blocks = free + cached (only the tree refers to them) + pinned (some table does).
     """
 
@@ -426,7 +428,7 @@ class Stats(Struct, frozen=True, tag="stats", forbid_unknown_fields=True):
     preemptions_total: Count = 0
     steps_per_s: float = 0.0
     prefill_tokens_per_s: float = 0.0
-    namespaces: tuple[NamespaceStats, ...] = ()
+    changed: tuple[NamespaceStats, ...] = ()
 
 
 LossCause = Literal["evicted_own_quota", "evicted_pressure", "expired", "erased"]

@@ -42,6 +42,7 @@ from engine.api import (
 from engine.errors import EngineError, EngineUnavailable, RequestRefused
 from engine.frames import FrameError, Hello, Rejected, Welcome, downward_decoder, encode
 from engine.loss_totals import LossTotals
+from engine.namespace_book import NamespaceBook
 from engine.stream import Bell, RequestStream
 
 __all__ = ["Bell", "Connection", "Engine", "RequestStream", "SocketEngine"]
@@ -68,6 +69,11 @@ class Engine(Protocol):
     @property
     def stats(self) -> Stats:
         """The latest heartbeat."""
+
+    @property
+    def namespaces(self) -> NamespaceBook:
+        """What each holds, as of the latest `Stats` of whatever kind. Another engine, another
+        book."""
 
     @property
     def losses(self) -> LossTotals:
@@ -98,7 +104,7 @@ class Engine(Protocol):
         """What shape has a namespace's tree?"""
 
     async def get_stats(self) -> Stats:
-        """Fresh numbers."""
+        """Fresh numbers; `namespaces` is as fresh when they are here."""
 
     async def drain(self, timeout_s: float) -> None:
         """Take nothing new; let what runs finish."""
@@ -117,6 +123,7 @@ class Connection(ABC):
         self.info: EngineInfo | None = None
         self.stats = Stats()
         self.losses = LossTotals()
+        self.namespaces = NamespaceBook()
         self.heard_at_s = 0.0
         self._streams: dict[str, RequestStream] = {}
         self._asked: dict[str, Request] = {}  # what each of them is to be answered
@@ -247,9 +254,11 @@ class Connection(ABC):
         return self._next_call
 
     def _answer(self, reply: Called) -> None:
-        if reply.call_id == 0 and isinstance(reply, Stats):
-            self.stats = reply
-            return
+        if isinstance(reply, Stats):
+            self.namespaces.add(reply.changed)
+            if reply.call_id == 0:
+                self.stats = reply
+                return
         future = self._calls.pop(reply.call_id, None)
         if future is not None and not future.done():
             future.set_result(reply)

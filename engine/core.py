@@ -13,6 +13,7 @@ runs steps in order, and whoever gets the block writes it later.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 
 from engine.admission import check_request
 from engine.api import (
@@ -23,6 +24,7 @@ from engine.api import (
     Event,
     Finished,
     FinishReason,
+    Namespace,
     Peek,
     Peeked,
     PromptLogprobs,
@@ -147,9 +149,19 @@ class Core:
         blocks = self.cache.erase(call.namespace, lease_id=call.lease_id, tokens=call.tokens)
         return Erased(call.call_id, blocks)
 
-    def stats(self, call_id: int = 0) -> Stats:
-        """The heartbeat. O(namespaces + requests)."""
-        return self.vitals.stats(call_id, self.cache, self.scheduler, self.works.values())
+    def take_changed(self) -> set[Namespace]:
+        """Namespaces whose numbers may have changed since the last call. O(these + requests)."""
+        return self.vitals.take_changed(self.cache, self.works.values())
+
+    def namespaces(self) -> set[Namespace]:
+        """All that hold something or ask for it. O(namespaces + requests)."""
+        asking = {work.request.grant.namespace for work in self.works.values()}
+        return asking | {use.namespace for use in self.cache.namespaces()}
+
+    def stats(self, call_id: int = 0, names: Iterable[Namespace] = ()) -> Stats:
+        """The heartbeat, with what `names` hold and ask for. O(names + requests)."""
+        works = self.works.values()
+        return self.vitals.stats(call_id, self.cache, self.scheduler, works, names)
 
     def drain(self, timeout_s: float) -> None:
         """Refuse what comes; finish what is here; what is left at the end ends as `shutdown`."""

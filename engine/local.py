@@ -12,7 +12,8 @@ from engine.api import Command, EngineInfo, Event, Reply
 from engine.client import Connection
 from engine.config import EngineConfig
 from engine.core import Core
-from engine.service import EngineService, Outbox
+from engine.outbox import Outbox
+from engine.service import EngineService
 
 
 class LocalEngine(Connection):

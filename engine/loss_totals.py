@@ -1,4 +1,4 @@
-"""What each namespace has lost and gained in all, as the news of it comes.
+"""What each namespace has lost in all, and what came and went of late, as the news of it comes.
 
 The gateway's side of `losses`: it explains misses and tells who took from whom. Bounded: of
 namespaces beyond `most`, the one that nothing happened to for longest is forgotten. `client` keeps
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
+from typing import Any
 
 from engine.api import CacheNews, LossCause, Namespace
 
@@ -34,42 +35,42 @@ class LossTotals:
 
     def __init__(self, most: int = NAMESPACES_MAX) -> None:
         self._most = most
-        self._by_namespace: OrderedDict[Namespace, Moves] = OrderedDict()
+        self._lost: OrderedDict[Namespace, Counter[LossCause]] = OrderedDict()
         self._taken: OrderedDict[tuple[Namespace, Namespace], int] = OrderedDict()
+        self._moves: dict[Namespace, Moves] = {}
 
     def add(self, news: CacheNews) -> None:
         """More has been lost and gained. O(what is in it)."""
         for loss in news.losses:
-            moves = self._moves(loss.namespace)
-            moves.lost[loss.cause] += loss.blocks
-            moves.lived_s += loss.lived_s
+            self._lost.setdefault(loss.namespace, Counter())[loss.cause] += loss.blocks
+            self._lost.move_to_end(loss.namespace)
             if loss.cause == "evicted_pressure":
                 pair = (loss.namespace, loss.taker)
                 self._taken[pair] = self._taken.get(pair, 0) + loss.blocks
                 self._taken.move_to_end(pair)
+            moves = self._moves.setdefault(loss.namespace, Moves())
+            moves.lost[loss.cause] += loss.blocks
+            moves.lived_s += loss.lived_s
         for gain in news.gains:
-            self._moves(gain.namespace).gained += gain.blocks
-        while len(self._by_namespace) > self._most:
-            self._by_namespace.popitem(last=False)
-        while len(self._taken) > self._most:
-            self._taken.popitem(last=False)
+            self._moves.setdefault(gain.namespace, Moves()).gained += gain.blocks
+        _shorten(self._lost, self._most)
+        _shorten(self._taken, self._most)
 
     def of(self, namespace: Namespace) -> dict[str, int]:
         """Blocks lost, by cause."""
-        moves = self._by_namespace.get(namespace)
-        return {} if moves is None else {str(cause): n for cause, n in moves.lost.items()}
+        lost = self._lost.get(namespace)
+        return {} if lost is None else {str(cause): blocks for cause, blocks in lost.items()}
 
-    def moves(self) -> dict[Namespace, Moves]:
-        """All that came and went: to look at, not to change."""
-        return dict(self._by_namespace)
+    def take_moves(self) -> dict[Namespace, Moves]:
+        """What came and went since the last call. It has one caller."""
+        moves, self._moves = self._moves, {}
+        return moves
 
     def taken(self) -> dict[tuple[Namespace, Namespace], int]:
         """Blocks by (whose they were, who took them), for pairs that differ."""
         return dict(self._taken)
 
-    def _moves(self, namespace: Namespace) -> Moves:
-        moves = self._by_namespace.get(namespace)
-        if moves is None:
-            moves = self._by_namespace[namespace] = Moves()
-        self._by_namespace.move_to_end(namespace)
-        return moves
+
+def _shorten(kept: OrderedDict[Any, Any], most: int) -> None:
+    while len(kept) > most:
+        kept.popitem(last=False)

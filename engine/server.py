@@ -35,7 +35,8 @@ from engine.frames import (
     encode,
     upward_decoder,
 )
-from engine.service import EngineService, Outbox, core_of_model
+from engine.outbox import Outbox
+from engine.service import EngineService, core_of_model
 from engine.signals import heeded
 
 READ_BYTES = 1 << 18

@@ -27,6 +27,7 @@ from engine.api import (
     Event,
     Finished,
     GetStats,
+    Namespace,
     Peek,
     Reply,
     Request,
@@ -51,9 +52,6 @@ from engine.model_store import ModelCard, load_card
 
 CANARY: Final = "canary"
 CANARY_STEPS_MAX: Final = 8
-OUTBOX_STEPS_MAX: Final = 64
-"""Steps a connection may have unread before the engine waits for it."""
-
 COMPILE_WAIT_S: Final = 0.001
 """Between two looks at grammars that are being compiled, with nothing else to do."""
 
@@ -69,70 +67,6 @@ class Outlet(Protocol):
 
     def send(self, step: int, messages: tuple[Event | Reply, ...]) -> None:
         """Everything one step has to say to this connection. May block: that is back-pressure."""
-
-
-Answers = tuple[int, tuple[Event | Reply, ...]]
-"""A step, and what it had to say to one connection."""
-
-
-class Outbox:
-    """Between the engine's thread, which fills it, and a reader's, which empties it. Bounded.
-
-    The reader is woken once per filling, not once per step: a fast engine would otherwise drown a
-    loop that has to fight it for the interpreter.
-    """
-
-    def __init__(self, wake: Callable[[], None]) -> None:
-        """`wake`: called in the engine's thread when there is something after nothing."""
-        self._wake = wake
-        self._lock = threading.Lock()
-        self._answers: list[Answers] = []
-        self._has_room = threading.Event()
-        self._has_room.set()
-        self._is_held = False
-        self._is_closed = False
-
-    def put(self, answers: Answers) -> None:
-        """Add one step's answers; waits while there is no room. Closed: they are nobody's."""
-        self._has_room.wait()
-        with self._lock:
-            if self._is_closed:
-                return
-            is_first = not self._answers
-            self._answers.append(answers)
-            if len(self._answers) >= OUTBOX_STEPS_MAX:
-                self._has_room.clear()
-        if is_first:
-            self._wake()
-
-    def take(self) -> list[Answers]:
-        """Everything there is, in order; makes room unless held."""
-        with self._lock:
-            answers, self._answers = self._answers, []
-            if not self._is_held:
-                self._has_room.set()
-        return answers
-
-    def hold(self) -> None:
-        """No room until `release`, however empty: whoever reads is behind further on."""
-        with self._lock:
-            self._is_held = not self._is_closed
-            if self._is_held:
-                self._has_room.clear()
-
-    def release(self) -> None:
-        """There is room again."""
-        with self._lock:
-            self._is_held = False
-            self._has_room.set()
-
-    def close(self) -> None:
-        """Nobody reads any more; nobody waits either."""
-        with self._lock:
-            self._is_closed = True
-            self._is_held = False
-            self._answers.clear()
-            self._has_room.set()
 
 
 class EngineService:
@@ -155,7 +89,7 @@ class EngineService:
         self._changed = changed
         self._inbox: queue.SimpleQueue[tuple[Outlet, Asked] | None] = queue.SimpleQueue()
         self._owners: dict[str, Outlet] = {}
-        self._outlets: list[Outlet] = []
+        self._outlets: dict[Outlet, set[Namespace]] = {}  # and of whom it is to be told
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
         self._losses = LossCollector()
         self.ready = threading.Event()
@@ -233,11 +167,11 @@ class EngineService:
     def _obey(self, core: Core, outlet: Outlet, asked: Asked) -> None:
         match asked:
             case "join":
-                self._outlets.append(outlet)
-                self._tell(outlet, core, core.stats())
+                self._note_changed(core)
+                self._outlets[outlet] = core.namespaces()
+                self._tell_stats(outlet, core)
             case "leave":
-                if outlet in self._outlets:
-                    self._outlets.remove(outlet)
+                self._outlets.pop(outlet, None)
                 for request_id in [r for r, owner in self._owners.items() if owner is outlet]:
                     del self._owners[request_id]
                     core.cancel(request_id)
@@ -265,13 +199,25 @@ class EngineService:
                 found = survey(core.cache, namespace, most, self.clock())
                 self._tell(outlet, core, Surveyed(call_id, found))
             case GetStats(call_id):
-                self._tell(outlet, core, core.stats(call_id))
+                self._tell_stats(outlet, core, call_id)
             case Drain(timeout_s):
                 self._is_draining = True
                 core.drain(timeout_s)
 
     def _tell(self, outlet: Outlet, core: Core, message: Event | Reply) -> None:
         outlet.send(core.vitals.step, (message,))
+
+    def _tell_stats(self, outlet: Outlet, core: Core, call_id: int = 0) -> None:
+        """With the namespaces that have changed since it was told last."""
+        self._note_changed(core)
+        names = self._outlets.get(outlet, set())
+        self._tell(outlet, core, core.stats(call_id, names))
+        names.clear()
+
+    def _note_changed(self, core: Core) -> None:
+        changed = core.take_changed()
+        for untold in self._outlets.values():
+            untold |= changed
 
     def _deliver(self, step: int, events: list[Event]) -> None:
         """One batch per connection."""
@@ -287,13 +233,13 @@ class EngineService:
             outlet.send(step, tuple(batch))
 
     def _beat(self, core: Core) -> None:
-        """Telling what ten thousand namespaces hold takes its time: of it all, one part in
-        `BEATS_PART` at most, while that makes nobody deaf."""
+        """Where tens of thousands of namespaces change all the time, telling takes its own: of it
+        all, one part in `BEATS_PART` at most, while that makes nobody deaf."""
         began_s = self.clock()
         if began_s >= self._beat_at_s:
             news = self._losses.take()
             for outlet in self._outlets:
-                self._tell(outlet, core, core.stats())
+                self._tell_stats(outlet, core)
                 if news is not None:
                     self._tell(outlet, core, news)
             rest_s = min(BEAT_S_MAX, BEATS_PART * (self.clock() - began_s))

@@ -27,6 +27,7 @@ from engine.client import RequestStream, SocketEngine
 from engine.config import EngineConfig
 from engine.errors import EngineError, EngineUnavailable, ModelError, RequestRefused
 from engine.loss_totals import LossTotals
+from engine.namespace_book import NamespaceBook
 from engine.own_folder import own_folder
 
 PAUSE_FIRST_S, PAUSE_LAST_S = 0.1, 10.0
@@ -78,6 +79,11 @@ class EngineSupervisor:
     def stats(self) -> Stats:
         """See `engine.client.Engine`."""
         return self._engine.stats if self._engine is not None else self._last_stats
+
+    @property
+    def namespaces(self) -> NamespaceBook:
+        """See `engine.client.Engine`: nobody holds anything while there is no engine."""
+        return self._engine.namespaces if self._engine is not None else NamespaceBook()
 
     @property
     def losses(self) -> LossTotals:

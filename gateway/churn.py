@@ -1,9 +1,8 @@
 """Blocks that came into the cache and left it, by tenant and minute, and how long they lived.
 
-Fed with the engine's totals by namespace now and then; what is new since the time before counts for
-the minute in which it is seen. Totals that fell began again with another life of the engine.
-Bounded: the latest minutes, and `TENANTS_MAX` tenants, those that moved last. It reads no clock;
-`storage_meter` and the analytics desk feed it.
+Fed now and then with what the engine has told since the time before, which counts for the minute in
+which it is seen. Bounded: the latest minutes, and `TENANTS_MAX` tenants, those that moved
+last. It reads no clock; `storage_meter` and the analytics desk feed it.
 """
 
 from __future__ import annotations
@@ -57,7 +56,6 @@ class Churn:
     """Of one gateway. Belongs to one thread."""
 
     def __init__(self) -> None:
-        self._last: dict[Namespace, Counts] = {}
         self._tenants: OrderedDict[int, History] = OrderedDict()
         self.all = History()
 
@@ -67,21 +65,14 @@ class Churn:
         owner_of: Callable[[Namespace], int | None],
         minute: int,
     ) -> None:
-        """What the engine has told until now. O(namespaces)."""
-        seen: dict[Namespace, Counts] = {}
+        """What the engine has told since it was asked last. O(namespaces that moved)."""
         for namespace, one in moves.items():
-            lost = one.lost
-            now = (one.gained, one.evicted, lost["expired"], lost["erased"], one.lived_s)
-            seen[namespace] = now
-            before = self._last.get(namespace, _NONE)
-            if any(a < b for a, b in zip(now, before, strict=True)):
-                before = _NONE
-            new = _difference(now, before)
             owner = owner_of(namespace)
-            if new != _NONE and owner is not None:
+            if owner is not None:
+                lost = one.lost
+                new = (one.gained, one.evicted, lost["expired"], lost["erased"], one.lived_s)
                 self._of(owner).add(new, minute)
                 self.all.add(new, minute)
-        self._last = seen
 
     def tenant(self, tenant_id: int) -> History:
         """Of one tenant; empty if nothing of it moved."""
@@ -101,7 +92,3 @@ class Churn:
 
 def _sum(a: Counts, b: Counts) -> Counts:
     return (a[0] + b[0], a[1] + b[1], a[2] + b[2], a[3] + b[3], a[4] + b[4])
-
-
-def _difference(a: Counts, b: Counts) -> Counts:
-    return (a[0] - b[0], a[1] - b[1], a[2] - b[2], a[3] - b[3], a[4] - b[4])

@@ -8,13 +8,13 @@ leaves a receipt. It knows no HTTP; administration and self-service call it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
 from msgspec import Struct
 
-from engine.api import Namespace, NamespaceStats, Stats
+from engine.api import Namespace, NamespaceStats
 from gateway import plain
 from gateway.admission import SHARED
 from gateway.context import Context
@@ -99,7 +99,7 @@ def parts_of(namespace: Namespace) -> tuple[str, ...]:
 
 def whose_is(namespace: Namespace) -> tuple[int, str] | None:
     """The tenant and the workspace that a namespace is held for; None for what is not ours. Reads
-    no more than these: every heartbeat is asked it for every namespace."""
+    no more than these: each namespace that has changed is asked it, twice a second."""
     end = 4 + int.from_bytes(namespace[:4], "big")
     start = end + 4
     rest = start + int.from_bytes(namespace[end:start], "big")
@@ -115,9 +115,14 @@ def owner_of(namespace: Namespace) -> int | None:
     return None if whose is None else whose[0]
 
 
-def holdings(stats: Stats) -> list[Holding]:
-    """What is held, by whom. O(namespaces)."""
-    pairs = ((whose_is(one.namespace), one) for one in stats.namespaces)
+def holdings(namespaces: Iterable[NamespaceStats], tenant_id: int | None = None) -> list[Holding]:
+    """What is held, by whom; of one tenant alone, if it is given. O(namespaces), at 1 us each, or
+    0.1 us for those of others than the tenant."""
+    if tenant_id is not None:
+        number = str(tenant_id).encode()
+        begins = len(number).to_bytes(4, "big") + number
+        namespaces = (one for one in namespaces if one.namespace.startswith(begins))
+    pairs = ((whose_is(one.namespace), one) for one in namespaces)
     return [Holding(*whose, one) for whose, one in pairs if whose is not None]
 
 
@@ -158,12 +163,13 @@ async def scope_names(gateway: Context) -> dict[int, str]:
 async def forget_removed(gateway: Context) -> None:
     """Forget what deleted tenants hold, with a receipt, and shared scopes that have been removed:
     nobody can read it any more. Raises EngineUnavailable and StoreError."""
-    stats = await gateway.engine.get_stats()
-    found = [one for one in holdings(stats) if one.stats.blocks]
+    await gateway.engine.get_stats()
+    everything = holdings(gateway.engine.namespaces)
+    found = [one for one in everything if one.stats.blocks]
     owners = {one.tenant_id for one in found}
     for tenant_id in await gateway.reports.ask(lambda store: deleted_among(store, owners)):
         await erase(gateway, Target(tenant_id, 0))
-    held = [one for one in holdings(stats) if one.scope_id is not None]
+    held = [one for one in everything if one.scope_id is not None]
     if not held:
         return
     # Asked after what is held: a scope that was made since is there too.
@@ -188,9 +194,9 @@ def receipt_body(receipt: Receipt) -> dict[str, Any]:
 
 
 async def _erase(gateway: Context, target: Target) -> Receipt:
-    stats = await gateway.engine.get_stats()
+    await gateway.engine.get_stats()
     book = gateway.contracts.entries
-    held = {one.namespace for one in stats.namespaces}
+    held = {one.namespace for one in gateway.engine.namespaces}
     agreed = {entry.key[0] for entry in book.owned(target.tenant_id)}
     names = sorted(filter(target.covers, held | agreed))
     # First the books: what is billed as a read has to be there to be read.

@@ -2,19 +2,20 @@
 
 A block belongs to one namespace, and a namespace to one tenant, however many of its sequences share
 the block: so it is counted once, for that tenant, and the tenants' sum is what the pool has in use.
-Integrated from the engine's heartbeats, each standing until the next; what was held is written to
-the ledger every minute, and what nobody can read any more (a removed shared scope, expired cached
-contents) is forgotten then. `app` runs it.
+Integrated from what the engine tells has changed, each standing until the next; what was held is
+written to the ledger every minute, and what nobody can read any more (a removed shared scope,
+expired cached contents) is forgotten then. `app` runs it.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
+from collections.abc import Iterable
 from contextlib import suppress
 
-from engine.api import Stats
 from engine.errors import EngineError
+from engine.namespace_book import Change, NamespaceBook
 from gateway.cache_terms import BEST_EFFORT
 from gateway.context import Context
 from gateway.erasure import forget_removed, owner_of
@@ -40,24 +41,27 @@ class StorageMeter:
     """Whole token-seconds by tenant and class; what is less than one is carried on. Pure."""
 
     def __init__(self) -> None:
-        self._since_ns: int | None = None
+        self._book: NamespaceBook | None = None
+        self._now_ns: int | None = None
         self._held: dict[Key, int] = {}
+        self._since_ns: dict[Key, int] = {}
         self._token_ns: dict[Key, int] = defaultdict(int)
 
-    def look(self, stats: Stats, block_size: int, now_ns: int) -> None:
-        """What the latest heartbeat says is held, from now on. O(namespaces)."""
-        if self._since_ns is not None and now_ns > self._since_ns:
-            for key, tokens in self._held.items():
-                self._token_ns[key] += tokens * (now_ns - self._since_ns)
-        self._since_ns = now_ns
-        self._held = held(stats, block_size)
-
-    def forget(self, now_ns: int) -> None:
-        """There is no engine, so nothing is held."""
-        self.look(Stats(), 0, now_ns)
+    def look(self, book: NamespaceBook | None, block_size: int, now_ns: int) -> None:
+        """What the engine has told is held, from now on. Without one, or by another than the last
+        time, nothing of what was is. O(namespaces that changed)."""
+        if self._now_ns is None or now_ns > self._now_ns:
+            self._now_ns = now_ns
+        if book is not self._book:
+            self._book = book
+            self._move({key: -tokens for key, tokens in self._held.items()})
+        if book is not None:
+            self._move(held_more(book.take_changes(), block_size))
 
     def take(self) -> dict[Key, int]:
-        """Whole token-seconds since the last call."""
+        """Whole token-seconds between the last look and the last call."""
+        for key in self._held:
+            self._settle(key)
         found = {}
         for key, token_ns in list(self._token_ns.items()):
             whole, rest = divmod(token_ns, NANO)
@@ -73,24 +77,40 @@ class StorageMeter:
         """They could not be written: the next `take` has them too."""
         self._token_ns[key] += token_seconds * NANO
 
+    def _move(self, more: dict[Key, int]) -> None:
+        for key, tokens in more.items():
+            self._settle(key)
+            tokens += self._held.get(key, 0)
+            if tokens:
+                self._held[key] = tokens
+            else:
+                del self._held[key], self._since_ns[key]
 
-def held(stats: Stats, block_size: int) -> dict[Key, int]:
-    """Tokens' worth of blocks by tenant and class."""
+    def _settle(self, key: Key) -> None:
+        """What it held until now is counted."""
+        assert self._now_ns is not None, "nothing is held before the first look"
+        since_ns = self._since_ns.get(key, self._now_ns)
+        if since_ns < self._now_ns and key in self._held:
+            self._token_ns[key] += self._held[key] * (self._now_ns - since_ns)
+        self._since_ns[key] = self._now_ns
+
+
+def held_more(changes: Iterable[Change], block_size: int) -> dict[Key, int]:
+    """Tokens' worth of blocks, by tenant and class, that are held more than before; no zeros."""
     found: dict[Key, int] = defaultdict(int)
-    for one in stats.namespaces:
-        owner = owner_of(one.namespace)
-        if owner is None:
-            continue
-        rest = one.blocks - one.promised_blocks
-        for name, blocks in (*one.promised_by_class.items(), (BEST_EFFORT, rest)):
-            if blocks:
-                found[owner, name] += blocks * block_size
-    return dict(found)
+    for before, after in changes:
+        for one, sign in ((before, -block_size), (after, block_size)):
+            if one is None or (owner := owner_of(one.namespace)) is None:
+                continue
+            found[owner, BEST_EFFORT] += sign * (one.blocks - one.promised_blocks)
+            for name, blocks in one.promised_by_class.items():
+                found[owner, name] += sign * blocks
+    return {key: tokens for key, tokens in found.items() if tokens}
 
 
 def look_at_churn(gateway: Context) -> None:
-    """Count what has come and gone since somebody looked. O(namespaces)."""
-    moves, minute = gateway.engine.losses.moves(), gateway.wall() // 60_000
+    """Count what has come and gone since somebody looked. O(namespaces that moved)."""
+    moves, minute = gateway.engine.losses.take_moves(), gateway.wall() // 60_000
     gateway.churn.look(moves, owner_of, minute)
 
 
@@ -138,9 +158,9 @@ class StorageWatch:
     def _look(self) -> None:
         engine, now_ns = self._gateway.engine, int(self._gateway.clock() * NANO)
         if engine.info is None:
-            self._meter.forget(now_ns)
+            self._meter.look(None, 0, now_ns)
         else:
-            self._meter.look(engine.stats, engine.info.block_size, now_ns)
+            self._meter.look(engine.namespaces, engine.info.block_size, now_ns)
 
     async def _write(self) -> None:
         """What cannot be written now is written with the next reading."""

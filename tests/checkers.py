@@ -28,6 +28,7 @@ from engine.cache import PrefixCache
 from engine.config import EngineConfig
 from engine.constraints import Constraints
 from engine.core import Core
+from engine.namespace_book import NamespaceBook
 from tests.fakes import FakeClock, FakeRunner, solo_output
 from tests.grammars import PatientGrammars, constrained_output
 
@@ -235,6 +236,7 @@ class World:
         self.written: dict[bytes, list[Stream]] = {}
         self._namespaces: dict[int, bytes] = {}
         self._stats = Stats()
+        self._book = NamespaceBook()
 
     def _namespace_of(self, sequence_id: int) -> bytes:
         if sequence_id not in self._namespaces:
@@ -322,6 +324,12 @@ class World:
                 now, then = getattr(stats, name), getattr(before, name)
                 expect(now >= then, f"{name} fell", then, now)
         expect(stats.waiting + stats.running == len(self.core.works), "live requests", stats)
+        self._book.add(self.core.stats(names=self.core.take_changed()).changed)
+        whole = {
+            one.namespace: one for one in self.core.stats(names=self.core.namespaces()).changed
+        }
+        kept = {one.namespace: one for one in self._book}
+        expect(kept == whole, "what namespaces hold, told by changes", kept, whole)
         for twin in self.core.scheduler.held.values():
             leader, own = twin.leader, twin.work.request.grant.namespace
             expect(leader is not None, "held for nobody", own)

@@ -15,7 +15,7 @@ from engine.cache.block_pool import BlockPool
 from engine.cache.block_table import BlockTable
 from engine.cache.eviction import Account, Share
 from engine.cache.prefix_tree import Node
-from engine.cache.report import CacheStats
+from engine.cache.report import CacheStats, NamespaceUse
 from engine.cache.shares import Shares
 from engine.plan import BlockCopy
 
@@ -64,6 +64,23 @@ class Holdings:
         if account.is_idle and self.accounts.get(account.namespace) is account:
             del self.accounts[account.namespace]
             self._leave_share(account)
+
+    def use(self, namespace: Namespace) -> NamespaceUse:
+        """What one namespace holds, which may be nothing."""
+        account = self.accounts.get(namespace)
+        if account is None:
+            return NamespaceUse(namespace, 0, 0, {})
+        pinned = account.held - account.cached
+        return NamespaceUse(namespace, account.held, pinned, dict(account.promised_in))
+
+    def take_changed(self) -> set[Namespace]:
+        """The names of the accounts that have changed; from now on it is noted anew. O(these)."""
+        names = set()
+        for account in self.changed:
+            account.is_changed = False
+            names.add(account.namespace)
+        self.changed.clear()
+        return names
 
     def _leave_share(self, account: Account) -> None:
         share = account.share

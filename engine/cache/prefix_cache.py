@@ -62,29 +62,29 @@ class PrefixCache:
         return Peek(cached, min(cached, promised), expires_at_s, unpinned)
 
     def fits(self, namespace: Namespace, quota: Quota, tokens: int) -> bool:
-        """Could one sequence of `tokens` tokens run alone in an otherwise idle pool?
-
-        Others' floors are theirs. O(1), or O(floors) where these ask for more than there is.
-        """
+        """Could one sequence of `tokens` tokens run alone in an otherwise idle pool? Others' floors
+        are theirs. O(1), or O(floors) where these ask for more than there is."""
         return self._holdings.fits(namespace, quota, self._blocks_for(tokens))
 
     def available(self, namespace: Namespace, quota: Quota) -> int:
-        """Blocks the namespace could take now, by free list and eviction.
-
-        O(payers that have moved since anybody asked).
-        """
+        """Blocks it could take now, by free list and eviction. O(payers moved since asked)."""
         return self._holdings.available(namespace, quota)
 
     def stats(self) -> CacheStats:
-        """Counters and gauges. O(payers that have moved since anybody asked)."""
+        """Counters and gauges. O(payers moved since asked)."""
         return self._holdings.stats(self._evicted, self._expired, self._copied)
 
     def namespaces(self) -> tuple[NamespaceUse, ...]:
         """What each namespace holds. O(namespaces)."""
-        return tuple(
-            NamespaceUse(a.namespace, a.held, a.held - a.cached, dict(a.promised_in))
-            for a in self._holdings.accounts.values()
-        )
+        return tuple(map(self._holdings.use, self._holdings.accounts))
+
+    def use(self, namespace: Namespace) -> NamespaceUse:
+        """What one namespace holds, which may be nothing."""
+        return self._holdings.use(namespace)
+
+    def take_changed(self) -> set[Namespace]:
+        """Namespaces whose use may be another than at the last call. O(these)."""
+        return self._holdings.take_changed()
 
     def tree_root(self, namespace: Namespace) -> Node | None:
         """To look at, not to touch: the namespace's tree, if it has one."""

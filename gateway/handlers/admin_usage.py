@@ -106,7 +106,7 @@ async def _contents(gateway: Context, wanted: int | None) -> dict[str, Any]:
         one.tenant.tenant_id: one.tenant.name for one in await gateway.reports.ask(list_registered)
     }
     scopes = await erasure.scope_names(gateway)
-    held = [one for one in erasure.holdings(stats) if wanted in (None, one.tenant_id)]
+    held = erasure.holdings(gateway.engine.namespaces, wanted)
     held.sort(key=lambda one: -one.stats.blocks)
     rows = [
         {

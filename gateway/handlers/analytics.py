@@ -50,7 +50,7 @@ class _Desk:
         names = await self._names()
         look_at_churn(gateway)
         engine: dict[str, Any] = {
-            name: getattr(stats, name) for name in stats.__struct_fields__ if name != "namespaces"
+            name: getattr(stats, name) for name in stats.__struct_fields__ if name != "changed"
         }
         if info is not None:
             engine |= {
@@ -112,7 +112,7 @@ class _Desk:
         names = await self._names()
         scopes = await scope_names(gateway)
         found = []
-        for one in holdings(gateway.engine.stats):
+        for one in holdings(gateway.engine.namespaces):
             if names.get(one.tenant_id) == name:
                 surveyed = await gateway.engine.survey(one.stats.namespace, BRANCHES_MAX)
                 found.append(
@@ -143,7 +143,7 @@ class _Desk:
 
     def _holdings(self, names: dict[int, str]) -> list[dict[str, Any]]:
         sums: dict[int, dict[str, int]] = defaultdict(lambda: defaultdict(int))
-        for one in holdings(self._gateway.engine.stats):
+        for one in holdings(self._gateway.engine.namespaces):
             row = sums[one.tenant_id]
             for field in ("blocks", "pinned_blocks", "promised_blocks", "running", "waiting"):
                 row[field] += getattr(one.stats, field)

@@ -85,11 +85,11 @@ async def _is_elsewhere(
     tokens = made.rendered[0].token_ids
     if cached_tokens >= len(tokens) - 1:
         return False
+    await gateway.engine.get_stats()
     own = [
         one.stats
-        for one in holdings(await gateway.engine.get_stats())
-        if one.tenant_id == identity.tenant.tenant_id
-        and one.scope_id is None  # what it shares others have written
+        for one in holdings(gateway.engine.namespaces, identity.tenant.tenant_id)
+        if one.scope_id is None  # what it shares others have written
         and one.stats.namespace != made.scope.namespace
     ]
     own.sort(key=lambda stats: -stats.blocks)

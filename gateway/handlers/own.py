@@ -75,11 +75,11 @@ def routes(gateway: Context) -> tuple[Route, ...]:
 async def _cache(gateway: Context, identity: Identity) -> dict[str, Any]:
     """What the workspace holds now, what is promised to it, and what that saved its tenant."""
     tenant, policy = identity.tenant, identity.policy
-    stats = await gateway.engine.get_stats()
+    await gateway.engine.get_stats()
     held = [
         one.stats
-        for one in erasure.holdings(stats)
-        if (one.tenant_id, one.workspace) == (tenant.tenant_id, identity.workspace)
+        for one in erasure.holdings(gateway.engine.namespaces, tenant.tenant_id)
+        if one.workspace == identity.workspace
     ]
     info = gateway.engine.info
     entries = erasure.entries_of(gateway, tenant.tenant_id, identity.workspace, LEASES_MAX + 1)

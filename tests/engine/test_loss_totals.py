@@ -27,10 +27,12 @@ def test_what_came_and_went_is_told_with_how_long_it_lived() -> None:
     totals.add(CacheNews((Loss(b"a", "evicted_pressure", b"b", 2, 9.0),), (Gain(b"a", 5),)))
     totals.add(CacheNews((Loss(b"a", "expired", b"", 1),), (Gain(b"a", 1), Gain(b"b", 2))))
 
-    moves = totals.moves()
+    moves = totals.take_moves()
     assert (moves[b"a"].gained, moves[b"a"].evicted, moves[b"a"].lived_s) == (6, 2, 9.0)
     assert moves[b"a"].lost["expired"] == 1
     assert (moves[b"b"].gained, moves[b"b"].evicted) == (2, 0)
+    assert totals.take_moves() == {}
+    assert totals.of(b"a") == {"evicted_pressure": 2, "expired": 1}
 
 
 def test_the_namespace_that_lost_nothing_for_longest_is_forgotten() -> None:

@@ -1,9 +1,8 @@
-"""The engine's thread and its outboxes, without any loop or socket around them."""
+"""The engine's thread, without any loop or socket around it."""
 
 from __future__ import annotations
 
 import queue
-import threading
 import time
 from itertools import pairwise
 from typing import Any
@@ -26,7 +25,7 @@ from engine.api import (
 from engine.config import EngineConfig
 from engine.core import Core
 from engine.errors import EngineError
-from engine.service import OUTBOX_STEPS_MAX, EngineService, Outbox, prove_alive
+from engine.service import EngineService, prove_alive
 from tests.engine.served import fake_core
 
 CONFIG = EngineConfig(heartbeat_s=0.05, prefill_chunk_tokens_max=16)
@@ -125,6 +124,37 @@ def test_heartbeats_take_a_twentieth_of_the_time_at_most() -> None:
     assert min(late - early for early, late in pairwise(beats[1:])) > 0.15
 
 
+def test_each_connection_is_told_of_a_namespace_when_it_has_changed() -> None:
+    """What twenty thousand hold would be megabytes, twice a second; who comes later is told all."""
+    never = EngineConfig(heartbeat_s=3_600.0)
+    service = EngineService(lambda: fake_core(never), never)
+    service.start()
+    assert service.ready.wait(DEADLINE_S)
+    early, late = Ear(), Ear()
+    service.join(early)
+    assert early.until(Stats).changed == ()
+    service.post(early, Submit(request("a")))
+    early.until(Finished)
+
+    service.post(early, GetStats(1))
+    service.post(early, GetStats(2))
+    service.join(late)
+    whole = late.until(Stats).changed
+    service.post(late, Submit(request("b", LONG)))
+    late.until(Started)
+    service.post(early, GetStats(3))
+    service.post(late, GetStats(3))
+    told = [early.until(Stats, call_id=number).changed for number in (1, 2, 3)]
+    then = late.until(Stats, call_id=3).changed
+    service.stop()
+
+    assert [(one.namespace, one.running) for one in told[0]] == [(b"n", 0)]
+    assert told[1] == ()
+    assert whole == told[0]
+    assert [(one.namespace, one.running) for one in told[2]] == [(b"n", 1)]
+    assert [one.namespace for one in then] == [b"n"]
+
+
 def test_a_request_that_comes_after_the_end_is_answered(service: EngineService) -> None:
     """The last steps of a drain and a late request meet in the inbox."""
     ear = Ear()
@@ -179,67 +209,3 @@ def test_loading_that_fails_is_kept_and_ends_the_thread() -> None:
     assert service.stopped.wait(DEADLINE_S)
     assert isinstance(service.failure, OSError)
     assert service.info is None
-
-
-class Filler:
-    """A thread that puts so many steps into an outbox."""
-
-    def __init__(self, outbox: Outbox, steps: int) -> None:
-        self.done = threading.Event()
-        self.put = threading.Semaphore(0)
-
-        def fill() -> None:
-            for step in range(steps):
-                outbox.put((step, ()))
-                self.put.release()
-            self.done.set()
-
-        threading.Thread(target=fill, daemon=True).start()
-
-    def wait_for(self, steps: int) -> None:
-        """Until that many more have found room."""
-        for _ in range(steps):
-            assert self.put.acquire(timeout=DEADLINE_S)
-
-
-def test_a_full_outbox_holds_the_engine_until_it_is_read() -> None:
-    """A gateway that does not read costs patience, not memory."""
-    wakes: list[int] = []
-    outbox = Outbox(lambda: wakes.append(1))
-
-    filler = Filler(outbox, OUTBOX_STEPS_MAX + 1)
-    filler.wait_for(OUTBOX_STEPS_MAX)
-    was_held = not filler.done.wait(0.05)
-    first = outbox.take()
-    filled = filler.done.wait(DEADLINE_S)
-
-    assert was_held
-    assert filled
-    assert [step for step, _ in first + outbox.take()] == list(range(OUTBOX_STEPS_MAX + 1))
-    assert len(wakes) == 2  # once per filling
-
-
-def test_a_held_outbox_stays_full_until_released() -> None:
-    """The peer's socket may be the one that is behind."""
-    outbox = Outbox(lambda: None)
-    outbox.hold()
-    outbox.take()
-
-    filler = Filler(outbox, 1)
-    was_held = not filler.done.wait(0.05)
-    outbox.release()
-
-    assert was_held
-    assert filler.done.wait(DEADLINE_S)
-
-
-def test_a_closed_outbox_takes_everything_and_keeps_nothing() -> None:
-    """A connection that is gone must not stop the engine for the others."""
-    outbox = Outbox(lambda: None)
-    outbox.hold()
-    filler = Filler(outbox, 3 * OUTBOX_STEPS_MAX)
-
-    outbox.close()
-
-    assert filler.done.wait(DEADLINE_S)
-    assert outbox.take() == []

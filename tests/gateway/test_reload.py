@@ -96,7 +96,9 @@ async def test_leases_outlive_a_tenant_that_is_declared_no_longer(reloader: Relo
     _, wrote, _ = await house.ask("/v1/messages", body, headers=headers)
     await reloader("tenants = []\n")
     refused, _, _ = await house.ask("/v1/messages", body, headers=headers)
-    promised = (await house.quiet()).namespaces[0].promised_blocks
+    await house.quiet()
+    (space,) = house.engine.namespaces
+    promised = space.promised_blocks
     await reloader(ADA)
     _, read, _ = await house.ask("/v1/messages", body, headers=headers)
 

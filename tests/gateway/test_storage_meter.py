@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.api import NamespaceStats, Quota, Stats
+from engine.api import NamespaceStats, Quota
 from engine.cache import PrefixCache
+from engine.namespace_book import NamespaceBook
 from gateway.cache_terms import BEST_EFFORT
 from gateway.metering import wall_ms
-from gateway.storage_meter import NANO, StorageMeter, StorageWatch, held
+from gateway.storage_meter import NANO, StorageMeter, StorageWatch, held_more
 from tenancy.bookkeeping import StorageReading
 from tenancy.cost_rows import cost_rows, dollars
 from tenancy.errors import LedgerUnavailable, StoreError
@@ -27,13 +29,15 @@ def space(tenant: int, workspace: str = "default") -> bytes:
     return b"".join(len(part).to_bytes(4, "big") + part.encode() for part in parts)
 
 
-def stats(**blocks: int) -> Stats:
+def holds(namespace: bytes, blocks: int, **promised: int) -> NamespaceStats:
+    """So many blocks, of which some are promised in a class."""
+    return NamespaceStats(namespace, blocks, 0, 0, 0, promised)
+
+
+def told(book: NamespaceBook, **blocks: int) -> NamespaceBook:
     """Blocks by tenant: `t1=5`."""
-    return Stats(
-        namespaces=tuple(
-            NamespaceStats(space(int(name[1:])), count, 0, 0, 0) for name, count in blocks.items()
-        )
-    )
+    book.add(holds(space(int(name[1:])), count) for name, count in blocks.items())
+    return book
 
 
 def text(words: str, **more: object) -> dict[str, object]:
@@ -42,10 +46,10 @@ def text(words: str, **more: object) -> dict[str, object]:
 
 def test_a_reading_stands_until_the_next() -> None:
     """Five blocks of sixteen tokens for ten seconds."""
-    meter = StorageMeter()
-    meter.look(stats(t1=5), 16, 0)
-    meter.look(stats(t1=1), 16, 10 * NANO)
-    meter.look(stats(), 16, 12 * NANO)
+    meter, book = StorageMeter(), NamespaceBook()
+    meter.look(told(book, t1=5), 16, 0)
+    meter.look(told(book, t1=1), 16, 10 * NANO)
+    meter.look(told(book, t1=0), 16, 12 * NANO)
 
     assert meter.take() == {(1, BEST_EFFORT): 5 * 16 * 10 + 16 * 2}
     assert meter.take() == {}
@@ -53,36 +57,66 @@ def test_a_reading_stands_until_the_next() -> None:
 
 def test_promised_blocks_are_held_in_their_class() -> None:
     """Workspaces of a tenant are one tenant."""
-    found = held(
-        Stats(
-            namespaces=(
-                NamespaceStats(space(1), 5, 0, 0, 0, {"1h": 2, "5m": 1}),
-                NamespaceStats(space(1, "lab"), 1, 0, 0, 0, {"1h": 1}),
-                NamespaceStats(b"", 9, 0, 0, 0),
-            )
-        ),
-        16,
+    spaces = (
+        NamespaceStats(space(1), 5, 0, 0, 0, {"1h": 2, "5m": 1}),
+        NamespaceStats(space(1, "lab"), 1, 0, 0, 0, {"1h": 1}),
+        NamespaceStats(b"", 9, 0, 0, 0),
     )
 
+    found = held_more(((None, one) for one in spaces), 16)
+
     assert found == {(1, "1h"): 48, (1, "5m"): 16, (1, BEST_EFFORT): 32}
+    assert held_more([(spaces[0], spaces[1])], 16) == {
+        (1, "1h"): -16,
+        (1, "5m"): -16,
+        (1, BEST_EFFORT): -32,
+    }
 
 
-@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 3 * NANO), st.booleans()), max_size=30))
-def test_nothing_is_lost_between_readings(looks: list[tuple[int, int, bool]]) -> None:
-    """However often it is read, the whole seconds add up to the whole."""
-    meter, now, before, total, taken = StorageMeter(), 0, 0, 0, 0
-    meter.look(stats(), 16, now)
-    for blocks, pause, is_read in looks:
-        now += pause
-        total += before * 16 * pause
-        meter.look(stats(t1=blocks), 16, now)
-        before = blocks
-        if is_read:
-            taken += sum(meter.take().values())
+def test_another_engine_holds_nothing_of_what_the_last_one_held() -> None:
+    """Its cache is empty until it tells otherwise; without one nobody holds anything."""
+    meter = StorageMeter()
+    meter.look(told(NamespaceBook(), t1=5, t2=1), 16, 0)
+    meter.look(told(NamespaceBook(), t2=2), 16, 10 * NANO)
+    meter.look(None, 0, 11 * NANO)
+    meter.look(told(NamespaceBook()), 16, 20 * NANO)
 
-    taken += sum(meter.take().values())
+    assert meter.take() == {(1, BEST_EFFORT): 800, (2, BEST_EFFORT): 160 + 32}
 
-    assert taken == total // NANO
+
+happenings = st.tuples(
+    st.integers(1, 3),
+    st.sampled_from(["", "1h"]),
+    st.integers(0, 9),
+    st.integers(0, 3 * NANO),
+    st.sampled_from(["", "", "", "read", "restart"]),
+)
+
+
+@given(st.lists(happenings, max_size=30))
+def test_nothing_is_lost_between_readings(
+    history: list[tuple[int, str, int, int, str]],
+) -> None:
+    """However often it is read, and whatever changed, the whole seconds add up to the whole."""
+    meter, book, now_ns = StorageMeter(), NamespaceBook(), 0
+    total: Counter[tuple[int, str]] = Counter()
+    taken: Counter[tuple[int, str]] = Counter()
+    present: dict[int, tuple[str, int]] = {}
+    meter.look(book, 16, 0)
+    for tenant, kind, blocks, pause_ns, what in history:
+        now_ns += pause_ns
+        for owner, (name, count) in present.items():
+            total[owner, name or BEST_EFFORT] += count * 16 * pause_ns
+        if what == "restart":
+            book, present = NamespaceBook(), {}
+        present[tenant] = (kind, blocks)
+        book.add([holds(space(tenant), blocks, **({kind: blocks} if kind else {}))])
+        meter.look(book, 16, now_ns)
+        if what == "read":
+            taken.update(meter.take())
+    taken.update(meter.take())
+
+    assert taken == Counter({key: whole for key, n in total.items() if (whole := n // NANO)})
 
 
 @given(st.lists(st.tuples(st.integers(1, 3), st.lists(st.integers(0, 1), min_size=1, max_size=12))))
@@ -99,10 +133,9 @@ def test_the_tenants_sum_is_what_the_pool_has_in_use(prompts: list[tuple[int, li
         if number % 2:
             cache.release(*tables.pop(0), float(number))
 
-    uses = cache.namespaces()
-    seen = Stats(namespaces=tuple(NamespaceStats(u.namespace, u.blocks, 0, 0, 0) for u in uses))
+    seen = held_more(((None, holds(u.namespace, u.blocks)) for u in cache.namespaces()), 4)
     used = cache.stats()
-    assert sum(held(seen, 4).values()) == 4 * (used.blocks - used.free)
+    assert sum(seen.values()) == 4 * (used.blocks - used.free)
 
 
 async def test_what_is_held_for_an_hour_is_charged_as_such(house: House) -> None:
@@ -129,9 +162,9 @@ async def test_what_is_held_for_an_hour_is_charged_as_such(house: House) -> None
     assert tokens >= 200
     assert row["x_BilledPico"] == tokens * 20_000
     _, usage, _ = await house.ask("/v1/usage", method="GET")
-    told = next(one for one in usage["storage"] if one["class"] == "1h")
-    assert told["token_seconds"] == tokens * 3_600
-    assert told["charge_usd"] == dollars(tokens * 20_000)
+    row_told = next(one for one in usage["storage"] if one["class"] == "1h")
+    assert row_told["token_seconds"] == tokens * 3_600
+    assert row_told["charge_usd"] == dollars(tokens * 20_000)
 
 
 @pytest.mark.parametrize("part", ["store", "ledger"])
@@ -153,7 +186,7 @@ async def test_what_cannot_be_written_is_written_with_the_next_reading(
     await watch.close()
 
     ((seconds,),) = house.store.query("select sum(token_seconds) from storage_hours")
-    assert seconds == 10 * sum(held(context.engine.stats, 16).values()) > 0
+    assert seconds == 10 * 16 * sum(one.blocks for one in context.engine.namespaces) > 0
 
 
 class _Away:

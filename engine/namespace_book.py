@@ -1,0 +1,49 @@
+"""What each namespace holds and asks for now, kept on the gateway's side.
+
+A `Stats` tells of the namespaces whose numbers have changed since the one before it on the same
+connection, and the first of all of them. It knows no tenant. `client` keeps one for each
+connection, so another life of the engine begins with an empty one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from engine.api import Namespace, NamespaceStats
+
+Change = tuple[NamespaceStats | None, NamespaceStats | None]
+"""How it was and how it is; None where there is or was nothing."""
+
+
+class NamespaceBook:
+    """Belongs to one thread."""
+
+    def __init__(self) -> None:
+        self._now: dict[Namespace, NamespaceStats] = {}
+        self._before: dict[Namespace, NamespaceStats | None] | None = None
+
+    def __len__(self) -> int:
+        return len(self._now)
+
+    def __iter__(self) -> Iterator[NamespaceStats]:
+        return iter(self._now.values())
+
+    def add(self, changed: Iterable[NamespaceStats]) -> None:
+        """These are as they say from now on. O(changed)."""
+        for one in changed:
+            name = one.namespace
+            before = self._now.pop(name, None)
+            if one.blocks or one.running or one.waiting:
+                self._now[name] = one
+            if self._before is not None:
+                self._before.setdefault(name, before)
+
+    def take_changes(self) -> list[Change]:
+        """All that has changed since the last call; with the first, all there is. It has one
+        caller, for whom nothing is kept before it has called. O(changed)."""
+        if self._before is None:
+            changes: list[Change] = [(None, one) for one in self]
+        else:
+            changes = [(before, self._now.get(name)) for name, before in self._before.items()]
+        self._before = {}
+        return changes

@@ -1,0 +1,109 @@
+"""What a heartbeat costs both sides: python -m tests.bench.heartbeat [namespaces]
+
+A pool in which so many namespaces hold five blocks each, and a hundred of them have changed since
+the beat before. Processor time, and the bytes on the wire.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from time import process_time
+from typing import TypeVar
+
+from engine.api import CacheNews, Frame, Gain, Stats
+from engine.cache import PrefixCache
+from engine.config import EngineConfig
+from engine.frames import Downward, Welcome, downward_decoder, encode
+from engine.loss_totals import LossTotals
+from engine.namespace_book import NamespaceBook
+from engine.scheduler import Scheduler
+from engine.vitals import Vitals
+from gateway.churn import Churn
+from gateway.erasure import owner_of
+from gateway.storage_meter import StorageMeter
+
+T = TypeVar("T")
+SIZE = 16
+BLOCKS = 5
+CHANGED = 100
+
+
+def name_of(number: int) -> bytes:
+    """As the gateway makes them."""
+    parts = (str(number + 1), "default", "m" * 40, "t" * 40, "")
+    return b"".join(len(part).to_bytes(4, "big") + part.encode() for part in parts)
+
+
+class Beats:
+    """Both sides, without a socket between."""
+
+    def __init__(self, namespaces: int) -> None:
+        self.cache = PrefixCache(blocks=namespaces * BLOCKS, block_size=SIZE)
+        self.vitals, self.scheduler = Vitals(), Scheduler(self.cache, EngineConfig())
+        self.book, self.meter = NamespaceBook(), StorageMeter()
+        self.losses, self.churn = LossTotals(), Churn()
+        self.decoder = downward_decoder()
+        self.now_s = 0.0
+        for number in range(namespaces):
+            self.say(number)
+
+    def say(self, number: int) -> None:
+        """A prompt of one namespace, which pushes out its last."""
+        self.now_s += 0.01
+        tokens = [round(self.now_s * 100), *range(1, BLOCKS * SIZE)]
+        table = self.cache.begin(name_of(number), tokens, self.now_s)
+        self.cache.grow(table, len(tokens), self.now_s)
+        self.cache.commit(table, tokens, len(tokens), self.now_s)
+        self.cache.release(table, tokens, self.now_s)
+
+    def beat(self) -> None:
+        """One heartbeat from the engine's thread to the meter."""
+        stats = timed("engine: what has changed", self.look)
+        news = CacheNews((), tuple(Gain(one.namespace, BLOCKS) for one in stats.changed))
+        frame = timed("engine: encode", lambda: encode(Frame(0, 1, (stats, news))))
+        sys.stdout.write(f"  {'bytes':30} {len(frame):12,}\n")
+        timed("gateway: decode", lambda: self.hear(frame))
+        timed("gateway: the book", lambda: self.book.add(stats.changed))
+        now_ns = int(self.now_s * 1e9)
+        timed("gateway: the storage meter", lambda: self.meter.look(self.book, SIZE, now_ns))
+        timed("gateway: the losses", lambda: self.losses.add(news))
+        moves = self.losses.take_moves()
+        timed("gateway: churn", lambda: self.churn.look(moves, owner_of, 0))
+
+    def look(self) -> Stats:
+        """What it says."""
+        names = self.vitals.take_changed(self.cache, ())
+        return self.vitals.stats(0, self.cache, self.scheduler, (), names)
+
+    def hear(self, frame: bytes) -> list[Downward]:
+        """As it comes over the socket."""
+        found = list(self.decoder.feed(frame))
+        assert not isinstance(found[0], Welcome)
+        return found
+
+
+def timed(what: str, act: Callable[[], T]) -> T:
+    """Do it, and say what it took."""
+    began = process_time()
+    done = act()
+    sys.stdout.write(f"  {what:30} {(process_time() - began) * 1e3:9.2f} ms\n")
+    return done
+
+
+def main() -> None:
+    """The first beat, which has everything, and a later one."""
+    namespaces = int(sys.argv[1]) if len(sys.argv) > 1 else 20_000
+    beats = Beats(namespaces)
+    sys.stdout.write(f"{namespaces:,} namespaces, all new:\n")
+    beats.beat()
+    for number in range(CHANGED):
+        beats.say(number)
+    sys.stdout.write(f"{CHANGED} of them changed:\n")
+    beats.beat()
+    sys.stdout.write("none changed:\n")
+    beats.beat()
+
+
+if __name__ == "__main__":
+    main()
