@@ -21,6 +21,10 @@ const ms = (x) => (x === null || x === undefined ? "–" : x < 1000 ? `${x.toFix
 const span = (s) => (s === null || s === undefined ? "–" : s < 120 ? `${s.toFixed(1)} s` : s < 7200 ? `${(s / 60).toFixed(0)} min` : `${(s / 3600).toFixed(1)} h`);
 const dollars = (pico) => (pico === null || pico === undefined ? "–" : `$${(pico / 1e12).toFixed(4)}`);
 const usd = (text) => (text === null || text === undefined ? "–" : `$${text.includes(".") ? text.replace(/(\.\d{4})\d+$/, "$1") : text}`);
+const pico = (text) => BigInt(text.replace(".", ""));
+const rate = new Intl.NumberFormat("en", { style: "currency", currency: "USD", maximumFractionDigits: 6 });
+const price = (micros) => rate.format(micros / 1e6);
+const prices = (classes) => Object.entries(classes).map(([name, micros]) => `${name} ${price(micros)}`).join(", ") || "–";
 const bytes = (n) => (n > 2 ** 30 ? `${(n / 2 ** 30).toFixed(1)} GiB` : `${(n / 2 ** 20).toFixed(1)} MiB`);
 const gain = (a) => `${dollars(a.saving_pico)} ± ${dollars(a.error_pico)}`;
 const spell = (name) => name.replaceAll("_", " ");
@@ -57,6 +61,12 @@ const link = (name) => h("a", { href: `#Tenant/${encodeURIComponent(name)}` }, n
 const COLOURS = [["read", "read from cache"], ["write", "written"], ["fresh", "computed"], ["out", "output"]];
 const colourKey = (colours = COLOURS) => h("ul", { class: "key" }, colours.map(([name, text]) => h("li", {}, h("i", { class: name }), text)));
 const MOVES = [["read", "came in"], ["fresh", "evicted"], ["write", "expired or erased"]];
+
+function bill(used) {
+  const parts = [["requests", used.totals.charge_usd], ...used.storage.map((x) => [`storage, ${x.class}`, x.charge_usd]), ["adjustments", used.totals.adjusted_usd]];
+  const sum = parts.reduce((all, [, amount]) => all + pico(amount), 0n);
+  return panel("Bill", table(`From ${used.window.since.slice(0, 10)} on`, ["", "amount"], [...parts.map(([name, amount]) => [name, usd(amount)]), ["in all", dollars(Number(sum))]]));
+}
 
 function traffic(minutes) {
   const series = minutes.map(([at, , read, write, fresh, out]) => ({ at, read, write, fresh, out }));
@@ -134,8 +144,9 @@ const views = {
   },
 
   async Tenant(name) {
-    const one = await ask(`/admin/v1/analytics/${encodeURIComponent(name)}`);
-    if (!one) return [wide(name, h("p", { class: "none" }, "Nothing has been seen of this tenant since the start."))];
+    const [one, used] = await Promise.all([ask(`/admin/v1/analytics/${encodeURIComponent(name)}`), ask(`/admin/v1/usage?tenant=${encodeURIComponent(name)}`)]);
+    const owed = used ? [bill(used)] : [];
+    if (!one) return [wide(name, h("p", { class: "none" }, "Nothing has been seen of this tenant since the start.")), ...owed];
     const { total } = one;
     return [
       h("div", { class: "tiles" },
@@ -150,6 +161,7 @@ const views = {
         panel("Why prefixes were missed", counted("By cause", "reason", one.misses, "No breakpoint has missed.")),
         panel("What misses cost", table("Tokens of written prefixes that were computed again", ["reason", "tokens", "cost"],
           one.recomputed.map((x) => [spell(x.cause), count(x.tokens), dollars(x.cost_pico)]), "Nothing that was written had to be computed again.")),
+        ...owed,
         wide("Promises", promises(one.leases)),
         wide("Blocks coming and going", churn(one.churn)),
         panel("Where prefixes break", table("Places at which prompts part, and what stood behind", ["place", "prompts", "tokens", "cost"],
@@ -210,15 +222,15 @@ const views = {
       about(r.fresh_tokens), about(r.output_tokens), usd(r.charge_usd), usd(r.saved_usd), usd(r.adjusted_usd)];
     return [
       h("div", { class: "tiles" },
-        tile(usd(totals.charge_usd), "charged"), tile(usd(totals.saved_usd), "saved by caching"),
+        tile(usd(totals.charge_usd), "charged for requests"), tile(usd(totals.saved_usd), "saved by caching"),
         tile(count(totals.requests), "entries in the ledger"), tile(part(totals.hit_ratio), "of prompt tokens read by contract")),
       h("div", { class: "grid" },
         wide("By tenant", table(period, ["tenant", ...heads], used.rows.map((r) => [link(r.tenant), ...row(r)]))),
         wide("By day", table(period, ["day", ...heads], days.rows.map((r) => [r.from.slice(0, 10), ...row(r)]))),
         panel("Budgets", table("In the present window", ["tenant", "window", "spent", "reserved", "hard limit"],
           (budgets?.budgets ?? []).map((b) => [b.tenant ?? "", b.window, usd(b.spent_usd), usd(b.reserved_usd), usd(b.hard_usd)]), "No tenant has a budget.")),
-        panel("Rate cards", table("Micro-dollars per million tokens", ["card", "model", "tier", "input", "read", "output"],
-          (cards?.rate_cards ?? []).map((c) => [c.id ?? c.name, c.model, c.tier, count(c.input), count(c.cache_read), count(c.output)]), "Everything is free: no rate card has been set."))),
+        wide("Rate cards", table("Dollars per million tokens; storage for an hour", ["card", "model", "tier", "input", "read", "written", "output", "storage"],
+          (cards?.rate_cards ?? []).map((c) => [`${c.name}@${c.version}`, c.model, c.tier, price(c.input), price(c.cache_read), prices(c.cache_write), price(c.output), prices(c.storage)]), "Everything is free: no rate card has been set."))),
     ];
   },
 

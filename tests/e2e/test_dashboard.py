@@ -124,6 +124,7 @@ async def test_an_operator_signs_in_and_sees_real_numbers(house: House, browser:
 
     assert "ada" in text
     assert "messages[0].content" in tenant
+    assert "requests $0.0000\nadjustments $0.0000\nin all $0.0000" in tenant
     errors = [
         line["message"] for line in browser.get_log("browser") if "401" not in line["message"]
     ]

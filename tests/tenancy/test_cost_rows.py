@@ -94,6 +94,19 @@ def test_storage_is_told_by_class_as_it_is_billed(store: Store) -> None:
     assert storage_by_tenant(store, "bob", 0, None) == {}
 
 
+def test_a_tenants_storage_is_the_sum_of_its_hours(store: Store, wall: Wall) -> None:
+    """Each hour is rounded down by itself, whoever adds them up."""
+    hours = [1, 2**40 + 7, 3_599, 3_601, 0, 12_345]
+    ledger = Ledger(store, wall)
+    for number, seconds in enumerate(hours):
+        ledger.write(StorageReading(2, "1h", seconds, number * HOUR_MS)).result(20)
+    ledger.close()
+
+    charges = [storage_charge(CARD, "1h", seconds) for seconds in hours]
+    assert storage_by_tenant(store, "bob", 0, None) == {"bob": sum(charges)}
+    assert storage_by_tenant(store, None, HOUR_MS, None) == {"bob": sum(charges[1:])}
+
+
 def test_tokens_in_the_rows_are_the_tokens_in_the_ledger(store: Store) -> None:
     """Each one once, failures too, though they cost nothing."""
     rows = [row for row in cost_rows(store, "ada", 0, None, "acme") if row["ConsumedQuantity"]]
