@@ -20,6 +20,8 @@ from gateway.errors import Kind, Refusal
 Text = Annotated[str, Meta(max_length=10_000_000)]
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_.:-]{0,127}\Z")]
 ITEMS_MAX = 10_000
+CONTENTS_MAX = 25_000
+"""More than of the rest: of a stream the SDK's chats send a content for each chunk."""
 Fraction = Annotated[float, Meta(ge=0, le=1)]
 
 # --- one spelling ---------------------------------------------------------------------------------
@@ -119,10 +121,17 @@ _UPPER = re.compile(r"(?<=[a-z0-9])[A-Z]")
 def one_spelling(tree: Any, shape: Any, path: str = "") -> Any:
     """The same tree in snake_case. O(nodes). Raises Refusal for what is there twice or not ours."""
     if isinstance(shape, list) and isinstance(tree, list):
-        if len(tree) > ITEMS_MAX:
-            message = f"{path}: at most {ITEMS_MAX} (there are {len(tree)})."
+        below = shape[0]
+        most = CONTENTS_MAX if below is _CONTENT else ITEMS_MAX
+        if len(tree) > most:
+            message = f"{path}: at most {most} (there are {len(tree)})."
             raise Refusal(Kind.BAD, "invalid_value", message, param=path[:300])
-        return [one_spelling(item, shape[0], f"{path}[{n}]") for n, item in enumerate(tree)]
+        return [
+            item
+            if below is _CONTENT and _is_plain(item)
+            else one_spelling(item, below, f"{path}[{n}]")
+            for n, item in enumerate(tree)
+        ]
     if not isinstance(shape, dict) or not isinstance(tree, dict):
         return tree
     found: dict[str, Any] = {}
@@ -138,6 +147,17 @@ def one_spelling(tree: Any, shape: Any, path: str = "") -> Any:
             raise Refusal(Kind.BAD, "invalid_value", message, param=where[:300])
         found[name] = one_spelling(value, shape[name], where)
     return found
+
+
+def _is_plain(content: Any) -> bool:
+    """One text of somebody's: most contents are, and have one spelling."""
+    if type(content) is not dict or len(content) != 2 or type(content.get("role")) is not str:
+        return False
+    parts = content.get("parts")
+    if type(parts) is not list or len(parts) != 1:
+        return False
+    (part,) = parts
+    return type(part) is dict and len(part) == 1 and type(part.get("text")) is str
 
 
 def _named(refusal: Refusal, where: str) -> Refusal:
@@ -181,7 +201,7 @@ class Part(Struct, frozen=True):
 
 
 class Content(Struct, frozen=True):
-    parts: Annotated[list[Part], Meta(max_length=10_000)] = []
+    parts: Annotated[list[Part], Meta(max_length=ITEMS_MAX)] = []
     role: Literal["user", "model", "function", "system", ""] = "user"
 
 
@@ -252,7 +272,7 @@ class GenerationConfig(Struct, frozen=True):
 class PromptFields(Struct, frozen=True, kw_only=True):
     """What makes a prompt, in a request and in cached content."""
 
-    contents: Annotated[list[Content], Meta(max_length=10_000)] = []
+    contents: Annotated[list[Content], Meta(max_length=CONTENTS_MAX)] = []
     system_instruction: Content | str | None = None
     tools: Annotated[list[ToolField], Meta(max_length=128)] = []
     tool_config: ToolConfig | None = None

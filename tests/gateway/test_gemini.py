@@ -125,6 +125,18 @@ def test_neighbouring_contents_of_the_models_are_one_message() -> None:
     assert [part[2] for part in told(whole)] == [0, 1, 1, 2, 3, 4]
 
 
+def test_what_was_streamed_may_come_back_in_as_many_contents_as_tokens() -> None:
+    """A chat's history is a content for each chunk: 10,000 of them are a few pages."""
+    chunk = {"role": "model", "parts": [{"text": "x"}]}
+    call = parse(hi(contents=[chunk] * 12_000))
+    many = refused(hi(contents=[chunk] * 25_001))
+    odd = refused(hi(contents=[chunk, {"role": "model", "parts": [{"text": "x", "texts": "y"}]}]))
+
+    assert call.prompts[0].segments[0].text == "x" * 12_000
+    assert (many.param, "25000" in many.message) == ("contents", True)
+    assert odd.param == "contents[1].parts[0].texts"
+
+
 def test_both_spellings_say_the_same() -> None:
     """The SDK itself mixes them in one body."""
     camel = parse(
