@@ -109,11 +109,13 @@ class Names:
         for ids in _some(ended, 128):
             self._read(f"request_id in {marks(len(ids))}", ids)
         self._sums: dict[int, tuple[int, int]] = {}
+        self._active: set[int] = set()
         tenants = {key[0] for key in (*claimed, *self._by_name)}
         for some in _some(tenants, 128):
-            sums = f"select * from named_sums where tenant_id in {marks(len(some))}"
-            for tenant_id, names, size in db.rows(sums, some):
+            for tenant_id, is_active, names, size in db.rows(_SUMS + marks(len(some)), some):
                 self._sums[tenant_id] = names, size
+                if is_active:
+                    self._active.add(tenant_id)
 
     def refusal(self, tenant_id: int, claim: Claim, now_ms: int) -> NameInUse | None:
         """Why a hold may not have the name now. What has expired under it goes."""
@@ -133,7 +135,10 @@ class Names:
         return None
 
     def take(self, tenant_id: int, workspace: str, request_id: str, claim: Claim) -> None:
-        """The name is this request's, which runs from now on: after a `refusal` that was none."""
+        """The name is this request's, which runs from now on: after a `refusal` that was none. Of a
+        tenant that was suspended or deleted since the request came nothing is kept."""
+        if tenant_id not in self._active:
+            return
         self._put(_Name(tenant_id, claim.name, claim.digest, None, request_id))
         self._made[request_id] = (tenant_id, claim.name, workspace, claim.digest, request_id)
         self._count(tenant_id, 1, 0)
@@ -198,6 +203,11 @@ _TAKE = (
     " values (?, ?, ?, ?, ?)"
 )
 _KEEP = "update named_requests set until_ms = ?, head = ?, body = ? where request_id = ?"
+_SUMS = (
+    "select tenants.tenant_id, status = 'active', coalesce(names, 0), coalesce(bytes, 0) from"
+    " tenants left join named_sums on named_sums.tenant_id = tenants.tenant_id"
+    " where tenants.tenant_id in "
+)
 _SUM = (
     "insert into named_sums (tenant_id, names, bytes) values (?, ?, ?)"
     " on conflict (tenant_id) do update set names = excluded.names, bytes = excluded.bytes"

@@ -10,6 +10,7 @@ from __future__ import annotations
 from msgspec import Struct
 
 from tenancy.errors import BadName
+from tenancy.pseudonyms import check_there
 from tenancy.store import Store
 
 
@@ -35,8 +36,13 @@ class ResourceQuota(Struct, frozen=True):
 
 
 def create_resource(store: Store, resource: Resource, content: bytes, quota: ResourceQuota) -> None:
-    """Keep it. Raises BadName (`resource_quota`) when the tenant keeps too much already."""
+    """Keep it. Raises BadName: `resource_quota` when the tenant keeps too much already,
+    `tenant_deleted` where it has been since it asked."""
     with store.change() as db:
+        for (name,) in db.rows(
+            "select name from tenants where tenant_id = ?", (resource.tenant_id,)
+        ):
+            check_there(name)
         rows = db.rows(
             "select count(*), coalesce(sum(length(content)), 0) from cached_contents"
             " where tenant_id = ? and ended_ms is null and expires_ms > ?",

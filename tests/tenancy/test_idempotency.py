@@ -20,7 +20,9 @@ from hypothesis.stateful import (
 )
 from msgspec import Struct
 
+from tenancy.audit import check_books
 from tenancy.bookkeeping import Books, Item, NamedEntry
+from tenancy.deletion import delete_tenant
 from tenancy.errors import NameInUse
 from tenancy.idempotency import SWEPT_AT_ONCE, Claim, Keeping, KeptAnswer, find, forget, sweep
 from tenancy.ledger import Hold, Ledger
@@ -104,6 +106,29 @@ def test_what_runs_is_not_run_again(store: Store, ledger: Ledger) -> None:
     assert refusal(ledger.hold(hold("b", claim(), 10))) == "idempotency_in_flight"
     assert refusal(ledger.hold(hold("c", claim(body="two"), 10))) == "idempotency_key_reused"
     assert ledger.open_holds() == 1
+
+
+@pytest.mark.parametrize("leave", ["suspended", "deleted"])
+def test_of_a_tenant_that_left_since_the_request_came_nothing_is_kept(
+    store: Store, ledger: Ledger, leave: str
+) -> None:
+    """What let it in had looked before; its answer would lie there until its time is over. It runs
+    to its end, and is charged."""
+    answered(ledger, "a", claim("first"), 10)
+    if leave == "suspended":
+        set_status(store, "ada", "suspended")
+    else:
+        delete_tenant(store, lambda: 20, "ada")
+    answered(ledger, "b", claim("late"), 20)
+    kept = names(store)
+    if leave == "suspended":
+        set_status(store, "ada", "active")
+        answered(ledger, "c", claim("again"), 30)
+
+    assert kept == []
+    assert names(store) == (["again"] if leave == "suspended" else [])
+    assert store.query("select request_id from ledger order by 1")[:2] == [("a",), ("b",)]
+    assert check_books(store) == []
 
 
 def test_of_many_at_once_one_runs(ledger: Ledger) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from tenancy.deletion import delete_tenant
 from tenancy.errors import BadName
 from tenancy.registry import create_tenant
 from tenancy.resources import (
@@ -45,6 +46,16 @@ def test_it_is_its_owners_alone_and_ends_by_itself(store: Store) -> None:
     assert find_resource(store, 1, "default", "a", 61_000) is None
     assert find_resource(store, 2, "default", "a", 2_000) is None
     assert find_resource(store, 1, "other", "a", 2_000) is None
+
+
+def test_of_a_tenant_that_was_deleted_meanwhile_nothing_is_kept(store: Store) -> None:
+    """Reading a long content takes a while: what let it in had looked before."""
+    create_resource(store, ONE, b"words", QUOTA)
+    delete_tenant(store, lambda: 2_000, "ada")
+
+    with pytest.raises(BadName, match="deleted tenant"):
+        create_resource(store, replace(ONE, resource_id="b"), b"words", QUOTA)
+    assert store.query("select count(content) from cached_contents") == [(0,)]
 
 
 def test_nobody_keeps_more_than_the_quota(store: Store) -> None:
