@@ -9,8 +9,7 @@ command line calls it.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 import apsw
@@ -26,9 +25,10 @@ from tenancy.ledger_epochs import (
     ledger_epoch,
     read_point,
 )
-from tenancy.sqlite_store import SqliteStore, claimed, is_patient, recalled, synced
+from tenancy.sqlite_store import SqliteStore, claimed, is_patient, recalled
 from tenancy.store import Store
 from tenancy.types import WallClock
+from tenancy.whole_files import synced, written_whole
 
 _BESIDE = ("-wal", "-shm", "-journal")
 
@@ -58,10 +58,8 @@ def backup(path: Path, target: Path) -> int:
     """
     if target.exists():
         raise StoreError("target_exists", f"{target} is there already: name another file.")
-    with _part(target) as part:
+    with written_whole(target, mode=0o600) as part:
         _copy(path, part)
-        part.replace(target)
-        synced(target.parent)
     return target.stat().st_size
 
 
@@ -73,16 +71,15 @@ def restore(source: Path, path: Path, clock: WallClock) -> Restored:
     """
     if not source.is_file():
         raise StoreError("unusable", f"{source} is no file.")
-    with claimed(path), _part(path) as part:
-        _copy(source, part)
-        with closing(_looked_through(part, source)) as store:
-            before, missing = _missing(path, store)
-            with store.change() as db:
-                epoch = begin_ledger_epoch(db, clock(), "restored", above=before)
-        _alone(part)
-        kept = _set_aside(path)
-        part.replace(path)
-        synced(path.parent)
+    with claimed(path):
+        with written_whole(path, mode=0o600) as part:
+            _copy(source, part)
+            with closing(_looked_through(part, source)) as store:
+                before, missing = _missing(path, store)
+                with store.change() as db:
+                    epoch = begin_ledger_epoch(db, clock(), "restored", above=before)
+            _alone(part)
+            kept = _set_aside(path)
         with closing(SqliteStore(path)) as store:
             keep_point(store, clock)
     return Restored(epoch, missing, kept)
@@ -105,7 +102,6 @@ def mark(store: Store, clock: WallClock) -> LedgerEpoch:
 
 def _copy(source: Path, target: Path) -> None:
     """All pages as of one commit. A reader stops nobody, however long it takes."""
-    target.touch(mode=0o600)
     try:
         with (
             closing(apsw.Connection(str(source), flags=apsw.SQLITE_OPEN_READONLY)) as there,
@@ -158,22 +154,6 @@ def _set_aside(path: Path) -> Path | None:
 
 def _beside(path: Path, suffix: str) -> Path:
     return path.with_name(f"{path.name}{suffix}")
-
-
-@contextmanager
-def _part(target: Path) -> Iterator[Path]:
-    """A name for what is not whole yet; nothing is left of it."""
-    part = _beside(target, ".part")
-
-    def clear() -> None:
-        for suffix in ("", *_BESIDE):
-            _beside(part, suffix).unlink(missing_ok=True)
-
-    clear()
-    try:
-        yield part
-    finally:
-        clear()
 
 
 def _looked_through(path: Path, source: Path) -> SqliteStore:

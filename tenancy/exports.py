@@ -23,6 +23,7 @@ from tenancy.pricing import writes
 from tenancy.store import Store
 from tenancy.types import UsageEntry
 from tenancy.usage import entries_of
+from tenancy.whole_files import written_whole
 
 PAGE = 2_000
 EVENT_TYPE = "llm.tokens"
@@ -126,16 +127,12 @@ def write_parquet(columns: Sequence[str], rows: Rows, path: Path) -> int:
         message = "Parquet needs the extra `exports`: pip install 'trunkline[exports]'"
         raise TenancyError("no_parquet", message) from error
     schema = pyarrow.schema([(name, _parquet_type(pyarrow, name)) for name in columns])
-    written, part = 0, path.with_name(f"{path.name}.part")
-    try:
-        with parquet.ParquetWriter(part, schema) as writer:
-            for page in _paged(rows):
-                data = {name: [row[name] for row in page] for name in columns}
-                writer.write_table(pyarrow.table(data, schema=schema))
-                written += len(page)
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+    written = 0
+    with written_whole(path) as part, parquet.ParquetWriter(part, schema) as writer:
+        for page in _paged(rows):
+            data = {name: [row[name] for row in page] for name in columns}
+            writer.write_table(pyarrow.table(data, schema=schema))
+            written += len(page)
     return written
 
 

@@ -23,6 +23,7 @@ import apsw
 
 from tenancy.errors import ConstraintBroken, StoreBusy, StoreError
 from tenancy.store import Row, Transaction, Value
+from tenancy.whole_files import written_whole
 
 SQLITE_MIN = (3, 51, 3)
 """Before it, two connections that write and checkpoint at once may corrupt the file."""
@@ -135,13 +136,8 @@ class SqliteStore:
 
     def remember(self, point: bytes) -> None:
         """Keep it beside the file, durably. Raises OSError."""
-        place = _known(self.path)
-        part = place.with_name(f"{place.name}.part")
-        part.touch(mode=0o600)
-        part.write_bytes(point)
-        synced(part)
-        part.replace(place)
-        synced(place.parent)
+        with written_whole(_known(self.path), mode=0o600) as part:
+            part.write_bytes(point)
 
     def recall(self) -> bytes | None:
         """What was kept beside it."""
@@ -319,15 +315,6 @@ def claimed(path: Path) -> Iterator[None]:
     file = _locked(path)
     try:
         yield
-    finally:
-        os.close(file)
-
-
-def synced(path: Path) -> None:
-    """Have a file, or a folder's names, on the disk. Raises OSError."""
-    file = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(file)
     finally:
         os.close(file)
 

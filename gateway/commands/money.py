@@ -31,6 +31,7 @@ from tenancy.pricing import RateCard
 from tenancy.rate_cards import add_card, load_cards
 from tenancy.reconcile import Counts, reconcile
 from tenancy.registry import find_tenant, list_tenants
+from tenancy.whole_files import written_whole
 
 Adder = Callable[[argparse.ArgumentParser], None]
 Write = Callable[[bytes], object]
@@ -245,14 +246,10 @@ def _export(options: argparse.Namespace, config: Config, write: Write) -> Answer
 
 def _write_file(path: Path, data: Iterator[bytes]) -> int:
     """Whole, or not there."""
-    size, part = 0, path.with_name(f"{path.name}.part")
-    try:
-        with part.open("wb") as file:
-            for chunk in data:
-                size += file.write(chunk)
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+    size = 0
+    with written_whole(path) as part, part.open("wb") as file:
+        for chunk in data:
+            size += file.write(chunk)
     return size
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from tenancy.whole_files import PART
 from tests.tenancy.after_crash import check_ledger
 
 ROOT = Path(__file__).parents[2]
@@ -86,7 +87,7 @@ def test_killed_at_each_call_of_the_system_it_loses_nothing(
             path = tmp_path / f"{number}.db"
             confirmed.clear()
         inject = ["strace", "-f", "-qq", "-o", "/dev/null"]
-        for suffix in ("", "-wal", "-shm", ".lock", ".known.part"):
+        for suffix in ("", "-wal", "-shm", ".lock", f".known.0{PART}"):
             inject += ["-P", f"{path}{suffix}"]
         inject += ["-e", f"trace={calls}", "-e", f"inject={calls}:signal=KILL:when={number}"]
         run = subprocess.run(

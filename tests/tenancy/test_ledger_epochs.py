@@ -163,7 +163,7 @@ def test_a_point_is_kept_each_minute_of_a_server_that_writes(tmp_path: Path, wal
 
 def test_a_disk_that_keeps_no_point_stops_no_ledger(tmp_path: Path, wall: Wall) -> None:
     """It is a defence and no promise."""
-    (tmp_path / "test.db.known.part").mkdir()
+    (tmp_path / "test.db.known").mkdir()
     store = SqliteStore(tmp_path / "test.db")
     create_tenant(store, wall, "ada")
     ledger = Ledger(store, wall)
