@@ -34,7 +34,7 @@ from gateway.dialects.canonical import (
     UsageRecord,
 )
 from gateway.dialects.gemini_prompt import prompt_of
-from gateway.dialects.gemini_schema import json_schema
+from gateway.dialects.gemini_schema import in_small_letters, json_schema
 from gateway.errors import Kind, Refusal
 
 
@@ -144,7 +144,8 @@ def _sampling(settings: wire.GenerationConfig) -> Sampling:
 
 
 def _format(settings: wire.GenerationConfig) -> OutputFormat:
-    schema, path = settings.response_json_schema, "generationConfig.responseJsonSchema"
+    schema = in_small_letters(settings.response_json_schema)
+    path = "generationConfig.responseJsonSchema"
     if settings.response_schema is not None and schema is not None:
         message = "Set responseSchema or responseJsonSchema, not both."
         raise Refusal(Kind.BAD, "invalid_value", message, param="generationConfig.responseSchema")

@@ -11,7 +11,7 @@ import msgspec
 
 from gateway.dialects import gemini_wire as wire
 from gateway.dialects.canonical import Prompt, Segment, Tool, ToolCall, ToolChoice
-from gateway.dialects.gemini_schema import json_schema
+from gateway.dialects.gemini_schema import in_small_letters, json_schema
 from gateway.errors import Kind, Refusal
 
 
@@ -158,7 +158,7 @@ def _tools(fields: Sequence[wire.ToolField], *, is_strict: bool) -> tuple[Tool, 
             if declared.parameters is not None and declared.parameters_json_schema is not None:
                 message = f"{path}: set parameters or parametersJsonSchema, not both."
                 raise Refusal(Kind.BAD, "invalid_value", message, param=path)
-            schema = declared.parameters_json_schema
+            schema = in_small_letters(declared.parameters_json_schema)
             if declared.parameters is not None:
                 schema = json_schema(declared.parameters)
             text = msgspec.json.encode(schema or {"type": "object", "properties": {}}).decode()

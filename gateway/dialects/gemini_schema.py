@@ -66,6 +66,41 @@ def json_schema(schema: Any, depth: int = 0) -> Any:
     return found
 
 
+def in_small_letters(schema: Any, depth: int = 0) -> Any:
+    """A JSON Schema whose types may be in capitals, as the SDK's own examples have them. O(nodes).
+    Below `DEPTH_MAX` nothing is changed: that is for whoever compiles it to refuse."""
+    if depth > DEPTH_MAX:
+        return schema
+    if isinstance(schema, list):
+        return [in_small_letters(item, depth + 1) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found: dict[str, Any] = {}
+    for name, value in schema.items():
+        if name == "type" and isinstance(value, str | list):
+            found[name] = _small(value)
+        elif name in _MAPS and isinstance(value, dict):
+            found[name] = {one: in_small_letters(below, depth + 1) for one, below in value.items()}
+        else:
+            found[name] = value if name in _DATA else in_small_letters(value, depth + 1)
+    return found
+
+
+_TYPES: Final = frozenset({"STRING", "NUMBER", "INTEGER", "BOOLEAN", "ARRAY", "OBJECT", "NULL"})
+_MAPS: Final = frozenset(
+    {"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"}
+)
+"""Words whose values are schemas by names, which are the caller's own."""
+_DATA: Final = frozenset({"enum", "const", "default", "examples", "required", "dependentRequired"})
+"""Words whose values are no schemas."""
+
+
+def _small(kind: Any) -> Any:
+    if isinstance(kind, list):
+        return [_small(one) for one in kind]
+    return kind.lower() if isinstance(kind, str) and kind in _TYPES else kind
+
+
 def _let_be_null(schema: dict[str, Any]) -> None:
     """Wherever it says what a value may be, null is one of them."""
     if isinstance(schema.get("type"), str):

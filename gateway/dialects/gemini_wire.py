@@ -202,7 +202,7 @@ class Part(Struct, frozen=True):
 
 class Content(Struct, frozen=True):
     parts: Annotated[list[Part], Meta(max_length=ITEMS_MAX)] = []
-    role: Literal["user", "model", "function", "system", ""] = "user"
+    role: Literal["user", "model", "function", "tool", "system", ""] = "user"
 
 
 class FunctionDeclaration(Struct, frozen=True):

@@ -200,6 +200,27 @@ def test_a_callers_own_data_keeps_its_spelling() -> None:
     assert call.prompts[0].tools[0].parameters == '{"aB":1}'
 
 
+@pytest.mark.parametrize("role", ["user", "function", "tool", ""])
+def test_results_of_calls_come_in_whichever_role(role: str) -> None:
+    """The SDK's own example of a call by hand says `tool`, its automatic calling `user`."""
+    call = parse(
+        hi(
+            contents=[
+                {"role": "user", "parts": [{"text": "?"}]},
+                {"role": "model", "parts": [{"functionCall": {"name": "weather"}}]},
+                {"role": role, "parts": [{"functionResponse": {"name": "weather"}}]},
+            ],
+            generationConfig={
+                "responseMimeType": "application/json",
+                "responseJsonSchema": {"type": "OBJECT"},
+            },
+        )
+    )
+
+    assert [part.role for part in call.prompts[0].segments] == ["user", "assistant", "tool"]
+    assert call.prompts[0].output_format.schema == '{"type":"object"}'
+
+
 def test_settings_become_the_engines() -> None:
     """Each in its own place."""
     call = parse(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gateway.dialects.gemini_schema import DEPTH_MAX, json_schema
+from gateway.dialects.gemini_schema import DEPTH_MAX, in_small_letters, json_schema
 from gateway.errors import Refusal
 
 
@@ -48,6 +48,44 @@ from gateway.errors import Refusal
 def test_each_word_says_the_same(theirs: dict[str, Any], ours: dict[str, Any]) -> None:
     """Types in capitals, null, sizes of numbers, counts as texts, either spelling."""
     assert json_schema(theirs) == ours
+
+
+def test_types_of_a_json_schema_may_be_in_capitals() -> None:
+    """The SDK's examples have them; names and values that look like types are left alone."""
+    theirs = {
+        "type": "OBJECT",
+        "properties": {
+            "type": {"type": ["STRING", "NULL"], "enum": ["STRING", None]},
+            "default": {"type": "ARRAY", "items": {"anyOf": [{"type": "NUMBER"}, True]}},
+        },
+        "required": ["type"],
+        "additionalProperties": {"const": {"type": "OBJECT"}},
+        "$defs": {"enum": {"type": "INTEGER"}, "odd": {"type": "Object"}},
+    }
+
+    assert in_small_letters(theirs) == {
+        "type": "object",
+        "properties": {
+            "type": {"type": ["string", "null"], "enum": ["STRING", None]},
+            "default": {"type": "array", "items": {"anyOf": [{"type": "number"}, True]}},
+        },
+        "required": ["type"],
+        "additionalProperties": {"const": {"type": "OBJECT"}},
+        "$defs": {"enum": {"type": "integer"}, "odd": {"type": "Object"}},
+    }
+
+
+def test_what_is_far_down_in_a_json_schema_is_left_as_it_is() -> None:
+    """Whoever compiles it says what is too deep; here it must only not take long."""
+    deep: Any = {"type": "STRING"}
+    for _ in range(5_000):
+        deep = {"type": "ARRAY", "items": deep}
+
+    found = in_small_letters(deep)
+    for _ in range(DEPTH_MAX):
+        assert found["type"] == "array"
+        found = found["items"]
+    assert found["items"]["type"] == "ARRAY"
 
 
 def test_only_declared_members_are_answered() -> None:
