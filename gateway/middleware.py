@@ -199,7 +199,7 @@ class Guard:
         self, error: Exception, state: RequestState, request: web.Request
     ) -> web.Response | None:
         """What the client is told; None, and it is cut off, if it has part of an answer."""
-        refusal = refusal_of(error)
+        refusal = refusal_of(error, request.path)
         if refusal is None:
             self._gateway.log("error", {"id": state.request_id, **where(error)})
             refusal = Refusal(Kind.INTERNAL, "internal_error", "Something failed on our side.")

@@ -30,6 +30,37 @@ _HTTP_KINDS = {
 }
 
 
+_STORES = "Nothing is stored here, so that there is nothing to get back."
+_NOT_SERVED = {
+    "embeddings": "There are no embeddings here: this server generates text.",
+    "images": "There are no images here: this server generates text.",
+    "videos": "There are no videos here: this server generates text.",
+    "audio": "There is no audio here: this server generates text.",
+    "realtime": "There are no realtime sessions here; answers can be streamed.",
+    "moderations": "Nothing is moderated here.",
+    "complete": "The older completions are not spoken here; /v1/messages is.",
+    "batches": "There are no batches here; send the requests one by one.",
+    "messages/batches": "There are no batches here; send the requests one by one.",
+    "files": "There are no files here; send their text.",
+    "uploads": "There are no files here; send their text.",
+    "vector_stores": "There are no files here; send their text.",
+    "fine_tuning": "Models are not trained here.",
+    "tunedModels": "Models are not trained here.",
+    "assistants": "There are no assistants here; /v1/responses and /v1/chat/completions are.",
+    "threads": "There are no assistants here; /v1/responses and /v1/chat/completions are.",
+    "interactions": "There are no interactions here; generateContent is.",
+    "conversations": _STORES,
+    "chat/completions": _STORES,
+}
+"""What clients of hosted APIs ask for, by the path behind the version, and why it is not here."""
+
+
+def _not_served(path: str) -> Refusal | None:
+    steps = [step for step in path.split("/")[:5] if step not in ("", "v1", "v1beta", "upload")]
+    message = _NOT_SERVED.get("/".join(steps[:2])) or _NOT_SERVED.get("".join(steps[:1]))
+    return None if message is None else Refusal(Kind.NOT_FOUND, "not_served", message)
+
+
 _NAME_KINDS = {
     "tenant_unknown": Kind.NOT_FOUND,
     "key_unknown": Kind.NOT_FOUND,
@@ -52,12 +83,15 @@ _NAME_RETRIES = {
 """When a named request may be sent again; at any other code never."""
 
 
-def refusal_of(error: Exception) -> Refusal | None:
-    """What a client may know of an error; None for our own mistakes."""
+def refusal_of(error: Exception, path: str = "") -> Refusal | None:
+    """What a client may know of an error at a path; None for our own mistakes."""
     match error:
         case Refusal():
             return error
         case web.HTTPException():
+            missing = _not_served(path) if error.status == 404 else None
+            if missing is not None:
+                return missing
             kind, code, message = _HTTP_KINDS.get(
                 error.status, (Kind.BAD, "bad_http", "The request could not be understood.")
             )

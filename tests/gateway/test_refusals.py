@@ -47,6 +47,32 @@ def test_known_errors_have_a_kind(error: Exception, kind: Kind) -> None:
     assert refusal.kind is kind
 
 
+@pytest.mark.parametrize(
+    ("path", "word"),
+    [
+        ("/v1/embeddings", "embeddings"),
+        ("/images/generations", "images"),
+        ("/v1/audio/speech", "audio"),
+        ("/v1/files", "files"),
+        ("/upload/v1beta/files", "files"),
+        ("/v1/messages/batches/x/results", "batches"),
+        ("/v1/chat/completions/id/messages", "stored"),
+        ("/v1/nothing", None),
+        ("/v1/messages", None),
+        ("/", None),
+    ],
+)
+def test_what_hosted_apis_have_and_we_do_not_is_refused_by_its_name(
+    path: str, word: str | None
+) -> None:
+    """An application that asks for it looks for a mistake of its own otherwise."""
+    refusal = refusal_of(web.HTTPNotFound(), path)
+
+    assert refusal is not None
+    assert refusal.code == ("not_served" if word else "not_found")
+    assert word is None or word in refusal.message
+
+
 @pytest.mark.parametrize("error", [ValueError("secret"), EngineError("invariant", "secret")])
 def test_our_own_mistakes_say_nothing_to_clients(error: Exception) -> None:
     """Messages of unforeseen errors quote what clients sent, or how we are built."""
