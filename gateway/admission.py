@@ -56,7 +56,7 @@ def admit(
     leases: Sequence[tuple[LeaseRequest, ...]] = (),
 ) -> tuple[Request, ...]:
     """One engine request per prompt, with its leases, in the namespace that `namespace_of` gave.
-    O(tokens), for the bounds check alone.
+    O(tokens) where a client made them, for the bounds check alone.
 
     Raises Refusal: BAD for what can never run, RATE for the tenant's own limit, BUSY for ours.
     """
@@ -93,8 +93,12 @@ def output_tokens(
     """How many tokens each prompt may be answered. Raises Refusal, BAD, for what can never run."""
     generation = call.generation
     _check_sequences(generation, len(rendered), now.limits)
-    for prompt in rendered:
-        _check_tokens(prompt, generation, now.info)
+    for asked, prompt in zip(call.prompts, rendered, strict=True):
+        if not prompt.token_ids:
+            raise Refusal(Kind.BAD, "invalid_value", "prompt: it has no tokens.", param="prompt")
+        if asked.token_ids is not None:
+            _check_ids("prompt", prompt.token_ids, now.info)
+    _check_more_ids(generation, now.info)
     return [_output_tokens(prompt, call, identity, now) for prompt in rendered]
 
 
@@ -162,11 +166,9 @@ def _check_sequences(generation: Generation, prompts: int, limits: LimitsConfig)
         )
 
 
-def _check_tokens(prompt: Rendered, generation: Generation, info: EngineInfo) -> None:
-    """Token ids come from clients too, and nothing may index by them unchecked."""
-    if not prompt.token_ids:
-        raise Refusal(Kind.BAD, "invalid_value", "prompt: it has no tokens.", param="prompt")
-    _check_ids("prompt", prompt.token_ids, info)
+def _check_more_ids(generation: Generation, info: EngineInfo) -> None:
+    """Token ids come from clients too, and nothing may index by them unchecked. The engine checks
+    all, and those that a tokenizer made alone."""
     if generation.stop_token_ids:
         _check_ids("stop_token_ids", generation.stop_token_ids, info)
     if generation.sampling.logit_bias:

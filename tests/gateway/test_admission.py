@@ -55,7 +55,7 @@ def ask(
 ) -> tuple[Request, ...]:
     call = Call(
         model="m",
-        prompts=(Prompt(),) * prompts,
+        prompts=(Prompt(token_ids=tokens),) * prompts,
         generation=Generation(**generation),  # type: ignore[arg-type]
         partition=partition,
         priority=priority,
@@ -63,6 +63,16 @@ def ask(
     who = who or identity()
     namespace = namespace_of(who, now.info.model_digest, now.template_digest, partition)
     return admit(call, [Rendered(tokens)] * prompts, who, "id", now, namespace)
+
+
+def test_what_a_tokenizer_made_is_left_to_the_engine_to_check() -> None:
+    """It looks at every id of every request; twice is for those that a client made up, so that they
+    are refused by their field, before anything is held."""
+    call = Call("m", (Prompt(text="a"),), Generation())
+
+    (request,) = admit(call, [Rendered((INFO.vocab_size,))], identity(), "id", NOW, b"namespace")
+
+    assert request.tokens == (INFO.vocab_size,)
 
 
 def test_each_prompt_takes_its_own_grammar_along() -> None:
