@@ -13,6 +13,7 @@ from engine.api import Grammar
 from gateway.dialects.canonical import OutputFormat, Prompt, Tool
 from gateway.errors import Kind, Refusal
 from gateway.prompt.json_text import schema_of
+from gateway.prompt.patterns import without_unheld
 from gateway.prompt.tools import ToolStyle
 
 _OPTIONS = {
@@ -80,8 +81,11 @@ def offered(prompt: Prompt) -> tuple[Tool, ...]:
 
 def _checked(wanted: OutputFormat) -> Grammar | None:
     if wanted.kind == "json_schema":
-        schema_of(wanted.schema, wanted.path)
-        return Grammar("json_schema" if wanted.strict else "lenient_json_schema", wanted.schema)
+        schema = schema_of(wanted.schema, wanted.path)
+        if wanted.strict:
+            return Grammar("json_schema", wanted.schema)
+        held = without_unheld(schema)
+        return Grammar("lenient_json_schema", wanted.schema if held is schema else _text(held))
     return Grammar("json_object") if wanted.kind == "json_object" else None
 
 
@@ -171,8 +175,14 @@ class _Lark:
 
 
 def _schema(text: str, path: str, *, strict: bool) -> str:
-    options = _OPTIONS if strict else _LENIENT_OPTIONS
-    return json.dumps({**schema_of(text, path), "x-guidance": options}, ensure_ascii=True)
+    schema = schema_of(text, path)
+    if strict:
+        return _text({**schema, "x-guidance": _OPTIONS})
+    return _text({**without_unheld(schema), "x-guidance": _LENIENT_OPTIONS})
+
+
+def _text(schema: Mapping[str, object]) -> str:
+    return json.dumps(schema, ensure_ascii=True)
 
 
 def _literal(text: str) -> str:

@@ -220,6 +220,31 @@ def test_what_nobody_asked_to_be_strict_is_held_as_far_as_it_can_be(allows: Allo
         allows("", LOOSE, output_format=OutputFormat("json_schema", UNHELD))
 
 
+def test_a_pattern_that_looks_around_is_passed_over_where_nobody_asked_to_be_strict(
+    allows: Allows,
+) -> None:
+    """Libraries write them into schemas by themselves, and hosted APIs take them for hints."""
+    text = json.dumps(
+        {
+            "type": "object",
+            "properties": {
+                "a": {"type": "string", "pattern": r"^(?!\s*$).+", "maxLength": 3},
+                "b": {"type": "string", "pattern": "^x+$"},
+            },
+        }
+    )
+    wanted = OutputFormat("json_schema", text, "f", strict=False)
+    loose, strict = (Tool("put", "", text, strict=is_strict) for is_strict in (False, True))
+
+    for answer, is_one in (('{"a": " "}', True), ('{"a": "four"}', False), ('{"b": "y"}', False)):
+        assert allows(answer, output_format=wanted) is is_one
+        assert allows(answer, LOOSE, output_format=wanted) is is_one
+        assert allows(call("put", answer), loose, tool_choice=REQUIRED) is is_one
+    for more in ({"output_format": OutputFormat("json_schema", text)}, {"tool_choice": REQUIRED}):
+        with pytest.raises(Exception, match="look-around"):
+            allows("", strict, **more)
+
+
 @pytest.mark.parametrize(
     ("prompt", "param"),
     [

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import tracemalloc
+import zlib
 from collections.abc import AsyncIterator
 from functools import partial
 from typing import Any
@@ -15,7 +17,8 @@ from aiohttp import ClientResponse
 from gateway.config import IdempotencyConfig
 from gateway.erasure import Target, erase
 from gateway.metering import wall_ms
-from gateway.named import HOUR_MS, NAME_SIGNS_MAX
+from gateway.named import HOUR_MS, NAME_SIGNS_MAX, NamedRequest
+from tenancy.idempotency import Claim
 from tenancy.keys import create_key
 from tenancy.registry import change_tenant, set_status
 from tests.gateway.house import House, parse_events, read_answer
@@ -482,6 +485,32 @@ async def test_a_long_answer_is_replayed_in_pieces(house: House) -> None:
 
     assert len(texts[0]) > 2**16
     assert texts[0] == texts[1]
+
+
+def test_an_answer_on_its_way_holds_little(made: House) -> None:
+    """Thousands of streams may be open at once, each with a compressor of its own."""
+    chunks = [
+        f'data: {{"choices":[{{"delta":{{"content":"{n * n}"}}}}]}}\n\n'.encode() * 4
+        for n in range(200)
+    ]
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        open_ones = [
+            NamedRequest(1, Claim("n", b"", 9), made.config.idempotency) for _ in range(10)
+        ]
+        for one in open_ones:
+            for chunk in chunks:
+                one.record(chunk)
+        held = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    answer = open_ones[0].keeping({}, 0).answer
+
+    assert held < 10 * 48_000
+    assert answer is not None
+    assert zlib.decompress(answer.body) == b"".join(chunks)
+    assert len(answer.body) < sum(map(len, chunks)) / 8
 
 
 async def test_a_client_may_leave_a_replay(house: House) -> None:
