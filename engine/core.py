@@ -160,8 +160,7 @@ class Core:
 
     def stats(self, call_id: int = 0, names: Iterable[Namespace] = ()) -> Stats:
         """The heartbeat, with what `names` hold and ask for. O(names + requests)."""
-        works = self.works.values()
-        return self.vitals.stats(call_id, self.cache, self.scheduler, works, names)
+        return self.vitals.stats(call_id, self.cache, self.scheduler, self.works.values(), names)
 
     def drain(self, timeout_s: float) -> None:
         """Refuse what comes; finish what is here; what is left at the end ends as `shutdown`."""
@@ -174,6 +173,11 @@ class Core:
     def has_work(self) -> bool:
         """Is there anything to compute, collect or say?"""
         return bool(self.works or self._flights or self._events)
+
+    @property
+    def is_recounting(self) -> bool:
+        """Has it more of itself to look over now?"""
+        return self._housekeeper.is_recounting
 
     @property
     def only_compiles(self) -> bool:

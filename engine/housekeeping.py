@@ -5,6 +5,7 @@ It knows the cache alone, and no clock. Core calls it at the end of every step a
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Final
 
 from engine.cache import PrefixCache
@@ -13,24 +14,43 @@ IDLE_CHECK_S: Final = 1.0
 
 
 class Housekeeper:
-    """Recounts once per idle time, and every `check_interval_s` without one."""
+    """Recounts once per idle time, and after `check_interval_s` without one beside the work.
+
+    A piece at a time: whoever comes meanwhile waits for one piece, and the rest for the next idle
+    time.
+    """
 
     def __init__(self, cache: PrefixCache, check_interval_s: float, now_s: float) -> None:
         self._cache = cache
         self._check_interval_s = check_interval_s
         self._idle_since_s: float | None = None
         self._checked_at_s = now_s
+        self._recount: Iterator[None] | None = None
+        self.is_recounting = False
 
     def keep(self, now_s: float, *, is_busy: bool) -> None:
-        """O(what lapses), and O(blocks) when it recounts. Raises InvariantViolation."""
+        """O(what lapses), and a piece of a recount. `is_recounting` says whether there is more of
+        it to be done now. Raises InvariantViolation."""
         self._cache.expire(now_s)
-        is_due = now_s - self._checked_at_s >= self._check_interval_s
         if is_busy:
             self._idle_since_s = None
         elif self._idle_since_s is None:
             self._idle_since_s = now_s
-        elif self._checked_at_s <= self._idle_since_s:
-            is_due = is_due or now_s - self._idle_since_s >= IDLE_CHECK_S
-        if is_due:
+        is_overdue = now_s - self._checked_at_s >= self._check_interval_s
+        idle_since_s = self._idle_since_s
+        self.is_recounting = is_overdue
+        if idle_since_s is not None and now_s - idle_since_s >= IDLE_CHECK_S:
+            is_unfinished = self._recount is not None
+            self.is_recounting |= is_unfinished or self._checked_at_s <= idle_since_s
+        if self.is_recounting:
+            self._go_on(now_s)
+
+    def _go_on(self, now_s: float) -> None:
+        if self._recount is None:
+            self._recount = self._cache.recount()
+        try:
+            next(self._recount)
+        except StopIteration:
+            self._recount = None
             self._checked_at_s = now_s
-            self._cache.check()
+            self.is_recounting = False

@@ -151,7 +151,8 @@ class EngineService:
         The core keeps house at each heartbeat, so nothing expires later than that. Grammars that
         are being compiled are looked after in between.
         """
-        wait_s = 0.0 if core.has_work() else max(0.0, self._beat_at_s - self.clock())
+        is_busy = core.has_work() or core.is_recounting
+        wait_s = 0.0 if is_busy else max(0.0, self._beat_at_s - self.clock())
         if core.only_compiles:
             wait_s = COMPILE_WAIT_S
         while True:

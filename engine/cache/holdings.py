@@ -27,7 +27,8 @@ class Holdings:
     """`owner[b]` is the account that block b is allocated to; `node_of[b]` its node in a tree.
 
     `copies` are pending: by destination, each pinning its source. `changed`: the accounts whose
-    counts have moved since somebody took it.
+    counts have moved since somebody took it. `version`: another whenever something has moved by
+    other means than a block table.
     """
 
     def __init__(self, blocks: int, block_size: int) -> None:
@@ -40,12 +41,14 @@ class Holdings:
         self.node_of: list[Node | None] = [None] * blocks
         self.copies: dict[int, BlockCopy] = {}
         self.tables: set[BlockTable] = set()
+        self.version = 0
         self._serials = count_up(1)
 
     # -- accounts -----------------------------------------------------------------------------
 
     def account(self, namespace: Namespace, quota: Quota) -> Account:
         """The namespace's account, in its payer's share under the present quota."""
+        self.version += 1
         share = self.shares.under(namespace, quota)
         account = self.accounts.get(namespace)
         if account is None:
@@ -225,6 +228,7 @@ class Holdings:
 
     def detach(self, account: Account, top: Node) -> int:
         """Take a node and all below it out of the tree; how many. Pinned blocks stay allocated."""
+        self.version += 1
         parent, gone = top.parent, 0
         for node in top.below():
             account.ends.goes(node)
@@ -237,6 +241,7 @@ class Holdings:
 
     def set_promised(self, account: Account, node: Node, promised_as: str | None) -> None:
         """Move a node between best effort (None) and promised in a class."""
+        self.version += 1
         is_cached = self.pool.ref_count[node.block] == 1
         if is_cached:
             self._uncount(account, node)

@@ -124,6 +124,7 @@ class LeaseBook:
     def strike(self, account: Account, lease_id: str) -> list[Node]:
         """A lease is no more: who runs under it commits nothing more. The topmost nodes that it
         alone covered. O(tables), and see `LeaseEnds.strike`."""
+        self._holdings.version += 1
         for table in self._holdings.tables:
             if table.account is account and any(one.lease_id == lease_id for one, _ in table.asked):
                 table.write = False
@@ -173,10 +174,17 @@ class LeaseBook:
             self._holdings.set_promised(account, node, promised_as)
 
     def lapse(self, now_s: float) -> None:
-        """Promises whose time is over become best effort."""
+        """Promises whose time is over become best effort.
+
+        Not of a block in use under a clock that counts from the last use: it is being used now. And
+        if its promise ended while others below it began, it would count as a block that may go, and
+        could not.
+        """
         for account, node in self._promises.due(now_s):
             node.timed_promise = False
             if account.tree.holds(node):
+                if node.terms is not None and self._holdings.pool.ref_count[node.block] > 1:
+                    node.terms.keep(now_s)
                 self.note(account, node, now_s)
 
     def expired(self, now_s: float) -> list[tuple[Account, Node]]:

@@ -83,6 +83,10 @@ class Terms:
         """It is in use now: a clock that counts from the last use has not begun to run."""
         self.limit_at_s = max(self.limit_at_s, now_s + self.use_limit_s)
 
+    def keep(self, now_s: float) -> None:
+        """The same for its promise, which has not ended yet."""
+        self._promise(now_s + self.use_promise_s, self.use_as)
+
     def use(self, now_s: float, *, promise: bool) -> None:
         """It was in use until now: a clock that counts from the last use starts again."""
         self.limit_at_s = max(self.limit_at_s, now_s + self.use_limit_s)

@@ -134,21 +134,28 @@ class Shares:
         assert best is not None, "asked for a victim where nobody can give"
         return best
 
-    def check(self) -> None:
-        """Raises InvariantViolation where a share has moved and nobody was told. O(payers)."""
+    def check(self) -> Iterator[int]:
+        """Raises InvariantViolation where a share has moved and nobody was told. O(payers), in
+        steps that say how much of it each was, as `audit` counts."""
         self._catch_up()
-        shares = list(self)
-        asked = sum(share.quota.floor_blocks for share in shares)
-        for share in shares:
+        asked = sum(share.quota.floor_blocks for share in self._floored.values())
+        sums, places = [0, 0, 0], 0
+        for number, share in enumerate(self):
+            found = _counts(share)
+            place = (-share.over(), share.serial, share) if found[0] else None
             if share.floor_blocks != self._guaranteed(share.quota.floor_blocks, asked):
                 raise InvariantViolation(f"{share.payer!r}: a floor of {share.floor_blocks}")
-        sums = (self._asked, self._spare, self._claimed, self._cached)
-        found = (asked, *(sum(one) for one in zip(*map(_counts, shares), strict=True)))
-        if sums != (found if shares else (0, 0, 0, 0)):
-            raise InvariantViolation(f"sums over shares {sums}, recounted: {found}")
-        order = sorted((-one.over(), one.serial) for one in shares if one.spare())
-        if order != [entry[:2] for entry in self._order]:
-            raise InvariantViolation("the shares are not in order")
+            if share.counted != found or share.place != place:
+                raise InvariantViolation(f"{share.payer!r}: has moved unseen, recounted: {found}")
+            if place is not None and place not in self._order:
+                raise InvariantViolation(f"{share.payer!r}: is not in the order of shares")
+            sums = [a + b for a, b in zip(sums, found, strict=True)]
+            places += place is not None
+            if number % 32 == 0:
+                yield 32
+        has = (self._asked, self._spare, self._claimed, self._cached, len(self._order))
+        if has != (asked, *sums, places):
+            raise InvariantViolation(f"sums over shares {has}, recounted: {sums} in {places}")
 
     def _catch_up(self) -> None:
         for share in self._stale:

@@ -203,6 +203,26 @@ def test_a_lapsed_promise_is_renewed_where_there_is_room() -> None:
     assert promised(cache) == 2
 
 
+def test_a_promise_does_not_lapse_in_a_block_that_is_in_use() -> None:
+    """It counts from the last use. The beginning of a long answer would count as room that others
+    may take, under blocks that must not go: whoever was promised that room brought the engine down.
+    """
+    brief = Retention("brief", promise_s=5, limit_s=100)
+    cache = PrefixCache(blocks=8, block_size=SIZE)
+    table = cache.begin(US, WORDS, 0.0, quota=OPEN, leases=(lease(brief),))
+    assert cache.grow(table, 8, 0.0)
+    cache.commit(table, WORDS, 4, 0.0)
+    cache.commit(table, WORDS, 8, 4.0)
+    cache.expire(6.0)
+    run(cache, list(range(100, 124)), 6.0, lease(PINNED, tokens=24), namespace=THEM)
+    cache.release(table, WORDS, 7.0)
+
+    cache.check()
+    assert promised(cache) == 7
+    cache.expire(11.9)
+    assert found(cache, WORDS, 11.9) == 8
+
+
 def test_a_block_is_held_in_the_class_that_promises_it_longest() -> None:
     """Storage is billed by class: each block once, in one of them, as its promises come and go."""
     hour = Retention("hour", promise_s=3600, limit_s=3600)

@@ -52,7 +52,7 @@ def test_the_sums_are_those_of_all_shares_whatever_has_moved(
             share = account.share
             share.let_go(account)
             shares.forget_if_idle(share)
-        shares.check()
+        list(shares.check())
         every = list(shares)
 
         assert sum(share.floor_blocks for share in every) <= 60
@@ -75,7 +75,7 @@ def test_what_moves_unseen_is_found_by_the_check() -> None:
     account.share.evictable -= 1
 
     with pytest.raises(InvariantViolation):
-        shares.check()
+        list(shares.check())
 
 
 def test_of_equals_the_one_that_came_first_gives() -> None:
