@@ -153,7 +153,8 @@ def retry_after_s(stats: Stats) -> float:
 
 def _check_sequences(generation: Generation, prompts: int, limits: LimitsConfig) -> None:
     if generation.samples > limits.choices_max:
-        param = "n" if generation.choices == generation.samples else "best_of"
+        are_choices = generation.choices == generation.samples
+        param = generation.choices_field if are_choices else "best_of"
         message = f"{param}: at most {limits.choices_max} per request (it is {generation.samples})."
         raise Refusal(Kind.BAD, "invalid_value", message, param=param)
     if prompts * generation.samples > SEQUENCES_PER_CALL_MAX:
@@ -197,7 +198,7 @@ def _output_tokens(prompt: Rendered, call: Call, identity: Identity, now: Circum
             raise _too_long(what, reason, call)
         return min(now.limits.output_tokens_default, room - given)
     if given + generation.max_tokens > room:
-        wanted = f"{given} prompt tokens and max_tokens {generation.max_tokens}"
+        wanted = f"{given} prompt tokens and up to {generation.max_tokens} of the answer"
         raise _too_long(f"{wanted} make {given + generation.max_tokens}", reason, call)
     return generation.max_tokens
 

@@ -138,12 +138,14 @@ class Rendered(Struct, frozen=True):
 
 class Generation(Struct, frozen=True):
     """How to continue. `samples` are computed and the best `choices` of them, by mean logprob,
-    returned. `max_tokens` None: as many as the server gives. `echo`: the prompt's text is part of
-    the answer. `report_logprobs`: logprobs were asked for, not only needed for ranking."""
+    returned; `choices_field` is where a client says how many. `max_tokens` None: as many as the
+    server gives. `echo`: the prompt's text is part of the answer. `report_logprobs`: logprobs were
+    asked for, not only needed for ranking."""
 
     max_tokens: int | None = None
     choices: int = 1
     samples: int = 1
+    choices_field: str = "n"
     sampling: Sampling = Sampling()
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()

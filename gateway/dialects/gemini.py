@@ -118,6 +118,7 @@ def _call(fields: wire.GenerateBody, model: str, *, is_stream: bool) -> Call:
             max_tokens=settings.max_output_tokens,
             choices=choices,
             samples=choices,
+            choices_field="generationConfig.candidateCount",
             sampling=_sampling(settings),
             stop=tuple(settings.stop_sequences or ()),
         ),

@@ -242,6 +242,7 @@ def test_settings_become_the_engines() -> None:
     assert call.stream
     assert call.generation.sampling == Sampling(temperature=0.5, top_k=40, seed=3, logprobs=2)
     assert (call.generation.choices, call.generation.stop) == (2, ("END",))
+    assert call.generation.choices_field == "generationConfig.candidateCount"
 
 
 def test_json_is_asked_for_by_mime_type_and_schema() -> None:
