@@ -59,7 +59,7 @@ NEUTRAL = {
     "reasoning_effort": "none",
     "echo": False,
 }
-IGNORED = frozenset({"metadata", "safety_identifier"})
+IGNORED = wire.NAMES | frozenset({"metadata", "safety_identifier"})
 
 _PLACE = "\ue000"
 _PLACE_BYTES = msgspec.json.encode(_PLACE)

@@ -43,7 +43,7 @@ REFUSED = {
     "max_completion_tokens": "It belongs to /v1/chat/completions; here there is max_tokens.",
     "top_logprobs": "It belongs to /v1/chat/completions; here logprobs is a number.",
 }
-IGNORED = frozenset({"metadata", "safety_identifier"})
+IGNORED = wire.NAMES | frozenset({"metadata", "safety_identifier"})
 
 
 class CompletionBody(wire.GenerationFields, frozen=True, kw_only=True):

@@ -50,7 +50,7 @@ REFUSED = {
     "logprobs": f"{ELSEWHERE} Here there is include, with {LOGPROBS!r}.",
 }
 NEUTRAL = {**wire.NEUTRAL, "background": False, "n": 1}
-IGNORED = frozenset({"store", "safety_identifier", "max_tool_calls"})
+IGNORED = wire.NAMES | frozenset({"store", "safety_identifier", "max_tool_calls"})
 """`store` is answered with false whatever was asked: stores serve later requests, not this one.
 `max_tool_calls` limits tools that a server runs; there are none."""
 

@@ -57,6 +57,10 @@ REFUSED: Mapping[str, str] = {
 """Fields that neither endpoint can honour, and why. A refusal beats silence: an answer that was
 made some other way than it was asked for looks right."""
 
+NAMES = frozenset({"request_id", "rid", "session_id"})
+"""What self-hosted engines and routers let a client call its request, for logs and for choosing a
+server: of an answer it changes nothing."""
+
 NEUTRAL: Mapping[str, object] = {
     "use_beam_search": False,
     "early_stopping": False,

@@ -227,6 +227,12 @@ def test_a_bad_value_is_refused_with_its_path_and_limit(
     assert says in refusal.message
 
 
+@pytest.mark.parametrize("name", ["request_id", "rid", "session_id"])
+def test_what_a_client_calls_its_request_changes_nothing(name: str) -> None:
+    """Clients of other engines and routers send it for logs, or to reach the same server again."""
+    assert parse(**{name: "mine"}) == parse()
+
+
 def test_a_long_bad_value_is_not_repeated() -> None:
     """An error is read by people, and logged."""
     assert len(refused(service_tier="x" * 100_000).message) < 500
