@@ -292,6 +292,8 @@ class SocketEngine(Connection, asyncio.Protocol):
         self._decoder = downward_decoder()
         self._frames = 0
         self._unsent: list[bytes] = []
+        self._posted = 0  # in this turn of the loop
+        self._was_alone = True  # the only command of its turn, the last time that there was one
         self._welcome: asyncio.Future[EngineInfo] = self._loop.create_future()
         self._ended: asyncio.Future[None] = self._loop.create_future()
         self._transport: asyncio.Transport | None = None
@@ -304,8 +306,7 @@ class SocketEngine(Connection, asyncio.Protocol):
         Raises OSError if nobody listens, EngineError with the engine's own code if it will not
         talk or could not load its model.
         """
-        loop = asyncio.get_running_loop()
-        transport, engine = await loop.create_unix_connection(cls, str(path))
+        transport, engine = await asyncio.get_running_loop().create_unix_connection(cls, str(path))
         try:
             transport.write(encode(Hello(PROTOCOL_VERSION, token)))
             await engine._welcome
@@ -317,23 +318,24 @@ class SocketEngine(Connection, asyncio.Protocol):
     def post(self, command: Command) -> None:
         """See `Connection.post`. Raises EngineUnavailable if the engine has stopped reading.
 
-        What is posted in one turn of the loop leaves in one write, at its end: a write costs more
-        than all else that is done to a command. With one request alone nothing is to be gathered:
-        the engine has it while the rest of the turn is done.
+        What a turn of the loop posts leaves in one write at its end: writing costs more than all
+        else. Where the last command was its turn's only one, the first leaves at once.
         """
         transport = self._transport
         if transport is None or transport.is_closing():
             return
         if transport.get_write_buffer_size() > UNSENT_BYTES_MAX:
             raise EngineUnavailable("queue_full", "The engine does not keep up with its requests.")
-        if not self._unsent:
-            if len(self._streams) == 1:
+        self._posted += 1
+        if self._posted == 1:
+            self._loop.call_soon(self._send)
+            if self._was_alone:
                 transport.write(encode(command))
                 return
-            self._loop.call_soon(self._send)
         self._unsent.append(encode(command))
 
     def _send(self) -> None:
+        self._was_alone, self._posted = self._posted == 1, 0
         unsent, self._unsent = self._unsent, []
         if unsent and self._transport is not None and not self._transport.is_closing():
             self._transport.write(b"".join(unsent))
