@@ -16,7 +16,7 @@ from gateway.context import Context
 from tenancy.bookkeeping import EngineTotals
 from tenancy.errors import LedgerUnavailable, StoreError
 from tenancy.ledger_epochs import ledger_epoch
-from tenancy.reconcile import Counts, reconcile
+from tenancy.reconcile import Counts, reconcile_living
 
 EVERY_S = 60.0
 LOOK_EVERY_S = 0.5
@@ -83,23 +83,24 @@ class Reckoning:
         )
 
     async def check(self) -> bool:
-        """Do the counts of the present epoch agree, as far as they can be compared now?"""
+        """Do the counts of our engine's life agree, as far as they can be compared now?"""
+        info, epoch = self._gateway.engine.info, None
         try:
-            epochs = await asyncio.to_thread(reconcile, self._gateway.store, 1)
+            if info is not None:
+                epoch = await asyncio.to_thread(reconcile_living, self._gateway.store, info.epoch)
             life = await asyncio.to_thread(ledger_epoch, self._gateway.store)
         except StoreError:
             return True  # it is told elsewhere that the file cannot be read
         self._gateway.telemetry.ledger_epoch.set(life.number)
-        for epoch in epochs:
-            if epoch.is_apart:
-                facts = {"epoch": epoch.epoch, "state": epoch.state}
-                for name in ("ledger", "engine", "metrics"):
-                    counts: Counts = getattr(epoch, name)
-                    for field in Counts.__struct_fields__:
-                        facts[f"{name}_{field}"] = getattr(counts, field)
-                self._gateway.log("counts_apart", dict(facts))
-                return False
-        return True
+        if epoch is None or not epoch.is_apart:
+            return True
+        facts = {"epoch": epoch.epoch, "state": epoch.state}
+        for name in ("ledger", "engine", "metrics"):
+            counts: Counts = getattr(epoch, name)
+            for field in Counts.__struct_fields__:
+                facts[f"{name}_{field}"] = getattr(counts, field)
+        self._gateway.log("counts_apart", dict(facts))
+        return False
 
     async def _watch(self) -> None:
         clock, engine = self._gateway.clock, self._gateway.engine

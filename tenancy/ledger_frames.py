@@ -6,7 +6,8 @@ socket. `ledger_child` and the gateway's end share it; nobody else can reach it.
     gateway                              ledger's process
       Open ────────────────────────────▶
                              ◀─────────── Opened, or NotOpened
-      items of one turn of the loop ───▶
+      up to sixteen items, once or more in a turn of its loop
+        ───────────────────────────────▶
                              ◀─────────── Answered        one per commit, for so many items
 """
 

@@ -11,12 +11,17 @@ from typing import Literal
 
 from msgspec import Struct
 
-from tenancy.store import Store, Transaction
+from tenancy.store import Row, Store, Transaction
 
 State = Literal["final", "running", "pending", "died"]
 """`final`: the engine has told its last count. `running`: it lives, nothing runs and it was asked
-since. `pending`: something runs, or it has not been asked since. `died`: it ended without a last
-word, so what it counted in its last moments is not known."""
+since. `pending`: something runs, or it has not been asked since, or it is no more known than that
+it may live, behind another gateway. `died`: it ended without a last word, so what it counted in its
+last moments is not known."""
+
+EPOCHS_MAX = 100
+NOTED_WITHIN_MS = 150_000
+"""Whatever lives is noted every minute."""
 
 
 class Counts(Struct, frozen=True):
@@ -57,48 +62,57 @@ class Epoch(Struct, frozen=True):
         return known and not (self.ledger == self.engine == self.metrics)
 
 
-def reconcile(store: Store, epochs_max: int = 100) -> list[Epoch]:
-    """The latest epochs, the newest first. O(epochs), not entries."""
+def reconcile(store: Store, now_ms: int | None = None) -> list[Epoch]:
+    """The latest epochs, the newest first. `now_ms`: without it none but the newest may live.
+    O(epochs), not entries. Raises StoreError."""
     with store.snapshot() as db:
-        return epochs_in(db, epochs_max)
+        return epochs_in(db, now_ms)
 
 
-def epochs_in(db: Transaction, epochs_max: int = 100) -> list[Epoch]:
+def reconcile_living(store: Store, epoch: str) -> Epoch | None:
+    """One that is known to live; None before it was noted. Raises StoreError."""
+    rows = store.query(f"{_EPOCHS} where e.epoch = ?", (epoch,))
+    return _epoch(rows[0], lives=True, is_known=True) if rows else None
+
+
+def epochs_in(db: Transaction, now_ms: int | None = None) -> list[Epoch]:
     """`reconcile` within a transaction."""
     rows = db.rows(
-        "select e.epoch, first_seen_ms, last_seen_ms, is_ended,"
-        " e.prompt_tokens, e.cached_tokens, e.output_tokens,"
-        " metric_prompt_tokens, metric_cached_tokens, metric_output_tokens,"
-        " coalesce(entries, 0), coalesce(s.prompt_tokens, 0),"
-        " coalesce(physical_cached_tokens, 0), coalesce(s.output_tokens, 0),"
-        " coalesce(last_ended_ms, 0),"
-        " (select count(*) from holds where holds.epoch = e.epoch)"
-        " from engine_epochs as e left join epoch_sums as s using (epoch)"
-        " order by first_seen_ms desc, last_seen_ms desc limit ?",
-        (epochs_max,),
+        f"{_EPOCHS} order by first_seen_ms desc, last_seen_ms desc limit ?", (EPOCHS_MAX,)
     )
     found = []
     for place, row in enumerate(rows):
-        epoch, first_ms, last_ms, is_ended, *counts = row
-        entries, last_entry_ms, holds = counts[6], counts[10], counts[11]
-        found.append(
-            Epoch(
-                epoch=epoch,
-                state=_state(bool(is_ended), place == 0, holds or last_entry_ms > last_ms),
-                first_seen_ms=first_ms,
-                last_seen_ms=last_ms,
-                entries=entries,
-                ledger=Counts(*counts[7:10]),
-                engine=Counts(*counts[0:3]),
-                metrics=Counts(*counts[3:6]),
-            )
-        )
+        is_fresh = now_ms is not None and row[2] > now_ms - NOTED_WITHIN_MS
+        found.append(_epoch(row, lives=place == 0 or is_fresh, is_known=place == 0))
     return found
 
 
-def _state(is_ended: bool, is_newest: bool, is_open: object) -> State:
-    if is_ended:
-        return "final"
-    if not is_newest:
-        return "died"
-    return "pending" if is_open else "running"
+def _epoch(row: Row, *, lives: bool, is_known: bool) -> Epoch:
+    epoch, first_ms, last_ms, is_ended, *counts = row
+    entries, last_entry_ms, holds = counts[6], counts[10], counts[11]
+    is_settled = is_known and not holds and last_entry_ms <= last_ms
+    state: State = "running" if is_settled else "pending"
+    if is_ended or not lives:
+        state = "final" if is_ended else "died"
+    return Epoch(
+        epoch=epoch,
+        state=state,
+        first_seen_ms=first_ms,
+        last_seen_ms=last_ms,
+        entries=entries,
+        ledger=Counts(*counts[7:10]),
+        engine=Counts(*counts[0:3]),
+        metrics=Counts(*counts[3:6]),
+    )
+
+
+_EPOCHS = (
+    "select e.epoch, first_seen_ms, last_seen_ms, is_ended,"
+    " e.prompt_tokens, e.cached_tokens, e.output_tokens,"
+    " metric_prompt_tokens, metric_cached_tokens, metric_output_tokens,"
+    " coalesce(entries, 0), coalesce(s.prompt_tokens, 0),"
+    " coalesce(physical_cached_tokens, 0), coalesce(s.output_tokens, 0),"
+    " coalesce(last_ended_ms, 0),"
+    " (select count(*) from holds where holds.epoch = e.epoch)"
+    " from engine_epochs as e left join epoch_sums as s using (epoch)"
+)

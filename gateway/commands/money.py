@@ -185,7 +185,7 @@ def _check_books(options: argparse.Namespace, config: Config, write: Write) -> A
 def _reconcile(options: argparse.Namespace, config: Config, write: Write) -> Answer:
     """Ledger, engine and metrics by engine life. Status 1 if they are apart."""
     with opened(config) as store:
-        epochs, life = reconcile(store), ledger_epoch(store).number
+        epochs, life = reconcile(store, wall_ms()), ledger_epoch(store).number
     rows: Table = []
     for epoch in epochs:
         row: dict[str, object] = {"epoch": epoch.epoch[:12], "state": epoch.state}

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tenancy.ledger import EngineTotals, Hold, Ledger
-from tenancy.reconcile import Counts, reconcile
+from tenancy.reconcile import Counts, reconcile, reconcile_living
 from tenancy.registry import create_tenant
 from tenancy.store import Store
 from tenancy.types import UsageEntry
@@ -76,6 +76,20 @@ def test_an_engine_that_died_took_its_last_count_along(store: Store, ledger: Led
     assert (newer.epoch, newer.state, older.state) == ("e2", "running", "died")
     assert not older.is_apart
     assert older.ledger.minus(older.engine).output_tokens == 3
+
+
+def test_of_several_that_run_each_is_known_to_its_own_gateway(store: Store, ledger: Ledger) -> None:
+    """To anybody else the older one may live or not: it is not compared, and not said to have died
+    while it may have been noted."""
+    ledger.write(totals("e1", 4, 20_000)).result(20)
+    ledger.write(totals("e2", 0, 30_000)).result(20)
+    states = [[one.state for one in reconcile(store, now_ms)] for now_ms in (150_000, 170_001)]
+    own = reconcile_living(store, "e1")
+
+    assert states == [["running", "pending"], ["running", "died"]]
+    assert own is not None
+    assert (own.state, own.is_apart) == ("running", True)
+    assert reconcile_living(store, "e3") is None
 
 
 def test_a_ledger_without_epochs_has_nothing_to_compare(store: Store) -> None:
