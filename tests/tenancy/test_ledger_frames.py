@@ -37,11 +37,16 @@ NUMBER = st.integers(-(2**63), 2**63 - 1)
 COUNTS = st.dictionaries(TEXT, st.integers(0, 2**63 - 1), max_size=3)
 KINDS = [kind for kind in vars(errors).values() if isinstance(kind, type)]
 
-PLAIN: dict[object, st.SearchStrategy[object]] = {str: TEXT, int: NUMBER, dict[str, int]: COUNTS}
+PLAIN: dict[object, st.SearchStrategy[object]] = {
+    str: TEXT,
+    int: NUMBER,
+    bool: st.booleans(),
+    dict[str, int]: COUNTS,
+}
 
 
 def made(kind: type[T], **more: st.SearchStrategy[object]) -> st.SearchStrategy[T]:
-    """Any value of a struct of texts, numbers and counts; `more` for its other fields."""
+    """Any value of a struct of texts, numbers, counts and truths; `more` for its other fields."""
     fields = {
         field.name: more[field.name] if field.name in more else PLAIN[field.type]
         for field in msgspec.structs.fields(kind)
