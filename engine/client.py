@@ -292,8 +292,6 @@ class SocketEngine(Connection, asyncio.Protocol):
         self._decoder = downward_decoder()
         self._frames = 0
         self._unsent: list[bytes] = []
-        self._posted = 0  # in this turn of the loop
-        self._was_alone = True  # the only command of its turn, the last time that there was one
         self._welcome: asyncio.Future[EngineInfo] = self._loop.create_future()
         self._ended: asyncio.Future[None] = self._loop.create_future()
         self._transport: asyncio.Transport | None = None
@@ -318,24 +316,19 @@ class SocketEngine(Connection, asyncio.Protocol):
     def post(self, command: Command) -> None:
         """See `Connection.post`. Raises EngineUnavailable if the engine has stopped reading.
 
-        What a turn of the loop posts leaves in one write at its end: writing costs more than all
-        else. Where the last command was its turn's only one, the first leaves at once.
+        What is posted in one turn of the loop leaves in one write, at its end: a write costs more
+        than all else that is done to a command, and for one alone leaving sooner wins nothing.
         """
         transport = self._transport
         if transport is None or transport.is_closing():
             return
         if transport.get_write_buffer_size() > UNSENT_BYTES_MAX:
             raise EngineUnavailable("queue_full", "The engine does not keep up with its requests.")
-        self._posted += 1
-        if self._posted == 1:
+        if not self._unsent:
             self._loop.call_soon(self._send)
-            if self._was_alone:
-                transport.write(encode(command))
-                return
         self._unsent.append(encode(command))
 
     def _send(self) -> None:
-        self._was_alone, self._posted = self._posted == 1, 0
         unsent, self._unsent = self._unsent, []
         if unsent and self._transport is not None and not self._transport.is_closing():
             self._transport.write(b"".join(unsent))

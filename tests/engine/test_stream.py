@@ -6,25 +6,9 @@ import asyncio
 
 import pytest
 
-from engine.api import (
-    CacheGrant,
-    Cancel,
-    Command,
-    EngineInfo,
-    Finished,
-    GetStats,
-    Request,
-    SampledToken,
-    Sampling,
-    Started,
-    Submit,
-    Tokens,
-    Usage,
-)
+from engine.api import Cancel, Command, Finished, GetStats, SampledToken, Started, Tokens, Usage
 from engine.client import Bell, RequestStream, SocketEngine
-from engine.frames import Welcome, encode, upward_decoder
-
-INFO = EngineInfo("1", "m", "digest", "/m", 9, 99, 16, 9, 1, "words", "none", 0)
+from engine.frames import upward_decoder
 
 
 class Way:
@@ -38,10 +22,6 @@ class Way:
 
     def forget(self, request_id: str) -> None:
         self.posted.append(Cancel(request_id))
-
-
-def asked(name: str) -> Request:
-    return Request(name, (1, 2), 3, CacheGrant(b"n"), Sampling(temperature=0.0))
 
 
 def tokens(*ids: int, index: int = 0) -> Tokens:
@@ -188,28 +168,8 @@ class Writer(asyncio.Transport):
         pass
 
 
-async def test_a_request_alone_leaves_at_once_and_those_of_a_crowd_together() -> None:
-    """The engine begins while the gateway goes on; in a crowd a write for each costs more."""
-    writer = Writer()
-    engine = SocketEngine()
-    engine.connection_made(writer)
-    engine.data_received(encode(Welcome(INFO)))
-    writes = []
-    for turn in ("a", "b", "cde", "fgh", "i", "j"):
-        for name in turn:
-            engine.submit(asked(name))
-        at_once = len(writer.writes)
-        await asyncio.sleep(0)
-        writes.append((at_once, len(writer.writes)))
-
-    assert writes == [(1, 1), (2, 2), (3, 4), (4, 5), (5, 6), (7, 7)]
-    sent = list(upward_decoder().feed(b"".join(writer.writes)))
-    names = [command.request.request_id for command in sent if isinstance(command, Submit)]
-    assert "".join(names) == "abcdefghij"
-
-
-async def test_what_was_posted_before_the_end_leaves_in_order() -> None:
-    """A request that its client has left is cancelled, whoever closes."""
+async def test_commands_of_one_turn_leave_in_one_write_in_order() -> None:
+    """A write costs more than all else that is done to a command."""
     writer = Writer()
     engine = SocketEngine()
     engine.connection_made(writer)
@@ -221,6 +181,7 @@ async def test_what_was_posted_before_the_end_leaves_in_order() -> None:
     engine.post(GetStats(9))
     await engine.close()  # what was posted before it still leaves
 
-    assert (before, len(writer.writes)) == (1, 3)
+    assert before == 0
+    assert len(writer.writes) == 2
     sent = list(upward_decoder().feed(b"".join(writer.writes)))
     assert sent == [*commands, GetStats(9)]
