@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import math
 import struct
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from operator import attrgetter
 from typing import Any, TypeVar
 
 from msgspec import Struct
@@ -23,7 +22,7 @@ from gateway.dialects.canonical import Rendered, UsageRecord
 from tenancy.advice import advise_classes, advise_sizes
 from tenancy.prefixes import Prefixes
 from tenancy.pricing import RateCard
-from tenancy.reuse import BLOCK_TOKENS, DEEPEST, Histogram, ReuseSampler, units_of
+from tenancy.reuse import BLOCK_TOKENS, DEEPEST, Histogram, ReuseSampler, bucket_of, units_of
 
 T = TypeVar("T")
 
@@ -38,13 +37,9 @@ PROMPTS_BYTES_MAX = 2 * 2**20
 WAITING_MAX = 65_536
 """Of the answers that wait to be added up: their prompts' tokens, and as many as take as long as an
 answer does, and each of its boundaries."""
-ANSWER_TOKENS, MARK_TOKENS = 480, 64
+ANSWER_TOKENS, MARK_TOKENS = 1_024, 64
 TOKENS_MAX = DEEPEST * BLOCK_TOKENS
 """Of one prompt, looked at: the beginning is where prefixes are."""
-
-
-_COUNTS = attrgetter("fresh", "out", "total_in", "physical_cached", "recomputed_promised")
-_ENDING = attrgetter("ending")
 
 
 class Facts(Struct, frozen=True, gc=False):
@@ -87,29 +82,36 @@ class Sums:
 
     def __init__(self, many: Sequence[tuple[float, Facts]]) -> None:
         """O(answers)."""
-        all_facts = [facts for _, facts in many]
-        records = [facts.record for facts in all_facts]
-        fresh, out, self.prompt, self.physical, self.owed = map(
-            sum, zip(*map(_COUNTS, records), strict=True)
-        )
-        self.endings = Counter(map(_ENDING, all_facts))
-        self.read_classes: defaultdict[str, int] = defaultdict(int)
-        self.write_classes: defaultdict[str, int] = defaultdict(int)
-        for record in records:
-            if record.read:
-                _add(self.read_classes, record.read)
-            if record.write:
-                _add(self.write_classes, record.write)
+        self.endings: defaultdict[str, int] = defaultdict(int)
         self.misses: defaultdict[str, int] = defaultdict(int)
         self.missed_tokens: defaultdict[str, int] = defaultdict(int)
+        self.read_classes: defaultdict[str, int] = defaultdict(int)
+        self.write_classes: defaultdict[str, int] = defaultdict(int)
         self.hit_ms, self.miss_ms = Histogram(), Histogram()
-        for facts in all_facts:
+        endings, reads, writes = self.endings, self.read_classes, self.write_classes
+        hits, misses = self.hit_ms.counts, self.miss_ms.counts
+        fresh = out = prompt = physical = owed = 0
+        for _, facts in many:
+            record = facts.record
+            cached = record.physical_cached
+            fresh += record.fresh
+            out += record.out
+            prompt += record.total_in
+            physical += cached
+            owed += record.recomputed_promised
+            endings[facts.ending] += 1
+            if record.read:
+                for name, tokens in record.read.items():
+                    reads[name] += tokens
+            if record.write:
+                for name, tokens in record.write.items():
+                    writes[name] += tokens
             if facts.missed:
                 self.misses[facts.missed] += 1
                 self.missed_tokens[facts.missed] += facts.missed_tokens
             if facts.first_token_s is not None:
-                times = self.hit_ms if facts.record.physical_cached else self.miss_ms
-                times.add(1000 * facts.first_token_s)
+                (hits if cached else misses)[bucket_of(1000 * facts.first_token_s)] += 1
+        self.prompt, self.physical, self.owed = prompt, physical, owed
         read, write = sum(self.read_classes.values()), sum(self.write_classes.values())
         self.totals = len(many), read, write, fresh, out
 

@@ -58,14 +58,18 @@ class Prefix(Struct, frozen=True):
 
 
 class _Node:
-    """A prefix. `uses`, `hits`: those that went no further; `children`: nodes right behind it;
-    `is_left_behind`: did a prompt ever go further?"""
+    """A prefix. `uses`, `hits`: those that went no further, `all_uses` and `all_hits` with all that
+    did, as of the last `top`; `children`: nodes right behind it; `is_left_behind`: did a prompt
+    ever go further?"""
 
-    __slots__ = ("children", "digest", "hits", "is_left_behind", "parent", "path", "tokens", "uses")
+    __slots__ = (
+        "all_hits", "all_uses", "children", "digest", "hits", "is_left_behind", "parent", "path",
+        "tokens", "uses",
+    )  # fmt: skip
 
     def __init__(self, digest: int, parent: _Node | None, path: str, tokens: int) -> None:
         self.digest, self.parent, self.path, self.tokens = digest, parent, path, tokens
-        self.uses = self.hits = self.children = 0
+        self.uses = self.hits = self.all_uses = self.all_hits = self.children = 0
         self.is_left_behind = False
 
 
@@ -106,16 +110,19 @@ class Prefixes:
         return self._root.uses + sum(node.uses for node in self._nodes.values())
 
     def top(self, most: int = 20) -> list[Prefix]:
-        """Those that saved most, first. O(prefixes), a few milliseconds at most."""
-        uses = {id(node): [node.uses, node.hits] for node in self._nodes.values()}
-        uses[id(self._root)] = [0, 0]
+        """Those that saved most, first. O(prefixes), three milliseconds at most."""
         by_depth = sorted(self._nodes.values(), key=attrgetter("tokens"), reverse=True)
+        for node in (self._root, *by_depth):
+            node.all_uses, node.all_hits = node.uses, node.hits
         for node in by_depth:
-            own, above = uses[id(node)], uses[id(node.parent)]
-            above[0] += own[0]
-            above[1] += own[1]
-        best = nlargest(most, by_depth, key=lambda node: node.tokens * uses[id(node)][1])
-        return [Prefix(node.digest, node.path, node.tokens, *uses[id(node)]) for node in best]
+            assert node.parent is not None, "the root is not in the table"
+            node.parent.all_uses += node.all_uses
+            node.parent.all_hits += node.all_hits
+        best = nlargest(most, by_depth, key=lambda node: node.tokens * node.all_hits)
+        return [
+            Prefix(node.digest, node.path, node.tokens, node.all_uses, node.all_hits)
+            for node in best
+        ]
 
     def breaks(self, most: int = 20) -> list[Break]:
         """Where most tokens were lost, first."""
@@ -137,7 +144,7 @@ class Prefixes:
         """A prompt's way through the tree, and into it. The last node of it."""
         if len(marks) > MARKS_MAX or 4 * marks[-1].tokens > len(data):
             marks = [mark for mark in marks[:MARKS_MAX] if 4 * mark.tokens <= len(data)]
-        node, after = self._known(data, marks)
+        node, after = self._known(data, marks) if len(marks) > 1 else (self._root, 0)
         at = 4 * node.tokens
         hasher = xxh3_64(data[:at])
         fresh: list[_Node] = []

@@ -16,6 +16,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from heapq import heappop, heappush
+from itertools import pairwise
 from math import log2
 
 from msgspec import Struct
@@ -113,6 +114,7 @@ def _grid() -> tuple[list[int], list[int]]:
 _MIDDLES, UNIT_BLOCKS = _grid()
 """`UNIT_BLOCKS`: how many blocks each unit of a prompt speaks for."""
 _ENDS = [BLOCK_BYTES * (middle + 1) for middle in _MIDDLES]
+_PARTS = [slice(*pair) for pair in pairwise([0, *_ENDS])]
 
 ROUNDING = 1 / STEPS / math.sqrt(12)
 """The standard error of a length that is rounded to whole units, over the length."""
@@ -124,11 +126,10 @@ def units_of(data: bytes) -> list[int]:
     A unit is a block, and behind the sixteenth a few that lie together: an eighth of the octave
     they are in. It is there if its middle is. O(tokens) at memory's speed, and O(log blocks).
     """
-    found, at, value = [], 0, 0
-    for end in _ENDS[: bisect_left(_MIDDLES, len(data) // BLOCK_BYTES)]:
-        value = xxh3_64_intdigest(data[at:end], value)
+    found, value = [], 0
+    for part in _PARTS[: bisect_left(_MIDDLES, len(data) // BLOCK_BYTES)]:
+        value = xxh3_64_intdigest(data[part], value)
         found.append(value)
-        at = end
     return found
 
 
@@ -177,10 +178,12 @@ class ReuseSampler:
             sampled = [pair for pair in pairs if pair[0] % HASHES < limit]
             units, blocks = [unit for unit, _ in sampled], [size for _, size in sampled]
         run = self._runs.get(units[0]) if units else None
-        if run is not None and run.units == units:
-            self._again(run, at_s, None)
-        else:
+        if run is None or run.units != units:
             self._use(units, at_s, blocks)
+        elif run.turn == self._turns[-1]:  # the same once more, and nothing came between
+            self._count(run, self._blocks[-1], self._blocks[-1], at_s)
+        else:
+            self._again(run, at_s, None)
 
     def by_blocks(self, sizes: Iterable[float]) -> list[Point]:
         """The hit ratio that a cache of each size would have had, by least recent use."""
@@ -227,16 +230,15 @@ class ReuseSampler:
         """The part of a run that begins as these units do, as far as both go on alike."""
         if run.units[0] != units[0]:
             run = self._cut(run, run.units.index(units[0]))
-        count = len(run.units)
-        if units[:count] != run.units:
+        if units[: len(run.units)] != run.units:
             pairs = enumerate(zip(units, run.units, strict=False))
             self._cut(run, next((n for n, (one, other) in pairs if one != other), len(units)))
         return run
 
-    def _cut(self, run: _Run, count: int) -> _Run:
+    def _cut(self, run: _Run, most: int) -> _Run:
         """Leave a run so many units; the others are the one that is returned."""
-        rest = _Run(run.turn + count, run.at_s, run.units[count:], run.sizes[count:])
-        del run.units[count:], run.sizes[count:]
+        rest = _Run(run.turn + most, run.at_s, run.units[most:], run.sizes[most:])
+        del run.units[most:], run.sizes[most:]
         place = bisect_left(self._turns, run.turn)
         self._blocks[place] = sum(run.sizes)
         self._turns.insert(place + 1, rest.turn)
@@ -246,11 +248,10 @@ class ReuseSampler:
 
     def _again(self, run: _Run, at_s: float, latest: _Run | None) -> _Run:
         """A run is used again. What this prompt used before it, it joins."""
-        turns, sizes, scale = self._turns, self._blocks, self._scale
+        turns, sizes = self._turns, self._blocks
         place = bisect_left(turns, run.turn)
         blocks = sizes[place]
-        self._distances.counts[bucket_of(sum(sizes[place:]) * scale)] += blocks * scale
-        self._gaps.counts[bucket_of(at_s - run.at_s)] += blocks * scale
+        self._count(run, blocks, sum(sizes[place:]), at_s)
         del turns[place], sizes[place]
         if latest is not None and turns and turns[-1] == latest.turn:
             latest.units += run.units
@@ -258,11 +259,18 @@ class ReuseSampler:
             sizes[-1] += blocks
             self._runs.update(dict.fromkeys(run.units, latest))
         else:
-            latest, run.turn, run.at_s = run, self._turn, at_s
+            latest, run.turn = run, self._turn
             turns.append(run.turn)
             sizes.append(blocks)
         self._turn += len(run.units)
         return latest
+
+    def _count(self, run: _Run, blocks: int, distance: int, at_s: float) -> None:
+        """One more use of a run, so many followed blocks after the last one."""
+        scale, gap_s = self._scale, at_s - run.at_s
+        self._distances.counts[bucket_of(distance * scale)] += blocks * scale
+        self._gaps.counts[0 if gap_s < 1 else bucket_of(gap_s)] += blocks * scale
+        run.at_s = at_s
 
     def _first(self, unit: int, size: int, at_s: float, latest: _Run | None) -> _Run:
         """A unit that is not in the sample yet; another may have to leave."""

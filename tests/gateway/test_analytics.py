@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import random
 import tracemalloc
+from collections import Counter
 from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gateway.analytics import (
     COUNTED_MAX,
@@ -155,6 +160,97 @@ def test_what_misses_cost_is_told_by_cause() -> None:
     ]
     assert desk.seen.missed_tokens("ada", "evicted_pressure") == 32
     assert desk.seen.missed_tokens("bob", "evicted_pressure") == 0
+
+
+ANSWER = st.tuples(
+    st.sampled_from(["ada", "bob", "eve"]),
+    st.text("ab", max_size=4),
+    st.integers(0, 64),
+    st.sampled_from(["", "expired", "evicted_pressure"]),
+    st.sampled_from(["done", "cancelled", "failed"]),
+    st.sampled_from([None, 0.0, 0.0004, 0.1, 30.0, 1e6]),
+    st.sampled_from([0.0, 0.001, 1.0, 59.9, 61.0, 7_300.0]),
+    st.booleans(),
+)
+
+
+@given(st.lists(ANSWER, max_size=80))
+def test_what_is_shown_is_what_a_plain_list_of_all_answers_comes_to(answers: list[Any]) -> None:
+    """Whenever somebody asks, in minutes that may be long apart, with and without a first token."""
+    desk = Desk()
+    rows: list[tuple[int, str, UsageRecord, str, str, float | None]] = []
+    for name, words, cached, missed, ending, first_s, pause_s, is_asked in answers:
+        desk.clock.advance(pause_s)
+        total = 16 * len(words)
+        found = min(cached, total)
+        record = UsageRecord(total, {"5m": found}, {"1h": 1}, total - found, 5, found, found // 2)
+        tokens = tuple(ord(word) for word in words for _ in range(16))
+        marks = tuple(Boundary(16 * (n + 1), f"messages[{n}]") for n in range(len(words)))
+        facts = Facts(name, record, Rendered(tokens, marks), first_s, missed, ending, found)
+        rows.append((int(desk.clock.now_s * 1000) // 60_000, name, record, missed, ending, first_s))
+        desk.seen.note(facts)
+        if is_asked:
+            desk.seen.overview()
+
+    shown = [("", desk.seen.overview())]
+    shown += [(name, desk.tenant(name)) for name in {row[1] for row in rows}]
+    for name, page in shown:
+        mine = [row for row in rows if name in ("", row[1])]
+        records = [row[2] for row in mine]
+        total = sum(one.total_in for one in records)
+        found = sum(one.physical_cached for one in records)
+        assert page["total"] == {
+            "requests": len(mine),
+            "prompt_tokens": total,
+            "read_tokens": found,
+            "write_tokens": len(mine),
+            "fresh_tokens": total - found,
+            "output_tokens": 5 * len(mine),
+            "physical_cached_tokens": found,
+            "hit_ratio": found / total if total else None,
+            "physical_hit_ratio": found / total if total else None,
+            "recomputed_promised_tokens": sum(one.recomputed_promised for one in records),
+        }
+        assert page["endings"] == Counter(row[4] for row in mine)
+        assert page["misses"] == Counter(row[3] for row in mine if row[3])
+        by_minute = Counter(row[0] for row in mine)
+        assert [row[:2] for row in page["minutes"]] == [list(one) for one in by_minute.items()]
+        times = [times["count"] for times in page["first_token_ms"].values()]
+        assert sum(times) == sum(row[5] is not None for row in mine)
+
+
+def test_a_minute_that_comes_again_is_counted_with_the_last() -> None:
+    """A wall clock that is set back by an hour makes no history run backwards."""
+    clock, wall_s = FakeClock(), [7_200]
+    seen = Analytics(clock, lambda: wall_s[0] * 1000, 10)
+    facts = Facts("ada", UsageRecord(8, fresh=8), Rendered((1,) * 8), None, "", "done")
+
+    for now_s in (7_200, 3_600, 7_259, 7_260):
+        wall_s[0] = now_s
+        seen.note(facts)
+        seen.overview()
+
+    assert [row[:2] for row in seen.overview()["minutes"]] == [[120, 3], [121, 1]]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "step"), [(100_000, 1), (65_536, 16), (2_048, 1), (512, 2), (64, 1), (0, 1)]
+)
+def test_of_a_prompt_made_to_be_slow_only_so_much_is_looked_at(tokens: int, step: int) -> None:
+    """However long it is, and with as many boundaries: all are counted, and their beginnings."""
+    chance = random.Random(tokens)
+    desk = Desk()
+    record = UsageRecord(tokens, fresh=tokens)
+    ends = [Boundary(end, f"messages[{end}]") for end in range(0, tokens, step)]
+    for _ in range(3):
+        prompt = Rendered(tuple(chance.choices(range(50_000), k=tokens)), tuple(ends))
+        desk.seen.note(Facts("ada", record, prompt, None, "", "done"))
+
+    ada = desk.tenant("ada")
+
+    assert ada["sampled_prompts"] == ada["total"]["requests"] == 3
+    assert ada["sampled_blocks"] <= min(SAMPLE_MAX, 3 * 80)
+    assert sum(one["count"] for one in ada["breaks"]) == (2 if len(ends) > 1 else 0)
 
 
 async def test_the_admin_listener_tells_what_was_seen(house: House) -> None:
