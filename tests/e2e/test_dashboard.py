@@ -110,6 +110,7 @@ async def test_an_operator_signs_in_and_sees_real_numbers(house: House, browser:
     """Every section, with the numbers that the API has; and no error in the console."""
     admin = await used(house)
     _, overview = await admin.ask("GET", "/admin/v1/analytics")
+    browser.get_log("browser")  # what the pages of other tests have said
     page = Page(browser, house.admin_url)
     await asyncio.to_thread(page.sign_in, admin.key)
 
