@@ -167,6 +167,9 @@ class LeaseBook:
             node.timed_limit = True
             self._limits.add(terms.limit_at_s, (account, node))
         promised_as = terms.promised_as if terms.promise_at_s > now_s else None
+        if promised_as is None and node.timed_promise:
+            # Over, and `lapse` has not been asked: with it, everything below goes at the same time.
+            promised_as = node.promised_as
         if promised_as is not None and not node.timed_promise and terms.promise_at_s < math.inf:
             node.timed_promise = True
             self._promises.add(terms.promise_at_s, (account, node))

@@ -242,6 +242,7 @@ class PrefixCache:
             self._holdings.unpin(block)
         self._book.close(table)
         self._holdings.tables.remove(table)
+        self._holdings.version += 1
         table.blocks = []
         table.account.tables -= 1
         self._holdings.forget_if_idle(table.account)

@@ -9,6 +9,8 @@ from tests.sim.crowd import Crowd
 SEEDS = (
     1007,  # a promise lapsed in a block in use, above others whose promise went on
     1213,  # the same, after its payer's bound of promises had changed
+    5006,  # a promise was over and used, before those that end with it were let go
+    5082,  # the last sequence of a namespace ended between two pieces of its recount
     4001,
     4002,
 )

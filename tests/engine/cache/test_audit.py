@@ -165,6 +165,21 @@ def test_what_moves_between_two_pieces_is_no_fault(what: str) -> None:
     cache.check()
 
 
+@pytest.mark.parametrize("piece", range(8, 14))
+def test_a_sequence_that_ends_between_two_pieces_is_no_fault(piece: int) -> None:
+    """What was looked at while it ran does not go with what is left behind it."""
+    cache = crowded()
+    tokens = [7, 7, 7, 7, *range(400, 400 + SIZE * 300)]
+    table = cache.begin(b"large", tokens, 0.0)
+    assert cache.grow(table, len(tokens), 0.0)
+    cache.commit(table, tokens, len(tokens), 0.0)
+    for number, _ in enumerate(cache.recount()):
+        if number == piece:
+            cache.release(table, tokens, 0.0)
+
+    cache.check()
+
+
 def test_a_recount_beside_running_sequences_ends() -> None:
     """Work that never pauses must not keep it from coming through a large namespace."""
     cache = crowded()

@@ -13,6 +13,9 @@ OPEN = Quota()
 FIVE = Retention("five", promise_s=300, limit_s=300)
 STARTED = Retention("started", limit_s=100, clock="request_start")
 ABSOLUTE = Retention("absolute", limit_s=100, clock="absolute", renewed_on_read=False)
+ABSOLUTE_PROMISE = Retention(
+    "fixed", promise_s=100, limit_s=500, clock="absolute", renewed_on_read=False
+)
 PINNED = Retention("pinned", limit_s=1000, clock="absolute", renewed_on_read=False, pinned=True)
 
 
@@ -221,6 +224,24 @@ def test_a_promise_does_not_lapse_in_a_block_that_is_in_use() -> None:
     assert promised(cache) == 7
     cache.expire(11.9)
     assert found(cache, WORDS, 11.9) == 8
+
+
+def test_promises_that_end_together_lapse_together() -> None:
+    """One that is used at the moment counts like those below it that nobody looks at, until they
+    are all let go: else it would count as room, and have none."""
+    cache = PrefixCache(blocks=16, block_size=SIZE)
+    run(cache, WORDS, 0.0, lease(ABSOLUTE_PROMISE))
+    short = [*WORDS[:4], 70, 71]
+    table = cache.begin(US, short, 90.0, quota=OPEN)
+    assert cache.grow(table, 6, 90.0)
+    cache.commit(table, short, 6, 90.0)
+    cache.release(table, short, 101.0)
+
+    cache.check()
+    assert promised(cache) == 2
+    cache.expire(101.0)
+    cache.check()
+    assert promised(cache) == 0
 
 
 def test_a_block_is_held_in_the_class_that_promises_it_longest() -> None:
