@@ -273,7 +273,7 @@ class Core:
         self.vitals.recomputed_tokens += again
         if sequence.table is table:
             self.cache.commit(table, sequence.tokens, end, now_s)
-            self.scheduler.committed(sequence)
+            self.scheduler.twins.reached(sequence)
         if sequence.index == 0 and piece.count and piece.start < prompt:
             fresh = min(end, prompt) - piece.start - again
             self.vitals.computed_tokens += work.count_prompt(fresh, is_whole=end >= prompt)

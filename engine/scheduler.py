@@ -1,8 +1,8 @@
 """The scheduler: who runs this step, and with how many tokens.
 
 Decoding sequences first, one token each; then prompts in slices, in fair order, under the step's
-token budget. It admits, preempts by recompute, and lets a request wait for a twin that is computing
-the same prefix. It moves blocks through the cache and knows no runner, no event and no clock.
+token budget. It admits, preempts by recompute, and lets a request wait for its twin (`twins`). It
+moves blocks through the cache and knows no runner, no event and no clock.
 
 Progress: the running sequence of best rank is never preempted and `fits` alone, so it always can
 be given room; the others run as room allows.
@@ -12,14 +12,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.api import Namespace, Payer
+from engine.api import Payer
 from engine.cache import Peek, PrefixCache
 from engine.config import EngineConfig
-from engine.sequence import Sequence, Work, common_tokens
+from engine.sequence import Sequence, Work
+from engine.twins import Twins
 from engine.waiting_line import WaitingLine
-
-LEADER_STALLS_MAX = 8
-"""Steps without headway after which a leader's followers go on by themselves."""
 
 
 @dataclass(slots=True)
@@ -39,7 +37,7 @@ class Scheduler:
         self.config = config
         self.line = WaitingLine()
         self.running: dict[int, Sequence] = {}
-        self.held: dict[int, Sequence] = {}
+        self.twins = Twins(self.line, cache.block_size)
         self.compiling: dict[int, Sequence] = {}
         self.runner_forgets: list[int] = []
         self.preemptions = 0
@@ -47,7 +45,7 @@ class Scheduler:
     @property
     def waiting(self) -> int:
         """Sequences not running."""
-        return len(self.line) + len(self.held) + len(self.compiling)
+        return len(self.line) + len(self.twins.held) + len(self.compiling)
 
     # -- coming and going ---------------------------------------------------------------------
 
@@ -75,23 +73,12 @@ class Scheduler:
         sequence.is_ended = True
         self.line.remove(sequence)
         self.compiling.pop(sequence.sequence_id, None)
-        if self.held.pop(sequence.sequence_id, None) is not None and sequence.leader is not None:
-            followers = sequence.leader.followers
-            followers[:] = [pair for pair in followers if pair[1] is not sequence]
-            sequence.leader = None
+        self.twins.drop(sequence)
         self._release(sequence, now_s, keep=keep)
 
     def run(self, sequence: Sequence) -> None:
         """A fork that has its table already."""
         self.running[sequence.sequence_id] = sequence
-
-    def committed(self, sequence: Sequence) -> None:
-        """Blocks of this sequence have become findable: followers that have theirs may go on."""
-        if sequence.followers and sequence.table is not None:
-            reached = sequence.table.kv_tokens
-            ready = [twin for target, twin in sequence.followers if target <= reached]
-            sequence.followers = [pair for pair in sequence.followers if pair[0] > reached]
-            self._resume(ready)
 
     # -- one step -----------------------------------------------------------------------------
 
@@ -115,14 +102,14 @@ class Scheduler:
                 if not self._may_return(sequence):
                     continue
                 found = self._found(sequence, now_s)
-                if self._waits_for_twin(sequence, found):
+                if found is not None and self.twins.holds(sequence, found, self.running.values()):
                     continue
                 if not self._admit(sequence, found, slices, now_s):
                     is_full = not self._is_at_ceiling(sequence)
                     full.add(payer)
                     continue
             budget -= self._prefill(sequence, budget, slices, now_s)
-        self._watch_leaders(slices)
+        self.twins.watch(self.running.values(), slices)
         return list(slices.values())
 
     def preempt(self, sequence: Sequence, now_s: float) -> None:
@@ -312,54 +299,6 @@ class Scheduler:
         self._give_up(victim, slices, now_s)
         return True
 
-    def _waits_for_twin(self, sequence: Sequence, found: Peek | None) -> bool:
-        """Rule 11: let it wait while a running twin computes a prefix that both need."""
-        request, size = sequence.work.request, self.cache.block_size
-        if found is None or request.prompt_logprobs is not None or not sequence.is_patient:
-            return False
-        target = found.cached_tokens
-        if target >= (len(sequence.tokens) - 1) // size * size:
-            return False  # every whole block it could use is there
-        namespace, best = request.grant.namespace, None
-        missing = _block_at(sequence, target, size)
-        for other in self.running.values():
-            # Nearly all differ in the first block that is missing, which a glance tells.
-            if _block_at(other, target, size) != missing or not self._is_writing(other, namespace):
-                continue
-            common = common_tokens(sequence, other, size)
-            if common > target:
-                best, target = other, common
-                missing = _block_at(sequence, target, size)
-        if best is None:
-            return False
-        best.followers.append((target, sequence))
-        sequence.leader = best
-        self.line.remove(sequence)
-        self.held[sequence.sequence_id] = sequence
-        return True
-
-    def _is_writing(self, other: Sequence, namespace: Namespace) -> bool:
-        """Will this running sequence still make whole blocks of its prompt findable?"""
-        table = other.table
-        if table is None or not table.write or table.namespace != namespace:
-            return False
-        size = self.cache.block_size
-        return table.kv_tokens // size < len(other.work.request.tokens) // size
-
-    def _watch_leaders(self, slices: dict[int, Slice]) -> None:
-        """Nobody waits long for one that gets no room or no turn."""
-        for leader in self.running.values():
-            if not leader.followers or leader.table is None:
-                continue
-            moves = leader.sequence_id in slices or leader.computed > leader.table.kv_tokens
-            leader.stalled_steps = 0 if moves else leader.stalled_steps + 1
-            if leader.stalled_steps >= LEADER_STALLS_MAX:
-                twins = [twin for _, twin in leader.followers]
-                leader.followers = []
-                for twin in twins:
-                    twin.is_patient = False
-                self._resume(twins)
-
     # -- inside -------------------------------------------------------------------------------
 
     def _is_first(self, sequence: Sequence) -> bool:
@@ -384,17 +323,4 @@ class Scheduler:
             sequence.table = None
         sequence.computed = 0
         sequence.order_key = b""
-        self._resume([twin for _, twin in sequence.followers])
-        sequence.followers = []
-
-    def _resume(self, twins: list[Sequence]) -> None:
-        for twin in twins:
-            twin.leader = None
-            del self.held[twin.sequence_id]
-            self.line.add(twin)
-
-
-def _block_at(sequence: Sequence, tokens: int, size: int) -> list[int]:
-    """The tokens of its block in which token number `tokens` stands."""
-    first = tokens // size * size
-    return sequence.tokens[first : first + size]
+        self.twins.let_go(sequence)

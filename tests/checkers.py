@@ -330,7 +330,7 @@ class World:
         }
         kept = {one.namespace: one for one in self._book}
         expect(kept == whole, "what namespaces hold, told by changes", kept, whole)
-        for twin in self.core.scheduler.held.values():
+        for twin in self.core.scheduler.twins.held.values():
             leader, own = twin.leader, twin.work.request.grant.namespace
             expect(leader is not None, "held for nobody", own)
             theirs = leader.work.request.grant.namespace if leader else b""

@@ -1,4 +1,4 @@
-"""Who runs when: budget, order, fairness, waiting for a twin, preemption, and always getting on.
+"""Who runs when: budget, order, fairness, preemption, and always getting on.
 
 `World` referees every step. What is looked at here is the plans the runner gets.
 """
@@ -6,88 +6,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-import engine.scheduler
-from engine.api import CacheGrant, Quota, Request, Sampling
-from engine.config import EngineConfig
-from engine.plan import StepPlan
-from engine.sequence import Sequence, common_tokens
-from tests.checkers import World
-
-GREEDY = Sampling(temperature=0)
-
-
-class Watched(World):
-    """A world that remembers its plans by request id."""
-
-    def __init__(self, *, blocks: int = 64, depth: int = 1, **config: Any) -> None:
-        settings: dict[str, Any] = {
-            "step_tokens_max": 16,
-            "prefill_chunk_tokens_max": 8,
-            "sequences_max": 8,
-        }
-        super().__init__(
-            EngineConfig(**(settings | config)),
-            blocks=blocks,
-            block_size=4,
-            depth=depth,
-            context_tokens=1000,
-            promises=False,
-        )
-        self.plans: list[StepPlan] = []
-        self.rows: list[dict[str, int]] = []
-        launch = self.runner.launch
-
-        def watch(plan: StepPlan) -> None:
-            self.plans.append(plan)
-            row: Counter[str] = Counter()
-            for part in plan.rows:
-                request = self.core.by_sequence[part.sequence_id].work.request
-                row[request.request_id] += part.count
-            self.rows.append(dict(row))
-            launch(plan)
-
-        self.runner.launch = watch  # type: ignore[method-assign]
-
-    def ask(self, name: str, tokens: tuple[int, ...], **wanted: Any) -> None:
-        """Submit a request of namespace `namespace` (b"n")."""
-        namespace = wanted.pop("namespace", b"n")
-        quota = wanted.pop("quota", Quota())
-        settings: dict[str, Any] = {
-            "request_id": name,
-            "tokens": tokens,
-            "max_tokens": 4,
-            "grant": CacheGrant(namespace, quota),
-            "sampling": GREEDY,
-        }
-        self.submit(Request(**(settings | wanted)))
-
-    def first_step_of(self, name: str) -> int:
-        """The index of the first step that had a row of it."""
-        return next(index for index, row in enumerate(self.rows) if name in row)
-
-    def cached(self, name: str) -> int:
-        """Prompt tokens it found."""
-        final = self.streams[name].finished
-        assert final is not None
-        return final.usage.cached_tokens
-
-    def preemptions(self, name: str) -> int:
-        """How often it lost its blocks."""
-        final = self.streams[name].finished
-        assert final is not None
-        return final.usage.preemptions
-
-
-def tokens(count: int, seed: int = 0) -> tuple[int, ...]:
-    """A prompt over two tokens that differs from other seeds' in its first block."""
-    return tuple((seed >> k) & 1 for k in range(4)) + tuple(k * k % 7 % 2 for k in range(count - 4))
-
+from engine.api import Quota, Sampling
+from tests.engine.watched import Watched, tokens
 
 # -- budget -----------------------------------------------------------------------------------
 
@@ -240,109 +165,6 @@ def test_a_namespace_that_was_idle_has_saved_nothing_up() -> None:
     order = sorted(world.streams, key=world.first_step_of)
     after = [name[:4] for name in order if world.first_step_of(name) >= seen]
     assert 3 <= after[:8].count("back") <= 5
-
-
-# -- waiting for a twin -----------------------------------------------------------------------
-
-
-def test_a_prefix_in_the_making_is_computed_once() -> None:
-    """Rule 11. The second's hit counts as cached, and costs the engine its own tokens only."""
-    world = Watched()
-    shared = tokens(24)
-    world.ask("first", (*shared, 0, 1), max_tokens=1)
-    world.ask("second", (*shared, 1, 0), max_tokens=1)
-    world.settle()
-
-    assert world.cached("first") == 0
-    assert world.cached("second") == 24
-    assert world.runner.computed_tokens == 26 + 2
-
-
-def test_prompts_that_part_at_once_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """256 that had one prefix were 32,640 comparisons of all of it, which took most of a second."""
-    compared: list[int] = []
-
-    def common(a: Sequence, b: Sequence, size: int) -> int:
-        compared.append(a.sequence_id)
-        return common_tokens(a, b, size)
-
-    monkeypatch.setattr(engine.scheduler, "common_tokens", common)
-    world = Watched(sequences_max=16, prefill_chunk_tokens_max=4)
-    shared = tokens(24)
-    world.ask("first", shared, max_tokens=1)
-    world.settle()
-    for index in range(12):
-        world.ask(f"r{index}", shared + tokens(12, index), max_tokens=1)
-    world.settle()
-
-    assert min(world.cached(f"r{index}") for index in range(12)) == 24
-    assert not compared
-
-
-def test_nobody_waits_for_another_namespace() -> None:
-    """What one tenant computes another may not even wait for: time tells too."""
-    world = Watched()
-    world.ask("first", tokens(24), max_tokens=1)
-    world.ask("second", tokens(24), max_tokens=1, namespace=b"m")
-    world.settle()
-
-    assert world.first_step_of("second") == 0
-    assert world.cached("second") == 0
-
-
-def test_nobody_waits_for_less_than_a_block_more_than_it_has() -> None:
-    """Three common tokens of four are not worth a wait."""
-    world = Watched()
-    world.ask("first", (0, 0, 0, 1, 1), max_tokens=1)
-    world.ask("second", (0, 0, 0, 0, 1), max_tokens=1)
-    world.settle()
-
-    assert world.first_step_of("second") == 0
-
-
-def test_who_waits_goes_on_when_the_other_leaves() -> None:
-    """Cancelled in the middle of its prompt: what it had computed is found."""
-    world = Watched()
-    world.ask("first", tokens(40), max_tokens=1)
-    world.ask("second", tokens(40), max_tokens=1)
-    world.step()
-    world.step()
-    world.cancel("first")
-    world.settle()
-
-    assert world.cached("second") == 16
-
-
-def test_who_waits_goes_on_when_the_other_gets_no_turn() -> None:
-    """A twin that is kept from computing must not keep its follower waiting with it."""
-    world = Watched(step_tokens_max=8, sequences_max=16)
-    world.ask("twin", tokens(40), max_tokens=1)
-    world.step()
-    world.ask("waits", tokens(40), max_tokens=1, priority=1)
-    world.step()
-    held = [s.work.request.request_id for s in world.core.scheduler.held.values()]
-    for index in range(1, 9):
-        world.ask(f"busy{index}", tokens(40, index), max_tokens=1, priority=2)
-    for _ in range(10):
-        world.step()
-
-    assert held == ["waits"]
-    assert "twin" not in {name for row in world.rows[-10:] for name in row}
-    assert not world.core.scheduler.held
-    world.settle()
-
-
-def test_cancelling_who_waits_leaves_the_other_alone() -> None:
-    """And nothing of it stays behind."""
-    world = Watched()
-    world.ask("first", tokens(24), max_tokens=1)
-    world.ask("second", tokens(24), max_tokens=1)
-    world.step()
-    world.cancel("second")
-    world.settle()
-
-    assert "second" not in {name for row in world.rows for name in row}
-    assert not world.core.scheduler.held
 
 
 # -- room -------------------------------------------------------------------------------------

@@ -1,0 +1,80 @@
+"""A refereed engine whose plans are remembered, for tests of who runs when."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from engine.api import CacheGrant, Quota, Request, Sampling
+from engine.config import EngineConfig
+from engine.plan import StepPlan
+from tests.checkers import World
+
+GREEDY = Sampling(temperature=0)
+
+
+class Watched(World):
+    """A world that remembers its plans by request id."""
+
+    def __init__(self, *, blocks: int = 64, depth: int = 1, **config: Any) -> None:
+        settings: dict[str, Any] = {
+            "step_tokens_max": 16,
+            "prefill_chunk_tokens_max": 8,
+            "sequences_max": 8,
+        }
+        super().__init__(
+            EngineConfig(**(settings | config)),
+            blocks=blocks,
+            block_size=4,
+            depth=depth,
+            context_tokens=1000,
+            promises=False,
+        )
+        self.plans: list[StepPlan] = []
+        self.rows: list[dict[str, int]] = []
+        launch = self.runner.launch
+
+        def watch(plan: StepPlan) -> None:
+            self.plans.append(plan)
+            row: Counter[str] = Counter()
+            for part in plan.rows:
+                request = self.core.by_sequence[part.sequence_id].work.request
+                row[request.request_id] += part.count
+            self.rows.append(dict(row))
+            launch(plan)
+
+        self.runner.launch = watch  # type: ignore[method-assign]
+
+    def ask(self, name: str, tokens: tuple[int, ...], **wanted: Any) -> None:
+        """Submit a request of namespace `namespace` (b"n")."""
+        namespace = wanted.pop("namespace", b"n")
+        quota = wanted.pop("quota", Quota())
+        settings: dict[str, Any] = {
+            "request_id": name,
+            "tokens": tokens,
+            "max_tokens": 4,
+            "grant": CacheGrant(namespace, quota),
+            "sampling": GREEDY,
+        }
+        self.submit(Request(**(settings | wanted)))
+
+    def first_step_of(self, name: str) -> int:
+        """The index of the first step that had a row of it."""
+        return next(index for index, row in enumerate(self.rows) if name in row)
+
+    def cached(self, name: str) -> int:
+        """Prompt tokens it found."""
+        final = self.streams[name].finished
+        assert final is not None
+        return final.usage.cached_tokens
+
+    def preemptions(self, name: str) -> int:
+        """How often it lost its blocks."""
+        final = self.streams[name].finished
+        assert final is not None
+        return final.usage.preemptions
+
+
+def tokens(count: int, seed: int = 0) -> tuple[int, ...]:
+    """A prompt over two tokens that differs from other seeds' in its first block."""
+    return tuple((seed >> k) & 1 for k in range(4)) + tuple(k * k % 7 % 2 for k in range(count - 4))
