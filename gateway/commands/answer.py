@@ -50,5 +50,7 @@ def _cell(value: object) -> str:
             return "yes" if value else "no"
         case list() | tuple():
             return ",".join(map(str, value)) or "-"
+        case dict():
+            return ",".join(f"{name}={one}" for name, one in value.items()) or "-"
         case _:
             return str(value)

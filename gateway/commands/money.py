@@ -54,10 +54,26 @@ def _prices(options: argparse.Namespace, config: Config, write: Write) -> Answer
             card = add_card(store, wall_ms, card)
             text = f"{card.rate_card_id} is in force from {_instant(card.valid_from_ms)}"
             return Answer(text, structs.asdict(card))
-        rows = [{"id": card.rate_card_id, **structs.asdict(card)} for card in load_cards(store)]
+        rows = [_card_row(card) for card in load_cards(store)]
     if not rows:
         return Answer("no rate cards: nothing is charged", [])
-    return tabled(rows)
+    table = tabled(rows, shown=_PRICES)
+    unit = "micro-dollars per million tokens, of storage for an hour; minimum_charge: micro-dollars"
+    return Answer(f"{unit}\n{table.text}", table.data)
+
+
+_PRICES = (
+    *("id", "model", "tier", "input", "output", "cache_read", "cache_write", "storage"),
+    *("minimum_charge", "breach_credit", "from", "until"),
+)
+"""What a person is shown of a card."""
+
+
+def _card_row(card: RateCard) -> dict[str, object]:
+    ends = card.valid_until_ms
+    until = None if ends is None else _instant(ends)
+    times = {"from": _instant(card.valid_from_ms), "until": until}
+    return {"id": card.rate_card_id, **structs.asdict(card), **times}
 
 
 def _read_card(path: Path) -> RateCard:

@@ -102,9 +102,12 @@ def test_a_card_is_added_and_listed(priced: Run, tmp_path: Path) -> None:
     """And a second version of it."""
     priced("prices", "--add", str(tmp_path / "card.json"))
     cards = data_of(priced, "prices")
+    text = priced("prices")[1]
 
     assert [card["id"] for card in cards] == ["std@1", "std@2"]
     assert cards[0]["output"] == 2_000_000
+    assert text.startswith("micro-dollars per million tokens")
+    assert "{" not in text
 
 
 @pytest.mark.parametrize(
