@@ -312,6 +312,8 @@ def _by_hand(db: Transaction, which: str) -> Key:
 
 def _check_live(key: Key, now_ms: int) -> None:
     is_over = key.revoked_ms is not None or (key.expires_ms or now_ms + 1) <= now_ms
-    if is_over or key.replaced_by is not None:
-        why = "was rotated before" if key.replaced_by is not None else "works no more"
-        raise BadName("key_not_live", f"key {key.key_id} {why}; make a new one")
+    if key.replaced_by is not None:
+        message = f"key {key.key_id} was rotated before; rotate its successor, {key.replaced_by}"
+        raise BadName("key_not_live", message)
+    if is_over:
+        raise BadName("key_not_live", f"key {key.key_id} works no more; make a new one")

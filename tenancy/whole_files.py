@@ -51,11 +51,16 @@ def _begun(target: Path, mode: int) -> tuple[Path, int]:
     """A new file under a name that is free, locked."""
     for number in count():
         part = target.with_name(f"{target.name}.{number}{PART}")
-        with suppress(FileExistsError):
+        try:
             file = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode)
-            if _is_locked(file, part):
-                return part, file
-            os.close(file)  # somebody took it for what a dead one left
+        except FileExistsError:
+            continue
+        except OSError as error:
+            error.filename = str(target)  # what was asked for, and not what we call it meanwhile
+            raise
+        if _is_locked(file, part):
+            return part, file
+        os.close(file)  # somebody took it for what a dead one left
     raise AssertionError("numbers do not end")
 
 

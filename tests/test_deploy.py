@@ -1,4 +1,4 @@
-"""What is shipped for operators names only metrics that exist."""
+"""What is shipped for operators names only what exists."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from engine.api import Stats
+from gateway.commands.arguments import build_parser
+from gateway.config import load_config
 from gateway.telemetry import Durations, Tallies, Tally, Telemetry
 
 DEPLOY = Path(__file__).parent.parent / "deploy"
@@ -26,6 +28,21 @@ def existing() -> set[str]:
         kinds = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count")}
         found |= {family.name + end for end in kinds.get(family.type, ("",))}
     return found
+
+
+def test_the_service_is_started_as_the_program_is(tmp_path: Path) -> None:
+    """Its command, and the variables that it sets, are ours; it is given time to drain."""
+    text = (DEPLOY / "systemd" / "trunkline.service").read_text()
+    (command,) = re.findall(r"^ExecStart=\S*/trunkline (\w+)$", text, re.MULTILINE)
+    settings = dict(re.findall(r"^Environment=(TRUNKLINE_\w+)=(\S+)$", text, re.MULTILINE))
+    (stop_s,) = re.findall(r"^TimeoutStopSec=(\d+)$", text, re.MULTILINE)
+    (tmp_path / "trunkline.toml").touch()
+    settings["TRUNKLINE_CONFIG"] = str(tmp_path / "trunkline.toml")
+    config, _ = load_config(None, settings, {})
+
+    assert build_parser({}).parse_args([command]).command == "serve"
+    assert str(config.data) == "/var/lib/trunkline"
+    assert int(stop_s) > config.engine.drain_timeout_s
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
