@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -15,7 +16,7 @@ from tenancy.registry import create_tenant
 from tenancy.sqlite_store import SqliteStore
 from tenancy.store import Store
 from tenancy.types import UsageEntry
-from tests.tenancy.postgres_server import Server
+from tests.tenancy.postgres_server import IN_MEMORY, Server
 
 
 class Wall:
@@ -71,9 +72,14 @@ def on_server(server: Server) -> Iterator[PostgresStore]:
 
 @contextmanager
 def new_store(server: Server | None = None) -> Iterator[Store]:
-    """For one example of a property: in a file, or on this server."""
+    """For one example of a property: in a file, or on this server. What a disk may do is tried
+    elsewhere: here nobody waits for one, where there is another place."""
     if server is None:
-        with TemporaryDirectory() as folder, closing(SqliteStore(Path(folder) / "t.db")) as store:
+        place = IN_MEMORY if os.access(IN_MEMORY, os.W_OK) else None
+        with (
+            TemporaryDirectory(dir=place) as folder,
+            closing(SqliteStore(Path(folder) / "t.db")) as store,
+        ):
             yield store
     else:
         with on_server(server) as store:
