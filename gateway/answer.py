@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing, suppress
-from functools import partial
 from typing import cast
 
 from aiohttp import web
@@ -39,7 +38,7 @@ from gateway.server import ClientGone, begin, send, whole, write
 from gateway.stream import AnswerStream
 from gateway.tracing import operation_of
 from tenancy.errors import LedgerUnavailable, LimitExceeded
-from tenancy.idempotency import KeptAnswer
+from tenancy.idempotency import Keeping, KeptAnswer
 from tenancy.limits import Demand, LimitState, Meter, Reservation
 from tenancy.types import Identity
 
@@ -232,8 +231,10 @@ class Answer:
         self, answer: AnswerStream, encoder: Encoder, account: Account, outcome: Outcome
     ) -> web.StreamResponse:
         deltas = await answer.whole(self._see)
-        encode = partial(encoder.unary, deltas)
-        body, settled = self._close(deltas, answer, account, outcome, encode)
+        body = encoder.unary(deltas)
+        if self._named is not None:
+            self._named.record(body)
+        settled = self._close(deltas, answer, account, outcome)
         ready = whole(self._request, 200, body, self._head(is_stream=False))
         await settled
         self._state.settled_s = self._gateway.clock()
@@ -282,15 +283,14 @@ class Answer:
             return
         self._see(batch)
         is_last = bool(batch) and isinstance(batch[-1], End)
+        data = b"".join(map(encoder.stream, batch))
         if is_last:
-            encode = partial(_end_of_stream, encoder, batch)
-            data, settled = self._close(batch, answer, account, outcome, encode)
-            await settled
+            data += encoder.close()
+        if self._named is not None:
+            self._named.record(data)
+        if is_last:
+            await self._close(batch, answer, account, outcome)
             self._state.settled_s = self._gateway.clock()
-        else:
-            data = b"".join(map(encoder.stream, batch))
-            if self._named is not None:
-                self._named.record(data)
         if data:
             await self._send(data)
         self._state.is_complete = is_last
@@ -325,23 +325,19 @@ class Answer:
         answer: AnswerStream,
         account: Account,
         outcome: Outcome,
-        encode: Callable[[], bytes],
-    ) -> tuple[bytes, asyncio.Future[None]]:
-        """The last bytes of a good answer, to be sent when its entry is durable. It is handed in
-        first, for the ledger to write meanwhile; what is kept of a named request goes with it."""
+    ) -> asyncio.Future[None]:
+        """Hand in the entry of a good answer, and what is kept of a named one; when it is durable
+        its last bytes may leave. They have been made already: what cannot be said is not charged.
+        What can be counted is, while the ledger writes."""
         last = deltas[-1]
         assert isinstance(last, End), "a whole answer ends with its usage"
-        if self._named is None:
-            settled = account.settle("done", last.usage, answer.first_token_s)
-            data = encode()
-        else:
-            data = encode()
-            self._named.record(data)
+        keeping: Keeping | None = None
+        if self._named is not None:
             head = self._head(is_stream=self._state.is_stream)
             keeping = self._named.keeping(head, self._gateway.wall())
-            settled = account.settle("done", last.usage, answer.first_token_s, keeping)
+        settled = account.settle("done", last.usage, answer.first_token_s, keeping)
         outcome.count(answer)
-        return data, settled
+        return settled
 
     # -- named by its client --------------------------------------------------------------------
 
@@ -351,11 +347,6 @@ class Answer:
         self._state.operation, self._state.ending = "", "replayed"
         ids = self._dialect.headers(self._state.request_id)
         return await replay(self._request, kept, ids, is_stream=self._state.is_stream)
-
-
-def _end_of_stream(encoder: Encoder, deltas: Sequence[Delta]) -> bytes:
-    """Its last events, and what follows them."""
-    return b"".join(map(encoder.stream, deltas)) + encoder.close()
 
 
 def _shutting_down() -> Refusal:

@@ -7,6 +7,7 @@ import json
 
 import pytest
 
+from gateway.dialects.openai_chat import ChatEncoder
 from gateway.tracing import Answered, Tracer
 from tenancy.bookkeeping import Item
 from tenancy.errors import LedgerUnavailable
@@ -103,6 +104,29 @@ async def test_an_answer_whose_entry_is_not_written_has_failed_and_is_counted_on
     assert (line["ending"], line["code"]) == ("refused", "ledger_unavailable")
     assert (line["prompt_tokens"], line["output_tokens"]) == (entry.prompt_tokens, 1)
     await house.quiet()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_cannot_be_said_is_not_charged(
+    house: House, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    """A mistake of ours in the last bytes of an answer must not be found on a bill: they are made
+    before its entry is handed in."""
+
+    def broken(*_: object) -> bytes:
+        raise ZeroDivisionError("test")
+
+    monkeypatch.setattr(ChatEncoder, "close" if stream else "unary", broken)
+    body = json.dumps(house.chat("one two", stream=stream)).encode()
+    async with house.connection() as (reader, writer):
+        writer.write(house.post("/v1/chat/completions", body))
+        await reader.readuntil(b"\r\n\r\n")
+        await house.until(lambda: not house.gateway.context.running)
+        writer.transport.abort()
+    await house.gateway.context.finish_background()
+    rows = house.store.query("select ending from ledger")
+
+    assert rows == [("failed",)]
 
 
 async def test_a_client_that_leaves_while_his_entry_is_written_is_counted_once(
