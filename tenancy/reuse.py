@@ -91,12 +91,6 @@ class Histogram:
                 break
         return float(2 ** (place / BUCKETS_PER_OCTAVE))
 
-    def fade(self, factor: float) -> None:
-        """Older counts weigh less."""
-        kept = {place: count * factor for place, count in self.counts.items()}
-        self.counts.clear()
-        self.counts.update((place, count) for place, count in kept.items() if count > 1e-6)
-
 
 def _grid() -> tuple[list[int], list[int]]:
     """(of each unit the block in its middle, how many blocks it is), from a prompt's beginning."""
@@ -192,12 +186,6 @@ class ReuseSampler:
     def by_seconds(self, times: Iterable[float]) -> list[Point]:
         """The hit ratio that each retention would have had, renewed by use, with room for all."""
         return [self._point(seconds, self._gaps.below(seconds)) for seconds in times]
-
-    def fade(self, factor: float) -> None:
-        """Let the past weigh less, so that curves follow a tenant that changes."""
-        self._distances.fade(factor)
-        self._gaps.fade(factor)
-        self._firsts *= factor
 
     def check(self) -> None:
         """Raises AssertionError if the indexes disagree. O(sample)."""

@@ -112,13 +112,8 @@ async def code(waiter: asyncio.Future[None]) -> str:
     return caught.value.code
 
 
-@pytest.mark.parametrize(("count", "sizes"), [(3, [3]), (FRAME_ITEMS + 2, [FRAME_ITEMS, 2])])
-async def test_one_turn_of_the_loop_is_few_frames(
-    one: Link, monkeypatch: pytest.MonkeyPatch, count: int, sizes: list[int]
-) -> None:
-    """Each is a system call, and a turn of the other process; one for many would have each of the
-    two wait for the other."""
-    await asyncio.gather(*[one.link.write(used(name, 10)) for name in "ab"])
+def _watched(patch: pytest.MonkeyPatch) -> list[int]:
+    """How many items each frame has that leaves from now on."""
     frames: list[int] = []
     packed = ledger_frames.packed
 
@@ -126,7 +121,18 @@ async def test_one_turn_of_the_loop_is_few_frames(
         frames.append(len(message))
         return packed(message)
 
-    monkeypatch.setattr(ledger_link, "packed", counted)
+    patch.setattr(ledger_link, "packed", counted)
+    return frames
+
+
+@pytest.mark.parametrize(("count", "sizes"), [(3, [3]), (FRAME_ITEMS + 2, [FRAME_ITEMS, 2])])
+async def test_one_turn_of_the_loop_is_few_frames(
+    one: Link, monkeypatch: pytest.MonkeyPatch, count: int, sizes: list[int]
+) -> None:
+    """Each is a system call, and a turn of the other process; one for many would have each of the
+    two wait for the other."""
+    await asyncio.gather(*[one.link.write(used(name, 10)) for name in "ab"])
+    frames = _watched(monkeypatch)
     await asyncio.gather(*[one.link.write(used(str(number), 10)) for number in range(count)])
 
     assert frames == sizes
@@ -135,14 +141,7 @@ async def test_one_turn_of_the_loop_is_few_frames(
 async def test_what_comes_alone_leaves_at_once(one: Link, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rest of the turn need not be waited for; behind others of a turn it is, or the first
     would cost the rest a commit."""
-    frames: list[int] = []
-    packed = ledger_frames.packed
-
-    def counted(message: list[Item]) -> bytes:
-        frames.append(len(message))
-        return packed(message)
-
-    monkeypatch.setattr(ledger_link, "packed", counted)
+    frames = _watched(monkeypatch)
     first = one.link.write(used("a", 10))
     alone = list(frames)
     await first

@@ -87,18 +87,6 @@ def test_the_sample_never_grows_beyond_its_bound() -> None:
     assert sampler.sampled_blocks <= 64
 
 
-def test_the_past_can_fade() -> None:
-    """A tenant that changed its ways is judged by its new ones."""
-    sampler = ReuseSampler()
-    for turn in range(100):
-        sampler.use([1], float(turn))
-    sampler.fade(0.0)
-    for turn in range(100):
-        sampler.use([1_000 + turn], float(turn))
-
-    assert sampler.by_blocks([1_024])[0].hit_ratio < 0.02
-
-
 PARTS = st.lists(st.tuples(st.integers(0, 20), st.integers(1, 12)), min_size=1, max_size=40)
 
 
