@@ -270,7 +270,8 @@ class Connection(ABC):
         self._calls[call_id] = future
         self.post(command)
         try:
-            reply = await asyncio.wait_for(future, CALL_TIMEOUT_S)
+            async with asyncio.timeout(CALL_TIMEOUT_S):
+                reply = await future
         except TimeoutError as error:
             raise EngineUnavailable("timeout", "The engine did not answer in time.") from error
         finally:

@@ -278,7 +278,8 @@ class EngineSupervisor:
             process.terminate()
         patience_s = 0.5 if not self._is_draining else self._config.drain_timeout_s + 2.0
         try:
-            await asyncio.wait_for(process.wait(), patience_s)
+            async with asyncio.timeout(patience_s):
+                await process.wait()
         except TimeoutError:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()

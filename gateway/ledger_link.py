@@ -357,7 +357,8 @@ class LedgerLink:
         if process is None:
             return None
         try:
-            await asyncio.wait_for(process.wait(), patience_s)
+            async with asyncio.timeout(patience_s):
+                await process.wait()
         except TimeoutError:
             with suppress(ProcessLookupError):
                 process.kill()

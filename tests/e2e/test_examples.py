@@ -42,7 +42,8 @@ async def output(house: House, folder: Path, *command: str) -> str:
             "PYTHONIOENCODING": "utf-8:backslashreplace",
         },
     )
-    out, err = await asyncio.wait_for(process.communicate(), 60)
+    async with asyncio.timeout(60):
+        out, err = await process.communicate()
     assert process.returncode == 0, (out + err).decode(errors="replace")
     return out.decode(errors="replace")
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from engine.api import CacheGrant, Finished, Request, SampleEnded, Sampling, Started, Tokens
+from engine.api import CacheGrant, Finished, Request, SampleEnded, Sampling, Started, Stats, Tokens
 from engine.client import RequestStream, SocketEngine
 from engine.config import EngineConfig
 from engine.errors import EngineError, EngineUnavailable, InvariantViolation, RequestRefused
@@ -243,6 +243,25 @@ async def test_the_heartbeat_comes_unasked(bench: Bench) -> None:
             await heard.get()
 
     assert bench.engine.stats.blocks > 0
+
+
+async def test_who_is_cancelled_as_the_answer_comes_is_cancelled(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A watch that swallows its own end goes on for ever, and who closes it waits as long."""
+    hear = bench.engine.receive
+
+    def hear_and_leave(messages: Any) -> None:
+        heard = list(messages)
+        hear(heard)
+        if any(isinstance(message, Stats) and message.call_id for message in heard):
+            asking.cancel()
+
+    monkeypatch.setattr(bench.engine, "receive", hear_and_leave)
+    asking = asyncio.create_task(bench.engine.get_stats())
+    await asyncio.wait([asking])
+
+    assert asking.cancelled()
 
 
 async def test_drain_finishes_what_runs_and_refuses_the_rest(bench: Bench) -> None:

@@ -63,7 +63,8 @@ class Child:
 
     async def ended(self) -> int:
         """Its exit status."""
-        return await asyncio.wait_for(self.process.wait(), DEADLINE_S)
+        async with asyncio.timeout(DEADLINE_S):
+            return await self.process.wait()
 
 
 @asynccontextmanager
@@ -277,7 +278,8 @@ async def test_its_log_can_be_closed(tmp_path: Path) -> None:
         assert len(stranger) == 1
         await first(friend, request("b"), Finished)
         engine.process.send_signal(signal.SIGTERM)
-        assert await asyncio.wait_for(engine.process.wait(), DEADLINE_S) == 0
+        async with asyncio.timeout(DEADLINE_S):
+            assert await engine.process.wait() == 0
         await friend.close()
 
 

@@ -47,7 +47,8 @@ class Server:
 
     async def ended(self) -> int:
         """The exit status, once it is over."""
-        return await asyncio.wait_for(self.process.wait(), 30)
+        async with asyncio.timeout(30):
+            return await self.process.wait()
 
 
 @asynccontextmanager

@@ -96,7 +96,8 @@ async def test_a_replay_waits_for_no_answer() -> None:
         asked += 1
         if asked == count:
             everybody.set()
-        await asyncio.wait_for(everybody.wait(), 2)
+        async with asyncio.timeout(2):
+            await everybody.wait()
         return await endpoint.answer(request)
 
     arrivals = [Arrival(at_s=float(n), prompt_tokens=5, output_tokens=2) for n in range(count)]

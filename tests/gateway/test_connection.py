@@ -98,7 +98,8 @@ async def test_an_idle_connection_is_closed_after_keep_alive(made: House) -> Non
     async with made.connection() as (reader, writer):
         writer.write(head("GET /healthz HTTP/1.1"))
         answer = await read_answer(reader)
-        rest = await asyncio.wait_for(reader.read(), 5)
+        async with asyncio.timeout(5):
+            rest = await reader.read()
 
     assert status_of(answer) == 200
     assert rest == b""
@@ -154,7 +155,8 @@ async def test_a_connection_that_waits_for_its_next_request_is_not_late(made: Ho
         writer.write(made.post("/v1/chat/completions", body))
         first = await read_answer(reader)
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(reader.read(1), 0.5)
+            async with asyncio.timeout(0.5):
+                await reader.read(1)
         writer.write(made.post("/v1/chat/completions", body))
         second = await read_answer(reader)
 
@@ -167,7 +169,8 @@ async def test_pipelined_requests_are_answered_in_order(house: House) -> None:
     async with house.connection() as (reader, writer):
         writer.write(head("GET /healthz HTTP/1.1") * 199)
         writer.write(head("GET /nowhere HTTP/1.1", "Connection: close"))
-        answers = await asyncio.wait_for(reader.read(), 10)
+        async with asyncio.timeout(10):
+            answers = await reader.read()
 
     assert answers.count(b"HTTP/1.1 200") == 199
     assert answers.count(b"HTTP/1.1 404") == 1
@@ -219,7 +222,8 @@ async def test_an_answer_that_came_before_its_body_reaches_a_client_that_still_w
         writer.write(b" " * 2**18)
         await writer.drain()
         writer.write_eof()
-        rest = await asyncio.wait_for(reader.read(), 5)
+        async with asyncio.timeout(5):
+            rest = await reader.read()
 
     assert status_of(answer) == 401
     assert rest == b""

@@ -174,7 +174,8 @@ async def test_the_last_byte_waits_for_the_entry(house: House, stream: bool) -> 
         await house.until(lambda: house.runner.steps >= 15)
         await house.gateway.ledger.close()
         house.runner.release()
-        answer = (await asyncio.wait_for(reader.read(), 10)).decode()
+        async with asyncio.timeout(10):
+            answer = (await reader.read()).decode()
 
     assert "ledger_unavailable" in answer
     assert "[DONE]" not in answer

@@ -98,7 +98,8 @@ async def test_what_follows_a_body_is_its_own_request(house: House) -> None:
     second = head("GET /v1/models HTTP/1.1", "Connection: close")
     async with house.connection() as (reader, writer):
         writer.write(house.post("/v1/chat/completions", body) + second)
-        answers = await asyncio.wait_for(reader.read(), 10)
+        async with asyncio.timeout(10):
+            answers = await reader.read()
 
     assert status_of(answers) == 200
     assert b"HTTP/1.1 401" in answers

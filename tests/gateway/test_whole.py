@@ -36,7 +36,8 @@ async def test_an_answer_says_whether_its_connection_goes_on(
         rest = int(head.partition(b"content-length: ")[2].split(b"\r\n")[0])
         await reader.readexactly(rest)
         if said.endswith(b"close\r\n"):
-            assert await asyncio.wait_for(reader.read(), 5) == b""
+            async with asyncio.timeout(5):
+                assert await reader.read() == b""
 
     assert head.startswith(version.lower().encode() + b" 200 ok\r\n")
     assert (b"connection: " in head) == bool(said)
