@@ -15,13 +15,13 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
 
 from engine.api import SampledToken
 from engine.device_attention import DeviceAttention
+from engine.device_graphs import DeviceGraphs, Key
 from engine.device_inputs import StepAttention, StepInputs
 from engine.device_sampler import DeviceSampler
 from engine.first_steps import Limits, first_steps
@@ -88,10 +88,8 @@ class DeviceRunner:
         self._seats: dict[int, int] = {}
         self._free_seats = list(range(seats - 1, -1, -1))
         self._tables: dict[int, tuple[int, int]] = {}
-        self._graphs: dict[tuple[int, tuple[int, ...], bool], torch.cuda.CUDAGraph] = {}
-        self._graph_logits: dict[tuple[int, tuple[int, ...], bool], torch.Tensor] = {}
+        self._graphs = DeviceGraphs()
         self._flights: deque[_Flight] = deque()
-        self._pool: Any = None
         self._turn = 0
 
     # -- Runner -------------------------------------------------------------------------------
@@ -278,10 +276,9 @@ class DeviceRunner:
             return self._decode_eagerly(key)
         if key not in self._graphs:
             self._capture(key)
-        self._graphs[key].replay()
-        return self._graph_logits[key]
+        return self._graphs.replay(key)
 
-    def _decode_eagerly(self, key: tuple[int, tuple[int, ...], bool]) -> torch.Tensor:
+    def _decode_eagerly(self, key: Key) -> torch.Tensor:
         bucket, classes, merge = key
         logits = self.model.head(self._forward(bucket, classes, merge, causal=False))
         out = self._drawn[:bucket]
@@ -289,22 +286,13 @@ class DeviceRunner:
         self.last_tokens[self.inputs.section("seats", bucket)] = out
         return logits
 
-    def _capture(self, key: tuple[int, tuple[int, ...], bool]) -> None:
+    def _capture(self, key: Key) -> None:
         bucket = key[0]
         torch.cuda.synchronize()
         kept = self.inputs.device.clone()
         self.inputs.section("slots", bucket).fill_(-1)  # a warm-up writes no KV
         self.inputs.section("seats", bucket).fill_(self._nobody)  # and nobody's token
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            self._decode_eagerly(key)
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            logits = self._decode_eagerly(key)
-        self._pool = graph.pool()
-        self._graphs[key], self._graph_logits[key] = graph, logits
+        self._graphs.capture(key, lambda: self._decode_eagerly(key))
         self.inputs.device.copy_(kept)
 
     # -- tokens -------------------------------------------------------------------------------

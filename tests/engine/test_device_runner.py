@@ -5,6 +5,7 @@ On a machine without a GPU its kernels run in Triton's interpreter, and there ar
 
 from __future__ import annotations
 
+import gc
 import random
 from typing import Any
 
@@ -265,6 +266,42 @@ def test_nothing_is_left_of_the_first_steps() -> None:
     assert not left
     for i, prompt in enumerate(prompts):
         assert engine.expected(prompt, 1) == engine.output(str(i))
+
+
+@pytest.mark.gpu
+def test_a_graph_that_became_garbage_stays_until_another_is_captured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """To destroy one breaks the capture. Each pass through the model leaves a captured graph in a
+    knot that only a collection unties, and these come as often as they can."""
+    engine = Engine(2)
+    prompt, forward = tokens_of(70, 20), engine.runner.model.forward
+    expected = engine.expected(prompt)
+    graphs = [captured_sum() for _ in range(3)]  # a prompt, a warm-up, a capture
+
+    def leaving_garbage(*given: Any) -> torch.Tensor:
+        knot: list[Any] = [graphs.pop()] if graphs else []
+        knot.append(knot)
+        del knot
+        return forward(*given)
+
+    monkeypatch.setattr(engine.runner.model, "forward", leaving_garbage)
+    thresholds = gc.get_threshold()
+    gc.set_threshold(1, 1, 1)
+    try:
+        engine.run(request("a", prompt))
+    finally:
+        gc.set_threshold(*thresholds)
+
+    assert not graphs
+    assert engine.output("a") == expected
+
+
+def captured_sum() -> torch.cuda.CUDAGraph:
+    graph, value = torch.cuda.CUDAGraph(), torch.zeros(1, device=DEVICE)
+    with torch.cuda.graph(graph):
+        value += 1
+    return graph
 
 
 @pytest.mark.gpu
