@@ -197,11 +197,11 @@ class EngineSupervisor:
         """One child's life, from its start until its connection is lost or it is stuck."""
         with own_folder("trunkline-engine-") as folder:
             path, token = folder / "engine.sock", secrets.token_hex(32)
-            self._process = await self._spawn(path, token)
-            engine = await self._connect(path, token)
+            process = await self._spawn(path, token)
+            engine = await self._connect(path, token, process)
         self._engine = engine
         self._ready.set()
-        self._report("engine_ready", {"pid": self._process.pid})
+        self._report("engine_ready", {"pid": process.pid})
         lost = asyncio.create_task(engine.wait_lost())
         try:
             await self._watch(engine, lost)
@@ -244,19 +244,21 @@ class EngineSupervisor:
         process = await asyncio.create_subprocess_exec(
             *self._command, stdin=asyncio.subprocess.PIPE, start_new_session=True
         )
+        self._process = process  # from here on it is ended, whatever comes
         assert process.stdin is not None
         process.stdin.write(msgspec.json.encode(settings) + b"\n")
         with contextlib.suppress(OSError):
             await process.stdin.drain()
         return process
 
-    async def _connect(self, path: Path, token: str) -> SocketEngine:
+    async def _connect(
+        self, path: Path, token: str, process: asyncio.subprocess.Process
+    ) -> SocketEngine:
         """As soon as the child listens; it welcomes when its model is loaded."""
-        assert self._process is not None
         while True:
-            if self._process.returncode is not None:
+            if process.returncode is not None:
                 raise EngineUnavailable(
-                    "engine_died", f"The engine ended with status {self._process.returncode}."
+                    "engine_died", f"The engine ended with status {process.returncode}."
                 )
             try:
                 return await SocketEngine.connect(path, token)
@@ -270,8 +272,9 @@ class EngineSupervisor:
                 raise ModelError(error.code, error.message) from error
 
     async def _end_child(self) -> None:
-        """SIGTERM, a moment, SIGKILL. Always reaps it."""
-        process, self._process = self._process, None
+        """SIGTERM, a moment, SIGKILL. Always reaps it: where one who does so is cancelled, the
+        next one does."""
+        process = self._process
         if process is None or process.returncode is not None:
             return
         with contextlib.suppress(ProcessLookupError):

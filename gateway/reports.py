@@ -44,7 +44,9 @@ class Reports:
             for door in doors:  # each is the longer a queue, the further from the thread
                 await door.acquire()
                 passed += 1
-            work = self._threads.submit(self._answer, question)
+            # Taken here, since a thread that looks and then takes may find that another was faster.
+            spare = self._spare.pop() if self._spare else None
+            work = self._threads.submit(self._answer, question, spare)
         except BaseException:
             _leave(doors[:passed])
             raise
@@ -66,8 +68,8 @@ class Reports:
         own = self._own.setdefault(tenant_id, asyncio.Semaphore(1))
         return [own, self._tenants, self._places]
 
-    def _answer(self, question: Callable[[Store], T]) -> T:
-        store = self._spare.pop() if self._spare else self._first.another()
+    def _answer(self, question: Callable[[Store], T], spare: Store | None) -> T:
+        store = self._first.another() if spare is None else spare
         try:
             return question(store)
         finally:

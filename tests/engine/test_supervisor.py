@@ -10,8 +10,10 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from engine import supervisor
 from engine.api import CacheGrant, Finished, Request, Sampling, Started, Tokens
 from engine.client import RequestStream
 from engine.config import EngineConfig
@@ -23,13 +25,16 @@ from tests.fakes import solo_output
 COMMAND = (sys.executable, "-m", "tests.engine.served")
 CONFIG = EngineConfig(
     heartbeat_s=0.05,
-    step_timeout_s=1.0,
+    step_timeout_s=30.0,
     step_tokens_max=16,
     prefill_chunk_tokens_max=16,
     drain_timeout_s=20.0,
 )
+STRICT = msgspec.structs.replace(CONFIG, step_timeout_s=1.0)
+"""For those who wait for it: a busy host keeps a process from its turn for half as long."""
+
 GREEDY = Sampling(temperature=0)
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 LONG = 8_000
 
 
@@ -42,12 +47,12 @@ class Kept:
 
     def __init__(self, fault: str = "", config: EngineConfig = CONFIG) -> None:
         self.reports: asyncio.Queue[tuple[str, dict[str, Any]]] = asyncio.Queue()
-        self.engine = EngineSupervisor(
-            Path("fake") / fault,
-            config,
-            lambda event, facts: self.reports.put_nowait((event, dict(facts))),
-            command=COMMAND,
-        )
+        self.told: list[str] = []
+        self.engine = EngineSupervisor(Path("fake") / fault, config, self._hear, command=COMMAND)
+
+    def _hear(self, event: str, facts: dict[str, Any]) -> None:
+        self.told.append(event)
+        self.reports.put_nowait((event, dict(facts)))
 
     async def report(self, event: str) -> dict[str, Any]:
         """The facts of the next report of that name."""
@@ -78,6 +83,14 @@ async def kept() -> AsyncIterator[Kept]:
     kept = Kept()
     yield kept
     await kept.engine.close()
+
+
+@pytest.fixture
+async def strict() -> AsyncIterator[Kept]:
+    """One that loses its patience."""
+    strict = Kept(config=STRICT)
+    yield strict
+    await strict.engine.close()
 
 
 async def read(stream: RequestStream) -> list[Any]:
@@ -122,10 +135,10 @@ async def test_an_engine_is_ready_once_it_has_produced_a_token(kept: Kept) -> No
 async def test_a_killed_engine_ends_its_streams_at_once_and_comes_back(
     kept: Kept, when: str
 ) -> None:
-    """SIGKILL is what the memory killer sends: streams end within 100 ms, the cache starts anew."""
+    """SIGKILL is what the memory killer sends: streams end with the connection, which nobody has to
+    be silent for, and the cache starts anew."""
     pid = await kept.start()
     epoch = kept.engine.info.epoch if kept.engine.info else ""
-    loop = asyncio.get_running_loop()
     prompt = tuple(range(20)) * 300 if when == "prefill" else (1, 2, 3)
     stream = None
     if when != "idle":
@@ -133,15 +146,14 @@ async def test_a_killed_engine_ends_its_streams_at_once_and_comes_back(
         await first(stream, Started if when == "prefill" else Tokens)
 
     os.kill(pid, signal.SIGKILL)
-    killed_s = loop.time()
     if stream is not None:
         end = (await read(stream))[-1]
         assert isinstance(end, Finished)
         assert (end.ending, end.code) == ("failed", "engine_died")
         assert end.usage.prompt_tokens == len(prompt)
-        assert loop.time() - killed_s < 0.1 + 0.9  # the promise, and a busy test machine
 
     assert await kept.pid() != pid
+    assert "engine_stuck" not in kept.told
     assert kept.engine.info is not None
     assert kept.engine.info.epoch != epoch
     assert (await kept.engine.peek(b"n", prompt)).cached_tokens == 0
@@ -149,42 +161,42 @@ async def test_a_killed_engine_ends_its_streams_at_once_and_comes_back(
 
 
 @pytest.mark.parametrize("when", ["idle", "decode"])
-async def test_a_stopped_engine_is_noticed_and_replaced(kept: Kept, when: str) -> None:
+async def test_a_stopped_engine_is_noticed_and_replaced(strict: Kept, when: str) -> None:
     """A process that exists and does nothing is as dead as one that does not."""
-    pid = await kept.start()
+    pid = await strict.start()
     stream = None
     if when == "decode":
-        stream = kept.engine.submit(request(max_tokens=LONG))
+        stream = strict.engine.submit(request(max_tokens=LONG))
         await first(stream, Tokens)
 
     os.kill(pid, signal.SIGSTOP)
-    stuck = await kept.report("engine_stuck")
+    stuck = await strict.report("engine_stuck")
 
     if stream is not None:
         assert (await read(stream))[-1].code == "engine_died"
-    assert stuck["idle_s"] >= CONFIG.step_timeout_s
-    assert await kept.pid() != pid
+    assert stuck["idle_s"] >= STRICT.step_timeout_s
+    assert await strict.pid() != pid
     assert not is_alive(pid)
-    assert len(await kept.answer()) == 4
+    assert len(await strict.answer()) == 4
 
 
-async def test_an_idle_engine_is_left_alone(kept: Kept) -> None:
+async def test_an_idle_engine_is_left_alone(strict: Kept) -> None:
     """No work is no fault: heartbeats go on for longer than any step may take."""
-    await kept.start()
+    await strict.start()
     loop = asyncio.get_running_loop()
-    until_s = loop.time() + 2 * CONFIG.step_timeout_s
+    until_s = loop.time() + 2 * STRICT.step_timeout_s
 
     with pytest.raises(TimeoutError):
         async with asyncio.timeout_at(until_s):
-            await kept.report("engine_stuck")
+            await strict.report("engine_stuck")
 
-    assert kept.engine.ready()
-    assert kept.engine.restarts == 0
+    assert strict.engine.ready()
+    assert strict.engine.restarts == 0
 
 
 async def test_a_step_that_never_ends_is_ended() -> None:
     """The engine's thread hangs while its process still answers signals and sockets."""
-    kept = Kept("hang")
+    kept = Kept("hang", STRICT)
     await kept.start()
     stream = kept.engine.submit(request())
 
@@ -194,8 +206,12 @@ async def test_a_step_that_never_ends_is_ended() -> None:
     await kept.engine.close()
 
 
-async def test_five_deaths_in_a_minute_keep_it_down(kept: Kept) -> None:
+async def test_five_deaths_in_a_minute_keep_it_down(
+    kept: Kept, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A crash loop helps nobody: it says so and stays down."""
+    # A busy host may take more than a minute for five starts.
+    monkeypatch.setattr(supervisor, "FAILURES_WINDOW_S", 600.0)
     await kept.start()
     for deaths in range(1, 5):
         assert kept.engine.info is not None
@@ -283,3 +299,14 @@ async def test_close_leaves_no_process_behind(kept: Kept) -> None:
 
     assert not is_alive(pid)
     assert (await read(stream))[-1].ending == "failed"
+
+
+async def test_close_ends_a_process_that_is_being_ended(strict: Kept) -> None:
+    """One that hears no signal lives on when whoever waited for its end has been cancelled."""
+    pid = await strict.start()
+    os.kill(pid, signal.SIGSTOP)
+    await strict.report("engine_stuck")
+
+    await strict.engine.close()
+
+    assert not is_alive(pid)
