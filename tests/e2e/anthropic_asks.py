@@ -18,7 +18,7 @@ SYSTEM = "You are a librarian who knows every book there is, and where it stands
 def connected(house: House, *, max_retries: int = 0) -> AsyncAnthropic:
     """A client of a house's."""
     return AsyncAnthropic(
-        base_url=house.url, api_key=house.keys["ada"], max_retries=max_retries, timeout=20
+        base_url=house.url, api_key=house.keys["ada"], max_retries=max_retries, timeout=60
     )
 
 

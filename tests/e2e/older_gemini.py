@@ -17,7 +17,7 @@ LONG = "The trunk is shared, the branches are one's own. " * 6
 
 async def main(url: str, key: str, model: str) -> None:
     """Text, stream, a function, JSON, counting, cached content, models and an error."""
-    options = types.HttpOptions(base_url=url, timeout=20_000)
+    options = types.HttpOptions(base_url=url, timeout=60_000)
     client: Any = google.genai.Client(api_key=key, http_options=options).aio
     short = types.GenerateContentConfig(max_output_tokens=6, temperature=0)
     ask: dict[str, Any] = {"model": model, "contents": LONG}

@@ -44,7 +44,7 @@ def made(made: House) -> House:
 @pytest.fixture
 async def client(house: House) -> AsyncIterator[AsyncAnthropic]:
     async with AsyncAnthropic(
-        base_url=house.url, api_key=house.keys["ada"], max_retries=0, timeout=20
+        base_url=house.url, api_key=house.keys["ada"], max_retries=0, timeout=60
     ) as client:
         yield client
 

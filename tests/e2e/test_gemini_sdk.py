@@ -28,7 +28,7 @@ LONG = "The trunk is shared, the branches are one's own. " * 6
 
 
 def client_of(house: House, key: str | None = None, version: str | None = None, **more: Any) -> Any:
-    options = types.HttpOptions(base_url=house.url, api_version=version, timeout=20_000, **more)
+    options = types.HttpOptions(base_url=house.url, api_version=version, timeout=60_000, **more)
     return genai.Client(api_key=key or house.keys["ada"], http_options=options).aio
 
 
@@ -82,7 +82,7 @@ async def test_a_chat_remembers_what_was_streamed(house: House, client: Any) -> 
 
 async def test_the_client_without_asyncio_reads_the_same(house: House) -> None:
     """It has another HTTP client under it, and reads streams line by line on its own."""
-    options = types.HttpOptions(base_url=house.url, timeout=20_000)
+    options = types.HttpOptions(base_url=house.url, timeout=60_000)
 
     def ask() -> tuple[str | None, str, int]:
         with genai.Client(api_key=house.keys["ada"], http_options=options) as client:

@@ -60,7 +60,7 @@ def made(made: House) -> House:
 
 @pytest.fixture
 async def client(house: House) -> AsyncIterator[Any]:
-    options = types.HttpOptions(base_url=house.url, timeout=20_000)
+    options = types.HttpOptions(base_url=house.url, timeout=60_000)
     client = genai.Client(api_key=house.keys["ada"], http_options=options).aio
     yield client
     await client.aclose()

@@ -28,7 +28,7 @@ MORE = {"ignore_eos": True}
 @pytest.fixture
 async def client(house: House) -> AsyncIterator[AsyncOpenAI]:
     async with AsyncOpenAI(
-        base_url=f"{house.url}/v1", api_key=house.keys["ada"], max_retries=0, timeout=20
+        base_url=f"{house.url}/v1", api_key=house.keys["ada"], max_retries=0, timeout=60
     ) as client:
         yield client
 

@@ -23,7 +23,7 @@ from tests.fakes import solo_output
 CONFIG = EngineConfig(heartbeat_s=0.05, step_tokens_max=64, prefill_chunk_tokens_max=16)
 GREEDY = Sampling(temperature=0)
 TOKEN = "token"
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 LONG = 8_000
 """Output tokens enough to be still at it when a test acts."""
 

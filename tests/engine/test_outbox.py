@@ -6,7 +6,7 @@ import threading
 
 from engine.outbox import OUTBOX_STEPS_MAX, Outbox
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 class Filler:

@@ -44,7 +44,7 @@ from tests.models import prepared
 
 BLOCKS = 256
 CONTEXT = 512
-PATIENCE_S = 10.0
+PATIENCE_S = 60.0
 
 
 class GatedRunner(FakeRunner):
@@ -124,7 +124,7 @@ class House:
             Gateway, self.config, self.engine, self.renderer, self.store, self._log
         )
         self.url, self.admin_url = await self.gateway.listen(("127.0.0.1", 0), ("127.0.0.1", 0))
-        self.session = ClientSession(timeout=ClientTimeout(total=30))
+        self.session = ClientSession(timeout=ClientTimeout(total=PATIENCE_S))
 
     async def close(self) -> None:
         """Stop everything; nothing may be left."""

@@ -47,7 +47,7 @@ class Server:
 
     async def ended(self) -> int:
         """The exit status, once it is over."""
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(START_S):
             return await self.process.wait()
 
 

@@ -199,7 +199,7 @@ async def test_a_second_signal_ends_it_now(model: Path, tmp_path: Path) -> None:
     ):
         await content.readuntil(b"\n\n")
         server.process.send_signal(signal.SIGTERM)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(START_S):
             ready = 200
             while ready == 200:
                 async with session.get(server.url.removesuffix("/v1") + "/readyz") as response:

@@ -11,7 +11,7 @@ import socket
 
 import pytest
 
-from tests.gateway.house import House, head, read_answer, status_of
+from tests.gateway.house import PATIENCE_S, House, head, read_answer, status_of
 
 SECRET = "sk-planted-secret-that-must-not-come-back"
 
@@ -98,7 +98,7 @@ async def test_an_idle_connection_is_closed_after_keep_alive(made: House) -> Non
     async with made.connection() as (reader, writer):
         writer.write(head("GET /healthz HTTP/1.1"))
         answer = await read_answer(reader)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             rest = await reader.read()
 
     assert status_of(answer) == 200
@@ -117,7 +117,7 @@ async def test_connections_are_capped_per_address_and_others_are_told(made: Hous
         writer.close()
         await writer.wait_closed()
     later = b""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         while status_of(later) != 200:
             later = await made.raw(head("GET /healthz HTTP/1.1", "Connection: close"))
 
@@ -148,14 +148,14 @@ async def test_a_stream_that_nobody_reads_is_cut_and_its_blocks_come_back(made: 
 async def test_a_connection_that_waits_for_its_next_request_is_not_late(made: House) -> None:
     """No byte of a head has come, so no head is late: an answer that nobody asked for would be
     taken for the next request's."""
-    made.set_server(header_timeout_s=0.2, keep_alive_timeout_s=60.0)
+    made.set_server(header_timeout_s=0.5, keep_alive_timeout_s=60.0)
     await made.open()
     body = json.dumps(made.chat()).encode()
     async with made.connection() as (reader, writer):
         writer.write(made.post("/v1/chat/completions", body))
         first = await read_answer(reader)
         with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.5):
+            async with asyncio.timeout(1.0):
                 await reader.read(1)
         writer.write(made.post("/v1/chat/completions", body))
         second = await read_answer(reader)
@@ -169,7 +169,7 @@ async def test_pipelined_requests_are_answered_in_order(house: House) -> None:
     async with house.connection() as (reader, writer):
         writer.write(head("GET /healthz HTTP/1.1") * 199)
         writer.write(head("GET /nowhere HTTP/1.1", "Connection: close"))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             answers = await reader.read()
 
     assert answers.count(b"HTTP/1.1 200") == 199
@@ -222,7 +222,7 @@ async def test_an_answer_that_came_before_its_body_reaches_a_client_that_still_w
         writer.write(b" " * 2**18)
         await writer.drain()
         writer.write_eof()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             rest = await reader.read()
 
     assert status_of(answer) == 401

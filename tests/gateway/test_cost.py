@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 
 from tenancy.registry import change_tenant
-from tests.gateway.house import House
+from tests.gateway.house import PATIENCE_S, House
 
 ROOT = Path(__file__).parents[2]
 OURS = tuple(str(ROOT / folder) for folder in ("engine", "gateway", "tenancy"))
@@ -23,7 +23,7 @@ ENOUGH = 10**9
 
 def ask(house: House, count: int) -> None:
     """So many small chats on one connection. Blocks."""
-    connection = http.client.HTTPConnection("127.0.0.1", house.port, timeout=30)
+    connection = http.client.HTTPConnection("127.0.0.1", house.port, timeout=PATIENCE_S)
     body = json.dumps(house.chat(max_tokens=1)).encode()
     headers = {**house.headers(), "Content-Type": "application/json"}
     for _ in range(count):

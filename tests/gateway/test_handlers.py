@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from tests.gateway.house import House, parse_events
+from tests.gateway.house import PATIENCE_S, House, parse_events
 
 
 async def test_a_chat_is_answered_counted_and_settled(house: House) -> None:
@@ -174,7 +174,7 @@ async def test_the_last_byte_waits_for_the_entry(house: House, stream: bool) -> 
         await house.until(lambda: house.runner.steps >= 15)
         await house.gateway.ledger.close()
         house.runner.release()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             answer = (await reader.read()).decode()
 
     assert "ledger_unavailable" in answer

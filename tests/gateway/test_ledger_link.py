@@ -23,7 +23,7 @@ from tenancy.registry import create_tenant
 from tenancy.sqlite_store import SqliteStore
 from tests.tenancy.conftest import used
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 DIES_BEFORE_IT_ANSWERS = """
 import os, sys
 from tenancy import ledger_child

@@ -29,7 +29,7 @@ class Ends:
         self._over.set()
 
     async def until_ended(self) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             await self._over.wait()
 
 

@@ -33,7 +33,7 @@ class Pipe:
 
     async def read_until(self, what: str) -> list[dict[str, Any]]:
         """All lines up to one that says this."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while what.encode() not in self._data or not self._data.endswith(b"\n"):
                 self._data += self.read()
                 await asyncio.sleep(0)

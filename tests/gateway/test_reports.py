@@ -16,7 +16,7 @@ from tenancy.registry import create_tenant, list_tenants
 from tenancy.sqlite_store import SqliteStore
 from tenancy.store import Store
 
-PATIENCE_S = 10
+PATIENCE_S = 60
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import json
 
 import pytest
 
-from tests.gateway.house import House, head, read_answer, status_of
+from tests.gateway.house import PATIENCE_S, House, head, read_answer, status_of
 
 SECRET = "sk-planted-secret-that-must-not-come-back"
 
@@ -98,7 +98,7 @@ async def test_what_follows_a_body_is_its_own_request(house: House) -> None:
     second = head("GET /v1/models HTTP/1.1", "Connection: close")
     async with house.connection() as (reader, writer):
         writer.write(house.post("/v1/chat/completions", body) + second)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             answers = await reader.read()
 
     assert status_of(answers) == 200

@@ -8,7 +8,7 @@ import socket
 import pytest
 from msgspec.json import decode, encode
 
-from tests.gateway.house import House, read_answer
+from tests.gateway.house import PATIENCE_S, House, read_answer
 
 
 def request(house: House, version: str, *lines: str) -> bytes:
@@ -36,7 +36,7 @@ async def test_an_answer_says_whether_its_connection_goes_on(
         rest = int(head.partition(b"content-length: ")[2].split(b"\r\n")[0])
         await reader.readexactly(rest)
         if said.endswith(b"close\r\n"):
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(PATIENCE_S):
                 assert await reader.read() == b""
 
     assert head.startswith(version.lower().encode() + b" 200 ok\r\n")

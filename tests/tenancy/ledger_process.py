@@ -21,7 +21,7 @@ from tenancy.ledger_frames import (
 )
 
 ROOT = Path(__file__).parents[2]
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 class Process:

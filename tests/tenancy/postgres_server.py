@@ -27,7 +27,7 @@ BINARIES = next(
     None,
 )
 IN_MEMORY = Path("/dev/shm")
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 SETTINGS = (
     *("listen_addresses=", "shared_buffers=16MB", "max_connections=60", "autovacuum=off"),
     *("wal_level=minimal", "max_wal_senders=0"),

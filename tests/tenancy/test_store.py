@@ -116,7 +116,7 @@ def test_a_reader_does_not_wait_for_a_writer(store: Store) -> None:
             target=lambda: found.extend(store.query("select name from tenants"))
         )
         thread.start()
-        thread.join(timeout=10)
+        thread.join(timeout=60)
 
     assert found == [("ada",)]
 
