@@ -69,10 +69,12 @@ def _check_size(core: Entrance, request: Request) -> None:
             " at once.",
         )
     grant = request.grant
-    if not core.cache.fits(grant.namespace, grant.quota, total):
+    room = core.cache.room(grant.namespace, grant.quota)
+    if total > room:
         raise RequestRefused(
             "kv_exceeded",
-            f"{total} tokens do not fit the cache memory this tenant may use, even alone.",
+            f"{total} tokens do not fit the cache memory this tenant may use, even alone;"
+            f" {room} do.",
         )
 
 

@@ -25,7 +25,7 @@ from msgspec import Meta, Struct
 Clock = Callable[[], float]
 """Monotonic seconds. The engine reads no other clock than the one it was given."""
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 Namespace = bytes
 """An opaque sharing scope: blocks are found only by requests with the same bytes."""
@@ -470,7 +470,8 @@ Reply = Peeked | Erased | Surveyed | Stats | CacheNews
 
 class EngineInfo(Struct, frozen=True, forbid_unknown_fields=True):
     """What the gateway must know of a loaded engine. Each start is an `epoch` of its own, with an
-    empty cache. `model_digest` covers weights, tokenizer and KV format: every namespace has it."""
+    empty cache. `model_digest` covers weights, tokenizer and KV format: every namespace has it.
+    `floor_blocks_max`: what floors together may take; those that ask for more are cut."""
 
     epoch: str
     model: str
@@ -480,6 +481,7 @@ class EngineInfo(Struct, frozen=True, forbid_unknown_fields=True):
     context_tokens: Count
     block_size: Count
     blocks: Count
+    floor_blocks_max: Count
     kv_bytes_per_block: Count
     kv_format: str
     device: str

@@ -57,7 +57,7 @@ class Patience:
     def stalled(self, works: Iterable[Work]) -> Unanswered | None:
         """Work, and nothing that could run: after a few steps the first in line fails.
 
-        Promises and floors of others may hold the memory that `fits` found when it was idle.
+        Promises and floors of others may hold the memory that was there when it was idle.
         """
         waiting = [work for work in works if not work.is_compiling]
         self._stalls = self._stalls + 1 if waiting else 0

@@ -4,7 +4,7 @@ Decoding sequences first, one token each; then prompts in slices, in fair order,
 token budget. It admits, preempts by recompute, and lets a request wait for its twin (`twins`). It
 moves blocks through the cache and knows no runner, no event and no clock.
 
-Progress: the running sequence of best rank is never preempted and `fits` alone, so it always can
+Progress: the running sequence of best rank is never preempted and has room alone, so it always can
 be given room; the others run as room allows.
 """
 

@@ -301,7 +301,9 @@ def core_of_model(folder: Path, config: EngineConfig) -> tuple[Core, EngineInfo]
 
         built = build_runner(card, config)
     core = Core(
-        PrefixCache(blocks=built.blocks, block_size=config.block_size),
+        PrefixCache(
+            blocks=built.blocks, block_size=config.block_size, context_tokens=built.context
+        ),
         built.runner,
         config,
         time.monotonic,
@@ -319,6 +321,7 @@ def core_of_model(folder: Path, config: EngineConfig) -> tuple[Core, EngineInfo]
         context_tokens=built.context,
         block_size=config.block_size,
         blocks=built.blocks,
+        floor_blocks_max=core.cache.floor_blocks_max,
         kv_bytes_per_block=built.form.block_bytes,
         kv_format=built.form.name,
         device=built.device,

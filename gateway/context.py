@@ -49,6 +49,9 @@ class Authenticator(Protocol):
     def take_changed(self) -> list[Registered]:
         """Tenants that have come or changed since the last call; at first, all."""
 
+    def floor_blocks(self) -> int:
+        """What all floors together ask for."""
+
 
 @dataclass(slots=True)
 class Context:

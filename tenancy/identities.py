@@ -19,7 +19,7 @@ from msgspec import Struct
 from tenancy.errors import KeyRefused, StoreError
 from tenancy.key_ring import KeyFacts, KeyRing, load_keys
 from tenancy.keys import ADMIN
-from tenancy.registry import Registered, list_registered, read_registered
+from tenancy.registry import Registered, floor_blocks_of, list_registered, read_registered
 from tenancy.shared_scopes import ALL, Membership, memberships
 from tenancy.store import Store
 from tenancy.types import Identity, SharedScope, WallClock
@@ -48,6 +48,7 @@ class Registry:
         self._identities: dict[int, Identity] = {}  # of keys that were used since the last change
         self._version = 0
         self._changed: dict[int, Registered] = {}
+        self._floor_blocks: int | None = None
         self._take(_read_all(store))
         self._watch: Watch | None = None
 
@@ -94,6 +95,13 @@ class Registry:
         changed, self._changed = self._changed, {}
         return list(changed.values())
 
+    def floor_blocks(self) -> int:
+        """What all floors together ask for. O(tenants) after a change."""
+        self._refresh()
+        if self._floor_blocks is None:
+            self._floor_blocks = sum(map(floor_blocks_of, self._tenants.values()))
+        return self._floor_blocks
+
     def _scope_of(self, tenant_id: int, workspace: str) -> SharedScope | None:
         """The scope that a workspace shares, while its owner is there to pay for it."""
         mine = self._memberships.get(tenant_id)
@@ -138,6 +146,7 @@ class Registry:
 
     def _take(self, news: _News) -> None:
         self._identities.clear()
+        self._floor_blocks = None
         if news.changed is None:
             self._ring = KeyRing(news.keys)
             self._tenants = {one.tenant.tenant_id: one for one in news.tenants}

@@ -72,6 +72,11 @@ def list_tenants(store: Store) -> list[tuple[Tenant, CachePolicy]]:
     return [(one.tenant, one.policy) for one in list_registered(store)]
 
 
+def floor_blocks_of(one: Registered) -> int:
+    """What a tenant is to be guaranteed now: nothing to one that is suspended."""
+    return one.policy.floor_blocks if one.tenant.status == "active" else 0
+
+
 def read_registered(store: Store, tenant_ids: Iterable[int]) -> list[Registered]:
     """Those of these ids that there are. O(ids)."""
     sql = f"{_TENANTS} where tenant_id = ?"

@@ -196,5 +196,5 @@ def _check_sums(holdings: Holdings) -> Steps:
     in_use = holdings.pool.blocks - len(holdings.pool.free)
     _expect(in_use == held, f"{in_use} blocks in use", held)
     _expect(accounts == len(holdings.accounts), "accounts in shares", accounts)
-    _expect(floors <= shares.promisable, f"floors of more than {shares.promisable}", floors)
+    _expect(floors <= shares.floors_max, f"floors of more than {shares.floors_max}", floors)
     _expect(promised <= shares.promisable, f"more than {shares.promisable} promised", promised)

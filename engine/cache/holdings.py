@@ -21,6 +21,8 @@ from engine.plan import BlockCopy
 
 PROMISABLE = 7 / 8
 """The part of the pool that promises and floors together may take; the rest keeps work moving."""
+FLOORS_MOST = 1 / 2
+"""The part that floors may always take, however long one sequence may be."""
 
 
 class Holdings:
@@ -31,11 +33,14 @@ class Holdings:
     other means than a block table.
     """
 
-    def __init__(self, blocks: int, block_size: int) -> None:
+    def __init__(self, blocks: int, block_size: int, longest: int = 0) -> None:
+        """`longest`: blocks of the longest sequence that anybody may ask for. Floors leave room for
+        it, or half of the pool if it is longer, so that none makes another's request impossible."""
         self.block_size = block_size
         self.pool = BlockPool(blocks)
         self.accounts: dict[Namespace, Account] = {}
-        self.shares = Shares(int(blocks * PROMISABLE))
+        promisable, least = int(blocks * PROMISABLE), int(blocks * FLOORS_MOST)
+        self.shares = Shares(promisable, min(promisable, max(least, blocks - longest)))
         self.changed: list[Account] = []
         self.owner: list[Account | None] = [None] * blocks
         self.node_of: list[Node | None] = [None] * blocks
@@ -171,13 +176,13 @@ class Holdings:
             copied_blocks_total=copied,
         )
 
-    def fits(self, namespace: Namespace, quota: Quota, blocks: int) -> bool:
-        """Could `namespace` ever have as many blocks? Others' floors are theirs. See `Shares`."""
+    def room(self, namespace: Namespace, quota: Quota) -> int:
+        """Blocks that `namespace` could ever have. Others' floors are theirs. See `Shares`."""
         payer = quota.payer or namespace
         room = self.pool.blocks - self.shares.floors_beside(payer, quota.floor_blocks)
         if quota.ceiling_blocks is not None:
             room = min(room, quota.ceiling_blocks)
-        return blocks <= room
+        return room
 
     def can_evict(self, account: Account, count: int) -> bool:
         """Would `make_room` succeed? See `Shares`."""

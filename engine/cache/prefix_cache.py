@@ -22,23 +22,24 @@ from engine.errors import InvariantViolation
 from engine.plan import BlockCopy
 
 DEFAULT_QUOTA = Quota()
+Tell = Callable[[Fact], None]
 
 
 class PrefixCache:
     """A pool of blocks, a radix tree of prefixes per namespace, and the books over both."""
 
     def __init__(
-        self, *, blocks: int, block_size: int, facts: Callable[[Fact], None] | None = None
+        self, *, blocks: int, block_size: int, context_tokens: int = 0, facts: Tell | None = None
     ) -> None:
-        """All blocks free. `facts` gets frozen values of `engine.cache.events` as things happen."""
+        """All blocks free. `context_tokens`: of the longest sequence there may be; floors leave
+        room for it. `facts` gets frozen values of `engine.cache.events` as things happen."""
         self.blocks = blocks
         self.block_size = block_size
-        self._holdings = Holdings(blocks, block_size)
+        self._holdings = Holdings(blocks, block_size, self._blocks_for(context_tokens))
         self._book = LeaseBook(self._holdings)
+        self.floor_blocks_max = self._holdings.shares.floors_max
         self.facts = facts
-        self._evicted = 0
-        self._expired = 0
-        self._copied = 0
+        self._evicted = self._expired = self._copied = 0
 
     # -- looking ------------------------------------------------------------------------------
 
@@ -58,13 +59,12 @@ class PrefixCache:
             cached += common
         promised = sum([node.promised_as is not None for node in path]) * self.block_size
         ends_s = min([node.terms.limit_at_s for node in path if node.terms], default=math.inf)
-        expires_at_s = None if ends_s == math.inf else ends_s
-        return Peek(cached, min(cached, promised), expires_at_s, unpinned)
+        return Peek(cached, min(cached, promised), None if ends_s == math.inf else ends_s, unpinned)
 
-    def fits(self, namespace: Namespace, quota: Quota, tokens: int) -> bool:
-        """Could one sequence of `tokens` tokens run alone in an otherwise idle pool? Others' floors
-        are theirs. O(1), or O(floors) where these ask for more than there is."""
-        return self._holdings.fits(namespace, quota, self._blocks_for(tokens))
+    def room(self, namespace: Namespace, quota: Quota) -> int:
+        """Tokens of the longest sequence that could run, alone in the pool, beside others' floors.
+        O(1), or O(floors) where these ask for more than there is."""
+        return self._holdings.room(namespace, quota) * self.block_size
 
     def available(self, namespace: Namespace, quota: Quota) -> int:
         """Blocks it could take now, by free list and eviction. O(payers moved since asked)."""
@@ -97,7 +97,7 @@ class PrefixCache:
         return share.held if share else 0
 
     def set_quota(self, quota: Quota) -> None:
-        """A payer's quota has changed. Begun sequences keep what they have. As `fits`."""
+        """A payer's quota has changed. Begun sequences keep what they have. As `room`."""
         self._holdings.shares.set_quota(quota)
 
     def over_share(self, payer: Payer) -> float:

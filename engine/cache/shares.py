@@ -22,10 +22,12 @@ from engine.errors import InvariantViolation
 
 
 class Shares:
-    """By payer. `promisable`: blocks that promises and floors together may take."""
+    """By payer. `promisable`: blocks that promises and floors together may take; `floors_max`: that
+    floors may take of them."""
 
-    def __init__(self, promisable: int) -> None:
+    def __init__(self, promisable: int, floors_max: int) -> None:
         self.promisable = promisable
+        self.floors_max = floors_max
         self._by_payer: dict[Payer, Share] = {}
         self._floored: dict[Payer, Share] = {}
         self._asked = 0
@@ -74,7 +76,7 @@ class Shares:
         mine = self._floored.get(payer)
         others = self._asked - (mine.quota.floor_blocks if mine else 0)
         asked = others + floor_blocks
-        if asked <= self.promisable:
+        if asked <= self.floors_max:
             return others
         return sum(
             self._guaranteed(share.quota.floor_blocks, asked)
@@ -93,14 +95,14 @@ class Shares:
             self._floored.pop(share.payer, None)
         share.floor_blocks = self._guaranteed(quota.floor_blocks, self._asked)
         share.moved()
-        if self._asked != before and max(self._asked, before) > self.promisable:
+        if self._asked != before and max(self._asked, before) > self.floors_max:
             for other in self._floored.values():
                 other.floor_blocks = self._guaranteed(other.quota.floor_blocks, self._asked)
                 other.moved()
 
     def _guaranteed(self, floor: int, asked: int) -> int:
         """What is guaranteed of a floor where all floors together ask for so much."""
-        room = self.promisable
+        room = self.floors_max
         return floor if asked <= room else floor * room // asked
 
     # -- sums and order -----------------------------------------------------------------------

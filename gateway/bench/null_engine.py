@@ -247,6 +247,7 @@ def info_of(model_dir: Path) -> EngineInfo:
         context_tokens=card.config.context,
         block_size=16,
         blocks=2**20,
+        floor_blocks_max=2**19,
         kv_bytes_per_block=1,
         kv_format="none",
         device="none",

@@ -58,6 +58,9 @@ const tile = (value, label) => h("div", { class: "tile" }, h("b", {}, value), h(
 const bar = (x) => h("span", { class: "bar", style: `width:${Math.round(80 * Math.max(0, Math.min(1, x ?? 0)))}px`, "aria-hidden": "true" });
 const link = (name) => h("a", { href: `#Tenant/${encodeURIComponent(name)}` }, name);
 
+const floors = (engine) => (engine.floor_blocks_asked > engine.floor_blocks_max
+  ? [h("p", { class: "warning", role: "status" }, `Floors ask for ${count(engine.floor_blocks_asked)} blocks; this engine can keep ${count(engine.floor_blocks_max)}. Each is cut in that proportion.`)] : []);
+
 const COLOURS = [["read", "read from cache"], ["write", "written"], ["fresh", "computed"], ["out", "output"]];
 const colourKey = (colours = COLOURS) => h("ul", { class: "key" }, colours.map(([name, text]) => h("li", {}, h("i", { class: name }), text)));
 const MOVES = [["read", "came in"], ["fresh", "evicted"], ["write", "expired or erased"]];
@@ -110,6 +113,7 @@ const views = {
     const { total, engine } = all;
     const used = engine.blocks ? 1 - engine.free_blocks / engine.blocks : 0;
     return [
+      ...floors(engine),
       h("div", { class: "tiles" },
         tile(part(total.hit_ratio), "of prompt tokens read from cache"),
         tile(part(total.physical_hit_ratio), "of prompt tokens not computed"),

@@ -21,13 +21,14 @@ from gateway.context import Context
 from gateway.dialects.strict import convert
 from gateway.erasure import forget_removed
 from gateway.errors import Kind, Refusal
+from gateway.floors import check_floor, kept_of
 from gateway.middleware import Handler, Role, Route
 from gateway.reload import reload
 from gateway.request_state import STATE
 from tenancy import keys, registry
 from tenancy.deletion import delete_tenant
 from tenancy.keys import Key
-from tenancy.registry import Registered
+from tenancy.registry import Registered, floor_blocks_of
 from tenancy.types import Limits, TenantSettings
 
 PAGE_MAX = 1_000
@@ -115,12 +116,13 @@ class _Desk:
         limit, after = plain.whole(given, "limit", 100, PAGE_MAX), given.get("after", "")
         found = await self._gateway.reports.ask(registry.list_registered)
         rest = [one for one in found if one.tenant.name > after]
-        page = [tenant_body(one) for one in rest[:limit]]
+        page = [self._body(one) for one in rest[:limit]]
         return plain.answer({"tenants": page, "has_more": len(rest) > limit})
 
     async def create_tenant(self, request: web.Request) -> web.StreamResponse:
         body = await self._read(request, NewTenant)
         self._gateway.config.caching.check_classes(body.classes or ())
+        await self._check_floor(body.name, body)
         await asyncio.to_thread(
             registry.create_tenant,
             self._store,
@@ -132,10 +134,10 @@ class _Desk:
         )
         made = await self._tenant(body.name)
         self._note(request, "tenant_created", made.tenant.tenant_id)
-        return plain.answer(tenant_body(made), 201)
+        return plain.answer(self._body(made), 201)
 
     async def show_tenant(self, request: web.Request) -> web.StreamResponse:
-        return plain.answer(tenant_body(await self._tenant(request.match_info["name"])))
+        return plain.answer(self._body(await self._tenant(request.match_info["name"])))
 
     async def change_tenant(self, request: web.Request) -> web.StreamResponse:
         name = request.match_info["name"]
@@ -147,13 +149,14 @@ class _Desk:
         # Each wrong field by its path, before anything changes.
         settings = convert(body, TenantSettings, "")
         self._gateway.config.caching.check_classes(settings.classes or ())
+        await self._check_floor(name, settings)
         if body:
             await asyncio.to_thread(registry.change_tenant, self._store, name, body)
         if status is not None:
             await asyncio.to_thread(registry.set_status, self._store, name, status)
         found = await self._tenant(name)
         self._note(request, "tenant_changed", found.tenant.tenant_id)
-        return plain.answer(tenant_body(found))
+        return plain.answer(self._body(found))
 
     async def delete_tenant(self, request: web.Request) -> web.StreamResponse:
         found = await self._tenant(request.match_info["name"])
@@ -163,6 +166,20 @@ class _Desk:
         with suppress(EngineError):  # else within a minute
             await forget_removed(gateway)
         return plain.answer({"name": name, "deleted": True, "pseudonym": pseudonym})
+
+    async def _check_floor(self, name: str, settings: TenantSettings) -> None:
+        """Of two set at the same moment both may pass: then they are cut, and it is said."""
+        registry.check_settings(settings)
+        if settings.floor_blocks:
+            tenants = await self._gateway.reports.ask(registry.list_registered)
+            check_floor(tenants, name, settings.floor_blocks, self._gateway.engine.info)
+
+    def _body(self, one: Registered) -> dict[str, Any]:
+        """A tenant as it is answered, with what this engine keeps of its floor."""
+        info, asked = self._gateway.engine.info, self._gateway.registry.floor_blocks()
+        floor = floor_blocks_of(one)
+        kept = None if info is None else kept_of(floor, asked, info.floor_blocks_max)
+        return {**tenant_body(one), "floor_blocks_kept": kept}
 
     # -- keys ---------------------------------------------------------------------------------
 

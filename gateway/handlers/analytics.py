@@ -60,6 +60,8 @@ class _Desk:
                 "block_size": info.block_size,
                 "context_tokens": info.context_tokens,
                 "kv_bytes_per_block": info.kv_bytes_per_block,
+                "floor_blocks_asked": gateway.registry.floor_blocks(),
+                "floor_blocks_max": info.floor_blocks_max,
             }
         return plain.answer(
             {

@@ -63,6 +63,7 @@ def fake_core(config: EngineConfig, fault: str = "") -> tuple[Core, EngineInfo]:
         context_tokens=CONTEXT_TOKENS,
         block_size=16,
         blocks=BLOCKS,
+        floor_blocks_max=core.cache.floor_blocks_max,
         kv_bytes_per_block=1,
         kv_format="words",
         device="cpu",

@@ -84,7 +84,7 @@ def run(world: World, *requests: Request) -> list[Finished]:
         (
             {"grant": CacheGrant(b"n", Quota(ceiling_blocks=3))},
             "kv_exceeded",
-            "13 tokens do not fit",
+            "13 tokens do not fit the cache memory this tenant may use, even alone; 12 do",
         ),
     ],
 )

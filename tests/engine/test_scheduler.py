@@ -239,7 +239,7 @@ def test_preemption_costs_the_client_nothing() -> None:
 
 def test_a_sample_alone_needs_no_copy_of_its_own_tail() -> None:
     """A sample that was preempted must not leave the tail that its sibling writes to the tree: the
-    sibling would have to copy it, into a block that `fits` never counted."""
+    sibling would have to copy it, into a block that nobody has counted."""
     world = Watched(blocks=4)
     world.ask("r", tokens(13), samples=2, max_tokens=2)
     world.settle()

@@ -153,7 +153,7 @@ class House:
         if self.takes_grammars:
             self._constraints = self._make_constraints()
         core = Core(
-            PrefixCache(blocks=BLOCKS, block_size=16),
+            PrefixCache(blocks=BLOCKS, block_size=16, context_tokens=self.context_tokens),
             self.runner,
             self.engine_config,
             time.monotonic,
@@ -170,6 +170,7 @@ class House:
             context_tokens=self.context_tokens,
             block_size=16,
             blocks=BLOCKS,
+            floor_blocks_max=core.cache.floor_blocks_max,
             kv_bytes_per_block=1,
             kv_format="words",
             device="none",

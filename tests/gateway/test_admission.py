@@ -23,6 +23,7 @@ INFO = EngineInfo(
     context_tokens=64,
     block_size=16,
     blocks=8,
+    floor_blocks_max=4,
     kv_bytes_per_block=1,
     kv_format="f",
     device="cpu",

@@ -7,11 +7,19 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from tenancy.registry import change_tenant
 from tests.gateway.admin import Admin
 from tests.gateway.house import BLOCKS, PATIENCE_S, House
 
-LONG_ANSWER = BLOCKS // 8 * 16 + 1
-"""Tokens that do not fit beside floors that are as wide as can be."""
+LONG_PROMPT = BLOCKS // 2 * 16
+"""Tokens that do not fit, with one of the answer, beside floors that are as wide as can be."""
+
+
+async def floor_beyond_the_pool(house: House) -> None:
+    """As a file or the command line may set it, which know no pool."""
+    change_tenant(house.store, "ada", {"floor_blocks": 10**12})
+    house.gateway.context.registry.look_again()
+    await house.ask(body=house.chat())
 
 
 @pytest.fixture
@@ -25,7 +33,8 @@ async def house(made: House) -> AsyncIterator[House]:
 
 async def ask_at_length(house: House) -> tuple[int, str]:
     """(status, code) of bob's long request."""
-    status, answer, _ = await house.ask(body=house.chat(max_tokens=LONG_ANSWER), who="bob")
+    asked = {"model": house.model, "prompt": [5] * LONG_PROMPT, "max_tokens": 1}
+    status, answer, _ = await house.ask("/v1/completions", asked, who="bob")
     return status, "" if status == 200 else answer["error"]["code"]
 
 
@@ -36,8 +45,7 @@ async def test_a_floor_that_is_taken_back_is_room_for_others(
     """A suspended tenant sends nothing that could tell the engine; nor may one whose floor was a
     slip of the pen be needed to mend it."""
     admin = Admin(house)
-    await admin.ask("PATCH", "/admin/v1/tenants/ada", {"floor_blocks": 10**12})
-    await house.ask(body=house.chat())
+    await floor_beyond_the_pool(house)
     assert await ask_at_length(house) == (400, "context_length_exceeded")
 
     await admin.ask("PATCH", "/admin/v1/tenants/ada", change)
@@ -50,9 +58,7 @@ async def test_a_floor_that_is_taken_back_is_room_for_others(
 
 async def test_whoever_is_admitted_has_room_beside_the_widest_floors(house: House) -> None:
     """The rest of the pool is nobody's, whatever operators write."""
-    admin = Admin(house)
-    await admin.ask("PATCH", "/admin/v1/tenants/ada", {"floor_blocks": 10**12})
-    await house.ask(body=house.chat())
+    await floor_beyond_the_pool(house)
 
     status, _, _ = await house.ask(body=house.chat("x" * 100), who="bob")
 

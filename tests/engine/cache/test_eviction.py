@@ -205,23 +205,38 @@ def test_a_floor_outlives_its_namespaces() -> None:
     cache.check()
 
     assert held(cache) == {}
-    assert not cache.fits(b"other", OPEN, 3 * SIZE)
-    assert cache.fits(b"b", quota, 8 * SIZE)
+    assert cache.room(b"other", OPEN) < 3 * SIZE
+    assert cache.room(b"b", quota) >= 8 * SIZE
 
 
 def test_floors_beyond_the_pool_are_cut_in_one_proportion() -> None:
     """One slip of an operator's pen must not keep everybody else out for ever."""
     cache = PrefixCache(blocks=16, block_size=SIZE)
     ask(cache, b"a", [1], 0.0, Quota(floor_blocks=10**12, payer=b"a"))
-    assert cache.fits(b"other", OPEN, 2 * SIZE)
+    assert cache.room(b"other", OPEN) >= 2 * SIZE
 
     ask(cache, b"b", [1], 0.0, Quota(floor_blocks=10**12, payer=b"b"))
 
-    assert cache.fits(b"other", OPEN, 2 * SIZE), "an eighth is nobody's"
-    assert not cache.fits(b"other", OPEN, 2 * SIZE + 1)
-    assert cache.fits(b"a", Quota(floor_blocks=10**12, payer=b"a"), 9 * SIZE)
+    assert cache.room(b"other", OPEN) == 2 * SIZE, "an eighth is nobody's"
+    assert cache.room(b"a", Quota(floor_blocks=10**12, payer=b"a")) >= 9 * SIZE
     fill(cache, b"other", 20)
     assert held(cache)[b"other"] == 14
+
+
+@pytest.mark.parametrize(
+    ("context_blocks", "left_blocks"), [(0, 2), (2, 2), (6, 6), (8, 8), (9, 8), (64, 8)]
+)
+def test_floors_leave_room_for_the_longest_sequence_there_may_be(
+    context_blocks: int, left_blocks: int
+) -> None:
+    """However wide one is, a prompt that fits the context is possible for others; where the pool
+    does not hold two of them, half of it is left, and no request that needs less is refused."""
+    cache = PrefixCache(blocks=16, block_size=SIZE, context_tokens=context_blocks * SIZE)
+    ask(cache, b"a", [1], 0.0, Quota(floor_blocks=10**9, payer=b"a"))
+    cache.check()
+
+    assert cache.floor_blocks_max == 16 - left_blocks
+    assert cache.room(b"other", OPEN) == left_blocks * SIZE
 
 
 def test_floors_that_fit_are_kept_whole() -> None:
@@ -247,7 +262,7 @@ def test_a_floor_ends_when_it_is_told_to() -> None:
     assert held(cache) == {b"a": 4, b"other": 4}
     cache.erase(b"a")
     cache.check()
-    assert cache.fits(b"other", OPEN, 8 * SIZE)
+    assert cache.room(b"other", OPEN) >= 8 * SIZE
 
 
 def test_a_namespace_may_change_hands() -> None:

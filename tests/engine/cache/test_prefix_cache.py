@@ -321,15 +321,14 @@ def test_facts_tell_what_is_new_and_how_long_it_lived() -> None:
     assert lived == [8.0]
 
 
-def test_fits_counts_other_floors_as_taken() -> None:
+def test_others_floors_are_counted_as_taken() -> None:
     """What can never run is refused at the door, not after a wait."""
     cache = make(8)
     cache.release(cache.begin(THEM, [0], 0.0, quota=Quota(floor_blocks=6)), [0], 0.0)
 
-    assert cache.fits(US, Quota(), 8)
-    assert not cache.fits(US, Quota(), 9)
-    assert not cache.fits(US, Quota(ceiling_blocks=1), 5)
-    assert cache.fits(THEM, Quota(floor_blocks=6), 32)
+    assert cache.room(US, Quota()) == 8
+    assert cache.room(US, Quota(ceiling_blocks=1)) == 4
+    assert cache.room(THEM, Quota(floor_blocks=6)) == 32
 
 
 def recount_s(namespaces: int) -> float:

@@ -39,7 +39,7 @@ def test_the_sums_are_those_of_all_shares_whatever_has_moved(
     history: list[tuple[int, str, Quota]],
 ) -> None:
     """Who gives and how much there is must not depend on when somebody asked last."""
-    shares, serials = Shares(60), count()
+    shares, serials = Shares(60, 60), count()
     for number, what, quota in history:
         account = account_of(shares, number, quota, serials)
         if what == "hold":
@@ -67,7 +67,7 @@ def test_the_sums_are_those_of_all_shares_whatever_has_moved(
 
 def test_what_moves_unseen_is_found_by_the_check() -> None:
     """A sum that nobody told of a move would hand out blocks that are not there."""
-    shares = Shares(60)
+    shares = Shares(60, 60)
     account = account_of(shares, 1, Quota(), count())
     account.add_held(4)
     account.add_cached(4, 4)
@@ -80,7 +80,7 @@ def test_what_moves_unseen_is_found_by_the_check() -> None:
 
 def test_of_equals_the_one_that_came_first_gives() -> None:
     """Whoever asks, and however the sums were kept, the same one gives."""
-    shares, serials = Shares(60), count()
+    shares, serials = Shares(60, 60), count()
     made: list[Share] = []
     for number in (3, 1, 2):
         account = account_of(shares, number, Quota(), serials)
