@@ -85,13 +85,9 @@ Item = Hold | UsageEntry | NamedEntry | StorageReading | EngineTotals | Progress
 
 def entry_in(item: Item) -> UsageEntry | None:
     """The entry that an item is, or has."""
-    match item:
-        case NamedEntry(entry=entry):
-            return entry
-        case UsageEntry():
-            return item
-        case _:
-            return None
+    if isinstance(item, UsageEntry):
+        return item
+    return item.entry if isinstance(item, NamedEntry) else None
 
 
 class Books:
@@ -102,7 +98,10 @@ class Books:
         self.writer_id = writer_id
         self.cards = CardBook([])
         self.budgets: Budgets = {}
+        self.open_from_ms = 0
+        self.chain, self.sealed_hour_ms = NO_CHAIN, -1
         self._version = -1
+        self._as_of: int | None = None
 
     def apply(self, db: Transaction, items: Sequence[Item]) -> list[TenancyError | None]:
         """Write items in order. For each its refusal, for which nothing was written, or None.
@@ -110,77 +109,102 @@ class Books:
         What they need to know is read at once, and what they change is written at once. Raises
         StoreError, ConstraintBroken for an impossible item.
         """
-        reached = _reached(items)
-        if all(isinstance(item, ProgressNote) for item in items):
-            write_progress(db, reached)
+        batch = _Batch(db, self, items)
+        if batch.is_progress:
+            write_progress(db, batch.reached)
             return [None] * len(items)
+        if self._as_of is None or self._as_of != db.as_of:
+            self._read(db)
+        self._as_of = None
+        answers = batch.play()
+        if batch.reached:
+            write_progress(db, batch.reached)  # in holds that may have come with it
+        return answers
+
+    def keep(self, db: Transaction) -> None:
+        """It has been committed, with whatever else was done in it: what is known here holds until
+        somebody else changes something."""
+        self._as_of = db.as_of
+
+    def _read(self, db: Transaction) -> None:
         version, open_day, chain, sealed_hour_ms = db.rows(_FACTS)[0]
         if version != self._version:
             self.cards = CardBook([read_card(row) for row in db.rows(SELECT)])
             self.budgets = load_budgets(db)
             self._version = version
-        page = Page(db, bytes(chain or NO_CHAIN), sealed_hour_ms)
-        answers = _Batch(db, self, items, page, (open_day or 0) * DAY_MS).play()
-        write_progress(db, reached)  # in holds that may have come with it
-        return answers
+        self.open_from_ms = (open_day or 0) * DAY_MS
+        self.chain = bytes(chain or NO_CHAIN)
+        self.sealed_hour_ms = -1 if sealed_hour_ms is None else sealed_hour_ms
 
 
 class _Batch:
     """The items of one transaction, played in memory between what is read and what is written."""
 
-    def __init__(
-        self, db: Transaction, books: Books, items: Sequence[Item], page: Page, open_from_ms: int
-    ) -> None:
+    def __init__(self, db: Transaction, books: Books, items: Sequence[Item]) -> None:
+        """Looked through once: an answer alone waits for all of this. `reached`: the last that is
+        noted of each request; one that is settled needs none. `is_progress`: there is nothing
+        else."""
         self._db = db
         self._books = books
         self._items = items
-        self._open_from_ms = open_from_ms
-        self._page = page
-        moved = [item if isinstance(item, Hold) else entry_in(item) for item in items]
-        requests = [item for item in moved if item is not None]
-        self._holds = Holds(db, [item.request_id for item in requests])
-        self._names = Names(
-            db,
-            {
-                (one.tenant_id, one.claim.name)
-                for one in items
-                if isinstance(one, Hold) and one.claim
-            },
-            {one.entry.request_id for one in items if isinstance(one, NamedEntry)},
-        )
-        self._windows = BudgetWindows(db, books.budgets)
-        if books.budgets:
-            self._windows.read(map(self._whose, requests))
+        self.reached: dict[str, Progress] = {}
+        self._ids: list[str] = []
+        self._claimed: set[tuple[int, str]] = set()
+        self._ended: set[str] = set()
+        others = 0
+        for item in items:
+            if isinstance(item, UsageEntry):
+                self._ids.append(item.request_id)
+                self.reached.pop(item.request_id, None)
+            elif isinstance(item, Hold):
+                self._ids.append(item.request_id)
+                if item.claim is not None:
+                    self._claimed.add((item.tenant_id, item.claim.name))
+            elif isinstance(item, NamedEntry):
+                self._ids.append(item.entry.request_id)
+                self._ended.add(item.entry.request_id)
+                self.reached.pop(item.entry.request_id, None)
+            elif isinstance(item, ProgressNote):
+                self.reached.update(item.reached)
+            else:
+                others += 1
+        self.is_progress = not self._ids and not others
 
     def play(self) -> list[TenancyError | None]:
         """See `Books.apply`."""
-        answers: list[TenancyError | None] = []
-        for item in self._items:
-            refused = None
-            match item:
-                case Hold():
-                    refused = self._hold(item)
-                case UsageEntry():
-                    self._settle(item)
-                case NamedEntry():
-                    self._settle(item.entry)
-                    self._names.settle(item.entry.request_id, item.keeping)
-                case StorageReading():
-                    self._store_reading(item)
-                case EngineTotals():
-                    self._db.execute_many(_EPOCH, [structs.astuple(item)])
-                case ProgressNote():
-                    pass  # all of them are written together
-            answers.append(refused)
+        db, books = self._db, self._books
+        self._page = Page(db, books.chain, books.sealed_hour_ms)
+        self._holds = Holds(db, self._ids)
+        self._names = Names(db, self._claimed, self._ended)
+        self._windows = BudgetWindows(db, books.budgets)
+        if books.budgets:
+            requests = (one if isinstance(one, Hold) else entry_in(one) for one in self._items)
+            self._windows.read([self._whose(one) for one in requests if one is not None])
+        answers = [self._play(item) for item in self._items]
         self._holds.finish()
         self._names.finish()
         self._page.finish()
         self._windows.finish()
+        books.chain, books.sealed_hour_ms = self._page.chain, self._page.sealed_hour_ms
         return answers
+
+    def _play(self, item: Item) -> TenancyError | None:
+        if isinstance(item, UsageEntry):
+            self._settle(item)
+        elif isinstance(item, Hold):
+            return self._hold(item)
+        elif isinstance(item, NamedEntry):
+            self._settle(item.entry)
+            self._names.settle(item.entry.request_id, item.keeping)
+        elif isinstance(item, StorageReading):
+            self._store_reading(item)
+        elif isinstance(item, EngineTotals):
+            self._db.execute_many(_EPOCH, [structs.astuple(item)])
+        return None  # what is noted of progress is written together
 
     def _hold(self, hold: Hold) -> TenancyError | None:
         card = self._books.cards.in_force(hold.model, hold.tier, hold.started_ms)
-        booked_ms = max(hold.started_ms, self._open_from_ms)
+        booked_ms = max(hold.started_ms, self._books.open_from_ms)
         try:
             pico = most(card, hold.input_tokens, hold.output_tokens)
         except TenancyError as error:
@@ -211,29 +235,30 @@ class _Batch:
         return None
 
     def _settle(self, entry: UsageEntry) -> None:
-        _check_detail(entry)
+        if entry.read or entry.write:
+            _check_detail(entry)
+        books = self._books
         held = self._holds.held(entry.request_id)
         if held is not None:
             card_id, reserved, booked_ms = held
-            card = self._books.cards.card(card_id)
+            card = books.cards.card(card_id)
         else:
             reserved, booked_ms = 0, entry.started_ms
-            card = self._books.cards.in_force(entry.model, entry.tier, entry.started_ms)
-        booked_ms = max(booked_ms, self._open_from_ms)
+            card = books.cards.in_force(entry.model, entry.tier, entry.started_ms)
+        if booked_ms < books.open_from_ms:
+            booked_ms = books.open_from_ms
         if card is not FREE_CARD or entry.rate_card_id != FREE or entry.charge_pico:
             entry = _priced(card, entry)
         spent = 0
         if self._holds.settle(entry.request_id):
             self._page.add(entry, booked_ms)
             spent = entry.charge_pico
-        move(
-            self._windows.of(entry.tenant_id, entry.key_id, booked_ms),
-            spent=spent,
-            reserved=-reserved,
-        )
+        if books.budgets:
+            whose = self._windows.of(entry.tenant_id, entry.key_id, booked_ms)
+            move(whose, spent=spent, reserved=-reserved)
 
     def _store_reading(self, reading: StorageReading) -> None:
-        booked_ms = max(reading.at_ms, self._open_from_ms)
+        booked_ms = max(reading.at_ms, self._books.open_from_ms)
         card = self._books.cards.in_force(reading.model, reading.tier, booked_ms)
         whose = (reading.tenant_id, hour_of(booked_ms), reading.model, reading.retention)
         row = (*whose, card.rate_card_id, reading.token_seconds)
@@ -242,19 +267,8 @@ class _Batch:
     def _whose(self, item: Hold | UsageEntry) -> Whose:
         """Whose budgets it moves, and on which day: almost always, and else they are read then."""
         held = self._holds.held(item.request_id)
-        booked_ms = max(item.started_ms if held is None else held[2], self._open_from_ms)
+        booked_ms = max(item.started_ms if held is None else held[2], self._books.open_from_ms)
         return item.tenant_id, item.key_id, booked_ms // DAY_MS
-
-
-def _reached(items: Sequence[Item]) -> dict[str, Progress]:
-    """The last that these items note of each request; one that they settle needs none."""
-    reached: dict[str, Progress] = {}
-    for item in items:
-        if isinstance(item, ProgressNote):
-            reached.update(item.reached)
-        elif (entry := entry_in(item)) is not None:
-            reached.pop(entry.request_id, None)
-    return reached
 
 
 def _priced(card: RateCard, entry: UsageEntry) -> UsageEntry:

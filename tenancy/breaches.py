@@ -14,10 +14,10 @@ from tenancy.entries import ENTRY_FIELDS, entry_of
 from tenancy.pricing import RateCard, breach_credit
 from tenancy.rate_cards import SELECT, CardBook, read_card
 from tenancy.store import Transaction
-from tenancy.types import UsageEntry
+from tenancy.types import UsageEntry, WallClock
 
 
-def credit_breaches(db: Transaction, now_ms: int, entries: Iterable[UsageEntry]) -> None:
+def credit_breaches(db: Transaction, clock: WallClock, entries: Iterable[UsageEntry]) -> None:
     """Book what is owed for those of these entries that met a broken promise, within the caller's
     transaction, after the entries. Again changes nothing. O(cards + breaches)."""
     breached = [entry for entry in entries if entry.recomputed_promised_tokens]
@@ -33,7 +33,7 @@ def credit_breaches(db: Transaction, now_ms: int, entries: Iterable[UsageEntry])
         entry = entry_of(rows[0])
         owed = credit_of(cards.card(entry.rate_card_id), entry)
         if owed is not None:
-            book(db, now_ms, owed)
+            book(db, clock(), owed)
 
 
 def credit_of(card: RateCard, entry: UsageEntry) -> Adjustment | None:

@@ -192,6 +192,8 @@ class BudgetWindows:
 
     def finish(self) -> None:
         """Write them."""
+        if not self._windows:
+            return
         rows = [
             (
                 *key,

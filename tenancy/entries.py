@@ -22,6 +22,8 @@ from tenancy.types import UsageEntry
 DAY_MS = 86_400_000
 HOUR_MS = 3_600_000
 NO_CHAIN = b""
+_NO_COUNTS = "{}"
+_NO_TIMES = (0, 0, 0, 0)
 _PACKED = msgspec.msgpack.Encoder().encode
 _SORTED = msgspec.json.Encoder(order="sorted").encode
 
@@ -47,11 +49,12 @@ HOUR_SUMS = (
 class Page:
     """The entries that one transaction adds: their chain, and their hours' sums in few writes."""
 
-    def __init__(self, db: Transaction, chain: bytes, sealed_hour_ms: int | None) -> None:
-        """`chain`: of the last entry that there is. `sealed_hour_ms`: of the last seal."""
+    def __init__(self, db: Transaction, chain: bytes, sealed_hour_ms: int) -> None:
+        """`chain`: of the last entry that there is. `sealed_hour_ms`: of the last seal. Both move
+        on."""
         self._db = db
-        self._chain = chain
-        self._sealed_hour_ms = sealed_hour_ms
+        self.chain = chain
+        self.sealed_hour_ms = sealed_hour_ms
         self._rows: list[tuple[Value, ...]] = []
         self._last_booked_ms = 0
         self._last_ended_ms: dict[str, int] = {}
@@ -60,17 +63,20 @@ class Page:
     def add(self, entry: UsageEntry, booked_ms: int) -> None:
         """One that is not there yet."""
         row = entry_row(entry, booked_ms)
-        self._chain = chained(self._chain, row)
-        self._rows.append((*row, self._chain))
+        self.chain = chain = chained(self.chain, row)
+        self._rows.append((*row, chain))
         if booked_ms > self._last_booked_ms:
             self._last_booked_ms = booked_ms
-        if entry.ended_ms >= self._last_ended_ms.get(entry.epoch, entry.ended_ms):
-            self._last_ended_ms[entry.epoch] = entry.ended_ms
-        which = (entry.tenant_id, hour_of(booked_ms), entry.key_id, entry.model, entry.epoch)
+        epoch, ended_ms = entry.epoch, entry.ended_ms
+        if ended_ms >= self._last_ended_ms.get(epoch, ended_ms):
+            self._last_ended_ms[epoch] = ended_ms
+        hour_ms = booked_ms - booked_ms % HOUR_MS
+        which = (entry.tenant_id, hour_ms, entry.key_id, entry.model, epoch)
         sums = self._sums.get(which)
         if sums is None:
-            sums = self._sums[which] = []
-        sums.append(sums_of(entry))
+            self._sums[which] = [sums_of(entry)]
+        else:
+            sums.append(sums_of(entry))
 
     def finish(self) -> None:
         """Write them and their sums, and seal the chain once an hour."""
@@ -81,7 +87,7 @@ class Page:
         days: list[tuple[Value, ...]] = []
         epochs: list[tuple[Value, ...]] = []
         for (tenant_id, hour_ms, key_id, model, epoch), rows in self._sums.items():
-            sums = list(map(sum, zip(*rows, strict=True)))
+            sums = rows[0] if len(rows) == 1 else list(map(sum, zip(*rows, strict=True)))
             hours.append((tenant_id, hour_ms, key_id, model, *sums))
             days.append((tenant_id, hour_ms // DAY_MS * DAY_MS, key_id, model, *sums))
             if epoch:
@@ -90,29 +96,35 @@ class Page:
         self._db.execute_many(_ADD_HOUR, hours)
         self._db.execute_many(_ADD_DAY, days)
         self._db.execute_many(_ADD_EPOCH, epochs)
-        if (hour_ms := hour_of(self._last_booked_ms)) != self._sealed_hour_ms:
-            self._db.execute_many(_SEAL, [(hour_ms, self._chain)])
+        if (hour_ms := hour_of(self._last_booked_ms)) != self.sealed_hour_ms:
+            self._db.execute_many(_SEAL, [(hour_ms, self.chain)])
+            self.sealed_hour_ms = hour_ms
 
 
 def sums_of(entry: UsageEntry) -> list[int]:
     """What an entry adds to its hour, in the order of `HOUR_SUMS`."""
+    charge, saved, ttft_ms = entry.charge_pico, entry.saved_pico, entry.ttft_ms
     is_hit = entry.cache_read_tokens > 0
-    has_time, ttft_ms = entry.ttft_ms is not None, entry.ttft_ms or 0
+    if ttft_ms is None:
+        times = _NO_TIMES
+    elif is_hit:
+        times = (1, ttft_ms, 0, 0)
+    else:
+        times = (0, 0, 1, ttft_ms)
     return [
         *(1, entry.prompt_tokens, entry.cache_read_tokens, entry.cache_write_tokens),
         *(entry.fresh_tokens, entry.output_tokens, entry.physical_cached_tokens),
-        *(entry.recomputed_promised_tokens, int(is_hit)),
-        *(int(is_hit and has_time), ttft_ms if is_hit else 0),
-        *(int(not is_hit and has_time), 0 if is_hit else ttft_ms),
-        *divmod(entry.charge_pico, PICO_PER_MICRO),
-        *divmod(entry.saved_pico, PICO_PER_MICRO),
+        *(entry.recomputed_promised_tokens, int(is_hit), *times),
+        *(charge // PICO_PER_MICRO, charge % PICO_PER_MICRO),
+        *(saved // PICO_PER_MICRO, saved % PICO_PER_MICRO),
     ]
 
 
 def entry_row(entry: UsageEntry, booked_ms: int) -> tuple[Value, ...]:
     """Its columns, in the order of `ENTRY_FIELDS`."""
     facts = structs.astuple(entry)
-    reads, writes = _counts(entry.read), _counts(entry.write)
+    reads = _counts(entry.read) if entry.read else _NO_COUNTS
+    writes = _counts(entry.write) if entry.write else _NO_COUNTS
     return (*facts[:_READS], reads, writes, *facts[_READS + 2 :], booked_ms)
 
 
@@ -141,7 +153,7 @@ def number(db: Transaction, sql: str) -> int:
 
 
 def _counts(detail: Mapping[str, int]) -> str:
-    return _SORTED(detail).decode() if detail else "{}"
+    return _SORTED(detail).decode()
 
 
 def hour_of(at_ms: int) -> int:

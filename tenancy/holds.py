@@ -59,8 +59,10 @@ class Holds:
 
     def finish(self) -> None:
         """Write them."""
-        self._db.execute_many("delete from holds where request_id = ?", self._released)
-        self._db.execute_many(_HOLD, list(self._made.values()))
+        if self._released:
+            self._db.execute_many("delete from holds where request_id = ?", self._released)
+        if self._made:
+            self._db.execute_many(_HOLD, list(self._made.values()))
 
 
 @cache

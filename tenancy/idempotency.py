@@ -103,13 +103,15 @@ class Names:
         self._released: list[tuple[str]] = []
         self._kept: dict[str, _Name] = {}
         self._moved: set[int] = set()
+        self._sums: dict[int, tuple[int, int]] = {}
+        self._active: set[int] = set()
+        if not claimed and not ended:
+            return  # nearly always
         for keys in _some(claimed, 64):
             which = f"(tenant_id, name) in (values {', '.join([marks(2)] * len(keys))})"
             self._read(which, [value for key in keys for value in key])
         for ids in _some(ended, 128):
             self._read(f"request_id in {marks(len(ids))}", ids)
-        self._sums: dict[int, tuple[int, int]] = {}
-        self._active: set[int] = set()
         tenants = {key[0] for key in (*claimed, *self._by_name)}
         for some in _some(tenants, 128):
             for tenant_id, is_active, names, size in db.rows(_SUMS + marks(len(some)), some):
@@ -161,6 +163,8 @@ class Names:
 
     def finish(self) -> None:
         """Write them."""
+        if not self._moved and not self._kept:
+            return
         self._db.execute_many("delete from named_requests where request_id = ?", self._released)
         self._db.execute_many(_TAKE, list(self._made.values()))
         kept = []

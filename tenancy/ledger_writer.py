@@ -126,16 +126,19 @@ class LedgerWriter:
             self._doubtful.clear()
             self._is_damaged = False
         for _ in range(ATTEMPTS - 1):
-            with suppress(TryAgain):
+            try:
                 return self._apply(items)
+            except TryAgain:
+                continue
         return self._apply(items)
 
     def _apply(self, items: Sequence[Item]) -> Answers:
         with self._store.change() as db:
             answers = self._books.apply(db, items)
-            entries = filter(None, map(entry_in, items))
-            credit_breaches(db, self._clock(), entries)
-            return answers
+            entries = [entry for item in items if (entry := entry_in(item)) is not None]
+            credit_breaches(db, self._clock, entries)
+        self._books.keep(db)
+        return answers
 
     def _keep_point(self) -> None:
         """What another database in this one's place would not have."""

@@ -29,6 +29,10 @@ class PostgresTransaction:
         self._link = link
         self._waiting: list[Statement] = []
 
+    @property
+    def as_of(self) -> None:
+        """See `Transaction`: others write, too."""
+
     def execute(self, sql: str, values: Sequence[Value] = ()) -> int:
         """See `Transaction`."""
         if self._waiting:

@@ -15,13 +15,14 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from importlib import resources
 from pathlib import Path
 
 import apsw
 
 from tenancy.errors import ConstraintBroken, StoreBusy, StoreError
+from tenancy.sqlite_transaction import Change, SqliteTransaction
 from tenancy.store import Row, Transaction, Value
 from tenancy.whole_files import written_whole
 
@@ -76,18 +77,13 @@ class SqliteStore:
         except apsw.Error as error:
             raise self._unreadable(error) from error
 
-    @contextmanager
-    def change(self) -> Iterator[Transaction]:
+    def change(self) -> AbstractContextManager[Transaction]:
         """All or nothing, durable when it has ended. Takes the write lock at once; after an error
         of the disk it is a `reopen` first.
 
         Raises StoreError, StoreBusy after five seconds behind another process too.
         """
-        with self._write_lock:
-            if self._is_doubtful and not self._is_closed:
-                self.reopen()
-            with self._changing(self._writer) as db:
-                yield db
+        return Change(self._write_lock, self._sound_writer, self._not_written)
 
     @contextmanager
     def snapshot(self) -> Iterator[Transaction]:
@@ -97,7 +93,7 @@ class SqliteStore:
                 connection.set_busy_handler(is_patient)
                 connection.execute("pragma query_only=on").fetchall()
                 connection.execute("begin")
-                yield _Transaction(connection)
+                yield SqliteTransaction(connection)
         except apsw.Error as error:
             raise self._unreadable(error) from error
 
@@ -218,26 +214,15 @@ class SqliteStore:
             _end(self._reader)
             self._reader = None
 
-    @contextmanager
-    def _changing(self, writer: apsw.Connection) -> Iterator[Transaction]:
-        try:
-            writer.execute("begin immediate")
-            try:
-                yield _Transaction(writer)
-                writer.execute("commit")
-            except BaseException:
-                if writer.in_transaction:
-                    writer.execute("rollback")
-                raise
-        except apsw.Error as error:
-            if isinstance(error, _OF_THE_DISK):
-                self._is_doubtful = True
-            raise self._not_written(error) from error
+    def _sound_writer(self) -> apsw.Connection:
+        if self._is_doubtful and not self._is_closed:
+            self.reopen()
+        return self._writer
 
     def _migrate(self, writer: apsw.Connection) -> None:
         """Run what is missing, in one transaction: a killed migration never happened."""
         files = migrations()
-        with self._changing(writer) as db:
+        with Change(self._write_lock, lambda: writer, self._not_written) as db:
             have = int(db.rows("pragma user_version")[0][0])
             whose = int(db.rows("pragma application_id")[0][0])
             if whose not in (0, APPLICATION_ID) or (
@@ -256,6 +241,9 @@ class SqliteStore:
             db.execute(f"pragma application_id={APPLICATION_ID}")
 
     def _not_written(self, error: apsw.Error) -> StoreError:
+        """What it is called outside; one of the disk is remembered."""
+        if isinstance(error, _OF_THE_DISK):
+            self._is_doubtful = True
         message = f"{self.path} was not changed: {error}."
         match error:
             case apsw.ConstraintError():
@@ -267,22 +255,6 @@ class SqliteStore:
 
     def _unreadable(self, error: apsw.Error) -> StoreError:
         return StoreError("unusable", f"{self.path} cannot be read: {error}.")
-
-
-class _Transaction:
-    def __init__(self, connection: apsw.Connection) -> None:
-        self._connection = connection
-
-    def execute(self, sql: str, values: Sequence[Value] = ()) -> int:
-        self._connection.execute(sql, tuple(values)).fetchall()
-        return int(self._connection.changes())
-
-    def execute_many(self, sql: str, rows: Sequence[Sequence[Value]]) -> None:
-        if rows:
-            self._connection.executemany(sql, rows)
-
-    def rows(self, sql: str, values: Sequence[Value] = ()) -> list[Row]:
-        return list(self._connection.execute(sql, tuple(values)))
 
 
 def _end(connection: apsw.Connection) -> None:

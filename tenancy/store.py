@@ -24,6 +24,11 @@ class Transaction(Protocol):
     """Statements that happen all or not at all. What goes wrong in one ends it, and becomes a
     StoreError where it was opened."""
 
+    @property
+    def as_of(self) -> int | None:
+        """Which commit it saw; when it has ended, which it made. The same number again, on the same
+        store, says that nobody has changed anything since. None where that is not known."""
+
     def execute(self, sql: str, values: Sequence[Value] = ()) -> int:
         """Run one statement. Returns how many rows it changed."""
 

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+
 import pytest
 from msgspec import structs
 
-from tenancy.bookkeeping import EngineTotals, Item, StorageReading
-from tenancy.errors import BadPrice, LedgerUnavailable
+from tenancy.audit import check_books
+from tenancy.bookkeeping import Books, EngineTotals, Item, StorageReading
+from tenancy.budgets import Budget, set_budget
+from tenancy.closing import close_days
+from tenancy.entries import DAY_MS
+from tenancy.errors import BadName, BadPrice, BudgetExceeded, LedgerUnavailable
 from tenancy.ledger import Hold, Ledger
 from tenancy.ledger_writer import LedgerWriter
 from tenancy.pricing import PRICE_MAX, RateCard, price, savings
@@ -139,3 +145,48 @@ def test_cards_of_other_names_stay_apart(store: Store, ledger: Ledger, wall: Wal
 
     assert len(load_cards(store)) == 1
     assert [entry.rate_card_id for entry in entries(store)] == ["free", "std@1"]
+
+
+def test_what_is_undone_is_not_built_upon(store: Store, wall: Wall) -> None:
+    """The chain goes on behind what is there, whatever this writer thought it had written, and
+    whatever another has written meanwhile."""
+    create_tenant(store, wall, "ada")
+    books, others = Books(), Books()
+
+    def write(books: Books, request_id: str, *, fails: bool = False) -> None:
+        with store.change() as db:
+            books.apply(db, [used(request_id, wall())])
+            if fails:
+                raise BadName("any", "any")
+        books.keep(db)
+
+    write(books, "a")
+    with pytest.raises(BadName):
+        write(books, "b", fails=True)
+    write(books, "c")
+    write(others, "d")
+    write(books, "e")
+    write(books, "f")
+
+    assert [entry.request_id for entry in entries(store)] == ["a", "c", "d", "e", "f"]
+    assert check_books(store) == []
+
+
+def test_what_is_known_of_the_books_is_forgotten_when_they_change(store: Store, wall: Wall) -> None:
+    """By another program: a price, a budget and a close hold for whatever is written after them."""
+    create_tenant(store, wall, "ada")
+    writer = LedgerWriter(store, wall)
+    writer.write([used("a", wall())])
+    with closing(store.another()) as other:
+        wall.ms += DAY_MS
+        add_card(other, wall, CARD)
+        set_budget(other, Budget(1, "day", hard_micros=1))
+        close_days(other, wall)
+    refused = writer.write([used("b", wall()), Hold("c", 1, 1, "m", wall(), 10**6, 10**6)])
+    refused += writer.write([structs.replace(used("d", wall() - DAY_MS), ended_ms=wall())])
+    writer.close()
+
+    assert (refused[0], refused[2]) == (None, None)
+    assert isinstance(refused[1], BudgetExceeded)
+    assert [entry.rate_card_id for entry in entries(store)] == ["free", "std@1", "free"]
+    assert check_books(store) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import closing
 
 import pytest
 
@@ -148,3 +149,25 @@ def test_a_store_opens_again_after_an_error(store: Store) -> None:
 
     create_tenant(store, Wall(), "bob")
     assert store.query("select name from tenants") == [("ada",), ("bob",)]
+
+
+def test_who_changed_something_since_is_seen(store: Store) -> None:
+    """The number of a commit comes again where nothing came between, if it is known at all: what a
+    writer keeps in memory holds until then."""
+    with closing(store.another()) as other:
+        with store.change() as first:
+            first.execute("delete from holds")
+        with store.change() as second:
+            seen = second.as_of
+        create_tenant(other, Wall(), "ada")
+        with store.change() as third:
+            pass
+        create_tenant(store, Wall(), "bob")
+        with store.change() as fourth:
+            numbers = first.as_of, second.as_of, third.as_of, fourth.as_of
+
+    assert seen == numbers[0]
+    if not store.is_near:
+        assert set(numbers) == {None}
+    else:
+        assert len(set(numbers)) == 4
