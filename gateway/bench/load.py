@@ -147,11 +147,14 @@ class _Tally:
 
     def __init__(self) -> None:
         self.is_counting = False
+        self.first: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.times_s: list[float] = []
         self.first_s: list[float] = []
 
     def done(self, client: _Client) -> None:
         if self.is_counting:
+            if not self.times_s:
+                self.first.set_result(None)
             self.times_s.append(time.perf_counter() - client.sent_s)
             self.first_s.append(client.first_s - client.sent_s)
 
@@ -159,7 +162,8 @@ class _Tally:
 async def run(
     target: Ready, load: Load, counting: Callable[[bool], None], headers: Sequence[str] = ()
 ) -> Found:
-    """Load a server. `counting` is told when the counting begins and when it ends.
+    """Load a server, for as long as is asked and until an answer has been counted. `counting` is
+    told when the counting begins and when it ends.
 
     Raises BenchError if any answer is not a good one.
     """
@@ -178,13 +182,16 @@ async def run(
     tally.is_counting = True
     start_s, busy_s = time.perf_counter(), time.process_time()
     await asyncio.sleep(load.seconds)
+    ends = [client.over for client in clients]
+    await asyncio.wait(
+        [tally.first, *ends], timeout=PATIENCE_S, return_when=asyncio.FIRST_COMPLETED
+    )
     took_s, busy_s = time.perf_counter() - start_s, time.process_time() - busy_s
     tally.is_counting = False
     counting(False)
     events = sum(client.events for client in clients) - events
     for client in clients:
         client.is_stopped = True
-    ends = [client.over for client in clients]
     _, late = await asyncio.wait(ends, timeout=PATIENCE_S)
     failures = [client.failure for client in clients if client.failure]
     if late or failures:

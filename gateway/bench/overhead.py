@@ -218,7 +218,7 @@ async def _measured(server: Ready, load: Load) -> Run:
 
     found = await run(server, load, note)
     if not found.times_s:
-        raise BenchError(f"no answer within {load.seconds:g} s at {load.concurrency} at once")
+        raise BenchError(f"no whole answer in the time, with {load.concurrency} at once")
     (cpu_s, writer_s), (cpu_end_s, writer_end_s) = used
     return Run(found, cpu_end_s - cpu_s, writer_end_s - writer_s)
 

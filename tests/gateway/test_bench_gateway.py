@@ -147,6 +147,27 @@ async def test_the_load_finds_ends_and_events_however_they_are_cut() -> None:
     )
 
 
+async def test_a_server_slower_than_the_time_is_measured_by_one_answer() -> None:
+    """A loaded machine, or a short time, says little; it is no failure."""
+    asked = asyncio.Event()
+
+    async def answer_late(writer: asyncio.StreamWriter) -> None:
+        asked.set()
+        await counted.wait()
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
+
+    counted = asyncio.Event()
+    async with answering(answer_late) as target:
+        running = asyncio.create_task(run(target, Load(1, 0.0, rest_s=0.0), lambda _: None))
+        await asked.wait()
+        is_waiting = not running.done()
+        counted.set()
+        found = await running
+
+    assert is_waiting
+    assert found.times_s
+
+
 async def test_an_answer_that_is_no_good_one_ends_the_benchmark() -> None:
     """Refusals are fast: counted as answers they would make any server look good."""
 
