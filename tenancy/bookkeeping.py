@@ -101,7 +101,7 @@ class Books:
         self.open_from_ms = 0
         self.chain, self.sealed_hour_ms = NO_CHAIN, -1
         self._version = -1
-        self._as_of: int | None = None
+        self._as_of: object = None
 
     def apply(self, db: Transaction, items: Sequence[Item]) -> list[TenancyError | None]:
         """Write items in order. For each its refusal, for which nothing was written, or None.

@@ -23,9 +23,10 @@ class SqliteTransaction:
     __slots__ = ("_connection", "as_of")
 
     def __init__(self, connection: apsw.Connection) -> None:
-        """`as_of`: the pager counts all commits that it has seen, its own and those of others."""
+        """`as_of`: a connection's pager counts all commits that it has seen, its own and those of
+        others; another connection's begins anew."""
         self._connection = connection
-        self.as_of: int | None = connection.data_version()
+        self.as_of: object = (connection, connection.data_version())
 
     def commit(self) -> None:
         """Raises apsw.Error, with all of it undone."""
@@ -34,7 +35,7 @@ class SqliteTransaction:
         except BaseException:
             self.roll_back()
             raise
-        self.as_of = self._connection.data_version()
+        self.as_of = (self._connection, self._connection.data_version())
 
     def roll_back(self) -> None:
         """Some errors have done it."""

@@ -25,9 +25,9 @@ class Transaction(Protocol):
     StoreError where it was opened."""
 
     @property
-    def as_of(self) -> int | None:
-        """Which commit it saw; when it has ended, which it made. The same number again, on the same
-        store, says that nobody has changed anything since. None where that is not known."""
+    def as_of(self) -> object:
+        """Which commit it saw; when it has ended, which it made. An equal value, on the same store,
+        says that nobody has changed anything since. None where that is not known."""
 
     def execute(self, sql: str, values: Sequence[Value] = ()) -> int:
         """Run one statement. Returns how many rows it changed."""

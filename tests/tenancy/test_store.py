@@ -151,6 +151,21 @@ def test_a_store_opens_again_after_an_error(store: Store) -> None:
     assert store.query("select name from tenants") == [("ada",), ("bob",)]
 
 
+def test_a_store_that_was_opened_again_is_at_no_commit_of_before(store: Store) -> None:
+    """Its file may be another by then; what a writer keeps in memory is read again."""
+    seen: set[object] = set()
+    for _ in range(9):
+        with store.change() as db:
+            seen.add(db.as_of)
+        seen.add(db.as_of)
+    store.reopen()
+    with store.change() as db:
+        pass
+
+    assert store.is_near is (None not in seen)
+    assert not store.is_near or db.as_of not in seen
+
+
 def test_who_changed_something_since_is_seen(store: Store) -> None:
     """The number of a commit comes again where nothing came between, if it is known at all: what a
     writer keeps in memory holds until then."""
