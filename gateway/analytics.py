@@ -43,8 +43,9 @@ TOKENS_MAX = DEEPEST * BLOCK_TOKENS
 
 
 class Facts(Struct, frozen=True, gc=False):
-    """One answer that is over. `missed_tokens`: of the longest prefix that was written before, what
-    was not read, because of `missed`."""
+    """One prompt of an answer that is over. `missed_tokens`: of the longest prefix that was written
+    before, what was not read, because of `missed`. `is_further`: the answer has been told with
+    another prompt of it, and counts once, as it does in the ledger."""
 
     tenant: str
     record: UsageRecord
@@ -53,6 +54,7 @@ class Facts(Struct, frozen=True, gc=False):
     missed: str
     ending: str
     missed_tokens: int = 0
+    is_further: bool = False
 
 
 class Minute:
@@ -90,7 +92,7 @@ class Sums:
         self.hit_ms, self.miss_ms = Histogram(), Histogram()
         endings, reads, writes = self.endings, self.read_classes, self.write_classes
         hits, misses = self.hit_ms.counts, self.miss_ms.counts
-        fresh = out = prompt = physical = owed = 0
+        fresh = out = prompt = physical = owed = further = 0
         for _, facts in many:
             record = facts.record
             cached = record.physical_cached
@@ -99,7 +101,6 @@ class Sums:
             prompt += record.total_in
             physical += cached
             owed += record.recomputed_promised
-            endings[facts.ending] += 1
             if record.read:
                 for name, tokens in record.read.items():
                     reads[name] += tokens
@@ -109,11 +110,15 @@ class Sums:
             if facts.missed:
                 self.misses[facts.missed] += 1
                 self.missed_tokens[facts.missed] += facts.missed_tokens
+            if facts.is_further:
+                further += 1
+                continue
+            endings[facts.ending] += 1
             if facts.first_token_s is not None:
                 (hits if cached else misses)[bucket_of(1000 * facts.first_token_s)] += 1
         self.prompt, self.physical, self.owed = prompt, physical, owed
         read, write = sum(self.read_classes.values()), sum(self.write_classes.values())
-        self.totals = len(many), read, write, fresh, out
+        self.totals = len(many) - further, read, write, fresh, out
 
 
 class TenantView:

@@ -71,7 +71,8 @@ class Outcome:
     def tell(self, answer: AnswerStream, ending: str) -> None:
         """How it ended, and what it took where that has not been counted."""
         made, records = self._made, self.count(answer)
-        for contract, record, prompt in zip(made.contracts, records, made.rendered, strict=False):
+        prompts = zip(made.contracts, records, made.rendered, strict=False)
+        for number, (contract, record, prompt) in enumerate(prompts):
             self._gateway.analytics.note(
                 Facts(
                     tenant=self._tenant,
@@ -81,5 +82,6 @@ class Outcome:
                     missed=contract.why_missed(),
                     missed_tokens=contract.missed_tokens,
                     ending=ending or "done",
+                    is_further=number > 0,
                 )
             )

@@ -100,7 +100,7 @@ function counted(caption, label, counts, none) {
 
 function tenantRows(tenants) {
   return table("Since the start, those active last first",
-    ["tenant", "requests", "prompt tokens", "read", "written", "computed", "output", "hit ratio", "physical", ""],
+    ["tenant", "answers", "prompt tokens", "read", "written", "computed", "output", "hit ratio", "physical", ""],
     tenants.map((t) => [link(t.tenant), count(t.requests), about(t.prompt_tokens), about(t.read_tokens), about(t.write_tokens),
       about(t.fresh_tokens), about(t.output_tokens), part(t.hit_ratio), part(t.physical_hit_ratio), bar(t.hit_ratio)]));
 }
@@ -119,14 +119,14 @@ const views = {
         tile(part(total.physical_hit_ratio), "of prompt tokens not computed"),
         tile(about(total.prompt_tokens), "prompt tokens"),
         tile(about(total.output_tokens), "output tokens"),
-        tile(count(total.requests), "requests"),
+        tile(count(total.requests), "answers since the start"),
         tile(`${engine.running} / ${engine.waiting}`, "running / waiting"),
         tile(part(used), "of KV blocks in use")),
       h("div", { class: "grid" },
         wide("Tokens", traffic(all.minutes)),
         panel("Time to first token", firstToken(all.first_token_ms)),
-        panel("Why prefixes were missed", counted("Requests that asked for a prefix and did not read all of it", "reason", all.misses, "No breakpoint has missed.")),
-        panel("How requests ended", counted("All endings", "ending", all.endings)),
+        panel("Why prefixes were missed", counted("Prompts that asked for a prefix and did not read all of it", "reason", all.misses, "No breakpoint has missed.")),
+        panel("How requests ended", counted("All answers", "ending", all.endings)),
         wide("Who took whose blocks", table("Evicted under pressure, and what computing it again has cost", ["owner", "taker", "blocks", "tokens computed again", "cost"],
           all.taken.map((x) => [x.owner, x.taker, count(x.blocks), count(x.recomputed_tokens), dollars(x.cost_pico)]), "Nobody has lost a block to somebody else.")),
         wide("Blocks coming and going", churn(all.churn)),
@@ -156,7 +156,7 @@ const views = {
       h("div", { class: "tiles" },
         tile(part(total.hit_ratio), `${name}: prompt tokens read from cache`),
         tile(part(total.physical_hit_ratio), "not computed"),
-        tile(count(total.requests), "requests"),
+        tile(count(total.requests), "answers since the start"),
         tile(about(total.prompt_tokens), "prompt tokens"),
         tile(about(total.recomputed_promised_tokens), "promised and computed again")),
       h("div", { class: "grid" },
@@ -221,13 +221,13 @@ const views = {
       ask("/admin/v1/rate-cards"), ask("/admin/v1/budgets")]);
     const { totals } = used;
     const period = `${used.window.since} to ${used.window.until}`;
-    const heads = ["requests", "prompt tokens", "read", "written", "computed", "output", "charged", "saved", "adjusted"];
+    const heads = ["answers", "prompt tokens", "read", "written", "computed", "output", "charged", "saved", "adjusted"];
     const row = (r) => [count(r.requests), about(r.prompt_tokens), about(r.cache_read_tokens), about(r.cache_write_tokens),
       about(r.fresh_tokens), about(r.output_tokens), usd(r.charge_usd), usd(r.saved_usd), usd(r.adjusted_usd)];
     return [
       h("div", { class: "tiles" },
         tile(usd(totals.charge_usd), "charged for requests"), tile(usd(totals.saved_usd), "saved by caching"),
-        tile(count(totals.requests), "entries in the ledger"), tile(part(totals.hit_ratio), "of prompt tokens read by contract")),
+        tile(count(totals.requests), "answers in the ledger"), tile(part(totals.hit_ratio), "of prompt tokens read by contract")),
       h("div", { class: "grid" },
         wide("By tenant", table(period, ["tenant", ...heads], used.rows.map((r) => [link(r.tenant), ...row(r)]))),
         wide("By day", table(period, ["day", ...heads], days.rows.map((r) => [r.from.slice(0, 10), ...row(r)]))),

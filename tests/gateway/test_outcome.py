@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 
 import pytest
 
@@ -12,6 +13,7 @@ from gateway.tracing import Answered, Tracer
 from tenancy.bookkeeping import Item
 from tenancy.errors import LedgerUnavailable
 from tenancy.types import UsageEntry
+from tests.gateway.admin import Admin
 from tests.gateway.house import House
 
 
@@ -172,3 +174,28 @@ async def test_who_is_found_to_have_left_twice_has_his_tokens_everywhere(house: 
     assert (line["prompt_tokens"], line["output_tokens"]) == counted(house) == (prompt, output)
     assert (span.prompt_tokens, span.output_tokens) == (prompt, output)
     await house.check_quiet()
+
+
+async def test_an_answer_to_several_prompts_is_one_request_wherever_requests_are_counted(
+    house: House,
+) -> None:
+    """Numbers that are shown beside each other have to agree: dashboard, usage and ledger."""
+    admin = Admin(house)
+    body = {"model": house.model, "prompt": ["one two", "three", "four"], "max_tokens": 2}
+    await house.ask("/v1/completions", {**body, "ignore_eos": True})
+    await house.ask(body=house.chat())
+
+    _, seen = await admin.ask("GET", "/admin/v1/analytics")
+    _, mine = await admin.ask("GET", "/admin/v1/analytics/ada")
+    _, used = await admin.ask("GET", "/admin/v1/usage")
+    metrics = house.gateway.context.telemetry.exposition().decode()
+
+    counted = (used["totals"]["requests"], used["totals"]["prompt_tokens"])
+    assert counted[0] == 2
+    assert (seen["total"]["requests"], seen["total"]["prompt_tokens"]) == counted
+    assert (mine["total"]["requests"], mine["total"]["prompt_tokens"]) == counted
+    assert seen["endings"] == mine["endings"] == {"done": 2}
+    assert sum(times["count"] for times in seen["first_token_ms"].values()) == 2
+    assert sum(minute[1] for minute in seen["minutes"]) == 2
+    ended = re.findall(r'requests_total{ending="done",.*tenant="ada"} (.*)', metrics)
+    assert sum(map(float, ended)) == 2
