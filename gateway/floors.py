@@ -4,7 +4,7 @@ An engine guarantees floors together no more than `EngineInfo.floor_blocks_max`;
 beyond it is cut. Whoever sets a floor by a gateway with an engine is refused what cannot be kept,
 with the number that can; whoever sets one elsewhere (a file, the command line, before there is an
 engine) is told in the log, by the listings and on the dashboard. Pure. It knows no HTTP; the admin
-API, `quotas` and the dashboard's data call it.
+API, and the command line for its list, call it.
 """
 
 from __future__ import annotations
@@ -40,6 +40,16 @@ def check_floor(
         f" floors together may take {info.floor_blocks_max} of them, and others have {others}.",
         param="floor_blocks",
     )
+
+
+def kept(tenants: Iterable[Registered], floors_max: int | None) -> dict[str, int]:
+    """What is kept of each floor, by the tenant's name, where they ask for more than there is; {}
+    where they do not, or nobody knows. O(tenants)."""
+    floors = {one.tenant.name: floor_blocks_of(one) for one in tenants}
+    asked = sum(floors.values())
+    if floors_max is None or asked <= floors_max:
+        return {}
+    return {name: kept_of(floor, asked, floors_max) for name, floor in floors.items()}
 
 
 def kept_of(floor_blocks: int, asked: int, floors_max: int) -> int:

@@ -8,6 +8,7 @@ the engine ends. Knows no HTTP; `storage_meter` lets it look.
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import suppress
 
 from msgspec import structs
@@ -16,7 +17,7 @@ from engine.api import Quota
 from engine.errors import EngineError
 from gateway.admission import quota_of
 from gateway.context import Context
-from tenancy.registry import Registered, floor_blocks_of
+from tenancy.registry import Registered, floor_blocks_of, note_floors_max
 
 
 class QuotaNews:
@@ -26,6 +27,7 @@ class QuotaNews:
         self._gateway = gateway
         self._told: dict[int, Registered] = {}
         self._cut: tuple[int, int] | None = None
+        self._noted = ""
 
     def tell(self) -> None:
         """Those that have changed since the last call. Where nothing has, one look at the
@@ -40,6 +42,13 @@ class QuotaNews:
         tenant changed has brought the old quota with it."""
         told, self._told = self._told, {}
         self._send(told)
+
+    async def note_pool(self) -> None:
+        """For those who list tenants without an engine. Raises StoreError: then again."""
+        info = self._gateway.engine.info
+        if info is not None and info.epoch != self._noted:
+            await asyncio.to_thread(note_floors_max, self._gateway.store, info.floor_blocks_max)
+            self._noted = info.epoch
 
     def _say_what_is_cut(self) -> None:
         """Whoever wrote more than the pool can keep may have done it where nobody could say so."""

@@ -143,6 +143,8 @@ class StorageWatch:
         while True:
             self._look()
             self._quotas.tell()
+            with suppress(StoreError):  # at the next look
+                await self._quotas.note_pool()
             if clock() - looked_s >= CHURN_EVERY_S:
                 looked_s = clock()
                 look_at_churn(self._gateway)

@@ -77,6 +77,22 @@ def floor_blocks_of(one: Registered) -> int:
     return one.policy.floor_blocks if one.tenant.status == "active" else 0
 
 
+def note_floors_max(store: Store, blocks: int) -> None:
+    """What floors together may take of the pool that is there now. Raises StoreError."""
+    with store.change() as db:
+        db.execute(
+            "insert into engine_pool (one, floor_blocks_max) values (1, ?)"
+            " on conflict (one) do update set floor_blocks_max = excluded.floor_blocks_max",
+            (blocks,),
+        )
+
+
+def floors_max(store: Store) -> int | None:
+    """What was noted last; None before there was an engine."""
+    found = store.query("select floor_blocks_max from engine_pool")
+    return found[0][0] if found else None
+
+
 def read_registered(store: Store, tenant_ids: Iterable[int]) -> list[Registered]:
     """Those of these ids that there are. O(ids)."""
     sql = f"{_TENANTS} where tenant_id = ?"

@@ -182,12 +182,13 @@ class SqliteStore:
             self.path.chmod(0o600)
             writer = self._connected()
             try:
-                settings = ("journal_mode=wal", "synchronous=full", "foreign_keys=on")
                 # What is deleted is written over: erased contents must not lie in free pages.
-                for pragma in (*settings, "secure_delete=on"):
+                for pragma in ("journal_mode=wal", "synchronous=full", "secure_delete=on"):
                     # A pragma that answers with a row has not run until the row is fetched.
                     writer.execute(f"pragma {pragma}").fetchall()
+                # Foreign keys later: a table that others refer to can only be made anew without.
                 self._migrate(writer)
+                writer.execute("pragma foreign_keys=on").fetchall()
             except BaseException:
                 _end(writer)
                 raise

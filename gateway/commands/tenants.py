@@ -13,6 +13,7 @@ from msgspec import structs
 from gateway.commands.answer import Answer, tabled
 from gateway.commands.database import opened
 from gateway.config import Config
+from gateway.floors import kept
 from gateway.metering import wall_ms
 from tenancy.cost_rows import dollars, storage_by_tenant
 from tenancy.deletion import delete_tenant
@@ -37,6 +38,7 @@ from tenancy.registry import (
     create_tenant,
     find_registered,
     find_tenant,
+    floors_max,
     list_registered,
     set_status,
 )
@@ -61,9 +63,12 @@ def tenant_create(config: Config, name: str, changes: Mapping[str, object]) -> A
 
 
 def tenant_list(config: Config) -> Answer:
-    """All tenants with what is set of them; for a person without what is set nowhere."""
+    """All tenants with what is set of them; for a person without what is set nowhere. Where floors
+    ask for more than the engine that was started last can keep, with what it keeps of each."""
     with opened(config) as store:
-        rows = [_row(one) for one in list_registered(store)]
+        found = list_registered(store)
+        cut = kept(found, floors_max(store))
+    rows = [{**_row(one), "floor_blocks_kept": cut.get(one.tenant.name)} for one in found]
     unset = {name for name in (rows[0] if rows else ()) if all(row[name] is None for row in rows)}
     shown = [{n: v for n, v in row.items() if n not in unset} for row in rows]
     return structs.replace(tabled(rows), text=tabled(shown).text)
@@ -223,7 +228,16 @@ def usage(config: Config, tenant: str | None, days: int | None) -> Answer:
 
 
 def _about(store: Store, name: str, text: str) -> Answer:
-    return Answer(text, _row(find_registered(store, name)))
+    """With a word about it if its floor cannot be kept."""
+    found = find_registered(store, name)
+    most = floors_max(store)
+    cut = kept(list_registered(store), most).get(name)
+    if cut is not None and cut < found.policy.floor_blocks:
+        text += (
+            f"; of its floor of {found.policy.floor_blocks} blocks {cut} are kept: floors together"
+            f" may take {most} of the pool"
+        )
+    return Answer(text, _row(found))
 
 
 def _row(one: Registered) -> dict[str, object]:

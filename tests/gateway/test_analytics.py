@@ -283,7 +283,7 @@ async def test_who_took_whose_blocks_is_told_with_what_it_cost(house: House) -> 
     house.gateway.context.registry.look_again()
     kept = house.chat("words that are kept, " * 16, prompt_cache_retention="in_memory")
     await house.ask(body=kept)
-    for number in range(18):
+    for number in range(24):
         await house.ask(body=house.chat(f"{number} noise, " * 30), who="bob")
     await house.ask(body=kept)
     await house.engine.get_stats()

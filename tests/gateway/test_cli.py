@@ -19,6 +19,7 @@ from tenancy.declared import DeclaredTenant, reconcile
 from tenancy.declared_keys import DeclaredKey
 from tenancy.identities import Registry
 from tenancy.ledger import Ledger
+from tenancy.registry import note_floors_max
 from tenancy.sqlite_store import SqliteStore
 from tests.gateway.said import Run, data_of, told
 from tests.models import write_folder
@@ -119,6 +120,26 @@ def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixtu
 def test_what_cannot_be_is_one_line_and_status_2(run: Run, arguments: str, what: str) -> None:
     """What, where, and what would be right."""
     assert what in told(run, *arguments.split(), status=2)
+
+
+def test_a_floor_that_is_not_kept_is_said_where_it_is_set_and_listed(run: Run, data: Path) -> None:
+    """The command line knows no pool but that of the engine that was started last."""
+    _, unknown, _ = run("tenant", "create", "ada", "--floor", "300")
+    store = SqliteStore(data / "trunkline.db")
+    note_floors_max(store, 200)
+    note_floors_max(store, 100)
+    store.close()
+    _, made, _ = run("tenant", "create", "bob", "--floor", "100")
+    _, text, _ = run("tenant", "list")
+    _, cut, _ = run("tenant", "list", "--json")
+    run("tenant", "suspend", "ada")
+    _, whole, _ = run("tenant", "list", "--json")
+
+    assert "kept" not in unknown
+    assert "of its floor of 100 blocks 25 are kept: floors together may take 100 of" in made
+    assert "floor_blocks_kept" in text
+    assert [row["floor_blocks_kept"] for row in json.loads(cut)] == [75, 25, 0]
+    assert [row["floor_blocks_kept"] for row in json.loads(whole)] == [None] * 3
 
 
 def test_a_key_is_printed_alone_and_works(run: Run, data: Path) -> None:

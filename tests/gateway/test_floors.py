@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gateway.floors import kept_of
-from tenancy.registry import change_tenant
+from tenancy.registry import change_tenant, floors_max
 from tests.gateway.admin import Admin
 from tests.gateway.house import BLOCKS, PATIENCE_S, House
 
@@ -68,8 +68,12 @@ async def test_floors_that_were_written_elsewhere_are_told_as_cut(house: House) 
     lowered = await admin.ask("PATCH", ADA, {"floor_blocks": 2 * BLOCKS})
     gone = await admin.ask("PATCH", ADA, {"floor_blocks": 0, "status": "suspended"})
     second = await cut_at(house, BLOCKS)
+    async with asyncio.timeout(PATIENCE_S):
+        while floors_max(house.store) is None:
+            await house.ask(body=house.chat(), who="bob")
 
     assert first["floor_blocks_max"] == second["floor_blocks_max"] == HALF
+    assert floors_max(house.store) == HALF
     kept = {one["name"]: one["floor_blocks_kept"] for one in listed["tenants"]}
     assert kept == {"ada": 3 * BLOCKS // 8, "bob": BLOCKS // 8}
     assert overview["engine"]["floor_blocks_asked"] == 4 * BLOCKS

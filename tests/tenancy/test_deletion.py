@@ -129,3 +129,15 @@ def test_what_others_need_is_not_deleted(store: Store, wall: Wall) -> None:
         delete_tenant(store, wall, "ada")
     with pytest.raises(BadName, match="declared"):
         delete_tenant(store, wall, "bob")
+
+
+def test_a_deleted_tenants_number_is_nobodys(store: Store, wall: Wall) -> None:
+    """A cache, a receipt or a log may still say it: whoever comes next must not be taken for the
+    one that is gone, nor his key for another's."""
+    create_key(store, wall, create_tenant(store, wall, "ada").tenant_id)
+    delete_tenant(store, wall, "ada")
+    next_tenant = create_tenant(store, wall, "eve").tenant_id
+    create_key(store, wall, next_tenant)
+
+    assert next_tenant == 2
+    assert [key.key_id for key in list_keys(store)] == [2]

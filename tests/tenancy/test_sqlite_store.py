@@ -15,6 +15,7 @@ import pytest
 
 from tenancy import sqlite_store
 from tenancy.errors import StoreBusy, StoreError
+from tenancy.keys import create_key, list_keys
 from tenancy.registry import create_tenant, set_status
 from tenancy.sqlite_store import APPLICATION_ID, SQLITE_MIN, SqliteStore, check_sqlite, migrations
 from tenancy.store import Store
@@ -89,6 +90,40 @@ def test_a_database_of_the_first_schema_is_brought_up_to_date(tmp_path: Path) ->
     after = store.registry_version()
     store.close()
     assert after > before
+
+
+def test_numbers_that_were_given_before_are_not_given_again(tmp_path: Path) -> None:
+    """Tables that are made anew keep every row, what refers to them, and which numbers were given:
+    also those of tenants and keys that are gone."""
+    db = apsw.Connection(str(tmp_path / "test.db"))
+    for number, sql in enumerate(migrations()[:15], 1):
+        db.execute(sql).fetchall()
+        db.execute(f"pragma user_version={number}").fetchall()
+    rows = "(1, 'ada', 'active', 1), (2, 'bob', 'active', 1), (9, 'gone', 'active', 1)"
+    db.execute(f"insert into tenants (tenant_id, name, status, created_ms) values {rows}")
+    columns = "key_id, tenant_id, workspace, label, digest, shown, created_ms"
+    rows = "(3, 2, 'lab', 'l', randomblob(32), 's', 1), (7, 9, 'lab', 'l', randomblob(32), 's', 1)"
+    db.execute(f"insert into keys ({columns}) values {rows}")
+    db.execute("insert into budgets values (2, 0, 'day', 5, null)")
+    db.execute("delete from keys where key_id = 7; delete from tenants where tenant_id = 9")
+    before = [db.execute(f"select * from {name}").fetchall() for name in ("tenants", "keys")]
+    db.close()
+    store = SqliteStore(tmp_path / "test.db")
+
+    tables = [store.query(f"select * from {name}") for name in ("tenants", "keys")]
+    kept = store.query("select hard_micros from budgets")
+    wrong = store.query("pragma foreign_key_check")
+    made = create_tenant(store, Wall(), "eve").tenant_id
+    create_key(store, Wall(), made)
+    keys = [key.key_id for key in list_keys(store, "eve")]
+    with store.change() as change, pytest.raises(apsw.ConstraintError):
+        change.execute("delete from tenants where name = 'bob'")
+    store.close()
+    assert [[row[:8] for row in table] for table in tables] == [
+        [row[:8] for row in table] for table in before
+    ]
+    assert (kept, wrong) == ([(5,)], [])
+    assert (made, keys) == (10, [8])
 
 
 def test_a_database_of_a_newer_version_is_refused(tmp_path: Path) -> None:
