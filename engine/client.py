@@ -259,8 +259,7 @@ class Connection(ABC):
             if reply.call_id == 0:
                 self.stats = reply
                 return
-        future = self._calls.pop(reply.call_id, None)
-        if future is not None and not future.done():
+        if (future := self._calls.pop(reply.call_id, None)) is not None and not future.done():
             future.set_result(reply)
 
     async def _call(self, command: Command, call_id: int, kind: type[Answer]) -> Answer:
@@ -281,11 +280,8 @@ class Connection(ABC):
 
 
 class SocketEngine(Connection, asyncio.Protocol):
-    """An engine behind a Unix socket. Make one with `connect`.
-
-    What has come is taken within the transport's own call: a task that reads is a turn of the loop
-    more for each step of the engine.
-    """
+    """An engine behind a Unix socket; `connect` makes one. What has come is taken within the
+    transport's own call: a task that reads is a turn of the loop more for each step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -293,6 +289,8 @@ class SocketEngine(Connection, asyncio.Protocol):
         self._decoder = downward_decoder()
         self._frames = 0
         self._unsent: list[bytes] = []
+        self._in_turn = 0  # posted during this turn of the loop
+        self._is_sparse = True  # that was one command, the last time there was any
         self._welcome: asyncio.Future[EngineInfo] = self._loop.create_future()
         self._ended: asyncio.Future[None] = self._loop.create_future()
         self._transport: asyncio.Transport | None = None
@@ -317,17 +315,25 @@ class SocketEngine(Connection, asyncio.Protocol):
     def post(self, command: Command) -> None:
         """See `Connection.post`. Raises EngineUnavailable if the engine has stopped reading.
 
-        What is posted in one turn of the loop leaves in one write, at its end: a write costs more
-        than all else that is done to a command, and for one alone leaving sooner wins nothing.
+        Where commands come one by one each leaves at once: the engine works while the turn goes on.
+        Where many come, those of a turn leave in one write at its end, which costs more than they.
         """
         transport = self._transport
         if transport is None or transport.is_closing():
             return
         if transport.get_write_buffer_size() > UNSENT_BYTES_MAX:
             raise EngineUnavailable("queue_full", "The engine does not keep up with its requests.")
-        if not self._unsent:
-            self._loop.call_soon(self._send)
+        if not self._in_turn:
+            self._loop.call_soon(self._end_turn)
+        self._in_turn += 1
         self._unsent.append(encode(command))
+        if self._is_sparse and self._in_turn == 1:
+            self._send()
+
+    def _end_turn(self) -> None:
+        self._is_sparse = self._in_turn == 1
+        self._in_turn = 0
+        self._send()
 
     def _send(self) -> None:
         unsent, self._unsent = self._unsent, []
@@ -379,7 +385,6 @@ class SocketEngine(Connection, asyncio.Protocol):
             self._welcome.set_exception(closed)
 
     def _greet(self, message: Welcome | Rejected | Frame) -> None:
-        """Its first word."""
         if isinstance(message, Rejected):
             raise EngineError(message.code, message.message)
         if isinstance(message, Frame):

@@ -147,8 +147,12 @@ class Answer:
         answer = AnswerStream(call, rendered, gateway.renderer, self._contracts)
         ending = "failed"
         try:
-            await account.open()
-            answer.follow(await self._submit(requests))
+            try:
+                await account.open()
+                streams = await self._submit(requests)
+            finally:
+                self._say_limits(reservation.status())  # whatever came of it; the engine works
+            answer.follow(streams)
             self._state.submitted_s = gateway.clock()
             shape = self._stream if call.stream else self._unary
             response = await shape(answer, encoder, account, outcome)
@@ -180,15 +184,13 @@ class Answer:
         return cached, circumstances(self._gateway, identity.tenant.tenant_id)
 
     def _reserve(self, identity: Identity, demand: Demand) -> Reservation:
-        """A place in the limits, and what is left said in the headers, refused or not."""
+        """A place in the limits. Raises Refusal, with what is left said in the headers."""
         limiter = self._gateway.limiter
         try:
-            reservation = limiter.reserve(identity, demand)
+            return limiter.reserve(identity, demand)
         except LimitExceeded as error:
             self._say_limits(limiter.status(identity))
             raise limiting.refusal_of(error) from error
-        self._say_limits(reservation.status())
-        return reservation
 
     def _say_limits(self, left: Mapping[Meter, LimitState]) -> None:
         headers = limiting.limit_headers(self._dialect.name, left, self._gateway.wall())
@@ -343,7 +345,9 @@ class Answer:
 
     async def _replay(self, kept: KeptAnswer, identity: Identity) -> web.StreamResponse:
         """What was answered before. It counts as a request, and as nothing else."""
-        self._reserve(identity, limiting.NOTHING).settle(limiting.NOTHING)
+        reservation = self._reserve(identity, limiting.NOTHING)
+        reservation.settle(limiting.NOTHING)
+        self._say_limits(reservation.status())
         self._state.operation, self._state.ending = "", "replayed"
         ids = self._dialect.headers(self._state.request_id)
         return await replay(self._request, kept, ids, is_stream=self._state.is_stream)

@@ -107,7 +107,7 @@ class _Account:
 class Reservation:
     """What one request has been given. Settle it once, however the request ended."""
 
-    __slots__ = ("_accounts", "_at_ns", "_counts", "_is_open", "_limiter", "_rows")
+    __slots__ = ("_accounts", "_counts", "_is_open", "_limiter", "_rows")
 
     def __init__(
         self,
@@ -115,13 +115,11 @@ class Reservation:
         accounts: tuple[_Account, _Account],
         rows: tuple[_Row, _Row],
         counts: _Counts,
-        at_ns: int,
     ) -> None:
         self._limiter = limiter
         self._accounts = accounts
         self._rows = rows
         self._counts = counts
-        self._at_ns = at_ns
         self._is_open = True
 
     def settle(self, actual: Demand) -> None:
@@ -147,8 +145,8 @@ class Reservation:
                     bucket.until = max(max(bucket.until, drained) + more, drained)
 
     def status(self) -> dict[Meter, LimitState]:
-        """What `Limiter.status` says, as of the reservation itself: to be asked at once."""
-        return _states(self._rows, self._at_ns)
+        """What `Limiter.status` says of the limits that it was given under."""
+        return _states(self._rows, self._limiter.now_ns())
 
     @property
     def is_open(self) -> bool:
@@ -192,7 +190,7 @@ class Limiter:
         tenant.at_once += 1
         key.at_once += 1
         self._open += 1
-        return Reservation(self, (tenant, key), rows, counts, now_ns)
+        return Reservation(self, (tenant, key), rows, counts)
 
     def presses(self, identity: Identity, estimate: Demand) -> bool:
         """Would so much take more than an eighth of a limit on prompt tokens, with what is taken

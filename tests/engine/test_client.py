@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,6 +15,7 @@ from engine.api import CacheGrant, Finished, Request, SampleEnded, Sampling, Sta
 from engine.client import RequestStream, SocketEngine
 from engine.config import EngineConfig
 from engine.errors import EngineError, EngineUnavailable, InvariantViolation, RequestRefused
+from engine.frames import Welcome, encode, upward_decoder
 from engine.local import LocalEngine
 from engine.server import EngineServer
 from engine.service import EngineService
@@ -243,6 +245,36 @@ async def test_the_heartbeat_comes_unasked(bench: Bench) -> None:
             await heard.get()
 
     assert bench.engine.stats.blocks > 0
+
+
+async def test_a_command_alone_leaves_at_once_and_many_of_a_turn_together() -> None:
+    """The engine works while the rest of a turn is done; but each write costs more than a command.
+    Whether they come one by one shows in the turn before."""
+    _, info = fake_core(CONFIG)
+    ours, theirs = socket.socketpair()
+    loop = asyncio.get_running_loop()
+    _, engine = await loop.create_unix_connection(SocketEngine, sock=ours)
+    theirs.setblocking(False)
+    engine.data_received(encode(Welcome(info)))
+
+    def sent() -> int:
+        try:
+            return len(list(upward_decoder().feed(theirs.recv(65_536))))
+        except BlockingIOError:
+            return 0
+
+    left = []
+    for names in ("a", "bcd", "ef", "g", "h"):
+        at_once = []
+        for name in names:
+            engine.submit(request(name))
+            at_once.append(sent())
+        await asyncio.sleep(0)
+        left.append((at_once, sent()))
+    await engine.close()
+    theirs.close()
+
+    assert left == [([1], 0), ([1, 0, 0], 2), ([0, 0], 2), ([0], 1), ([1], 0)]
 
 
 async def test_who_is_cancelled_as_the_answer_comes_is_cancelled(
