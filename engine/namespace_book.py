@@ -20,7 +20,7 @@ class NamespaceBook:
 
     def __init__(self) -> None:
         self._now: dict[Namespace, NamespaceStats] = {}
-        self._before: dict[Namespace, NamespaceStats | None] | None = None
+        self._before: dict[str, dict[Namespace, NamespaceStats | None]] = {}
 
     def __len__(self) -> int:
         return len(self._now)
@@ -35,15 +35,14 @@ class NamespaceBook:
             before = self._now.pop(name, None)
             if one.blocks or one.running or one.waiting:
                 self._now[name] = one
-            if self._before is not None:
-                self._before.setdefault(name, before)
+            for noted in self._before.values():
+                noted.setdefault(name, before)
 
-    def take_changes(self) -> list[Change]:
-        """All that has changed since the last call; with the first, all there is. It has one
-        caller, for whom nothing is kept before it has called. O(changed)."""
-        if self._before is None:
-            changes: list[Change] = [(None, one) for one in self]
-        else:
-            changes = [(before, self._now.get(name)) for name, before in self._before.items()]
-        self._before = {}
-        return changes
+    def take_changes(self, reader: str) -> list[Change]:
+        """All that has changed since the reader's last call; with its first, all there is, and
+        nothing is kept for it before. O(changed)."""
+        noted = self._before.get(reader)
+        self._before[reader] = {}
+        if noted is None:
+            return [(None, one) for one in self]
+        return [(before, self._now.get(name)) for name, before in noted.items()]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
+from itertools import islice
 from typing import Any
 
 from engine.api import Namespace
@@ -36,8 +37,8 @@ class History:
             counts = _sum(self._minutes.pop()[1], counts)
         self._minutes.append((minute, counts))
 
-    def shown(self) -> dict[str, Any]:
-        """As it is answered; minutes as [minute, inserted, evicted, expired or erased]."""
+    def sums(self) -> dict[str, Any]:
+        """As they are answered."""
         inserted, evicted, expired, erased, lived_s = self.total
         return {
             "inserted_blocks": inserted,
@@ -45,6 +46,12 @@ class History:
             "expired_blocks": expired,
             "erased_blocks": erased,
             "evicted_after_s": round(lived_s / evicted, 3) if evicted else None,
+        }
+
+    def shown(self) -> dict[str, Any]:
+        """The same, with minutes as [minute, inserted, evicted, expired or erased]."""
+        return {
+            **self.sums(),
             "minutes": [
                 [minute, came, taken, over + told, round(lived / taken, 3) if taken else None]
                 for minute, (came, taken, over, told, lived) in self._minutes
@@ -78,9 +85,9 @@ class Churn:
         """Of one tenant; empty if nothing of it moved."""
         return self._tenants.get(tenant_id, History())
 
-    def tenants(self) -> dict[int, History]:
+    def latest(self, most: int) -> list[tuple[int, History]]:
         """By tenant id, those that moved last first."""
-        return dict(reversed(self._tenants.items()))
+        return list(islice(reversed(self._tenants.items()), most))
 
     def _of(self, owner: int) -> History:
         history = self._tenants.setdefault(owner, History())

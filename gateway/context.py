@@ -16,6 +16,7 @@ from engine.client import Engine
 from gateway.analytics import Analytics
 from gateway.churn import Churn
 from gateway.config import Config
+from gateway.holders import Holders
 from gateway.ledger_door import LedgerDoor
 from gateway.progress import Journal
 from gateway.prompt import Renderer
@@ -48,6 +49,9 @@ class Authenticator(Protocol):
 
     def take_changed(self) -> list[Registered]:
         """Tenants that have come or changed since the last call; at first, all."""
+
+    def tenant(self, tenant_id: int) -> Registered | None:
+        """One that there is."""
 
     def floor_blocks(self) -> int:
         """What all floors together ask for."""
@@ -86,6 +90,7 @@ class Context:
     is_draining: bool = False
     running: Counter[int] = field(default_factory=Counter)
     churn: Churn = field(default_factory=Churn)
+    holders: Holders = field(default_factory=Holders)
     background: set[asyncio.Task[Any]] = field(default_factory=set)
     idle: asyncio.Event = field(default_factory=asyncio.Event)
 

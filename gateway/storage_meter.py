@@ -56,7 +56,7 @@ class StorageMeter:
             self._book = book
             self._move({key: -tokens for key, tokens in self._held.items()})
         if book is not None:
-            self._move(held_more(book.take_changes(), block_size))
+            self._move(held_more(book.take_changes("meter"), block_size))
 
     def take(self) -> dict[Key, int]:
         """Whole token-seconds between the last look and the last call."""
@@ -161,8 +161,10 @@ class StorageWatch:
         engine, now_ns = self._gateway.engine, int(self._gateway.clock() * NANO)
         if engine.info is None:
             self._meter.look(None, 0, now_ns)
+            self._gateway.holders.look(None, owner_of)
         else:
             self._meter.look(engine.namespaces, engine.info.block_size, now_ns)
+            self._gateway.holders.look(engine.namespaces, owner_of)
 
     async def _write(self) -> None:
         """What cannot be written now is written with the next reading."""

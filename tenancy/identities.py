@@ -95,6 +95,10 @@ class Registry:
         changed, self._changed = self._changed, {}
         return list(changed.values())
 
+    def tenant(self, tenant_id: int) -> Registered | None:
+        """One that there is, as of the last look."""
+        return self._tenants.get(tenant_id)
+
     def floor_blocks(self) -> int:
         """What all floors together ask for. O(tenants) after a change."""
         self._refresh()

@@ -4,6 +4,7 @@ it, for administrators."""
 from __future__ import annotations
 
 import asyncio
+import heapq
 from typing import Any
 
 from aiohttp import web
@@ -15,7 +16,7 @@ from gateway.errors import Kind, Refusal
 from gateway.middleware import Route
 from gateway.request_state import STATE
 from tenancy.erasures import RECEIPTS_MAX, digest_of, list_receipts
-from tenancy.registry import Registered, find_registered, list_registered
+from tenancy.registry import Registered, find_registered
 from tenancy.shared_scopes import find_scope
 
 NAMESPACES_MAX = 1_000
@@ -99,18 +100,21 @@ async def _tenant(gateway: Context, name: str) -> Registered:
     return await asyncio.to_thread(find_registered, gateway.store, name)
 
 
+def _name(gateway: Context, tenant_id: int) -> str | None:
+    found = gateway.registry.tenant(tenant_id)
+    return None if found is None else found.tenant.name
+
+
 async def _contents(gateway: Context, wanted: int | None) -> dict[str, Any]:
     """The pool, and what is held in each namespace; their sum is what is allocated."""
     stats = await gateway.engine.get_stats()
-    names = {
-        one.tenant.tenant_id: one.tenant.name for one in await gateway.reports.ask(list_registered)
-    }
     scopes = await erasure.scope_names(gateway)
-    held = erasure.holdings(gateway.engine.namespaces, wanted)
-    held.sort(key=lambda one: -one.stats.blocks)
+    spaces = erasure.namespaces_of(gateway.engine.namespaces, wanted)
+    most = heapq.nlargest(NAMESPACES_MAX + 1, spaces, key=lambda one: one.blocks)
+    held = erasure.holdings(most)
     rows = [
         {
-            "tenant": names.get(one.tenant_id),
+            "tenant": _name(gateway, one.tenant_id),
             **one.shown(scopes),
             "namespace_digest": digest_of([one.stats.namespace]),
             "blocks": one.stats.blocks,

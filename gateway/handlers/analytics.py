@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import heapq
 from collections import defaultdict
-from collections.abc import Callable
 from typing import Any
 
 from aiohttp import web
 from msgspec.structs import asdict
 
 from gateway import plain
-from gateway.churn import History
 from gateway.context import Context
-from gateway.erasure import holdings, owner_of, parts_of, scope_names
+from gateway.erasure import holdings, namespaces_of, owner_of, parts_of, scope_names
 from gateway.errors import Kind, Refusal
 from gateway.middleware import Handler, Route
 from gateway.storage_meter import look_at_churn
 from tenancy import registry
+from tenancy.errors import BadName
 from tenancy.pricing import RateCard
 from tenancy.rate_cards import CardBook, load_cards
 from tenancy.store import Store
+from tenancy.types import Tenant
 
 BRANCHES_MAX = 400
+TREES_MAX = 50
+TAKEN_MAX = 50
+ROWS_MAX = 1_000
+"""Of tables with a row for each tenant: the largest, or those that moved last."""
 
 
 def routes(gateway: Context) -> tuple[Route, ...]:
@@ -47,8 +52,8 @@ class _Desk:
         """Everything together, the engine beside it."""
         gateway = self._gateway
         info, stats = gateway.engine.info, gateway.engine.stats
-        names = await self._names()
         look_at_churn(gateway)
+        gateway.holders.look(gateway.engine.namespaces, owner_of)
         engine: dict[str, Any] = {
             name: getattr(stats, name) for name in stats.__struct_fields__ if name != "changed"
         }
@@ -67,14 +72,17 @@ class _Desk:
             {
                 **gateway.analytics.overview(),
                 "engine": {**engine, "ready": gateway.is_ready()},
-                "holdings": self._holdings(names),
-                "taken": await self._taken(names),
-                "leases": self._leases(names),
+                "holdings": [
+                    {"tenant": self._name(tenant_id), **held}
+                    for tenant_id, held in gateway.holders.largest(ROWS_MAX)
+                ],
+                "taken": await self._taken(),
+                "leases": self._leases(),
                 "churn": {
                     **gateway.churn.all.shown(),
                     "tenants": [
-                        {"tenant": names.get(tenant, str(tenant)), **_sums(history)}
-                        for tenant, history in gateway.churn.tenants().items()
+                        {"tenant": self._name(tenant_id), **history.sums()}
+                        for tenant_id, history in gateway.churn.latest(ROWS_MAX)
                     ],
                 },
                 "restarts": gateway.engine_restarts(),
@@ -87,9 +95,10 @@ class _Desk:
         gateway, name = self._gateway, request.match_info["name"]
         info = gateway.engine.info
         blocks = 0 if info is None else info.blocks
+        tenant, card = await self._priced(name)
         seen = gateway.analytics.tenant(
             name,
-            (await self._cards())(name),
+            card,
             {
                 label: terms.limit_s if terms.limit_s is not None else terms.promise_s
                 for label, terms in gateway.config.caching.all_classes().items()
@@ -100,101 +109,94 @@ class _Desk:
         if seen is None:
             message = "Nothing has been seen of this tenant since the start."
             raise Refusal(Kind.NOT_FOUND, "not_seen", message)
-        names = await self._names()
-        tenant_id = next((number for number, one in names.items() if one == name), 0)
+        tenant_id = 0 if tenant is None else tenant.tenant_id
         look_at_churn(gateway)
-        leases = [row for row in self._leases(names) if row["tenant"] == name]
+        leases = self._leases(tenant_id)
         churn = gateway.churn.tenant(tenant_id).shown()
         return plain.answer({**seen, "leases": leases, "churn": churn})
 
     async def tree(self, request: web.Request) -> web.StreamResponse:
-        """The shape of a tenant's trees, a namespace each; counts, never words."""
+        """The shape of a tenant's trees, a namespace each, largest first; counts, never words."""
         gateway, name = self._gateway, request.match_info["name"]
-        await asyncio.to_thread(registry.find_tenant, gateway.store, name)  # or there is none
-        names = await self._names()
+        found, _ = await asyncio.to_thread(registry.find_tenant, gateway.store, name)
         scopes = await scope_names(gateway)
-        found = []
-        for one in holdings(gateway.engine.namespaces):
-            if names.get(one.tenant_id) == name:
-                surveyed = await gateway.engine.survey(one.stats.namespace, BRANCHES_MAX)
-                found.append(
-                    {
-                        **one.shown(scopes),
-                        "partition": bool(parts_of(one.stats.namespace)[4:] not in ((), ("",))),
-                        "blocks": one.stats.blocks,
-                        "branches": [asdict(branch) for branch in surveyed.branches],
-                    }
-                )
-        return plain.answer({"tenant": name, "namespaces": found})
+        spaces = namespaces_of(gateway.engine.namespaces, found.tenant_id)
+        most = heapq.nlargest(TREES_MAX + 1, spaces, key=lambda one: one.blocks)
+        shown = []
+        for one in holdings(most[:TREES_MAX]):
+            surveyed = await gateway.engine.survey(one.stats.namespace, BRANCHES_MAX)
+            shown.append(
+                {
+                    **one.shown(scopes),
+                    "partition": bool(parts_of(one.stats.namespace)[4:] not in ((), ("",))),
+                    "blocks": one.stats.blocks,
+                    "branches": [asdict(branch) for branch in surveyed.branches],
+                }
+            )
+        return plain.answer(
+            {"tenant": name, "namespaces": shown, "has_more": len(most) > TREES_MAX}
+        )
 
-    async def _names(self) -> dict[int, str]:
-        found = await asyncio.to_thread(registry.list_tenants, self._gateway.store)
-        return {tenant.tenant_id: tenant.name for tenant, _ in found}
+    def _name(self, tenant_id: int | None) -> str:
+        """Or its number, if it is gone."""
+        if tenant_id is None:
+            return "unknown"
+        found = self._gateway.registry.tenant(tenant_id)
+        return str(tenant_id) if found is None else found.tenant.name
 
-    async def _cards(self) -> Callable[[str], RateCard]:
-        """The prices that each tenant pays now, by its name."""
-        gateway = self._gateway
+    async def _priced(self, name: str) -> tuple[Tenant | None, RateCard]:
+        """A tenant, if there is one, and the prices that it pays now."""
+        gateway, now_ms = self._gateway, self._gateway.wall()
 
-        def find(store: Store) -> tuple[dict[str, str], CardBook]:
-            tiers = {tenant.name: tenant.tier for tenant, _ in registry.list_tenants(store)}
-            return tiers, CardBook(load_cards(store))
+        def find(store: Store) -> tuple[Tenant | None, RateCard]:
+            try:
+                tenant, _ = registry.find_tenant(store, name)
+            except BadName:  # deleted since
+                tenant = None
+            tier = "" if tenant is None else tenant.tier
+            return tenant, CardBook(load_cards(store)).in_force(gateway.model, tier, now_ms)
 
-        tiers, book = await gateway.reports.ask(find)
-        now_ms = gateway.wall()
-        return lambda name: book.in_force(gateway.model, tiers.get(name, ""), now_ms)
+        return await gateway.reports.ask(find)
 
-    def _holdings(self, names: dict[int, str]) -> list[dict[str, Any]]:
-        sums: dict[int, dict[str, int]] = defaultdict(lambda: defaultdict(int))
-        for one in holdings(self._gateway.engine.namespaces):
-            row = sums[one.tenant_id]
-            for field in ("blocks", "pinned_blocks", "promised_blocks", "running", "waiting"):
-                row[field] += getattr(one.stats, field)
-        return [{"tenant": names.get(tenant, str(tenant)), **row} for tenant, row in sums.items()]
-
-    def _leases(self, names: dict[int, str]) -> list[dict[str, Any]]:
-        """What became of promises, by tenant and class."""
+    def _leases(self, tenant_id: int | None = None) -> list[dict[str, Any]]:
+        """What became of promises, by tenant and class: of one tenant, or of those that were given
+        most."""
         contracts = self._gateway.contracts
         counts = contracts.promises.counts(self._gateway.clock())
+        if tenant_id is not None:
+            counts = {key: row for key, row in counts.items() if key[0] == tenant_id}
+        most = heapq.nlargest(ROWS_MAX, counts.items(), key=lambda one: one[1]["given"])
         return [
-            {"tenant": names.get(tenant, str(tenant)), "class": name, **row}
-            for (tenant, name), row in sorted(counts.items())
+            {"tenant": self._name(tenant), "class": name, **row}
+            for (tenant, name), row in sorted(most, key=lambda one: one[0])
         ]
 
-    async def _taken(self, names: dict[int, str]) -> list[dict[str, Any]]:
+    async def _taken(self) -> list[dict[str, Any]]:
         """Who took whose blocks, most first, and what computing them again has cost: what the owner
         had to compute again because of others, by the part of it that each of them took."""
-        sums: dict[tuple[str, str], int] = defaultdict(int)
-        for pair, blocks in self._gateway.engine.losses.taken().items():
-            sums[_tenant(pair[0], names), _tenant(pair[1], names)] += blocks
-        order = sorted(sums.items(), key=lambda item: -item[1])[:50]
-        lost: dict[str, int] = defaultdict(int)
-        for (owner, _), blocks in sums.items():
+        gateway = self._gateway
+        sums: dict[tuple[int | None, int | None], int] = defaultdict(int)
+        lost: dict[int | None, int] = defaultdict(int)
+        for (whose, who), blocks in gateway.engine.losses.taken().items():
+            owner = owner_of(whose)
+            sums[owner, owner_of(who)] += blocks
             lost[owner] += blocks
-        cards = await self._cards()
+        book = CardBook(await gateway.reports.ask(load_cards))
         rows = []
-        for (owner, taker), blocks in order:
-            again = self._gateway.analytics.missed_tokens(owner, "evicted_pressure")
+        for owner, taker in heapq.nlargest(TAKEN_MAX, sums, key=lambda pair: sums[pair]):
+            blocks, name = sums[owner, taker], self._name(owner)
+            again = gateway.analytics.missed_tokens(name, "evicted_pressure")
             tokens = again * blocks // lost[owner]
-            card = cards(owner)
-            cost = tokens * max(0, card.input - card.cache_read)
+            found = None if owner is None else gateway.registry.tenant(owner)
+            tier = "" if found is None else found.tenant.tier
+            card = book.in_force(gateway.model, tier, gateway.wall())
             rows.append(
                 {
-                    "owner": owner,
-                    "taker": taker,
+                    "owner": name,
+                    "taker": self._name(taker),
                     "blocks": blocks,
                     "recomputed_tokens": tokens,
-                    "cost_pico": cost,
+                    "cost_pico": tokens * max(0, card.input - card.cache_read),
                 }
             )
         return rows
-
-
-def _tenant(namespace: bytes, names: dict[int, str]) -> str:
-    owner = owner_of(namespace)
-    return "unknown" if owner is None else names.get(owner, str(owner))
-
-
-def _sums(history: History) -> dict[str, Any]:
-    shown = history.shown()
-    del shown["minutes"]
-    return shown

@@ -35,7 +35,7 @@ def test_a_reader_of_changes_sees_what_is_there(history: list[tuple[NamespaceSta
     for fact, is_read in history:
         book.add([fact])
         if is_read:
-            played(picture, book.take_changes())
+            played(picture, book.take_changes("a"))
             assert picture == {one.namespace: one for one in book}
 
     assert all(one.blocks or one.running for one in book)
