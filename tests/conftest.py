@@ -7,6 +7,7 @@ set), `deep` (for a night). HYPOTHESIS_PROFILE names one.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,6 +24,8 @@ if not torch.cuda.is_available():
 
 SLOW_HOST = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
 QUICK_PHASES = [Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink]
+NOON_NS = 1_781_524_800 * 10**9
+"""Of the 15th of June 2026."""
 
 settings.register_profile("dev", max_examples=25, deadline=None, suppress_health_check=SLOW_HOST)
 settings.register_profile(
@@ -46,6 +49,14 @@ def postgres_server() -> Iterator[Server]:
     server = Server()
     yield server
     server.close()
+
+
+@pytest.fixture
+def noon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wall clock goes on from the noon of a month's fifteenth day, in this process: what is
+    booked within the test lies in one minute, hour, day and month."""
+    began_ns = time.monotonic_ns()
+    monkeypatch.setattr(time, "time_ns", lambda: NOON_NS + time.monotonic_ns() - began_ns)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

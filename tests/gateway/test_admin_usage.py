@@ -8,6 +8,8 @@ from tenancy.erasures import list_receipts
 from tests.gateway.admin import Admin
 from tests.gateway.house import House
 
+pytestmark = pytest.mark.usefixtures("noon")
+
 LONG = "Once upon a time there was a cache that forgot nothing, until it was told to. " * 2
 ROUTES = [
     ("GET", "/admin/v1/usage"),

@@ -16,6 +16,8 @@ from tests.gateway.house import House
 from tests.gateway.said import Run, data_of, told
 from tests.tenancy.postgres_server import Server
 
+pytestmark = pytest.mark.usefixtures("noon")
+
 
 class Place:
     """A data directory, and the database that its configuration names."""

@@ -19,6 +19,8 @@ from tenancy.types import UsageEntry
 from tests.gateway.said import Run, data_of, told
 from tests.tenancy.postgres_server import Server
 
+pytestmark = pytest.mark.usefixtures("noon")
+
 DAY_MS = 86_400_000
 CARD = {"name": "std", "input": 1_000_000, "output": 2_000_000}
 

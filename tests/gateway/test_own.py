@@ -13,6 +13,8 @@ from tenancy.keys import create_key
 from tenancy.registry import change_tenant, find_tenant
 from tests.gateway.house import House
 
+pytestmark = pytest.mark.usefixtures("noon")
+
 LONG = "Once upon a time there was a cache that forgot nothing, until it was told to. " * 2
 
 
