@@ -19,6 +19,7 @@ from engine.api import (
     Cancel,
     Command,
     Drain,
+    EndSample,
     EngineInfo,
     Erase,
     Erased,
@@ -54,6 +55,7 @@ UNSENT_BYTES_MAX = 64 * 2**20
 
 STOPPED = "The engine stopped while it worked on this request."
 
+Call = Peek | Erase | Survey | GetStats
 Called = Peeked | Erased | Surveyed | Stats
 CALLED = (Peeked, Erased, Surveyed, Stats)
 Answer = TypeVar("Answer", Peeked, Erased, Surveyed, Stats)
@@ -170,8 +172,7 @@ class Connection(ABC):
 
     async def peek(self, namespace: Namespace, tokens: tuple[int, ...]) -> Peeked:
         """See `Engine.peek`."""
-        call_id = self._call_id()
-        return await self._call(Peek(call_id, namespace, tokens), call_id, Peeked)
+        return await self._call(Peek(self._call_id(), namespace, tokens), Peeked)
 
     def set_quotas(self, quotas: Sequence[Quota]) -> None:
         """See `Engine.set_quotas`."""
@@ -189,18 +190,15 @@ class Connection(ABC):
         """See `Engine.erase`."""
         if lease_id is not None and tokens is not None:
             raise ValueError("erase by lease_id or by tokens, not both")
-        call_id = self._call_id()
-        return await self._call(Erase(call_id, namespace, lease_id, tokens), call_id, Erased)
+        return await self._call(Erase(self._call_id(), namespace, lease_id, tokens), Erased)
 
     async def survey(self, namespace: Namespace, most: int) -> Surveyed:
         """See `Engine.survey`."""
-        call_id = self._call_id()
-        return await self._call(Survey(call_id, namespace, most), call_id, Surveyed)
+        return await self._call(Survey(self._call_id(), namespace, most), Surveyed)
 
     async def get_stats(self) -> Stats:
         """See `Engine.get_stats`."""
-        call_id = self._call_id()
-        return await self._call(GetStats(call_id), call_id, Stats)
+        return await self._call(GetStats(self._call_id()), Stats)
 
     async def drain(self, timeout_s: float) -> None:
         """See `Engine.drain`."""
@@ -262,19 +260,19 @@ class Connection(ABC):
         if (future := self._calls.pop(reply.call_id, None)) is not None and not future.done():
             future.set_result(reply)
 
-    async def _call(self, command: Command, call_id: int, kind: type[Answer]) -> Answer:
+    async def _call(self, command: Call, kind: type[Answer]) -> Answer:
         if self._is_closed or self.info is None:
             raise EngineUnavailable("not_ready", "There is no engine to ask.")
         future: asyncio.Future[Called] = asyncio.get_running_loop().create_future()
-        self._calls[call_id] = future
-        self.post(command)
+        self._calls[command.call_id] = future
         try:
+            self.post(command)
             async with asyncio.timeout(CALL_TIMEOUT_S):
                 reply = await future
         except TimeoutError as error:
             raise EngineUnavailable("timeout", "The engine did not answer in time.") from error
         finally:
-            self._calls.pop(call_id, None)
+            self._calls.pop(command.call_id, None)
         assert isinstance(reply, kind), "a call is answered by its own kind"
         return reply
 
@@ -313,7 +311,8 @@ class SocketEngine(Connection, asyncio.Protocol):
         return engine
 
     def post(self, command: Command) -> None:
-        """See `Connection.post`. Raises EngineUnavailable if the engine has stopped reading.
+        """See `Connection.post`. Raises EngineUnavailable if the engine has stopped reading, but
+        for what ends a request: whoever gives one up has to learn what it has used.
 
         Where commands come one by one each leaves at once: the engine works while the turn goes on.
         Where many come, those of a turn leave in one write at its end, which costs more than they.
@@ -321,7 +320,8 @@ class SocketEngine(Connection, asyncio.Protocol):
         transport = self._transport
         if transport is None or transport.is_closing():
             return
-        if transport.get_write_buffer_size() > UNSENT_BYTES_MAX:
+        is_full = transport.get_write_buffer_size() > UNSENT_BYTES_MAX
+        if is_full and not isinstance(command, Cancel | EndSample | Drain):
             raise EngineUnavailable("queue_full", "The engine does not keep up with its requests.")
         if not self._in_turn:
             self._loop.call_soon(self._end_turn)

@@ -32,10 +32,7 @@ class LocalEngine(Connection):
         """Load and wait until it has produced a token. Raises what loading raised."""
         loop = asyncio.get_running_loop()
 
-        def changed() -> None:
-            loop.call_soon_threadsafe(engine._changed)
-
-        service = EngineService(make_core, config, changed=changed)
+        service = EngineService(make_core, config, changed=lambda: engine._tell(engine._changed))
         engine = cls(service, loop)
         service.start()
         await asyncio.to_thread(service.ready.wait)
@@ -62,7 +59,13 @@ class LocalEngine(Connection):
         self._outbox.put((step, messages))
 
     def _wake(self) -> None:
-        self._loop.call_soon_threadsafe(self._read)
+        self._tell(self._read)
+
+    def _tell(self, what: Callable[[], None]) -> None:
+        try:
+            self._loop.call_soon_threadsafe(what)
+        except RuntimeError:  # the loop has ended before its engine: nobody reads any more
+            self._outbox.close()
 
     def _read(self) -> None:
         for _, messages in self._outbox.take():

@@ -9,9 +9,21 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from engine.api import CacheGrant, Finished, Request, SampleEnded, Sampling, Started, Stats, Tokens
+from engine import client
+from engine.api import (
+    CacheGrant,
+    Finished,
+    GetStats,
+    Request,
+    SampleEnded,
+    Sampling,
+    Started,
+    Stats,
+    Tokens,
+)
 from engine.client import RequestStream, SocketEngine
 from engine.config import EngineConfig
 from engine.errors import EngineError, EngineUnavailable, InvariantViolation, RequestRefused
@@ -190,6 +202,27 @@ async def test_a_cancelled_request_says_what_it_used(bench: Bench) -> None:
     assert end.usage.output_tokens >= 1
 
 
+async def test_what_ends_a_request_is_sent_to_an_engine_that_is_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A refusal there would leave the request running, and its hold in the ledger."""
+    async with socket_engine(tmp_path) as bench:
+        stream = bench.engine.submit(request(max_tokens=LONG))
+        await first(stream, Tokens)
+        monkeypatch.setattr(client, "UNSENT_BYTES_MAX", -1)
+
+        with pytest.raises(EngineUnavailable) as refused:
+            bench.engine.submit(request("b"))
+        with pytest.raises(EngineUnavailable):
+            await bench.engine.get_stats()
+        async with asyncio.timeout(DEADLINE_S):
+            end = await stream.cancel()
+
+    assert refused.value.code == "queue_full"
+    assert end is not None
+    assert end.ending == "cancelled"
+
+
 async def test_a_stop_string_ends_a_sample_and_sets_its_charge(bench: Bench) -> None:
     """The gateway finds it in text while the engine has run ahead."""
     stream = bench.engine.submit(request(max_tokens=LONG))
@@ -357,3 +390,21 @@ async def test_loading_that_fails_says_why() -> None:
         await LocalEngine.start(lambda: fake_core(CONFIG, "missing"), CONFIG)
 
     assert caught.value.code == "not_found"
+
+
+def test_an_engine_that_outlives_its_loop_is_not_broken_by_it() -> None:
+    """Who embeds it may leave in a hurry; its thread must not end with an error that nobody hears,
+    in the middle of something else."""
+    silent = msgspec.structs.replace(CONFIG, heartbeat_s=3_600.0)
+
+    async def leave() -> LocalEngine:
+        engine = await LocalEngine.start(lambda: fake_core(silent), silent)
+        await engine.get_stats()
+        return engine
+
+    engine = asyncio.run(leave())
+    engine.service.post(engine, GetStats(99))
+    engine.service.stop()
+
+    assert engine.service.stopped.is_set()
+    assert engine.service.failure is None
