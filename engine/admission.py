@@ -12,8 +12,8 @@ from engine.api import Request, all_in_vocabulary
 from engine.cache import PrefixCache
 from engine.config import EngineConfig
 from engine.errors import EngineUnavailable, RequestRefused
+from engine.roster import Roster
 from engine.scheduler import Scheduler
-from engine.sequence import Work
 
 
 class Entrance(Protocol):
@@ -24,7 +24,7 @@ class Entrance(Protocol):
     scheduler: Scheduler
     vocab_size: int
     context_tokens: int
-    works: dict[str, Work]
+    roster: Roster
 
     @property
     def is_draining(self) -> bool: ...
@@ -34,7 +34,7 @@ def check_request(core: Entrance, request: Request) -> None:
     """Raise RequestRefused (never runs here) or EngineUnavailable (try again). O(tokens)."""
     if core.is_draining:
         raise EngineUnavailable("draining", "The engine is shutting down.")
-    if request.request_id in core.works:
+    if request.request_id in core.roster:
         raise RequestRefused("duplicate_request", "A request with this id is running already.")
     _check_tokens(core, request)
     _check_size(core, request)
@@ -81,8 +81,6 @@ def _check_size(core: Entrance, request: Request) -> None:
 def _check_queue(core: Entrance, request: Request) -> None:
     if core.scheduler.waiting >= core.config.queue_requests_max:
         raise EngineUnavailable("queue_full", f"{core.scheduler.waiting} requests are waiting.")
-    waiting = sum(
-        len(work.request.tokens) for work in core.works.values() if work.started_at_s is None
-    )
+    waiting = core.roster.waiting_tokens
     if waiting + len(request.tokens) > core.config.queue_tokens_max and waiting:
         raise EngineUnavailable("queue_full", f"{waiting} prompt tokens are waiting.")

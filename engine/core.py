@@ -34,6 +34,7 @@ from engine.api import (
     Started,
     Stats,
     Tokens,
+    Usage,
 )
 from engine.cache import BlockTable, PrefixCache
 from engine.config import EngineConfig
@@ -43,6 +44,7 @@ from engine.housekeeping import Housekeeper
 from engine.patience import Patience
 from engine.plan import Runner, StepResult
 from engine.planner import Flight, Planner
+from engine.roster import Roster
 from engine.scheduler import Scheduler, Slice
 from engine.sequence import Sequence, Work
 from engine.vitals import Vitals
@@ -79,45 +81,38 @@ class Core:
         self.scheduler = Scheduler(cache, config)
         self.constraints = constraints or Constraints()
         self.vitals = Vitals()
-        self.works: dict[str, Work] = {}
-        self.by_sequence: dict[int, Sequence] = {}
+        self.roster = Roster()
         self._events: list[Event] = []
         self._flights: deque[Flight] = deque()
-        self._arrivals = 0
-        self._next_sequence_id = 0
         self._patience = Patience()
-        self._housekeeper = Housekeeper(cache, config.check_interval_s, clock())
+        self._housekeeper = Housekeeper(cache, self.check, config.check_interval_s, clock())
         self._planner = Planner(cache, self.scheduler, self._add_sequence)
 
     # -- what is asked ------------------------------------------------------------------------
 
     def submit(self, request: Request) -> None:
         """Take a request in, or refuse it: either way its events come from `step`."""
-        now_s = self.clock()
-        work = Work(request, self._arrivals, now_s)
         try:
             check_request(self, request)
             self.constraints.ask(request)
         except EngineError as refusal:
-            usage = work.usage(now_s)
             self._events.append(
-                Finished(request.request_id, "refused", usage, refusal.code, refusal.message)
+                Finished(request.request_id, "refused", Usage(), refusal.code, refusal.message)
             )
             return
-        self._arrivals += 1
-        self.works[request.request_id] = work
+        work = self.roster.enter(request, self.clock())
         self._add_sequence(work)
         self.scheduler.enter(work)
 
     def cancel(self, request_id: str) -> None:
         """Nobody waits for it any more: its blocks go back now. Unknown ids are ignored."""
-        work = self.works.get(request_id)
+        work = self.roster.get(request_id)
         if work is not None:
             self._finish(work, "cancelled")
 
     def end_sample(self, request_id: str, index: int, output_tokens: int) -> None:
         """A stop string was found: the sample ends as `stop`, charged `output_tokens`."""
-        work = self.works.get(request_id)
+        work = self.roster.get(request_id)
         if work is None or not 0 <= index < len(work.sequences):
             return
         sequence = work.sequences[index]
@@ -138,7 +133,7 @@ class Core:
         Requests of the namespace that are here now leave nothing in the tree any more, nor when
         they begin later: erased words must not come back. Of a lease, those that asked for it.
         """
-        for work in self.works.values():
+        for work in self.roster:
             grant = work.request.grant
             if grant.namespace == call.namespace and (
                 call.lease_id is None
@@ -151,16 +146,16 @@ class Core:
 
     def take_changed(self) -> set[Namespace]:
         """Namespaces whose numbers may have changed since the last call. O(these + requests)."""
-        return self.vitals.take_changed(self.cache, self.works.values())
+        return self.vitals.take_changed(self.cache, self.roster)
 
     def namespaces(self) -> set[Namespace]:
         """All that hold something or ask for it. O(namespaces + requests)."""
-        asking = {work.request.grant.namespace for work in self.works.values()}
+        asking = {work.request.grant.namespace for work in self.roster}
         return asking | {use.namespace for use in self.cache.namespaces()}
 
     def stats(self, call_id: int = 0, names: Iterable[Namespace] = ()) -> Stats:
         """The heartbeat, with what `names` hold and ask for. O(names + requests)."""
-        return self.vitals.stats(call_id, self.cache, self.scheduler, self.works.values(), names)
+        return self.vitals.stats(call_id, self.cache, self.scheduler, self.roster, names)
 
     def drain(self, timeout_s: float) -> None:
         """Refuse what comes; finish what is here; what is left at the end ends as `shutdown`."""
@@ -172,18 +167,23 @@ class Core:
 
     def has_work(self) -> bool:
         """Is there anything to compute, collect or say?"""
-        return bool(self.works or self._flights or self._events)
+        return bool(self.roster or self._flights or self._events)
 
     @property
     def is_recounting(self) -> bool:
         """Has it more of itself to look over now?"""
         return self._housekeeper.is_recounting
 
+    def check(self) -> None:
+        """Recount what is kept of requests. Raises InvariantViolation. O(sequences)."""
+        self.roster.check()
+        self.scheduler.running.check()
+
     @property
     def only_compiles(self) -> bool:
         """Is all there is to do to wait for grammars?"""
         compiling = len(self.scheduler.compiling)
-        return bool(compiling) and compiling == len(self.works) and not self._flights
+        return bool(compiling) and compiling == len(self.roster) and not self._flights
 
     # -- one step -----------------------------------------------------------------------------
 
@@ -194,7 +194,7 @@ class Core:
         goes wrong in a step ends the requests it concerns.
         """
         now_s = self.clock()
-        for overdue in list(self._patience.overdue(self.works.values(), now_s)):
+        for overdue in list(self._patience.overdue(self.roster, now_s)):
             self._finish(*overdue)
         self._take_compiled()
         self._make_masks()
@@ -205,10 +205,10 @@ class Core:
         elif (
             not slices
             and not self.constraints.is_behind
-            and (stalled := self._patience.stalled(self.works.values()))
+            and (stalled := self._patience.stalled(self.roster))
         ):
             self._finish(*stalled)
-        self._housekeeper.keep(now_s, is_busy=bool(self.works or self._flights))
+        self._housekeeper.keep(now_s, is_busy=bool(self.roster or self._flights))
         events, self._events = self._events, []
         return events
 
@@ -244,8 +244,8 @@ class Core:
         if result.step != flight.step:
             raise InvariantViolation(f"step {result.step} came back for step {flight.step}")
         for sequence_id, code in result.failed.items():
-            if sequence_id in self.by_sequence:
-                self._fail(self.by_sequence[sequence_id].work, code)
+            if (sequence := self.roster.sequence(sequence_id)) is not None:
+                self._fail(sequence.work, code)
         computed = 0
         for piece, table in flight.slices:
             computed += piece.count
@@ -336,10 +336,8 @@ class Core:
         now_s = self.clock()
         self.constraints.forget(work.request)
         self.scheduler.leave(work, now_s, keep=ending != "failed")
-        for sequence in work.sequences:
-            del self.by_sequence[sequence.sequence_id]
-        del self.works[work.request.request_id]
         usage = work.usage(now_s)
+        self.roster.leave(work)
         self._events.append(Finished(work.request.request_id, ending, usage, code, message))
 
     def _fail(self, work: Work, code: str) -> None:
@@ -361,17 +359,15 @@ class Core:
     # -- inside -------------------------------------------------------------------------------
 
     def _add_sequence(self, work: Work) -> Sequence:
-        sequence = Sequence(work, len(work.sequences), self._next_sequence_id)
-        self._next_sequence_id += 1
-        work.sequences.append(sequence)
-        self.by_sequence[sequence.sequence_id] = sequence
+        sequence = self.roster.add_sequence(work)
         self.constraints.begin(sequence)
         return sequence
 
     def _take_compiled(self) -> None:
         """Requests whose grammar is ready may run; the others have their refusal."""
         for request_id, outcome in self.constraints.ready():
-            work = self.works[request_id]
+            work = self.roster.get(request_id)
+            assert work is not None, "its grammar was asked for, and not forgotten"
             if isinstance(outcome, EngineError):
                 self._finish(work, "refused", outcome.code, outcome.message)
             else:
@@ -382,7 +378,7 @@ class Core:
     def _started(self, sequence: Sequence, now_s: float) -> None:
         work, table = sequence.work, sequence.table
         assert table is not None
-        work.started_at_s = now_s
+        self.roster.started(work, now_s)
         work.cached_tokens = table.kv_tokens
         self.vitals.prompt_tokens += len(work.request.tokens)
         self.vitals.cached_tokens += table.kv_tokens
@@ -395,6 +391,6 @@ class Core:
     def _make_masks(self) -> None:
         """What may follow the tokens that have come; where nothing may, the request fails."""
         if self.constraints.is_behind:
-            busy = self._flights or any(s.wants_row for s in self.scheduler.running.values())
+            busy = self._flights or any(s.wants_row for s in self.scheduler.running)
             for sequence, code in self.constraints.fill(self.clock, is_idle=not busy):
                 self._fail(sequence.work, code)

@@ -1,11 +1,12 @@
 """What the engine does beside its work: let leases lapse, and recount the cache now and then.
 
-It knows the cache alone, and no clock. Core calls it at the end of every step and heartbeat.
+It knows the cache, of the rest of the engine a call that recounts it, and no clock. Core calls it
+at the end of every step and heartbeat.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Final
 
 from engine.cache import PrefixCache
@@ -20,8 +21,15 @@ class Housekeeper:
     time.
     """
 
-    def __init__(self, cache: PrefixCache, check_interval_s: float, now_s: float) -> None:
+    def __init__(
+        self,
+        cache: PrefixCache,
+        check_rest: Callable[[], None],
+        check_interval_s: float,
+        now_s: float,
+    ) -> None:
         self._cache = cache
+        self._check_rest = check_rest
         self._check_interval_s = check_interval_s
         self._idle_since_s: float | None = None
         self._checked_at_s = now_s
@@ -51,6 +59,7 @@ class Housekeeper:
         try:
             next(self._recount)
         except StopIteration:
+            self._check_rest()
             self._recount = None
             self._checked_at_s = now_s
             self.is_recounting = False

@@ -82,12 +82,12 @@ class Planner:
             work = piece.sequence.work
             if work.is_forked or piece.sequence.sequence_id not in flight.drawing:
                 continue
-            work.is_forked = True
-            for fork in work.sequences[1:]:
+            forks = work.sequences[1:]
+            for fork in forks:
                 fork.table = self._cache.fork(table)
                 fork.computed = fork.computed_before = piece.sequence.computed
-                self._scheduler.run(fork)
                 flight.slices.append((Slice(fork, fork.computed, 0), fork.table))
+            self._scheduler.fork(piece.sequence, forks)
 
     # -- rows ---------------------------------------------------------------------------------
 
@@ -126,7 +126,7 @@ class Planner:
 
     def _note_bystanders(self, flight: Flight, copied: set[int]) -> None:
         present = {piece.sequence.sequence_id for piece, _ in flight.slices}
-        for sequence in self._scheduler.running.values():
+        for sequence in self._scheduler.running:
             table = sequence.table
             if sequence.sequence_id in present or table is None:
                 continue

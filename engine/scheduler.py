@@ -13,8 +13,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.api import Payer
-from engine.cache import Peek, PrefixCache
+from engine.cache import Found, PrefixCache
 from engine.config import EngineConfig
+from engine.running import Running
 from engine.sequence import Sequence, Work
 from engine.twins import Twins
 from engine.waiting_line import WaitingLine
@@ -36,7 +37,7 @@ class Scheduler:
         self.cache = cache
         self.config = config
         self.line = WaitingLine()
-        self.running: dict[int, Sequence] = {}
+        self.running = Running(config.preemptions_max)
         self.twins = Twins(self.line, cache.block_size)
         self.compiling: dict[int, Sequence] = {}
         self.runner_forgets: list[int] = []
@@ -76,9 +77,12 @@ class Scheduler:
         self.twins.drop(sequence)
         self._release(sequence, now_s, keep=keep)
 
-    def run(self, sequence: Sequence) -> None:
-        """A fork that has its table already."""
-        self.running[sequence.sequence_id] = sequence
+    def fork(self, sequence: Sequence, forks: list[Sequence]) -> None:
+        """Its prompt is being finished: its forks, which have their tables already, run too."""
+        sequence.work.is_forked = True
+        self.running.forked(sequence)
+        for fork in forks:
+            self.running.add(fork)
 
     # -- one step -----------------------------------------------------------------------------
 
@@ -86,10 +90,10 @@ class Scheduler:
         """The slices of one step; pins, allocates, evicts and preempts as it must."""
         slices: dict[int, Slice] = {}
         budget = self.config.step_tokens_max
-        for sequence in sorted(self.running.values(), key=lambda s: s.rank):
+        for sequence in sorted(self.running, key=lambda s: s.rank):
             if budget > 0 and sequence.is_decoding and sequence.wants_row:
                 budget -= self._decode(sequence, slices, now_s)
-        prefilling = [s for s in self.running.values() if s.wants_row and not s.is_decoding]
+        prefilling = [s for s in self.running if s.wants_row and not s.is_decoding]
         full: set[Payer] = set()
         is_full = False
         for sequence in self.line.in_order(prefilling):
@@ -102,14 +106,14 @@ class Scheduler:
                 if not self._may_return(sequence):
                     continue
                 found = self._found(sequence, now_s)
-                if found is not None and self.twins.holds(sequence, found, self.running.values()):
+                if found is not None and self.twins.holds(sequence, found, self.running):
                     continue
                 if not self._admit(sequence, found, slices, now_s):
                     is_full = not self._is_at_ceiling(sequence)
                     full.add(payer)
                     continue
             budget -= self._prefill(sequence, budget, slices, now_s)
-        self.twins.watch(self.running.values(), slices)
+        self.twins.watch(self.running, slices)
         return list(slices.values())
 
     def preempt(self, sequence: Sequence, now_s: float) -> None:
@@ -182,13 +186,13 @@ class Scheduler:
         Lowest priority, then furthest over its share, then youngest. Never the best of those whose
         blocks could help; none more than `preemptions_max` times, unless for a higher priority.
         """
-        helpful = list(self.running.values())
+        helpful = list(self.running)
         if self._is_at_ceiling(sequence):
             payer = sequence.work.request.grant.payer
             helpful = [s for s in helpful if s.work.request.grant.payer == payer]
         first = min(helpful, key=lambda s: s.rank)
         helpful = [s for s in helpful if s is not first]
-        may_go = [s for s in helpful if not self._is_pinned(s)] or [
+        may_go = [s for s in helpful if not self.running.is_pinned(s)] or [
             s for s in helpful if s.work.request.priority < sequence.work.request.priority
         ]
         if not may_go:
@@ -203,33 +207,22 @@ class Scheduler:
 
     # -- admission ----------------------------------------------------------------------------
 
-    def _found(self, sequence: Sequence, now_s: float) -> Peek | None:
+    def _found(self, sequence: Sequence, now_s: float) -> Found | None:
         """What the cache has of a waiting sequence; None where it does not read."""
         work, grant = sequence.work, sequence.work.request.grant
         if not grant.read or (work.request.prompt_logprobs is not None and not work.is_forked):
             return None
-        return self.cache.peek(grant.namespace, sequence.tokens, now_s)
+        return self.cache.find(grant.namespace, sequence.tokens, now_s)
 
     def _admit(
-        self, sequence: Sequence, found: Peek | None, slices: dict[int, Slice], now_s: float
+        self, sequence: Sequence, found: Found | None, slices: dict[int, Slice], now_s: float
     ) -> bool:
         """Let a waiting sequence begin, if its prompt and everybody's next blocks have room."""
-        while not self._has_place(sequence):
+        work, grant = sequence.work, sequence.work.request.grant
+        while not self._has_room(sequence, found):
             if not self._preempt_for(sequence, slices, now_s):
                 return False
             found = self._found(sequence, now_s)
-        work, grant = sequence.work, sequence.work.request.grant
-        needed = -(-(len(sequence.tokens) + 1) // self.cache.block_size)
-        if found is not None:
-            # A found block that nobody pins counts as room, and is about to be pinned.
-            needed -= found.cached_tokens // self.cache.block_size - found.unpinned_blocks
-        needed += self._places(sequence) - 1  # each further sample writes a block of its own
-        while self.running:
-            room = self.cache.available(grant.namespace, grant.quota)
-            if room >= needed + len(self.running):
-                break
-            if not self._preempt_for(sequence, slices, now_s):
-                return False
         sequence.table = self.cache.begin(
             grant.namespace,
             sequence.tokens,
@@ -238,18 +231,29 @@ class Scheduler:
             leases=grant.leases,
             read=found is not None,
             write=work.may_write,
+            found=found,
         )
         sequence.computed = sequence.table.kv_tokens
         sequence.progress = []
         self.line.remove(sequence)
-        self.running[sequence.sequence_id] = sequence
+        self.running.add(sequence)
         return True
 
-    def _has_place(self, sequence: Sequence) -> bool:
-        """Is there a place in the batch for all samples it will have?"""
-        works = [s.work for s in self.running.values()]
-        taken = sum([1 if work.is_forked else work.request.samples for work in works])
-        return taken + self._places(sequence) <= self.config.sequences_max
+    def _has_room(self, sequence: Sequence, found: Found | None) -> bool:
+        """Is there a place for all samples it will have, and are there blocks? For these nobody
+        has to wait who would be alone."""
+        if self.running.places + sequence.places > self.config.sequences_max:
+            return False
+        if not self.running:
+            return True
+        needed = -(-(len(sequence.tokens) + 1) // self.cache.block_size)
+        if found is not None:
+            # A found block that nobody pins counts as room, and is about to be pinned.
+            needed -= len(found.path) - self.cache.unpinned(found)
+        needed += sequence.places - 1  # each further sample writes a block of its own
+        grant = sequence.work.request.grant
+        room = self.cache.available(grant.namespace, grant.quota)
+        return room >= needed + len(self.running)
 
     def _may_return(self, sequence: Sequence) -> bool:
         """May it run beside those that are not preempted any more, and always get on?
@@ -258,24 +262,16 @@ class Scheduler:
         Whoever then comes and ranks before it cannot have its blocks, nor it theirs: there must be
         room for all of these to their ends. Both wait without keeping others from running.
         """
-        running = self.running.values()
-        if self._is_pinned(sequence) and any(s.rank < sequence.rank for s in running):
+        is_pinned, running = self.running.is_pinned, self.running
+        if is_pinned(sequence) and any(s.rank < sequence.rank for s in running):
             return False
         request = sequence.work.request
-        most = self.config.preemptions_max
-        pinned = [
-            s.rank
-            for s in running
-            if s.preemptions >= most and s.work.request.priority >= request.priority
-        ]
+        pinned = [s.rank for s in running.pinned if s.work.request.priority >= request.priority]
         if not pinned or sequence.rank > max(pinned):
             return True
         firm = [s for s in running if s.rank <= max(pinned)]
         needed = sum(self._blocks_to_come(s) for s in [sequence, *firm])
         return self.cache.available(request.grant.namespace, request.grant.quota) >= needed
-
-    def _is_pinned(self, sequence: Sequence) -> bool:
-        return sequence.preemptions >= self.config.preemptions_max
 
     def _blocks_to_come(self, sequence: Sequence) -> int:
         """Blocks that it, and the samples it will fork, may still ask for."""
@@ -284,25 +280,22 @@ class Scheduler:
         held = 0 if sequence.table is None else len(sequence.table.blocks)
         copied = 1 if request.samples > 1 else 0
         own = whole - len(request.tokens) // size
-        return whole - held + copied + (self._places(sequence) - 1) * own
-
-    def _places(self, sequence: Sequence) -> int:
-        return 1 if sequence.work.is_forked else sequence.work.request.samples
+        return whole - held + copied + (sequence.places - 1) * own
 
     def _preempt_for(self, sequence: Sequence, slices: dict[int, Slice], now_s: float) -> bool:
         """Preempt one running sequence of lower priority than a waiting one."""
         priority = sequence.work.request.priority
-        lower = [s for s in self.running.values() if s.work.request.priority < priority]
+        lower = [s for s in self.running if s.work.request.priority < priority]
         if not lower:
             return False
-        victim = max(lower, key=lambda s: (not self._is_pinned(s), s.rank))
+        victim = max(lower, key=lambda s: (not self.running.is_pinned(s), s.rank))
         self._give_up(victim, slices, now_s)
         return True
 
     # -- inside -------------------------------------------------------------------------------
 
     def _is_first(self, sequence: Sequence) -> bool:
-        return all(sequence.rank <= s.rank for s in self.running.values())
+        return all(sequence.rank <= s.rank for s in self.running)
 
     def _is_at_ceiling(self, sequence: Sequence) -> bool:
         """Is it the payer's own ceiling that stands in the way?"""
@@ -314,7 +307,7 @@ class Scheduler:
         return self.cache.held(grant.payer) + missing - held > grant.quota.ceiling_blocks
 
     def _release(self, sequence: Sequence, now_s: float, *, keep: bool) -> None:
-        self.running.pop(sequence.sequence_id, None)
+        self.running.remove(sequence)
         if sequence.is_known:
             sequence.is_known = False
             self.runner_forgets.append(sequence.sequence_id)

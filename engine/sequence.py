@@ -104,6 +104,11 @@ class Sequence:
         return self.missing == 1 and self.computed >= len(self.work.request.tokens)
 
     @property
+    def places(self) -> int:
+        """In the batch: one, and until its prompt is computed one for each sample it will have."""
+        return 1 if self.work.is_forked else self.work.request.samples
+
+    @property
     def rank(self) -> tuple[int, int, int]:
         """Lower is served first and preempted last."""
         return (-self.work.request.priority, self.work.arrival, self.index)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable
 
 from engine.api import Namespace
-from engine.cache import Peek
+from engine.cache import Found
 from engine.sequence import Sequence, common_tokens
 from engine.waiting_line import WaitingLine
 
@@ -26,7 +26,7 @@ class Twins:
         self._size = block_size
         self.held: dict[int, Sequence] = {}
 
-    def holds(self, sequence: Sequence, found: Peek, running: Iterable[Sequence]) -> bool:
+    def holds(self, sequence: Sequence, found: Found, running: Iterable[Sequence]) -> bool:
         """Should it wait for one of `running` that is computing what it was not `found`? Then it
         leaves the line. O(running), and O(log blocks) for each that begins alike."""
         size, target = self._size, found.cached_tokens

@@ -240,8 +240,9 @@ class World:
 
     def _namespace_of(self, sequence_id: int) -> bytes:
         if sequence_id not in self._namespaces:
-            request = self.core.by_sequence[sequence_id].work.request
-            self._namespaces[sequence_id] = request.grant.namespace
+            sequence = self.core.roster.sequence(sequence_id)
+            assert sequence is not None, "a step has rows of those who are here"
+            self._namespaces[sequence_id] = sequence.work.request.grant.namespace
         return self._namespaces[sequence_id]
 
     # -- what is done to it -------------------------------------------------------------------
@@ -316,6 +317,7 @@ class World:
     def check(self) -> None:
         """Recount blocks (I1, I2, I3, I10, I12), and see that gauges add up (I22)."""
         self.cache.check()
+        self.core.check()
         stats, before = self.core.stats(), self._stats
         held = stats.free_blocks + stats.cached_blocks + stats.pinned_blocks
         expect(held == stats.blocks == self.blocks, "blocks = free + cached + pinned", stats)
@@ -323,7 +325,7 @@ class World:
             if name.endswith("_total"):
                 now, then = getattr(stats, name), getattr(before, name)
                 expect(now >= then, f"{name} fell", then, now)
-        expect(stats.waiting + stats.running == len(self.core.works), "live requests", stats)
+        expect(stats.waiting + stats.running == len(self.core.roster), "live requests", stats)
         self._book.add(self.core.stats(names=self.core.take_changed()).changed)
         whole = {
             one.namespace: one for one in self.core.stats(names=self.core.namespaces()).changed

@@ -3,6 +3,7 @@
 from engine.cache.block_table import BlockTable
 from engine.cache.events import Fact
 from engine.cache.prefix_cache import PrefixCache
+from engine.cache.prefix_tree import Found
 from engine.cache.report import CacheStats, NamespaceUse, Peek
 
-__all__ = ["BlockTable", "CacheStats", "Fact", "NamespaceUse", "Peek", "PrefixCache"]
+__all__ = ["BlockTable", "CacheStats", "Fact", "Found", "NamespaceUse", "Peek", "PrefixCache"]

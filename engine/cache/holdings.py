@@ -7,7 +7,7 @@ with it. It knows no lease and no clock. Only `prefix_cache` and `lease_book` ca
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import count as count_up
 
 from engine.api import Namespace, Quota
@@ -128,6 +128,23 @@ class Holdings:
             node = self.node_of[block]
             if node is not None:
                 self._count(self._owner(block), node)
+
+    def unpin_all(self, account: Account, blocks: Iterable[int]) -> None:
+        """One hold fewer on each; they are this account's, a prefix's end before its beginning."""
+        drop_ref, node_of = self.pool.drop_ref, self.node_of
+        cached = evictable = 0
+        for block in blocks:
+            count = drop_ref(block)
+            if count == 0:
+                self._freed(block)
+            elif count == 1 and (node := node_of[block]) is not None:
+                cached += 1
+                if node.promised_as is None:
+                    evictable += 1
+                    if not node.children:
+                        account.enter(node)
+        if cached:
+            account.add_cached(cached, evictable)
 
     # -- copies -------------------------------------------------------------------------------
 

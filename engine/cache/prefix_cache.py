@@ -16,7 +16,7 @@ from engine.cache.events import Committed, Copied, Erased, Evicted, Expired, Fac
 from engine.cache.eviction import Account
 from engine.cache.holdings import Holdings
 from engine.cache.lease_book import LeaseBook
-from engine.cache.prefix_tree import Node
+from engine.cache.prefix_tree import Found, Node
 from engine.cache.report import CacheStats, NamespaceUse, Peek
 from engine.errors import InvariantViolation
 from engine.plan import BlockCopy
@@ -43,23 +43,26 @@ class PrefixCache:
 
     # -- looking ------------------------------------------------------------------------------
 
-    def peek(self, namespace: Namespace, tokens: Sequence[int], now_s: float) -> Peek:
-        """What `tokens` would find. Pins, renews and counts nothing. O(blocks matched)."""
+    def find(self, namespace: Namespace, tokens: Sequence[int], now_s: float) -> Found:
+        """What `tokens` find now, for `begin`. Pins, renews and counts nothing. O(blocks
+        matched)."""
         self.expire(now_s)
         account = self._holdings.accounts.get(namespace)
-        if account is None:
-            return Peek(0, 0, None)
-        path = account.tree.walk(tokens, len(tokens) - 1)
-        cached = len(path) * self.block_size
+        return Found(None, [], None, 0) if account is None else account.tree.find(tokens)
+
+    def unpinned(self, found: Found) -> int:
+        """Of its whole blocks, those that count as room, and no longer once they are pinned."""
         refs = self._holdings.pool.ref_count
-        unpinned = [refs[node.block] for node in path].count(1)
-        near, common = self._nearest(account, path, tokens)
-        if near is not None:
-            path.append(near)
-            cached += common
+        return [refs[node.block] for node in found.path].count(1)
+
+    def peek(self, namespace: Namespace, tokens: Sequence[int], now_s: float) -> Peek:
+        """What `tokens` would find, as it is told to others. As `find`."""
+        found = self.find(namespace, tokens, now_s)
+        path = found.path if found.near is None else [*found.path, found.near]
         promised = sum([node.promised_as is not None for node in path]) * self.block_size
         ends_s = min([node.terms.limit_at_s for node in path if node.terms], default=math.inf)
-        return Peek(cached, min(cached, promised), None if ends_s == math.inf else ends_s, unpinned)
+        expires_at_s = None if ends_s == math.inf else ends_s
+        return Peek(found.cached_tokens, min(found.cached_tokens, promised), expires_at_s)
 
     def room(self, namespace: Namespace, quota: Quota) -> int:
         """Tokens of the longest sequence that could run, alone in the pool, beside others' floors.
@@ -117,10 +120,12 @@ class PrefixCache:
         leases: Sequence[LeaseRequest] = (),
         read: bool = True,
         write: bool = True,
+        found: Found | None = None,
     ) -> BlockTable:
         """Match and pin the longest live prefix of `tokens`, token-exact, at most len(tokens) - 1.
 
-        A partial block is matched by taking a new block and a pending copy (see `take_copies`);
+        `found`: what `find` said of it, which saves looking again where nothing has changed. A
+        partial block is matched by taking a new block and a pending copy (see `take_copies`);
         when no block can be had the partial match is given up, never the request. Renews what it
         read and answers `leases` in `table.leases`. O(blocks matched).
         """
@@ -129,7 +134,12 @@ class PrefixCache:
         account.tables += 1
         table = BlockTable(account, now_s, write)
         self._holdings.tables.add(table)
-        path = self._match(table, tokens, now_s) if read else []
+        path: list[Node] = []
+        if read:
+            if found is None or not found.holds_of(account.tree):
+                found = account.tree.find(tokens)
+            self._match(table, found, now_s)
+            path = found.path
         self._book.answer(table, path, len(tokens), leases, now_s)
         self._tell(Matched(namespace, len(tokens), table.kv_tokens))
         return table
@@ -238,8 +248,7 @@ class PrefixCache:
         for node in used:
             node.last_use_s = now_s
         self._book.used(table.account, used, now_s)
-        for block in reversed(table.blocks):
-            self._holdings.unpin(block)
+        self._holdings.unpin_all(table.account, reversed(table.blocks))
         self._book.close(table)
         self._holdings.tables.remove(table)
         self._holdings.version += 1
@@ -312,18 +321,9 @@ class PrefixCache:
         if self.facts is not None:
             self.facts(fact)
 
-    def _nearest(
-        self, account: Account, path: Sequence[Node], tokens: Sequence[int]
-    ) -> tuple[Node | None, int]:
-        """After whole blocks, the block that starts as the prompt goes on: rule 5."""
-        whole = len(path) * self.block_size
-        rest = tokens[whole : min(whole + self.block_size, len(tokens) - 1)]
-        return account.tree.nearest(path[-1] if path else account.tree.root, rest)
-
-    def _match(self, table: BlockTable, tokens: Sequence[int], now_s: float) -> list[Node]:
-        """Pin what is there; the path of whole blocks. At least one token is left to compute."""
-        account = table.account
-        path = account.tree.walk(tokens, len(tokens) - 1)
+    def _match(self, table: BlockTable, found: Found, now_s: float) -> None:
+        """Pin what is there. At least one token is left to compute."""
+        account, path, near = table.account, found.path, found.near
         self._holdings.pin_all(account, path)
         self._read(account, path, now_s)
         if path:
@@ -331,17 +331,15 @@ class PrefixCache:
         table.blocks = [node.block for node in path]
         table.committed = len(path)
         table.kv_tokens = len(path) * self.block_size
-        near, common = self._nearest(account, path, tokens)
         if near is not None:
             self._holdings.pin(near)
             fresh = self._allocate(account, 1, now_s)
             if fresh is not None:
                 self._read(account, [near], now_s)
-                self._copy(account, near.block, fresh[0], common)
+                self._copy(account, near.block, fresh[0], found.common)
                 table.blocks.append(fresh[0])
-                table.kv_tokens += common
+                table.kv_tokens += found.common
             self._holdings.unpin(near.block)
-        return path
 
     def _read(self, account: Account, nodes: Sequence[Node], now_s: float) -> None:
         for node in nodes:

@@ -80,6 +80,27 @@ class Node:
         return reversed(found)
 
 
+class Found:
+    """What a prompt finds in a tree: the nodes of whole blocks, `path`, and after these `common`
+    tokens of the block `near`. `tree` None: there is no such tree. Pins nothing."""
+
+    __slots__ = ("cached_tokens", "changes", "common", "near", "path", "tree")
+
+    def __init__(self, tree: PrefixTree | None, path: list[Node], near: Node | None, common: int):
+        self.tree = tree
+        self.changes = 0 if tree is None else tree.changes
+        self.path = path
+        self.near = near
+        self.common = common
+        self.cached_tokens = common
+        if tree is not None:
+            self.cached_tokens += len(path) * tree.block_size
+
+    def holds_of(self, tree: PrefixTree) -> bool:
+        """Would `tree.find` say the same? Not for certain once the tree has changed. O(1)."""
+        return self.tree is tree and self.changes == tree.changes
+
+
 def common_run(a: Sequence[int], b: Sequence[int]) -> int:
     """How many leading tokens are equal."""
     for index, (x, y) in enumerate(zip(a, b, strict=False)):
@@ -89,17 +110,28 @@ def common_run(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 class PrefixTree:
-    """Prefixes in whole blocks of `block_size` tokens, and tails."""
+    """Prefixes in whole blocks of `block_size` tokens, and tails. `changes` grows with each node
+    that comes or goes."""
 
     def __init__(self, block_size: int, serials: Iterator[int] | None = None) -> None:
         """`serials`: one for each node that is made, where several trees number theirs together."""
         self.block_size = block_size
         self.root = Node((), -1, None, 0)
+        self.changes = 0
         self._serials = serials or count(1)
 
     def holds(self, node: Node) -> bool:
         """Is the node still in this tree? O(1)."""
         return node is self.root or node.parent is not None
+
+    def find(self, tokens: Sequence[int]) -> Found:
+        """The longest cached prefix of `tokens`, to the token, and all but the last of them at most
+        (rules 5 and 6). O(blocks matched)."""
+        limit = len(tokens) - 1
+        path = self.walk(tokens, limit)
+        whole = len(path) * self.block_size
+        rest = tokens[whole : min(whole + self.block_size, limit)]
+        return Found(self, path, *self.nearest(path[-1] if path else self.root, rest))
 
     def walk(self, tokens: Sequence[int], limit: int) -> list[Node]:
         """The nodes of the longest cached run of whole blocks within tokens[:limit].
@@ -151,6 +183,7 @@ class PrefixTree:
         if shorter is not None:
             self.remove(shorter)
         node = Node(run, block, parent, next(self._serials))
+        self.changes += 1
         parent.children[run] = node
         if parent.order is not None:
             parent.order.add(run)
@@ -162,6 +195,7 @@ class PrefixTree:
         """Take a leaf out."""
         parent = node.parent
         assert parent is not None, "the root stays"
+        self.changes += 1
         del parent.children[node.run]
         if parent.order is not None:
             parent.order.remove(node.run)

@@ -8,15 +8,11 @@ from engine.api import Namespace
 
 
 class Peek(Struct, frozen=True):
-    """What a prompt would find. `expires_at_s`: when the hit ends by itself; None: never.
-
-    `unpinned_blocks`: blocks of the hit that count as room now, and no longer once it is pinned.
-    """
+    """What a prompt would find. `expires_at_s`: when the hit ends by itself; None: never."""
 
     cached_tokens: int
     promised_tokens: int
     expires_at_s: float | None
-    unpinned_blocks: int = 0
 
 
 class CacheStats(Struct, frozen=True):

@@ -70,7 +70,7 @@ def measure(rows: int, depth: int) -> list[float]:
             )
         )
     while core.scheduler.waiting or any(
-        not sequence.is_decoding for sequence in core.scheduler.running.values()
+        not sequence.is_decoding for sequence in core.scheduler.running
     ):
         core.step()
     spent = []

@@ -11,7 +11,6 @@ import sys
 from engine.api import CacheGrant, Request, Sampling
 from engine.config import EngineConfig
 from engine.core import Core
-from engine.sequence import Sequence
 from tests.checkers import World
 
 GREEDY = Sampling(temperature=0)
@@ -23,8 +22,9 @@ class Impatient(Core):
     def submit(self, request: Request) -> None:
         """As always, and then alone."""
         super().submit(request)
-        first: Sequence = self.works[request.request_id].sequences[0]
-        first.is_patient = False
+        work = self.roster.get(request.request_id)
+        if work is not None:
+            work.sequences[0].is_patient = False
 
 
 def world(blocks: int, config: EngineConfig, make_core: type[Core] = Core) -> World:

@@ -389,7 +389,7 @@ def test_one_slow_row_does_not_make_its_neighbours_slow_for_good(depth: int) -> 
         world.clock.advance(0.01)
         world.step()
 
-    sequences = {s.work.request.request_id: s for s in world.core.by_sequence.values()}
+    sequences = {work.request.request_id: work.sequences[0] for work in world.core.roster}
     assert sequences["slow"].is_slow
     assert "quick" not in sequences or not sequences["quick"].is_slow
     world.settle()

@@ -87,7 +87,7 @@ def test_a_preempted_sequence_is_introduced_again_with_all_it_drew() -> None:
     world.submit(ask("a", SHARED))
     for _ in range(3):
         world.step()
-    (sequence,) = world.core.scheduler.running.values()
+    (sequence,) = world.core.scheduler.running
     drawn = list(sequence.tokens)
     world.core.scheduler.preempt(sequence, world.clock())
     world.step()

@@ -6,12 +6,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from engine.api import Quota, Sampling
+from engine.cache.prefix_tree import Node, PrefixTree
 from tests.engine.watched import Watched, tokens
 
 # -- budget -----------------------------------------------------------------------------------
@@ -51,6 +53,26 @@ def test_no_more_sequences_run_than_configured() -> None:
 
     assert max(len(plan.rows) for plan in world.plans) == 4
     assert world.first_step_of("three") > world.first_step_of("two")
+
+
+def test_a_warm_prompt_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """256 of them come in one moment, and the step in which they begin waits for each look."""
+    world = Watched(sequences_max=8)
+    world.ask("first", tokens(30), max_tokens=1)
+    world.settle()
+    walk, walks = PrefixTree.walk, Counter[str]()
+
+    def counted(tree: PrefixTree, ids: Sequence[int], limit: int) -> list[Node]:
+        walks["warm"] += 1
+        return walk(tree, ids, limit)
+
+    monkeypatch.setattr(PrefixTree, "walk", counted)
+    for index in range(4):
+        world.ask(f"r{index}", (*tokens(28), index % 2, 1), max_tokens=1)
+    world.settle()
+
+    assert [world.cached(f"r{index}") >= 28 for index in range(4)] == [True] * 4
+    assert walks["warm"] == 4
 
 
 # -- order ------------------------------------------------------------------------------------

@@ -38,8 +38,9 @@ class Watched(World):
             self.plans.append(plan)
             row: Counter[str] = Counter()
             for part in plan.rows:
-                request = self.core.by_sequence[part.sequence_id].work.request
-                row[request.request_id] += part.count
+                sequence = self.core.roster.sequence(part.sequence_id)
+                assert sequence is not None, "a step has rows of those who are here"
+                row[sequence.work.request.request_id] += part.count
             self.rows.append(dict(row))
             launch(plan)
 

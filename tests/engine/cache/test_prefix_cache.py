@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import pytest
 
 from engine.api import Quota
 from engine.cache import BlockTable, Fact, PrefixCache
 from engine.cache.events import Committed, Copied, Erased, Evicted, Matched
+from engine.cache.prefix_tree import Node, PrefixTree
 from engine.errors import InvariantViolation
 
 SIZE = 4
@@ -345,3 +347,55 @@ def test_recounting_costs_what_there_is_however_many_hold_it() -> None:
     """Going through all blocks for each namespace took a minute where every user has one, and a
     watchdog ended it."""
     assert recount_s(4_000) < 10 * recount_s(1_000)
+
+
+def test_what_was_found_need_not_be_looked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scheduler looks before it admits; a long prompt is not walked twice for it."""
+    cache = make()
+    run(cache, words(10))
+    walk, walks = PrefixTree.walk, []
+
+    def counted(tree: PrefixTree, tokens: Sequence[int], limit: int) -> list[Node]:
+        walks.append(limit)
+        return walk(tree, tokens, limit)
+
+    monkeypatch.setattr(PrefixTree, "walk", counted)
+    found = cache.find(US, words(12), 1.0)
+    table = cache.begin(US, words(12), 1.0, found=found)
+
+    assert (found.cached_tokens, table.kv_tokens, len(walks)) == (10, 10, 1)
+    cache.check()
+
+
+@pytest.mark.parametrize("change", ["more", "less", "none of it"])
+def test_what_was_found_before_a_change_is_not_believed(change: str) -> None:
+    """Between looking and beginning others may be preempted, and leave or lose what they had."""
+    cache = make()
+    run(cache, words(6))
+    found = cache.find(US, words(12), 1.0)
+    if change == "more":
+        run(cache, words(10), now_s=1.0)
+    else:
+        cache.erase(US, tokens=words(5 if change == "less" else 1))
+
+    table = cache.begin(US, words(12), 1.0, found=found)
+
+    assert table.kv_tokens == {"more": 10, "less": 4, "none of it": 0}[change]
+    cache.check()
+
+
+def test_what_was_found_in_a_namespace_that_was_forgotten_is_not_believed() -> None:
+    """Nor what was not found in one that is new since."""
+    cache = make()
+    nothing = cache.find(US, words(12), 1.0)
+    run(cache, words(6))
+    found = cache.find(US, words(12), 1.0)
+    warm = cache.begin(US, words(12), 1.0, found=nothing)
+    cache.release(warm, words(12), 1.0)
+    cache.erase(US)
+    run(cache, words(3))
+
+    table = cache.begin(US, words(12), 1.0, found=found)
+
+    assert (warm.kv_tokens, table.kv_tokens) == (6, 3)
+    cache.check()
