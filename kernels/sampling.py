@@ -14,12 +14,18 @@ import torch
 import triton
 import triton.language as tl
 
+PEAK_MAX = tl.constexpr(3e38)
+"""Nearly the greatest fp32: what plus infinity counts as, in `engine.sampler` too."""
+
 
 @triton.jit
 def _weights(logits, row, start, V: tl.constexpr, STEP: tl.constexpr, best, inverse_temperature):
     v = start + tl.arange(0, STEP)
     x = tl.load(logits + row * V + v, mask=v < V, other=float("-inf")).to(tl.float32)
-    return v, tl.exp((x - best) * inverse_temperature)
+    below = x - best
+    # Plus infinity lies above the finite best; what is no number stays so, and is kept nowhere.
+    below = tl.where(below > 0, 0.0, below)
+    return v, tl.exp(below * inverse_temperature)
 
 
 @triton.jit
@@ -50,6 +56,8 @@ def _sample(
         best = tl.where(better, x, best)
         which = tl.where(better, v, which)
     top = tl.max(best, 0)
+    # Beside an infinite best all weights would be no numbers.
+    peak = tl.minimum(top, PEAK_MAX)
     # The lowest id among equals, as argmax gives.
     token = tl.min(tl.where(best == top, which, V), 0)
     temperature = tl.load(temperatures + row)
@@ -67,7 +75,7 @@ def _sample(
             while low < high:
                 middle = (low + high + 1) // 2
                 at = tl.full([1], middle, tl.int32).to(tl.float32, bitcast=True)
-                _m, count = _mass(logits, row, tl.sum(at, 0), top, inverse, V, STEP)
+                _m, count = _mass(logits, row, tl.sum(at, 0), peak, inverse, V, STEP)
                 if count >= k:
                     low = middle
                 else:
@@ -75,27 +83,27 @@ def _sample(
             cut = tl.full([1], low, tl.int32).to(tl.float32, bitcast=True)
             threshold = tl.maximum(threshold, tl.sum(cut, 0))
         if p < 1.0:
-            whole, _c = _mass(logits, row, threshold, top, inverse, V, STEP)
+            whole, _c = _mass(logits, row, threshold, peak, inverse, V, STEP)
             low = 0
             high = 0x3F800000
             while low < high:
                 middle = (low + high + 1) // 2
                 at = tl.full([1], middle, tl.int32).to(tl.float32, bitcast=True)
                 edge = tl.maximum(tl.sum(at, 0), threshold)
-                mass, _c = _mass(logits, row, edge, top, inverse, V, STEP)
+                mass, _c = _mass(logits, row, edge, peak, inverse, V, STEP)
                 if mass >= p * whole:
                     low = middle
                 else:
                     high = middle - 1
             cut = tl.full([1], low, tl.int32).to(tl.float32, bitcast=True)
             threshold = tl.maximum(threshold, tl.sum(cut, 0))
-        total, _c = _mass(logits, row, threshold, top, inverse, V, STEP)
+        total, _c = _mass(logits, row, threshold, peak, inverse, V, STEP)
         target = tl.load(uniforms + row) * total
         before = 0.0
         drawn = V
         last = 0
         for start in range(0, V, STEP):
-            v, w = _weights(logits, row, start, V, STEP, top, inverse)
+            v, w = _weights(logits, row, start, V, STEP, peak, inverse)
             w = tl.where((w >= threshold) & (v < V), w, 0.0)
             running = before + tl.cumsum(w, 0)
             drawn = tl.minimum(drawn, tl.min(tl.where((running > target) & (w > 0), v, V), 0))
@@ -115,7 +123,8 @@ def sample(
     """out [R] int32 written: one token per row of logits [R, V] (fp32 or bf16).
 
     temperatures, top_ps, min_ps, uniforms [R] fp32, top_ks [R] whole numbers (0: off). Temperature
-    0 is argmax, lowest id on ties; a row without any number gives -1.
+    0 is argmax, lowest id on ties; a row without any number gives -1. Tokens whose logits are plus
+    infinity share the draw among themselves.
     Greedy rows cost one pass over V, plain temperature three, top-k and
     top-p about 30 more each, out of L2.
     """

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 import torch
@@ -113,3 +115,35 @@ def test_only_what_needs_no_history_is_plain(sampling: Sampling, is_plain: bool)
 
     assert sampler.is_plain([0])
     assert sampler.is_plain([0, 1]) is is_plain
+
+
+INFINITE = [
+    ({}, "noise"),
+    ({}, "least"),
+    ({}, "nan"),
+    ({"top_k": 2}, "noise"),
+    ({"top_p": 0.9}, "noise"),
+    ({"min_p": 0.5}, "nan"),
+]
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's numpy: overflow, NaN
+@pytest.mark.parametrize(("wanted", "others"), INFINITE)
+def test_infinite_logits_share_the_draw(wanted: dict[str, Any], others: str) -> None:
+    """An overflowed model says them; each is likelier than anything finite, and none than another.
+
+    The full sampler draws among them too: a request must not draw token 0 for its neighbours' sake.
+    """
+    settings = [Sampling(temperature=0.7, seed=seed, **wanted) for seed in range(4)]
+    rows = noise(4, len(settings))
+    if others == "least":
+        rows[:] = torch.finfo(torch.float32).min
+    rows[:, [17, 211]] = float("inf")
+    fully = sampler_of(*settings).draw_fully(rows, range(len(rows)))
+    if others == "nan":
+        rows[:, 100:140] = float("nan")
+
+    got = drawn(sampler_of(*settings), rows)
+
+    assert [token.token_id for token in fully] == got
+    assert set(got) == {17, 211}
