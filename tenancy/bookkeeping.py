@@ -102,6 +102,7 @@ class Books:
         self.chain, self.sealed_hour_ms = NO_CHAIN, -1
         self._version = -1
         self._as_of: object = None
+        self._is_current = False  # what is known here, within the transaction
 
     def apply(self, db: Transaction, items: Sequence[Item]) -> list[TenancyError | None]:
         """Write items in order. For each its refusal, for which nothing was written, or None.
@@ -110,12 +111,13 @@ class Books:
         StoreError, ConstraintBroken for an impossible item.
         """
         batch = _Batch(db, self, items)
+        self._is_current = self._as_of is not None and self._as_of == db.as_of
+        self._as_of = None
         if batch.is_progress:
             write_progress(db, batch.reached)
             return [None] * len(items)
-        if self._as_of is None or self._as_of != db.as_of:
+        if not self._is_current:
             self._read(db)
-        self._as_of = None
         answers = batch.play()
         if batch.reached:
             write_progress(db, batch.reached)  # in holds that may have come with it
@@ -124,7 +126,8 @@ class Books:
     def keep(self, db: Transaction) -> None:
         """It has been committed, with whatever else was done in it: what is known here holds until
         somebody else changes something."""
-        self._as_of = db.as_of
+        if self._is_current:
+            self._as_of = db.as_of
 
     def _read(self, db: Transaction) -> None:
         version, open_day, chain, sealed_hour_ms = db.rows(_FACTS)[0]
@@ -135,6 +138,7 @@ class Books:
         self.open_from_ms = (open_day or 0) * DAY_MS
         self.chain = bytes(chain or NO_CHAIN)
         self.sealed_hour_ms = -1 if sealed_hour_ms is None else sealed_hour_ms
+        self._is_current = True
 
 
 class _Batch:

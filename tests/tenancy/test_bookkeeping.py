@@ -182,6 +182,7 @@ def test_what_is_known_of_the_books_is_forgotten_when_they_change(store: Store, 
         add_card(other, wall, CARD)
         set_budget(other, Budget(1, "day", hard_micros=1))
         close_days(other, wall)
+    writer.write([ProgressNote({"a": Progress()})])  # which needs to know none of it
     refused = writer.write([used("b", wall()), Hold("c", 1, 1, "m", wall(), 10**6, 10**6)])
     refused += writer.write([structs.replace(used("d", wall() - DAY_MS), ended_ms=wall())])
     writer.close()
