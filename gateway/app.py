@@ -76,26 +76,31 @@ from tenancy.types import WallClock
 
 KEY_FILE = "default.key"
 ADMIN_KEY_FILE = "admin.key"
-ID_BYTES, IDS_AT_ONCE = 16, 128
+RANDOM_BYTES, IDS_AT_ONCE = 10, 128
 YOUNG_OBJECTS_MAX = 10_000
 """So many more than went since the last look, before the garbage collector looks at the young."""
 
 
 class RequestIds:
-    """Opaque: 128 random bits each, so that nobody guesses another's. The kernel is asked for many
-    at once: a question costs as much as the rest of a request's head. Belongs to one thread."""
+    """The millisecond and 80 random bits each: nobody guesses another's, and the ledger's index of
+    ids grows at its end, instead of in as many places as there are ids. The kernel is asked for
+    many at once: a question costs as much as the rest of a request's head. Belongs to one thread.
+    """
 
-    def __init__(self, random_bytes: Callable[[int], bytes] = secrets.token_bytes) -> None:
+    def __init__(
+        self, wall: WallClock, random_bytes: Callable[[int], bytes] = secrets.token_bytes
+    ) -> None:
+        self._wall = wall
         self._random_bytes = random_bytes
-        self._ids: list[str] = []
+        self._rests: list[str] = []
 
     def __call__(self) -> str:
         """A new one. O(1)."""
-        if not self._ids:
-            data = self._random_bytes(ID_BYTES * IDS_AT_ONCE).hex()
-            size = 2 * ID_BYTES
-            self._ids = [data[at : at + size] for at in range(0, len(data), size)]
-        return self._ids.pop()
+        if not self._rests:
+            data = self._random_bytes(RANDOM_BYTES * IDS_AT_ONCE).hex()
+            size = 2 * RANDOM_BYTES
+            self._rests = [data[at : at + size] for at in range(0, len(data), size)]
+        return f"{self._wall():012x}{self._rests.pop()}"
 
 
 class Gateway:
@@ -148,7 +153,7 @@ class Gateway:
             model=renderer.card.name,
             clock=clock,
             wall=wall,
-            new_id=RequestIds(),
+            new_id=RequestIds(wall),
             log=log,
             token_bytes_max=max(map(len, map(renderer.token_bytes, range(vocab)))),
             read_config=read_config or (lambda: config),

@@ -11,10 +11,11 @@ import re
 
 from msgspec import Struct
 
-from tenancy.entries import DAY_MS, HOUR_MS, NO_CHAIN, chained, open_from_ms
+from tenancy.entries import NO_CHAIN, chained, open_from_ms
 from tenancy.errors import BadPrice
 from tenancy.pricing import CHARGE_MAX, PICO_PER_MICRO
 from tenancy.store import Store, Transaction, Value
+from tenancy.sums import DAY_MS, HOUR_MS
 from tenancy.types import WallClock
 
 REASON_SIGNS_MAX = 500

@@ -13,17 +13,14 @@ from tenancy.breaches import credit_of
 from tenancy.budgets import list_budgets, summed, window_of
 from tenancy.closing import totals_of
 from tenancy.entries import (
-    DAY_MS,
     ENTRY_FIELDS,
-    HOUR_MS,
-    HOUR_SUMS,
     chained,
     entry_of,
-    sums_of,
 )
 from tenancy.pricing import PICO_PER_MICRO, price, savings
 from tenancy.rate_cards import SELECT, CardBook, read_card
 from tenancy.store import Store, Transaction
+from tenancy.sums import DAY_MS, EPOCHS, HOUR_MS, HOUR_SUMS, HOURS, sums_of
 
 FINDINGS_MAX = 100
 _PAGE = 2_000
@@ -99,11 +96,9 @@ def _breach(db: Transaction, owed: Adjustment | None, entry_id: int) -> Iterator
 
 
 def _hours(db: Transaction, hours: dict[tuple[int, int, int, str], list[int]]) -> Iterator[str]:
-    names = ", ".join(HOUR_SUMS)
-    for *hour, one in (
-        (*row[:4], list(row[4:]))
-        for row in db.rows(f"select tenant_id, hour_ms, key_id, model, {names} from usage_hours")
-    ):
+    sums = ", ".join(f"sum({name})" for name in HOUR_SUMS)
+    sql = f"select tenant_id, hour_ms, key_id, model, {sums} from {HOURS} group by 1, 2, 3, 4"
+    for *hour, one in ((*row[:4], list(row[4:])) for row in db.rows(sql)):
         meant = hours.pop((hour[0], hour[1], hour[2], hour[3]), [0] * len(HOUR_SUMS))
         for name, has, should in zip(HOUR_SUMS, one, meant, strict=True):
             if has != should:
@@ -169,7 +164,7 @@ def _budgets(db: Transaction) -> Iterator[str]:
 
 def _epochs(db: Transaction) -> Iterator[str]:
     for epoch, *sums in db.rows(
-        "select * from epoch_sums except select epoch, count(*), sum(prompt_tokens),"
+        f"select * from {EPOCHS} except select epoch, count(*), sum(prompt_tokens),"
         " sum(physical_cached_tokens), sum(output_tokens), max(ended_ms) from ledger"
         " where epoch <> '' group by epoch",
     ):

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from msgspec import Struct, structs
 
 from tenancy.budgets import Budgets, BudgetWindows, Whose, load_budgets, move, refusal
-from tenancy.entries import DAY_MS, NO_CHAIN, Page, hour_of, larger
+from tenancy.entries import NO_CHAIN, Page, hour_of
 from tenancy.errors import BadPrice, LedgerUnavailable, TenancyError
 from tenancy.holds import Holds
 from tenancy.idempotency import Claim, Keeping, Names
@@ -20,6 +20,7 @@ from tenancy.pricing import FREE_CARD, RateCard, charge, most, savings
 from tenancy.progress import Progress, ProgressNote, write_progress
 from tenancy.rate_cards import SELECT, CardBook, read_card
 from tenancy.store import Transaction
+from tenancy.sums import DAY_MS, larger
 from tenancy.types import FREE, UsageEntry
 
 

@@ -21,10 +21,10 @@ from tenancy.errors import BadPrice, BudgetExceeded
 from tenancy.pricing import LATEST_MS, PICO_PER_MICRO
 from tenancy.pseudonyms import check_there
 from tenancy.store import Store, Transaction, filled_up, marks
+from tenancy.sums import DAY_MS, HOURS
 from tenancy.types import WallClock
 
 Window = Literal["day", "month"]
-DAY_MS = 86_400_000
 MICROS_MAX = 10**18
 WINDOWS_AT_ONCE = 64
 
@@ -247,8 +247,8 @@ def summed(db: Transaction, budget: Budget, start_ms: int, end_ms: int) -> tuple
     whose = f"tenant_id = ?1 and key_id in ({places})" if budget.key_id else "tenant_id = ?1"
     values = (budget.tenant_id, start_ms, end_ms, *(line if budget.key_id else ()))
     spent = db.rows(
-        "select coalesce(sum(charge_micros), 0), coalesce(sum(charge_rest), 0) from usage_hours"
-        f" where {whose} and hour_ms >= ?2 and hour_ms < ?3",
+        "select coalesce(sum(charge_micros), 0), coalesce(sum(charge_rest), 0)"
+        f" from {HOURS} where {whose} and hour_ms >= ?2 and hour_ms < ?3",
         values,
     )[0]
     held = db.rows(

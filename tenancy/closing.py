@@ -13,10 +13,11 @@ from datetime import UTC, date, datetime, timedelta
 
 from msgspec import Struct
 
-from tenancy.entries import DAY_MS, number
+from tenancy.entries import number
 from tenancy.errors import BooksClosed
 from tenancy.reconcile import epochs_in
 from tenancy.store import Row, Store, Transaction
+from tenancy.sums import DAY_MS, HOURS
 from tenancy.types import WallClock
 
 DAYS_AT_ONCE_MAX = 3_700
@@ -154,7 +155,7 @@ def _close(db: Transaction, day: int, now_ms: int) -> Close:
 
 
 def _first_day(db: Transaction) -> int | None:
-    first: int | None = db.rows("select min(hour_ms) from usage_hours")[0][0]
+    first: int | None = db.rows(f"select min(hour_ms) from {HOURS}")[0][0]
     return None if first is None else first // DAY_MS
 
 

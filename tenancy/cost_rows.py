@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from msgspec import Struct
 
 from tenancy.budgets import window_of
-from tenancy.entries import HOUR_MS
 from tenancy.exports import Rows, instant, pages
 from tenancy.pricing import SECONDS_PER_HOUR, RateCard, price, storage_charge, writes
 from tenancy.rate_cards import CardBook, load_cards
 from tenancy.store import Row, Store
+from tenancy.sums import HOUR_MS
 
 PROVIDER = "Trunkline"
 COLUMNS = (

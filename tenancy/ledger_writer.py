@@ -25,6 +25,7 @@ from tenancy.errors import (
 from tenancy.ledger_epochs import keep_point, look_back
 from tenancy.progress import OPEN_HOLDS, interrupted
 from tenancy.store import Store
+from tenancy.sums import move
 from tenancy.types import WallClock
 
 BATCH_MAX = 128
@@ -67,6 +68,7 @@ class LedgerWriter:
         self._books = Books(self.writer_id)
         self._doubtful: set[str] = set()  # holds that were refused and may be there
         self._is_damaged = False  # the disk has failed us; check before going on
+        self._has_recent = True  # there may be sums to be moved
         is_over = cache(store.is_over)
 
         def is_dead(request_id: str, writer_id: int) -> bool:
@@ -105,9 +107,13 @@ class LedgerWriter:
             return [_unwritten(NOT_DURABLE, error) for _ in items]
 
     def look_after(self) -> None:
-        """What is done now and then, when everybody has been told: a point is kept."""
+        """What is done now and then, when everybody has been told: a point is kept, and recent sums
+        are moved."""
         if abs(self._clock() - self._kept_ms) >= KEEP_POINT_MS:
+            self._has_recent = True
             self._keep_point()
+        if self._has_recent:
+            self._has_recent = self._move_sums()
 
     def abandon(self) -> None:
         """Nobody will settle what is open here: it is closed now, and not at the next start. Raises
@@ -116,6 +122,8 @@ class LedgerWriter:
 
     def close(self) -> None:
         """Another may write from now on. Once."""
+        while self._move_sums():
+            pass
         self._keep_point()
         self._store.disclaim()
 
@@ -145,6 +153,12 @@ class LedgerWriter:
         self._kept_ms = self._clock()
         with suppress(StoreError):
             keep_point(self._store, self._clock)
+
+    def _move_sums(self) -> bool:
+        """A minute's sums go where they stay, some at a time. Are there more?"""
+        with suppress(StoreError), self._store.change() as db:
+            return move(db)
+        return False
 
     def _close_holds(self, is_dead: Callable[[str, int], bool]) -> int:
         """Those of which it is true, by request id and writer, are settled to what was noted of

@@ -12,6 +12,7 @@ from typing import Literal
 from msgspec import Struct
 
 from tenancy.store import Row, Store, Transaction
+from tenancy.sums import EPOCHS
 
 State = Literal["final", "running", "pending", "died"]
 """`final`: the engine has told its last count. `running`: it lives, nothing runs and it was asked
@@ -110,9 +111,9 @@ _EPOCHS = (
     "select e.epoch, first_seen_ms, last_seen_ms, is_ended,"
     " e.prompt_tokens, e.cached_tokens, e.output_tokens,"
     " metric_prompt_tokens, metric_cached_tokens, metric_output_tokens,"
-    " coalesce(entries, 0), coalesce(s.prompt_tokens, 0),"
-    " coalesce(physical_cached_tokens, 0), coalesce(s.output_tokens, 0),"
+    " coalesce(entries, 0), coalesce(epoch_sums.prompt_tokens, 0),"
+    " coalesce(physical_cached_tokens, 0), coalesce(epoch_sums.output_tokens, 0),"
     " coalesce(last_ended_ms, 0),"
     " (select count(*) from holds where holds.epoch = e.epoch)"
-    " from engine_epochs as e left join epoch_sums as s using (epoch)"
+    f" from engine_epochs as e left join {EPOCHS} using (epoch)"
 )

@@ -20,7 +20,7 @@ import apsw
 import pytest
 from aiohttp import ClientSession
 
-from gateway.app import ID_BYTES, IDS_AT_ONCE, RequestIds, settle_heap
+from gateway.app import IDS_AT_ONCE, RANDOM_BYTES, RequestIds, settle_heap
 from gateway.metering import wall_ms
 from tenancy.audit import check_books
 from tenancy.pricing import RateCard
@@ -35,20 +35,23 @@ pytestmark = pytest.mark.slow
 DELIVERED_MIN = 200
 
 
-def test_request_ids_are_random_and_never_come_twice() -> None:
-    """128 bits of the system's own randomness each, however many are asked for at once."""
+def test_request_ids_are_in_order_and_nobody_guesses_one() -> None:
+    """80 bits of the system's own randomness each behind the millisecond, however many are asked
+    for at once."""
     asked: list[int] = []
 
     def random_bytes(count: int) -> bytes:
         asked.append(count)
         return os.urandom(count)
 
-    new_id = RequestIds(random_bytes)
+    now_ms = iter(range(10**12, 10**13))
+    new_id = RequestIds(lambda: next(now_ms), random_bytes)
     made = [new_id() for _ in range(2 * IDS_AT_ONCE + 1)]
 
-    assert len(set(made)) == len(made)
+    assert made == sorted(made)
+    assert len({one[12:] for one in made}) == len(made)
     assert all(re.fullmatch("[0-9a-f]{32}", one) for one in made)
-    assert sum(asked) == 3 * IDS_AT_ONCE * ID_BYTES
+    assert sum(asked) == 3 * IDS_AT_ONCE * RANDOM_BYTES
 
 
 class Ring:

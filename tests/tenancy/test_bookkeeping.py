@@ -11,7 +11,6 @@ from tenancy.audit import check_books
 from tenancy.bookkeeping import Books, EngineTotals, Item, StorageReading
 from tenancy.budgets import Budget, set_budget
 from tenancy.closing import close_days
-from tenancy.entries import DAY_MS
 from tenancy.errors import BadName, BadPrice, BudgetExceeded, LedgerUnavailable
 from tenancy.ledger import Hold, Ledger
 from tenancy.ledger_writer import LedgerWriter
@@ -20,6 +19,7 @@ from tenancy.progress import Progress, ProgressNote
 from tenancy.rate_cards import add_card, load_cards
 from tenancy.registry import create_tenant
 from tenancy.store import Store
+from tenancy.sums import DAY_MS
 from tenancy.types import UsageEntry
 from tenancy.usage import entries_of
 from tests.tenancy.conftest import Wall, used

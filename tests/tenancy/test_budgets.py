@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 from msgspec import structs
 
 from tenancy.audit import check_books
-from tenancy.budgets import DAY_MS, Budget, budget_states, set_budget, window_of
+from tenancy.budgets import Budget, budget_states, set_budget, window_of
 from tenancy.deletion import delete_tenant
 from tenancy.errors import BadPrice, BudgetExceeded
 from tenancy.keys import create_key, rotate_key
@@ -28,6 +28,7 @@ from tenancy.rate_cards import add_card
 from tenancy.registry import create_tenant
 from tenancy.sqlite_store import SqliteStore
 from tenancy.store import Store
+from tenancy.sums import DAY_MS
 from tenancy.types import UsageEntry
 from tests.tenancy.conftest import Wall
 from tests.tenancy.postgres_server import Server

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from tenancy.entries import ENTRY_FIELDS, HOUR_MS, chained, entry_row
+from tenancy.entries import ENTRY_FIELDS, chained, entry_row
 from tenancy.ledger import Ledger
 from tenancy.store import Store
+from tenancy.sums import HOUR_MS, HOURS
 from tests.tenancy.conftest import Wall, used
 
 
@@ -33,7 +34,7 @@ def test_settling_again_leaves_the_chain_and_the_sums(
         future.result(20)
 
     assert store.query("select request_id from ledger order by entry_id") == [("a",), ("b",)]
-    assert store.query("select requests, prompt_tokens from usage_hours") == [(2, 20)]
+    assert store.query(f"select requests, prompt_tokens from {HOURS}") == [(2, 20)]
 
 
 def test_the_chain_is_sealed_once_an_hour(store: Store, ledger: Ledger, wall: Wall) -> None:
