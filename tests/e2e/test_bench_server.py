@@ -17,7 +17,7 @@ from tests.models import tiny_config, write_folder
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 
 
 def bench(model: Path, data: Path, *arguments: str) -> subprocess.Popen[str]:

@@ -35,7 +35,7 @@ CLIENTS = 6
 PATIENCE_S = 60.0
 STREAM_TOKENS = 400
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1_800 if IS_LONG else 120)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1_800 if IS_LONG else 240)]
 
 
 @pytest.fixture(scope="module")

@@ -44,7 +44,7 @@ def compiled(part: str) -> dict[tuple[str, bool], dict[str, Any]]:
     environment["PYTHONPATH"] = str(ROOT)
     done = subprocess.run(
         [sys.executable, "-m", "tests.kernels.compile_for_hopper", part],
-        cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=110,
+        cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=200,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     reports = [json.loads(line) for line in done.stdout.splitlines()]

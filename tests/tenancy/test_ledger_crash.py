@@ -29,7 +29,7 @@ EACH = 1 if IS_LONG else 8
 
 MANY = "100000"
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(3_600 if IS_LONG else 120)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3_600 if IS_LONG else 240)]
 
 
 def test_killed_at_random_it_loses_and_doubles_nothing(tmp_path: Path) -> None:

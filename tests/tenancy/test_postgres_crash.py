@@ -36,7 +36,7 @@ LEAST = 5
 
 PATIENCE_S = 60.0
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(3_600 if IS_LONG else 120)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3_600 if IS_LONG else 240)]
 
 
 @pytest.fixture(scope="module")

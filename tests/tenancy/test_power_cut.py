@@ -27,7 +27,7 @@ LIES = 8
 CALLS_MAX = 900
 REQUESTS = 120
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(3_600 if IS_LONG else 120)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3_600 if IS_LONG else 240)]
 
 
 def live(path: Path, disk: Disk, seed: int) -> tuple[set[str], set[str]]:
