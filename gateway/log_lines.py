@@ -81,9 +81,15 @@ class LogLines:
         with self._lock:
             while self._waiting and self._room.poll(patience_s * 1_000):
                 try:
-                    written = os.write(self._fd, self._waiting[:PIECE_BYTES])
+                    written = os.write(self._fd, self._piece())
                 except BlockingIOError:
                     return  # somebody else who writes there was faster
                 except OSError:
                     written = len(self._waiting)
                 del self._waiting[:written]
+
+    def _piece(self) -> bytearray:
+        """Whole lines: other processes write there too, and what they say must not stand in the
+        middle of one. Only of a line that no pipe takes at once a part."""
+        end = self._waiting.rfind(b"\n", 0, PIECE_BYTES) + 1
+        return self._waiting[: end or PIECE_BYTES]

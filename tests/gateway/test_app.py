@@ -194,11 +194,13 @@ async def test_a_killed_gateway_settles_what_it_had_delivered_when_it_starts_aga
 
 
 async def test_a_second_signal_ends_it_now(model: Path, tmp_path: Path) -> None:
-    """An operator who asks twice does not want to wait for a drain."""
+    """An operator who asks twice does not want to wait for a drain: of an answer that is more than
+    sockets hold, while nobody reads it."""
+    long = {"max_tokens": 450, "n": 8, "stream": True, "logprobs": True, "top_logprobs": 5}
     async with (
         serving(model, tmp_path / "data") as server,
         ClientSession() as session,
-        server.asked(max_tokens=450, n=8, stream=True) as (_, content),
+        server.asked(**long) as (_, content),
     ):
         await content.readuntil(b"\n\n")
         server.process.send_signal(signal.SIGTERM)

@@ -66,9 +66,9 @@ async def test_an_erasure_leaves_a_receipt(house: House) -> None:
     """Who asked, when, how much, and a digest of which namespaces; no name of any."""
     await house.ask(body=house.chat(LONG))
     stats = await house.quiet()
+    names = [one.namespace for one in house.engine.namespaces]
     receipt = await erase(house.gateway.context, Target(1, 7, "default"))
 
-    names = [one.namespace for one in house.engine.namespaces]
     assert (receipt.tenant_id, receipt.key_id, receipt.what) == (1, 7, "workspace default")
     assert (receipt.namespaces, receipt.namespace_digest) == (1, digest_of(names))
     assert receipt.blocks == stats.cached_blocks

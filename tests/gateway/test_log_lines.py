@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from gateway.log_lines import WAITING_BYTES_MAX, LogLines
+from gateway.log_lines import PIECE_BYTES, WAITING_BYTES_MAX, LogLines
 
 
 class Pipe:
@@ -82,6 +82,29 @@ async def test_a_slow_reader_holds_nobody_up_and_loses_no_line(pipe: Pipe) -> No
     events = await pipe.read_until("last")
 
     assert [event["n"] for event in events[:-1]] == list(range(1_000))
+
+
+def test_each_write_ends_with_a_line() -> None:
+    """The engine and the ledger write to the same place: their lines stand between ours, not in
+    them. A line that is longer than a pipe takes at once is the exception."""
+    reader, writer = os.pipe2(os.O_DIRECT | os.O_NONBLOCK)  # one read for each write
+    log = LogLines(writer, lambda: 7)
+
+    async def say() -> None:
+        for number in range(100):
+            log("a", {"n": number, "filling": "x" * 100})
+        log("b", {"filling": "x" * 2 * PIECE_BYTES})
+        log("c", {})
+
+    asyncio.run(say())
+    log.close()
+    os.close(writer)
+    writes = list(iter(lambda: os.read(reader, 2**16), b""))
+    os.close(reader)
+
+    whole = [one for one in writes if one.endswith(b"\n")]
+    assert len(writes) == len(whole) + 2 > 4
+    assert [json.loads(line)["event"] for line in b"".join(writes).splitlines()][-2:] == ["b", "c"]
 
 
 async def test_what_does_not_fit_any_more_is_counted(pipe: Pipe) -> None:
