@@ -7,6 +7,7 @@ finding is a sentence that says where and by how much.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 
 from tenancy.adjustments import ADJUSTMENT_FIELDS, Adjustment
 from tenancy.breaches import credit_of
@@ -28,23 +29,23 @@ _PAGE = 2_000
 
 def check_books(store: Store) -> list[str]:
     """What is wrong, at most 100 findings; nothing if all is right. O(entries), one snapshot."""
-    findings: list[str] = []
     with store.snapshot() as db:
-        for check in (
-            _entries,
-            _adjustments,
-            _closes,
-            _seals,
-            _budgets,
-            _epochs,
-            _days,
-            _ledger_epochs,
-        ):
-            for finding in check(db):
-                findings.append(finding)
-                if len(findings) == FINDINGS_MAX:
-                    return findings
-    return findings
+        return findings_in(db)
+
+
+def findings_in(db: Transaction) -> list[str]:
+    """The same within the caller's transaction."""
+    checks = (
+        _entries,
+        _adjustments,
+        _closes,
+        _seals,
+        _budgets,
+        _epochs,
+        _days,
+        _ledger_epochs,
+    )
+    return list(islice((finding for check in checks for finding in check(db)), FINDINGS_MAX))
 
 
 def _entries(db: Transaction) -> Iterator[str]:

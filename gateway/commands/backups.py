@@ -1,22 +1,27 @@
-"""`trunkline backup` and `restore`: a copy of the database beside a running server, and one put in
-its place while none runs.
+"""`trunkline backup`, `restore` and `move-database`: a copy of the database beside a running
+server; while none runs one put in its place, and one moved to a PostgreSQL server.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
 
 from msgspec import structs
 
+from gateway.app import connect
 from gateway.commands.answer import Answer, CommandError
 from gateway.commands.database import opened
 from gateway.config import Config
 from gateway.metering import wall_ms
 from tenancy import backups
-from tenancy.backends import is_server
+from tenancy.backends import is_server, open_store
+from tenancy.cost_rows import dollars
+from tenancy.moves import move
 
 Adder = Callable[[argparse.ArgumentParser], None]
 
@@ -73,14 +78,50 @@ def _restore(options: argparse.Namespace, config: Config) -> Answer:
     return Answer(text, data)
 
 
+def _add_move(parser: argparse.ArgumentParser) -> None:
+    text = "a server's empty database: postgresql://USER@HOST/DATABASE"
+    parser.add_argument("to", metavar="ADDRESS", help=text)
+
+
+def _move(options: argparse.Namespace, config: Config) -> Answer:
+    if is_server(config.tenancy.database) or not is_server(options.to):
+        raise CommandError("a ledger is moved from a file to a server: postgresql://…")
+    path = config.data / config.tenancy.database
+    if not path.exists():
+        raise CommandError(f"there is nothing to move: {path} is not there")
+    with (
+        closing(connect(config)) as source,
+        closing(open_store(options.to, config.data, os.environ)) as target,
+    ):
+        done = move(source, target)
+        place = target.place
+    data = {
+        "rows": done.rows,
+        "charge_pico": str(done.charge_pico),
+        "chain": done.chain.hex(),
+        "was_there": done.was_there,
+    }
+    what = "was there already" if done.was_there else "is there"
+    text = (
+        f"the ledger of {path} {what}: {place}"
+        f"\n{sum(done.rows.values())} rows, {done.rows['ledger']} entries, charged"
+        f" ${dollars(done.charge_pico)}, last of the chain {done.chain.hex()[:16] or '-'};"
+        " the books are right"
+        f'\nnow say so in the configuration: tenancy.database = "{options.to}"'
+        "\nand start no server with the file any more"
+    )
+    return Answer(text, data)
+
+
 def _instant(at_ms: int) -> str:
     return datetime.fromtimestamp(at_ms / 1000, UTC).strftime("%Y-%m-%d %H:%M:%S")
 
 
-_RUN = {"backup": _backup, "restore": _restore}
+_RUN = {"backup": _backup, "restore": _restore, "move-database": _move}
 COMMANDS: Mapping[str, tuple[str, Adder]] = {
     "backup": ("Copy the database to a file, beside a running server.", _add_backup),
     "restore": ("Put a backup in the database's place; no server may run.", _add_restore),
+    "move-database": ("Move the ledger from a file to a PostgreSQL server.", _add_move),
 }
 
 

@@ -98,6 +98,40 @@ def test_reports_say_which_life_of_the_ledger_they_are_of(run: Run, file: Place)
     assert run("check-books")[0] == 0
 
 
+def test_a_ledger_is_moved_to_a_server(
+    run: Run, file: Place, postgres_server: Server, tmp_path: Path
+) -> None:
+    """One command, with its control totals, and one line of the configuration; again it says that
+    it was done, and what cannot be moved is one line."""
+    file.use("a")
+    name = postgres_server.database(is_empty=True)
+    url = postgres_server.url(name)
+    backwards = told(run, "move-database", "other.db")
+    status, text, _ = run("move-database", url)
+    again = data_of(run, "move-database", url)
+    (tmp_path / "trunkline.toml").write_text(f'tenancy.database = "{url}"\n')
+    from_server = told(run, "move-database", url)
+    tenants = data_of(run, "tenant", "list")
+    checked = run("check-books")[0]
+    Place(tmp_path / "data", url).use("b")
+    (tmp_path / "trunkline.toml").write_text('tenancy.database = "books.db"\n')
+    used = told(run, "move-database", url)
+    (tmp_path / "trunkline.toml").write_text('tenancy.database = "nowhere.db"\n')
+    nothing = told(run, "move-database", url)
+    postgres_server.drop(name)
+
+    assert "from a file to a server" in backwards
+    assert "from a file to a server" in from_server
+    assert status == 0
+    assert "1 entries, charged $0.000000000000, last of the chain " in text
+    assert f'tenancy.database = "{url}"' in text
+    assert (again["was_there"], again["rows"]["ledger"]) == (True, 1)
+    assert [tenant["name"] for tenant in tenants] == ["default"]
+    assert checked == 0
+    assert "is not empty, and is not this ledger: " in used
+    assert "there is nothing to move" in nothing
+
+
 def test_on_a_server_it_says_who_does_it_and_marks_it(run: Run, server: Place) -> None:
     """`pg_dump` and `pg_restore` are better at it."""
     server.use("a")
