@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import hmac
 import os
 import signal
@@ -35,6 +34,7 @@ from engine.frames import (
     encode,
     upward_decoder,
 )
+from engine.heap import SettledHeap
 from engine.outbox import Outbox
 from engine.service import EngineService, core_of_model
 from engine.signals import heeded
@@ -42,7 +42,6 @@ from engine.signals import heeded
 READ_BYTES = 1 << 18
 FLUSH_S = 1.0
 REJECT_S = 5.0
-YOUNG_OBJECTS_MAX = 10_000
 OUTBOX_BYTES_MAX = 8 * 2**20
 """A gateway that reads slower than this far behind stops the engine until it catches up."""
 
@@ -259,15 +258,6 @@ def _tell_loop(loop: asyncio.AbstractEventLoop, changed: Callable[[], None]) -> 
         loop.call_soon_threadsafe(changed)
 
 
-def settle_heap() -> None:
-    """Libraries, weights and compiled kernels stay for as long as this process lives: the garbage
-    collector need not look at them again, nor at each few hundred objects of the requests on their
-    way. Looking at everything stopped a step for a tenth of a second. Takes as long once."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(YOUNG_OBJECTS_MAX, *gc.get_threshold()[1:])
-
-
 def serve_process(make_core: Callable[[ServerSettings], tuple[Core, EngineInfo]]) -> NoReturn:
     """Read the settings from standard input, load, serve, and end the process.
 
@@ -278,7 +268,7 @@ def serve_process(make_core: Callable[[ServerSettings], tuple[Core, EngineInfo]]
 
     def make() -> tuple[Core, EngineInfo]:
         made = make_core(settings)
-        settle_heap()
+        SettledHeap().settle()  # Libraries and weights stay for as long as this process lives.
         return made
 
     status = asyncio.run(run(settings, make))

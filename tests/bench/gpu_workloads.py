@@ -26,12 +26,12 @@ from engine.cache import PrefixCache
 from engine.config import EngineConfig
 from engine.core import Core
 from engine.device_runner import DeviceRunner
+from engine.heap import SettledHeap
 from engine.kv_storage import KvStorage, kv_format
 from engine.model_store import ModelConfig
 from engine.models.device_layers import DeviceOps
 from engine.models.llama import LlamaModel
 from engine.plan import StepResult
-from engine.server import settle_heap
 from engine.weights import random_weights
 
 LLAMA_8B = ModelConfig(
@@ -157,7 +157,7 @@ class Bench:
             pipeline_depth=2,
         )
         self.copy_rate = copy_rate()
-        settle_heap()  # as the engine's process does
+        SettledHeap().settle()  # as the engine's process does
 
     def run(
         self, prompts: list[tuple[int, ...]], namespace: bytes, output: int = OUTPUT

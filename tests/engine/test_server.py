@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 import os
 import signal
@@ -32,7 +31,6 @@ from engine.client import SocketEngine
 from engine.config import EngineConfig
 from engine.errors import EngineError
 from engine.frames import Hello, Rejected, Upward, downward_decoder, encode
-from engine.server import settle_heap
 
 CONFIG = EngineConfig(heartbeat_s=0.05, drain_timeout_s=20.0, prefill_chunk_tokens_max=16)
 TOKEN = "the-token-of-this-boot"
@@ -281,19 +279,6 @@ async def test_its_log_can_be_closed(tmp_path: Path) -> None:
         async with asyncio.timeout(DEADLINE_S):
             assert await engine.process.wait() == 0
         await friend.close()
-
-
-def test_what_is_there_when_it_begins_is_not_looked_at_again() -> None:
-    """A collector that goes through torch and the weights stops a step for a tenth of a second."""
-    thresholds, before = gc.get_threshold(), gc.get_freeze_count()
-    try:
-        settle_heap()
-
-        assert gc.get_freeze_count() > before
-        assert gc.get_threshold()[0] > thresholds[0]
-    finally:
-        gc.unfreeze()
-        gc.set_threshold(*thresholds)
 
 
 def _resident_bytes(pid: int) -> int:
