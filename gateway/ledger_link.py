@@ -122,14 +122,14 @@ class LedgerLink:
         """See `gateway.ledger_door.LedgerDoor`. While no process can be started it is refused;
         while one will be, entries wait for it."""
         waiter: Waiter = self._loop.create_future()
-        is_taken = self._is_taking and not self._is_pausing
+        is_taken = self._is_taking
         # Handed in or refused, an entry is the last that is heard of a request.
         if isinstance(item, UsageEntry):
             self._held.discard(item.request_id)
-            is_taken = self._is_taking
         elif isinstance(item, NamedEntry):
             self._held.discard(item.entry.request_id)
-            is_taken = self._is_taking
+        elif self._is_pausing:
+            is_taken = False
         elif is_taken and isinstance(item, Hold):
             self._held.add(item.request_id)
         if is_taken:
@@ -164,12 +164,12 @@ class LedgerLink:
     # -- what is handed in, and what became of it ---------------------------------------------
 
     def _hand_in(self, item: Item, waiter: Waiter | None) -> None:
+        handed = self._handed
+        handed.append((item, waiter))
         if not self._in_turn:
             self._loop.call_soon(self._end_turn)
         self._in_turn += 1
-        self._handed.append((item, waiter))
-        is_due = self._is_sparse and not self._in_flight
-        if is_due or len(self._handed) == FRAME_ITEMS:
+        if len(handed) == FRAME_ITEMS or (self._is_sparse and not self._in_flight):
             self._flush()
 
     def _end_turn(self) -> None:
@@ -224,7 +224,7 @@ class LedgerLink:
         self._heard_s, self._wrote_last = self._loop.time(), True
         for at in range(answered.count):
             item, waiter = take()
-            if at in refused:
+            if refused and at in refused:
                 error = error_of(refused[at])
                 self._wrote_last &= is_written(error)
                 self._fail(item, waiter, error)

@@ -95,10 +95,12 @@ class Books:
     """Prices and budgets as the file has them, and how items are written by them."""
 
     def __init__(self, writer_id: int = 0) -> None:
-        """`writer_id`: who keeps its holds."""
+        """`writer_id`: who keeps its holds. `breached`: entries of the last batch that met a broken
+        promise."""
         self.writer_id = writer_id
         self.cards = CardBook([])
         self.budgets: Budgets = {}
+        self.breached: list[UsageEntry] = []
         self.open_from_ms = 0
         self.chain, self.sealed_hour_ms = NO_CHAIN, -1
         self._version = -1
@@ -112,6 +114,7 @@ class Books:
         StoreError, ConstraintBroken for an impossible item.
         """
         batch = _Batch(db, self, items)
+        self.breached = batch.breached
         self._is_current = self._as_of is not None and self._as_of == db.as_of
         self._as_of = None
         if batch.is_progress:
@@ -153,6 +156,7 @@ class _Batch:
         self._books = books
         self._items = items
         self.reached: dict[str, Progress] = {}
+        self.breached: list[UsageEntry] = []
         self._ids: list[str] = []
         self._claimed: set[tuple[int, str]] = set()
         self._ended: set[str] = set()
@@ -242,6 +246,8 @@ class _Batch:
     def _settle(self, entry: UsageEntry) -> None:
         if entry.read or entry.write:
             _check_detail(entry)
+        if entry.recomputed_promised_tokens:
+            self.breached.append(entry)
         books = self._books
         held = self._holds.held(entry.request_id)
         if held is not None:

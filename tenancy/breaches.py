@@ -14,15 +14,12 @@ from tenancy.entries import ENTRY_FIELDS, entry_of
 from tenancy.pricing import RateCard, breach_credit
 from tenancy.rate_cards import SELECT, CardBook, read_card
 from tenancy.store import Transaction
-from tenancy.types import UsageEntry, WallClock
+from tenancy.types import UsageEntry
 
 
-def credit_breaches(db: Transaction, clock: WallClock, entries: Iterable[UsageEntry]) -> None:
-    """Book what is owed for those of these entries that met a broken promise, within the caller's
+def credit_breaches(db: Transaction, now_ms: int, breached: Iterable[UsageEntry]) -> None:
+    """Book what is owed for these entries, which met a broken promise, within the caller's
     transaction, after the entries. Again changes nothing. O(cards + breaches)."""
-    breached = [entry for entry in entries if entry.recomputed_promised_tokens]
-    if not breached:
-        return
     cards = CardBook([read_card(row) for row in db.rows(SELECT)])
     for one in breached:
         # As it was written, with its card and its charge.
@@ -33,7 +30,7 @@ def credit_breaches(db: Transaction, clock: WallClock, entries: Iterable[UsageEn
         entry = entry_of(rows[0])
         owed = credit_of(cards.card(entry.rate_card_id), entry)
         if owed is not None:
-            book(db, clock(), owed)
+            book(db, now_ms, owed)
 
 
 def credit_of(card: RateCard, entry: UsageEntry) -> Adjustment | None:

@@ -44,15 +44,16 @@ class Page:
         self._db = db
         self.chain = chain
         self.sealed_hour_ms = sealed_hour_ms
-        self._rows: list[tuple[Value, ...]] = []
+        self._rows: list[list[Value]] = []
         self._last_booked_ms = 0
         self._sums = Sums()
 
     def add(self, entry: UsageEntry, booked_ms: int) -> None:
         """One that is not there yet."""
         row = entry_row(entry, booked_ms)
-        self.chain = chain = chained(self.chain, row)
-        self._rows.append((*row, chain))
+        self.chain = chained(self.chain, row)
+        row.append(self.chain)
+        self._rows.append(row)
         if booked_ms > self._last_booked_ms:
             self._last_booked_ms = booked_ms
         self._sums.add(entry, booked_ms)
@@ -68,12 +69,13 @@ class Page:
             self.sealed_hour_ms = hour_ms
 
 
-def entry_row(entry: UsageEntry, booked_ms: int) -> tuple[Value, ...]:
+def entry_row(entry: UsageEntry, booked_ms: int) -> list[Value]:
     """Its columns, in the order of `ENTRY_FIELDS`."""
-    facts = structs.astuple(entry)
-    reads = _counts(entry.read) if entry.read else _NO_COUNTS
-    writes = _counts(entry.write) if entry.write else _NO_COUNTS
-    return (*facts[:_READS], reads, writes, *facts[_READS + 2 :], booked_ms)
+    row: list[Value] = list(structs.astuple(entry))
+    row[_READS] = _counts(entry.read) if entry.read else _NO_COUNTS
+    row[_WRITES] = _counts(entry.write) if entry.write else _NO_COUNTS
+    row.append(booked_ms)
+    return row
 
 
 def entry_of(row: Sequence[Any]) -> UsageEntry:
@@ -109,7 +111,7 @@ def hour_of(at_ms: int) -> int:
     return at_ms // HOUR_MS * HOUR_MS
 
 
-_READS = ENTRY_FIELDS.index("reads")
+_READS, _WRITES = ENTRY_FIELDS.index("reads"), ENTRY_FIELDS.index("writes")
 _SETTLE = (
     f"insert into ledger ({', '.join(ENTRY_FIELDS)}, chain) values {marks(len(ENTRY_FIELDS) + 1)}"
 )

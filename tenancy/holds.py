@@ -51,11 +51,13 @@ class Holds:
 
     def settle(self, request_id: str) -> bool:
         """Release its hold, if there is one. False for an id that has its entry already."""
-        if self._held.pop(request_id, None) and self._made.pop(request_id, None) is None:
-            self._released.append((request_id,))
-        is_new = request_id not in self._settled
+        if self._held.pop(request_id, None) is not None:
+            if self._made.pop(request_id, None) is None:
+                self._released.append((request_id,))
+        elif request_id in self._settled:
+            return False
         self._settled.add(request_id)
-        return is_new
+        return True
 
     def finish(self) -> None:
         """Write them."""

@@ -96,6 +96,9 @@ class Names:
     ) -> None:
         """`claimed`: tenants and names. `ended`: request ids. A statement for each 64 or 128 of
         them, and one for the sums of their tenants."""
+        self._is_asked = bool(claimed or ended)
+        if not self._is_asked:
+            return  # nearly always: nobody asks for a name, then
         self._db = db
         self._by_name: dict[tuple[int, str], _Name] = {}
         self._by_request: dict[str, _Name] = {}
@@ -105,8 +108,6 @@ class Names:
         self._moved: set[int] = set()
         self._sums: dict[int, tuple[int, int]] = {}
         self._active: set[int] = set()
-        if not claimed and not ended:
-            return  # nearly always
         for keys in _some(claimed, 64):
             which = f"(tenant_id, name) in (values {', '.join([marks(2)] * len(keys))})"
             self._read(which, [value for key in keys for value in key])
@@ -163,7 +164,7 @@ class Names:
 
     def finish(self) -> None:
         """Write them."""
-        if not self._moved and not self._kept:
+        if not self._is_asked:
             return
         self._db.execute_many("delete from named_requests where request_id = ?", self._released)
         self._db.execute_many(_TAKE, list(self._made.values()))

@@ -89,7 +89,7 @@ class _Arriving:
         self._wire = wire
         self._reader = FrameReader()
         self._frames: deque[bytes] = deque()
-        self._items: deque[Item] = deque()
+        self._items: list[Item] = []
         self._is_over = False
 
     def opening(self) -> Open | None:
@@ -101,18 +101,16 @@ class _Arriving:
     def batches(self) -> Iterator[list[Item]]:
         """As many items as are there, each time one is. Waiting for more would only add latency:
         while a commit waits for the disk, the next batch gathers by itself."""
-        while self._gather():
-            count = min(BATCH_MAX, len(self._items))
-            yield [self._items.popleft() for _ in range(count)]
-
-    def _gather(self) -> bool:
-        """Wait for one item, and take what else there is. Are there any?"""
         while True:
             while self._frames:
-                self._items.extend(read_items(self._frames.popleft()))
-            if self._items or self._is_over:
-                return bool(self._items)
-            self._receive()
+                self._items += read_items(self._frames.popleft())
+            if self._items:
+                batch, self._items = self._items[:BATCH_MAX], self._items[BATCH_MAX:]
+                yield batch
+            elif self._is_over:
+                return
+            else:
+                self._receive()
 
     def _receive(self) -> None:
         try:
@@ -124,14 +122,17 @@ class _Arriving:
 
 
 def _answered(answers: Answers) -> Answered:
+    if not any(answers):
+        return Answered(len(answers))
     refused = {at: failure_of(error) for at, error in enumerate(answers) if error is not None}
     return Answered(len(answers), refused)
 
 
 def _say(wire: socket.socket, message: FromWriter) -> None:
-    """Nobody may be there to hear it any more."""
-    with suppress(OSError):
+    try:
         wire.sendall(packed(message))
+    except OSError:
+        return  # nobody is there to hear it any more
 
 
 def _wall_ms() -> int:

@@ -14,7 +14,7 @@ socket. `ledger_child` and the gateway's end share it; nobody else can reach it.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import msgspec
 from msgspec import Struct
@@ -113,17 +113,18 @@ class FrameReader:
     def __init__(self) -> None:
         self._rest = bytearray()
 
-    def feed(self, data: bytes) -> Iterator[bytes]:
+    def feed(self, data: bytes) -> list[bytes]:
         """The frames that are whole by now. O(bytes)."""
         rest, at, size = self._rest, 0, _LENGTH.size
         if not rest and len(data) >= size and _LENGTH.unpack_from(data)[0] == len(data) - size:
-            yield data[size:]  # nearly always: one, and whole
-            return
+            return [data[size:]]  # nearly always: one, and whole
         rest += data
+        frames = []
         while len(rest) - at >= size:
             end = at + size + _LENGTH.unpack_from(rest, at)[0]
             if end > len(rest):
                 break
-            yield bytes(rest[at + size : end])
+            frames.append(bytes(rest[at + size : end]))
             at = end
         del rest[:at]
+        return frames

@@ -12,7 +12,7 @@ from collections.abc import Callable, Container, Sequence
 from contextlib import suppress
 from functools import cache
 
-from tenancy.bookkeeping import Books, Hold, Item, NamedEntry, entry_in
+from tenancy.bookkeeping import Books, Hold, Item, NamedEntry
 from tenancy.breaches import credit_breaches
 from tenancy.errors import (
     ConstraintBroken,
@@ -143,8 +143,8 @@ class LedgerWriter:
     def _apply(self, items: Sequence[Item]) -> Answers:
         with self._store.change() as db:
             answers = self._books.apply(db, items)
-            entries = [entry for item in items if (entry := entry_in(item)) is not None]
-            credit_breaches(db, self._clock, entries)
+            if self._books.breached:
+                credit_breaches(db, self._clock(), self._books.breached)
         self._books.keep(db)
         return answers
 

@@ -106,5 +106,7 @@ def marks(count: int) -> str:
 
 def filled_up(asked: Sequence[T]) -> list[T]:
     """The last repeated up to a power of two, so that lists of marks are of few lengths."""
+    if len(asked) == 1:
+        return list(asked)
     missing = (1 << (len(asked) - 1).bit_length()) - len(asked)
     return [*asked, *[asked[-1]] * missing]

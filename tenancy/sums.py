@@ -34,29 +34,28 @@ class Sums:
     """What the entries of one transaction add, in few writes."""
 
     def __init__(self) -> None:
-        self._of: dict[tuple[int, int, int, str, str], list[Sequence[int]]] = {}
-        self._last_ended_ms: dict[str, int] = {}
+        self._of: dict[tuple[int, int, int, str, str], list[UsageEntry]] = {}
 
     def add(self, entry: UsageEntry, booked_ms: int) -> None:
         """One more."""
-        epoch, ended_ms = entry.epoch, entry.ended_ms
-        if ended_ms >= self._last_ended_ms.get(epoch, ended_ms):
-            self._last_ended_ms[epoch] = ended_ms
         hour_ms = booked_ms - booked_ms % HOUR_MS
-        which = (entry.tenant_id, hour_ms, entry.key_id, entry.model, epoch)
-        sums = self._of.get(which)
-        if sums is None:
-            self._of[which] = [sums_of(entry)]
+        which = (entry.tenant_id, hour_ms, entry.key_id, entry.model, entry.epoch)
+        entries = self._of.get(which)
+        if entries is None:
+            self._of[which] = [entry]
         else:
-            sums.append(sums_of(entry))
+            entries.append(entry)
 
     def write(self, db: Transaction) -> None:
         """A row for each kind of them."""
-        last = self._last_ended_ms
         rows: list[tuple[Value, ...]] = []
-        for which, many in self._of.items():
-            sums = many[0] if len(many) == 1 else map(sum, zip(*many, strict=True))
-            rows.append((*which, *sums, last[which[4]]))
+        for which, entries in self._of.items():
+            if len(entries) == 1:
+                (entry,) = entries
+                rows.append((*which, *sums_of(entry), entry.ended_ms))
+            else:
+                sums = map(sum, zip(*map(sums_of, entries), strict=True))
+                rows.append((*which, *sums, max([entry.ended_ms for entry in entries])))
         db.execute_many(_ADD, rows)
 
 

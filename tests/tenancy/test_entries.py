@@ -22,7 +22,7 @@ def test_each_entry_is_chained_to_the_one_before(store: Store, ledger: Ledger, w
     changed = [*rows[0][:-1]]
     changed[ENTRY_FIELDS.index("charge_pico")] = 7
     assert chained(b"", changed) != rows[0][-1]
-    assert tuple(rows[0][:-1]) == entry_row(used("a", wall()), wall())
+    assert list(rows[0][:-1]) == entry_row(used("a", wall()), wall())
 
 
 def test_settling_again_leaves_the_chain_and_the_sums(
