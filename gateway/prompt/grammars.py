@@ -13,7 +13,7 @@ from engine.api import Grammar
 from gateway.dialects.canonical import OutputFormat, Prompt, Tool
 from gateway.errors import Kind, Refusal
 from gateway.prompt.json_text import schema_of
-from gateway.prompt.patterns import without_unheld
+from gateway.prompt.patterns import as_held
 from gateway.prompt.tools import ToolStyle
 
 _OPTIONS = {
@@ -82,10 +82,9 @@ def offered(prompt: Prompt) -> tuple[Tool, ...]:
 def _checked(wanted: OutputFormat) -> Grammar | None:
     if wanted.kind == "json_schema":
         schema = schema_of(wanted.schema, wanted.path)
-        if wanted.strict:
-            return Grammar("json_schema", wanted.schema)
-        held = without_unheld(schema)
-        return Grammar("lenient_json_schema", wanted.schema if held is schema else _text(held))
+        held = as_held(schema, strict=wanted.strict)
+        text = wanted.schema if held is schema else _text(held)
+        return Grammar("json_schema" if wanted.strict else "lenient_json_schema", text)
     return Grammar("json_object") if wanted.kind == "json_object" else None
 
 
@@ -176,9 +175,8 @@ class _Lark:
 
 def _schema(text: str, path: str, *, strict: bool) -> str:
     schema = schema_of(text, path)
-    if strict:
-        return _text({**schema, "x-guidance": _OPTIONS})
-    return _text({**without_unheld(schema), "x-guidance": _LENIENT_OPTIONS})
+    options = _OPTIONS if strict else _LENIENT_OPTIONS
+    return _text({**as_held(schema, strict=strict), "x-guidance": options})
 
 
 def _text(schema: Mapping[str, object]) -> str:
