@@ -287,8 +287,6 @@ class SocketEngine(Connection, asyncio.Protocol):
         self._decoder = downward_decoder()
         self._frames = 0
         self._unsent: list[bytes] = []
-        self._in_turn = 0  # posted during this turn of the loop
-        self._is_sparse = True  # that was one command, the last time there was any
         self._welcome: asyncio.Future[EngineInfo] = self._loop.create_future()
         self._ended: asyncio.Future[None] = self._loop.create_future()
         self._transport: asyncio.Transport | None = None
@@ -314,8 +312,9 @@ class SocketEngine(Connection, asyncio.Protocol):
         """See `Connection.post`. Raises EngineUnavailable if the engine has stopped reading, but
         for what ends a request: whoever gives one up has to learn what it has used.
 
-        Where commands come one by one each leaves at once: the engine works while the turn goes on.
-        Where many come, those of a turn leave in one write at its end, which costs more than they.
+        For a request alone it leaves at once: the engine works while the turn of the loop goes on.
+        Where there are more, what is posted in one turn leaves in one write, at its end: a write
+        costs more than all else that is done to a command.
         """
         transport = self._transport
         if transport is None or transport.is_closing():
@@ -323,17 +322,11 @@ class SocketEngine(Connection, asyncio.Protocol):
         is_full = transport.get_write_buffer_size() > UNSENT_BYTES_MAX
         if is_full and not isinstance(command, Cancel | EndSample | Drain):
             raise EngineUnavailable("queue_full", "The engine does not keep up with its requests.")
-        if not self._in_turn:
-            self._loop.call_soon(self._end_turn)
-        self._in_turn += 1
+        if not self._unsent:
+            self._loop.call_soon(self._send)
         self._unsent.append(encode(command))
-        if self._is_sparse and self._in_turn == 1:
+        if len(self._streams) < 2:
             self._send()
-
-    def _end_turn(self) -> None:
-        self._is_sparse = self._in_turn == 1
-        self._in_turn = 0
-        self._send()
 
     def _send(self) -> None:
         unsent, self._unsent = self._unsent, []

@@ -40,6 +40,7 @@ _SIGNS = 43
 _KEY = re.compile(f"{PREFIX}[{_ALPHABET}]{{{_SIGNS}}}")
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 _FREE = Limits()
+_SHA256 = hashlib.sha256()
 
 
 class Key(Struct, frozen=True):
@@ -63,7 +64,9 @@ class Key(Struct, frozen=True):
 
 def digest_of(key: str) -> bytes:
     """What is stored of a key."""
-    return hashlib.sha256(key.encode(errors="surrogatepass")).digest()
+    digest = _SHA256.copy()  # made anew, the library looks for its algorithm first
+    digest.update(key.encode(errors="surrogatepass"))
+    return digest.digest()
 
 
 def is_key(text: str) -> bool:
