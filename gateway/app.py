@@ -7,7 +7,6 @@ product: a data directory, a model, an engine process, and an end by SIGTERM tha
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 import secrets
 import signal
@@ -48,6 +47,7 @@ from gateway.handlers import (
     own,
     responses,
 )
+from gateway.heap import settle_heap
 from gateway.late_holds import LateHolds
 from gateway.ledger_door import LedgerDoor, LedgerHere
 from gateway.ledger_link import LedgerLink
@@ -77,8 +77,6 @@ from tenancy.types import WallClock
 KEY_FILE = "default.key"
 ADMIN_KEY_FILE = "admin.key"
 RANDOM_BYTES, IDS_AT_ONCE = 10, 128
-YOUNG_OBJECTS_MAX = 10_000
-"""So many more than went since the last look, before the garbage collector looks at the young."""
 
 
 class RequestIds:
@@ -277,15 +275,6 @@ def open_tracer(config: Config, log: Log) -> Tracer | None:
         parse_address(config.server.listen, "server.listen"),
         metadata.version("trunkline"),
     )
-
-
-def settle_heap() -> None:
-    """What is there by now stays for as long as this process lives: the garbage collector need not
-    look at it again, nor at each few hundred objects of the answers on their way. Nearly all of
-    them go without it; looking took 7 % of a tiny answer. Takes a tenth of a second."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(YOUNG_OBJECTS_MAX, *gc.get_threshold()[1:])
 
 
 def prepare_data_dir(config: Config) -> None:

@@ -20,8 +20,9 @@ from msgspec import Struct
 from engine.model_store import load_card
 from engine.supervisor import EngineSupervisor
 from gateway.analytics import Analytics, Facts
-from gateway.app import Gateway, connect, settle_heap
+from gateway.app import Gateway, connect
 from gateway.config import Config, LimitsConfig, LogConfig, ServerConfig
+from gateway.heap import settle_heap
 from gateway.ledger_link import LedgerLink
 from gateway.log_lines import LogLines
 from gateway.metering import wall_ms
