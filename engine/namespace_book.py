@@ -20,7 +20,7 @@ class NamespaceBook:
 
     def __init__(self) -> None:
         self._now: dict[Namespace, NamespaceStats] = {}
-        self._before: dict[str, dict[Namespace, NamespaceStats | None]] = {}
+        self._before: dict[object, dict[Namespace, NamespaceStats | None]] = {}
 
     def __len__(self) -> int:
         return len(self._now)
@@ -38,7 +38,7 @@ class NamespaceBook:
             for noted in self._before.values():
                 noted.setdefault(name, before)
 
-    def take_changes(self, reader: str) -> list[Change]:
+    def take_changes(self, reader: object) -> list[Change]:
         """All that has changed since the reader's last call; with its first, all there is, and
         nothing is kept for it before. O(changed)."""
         noted = self._before.get(reader)

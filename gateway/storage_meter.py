@@ -56,7 +56,7 @@ class StorageMeter:
             self._book = book
             self._move({key: -tokens for key, tokens in self._held.items()})
         if book is not None:
-            self._move(held_more(book.take_changes("meter"), block_size))
+            self._move(held_more(book.take_changes(self), block_size))
 
     def take(self) -> dict[Key, int]:
         """Whole token-seconds between the last look and the last call."""

@@ -84,6 +84,16 @@ def test_another_engine_holds_nothing_of_what_the_last_one_held() -> None:
     assert meter.take() == {(1, BEST_EFFORT): 800, (2, BEST_EFFORT): 160 + 32}
 
 
+def test_a_meter_beside_another_misses_nothing() -> None:
+    """What one has been told, the other has still to be told."""
+    book, meters = told(NamespaceBook(), t1=5), (StorageMeter(), StorageMeter())
+    for now_s in (0, 10):
+        for meter in meters:
+            meter.look(book, 16, now_s * NANO)
+
+    assert [meter.take() for meter in meters] == [{(1, BEST_EFFORT): 800}] * 2
+
+
 happenings = st.tuples(
     st.integers(1, 3),
     st.sampled_from(["", "1h"]),
