@@ -6,7 +6,6 @@ A test here adds what only its own story promises.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,7 +18,6 @@ from engine.api import (
     LeaseRequest,
     Peek,
     Quota,
-    Request,
     Retention,
     Sampling,
 )
@@ -28,47 +26,13 @@ from engine.errors import InvariantViolation
 from engine.plan import StepPlan, StepResult
 from engine.scheduler import Slice
 from tests.checkers import World
-
-CONFIG = EngineConfig(step_tokens_max=64, prefill_chunk_tokens_max=32, sequences_max=8)
-GREEDY = Sampling(temperature=0)
-PROMPT = (0, 1, 1, 0, 1, 0, 0, 1, 1)
+from tests.engine.small_worlds import PROMPT, ask, finished, make_world, run
 
 
 @pytest.fixture(params=[1, 2])
 def world(request: pytest.FixtureRequest) -> World:
     """An engine of 16 blocks of 4, stepped one by one and with one step in flight."""
     return make_world(request.param)
-
-
-def make_world(depth: int, *, blocks: int = 16, config: EngineConfig = CONFIG) -> World:
-    return World(config, blocks=blocks, block_size=4, depth=depth, context_tokens=48)
-
-
-def ask(name: str = "r", tokens: tuple[int, ...] = PROMPT, **wanted: Any) -> Request:
-    settings: dict[str, Any] = {
-        "request_id": name,
-        "tokens": tokens,
-        "max_tokens": 4,
-        "grant": CacheGrant(b"n"),
-        "sampling": GREEDY,
-    }
-    return Request(**(settings | wanted))
-
-
-def finished(world: World, name: str = "r") -> Finished:
-    final = world.streams[name].finished
-    assert final is not None
-    return final
-
-
-def run(world: World, *requests: Request) -> list[Finished]:
-    for request in requests:
-        world.submit(request)
-    world.settle()
-    return [finished(world, request.request_id) for request in requests]
-
-
-# -- admission --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -426,7 +390,7 @@ def test_memory_promised_to_others_fails_the_head_instead_of_spinning(world: Wor
     assert endings[1].code == "kv_promised"
 
 
-# -- housekeeping -----------------------------------------------------------------------------
+# -- what is asked beside requests ---------------------------------------------------------------
 
 
 def test_peek_says_what_a_request_would_find(world: World) -> None:
@@ -456,85 +420,6 @@ def test_erased_words_do_not_come_back_with_whoever_waited(world: World) -> None
     world.settle()
 
     assert world.core.peek(Peek(1, b"n", PROMPT)).cached_tokens == 0
-
-
-def test_idle_steps_expire_and_check() -> None:
-    """A limit ends on time in an engine that nobody talks to, and each idle second is recounted."""
-    world = make_world(1)
-    lease = LeaseRequest(8, Retention("brief", limit_s=10.0))
-    run(world, ask(grant=CacheGrant(b"n", leases=(lease,))))
-    cached = world.core.stats().cached_blocks
-    world.clock.advance(11.0)
-    world.core.step()
-
-    assert cached > 0
-    assert world.core.stats().cached_blocks == 0
-
-
-def test_the_cache_is_recounted_once_it_is_idle() -> None:
-    """After a second without work, and not every second: a large pool takes a while to count."""
-    world = make_world(1)
-    run(world, ask())
-    recounts: list[int] = []
-
-    def recount() -> Iterator[None]:
-        for _ in range(2):
-            yield
-        recounts.append(1)
-
-    world.cache.recount = recount  # type: ignore[method-assign]
-    for _ in range(9):
-        world.clock.advance(0.5)
-        world.core.step()
-
-    assert len(recounts) == 1
-
-
-def recounting(world: World) -> Iterator[int]:
-    """Pieces of recounts, as they are asked for."""
-    pieces: list[int] = []
-
-    def recount() -> Iterator[None]:
-        while True:
-            pieces.append(1)
-            yield
-
-    world.cache.recount = recount  # type: ignore[method-assign]
-    world.cache.check = lambda: None  # type: ignore[method-assign]
-    while True:
-        world.step()
-        yield len(pieces)
-
-
-def test_a_recount_waits_while_there_is_work_and_then_goes_on() -> None:
-    """Whoever comes to an engine that looks itself over waits for one piece of it, not for all."""
-    world = make_world(1)
-    run(world, ask("a"))
-    pieces = recounting(world)
-    next(pieces)
-    world.clock.advance(1.0)
-
-    assert [next(pieces), next(pieces)] == [1, 2]
-    goes_on = [world.core.is_recounting]
-    world.submit(ask("b"))
-    assert [next(pieces), next(pieces)] == [2, 2]
-    goes_on.append(world.core.is_recounting)
-    assert goes_on == [True, False]
-    world.settle()
-    next(pieces)
-    world.clock.advance(1.0)
-    assert [next(pieces), next(pieces)] == [3, 4]
-
-
-def test_an_engine_that_never_rests_is_recounted_beside_its_work() -> None:
-    """A piece at each step, once it has gone without for `check_interval_s`."""
-    world = make_world(1)
-    world.submit(ask("a"))
-    pieces = recounting(world)
-    assert next(pieces) == 0
-    world.clock.advance(world.config.check_interval_s)
-
-    assert [next(pieces), next(pieces)] == [1, 2]
 
 
 def test_stats_count_what_was_done(world: World) -> None:

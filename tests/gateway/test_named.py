@@ -12,7 +12,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from aiohttp import ClientResponse
 
 from gateway.config import IdempotencyConfig
 from gateway.erasure import Target, erase
@@ -22,58 +21,18 @@ from tenancy.idempotency import Claim
 from tenancy.keys import create_key
 from tenancy.registry import change_tenant, set_status
 from tests.gateway.house import House, parse_events, read_answer
+from tests.gateway.naming import (
+    CHAT,
+    DIALECTS,
+    MESSAGES,
+    asked,
+    code_of,
+    endings,
+    kept,
+    send,
+)
 
-MESSAGES = [{"role": "user", "content": "hello"}]
-CONTENTS = {"contents": [{"role": "user", "parts": [{"text": "hello"}]}]}
-CHAT = "/v1/chat/completions"
-DIALECTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "chat": (CHAT, {"messages": MESSAGES, "max_tokens": 8}),
-    "completions": ("/v1/completions", {"prompt": "hello", "max_tokens": 8}),
-    "responses": ("/v1/responses", {"input": "hello", "max_output_tokens": 8}),
-    "messages": ("/v1/messages", {"messages": MESSAGES, "max_tokens": 8}),
-}
-GEMINI = "/v1beta/models/{}:{}"
 HELD_STEPS = 12
-
-
-def asked(house: House, dialect: str, is_stream: bool) -> tuple[str, dict[str, Any]]:
-    """(path, body) of a small request."""
-    if dialect == "gemini":
-        action = "streamGenerateContent?alt=sse" if is_stream else "generateContent"
-        return GEMINI.format(house.model, action), CONTENTS
-    path, body = DIALECTS[dialect]
-    return path, {"model": house.model, "stream": is_stream, **body}
-
-
-async def send(
-    house: House, name: str | None, body: object, path: str = CHAT, who: str = "ada", **headers: str
-) -> tuple[int, bytes, ClientResponse]:
-    """One request under a name: (status, bytes, response)."""
-    sent = {**house.headers(who), "Content-Type": "application/json", **headers}
-    if name is not None:
-        sent["Idempotency-Key"] = name
-    data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    async with house.session.post(house.url + path, data=data, headers=sent) as response:
-        return response.status, await response.read(), response
-
-
-def kept(house: House) -> list[tuple[str, bool, bool]]:
-    """(name, has it ended, has it a body) of all that is kept."""
-    return [
-        (row[0], bool(row[1]), bool(row[2]))
-        for row in house.store.query(
-            "select name, until_ms is not null, body is not null from named_requests order by name"
-        )
-    ]
-
-
-def endings(house: House) -> list[str]:
-    return [entry[0] for entry in house.entries()]
-
-
-def code_of(answer: bytes) -> str:
-    """OpenAI's dialect's."""
-    return str(json.loads(answer)["error"]["code"])
 
 
 @pytest.fixture
@@ -112,50 +71,6 @@ async def test_the_same_request_is_answered_the_same(
     await house.check_quiet()
     assert [line["ending"] for line in house.lines] == ["done", "replayed"]
     assert b"hello" not in json.dumps(house.lines).encode()
-
-
-def cached_content(house: House, **fields: str) -> dict[str, Any]:
-    text = {"parts": [{"text": "Of this there is enough to be kept. " * 8}], "role": "user"}
-    return {"model": f"models/{house.model}", "contents": [text], "ttl": "300s", **fields}
-
-
-async def test_a_cached_content_is_made_once(house: House) -> None:
-    """Two would be two bills for storage. Another one under the name is another request."""
-    body, path = cached_content(house), "/v1beta/cachedContents"
-    first, one, _ = await send(house, "a", body, path)
-    again, two, after = await send(house, "a", body, path)
-    other, refused, _ = await send(house, "a", cached_content(house, ttl="301s"), path)
-    _, unnamed, _ = await send(house, None, body, path)
-
-    assert (first, again, other) == (200, 200, 409)
-    assert one == two != unnamed
-    assert after.headers["Idempotency-Replayed"] == "true"
-    assert json.loads(refused)["error"]["status"] == "ABORTED"
-    assert house.store.query("select count(*) from cached_contents") == [(2,)]
-    assert endings(house) == ["done", "done"]
-    await house.check_quiet()
-
-
-async def test_a_cached_content_is_kept_for_a_client_that_left(house: House) -> None:
-    """It comes back for it; one without a name leaves nothing behind."""
-    body, path = json.dumps(cached_content(house)).encode(), "/v1beta/cachedContents"
-    for name in ("Idempotency-Key: n", "X-Other: n"):
-        house.runner.hold_after(0)
-        async with house.connection() as (_, writer):
-            writer.write(house.post(path, body, name))
-            await house.until(lambda: house.runner.is_held)
-            writer.transport.abort()
-        await house.ask("/healthz", method="GET", who=None)  # the server knows it by then
-        house.runner.release()
-        await house.check_quiet()
-    status, answer, response = await send(house, "n", body, path)
-    name = json.loads(answer)["name"].removeprefix("cachedContents/")
-    left = "select resource_id from cached_contents where ended_ms is null"
-    await house.until(lambda: house.store.query(left) == [(name,)])
-
-    assert (status, response.headers["Idempotency-Replayed"]) == (200, "true")
-    assert sorted(endings(house)) == ["cancelled", "done"]
-    await house.check_quiet()
 
 
 async def test_without_a_name_nothing_is_kept(house: House) -> None:

@@ -1,0 +1,49 @@
+"""Engines of a few blocks over the token oracle, and small things asked of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engine.api import (
+    CacheGrant,
+    Finished,
+    Request,
+    Sampling,
+)
+from engine.config import EngineConfig
+from tests.checkers import World
+
+CONFIG = EngineConfig(step_tokens_max=64, prefill_chunk_tokens_max=32, sequences_max=8)
+GREEDY = Sampling(temperature=0)
+PROMPT = (0, 1, 1, 0, 1, 0, 0, 1, 1)
+
+
+def make_world(depth: int, *, blocks: int = 16, config: EngineConfig = CONFIG) -> World:
+    return World(config, blocks=blocks, block_size=4, depth=depth, context_tokens=48)
+
+
+def ask(name: str = "r", tokens: tuple[int, ...] = PROMPT, **wanted: Any) -> Request:
+    settings: dict[str, Any] = {
+        "request_id": name,
+        "tokens": tokens,
+        "max_tokens": 4,
+        "grant": CacheGrant(b"n"),
+        "sampling": GREEDY,
+    }
+    return Request(**(settings | wanted))
+
+
+def finished(world: World, name: str = "r") -> Finished:
+    final = world.streams[name].finished
+    assert final is not None
+    return final
+
+
+def run(world: World, *requests: Request) -> list[Finished]:
+    for request in requests:
+        world.submit(request)
+    world.settle()
+    return [finished(world, request.request_id) for request in requests]
+
+
+# -- admission --------------------------------------------------------------------------------
