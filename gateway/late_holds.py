@@ -48,6 +48,7 @@ class LateHolds:
         self._is_ticking = False
         self._firsts = 0  # how many want holds to come first
         self._has_looked = False  # in this turn of the loop
+        self._as_written: asyncio.Future[None] | None = None  # one for all that may wait
 
     @property
     def found_epoch(self) -> LedgerEpoch | None:
@@ -76,13 +77,16 @@ class LateHolds:
 
     def write(self, item: Item) -> asyncio.Future[None]:
         """See `LedgerDoor`. A hold on which nothing hangs is as good as written at once."""
-        if isinstance(item, Hold):
+        if isinstance(item, UsageEntry):
+            self._forget(item.request_id)
+        elif isinstance(item, Hold):
             if self._may_wait(item):
                 self._young[item.request_id] = item
-                self._tick_later()
-                return _done()
-        elif isinstance(item, UsageEntry):
-            self._forget(item.request_id)
+                if not self._is_ticking:
+                    self._tick_later()
+                if self._as_written is None:
+                    self._as_written = _done()
+                return self._as_written
         elif isinstance(item, NamedEntry):
             self._forget(item.entry.request_id)
         return self._door.write(item)
@@ -141,9 +145,8 @@ class LateHolds:
             self._old.pop(request_id, None)
 
     def _tick_later(self) -> None:
-        if not self._is_ticking:
-            self._is_ticking = True
-            (self._call_later or asyncio.get_running_loop().call_later)(LATE_S, self._tick)
+        self._is_ticking = True
+        (self._call_later or asyncio.get_running_loop().call_later)(LATE_S, self._tick)
 
     def _tick(self) -> None:
         self._is_ticking = False
