@@ -57,15 +57,16 @@ class DeviceAttention:
         multiprocessors = 4
         if device.type == "cuda":
             multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+        rows = PART_ROWS if device.type == "cuda" else 16 * tokens_max
         self.planner = Planner(
             kv_heads=config.kv_heads,
             heads_per_group=config.heads // config.kv_heads,
             block_size=self.size,
             multiprocessors=multiprocessors,
             chunk_keys=chunk_keys,
+            part_rows=rows,
         )
         self.work = WorkList((WIDE, BIG, SMALL), multiprocessors, tokens_max, 16_384, device)
-        rows = PART_ROWS if device.type == "cuda" else 16 * tokens_max
         self.parts = Parts(1, rows, config.heads, config.head_dim, device)
         self.part_rows = rows
         self.scratch = self.parts
@@ -95,7 +96,8 @@ class DeviceAttention:
         self.plan = self.planner.plan(slices, np.array(flat, np.int32).reshape(-1, 4))
         total = int(rows.sum())
         self.scratch = self.parts
-        if self.plan.parts_max * total > self.part_rows:  # a long prompt in many chunks
+        if self.plan.parts_max > 1 and self.plan.parts_max * total > self.part_rows:
+            assert self.planner.chunk_keys, "spans are cut to fit, only chunks are where they are"
             self.scratch = Parts(self.plan.parts_max, total, self.heads, self.dim, self.kv.device)
         self.work.load(self.plan)
         self._key, self._age = key, 0

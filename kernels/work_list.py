@@ -109,7 +109,7 @@ class Planner:
     keys a program and from `beside_share_min` of own keys' time in shared keys'.
     `parts_max`: nor into more parts than the merge is worth. `chunk_keys` > 0: batch-invariant.
     `group_keys_min`: a shorter group is left to the rows below it. `part_rows`: rows times parts
-    that there is scratch memory for; own keys are cut no finer than that allows.
+    that there is scratch memory for; without chunks nothing is cut finer than that allows.
     """
 
     kv_heads: int
@@ -143,9 +143,8 @@ class Planner:
         cutter.cut(groups)
         parts_of_row = np.repeat(cutter.parts, slices.rows).astype(np.int32)
         work = tuple(self._units(config, cutter.tiles(config)) for config in (WIDE, BIG, SMALL))
-        return HostPlan(
-            work, parts_of_row, int(cutter.parts.max(initial=1)), cutter.is_side_by_side
-        )
+        most = int(cutter.parts.max(initial=1))
+        return HostPlan(work, parts_of_row, most, cutter.is_side_by_side)
 
     def _units(self, config: TileConfig, tiles: Int32) -> TileWork:
         """Tiles [n, 8] to units over KV heads, longest first.
@@ -239,10 +238,8 @@ class _Cutter(ABC):
             keys = -1 if k == spans - 1 else min(width, start - begin)
             offset = self.offsets[i] + begin // self.planner.block_size
             direct = int(base + spans == 1)
-            self.add(
-                config, self.row_edges[i], rows, offset, begin, keys, base + k, direct,
-                start - begin,
-            )  # fmt: skip
+            span = (self.row_edges[i], rows, offset, begin, keys, base + k, direct, start - begin)
+            self.add(config, *span)
 
     def class_of(self, rows: int) -> TileConfig:
         """The tile class for a slice's own keys: by how many rows it has."""
@@ -275,25 +272,27 @@ class _SpanCutter(_Cutter):
 
     def cut(self, groups: Int32) -> None:
         p = self.planner
-        n = len(self.slices.rows)
-        own_block = np.zeros(n, np.int32)
-        base = np.zeros(n, np.int32)
+        own_block, base = np.zeros_like(self.slices.rows), np.zeros_like(self.slices.rows)
+        room = max(1, p.part_rows // max(1, self.row_edges[-1]))
         kept = [g for g in groups.tolist() if self._worth(g)]
         self.is_side_by_side = self._keeps_company(kept)
         config = self._class_of_groups(kept)
         spans_of = self._group_spans(kept, config)
-        for (a, b, _, end_block), spans in zip(kept, spans_of, strict=True):
+        for (a, b, _, end_block), wanted in zip(kept, spans_of, strict=True):
+            part = int(base[a])
+            spans = min(wanted, room - 1 - part)  # One is for the rows' own keys.
+            if spans < 1:
+                continue  # So deep in the tree few rows share it, and each can read it.
             # Where a group above was left out its keys are this one's to read as well.
             first, end = int(own_block[a]) * p.block_size, end_block * p.block_size
             width = int(_round_up(-(-(end - first) // spans), config.keys))
-            part = int(base[a])
             for key in range(first, end, width):
                 self.add_group(config, a, b, key, min(width, end - key), part)
                 part += 1
             base[a:b] = part
             own_block[a:b] = end_block
         first_key = own_block * p.block_size
-        spans_own = self._own_spans(first_key)
+        spans_own = self._own_spans(first_key, room - np.maximum(base, p.parts_max))
         self.parts = base + spans_own
         self.add_own(first_key, spans_own, base)
 
@@ -351,7 +350,7 @@ class _SpanCutter(_Cutter):
         span = max(least, int(load))
         return [min(p.parts_max - 1, max(1, round(k / span))) for k in keys]
 
-    def _own_spans(self, first_key: Int32) -> Int32:
+    def _own_spans(self, first_key: Int32, room: Int32) -> Int32:
         """Own keys are cut when there are too few units to fill the grid, or one is very long."""
         p, slices = self.planner, self.slices
         total = slices.starts + slices.rows - first_key
@@ -362,8 +361,7 @@ class _SpanCutter(_Cutter):
         by_fill = np.minimum(fill, np.maximum(1, total // p.own_span_keys_min))
         load = max(p.own_span_keys_target, int(total.sum()) * p.kv_heads // programs)
         by_length = -(-total // (2 * load))
-        room = p.part_rows // max(1, int(slices.rows.sum())) - p.parts_max
-        spans = np.clip(np.maximum(by_fill, by_length), 1, max(1, min(64, room)))
+        spans = np.clip(np.maximum(by_fill, by_length), 1, np.clip(room, 1, 64))
         # A prefill slice is cut only before its start; the causal rest is the last span.
         before = slices.starts - first_key
         spans = np.where(slices.rows > 1, np.where(before >= 2048, np.minimum(spans, 2), 1), spans)

@@ -360,3 +360,35 @@ def test_few_rows_are_cut_finely_enough_to_keep_the_device_busy(rows: int, parts
     plan = planner.plan(slices, np.zeros((0, 4), np.int32))
 
     assert plan.parts_max == parts
+
+
+@pytest.mark.parametrize("part_rows", [0, 64, 256, 1024, 65_536])
+@pytest.mark.parametrize("seed", range(6))
+def test_parts_fit_the_memory_that_there_is_for_them(seed: int, part_rows: int) -> None:
+    """Every level of a tree is a part more for the rows below. What there is no room for they read
+    themselves: memory taken within a step can be refused, and then the step fails."""
+    slices, groups = random_tree(seed)
+    planner = Planner(
+        kv_heads=2, heads_per_group=4, block_size=SIZE, multiprocessors=4,
+        span_keys_min=128, own_span_keys_target=256, part_rows=part_rows,
+    )  # fmt: skip
+
+    plan = planner.plan(slices, groups)
+
+    check_plan(plan, slices, planner)
+    assert plan.parts_max == 1 or plan.parts_max * len(plan.parts_of_row) <= part_rows
+
+
+@pytest.mark.parametrize("levels", [4, 6, 7, 12, 40])
+def test_the_longest_step_over_a_deep_tree_takes_no_memory(levels: int) -> None:
+    """128 prompts of 64 tokens, and as many that decode, below so many turns of a conversation:
+    from the seventh on each row would have more parts than there is room for."""
+    planner = Planner(kv_heads=8, heads_per_group=4, block_size=SIZE, multiprocessors=132)
+    groups = [(0, 256 - 2 * level, 80 * level, 80 * level + 80) for level in range(levels)]
+    rows = np.array([64, 1] * 128, np.int32)
+    starts = np.full(256, levels * 80 * SIZE + 100, np.int32)
+    slices = Slices(rows, starts, np.arange(256, dtype=np.int32) * 8192)
+
+    plan = planner.plan(slices, np.array(groups, np.int32))
+
+    assert min(levels, 6) < plan.parts_max <= planner.part_rows // int(rows.sum())
