@@ -90,13 +90,14 @@ class Scheduler:
         """The slices of one step; pins, allocates, evicts and preempts as it must."""
         slices: dict[int, Slice] = {}
         budget = self.config.step_tokens_max
-        for sequence in sorted(self.running, key=lambda s: s.rank):
+        ranked = sorted(self.running, key=lambda s: s.rank)
+        for sequence in ranked:
             if budget > 0 and sequence.is_decoding and sequence.wants_row:
                 budget -= self._decode(sequence, slices, now_s)
         prefilling = [s for s in self.running if s.wants_row and not s.is_decoding]
         full: set[Payer] = set()
-        is_full = False
-        for sequence in self.line.in_order(prefilling):
+        is_full = self._is_house_full(ranked)
+        for sequence in self.line.in_order(prefilling, only=is_full):
             if budget <= 0:
                 break
             payer = sequence.work.request.grant.payer
@@ -238,6 +239,13 @@ class Scheduler:
         self.line.remove(sequence)
         self.running.add(sequence)
         return True
+
+    def _is_house_full(self, ranked: list[Sequence]) -> bool:
+        """Is every place taken, and by nobody who would give it up? However many wait, that is
+        seen at once."""
+        if not ranked or self.running.places < self.config.sequences_max:
+            return False
+        return self.line.priority_max <= ranked[-1].work.request.priority
 
     def _has_room(self, sequence: Sequence, found: Found | None) -> bool:
         """Is there a place for all samples it will have, and are there blocks? For these nobody

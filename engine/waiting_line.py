@@ -10,6 +10,7 @@ calls it.
 from __future__ import annotations
 
 import heapq
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
@@ -36,6 +37,7 @@ class WaitingLine:
         self._lines: dict[Payer, SortedList] = {}
         self._places: dict[int, Place] = {}
         self._live: Counter[Payer] = Counter()
+        self._priorities: Counter[int] = Counter()
         self.served: dict[Payer, float] = {}
 
     def __len__(self) -> int:
@@ -72,6 +74,7 @@ class WaitingLine:
         """O(log n)."""
         place = place_of(sequence)
         self._places[sequence.sequence_id] = place
+        self._priorities[sequence.work.request.priority] += 1
         payer = sequence.work.request.grant.payer
         self._lines.setdefault(payer, SortedList(key=lambda e: e[0])).add((place, sequence))
 
@@ -80,21 +83,32 @@ class WaitingLine:
         place = self._places.pop(sequence.sequence_id, None)
         if place is None:
             return False
-        payer = sequence.work.request.grant.payer
+        payer, priority = sequence.work.request.grant.payer, sequence.work.request.priority
+        self._priorities[priority] -= 1
+        if not self._priorities[priority]:
+            del self._priorities[priority]
         line = self._lines[payer]
         line.remove((place, sequence))
         if not line:
             del self._lines[payer]
         return True
 
-    def in_order(self, running: Iterable[Sequence] = ()) -> Iterator[Sequence]:
-        """Each waiting sequence and each of `running` once, best first.
+    @property
+    def priority_max(self) -> float:
+        """The highest of all that wait. O(priorities)."""
+        return max(self._priorities, default=-math.inf)
+
+    def in_order(
+        self, running: Iterable[Sequence] = (), *, only: bool = False
+    ) -> Iterator[Sequence]:
+        """Each waiting sequence and each of `running` once, best first; `only` these, if so.
 
         Counters are read as it goes, so charging what it yields turns the order. What leaves the
         line meanwhile is skipped. O(n) to start, O(log payers) each.
         """
-        lines = {name: [place for place, _ in line] for name, line in self._lines.items()}
-        found = {place: sequence for line in self._lines.values() for place, sequence in line}
+        waiting = {} if only else self._lines
+        lines = {name: [place for place, _ in line] for name, line in waiting.items()}
+        found = {place: sequence for line in waiting.values() for place, sequence in line}
         for sequence in running:
             place = place_of(sequence)
             found[place] = sequence

@@ -13,6 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from engine.api import Quota, Sampling
+from engine.cache import Found, PrefixCache
 from engine.cache.prefix_tree import Node, PrefixTree
 from tests.engine.watched import Watched, tokens
 
@@ -73,6 +74,30 @@ def test_a_warm_prompt_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> Non
 
     assert [world.cached(f"r{index}") >= 28 for index in range(4)] == [True] * 4
     assert walks["warm"] == 4
+
+
+def test_nobody_is_asked_while_every_place_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step is as long with five hundred waiting as with none. Who ranks higher is let in."""
+    world = Watched(sequences_max=2)
+    for index in range(20):
+        world.ask(f"r{index}", tokens(6, index), max_tokens=12)
+    world.step()
+    find, asked = PrefixCache.find, list[bytes]()
+
+    def noted(cache: PrefixCache, namespace: bytes, ids: Sequence[int], now_s: float) -> Found:
+        asked.append(namespace)
+        return find(cache, namespace, ids, now_s)
+
+    monkeypatch.setattr(PrefixCache, "find", noted)
+    for _ in range(5):
+        world.step()
+    while_full = list(asked)
+    world.ask("urgent", tokens(6, 21), max_tokens=1, priority=1, namespace=b"m")
+    world.step()
+
+    assert while_full == []
+    assert asked[0] == b"m"
+    assert "urgent" in world.rows[-1]
 
 
 # -- order ------------------------------------------------------------------------------------
