@@ -39,6 +39,7 @@ class WaitingLine:
         self._live: Counter[Payer] = Counter()
         self._priorities: Counter[int] = Counter()
         self.served: dict[Payer, float] = {}
+        self._idle = SortedList()  # Counters of payers that are not active, the lowest first.
 
     def __len__(self) -> int:
         return len(self._places)
@@ -48,21 +49,24 @@ class WaitingLine:
             yield from (entry[1] for entry in line)
 
     def arrive(self, payer: Payer) -> None:
-        """A request of this payer is in the engine, waiting or running."""
+        """A request of this payer is in the engine, waiting or running. O(active payers)."""
         if self._live[payer] == 0:
+            if payer in self.served:
+                self._idle.remove((self.served[payer], payer))
             lowest = min((self.served[n] for n in self._live if self._live[n]), default=0.0)
             self.served[payer] = max(self.served.get(payer, 0.0), lowest)
         self._live[payer] += 1
 
     def depart(self, payer: Payer) -> None:
-        """It has ended. The counter of an idle payer is kept while others are active."""
+        """It has ended. The counter of an idle payer is kept while it is above those of all that
+        are active. O(active payers), and O(log idle ones) for each that is kept no more."""
         self._live[payer] -= 1
         if self._live[payer] == 0:
             del self._live[payer]
-            lowest = min((self.served[n] for n in self._live), default=None)
-            for name in [n for n in self.served if n not in self._live]:
-                if lowest is None or self.served[name] <= lowest:
-                    del self.served[name]
+            self._idle.add((self.served[payer], payer))
+            lowest = min((self.served[n] for n in self._live), default=math.inf)
+            while self._idle and self._idle[0][0] <= lowest:
+                del self.served[self._idle.pop(0)[1]]
 
     def charge(self, sequence: Sequence, tokens: int) -> None:
         """`tokens` are computed for this sequence's payer."""

@@ -1,0 +1,45 @@
+"""What is remembered of payers: the counters that fairness goes by."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+
+from engine.api import CacheGrant, Request
+from engine.sequence import Sequence, Work
+from engine.waiting_line import WaitingLine
+
+
+def sequence(payer: bytes) -> Sequence:
+    return Sequence(Work(Request("r", (1,), 1, CacheGrant(payer)), 0, 0.0), 0, 0)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_idle_payers_are_remembered_as_long_as_it_matters(seed: int) -> None:
+    """Whoever had more than all that are active must not come back as if it had had nothing; of
+    tens of thousands that have been here nobody else is kept, nor looked at when one goes."""
+    chance, line = random.Random(seed), WaitingLine()
+    live, expected = Counter[bytes](), dict[bytes, float]()
+    for _ in range(400):
+        payer = b"%d" % chance.randrange(12)
+        if live[payer] and chance.random() < 0.4:
+            tokens = chance.randrange(-3, 20)
+            line.charge(sequence(payer), tokens)
+            expected[payer] += tokens
+        elif live[payer] and chance.random() < 0.6:
+            line.depart(payer)
+            live[payer] -= 1
+            lowest = min((expected[p] for p in live if live[p]), default=float("inf"))
+            if not live[payer]:
+                kept = {p: n for p, n in expected.items() if live[p] or n > lowest}
+                expected = kept
+        else:
+            line.arrive(payer)
+            lowest = min((expected[p] for p in live if live[p]), default=0.0)
+            if not live[payer]:
+                expected[payer] = max(expected.get(payer, 0.0), lowest)
+            live[payer] += 1
+
+        assert line.served == expected
