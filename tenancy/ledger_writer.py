@@ -68,7 +68,7 @@ class LedgerWriter:
         self._books = Books(self.writer_id)
         self._doubtful: set[str] = set()  # holds that were refused and may be there
         self._is_damaged = False  # the disk has failed us; check before going on
-        self._has_recent = True  # there may be sums to be moved
+        self._has_recent = False  # there may be sums to be moved
         is_over = cache(store.is_over)
 
         def is_dead(request_id: str, writer_id: int) -> bool:
@@ -79,6 +79,7 @@ class LedgerWriter:
         try:
             self.found_epoch = look_back(store, clock)
             self.interrupted = self._close_holds(is_dead)
+            self._move_all_sums()
             self._keep_point()
         except BaseException:
             store.disclaim()
@@ -122,8 +123,7 @@ class LedgerWriter:
 
     def close(self) -> None:
         """Another may write from now on. Once."""
-        while self._move_sums():
-            pass
+        self._move_all_sums()
         self._keep_point()
         self._store.disclaim()
 
@@ -153,6 +153,10 @@ class LedgerWriter:
         self._kept_ms = self._clock()
         with suppress(StoreError):
             keep_point(self._store, self._clock)
+
+    def _move_all_sums(self) -> None:
+        while self._move_sums():
+            pass
 
     def _move_sums(self) -> bool:
         """A minute's sums go where they stay, some at a time. Are there more?"""

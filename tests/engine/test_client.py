@@ -23,6 +23,7 @@ from engine.api import (
     Sampling,
     Started,
     Stats,
+    Submit,
     Tokens,
     Usage,
 )
@@ -292,13 +293,14 @@ async def test_a_request_alone_leaves_at_once_and_many_of_a_turn_together() -> N
     theirs.setblocking(False)
     engine.data_received(encode(Welcome(info)))
 
-    def sent() -> int:
+    def sent() -> list[str]:
         try:
-            return len(list(upward_decoder().feed(theirs.recv(65_536))))
+            commands = list(upward_decoder().feed(theirs.recv(65_536)))
         except BlockingIOError:
-            return 0
+            return []
+        return [command.request.request_id for command in commands if isinstance(command, Submit)]
 
-    left = []
+    left: list[tuple[list[list[str]], list[str]]] = []
     for number, names in enumerate(("a", "bcd", "e", "f")):
         at_once = []
         for name in names:
@@ -308,10 +310,19 @@ async def test_a_request_alone_leaves_at_once_and_many_of_a_turn_together() -> N
         left.append((at_once, sent()))
         ends = tuple(Finished(name, "done", Usage()) for name in names)
         engine.data_received(encode(Frame(number, number, ends)))
+    for name in "gh":
+        engine.submit(request(name))
     await engine.close()
+    last = sent()
     theirs.close()
 
-    assert left == [([1], 0), ([1, 0, 0], 2), ([1], 0), ([1], 0)]
+    assert left == [
+        ([["a"]], []),
+        ([["b"], [], []], ["c", "d"]),
+        ([["e"]], []),
+        ([["f"]], []),
+    ]
+    assert last == ["g", "h"]  # what was posted before the end still leaves
 
 
 async def test_who_is_cancelled_as_the_answer_comes_is_cancelled(

@@ -6,9 +6,8 @@ import asyncio
 
 import pytest
 
-from engine.api import Cancel, Command, Finished, GetStats, SampledToken, Started, Tokens, Usage
-from engine.client import Bell, RequestStream, SocketEngine
-from engine.frames import upward_decoder
+from engine.api import Cancel, Command, Finished, SampledToken, Started, Tokens, Usage
+from engine.client import Bell, RequestStream
 
 
 class Way:
@@ -146,42 +145,3 @@ async def test_a_cancelled_wait_leaves_the_bell_usable() -> None:
     bell.ring()
 
     assert await again is True
-
-
-class Writer(asyncio.Transport):
-    """A socket that takes everything and counts the writes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.writes: list[bytes] = []
-
-    def get_write_buffer_size(self) -> int:
-        return 0
-
-    def is_closing(self) -> bool:
-        return False
-
-    def write(self, data: bytes | bytearray | memoryview) -> None:
-        self.writes.append(bytes(data))
-
-    def close(self) -> None:
-        pass
-
-
-async def test_commands_of_one_turn_leave_in_one_write_in_order() -> None:
-    """A write costs more than all else that is done to a command."""
-    writer = Writer()
-    engine = SocketEngine()
-    engine.connection_made(writer)
-    commands = [GetStats(number) for number in range(3)]
-    for command in commands:
-        engine.post(command)
-    before = len(writer.writes)
-    await asyncio.sleep(0)
-    engine.post(GetStats(9))
-    await engine.close()  # what was posted before it still leaves
-
-    assert before == 0
-    assert len(writer.writes) == 2
-    sent = list(upward_decoder().feed(b"".join(writer.writes)))
-    assert sent == [*commands, GetStats(9)]
