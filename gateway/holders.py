@@ -26,7 +26,7 @@ class Holders:
     def look(self, book: NamespaceBook | None, owner_of: Callable[[Namespace], int | None]) -> None:
         """At what the engine has told. By another than the last time, nothing of what was is.
         O(namespaces that changed)."""
-        changes = [] if book is None else book.take_changes("holders")
+        changes = [] if book is None else book.take_changes(self)
         if book is not self._book:
             self._book = book
             self._held.clear()
