@@ -42,8 +42,8 @@ crash: setup           ## the ledger killed at every system call, 2,000 power cu
 bench: setup           ## the benchmark table against a server it starts
 	$(BIN)/trunkline bench --serve
 
-GPU_TESTS := tests/kernels tests/engine/test_device_runner.py tests/engine/test_device_sampler.py tests/engine/test_token_masks.py \
-	tests/e2e/test_device_model.py
+GPU_TESTS := tests/kernels tests/engine/test_device_build.py tests/engine/test_device_graphs.py tests/engine/test_device_runner.py \
+	tests/engine/test_device_sampler.py tests/engine/test_first_steps.py tests/engine/test_token_masks.py tests/e2e/test_device_model.py
 
 gpu: setup             ## kernels and benchmarks on a CUDA device
 	$(BIN)/python -m pytest $(GPU_TESTS)

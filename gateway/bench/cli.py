@@ -22,7 +22,7 @@ from msgspec import Struct
 
 from gateway.bench.client import BenchError, Client, Target
 from gateway.bench.memory import MemoryWatch
-from gateway.bench.overhead import Overhead, measure, sync_s
+from gateway.bench.overhead import KINDS, Overhead, measure, sync_s
 from gateway.bench.own_server import OwnServer, own_server
 from gateway.bench.prompts import Prompts
 from gateway.bench.report import Row, machine, rows, table
@@ -33,6 +33,8 @@ Say = Callable[[str], None]
 T = TypeVar("T")
 
 REQUEST_TIMEOUT_S = 600.0
+TURNS_OF_BOOKS = 7
+"""On a quiet machine so many tell a few hundredths of the answers a second from noise."""
 
 
 class Report(Struct, frozen=True):
@@ -77,6 +79,14 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--books", action="store_true",
         help="gateway: also measure it without ledger and analytics, to see what they take",
+    )  # fmt: skip
+    parser.add_argument(
+        "--turns", type=_count, metavar="N",
+        help="gateway: how often each server is measured (default: 1, and 7 with --books)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--loads", default=KINDS, type=_kinds, metavar="KIND,KIND",
+        help=f"gateway: which of {', '.join(KINDS)} (default: all)",
     )  # fmt: skip
     parser.add_argument(
         "--workloads", default="".join(WORKLOADS), type=_workloads, metavar="LETTERS",
@@ -132,6 +142,13 @@ def _counts(text: str) -> tuple[int, ...]:
     return tuple(_count(part) for part in text.split(","))
 
 
+def _kinds(text: str) -> tuple[str, ...]:
+    kinds = tuple(text.split(","))
+    if not set(kinds) <= set(KINDS):
+        raise argparse.ArgumentTypeError(f"{text!r}: give some of {','.join(KINDS)}")
+    return kinds
+
+
 def _positive(text: str) -> float:
     number = float(text)
     if not 0 < number < 1e9:
@@ -160,9 +177,11 @@ def run_gateway_bench(options: argparse.Namespace, model_dir: Path, say: Say) ->
     Raises BenchError."""
     scratch = options.scratch or Path(tempfile.gettempdir())
     sync_ms = sync_s(scratch) * 1e3
+    turns = options.turns or (TURNS_OF_BOOKS if options.books else 1)
     work = measure(
-        options.concurrency, options.seconds, model_dir, scratch, say, books=options.books
-    )
+        options.concurrency, options.seconds, model_dir, scratch, say,
+        kinds=options.loads, turns=turns, books=options.books,
+    )  # fmt: skip
     lines = asyncio.run(_in_time(options, work))
     return Overhead(model_dir.name, machine(), str(scratch), sync_ms, lines)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import statistics
 import sys
 import tempfile
 import time
@@ -35,8 +36,7 @@ TOKENS_PER_S = 64_000
 STREAM_RATE_MAX = 2_000
 PACE = 100
 SYNCS = 50
-TURNS = 3
-"""Where servers are to be compared by a few hundredths, each has its turn so often."""
+KINDS = ("unary", "stream", "paced")
 
 Say = Callable[[str], None]
 
@@ -58,14 +58,26 @@ class Server(Struct, frozen=True):
     client_busy: float
 
 
+class Books(Struct, frozen=True):
+    """What ledger and analytics take, turn by turn beside a gateway without them: the median part
+    of the answers a second and of the gateway's processor time for one, `least` and `most` the
+    quartiles of the first; and `ms` of the median time of an answer. Less than 0 is noise."""
+
+    part: float
+    least: float
+    most: float
+    cpu: float
+    ms: float
+
+
 class Line(Struct, frozen=True):
-    """One load, on both; and on a gateway `without_books` (ledger, analytics), if asked for."""
+    """One load, on both; and what the `books` take, if asked for."""
 
     kind: str
     concurrency: int
     mock: Server
     gateway: Server
-    without_books: Server | None = None
+    books: Books | None = None
 
     @property
     def added_p50_ms(self) -> float:
@@ -87,15 +99,6 @@ class Line(Struct, frozen=True):
         """Answers of the gateway over answers of the mock."""
         return self.gateway.answers_per_s / self.mock.answers_per_s
 
-    @property
-    def books(self) -> tuple[float, float] | None:
-        """(part of the answers a second, ms of the median) that ledger and analytics take."""
-        bare = self.without_books
-        if bare is None:
-            return None
-        part = 1 - self.gateway.answers_per_s / bare.answers_per_s
-        return part, self.gateway.p50_ms - bare.p50_ms
-
 
 class Overhead(Struct, frozen=True):
     """All lines, and where they were measured. `sync_ms`: the median fsync of 4 KiB on the disk of
@@ -115,11 +118,11 @@ class Overhead(Struct, frozen=True):
         names = (
             "load", "at once", "mock/s", "gateway/s", "ratio", "p50 ms", "added", "p99 ms",
             "added", "tokens/s", "pieces", "us/token", "x mock", "core", "writer", "client",
-            "books", "books ms",
+            "books", "quartiles", "of core", "books ms",
         )  # fmt: skip
         rows = [names, *map(_cells, self.lines)]
         if all(line.books is None for line in self.lines):
-            rows = [row[:-2] for row in rows]
+            rows = [row[:-4] for row in rows]
         return f"{where}\n{disk}\n\n{columns(rows, range(1, len(rows[0])))}"
 
     def json(self) -> str:
@@ -131,7 +134,6 @@ class Overhead(Struct, frozen=True):
                 "added_p99_ms": line.added_p99_ms,
                 "ratio": line.ratio,
                 "cpu_ratio": line.cpu_ratio,
-                "books": line.books,
             }
             for line in self.lines
         ]
@@ -146,14 +148,19 @@ def _cells(line: Line) -> tuple[str, ...]:
         ours.p99_ms, line.added_p99_ms, ours.tokens_per_s, ours.events, ours.cpu_us, line.cpu_ratio,
         ours.cpu, ours.writer, ours.client_busy,
     )  # fmt: skip
-    part, ms = line.books or (0.0, 0.0)
-    books = (f"{100 * part:.0f} %", short(ms))
+    found = line.books or Books(0.0, 0.0, 0.0, 0.0, 0.0)
+    books = (
+        f"{100 * found.part:.1f} %",
+        f"{100 * found.least:.1f} to {100 * found.most:.1f}",
+        f"{100 * found.cpu:.1f} %",
+        short(found.ms),
+    )
     return (line.kind, str(line.concurrency), *map(short, numbers), *books)
 
 
-def loads(concurrency: int, seconds: float) -> list[tuple[str, Load]]:
-    """What each number of clients asks for: tiny answers, streams as many as fit a thousand a
-    second, streams at the pace of a model."""
+def loads(concurrency: int, seconds: float) -> dict[str, Load]:
+    """What each number of clients asks for, by its kind: tiny answers, streams as many as fit a
+    thousand a second, streams at the pace of a model."""
     rate = max(PACE, min(STREAM_RATE_MAX, TOKENS_PER_S // concurrency))
     rest_s = min(0.5, seconds)
     whole = Load(concurrency, seconds, rest_s=rest_s)
@@ -162,7 +169,7 @@ def loads(concurrency: int, seconds: float) -> list[tuple[str, Load]]:
     paced = msgspec.structs.replace(
         stream, seconds=max(seconds, 2 * answer_s), rate=PACE, rest_s=answer_s
     )
-    return [("unary", whole), ("stream", stream), ("paced", paced)]
+    return dict(zip(KINDS, (whole, stream, paced), strict=True))
 
 
 async def measure(
@@ -172,10 +179,12 @@ async def measure(
     scratch: Path,
     say: Say,
     *,
+    kinds: Sequence[str] = KINDS,
+    turns: int = 1,
     books: bool = False,
 ) -> list[Line]:
-    """The servers under every load, by turns; several turns where `books` asks for a gateway
-    without them, too. Raises BenchError."""
+    """The servers under every load, by turns, in every other turn the last one first. `books` asks
+    for a gateway without them, too. Raises BenchError."""
     lines = []
     async with AsyncExitStack() as stack:
         servers = []
@@ -191,15 +200,40 @@ async def measure(
             server = child("gateway.bench.null_gateway", line, log)
             servers.append(await stack.enter_async_context(server))
         for concurrency in concurrencies:
-            for kind, load in loads(concurrency, seconds):
+            of_kind = loads(concurrency, seconds)
+            for kind in kinds:
                 say(f"{kind}, {concurrency} at once")
-                turns = [
-                    [await _measured(server, load) for server in servers]
-                    for _ in range(TURNS if books else 1)
-                ]
-                found = [summed_up(joined(runs), load) for runs in zip(*turns, strict=True)]
-                lines.append(Line(kind, concurrency, *found))
+                lines.append(await _line(kind, of_kind[kind], servers, turns))
     return lines
+
+
+async def _line(kind: str, load: Load, servers: Sequence[Ready], turns: int) -> Line:
+    """`servers`: the mock, the gateway, and it without books if they are asked for."""
+    runs: list[list[Run]] = [[] for _ in servers]
+    for turn in range(turns):
+        in_order = list(zip(servers, runs, strict=True))
+        for server, of_server in reversed(in_order) if turn % 2 else in_order:
+            of_server.append(await _measured(server, load))
+    mock, ours = (summed_up(joined(of_server), load) for of_server in runs[:2])
+    books = books_of(runs[1], runs[2], load) if len(runs) > 2 else None
+    return Line(kind, load.concurrency, mock, ours, books)
+
+
+def books_of(ours: Sequence[Run], without: Sequence[Run], load: Load) -> Books:
+    """Of turns beside one another: what changed the machine's speed did so for both."""
+    pairs = [
+        (summed_up(one, load), summed_up(other, load))
+        for one, other in zip(ours, without, strict=True)
+    ]
+    parts = [1 - one.answers_per_s / other.answers_per_s for one, other in pairs]
+    times = [one.cpu_us / other.cpu_us - 1 if other.cpu_us else 0.0 for one, other in pairs]
+    return Books(
+        part=statistics.median(parts),
+        least=percentile(parts, 25),
+        most=percentile(parts, 75),
+        cpu=statistics.median(times),
+        ms=statistics.median(one.p50_ms - other.p50_ms for one, other in pairs),
+    )
 
 
 class Run(Struct, frozen=True):

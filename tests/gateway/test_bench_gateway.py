@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from engine.api import CacheGrant, Event, Finished, Request, Sampling, Started, Tokens
@@ -21,7 +22,17 @@ from gateway.bench.client import BenchError
 from gateway.bench.load import Found, Load, run
 from gateway.bench.null_gateway import NULL_ENGINE, Ready, config_of, make_key, without_books
 from gateway.bench.null_gateway import Settings as GatewaySettings
-from gateway.bench.overhead import Line, Overhead, Run, Server, child, joined, loads, summed_up
+from gateway.bench.overhead import (
+    Line,
+    Overhead,
+    Run,
+    Server,
+    books_of,
+    child,
+    joined,
+    loads,
+    summed_up,
+)
 from gateway.bench.processor_time import processor_s
 from tenancy.sqlite_store import SqliteStore
 from tests.gateway.house import House
@@ -241,7 +252,8 @@ def test_every_kind_of_limit_is_counted_and_none_refuses(tmp_path: Path) -> None
 
 def test_streams_come_as_a_thousand_a_second_or_at_the_pace_of_a_model() -> None:
     """What is offered does not depend on how many share it."""
-    offered = {kind: load.concurrency * load.rate / load.output for kind, load in loads(32, 1.0)}
+    asked = loads(32, 1.0)
+    offered = {kind: load.concurrency * load.rate / load.output for kind, load in asked.items()}
 
     assert offered == {"unary": 0.0, "stream": 1_000.0, "paced": 50.0}
 
@@ -298,19 +310,41 @@ def test_the_table_says_what_the_gateway_adds() -> None:
 
 
 def test_what_the_books_take_is_told_where_it_was_measured() -> None:
-    """A part of the answers a second, and ms of the median; else there is no such column."""
-    mock = server(Found(1.0, [0.001] * 100, [], 0, 0.2), 0.5)
-    ours = server(Found(1.0, [0.003] * 25, [], 0, 0.1), 0.8)
-    bare = server(Found(1.0, [0.002] * 50, [], 0, 0.1), 0.6)
+    """By hand: half, a fifth and no fewer answers in three turns; else there is no such column."""
+    load = Load(1, 1.0)
+    ours = [Run(Found(1.0, [0.003] * n, [], 0, 0.1), 0.8) for n in (25, 40, 50)]
+    bare = [Run(Found(1.0, [0.002] * 50, [], 0, 0.1), 0.8)] * 3
+    both = (server(Found(1.0, [0.001] * 100, [], 0, 0.2), 0.5), summed_up(ours[0], load))
     where = {"cpu": "a processor", "cores": 2, "system": "a system", "commit": "abc"}
-    lines = [Line("unary", 1, mock, ours), Line("unary", 1, mock, ours, bare)]
+    books = books_of(ours, bare, load)
+    lines = [Line("unary", 1, *both), Line("unary", 1, *both, books)]
 
     without, with_books = (Overhead("m", where, "/tmp", 4.0, [line]).text() for line in lines)
 
-    assert lines[0].books is None
-    assert lines[1].books == pytest.approx((0.5, 1.0))
+    assert msgspec.structs.astuple(books) == pytest.approx((0.2, 0.0, 0.5, 0.25, 1.0))
     assert "books" not in without
-    assert with_books.splitlines()[-1].split()[-3:] == ["50", "%", "1.00"]
+    last = with_books.splitlines()[-1].split()
+    assert last[-8:] == ["20.0", "%", "0.0", "to", "50.0", "25.0", "%", "1.00"]
+
+
+def test_only_what_was_asked_for_is_measured_by_turns(card: ModelCard) -> None:
+    """Books are a few hundredths: they are seen in pairs of turns under one load."""
+    asked = ("--concurrency", "1", "--seconds", "0.1", "--loads", "unary", "--turns", "2")
+    options = options_of("gateway", "--books", *asked)
+
+    (line,) = run_gateway_bench(options, Path(card.folder), lambda line: None).lines
+
+    assert (line.kind, line.concurrency) == ("unary", 1)
+    assert line.books is not None
+    assert line.books.least <= line.books.part <= line.books.most < 1
+
+
+def test_a_load_that_there_is_none_of_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """A run of nothing would look like one that went well."""
+    with pytest.raises(SystemExit):
+        options_of("gateway", "--loads", "unary,fast")
+
+    assert "give some of unary,stream,paced" in capsys.readouterr().err
 
 
 async def test_without_books_answers_are_whole_and_nobody_has_written_them_down(
