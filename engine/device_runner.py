@@ -55,7 +55,6 @@ class _Flight:
     arrived: torch.cuda.Event | None = None
     from_row: list[int] = field(default_factory=list)
     tokens: list[SampledToken] | None = None
-    broken: list[bool] = field(default_factory=list)
     prompt_logprobs: dict[int, tuple[SampledToken, ...]] = field(default_factory=dict)
 
 
@@ -102,27 +101,19 @@ class DeviceRunner:
     def collect(self) -> StepResult:
         """Wait for the oldest step's tokens."""
         flight = self._flights.popleft()
-        failed: dict[int, str] = {}
-        if flight.tokens is None:
+        tokens = flight.tokens
+        if tokens is None:
             assert flight.host_tokens is not None
             if flight.arrived is not None:
                 flight.arrived.synchronize()
             drawn = flight.host_tokens[: len(flight.drawing)].tolist()
-            failed = {s: "nan_logits" for s, t in zip(flight.drawing, drawn, strict=True) if t < 0}
-            sampled = tuple(
-                Sampled(s, SampledToken(t))
-                for s, t in zip(flight.drawing, drawn, strict=True)
-                if t >= 0
-            )
-        else:
-            pairs = list(zip(flight.drawing, flight.tokens, flight.broken, strict=True))
-            failed = {s: "nan_logits" for s, _, is_broken in pairs if is_broken}
-            sampled = tuple(Sampled(s, token) for s, token, is_broken in pairs if not is_broken)
+            tokens = [SampledToken(token_id) for token_id in drawn]
+        pairs = list(zip(flight.drawing, tokens, strict=True))
         return StepResult(
             step=flight.step,
-            sampled=sampled,
+            sampled=tuple(Sampled(s, token) for s, token in pairs if token.token_id >= 0),
             prompt_logprobs=flight.prompt_logprobs,
-            failed=failed,
+            failed={s: "nan_logits" for s, token in pairs if token.token_id < 0},
             elapsed_s=time.perf_counter() - flight.started_s,
         )
 
@@ -333,7 +324,6 @@ class DeviceRunner:
         flight.tokens = []
         if from_row:
             picked = logits[self._indices(from_row)]
-            flight.broken = picked.float().sum(-1).isnan().tolist()
             flight.tokens = self.sampler.draw_fully(picked, flight.drawing, plan.masks)
             drawn = self._indices([token.token_id for token in flight.tokens])
             self.last_tokens[self._indices([self._seats[s] for s in flight.drawing])] = drawn.int()

@@ -83,7 +83,7 @@ class DeviceSampler:
         return table
 
     def draw(self, logits: torch.Tensor, parameters: torch.Tensor, out: torch.Tensor) -> None:
-        """One token per row into `out` [R] int32; -1 where the logits hold no number."""
+        """One token per row into `out` [R] int32; -1 where `engine.sampler` gives it."""
         temperatures, top_ks, top_ps, min_ps, uniforms = parameters.unbind(0)
         sample(logits, temperatures, top_ks, top_ps, min_ps, uniforms, out)
 

@@ -11,6 +11,8 @@ It knows no tensor and no clock. Core builds a `StepPlan`, a runner executes it.
    `token_ids=None` and its one token is the last one that sequence sampled, which the runner keeps.
 5. A sequence with a mask draws no token that the mask leaves out, whatever the logits are; masks
    are not written after the launch.
+6. Nobody draws from a row of logits with a NaN in it, be it one, or with nothing above minus
+   infinity: the sequences that would have are in `failed`.
 """
 
 from __future__ import annotations

@@ -142,15 +142,14 @@ class CpuRunner:
         if not drawing:
             return [], failed, prompt_logprobs
         picked = logits[from_row] if from_row != list(range(len(logits))) else logits
-        broken = torch.isnan(picked.sum(-1)).tolist()
-        if any(broken):
-            failed = {s: "nan_logits" for s, bad in zip(drawing, broken, strict=True) if bad}
-            good = [i for i, bad in enumerate(broken) if not bad]
-            picked, drawing = picked[good], [drawing[i] for i in good]
-        tokens = self.sampler.sample(picked, drawing, plan.masks) if drawing else []
+        sampled: list[Sampled] = []
+        tokens = self.sampler.sample(picked, drawing, plan.masks)
         for sequence_id, token in zip(drawing, tokens, strict=True):
+            if token.token_id < 0:
+                failed[sequence_id] = "nan_logits"
+                continue
             self._last[sequence_id] = token.token_id
-        sampled = [Sampled(s, t) for s, t in zip(drawing, tokens, strict=True)]
+            sampled.append(Sampled(sequence_id, token))
         return sampled, failed, prompt_logprobs
 
     def _prompt(self, row: Row, logits: torch.Tensor) -> tuple[SampledToken, ...]:

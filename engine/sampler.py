@@ -191,20 +191,15 @@ class Sampler:
         """Draw output `position` next: others were drawn elsewhere."""
         self._states[sequence_id].position = position
 
-    @property
-    def sequences(self) -> int:
-        """How many sequences are known."""
-        return len(self._states)
-
     @torch.inference_mode()
     def sample(
         self, logits: Tensor, sequence_ids: Sequence[int], masks: Mapping[int, Mask] | None = None
     ) -> list[SampledToken]:
         """One token for each sequence: row i draws for `sequence_ids[i]`, within its mask if any.
 
-        logits: [rows, vocab] fp32, device of the sampler, not written. Always gives a token, also
-        where every logit is minus infinity. Appends each token to its sequence's history. Rows with
-        NaN draw some token without failing; finding them is the caller's business.
+        logits: [rows, vocab] fp32, device of the sampler, not written. A row with a NaN in it, or
+        with nothing above minus infinity, gives token id -1; every other one a token, which is
+        appended to its sequence's history.
 
         Cost per row: the list at the head of this file. Waits for the device.
         """
@@ -215,8 +210,12 @@ class Sampler:
         limited = restricted(logits, sequence_ids, masks) if masks else logits
         chosen = self._choose(limited, states)
         sampled = self._report(logits, states, chosen)
-        for state, token_id in zip(states, chosen, strict=True):
-            state.append(token_id)
+        has_token = (logits.amax(dim=-1) > -math.inf).tolist()  # no NaN is above anything
+        for row, state in enumerate(states):
+            if has_token[row]:
+                state.append(chosen[row])
+            else:
+                sampled[row] = SampledToken(-1)
         return sampled
 
     @torch.inference_mode()

@@ -23,7 +23,7 @@ def _weights(logits, row, start, V: tl.constexpr, STEP: tl.constexpr, best, inve
     v = start + tl.arange(0, STEP)
     x = tl.load(logits + row * V + v, mask=v < V, other=float("-inf")).to(tl.float32)
     below = x - best
-    # Plus infinity lies above the finite best; what is no number stays so, and is kept nowhere.
+    # Plus infinity lies above the finite best.
     below = tl.where(below > 0, 0.0, below)
     return v, tl.exp(below * inverse_temperature)
 
@@ -52,16 +52,19 @@ def _sample(
     for start in range(0, V, STEP):
         v = start + tl.arange(0, STEP)
         x = tl.load(logits + row * V + v, mask=v < V, other=float("-inf")).to(tl.float32)
-        better = x > best
+        better = (x > best) | (x != x)  # what is no number stays, since nothing is above it
         best = tl.where(better, x, best)
         which = tl.where(better, v, which)
+    # Whether a maximum sees what is no number depends on the hardware, so they are counted.
+    broken = tl.sum((best != best).to(tl.int32), 0)
     top = tl.max(best, 0)
+    has_token = (broken == 0) & (top > float("-inf"))
     # Beside an infinite best all weights would be no numbers.
     peak = tl.minimum(top, PEAK_MAX)
     # The lowest id among equals, as argmax gives.
     token = tl.min(tl.where(best == top, which, V), 0)
     temperature = tl.load(temperatures + row)
-    if temperature > 0:
+    if (temperature > 0) & has_token:
         inverse = 1.0 / tl.maximum(temperature, 1e-6)
         k = tl.load(top_ks + row).to(tl.int32)
         p = tl.load(top_ps + row)
@@ -111,8 +114,7 @@ def _sample(
             before += tl.sum(w, 0)
         # Rounding can leave the target a hair above the last running sum.
         token = tl.where(drawn < V, drawn, last)
-    # A row without a single number above minus infinity, or of NaN alone, has no token.
-    token = tl.where(top == float("-inf"), -1, token)
+    token = tl.where(has_token, token, -1)
     tl.store(out + row, token.to(out.dtype.element_ty))
 
 
@@ -123,10 +125,9 @@ def sample(
     """out [R] int32 written: one token per row of logits [R, V] (fp32 or bf16).
 
     temperatures, top_ps, min_ps, uniforms [R] fp32, top_ks [R] whole numbers (0: off). Temperature
-    0 is argmax, lowest id on ties; a row without any number gives -1. Tokens whose logits are plus
-    infinity share the draw among themselves.
-    Greedy rows cost one pass over V, plain temperature three, top-k and
-    top-p about 30 more each, out of L2.
+    0 is argmax, lowest id on ties. A row with a NaN in it, or with nothing above minus infinity,
+    gives -1. Tokens whose logits are plus infinity share the draw among themselves. Greedy rows
+    cost one pass over V, plain temperature three, top-k and top-p about 30 more each, out of L2.
     """
     rows, vocab = logits.shape
     _sample[(rows,)](

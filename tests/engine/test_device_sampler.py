@@ -27,9 +27,9 @@ FILTERED = {
 }
 
 
-def sampler_of(*settings: Sampling) -> DeviceSampler:
+def sampler_of(*settings: Sampling, vocab: int = VOCAB) -> DeviceSampler:
     """Sequences 0, 1, ... with these settings, all at their first output token."""
-    sampler = DeviceSampler(VOCAB, DEVICE)
+    sampler = DeviceSampler(vocab, DEVICE)
     for sequence_id, sampling in enumerate(settings):
         sampler.begin(BegunSequence(sequence_id, sampling, [1, 2], 2))
     return sampler
@@ -43,9 +43,9 @@ def drawn(sampler: DeviceSampler, logits: torch.Tensor) -> list[int]:
     return out.tolist()
 
 
-def noise(seed: int, rows: int) -> torch.Tensor:
+def noise(seed: int, rows: int, vocab: int = VOCAB) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return (torch.randn(rows, VOCAB, generator=generator) * 3).to(DEVICE)
+    return (torch.randn(rows, vocab, generator=generator) * 3).to(DEVICE)
 
 
 @pytest.mark.parametrize("sampling", PLAIN.values(), ids=PLAIN.keys())
@@ -85,17 +85,23 @@ def test_changing_between_both_ways_keeps_the_place_in_the_random_numbers() -> N
     assert expected == got
 
 
-@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # the interpreter's numpy
-def test_a_row_of_nan_alone_has_no_token() -> None:
-    """The runner ends that sequence with nan_logits, and no other."""
-    rows = noise(3, 3)
-    rows[1] = float("nan")
-    sampler = sampler_of(Sampling(temperature=0), *[Sampling(temperature=1.0, seed=1)] * 2)
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's numpy
+@pytest.mark.parametrize("vocab", [VOCAB, 5000], ids=["one stride", "two"])
+@pytest.mark.parametrize("sampling", [*PLAIN.values(), Sampling(top_k=3), Sampling(top_p=0.5)])
+def test_a_row_with_a_nan_has_no_token(sampling: Sampling, vocab: int) -> None:
+    """Be it one, first or last, the best or beside infinity; the runner ends that sequence with
+    nan_logits, and no other. Nor has a row of nothing but minus infinity."""
+    sampler = sampler_of(*[sampling] * 7, vocab=vocab)
+    rows = noise(3, 7, vocab)
+    rows[1, 0] = rows[2, -1] = rows[3, int(rows[3].argmax())] = rows[6] = float("nan")
+    rows[4, 7], rows[4, 8] = float("nan"), float("inf")
+    rows[5] = float("-inf")
 
     got = drawn(sampler, rows)
 
-    assert [token >= 0 for token in got] == [True, False, True]
-    assert got[1] == -1
+    assert [token >= 0 for token in got] == [True] + [False] * 6
+    assert got[1:] == [-1] * 6
+    assert [t.token_id for t in sampler.draw_fully(rows[1:], range(1, 7))] == [-1] * 6
 
 
 @pytest.mark.parametrize(
@@ -120,14 +126,13 @@ def test_only_what_needs_no_history_is_plain(sampling: Sampling, is_plain: bool)
 INFINITE = [
     ({}, "noise"),
     ({}, "least"),
-    ({}, "nan"),
     ({"top_k": 2}, "noise"),
     ({"top_p": 0.9}, "noise"),
-    ({"min_p": 0.5}, "nan"),
+    ({"min_p": 0.5}, "noise"),
 ]
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's numpy: overflow, NaN
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's numpy: overflow
 @pytest.mark.parametrize(("wanted", "others"), INFINITE)
 def test_infinite_logits_share_the_draw(wanted: dict[str, Any], others: str) -> None:
     """An overflowed model says them; each is likelier than anything finite, and none than another.
@@ -140,8 +145,6 @@ def test_infinite_logits_share_the_draw(wanted: dict[str, Any], others: str) -> 
         rows[:] = torch.finfo(torch.float32).min
     rows[:, [17, 211]] = float("inf")
     fully = sampler_of(*settings).draw_fully(rows, range(len(rows)))
-    if others == "nan":
-        rows[:, 100:140] = float("nan")
 
     got = drawn(sampler_of(*settings), rows)
 

@@ -209,11 +209,32 @@ def test_a_drawn_token_always_has_weight_in_the_reference(
     value=st.sampled_from([-math.inf, math.inf, 0.0, 3e38, -3e38, math.nan]),
 )
 @example(Sampling(min_p=0.07), -math.inf)
-def test_a_row_of_one_value_still_gives_a_token(sampling: Sampling, value: float) -> None:
-    """All minus infinity, overflow or NaN: a token in the vocabulary, never an exception."""
+def test_a_row_of_one_value_is_no_exception(sampling: Sampling, value: float) -> None:
+    """Overflow gives a token in the vocabulary; all minus infinity or NaN, none."""
     token = draw(torch.full((12,), value), sampling, [3, 4])
 
-    assert 0 <= token.token_id < 12
+    assert (0 <= token.token_id < 12) == (value > -math.inf)
+
+
+@settings(max_examples=60, deadline=None)
+@given(sampling=sampling_settings, place=st.integers(0, VOCAB - 1), size=st.sampled_from([1, 90]))
+def test_a_nan_in_a_row_leaves_it_without_a_token(
+    sampling: Sampling, place: int, size: int
+) -> None:
+    """Whatever computed it may have computed the others wrongly too. The next row has its token,
+    and the history goes on from the last that was drawn."""
+    logits = noise(8, rows=2)
+    expected = draw(logits[1], sampling)
+    logits[0, place : place + size] = math.nan
+    sampler = Sampler(VOCAB, chance=random.Random(1))
+    sampler.begin(begun(sampling, 1))
+    sampler.begin(begun(sampling, 0))
+
+    first = sampler.sample(logits, [0, 1])
+    again = sampler.sample(logits[1:], [0])
+
+    assert first == [SampledToken(-1), expected]
+    assert sampling.seed is None or again == [expected]
 
 
 def test_a_seeded_sequence_draws_the_same_alone_as_in_a_mixed_batch() -> None:
@@ -357,4 +378,6 @@ def test_the_caller_keeps_its_logits_and_an_ended_sequence_leaves_nothing() -> N
         sampler.end(sequence_id)
 
     assert torch.equal(before, logits)
-    assert sampler.sequences == 0
+    for sequence_id in (0, 1, 2):
+        with pytest.raises(KeyError):
+            sampler.seed_of(sequence_id)
