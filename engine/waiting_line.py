@@ -39,7 +39,11 @@ class WaitingLine:
         self._live: Counter[Payer] = Counter()
         self._priorities: Counter[int] = Counter()
         self.served: dict[Payer, float] = {}
-        self._idle = SortedList()  # Counters of payers that are not active, the lowest first.
+        # A number and a payer each, the lowest first: counters of payers that are not active; and
+        # of those that are, what their counters have been, which is no more than what they are.
+        self._idle = SortedList()
+        self._active = SortedList()
+        self._bounds: dict[Payer, float] = {}
 
     def __len__(self) -> int:
         return len(self._places)
@@ -49,30 +53,37 @@ class WaitingLine:
             yield from (entry[1] for entry in line)
 
     def arrive(self, payer: Payer) -> None:
-        """A request of this payer is in the engine, waiting or running. O(active payers)."""
+        """A request of this payer is in the engine, waiting or running. O(log payers), amortised
+        over charges."""
         if self._live[payer] == 0:
+            lowest = self._lowest() if self._active else 0.0
             if payer in self.served:
                 self._idle.remove((self.served[payer], payer))
-            lowest = min((self.served[n] for n in self._live if self._live[n]), default=0.0)
             self.served[payer] = max(self.served.get(payer, 0.0), lowest)
+            self._bound(payer)
         self._live[payer] += 1
 
     def depart(self, payer: Payer) -> None:
         """It has ended. The counter of an idle payer is kept while it is above those of all that
-        are active. O(active payers), and O(log idle ones) for each that is kept no more."""
+        are active. O(log payers), amortised over charges and arrivals."""
         self._live[payer] -= 1
         if self._live[payer] == 0:
             del self._live[payer]
+            self._active.remove((self._bounds.pop(payer), payer))
             self._idle.add((self.served[payer], payer))
-            lowest = min((self.served[n] for n in self._live), default=math.inf)
+            lowest = self._lowest()
             while self._idle and self._idle[0][0] <= lowest:
                 del self.served[self._idle.pop(0)[1]]
 
     def charge(self, sequence: Sequence, tokens: int) -> None:
-        """`tokens` are computed for this sequence's payer."""
+        """`tokens` are computed for this sequence's payer, or fewer than was said. O(1), or O(log
+        payers) for fewer."""
         request = sequence.work.request
         payer = request.grant.payer
-        self.served[payer] = self.served.get(payer, 0.0) + tokens / request.weight
+        self.served[payer] += tokens / request.weight
+        if self.served[payer] < self._bounds[payer]:
+            self._active.remove((self._bounds[payer], payer))
+            self._bound(payer)
 
     def add(self, sequence: Sequence) -> None:
         """O(log n)."""
@@ -136,3 +147,18 @@ class WaitingLine:
             if sequence.table is not None or sequence.sequence_id in self._places:
                 yield sequence
             push(name, at + 1)
+
+    def _lowest(self) -> float:
+        """The lowest counter of an active payer, or infinity. Looks only at those whose counters
+        have grown since they were looked at."""
+        while self._active:
+            bound, payer = self._active[0]
+            if bound == self.served[payer]:
+                return float(bound)
+            del self._active[0]
+            self._bound(payer)
+        return math.inf
+
+    def _bound(self, payer: Payer) -> None:
+        self._bounds[payer] = self.served[payer]
+        self._active.add((self.served[payer], payer))

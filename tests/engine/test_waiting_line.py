@@ -43,3 +43,32 @@ def test_idle_payers_are_remembered_as_long_as_it_matters(seed: int) -> None:
             live[payer] += 1
 
         assert line.served == expected
+
+
+class Watched(dict[bytes, float]):
+    """Counts how often it is read."""
+
+    reads = 0
+
+    def __getitem__(self, payer: bytes) -> float:
+        self.reads += 1
+        return super().__getitem__(payer)
+
+
+def test_who_comes_and_goes_does_not_look_at_all_that_are_active() -> None:
+    """Thousands of payers may wait; a request of one more costs what it cost before them, also
+    after a step that served hundreds."""
+    line, payers = WaitingLine(), [b"%d" % i for i in range(2000)]
+    for payer in payers:
+        line.arrive(payer)
+    line.served = Watched(line.served)
+    for payer in payers[:50]:
+        line.charge(sequence(payer), 100)
+    line.arrive(b"once")
+    line.depart(b"once")
+    line.served.reads = 0
+
+    line.arrive(b"more")
+    line.depart(b"more")
+
+    assert line.served.reads < 10
