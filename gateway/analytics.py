@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import struct
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, TypeVar
 
@@ -172,9 +172,10 @@ class TenantView:
 class Prompts:
     """What is sampled of one tenant's prompts: at most `PROMPTS_BYTES_MAX`, measured when full."""
 
-    def __init__(self) -> None:
+    def __init__(self, spans: Collection[float] = ()) -> None:
+        """`spans`: the retentions that will be asked for, in seconds."""
         self.prefixes = Prefixes()
-        self.reuse = ReuseSampler(SAMPLE_MAX)
+        self.reuse = ReuseSampler(SAMPLE_MAX, spans)
 
     @property
     def count(self) -> int:
@@ -196,13 +197,18 @@ class Analytics:
     """All tenants of one gateway. Belongs to one thread."""
 
     def __init__(
-        self, clock: Callable[[], float], wall: Callable[[], int], tenants_max: int
+        self,
+        clock: Callable[[], float],
+        wall: Callable[[], int],
+        tenants_max: int,
+        classes: Mapping[str, float],
     ) -> None:
         """`wall`: milliseconds since the epoch, for minutes that people read. `tenants_max`: whose
-        prompts are sampled."""
+        prompts are sampled. `classes`: for how many seconds each retention class keeps."""
         self._clock = clock
         self._wall = wall
         self._tenants_max = tenants_max
+        self._classes = classes
         self._tenants: OrderedDict[str, TenantView] = OrderedDict()
         self._prompts: OrderedDict[str, Prompts] = OrderedDict()
         self._all = TenantView()
@@ -229,11 +235,14 @@ class Analytics:
         self._minute_ends_s = at_s + (MINUTE_MS - wall_ms % MINUTE_MS) / 1000
 
     def _fold(self) -> None:
+        def prompts() -> Prompts:
+            return Prompts(self._classes.values())
+
         for tenant, many in self._waiting.items():
             sums = Sums(many)
             self._all.add(self._minute, sums)
             _latest(self._tenants, tenant, TenantView, COUNTED_MAX).add(self._minute, sums)
-            _latest(self._prompts, tenant, Prompts, self._tenants_max).add(many)
+            _latest(self._prompts, tenant, prompts, self._tenants_max).add(many)
         self._waiting.clear()
         self._room, self._minute_ends_s = WAITING_MAX, -math.inf
 
@@ -261,17 +270,15 @@ class Analytics:
         self,
         name: str,
         card: RateCard,
-        classes: Mapping[str, float],
-        block_size: int,
-        sizes: Sequence[int],
+        blocks: int,
     ) -> dict[str, Any] | None:
-        """One tenant in full, with advice at these prices; None if it was not seen lately. Of one
-        that is only counted there is no advice."""
+        """One tenant in full, with advice at these prices and beside a cache of so many blocks;
+        None if it was not seen lately. Of one that is only counted there is no advice."""
         self._fold()
         view = self._tenants.get(name)
         if view is None:
             return None
-        prompts = self._prompts.get(name) or Prompts()
+        prompts = self._prompts.get(name) or Prompts(self._classes.values())
         prefixes = prompts.prefixes
         return {
             "tenant": name,
@@ -306,11 +313,10 @@ class Analytics:
                 for one in prefixes.breaks()
             ],
             "retention_advice": [
-                asdict(one) for one in advise_classes(prompts.reuse, prompts.count, classes, card)
+                asdict(one) for one in advise_classes(prompts.reuse, self._classes, card)
             ],
             "size_advice": [
-                {**asdict(one), "tokens": one.blocks * block_size}
-                for one in advise_sizes(prompts.reuse, prompts.count, sizes, card)
+                asdict(one) for one in advise_sizes(prompts.reuse, _sizes(blocks), blocks, card)
             ],
             "sampled_prompts": prompts.count,
             "sampled_blocks": prompts.reuse.sampled_blocks,
@@ -356,6 +362,11 @@ def _times(view: TenantView) -> dict[str, Any]:
         }
         for name, times in (("hit", view.hit_ms), ("miss", view.miss_ms))
     }
+
+
+def _sizes(blocks: int) -> list[int]:
+    """Of caches around the one that there is, by which they are doubled."""
+    return sorted({max(1, blocks * part // 16) for part in (1, 2, 4, 8, 16, 32)}) if blocks else []
 
 
 def _ratio(part: int, whole: int) -> float | None:

@@ -147,7 +147,9 @@ class Gateway:
                 lambda: "" if engine.info is None else engine.info.epoch,
                 has_past=has_history(store),
             ),
-            analytics=Analytics(clock, wall, config.tenancy.tenants_followed_max),
+            analytics=Analytics(
+                clock, wall, config.tenancy.tenants_followed_max, config.caching.kept_s()
+            ),
             model=renderer.card.name,
             clock=clock,
             wall=wall,

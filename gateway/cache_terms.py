@@ -104,6 +104,13 @@ class CachingConfig(Struct, frozen=True, forbid_unknown_fields=True):
         """By name."""
         return {**default_classes(), **self.classes}
 
+    def kept_s(self) -> dict[str, float]:
+        """For how many seconds each class keeps what is not used again."""
+        return {
+            name: terms.promise_s if terms.limit_s is None else terms.limit_s
+            for name, terms in self.all_classes().items()
+        }
+
     def check_classes(self, names: Iterable[str]) -> None:
         """Raises BadName for one that is no class here: a slip of the pen would promise nothing,
         without a word."""

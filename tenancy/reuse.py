@@ -4,7 +4,9 @@ From a bounded sample of the blocks its prompts are made of: a miss-ratio curve 
 one over retention time, live. The sample is spatial (a block is in it or not, by its hash, so that
 all its uses are), of fixed size: when it is full, the hash threshold falls and the blocks above it
 leave. Distances are scaled up by the sampling rate (SHARDS: Waldspurger, Park, Garthwaite and
-Ahmad, "Efficient MRC Construction with SHARDS", FAST 2015). Deep in a prompt a block speaks for its
+Ahmad, "Efficient MRC Construction with SHARDS", FAST 2015). Only misses are told from the sample:
+all uses are counted, and what has not missed has hit, as a few blocks that all prompts begin with
+may have most of the hits and no place in the sample. Deep in a prompt a block speaks for its
 neighbours (`units_of`): what came and hit of it is rounded to an eighth of the depth. It knows no
 engine and no clock; `gateway.analytics` tells it.
 """
@@ -21,6 +23,8 @@ from math import log2
 
 from msgspec import Struct
 from xxhash import xxh3_64_intdigest
+
+from tenancy.returns import Returns, Uses
 
 HASH_BITS = 24
 HASHES = 1 << HASH_BITS
@@ -39,12 +43,24 @@ BUCKETS_PER_OCTAVE = 4
 
 
 class Point(Struct, frozen=True):
-    """`hit_ratio` of block uses when the cache has room for `blocks`, or keeps for `seconds`.
+    """`hit_ratio` of block uses when the cache has room for so many blocks, or keeps for so many
+    seconds (`at`).
 
-    `error`: one standard error of the ratio, from the number of sampled blocks.
+    `error`: one standard error of the ratio, of the sample of blocks and of the prompts. `prompts`:
+    as how many of one length those count that it is told from. `is_early`: it has not been watched
+    for as long as this keeps, so that the ratio is the least that it can be.
     """
 
     at: float
+    hit_ratio: float
+    error: float
+    prompts: float
+    is_early: bool = False
+
+
+class Change(Struct, frozen=True):
+    """Of a hit ratio, and its standard error."""
+
     hit_ratio: float
     error: float
 
@@ -75,10 +91,15 @@ class Histogram:
         """The weight of everything."""
         return sum(self.counts.values())
 
-    def below(self, value: float) -> float:
-        """The weight of everything that is at most `value`: whole buckets, rounded down."""
-        last = 0 if value < 1 else bucket_of(value) - 1
-        return sum(count for place, count in self.counts.items() if place <= last)
+    def above(self, value: float) -> tuple[float, float]:
+        """The weight of everything above `value`, and its standard error: of the weight in the
+        bucket that the value cuts, the part by the logarithm is taken."""
+        own, part = bucket_of(value), 0.0
+        if value >= 1:
+            part = own - BUCKETS_PER_OCTAVE * log2(value)
+        weight = self.counts.get(own, 0.0)
+        found = sum(count for place, count in self.counts.items() if place > own)
+        return found + part * weight, weight * math.sqrt(part * (1 - part))
 
     def quantile(self, part: float) -> float | None:
         """The value below which this part of the weight lies: its bucket's upper edge."""
@@ -140,7 +161,8 @@ class _Run:
 class ReuseSampler:
     """One tenant's reuse. Belongs to one thread; bounded by `sample_max` units."""
 
-    def __init__(self, sample_max: int = SAMPLE_MAX) -> None:
+    def __init__(self, sample_max: int = SAMPLE_MAX, spans: Iterable[float] = ()) -> None:
+        """`spans`: the retentions that will be asked for, in seconds."""
         self._sample_max = sample_max
         self._threshold = HASHES
         self._scale = 1.0  # blocks that a followed one speaks for
@@ -150,8 +172,8 @@ class ReuseSampler:
         self._blocks: list[int] = []  # of the same runs
         self._turn = 0
         self._distances = Histogram()
-        self._gaps = Histogram()
-        self._firsts = 0.0  # weight of the uses that were the first
+        self._returns = Returns(spans)
+        self._uses = Uses()  # of them, missed: the first uses, whatever the room
         self._size = self._squares = 0  # blocks of what is followed, and of their squares
 
     @property
@@ -167,6 +189,11 @@ class ReuseSampler:
     def use(self, units: Sequence[int], at_s: float, blocks: Sequence[int] = UNIT_BLOCKS) -> None:
         """A prompt's units, from its beginning; how many blocks each is, at least as many. About
         0.1 us a unit, 2 us a run of sampled ones, 1 us a sampled one that is new."""
+        total = sum(blocks[: len(units)])
+        if not total:
+            return
+        self._uses.prompt(total)
+        self._returns.prompt(total, at_s)
         if (limit := self._threshold) < HASHES:
             pairs = zip(units, blocks, strict=False)
             sampled = [pair for pair in pairs if pair[0] % HASHES < limit]
@@ -181,11 +208,38 @@ class ReuseSampler:
 
     def by_blocks(self, sizes: Iterable[float]) -> list[Point]:
         """The hit ratio that a cache of each size would have had, by least recent use."""
-        return [self._point(size, self._distances.below(size)) for size in sizes]
+        points = []
+        for size in sizes:
+            far, error = self._beyond(size)
+            seen = Uses()
+            seen.add(self._uses)
+            seen.missed += far
+            points.append(self._point(size, seen, error))
+        return points
 
-    def by_seconds(self, times: Iterable[float]) -> list[Point]:
-        """The hit ratio that each retention would have had, renewed by use, with room for all."""
-        return [self._point(seconds, self._gaps.below(seconds)) for seconds in times]
+    def between(self, size: float, other: float) -> Change:
+        """What a cache of the other size would hit beyond one of this size. Told from what lies
+        between, so it is known better than either ratio."""
+        (far, error), (other_far, other_error) = map(self._beyond, (size, other))
+        seen, more = self._uses, far - other_far
+        if not seen.blocks:
+            return Change(0.0, 0.0)
+        ratio = max(-1.0, min(1.0, more / seen.blocks))
+        errors = [ROUNDING * ratio if self._squares > self._size else 0.0]
+        errors += [one / seen.blocks for one in (error, other_error)]
+        errors.append(_spread(abs(ratio), seen.prompts))
+        if self.rate < 1:
+            errors.append(math.sqrt(abs(ratio) * (1 - abs(ratio)) / self._units()))
+        return Change(ratio, math.hypot(*errors))
+
+    def by_seconds(self, spans: Iterable[float]) -> list[Point]:
+        """The hit ratio that each of the retentions would have had, renewed by use, with room for
+        all."""
+        points = []
+        for span in spans:
+            seen, is_early = self._returns.within(span)
+            points.append(self._point(span, seen, 0.0, is_early=is_early))
+        return points
 
     def check(self) -> None:
         """Raises AssertionError if the indexes disagree. O(sample)."""
@@ -255,14 +309,15 @@ class ReuseSampler:
 
     def _count(self, run: _Run, blocks: int, distance: int, at_s: float) -> None:
         """One more use of a run, so many followed blocks after the last one."""
-        scale, gap_s = self._scale, at_s - run.at_s
+        scale = self._scale
         self._distances.counts[bucket_of(distance * scale)] += blocks * scale
-        self._gaps.counts[0 if gap_s < 1 else bucket_of(gap_s)] += blocks * scale
+        self._returns.again(blocks * scale, at_s - run.at_s)
         run.at_s = at_s
 
     def _first(self, unit: int, size: int, at_s: float, latest: _Run | None) -> _Run:
         """A unit that is not in the sample yet; another may have to leave."""
-        self._firsts += size * self._scale
+        self._uses.missed += size * self._scale
+        self._returns.first(size * self._scale)
         if latest is None or not self._turns or self._turns[-1] != latest.turn:
             latest = _Run(self._turn, at_s, [], [])
             self._turns.append(latest.turn)
@@ -294,15 +349,37 @@ class ReuseSampler:
             self._size -= size
             self._squares -= size * size
 
-    def _point(self, at: float, hits: float) -> Point:
-        uses = self._firsts + self._gaps.total()
-        if uses <= 0:
-            return Point(at, 0.0, 0.0)
-        ratio = min(1.0, hits / uses)
-        error = ROUNDING * ratio if self._squares > self._size else 0.0
+    def _point(self, at: float, seen: Uses, error: float, *, is_early: bool = False) -> Point:
+        ratio, prompts = seen.hit_ratio, seen.prompts
+        if not prompts:
+            return Point(at, 0.0, 0.0, 0.0, is_early)
+        errors = [_spread(ratio, prompts), error / seen.blocks]
+        if self._squares > self._size:
+            errors.append(ROUNDING * ratio)
         if self.rate < 1:
-            # Uses of one unit are not independent: the units are what was drawn, and a few large
-            # ones are worth less than many small ones (Kish, "Survey Sampling", 1965).
-            units = self._size**2 / max(1, self._squares)
-            error = math.hypot(error, math.sqrt(ratio * (1 - ratio) / max(1.0, units)))
-        return Point(at, ratio, error)
+            errors.append((1 - ratio) * math.sqrt((1 - self.rate) / self._units()))
+        return Point(at, ratio, math.hypot(*errors), prompts, is_early)
+
+    def _beyond(self, size: float) -> tuple[float, float]:
+        """The weight of uses further apart than this, and its standard error: how far apart they
+        are is itself told from the followed blocks in between, of which a small cache has few."""
+        far, error = self._distances.above(size)
+        if self.rate < 1:
+            units = size * self.rate * self._size / max(1, self._squares)
+            factor = 1 + 1 / math.sqrt(max(1.0, units))
+            least, most = (self._distances.above(size * by)[0] for by in (factor, 1 / factor))
+            error = math.hypot(error, (most - least) / 2)
+        return far, error
+
+    def _units(self) -> float:
+        """As how many of one size those count that are followed. Uses of one are not independent:
+        the units are what was drawn."""
+        return max(1.0, self._size**2 / max(1, self._squares))
+
+
+def _spread(ratio: float, prompts: float) -> float:
+    """The standard error of a ratio, of so many prompts; as if one more had hit and one more
+    missed, so that a few that were all alike are no certainty (Agresti and Coull, "Approximate is
+    better than exact", 1998)."""
+    likely = (ratio * prompts + 1) / (prompts + 2)
+    return math.sqrt(likely * (1 - likely) / (prompts + 2))

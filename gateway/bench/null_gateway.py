@@ -95,7 +95,7 @@ def without_books(gateway: Gateway) -> None:
     """Take its ledger and its analytics away, to see what they cost. It has not begun yet."""
     context = gateway.context
     context.ledger = _NoLedger()
-    context.analytics = _NoAnalytics(context.clock, context.wall, 1)
+    context.analytics = _NoAnalytics(context.clock, context.wall, 1, {})
 
 
 def config_of(settings: Settings) -> Config:

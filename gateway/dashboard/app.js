@@ -26,7 +26,8 @@ const rate = new Intl.NumberFormat("en", { style: "currency", currency: "USD", m
 const price = (micros) => rate.format(micros / 1e6);
 const prices = (classes) => Object.entries(classes).map(([name, micros]) => `${name} ${price(micros)}`).join(", ") || "–";
 const bytes = (n) => (n > 2 ** 30 ? `${(n / 2 ** 30).toFixed(1)} GiB` : `${(n / 2 ** 20).toFixed(1)} MiB`);
-const gain = (a) => `${dollars(a.saving_pico)} ± ${dollars(a.error_pico)}`;
+const ratio = (a) => `${part(a.hit_ratio)} ± ${(100 * a.error).toFixed(1)}`;
+const gain = (amount, error) => `${dollars(amount)} ± ${dollars(error)}`;
 const spell = (name) => name.replaceAll("_", " ");
 
 // --- asking ------------------------------------------------------------------------------------
@@ -171,10 +172,10 @@ const views = {
         panel("Where prefixes break", table("Places at which prompts part, and what stood behind", ["place", "prompts", "tokens", "cost"],
           one.breaks.map((b) => [b.place, count(b.count), about(b.tokens), dollars(b.cost_pico)]), "Prompts only grow.")),
         panel("What each retention class would be worth", table(`Per million prompt tokens, at ${one.rate_card}; from ${count(one.sampled_prompts)} prompts and ${count(one.sampled_blocks)} sampled blocks`,
-          ["class", "hit ratio", "saving", ""],
-          one.retention_advice.map((a) => [a.retention, `${part(a.hit_ratio)} ± ${(100 * a.error).toFixed(1)}`, gain(a), h("span", { class: a.verdict }, a.verdict === "too_few" ? "not enough data" : a.verdict)]))),
-        panel("What more room would save", table("Per million prompt tokens", ["blocks", "tokens", "hit ratio", "saving"],
-          one.size_advice.map((a) => [count(a.blocks), about(a.tokens), `${part(a.hit_ratio)} ± ${(100 * a.error).toFixed(1)}`, gain(a)]))),
+          ["class", "hit ratio", "saving", "verdict"],
+          one.retention_advice.map((a) => [a.retention, `${a.is_early ? "at least " : ""}${ratio(a)}`, gain(a.saving_pico, a.error_pico), h("span", { class: a.verdict }, a.verdict === "too_few" ? "not enough data" : a.verdict)]))),
+        panel("What more room would save", table("Per million prompt tokens", ["KV memory", "tokens", "hit ratio", "saving", "more than now"],
+          one.size_advice.map((a) => [bytes(a.bytes), about(a.tokens), ratio(a), gain(a.saving_pico, a.error_pico), a.more_error_pico ? gain(a.more_pico, a.more_error_pico) : "as it is"]), "The engine is away.")),
         wide("Top prefixes", table("By tokens saved; a prefix is told by a digest and where it ends", ["ends at", "tokens", "uses", "hits", "digest"],
           one.top_prefixes.map((p) => [p.path, count(p.tokens), count(p.uses), count(p.hits), p.id]))),
         wide("Prefix tree", h("p", {}, h("a", { href: `#Tree/${encodeURIComponent(name)}` }, "Look at its tree")))),

@@ -94,17 +94,11 @@ class _Desk:
         """One tenant in full."""
         gateway, name = self._gateway, request.match_info["name"]
         info = gateway.engine.info
-        blocks = 0 if info is None else info.blocks
         tenant, card = await self._priced(name)
         seen = gateway.analytics.tenant(
             name,
             card,
-            {
-                label: terms.limit_s if terms.limit_s is not None else terms.promise_s
-                for label, terms in gateway.config.caching.all_classes().items()
-            },
-            16 if info is None else info.block_size,
-            [max(1, blocks * part // 16) for part in (1, 2, 4, 8, 16, 32)],
+            0 if info is None else info.blocks,
         )
         if seen is None:
             message = "Nothing has been seen of this tenant since the start."
@@ -113,6 +107,10 @@ class _Desk:
         look_at_churn(gateway)
         leases = self._leases(tenant_id)
         churn = gateway.churn.tenant(tenant_id).shown()
+        if info is not None:
+            for one in seen["size_advice"]:
+                one["tokens"] = one["blocks"] * info.block_size
+                one["bytes"] = one["blocks"] * info.kv_bytes_per_block
         return plain.answer({**seen, "leases": leases, "churn": churn})
 
     async def tree(self, request: web.Request) -> web.StreamResponse:

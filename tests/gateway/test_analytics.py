@@ -37,7 +37,9 @@ class Desk:
 
     def __init__(self, tenants_max: int = 10) -> None:
         self.clock = FakeClock()
-        self.seen = Analytics(self.clock, lambda: int(self.clock.now_s * 1000), tenants_max)
+        self.seen = Analytics(
+            self.clock, lambda: int(self.clock.now_s * 1000), tenants_max, {"5m": 300.0}
+        )
 
     def note(
         self, tenant: str, words: str, cached: int = 0, missed: str = "", missed_tokens: int = 0
@@ -53,7 +55,7 @@ class Desk:
         self.seen.note(facts)
 
     def tenant(self, name: str) -> dict[str, Any]:
-        found = self.seen.tenant(name, CARD, {"5m": 300.0}, 16, [64])
+        found = self.seen.tenant(name, CARD, 64)
         assert found is not None
         return found
 
@@ -119,7 +121,7 @@ def test_tenants_that_nobody_can_count_any_more_stay_in_the_sum_of_all() -> None
     found = desk.seen.overview()
     assert len(found["tenants"]) == COUNTED_MAX
     assert found["total"]["requests"] == COUNTED_MAX + 1
-    assert desk.seen.tenant("t0", CARD, {}, 16, []) is None
+    assert desk.seen.tenant("t0", CARD, 64) is None
 
 
 def test_what_is_sampled_of_a_tenant_has_a_bound_in_bytes() -> None:
@@ -222,7 +224,7 @@ def test_what_is_shown_is_what_a_plain_list_of_all_answers_comes_to(answers: lis
 def test_a_minute_that_comes_again_is_counted_with_the_last() -> None:
     """A wall clock that is set back by an hour makes no history run backwards."""
     clock, wall_s = FakeClock(), [7_200]
-    seen = Analytics(clock, lambda: wall_s[0] * 1000, 10)
+    seen = Analytics(clock, lambda: wall_s[0] * 1000, 10, {})
     facts = Facts("ada", UsageRecord(8, fresh=8), Rendered((1,) * 8), None, "", "done")
 
     for now_s in (7_200, 3_600, 7_259, 7_260):
@@ -269,6 +271,11 @@ async def test_the_admin_listener_tells_what_was_seen(house: House) -> None:
     assert overview["total"]["requests"] == 2
     assert overview["engine"]["ready"] is True
     assert tenant["total"]["hit_ratio"] > 0
+    assert [one["retention"] for one in tenant["retention_advice"]][:2] == ["5m", "in_memory"]
+    present = tenant["size_advice"][-2]
+    assert present["blocks"] == overview["engine"]["blocks"]
+    assert present["bytes"] == present["blocks"] * overview["engine"]["kv_bytes_per_block"]
+    assert present["more_pico"] == present["more_error_pico"] == 0
     assert tree["tenant"] == "ada"
     assert (unknown, rootless) == (404, 404)
     assert "question" not in str((overview, tenant, tree))
