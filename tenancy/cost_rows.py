@@ -8,6 +8,7 @@ with adjustments and storage, to the pico-dollar. It knows no file formats; `exp
 from __future__ import annotations
 
 from collections.abc import Iterator
+from decimal import Decimal
 
 from msgspec import Struct
 
@@ -50,7 +51,10 @@ class _Group(Struct, frozen=True):
 
 
 class _Sum(Struct):
+    """`priced`: of the tokens, those that were charged for."""
+
     tokens: int = 0
+    priced: int = 0
     pico: int = 0
     uncached: int = 0
     requests: int = 0
@@ -64,7 +68,7 @@ def cost_rows(
     book = CardBook(load_cards(store))
     for group, total in _sums(store, book, tenant, since_ms, until_ms).items():
         card = book.card(group.rate_card_id)
-        yield _row(account, card, group, total, "Usage", None, group.component)
+        yield _used(account, card, group, total)
     yield from _adjusted(store, book, tenant, since_ms, until_ms, account)
     yield from _held(store, book, tenant, since_ms, until_ms, account)
 
@@ -99,6 +103,7 @@ def _sums(
                 )
                 one = sums.setdefault(group, _Sum())
                 one.tokens += count
+                one.priced += count if charged.items else 0
                 one.pico += pico.get(component, 0)
                 one.requests += 1
                 if charged.items:
@@ -116,9 +121,10 @@ def _adjusted(
     account: str,
 ) -> Rows:
     """Corrections, each by itself."""
-    for name, reason, amount, booked_ms, *entry in store.query(
-        "select name, reason, amount_pico, a.booked_ms, ledger.tenant_id, key_id, model,"
-        " rate_card_id, request_id from adjustments as a join ledger using (request_id)"
+    for name, reason, amount, booked_ms, entry_ms, *entry in store.query(
+        "select name, reason, amount_pico, a.booked_ms, ledger.booked_ms, ledger.tenant_id,"
+        " key_id, model, rate_card_id, request_id from adjustments as a"
+        " join ledger using (request_id)"
         " join tenants on tenants.tenant_id = a.tenant_id"
         " where (cast(?1 as text) is null or name = ?1)"
         " and a.booked_ms >= ?2 and (cast(?3 as bigint) is null or a.booked_ms < ?3)"
@@ -132,7 +138,10 @@ def _adjusted(
         total = _Sum(pico=amount, uncached=amount, requests=1)
         text = f"{reason} (request {request_id})"
         card = book.card(rate_card_id)
-        yield _row(account, card, group, total, category, "Correction", text)
+        # As the specification has it: of a month that was invoiced before.
+        is_late = window_of("month", booked_ms) != window_of("month", entry_ms)
+        charge_class = "Correction" if is_late else None
+        yield _row(account, card, group, total, category, charge_class, text)
 
 
 def storage(store: Store, tenant: str | None, since_ms: int, until_ms: int | None) -> list[Held]:
@@ -203,9 +212,26 @@ def _held(
         component = f"storage:{retention}"
         group = _Group(name, tenant_id, 0, model, component, hour_ms, rate_card_id)
         pico = storage_charge(card, retention, token_seconds)
-        total = _Sum(tokens=token_seconds, pico=pico)
-        row = _row(account, card, group, total, "Usage", None, component)
-        yield {**row, "ConsumedUnit": "token-seconds", "PricingUnit": "token-seconds"}
+        yield _used(account, card, group, _Sum(tokens=token_seconds, pico=pico))
+
+
+def _used(account: str, card: RateCard, group: _Group, total: _Sum) -> dict[str, object]:
+    """A row of usage: with what was consumed, and with what was charged for, at which price."""
+    kind, _, retention = group.component.partition(":")
+    row = _row(account, card, group, total, "Usage", None, group.component)
+    measured: tuple[object, ...]
+    match kind:
+        case "storage":
+            hours = Decimal(total.tokens) / SECONDS_PER_HOUR
+            each = dollars(card.storage_price(retention))
+            measured = (total.tokens, "token-seconds", each, f"{hours:.12f}", "token-hours")
+        case "minimum":  # each request is lifted by another amount: so many times a dollar
+            cost = dollars(total.pico)
+            measured = (total.requests, "requests", dollars(10**12), cost, card.currency)
+        case _:
+            each = dollars(_token_price(card, kind, retention))
+            measured = (total.tokens, "tokens", each, total.priced, "tokens")
+    return {**row, **dict(zip(_MEASURED, measured, strict=True))}
 
 
 def _row(
@@ -233,16 +259,16 @@ def _row(
         "ChargeFrequency": "Usage-Based" if is_usage else "One-Time",
         "ChargePeriodStart": _second(group.hour_ms),
         "ChargePeriodEnd": _second(group.hour_ms + HOUR_MS),
-        "ConsumedQuantity": total.tokens if is_usage else None,
-        "ConsumedUnit": "tokens" if is_usage else None,
+        "ConsumedQuantity": None,
+        "ConsumedUnit": None,
         "ContractedCost": cost,
         "EffectiveCost": cost,
         "InvoiceIssuerName": account,
         "ListCost": cost,
-        "ListUnitPrice": _unit_price(card, group.component),
+        "ListUnitPrice": None,
         "PricingCategory": "Standard" if is_usage else None,
-        "PricingQuantity": total.tokens if is_usage else None,
-        "PricingUnit": "tokens" if is_usage else None,
+        "PricingQuantity": None,
+        "PricingUnit": None,
         "ProviderName": PROVIDER,
         "PublisherName": PROVIDER,
         "ResourceId": group.model,
@@ -263,20 +289,15 @@ def _row(
     }
 
 
-def _unit_price(card: RateCard, component: str) -> str | None:
-    """Dollars for a token, where a component has one price."""
-    kind, _, retention = component.partition(":")
-    match kind:
-        case "input":
-            return dollars(card.input)
-        case "cache_read":
-            return dollars(card.cache_read)
-        case "cache_write":
-            return dollars(card.write_price(retention))
-        case "output":
-            return dollars(card.output)
-        case _:
-            return None
+_MEASURED = ("ConsumedQuantity", "ConsumedUnit", "ListUnitPrice", "PricingQuantity", "PricingUnit")
+"""Of usage alone. A unit's price times the quantity that was charged for is the cost."""
+
+
+def _token_price(card: RateCard, kind: str, retention: str) -> int:
+    if kind == "cache_write":
+        return card.write_price(retention)
+    price: int = getattr(card, kind)
+    return price
 
 
 def _second(at_ms: int) -> str:

@@ -165,12 +165,13 @@ def _paged(rows: Rows) -> Iterator[list[dict[str, object]]]:
         yield page
 
 
+_RISKY = frozenset("=+-@\t\r\n＝＋－＠")  # the wide ones too, as East Asian keyboards make them
 _NUMBER = re.compile(r"-[0-9]+(\.[0-9]+)?", re.ASCII)
 
 
 def _cell(value: object) -> object:
     """A spreadsheet takes what begins with these signs for a formula, unless it is a number."""
-    is_risky = isinstance(value, str) and value[:1] in ("=", "+", "-", "@", "\t", "\r")
+    is_risky = isinstance(value, str) and value[:1] in _RISKY
     if is_risky and not _NUMBER.fullmatch(str(value)):
         return f"'{value}"
     return "" if value is None else value

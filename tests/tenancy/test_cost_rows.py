@@ -118,6 +118,39 @@ def test_tokens_in_the_rows_are_the_tokens_in_the_ledger(store: Store) -> None:
     assert counted == total.prompt_tokens + total.output_tokens
 
 
+def test_a_unit_price_times_the_quantity_is_the_cost(store: Store) -> None:
+    """As the specification demands of every row of usage; storage but for what is rounded down.
+    Tokens of a failure are consumed and not charged for."""
+    rows = [row for row in cost_rows(store, None, 0, None, "acme") if row["PricingUnit"]]
+    apart = {}
+    for row in rows:
+        product = Decimal(str(row["ListUnitPrice"])) * Decimal(str(row["PricingQuantity"]))
+        apart[str(row["SkuMeter"])] = product - Decimal(str(row["ListCost"]))
+    (failure,) = [
+        row
+        for row in rows
+        if row["SkuMeter"] == "output" and row["ConsumedQuantity"] != row["PricingQuantity"]
+    ]
+
+    assert 0 <= apart.pop("storage:1h") < Decimal("1e-12")
+    assert set(apart.values()) == {0}
+    assert set(apart) == {"input", "cache_read", "cache_write:1h", "output", "minimum"}
+    assert failure["ChargePeriodStart"] == "1970-01-01T00:00:00Z"
+    assert int(str(failure["ConsumedQuantity"])) - int(str(failure["PricingQuantity"])) == 4
+
+
+def test_a_correction_is_of_a_month_that_was_invoiced(store: Store, wall: Wall) -> None:
+    """What is given back in the same month is a credit without a class."""
+    wall.ms = 31 * 24 * HOUR_MS
+    adjust(store, wall, Adjustment("y", "r7", 5, "of January, in February"))
+    rows = [row for row in cost_rows(store, None, 0, None, "acme") if not row["PricingUnit"]]
+
+    assert [(row["ChargeCategory"], row["ChargeClass"]) for row in rows] == [
+        ("Credit", None),
+        ("Adjustment", "Correction"),
+    ]
+
+
 def test_every_row_has_every_column_and_its_category(store: Store) -> None:
     """The names are the specification's."""
     rows = list(cost_rows(store, None, 0, None, "acme"))
@@ -125,7 +158,7 @@ def test_every_row_has_every_column_and_its_category(store: Store) -> None:
     assert all(tuple(row) == COLUMNS for row in rows)
     assert {row["ChargeCategory"] for row in rows} == {"Usage", "Credit"}
     (credit,) = [row for row in rows if row["ChargeCategory"] == "Credit"]
-    assert (credit["ChargeClass"], credit["BilledCost"]) == ("Correction", "-0.000000000007")
+    assert credit["BilledCost"] == "-0.000000000007"
     assert credit["ConsumedQuantity"] is None
 
 

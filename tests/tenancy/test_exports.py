@@ -103,6 +103,8 @@ def test_no_cell_is_a_formula(store: Store) -> None:
         ("+1", "'+1"),
         ("@x", "'@x"),
         ("=1", "'=1"),
+        ("＝1", "'＝1"),
+        ("\n=1", "'\n=1"),
     ],
 )
 def test_a_credit_is_a_number_and_no_formula(value: str, cell: str) -> None:
