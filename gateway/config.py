@@ -24,7 +24,8 @@ from gateway.cache_terms import CachingConfig
 from tenancy.backends import check_place
 from tenancy.declared import DeclaredTenant, check_declared
 from tenancy.declared_keys import DeclaredKey
-from tenancy.errors import BadName, StoreError
+from tenancy.errors import BadName, BadPrice, StoreError
+from tenancy.pricing import RateCard
 from tenancy.shared_scopes import ScopeTerms, check_scopes
 
 Seconds = Annotated[float, Meta(gt=0, le=86_400)]
@@ -151,6 +152,14 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def models_dir(self) -> Path:
         return self.data / "models"
+
+    def check_card(self, card: RateCard) -> None:
+        """Raises BadPrice for a price that nobody would ever pay: of a class that there is not, or
+        by a name under which the ledger knows no model."""
+        self.caching.check_card(card)
+        if card.model in self.model.aliases:
+            message = f"model: {card.model!r} is an alias; prices are by the model's own name"
+            raise BadPrice("bad_rate_card", message)
 
 
 Origin = dict[str, str]

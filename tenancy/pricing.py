@@ -197,15 +197,17 @@ def writes(usage: UsageEntry) -> Mapping[str, int]:
 
 def check_card(card: RateCard) -> None:
     """Raises BadPrice for what cannot be, saying what came and what would be right."""
-    if not _NAME.fullmatch(card.name) or card.name == FREE:
+    if not _NAME.fullmatch(card.name):
         raise _bad("name", f"{card.name[:80]!r} is no name: use 1 to 64 of a-z, 0-9, -, _ and .")
-    for what, text in (("model", card.model), ("tier", card.tier)):
-        if not 0 < len(text) <= 256 or not text.isprintable():
-            raise _bad(what, f"{text[:80]!r} is no {what}; name one, or write * for all")
+    if card.name == FREE:
+        raise _bad("name", f"{FREE!r} is what holds where there is no card; name it otherwise")
+    if not 0 < len(card.model) <= 256 or not card.model.isprintable():
+        raise _bad("model", f"{card.model[:80]!r} is no model; name one, or write * for all")
+    if card.tier != ANY and not _NAME.fullmatch(card.tier):
+        raise _bad("tier", f"{card.tier[:80]!r} is no tenant's tier; name one, or write * for all")
     if not _CURRENCY.fullmatch(card.currency):
         raise _bad("currency", f"{card.currency[:80]!r} is no currency code such as USD")
     prices = {name: getattr(card, name) for name in ("input", "output", "cache_read")}
-    prices["minimum_charge"] = card.minimum_charge
     for group in ("cache_write", "storage"):
         classes: dict[str, int] = getattr(card, group)
         if len(classes) > CLASSES_MAX:
@@ -215,12 +217,15 @@ def check_card(card: RateCard) -> None:
         if not 0 <= value <= PRICE_MAX:
             hint = f"is not between 0 and {PRICE_MAX} micro-dollars per million tokens"
             raise _bad(name, f"a price of {value} {hint}")
+    if not 0 <= card.minimum_charge <= PRICE_MAX:
+        hint = f"is not between 0 and {PRICE_MAX} micro-dollars"
+        raise _bad("minimum_charge", f"{card.minimum_charge} {hint}")
     for what, at_ms in (
         ("valid_from_ms", card.valid_from_ms),
         ("valid_until_ms", card.valid_until_ms or 0),
     ):
         if not 0 <= at_ms <= LATEST_MS:
-            raise _bad(what, f"{at_ms} is no time before the year 9999")
+            raise _bad(what, f"{at_ms} ms is no time between 1970 and the year 9999")
     if card.valid_until_ms is not None and card.valid_until_ms <= card.valid_from_ms:
         raise _bad("valid_until_ms", "a card has to end after it begins")
 

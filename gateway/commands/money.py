@@ -50,7 +50,7 @@ def _prices(options: argparse.Namespace, config: Config, write: Write) -> Answer
     with opened(config) as store:
         if options.add is not None:
             card = _read_card(options.add)
-            config.caching.check_card(card)
+            config.check_card(card)
             card = add_card(store, wall_ms, card)
             text = f"{card.rate_card_id} is in force from {_instant(card.valid_from_ms)}"
             return Answer(text, structs.asdict(card))

@@ -40,7 +40,7 @@ def routes(gateway: Context) -> tuple[Route, ...]:
 
     async def add(request: web.Request) -> web.StreamResponse:
         card = await plain.read(request, gateway.config.server, RateCard)
-        gateway.config.caching.check_card(card)
+        gateway.config.check_card(card)
         card = await asyncio.to_thread(add_card, gateway.store, gateway.wall, card)
         by = request[STATE].admin_key_id
         gateway.log("rate_card_added", {"by_key_id": by, "rate_card": card.rate_card_id})

@@ -9,7 +9,16 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from gateway.config import Config, ConfigError, effective, load_config, parse_address
+from gateway.config import (
+    Config,
+    ConfigError,
+    ModelSettings,
+    effective,
+    load_config,
+    parse_address,
+)
+from tenancy.errors import BadPrice
+from tenancy.pricing import RateCard
 from tenancy.types import Limits
 
 
@@ -272,3 +281,13 @@ def test_shared_scopes_are_read_and_checked(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=re.escape(message)):
             load(tmp_path, text)
+
+
+def test_prices_are_by_the_models_own_name() -> None:
+    """The ledger knows no alias: a price under one would be nobody's."""
+    config = Config(model=ModelSettings("m", aliases=("gpt-4o-mini",)))
+    config.check_card(RateCard("x", model="m"))
+    config.check_card(RateCard("x", model="another-servers"))
+
+    with pytest.raises(BadPrice, match="'gpt-4o-mini' is an alias"):
+        config.check_card(RateCard("x", model="gpt-4o-mini"))
