@@ -26,6 +26,7 @@ from tenancy.types import WallClock
 
 Window = Literal["day", "month"]
 MICROS_MAX = 10**18
+KEY_ID_MAX = 2**63 - 1
 WINDOWS_AT_ONCE = 64
 
 
@@ -82,6 +83,8 @@ def set_budget(store: Store, budget: Budget) -> None:
         if value is not None and not 0 <= value <= MICROS_MAX:
             message = f"A {name} budget of {value} is not between 0 and {MICROS_MAX} micro-dollars."
             raise BadPrice("bad_budget", message)
+    if not 0 <= budget.key_id <= KEY_ID_MAX:
+        raise BadPrice("bad_budget", f"The tenant has no key {budget.key_id}.")
     if hard is not None and soft is not None and soft > hard:
         message = f"A soft budget of {soft} micro-dollars is above the hard one of {hard}."
         raise BadPrice("bad_budget", message)

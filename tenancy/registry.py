@@ -26,6 +26,7 @@ from tenancy.store import Row, Store, Transaction
 from tenancy.types import (
     CachePolicy,
     Limits,
+    Status,
     Tenant,
     TenantSettings,
     WallClock,
@@ -135,31 +136,33 @@ def create_tenant(
     return find_tenant(store, name)[0]
 
 
-def change_tenant(store: Store, name: str, changes: Mapping[str, object]) -> Registered:
+def change_tenant(
+    store: Store, name: str, changes: Mapping[str, object], status: Status | None = None
+) -> Registered:
     """Set what is named, by the fields of `TenantSettings`, from the next request; the rest stays,
-    whoever else is changing it. Raises BadName, with nothing changed."""
+    whoever else is changing it. `status`: its keys stop or start working within a second, and
+    answers that are kept for it go when it is suspended. Raises BadName, with nothing changed."""
     with store.change() as db:
         found = find_in(db, name)
         check_there(name)
-        if found.tenant.is_declared:
+        if changes and found.tenant.is_declared:
             raise BadName(
                 "tenant_declared",
                 f"{name} is declared in the configuration file; change it there and reload",
             )
-        write_settings(db, found.tenant.tenant_id, changed(found.settings, changes))
+        tenant_id = found.tenant.tenant_id
+        if changes:
+            write_settings(db, tenant_id, changed(found.settings, changes))
+        if status is not None:
+            db.execute("update tenants set status = ? where tenant_id = ?", (status, tenant_id))
+        if status == "suspended":
+            idempotency.forget(db, tenant_id)
     return find_registered(store, name)
 
 
-def set_status(store: Store, name: str, status: str) -> None:
-    """`suspended` or `active`: its keys stop or start working within a second. Answers that are
-    kept for it go when it is suspended. Raises BadName."""
-    assert status in ("active", "suspended")
-    tenant, _ = find_tenant(store, name)
-    check_there(name)
-    with store.change() as db:
-        db.execute("update tenants set status = ? where tenant_id = ?", (status, tenant.tenant_id))
-        if status == "suspended":
-            idempotency.forget(db, tenant.tenant_id)
+def set_status(store: Store, name: str, status: Status) -> None:
+    """See `change_tenant`."""
+    change_tenant(store, name, {}, status)
 
 
 def bootstrap(store: Store, clock: WallClock) -> str | None:

@@ -15,6 +15,9 @@ WallClock = Callable[[], int]
 """Milliseconds since the epoch, UTC."""
 
 
+Status = Literal["active", "suspended"]
+
+
 class Tenant(Struct, frozen=True, forbid_unknown_fields=True):
     """A paying party. `name` is unique, printable, at most 64 signs of [a-z0-9-_.].
 
@@ -24,7 +27,7 @@ class Tenant(Struct, frozen=True, forbid_unknown_fields=True):
 
     tenant_id: int
     name: str
-    status: Literal["active", "suspended"]
+    status: Status
     created_ms: int
     tier: str = "standard"
     is_declared: bool = False

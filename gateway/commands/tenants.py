@@ -43,7 +43,7 @@ from tenancy.registry import (
     set_status,
 )
 from tenancy.store import Store
-from tenancy.types import Limits, TenantSettings
+from tenancy.types import Limits, Status, TenantSettings
 from tenancy.usage import UsageTotal
 
 _UNITS_MS = {"m": 60_000, "h": 3_600_000, "d": 86_400_000}
@@ -84,7 +84,7 @@ def tenant_set(config: Config, name: str, changes: Mapping[str, object]) -> Answ
         return _about(store, name, f"tenant {name} changed")
 
 
-def tenant_status(config: Config, name: str, status: str) -> Answer:
+def tenant_status(config: Config, name: str, status: Status) -> Answer:
     """Suspend or resume."""
     with opened(config) as store:
         set_status(store, name, status)

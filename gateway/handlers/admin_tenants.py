@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import suppress
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 from aiohttp import web
@@ -33,7 +33,6 @@ from tenancy.types import Limits, TenantSettings
 
 PAGE_MAX = 1_000
 DAY_S = 86_400
-Status = Literal["active", "suspended"]
 
 
 class NewTenant(TenantSettings, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -150,11 +149,7 @@ class _Desk:
         settings = convert(body, TenantSettings, "")
         self._gateway.config.caching.check_classes(settings.classes or ())
         await self._check_floor(name, settings)
-        if body:
-            await asyncio.to_thread(registry.change_tenant, self._store, name, body)
-        if status is not None:
-            await asyncio.to_thread(registry.set_status, self._store, name, status)
-        found = await self._tenant(name)
+        found = await asyncio.to_thread(registry.change_tenant, self._store, name, body, status)
         self._note(request, "tenant_changed", found.tenant.tenant_id)
         return plain.answer(self._body(found))
 

@@ -16,6 +16,7 @@ from gateway.errors import Kind, Refusal
 from gateway.middleware import Route
 from gateway.request_state import STATE
 from tenancy.erasures import RECEIPTS_MAX, digest_of, list_receipts
+from tenancy.keys import check_name
 from tenancy.registry import Registered, find_registered
 from tenancy.shared_scopes import find_scope
 
@@ -81,6 +82,8 @@ async def _target(
     gateway: Context, body: EraseBody, by: int
 ) -> tuple[dict[str, str], erasure.Target]:
     """What is meant, and whose it is in words. Raises Refusal, BadName."""
+    if body.workspace is not None:
+        check_name(body.workspace, "workspace")
     if body.tenant is not None and body.shared_scope is None:
         tenant_id = (await _tenant(gateway, body.tenant)).tenant.tenant_id
         target = erasure.Target(tenant_id, by, body.workspace, body.lease_id)

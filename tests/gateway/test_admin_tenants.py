@@ -321,6 +321,24 @@ async def test_a_change_that_cannot_be_changes_nothing(
     assert list_keys(admin.house.store)[0].label == ""
 
 
+async def test_settings_and_status_change_together_or_not_at_all(admin: Admin) -> None:
+    """What fails between the two would leave half of a change."""
+    path, body = f"{TENANTS}/ada", {"weight": 2, "status": "suspended"}
+    with admin.house.store.change() as db:
+        db.execute(
+            "create trigger no_more before update of status on tenants"
+            " begin select raise(abort, 'no more'); end"
+        )
+    failed, _ = await admin.ask("PATCH", path, body)
+    half = find_registered(admin.house.store, "ada").settings.weight
+    with admin.house.store.change() as db:
+        db.execute("drop trigger no_more")
+    _, changed = await admin.ask("PATCH", path, body)
+
+    assert (failed, half) == (503, 1.0)
+    assert (changed["weight"], changed["status"]) == (2.0, "suspended")
+
+
 @pytest.mark.parametrize("query", ["limit=0", "limit=1001", "limit=x", "limit=1&limit=2", "page=2"])
 async def test_a_page_that_cannot_be_is_refused(admin: Admin, query: str) -> None:
     """F10: numbers are bounded, and a misspelt parameter is not silently nothing."""

@@ -112,6 +112,8 @@ async def test_erasing_a_workspace_leaves_the_others(admin: Admin) -> None:
         ("POST", "/admin/v1/erase", {}, 400, "missing_required_parameter"),
         ("POST", "/admin/v1/erase", {"tenant": "nobody"}, 404, "tenant_unknown"),
         ("POST", "/admin/v1/erase", {"tenant": "ada", "all": True}, 400, "invalid_value"),
+        ("POST", "/admin/v1/erase", {"tenant": "ada", "workspace": "scope:1"}, 400, "bad_name"),
+        ("POST", "/admin/v1/erase", {"tenant": "ada", "workspace": "a\0b"}, 400, "bad_name"),
         ("POST", "/admin/v1/erase", {"tenant": "ada", "lease_id": "x"}, 404, "lease_unknown"),
         ("POST", "/admin/v1/erase", {"tenant": "ada", "lease_id": "x" * 999}, 404, "lease_unknown"),
         ("GET", "/admin/v1/erasures", None, 400, "missing_required_parameter"),

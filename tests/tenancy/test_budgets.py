@@ -290,6 +290,8 @@ def test_a_tenant_that_never_ran_can_go_with_its_budget(
         Budget(1, "day", hard_micros=1, soft_micros=2),
         Budget(7, "day", hard_micros=1),
         Budget(1, "day", hard_micros=1, key_id=9),
+        Budget(1, "day", hard_micros=1, key_id=-1),
+        Budget(1, "day", hard_micros=1, key_id=2**63),
     ],
 )
 def test_a_budget_that_cannot_be_is_refused(store: Store, ledger: Ledger, budget: Budget) -> None:
