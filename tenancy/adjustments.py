@@ -1,8 +1,7 @@
 """Credits and debits on ledger entries: how a charge is corrected without changing its entry.
 
 Append-only, chained like entries, once per adjustment id for ever. It changes what is billed, not
-what a budget's window has seen. The command line and the admin API call it, beside a running
-server too.
+what a budget's window has seen. The command line calls it, beside a running server too.
 """
 
 from __future__ import annotations
@@ -117,7 +116,9 @@ def _check(adjustment: Adjustment) -> None:
     if adjustment.adjustment_id.startswith(BREACH):
         raise BadPrice("bad_adjustment", f"Ids that begin with {BREACH} are the ledger's own.")
     if not 0 < abs(adjustment.amount_pico) <= CHARGE_MAX:
-        raise BadPrice("bad_adjustment", "An amount is not zero and below 9.2 million dollars.")
+        raise BadPrice(
+            "bad_adjustment", "An amount must be above zero and below 9.2 million dollars."
+        )
     reason = adjustment.reason
     if not reason.strip() or len(reason) > REASON_SIGNS_MAX or not reason.isprintable():
         raise BadPrice("bad_adjustment", f"A reason is 1 to {REASON_SIGNS_MAX} printable signs.")

@@ -2,7 +2,7 @@
 
 After it the file itself refuses entries in the day; what comes late is booked on the next open
 day. Days are UTC. A day can be closed once it is over and nothing of it still runs. The command
-line and the admin API call it, beside a running server too.
+line calls it, beside a running server too.
 """
 
 from __future__ import annotations
