@@ -20,7 +20,8 @@ from engine.cache.shares import Shares
 from engine.plan import BlockCopy
 
 PROMISABLE = 7 / 8
-"""The part of the pool that promises and floors together may take; the rest keeps work moving."""
+"""The part of the pool that promises and floors together may take, and of a payer's ceiling that
+promises may; the rest keeps work moving."""
 FLOORS_MOST = 1 / 2
 """The part that floors may always take, however long one sequence may be."""
 

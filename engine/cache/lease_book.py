@@ -14,7 +14,7 @@ from typing import Literal
 from engine.api import Bound, LeaseGrant, LeaseRequest
 from engine.cache.block_table import BlockTable
 from engine.cache.eviction import Account
-from engine.cache.holdings import Holdings
+from engine.cache.holdings import PROMISABLE, Holdings
 from engine.cache.leases import Deadlines, Terms, promise_of
 from engine.cache.prefix_tree import Node
 
@@ -219,7 +219,7 @@ class LeaseBook:
         quota = share.quota
         bounds: list[tuple[int | None, Bound]] = [
             (quota.promised_blocks_max, "quota"),
-            (quota.ceiling_blocks, "ceiling"),
+            (quota.ceiling_blocks and int(quota.ceiling_blocks * PROMISABLE), "ceiling"),
             (shares.promisable - shares.claimed_beside(share), "pool"),
         ]
         rooms = [(most - mine, name) for most, name in bounds if most is not None]

@@ -271,9 +271,21 @@ def test_a_promise_is_clipped_to_the_namespaces_ceiling() -> None:
     """Nobody is promised more than it may hold."""
     cache = PrefixCache(blocks=16, block_size=SIZE)
 
-    (grant,) = run(cache, WORDS, 0.0, lease(FIVE), quota=Quota(ceiling_blocks=1))
+    (grant,) = run(cache, WORDS, 0.0, lease(FIVE), quota=Quota(ceiling_blocks=2))
 
     assert (grant.outcome, grant.tokens, grant.bound) == ("clipped", 4, "ceiling")
+
+
+def test_whoever_has_promised_all_it_may_can_still_ask() -> None:
+    """A payer at its ceiling with promises alone would be refused everything until they end."""
+    quota = Quota(ceiling_blocks=16)
+    cache = PrefixCache(blocks=64, block_size=SIZE)
+    for first in range(0, 1_000, 100):
+        run(cache, list(range(first, first + 8)), 0.0, lease(FIVE), quota=quota)
+
+    assert promised(cache) == 14
+    assert cache.available(US, quota) == 2
+    cache.check()
 
 
 def test_a_promise_is_clipped_to_what_its_plan_allows() -> None:
