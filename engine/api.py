@@ -403,8 +403,8 @@ class Stats(Struct, frozen=True, tag="stats", forbid_unknown_fields=True):
 
     `unneeded_tokens_total`: of the output tokens, those drawn behind the end of their text, before
     the engine heard of it; nobody is charged for them.
-    `changed`: namespaces whose numbers are not what the last `Stats` on this connection said; in
-    the first, all there are.
+    `changed`: namespaces whose numbers are not what `Stats` on this connection have said; in the
+    first, all there are. A heartbeat that has many to tell of tells of some, others follow.
     blocks = free + cached (only the tree refers to them) + pinned (some table does).
     """
 

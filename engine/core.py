@@ -145,16 +145,16 @@ class Core:
         return Erased(call.call_id, blocks)
 
     def take_changed(self) -> set[Namespace]:
-        """Namespaces whose numbers may have changed since the last call. O(these + requests)."""
-        return self.vitals.take_changed(self.cache, self.roster)
+        """Namespaces whose numbers may have changed since the last call. O(these)."""
+        changed = self.cache.take_changed()
+        return changed | self.roster.tally.take_moved() | self.scheduler.running.tally.take_moved()
 
     def namespaces(self) -> set[Namespace]:
-        """All that hold something or ask for it. O(namespaces + requests)."""
-        asking = {work.request.grant.namespace for work in self.roster}
-        return asking | {use.namespace for use in self.cache.namespaces()}
+        """All that hold something or ask for it. O(these)."""
+        return {use.namespace for use in self.cache.namespaces()}.union(self.roster.tally)
 
     def stats(self, call_id: int = 0, names: Iterable[Namespace] = ()) -> Stats:
-        """The heartbeat, with what `names` hold and ask for. O(names + requests)."""
+        """The heartbeat, with what `names` hold and ask for. O(names)."""
         return self.vitals.stats(call_id, self.cache, self.scheduler, self.roster, names)
 
     def drain(self, timeout_s: float) -> None:

@@ -1,12 +1,13 @@
 """What namespaces have lost from the cache, by cause and by who took it, and what came into it.
 
-The engine's thread notes facts as they happen and hands out what is new with each heartbeat;
+The engine's thread notes facts as they happen and hands out what is new with the heartbeat;
 `loss_totals` adds it up on the other side. Counts, never tokens. `service` calls it.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from itertools import islice
 
 from engine.api import CacheNews, Gain, Loss, LossCause, Namespace
 from engine.cache import Fact
@@ -40,13 +41,16 @@ class LossCollector:
             case _:
                 pass
 
-    def take(self) -> CacheNews | None:
-        """What is new since the last call; None if nothing is. O(what is new)."""
-        if not self._lost and not self._gained:
+    def __len__(self) -> int:
+        return len(self._lost) + len(self._gained)
+
+    def take(self, most: int) -> CacheNews | None:
+        """So many losses and gains at most of those not taken yet, the oldest first; None if there
+        are none. O(most)."""
+        lost, gained = list(islice(self._lost, most)), list(islice(self._gained, most))
+        if not lost and not gained:
             return None
-        lost, lived_s, gained = self._lost, self._lived_s, self._gained
-        self._lost, self._lived_s, self._gained = Counter(), {}, Counter()
         return CacheNews(
-            tuple(Loss(*key, blocks, lived_s.get(key, 0.0)) for key, blocks in lost.items()),
-            tuple(Gain(namespace, blocks) for namespace, blocks in gained.items()),
+            tuple(Loss(*key, self._lost.pop(key), self._lived_s.pop(key, 0.0)) for key in lost),
+            tuple(Gain(name, self._gained.pop(name)) for name in gained),
         )

@@ -1,7 +1,7 @@
 """What each namespace holds and asks for now, kept on the gateway's side.
 
-A `Stats` tells of the namespaces whose numbers have changed since the one before it on the same
-connection, and the first of all of them. It knows no tenant. `client` keeps one for each
+The first `Stats` on a connection tells of all namespaces, each later one of such whose numbers have
+changed since they were told. It knows no tenant. `client` keeps one for each
 connection, so another life of the engine begins with an empty one.
 """
 

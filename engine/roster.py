@@ -10,17 +10,19 @@ from collections.abc import Iterator
 from engine.api import Request
 from engine.errors import InvariantViolation
 from engine.sequence import Sequence, Work
+from engine.tally import Tally
 
 
 class Roster:
-    """`waiting_tokens`: prompt tokens of those that have not started. Every call is O(1), or
-    O(samples)."""
+    """`tally` counts the requests. `waiting_tokens`: prompt tokens of those that have not started.
+    Every call is O(1), or O(samples)."""
 
     def __init__(self) -> None:
         self._works: dict[str, Work] = {}
         self._sequences: dict[int, Sequence] = {}
         self._arrivals = 0
         self._next_sequence_id = 0
+        self.tally = Tally()
         self.waiting_tokens = 0
 
     def __iter__(self) -> Iterator[Work]:
@@ -45,6 +47,7 @@ class Roster:
         assert request.request_id not in self._works, "a request is here once"
         work = self._works[request.request_id] = Work(request, self._arrivals, now_s)
         self._arrivals += 1
+        self.tally.add(request)
         self.waiting_tokens += len(request.tokens)
         return work
 
@@ -65,6 +68,7 @@ class Roster:
         """It has ended. Steps in flight may still look at its sequences, and from these at it; it
         lets go of them, so that no collector has to find out that nobody needs them."""
         del self._works[work.request.request_id]
+        self.tally.remove(work.request)
         if work.started_at_s is None:
             self.waiting_tokens -= len(work.request.tokens)
         for sequence in work.sequences:
@@ -76,6 +80,7 @@ class Roster:
         waiting = sum(len(work.request.tokens) for work in self if work.started_at_s is None)
         if waiting != self.waiting_tokens:
             raise InvariantViolation(f"{self.waiting_tokens} tokens wait, recounted: {waiting}")
+        self.tally.check(work.request for work in self)
         found = {s.sequence_id: s for work in self for s in work.sequences}
         if found != self._sequences:
             raise InvariantViolation(f"sequences {list(self._sequences)}, recounted: {list(found)}")

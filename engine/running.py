@@ -6,21 +6,25 @@ all, and nobody takes its blocks. Plain bookkeeping, no decisions; only the sche
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 from engine.errors import InvariantViolation
-from engine.sequence import Sequence
+from engine.sequence import Sequence, Work
+from engine.tally import Tally
 
 
 class Running:
     """By id. `places`: those taken in the batch, where a prompt takes one for each sample it will
-    have."""
+    have. `tally`: the requests that any of them belongs to."""
 
     def __init__(self, preemptions_max: int) -> None:
         self._preemptions_max = preemptions_max
         self._by_id: dict[int, Sequence] = {}
         self._places: dict[int, int] = {}
         self._pinned: dict[int, Sequence] = {}
+        self._samples: dict[Work, int] = {}
+        self.tally = Tally()
         self.places = 0
 
     def __iter__(self) -> Iterator[Sequence]:
@@ -48,6 +52,10 @@ class Running:
         self._take(sequence)
         if self.is_pinned(sequence):
             self._pinned[sequence.sequence_id] = sequence
+        work = sequence.work
+        self._samples[work] = self._samples.get(work, 0) + 1
+        if self._samples[work] == 1:
+            self.tally.add(work.request)
 
     def forked(self, sequence: Sequence) -> None:
         """Its samples take their own places from now on. O(1)."""
@@ -59,6 +67,11 @@ class Running:
         if self._by_id.pop(sequence.sequence_id, None) is not None:
             self.places -= self._places.pop(sequence.sequence_id)
             self._pinned.pop(sequence.sequence_id, None)
+            work = sequence.work
+            self._samples[work] -= 1
+            if not self._samples[work]:
+                del self._samples[work]
+                self.tally.remove(work.request)
 
     def check(self) -> None:
         """Recount. Raises InvariantViolation. O(running)."""
@@ -68,6 +81,9 @@ class Running:
             raise InvariantViolation(f"{self.places} places {self._places}, recounted: {places}")
         if pinned != self._pinned:
             raise InvariantViolation(f"pinned {list(self._pinned)}, recounted: {list(pinned)}")
+        if (samples := Counter(s.work for s in self)) != self._samples:
+            raise InvariantViolation(f"samples {self._samples}, recounted: {samples}")
+        self.tally.check(work.request for work in samples)
 
     def _take(self, sequence: Sequence) -> None:
         self._places[sequence.sequence_id] = sequence.places

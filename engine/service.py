@@ -55,6 +55,9 @@ CANARY_STEPS_MAX: Final = 8
 COMPILE_WAIT_S: Final = 0.001
 """Between two looks at grammars that are being compiled, with nothing else to do."""
 
+TOLD_MAX: Final = 128
+"""Namespaces, and losses and gains of theirs, that a heartbeat tells of between two steps."""
+
 BEATS_PART: Final = 20
 BEAT_S_MAX: Final = 5.0
 """Nobody is without news for longer, where beats are not further apart anyway."""
@@ -95,6 +98,7 @@ class EngineService:
         self.ready = threading.Event()
         self.stopped = threading.Event()
         self._beat_at_s = clock()
+        self._is_telling = False
         self._is_draining = False
 
     def start(self) -> None:
@@ -209,7 +213,7 @@ class EngineService:
         outlet.send(core.vitals.step, (message,))
 
     def _tell_stats(self, outlet: Outlet, core: Core, call_id: int = 0) -> None:
-        """With the namespaces that have changed since it was told last."""
+        """With all the namespaces that have changed since it was told last."""
         self._note_changed(core)
         names = self._outlets.get(outlet, set())
         self._tell(outlet, core, core.stats(call_id, names))
@@ -234,17 +238,25 @@ class EngineService:
             outlet.send(step, tuple(batch))
 
     def _beat(self, core: Core) -> None:
-        """Where tens of thousands of namespaces change all the time, telling takes its own: of it
-        all, one part in `BEATS_PART` at most, while that makes nobody deaf."""
+        """A heartbeat, or as much of one as may keep a step waiting: the rest follows beside later
+        steps. Where tens of thousands of namespaces change all the time, telling takes its own: of
+        it all, one part in `BEATS_PART` at most, while that makes nobody deaf."""
         began_s = self.clock()
-        if began_s >= self._beat_at_s:
-            news = self._losses.take()
-            for outlet in self._outlets:
-                self._tell_stats(outlet, core)
-                if news is not None:
-                    self._tell(outlet, core, news)
-            rest_s = min(BEAT_S_MAX, BEATS_PART * (self.clock() - began_s))
-            self._beat_at_s = began_s + max(self.config.heartbeat_s, rest_s)
+        if began_s < self._beat_at_s:
+            return
+        if not self._is_telling:
+            self._note_changed(core)
+        news = self._losses.take(TOLD_MAX)
+        self._is_telling = len(self._losses) > 0
+        for outlet, untold in self._outlets.items():
+            names = [untold.pop() for _ in range(min(TOLD_MAX, len(untold)))]
+            self._tell(outlet, core, core.stats(0, names))
+            self._is_telling |= bool(untold)
+            if news is not None:
+                self._tell(outlet, core, news)
+        rest_s = min(BEAT_S_MAX, BEATS_PART * (self.clock() - began_s))
+        next_s = rest_s if self._is_telling else max(rest_s, self.config.heartbeat_s)
+        self._beat_at_s = began_s + next_s
 
     def _fail_all(self) -> None:
         """The engine is broken: nobody waits for ever. Clients know what they had by then."""

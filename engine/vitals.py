@@ -5,22 +5,16 @@ Counters only grow. It decides nothing; core feeds it.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 
 from engine.api import Namespace, NamespaceStats, Stats
 from engine.cache import NamespaceUse, PrefixCache
+from engine.roster import Roster
 from engine.scheduler import Scheduler
-from engine.sequence import Work
+from engine.tally import Tally
 
 SMOOTHING = 0.1
 """How much the latest step counts in the rates."""
-
-
-Demand = tuple[int, int]
-"""Requests of a namespace that run, and that wait."""
-
-IDLE: Demand = (0, 0)
 
 
 class Vitals:
@@ -35,7 +29,6 @@ class Vitals:
         self.recomputed_tokens = 0
         self.output_tokens = 0
         self.unneeded_tokens = 0
-        self._demand: dict[Namespace, Demand] = {}
         self._stepped_at_s = float("-inf")
         self._step_s = 0.0
         self._prefill_per_s = 0.0
@@ -69,24 +62,17 @@ class Vitals:
             if prefill_tokens > 0:
                 self._prefill_per_s = _smooth(self._prefill_per_s, prefill_tokens / elapsed_s)
 
-    def take_changed(self, cache: PrefixCache, works: Iterable[Work]) -> set[Namespace]:
-        """Namespaces of which other numbers are to be told than at the last call. O(changed +
-        requests)."""
-        before, self._demand = self._demand, _demand(works)[0]
-        changed = {name for name, demand in self._demand.items() if before.get(name) != demand}
-        return changed | (before.keys() - self._demand.keys()) | cache.take_changed()
-
     def stats(
         self,
         call_id: int,
         cache: PrefixCache,
         scheduler: Scheduler,
-        works: Iterable[Work],
+        roster: Roster,
         names: Iterable[Namespace],
     ) -> Stats:
-        """Everything known now, of these namespaces alone. O(names + requests)."""
+        """Everything known now, of these namespaces alone. O(names)."""
         held = cache.stats()
-        demands, waiting_tokens = _demand(works)
+        here, running = roster.tally, scheduler.running.tally
         return Stats(
             call_id=call_id,
             step=self.step,
@@ -94,9 +80,9 @@ class Vitals:
             free_blocks=held.free,
             cached_blocks=held.cached,
             pinned_blocks=held.pinned,
-            waiting=sum(waiting for _, waiting in demands.values()),
-            running=sum(running for running, _ in demands.values()),
-            waiting_tokens=waiting_tokens,
+            waiting=here.requests - running.requests,
+            running=running.requests,
+            waiting_tokens=here.tokens - running.tokens,
             prompt_tokens_total=self.prompt_tokens,
             cached_tokens_total=self.cached_tokens,
             computed_tokens_total=self.computed_tokens,
@@ -108,34 +94,18 @@ class Vitals:
             preemptions_total=scheduler.preemptions,
             steps_per_s=1 / self._step_s if self._step_s > 0 else 0.0,
             prefill_tokens_per_s=self._prefill_per_s,
-            changed=tuple(_told(cache.use(name), demands.get(name, IDLE)) for name in names),
+            changed=tuple(_told(cache.use(name), here, running) for name in names),
         )
 
 
-def _demand(works: Iterable[Work]) -> tuple[dict[Namespace, Demand], int]:
-    """Requests by namespace, and the prompt tokens of those that wait."""
-    running: Counter[Namespace] = Counter()
-    waiting: Counter[Namespace] = Counter()
-    waiting_tokens = 0
-    for work in works:
-        namespace = work.request.grant.namespace
-        if any(sequence.table is not None for sequence in work.sequences):
-            running[namespace] += 1
-        else:
-            waiting[namespace] += 1
-            waiting_tokens += len(work.request.tokens)
-    names = running.keys() | waiting.keys()
-    return {name: (running[name], waiting[name]) for name in names}, waiting_tokens
-
-
-def _told(use: NamespaceUse, demand: Demand) -> NamespaceStats:
-    running, waiting = demand
+def _told(use: NamespaceUse, here: Tally, running: Tally) -> NamespaceStats:
+    runs = running.of(use.namespace)
     return NamespaceStats(
         namespace=use.namespace,
         blocks=use.blocks,
         pinned_blocks=use.pinned,
-        running=running,
-        waiting=waiting,
+        running=runs,
+        waiting=here.of(use.namespace) - runs,
         promised_by_class=use.promised,
     )
 

@@ -5,9 +5,9 @@ share's *borrowed* blocks are those above its floor; divided by its weight they 
 over (rule 9; `shares` keeps the order). Within a share its least recently used leaf goes first,
 whichever of its accounts that is in.
 
-Pure bookkeeping: it knows no pool and no clock. What moves is noted, in a list of accounts for
-whoever tells of them and in one of shares for the sums over all: so neither costs more than what
-has moved. Only `holdings`, `lease_book` and `shares` call it.
+Pure bookkeeping: it knows no pool and no clock. What moves is noted, in a set of names for whoever
+tells of them and in a list of shares for the sums over all: so neither costs more than what has
+moved. Only `holdings`, `lease_book` and `shares` call it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Account:
     `held`: allocated to it. `cached`: of these, in the tree and in nobody's table. `evictable`: of
     these, not promised. `promised`: in the tree under a live promise, `promised_in` by its class;
     `reserved`: promised to running requests that have not computed them yet. `ends`: where its
-    leases do. `is_changed`: it is in the list `changed` that it was made with.
+    leases do. Where it moves, its name is put in the set `changed` that it was made with.
     """
 
     __slots__ = (
@@ -37,7 +37,6 @@ class Account:
         "ends",
         "evictable",
         "held",
-        "is_changed",
         "namespace",
         "promised",
         "promised_in",
@@ -54,7 +53,7 @@ class Account:
         share: Share,
         block_size: int,
         serials: Iterator[int],
-        changed: list[Account],
+        changed: set[Namespace],
     ) -> None:
         self.namespace = namespace
         self.share = share
@@ -68,7 +67,6 @@ class Account:
         self.promised_in: Counter[str] = Counter()
         self.reserved = 0
         self.write_epoch = 0
-        self.is_changed = False
         self._changed = changed
 
     def add_held(self, blocks: int) -> None:
@@ -115,9 +113,7 @@ class Account:
         self.share.order.remove((node.last_use_s, node.serial, node))
 
     def _moved(self) -> None:
-        if not self.is_changed:
-            self.is_changed = True
-            self._changed.append(self)
+        self._changed.add(self.namespace)
         if not self.share.is_stale:
             self.share.moved()
 

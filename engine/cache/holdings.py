@@ -29,9 +29,9 @@ FLOORS_MOST = 1 / 2
 class Holdings:
     """`owner[b]` is the account that block b is allocated to; `node_of[b]` its node in a tree.
 
-    `copies` are pending: by destination, each pinning its source. `changed`: the accounts whose
-    counts have moved since somebody took it. `version`: another whenever something has moved by
-    other means than a block table.
+    `copies` are pending: by destination, each pinning its source. `changed`: the names of accounts
+    whose counts have moved since somebody took them. `version`: another whenever something has
+    moved by other means than a block table.
     """
 
     def __init__(self, blocks: int, block_size: int, longest: int = 0) -> None:
@@ -42,7 +42,7 @@ class Holdings:
         self.accounts: dict[Namespace, Account] = {}
         promisable, least = int(blocks * PROMISABLE), int(blocks * FLOORS_MOST)
         self.shares = Shares(promisable, min(promisable, max(least, blocks - longest)))
-        self.changed: list[Account] = []
+        self.changed: set[Namespace] = set()
         self.owner: list[Account | None] = [None] * blocks
         self.node_of: list[Node | None] = [None] * blocks
         self.copies: dict[int, BlockCopy] = {}
@@ -84,10 +84,7 @@ class Holdings:
 
     def take_changed(self) -> set[Namespace]:
         """The names of the accounts that have changed; from now on it is noted anew. O(these)."""
-        names = set()
-        for account in self.changed:
-            account.is_changed = False
-            names.add(account.namespace)
+        names = self.changed.copy()
         self.changed.clear()
         return names
 

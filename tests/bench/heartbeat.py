@@ -17,6 +17,7 @@ from engine.config import EngineConfig
 from engine.frames import Downward, Welcome, downward_decoder, encode
 from engine.loss_totals import LossTotals
 from engine.namespace_book import NamespaceBook
+from engine.roster import Roster
 from engine.scheduler import Scheduler
 from engine.vitals import Vitals
 from gateway.churn import Churn
@@ -73,8 +74,8 @@ class Beats:
 
     def look(self) -> Stats:
         """What it says."""
-        names = self.vitals.take_changed(self.cache, ())
-        return self.vitals.stats(0, self.cache, self.scheduler, (), names)
+        names = self.cache.take_changed()
+        return self.vitals.stats(0, self.cache, self.scheduler, Roster(), names)
 
     def hear(self, frame: bytes) -> list[Downward]:
         """As it comes over the socket."""

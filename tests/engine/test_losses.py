@@ -23,7 +23,7 @@ def test_losses_are_told_once_by_cause_and_by_who_took_them() -> None:
     ):
         collector.note(fact)
 
-    news = collector.take()
+    news = collector.take(9)
 
     assert news == CacheNews(
         (
@@ -34,4 +34,24 @@ def test_losses_are_told_once_by_cause_and_by_who_took_them() -> None:
         ),
         (Gain(b"b", 3),),
     )
-    assert collector.take() is None
+    assert collector.take(9) is None
+
+
+def test_losses_are_taken_a_part_at_a_time_the_oldest_first() -> None:
+    """However many there are, no step waits for the telling of all; none of them waits for ever."""
+    collector = LossCollector()
+    for taker in (b"a", b"b", b"c"):
+        collector.note(Evicted(b"n", taker, 1, 1.0))
+    collector.note(Committed(b"g", 1, 16, 1))
+
+    first = collector.take(2)
+    collector.note(Evicted(b"n", b"a", 1, 5.0))
+    left = len(collector)
+    second = collector.take(2)
+
+    losses = [Loss(b"n", "evicted_pressure", taker, 1, 1.0) for taker in (b"a", b"b", b"c")]
+    again = Loss(b"n", "evicted_pressure", b"a", 1, 5.0)
+    assert first == CacheNews(tuple(losses[:2]), (Gain(b"g", 1),))
+    assert left == 2
+    assert second == CacheNews((losses[2], again))
+    assert len(collector) == 0

@@ -25,7 +25,7 @@ from engine.api import (
 from engine.config import EngineConfig
 from engine.core import Core
 from engine.errors import EngineError
-from engine.service import EngineService, prove_alive
+from engine.service import TOLD_MAX, EngineService, prove_alive
 from tests.engine.served import fake_core
 
 CONFIG = EngineConfig(heartbeat_s=0.05, prefill_chunk_tokens_max=16)
@@ -122,6 +122,30 @@ def test_heartbeats_take_a_twentieth_of_the_time_at_most() -> None:
     service.stop()
 
     assert min(late - early for early, late in pairwise(beats[1:])) > 0.15
+
+
+def test_a_heartbeat_that_has_much_to_tell_tells_it_between_steps() -> None:
+    """Otherwise whoever decodes waits for all of it, twice a second. One beat, then as much as is
+    left of it: the next beat is an hour away."""
+    passed_s, hourly = 0.0, EngineConfig(heartbeat_s=3_600.0, prefill_chunk_tokens_max=16)
+    service = EngineService(lambda: fake_core(hourly), hourly, lambda: time.monotonic() + passed_s)
+    service.start()
+    assert service.ready.wait(DEADLINE_S)
+    ear, names = Ear(), {b"%d" % number for number in range(TOLD_MAX + TOLD_MAX // 2)}
+    service.join(ear)
+    assert ear.until(Stats).changed == ()
+    for name in names:
+        service.post(ear, Submit(Request(name.decode(), (1,), 1, CacheGrant(name))))
+    for _ in names:
+        ear.until(Finished)
+
+    passed_s = 3_600.0
+    service.post(ear, Cancel("to wake it"))
+    told = [{one.namespace for one in ear.until(Stats).changed} for _ in range(2)]
+    service.stop()
+
+    assert sorted(map(len, told)) == [len(names) - TOLD_MAX, TOLD_MAX]
+    assert told[0] | told[1] == names
 
 
 def test_each_connection_is_told_of_a_namespace_when_it_has_changed() -> None:

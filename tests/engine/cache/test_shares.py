@@ -30,7 +30,7 @@ def account_of(shares: Shares, number: int, quota: Quota, serials: Iterator[int]
     name = bytes([number])
     share = shares.under(name, quota)
     if name not in share.accounts:
-        share.take(Account(name, share, SIZE, serials, []))
+        share.take(Account(name, share, SIZE, serials, set()))
     return share.accounts[name]
 
 
