@@ -17,9 +17,9 @@ from gateway.context import Context
 from gateway.errors import Kind, Refusal
 from gateway.plain import Window
 from tenancy.budgets import BudgetState
-from tenancy.cost_rows import dollars, storage
+from tenancy.cost_rows import storage
 from tenancy.ledger_epochs import ledger_epoch
-from tenancy.pricing import PICO_PER_MICRO
+from tenancy.pricing import PICO_PER_MICRO, dollars
 from tenancy.store import Store
 from tenancy.types import Tenant
 from tenancy.usage import By, UsageTotal, usage

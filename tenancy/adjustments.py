@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from tenancy.entries import NO_CHAIN, chained, open_from_ms
 from tenancy.errors import BadPrice
-from tenancy.pricing import CHARGE_MAX, PICO_PER_MICRO
+from tenancy.pricing import CHARGE_MAX, PICO_PER_MICRO, dollars
 from tenancy.store import Store, Transaction, Value
 from tenancy.sums import DAY_MS, HOUR_MS
 from tenancy.types import WallClock
@@ -71,8 +71,8 @@ def book(db: Transaction, now_ms: int, adjustment: Adjustment) -> bool:
     if left + adjustment.amount_pico < 0:
         raise BadPrice(
             "credit_exceeds_charge",
-            f"A credit of {-adjustment.amount_pico} pico-dollars is more than the {left} that"
-            " are left of this entry's charge.",
+            f"A credit of {dollars(-adjustment.amount_pico)} dollars is more than the"
+            f" {dollars(left)} that are left of this entry's charge.",
         )
     booked_ms = max(now_ms, open_from_ms(db))
     row: tuple[Value, ...] = (

@@ -14,7 +14,14 @@ from msgspec import Struct
 
 from tenancy.budgets import window_of
 from tenancy.exports import Rows, instant, pages
-from tenancy.pricing import SECONDS_PER_HOUR, RateCard, price, storage_charge, writes
+from tenancy.pricing import (
+    SECONDS_PER_HOUR,
+    RateCard,
+    dollars,
+    price,
+    storage_charge,
+    writes,
+)
 from tenancy.rate_cards import CardBook, load_cards
 from tenancy.store import Row, Store
 from tenancy.sums import HOUR_MS
@@ -71,12 +78,6 @@ def cost_rows(
         yield _used(account, card, group, total)
     yield from _adjusted(store, book, tenant, since_ms, until_ms, account)
     yield from _held(store, book, tenant, since_ms, until_ms, account)
-
-
-def dollars(pico: int) -> str:
-    """Exact: twelve decimals."""
-    whole, rest = divmod(abs(pico), 10**12)
-    return f"{'-' if pico < 0 else ''}{whole}.{rest:012}"
 
 
 def _sums(

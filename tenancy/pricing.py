@@ -188,6 +188,12 @@ def storage_charge(card: RateCard, retention: str, token_seconds: int) -> int:
     return token_seconds * card.storage_price(retention) // SECONDS_PER_HOUR
 
 
+def dollars(pico: int) -> str:
+    """Exact: twelve decimals."""
+    whole, rest = divmod(abs(pico), 10**12)
+    return f"{'-' if pico < 0 else ''}{whole}.{rest:012}"
+
+
 def writes(usage: UsageEntry) -> Mapping[str, int]:
     """Written tokens by class; where the classes are not known, all under "*"."""
     if usage.write or not usage.cache_write_tokens:

@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Struct, structs
 
 from tenancy.errors import BadPrice
+from tenancy.exports import instant
 from tenancy.pricing import ANY, FREE_CARD, BreachCredit, RateCard, check_card
 from tenancy.store import Row, Store
 from tenancy.types import WallClock
@@ -150,7 +151,7 @@ def _check_overlaps(have: list[RateCard], card: RateCard) -> None:
             if own is card and other is not None:
                 raise BadPrice(
                     "rate_cards_overlap",
-                    f"From {at_ms} ms on {name}@{other.version} holds for model {card.model} and"
-                    f" tier {card.tier} too; end it first with a version that has a"
-                    " valid_until_ms, or begin later.",
+                    f"From {at_ms} ms ({instant(at_ms)}) on {name}@{other.version} holds for"
+                    f" model {card.model} and tier {card.tier} too; end it first with a version"
+                    " that has a valid_until_ms, or begin later.",
                 )

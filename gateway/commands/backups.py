@@ -20,8 +20,8 @@ from gateway.config import Config
 from gateway.metering import wall_ms
 from tenancy import backups
 from tenancy.backends import is_server, open_store
-from tenancy.cost_rows import dollars
 from tenancy.moves import move
+from tenancy.pricing import dollars
 
 Adder = Callable[[argparse.ArgumentParser], None]
 

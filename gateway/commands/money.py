@@ -7,6 +7,7 @@ Amounts are dollars in decimals on the command line and exact integers everywher
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
 from decimal import Decimal, InvalidOperation
@@ -24,10 +25,10 @@ from tenancy.adjustments import Adjustment, adjust
 from tenancy.audit import check_books
 from tenancy.budgets import Budget, budget_states, set_budget
 from tenancy.closing import close_days, list_closes
-from tenancy.cost_rows import COLUMNS, cost_rows, dollars
+from tenancy.cost_rows import COLUMNS, cost_rows
 from tenancy.exports import ENTRY_COLUMNS, as_csv, cloud_events, entry_rows, write_parquet
 from tenancy.ledger_epochs import ledger_epoch
-from tenancy.pricing import RateCard
+from tenancy.pricing import RateCard, dollars
 from tenancy.rate_cards import add_card, load_cards
 from tenancy.reconcile import Counts, reconcile
 from tenancy.registry import find_tenant, list_tenants
@@ -136,7 +137,7 @@ def _budget(options: argparse.Namespace, config: Config, write: Write) -> Answer
 
 def _add_adjust(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "request", metavar="REQUEST_ID", help="of the entry, as its answer named it"
+        "request", metavar="REQUEST_ID", help="of the entry, or the id of its answer"
     )
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--credit", type=_amount, metavar="USD", help="for the tenant")
@@ -146,13 +147,19 @@ def _add_adjust(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--reason", required=True, metavar="TEXT")
 
 
+_ANSWER_ID = re.compile(r"[a-z]+[-_]([0-9a-f]{32})")
+"""As dialects make it of a request's id: chatcmpl-, msg_ and the like before it."""
+
+
 def _adjust(options: argparse.Namespace, config: Config, write: Write) -> Answer:
     """A credit or a debit on an entry."""
     amount = options.debit if options.credit is None else -options.credit
     pico = amount.scaleb(12)
     if pico != int(pico):
         raise CommandError(f"{abs(amount)} dollars are no whole pico-dollars")
-    adjustment = Adjustment(options.id, options.request, int(pico), options.reason)
+    found = _ANSWER_ID.fullmatch(options.request)
+    request_id = found[1] if found else options.request
+    adjustment = Adjustment(options.id, request_id, int(pico), options.reason)
     with opened(config) as store:
         is_new = adjust(store, wall_ms, adjustment)
     text = f"adjustment {options.id} booked" if is_new else f"adjustment {options.id} was there"

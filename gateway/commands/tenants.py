@@ -15,7 +15,7 @@ from gateway.commands.database import opened
 from gateway.config import Config
 from gateway.floors import kept
 from gateway.metering import wall_ms
-from tenancy.cost_rows import dollars, storage_by_tenant
+from tenancy.cost_rows import storage_by_tenant
 from tenancy.deletion import delete_tenant
 from tenancy.errors import BadName
 from tenancy.keys import (
@@ -31,6 +31,7 @@ from tenancy.keys import (
 )
 from tenancy.ledger import Ledger
 from tenancy.ledger_epochs import ledger_epoch
+from tenancy.pricing import dollars
 from tenancy.registry import (
     Registered,
     change_tenant,

@@ -180,8 +180,22 @@ def test_an_entry_is_credited_once(priced: Run, books: Books) -> None:
     first, second = priced(*arguments), priced(*arguments)
 
     assert (first[1], second[1]) == ("adjustment x booked\n", "adjustment x was there\n")
-    assert "more than" in told(priced, *arguments[:3], "5", "--id", "y", "--reason", "r")
+    more = told(priced, *arguments[:3], "5", "--id", "y", "--reason", "r")
+    assert "5.000000000000 dollars is more than" in more
     assert "pico" in told(priced, *arguments[:3], "1e-13", "--id", "y", "--reason", "r")
+
+
+@pytest.mark.parametrize("prefix", ["chatcmpl-", "cmpl-", "msg_", "resp_", ""])
+def test_an_entry_is_named_as_its_answer_is(priced: Run, books: Books, prefix: str) -> None:
+    """A customer quotes the id in the answer."""
+    request_id = "01a201edec94b1e1484167eb389824b3"
+    use(books, request_id, 0)
+    booked = data_of(
+        *(priced, "adjust", f"{prefix}{request_id}", "--credit", "0.000001"),
+        *("--id", f"outage-7:{request_id}", "--reason", "an outage"),
+    )
+
+    assert (booked["request_id"], booked["is_new"]) == (request_id, True)
 
 
 def test_days_are_closed_and_listed(priced: Run, books: Books) -> None:

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from tenancy.adjustments import Adjustment, adjust
 from tenancy.bookkeeping import StorageReading
-from tenancy.cost_rows import COLUMNS, Held, cost_rows, dollars, storage, storage_by_tenant
+from tenancy.cost_rows import COLUMNS, Held, cost_rows, storage, storage_by_tenant
 from tenancy.ledger import Ledger
-from tenancy.pricing import RateCard, storage_charge
+from tenancy.pricing import RateCard, dollars, storage_charge
 from tenancy.rate_cards import add_card
 from tenancy.registry import create_tenant
 from tenancy.store import Store

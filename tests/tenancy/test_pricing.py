@@ -194,7 +194,6 @@ def test_a_charge_that_no_number_holds_is_refused() -> None:
         ({"model": ""}, "model"),
         ({"tier": "a\nb"}, "tier"),
         ({"tier": "Gold"}, "tier"),
-        ({"minimum_charge": -1}, "minimum_charge"),
         ({"currency": "usd"}, "currency"),
         ({"valid_from_ms": -1}, "valid_from_ms"),
         ({"valid_from_ms": 10, "valid_until_ms": 10}, "valid_until_ms"),
