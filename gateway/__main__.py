@@ -100,9 +100,11 @@ def _answer(options: argparse.Namespace, config: Config, origin: Origin) -> Answ
         case "doctor":
             return checks.doctor(config)
         case command if command in backups.COMMANDS:
-            return backups.run(options, config)
+            with _Bar(not sys.stderr.isatty()) as bar:
+                return backups.run(options, config, bar.show_part)
         case command if command in money.COMMANDS:
-            return money.run(options, config, sys.stdout.buffer.write)
+            with _Bar(not sys.stderr.isatty()) as bar:
+                return money.run(options, config, sys.stdout.buffer.write, bar.show_part)
         case "usage":
             return tenants.usage(config, options.tenant, options.days)
         case "shared-scope":
@@ -190,6 +192,7 @@ class _Bar:
     def __init__(self, is_quiet: bool) -> None:
         self._is_quiet = is_quiet
         self._bar: tqdm | None = None
+        self._what = ""
 
     def __enter__(self) -> _Bar:
         return self
@@ -204,6 +207,16 @@ class _Bar:
             return
         if self._bar is None:
             self._bar = tqdm(total=total, unit="B", unit_scale=True, unit_divisor=1024)
+        self._bar.update(done - self._bar.n)
+
+    def show_part(self, what: str, done: int, total: int) -> None:
+        """`done` of `total` rows; each part of the work has a bar of its own."""
+        if self._is_quiet:
+            return
+        if self._bar is None or self._what != what:
+            self.__exit__()
+            self._what = what
+            self._bar = tqdm(desc=what, total=total, unit=" rows", unit_scale=True)
         self._bar.update(done - self._bar.n)
 
 

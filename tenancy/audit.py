@@ -1,12 +1,13 @@
 """Are the books right? Every sum against its entries, every chain, every close, every charge.
 
-It reads, in pages, and changes nothing; the command line calls it, beside a running server too. A
-finding is a sentence that says where and by how much.
+It reads, in pages and by days, so that it needs no more memory for more entries, and changes
+nothing; the command line calls it, beside a running server too. A finding is a sentence that says
+where and by how much.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 
 from tenancy.adjustments import ADJUSTMENT_FIELDS, Adjustment
@@ -18,25 +19,34 @@ from tenancy.entries import (
     chained,
     entry_of,
 )
-from tenancy.pricing import PICO_PER_MICRO, price, savings
+from tenancy.pricing import PICO_PER_MICRO, charge, savings
 from tenancy.rate_cards import SELECT, CardBook, read_card
 from tenancy.store import Store, Transaction
-from tenancy.sums import DAY_MS, EPOCHS, HOUR_MS, HOUR_SUMS, HOURS, sums_of
+from tenancy.sums import DAY_MS, ENTRIES_BY_HOUR, EPOCHS, HOUR_SUMS, HOURS
 
 FINDINGS_MAX = 100
 _PAGE = 2_000
 
+Progress = Callable[[int, int], None]
+"""Told how many have been looked at, of how many."""
 
-def check_books(store: Store) -> list[str]:
-    """What is wrong, at most 100 findings; nothing if all is right. O(entries), one snapshot."""
+
+def unseen(done: int, total: int) -> None:
+    """Nobody asks how far it is."""
+
+
+def check_books(store: Store, progress: Progress = unseen) -> list[str]:
+    """What is wrong, at most 100 findings; nothing if all is right. `progress`: of entries.
+    O(entries), one snapshot."""
     with store.snapshot() as db:
-        return findings_in(db)
+        return findings_in(db, progress)
 
 
-def findings_in(db: Transaction) -> list[str]:
+def findings_in(db: Transaction, progress: Progress = unseen) -> list[str]:
     """The same within the caller's transaction."""
     checks = (
-        _entries,
+        lambda db: _entries(db, progress),
+        _hours,
         _adjustments,
         _closes,
         _seals,
@@ -48,10 +58,10 @@ def findings_in(db: Transaction) -> list[str]:
     return list(islice((finding for check in checks for finding in check(db)), FINDINGS_MAX))
 
 
-def _entries(db: Transaction) -> Iterator[str]:
-    """Chains, charges, detail, and the sums by hour."""
+def _entries(db: Transaction, progress: Progress) -> Iterator[str]:
+    """Chains, charges, and detail."""
     book = CardBook([read_card(row) for row in db.rows(SELECT)])
-    hours: dict[tuple[int, int, int, str], list[int]] = {}
+    last = db.rows("select max(entry_id) from ledger")[0][0]
     before, after = b"", 0
     while page := db.rows(
         f"select entry_id, chain, {', '.join(ENTRY_FIELDS)} from ledger where entry_id > ?"
@@ -59,16 +69,13 @@ def _entries(db: Transaction) -> Iterator[str]:
         (after, _PAGE),
     ):
         for entry_id, chain, *row in page:
-            entry, booked_ms = entry_of(row), int(row[-1])
             if chain or before:  # entries from before there were chains have none
                 if chained(before, row) != chain:
                     yield f"entry {entry_id} is not what was chained to the one before it"
                 before = chain
+            entry = entry_of(row)
             card = book.card(entry.rate_card_id)
-            if (price(card, entry).pico, savings(card, entry)) != (
-                entry.charge_pico,
-                entry.saved_pico,
-            ):
+            if (charge(card, entry), savings(card, entry)) != (entry.charge_pico, entry.saved_pico):
                 yield f"entry {entry_id} is not charged by its card {entry.rate_card_id}"
             for name, detail, total in (
                 ("read", entry.read, entry.cache_read_tokens),
@@ -77,11 +84,8 @@ def _entries(db: Transaction) -> Iterator[str]:
                 if detail and sum(detail.values()) != total:
                     yield f"entry {entry_id}: tokens {name} by class are not their sum"
             yield from _breach(db, credit_of(card, entry), entry_id)
-            hour = (entry.tenant_id, booked_ms // HOUR_MS * HOUR_MS, entry.key_id, entry.model)
-            have = hours.get(hour, [0] * len(HOUR_SUMS))
-            hours[hour] = list(map(sum, zip(have, sums_of(entry), strict=True)))
         after = page[-1][0]
-    yield from _hours(db, hours)
+        progress(after, last)
 
 
 def _breach(db: Transaction, owed: Adjustment | None, entry_id: int) -> Iterator[str]:
@@ -96,17 +100,30 @@ def _breach(db: Transaction, owed: Adjustment | None, entry_id: int) -> Iterator
         yield f"the breach of entry {entry_id} is not credited with {-owed.amount_pico}"
 
 
-def _hours(db: Transaction, hours: dict[tuple[int, int, int, str], list[int]]) -> Iterator[str]:
+def _hours(db: Transaction) -> Iterator[str]:
+    """Sums by hour against entries, day by day: a day's hours fit into memory."""
+    seen = 0
+    days = f"select distinct hour_ms / {DAY_MS} * {DAY_MS} from {HOURS} order by 1"
     sums = ", ".join(f"sum({name})" for name in HOUR_SUMS)
-    sql = f"select tenant_id, hour_ms, key_id, model, {sums} from {HOURS} group by 1, 2, 3, 4"
-    for *hour, one in ((*row[:4], list(row[4:])) for row in db.rows(sql)):
-        meant = hours.pop((hour[0], hour[1], hour[2], hour[3]), [0] * len(HOUR_SUMS))
-        for name, has, should in zip(HOUR_SUMS, one, meant, strict=True):
-            if has != should:
-                where = f"tenant {hour[0]}, hour {hour[1]}, key {hour[2]}, model {hour[3]}"
-                yield f"{where}: {name} is {has}, and its entries' sum {should}"
-    for missing in hours:
-        yield f"tenant {missing[0]}, hour {missing[1]}: there is no sum of its entries"
+    kept = (
+        f"select tenant_id, hour_ms, key_id, model, {sums} from {HOURS} where"
+        " tenant_id in (select tenant_id from tenants) and hour_ms >= ? and hour_ms < ?"
+        " group by 1, 2, 3, 4"
+    )
+    for (day_ms,) in db.rows(days):
+        day = (day_ms, day_ms + DAY_MS)
+        meant = {row[:4]: row[4:] for row in db.rows(ENTRIES_BY_HOUR, day)}
+        seen += sum(row[0] for row in meant.values())
+        for row in db.rows(kept, day):
+            where = "tenant {}, hour {}, key {}, model {}".format(*row[:4])
+            should = meant.pop(row[:4], (0,) * len(HOUR_SUMS))
+            for name, has, entries in zip(HOUR_SUMS, row[4:], should, strict=True):
+                if has != entries:
+                    yield f"{where}: {name} is {has}, and its entries' sum {entries}"
+        for tenant_id, hour_ms, _, _ in meant:
+            yield f"tenant {tenant_id}, hour {hour_ms}: there is no sum of its entries"
+    if missing := db.rows("select count(*) from ledger")[0][0] - seen:
+        yield f"{missing} entries are of days that have no sums"
 
 
 def _adjustments(db: Transaction) -> Iterator[str]:

@@ -9,11 +9,15 @@ from __future__ import annotations
 import getpass
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tenancy.errors import StoreError
 from tenancy.postgres_address import read_address
 from tenancy.sqlite_store import SqliteStore
 from tenancy.store import Store
+
+if TYPE_CHECKING:
+    from tenancy.postgres_store import PostgresStore
 
 SCHEMES = ("postgresql://", "postgres://")
 
@@ -53,6 +57,13 @@ _OURS = "select to_regclass('public.trunkline_schema') is not null"
 def _opened(place: str, folder: Path, environment: Mapping[str, str], *, is_ready: bool) -> Store:
     if not is_server(place):
         return SqliteStore(folder / place)
+    return open_server(place, environment, is_ready=is_ready)
+
+
+def open_server(
+    place: str, environment: Mapping[str, str], *, is_ready: bool = False
+) -> PostgresStore:
+    """The same of a server, for what only one can do. Raises StoreError."""
     try:
         from tenancy.postgres_store import PostgresStore
     except ImportError as error:

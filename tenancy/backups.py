@@ -15,7 +15,7 @@ from pathlib import Path
 import apsw
 from msgspec import Struct
 
-from tenancy.audit import check_books
+from tenancy.audit import Progress, check_books, unseen
 from tenancy.errors import StoreBusy, StoreError
 from tenancy.ledger_epochs import (
     LedgerEpoch,
@@ -63,18 +63,19 @@ def backup(path: Path, target: Path) -> int:
     return target.stat().st_size
 
 
-def restore(source: Path, path: Path, clock: WallClock) -> Restored:
+def restore(source: Path, path: Path, clock: WallClock, progress: Progress = unseen) -> Restored:
     """Put a backup in the place of the database, with a new epoch of its ledger.
 
-    O(size), and the check of its books. What was there is kept beside it. Raises StoreError with
-    nothing changed: if a server runs, or if the file is not a whole and right ledger of ours.
+    O(size), and the check of its books, of which `progress` is told. What was there is kept beside
+    it. Raises StoreError with nothing changed: if a server runs, or if the file is not a whole and
+    right ledger of ours.
     """
     if not source.is_file():
         raise StoreError("unusable", f"{source} is no file.")
     with claimed(path):
         with written_whole(path, mode=0o600) as part:
             _copy(source, part)
-            with closing(_looked_through(part, source)) as store:
+            with closing(_looked_through(part, source, progress)) as store:
                 before, missing = _missing(path, store)
                 with store.change() as db:
                     epoch = begin_ledger_epoch(db, clock(), "restored", above=before)
@@ -156,7 +157,7 @@ def _beside(path: Path, suffix: str) -> Path:
     return path.with_name(f"{path.name}{suffix}")
 
 
-def _looked_through(path: Path, source: Path) -> SqliteStore:
+def _looked_through(path: Path, source: Path, progress: Progress) -> SqliteStore:
     """Sound, ours, of no later version, and right. Raises StoreError, naming the source."""
     try:
         store = SqliteStore(path)
@@ -164,7 +165,7 @@ def _looked_through(path: Path, source: Path) -> SqliteStore:
         raise StoreError(error.code, error.message.replace(str(path), str(source))) from error
     try:
         found = [str(row[0]) for row in store.query("pragma integrity_check(1)")]
-        findings = check_books(store) if found == ["ok"] else found
+        findings = check_books(store, progress) if found == ["ok"] else found
     except BaseException:
         store.close()
         raise

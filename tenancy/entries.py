@@ -23,6 +23,7 @@ NO_CHAIN = b""
 _NO_COUNTS = "{}"
 _PACKED = msgspec.msgpack.Encoder().encode
 _SORTED = msgspec.json.Encoder(order="sorted").encode
+_COUNTS = msgspec.json.Decoder(dict[str, int]).decode
 
 ENTRY_FIELDS = (
     *("request_id", "tenant_id", "key_id", "model", "ending", "started_ms", "ended_ms"),
@@ -80,11 +81,10 @@ def entry_row(entry: UsageEntry, booked_ms: int) -> list[Value]:
 
 def entry_of(row: Sequence[Any]) -> UsageEntry:
     """The entry of a row of `ENTRY_FIELDS`."""
-    facts = dict(zip(ENTRY_FIELDS, row, strict=True))
-    del facts["booked_ms"]
-    for column, name in (("reads", "read"), ("writes", "write")):
-        facts[name] = msgspec.json.decode(str(facts.pop(column)), type=dict[str, int])
-    return msgspec.convert(facts, UsageEntry)
+    fields = list(row[:-1])
+    for column in (_READS, _WRITES):
+        fields[column] = _COUNTS(fields[column])
+    return UsageEntry(*fields)
 
 
 def chained(before: bytes, row: Sequence[object]) -> bytes:

@@ -11,7 +11,7 @@ import socket
 import ssl
 import struct
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import lru_cache
 from typing import Any
@@ -19,14 +19,12 @@ from typing import Any
 from pg8000.core import Context, CoreConnection
 from pg8000.exceptions import DatabaseError, Error
 
+from tenancy.copied_rows import NO_SIGN
 from tenancy.errors import StoreError
 from tenancy.postgres_address import Address
 from tenancy.store import Row, Value
 
 STATEMENTS_MAX = 200
-NO_SIGN = "�"
-"""Stands for a NUL, which no text has on a server."""
-
 AT_ONCE = 500
 """Statements whose answers fit between us and the server while nobody reads them."""
 
@@ -136,6 +134,17 @@ class Link:
         with self._exchange():
             return int(self._core.execute_simple(sql).row_count)
 
+    def copy_in(self, sql: str, lines: Iterable[bytes]) -> None:
+        """A `copy … from stdin` of these lines, some in each piece, taken as they are sent. Raises
+        as `run`; what `lines` raises ends the connection too."""
+        with self._exchange():
+            self._core.execute_unnamed(sql, stream=lines)
+
+    def copy_out(self, sql: str, take: Callable[[bytes], None]) -> None:
+        """A `copy … to stdout`, line by line. Raises as `copy_in`."""
+        with self._exchange():
+            self._core.execute_unnamed(sql, stream=_Taken(take))
+
     def close(self) -> None:
         """End it. Safe to call twice."""
         if not self.is_lost:
@@ -172,6 +181,13 @@ class Link:
         except BaseException:
             self.close()
             raise
+
+
+class _Taken:
+    """As the driver writes to it."""
+
+    def __init__(self, take: Callable[[bytes], None]) -> None:
+        self.write = take
 
 
 @lru_cache(maxsize=1_000)

@@ -21,7 +21,7 @@ from tenancy.errors import ConstraintBroken, StoreBusy, StoreError, TryAgain
 from tenancy.postgres_address import Address
 from tenancy.postgres_link import Link, LinkLost, StatementFailed
 from tenancy.postgres_transaction import PostgresTransaction
-from tenancy.store import Row, Transaction, Value
+from tenancy.store import Row, Value
 
 VERSION_MIN = 14
 WRITE_LOCK = 0x7472756E
@@ -90,7 +90,7 @@ class PostgresStore:
             return self._reader.run(sql, values)[0]
 
     @contextmanager
-    def change(self) -> Iterator[Transaction]:
+    def change(self) -> Iterator[PostgresTransaction]:
         """All or nothing, durable when it has ended; after everybody's who began before.
 
         Raises StoreError: StoreBusy after five seconds behind others, TryAgain where the connection
@@ -108,7 +108,7 @@ class PostgresStore:
                 raise
 
     @contextmanager
-    def snapshot(self) -> Iterator[Transaction]:
+    def snapshot(self) -> Iterator[PostgresTransaction]:
         """Reads only, all as of one commit, on a connection of its own. Raises StoreError."""
         with self._failing("cannot be read", "unusable"):
             link = self._link(_READER, _LONG_SILENCE_S)

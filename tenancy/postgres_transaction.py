@@ -8,11 +8,12 @@ tables; `postgres_store` begins, commits and rolls back.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
-from tenancy.postgres_link import NO_SIGN, Link, Statement
+from tenancy.copied_rows import NO_SIGN
+from tenancy.postgres_link import Link, Statement
 from tenancy.store import Row, Value
 
 _INSERT = re.compile(r"insert into (\w+) \(([\w, ]+)\) values \(\?(?:, \?)*\)")
@@ -51,6 +52,15 @@ class PostgresTransaction:
     def rows(self, sql: str, values: Sequence[Value] = ()) -> list[Row]:
         """See `Transaction`."""
         return self._link.run_all([*self._taken(), (sql, values)])
+
+    def copy_in(self, table: str, columns: Sequence[str], lines: Iterable[bytes]) -> None:
+        """Many rows, as `copied` writes them: a third of the time of inserts."""
+        self.rows("select 1")  # what was to come before
+        self._link.copy_in(f"copy {table} ({', '.join(columns)}) from stdin", lines)
+
+    def copy_out(self, query: str, take: Callable[[bytes], None]) -> None:
+        """The rows of a query as `copied` would write them, each a line, none of them kept."""
+        self._link.copy_out(f"copy ({query}) to stdout", take)
 
     def finish(self) -> None:
         """Commit, unless something that waited fails."""

@@ -5,11 +5,14 @@ It prints nothing; `gateway.__main__` does.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from msgspec import Struct
 
 Table = list[dict[str, object]]
+
+Show = Callable[[str, int, int], None]
+"""What is being done, and how much of it is, of how much: for whoever waits for it."""
 
 
 class CommandError(Exception):

@@ -9,17 +9,18 @@ import os
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 from msgspec import structs
 
 from gateway.app import connect
-from gateway.commands.answer import Answer, CommandError
+from gateway.commands.answer import Answer, CommandError, Show
 from gateway.commands.database import opened
 from gateway.config import Config
 from gateway.metering import wall_ms
 from tenancy import backups
-from tenancy.backends import is_server, open_store
+from tenancy.backends import is_server, open_server
 from tenancy.moves import move
 from tenancy.pricing import dollars
 
@@ -30,7 +31,7 @@ def _add_backup(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", type=Path, metavar="FILE", help="to be made; not there yet")
 
 
-def _backup(options: argparse.Namespace, config: Config) -> Answer:
+def _backup(options: argparse.Namespace, config: Config, show: Show) -> Answer:
     if is_server(config.tenancy.database):
         raise CommandError("this ledger is on a server: back it up with pg_dump, at any time")
     path = config.data / config.tenancy.database
@@ -48,7 +49,7 @@ def _add_restore(parser: argparse.ArgumentParser) -> None:
     which.add_argument("--mark", action="store_true", help=text)
 
 
-def _restore(options: argparse.Namespace, config: Config) -> Answer:
+def _restore(options: argparse.Namespace, config: Config, show: Show) -> Answer:
     if options.mark:
         with opened(config) as store:
             epoch = backups.mark(store, wall_ms)
@@ -57,7 +58,7 @@ def _restore(options: argparse.Namespace, config: Config) -> Answer:
         message = "restore it with pg_restore, then say so: trunkline restore --mark"
         raise CommandError(f"this ledger is on a server: {message}")
     path = config.data / config.tenancy.database
-    done = backups.restore(options.file, path, wall_ms)
+    done = backups.restore(options.file, path, wall_ms, partial(show, "checked"))
     missing = done.missing
     data = {
         "ledger_epoch": done.epoch.number,
@@ -83,7 +84,7 @@ def _add_move(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("to", metavar="ADDRESS", help=text)
 
 
-def _move(options: argparse.Namespace, config: Config) -> Answer:
+def _move(options: argparse.Namespace, config: Config, show: Show) -> Answer:
     if is_server(config.tenancy.database) or not is_server(options.to):
         raise CommandError("a ledger is moved from a file to a server: postgresql://…")
     path = config.data / config.tenancy.database
@@ -91,9 +92,9 @@ def _move(options: argparse.Namespace, config: Config) -> Answer:
         raise CommandError(f"there is nothing to move: {path} is not there")
     with (
         closing(connect(config)) as source,
-        closing(open_store(options.to, config.data, os.environ)) as target,
+        closing(open_server(options.to, os.environ)) as target,
     ):
-        done = move(source, target)
+        done = move(source, target, show)
         place = target.place
     data = {
         "rows": done.rows,
@@ -125,6 +126,6 @@ COMMANDS: Mapping[str, tuple[str, Adder]] = {
 }
 
 
-def run(options: argparse.Namespace, config: Config) -> Answer:
+def run(options: argparse.Namespace, config: Config, show: Show) -> Answer:
     """One of `COMMANDS`."""
-    return _RUN[options.command](options, config)
+    return _RUN[options.command](options, config, show)

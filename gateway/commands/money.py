@@ -11,12 +11,13 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
 from decimal import Decimal, InvalidOperation
+from functools import partial
 from pathlib import Path
 
 import msgspec
 from msgspec import structs
 
-from gateway.commands.answer import Answer, CommandError, Table, tabled
+from gateway.commands.answer import Answer, CommandError, Show, Table, tabled
 from gateway.commands.database import opened
 from gateway.config import Config
 from gateway.dialects.strict import field_given_twice
@@ -46,7 +47,7 @@ def _add_prices(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--add", type=Path, metavar="FILE", help="a rate card as JSON")
 
 
-def _prices(options: argparse.Namespace, config: Config, write: Write) -> Answer:
+def _prices(options: argparse.Namespace, config: Config, write: Write, show: Show) -> Answer:
     """All versions of all cards, or a new one."""
     with opened(config) as store:
         if options.add is not None:
@@ -99,7 +100,7 @@ def _add_budget(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--remove", action="store_true", help="take the budget away")
 
 
-def _budget(options: argparse.Namespace, config: Config, write: Write) -> Answer:
+def _budget(options: argparse.Namespace, config: Config, write: Write, show: Show) -> Answer:
     """Set one, or list them with what is spent."""
     hard, soft = _micros(options.hard, "--hard"), _micros(options.soft, "--soft")
     is_change = options.remove or hard is not None or soft is not None
@@ -151,7 +152,7 @@ _ANSWER_ID = re.compile(r"[a-z]+[-_]([0-9a-f]{32})")
 """As dialects make it of a request's id: chatcmpl-, msg_ and the like before it."""
 
 
-def _adjust(options: argparse.Namespace, config: Config, write: Write) -> Answer:
+def _adjust(options: argparse.Namespace, config: Config, write: Write, show: Show) -> Answer:
     """A credit or a debit on an entry."""
     amount = options.debit if options.credit is None else -options.credit
     pico = amount.scaleb(12)
@@ -173,7 +174,7 @@ def _add_close(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--despite-counts", action="store_true", help=text)
 
 
-def _close(options: argparse.Namespace, config: Config, write: Write) -> Answer:
+def _close(options: argparse.Namespace, config: Config, write: Write, show: Show) -> Answer:
     """Close what can be closed. Keep the digests elsewhere."""
     with opened(config) as store:
         despite = options.despite_counts
@@ -197,15 +198,15 @@ def _add_nothing(parser: argparse.ArgumentParser) -> None:
     """A command without arguments of its own."""
 
 
-def _check_books(options: argparse.Namespace, config: Config, write: Write) -> Answer:
+def _check_books(options: argparse.Namespace, config: Config, write: Write, show: Show) -> Answer:
     """Status 1 if something is wrong."""
     with opened(config) as store:
-        findings = check_books(store)
+        findings = check_books(store, partial(show, "checked"))
     text = "\n".join(findings) if findings else "the books are right"
     return Answer(text, findings, 1 if findings else 0)
 
 
-def _reconcile(options: argparse.Namespace, config: Config, write: Write) -> Answer:
+def _reconcile(options: argparse.Namespace, config: Config, write: Write, show: Show) -> Answer:
     """Ledger, engine and metrics by engine life. Status 1 if they are apart."""
     with opened(config) as store:
         epochs, life = reconcile(store, wall_ms()), ledger_epoch(store).number
@@ -239,7 +240,7 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--account", default="trunkline", metavar="NAME", help=text)
 
 
-def _export(options: argparse.Namespace, config: Config, write: Write) -> Answer:
+def _export(options: argparse.Namespace, config: Config, write: Write, show: Show) -> Answer:
     """Entries, events or cost rows of a period."""
     since_ms, until_ms = _time(options.since, "--since"), _time(options.until, "--until")
     if since_ms is not None and until_ms is not None and since_ms >= until_ms:
@@ -298,9 +299,9 @@ COMMANDS: Mapping[str, tuple[str, Adder]] = {
 }
 
 
-def run(options: argparse.Namespace, config: Config, write: Write) -> Answer:
+def run(options: argparse.Namespace, config: Config, write: Write, show: Show) -> Answer:
     """One of `COMMANDS`. What an export has to say goes to `write`."""
-    return _RUN[options.command](options, config, write)
+    return _RUN[options.command](options, config, write, show)
 
 
 def _amount(text: str) -> Decimal:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import apsw
 import pytest
+from msgspec import structs
 
 from tenancy.adjustments import Adjustment, adjust
 from tenancy.audit import check_books
@@ -73,6 +74,26 @@ def test_books_that_are_right_have_no_findings(books: Store) -> None:
     assert check_books(books) == []
 
 
+def test_the_database_sums_entries_as_we_do(store: Store, wall: Wall) -> None:
+    """Whatever there is in them: hits and misses, with a time and without, and writes so dear that
+    they saved less than nothing."""
+    create_tenant(store, wall, "ada")
+    add_card(store, wall, RateCard("dear", input=1, cache_read=3, cache_write={"1h": 7_000_003}))
+    ledger = Ledger(store, wall)
+    for number in range(40):
+        read, ttft_ms = number % 3, number % 5 or None
+        one = entry(str(number), wall() + number * 900_000)
+        changed = structs.replace(
+            one, read={}, cache_read_tokens=read, fresh_tokens=7 - read, ttft_ms=ttft_ms
+        )
+        ledger.hold(Hold(str(number), 1, 1, "m", one.started_ms, 9, 9)).result(20)
+        ledger.settle(changed).result(20)
+    ledger.close()
+
+    assert store.query("select min(saved_pico) from ledger")[0][0] < -1_000_000
+    assert check_books(store) == []
+
+
 NO_TRIGGERS = "drop trigger ledger_entries_never_change; drop trigger ledger_entries_stay;"
 DAMAGE = {
     "a charge": f"{NO_TRIGGERS} update ledger set charge_pico = 1 where entry_id = 8",
@@ -83,6 +104,7 @@ DAMAGE = {
     "a sum by day": "update usage_days set prompt_tokens = prompt_tokens + 1",
     "a sum by day gone": "delete from usage_days",
     "a sum gone": "delete from usage_hours",
+    "all sums gone": "delete from usage_hours; delete from usage_days",
     "a sum of nothing": "insert into usage_hours (tenant_id, hour_ms, key_id, model, requests)"
     " values (1, 0, 9, 'z', 1)",
     "an adjustment": "drop trigger adjustments_never_change; update adjustments set amount_pico=-8",

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from tenancy import moves
 from tenancy.adjustments import Adjustment, adjust
 from tenancy.audit import check_books
 from tenancy.bookkeeping import EngineTotals, NamedEntry, StorageReading
@@ -24,7 +23,7 @@ from tenancy.identities import Registry
 from tenancy.keys import create_admin_key, create_key, rotate_key
 from tenancy.ledger import Hold, Ledger
 from tenancy.ledger_epochs import begin_ledger_epoch, list_ledger_epochs
-from tenancy.moves import COUNTED, TABLES, move
+from tenancy.moves import COUNTED, TABLES, Stage, move
 from tenancy.postgres_store import PostgresStore
 from tenancy.pricing import RateCard
 from tenancy.progress import Progress
@@ -33,7 +32,7 @@ from tenancy.registry import create_tenant, note_floors_max
 from tenancy.resources import Resource, ResourceQuota, create_resource
 from tenancy.shared_scopes import ScopeTerms, set_scope
 from tenancy.sqlite_store import SqliteStore
-from tenancy.store import Transaction
+from tenancy.types import CachePolicy
 from tenancy.usage import usage
 from tests.tenancy.conftest import Wall, used
 
@@ -142,22 +141,52 @@ def test_what_is_moved_is_the_same_ledger_and_goes_on(
     assert check_books(postgres) == []
 
 
-def test_a_move_that_was_killed_is_run_again(
-    file: SqliteStore, postgres: PostgresStore, monkeypatch: pytest.MonkeyPatch
+SIGNS = "".join(map(chr, range(1, 128))) + "ü→𝄞"
+WEIGHTS = (1e-9, 1e-5, 0.0001, 1 / 3, 0.1, 1.0, 2.5, 7.0, 123_456.789, 1e6)
+
+
+def test_all_that_a_row_can_hold_is_moved(
+    file: SqliteStore, postgres: PostgresStore, wall: Wall
 ) -> None:
+    """Signs that end a line or a field, numbers as they are written, and more pages than one."""
+    create_key(file, wall, 1, label="\\N")
+    for number, weight in enumerate(WEIGHTS):
+        create_tenant(file, wall, f"t{number}", CachePolicy(weight=weight))
+    for number in range(3):
+        content, owner = bytes(range(256)) * number, f"c{number}"
+        given = Resource(owner, 2, SIGNS, "m", "n", 10, 1, 1, 10**15)
+        create_resource(file, given, content, ResourceQuota())
+    with file.change() as db:
+        rows = [(1, hour * 3_600_000, 9, "m") for hour in range(4_001)]
+        db.execute_many(
+            "insert into usage_hours (tenant_id, hour_ms, key_id, model) values (?, ?, ?, ?)", rows
+        )
+        days = [(1, day * DAY_MS, 9, "m") for day in range(4_001 // 24 + 1)]
+        db.execute_many(
+            "insert into usage_days (tenant_id, day_ms, key_id, model) values (?, ?, ?, ?)", days
+        )
+    told: list[tuple[Stage, int, int]] = []
+    done = move(file, postgres, lambda *facts: told.append(facts))
+
+    assert done.rows["usage_hours"] > 4_001
+    for table in TABLES:
+        names = ", ".join(f'"{name}"' for name in sorted(tables_of(file)[table]))
+        mine, theirs = (store.query(f"select {names} from {table}") for store in (file, postgres))
+        assert sorted(mine, key=repr) == sorted(theirs, key=repr)
+    parts = {stage: (done, total) for stage, done, total in told}
+    all_rows = (sum(done.rows.values()),) * 2
+    assert parts == {"checked": (8, 8), "written": all_rows, "read back": all_rows}
+
+
+def test_a_move_that_was_killed_is_run_again(file: SqliteStore, postgres: PostgresStore) -> None:
     """Before its commit it never happened; after it there is nothing left to do."""
-    looked_at: list[Transaction] = []
 
-    def killed_at_the_end(db: Transaction) -> list[str]:
-        looked_at.append(db)
-        if len(looked_at) > 1:
+    def killed(stage: Stage, done: int, total: int) -> None:
+        if stage == "read back":
             raise KeyboardInterrupt
-        return []
 
-    with monkeypatch.context() as patch:
-        patch.setattr(moves, "findings_in", killed_at_the_end)
-        with pytest.raises(KeyboardInterrupt):
-            move(file, postgres)
+    with pytest.raises(KeyboardInterrupt):
+        move(file, postgres, killed)
     left = [name for name in TABLES if postgres.query(f"select 1 from {name} limit 1")]
     first, second = move(file, postgres), move(file, postgres)
 
