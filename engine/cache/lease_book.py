@@ -15,7 +15,7 @@ from engine.api import Bound, LeaseGrant, LeaseRequest
 from engine.cache.block_table import BlockTable
 from engine.cache.eviction import Account
 from engine.cache.holdings import PROMISABLE, Holdings
-from engine.cache.leases import Deadlines, Terms, promise_of
+from engine.cache.leases import Deadlines, Spans, Terms, promise_of, spans_of
 from engine.cache.prefix_tree import Node
 
 
@@ -70,8 +70,9 @@ class LeaseBook:
         table.asked = tuple(asked)
         table.account.add_reserved(table.reserved)
         if table.write and asked:
+            spans = _spans(table, now_s)
             for index, node in enumerate(path):
-                self._extend(table, node, index, now_s, is_new=False)
+                self._extend(table, node, index, spans, now_s, is_new=False)
             for lease, _ in table.asked:
                 if last := min(len(path), -(-lease.tokens // size)):
                     table.account.ends.reach(lease.lease_id, path[last - 1])
@@ -89,25 +90,33 @@ class LeaseBook:
         beyond the leases of its request rides under them: it has none either, and goes when they
         go. `is_new`: no one else has used this block yet.
         """
-        self._extend(table, node, index, now_s, is_new)
+        self._extend(table, node, index, _spans(table, now_s), now_s, is_new=is_new)
         for lease, _ in table.asked:
             if index * self._holdings.block_size < lease.tokens:
                 table.account.ends.reach(lease.lease_id, node)
 
     def _extend(
-        self, table: BlockTable, node: Node, index: int, now_s: float, is_new: bool
+        self,
+        table: BlockTable,
+        node: Node,
+        index: int,
+        spans: Sequence[tuple[int, int, Spans]],
+        now_s: float,
+        *,
+        is_new: bool,
     ) -> None:
-        if not table.asked:
-            if node.terms:
-                node.terms.limit_at_s = math.inf
+        terms = node.terms
+        if not spans:
+            if terms:
+                terms.limit_at_s = math.inf
             return
         start = index * self._holdings.block_size
-        for lease, reach in table.asked:
-            if start >= lease.tokens:
+        for tokens, reach, asked in spans:
+            if start >= tokens:
                 continue
-            if node.terms is None:
-                node.terms = Terms(-math.inf if is_new else math.inf)
-            node.terms.extend(lease.retention, table.started_s, now_s, promised=index < reach)
+            if terms is None:
+                terms = node.terms = Terms(-math.inf if is_new else math.inf)
+            terms.extend(asked, promised=index < reach)
         self.note(table.account, node, now_s)
 
     def computed(self, table: BlockTable, index: int) -> None:
@@ -161,8 +170,10 @@ class LeaseBook:
     def note(self, account: Account, node: Node, now_s: float) -> None:
         """Bring deadlines and the promised count in line with the node's terms."""
         terms = node.terms
-        if terms is None:
-            return
+        if terms is None or (
+            node.timed_limit and node.timed_promise and terms.promised_as == node.promised_as
+        ):
+            return  # the deadlines that are noted come no later than its own
         if not node.timed_limit and terms.limit_at_s < math.inf:
             node.timed_limit = True
             self._limits.add(terms.limit_at_s, (account, node))
@@ -224,6 +235,14 @@ class LeaseBook:
         ]
         rooms = [(most - mine, name) for most, name in bounds if most is not None]
         return min(rooms, key=itemgetter(0))
+
+
+def _spans(table: BlockTable, now_s: float) -> list[tuple[int, int, Spans]]:
+    """Of each lease that was asked for: its tokens, the blocks that its promise reaches."""
+    return [
+        (lease.tokens, reach, spans_of(lease.retention, table.started_s, now_s))
+        for lease, reach in table.asked
+    ]
 
 
 def _outcome(granted: int, covers: int) -> Literal["granted", "clipped", "refused"]:

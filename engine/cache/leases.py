@@ -14,6 +14,8 @@ import heapq
 import math
 from typing import Generic, TypeVar
 
+from msgspec import Struct
+
 from engine.api import Retention
 
 Item = TypeVar("Item")
@@ -23,6 +25,31 @@ def promise_of(retention: Retention) -> float:
     """Seconds promised: never beyond the limit; a pinned class promises all of it."""
     limit_s = math.inf if retention.limit_s is None else retention.limit_s
     return limit_s if retention.pinned else min(retention.promise_s, limit_s)
+
+
+class Spans(Struct, frozen=True, gc=False):
+    """What one lease asks of each block that it covers: see `Terms`."""
+
+    name: str
+    limit_at_s: float
+    promise_at_s: float
+    renew_limit_s: float = -math.inf
+    renew_promise_s: float = -math.inf
+    use_limit_s: float = -math.inf
+    use_promise_s: float = -math.inf
+
+
+def spans_of(retention: Retention, started_s: float, now_s: float) -> Spans:
+    """Asked for now, by a request that began at `started_s`."""
+    limit_s = math.inf if retention.limit_s is None else retention.limit_s
+    promise_s = promise_of(retention)
+    ends = (retention.name, started_s + limit_s, started_s + promise_s)
+    if retention.clock == "absolute" or not retention.renewed_on_read:
+        return Spans(*ends)
+    if retention.clock == "request_start":
+        return Spans(*ends, limit_s, promise_s)
+    ends = (retention.name, now_s + limit_s, now_s + promise_s)
+    return Spans(*ends, limit_s, promise_s, limit_s, promise_s)
 
 
 class Terms:
@@ -54,28 +81,25 @@ class Terms:
         self.use_promise_s = -math.inf
         self.promised_as = self.renew_as = self.use_as = ""
 
-    def extend(
-        self, retention: Retention, started_s: float, now_s: float, *, promised: bool
-    ) -> None:
-        """Add a lease whose request began at `started_s`. `promised`: its promise reaches here."""
-        limit_s = math.inf if retention.limit_s is None else retention.limit_s
-        promise_s = promise_of(retention) if promised else -math.inf
-        renewed = retention.renewed_on_read and retention.clock != "absolute"
-        base_s = now_s if renewed and retention.clock == "last_use" else started_s
-        self.limit_at_s = max(self.limit_at_s, base_s + limit_s)
-        self._promise(base_s + promise_s, retention.name)
-        if renewed:
-            self.renew_limit_s = max(self.renew_limit_s, limit_s)
-            if promise_s > self.renew_promise_s:
-                self.renew_promise_s, self.renew_as = promise_s, retention.name
-            if retention.clock == "last_use":
-                self.use_limit_s = max(self.use_limit_s, limit_s)
-                if promise_s > self.use_promise_s:
-                    self.use_promise_s, self.use_as = promise_s, retention.name
+    def extend(self, spans: Spans, *, promised: bool) -> None:
+        """Add a lease. `promised`: its promise reaches here."""
+        if spans.limit_at_s > self.limit_at_s:
+            self.limit_at_s = spans.limit_at_s
+        if spans.renew_limit_s > self.renew_limit_s:
+            self.renew_limit_s = spans.renew_limit_s
+        if spans.use_limit_s > self.use_limit_s:
+            self.use_limit_s = spans.use_limit_s
+        if promised:
+            self._promise(spans.promise_at_s, spans.name)
+            if spans.renew_promise_s > self.renew_promise_s:
+                self.renew_promise_s, self.renew_as = spans.renew_promise_s, spans.name
+            if spans.use_promise_s > self.use_promise_s:
+                self.use_promise_s, self.use_as = spans.use_promise_s, spans.name
 
     def renew(self, now_s: float, *, promise: bool) -> None:
         """It was read. `promise`: it may be promised anew."""
-        self.limit_at_s = max(self.limit_at_s, now_s + self.renew_limit_s)
+        if now_s + self.renew_limit_s > self.limit_at_s:
+            self.limit_at_s = now_s + self.renew_limit_s
         if promise:
             self._promise(now_s + self.renew_promise_s, self.renew_as)
 
@@ -89,7 +113,8 @@ class Terms:
 
     def use(self, now_s: float, *, promise: bool) -> None:
         """It was in use until now: a clock that counts from the last use starts again."""
-        self.limit_at_s = max(self.limit_at_s, now_s + self.use_limit_s)
+        if now_s + self.use_limit_s > self.limit_at_s:
+            self.limit_at_s = now_s + self.use_limit_s
         if promise:
             self._promise(now_s + self.use_promise_s, self.use_as)
 
