@@ -19,6 +19,7 @@ from msgspec import Struct
 from msgspec.structs import asdict
 
 from gateway.dialects.canonical import Rendered, UsageRecord
+from gateway.telemetry import CACHED, cached_as
 from tenancy.advice import advise_classes, advise_sizes
 from tenancy.prefixes import Prefixes
 from tenancy.pricing import RateCard
@@ -89,9 +90,9 @@ class Sums:
         self.missed_tokens: defaultdict[str, int] = defaultdict(int)
         self.read_classes: defaultdict[str, int] = defaultdict(int)
         self.write_classes: defaultdict[str, int] = defaultdict(int)
-        self.hit_ms, self.miss_ms = Histogram(), Histogram()
+        self.first_token_ms = {cached: Histogram() for cached in CACHED}
         endings, reads, writes = self.endings, self.read_classes, self.write_classes
-        hits, misses = self.hit_ms.counts, self.miss_ms.counts
+        first_ms = {cached: times.counts for cached, times in self.first_token_ms.items()}
         fresh = out = prompt = physical = owed = further = 0
         for _, facts in many:
             record = facts.record
@@ -115,7 +116,8 @@ class Sums:
                 continue
             endings[facts.ending] += 1
             if facts.first_token_s is not None:
-                (hits if cached else misses)[bucket_of(1000 * facts.first_token_s)] += 1
+                times = first_ms[cached_as(cached, record.total_in)]
+                times[bucket_of(1000 * facts.first_token_s)] += 1
         self.prompt, self.physical, self.owed = prompt, physical, owed
         read, write = sum(self.read_classes.values()), sum(self.write_classes.values())
         self.totals = len(many) - further, read, write, fresh, out
@@ -135,7 +137,7 @@ class TenantView:
         self.misses: dict[str, int] = {}
         self.missed_tokens: dict[str, int] = {}
         self.endings: dict[str, int] = {}
-        self.hit_ms, self.miss_ms = Histogram(), Histogram()
+        self.first_token_ms = {cached: Histogram() for cached in CACHED}
 
     def add(self, minute: int, sums: Sums) -> None:
         """More answers of one minute. O(1)."""
@@ -149,8 +151,8 @@ class TenantView:
         _add(self.write_classes, sums.write_classes)
         _add(self.misses, sums.misses)
         _add(self.missed_tokens, sums.missed_tokens)
-        self.hit_ms.merge(sums.hit_ms)
-        self.miss_ms.merge(sums.miss_ms)
+        for cached, times in self.first_token_ms.items():
+            times.merge(sums.first_token_ms[cached])
 
     def summary(self) -> dict[str, Any]:
         """A line of a table."""
@@ -360,7 +362,7 @@ def _times(view: TenantView) -> dict[str, Any]:
             "count": round(times.total()),
             **{f"p{part}": times.quantile(part / 100) for part in (50, 95, 99)},
         }
-        for name, times in (("hit", view.hit_ms), ("miss", view.miss_ms))
+        for name, times in view.first_token_ms.items()
     }
 
 

@@ -32,6 +32,7 @@ from gateway.request_state import (
     span_facts,
 )
 from gateway.server import ENTRANCE, NAMING, ClientGone, cut
+from gateway.telemetry import cached_as
 from tenancy.errors import KeyRefused
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -221,8 +222,8 @@ class Guard:
         if state.code:
             telemetry.refusals.add(1, state.code)
         if state.first_token_s is not None:
-            hit = "hit" if state.cached_tokens else "miss"
-            telemetry.first_token_s.add(state.first_token_s, hit)
+            cached = cached_as(state.cached_tokens, state.prompt_tokens)
+            telemetry.first_token_s.add(state.first_token_s, cached)
         # Probes ask every second and say nothing: only what had a key, or was refused.
         has_key = state.identity is not None or state.admin_key_id is not None
         if self._gateway.config.log.requests and (has_key or state.ending != "done"):

@@ -60,6 +60,17 @@ _COUNTERS = {
 _ROUTERS = "As model servers name it, for autoscalers and routers."
 
 
+def cached_as(cached_tokens: int, prompt_tokens: int) -> str:
+    """`hit` if half of the prompt or more was cached, `partial` if less was, `miss` if nothing. The
+    first words of a template are nearly always there: with those alone a prompt takes its time."""
+    if not cached_tokens:
+        return "miss"
+    return "hit" if 2 * cached_tokens >= prompt_tokens else "partial"
+
+
+CACHED = ("hit", "partial", "miss")
+
+
 class Tally(Collector):
     """A counter, by labels. Tally are made several times an answer and read a few times a minute,
     by one thread: a dict is all it takes."""

@@ -9,6 +9,8 @@ const ROWS_MAX = 1000;
 const SECTIONS = ["Overview", "Tenants", "Tree", "Leases", "Money", "Engine"];
 const $ = (id) => document.getElementById(id);
 let timer = 0;
+let wanted = "";
+let isPaused = false;
 
 // --- numbers -----------------------------------------------------------------------------------
 
@@ -19,15 +21,17 @@ const about = (n) => (n === null || n === undefined ? "–" : short.format(n));
 const part = (x) => (x === null || x === undefined ? "–" : `${(100 * x).toFixed(1)} %`);
 const ms = (x) => (x === null || x === undefined ? "–" : x < 1000 ? `${x.toFixed(0)} ms` : `${(x / 1000).toFixed(2)} s`);
 const span = (s) => (s === null || s === undefined ? "–" : s < 120 ? `${s.toFixed(1)} s` : s < 7200 ? `${(s / 60).toFixed(0)} min` : `${(s / 3600).toFixed(1)} h`);
-const dollars = (pico) => (pico === null || pico === undefined ? "–" : `$${(pico / 1e12).toFixed(4)}`);
-const usd = (text) => (text === null || text === undefined ? "–" : `$${text.includes(".") ? text.replace(/(\.\d{4})\d+$/, "$1") : text}`);
+const amount = (x) => `${x < 0 ? "−" : ""}${x !== 0 && Math.abs(x) < 0.0001 ? "under $0.0001" : `$${cents.format(Math.abs(x))}`}`;
+const cents = new Intl.NumberFormat("en", { minimumFractionDigits: 2, maximumFractionDigits: 4 });
+const dollars = (pico) => (pico === null || pico === undefined ? "–" : amount(pico / 1e12));
+const usd = (text) => (text === null || text === undefined ? "–" : amount(Number(text)));
 const pico = (text) => BigInt(text.replace(".", ""));
 const rate = new Intl.NumberFormat("en", { style: "currency", currency: "USD", maximumFractionDigits: 6 });
 const price = (micros) => rate.format(micros / 1e6);
 const prices = (classes) => Object.entries(classes).map(([name, micros]) => `${name} ${price(micros)}`).join(", ") || "–";
 const bytes = (n) => (n > 2 ** 30 ? `${(n / 2 ** 30).toFixed(1)} GiB` : `${(n / 2 ** 20).toFixed(1)} MiB`);
 const ratio = (a) => `${part(a.hit_ratio)} ± ${(100 * a.error).toFixed(1)}`;
-const gain = (amount, error) => `${dollars(amount)} ± ${dollars(error)}`;
+const gain = (saving, error) => `${dollars(saving)} ± ${dollars(error)}`;
 const spell = (name) => name.replaceAll("_", " ");
 
 // --- asking ------------------------------------------------------------------------------------
@@ -45,31 +49,45 @@ class Refused extends Error {}
 
 // --- pieces ------------------------------------------------------------------------------------
 
+// A row is itself by what its first cell says, and as the how manieth with that, whatever it counts.
+function keys(rows) {
+  const seen = new Map();
+  return rows.map(([first]) => {
+    const name = first.textContent ?? String(first), many = (seen.get(name) ?? 0) + 1;
+    seen.set(name, many);
+    return `${many} ${name}`;
+  });
+}
+
 function table(caption, heads, rows, none = "Nothing yet.") {
   if (!rows.length) return h("p", { class: "none" }, none);
-  return h("table", {},
+  const told = keys(rows);
+  return h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": caption }, h("table", {},
     h("caption", {}, caption),
     h("thead", {}, h("tr", {}, heads.map((text) => h("th", { scope: "col" }, text)))),
-    h("tbody", {}, rows.map((row) => h("tr", {}, row.map((cell, at) => (at ? h("td", {}, cell) : h("th", { scope: "row" }, cell)))))));
+    h("tbody", {}, rows.map((row, place) => h("tr", { "data-key": told[place] }, row.map((cell, at) => (at ? h("td", {}, cell) : h("th", { scope: "row" }, cell))))))));
 }
 
 const panel = (title, ...inside) => h("section", { class: "panel" }, h("h2", {}, title), ...inside);
 const wide = (title, ...inside) => h("section", { class: "panel wide" }, h("h2", {}, title), ...inside);
 const tile = (value, label) => h("div", { class: "tile" }, h("b", {}, value), h("span", {}, label));
-const bar = (x) => h("span", { class: "bar", style: `width:${Math.round(80 * Math.max(0, Math.min(1, x ?? 0)))}px`, "aria-hidden": "true" });
+const bar = (words, x) => [h("span", { class: "bar", style: `width:${Math.round(60 * Math.max(0, Math.min(1, x ?? 0)))}px`, "aria-hidden": "true" }), words];
 const link = (name) => h("a", { href: `#Tenant/${encodeURIComponent(name)}` }, name);
 
-const floors = (engine) => (engine.floor_blocks_asked > engine.floor_blocks_max
-  ? [h("p", { class: "warning", role: "status" }, `Floors ask for ${count(engine.floor_blocks_asked)} blocks; this engine can keep ${count(engine.floor_blocks_max)}. Each is cut in that proportion.`)] : []);
+const warning = (text) => h("p", { class: "warning", role: "status" }, text);
+const warnings = (engine) => [
+  ...(engine.ready ? [] : [warning("The engine takes no requests now: it starts, or has died, or the gateway drains. What is told of blocks is what it told last.")]),
+  ...(engine.floor_blocks_asked > engine.floor_blocks_max
+    ? [warning(`Floors ask for ${count(engine.floor_blocks_asked)} blocks; this engine can keep ${count(engine.floor_blocks_max)}. Each is cut in that proportion.`)] : [])];
 
 const COLOURS = [["read", "read from cache"], ["write", "written"], ["fresh", "computed"], ["out", "output"]];
 const colourKey = (colours = COLOURS) => h("ul", { class: "key" }, colours.map(([name, text]) => h("li", {}, h("i", { class: name }), text)));
 const MOVES = [["read", "came in"], ["fresh", "evicted"], ["write", "expired or erased"]];
 
 function bill(used) {
-  const parts = [["requests", used.totals.charge_usd], ...used.storage.map((x) => [`storage, ${x.class}`, x.charge_usd]), ["adjustments", used.totals.adjusted_usd]];
+  const parts = [["requests", used.totals.charge_usd], ...used.storage.map((x) => [`storage, ${spell(x.class)}`, x.charge_usd]), ["adjustments", used.totals.adjusted_usd]];
   const sum = parts.reduce((all, [, amount]) => all + pico(amount), 0n);
-  return panel("Bill", table(`From ${used.window.since.slice(0, 10)} on`, ["", "amount"], [...parts.map(([name, amount]) => [name, usd(amount)]), ["in all", dollars(Number(sum))]]));
+  return panel("Bill", table(`From ${used.window.since.slice(0, 10)} on`, ["for", "amount"], [...parts.map(([name, amount]) => [name, usd(amount)]), ["in all", dollars(Number(sum))]]));
 }
 
 function traffic(minutes) {
@@ -88,22 +106,24 @@ const ENDS = ["given", "running", "kept", "broken", "given_up", "renewed", "clip
 const promises = (rows, none = "Nothing has been promised.") => table("Prefixes promised since the start: given = running + kept + broken + given up", ["tenant", "class", ...ENDS.map(spell), "kept of ended"],
   rows.map((x) => [link(x.tenant), x.class, ...ENDS.map((name) => count(x[name])), part(x.kept + x.broken ? x.kept / (x.kept + x.broken) : null)]), none);
 
+const CACHED = { hit: "half or more", partial: "less", miss: "nothing" };
+
 function firstToken(times) {
-  return table("Milliseconds from request to first token", ["", "answers", "p50", "p95", "p99"],
-    ["hit", "miss"].map((kind) => [kind, count(times[kind].count), ms(times[kind].p50), ms(times[kind].p95), ms(times[kind].p99)]));
+  return table("From request to first token, by how much of the prompt was cached", ["cached", "answers", "p50", "p95", "p99"],
+    Object.entries(CACHED).map(([kind, words]) => [words, count(times[kind].count), ms(times[kind].p50), ms(times[kind].p95), ms(times[kind].p99)]));
 }
 
 function counted(caption, label, counts, none) {
   const order = Object.entries(counts).sort((a, b) => b[1] - a[1]);
   const most = order[0]?.[1] ?? 1;
-  return table(caption, [label, "", ""], order.map(([name, n]) => [spell(name), count(n), bar(n / most)]), none);
+  return table(caption, [label, "number"], order.map(([name, n]) => [spell(name), bar(count(n), n / most)]), none);
 }
 
 function tenantRows(tenants) {
   return table("Since the start, those active last first",
-    ["tenant", "answers", "prompt tokens", "read", "written", "computed", "output", "hit ratio", "physical", ""],
+    ["tenant", "answers", "prompt tokens", "read", "written", "computed", "output", "hit ratio", "physical"],
     tenants.map((t) => [link(t.tenant), count(t.requests), about(t.prompt_tokens), about(t.read_tokens), about(t.write_tokens),
-      about(t.fresh_tokens), about(t.output_tokens), part(t.hit_ratio), part(t.physical_hit_ratio), bar(t.hit_ratio)]));
+      about(t.fresh_tokens), about(t.output_tokens), bar(part(t.hit_ratio), t.hit_ratio), part(t.physical_hit_ratio)]));
 }
 
 // --- sections ----------------------------------------------------------------------------------
@@ -114,7 +134,7 @@ const views = {
     const { total, engine } = all;
     const used = engine.blocks ? 1 - engine.free_blocks / engine.blocks : 0;
     return [
-      ...floors(engine),
+      ...warnings(engine),
       h("div", { class: "tiles" },
         tile(part(total.hit_ratio), "of prompt tokens read from cache"),
         tile(part(total.physical_hit_ratio), "of prompt tokens not computed"),
@@ -137,26 +157,21 @@ const views = {
 
   async Tenants() {
     const all = await ask("/admin/v1/analytics");
-    const find = h("input", { type: "search", "aria-label": "Find a tenant", placeholder: "Find a tenant", value: views.wanted ?? "" });
-    const list = h("div");
-    const draw = () => {
-      views.wanted = find.value;
-      put(list, tenantRows(all.tenants.filter((t) => t.tenant.includes(find.value)).slice(0, ROWS_MAX)));
-    };
-    find.addEventListener("input", draw);
-    draw();
-    return [wide("Tenants", find, list)];
+    const found = () => tenantRows(all.tenants.filter((t) => t.tenant.includes(wanted)).slice(0, ROWS_MAX));
+    const find = h("input", { type: "search", "aria-label": "Find a tenant", placeholder: "Find a tenant", value: wanted, oninput: (event) => { wanted = event.target.value; put($("found"), found()); } });
+    return [wide("Tenants", find, h("div", { id: "found" }, found()))];
   },
 
   async Tenant(name) {
     const [one, used] = await Promise.all([ask(`/admin/v1/analytics/${encodeURIComponent(name)}`), ask(`/admin/v1/usage?tenant=${encodeURIComponent(name)}`)]);
     const owed = used ? [bill(used)] : [];
-    if (!one) return [wide(name, h("p", { class: "none" }, "Nothing has been seen of this tenant since the start.")), ...owed];
+    if (!one) return [h("h2", { class: "name" }, name), h("div", { class: "grid" }, wide("Since the start", h("p", { class: "none" }, "Nothing has been seen of this tenant since the start.")), ...owed)];
     const { total } = one;
     return [
+      h("h2", { class: "name" }, name),
       h("div", { class: "tiles" },
-        tile(part(total.hit_ratio), `${name}: prompt tokens read from cache`),
-        tile(part(total.physical_hit_ratio), "not computed"),
+        tile(part(total.hit_ratio), "of prompt tokens read from cache"),
+        tile(part(total.physical_hit_ratio), "of prompt tokens not computed"),
         tile(count(total.requests), "answers since the start"),
         tile(about(total.prompt_tokens), "prompt tokens"),
         tile(about(total.recomputed_promised_tokens), "promised and computed again")),
@@ -167,14 +182,14 @@ const views = {
         panel("What misses cost", table("Tokens of written prefixes that were computed again", ["reason", "tokens", "cost"],
           one.recomputed.map((x) => [spell(x.cause), count(x.tokens), dollars(x.cost_pico)]), "Nothing that was written had to be computed again.")),
         ...owed,
-        wide("Promises", promises(one.leases)),
-        wide("Blocks coming and going", churn(one.churn)),
         panel("Where prefixes break", table("Places at which prompts part, and what stood behind", ["place", "prompts", "tokens", "cost"],
           one.breaks.map((b) => [b.place, count(b.count), about(b.tokens), dollars(b.cost_pico)]), "Prompts only grow.")),
-        panel("What each retention class would be worth", table(`Per million prompt tokens, at ${one.rate_card}; from ${count(one.sampled_prompts)} prompts and ${count(one.sampled_blocks)} sampled blocks`,
+        wide("Promises", promises(one.leases)),
+        wide("Blocks coming and going", churn(one.churn)),
+        wide("What each retention class would be worth", table(`Per million prompt tokens, at ${one.rate_card}; from ${count(one.sampled_prompts)} prompts and ${count(one.sampled_blocks)} sampled blocks`,
           ["class", "hit ratio", "saving", "verdict"],
           one.retention_advice.map((a) => [a.retention, `${a.is_early ? "at least " : ""}${ratio(a)}`, gain(a.saving_pico, a.error_pico), h("span", { class: a.verdict }, a.verdict === "too_few" ? "not enough data" : a.verdict)]))),
-        panel("What more room would save", table("Per million prompt tokens", ["KV memory", "tokens", "hit ratio", "saving", "more than now"],
+        wide("What more room would save", table("Per million prompt tokens, against paying each as input; and against the room that there is", ["KV memory", "tokens", "hit ratio", "saving", "more than now"],
           one.size_advice.map((a) => [bytes(a.bytes), about(a.tokens), ratio(a), gain(a.saving_pico, a.error_pico), a.more_error_pico ? gain(a.more_pico, a.more_error_pico) : "as it is"]), "The engine is away.")),
         wide("Top prefixes", table("By tokens saved; a prefix is told by a digest and where it ends", ["ends at", "tokens", "uses", "hits", "digest"],
           one.top_prefixes.map((p) => [p.path, count(p.tokens), count(p.uses), count(p.hits), p.id]))),
@@ -188,31 +203,29 @@ const views = {
     const chosen = name ?? all.holdings.sort((a, b) => b.blocks - a.blocks)[0]?.tenant;
     if (!chosen) return [wide("Prefix tree", h("p", { class: "none" }, "The cache is empty."))];
     const found = await ask(`/admin/v1/tree/${encodeURIComponent(chosen)}`);
-    const pick = h("select", { "aria-label": "Tenant" }, names.map((n) => h("option", n === chosen ? { selected: "" } : {}, n)));
-    pick.addEventListener("change", () => { location.hash = `#Tree/${encodeURIComponent(pick.value)}`; });
-    return [
+    const pick = h("select", { "aria-label": "Tenant", onchange: (event) => { location.hash = `#Tree/${encodeURIComponent(event.target.value)}`; } }, names.map((n) => h("option", n === chosen ? { selected: "" } : {}, n)));
+    return [h("div", { class: "grid" },
       wide("Prefix tree", pick,
-        h("p", { class: "none" }, "Each bar is a run of tokens without a fork, as wide as everything that grows from it; the darker, the more often it was matched.")),
+        h("p", { class: "none" }, "Each bar is a run of tokens without a fork, as wide as everything that grows from it; the stronger its colour, the more often it was matched.")),
       ...found.namespaces.map((space) => wide(`${chosen} / ${space.workspace ?? `shared scope ${space.shared_scope}`}${space.partition ? " (partition)" : ""}: ${count(space.blocks)} blocks`,
         icicle(space.branches, (b) => `${count(b.tokens)} tokens, ${count(b.total_tokens)} with what grows from it, matched ${count(b.hits)} times, ${count(b.promised_blocks)} blocks promised, idle ${b.idle_s.toFixed(0)} s`),
         h("details", {}, h("summary", {}, "As a table"), table("Largest branches", ["branch", "grows from", "tokens", "in all", "hits", "promised blocks", "idle s"],
-          space.branches.slice(0, 100).map((b, at) => [String(at), b.parent < 0 ? "–" : String(b.parent), count(b.tokens), count(b.total_tokens), count(b.hits), count(b.promised_blocks), b.idle_s.toFixed(0)]))))),
-    ];
+          space.branches.slice(0, 100).map((b, at) => [String(at), b.parent < 0 ? "–" : String(b.parent), count(b.tokens), count(b.total_tokens), count(b.hits), count(b.promised_blocks), b.idle_s.toFixed(0)]))))))];
   },
 
   async Leases() {
     const all = await ask("/admin/v1/analytics");
     const blocks = all.engine.blocks || 1;
-    return [h("div", { class: "grid" },
-      wide("Blocks by tenant", table("Now", ["tenant", "blocks", "pinned", "promised", "share of the pool", ""],
-        all.holdings.sort((a, b) => b.blocks - a.blocks).slice(0, ROWS_MAX).map((x) => [link(x.tenant), count(x.blocks), count(x.pinned_blocks), count(x.promised_blocks), part(x.blocks / blocks), bar(x.blocks / blocks)]), "The cache is empty.")),
+    return [...warnings(all.engine), h("div", { class: "grid" },
+      wide("Blocks by tenant", table("Now", ["tenant", "blocks", "pinned", "promised", "share of the pool"],
+        all.holdings.sort((a, b) => b.blocks - a.blocks).slice(0, ROWS_MAX).map((x) => [link(x.tenant), count(x.blocks), count(x.pinned_blocks), count(x.promised_blocks), bar(part(x.blocks / blocks), x.blocks / blocks)]), "The cache is empty.")),
       wide("Promises", promises(all.leases.slice(0, ROWS_MAX))),
       wide("Blocks coming and going", table("Since the start, those that moved last first", ["tenant", "came in", "evicted", "evicted after (mean)", "expired", "erased"],
         all.churn.tenants.slice(0, ROWS_MAX).map((x) => [link(x.tenant), count(x.inserted_blocks), count(x.evicted_blocks), span(x.evicted_after_s), count(x.expired_blocks), count(x.erased_blocks)]))),
-      panel("Tokens", table("Since the start", ["", "tokens"], [
+      panel("Tokens", table("Since the start", ["what became of them", "tokens"], [
         ["promised, lost and computed again", count(all.total.recomputed_promised_tokens)],
         ["read by contract", count(all.total.read_tokens)]])),
-      panel("Blocks lost", table("Since the engine started", ["", "blocks"], [
+      panel("Blocks lost", table("Since the engine started", ["how", "blocks"], [
         ["evicted", count(all.engine.evicted_blocks_total)], ["expired", count(all.engine.expired_blocks_total)]])))];
   },
 
@@ -241,17 +254,21 @@ const views = {
 
   async Engine() {
     const { engine, restarts } = await ask("/admin/v1/analytics");
+    const numbers = Object.entries(engine).filter(([name, v]) => typeof v === "number" && name !== "call_id");
+    const rows = (isTotal) => numbers.filter(([name]) => name.endsWith("_total") === isTotal).map(([name, v]) => [spell(name.replace(/_total$/, "")), count(Math.round(v * 100) / 100)]);
     const pool = (engine.blocks ?? 0) * (engine.kv_bytes_per_block ?? 0);
     return [
+      ...warnings(engine),
       h("div", { class: "tiles" },
         tile(engine.ready ? "ready" : "not ready", engine.model ?? "engine"),
         tile(`${engine.running} / ${engine.waiting}`, "running / waiting"),
         tile(engine.steps_per_s.toFixed(1), "steps a second"),
         tile(about(engine.prefill_tokens_per_s), "prompt tokens a second"),
-        tile(bytes(pool), `of KV, ${engine.kv_format ?? ""} on ${engine.device ?? ""}`),
+        tile(pool ? bytes(pool) : "–", pool ? `of KV, ${engine.kv_format} on ${engine.device}` : "of KV"),
         tile(count(restarts), "restarts")),
-      h("div", { class: "grid" }, wide("Counters", table("Since the engine started", ["", ""],
-        Object.entries(engine).filter(([, v]) => typeof v === "number").map(([name, v]) => [spell(name), count(Math.round(v * 100) / 100)])))),
+      h("div", { class: "grid" },
+        panel("Counters", table("Since the engine started", ["what", "number"], rows(true))),
+        panel("Now", table("As the engine told last", ["what", "number"], rows(false)))),
     ];
   },
 };
@@ -271,25 +288,24 @@ async function show() {
   try {
     const seen = await views[section](name);
     if (place().join() !== [section, name].join()) return;
-    const focused = document.activeElement?.closest?.("[data-focus]")?.dataset.focus;
-    if (!["INPUT", "SELECT"].includes(document.activeElement?.tagName) && !document.querySelector("details[open]")) put($("view"), seen);
-    if (focused) document.querySelector(`[data-focus="${focused}"]`)?.focus();
+    put($("view"), seen);
     $("door").hidden = true;
-    $("leave").hidden = false;
-    $("status").textContent = `as of ${new Date().toLocaleTimeString()}`;
+    $("leave").hidden = $("pause").hidden = false;
+    $("time").textContent = `as of ${new Date().toLocaleTimeString()}`;
+    $("status").textContent = "";
   } catch (error) {
     if (error instanceof Refused) {
       put($("view"), []);
       $("refused").textContent = error.message;
       $("door").hidden = false;
-      $("leave").hidden = true;
-      $("status").textContent = "";
+      $("leave").hidden = $("pause").hidden = true;
+      $("time").textContent = $("status").textContent = "";
       $("key").focus();
       return;
     }
     $("status").textContent = `no answer (${error.message}); trying again`;
   }
-  timer = setTimeout(show, EVERY_MS);
+  if (!isPaused) timer = setTimeout(show, EVERY_MS);
 }
 
 $("door").addEventListener("submit", (event) => {
@@ -297,6 +313,12 @@ $("door").addEventListener("submit", (event) => {
   sessionStorage.setItem("key", $("key").value.trim());
   $("key").value = "";
   show();
+});
+$("pause").addEventListener("click", () => {
+  isPaused = !isPaused;
+  $("pause").setAttribute("aria-pressed", String(isPaused));
+  if (isPaused) clearTimeout(timer);
+  else show();
 });
 $("leave").addEventListener("click", () => { sessionStorage.removeItem("key"); show(); });
 addEventListener("hashchange", () => { put($("view"), []); $("main").focus(); show(); });

@@ -1,4 +1,4 @@
-// Two drawings: tokens a minute, stacked, and a tree as an icicle.
+// Two drawings: tokens a minute, stacked, and a tree as an icicle. They stretch; words beside them do not.
 
 import { h, s } from "/dashboard/dom.js";
 
@@ -6,25 +6,26 @@ const short = new Intl.NumberFormat("en", { notation: "compact", maximumFraction
 
 export function stacked(series, names, title, unit = "tokens", words = names) {
   if (!series.length) return h("p", { class: "none" }, "Nothing yet.");
-  const width = 1000, height = 180, foot = 20, head = 12;
-  const last = series[series.length - 1].at, first = Math.min(series[0].at, last - 29);
+  const width = 1000, height = 150;
+  const now = Math.floor(Date.now() / 60000);
+  const last = Math.max(series[series.length - 1].at, now), first = Math.max(last - 119, Math.min(series[0].at, last - 29));
+  series = series.filter((m) => m.at >= first);
   const most = Math.max(1, ...series.map((m) => names.reduce((sum, name) => sum + m[name], 0)));
   const step = width / (last - first + 1);
   const bars = series.flatMap((m) => {
-    let y = height - foot;
+    let y = height;
     const label = `${clock(m.at)}: ${names.map((name, at) => `${words[at]} ${short.format(m[name])}`).join(", ")}`;
     return names.map((name) => {
-      const tall = (m[name] / most) * (height - foot - head);
+      const tall = (m[name] / most) * height;
       y -= tall;
       return s("rect", { class: name, x: (m.at - first) * step, y, width: Math.max(1, step - 1), height: tall }, s("title", {}, label));
     });
   });
   const total = series.reduce((sum, m) => sum + names.reduce((inner, name) => inner + m[name], 0), 0);
-  return s("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `${title}: ${short.format(total)} ${unit} in ${series.length} minutes, at most ${short.format(most)} in one` },
-    bars,
-    s("text", { x: 2, y: 10 }, `${short.format(most)} ${unit}`),
-    s("text", { x: 2, y: height - 5 }, clock(first)),
-    s("text", { x: width - 2, y: height - 5, "text-anchor": "end" }, clock(last)));
+  return h("div", { class: "chart" },
+    h("p", {}, `${short.format(most)} ${unit}`),
+    s("svg", { viewBox: `0 0 ${width} ${height}`, preserveAspectRatio: "none", style: `height:${height}px`, role: "img", "aria-label": `${title}: ${short.format(total)} ${unit} in ${series.length} minutes, at most ${short.format(most)} in one` }, bars),
+    h("p", {}, h("span", {}, clock(first)), h("span", {}, clock(last))));
 }
 
 const clock = (minute) => new Date(minute * 60000).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit" });
@@ -51,11 +52,12 @@ export function icicle(branches, tell) {
         deepest = Math.max(deepest, depth);
         const heat = 0.25 + 0.75 * (Math.log1p(b.hits) / Math.log1p(hottest));
         const words = tell(b);
-        shapes.push(s("rect", { class: "leaf read", x, y: depth * row, width: Math.max(1, wide - 1), height: row - 2, "fill-opacity": heat.toFixed(2), tabindex: shapes.length < 60 ? 0 : -1, role: "listitem", "aria-label": words, "data-focus": `branch-${at}` }, s("title", {}, words)));
+        shapes.push(s("rect", { class: "leaf read", x, y: depth * row, width: Math.max(1, wide - 1), height: row - 2, "fill-opacity": heat.toFixed(2), tabindex: shapes.length < 60 ? 0 : -1, role: "listitem", "aria-label": words }, s("title", {}, words)));
         stack.push([at, x, wide, depth + 1]);
       }
       x += wide;
     }
   }
-  return s("svg", { viewBox: `0 0 ${width} ${(deepest + 1) * row}`, role: "list", "aria-label": "Branches of the prefix tree, widest first" }, shapes);
+  const tall = (deepest + 1) * row;
+  return s("svg", { viewBox: `0 0 ${width} ${tall}`, preserveAspectRatio: "none", style: `height:${tall}px`, role: "list", "aria-label": "Branches of the prefix tree, widest first" }, shapes);
 }

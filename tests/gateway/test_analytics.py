@@ -78,6 +78,18 @@ def test_sums_are_kept_by_tenant_and_by_minute() -> None:
     assert ada["first_token_ms"]["hit"]["count"] == 1
 
 
+def test_a_template_that_was_there_makes_no_hit_of_a_prompt() -> None:
+    """Its first words are cached for everybody: what is told of hits would be told of all."""
+    desk = Desk()
+    for cached in (0, 16, 32, 48, 64):
+        desk.note("ada", "abcd", cached=cached)
+
+    times = desk.tenant("ada")["first_token_ms"]
+
+    counts = {kind: one["count"] for kind, one in times.items()}
+    assert counts == {"miss": 1, "partial": 1, "hit": 3}
+
+
 def test_a_tenants_top_prefixes_are_those_that_saved_most() -> None:
     """Uses and hits of each boundary, told by digest and place."""
     desk = Desk()
