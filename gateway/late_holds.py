@@ -47,7 +47,6 @@ class LateHolds:
         self._old: dict[str, Hold] = {}  # the next tick hands them in
         self._is_ticking = False
         self._firsts = 0  # how many want holds to come first
-        self._has_looked = False  # in this turn of the loop
         self._as_written: asyncio.Future[None] | None = None  # one for all that may wait
 
     @property
@@ -124,21 +123,13 @@ class LateHolds:
         return self._look() and not self._watch.is_bound(hold.tenant_id, hold.key_id)
 
     def _look(self) -> bool:
-        """Is it known who has a budget? A request is there whole before the turn of the loop that
-        admits it, so a look for each turn sees every budget that was set before it came."""
-        if self._has_looked:
-            return True
+        """Is it known who has a budget?"""
         try:
             if self._watch.look():
                 self._hand_in_all()  # a budget that was set counts what runs, before what comes
         except StoreError:
             return False
-        self._has_looked = True
-        asyncio.get_running_loop().call_soon(self._end_turn)
         return True
-
-    def _end_turn(self) -> None:
-        self._has_looked = False
 
     def _forget(self, request_id: str) -> None:
         if self._young.pop(request_id, None) is None:

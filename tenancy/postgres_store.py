@@ -67,6 +67,7 @@ class PostgresStore:
         self._writer_id = 0  # its row's; 0 while it has none
         self._number = 0  # of the transaction that was begun last
         self._patient_until_s: float | None = None  # while the server is away
+        self.changes = 0
         if not is_ready:
             self._prepare()
 
@@ -101,7 +102,10 @@ class PostgresStore:
             db = PostgresTransaction(link)
             try:
                 yield db
-                self._commit(db)
+                try:
+                    self._commit(db)
+                finally:
+                    self.changes += 1  # what became of it may not be known
             except BaseException:
                 with suppress(LinkLost):  # which ends it too
                     link.script("rollback")

@@ -58,6 +58,7 @@ class SqliteStore:
         self._reader: apsw.Connection | None = None  # made when it is needed
         self._is_closed = False
         self._is_doubtful = False  # the disk has failed the writer; check before going on
+        self.changes = 0
         self._writer = self._opened()
 
     @property
@@ -83,7 +84,7 @@ class SqliteStore:
 
         Raises StoreError, StoreBusy after five seconds behind another process too.
         """
-        return Change(self._write_lock, self._sound_writer, self._not_written)
+        return Change(self._write_lock, self._sound_writer, self._not_written, self._count)
 
     @contextmanager
     def snapshot(self) -> Iterator[Transaction]:
@@ -223,7 +224,7 @@ class SqliteStore:
     def _migrate(self, writer: apsw.Connection) -> None:
         """Run what is missing, in one transaction: a killed migration never happened."""
         files = migrations()
-        with Change(self._write_lock, lambda: writer, self._not_written) as db:
+        with Change(self._write_lock, lambda: writer, self._not_written, self._count) as db:
             have = int(db.rows("pragma user_version")[0][0])
             whose = int(db.rows("pragma application_id")[0][0])
             if whose not in (0, APPLICATION_ID) or (
@@ -240,6 +241,9 @@ class SqliteStore:
                 db.execute(sql)
                 db.execute(f"pragma user_version={number}")
             db.execute(f"pragma application_id={APPLICATION_ID}")
+
+    def _count(self) -> None:
+        self.changes += 1
 
     def _not_written(self, error: apsw.Error) -> StoreError:
         """What it is called outside; one of the disk is remembered."""

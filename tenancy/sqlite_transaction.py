@@ -60,16 +60,18 @@ class SqliteTransaction:
 class Change:
     """A transaction with its lock, for one `with`."""
 
-    __slots__ = ("_db", "_lock", "_named", "_writer")
+    __slots__ = ("_count", "_db", "_lock", "_named", "_writer")
 
     def __init__(
         self,
         lock: AbstractContextManager[object],
         writer: Callable[[], apsw.Connection],
         named: Callable[[apsw.Error], StoreError],
+        count: Callable[[], None],
     ) -> None:
-        """`writer`: asked for under the lock. `named`: what an error is called outside."""
-        self._lock, self._writer, self._named = lock, writer, named
+        """`writer`: asked for under the lock. `named`: what an error is called outside. `count`:
+        told of the commit, under the lock."""
+        self._lock, self._writer, self._named, self._count = lock, writer, named, count
 
     def __enter__(self) -> SqliteTransaction:
         self._lock.__enter__()
@@ -93,6 +95,7 @@ class Change:
         try:
             if error is None:
                 self._db.commit()
+                self._count()
             else:
                 self._db.roll_back()
                 if isinstance(error, apsw.Error):

@@ -50,6 +50,10 @@ class Store(Protocol):
     def is_near(self) -> bool:
         """Do questions cost microseconds, so that they may be asked on an event loop?"""
 
+    @property
+    def changes(self) -> int:
+        """How many this object has committed: it grows before whoever made one is told."""
+
     def query(self, sql: str, values: Sequence[Value] = ()) -> list[Row]:
         """Rows of one statement, as of the last commit. Waits for no writer. Raises StoreError."""
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tenancy.budget_watch import BudgetWatch
+from tenancy.budget_watch import LOOK_S, BudgetWatch
 from tenancy.budgets import Budget, set_budget
 from tenancy.errors import StoreError
 from tenancy.keys import create_key, rotate_key
@@ -20,22 +20,36 @@ def wall() -> int:
 
 
 def test_a_budget_binds_from_its_first_instant_to_its_last(tmp_path: Path) -> None:
-    """Also one that another process sets, which no message announces."""
+    """Through the store that is watched, which no message announces."""
     with closing(SqliteStore(tmp_path / "test.db")) as store:
         for name in ("ada", "bob"):
             create_tenant(store, wall, name)
-        watch = BudgetWatch(store)
+        watch = BudgetWatch(store, lambda: 0.0)
         seen = [(watch.look(), watch.is_bound(1, 1))]
-        with closing(store.another()) as beside:
-            set_budget(beside, Budget(1, "day", hard_micros=5))
-            seen.append((watch.look(), watch.is_bound(1, 1)))
-            bob = watch.is_bound(2, 2)
-            seen.append((watch.look(), watch.is_bound(1, 7)))
-            set_budget(beside, Budget(1, "day"))
-            seen.append((watch.look(), watch.is_bound(1, 1)))
+        set_budget(store, Budget(1, "day", hard_micros=5))
+        seen.append((watch.look(), watch.is_bound(1, 1)))
+        bob = watch.is_bound(2, 2)
+        seen.append((watch.look(), watch.is_bound(1, 7)))
+        set_budget(store, Budget(1, "day"))
+        seen.append((watch.look(), watch.is_bound(1, 1)))
 
     assert seen == [(True, False), (True, True), (False, True), (True, False)]
     assert not bob
+
+
+def test_what_another_process_sets_is_seen_a_moment_later(tmp_path: Path) -> None:
+    """Within the time that is promised, and a file that stays as it is is not read until then."""
+    now_s = [0.0]
+    with closing(SqliteStore(tmp_path / "test.db")) as store, closing(store.another()) as beside:
+        create_tenant(store, wall, "ada")
+        watch = BudgetWatch(store, lambda: now_s[0])
+        watch.look()
+        set_budget(beside, Budget(1, "day", hard_micros=5))
+        seen = []
+        for now_s[0] in (0.9 * LOOK_S, LOOK_S, 1.5 * LOOK_S):
+            seen.append((watch.look(), watch.is_bound(1, 1)))
+
+    assert seen == [(False, False), (True, True), (False, True)]
 
 
 def test_a_keys_budget_binds_the_key_it_is_rotated_to(tmp_path: Path) -> None:

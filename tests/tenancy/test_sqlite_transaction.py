@@ -33,12 +33,16 @@ def test_the_lock_is_free_however_it_ends(connection: apsw.Connection) -> None:
     """Committed, refused by a statement, by the commit, at its beginning, or broken off; and only
     what was committed is there."""
     lock = threading.Lock()
+    counted: list[bool] = []
+
+    def count() -> None:
+        counted.append(lock.locked())
 
     def fail(error: BaseException) -> apsw.Connection:
         raise error
 
     def change(*new: int, breaks: bool = False) -> None:
-        with Change(lock, lambda: connection, named) as db:
+        with Change(lock, lambda: connection, named, count) as db:
             db.execute_many("insert into things values (?)", [(number,) for number in new])
             if breaks:
                 raise BadName("any", "any")
@@ -55,12 +59,13 @@ def test_the_lock_is_free_however_it_ends(connection: apsw.Connection) -> None:
     for error, kind in ((apsw.IOError("x"), StoreError), (BadName("any", "any"), BadName)):
         with (
             pytest.raises(kind),
-            Change(lock, lambda error=error: fail(error), named),  # type: ignore[misc]
+            Change(lock, lambda error=error: fail(error), named, count),  # type: ignore[misc]
         ):
             pass
     change(5)
 
     assert numbers(connection) == [1, 5]
+    assert counted == [True, True]
     assert not lock.locked()
 
 
@@ -68,7 +73,7 @@ def test_nobody_else_writes_meanwhile(connection: apsw.Connection) -> None:
     """From its beginning on, whether or not it has written yet."""
     lock = threading.Lock()
     with (
-        Change(lock, lambda: connection, named),
+        Change(lock, lambda: connection, named, lambda: None),
         closing(apsw.Connection(connection.filename)) as other,
         pytest.raises(apsw.BusyError),
     ):

@@ -7,7 +7,7 @@ from contextlib import closing
 
 import pytest
 
-from tenancy.errors import BadName, ConstraintBroken
+from tenancy.errors import BadName, ConstraintBroken, StoreError
 from tenancy.registry import create_tenant
 from tenancy.store import Store
 from tests.tenancy.conftest import Wall
@@ -164,6 +164,20 @@ def test_a_store_that_was_opened_again_is_at_no_commit_of_before(store: Store) -
 
     assert store.is_near is (None not in seen)
     assert not store.is_near or db.as_of not in seen
+
+
+def test_what_a_store_has_committed_is_counted(store: Store) -> None:
+    """Who keeps what it read asks this before each use: it must not miss one, and what others
+    commit it has to look for itself."""
+    before = store.changes
+    with store.change():
+        pass
+    with closing(store.another()) as beside, beside.change():
+        pass
+    with pytest.raises(StoreError), store.change() as db:
+        db.execute("insert into nothing values (1)")
+
+    assert store.changes == before + 1
 
 
 def test_who_changed_something_since_is_seen(store: Store) -> None:
