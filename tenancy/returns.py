@@ -8,6 +8,7 @@ there are enough it is judged by all, which is the least that it hits. `reuse` t
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
 
@@ -50,41 +51,52 @@ class Returns:
 
     def __init__(self, spans: Iterable[float]) -> None:
         self._spans = sorted(set(spans))
-        # [n]: uses when the first n had been watched for long enough, misses of the first n.
-        self._late = [Uses() for _ in range(len(self._spans) + 1)]
-        self._all = [Uses() for _ in range(len(self._spans) + 1)]
+        counts = range(len(self._spans) + 1)
+        # [n]: prompts that came when the first n had been watched for long enough, and [n][m]
+        # blocks of them that the first m would not have kept.
+        self._prompts = [Uses() for _ in counts]
+        self._lost = [[0.0 for _ in counts] for _ in counts]
         self._since_s: float | None = None
         self._watched = 0
+        self._until_s = -math.inf  # one more will have been watched then
 
     def prompt(self, blocks: float, at_s: float) -> None:
-        """A prompt of so many blocks. O(log spans)."""
-        if self._since_s is None:
-            self._since_s = at_s
-        self._watched = bisect_right(self._spans, at_s - self._since_s)
-        self._late[self._watched].prompt(blocks)
-        self._all[-1].prompt(blocks)
+        """A prompt of so many blocks. O(1)."""
+        if at_s >= self._until_s:
+            self._watch(at_s)
+        self._prompts[self._watched].prompt(blocks)
 
     def again(self, blocks: float, gap_s: float) -> None:
         """Blocks of the latest prompt that were used so long before. O(log spans)."""
-        self._miss(bisect_left(self._spans, gap_s), blocks)
+        self._lost[self._watched][bisect_left(self._spans, gap_s)] += blocks
 
     def first(self, blocks: float) -> None:
         """Blocks of the latest prompt that were never used before. O(1)."""
-        self._miss(len(self._spans), blocks)
+        self._lost[self._watched][-1] += blocks
 
-    def _miss(self, spans: int, blocks: float) -> None:
-        """Blocks that none of the first so many would have kept."""
-        self._late[min(spans, self._watched)].missed += blocks
-        self._all[spans].missed += blocks
+    def all(self) -> Uses:
+        """All prompts, and nothing missed. O(spans)."""
+        return self._since(0, len(self._spans) + 1)
 
     def within(self, span: float) -> tuple[Uses, bool]:
-        """What one of the spans would have kept; was it watched for too short a time? O(spans)."""
+        """What one of the spans would have kept; was it watched for too short? O(spans^2)."""
         after = self._spans.index(span) + 1
-        found, seen = Uses(), Uses()
-        for late in self._late[after:]:
-            found.add(late)
+        found = self._since(after, after)
         if found.prompts >= PROMPTS_MIN:
             return found, False
-        for every in self._all[after:]:
-            seen.add(every)
-        return seen, True
+        return self._since(0, after), True
+
+    def _since(self, watched: int, spans: int) -> Uses:
+        """Prompts since the first `watched` had been watched, and what the first `spans` missed."""
+        found = Uses()
+        for uses, lost in zip(self._prompts[watched:], self._lost[watched:], strict=True):
+            found.add(uses)
+            found.missed += sum(lost[spans:])
+        return found
+
+    def _watch(self, at_s: float) -> None:
+        if self._since_s is None:
+            self._since_s = at_s
+        self._watched = bisect_right(self._spans, at_s - self._since_s)
+        rest = self._spans[self._watched :]
+        self._until_s = self._since_s + rest[0] if rest else math.inf

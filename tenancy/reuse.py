@@ -18,7 +18,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from heapq import heappop, heappush
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import log2
 
 from msgspec import Struct
@@ -128,6 +128,8 @@ def _grid() -> tuple[list[int], list[int]]:
 
 _MIDDLES, UNIT_BLOCKS = _grid()
 """`UNIT_BLOCKS`: how many blocks each unit of a prompt speaks for."""
+_TOTALS = [0, *accumulate(UNIT_BLOCKS)]
+"""Of the first n units."""
 _ENDS = [BLOCK_BYTES * (middle + 1) for middle in _MIDDLES]
 _PARTS = [slice(*pair) for pair in pairwise([0, *_ENDS])]
 
@@ -173,7 +175,7 @@ class ReuseSampler:
         self._turn = 0
         self._distances = Histogram()
         self._returns = Returns(spans)
-        self._uses = Uses()  # of them, missed: the first uses, whatever the room
+        self._first_blocks = 0.0  # of all uses, those that miss in whatever room there is
         self._size = self._squares = 0  # blocks of what is followed, and of their squares
 
     @property
@@ -188,11 +190,10 @@ class ReuseSampler:
 
     def use(self, units: Sequence[int], at_s: float, blocks: Sequence[int] = UNIT_BLOCKS) -> None:
         """A prompt's units, from its beginning; how many blocks each is, at least as many. About
-        0.1 us a unit, 2 us a run of sampled ones, 1 us a sampled one that is new."""
-        total = sum(blocks[: len(units)])
+        0.1 us a unit, 1 us a run of sampled ones, 1 us a sampled one that is new."""
+        total = _TOTALS[len(units)] if blocks is UNIT_BLOCKS else sum(blocks[: len(units)])
         if not total:
             return
-        self._uses.prompt(total)
         self._returns.prompt(total, at_s)
         if (limit := self._threshold) < HASHES:
             pairs = zip(units, blocks, strict=False)
@@ -211,9 +212,8 @@ class ReuseSampler:
         points = []
         for size in sizes:
             far, error = self._beyond(size)
-            seen = Uses()
-            seen.add(self._uses)
-            seen.missed += far
+            seen = self._returns.all()
+            seen.missed = self._first_blocks + far
             points.append(self._point(size, seen, error))
         return points
 
@@ -221,7 +221,7 @@ class ReuseSampler:
         """What a cache of the other size would hit beyond one of this size. Told from what lies
         between, so it is known better than either ratio."""
         (far, error), (other_far, other_error) = map(self._beyond, (size, other))
-        seen, more = self._uses, far - other_far
+        seen, more = self._returns.all(), far - other_far
         if not seen.blocks:
             return Change(0.0, 0.0)
         ratio = max(-1.0, min(1.0, more / seen.blocks))
@@ -316,7 +316,7 @@ class ReuseSampler:
 
     def _first(self, unit: int, size: int, at_s: float, latest: _Run | None) -> _Run:
         """A unit that is not in the sample yet; another may have to leave."""
-        self._uses.missed += size * self._scale
+        self._first_blocks += size * self._scale
         self._returns.first(size * self._scale)
         if latest is None or not self._turns or self._turns[-1] != latest.turn:
             latest = _Run(self._turn, at_s, [], [])
