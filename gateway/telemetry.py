@@ -187,6 +187,8 @@ class Telemetry:
 
         self.requests = counter("requests", "Requests that ended.", "tenant", "route", "ending")
         self.refusals = counter("refusals", "Requests refused, by stable code.", "code")
+        # A series that begins with its first refusal has not risen, and no alert would see it.
+        self.refusals.add(0, "ledger_unavailable")
         self.tokens = Tallies(
             "tenant",
             prompt_tokens="Prompt tokens.",

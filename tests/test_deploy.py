@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -11,10 +13,13 @@ import pytest
 from engine.api import Stats
 from gateway.commands.arguments import build_parser
 from gateway.config import load_config
+from gateway.retention.promises import OUTCOMES
 from gateway.telemetry import Durations, Tallies, Tally, Telemetry
 
 DEPLOY = Path(__file__).parent.parent / "deploy"
-FILES = (DEPLOY / "prometheus" / "rules.yml", DEPLOY / "grafana" / "trunkline.json")
+RULES = DEPLOY / "prometheus" / "rules.yml"
+CASES = RULES.with_name("rules_test.yml")
+FILES = (RULES, DEPLOY / "grafana" / "trunkline.json")
 _METRIC = re.compile(r"\btrunkline[a-z0-9_]*_[a-z0-9_]+|\bvllm:[a-z_]+")
 
 
@@ -56,6 +61,44 @@ def test_every_metric_that_is_asked_for_exists(file: Path, existing: set[str]) -
     assert asked, "nothing is asked for"
     assert asked - existing == set()
     assert set(re.findall(r"trunkline:[a-z0-9_:]+", text)) <= recorded | {"trunkline:"}
+
+
+def test_every_alert_is_shown_firing_on_metrics_that_exist(existing: set[str]) -> None:
+    """And silent before: `rules_test.yml` has both of each, for promtool."""
+    text = CASES.read_text()
+    alerts = set(re.findall(r"alert: (\w+)", RULES.read_text()))
+    silent = set(re.findall(r"{alertname: (\w+), eval_time: \w+}", text))
+    firing = set(re.findall(r"- alertname: (\w+)\n +eval_time: \w+\n +exp_alerts:", text))
+
+    assert alerts
+    assert silent == firing == alerts
+    assert set(re.findall(r"series: '?(\w+)", text)) - existing == set()
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool")
+def test_prometheus_itself_sees_them_fire() -> None:
+    """Its own tool, over samples as a gateway would tell them."""
+    command = ["promtool", "test", "rules", CASES.name]
+    done = subprocess.run(command, cwd=CASES.parent, capture_output=True, text=True, check=False)
+
+    assert done.returncode == 0, done.stdout
+
+
+def test_what_an_alert_waits_for_is_told_before_it_happens() -> None:
+    """A counter that begins with its first rise has not risen, as Prometheus reckons: each that an
+    alert names by a label is there from the start, at 0."""
+    telemetry = Telemetry(10)
+    telemetry.show_cache({"1h": dict.fromkeys(OUTCOMES, 0) | {"running": 0}}, 0)
+    asked = re.findall(r"increase\((\w+)\{(\w+)=\"(\w+)\"\}", RULES.read_text())
+    told = [
+        (sample.name, *label, sample.value)
+        for family in telemetry.registry.collect()
+        for sample in family.samples
+        for label in sample.labels.items()
+    ]
+
+    assert asked
+    assert [one for one in asked if (*one, 0) not in told] == []
 
 
 def test_labels_that_are_asked_for_exist() -> None:
