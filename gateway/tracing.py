@@ -17,7 +17,7 @@ Attribute = str | int | float | bool | Sequence[str]
 _OPERATIONS = {"openai_completions": "text_completion", "gemini": "generate_content"}
 
 CACHE_READ = "gen_ai.usage.cache_read.input_tokens"
-CACHE_WRITE = "gen_ai.usage.cache_creation.input_tokens"
+CACHE_WRITE = "gen_ai.usage.cache_write.input_tokens"
 
 
 def operation_of(dialect: str) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from gateway.tracing import Answered, operation_of
+from gateway.tracing import CACHE_WRITE, Answered, operation_of
 
 ROOT = Path(__file__).parent.parent.parent
 ASKED = Answered(
@@ -33,7 +33,7 @@ def test_an_answers_attributes_have_the_conventions_names() -> None:
         "gen_ai.response.id": "msg_r1",
         "gen_ai.response.model": "m",
         "gen_ai.response.time_to_first_chunk": 0.5,
-        "gen_ai.usage.cache_creation.input_tokens": 32,
+        "gen_ai.usage.cache_write.input_tokens": 32,
         "gen_ai.usage.cache_read.input_tokens": 48,
         "gen_ai.usage.input_tokens": 100,
         "gen_ai.usage.output_tokens": 9,
@@ -48,14 +48,16 @@ def test_an_answers_attributes_have_the_conventions_names() -> None:
 
 
 def test_every_gen_ai_name_is_in_the_conventions_that_ci_installs() -> None:
-    """The conventions still move: an update that renames one is to be noticed here."""
+    """The conventions still move: an update that renames one is to be noticed here. Their package
+    of constants lags behind them: it has the old name of cache writes only."""
     names = pytest.importorskip(
         "opentelemetry.semconv._incubating.attributes.gen_ai_attributes",
         reason="the extra otel is not installed",
     )
     known = {value for value in vars(names).values() if isinstance(value, str)}
 
-    assert {name for name in ANSWERED.attributes() if name.startswith("gen_ai.")} <= known
+    said = {name for name in ANSWERED.attributes() if name.startswith("gen_ai.")}
+    assert said - known == {CACHE_WRITE}
 
 
 def test_what_never_ran_has_no_counts() -> None:
