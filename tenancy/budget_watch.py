@@ -14,8 +14,8 @@ from collections.abc import Callable
 from tenancy.budgets import Budgets, load_budgets
 from tenancy.store import Store
 
-LOOK_S = 0.001
-"""What another process sets may bind so much later: long before it could tell anybody."""
+LOOK_S = 0.02
+"""What another process sets may bind so much later: `trunkline` waits for it before it answers."""
 
 
 class BudgetWatch:
@@ -32,8 +32,8 @@ class BudgetWatch:
 
     def look(self) -> bool:
         """Know what there is: has it changed? What was set through this store is seen at once, what
-        was elsewhere within `LOOK_S`. About 0.2 us; 5 us where that has passed, and a read of it
-        all where it has changed. Raises StoreError, and knows what it knew."""
+        was elsewhere within `LOOK_S`. About 0.2 us; up to 30 us where that has passed, and a read
+        of it all where it has changed. Raises StoreError, and knows what it knew."""
         now_s, changes = self._clock(), self._store.changes
         if now_s < self._known_until_s and changes == self._changes:
             return False

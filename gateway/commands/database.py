@@ -4,23 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from time import sleep
 
 from gateway.app import open_store
 from gateway.commands.answer import CommandError
 from gateway.config import Config
+from tenancy.budget_watch import LOOK_S
 from tenancy.store import Store
 
 
 @contextmanager
 def opened(config: Config) -> Iterator[Store]:
-    """For as long as the command takes. Raises CommandError and StoreError."""
+    """For as long as the command takes, and, where it has changed something, until a server beside
+    it has seen that: nobody is told before. Raises CommandError and StoreError."""
     try:
         store, _ = open_store(config)
     except OSError as error:
         raise CommandError(
             f"the data directory {config.data} cannot be used: {error.strerror}"
         ) from error
+    before = store.changes
     try:
         yield store
+        if store.is_near and store.changes != before:
+            sleep(LOOK_S)
     finally:
         store.close()

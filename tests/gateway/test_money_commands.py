@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 
 from gateway.__main__ import main
+from gateway.commands import database as commands_database
 from gateway.metering import wall_ms
 from tenancy.backends import open_store
+from tenancy.budget_watch import LOOK_S
 from tenancy.ledger import EngineTotals, Ledger
 from tenancy.store import Store
 from tenancy.types import UsageEntry
@@ -148,6 +150,18 @@ def test_a_budget_is_set_in_dollars_and_shown_exactly(priced: Run, books: Books)
     assert (row["hard_usd"], row["spent_usd"]) == ("12.500000", "0.000012000000")
     assert (row["window"], row["over_soft"]) == ("day", True)
     assert data_of(priced, "budget", "ada", "--window", "day", "--remove") == []
+
+
+def test_a_server_knows_of_a_budget_before_it_is_said_to_be_set(
+    run: Run, database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It looks into a file so often; on a server it asks each time. Reading changes nothing."""
+    waits: list[float] = []
+    monkeypatch.setattr(commands_database, "sleep", waits.append)
+    run("budget", "ada", "--hard", "1")
+    run("budget", "ada")
+
+    assert waits == ([LOOK_S] if database == "books.db" else [])
 
 
 @pytest.mark.parametrize(
