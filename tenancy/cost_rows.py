@@ -13,7 +13,7 @@ from decimal import Decimal
 from msgspec import Struct
 
 from tenancy.budgets import window_of
-from tenancy.exports import Rows, instant, pages
+from tenancy.exports import Rows, pages
 from tenancy.pricing import (
     SECONDS_PER_HOUR,
     RateCard,
@@ -25,6 +25,7 @@ from tenancy.pricing import (
 from tenancy.rate_cards import CardBook, load_cards
 from tenancy.store import Row, Store
 from tenancy.sums import HOUR_MS
+from tenancy.types import instant
 
 PROVIDER = "Trunkline"
 COLUMNS = (

@@ -11,7 +11,6 @@ import csv
 import io
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from msgspec import structs
 from tenancy.errors import TenancyError
 from tenancy.pricing import writes
 from tenancy.store import Store
-from tenancy.types import UsageEntry
+from tenancy.types import UsageEntry, instant
 from tenancy.usage import entries_of
 from tenancy.whole_files import written_whole
 
@@ -134,13 +133,6 @@ def write_parquet(columns: Sequence[str], rows: Rows, path: Path) -> int:
             writer.write_table(pyarrow.table(data, schema=schema))
             written += len(page)
     return written
-
-
-def instant(at_ms: object) -> str:
-    """ISO 8601 in UTC, to the millisecond."""
-    assert isinstance(at_ms, int), "times are whole milliseconds"
-    at = datetime.fromtimestamp(at_ms // 1000, UTC)
-    return f"{at:%Y-%m-%dT%H:%M:%S}.{at_ms % 1000:03}Z"
 
 
 _WHOLE = frozenset(

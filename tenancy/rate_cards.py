@@ -11,10 +11,9 @@ import msgspec
 from msgspec import Struct, structs
 
 from tenancy.errors import BadPrice
-from tenancy.exports import instant
 from tenancy.pricing import ANY, FREE_CARD, BreachCredit, RateCard, check_card
 from tenancy.store import Row, Store
-from tenancy.types import WallClock
+from tenancy.types import WallClock, instant
 
 CARDS_MAX = 10_000
 _FIELDS = "name, version, model, tier, currency, valid_from_ms, valid_until_ms, prices"

@@ -7,12 +7,20 @@ dollars per million tokens, charges in pico-dollars. Times are wall-clock millis
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import UTC, datetime
 from typing import Literal
 
 from msgspec import Struct
 
 WallClock = Callable[[], int]
 """Milliseconds since the epoch, UTC."""
+
+
+def instant(at_ms: object) -> str:
+    """ISO 8601 in UTC, to the millisecond."""
+    assert isinstance(at_ms, int), "times are whole milliseconds"
+    at = datetime.fromtimestamp(at_ms // 1000, UTC)
+    return f"{at:%Y-%m-%dT%H:%M:%S}.{at_ms % 1000:03}Z"
 
 
 Status = Literal["active", "suspended"]

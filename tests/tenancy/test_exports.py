@@ -20,7 +20,6 @@ from tenancy.exports import (
     cloud_events,
     components,
     entry_rows,
-    instant,
     write_parquet,
 )
 from tenancy.ledger import Ledger
@@ -28,7 +27,7 @@ from tenancy.pricing import RateCard
 from tenancy.rate_cards import add_card
 from tenancy.registry import create_tenant
 from tenancy.store import Store
-from tenancy.types import UsageEntry
+from tenancy.types import UsageEntry, instant
 from tests.tenancy.conftest import Wall
 
 COUNT = 9
