@@ -184,7 +184,9 @@ class Guard:
         except KeyRefused as error:
             if error.code == "scope_missing":
                 raise Refusal(Kind.PERMISSION, error.code, error.message) from error
-            if self._wrong_keys.is_too_many(request.remote or "local"):
+            # One that was ever good is no guess: it is told why it is not, however often it comes.
+            is_guess = error.code == "key_unknown"
+            if is_guess and self._wrong_keys.is_too_many(request.remote or "local"):
                 raise Refusal(
                     Kind.RATE,
                     "too_many_wrong_keys",

@@ -165,6 +165,25 @@ async def test_floods_of_wrong_keys_are_slowed_and_good_keys_are_not(house: Hous
     assert good == 200
 
 
+async def test_keys_that_were_good_are_told_why_they_are_not(house: House) -> None:
+    """Behind a proxy all have one address: a suspended tenant's retries are no guesses, neither of
+    its own nor in the way of those who are told that their key is wrong."""
+    tenant, _ = find_tenant(house.store, "ada")
+    dead = create_key(house.store, wall_ms, tenant.tenant_id)
+    revoke_key(house.store, wall_ms, str(list_keys(house.store, "ada")[-1].key_id))
+    set_status(house.store, "bob", "suspended")
+    house.gateway.context.registry.look_again()
+    seen = set()
+    for headers in (house.headers("bob"), {"Authorization": f"Bearer {dead}"}):
+        for _ in range(WRONG_KEYS_PER_MINUTE_MAX + 1):
+            status, _, _ = await house.ask("/v1/models", method="GET", who=None, headers=headers)
+            seen.add(status)
+    headers = {"Authorization": "Bearer wrong"}
+    wrong, _, _ = await house.ask("/v1/models", method="GET", who=None, headers=headers)
+
+    assert (seen, wrong) == ({401, 403}, 401)
+
+
 def test_wrong_keys_are_counted_by_minute_for_a_bounded_number_of_addresses() -> None:
     """A counter that grows with attackers is an attack of its own."""
     clock = FakeClock()
