@@ -97,8 +97,17 @@ class BudgetExceeded(TenancyError):
         resets_ms: int,
         retry_after_s: float | None,
     ) -> None:
-        what = f"The budget of this {scope} for the {window}"
-        message = f"{what} is used up, or too little of it is left for this request."
+        if retry_after_s is None:
+            message = (
+                f"This request could cost more than the whole budget of this {scope} for a"
+                f" {window}; only a shorter prompt or a smaller maximum of output could fit."
+            )
+        else:
+            message = (
+                f"The budget of this {scope} for the {window} is used up, or too little of it is"
+                f" left for this request; a smaller maximum of output may fit, or the next {window}"
+                " (UTC) will have it."
+            )
         super().__init__("budget_exceeded", message)
         self.scope = scope
         self.window = window

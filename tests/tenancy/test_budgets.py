@@ -113,6 +113,9 @@ def test_a_refusal_says_how_long_to_wait(store: Store, ledger: Ledger, wall: Wal
         ledger.hold(hold("b", wall())).result(PATIENCE_S)
 
     assert caught.value.retry_after_s == (DAY_MS - wall()) / 1000
+    assert "the next day (UTC) will have it" in caught.value.message
+    with pytest.raises(BudgetExceeded, match="more than the whole budget of this tenant for a day"):
+        ledger.hold(hold("c", wall(), 16)).result(PATIENCE_S)
 
 
 def test_a_rotated_keys_budget_holds_for_the_new_one_too(
