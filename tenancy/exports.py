@@ -18,7 +18,7 @@ import msgspec
 from msgspec import structs
 
 from tenancy.errors import TenancyError
-from tenancy.pricing import writes
+from tenancy.pricing import CHARGED, writes
 from tenancy.store import Store
 from tenancy.types import UsageEntry, instant
 from tenancy.usage import entries_of
@@ -66,7 +66,8 @@ def cloud_events(
 ) -> Iterator[bytes]:
     """CloudEvents 1.0 as JSON lines: one for each component of an entry that has tokens.
 
-    `source` and `id` together are unique, for ever; a meter sums `data.tokens` by `data.type`.
+    `source` and `id` together are unique, for ever; a meter sums `data.tokens` by `data.type`, and
+    one that bills leaves out what is not `data.charged`: tokens of failures of ours.
     """
     for _, booked_ms, name, entry in pages(store, tenant, since_ms, until_ms):
         for component, tokens in components(entry).items():
@@ -86,6 +87,7 @@ def cloud_events(
                     "workspace": entry.workspace,
                     "tier": entry.tier,
                     "ending": entry.ending,
+                    "charged": entry.ending in CHARGED,
                 },
             }
             yield msgspec.json.encode(event) + b"\n"

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 from pyarrow import parquet
 
 from tenancy.errors import TenancyError
@@ -183,6 +184,21 @@ def test_events_are_cloud_events_and_their_tokens_add_up(store: Store) -> None:
         "output": sum(range(COUNT)),
     }
     assert len({event["id"] for event in events}) == len(events)
+
+
+def test_events_of_failures_are_not_charged(store: Store, wall: Wall) -> None:
+    """A meter that bills by them must not bill what the ledger does not."""
+    ledger = Ledger(store, wall)
+    for number, ending in enumerate(("failed", "cancelled", "interrupted"), COUNT):
+        ledger.settle(structs.replace(entry(number), ending=ending)).result(20)
+    ledger.close()
+    events = [json.loads(line) for line in cloud_events(store, None, 0, None, "urn:here")]
+    endings = {(event["data"]["ending"], event["data"]["charged"]) for event in events}
+
+    assert endings == {
+        *(("done", True), ("cancelled", True), ("interrupted", True)),
+        ("failed", False),
+    }
 
 
 def test_exporting_again_gives_the_same_ids(store: Store) -> None:
