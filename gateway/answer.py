@@ -37,7 +37,7 @@ from gateway.retention import Contract
 from gateway.server import ClientGone, begin, send, whole, write
 from gateway.stream import AnswerStream
 from gateway.tracing import operation_of
-from tenancy.errors import LedgerUnavailable, LimitExceeded
+from tenancy.errors import LedgerUnavailable, LimitExceeded, TenancyError
 from tenancy.idempotency import Keeping, KeptAnswer
 from tenancy.limits import Demand, LimitState, Meter, Reservation
 from tenancy.types import Identity
@@ -150,6 +150,9 @@ class Answer:
             try:
                 await account.open()
                 streams = await self._submit(requests)
+            except (TenancyError, EngineError):
+                reservation.settle(limiting.NOTHING)  # so that what is said to be left is left
+                raise
             finally:
                 self._say_limits(reservation.status())  # whatever came of it; the engine works
             answer.follow(streams)

@@ -175,12 +175,13 @@ async def test_a_request_that_is_refused_later_gives_all_back(house: House) -> N
     """The ledger is away: nothing ran, so nothing was used but the request."""
     limit(house, tokens_per_minute=1_000)
     await house.gateway.ledger.close()
-    status, _, _ = await house.ask(body=house.chat())
+    status, _, response = await house.ask(body=house.chat())
     limiter = house.gateway.context.limiter
     left = limiter.status(house.gateway.context.registry.authenticate(house.keys["ada"]))
 
     assert status == 503
     assert left["tokens"].remaining == 1_000
+    assert response.headers["x-ratelimit-remaining-tokens"] == "1000"
     assert limiter.open_reservations == 0
 
 
