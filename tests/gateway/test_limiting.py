@@ -161,6 +161,7 @@ async def test_a_client_that_leaves_gives_back_what_it_did_not_use(house: House)
     async with house.connection() as (reader, writer):
         writer.write(house.post("/v1/chat/completions", body))
         await reader.readuntil(b"data: ")
+    await house.until(lambda: not house.gateway.context.running)  # that it left is known
     house.runner.release()
     await house.quiet()
     limiter = house.gateway.context.limiter
