@@ -11,6 +11,7 @@ be given room; the others run as room allows.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from engine.api import Payer
 from engine.cache import Found, PrefixCache
@@ -19,6 +20,9 @@ from engine.running import Running
 from engine.sequence import Sequence, Work
 from engine.twins import Twins
 from engine.waiting_line import WaitingLine
+
+Lack = Literal["", "places", "blocks", "ceiling"]
+"""What keeps a waiting sequence from running: `ceiling`, blocks under its payer's own."""
 
 
 @dataclass(slots=True)
@@ -109,8 +113,8 @@ class Scheduler:
                 found = self._found(sequence, now_s)
                 if found is not None and self.twins.holds(sequence, found, self.running):
                     continue
-                if not self._admit(sequence, found, slices, now_s):
-                    is_full = not self._is_at_ceiling(sequence)
+                if lack := self._admit(sequence, found, slices, now_s):
+                    is_full = lack != "ceiling"
                     full.add(payer)
                     continue
             budget -= self._prefill(sequence, budget, slices, now_s)
@@ -187,10 +191,10 @@ class Scheduler:
         Lowest priority, then furthest over its share, then youngest. Never the best of those whose
         blocks could help; none more than `preemptions_max` times, unless for a higher priority.
         """
-        helpful = list(self.running)
-        if self._is_at_ceiling(sequence):
-            payer = sequence.work.request.grant.payer
-            helpful = [s for s in helpful if s.work.request.grant.payer == payer]
+        held = 0 if sequence.table is None else len(sequence.table.blocks)
+        missing = max(1, self._blocks_of(sequence) - held)
+        is_bound = self._rooms(sequence)[1] < missing
+        helpful = self._helpful(sequence, "ceiling" if is_bound else "blocks")
         first = min(helpful, key=lambda s: s.rank)
         helpful = [s for s in helpful if s is not first]
         may_go = [s for s in helpful if not self.running.is_pinned(s)] or [
@@ -217,12 +221,12 @@ class Scheduler:
 
     def _admit(
         self, sequence: Sequence, found: Found | None, slices: dict[int, Slice], now_s: float
-    ) -> bool:
-        """Let a waiting sequence begin, if its prompt and everybody's next blocks have room."""
+    ) -> Lack:
+        """Let a waiting sequence begin, or say what it lacks."""
         work, grant = sequence.work, sequence.work.request.grant
-        while not self._has_room(sequence, found):
-            if not self._preempt_for(sequence, slices, now_s):
-                return False
+        while lack := self._lack(sequence, needed := self._needed(sequence, found)):
+            if not self._preempt_for(sequence, lack, needed, slices, now_s):
+                return lack
             found = self._found(sequence, now_s)
         sequence.table = self.cache.begin(
             grant.namespace,
@@ -238,7 +242,7 @@ class Scheduler:
         sequence.progress = []
         self.line.remove(sequence)
         self.running.add(sequence)
-        return True
+        return ""
 
     def _is_house_full(self, ranked: list[Sequence]) -> bool:
         """Is every place taken, and by nobody who would give it up? However many wait, that is
@@ -247,21 +251,26 @@ class Scheduler:
             return False
         return self.line.priority_max <= ranked[-1].work.request.priority
 
-    def _has_room(self, sequence: Sequence, found: Found | None) -> bool:
-        """Is there a place for all samples it will have, and are there blocks? For these nobody
-        has to wait who would be alone."""
-        if self.running.places + sequence.places > self.config.sequences_max:
-            return False
-        if not self.running:
-            return True
-        needed = -(-(len(sequence.tokens) + 1) // self.cache.block_size)
+    def _needed(self, sequence: Sequence, found: Found | None) -> int:
+        """Blocks that a waiting sequence needs to begin, beyond those that it finds."""
+        needed = self._blocks_of(sequence)
         if found is not None:
             # A found block that nobody pins counts as room, and is about to be pinned.
             needed -= len(found.path) - self.cache.unpinned(found)
-        needed += sequence.places - 1  # each further sample writes a block of its own
-        grant = sequence.work.request.grant
-        room = self.cache.available(grant.namespace, grant.quota)
-        return room >= needed + len(self.running)
+        return needed + sequence.places - 1  # each further sample writes a block of its own
+
+    def _lack(self, sequence: Sequence, needed: int) -> Lack:
+        """What it lacks to begin: blocks under its payer's own ceiling, places for all samples it
+        will have, or blocks of the pool. Each that runs is left a block to go on with, which is
+        under the ceiling of its own payer. For all this nobody waits who would be alone."""
+        if not self.running:
+            return ""
+        (pool, own), beside = self._rooms(sequence), len(self.running)
+        if own < needed + beside and own < needed + self._running_of(sequence):
+            return "ceiling"
+        if self.running.places + sequence.places > self.config.sequences_max:
+            return "places"
+        return "blocks" if pool < needed + beside else ""
 
     def _may_return(self, sequence: Sequence) -> bool:
         """May it run beside those that are not preempted any more, and always get on?
@@ -277,9 +286,12 @@ class Scheduler:
         pinned = [s.rank for s in running.pinned if s.work.request.priority >= request.priority]
         if not pinned or sequence.rank > max(pinned):
             return True
-        firm = [s for s in running if s.rank <= max(pinned)]
-        needed = sum(self._blocks_to_come(s) for s in [sequence, *firm])
-        return self.cache.available(request.grant.namespace, request.grant.quota) >= needed
+        firm = [sequence, *(s for s in running if s.rank <= max(pinned))]
+        pool, own = self._rooms(sequence)
+        ours = (s for s in firm if s.work.request.grant.payer == request.grant.payer)
+        return pool >= sum(map(self._blocks_to_come, firm)) and own >= sum(
+            map(self._blocks_to_come, ours)
+        )
 
     def _blocks_to_come(self, sequence: Sequence) -> int:
         """Blocks that it, and the samples it will fork, may still ask for."""
@@ -290,29 +302,59 @@ class Scheduler:
         own = whole - len(request.tokens) // size
         return whole - held + copied + (sequence.places - 1) * own
 
-    def _preempt_for(self, sequence: Sequence, slices: dict[int, Slice], now_s: float) -> bool:
-        """Preempt one running sequence of lower priority than a waiting one."""
+    def _preempt_for(
+        self, sequence: Sequence, lack: Lack, needed: int, slices: dict[int, Slice], now_s: float
+    ) -> bool:
+        """Preempt one running sequence of lower priority than a waiting one, where all such
+        together could give what it lacks."""
         priority = sequence.work.request.priority
-        lower = [s for s in self.running if s.work.request.priority < priority]
-        if not lower:
+        lower = [s for s in self._helpful(sequence, lack) if s.work.request.priority < priority]
+        if not lower or not self._could_give(lower, sequence, lack, needed):
             return False
         victim = max(lower, key=lambda s: (not self.running.is_pinned(s), s.rank))
         self._give_up(victim, slices, now_s)
         return True
+
+    def _could_give(
+        self, some: list[Sequence], sequence: Sequence, lack: Lack, needed: int
+    ) -> bool:
+        """Would it have what it lacks, if all their places and blocks were given up?"""
+        if lack == "places":
+            places = self.running.places - sum(s.places for s in some)
+            return places + sequence.places <= self.config.sequences_max
+        room = self._rooms(sequence)[lack == "ceiling"]
+        return room + sum(len(s.table.blocks) for s in some if s.table is not None) >= needed
 
     # -- inside -------------------------------------------------------------------------------
 
     def _is_first(self, sequence: Sequence) -> bool:
         return all(sequence.rank <= s.rank for s in self.running)
 
-    def _is_at_ceiling(self, sequence: Sequence) -> bool:
-        """Is it the payer's own ceiling that stands in the way?"""
+    def _helpful(self, sequence: Sequence, lack: Lack) -> list[Sequence]:
+        """Who runs and could give what it lacks. Blocks only its own payer's where that one's
+        ceiling is in the way, and nobody's who is inside its floor (rule 9)."""
+        if lack == "places":
+            return list(self.running)
+        payer, over_share = sequence.work.request.grant.payer, self.cache.over_share
+        return [
+            s
+            for s in self.running
+            if (theirs := s.work.request.grant.payer) == payer
+            or (lack == "blocks" and over_share(theirs) > 0)
+        ]
+
+    def _running_of(self, sequence: Sequence) -> int:
+        """How many run of its payer's."""
+        payer = sequence.work.request.grant.payer
+        return [s.work.request.grant.payer for s in self.running].count(payer)
+
+    def _rooms(self, sequence: Sequence) -> tuple[int, float]:
         grant = sequence.work.request.grant
-        if grant.quota.ceiling_blocks is None:
-            return False
-        missing = -(-(len(sequence.tokens) + 1) // self.cache.block_size)
-        held = 0 if sequence.table is None else len(sequence.table.blocks)
-        return self.cache.held(grant.payer) + missing - held > grant.quota.ceiling_blocks
+        return self.cache.rooms(grant.namespace, grant.quota)
+
+    def _blocks_of(self, sequence: Sequence) -> int:
+        """For what it has, and its next token."""
+        return -(-(len(sequence.tokens) + 1) // self.cache.block_size)
 
     def _release(self, sequence: Sequence, now_s: float, *, keep: bool) -> None:
         self.running.remove(sequence)

@@ -7,6 +7,7 @@ with it. It knows no lease and no clock. Only `prefix_cache` and `lease_book` ca
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from itertools import count as count_up
 
@@ -167,16 +168,14 @@ class Holdings:
         own = 0 if ceiling is None else max(0, account.share.held + count - ceiling)
         return max(own, count - len(self.pool.free)), own
 
-    def available(self, namespace: Namespace, quota: Quota) -> int:
-        """Blocks that `namespace` could take now, by free list and eviction. See `Shares`."""
+    def rooms(self, namespace: Namespace, quota: Quota) -> tuple[int, float]:
+        """Blocks that `namespace` could take now, by free list and eviction: as many as the pool
+        has, and as its payer's own ceiling leaves it. See `Shares`."""
         mine = self.shares.get(quota.payer or namespace)
-        room = len(self.pool.free) + self.shares.spare_beside(mine)
-        held = own = 0
-        if mine is not None:
-            held, own = mine.held, mine.evictable
-        if quota.ceiling_blocks is not None:
-            room = min(room, quota.ceiling_blocks - held)
-        return room + own
+        held, own = (0, 0) if mine is None else (mine.held, mine.evictable)
+        pool = len(self.pool.free) + self.shares.spare_beside(mine) + own
+        ceiling = quota.ceiling_blocks
+        return pool, math.inf if ceiling is None else ceiling - held + own
 
     def stats(self, evicted: int, expired: int, copied: int) -> CacheStats:
         """Gauges, with these totals beside them. See `Shares`."""

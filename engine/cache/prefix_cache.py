@@ -69,9 +69,14 @@ class PrefixCache:
         O(1), or O(floors) where these ask for more than there is."""
         return self._holdings.room(namespace, quota) * self.block_size
 
+    def rooms(self, namespace: Namespace, quota: Quota) -> tuple[int, float]:
+        """Blocks it could take now, by free list and eviction: as many as the pool has, and as its
+        payer's own ceiling leaves it (infinite without one). O(payers moved since asked)."""
+        return self._holdings.rooms(namespace, quota)
+
     def available(self, namespace: Namespace, quota: Quota) -> int:
-        """Blocks it could take now, by free list and eviction. O(payers moved since asked)."""
-        return self._holdings.available(namespace, quota)
+        """The lesser of `rooms`."""
+        return int(min(self.rooms(namespace, quota)))
 
     def stats(self) -> CacheStats:
         """Counters and gauges. O(payers moved since asked)."""
@@ -93,11 +98,6 @@ class PrefixCache:
         """To look at, not to touch: the namespace's tree, if it has one."""
         account = self._holdings.accounts.get(namespace)
         return account.tree.root if account else None
-
-    def held(self, payer: Payer) -> int:
-        """Blocks allocated to a payer, in all its namespaces."""
-        share = self._holdings.shares.get(payer)
-        return share.held if share else 0
 
     def set_quota(self, quota: Quota) -> None:
         """A payer's quota has changed. Begun sequences keep what they have. As `room`."""

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from engine.api import Quota, Sampling
+from engine.api import CacheGrant, LeaseRequest, Quota, Retention, Sampling
 from engine.cache import Found, PrefixCache
 from engine.cache.prefix_tree import Node, PrefixTree
 from tests.engine.watched import Watched, tokens
@@ -267,6 +267,71 @@ def test_lower_priority_is_preempted_first_however_old() -> None:
 
     assert world.preemptions("urgent") == 0
     assert world.preemptions("old") > 0
+
+
+def test_a_low_ceiling_leaves_others_their_next_blocks_nowhere_but_in_the_pool() -> None:
+    """Who runs is left a block each to go on with. Of a payer that may have eight, seven others
+    would otherwise keep every request from running, in a pool that is nearly empty."""
+    world = Watched(blocks=200, step_tokens_max=64)
+    for index in range(7):
+        world.ask(f"r{index}", tokens(6, index), max_tokens=60, namespace=bytes([index]))
+    world.step()
+    low = Quota(ceiling_blocks=8)
+    world.ask("low", tokens(4, 9), max_tokens=2, namespace=b"low", quota=low)
+    world.settle()
+
+    assert world.first_step_of("low") == 1
+
+
+def test_who_waits_at_its_own_ceiling_preempts_nobody_elses() -> None:
+    """Blocks of others do not help it, whatever its priority; of its own payer they do."""
+    world, low = Watched(blocks=40), Quota(ceiling_blocks=6)
+    for index in range(2):
+        world.ask(f"r{index}", tokens(5, index), max_tokens=30, namespace=bytes([index]))
+    world.ask("own", tokens(5, 3), max_tokens=14, namespace=b"low", quota=low)
+    world.step()
+    for index in range(2):
+        name, urgent = f"u{index}", tokens(12, 4 + index)
+        world.ask(name, urgent, max_tokens=9, namespace=b"low", quota=low, priority=1)
+    world.settle()
+
+    assert world.preemptions("own") > 0
+    assert [world.preemptions(name) for name in ("r0", "r1", "u0", "u1")] == [0] * 4
+
+
+def test_nobody_is_preempted_for_what_all_of_them_could_not_give() -> None:
+    """It would have stopped for nothing, and be preempted again as soon as it came back."""
+    world = Watched(blocks=20, step_tokens_max=64, prefill_chunk_tokens_max=64)
+    world.ask("large", tokens(50, 1), max_tokens=10, priority=1)
+    world.ask("small", tokens(5, 2), max_tokens=10, namespace=b"s")
+    world.step()
+    world.ask("urgent", tokens(50, 3), max_tokens=4, priority=1)
+    world.settle()
+
+    assert world.preemptions("small") == 0
+    assert world.first_step_of("urgent") > world.first_step_of("small")
+
+
+def test_nobody_inside_its_floor_is_preempted_for_anothers_blocks() -> None:
+    """What it gives back stays its own, but for blocks that were not full yet: those were lost to
+    its floor. Here a promise has what the one that runs longest would need."""
+    world = Watched(blocks=16)
+    kept = LeaseRequest(28, Retention("kept", promise_s=1e6))
+    promised = CacheGrant(b"kept", leases=(kept,))
+    world.ask("kept", tokens(28), max_tokens=1, grant=promised)
+    world.settle()
+    world.promises = True
+    floor = Quota(floor_blocks=5)
+    world.ask("before", tokens(4, 3), max_tokens=1, namespace=b"f", quota=floor)
+    world.settle()
+    world.ask("long", tokens(4, 1), max_tokens=40)
+    for _ in range(3):
+        world.step()
+    world.ask("floor", tokens(5, 2), max_tokens=14, namespace=b"f", quota=floor)
+    world.settle()
+
+    assert world.preemptions("floor") == 0
+    assert world.streams["floor"].ended
 
 
 def test_preemption_costs_the_client_nothing() -> None:

@@ -163,8 +163,8 @@ def test_a_floor_is_a_payers_however_many_namespaces_it_makes() -> None:
 
     fill(cache, b"later", 16, now_s=100)
 
-    assert cache.held(b"hoarder") == 12, "its floor, and an equal share of the rest"
-    assert cache.held(b"later") == 8
+    assert held(cache)[b"later"] == 8
+    assert sum(held(cache).values()) == 20, "12: its floor, and an equal share of the rest"
 
 
 def test_a_ceiling_is_a_payers_and_its_oldest_goes_first() -> None:
@@ -271,4 +271,4 @@ def test_a_namespace_may_change_hands() -> None:
     fill(cache, b"a", 2, quota=Quota(payer=b"old"))
     fill(cache, b"a", 1, now_s=10, quota=Quota(payer=b"new"))
 
-    assert (cache.held(b"old"), cache.held(b"new")) == (0, 2)
+    assert (cache.over_share(b"old"), cache.over_share(b"new")) == (0, 2)
