@@ -18,17 +18,20 @@ from gateway.key_files import with_digests
 from tenancy.declared import Change, reconcile
 from tenancy.declared_keys import KeyChange
 from tenancy.errors import TenancyError
+from tenancy.registry import list_registered
 from tenancy.shared_scopes import ScopeChange
 
 
 class Reloaded(Struct, frozen=True):
     """What was done to tenants, to shared scopes and to keys, and which settings differ from those
-    that the server runs with."""
+    that the server runs with. `left`: tenants that an earlier file declared, where this one says
+    nothing of any."""
 
     tenants: tuple[Change, ...]
     needs_restart: tuple[str, ...]
     shared_scopes: tuple[ScopeChange, ...] = ()
     keys: tuple[KeyChange, ...] = ()
+    left: tuple[str, ...] = ()
 
 
 async def reload(gateway: Context) -> Reloaded:
@@ -44,6 +47,7 @@ async def reload(gateway: Context) -> Reloaded:
         tuple(differences(gateway.config, config)),
         tuple(change for change in changes if isinstance(change, ScopeChange)),
         tuple(change for change in changes if isinstance(change, KeyChange)),
+        await asyncio.to_thread(_left, gateway, config),
     )
     facts = {"tenants": len(found.tenants), "keys": len(found.keys)}
     gateway.log("reloaded", {**facts, "needs_restart": found.needs_restart})
@@ -63,8 +67,18 @@ async def declare(gateway: Context, config: Config) -> list[Change | KeyChange |
                 gateway.log("key_declared", facts)
             case ScopeChange(scope, what):
                 gateway.log("scope_declared", {"shared_scope": scope, "what": what})
+    if left := await asyncio.to_thread(_left, gateway, config):
+        gateway.log("tenants_left", {"tenants": len(left)})
     gateway.registry.look_again()
     return changes
+
+
+def _left(gateway: Context, config: Config) -> tuple[str, ...]:
+    """Whoever took out the last table may have meant to suspend it."""
+    if config.tenants is not None:
+        return ()
+    there = list_registered(gateway.store)
+    return tuple(one.tenant.name for one in there if one.tenant.is_declared)
 
 
 def _reconcile(gateway: Context, config: Config) -> list[Change | KeyChange | ScopeChange]:

@@ -109,12 +109,17 @@ async def test_leases_outlive_a_tenant_that_is_declared_no_longer(reloader: Relo
 
 
 async def test_a_file_without_tenants_says_nothing_of_them(reloader: Reloader) -> None:
-    """Starting without the file, or with an older one, must not turn everybody away."""
+    """Starting without the file, or with an older one, must not turn everybody away. But whoever
+    took out the last one is told that it still works."""
     await reloader(ADA)
     found = await reloader("[log]\nrequests = true\n")
+    told = [line for line in reloader.house.lines if line["event"] == "tenants_left"]
+    status = find_registered(reloader.house.store, "ada").tenant.status
+    none = await reloader("tenants = []\n")
 
-    assert found.tenants == ()
-    assert find_registered(reloader.house.store, "ada").tenant.status == "active"
+    assert (found.tenants, found.left, status) == ((), ("ada",), "active")
+    assert told == [{"event": "tenants_left", "tenants": 1}]
+    assert (len(none.tenants), none.left) == (1, ())
 
 
 @pytest.mark.parametrize(
