@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, closing
 
 import pytest
 from msgspec.structs import replace
 
 from tenancy.adjustments import Adjustment, adjust
+from tenancy.audit import check_books
 from tenancy.bookkeeping import StorageReading
 from tenancy.closing import close_days, list_closes
 from tenancy.errors import BooksClosed, ConstraintBroken, LedgerUnavailable
@@ -16,7 +19,7 @@ from tenancy.ledger import EngineTotals, Hold, Ledger
 from tenancy.pricing import RateCard
 from tenancy.rate_cards import add_card
 from tenancy.registry import create_tenant
-from tenancy.store import Store
+from tenancy.store import Store, Transaction
 from tenancy.types import UsageEntry
 from tests.tenancy.conftest import Wall
 
@@ -99,6 +102,69 @@ def test_a_clock_that_goes_back_moves_nothing_that_is_closed(
     assert list_closes(store) == before
     assert len(before) == 3
     assert code_of(store, wall, "1970-01-01") == "day_not_over"
+
+
+def at_each_change(
+    store: Store, monkeypatch: pytest.MonkeyPatch, what: Callable[[int], None]
+) -> None:
+    """Done before each of its transactions, which are numbered."""
+    change, count = store.change, itertools.count(1)
+
+    def changed() -> AbstractContextManager[Transaction]:
+        what(next(count))
+        return change()
+
+    monkeypatch.setattr(store, "change", changed)
+
+
+def test_others_write_while_a_day_is_counted(
+    store: Store, ledger: Ledger, wall: Wall, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A day may have millions of entries: nobody waits for more than the lines of the close, and
+    what came meanwhile is counted too."""
+    for number in range(9):
+        done(ledger.settle(entry(str(number), wall())))
+    began_ms, wall.ms = wall.ms, wall.ms + DAY_MS
+    tries: list[int] = []
+    with closing(store.another()) as other:
+
+        def late(number: int) -> None:
+            tries.append(number)
+            if number == 1:
+                done(ledger.settle(entry("late", began_ms)))
+            elif number == 2:
+                adjust(store, wall, Adjustment("x", "1", -9, "an outage"))  # of another day
+
+        at_each_change(other, monkeypatch, late)
+        (day,) = close_days(other, wall)
+
+    assert (tries, day.entries, day.prompt_tokens, day.adjustments) == ([1, 2], 10, 100, 0)
+    assert check_books(store) == []
+
+
+def test_a_day_that_grows_all_the_time_stays_open(
+    store: Store, ledger: Ledger, wall: Wall, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Entries, adjustments or storage: whatever it is, it is asked for again."""
+    done(ledger.settle(entry("a", wall())))
+    began_ms, wall.ms = wall.ms, wall.ms + DAY_MS
+
+    def late(number: int) -> None:
+        if number == 1:
+            done(ledger.settle(entry("late", began_ms)))
+        elif number == 2:
+            done(ledger.write(StorageReading(1, "1h", 55, began_ms)))
+        else:
+            wall.ms -= DAY_MS
+            adjust(store, wall, Adjustment("x", "a", -9, "an outage"))
+            wall.ms += DAY_MS
+
+    with closing(store.another()) as other, monkeypatch.context() as patch:
+        at_each_change(other, patch, late)
+        code = code_of(other, wall)
+
+    assert (code, list_closes(store)) == ("days_change", [])
+    assert [day.entries for day in close_days(store, wall)] == [2]
 
 
 def test_a_day_in_which_something_runs_stays_open(store: Store, ledger: Ledger, wall: Wall) -> None:
