@@ -6,7 +6,7 @@ keeps all of them in memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 from msgspec import Struct, structs
@@ -117,6 +117,10 @@ def find_tenant(store: Store, name: str) -> tuple[Tenant, CachePolicy]:
 
 # --- changing ------------------------------------------------------------------------------------
 
+Check = Callable[[Sequence[Registered]], None]
+"""Looks at all tenants that have floors, before one is changed: nobody changes another until it has
+been."""
+
 
 def create_tenant(
     store: Store,
@@ -126,22 +130,32 @@ def create_tenant(
     *,
     tier: str = "standard",
     limits: Limits | None = None,
+    check: Check | None = None,
 ) -> Tenant:
-    """Make a tenant. Raises BadName if the name cannot be, or is taken, or a setting cannot be."""
+    """Make a tenant. Raises BadName if the name cannot be, or is taken, or a setting cannot be, and
+    what `check` raises."""
     made = Registered(
         Tenant(0, name, "active", clock(), tier), policy or CachePolicy(), limits or Limits()
     )
     with store.change() as db:
+        if check is not None:
+            check(_with_floors(db))
         insert_tenant(db, made)
     return find_tenant(store, name)[0]
 
 
 def change_tenant(
-    store: Store, name: str, changes: Mapping[str, object], status: Status | None = None
+    store: Store,
+    name: str,
+    changes: Mapping[str, object],
+    status: Status | None = None,
+    *,
+    check: Check | None = None,
 ) -> Registered:
     """Set what is named, by the fields of `TenantSettings`, from the next request; the rest stays,
     whoever else is changing it. `status`: its keys stop or start working within a second, and
-    answers that are kept for it go when it is suspended. Raises BadName, with nothing changed."""
+    answers that are kept for it go when it is suspended. Raises BadName, and what `check` raises,
+    with nothing changed."""
     with store.change() as db:
         found = find_in(db, name)
         check_there(name)
@@ -151,6 +165,8 @@ def change_tenant(
                 f"{name} is declared in the configuration file; change it there and reload",
             )
         tenant_id = found.tenant.tenant_id
+        if check is not None:
+            check(_with_floors(db))
         if changes:
             write_settings(db, tenant_id, changed(found.settings, changes))
         if status is not None:
@@ -158,6 +174,10 @@ def change_tenant(
         if status == "suspended":
             idempotency.forget(db, tenant_id)
     return find_registered(store, name)
+
+
+def _with_floors(db: Transaction) -> list[Registered]:
+    return [_registered(row) for row in db.rows(f"{_TENANTS} where floor_blocks > 0")]
 
 
 def set_status(store: Store, name: str, status: Status) -> None:

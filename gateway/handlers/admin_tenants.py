@@ -121,7 +121,7 @@ class _Desk:
     async def create_tenant(self, request: web.Request) -> web.StreamResponse:
         body = await self._read(request, NewTenant)
         self._gateway.config.caching.check_classes(body.classes or ())
-        await self._check_floor(body.name, body)
+        registry.check_settings(body)
         await asyncio.to_thread(
             registry.create_tenant,
             self._store,
@@ -130,6 +130,7 @@ class _Desk:
             body.policy,
             tier=body.tier,
             limits=body.limits,
+            check=self._floor_check(body.name, body),
         )
         made = await self._tenant(body.name)
         self._note(request, "tenant_created", made.tenant.tenant_id)
@@ -148,8 +149,10 @@ class _Desk:
         # Each wrong field by its path, before anything changes.
         settings = convert(body, TenantSettings, "")
         self._gateway.config.caching.check_classes(settings.classes or ())
-        await self._check_floor(name, settings)
-        found = await asyncio.to_thread(registry.change_tenant, self._store, name, body, status)
+        registry.check_settings(settings)
+        check = self._floor_check(name, settings)
+        change = partial(registry.change_tenant, self._store, name, body, status, check=check)
+        found = await asyncio.to_thread(change)
         self._note(request, "tenant_changed", found.tenant.tenant_id)
         return plain.answer(self._body(found))
 
@@ -162,12 +165,10 @@ class _Desk:
             await forget_removed(gateway)
         return plain.answer({"name": name, "deleted": True, "pseudonym": pseudonym})
 
-    async def _check_floor(self, name: str, settings: TenantSettings) -> None:
-        """Of two set at the same moment both may pass: then they are cut, and it is said."""
-        registry.check_settings(settings)
-        if settings.floor_blocks:
-            tenants = await self._gateway.reports.ask(registry.list_registered)
-            check_floor(tenants, name, settings.floor_blocks, self._gateway.engine.info)
+    def _floor_check(self, name: str, settings: TenantSettings) -> registry.Check | None:
+        """In the transaction that sets it: of two at the same moment the second is refused."""
+        floor, info = settings.floor_blocks, self._gateway.engine.info
+        return partial(check_floor, name=name, floor_blocks=floor, info=info) if floor else None
 
     def _body(self, one: Registered) -> dict[str, Any]:
         """A tenant as it is answered, with what this engine keeps of its floor."""

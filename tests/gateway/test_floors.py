@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gateway.floors import kept_of
-from tenancy.registry import change_tenant, floors_max
+from tenancy.registry import change_tenant, floors_max, list_registered
 from tests.gateway.admin import Admin
 from tests.gateway.house import BLOCKS, PATIENCE_S, House
 
@@ -52,6 +52,17 @@ async def test_a_floor_that_cannot_be_kept_is_refused_with_the_one_that_can(hous
     assert f"{BLOCKS} blocks" in answer["error"]["message"]
     assert (new[0], new[1]["error"]["code"]) == (400, "floor_too_large")
     assert (fits[0], fits[1]["floor_blocks_kept"]) == (200, HALF - 100)
+
+
+async def test_of_two_floors_in_the_same_instant_one_is_refused(house: House) -> None:
+    """Each would fit alone. They are looked at where they are written."""
+    admin = Admin(house)
+    asked = [admin.ask("PATCH", one, {"floor_blocks": HALF - 9}) for one in (ADA, BOB)]
+    answers = await asyncio.gather(*asked)
+    floors = [one.policy.floor_blocks for one in list_registered(house.store)]
+
+    assert sorted(status for status, _ in answers) == [200, 400]
+    assert sorted(floors) == [0, HALF - 9]
 
 
 async def test_floors_that_were_written_elsewhere_are_told_as_cut(house: House) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -24,12 +26,14 @@ from tenancy.keys import (
     rotate_key,
 )
 from tenancy.registry import (
+    Registered,
     bootstrap,
     bootstrap_admin,
     change_tenant,
     create_tenant,
     find_registered,
     find_tenant,
+    list_registered,
     list_tenants,
     set_status,
 )
@@ -434,3 +438,47 @@ def test_a_change_that_cannot_be_written_says_so(tmp_path: Path, wall: Wall) -> 
 
     with pytest.raises(StoreError, match="not changed"), store.change():
         pass
+
+
+def test_what_is_checked_is_so_until_it_is_written(store: Store, wall: Wall) -> None:
+    """Two that set a floor in the same instant, from two processes: the second sees the first's."""
+    for name in ("ada", "bob"):
+        create_tenant(store, wall, name)
+    seen: dict[str, list[int]] = {}
+    beside: list[threading.Thread] = []
+
+    def check(tenants: Sequence[Registered], *, who: str, then: Callable[[], None]) -> None:
+        seen[who] = [one.policy.floor_blocks for one in tenants]
+        then()
+
+    def second() -> None:
+        with closing(store.another()) as other:
+            late = partial(check, who="bob", then=lambda: None)
+            change_tenant(other, "bob", {"floor_blocks": 7}, check=late)
+
+    def begin_second() -> None:
+        beside.append(threading.Thread(target=second))
+        beside[0].start()
+
+    change_tenant(
+        store, "ada", {"floor_blocks": 5}, check=partial(check, who="ada", then=begin_second)
+    )
+    beside[0].join(20)
+
+    assert seen == {"ada": [], "bob": [5]}
+
+
+def test_a_check_that_fails_changes_nothing(store: Store, wall: Wall) -> None:
+    """Neither a tenant that is there nor one that is to be made."""
+    create_tenant(store, wall, "ada", CachePolicy(floor_blocks=3))
+
+    def refuse(tenants: Sequence[Registered]) -> None:
+        raise KeyError(*[one.tenant.name for one in tenants])
+
+    with pytest.raises(KeyError, match="ada"):
+        change_tenant(store, "ada", {"floor_blocks": 5}, "suspended", check=refuse)
+    with pytest.raises(KeyError, match="ada"):
+        create_tenant(store, wall, "bob", CachePolicy(floor_blocks=5), check=refuse)
+
+    (left,) = list_registered(store)
+    assert (left.policy.floor_blocks, left.tenant.status) == (3, "active")
