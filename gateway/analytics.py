@@ -20,7 +20,7 @@ from msgspec.structs import asdict
 
 from gateway.dialects.canonical import Rendered, UsageRecord
 from gateway.telemetry import CACHED, cached_as
-from tenancy.advice import advise_classes, advise_sizes
+from tenancy.advice import Kept, advise_classes, advise_sizes
 from tenancy.prefixes import Prefixes
 from tenancy.pricing import RateCard
 from tenancy.reuse import BLOCK_TOKENS, DEEPEST, Histogram, ReuseSampler, bucket_of, units_of
@@ -203,14 +203,15 @@ class Analytics:
         clock: Callable[[], float],
         wall: Callable[[], int],
         tenants_max: int,
-        classes: Mapping[str, float],
+        classes: Mapping[str, Kept],
     ) -> None:
         """`wall`: milliseconds since the epoch, for minutes that people read. `tenants_max`: whose
-        prompts are sampled. `classes`: for how many seconds each retention class keeps."""
+        prompts are sampled. `classes`: for how long each retention class keeps."""
         self._clock = clock
         self._wall = wall
         self._tenants_max = tenants_max
         self._classes = classes
+        self._spans = [kept.seconds for kept in classes.values()]
         self._tenants: OrderedDict[str, TenantView] = OrderedDict()
         self._prompts: OrderedDict[str, Prompts] = OrderedDict()
         self._all = TenantView()
@@ -238,7 +239,7 @@ class Analytics:
 
     def _fold(self) -> None:
         def prompts() -> Prompts:
-            return Prompts(self._classes.values())
+            return Prompts(self._spans)
 
         for tenant, many in self._waiting.items():
             sums = Sums(many)
@@ -280,7 +281,7 @@ class Analytics:
         view = self._tenants.get(name)
         if view is None:
             return None
-        prompts = self._prompts.get(name) or Prompts(self._classes.values())
+        prompts = self._prompts.get(name) or Prompts(self._spans)
         prefixes = prompts.prefixes
         return {
             "tenant": name,

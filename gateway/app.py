@@ -148,7 +148,7 @@ class Gateway:
                 has_past=has_history(store),
             ),
             analytics=Analytics(
-                clock, wall, config.tenancy.tenants_followed_max, config.caching.kept_s()
+                clock, wall, config.tenancy.tenants_followed_max, config.caching.kept()
             ),
             model=renderer.card.name,
             clock=clock,

@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 
 from engine.api import Retention
+from tenancy.advice import Kept
 from tenancy.errors import BadName, BadPrice
 from tenancy.pricing import ANY, RateCard
 
@@ -104,10 +105,13 @@ class CachingConfig(Struct, frozen=True, forbid_unknown_fields=True):
         """By name."""
         return {**default_classes(), **self.classes}
 
-    def kept_s(self) -> dict[str, float]:
-        """For how many seconds each class keeps what is not used again."""
+    def kept(self) -> dict[str, Kept]:
+        """For how long each class keeps what is not used again, and what its storage counts as."""
         return {
-            name: terms.promise_s if terms.limit_s is None else terms.limit_s
+            name: Kept(
+                terms.promise_s if terms.limit_s is None else terms.limit_s,
+                name if terms.promise_s > 0 else BEST_EFFORT,
+            )
             for name, terms in self.all_classes().items()
         }
 

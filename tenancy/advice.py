@@ -1,9 +1,10 @@
 """What a retention class or a quota would be worth: curves and prices to one number each.
 
-For each class, a million prompt tokens are either read again in time or written anew; for each
-size of cache, they hit or miss. The saving is against no caching at all, in pico-dollars, with the
-standard error that the curve has. Below `PROMPTS_MIN` prompts there is no verdict, nor is a class
-said to lose that has not been watched for as long as it keeps. Pure; `gateway.analytics` calls it.
+For each class, a million prompt tokens are either read again in time or written anew, and held
+until then or to the class's end; for each size of cache, they hit or miss. The saving is against no
+caching at all, in pico-dollars, with the standard error that the curve has. Below `PROMPTS_MIN`
+prompts there is no verdict, nor is a class said to lose that has not been watched for as long as it
+keeps. Pure; `gateway.analytics` calls it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from tenancy.pricing import RateCard
+from tenancy.pricing import SECONDS_PER_HOUR, RateCard
 from tenancy.returns import PROMPTS_MIN
 from tenancy.reuse import Point, ReuseSampler
 
@@ -22,6 +23,13 @@ SURE = 2.0
 """Standard errors beyond which a saving is called one."""
 
 Verdict = Literal["pays", "loses", "unclear", "too_few"]
+
+
+class Kept(Struct, frozen=True):
+    """For how many seconds a class keeps what is not used, and as which class that is paid."""
+
+    seconds: float
+    held_as: str
 
 
 class ClassAdvice(Struct, frozen=True):
@@ -56,13 +64,15 @@ class SizeAdvice(Struct, frozen=True):
 
 
 def advise_classes(
-    sampler: ReuseSampler, classes: Mapping[str, float], card: RateCard
+    sampler: ReuseSampler, classes: Mapping[str, Kept], card: RateCard
 ) -> list[ClassAdvice]:
-    """One answer per class, the shortest first. `classes`: seconds by name, of the sampler's
-    spans."""
-    order = sorted(classes.items(), key=lambda pair: pair[1])
-    points = sampler.by_seconds([seconds for _, seconds in order])
-    return [_class(name, point, card) for (name, _), point in zip(order, points, strict=True)]
+    """One answer per class, the shortest first. `classes`: by name; the sampler's spans."""
+    order = sorted(classes.items(), key=lambda pair: pair[1].seconds)
+    points = sampler.by_seconds([kept.seconds for _, kept in order])
+    return [
+        _class(name, kept.held_as, point, card)
+        for (name, kept), point in zip(order, points, strict=True)
+    ]
 
 
 def advise_sizes(
@@ -82,11 +92,13 @@ def advise_sizes(
     return advice
 
 
-def _class(name: str, point: Point, card: RateCard) -> ClassAdvice:
+def _class(name: str, held_as: str, point: Point, card: RateCard) -> ClassAdvice:
     write = card.write_price(name)
     saving = point.hit_ratio * (card.input - card.cache_read) * MILLION
     saving += (1 - point.hit_ratio) * (card.input - write) * MILLION
-    error_pico = abs(point.error * (write - card.cache_read) * MILLION)
+    hold = card.storage_price(held_as) / SECONDS_PER_HOUR
+    saving -= point.held_s * hold * MILLION
+    error_pico = point.error * (abs(write - card.cache_read) + point.at * hold) * MILLION
     verdict: Verdict = "unclear"
     if point.prompts < PROMPTS_MIN:
         verdict = "too_few"

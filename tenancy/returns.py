@@ -17,16 +17,20 @@ PROMPTS_MIN = 30
 
 
 class Uses:
-    """How many blocks were used, and how many of them missed; in prompts, which go together."""
+    """How many blocks were used, and how many of them missed; in prompts, which go together.
 
-    __slots__ = ("blocks", "missed", "squares")
+    `held_s`: blocks times the seconds for which they are kept.
+    """
+
+    __slots__ = ("blocks", "held_s", "missed", "squares")
 
     def __init__(self) -> None:
-        self.blocks = self.missed = self.squares = 0.0
+        self.blocks = self.held_s = self.missed = self.squares = 0.0
 
     def add(self, other: Uses) -> None:
         """More of them."""
         self.blocks += other.blocks
+        self.held_s += other.held_s
         self.missed += other.missed
         self.squares += other.squares
 
@@ -53,9 +57,10 @@ class Returns:
         self._spans = sorted(set(spans))
         counts = range(len(self._spans) + 1)
         # [n]: prompts that came when the first n had been watched for long enough, and [n][m]
-        # blocks of them that the first m would not have kept.
+        # blocks of them that the first m would not have kept, and by the seconds between uses.
         self._prompts = [Uses() for _ in counts]
         self._lost = [[0.0 for _ in counts] for _ in counts]
+        self._gaps_s = [[0.0 for _ in counts] for _ in counts]
         self._since_s: float | None = None
         self._watched = 0
         self._until_s = -math.inf  # one more will have been watched then
@@ -68,7 +73,9 @@ class Returns:
 
     def again(self, blocks: float, gap_s: float) -> None:
         """Blocks of the latest prompt that were used so long before. O(log spans)."""
-        self._lost[self._watched][bisect_left(self._spans, gap_s)] += blocks
+        watched, spans = self._watched, bisect_left(self._spans, gap_s)
+        self._lost[watched][spans] += blocks
+        self._gaps_s[watched][spans] += blocks * gap_s
 
     def first(self, blocks: float) -> None:
         """Blocks of the latest prompt that were never used before. O(1)."""
@@ -79,19 +86,23 @@ class Returns:
         return self._since(0, len(self._spans) + 1)
 
     def within(self, span: float) -> tuple[Uses, bool]:
-        """What one of the spans would have kept; was it watched for too short? O(spans^2)."""
+        """What one of the spans would have kept, and for how long: to the next use, and to its end
+        once for each miss. Was it watched for too short? O(spans^2)."""
         after = self._spans.index(span) + 1
         found = self._since(after, after)
-        if found.prompts >= PROMPTS_MIN:
-            return found, False
-        return self._since(0, after), True
+        is_early = found.prompts < PROMPTS_MIN
+        if is_early:
+            found = self._since(0, after)
+        found.held_s += found.missed * span
+        return found, is_early
 
     def _since(self, watched: int, spans: int) -> Uses:
         """Prompts since the first `watched` had been watched, and what the first `spans` missed."""
         found = Uses()
-        for uses, lost in zip(self._prompts[watched:], self._lost[watched:], strict=True):
-            found.add(uses)
-            found.missed += sum(lost[spans:])
+        for place in range(watched, len(self._prompts)):
+            found.add(self._prompts[place])
+            found.missed += sum(self._lost[place][spans:])
+            found.held_s += sum(self._gaps_s[place][:spans])
         return found
 
     def _watch(self, at_s: float) -> None:

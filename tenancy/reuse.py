@@ -47,7 +47,8 @@ class Point(Struct, frozen=True):
     seconds (`at`).
 
     `error`: one standard error of the ratio, of the sample of blocks and of the prompts. `prompts`:
-    as how many of one length those count that it is told from. `is_early`: it has not been watched
+    as how many of one length those count that it is told from. `held_s`: for how many seconds it
+    keeps what one use has used, as a mean. `is_early`: it has not been watched
     for as long as this keeps, so that the ratio is the least that it can be.
     """
 
@@ -55,6 +56,7 @@ class Point(Struct, frozen=True):
     hit_ratio: float
     error: float
     prompts: float
+    held_s: float = 0.0
     is_early: bool = False
 
 
@@ -352,13 +354,14 @@ class ReuseSampler:
     def _point(self, at: float, seen: Uses, error: float, *, is_early: bool = False) -> Point:
         ratio, prompts = seen.hit_ratio, seen.prompts
         if not prompts:
-            return Point(at, 0.0, 0.0, 0.0, is_early)
+            return Point(at, 0.0, 0.0, 0.0, is_early=is_early)
         errors = [_spread(ratio, prompts), error / seen.blocks]
         if self._squares > self._size:
             errors.append(ROUNDING * ratio)
         if self.rate < 1:
             errors.append((1 - ratio) * math.sqrt((1 - self.rate) / self._units()))
-        return Point(at, ratio, math.hypot(*errors), prompts, is_early)
+        held_s = seen.held_s / seen.blocks
+        return Point(at, ratio, math.hypot(*errors), prompts, held_s, is_early)
 
     def _beyond(self, size: float) -> tuple[float, float]:
         """The weight of uses further apart than this, and its standard error: how far apart they

@@ -21,6 +21,7 @@ from gateway.analytics import (
 )
 from gateway.dialects.canonical import Boundary, Rendered, UsageRecord
 from gateway.metering import wall_ms
+from tenancy.advice import Kept
 from tenancy.prefixes import PREFIXES_MAX
 from tenancy.pricing import RateCard
 from tenancy.rate_cards import add_card
@@ -38,7 +39,7 @@ class Desk:
     def __init__(self, tenants_max: int = 10) -> None:
         self.clock = FakeClock()
         self.seen = Analytics(
-            self.clock, lambda: int(self.clock.now_s * 1000), tenants_max, {"5m": 300.0}
+            self.clock, lambda: int(self.clock.now_s * 1000), tenants_max, {"5m": Kept(300.0, "5m")}
         )
 
     def note(

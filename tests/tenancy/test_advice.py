@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
-from tenancy.advice import ClassAdvice, advise_classes, advise_sizes
+from tenancy.advice import ClassAdvice, Kept, advise_classes, advise_sizes
 from tenancy.pricing import RateCard
 from tenancy.returns import PROMPTS_MIN
 from tenancy.reuse import ReuseSampler
 
 CARD = RateCard("c", input=1_000, cache_read=100, cache_write={"5m": 1_250, "1h": 2_000})
-CLASSES = {"1h": 3_600.0, "5m": 300.0}
+CLASSES = {"1h": Kept(3_600.0, "1h"), "5m": Kept(300.0, "5m")}
+SPANS = [kept.seconds for kept in CLASSES.values()]
 
 
 def used(gap_s: float, times: int) -> ReuseSampler:
     """A hundred blocks, each used this often, this far apart."""
-    sampler = ReuseSampler(spans=CLASSES.values())
+    sampler = ReuseSampler(spans=SPANS)
     sampler.use([1_000], -2 * 3_600.0, [1])  # it has been watched for long enough
     for turn in range(times):
         sampler.use(list(range(100)), gap_s * turn, [1] * 100)
@@ -73,7 +75,7 @@ def test_the_error_is_that_of_the_prompts_and_falls_with_their_number() -> None:
 def test_a_class_that_was_not_watched_for_as_long_as_it_keeps_is_not_said_to_lose() -> None:
     """Half an hour after the start, of chats that come back once: they may yet come back. What pays
     already would pay all the more."""
-    rare, often = ReuseSampler(spans=CLASSES.values()), ReuseSampler(spans=CLASSES.values())
+    rare, often = ReuseSampler(spans=SPANS), ReuseSampler(spans=SPANS)
     for turn in range(180):
         rare.use([turn], 10.0 * turn)
         often.use([turn // 60], 10.0 * turn)
@@ -86,10 +88,28 @@ def test_a_class_that_was_not_watched_for_as_long_as_it_keeps_is_not_said_to_los
     assert (paying.verdict, paying.is_early) == ("pays", True)
 
 
+def test_holding_costs_what_the_card_says_of_storage() -> None:
+    """A hundred blocks every ten seconds: they are held for ten seconds a use, and after the last
+    to the class's end. What is not promised is held as best effort."""
+    card = msgspec.structs.replace(CARD, storage={"1h": 36_000, "best_effort": 3_600_000})
+    classes_ = {**CLASSES, "day": Kept(3_600.0, "best_effort")}
+    sampler = used(10.0, 1_000)
+
+    five, hour, day = advise_classes(sampler, classes_, card)
+    free = {one.retention: one for one in advise_classes(sampler, classes_, CARD)}
+
+    assert five == free["5m"]
+    held_s = 0.999 * 10 + 0.001 * 3_600
+    assert hour.saving_pico == pytest.approx(free["1h"].saving_pico - held_s * 10 * 1e6, rel=1e-3)
+    assert hour.error_pico > free["1h"].error_pico
+    assert free["day"].verdict == "pays"
+    assert day.verdict == "loses"
+
+
 def test_what_lies_within_its_error_is_unclear() -> None:
     """Returns that are just about worth their writes."""
     card = RateCard("c", input=1_000, cache_read=100, cache_write={"5m": 9_000, "1h": 9_000})
-    sampler = ReuseSampler(spans=CLASSES.values())
+    sampler = ReuseSampler(spans=SPANS)
     for turn in range(800):
         sampler.use([turn // 9], 1.0 * turn)
 
