@@ -62,7 +62,7 @@ function keys(rows) {
 function table(caption, heads, rows, none = "Nothing yet.") {
   if (!rows.length) return h("p", { class: "none" }, none);
   const told = keys(rows);
-  return h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": caption }, h("table", {},
+  return h("div", { class: "scroll", role: "region", "aria-label": caption }, h("table", {},
     h("caption", {}, caption),
     h("thead", {}, h("tr", {}, heads.map((text) => h("th", { scope: "col" }, text)))),
     h("tbody", {}, rows.map((row, place) => h("tr", { "data-key": told[place] }, row.map((cell, at) => (at ? h("td", {}, cell) : h("th", { scope: "row" }, cell))))))));
@@ -158,7 +158,7 @@ const views = {
   async Tenants() {
     const all = await ask("/admin/v1/analytics");
     const found = () => tenantRows(all.tenants.filter((t) => t.tenant.includes(wanted)).slice(0, ROWS_MAX));
-    const find = h("input", { type: "search", "aria-label": "Find a tenant", placeholder: "Find a tenant", value: wanted, oninput: (event) => { wanted = event.target.value; put($("found"), found()); } });
+    const find = h("input", { type: "search", "aria-label": "Find a tenant", placeholder: "Find a tenant", value: wanted, oninput: (event) => { wanted = event.target.value; put($("found"), found()); reachable(); } });
     return [wide("Tenants", find, h("div", { id: "found" }, found()))];
   },
 
@@ -280,6 +280,14 @@ function place() {
   return [views[section] ? section : "Overview", name];
 }
 
+// What is wider than its box is scrolled by keyboard, so it has to be reached; nothing else stops the way through.
+function reachable() {
+  for (const one of document.querySelectorAll(".scroll")) {
+    if (one.scrollWidth > one.clientWidth) one.tabIndex = 0;
+    else one.removeAttribute("tabindex");
+  }
+}
+
 async function show() {
   clearTimeout(timer);
   const [section, name] = place();
@@ -289,6 +297,7 @@ async function show() {
     const seen = await views[section](name);
     if (place().join() !== [section, name].join()) return;
     put($("view"), seen);
+    reachable();
     $("door").hidden = true;
     $("leave").hidden = $("pause").hidden = false;
     $("time").textContent = `as of ${new Date().toLocaleTimeString()}`;
@@ -321,5 +330,6 @@ $("pause").addEventListener("click", () => {
   else show();
 });
 $("leave").addEventListener("click", () => { sessionStorage.removeItem("key"); show(); });
+addEventListener("resize", reachable);
 addEventListener("hashchange", () => { put($("view"), []); $("main").focus(); show(); });
 show();

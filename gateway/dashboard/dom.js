@@ -24,6 +24,7 @@ export function put(parent, children) {
 }
 
 const HANDLERS = ["oninput", "onchange"];
+const KEPT = ["open", "tabindex"]; // set where it is shown, not where it is made
 
 function children_of(parent, fresh) {
   const keyed = new Map([...parent.children].filter((one) => one.dataset.key).map((one) => [one.dataset.key, one]));
@@ -43,7 +44,7 @@ function become(old, fresh) {
     if (old.data !== fresh.data) old.data = fresh.data;
     return;
   }
-  for (const { name } of [...old.attributes]) if (!fresh.hasAttribute(name) && name !== "open") old.removeAttribute(name);
+  for (const { name } of [...old.attributes]) if (!fresh.hasAttribute(name) && !KEPT.includes(name)) old.removeAttribute(name);
   for (const { name, value } of fresh.attributes) if (name !== "style" && old.getAttribute(name) !== value) old.setAttribute(name, value);
   old.style.cssText = fresh.style.cssText;
   for (const name of HANDLERS) old[name] = fresh[name];
