@@ -103,6 +103,13 @@ def add_card(store: Store, clock: WallClock, card: RateCard) -> RateCard:
     return card
 
 
+def leaves_free(store: Store, clock: WallClock, tier: str) -> bool:
+    """Do cards hold now, and none for this tier? Whoever has it is charged nothing. O(cards)."""
+    now_ms, chains = clock(), _chains(load_cards(store)).values()
+    held = [card for versions in chains if (card := _version_at(versions, now_ms))]
+    return bool(held) and not any(card.tier in (ANY, tier) for card in held)
+
+
 SELECT = f"select {_FIELDS} from rate_cards"
 
 

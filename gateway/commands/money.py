@@ -29,7 +29,7 @@ from tenancy.closing import close_days, list_closes
 from tenancy.cost_rows import COLUMNS, cost_rows
 from tenancy.exports import ENTRY_COLUMNS, as_csv, cloud_events, entry_rows, write_parquet
 from tenancy.ledger_epochs import ledger_epoch
-from tenancy.pricing import RateCard, dollars
+from tenancy.pricing import ANY, RateCard, dollars
 from tenancy.rate_cards import add_card, load_cards
 from tenancy.reconcile import Counts, reconcile
 from tenancy.registry import find_tenant, list_tenants
@@ -55,6 +55,8 @@ def _prices(options: argparse.Namespace, config: Config, write: Write, show: Sho
             config.check_card(card)
             card = add_card(store, wall_ms, card)
             text = f"{card.rate_card_id} is in force from {_instant(card.valid_from_ms)}"
+            if card.tier not in (ANY, *(one.tier for one, _ in list_tenants(store))):
+                text += f"; no tenant has the tier {card.tier!r} yet"
             return Answer(text, structs.asdict(card))
         rows = [_card_row(card) for card in load_cards(store)]
     if not rows:

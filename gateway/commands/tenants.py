@@ -32,6 +32,7 @@ from tenancy.keys import (
 from tenancy.ledger import Ledger
 from tenancy.ledger_epochs import ledger_epoch
 from tenancy.pricing import dollars
+from tenancy.rate_cards import leaves_free
 from tenancy.registry import (
     Registered,
     change_tenant,
@@ -229,7 +230,7 @@ def usage(config: Config, tenant: str | None, days: int | None) -> Answer:
 
 
 def _about(store: Store, name: str, text: str) -> Answer:
-    """With a word about it if its floor cannot be kept."""
+    """With a word about it if its floor cannot be kept, or if it is charged nothing."""
     found = find_registered(store, name)
     most = floors_max(store)
     cut = kept(list_registered(store), most).get(name)
@@ -238,6 +239,8 @@ def _about(store: Store, name: str, text: str) -> Answer:
             f"; of its floor of {found.policy.floor_blocks} blocks {cut} are kept: floors together"
             f" may take {most} of the pool"
         )
+    if leaves_free(store, wall_ms, found.tenant.tier):
+        text += f"; no rate card holds for its tier {found.tenant.tier!r}: it is charged nothing"
     return Answer(text, _row(found))
 
 

@@ -134,6 +134,24 @@ def test_a_card_that_cannot_be_is_one_line(run: Run, tmp_path: Path, text: str, 
     assert word in told(run, "prices", "--add", str(tmp_path / "bad.json"))
 
 
+def test_a_tier_that_nobody_pays_by_is_told(run: Run, tmp_path: Path) -> None:
+    """A slip of the pen in a tier would give everything away, without a word."""
+    card = tmp_path / "card.json"
+    card.write_text(json.dumps({**CARD, "tier": "glod"}))
+    before = run("tenant", "set", "ada", "--tier", "gold")[1]
+    added = run("prices", "--add", str(card))[1]
+    after = run("tenant", "set", "ada", "--tier", "gold")[1]
+    mended = run("tenant", "set", "ada", "--tier", "glod")[1]
+    again = run("prices", "--add", str(card))[1]
+
+    assert before == mended == "tenant ada changed\n"
+    assert after == (
+        "tenant ada changed; no rate card holds for its tier 'gold': it is charged nothing\n"
+    )
+    assert added.endswith("; no tenant has the tier 'glod' yet\n")
+    assert "yet" not in again
+
+
 def test_overlapping_cards_are_refused(priced: Run, tmp_path: Path) -> None:
     """Saying which card is in the way."""
     (tmp_path / "other.json").write_text(json.dumps({**CARD, "name": "other"}))
