@@ -22,6 +22,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceRequest,
 )
 
+from gateway import span_export
 from gateway.span_export import SpanTracer, traces_url
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -29,15 +30,18 @@ SECRET = "a prompt that nobody else may read"
 
 
 class Collector:
-    """Takes OTLP over HTTP. `status`: what it answers."""
+    """Takes OTLP over HTTP. `status`: what it answers, once it `is_answering`."""
 
     def __init__(self) -> None:
         self.status = 200
         self.bodies: list[bytes] = []
         self.url = ""
+        self.is_answering = asyncio.Event()
+        self.is_answering.set()
 
     async def take(self, request: web.Request) -> web.Response:
         body = await request.read()
+        await self.is_answering.wait()
         if self.status == 200:
             self.bodies.append(body)
         return web.Response(status=self.status)
@@ -345,15 +349,35 @@ async def test_a_failing_collector_costs_spans_and_two_lines(
     assert len(collector.spans()) == 1
 
 
-async def test_a_collector_that_is_not_there_delays_no_end(made: House) -> None:
+async def test_a_collector_that_is_not_there_delays_no_end(
+    made: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """SIGTERM has a deadline, and a trace is worth none of it."""
+    monkeypatch.setattr(span_export, "TIMEOUT_S", 0.05)
     set_tracing(made, endpoint="http://127.0.0.1:9")
     await made.open()
     status, _, _ = await made.ask(body=made.chat())
-    async with asyncio.timeout(8):
-        await made.close()
+    await made.close()
 
     assert status == 200
+    assert len(logged(made, "tracing_failed")) == 1
+
+
+async def test_a_collector_that_never_answers_delays_no_end(
+    made: House, collector: Collector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who waited for it would wait for ever."""
+    monkeypatch.setattr(span_export, "TIMEOUT_S", 0.05)
+    monkeypatch.setattr(span_export, "BATCH_SPANS_MAX", 2)
+    monkeypatch.setattr(span_export, "DELAY_MS", 10_000_000)
+    collector.is_answering.clear()
+    set_tracing(made, endpoint=collector.url)
+    await made.open()
+    for _ in range(3):
+        await made.ask(body=made.chat(), headers={"traceparent": f"00-{TRACE}-{PARENT}-01"})
+    await made.close()
+    collector.is_answering.set()
+
     assert len(logged(made, "tracing_failed")) == 1
 
 
