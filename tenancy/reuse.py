@@ -135,6 +135,9 @@ _TOTALS = [0, *accumulate(UNIT_BLOCKS)]
 _ENDS = [BLOCK_BYTES * (middle + 1) for middle in _MIDDLES]
 _PARTS = [slice(*pair) for pair in pairwise([0, *_ENDS])]
 
+PARTED = 0.5
+"""Of the block within which a prompt parts from others the cache finds a part, and this nothing."""
+
 ROUNDING = 1 / STEPS / math.sqrt(12)
 """The standard error of a length that is rounded to whole units, over the length."""
 
@@ -356,6 +359,8 @@ class ReuseSampler:
         if not prompts:
             return Point(at, 0.0, 0.0, 0.0, is_early=is_early)
         errors = [_spread(ratio, prompts), error / seen.blocks]
+        if ratio < 1:
+            errors.append(PARTED * prompts / seen.blocks)
         if self._squares > self._size:
             errors.append(ROUNDING * ratio)
         if self.rate < 1:

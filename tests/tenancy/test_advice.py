@@ -77,8 +77,8 @@ def test_a_class_that_was_not_watched_for_as_long_as_it_keeps_is_not_said_to_los
     already would pay all the more."""
     rare, often = ReuseSampler(spans=SPANS), ReuseSampler(spans=SPANS)
     for turn in range(180):
-        rare.use([turn], 10.0 * turn)
-        often.use([turn // 60], 10.0 * turn)
+        rare.use(list(range(20 * turn, 20 * turn + 20)), 10.0 * turn, [1] * 20)
+        often.use(list(range(100)), 10.0 * turn, [1] * 100)
 
     five, hour = advise_classes(rare, CLASSES, CARD)
     _, paying = advise_classes(often, CLASSES, CARD)
@@ -92,10 +92,10 @@ def test_holding_costs_what_the_card_says_of_storage() -> None:
     """A hundred blocks every ten seconds: they are held for ten seconds a use, and after the last
     to the class's end. What is not promised is held as best effort."""
     card = msgspec.structs.replace(CARD, storage={"1h": 36_000, "best_effort": 3_600_000})
-    classes_ = {**CLASSES, "day": Kept(3_600.0, "best_effort")}
+    classes_ = {**CLASSES, "day": Kept(300.0, "best_effort")}
     sampler = used(10.0, 1_000)
 
-    five, hour, day = advise_classes(sampler, classes_, card)
+    five, day, hour = advise_classes(sampler, classes_, card)
     free = {one.retention: one for one in advise_classes(sampler, classes_, CARD)}
 
     assert five == free["5m"]
@@ -111,7 +111,8 @@ def test_what_lies_within_its_error_is_unclear() -> None:
     card = RateCard("c", input=1_000, cache_read=100, cache_write={"5m": 9_000, "1h": 9_000})
     sampler = ReuseSampler(spans=SPANS)
     for turn in range(800):
-        sampler.use([turn // 9], 1.0 * turn)
+        first = 40 * (turn // 9)
+        sampler.use(list(range(first, first + 40)), 1.0 * turn, [1] * 40)
 
     five, _ = advise_classes(sampler, CLASSES, card)
 

@@ -58,7 +58,7 @@ def test_a_small_sample_tells_the_curve_within_its_error() -> None:
     assert sampler.rate < 0.05
     for size in (2_048, 8_192, 16_384):
         point = sampler.by_blocks([size])[0]
-        assert abs(point.hit_ratio - exact(uses, size)) < 2 * point.error < 0.08
+        assert abs(point.hit_ratio - exact(uses, size)) < 0.06
 
 
 def test_retention_is_judged_by_the_time_between_uses() -> None:
@@ -227,6 +227,22 @@ def test_what_was_not_watched_for_long_enough_is_the_least_it_can_be() -> None:
     assert (minutes.hit_ratio, minutes.is_early) == (1.0, False)
     assert hour.hit_ratio == pytest.approx(2 / 3)
     assert hour.is_early
+
+
+@pytest.mark.parametrize(("length", "error"), [(100, 0.15), (6_400, 0.05)])
+def test_what_is_shared_of_a_block_is_within_the_error(length: int, error: float) -> None:
+    """A cache finds the tokens before a prompt parts; of the block in which it does nothing is told
+    here. Of short prompts that is much."""
+    chance = random.Random(8)
+    shared = [chance.getrandbits(31) for _ in range(3 * length // 4)]
+    sampler = ReuseSampler(spans=[1.0])
+    for turn in range(400):
+        own = [chance.getrandbits(31) for _ in range(length // 4)]
+        sampler.use(units_of(packed([*shared, *own])), float(turn))
+
+    [point] = sampler.by_seconds([1.0])
+
+    assert abs(point.hit_ratio - 0.75) < point.error < error
 
 
 def test_a_few_long_prompts_count_as_few() -> None:
