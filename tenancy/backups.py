@@ -75,6 +75,7 @@ def restore(source: Path, path: Path, clock: WallClock, progress: Progress = uns
     with claimed(path):
         with written_whole(path, mode=0o600) as part:
             _copy(source, part)
+            _check_there(part, source)
             with closing(_looked_through(part, source, progress)) as store:
                 before, missing = _missing(path, store)
                 with store.change() as db:
@@ -111,6 +112,8 @@ def _copy(source: Path, target: Path) -> None:
             there.set_busy_handler(is_patient)
             with here.backup("main", there, "main") as pages:
                 pages.step(-1)
+    except apsw.NotADBError as error:
+        raise StoreError("unusable", f"{source} is no database.") from error
     except apsw.Error as error:
         raise StoreError("unusable", f"{source} cannot be copied: {error}.") from error
     _alone(target)
@@ -155,6 +158,14 @@ def _set_aside(path: Path) -> Path | None:
 
 def _beside(path: Path, suffix: str) -> Path:
     return path.with_name(f"{path.name}{suffix}")
+
+
+def _check_there(path: Path, source: Path) -> None:
+    """What has no schema would be opened as a new ledger: an empty file, where copying one to its
+    place had failed. Raises StoreError, naming the source."""
+    with closing(apsw.Connection(str(path), flags=apsw.SQLITE_OPEN_READONLY)) as connection:
+        if connection.execute("pragma user_version").fetchall() == [(0,)]:
+            raise StoreError("not_ours", f"{source} has no ledger in it.")
 
 
 def _looked_through(path: Path, source: Path, progress: Progress) -> SqliteStore:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from msgspec import structs
 
-from gateway.app import connect
+from gateway.app import connect, prepare_data_dir
 from gateway.commands.answer import Answer, CommandError, Show
 from gateway.commands.database import opened
 from gateway.config import Config
@@ -58,6 +58,7 @@ def _restore(options: argparse.Namespace, config: Config, show: Show) -> Answer:
         message = "restore it with pg_restore, then say so: trunkline restore --mark"
         raise CommandError(f"this ledger is on a server: {message}")
     path = config.data / config.tenancy.database
+    prepare_data_dir(config)  # of a machine that takes the place of one that is gone
     done = backups.restore(options.file, path, wall_ms, partial(show, "checked"))
     missing = done.missing
     data = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from pathlib import Path
 
 import pytest
@@ -85,6 +86,19 @@ def test_a_ledger_is_backed_up_and_restored(run: Run, file: Place, tmp_path: Pat
     assert again["missing"] == {"entries": 0, "since_ms": None, "until_ms": None}
 
 
+def test_a_machine_that_has_nothing_is_restored(run: Run, file: Place, tmp_path: Path) -> None:
+    """That is what backups are for."""
+    copy = str(tmp_path / "b.db")
+    file.use("a")
+    assert run("backup", copy)[0] == 0
+    shutil.rmtree(file.data)
+    restored = data_of(run, "restore", copy)
+
+    assert (restored["ledger_epoch"], restored["kept"]) == (2, None)
+    assert data_of(run, "usage")[0]["requests"] == 1
+    assert file.data.stat().st_mode & 0o777 == 0o700
+
+
 def test_reports_say_which_life_of_the_ledger_they_are_of(run: Run, file: Place) -> None:
     """So that whoever follows a sum knows why it fell."""
     file.use("a")
@@ -149,6 +163,10 @@ def test_what_cannot_be_done_is_one_line(run: Run, file: Place, tmp_path: Path) 
     assert "one of the arguments FILE --mark is required" in told(run, "restore", status=2)
     assert "not allowed with argument" in told(run, "restore", "b.db", "--mark", status=2)
     assert "is no file" in told(run, "restore", str(tmp_path / "nowhere.db"))
+    (tmp_path / "empty").touch()
+    (tmp_path / "text").write_text("no database")
+    assert "has no ledger in it" in told(run, "restore", str(tmp_path / "empty"))
+    assert "text is no database" in told(run, "restore", str(tmp_path / "text"))
     assert "name another file" in told(run, "backup", str(file.data / "books.db"))
     (tmp_path / "trunkline.toml").write_text('tenancy.database = "other.db"\n')
     assert "there is nothing to back up" in told(run, "backup", str(tmp_path / "b.db"))

@@ -196,6 +196,7 @@ def test_what_is_no_right_ledger_of_ours_is_not_restored(path: Path, wall: Wall)
     """Each said by its own code, and the ledger stays as it was."""
     folder = path.parent
     (folder / "text").write_text("no database" * 1_000)
+    (folder / "empty").touch()
     songs = apsw.Connection(str(folder / "songs"))
     songs.execute("create table songs (name)").fetchall()
     songs.close()
@@ -213,12 +214,13 @@ def test_what_is_no_right_ledger_of_ours_is_not_restored(path: Path, wall: Wall)
 
     found = {
         name: refusal(folder / name, path, wall)
-        for name in ("nothing", "text", "songs", "wrong", "newer", "torn")
+        for name in ("nothing", "text", "empty", "songs", "wrong", "newer", "torn")
     }
 
     assert found == {
         "nothing": "unusable",
         "text": "unusable",
+        "empty": "not_ours",
         "songs": "not_ours",
         "wrong": "damaged",
         "newer": "newer_schema",
