@@ -217,8 +217,8 @@ const views = {
     const all = await ask("/admin/v1/analytics");
     const blocks = all.engine.blocks || 1;
     return [...warnings(all.engine), h("div", { class: "grid" },
-      wide("Blocks by tenant", table("Now", ["tenant", "blocks", "pinned", "promised", "share of the pool"],
-        all.holdings.sort((a, b) => b.blocks - a.blocks).slice(0, ROWS_MAX).map((x) => [link(x.tenant), count(x.blocks), count(x.pinned_blocks), count(x.promised_blocks), bar(part(x.blocks / blocks), x.blocks / blocks)]), "The cache is empty.")),
+      wide("Blocks by tenant", table("Now, and what bounds it", ["tenant", "blocks", "pinned", "floor", "ceiling", "promised", "may be promised", "share of the pool"],
+        all.holdings.sort((a, b) => b.blocks - a.blocks).slice(0, ROWS_MAX).map((x) => [link(x.tenant), count(x.blocks), count(x.pinned_blocks), count(x.floor_blocks), count(x.ceiling_blocks), count(x.promised_blocks), count(x.promised_blocks_max), bar(part(x.blocks / blocks), x.blocks / blocks)]), "The cache is empty.")),
       wide("Promises", promises(all.leases.slice(0, ROWS_MAX))),
       wide("Blocks coming and going", table("Since the start, those that moved last first", ["tenant", "came in", "evicted", "evicted after (mean)", "expired", "erased"],
         all.churn.tenants.slice(0, ROWS_MAX).map((x) => [link(x.tenant), count(x.inserted_blocks), count(x.evicted_blocks), span(x.evicted_after_s), count(x.expired_blocks), count(x.erased_blocks)]))),

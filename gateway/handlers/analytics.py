@@ -73,7 +73,7 @@ class _Desk:
                 **gateway.analytics.overview(),
                 "engine": {**engine, "ready": gateway.is_ready()},
                 "holdings": [
-                    {"tenant": self._name(tenant_id), **held}
+                    {"tenant": self._name(tenant_id), **held, **self._quota(tenant_id)}
                     for tenant_id, held in gateway.holders.largest(ROWS_MAX)
                 ],
                 "taken": await self._taken(),
@@ -141,6 +141,12 @@ class _Desk:
             return "unknown"
         found = self._gateway.registry.tenant(tenant_id)
         return str(tenant_id) if found is None else found.tenant.name
+
+    def _quota(self, tenant_id: int) -> dict[str, int | None]:
+        """What bounds what it holds; nothing of one that is gone."""
+        found = self._gateway.registry.tenant(tenant_id)
+        names = ("floor_blocks", "ceiling_blocks", "promised_blocks_max")
+        return {name: None if found is None else getattr(found.policy, name) for name in names}
 
     async def _priced(self, name: str) -> tuple[Tenant | None, RateCard]:
         """A tenant, if there is one, and the prices that it pays now."""

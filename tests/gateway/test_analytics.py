@@ -315,6 +315,10 @@ async def test_who_took_whose_blocks_is_told_with_what_it_cost(house: House) -> 
     assert row["blocks"] > 0
     assert row["recomputed_tokens"] == lost["tokens"] > 0
     assert row["cost_pico"] == lost["cost_pico"] == lost["tokens"] * 2_700_000
+    bounds = {
+        one["tenant"]: (one["floor_blocks"], one["ceiling_blocks"]) for one in overview["holdings"]
+    }
+    assert bounds == {"ada": (0, None), "bob": (230, None)}
     assert ada["churn"]["evicted_blocks"] >= row["blocks"]
     assert ada["churn"]["evicted_after_s"] > 0
     assert overview["churn"]["inserted_blocks"] > ada["churn"]["inserted_blocks"] > 0
