@@ -13,7 +13,7 @@ from engine.api import Grammar
 from gateway.dialects.canonical import OutputFormat, Prompt, Tool
 from gateway.errors import Kind, Refusal
 from gateway.prompt.json_text import schema_of
-from gateway.prompt.patterns import as_held
+from gateway.prompt.patterns import NotHeld, as_held
 from gateway.prompt.tools import ToolStyle
 
 _OPTIONS = {
@@ -82,7 +82,7 @@ def offered(prompt: Prompt) -> tuple[Tool, ...]:
 def _checked(wanted: OutputFormat) -> Grammar | None:
     if wanted.kind == "json_schema":
         schema = schema_of(wanted.schema, wanted.path)
-        held = as_held(schema, strict=wanted.strict)
+        held = _held(schema, wanted.path, strict=wanted.strict)
         text = wanted.schema if held is schema else _text(held)
         return Grammar("json_schema" if wanted.strict else "lenient_json_schema", text)
     return Grammar("json_object") if wanted.kind == "json_object" else None
@@ -176,7 +176,16 @@ class _Lark:
 def _schema(text: str, path: str, *, strict: bool) -> str:
     schema = schema_of(text, path)
     options = _OPTIONS if strict else _LENIENT_OPTIONS
-    return _text({**as_held(schema, strict=strict), "x-guidance": options})
+    return _text({**_held(schema, path, strict=strict), "x-guidance": options})
+
+
+def _held(schema: Mapping[str, object], path: str, *, strict: bool) -> Mapping[str, object]:
+    try:
+        held: Mapping[str, object] = as_held(schema, strict=strict)
+    except NotHeld as error:
+        message = f"{path}: {error.why}. Only a schema that is not strict may have it."
+        raise Refusal(Kind.BAD, "invalid_json_schema", message, param=path) from error
+    return held
 
 
 def _text(schema: Mapping[str, object]) -> str:

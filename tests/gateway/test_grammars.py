@@ -241,8 +241,9 @@ def test_a_pattern_that_looks_around_is_passed_over_where_nobody_asked_to_be_str
         assert allows(answer, LOOSE, output_format=wanted) is is_one
         assert allows(call("put", answer), loose, tool_choice=REQUIRED) is is_one
     for more in ({"output_format": OutputFormat("json_schema", text)}, {"tool_choice": REQUIRED}):
-        with pytest.raises(Exception, match="look-around"):
+        with pytest.raises(Refusal, match=r"looks around \(\(\?!\); write") as raised:
             allows("", strict, **more)
+        assert (raised.value.code, bool(raised.value.param)) == ("invalid_json_schema", True)
 
 
 @pytest.mark.parametrize(

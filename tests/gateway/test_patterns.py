@@ -14,7 +14,7 @@ from engine.api import Grammar
 from engine.errors import RequestRefused
 from engine.grammar import Rules, Vocabulary, compile_grammar
 from engine.model_store import ModelCard
-from gateway.prompt.patterns import as_held, can_be_held, in_other_words
+from gateway.prompt.patterns import NotHeld, as_held, can_be_held, in_other_words
 
 HELD = [
     *(r"^a+$", r"[(?=]+", r"\(?=?", r"\\b", r"(?:a|b)", r"(?<name>a)", r"\d{4}-\d\d"),
@@ -44,6 +44,43 @@ def test_what_can_be_held_is_what_the_engine_compiles(vocabulary: Vocabulary, pa
 
     assert can_be_held(pattern) is (pattern in HELD)
     assert (not refused) is (pattern in HELD), refused
+
+
+@pytest.mark.parametrize(
+    "pattern", ["a++b", "a*+", "(ab)?+c", "a{2}+", "a{1,}+", r"[+]++", r"\+++"]
+)
+def test_a_quantifier_that_gives_nothing_back_cannot_be_held(pattern: str) -> None:
+    """A grammar would take its plus for another repetition, and draw what it does not match."""
+    assert not can_be_held(pattern)
+    with pytest.raises(NotHeld, match="gives no match back"):
+        as_held({"items": {"pattern": pattern}}, strict=True)
+
+
+@pytest.mark.parametrize("pattern", [r"a\++", r"[*+]+", "[+]+", r"\{2}+", "a+?b", "(?:a+)+"])
+def test_a_plus_that_is_a_sign_is_held(pattern: str) -> None:
+    """Or one behind a class, or a group."""
+    assert can_be_held(pattern)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "said"),
+    [
+        (r"^(?!\s*$).+", "looks around ((?!); write what may stand there, as alternatives"),
+        (r"\bword", r"looks for a word's end (\b); write the signs that may stand there"),
+        (r"(a)\1", r"looks back at what was matched (\1)"),
+        (r"(?P<x>a)(?P=x)", "looks back at what was matched ((?P=)"),
+        (r"(?>ab?)b", "gives no match back ((?>); write (?:"),
+        (r"^\d{2}+$", r"gives no match back ({2}+); write {2}"),
+    ],
+)
+def test_a_strict_schema_is_told_what_to_write_instead(pattern: str, said: str) -> None:
+    """By the pattern, and the piece of it; a name in `patternProperties` is one too."""
+    schemas: list[dict[str, object]] = [{"pattern": pattern}, {"patternProperties": {pattern: {}}}]
+    for schema in schemas:
+        with pytest.raises(NotHeld) as caught:
+            as_held(schema, strict=True)
+
+        assert caught.value.why.startswith(f"the pattern {pattern!r} {said}")
 
 
 LOOKS = {"type": "string", "pattern": "(?=a)"}
@@ -125,8 +162,8 @@ def test_names_by_patterns_are_put_so_too() -> None:
     """And with what is left out of a lenient schema the rest stays."""
     named: dict[str, Any] = {r"^a\Z": {}, "(?!b)": {}}
 
-    assert as_held({"patternProperties": named}, strict=True) == {
-        "patternProperties": {r"^a\z": {}, "(?!b)": {}}
+    assert as_held({"patternProperties": {r"^a\Z": {}}}, strict=True) == {
+        "patternProperties": {r"^a\z": {}}
     }
     assert as_held({"patternProperties": named}, strict=False) == {
         "patternProperties": {r"^a\z": {}},
@@ -160,3 +197,73 @@ def test_the_equal_of_an_email_address_is_equal(text: str, end: str) -> None:
 
         assert can_be_held(put)
         assert bool(re.search(put, text + end)) == bool(re.search(email, text + end))
+
+
+_HEAD = r"^(?!^[-+.]*$)[+-]?0*"
+DIGITS = st.integers(0, 4)
+
+
+def decimal_pattern(digits: int | None, places: int | None) -> str:
+    """As Pydantic 2.12 has written it."""
+    if digits is None:
+        return rf"{_HEAD}\d*\.?\d{{0,{places}}}0*$"
+    ahead = rf"(?=[\d.]{{1,{digits + 1}}}0*$)"
+    if places is None:
+        return rf"{_HEAD}(?:\d{{0,{digits}}}|{ahead}\d*\.\d*0*$)"
+    whole = max(0, digits - places)
+    return rf"{_HEAD}(?:\d{{0,{whole}}}|{ahead}\d{{0,{whole}}}\.\d{{0,{places}}}0*$)"
+
+
+def is_within(text: str, digits: int | None, places: int | None) -> bool:
+    """Is it a decimal of so many digits and places, zeros at either end left out?"""
+    if not re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)", text):
+        return False
+    whole, _, fraction = text.lstrip("+-").partition(".")
+    before, after = len(whole.lstrip("0")), len(fraction.rstrip("0"))
+    if places is not None and after > places:
+        return False
+    if digits is not None and places is not None:
+        return before <= max(0, digits - places) and after <= digits
+    return digits is None or before + after <= digits
+
+
+@given(st.text("+-.01", max_size=8), st.none() | DIGITS, st.none() | DIGITS)
+def test_a_decimal_of_so_many_digits_is_held(
+    text: str, digits: int | None, places: int | None
+) -> None:
+    """What is meant is drawn, and nothing that its pattern does not match."""
+    if digits is places is None:
+        return
+    pattern = decimal_pattern(digits, places)
+    put = in_other_words(pattern)
+
+    assert can_be_held(put)
+    assert bool(re.search(put, text)) == is_within(text, digits, places)
+    assert re.search(pattern, text) or not re.search(put, text)
+
+
+DURATION = (
+    r"^P(?:(\d+W)|(?!.*W)(?=\d|T\d)(\d+Y)?(\d+M)?(\d+D)?"
+    r"(T(?=\d)(\d+H)?(\d+M)?(\d+([.,]\d+)?S)?)?)$"
+)
+
+
+@given(st.lists(st.sampled_from(["1Y", "2M", "3D", "T", "4H", "5S", "6.7S", "8W", ""]), max_size=6))
+def test_the_equal_of_a_duration_is_equal(parts: list[str]) -> None:
+    """As Zod writes it."""
+    put, text = in_other_words(DURATION), "P" + "".join(parts)
+
+    assert can_be_held(put)
+    assert bool(re.search(put, text)) == bool(re.search(DURATION, text))
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [decimal_pattern(20, 6), decimal_pattern(28, None), decimal_pattern(None, 0), DURATION],
+)
+def test_such_a_pattern_compiles_in_a_strict_schema(vocabulary: Vocabulary, pattern: str) -> None:
+    """Beside the format that Zod names with it too."""
+    schema = {"type": "string", "pattern": pattern}
+    if pattern == DURATION:
+        schema["format"] = "duration"
+    compile_grammar(Grammar("json_schema", json.dumps(as_held(schema, strict=True))), vocabulary)
