@@ -234,7 +234,8 @@ const views = {
       ask("/admin/v1/usage?group_by=tenant"), ask("/admin/v1/usage?group_by=day"),
       ask("/admin/v1/rate-cards"), ask("/admin/v1/budgets")]);
     const { totals } = used;
-    const period = `${used.window.since} to ${used.window.until}`;
+    const hour = (instant) => instant.slice(0, 16).replace("T", " ");
+    const period = `${hour(used.window.since)} to ${hour(used.window.until)} UTC`;
     const heads = ["answers", "prompt tokens", "read", "written", "computed", "output", "charged", "saved", "adjusted"];
     const row = (r) => [count(r.requests), about(r.prompt_tokens), about(r.cache_read_tokens), about(r.cache_write_tokens),
       about(r.fresh_tokens), about(r.output_tokens), usd(r.charge_usd), usd(r.saved_usd), usd(r.adjusted_usd)];
