@@ -51,7 +51,7 @@ def _add_restore(parser: argparse.ArgumentParser) -> None:
 
 def _restore(options: argparse.Namespace, config: Config, show: Show) -> Answer:
     if options.mark:
-        with opened(config) as store:
+        with opened(config, makes=False) as store:
             epoch = backups.mark(store, wall_ms)
         return Answer(f"ledger epoch {epoch.number} begins", {"ledger_epoch": epoch.number})
     if is_server(config.tenancy.database):

@@ -9,14 +9,21 @@ from time import sleep
 from gateway.app import open_store
 from gateway.commands.answer import CommandError
 from gateway.config import Config
+from tenancy.backends import is_server
 from tenancy.budget_watch import LOOK_S
 from tenancy.store import Store
 
 
 @contextmanager
-def opened(config: Config) -> Iterator[Store]:
+def opened(config: Config, *, makes: bool = True) -> Iterator[Store]:
     """For as long as the command takes, and, where it has changed something, until a server beside
-    it has seen that: nobody is told before. Raises CommandError and StoreError."""
+    it has seen that: nobody is told before. `makes`: a file that is not there is made; whoever asks
+    for money would find the books of a misspelt folder right. Raises CommandError and StoreError.
+    """
+    place = config.tenancy.database
+    if not makes and not is_server(place) and not (config.data / place).exists():
+        hint = "see --data-dir and --config; the first start or trunkline tenant create makes it"
+        raise CommandError(f"there is no database {config.data / place} ({hint})")
     try:
         store, _ = open_store(config)
     except OSError as error:

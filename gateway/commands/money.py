@@ -49,7 +49,7 @@ def _add_prices(parser: argparse.ArgumentParser) -> None:
 
 def _prices(options: argparse.Namespace, config: Config, write: Write, show: Show) -> Answer:
     """All versions of all cards, or a new one."""
-    with opened(config) as store:
+    with opened(config, makes=False) as store:
         if options.add is not None:
             card = _read_card(options.add)
             config.check_card(card)
@@ -110,7 +110,7 @@ def _budget(options: argparse.Namespace, config: Config, write: Write, show: Sho
         raise CommandError("say whose budget it is: trunkline budget TENANT --hard USD")
     if options.remove and (hard is not None or soft is not None):
         raise CommandError("--remove takes no --hard and no --soft")
-    with opened(config) as store:
+    with opened(config, makes=False) as store:
         names = {tenant.tenant_id: tenant.name for tenant, _ in list_tenants(store)}
         tenant_id = None
         if options.tenant is not None:
@@ -163,7 +163,7 @@ def _adjust(options: argparse.Namespace, config: Config, write: Write, show: Sho
     found = _ANSWER_ID.fullmatch(options.request)
     request_id = found[1] if found else options.request
     adjustment = Adjustment(options.id, request_id, int(pico), options.reason)
-    with opened(config) as store:
+    with opened(config, makes=False) as store:
         is_new = adjust(store, wall_ms, adjustment)
     text = f"adjustment {options.id} booked" if is_new else f"adjustment {options.id} was there"
     return Answer(text, {**structs.asdict(adjustment), "is_new": is_new})
@@ -178,7 +178,7 @@ def _add_close(parser: argparse.ArgumentParser) -> None:
 
 def _close(options: argparse.Namespace, config: Config, write: Write, show: Show) -> Answer:
     """Close what can be closed. Keep the digests elsewhere."""
-    with opened(config) as store:
+    with opened(config, makes=False) as store:
         despite = options.despite_counts
         days = (
             list_closes(store)
@@ -202,7 +202,7 @@ def _add_nothing(parser: argparse.ArgumentParser) -> None:
 
 def _check_books(options: argparse.Namespace, config: Config, write: Write, show: Show) -> Answer:
     """Status 1 if something is wrong."""
-    with opened(config) as store:
+    with opened(config, makes=False) as store:
         findings = check_books(store, partial(show, "checked"))
     text = "\n".join(findings) if findings else "the books are right"
     return Answer(text, findings, 1 if findings else 0)
@@ -210,7 +210,7 @@ def _check_books(options: argparse.Namespace, config: Config, write: Write, show
 
 def _reconcile(options: argparse.Namespace, config: Config, write: Write, show: Show) -> Answer:
     """Ledger, engine and metrics by engine life. Status 1 if they are apart."""
-    with opened(config) as store:
+    with opened(config, makes=False) as store:
         epochs, life = reconcile(store, wall_ms()), ledger_epoch(store).number
     rows: Table = []
     for epoch in epochs:
@@ -249,7 +249,7 @@ def _export(options: argparse.Namespace, config: Config, write: Write, show: Sho
         raise CommandError("--since is not before --until: there is nothing between them")
     if options.out is None and (options.json or options.format == "parquet"):
         raise CommandError("name a file with --out FILE")
-    with opened(config) as store:
+    with opened(config, makes=False) as store:
         if options.tenant is not None:
             find_tenant(store, options.tenant)
         period = (options.tenant, since_ms or 0, until_ms)

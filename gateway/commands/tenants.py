@@ -213,7 +213,7 @@ def usage(config: Config, tenant: str | None, days: int | None) -> Answer:
     if days is not None and not 1 <= days <= DAYS_MAX:
         raise BadName("bad_time", f"--days: {days} is not between 1 and {DAYS_MAX}")
     since_ms = 0 if days is None else wall_ms() - days * _UNITS_MS["d"]
-    with opened(config) as store:
+    with opened(config, makes=False) as store:
         if tenant is not None:
             find_tenant(store, tenant)
         totals = {total.tenant: total for total in Ledger.totals(store, tenant, since_ms)}

@@ -314,6 +314,23 @@ def test_an_export_that_cannot_be_is_one_line(run: Run, arguments: list[str], wo
     assert word in told(run, "export", *arguments)
 
 
+@pytest.mark.parametrize(
+    "command",
+    ["check-books", "reconcile", "close", "usage", "prices", "budget", "export --format csv"],
+)
+def test_money_is_asked_of_books_that_there_are(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    """Those of a folder that is misspelt would be made, and found right."""
+    monkeypatch.delenv("TRUNKLINE_CONFIG")
+    folder = tmp_path / "misspelt"
+    error = told(run, *command.split(), "--data-dir", str(folder))
+
+    assert f"there is no database {folder / 'trunkline.db'}" in error
+    assert not folder.exists()
+
+
 def test_an_unknown_tenant_is_named(run: Run) -> None:
     """With those there are."""
     assert "ada" in told(run, "export", "--format", "csv", "--tenant", "x'--", status=2)
+    assert "ada" in told(run, "usage", "--tenant", "nobody", status=2)
