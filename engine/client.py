@@ -166,10 +166,6 @@ class Connection(ABC):
             if not self._is_closed:
                 self.post(Cancel(request_id))
 
-    def open_streams(self) -> Iterable[str]:
-        """Ids of requests that are not over."""
-        return list(self._streams)
-
     async def peek(self, namespace: Namespace, tokens: tuple[int, ...]) -> Peeked:
         """See `Engine.peek`."""
         return await self._call(Peek(self._call_id(), namespace, tokens), Peeked)

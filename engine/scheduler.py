@@ -99,13 +99,16 @@ class Scheduler:
             if budget > 0 and sequence.is_decoding and sequence.wants_row:
                 budget -= self._decode(sequence, slices, now_s)
         prefilling = [s for s in self.running if s.wants_row and not s.is_decoding]
+        left = len(prefilling)
         full: set[Payer] = set()
         is_full = self._is_house_full(ranked)
         for sequence in self.line.in_order(prefilling, only=is_full):
-            if budget <= 0:
+            if budget <= 0 or (is_full and not left):
                 break
             payer = sequence.work.request.grant.payer
-            if sequence.table is None:
+            if sequence.table is not None:
+                left -= 1
+            else:
                 if is_full or payer in full or sequence.in_flight:
                     continue
                 if not self._may_return(sequence):

@@ -105,10 +105,6 @@ class EngineSupervisor:
             )
         return self._engine.submit(request)
 
-    def open_requests(self) -> int:
-        """Requests that have not ended."""
-        return len(list(self._engine.open_streams())) if self._engine is not None else 0
-
     async def peek(self, namespace: Namespace, tokens: tuple[int, ...]) -> Peeked:
         """See `engine.client.Engine`."""
         return await self._living().peek(namespace, tokens)

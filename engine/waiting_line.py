@@ -121,32 +121,30 @@ class WaitingLine:
         Counters are read as it goes, so charging what it yields turns the order. What leaves the
         line meanwhile is skipped. O(n) to start, O(log payers) each.
         """
-        waiting = {} if only else self._lines
-        lines = {name: [place for place, _ in line] for name, line in waiting.items()}
-        found = {place: sequence for line in waiting.values() for place, sequence in line}
+        lines = {} if only else {payer: list(line) for payer, line in self._lines.items()}
+        joined: set[Payer] = set()
         for sequence in running:
-            place = place_of(sequence)
-            found[place] = sequence
-            lines.setdefault(sequence.work.request.grant.payer, []).append(place)
-        heap: list[tuple[int, float, Place, int, Payer]] = []
+            payer = sequence.work.request.grant.payer
+            lines.setdefault(payer, []).append((place_of(sequence), sequence))
+            joined.add(payer)
+        for payer in joined:
+            lines[payer].sort()  # no two have one place
 
-        def push(name: Payer, at: int) -> None:
-            if at < len(lines[name]):
-                place = lines[name][at]
-                heapq.heappush(heap, (place[0], self.served.get(name, 0.0), place, at, name))
+        def turn(payer: Payer, at: int) -> tuple[int, float, Place, int, Payer]:
+            place: Place = lines[payer][at][0]
+            return place[0], self.served[payer], place, at, payer
 
-        for name, line in lines.items():
-            line.sort()
-            push(name, 0)
+        heap = [turn(payer, 0) for payer in lines]
+        heapq.heapify(heap)
         while heap:
-            _, served, place, at, name = heapq.heappop(heap)
-            if served < self.served.get(name, 0.0):
-                push(name, at)  # it has been served since it was put here
-                continue
-            sequence = found[place]
+            *_, at, payer = heap[0]
+            sequence = lines[payer][at][1]
             if sequence.table is not None or sequence.sequence_id in self._places:
                 yield sequence
-            push(name, at + 1)
+            if at + 1 < len(lines[payer]):
+                heapq.heapreplace(heap, turn(payer, at + 1))
+            else:
+                heapq.heappop(heap)
 
     def _lowest(self) -> float:
         """The lowest counter of an active payer, or infinity. Looks only at those whose counters

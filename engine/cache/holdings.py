@@ -254,8 +254,8 @@ class Holdings:
             account.tree.remove(node)
             self._let_go(account, node)
             gone += 1
-        if parent is not None:
-            self._enter_if_leaf(account, parent)
+        assert parent is not None, "the root stays"
+        self._enter_if_leaf(account, parent)
         return gone
 
     def set_promised(self, account: Account, node: Node, promised_as: str | None) -> None:
@@ -289,8 +289,8 @@ class Holdings:
         account.ends.goes(node)
         account.tree.remove(node)
         self._let_go(account, node)
-        if parent is not None:
-            self._enter_if_leaf(account, parent)
+        assert parent is not None, "the root stays"
+        self._enter_if_leaf(account, parent)
         return account, node
 
     def _let_go(self, account: Account, node: Node) -> None:

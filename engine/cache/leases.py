@@ -134,9 +134,6 @@ class Deadlines(Generic[Item]):
         self._heap: list[tuple[float, int, Item]] = []
         self._serial = 0
 
-    def __len__(self) -> int:
-        return len(self._heap)
-
     def add(self, at_s: float, item: Item) -> None:
         self._serial += 1
         heapq.heappush(self._heap, (at_s, self._serial, item))
