@@ -69,12 +69,19 @@ class CacheMachine(RuleBasedStateMachine):
         size=st.sampled_from([2, 4]),
         shares=st.tuples(quotas, quotas, quotas),
         is_joint=st.booleans(),
+        may_change=st.booleans(),
     )
     def start(
-        self, blocks: int, size: int, shares: tuple[Quota, Quota, Quota], is_joint: bool
+        self,
+        blocks: int,
+        size: int,
+        shares: tuple[Quota, Quota, Quota],
+        is_joint: bool,
+        may_change: bool,
     ) -> None:
-        """`is_joint`: one payer has the first two namespaces, under one quota."""
-        self.size = size
+        """`is_joint`: one payer has the first two namespaces, under one quota. `may_change`: quotas
+        do, and who pays."""
+        self.size, self.may_change = size, may_change
         self.cache = PrefixCache(blocks=blocks, block_size=size)
         self.ghost = Ghost(blocks, size)
         self.quotas = dict(zip(NAMESPACES, shares, strict=True))
@@ -238,6 +245,28 @@ class CacheMachine(RuleBasedStateMachine):
             self.ghost.copy(copy.src, copy.dst, copy.tokens)
 
     @precondition(lambda self: self.live)
+    @rule(data=st.data(), count=st.integers(1, 6))
+    def take_room(self, data: st.DataObject, count: int) -> None:
+        """Room for a slice that is then not computed."""
+        writer = data.draw(st.sampled_from(self.live))
+        end = min(writer.table.kv_tokens + count, len(writer.tokens))
+        if self.cache.grow(writer.table, end, self.now_s):
+            self.launch()
+
+    @precondition(lambda self: self.may_change)
+    @rule(
+        namespace=namespaces,
+        quota=quotas,
+        payer=st.sampled_from([b"", b"both"]),
+        told=st.booleans(),
+    )
+    def change_quota(self, namespace: bytes, quota: Quota, payer: bytes, told: bool) -> None:
+        """A tenant's settings change while it runs; `told`: before its next request."""
+        self.quotas[namespace] = structs.replace(quota, payer=payer)
+        if told:
+            self.cache.set_quota(structs.replace(quota, payer=payer or namespace))
+
+    @precondition(lambda self: self.live)
     @rule(data=st.data())
     def fork(self, data: st.DataObject) -> None:
         self.launch()
@@ -335,6 +364,8 @@ class CacheMachine(RuleBasedStateMachine):
             together[self.quotas[use.namespace].payer or use.namespace] += use.blocks
         for namespace, quota in self.quotas.items():
             ceiling, payer = quota.ceiling_blocks, quota.payer or namespace
+            if self.may_change:
+                continue  # what is above a new ceiling stays until it is needed
             assert ceiling is None or together[payer] <= ceiling, "above its ceiling"
 
     @invariant()

@@ -6,16 +6,16 @@ breaks a rule.
 
 from __future__ import annotations
 
-import msgspec
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from msgspec.structs import replace
 
-from engine.api import Quota, Request
+from engine.api import Erase, Quota, Request
 from engine.config import EngineConfig
 from tests.checkers import World
 from tests.grammars import PatientGrammars
-from tests.strategies import namespaces, requests, tokens
+from tests.strategies import namespaces, quotas, requests, tokens
 
 QUOTAS = {
     b"north": Quota(floor_blocks=2),
@@ -30,7 +30,7 @@ class EngineMachine(RuleBasedStateMachine):
     @initialize(
         depth=st.integers(1, 2),
         block_size=st.sampled_from([2, 4]),
-        blocks=st.integers(8, 24),
+        blocks=st.integers(8, 16),
         step_tokens=st.sampled_from([3, 8, 32]),
         chunk=st.sampled_from([2, 5, 16]),
         sequences=st.sampled_from([3, 6]),
@@ -51,7 +51,7 @@ class EngineMachine(RuleBasedStateMachine):
             prefill_chunk_tokens_max=chunk,
             sequences_max=sequences,
             queue_requests_max=6,
-            preemptions_max=2,
+            preemptions_max=1,
         )
         self.world = World(
             config,
@@ -60,12 +60,47 @@ class EngineMachine(RuleBasedStateMachine):
             depth=depth,
             grammars=PatientGrammars(polls),
         )
+        self.quotas = dict(QUOTAS)
         self.count = 0
 
     @rule(request=requests(QUOTAS))
+    def ask(self, request: Request) -> None:
+        self.submit(request)
+
     def submit(self, request: Request) -> None:
         self.count += 1
-        self.world.submit(msgspec.structs.replace(request, request_id=f"r{self.count}"))
+        grant = replace(request.grant, quota=self.quotas[request.grant.namespace])
+        self.world.submit(replace(request, request_id=f"r{self.count}", grant=grant))
+
+    @rule(
+        request=requests(QUOTAS),
+        more=st.lists(tokens, min_size=2, max_size=5),
+        output=st.integers(4, 8),
+    )
+    def submit_alike(self, request: Request, more: list[tuple[int, ...]], output: int) -> None:
+        """Several that begin alike come at once: they wait for each other, and for room."""
+        long = replace(request, max_tokens=output, stop_token_ids=(), grammar=None, priority=0)
+        for own in more:
+            self.submit(replace(long, tokens=(*request.tokens, *own)[:16]))
+        self.world.step()
+
+    @precondition(lambda self: self.world.live)
+    @rule(request=requests(QUOTAS))
+    def hurry(self, request: Request) -> None:
+        """One that stands above all that run."""
+        self.submit(replace(request, priority=2, deadline_s=None))
+        self.world.step()
+
+    @rule(steps=st.integers(4, 12))
+    def step_on(self, steps: int) -> None:
+        for _ in range(steps):
+            self.world.step()
+
+    @rule(namespace=namespaces, quota=quotas)
+    def change_quota(self, namespace: bytes, quota: Quota) -> None:
+        """A tenant's settings change; of those that are here, some no longer fit."""
+        self.quotas[namespace] = quota
+        self.world.cache.set_quota(replace(quota, payer=namespace))
 
     @rule(steps=st.integers(1, 6), seconds=st.sampled_from([0.0, 0.5, 3.0]))
     def step(self, steps: int, seconds: float) -> None:
@@ -76,7 +111,10 @@ class EngineMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.world.live)
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:
-        self.world.cancel(data.draw(st.sampled_from(sorted(self.world.live))))
+        """Whoever it is; rather one that waits for another's blocks, which is seldom."""
+        held = self.world.core.scheduler.twins.held.values()
+        names = [twin.work.request.request_id for twin in held] or sorted(self.world.live)
+        self.world.cancel(data.draw(st.sampled_from(names)))
 
     @precondition(lambda self: self.world.live)
     @rule(data=st.data(), index=st.integers(0, 2), charged=st.integers(0, 4))
@@ -88,9 +126,25 @@ class EngineMachine(RuleBasedStateMachine):
     def peek(self, namespace: bytes, prompt: tuple[int, ...]) -> None:
         self.world.peek(namespace, prompt)
 
-    @rule(namespace=namespaces)
-    def erase(self, namespace: bytes) -> None:
-        self.world.erase(namespace)
+    @rule(
+        namespace=namespaces,
+        prompt=tokens,
+        what=st.sampled_from(["all", "a lease", "a prefix"]),
+        lease_id=st.sampled_from(["a", "b"]),
+    )
+    def erase(self, namespace: bytes, prompt: tuple[int, ...], what: str, lease_id: str) -> None:
+        if what == "all":
+            self.world.erase(namespace)
+        elif what == "a lease":
+            self.world.core.erase(Erase(1, namespace, lease_id))
+        else:
+            self.world.core.erase(Erase(1, namespace, tokens=prompt[:5]))
+
+    @precondition(lambda self: self.count > 16 and not self.world.core.is_draining)
+    @rule(seconds=st.sampled_from([0.0, 2.0, 1000.0]))
+    def drain(self, seconds: float) -> None:
+        """Nobody comes any more."""
+        self.world.core.drain(seconds)
 
     @rule(seconds=st.sampled_from([6.0, 25.0, 4000.0]))
     def jump(self, seconds: float) -> None:
@@ -106,6 +160,7 @@ class EngineMachine(RuleBasedStateMachine):
             "nan": runner.nan_steps,
         }[how].add(step)
 
+    @precondition(lambda self: self.count > 8)
     @rule()
     def cancel_everything(self) -> None:
         """As when every client leaves: nothing may stay pinned."""
