@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from gateway.cache_terms import CacheProfile
+from tenancy.registry import change_tenant
 from tenancy.resources import resource_token_seconds
 from tests.gateway.house import PATIENCE_S, GatedRunner, House
 
@@ -69,6 +70,22 @@ async def test_what_was_cached_is_read_and_need_not_be_sent_again(house: House) 
     assert (status, resource["displayName"]) == (200, "trunk")
     assert found["usageMetadata"]["cachedContentTokenCount"] >= tokens
     assert found["usageMetadata"]["promptTokenCount"] > tokens
+
+
+async def test_without_room_for_its_promise_it_is_made_and_read_all_the_same(house: House) -> None:
+    """A quota bounds what is kept, not what may be named: the refusal is said, its keeping is not
+    billed, and it is read as long as it is there."""
+    change_tenant(house.store, "ada", {"promised_blocks_max": 0})
+    house.gateway.context.registry.look_again()
+    status, resource, response = await house.ask(ALL, creation(house))
+    before = house.store.query("select cache_write_tokens, fresh_tokens from ledger")
+    _, found = await asked(house, resource["name"])
+
+    tokens = resource["usageMetadata"]["totalTokenCount"]
+    assert status == 200
+    assert "lease=refused; bound=quota" in response.headers["X-Trunkline-Cache"]
+    assert before == [(0, tokens)]
+    assert found["usageMetadata"]["cachedContentTokenCount"] >= tokens
 
 
 async def test_creating_is_billed_once_as_a_write_and_using_as_a_read(house: House) -> None:
