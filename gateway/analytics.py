@@ -38,7 +38,7 @@ PROMPTS_BYTES_MAX = 2 * 2**20
 WAITING_MAX = 65_536
 """Of the answers that wait to be added up: their prompts' tokens, and as many as take as long as an
 answer does, and each of its boundaries."""
-ANSWER_TOKENS, MARK_TOKENS = 1_024, 64
+ANSWER_TOKENS, MARK_TOKENS = 384, 64
 TOKENS_MAX = DEEPEST * BLOCK_TOKENS
 """Of one prompt, looked at: the beginning is where prefixes are."""
 
