@@ -21,8 +21,8 @@ from tenancy.entries import (
 )
 from tenancy.pricing import PICO_PER_MICRO, charge, savings
 from tenancy.rate_cards import SELECT, CardBook, read_card
-from tenancy.store import Store, Transaction
-from tenancy.sums import DAY_MS, ENTRIES_BY_HOUR, EPOCHS, HOUR_SUMS, HOURS
+from tenancy.store import Row, Store, Transaction
+from tenancy.sums import DAY_MS, EPOCHS, HOUR_MS, HOUR_SUMS, HOURS, PIECES
 
 FINDINGS_MAX = 100
 _PAGE = 2_000
@@ -103,21 +103,14 @@ def _breach(db: Transaction, owed: Adjustment | None, entry_id: int) -> Iterator
 def _hours(db: Transaction) -> Iterator[str]:
     """Sums by hour against entries, day by day: a day's hours fit into memory."""
     seen = 0
-    days = f"select distinct hour_ms / {DAY_MS} * {DAY_MS} from {HOURS} order by 1"
-    sums = ", ".join(f"sum({name})" for name in HOUR_SUMS)
-    kept = (
-        f"select tenant_id, hour_ms, key_id, model, {sums} from {HOURS} where"
-        " tenant_id in (select tenant_id from tenants) and hour_ms >= ? and hour_ms < ?"
-        " group by 1, 2, 3, 4"
-    )
-    for (day_ms,) in db.rows(days):
+    for (day_ms,) in db.rows(f"select distinct hour_ms / {DAY_MS} * {DAY_MS} from {HOURS}"):
         day = (day_ms, day_ms + DAY_MS)
-        meant = {row[:4]: row[4:] for row in db.rows(ENTRIES_BY_HOUR, day)}
-        seen += sum(row[0] for row in meant.values())
-        for row in db.rows(kept, day):
+        meant = {row[:4]: _with_money(row[4:]) for row in db.rows(_OF_ENTRIES, day)}
+        seen += sum(sums[0] for sums in meant.values())
+        for row in db.rows(_OF_HOURS, day):
             where = "tenant {}, hour {}, key {}, model {}".format(*row[:4])
-            should = meant.pop(row[:4], (0,) * len(HOUR_SUMS))
-            for name, has, entries in zip(HOUR_SUMS, row[4:], should, strict=True):
+            should = meant.pop(row[:4], (0,) * len(_SUMMED))
+            for name, has, entries in zip(_SUMMED, _with_money(row[4:]), should, strict=True):
                 if has != entries:
                     yield f"{where}: {name} is {has}, and its entries' sum {entries}"
         for tenant_id, hour_ms, _, _ in meant:
@@ -126,16 +119,36 @@ def _hours(db: Transaction) -> Iterator[str]:
         yield f"{missing} entries are of days that have no sums"
 
 
+_SUMMED = (*HOUR_SUMS[:-4], "charge_pico", "saved_pico")
+_OF_ENTRIES, _OF_HOURS = (
+    f"select tenant_id, {hour}, key_id, model, {', '.join(sums)} from {table}"
+    f" where tenant_id in (select tenant_id from tenants) and {at} >= ? and {at} < ?"
+    " group by 1, 2, 3, 4"
+    for table, at, hour, sums in (
+        ("ledger", "booked_ms", f"booked_ms / {HOUR_MS} * {HOUR_MS}", PIECES),
+        (HOURS, "hour_ms", "hour_ms", [f"sum({name})" for name in HOUR_SUMS]),
+    )
+)
+
+
+def _with_money(sums: Row) -> tuple[int, ...]:
+    """Its two parts are one amount."""
+    *counts, charge_micros, charge_rest, saved_micros, saved_rest = sums
+    charged = charge_micros * PICO_PER_MICRO + charge_rest
+    return (*counts, charged, saved_micros * PICO_PER_MICRO + saved_rest)
+
+
 def _adjustments(db: Transaction) -> Iterator[str]:
-    before, total = b"", 0
+    before, after, total = b"", 0, 0
     names = ", ".join(ADJUSTMENT_FIELDS)
-    for number, chain, *row in db.rows(
-        f"select number, chain, {names} from adjustments order by number"
-    ):
-        if chained(before, row) != chain:
-            yield f"adjustment {number} is not what was chained to the one before it"
-        before = chain
-        total += row[ADJUSTMENT_FIELDS.index("amount_pico")]
+    sql = f"select number, chain, {names} from adjustments where number > ? order by number limit ?"
+    while page := db.rows(sql, (after, _PAGE)):
+        for number, chain, *row in page:
+            if chained(before, row) != chain:
+                yield f"adjustment {number} is not what was chained to the one before it"
+            before = chain
+            total += row[ADJUSTMENT_FIELDS.index("amount_pico")]
+        after = page[-1][0]
     whole, rest = db.rows(
         "select coalesce(sum(adjusted_micros), 0), coalesce(sum(adjusted_rest), 0)"
         " from usage_hours",

@@ -133,24 +133,18 @@ HOURS = (
 )
 """To be read from: all that was booked, in more than one row for one hour."""
 
-_MILLION = str(PICO_PER_MICRO)
-_REST = (
-    f"(saved_pico % {_MILLION} + {_MILLION}) % {_MILLION}"  # what dear writes cost is below zero
+PIECES = (
+    "count(*)",
+    *(f"sum({name})" for name in HOUR_SUMS[1:8]),
+    "count(*) filter (where cache_read_tokens > 0)",
+    "count(*) filter (where cache_read_tokens > 0 and ttft_ms is not null)",
+    "coalesce(sum(ttft_ms) filter (where cache_read_tokens > 0), 0)",
+    "count(*) filter (where cache_read_tokens = 0 and ttft_ms is not null)",
+    "coalesce(sum(ttft_ms) filter (where cache_read_tokens = 0), 0)",
+    *(f"sum({name}_pico {part} {PICO_PER_MICRO})" for name in ("charge", "saved") for part in "/%"),
 )
-_OF_HITS = "sum(case when cache_read_tokens > 0 then {} else 0 end)"
-_OF_MISSES = "sum(case when cache_read_tokens > 0 then 0 else {} end)"
-_IS_TIMED, _TIME = "case when ttft_ms is null then 0 else 1 end", "coalesce(ttft_ms, 0)"
-ENTRIES_BY_HOUR = (
-    f"select tenant_id, booked_ms / {HOUR_MS} * {HOUR_MS}, key_id, model, count(*),"
-    f" {', '.join(f'sum({name})' for name in HOUR_SUMS[1:8])}, {_OF_HITS.format(1)},"
-    f" {_OF_HITS.format(_IS_TIMED)}, {_OF_HITS.format(_TIME)},"
-    f" {_OF_MISSES.format(_IS_TIMED)}, {_OF_MISSES.format(_TIME)},"
-    f" sum(charge_pico / {_MILLION}), sum(charge_pico % {_MILLION}),"
-    f" sum((saved_pico - {_REST}) / {_MILLION}), sum({_REST}) from ledger"
-    " where tenant_id in (select tenant_id from tenants) and booked_ms >= ? and booked_ms < ?"
-    " group by 1, 2, 3, 4"
-)
-"""What the entries of a period add to their hours, by the database itself: `sums_of`, summed."""
+"""What entries add to `HOUR_SUMS`, in that order, by the database itself; but what they saved is
+cut where there it is rounded down."""
 
 EPOCHS = (
     "(select epoch, sum(entries) as entries,"

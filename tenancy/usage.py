@@ -16,7 +16,7 @@ from msgspec import Struct
 from tenancy.entries import ENTRY_FIELDS, entry_of
 from tenancy.pricing import PICO_PER_MICRO
 from tenancy.store import Row, Store, Value
-from tenancy.sums import DAY_MS, HOUR_MS, HOUR_SUMS
+from tenancy.sums import DAY_MS, HOUR_MS, HOUR_SUMS, PIECES
 from tenancy.types import UsageEntry
 
 By = Literal["tenant", "key", "model", "hour", "day"]
@@ -70,18 +70,6 @@ class _Level(Struct, frozen=True):
 
 _DAYS = _Level("usage_days", "day_ms", DAY_MS)
 _LEVELS = (_Level("usage_hours", "hour_ms", HOUR_MS),)
-_PIECES = (
-    "count(*)",
-    *(f"sum({name})" for name in HOUR_SUMS[1:8]),
-    "count(*) filter (where cache_read_tokens > 0)",
-    "count(*) filter (where cache_read_tokens > 0 and ttft_ms is not null)",
-    "coalesce(sum(ttft_ms) filter (where cache_read_tokens > 0), 0)",
-    "count(*) filter (where cache_read_tokens = 0 and ttft_ms is not null)",
-    "coalesce(sum(ttft_ms) filter (where cache_read_tokens = 0), 0)",
-    *(f"sum({name}_pico {part} {PICO_PER_MICRO})" for name in ("charge", "saved") for part in "/%"),
-)
-"""What entries add to `HOUR_SUMS`, in that order."""
-
 _ENTRIES = ", ".join(f"ledger.{name}" for name in ENTRY_FIELDS)
 
 
@@ -187,7 +175,7 @@ def _add_pieces(
     by = ", ".join(str(1 + i) for i in range(len(groups)))
     where = f"{_WHERE} and booked_ms >= ?4 and booked_ms < ?5"
     sql = (
-        f"select {', '.join(names)}, {', '.join(_PIECES)} from ledger"
+        f"select {', '.join(names)}, {', '.join(PIECES)} from ledger"
         f" join tenants using (tenant_id) where {where} group by {by}"
     )
     for row in store.query(sql, asked):
