@@ -245,6 +245,9 @@ class Core:
             raise InvariantViolation(f"step {result.step} came back for step {flight.step}")
         for sequence_id, code in result.failed.items():
             if (sequence := self.roster.sequence(sequence_id)) is not None:
+                # Nobody knows which block of it is to blame; whoever found that would fail as well.
+                beginning = sequence.tokens[: self.cache.block_size]
+                self.cache.erase(sequence.work.request.grant.namespace, tokens=beginning)
                 self._fail(sequence.work, code)
         computed = 0
         for piece, table in flight.slices:

@@ -26,7 +26,7 @@ from engine.errors import InvariantViolation
 from engine.plan import StepPlan, StepResult
 from engine.scheduler import Slice
 from tests.checkers import World
-from tests.engine.small_worlds import PROMPT, ask, finished, make_world, run
+from tests.engine.small_worlds import CONFIG, PROMPT, ask, finished, make_world, run
 
 
 @pytest.fixture(params=[1, 2])
@@ -353,6 +353,21 @@ def test_one_sequence_without_numbers_fails_alone(world: World) -> None:
 
     assert sorted(e.ending for e in endings) == ["done", "done", "failed"]
     assert {e.code for e in endings if e.ending == "failed"} == {"nan_logits"}
+
+
+def test_what_a_sequence_without_numbers_has_cached_is_found_by_nobody() -> None:
+    """The fault lies in some block that it reads, and each retry would find it again."""
+    config = structs.replace(CONFIG, prefill_chunk_tokens_max=4)
+    world = make_world(1, config=config)
+    run(world, ask("before"), ask("other", tokens=(1, 0, 0, 0, 1, 1)))
+    world.runner.nan_steps.add(world.core.vitals.step + 2)
+
+    [failed] = run(world, ask("failed", tokens=(*PROMPT, 0, 1, 1, 0, 1), max_tokens=1))
+
+    assert (failed.code, failed.usage.cached_tokens) == ("nan_logits", 9)
+    assert world.peek(b"n", (*PROMPT, 0)) == 0
+    assert world.peek(b"n", (1, 0, 0, 0, 1, 1, 0)) == 6
+    assert run(world, ask("again"))[0].ending == "done"
 
 
 def test_a_result_of_another_step_stops_the_engine(world: World) -> None:
