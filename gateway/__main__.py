@@ -100,10 +100,10 @@ def _answer(options: argparse.Namespace, config: Config, origin: Origin) -> Answ
         case "doctor":
             return checks.doctor(config)
         case command if command in backups.COMMANDS:
-            with _Bar(not sys.stderr.isatty()) as bar:
+            with _Bar(not is_terminal()) as bar:
                 return backups.run(options, config, bar.show_part)
         case command if command in money.COMMANDS:
-            with _Bar(not sys.stderr.isatty()) as bar:
+            with _Bar(not is_terminal()) as bar:
                 return money.run(options, config, sys.stdout.buffer.write, bar.show_part)
         case "usage":
             return tenants.usage(config, options.tenant, options.days)
@@ -161,18 +161,18 @@ def _serve(options: argparse.Namespace, config: Config) -> int:
     def read_config() -> Config:
         return load_config(options.config, os.environ, _flags(options))[0]
 
-    with _Bar(not sys.stderr.isatty()) as bar:
+    with _Bar(not is_terminal()) as bar:
         return serve.run(config, lambda line: print(line, flush=True), bar.show, read_config)
 
 
 def _model_folder(config: Config) -> Path:
-    with _Bar(not sys.stderr.isatty()) as bar:
+    with _Bar(not is_terminal()) as bar:
         return Path(serve.prepared_model(config, _say_aside, bar.show).folder)
 
 
 def _pull(options: argparse.Namespace, config: Config) -> Answer:
     name = config.model.name
-    with _Bar(options.quiet or not sys.stderr.isatty()) as bar:
+    with _Bar(options.quiet or not is_terminal()) as bar:
         path = pull(name, config.models_dir, bar.show, verify=options.verify)
     return Answer("" if options.quiet else str(path), {"model": name, "path": str(path)})
 
@@ -184,6 +184,11 @@ def _say_aside(line: str) -> None:
 def _fail(status: int, message: str) -> int:
     _say_aside(f"trunkline: {' '.join(message.split())}")
     return status
+
+
+def is_terminal() -> bool:
+    """Does somebody see what is said aside?"""
+    return sys.stderr.isatty()
 
 
 class _Bar:

@@ -112,6 +112,26 @@ def test_reports_say_which_life_of_the_ledger_they_are_of(run: Run, file: Place)
     assert run("check-books")[0] == 0
 
 
+def test_a_terminal_shows_how_far_it_is(
+    run: Run,
+    file: Place,
+    postgres_server: Server,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Millions of entries take minutes; whatever is no terminal is told nothing."""
+    file.use("a")
+    url = postgres_server.url(postgres_server.database(is_empty=True))
+    _, _, nothing = run("check-books")
+    monkeypatch.setattr("gateway.__main__.is_terminal", lambda: True)
+    _, _, checked = run("check-books")
+    _, _, moved = run("move-database", url)
+
+    assert nothing == ""
+    assert "checked: 100%" in checked
+    for part in ("checked", "written", "read back"):
+        assert f"{part}: 100%" in moved
+
+
 def test_a_ledger_is_moved_to_a_server(
     run: Run, file: Place, postgres_server: Server, tmp_path: Path
 ) -> None:

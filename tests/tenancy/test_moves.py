@@ -196,6 +196,21 @@ def test_a_move_that_was_killed_is_run_again(file: SqliteStore, postgres: Postgr
     assert (first.charge_pico, first.chain) == (second.charge_pico, second.chain)
 
 
+def test_what_was_moved_is_compared_while_others_write(
+    file: SqliteStore, postgres: PostgresStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Millions of rows are read in the file first: a transaction that writes would end meanwhile,
+    for it has nothing to do."""
+
+    def refuse() -> None:
+        raise AssertionError("nothing is written")
+
+    move(file, postgres)
+    monkeypatch.setattr(postgres, "change", refuse)
+
+    assert move(file, postgres).was_there
+
+
 def test_another_ledger_is_not_written_over(
     file: SqliteStore, postgres: PostgresStore, wall: Wall
 ) -> None:
