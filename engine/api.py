@@ -447,7 +447,7 @@ class Loss(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Gain(Struct, frozen=True, forbid_unknown_fields=True):
-    """`blocks` of `namespace` came into the tree."""
+    """`blocks` of `namespace` came into the tree: gains less losses are what it has there."""
 
     namespace: Namespace
     blocks: Count

@@ -20,7 +20,8 @@ class Matched(Struct, frozen=True, gc=False):
 
 
 class Committed(Struct, frozen=True, gc=False):
-    """`blocks` became findable, holding `tokens` tokens; `new_blocks` of them were not before."""
+    """`blocks` became findable, holding `tokens` tokens; `new_blocks`: by how many there are more,
+    without those that were there, or took the place of a tail."""
 
     namespace: Namespace
     blocks: int

@@ -233,8 +233,9 @@ class Holdings:
 
     def insert(
         self, account: Account, parent: Node, run: tuple[int, ...], block: int, now_s: float
-    ) -> Node:
-        """The tree takes a hold on a pinned block. A tail that `run` extends gives way to it."""
+    ) -> tuple[Node, int]:
+        """The tree takes a hold on a pinned block. A tail that `run` extends gives way to it. Says
+        by how many blocks the tree has grown."""
         node, shorter = account.tree.insert(parent, run, block)
         if shorter is not None:  # it may be the same block, left earlier by a fork of this sequence
             node.terms = shorter.terms
@@ -243,7 +244,7 @@ class Holdings:
         self.pool.add_ref(block)
         self.node_of[block] = node
         node.since_s = node.last_use_s = now_s
-        return node
+        return node, shorter is None
 
     def detach(self, account: Account, top: Node) -> int:
         """Take a node and all below it out of the tree; how many. Pinned blocks stay allocated."""

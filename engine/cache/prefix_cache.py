@@ -201,8 +201,8 @@ class PrefixCache:
             node = table.node.children.get(run)
             is_new = node is None
             if node is None:
-                node = self._insert(table, run, index, now_s)
-                new += 1
+                node, more = self._insert(table, run, index, now_s)
+                new += more
             elif node.block != table.blocks[index]:
                 self._holdings.pin(node)
                 self._holdings.unpin(table.blocks[index])
@@ -374,10 +374,13 @@ class PrefixCache:
             table.write = False
         return table.write
 
-    def _insert(self, table: BlockTable, run: tuple[int, ...], index: int, now_s: float) -> Node:
-        node = self._holdings.insert(table.account, table.node, run, table.blocks[index], now_s)
+    def _insert(
+        self, table: BlockTable, run: tuple[int, ...], index: int, now_s: float
+    ) -> tuple[Node, int]:
+        block = table.blocks[index]
+        node, more = self._holdings.insert(table.account, table.node, run, block, now_s)
         self._book.note(table.account, node, now_s)
-        return node
+        return node, more
 
     def _commit_tail(self, table: BlockTable, tokens: Sequence[int], now_s: float) -> None:
         """Leave the partly filled last block to the tree, unless the tree has as much already."""
@@ -391,7 +394,7 @@ class PrefixCache:
         node, common = table.account.tree.nearest(table.node, run)
         is_new = node is None or common < len(run)
         if node is None or common < len(run):
-            node = self._insert(table, run, index, now_s)
-            self._tell(Committed(table.namespace, 1, len(run), 1))
+            node, more = self._insert(table, run, index, now_s)
+            self._tell(Committed(table.namespace, 1, len(run), more))
         self._book.cover(table, node, index, now_s, is_new=is_new)
         self._book.computed(table, index)

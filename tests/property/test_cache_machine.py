@@ -8,7 +8,7 @@ it must at least be found. Neither knows a tree, a reference count or an evictio
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
 
 from hypothesis import settings
@@ -17,7 +17,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from msgspec import structs
 
 from engine.api import LeaseRequest, Quota
-from engine.cache import BlockTable, PrefixCache
+from engine.cache import BlockTable, Fact, PrefixCache
+from engine.cache.events import Committed, Erased, Evicted, Expired
 from tests.strategies import NAMESPACES, leases, namespaces, quotas, tokens
 
 Prefix = tuple[int, ...]
@@ -82,7 +83,8 @@ class CacheMachine(RuleBasedStateMachine):
         """`is_joint`: one payer has the first two namespaces, under one quota. `may_change`: quotas
         do, and who pays."""
         self.size, self.may_change = size, may_change
-        self.cache = PrefixCache(blocks=blocks, block_size=size)
+        self.in_trees: Counter[bytes] = Counter()
+        self.cache = PrefixCache(blocks=blocks, block_size=size, facts=self.note)
         self.ghost = Ghost(blocks, size)
         self.quotas = dict(zip(NAMESPACES, shares, strict=True))
         if is_joint:
@@ -93,6 +95,13 @@ class CacheMachine(RuleBasedStateMachine):
         self.past: list[Writer] = []
         self.touched: dict[tuple[bytes, Prefix], float] = defaultdict(lambda: -math.inf)
         self.promised: list[tuple[bytes, Prefix, float]] = []
+
+    def note(self, fact: Fact) -> None:
+        """What comes into a namespace's tree and leaves it, by the facts."""
+        if isinstance(fact, Committed):
+            self.in_trees[fact.namespace] += fact.new_blocks
+        elif isinstance(fact, Evicted | Expired | Erased):
+            self.in_trees[fact.namespace] -= fact.blocks
 
     # -- the model ----------------------------------------------------------------------------
 
@@ -357,6 +366,10 @@ class CacheMachine(RuleBasedStateMachine):
         self.cache.check()
         stats = self.cache.stats()
         assert stats.free + stats.cached + stats.pinned == stats.blocks
+        for namespace in NAMESPACES:
+            root = self.cache.tree_root(namespace)
+            nodes = 0 if root is None else sum(1 for _ in root.below()) - 1
+            assert self.in_trees[namespace] == nodes, "what facts say that a tree has"
         held = {block for writer in self.live for block in writer.table.blocks}
         assert stats.pinned >= len(held), "a block of a table is not pinned"
         together: dict[bytes, int] = defaultdict(int)
