@@ -61,7 +61,7 @@ class NotHeld(Exception):
     """A strict schema has such a pattern. `why`: a sentence, with what to write instead."""
 
     def __init__(self, pattern: str, piece: str) -> None:
-        self.why = f"the pattern {pattern[:200]!r} {_why(piece)}"
+        self.why = f"the pattern '{pattern[:200]}' {_why(piece)}"
         super().__init__(self.why)
 
 

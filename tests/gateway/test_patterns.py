@@ -80,7 +80,7 @@ def test_a_strict_schema_is_told_what_to_write_instead(pattern: str, said: str) 
         with pytest.raises(NotHeld) as caught:
             as_held(schema, strict=True)
 
-        assert caught.value.why.startswith(f"the pattern {pattern!r} {said}")
+        assert caught.value.why.startswith(f"the pattern '{pattern}' {said}")
 
 
 LOOKS = {"type": "string", "pattern": "(?=a)"}
