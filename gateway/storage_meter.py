@@ -20,6 +20,7 @@ from gateway.cache_terms import BEST_EFFORT
 from gateway.context import Context
 from gateway.erasure import forget_removed, owner_of
 from gateway.quotas import QuotaNews
+from gateway.soft_budgets import SoftBudgets
 from tenancy.bookkeeping import StorageReading
 from tenancy.errors import LedgerUnavailable, StoreError
 from tenancy.idempotency import sweep
@@ -121,6 +122,7 @@ class StorageWatch:
         self._gateway = gateway
         self._meter = StorageMeter()
         self._quotas = QuotaNews(gateway)
+        self._soft_budgets = SoftBudgets(gateway)
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -155,6 +157,7 @@ class StorageWatch:
                     await forget_removed(self._gateway)
                 await self._clear_expired()
                 self._quotas.tell_again()
+                await self._soft_budgets.look()
             await asyncio.sleep(LOOK_EVERY_S)
 
     def _look(self) -> None:

@@ -213,6 +213,8 @@ class Telemetry:
         self.ready = Gauge("trunkline_engine_ready", "1 if requests are taken.", registry=one)
         text = "Which life of the ledger this is: a restored one begins the next."
         self.ledger_epoch = Gauge("trunkline_ledger_epoch", text, registry=one)
+        text = "Soft budgets that are passed in their present windows."
+        self._soft_budgets = Gauge("trunkline_soft_budgets_passed", text, ["tenant"], registry=one)
         self._engine = _EngineMetrics()
         self._cache = _CacheMetrics()
         self._ledger = _LedgerMetrics()
@@ -252,6 +254,12 @@ class Telemetry:
             self._tenants.add(name)
             return name
         return OTHERS
+
+    def show_soft_budgets(self, counts: Mapping[str, int]) -> None:
+        """How many are passed, by the tenant's label; none of anybody else."""
+        self._soft_budgets.clear()
+        for tenant, count in counts.items():
+            self._soft_budgets.labels(tenant).set(count)
 
     def show_engine(self, stats: Stats, *, is_ready: bool, restarts: int) -> None:
         """Take over the engine's latest heartbeat."""
