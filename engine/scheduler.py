@@ -95,10 +95,15 @@ class Scheduler:
         slices: dict[int, Slice] = {}
         budget = self.config.step_tokens_max
         ranked = sorted(self.running, key=lambda s: s.rank)
+        prefilling: list[Sequence] = []
         for sequence in ranked:
-            if budget > 0 and sequence.is_decoding and sequence.wants_row:
+            if not sequence.wants_row:
+                continue
+            if not sequence.is_decoding:
+                prefilling.append(sequence)
+            elif budget > 0:
                 budget -= self._decode(sequence, slices, now_s)
-        prefilling = [s for s in self.running if s.wants_row and not s.is_decoding]
+        prefilling = [s for s in prefilling if s.table is not None]  # nor preempted meanwhile
         left = len(prefilling)
         full: set[Payer] = set()
         is_full = self._is_house_full(ranked)
