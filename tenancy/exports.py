@@ -21,7 +21,7 @@ from tenancy.errors import TenancyError
 from tenancy.pricing import CHARGED, writes
 from tenancy.store import Store
 from tenancy.types import UsageEntry, instant
-from tenancy.usage import entries_of
+from tenancy.usage import entries_of, span_of
 from tenancy.whole_files import written_whole
 
 PAGE = 2_000
@@ -39,8 +39,8 @@ def pages(
     store: Store, tenant: str | None, since_ms: int, until_ms: int | None
 ) -> Iterator[tuple[int, int, str, UsageEntry]]:
     """All entries booked in a period, in ledger order: (entry id, booked at, tenant, entry)."""
-    after = 0
-    while page := entries_of(store, tenant, since_ms, until_ms, after, PAGE):
+    after, last = span_of(store, tenant, since_ms, until_ms)
+    while page := entries_of(store, tenant, since_ms, until_ms, after, PAGE, last):
         yield from page
         after = page[-1][0]
 

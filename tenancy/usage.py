@@ -70,6 +70,7 @@ class _Level(Struct, frozen=True):
 
 _DAYS = _Level("usage_days", "day_ms", DAY_MS)
 _LEVELS = (_Level("usage_hours", "hour_ms", HOUR_MS),)
+_LAST = 2**63 - 1
 _ENTRIES = ", ".join(f"ledger.{name}" for name in ENTRY_FIELDS)
 
 
@@ -98,16 +99,39 @@ def usage(
     return [_total(groups, group, sums[group]) for group in sorted(sums)]
 
 
+def span_of(
+    store: Store, tenant: str | None, since_ms: int, until_ms: int | None
+) -> tuple[int, int]:
+    """Before the first entry of a period, and its last: what was booked at about the same time has
+    ids that lie together. O(entries of the period), or O(1) for all time."""
+    if since_ms <= 0 and until_ms is None:
+        return 0, _LAST
+    first, last = store.query(
+        "select min(entry_id), max(entry_id) from ledger where tenant_id in"
+        " (select tenant_id from tenants where cast(?1 as text) is null or name = ?1)"
+        " and booked_ms >= ?2 and booked_ms < ?3",
+        (tenant, since_ms, _LAST if until_ms is None else until_ms),
+    )[0]
+    return (0, 0) if first is None else (first - 1, last)
+
+
 def entries_of(
-    store: Store, tenant: str | None, since_ms: int, until_ms: int | None, after: int, count: int
+    store: Store,
+    tenant: str | None,
+    since_ms: int,
+    until_ms: int | None,
+    after: int,
+    count: int,
+    last: int = _LAST,
 ) -> list[tuple[int, int, str, UsageEntry]]:
-    """Up to `count` entries of a period behind entry id `after`, in ledger order:
-    (entry id, booked at, tenant, entry)."""
+    """Up to `count` entries of a period behind entry id `after`, up to `last`, in ledger order:
+    (entry id, booked at, tenant, entry). O(entries between the two, up to the count)."""
     rows = store.query(
         f"select entry_id, booked_ms, name, {_ENTRIES} from ledger join tenants using (tenant_id)"
-        " where entry_id > ?1 and (cast(?2 as text) is null or name = ?2) and booked_ms >= ?3"
-        " and (cast(?4 as bigint) is null or booked_ms < ?4) order by entry_id limit ?5",
-        (after, tenant, since_ms, until_ms, count),
+        " where entry_id > ?1 and entry_id <= ?6 and (cast(?2 as text) is null or name = ?2)"
+        " and booked_ms >= ?3 and (cast(?4 as bigint) is null or booked_ms < ?4)"
+        " order by entry_id limit ?5",
+        (after, tenant, since_ms, until_ms, count, last),
     )
     return [(row[0], row[1], row[2], entry_of(row[3:])) for row in rows]
 

@@ -16,7 +16,7 @@ from tenancy.registry import create_tenant
 from tenancy.sqlite_store import SqliteStore
 from tenancy.store import Store
 from tenancy.types import UsageEntry
-from tenancy.usage import By, UsageTotal, entries_of, usage
+from tenancy.usage import By, UsageTotal, entries_of, span_of, usage
 from tests.tenancy.conftest import Wall
 from tests.tenancy.postgres_server import Server
 
@@ -135,6 +135,20 @@ def test_any_period_is_the_sum_of_its_entries(store: Store, data: st.DataObject)
             meant.setdefault(group, []).append(one)
 
     assert [facts(total) for total in found] == [in_words(meant[key]) for key in sorted(meant)]
+
+
+@given(st.data())
+def test_the_entries_of_a_period_lie_between_two(store: Store, data: st.DataObject) -> None:
+    """An export of one day does not read what was before it, nor all that came since."""
+    since_ms, until_ms = data.draw(INSTANTS), data.draw(st.none() | INSTANTS)
+    tenant = data.draw(st.sampled_from([None, "ada", "bob", "nobody"]))
+    found = entries_of(store, tenant, since_ms, until_ms, 0, 1000)
+    ids = [entry_id for entry_id, *_ in found]
+    after, last = span_of(store, tenant, since_ms, until_ms)
+
+    if since_ms > 0 or until_ms is not None:
+        assert (after, last) == ((min(ids) - 1, max(ids)) if ids else (0, 0))
+    assert entries_of(store, tenant, since_ms, until_ms, after, 1000, last) == found
 
 
 def test_groups_are_named(store: Store) -> None:
