@@ -43,7 +43,7 @@ TOKENS_MAX = DEEPEST * BLOCK_TOKENS
 """Of one prompt, looked at: the beginning is where prefixes are."""
 
 
-class Facts(Struct, frozen=True, gc=False):
+class Facts(Struct, frozen=True, array_like=True, gc=False):
     """One prompt of an answer that is over. `missed_tokens`: of the longest prefix that was written
     before, what was not read, because of `missed`. `is_further`: the answer has been told with
     another prompt of it, and counts once, as it does in the ledger."""

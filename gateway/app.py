@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import secrets
 import signal
 import sys
 import time
@@ -27,6 +26,9 @@ from engine.model_store import ModelCard
 from engine.signals import heeded
 from engine.supervisor import EngineSupervisor
 from gateway.analytics import Analytics
+from gateway.analytics_door import AnalyticsDoor, AnalyticsHere
+from gateway.analytics_frames import Begin
+from gateway.analytics_link import AnalyticsLink
 from gateway.config import Config, ConfigError, parse_address
 from gateway.context import Context, Log
 from gateway.endpoints import SHAPES
@@ -59,6 +61,7 @@ from gateway.prompt import Renderer
 from gateway.reckoning import Reckoning
 from gateway.reload import declare, reload
 from gateway.reports import Reports
+from gateway.request_ids import RequestIds
 from gateway.retention import Contracts
 from gateway.server import ListenerRunner
 from gateway.storage_meter import StorageWatch
@@ -76,29 +79,6 @@ from tenancy.types import WallClock
 
 KEY_FILE = "default.key"
 ADMIN_KEY_FILE = "admin.key"
-RANDOM_BYTES, IDS_AT_ONCE = 10, 128
-
-
-class RequestIds:
-    """The millisecond and 80 random bits each: nobody guesses another's, and the ledger's index of
-    ids grows at its end, instead of in as many places as there are ids. The kernel is asked for
-    many at once: a question costs as much as the rest of a request's head. Belongs to one thread.
-    """
-
-    def __init__(
-        self, wall: WallClock, random_bytes: Callable[[int], bytes] = secrets.token_bytes
-    ) -> None:
-        self._wall = wall
-        self._random_bytes = random_bytes
-        self._rests: list[str] = []
-
-    def __call__(self) -> str:
-        """A new one. O(1)."""
-        if not self._rests:
-            data = self._random_bytes(RANDOM_BYTES * IDS_AT_ONCE).hex()
-            size = 2 * RANDOM_BYTES
-            self._rests = [data[at : at + size] for at in range(0, len(data), size)]
-        return f"{self._wall():012x}{self._rests.pop()}"
 
 
 class Gateway:
@@ -117,9 +97,10 @@ class Gateway:
         engine_restarts: Callable[[], int] = lambda: 0,
         read_config: Callable[[], Config] | None = None,
         ledger: LedgerDoor | None = None,
+        analytics: AnalyticsDoor | None = None,
     ) -> None:
-        """`ledger`: over the same store; one in this process where none is given. It is closed with
-        this, whoever made it. Raises StoreError."""
+        """`ledger`: over the same store. It and `analytics` are in this process where none is
+        given, and closed with this, whoever made them. Raises StoreError."""
         vocab = renderer.card.config.vocab
         self.ledger = ledger if ledger is not None else LedgerHere(Ledger(store, wall))
         if store.is_near:  # elsewhere each look for budgets would be a round trip
@@ -147,9 +128,7 @@ class Gateway:
                 lambda: "" if engine.info is None else engine.info.epoch,
                 has_past=has_history(store),
             ),
-            analytics=Analytics(
-                clock, wall, config.tenancy.tenants_followed_max, config.caching.kept()
-            ),
+            analytics=analytics or AnalyticsHere(_analytics(config, clock, wall)),
             model=renderer.card.name,
             clock=clock,
             wall=wall,
@@ -251,10 +230,21 @@ class Gateway:
         await self._storage.close()
         await self._reckoning.close()
         await self.ledger.close()
+        await self.context.analytics.close()
         await asyncio.to_thread(self._registry.close)
         await self.context.reports.close()
         if self.context.tracer is not None:
             await asyncio.to_thread(self.context.tracer.close)
+
+
+def _analytics(config: Config, clock: Clock, wall: WallClock) -> Analytics:
+    return Analytics(clock, wall, config.tenancy.tenants_followed_max, config.caching.kept())
+
+
+async def open_analytics(config: Config, log: Log) -> AnalyticsLink:
+    """In a process of their own."""
+    begin = Begin(config.tenancy.tenants_followed_max, config.caching.kept())
+    return await AnalyticsLink.open(begin, time.monotonic, wall_ms, log)
 
 
 def open_tracer(config: Config, log: Log) -> Tracer | None:
@@ -337,6 +327,7 @@ async def serve(
         supervisor.start()  # it takes longest to be ready: all else is made meanwhile
         try:
             ledger = await LedgerLink.open(config.tenancy.database, config.data, log)
+            analytics = await open_analytics(config, log)
             try:
                 gateway = Gateway(
                     config,
@@ -347,12 +338,14 @@ async def serve(
                     engine_restarts=lambda: supervisor.restarts,
                     read_config=read_config,
                     ledger=ledger,
+                    analytics=analytics,
                 )
                 try:
                     await _serve(gateway, supervisor, announce, stop)
                 finally:
                     await gateway.close()
             finally:
+                await analytics.close()
                 await ledger.close()
         finally:
             await supervisor.close()

@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 
 from engine.api import Clock
 from engine.client import Engine
-from gateway.analytics import Analytics
+from gateway.analytics_door import AnalyticsDoor
 from gateway.churn import Churn
 from gateway.config import Config
 from gateway.holders import Holders
@@ -77,7 +77,7 @@ class Context:
     telemetry: Telemetry
     renderer: Renderer
     contracts: Contracts
-    analytics: Analytics
+    analytics: AnalyticsDoor
     model: str
     clock: Clock
     wall: WallClock

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 
-from gateway.ledger_wire import LedgerWire
+from gateway.child_wire import ChildWire
 from tenancy.bookkeeping import Hold, Item, NamedEntry, entry_in
 from tenancy.errors import LedgerUnavailable, StoreError, TenancyError
 from tenancy.ledger_epochs import LedgerEpoch
@@ -75,7 +75,7 @@ class LedgerLink:
         self._opening: asyncio.Future[Opened] = self._loop.create_future()
         self._lost = asyncio.Event()
         self._writer_id = 0
-        self._wire: LedgerWire | None = None
+        self._wire: ChildWire | None = None
         self._handed: list[Pair] = []  # in this turn of the loop, or while no process is there
         self._in_turn = 0  # handed in during it
         self._is_sparse = True  # that was one thing, the last time there was any
@@ -273,7 +273,7 @@ class LedgerLink:
     def _connect(self, ours: socket.socket) -> None:
         """What waits for a process goes to this one, behind the word of who lives: an entry among
         it is that of a request which does."""
-        self._wire = LedgerWire(ours, self._hear, self._lose)
+        self._wire = ChildWire(ours, self._hear, self._lose)
         waiting = [entry.request_id for item, _ in self._handed if (entry := entry_in(item))]
         living = [*self._held, *waiting]
         opening = Open(self._place, str(self._folder), living, self._writer_id)

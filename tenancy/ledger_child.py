@@ -9,22 +9,18 @@ socket or for the disk; it knows no request and no HTTP. `gateway.ledger_link` i
 
 from __future__ import annotations
 
-import gc
 import os
-import signal
 import socket
 import sys
 import time
-import traceback
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import closing, suppress
 from pathlib import Path
 
-import msgspec
-
 from tenancy.backends import open_store
 from tenancy.bookkeeping import Item
+from tenancy.child_process import run
 from tenancy.errors import StoreError
 from tenancy.ledger_frames import (
     Answered,
@@ -140,25 +136,8 @@ def _wall_ms() -> int:
 
 
 def main() -> int:
-    """It hears of signals to its gateway's group or terminal, and minds none of them: what comes
-    before that gateway's end is to be written."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-    gc.freeze()  # what was imported stays
-    try:
-        with socket.socket(fileno=int(sys.argv[1])) as wire:
-            return serve(wire, os.environ, _wall_ms)
-    except Exception as error:  # a mistake of ours, of which the gateway sees an end
-        frames = traceback.extract_tb(error.__traceback__)[-6:]
-        facts = {
-            "at_ms": _wall_ms(),
-            "event": "ledger_failed",
-            "error": type(error).__name__,  # its message may quote a value
-            "at": [f"{frame.filename.rpartition('/')[2]}:{frame.lineno}" for frame in frames],
-        }
-        with suppress(OSError):
-            os.write(2, msgspec.json.encode(facts) + b"\n")
-        return 1
+    """Serve the gateway that started this."""
+    return run("ledger", lambda wire: serve(wire, os.environ, _wall_ms))
 
 
 if __name__ == "__main__":

@@ -73,7 +73,7 @@ _OPEN = msgspec.msgpack.Decoder(Open)
 _FROM_WRITER: msgspec.msgpack.Decoder[FromWriter] = msgspec.msgpack.Decoder(FromWriter)
 
 
-def packed(message: Open | FromWriter | Sequence[Item]) -> bytes:
+def packed(message: Struct | Sequence[Item]) -> bytes:
     """One frame. Raises ValueError and OverflowError for texts and numbers that no message has."""
     data = _ENCODE(message)
     return _LENGTH.pack(len(data)) + data

@@ -20,8 +20,10 @@ from msgspec import Struct
 from engine.model_store import load_card
 from engine.supervisor import EngineSupervisor
 from gateway.analytics import Analytics, Facts
-from gateway.app import Gateway, connect
+from gateway.analytics_door import AnalyticsHere
+from gateway.app import Gateway, connect, open_analytics
 from gateway.config import Config, LimitsConfig, LogConfig, ServerConfig
+from gateway.context import Context
 from gateway.heap import settle_heap
 from gateway.ledger_link import LedgerLink
 from gateway.log_lines import LogLines
@@ -52,14 +54,14 @@ class Settings(Struct, frozen=True):
 
 
 class Ready(Struct, frozen=True):
-    """Where it listens, for whom, and who computes nothing. `writer_pid`: of its ledger's process;
-    0 where there is none."""
+    """Where it listens, for whom, and who computes nothing. `book_pids`: of its ledger's process
+    and its analytics'."""
 
     url: str
     key: str
     model: str
     pid: int
-    writer_pid: int = 0
+    book_pids: tuple[int, ...] = ()
 
 
 class _NoLedger:
@@ -84,18 +86,23 @@ class _NoLedger:
         """See `LedgerDoor`."""
 
 
-class _NoAnalytics(Analytics):
+class _NoAnalytics(AnalyticsHere):
     """Looks away."""
 
-    def note(self, facts: Facts) -> None:
-        """See `Analytics.note`."""
+    def __init__(self, context: Context) -> None:
+        super().__init__(Analytics(context.clock, context.wall, 1, {}))
+        self.note = _look_away
+
+
+def _look_away(facts: Facts) -> None:
+    """See `AnalyticsDoor.note`."""
 
 
 def without_books(gateway: Gateway) -> None:
     """Take its ledger and its analytics away, to see what they cost. It has not begun yet."""
     context = gateway.context
     context.ledger = _NoLedger()
-    context.analytics = _NoAnalytics(context.clock, context.wall, 1, {})
+    context.analytics = _NoAnalytics(context)
 
 
 def config_of(settings: Settings) -> Config:
@@ -133,7 +140,9 @@ async def serve(settings: Settings) -> None:
     log = LogLines(sys.stderr.fileno(), wall_ms)
     supervisor = EngineSupervisor(Path(card.folder), config.engine, log, command=NULL_ENGINE)
     ledger = await LedgerLink.open(config.tenancy.database, config.data, log)
-    gateway = Gateway(config, supervisor, Renderer(card), store, log, ledger=ledger)
+    analytics = await open_analytics(config, log) if settings.books else None
+    renderer = Renderer(card)
+    gateway = Gateway(config, supervisor, renderer, store, log, ledger=ledger, analytics=analytics)
     if not settings.books:
         without_books(gateway)
     parent_gone = asyncio.Event()
@@ -149,7 +158,8 @@ async def serve(settings: Settings) -> None:
         supervisor.start()
         settle_heap()
         await supervisor.wait_ready()
-        ready = Ready(urls[0], key, card.name, os.getpid(), ledger.pid)
+        pids = (ledger.pid, analytics.pid) if analytics is not None else ()
+        ready = Ready(urls[0], key, card.name, os.getpid(), pids)
         sys.stdout.buffer.write(msgspec.json.encode(ready) + b"\n")
         sys.stdout.buffer.flush()
         await parent_gone.wait()

@@ -44,8 +44,8 @@ Say = Callable[[str], None]
 class Server(Struct, frozen=True):
     """What was measured of one server under one load. Times in milliseconds: to the end of an
     answer for `unary`, to its first bytes otherwise. `cpu_us`: of its process, for each output
-    token; `cpu`: which part of one core it took, and `writer` what its ledger's process took of
-    another; `events`: pieces for each stream."""
+    token; `cpu`: which part of one core it took, and `writer` what its processes for ledger and
+    analytics took of another; `events`: pieces for each stream."""
 
     answers_per_s: float
     tokens_per_s: float
@@ -237,7 +237,7 @@ def books_of(ours: Sequence[Run], without: Sequence[Run], load: Load) -> Books:
 
 
 class Run(Struct, frozen=True):
-    """One turn of a server, and the processor time of its process and of its ledger's."""
+    """One turn of a server, and the processor time of its process and of its books'."""
 
     found: Found
     cpu_s: float
@@ -248,7 +248,7 @@ async def _measured(server: Ready, load: Load) -> Run:
     used: list[tuple[float, float]] = []
 
     def note(_: float) -> None:
-        used.append((processor_s(server.pid), processor_s(server.writer_pid)))
+        used.append((processor_s(server.pid), sum(map(processor_s, server.book_pids))))
 
     found = await run(server, load, note)
     if not found.times_s:

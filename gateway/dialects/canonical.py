@@ -111,7 +111,7 @@ class Prompt(Struct, frozen=True):
         return self.segments[-1].path.partition("[")[0].partition(".")[0]
 
 
-class Boundary(Struct, frozen=True):
+class Boundary(Struct, frozen=True, omit_defaults=True):
     """`tokens` prompt tokens end the segment (or tool) at `path`, and everything before it in API
     order: where a template writes parts in another order, this is the furthest of them.
 
@@ -127,7 +127,7 @@ class Boundary(Struct, frozen=True):
     run: Literal["", "call", "result"] = ""
 
 
-class Rendered(Struct, frozen=True):
+class Rendered(Struct, frozen=True, omit_defaults=True):
     """What the engine computes: token ids, where each segment ends among them, and what text the
     answer has to be."""
 
@@ -220,7 +220,7 @@ NOTHING_ELSE = Asked()
 # --- the answer --------------------------------------------------------------------------------
 
 
-class UsageRecord(Struct, frozen=True):
+class UsageRecord(Struct, frozen=True, omit_defaults=True):
     """The one source of every dialect's usage fields: total_in = read + write + fresh.
 
     Logical counts are what the contract says was read and written, by retention class, and what is

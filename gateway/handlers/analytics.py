@@ -70,7 +70,7 @@ class _Desk:
             }
         return plain.answer(
             {
-                **gateway.analytics.overview(),
+                **await gateway.analytics.overview(),
                 "engine": {**engine, "ready": gateway.is_ready()},
                 "holdings": [
                     {"tenant": self._name(tenant_id), **held, **self._quota(tenant_id)}
@@ -95,7 +95,7 @@ class _Desk:
         gateway, name = self._gateway, request.match_info["name"]
         info = gateway.engine.info
         tenant, card = await self._priced(name)
-        seen = gateway.analytics.tenant(
+        seen = await gateway.analytics.tenant(
             name,
             card,
             0 if info is None else info.blocks,
@@ -189,7 +189,7 @@ class _Desk:
         rows = []
         for owner, taker in heapq.nlargest(TAKEN_MAX, sums, key=lambda pair: sums[pair]):
             blocks, name = sums[owner, taker], self._name(owner)
-            again = gateway.analytics.missed_tokens(name, "evicted_pressure")
+            again = await gateway.analytics.missed_tokens(name, "evicted_pressure")
             tokens = again * blocks // lost[owner]
             found = None if owner is None else gateway.registry.tenant(owner)
             tier = "" if found is None else found.tenant.tier

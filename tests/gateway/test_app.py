@@ -18,8 +18,8 @@ import apsw
 import pytest
 from aiohttp import ClientSession
 
-from gateway.app import IDS_AT_ONCE, RANDOM_BYTES, RequestIds
 from gateway.metering import wall_ms
+from gateway.request_ids import IDS_AT_ONCE, RANDOM_BYTES, RequestIds
 from tenancy.audit import check_books
 from tenancy.pricing import RateCard
 from tenancy.rate_cards import add_card

@@ -357,7 +357,7 @@ async def test_without_books_answers_are_whole_and_nobody_has_written_them_down(
     assert status == 200
     assert answer["usage"]["completion_tokens"] == 8
     assert house.entries() == []
-    assert house.gateway.context.analytics.overview()["tenants"] == []
+    assert (await house.gateway.context.analytics.overview())["tenants"] == []
 
 
 def test_a_disk_that_cannot_be_written_is_told(tmp_path: Path) -> None:

@@ -66,9 +66,9 @@ def counted(house: House) -> tuple[int, int]:
     return prompt, output
 
 
-def endings(house: House) -> dict[str, int]:
+async def endings(house: House) -> dict[str, int]:
     """How answers have ended, as analytics has it."""
-    return dict(house.gateway.context.analytics.overview()["endings"])
+    return dict((await house.gateway.context.analytics.overview())["endings"])
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -78,14 +78,14 @@ async def test_what_an_answer_took_is_counted_while_its_entry_is_written(
     """A commit takes longer than all counting; how it ended is known after it."""
     asking = asyncio.create_task(house.ask(body=house.chat(max_tokens=3, stream=stream)))
     await house.until(lambda: bool(slow.waiting))
-    before = (counted(house), endings(house), house.lines[:])
+    before = (counted(house), await endings(house), house.lines[:])
     await slow.let_go()
     status, _, _ = await asking
 
     (entry, _) = slow.waiting[0]
     assert before == ((entry.prompt_tokens, 3), {}, [])
     assert status == 200
-    assert (counted(house), endings(house)) == ((entry.prompt_tokens, 3), {"done": 1})
+    assert (counted(house), await endings(house)) == ((entry.prompt_tokens, 3), {"done": 1})
     assert house.lines[-1]["output_tokens"] == 3
     await house.check_quiet()
 
@@ -102,7 +102,7 @@ async def test_an_answer_whose_entry_is_not_written_has_failed_and_is_counted_on
     line = house.lines[-1]
 
     assert (status, answer["error"]["code"]) == (503, "ledger_unavailable")
-    assert (counted(house), endings(house)) == ((entry.prompt_tokens, 1), {"failed": 1})
+    assert (counted(house), await endings(house)) == ((entry.prompt_tokens, 1), {"failed": 1})
     assert (line["ending"], line["code"]) == ("refused", "ledger_unavailable")
     assert (line["prompt_tokens"], line["output_tokens"]) == (entry.prompt_tokens, 1)
     await house.quiet()
@@ -144,7 +144,7 @@ async def test_a_client_that_leaves_while_his_entry_is_written_is_counted_once(
 
     (entry, _) = slow.waiting[0]
     assert entry.ending == "done"
-    assert (counted(house), endings(house)) == ((entry.prompt_tokens, 3), {"cancelled": 1})
+    assert (counted(house), await endings(house)) == ((entry.prompt_tokens, 3), {"cancelled": 1})
     assert house.lines[-1]["ending"] == "cancelled"
     await house.quiet()
 

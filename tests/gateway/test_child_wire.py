@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from gateway.ledger_wire import LedgerWire
+from gateway.child_wire import ChildWire
 from tenancy.bookkeeping import Item
 from tenancy.ledger_frames import FrameReader, packed
 from tests.tenancy.conftest import used
@@ -22,7 +22,7 @@ class Ends:
         self.heard: list[bytes] = []
         self.ends = 0
         self._over = asyncio.Event()
-        self.wire = LedgerWire(ours, self.heard.append, self._ended)
+        self.wire = ChildWire(ours, self.heard.append, self._ended)
 
     def _ended(self) -> None:
         self.ends += 1

@@ -16,7 +16,7 @@ READ_BYTES = 2**12
 """Answers are small."""
 
 
-class LedgerWire:
+class ChildWire:
     """An open end. When the other one closes, however that comes, `ended` is called once, and this
     is closed then."""
 
@@ -31,6 +31,11 @@ class LedgerWire:
         self._unsent = bytearray()  # what the socket has not taken
         end.setblocking(False)
         self._loop.add_reader(end, self._read)
+
+    @property
+    def unsent(self) -> int:
+        """Bytes that the socket has not taken."""
+        return len(self._unsent)
 
     def send(self, frame: bytes) -> None:
         """All of it, after what was sent before; what the socket does not take now leaves later."""
