@@ -13,7 +13,6 @@ import socket
 import sys
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 from msgspec import structs
@@ -28,7 +27,7 @@ from gateway.analytics_frames import (
     Told,
     read_said,
 )
-from gateway.child_wire import ChildWire
+from gateway.child_wire import ChildWire, reaped, spawned
 from gateway.dialects.canonical import Rendered
 from gateway.errors import Kind, Refusal
 from tenancy.ledger_frames import packed
@@ -167,14 +166,7 @@ class AnalyticsLink:
             self._wire = ChildWire(ours, self._hear, self._lose)
             self._wire.send(packed(self._begin))
             try:
-                self._process = await asyncio.create_subprocess_exec(
-                    *self._command,
-                    str(theirs.fileno()),
-                    stdin=asyncio.subprocess.DEVNULL,
-                    stdout=asyncio.subprocess.DEVNULL,
-                    pass_fds=(theirs.fileno(),),
-                    start_new_session=True,
-                )
+                self._process = await spawned(self._command, theirs)
             except OSError as error:
                 self._report("analytics_not_started", {"error": str(error.strerror)})
                 self._lose()
@@ -187,17 +179,11 @@ class AnalyticsLink:
             await self._start()
 
     async def _reap(self, patience_s: float) -> int | None:
-        process, self._process = self._process, None
-        if process is None:
+        if self._process is None:
             return None
-        try:
-            async with asyncio.timeout(patience_s):
-                await process.wait()
-        except TimeoutError:
-            with suppress(ProcessLookupError):
-                process.kill()
-            await process.wait()
-        return process.returncode
+        status = await reaped(self._process, patience_s)
+        self._process = None
+        return status
 
 
 def _away() -> Refusal:

@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from functools import partial
 from importlib import metadata, util
 from pathlib import Path
@@ -326,9 +326,11 @@ async def serve(
     with heeded({signal.SIGTERM: end, signal.SIGINT: end, signal.SIGHUP: reload_soon}):
         supervisor.start()  # it takes longest to be ready: all else is made meanwhile
         try:
-            ledger = await LedgerLink.open(config.tenancy.database, config.data, log)
-            analytics = await open_analytics(config, log)
-            try:
+            async with AsyncExitStack() as opened:
+                ledger = await LedgerLink.open(config.tenancy.database, config.data, log)
+                opened.push_async_callback(ledger.close)
+                analytics = await open_analytics(config, log)
+                opened.push_async_callback(analytics.close)
                 gateway = Gateway(
                     config,
                     supervisor,
@@ -340,13 +342,8 @@ async def serve(
                     ledger=ledger,
                     analytics=analytics,
                 )
-                try:
-                    await _serve(gateway, supervisor, announce, stop)
-                finally:
-                    await gateway.close()
-            finally:
-                await analytics.close()
-                await ledger.close()
+                opened.push_async_callback(gateway.close)
+                await _serve(gateway, supervisor, announce, stop)
         finally:
             await supervisor.close()
             log.close()

@@ -1,14 +1,15 @@
-"""The gateway's end of the socket to its ledger's process: frames out and in, and nobody waits.
+"""The gateway's end of the socket to a process of its own: frames out and in, and nobody waits.
 
-It knows no item, no answer and no process; `ledger_link` puts frames in and is told of those that
-come. Belongs to one loop.
+It knows no item, no answer and no process; `ledger_link` and `analytics_link` put frames in and are
+told of those that come. Here is also how such a process begins and ends. Belongs to one loop.
 """
 
 from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from tenancy.ledger_frames import FrameReader
 
@@ -88,3 +89,28 @@ class ChildWire:
             return
         for frame in self._reader.feed(data):
             self._heard(frame)
+
+
+async def spawned(command: Sequence[str], end: socket.socket) -> asyncio.subprocess.Process:
+    """A process that inherits this end, whose number is its last argument. Raises OSError."""
+    return await asyncio.create_subprocess_exec(
+        *command,
+        str(end.fileno()),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.DEVNULL,
+        pass_fds=(end.fileno(),),
+        start_new_session=True,
+    )
+
+
+async def reaped(process: asyncio.subprocess.Process, patience_s: float) -> int | None:
+    """Its status. One that has closed its socket has nothing left to do but to say why; it is
+    killed when it takes longer."""
+    try:
+        async with asyncio.timeout(patience_s):
+            await process.wait()
+    except TimeoutError:
+        with suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+    return process.returncode

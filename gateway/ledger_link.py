@@ -16,10 +16,10 @@ import socket
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
-from gateway.child_wire import ChildWire
+from gateway.child_wire import ChildWire, reaped, spawned
 from tenancy.bookkeeping import Hold, Item, NamedEntry, entry_in
 from tenancy.errors import LedgerUnavailable, StoreError, TenancyError
 from tenancy.ledger_epochs import LedgerEpoch
@@ -253,14 +253,7 @@ class LedgerLink:
         with theirs:
             self._connect(ours)
             try:
-                self._process = await asyncio.create_subprocess_exec(
-                    *self._command,
-                    str(theirs.fileno()),
-                    stdin=asyncio.subprocess.DEVNULL,
-                    stdout=asyncio.subprocess.DEVNULL,
-                    pass_fds=(theirs.fileno(),),
-                    start_new_session=True,
-                )
+                self._process = await spawned(self._command, theirs)
             except OSError as error:
                 message = f"The ledger's process cannot be started: {error.strerror}."
                 if not self._opening.done():
@@ -352,19 +345,11 @@ class LedgerLink:
                 return pause_s
 
     async def _reap(self, patience_s: float = 1.0) -> int | None:
-        """Its status. One that has closed its socket has nothing left to do but to say why."""
-        process = self._process
-        if process is None:
+        if self._process is None:
             return None
-        try:
-            async with asyncio.timeout(patience_s):
-                await process.wait()
-        except TimeoutError:
-            with suppress(ProcessLookupError):
-                process.kill()
-            await process.wait()
+        status = await reaped(self._process, patience_s)
         self._process = None
-        return process.returncode
+        return status
 
     async def _end_process(self) -> None:
         """It finishes what it was sent, and goes."""
