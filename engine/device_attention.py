@@ -1,6 +1,6 @@
 """Attention on a GPU: one step's rows as a work list, shared prefixes read once.
 
-The backend of `engine.attention.Attention` over the kernels in `kernels.tree_attention`. Block
+The backend of `engine.attention.Attention` over the kernels in `kernels.gpu.tree_attention`. Block
 tables live on the device, one row per seat; a plan is made only when the batch or its groups
 change, since lengths are read on the device and appending a token leaves the plan valid.
 """
@@ -15,9 +15,9 @@ from engine.attention import rope_tables
 from engine.kv_storage import KvStorage
 from engine.model_store import ModelConfig
 from engine.plan import Group
-from kernels.fused_ops import rope_kv_write
-from kernels.tree_attention import Parts, WorkList, tree_attention
-from kernels.work_list import BIG, SMALL, WIDE, HostPlan, Planner, Slices
+from kernels.gpu.fused_ops import rope_kv_write
+from kernels.gpu.tree_attention import Parts, WorkList, tree_attention
+from kernels.gpu.work_list import BIG, SMALL, WIDE, HostPlan, Planner, Slices
 
 Int32 = npt.NDArray[np.int32]
 

@@ -18,7 +18,7 @@ from engine.api import SampledToken
 from engine.plan import BegunSequence, Mask
 from engine.random_choice import uniform
 from engine.sampler import Sampler
-from kernels.sampling import sample
+from kernels.gpu.sampling import sample
 
 Float32 = npt.NDArray[np.float32]
 

@@ -22,7 +22,7 @@ class KvFormat(Struct, frozen=True):
     """What a block holds. `name` is part of a namespace: other bits never meet these.
 
     `layout`: `slots`, [slot, head_dim] for each head; or `panels`, the order in which the C kernels
-    read keys and values (kernels/cpu_attention.c), in which a slot is no run of memory.
+    read keys and values (kernels/cpu/cpu_attention.c), in which a slot is no run of memory.
     """
 
     name: str
@@ -95,7 +95,7 @@ class KvStorage:
 
     def _copy_on_device(self, copies: Sequence[BlockCopy]) -> None:
         """In runs in which no block is both source and target: a kernel copies all at once."""
-        from kernels.fused_ops import copy_blocks
+        from kernels.gpu.fused_ops import copy_blocks
 
         run: list[tuple[int, int, int]] = []
         targets: set[int] = set()

@@ -1,7 +1,7 @@
 """A Llama on the CPU in C: weights packed once, then one call a step.
 
 The same forward as `engine.models.llama`, which reads from top to bottom, with everything between
-the token ids and the last norm in `kernels/cpu_llama.c`. The runner builds it where a C compiler
+the token ids and the last norm in `kernels/cpu/cpu_llama.c`. The runner builds it where a C compiler
 works and the shape fits.
 """
 
@@ -16,8 +16,8 @@ from engine.cpu_attention import CpuAttention
 from engine.kv_storage import KvStorage
 from engine.model_store import ModelConfig
 from engine.weights import Weights
-from kernels import cpu
-from kernels.cpu import Kernels, compiled
+from kernels.cpu import build as cpu
+from kernels.cpu.build import Kernels, compiled
 
 __all__ = ["CpuLlama", "Kernels", "load_kernels"]
 

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.models.layers import Linear
-from kernels import fused_ops
+from kernels.gpu import fused_ops
 
 CUT_ROWS = 256
 """Tokens at which wide products are cut: there the library takes tiles of 256 x 128, one row of

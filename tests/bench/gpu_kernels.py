@@ -24,9 +24,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from kernels.gpu.tree_attention import Parts, WorkList, tree_attention
+from kernels.gpu.work_list import BIG, SMALL, WIDE, Planner, Slices
 from kernels.reference import paged_attention
-from kernels.tree_attention import Parts, WorkList, tree_attention
-from kernels.work_list import BIG, SMALL, WIDE, Planner, Slices
 
 HEADS, KV_HEADS, HEAD_DIM, SIZE = 32, 8, 128, 16
 

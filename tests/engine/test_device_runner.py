@@ -14,7 +14,7 @@ import torch
 import triton
 from msgspec import structs
 
-import kernels.tree_attention
+import kernels.gpu.tree_attention
 from engine.api import (
     CacheGrant,
     Finished,
@@ -53,7 +53,7 @@ ERROR_MAX = 1e-3 if DEVICE.type == "cpu" else 5e-3
 def _merge_many_heads_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small batches would be merged a head at a time, which the interpreter takes minutes for."""
     if DEVICE.type == "cpu":
-        monkeypatch.setattr(kernels.tree_attention, "FEW_ROW_HEADS", 0)
+        monkeypatch.setattr(kernels.gpu.tree_attention, "FEW_ROW_HEADS", 0)
 
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from engine.api import Sampling
 from engine.first_steps import MANY, Limits, first_steps
 from engine.plan import StepPlan
-from kernels.fused_ops import DEPENDENT_ROWS_MAX
-from kernels.work_list import HostPlan, Planner, Slices
+from kernels.gpu.fused_ops import DEPENDENT_ROWS_MAX
+from kernels.gpu.work_list import HostPlan, Planner, Slices
 
 LIMITS = Limits(block_size=16, blocks=900, context=8_192, sequences=64, step_tokens=2_048, vocab=99)
 HEADS = {"mha": (8, 1), "gqa": (8, 4), "mqa": (1, 8)}

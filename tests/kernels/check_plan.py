@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kernels.work_list import HostPlan, Planner, Slices
+from kernels.gpu.work_list import HostPlan, Planner, Slices
 
 
 def check_plan(plan: HostPlan, slices: Slices, planner: Planner) -> None:

@@ -19,10 +19,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from kernels import hopper_attention
-from kernels.hopper_attention import hopper_attention_kernel
-from kernels.tree_attention import tree_attention_kernel
-from kernels.work_list import BIG, SMALL, WIDE, TileConfig
+from kernels.gpu import hopper_attention
+from kernels.gpu.hopper_attention import hopper_attention_kernel
+from kernels.gpu.tree_attention import tree_attention_kernel
+from kernels.gpu.work_list import BIG, SMALL, WIDE, TileConfig
 
 POINTERS = {
     "q_ptr": "*bf16", "kv": "*bf16", "part_out": "*fp32", "part_lse": "*fp32", "out": "*bf16",

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from engine.models.cpu_llama import in_turns
-from kernels import cpu, reference
+from kernels import reference
+from kernels.cpu import build as cpu
 
 ROWS = (1, 2, 3, 5, 6, 7, 12, 13, 33, 400)
 SHAPES = ((64, 96), (32, 40), (96, 576), (160, 5000))

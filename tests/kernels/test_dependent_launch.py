@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels import dependent_launch
-from kernels.dependent_launch import dependent_options
+from kernels.gpu import dependent_launch
+from kernels.gpu.dependent_launch import dependent_options
 
 
 def test_a_tensor_on_the_host_is_launched_plainly() -> None:

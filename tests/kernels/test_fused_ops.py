@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.fused_ops import copy_blocks, residual_rms_norm, rope_kv_write, silu_mul
-from kernels.sampling import sample
+from kernels.gpu.fused_ops import copy_blocks, residual_rms_norm, rope_kv_write, silu_mul
+from kernels.gpu.sampling import sample
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-import kernels.tree_attention
-from kernels import hopper_attention
+import kernels.gpu.tree_attention
+from kernels.gpu import hopper_attention
 from tests.kernels.test_tree_attention import DEVICE, Case, attend, error, planner_for
 
 HEADS, KV_HEADS, HEAD_DIM = 8, 2, 128
@@ -102,7 +102,7 @@ def test_a_pool_may_have_more_numbers_than_an_int32(
     by_hand: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Eight gigabytes of KV are 2**32 of them: a block's place takes 64 bits, or is a row's."""
-    monkeypatch.setattr(kernels.tree_attention, "HAS_GLUON", by_hand)
+    monkeypatch.setattr(kernels.gpu.tree_attention, "HAS_GLUON", by_hand)
     case = case_of("a prompt behind a prefix")
     expected = attend(case, planner_for(case))
     far = 2**32 // case.kv.stride(0) - len(case.kv)
@@ -148,7 +148,7 @@ def test_both_kernels_round_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     case = case_of("a prompt behind a prefix")
     by_hand = attend(case, planner_for(case))
 
-    monkeypatch.setattr(kernels.tree_attention, "HAS_GLUON", False)
+    monkeypatch.setattr(kernels.gpu.tree_attention, "HAS_GLUON", False)
     plain = attend(case, planner_for(case))
 
     assert error(by_hand, plain.double()) < 8e-3

@@ -9,9 +9,9 @@ import numpy.typing as npt
 import pytest
 import torch
 
-import kernels.tree_attention
-from kernels.tree_attention import Parts, WorkList, tree_attention
-from kernels.work_list import BIG, SMALL, WIDE, Planner, Slices
+import kernels.gpu.tree_attention
+from kernels.gpu.tree_attention import Parts, WorkList, tree_attention
+from kernels.gpu.work_list import BIG, SMALL, WIDE, Planner, Slices
 from tests.kernels.check_plan import check_plan
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -23,7 +23,7 @@ def _merge_many_heads_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small batches would be merged a head at a time, which the interpreter takes minutes for."""
     torch.set_num_threads(1)
     if DEVICE.type == "cpu":
-        monkeypatch.setattr(kernels.tree_attention, "FEW_ROW_HEADS", 0)
+        monkeypatch.setattr(kernels.gpu.tree_attention, "FEW_ROW_HEADS", 0)
 
 
 class Case:
@@ -219,7 +219,7 @@ def test_a_small_batch_is_merged_a_head_at_a_time(
     shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The merge has two shapes, by how much there is of it; both add the same parts."""
-    monkeypatch.setattr(kernels.tree_attention, "FEW_ROW_HEADS", 1024)
+    monkeypatch.setattr(kernels.gpu.tree_attention, "FEW_ROW_HEADS", 1024)
     heads, kv_heads, d = shape
     case = Case(
         2, [(1, 6)], [(70, 1), (0, 1)], heads=heads, kv_heads=kv_heads, head_dim=d,

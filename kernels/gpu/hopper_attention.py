@@ -1,6 +1,6 @@
 """Big tiles of tree attention scheduled by hand, for Hopper: copies, products and softmax at once.
 
-The work list, the inputs and the outputs are those of `kernels.tree_attention`, which launches this
+The work list, the inputs and the outputs are those of `kernels.gpu.tree_attention`, which launches this
 instead of its own kernel where `can_run` says so; what is computed is said there. A program is
 
     one producer warp            takes units, asks the copy engine for the blocks of K and V
@@ -33,7 +33,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from kernels.dependent_launch import gdc_launch_dependents, gdc_wait
+from kernels.gpu.dependent_launch import gdc_launch_dependents, gdc_wait
 
 HEAD_DIM = 128
 VECTORS = 64

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.dependent_launch import dependent_options, gdc_wait
+from kernels.gpu.dependent_launch import dependent_options, gdc_wait
 
 DEPENDENT_ROWS_MAX = 64
 """Few rows: a launch is mostly ramp, which a dependent one hides (1 % of a step at batch 1 to 32).

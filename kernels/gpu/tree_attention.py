@@ -11,8 +11,8 @@ a merge run inside one CUDA graph, BIG and SMALL side by side:
 
 The same kernel does chunked prefill: a slice of n tokens is n rows of one sequence whose lengths
 grow by one, so the causal mask is nothing but "keys below this row's length". The work list is made
-by `kernels.work_list`; lengths live on the device, so it stays valid while tokens are appended. On
-Hopper, `kernels.hopper_attention` does BIG and WIDE. Specified by `kernels.reference`.
+by `kernels.gpu.work_list`; lengths live on the device, so it stays valid while tokens are appended. On
+Hopper, `kernels.gpu.hopper_attention` does BIG and WIDE. Specified by `kernels.reference`.
 
 Shapes: T rows, H query heads, K KV heads, G = H / K, D head_dim, B blocks, S = 16 slots.
 KV is one tensor [B, layers, 2, K, S, D]: a block is one contiguous piece in all layers.
@@ -28,16 +28,16 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.dependent_launch import (
+from kernels.gpu.dependent_launch import (
     dependent_options,
     gdc_launch_dependents,
     gdc_wait,
     leave_shared_memory,
 )
-from kernels.work_list import HostPlan, TileConfig
+from kernels.gpu.work_list import HostPlan, TileConfig
 
 try:  # Gluon is experimental: without it every tile is this file's.
-    from kernels import hopper_attention
+    from kernels.gpu import hopper_attention
 
     HAS_GLUON = True
 except ImportError:
