@@ -20,10 +20,17 @@ from msgspec.structs import asdict
 
 from gateway.dialects.canonical import Rendered, UsageRecord
 from gateway.telemetry import CACHED, cached_as
-from tenancy.advice import Kept, advise_classes, advise_sizes
-from tenancy.prefixes import Prefixes
-from tenancy.pricing import RateCard
-from tenancy.reuse import BLOCK_TOKENS, DEEPEST, Histogram, ReuseSampler, bucket_of, units_of
+from tenancy.pricing.charges import RateCard
+from tenancy.reuse.advice import Kept, advise_classes, advise_sizes
+from tenancy.reuse.miss_ratio_curve import (
+    BLOCK_TOKENS,
+    DEEPEST,
+    Histogram,
+    ReuseSampler,
+    bucket_of,
+    units_of,
+)
+from tenancy.reuse.prefix_statistics import Prefixes
 
 T = TypeVar("T")
 

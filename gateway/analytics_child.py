@@ -23,8 +23,8 @@ from gateway.analytics_frames import (
     Told,
     read_to_analytics,
 )
-from tenancy.child_process import run
-from tenancy.ledger_frames import FrameReader, packed
+from tenancy.ledger.child_process import run
+from tenancy.ledger.protocol import FrameReader, packed
 
 READ_BYTES = 2**16
 

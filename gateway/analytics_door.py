@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from gateway.analytics import Analytics, Facts
-from tenancy.pricing import RateCard
+from tenancy.pricing.charges import RateCard
 
 
 class AnalyticsDoor(Protocol):

@@ -17,8 +17,8 @@ import msgspec
 from msgspec import Struct
 
 from gateway.analytics import Facts
-from tenancy.advice import Kept
-from tenancy.pricing import RateCard
+from tenancy.pricing.charges import RateCard
+from tenancy.reuse.advice import Kept
 
 
 class Begin(Struct, frozen=True, array_like=True, tag="begin"):

@@ -30,8 +30,8 @@ from gateway.analytics_frames import (
 from gateway.child_wire import ChildWire, reaped, spawned
 from gateway.dialects.canonical import Rendered
 from gateway.errors import Kind, Refusal
-from tenancy.ledger_frames import packed
-from tenancy.pricing import RateCard
+from tenancy.ledger.protocol import packed
+from tenancy.pricing.charges import RateCard
 
 COMMAND = (sys.executable, "-m", "gateway.analytics_child")
 ANSWERS_MAX = 32

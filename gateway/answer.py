@@ -38,7 +38,7 @@ from gateway.server import ClientGone, begin, send, whole, write
 from gateway.stream import AnswerStream
 from gateway.tracing import operation_of
 from tenancy.errors import LedgerUnavailable, LimitExceeded, TenancyError
-from tenancy.idempotency import Keeping, KeptAnswer
+from tenancy.ledger.idempotency import Keeping, KeptAnswer
 from tenancy.limits import Demand, LimitState, Meter, Reservation
 from tenancy.types import Identity
 

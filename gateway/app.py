@@ -67,14 +67,14 @@ from gateway.server import ListenerRunner
 from gateway.storage_meter import StorageWatch
 from gateway.telemetry import Telemetry
 from gateway.tracing import Tracer
-from tenancy import backends
-from tenancy.budget_watch import BudgetWatch
-from tenancy.identities import Registry
-from tenancy.ledger import Ledger
-from tenancy.ledger_epochs import has_history, ledger_epoch
+from tenancy.accounts.authentication import Registry
+from tenancy.accounts.tenants import bootstrap, bootstrap_admin
+from tenancy.ledger.epochs import has_history, ledger_epoch
+from tenancy.ledger.ledger import Ledger
 from tenancy.limits import Limiter
-from tenancy.registry import bootstrap, bootstrap_admin
-from tenancy.store import Store
+from tenancy.pricing.budget_watch import BudgetWatch
+from tenancy.storage import backends
+from tenancy.storage.interface import Store
 from tenancy.types import WallClock
 
 KEY_FILE = "default.key"

@@ -13,9 +13,9 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 
 from engine.api import Retention
-from tenancy.advice import Kept
 from tenancy.errors import BadName, BadPrice
-from tenancy.pricing import ANY, RateCard
+from tenancy.pricing.charges import ANY, RateCard
+from tenancy.reuse.advice import Kept
 
 RESOURCE = "resource"
 """What cached contents are held in: of their own expiry, and not to be asked for by name."""

@@ -11,7 +11,7 @@ import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from tenancy.ledger_frames import FrameReader
+from tenancy.ledger.protocol import FrameReader
 
 READ_BYTES = 2**12
 """Answers are small."""

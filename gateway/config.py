@@ -21,12 +21,12 @@ from msgspec import Meta, Struct
 from engine.config import EngineConfig
 from engine.model_store import DEFAULT_MODEL
 from gateway.cache_terms import CachingConfig
-from tenancy.backends import check_place
-from tenancy.declared import DeclaredTenant, check_declared
-from tenancy.declared_keys import DeclaredKey
+from tenancy.accounts.declared_keys import DeclaredKey
+from tenancy.accounts.declared_tenants import DeclaredTenant, check_declared
+from tenancy.accounts.shared_scopes import ScopeTerms, check_scopes
 from tenancy.errors import BadName, BadPrice, StoreError
-from tenancy.pricing import RateCard
-from tenancy.shared_scopes import ScopeTerms, check_scopes
+from tenancy.pricing.charges import RateCard
+from tenancy.storage.backends import check_place
 
 Seconds = Annotated[float, Meta(gt=0, le=86_400)]
 Whole = Annotated[int, Meta(ge=1, le=2**40)]

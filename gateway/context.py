@@ -24,9 +24,9 @@ from gateway.reports import Reports
 from gateway.retention import Contracts
 from gateway.telemetry import Telemetry
 from gateway.tracing import Tracer
+from tenancy.accounts.tenants import Registered
 from tenancy.limits import Limiter
-from tenancy.registry import Registered
-from tenancy.store import Store
+from tenancy.storage.interface import Store
 from tenancy.types import Identity, WallClock
 
 T = TypeVar("T")
@@ -36,7 +36,7 @@ Log = Callable[[str, dict[str, object]], None]
 
 
 class Authenticator(Protocol):
-    """Who holds a key? `tenancy.identities.Registry`, or a test's own."""
+    """Who holds a key? `tenancy.accounts.authentication.Registry`, or a test's own."""
 
     def authenticate(self, key: str) -> Identity:
         """Which tenant? Raises `tenancy.errors.KeyRefused`."""

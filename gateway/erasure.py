@@ -20,11 +20,11 @@ from gateway.admission import SHARED
 from gateway.context import Context
 from gateway.errors import Kind, Refusal
 from gateway.retention.entries import Entry, EntryBook
-from tenancy.deletion import deleted_among
-from tenancy.erasures import Receipt, digest_of, record
-from tenancy.idempotency import forget_answers
-from tenancy.resources import end_resources
-from tenancy.shared_scopes import Scope, list_scopes
+from tenancy.accounts.cached_contents import end_resources
+from tenancy.accounts.deletion import deleted_among
+from tenancy.accounts.erasure_receipts import Receipt, digest_of, record
+from tenancy.accounts.shared_scopes import Scope, list_scopes
+from tenancy.ledger.idempotency import forget_answers
 
 LEASE_ID_SIGNS_MAX = 200
 _PARTS = 5

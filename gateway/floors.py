@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 from engine.api import EngineInfo
 from gateway.errors import Kind, Refusal
-from tenancy.registry import Registered, floor_blocks_of
+from tenancy.accounts.tenants import Registered, floor_blocks_of
 
 
 def check_floor(

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from msgspec import structs
 
 from gateway.config import ConfigError
-from tenancy.declared import DeclaredTenant
-from tenancy.declared_keys import DeclaredKey
-from tenancy.keys import digest_of, is_key
+from tenancy.accounts.declared_keys import DeclaredKey
+from tenancy.accounts.declared_tenants import DeclaredTenant
+from tenancy.accounts.keys import digest_of, is_key
 
 FILE_BYTES_MAX = 1_024
 

@@ -17,11 +17,11 @@ from contextlib import contextmanager
 from msgspec import structs
 
 from gateway.ledger_door import LedgerDoor
-from tenancy.bookkeeping import Hold, Item, NamedEntry
-from tenancy.budget_watch import BudgetWatch
 from tenancy.errors import StoreError
-from tenancy.ledger_epochs import LedgerEpoch
-from tenancy.progress import Progress
+from tenancy.ledger.epochs import LedgerEpoch
+from tenancy.ledger.progress import Progress
+from tenancy.ledger.transactions import Hold, Item, NamedEntry
+from tenancy.pricing.budget_watch import BudgetWatch
 from tenancy.types import UsageEntry
 
 LATE_S = 0.05

@@ -11,15 +11,15 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
-from tenancy.bookkeeping import Item
-from tenancy.ledger import Ledger
-from tenancy.ledger_epochs import LedgerEpoch
-from tenancy.progress import Progress
+from tenancy.ledger.epochs import LedgerEpoch
+from tenancy.ledger.ledger import Ledger
+from tenancy.ledger.progress import Progress
+from tenancy.ledger.transactions import Item
 
 
 class LedgerDoor(Protocol):
     """A ledger, as far as a loop sees it. `restarts`: how often its process was started again;
-    the rest is `tenancy.ledger_writer.LedgerWriter`'s."""
+    the rest is `tenancy.ledger.writer.LedgerWriter`'s."""
 
     @property
     def found_epoch(self) -> LedgerEpoch | None: ...

@@ -20,10 +20,10 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from gateway.child_wire import ChildWire, reaped, spawned
-from tenancy.bookkeeping import Hold, Item, NamedEntry, entry_in
 from tenancy.errors import LedgerUnavailable, StoreError, TenancyError
-from tenancy.ledger_epochs import LedgerEpoch
-from tenancy.ledger_frames import (
+from tenancy.ledger.epochs import LedgerEpoch
+from tenancy.ledger.progress import Progress, ProgressNote
+from tenancy.ledger.protocol import (
     Answered,
     NotOpened,
     Open,
@@ -32,11 +32,11 @@ from tenancy.ledger_frames import (
     packed,
     read_from_writer,
 )
-from tenancy.ledger_writer import NOT_DURABLE, is_written
-from tenancy.progress import Progress, ProgressNote
+from tenancy.ledger.transactions import Hold, Item, NamedEntry, entry_in
+from tenancy.ledger.writer import NOT_DURABLE, is_written
 from tenancy.types import UsageEntry
 
-COMMAND = (sys.executable, "-m", "tenancy.ledger_child")
+COMMAND = (sys.executable, "-m", "tenancy.ledger.process")
 PAUSE_FIRST_S, PAUSE_LAST_S = 0.5, 5.0
 STEADY_S = 10.0
 """A process that lived so long is replaced without a pause when it dies."""

@@ -12,11 +12,11 @@ from collections.abc import Mapping
 
 from gateway.dialects.canonical import UsageRecord
 from gateway.ledger_door import LedgerDoor
-from tenancy.bookkeeping import Hold, NamedEntry
 from tenancy.errors import BadPrice, BudgetExceeded, NameInUse
-from tenancy.idempotency import Claim, Keeping
+from tenancy.ledger.idempotency import Claim, Keeping
+from tenancy.ledger.progress import Progress
+from tenancy.ledger.transactions import Hold, NamedEntry
 from tenancy.limits import Demand
-from tenancy.progress import Progress
 from tenancy.types import Identity, UsageEntry, WallClock
 
 NOTHING = Demand(0, 0)

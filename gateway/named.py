@@ -2,7 +2,7 @@
 
 A name belongs to its tenant, and to one request: path, query, version, body and workspace. Whoever
 sends that again gets what was answered, byte for byte, and pays nothing; see
-`tenancy.idempotency` for what is kept. It knows no dialect and no engine; `answer` asks.
+`tenancy.ledger.idempotency` for what is kept. It knows no dialect and no engine; `answer` asks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from gateway.config import IdempotencyConfig
 from gateway.context import Context
 from gateway.errors import Kind, Refusal
 from gateway.server import begin, send, whole, write
-from tenancy.idempotency import Claim, Keeping, KeptAnswer, find
+from tenancy.ledger.idempotency import Claim, Keeping, KeptAnswer, find
 from tenancy.types import Identity
 
 NAME = "Idempotency-Key"

@@ -17,7 +17,7 @@ from engine.api import Quota
 from engine.errors import EngineError
 from gateway.admission import quota_of
 from gateway.context import Context
-from tenancy.registry import Registered, floor_blocks_of, note_floors_max
+from tenancy.accounts.tenants import Registered, floor_blocks_of, note_floors_max
 
 
 class QuotaNews:

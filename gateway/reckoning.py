@@ -13,10 +13,10 @@ from contextlib import suppress
 from engine.api import Stats
 from engine.errors import EngineError
 from gateway.context import Context
-from tenancy.bookkeeping import EngineTotals
+from tenancy.accounting.reconcile import Counts, reconcile_living
 from tenancy.errors import LedgerUnavailable, StoreError
-from tenancy.ledger_epochs import ledger_epoch
-from tenancy.reconcile import Counts, reconcile_living
+from tenancy.ledger.epochs import ledger_epoch
+from tenancy.ledger.transactions import EngineTotals
 
 EVERY_S = 60.0
 LOOK_EVERY_S = 0.5

@@ -15,11 +15,11 @@ from gateway.config import Config, ConfigError, effective
 from gateway.context import Context
 from gateway.errors import Kind, Refusal
 from gateway.key_files import with_digests
-from tenancy.declared import Change, reconcile
-from tenancy.declared_keys import KeyChange
+from tenancy.accounts.declared_keys import KeyChange
+from tenancy.accounts.declared_tenants import Change, reconcile
+from tenancy.accounts.shared_scopes import ScopeChange
+from tenancy.accounts.tenants import list_registered
 from tenancy.errors import TenancyError
-from tenancy.registry import list_registered
-from tenancy.shared_scopes import ScopeChange
 
 
 class Reloaded(Struct, frozen=True):

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 from weakref import WeakValueDictionary
 
-from tenancy.store import Store
+from tenancy.storage.interface import Store
 
 T = TypeVar("T")
 

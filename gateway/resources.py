@@ -16,7 +16,7 @@ from gateway.cache_terms import RESOURCE
 from gateway.context import Context
 from gateway.dialects.canonical import Prompt, Segment
 from gateway.errors import Kind, Refusal
-from tenancy.resources import Resource, find_resource
+from tenancy.accounts.cached_contents import Resource, find_resource
 from tenancy.types import Identity
 
 PREFIX = "cachedContents/"

@@ -10,8 +10,8 @@ from contextlib import suppress
 from functools import partial
 
 from gateway.context import Context
-from tenancy.budgets import BudgetState, budget_states
 from tenancy.errors import StoreError
+from tenancy.pricing.budgets import BudgetState, budget_states
 
 
 class SoftBudgets:

@@ -21,11 +21,11 @@ from gateway.context import Context
 from gateway.erasure import forget_removed, owner_of
 from gateway.quotas import QuotaNews
 from gateway.soft_budgets import SoftBudgets
-from tenancy.bookkeeping import StorageReading
+from tenancy.accounts.cached_contents import sweep_resources
+from tenancy.accounts.tenants import list_tenants
 from tenancy.errors import LedgerUnavailable, StoreError
-from tenancy.idempotency import sweep
-from tenancy.registry import list_tenants
-from tenancy.resources import sweep_resources
+from tenancy.ledger.idempotency import sweep
+from tenancy.ledger.transactions import StorageReading
 
 LOOK_EVERY_S = 0.5
 CHURN_EVERY_S = 5.0

@@ -16,13 +16,13 @@ from gateway import plain
 from gateway.context import Context
 from gateway.errors import Kind, Refusal
 from gateway.plain import Window
-from tenancy.budgets import BudgetState
-from tenancy.cost_rows import storage
-from tenancy.ledger_epochs import ledger_epoch
-from tenancy.pricing import PICO_PER_MICRO, dollars
-from tenancy.store import Store
+from tenancy.accounting.focus_export import storage
+from tenancy.accounting.usage import By, UsageTotal, usage
+from tenancy.ledger.epochs import ledger_epoch
+from tenancy.pricing.budgets import BudgetState
+from tenancy.pricing.charges import PICO_PER_MICRO, dollars
+from tenancy.storage.interface import Store
 from tenancy.types import Tenant
-from tenancy.usage import By, UsageTotal, usage
 
 HOUR_MS = 3_600_000
 ROWS_MAX = 10_000

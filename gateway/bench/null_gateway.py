@@ -29,11 +29,11 @@ from gateway.ledger_link import LedgerLink
 from gateway.log_lines import LogLines
 from gateway.metering import wall_ms
 from gateway.prompt import Renderer
-from tenancy.bookkeeping import Item
-from tenancy.keys import create_key
-from tenancy.progress import Progress
-from tenancy.registry import create_tenant
-from tenancy.store import Store
+from tenancy.accounts.keys import create_key
+from tenancy.accounts.tenants import create_tenant
+from tenancy.ledger.progress import Progress
+from tenancy.ledger.transactions import Item
+from tenancy.storage.interface import Store
 from tenancy.types import Limits
 
 ENOUGH = 10**9

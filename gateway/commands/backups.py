@@ -19,10 +19,10 @@ from gateway.commands.answer import Answer, CommandError, Show
 from gateway.commands.database import opened
 from gateway.config import Config
 from gateway.metering import wall_ms
-from tenancy import backups
-from tenancy.backends import is_server, open_server
-from tenancy.moves import move
-from tenancy.pricing import dollars
+from tenancy.accounting import backups
+from tenancy.accounting.move_to_postgres import move
+from tenancy.pricing.charges import dollars
+from tenancy.storage.backends import is_server, open_server
 
 Adder = Callable[[argparse.ArgumentParser], None]
 

@@ -15,9 +15,9 @@ from gateway.commands.answer import Answer, CommandError, Table, tabled
 from gateway.commands.serve import check_address
 from gateway.config import Config, ConfigError, Origin, effective
 from gateway.key_files import with_digests
-from tenancy import backends
 from tenancy.errors import StoreError
-from tenancy.sqlite_store import check_sqlite
+from tenancy.storage import backends
+from tenancy.storage.sqlite import check_sqlite
 
 PACKAGES = ("torch", "tokenizers", "aiohttp", "msgspec")
 DISK_GIB_MIN = 1.0

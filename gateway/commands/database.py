@@ -9,9 +9,9 @@ from time import sleep
 from gateway.app import open_store
 from gateway.commands.answer import CommandError
 from gateway.config import Config
-from tenancy.backends import is_server
-from tenancy.budget_watch import LOOK_S
-from tenancy.store import Store
+from tenancy.pricing.budget_watch import LOOK_S
+from tenancy.storage.backends import is_server
+from tenancy.storage.interface import Store
 
 
 @contextmanager

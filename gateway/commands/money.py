@@ -22,18 +22,24 @@ from gateway.commands.database import opened
 from gateway.config import Config
 from gateway.dialects.strict import field_given_twice
 from gateway.metering import wall_ms
-from tenancy.adjustments import Adjustment, adjust
-from tenancy.audit import check_books
-from tenancy.budgets import Budget, budget_states, set_budget
-from tenancy.closing import close_days, list_closes
-from tenancy.cost_rows import COLUMNS, cost_rows
-from tenancy.exports import ENTRY_COLUMNS, as_csv, cloud_events, entry_rows, write_parquet
-from tenancy.ledger_epochs import ledger_epoch
-from tenancy.pricing import ANY, RateCard, dollars
-from tenancy.rate_cards import add_card, load_cards
-from tenancy.reconcile import Counts, reconcile
-from tenancy.registry import find_tenant, list_tenants
-from tenancy.whole_files import written_whole
+from tenancy.accounting.audit import check_books
+from tenancy.accounting.closing import close_days, list_closes
+from tenancy.accounting.exports import (
+    ENTRY_COLUMNS,
+    as_csv,
+    cloud_events,
+    entry_rows,
+    write_parquet,
+)
+from tenancy.accounting.focus_export import COLUMNS, cost_rows
+from tenancy.accounting.reconcile import Counts, reconcile
+from tenancy.accounts.tenants import find_tenant, list_tenants
+from tenancy.ledger.adjustments import Adjustment, adjust
+from tenancy.ledger.epochs import ledger_epoch
+from tenancy.pricing.budgets import Budget, budget_states, set_budget
+from tenancy.pricing.charges import ANY, RateCard, dollars
+from tenancy.pricing.rate_cards import add_card, load_cards
+from tenancy.storage.atomic_files import written_whole
 
 Adder = Callable[[argparse.ArgumentParser], None]
 Write = Callable[[bytes], object]

@@ -13,7 +13,7 @@ from gateway.commands.arguments import UsageError
 from gateway.commands.database import opened
 from gateway.config import Config
 from gateway.metering import wall_ms
-from tenancy.shared_scopes import ScopeTerms, list_scopes, remove_scope, set_scope
+from tenancy.accounts.shared_scopes import ScopeTerms, list_scopes, remove_scope, set_scope
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

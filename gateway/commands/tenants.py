@@ -15,10 +15,10 @@ from gateway.commands.database import opened
 from gateway.config import Config
 from gateway.floors import kept
 from gateway.metering import wall_ms
-from tenancy.cost_rows import storage_by_tenant
-from tenancy.deletion import delete_tenant
-from tenancy.errors import BadName
-from tenancy.keys import (
+from tenancy.accounting.focus_export import storage_by_tenant
+from tenancy.accounting.usage import UsageTotal
+from tenancy.accounts.deletion import delete_tenant
+from tenancy.accounts.keys import (
     SCOPES,
     Key,
     change_key,
@@ -29,11 +29,7 @@ from tenancy.keys import (
     revoke_key,
     rotate_key,
 )
-from tenancy.ledger import Ledger
-from tenancy.ledger_epochs import ledger_epoch
-from tenancy.pricing import dollars
-from tenancy.rate_cards import leaves_free
-from tenancy.registry import (
+from tenancy.accounts.tenants import (
     Registered,
     change_tenant,
     changed,
@@ -44,9 +40,13 @@ from tenancy.registry import (
     list_registered,
     set_status,
 )
-from tenancy.store import Store
+from tenancy.errors import BadName
+from tenancy.ledger.epochs import ledger_epoch
+from tenancy.ledger.ledger import Ledger
+from tenancy.pricing.charges import dollars
+from tenancy.pricing.rate_cards import leaves_free
+from tenancy.storage.interface import Store
 from tenancy.types import Limits, Status, TenantSettings
-from tenancy.usage import UsageTotal
 
 _UNITS_MS = {"m": 60_000, "h": 3_600_000, "d": 86_400_000}
 DAYS_MAX = 36_500

@@ -15,10 +15,10 @@ from gateway.context import Context
 from gateway.middleware import Route
 from gateway.request_state import STATE
 from gateway.usage_report import budget_body
-from tenancy.budgets import Budget, Window, budget_states, set_budget
-from tenancy.pricing import RateCard
-from tenancy.rate_cards import add_card, load_cards
-from tenancy.registry import Registered, find_registered, list_registered
+from tenancy.accounts.tenants import Registered, find_registered, list_registered
+from tenancy.pricing.budgets import Budget, Window, budget_states, set_budget
+from tenancy.pricing.charges import RateCard
+from tenancy.pricing.rate_cards import add_card, load_cards
 
 
 class BudgetBody(Struct, frozen=True, forbid_unknown_fields=True):

@@ -12,7 +12,7 @@ from gateway import plain
 from gateway.context import Context
 from gateway.middleware import Route
 from gateway.request_state import STATE
-from tenancy.shared_scopes import (
+from tenancy.accounts.shared_scopes import (
     Scope,
     ScopeTerms,
     find_scope,

@@ -25,10 +25,10 @@ from gateway.floors import check_floor, kept_of
 from gateway.middleware import Handler, Role, Route
 from gateway.reload import reload
 from gateway.request_state import STATE
-from tenancy import keys, registry
-from tenancy.deletion import delete_tenant
-from tenancy.keys import Key
-from tenancy.registry import Registered, floor_blocks_of
+from tenancy.accounts import keys, tenants
+from tenancy.accounts.deletion import delete_tenant
+from tenancy.accounts.keys import Key
+from tenancy.accounts.tenants import Registered, floor_blocks_of
 from tenancy.types import Limits, TenantSettings
 
 PAGE_MAX = 1_000
@@ -113,7 +113,7 @@ class _Desk:
     async def list_tenants(self, request: web.Request) -> web.StreamResponse:
         given = plain.query(request, "after", "limit")
         limit, after = plain.whole(given, "limit", 100, PAGE_MAX), given.get("after", "")
-        found = await self._gateway.reports.ask(registry.list_registered)
+        found = await self._gateway.reports.ask(tenants.list_registered)
         rest = [one for one in found if one.tenant.name > after]
         page = [self._body(one) for one in rest[:limit]]
         return plain.answer({"tenants": page, "has_more": len(rest) > limit})
@@ -121,9 +121,9 @@ class _Desk:
     async def create_tenant(self, request: web.Request) -> web.StreamResponse:
         body = await self._read(request, NewTenant)
         self._gateway.config.caching.check_classes(body.classes or ())
-        registry.check_settings(body)
+        tenants.check_settings(body)
         await asyncio.to_thread(
-            registry.create_tenant,
+            tenants.create_tenant,
             self._store,
             self._gateway.wall,
             body.name,
@@ -149,9 +149,9 @@ class _Desk:
         # Each wrong field by its path, before anything changes.
         settings = convert(body, TenantSettings, "")
         self._gateway.config.caching.check_classes(settings.classes or ())
-        registry.check_settings(settings)
+        tenants.check_settings(settings)
         check = self._floor_check(name, settings)
-        change = partial(registry.change_tenant, self._store, name, body, status, check=check)
+        change = partial(tenants.change_tenant, self._store, name, body, status, check=check)
         found = await asyncio.to_thread(change)
         self._note(request, "tenant_changed", found.tenant.tenant_id)
         return plain.answer(self._body(found))
@@ -165,7 +165,7 @@ class _Desk:
             await forget_removed(gateway)
         return plain.answer({"name": name, "deleted": True, "pseudonym": pseudonym})
 
-    def _floor_check(self, name: str, settings: TenantSettings) -> registry.Check | None:
+    def _floor_check(self, name: str, settings: TenantSettings) -> tenants.Check | None:
         """In the transaction that sets it: of two at the same moment the second is refused."""
         floor, info = settings.floor_blocks, self._gateway.engine.info
         return partial(check_floor, name=name, floor_blocks=floor, info=info) if floor else None
@@ -253,7 +253,7 @@ class _Desk:
         return await plain.read(request, self._gateway.config.server, kind)
 
     async def _tenant(self, name: str) -> Registered:
-        return await asyncio.to_thread(registry.find_registered, self._store, name)
+        return await asyncio.to_thread(tenants.find_registered, self._store, name)
 
     async def _key(self, request: web.Request) -> Key:
         """By its id alone: a beginning is for people."""

@@ -15,10 +15,10 @@ from gateway.context import Context
 from gateway.errors import Kind, Refusal
 from gateway.middleware import Route
 from gateway.request_state import STATE
-from tenancy.erasures import RECEIPTS_MAX, digest_of, list_receipts
-from tenancy.keys import check_name
-from tenancy.registry import Registered, find_registered
-from tenancy.shared_scopes import find_scope
+from tenancy.accounts.erasure_receipts import RECEIPTS_MAX, digest_of, list_receipts
+from tenancy.accounts.keys import check_name
+from tenancy.accounts.shared_scopes import find_scope
+from tenancy.accounts.tenants import Registered, find_registered
 
 NAMESPACES_MAX = 1_000
 """The largest are told."""

@@ -16,11 +16,11 @@ from gateway.erasure import holdings, namespaces_of, owner_of, parts_of, scope_n
 from gateway.errors import Kind, Refusal
 from gateway.middleware import Handler, Route
 from gateway.storage_meter import look_at_churn
-from tenancy import registry
+from tenancy.accounts import tenants
 from tenancy.errors import BadName
-from tenancy.pricing import RateCard
-from tenancy.rate_cards import CardBook, load_cards
-from tenancy.store import Store
+from tenancy.pricing.charges import RateCard
+from tenancy.pricing.rate_cards import CardBook, load_cards
+from tenancy.storage.interface import Store
 from tenancy.types import Tenant
 
 BRANCHES_MAX = 400
@@ -116,7 +116,7 @@ class _Desk:
     async def tree(self, request: web.Request) -> web.StreamResponse:
         """The shape of a tenant's trees, a namespace each, largest first; counts, never words."""
         gateway, name = self._gateway, request.match_info["name"]
-        found, _ = await asyncio.to_thread(registry.find_tenant, gateway.store, name)
+        found, _ = await asyncio.to_thread(tenants.find_tenant, gateway.store, name)
         scopes = await scope_names(gateway)
         spaces = namespaces_of(gateway.engine.namespaces, found.tenant_id)
         most = heapq.nlargest(TREES_MAX + 1, spaces, key=lambda one: one.blocks)
@@ -154,7 +154,7 @@ class _Desk:
 
         def find(store: Store) -> tuple[Tenant | None, RateCard]:
             try:
-                tenant, _ = registry.find_tenant(store, name)
+                tenant, _ = tenants.find_tenant(store, name)
             except BadName:  # deleted since
                 tenant = None
             tier = "" if tenant is None else tenant.tier

@@ -26,8 +26,8 @@ from gateway.middleware import Handler, Route
 from gateway.prepare import Prepared, check_model, prepare
 from gateway.request_state import STATE
 from gateway.server import send, whole
-from tenancy.pricing import RateCard
-from tenancy.rate_cards import CardBook, load_cards
+from tenancy.pricing.charges import RateCard
+from tenancy.pricing.rate_cards import CardBook, load_cards
 from tenancy.types import Identity
 
 NAMESPACES_ASKED_MAX = 16

@@ -30,8 +30,7 @@ from gateway.prepare import Prepared, check_model, prepare
 from gateway.request_state import STATE
 from gateway.resources import PREFIX, load, marked, retention
 from gateway.server import send, whole
-from tenancy.errors import BadName, StoreError
-from tenancy.resources import (
+from tenancy.accounts.cached_contents import (
     Resource,
     ResourceQuota,
     create_resource,
@@ -41,6 +40,7 @@ from tenancy.resources import (
     set_expiry,
     sweep_resources,
 )
+from tenancy.errors import BadName, StoreError
 from tenancy.types import Identity
 
 SHAPE = gemini.DIALECT

@@ -19,8 +19,8 @@ from gateway.errors import Kind, Refusal
 from gateway.middleware import Route
 from gateway.request_state import STATE
 from gateway.retention.entries import Entry
-from tenancy.budgets import budget_states
-from tenancy.erasures import list_receipts
+from tenancy.accounts.erasure_receipts import list_receipts
+from tenancy.pricing.budgets import budget_states
 from tenancy.types import Identity
 
 LEASES_MAX = 1_000

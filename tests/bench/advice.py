@@ -14,7 +14,7 @@ from pathlib import Path
 
 from gateway.analytics import SAMPLE_MAX, TOKENS_MAX
 from gateway.bench.trace import BLOCK_TOKENS, Arrival, read_trace
-from tenancy.reuse import BLOCK_BYTES, Point, ReuseSampler, units_of
+from tenancy.reuse.miss_ratio_curve import BLOCK_BYTES, Point, ReuseSampler, units_of
 
 SPANS = (60.0, 300.0, 1_800.0, 3_600.0)
 SIZES = (4_096, 65_536, 262_144, 1_048_576)

@@ -23,17 +23,17 @@ from queue import SimpleQueue
 
 import apsw
 
-from tenancy.budgets import Budget, set_budget
-from tenancy.entries import ENTRY_FIELDS
-from tenancy.ledger import Hold, Ledger
-from tenancy.postgres_store import PostgresStore
-from tenancy.pricing import RateCard
-from tenancy.rate_cards import add_card
-from tenancy.registry import create_tenant
-from tenancy.sqlite_store import SqliteStore
-from tenancy.store import Store
+from tenancy.accounting.usage import usage
+from tenancy.accounts.tenants import create_tenant
+from tenancy.ledger.entries import ENTRY_FIELDS
+from tenancy.ledger.ledger import Hold, Ledger
+from tenancy.pricing.budgets import Budget, set_budget
+from tenancy.pricing.charges import RateCard
+from tenancy.pricing.rate_cards import add_card
+from tenancy.storage.interface import Store
+from tenancy.storage.postgres import PostgresStore
+from tenancy.storage.sqlite import SqliteStore
 from tenancy.types import UsageEntry
-from tenancy.usage import usage
 from tests.tenancy.postgres_server import BINARIES, Server
 
 ALONE = 400

@@ -15,9 +15,9 @@ from gateway.metering import Account
 from gateway.named import NamedRequest
 from gateway.retention import Contract
 from gateway.stream import AnswerStream
-from tenancy.audit import check_books
+from tenancy.accounting.audit import check_books
+from tenancy.accounting.reconcile import reconcile
 from tenancy.limits import Reservation
-from tenancy.reconcile import reconcile
 from tests.bench.soak import PLANTED, Swarm
 from tests.gateway.house import House
 

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from gateway.metering import wall_ms
-from tenancy.keys import create_admin_key
+from tenancy.accounts.keys import create_admin_key
 from tests.gateway.house import House
 
 

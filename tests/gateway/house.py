@@ -35,10 +35,10 @@ from gateway.app import Gateway
 from gateway.config import Config, LimitsConfig, ServerConfig
 from gateway.metering import wall_ms
 from gateway.prompt import Renderer
-from tenancy.keys import create_key
-from tenancy.registry import create_tenant, list_tenants
-from tenancy.sqlite_store import SqliteStore
-from tenancy.store import Store
+from tenancy.accounts.keys import create_key
+from tenancy.accounts.tenants import create_tenant, list_tenants
+from tenancy.storage.interface import Store
+from tenancy.storage.sqlite import SqliteStore
 from tests.fakes import FakeRunner
 from tests.models import prepared
 

@@ -9,11 +9,11 @@ import pytest
 
 from gateway.erasure import forget_removed
 from gateway.metering import wall_ms
-from tenancy.declared import DeclaredTenant, reconcile
-from tenancy.deletion import delete_tenant
-from tenancy.erasures import list_receipts
-from tenancy.keys import list_keys
-from tenancy.registry import find_registered, list_tenants
+from tenancy.accounts.declared_tenants import DeclaredTenant, reconcile
+from tenancy.accounts.deletion import delete_tenant
+from tenancy.accounts.erasure_receipts import list_receipts
+from tenancy.accounts.keys import list_keys
+from tenancy.accounts.tenants import find_registered, list_tenants
 from tests.gateway.admin import Admin
 from tests.gateway.house import House
 

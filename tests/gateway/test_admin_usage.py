@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tenancy.erasures import list_receipts
+from tenancy.accounts.erasure_receipts import list_receipts
 from tests.gateway.admin import Admin
 from tests.gateway.house import House
 

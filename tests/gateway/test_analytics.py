@@ -21,11 +21,11 @@ from gateway.analytics import (
 )
 from gateway.dialects.canonical import Boundary, Rendered, UsageRecord
 from gateway.metering import wall_ms
-from tenancy.advice import Kept
-from tenancy.prefixes import PREFIXES_MAX
-from tenancy.pricing import RateCard
-from tenancy.rate_cards import add_card
-from tenancy.registry import change_tenant
+from tenancy.accounts.tenants import change_tenant
+from tenancy.pricing.charges import RateCard
+from tenancy.pricing.rate_cards import add_card
+from tenancy.reuse.advice import Kept
+from tenancy.reuse.prefix_statistics import PREFIXES_MAX
 from tests.fakes import FakeClock
 from tests.gateway.admin import Admin
 from tests.gateway.house import House

@@ -20,9 +20,9 @@ from gateway.analytics_frames import Begin
 from gateway.analytics_link import ANSWERS_MAX, TOKENS_MAX, AnalyticsLink
 from gateway.dialects.canonical import Boundary, Rendered, UsageRecord
 from gateway.errors import Refusal
-from tenancy import ledger_frames
-from tenancy.advice import Kept
-from tenancy.pricing import RateCard
+from tenancy.ledger import protocol
+from tenancy.pricing.charges import RateCard
+from tenancy.reuse.advice import Kept
 from tests.fakes import FakeClock
 
 PATIENCE_S = 60.0
@@ -122,7 +122,7 @@ async def test_answers_leave_some_at_a_time(made: Opened, monkeypatch: pytest.Mo
     link = await made.open()
     await link.overview()
     frames: list[object] = []
-    packed = ledger_frames.packed
+    packed = protocol.packed
 
     def noted(message: Any) -> bytes:
         frames.append(len(message.facts) if hasattr(message, "facts") else "question")

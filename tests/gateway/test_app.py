@@ -20,11 +20,11 @@ from aiohttp import ClientSession
 
 from gateway.metering import wall_ms
 from gateway.request_ids import IDS_AT_ONCE, RANDOM_BYTES, RequestIds
-from tenancy.audit import check_books
-from tenancy.pricing import RateCard
-from tenancy.rate_cards import add_card
-from tenancy.reconcile import reconcile
-from tenancy.sqlite_store import SqliteStore
+from tenancy.accounting.audit import check_books
+from tenancy.accounting.reconcile import reconcile
+from tenancy.pricing.charges import RateCard
+from tenancy.pricing.rate_cards import add_card
+from tenancy.storage.sqlite import SqliteStore
 from tests.gateway.product import SETTINGS, START_S, serving, started
 from tests.models import write_folder
 

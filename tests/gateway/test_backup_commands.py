@@ -10,8 +10,8 @@ import pytest
 
 from gateway.__main__ import main
 from gateway.metering import wall_ms
-from tenancy.backends import open_store
-from tenancy.ledger import EngineTotals, Ledger
+from tenancy.ledger.ledger import EngineTotals, Ledger
+from tenancy.storage.backends import open_store
 from tenancy.types import UsageEntry
 from tests.gateway.house import House
 from tests.gateway.said import Run, data_of, told

@@ -34,7 +34,7 @@ from gateway.bench.overhead import (
     summed_up,
 )
 from gateway.bench.processor_time import processor_s
-from tenancy.sqlite_store import SqliteStore
+from tenancy.storage.sqlite import SqliteStore
 from tests.gateway.house import House
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from gateway.cache_terms import CacheProfile, CachingConfig, RetentionClass
 from tenancy.errors import BadPrice
-from tenancy.pricing import RateCard
+from tenancy.pricing.charges import RateCard
 
 
 def test_the_hosted_classes_are_built_in() -> None:

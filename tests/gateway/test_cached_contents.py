@@ -12,8 +12,8 @@ import msgspec
 import pytest
 
 from gateway.cache_terms import CacheProfile
-from tenancy.registry import change_tenant
-from tenancy.resources import resource_token_seconds
+from tenancy.accounts.cached_contents import resource_token_seconds
+from tenancy.accounts.tenants import change_tenant
 from tests.gateway.house import PATIENCE_S, GatedRunner, House
 
 ALL = "/v1beta/cachedContents"

@@ -8,8 +8,8 @@ import socket
 import pytest
 
 from gateway.child_wire import ChildWire
-from tenancy.bookkeeping import Item
-from tenancy.ledger_frames import FrameReader, packed
+from tenancy.ledger.protocol import FrameReader, packed
+from tenancy.ledger.transactions import Item
 from tests.tenancy.conftest import used
 
 

@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 
 from gateway.__main__ import main
-from tenancy.bookkeeping import StorageReading
-from tenancy.declared import DeclaredTenant, reconcile
-from tenancy.declared_keys import DeclaredKey
-from tenancy.identities import Registry
-from tenancy.ledger import Ledger
-from tenancy.registry import note_floors_max
-from tenancy.sqlite_store import SqliteStore
+from tenancy.accounts.authentication import Registry
+from tenancy.accounts.declared_keys import DeclaredKey
+from tenancy.accounts.declared_tenants import DeclaredTenant, reconcile
+from tenancy.accounts.tenants import note_floors_max
+from tenancy.ledger.ledger import Ledger
+from tenancy.ledger.transactions import StorageReading
+from tenancy.storage.sqlite import SqliteStore
 from tests.gateway.said import Run, data_of, told
 from tests.models import write_folder
 from tests.tenancy.crash_child import entry

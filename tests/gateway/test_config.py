@@ -18,7 +18,7 @@ from gateway.config import (
     parse_address,
 )
 from tenancy.errors import BadPrice
-from tenancy.pricing import RateCard
+from tenancy.pricing.charges import RateCard
 from tenancy.types import Limits
 
 

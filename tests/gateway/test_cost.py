@@ -16,7 +16,7 @@ import pytest
 
 from engine.config import EngineConfig
 from gateway import late_holds, reckoning, storage_meter
-from tenancy.registry import change_tenant
+from tenancy.accounts.tenants import change_tenant
 from tests.gateway.house import PATIENCE_S, House
 
 ROOT = Path(__file__).parents[2]

@@ -20,12 +20,12 @@ import pytest
 from aiohttp import ClientError
 
 from gateway.late_holds import LATE_S
-from tenancy.audit import check_books
-from tenancy.backends import open_store
-from tenancy.ledger import Hold, Ledger
-from tenancy.reconcile import reconcile
-from tenancy.registry import create_tenant
-from tenancy.store import Store
+from tenancy.accounting.audit import check_books
+from tenancy.accounting.reconcile import reconcile
+from tenancy.accounts.tenants import create_tenant
+from tenancy.ledger.ledger import Hold, Ledger
+from tenancy.storage.backends import open_store
+from tenancy.storage.interface import Store
 from tests.gateway.product import SETTINGS, Server, serving
 from tests.models import write_folder
 from tests.tenancy.postgres_server import Server as Postgres
@@ -175,9 +175,9 @@ async def through_a_death(server: Server) -> bytes:
     """The rest of a stream whose ledger is killed behind its first event."""
     async with server.asked(max_tokens=STREAM_TOKENS, stream=True) as (_, content):
         await content.readuntil(b"\n\n")
-        os.kill(children(server)["tenancy.ledger_child"], signal.SIGKILL)
+        os.kill(children(server)["tenancy.ledger.process"], signal.SIGKILL)
         rest = await content.read()
-    await until(lambda: "tenancy.ledger_child" in children(server))
+    await until(lambda: "tenancy.ledger.process" in children(server))
     return rest
 
 
@@ -195,10 +195,10 @@ async def test_a_ledger_that_is_killed_again_and_again_loses_and_doubles_nothing
         for death in range(DEATHS):
             goal = len(load.whole) + rng.randrange(3, 15)
             await until(partial(reached, load, goal))
-            pid = children(server)["tenancy.ledger_child"]
+            pid = children(server)["tenancy.ledger.process"]
             os.kill(pid, signal.SIGKILL)
             await until(partial(died, place, death + 2))
-            await until(lambda: "tenancy.ledger_child" in children(server))
+            await until(lambda: "tenancy.ledger.process" in children(server))
         goal = len(load.whole) + 10
         await until(partial(reached, load, goal))
         load.is_over = True
@@ -222,7 +222,7 @@ async def test_what_a_gateway_had_handed_in_when_it_was_killed_is_written(
     stays either."""
     async with serving(model, place.data, place.settings) as server:
         pids = children(server)
-        writer = pids["tenancy.ledger_child"]
+        writer = pids["tenancy.ledger.process"]
         os.kill(writer, signal.SIGSTOP)
         load = Load(server)
         clients = [asyncio.create_task(load.ask(number)) for number in range(CLIENTS)]

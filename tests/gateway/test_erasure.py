@@ -14,7 +14,7 @@ from engine.errors import EngineUnavailable
 from gateway.admission import namespace_of
 from gateway.erasure import Target, entries_of, erase, holdings, parts_of
 from gateway.errors import Refusal
-from tenancy.erasures import digest_of, list_receipts
+from tenancy.accounts.erasure_receipts import digest_of, list_receipts
 from tenancy.types import CachePolicy, Identity, Tenant
 from tests.gateway.house import House
 

@@ -9,9 +9,9 @@ import pytest
 
 from gateway.config import ConfigError
 from gateway.key_files import with_digests
-from tenancy.declared import DeclaredTenant
-from tenancy.declared_keys import DeclaredKey
-from tenancy.keys import digest_of
+from tenancy.accounts.declared_keys import DeclaredKey
+from tenancy.accounts.declared_tenants import DeclaredTenant
+from tenancy.accounts.keys import digest_of
 
 KEY = "tl-" + "K" * 43
 

@@ -17,19 +17,19 @@ from msgspec import structs
 from gateway import late_holds, reckoning
 from gateway.late_holds import LATE_S, TOKENS_MAX, LateHolds
 from gateway.ledger_door import LedgerHere
-from tenancy.audit import check_books
-from tenancy.bookkeeping import EngineTotals, Hold, Item, NamedEntry, entry_in
-from tenancy.budget_watch import BudgetWatch
-from tenancy.budgets import Budget, set_budget
+from tenancy.accounting.audit import check_books
+from tenancy.accounts.keys import create_key
+from tenancy.accounts.tenants import create_tenant
 from tenancy.errors import BudgetExceeded, LedgerUnavailable, TenancyError
-from tenancy.idempotency import Claim
-from tenancy.keys import create_key
-from tenancy.ledger import Ledger
-from tenancy.pricing import RateCard
-from tenancy.progress import Progress
-from tenancy.rate_cards import add_card
-from tenancy.registry import create_tenant
-from tenancy.sqlite_store import SqliteStore
+from tenancy.ledger.idempotency import Claim
+from tenancy.ledger.ledger import Ledger
+from tenancy.ledger.progress import Progress
+from tenancy.ledger.transactions import EngineTotals, Hold, Item, NamedEntry, entry_in
+from tenancy.pricing.budget_watch import BudgetWatch
+from tenancy.pricing.budgets import Budget, set_budget
+from tenancy.pricing.charges import RateCard
+from tenancy.pricing.rate_cards import add_card
+from tenancy.storage.sqlite import SqliteStore
 from tenancy.types import UsageEntry
 from tests.gateway.house import House
 from tests.tenancy.conftest import used

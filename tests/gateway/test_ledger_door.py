@@ -12,16 +12,16 @@ from msgspec import structs
 
 from gateway.ledger_door import LedgerDoor, LedgerHere
 from gateway.ledger_link import LedgerLink
-from tenancy.bookkeeping import EngineTotals, Hold, NamedEntry, StorageReading
-from tenancy.budgets import Budget, set_budget
+from tenancy.accounts.tenants import create_tenant
 from tenancy.errors import BudgetExceeded, LedgerUnavailable, NameInUse, TenancyError
-from tenancy.idempotency import Claim, Keeping, KeptAnswer, find
-from tenancy.ledger import Ledger
-from tenancy.pricing import RateCard
-from tenancy.progress import Progress
-from tenancy.rate_cards import add_card
-from tenancy.registry import create_tenant
-from tenancy.sqlite_store import SqliteStore
+from tenancy.ledger.idempotency import Claim, Keeping, KeptAnswer, find
+from tenancy.ledger.ledger import Ledger
+from tenancy.ledger.progress import Progress
+from tenancy.ledger.transactions import EngineTotals, Hold, NamedEntry, StorageReading
+from tenancy.pricing.budgets import Budget, set_budget
+from tenancy.pricing.charges import RateCard
+from tenancy.pricing.rate_cards import add_card
+from tenancy.storage.sqlite import SqliteStore
 from tests.tenancy.conftest import used
 
 

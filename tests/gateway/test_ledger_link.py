@@ -15,19 +15,19 @@ from msgspec import structs
 
 from gateway import ledger_link
 from gateway.ledger_link import FRAME_ITEMS, LedgerLink
-from tenancy import ledger_frames
-from tenancy.bookkeeping import Hold, Item
+from tenancy.accounts.tenants import create_tenant
 from tenancy.errors import LedgerUnavailable, StoreError
-from tenancy.progress import Progress
-from tenancy.registry import create_tenant
-from tenancy.sqlite_store import SqliteStore
+from tenancy.ledger import protocol
+from tenancy.ledger.progress import Progress
+from tenancy.ledger.transactions import Hold, Item
+from tenancy.storage.sqlite import SqliteStore
 from tests.tenancy.conftest import used
 
 PATIENCE_S = 60.0
 DIES_BEFORE_IT_ANSWERS = """
 import os, sys
 from tenancy import ledger_child
-from tenancy.ledger_frames import Answered
+from tenancy.ledger.protocol import Answered
 say = ledger_child._say
 def die(wire, word):
     os._exit(9) if isinstance(word, Answered) else say(wire, word)
@@ -115,7 +115,7 @@ async def code(waiter: asyncio.Future[None]) -> str:
 def _watched(patch: pytest.MonkeyPatch) -> list[int]:
     """How many items each frame has that leaves from now on."""
     frames: list[int] = []
-    packed = ledger_frames.packed
+    packed = protocol.packed
 
     def counted(message: list[Item]) -> bytes:
         frames.append(len(message))

@@ -11,9 +11,9 @@ import pytest
 from engine.api import CacheGrant, Request
 from gateway.limiting import estimate, limit_headers
 from gateway.metering import wall_ms
-from tenancy.keys import change_key, create_key
+from tenancy.accounts.keys import change_key, create_key
+from tenancy.accounts.tenants import change_tenant
 from tenancy.limits import Demand, Limiter, LimitState, Meter
-from tenancy.registry import change_tenant
 from tenancy.types import Limits
 from tests.fakes import FakeClock
 from tests.gateway.house import House

@@ -11,16 +11,16 @@ import pytest
 from gateway.dialects.canonical import UsageRecord
 from gateway.ledger_door import LedgerHere
 from gateway.metering import Account
-from tenancy.budgets import Budget, set_budget
+from tenancy.accounts.authentication import Registry
+from tenancy.accounts.keys import create_key
+from tenancy.accounts.tenants import create_tenant
 from tenancy.errors import BudgetExceeded, LedgerUnavailable
-from tenancy.identities import Registry
-from tenancy.keys import create_key
-from tenancy.ledger import Ledger
+from tenancy.ledger.ledger import Ledger
 from tenancy.limits import Demand
-from tenancy.pricing import RateCard
-from tenancy.rate_cards import add_card
-from tenancy.registry import create_tenant
-from tenancy.sqlite_store import SqliteStore
+from tenancy.pricing.budgets import Budget, set_budget
+from tenancy.pricing.charges import RateCard
+from tenancy.pricing.rate_cards import add_card
+from tenancy.storage.sqlite import SqliteStore
 from tenancy.types import Identity
 
 RECORD = UsageRecord(total_in=10, read={"best_effort": 4}, fresh=6, out=3, physical_cached=4)

@@ -11,8 +11,8 @@ from gateway.dialects.canonical import Call
 from gateway.door import WRONG_KEYS_PER_MINUTE_MAX, WrongKeys
 from gateway.errors import Refusal
 from gateway.metering import wall_ms
-from tenancy.keys import create_key, list_keys, revoke_key
-from tenancy.registry import find_tenant, set_status
+from tenancy.accounts.keys import create_key, list_keys, revoke_key
+from tenancy.accounts.tenants import find_tenant, set_status
 from tests.fakes import FakeClock
 from tests.gateway.house import House
 

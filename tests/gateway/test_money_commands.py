@@ -13,10 +13,10 @@ import pytest
 from gateway.__main__ import main
 from gateway.commands import database as commands_database
 from gateway.metering import wall_ms
-from tenancy.backends import open_store
-from tenancy.budget_watch import LOOK_S
-from tenancy.ledger import EngineTotals, Ledger
-from tenancy.store import Store
+from tenancy.ledger.ledger import EngineTotals, Ledger
+from tenancy.pricing.budget_watch import LOOK_S
+from tenancy.storage.backends import open_store
+from tenancy.storage.interface import Store
 from tenancy.types import UsageEntry
 from tests.gateway.said import Run, data_of, told
 from tests.tenancy.postgres_server import Server

@@ -17,9 +17,9 @@ from gateway.config import IdempotencyConfig
 from gateway.erasure import Target, erase
 from gateway.metering import wall_ms
 from gateway.named import HOUR_MS, NAME_SIGNS_MAX, NamedRequest
-from tenancy.idempotency import Claim
-from tenancy.keys import create_key
-from tenancy.registry import change_tenant, set_status
+from tenancy.accounts.keys import create_key
+from tenancy.accounts.tenants import change_tenant, set_status
+from tenancy.ledger.idempotency import Claim
 from tests.gateway.house import House, parse_events, read_answer
 from tests.gateway.naming import (
     CHAT,

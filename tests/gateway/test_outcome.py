@@ -10,8 +10,8 @@ import pytest
 
 from gateway.dialects.openai_chat import ChatEncoder
 from gateway.tracing import Answered, Tracer
-from tenancy.bookkeeping import Item
 from tenancy.errors import LedgerUnavailable
+from tenancy.ledger.transactions import Item
 from tenancy.types import UsageEntry
 from tests.gateway.admin import Admin
 from tests.gateway.house import House

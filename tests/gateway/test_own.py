@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from gateway.metering import wall_ms
-from tenancy.erasures import list_receipts
-from tenancy.keys import create_key
-from tenancy.registry import change_tenant, find_tenant
+from tenancy.accounts.erasure_receipts import list_receipts
+from tenancy.accounts.keys import create_key
+from tenancy.accounts.tenants import change_tenant, find_tenant
 from tests.gateway.house import House
 
 pytestmark = pytest.mark.usefixtures("noon")

@@ -14,9 +14,9 @@ import pytest
 
 from engine.model_store import ModelCard
 from gateway.__main__ import main
-from tenancy import postgres_store
-from tenancy.audit import check_books
-from tenancy.postgres_store import PostgresStore
+from tenancy.accounting.audit import check_books
+from tenancy.storage import postgres
+from tenancy.storage.postgres import PostgresStore
 from tests.gateway.admin import Admin
 from tests.gateway.house import PATIENCE_S, House
 from tests.gateway.test_cached_contents import ALL, created, question
@@ -169,7 +169,7 @@ async def test_while_the_server_is_away_nothing_is_answered_unrecorded(
     card: ModelCard, tmp_path: Path, frail: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """503 with when to come again; it goes on by itself when the server is back."""
-    monkeypatch.setattr(postgres_store, "PATIENCE_S", 0.5)
+    monkeypatch.setattr(postgres, "PATIENCE_S", 0.5)
     name = await asyncio.to_thread(frail.database)
     store = await asyncio.to_thread(PostgresStore, frail.address(name))
     house = await asyncio.to_thread(House, card, tmp_path, store)

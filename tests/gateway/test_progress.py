@@ -22,7 +22,7 @@ from gateway.progress import (
     Notes,
     StreamProgress,
 )
-from tenancy.progress import Progress
+from tenancy.ledger.progress import Progress
 from tests.gateway.house import House
 
 PROMPT = 7

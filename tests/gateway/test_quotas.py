@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from tenancy.registry import change_tenant
+from tenancy.accounts.tenants import change_tenant
 from tests.gateway.admin import Admin
 from tests.gateway.house import BLOCKS, PATIENCE_S, House
 

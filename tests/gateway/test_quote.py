@@ -6,8 +6,8 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-from tenancy.pricing import RateCard
-from tenancy.rate_cards import add_card
+from tenancy.pricing.charges import RateCard
+from tenancy.pricing.rate_cards import add_card
 from tests.gateway.house import House
 
 CHAT = "/v1/chat/completions"

@@ -11,7 +11,7 @@ from engine.api import Stats
 from gateway.metering import wall_ms
 from gateway.reckoning import Reckoning
 from gateway.telemetry import EPOCHS_MAX, Telemetry
-from tenancy.reconcile import Counts, Epoch, reconcile
+from tenancy.accounting.reconcile import Counts, Epoch, reconcile
 from tests.gateway.house import House
 
 

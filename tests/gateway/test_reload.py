@@ -14,11 +14,11 @@ import pytest
 from gateway.config import Config, load_config
 from gateway.errors import Refusal
 from gateway.reload import Reloaded, declare, differences, reload
-from tenancy.declared import Change
-from tenancy.declared_keys import KeyChange
-from tenancy.keys import digest_of
-from tenancy.registry import find_registered, list_tenants
-from tenancy.shared_scopes import ScopeChange
+from tenancy.accounts.declared_keys import KeyChange
+from tenancy.accounts.declared_tenants import Change
+from tenancy.accounts.keys import digest_of
+from tenancy.accounts.shared_scopes import ScopeChange
+from tenancy.accounts.tenants import find_registered, list_tenants
 from tests.gateway.admin import Admin
 from tests.gateway.house import House
 

@@ -11,10 +11,10 @@ import pytest
 
 from gateway.metering import wall_ms
 from gateway.reports import Reports
+from tenancy.accounts.tenants import create_tenant, list_tenants
 from tenancy.errors import StoreError
-from tenancy.registry import create_tenant, list_tenants
-from tenancy.sqlite_store import SqliteStore
-from tenancy.store import Store
+from tenancy.storage.interface import Store
+from tenancy.storage.sqlite import SqliteStore
 
 PATIENCE_S = 60
 

@@ -16,9 +16,9 @@ from gateway.cache_terms import BEST_EFFORT
 from gateway.erasure import Target, forget_removed, holdings, of_scope, parts_of
 from gateway.metering import wall_ms
 from gateway.storage_meter import held_more
-from tenancy.keys import create_key
-from tenancy.registry import change_tenant, create_tenant
-from tenancy.shared_scopes import ScopeTerms, find_scope, remove_scope, set_scope
+from tenancy.accounts.keys import create_key
+from tenancy.accounts.shared_scopes import ScopeTerms, find_scope, remove_scope, set_scope
+from tenancy.accounts.tenants import change_tenant, create_tenant
 from tenancy.types import CachePolicy, Identity, SharedScope, Tenant
 from tests.gateway.admin import Admin
 from tests.gateway.house import House

@@ -9,10 +9,10 @@ import pytest
 
 from gateway.metering import wall_ms
 from gateway.soft_budgets import SoftBudgets
-from tenancy.budgets import Budget, set_budget
 from tenancy.errors import StoreError
-from tenancy.pricing import RateCard
-from tenancy.rate_cards import add_card
+from tenancy.pricing.budgets import Budget, set_budget
+from tenancy.pricing.charges import RateCard
+from tenancy.pricing.rate_cards import add_card
 from tests.gateway.house import House
 
 pytestmark = pytest.mark.usefixtures("noon")

@@ -15,11 +15,11 @@ from engine.namespace_book import NamespaceBook
 from gateway.cache_terms import BEST_EFFORT
 from gateway.metering import wall_ms
 from gateway.storage_meter import NANO, StorageMeter, StorageWatch, held_more
-from tenancy.bookkeeping import StorageReading
-from tenancy.cost_rows import cost_rows
+from tenancy.accounting.focus_export import cost_rows
 from tenancy.errors import LedgerUnavailable, StoreError
-from tenancy.pricing import RateCard, dollars
-from tenancy.rate_cards import add_card
+from tenancy.ledger.transactions import StorageReading
+from tenancy.pricing.charges import RateCard, dollars
+from tenancy.pricing.rate_cards import add_card
 from tests.fakes import FakeClock
 from tests.gateway.house import House
 

@@ -7,7 +7,7 @@ import pytest
 from gateway.errors import Refusal
 from gateway.plain import Window
 from gateway.usage_report import HOUR_MS, groups_of, hours, sums
-from tenancy.usage import UsageTotal
+from tenancy.accounting.usage import UsageTotal
 
 
 def test_a_window_is_widened_to_whole_hours() -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Set
 from pathlib import Path
 
-from tenancy.audit import check_books
-from tenancy.backends import open_store
-from tenancy.budgets import budget_states
-from tenancy.idempotency import find
-from tenancy.ledger import Ledger
+from tenancy.accounting.audit import check_books
+from tenancy.ledger.idempotency import find
+from tenancy.ledger.ledger import Ledger
+from tenancy.pricing.budgets import budget_states
+from tenancy.storage.backends import open_store
 from tests.tenancy.crash_child import (
     answer,
     claim,

@@ -10,11 +10,11 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from tenancy.ledger import Ledger
-from tenancy.postgres_store import PostgresStore
-from tenancy.registry import create_tenant
-from tenancy.sqlite_store import SqliteStore
-from tenancy.store import Store
+from tenancy.accounts.tenants import create_tenant
+from tenancy.ledger.ledger import Ledger
+from tenancy.storage.interface import Store
+from tenancy.storage.postgres import PostgresStore
+from tenancy.storage.sqlite import SqliteStore
 from tenancy.types import UsageEntry
 from tests.tenancy.postgres_server import IN_MEMORY, Server
 

@@ -12,17 +12,17 @@ import signal
 import sys
 from pathlib import Path
 
-from tenancy.adjustments import Adjustment, adjust
-from tenancy.backends import open_store
-from tenancy.budgets import Budget, set_budget
+from tenancy.accounts.tenants import create_tenant, list_tenants
 from tenancy.errors import TenancyError
-from tenancy.idempotency import Claim, Keeping, KeptAnswer
-from tenancy.ledger import Hold, Ledger, NamedEntry, StorageReading
-from tenancy.pricing import RateCard
-from tenancy.progress import Progress
-from tenancy.rate_cards import add_card, load_cards
-from tenancy.registry import create_tenant, list_tenants
-from tenancy.store import Store
+from tenancy.ledger.adjustments import Adjustment, adjust
+from tenancy.ledger.idempotency import Claim, Keeping, KeptAnswer
+from tenancy.ledger.ledger import Hold, Ledger, NamedEntry, StorageReading
+from tenancy.ledger.progress import Progress
+from tenancy.pricing.budgets import Budget, set_budget
+from tenancy.pricing.charges import RateCard
+from tenancy.pricing.rate_cards import add_card, load_cards
+from tenancy.storage.backends import open_store
+from tenancy.storage.interface import Store
 from tenancy.types import UsageEntry
 
 AT_ONCE = 4

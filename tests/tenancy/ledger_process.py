@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tenancy.bookkeeping import Item
-from tenancy.ledger_frames import (
+from tenancy.ledger.protocol import (
     Answered,
     FrameReader,
     FromWriter,
@@ -19,6 +18,7 @@ from tenancy.ledger_frames import (
     packed,
     read_from_writer,
 )
+from tenancy.ledger.transactions import Item
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 60.0
@@ -69,7 +69,7 @@ def ledger_process() -> Iterator[Process]:
     ours.settimeout(PATIENCE_S)
     with theirs:
         process = subprocess.Popen(
-            [sys.executable, "-m", "tenancy.ledger_child", str(theirs.fileno())],
+            [sys.executable, "-m", "tenancy.ledger.process", str(theirs.fileno())],
             pass_fds=(theirs.fileno(),),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

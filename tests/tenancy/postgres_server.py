@@ -14,9 +14,9 @@ from itertools import count
 from pathlib import Path
 
 from engine.own_folder import own_folder
-from tenancy.postgres_address import PORT, Address, read_address
-from tenancy.postgres_link import Link, LinkLost, StatementFailed
-from tenancy.postgres_store import PostgresStore
+from tenancy.storage.postgres import PostgresStore
+from tenancy.storage.postgres_address import PORT, Address, read_address
+from tenancy.storage.postgres_connection import Link, LinkLost, StatementFailed
 
 BINARIES = next(
     (

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from tenancy.adjustments import Adjustment, adjust
-from tenancy.closing import close_days
+from tenancy.accounting.closing import close_days
+from tenancy.accounting.usage import usage
+from tenancy.accounts.tenants import create_tenant
 from tenancy.errors import BadPrice, ConstraintBroken
-from tenancy.ledger import Ledger
-from tenancy.pricing import RateCard
-from tenancy.rate_cards import add_card
-from tenancy.registry import create_tenant
-from tenancy.store import Store
+from tenancy.ledger.adjustments import Adjustment, adjust
+from tenancy.ledger.ledger import Ledger
+from tenancy.pricing.charges import RateCard
+from tenancy.pricing.rate_cards import add_card
+from tenancy.storage.interface import Store
 from tenancy.types import UsageEntry
-from tenancy.usage import usage
 from tests.tenancy.conftest import Wall
 
 DAY_MS = 86_400_000

@@ -5,10 +5,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from tenancy.advice import ClassAdvice, Kept, advise_classes, advise_sizes
-from tenancy.pricing import RateCard
-from tenancy.returns import PROMPTS_MIN
-from tenancy.reuse import ReuseSampler
+from tenancy.pricing.charges import RateCard
+from tenancy.reuse.advice import ClassAdvice, Kept, advise_classes, advise_sizes
+from tenancy.reuse.miss_ratio_curve import ReuseSampler
+from tenancy.reuse.reuse_intervals import PROMPTS_MIN
 
 CARD = RateCard("c", input=1_000, cache_read=100, cache_write={"5m": 1_250, "1h": 2_000})
 CLASSES = {"1h": Kept(3_600.0, "1h"), "5m": Kept(300.0, "5m")}

@@ -11,18 +11,18 @@ import apsw
 import pytest
 from msgspec import structs
 
-from tenancy.adjustments import Adjustment, adjust
-from tenancy.audit import check_books
-from tenancy.budgets import Budget, set_budget
-from tenancy.closing import close_days
-from tenancy.ledger import Hold, Ledger
-from tenancy.pricing import RateCard
-from tenancy.rate_cards import add_card
-from tenancy.registry import create_tenant
-from tenancy.sqlite_store import APPLICATION_ID, SqliteStore, migrations
-from tenancy.store import Store
+from tenancy.accounting.audit import check_books
+from tenancy.accounting.closing import close_days
+from tenancy.accounting.usage import usage
+from tenancy.accounts.tenants import create_tenant
+from tenancy.ledger.adjustments import Adjustment, adjust
+from tenancy.ledger.ledger import Hold, Ledger
+from tenancy.pricing.budgets import Budget, set_budget
+from tenancy.pricing.charges import RateCard
+from tenancy.pricing.rate_cards import add_card
+from tenancy.storage.interface import Store
+from tenancy.storage.sqlite import APPLICATION_ID, SqliteStore, migrations
 from tenancy.types import UsageEntry
-from tenancy.usage import usage
 from tests.tenancy.conftest import Wall
 
 DAY_MS = 86_400_000

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from tenancy.backends import check_place, look, open_store
 from tenancy.errors import StoreError
-from tenancy.postgres_store import PostgresStore
-from tenancy.sqlite_store import SqliteStore
+from tenancy.storage.backends import check_place, look, open_store
+from tenancy.storage.postgres import PostgresStore
+from tenancy.storage.sqlite import SqliteStore
 from tests.tenancy.postgres_server import Server
 
 
@@ -53,7 +53,7 @@ def test_without_the_driver_it_says_what_to_install(
     usual = builtins.__import__
 
     def without(name: str, *rest: Any) -> Any:
-        if name == "tenancy.postgres_store":
+        if name == "tenancy.storage.postgres":
             raise ImportError(name)
         return usual(name, *rest)
 

@@ -12,15 +12,15 @@ from pathlib import Path
 import apsw
 import pytest
 
-from tenancy.audit import check_books
-from tenancy.backups import Missing, backup, mark, restore
+from tenancy.accounting.audit import check_books
+from tenancy.accounting.backups import Missing, backup, mark, restore
+from tenancy.accounts.tenants import create_tenant
 from tenancy.errors import StoreError
-from tenancy.ledger import Hold, Ledger
-from tenancy.ledger_epochs import list_ledger_epochs
-from tenancy.progress import Progress
-from tenancy.registry import create_tenant
-from tenancy.sqlite_store import SqliteStore, migrations
-from tenancy.store import Store
+from tenancy.ledger.epochs import list_ledger_epochs
+from tenancy.ledger.ledger import Hold, Ledger
+from tenancy.ledger.progress import Progress
+from tenancy.storage.interface import Store
+from tenancy.storage.sqlite import SqliteStore, migrations
 from tests.tenancy.conftest import Wall
 from tests.tenancy.crash_child import entry
 

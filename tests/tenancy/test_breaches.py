@@ -11,18 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
-from tenancy.adjustments import BREACH, Adjustment, adjust
-from tenancy.audit import check_books
-from tenancy.breaches import credit_of
-from tenancy.closing import close_days
+from tenancy.accounting.audit import check_books
+from tenancy.accounting.closing import close_days
+from tenancy.accounting.usage import usage
+from tenancy.accounts.tenants import create_tenant
 from tenancy.errors import BadPrice
-from tenancy.ledger import Hold, Ledger
-from tenancy.pricing import PICO_PER_MICRO, BreachCredit, RateCard, price
-from tenancy.rate_cards import add_card, load_cards
-from tenancy.registry import create_tenant
-from tenancy.store import Store
+from tenancy.ledger.adjustments import BREACH, Adjustment, adjust
+from tenancy.ledger.breaches import credit_of
+from tenancy.ledger.ledger import Hold, Ledger
+from tenancy.pricing.charges import PICO_PER_MICRO, BreachCredit, RateCard, price
+from tenancy.pricing.rate_cards import add_card, load_cards
+from tenancy.storage.interface import Store
 from tenancy.types import UsageEntry
-from tenancy.usage import usage
 from tests.tenancy.conftest import Wall, new_store
 from tests.tenancy.postgres_server import Server
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tenancy.budget_watch import LOOK_S, BudgetWatch
-from tenancy.budgets import Budget, set_budget
+from tenancy.accounts.keys import create_key, rotate_key
+from tenancy.accounts.tenants import create_tenant
 from tenancy.errors import StoreError
-from tenancy.keys import create_key, rotate_key
-from tenancy.registry import create_tenant
-from tenancy.sqlite_store import SqliteStore
+from tenancy.pricing.budget_watch import LOOK_S, BudgetWatch
+from tenancy.pricing.budgets import Budget, set_budget
+from tenancy.storage.sqlite import SqliteStore
 
 
 def wall() -> int:

@@ -15,20 +15,20 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 from msgspec import structs
 
-from tenancy.audit import check_books
-from tenancy.budgets import Budget, budget_states, set_budget, window_of
-from tenancy.deletion import delete_tenant
+from tenancy.accounting.audit import check_books
+from tenancy.accounts.deletion import delete_tenant
+from tenancy.accounts.keys import create_key, rotate_key
+from tenancy.accounts.tenants import create_tenant
 from tenancy.errors import BadPrice, BudgetExceeded
-from tenancy.keys import create_key, rotate_key
-from tenancy.ledger import Hold, Ledger
-from tenancy.postgres_store import PostgresStore
-from tenancy.pricing import RateCard
-from tenancy.progress import Progress
-from tenancy.rate_cards import add_card
-from tenancy.registry import create_tenant
-from tenancy.sqlite_store import SqliteStore
-from tenancy.store import Store
-from tenancy.sums import DAY_MS
+from tenancy.ledger.aggregates import DAY_MS
+from tenancy.ledger.ledger import Hold, Ledger
+from tenancy.ledger.progress import Progress
+from tenancy.pricing.budgets import Budget, budget_states, set_budget, window_of
+from tenancy.pricing.charges import RateCard
+from tenancy.pricing.rate_cards import add_card
+from tenancy.storage.interface import Store
+from tenancy.storage.postgres import PostgresStore
+from tenancy.storage.sqlite import SqliteStore
 from tenancy.types import UsageEntry
 from tests.tenancy.conftest import Wall
 from tests.tenancy.postgres_server import Server

@@ -10,16 +10,16 @@ from contextlib import AbstractContextManager, closing
 import pytest
 from msgspec.structs import replace
 
-from tenancy.adjustments import Adjustment, adjust
-from tenancy.audit import check_books
-from tenancy.bookkeeping import StorageReading
-from tenancy.closing import close_days, list_closes
+from tenancy.accounting.audit import check_books
+from tenancy.accounting.closing import close_days, list_closes
+from tenancy.accounts.tenants import create_tenant
 from tenancy.errors import BooksClosed, ConstraintBroken, LedgerUnavailable
-from tenancy.ledger import EngineTotals, Hold, Ledger
-from tenancy.pricing import RateCard
-from tenancy.rate_cards import add_card
-from tenancy.registry import create_tenant
-from tenancy.store import Store, Transaction
+from tenancy.ledger.adjustments import Adjustment, adjust
+from tenancy.ledger.ledger import EngineTotals, Hold, Ledger
+from tenancy.ledger.transactions import StorageReading
+from tenancy.pricing.charges import RateCard
+from tenancy.pricing.rate_cards import add_card
+from tenancy.storage.interface import Store, Transaction
 from tenancy.types import UsageEntry
 from tests.tenancy.conftest import Wall
 

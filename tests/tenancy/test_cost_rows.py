@@ -8,16 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tenancy.adjustments import Adjustment, adjust
-from tenancy.bookkeeping import StorageReading
-from tenancy.cost_rows import COLUMNS, Held, cost_rows, storage, storage_by_tenant
-from tenancy.ledger import Ledger
-from tenancy.pricing import RateCard, dollars, storage_charge
-from tenancy.rate_cards import add_card
-from tenancy.registry import create_tenant
-from tenancy.store import Store
+from tenancy.accounting.focus_export import COLUMNS, Held, cost_rows, storage, storage_by_tenant
+from tenancy.accounting.usage import usage
+from tenancy.accounts.tenants import create_tenant
+from tenancy.ledger.adjustments import Adjustment, adjust
+from tenancy.ledger.ledger import Ledger
+from tenancy.ledger.transactions import StorageReading
+from tenancy.pricing.charges import RateCard, dollars, storage_charge
+from tenancy.pricing.rate_cards import add_card
+from tenancy.storage.interface import Store
 from tenancy.types import UsageEntry
-from tenancy.usage import usage
 from tests.tenancy.conftest import Wall
 
 HOUR_MS = 3_600_000

@@ -6,17 +6,17 @@ from collections.abc import Sequence
 
 import pytest
 
-from tenancy.declared import Change, DeclaredTenant, reconcile
-from tenancy.deletion import delete_tenant
-from tenancy.errors import BadName
-from tenancy.registry import (
+from tenancy.accounts.declared_tenants import Change, DeclaredTenant, reconcile
+from tenancy.accounts.deletion import delete_tenant
+from tenancy.accounts.tenants import (
     change_tenant,
     create_tenant,
     find_registered,
     list_registered,
     set_status,
 )
-from tenancy.store import Store
+from tenancy.errors import BadName
+from tenancy.storage.interface import Store
 from tenancy.types import CachePolicy, Limits
 from tests.tenancy.conftest import Wall
 

@@ -10,13 +10,11 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from tenancy.budgets import Budget, load_budgets, set_budget
-from tenancy.declared import DeclaredTenant, reconcile
-from tenancy.declared_keys import DeclaredKey, KeyChange
-from tenancy.deletion import delete_tenant
-from tenancy.errors import BadName, KeyRefused
-from tenancy.key_ring import KeyRing, load_keys
-from tenancy.keys import (
+from tenancy.accounts.declared_keys import DeclaredKey, KeyChange
+from tenancy.accounts.declared_tenants import DeclaredTenant, reconcile
+from tenancy.accounts.deletion import delete_tenant
+from tenancy.accounts.key_index import KeyRing, load_keys
+from tenancy.accounts.keys import (
     change_key,
     create_key,
     digest_of,
@@ -25,9 +23,11 @@ from tenancy.keys import (
     revoke_key,
     rotate_key,
 )
-from tenancy.ledger import Ledger
-from tenancy.registry import create_tenant
-from tenancy.store import Store
+from tenancy.accounts.tenants import create_tenant
+from tenancy.errors import BadName, KeyRefused
+from tenancy.ledger.ledger import Ledger
+from tenancy.pricing.budgets import Budget, load_budgets, set_budget
+from tenancy.storage.interface import Store
 from tenancy.types import Limits
 from tests.tenancy.conftest import Wall, used
 

@@ -5,26 +5,26 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from tenancy.audit import check_books
-from tenancy.bookkeeping import NamedEntry
-from tenancy.budgets import Budget, set_budget
-from tenancy.declared import DeclaredTenant, reconcile
-from tenancy.deletion import delete_tenant, deleted_among
-from tenancy.errors import BadName, KeyRefused
-from tenancy.idempotency import Claim, Keeping, KeptAnswer
-from tenancy.identities import Registry
-from tenancy.keys import create_key, list_keys, rotate_key
-from tenancy.ledger import Hold, Ledger
-from tenancy.registry import (
+from tenancy.accounting.audit import check_books
+from tenancy.accounts.authentication import Registry
+from tenancy.accounts.cached_contents import Resource, ResourceQuota, create_resource
+from tenancy.accounts.declared_tenants import DeclaredTenant, reconcile
+from tenancy.accounts.deletion import delete_tenant, deleted_among
+from tenancy.accounts.keys import create_key, list_keys, rotate_key
+from tenancy.accounts.shared_scopes import ScopeTerms, reconcile_scopes
+from tenancy.accounts.tenants import (
     change_tenant,
     create_tenant,
     find_registered,
     list_tenants,
     set_status,
 )
-from tenancy.resources import Resource, ResourceQuota, create_resource
-from tenancy.shared_scopes import ScopeTerms, reconcile_scopes
-from tenancy.store import Store
+from tenancy.errors import BadName, KeyRefused
+from tenancy.ledger.idempotency import Claim, Keeping, KeptAnswer
+from tenancy.ledger.ledger import Hold, Ledger
+from tenancy.ledger.transactions import NamedEntry
+from tenancy.pricing.budgets import Budget, set_budget
+from tenancy.storage.interface import Store
 from tenancy.types import TenantSettings, UsageEntry
 from tests.tenancy.conftest import Wall
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from tenancy.entries import ENTRY_FIELDS, chained, entry_row
-from tenancy.ledger import Ledger
-from tenancy.store import Store
-from tenancy.sums import HOUR_MS, HOURS
+from tenancy.ledger.aggregates import HOUR_MS, HOURS
+from tenancy.ledger.entries import ENTRY_FIELDS, chained, entry_row
+from tenancy.ledger.ledger import Ledger
+from tenancy.storage.interface import Store
 from tests.tenancy.conftest import Wall, used
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tenancy.erasures import Receipt, digest_of, list_receipts, record
+from tenancy.accounts.erasure_receipts import Receipt, digest_of, list_receipts, record
+from tenancy.accounts.tenants import create_tenant
 from tenancy.errors import BadName, StoreError
-from tenancy.registry import create_tenant
-from tenancy.store import Store
+from tenancy.storage.interface import Store
 from tests.tenancy.conftest import Wall
 
 

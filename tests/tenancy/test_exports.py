@@ -14,8 +14,7 @@ import pytest
 from msgspec import structs
 from pyarrow import parquet
 
-from tenancy.errors import TenancyError
-from tenancy.exports import (
+from tenancy.accounting.exports import (
     ENTRY_COLUMNS,
     as_csv,
     cloud_events,
@@ -23,11 +22,12 @@ from tenancy.exports import (
     entry_rows,
     write_parquet,
 )
-from tenancy.ledger import Ledger
-from tenancy.pricing import RateCard
-from tenancy.rate_cards import add_card
-from tenancy.registry import create_tenant
-from tenancy.store import Store
+from tenancy.accounts.tenants import create_tenant
+from tenancy.errors import TenancyError
+from tenancy.ledger.ledger import Ledger
+from tenancy.pricing.charges import RateCard
+from tenancy.pricing.rate_cards import add_card
+from tenancy.storage.interface import Store
 from tenancy.types import UsageEntry, instant
 from tests.tenancy.conftest import Wall
 

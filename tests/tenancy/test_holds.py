@@ -7,14 +7,14 @@ from collections.abc import Sequence
 import pytest
 from msgspec import structs
 
-from tenancy.bookkeeping import Books, Hold, Item
-from tenancy.budgets import Budget, budget_states, set_budget
+from tenancy.accounts.tenants import create_tenant
 from tenancy.errors import ConstraintBroken, TenancyError
-from tenancy.holds import IDS_AT_ONCE, Holds
-from tenancy.pricing import PICO_PER_MICRO, RateCard
-from tenancy.rate_cards import add_card
-from tenancy.registry import create_tenant
-from tenancy.store import Store
+from tenancy.ledger.holds import IDS_AT_ONCE, Holds
+from tenancy.ledger.transactions import Books, Hold, Item
+from tenancy.pricing.budgets import Budget, budget_states, set_budget
+from tenancy.pricing.charges import PICO_PER_MICRO, RateCard
+from tenancy.pricing.rate_cards import add_card
+from tenancy.storage.interface import Store
 from tests.tenancy.conftest import Wall, used
 
 DAY_MS = 86_400_000

@@ -20,16 +20,24 @@ from hypothesis.stateful import (
 )
 from msgspec import Struct
 
-from tenancy.audit import check_books
-from tenancy.bookkeeping import Books, Item, NamedEntry
-from tenancy.deletion import delete_tenant
+from tenancy.accounting.audit import check_books
+from tenancy.accounts.deletion import delete_tenant
+from tenancy.accounts.tenants import create_tenant, set_status
 from tenancy.errors import NameInUse
-from tenancy.idempotency import SWEPT_AT_ONCE, Claim, Keeping, KeptAnswer, find, forget, sweep
-from tenancy.ledger import Hold, Ledger
-from tenancy.postgres_store import PostgresStore
-from tenancy.registry import create_tenant, set_status
-from tenancy.sqlite_store import SqliteStore
-from tenancy.store import Store
+from tenancy.ledger.idempotency import (
+    SWEPT_AT_ONCE,
+    Claim,
+    Keeping,
+    KeptAnswer,
+    find,
+    forget,
+    sweep,
+)
+from tenancy.ledger.ledger import Hold, Ledger
+from tenancy.ledger.transactions import Books, Item, NamedEntry
+from tenancy.storage.interface import Store
+from tenancy.storage.postgres import PostgresStore
+from tenancy.storage.sqlite import SqliteStore
 from tenancy.types import UsageEntry
 from tests.tenancy.conftest import Wall, new_store
 from tests.tenancy.postgres_server import Server

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 import pytest
 
+from tenancy.accounts.authentication import Registry
+from tenancy.accounts.keys import create_key
+from tenancy.accounts.tenants import create_tenant, set_status
 from tenancy.errors import KeyRefused, StoreError
-from tenancy.identities import Registry
-from tenancy.keys import create_key
-from tenancy.registry import create_tenant, set_status
-from tenancy.store import Store
+from tenancy.storage.interface import Store
 from tests.tenancy.conftest import Wall
 
 PATIENCE_S = 20.0

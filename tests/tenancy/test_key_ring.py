@@ -10,12 +10,12 @@ import apsw
 import pytest
 from msgspec.structs import replace
 
+from tenancy.accounts.key_index import KeyRing, load_keys
+from tenancy.accounts.keys import create_key, rotate_key
+from tenancy.accounts.tenants import create_tenant
 from tenancy.errors import KeyRefused
-from tenancy.key_ring import KeyRing, load_keys
-from tenancy.keys import create_key, rotate_key
-from tenancy.registry import create_tenant
-from tenancy.sqlite_store import SqliteStore, migrations
-from tenancy.store import Store
+from tenancy.storage.interface import Store
+from tenancy.storage.sqlite import SqliteStore, migrations
 from tests.tenancy.conftest import Wall
 
 
@@ -31,7 +31,7 @@ def test_an_unknown_key_is_compared_like_a_known_one(
         compared.append((len(a), len(b)))
         return secrets.compare_digest(a, b)
 
-    monkeypatch.setattr("tenancy.key_ring.hmac.compare_digest", compare)
+    monkeypatch.setattr("tenancy.accounts.key_index.hmac.compare_digest", compare)
     ring.find(key, wall())
     for wrong in (key[:-1], "", "x" * 5_000):
         with pytest.raises(KeyRefused):

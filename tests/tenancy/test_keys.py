@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tenancy.errors import BadName, KeyRefused
-from tenancy.key_ring import KeyRing, load_keys
-from tenancy.keys import (
+from tenancy.accounts.key_index import KeyRing, load_keys
+from tenancy.accounts.keys import (
     change_key,
     create_admin_key,
     create_key,
@@ -18,9 +17,10 @@ from tenancy.keys import (
     revoke_key,
     rotate_key,
 )
-from tenancy.registry import create_tenant
-from tenancy.sqlite_store import SqliteStore
-from tenancy.store import Store
+from tenancy.accounts.tenants import create_tenant
+from tenancy.errors import BadName, KeyRefused
+from tenancy.storage.interface import Store
+from tenancy.storage.sqlite import SqliteStore
 from tenancy.types import Limits
 from tests.tenancy.conftest import Wall
 

@@ -24,15 +24,15 @@ from hypothesis.stateful import (
 )
 from msgspec import structs
 
+from tenancy.accounting.usage import entries_of
+from tenancy.accounts.tenants import create_tenant
 from tenancy.errors import LedgerUnavailable, StoreBusy, StoreError
-from tenancy.ledger import Hold, Ledger
-from tenancy.postgres_store import PostgresStore
-from tenancy.progress import Progress
-from tenancy.registry import create_tenant
-from tenancy.sqlite_store import SqliteStore
-from tenancy.store import Store, Transaction
+from tenancy.ledger.ledger import Hold, Ledger
+from tenancy.ledger.progress import Progress
+from tenancy.storage.interface import Store, Transaction
+from tenancy.storage.postgres import PostgresStore
+from tenancy.storage.sqlite import SqliteStore
 from tenancy.types import UsageEntry
-from tenancy.usage import entries_of
 from tests.tenancy.conftest import Wall
 from tests.tenancy.postgres_server import Server
 

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from tenancy.backends import open_store
-from tenancy.bookkeeping import Hold, Item
-from tenancy.ledger_frames import NotOpened, Open, Opened, error_of
-from tenancy.ledger_writer import BATCH_MAX
-from tenancy.progress import Progress, ProgressNote
-from tenancy.registry import create_tenant
-from tenancy.store import Store
+from tenancy.accounts.tenants import create_tenant
+from tenancy.ledger.progress import Progress, ProgressNote
+from tenancy.ledger.protocol import NotOpened, Open, Opened, error_of
+from tenancy.ledger.transactions import Hold, Item
+from tenancy.ledger.writer import BATCH_MAX
+from tenancy.storage.backends import open_store
+from tenancy.storage.interface import Store
 from tests.tenancy.conftest import Wall, used
 from tests.tenancy.ledger_process import Process, ledger_process
 from tests.tenancy.postgres_server import Server

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tenancy.whole_files import PART
+from tenancy.storage.atomic_files import PART
 from tests.tenancy.after_crash import check_ledger
 
 ROOT = Path(__file__).parents[2]

@@ -7,19 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from tenancy.audit import check_books
+from tenancy.accounting.audit import check_books
+from tenancy.accounts.tenants import create_tenant
 from tenancy.errors import ConstraintBroken
-from tenancy.ledger import Ledger
-from tenancy.ledger_epochs import (
+from tenancy.ledger.epochs import (
     begin_ledger_epoch,
     has_history,
     keep_point,
     ledger_epoch,
     list_ledger_epochs,
 )
-from tenancy.registry import create_tenant
-from tenancy.sqlite_store import SqliteStore
-from tenancy.store import Store
+from tenancy.ledger.ledger import Ledger
+from tenancy.storage.interface import Store
+from tenancy.storage.sqlite import SqliteStore
 from tests.tenancy.conftest import Wall
 from tests.tenancy.crash_child import entry
 

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tenancy import errors
-from tenancy.bookkeeping import EngineTotals, Hold, Item, NamedEntry, StorageReading
 from tenancy.errors import BudgetExceeded, LimitExceeded, NameInUse, TenancyError
-from tenancy.idempotency import Claim, Keeping, KeptAnswer
-from tenancy.ledger_epochs import LedgerEpoch
-from tenancy.ledger_frames import (
+from tenancy.ledger.epochs import LedgerEpoch
+from tenancy.ledger.idempotency import Claim, Keeping, KeptAnswer
+from tenancy.ledger.progress import Progress, ProgressNote
+from tenancy.ledger.protocol import (
     Answered,
     FrameReader,
     FromWriter,
@@ -28,7 +28,7 @@ from tenancy.ledger_frames import (
     read_items,
     read_open,
 )
-from tenancy.progress import Progress, ProgressNote
+from tenancy.ledger.transactions import EngineTotals, Hold, Item, NamedEntry, StorageReading
 from tenancy.types import UsageEntry
 
 T = TypeVar("T", bound=msgspec.Struct)

@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
-from tenancy.bookkeeping import Hold, Item
+from tenancy.accounts.tenants import create_tenant
 from tenancy.errors import LedgerUnavailable, StoreError
-from tenancy.ledger_writer import KEEP_POINT_MS, LedgerWriter, is_written
-from tenancy.postgres_link import LinkLost, StatementFailed
-from tenancy.postgres_store import WRITE_LOCK, PostgresStore
-from tenancy.progress import Progress, ProgressNote
-from tenancy.registry import create_tenant
-from tenancy.sqlite_store import SqliteStore
-from tenancy.store import Store
+from tenancy.ledger.progress import Progress, ProgressNote
+from tenancy.ledger.transactions import Hold, Item
+from tenancy.ledger.writer import KEEP_POINT_MS, LedgerWriter, is_written
+from tenancy.storage.interface import Store
+from tenancy.storage.postgres import WRITE_LOCK, PostgresStore
+from tenancy.storage.postgres_connection import LinkLost, StatementFailed
+from tenancy.storage.sqlite import SqliteStore
 from tests.tenancy.conftest import Wall, used
 
 

@@ -6,11 +6,11 @@ from math import ceil
 
 import pytest
 
-from tenancy.identities import Registry
-from tenancy.keys import create_key, rotate_key
+from tenancy.accounts.authentication import Registry
+from tenancy.accounts.keys import create_key, rotate_key
+from tenancy.accounts.tenants import create_tenant
 from tenancy.limits import Demand, LimitState
-from tenancy.registry import create_tenant
-from tenancy.store import Store
+from tenancy.storage.interface import Store
 from tenancy.types import Limits
 from tests.tenancy.conftest import Wall
 from tests.tenancy.limits_desk import FREE, SMALL, Desk, identity

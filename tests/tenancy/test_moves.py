@@ -10,30 +10,30 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from tenancy.adjustments import Adjustment, adjust
-from tenancy.audit import check_books
-from tenancy.bookkeeping import EngineTotals, NamedEntry, StorageReading
-from tenancy.budgets import Budget, set_budget
-from tenancy.closing import close_days
-from tenancy.deletion import delete_tenant
-from tenancy.erasures import Receipt, record
+from tenancy.accounting.audit import check_books
+from tenancy.accounting.closing import close_days
+from tenancy.accounting.move_to_postgres import COUNTED, TABLES, Stage, move
+from tenancy.accounting.usage import usage
+from tenancy.accounts.authentication import Registry
+from tenancy.accounts.cached_contents import Resource, ResourceQuota, create_resource
+from tenancy.accounts.deletion import delete_tenant
+from tenancy.accounts.erasure_receipts import Receipt, record
+from tenancy.accounts.keys import create_admin_key, create_key, rotate_key
+from tenancy.accounts.shared_scopes import ScopeTerms, set_scope
+from tenancy.accounts.tenants import create_tenant, note_floors_max
 from tenancy.errors import StoreError
-from tenancy.idempotency import Claim, Keeping, KeptAnswer
-from tenancy.identities import Registry
-from tenancy.keys import create_admin_key, create_key, rotate_key
-from tenancy.ledger import Hold, Ledger
-from tenancy.ledger_epochs import begin_ledger_epoch, list_ledger_epochs
-from tenancy.moves import COUNTED, TABLES, Stage, move
-from tenancy.postgres_store import PostgresStore
-from tenancy.pricing import RateCard
-from tenancy.progress import Progress
-from tenancy.rate_cards import add_card
-from tenancy.registry import create_tenant, note_floors_max
-from tenancy.resources import Resource, ResourceQuota, create_resource
-from tenancy.shared_scopes import ScopeTerms, set_scope
-from tenancy.sqlite_store import SqliteStore
+from tenancy.ledger.adjustments import Adjustment, adjust
+from tenancy.ledger.epochs import begin_ledger_epoch, list_ledger_epochs
+from tenancy.ledger.idempotency import Claim, Keeping, KeptAnswer
+from tenancy.ledger.ledger import Hold, Ledger
+from tenancy.ledger.progress import Progress
+from tenancy.ledger.transactions import EngineTotals, NamedEntry, StorageReading
+from tenancy.pricing.budgets import Budget, set_budget
+from tenancy.pricing.charges import RateCard
+from tenancy.pricing.rate_cards import add_card
+from tenancy.storage.postgres import PostgresStore
+from tenancy.storage.sqlite import SqliteStore
 from tenancy.types import CachePolicy
-from tenancy.usage import usage
 from tests.tenancy.conftest import Wall, used
 
 DAY_MS = 86_400_000

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tenancy.errors import StoreError
-from tenancy.postgres_address import read_address
+from tenancy.storage.postgres_address import read_address
 
 
 def test_a_url_says_where_and_who() -> None:

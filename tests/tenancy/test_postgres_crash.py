@@ -18,10 +18,10 @@ from pathlib import Path
 
 import pytest
 
-from tenancy.backends import open_store
 from tenancy.errors import TenancyError
-from tenancy.ledger import Ledger
-from tenancy.postgres_link import Link, LinkLost, StatementFailed
+from tenancy.ledger.ledger import Ledger
+from tenancy.storage.backends import open_store
+from tenancy.storage.postgres_connection import Link, LinkLost, StatementFailed
 from tests.tenancy.after_crash import check_ledger
 from tests.tenancy.crash_child import furnish, hold, named
 from tests.tenancy.postgres_server import BINARIES, Server

@@ -6,7 +6,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from tenancy.postgres_link import AT_ONCE, STATEMENTS_MAX, Link, LinkLost, StatementFailed
+from tenancy.storage.postgres_connection import (
+    AT_ONCE,
+    STATEMENTS_MAX,
+    Link,
+    LinkLost,
+    StatementFailed,
+)
 from tests.tenancy.postgres_server import Server
 
 

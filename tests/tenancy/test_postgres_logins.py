@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 from msgspec import Struct
 
-from tenancy.backends import open_store
 from tenancy.errors import StoreError
-from tenancy.postgres_link import Link
-from tenancy.store import Row
+from tenancy.storage.backends import open_store
+from tenancy.storage.interface import Row
+from tenancy.storage.postgres_connection import Link
 from tests.tenancy.postgres_server import BINARIES, PATIENCE_S, Server
 
 PASSWORD = "p:ä \\ss"

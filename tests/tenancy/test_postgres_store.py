@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
-from tenancy import postgres_store
-from tenancy.audit import check_books
-from tenancy.budgets import Budget, budget_states, set_budget
+from tenancy.accounting.audit import check_books
+from tenancy.accounts.tenants import create_tenant, list_tenants
 from tenancy.errors import (
     BudgetExceeded,
     ConstraintBroken,
@@ -22,13 +21,14 @@ from tenancy.errors import (
     StoreError,
     TryAgain,
 )
-from tenancy.ledger import Hold, Ledger
-from tenancy.postgres_link import Link
-from tenancy.postgres_store import WRITE_LOCK, PostgresStore, migrations
-from tenancy.pricing import RateCard
-from tenancy.rate_cards import add_card
-from tenancy.registry import create_tenant, list_tenants
-from tenancy.sqlite_store import SqliteStore
+from tenancy.ledger.ledger import Hold, Ledger
+from tenancy.pricing.budgets import Budget, budget_states, set_budget
+from tenancy.pricing.charges import RateCard
+from tenancy.pricing.rate_cards import add_card
+from tenancy.storage import postgres as postgres_store
+from tenancy.storage.postgres import WRITE_LOCK, PostgresStore, migrations
+from tenancy.storage.postgres_connection import Link
+from tenancy.storage.sqlite import SqliteStore
 from tests.tenancy.conftest import Wall
 from tests.tenancy.crash_child import entry, furnish, hold
 from tests.tenancy.postgres_server import Server

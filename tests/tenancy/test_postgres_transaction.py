@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from tenancy.bookkeeping import Books, Hold, Item, NamedEntry
-from tenancy.idempotency import Claim, Keeping, KeptAnswer
-from tenancy.postgres_link import Link, Statement
-from tenancy.postgres_store import PostgresStore
-from tenancy.registry import create_tenant
-from tenancy.store import Row
+from tenancy.accounts.tenants import create_tenant
+from tenancy.ledger.idempotency import Claim, Keeping, KeptAnswer
+from tenancy.ledger.transactions import Books, Hold, Item, NamedEntry
+from tenancy.storage.interface import Row
+from tenancy.storage.postgres import PostgresStore
+from tenancy.storage.postgres_connection import Link, Statement
 from tests.tenancy.conftest import Wall, used
 
 KEEPING = Keeping(2_000_000, 10_000, KeptAnswer("head", b"body"))

@@ -15,8 +15,8 @@ import apsw
 import pytest
 
 from tenancy.errors import TenancyError
-from tenancy.ledger import Ledger
-from tenancy.sqlite_store import SqliteStore
+from tenancy.ledger.ledger import Ledger
+from tenancy.storage.sqlite import SqliteStore
 from tests.tenancy.after_crash import check_ledger
 from tests.tenancy.crash_child import furnish, hold, named
 from tests.tenancy.power_cut import Disk, disk_of

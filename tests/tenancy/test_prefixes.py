@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import Struct
 
-from tenancy.prefixes import MARKS_MAX, Break, Prefixes, place_of
+from tenancy.reuse.prefix_statistics import MARKS_MAX, Break, Prefixes, place_of
 
 
 class End(Struct):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from tenancy.errors import BadPrice
-from tenancy.pricing import (
+from tenancy.pricing.charges import (
     CHARGED,
     FREE_CARD,
     PRICE_MAX,

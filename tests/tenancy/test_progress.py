@@ -8,20 +8,20 @@ from pathlib import Path
 import apsw
 import pytest
 
-from tenancy.audit import check_books
-from tenancy.bookkeeping import Hold
-from tenancy.budgets import Budget, budget_states, set_budget
+from tenancy.accounting.audit import check_books
+from tenancy.accounting.usage import entries_of
+from tenancy.accounts.tenants import create_tenant
 from tenancy.errors import LedgerUnavailable, StoreBusy
-from tenancy.idempotency import Claim
-from tenancy.ledger import Ledger
-from tenancy.pricing import RateCard
-from tenancy.progress import Progress
-from tenancy.rate_cards import add_card
-from tenancy.registry import create_tenant
-from tenancy.sqlite_store import SqliteStore, migrations
-from tenancy.store import Store
+from tenancy.ledger.idempotency import Claim
+from tenancy.ledger.ledger import Ledger
+from tenancy.ledger.progress import Progress
+from tenancy.ledger.transactions import Hold
+from tenancy.pricing.budgets import Budget, budget_states, set_budget
+from tenancy.pricing.charges import RateCard
+from tenancy.pricing.rate_cards import add_card
+from tenancy.storage.interface import Store
+from tenancy.storage.sqlite import SqliteStore, migrations
 from tenancy.types import UsageEntry
-from tenancy.usage import entries_of
 from tests.tenancy.conftest import Wall
 from tests.tenancy.crash_child import entry
 

@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 import pytest
 
-from tenancy.budgets import Budget, list_budgets, set_budget
-from tenancy.deletion import delete_tenant
+from tenancy.accounts.deletion import delete_tenant
+from tenancy.accounts.keys import create_key, list_keys
+from tenancy.accounts.tenants import create_tenant, find_registered, set_status
 from tenancy.errors import BadName
-from tenancy.keys import create_key, list_keys
-from tenancy.ledger import Ledger
-from tenancy.registry import create_tenant, find_registered, set_status
-from tenancy.store import Store
+from tenancy.ledger.ledger import Ledger
+from tenancy.pricing.budgets import Budget, list_budgets, set_budget
+from tenancy.storage.interface import Store
 from tests.tenancy.conftest import Wall, used
 
 ACTS: dict[str, Callable[[Store, Wall, int, str], object]] = {

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from tenancy.errors import BadPrice, ConstraintBroken
-from tenancy.pricing import FREE_CARD, RateCard
-from tenancy.rate_cards import CardBook, add_card, load_cards
-from tenancy.store import Store
+from tenancy.pricing.charges import FREE_CARD, RateCard
+from tenancy.pricing.rate_cards import CardBook, add_card, load_cards
+from tenancy.storage.interface import Store
 from tests.tenancy.conftest import Wall
 
 CARD = RateCard("std", input=3, cache_write={"5m": 4}, storage={"1h": 1})

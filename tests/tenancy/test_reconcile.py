@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from tenancy.ledger import EngineTotals, Hold, Ledger
-from tenancy.reconcile import Counts, reconcile, reconcile_living
-from tenancy.registry import create_tenant
-from tenancy.store import Store
+from tenancy.accounting.reconcile import Counts, reconcile, reconcile_living
+from tenancy.accounts.tenants import create_tenant
+from tenancy.ledger.ledger import EngineTotals, Hold, Ledger
+from tenancy.storage.interface import Store
 from tenancy.types import UsageEntry
 from tests.tenancy.conftest import Wall
 

@@ -14,10 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
-from tenancy.deletion import delete_tenant
-from tenancy.errors import BadName, KeyRefused, StoreError
-from tenancy.identities import CHANGES_MAX, REFRESH_S, Registry
-from tenancy.keys import (
+from tenancy.accounts.authentication import CHANGES_MAX, REFRESH_S, Registry
+from tenancy.accounts.deletion import delete_tenant
+from tenancy.accounts.keys import (
     SCOPES,
     change_key,
     create_admin_key,
@@ -25,7 +24,7 @@ from tenancy.keys import (
     revoke_key,
     rotate_key,
 )
-from tenancy.registry import (
+from tenancy.accounts.tenants import (
     Registered,
     bootstrap,
     bootstrap_admin,
@@ -37,8 +36,9 @@ from tenancy.registry import (
     list_tenants,
     set_status,
 )
-from tenancy.sqlite_store import SqliteStore
-from tenancy.store import Store
+from tenancy.errors import BadName, KeyRefused, StoreError
+from tenancy.storage.interface import Store
+from tenancy.storage.sqlite import SqliteStore
 from tenancy.types import CachePolicy, Limits, TenantSettings
 from tests.tenancy.conftest import Wall, new_store
 from tests.tenancy.postgres_server import Server as PostgresServer
@@ -139,7 +139,7 @@ def test_an_unchanged_registry_is_not_read_again(
             " values ('a', 1, 1, 'm', 0)"
         )
     monkeypatch.setattr(
-        "tenancy.identities.list_registered", lambda store: pytest.fail("read again")
+        "tenancy.accounts.authentication.list_registered", lambda store: pytest.fail("read again")
     )
 
     assert server.answer() == "ada"
@@ -149,8 +149,12 @@ def test_only_what_changed_is_read_again(
     store: Store, other: Store, wall: Wall, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Among a hundred thousand keys a new one must not stop everybody for half a second."""
-    monkeypatch.setattr("tenancy.identities.list_registered", lambda store: pytest.fail("all read"))
-    monkeypatch.setattr("tenancy.registry.list_registered", lambda store: pytest.fail("all read"))
+    monkeypatch.setattr(
+        "tenancy.accounts.authentication.list_registered", lambda store: pytest.fail("all read")
+    )
+    monkeypatch.setattr(
+        "tenancy.accounts.tenants.list_registered", lambda store: pytest.fail("all read")
+    )
     key = create_key(other, wall, create_tenant(other, wall, "bob").tenant_id)
     answers = [server.answer(key), server.answer()]
     delete_tenant(other, lambda: 1, "bob")

@@ -7,10 +7,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from tenancy.deletion import delete_tenant
-from tenancy.errors import BadName
-from tenancy.registry import create_tenant
-from tenancy.resources import (
+from tenancy.accounts.cached_contents import (
     Resource,
     ResourceQuota,
     create_resource,
@@ -23,8 +20,11 @@ from tenancy.resources import (
     set_expiry,
     sweep_resources,
 )
-from tenancy.sqlite_store import SqliteStore
-from tenancy.store import Store
+from tenancy.accounts.deletion import delete_tenant
+from tenancy.accounts.tenants import create_tenant
+from tenancy.errors import BadName
+from tenancy.storage.interface import Store
+from tenancy.storage.sqlite import SqliteStore
 
 QUOTA = ResourceQuota(3, 100)
 ONE = Resource("a", 1, "default", "m", "", 10, 1_000, 1_000, 61_000)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tenancy.reuse import DEEPEST, HASHES, UNIT_BLOCKS, ReuseSampler, units_of
+from tenancy.reuse.miss_ratio_curve import DEEPEST, HASHES, UNIT_BLOCKS, ReuseSampler, units_of
 
 
 def exact(uses: list[int], size: int) -> float:

@@ -6,13 +6,11 @@ from collections.abc import Sequence
 
 import pytest
 
-from tenancy.declared import DeclaredTenant, reconcile
-from tenancy.deletion import delete_tenant
-from tenancy.errors import BadName
-from tenancy.identities import Registry
-from tenancy.keys import create_key
-from tenancy.registry import create_tenant, set_status
-from tenancy.shared_scopes import (
+from tenancy.accounts.authentication import Registry
+from tenancy.accounts.declared_tenants import DeclaredTenant, reconcile
+from tenancy.accounts.deletion import delete_tenant
+from tenancy.accounts.keys import create_key
+from tenancy.accounts.shared_scopes import (
     ScopeChange,
     ScopeTerms,
     check_scopes,
@@ -21,7 +19,9 @@ from tenancy.shared_scopes import (
     remove_scope,
     set_scope,
 )
-from tenancy.store import Store
+from tenancy.accounts.tenants import create_tenant, set_status
+from tenancy.errors import BadName
+from tenancy.storage.interface import Store
 from tenancy.types import CachePolicy, Identity, SharedScope
 from tests.fakes import FakeClock
 from tests.tenancy.conftest import Wall

@@ -12,12 +12,12 @@ from typing import Literal
 import apsw
 import pytest
 
-from tenancy import sqlite_store
+from tenancy.accounts.keys import create_key, list_keys
+from tenancy.accounts.tenants import create_tenant, set_status
 from tenancy.errors import StoreBusy, StoreError
-from tenancy.keys import create_key, list_keys
-from tenancy.registry import create_tenant, set_status
-from tenancy.sqlite_store import APPLICATION_ID, SQLITE_MIN, SqliteStore, check_sqlite, migrations
-from tenancy.store import Store
+from tenancy.storage import sqlite
+from tenancy.storage.interface import Store
+from tenancy.storage.sqlite import APPLICATION_ID, SQLITE_MIN, SqliteStore, check_sqlite, migrations
 from tests.tenancy.conftest import Wall
 from tests.tenancy.power_cut import Disk, disk_of
 
@@ -292,7 +292,7 @@ def test_behind_another_writer_or_a_full_disk_it_is_busy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What may work later is told from what must be looked into."""
-    monkeypatch.setattr(sqlite_store, "BUSY_TIMEOUT_MS", 1)
+    monkeypatch.setattr(sqlite, "BUSY_TIMEOUT_MS", 1)
     path = tmp_path / "test.db"
     store = SqliteStore(path)
     with store.change() as db:
@@ -336,7 +336,7 @@ def test_what_is_deleted_is_written_over(tmp_path: Path) -> None:
 BUSY_WRITER = """
 import sys, time
 from pathlib import Path
-from tenancy.sqlite_store import SqliteStore
+from tenancy.storage.sqlite import SqliteStore
 store = SqliteStore(Path(sys.argv[1]))
 until_s = time.monotonic() + 30
 while time.monotonic() < until_s:

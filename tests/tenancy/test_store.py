@@ -7,9 +7,9 @@ from contextlib import closing
 
 import pytest
 
+from tenancy.accounts.tenants import create_tenant
 from tenancy.errors import BadName, ConstraintBroken, StoreError
-from tenancy.registry import create_tenant
-from tenancy.store import Store
+from tenancy.storage.interface import Store
 from tests.tenancy.conftest import Wall
 
 INSERT = (

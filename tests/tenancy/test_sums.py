@@ -7,18 +7,18 @@ from random import Random
 
 from msgspec import structs
 
-from tenancy.audit import check_books
-from tenancy.bookkeeping import Books, EngineTotals, Item
-from tenancy.budgets import Budget, set_budget
-from tenancy.ledger_writer import LedgerWriter
-from tenancy.pricing import RateCard
-from tenancy.rate_cards import add_card
-from tenancy.reconcile import reconcile
-from tenancy.registry import create_tenant
-from tenancy.store import Store
-from tenancy.sums import DAY_MS, HOUR_MS, MOVED_AT_ONCE, move
+from tenancy.accounting.audit import check_books
+from tenancy.accounting.reconcile import reconcile
+from tenancy.accounting.usage import By, usage
+from tenancy.accounts.tenants import create_tenant
+from tenancy.ledger.aggregates import DAY_MS, HOUR_MS, MOVED_AT_ONCE, move
+from tenancy.ledger.transactions import Books, EngineTotals, Item
+from tenancy.ledger.writer import LedgerWriter
+from tenancy.pricing.budgets import Budget, set_budget
+from tenancy.pricing.charges import RateCard
+from tenancy.pricing.rate_cards import add_card
+from tenancy.storage.interface import Store
 from tenancy.types import UsageEntry
-from tenancy.usage import By, usage
 from tests.tenancy.conftest import Wall, used
 
 GROUPS: tuple[Sequence[By], ...] = ((), ("key",), ("model",), ("hour",), ("day",), ("day", "key"))

@@ -8,15 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tenancy.ledger import Ledger
-from tenancy.postgres_store import PostgresStore
-from tenancy.pricing import RateCard
-from tenancy.rate_cards import add_card
-from tenancy.registry import create_tenant
-from tenancy.sqlite_store import SqliteStore
-from tenancy.store import Store
+from tenancy.accounting.usage import By, UsageTotal, entries_of, span_of, usage
+from tenancy.accounts.tenants import create_tenant
+from tenancy.ledger.ledger import Ledger
+from tenancy.pricing.charges import RateCard
+from tenancy.pricing.rate_cards import add_card
+from tenancy.storage.interface import Store
+from tenancy.storage.postgres import PostgresStore
+from tenancy.storage.sqlite import SqliteStore
 from tenancy.types import UsageEntry
-from tenancy.usage import By, UsageTotal, entries_of, span_of, usage
 from tests.tenancy.conftest import Wall
 from tests.tenancy.postgres_server import Server
 

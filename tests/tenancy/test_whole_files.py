@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from tenancy.whole_files import PART, written_whole
+from tenancy.storage.atomic_files import PART, written_whole
 
 DYING = """
 import os, signal, sys
 from pathlib import Path
-from tenancy.whole_files import written_whole
+from tenancy.storage.atomic_files import written_whole
 with written_whole(Path(sys.argv[1])) as part:
     part.write_text("half")
     part.with_name(part.name + "-wal").write_text("a log of it")

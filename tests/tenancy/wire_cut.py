@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from engine.own_folder import own_folder
-from tenancy.postgres_address import Address, read_address
+from tenancy.storage.postgres_address import Address, read_address
 
 SOCKET = ".s.PGSQL.5432"
 COMMIT = b"\0commit\0"

@@ -1,0 +1,225 @@
+"""Are the books right? Every sum against its entries, every chain, every close, every charge.
+
+It reads, in pages and by days, so that it needs no more memory for more entries, and changes
+nothing; the command line calls it, beside a running server too. A finding is a sentence that says
+where and by how much.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import islice
+
+from tenancy.accounting.closing import totals_of
+from tenancy.ledger.adjustments import ADJUSTMENT_FIELDS, Adjustment
+from tenancy.ledger.aggregates import DAY_MS, EPOCHS, HOUR_MS, HOUR_SUMS, HOURS, PIECES
+from tenancy.ledger.breaches import credit_of
+from tenancy.ledger.entries import (
+    ENTRY_FIELDS,
+    chained,
+    entry_of,
+)
+from tenancy.pricing.budgets import list_budgets, summed, window_of
+from tenancy.pricing.charges import PICO_PER_MICRO, charge, savings
+from tenancy.pricing.rate_cards import SELECT, CardBook, read_card
+from tenancy.storage.interface import Row, Store, Transaction
+
+FINDINGS_MAX = 100
+_PAGE = 2_000
+
+Progress = Callable[[int, int], None]
+"""Told how many have been looked at, of how many."""
+
+
+def unseen(done: int, total: int) -> None:
+    """Nobody asks how far it is."""
+
+
+def check_books(store: Store, progress: Progress = unseen) -> list[str]:
+    """What is wrong, at most 100 findings; nothing if all is right. `progress`: of entries.
+    O(entries), one snapshot."""
+    with store.snapshot() as db:
+        return findings_in(db, progress)
+
+
+def findings_in(db: Transaction, progress: Progress = unseen) -> list[str]:
+    """The same within the caller's transaction."""
+    checks = (
+        lambda db: _entries(db, progress),
+        _hours,
+        _adjustments,
+        _closes,
+        _seals,
+        _budgets,
+        _epochs,
+        _days,
+        _ledger_epochs,
+    )
+    return list(islice((finding for check in checks for finding in check(db)), FINDINGS_MAX))
+
+
+def _entries(db: Transaction, progress: Progress) -> Iterator[str]:
+    """Chains, charges, and detail."""
+    book = CardBook([read_card(row) for row in db.rows(SELECT)])
+    last = db.rows("select max(entry_id) from ledger")[0][0]
+    before, after = b"", 0
+    while page := db.rows(
+        f"select entry_id, chain, {', '.join(ENTRY_FIELDS)} from ledger where entry_id > ?"
+        " order by entry_id limit ?",
+        (after, _PAGE),
+    ):
+        for entry_id, chain, *row in page:
+            if chain or before:  # entries from before there were chains have none
+                if chained(before, row) != chain:
+                    yield f"entry {entry_id} is not what was chained to the one before it"
+                before = chain
+            entry = entry_of(row)
+            card = book.card(entry.rate_card_id)
+            if (charge(card, entry), savings(card, entry)) != (entry.charge_pico, entry.saved_pico):
+                yield f"entry {entry_id} is not charged by its card {entry.rate_card_id}"
+            for name, detail, total in (
+                ("read", entry.read, entry.cache_read_tokens),
+                ("written", entry.write, entry.cache_write_tokens),
+            ):
+                if detail and sum(detail.values()) != total:
+                    yield f"entry {entry_id}: tokens {name} by class are not their sum"
+            yield from _breach(db, credit_of(card, entry), entry_id)
+        after = page[-1][0]
+        progress(after, last)
+
+
+def _breach(db: Transaction, owed: Adjustment | None, entry_id: int) -> Iterator[str]:
+    """A promise that was broken is credited as the entry's card says."""
+    if owed is None:
+        return
+    found = db.rows(
+        "select request_id, amount_pico from adjustments where adjustment_id = ?",
+        (owed.adjustment_id,),
+    )
+    if found != [(owed.request_id, owed.amount_pico)]:
+        yield f"the breach of entry {entry_id} is not credited with {-owed.amount_pico}"
+
+
+def _hours(db: Transaction) -> Iterator[str]:
+    """Sums by hour against entries, day by day: a day's hours fit into memory."""
+    seen = 0
+    for (day_ms,) in db.rows(f"select distinct hour_ms / {DAY_MS} * {DAY_MS} from {HOURS}"):
+        day = (day_ms, day_ms + DAY_MS)
+        meant = {row[:4]: _with_money(row[4:]) for row in db.rows(_OF_ENTRIES, day)}
+        seen += sum(sums[0] for sums in meant.values())
+        for row in db.rows(_OF_HOURS, day):
+            where = "tenant {}, hour {}, key {}, model {}".format(*row[:4])
+            should = meant.pop(row[:4], (0,) * len(_SUMMED))
+            for name, has, entries in zip(_SUMMED, _with_money(row[4:]), should, strict=True):
+                if has != entries:
+                    yield f"{where}: {name} is {has}, and its entries' sum {entries}"
+        for tenant_id, hour_ms, _, _ in meant:
+            yield f"tenant {tenant_id}, hour {hour_ms}: there is no sum of its entries"
+    if missing := db.rows("select count(*) from ledger")[0][0] - seen:
+        yield f"{missing} entries are of days that have no sums"
+
+
+_SUMMED = (*HOUR_SUMS[:-4], "charge_pico", "saved_pico")
+_OF_ENTRIES, _OF_HOURS = (
+    f"select tenant_id, {hour}, key_id, model, {', '.join(sums)} from {table}"
+    f" where tenant_id in (select tenant_id from tenants) and {at} >= ? and {at} < ?"
+    " group by 1, 2, 3, 4"
+    for table, at, hour, sums in (
+        ("ledger", "booked_ms", f"booked_ms / {HOUR_MS} * {HOUR_MS}", PIECES),
+        (HOURS, "hour_ms", "hour_ms", [f"sum({name})" for name in HOUR_SUMS]),
+    )
+)
+
+
+def _with_money(sums: Row) -> tuple[int, ...]:
+    """Its two parts are one amount."""
+    *counts, charge_micros, charge_rest, saved_micros, saved_rest = sums
+    charged = charge_micros * PICO_PER_MICRO + charge_rest
+    return (*counts, charged, saved_micros * PICO_PER_MICRO + saved_rest)
+
+
+def _adjustments(db: Transaction) -> Iterator[str]:
+    before, after, total = b"", 0, 0
+    names = ", ".join(ADJUSTMENT_FIELDS)
+    sql = f"select number, chain, {names} from adjustments where number > ? order by number limit ?"
+    while page := db.rows(sql, (after, _PAGE)):
+        for number, chain, *row in page:
+            if chained(before, row) != chain:
+                yield f"adjustment {number} is not what was chained to the one before it"
+            before = chain
+            total += row[ADJUSTMENT_FIELDS.index("amount_pico")]
+        after = page[-1][0]
+    whole, rest = db.rows(
+        "select coalesce(sum(adjusted_micros), 0), coalesce(sum(adjusted_rest), 0)"
+        " from usage_hours",
+    )[0]
+    if whole * PICO_PER_MICRO + rest != total:
+        yield "the hours' adjustments are not the sum of the adjustments"
+
+
+def _closes(db: Transaction) -> Iterator[str]:
+    before = b""
+    for day, digest, *totals in db.rows(
+        "select day, digest, entries, prompt_tokens, cache_read_tokens, cache_write_tokens,"
+        " output_tokens, charge_pico, adjustments, adjusted_pico, storage_token_seconds"
+        " from closes order by day",
+    ):
+        if totals_of(db, day, before) != (tuple(totals), digest):
+            yield f"day {day} is not what was closed"
+        before = digest
+
+
+def _seals(db: Transaction) -> Iterator[str]:
+    for number, entry_id in db.rows(
+        "select number, seals.entry_id from seals left join ledger using (entry_id)"
+        " where ledger.chain is distinct from seals.chain",
+    ):
+        yield f"seal {number} does not fit entry {entry_id}"
+
+
+def _budgets(db: Transaction) -> Iterator[str]:
+    """Windows of budgets that are set; those of days that are closed may hold late entries."""
+    budgets = {(one.tenant_id, one.key_id, one.window): one for one in list_budgets(db)}
+    for tenant_id, key_id, window, start_ms, *sums in db.rows("select * from budget_windows"):
+        one = budgets.get((tenant_id, key_id, window))
+        if one is not None:
+            spent = sums[0] * PICO_PER_MICRO + sums[1]
+            reserved = sums[2] * PICO_PER_MICRO + sums[3]
+            meant = summed(db, one, *window_of(one.window, start_ms))
+            if (spent, reserved) != meant:
+                yield (
+                    f"the {window} budget of tenant {tenant_id}, key {key_id}, from {start_ms}:"
+                    f" {spent} spent and {reserved} reserved, and entries and holds say {meant}"
+                )
+
+
+def _epochs(db: Transaction) -> Iterator[str]:
+    for epoch, *sums in db.rows(
+        f"select * from {EPOCHS} except select epoch, count(*), sum(prompt_tokens),"
+        " sum(physical_cached_tokens), sum(output_tokens), max(ended_ms) from ledger"
+        " where epoch <> '' group by epoch",
+    ):
+        yield f"the sums of epoch {epoch} are {sums}, and not its entries' sums"
+
+
+def _ledger_epochs(db: Transaction) -> Iterator[str]:
+    """Each begins behind an entry that is there."""
+    for epoch, entry_id in db.rows(
+        "select number, one.entry_id from ledger_epochs as one left join ledger using (entry_id)"
+        " where one.entry_id > 0 and ledger.chain is distinct from one.chain",
+    ):
+        yield f"epoch {epoch} of the ledger does not fit entry {entry_id}"
+
+
+def _days(db: Transaction) -> Iterator[str]:
+    """Sums by day against the sums by hour, which `_hours` has compared with entries."""
+    names = (*HOUR_SUMS, "adjusted_micros", "adjusted_rest")
+    days = f"select tenant_id, day_ms, key_id, model, {', '.join(names)} from usage_days"
+    hours = (
+        f"select tenant_id, hour_ms / {DAY_MS} * {DAY_MS}, key_id, model,"
+        f" {', '.join(f'sum({name})' for name in names)} from usage_hours group by 1, 2, 3, 4"
+    )
+    for sql in (f"{days} except {hours}", f"select * from ({hours}) as summed except {days}"):
+        for tenant_id, day_ms, key_id, model, *_ in db.rows(sql):
+            where = f"tenant {tenant_id}, day {day_ms}, key {key_id}, model {model}"
+            yield f"{where}: the sums of the day are not those of its hours"

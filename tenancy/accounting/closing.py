@@ -1,0 +1,253 @@
+"""The daily close: a day's entries are counted, summed, hashed, and final.
+
+After it the file itself refuses entries in the day; what comes late is booked on the next open
+day. Days are UTC. A day can be closed once it is over and nothing of it still runs. The command
+line calls it, beside a running server too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from datetime import UTC, date, datetime, timedelta
+
+from msgspec import Struct
+
+from tenancy.accounting.reconcile import epochs_in
+from tenancy.errors import BooksClosed
+from tenancy.ledger.aggregates import DAY_MS, HOURS
+from tenancy.ledger.entries import number
+from tenancy.storage.interface import Row, Store, Transaction
+from tenancy.types import WallClock
+
+DAYS_AT_ONCE_MAX = 3_700
+TRIES_MAX = 3
+_PAGE = 50_000
+
+
+class Close(Struct, frozen=True):
+    """A closed day with its control totals. Money is pico-dollars.
+
+    `digest`: SHA-256 over the digest of the close before, the day's chains in ledger order, those
+    of its adjustments, and these totals. Keep it elsewhere: it proves what the day held.
+    """
+
+    day: str
+    closed_ms: int
+    entries: int
+    prompt_tokens: int
+    cache_read_tokens: int
+    cache_write_tokens: int
+    output_tokens: int
+    charge_pico: int
+    adjustments: int
+    adjusted_pico: int
+    storage_token_seconds: int
+    ledger_epoch: int
+    digest: str
+
+
+def close_days(
+    store: Store, clock: WallClock, through: str | None = None, *, despite_counts: bool = False
+) -> list[Close]:
+    """Close every open day up to this one (default: yesterday), the oldest first. Returns them.
+
+    The first day is that of the first entry. O(entries of the days), while others write; then one
+    transaction, O(days), in which nothing of the days may have come meanwhile, or they are counted
+    again. Raises BooksClosed with nothing closed: for a day that is not over, is closed already, or
+    in which a request still runs; where the engine counted otherwise, unless `despite_counts`; and
+    where something comes each time.
+    """
+    now_ms = clock()
+    today = now_ms // DAY_MS
+    last = today - 1 if through is None else _day_number(through)
+    if last >= today:
+        raise BooksClosed("day_not_over", f"{_day_name(last)} is not over yet (UTC).")
+    for _ in range(TRIES_MAX):
+        with store.snapshot() as db:
+            closed = _last_closed(db)
+            if closed is not None and last <= closed:
+                if through is None:
+                    return []
+                raise BooksClosed("day_closed", f"{_day_name(last)} is closed already.")
+            _check_running(db, last)
+            first = _first_day(db) if closed is None else closed + 1
+            if first is None:
+                return []
+            if last - first >= DAYS_AT_ONCE_MAX:
+                raise BooksClosed("too_many_days", f"More than {DAYS_AT_ONCE_MAX} days at once.")
+            period = (first * DAY_MS, (last + 1) * DAY_MS)
+            if not despite_counts:
+                _check_counts(db, *period)
+            seen = _ends(db)
+            rows, storage = _counted(db, first, last), _storage(db, period)
+        with store.change() as db:
+            _check_running(db, last)
+            if not despite_counts:
+                _check_counts(db, *period)
+            is_same = _last_closed(db) == closed and _storage(db, period) == storage
+            if is_same and not _came(db, seen, period):
+                return [_close(db, row, now_ms) for row in rows]
+    raise BooksClosed("days_change", "Entries of these days still come; try again.")
+
+
+def list_closes(store: Store, count: int = 400) -> list[Close]:
+    """The latest closed days, the oldest first."""
+    rows = store.query(f"{_SELECT} order by day desc limit ?", (count,))
+    return [_read(row) for row in reversed(rows)]
+
+
+def totals_of(db: Transaction, day: int, before: bytes) -> tuple[Row, bytes]:
+    """A day's control totals, in the order of the table, and its digest behind another."""
+    period = (day * DAY_MS, (day + 1) * DAY_MS)
+    seen = hashlib.sha256(before)
+    entries, sums, charge = 0, [0, 0, 0, 0], 0
+    for chain, *tokens, pico in _entries(db, period):
+        seen.update(chain)
+        entries += 1
+        charge += pico
+        sums = [total + more for total, more in zip(sums, tokens, strict=True)]
+    adjusted = db.rows(
+        "select chain, amount_pico from adjustments"
+        f" where {_OF_PERIOD.format('booked_ms')} order by number",
+        period,
+    )
+    for chain, _ in adjusted:
+        seen.update(chain)
+    totals: Row = (
+        *(entries, *sums, str(charge), len(adjusted)),
+        *(str(sum(amount for _, amount in adjusted)), _storage(db, period)),
+    )
+    seen.update(repr((day, *totals)).encode())
+    return totals, seen.digest()
+
+
+def _check_running(db: Transaction, last: int) -> None:
+    if db.rows("select 1 from holds where booked_ms < ? limit 1", ((last + 1) * DAY_MS,)):
+        message = f"Requests that began on {_day_name(last)} or before still run; try again."
+        raise BooksClosed("requests_running", message)
+
+
+def _check_counts(db: Transaction, since_ms: int, until_ms: int) -> None:
+    """An alarm stops what would make its days final."""
+    for epoch in epochs_in(db):
+        if epoch.is_apart and epoch.first_seen_ms < until_ms and epoch.last_seen_ms >= since_ms:
+            raise BooksClosed(
+                "counts_apart",
+                f"The engine's life {epoch.epoch} has counted other tokens than the ledger (see"
+                " trunkline reconcile). Once that is explained: --despite-counts.",
+            )
+
+
+def _ends(db: Transaction) -> tuple[int, int]:
+    """The last entry, and the last adjustment."""
+    return (
+        number(db, "select coalesce(max(entry_id), 0) from ledger"),
+        number(db, "select coalesce(max(number), 0) from adjustments"),
+    )
+
+
+def _came(db: Transaction, ends: tuple[int, int], period: tuple[int, int]) -> bool:
+    """Is anything of the days behind what was the last?"""
+    return any(
+        db.rows(
+            f"select 1 from {table} where {name} > ? and booked_ms >= ? and booked_ms < ? limit 1",
+            (end, *period),
+        )
+        for table, name, end in zip(
+            ("ledger", "adjustments"), ("entry_id", "number"), ends, strict=True
+        )
+    )
+
+
+def _storage(db: Transaction, period: tuple[int, int]) -> int:
+    """Token seconds, which only grow."""
+    sql = "select coalesce(sum(token_seconds), 0) from storage_hours"
+    return int(db.rows(f"{sql} where {_OF_PERIOD.format('hour_ms')}", period)[0][0])
+
+
+def _counted(db: Transaction, first: int, last: int) -> list[Row]:
+    """The days' rows, but for when they are closed, and by which life of the ledger."""
+    found = db.rows("select digest from closes order by day desc limit 1")
+    before = found[0][0] if found else b""
+    rows: list[Row] = []
+    for day in range(first, last + 1):
+        totals, before = totals_of(db, day, before)
+        rows.append((day, *totals, before))
+    return rows
+
+
+def _entries(db: Transaction, period: tuple[int, int]) -> Iterator[Row]:
+    """In pages: a day may have more than fit into memory. Its entries lie together, so that those
+    between its first and its last are read in the ledger's order."""
+    ends = db.rows(
+        "select min(entry_id), max(entry_id) from ledger"
+        f" where {_OF_PERIOD.format('booked_ms')} group by tenant_id",
+        period,
+    )
+    after, last = (
+        min((row[0] for row in ends), default=0) - 1,
+        max((row[1] for row in ends), default=0),
+    )
+    while page := db.rows(
+        "select entry_id, chain, prompt_tokens, cache_read_tokens, cache_write_tokens,"
+        " output_tokens, charge_pico from ledger where entry_id > ? and entry_id <= ?"
+        " and booked_ms >= ? and booked_ms < ? order by entry_id limit ?",
+        (after, last, *period, _PAGE),
+    ):
+        yield from (row[1:] for row in page)
+        after = page[-1][0]
+
+
+_OF_PERIOD = "tenant_id in (select tenant_id from tenants) and {0} >= ? and {0} < ?"
+"""By tenants, so that an index finds them."""
+
+
+def _close(db: Transaction, row: Row, now_ms: int) -> Close:
+    day, *totals, digest = row
+    epoch = number(db, "select max(number) from ledger_epochs")
+    db.execute(
+        "insert into closes (day, closed_ms, entries, prompt_tokens, cache_read_tokens,"
+        " cache_write_tokens, output_tokens, charge_pico, adjustments, adjusted_pico,"
+        " storage_token_seconds, ledger_epoch, digest)"
+        " values (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        (day, now_ms, *totals, epoch, digest),
+    )
+    return _read((day, now_ms, *totals, epoch, digest))
+
+
+def _last_closed(db: Transaction) -> int | None:
+    day: int | None = db.rows("select max(day) from closes")[0][0]
+    return day
+
+
+def _first_day(db: Transaction) -> int | None:
+    first: int | None = db.rows(f"select min(hour_ms) from {HOURS}")[0][0]
+    return None if first is None else first // DAY_MS
+
+
+_SELECT = (
+    "select day, closed_ms, entries, prompt_tokens, cache_read_tokens, cache_write_tokens,"
+    " output_tokens, charge_pico, adjustments, adjusted_pico, storage_token_seconds,"
+    " ledger_epoch, digest"
+    " from closes"
+)
+
+
+def _read(row: Row) -> Close:
+    names = [name for name in Close.__struct_fields__ if name not in ("day", "digest")]
+    facts = {name: int(value) for name, value in zip(names, row[1:-1], strict=True)}
+    return Close(day=_day_name(row[0]), digest=row[-1].hex(), **facts)
+
+
+def _day_number(name: str) -> int:
+    try:
+        day = date.fromisoformat(name)
+    except ValueError as error:
+        message = f"{name[:40]!r} is no day; write it like 2026-11-21."
+        raise BooksClosed("bad_day", message) from error
+    return (day - date(1970, 1, 1)).days
+
+
+def _day_name(day: int) -> str:
+    return (datetime(1970, 1, 1, tzinfo=UTC) + timedelta(days=day)).date().isoformat()

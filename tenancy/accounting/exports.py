@@ -1,0 +1,175 @@
+"""The ledger for other programs: entries as CSV or Parquet, usage as CloudEvents.
+
+Rows come in pages, so that an export of millions holds few of them; ids are made of request ids,
+so that whoever receives something twice can tell. It writes nothing to the ledger and sends
+nothing; the command line calls it. Cost rows are in `cost_rows`.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import structs
+
+from tenancy.accounting.usage import entries_of, span_of
+from tenancy.errors import TenancyError
+from tenancy.pricing.charges import CHARGED, writes
+from tenancy.storage.atomic_files import written_whole
+from tenancy.storage.interface import Store
+from tenancy.types import UsageEntry, instant
+
+PAGE = 2_000
+EVENT_TYPE = "llm.tokens"
+ENTRY_COLUMNS = (
+    *("entry_id", "booked", "tenant"),
+    *(name for name in UsageEntry.__struct_fields__ if name not in ("started_ms", "ended_ms")),
+    *("started", "ended"),
+)
+
+Rows = Iterator[dict[str, object]]
+
+
+def pages(
+    store: Store, tenant: str | None, since_ms: int, until_ms: int | None
+) -> Iterator[tuple[int, int, str, UsageEntry]]:
+    """All entries booked in a period, in ledger order: (entry id, booked at, tenant, entry)."""
+    after, last = span_of(store, tenant, since_ms, until_ms)
+    while page := entries_of(store, tenant, since_ms, until_ms, after, PAGE, last):
+        yield from page
+        after = page[-1][0]
+
+
+def entry_rows(store: Store, tenant: str | None, since_ms: int, until_ms: int | None) -> Rows:
+    """One row for each entry, in `ENTRY_COLUMNS`. Money is whole pico-dollars."""
+    for entry_id, booked_ms, name, entry in pages(store, tenant, since_ms, until_ms):
+        row: dict[str, object] = structs.asdict(entry)
+        started, ended = instant(row.pop("started_ms")), instant(row.pop("ended_ms"))
+        row["read"], row["write"] = _json(entry.read), _json(entry.write)
+        yield {
+            "entry_id": entry_id,
+            "booked": instant(booked_ms),
+            "tenant": name,
+            **row,
+            "started": started,
+            "ended": ended,
+        }
+
+
+def cloud_events(
+    store: Store, tenant: str | None, since_ms: int, until_ms: int | None, source: str
+) -> Iterator[bytes]:
+    """CloudEvents 1.0 as JSON lines: one for each component of an entry that has tokens.
+
+    `source` and `id` together are unique, for ever; a meter sums `data.tokens` by `data.type`, and
+    one that bills leaves out what is not `data.charged`: tokens of failures of ours.
+    """
+    for _, booked_ms, name, entry in pages(store, tenant, since_ms, until_ms):
+        for component, tokens in components(entry).items():
+            event = {
+                "specversion": "1.0",
+                "id": f"{entry.request_id}:{component}",
+                "source": source,
+                "type": EVENT_TYPE,
+                "subject": name,
+                "time": instant(booked_ms),
+                "datacontenttype": "application/json",
+                "data": {
+                    "type": component,
+                    "tokens": str(tokens),
+                    "model": entry.model,
+                    "key_id": entry.key_id,
+                    "workspace": entry.workspace,
+                    "tier": entry.tier,
+                    "ending": entry.ending,
+                    "charged": entry.ending in CHARGED,
+                },
+            }
+            yield msgspec.json.encode(event) + b"\n"
+
+
+def components(entry: UsageEntry) -> dict[str, int]:
+    """Tokens by what they are priced as, without those that are none. Their sum is all tokens."""
+    counts = {
+        "input": entry.fresh_tokens,
+        "cache_read": entry.cache_read_tokens,
+        **{f"cache_write_{name}": tokens for name, tokens in writes(entry).items()},
+        "output": entry.output_tokens,
+    }
+    return {name: tokens for name, tokens in counts.items() if tokens}
+
+
+def as_csv(columns: Sequence[str], rows: Iterable[Mapping[str, object]]) -> Iterator[bytes]:
+    """UTF-8 lines ended by CRLF, the first with the columns' names."""
+    buffer = io.StringIO()
+    writer = csv.writer(buffer)
+    writer.writerow(columns)
+    for row in rows:
+        writer.writerow([_cell(row[name]) for name in columns])
+        if buffer.tell() > 65_536:
+            yield buffer.getvalue().encode()
+            buffer.seek(0)
+            buffer.truncate()
+    yield buffer.getvalue().encode()
+
+
+def write_parquet(columns: Sequence[str], rows: Rows, path: Path) -> int:
+    """A Parquet file; whole, or not there. Returns how many rows. Raises TenancyError without
+    pyarrow, and OSError."""
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError as error:
+        message = "Parquet needs the extra `exports`: pip install 'trunkline[exports]'"
+        raise TenancyError("no_parquet", message) from error
+    schema = pyarrow.schema([(name, _parquet_type(pyarrow, name)) for name in columns])
+    written = 0
+    with written_whole(path) as part, parquet.ParquetWriter(part, schema) as writer:
+        for page in _paged(rows):
+            data = {name: [row[name] for row in page] for name in columns}
+            writer.write_table(pyarrow.table(data, schema=schema))
+            written += len(page)
+    return written
+
+
+_WHOLE = frozenset(
+    {"entry_id", "tenant_id", "key_id", "prompt_tokens", "cache_read_tokens", "fresh_tokens"}
+    | {"cache_write_tokens", "output_tokens", "physical_cached_tokens", "ttft_ms"}
+    | {"recomputed_promised_tokens", "charge_pico", "saved_pico"}
+)
+
+
+def _parquet_type(pyarrow: Any, name: str) -> object:
+    return pyarrow.int64() if name in _WHOLE else pyarrow.string()
+
+
+def _paged(rows: Rows) -> Iterator[list[dict[str, object]]]:
+    page: list[dict[str, object]] = []
+    for row in rows:
+        page.append(row)
+        if len(page) == PAGE:
+            yield page
+            page = []
+    if page:
+        yield page
+
+
+_RISKY = frozenset("=+-@\t\r\n＝＋－＠")  # the wide ones too, as East Asian keyboards make them
+_NUMBER = re.compile(r"-[0-9]+(\.[0-9]+)?", re.ASCII)
+
+
+def _cell(value: object) -> object:
+    """A spreadsheet takes what begins with these signs for a formula, unless it is a number."""
+    is_risky = isinstance(value, str) and value[:1] in _RISKY
+    if is_risky and not _NUMBER.fullmatch(str(value)):
+        return f"'{value}"
+    return "" if value is None else value
+
+
+def _json(detail: Mapping[str, int]) -> str:
+    return msgspec.json.encode(detail, order="sorted").decode()

@@ -1,0 +1,306 @@
+"""Costs in the shape of FOCUS 1.2: one row per tenant, key, model, component and hour.
+
+FOCUS is the FinOps Foundation's common form of cloud bills. Here are the columns of it that mean
+something for tokens, and five of our own (`x_`). The sum of BilledCost is what the ledger charged,
+with adjustments and storage, to the pico-dollar. It knows no file formats; `exports` has those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from decimal import Decimal
+
+from msgspec import Struct
+
+from tenancy.accounting.exports import Rows, pages
+from tenancy.ledger.aggregates import HOUR_MS
+from tenancy.pricing.budgets import window_of
+from tenancy.pricing.charges import (
+    SECONDS_PER_HOUR,
+    RateCard,
+    dollars,
+    price,
+    storage_charge,
+    writes,
+)
+from tenancy.pricing.rate_cards import CardBook, load_cards
+from tenancy.storage.interface import Row, Store
+from tenancy.types import instant
+
+PROVIDER = "Trunkline"
+COLUMNS = (
+    *("BilledCost", "BillingAccountId", "BillingAccountName", "BillingCurrency"),
+    *("BillingPeriodStart", "BillingPeriodEnd", "ChargeCategory", "ChargeClass"),
+    *("ChargeDescription", "ChargeFrequency", "ChargePeriodStart", "ChargePeriodEnd"),
+    *("ConsumedQuantity", "ConsumedUnit", "ContractedCost", "EffectiveCost", "InvoiceIssuerName"),
+    *("ListCost", "ListUnitPrice", "PricingCategory", "PricingQuantity", "PricingUnit"),
+    *("ProviderName", "PublisherName", "ResourceId", "ResourceType", "ServiceCategory"),
+    *("ServiceName", "SkuId", "SkuMeter", "SkuPriceId", "SubAccountId", "SubAccountName", "Tags"),
+    *("x_Requests", "x_UncachedCost", "x_CacheSavings", "x_BilledPico", "x_RateCard"),
+)
+
+
+class Held(Struct, frozen=True):
+    """What was held in a class, and what that costs."""
+
+    retention: str
+    token_seconds: int
+    pico: int
+
+
+class _Group(Struct, frozen=True):
+    tenant: str
+    tenant_id: int
+    key_id: int
+    model: str
+    component: str
+    hour_ms: int
+    rate_card_id: str
+
+
+class _Sum(Struct):
+    """`priced`: of the tokens, those that were charged for."""
+
+    tokens: int = 0
+    priced: int = 0
+    pico: int = 0
+    uncached: int = 0
+    requests: int = 0
+
+
+def cost_rows(
+    store: Store, tenant: str | None, since_ms: int, until_ms: int | None, account: str
+) -> Rows:
+    """What was booked in a period, in `COLUMNS`. `account`: whose bill it is. O(entries) time,
+    memory for one row per tenant, key, model, component and hour."""
+    book = CardBook(load_cards(store))
+    for group, total in _sums(store, book, tenant, since_ms, until_ms).items():
+        card = book.card(group.rate_card_id)
+        yield _used(account, card, group, total)
+    yield from _adjusted(store, book, tenant, since_ms, until_ms, account)
+    yield from _held(store, book, tenant, since_ms, until_ms, account)
+
+
+def _sums(
+    store: Store, book: CardBook, tenant: str | None, since_ms: int, until_ms: int | None
+) -> dict[_Group, _Sum]:
+    sums: dict[_Group, _Sum] = {}
+    for _, booked_ms, name, entry in pages(store, tenant, since_ms, until_ms):
+        card = book.card(entry.rate_card_id)
+        hour_ms = booked_ms // HOUR_MS * HOUR_MS
+        charged = price(card, entry)
+        tokens = {
+            "input": entry.fresh_tokens,
+            "cache_read": entry.cache_read_tokens,
+            **{f"cache_write:{kind}": count for kind, count in writes(entry).items()},
+            "output": entry.output_tokens,
+            "minimum": 0,
+        }
+        pico = {item.component: item.pico for item in charged.items}
+        for component, count in tokens.items():
+            if count or component in pico:
+                group = _Group(
+                    *(name, entry.tenant_id, entry.key_id, entry.model),
+                    *(component, hour_ms, entry.rate_card_id),
+                )
+                one = sums.setdefault(group, _Sum())
+                one.tokens += count
+                one.priced += count if charged.items else 0
+                one.pico += pico.get(component, 0)
+                one.requests += 1
+                if charged.items:
+                    plain = card.output if component == "output" else card.input
+                    one.uncached += count * plain if count else pico.get(component, 0)
+    return sums
+
+
+def _adjusted(
+    store: Store,
+    book: CardBook,
+    tenant: str | None,
+    since_ms: int,
+    until_ms: int | None,
+    account: str,
+) -> Rows:
+    """Corrections, each by itself."""
+    for name, reason, amount, booked_ms, entry_ms, *entry in store.query(
+        "select name, reason, amount_pico, a.booked_ms, ledger.booked_ms, ledger.tenant_id,"
+        " key_id, model, rate_card_id, request_id from adjustments as a"
+        " join ledger using (request_id)"
+        " join tenants on tenants.tenant_id = a.tenant_id"
+        " where (cast(?1 as text) is null or name = ?1)"
+        " and a.booked_ms >= ?2 and (cast(?3 as bigint) is null or a.booked_ms < ?3)"
+        " order by number",
+        (tenant, since_ms, until_ms),
+    ):
+        tenant_id, key_id, model, rate_card_id, request_id = entry
+        hour_ms = booked_ms // HOUR_MS * HOUR_MS
+        group = _Group(name, tenant_id, key_id, model, "adjustment", hour_ms, rate_card_id)
+        category = "Credit" if amount < 0 else "Adjustment"
+        total = _Sum(pico=amount, uncached=amount, requests=1)
+        text = f"{reason} (request {request_id})"
+        card = book.card(rate_card_id)
+        # As the specification has it: of a month that was invoiced before.
+        is_late = window_of("month", booked_ms) != window_of("month", entry_ms)
+        charge_class = "Correction" if is_late else None
+        yield _row(account, card, group, total, category, charge_class, text)
+
+
+def storage(store: Store, tenant: str | None, since_ms: int, until_ms: int | None) -> list[Held]:
+    """What was held by class, in the hours that begin in a period; each hour at the price it was
+    booked at, so that the sum is that of the cost rows. O(tenants * hours * classes)."""
+    book = CardBook(load_cards(store))
+    found: dict[str, Held] = {}
+    for _, _, _, _, name, card_id, seconds in _storage_hours(store, tenant, since_ms, until_ms):
+        before = found.get(name, Held(name, 0, 0))
+        pico = storage_charge(book.card(card_id), name, seconds)
+        found[name] = Held(name, before.token_seconds + seconds, before.pico + pico)
+    return [found[name] for name in sorted(found)]
+
+
+def storage_by_tenant(
+    store: Store, tenant: str | None, since_ms: int, until_ms: int | None
+) -> dict[str, int]:
+    """What storage cost each tenant that has to pay for any, in pico-dollars; see `storage`. The
+    database adds up each hour's whole and its rest, rounded down. O(hours * prices) in there."""
+    asked = (tenant, since_ms, until_ms)
+    kinds = store.query(f"select distinct class, rate_card_id {_HELD}", asked)
+    book = CardBook(load_cards(store))
+    found: dict[str, int] = {}
+    for retention, card_id in kinds:
+        rate = book.card(card_id).storage_price(retention)
+        if rate:
+            for name, hours, rest in store.query(
+                f"select name, sum(token_seconds / {SECONDS_PER_HOUR}),"
+                f" sum(token_seconds % {SECONDS_PER_HOUR} * ?4 / {SECONDS_PER_HOUR}) {_HELD}"
+                " and class = ?5 and rate_card_id = ?6 group by name",
+                (*asked, rate, retention, card_id),
+            ):
+                found[name] = found.get(name, 0) + hours * rate + rest
+    return found
+
+
+_HELD = (
+    "from storage_hours join tenants using (tenant_id)"
+    " where (cast(?1 as text) is null or name = ?1)"
+    " and hour_ms >= ?2 and (cast(?3 as bigint) is null or hour_ms < ?3)"
+)
+
+
+def _storage_hours(
+    store: Store, tenant: str | None, since_ms: int, until_ms: int | None
+) -> list[Row]:
+    """(tenant, its id, hour, model, class, card, token-seconds). An hour belongs to the period its
+    beginning is in."""
+    return store.query(
+        "select name, tenant_id, hour_ms, model, class, rate_card_id, token_seconds"
+        f" {_HELD} order by name, hour_ms, class",
+        (tenant, since_ms, until_ms),
+    )
+
+
+def _held(
+    store: Store,
+    book: CardBook,
+    tenant: str | None,
+    since_ms: int,
+    until_ms: int | None,
+    account: str,
+) -> Iterator[dict[str, object]]:
+    """Storage by class."""
+    rows = _storage_hours(store, tenant, since_ms, until_ms)
+    for name, tenant_id, hour_ms, model, retention, rate_card_id, token_seconds in rows:
+        card = book.card(rate_card_id)
+        component = f"storage:{retention}"
+        group = _Group(name, tenant_id, 0, model, component, hour_ms, rate_card_id)
+        pico = storage_charge(card, retention, token_seconds)
+        yield _used(account, card, group, _Sum(tokens=token_seconds, pico=pico))
+
+
+def _used(account: str, card: RateCard, group: _Group, total: _Sum) -> dict[str, object]:
+    """A row of usage: with what was consumed, and with what was charged for, at which price."""
+    kind, _, retention = group.component.partition(":")
+    row = _row(account, card, group, total, "Usage", None, group.component)
+    measured: tuple[object, ...]
+    match kind:
+        case "storage":
+            hours = Decimal(total.tokens) / SECONDS_PER_HOUR
+            each = dollars(card.storage_price(retention))
+            measured = (total.tokens, "token-seconds", each, f"{hours:.12f}", "token-hours")
+        case "minimum":  # each request is lifted by another amount: so many times a dollar
+            cost = dollars(total.pico)
+            measured = (total.requests, "requests", dollars(10**12), cost, card.currency)
+        case _:
+            each = dollars(_token_price(card, kind, retention))
+            measured = (total.tokens, "tokens", each, total.priced, "tokens")
+    return {**row, **dict(zip(_MEASURED, measured, strict=True))}
+
+
+def _row(
+    account: str,
+    card: RateCard,
+    group: _Group,
+    total: _Sum,
+    category: str,
+    charge_class: str | None,
+    text: str,
+) -> dict[str, object]:
+    start_ms, end_ms = window_of("month", group.hour_ms)
+    cost = dollars(total.pico)
+    is_usage = category == "Usage"
+    return {
+        "BilledCost": cost,
+        "BillingAccountId": account,
+        "BillingAccountName": account,
+        "BillingCurrency": card.currency,
+        "BillingPeriodStart": _second(start_ms),
+        "BillingPeriodEnd": _second(end_ms),
+        "ChargeCategory": category,
+        "ChargeClass": charge_class,
+        "ChargeDescription": text,
+        "ChargeFrequency": "Usage-Based" if is_usage else "One-Time",
+        "ChargePeriodStart": _second(group.hour_ms),
+        "ChargePeriodEnd": _second(group.hour_ms + HOUR_MS),
+        "ConsumedQuantity": None,
+        "ConsumedUnit": None,
+        "ContractedCost": cost,
+        "EffectiveCost": cost,
+        "InvoiceIssuerName": account,
+        "ListCost": cost,
+        "ListUnitPrice": None,
+        "PricingCategory": "Standard" if is_usage else None,
+        "PricingQuantity": None,
+        "PricingUnit": None,
+        "ProviderName": PROVIDER,
+        "PublisherName": PROVIDER,
+        "ResourceId": group.model,
+        "ResourceType": "Model",
+        "ServiceCategory": "AI and Machine Learning",
+        "ServiceName": "Inference",
+        "SkuId": f"{group.model}/{group.component}",
+        "SkuMeter": group.component,
+        "SkuPriceId": f"{group.rate_card_id}/{group.component}",
+        "SubAccountId": str(group.tenant_id),
+        "SubAccountName": group.tenant,
+        "Tags": f'{{"key_id":"{group.key_id}"}}',
+        "x_Requests": total.requests,
+        "x_UncachedCost": dollars(total.uncached),
+        "x_CacheSavings": dollars(total.uncached - total.pico),
+        "x_BilledPico": total.pico,
+        "x_RateCard": group.rate_card_id,
+    }
+
+
+_MEASURED = ("ConsumedQuantity", "ConsumedUnit", "ListUnitPrice", "PricingQuantity", "PricingUnit")
+"""Of usage alone. A unit's price times the quantity that was charged for is the cost."""
+
+
+def _token_price(card: RateCard, kind: str, retention: str) -> int:
+    if kind == "cache_write":
+        return card.write_price(retention)
+    price: int = getattr(card, kind)
+    return price
+
+
+def _second(at_ms: int) -> str:
+    return f"{instant(at_ms)[:19]}Z"

@@ -1,0 +1,237 @@
+"""Questions about usage: sums of entries by tenant, key, model and time.
+
+Whole days and hours come from their sums, which are written with the entries; only the pieces of
+an hour at the ends of a period are summed entry by entry. So a question over ten million entries
+looks at thousands of rows. It writes nothing; the command line, the admin API and self-service call
+it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+from msgspec import Struct
+
+from tenancy.ledger.aggregates import DAY_MS, HOUR_MS, HOUR_SUMS, PIECES
+from tenancy.ledger.entries import ENTRY_FIELDS, entry_of
+from tenancy.pricing.charges import PICO_PER_MICRO
+from tenancy.storage.interface import Row, Store, Value
+from tenancy.types import UsageEntry
+
+By = Literal["tenant", "key", "model", "hour", "day"]
+
+
+class UsageTotal(Struct, frozen=True):
+    """A sum of ledger entries. Money is pico-dollars; `charge_pico` is before adjustments.
+
+    `hits`: requests that read the cache. `ttft_*`: how many told their time to the first token,
+    and its sum, for those that did and those that did not. `key_id`, `model` and `from_ms` (of the
+    hour or day) are set where it was asked for by them.
+    """
+
+    tenant: str
+    requests: int = 0
+    prompt_tokens: int = 0
+    cache_read_tokens: int = 0
+    cache_write_tokens: int = 0
+    fresh_tokens: int = 0
+    output_tokens: int = 0
+    physical_cached_tokens: int = 0
+    recomputed_promised_tokens: int = 0
+    hits: int = 0
+    ttft_hits: int = 0
+    ttft_hit_ms: int = 0
+    ttft_misses: int = 0
+    ttft_miss_ms: int = 0
+    charge_pico: int = 0
+    saved_pico: int = 0
+    adjusted_pico: int = 0
+    key_id: int | None = None
+    model: str | None = None
+    from_ms: int | None = None
+
+
+_SUMS = (*HOUR_SUMS, "adjusted_micros", "adjusted_rest")
+_GROUPS: dict[By, str] = {
+    "tenant": "name",
+    "key": "key_id",
+    "model": "model",
+    "hour": "hour_ms",
+    "day": f"hour_ms / {DAY_MS} * {DAY_MS}",
+}
+
+
+class _Level(Struct, frozen=True):
+    table: str
+    since: str
+    length_ms: int
+
+
+_DAYS = _Level("usage_days", "day_ms", DAY_MS)
+_LEVELS = (_Level("usage_hours", "hour_ms", HOUR_MS),)
+_LAST = 2**63 - 1
+_ENTRIES = ", ".join(f"ledger.{name}" for name in ENTRY_FIELDS)
+
+
+def usage(
+    store: Store,
+    *,
+    tenant: str | None = None,
+    key_id: int | None = None,
+    model: str | None = None,
+    since_ms: int = 0,
+    until_ms: int | None = None,
+    by: Sequence[By] = (),
+) -> list[UsageTotal]:
+    """Sums of what was booked in [since_ms, until_ms), by tenant and whatever `by` names, in that
+    order. O(days * keys * models) of the tenants asked for, or hours where it is by hour."""
+    groups: list[By] = ["tenant", *(name for name in by if name != "tenant")]
+    end_ms = 2**62 if until_ms is None else max(until_ms, since_ms)
+    sums: dict[Row, list[int]] = {}
+    levels = _LEVELS if "hour" in groups else (_DAYS, *_LEVELS)
+    for level, first_ms, after_ms in _cut(since_ms, end_ms, levels):
+        asked = (tenant, key_id, model, first_ms, after_ms)
+        if level is None:
+            _add_pieces(store, sums, groups, asked)
+        else:
+            _add_level(store, sums, groups, level, asked)
+    return [_total(groups, group, sums[group]) for group in sorted(sums)]
+
+
+def span_of(
+    store: Store, tenant: str | None, since_ms: int, until_ms: int | None
+) -> tuple[int, int]:
+    """Before the first entry of a period, and its last: what was booked at about the same time has
+    ids that lie together. O(entries of the period), or O(1) for all time."""
+    if since_ms <= 0 and until_ms is None:
+        return 0, _LAST
+    first, last = store.query(
+        "select min(entry_id), max(entry_id) from ledger where tenant_id in"
+        " (select tenant_id from tenants where cast(?1 as text) is null or name = ?1)"
+        " and booked_ms >= ?2 and booked_ms < ?3",
+        (tenant, since_ms, _LAST if until_ms is None else until_ms),
+    )[0]
+    return (0, 0) if first is None else (first - 1, last)
+
+
+def entries_of(
+    store: Store,
+    tenant: str | None,
+    since_ms: int,
+    until_ms: int | None,
+    after: int,
+    count: int,
+    last: int = _LAST,
+) -> list[tuple[int, int, str, UsageEntry]]:
+    """Up to `count` entries of a period behind entry id `after`, up to `last`, in ledger order:
+    (entry id, booked at, tenant, entry). O(entries between the two, up to the count)."""
+    rows = store.query(
+        f"select entry_id, booked_ms, name, {_ENTRIES} from ledger join tenants using (tenant_id)"
+        " where entry_id > ?1 and entry_id <= ?6 and (cast(?2 as text) is null or name = ?2)"
+        " and booked_ms >= ?3 and (cast(?4 as bigint) is null or booked_ms < ?4)"
+        " order by entry_id limit ?5",
+        (after, tenant, since_ms, until_ms, count, last),
+    )
+    return [(row[0], row[1], row[2], entry_of(row[3:])) for row in rows]
+
+
+_WHERE = (
+    "tenant_id in (select tenant_id from tenants where cast(?1 as text) is null or name = ?1)"
+    " and (cast(?2 as bigint) is null or key_id = ?2)"
+    " and (cast(?3 as text) is null or model = ?3)"
+)
+
+
+def _cut(
+    since_ms: int, end_ms: int, levels: Sequence[_Level]
+) -> Iterator[tuple[_Level | None, int, int]]:
+    """A period as whole days, whole hours and pieces of hours: (which, from, to), none empty.
+
+    since  |  hours  |      whole days      | hours | end        and the same within the ends
+    """
+    if since_ms >= end_ms:
+        return
+    if not levels:
+        yield None, since_ms, end_ms
+        return
+    level, *finer = levels
+    first_ms = -(-since_ms // level.length_ms) * level.length_ms
+    after_ms = end_ms // level.length_ms * level.length_ms
+    if first_ms >= after_ms:
+        yield from _cut(since_ms, end_ms, finer)
+        return
+    yield from _cut(since_ms, first_ms, finer)
+    yield level, first_ms, after_ms
+    yield from _cut(after_ms, end_ms, finer)
+
+
+def _add_level(
+    store: Store,
+    sums: dict[Row, list[int]],
+    groups: Sequence[By],
+    level: _Level,
+    asked: Sequence[Value],
+) -> None:
+    """Whole hours or days, from their sums, recent ones too: as of one commit, in one statement. (A
+    union that is summed as one would be put in order first, which takes twice as long.)"""
+    parts = []
+    for table, since, columns in (
+        (level.table, level.since, _SUMS),
+        ("recent_sums", f"hour_ms / {level.length_ms} * {level.length_ms}", (*HOUR_SUMS, "0", "0")),
+    ):
+        names = ", ".join(_GROUPS[name].replace("hour_ms", since) for name in groups)
+        parts.append(
+            f"select {names}, {', '.join(f'sum({column})' for column in columns)} from {table}"
+            f" join tenants using (tenant_id) where {_WHERE} and {since} >= ?4 and {since} < ?5"
+            f" group by {', '.join(str(1 + i) for i in range(len(groups)))}"
+        )
+    for row in store.query(" union all ".join(parts), asked):
+        _add(sums, row[: len(groups)], row[len(groups) :])
+
+
+def _add_pieces(
+    store: Store, sums: dict[Row, list[int]], groups: Sequence[By], asked: Sequence[Value]
+) -> None:
+    """A piece of an hour, from its entries and adjustments."""
+    hour = f"booked_ms / {HOUR_MS} * {HOUR_MS}"
+    names = [_GROUPS[name].replace("hour_ms", hour) for name in groups]
+    by = ", ".join(str(1 + i) for i in range(len(groups)))
+    where = f"{_WHERE} and booked_ms >= ?4 and booked_ms < ?5"
+    sql = (
+        f"select {', '.join(names)}, {', '.join(PIECES)} from ledger"
+        f" join tenants using (tenant_id) where {where} group by {by}"
+    )
+    for row in store.query(sql, asked):
+        _add(sums, row[: len(groups)], (*row[len(groups) :], 0, 0))
+    names = [name.replace("booked_ms", "a.booked_ms") for name in names]
+    where = where.replace("tenant_id", "a.tenant_id", 1).replace("booked_ms", "a.booked_ms")
+    sql = (
+        f"select {', '.join(names)}, sum(amount_pico / {PICO_PER_MICRO}),"
+        f" sum(amount_pico % {PICO_PER_MICRO}) from adjustments as a"
+        " join tenants using (tenant_id) join ledger using (request_id)"
+        f" where {where} group by {by}"
+    )
+    nothing = [0] * len(HOUR_SUMS)
+    for row in store.query(sql, asked):
+        _add(sums, row[: len(groups)], (*nothing, *row[len(groups) :]))
+
+
+def _add(sums: dict[Row, list[int]], group: Row, more: Sequence[int]) -> None:
+    have = sums.get(group)
+    sums[group] = list(more) if have is None else list(map(sum, zip(have, more, strict=True)))
+
+
+def _total(groups: Sequence[By], group: Row, row: Sequence[int]) -> UsageTotal:
+    facts = dict(zip(_SUMS, row, strict=True))
+    for name in ("charge", "saved", "adjusted"):
+        whole, rest = facts.pop(f"{name}_micros"), facts.pop(f"{name}_rest")
+        facts[f"{name}_pico"] = whole * PICO_PER_MICRO + rest
+    of = dict(zip(groups, group, strict=True))
+    return UsageTotal(
+        tenant=of["tenant"],
+        **facts,
+        key_id=of.get("key"),
+        model=of.get("model"),
+        from_ms=of.get("hour", of.get("day")),
+    )

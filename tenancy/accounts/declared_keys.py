@@ -1,0 +1,260 @@
+"""Keys that the configuration file declares at its tenants: made so, in the caller's transaction.
+
+A declared key's label is its identity at its tenant, and the file has its SHA-256, never the key.
+Another digest under a label is a rotation without a grace: the old key ends, and its budget goes
+on with the new one. A key whose label is gone is revoked. What was once any other key is refused:
+what was revoked stays so. Keys of a tenant that the file names no longer stay as they are, as its
+settings do; it is suspended, and they are an operator's again. It reads no file; `declared` calls
+it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
+
+from tenancy.accounts.keys import (
+    DIGEST_PREFIX,
+    LIFE_MS_MAX,
+    SCOPES,
+    SHOWN_SIGNS,
+    check_label,
+    check_name,
+    write_limits,
+    write_scopes,
+)
+from tenancy.errors import BadName
+from tenancy.limits import check_limits
+from tenancy.storage.interface import Row, Store, Transaction
+from tenancy.types import Limits, WallClock
+
+KEYS_DECLARED_MAX = 10_000
+_DIGEST = re.compile("[0-9a-fA-F]{64}")
+
+
+class DeclaredKey(Limits, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One `[[tenants.keys]]` table: what `trunkline key create` takes, its limits in one level.
+
+    `sha256`: of the whole key, in hexadecimal; or `file`: where the gateway finds the key.
+    """
+
+    label: str
+    sha256: str = ""
+    file: str = ""
+    workspace: str = "default"
+    scopes: tuple[str, ...] = SCOPES
+    expires: Annotated[datetime, Meta(tz=True)] | None = None
+
+    @property
+    def limits(self) -> Limits:
+        """Without the rest."""
+        return Limits(**{name: getattr(self, name) for name in Limits.__struct_fields__})
+
+
+class KeyChange(Struct, frozen=True):
+    """What a reload did to a key; `revoked` is one that is declared no longer."""
+
+    tenant: str
+    label: str
+    key_id: int
+    what: Literal["created", "changed", "replaced", "revoked"]
+
+
+class _Terms(Struct, frozen=True):
+    """A declared key as the database has it."""
+
+    digest: bytes
+    workspace: str
+    scopes: str
+    expires_ms: int | None
+    limits: str
+
+
+_At = tuple[str, str]
+"""A tenant's name and a label."""
+
+DeclaredKeys = Mapping[str, Sequence[DeclaredKey]]
+"""By the names of all declared tenants."""
+
+
+def check_keys(declared: DeclaredKeys) -> None:
+    """Raises BadName for what cannot be, before anything is changed. No message has a digest: a key
+    may stand there by mistake."""
+    if sum(map(len, declared.values())) > KEYS_DECLARED_MAX:
+        raise BadName("bad_setting", f"more than {KEYS_DECLARED_MAX} keys are declared")
+    labels: set[_At] = set()
+    digests: dict[str, _At] = {}
+    for tenant, keys in declared.items():
+        for key in keys:
+            at = tenant, key.label
+            try:
+                _check_key(key)
+                if at in labels:
+                    raise BadName("name_taken", "the label is there twice")
+                if key.sha256 and (other := digests.get(key.sha256.lower())):
+                    raise BadName("key_taken", f"it is {_place(other)} too")
+            except BadName as error:
+                raise BadName(error.code, f"{_place(at)}: {error.message}") from error
+            labels.add(at)
+            digests[key.sha256.lower()] = at
+
+
+def keys_differ(store: Store, wanted: DeclaredKeys) -> bool:
+    """Is what is declared there other than what is wanted? O(keys). Raises StoreError."""
+    there = {at: terms for at, (_, terms) in _there(store.query(_DECLARED)).items()}
+    return there != _terms(wanted)
+
+
+def reconcile_keys(db: Transaction, clock: WallClock, wanted: DeclaredKeys) -> list[KeyChange]:
+    """Make keys what the file says, within the caller's transaction, in which its tenants are there
+    already. O(keys), and a question for each that is new. Raises BadName."""
+    now_ms, terms = clock(), _terms(wanted)
+    there = _there(db.rows(_DECLARED))
+    tenants: dict[str, int] = dict(db.rows(_TENANTS))
+    changed = []
+    for at in sorted(there.keys() | terms.keys()):
+        key_id, old = there.get(at, (0, None))
+        new = terms.get(at)
+        if old == new:
+            continue
+        changed.append((at, key_id, old, new))
+        try:  # before one is revoked that another is told it cannot be
+            _check_change(db, now_ms, old, new)
+        except BadName as error:
+            raise BadName(error.code, f"{_place(at)}: {error.message}") from error
+    changes = []
+    for (tenant, label), key_id, old, new in changed:
+        its_id, what = _change(db, now_ms, (tenants[tenant], label), key_id, old, new)
+        changes.append(KeyChange(tenant, label, its_id, what))
+    return changes
+
+
+def _check_change(db: Transaction, now_ms: int, old: _Terms | None, new: _Terms | None) -> None:
+    if new is None:
+        return
+    if new.expires_ms is not None and not 0 < new.expires_ms - now_ms <= LIFE_MS_MAX:
+        raise BadName("bad_time", "expires: it is past, or more than 100 years away")
+    if old is None or old.digest != new.digest:
+        _check_new(db, now_ms, new.digest)
+    elif old.expires_ms is not None and old.expires_ms <= now_ms:
+        raise BadName("key_not_live", "it has expired; make another")
+
+
+def _change(
+    db: Transaction,
+    now_ms: int,
+    at: tuple[int, str],
+    key_id: int,
+    old: _Terms | None,
+    new: _Terms | None,
+) -> tuple[int, Literal["created", "changed", "replaced", "revoked"]]:
+    """One key, at a tenant's number: (its number, what was done)."""
+    if new is None:
+        _end(db, now_ms, key_id)
+        return key_id, "revoked"
+    if old is None:
+        return _insert(db, now_ms, at, new), "created"
+    if old.digest == new.digest:
+        db.execute(
+            "update keys set workspace = ?, scopes = ?, expires_ms = ?, limits = ?"
+            " where key_id = ?",
+            (new.workspace, new.scopes, new.expires_ms, new.limits, key_id),
+        )
+        return key_id, "changed"
+    _end(db, now_ms, key_id)
+    line = db.rows("select coalesce(line_id, key_id) from keys where key_id = ?", (key_id,))
+    new_id = _insert(db, now_ms, at, new, line[0][0])
+    db.execute("update keys set replaced_by = ? where key_id = ?", (new_id, key_id))
+    # Whoever keeps budgets reads them again: those of the old key hold for the new one.
+    db.execute("update money_version set version = version + 1")
+    return new_id, "replaced"
+
+
+def _insert(
+    db: Transaction, now_ms: int, at: tuple[int, str], new: _Terms, line_id: int | None = None
+) -> int:
+    tenant_id, label = at
+    shown = DIGEST_PREFIX + new.digest.hex()[:SHOWN_SIGNS]
+    made = db.rows(
+        "insert into keys (digest, shown, tenant_id, workspace, label, created_ms, expires_ms,"
+        " scopes, limits, line_id, is_declared) values (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 1)"
+        " returning key_id",
+        (
+            *(new.digest, shown, tenant_id, new.workspace, label, now_ms, new.expires_ms),
+            *(new.scopes, new.limits, line_id),
+        ),
+    )
+    return int(made[0][0])
+
+
+def _end(db: Transaction, now_ms: int, key_id: int) -> None:
+    db.execute("update keys set revoked_ms = ?, is_declared = 0 where key_id = ?", (now_ms, key_id))
+
+
+def _check_new(db: Transaction, now_ms: int, digest: bytes) -> None:
+    """Nobody's key, now or before."""
+    rows = db.rows(
+        "select key_id, name, label, revoked_ms, expires_ms from keys"
+        " left join tenants using (tenant_id) where digest = ?",
+        (digest,),
+    )
+    for key_id, name, label, revoked_ms, expires_ms in rows:
+        if revoked_ms is not None:
+            raise BadName("key_not_live", f"it is key {key_id}, which was revoked; make another")
+        if expires_ms is not None and expires_ms <= now_ms:
+            raise BadName("key_not_live", f"it is key {key_id}, which has expired; make another")
+        whose = f"of {name}" if name else "of an administrator"
+        raise BadName("key_taken", f"it is key {key_id} {whose} ({label!r}); make another")
+
+
+def _check_key(key: DeclaredKey) -> None:
+    check_label(key.label)
+    if not key.label:
+        raise BadName("bad_label", "a declared key's label is not empty")
+    if bool(key.sha256) == bool(key.file):
+        raise BadName("bad_setting", "either sha256 or file says which key it is")
+    if key.sha256 and not _DIGEST.fullmatch(key.sha256):
+        raise BadName("bad_setting", "sha256: it is not 64 hexadecimal digits")
+    if key.file and (not key.file.startswith("/") or "\0" in key.file):
+        raise BadName("bad_setting", "file: it is no absolute path")
+    check_name(key.workspace, "workspace")
+    write_scopes(key.scopes)
+    check_limits(key.limits)
+
+
+def _place(at: _At) -> str:
+    tenant, label = at
+    return f"{tenant}: key {label[:80]!r}"
+
+
+_TENANTS = "select name, tenant_id from tenants where is_declared = 1"
+_DECLARED = (
+    "select name, label, key_id, digest, workspace, scopes, expires_ms, keys.limits from keys"
+    " join tenants using (tenant_id) where keys.is_declared = 1 and tenants.is_declared = 1"
+)
+
+
+def _there(rows: list[Row]) -> dict[_At, tuple[int, _Terms]]:
+    """The number and the terms of those that are declared now."""
+    return {
+        (name, label): (int(key_id), _Terms(bytes(digest), *terms))
+        for name, label, key_id, digest, *terms in rows
+    }
+
+
+def _terms(wanted: DeclaredKeys) -> dict[_At, _Terms]:
+    return {
+        (tenant, key.label): _Terms(
+            bytes.fromhex(key.sha256),
+            key.workspace,
+            write_scopes(key.scopes),
+            None if key.expires is None else round(key.expires.timestamp() * 1000),
+            write_limits(key.limits),
+        )
+        for tenant, keys in wanted.items()
+        for key in keys
+    }

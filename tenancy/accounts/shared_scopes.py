@@ -1,0 +1,313 @@
+"""Shared scopes: named caches that workspaces of several tenants share, by the operator's word.
+
+A scope has an owner, whose quota holds its blocks and who pays for their storage, and members:
+"tenant/workspace", or "tenant" for all its workspaces. A workspace is in one scope at most. It
+knows no namespace; `registry` reads who is a member, `declared` makes what the configuration file
+says, the admin API and the command line change the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
+
+from msgspec import Struct
+
+from tenancy.accounts.keys import check_name
+from tenancy.errors import BadName
+from tenancy.storage.interface import Row, Store, Transaction
+from tenancy.types import WallClock
+
+SCOPES_MAX = 1_000
+MEMBERS_MAX = 10_000
+ALL = ""
+"""Stands for every workspace of a tenant."""
+
+
+class ScopeTerms(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What a shared scope shall be: one `[[tenancy.shared_scopes]]` table."""
+
+    name: str
+    owner: str
+    members: tuple[str, ...] = ()
+
+
+class Scope(Struct, frozen=True):
+    """A shared scope as it is. `members` are sorted."""
+
+    scope_id: int
+    name: str
+    owner_id: int
+    owner: str
+    members: tuple[str, ...]
+    is_declared: bool
+    created_ms: int
+
+
+class Membership(Struct, frozen=True):
+    """Which scope a workspace is in, and whose that is."""
+
+    scope_id: int
+    name: str
+    owner_id: int
+
+
+class ScopeChange(Struct, frozen=True):
+    """What a reload did to a scope."""
+
+    scope: str
+    what: Literal["created", "adopted", "changed", "removed"]
+
+
+# --- looking -------------------------------------------------------------------------------------
+
+
+def list_scopes(store: Store) -> list[Scope]:
+    """All of them, by name. O(members)."""
+    with store.snapshot() as db:
+        return _scopes_in(db)
+
+
+def find_scope(store: Store, name: str) -> Scope:
+    """One of them. Raises BadName."""
+    for scope in list_scopes(store):
+        if scope.name == name:
+            return scope
+    raise _unknown(name)
+
+
+def memberships(store: Store, tenant_id: int | None = None) -> dict[int, dict[str, Membership]]:
+    """By tenant and workspace: of one tenant, or of all. O(members read)."""
+    of_one = "" if tenant_id is None else " where members.tenant_id = ?"
+    rows = store.query(
+        "select members.tenant_id, members.workspace, scopes.scope_id, scopes.name,"
+        " scopes.owner_id from scope_members as members"
+        f" join shared_scopes as scopes on scopes.scope_id = members.scope_id{of_one}",
+        () if tenant_id is None else (tenant_id,),
+    )
+    found: dict[int, dict[str, Membership]] = {}
+    for member_id, workspace, *scope in rows:
+        found.setdefault(member_id, {})[workspace] = Membership(*scope)
+    return found
+
+
+# --- changing ------------------------------------------------------------------------------------
+
+
+def set_scope(store: Store, clock: WallClock, terms: ScopeTerms) -> Scope:
+    """Make it so, from the next request: a new scope, or other members of one that is there. With
+    another owner it is another scope, which begins empty. Raises BadName, with nothing changed."""
+    check_scopes([terms])
+    with store.change() as db:
+        there = {scope.name: scope for scope in _scopes_in(db)}
+        old = there.get(terms.name)
+        if old is None and len(there) >= SCOPES_MAX:
+            raise BadName("too_many_scopes", f"there are {SCOPES_MAX} shared scopes already")
+        _check_by_hand(old)
+        _write(db, clock, terms, old, is_declared=False)
+    return find_scope(store, terms.name)
+
+
+def remove_scope(store: Store, name: str) -> None:
+    """Its members share no more, from the next request; each goes on alone. Raises BadName."""
+    with store.change() as db:
+        old = {scope.name: scope for scope in _scopes_in(db)}.get(name)
+        if old is None:
+            raise _unknown(name)
+        _check_by_hand(old)
+        _remove(db, old)
+
+
+def check_scopes(wanted: Sequence[ScopeTerms]) -> None:
+    """Raises BadName for what cannot be, whoever the tenants are."""
+    if len(wanted) > SCOPES_MAX:
+        raise BadName("bad_setting", f"more than {SCOPES_MAX} shared scopes")
+    if sum(len(one.members) for one in wanted) > MEMBERS_MAX:
+        raise BadName("bad_setting", f"more than {MEMBERS_MAX} members of shared scopes")
+    seen: set[str] = set()
+    taken: dict[str, str] = {}
+    for one in wanted:
+        check_name(one.name, "shared scope")
+        check_name(one.owner, "tenant")
+        if one.name in seen:
+            raise BadName("name_taken", f"the shared scope {one.name!r} is declared twice")
+        seen.add(one.name)
+        for member in one.members:
+            tenant, workspace = _parts(member)
+            check_name(tenant, "tenant")
+            if "/" in member:
+                check_name(workspace, "workspace")
+            if member in taken:
+                raise _in_two(member, taken[member], one.name)
+            taken[member] = one.name
+    for member, scope in taken.items():
+        tenant, workspace = _parts(member)
+        if workspace != ALL and tenant in taken:
+            raise _in_two(member, taken[tenant], scope)
+
+
+def differ(store: Store, wanted: Sequence[ScopeTerms]) -> bool:
+    """Is what is declared there other than what is wanted?"""
+    return _declared(list_scopes(store)) != {one.name: _plain(one) for one in wanted}
+
+
+def reconcile_scopes(
+    db: Transaction, clock: WallClock, wanted: Sequence[ScopeTerms]
+) -> list[ScopeChange]:
+    """Make declared scopes what the file says, within the caller's transaction. What it declares no
+    longer is removed; what was made by hand stays. Raises BadName."""
+    changes = []
+    there = {scope.name: scope for scope in _scopes_in(db)}
+    terms = {one.name: one for one in wanted}
+    for name, scope in there.items():
+        if scope.is_declared and name not in terms:
+            _remove(db, scope)
+            changes.append(ScopeChange(name, "removed"))
+    # Members first leave where they were: one may go from a scope to another in one reload.
+    altered = [one for _, one in sorted(terms.items()) if not _is_so(there.get(one.name), one)]
+    for one in altered:
+        if one.name in there:
+            number = there[one.name].scope_id
+            db.execute("delete from scope_members where scope_id = ?", (number,))
+    for one in altered:
+        old = there.get(one.name)
+        _write(db, clock, one, old, is_declared=True)
+        what: Literal["created", "adopted", "changed"] = "created"
+        if old is not None:
+            what = "changed" if old.is_declared else "adopted"
+        changes.append(ScopeChange(one.name, what))
+    return changes
+
+
+def owned_by(db: Transaction, tenant_id: int) -> list[str]:
+    """Names of a tenant's scopes, within the caller's transaction."""
+    rows = db.rows("select name from shared_scopes where owner_id = ?", (tenant_id,))
+    return [str(row[0]) for row in rows]
+
+
+# --- inside --------------------------------------------------------------------------------------
+
+
+def _scopes_in(db: Transaction) -> list[Scope]:
+    members: dict[int, list[str]] = {}
+    for scope_id, tenant, workspace in db.rows(
+        "select members.scope_id, tenants.name, members.workspace from scope_members as members"
+        " join tenants on tenants.tenant_id = members.tenant_id",
+    ):
+        members.setdefault(scope_id, []).append(f"{tenant}/{workspace}" if workspace else tenant)
+    rows: list[Row] = db.rows(
+        "select scopes.scope_id, scopes.name, scopes.owner_id, tenants.name, scopes.is_declared,"
+        " scopes.created_ms from shared_scopes as scopes"
+        " join tenants on tenants.tenant_id = scopes.owner_id order by scopes.name",
+    )
+    return [
+        Scope(
+            scope_id=scope_id,
+            name=name,
+            owner_id=owner_id,
+            owner=owner,
+            members=tuple(sorted(members.get(scope_id, ()))),
+            is_declared=bool(is_declared),
+            created_ms=created_ms,
+        )
+        for scope_id, name, owner_id, owner, is_declared, created_ms in rows
+    ]
+
+
+def _write(
+    db: Transaction,
+    clock: WallClock,
+    terms: ScopeTerms,
+    old: Scope | None,
+    *,
+    is_declared: bool,
+) -> None:
+    ids = _ids(db, [terms.owner, *(_parts(member)[0] for member in terms.members)])
+    if old is not None and old.owner_id != ids[terms.owner]:
+        _remove(db, old)
+        old = None
+    if old is None:
+        db.execute(
+            "insert into shared_scopes (name, owner_id, is_declared, created_ms)"
+            " values (?, ?, ?, ?)",
+            (terms.name, ids[terms.owner], is_declared, clock()),
+        )
+    else:
+        db.execute(
+            "update shared_scopes set is_declared = ? where scope_id = ?",
+            (is_declared, old.scope_id),
+        )
+        db.execute("delete from scope_members where scope_id = ?", (old.scope_id,))
+    ((scope_id,),) = db.rows("select scope_id from shared_scopes where name = ?", (terms.name,))
+    for member in terms.members:
+        tenant, workspace = _parts(member)
+        _check_free(db, ids[tenant], workspace, member, terms.name)
+        db.execute(
+            "insert into scope_members (tenant_id, workspace, scope_id) values (?, ?, ?)",
+            (ids[tenant], workspace, scope_id),
+        )
+
+
+def _remove(db: Transaction, old: Scope) -> None:
+    db.execute("delete from scope_members where scope_id = ?", (old.scope_id,))
+    db.execute("delete from shared_scopes where scope_id = ?", (old.scope_id,))
+
+
+def _check_free(db: Transaction, tenant_id: int, workspace: str, member: str, scope: str) -> None:
+    """A workspace is in one scope at most, whether it is named or all are."""
+    rows = db.rows(
+        "select members.workspace, scopes.name from scope_members as members"
+        " join shared_scopes as scopes on scopes.scope_id = members.scope_id"
+        " where members.tenant_id = ?",
+        (tenant_id,),
+    )
+    for taken, name in rows:
+        if ALL in (workspace, taken) or taken == workspace:
+            raise _in_two(member, str(name), scope)
+
+
+def _check_by_hand(old: Scope | None) -> None:
+    if old is not None and old.is_declared:
+        raise BadName(
+            "scope_declared",
+            f"{old.name} is declared in the configuration file; change it there and reload",
+        )
+
+
+def _ids(db: Transaction, names: Iterable[str]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for name in dict.fromkeys(names):
+        rows = db.rows("select tenant_id from tenants where name = ?", (name,))
+        if not rows:
+            raise BadName("tenant_unknown", f"there is no tenant {name!r} to share a scope")
+        found[name] = int(rows[0][0])
+    return found
+
+
+def _declared(scopes: Sequence[Scope]) -> Mapping[str, tuple[str, tuple[str, ...]]]:
+    return {scope.name: _plain(scope) for scope in scopes if scope.is_declared}
+
+
+def _is_so(scope: Scope | None, terms: ScopeTerms) -> bool:
+    return scope is not None and scope.is_declared and _plain(scope) == _plain(terms)
+
+
+def _plain(one: Scope | ScopeTerms) -> tuple[str, tuple[str, ...]]:
+    return one.owner, tuple(sorted(one.members))
+
+
+def _parts(member: str) -> tuple[str, str]:
+    tenant, _, workspace = member.partition("/")
+    return tenant, workspace
+
+
+def _in_two(member: str, one: str, other: str) -> BadName:
+    return BadName(
+        "scope_overlap",
+        f"{member} cannot be in the shared scope {other}: it, or a workspace of it, is in {one}"
+        " already, and a workspace is in one scope at most",
+    )
+
+
+def _unknown(name: str) -> BadName:
+    return BadName("scope_unknown", f"there is no shared scope {name[:80]!r}")

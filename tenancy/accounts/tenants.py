@@ -1,0 +1,304 @@
+"""Tenants with their settings: found, made, changed, suspended.
+
+It knows no HTTP and no engine; the admin API and the command line call it, and `identities`, which
+keeps all of them in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import msgspec
+from msgspec import Struct, structs
+
+from tenancy.accounts.keys import (
+    check_name,
+    create_admin_key,
+    create_key,
+    read_limits,
+    write_limits,
+)
+from tenancy.errors import BadName
+from tenancy.ledger import idempotency
+from tenancy.limits import check_limits
+from tenancy.pseudonyms import GONE, check_there, is_pseudonym
+from tenancy.storage.interface import Row, Store, Transaction
+from tenancy.types import (
+    CachePolicy,
+    Limits,
+    Status,
+    Tenant,
+    TenantSettings,
+    WallClock,
+)
+
+DEFAULT_TENANT = "default"
+BLOCKS_MAX = 2**40
+PRIORITY_MAX = 1_000_000
+WEIGHT_MAX = 1e6
+CLASSES_MAX = 16
+MADE_AT_FIRST = "made on first start"
+
+
+class Registered(Struct, frozen=True):
+    """A tenant with all that is set of it."""
+
+    tenant: Tenant
+    policy: CachePolicy
+    limits: Limits
+
+    @property
+    def settings(self) -> TenantSettings:
+        """The same in one level."""
+        return TenantSettings(
+            tier=self.tenant.tier, **structs.asdict(self.policy), **structs.asdict(self.limits)
+        )
+
+
+# --- looking -------------------------------------------------------------------------------------
+
+_TENANTS = (
+    "select tenant_id, name, status, created_ms, tier, is_declared, floor_blocks, ceiling_blocks,"
+    " weight, priority, classes, promised_blocks_max, limits from tenants"
+)
+
+
+def list_registered(store: Store) -> list[Registered]:
+    """All tenants with all that is set of them, by name."""
+    return [_registered(row) for row in store.query(f"{_TENANTS} order by name")]
+
+
+def list_tenants(store: Store) -> list[tuple[Tenant, CachePolicy]]:
+    """All tenants with their policies, by name."""
+    return [(one.tenant, one.policy) for one in list_registered(store)]
+
+
+def floor_blocks_of(one: Registered) -> int:
+    """What a tenant is to be guaranteed now: nothing to one that is suspended."""
+    return one.policy.floor_blocks if one.tenant.status == "active" else 0
+
+
+def note_floors_max(store: Store, blocks: int) -> None:
+    """What floors together may take of the pool that is there now. Raises StoreError."""
+    with store.change() as db:
+        db.execute(
+            "insert into engine_pool (one, floor_blocks_max) values (1, ?)"
+            " on conflict (one) do update set floor_blocks_max = excluded.floor_blocks_max",
+            (blocks,),
+        )
+
+
+def floors_max(store: Store) -> int | None:
+    """What was noted last; None before there was an engine."""
+    found = store.query("select floor_blocks_max from engine_pool")
+    return found[0][0] if found else None
+
+
+def read_registered(store: Store, tenant_ids: Iterable[int]) -> list[Registered]:
+    """Those of these ids that there are. O(ids)."""
+    sql = f"{_TENANTS} where tenant_id = ?"
+    return [_registered(row) for one in tenant_ids for row in store.query(sql, (one,))]
+
+
+def find_registered(store: Store, name: str) -> Registered:
+    """One tenant. Raises BadName, naming those there are."""
+    # A name that no tenant can have may be no text that a database can take either.
+    plain = name.encode(errors="replace").decode()
+    for row in store.query(f"{_TENANTS} where name = ?", (plain,)):
+        return _registered(row)
+    raise _unknown(name, [row[0] for row in store.query("select name from tenants order by name")])
+
+
+def find_tenant(store: Store, name: str) -> tuple[Tenant, CachePolicy]:
+    """One tenant and its policy. Raises BadName, naming those there are."""
+    found = find_registered(store, name)
+    return found.tenant, found.policy
+
+
+# --- changing ------------------------------------------------------------------------------------
+
+Check = Callable[[Sequence[Registered]], None]
+"""Looks at all tenants that have floors, before one is changed: nobody changes another until it has
+been."""
+
+
+def create_tenant(
+    store: Store,
+    clock: WallClock,
+    name: str,
+    policy: CachePolicy | None = None,
+    *,
+    tier: str = "standard",
+    limits: Limits | None = None,
+    check: Check | None = None,
+) -> Tenant:
+    """Make a tenant. Raises BadName if the name cannot be, or is taken, or a setting cannot be, and
+    what `check` raises."""
+    made = Registered(
+        Tenant(0, name, "active", clock(), tier), policy or CachePolicy(), limits or Limits()
+    )
+    with store.change() as db:
+        if check is not None:
+            check(_with_floors(db))
+        insert_tenant(db, made)
+    return find_tenant(store, name)[0]
+
+
+def change_tenant(
+    store: Store,
+    name: str,
+    changes: Mapping[str, object],
+    status: Status | None = None,
+    *,
+    check: Check | None = None,
+) -> Registered:
+    """Set what is named, by the fields of `TenantSettings`, from the next request; the rest stays,
+    whoever else is changing it. `status`: its keys stop or start working within a second, and
+    answers that are kept for it go when it is suspended. Raises BadName, and what `check` raises,
+    with nothing changed."""
+    with store.change() as db:
+        found = find_in(db, name)
+        check_there(name)
+        if changes and found.tenant.is_declared:
+            raise BadName(
+                "tenant_declared",
+                f"{name} is declared in the configuration file; change it there and reload",
+            )
+        tenant_id = found.tenant.tenant_id
+        if check is not None:
+            check(_with_floors(db))
+        if changes:
+            write_settings(db, tenant_id, changed(found.settings, changes))
+        if status is not None:
+            db.execute("update tenants set status = ? where tenant_id = ?", (status, tenant_id))
+        if status == "suspended":
+            idempotency.forget(db, tenant_id)
+    return find_registered(store, name)
+
+
+def _with_floors(db: Transaction) -> list[Registered]:
+    return [_registered(row) for row in db.rows(f"{_TENANTS} where floor_blocks > 0")]
+
+
+def set_status(store: Store, name: str, status: Status) -> None:
+    """See `change_tenant`."""
+    change_tenant(store, name, {}, status)
+
+
+def bootstrap(store: Store, clock: WallClock) -> str | None:
+    """On a store without tenants: make the default one and return its key."""
+    if list_tenants(store):
+        return None
+    tenant = create_tenant(store, clock, DEFAULT_TENANT)
+    return create_key(store, clock, tenant.tenant_id, label=MADE_AT_FIRST)
+
+
+def bootstrap_admin(store: Store, clock: WallClock) -> str | None:
+    """On a store that never had an administrator's key: make one and return it."""
+    if store.query("select 1 from keys where tenant_id is null limit 1"):
+        return None
+    return create_admin_key(store, clock, label=MADE_AT_FIRST)
+
+
+def changed(settings: TenantSettings, changes: Mapping[str, object]) -> TenantSettings:
+    """The same but for what is named. Raises BadName for what is no setting, or cannot be one."""
+    try:
+        return msgspec.convert({**structs.asdict(settings), **changes}, TenantSettings)
+    except msgspec.ValidationError as error:
+        raise BadName("bad_setting", str(error).replace("`$.", "`")) from error
+
+
+def insert_tenant(db: Transaction, made: Registered) -> None:
+    """Within the caller's transaction. Raises BadName."""
+    tenant = made.tenant
+    check_new_name(tenant.name)
+    check_settings(made.settings)
+    if db.rows("select 1 from tenants where name = ?", (tenant.name,)):
+        raise BadName("name_taken", f"there is a tenant {tenant.name!r} already")
+    found = db.rows(
+        "insert into tenants (name, status, created_ms, is_declared) values (?, ?, ?, ?)"
+        " returning tenant_id",
+        (tenant.name, tenant.status, tenant.created_ms, tenant.is_declared),
+    )
+    write_settings(db, found[0][0], made.settings)
+
+
+def check_new_name(name: str) -> None:
+    """Raises BadName for what no tenant may be called."""
+    check_name(name, "tenant")
+    if is_pseudonym(name):
+        raise BadName("bad_name", f"names that begin with {GONE} are those of deleted tenants")
+
+
+def write_settings(db: Transaction, tenant_id: int, settings: TenantSettings) -> None:
+    """Within the caller's transaction. Raises BadName."""
+    check_settings(settings)
+    db.execute(
+        "update tenants set tier = ?, floor_blocks = ?, ceiling_blocks = ?, weight = ?,"
+        " priority = ?, classes = ?, promised_blocks_max = ?, limits = ? where tenant_id = ?",
+        (
+            settings.tier,
+            settings.floor_blocks,
+            settings.ceiling_blocks,
+            settings.weight,
+            settings.priority,
+            None if settings.classes is None else " ".join(settings.classes),
+            settings.promised_blocks_max,
+            write_limits(settings.limits),
+            tenant_id,
+        ),
+    )
+
+
+def check_settings(settings: TenantSettings) -> None:
+    """Raises BadName for what cannot be, saying what came and what would be right."""
+    check_name(settings.tier, "tier")
+    check_limits(settings.limits)
+    floor, ceiling = settings.floor_blocks, settings.ceiling_blocks
+    promised = settings.promised_blocks_max
+    if not 0 <= floor <= BLOCKS_MAX:
+        raise BadName("bad_policy", f"a floor of {floor} blocks is not between 0 and {BLOCKS_MAX}")
+    if ceiling is not None and not 1 <= ceiling <= BLOCKS_MAX:
+        raise BadName(
+            "bad_policy", f"a ceiling of {ceiling} blocks is not between 1 and {BLOCKS_MAX}"
+        )
+    if ceiling is not None and ceiling < floor:
+        raise BadName("bad_policy", f"a ceiling of {ceiling} blocks is below the floor of {floor}")
+    if promised is not None and not 0 <= promised <= BLOCKS_MAX:
+        raise BadName(
+            "bad_policy", f"{promised} promised blocks are not between 0 and {BLOCKS_MAX}"
+        )
+    if not 0 < settings.weight <= WEIGHT_MAX:
+        raise BadName("bad_policy", f"a weight of {settings.weight} is not above 0 and at most 1e6")
+    if abs(settings.priority) > PRIORITY_MAX:
+        raise BadName(
+            "bad_policy", f"a priority of {settings.priority} is beyond {PRIORITY_MAX} either way"
+        )
+    if len(settings.classes or ()) > CLASSES_MAX:
+        raise BadName("bad_policy", f"more than {CLASSES_MAX} retention classes")
+    for name in settings.classes or ():
+        check_name(name, "retention class")
+
+
+def find_in(db: Transaction, name: str) -> Registered:
+    """As `find_registered`, within a transaction: what it says is so until that ends."""
+    plain = name.encode(errors="replace").decode()
+    for row in db.rows(f"{_TENANTS} where name = ?", (plain,)):
+        return _registered(row)
+    names = [row[0] for row in db.rows("select name from tenants order by name")]
+    raise _unknown(name, names)
+
+
+def _registered(row: Row) -> Registered:
+    classes = None if row[10] is None else tuple(row[10].split())
+    return Registered(
+        Tenant(*(*row[:5], bool(row[5]))),
+        CachePolicy(*(*row[6:10], classes, row[11])),
+        read_limits(row[12]),
+    )
+
+
+def _unknown(name: str, names: list[str]) -> BadName:
+    known = ", ".join(names[:10]) or "none yet"
+    more = f" and {len(names) - 10} more" if len(names) > 10 else ""
+    return BadName("tenant_unknown", f"there is no tenant {name[:80]!r} (there are: {known}{more})")

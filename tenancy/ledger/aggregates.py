@@ -1,0 +1,156 @@
+"""Sums of entries by the hour and the day that they are booked in, and by the engine's life.
+
+A transaction adds what its entries come to in one place, `recent_sums`: a row for each tenant,
+hour, key, model and life. Now and then these rows are moved to where they stay, `usage_hours`,
+`usage_days` and `epoch_sums`; who asks adds up both. It knows no prices and no chain; `entries`
+writes here, `ledger_writer` moves, `usage` and whoever else asks for sums reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tenancy.pricing.charges import PICO_PER_MICRO
+from tenancy.storage.interface import Transaction, Value, marks
+from tenancy.types import UsageEntry
+
+DAY_MS = 86_400_000
+HOUR_MS = 3_600_000
+MOVED_AT_ONCE = 200
+"""Rows in one transaction: nobody waits long behind it."""
+
+HOUR_SUMS = (
+    *("requests", "prompt_tokens", "cache_read_tokens", "cache_write_tokens", "fresh_tokens"),
+    *("output_tokens", "physical_cached_tokens", "recomputed_promised_tokens", "hits"),
+    *("ttft_hits", "ttft_hit_ms", "ttft_misses", "ttft_miss_ms"),
+    *("charge_micros", "charge_rest", "saved_micros", "saved_rest"),
+)
+"""Columns of all sums by time that an entry adds to."""
+
+_NO_TIMES = (0, 0, 0, 0)
+
+
+class Sums:
+    """What the entries of one transaction add, in few writes."""
+
+    def __init__(self) -> None:
+        self._of: dict[tuple[int, int, int, str, str], list[UsageEntry]] = {}
+
+    def add(self, entry: UsageEntry, booked_ms: int) -> None:
+        """One more."""
+        hour_ms = booked_ms - booked_ms % HOUR_MS
+        which = (entry.tenant_id, hour_ms, entry.key_id, entry.model, entry.epoch)
+        entries = self._of.get(which)
+        if entries is None:
+            self._of[which] = [entry]
+        else:
+            entries.append(entry)
+
+    def write(self, db: Transaction) -> None:
+        """A row for each kind of them."""
+        rows: list[tuple[Value, ...]] = []
+        for which, entries in self._of.items():
+            if len(entries) == 1:
+                (entry,) = entries
+                rows.append((*which, *sums_of(entry), entry.ended_ms))
+            else:
+                sums = map(sum, zip(*map(sums_of, entries), strict=True))
+                rows.append((*which, *sums, max([entry.ended_ms for entry in entries])))
+        db.execute_many(_ADD, rows)
+
+
+def sums_of(entry: UsageEntry) -> list[int]:
+    """What an entry adds to its hour, in the order of `HOUR_SUMS`."""
+    charge, saved, ttft_ms = entry.charge_pico, entry.saved_pico, entry.ttft_ms
+    is_hit = entry.cache_read_tokens > 0
+    if ttft_ms is None:
+        times = _NO_TIMES
+    elif is_hit:
+        times = (1, ttft_ms, 0, 0)
+    else:
+        times = (0, 0, 1, ttft_ms)
+    return [
+        *(1, entry.prompt_tokens, entry.cache_read_tokens, entry.cache_write_tokens),
+        *(entry.fresh_tokens, entry.output_tokens, entry.physical_cached_tokens),
+        *(entry.recomputed_promised_tokens, int(is_hit), *times),
+        *(charge // PICO_PER_MICRO, charge % PICO_PER_MICRO),
+        *(saved // PICO_PER_MICRO, saved % PICO_PER_MICRO),
+    ]
+
+
+def move(db: Transaction) -> bool:
+    """Some recent sums go where they stay; are there more? Changes no answer to any question."""
+    some = db.rows(f"select {_WHICH} from recent_sums order by {_WHICH} limit {MOVED_AT_ONCE}")
+    if some:
+        for sql in _MOVE:
+            db.execute(sql, some[-1])
+    return len(some) == MOVED_AT_ONCE
+
+
+def larger(table: str, name: str) -> str:
+    """Of the row's value and the one that would have been inserted."""
+    mine, new = f"{table}.{name}", f"excluded.{name}"
+    return f"case when {mine} >= {new} then {mine} else {new} end"
+
+
+def _added(table: str, names: Sequence[str]) -> str:
+    return ", ".join(f"{name} = {table}.{name} + excluded.{name}" for name in names)
+
+
+_WHICH = "tenant_id, hour_ms, key_id, model, epoch"
+_SUMS = ", ".join(HOUR_SUMS)
+_ADD = (
+    f"insert into recent_sums ({_WHICH}, {_SUMS}, last_ended_ms)"
+    f" values {marks(6 + len(HOUR_SUMS))} on conflict ({_WHICH})"
+    f" do update set {_added('recent_sums', HOUR_SUMS)},"
+    f" last_ended_ms = {larger('recent_sums', 'last_ended_ms')}"
+)
+_FIRST = f"({_WHICH}) <= {marks(5)}"
+_EPOCH = ("prompt_tokens", "physical_cached_tokens", "output_tokens")
+_MOVE = (
+    *(
+        f"insert into {table} (tenant_id, {since}, key_id, model, {_SUMS})"
+        f" select tenant_id, hour_ms / {length_ms} * {length_ms}, key_id, model,"
+        f" {', '.join(f'sum({name})' for name in HOUR_SUMS)} from recent_sums where {_FIRST}"
+        f" group by 1, 2, 3, 4 on conflict (tenant_id, {since}, key_id, model)"
+        f" do update set {_added(table, HOUR_SUMS)}"
+        for table, since, length_ms in (
+            ("usage_hours", "hour_ms", HOUR_MS),
+            ("usage_days", "day_ms", DAY_MS),
+        )
+    ),
+    f"insert into epoch_sums (epoch, entries, {', '.join(_EPOCH)}, last_ended_ms)"
+    f" select epoch, sum(requests), {', '.join(f'sum({name})' for name in _EPOCH)},"
+    f" max(last_ended_ms) from recent_sums where {_FIRST} and epoch <> '' group by epoch"
+    f" on conflict (epoch) do update set {_added('epoch_sums', ('entries', *_EPOCH))},"
+    f" last_ended_ms = {larger('epoch_sums', 'last_ended_ms')}",
+    f"delete from recent_sums where {_FIRST}",
+)
+
+HOURS = (
+    f"(select tenant_id, hour_ms, key_id, model, {_SUMS} from usage_hours"
+    f" union all select tenant_id, hour_ms, key_id, model, {_SUMS} from recent_sums) as hours"
+)
+"""To be read from: all that was booked, in more than one row for one hour."""
+
+PIECES = (
+    "count(*)",
+    *(f"sum({name})" for name in HOUR_SUMS[1:8]),
+    "count(*) filter (where cache_read_tokens > 0)",
+    "count(*) filter (where cache_read_tokens > 0 and ttft_ms is not null)",
+    "coalesce(sum(ttft_ms) filter (where cache_read_tokens > 0), 0)",
+    "count(*) filter (where cache_read_tokens = 0 and ttft_ms is not null)",
+    "coalesce(sum(ttft_ms) filter (where cache_read_tokens = 0), 0)",
+    *(f"sum({name}_pico {part} {PICO_PER_MICRO})" for name in ("charge", "saved") for part in "/%"),
+)
+"""What entries add to `HOUR_SUMS`, in that order, by the database itself; but what they saved is
+cut where there it is rounded down."""
+
+EPOCHS = (
+    "(select epoch, sum(entries) as entries,"
+    f" {', '.join(f'sum({name}) as {name}' for name in _EPOCH)},"
+    " max(last_ended_ms) as last_ended_ms from (select * from epoch_sums union all"
+    f" select epoch, requests, {', '.join(_EPOCH)}, last_ended_ms from recent_sums"
+    " where epoch <> '') as parts group by epoch) as epoch_sums"
+)
+"""To be read from: a row for each life of the engine."""

@@ -1,0 +1,85 @@
+"""What is known of the request ids of one transaction: which are held, which have their entry.
+
+It is asked for once, changed in memory as items come, and written once: what a batch holds and
+settles never reaches the table. It knows no prices and no budgets; `bookkeeping` plays its items on
+it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+from tenancy.storage.interface import Transaction, Value, filled_up, marks
+
+Held = tuple[str, int, int]
+"""Of a hold: its rate card's id, the pico-dollars it reserves, the instant it is booked at."""
+
+IDS_AT_ONCE = 128
+
+
+class Holds:
+    """As they are within a transaction that alone writes."""
+
+    def __init__(self, db: Transaction, request_ids: Sequence[str]) -> None:
+        """One statement for each 128 ids."""
+        self._db = db
+        self._held: dict[str, Held] = {}
+        self._settled: set[str] = set()
+        self._made: dict[str, tuple[Value, ...]] = {}
+        self._released: list[tuple[str]] = []
+        for first in range(0, len(request_ids), IDS_AT_ONCE):
+            asked = filled_up(request_ids[first : first + IDS_AT_ONCE])
+            for request_id, card_id, pico, booked_ms in db.rows(_known(len(asked)), asked):
+                if card_id is None:
+                    self._settled.add(request_id)
+                else:
+                    self._held[request_id] = card_id, pico, booked_ms
+
+    def is_used(self, request_id: str) -> bool:
+        """By a hold or an entry."""
+        return request_id in self._held or request_id in self._settled
+
+    def held(self, request_id: str) -> Held | None:
+        """What its open hold says."""
+        return self._held.get(request_id)
+
+    def make(self, request_id: str, held: Held, row: tuple[Value, ...]) -> None:
+        """Hold an id that is not used. `row`: of `HOLD_FIELDS`."""
+        self._made[request_id] = row
+        self._held[request_id] = held
+
+    def settle(self, request_id: str) -> bool:
+        """Release its hold, if there is one. False for an id that has its entry already."""
+        if self._held.pop(request_id, None) is not None:
+            if self._made.pop(request_id, None) is None:
+                self._released.append((request_id,))
+        elif request_id in self._settled:
+            return False
+        self._settled.add(request_id)
+        return True
+
+    def finish(self) -> None:
+        """Write them."""
+        if self._released:
+            self._db.execute_many("delete from holds where request_id = ?", self._released)
+        if self._made:
+            self._db.execute_many(_HOLD, list(self._made.values()))
+
+
+@cache
+def _known(count: int) -> str:
+    which = f"where request_id in ({', '.join(f'?{number}' for number in range(1, count + 1))})"
+    return (
+        f"select request_id, rate_card_id, reserved_pico, booked_ms from holds {which}"
+        f" union all select request_id, null, null, null from ledger {which}"
+    )
+
+
+HOLD_FIELDS = (
+    *("request_id", "tenant_id", "key_id", "model", "started_ms", "workspace", "tier", "dialect"),
+    *("epoch", "rate_card_id", "reserved_tokens", "reserved_pico", "booked_ms", "writer_id"),
+)
+"""Columns of an open hold."""
+
+_HOLD = f"insert into holds ({', '.join(HOLD_FIELDS)}) values {marks(len(HOLD_FIELDS))}"

@@ -1,0 +1,287 @@
+"""Requests that their clients have named, so that sending one again is not another request: which
+of them run, and what was answered, for a time.
+
+A name (`Idempotency-Key`) belongs to its tenant. It is claimed in the transaction that writes the
+hold; the answer is kept in the one that writes the entry, or the name is free again. Answers are
+content: they have a table of their own, are bytes to it, and go with their tenant's cache. It knows
+no HTTP; `bookkeeping` claims and settles those of a batch together, `gateway.named` finds.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from msgspec import Struct
+
+from tenancy.errors import NameInUse
+from tenancy.storage.interface import Store, Transaction, Value, filled_up, marks
+
+T = TypeVar("T")
+
+SWEPT_AT_ONCE = 200
+"""Names that one transaction lets go of: nobody waits long behind it."""
+
+
+class Claim(Struct, frozen=True):
+    """What a request is called, and what it is. `digest`: of all that makes it this request and no
+    other. `names_max`: how many names its tenant may have at once."""
+
+    name: str
+    digest: bytes
+    names_max: int
+
+
+class KeptAnswer(Struct, frozen=True):
+    """A whole answer. `head` and `body` are the gateway's."""
+
+    head: str
+    body: bytes
+
+
+class Keeping(Struct, frozen=True):
+    """What becomes of a named request that was answered. `answer`: None for one that is too large.
+    `bytes_max`: what the bodies of its tenant may come to."""
+
+    until_ms: int
+    bytes_max: int
+    answer: KeptAnswer | None
+
+
+def find(store: Store, tenant_id: int, claim: Claim, now_ms: int) -> KeptAnswer | None:
+    """What was answered to this request; None where its name is free. O(log names). Raises
+    NameInUse for all that is neither, and StoreError."""
+    rows = store.query(
+        "select digest, until_ms, head, body from named_requests where tenant_id = ? and name = ?"
+        " and (until_ms is null or until_ms > ?)",
+        (tenant_id, claim.name, now_ms),
+    )
+    if not rows:
+        return None
+    digest, until_ms, head, body = rows[0]
+    refusal = _refusal(claim, bytes(digest), is_running=until_ms is None)
+    if refusal is not None:
+        raise refusal
+    if body is None:
+        raise NameInUse(
+            "idempotency_result_gone",
+            "This request was answered, and the answer was too large to be kept. It will not run a"
+            " second time under this Idempotency-Key; use another to have it run again.",
+        )
+    return KeptAnswer(head, bytes(body))
+
+
+@dataclass(slots=True)
+class _Name:
+    """As it is within a transaction. `size`: of its answer's body. `answer`: one that is not
+    written yet."""
+
+    tenant_id: int
+    name: str
+    digest: bytes
+    until_ms: int | None
+    request_id: str
+    size: int = 0
+    answer: KeptAnswer | None = None
+
+
+class Names:
+    """The names that some requests claim or settle, within a transaction that alone writes: read at
+    once, changed in memory as items come, and written at once."""
+
+    def __init__(
+        self, db: Transaction, claimed: Collection[tuple[int, str]], ended: Collection[str]
+    ) -> None:
+        """`claimed`: tenants and names. `ended`: request ids. A statement for each 64 or 128 of
+        them, and one for the sums of their tenants."""
+        self._is_asked = bool(claimed or ended)
+        if not self._is_asked:
+            return  # nearly always: nobody asks for a name, then
+        self._db = db
+        self._by_name: dict[tuple[int, str], _Name] = {}
+        self._by_request: dict[str, _Name] = {}
+        self._made: dict[str, tuple[Value, ...]] = {}
+        self._released: list[tuple[str]] = []
+        self._kept: dict[str, _Name] = {}
+        self._moved: set[int] = set()
+        self._sums: dict[int, tuple[int, int]] = {}
+        self._active: set[int] = set()
+        for keys in _some(claimed, 64):
+            which = f"(tenant_id, name) in (values {', '.join([marks(2)] * len(keys))})"
+            self._read(which, [value for key in keys for value in key])
+        for ids in _some(ended, 128):
+            self._read(f"request_id in {marks(len(ids))}", ids)
+        tenants = {key[0] for key in (*claimed, *self._by_name)}
+        for some in _some(tenants, 128):
+            for tenant_id, is_active, names, size in db.rows(_SUMS + marks(len(some)), some):
+                self._sums[tenant_id] = names, size
+                if is_active:
+                    self._active.add(tenant_id)
+
+    def refusal(self, tenant_id: int, claim: Claim, now_ms: int) -> NameInUse | None:
+        """Why a hold may not have the name now. What has expired under it goes."""
+        found = self._by_name.get((tenant_id, claim.name))
+        if found is not None and (found.until_ms is None or found.until_ms > now_ms):
+            # One that ended a moment ago is for who looks again.
+            return _refusal(claim, found.digest, is_running=True)
+        if found is not None:
+            self._release(found)
+        names, _ = self._sums.get(tenant_id, (0, 0))
+        if names >= claim.names_max:
+            return NameInUse(
+                "idempotency_room_full",
+                f"{names} Idempotency-Keys are in use; at most {claim.names_max} are kept at once."
+                " Send it without one, or later.",
+            )
+        return None
+
+    def take(self, tenant_id: int, workspace: str, request_id: str, claim: Claim) -> None:
+        """The name is this request's, which runs from now on: after a `refusal` that was none. Of a
+        tenant that was suspended or deleted since the request came nothing is kept."""
+        if tenant_id not in self._active:
+            return
+        self._put(_Name(tenant_id, claim.name, claim.digest, None, request_id))
+        self._made[request_id] = (tenant_id, claim.name, workspace, claim.digest, request_id)
+        self._count(tenant_id, 1, 0)
+
+    def settle(self, request_id: str, keeping: Keeping | None) -> None:
+        """It has ended: answered, or its name is free. Again it changes nothing, and nothing is
+        kept of what was forgotten while it ran."""
+        found = self._by_request.get(request_id)
+        if found is None or found.until_ms is not None:
+            return
+        if keeping is None:
+            self._release(found)
+            return
+        found.until_ms = keeping.until_ms
+        _, size = self._sums.get(found.tenant_id, (0, 0))
+        if keeping.answer is not None and size + len(keeping.answer.body) <= keeping.bytes_max:
+            found.answer, found.size = keeping.answer, len(keeping.answer.body)
+            self._count(found.tenant_id, 0, found.size)
+        self._kept[request_id] = found
+
+    def finish(self) -> None:
+        """Write them."""
+        if not self._is_asked:
+            return
+        self._db.execute_many("delete from named_requests where request_id = ?", self._released)
+        self._db.execute_many(_TAKE, list(self._made.values()))
+        kept = []
+        for request_id, one in self._kept.items():
+            answer = one.answer
+            head, body = ("", None) if answer is None else (answer.head, answer.body)
+            kept.append((one.until_ms, head, body, request_id))
+        self._db.execute_many(_KEEP, kept)
+        sums = [(tenant_id, *self._sums[tenant_id]) for tenant_id in sorted(self._moved)]
+        self._db.execute_many(_SUM, sums)
+
+    def _read(self, which: str, values: Sequence[Value]) -> None:
+        for tenant_id, name, digest, until_ms, request_id, size in self._db.rows(
+            "select tenant_id, name, digest, until_ms, request_id, coalesce(length(body), 0)"
+            f" from named_requests where {which}",
+            values,
+        ):
+            self._put(_Name(tenant_id, name, bytes(digest), until_ms, request_id, size))
+
+    def _put(self, one: _Name) -> None:
+        one = self._by_request.setdefault(one.request_id, one)
+        self._by_name[one.tenant_id, one.name] = one
+
+    def _release(self, one: _Name) -> None:
+        """Its name is free."""
+        del self._by_name[one.tenant_id, one.name], self._by_request[one.request_id]
+        self._kept.pop(one.request_id, None)
+        if self._made.pop(one.request_id, None) is None:
+            self._released.append((one.request_id,))
+        self._count(one.tenant_id, -1, -one.size)
+
+    def _count(self, tenant_id: int, names: int, size: int) -> None:
+        before = self._sums.get(tenant_id, (0, 0))
+        self._sums[tenant_id] = before[0] + names, before[1] + size
+        self._moved.add(tenant_id)
+
+
+_TAKE = (
+    "insert into named_requests (tenant_id, name, workspace, digest, request_id)"
+    " values (?, ?, ?, ?, ?)"
+)
+_KEEP = "update named_requests set until_ms = ?, head = ?, body = ? where request_id = ?"
+_SUMS = (
+    "select tenants.tenant_id, status = 'active', coalesce(names, 0), coalesce(bytes, 0) from"
+    " tenants left join named_sums on named_sums.tenant_id = tenants.tenant_id"
+    " where tenants.tenant_id in "
+)
+_SUM = (
+    "insert into named_sums (tenant_id, names, bytes) values (?, ?, ?)"
+    " on conflict (tenant_id) do update set names = excluded.names, bytes = excluded.bytes"
+)
+
+
+def _some(asked: Collection[T], count: int) -> Iterator[list[T]]:
+    """So many at once, of lengths that are few."""
+    rest = list(asked)
+    for first in range(0, len(rest), count):
+        yield filled_up(rest[first : first + count])
+
+
+def forget(db: Transaction, tenant_id: int, workspace: str | None = None) -> None:
+    """A tenant's names and answers, or its workspace's, go at once; what runs is not kept later.
+    O(its names)."""
+    _count_out(
+        db,
+        db.rows(
+            "delete from named_requests where tenant_id = ?1"
+            f" and (cast(?2 as text) is null or workspace = ?2) {_RETURNING}",
+            (tenant_id, workspace),
+        ),
+    )
+
+
+def forget_answers(store: Store, tenant_id: int, workspace: str | None = None) -> None:
+    """`forget` in a transaction of its own. Raises StoreError."""
+    with store.change() as db:
+        forget(db, tenant_id, workspace)
+
+
+def sweep(store: Store, now_ms: int) -> bool:
+    """Let go of some that have expired; is there more? One small transaction. Raises StoreError."""
+    with store.change() as db:
+        gone = db.rows(
+            "delete from named_requests where request_id in (select request_id from named_requests"
+            f" where until_ms <= ? order by until_ms limit ?) {_RETURNING}",
+            (now_ms, SWEPT_AT_ONCE),
+        )
+        _count_out(db, gone)
+    return len(gone) == SWEPT_AT_ONCE
+
+
+def _refusal(claim: Claim, digest: bytes, *, is_running: bool) -> NameInUse | None:
+    if digest != claim.digest:
+        return NameInUse(
+            "idempotency_key_reused",
+            "This Idempotency-Key was used for another request. The same key is for the same"
+            " request only: its path, its body and its workspace.",
+        )
+    if is_running:
+        return NameInUse(
+            "idempotency_in_flight",
+            "The request with this Idempotency-Key is still running. Try again in a moment.",
+        )
+    return None
+
+
+def _count_out(db: Transaction, gone: list[tuple[int, int]]) -> None:
+    names: Counter[int] = Counter()
+    sizes: Counter[int] = Counter()
+    for tenant_id, size in gone:
+        names[tenant_id] += 1
+        sizes[tenant_id] += size
+    db.execute_many(
+        "update named_sums set names = names - ?, bytes = bytes - ? where tenant_id = ?",
+        [(count, sizes[tenant_id], tenant_id) for tenant_id, count in names.items()],
+    )
+
+
+_RETURNING = "returning tenant_id, coalesce(length(body), 0)"

@@ -1,0 +1,309 @@
+"""Budgets: how much a tenant or a key may spend in a day or a month, UTC.
+
+The most a request can cost is reserved with its hold, in the same transaction, and replaced by its
+charge when it is settled: spent + reserved never exceeds a hard budget, however many ask at once.
+A soft budget refuses nothing and shows when it is passed. A window is that of the instant a
+request is booked at. A key's budget is that of its line: of what it was rotated from and to. It
+knows no entries but their sums; `bookkeeping` calls it within its transactions, the command line
+and the admin API set and list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+from functools import lru_cache
+from typing import Literal
+
+from msgspec import Struct
+
+from tenancy.errors import BadPrice, BudgetExceeded
+from tenancy.ledger.aggregates import DAY_MS, HOURS
+from tenancy.pricing.charges import LATEST_MS, PICO_PER_MICRO
+from tenancy.pseudonyms import check_there
+from tenancy.storage.interface import Store, Transaction, filled_up, marks
+from tenancy.types import WallClock
+
+Window = Literal["day", "month"]
+MICROS_MAX = 10**18
+KEY_ID_MAX = 2**63 - 1
+WINDOWS_AT_ONCE = 64
+
+
+class Budget(Struct, frozen=True, forbid_unknown_fields=True):
+    """`key_id` 0: of the whole tenant. Amounts are micro-dollars; None is no limit."""
+
+    tenant_id: int
+    window: Window
+    hard_micros: int | None = None
+    soft_micros: int | None = None
+    key_id: int = 0
+
+    @property
+    def scope(self) -> str:
+        """Whose it is."""
+        return "key" if self.key_id else "tenant"
+
+
+class BudgetState(Struct, frozen=True):
+    """A budget in its present window. Sums are pico-dollars."""
+
+    budget: Budget
+    starts_ms: int
+    resets_ms: int
+    spent_pico: int
+    reserved_pico: int
+    is_over_soft: bool
+
+
+Budgets = dict[tuple[int, int], tuple[Budget, ...]]
+"""By tenant and key (0 for the tenant's own): what is set."""
+
+
+def window_of(window: Window, at_ms: int) -> tuple[int, int]:
+    """When the window with this instant in it starts and ends: [start, end)."""
+    return _window_of_day(window, min(max(at_ms, 0), LATEST_MS) // DAY_MS)
+
+
+@lru_cache(maxsize=256)
+def _window_of_day(window: Window, number: int) -> tuple[int, int]:
+    if window == "day":
+        return number * DAY_MS, (number + 1) * DAY_MS
+    day = datetime.fromtimestamp(number * DAY_MS / 1000, UTC)
+    first = datetime(day.year, day.month, 1, tzinfo=UTC)
+    after = datetime(day.year + day.month // 12, day.month % 12 + 1, 1, tzinfo=UTC)
+    return int(first.timestamp()) * 1000, int(after.timestamp()) * 1000
+
+
+def set_budget(store: Store, budget: Budget) -> None:
+    """Set or change it; what the window has seen so far counts. One that limits nothing is taken
+    away. Raises BadPrice for what cannot be, BadName for a tenant that is deleted."""
+    hard, soft = budget.hard_micros, budget.soft_micros
+    for name, value in (("hard", hard), ("soft", soft)):
+        if value is not None and not 0 <= value <= MICROS_MAX:
+            message = f"A {name} budget of {value} is not between 0 and {MICROS_MAX} micro-dollars."
+            raise BadPrice("bad_budget", message)
+    if not 0 <= budget.key_id <= KEY_ID_MAX:
+        raise BadPrice("bad_budget", f"The tenant has no key {budget.key_id}.")
+    if hard is not None and soft is not None and soft > hard:
+        message = f"A soft budget of {soft} micro-dollars is above the hard one of {hard}."
+        raise BadPrice("bad_budget", message)
+    who = (budget.tenant_id, budget.key_id, budget.window)
+    with store.change() as db:
+        _check_owner(db, budget)
+        for key_id in _line(db, budget):
+            # It may have been taken away and come back: the window is summed afresh.
+            one = (budget.tenant_id, key_id, budget.window)
+            _forget_windows(db, *one)
+            db.execute('delete from budgets where (tenant_id, key_id, "window") = (?, ?, ?)', one)
+        if hard is not None or soft is not None:
+            db.execute("insert into budgets values (?, ?, ?, ?, ?)", (*who, hard, soft))
+
+
+def load_budgets(db: Transaction) -> Budgets:
+    """Those that hold for each tenant and key. O(budgets * keys of a tenant)."""
+    found: dict[tuple[int, int], tuple[Budget, ...]] = {}
+    for one in list_budgets(db):
+        for key_id in _line(db, one):
+            who = one.tenant_id, key_id
+            found[who] = (*found.get(who, ()), one)
+    return found
+
+
+def list_budgets(db: Transaction) -> list[Budget]:
+    """All that are set."""
+    return [
+        Budget(tenant_id, window, hard, soft, key_id)
+        for tenant_id, key_id, window, hard, soft in db.rows("select * from budgets")
+    ]
+
+
+def budget_states(
+    store: Store, clock: WallClock, tenant_id: int | None = None
+) -> list[BudgetState]:
+    """Each budget in its present window, as of the last commit."""
+    now_ms, states = clock(), []
+    with store.snapshot() as db:
+        for budget in list_budgets(db):
+            if tenant_id in (None, budget.tenant_id):
+                start_ms, end_ms = window_of(budget.window, now_ms)
+                key = (budget.tenant_id, budget.key_id, budget.window, start_ms)
+                kept = _kept(db, [key]).get(key)
+                spent, reserved = kept or summed(db, budget, start_ms, end_ms)
+                soft = budget.soft_micros
+                over = soft is not None and spent > soft * PICO_PER_MICRO
+                states.append(BudgetState(budget, start_ms, end_ms, spent, reserved, over))
+    return sorted(states, key=lambda s: (s.budget.tenant_id, s.budget.key_id, s.budget.window))
+
+
+class Spending(Struct):
+    """A budget's window within a transaction. Sums are pico-dollars."""
+
+    budget: Budget
+    starts_ms: int
+    spent: int
+    reserved: int
+
+
+_Key = tuple[int, int, Window, int]
+"""Of a window: its budget's tenant, key and kind, and when it starts."""
+
+Whose = tuple[int, int, int]
+"""A tenant, one of its keys, and the number of a day: of a request, and when it is booked."""
+
+
+class BudgetWindows:
+    """The sums of windows within one transaction: read at once, and written at its end."""
+
+    def __init__(self, db: Transaction, budgets: Budgets) -> None:
+        self._db = db
+        self._budgets = budgets
+        self._windows: dict[_Key, Spending] = {}
+        self._of: dict[Whose, list[Spending]] = {}
+
+    def read(self, whose: Iterable[Whose]) -> None:
+        """Know the windows of these, before anything that they sum has been written. One statement
+        for each 64 windows, and two for one that has no row."""
+        keys: dict[Whose, list[_Key]] = {}
+        new: dict[_Key, Budget] = {}
+        for one in set(whose) - self._of.keys():
+            tenant_id, key_id, day = one
+            own = self._budgets.get((tenant_id, key_id), ()) if key_id else ()
+            keys[one] = []
+            for budget in (*self._budgets.get((tenant_id, 0), ()), *own):
+                start_ms, _ = window_of(budget.window, day * DAY_MS)
+                key = (budget.tenant_id, budget.key_id, budget.window, start_ms)
+                keys[one].append(key)
+                if key not in self._windows:
+                    new[key] = budget
+        kept = _kept(self._db, list(new))
+        for key, budget in new.items():
+            window = window_of(budget.window, key[3])
+            spent, reserved = kept.get(key) or summed(self._db, budget, *window)
+            self._windows[key] = Spending(budget, key[3], spent, reserved)
+        for one, its in keys.items():
+            self._of[one] = [self._windows[key] for key in its]
+
+    def of(self, tenant_id: int, key_id: int, at_ms: int) -> Sequence[Spending]:
+        """Those with this instant."""
+        if not self._budgets:
+            return ()
+        whose = (tenant_id, key_id, at_ms // DAY_MS)
+        if whose not in self._of:
+            self.read([whose])
+        return self._of[whose]
+
+    def finish(self) -> None:
+        """Write them."""
+        if not self._windows:
+            return
+        rows = [
+            (
+                *key,
+                *divmod(window.spent, PICO_PER_MICRO),
+                *divmod(window.reserved, PICO_PER_MICRO),
+            )
+            for key, window in self._windows.items()
+        ]
+        self._db.execute_many(_KEEP, rows)
+
+
+_SUMS = ("spent_micros", "spent_rest", "reserved_micros", "reserved_rest")
+_KEEP = (
+    "insert into budget_windows values (?, ?, ?, ?, ?, ?, ?, ?)"
+    ' on conflict (tenant_id, key_id, "window", starts_ms) do update set '
+    + ", ".join(f"{name} = excluded.{name}" for name in _SUMS)
+)
+
+
+def refusal(spending: Sequence[Spending], pico: int, at_ms: int) -> BudgetExceeded | None:
+    """Would reserving so much overspend one of these? Reserves nothing."""
+    for window in spending:
+        budget = window.budget
+        if budget.hard_micros is not None:
+            hard = budget.hard_micros * PICO_PER_MICRO
+            if window.spent + window.reserved + pico > hard:
+                resets_ms = window_of(budget.window, window.starts_ms)[1]
+                return BudgetExceeded(
+                    scope=budget.scope,
+                    window=budget.window,
+                    hard=hard,
+                    spent=window.spent,
+                    reserved=window.reserved,
+                    resets_ms=resets_ms,
+                    retry_after_s=(resets_ms - at_ms) / 1000 if pico <= hard else None,
+                )
+    return None
+
+
+def move(spending: Sequence[Spending], *, spent: int, reserved: int) -> None:
+    """Add to the sums; either may be below zero."""
+    for window in spending:
+        window.spent += spent
+        window.reserved += reserved
+
+
+def summed(db: Transaction, budget: Budget, start_ms: int, end_ms: int) -> tuple[int, int]:
+    """(spent, reserved) of a window, from entries' hourly sums and from open holds."""
+    line = _line(db, budget)
+    places = ", ".join(f"?{number}" for number in range(4, 4 + len(line)))
+    whose = f"tenant_id = ?1 and key_id in ({places})" if budget.key_id else "tenant_id = ?1"
+    values = (budget.tenant_id, start_ms, end_ms, *(line if budget.key_id else ()))
+    spent = db.rows(
+        "select coalesce(sum(charge_micros), 0), coalesce(sum(charge_rest), 0)"
+        f" from {HOURS} where {whose} and hour_ms >= ?2 and hour_ms < ?3",
+        values,
+    )[0]
+    held = db.rows(
+        "select coalesce(sum(reserved_pico / 1000000), 0), coalesce(sum(reserved_pico % 1000000),"
+        f" 0) from holds where {whose} and booked_ms >= ?2 and booked_ms < ?3",
+        values,
+    )[0]
+    return spent[0] * PICO_PER_MICRO + spent[1], held[0] * PICO_PER_MICRO + held[1]
+
+
+def _kept(db: Transaction, keys: Sequence[_Key]) -> dict[_Key, tuple[int, int]]:
+    """(spent, reserved) of those windows that have a row."""
+    found: dict[_Key, tuple[int, int]] = {}
+    for first in range(0, len(keys), WINDOWS_AT_ONCE):
+        asked = filled_up(keys[first : first + WINDOWS_AT_ONCE])
+        rows = db.rows(
+            f'select tenant_id, key_id, "window", starts_ms, {", ".join(_SUMS)} from budget_windows'
+            ' where (tenant_id, key_id, "window", starts_ms)'
+            f" in (values {', '.join([marks(4)] * len(asked))})",
+            [value for key in asked for value in key],
+        )
+        for *key, a, b, c, d in rows:
+            pico = (a * PICO_PER_MICRO + b, c * PICO_PER_MICRO + d)
+            found[key[0], key[1], key[2], key[3]] = pico
+    return found
+
+
+def _forget_windows(db: Transaction, tenant_id: int, key_id: int, window: str) -> None:
+    db.execute(
+        'delete from budget_windows where (tenant_id, key_id, "window") = (?, ?, ?)',
+        (tenant_id, key_id, window),
+    )
+
+
+def _line(db: Transaction, budget: Budget) -> list[int]:
+    """The budget's key, those it was rotated from and those it was rotated to; 0 for a tenant's."""
+    if not budget.key_id:
+        return [0]
+    rows = db.rows(
+        "select key_id from keys where tenant_id = ?1 and coalesce(line_id, key_id) ="
+        " (select coalesce(line_id, key_id) from keys where key_id = ?2)",
+        (budget.tenant_id, budget.key_id),
+    )
+    return [key_id for (key_id,) in rows]
+
+
+def _check_owner(db: Transaction, budget: Budget) -> None:
+    names = db.rows("select name from tenants where tenant_id = ?", (budget.tenant_id,))
+    if not names:
+        raise BadPrice("bad_budget", f"There is no tenant {budget.tenant_id}.")
+    check_there(names[0][0])
+    if budget.key_id:
+        key = (budget.key_id, budget.tenant_id)
+        if not db.rows("select 1 from keys where (key_id, tenant_id) = (?, ?)", key):
+            raise BadPrice("bad_budget", f"The tenant has no key {budget.key_id}.")

@@ -1,0 +1,163 @@
+"""Rate cards in the database: added, never edited, found by the instant of a request.
+
+A card's newest version holds from its `valid_from_ms` on and ends what was before it. Two cards of
+different names may not hold for the same model, tier and instant. It knows no entries; `ledger`
+asks it for prices, the command line and the admin API add to it.
+"""
+
+from __future__ import annotations
+
+import msgspec
+from msgspec import Struct, structs
+
+from tenancy.errors import BadPrice
+from tenancy.pricing.charges import ANY, FREE_CARD, BreachCredit, RateCard, check_card
+from tenancy.storage.interface import Row, Store
+from tenancy.types import WallClock, instant
+
+CARDS_MAX = 10_000
+_FIELDS = "name, version, model, tier, currency, valid_from_ms, valid_until_ms, prices"
+
+
+class _Prices(Struct, frozen=True):
+    input: int
+    output: int
+    cache_read: int
+    cache_write: dict[str, int]
+    storage: dict[str, int]
+    minimum_charge: int
+    breach_credit: BreachCredit = "none"
+
+
+class CardBook:
+    """All cards, in memory. Immutable."""
+
+    def __init__(self, cards: list[RateCard]) -> None:
+        self._by_id = {card.rate_card_id: card for card in cards}
+        self._by_scope: dict[tuple[str, str], list[tuple[str, list[RateCard]]]] = {}
+        for versions in _chains(cards).values():
+            scope = (versions[0].model, versions[0].tier)
+            self._by_scope.setdefault(scope, []).append((versions[0].name, versions))
+
+    def in_force(self, model: str, tier: str, at_ms: int) -> RateCard:
+        """The card for a request that begins then: one for this model before one for all, then one
+        for this tier before one for all; the free card if there is none. O(versions)."""
+        if not self._by_scope:
+            return FREE_CARD
+        for scope in ((model, tier), (model, ANY), (ANY, tier), (ANY, ANY)):
+            for _, versions in self._by_scope.get(scope, ()):
+                card = _version_at(versions, at_ms)
+                if card is not None:
+                    return card
+        return FREE_CARD
+
+    def card(self, rate_card_id: str) -> RateCard:
+        """The card of an entry. O(1)."""
+        return self._by_id.get(rate_card_id, FREE_CARD)
+
+
+def load_cards(store: Store) -> list[RateCard]:
+    """All versions of all cards, in the order of name and version."""
+    return [read_card(row) for row in store.query(f"{SELECT} order by name, version")]
+
+
+def add_card(store: Store, clock: WallClock, card: RateCard) -> RateCard:
+    """Keep a card, as the next version of its name. Returns it with its number.
+
+    `valid_from_ms` 0 is now. A version never reaches into the past: what was charged stays
+    charged. Raises BadPrice, with nothing changed.
+    """
+    now_ms = clock()
+    if not card.valid_from_ms:
+        card = structs.replace(card, valid_from_ms=now_ms)
+    check_card(card)
+    if card.valid_from_ms < now_ms:
+        raise BadPrice("rate_card_in_the_past", "valid_from_ms: a card cannot begin in the past.")
+    with store.change() as db:
+        have = [read_card(row) for row in db.rows(SELECT)]
+        if len(have) >= CARDS_MAX:
+            raise BadPrice("too_many_rate_cards", f"There are {CARDS_MAX} versions already.")
+        own = [one for one in have if one.name == card.name]
+        if own and (own[0].model, own[0].tier, own[0].currency) != (
+            card.model,
+            card.tier,
+            card.currency,
+        ):
+            raise BadPrice(
+                "rate_card_scope",
+                f"{card.name} is for model {own[0].model} and tier {own[0].tier} in"
+                f" {own[0].currency}; a new version cannot change that, a new name can.",
+            )
+        card = structs.replace(card, version=1 + max((one.version for one in own), default=0))
+        _check_overlaps(have, card)
+        prices = {name: getattr(card, name) for name in _Prices.__struct_fields__}
+        db.execute(
+            f"insert into rate_cards ({_FIELDS}, created_ms) values (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            (
+                *(card.name, card.version, card.model, card.tier, card.currency),
+                *(card.valid_from_ms, card.valid_until_ms),
+                msgspec.json.encode(prices, order="sorted").decode(),
+                now_ms,
+            ),
+        )
+    return card
+
+
+def leaves_free(store: Store, clock: WallClock, tier: str) -> bool:
+    """Do cards hold now, and none for this tier? Whoever has it is charged nothing. O(cards)."""
+    now_ms, chains = clock(), _chains(load_cards(store)).values()
+    held = [card for versions in chains if (card := _version_at(versions, now_ms))]
+    return bool(held) and not any(card.tier in (ANY, tier) for card in held)
+
+
+SELECT = f"select {_FIELDS} from rate_cards"
+
+
+def read_card(row: Row) -> RateCard:
+    """Of a row of `SELECT`."""
+    name, version, model, tier, currency, valid_from_ms, valid_until_ms, prices = row
+    return RateCard(
+        name=name,
+        version=version,
+        model=model,
+        tier=tier,
+        currency=currency,
+        valid_from_ms=valid_from_ms,
+        valid_until_ms=valid_until_ms,
+        **structs.asdict(msgspec.json.decode(prices, type=_Prices)),
+    )
+
+
+def _chains(cards: list[RateCard]) -> dict[str, list[RateCard]]:
+    """Versions of each name, the oldest first."""
+    chains: dict[str, list[RateCard]] = {}
+    for card in sorted(cards, key=lambda card: card.version):
+        chains.setdefault(card.name, []).append(card)
+    return chains
+
+
+def _version_at(versions: list[RateCard], at_ms: int) -> RateCard | None:
+    """The newest version that has begun, unless it has ended."""
+    for card in reversed(versions):
+        if card.valid_from_ms <= at_ms:
+            is_over = card.valid_until_ms is not None and card.valid_until_ms <= at_ms
+            return None if is_over else card
+    return None
+
+
+def _check_overlaps(have: list[RateCard], card: RateCard) -> None:
+    """No instant may have two prices. Cards begin and end at known instants, so looking at these
+    is looking at all."""
+    scope = (card.model, card.tier)
+    chains = _chains([one for one in have if (one.model, one.tier) == scope] + [card])
+    mine = chains.pop(card.name)
+    for name, versions in chains.items():
+        for at_ms in {one.valid_from_ms for one in (*mine, *versions)}:
+            own, other = _version_at(mine, at_ms), _version_at(versions, at_ms)
+            if own is card and other is not None:
+                raise BadPrice(
+                    "rate_cards_overlap",
+                    f"From {at_ms} ms ({instant(at_ms)}) on {name}@{other.version} holds for"
+                    f" model {card.model} and tier {card.tier} too; end it first with a version"
+                    " that has a valid_until_ms, or begin later.",
+                )

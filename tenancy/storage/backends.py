@@ -1,0 +1,73 @@
+"""Which database: a file in the data directory, or a PostgreSQL server.
+
+What a setting says is a file's name, or a URL that begins with `postgresql://`. The server's driver
+is imported only for that. The composition roots call it.
+"""
+
+from __future__ import annotations
+
+import getpass
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tenancy.errors import StoreError
+from tenancy.storage.interface import Store
+from tenancy.storage.postgres_address import read_address
+from tenancy.storage.sqlite import SqliteStore
+
+if TYPE_CHECKING:
+    from tenancy.storage.postgres import PostgresStore
+
+SCHEMES = ("postgresql://", "postgres://")
+
+
+def is_server(place: str) -> bool:
+    """Or else a file's name."""
+    return place.startswith(SCHEMES)
+
+
+def check_place(place: str) -> None:
+    """Raises StoreError for an address that no server can have, and for one with a password."""
+    if is_server(place):
+        read_address(place, {}, "anybody")
+
+
+def open_store(place: str, folder: Path, environment: Mapping[str, str]) -> Store:
+    """Open it, and bring it up to date. `folder`: where files are; `environment`: where passwords
+    for servers may stand. Raises StoreError."""
+    return _opened(place, folder, environment, is_ready=False)
+
+
+def look(place: str, folder: Path, environment: Mapping[str, str]) -> str:
+    """What is there, in words. Makes nothing. Raises StoreError."""
+    if not is_server(place) and not (folder / place).exists():
+        return f"{folder / place}, made at the first start"
+    store = _opened(place, folder, environment, is_ready=True)
+    try:
+        is_ours = not is_server(place) or store.query(_OURS)[0][0]
+        return store.place if is_ours else f"{store.place}, filled at the first start"
+    finally:
+        store.close()
+
+
+_OURS = "select to_regclass('public.trunkline_schema') is not null"
+
+
+def _opened(place: str, folder: Path, environment: Mapping[str, str], *, is_ready: bool) -> Store:
+    if not is_server(place):
+        return SqliteStore(folder / place)
+    return open_server(place, environment, is_ready=is_ready)
+
+
+def open_server(
+    place: str, environment: Mapping[str, str], *, is_ready: bool = False
+) -> PostgresStore:
+    """The same of a server, for what only one can do. Raises StoreError."""
+    try:
+        from tenancy.storage.postgres import PostgresStore
+    except ImportError as error:
+        message = "PostgreSQL needs the extra `postgres`: pip install 'trunkline[postgres]'"
+        raise StoreError("no_driver", message) from error
+    address = read_address(place, environment, getpass.getuser())
+    return PostgresStore(address, is_ready=is_ready)
