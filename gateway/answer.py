@@ -17,7 +17,7 @@ from aiohttp import web
 from aiohttp.http_writer import StreamWriter
 
 from engine.api import Request
-from engine.client import RequestStream
+from engine.client.client import RequestStream
 from engine.errors import EngineError
 from gateway import limiting
 from gateway.accounting import CACHE_HEADER, cache_header

@@ -21,10 +21,10 @@ import msgspec
 from aiohttp import web
 
 from engine.api import Clock
-from engine.client import Engine
+from engine.client.client import Engine
+from engine.client.supervisor import EngineSupervisor
 from engine.model_store import ModelCard
 from engine.signals import heeded
-from engine.supervisor import EngineSupervisor
 from gateway.analytics import Analytics
 from gateway.analytics_door import AnalyticsDoor, AnalyticsHere
 from gateway.analytics_frames import Begin

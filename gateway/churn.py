@@ -13,7 +13,7 @@ from itertools import islice
 from typing import Any
 
 from engine.api import Namespace
-from engine.loss_totals import Moves
+from engine.client.cache_event_totals import Moves
 
 MINUTES = 120
 TENANTS_MAX = 10_000

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from engine.api import Clock
-from engine.client import Engine
+from engine.client.client import Engine
 from gateway.analytics_door import AnalyticsDoor
 from gateway.churn import Churn
 from gateway.config import Config

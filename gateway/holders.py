@@ -11,7 +11,7 @@ import heapq
 from collections.abc import Callable
 
 from engine.api import Namespace, NamespaceStats
-from engine.namespace_book import NamespaceBook
+from engine.client.namespace_stats import NamespaceBook
 
 FIELDS = ("blocks", "pinned_blocks", "promised_blocks", "running", "waiting")
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 
 from engine.api import Request
-from engine.client import Engine
+from engine.client.client import Engine
 from gateway.dialects.canonical import Generation, UsageRecord
 from gateway.errors import Kind, Refusal
 from tenancy.errors import LimitExceeded

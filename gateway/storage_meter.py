@@ -14,8 +14,8 @@ from collections import defaultdict
 from collections.abc import Iterable
 from contextlib import suppress
 
+from engine.client.namespace_stats import Change, NamespaceBook
 from engine.errors import EngineError
-from engine.namespace_book import Change, NamespaceBook
 from gateway.cache_terms import BEST_EFFORT
 from gateway.context import Context
 from gateway.erasure import forget_removed, owner_of

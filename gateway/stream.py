@@ -24,7 +24,7 @@ from engine.api import (
     Tokens,
     Usage,
 )
-from engine.client import Bell, RequestStream
+from engine.client.client import Bell, RequestStream
 from gateway.accounting import PLAIN, Accounting, added
 from gateway.choice import Choice, token_text
 from gateway.choice_output import ChoiceOutput, call_ids

@@ -25,10 +25,10 @@ from engine.api import (
     Tokens,
 )
 from engine.cache import PrefixCache
+from engine.client.namespace_stats import NamespaceBook
 from engine.config import EngineConfig
-from engine.constraints import Constraints
-from engine.core import Core
-from engine.namespace_book import NamespaceBook
+from engine.core.constraints import Constraints
+from engine.core.core import Core
 from tests.fakes import FakeClock, FakeRunner, solo_output
 from tests.grammars import PatientGrammars, constrained_output
 

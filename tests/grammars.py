@@ -15,8 +15,8 @@ from llguidance import LLTokenizer
 
 from engine.api import Grammar, Namespace, Request
 from engine.errors import EngineError
-from engine.grammar import Compiled, MaskFiller, Rules, Vocabulary, compile_grammar
-from engine.grammar_compiler import Outcome
+from engine.grammar.compiler import Outcome
+from engine.grammar.grammar import Compiled, MaskFiller, Rules, Vocabulary, compile_grammar
 from tests.fakes import next_token, tag_after
 from tests.models import TOKENS
 

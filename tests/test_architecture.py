@@ -85,7 +85,7 @@ def test_a_folder_lists_its_public_names(folder: str) -> None:
 def test_the_brain_runs_without_torch() -> None:
     """Scheduling and caching must be testable in microseconds, and startable without a device."""
     program = (
-        "import sys, engine.core, engine.cache, tenancy, gateway.app;"
+        "import sys, engine.core.core, engine.cache, tenancy, gateway.app;"
         "sys.exit(1 if {'torch', 'triton'} & set(sys.modules) else 0)"
     )
     import sys

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from engine.api import LeaseGrant, LeaseRequest, Namespace
-from engine.cache.eviction import Account
+from engine.cache.accounts import Account
 from engine.cache.prefix_tree import Node
 
 

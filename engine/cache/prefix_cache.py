@@ -10,12 +10,12 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 
 from engine.api import LeaseRequest, Namespace, Payer, Quota
-from engine.cache.audit import recount
+from engine.cache.accounts import Account
+from engine.cache.block_manager import Holdings
 from engine.cache.block_table import BlockTable
+from engine.cache.checker import recount
 from engine.cache.events import Committed, Copied, Erased, Evicted, Expired, Fact, Matched
-from engine.cache.eviction import Account
-from engine.cache.holdings import Holdings
-from engine.cache.lease_book import LeaseBook
+from engine.cache.lease_manager import LeaseBook
 from engine.cache.prefix_tree import Found, Node
 from engine.cache.report import CacheStats, NamespaceUse, Peek
 from engine.errors import InvariantViolation

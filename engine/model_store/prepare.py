@@ -18,8 +18,8 @@ from tokenizers import Tokenizer
 
 from engine.errors import ModelError
 from engine.model_store.card import CARD_VERSION, ModelCard, check_config, load_card
-from engine.model_store.from_folder import read_folder
-from engine.model_store.from_gguf import read_gguf
+from engine.model_store.gguf import read_gguf
+from engine.model_store.huggingface import read_folder
 from engine.model_store.parts import Parts
 
 PIECE = 1 << 20

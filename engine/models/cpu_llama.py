@@ -11,9 +11,9 @@ import logging
 
 import torch
 
-from engine.attention import rope_tables
-from engine.cpu_attention import CpuAttention
-from engine.kv_storage import KvStorage
+from engine.attention.cpu_backend import CpuAttention
+from engine.attention.torch_backend import rope_tables
+from engine.kv.storage import KvStorage
 from engine.model_store import ModelConfig
 from engine.weights import Weights
 from kernels.cpu import build as cpu

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from engine.attention import Attend
+from engine.attention.torch_backend import Attend
 from engine.model_store import ModelConfig
 from engine.models.layers import Ops
 from engine.weights import Weights

@@ -1,5 +1,5 @@
 """Loading weights: GGUF and safetensors in, named tensors out."""
 
-from engine.weights.load import Weights, expected_shapes, load_weights, random_weights
+from engine.weights.weights import Weights, expected_shapes, load_weights, random_weights
 
 __all__ = ["Weights", "expected_shapes", "load_weights", "random_weights"]

@@ -2,7 +2,7 @@
 
 It answers every request with one token said again and again, at the rate that the request's seed
 names: so many tokens a second, or all at once without one. What is left to measure is the gateway.
-It speaks the wire of `engine.frames`, one frame a step for all streams of a rate, as the real
+It speaks the wire of `engine.protocol`, one frame a step for all streams of a rate, as the real
 engine does. It knows no model, no cache and no sampling. `gateway.bench.null_gateway` starts it by
 the engine's own supervisor.
 """
@@ -46,8 +46,8 @@ from engine.api import (
     Tokens,
     Usage,
 )
-from engine.frames import Downward, Hello, Rejected, Welcome, encode, upward_decoder
 from engine.model_store import load_card
+from engine.protocol import Downward, Hello, Rejected, Welcome, encode, upward_decoder
 
 HEARTBEAT_S = 0.25
 TOKEN = SampledToken(100)
@@ -277,7 +277,7 @@ async def serve(settings: Settings) -> None:
 
 
 def main() -> None:
-    """As `engine.server` begins: one line of settings, then the socket."""
+    """As `engine.server.server` begins: one line of settings, then the socket."""
     line = sys.stdin.buffer.readline()
     asyncio.run(serve(msgspec.json.decode(line, type=Settings)))
 

@@ -17,8 +17,8 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
+from engine.client.supervisor import EngineSupervisor
 from engine.model_store import load_card
-from engine.supervisor import EngineSupervisor
 from gateway.analytics import Analytics, Facts
 from gateway.analytics_door import AnalyticsHere
 from gateway.app import Gateway, connect, open_analytics

@@ -2,7 +2,7 @@
 activation, block copies. Each reads its input once and writes its output once; all are bound by
 memory. For few rows they are dependent launches where the device has such.
 
-Twins in `kernels.reference`. Called from `engine.models.layers` and `engine.kv_storage` on CUDA.
+Twins in `kernels.reference`. Called from `engine.models.layers` and `engine.kv.storage` on CUDA.
 Shapes: T rows, C channels, H query heads, K KV heads, D head_dim, S slots of a block, L layers.
 """
 

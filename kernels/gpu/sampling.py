@@ -5,7 +5,7 @@ or above a threshold"; the threshold is found by bisecting the bit pattern of th
 takes 30 passes over a row that stays in L2, no matter what k or p is. Ties with the threshold are
 all kept, where a sort would keep an arbitrary one of them. The draw is an inverse CDF in vocabulary
 order with one uniform number per row, given by the caller: the same number gives the same token
-whatever else is in the batch. Twin: `engine.sampler`'s torch path. Called from `engine.sampler`.
+whatever else is in the batch. Twin: `engine.sampling.sampler`'s torch path. Called from `engine.sampling.sampler`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 PEAK_MAX = tl.constexpr(3e38)
-"""Nearly the greatest fp32: what plus infinity counts as, in `engine.sampler` too."""
+"""Nearly the greatest fp32: what plus infinity counts as, in `engine.sampling.sampler` too."""
 
 
 @triton.jit

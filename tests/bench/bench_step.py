@@ -24,10 +24,10 @@ from typing import Any
 
 import torch
 
-from engine.attention import TorchAttention
-from engine.batch import make_batch
-from engine.cpu_attention import CpuAttention
-from engine.kv_storage import KvStorage, kv_format
+from engine.attention.batch import make_batch
+from engine.attention.cpu_backend import CpuAttention
+from engine.attention.torch_backend import TorchAttention
+from engine.kv.storage import KvStorage, kv_format
 from engine.model_store import ModelConfig
 from engine.models.cpu_llama import CpuLlama, load_kernels
 from engine.models.layers import TorchOps

@@ -16,7 +16,7 @@ from collections import deque
 from engine.api import CacheGrant, Request, SampledToken, Sampling
 from engine.cache import PrefixCache
 from engine.config import EngineConfig
-from engine.core import Core
+from engine.core.core import Core
 from engine.plan import Sampled, StepPlan, StepResult
 
 BLOCK_SIZE = 16

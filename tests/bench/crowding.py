@@ -10,7 +10,7 @@ import sys
 
 from engine.api import CacheGrant, Request, Sampling
 from engine.config import EngineConfig
-from engine.core import Core
+from engine.core.core import Core
 from tests.checkers import World
 
 GREEDY = Sampling(temperature=0)

@@ -24,14 +24,14 @@ import torch
 from engine.api import CacheGrant, Finished, Request, Sampling, Tokens
 from engine.cache import PrefixCache
 from engine.config import EngineConfig
-from engine.core import Core
-from engine.device_runner import DeviceRunner
-from engine.heap import SettledHeap
-from engine.kv_storage import KvStorage, kv_format
+from engine.core.core import Core
+from engine.kv.storage import KvStorage, kv_format
 from engine.model_store import ModelConfig
-from engine.models.device_layers import DeviceOps
+from engine.models.gpu_layers import DeviceOps
 from engine.models.llama import LlamaModel
 from engine.plan import StepResult
+from engine.runner.gpu_runner import DeviceRunner
+from engine.server.gc_tuning import SettledHeap
 from engine.weights import random_weights
 
 LLAMA_8B = ModelConfig(

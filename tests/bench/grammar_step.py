@@ -26,12 +26,12 @@ from llguidance import LLTokenizer
 from engine.api import CacheGrant, Grammar, Request, Sampling
 from engine.cache import PrefixCache
 from engine.config import EngineConfig
-from engine.constraints import Constraints
-from engine.core import Core
-from engine.grammar import MaskFiller, Rules, Vocabulary, compile_grammar
+from engine.core.constraints import Constraints
+from engine.core.core import Core
+from engine.grammar.grammar import MaskFiller, Rules, Vocabulary, compile_grammar
 from engine.model_store import DEFAULT_MODEL, ModelCard, prepare, resolve
 from engine.models.cpu_llama import load_kernels
-from engine.runner import CpuRunner
+from engine.runner.cpu_runner import CpuRunner
 from tests.grammars import PatientGrammars
 
 LARGE = 128_256

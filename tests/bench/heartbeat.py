@@ -13,13 +13,13 @@ from typing import TypeVar
 
 from engine.api import CacheNews, Frame, Gain, Stats
 from engine.cache import PrefixCache
+from engine.client.cache_event_totals import LossTotals
+from engine.client.namespace_stats import NamespaceBook
 from engine.config import EngineConfig
-from engine.frames import Downward, Welcome, downward_decoder, encode
-from engine.loss_totals import LossTotals
-from engine.namespace_book import NamespaceBook
-from engine.roster import Roster
-from engine.scheduler import Scheduler
-from engine.vitals import Vitals
+from engine.core.stats import Vitals
+from engine.protocol import Downward, Welcome, downward_decoder, encode
+from engine.scheduler.request_table import Roster
+from engine.scheduler.scheduler import Scheduler
 from gateway.churn import Churn
 from gateway.erasure import owner_of
 from gateway.storage_meter import StorageMeter

@@ -15,7 +15,7 @@ import sys
 from engine.api import CacheGrant, Quota, Request, Sampling
 from engine.cache import PrefixCache
 from engine.config import EngineConfig
-from engine.core import Core
+from engine.core.core import Core
 from tests.fakes import FakeClock, FakeRunner
 
 BLOCK = 16

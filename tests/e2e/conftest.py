@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from engine.core import Core
+from engine.core.core import Core
 from engine.model_store import ModelCard
 from tests.e2e.real_core import real_card, real_core
 from tests.gateway.house import card, house, made

@@ -16,15 +16,15 @@ import torch
 
 from engine.cache import PrefixCache
 from engine.config import EngineConfig
-from engine.constraints import Constraints
-from engine.core import Core
+from engine.core.constraints import Constraints
+from engine.core.core import Core
 from engine.errors import ModelError
-from engine.grammar import MaskFiller
-from engine.grammar_compiler import GrammarCompiler
-from engine.grammar_trial import TrialSettings
+from engine.grammar.compiler import GrammarCompiler
+from engine.grammar.grammar import MaskFiller
+from engine.grammar.sandbox import TrialSettings
 from engine.model_store import DEFAULT_MODEL, ModelCard, prepare, resolve
 from engine.models.cpu_llama import load_kernels
-from engine.runner import CpuRunner
+from engine.runner.cpu_runner import CpuRunner
 
 BLOCKS, CONTEXT = 200, 1024
 

@@ -15,14 +15,14 @@ from tokenizers import Tokenizer
 from engine.api import CacheGrant, Finished, PromptLogprobs, Request, SampledToken, Sampling, Tokens
 from engine.cache import PrefixCache
 from engine.config import EngineConfig
-from engine.core import Core
-from engine.device_runner import DeviceRunner
-from engine.kv_storage import KvStorage, kv_format
+from engine.core.core import Core
+from engine.kv.storage import KvStorage, kv_format
 from engine.model_store import ModelCard
-from engine.models.device_layers import DeviceOps
+from engine.models.gpu_layers import DeviceOps
 from engine.models.registry import build_model
 from engine.plan import Runner
-from engine.runner import CpuRunner
+from engine.runner.cpu_runner import CpuRunner
+from engine.runner.gpu_runner import DeviceRunner
 from engine.weights import load_weights
 from tests.e2e.real_core import real_card
 

@@ -14,7 +14,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from engine.api import CacheGrant, Finished, Grammar, Request, SampleEnded, Sampling, Tokens
-from engine.core import Core
+from engine.core.core import Core
 from engine.model_store import ModelCard
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]

@@ -18,14 +18,14 @@ import torch
 from tokenizers import Tokenizer, pre_tokenizers
 
 from engine.api import CacheGrant, Request, Sampling, Tokens
-from engine.batch import make_batch
+from engine.attention.batch import make_batch
 from engine.cache import PrefixCache
 from engine.config import EngineConfig
-from engine.core import Core
+from engine.core.core import Core
 from engine.model_store import ModelCard, ModelConfig
 from engine.models.cpu_llama import load_kernels
 from engine.plan import Row, StepPlan
-from engine.runner import CpuRunner
+from engine.runner.cpu_runner import CpuRunner
 from engine.weights import load_weights
 from tests.e2e.real_core import real_card
 

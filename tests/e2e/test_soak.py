@@ -9,7 +9,7 @@ from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
-from engine.client import RequestStream
+from engine.client.client import RequestStream
 from gateway.answer import Answer
 from gateway.metering import Account
 from gateway.named import NamedRequest

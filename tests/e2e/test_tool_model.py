@@ -13,7 +13,7 @@ import pytest
 from msgspec.structs import replace
 
 from engine.api import CacheGrant, Finished, Request, SampleEnded, Sampling, Tokens
-from engine.core import Core
+from engine.core.core import Core
 from engine.model_store import ModelCard
 from gateway.dialects.canonical import OutputFormat, Prompt, Segment, Tool, ToolChoice
 from gateway.prompt import Renderer

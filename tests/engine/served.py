@@ -1,6 +1,6 @@
 """The engine's process over the fake runner: `python -m tests.engine.served`.
 
-The same program as `python -m engine.server`, with another core. A model folder's name says what is
+The same program as `python -m engine.server.server`, with another core. A model folder's name says what is
 planted: `hang` never ends its first step after the canary, `missing` is a model that is not there,
 `deadly` kills the process in the step that computes token 13.
 """
@@ -15,10 +15,10 @@ from pathlib import Path
 from engine.api import EngineInfo
 from engine.cache import PrefixCache
 from engine.config import EngineConfig
-from engine.core import Core
+from engine.core.core import Core
 from engine.errors import ModelError
 from engine.plan import StepPlan
-from engine.server import serve_process
+from engine.server.server import serve_process
 from tests.fakes import FakeRunner
 
 VOCAB = 64

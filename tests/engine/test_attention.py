@@ -7,9 +7,9 @@ import random
 import pytest
 import torch
 
-from engine.attention import TorchAttention, rope_tables
-from engine.batch import make_batch
-from engine.kv_storage import KvStorage, kv_format
+from engine.attention.batch import make_batch
+from engine.attention.torch_backend import TorchAttention, rope_tables
+from engine.kv.storage import KvStorage, kv_format
 from engine.model_store import ModelConfig, RopeScaling
 from engine.plan import StepPlan
 from kernels.reference import paged_attention, rotate

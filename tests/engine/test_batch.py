@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.batch import make_batch
+from engine.attention.batch import make_batch
 from engine.plan import Row, StepPlan
 
 

@@ -12,7 +12,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine import client
 from engine.api import (
     CacheGrant,
     Finished,
@@ -27,13 +26,14 @@ from engine.api import (
     Tokens,
     Usage,
 )
-from engine.client import RequestStream, SocketEngine
+from engine.client import client
+from engine.client.client import RequestStream, SocketEngine
 from engine.config import EngineConfig
 from engine.errors import EngineError, EngineUnavailable, InvariantViolation, RequestRefused
-from engine.frames import Welcome, encode, upward_decoder
-from engine.local import LocalEngine
-from engine.server import EngineServer
-from engine.service import EngineService
+from engine.protocol import Welcome, encode, upward_decoder
+from engine.server.embedded import LocalEngine
+from engine.server.server import EngineServer
+from engine.server.service import EngineService
 from tests.engine.served import VOCAB, fake_core
 from tests.fakes import solo_output
 

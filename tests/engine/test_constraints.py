@@ -13,9 +13,9 @@ import pytest
 
 from engine.api import CacheGrant, Erase, Finished, Grammar, Request, Sampling
 from engine.config import EngineConfig
-from engine.constraints import Constraints
-from engine.grammar import MaskFiller, Matcher, Rules, compile_grammar
-from engine.grammar_compiler import Outcome
+from engine.core.constraints import Constraints
+from engine.grammar.compiler import Outcome
+from engine.grammar.grammar import MaskFiller, Matcher, Rules, compile_grammar
 from engine.plan import Mask
 from tests.checkers import World
 from tests.fakes import FakeClock

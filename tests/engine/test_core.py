@@ -24,7 +24,7 @@ from engine.api import (
 from engine.config import EngineConfig
 from engine.errors import InvariantViolation
 from engine.plan import StepPlan, StepResult
-from engine.scheduler import Slice
+from engine.scheduler.scheduler import Slice
 from tests.checkers import World
 from tests.engine.small_worlds import CONFIG, PROMPT, ask, finished, make_world, run
 

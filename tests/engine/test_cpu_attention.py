@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from engine.batch import make_batch
-from engine.cpu_attention import TILE, CpuAttention, CpuWork
+from engine.attention.batch import make_batch
+from engine.attention.cpu_backend import TILE, CpuAttention, CpuWork
 from engine.plan import Group, Row, StepPlan
 
 BLOCK = 16

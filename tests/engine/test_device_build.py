@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from engine.config import EngineConfig
-from engine.device_build import build_device_runner, check_shape, fitting
 from engine.errors import ModelError
 from engine.model_store import ModelConfig
+from engine.runner.gpu_build import build_device_runner, check_shape, fitting
 from tests.models import prepared
 
 SHAPE = ModelConfig("llama", 1, 256, 256, heads=32, kv_heads=2, head_dim=128, vocab=64, context=64)

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from engine.device_graphs import DeviceGraphs, Key
+from engine.runner.cuda_graphs import DeviceGraphs, Key
 
 KEY: Key = (8, (2,), False)
 

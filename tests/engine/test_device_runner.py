@@ -27,14 +27,14 @@ from engine.api import (
 )
 from engine.cache import PrefixCache
 from engine.config import EngineConfig
-from engine.constraints import Constraints
-from engine.core import Core
-from engine.device_runner import DeviceRunner
-from engine.first_steps import SAMPLINGS, Limits
-from engine.kv_storage import KvStorage, kv_format
+from engine.core.constraints import Constraints
+from engine.core.core import Core
+from engine.kv.storage import KvStorage, kv_format
 from engine.model_store import ModelConfig
-from engine.models.device_layers import DeviceOps
+from engine.models.gpu_layers import DeviceOps
 from engine.models.llama import LlamaModel
+from engine.runner.gpu_runner import DeviceRunner
+from engine.runner.warmup import SAMPLINGS, Limits
 from engine.weights import random_weights
 from tests.engine.dense_llama import dense_logits
 from tests.fakes import FakeClock

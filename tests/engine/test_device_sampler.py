@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from engine.api import Sampling
-from engine.device_sampler import DeviceSampler
 from engine.plan import BegunSequence
+from engine.sampling.gpu_sampler import DeviceSampler
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 VOCAB = 300

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.api import Sampling
-from engine.first_steps import MANY, Limits, first_steps
 from engine.plan import StepPlan
+from engine.runner.warmup import MANY, Limits, first_steps
 from kernels.gpu.fused_ops import DEPENDENT_ROWS_MAX
 from kernels.gpu.work_list import HostPlan, Planner, Slices
 

@@ -30,7 +30,7 @@ from engine.api import (
     Usage,
 )
 from engine.errors import EngineError
-from engine.frames import (
+from engine.protocol import (
     FRAME_BYTES_MAX,
     FrameError,
     Hello,

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from engine.api import Grammar
 from engine.errors import RequestRefused
-from engine.grammar import MaskFiller, Matcher, Rules, Vocabulary, compile_grammar
+from engine.grammar.grammar import MaskFiller, Matcher, Rules, Vocabulary, compile_grammar
 from tests.grammars import END, VOCAB, letters, schema_file
 
 

@@ -11,8 +11,7 @@ import pytest
 
 from engine.api import Grammar
 from engine.errors import EngineError, EngineUnavailable, RequestRefused
-from engine.grammar import Compiled
-from engine.grammar_compiler import (
+from engine.grammar.compiler import (
     BYTES_MAX,
     ENTRIES_MAX,
     NAMESPACE_BYTES_MAX,
@@ -22,7 +21,8 @@ from engine.grammar_compiler import (
     GrammarCompiler,
     Outcome,
 )
-from engine.grammar_trial import TrialSettings
+from engine.grammar.grammar import Compiled
+from engine.grammar.sandbox import TrialSettings
 from tests.grammars import VOCAB, compiled, schema_file
 
 GOOD = Grammar("json_schema", '{"type": "integer"}')

@@ -10,7 +10,7 @@ import pytest
 
 from engine.api import Grammar
 from engine.errors import RequestRefused
-from engine.grammar_trial import Trial, TrialSettings
+from engine.grammar.sandbox import Trial, TrialSettings
 from tests.grammars import VOCAB, schema_file
 
 GOOD = Grammar("json_schema", '{"type": "object", "properties": {"a": {"type": "integer"}}}')

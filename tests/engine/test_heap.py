@@ -15,7 +15,7 @@ import pytest
 
 from engine.api import CacheGrant, Erase, Grammar, LeaseRequest, Quota, Request, Retention, Sampling
 from engine.config import EngineConfig
-from engine.heap import GROWTH, YOUNG_OBJECTS_MAX, SettledHeap, peak_bytes
+from engine.server.gc_tuning import GROWTH, YOUNG_OBJECTS_MAX, SettledHeap, peak_bytes
 from tests.checkers import World
 
 

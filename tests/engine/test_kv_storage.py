@@ -9,7 +9,7 @@ from typing import Literal
 import pytest
 import torch
 
-from engine.kv_storage import KvFormat, KvStorage, kv_format
+from engine.kv.storage import KvFormat, KvStorage, kv_format
 from engine.plan import BlockCopy
 from tests.models import tiny_config
 

@@ -7,17 +7,17 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from engine.attention import TorchAttention
-from engine.batch import make_batch
-from engine.cpu_attention import CpuAttention
-from engine.kv_storage import KvStorage, kv_format
+from engine.attention.batch import make_batch
+from engine.attention.cpu_backend import CpuAttention
+from engine.attention.torch_backend import TorchAttention
+from engine.kv.storage import KvStorage, kv_format
 from engine.model_store import ModelConfig
 from engine.models.cpu_llama import CpuLlama, Kernels, load_kernels
-from engine.models.device_layers import CUT_ROWS, in_two, whole_waves
+from engine.models.gpu_layers import CUT_ROWS, in_two, whole_waves
 from engine.models.layers import TorchOps
 from engine.models.registry import build_model
 from engine.plan import Row, StepPlan
-from engine.runner import StepModel
+from engine.runner.cpu_runner import StepModel
 from engine.weights import Weights
 from tests.engine.dense_llama import dense_logits
 from tests.models import LLAMA3_SCALING, tiny_config, tiny_weights

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from engine.api import CacheNews, Gain, Loss
-from engine.loss_totals import LossTotals
+from engine.client.cache_event_totals import LossTotals
 
 
 def test_totals_grow_by_cause_and_name_the_taker() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from engine.api import CacheNews, Gain, Loss
 from engine.cache.events import Committed, Erased, Evicted, Expired, Matched
-from engine.losses import LossCollector
+from engine.server.cache_event_collector import LossCollector
 
 
 def test_losses_are_told_once_by_cause_and_by_who_took_them() -> None:

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.api import NamespaceStats
-from engine.namespace_book import Change, NamespaceBook
+from engine.client.namespace_stats import Change, NamespaceBook
 
 facts = st.builds(
     NamespaceStats,

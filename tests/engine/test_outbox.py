@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from engine.outbox import OUTBOX_STEPS_MAX, Outbox
+from engine.server.outbox import OUTBOX_STEPS_MAX, Outbox
 
 DEADLINE_S = 60.0
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from engine.api import CacheGrant, Request
-from engine.patience import STALLS_MAX, Patience
-from engine.sequence import Work
+from engine.core.timeouts import STALLS_MAX, Patience
+from engine.scheduler.sequence import Work
 
 
 def work(arrival: int = 0, priority: int = 0, deadline_s: float | None = None) -> Work:

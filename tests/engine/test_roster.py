@@ -6,7 +6,7 @@ import pytest
 
 from engine.api import CacheGrant, Request
 from engine.errors import InvariantViolation
-from engine.roster import Roster
+from engine.scheduler.request_table import Roster
 
 
 def request(name: str, tokens: int) -> Request:

@@ -17,7 +17,7 @@ from engine.config import EngineConfig
 from engine.model_store import ModelCard
 from engine.models.cpu_llama import load_kernels
 from engine.plan import BegunSequence, BlockCopy, Group, Row, StepPlan, StepResult
-from engine.runner import CpuRunner, build_runner
+from engine.runner.cpu_runner import CpuRunner, build_runner
 from engine.weights import load_weights
 from tests.engine.dense_llama import dense_logits
 from tests.engine.test_cpu_attention import random_tree

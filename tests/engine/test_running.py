@@ -6,8 +6,8 @@ import pytest
 
 from engine.api import CacheGrant, Request
 from engine.errors import InvariantViolation
-from engine.running import Running
-from engine.sequence import Sequence, Work
+from engine.scheduler.running_set import Running
+from engine.scheduler.sequence import Sequence, Work
 
 PREEMPTIONS_MAX = 2
 

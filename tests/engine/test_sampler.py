@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engine.api import SampledToken, Sampling
-from engine.logprobs import LOGPROB_FLOOR
 from engine.plan import BegunSequence
-from engine.random_choice import philox4x32, uniform
-from engine.sampler import Sampler
+from engine.sampling.logprobs import LOGPROB_FLOOR
+from engine.sampling.rng import philox4x32, uniform
+from engine.sampling.sampler import Sampler
 
 VOCAB = 600  # More than two chunks of the running sum, and not a multiple of one.
 

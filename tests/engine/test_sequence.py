@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.api import CacheGrant, Request
-from engine.sequence import Sequence, Work, common_tokens
+from engine.scheduler.sequence import Sequence, Work, common_tokens
 
 
 def make_sequence(

@@ -27,10 +27,10 @@ from engine.api import (
     Submit,
     Tokens,
 )
-from engine.client import SocketEngine
+from engine.client.client import SocketEngine
 from engine.config import EngineConfig
 from engine.errors import EngineError
-from engine.frames import Hello, Rejected, Upward, downward_decoder, encode
+from engine.protocol import Hello, Rejected, Upward, downward_decoder, encode
 
 CONFIG = EngineConfig(heartbeat_s=0.05, drain_timeout_s=20.0, prefill_chunk_tokens_max=16)
 TOKEN = "the-token-of-this-boot"

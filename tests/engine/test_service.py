@@ -23,9 +23,9 @@ from engine.api import (
     Tokens,
 )
 from engine.config import EngineConfig
-from engine.core import Core
+from engine.core.core import Core
 from engine.errors import EngineError
-from engine.service import TOLD_MAX, EngineService, prove_alive
+from engine.server.service import TOLD_MAX, EngineService, prove_alive
 from tests.engine.served import fake_core
 
 CONFIG = EngineConfig(heartbeat_s=0.05, prefill_chunk_tokens_max=16)

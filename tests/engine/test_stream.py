@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from engine.api import Cancel, Command, Finished, SampledToken, Started, Tokens, Usage
-from engine.client import Bell, RequestStream
+from engine.client.client import Bell, RequestStream
 
 
 class Way:

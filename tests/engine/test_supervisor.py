@@ -13,12 +13,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine import supervisor
 from engine.api import CacheGrant, Finished, Request, Sampling, Started, Tokens
-from engine.client import RequestStream
+from engine.client import supervisor
+from engine.client.client import RequestStream
+from engine.client.supervisor import EngineSupervisor
 from engine.config import EngineConfig
 from engine.errors import EngineUnavailable, ModelError, RequestRefused
-from engine.supervisor import EngineSupervisor
 from tests.engine.served import VOCAB
 from tests.fakes import solo_output
 

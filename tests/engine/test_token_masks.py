@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.api import Sampling
-from engine.device_sampler import DeviceSampler
 from engine.plan import BegunSequence, Mask
-from engine.sampler import Sampler
-from engine.token_masks import restricted, spread
+from engine.sampling.gpu_sampler import DeviceSampler
+from engine.sampling.sampler import Sampler
+from engine.sampling.token_masks import restricted, spread
 
 CPU = torch.device("cpu")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

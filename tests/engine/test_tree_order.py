@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.core.tree_order import find_groups, order_key, shared_blocks
 from engine.plan import Group
-from engine.tree_order import find_groups, order_key, shared_blocks
 
 Tables = list[list[int]]
 

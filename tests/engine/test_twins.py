@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-import engine.twins
-from engine.sequence import Sequence, common_tokens
+import engine.scheduler.prefix_sharing
+from engine.scheduler.sequence import Sequence, common_tokens
 from tests.engine.watched import Watched, tokens
 
 
@@ -30,7 +30,7 @@ def test_prompts_that_part_at_once_are_not_compared(monkeypatch: pytest.MonkeyPa
         compared.append(a.sequence_id)
         return common_tokens(a, b, size)
 
-    monkeypatch.setattr(engine.twins, "common_tokens", common)
+    monkeypatch.setattr(engine.scheduler.prefix_sharing, "common_tokens", common)
     world = Watched(sequences_max=16, prefill_chunk_tokens_max=4)
     shared = tokens(24)
     world.ask("first", shared, max_tokens=1)

@@ -8,8 +8,8 @@ from collections import Counter
 import pytest
 
 from engine.api import CacheGrant, Request
-from engine.sequence import Sequence, Work
-from engine.waiting_line import WaitingLine
+from engine.scheduler.request_queue import WaitingLine
+from engine.scheduler.sequence import Sequence, Work
 
 
 def sequence(payer: bytes) -> Sequence:

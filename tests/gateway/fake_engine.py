@@ -22,7 +22,7 @@ from engine.api import (
     Tokens,
     Usage,
 )
-from engine.client import RequestStream
+from engine.client.client import RequestStream
 
 
 class FakeEngine:
@@ -35,7 +35,7 @@ class FakeEngine:
         self._streams: dict[str, RequestStream] = {}
 
     def submit(self, request: Request) -> RequestStream:
-        """As `engine.client.Engine.submit`."""
+        """As `engine.client.client.Engine.submit`."""
         self.requests.append(request)
         return self.open(request.request_id)
 

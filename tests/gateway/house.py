@@ -23,14 +23,14 @@ from aiohttp import ClientResponse, ClientSession, ClientTimeout
 from engine.api import EngineInfo, Stats
 from engine.cache import PrefixCache
 from engine.config import EngineConfig
-from engine.constraints import Constraints
-from engine.core import Core
-from engine.grammar import MaskFiller
-from engine.grammar_compiler import GrammarCompiler
-from engine.grammar_trial import TrialSettings
-from engine.local import LocalEngine
+from engine.core.constraints import Constraints
+from engine.core.core import Core
+from engine.grammar.compiler import GrammarCompiler
+from engine.grammar.grammar import MaskFiller
+from engine.grammar.sandbox import TrialSettings
 from engine.model_store import ModelCard
 from engine.plan import StepPlan
+from engine.server.embedded import LocalEngine
 from gateway.app import Gateway
 from gateway.config import Config, LimitsConfig, ServerConfig
 from gateway.metering import wall_ms

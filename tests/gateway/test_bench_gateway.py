@@ -14,9 +14,9 @@ import msgspec
 import pytest
 
 from engine.api import CacheGrant, Event, Finished, Request, Sampling, Started, Tokens
+from engine.client.supervisor import EngineSupervisor
 from engine.config import EngineConfig
 from engine.model_store import ModelCard
-from engine.supervisor import EngineSupervisor
 from gateway.bench.cli import add_bench_arguments, run_gateway_bench
 from gateway.bench.client import BenchError
 from gateway.bench.load import Found, Load, run

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from engine.api import CacheNews, Gain, Loss
-from engine.loss_totals import LossTotals, Moves
+from engine.client.cache_event_totals import LossTotals, Moves
 from gateway import churn
 from gateway.churn import Churn
 

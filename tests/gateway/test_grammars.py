@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from engine.grammar import Rules, Vocabulary, compile_grammar
+from engine.grammar.grammar import Rules, Vocabulary, compile_grammar
 from engine.model_store import ModelCard
 from gateway.dialects.canonical import OutputFormat, Prompt, Tool, ToolChoice
 from gateway.errors import Kind, Refusal

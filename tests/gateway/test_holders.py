@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.api import NamespaceStats
-from engine.namespace_book import NamespaceBook
+from engine.client.namespace_stats import NamespaceBook
 from gateway.holders import FIELDS, Holders
 
 facts = st.builds(

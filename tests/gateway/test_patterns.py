@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from engine.api import Grammar
 from engine.errors import RequestRefused
-from engine.grammar import Rules, Vocabulary, compile_grammar
+from engine.grammar.grammar import Rules, Vocabulary, compile_grammar
 from engine.model_store import ModelCard
 from gateway.prompt.patterns import NotHeld, as_held, can_be_held, in_other_words
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from engine.api import NamespaceStats, Quota
 from engine.cache import PrefixCache
-from engine.namespace_book import NamespaceBook
+from engine.client.namespace_stats import NamespaceBook
 from gateway.cache_terms import BEST_EFFORT
 from gateway.metering import wall_ms
 from gateway.storage_meter import NANO, StorageMeter, StorageWatch, held_more

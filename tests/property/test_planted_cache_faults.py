@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from engine.cache import PrefixCache
-from engine.cache.holdings import Holdings
+from engine.cache.block_manager import Holdings
 from engine.errors import InvariantViolation
 from tests.property.test_cache_machine import CacheMachine
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from engine.api import CacheGrant, Grammar, LeaseRequest, Quota, Request, Retention, Sampling
 from engine.cache import PrefixCache
 from engine.config import EngineConfig
-from engine.core import Core
+from engine.core.core import Core
 from tests.checkers import World
 from tests.grammars import PatientGrammars
 

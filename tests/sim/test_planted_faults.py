@@ -14,17 +14,17 @@ from typing import Any
 import msgspec
 import pytest
 
-import engine.planner
+import engine.core.planner
 from engine.api import Finished, Tokens
 from engine.cache import BlockTable, PrefixCache
+from engine.cache.block_manager import Holdings
 from engine.cache.block_pool import BlockPool
-from engine.cache.holdings import Holdings
 from engine.cache.prefix_tree import PrefixTree
-from engine.core import Core
-from engine.planner import Planner
-from engine.scheduler import Scheduler
-from engine.sequence import Work
-from engine.tree_order import find_groups
+from engine.core.core import Core
+from engine.core.planner import Planner
+from engine.core.tree_order import find_groups
+from engine.scheduler.scheduler import Scheduler
+from engine.scheduler.sequence import Work
 from tests.checkers import outcome
 from tests.sim.life import Life
 
@@ -284,7 +284,7 @@ def group_claims_too_much() -> Plant:
             for group in find_groups(keys, full)
         )
 
-    return lambda patch: patch.setattr(engine.planner, "find_groups", wider)
+    return lambda patch: patch.setattr(engine.core.planner, "find_groups", wider)
 
 
 def fork_without_pins() -> Plant:

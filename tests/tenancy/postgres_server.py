@@ -13,7 +13,7 @@ from contextlib import ExitStack, suppress
 from itertools import count
 from pathlib import Path
 
-from engine.own_folder import own_folder
+from engine.client.temp_folder import own_folder
 from tenancy.storage.postgres import PostgresStore
 from tenancy.storage.postgres_address import PORT, Address, read_address
 from tenancy.storage.postgres_connection import Link, LinkLost, StatementFailed

@@ -9,7 +9,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Literal
 
-from engine.own_folder import own_folder
+from engine.client.temp_folder import own_folder
 from tenancy.storage.postgres_address import Address, read_address
 
 SOCKET = ".s.PGSQL.5432"

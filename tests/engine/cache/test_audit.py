@@ -11,7 +11,7 @@ import pytest
 
 from engine.api import LeaseRequest, Quota, Retention
 from engine.cache import PrefixCache
-from engine.cache.audit import PIECE_BLOCKS
+from engine.cache.checker import PIECE_BLOCKS
 from engine.errors import InvariantViolation
 
 SIZE = 4

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from engine.api import Quota
 from engine.cache import PrefixCache
-from engine.cache.eviction import Account, Share
-from engine.cache.shares import Shares
+from engine.cache.accounts import Account, Share
+from engine.cache.fair_share import Shares
 from engine.errors import InvariantViolation
 
 SIZE = 4

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.cache import PrefixCache
-from engine.cache.survey import survey
+from engine.server.tree_snapshot import survey
 
 SIZE = 4
 

@@ -1,0 +1,119 @@
+"""Which query tokens take which keys together: a step's plan laid out for the C kernels.
+
+A *bundle* is a run of query tokens computed together; a *segment* says that some of its tokens take
+the keys of some tiles from one block table. Runs of blocks that decoding rows share, at every level
+of the tree, become segments of many tokens: their keys are read once for all of them. A token's
+tiles come in ascending order whatever it shares, so that sharing changes no bit of its result.
+It knows no tensor of a model. The runner calls `begin`, `engine.models.cpu_llama` reads `work`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.attention.batch import Batch
+from engine.plan import Row, StepPlan
+
+TILE = 64
+"""Keys of a tile; shared runs are cut down to a multiple."""
+
+TILE_BLOCKS = 4
+
+SHARED_TOKENS = 8
+"""Decoding tokens of a bundle. More would read shared keys less often, and leave a core idle when
+there are few bundles."""
+
+BUNDLE_HEADS = 96
+"""Query tokens times heads of a group in a bundle of a prompt: bounds its scratch on the stack."""
+
+Ints = npt.NDArray[np.int32]
+
+
+class CpuWork:
+    """One step's arrays, int32 unless said; they live as long as the step."""
+
+    def __init__(self, batch: Batch, tables: Ints, bundles: Ints, segments: Ints) -> None:
+        self.tokens = len(batch.token_ids)
+        self.token_ids = batch.token_ids.int()
+        self.positions = batch.positions.int()
+        self.slots = batch.slots
+        self.tables = tables
+        self.bundles = bundles
+        self.segments = segments
+
+
+class CpuAttention:
+    """Plans each step for the C kernels; keeps block tables between steps."""
+
+    def __init__(self, heads_per_kv_head: int) -> None:
+        self._prompt_tokens = max(1, BUNDLE_HEADS // heads_per_kv_head)
+        self._decoding_tokens = max(1, min(SHARED_TOKENS, self._prompt_tokens))
+        self.work: CpuWork | None = None
+
+    def begin(self, plan: StepPlan, batch: Batch) -> None:
+        """Lay out a step. O(blocks of its rows, and rows times groups over them)."""
+        starts = [0, *batch.row_ends]
+        parts = [np.array(row.block_ids, np.int32) for row in plan.rows]
+        offsets = np.cumsum([0, *map(len, parts)]).tolist()
+        bundles: list[tuple[int, int, int, int]] = []
+        segments: list[tuple[int, int, int, int, int]] = []
+        index = 0
+        while index < len(plan.rows):
+            row = plan.rows[index]
+            if row.count > 1:
+                self._prompt(row, starts[index], offsets[index], bundles, segments)
+                index += 1
+                continue
+            end = index + 1
+            while (
+                end < len(plan.rows)
+                and plan.rows[end].count == 1
+                and end - index < self._decoding_tokens
+            ):
+                end += 1
+            first = len(segments)
+            self._shared(plan, index, end, starts[index], offsets, segments)
+            bundles.append((starts[index], starts[end], first, len(segments)))
+            index = end
+        self.work = CpuWork(
+            batch,
+            np.concatenate(parts),
+            np.array(bundles, np.int32),
+            np.array(segments, np.int32),
+        )
+
+    def _prompt(
+        self, row: Row, first: int, table: int,
+        bundles: list[tuple[int, int, int, int]],
+        segments: list[tuple[int, int, int, int, int]],
+    ) -> None:  # fmt: skip
+        """Tokens of one prompt, in bundles: each takes every tile up to its last token's."""
+        for at in range(0, row.count, self._prompt_tokens):
+            end = min(at + self._prompt_tokens, row.count)
+            tiles = -(-(row.start + end) // TILE)
+            segments.append((first + at, first + end, 0, tiles, table))
+            bundles.append((first + at, first + end, len(segments) - 1, len(segments)))
+
+    def _shared(
+        self, plan: StepPlan, first: int, end: int, token: int, offsets: list[int],
+        segments: list[tuple[int, int, int, int, int]],
+    ) -> None:  # fmt: skip
+        """Decoding rows [first, end), one token each from `token`: what groups of them share from
+        the root down, then what each has to itself."""
+        covered = [0] * (end - first)
+        for group in plan.groups:
+            low, high = max(group.first_row, first), min(group.end_row, end)
+            if high - low < 2:
+                continue
+            tiles = group.end_block // TILE_BLOCKS
+            begin = covered[low - first]
+            if tiles <= begin:
+                continue
+            at = token + low - first
+            segments.append((at, at + high - low, begin, tiles, offsets[low]))
+            covered[low - first : high - first] = [tiles] * (high - low)
+        for index in range(first, end):
+            tiles = plan.rows[index].start // TILE + 1
+            at, begin = token + index - first, covered[index - first]
+            segments.append((at, at + 1, begin, tiles, offsets[index]))

@@ -1,0 +1,86 @@
+"""What may enter the engine: the checks that refuse a request for good, or for now.
+
+Pure questions to core's state, asked once, before anything is allocated. Every refusal names the
+number that was exceeded and the number that came.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from engine.api import Request, all_in_vocabulary
+from engine.cache import PrefixCache
+from engine.config import EngineConfig
+from engine.errors import EngineUnavailable, RequestRefused
+from engine.scheduler.request_table import Roster
+from engine.scheduler.scheduler import Scheduler
+
+
+class Entrance(Protocol):
+    """What the checks read of core."""
+
+    cache: PrefixCache
+    config: EngineConfig
+    scheduler: Scheduler
+    vocab_size: int
+    context_tokens: int
+    roster: Roster
+
+    @property
+    def is_draining(self) -> bool: ...
+
+
+def check_request(core: Entrance, request: Request) -> None:
+    """Raise RequestRefused (never runs here) or EngineUnavailable (try again). O(tokens)."""
+    if core.is_draining:
+        raise EngineUnavailable("draining", "The engine is shutting down.")
+    if request.request_id in core.roster:
+        raise RequestRefused("duplicate_request", "A request with this id is running already.")
+    _check_tokens(core, request)
+    _check_size(core, request)
+    _check_queue(core, request)
+
+
+def _check_tokens(core: Entrance, request: Request) -> None:
+    if not request.tokens:
+        raise RequestRefused("prompt_empty", "The prompt has no tokens.")
+    ids = (request.tokens, request.stop_token_ids, tuple(request.sampling.logit_bias))
+    for some in ids:
+        if some and not all_in_vocabulary(some, core.vocab_size):
+            wrong = min(some) if min(some) < 0 else max(some)
+            raise RequestRefused(
+                "token_out_of_range",
+                f"Token id {wrong} is outside the vocabulary (0 to {core.vocab_size - 1}).",
+            )
+
+
+def _check_size(core: Entrance, request: Request) -> None:
+    prompt, total = len(request.tokens), len(request.tokens) + request.max_tokens
+    if total > core.context_tokens:
+        raise RequestRefused(
+            "context_exceeded",
+            f"This model's context is {core.context_tokens} tokens; {prompt} prompt tokens and"
+            f" max_tokens {request.max_tokens} make {total}.",
+        )
+    if request.samples > core.config.sequences_max:
+        raise RequestRefused(
+            "kv_exceeded",
+            f"{request.samples} samples exceed the {core.config.sequences_max} sequences that run"
+            " at once.",
+        )
+    grant = request.grant
+    room = core.cache.room(grant.namespace, grant.quota)
+    if total > room:
+        raise RequestRefused(
+            "kv_exceeded",
+            f"{total} tokens do not fit the cache memory this tenant may use, even alone;"
+            f" {room} do.",
+        )
+
+
+def _check_queue(core: Entrance, request: Request) -> None:
+    if core.scheduler.waiting >= core.config.queue_requests_max:
+        raise EngineUnavailable("queue_full", f"{core.scheduler.waiting} requests are waiting.")
+    waiting = core.roster.waiting_tokens
+    if waiting + len(request.tokens) > core.config.queue_tokens_max and waiting:
+        raise EngineUnavailable("queue_full", f"{waiting} prompt tokens are waiting.")

@@ -1,0 +1,60 @@
+"""The prefix tree's depth-first order of a batch, from block tables alone.
+
+Tables that share blocks share a leading run of them (a child's path contains its parent's), so
+sorting tables as sequences of block ids puts the members of every tree node side by side. Pure
+functions; `engine.core.core` calls them when the batch or a table has changed.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+
+from engine.plan import Group
+
+
+def order_key(block_ids: Sequence[int]) -> bytes:
+    """Bytes that compare like the list of block ids: big-endian, so that memcmp does the work.
+
+    O(blocks), and then a comparison of two tables of 512 blocks costs about 50 ns.
+    """
+    return struct.pack(f">{len(block_ids)}I", *block_ids)
+
+
+def shared_blocks(a: bytes, b: bytes, limit: int) -> int:
+    """How many leading blocks two order keys have in common, at most `limit`. O(log limit)."""
+    if a[: 4 * limit] == b[: 4 * limit]:
+        return min(limit, len(a) // 4, len(b) // 4)
+    low, high = 0, limit
+    while high - low > 1:
+        middle = (low + high) // 2
+        if a[4 * low : 4 * middle] == b[4 * low : 4 * middle]:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def find_groups(keys: Sequence[bytes], full_blocks: Sequence[int]) -> tuple[Group, ...]:
+    """The groups of rows standing in depth-first order, shallower before deeper.
+
+    `full_blocks[i]`: blocks of row i that lie whole before its start; only these can be shared.
+    A group is a run of at least two rows over a run of at least one block: every level of the tree
+    where rows part. O(rows * log blocks).
+    """
+    groups: list[tuple[int, int, int, int]] = []
+    open_nodes: list[tuple[int, int]] = []  # (first row, depth in blocks), deeper last
+    for row in range(1, len(keys) + 1):
+        shared = 0
+        if row < len(keys):
+            limit = min(full_blocks[row - 1], full_blocks[row])
+            shared = shared_blocks(keys[row - 1], keys[row], limit)
+        first = row - 1
+        while open_nodes and open_nodes[-1][1] > shared:
+            first, depth = open_nodes.pop()
+            above = max(shared, open_nodes[-1][1] if open_nodes else 0)
+            groups.append((first, row, above, depth))
+        if shared and (not open_nodes or open_nodes[-1][1] < shared):
+            open_nodes.append((first, shared))
+    groups.sort(key=lambda group: (group[2], group[0]))
+    return tuple(Group(*group) for group in groups)

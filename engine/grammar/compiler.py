@@ -1,0 +1,284 @@
+"""Who waits for a grammar: a line per namespace, a cache per namespace, and threads that compile.
+
+The engine's thread asks and looks for what is ready; it never waits. A thread tries the grammar in
+a process that may die, then compiles it here. One namespace has one thread at a time, so that its
+bombs are waited for by itself; what it compiled, and what was refused, is remembered for it alone:
+a hit that is faster than a miss would tell others what it asks for. It knows no step. Core asks.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict, deque
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Protocol
+
+from engine.api import Clock, Grammar, Namespace
+from engine.errors import EngineError, EngineUnavailable, RequestRefused
+from engine.grammar.grammar import Compiled, Vocabulary, check_source, compile_grammar
+from engine.grammar.sandbox import Trial, TrialSettings
+
+WORKERS: Final = 2
+WAITING_MAX: Final = 64
+"""Requests of one namespace that may wait for a grammar."""
+
+ENTRIES_MAX: Final = 512
+NAMESPACE_ENTRIES_MAX: Final = 64
+BYTES_MAX: Final = 256 * 2**20
+NAMESPACE_BYTES_MAX: Final = 64 * 2**20
+
+Outcome = Compiled | EngineError
+Key = tuple[str, str]
+
+
+class GrammarSource(Protocol):
+    """What core needs of whoever compiles."""
+
+    def ask(self, request_id: str, namespace: Namespace, grammar: Grammar) -> None:
+        """Compile; the outcome comes from `ready`. Raises EngineError if it need not be tried."""
+
+    def forget(self, request_id: str) -> None:
+        """Nobody waits for it any more."""
+
+    def ready(self) -> list[tuple[str, Outcome]]:
+        """What has come out since last asked."""
+
+    def drop(self, namespace: Namespace, grammar: Grammar) -> None:
+        """What was compiled has proved too big while it was walked: do not use it again."""
+
+    def erase(self, namespace: Namespace) -> None:
+        """Forget what was compiled for a namespace."""
+
+    def close(self) -> None:
+        """Nothing is asked for any more."""
+
+
+class CompiledCache:
+    """Outcomes by namespace and source; least recently used first out, bounded twice."""
+
+    def __init__(self) -> None:
+        self._held: dict[Namespace, OrderedDict[Key, tuple[Outcome, int]]] = {}
+        self._order: OrderedDict[tuple[Namespace, Key], None] = OrderedDict()
+        self._namespace_bytes: dict[Namespace, int] = {}
+        self.held_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def find(self, namespace: Namespace, grammar: Grammar) -> Outcome | None:
+        """O(length of the source); renews its use."""
+        key: Key = (grammar.kind, grammar.text)
+        own = self._held.get(namespace)
+        found = None if own is None else own.get(key)
+        if own is None or found is None:
+            return None
+        own.move_to_end(key)
+        self._order.move_to_end((namespace, key))
+        return found[0]
+
+    def add(self, namespace: Namespace, grammar: Grammar, outcome: Outcome, size: int) -> None:
+        """Remember it; others go, of its own namespace before anybody else's."""
+        key: Key = (grammar.kind, grammar.text)
+        self._remove(namespace, key)
+        own = self._held.setdefault(namespace, OrderedDict())
+        own[key] = (outcome, size)
+        self._order[namespace, key] = None
+        self.held_bytes += size
+        self._namespace_bytes[namespace] = self._namespace_bytes.get(namespace, 0) + size
+        while (
+            len(own) > NAMESPACE_ENTRIES_MAX
+            or self._namespace_bytes[namespace] > NAMESPACE_BYTES_MAX
+        ) and len(own) > 1:
+            self._remove(namespace, next(iter(own)))
+        while len(self._order) > ENTRIES_MAX or self.held_bytes > BYTES_MAX:
+            self._remove(*next(iter(self._order)))
+
+    def replace(self, namespace: Namespace, grammar: Grammar, outcome: Outcome) -> None:
+        """Change what an entry says, if there is one."""
+        if self.find(namespace, grammar) is not None:
+            self.add(namespace, grammar, outcome, len(grammar.text))
+
+    def erase(self, namespace: Namespace) -> None:
+        """Forget a namespace. O(its entries)."""
+        for key in list(self._held.get(namespace, ())):
+            self._remove(namespace, key)
+
+    def _remove(self, namespace: Namespace, key: Key) -> None:
+        own = self._held.get(namespace, OrderedDict())
+        if key not in own:
+            return
+        _, size = own.pop(key)
+        del self._order[namespace, key]
+        self.held_bytes -= size
+        self._namespace_bytes[namespace] -= size
+        if not own:
+            del self._held[namespace], self._namespace_bytes[namespace]
+
+
+@dataclass(slots=True)
+class _Asked:
+    """One grammar to be compiled, and the requests that wait for it."""
+
+    namespace: Namespace
+    grammar: Grammar
+    request_ids: list[str]
+
+
+class GrammarCompiler:
+    """`GrammarSource` with threads. Nothing is loaded before the first grammar is asked for."""
+
+    def __init__(self, settings: TrialSettings, clock: Clock, *, workers: int = WORKERS) -> None:
+        self._settings = settings
+        self._clock = clock
+        self._workers = workers
+        self._lock = threading.Condition()
+        self._cache = CompiledCache()
+        self._lines: OrderedDict[Namespace, deque[_Asked]] = OrderedDict()
+        self._busy: dict[Namespace, _Asked] = {}
+        self._waiting: dict[str, _Asked] = {}
+        self._ready: deque[tuple[str, Outcome]] = deque()
+        self._threads: list[threading.Thread] = []
+        self._trials: list[Trial] = []
+        self._vocabulary: Vocabulary | None = None
+        self._loading = threading.Lock()
+        self._is_closed = False
+
+    # -- the engine's thread --------------------------------------------------------------------
+
+    def ask(self, request_id: str, namespace: Namespace, grammar: Grammar) -> None:
+        """See `GrammarSource`. Microseconds, and O(length of the source)."""
+        check_source(grammar, self._settings.rules)
+        with self._lock:
+            outcome = self._cache.find(namespace, grammar)
+            if outcome is not None:
+                self._ready.append((request_id, outcome))
+                return
+            line = self._lines.get(namespace, deque())
+            asked = next(
+                (a for a in [*line, *self._working(namespace)] if a.grammar == grammar), None
+            )
+            waiting = sum(len(a.request_ids) for a in [*line, *self._working(namespace)])
+            if waiting >= WAITING_MAX:
+                raise EngineUnavailable("queue_full", f"{waiting} requests wait for a grammar.")
+            if asked is None:
+                asked = _Asked(namespace, grammar, [])
+                self._lines.setdefault(namespace, deque()).append(asked)
+            asked.request_ids.append(request_id)
+            self._waiting[request_id] = asked
+            if len(self._threads) < self._workers:
+                self._begin_thread()
+            self._lock.notify()
+
+    def forget(self, request_id: str) -> None:
+        """See `GrammarSource`. What nobody waits for and nobody has begun is not compiled."""
+        with self._lock:
+            stale = [pair for pair in self._ready if pair[0] == request_id]
+            for pair in stale:
+                self._ready.remove(pair)
+            asked = self._waiting.pop(request_id, None)
+            if asked is None:
+                return
+            asked.request_ids.remove(request_id)
+            line = self._lines.get(asked.namespace)
+            if not asked.request_ids and line is not None and asked in line:
+                line.remove(asked)
+                if not line:
+                    del self._lines[asked.namespace]
+
+    def ready(self) -> list[tuple[str, Outcome]]:
+        """See `GrammarSource`."""
+        if not self._ready:
+            return []
+        with self._lock:
+            ready = list(self._ready)
+            self._ready.clear()
+        return ready
+
+    def drop(self, namespace: Namespace, grammar: Grammar) -> None:
+        """See `GrammarSource`. Asked for again, it is refused."""
+        message = "The grammar became too large while it was followed."
+        with self._lock:
+            self._cache.replace(namespace, grammar, RequestRefused("grammar_too_big", message))
+
+    def erase(self, namespace: Namespace) -> None:
+        """See `GrammarSource`. What is being compiled just then is remembered after it."""
+        with self._lock:
+            self._cache.erase(namespace)
+
+    def close(self) -> None:
+        """End the threads and their processes; what waits gets no outcome."""
+        with self._lock:
+            self._is_closed = True
+            self._lock.notify_all()
+        for trial in self._trials:
+            trial.kill()
+        for thread in self._threads:
+            thread.join(self._settings.wall_s_max)
+
+    # -- the threads ----------------------------------------------------------------------------
+
+    def _begin_thread(self) -> None:
+        name = f"grammar-{len(self._threads)}"
+        trial = Trial(self._settings, self._clock)
+        thread = threading.Thread(target=self._work, args=(trial,), name=name, daemon=True)
+        self._trials.append(trial)
+        self._threads.append(thread)
+        thread.start()
+
+    def _work(self, trial: Trial) -> None:
+        try:
+            while (asked := self._next()) is not None:
+                size, outcome = self._compile(trial, asked.grammar)
+                self._done(asked, outcome, size)
+        finally:
+            trial.close()
+
+    def _next(self) -> _Asked | None:
+        """The next grammar of the namespace that waited longest and has no thread; None: end."""
+        with self._lock:
+            while not self._is_closed:
+                name = next((n for n in self._lines if n not in self._busy), None)
+                if name is not None:
+                    line = self._lines.pop(name)
+                    asked = line.popleft()
+                    if line:
+                        self._lines[name] = line  # behind the others
+                    self._busy[name] = asked
+                    return asked
+                self._lock.wait()
+            return None
+
+    def _compile(self, trial: Trial, grammar: Grammar) -> tuple[int, Outcome]:
+        """The outcome and its size. Whatever goes wrong is somebody's answer."""
+        try:
+            size = trial.check(grammar)
+            return size, compile_grammar(grammar, self._load())
+        except RequestRefused as refusal:
+            return len(grammar.text), refusal
+        except Exception as error:
+            message = f"The grammar could not be compiled ({type(error).__name__})."
+            return len(grammar.text), RequestRefused("grammar_unsupported", message)
+
+    def _load(self) -> Vocabulary:
+        with self._loading:
+            if self._vocabulary is None:
+                s = self._settings
+                self._vocabulary = Vocabulary.load(
+                    Path(s.tokenizer_path), s.vocab_size, s.end_token_ids, s.rules
+                )
+            return self._vocabulary
+
+    def _done(self, asked: _Asked, outcome: Outcome, size: int) -> None:
+        with self._lock:
+            del self._busy[asked.namespace]
+            if isinstance(outcome, Compiled) or outcome.code != "grammar_unsupported":
+                self._cache.add(asked.namespace, asked.grammar, outcome, size)
+            for request_id in asked.request_ids:
+                del self._waiting[request_id]
+                self._ready.append((request_id, outcome))
+            self._lock.notify()
+
+    def _working(self, namespace: Namespace) -> list[_Asked]:
+        asked = self._busy.get(namespace)
+        return [] if asked is None else [asked]

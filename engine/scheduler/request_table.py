@@ -1,0 +1,86 @@
+"""Who is here: the requests that have no final event yet, and their sequences, by their ids.
+
+It knows no block, no event and no clock. Only `engine.core.core` changes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from engine.api import Request
+from engine.errors import InvariantViolation
+from engine.scheduler.sequence import Sequence, Work
+from engine.scheduler.tally import Tally
+
+
+class Roster:
+    """`tally` counts the requests. `waiting_tokens`: prompt tokens of those that have not started.
+    Every call is O(1), or O(samples)."""
+
+    def __init__(self) -> None:
+        self._works: dict[str, Work] = {}
+        self._sequences: dict[int, Sequence] = {}
+        self._arrivals = 0
+        self._next_sequence_id = 0
+        self.tally = Tally()
+        self.waiting_tokens = 0
+
+    def __iter__(self) -> Iterator[Work]:
+        return iter(self._works.values())
+
+    def __len__(self) -> int:
+        return len(self._works)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._works
+
+    def get(self, request_id: str) -> Work | None:
+        """The request of this id, if it is here."""
+        return self._works.get(request_id)
+
+    def sequence(self, sequence_id: int) -> Sequence | None:
+        """The sequence of this id, if its request is here."""
+        return self._sequences.get(sequence_id)
+
+    def enter(self, request: Request, now_s: float) -> Work:
+        """A request has come. The caller has seen to it that its id is new."""
+        assert request.request_id not in self._works, "a request is here once"
+        work = self._works[request.request_id] = Work(request, self._arrivals, now_s)
+        self._arrivals += 1
+        self.tally.add(request)
+        self.waiting_tokens += len(request.tokens)
+        return work
+
+    def add_sequence(self, work: Work) -> Sequence:
+        """One more sample of a request that is here."""
+        sequence = Sequence(work, len(work.sequences), self._next_sequence_id)
+        self._next_sequence_id += 1
+        work.sequences.append(sequence)
+        self._sequences[sequence.sequence_id] = sequence
+        return sequence
+
+    def started(self, work: Work, now_s: float) -> None:
+        """It waits no more; that happens once."""
+        work.started_at_s = now_s
+        self.waiting_tokens -= len(work.request.tokens)
+
+    def leave(self, work: Work) -> None:
+        """It has ended. Steps in flight may still look at its sequences, and from these at it; it
+        lets go of them, so that no collector has to find out that nobody needs them."""
+        del self._works[work.request.request_id]
+        self.tally.remove(work.request)
+        if work.started_at_s is None:
+            self.waiting_tokens -= len(work.request.tokens)
+        for sequence in work.sequences:
+            del self._sequences[sequence.sequence_id]
+        work.sequences = []
+
+    def check(self) -> None:
+        """Recount. Raises InvariantViolation. O(sequences)."""
+        waiting = sum(len(work.request.tokens) for work in self if work.started_at_s is None)
+        if waiting != self.waiting_tokens:
+            raise InvariantViolation(f"{self.waiting_tokens} tokens wait, recounted: {waiting}")
+        self.tally.check(work.request for work in self)
+        found = {s.sequence_id: s for work in self for s in work.sequences}
+        if found != self._sequences:
+            raise InvariantViolation(f"sequences {list(self._sequences)}, recounted: {list(found)}")
