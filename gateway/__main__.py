@@ -20,18 +20,18 @@ from engine.model_store import pull
 from gateway.bench import cli as bench
 from gateway.bench.client import BenchError
 from gateway.bench.overhead import Overhead
-from gateway.commands import backups, checks, money, scopes, serve, tenants
-from gateway.commands.answer import Answer, CommandError
-from gateway.commands.arguments import LIMITS, SETTINGS, UsageError, build_parser, changes
+from gateway.cli import backups, billing, checks, serve, shared_scopes, tenants
+from gateway.cli.arguments import LIMITS, SETTINGS, UsageError, build_parser, changes
+from gateway.cli.result import Answer, CommandError
 from gateway.config import Config, ConfigError, Origin, load_config
 from tenancy.errors import BadName, TenancyError
 
 MORE = {
-    **money.COMMANDS,
+    **billing.COMMANDS,
     **backups.COMMANDS,
     "shared-scope": (
         "Caches that several tenants share: list, make, change or remove them.",
-        scopes.add_arguments,
+        shared_scopes.add_arguments,
     ),
     "bench": ("Measure an endpoint; ours if none is named.", bench.add_bench_arguments),
     "replay": ("Send an endpoint a recorded trace.", bench.add_replay_arguments),
@@ -102,13 +102,13 @@ def _answer(options: argparse.Namespace, config: Config, origin: Origin) -> Answ
         case command if command in backups.COMMANDS:
             with _Bar(not is_terminal()) as bar:
                 return backups.run(options, config, bar.show_part)
-        case command if command in money.COMMANDS:
+        case command if command in billing.COMMANDS:
             with _Bar(not is_terminal()) as bar:
-                return money.run(options, config, sys.stdout.buffer.write, bar.show_part)
+                return billing.run(options, config, sys.stdout.buffer.write, bar.show_part)
         case "usage":
             return tenants.usage(config, options.tenant, options.days)
         case "shared-scope":
-            return scopes.run(options, config)
+            return shared_scopes.run(options, config)
         case "tenant":
             return _tenant(options, config)
         case "key":

@@ -25,48 +25,34 @@ from engine.client.client import Engine
 from engine.client.supervisor import EngineSupervisor
 from engine.model_store import ModelCard
 from engine.signals import heeded
-from gateway.analytics import Analytics
-from gateway.analytics_door import AnalyticsDoor, AnalyticsHere
-from gateway.analytics_frames import Begin
-from gateway.analytics_link import AnalyticsLink
+from gateway.analytics.aggregates import Analytics
+from gateway.analytics.client import AnalyticsLink
+from gateway.analytics.interface import AnalyticsDoor, AnalyticsHere
+from gateway.analytics.protocol import Begin
+from gateway.api import cached_contents, generate, health, models, quote, responses, self_service
+from gateway.api.admin import analytics, billing, dashboard, metrics, shared_scopes, tenants, usage
+from gateway.api.routes import SHAPES
+from gateway.background.config_reload import declare, reload
+from gateway.background.reconciliation import Reckoning
+from gateway.background.storage_metering import StorageWatch
+from gateway.caching import Contracts
 from gateway.config import Config, ConfigError, parse_address
 from gateway.context import Context, Log
-from gateway.endpoints import SHAPES
 from gateway.errors import Refusal
-from gateway.handlers import (
-    admin,
-    admin_money,
-    admin_scopes,
-    admin_tenants,
-    admin_usage,
-    analytics,
-    cache,
-    cached_contents,
-    dashboard,
-    health,
-    inference,
-    models,
-    own,
-    responses,
-)
-from gateway.heap import settle_heap
-from gateway.late_holds import LateHolds
-from gateway.ledger_door import LedgerDoor, LedgerHere
-from gateway.ledger_link import LedgerLink
-from gateway.log_lines import LogLines
-from gateway.metering import note_progress, wall_ms
-from gateway.middleware import install
-from gateway.progress import GATHER_FAR_S, GATHER_S, Journal
+from gateway.gc_tuning import settle_heap
+from gateway.http.middleware import install
+from gateway.http.request_ids import RequestIds
+from gateway.http.server import ListenerRunner
+from gateway.ledger.client import LedgerLink
+from gateway.ledger.deferred_holds import LateHolds
+from gateway.ledger.interface import LedgerDoor, LedgerHere
+from gateway.ledger.metering import note_progress, wall_ms
+from gateway.ledger.progress import GATHER_FAR_S, GATHER_S, Journal
+from gateway.ledger.query_pool import Reports
+from gateway.observability.logging import LogLines
+from gateway.observability.metrics import Telemetry
+from gateway.observability.tracing import Tracer
 from gateway.prompt import Renderer
-from gateway.reckoning import Reckoning
-from gateway.reload import declare, reload
-from gateway.reports import Reports
-from gateway.request_ids import RequestIds
-from gateway.retention import Contracts
-from gateway.server import ListenerRunner
-from gateway.storage_meter import StorageWatch
-from gateway.telemetry import Telemetry
-from gateway.tracing import Tracer
 from tenancy.accounts.authentication import Registry
 from tenancy.accounts.tenants import bootstrap, bootstrap_admin
 from tenancy.ledger.epochs import has_history, ledger_epoch
@@ -174,11 +160,11 @@ class Gateway:
         """What clients reach."""
         app, context = web.Application(), self.context
         routes = (
-            *inference.routes(context),
-            *cache.routes(context),
+            *generate.routes(context),
+            *quote.routes(context),
             *cached_contents.routes(context),
             *models.routes(context),
-            *own.routes(context),
+            *self_service.routes(context),
             *responses.routes(context),
             *health.routes(context),
         )
@@ -189,11 +175,11 @@ class Gateway:
         """What operators reach."""
         app, context = web.Application(), self.context
         routes = (
-            *admin.routes(context),
-            *admin_tenants.routes(context),
-            *admin_scopes.routes(context),
-            *admin_usage.routes(context),
-            *admin_money.routes(context),
+            *metrics.routes(context),
+            *tenants.routes(context),
+            *shared_scopes.routes(context),
+            *usage.routes(context),
+            *billing.routes(context),
             *analytics.routes(context),
             *dashboard.routes(),
             *health.routes(context),
@@ -259,7 +245,7 @@ def open_tracer(config: Config, log: Log) -> Tracer | None:
             "tracing.endpoint is set, but OpenTelemetry is not installed: install trunkline[otel],"
             " or leave the endpoint empty"
         )
-    from gateway.span_export import SpanTracer, WatchedExporter
+    from gateway.observability.otel_exporter import SpanTracer, WatchedExporter
 
     return SpanTracer(
         WatchedExporter(config.tracing.endpoint, log),

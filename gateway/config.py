@@ -20,7 +20,7 @@ from msgspec import Meta, Struct
 
 from engine.config import EngineConfig
 from engine.model_store import DEFAULT_MODEL
-from gateway.cache_terms import CachingConfig
+from gateway.retention_classes import CachingConfig
 from tenancy.accounts.declared_keys import DeclaredKey
 from tenancy.accounts.declared_tenants import DeclaredTenant, check_declared
 from tenancy.accounts.shared_scopes import ScopeTerms, check_scopes

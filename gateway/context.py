@@ -13,17 +13,17 @@ from typing import Any, Protocol, TypeVar
 
 from engine.api import Clock
 from engine.client.client import Engine
-from gateway.analytics_door import AnalyticsDoor
-from gateway.churn import Churn
+from gateway.analytics.block_churn import Churn
+from gateway.analytics.interface import AnalyticsDoor
+from gateway.analytics.tenant_usage import Holders
+from gateway.caching import Contracts
 from gateway.config import Config
-from gateway.holders import Holders
-from gateway.ledger_door import LedgerDoor
-from gateway.progress import Journal
+from gateway.ledger.interface import LedgerDoor
+from gateway.ledger.progress import Journal
+from gateway.ledger.query_pool import Reports
+from gateway.observability.metrics import Telemetry
+from gateway.observability.tracing import Tracer
 from gateway.prompt import Renderer
-from gateway.reports import Reports
-from gateway.retention import Contracts
-from gateway.telemetry import Telemetry
-from gateway.tracing import Tracer
 from tenancy.accounts.tenants import Registered
 from tenancy.limits import Limiter
 from tenancy.storage.interface import Store

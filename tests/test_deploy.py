@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from engine.api import Stats
-from gateway.commands.arguments import build_parser
+from gateway.caching.promises import OUTCOMES
+from gateway.cli.arguments import build_parser
 from gateway.config import load_config
-from gateway.retention.promises import OUTCOMES
-from gateway.telemetry import Durations, Tallies, Tally, Telemetry
+from gateway.observability.metrics import Durations, Tallies, Tally, Telemetry
 
 DEPLOY = Path(__file__).parent.parent / "deploy"
 RULES = DEPLOY / "prometheus" / "rules.yml"

@@ -23,9 +23,9 @@ from msgspec import Struct
 from gateway.bench.client import BenchError, Client, Target
 from gateway.bench.memory import MemoryWatch
 from gateway.bench.overhead import KINDS, Overhead, measure, sync_s
-from gateway.bench.own_server import OwnServer, own_server
 from gateway.bench.prompts import Prompts
 from gateway.bench.report import Row, machine, rows, table
+from gateway.bench.server import OwnServer, own_server
 from gateway.bench.trace import Arrival, TracePrompts, read_trace, replay
 from gateway.bench.workloads import WORKLOADS, Figure, Sizes
 

@@ -19,15 +19,15 @@ from msgspec import Struct
 
 from engine.client.supervisor import EngineSupervisor
 from engine.model_store import load_card
-from gateway.analytics import Analytics, Facts
-from gateway.analytics_door import AnalyticsHere
+from gateway.analytics.aggregates import Analytics, Facts
+from gateway.analytics.interface import AnalyticsHere
 from gateway.app import Gateway, connect, open_analytics
 from gateway.config import Config, LimitsConfig, LogConfig, ServerConfig
 from gateway.context import Context
-from gateway.heap import settle_heap
-from gateway.ledger_link import LedgerLink
-from gateway.log_lines import LogLines
-from gateway.metering import wall_ms
+from gateway.gc_tuning import settle_heap
+from gateway.ledger.client import LedgerLink
+from gateway.ledger.metering import wall_ms
+from gateway.observability.logging import LogLines
 from gateway.prompt import Renderer
 from tenancy.accounts.keys import create_key
 from tenancy.accounts.tenants import create_tenant

@@ -3,7 +3,7 @@
 Bytes that begin a character wait for its end; text that could be the beginning of a stop string
 waits until it cannot. The result is the same however the text is cut into tokens: the stop string
 that is complete first ends it (of two that end together, the longer). It knows no events and no
-choices; `gateway.stream` has one per choice.
+choices; `gateway.generation.output_stream` has one per choice.
 """
 
 from __future__ import annotations

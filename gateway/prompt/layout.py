@@ -13,8 +13,8 @@ from collections.abc import Collection, Iterator, Sequence
 
 from msgspec import Struct
 
-from gateway.prompt.arrangement import Part
-from gateway.prompt.opaque import TRIMMED
+from gateway.prompt.messages import Part
+from gateway.prompt.opaque_text import TRIMMED
 
 MARK_SIGNS = ("\ue0f0", "\ue0f1")
 _MARK = re.compile("\ue0f0(\\d+)\ue0f1")

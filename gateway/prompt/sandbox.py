@@ -21,7 +21,7 @@ from jinja2.exceptions import SecurityError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-from gateway.prompt.opaque import Opaque, joined, trimmed, written
+from gateway.prompt.opaque_text import Opaque, joined, trimmed, written
 
 VALUE_MAX = 20_000_000
 """Characters of one value; a list or a number counts as about what it would be as text."""

@@ -4,7 +4,7 @@ SOCKET is the number of its end of a socket pair that it has inherited. It opens
 it is told first, writes what comes, as much at once as is there, and answers once for each commit.
 When the other end closes, however that came, it finishes what was sent, closes what nobody will
 settle any more, and goes; no signal but SIGKILL ends it before. One thread, which waits for the
-socket or for the disk; it knows no request and no HTTP. `gateway.ledger_link` is the other end.
+socket or for the disk; it knows no request and no HTTP. `gateway.ledger.client` is the other end.
 """
 
 from __future__ import annotations

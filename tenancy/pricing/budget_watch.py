@@ -2,7 +2,7 @@
 
 One number in the database differs after any change of budgets, by whatever process; what it stands
 for is kept here. It decides nothing about money: the ledger's writer does, in its transactions.
-`gateway.late_holds` asks.
+`gateway.ledger.deferred_holds` asks.
 """
 
 from __future__ import annotations

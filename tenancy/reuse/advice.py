@@ -4,7 +4,7 @@ For each class, a million prompt tokens are either read again in time or written
 until then or to the class's end; for each size of cache, they hit or miss. The saving is against no
 caching at all, in pico-dollars, with the standard error that the curve has. Below `PROMPTS_MIN`
 prompts there is no verdict, nor is a class said to lose that has not been watched for as long as it
-keeps. Pure; `gateway.analytics` calls it.
+keeps. Pure; `gateway.analytics.aggregates` calls it.
 """
 
 from __future__ import annotations

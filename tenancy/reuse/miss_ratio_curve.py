@@ -8,7 +8,7 @@ Ahmad, "Efficient MRC Construction with SHARDS", FAST 2015). Only misses are tol
 all uses are counted, and what has not missed has hit, as a few blocks that all prompts begin with
 may have most of the hits and no place in the sample. Deep in a prompt a block speaks for its
 neighbours (`units_of`): what came and hit of it is rounded to an eighth of the depth. It knows no
-engine and no clock; `gateway.analytics` tells it.
+engine and no clock; `gateway.analytics.aggregates` tells it.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ A prompt is a chain of boundaries, and a node is the beginning of some prompts, 
 prompt that leaves the tree where another went on differently is a break there, and what stands
 behind it had to be computed again; one that only goes further than any before is not. Digests and
 counts, no words; bounded: what was used longest ago goes, leaves first, and is counted on where it
-hung. It knows no engine and no clock; `gateway.analytics` tells it.
+hung. It knows no engine and no clock; `gateway.analytics.aggregates` tells it.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
 
-from gateway.analytics import SAMPLE_MAX, TOKENS_MAX
+from gateway.analytics.aggregates import SAMPLE_MAX, TOKENS_MAX
 from gateway.bench.trace import BLOCK_TOKENS, Arrival, read_trace
 from tenancy.reuse.miss_ratio_curve import BLOCK_BYTES, Point, ReuseSampler, units_of
 

@@ -20,9 +20,9 @@ from engine.core.stats import Vitals
 from engine.protocol import Downward, Welcome, downward_decoder, encode
 from engine.scheduler.request_table import Roster
 from engine.scheduler.scheduler import Scheduler
-from gateway.churn import Churn
-from gateway.erasure import owner_of
-from gateway.storage_meter import StorageMeter
+from gateway.analytics.block_churn import Churn
+from gateway.background.erasure import owner_of
+from gateway.background.storage_metering import StorageMeter
 
 T = TypeVar("T")
 SIZE = 16

@@ -23,7 +23,7 @@ from typing import Any
 
 import aiohttp
 
-from gateway.bench.own_server import own_server
+from gateway.bench.server import own_server
 from tests.models import tiny_config, write_folder
 
 CLIENTS = 12

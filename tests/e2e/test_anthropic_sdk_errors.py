@@ -12,7 +12,7 @@ import pytest
 from anthropic import AsyncAnthropic
 
 from engine.model_store import ModelCard
-from gateway.dialects.anthropic import DIALECT
+from gateway.dialects.anthropic.messages import DIALECT
 from gateway.errors import Kind, Refusal
 from tests.e2e.anthropic_asks import MORE, connected, hello, marked
 from tests.gateway.house import House

@@ -13,7 +13,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import WebDriverWait
 
-from gateway.analytics import Facts
+from gateway.analytics.aggregates import Facts
 from gateway.dialects.canonical import Rendered, UsageRecord
 from tests.gateway.admin import Admin
 from tests.gateway.house import House

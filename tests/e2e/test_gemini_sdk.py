@@ -14,7 +14,7 @@ from google import genai
 from google.genai import errors, types
 
 from engine.model_store import ModelCard
-from gateway.dialects.gemini import DIALECT, GeminiDialect
+from gateway.dialects.gemini.generate_content import DIALECT, GeminiDialect
 from gateway.errors import Kind, Refusal
 from tests.gateway.house import House
 

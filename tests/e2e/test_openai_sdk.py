@@ -16,8 +16,8 @@ from openai import AsyncOpenAI
 
 from engine.model_store import ModelCard
 from gateway.dialects import sse
-from gateway.dialects.openai_chat import DIALECT, ChatDialect
-from gateway.dialects.openai_responses import ResponsesDialect
+from gateway.dialects.openai.chat import DIALECT, ChatDialect
+from gateway.dialects.openai.responses import ResponsesDialect
 from gateway.errors import Kind, Refusal
 from tests.gateway.house import House
 

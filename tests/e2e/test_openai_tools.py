@@ -390,7 +390,7 @@ async def test_an_answer_that_breaks_its_format_is_counted(
     house: House, client: AsyncOpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Constrained decoding should leave none: each finished text is looked at once more."""
-    monkeypatch.setattr("gateway.choice_output.satisfies", lambda text, wanted: False)
+    monkeypatch.setattr("gateway.generation.output_parser.satisfies", lambda text, wanted: False)
     house.say('{"x":3}')
     await client.chat.completions.create(
         model=house.model, messages=[HELLO], response_format={"type": "json_object"}

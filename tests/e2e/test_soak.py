@@ -10,11 +10,11 @@ from contextlib import suppress
 from pathlib import Path
 
 from engine.client.client import RequestStream
-from gateway.answer import Answer
-from gateway.metering import Account
-from gateway.named import NamedRequest
-from gateway.retention import Contract
-from gateway.stream import AnswerStream
+from gateway.caching import Contract
+from gateway.generation.generation import Answer
+from gateway.generation.idempotency import NamedRequest
+from gateway.generation.output_stream import AnswerStream
+from gateway.ledger.metering import Account
 from tenancy.accounting.audit import check_books
 from tenancy.accounting.reconcile import reconcile
 from tenancy.limits import Reservation

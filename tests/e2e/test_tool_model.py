@@ -17,8 +17,8 @@ from engine.core.core import Core
 from engine.model_store import ModelCard
 from gateway.dialects.canonical import OutputFormat, Prompt, Segment, Tool, ToolChoice
 from gateway.prompt import Renderer
-from gateway.prompt.call_reader import Called, CallReader, Said
-from gateway.prompt.format_check import satisfies
+from gateway.structured_output.output_check import satisfies
+from gateway.structured_output.tool_call_parser import Called, CallReader, Said
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from gateway.metering import wall_ms
+from gateway.ledger.metering import wall_ms
 from tenancy.accounts.keys import create_admin_key
 from tests.gateway.house import House
 

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from gateway.api.routes import Dialect
 from gateway.dialects.canonical import (
     NOTHING_ELSE,
     Asked,
@@ -30,7 +31,6 @@ from gateway.dialects.canonical import (
     ToolChoice,
     UsageRecord,
 )
-from gateway.endpoints import Dialect
 from gateway.errors import Kind, Refusal
 from tests.gateway.transcripts import outcome
 

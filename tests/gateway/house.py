@@ -33,7 +33,7 @@ from engine.plan import StepPlan
 from engine.server.embedded import LocalEngine
 from gateway.app import Gateway
 from gateway.config import Config, LimitsConfig, ServerConfig
-from gateway.metering import wall_ms
+from gateway.ledger.metering import wall_ms
 from gateway.prompt import Renderer
 from tenancy.accounts.keys import create_key
 from tenancy.accounts.tenants import create_tenant, list_tenants

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from engine.api import Usage
-from gateway.accounting import PLAIN, added
 from gateway.dialects.canonical import UsageRecord
+from gateway.generation.usage import PLAIN, added
 
 
 def test_plain_caching_reads_what_was_found() -> None:

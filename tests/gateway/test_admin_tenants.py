@@ -7,8 +7,8 @@ import json
 
 import pytest
 
-from gateway.erasure import forget_removed
-from gateway.metering import wall_ms
+from gateway.background.erasure import forget_removed
+from gateway.ledger.metering import wall_ms
 from tenancy.accounts.declared_tenants import DeclaredTenant, reconcile
 from tenancy.accounts.deletion import delete_tenant
 from tenancy.accounts.erasure_receipts import list_receipts

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.analytics import (
+from gateway.analytics.aggregates import (
     COUNTED_MAX,
     PROMPTS_BYTES_MAX,
     SAMPLE_MAX,
@@ -20,7 +20,7 @@ from gateway.analytics import (
     Prompts,
 )
 from gateway.dialects.canonical import Boundary, Rendered, UsageRecord
-from gateway.metering import wall_ms
+from gateway.ledger.metering import wall_ms
 from tenancy.accounts.tenants import change_tenant
 from tenancy.pricing.charges import RateCard
 from tenancy.pricing.rate_cards import add_card

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from engine.api import Grammar
-from gateway import analytics_link
-from gateway.analytics import Analytics, Facts
-from gateway.analytics_door import AnalyticsDoor, AnalyticsHere
-from gateway.analytics_frames import Begin
-from gateway.analytics_link import ANSWERS_MAX, TOKENS_MAX, AnalyticsLink
+from gateway.analytics import client
+from gateway.analytics.aggregates import Analytics, Facts
+from gateway.analytics.client import ANSWERS_MAX, TOKENS_MAX, AnalyticsLink
+from gateway.analytics.interface import AnalyticsDoor, AnalyticsHere
+from gateway.analytics.protocol import Begin
 from gateway.dialects.canonical import Boundary, Rendered, UsageRecord
 from gateway.errors import Refusal
 from tenancy.ledger import protocol
@@ -63,7 +63,7 @@ class Opened:
 
 @pytest.fixture
 async def made(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Opened]:
-    monkeypatch.setattr(analytics_link, "PAUSE_S", 0.0)
+    monkeypatch.setattr(client, "PAUSE_S", 0.0)
     made = Opened()
     yield made
     await made.link.close()
@@ -128,7 +128,7 @@ async def test_answers_leave_some_at_a_time(made: Opened, monkeypatch: pytest.Mo
         frames.append(len(message.facts) if hasattr(message, "facts") else "question")
         return packed(message)
 
-    monkeypatch.setattr(analytics_link, "packed", noted)
+    monkeypatch.setattr(client, "packed", noted)
     for _ in range(ANSWERS_MAX + 1):
         link.note(some_facts(1))
     long = Rendered((1,) * TOKENS_MAX)
@@ -174,8 +174,8 @@ async def test_one_that_reads_nothing_costs_so_much_and_no_more(
     made: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What it is behind is let go, and at the end it is killed."""
-    monkeypatch.setattr(analytics_link, "UNSENT_MAX", 2**20)
-    monkeypatch.setattr(analytics_link, "CLOSE_S", 0.1)
+    monkeypatch.setattr(client, "UNSENT_MAX", 2**20)
+    monkeypatch.setattr(client, "CLOSE_S", 0.1)
     link = await made.open(*READS_NOTHING)
     long = Rendered(tuple(range(TOKENS_MAX)))
     one = Facts("ada", UsageRecord(TOKENS_MAX, fresh=TOKENS_MAX), long, None, "", "done")

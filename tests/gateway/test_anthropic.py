@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.api import Sampling
-from gateway.dialects import anthropic_wire as wire
-from gateway.dialects.anthropic import COUNT_DIALECT, DIALECT
+from gateway.dialects.anthropic import wire
+from gateway.dialects.anthropic.messages import COUNT_DIALECT, DIALECT
 from gateway.dialects.canonical import (
     Asked,
     CacheAsk,

@@ -9,8 +9,8 @@ import pytest
 from anthropic.types import Message, RawMessageStreamEvent
 from pydantic import TypeAdapter
 
-from gateway.dialects import anthropic_wire as wire
-from gateway.dialects.anthropic import DIALECT
+from gateway.dialects.anthropic import wire
+from gateway.dialects.anthropic.messages import DIALECT
 from gateway.dialects.canonical import (
     Begin,
     Call,

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from anthropic.types import Message
 
-from gateway.dialects.anthropic import DIALECT
+from gateway.dialects.anthropic.messages import DIALECT
 from tests.gateway.dialect_conformance import Adapter, Answer, BrokenOff, DialectConformance
 
 

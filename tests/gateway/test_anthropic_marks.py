@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.dialects.anthropic_marks import Marks
-from gateway.dialects.anthropic_wire import CacheControl
+from gateway.dialects.anthropic.breakpoints import Marks
+from gateway.dialects.anthropic.wire import CacheControl
 from gateway.errors import Refusal
 
 SHORT, LONG = CacheControl("ephemeral"), CacheControl("ephemeral", "1h")

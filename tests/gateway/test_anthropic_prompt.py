@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.dialects.anthropic import DIALECT
-from gateway.dialects.anthropic_prompt import PREAMBLE, REFUSED_BLOCKS
+from gateway.dialects.anthropic.messages import DIALECT
+from gateway.dialects.anthropic.prompt import PREAMBLE, REFUSED_BLOCKS
 from gateway.dialects.canonical import Asked, Prompt, Segment, Tool, ToolCall, ToolChoice
 from gateway.errors import Kind, Refusal
 from tests.gateway.transcripts import DOCUMENT

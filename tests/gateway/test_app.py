@@ -18,8 +18,8 @@ import apsw
 import pytest
 from aiohttp import ClientSession
 
-from gateway.metering import wall_ms
-from gateway.request_ids import IDS_AT_ONCE, RANDOM_BYTES, RequestIds
+from gateway.http.request_ids import IDS_AT_ONCE, RANDOM_BYTES, RequestIds
+from gateway.ledger.metering import wall_ms
 from tenancy.accounting.audit import check_books
 from tenancy.accounting.reconcile import reconcile
 from tenancy.pricing.charges import RateCard

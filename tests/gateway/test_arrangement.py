@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from gateway.dialects.canonical import Prompt, Segment, Tool, ToolCall
-from gateway.prompt.arrangement import arrange
-from gateway.prompt.json_text import arguments_of
-from gateway.prompt.tools import FALLBACK, HERMES, MISTRAL, ToolStyle
+from gateway.prompt.messages import arrange
+from gateway.structured_output.json_text import arguments_of
+from gateway.structured_output.tool_styles import FALLBACK, HERMES, MISTRAL, ToolStyle
 
 CALL = ToolCall("call_1", "get", '{"z":1}')
 

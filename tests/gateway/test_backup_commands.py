@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gateway.__main__ import main
-from gateway.metering import wall_ms
+from gateway.ledger.metering import wall_ms
 from tenancy.ledger.ledger import EngineTotals, Ledger
 from tenancy.storage.backends import open_store
 from tenancy.types import UsageEntry

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.cache_terms import CacheProfile, CachingConfig, RetentionClass
+from gateway.retention_classes import CacheProfile, CachingConfig, RetentionClass
 from tenancy.errors import BadPrice
 from tenancy.pricing.charges import RateCard
 

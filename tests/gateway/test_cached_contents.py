@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway.cache_terms import CacheProfile
+from gateway.retention_classes import CacheProfile
 from tenancy.accounts.cached_contents import resource_token_seconds
 from tenancy.accounts.tenants import change_tenant
 from tests.gateway.house import PATIENCE_S, GatedRunner, House

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.prompt.call_reader import Called, CallReader, Said
-from gateway.prompt.tools import HERMES, LLAMA3, MISTRAL, ToolStyle
+from gateway.structured_output.tool_call_parser import Called, CallReader, Said
+from gateway.structured_output.tool_styles import HERMES, LLAMA3, MISTRAL, ToolStyle
 
 STYLES = {"hermes": HERMES, "llama3": LLAMA3, "mistral": MISTRAL}
 

@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from gateway.child_wire import ChildWire
+from gateway.child_process import ChildWire
 from tenancy.ledger.protocol import FrameReader, packed
 from tenancy.ledger.transactions import Item
 from tests.tenancy.conftest import used

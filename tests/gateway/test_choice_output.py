@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from engine.model_store import ModelCard
-from gateway.choice_output import ChoiceOutput, call_ids
 from gateway.dialects.canonical import (
     CallText,
     Delta,
@@ -16,6 +15,7 @@ from gateway.dialects.canonical import (
     Tool,
     ToolChoice,
 )
+from gateway.generation.output_parser import ChoiceOutput, call_ids
 from gateway.prompt import Renderer
 
 CALL = '<tool_call>\n{"name": "get", "arguments": {"a": 1}}\n</tool_call>'

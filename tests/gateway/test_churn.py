@@ -6,8 +6,8 @@ from collections import Counter
 
 from engine.api import CacheNews, Gain, Loss
 from engine.client.cache_event_totals import LossTotals, Moves
-from gateway import churn
-from gateway.churn import Churn
+from gateway.analytics import block_churn
+from gateway.analytics.block_churn import Churn
 
 
 def owner_of(namespace: bytes) -> int | None:
@@ -63,9 +63,9 @@ def test_history_is_bounded() -> None:
     seen = Churn()
     for minute in range(200):
         seen.look({b"1/a": Moves(gained=1)}, owner_of, minute)
-    many = {b"%d" % n: Moves(gained=1) for n in range(churn.TENANTS_MAX + 5)}
+    many = {b"%d" % n: Moves(gained=1) for n in range(block_churn.TENANTS_MAX + 5)}
     seen.look(many, lambda namespace: int(namespace), 300)
 
-    assert len(seen.all.shown()["minutes"]) == churn.MINUTES
-    assert len(seen.latest(10**9)) == churn.TENANTS_MAX
+    assert len(seen.all.shown()["minutes"]) == block_churn.MINUTES
+    assert len(seen.latest(10**9)) == block_churn.TENANTS_MAX
     assert seen.all.shown()["inserted_blocks"] == 200 + len(many)

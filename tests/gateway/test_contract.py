@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from engine.api import LeaseGrant, Retention, Usage
-from gateway.cache_terms import CacheProfile, CachingConfig
+from gateway.caching import Contract, Contracts, Scope
 from gateway.dialects.canonical import (
     Boundary,
     CacheAsk,
@@ -25,7 +25,7 @@ from gateway.dialects.canonical import (
     UsageRecord,
 )
 from gateway.errors import Refusal
-from gateway.retention import Contract, Contracts, Scope
+from gateway.retention_classes import CacheProfile, CachingConfig
 from tests.fakes import FakeClock
 
 SCOPE = Scope(b"ns", 1, "1/default")

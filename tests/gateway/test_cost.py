@@ -15,7 +15,8 @@ from types import FrameType
 import pytest
 
 from engine.config import EngineConfig
-from gateway import late_holds, reckoning, storage_meter
+from gateway.background import reconciliation, storage_metering
+from gateway.ledger import deferred_holds
 from tenancy.accounts.tenants import change_tenant
 from tests.gateway.house import PATIENCE_S, House
 
@@ -71,9 +72,9 @@ async def counted(house: House) -> tuple[Counter[str], int, Counter[str]]:
 @pytest.fixture
 async def house(made: House, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[House]:
     """Nothing is done every so often: a busy host would have more of it counted."""
-    for module, name in ((reckoning, "LOOK_EVERY_S"), (storage_meter, "LOOK_EVERY_S")):
+    for module, name in ((reconciliation, "LOOK_EVERY_S"), (storage_metering, "LOOK_EVERY_S")):
         monkeypatch.setattr(module, name, 3_600.0)
-    monkeypatch.setattr(late_holds, "LATE_S", 3_600.0)
+    monkeypatch.setattr(deferred_holds, "LATE_S", 3_600.0)
     made.engine_config = EngineConfig(heartbeat_s=3_600.0)
     await made.open()
     yield made

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from aiohttp.test_utils import make_mocked_request
 
-from gateway.door import WRONG_KEYS_PER_MINUTE_MAX, WrongKeys, bearer_key
 from gateway.errors import Refusal
+from gateway.http.authentication import WRONG_KEYS_PER_MINUTE_MAX, WrongKeys, bearer_key
 from tenancy.errors import KeyRefused
 from tests.fakes import FakeClock
 

@@ -9,7 +9,8 @@ import pytest
 from msgspec.structs import replace
 
 from engine.api import LeaseGrant
-from gateway.cache_terms import CachingConfig
+from gateway.caching import Contract, Contracts, Origin, Scope
+from gateway.caching.elsewhere import Words
 from gateway.dialects.canonical import (
     Boundary,
     CacheAsk,
@@ -20,8 +21,7 @@ from gateway.dialects.canonical import (
     Segment,
     Tool,
 )
-from gateway.retention import Contract, Contracts, Origin, Scope
-from gateway.retention.elsewhere import Words
+from gateway.retention_classes import CachingConfig
 from tests.fakes import FakeClock
 
 HERE = Scope(b"1/a/m/t/", 1, "1/a", origin=Origin(1, "m", "t"))

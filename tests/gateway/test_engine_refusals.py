@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.engine_refusals import refusal_of
 from gateway.errors import Kind
+from gateway.http.engine_refusals import refusal_of
 
 
 @pytest.mark.parametrize(

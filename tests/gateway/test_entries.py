@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.api import Retention
-from gateway.retention.entries import SAYING_MAX, EntryBook, digests
+from gateway.caching.prefix_index import SAYING_MAX, EntryBook, digests
 
 FIVE = Retention("5m", 300, 300, "request_start")
 PINNED = Retention("resource", 60, 60, "absolute", renewed_on_read=False, pinned=True)

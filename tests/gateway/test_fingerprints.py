@@ -6,8 +6,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from gateway.caching.miss_diagnosis import Fingerprint, FingerprintBook, Mark, compare
 from gateway.dialects.canonical import Tier
-from gateway.retention.fingerprints import Fingerprint, FingerprintBook, Mark, compare
 
 TIERS: dict[str, Tier] = {"t": "tools", "s": "system", "m": "messages"}
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gateway.floors import kept_of
+from gateway.caching.floors import kept_of
 from tenancy.accounts.tenants import change_tenant, floors_max, list_registered
 from tests.gateway.admin import Admin
 from tests.gateway.house import BLOCKS, PATIENCE_S, House

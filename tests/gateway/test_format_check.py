@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gateway.dialects.canonical import OutputFormat
-from gateway.prompt.format_check import satisfies
+from gateway.structured_output.output_check import satisfies
 
 PERSON = {
     "type": "object",

@@ -14,7 +14,7 @@ from gateway.dialects.canonical import (
     OutputFormat,
     ToolChoice,
 )
-from gateway.dialects.gemini import DIALECT
+from gateway.dialects.gemini.generate_content import DIALECT
 from gateway.errors import Kind, Refusal
 
 GENERATE = Asked("m", "generateContent")

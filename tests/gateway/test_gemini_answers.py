@@ -25,7 +25,7 @@ from gateway.dialects.canonical import (
     TokenText,
     UsageRecord,
 )
-from gateway.dialects.gemini import ARRAY_DIALECT, DIALECT, GeminiDialect
+from gateway.dialects.gemini.generate_content import ARRAY_DIALECT, DIALECT, GeminiDialect
 from gateway.errors import Kind, Refusal
 from tests.gateway.transcripts import REPLY, SCRIPT, check_golden
 

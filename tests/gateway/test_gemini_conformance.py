@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from google.genai.types import GenerateContentResponse
 
 from gateway.dialects.canonical import Asked
-from gateway.dialects.gemini import ARRAY_DIALECT, DIALECT
+from gateway.dialects.gemini.generate_content import ARRAY_DIALECT, DIALECT
 from tests.gateway.dialect_conformance import Adapter, Answer, BrokenOff, DialectConformance
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gateway.dialects.gemini_schema import DEPTH_MAX, in_small_letters, json_schema
+from gateway.dialects.gemini.schema import DEPTH_MAX, in_small_letters, json_schema
 from gateway.errors import Refusal
 
 

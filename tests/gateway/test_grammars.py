@@ -12,8 +12,8 @@ from engine.grammar.grammar import Rules, Vocabulary, compile_grammar
 from engine.model_store import ModelCard
 from gateway.dialects.canonical import OutputFormat, Prompt, Tool, ToolChoice
 from gateway.errors import Kind, Refusal
-from gateway.prompt.grammars import grammar_of, offered, schema_field
-from gateway.prompt.tools import FALLBACK, HERMES, LLAMA3, MISTRAL, ToolStyle
+from gateway.structured_output.grammars import grammar_of, offered, schema_field
+from gateway.structured_output.tool_styles import FALLBACK, HERMES, LLAMA3, MISTRAL, ToolStyle
 
 SCHEMA = json.dumps(
     {

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.heap import COLLAPSE, THP, collapse, settle_heap
+from gateway.gc_tuning import COLLAPSE, THP, collapse, settle_heap
 
 PAGE = 2**21
 
@@ -94,7 +94,7 @@ def test_a_settled_heap_lies_in_large_pages() -> None:
     """In a process of its own: what it has made stays where it is."""
     program = (
         "from pathlib import Path\n"
-        "from gateway.heap import settle_heap\n"
+        "from gateway.gc_tuning import settle_heap\n"
         "kept = [bytearray(1_000) for _ in range(16_000)]\n"
         "settle_heap()\n"
         "print(Path('/proc/self/smaps_rollup').read_text())\n"

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from engine.api import NamespaceStats
 from engine.client.namespace_stats import NamespaceBook
-from gateway.holders import FIELDS, Holders
+from gateway.analytics.tenant_usage import FIELDS, Holders
 
 facts = st.builds(
     NamespaceStats,

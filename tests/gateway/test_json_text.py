@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.errors import Refusal
-from gateway.prompt.json_text import arguments_of, depth, schema_of, strings
+from gateway.structured_output.json_text import arguments_of, depth, schema_of, strings
 
 
 def test_a_schema_keeps_its_order() -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from gateway.background.key_files import with_digests
 from gateway.config import ConfigError
-from gateway.key_files import with_digests
 from tenancy.accounts.declared_keys import DeclaredKey
 from tenancy.accounts.declared_tenants import DeclaredTenant
 from tenancy.accounts.keys import digest_of

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 from msgspec import structs
 
-from gateway import late_holds, reckoning
-from gateway.late_holds import LATE_S, TOKENS_MAX, LateHolds
-from gateway.ledger_door import LedgerHere
+from gateway.background import reconciliation
+from gateway.ledger import deferred_holds
+from gateway.ledger.deferred_holds import LATE_S, TOKENS_MAX, LateHolds
+from gateway.ledger.interface import LedgerHere
 from tenancy.accounting.audit import check_books
 from tenancy.accounts.keys import create_key
 from tenancy.accounts.tenants import create_tenant
@@ -347,8 +348,8 @@ async def test_a_short_answer_never_has_a_hold(
     made: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One item for the ledger. On a busy host no answer is short: here everything is."""
-    monkeypatch.setattr(late_holds, "LATE_S", 3_600.0)
-    monkeypatch.setattr(reckoning, "LOOK_EVERY_S", 3_600.0)
+    monkeypatch.setattr(deferred_holds, "LATE_S", 3_600.0)
+    monkeypatch.setattr(reconciliation, "LOOK_EVERY_S", 3_600.0)
     await made.open()
     handed = _watched(made)
     await made.ask(body=made.chat("one two"))

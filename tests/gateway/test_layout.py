@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.prompt.arrangement import Part
 from gateway.prompt.layout import Step, common, lay_out, mark, outside_words, steps_of
-from gateway.prompt.opaque import TRIMMED
+from gateway.prompt.messages import Part
+from gateway.prompt.opaque_text import TRIMMED
 
 A, B = mark(0), mark(1)
 

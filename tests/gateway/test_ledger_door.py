@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
-from gateway.ledger_door import LedgerDoor, LedgerHere
-from gateway.ledger_link import LedgerLink
+from gateway.ledger.client import LedgerLink
+from gateway.ledger.interface import LedgerDoor, LedgerHere
 from tenancy.accounts.tenants import create_tenant
 from tenancy.errors import BudgetExceeded, LedgerUnavailable, NameInUse, TenancyError
 from tenancy.ledger.idempotency import Claim, Keeping, KeptAnswer, find

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
-from gateway import ledger_link
-from gateway.ledger_link import FRAME_ITEMS, LedgerLink
+from gateway.ledger import client
+from gateway.ledger.client import FRAME_ITEMS, LedgerLink
 from tenancy.accounts.tenants import create_tenant
 from tenancy.errors import LedgerUnavailable, StoreError
 from tenancy.ledger import protocol
@@ -121,7 +121,7 @@ def _watched(patch: pytest.MonkeyPatch) -> list[int]:
         frames.append(len(message))
         return packed(message)
 
-    patch.setattr(ledger_link, "packed", counted)
+    patch.setattr(client, "packed", counted)
     return frames
 
 
@@ -261,7 +261,7 @@ async def test_one_that_dies_again_and_again_is_given_time(
     one: Link, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Meanwhile nothing new is begun, and what ends waits; it comes back by itself."""
-    monkeypatch.setattr(ledger_link, "PAUSE_FIRST_S", 0.05)
+    monkeypatch.setattr(client, "PAUSE_FIRST_S", 0.05)
     await one.link.write(hold("runs"))
     one.kill()
     await one.until_event("ledger_started")
@@ -280,7 +280,7 @@ async def test_while_it_cannot_be_opened_all_is_refused(
 ) -> None:
     """Its database is away: nobody waits, and it goes on by itself. Whose entry was refused has a
     hold that must not be open for ever: the next process closes it."""
-    monkeypatch.setattr(ledger_link, "PAUSE_FIRST_S", 0.05)
+    monkeypatch.setattr(client, "PAUSE_FIRST_S", 0.05)
     away = tmp_path / "away"
     await made.open(sys.executable, "-c", OPENS_UNLESS.format(away=str(away)))
     await made.link.write(hold("runs"))
@@ -319,7 +319,7 @@ async def test_a_first_start_that_fails_says_why(made: Link, tmp_path: Path) -> 
 
 async def test_closing_while_it_is_away_ends(one: Link, monkeypatch: pytest.MonkeyPatch) -> None:
     """A shutdown never waits for a disk that does not come back."""
-    monkeypatch.setattr(ledger_link, "PAUSE_FIRST_S", 1_000.0)
+    monkeypatch.setattr(client, "PAUSE_FIRST_S", 1_000.0)
     one.kill()
     await one.until_event("ledger_started")
     one.kill()
@@ -335,7 +335,7 @@ async def test_one_that_hangs_is_killed_at_the_end(
     one: Link, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever waits is told that nothing was promised."""
-    monkeypatch.setattr(ledger_link, "CLOSE_S", 0.05)
+    monkeypatch.setattr(client, "CLOSE_S", 0.05)
     pid = one.link.pid
     os.kill(pid, signal.SIGSTOP)
     waiter = one.link.write(hold("a"))

@@ -9,8 +9,8 @@ from datetime import datetime
 import pytest
 
 from engine.api import CacheGrant, Request
-from gateway.limiting import estimate, limit_headers
-from gateway.metering import wall_ms
+from gateway.generation.rate_limits import estimate, limit_headers
+from gateway.ledger.metering import wall_ms
 from tenancy.accounts.keys import change_key, create_key
 from tenancy.accounts.tenants import change_tenant
 from tenancy.limits import Demand, Limiter, LimitState, Meter

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from gateway.log_lines import PIECE_BYTES, WAITING_BYTES_MAX, LogLines
+from gateway.observability.logging import PIECE_BYTES, WAITING_BYTES_MAX, LogLines
 
 
 class Pipe:

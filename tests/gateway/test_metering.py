@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from gateway.dialects.canonical import UsageRecord
-from gateway.ledger_door import LedgerHere
-from gateway.metering import Account
+from gateway.ledger.interface import LedgerHere
+from gateway.ledger.metering import Account
 from tenancy.accounts.authentication import Registry
 from tenancy.accounts.keys import create_key
 from tenancy.accounts.tenants import create_tenant

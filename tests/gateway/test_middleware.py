@@ -8,9 +8,9 @@ import json
 import pytest
 
 from gateway.dialects.canonical import Call
-from gateway.door import WRONG_KEYS_PER_MINUTE_MAX, WrongKeys
 from gateway.errors import Refusal
-from gateway.metering import wall_ms
+from gateway.http.authentication import WRONG_KEYS_PER_MINUTE_MAX, WrongKeys
+from gateway.ledger.metering import wall_ms
 from tenancy.accounts.keys import create_key, list_keys, revoke_key
 from tenancy.accounts.tenants import find_tenant, set_status
 from tests.fakes import FakeClock

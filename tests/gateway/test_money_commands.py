@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from gateway.__main__ import main
-from gateway.commands import database as commands_database
-from gateway.metering import wall_ms
+from gateway.cli import database as commands_database
+from gateway.ledger.metering import wall_ms
 from tenancy.ledger.ledger import EngineTotals, Ledger
 from tenancy.pricing.budget_watch import LOOK_S
 from tenancy.storage.backends import open_store

@@ -13,10 +13,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from gateway.background.erasure import Target, erase
 from gateway.config import IdempotencyConfig
-from gateway.erasure import Target, erase
-from gateway.metering import wall_ms
-from gateway.named import HOUR_MS, NAME_SIGNS_MAX, NamedRequest
+from gateway.generation.idempotency import HOUR_MS, NAME_SIGNS_MAX, NamedRequest
+from gateway.ledger.metering import wall_ms
 from tenancy.accounts.keys import create_key
 from tenancy.accounts.tenants import change_tenant, set_status
 from tenancy.ledger.idempotency import Claim

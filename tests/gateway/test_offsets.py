@@ -9,10 +9,10 @@ from typing import Any
 
 from gateway.dialects.canonical import Prompt, Segment, Tool
 from gateway.errors import Kind, Refusal
-from gateway.prompt.arrangement import Arrangement, arrange
 from gateway.prompt.layout import mark
-from gateway.prompt.offsets import Offsets
-from gateway.prompt.tools import HERMES
+from gateway.prompt.messages import Arrangement, arrange
+from gateway.prompt.tool_offsets import Offsets
+from gateway.structured_output.tool_styles import HERMES
 
 Write = Callable[[list[dict[str, Any]], list[str]], str]
 

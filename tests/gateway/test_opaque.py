@@ -6,7 +6,7 @@ import pytest
 
 from gateway.errors import Refusal
 from gateway.prompt.layout import mark
-from gateway.prompt.opaque import TRIMMED, Glance, Opaque
+from gateway.prompt.opaque_text import TRIMMED, Glance, Opaque
 from gateway.prompt.template import ChatTemplate
 
 WRITES = (

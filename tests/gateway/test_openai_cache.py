@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from gateway.dialects import openai_chat, openai_responses
 from gateway.dialects.canonical import CacheAsk, Call
+from gateway.dialects.openai import chat as openai_chat
+from gateway.dialects.openai import responses as openai_responses
 from gateway.errors import Refusal
 
 NATIVE = {"prompt_cache_breakpoint": {"mode": "explicit"}}

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from engine.api import Sampling
-from gateway.dialects import openai_chat
 from gateway.dialects.canonical import Call, CallText, ChoiceEnd, Delta, End, Segment, Text
+from gateway.dialects.openai import chat as openai_chat
 from gateway.errors import Kind, Refusal
 from tests.gateway.transcripts import DOCUMENT, REPLY, SCRIPT, USAGE, check_golden, events, outcome
 

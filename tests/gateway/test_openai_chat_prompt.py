@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from gateway.dialects import openai_chat
 from gateway.dialects.canonical import (
     OutputFormat,
     Prompt,
@@ -16,6 +15,7 @@ from gateway.dialects.canonical import (
     ToolCall,
     ToolChoice,
 )
+from gateway.dialects.openai import chat as openai_chat
 from gateway.errors import Kind, Refusal
 
 WEATHER = {

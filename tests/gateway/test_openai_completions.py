@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from openai.types import Completion
 
-from gateway.dialects import openai_completions
 from gateway.dialects.canonical import Call, ChoiceEnd, Delta, End, Prompt, Text, TokenText
+from gateway.dialects.openai import completions as openai_completions
 from gateway.errors import Kind, Refusal
 from tests.gateway.transcripts import DOCUMENT, REPLY, SCRIPT, USAGE, check_golden, events, outcome
 

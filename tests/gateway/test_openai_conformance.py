@@ -9,8 +9,10 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response
 
-from gateway.dialects import openai_chat, openai_completions, openai_responses
 from gateway.dialects.canonical import Call
+from gateway.dialects.openai import chat as openai_chat
+from gateway.dialects.openai import completions as openai_completions
+from gateway.dialects.openai import responses as openai_responses
 from tests.gateway.dialect_conformance import Adapter, Answer, BrokenOff, DialectConformance
 from tests.gateway.transcripts import events
 

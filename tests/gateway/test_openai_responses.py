@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.api import Sampling
-from gateway.dialects import openai_responses
 from gateway.dialects.canonical import (
     CacheAsk,
     Call,
@@ -21,6 +20,7 @@ from gateway.dialects.canonical import (
     ToolCall,
     ToolChoice,
 )
+from gateway.dialects.openai import responses as openai_responses
 from gateway.errors import Kind, Refusal
 from tests.gateway.transcripts import DOCUMENT, outcome
 

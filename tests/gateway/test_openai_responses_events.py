@@ -9,7 +9,6 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from gateway.dialects import openai_responses
 from gateway.dialects.canonical import (
     Begin,
     Call,
@@ -23,6 +22,7 @@ from gateway.dialects.canonical import (
     Text,
     UsageRecord,
 )
+from gateway.dialects.openai import responses as openai_responses
 from gateway.errors import Kind, Refusal
 from tests.gateway.test_openai_conformance import named
 from tests.gateway.transcripts import SCRIPT, check_golden

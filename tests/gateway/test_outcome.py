@@ -8,8 +8,8 @@ import re
 
 import pytest
 
-from gateway.dialects.openai_chat import ChatEncoder
-from gateway.tracing import Answered, Tracer
+from gateway.dialects.openai.chat import ChatEncoder
+from gateway.observability.tracing import Answered, Tracer
 from tenancy.errors import LedgerUnavailable
 from tenancy.ledger.transactions import Item
 from tenancy.types import UsageEntry

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gateway.metering import wall_ms
+from gateway.ledger.metering import wall_ms
 from tenancy.accounts.erasure_receipts import list_receipts
 from tenancy.accounts.keys import create_key
 from tenancy.accounts.tenants import change_tenant, find_tenant

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from engine.api import Sampling
 from engine.model_store import ModelCard
 from gateway.dialects.canonical import Call, CallText, Generation, Prompt, Rendered, Text, Tool
+from gateway.generation.output_stream import AnswerStream
 from gateway.prompt import Renderer
-from gateway.stream import AnswerStream
 from tests.gateway.fake_engine import FakeEngine
 
 SILENT, END_OF_TURN = 1, 2

@@ -14,7 +14,7 @@ from engine.api import Grammar
 from engine.errors import RequestRefused
 from engine.grammar.grammar import Rules, Vocabulary, compile_grammar
 from engine.model_store import ModelCard
-from gateway.prompt.patterns import NotHeld, as_held, can_be_held, in_other_words
+from gateway.structured_output.patterns import NotHeld, as_held, can_be_held, in_other_words
 
 HELD = [
     *(r"^a+$", r"[(?=]+", r"\(?=?", r"\\b", r"(?:a|b)", r"(?<name>a)", r"\d{4}-\d\d"),

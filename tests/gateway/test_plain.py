@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from gateway import plain
 from gateway.errors import Kind, Refusal
+from gateway.http import json_api
 
 NOON_MS = 1_767_268_800_000
 """2026-01-01T12:00:00Z."""
@@ -16,14 +16,14 @@ NOON_MS = 1_767_268_800_000
 def refused(given: dict[str, str]) -> str:
     """Which parameter a window is refused for."""
     with pytest.raises(Refusal) as caught:
-        plain.window(given, NOON_MS)
+        json_api.window(given, NOON_MS)
     assert caught.value.kind is Kind.BAD
     return caught.value.param or ""
 
 
 def test_a_window_is_the_last_thirty_days_if_nothing_is_said() -> None:
     """Up to and with this millisecond."""
-    window = plain.window({}, NOON_MS)
+    window = json_api.window({}, NOON_MS)
 
     assert window.shown() == {
         "since": "2025-12-02T12:00:00.001Z",
@@ -38,8 +38,8 @@ def test_a_window_that_ends_where_time_begins_is_empty() -> None:
 
 def test_a_window_is_of_days_or_of_instants() -> None:
     """A day begins at midnight in UTC, an instant where it says."""
-    days = plain.window({"since": "2025-12-01", "until": "2026-01-01"}, NOON_MS)
-    hours = plain.window({"since": "2026-01-01T11:00:00+01:00"}, NOON_MS)
+    days = json_api.window({"since": "2025-12-01", "until": "2026-01-01"}, NOON_MS)
+    hours = json_api.window({"since": "2026-01-01T11:00:00+01:00"}, NOON_MS)
 
     assert days.shown() == {
         "since": "2025-12-01T00:00:00.000Z",
@@ -69,33 +69,33 @@ def test_a_window_that_cannot_be_is_refused(given: dict[str, str], param: str) -
 
 def test_the_widest_window_is_four_hundred_days() -> None:
     """Not a millisecond more."""
-    day_ms = plain.DAY_MS
-    since = plain.instant(NOON_MS + 1 - 400 * day_ms)
+    day_ms = json_api.DAY_MS
+    since = json_api.instant(NOON_MS + 1 - 400 * day_ms)
 
-    assert plain.window({"since": since}, NOON_MS).until_ms == NOON_MS + 1
-    assert refused({"since": plain.instant(NOON_MS - 400 * day_ms)}) == "since"
+    assert json_api.window({"since": since}, NOON_MS).until_ms == NOON_MS + 1
+    assert refused({"since": json_api.instant(NOON_MS - 400 * day_ms)}) == "since"
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "11", "1.5", "x", "", "١", "9" * 19])
 def test_a_number_outside_its_bounds_is_refused(text: str) -> None:
     """With the bounds in the message."""
     with pytest.raises(Refusal, match="from 1 to 10"):
-        plain.whole({"limit": text}, "limit", 5, 10)
+        json_api.whole({"limit": text}, "limit", 5, 10)
 
 
 def test_an_error_has_one_shape() -> None:
     """Code, message and parameter, and nothing else."""
-    status, body = plain.SHAPE.error_body(Refusal(Kind.QUOTA, "a", "b", param="c"), "id")
+    status, body = json_api.SHAPE.error_body(Refusal(Kind.QUOTA, "a", "b", param="c"), "id")
 
     assert status == 429
     assert json.loads(body) == {"error": {"code": "a", "message": "b", "param": "c"}}
-    assert plain.SHAPE.headers("id") == {}
+    assert json_api.SHAPE.headers("id") == {}
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b'{"a": 1} x', b"\xff", b"[" * 100_000])
 def test_what_is_no_json_is_said_to_be_none(body: bytes) -> None:
     """However it is broken."""
     with pytest.raises(Refusal) as caught:
-        plain.decode(body, dict)
+        json_api.decode(body, dict)
 
     assert caught.value.code == "invalid_json"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from engine.api import Retention
+from gateway.caching.breakpoints import positions
 from gateway.dialects.canonical import Boundary, CacheAsk
-from gateway.retention.positions import positions
 
 CLASSES = {"5m": Retention("5m", 300, 300), "30m": Retention("30m", 1800)}
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from gateway import prepare
 from gateway.dialects.canonical import Prompt, Rendered
+from gateway.generation import preparation
 from gateway.prompt import Renderer
 from tests.gateway.house import House
 
-LONG = "word " * (prepare.INLINE_SIGNS_MAX // 4)
-VERY_LONG = "word " * (prepare.KNOWN_SIGNS_MAX // 4)
+LONG = "word " * (preparation.INLINE_SIGNS_MAX // 4)
+VERY_LONG = "word " * (preparation.KNOWN_SIGNS_MAX // 4)
 TOOL = {"name": "f", "input_schema": {"type": "object", "properties": {}}}
 
 
@@ -34,7 +34,7 @@ def watched(made: House) -> House:
     """A gateway with such a renderer, not opened yet."""
     made.renderer = renderer = WatchedRenderer(made.card)
     renderer.loop_thread, renderer.seen = threading.get_ident(), []
-    made.context_tokens = prepare.KNOWN_SIGNS_MAX
+    made.context_tokens = preparation.KNOWN_SIGNS_MAX
     return made
 
 

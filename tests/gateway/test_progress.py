@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.dialects.canonical import UsageRecord
-from gateway.progress import (
+from gateway.ledger.progress import (
     GATHER_FAR_S,
     GATHER_S,
     NOTE_S,

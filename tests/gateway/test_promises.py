@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.api import LeaseGrant, Retention
-from gateway.retention.entries import EntryBook
-from gateway.retention.promises import PromiseTally
+from gateway.caching.prefix_index import EntryBook
+from gateway.caching.promises import PromiseTally
 
 FIVE = Retention("5m", 300, 300, "request_start")
 HOUR = Retention("1h", 3_600, 3_600, "request_start")

@@ -8,9 +8,9 @@ import json
 import pytest
 
 from engine.api import Stats
-from gateway.metering import wall_ms
-from gateway.reckoning import Reckoning
-from gateway.telemetry import EPOCHS_MAX, Telemetry
+from gateway.background.reconciliation import Reckoning
+from gateway.ledger.metering import wall_ms
+from gateway.observability.metrics import EPOCHS_MAX, Telemetry
 from tenancy.accounting.reconcile import Counts, Epoch, reconcile
 from tests.gateway.house import House
 

@@ -14,7 +14,7 @@ from aiohttp import web
 from engine.errors import EngineError, EngineUnavailable, RequestRefused
 from engine.model_store import ModelCard
 from gateway.errors import Kind, Refusal
-from gateway.refusals import refusal_of, where
+from gateway.http.error_mapping import refusal_of, where
 from tenancy.errors import LedgerUnavailable
 from tests.gateway.admin import Admin
 from tests.gateway.house import House

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from gateway.background.config_reload import Reloaded, declare, differences, reload
 from gateway.config import Config, load_config
 from gateway.errors import Refusal
-from gateway.reload import Reloaded, declare, differences, reload
 from tenancy.accounts.declared_keys import KeyChange
 from tenancy.accounts.declared_tenants import Change
 from tenancy.accounts.keys import digest_of

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from gateway.metering import wall_ms
-from gateway.reports import Reports
+from gateway.ledger.metering import wall_ms
+from gateway.ledger.query_pool import Reports
 from tenancy.accounts.tenants import create_tenant, list_tenants
 from tenancy.errors import StoreError
 from tenancy.storage.interface import Store

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gateway.request_state import RequestState, log_facts, span_facts
+from gateway.http.request_context import RequestState, log_facts, span_facts
 
 
 def state(**more: Any) -> RequestState:

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from engine.api import Quota
 from engine.cache import PrefixCache
-from gateway.admission import namespace_of
-from gateway.cache_terms import BEST_EFFORT
-from gateway.erasure import Target, forget_removed, holdings, of_scope, parts_of
-from gateway.metering import wall_ms
-from gateway.storage_meter import held_more
+from gateway.background.erasure import Target, forget_removed, holdings, of_scope, parts_of
+from gateway.background.storage_metering import held_more
+from gateway.generation.admission import namespace_of
+from gateway.ledger.metering import wall_ms
+from gateway.retention_classes import BEST_EFFORT
 from tenancy.accounts.keys import create_key
 from tenancy.accounts.shared_scopes import ScopeTerms, find_scope, remove_scope, set_scope
 from tenancy.accounts.tenants import change_tenant, create_tenant

@@ -7,8 +7,8 @@ from unittest.mock import AsyncMock
 
 import pytest
 
-from gateway.metering import wall_ms
-from gateway.soft_budgets import SoftBudgets
+from gateway.background.budget_alerts import SoftBudgets
+from gateway.ledger.metering import wall_ms
 from tenancy.errors import StoreError
 from tenancy.pricing.budgets import Budget, set_budget
 from tenancy.pricing.charges import RateCard

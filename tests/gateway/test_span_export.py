@@ -22,8 +22,8 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceRequest,
 )
 
-from gateway import span_export
-from gateway.span_export import SpanTracer, traces_url
+from gateway.observability import otel_exporter
+from gateway.observability.otel_exporter import SpanTracer, traces_url
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 SECRET = "a prompt that nobody else may read"
@@ -353,7 +353,7 @@ async def test_a_collector_that_is_not_there_delays_no_end(
     made: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SIGTERM has a deadline, and a trace is worth none of it."""
-    monkeypatch.setattr(span_export, "TIMEOUT_S", 0.05)
+    monkeypatch.setattr(otel_exporter, "TIMEOUT_S", 0.05)
     set_tracing(made, endpoint="http://127.0.0.1:9")
     await made.open()
     status, _, _ = await made.ask(body=made.chat())
@@ -367,9 +367,9 @@ async def test_a_collector_that_never_answers_delays_no_end(
     made: House, collector: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who waited for it would wait for ever."""
-    monkeypatch.setattr(span_export, "TIMEOUT_S", 0.05)
-    monkeypatch.setattr(span_export, "BATCH_SPANS_MAX", 2)
-    monkeypatch.setattr(span_export, "DELAY_MS", 10_000_000)
+    monkeypatch.setattr(otel_exporter, "TIMEOUT_S", 0.05)
+    monkeypatch.setattr(otel_exporter, "BATCH_SPANS_MAX", 2)
+    monkeypatch.setattr(otel_exporter, "DELAY_MS", 10_000_000)
     collector.is_answering.clear()
     set_tracing(made, endpoint=collector.url)
     await made.open()

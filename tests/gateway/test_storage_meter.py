@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from engine.api import NamespaceStats, Quota
 from engine.cache import PrefixCache
 from engine.client.namespace_stats import NamespaceBook
-from gateway.cache_terms import BEST_EFFORT
-from gateway.metering import wall_ms
-from gateway.storage_meter import NANO, StorageMeter, StorageWatch, held_more
+from gateway.background.storage_metering import NANO, StorageMeter, StorageWatch, held_more
+from gateway.ledger.metering import wall_ms
+from gateway.retention_classes import BEST_EFFORT
 from tenancy.accounting.focus_export import cost_rows
 from tenancy.errors import LedgerUnavailable, StoreError
 from tenancy.ledger.transactions import StorageReading

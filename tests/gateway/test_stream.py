@@ -28,8 +28,8 @@ from gateway.dialects.canonical import (
     ToolChoice,
 )
 from gateway.errors import Kind, Refusal
+from gateway.generation.output_stream import AnswerStream
 from gateway.prompt import Renderer
-from gateway.stream import AnswerStream
 from tests.gateway.fake_engine import FakeEngine
 
 END_OF_TURN = 2

@@ -10,7 +10,7 @@ from msgspec import structs
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine.api import Stats
-from gateway.telemetry import OTHERS, Telemetry
+from gateway.observability.metrics import OTHERS, Telemetry
 
 ROUTERS = {
     "vllm:num_requests_running",

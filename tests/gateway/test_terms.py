@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from engine.api import Retention
-from gateway.cache_terms import CacheProfile, CachingConfig
+from gateway.caching.prefix_index import Entry, Lease, Origin
+from gateway.caching.terms import Terms, Write
 from gateway.dialects.canonical import UsageRecord
-from gateway.retention.entries import Entry, Lease, Origin
-from gateway.retention.terms import Terms, Write
+from gateway.retention_classes import CacheProfile, CachingConfig
 
 CLASSES = {name: CachingConfig().retention(name) for name in ("5m", "1h")}
 

@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 
 from gateway.prompt.template import ChatTemplate
-from gateway.prompt.tools import FALLBACK, HERMES, LLAMA3, MISTRAL, ToolStyle, style_of
+from gateway.structured_output.tool_styles import (
+    FALLBACK,
+    HERMES,
+    LLAMA3,
+    MISTRAL,
+    ToolStyle,
+    style_of,
+)
 from tests.gateway import templates
 from tests.models import CHAT_TEMPLATE
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from gateway.tracing import CACHE_WRITE, Answered, operation_of
+from gateway.observability.tracing import CACHE_WRITE, Answered, operation_of
 
 ROOT = Path(__file__).parent.parent.parent
 ASKED = Answered(

@@ -12,7 +12,8 @@ import msgspec
 import pytest
 from msgspec import structs
 
-from gateway.dialects import anthropic, gemini, openai_chat, openai_completions, openai_responses
+from gateway.api.routes import Dialect
+from gateway.dialects.anthropic import messages as anthropic
 from gateway.dialects.canonical import (
     NOTHING_ELSE,
     Asked,
@@ -25,7 +26,10 @@ from gateway.dialects.canonical import (
     Text,
     UsageRecord,
 )
-from gateway.endpoints import Dialect
+from gateway.dialects.gemini import generate_content as gemini
+from gateway.dialects.openai import chat as openai_chat
+from gateway.dialects.openai import completions as openai_completions
+from gateway.dialects.openai import responses as openai_responses
 from gateway.errors import Kind, Refusal
 from tests.gateway.transcripts import check_golden
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from gateway.api.usage_report import HOUR_MS, groups_of, hours, sums
 from gateway.errors import Refusal
-from gateway.plain import Window
-from gateway.usage_report import HOUR_MS, groups_of, hours, sums
+from gateway.http.json_api import Window
 from tenancy.accounting.usage import UsageTotal
 
 

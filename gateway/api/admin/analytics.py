@@ -1,0 +1,206 @@
+"""`/admin/v1/analytics` and `/admin/v1/tree`: what the dashboard shows, as data."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from collections import defaultdict
+from typing import Any
+
+from aiohttp import web
+from msgspec.structs import asdict
+
+from gateway.background.erasure import holdings, namespaces_of, owner_of, parts_of, scope_names
+from gateway.background.storage_metering import look_at_churn
+from gateway.context import Context
+from gateway.errors import Kind, Refusal
+from gateway.http import json_api
+from gateway.http.middleware import Handler, Route
+from tenancy.accounts import tenants
+from tenancy.errors import BadName
+from tenancy.pricing.charges import RateCard
+from tenancy.pricing.rate_cards import CardBook, load_cards
+from tenancy.storage.interface import Store
+from tenancy.types import Tenant
+
+BRANCHES_MAX = 400
+TREES_MAX = 50
+TAKEN_MAX = 50
+ROWS_MAX = 1_000
+"""Of tables with a row for each tenant: the largest, or those that moved last."""
+
+
+def routes(gateway: Context) -> tuple[Route, ...]:
+    """Everything that is only looked at."""
+    desk = _Desk(gateway)
+    return (
+        _route("/admin/v1/analytics", desk.overview),
+        _route("/admin/v1/analytics/{name}", desk.tenant),
+        _route("/admin/v1/tree/{name}", desk.tree),
+    )
+
+
+def _route(path: str, handler: Handler) -> Route:
+    return Route("GET", path, handler, "admin", json_api.SHAPE)
+
+
+class _Desk:
+    def __init__(self, gateway: Context) -> None:
+        self._gateway = gateway
+
+    async def overview(self, request: web.Request) -> web.StreamResponse:
+        """Everything together, the engine beside it."""
+        gateway = self._gateway
+        info, stats = gateway.engine.info, gateway.engine.stats
+        look_at_churn(gateway)
+        gateway.holders.look(gateway.engine.namespaces, owner_of)
+        engine: dict[str, Any] = {
+            name: getattr(stats, name) for name in stats.__struct_fields__ if name != "changed"
+        }
+        if info is not None:
+            engine |= {
+                "model": info.model,
+                "device": info.device,
+                "kv_format": info.kv_format,
+                "block_size": info.block_size,
+                "context_tokens": info.context_tokens,
+                "kv_bytes_per_block": info.kv_bytes_per_block,
+                "floor_blocks_asked": gateway.registry.floor_blocks(),
+                "floor_blocks_max": info.floor_blocks_max,
+            }
+        return json_api.answer(
+            {
+                **await gateway.analytics.overview(),
+                "engine": {**engine, "ready": gateway.is_ready()},
+                "holdings": [
+                    {"tenant": self._name(tenant_id), **held, **self._quota(tenant_id)}
+                    for tenant_id, held in gateway.holders.largest(ROWS_MAX)
+                ],
+                "taken": await self._taken(),
+                "leases": self._leases(),
+                "churn": {
+                    **gateway.churn.all.shown(),
+                    "tenants": [
+                        {"tenant": self._name(tenant_id), **history.sums()}
+                        for tenant_id, history in gateway.churn.latest(ROWS_MAX)
+                    ],
+                },
+                "restarts": gateway.engine_restarts(),
+                "at_ms": gateway.wall(),
+            }
+        )
+
+    async def tenant(self, request: web.Request) -> web.StreamResponse:
+        """One tenant in full."""
+        gateway, name = self._gateway, request.match_info["name"]
+        info = gateway.engine.info
+        tenant, card = await self._priced(name)
+        seen = await gateway.analytics.tenant(
+            name,
+            card,
+            0 if info is None else info.blocks,
+        )
+        if seen is None:
+            message = "Nothing has been seen of this tenant since the start."
+            raise Refusal(Kind.NOT_FOUND, "not_seen", message)
+        tenant_id = 0 if tenant is None else tenant.tenant_id
+        look_at_churn(gateway)
+        leases = self._leases(tenant_id)
+        churn = gateway.churn.tenant(tenant_id).shown()
+        if info is not None:
+            for one in seen["size_advice"]:
+                one["tokens"] = one["blocks"] * info.block_size
+                one["bytes"] = one["blocks"] * info.kv_bytes_per_block
+        return json_api.answer({**seen, "leases": leases, "churn": churn})
+
+    async def tree(self, request: web.Request) -> web.StreamResponse:
+        """The shape of a tenant's trees, a namespace each, largest first; counts, never words."""
+        gateway, name = self._gateway, request.match_info["name"]
+        found, _ = await asyncio.to_thread(tenants.find_tenant, gateway.store, name)
+        scopes = await scope_names(gateway)
+        spaces = namespaces_of(gateway.engine.namespaces, found.tenant_id)
+        most = heapq.nlargest(TREES_MAX + 1, spaces, key=lambda one: one.blocks)
+        shown = []
+        for one in holdings(most[:TREES_MAX]):
+            surveyed = await gateway.engine.survey(one.stats.namespace, BRANCHES_MAX)
+            shown.append(
+                {
+                    **one.shown(scopes),
+                    "partition": bool(parts_of(one.stats.namespace)[4:] not in ((), ("",))),
+                    "blocks": one.stats.blocks,
+                    "branches": [asdict(branch) for branch in surveyed.branches],
+                }
+            )
+        return json_api.answer(
+            {"tenant": name, "namespaces": shown, "has_more": len(most) > TREES_MAX}
+        )
+
+    def _name(self, tenant_id: int | None) -> str:
+        """Or its number, if it is gone."""
+        if tenant_id is None:
+            return "unknown"
+        found = self._gateway.registry.tenant(tenant_id)
+        return str(tenant_id) if found is None else found.tenant.name
+
+    def _quota(self, tenant_id: int) -> dict[str, int | None]:
+        """What bounds what it holds; nothing of one that is gone."""
+        found = self._gateway.registry.tenant(tenant_id)
+        names = ("floor_blocks", "ceiling_blocks", "promised_blocks_max")
+        return {name: None if found is None else getattr(found.policy, name) for name in names}
+
+    async def _priced(self, name: str) -> tuple[Tenant | None, RateCard]:
+        """A tenant, if there is one, and the prices that it pays now."""
+        gateway, now_ms = self._gateway, self._gateway.wall()
+
+        def find(store: Store) -> tuple[Tenant | None, RateCard]:
+            try:
+                tenant, _ = tenants.find_tenant(store, name)
+            except BadName:  # deleted since
+                tenant = None
+            tier = "" if tenant is None else tenant.tier
+            return tenant, CardBook(load_cards(store)).in_force(gateway.model, tier, now_ms)
+
+        return await gateway.reports.ask(find)
+
+    def _leases(self, tenant_id: int | None = None) -> list[dict[str, Any]]:
+        """What became of promises, by tenant and class: of one tenant, or of those that were given
+        most."""
+        contracts = self._gateway.contracts
+        counts = contracts.promises.counts(self._gateway.clock())
+        if tenant_id is not None:
+            counts = {key: row for key, row in counts.items() if key[0] == tenant_id}
+        most = heapq.nlargest(ROWS_MAX, counts.items(), key=lambda one: one[1]["given"])
+        return [
+            {"tenant": self._name(tenant), "class": name, **row}
+            for (tenant, name), row in sorted(most, key=lambda one: one[0])
+        ]
+
+    async def _taken(self) -> list[dict[str, Any]]:
+        """Who took whose blocks, most first, and what computing them again has cost: what the owner
+        had to compute again because of others, by the part of it that each of them took."""
+        gateway = self._gateway
+        sums: dict[tuple[int | None, int | None], int] = defaultdict(int)
+        lost: dict[int | None, int] = defaultdict(int)
+        for (whose, who), blocks in gateway.engine.losses.taken().items():
+            owner = owner_of(whose)
+            sums[owner, owner_of(who)] += blocks
+            lost[owner] += blocks
+        book = CardBook(await gateway.reports.ask(load_cards))
+        rows = []
+        for owner, taker in heapq.nlargest(TAKEN_MAX, sums, key=lambda pair: sums[pair]):
+            blocks, name = sums[owner, taker], self._name(owner)
+            again = await gateway.analytics.missed_tokens(name, "evicted_pressure")
+            tokens = again * blocks // lost[owner]
+            found = None if owner is None else gateway.registry.tenant(owner)
+            tier = "" if found is None else found.tenant.tier
+            card = book.in_force(gateway.model, tier, gateway.wall())
+            rows.append(
+                {
+                    "owner": name,
+                    "taker": self._name(taker),
+                    "blocks": blocks,
+                    "recomputed_tokens": tokens,
+                    "cost_pico": tokens * max(0, card.input - card.cache_read),
+                }
+            )
+        return rows

@@ -1,0 +1,31 @@
+"""The admin listener: metrics for whoever may reach its address."""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from gateway.background.storage_metering import look_at_churn
+from gateway.context import Context
+from gateway.http.middleware import Route
+from gateway.observability import metrics as telemetry
+
+
+def routes(gateway: Context) -> tuple[Route, ...]:
+    """The admin endpoints."""
+
+    async def metrics(request: web.Request) -> web.StreamResponse:
+        gateway.telemetry.show_engine(
+            gateway.engine.stats,
+            is_ready=gateway.is_ready(),
+            restarts=gateway.engine_restarts(),
+        )
+        gateway.telemetry.show_ledger(gateway.ledger.restarts)
+        look_at_churn(gateway)
+        promises = gateway.contracts.promises.by_class(gateway.clock())
+        gateway.telemetry.show_cache(promises, gateway.churn.all.total[0])
+        return web.Response(
+            body=gateway.telemetry.exposition(),
+            headers={"Content-Type": telemetry.CONTENT_TYPE},
+        )
+
+    return (Route("GET", "/metrics", metrics, "open"),)

@@ -1,0 +1,83 @@
+"""`/admin/v1/shared-scopes`: caches that several tenants share, for administrators."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from aiohttp import web
+from msgspec import Struct, structs
+
+from gateway.context import Context
+from gateway.http import json_api
+from gateway.http.middleware import Route
+from gateway.http.request_context import STATE
+from tenancy.accounts.shared_scopes import (
+    Scope,
+    ScopeTerms,
+    find_scope,
+    list_scopes,
+    remove_scope,
+    set_scope,
+)
+
+
+class ScopeBody(Struct, frozen=True, forbid_unknown_fields=True):
+    """Whose a scope shall be and who shares it, all of them."""
+
+    owner: str
+    members: tuple[str, ...] = ()
+
+
+def routes(gateway: Context) -> tuple[Route, ...]:
+    """Shared scopes."""
+
+    def note(request: web.Request, what: str, scope: Scope) -> None:
+        """Said in the log, and true for the next request."""
+        gateway.registry.look_again()
+        by = request[STATE].admin_key_id
+        gateway.log(what, {"by_key_id": by, "shared_scope": scope.name, "scope_id": scope.scope_id})
+
+    async def listed(request: web.Request) -> web.StreamResponse:
+        json_api.query(request)
+        found = await gateway.reports.ask(list_scopes)
+        return json_api.answer({"shared_scopes": [scope_body(scope) for scope in found]})
+
+    async def show(request: web.Request) -> web.StreamResponse:
+        return json_api.answer(scope_body(await find(request)))
+
+    async def put(request: web.Request) -> web.StreamResponse:
+        body = await json_api.read(request, gateway.config.server, ScopeBody)
+        terms = ScopeTerms(name=request.match_info["name"], **structs.asdict(body))
+        scope = await asyncio.to_thread(set_scope, gateway.store, gateway.wall, terms)
+        note(request, "scope_set", scope)
+        return json_api.answer(scope_body(scope))
+
+    async def remove(request: web.Request) -> web.StreamResponse:
+        scope = await find(request)
+        await asyncio.to_thread(remove_scope, gateway.store, scope.name)
+        note(request, "scope_removed", scope)
+        return json_api.answer({"name": scope.name, "removed": True})
+
+    async def find(request: web.Request) -> Scope:
+        return await asyncio.to_thread(find_scope, gateway.store, request.match_info["name"])
+
+    one = "/admin/v1/shared-scopes/{name}"
+    return (
+        Route("GET", "/admin/v1/shared-scopes", listed, "admin", json_api.SHAPE),
+        Route("GET", one, show, "admin", json_api.SHAPE),
+        Route("PUT", one, put, "admin", json_api.SHAPE),
+        Route("DELETE", one, remove, "admin", json_api.SHAPE),
+    )
+
+
+def scope_body(scope: Scope) -> dict[str, Any]:
+    """A shared scope as it is answered."""
+    return {
+        "name": scope.name,
+        "scope_id": scope.scope_id,
+        "owner": scope.owner,
+        "members": scope.members,
+        "declared": scope.is_declared,
+        "created": json_api.instant(scope.created_ms),
+    }

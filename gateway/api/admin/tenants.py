@@ -1,0 +1,326 @@
+"""`/admin/v1/tenants` and `/admin/v1/keys`: who may use this server, for administrators.
+
+What is changed here is what the command line changes, and a running server sees either within a
+second. Keys are shown once, when they are made; afterwards by their beginnings.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import msgspec
+from aiohttp import web
+from msgspec import UNSET, Struct, UnsetType, structs
+
+from engine.errors import EngineError
+from gateway.background.config_reload import reload
+from gateway.background.erasure import forget_removed
+from gateway.caching.floors import check_floor, kept_of
+from gateway.context import Context
+from gateway.dialects.validation import convert
+from gateway.errors import Kind, Refusal
+from gateway.http import json_api
+from gateway.http.middleware import Handler, Role, Route
+from gateway.http.request_context import STATE
+from tenancy.accounts import keys, tenants
+from tenancy.accounts.deletion import delete_tenant
+from tenancy.accounts.keys import Key
+from tenancy.accounts.tenants import Registered, floor_blocks_of
+from tenancy.types import Limits, TenantSettings
+
+PAGE_MAX = 1_000
+DAY_S = 86_400
+
+
+class NewTenant(TenantSettings, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A tenant to be made."""
+
+    name: str
+
+
+class NewKey(Struct, frozen=True, forbid_unknown_fields=True):
+    """A tenant's key to be made."""
+
+    workspace: str = "default"
+    label: str = ""
+    expires_in_s: int | None = None
+    scopes: tuple[str, ...] = keys.SCOPES
+    limits: Limits = Limits()
+
+
+class NewAdminKey(Struct, frozen=True, forbid_unknown_fields=True):
+    """An administrator's key to be made."""
+
+    label: str = ""
+    expires_in_s: int | None = None
+
+
+class KeyChange(Struct, frozen=True, forbid_unknown_fields=True):
+    """What is named changes."""
+
+    label: str | UnsetType = UNSET
+    scopes: tuple[str, ...] | UnsetType = UNSET
+    limits: Limits | UnsetType = UNSET
+
+
+class Rotation(Struct, frozen=True, forbid_unknown_fields=True):
+    """How long the old key works on."""
+
+    grace_s: int = DAY_S
+
+
+def routes(gateway: Context) -> tuple[Route, ...]:
+    """Everything about tenants and their keys."""
+    desk = _Desk(gateway)
+    one, tenants_keys = "/admin/v1/tenants/{name}", "/admin/v1/tenants/{name}/keys"
+    key = "/admin/v1/keys/{key_id}"
+    return (
+        _route("GET", "/admin/v1/tenants", desk.list_tenants),
+        _route("POST", "/admin/v1/tenants", desk.create_tenant),
+        _route("GET", one, desk.show_tenant),
+        _route("PATCH", one, desk.change_tenant),
+        _route("DELETE", one, desk.delete_tenant),
+        _route("GET", tenants_keys, desk.list_tenants_keys),
+        _route("POST", tenants_keys, desk.create_key),
+        _route("GET", "/admin/v1/keys", desk.list_keys),
+        _route("POST", "/admin/v1/keys", desk.create_admin_key),
+        _route("GET", key, desk.show_key),
+        _route("PATCH", key, desk.change_key),
+        _route("POST", f"{key}/rotate", desk.rotate_key),
+        _route("POST", f"{key}/revoke", desk.revoke_key),
+        _route("POST", "/admin/v1/reload", desk.reload),
+    )
+
+
+def _route(method: str, path: str, handler: Handler) -> Route:
+    role: Role = "admin"
+    return Route(method, path, handler, role, json_api.SHAPE)
+
+
+class _Desk:
+    """One handler per route. Whatever touches the database runs in a thread; what reads all of a
+    table does so where nobody's authentication waits for it."""
+
+    def __init__(self, gateway: Context) -> None:
+        self._gateway = gateway
+        self._store = gateway.store
+
+    # -- tenants ------------------------------------------------------------------------------
+
+    async def list_tenants(self, request: web.Request) -> web.StreamResponse:
+        given = json_api.query(request, "after", "limit")
+        limit, after = json_api.whole(given, "limit", 100, PAGE_MAX), given.get("after", "")
+        found = await self._gateway.reports.ask(tenants.list_registered)
+        rest = [one for one in found if one.tenant.name > after]
+        page = [self._body(one) for one in rest[:limit]]
+        return json_api.answer({"tenants": page, "has_more": len(rest) > limit})
+
+    async def create_tenant(self, request: web.Request) -> web.StreamResponse:
+        body = await self._read(request, NewTenant)
+        self._gateway.config.caching.check_classes(body.classes or ())
+        tenants.check_settings(body)
+        await asyncio.to_thread(
+            tenants.create_tenant,
+            self._store,
+            self._gateway.wall,
+            body.name,
+            body.policy,
+            tier=body.tier,
+            limits=body.limits,
+            check=self._floor_check(body.name, body),
+        )
+        made = await self._tenant(body.name)
+        self._note(request, "tenant_created", made.tenant.tenant_id)
+        return json_api.answer(self._body(made), 201)
+
+    async def show_tenant(self, request: web.Request) -> web.StreamResponse:
+        return json_api.answer(self._body(await self._tenant(request.match_info["name"])))
+
+    async def change_tenant(self, request: web.Request) -> web.StreamResponse:
+        name = request.match_info["name"]
+        body = await json_api.read_object(request, self._gateway.config.server)
+        status = body.pop("status", None)
+        if status not in (None, "active", "suspended"):
+            message = "status: 'active' or 'suspended'."
+            raise Refusal(Kind.BAD, "invalid_value", message, param="status")
+        # Each wrong field by its path, before anything changes.
+        settings = convert(body, TenantSettings, "")
+        self._gateway.config.caching.check_classes(settings.classes or ())
+        tenants.check_settings(settings)
+        check = self._floor_check(name, settings)
+        change = partial(tenants.change_tenant, self._store, name, body, status, check=check)
+        found = await asyncio.to_thread(change)
+        self._note(request, "tenant_changed", found.tenant.tenant_id)
+        return json_api.answer(self._body(found))
+
+    async def delete_tenant(self, request: web.Request) -> web.StreamResponse:
+        found = await self._tenant(request.match_info["name"])
+        gateway, name = self._gateway, found.tenant.name
+        pseudonym = await asyncio.to_thread(delete_tenant, self._store, gateway.wall, name)
+        self._note(request, "tenant_deleted", found.tenant.tenant_id)
+        with suppress(EngineError):  # else within a minute
+            await forget_removed(gateway)
+        return json_api.answer({"name": name, "deleted": True, "pseudonym": pseudonym})
+
+    def _floor_check(self, name: str, settings: TenantSettings) -> tenants.Check | None:
+        """In the transaction that sets it: of two at the same moment the second is refused."""
+        floor, info = settings.floor_blocks, self._gateway.engine.info
+        return partial(check_floor, name=name, floor_blocks=floor, info=info) if floor else None
+
+    def _body(self, one: Registered) -> dict[str, Any]:
+        """A tenant as it is answered, with what this engine keeps of its floor."""
+        info, asked = self._gateway.engine.info, self._gateway.registry.floor_blocks()
+        floor = floor_blocks_of(one)
+        kept = None if info is None else kept_of(floor, asked, info.floor_blocks_max)
+        return {**tenant_body(one), "floor_blocks_kept": kept}
+
+    # -- keys ---------------------------------------------------------------------------------
+
+    async def list_tenants_keys(self, request: web.Request) -> web.StreamResponse:
+        found = await self._tenant(request.match_info["name"])
+        question = partial(keys.list_keys, tenant=found.tenant.name)
+        listed = await self._gateway.reports.ask(question)
+        return self._page(request, listed)
+
+    async def create_key(self, request: web.Request) -> web.StreamResponse:
+        found = await self._tenant(request.match_info["name"])
+        body = await self._read(request, NewKey)
+        secret = await asyncio.to_thread(
+            keys.create_key,
+            self._store,
+            self._gateway.wall,
+            found.tenant.tenant_id,
+            workspace=body.workspace,
+            label=body.label,
+            lives_ms=_milliseconds(body.expires_in_s),
+            scopes=body.scopes,
+            limits=body.limits,
+        )
+        return await self._made(request, secret)
+
+    async def list_keys(self, request: web.Request) -> web.StreamResponse:
+        return self._page(request, await self._gateway.reports.ask(keys.list_keys))
+
+    async def create_admin_key(self, request: web.Request) -> web.StreamResponse:
+        body = await self._read(request, NewAdminKey)
+        secret = await asyncio.to_thread(
+            keys.create_admin_key,
+            self._store,
+            self._gateway.wall,
+            label=body.label,
+            lives_ms=_milliseconds(body.expires_in_s),
+        )
+        return await self._made(request, secret)
+
+    async def show_key(self, request: web.Request) -> web.StreamResponse:
+        return json_api.answer(key_body(await self._key(request)))
+
+    async def change_key(self, request: web.Request) -> web.StreamResponse:
+        body = await self._read(request, KeyChange)
+        named = {name: value for name, value in structs.asdict(body).items() if value is not UNSET}
+        which = str((await self._key(request)).key_id)
+        key = await asyncio.to_thread(keys.change_key, self._store, which, **named)
+        self._note(request, "key_changed", None, key.key_id)
+        return json_api.answer(key_body(key))
+
+    async def rotate_key(self, request: web.Request) -> web.StreamResponse:
+        body = await self._read(request, Rotation)
+        which = str((await self._key(request)).key_id)
+        grace_ms = body.grace_s * 1000
+        secret, new, old = await asyncio.to_thread(
+            keys.rotate_key, self._store, self._gateway.wall, which, grace_ms
+        )
+        self._note(request, "key_rotated", None, new.key_id)
+        return json_api.answer({"key": secret, **key_body(new), "replaces": key_body(old)}, 201)
+
+    async def revoke_key(self, request: web.Request) -> web.StreamResponse:
+        which = str((await self._key(request)).key_id)
+        key = await asyncio.to_thread(keys.revoke_key, self._store, self._gateway.wall, which)
+        self._note(request, "key_revoked", None, key.key_id)
+        return json_api.answer(key_body(key))
+
+    # -- the configuration file ---------------------------------------------------------------
+
+    async def reload(self, request: web.Request) -> web.StreamResponse:
+        return json_api.answer(await reload(self._gateway))
+
+    # -- in common ----------------------------------------------------------------------------
+
+    async def _read(self, request: web.Request, kind: type[json_api.T]) -> json_api.T:
+        return await json_api.read(request, self._gateway.config.server, kind)
+
+    async def _tenant(self, name: str) -> Registered:
+        return await asyncio.to_thread(tenants.find_registered, self._store, name)
+
+    async def _key(self, request: web.Request) -> Key:
+        """By its id alone: a beginning is for people."""
+        which = request.match_info["key_id"]
+        if not (which.isascii() and which.isdigit()):
+            raise Refusal(Kind.NOT_FOUND, "key_unknown", "There is no key with that id.")
+        return await asyncio.to_thread(keys.find_key, self._store, which)
+
+    def _page(self, request: web.Request, listed: list[Key]) -> web.StreamResponse:
+        given = json_api.query(request, "after", "limit")
+        limit = json_api.whole(given, "limit", 100, PAGE_MAX)
+        after = json_api.whole(given, "after", 0, 2**53)
+        rest = [key for key in listed if key.key_id > after]
+        page = [key_body(key) for key in rest[:limit]]
+        return json_api.answer({"keys": page, "has_more": len(rest) > limit})
+
+    async def _made(self, request: web.Request, secret: str) -> web.StreamResponse:
+        key = await asyncio.to_thread(keys.find_key, self._store, secret)
+        self._note(request, "key_created", None, key.key_id)
+        return json_api.answer({"key": secret, **key_body(key)}, 201)
+
+    def _note(
+        self, request: web.Request, what: str, tenant_id: int | None, key_id: int | None = None
+    ) -> None:
+        """Said in the log, and true for the next request."""
+        self._gateway.registry.look_again()
+        by = request[STATE].admin_key_id
+        facts: dict[str, object] = {"by_key_id": by, "tenant_id": tenant_id, "key_id": key_id}
+        self._gateway.log(what, {name: id_ for name, id_ in facts.items() if id_ is not None})
+
+
+def tenant_body(one: Registered) -> dict[str, Any]:
+    """A tenant as it is answered."""
+    tenant = one.tenant
+    return {
+        "name": tenant.name,
+        "tenant_id": tenant.tenant_id,
+        "status": tenant.status,
+        "declared": tenant.is_declared,
+        "created": json_api.instant(tenant.created_ms),
+        **structs.asdict(one.settings),
+    }
+
+
+def key_body(key: Key) -> dict[str, Any]:
+    """A key as it is answered: never whole."""
+    instants = {
+        name: None if at_ms is None else json_api.instant(at_ms)
+        for name, at_ms in (
+            ("created", key.created_ms),
+            ("expires", key.expires_ms),
+            ("revoked", key.revoked_ms),
+        )
+    }
+    return {
+        "key_id": key.key_id,
+        "shown": f"{key.shown}…",
+        "tenant": key.tenant,
+        "workspace": key.workspace or None,
+        "label": key.label,
+        "scopes": key.scopes,
+        "limits": msgspec.to_builtins(key.limits),
+        "replaced_by": key.replaced_by,
+        "declared": key.is_declared,
+        **instants,
+    }
+
+
+def _milliseconds(seconds: int | None) -> int | None:
+    return None if seconds is None else seconds * 1000

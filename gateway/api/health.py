@@ -1,0 +1,26 @@
+"""`/healthz`: this process is up. `/readyz`: a request would be taken now. No key needed."""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from gateway.context import Context
+from gateway.http.middleware import Route
+
+
+def routes(gateway: Context) -> tuple[Route, ...]:
+    """The two probes. They say nothing about tenants, models or load."""
+
+    async def health(request: web.Request) -> web.StreamResponse:
+        return web.json_response({"status": "ok"})
+
+    async def ready(request: web.Request) -> web.StreamResponse:
+        if gateway.is_ready():
+            return web.json_response({"status": "ready"})
+        status = "draining" if gateway.is_draining else "starting"
+        return web.json_response({"status": status}, status=503, headers={"Retry-After": "1"})
+
+    return (
+        Route("GET", "/healthz", health, "open"),
+        Route("GET", "/readyz", ready, "open"),
+    )

@@ -1,0 +1,122 @@
+"""Which paths answer prompts, in which dialect; and what a dialect has to be for that.
+
+It knows no engine; `handlers.inference` makes routes of it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from aiohttp import web
+
+from gateway.dialects.anthropic import messages as anthropic
+from gateway.dialects.canonical import NOTHING_ELSE, Asked, Call, Delta, Reply
+from gateway.dialects.gemini import generate_content as gemini
+from gateway.dialects.openai import chat as openai_chat
+from gateway.dialects.openai import completions as openai_completions
+from gateway.dialects.openai import responses as openai_responses
+from gateway.errors import Refusal
+from gateway.http.request_context import ErrorShape
+
+
+class Encoder(Protocol):
+    """One answer's way to bytes."""
+
+    def stream(self, delta: Delta) -> bytes:
+        """Bytes of one delta; may be none."""
+
+    def close(self) -> bytes:
+        """After the last one."""
+
+    def unary(self, deltas: Sequence[Delta]) -> bytes:
+        """The fold of the stream."""
+
+    def error_event(self, refusal: Refusal) -> bytes:
+        """The answer breaks off."""
+
+
+class Dialect(ErrorShape, Protocol):
+    """What inference needs of a dialect."""
+
+    name: str
+    stream_content_type: str
+
+    def parse(self, body: bytes, asked: Asked) -> Call:
+        """Raises Refusal."""
+
+    def encoder(self, call: Call, reply: Reply) -> Encoder:
+        """For one answer."""
+
+    def keep_alive(self) -> bytes:
+        """Bytes that mean nothing."""
+
+    def count_body(self, tokens: int, cached: int) -> bytes:
+        """The answer to a call that only counts: `cached` of the tokens are cached content."""
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """A path that answers prompts. `id_prefix` begins its response ids. `without_sse`: what
+    answers instead where a client did not ask for server-sent events by `alt=sse`."""
+
+    path: str
+    dialect: Dialect
+    id_prefix: str
+    without_sse: Dialect | None = None
+
+
+ENDPOINTS = (
+    Endpoint("/v1/messages", anthropic.DIALECT, anthropic.ID_PREFIX),
+    Endpoint("/v1/messages/count_tokens", anthropic.COUNT_DIALECT, ""),
+    Endpoint("/v1/chat/completions", openai_chat.DIALECT, "chatcmpl-"),
+    Endpoint("/chat/completions", openai_chat.DIALECT, "chatcmpl-"),
+    Endpoint("/v1/completions", openai_completions.DIALECT, "cmpl-"),
+    Endpoint("/completions", openai_completions.DIALECT, "cmpl-"),
+    Endpoint("/v1/responses", openai_responses.DIALECT, openai_responses.ID_PREFIX),
+    Endpoint("/responses", openai_responses.DIALECT, openai_responses.ID_PREFIX),
+    Endpoint("/v1/responses/input_tokens", openai_responses.COUNT_DIALECT, ""),
+    Endpoint("/responses/input_tokens", openai_responses.COUNT_DIALECT, ""),
+    Endpoint("/{version:v1|v1beta}/models/{target:.+}", gemini.DIALECT, "", gemini.ARRAY_DIALECT),
+)
+"""OpenAI's are at the root too: a base URL without /v1 is a common slip."""
+
+SHAPES: tuple[tuple[str, ErrorShape], ...] = (
+    ("x-goog-api-key", gemini.DIALECT),
+    ("x-goog-api-client", gemini.DIALECT),
+    ("anthropic-version", anthropic.DIALECT),
+)
+"""Whose errors a path that is nobody's is answered with: by a header that only they send."""
+
+
+def find(path: str) -> tuple[Endpoint, Asked] | None:
+    """The endpoint of a path as a client would write it."""
+    for endpoint in ENDPOINTS:
+        pattern = "".join(
+            f"(?P<{part[1:-1].partition(':')[0]}>{part[1:-1].partition(':')[2] or '[^/]+'})"
+            if part.startswith("{")
+            else re.escape(part)
+            for part in re.split(r"(\{[^}]*\})", endpoint.path)
+        )
+        match = re.fullmatch(pattern, path)
+        if match is not None:
+            model, _, action = (match.groupdict().get("target") or "").rpartition(":")
+            return endpoint, Asked(model=model, action=action)
+    return None
+
+
+def asked(request: web.Request) -> Asked:
+    """What of a request stands outside its body. `target`: "model:action" in Gemini's paths."""
+    target, headers = request.match_info.get("target"), request.headers
+    if target is None and "anthropic-version" not in headers and "anthropic-beta" not in headers:
+        return NOTHING_ELSE
+    model, _, action = (target or "").rpartition(":")
+    names = [name.strip() for name in headers.get("anthropic-beta", "").split(",")]
+    return Asked(
+        model=model,
+        action=action,
+        version=headers.get("anthropic-version", ""),
+        betas=tuple(filter(None, names)),
+    )

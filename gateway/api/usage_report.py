@@ -1,0 +1,183 @@
+"""Usage as it is answered over HTTP: sums of the ledger by day, hour, model, key or tenant.
+
+Windows are widened to whole hours, which the ledger keeps sums of, so that a question never reads
+entries one by one. It knows no route; administration and self-service call it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, get_args
+
+from msgspec import structs
+
+from gateway.context import Context
+from gateway.errors import Kind, Refusal
+from gateway.http import json_api
+from gateway.http.json_api import Window
+from tenancy.accounting.focus_export import storage
+from tenancy.accounting.usage import By, UsageTotal, usage
+from tenancy.ledger.epochs import ledger_epoch
+from tenancy.pricing.budgets import BudgetState
+from tenancy.pricing.charges import PICO_PER_MICRO, dollars
+from tenancy.storage.interface import Store
+from tenancy.types import Tenant
+
+HOUR_MS = 3_600_000
+ROWS_MAX = 10_000
+PARAMETERS = ("since", "until", "group_by", "key_id", "model")
+"""What a question may say."""
+
+_COUNTS = (
+    "requests",
+    "prompt_tokens",
+    "cache_read_tokens",
+    "cache_write_tokens",
+    "fresh_tokens",
+    "output_tokens",
+    "physical_cached_tokens",
+)
+_SUMMED = tuple(
+    name
+    for name in UsageTotal.__struct_fields__
+    if name not in ("tenant", "key_id", "model", "from_ms")
+)
+_MONEY = ("charge", "saved", "adjusted")
+
+
+async def report(
+    gateway: Context, given: Mapping[str, str], tenant: str | None, *, own_id: int | None = None
+) -> dict[str, Any]:
+    """What was asked for, of one tenant or all. `own_id`: by the tenant itself, which need not be
+    told its name in each row. Raises Refusal."""
+    window = hours(json_api.window(given, gateway.wall()))
+    groups = groups_of(given.get("group_by", ""), own=own_id is not None)
+    key_id = json_api.whole(given, "key_id", 0, 2**53) or None
+    question = _question(window, tenant, groups, key_id, given.get("model"))
+    found = await gateway.reports.ask(question, own_id)
+    if tenant is None and groups and "tenant" not in groups:
+        found = _over_tenants(found)
+    if len(found) > ROWS_MAX:
+        message = f"The answer has {len(found)} rows; at most {ROWS_MAX} are told: ask for less."
+        raise Refusal(Kind.BAD, "too_many_rows", message, param="group_by")
+    epoch = await gateway.reports.ask(ledger_epoch, own_id)
+    return {
+        "ledger_epoch": epoch.number,
+        "window": window.shown(),
+        "group_by": groups,
+        "totals": sums(found),
+        "rows": [_row(one, groups) for one in found] if groups else [],
+        **({} if tenant is None else {"storage": await _storage(gateway, tenant, window, own_id)}),
+    }
+
+
+async def _storage(
+    gateway: Context, tenant: str, window: Window, own_id: int | None
+) -> list[dict[str, Any]]:
+    question = partial(storage, tenant=tenant, since_ms=window.since_ms, until_ms=window.until_ms)
+    return [
+        {
+            "class": one.retention,
+            "token_seconds": one.token_seconds,
+            "charge_usd": dollars(one.pico),
+        }
+        for one in await gateway.reports.ask(question, own_id)
+    ]
+
+
+async def own_sums(gateway: Context, window: Window, own: Tenant) -> dict[str, Any]:
+    """One sum of all that a tenant has used, for itself. Raises StoreError."""
+    return sums(await gateway.reports.ask(_question(window, own.name), own.tenant_id))
+
+
+def _question(
+    window: Window,
+    tenant: str | None,
+    groups: tuple[By, ...] = (),
+    key_id: int | None = None,
+    model: str | None = None,
+) -> Callable[[Store], list[UsageTotal]]:
+    return partial(
+        usage,
+        tenant=tenant,
+        key_id=key_id,
+        model=model,
+        since_ms=window.since_ms,
+        until_ms=window.until_ms,
+        by=groups,
+    )
+
+
+def hours(window: Window) -> Window:
+    """The whole hours that a window touches."""
+    return Window(window.since_ms // HOUR_MS * HOUR_MS, -(-window.until_ms // HOUR_MS) * HOUR_MS)
+
+
+def groups_of(text: str, *, own: bool = False) -> tuple[By, ...]:
+    """`group_by=day,model`: each once. Raises Refusal."""
+    known = tuple(name for name in get_args(By) if not (own and name == "tenant"))
+    names = tuple(filter(None, text.split(",")))
+    wrong = [name for name in names if name not in known]
+    if wrong or len(set(names)) < len(names) or {"hour", "day"} <= set(names):
+        message = f"group_by: some of {', '.join(known)}, each once, and one of hour and day."
+        raise Refusal(Kind.BAD, "invalid_value", message, param="group_by")
+    return tuple(name for name in known if name in names)
+
+
+def sums(found: list[UsageTotal]) -> dict[str, Any]:
+    """One sum of all: counts, the share read from the cache, and money."""
+    totals: dict[str, Any] = {name: sum(getattr(one, name) for one in found) for name in _COUNTS}
+    totals["hit_ratio"] = _ratio(totals["cache_read_tokens"], totals["prompt_tokens"])
+    for name in _MONEY:
+        totals[f"{name}_usd"] = dollars(sum(getattr(one, f"{name}_pico") for one in found))
+    return totals
+
+
+def budget_body(state: BudgetState) -> dict[str, Any]:
+    """A budget and how much of its window is spent and reserved."""
+    budget = state.budget
+    amounts = (("hard", budget.hard_micros), ("soft", budget.soft_micros))
+    return {
+        "key_id": budget.key_id or None,
+        "window": budget.window,
+        **{
+            f"{name}_usd": None if micros is None else dollars(micros * PICO_PER_MICRO)
+            for name, micros in amounts
+        },
+        "spent_usd": dollars(state.spent_pico),
+        "reserved_usd": dollars(state.reserved_pico),
+        "is_over_soft": state.is_over_soft,
+        "starts": json_api.instant(state.starts_ms),
+        "resets": json_api.instant(state.resets_ms),
+    }
+
+
+def _over_tenants(found: list[UsageTotal]) -> list[UsageTotal]:
+    """Sums of all tenants for each key, model and hour or day that was asked for, in that order."""
+    told: dict[tuple[int, str, int], UsageTotal] = {}
+    for one in found:
+        of = (one.key_id or 0, one.model or "", one.from_ms or 0)
+        before = told.get(of, UsageTotal(tenant=""))
+        sums = {name: getattr(before, name) + getattr(one, name) for name in _SUMMED}
+        told[of] = structs.replace(one, tenant="", **sums)
+    return [told[of] for of in sorted(told)]
+
+
+def _row(one: UsageTotal, groups: tuple[By, ...]) -> dict[str, Any]:
+    named: dict[str, Any] = {}
+    for group in groups:
+        match group:
+            case "tenant":
+                named["tenant"] = one.tenant
+            case "key":
+                named["key_id"] = one.key_id
+            case "model":
+                named["model"] = one.model
+            case "hour" | "day":
+                named["from"] = json_api.instant(one.from_ms or 0)
+    return {**named, **sums([one])}
+
+
+def _ratio(part: int, whole: int) -> float | None:
+    return round(part / whole, 6) if whole else None

@@ -1,0 +1,115 @@
+"""What earlier prompts were, as digests, to explain where a later one left them.
+
+A fingerprint holds no words: the digest and the token count of every boundary of a prompt, and of
+the settings that count as part of it. It is remembered for a limited time under its response's id,
+within its tenant and workspace. `contract` calls it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+
+from msgspec import Struct
+
+from gateway.caching.prefix_index import Origin
+from gateway.dialects.canonical import Boundary, Call, Cause, Diagnosis, Tier
+
+
+class Mark(Struct, frozen=True, gc=False):
+    """A boundary of a remembered prompt. `digest` covers all tokens up to it."""
+
+    path: str
+    tier: Tier
+    tokens: int
+    digest: bytes
+
+
+class Fingerprint(Struct, frozen=True):
+    """A prompt, as far as comparing needs it. `scope`: whose it is. `model` and `template`: digests
+    of what made tokens of it; names may change and mean the same."""
+
+    scope: str
+    model: str
+    template: str
+    partition: str
+    total_tokens: int
+    marks: tuple[Mark, ...]
+    settings: tuple[tuple[str, str], ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        call: Call,
+        boundaries: Sequence[Boundary],
+        digests: Mapping[int, bytes],
+        total_tokens: int,
+        scope: str,
+        origin: Origin,
+    ) -> Fingerprint:
+        """A call's prompt of which every boundary has a digest. O(boundaries)."""
+        marks = tuple(Mark(b.path, b.tier, b.tokens, digests[b.tokens]) for b in boundaries)
+        model, template = origin.model, origin.template
+        return cls(scope, model, template, call.partition, total_tokens, marks, call.digests)
+
+
+class FingerprintBook:
+    """The latest fingerprints. Belongs to one thread; about 200 bytes a boundary."""
+
+    def __init__(self, most: int, life_s: float) -> None:
+        self._most = most
+        self._life_s = life_s
+        self._kept: OrderedDict[tuple[str, str], tuple[float, Fingerprint]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def remember(self, response_id: str, fingerprint: Fingerprint, now_s: float) -> None:
+        """Keep it; the oldest goes. O(1)."""
+        self._kept[fingerprint.scope, response_id] = (now_s + self._life_s, fingerprint)
+        while self._kept and (
+            len(self._kept) > self._most or next(iter(self._kept.values()))[0] <= now_s
+        ):
+            self._kept.popitem(last=False)
+
+    def find(self, scope: str, response_id: str, now_s: float) -> Fingerprint | None:
+        """The one of that response, if it is this scope's and not too old."""
+        until_s, found = self._kept.get((scope, response_id), (0.0, None))
+        return found if until_s > now_s else None
+
+
+def compare(now: Fingerprint, then: Fingerprint) -> Diagnosis:
+    """Where `now` left `then`, in the order in which it matters: model, template, partition, then
+    the first difference in the prompt, then settings. A conversation that begins with all of the
+    earlier one, or is a beginning of it, is a hit. O(boundaries)."""
+    if now.model != then.model:
+        return _miss(now, "model", 0)
+    if now.template != then.template:
+        return _miss(now, "template", 0)
+    if now.partition != then.partition:
+        return _miss(now, "partition", 0)
+    same = 0
+    earlier = {mark.digest for mark in then.marks}
+    for mark in now.marks:
+        if mark.digest not in earlier:
+            break
+        same = mark.tokens
+    last = then.marks[-1].tokens if then.marks else 0
+    if same < last and (not now.marks or same < now.marks[-1].tokens):
+        first = next((mark for mark in now.marks if mark.digest not in earlier), None)
+        was = next(mark for mark in then.marks if mark.tokens > same)
+        tier: Cause = min((first or was).tier, was.tier, key=("tools", "system", "messages").index)
+        return _miss(now, tier, same, path=(first or was).path)
+    changed = _changed(dict(now.settings), dict(then.settings))
+    if changed:
+        return Diagnosis("unavailable", "settings", 0, same, setting=changed)
+    return Diagnosis("hit", None, 0, same)
+
+
+def _miss(now: Fingerprint, cause: Cause, same: int, path: str = "") -> Diagnosis:
+    return Diagnosis("miss", cause, now.total_tokens - same, same, path)
+
+
+def _changed(now: dict[str, str], then: dict[str, str]) -> str:
+    names = [name for name in sorted({*now, *then}) if now.get(name) != then.get(name)]
+    return names[0] if names else ""

@@ -1,0 +1,315 @@
+"""Anthropic's Messages on the wire: types of the request, usage, errors.
+
+It knows nothing of prompts and caching rules; `anthropic` and its two neighbours call it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from gateway.dialects import validation
+from gateway.dialects.canonical import Diagnosis, UsageRecord
+from gateway.errors import Kind, Refusal
+
+Text = Annotated[str, Meta(max_length=10_000_000)]
+Short = Annotated[str, Meta(max_length=512)]
+Name = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_-]{1,128}\Z")]
+CallId = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_-]{1,256}\Z")]
+StopText = Annotated[str, Meta(min_length=1, max_length=1_000)]
+Fraction = Annotated[float, Meta(ge=0, le=1)]
+MESSAGES_MAX = 10_000
+
+NOT_SAMPLED = "2026-10-21"
+VERSIONS = (NOT_SAMPLED, "2023-06-01")
+"""The newer of the two has no sampling settings."""
+
+SERVER_SIDE = "This server keeps nothing between requests and runs no tools of its own."
+REFUSED: Mapping[str, str] = {
+    "container": SERVER_SIDE,
+    "mcp_servers": SERVER_SIDE,
+    "compaction": SERVER_SIDE,
+    "fallbacks": "There is no other model to fall back to.",
+    "fallback_credit_token": "There is no other model to fall back to.",
+    "billing_policy": "Prices are the operator's.",
+    "inference_geo": "It is answered where this server stands.",
+}
+"""Fields that cannot be honoured, and why."""
+
+THREAD = "thread_unsupported_request"
+"""What its SDK's tool runner, which asks for a thread first, takes for going on without one."""
+
+NEUTRAL: Mapping[str, object] = {"mcp_servers": [], "fallbacks": []}
+"""Refused fields at a value that asks for nothing."""
+
+
+class CacheControl(Struct, frozen=True, forbid_unknown_fields=True, gc=False):
+    """A breakpoint. `scope` is taken from clients that send it: the tenant is the widest there is,
+    so it changes nothing."""
+
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] | None = None
+    scope: Short | None = None
+
+    @property
+    def retention(self) -> str:
+        """The class it asks for."""
+        return self.ttl or "5m"
+
+
+class TextBlock(Struct, frozen=True, forbid_unknown_fields=True, gc=False):
+    text: Text
+    type: str = "text"
+    cache_control: CacheControl | None = None
+    citations: list[Any] | None = None
+
+
+class ToolUseBlock(Struct, frozen=True, forbid_unknown_fields=True, gc=False):
+    """`caller` and `toolset_name`: so that answers can be sent back as they came."""
+
+    id: CallId
+    name: Name
+    input: dict[str, Any]
+    type: str = "tool_use"
+    cache_control: CacheControl | None = None
+    caller: dict[str, Any] | None = None
+    toolset_name: None = None
+
+
+class ToolResultBlock(Struct, frozen=True, forbid_unknown_fields=True, gc=False):
+    tool_use_id: CallId
+    type: str = "tool_result"
+    content: Text | list[dict[str, Any]] | None = None
+    is_error: bool | None = None
+    cache_control: CacheControl | None = None
+    toolset_name: None = None
+
+
+class ThinkingBlock(Struct, frozen=True, forbid_unknown_fields=True, gc=False):
+    thinking: Text
+    signature: Text = ""
+    type: str = "thinking"
+
+
+class RedactedThinkingBlock(Struct, frozen=True, forbid_unknown_fields=True, gc=False):
+    data: Text
+    type: str = "redacted_thinking"
+
+
+Block = TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock | RedactedThinkingBlock
+
+
+class Message(Struct, frozen=True, forbid_unknown_fields=True, gc=False):
+    role: Literal["user", "assistant", "system"]
+    content: Text | list[dict[str, Any]]
+
+
+class ToolField(Struct, frozen=True, forbid_unknown_fields=True):
+    name: Name
+    input_schema: dict[str, Any]
+    description: Text | None = None
+    type: Literal["custom"] | None = None
+    cache_control: CacheControl | None = None
+    strict: bool | None = None
+    defer_loading: Literal[False] | None = None
+    eager_input_streaming: bool | None = None
+    input_examples: Annotated[list[Any], Meta(max_length=0)] | None = None
+    allowed_callers: list[Literal["direct"]] | None = None
+
+
+class ToolChoiceField(Struct, frozen=True, forbid_unknown_fields=True):
+    type: Literal["auto", "any", "tool", "none"]
+    name: Name | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(Struct, frozen=True, forbid_unknown_fields=True):
+    type: Literal["enabled", "adaptive", "disabled", "between_tools"]
+    budget_tokens: Annotated[int, Meta(ge=1024, le=2**31)] | None = None
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class Format(Struct, frozen=True, forbid_unknown_fields=True):
+    type: Literal["json_schema"]
+    schema: dict[str, Any]
+
+
+class OutputConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: Format | None = None
+
+
+class Metadata(Struct, frozen=True, forbid_unknown_fields=True):
+    user_id: Short | None = None
+
+
+class Diagnostics(Struct, frozen=True, forbid_unknown_fields=True):
+    previous_message_id: Annotated[str, Meta(min_length=1, max_length=512)] | None = None
+
+
+class Edit(Struct, frozen=True):
+    """Thinking is never part of the prompt, so clearing some of it is done before it is asked."""
+
+    type: Literal["clear_thinking_20251015"]
+
+
+class ContextManagement(Struct, frozen=True, forbid_unknown_fields=True):
+    edits: list[Edit] = []
+
+
+class Body(Struct, frozen=True, kw_only=True):
+    """A request. `output_format` is an earlier name of `output_config.format`. The last five are no
+    fields of Anthropic's; self-hosted engines have them."""
+
+    model: Annotated[str, Meta(min_length=1, max_length=512)]
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=MESSAGES_MAX)]
+    max_tokens: Annotated[int, Meta(ge=0, le=2**31)] | None = None
+    system: Text | list[dict[str, Any]] | None = None
+    tools: Annotated[list[dict[str, Any]], Meta(max_length=10_000)] | None = None
+    tool_choice: ToolChoiceField | None = None
+    stop_sequences: Annotated[list[StopText], Meta(max_length=64)] | None = None
+    stream: bool | None = None
+    cache_control: CacheControl | None = None
+    diagnostics: Diagnostics | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    output_format: Format | None = None
+    metadata: Metadata | None = None
+    context_management: ContextManagement | None = None
+    service_tier: Literal["auto", "standard_only"] | None = None
+    speed: Literal["standard"] | None = None
+    temperature: Fraction | None = None
+    top_p: Fraction | None = None
+    top_k: Annotated[int, Meta(ge=0, lt=2**31)] | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    min_tokens: Annotated[int, Meta(ge=0, le=2**31)] | None = None
+    ignore_eos: bool | None = None
+    cache_salt: Short | None = None
+    priority: Annotated[int, Meta(ge=-100, le=0)] | None = None
+
+
+_KNOWN = set(Body.__struct_fields__)
+
+
+def decode(body: bytes) -> Body:
+    """A request. O(bytes). Raises Refusal that names the field."""
+    try:
+        tree = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        message = f"The body is not valid JSON: {error}."
+        raise Refusal(Kind.BAD, "invalid_json", message) from None
+    except RecursionError:
+        raise Refusal(Kind.BAD, "invalid_json", "The body is nested too deeply.") from None
+    if not isinstance(tree, dict):
+        raise Refusal(Kind.BAD, "invalid_json", "The body has to be a JSON object.")
+    fields = {}
+    for name, value in tree.items():
+        if name in _KNOWN:
+            fields[name] = value
+        elif name == "thread":
+            if value is not None:
+                message = f"thread: {SERVER_SIDE}"
+                raise Refusal(Kind.BAD, THREAD, message, param=name)
+        elif name in REFUSED:
+            if value is not None and value != NEUTRAL.get(name, ...):
+                message = f"{name}: {REFUSED[name]}"
+                raise Refusal(Kind.BAD, "unsupported_parameter", message, param=name)
+        else:
+            raise validation.unknown_field(name, _KNOWN)
+    return validation.convert(fields, Body, "")
+
+
+def json_text(value: object) -> str:
+    """The same JSON without spaces, in the order it came."""
+    return msgspec.json.encode(value).decode()
+
+
+# --- answers -----------------------------------------------------------------------------------
+
+
+def usage(record: UsageRecord) -> dict[str, Any]:
+    """The usage object: input_tokens is what was neither read nor written."""
+    hour = record.write.get("1h", 0)
+    return {
+        "input_tokens": record.fresh,
+        "cache_creation_input_tokens": record.write_tokens(),
+        "cache_read_input_tokens": record.read_tokens(),
+        "cache_creation": {
+            "ephemeral_5m_input_tokens": record.write_tokens() - hour,
+            "ephemeral_1h_input_tokens": hour,
+        },
+        "output_tokens": record.out,
+        "service_tier": "standard",
+    }
+
+
+def delta_usage(record: UsageRecord) -> dict[str, Any]:
+    """The same, cumulative, as the end of a stream has it: without the split and the tier."""
+    whole = usage(record)
+    del whole["cache_creation"], whole["service_tier"]
+    return whole
+
+
+_CHANGED = {"model", "tools", "system", "messages"}
+
+
+def diagnostics(found: Diagnosis | None) -> dict[str, Any] | None:
+    """Anthropic's terms; nothing where the prompt has not left the earlier one. It compares
+    requests: what an engine lost is no difference between them."""
+    if found is None or found.outcome == "hit":
+        return None
+    if found.outcome == "unknown":
+        return {"cache_miss_reason": {"type": "previous_message_not_found"}}
+    cause = found.cause
+    if cause == "system" and found.path.startswith("messages") and not _is_first(found.path):
+        cause = "messages"  # an instruction in the middle of the conversation
+    if found.outcome == "miss" and cause in _CHANGED:
+        reason = {
+            "type": f"{cause}_changed",
+            "cache_missed_input_tokens": found.missed_tokens,
+        }
+        return {"cache_miss_reason": reason}
+    return {"cache_miss_reason": {"type": "unavailable"}}
+
+
+def _is_first(path: str) -> bool:
+    """Does it stand where a conversation begins? There, a system prompt has gone."""
+    return path.startswith("messages[0]")
+
+
+_ERRORS: dict[Kind, tuple[int, str]] = {
+    Kind.AUTH: (401, "authentication_error"),
+    Kind.PERMISSION: (403, "permission_error"),
+    Kind.NOT_FOUND: (404, "not_found_error"),
+    Kind.TIMEOUT: (408, "timeout_error"),
+    Kind.CONFLICT: (409, "conflict_error"),
+    Kind.TOO_BIG: (413, "request_too_large"),
+    Kind.RATE: (429, "rate_limit_error"),
+    Kind.QUOTA: (402, "billing_error"),
+    Kind.INTERNAL: (500, "api_error"),
+    Kind.BUSY: (529, "overloaded_error"),
+    Kind.DEADLINE: (504, "timeout_error"),
+}
+"""Everything else keeps its own status and is the client's mistake."""
+
+
+def error_object(refusal: Refusal, request_id: str) -> dict[str, Any]:
+    """What SDKs raise. `error_code` is ours, and stable."""
+    _, kind = _ERRORS.get(refusal.kind, (0, "invalid_request_error"))
+    details = {"error_code": refusal.code}
+    if refusal.param is not None:
+        details["param"] = refusal.param
+    return {
+        "type": "error",
+        "error": {"type": kind, "message": refusal.message, "details": details},
+        "request_id": f"req_{request_id}",
+    }
+
+
+def error_body(refusal: Refusal, request_id: str) -> tuple[int, bytes]:
+    """(HTTP status, JSON)."""
+    status, _ = _ERRORS.get(refusal.kind, (refusal.kind.value, ""))
+    return status, msgspec.json.encode(error_object(refusal, request_id))

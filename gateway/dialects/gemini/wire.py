@@ -1,0 +1,366 @@
+"""Gemini's wire types: strict structs, both spellings of every field, errors.
+
+Clients mix camelCase and snake_case in one body; what is a message's own field is taken in either,
+what is a caller's data (arguments, responses, schemas) is left as it came. `gemini` translates,
+`gemini_schema` the schemas.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from gateway.dialects.validation import convert, unknown_field
+from gateway.errors import Kind, Refusal
+
+Text = Annotated[str, Meta(max_length=10_000_000)]
+Name = Annotated[str, Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_.:-]{0,127}\Z")]
+ITEMS_MAX = 10_000
+CONTENTS_MAX = 25_000
+"""More than of the rest: of a stream the SDK's chats send a content for each chunk."""
+Fraction = Annotated[float, Meta(ge=0, le=1)]
+
+# --- one spelling ---------------------------------------------------------------------------------
+
+_PART: dict[str, Any] = {
+    "text": 0,
+    "thought": 0,
+    "thought_signature": 0,
+    "inline_data": 0,
+    "file_data": 0,
+    "executable_code": 0,
+    "code_execution_result": 0,
+    "video_metadata": 0,
+    "function_call": {"id": 0, "name": 0, "args": 0},
+    "function_response": {"id": 0, "name": 0, "response": 0},
+}
+_CONTENT: dict[str, Any] = {"role": 0, "parts": [_PART]}
+_FUNCTION: dict[str, Any] = {
+    "name": 0,
+    "description": 0,
+    "parameters": 0,
+    "parameters_json_schema": 0,
+    "response": 0,
+    "response_json_schema": 0,
+    "behavior": 0,
+}
+_TOOL: dict[str, Any] = {
+    "function_declarations": [_FUNCTION],
+    "google_search": 0,
+    "google_search_retrieval": 0,
+    "code_execution": 0,
+    "url_context": 0,
+    "computer_use": 0,
+    "google_maps": 0,
+    "file_search": 0,
+}
+_TOOL_CONFIG: dict[str, Any] = {
+    "function_calling_config": {"mode": 0, "allowed_function_names": 0},
+    "retrieval_config": 0,
+}
+_GENERATION: dict[str, Any] = {
+    "temperature": 0,
+    "top_p": 0,
+    "top_k": 0,
+    "candidate_count": 0,
+    "max_output_tokens": 0,
+    "stop_sequences": 0,
+    "seed": 0,
+    "response_logprobs": 0,
+    "logprobs": 0,
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+    "response_mime_type": 0,
+    "response_schema": 0,
+    "response_json_schema": 0,
+    "response_modalities": 0,
+    "thinking_config": {"thinking_budget": 0, "include_thoughts": 0, "thinking_level": 0},
+    "media_resolution": 0,
+    "speech_config": 0,
+    "enable_enhanced_civic_answers": 0,
+    "image_config": 0,
+    "audio_timestamp": 0,
+}
+_PROMPT: dict[str, Any] = {
+    "contents": [_CONTENT],
+    "system_instruction": _CONTENT,
+    "tools": [_TOOL],
+    "tool_config": _TOOL_CONFIG,
+}
+GENERATE: dict[str, Any] = {
+    **_PROMPT,
+    "model": 0,
+    "generation_config": _GENERATION,
+    "safety_settings": 0,
+    "cached_content": 0,
+    "labels": 0,
+    "service_tier": 0,
+    "store": 0,
+}
+COUNT: dict[str, Any] = {**_PROMPT, "generate_content_request": GENERATE}
+CACHED: dict[str, Any] = {
+    **_PROMPT,
+    "name": 0,
+    "model": 0,
+    "display_name": 0,
+    "ttl": 0,
+    "expire_time": 0,
+    "create_time": 0,
+    "update_time": 0,
+    "usage_metadata": 0,
+}
+"""Fields of each message; 0: its value is the caller's own and stays as it is."""
+
+_UPPER = re.compile(r"(?<=[a-z0-9])[A-Z]")
+
+
+def one_spelling(tree: Any, shape: Any, path: str = "") -> Any:
+    """The same tree in snake_case. O(nodes). Raises Refusal for what is there twice or not ours."""
+    if isinstance(shape, list) and isinstance(tree, list):
+        below = shape[0]
+        most = CONTENTS_MAX if below is _CONTENT else ITEMS_MAX
+        if len(tree) > most:
+            message = f"{path}: at most {most} (there are {len(tree)})."
+            raise Refusal(Kind.BAD, "invalid_value", message, param=path[:300])
+        return [
+            item
+            if below is _CONTENT and _is_plain(item)
+            else one_spelling(item, below, f"{path}[{n}]")
+            for n, item in enumerate(tree)
+        ]
+    if not isinstance(shape, dict) or not isinstance(tree, dict):
+        return tree
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        name = _UPPER.sub(lambda sign: "_" + sign[0].lower(), key)
+        where = f"{path}.{key}" if path else key
+        if name not in shape:
+            raise _named(unknown_field(key, set(map(camel, shape))), where)
+        if value is None:
+            continue
+        if name in found:
+            message = f"{where}: it is there in both spellings; send one."
+            raise Refusal(Kind.BAD, "invalid_value", message, param=where[:300])
+        found[name] = one_spelling(value, shape[name], where)
+    return found
+
+
+def _is_plain(content: Any) -> bool:
+    """One text of somebody's: most contents are, and have one spelling."""
+    if type(content) is not dict or len(content) != 2 or type(content.get("role")) is not str:
+        return False
+    parts = content.get("parts")
+    if type(parts) is not list or len(parts) != 1:
+        return False
+    (part,) = parts
+    return type(part) is dict and len(part) == 1 and type(part.get("text")) is str
+
+
+def _named(refusal: Refusal, where: str) -> Refusal:
+    return Refusal(refusal.kind, refusal.code, refusal.message, param=where[:300])
+
+
+def camel(name: str) -> str:
+    """As the documentation spells a field."""
+    head, *rest = name.split("_")
+    return head + "".join(word.capitalize() for word in rest)
+
+
+# --- types ----------------------------------------------------------------------------------------
+
+
+class FunctionCall(Struct, frozen=True):
+    name: Name
+    args: dict[str, Any] = {}
+    id: str = ""
+
+
+class FunctionResponse(Struct, frozen=True):
+    name: Name
+    response: dict[str, Any] = {}
+    id: str = ""
+
+
+class Part(Struct, frozen=True):
+    """One of these."""
+
+    text: Text | None = None
+    thought: bool = False
+    thought_signature: str | None = None
+    function_call: FunctionCall | None = None
+    function_response: FunctionResponse | None = None
+    inline_data: Any = None
+    file_data: Any = None
+    executable_code: Any = None
+    code_execution_result: Any = None
+    video_metadata: Any = None
+
+
+class Content(Struct, frozen=True):
+    parts: Annotated[list[Part], Meta(max_length=ITEMS_MAX)] = []
+    role: Literal["user", "model", "function", "tool", "system", ""] = "user"
+
+
+class FunctionDeclaration(Struct, frozen=True):
+    name: Name
+    description: Text = ""
+    parameters: dict[str, Any] | None = None
+    parameters_json_schema: dict[str, Any] | None = None
+    response: Any = None
+    response_json_schema: Any = None
+    behavior: Any = None
+
+
+class ToolField(Struct, frozen=True):
+    function_declarations: Annotated[list[FunctionDeclaration], Meta(max_length=512)] = []
+    google_search: Any = None
+    google_search_retrieval: Any = None
+    code_execution: Any = None
+    url_context: Any = None
+    computer_use: Any = None
+    google_maps: Any = None
+    file_search: Any = None
+
+
+class FunctionCalling(Struct, frozen=True):
+    mode: Literal["MODE_UNSPECIFIED", "AUTO", "ANY", "NONE", "VALIDATED"] = "AUTO"
+    allowed_function_names: list[Name] = []
+
+
+class ToolConfig(Struct, frozen=True):
+    function_calling_config: FunctionCalling = FunctionCalling()
+    retrieval_config: Any = None
+
+
+class Thinking(Struct, frozen=True):
+    thinking_budget: int | None = None
+    include_thoughts: bool = False
+    thinking_level: str | None = None
+
+
+class GenerationConfig(Struct, frozen=True):
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Fraction | None = None
+    top_k: Annotated[float, Meta(ge=0, lt=2**31)] | None = None
+    candidate_count: Annotated[int, Meta(ge=1, le=128)] | None = None
+    max_output_tokens: Annotated[int, Meta(ge=1, le=2**31)] | None = None
+    stop_sequences: (
+        Annotated[list[Annotated[str, Meta(min_length=1, max_length=1_000)]], Meta(max_length=5)]
+        | None
+    ) = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    response_logprobs: bool = False
+    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+    response_mime_type: Literal["", "text/plain", "application/json"] = ""
+    response_schema: dict[str, Any] | None = None
+    response_json_schema: Any = None
+    response_modalities: list[Literal["TEXT"]] | None = None
+    thinking_config: Thinking = Thinking()
+    media_resolution: None = None
+    speech_config: None = None
+    enable_enhanced_civic_answers: Literal[False] | None = None
+    image_config: None = None
+    audio_timestamp: Literal[False] | None = None
+
+
+class PromptFields(Struct, frozen=True, kw_only=True):
+    """What makes a prompt, in a request and in cached content."""
+
+    contents: Annotated[list[Content], Meta(max_length=CONTENTS_MAX)] = []
+    system_instruction: Content | str | None = None
+    tools: Annotated[list[ToolField], Meta(max_length=128)] = []
+    tool_config: ToolConfig | None = None
+
+
+class GenerateBody(PromptFields, frozen=True, kw_only=True):
+    model: str = ""
+    generation_config: GenerationConfig = GenerationConfig()
+    safety_settings: list[Any] = []
+    cached_content: Annotated[str, Meta(max_length=200)] = ""
+    labels: dict[str, Any] = {}
+    service_tier: Literal["", "standard", "SERVICE_TIER_UNSPECIFIED"] = ""
+    store: Literal[False] | None = None
+
+
+class CountBody(PromptFields, frozen=True, kw_only=True):
+    generate_content_request: GenerateBody | None = None
+
+
+class CachedBody(PromptFields, frozen=True, kw_only=True):
+    """Cached content to create, or with times alone to change. What is output-only is ignored."""
+
+    name: str = ""
+    model: str = ""
+    display_name: Annotated[str, Meta(max_length=128)] = ""
+    ttl: str | None = None
+    expire_time: str | None = None
+    create_time: Any = None
+    update_time: Any = None
+    usage_metadata: Any = None
+
+
+def decode(body: bytes, shape: dict[str, Any], kind: Any) -> Any:
+    """A body as `kind`. O(bytes). Raises Refusal that names the field."""
+    try:
+        tree = msgspec.json.decode(body or b"{}")
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise Refusal(Kind.BAD, "invalid_json", f"Invalid JSON payload: {error}.") from None
+    except RecursionError:
+        raise Refusal(Kind.BAD, "invalid_json", "The payload is nested too deeply.") from None
+    if not isinstance(tree, dict):
+        raise Refusal(Kind.BAD, "invalid_json", "The payload has to be a JSON object.")
+    try:
+        return convert(one_spelling(tree, shape), kind, "")
+    except RecursionError:
+        raise Refusal(Kind.BAD, "invalid_json", "The payload is nested too deeply.") from None
+
+
+# --- errors ---------------------------------------------------------------------------------------
+
+_STATUS: dict[Kind, tuple[int, str]] = {
+    Kind.AUTH: (401, "UNAUTHENTICATED"),
+    Kind.PERMISSION: (403, "PERMISSION_DENIED"),
+    Kind.NOT_FOUND: (404, "NOT_FOUND"),
+    Kind.METHOD: (404, "NOT_FOUND"),
+    Kind.CONFLICT: (409, "ABORTED"),
+    Kind.TOO_BIG: (413, "INVALID_ARGUMENT"),
+    Kind.RATE: (429, "RESOURCE_EXHAUSTED"),
+    Kind.QUOTA: (429, "RESOURCE_EXHAUSTED"),
+    Kind.INTERNAL: (500, "INTERNAL"),
+    Kind.BUSY: (503, "UNAVAILABLE"),
+    Kind.DEADLINE: (504, "DEADLINE_EXCEEDED"),
+}
+
+
+def error_object(refusal: Refusal) -> tuple[int, dict[str, Any]]:
+    """(status, `{"error": ...}`) as Google's SDKs read it; `error` is the first key."""
+    status, name = _STATUS.get(refusal.kind, (400, "INVALID_ARGUMENT"))
+    details: list[dict[str, Any]] = [
+        {
+            "@type": "type.googleapis.com/google.rpc.ErrorInfo",
+            "reason": refusal.code.upper(),
+            "domain": "trunkline",
+        }
+    ]
+    if refusal.param:
+        details.append(
+            {
+                "@type": "type.googleapis.com/google.rpc.BadRequest",
+                "fieldViolations": [{"field": refusal.param, "description": refusal.message}],
+            }
+        )
+    if refusal.retry_after_s is not None:
+        details.append(
+            {
+                "@type": "type.googleapis.com/google.rpc.RetryInfo",
+                "retryDelay": f"{max(1, math.ceil(refusal.retry_after_s))}s",
+            }
+        )
+    error = {"code": status, "message": refusal.message, "status": name, "details": details}
+    return status, {"error": error}

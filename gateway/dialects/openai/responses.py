@@ -1,0 +1,284 @@
+"""OpenAI's responses: bytes to a `Call`. Pure; `openai_responses_events` writes the answers.
+
+Nothing is stored: an answer says `store: false`, and one that builds on an earlier one by its id is
+refused. Earlier ids serve only to explain what the cache missed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from gateway.dialects import sse
+from gateway.dialects.canonical import (
+    NOTHING_ELSE,
+    Asked,
+    CacheAsk,
+    Call,
+    Generation,
+    Prompt,
+    Reply,
+)
+from gateway.dialects.openai import cache, tools, wire
+from gateway.dialects.openai import responses_prompt as items
+from gateway.dialects.openai.responses_events import ResponsesEncoder
+from gateway.errors import Kind, Refusal
+
+ID_PREFIX = "resp_"
+LOGPROBS = "message.output_text.logprobs"
+ELSEWHERE = "It belongs to /v1/chat/completions."
+REFUSED = {
+    **{name: why for name, why in wire.REFUSED.items() if name != "truncate_prompt_tokens"},
+    "background": "Answers are given while the client waits.",
+    "conversation": "Nothing is stored here; send the conversation as input.",
+    "prompt": "Nothing is stored here, prompts neither; send instructions and input.",
+    "context_management": "Nothing is compacted here; send what the model is to see.",
+    "moderation": "Nothing is moderated here.",
+    "image": "This is a text model: it makes no images.",
+    "access_programs": "There are none here.",
+    "messages": "They belong to /v1/chat/completions; here there is input.",
+    "max_tokens": "It belongs to /v1/chat/completions; here there is max_output_tokens.",
+    "max_completion_tokens": "It belongs to /v1/chat/completions; here: max_output_tokens.",
+    "response_format": "It belongs to /v1/chat/completions; here there is text.format.",
+    "n": ELSEWHERE,
+    "stop": ELSEWHERE,
+    "logprobs": f"{ELSEWHERE} Here there is include, with {LOGPROBS!r}.",
+}
+NEUTRAL = {**wire.NEUTRAL, "background": False, "n": 1}
+IGNORED = wire.NAMES | frozenset({"store", "safety_identifier", "max_tool_calls"})
+"""`store` is answered with false whatever was asked: stores serve later requests, not this one.
+`max_tool_calls` limits tools that a server runs; there are none."""
+
+Metadata = Annotated[
+    dict[
+        Annotated[str, Meta(max_length=64)],
+        Annotated[str, Meta(max_length=512)],
+    ],
+    Meta(max_length=16),
+]
+
+
+class Options(cache.Options, frozen=True, forbid_unknown_fields=True):
+    """`prompt_cache_options` of responses."""
+
+    prewarm: bool | None = None
+    comparison_response_id: wire.Short | None = None
+
+
+class TextFormat(Struct, frozen=True, tag="text", tag_field="type", forbid_unknown_fields=True):
+    pass
+
+
+class JsonFormat(
+    Struct, frozen=True, tag="json_object", tag_field="type", forbid_unknown_fields=True
+):
+    pass
+
+
+class SchemaFormat(tools.JsonSchema, frozen=True, tag="json_schema", tag_field="type"):
+    pass
+
+
+class TextField(Struct, frozen=True, forbid_unknown_fields=True):
+    format: TextFormat | JsonFormat | SchemaFormat | None = None
+    verbosity: None = None
+
+
+class Reasoning(Struct, frozen=True, forbid_unknown_fields=True):
+    """Only what asks for no reasoning."""
+
+    effort: Literal["none"] | None = None
+    summary: None = None
+    generate_summary: None = None
+
+
+class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
+    include_obfuscation: bool = False
+
+
+class ResponsesBody(wire.SamplingFields, frozen=True, kw_only=True):
+    input: (
+        Annotated[str, Meta(min_length=1, max_length=10_000_000)]
+        | Annotated[list[dict[str, Any]], Meta(max_length=items.ITEMS_MAX)]
+    )
+    instructions: wire.Text | None = None
+    max_output_tokens: Annotated[int, Meta(ge=1, le=2**31)] | None = None
+    tools: Annotated[list[dict[str, Any]], Meta(max_length=tools.TOOLS_MAX)] | None = None
+    tool_choice: items.Choice | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextField | None = None
+    reasoning: Reasoning | None = None
+    previous_response_id: wire.Short | None = None
+    include: Annotated[list[wire.Short], Meta(max_length=32)] | None = None
+    truncation: Literal["disabled"] | None = None
+    metadata: Metadata | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    stream_options: StreamOptions | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    prompt_cache_options: Options | None = None
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
+    cache_control: cache.CacheControl | None = None
+
+
+class ResponsesDialect:
+    """The dialect of `/v1/responses` and, for counting, of `/v1/responses/input_tokens`."""
+
+    name = "openai_responses"
+    stream_content_type = sse.CONTENT_TYPE
+    error_body = staticmethod(wire.error_body)
+    headers = staticmethod(wire.headers)
+    count_body = staticmethod(wire.count_body)
+
+    def __init__(self, *, counts: bool = False) -> None:
+        self._counts = counts
+
+    def parse(self, body: bytes, asked: Asked = NOTHING_ELSE) -> Call:
+        """Bytes to a call. Raises Refusal."""
+        fields = wire.decode(body, ResponsesBody, REFUSED, NEUTRAL, IGNORED)
+        _check(fields)
+        prompt, ask = _prompt(fields)
+        options = fields.prompt_cache_options or Options()
+        operation: Literal["generate", "prewarm", "count"] = "generate"
+        if self._counts:
+            operation = "count"
+        elif options.prewarm:
+            operation = "prewarm"
+        return Call(
+            model=fields.model,
+            prompts=(prompt,),
+            generation=_generation(fields, is_prewarm=operation == "prewarm"),
+            operation=operation,
+            stream=bool(fields.stream),
+            include_usage=True,
+            partition=wire.partition(fields),
+            client_user=fields.user or "",
+            priority=fields.priority or 0,
+            digests=_digests(fields),
+            cache=msgspec.structs.replace(
+                ask,
+                compare_with=options.comparison_response_id or "",
+                remember=operation != "count",
+                echo=(("response", tools.json_text(_echo(fields, prompt))),),
+            ),
+        )
+
+    def encoder(self, call: Call, reply: Reply) -> ResponsesEncoder:
+        """Makes the answer's bytes."""
+        return ResponsesEncoder(call, reply)
+
+    def keep_alive(self) -> bytes:
+        """Bytes that mean nothing and keep a connection open."""
+        return sse.KEEP_ALIVE
+
+
+def not_found(response_id: str) -> Refusal:
+    """For whoever asks for a stored response."""
+    message = f"Response with id {response_id[:64]!r} not found: nothing is stored here."
+    return Refusal(Kind.NOT_FOUND, "response_not_found", message, param="response_id")
+
+
+def _check(fields: ResponsesBody) -> None:
+    """What contradicts itself, or needs a store. Raises Refusal."""
+    if fields.previous_response_id is not None:
+        name = fields.previous_response_id[:64]
+        message = (
+            f"Previous response with id {name!r} not found: nothing is stored here; send the"
+            " earlier items as input."
+        )
+        code = "previous_response_not_found"
+        raise Refusal(Kind.BAD, code, message, param="previous_response_id")
+    if fields.stream_options is not None and not fields.stream:
+        message = "stream_options is only allowed when stream is true."
+        raise Refusal(Kind.BAD, "invalid_value", message, param="stream_options")
+    if LOGPROBS not in (fields.include or ()) and fields.top_logprobs:
+        message = f"top_logprobs is only allowed when include has {LOGPROBS!r}."
+        raise Refusal(Kind.BAD, "invalid_value", message, param="top_logprobs")
+
+
+def _prompt(fields: ResponsesBody) -> tuple[Prompt, CacheAsk]:
+    options = fields.prompt_cache_options
+    settings = cache.Settings(
+        options,
+        fields.prompt_cache_retention,
+        fields.cache_control,
+        items.is_native(fields.input),
+    )
+    declared = items.tools_of(fields.tools or ())
+    segments = items.segments_of(fields.instructions, fields.input, settings)
+    kept, ask = cache.apply(declared, segments, settings)
+    form = fields.text.format if fields.text is not None else None
+    prompt = Prompt(
+        segments=kept,
+        tools=tuple(declared),
+        tool_choice=items.choice_of(fields.tool_choice, declared, fields.parallel_tool_calls),
+        output_format=tools.output_format(
+            "json_object" if isinstance(form, JsonFormat) else "text",
+            form if isinstance(form, SchemaFormat) else None,
+            "text.format.schema",
+        ),
+    )
+    return prompt, ask
+
+
+def _generation(fields: ResponsesBody, *, is_prewarm: bool) -> Generation:
+    asks_logprobs = LOGPROBS in (fields.include or ())
+    return Generation(
+        max_tokens=0 if is_prewarm else fields.max_output_tokens,
+        sampling=wire.sampling(fields, (fields.top_logprobs or 0) if asks_logprobs else None),
+        stop_token_ids=tuple(fields.stop_token_ids or ()),
+        ignore_eos=bool(fields.ignore_eos),
+        min_tokens=fields.min_tokens or 0,
+    )
+
+
+def _digests(fields: ResponsesBody) -> tuple[tuple[str, str], ...]:
+    """What clients count as part of a prompt, and what is not written in it here."""
+    form = fields.text.format if fields.text is not None else None
+    if form is None or isinstance(form, TextFormat):
+        return ()
+    digest = hashlib.blake2b(msgspec.json.encode(form), digest_size=16).hexdigest()
+    return (("text.format", digest),)
+
+
+def _echo(fields: ResponsesBody, prompt: Prompt) -> dict[str, Any]:
+    """What an answer repeats of its request, defaults filled in."""
+    options = fields.prompt_cache_options
+    sampling_defaults = {"temperature": fields.temperature, "top_p": fields.top_p}
+    form = fields.text.format if fields.text is not None else None
+    return {
+        "instructions": fields.instructions,
+        "max_output_tokens": fields.max_output_tokens,
+        "metadata": fields.metadata or {},
+        "parallel_tool_calls": prompt.tool_choice.parallel,
+        "tool_choice": fields.tool_choice or "auto",
+        "tools": [_shown_tool(field) for field in fields.tools or ()],
+        "text": {"format": form or {"type": "text"}},
+        "top_logprobs": fields.top_logprobs or 0,
+        "prompt_cache_key": fields.prompt_cache_key,
+        "prompt_cache_options": None
+        if options is None
+        else {
+            "mode": options.mode or "implicit",
+            "ttl": options.ttl or cache.DEFAULT_TTL,
+            "comparison_response_id": options.comparison_response_id,
+        },
+        "prompt_cache_retention": None
+        if fields.prompt_cache_retention is None
+        else fields.prompt_cache_retention.replace("-", "_"),
+        "user": fields.user,
+        **{name: 1.0 if value is None else value for name, value in sampling_defaults.items()},
+    }
+
+
+def _shown_tool(field: dict[str, Any]) -> dict[str, Any]:
+    """A function as an answer shows it: everything is there."""
+    shown = {"description": None, "parameters": None, "strict": None, **field}
+    shown.pop("cache_control", None)
+    return shown
+
+
+DIALECT = ResponsesDialect()
+COUNT_DIALECT = ResponsesDialect(counts=True)

@@ -1,0 +1,155 @@
+"""What is known of a request by and by, and what is told of it in the end: its line in the log, and
+its span.
+
+    id, clock ─ route, shape ─ who ─ counts, as handlers learn them ─ line and span
+
+It knows no engine and no prompt. `middleware` makes one for each request; handlers add to it.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from aiohttp import web
+from msgspec import Struct
+
+from gateway.dialects.openai import wire as openai_wire
+from gateway.errors import Refusal
+from gateway.observability.tracing import Answered
+from tenancy.types import Identity
+
+EVERY = {
+    "Server": "trunkline",
+    "X-Content-Type-Options": "nosniff",
+    "Cache-Control": "no-store",
+}
+"""What every answer says, whatever it is."""
+
+
+class ErrorShape(Protocol):
+    """The part of a dialect that errors need."""
+
+    def error_body(self, refusal: Refusal, request_id: str) -> tuple[int, bytes]:
+        """(HTTP status, JSON)."""
+
+    def headers(self, request_id: str) -> dict[str, str]:
+        """Headers that name the request, beside `X-Request-Id`."""
+
+
+class _PlainShape:
+    error_body = staticmethod(openai_wire.error_body)
+
+    def headers(self, request_id: str) -> dict[str, str]:
+        return {}
+
+
+PLAIN = _PlainShape()
+"""For paths that belong to no dialect: the shape most clients read."""
+
+
+class RequestState(Struct):
+    """What is known of a request by and by; its log line in the end. `headers` go on its answer,
+    whatever it is. `operation`: what a trace calls it, if at all. `epoch`: the engine's life.
+    `first_token_s` counts from when the engine had it, `submitted_s`; others are the clock's."""
+
+    request_id: str
+    started_s: float
+    route: str = "unknown"
+    shape: ErrorShape = PLAIN
+    identity: Identity | None = None
+    admin_key_id: int | None = None
+    ending: str = "done"
+    code: str = ""
+    model: str = ""
+    is_stream: bool = False
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    cache_read_tokens: int = 0
+    cache_write_tokens: int = 0
+    output_tokens: int = 0
+    epoch: str = ""
+    first_token_s: float | None = None
+    is_complete: bool = False
+    operation: str = ""
+    response_id: str = ""
+    finish_reasons: dict[int, str] = {}
+    submitted_s: float | None = None
+    settled_s: float | None = None
+    headers: dict[str, str] = {}
+
+    def named(self, head: dict[str, str]) -> dict[str, str]:
+        """A head of an answer to it, with all that every answer says."""
+        shape = self.shape.headers(self.request_id)
+        return {**EVERY, "X-Request-Id": self.request_id, **shape, **head, **self.headers}
+
+    def left(self) -> int:
+        """The client is gone; the status it saw. After the last byte that is no loss."""
+        if self.is_complete:
+            return 200
+        self.ending = "cancelled"
+        return 0
+
+
+STATE = web.RequestKey("state", RequestState)
+
+
+def log_facts(state: RequestState, method: str, status: int, total_s: float) -> dict[str, object]:
+    """The canonical line: ids and counts. Route as declared, never the path that came."""
+    identity = state.identity
+    first_s = state.first_token_s
+    return {
+        "id": state.request_id,
+        "method": method if method.isalpha() and len(method) <= 8 else "other",
+        "route": state.route,
+        "status": status,
+        "ending": state.ending,
+        "code": state.code,
+        "tenant_id": None if identity is None else identity.tenant.tenant_id,
+        "key_id": state.admin_key_id if identity is None else identity.key_id,
+        "model": state.model,
+        "stream": state.is_stream,
+        "prompt_tokens": state.prompt_tokens,
+        "cached_tokens": state.cached_tokens,
+        "output_tokens": state.output_tokens,
+        "first_token_ms": None if first_s is None else round(first_s * 1000, 1),
+        "total_ms": round(total_s * 1000, 1),
+    }
+
+
+def span_facts(
+    state: RequestState, status: int, total_s: float, ended_ms: int, traceparent: str
+) -> Answered:
+    """What a trace says of it: the canonical line's facts and when what was reached."""
+    reasons = state.finish_reasons
+    submitted_s = _after(state, state.submitted_s)
+    first_token_s = None
+    if submitted_s is not None and state.first_token_s is not None:
+        first_token_s = submitted_s + state.first_token_s
+    return Answered(
+        operation=state.operation,
+        route=state.route,
+        ended_ms=ended_ms,
+        total_s=total_s,
+        request_id=state.request_id,
+        tenant_id=None if state.identity is None else state.identity.tenant.tenant_id,
+        status=status,
+        ending=state.ending,
+        error=state.code or ("" if state.ending == "done" else state.ending),
+        model=state.model,
+        response_id=state.response_id,
+        is_stream=state.is_stream,
+        prompt_tokens=state.prompt_tokens,
+        cached_tokens=state.cached_tokens,
+        cache_read_tokens=state.cache_read_tokens,
+        cache_write_tokens=state.cache_write_tokens,
+        output_tokens=state.output_tokens,
+        finish_reasons=tuple(reasons[index] for index in sorted(reasons)),
+        submitted_s=submitted_s,
+        first_token_s=first_token_s,
+        settled_s=_after(state, state.settled_s),
+        traceparent=traceparent,
+    )
+
+
+def _after(state: RequestState, at_s: float | None) -> float | None:
+    return None if at_s is None else at_s - state.started_s

@@ -1,9 +1,0 @@
-"""Caching contracts: what a dialect's rules say was read and written, beside what physically was.
-
-`Contracts` is the door: it resolves a call before it runs and accounts for it afterwards.
-"""
-
-from gateway.retention.contract import Contract, Contracts, Scope
-from gateway.retention.entries import Origin
-
-__all__ = ["Contract", "Contracts", "Origin", "Scope"]

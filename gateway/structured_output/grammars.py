@@ -1,0 +1,201 @@
+"""What an answer has to be, as a grammar for the engine: JSON, or tool calls in the model's style.
+
+A format alone is handed on as it is. Calls that are forced, and those of strict tools, become a
+Lark grammar around each tool's schema. Nothing here compiles anything; `render` calls it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+
+from engine.api import Grammar
+from gateway.dialects.canonical import OutputFormat, Prompt, Tool
+from gateway.errors import Kind, Refusal
+from gateway.structured_output.json_text import schema_of
+from gateway.structured_output.patterns import NotHeld, as_held
+from gateway.structured_output.tool_styles import ToolStyle
+
+_OPTIONS = {
+    "lenient": False,
+    "coerce_one_of": False,
+    "whitespace_pattern": r" |\r?\n[ \t]{0,40}",
+}
+"""What a schema inside a grammar may not choose for itself, the same as for one that stands alone:
+to ignore what it says, and how much white space there is in JSON."""
+
+_LENIENT_OPTIONS = {**_OPTIONS, "lenient": True, "coerce_one_of": True}
+"""For tools that are called and not strict, and formats that are not: what of their schemas cannot
+be held while tokens are drawn is passed over."""
+
+_OBJECT = '{"type": "object"}'
+
+
+def grammar_of(
+    prompt: Prompt, style: ToolStyle, marker_ids: Mapping[str, int] | None = None
+) -> Grammar | None:
+    """None where any text will do. O(schemas).
+
+    `marker_ids`: the style's markers that are single special tokens. Raises Refusal for schemas
+    that are too big, too deep or no objects, and for choices that name no tool.
+    """
+    wanted = prompt.output_format
+    answer = _checked(wanted)
+    choice = prompt.tool_choice
+    if not prompt.tools or choice.mode == "none":
+        return answer
+    tools = offered(prompt)
+    is_forced = choice.mode == "required"
+    if not is_forced and answer is None and not any(tool.strict for tool in tools):
+        return None
+    lark = _Lark(style, marker_ids or {}, tools, is_forced=is_forced)
+    # One tool that is asked for by name is called exactly once.
+    parallel = choice.parallel and not (is_forced and len(choice.names) == 1)
+    return Grammar("lark", lark.text(answer, parallel=parallel))
+
+
+def schema_field(prompt: Prompt) -> str | None:
+    """The request's field of the schema that an answer is held to; of several, the list they stand
+    in; None where they have no field in common. O(tools)."""
+    wanted, choice = prompt.output_format, prompt.tool_choice
+    is_forced = bool(prompt.tools) and choice.mode == "required"
+    fields = [wanted.path] if wanted.kind == "json_schema" and not is_forced else []
+    if choice.mode != "none":
+        fields += [tool.path for tool in offered(prompt) if tool.strict or is_forced]
+    if len(fields) == 1:
+        return fields[0]
+    lists = {field.partition("[")[0] for field in fields}
+    return lists.pop() if len(lists) == 1 else None
+
+
+def offered(prompt: Prompt) -> tuple[Tool, ...]:
+    """The tools that may be called. Raises Refusal for a name that is none of them."""
+    names = prompt.tool_choice.names
+    known = {tool.name for tool in prompt.tools}
+    for name in names:
+        if name not in known:
+            message = f"tool_choice: there is no tool {name[:64]!r}."
+            raise Refusal(Kind.BAD, "invalid_value", message, param="tool_choice")
+    return tuple(tool for tool in prompt.tools if not names or tool.name in names)
+
+
+def _checked(wanted: OutputFormat) -> Grammar | None:
+    if wanted.kind == "json_schema":
+        schema = schema_of(wanted.schema, wanted.path)
+        held = _held(schema, wanted.path, strict=wanted.strict)
+        text = wanted.schema if held is schema else _text(held)
+        return Grammar("json_schema" if wanted.strict else "lenient_json_schema", text)
+    return Grammar("json_object") if wanted.kind == "json_object" else None
+
+
+class _Lark:
+    """The grammar's text, a rule a line."""
+
+    def __init__(
+        self,
+        style: ToolStyle,
+        marker_ids: Mapping[str, int],
+        tools: Sequence[Tool],
+        *,
+        is_forced: bool,
+    ) -> None:
+        self._style = style
+        self._opening = style.opening.strip()
+        self._is_token = self._opening in marker_ids
+        self._marker_ids = marker_ids
+        self._rules: list[str] = []
+        objects = []
+        for number, tool in enumerate(tools):
+            head = f'{{"name": {json.dumps(tool.name, ensure_ascii=False)}, "{style.arguments}": '
+            objects.append(f'{_literal(head)} arguments_{number} "}}"')
+            text = tool.parameters if tool.strict or is_forced else _OBJECT
+            schema = _schema(text, tool.path, strict=tool.strict)
+            self._rules.append(f"arguments_{number}: %json {schema}")
+        self._rules.append("object: " + " | ".join(f"({text})" for text in objects))
+        self._is_forced = is_forced
+
+    def text(self, answer: Grammar | None, *, parallel: bool) -> str:
+        """`answer`: what text without a call has to be."""
+        more = f" ({_literal(self._style.between)} call)*" if parallel else ""
+        if self._style.listed:
+            more = f" ({_literal(self._style.between)} object)*" if parallel else ""
+            self._rule("call", f'{self._marker(self._opening)} "[" object{more} "]"')
+            calls = "call"
+        else:
+            self._rule("call", self._call())
+            calls = f"call{more}"
+        if self._is_forced:
+            start = calls
+        elif answer is not None:
+            strict = answer.kind != "lenient_json_schema"
+            self._rule(
+                "answer", f"%json {_schema(answer.text or _OBJECT, 'schema', strict=strict)}"
+            )
+            start = f"({calls}) | answer"
+        else:
+            start = self._free(calls, parallel=parallel)
+        return "\n".join((f"start: {start}", *self._rules, ""))
+
+    def _call(self) -> str:
+        style = self._style
+        if style.bare:
+            return f"({self._marker(self._opening)})? object"
+        before, after = style.opening.partition(self._opening)[2], style.closing
+        closing = after.strip()
+        end = f"{_literal(after[: len(after) - len(closing)])} {self._marker(closing)}"
+        return f"{self._marker(self._opening)} {_literal(before)} object {end}"
+
+    def _free(self, calls: str, *, parallel: bool) -> str:
+        """Any text, and calls in it; where a call begins, it is one."""
+        if self._style.bare:
+            # Here an answer that begins with a brace is a call.
+            self._rule("TEXT", r"/\s*([^\s{](?s:.*))?/")
+            return f"({calls}) | TEXT"
+        times = "*" if parallel and not self._style.listed else "?"
+        if self._is_token:
+            # Text never spells a special token.
+            self._rule("TEXT", "/(?s:.+)/")
+            return f"(TEXT? call){times} TEXT?"
+        opening = _regex(self._opening)
+        self._rule("upto[lazy]", f"/(?s:.*){opening}/")
+        self._rule("TEXT", f"/(?s:.*)/ & ~/(?s:.*){opening}(?s:.*)/")
+        self._rules = [
+            rule.replace(f"call: {_literal(self._opening)} ", "call: upto ", 1)
+            for rule in self._rules
+        ]
+        return f"call{times} TEXT"
+
+    def _marker(self, text: str) -> str:
+        token_id = self._marker_ids.get(text)
+        return _literal(text) if token_id is None else f"<[{token_id}]>"
+
+    def _rule(self, name: str, text: str) -> None:
+        self._rules.append(f"{name}: {text}")
+
+
+def _schema(text: str, path: str, *, strict: bool) -> str:
+    schema = schema_of(text, path)
+    options = _OPTIONS if strict else _LENIENT_OPTIONS
+    return _text({**_held(schema, path, strict=strict), "x-guidance": options})
+
+
+def _held(schema: Mapping[str, object], path: str, *, strict: bool) -> Mapping[str, object]:
+    try:
+        held: Mapping[str, object] = as_held(schema, strict=strict)
+    except NotHeld as error:
+        message = f"{path}: {error.why}. Only a schema that is not strict may have it."
+        raise Refusal(Kind.BAD, "invalid_json_schema", message, param=path) from error
+    return held
+
+
+def _text(schema: Mapping[str, object]) -> str:
+    return json.dumps(schema, ensure_ascii=True)
+
+
+def _literal(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _regex(text: str) -> str:
+    """As a pattern between slashes."""
+    return "".join(sign if sign.isalnum() or sign in "_<>" else f"\\{sign}" for sign in text)
