@@ -36,14 +36,14 @@ sim: setup             ## seeded simulation; make sim SEED=7
 	$(BIN)/python -m pytest -m sim $(if $(SEED),--sim-seed $(SEED)) -s
 
 crash: setup           ## the ledger killed at every system call, 2,000 power cuts, servers and their processes killed; minutes
-	CRASH=long $(BIN)/python -m pytest -rP -o faulthandler_timeout=0 tests/tenancy/test_ledger_crash.py tests/tenancy/test_power_cut.py tests/tenancy/test_postgres_crash.py \
-		tests/gateway/test_deaths.py
+	CRASH=long $(BIN)/python -m pytest -rP -o faulthandler_timeout=0 tests/crash/test_ledger_crash.py tests/crash/test_power_cut.py tests/crash/test_postgres_crash.py \
+		tests/crash/test_process_deaths.py
 
 bench: setup           ## the benchmark table against a server it starts
 	$(BIN)/trunkline bench --serve
 
-GPU_TESTS := tests/kernels tests/engine/test_device_build.py tests/engine/test_device_graphs.py tests/engine/test_device_runner.py \
-	tests/engine/test_device_sampler.py tests/engine/test_first_steps.py tests/engine/test_token_masks.py tests/e2e/test_device_model.py
+GPU_TESTS := tests/kernels tests/unit/engine/runner/test_gpu_build.py tests/unit/engine/runner/test_cuda_graphs.py tests/unit/engine/runner/test_gpu_runner.py \
+	tests/unit/engine/sampling/test_gpu_sampler.py tests/unit/engine/runner/test_warmup.py tests/unit/engine/sampling/test_token_masks.py tests/e2e/test_device_model.py
 
 gpu: setup             ## kernels and benchmarks on a CUDA device
 	$(BIN)/python -m pytest $(GPU_TESTS)

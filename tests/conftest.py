@@ -15,7 +15,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, settings
 
-from tests.tenancy.postgres_server import BINARIES, Server
+from tests.unit.tenancy.storage.postgres_server import BINARIES, Server
 
 if not torch.cuda.is_available():
     # Read when a kernel is defined, so before anything imports one, in whatever order tests run.

@@ -34,7 +34,7 @@ from tenancy.storage.interface import Store
 from tenancy.storage.postgres import PostgresStore
 from tenancy.storage.sqlite import SqliteStore
 from tenancy.types import UsageEntry
-from tests.tenancy.postgres_server import BINARIES, Server
+from tests.unit.tenancy.storage.postgres_server import BINARIES, Server
 
 ALONE = 400
 AT_ONCE = 20_000

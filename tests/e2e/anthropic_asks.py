@@ -7,7 +7,7 @@ from typing import Any
 from anthropic import AsyncAnthropic
 from anthropic.types import TextBlockParam
 
-from tests.gateway.house import House
+from tests.unit.gateway.gateway_fixture import House
 
 MORE = {"ignore_eos": True, "seed": 7}
 """The fake model draws end tokens as readily as others; these tests want whole answers."""

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tests.gateway.house import House
+from tests.unit.gateway.gateway_fixture import House
 
 HERE = Path(__file__).parent
 FOLDER = Path(sys.prefix) / "older"

@@ -14,7 +14,7 @@ from anthropic import AsyncAnthropic
 from anthropic.types import Message, TextBlockParam, Usage
 
 from tests.e2e.anthropic_asks import MORE, SYSTEM, connected, hello, marked
-from tests.gateway.house import House
+from tests.unit.gateway.gateway_fixture import House
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from engine.model_store import ModelCard
 from gateway.dialects.anthropic.messages import DIALECT
 from gateway.errors import Kind, Refusal
 from tests.e2e.anthropic_asks import MORE, connected, hello, marked
-from tests.gateway.house import House
+from tests.unit.gateway.gateway_fixture import House
 
 
 @pytest.fixture

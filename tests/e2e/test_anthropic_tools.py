@@ -13,7 +13,7 @@ import pytest
 from anthropic import AsyncAnthropic, BadRequestError, beta_async_tool
 from anthropic.types import Message
 
-from tests.gateway.house import House
+from tests.unit.gateway.gateway_fixture import House
 
 WEATHER: Any = {
     "name": "weather",

@@ -15,8 +15,8 @@ from selenium.webdriver.support.ui import WebDriverWait
 
 from gateway.analytics.aggregates import Facts
 from gateway.dialects.canonical import Rendered, UsageRecord
-from tests.gateway.admin import Admin
-from tests.gateway.house import House
+from tests.unit.gateway.admin_client import Admin
+from tests.unit.gateway.gateway_fixture import House
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 pytestmark = [

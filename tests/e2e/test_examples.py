@@ -14,7 +14,7 @@ import pytest
 
 from engine.model_store import DEFAULT_MODEL
 from gateway.config import Config, ModelSettings, effective, load_config
-from tests.gateway.house import House
+from tests.unit.gateway.gateway_fixture import House
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

@@ -16,7 +16,7 @@ from google.genai import errors, types
 from engine.model_store import ModelCard
 from gateway.dialects.gemini.generate_content import DIALECT, GeminiDialect
 from gateway.errors import Kind, Refusal
-from tests.gateway.house import House
+from tests.unit.gateway.gateway_fixture import House
 
 # The SDK's own way with its HTTP client, which warns and collects its sockets late.
 pytestmark = [

@@ -15,7 +15,7 @@ from google import genai
 from google.genai import errors, types
 from pydantic import BaseModel
 
-from tests.gateway.house import House
+from tests.unit.gateway.gateway_fixture import House
 
 # The SDK's own way with its HTTP client, which warns and collects its sockets late.
 pytestmark = [

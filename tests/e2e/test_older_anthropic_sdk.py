@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.older_sdks import VERSIONS, told_by
-from tests.gateway.house import House
 from tests.models import prepared
+from tests.unit.gateway.gateway_fixture import House
 
 
 @pytest.mark.parametrize("version", VERSIONS["anthropic"])

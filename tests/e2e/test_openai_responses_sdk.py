@@ -11,7 +11,7 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
-from tests.gateway.house import House
+from tests.unit.gateway.gateway_fixture import House
 
 MORE: Any = {"ignore_eos": True, "seed": 7}
 SYSTEM = "You are a librarian who knows every book there is, and where it stands. " * 2

@@ -19,7 +19,7 @@ from gateway.dialects import sse
 from gateway.dialects.openai.chat import DIALECT, ChatDialect
 from gateway.dialects.openai.responses import ResponsesDialect
 from gateway.errors import Kind, Refusal
-from tests.gateway.house import House
+from tests.unit.gateway.gateway_fixture import House
 
 MORE = {"ignore_eos": True}
 """The fake model draws end tokens as readily as others; these tests want whole answers."""

@@ -15,7 +15,7 @@ import pytest
 from openai import AsyncOpenAI
 from pydantic import BaseModel
 
-from tests.gateway.house import House
+from tests.unit.gateway.gateway_fixture import House
 
 WEATHER: Any = {
     "type": "function",

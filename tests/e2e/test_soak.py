@@ -19,7 +19,7 @@ from tenancy.accounting.audit import check_books
 from tenancy.accounting.reconcile import reconcile
 from tenancy.limits import Reservation
 from tests.bench.soak import PLANTED, Swarm
-from tests.gateway.house import House
+from tests.unit.gateway.gateway_fixture import House
 
 REQUESTS = 600
 OF_A_REQUEST = (

@@ -1,0 +1,189 @@
+"""Gateways and servers killed at any instant: nothing confirmed is lost, nothing is there twice.
+
+The checks after it are those of the file, `after_crash`; the control there, an entry confirmed too
+early, is caught here too.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from tenancy.errors import TenancyError
+from tenancy.ledger.ledger import Ledger
+from tenancy.storage.backends import open_store
+from tenancy.storage.postgres_connection import Link, LinkLost, StatementFailed
+from tests.crash.ledger_checks import check_ledger
+from tests.crash.ledger_child import furnish, hold, named
+from tests.unit.tenancy.storage.postgres_server import BINARIES, Server
+
+ROOT = Path(__file__).parents[2]
+CHILD = [sys.executable, "-m", "tests.crash.ledger_child"]
+IS_LONG = os.environ.get("CRASH") == "long"  # make crash
+DEATHS = 100 if IS_LONG else 6
+BLOWS = 100 if IS_LONG else 5
+LEAST = 5
+"""Entries between two blows."""
+
+PATIENCE_S = 60.0
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3_600 if IS_LONG else 240)]
+
+
+@pytest.fixture(scope="module")
+def frail() -> Iterator[Server]:
+    """A server that may be harmed."""
+    if BINARIES is None:
+        pytest.skip("PostgreSQL's initdb and postgres are not here")
+    server = Server()
+    yield server
+    server.close()
+
+
+def kill_backend(server: Server, database: str) -> None:
+    """One process of the server, as a crash in it does: the server ends all of them, recovers, and
+    goes on."""
+    with suppress(LinkLost, StatementFailed):
+        link = Link(server.address("postgres"), {}, PATIENCE_S)
+        rows, _ = link.run(
+            "select pid from pg_stat_activity where datname = ? order by state_change desc",
+            (database,),
+        )
+        link.close()
+        for (pid,) in rows[:1]:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def kill_server(server: Server, database: str) -> None:
+    """The whole server, which is then started again."""
+    server.kill()
+    server.start()
+
+
+def cut_off(server: Server, database: str) -> None:
+    """Every connection to the database."""
+    with suppress(LinkLost, StatementFailed):
+        link = Link(server.address("postgres"), {}, PATIENCE_S)
+        link.run(
+            "select pg_terminate_backend(pid) from pg_stat_activity where datname = ?", (database,)
+        )
+        link.close()
+
+
+def live(
+    url: str, is_over: threading.Event, done: threading.Semaphore
+) -> tuple[set[str], set[str], int]:
+    """Keep a ledger until it is over, and say so of each entry that is confirmed. Returns which
+    were, whose holds were not, and how often it was refused."""
+    rng = random.Random(1)
+    store = open_store(url, Path(), {})
+    furnish(store)
+    ledger = Ledger(store, lambda: 2)
+    confirmed, unheld, refused, number = set[str](), set[str](), 0, 0
+    while not is_over.is_set():
+        names = [f"1-{number + more}" for more in range(rng.randrange(1, 6))]
+        number += len(names)
+        held = [ledger.hold(hold(name)) for name in names]
+        for name, future in zip(names, held, strict=True):
+            if future.exception(PATIENCE_S) is not None:
+                unheld.add(name)
+        sent = {name: ledger.settle(named(name)) for name in names if rng.random() < 0.9}
+        for name, future in sent.items():
+            if future.exception(PATIENCE_S) is None:
+                confirmed.add(name)
+                done.release()
+            else:
+                refused += 1
+    ledger.close()
+    store.close()
+    return confirmed, unheld, refused + len(unheld)
+
+
+@pytest.mark.parametrize("blow", [kill_backend, kill_server, cut_off])
+def test_a_server_that_falls_over_loses_and_doubles_nothing(
+    frail: Server, blow: Callable[[Server, str], None]
+) -> None:
+    """Again and again, under load, with a gateway that goes on by itself."""
+    database = frail.database()
+    is_over, rng, done = threading.Event(), random.Random(1), threading.Semaphore(0)
+
+    def strike() -> None:
+        try:
+            for _ in range(BLOWS):
+                for _ in range(rng.randrange(LEAST, 30)):
+                    done.acquire(timeout=PATIENCE_S)
+                blow(frail, database)
+        finally:
+            is_over.set()
+
+    striker = threading.Thread(target=strike)
+    striker.start()
+    try:
+        confirmed, unheld, refused = live(frail.url(database), is_over, done)
+    finally:
+        striker.join(PATIENCE_S)
+    frail.wait_ready()  # the last blow was just now, and who opens a store anew has no patience
+    entries = check_ledger(frail.url(database), confirmed, unheld)
+
+    sys.stdout.write(f"{BLOWS} blows, {len(confirmed)} confirmed, {refused} refused\n")
+    assert entries >= len(confirmed) >= LEAST * BLOWS
+
+
+def test_a_gateway_that_is_killed_loses_and_doubles_nothing(frail: Server) -> None:
+    """Each time after a random number of confirmed entries; the next one closes its holds."""
+    url, rng, confirmed = frail.url(frail.database()), random.Random(1), set[str]()
+    for _ in range(DEATHS):
+        with subprocess.Popen([*CHILD, url, "100000"], stdout=subprocess.PIPE, cwd=ROOT) as child:
+            assert child.stdout is not None
+            for _ in range(rng.randrange(1, 40)):
+                confirmed.add(child.stdout.readline().decode().strip())
+            child.send_signal(signal.SIGKILL)
+            confirmed.update(line.decode().strip() for line in child.stdout if line[-1:] == b"\n")
+
+    assert check_ledger(url, confirmed) >= len(confirmed) > 0
+
+
+def test_an_entry_confirmed_too_early_would_be_noticed(frail: Server) -> None:
+    """The control: a ledger that says so before it is durable fails the check above."""
+    url = frail.url(frail.database())
+    child = subprocess.run(
+        [*CHILD, url, "100000", "8"], capture_output=True, timeout=60, check=False, cwd=ROOT
+    )
+
+    assert child.returncode == -signal.SIGKILL
+    with pytest.raises(AssertionError):
+        check_ledger(url, set(child.stdout.decode().split()))
+
+
+def test_a_server_that_may_not_write_confirms_nothing(frail: Server) -> None:
+    """Read only, as when its disk is: whoever waited is told, and it goes on when it may."""
+    database = frail.database()
+    store = open_store(frail.url(database), Path(), {})
+    furnish(store)
+    ledger = Ledger(store, lambda: 2)
+    ledger.hold(hold("0-1")).result(PATIENCE_S)
+    ledger.settle(named("0-1")).result(PATIENCE_S)
+    link = Link(frail.address("postgres"), {}, PATIENCE_S)
+    link.script(f"alter database {database} set default_transaction_read_only = on")
+    cut_off(frail, database)
+    refused = ledger.settle(named("0-2")).exception(PATIENCE_S)
+    link.script(f"alter database {database} reset default_transaction_read_only")
+    cut_off(frail, database)
+    link.close()
+    ledger.hold(hold("0-3")).result(PATIENCE_S)
+    ledger.settle(named("0-3")).result(PATIENCE_S)
+    ledger.close()
+    store.close()
+
+    assert isinstance(refused, TenancyError)
+    assert check_ledger(frail.url(database), {"0-1", "0-3"}) == 2

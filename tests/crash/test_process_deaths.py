@@ -1,0 +1,257 @@
+"""Whole servers whose processes are killed under load: every whole answer is in the books, once.
+
+`CRASH=long` (`make crash`) kills more often.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import signal
+from collections.abc import Callable
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+
+import pytest
+from aiohttp import ClientError
+
+from gateway.ledger.deferred_holds import LATE_S
+from tenancy.accounting.audit import check_books
+from tenancy.accounting.reconcile import reconcile
+from tenancy.accounts.tenants import create_tenant
+from tenancy.ledger.ledger import Hold, Ledger
+from tenancy.storage.backends import open_store
+from tenancy.storage.interface import Store
+from tests.models import write_folder
+from tests.unit.gateway.server_process import SETTINGS, Server, serving
+from tests.unit.tenancy.storage.postgres_server import Server as Postgres
+
+IS_LONG = os.environ.get("CRASH") == "long"
+DEATHS = 60 if IS_LONG else 3
+CLIENTS = 6
+PATIENCE_S = 60.0
+STREAM_TOKENS = 400
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1_800 if IS_LONG else 240)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_folder(tmp_path_factory.mktemp("models") / "tiny")
+
+
+class Place:
+    """Where a server has its database: what it is told of it, and a look at it."""
+
+    def __init__(self, folder: Path, postgres: Postgres | None) -> None:
+        self.data = folder / "data"
+        self.settings = folder / "settings.toml"
+        self.database = str(self.data / "trunkline.db")
+        more = ""
+        if postgres is not None:
+            self.database = postgres.url(postgres.database())
+            more = f'[tenancy]\ndatabase = "{self.database}"\n'
+        self.settings.write_text(SETTINGS + more)
+
+    def look(self) -> Store:
+        return open_store(self.database, Path(), {})
+
+    def entries(self) -> dict[str, tuple[str, int]]:
+        """(ending, output tokens) by request id; and no request has two."""
+        with closing(self.look()) as store:
+            rows = store.query("select request_id, ending, output_tokens from ledger")
+        found = {request_id: (ending, tokens) for request_id, ending, tokens in rows}
+        assert len(found) == len(rows)
+        return found
+
+    def check(self) -> None:
+        """Nothing is open, all sums and chains are right, and the engine counted the same."""
+        with closing(self.look()) as store:
+            assert store.query("select count(*) from holds") == [(0,)]
+            assert check_books(store) == []
+            assert [life.epoch for life in reconcile(store) if life.is_apart] == []
+
+    def events(self) -> list[str]:
+        """Of the server's log, as far as its lines are whole."""
+        lines = self.data.with_suffix(".log").read_text().rpartition("\n")[0].splitlines()
+        return [json.loads(line)["event"] for line in lines if line.startswith("{")]
+
+
+@pytest.fixture(autouse=True)
+def _no_blocking_calls() -> None:
+    """Not here: nothing but clients runs on this loop."""
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return Place(tmp_path, None)
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+def either(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+    postgres = request.param == "postgres"
+    return Place(tmp_path, request.getfixturevalue("postgres_server") if postgres else None)
+
+
+def children(server: Server) -> dict[str, int]:
+    """Its processes' ids, by the module that each runs; those that have ended are none."""
+    pid, found = server.process.pid, {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, ValueError):
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            words = (folder / "cmdline").read_bytes().split(b"\0")
+            if int(fields[1]) == pid and fields[0] != "Z" and b"-m" in words:
+                found[words[words.index(b"-m") + 1].decode()] = int(folder.name)
+    return found
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    """Look every few milliseconds until it holds."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not holds():  # noqa: ASYNC110 (another process's doing)
+            await asyncio.sleep(0.01)
+
+
+class Load:
+    """Clients that ask without a pause, and what whole answers told them."""
+
+    def __init__(self, server: Server) -> None:
+        self.server = server
+        self.whole: dict[str, int] = {}
+        self.refused = 0
+        self.is_over = False
+
+    async def ask(self, number: int) -> None:
+        """Until it is over; every other client streams."""
+        rng = random.Random(number)
+        while not self.is_over:
+            tokens = rng.choice([1, 4, 60, 200])
+            options: dict[str, object] = {"max_tokens": tokens}
+            if number % 2:
+                options |= {"stream": True, "stream_options": {"include_usage": True}}
+            with contextlib.suppress(ClientError, asyncio.IncompleteReadError):
+                async with self.server.asked(**options) as (status, content):
+                    self.note(status, (await content.read()).decode())
+
+    def note(self, status: int, text: str) -> None:
+        """What one answer said."""
+        if status != 200:
+            assert json.loads(text)["error"]["code"] == "ledger_unavailable", text
+            self.refused += 1
+            return
+        if text.startswith("{"):
+            said = json.loads(text)
+        elif text.endswith("data: [DONE]\n\n"):
+            said = json.loads(text.split("\n\n")[-3][6:])
+        else:
+            return  # it broke off
+        self.whole[said["id"].partition("-")[2]] = said["usage"]["completion_tokens"]
+
+
+def reached(load: Load, goal: int) -> bool:
+    """Were there so many whole answers?"""
+    return len(load.whole) >= goal
+
+
+def died(place: Place, times: int) -> bool:
+    """Has the ledger, as its log says?"""
+    return place.events().count("ledger_died") >= times
+
+
+async def ended(server: Server) -> int:
+    """Asked to end: its status, when none of its processes is there any more."""
+    pids = children(server)
+    server.process.send_signal(signal.SIGTERM)
+    status = await server.ended()
+    await until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids.values()))
+    return status
+
+
+async def through_a_death(server: Server) -> bytes:
+    """The rest of a stream whose ledger is killed behind its first event."""
+    async with server.asked(max_tokens=STREAM_TOKENS, stream=True) as (_, content):
+        await content.readuntil(b"\n\n")
+        os.kill(children(server)["tenancy.ledger.process"], signal.SIGKILL)
+        rest = await content.read()
+    await until(lambda: "tenancy.ledger.process" in children(server))
+    return rest
+
+
+async def test_a_ledger_that_is_killed_again_and_again_loses_and_doubles_nothing(
+    model: Path, either: Place
+) -> None:
+    """Under load: what ran goes on, its hold is the next process's, which writes its entry with all
+    that it used; what was answered whole is there as it was answered, and what was refused is not
+    open; the server's end leaves no process."""
+    place, rng = either, random.Random(1)
+    async with serving(model, place.data, place.settings) as server:
+        stream = await through_a_death(server)
+        load = Load(server)
+        clients = [asyncio.create_task(load.ask(number)) for number in range(CLIENTS)]
+        for death in range(DEATHS):
+            goal = len(load.whole) + rng.randrange(3, 15)
+            await until(partial(reached, load, goal))
+            pid = children(server)["tenancy.ledger.process"]
+            os.kill(pid, signal.SIGKILL)
+            await until(partial(died, place, death + 2))
+            await until(lambda: "tenancy.ledger.process" in children(server))
+        goal = len(load.whole) + 10
+        await until(partial(reached, load, goal))
+        load.is_over = True
+        await asyncio.gather(*clients)
+        status = await ended(server)
+
+    entries = place.entries()
+    assert (status, stream.endswith(b"data: [DONE]\n\n")) == (0, True)
+    assert ("done", STREAM_TOKENS) in entries.values()
+    assert {name: entries.get(name) for name in load.whole} == {
+        name: ("done", tokens) for name, tokens in load.whole.items()
+    }
+    assert len(load.whole) > 5 * DEATHS
+    place.check()
+
+
+async def test_what_a_gateway_had_handed_in_when_it_was_killed_is_written(
+    model: Path, place: Place
+) -> None:
+    """By the ledger's process, which then closes what nobody will settle, and goes; no engine
+    stays either."""
+    async with serving(model, place.data, place.settings) as server:
+        pids = children(server)
+        writer = pids["tenancy.ledger.process"]
+        os.kill(writer, signal.SIGSTOP)
+        load = Load(server)
+        clients = [asyncio.create_task(load.ask(number)) for number in range(CLIENTS)]
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + 10 * LATE_S
+        while loop.time() < until_s:  # by then they wait for their holds, or their entries
+            async with server.asked(max_tokens="none") as (_, content):
+                await content.read()
+        load.is_over = True
+        server.process.kill()
+        os.kill(writer, signal.SIGCONT)
+        await asyncio.gather(*clients)
+        await until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids.values()))
+        entries = place.entries()
+
+    assert {ending for ending, _ in entries.values()} <= {"interrupted", "done"}
+    assert len(entries) == CLIENTS
+    place.check()
+
+
+async def test_a_second_server_over_a_file_is_refused(model: Path, place: Place) -> None:
+    """In one line, and it leaves nothing: what runs at the first one still runs there."""
+    with closing(place.look()) as store, closing(Ledger(store, lambda: 9)) as first:
+        tenant = create_tenant(store, lambda: 9, "ada")
+        first.hold(Hold("a", tenant.tenant_id, 1, "m", 9)).result(PATIENCE_S)
+        with pytest.raises(AssertionError) as caught:
+            async with serving(model, place.data, place.settings):
+                pass
+        held = first.open_holds()
+
+    assert "trunkline.db is in use by another server." in str(caught.value)
+    assert held == 1

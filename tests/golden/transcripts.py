@@ -1,0 +1,72 @@
+"""Wire transcripts: one scripted answer through a dialect's encoder, compared to the byte.
+
+`check_golden` compares with a file in tests/golden. A file that is not there is written, and the
+test fails once, so that somebody reads what was written.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.dialects.canonical import (
+    Begin,
+    Call,
+    ChoiceEnd,
+    Delta,
+    End,
+    Reply,
+    Text,
+    TokenText,
+    UsageRecord,
+)
+from gateway.errors import Refusal
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "dialects.md"
+GOLDEN = Path(__file__).parent
+USAGE = UsageRecord(total_in=20, read={"best_effort": 16}, fresh=4, out=5, physical_cached=16)
+REPLY = Reply("id-1", "smollm2", 1_700_000_000)
+
+SMILE = "🙂".encode()
+SCRIPT: list[Delta] = [
+    Begin(USAGE),
+    Text(1, "Gut", (TokenText(7, b"Gut", -0.5, (TokenText(7, b"Gut", -0.5),)),)),
+    Text(0, "Good ", (TokenText(5, b"Good ", -0.25, (TokenText(6, b"Bad ", -1.5),)),)),
+    Text(0, "🙂", (TokenText(8, SMILE[:2], -2.0), TokenText(9, SMILE[2:], -0.125))),
+    ChoiceEnd(1, "length"),
+    ChoiceEnd(0, "stop", "END"),
+    End(USAGE),
+]
+"""Two choices, the second first; a character of two tokens; both kinds of end."""
+
+
+def check_golden(name: str, got: bytes) -> None:
+    """`got` is what tests/golden holds under this name."""
+    path = GOLDEN / name
+    if not path.exists():
+        path.write_bytes(got)
+        pytest.fail(f"wrote {path}: read it, and run again")
+    assert got.decode() == path.read_text()
+
+
+def outcome(parse: Callable[[bytes], Call], body: bytes) -> Call | Refusal:
+    """What a parser makes of a body: nothing else may come out."""
+    try:
+        return parse(body)
+    except Refusal as refusal:
+        return refusal
+
+
+def events(data: bytes) -> list[Any]:
+    """The JSON of each event; `[DONE]` as it stands. No event may be empty."""
+    found: list[Any] = []
+    for event in data.decode().split("\n\n")[:-1]:
+        assert event.startswith("data: ")
+        text = event.removeprefix("data: ")
+        assert text
+        found.append(text if text == "[DONE]" else json.loads(text))
+    return found

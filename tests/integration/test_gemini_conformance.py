@@ -1,0 +1,108 @@
+"""Gemini's generateContent, put through what every dialect has to hold: both of its streams."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, ClassVar
+
+from google.genai.types import GenerateContentResponse
+
+from gateway.dialects.canonical import Asked
+from gateway.dialects.gemini.generate_content import ARRAY_DIALECT, DIALECT
+from tests.integration.dialect_conformance import Adapter, Answer, BrokenOff, DialectConformance
+
+
+def read_unary(data: bytes) -> Answer:
+    """A whole answer, by the rules of the official client's types."""
+    GenerateContentResponse.model_validate_json(data)
+    return answer_of([json.loads(data)])
+
+
+def answer_of(chunks: list[dict[str, Any]]) -> Answer:
+    """What a client makes of chunks: parts add up, the last usage counts."""
+    parts: list[dict[str, Any]] = []
+    reason = ""
+    for chunk in chunks:
+        if "error" in chunk:
+            raise BrokenOff(chunk["error"]["message"])
+        for candidate in chunk["candidates"]:
+            parts += candidate["content"]["parts"]
+            reason = candidate.get("finishReason", reason)
+    usage = chunks[-1]["usageMetadata"]
+    return Answer(
+        text="".join(part.get("text", "") for part in parts),
+        calls=tuple(
+            (part["functionCall"]["name"], part["functionCall"]["args"])
+            for part in parts
+            if "functionCall" in part
+        ),
+        reason=reason,
+        usage=(
+            usage["promptTokenCount"],
+            usage.get("cachedContentTokenCount", 0),
+            usage["candidatesTokenCount"],
+        ),
+    )
+
+
+def read_events(data: bytes) -> Answer:
+    """Its SDK raises at any line that is neither empty nor data."""
+    lines = [line for line in data.decode().split("\n") if line]
+    assert all(line.startswith("data: ") for line in lines)
+    return answer_of([json.loads(line[6:]) for line in lines])
+
+
+def read_array(data: bytes) -> Answer:
+    """The other stream is one JSON array."""
+    return answer_of(json.loads(data))
+
+
+def read_error(body: bytes) -> str:
+    """An error, in the one shape there is."""
+    error = json.loads(body)["error"]
+    assert {"code", "message", "status"} <= set(error)
+    return str(error["message"])
+
+
+def declared(name: str, schema: dict[str, Any]) -> dict[str, Any]:
+    return {"tools": [{"functionDeclarations": [{"name": name, "parametersJsonSchema": schema}]}]}
+
+
+def held_to(schema: dict[str, Any]) -> dict[str, Any]:
+    asked = {"responseMimeType": "application/json", "responseJsonSchema": schema}
+    return {"generationConfig": asked}
+
+
+GOOD = {"contents": [{"parts": [{"text": "hi"}]}]}
+
+
+class TestGeminiEvents(DialectConformance):
+    """`?alt=sse`."""
+
+    adapter: ClassVar[Adapter] = Adapter(
+        dialect=DIALECT,
+        good=GOOD,
+        asked=Asked("m", "generateContent"),
+        asked_streaming=Asked("m", "streamGenerateContent"),
+        read_unary=read_unary,
+        read_stream=read_events,
+        read_error=read_error,
+        tool=declared,
+        held_to=held_to,
+    )
+
+
+class TestGeminiArray(DialectConformance):
+    """Without it."""
+
+    adapter: ClassVar[Adapter] = Adapter(
+        dialect=ARRAY_DIALECT,
+        good=GOOD,
+        asked=Asked("m", "generateContent"),
+        asked_streaming=Asked("m", "streamGenerateContent"),
+        read_unary=read_unary,
+        read_stream=read_array,
+        read_error=read_error,
+        tool=declared,
+        held_to=held_to,
+    )

@@ -1,0 +1,248 @@
+"""OpenAI's three endpoints, put through what every dialect has to hold."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, ClassVar
+
+from openai.types import Completion
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from openai.types.responses import Response
+
+from gateway.dialects.canonical import Call
+from gateway.dialects.openai import chat as openai_chat
+from gateway.dialects.openai import completions as openai_completions
+from gateway.dialects.openai import responses as openai_responses
+from tests.golden.transcripts import events
+from tests.integration.dialect_conformance import Adapter, Answer, BrokenOff, DialectConformance
+
+
+def data_of(data: bytes) -> list[Any]:
+    """The events' JSON, without keep-alives."""
+    found = events(data.replace(b": keep-alive\n\n", b""))
+    for event in found:
+        if isinstance(event, dict) and event.get("error"):
+            raise BrokenOff(event["error"]["message"])
+    return found
+
+
+def usage_of(usage: dict[str, Any]) -> tuple[int, int, int]:
+    """Whole prompt, read, answer; the sums hold."""
+    details = usage["prompt_tokens_details"]
+    assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+    assert details["cached_tokens"] + details["cache_write_tokens"] <= usage["prompt_tokens"]
+    return usage["prompt_tokens"], details["cached_tokens"], usage["completion_tokens"]
+
+
+def read_error(body: bytes) -> str:
+    """An error, in the one shape there is."""
+    error = json.loads(body)["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return str(error["message"])
+
+
+# --- chat ----------------------------------------------------------------------------------------
+
+
+def read_chat(data: bytes) -> Answer:
+    """A whole completion."""
+    answer = json.loads(data)
+    ChatCompletion.model_validate(answer, strict=True)
+    (choice,) = answer["choices"]
+    message = choice["message"]
+    return Answer(
+        text=message["content"] or "",
+        calls=tuple(
+            (call["function"]["name"], json.loads(call["function"]["arguments"]))
+            for call in message.get("tool_calls", ())
+        ),
+        reason=choice["finish_reason"],
+        usage=usage_of(answer["usage"]),
+    )
+
+
+def read_chat_stream(data: bytes) -> Answer:
+    """Chunks, put together as clients do; usage before the end."""
+    *chunks, done = data_of(data)
+    assert done == "[DONE]"
+    text, calls, reason = "", list[dict[str, str]](), ""
+    for chunk in chunks:
+        ChatCompletionChunk.model_validate(chunk, strict=True)
+        for choice in chunk["choices"]:
+            assert not reason, "something behind the end"
+            delta = choice["delta"]
+            text += delta.get("content") or ""
+            for piece in delta.get("tool_calls", ()):
+                if "id" in piece:
+                    assert piece["index"] == len(calls)
+                    calls.append({"name": piece["function"]["name"], "arguments": ""})
+                calls[piece["index"]]["arguments"] += piece["function"]["arguments"]
+            reason = choice["finish_reason"] or reason
+    assert chunks[-1]["choices"] == []
+    return Answer(
+        text,
+        tuple((call["name"], json.loads(call["arguments"])) for call in calls),
+        reason,
+        usage_of(chunks[-1]["usage"]),
+    )
+
+
+STREAMING = {"stream": True, "stream_options": {"include_usage": True}}
+
+
+class TestOpenAIChat(DialectConformance):
+    """`/v1/chat/completions`."""
+
+    adapter: ClassVar[Adapter] = Adapter(
+        dialect=openai_chat.DIALECT,
+        good={"model": "m", "messages": [{"role": "user", "content": "hi"}]},
+        streaming=STREAMING,
+        read_unary=read_chat,
+        read_stream=read_chat_stream,
+        read_error=read_error,
+        tool=lambda name, schema: {
+            "tools": [{"type": "function", "function": {"name": name, "parameters": schema}}]
+        },
+        held_to=lambda schema: {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "n", "schema": schema},
+            }
+        },
+    )
+
+
+# --- legacy completions --------------------------------------------------------------------------
+
+
+def read_completion(data: bytes) -> Answer:
+    """A whole one."""
+    answer = json.loads(data)
+    Completion.model_validate(answer, strict=True)
+    (choice,) = answer["choices"]
+    return Answer(choice["text"], (), choice["finish_reason"], usage_of(answer["usage"]))
+
+
+def read_completion_stream(data: bytes) -> Answer:
+    """Its pieces have the shape of the whole."""
+    *chunks, done = data_of(data)
+    assert done == "[DONE]"
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    (reason,) = {choice["finish_reason"] for choice in choices} - {None}
+    text = "".join(choice["text"] for choice in choices)
+    return Answer(text, (), reason, usage_of(chunks[-1]["usage"]))
+
+
+class TestOpenAICompletions(DialectConformance):
+    """`/v1/completions`: raw text, so that there is neither a role nor a call."""
+
+    adapter: ClassVar[Adapter] = Adapter(
+        dialect=openai_completions.DIALECT,
+        good={"model": "m", "prompt": "hi"},
+        streaming=STREAMING,
+        read_unary=read_completion,
+        read_stream=read_completion_stream,
+        read_error=read_error,
+        has_calls=False,
+    )
+
+    def test_a_minimal_request_is_the_same_call_everywhere(self) -> None:
+        """Its prompt is a text that no template touches."""
+        call: Call = self.adapter.parse()
+
+        (prompt,) = call.prompts
+        assert (call.model, prompt.text, prompt.segments) == ("m", "hi", ())
+        assert (call.operation, call.stream, call.generation.stop) == ("generate", False, ())
+
+
+# --- responses -----------------------------------------------------------------------------------
+
+
+def read_response(data: bytes) -> Answer:
+    """A whole response, by the rules of the official client's types."""
+    return answer_of(json.loads(data))
+
+
+def answer_of(response: dict[str, Any]) -> Answer:
+    """What a client makes of it."""
+    Response.model_validate(response)
+    items, usage = response["output"], response["usage"]
+    assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"]
+    return Answer(
+        text="".join(
+            part["text"] for item in items if item["type"] == "message" for part in item["content"]
+        ),
+        calls=tuple(
+            (item["name"], json.loads(item["arguments"]))
+            for item in items
+            if item["type"] == "function_call"
+        ),
+        reason=response["status"],
+        usage=(
+            usage["input_tokens"],
+            usage["input_tokens_details"]["cached_tokens"],
+            usage["output_tokens"],
+        ),
+    )
+
+
+def read_response_stream(data: bytes) -> Answer:
+    """Numbered, named events; items one after the other; what they add up to is what is sent."""
+    built: list[dict[str, Any]] = []
+    found = named(data)
+    for number, (name, event) in enumerate(found):
+        assert (event["type"], event["sequence_number"]) == (name, number)
+        place = event.get("output_index", -1)
+        match name.removeprefix("response."):
+            case "output_item.added":
+                assert place == len(built)
+                built.append({"item": event["item"], "text": ""})
+            case "output_text.delta" | "function_call_arguments.delta":
+                assert place == len(built) - 1
+                assert event["item_id"] == built[place]["item"]["id"]
+                built[place]["text"] += event["delta"]
+            case "output_text.done":
+                assert event["text"] == built[place]["text"]
+            case "function_call_arguments.done":
+                assert event["arguments"] == built[place]["text"]
+            case "output_item.done":
+                assert event["item"]["id"] == built[place]["item"]["id"]
+                built[place]["item"] = event["item"]
+            case "failed":
+                raise BrokenOff(event["response"]["error"]["message"])
+            case _:
+                pass
+    assert [name for name, _ in found[:2]] == ["response.created", "response.in_progress"]
+    name, last = found[-1]
+    assert name in ("response.completed", "response.incomplete")
+    assert last["response"]["output"] == [one["item"] for one in built]
+    return answer_of(last["response"])
+
+
+def named(data: bytes) -> list[tuple[str, dict[str, Any]]]:
+    """(event, data) of each event."""
+    found = []
+    for text in data.decode().split("\n\n")[:-1]:
+        if not text.startswith(":"):
+            first, second = text.split("\n")
+            found.append((first.removeprefix("event: "), json.loads(second[6:])))
+    return found
+
+
+class TestOpenAIResponses(DialectConformance):
+    """`/v1/responses`."""
+
+    adapter: ClassVar[Adapter] = Adapter(
+        dialect=openai_responses.DIALECT,
+        good={"model": "m", "input": "hi"},
+        streaming={"stream": True},
+        read_unary=read_response,
+        read_stream=read_response_stream,
+        read_error=read_error,
+        tool=lambda name, schema: {
+            "tools": [{"type": "function", "name": name, "parameters": schema}]
+        },
+        held_to=lambda schema: {
+            "text": {"format": {"type": "json_schema", "name": "n", "schema": schema}}
+        },
+    )

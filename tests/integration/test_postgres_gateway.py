@@ -1,0 +1,243 @@
+"""Whole gateways, and the command line, over a PostgreSQL server.
+
+A blocking call on the event loop fails any test here, as everywhere; a question to the server is
+one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from engine.model_store import ModelCard
+from gateway.__main__ import main
+from tenancy.accounting.audit import check_books
+from tenancy.storage import postgres
+from tenancy.storage.postgres import PostgresStore
+from tests.unit.gateway.admin_client import Admin
+from tests.unit.gateway.api.test_cached_contents import ALL, created, question
+from tests.unit.gateway.gateway_fixture import PATIENCE_S, House
+from tests.unit.tenancy.storage.postgres_server import BINARIES, Server
+
+
+@pytest.fixture
+def database(postgres_server: Server) -> str:
+    return postgres_server.database()
+
+
+@pytest.fixture
+async def first(
+    card: ModelCard, tmp_path: Path, postgres_server: Server, database: str
+) -> AsyncIterator[House]:
+    """A gateway with the tenants `ada` and `bob`."""
+    store = await asyncio.to_thread(PostgresStore, postgres_server.address(database))
+    house = await asyncio.to_thread(House, card, tmp_path, store)
+    await house.open()
+    yield house
+    await house.close()
+    await asyncio.to_thread(house.discard)
+
+
+@pytest.fixture
+async def second(card: ModelCard, tmp_path: Path, first: House) -> AsyncIterator[House]:
+    """Beside the first, over the same database."""
+    store = await asyncio.to_thread(first.store.another)
+    house = await asyncio.to_thread(House, card, tmp_path, store)
+    await house.open()
+    yield house
+    await house.close()
+    await asyncio.to_thread(house.discard)
+
+
+async def until_it_is(house: House, status: int, key: str | None = None) -> None:
+    """Ask until that is the answer: what changes elsewhere is seen within a second."""
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            got, _, _ = await house.ask(
+                body=house.chat(), who=None if key else "ada", headers=headers
+            )
+            if got == status:
+                return
+            await asyncio.sleep(0.02)
+
+
+async def test_two_gateways_keep_one_ledger(first: House, second: House) -> None:
+    """At once; then every sum, chain and charge is right, and nothing is open."""
+    asked = [house.ask(body=house.chat()) for _ in range(12) for house in (first, second)]
+    statuses = [status for status, _, _ in await asyncio.gather(*asked)]
+    _, text, _ = await first.ask(body=first.chat(stream=True))
+    for house in (first, second):
+        await house.quiet()
+    rows = await asyncio.to_thread(
+        first.store.query, "select count(*), count(distinct request_id) from ledger"
+    )
+    held = await asyncio.to_thread(first.store.query, "select count(*) from holds")
+    findings = await asyncio.to_thread(check_books, first.store)
+
+    assert statuses == [200] * 24
+    assert text.rstrip().endswith("[DONE]")
+    assert (rows, held, findings) == ([(25, 25)], [(0,)], [])
+
+
+async def test_what_one_gateway_answers_the_other_answers_again(
+    first: House, second: House
+) -> None:
+    """Also while it runs: a retry goes to whichever gateway is there."""
+    headers = {"Idempotency-Key": "n", "Authorization": f"Bearer {first.keys['ada']}"}
+    first.runner.hold_after(4)
+    running = asyncio.create_task(first.ask(body=first.chat(), who=None, headers=headers))
+    await first.until(lambda: first.runner.steps >= 4)
+    await until_it_is(second, 200, first.keys["ada"])
+    early, error, _ = await second.ask(body=second.chat(), who=None, headers=headers)
+    first.runner.release()
+    status, one, _ = await running
+    again, two, response = await second.ask(body=second.chat(), who=None, headers=headers)
+
+    assert (early, error["error"]["code"]) == (409, "idempotency_in_flight")
+    assert (status, again, one) == (200, 200, two)
+    assert response.headers["Idempotency-Replayed"] == "true"
+
+
+async def test_cached_contents_live_in_both_gateways(first: House, second: House) -> None:
+    """Made in one, used and ended in the other; whatever the server takes, no loop waits for it."""
+    await until_it_is(second, 200, first.keys["ada"])
+    mine = {"Authorization": f"Bearer {first.keys['ada']}"}
+    resource = await created(first)
+    path, body = question(second, resource["name"])
+    used, answer, _ = await second.ask(path, body, who=None, headers=mine)
+    _, listed, _ = await second.ask(ALL, who=None, headers=mine, method="GET")
+    one = f"/v1beta/{resource['name']}"
+    changed, _, _ = await second.ask(one, {"ttl": "7200s"}, who=None, headers=mine, method="PATCH")
+    ended, _, _ = await second.ask(one, who=None, headers=mine, method="DELETE")
+    again, _, _ = await first.ask(*question(first, resource["name"]))
+
+    tokens = resource["usageMetadata"]["totalTokenCount"]
+    assert answer["usageMetadata"]["cachedContentTokenCount"] == tokens
+    assert [found["name"] for found in listed["cachedContents"]] == [resource["name"]]
+    assert (used, changed, ended, again) == (200, 200, 200, 403)
+
+
+async def test_what_one_gateway_is_told_the_other_knows_within_a_second(
+    first: House, second: House
+) -> None:
+    """Tenants and keys, made and suspended over the admin API."""
+    admin = await asyncio.to_thread(Admin, first)
+    await until_admin(admin)
+    made, _ = await admin.ask("POST", "/admin/v1/tenants", {"name": "eve"})
+    status, key = await admin.ask("POST", "/admin/v1/tenants/eve/keys", {})
+    await until_it_is(second, 200, key["key"])
+    suspended, _ = await admin.ask("PATCH", "/admin/v1/tenants/eve", {"status": "suspended"})
+    await until_it_is(second, 403, key["key"])
+
+    assert (made, status, suspended) == (201, 201, 200)
+
+
+async def until_admin(admin: Admin) -> None:
+    """Its key is new to the gateway."""
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            status, _ = await admin.ask("GET", "/admin/v1/tenants")
+            if status == 200:
+                return
+            await asyncio.sleep(0.02)
+
+
+@pytest.fixture
+def frail() -> Iterator[Server]:
+    """A server that may be harmed."""
+    if BINARIES is None:
+        pytest.skip("PostgreSQL's initdb and postgres are not here")
+    server = Server()
+    yield server
+    server.close()
+
+
+def administration(name: str) -> list[tuple[str, str, object]]:
+    """Questions to each of the connections that a gateway has beside its ledger's."""
+    return [
+        ("POST", "/admin/v1/tenants", {"name": name}),
+        ("GET", "/admin/v1/usage", None),
+        ("GET", "/admin/v1/tenants", None),
+    ]
+
+
+async def test_while_the_server_is_away_nothing_is_answered_unrecorded(
+    card: ModelCard, tmp_path: Path, frail: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """503 with when to come again; it goes on by itself when the server is back."""
+    monkeypatch.setattr(postgres, "PATIENCE_S", 0.5)
+    name = await asyncio.to_thread(frail.database)
+    store = await asyncio.to_thread(PostgresStore, frail.address(name))
+    house = await asyncio.to_thread(House, card, tmp_path, store)
+    await house.open()
+    try:
+        admin = await asyncio.to_thread(Admin, house)
+        before, _, _ = await house.ask(body=house.chat())
+        asked = [(await admin.ask("GET", "/admin/v1/usage"))[0]]
+        await asyncio.to_thread(frail.kill)
+        away, _, answer = await house.ask(body=house.chat())
+        asked += [(await admin.ask(*question))[0] for question in administration("eve")]
+        await asyncio.to_thread(frail.start)
+        await until_it_is(house, 200)
+        asked += [(await admin.ask(*question))[0] for question in administration("gus")]
+        await house.quiet()
+        endings = await asyncio.to_thread(store.query, "select distinct ending from ledger")
+        findings = await asyncio.to_thread(check_books, store)
+    finally:
+        await house.close()
+        await asyncio.to_thread(house.discard)
+
+    assert (before, away) == (200, 503)
+    assert asked == [200, 503, 503, 503, 201, 200, 200]
+    assert int(answer.headers["retry-after"]) > 0
+    assert (endings, findings) == ([("done",)], [])
+
+
+def test_commands_work_on_a_server(
+    tmp_path: Path,
+    postgres_server: Server,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One line of configuration; the password stands in the environment, and is shown nowhere."""
+    config = tmp_path / "trunkline.toml"
+    url = postgres_server.url(postgres_server.database(is_empty=True))
+    listen = '[server]\nlisten = "127.0.0.1:0"\n[admin]\nlisten = "127.0.0.1:0"\n'
+    config.write_text(f'data_dir = "{tmp_path}/data"\n{listen}[tenancy]\ndatabase = "{url}"\n')
+    monkeypatch.setenv("TRUNKLINE_CONFIG", str(config))
+    monkeypatch.setenv("PGPASSWORD", "secret")
+    commands = (
+        *("doctor", "tenant create ada --weight 2", "key create --tenant ada", "key list"),
+        *("tenant list", "tenant set ada --priority 3", "key rotate 2", "key revoke 2", "usage"),
+        *("check-books", "tenant suspend ada", "reconcile", "close --list", "check-config"),
+        "doctor",
+    )
+    statuses = {command: main(command.split()) for command in commands}
+    out, err = capsys.readouterr()
+
+    assert {command: status for command, status in statuses.items() if status} == {}
+    assert (err, "secret" in out) == ("", False)
+    assert not (tmp_path / "data" / "trunkline.db").exists()
+
+
+@pytest.mark.parametrize("command", ["check-config", "tenant list"])
+def test_a_password_in_the_address_is_refused(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    command: str,
+) -> None:
+    """In one line, that does not say it again."""
+    config = tmp_path / "trunkline.toml"
+    config.write_text('tenancy.database = "postgresql://ada:secret@h/books"\n')
+    monkeypatch.setenv("TRUNKLINE_CONFIG", str(config))
+    status = main(command.split())
+    out, err = capsys.readouterr()
+
+    assert (status, out, "secret" in err) == (2, "", False)
+    assert "tenancy.database" in err
+    assert "no password" in err

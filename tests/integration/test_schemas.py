@@ -1,0 +1,122 @@
+"""What each dialect makes of words in a schema that no grammar has: refused by name where all of it
+was asked for (strict), passed over while tokens are drawn and looked at afterwards where not.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.unit.gateway.gateway_fixture import House
+
+CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
+GEMINI = "/v1beta/models/{model}:generateContent"
+USER: Any = [{"role": "user", "content": "hello"}]
+
+TWICE: Any = {
+    "type": "object",
+    "properties": {"a": {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+SAID = '{"a": [1, 1]}'
+CALLED = f'<tool_call>\n{{"name": "f", "arguments": {SAID}}}\n</tool_call>'
+
+
+@pytest.fixture
+def made(made: House) -> House:
+    """With room for tools, and answers that are held to schemas."""
+    made.context_tokens, made.takes_grammars = 2_048, True
+    return made
+
+
+def chat(**more: object) -> tuple[str, dict[str, Any]]:
+    return CHAT, {"messages": USER, "max_tokens": 200, **more}
+
+
+def chat_format(strict: bool | None) -> tuple[str, dict[str, Any]]:
+    form = {"name": "n", "schema": TWICE, "strict": strict}
+    return chat(response_format={"type": "json_schema", "json_schema": form})
+
+
+def chat_call(strict: bool | None) -> tuple[str, dict[str, Any]]:
+    function = {"name": "f", "parameters": TWICE, "strict": strict}
+    tools = [{"type": "function", "function": function}]
+    return chat(tools=tools, tool_choice="required")
+
+
+def responses_format(strict: bool | None) -> tuple[str, dict[str, Any]]:
+    form = {"type": "json_schema", "name": "n", "schema": TWICE, "strict": strict}
+    return RESPONSES, {"input": "hello", "max_output_tokens": 200, "text": {"format": form}}
+
+
+def messages(**more: object) -> tuple[str, dict[str, Any]]:
+    return MESSAGES, {"messages": USER, "max_tokens": 200, **more}
+
+
+def messages_call(strict: bool) -> tuple[str, dict[str, Any]]:
+    tool = {"name": "f", "input_schema": TWICE, "strict": strict}
+    return messages(tools=[tool], tool_choice={"type": "any"})
+
+
+def gemini(**config: object) -> tuple[str, dict[str, Any]]:
+    settings = {"maxOutputTokens": 200, "responseMimeType": "application/json", **config}
+    return GEMINI, {"contents": [{"parts": [{"text": "hi"}]}], "generationConfig": settings}
+
+
+STRICT = {
+    "response_format.json_schema.schema": chat_format(True),
+    "tools[0]": chat_call(True),
+    "text.format.schema": responses_format(True),
+    "output_config.format.schema": messages(
+        output_config={"format": {"type": "json_schema", "schema": TWICE}}
+    ),
+    "tools[0] (Anthropic)": messages_call(True),
+    "generationConfig.responseSchema": gemini(responseSchema=TWICE),
+}
+
+
+@pytest.mark.parametrize("field", STRICT)
+async def test_all_of_a_strict_schema_or_none(house: House, field: str) -> None:
+    """As upstream: the word is named, and the field; nothing is computed or charged."""
+    path, body = STRICT[field]
+    path = path.format(model=house.model)
+
+    status, said, _ = await house.ask(path, {"model": house.model, **body})
+
+    assert status == 400, said
+    assert "uniqueItems" in said["error"]["message"]
+    assert field.split()[0] in str(said)
+    assert all(output == 0 for *_, output in house.entries())
+    await house.check_quiet()
+
+
+@pytest.mark.parametrize(
+    ("asked", "spoken"),
+    [
+        (chat_format(None), SAID),
+        (chat_format(False), SAID),
+        (chat_call(None), CALLED),
+        (responses_format(None), SAID),
+        (messages_call(False), CALLED),
+        (gemini(responseJsonSchema=TWICE), SAID),
+    ],
+    ids=["chat", "chat false", "chat call", "responses", "messages call", "gemini"],
+)
+async def test_the_rest_of_a_schema_that_is_not_strict_holds(
+    house: House, asked: tuple[str, dict[str, Any]], spoken: str
+) -> None:
+    """The answer comes as the model gave it; what it breaks is counted, where it is a format."""
+    path, body = asked
+    house.say(spoken)
+
+    status, said, _ = await house.ask(
+        path.format(model=house.model), {"model": house.model, **body}
+    )
+
+    assert status == 200, said
+    assert "1, 1" in str(said)
+    metrics = house.gateway.context.telemetry.exposition().decode()
+    assert ("output_format_violations_total 1.0" in metrics) == (spoken == SAID)
+    await house.check_quiet()

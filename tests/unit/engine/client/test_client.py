@@ -1,0 +1,425 @@
+"""One suite for both engines: over a socket and in a thread, a client sees the same."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from engine.api import (
+    CacheGrant,
+    Finished,
+    Frame,
+    GetStats,
+    Request,
+    SampleEnded,
+    Sampling,
+    Started,
+    Stats,
+    Submit,
+    Tokens,
+    Usage,
+)
+from engine.client import client
+from engine.client.client import RequestStream, SocketEngine
+from engine.config import EngineConfig
+from engine.errors import EngineError, EngineUnavailable, InvariantViolation, RequestRefused
+from engine.protocol import Welcome, encode, upward_decoder
+from engine.server.embedded import LocalEngine
+from engine.server.server import EngineServer
+from engine.server.service import EngineService
+from tests.fakes import solo_output
+from tests.unit.engine.server.fake_engine_process import VOCAB, fake_core
+
+CONFIG = EngineConfig(heartbeat_s=0.05, step_tokens_max=64, prefill_chunk_tokens_max=16)
+GREEDY = Sampling(temperature=0)
+TOKEN = "token"
+DEADLINE_S = 60.0
+LONG = 8_000
+"""Output tokens enough to be still at it when a test acts."""
+
+
+def request(
+    name: str = "a", prompt: tuple[int, ...] = (1, 2, 3), max_tokens: int = 4, **more: Any
+) -> Request:
+    return Request(name, prompt, max_tokens, CacheGrant(b"n"), GREEDY, **more)
+
+
+class Bench:
+    """An engine with a handle on the service behind it."""
+
+    def __init__(self, engine: SocketEngine | LocalEngine, service: EngineService) -> None:
+        self.engine = engine
+        self.service = service
+
+    def break_core(self) -> None:
+        """Plant an invariant violation: the next step finds it."""
+
+        def broken() -> None:
+            raise InvariantViolation("planted")
+
+        self.service.join(Planted(broken))
+
+
+class Planted:
+    """An outlet that runs a plan in the engine's thread."""
+
+    def __init__(self, act: Any) -> None:
+        self._act = act
+
+    def send(self, step: int, messages: tuple[Any, ...]) -> None:
+        self._act()
+
+
+@asynccontextmanager
+async def socket_engine(folder: Path) -> AsyncIterator[Bench]:
+    loop = asyncio.get_running_loop()
+    loaded = asyncio.Event()
+
+    def changed() -> None:
+        loop.call_soon_threadsafe(loaded.set)
+        if service.failure is not None:
+            asyncio.run_coroutine_threadsafe(server.close(), loop)
+
+    service = EngineService(lambda: fake_core(CONFIG), CONFIG, changed=changed)
+    path = folder / "engine.sock"
+    server = EngineServer(service, TOKEN, loaded)
+    await server.listen(path)
+    service.start()
+    await loaded.wait()
+    engine = await SocketEngine.connect(path, TOKEN)
+    try:
+        yield Bench(engine, service)
+    finally:
+        await engine.close()
+        await server.close()
+        await asyncio.to_thread(service.stop)
+
+
+@asynccontextmanager
+async def local_engine(folder: Path) -> AsyncIterator[Bench]:
+    engine = await LocalEngine.start(lambda: fake_core(CONFIG), CONFIG)
+    try:
+        yield Bench(engine, engine.service)
+    finally:
+        await engine.close()
+
+
+@pytest.fixture(params=[socket_engine, local_engine], ids=["socket", "local"])
+async def bench(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Bench]:
+    async with request.param(tmp_path) as bench:
+        yield bench
+
+
+async def read(stream: RequestStream) -> list[Any]:
+    async with asyncio.timeout(DEADLINE_S):
+        return [event async for event in stream]
+
+
+async def first(stream: RequestStream, kind: type) -> Any:
+    async with asyncio.timeout(DEADLINE_S):
+        async for event in stream:
+            if isinstance(event, kind):
+                return event
+    raise AssertionError(f"no {kind.__name__}")
+
+
+def words(events: list[Any], index: int = 0) -> list[int]:
+    return [
+        token.token_id
+        for event in events
+        if isinstance(event, Tokens) and event.index == index
+        for token in event.tokens
+    ]
+
+
+async def test_a_request_is_answered_in_order(bench: Bench) -> None:
+    """Started, tokens, the sample's end, and one final event with the usage."""
+    events = await read(bench.engine.submit(request()))
+
+    assert isinstance(events[0], Started)
+    assert isinstance(events[-2], SampleEnded)
+    assert isinstance(events[-1], Finished)
+    assert events[-1].ending == "done"
+    assert events[-1].usage.output_tokens == 4
+    assert words(events) == solo_output((1, 2, 3), GREEDY, 0, 4, VOCAB)
+
+
+async def test_streams_at_once_get_their_own(bench: Bench) -> None:
+    """One frame per step carries everybody's tokens; each stream sees its own."""
+    prompts = [(1, 2, n) for n in range(20)]
+    streams = [bench.engine.submit(request(str(p), p, 30)) for p in prompts]
+
+    answers = await asyncio.gather(*(read(stream) for stream in streams))
+
+    for prompt, events in zip(prompts, answers, strict=True):
+        assert words(events) == solo_output(prompt, GREEDY, 0, 30, VOCAB)
+
+
+async def test_a_refusal_is_a_final_event_with_its_code(bench: Bench) -> None:
+    """Bad input ends like everything else: once, with a reason."""
+    (end,) = await read(bench.engine.submit(request(prompt=(VOCAB,))))
+
+    assert (end.ending, end.code) == ("refused", "token_out_of_range")
+
+
+async def test_an_id_in_use_is_refused_at_once(bench: Bench) -> None:
+    """Two streams under one name would steal each other's events."""
+    stream = bench.engine.submit(request(max_tokens=LONG))
+
+    with pytest.raises(RequestRefused):
+        bench.engine.submit(request())
+
+    await stream.aclose()
+
+
+async def test_a_reader_that_leaves_gives_its_blocks_back(bench: Bench) -> None:
+    """A disconnect must not go on computing."""
+    stream = bench.engine.submit(request(max_tokens=LONG))
+    await first(stream, Tokens)
+
+    await stream.aclose()
+    await stream.aclose()
+
+    stats = await bench.engine.get_stats()
+    assert (stats.running, stats.waiting, stats.pinned_blocks) == (0, 0, 0)
+
+
+async def test_a_cancelled_request_says_what_it_used(bench: Bench) -> None:
+    """The ledger settles what was computed, however it ended."""
+    stream = bench.engine.submit(request(max_tokens=LONG))
+    await first(stream, Tokens)
+
+    async with asyncio.timeout(DEADLINE_S):
+        end = await stream.cancel()
+
+    assert end is not None
+    assert end.ending == "cancelled"
+    assert end.usage.prompt_tokens == 3
+    assert end.usage.output_tokens >= 1
+
+
+async def test_what_ends_a_request_is_sent_to_an_engine_that_is_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A refusal there would leave the request running, and its hold in the ledger."""
+    async with socket_engine(tmp_path) as bench:
+        stream = bench.engine.submit(request(max_tokens=LONG))
+        await first(stream, Tokens)
+        monkeypatch.setattr(client, "UNSENT_BYTES_MAX", -1)
+
+        with pytest.raises(EngineUnavailable) as refused:
+            bench.engine.submit(request("b"))
+        with pytest.raises(EngineUnavailable):
+            await bench.engine.get_stats()
+        async with asyncio.timeout(DEADLINE_S):
+            end = await stream.cancel()
+
+    assert refused.value.code == "queue_full"
+    assert end is not None
+    assert end.ending == "cancelled"
+
+
+async def test_a_stop_string_ends_a_sample_and_sets_its_charge(bench: Bench) -> None:
+    """The gateway finds it in text while the engine has run ahead."""
+    stream = bench.engine.submit(request(max_tokens=LONG))
+    await first(stream, Tokens)
+
+    stream.end_sample(0, 1)
+    events = await read(stream)
+
+    assert [e.reason for e in events if isinstance(e, SampleEnded)] == ["stop"]
+    assert (events[-1].ending, events[-1].usage.output_tokens) == ("done", 1)
+
+
+async def test_a_slow_reader_holds_nobody_up_and_little_memory(bench: Bench) -> None:
+    """Its waiting tokens are joined; another's stream runs to its end meanwhile."""
+    slow = bench.engine.submit(request("slow", (9,), 200, samples=2))
+    await read(bench.engine.submit(request("fast", (1, 2), 300)))
+
+    batch = await slow.next_batch()
+
+    assert len(batch) <= 6
+    assert len(words(batch, 0)) == len(words(batch, 1)) == 200
+
+
+async def test_what_is_cached_can_be_asked_and_erased(bench: Bench) -> None:
+    """Peek changes nothing; erase takes a namespace away."""
+    prompt = tuple(range(40))
+    await read(bench.engine.submit(request(prompt=prompt)))
+
+    before = await bench.engine.peek(b"n", (*prompt, 1))
+    other = await bench.engine.peek(b"m", (*prompt, 1))
+    erased = await bench.engine.erase(b"n")
+    after = await bench.engine.peek(b"n", (*prompt, 1))
+
+    assert before.cached_tokens == 40
+    assert other.cached_tokens == after.cached_tokens == 0
+    assert erased.blocks >= 2
+    with pytest.raises(ValueError, match="not both"):
+        await bench.engine.erase(b"n", lease_id="l", tokens=(1,))
+
+
+async def test_the_heartbeat_comes_unasked(bench: Bench) -> None:
+    """An idle engine is told apart from a dead one by it, from the first moment on."""
+    heard: asyncio.Queue[int] = asyncio.Queue()
+    receive = bench.engine.receive
+
+    def listening(messages: Any) -> None:
+        receive(messages)
+        heard.put_nowait(len(messages))
+
+    bench.engine.receive = listening  # type: ignore[method-assign]
+    async with asyncio.timeout(DEADLINE_S):
+        for _ in range(3):
+            await heard.get()
+
+    assert bench.engine.stats.blocks > 0
+
+
+async def test_a_request_alone_leaves_at_once_and_many_of_a_turn_together() -> None:
+    """The engine works while the rest of a turn is done; but each write costs more than a command,
+    and what leaves alone is answered alone."""
+    _, info = fake_core(CONFIG)
+    ours, theirs = socket.socketpair()
+    loop = asyncio.get_running_loop()
+    _, engine = await loop.create_unix_connection(SocketEngine, sock=ours)
+    theirs.setblocking(False)
+    engine.data_received(encode(Welcome(info)))
+
+    def sent() -> list[str]:
+        try:
+            commands = list(upward_decoder().feed(theirs.recv(65_536)))
+        except BlockingIOError:
+            return []
+        return [command.request.request_id for command in commands if isinstance(command, Submit)]
+
+    left: list[tuple[list[list[str]], list[str]]] = []
+    for number, names in enumerate(("a", "bcd", "e", "f")):
+        at_once = []
+        for name in names:
+            engine.submit(request(name))
+            at_once.append(sent())
+        await asyncio.sleep(0)
+        left.append((at_once, sent()))
+        ends = tuple(Finished(name, "done", Usage()) for name in names)
+        engine.data_received(encode(Frame(number, number, ends)))
+    for name in "gh":
+        engine.submit(request(name))
+    await engine.close()
+    last = sent()
+    theirs.close()
+
+    assert left == [
+        ([["a"]], []),
+        ([["b"], [], []], ["c", "d"]),
+        ([["e"]], []),
+        ([["f"]], []),
+    ]
+    assert last == ["g", "h"]  # what was posted before the end still leaves
+
+
+async def test_who_is_cancelled_as_the_answer_comes_is_cancelled(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A watch that swallows its own end goes on for ever, and who closes it waits as long."""
+    hear = bench.engine.receive
+
+    def hear_and_leave(messages: Any) -> None:
+        heard = list(messages)
+        hear(heard)
+        if any(isinstance(message, Stats) and message.call_id for message in heard):
+            asking.cancel()
+
+    monkeypatch.setattr(bench.engine, "receive", hear_and_leave)
+    asking = asyncio.create_task(bench.engine.get_stats())
+    await asyncio.wait([asking])
+
+    assert asking.cancelled()
+
+
+async def test_drain_finishes_what_runs_and_refuses_the_rest(bench: Bench) -> None:
+    """A deployment loses no answer that was under way."""
+    stream = bench.engine.submit(request(max_tokens=200))
+    await first(stream, Started)
+
+    await bench.engine.drain(DEADLINE_S)
+    with pytest.raises(EngineUnavailable) as refused:
+        bench.engine.submit(request("late"))
+    events = await read(stream)
+
+    assert refused.value.code == "draining"
+    assert events[-1].ending == "done"
+    assert await asyncio.to_thread(bench.service.stopped.wait, DEADLINE_S)
+
+
+async def test_a_drain_that_takes_too_long_ends_the_rest(bench: Bench) -> None:
+    """After its time the rest ends as `shutdown`, with its usage."""
+    stream = bench.engine.submit(request(max_tokens=LONG))
+    await first(stream, Tokens)
+
+    await bench.engine.drain(0.05)
+    events = await read(stream)
+
+    assert events[-1].ending == "shutdown"
+    assert events[-1].usage.prompt_tokens == 3
+
+
+async def test_a_broken_engine_ends_every_stream_and_call(bench: Bench) -> None:
+    """Nobody waits for an engine that has ended, and what was seen to arrive is not lost."""
+    stream = bench.engine.submit(request(max_tokens=LONG))
+    await first(stream, Tokens)
+
+    bench.break_core()
+    events = await read(stream)
+
+    assert (events[-1].ending, events[-1].code) == ("failed", "engine_died")
+    assert events[-1].usage.prompt_tokens == 3
+    assert events[-1].usage.output_tokens >= 1
+    with pytest.raises(EngineUnavailable):
+        await bench.engine.get_stats()
+    assert isinstance(bench.service.failure, InvariantViolation)
+
+
+async def test_a_closed_engine_takes_nothing_and_ends_its_streams(bench: Bench) -> None:
+    """Closing is an end like any other."""
+    stream = bench.engine.submit(request(max_tokens=LONG))
+    await first(stream, Started)
+
+    await bench.engine.close()
+
+    assert (await read(stream))[-1].ending == "failed"
+    with pytest.raises(EngineUnavailable):
+        bench.engine.submit(request("b"))
+
+
+async def test_loading_that_fails_says_why() -> None:
+    """A missing model is the operator's to mend: the reason must arrive."""
+    with pytest.raises(EngineError) as caught:
+        await LocalEngine.start(lambda: fake_core(CONFIG, "missing"), CONFIG)
+
+    assert caught.value.code == "not_found"
+
+
+def test_an_engine_that_outlives_its_loop_is_not_broken_by_it() -> None:
+    """Who embeds it may leave in a hurry; its thread must not end with an error that nobody hears,
+    in the middle of something else."""
+    silent = msgspec.structs.replace(CONFIG, heartbeat_s=3_600.0)
+
+    async def leave() -> LocalEngine:
+        engine = await LocalEngine.start(lambda: fake_core(silent), silent)
+        await engine.get_stats()
+        return engine
+
+    engine = asyncio.run(leave())
+    engine.service.post(engine, GetStats(99))
+    engine.service.stop()
+
+    assert engine.service.stopped.is_set()
+    assert engine.service.failure is None

@@ -1,0 +1,449 @@
+"""Core over the token oracle: admission, events, endings, forks, failures, at both depths.
+
+`World` referees every step: blocks recounted, outputs equal to those drawn alone, one final event.
+A test here adds what only its own story promises.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from msgspec import structs
+
+from engine.api import (
+    CacheGrant,
+    Erase,
+    Finished,
+    LeaseRequest,
+    Peek,
+    Quota,
+    Retention,
+    Sampling,
+)
+from engine.config import EngineConfig
+from engine.errors import InvariantViolation
+from engine.plan import StepPlan, StepResult
+from engine.scheduler.scheduler import Slice
+from tests.checkers import World
+from tests.unit.engine.tiny_engines import CONFIG, PROMPT, ask, finished, make_world, run
+
+
+@pytest.fixture(params=[1, 2])
+def world(request: pytest.FixtureRequest) -> World:
+    """An engine of 16 blocks of 4, stepped one by one and with one step in flight."""
+    return make_world(request.param)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "code", "says"),
+    [
+        ({"tokens": ()}, "prompt_empty", "no tokens"),
+        ({"tokens": (0, 3)}, "token_out_of_range", "Token id 3"),
+        ({"tokens": (0, -1)}, "token_out_of_range", "Token id -1"),
+        ({"stop_token_ids": (7,)}, "token_out_of_range", "Token id 7"),
+        ({"sampling": Sampling(logit_bias={9: 1.0})}, "token_out_of_range", "Token id 9"),
+        ({"max_tokens": 40}, "context_exceeded", "48 tokens; 9 prompt tokens and max_tokens 40"),
+        ({"samples": 9}, "kv_exceeded", "9 samples exceed the 8"),
+        (
+            {"grant": CacheGrant(b"n", Quota(ceiling_blocks=3))},
+            "kv_exceeded",
+            "13 tokens do not fit the cache memory this tenant may use, even alone; 12 do",
+        ),
+    ],
+)
+def test_what_can_never_run_is_refused_with_the_numbers(
+    world: World, wanted: dict[str, Any], code: str, says: str
+) -> None:
+    """A client's mistake gets one final event that says what came and what the limit is."""
+    world.core.submit(ask(**wanted))
+    (event,) = world.core.step()
+
+    assert isinstance(event, Finished)
+    assert (event.ending, event.code) == ("refused", code)
+    assert says in event.message
+    assert not world.core.has_work()
+
+
+def test_the_whole_context_may_be_used(world: World) -> None:
+    """The limit itself is allowed; one token more is not."""
+    (fits,) = run(world, ask(max_tokens=39))
+
+    assert (fits.ending, fits.usage.output_tokens) == ("done", 39)
+
+
+def test_the_queue_is_bounded_by_requests() -> None:
+    """A queue without a bound answers everybody too late."""
+    world = make_world(1, config=EngineConfig(queue_requests_max=2))
+
+    endings = run(world, ask("a"), ask("b"), ask("c"))
+
+    assert [e.code for e in endings] == ["", "", "queue_full"]
+
+
+def test_the_queue_is_bounded_by_tokens() -> None:
+    """Ten long prompts wait as long as a thousand short ones. One alone is always let in."""
+    world = make_world(1, config=EngineConfig(queue_tokens_max=5))
+
+    endings = run(world, ask("a"), ask("b"))
+
+    assert [e.code for e in endings] == ["", "queue_full"]
+
+
+def test_an_id_that_is_running_is_refused(world: World) -> None:
+    """Two streams of events under one id could not be told apart."""
+    world.submit(ask("a"))
+    world.core.submit(ask("a"))
+    refusals = [e for e in world.core.step() if isinstance(e, Finished)]
+
+    assert [(e.ending, e.code) for e in refusals] == [("refused", "duplicate_request")]
+
+
+def test_an_id_may_come_again_once_it_has_finished(world: World) -> None:
+    """Core keeps nothing of what is over."""
+    run(world, ask("a"))
+    del world.streams["a"]
+
+    (again,) = run(world, ask("a"))
+
+    assert again.ending == "done"
+
+
+# -- what is counted --------------------------------------------------------------------------
+
+
+def test_the_second_turn_finds_the_first_to_the_token(world: World) -> None:
+    """Rule 5: the tail block is kept and copied, so hits do not stop at block boundaries."""
+    run(world, ask("a"))
+    said = (*PROMPT, *world.streams["a"].outputs[0])
+
+    (second,) = run(world, ask("b", tokens=(*said, 0, 1, 0)))
+
+    # The last output token was drawn and never computed.
+    assert second.usage.cached_tokens == len(said) - 1
+    assert second.usage.computed_tokens == 4
+
+
+def test_a_repeated_prompt_computes_one_token(world: World) -> None:
+    """Rule 6: there must be logits to draw from."""
+    first, again = run(world, ask("a"))[0], run(world, ask("b"))[0]
+
+    assert (first.usage.cached_tokens, again.usage.cached_tokens) == (0, len(PROMPT) - 1)
+    assert again.usage.computed_tokens == 1
+    assert world.streams["a"].outputs == world.streams["b"].outputs
+
+
+def test_no_namespace_finds_anothers_words(world: World) -> None:
+    """The first promise of all."""
+    run(world, ask("a"))
+
+    (other,) = run(world, ask("b", grant=CacheGrant(b"other")))
+
+    assert other.usage.cached_tokens == 0
+
+
+@pytest.mark.parametrize(("read", "write"), [(False, True), (True, False)])
+def test_the_cache_is_used_only_as_far_as_granted(world: World, read: bool, write: bool) -> None:
+    """`read` off finds nothing; `write` off leaves nothing to find."""
+    grant = CacheGrant(b"n", read=read, write=write)
+
+    endings = run(world, ask("a", grant=grant)) + run(world, ask("b", grant=grant))
+
+    assert [e.usage.cached_tokens for e in endings] == [0, 0]
+
+
+def test_a_request_for_no_output_warms_the_cache(world: World) -> None:
+    """Prefill only: done, no token, and the next one finds it."""
+    (warm,) = run(world, ask("a", max_tokens=0))
+
+    (next_one,) = run(world, ask("b"))
+
+    assert (warm.ending, warm.usage.output_tokens, warm.usage.first_token_s) == ("done", 0, None)
+    assert world.streams["a"].ended[0].reason == "length"
+    assert next_one.usage.cached_tokens == len(PROMPT) - 1
+
+
+def test_a_lease_is_answered_when_the_request_starts(world: World) -> None:
+    """Promises are granted, clipped or refused, never dropped in silence (rule 8)."""
+    lease = LeaseRequest(8, Retention("5m", promise_s=300), "l")
+    run(world, ask(grant=CacheGrant(b"n", Quota(floor_blocks=4), leases=(lease,))))
+
+    started = world.streams["r"].started
+    assert started is not None
+    assert [(g.lease_id, g.outcome, g.tokens) for g in started.leases] == [("l", "granted", 8)]
+
+
+def test_prompt_logprobs_come_whole_from_several_slices() -> None:
+    """One event before any token, whatever the chunks; nothing is read from the cache for it."""
+    world = make_world(2, config=EngineConfig(prefill_chunk_tokens_max=2))
+    run(world, ask("a"))
+
+    (told,) = run(world, ask("b", prompt_logprobs=0))
+
+    assert world.streams["b"].prompt_told
+    assert told.usage.cached_tokens == 0
+
+
+def test_times_are_counted_from_receipt(world: World) -> None:
+    """Durations, since two processes share no clock."""
+    world.submit(ask(max_tokens=3))
+    while world.core.has_work():
+        world.clock.advance(1.0)
+        world.step()
+
+    usage = finished(world).usage
+    assert usage.queue_s == 1.0
+    assert usage.first_token_s is not None
+    assert 1.0 <= usage.first_token_s < usage.total_s
+
+
+# -- samples ----------------------------------------------------------------------------------
+
+
+def test_samples_share_the_prompt_and_go_their_own_ways(world: World) -> None:
+    """The prompt is computed once; each sample draws as it would alone."""
+    sampling = Sampling(temperature=1.0, seed=3)
+    (done,) = run(world, ask(samples=3, max_tokens=6, sampling=sampling))
+
+    assert done.usage.computed_tokens == len(PROMPT)
+    assert done.usage.output_tokens == 18
+    assert len({tuple(output) for output in world.streams["r"].outputs}) > 1
+
+
+def test_samples_hold_the_prompts_full_blocks_once(world: World) -> None:
+    """Copy on write: three tables of four blocks are two shared ones and two more each."""
+    world.submit(ask(samples=3, tokens=PROMPT[:8], max_tokens=8, sampling=Sampling(seed=3)))
+    for _ in range(6):
+        world.step()
+
+    assert world.core.stats().pinned_blocks == 2 + 3 * 2
+
+
+def test_one_sample_may_end_before_the_others(world: World) -> None:
+    """A stop string is found in one: that one is charged what its text needed."""
+    world.submit(ask(samples=2, max_tokens=8, sampling=Sampling(seed=3)))
+    while len(world.streams["r"].outputs[1]) < 4:
+        world.step()
+    world.end_sample("r", 1, 2)
+    world.settle()
+
+    stream = world.streams["r"]
+    assert (stream.ended[1].reason, stream.ended[1].output_tokens) == ("stop", 2)
+    assert (stream.ended[0].reason, len(stream.outputs[0])) == ("length", 8)
+    assert finished(world).usage.output_tokens == 10
+
+
+# -- endings ----------------------------------------------------------------------------------
+
+
+def test_a_stop_token_ends_a_sample_once_it_has_enough(world: World) -> None:
+    """The stop token itself is reported; before `min_tokens` it is a token like any other."""
+    alone = world.streams
+    run(world, ask("whole", max_tokens=12))
+    stop = alone["whole"].outputs[0][0]
+    run(world, ask("soon", max_tokens=12, stop_token_ids=(stop,)))
+    run(world, ask("late", max_tokens=12, stop_token_ids=(stop,), min_tokens=2))
+
+    assert alone["soon"].outputs[0] == [stop]
+    assert len(alone["late"].outputs[0]) > 1
+    assert alone["late"].ended[0].reason in {"stop", "length"}
+
+
+@pytest.mark.parametrize("steps", range(8))
+def test_a_cancel_gives_the_blocks_back_at_once(world: World, steps: int) -> None:
+    """Wherever it was: queued, in its prompt, drawing, between launch and collect, forked."""
+    world.submit(ask(samples=2, max_tokens=8, tokens=PROMPT * 2))
+    for _ in range(steps):
+        world.step()
+    world.cancel("r")
+    pinned = world.core.stats().pinned_blocks
+    world.settle()
+
+    assert finished(world).ending == "cancelled"
+    assert pinned == 0
+
+
+def test_cancelling_nobody_does_nothing(world: World) -> None:
+    """It may just have finished; the two messages cross."""
+    run(world, ask())
+    world.cancel("r")
+    world.core.end_sample("r", 0, 1)
+
+    assert world.core.step() == []
+
+
+def test_a_request_that_waits_too_long_is_timed_out() -> None:
+    """Only before it starts: what has begun is finished."""
+    world = make_world(1, config=EngineConfig(sequences_max=1))
+    world.submit(ask("runs", deadline_s=5.0))
+    world.submit(ask("waits", deadline_s=5.0, tokens=(1, 1, 0)))
+    world.step()
+    world.clock.advance(5.0)
+    world.settle()
+
+    assert finished(world, "runs").ending == "done"
+    assert (finished(world, "waits").ending, finished(world, "waits").code) == ("timeout",) * 2
+
+
+def test_draining_finishes_what_runs_and_refuses_what_comes(world: World) -> None:
+    """And what outlives the time allowed ends as `shutdown`, with its blocks back."""
+    world.submit(ask("short", max_tokens=1))
+    world.submit(ask("long", max_tokens=30))
+    world.step()
+    world.core.drain(2.0)
+    world.submit(ask("late"))
+    for _ in range(3):
+        world.step()
+    world.clock.advance(2.0)
+    world.settle()
+
+    names = ("short", "long", "late")
+    assert [finished(world, n).ending for n in names] == ["done", "shutdown", "refused"]
+
+
+# -- failures ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["launch", "collect"])
+@pytest.mark.parametrize("step", [1, 2, 4])
+def test_a_step_that_breaks_fails_its_requests_and_no_others(
+    world: World, where: str, step: int
+) -> None:
+    """Nothing is committed of it, the blocks are back, and the engine lives on."""
+    broken = world.runner.fail_launch if where == "launch" else world.runner.fail_collect
+    broken.add(step)
+    (first,) = run(world, ask("a", max_tokens=8))
+
+    (second,) = run(world, ask("b", max_tokens=8))
+
+    assert (first.ending, first.code) == ("failed", "step_failed")
+    assert "RuntimeError" in first.message
+    assert second.ending == "done"
+
+
+def test_a_copy_that_may_not_have_run_is_not_believed() -> None:
+    """A sequence without a row may have a copy in the step that breaks: it fails with it."""
+    world = make_world(1)
+    run(world, ask("seen", tokens=(1, 1, 1, 1, 1, 1), max_tokens=1))
+    schedule, launch = world.core.scheduler.schedule, world.runner.launch
+    broken = world.core.vitals.step + 1
+    world.runner.fail_launch.add(broken)
+
+    def without_copies(plan: StepPlan) -> None:
+        launch(structs.replace(plan, copies=()) if plan.step == broken else plan)
+
+    def without_its_row(now_s: float) -> list[Slice]:
+        found = schedule(now_s)
+        if world.core.vitals.step + 1 > broken:
+            return found
+        return [piece for piece in found if piece.sequence.work.request.request_id != "copies"]
+
+    world.runner.launch = without_copies  # type: ignore[method-assign]
+    world.core.scheduler.schedule = without_its_row  # type: ignore[method-assign]
+
+    endings = run(world, ask("other", tokens=(0,) * 8), ask("copies", tokens=(1,) * 5 + (0,) * 3))
+
+    assert [e.code for e in endings] == ["step_failed", "step_failed"]
+
+
+def test_one_sequence_without_numbers_fails_alone(world: World) -> None:
+    """The step's other requests go on."""
+    world.runner.nan_steps.add(2)
+    endings = run(world, ask("a"), ask("b", tokens=(1, 1, 0)), ask("c", tokens=(0, 0, 1)))
+
+    assert sorted(e.ending for e in endings) == ["done", "done", "failed"]
+    assert {e.code for e in endings if e.ending == "failed"} == {"nan_logits"}
+
+
+def test_what_a_sequence_without_numbers_has_cached_is_found_by_nobody() -> None:
+    """The fault lies in some block that it reads, and each retry would find it again."""
+    config = structs.replace(CONFIG, prefill_chunk_tokens_max=4)
+    world = make_world(1, config=config)
+    run(world, ask("before"), ask("other", tokens=(1, 0, 0, 0, 1, 1)))
+    world.runner.nan_steps.add(world.core.vitals.step + 2)
+
+    [failed] = run(world, ask("failed", tokens=(*PROMPT, 0, 1, 1, 0, 1), max_tokens=1))
+
+    assert (failed.code, failed.usage.cached_tokens) == ("nan_logits", 9)
+    assert world.peek(b"n", (*PROMPT, 0)) == 0
+    assert world.peek(b"n", (1, 0, 0, 0, 1, 1, 0)) == 6
+    assert run(world, ask("again"))[0].ending == "done"
+
+
+def test_a_result_of_another_step_stops_the_engine(world: World) -> None:
+    """Tokens would go to the wrong sequences: stop rather than go on wrong."""
+    world.runner.collect = lambda: StepResult(step=99)  # type: ignore[method-assign]
+    world.submit(ask())
+
+    with pytest.raises(InvariantViolation, match="99"):
+        world.settle()
+
+
+def test_a_runner_that_draws_nothing_stops_the_engine(world: World) -> None:
+    """A request that gets neither a token nor an error would wait for ever."""
+    collect = world.runner.collect
+    world.runner.collect = lambda: StepResult(step=collect().step)  # type: ignore[method-assign]
+    world.submit(ask())
+
+    with pytest.raises(InvariantViolation, match="no token"):
+        world.settle()
+
+
+def test_memory_promised_to_others_fails_the_head_instead_of_spinning(world: World) -> None:
+    """Three steps without a slice while work exists: the first is told, and the rest go on.
+
+    When it came there was room for it alone; a promise made since has taken that away.
+    """
+    lease = LeaseRequest(36, Retention("kept", promise_s=1000.0))
+    grant = CacheGrant(b"k", Quota(floor_blocks=9), (lease,))
+    kept = ask("kept", tokens=PROMPT * 4, max_tokens=1, grant=grant, priority=1)
+    big = ask("big", tokens=PROMPT * 4, max_tokens=8)
+
+    endings = run(world, kept, big, ask("small", tokens=(1, 0)))
+
+    assert [e.ending for e in endings] == ["done", "failed", "done"]
+    assert endings[1].code == "kv_promised"
+
+
+# -- what is asked beside requests ---------------------------------------------------------------
+
+
+def test_peek_says_what_a_request_would_find(world: World) -> None:
+    """For quotes and routing, before anything is run."""
+    run(world, ask())
+
+    peeked = world.core.peek(Peek(7, b"n", (*PROMPT, 1)))
+
+    assert (peeked.call_id, peeked.cached_tokens, peeked.expires_in_s) == (7, len(PROMPT), None)
+
+
+def test_erased_words_are_not_found_again(world: World) -> None:
+    """Even where the sequence that wrote them still runs and goes on."""
+    world.submit(ask(max_tokens=8))
+    for _ in range(4):
+        world.step()
+    world.core.erase(Erase(1, b"n"))
+    world.settle()
+
+    assert world.core.peek(Peek(1, b"n", PROMPT)).cached_tokens == 0
+
+
+def test_erased_words_do_not_come_back_with_whoever_waited(world: World) -> None:
+    """A request that was here when its namespace was erased leaves nothing, whenever it begins."""
+    world.submit(ask())
+    world.core.erase(Erase(1, b"n"))
+    world.settle()
+
+    assert world.core.peek(Peek(1, b"n", PROMPT)).cached_tokens == 0
+
+
+def test_stats_count_what_was_done(world: World) -> None:
+    """Counters that a dashboard may add up."""
+    run(world, ask("a"), ask("b", grant=CacheGrant(b"m")))
+    run(world, ask("c"))
+
+    stats = world.core.stats(5)
+    assert (stats.call_id, stats.running, stats.waiting, stats.pinned_blocks) == (5, 0, 0, 0)
+    assert stats.prompt_tokens_total == 3 * len(PROMPT)
+    assert stats.cached_tokens_total + stats.computed_tokens_total == stats.prompt_tokens_total
+    assert stats.output_tokens_total == 12

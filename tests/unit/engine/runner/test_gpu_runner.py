@@ -1,0 +1,342 @@
+"""The device runner under the core against recomputing every sequence from nothing.
+
+On a machine without a GPU its kernels run in Triton's interpreter, and there are no graphs.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+from typing import Any
+
+import pytest
+import torch
+import triton
+from msgspec import structs
+
+import kernels.gpu.tree_attention
+from engine.api import (
+    CacheGrant,
+    Finished,
+    Grammar,
+    PromptLogprobs,
+    Request,
+    SampledToken,
+    Sampling,
+    Tokens,
+)
+from engine.cache import PrefixCache
+from engine.config import EngineConfig
+from engine.core.constraints import Constraints
+from engine.core.core import Core
+from engine.kv.storage import KvStorage, kv_format
+from engine.model_store import ModelConfig
+from engine.models.gpu_layers import DeviceOps
+from engine.models.llama import LlamaModel
+from engine.runner.gpu_runner import DeviceRunner
+from engine.runner.warmup import SAMPLINGS, Limits
+from engine.weights import random_weights
+from tests.fakes import FakeClock
+from tests.grammars import PatientGrammars, characters
+from tests.unit.engine.models.dense_llama import dense_logits
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+VOCAB, CONTEXT = 64, 256
+OUTPUT = 3
+HEADS = {"mha": (2, 2), "gqa": (4, 2), "mqa": (2, 1)}
+GREEDY = Sampling(temperature=0)
+ERROR_MAX = 1e-3 if DEVICE.type == "cpu" else 5e-3
+"""On a device fp32 attention multiplies in tf32."""
+
+
+@pytest.fixture(autouse=True)
+def _merge_many_heads_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small batches would be merged a head at a time, which the interpreter takes minutes for."""
+    if DEVICE.type == "cpu":
+        monkeypatch.setattr(kernels.gpu.tree_attention, "FEW_ROW_HEADS", 0)
+
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+"""Lanes without a row compute with whatever lies there; the interpreter's numpy remarks on it."""
+
+
+def config_of(heads: int, kv_heads: int, head_dim: int = 16) -> ModelConfig:
+    return ModelConfig(
+        architecture="llama", layers=1, hidden=32, intermediate=48, heads=heads,
+        kv_heads=kv_heads, head_dim=head_dim, vocab=VOCAB, context=CONTEXT,
+    )  # fmt: skip
+
+
+class Engine:
+    """A core over a device runner of a small random model."""
+
+    def __init__(
+        self, depth: int = 1, heads: tuple[int, int] = (4, 2), blocks: int = 48, seats: int = 8,
+        *, dtype: torch.dtype = torch.float32, head_dim: int = 16, step_tokens: int = 64,
+    ) -> None:  # fmt: skip
+        torch.set_num_threads(1)
+        self.config = config_of(*heads, head_dim)
+        self.weights = random_weights(self.config, dtype, 0, DEVICE)
+        model = LlamaModel(self.config, dict(self.weights), DeviceOps())  # it takes them out
+        self.kv = KvStorage(kv_format(self.config, dtype, 16), blocks, dtype, DEVICE)
+        self.runner = DeviceRunner(
+            model, self.kv, context=CONTEXT, seats=seats, tokens_max=step_tokens + 64
+        )
+        self.limits = Limits(
+            block_size=16, blocks=blocks, context=CONTEXT, sequences=6, step_tokens=step_tokens,
+            vocab=VOCAB,
+        )  # fmt: skip
+        settings = EngineConfig(
+            step_tokens_max=step_tokens, prefill_chunk_tokens_max=step_tokens * 5 // 8,
+            sequences_max=6,
+        )  # fmt: skip
+        self.core = Core(
+            PrefixCache(blocks=blocks, block_size=16), self.runner, settings, FakeClock(),
+            vocab_size=VOCAB, context_tokens=CONTEXT, pipeline_depth=depth,
+            constraints=Constraints(PatientGrammars(vocabulary=characters(VOCAB))),
+        )  # fmt: skip
+        self.drawn: dict[tuple[str, int], list[SampledToken]] = {}
+        self.finished: dict[str, Finished] = {}
+        self.prompt_logprobs: dict[str, list[SampledToken | None]] = {}
+
+    def run(self, *requests: Request) -> None:
+        """All of them to their end; the cache is whole afterwards."""
+        for request in requests:
+            self.core.submit(request)
+        while self.core.has_work():
+            for event in self.core.step():
+                if isinstance(event, Tokens):
+                    self.drawn.setdefault((event.request_id, event.index), []).extend(event.tokens)
+                if isinstance(event, Finished):
+                    self.finished[event.request_id] = event
+                if isinstance(event, PromptLogprobs):
+                    self.prompt_logprobs.setdefault(event.request_id, []).extend(event.tokens)
+        self.core.cache.check()
+
+    def output(self, request_id: str, index: int = 0) -> list[int]:
+        return [token.token_id for token in self.drawn[request_id, index]]
+
+    def logprobs(self, tokens: list[int]) -> torch.Tensor:
+        return dense_logits(self.config, self.weights, tokens).log_softmax(-1)
+
+    def expected(self, prompt: tuple[int, ...], count: int = OUTPUT) -> list[int]:
+        """Greedy, by recomputing the whole sequence for every token."""
+        tokens = list(prompt)
+        for _ in range(count):
+            tokens.append(int(self.logprobs(tokens)[-1].argmax()))
+        return tokens[len(prompt) :]
+
+
+def tokens_of(seed: int, count: int) -> tuple[int, ...]:
+    rng = random.Random(seed)
+    return tuple(rng.randrange(VOCAB) for _ in range(count))
+
+
+def request(
+    request_id: str, prompt: tuple[int, ...], sampling: Sampling = GREEDY, *,
+    count: int = OUTPUT, samples: int = 1, prompt_logprobs: int | None = None,
+    grammar: Grammar | None = None,
+) -> Request:  # fmt: skip
+    return Request(
+        request_id, prompt, count, CacheGrant(b"x"), sampling, samples=samples,
+        prompt_logprobs=prompt_logprobs, grammar=grammar,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS.keys())
+def test_shared_forked_and_chunked_prompts_give_what_recomputing_gives(
+    heads: tuple[int, int], depth: int
+) -> None:
+    """Two rounds: cold with a prompt longer than a chunk, then from the cache."""
+    engine = Engine(depth, heads)
+    shared = tokens_of(1, 66)
+    prompts = [shared + tokens_of(2, 3), shared + tokens_of(3, 9), tokens_of(4, 5)]
+    expected = [engine.expected(prompt) for prompt in prompts]
+
+    for r in range(2):
+        engine.run(*(request(f"{r}{i}", p, samples=1 + (i == 1)) for i, p in enumerate(prompts)))
+
+    for r in range(2):
+        for i in range(3):
+            assert expected[i] == engine.output(f"{r}{i}")
+        assert expected[1] == engine.output(f"{r}1", 1)
+    assert engine.finished["10"].usage.cached_tokens >= 64
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_logprobs_of_output_and_prompt_are_the_models(depth: int) -> None:
+    """They go by the full sampler, and a plain neighbour with them."""
+    engine = Engine(depth)
+    prompt, other = tokens_of(5, 20), tokens_of(6, 10)
+
+    engine.run(
+        request("a", prompt, Sampling(temperature=0, logprobs=2), prompt_logprobs=0),
+        request("b", other),
+    )
+
+    assert engine.expected(prompt) == engine.output("a")
+    assert engine.expected(other) == engine.output("b")
+    history = [*prompt, *engine.output("a")]
+    known = engine.logprobs(history)
+    for at, token in enumerate(engine.drawn["a", 0], start=len(prompt) - 1):
+        assert token.logprob == pytest.approx(float(known[at, token.token_id]), abs=ERROR_MAX)
+    entries = [entry for entry in engine.prompt_logprobs["a"] if entry is not None][1:]
+    assert list(prompt[1:]) == [entry.token_id for entry in entries]
+    for at, entry in enumerate(entries):
+        assert entry.logprob == pytest.approx(float(known[at, entry.token_id]), abs=ERROR_MAX)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_preempted_sequence_resumes_where_it_was(depth: int) -> None:
+    """Two sequences that outgrow the blocks there are: one waits, and loses nothing."""
+    engine = Engine(depth, blocks=5)
+    prompts = [tokens_of(7, 30), tokens_of(8, 30)]
+
+    engine.run(*(request(str(i), prompt, count=8) for i, prompt in enumerate(prompts)))
+
+    assert engine.core.stats().preemptions_total > 0
+    for i, prompt in enumerate(prompts):
+        assert engine.expected(prompt, 8) == engine.output(str(i))
+
+
+def test_a_seat_is_used_again_and_forgets_who_sat_there() -> None:
+    """More sequences than seats, a few at a time: none reads its predecessor's table or token."""
+    engine = Engine(2, seats=3)
+
+    for i in range(5):
+        engine.run(request(str(i), tokens_of(20 + i, 18), count=2))
+
+    for i in range(5):
+        assert engine.expected(tokens_of(20 + i, 18), 2) == engine.output(str(i))
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("bad_first", [False, True])
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(temperature=0, logprobs=0)])
+def test_a_row_of_nan_fails_alone(depth: int, bad_first: bool, sampling: Sampling) -> None:
+    """One token whose embedding is not a number: its request ends, its neighbour does not."""
+    engine = Engine(depth)
+    bad, good = (1, 2, 63), tuple(t % 60 for t in tokens_of(9, 12))
+    expected = engine.expected(good, 1)
+    engine.weights["model.embed_tokens.weight"][63] = float("nan")
+    both = [request("bad", bad, sampling), request("good", good, count=1)]
+
+    engine.run(*(both if bad_first else reversed(both)))
+
+    assert engine.finished["bad"].code == "nan_logits"
+    assert engine.finished["good"].code == ""
+    assert expected == engine.output("good")
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_grammar_holds_beside_rows_that_have_none(depth: int) -> None:
+    """The whole batch goes by the full sampler for it, and nobody's tokens but its own change.
+
+    Within the grammar the likeliest token is drawn, by recomputing the whole sequence.
+    """
+    engine = Engine(depth)
+    free, held = tokens_of(30, 20), tokens_of(31, 12)
+    words = characters(VOCAB).tokenizer
+    expected = list(held)
+    for _ in range(6):
+        allowed = words.tokenize_str("abc" if len(expected) % 2 == 0 else "xy")
+        likely = engine.logprobs(expected)[-1][allowed]
+        expected.append(allowed[int(likely.argmax())])
+
+    engine.run(
+        request("free", free, count=9),
+        request("held", held, count=9, samples=2, grammar=Grammar("regex", "([a-c][xy]){3}")),
+    )
+
+    assert engine.output("free") == engine.expected(free, 9)
+    assert engine.output("held") == engine.output("held", 1) == expected[len(held) :]
+    assert engine.finished["held"].ending == "done"
+
+
+def test_nothing_is_left_of_the_first_steps() -> None:
+    """No KV and no seat: every one of these is taken afterwards."""
+    engine = Engine(2, seats=6)
+    prompts = [tokens_of(40 + i, 5) for i in range(6)]
+
+    engine.runner.warm_up(structs.replace(engine.limits, step_tokens=4))
+    left = bool(engine.kv.data.any())
+    engine.run(*(request(str(i), prompt, count=1) for i, prompt in enumerate(prompts)))
+
+    assert not left
+    for i, prompt in enumerate(prompts):
+        assert engine.expected(prompt, 1) == engine.output(str(i))
+
+
+@pytest.mark.gpu
+def test_a_graph_that_became_garbage_stays_until_another_is_captured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """To destroy one breaks the capture. Each pass through the model leaves a captured graph in a
+    knot that only a collection unties, and these come as often as they can."""
+    engine = Engine(2)
+    prompt, forward = tokens_of(70, 20), engine.runner.model.forward
+    expected = engine.expected(prompt)
+    graphs = [captured_sum() for _ in range(3)]  # a prompt, a warm-up, a capture
+
+    def leaving_garbage(*given: Any) -> torch.Tensor:
+        knot: list[Any] = [graphs.pop()] if graphs else []
+        knot.append(knot)
+        del knot
+        return forward(*given)
+
+    monkeypatch.setattr(engine.runner.model, "forward", leaving_garbage)
+    thresholds = gc.get_threshold()
+    gc.set_threshold(1, 1, 1)
+    try:
+        engine.run(request("a", prompt))
+    finally:
+        gc.set_threshold(*thresholds)
+
+    assert not graphs
+    assert engine.output("a") == expected
+
+
+def captured_sum() -> torch.cuda.CUDAGraph:
+    graph, value = torch.cuda.CUDAGraph(), torch.zeros(1, device=DEVICE)
+    with torch.cuda.graph(graph):
+        value += 1
+    return graph
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("dtype", "head_dim"), [(torch.float32, 32), (torch.bfloat16, 128)], ids=["plain", "by hand"]
+)
+def test_nothing_is_compiled_after_the_first_steps(
+    dtype: torch.dtype, head_dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client would wait for it: a burst, a fork, every way of drawing, cold and from the cache.
+
+    Three heads to a group are no other test's, so that none has compiled them before.
+    """
+    engine = Engine(2, (6, 2), dtype=dtype, head_dim=head_dim, step_tokens=200)
+    compiled: list[str] = []
+
+    def note(**given: Any) -> None:
+        compiled.append(given["repr"])
+
+    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", note)
+    engine.runner.warm_up(engine.limits)
+    assert compiled
+    compiled.clear()
+    shared = tokens_of(50, 130)
+
+    for r in range(2):
+        lengths = enumerate((1, 2, 3, 7, 18, 33, 50, 90))
+        engine.run(*(request(f"{r}-{i}", shared + tokens_of(i, n)) for i, n in lengths))
+        for i, n in enumerate((1, 3, 17, 65, 250)):
+            engine.run(request(f"{r}-alone-{i}", tokens_of(60 + i, n)))
+        engine.run(
+            request(f"{r}-fork", shared[:70], samples=3),
+            *(request(f"{r}-{i}-draw", shared[:40], how) for i, how in enumerate(SAMPLINGS)),
+            request(f"{r}-known", shared, prompt_logprobs=2),
+            request(f"{r}-held", shared[:9], count=9, grammar=Grammar("regex", "([a-c][xy]){3}")),
+        )
+
+    assert compiled == []

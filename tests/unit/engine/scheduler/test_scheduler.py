@@ -1,0 +1,427 @@
+"""Who runs when: budget, order, fairness, preemption, and always getting on.
+
+`World` referees every step. What is looked at here is the plans the runner gets.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from engine.api import CacheGrant, LeaseRequest, Quota, Retention, Sampling
+from engine.cache import Found, PrefixCache
+from engine.cache.prefix_tree import Node, PrefixTree
+from tests.unit.engine.recorded_engine import Watched, tokens
+
+# -- budget -----------------------------------------------------------------------------------
+
+
+def test_a_step_never_exceeds_its_budget_and_a_prompt_its_chunk() -> None:
+    """The budget bounds the time of a step, the chunk how long decoding waits for one prompt."""
+    world = Watched()
+    for index in range(5):
+        world.ask(f"r{index}", tokens(30, index))
+    world.settle()
+
+    assert max(sum(row.values()) for row in world.rows) == 16
+    assert max(max(row.values()) for row in world.rows) == 8
+
+
+def test_decoding_goes_first() -> None:
+    """A running stream gets its token in every step, however many prompts arrive."""
+    world = Watched(step_tokens_max=4)
+    world.ask("stream", tokens(4), max_tokens=12)
+    world.step()
+    for index in range(1, 4):
+        world.ask(f"prompt{index}", tokens(20, index), max_tokens=1)
+    for _ in range(8):
+        world.step()
+
+    assert all(row["stream"] == 1 and sum(row.values()) == 4 for row in world.rows[1:9])
+
+
+def test_no_more_sequences_run_than_configured() -> None:
+    """Samples to come count: a prompt is not begun if its forks would find no place."""
+    world = Watched(sequences_max=4)
+    world.ask("one", tokens(6, 1), max_tokens=8)
+    world.ask("two", tokens(6, 2), samples=3, max_tokens=8)
+    world.ask("three", tokens(6, 3), samples=2, max_tokens=8)
+    world.settle()
+
+    assert max(len(plan.rows) for plan in world.plans) == 4
+    assert world.first_step_of("three") > world.first_step_of("two")
+
+
+def test_a_warm_prompt_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """256 of them come in one moment, and the step in which they begin waits for each look."""
+    world = Watched(sequences_max=8)
+    world.ask("first", tokens(30), max_tokens=1)
+    world.settle()
+    walk, walks = PrefixTree.walk, Counter[str]()
+
+    def counted(tree: PrefixTree, ids: Sequence[int], limit: int) -> list[Node]:
+        walks["warm"] += 1
+        return walk(tree, ids, limit)
+
+    monkeypatch.setattr(PrefixTree, "walk", counted)
+    for index in range(4):
+        world.ask(f"r{index}", (*tokens(28), index % 2, 1), max_tokens=1)
+    world.settle()
+
+    assert [world.cached(f"r{index}") >= 28 for index in range(4)] == [True] * 4
+    assert walks["warm"] == 4
+
+
+def test_nobody_is_asked_while_every_place_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step is as long with five hundred waiting as with none. Who ranks higher is let in."""
+    world = Watched(sequences_max=2)
+    for index in range(20):
+        world.ask(f"r{index}", tokens(6, index), max_tokens=12)
+    world.step()
+    find, asked = PrefixCache.find, list[bytes]()
+
+    def noted(cache: PrefixCache, namespace: bytes, ids: Sequence[int], now_s: float) -> Found:
+        asked.append(namespace)
+        return find(cache, namespace, ids, now_s)
+
+    monkeypatch.setattr(PrefixCache, "find", noted)
+    for _ in range(5):
+        world.step()
+    while_full = list(asked)
+    world.ask("urgent", tokens(6, 21), max_tokens=1, priority=1, namespace=b"m")
+    world.step()
+
+    assert while_full == []
+    assert asked[0] == b"m"
+    assert "urgent" in world.rows[-1]
+
+
+# -- order ------------------------------------------------------------------------------------
+
+
+def test_order_is_priority_then_deadline_then_arrival() -> None:
+    """Inside one namespace."""
+    world = Watched(sequences_max=1)
+    world.ask("first", tokens(4, 1), max_tokens=1)
+    world.ask("late", tokens(4, 2), max_tokens=1)
+    world.ask("due later", tokens(4, 3), max_tokens=1, deadline_s=90.0)
+    world.ask("due soon", tokens(4, 4), max_tokens=1, deadline_s=9.0)
+    world.ask("urgent", tokens(4, 5), max_tokens=1, priority=1)
+    world.settle()
+
+    order = sorted(world.streams, key=world.first_step_of)
+    assert order == ["urgent", "due soon", "due later", "first", "late"]
+
+
+def test_a_higher_priority_takes_a_place_in_a_full_batch() -> None:
+    """Work that can wait does not keep out work that cannot. It loses nothing but time."""
+    world = Watched(sequences_max=2)
+    world.ask("batch 1", tokens(8, 1), max_tokens=20)
+    world.ask("batch 2", tokens(8, 2), max_tokens=20)
+    world.step()
+    world.ask("urgent", tokens(8, 3), max_tokens=2, priority=1)
+    world.settle()
+
+    assert world.first_step_of("urgent") == 1
+    assert (world.preemptions("batch 1"), world.preemptions("batch 2")) == (0, 1)
+
+
+def test_a_flood_from_one_namespace_does_not_keep_another_waiting() -> None:
+    """Rule 13: arrival counts only inside a namespace."""
+    world = Watched(sequences_max=2)
+    for index in range(12):
+        world.ask(f"flood{index}", tokens(8, index), max_tokens=2)
+    world.step()
+    world.ask("victim", tokens(8), max_tokens=2, namespace=b"victim")
+    world.settle()
+
+    before = [n for n in world.streams if world.first_step_of(n) < world.first_step_of("victim")]
+    assert len(before) <= 3
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 24), st.integers(1, 12)), min_size=20, max_size=30),
+    st.lists(st.tuples(st.integers(1, 24), st.integers(1, 12)), min_size=20, max_size=30),
+    st.sampled_from([1.0, 2.0, 3.0]),
+)
+def test_two_backlogged_namespaces_get_their_shares(
+    ours: list[tuple[int, int]], theirs: list[tuple[int, int]], weight: float
+) -> None:
+    """T13: while both wait, service per weight differs by at most twice the larger of one slice
+    and one batch (Sheng et al., OSDI 2024)."""
+    world = Watched(sequences_max=4, blocks=200, queue_requests_max=100)
+    for name, asked in (("a", ours), ("b", theirs)):
+        for index, (prompt, output) in enumerate(asked):
+            world.ask(
+                f"{name}{index}",
+                tuple((index >> k) & 1 for k in range(prompt)),
+                max_tokens=output,
+                namespace=name.encode(),
+                weight=weight if name == "a" else 1.0,
+            )
+    served: Counter[str] = Counter()
+    while world.core.has_work():
+        world.step()
+        for name, count in world.rows[-1].items():
+            served[name[0]] += count
+        waiting = {s.work.request.request_id[0] for s in world.core.scheduler.line}
+        if waiting != {"a", "b"}:
+            break
+        outputs = 4 * 12  # what the batch may still owe: each place may draw its longest output
+        apart = abs(served["a"] / weight - served["b"])
+
+        assert apart <= 2 * max(24, outputs)
+
+
+def test_a_payer_has_one_turn_however_many_namespaces_it_makes() -> None:
+    """Else a client that makes up a key for each prompt would be served as often as all others
+    together."""
+    world = Watched(sequences_max=2, blocks=200, queue_requests_max=100)
+    for index in range(12):
+        own = (*tokens(4, index), *tokens(16))
+        many = Quota(payer=b"many")
+        world.ask(f"m{index}", own, max_tokens=4, namespace=b"m%d" % index, quota=many)
+        world.ask(f"o{index}", own, max_tokens=4, namespace=b"one")
+    served: Counter[str] = Counter()
+    while {s.work.request.request_id[0] for s in world.core.scheduler.line} == {"m", "o"}:
+        world.step()
+        for name, count in world.rows[-1].items():
+            served[name[0]] += count
+
+    assert abs(served["m"] - served["o"]) <= 2 * 24
+
+
+def test_a_namespace_that_was_idle_has_saved_nothing_up() -> None:
+    """Its counter is lifted to the lowest active one, or it would shut the others out."""
+    world = Watched(sequences_max=2, blocks=200)
+    world.ask("early", tokens(4, 1), max_tokens=1, namespace=b"back")
+    for index in range(16):
+        world.ask(f"busy{index}", (*tokens(4, index), *tokens(16)), max_tokens=4)
+    for _ in range(20):
+        world.step()
+    for index in range(16):
+        own = (*tokens(4, index), *tokens(16))
+        world.ask(f"back{index}", own, max_tokens=4, namespace=b"back")
+    seen = len(world.rows)
+    world.settle()
+
+    order = sorted(world.streams, key=world.first_step_of)
+    after = [name[:4] for name in order if world.first_step_of(name) >= seen]
+    assert 3 <= after[:8].count("back") <= 5
+
+
+# -- room -------------------------------------------------------------------------------------
+
+
+def test_a_shared_prefix_needs_room_once() -> None:
+    """Eight tables over one prefix of ten blocks and two blocks each of their own fit 30 blocks."""
+    world = Watched(blocks=30, sequences_max=8, step_tokens_max=64)
+    shared = tokens(40)
+    world.ask("warm", shared, max_tokens=1)
+    world.settle()
+    for index in range(8):
+        own = tuple((index >> k) & 1 for k in range(3))
+        world.ask(f"r{index}", (*shared, *own), max_tokens=5)
+    for _ in range(4):
+        world.step()
+
+    assert len(world.plans[-1].rows) == 8
+    assert world.core.stats().preemptions_total == 0
+
+
+def test_the_oldest_is_never_preempted() -> None:
+    """Somebody always gets to the end, and its blocks come free."""
+    world = Watched(blocks=9)
+    for index in range(4):
+        world.ask(f"r{index}", tokens(6, index), max_tokens=24)
+    world.settle()
+
+    assert world.preemptions("r0") == 0
+    assert sum(world.preemptions(f"r{index}") for index in range(4)) > 0
+
+
+def test_the_oldest_is_not_preempted_though_its_namespace_borrows_most() -> None:
+    """Share decides between the others."""
+    world = Watched(blocks=12)
+    world.ask("old", tokens(28), max_tokens=12, namespace=b"large")
+    world.step()
+    for index in range(3):
+        world.ask(f"r{index}", (index % 2, index // 2, 1), max_tokens=12, namespace=bytes([index]))
+    world.settle()
+
+    assert world.preemptions("old") == 0
+    assert world.core.stats().preemptions_total > 0
+
+
+def test_lower_priority_is_preempted_first_however_old() -> None:
+    """Priority stands above age."""
+    world = Watched(blocks=9)
+    world.ask("old", tokens(6, 1), max_tokens=20)
+    world.step()
+    world.ask("urgent", tokens(6, 2), max_tokens=20, priority=1)
+    world.settle()
+
+    assert world.preemptions("urgent") == 0
+    assert world.preemptions("old") > 0
+
+
+def test_a_low_ceiling_leaves_others_their_next_blocks_nowhere_but_in_the_pool() -> None:
+    """Who runs is left a block each to go on with. Of a payer that may have eight, seven others
+    would otherwise keep every request from running, in a pool that is nearly empty."""
+    world = Watched(blocks=200, step_tokens_max=64)
+    for index in range(7):
+        world.ask(f"r{index}", tokens(6, index), max_tokens=60, namespace=bytes([index]))
+    world.step()
+    low = Quota(ceiling_blocks=8)
+    world.ask("low", tokens(4, 9), max_tokens=2, namespace=b"low", quota=low)
+    world.settle()
+
+    assert world.first_step_of("low") == 1
+
+
+def test_who_waits_at_its_own_ceiling_preempts_nobody_elses() -> None:
+    """Blocks of others do not help it, whatever its priority; of its own payer they do."""
+    world, low = Watched(blocks=40), Quota(ceiling_blocks=6)
+    for index in range(2):
+        world.ask(f"r{index}", tokens(5, index), max_tokens=30, namespace=bytes([index]))
+    world.ask("own", tokens(5, 3), max_tokens=14, namespace=b"low", quota=low)
+    world.step()
+    for index in range(2):
+        name, urgent = f"u{index}", tokens(12, 4 + index)
+        world.ask(name, urgent, max_tokens=9, namespace=b"low", quota=low, priority=1)
+    world.settle()
+
+    assert world.preemptions("own") > 0
+    assert [world.preemptions(name) for name in ("r0", "r1", "u0", "u1")] == [0] * 4
+
+
+def test_nobody_is_preempted_for_what_all_of_them_could_not_give() -> None:
+    """It would have stopped for nothing, and be preempted again as soon as it came back."""
+    world = Watched(blocks=20, step_tokens_max=64, prefill_chunk_tokens_max=64)
+    world.ask("large", tokens(50, 1), max_tokens=10, priority=1)
+    world.ask("small", tokens(5, 2), max_tokens=10, namespace=b"s")
+    world.step()
+    world.ask("urgent", tokens(50, 3), max_tokens=4, priority=1)
+    world.settle()
+
+    assert world.preemptions("small") == 0
+    assert world.first_step_of("urgent") > world.first_step_of("small")
+
+
+def test_nobody_inside_its_floor_is_preempted_for_anothers_blocks() -> None:
+    """What it gives back stays its own, but for blocks that were not full yet: those were lost to
+    its floor. Here a promise has what the one that runs longest would need."""
+    world = Watched(blocks=16)
+    kept = LeaseRequest(28, Retention("kept", promise_s=1e6))
+    promised = CacheGrant(b"kept", leases=(kept,))
+    world.ask("kept", tokens(28), max_tokens=1, grant=promised)
+    world.settle()
+    world.promises = True
+    floor = Quota(floor_blocks=5)
+    world.ask("before", tokens(4, 3), max_tokens=1, namespace=b"f", quota=floor)
+    world.settle()
+    world.ask("long", tokens(4, 1), max_tokens=40)
+    for _ in range(3):
+        world.step()
+    world.ask("floor", tokens(5, 2), max_tokens=14, namespace=b"f", quota=floor)
+    world.settle()
+
+    assert world.preemptions("floor") == 0
+    assert world.streams["floor"].ended
+
+
+def test_preemption_costs_the_client_nothing() -> None:
+    """Output and cached tokens are what they would have been; the work again is counted apart."""
+    world = Watched(blocks=9)
+    for index in range(3):
+        world.ask(f"r{index}", tokens(6, index), max_tokens=24, namespace=bytes([index]))
+    world.settle()
+
+    finals = [world.streams[f"r{index}"].finished for index in range(3)]
+    for final in finals:
+        assert final is not None
+        assert (final.usage.cached_tokens, final.usage.computed_tokens) == (0, 6)
+        assert final.usage.output_tokens == 24
+    assert sum(f.usage.recomputed_tokens for f in finals if f is not None) > 0
+
+
+def test_a_sample_alone_needs_no_copy_of_its_own_tail() -> None:
+    """A sample that was preempted must not leave the tail that its sibling writes to the tree: the
+    sibling would have to copy it, into a block that nobody has counted."""
+    world = Watched(blocks=4)
+    world.ask("r", tokens(13), samples=2, max_tokens=2)
+    world.settle()
+
+    final = world.streams["r"].finished
+    assert final is not None
+    assert final.ending == "done"
+
+
+ONE_TOKEN = [(1, 0, 0, 1, 0)] * 4
+adversary = st.lists(
+    st.tuples(
+        st.integers(1, 30),  # prompt tokens
+        st.integers(0, 30),  # output tokens
+        st.integers(0, 2),  # namespace
+        st.integers(1, 3),  # samples
+        st.integers(0, 6),  # steps before the next one
+    ),
+    min_size=1,
+    max_size=8,
+)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@example(10, [*ONE_TOKEN, (12, 10, 1, 2, 0), (10, 9, 0, 2, 0)], 1, False)
+@example(8, [*ONE_TOKEN, (9, 9, 1, 3, 0), (9, 9, 0, 2, 0)], 1, False)
+@example(
+    7,
+    [
+        (14, 2, 2, 2, 4),
+        (30, 26, 0, 3, 0),
+        (26, 14, 0, 2, 1),
+        (11, 11, 0, 1, 3),
+        (2, 24, 0, 2, 4),
+        (19, 4, 1, 3, 6),
+        (24, 12, 0, 2, 1),
+        (25, 11, 1, 3, 1),
+    ],
+    1,
+    False,
+)
+@given(st.integers(2, 20), adversary, st.integers(1, 3), st.booleans())
+def test_every_admissible_request_finishes(
+    depth: int,
+    blocks: int,
+    asked: list[tuple[int, int, int, int, int]],
+    preemptions_max: int,
+    ceiling: bool,
+) -> None:
+    """No livelock (I16): whatever fits alone gets to its end, and nobody is preempted for ever."""
+    world = Watched(blocks=blocks, depth=depth, preemptions_max=preemptions_max, step_tokens_max=6)
+    quota = Quota(ceiling_blocks=max(2, blocks // 2)) if ceiling else Quota()
+    for index, (prompt, output, namespace, samples, pause) in enumerate(asked):
+        world.ask(
+            f"r{index}",
+            tuple((index >> k % 3) & 1 for k in range(prompt)),
+            max_tokens=output,
+            namespace=bytes([namespace]),
+            quota=quota,
+            samples=samples,
+            sampling=Sampling(seed=index),
+        )
+        for _ in range(pause):
+            world.step()
+    world.settle()
+
+    for name, stream in world.streams.items():
+        assert stream.finished is not None
+        if stream.finished.ending == "refused":
+            assert stream.finished.code == "kv_exceeded"
+            continue
+        assert stream.finished.ending == "done"
+        assert world.preemptions(name) <= preemptions_max * stream.request.samples

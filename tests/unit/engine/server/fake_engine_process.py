@@ -1,0 +1,76 @@
+"""The engine's process over the fake runner: `python -m tests.unit.engine.server.fake_engine_process`.
+
+The same program as `python -m engine.server.server`, with another core. A model folder's name says what is
+planted: `hang` never ends its first step after the canary, `missing` is a model that is not there,
+`deadly` kills the process in the step that computes token 13.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+
+from engine.api import EngineInfo
+from engine.cache import PrefixCache
+from engine.config import EngineConfig
+from engine.core.core import Core
+from engine.errors import ModelError
+from engine.plan import StepPlan
+from engine.server.server import serve_process
+from tests.fakes import FakeRunner
+
+VOCAB = 64
+CONTEXT_TOKENS = 100_000
+BLOCKS = 512
+
+
+class PlantedRunner(FakeRunner):
+    """The fake runner, and what a real one may do to its process."""
+
+    def __init__(self, fault: str) -> None:
+        super().__init__(BLOCKS, 16, vocab_size=VOCAB)
+        self.fault = fault
+
+    def launch(self, plan: StepPlan) -> None:
+        """Hang or die as planted, else compute."""
+        if self.fault == "hang" and plan.step > 1:
+            threading.Event().wait()
+        if self.fault == "deadly" and any(13 in (row.token_ids or ()) for row in plan.rows):
+            os._exit(9)
+        super().launch(plan)
+
+
+def fake_core(config: EngineConfig, fault: str = "") -> tuple[Core, EngineInfo]:
+    """A core over the fake runner, and how it introduces itself."""
+    if fault == "missing":
+        raise ModelError("not_found", "There is no such model here.")
+    core = Core(
+        PrefixCache(blocks=BLOCKS, block_size=16),
+        PlantedRunner(fault),
+        config,
+        time.monotonic,
+        vocab_size=VOCAB,
+        context_tokens=CONTEXT_TOKENS,
+    )
+    info = EngineInfo(
+        epoch=os.urandom(8).hex(),
+        model="fake",
+        model_digest="fake",
+        model_dir="fake",
+        vocab_size=VOCAB,
+        context_tokens=CONTEXT_TOKENS,
+        block_size=16,
+        blocks=BLOCKS,
+        floor_blocks_max=core.cache.floor_blocks_max,
+        kv_bytes_per_block=1,
+        kv_format="words",
+        device="cpu",
+        pid=os.getpid(),
+    )
+    return core, info
+
+
+if __name__ == "__main__":
+    serve_process(lambda s: fake_core(s.config, Path(s.model_dir).name))

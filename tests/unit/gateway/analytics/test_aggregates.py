@@ -1,0 +1,358 @@
+"""What operators look at: counts that add up, bounded, without a word of any prompt."""
+
+from __future__ import annotations
+
+import random
+import tracemalloc
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.analytics.aggregates import (
+    COUNTED_MAX,
+    PROMPTS_BYTES_MAX,
+    SAMPLE_MAX,
+    Analytics,
+    Facts,
+    Prompts,
+)
+from gateway.dialects.canonical import Boundary, Rendered, UsageRecord
+from gateway.ledger.metering import wall_ms
+from tenancy.accounts.tenants import change_tenant
+from tenancy.pricing.charges import RateCard
+from tenancy.pricing.rate_cards import add_card
+from tenancy.reuse.advice import Kept
+from tenancy.reuse.prefix_statistics import PREFIXES_MAX
+from tests.fakes import FakeClock
+from tests.unit.gateway.admin_client import Admin
+from tests.unit.gateway.gateway_fixture import House
+
+CARD = RateCard("c", input=1_000, cache_read=100)
+
+
+class Desk:
+    """Analytics with clocks by hand."""
+
+    def __init__(self, tenants_max: int = 10) -> None:
+        self.clock = FakeClock()
+        self.seen = Analytics(
+            self.clock, lambda: int(self.clock.now_s * 1000), tenants_max, {"5m": Kept(300.0, "5m")}
+        )
+
+    def note(
+        self, tenant: str, words: str, cached: int = 0, missed: str = "", missed_tokens: int = 0
+    ) -> None:
+        """A letter is a block of sixteen tokens and a segment."""
+        tokens = tuple(ord(word) for word in words for _ in range(16))
+        marks = tuple(Boundary(16 * (n + 1), f"messages[{n}]") for n in range(len(words)))
+        record = UsageRecord(
+            len(tokens), {"5m": cached} if cached else {}, {}, len(tokens) - cached, 5, cached
+        )
+        prompt = Rendered(tokens, marks)
+        facts = Facts(tenant, record, prompt, 0.1, missed, "done", missed_tokens)
+        self.seen.note(facts)
+
+    def tenant(self, name: str) -> dict[str, Any]:
+        found = self.seen.tenant(name, CARD, 64)
+        assert found is not None
+        return found
+
+
+def test_sums_are_kept_by_tenant_and_by_minute() -> None:
+    """And together; the hit ratio is of tokens."""
+    desk = Desk()
+    desk.note("ada", "ab")
+    desk.clock.advance(60)
+    desk.note("ada", "abcd", cached=32)
+    desk.note("bob", "x", missed="expired")
+
+    all_of_them, ada = desk.seen.overview(), desk.tenant("ada")
+
+    assert all_of_them["total"]["prompt_tokens"] == 112
+    assert all_of_them["minutes"] == [[0, 1, 0, 0, 32, 5], [1, 2, 32, 0, 48, 10]]
+    assert all_of_them["misses"] == {"expired": 1}
+    assert [one["tenant"] for one in all_of_them["tenants"]] == ["bob", "ada"]
+    assert ada["total"]["hit_ratio"] == 32 / 96
+    assert ada["first_token_ms"]["hit"]["count"] == 1
+
+
+def test_a_template_that_was_there_makes_no_hit_of_a_prompt() -> None:
+    """Its first words are cached for everybody: what is told of hits would be told of all."""
+    desk = Desk()
+    for cached in (0, 16, 32, 48, 64):
+        desk.note("ada", "abcd", cached=cached)
+
+    times = desk.tenant("ada")["first_token_ms"]
+
+    counts = {kind: one["count"] for kind, one in times.items()}
+    assert counts == {"miss": 1, "partial": 1, "hit": 3}
+
+
+def test_a_tenants_top_prefixes_are_those_that_saved_most() -> None:
+    """Uses and hits of each boundary, told by digest and place."""
+    desk = Desk()
+    desk.note("ada", "ab")
+    desk.note("ada", "ac", cached=16)
+
+    top = desk.tenant("ada")["top_prefixes"]
+
+    assert (top[0]["path"], top[0]["uses"], top[0]["hits"]) == ("messages[0]", 2, 1)
+
+
+def test_breaks_are_priced_at_what_reading_would_have_cost_less() -> None:
+    """A beginning that changes costs the whole prompt each time."""
+    desk = Desk()
+    desk.note("ada", "abc")
+    desk.note("ada", "xbc")
+
+    [lost] = desk.tenant("ada")["breaks"]
+
+    assert (lost["place"], lost["tokens"], lost["cost_pico"]) == ("messages[0]", 48, 48 * 900)
+
+
+def test_prompts_of_tenants_beyond_the_bound_are_forgotten_and_their_sums_are_not() -> None:
+    """Those active last are followed closely; the others are counted on."""
+    desk = Desk(tenants_max=2)
+    for name in ("a", "b", "c"):
+        desk.note(name, "x")
+
+    assert [one["tenant"] for one in desk.seen.overview()["tenants"]] == ["c", "b", "a"]
+    assert desk.tenant("b")["top_prefixes"] != []
+    assert desk.tenant("a")["top_prefixes"] == []
+    assert desk.tenant("a")["total"]["requests"] == 1
+
+
+def test_tenants_that_nobody_can_count_any_more_stay_in_the_sum_of_all() -> None:
+    """A million names must not grow a gateway for ever."""
+    desk = Desk()
+    for number in range(COUNTED_MAX + 1):
+        desk.note(f"t{number}", "x")
+
+    found = desk.seen.overview()
+    assert len(found["tenants"]) == COUNTED_MAX
+    assert found["total"]["requests"] == COUNTED_MAX + 1
+    assert desk.seen.tenant("t0", CARD, 64) is None
+
+
+def test_what_is_sampled_of_a_tenant_has_a_bound_in_bytes() -> None:
+    """However many prompts it sends, all different and in many pieces: as operators are told."""
+    chance = random.Random(1)
+    record = UsageRecord(1_024, {}, {}, 1_024, 5, 0)
+
+    def fill() -> Prompts:
+        prompts = Prompts()
+        for number in range(200):
+            tokens = tuple(chance.randrange(2**31) for _ in range(1_024))
+            marks = tuple(Boundary(32 * n, f"messages[{n}]" + "x" * 500) for n in range(1, 33))
+            facts = Facts("ada", record, Rendered(tokens, marks), 0.1, "", "done")
+            prompts.add([(float(number), facts)])
+        return prompts
+
+    tracemalloc.start()
+    prompts = fill()
+    used, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+
+    assert len(prompts.prefixes) == PREFIXES_MAX
+    assert prompts.count == 200
+    assert prompts.reuse.sampled_blocks == SAMPLE_MAX
+    assert used < PROMPTS_BYTES_MAX
+
+
+def test_what_misses_cost_is_told_by_cause() -> None:
+    """Tokens of written prefixes that were computed again, at what reading would have saved."""
+    desk = Desk()
+    desk.note("ada", "abc", missed="evicted_pressure", missed_tokens=32)
+    desk.note("ada", "abc", missed="expired", missed_tokens=48)
+    desk.note("ada", "abc", missed="never_written")
+
+    assert desk.tenant("ada")["recomputed"] == [
+        {"cause": "expired", "tokens": 48, "cost_pico": 48 * 900},
+        {"cause": "evicted_pressure", "tokens": 32, "cost_pico": 32 * 900},
+    ]
+    assert desk.seen.missed_tokens("ada", "evicted_pressure") == 32
+    assert desk.seen.missed_tokens("bob", "evicted_pressure") == 0
+
+
+ANSWER = st.tuples(
+    st.sampled_from(["ada", "bob", "eve"]),
+    st.text("ab", max_size=4),
+    st.integers(0, 64),
+    st.sampled_from(["", "expired", "evicted_pressure"]),
+    st.sampled_from(["done", "cancelled", "failed"]),
+    st.sampled_from([None, 0.0, 0.0004, 0.1, 30.0, 1e6]),
+    st.sampled_from([0.0, 0.001, 1.0, 59.9, 61.0, 7_300.0]),
+    st.booleans(),
+)
+
+
+@given(st.lists(ANSWER, max_size=80))
+def test_what_is_shown_is_what_a_plain_list_of_all_answers_comes_to(answers: list[Any]) -> None:
+    """Whenever somebody asks, in minutes that may be long apart, with and without a first token."""
+    desk = Desk()
+    rows: list[tuple[int, str, UsageRecord, str, str, float | None]] = []
+    for name, words, cached, missed, ending, first_s, pause_s, is_asked in answers:
+        desk.clock.advance(pause_s)
+        total = 16 * len(words)
+        found = min(cached, total)
+        record = UsageRecord(total, {"5m": found}, {"1h": 1}, total - found, 5, found, found // 2)
+        tokens = tuple(ord(word) for word in words for _ in range(16))
+        marks = tuple(Boundary(16 * (n + 1), f"messages[{n}]") for n in range(len(words)))
+        facts = Facts(name, record, Rendered(tokens, marks), first_s, missed, ending, found)
+        rows.append((int(desk.clock.now_s * 1000) // 60_000, name, record, missed, ending, first_s))
+        desk.seen.note(facts)
+        if is_asked:
+            desk.seen.overview()
+
+    shown = [("", desk.seen.overview())]
+    shown += [(name, desk.tenant(name)) for name in {row[1] for row in rows}]
+    for name, page in shown:
+        mine = [row for row in rows if name in ("", row[1])]
+        records = [row[2] for row in mine]
+        total = sum(one.total_in for one in records)
+        found = sum(one.physical_cached for one in records)
+        assert page["total"] == {
+            "requests": len(mine),
+            "prompt_tokens": total,
+            "read_tokens": found,
+            "write_tokens": len(mine),
+            "fresh_tokens": total - found,
+            "output_tokens": 5 * len(mine),
+            "physical_cached_tokens": found,
+            "hit_ratio": found / total if total else None,
+            "physical_hit_ratio": found / total if total else None,
+            "recomputed_promised_tokens": sum(one.recomputed_promised for one in records),
+        }
+        assert page["endings"] == Counter(row[4] for row in mine)
+        assert page["misses"] == Counter(row[3] for row in mine if row[3])
+        by_minute = Counter(row[0] for row in mine)
+        assert [row[:2] for row in page["minutes"]] == [list(one) for one in by_minute.items()]
+        times = [times["count"] for times in page["first_token_ms"].values()]
+        assert sum(times) == sum(row[5] is not None for row in mine)
+
+
+def test_a_minute_that_comes_again_is_counted_with_the_last() -> None:
+    """A wall clock that is set back by an hour makes no history run backwards."""
+    clock, wall_s = FakeClock(), [7_200]
+    seen = Analytics(clock, lambda: wall_s[0] * 1000, 10, {})
+    facts = Facts("ada", UsageRecord(8, fresh=8), Rendered((1,) * 8), None, "", "done")
+
+    for now_s in (7_200, 3_600, 7_259, 7_260):
+        wall_s[0] = now_s
+        seen.note(facts)
+        seen.overview()
+
+    assert [row[:2] for row in seen.overview()["minutes"]] == [[120, 3], [121, 1]]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "step"), [(100_000, 1), (65_536, 16), (2_048, 1), (512, 2), (64, 1), (0, 1)]
+)
+def test_of_a_prompt_made_to_be_slow_only_so_much_is_looked_at(tokens: int, step: int) -> None:
+    """However long it is, and with as many boundaries: all are counted, and their beginnings."""
+    chance = random.Random(tokens)
+    desk = Desk()
+    record = UsageRecord(tokens, fresh=tokens)
+    ends = [Boundary(end, f"messages[{end}]") for end in range(0, tokens, step)]
+    for _ in range(3):
+        prompt = Rendered(tuple(chance.choices(range(50_000), k=tokens)), tuple(ends))
+        desk.seen.note(Facts("ada", record, prompt, None, "", "done"))
+
+    ada = desk.tenant("ada")
+
+    assert ada["sampled_prompts"] == ada["total"]["requests"] == 3
+    assert ada["sampled_blocks"] <= min(SAMPLE_MAX, 3 * 80)
+    assert sum(one["count"] for one in ada["breaks"]) == (2 if len(ends) > 1 else 0)
+
+
+async def test_the_admin_listener_tells_what_was_seen(house: House) -> None:
+    """With the engine's numbers, blocks by tenant, and the shape of a tree."""
+    for _ in range(2):
+        await house.ask(body=house.chat("a question that fills a block or two of the cache"))
+    await house.engine.get_stats()
+
+    admin = Admin(house)
+    _, overview = await admin.ask("GET", "/admin/v1/analytics")
+    _, tenant = await admin.ask("GET", "/admin/v1/analytics/ada")
+    _, tree = await admin.ask("GET", "/admin/v1/tree/ada")
+    unknown, _ = await admin.ask("GET", "/admin/v1/analytics/nobody")
+    rootless, _ = await admin.ask("GET", "/admin/v1/tree/nobody")
+
+    assert overview["total"]["requests"] == 2
+    assert overview["engine"]["ready"] is True
+    assert tenant["total"]["hit_ratio"] > 0
+    assert [one["retention"] for one in tenant["retention_advice"]][:2] == ["5m", "in_memory"]
+    present = tenant["size_advice"][-2]
+    assert present["blocks"] == overview["engine"]["blocks"]
+    assert present["bytes"] == present["blocks"] * overview["engine"]["kv_bytes_per_block"]
+    assert present["more_pico"] == present["more_error_pico"] == 0
+    assert tree["tenant"] == "ada"
+    assert (unknown, rootless) == (404, 404)
+    assert "question" not in str((overview, tenant, tree))
+
+
+async def test_who_took_whose_blocks_is_told_with_what_it_cost(house: House) -> None:
+    """A prefix without a promise is taken by a neighbour; its owner computes it again, and the
+    neighbour's row has the price of that."""
+    admin = Admin(house)
+    add_card(house.store, wall_ms, RateCard("std", input=3_000_000, cache_read=300_000))
+    change_tenant(house.store, "bob", {"floor_blocks": 230})
+    house.gateway.context.registry.look_again()
+    kept = house.chat("words that are kept, " * 16, prompt_cache_retention="in_memory")
+    await house.ask(body=kept)
+    for number in range(24):
+        await house.ask(body=house.chat(f"{number} noise, " * 30), who="bob")
+    await house.until(lambda: bool(house.engine.losses.taken()))  # it comes with a heartbeat
+    await house.ask(body=kept)
+    _, overview = await admin.ask("GET", "/admin/v1/analytics")
+    _, ada = await admin.ask("GET", "/admin/v1/analytics/ada")
+
+    row = next(row for row in overview["taken"] if (row["owner"], row["taker"]) == ("ada", "bob"))
+    lost = {one["cause"]: one for one in ada["recomputed"]}["evicted_pressure"]
+    assert row["blocks"] > 0
+    assert row["recomputed_tokens"] == lost["tokens"] > 0
+    assert row["cost_pico"] == lost["cost_pico"] == lost["tokens"] * 2_700_000
+    bounds = {
+        one["tenant"]: (one["floor_blocks"], one["ceiling_blocks"]) for one in overview["holdings"]
+    }
+    assert bounds == {"ada": (0, None), "bob": (230, None)}
+    assert ada["churn"]["evicted_blocks"] >= row["blocks"]
+    assert ada["churn"]["evicted_after_s"] > 0
+    assert overview["churn"]["inserted_blocks"] > ada["churn"]["inserted_blocks"] > 0
+
+
+async def test_what_became_of_a_promise_is_told_by_tenant_and_class(house: House) -> None:
+    """In analytics and in metrics alike."""
+    admin = Admin(house)
+    text = {"type": "text", "text": "kept, " * 60, "cache_control": {"type": "ephemeral"}}
+    asked = {
+        "model": house.model,
+        "max_tokens": 4,
+        "messages": [{"role": "user", "content": [text]}],
+    }
+    for _ in range(2):
+        await house.ask("/v1/messages", asked, headers={"anthropic-version": "2023-06-01"})
+    await house.ask("/v1/cache", method="DELETE")
+    _, overview = await admin.ask("GET", "/admin/v1/analytics")
+    async with house.session.get(f"{house.admin_url}/metrics") as response:
+        metrics = await response.text()
+
+    [row] = overview["leases"]
+    assert (row["tenant"], row["class"]) == ("ada", "5m")
+    assert (row["given"], row["renewed"], row["given_up"], row["running"]) == (1, 1, 1, 0)
+    assert 'trunkline_promises_total{class="5m",outcome="given_up"} 1.0' in metrics
+
+
+async def test_only_an_administrator_sees_them(house: House) -> None:
+    """A tenant's key is no administrator's."""
+    admin = Admin(house)
+    found = [
+        await admin.ask("GET", path, key=key)
+        for path in ("/admin/v1/analytics", "/admin/v1/analytics/ada", "/admin/v1/tree/ada")
+        for key in (None, house.keys["ada"])
+    ]
+
+    assert all(status in (401, 403) for status, _ in found)

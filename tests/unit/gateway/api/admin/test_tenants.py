@@ -1,0 +1,419 @@
+"""Administering tenants and keys over HTTP, and who may not."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from gateway.background.erasure import forget_removed
+from gateway.ledger.metering import wall_ms
+from tenancy.accounts.declared_tenants import DeclaredTenant, reconcile
+from tenancy.accounts.deletion import delete_tenant
+from tenancy.accounts.erasure_receipts import list_receipts
+from tenancy.accounts.keys import list_keys
+from tenancy.accounts.tenants import find_registered, list_tenants
+from tests.unit.gateway.admin_client import Admin
+from tests.unit.gateway.gateway_fixture import House
+
+TENANTS = "/admin/v1/tenants"
+ROUTES = [
+    ("GET", TENANTS),
+    ("POST", TENANTS),
+    ("GET", f"{TENANTS}/ada"),
+    ("PATCH", f"{TENANTS}/ada"),
+    ("DELETE", f"{TENANTS}/ada"),
+    ("GET", f"{TENANTS}/ada/keys"),
+    ("POST", f"{TENANTS}/ada/keys"),
+    ("GET", "/admin/v1/keys"),
+    ("POST", "/admin/v1/keys"),
+    ("GET", "/admin/v1/keys/1"),
+    ("PATCH", "/admin/v1/keys/1"),
+    ("POST", "/admin/v1/keys/1/rotate"),
+    ("POST", "/admin/v1/keys/1/revoke"),
+]
+
+
+@pytest.fixture
+async def admin(house: House) -> Admin:
+    return Admin(house)
+
+
+async def chats(house: House, key: str) -> int:
+    """The status of a chat with this key."""
+    headers = {"Authorization": f"Bearer {key}"}
+    status, _, _ = await house.ask(body=house.chat(), who=None, headers=headers)
+    return status
+
+
+# --- who may -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("method", "path"), ROUTES)
+async def test_nobody_but_an_administrator_administers(
+    admin: Admin, method: str, path: str
+) -> None:
+    """C8: without a key, with a wrong one, with a tenant's; and nothing is changed."""
+    before = list_keys(admin.house.store), list_tenants(admin.house.store)
+    answers = [
+        await admin.ask(method, path, {}, key=key)
+        for key in (None, "tl-wrong", admin.house.keys["ada"])
+    ]
+
+    assert [status for status, _ in answers] == [401, 401, 403]
+    assert [body["error"]["code"] for _, body in answers] == [
+        "invalid_api_key",
+        "invalid_api_key",
+        "scope_missing",
+    ]
+    assert (list_keys(admin.house.store), list_tenants(admin.house.store)) == before
+
+
+async def test_every_route_of_the_admin_listener_is_open_or_an_administrators(
+    admin: Admin,
+) -> None:
+    """C8: a route that somebody adds is in one of the two, and the open ones are known by name."""
+    open_paths = ("/metrics", "/healthz", "/readyz", "/dashboard")
+    found: dict[tuple[str, str], list[int]] = {}
+    for route in admin.house.gateway.admin_app().router.routes():
+        assert route.resource is not None
+        path = route.resource.canonical
+        if route.method != "HEAD" and not path.startswith(open_paths):
+            plain = path.replace("{name}", "ada").replace("{key_id}", "1")
+            keys = (None, admin.house.keys["ada"])
+            found[route.method, path] = [
+                (await admin.ask(route.method, plain, key=key))[0] for key in keys
+            ]
+
+    assert len(found) >= 18
+    assert {path for path, statuses in found.items() if statuses != [401, 403]} == set()
+
+
+async def test_no_foreign_page_is_let_in(admin: Admin) -> None:
+    """C13: what a browser asks before it sends a key for another site is refused."""
+    async with admin.house.session.options(
+        admin.house.admin_url + TENANTS,
+        headers={"Origin": "http://evil.example", "Access-Control-Request-Method": "POST"},
+    ) as response:
+        status, headers = response.status, response.headers
+
+    assert status == 405
+    assert not any(name.lower().startswith("access-control") for name in headers)
+
+
+async def test_an_administrators_key_opens_nothing_that_is_paid_for(admin: Admin) -> None:
+    """It has no tenant to pay."""
+    assert await chats(admin.house, admin.key) == 403
+
+
+async def test_administration_is_not_on_the_public_listener(admin: Admin) -> None:
+    """Whoever reaches the one need not reach the other."""
+    headers = {"Authorization": f"Bearer {admin.key}"}
+    status, _, _ = await admin.house.ask(TENANTS, method="GET", who=None, headers=headers)
+
+    assert status == 404
+
+
+async def test_metrics_need_no_key(admin: Admin) -> None:
+    """Scrapers keep working; the listener's address is their guard."""
+    async with admin.house.session.get(admin.house.admin_url + "/metrics") as response:
+        status = response.status
+
+    assert status == 200
+
+
+async def test_guessing_an_administrators_key_is_slowed(admin: Admin) -> None:
+    """C14, on this listener too; the right key still opens."""
+    statuses = [(await admin.ask("GET", TENANTS, key="wrong"))[0] for _ in range(301)]
+
+    assert statuses[:300] == [401] * 300
+    assert statuses[300] == 429
+    assert (await admin.ask("GET", TENANTS))[0] == 200
+
+
+# --- tenants -------------------------------------------------------------------------------------
+
+
+async def test_a_tenant_is_made_shown_changed_and_taken_back(admin: Admin) -> None:
+    """Its whole life, and each answer says all that is set of it."""
+    made = await admin.ask("POST", TENANTS, {"name": "eve", "tier": "gold", "classes": ["5m"]})
+    changed = await admin.ask(
+        "PATCH", f"{TENANTS}/eve", {"weight": 2.5, "classes": None, "requests_per_minute": 9}
+    )
+    shown = await admin.ask("GET", f"{TENANTS}/eve")
+    gone = await admin.ask("DELETE", f"{TENANTS}/eve")
+
+    assert (made[0], made[1]["tier"], made[1]["classes"]) == (201, "gold", ["5m"])
+    assert (changed[0], changed[1]["tier"], changed[1]["classes"]) == (200, "gold", None)
+    assert (shown[1]["weight"], shown[1]["requests_per_minute"]) == (2.5, 9)
+    assert gone == (200, {"name": "eve", "deleted": True, "pseudonym": None})
+    assert (await admin.ask("GET", f"{TENANTS}/eve"))[0] == 404
+
+
+async def test_a_field_that_is_given_twice_is_refused(admin: Admin) -> None:
+    """B8: which of the two was meant is not ours to guess, wherever in the body it stands."""
+    name, answer = await admin.ask("POST", TENANTS, b'{"name": "eve", "name": "mia"}')
+    inner, _ = await admin.ask(
+        "POST",
+        f"{TENANTS}/ada/keys",
+        b'{"limits": {"requests_at_once": 1, "requests_at_once": 2}}',
+    )
+
+    assert (name, inner) == (400, 400)
+    assert answer["error"]["message"] == "'name' was given twice."
+    assert [tenant.name for tenant, _ in list_tenants(admin.house.store)] == ["ada", "bob"]
+
+
+async def test_tenants_are_listed_in_pages(admin: Admin) -> None:
+    """A thousand tenants are not one answer."""
+    for number in range(3):
+        await admin.ask("POST", TENANTS, {"name": f"t{number}"})
+    _, first = await admin.ask("GET", f"{TENANTS}?limit=3")
+    _, second = await admin.ask("GET", f"{TENANTS}?limit=3&after={first['tenants'][-1]['name']}")
+
+    assert [one["name"] for one in first["tenants"]] == ["ada", "bob", "t0"]
+    assert [one["name"] for one in second["tenants"]] == ["t1", "t2"]
+    assert (first["has_more"], second["has_more"]) == (True, False)
+
+
+async def test_a_suspended_tenant_is_out_at_once_and_its_running_answer_ends_well(
+    admin: Admin,
+) -> None:
+    """C7: what was admitted is finished and billed; what comes after is refused."""
+    house = admin.house
+    house.runner.hold_after(3)
+    running = asyncio.create_task(house.ask(body=house.chat()))
+    await house.until(lambda: bool(house.gateway.context.running))
+    status, body = await admin.ask("PATCH", f"{TENANTS}/ada", {"status": "suspended"})
+    refused = await chats(house, house.keys["ada"])
+    house.runner.release()
+    answer = await running
+
+    assert (status, body["status"]) == (200, "suspended")
+    assert (refused, answer[0]) == (403, 200)
+    assert [row[0] for row in house.entries()] == ["done"]
+    await admin.ask("PATCH", f"{TENANTS}/ada", {"status": "active"})
+    assert await chats(house, house.keys["ada"]) == 200
+
+
+async def test_a_tenant_that_used_something_leaves_its_money_rows(admin: Admin) -> None:
+    """Under a pseudonym; its keys open nothing, its name is free, and what the cache held for it is
+    forgotten, with a receipt."""
+    house = admin.house
+    await house.ask(body=house.chat("long enough to fill a block or two of the cache"))
+    await house.quiet()
+    gone = await admin.ask("DELETE", f"{TENANTS}/ada")
+    refused = await chats(house, house.keys["ada"])
+    made, _ = await admin.ask("POST", TENANTS, {"name": "ada"})
+    left = f"{TENANTS}/deleted-1"
+    nothing_new = [
+        await admin.ask("PATCH", left, {"status": "active"}),
+        await admin.ask("POST", f"{left}/keys", {}),
+        await admin.ask("PUT", f"{left}/budgets", {"window": "day", "hard_micros": 1}),
+    ]
+
+    assert gone == (200, {"name": "ada", "deleted": True, "pseudonym": "deleted-1"})
+    assert (refused, made) == (401, 201)
+    assert [(status, body["error"]["code"]) for status, body in nothing_new] == [
+        (409, "tenant_deleted")
+    ] * 3
+    assert (await house.quiet()).cached_blocks == 0
+    assert [row[0] for row in house.entries()] == ["done"]
+    assert [receipt.what for receipt in list_receipts(house.store, 1)] == ["all"]
+
+
+async def test_the_cache_of_a_tenant_that_was_deleted_elsewhere_goes_too(admin: Admin) -> None:
+    """The command line has no engine: the server looks every minute, and writes one receipt."""
+    house = admin.house
+    for who in ("ada", "bob"):
+        await house.ask(body=house.chat("long enough to fill a block or two"), who=who)
+    held = (await house.quiet()).cached_blocks
+    await asyncio.to_thread(delete_tenant, house.store, wall_ms, "ada")
+    for _ in range(2):
+        await forget_removed(house.gateway.context)
+
+    assert (await house.quiet()).cached_blocks == held // 2
+    assert len(list_receipts(house.store, 1)) == 1
+
+
+async def test_a_declared_tenant_is_the_files(admin: Admin) -> None:
+    """A change that the next reload would undo is refused; suspending it is not."""
+    reconcile(admin.house.store, wall_ms, [DeclaredTenant(name="ada")])
+    changed = await admin.ask("PATCH", f"{TENANTS}/ada", {"weight": 2})
+    suspended = await admin.ask("PATCH", f"{TENANTS}/ada", {"status": "suspended"})
+
+    assert (changed[0], changed[1]["error"]["code"]) == (409, "tenant_declared")
+    assert suspended[0] == 200
+
+
+async def test_changes_made_at_once_are_all_made(admin: Admin) -> None:
+    """Two administrators who change two things do not undo each other."""
+    bodies = [{"weight": 3}, {"priority": 4}, {"tier": "gold"}, {"requests_at_once": 5}]
+    answers = await asyncio.gather(*(admin.ask("PATCH", f"{TENANTS}/ada", body) for body in bodies))
+    found = find_registered(admin.house.store, "ada").settings
+
+    assert [status for status, _ in answers] == [200] * 4
+    assert (found.weight, found.priority, found.tier, found.requests_at_once) == (3, 4, "gold", 5)
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "code", "param"),
+    [
+        (b"", 400, "invalid_json", None),
+        (b"[]", 400, "invalid_value", None),
+        (b'{"name": "x"}}', 400, "invalid_json", None),
+        (b"\xff", 400, "invalid_json", None),
+        ({}, 400, "missing_required_parameter", "name"),
+        ({"name": "x", "flor": 1}, 400, "invalid_value", None),
+        ({"name": 1}, 400, "invalid_value", "name"),
+        ({"name": "../etc/passwd"}, 400, "bad_name", None),
+        ({"name": "'; drop table tenants; --"}, 400, "bad_name", None),
+        ({"name": "ada"}, 409, "name_taken", None),
+        ({"name": "x", "weight": 0}, 400, "bad_policy", None),
+        ({"name": "x", "weight": "1"}, 400, "invalid_value", "weight"),
+        ({"name": "x", "floor_blocks": -1}, 400, "bad_policy", None),
+        ({"name": "x", "floor_blocks": 10**30}, 400, "bad_policy", None),
+        ({"name": "x", "ceiling_blocks": 1.5}, 400, "invalid_value", "ceiling_blocks"),
+        ({"name": "x", "requests_per_minute": 0}, 400, "bad_limits", None),
+        ({"name": "x", "tokens_per_minute": 10**18}, 400, "bad_limits", None),
+        ({"name": "x", "classes": ["a/b"]}, 400, "retention_unknown", None),
+        ({"name": "x", "classes": ["1h", "5min"]}, 400, "retention_unknown", None),
+        ({"name": "x", "is_declared": True}, 400, "invalid_value", None),
+    ],
+)
+async def test_a_tenant_that_cannot_be_is_not_made(
+    admin: Admin, body: object, status: int, code: str, param: str | None
+) -> None:
+    """Told by field, in one shape, with nothing half done."""
+    got, answer = await admin.ask("POST", TENANTS, body)
+
+    assert (got, answer["error"]["code"], answer["error"]["param"]) == (status, code, param)
+    assert set(answer["error"]) == {"code", "message", "param"}
+    assert [tenant.name for tenant, _ in list_tenants(admin.house.store)] == ["ada", "bob"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "code"),
+    [
+        (f"{TENANTS}/nobody", {"weight": 1}, 404, "tenant_unknown"),
+        (f"{TENANTS}/..%2f..%2fetc", {"weight": 1}, 404, "tenant_unknown"),
+        (f"{TENANTS}/ada", {"status": "gone"}, 400, "invalid_value"),
+        (f"{TENANTS}/ada", {"name": "eve"}, 400, "invalid_value"),
+        (f"{TENANTS}/ada", {"weight": 2, "floor_blocks": "1"}, 400, "invalid_value"),
+        (f"{TENANTS}/ada", {"weight": 2, "tier": "A"}, 400, "bad_name"),
+        ("/admin/v1/keys/1", {"label": "two\nlines"}, 400, "bad_label"),
+        ("/admin/v1/keys/1", {"scopes": ["admin"]}, 400, "bad_scopes"),
+        ("/admin/v1/keys/1", {"limits": {"requests_per_minute": -1}}, 400, "bad_limits"),
+        ("/admin/v1/keys/1", {"limits": {"per_minute": 1}}, 400, "invalid_value"),
+        ("/admin/v1/keys/99", {"label": "x"}, 404, "key_unknown"),
+        ("/admin/v1/keys/tl-", {"label": "x"}, 404, "key_unknown"),
+    ],
+)
+async def test_a_change_that_cannot_be_changes_nothing(
+    admin: Admin, path: str, body: object, status: int, code: str
+) -> None:
+    """Not even the part of it that could."""
+    got, answer = await admin.ask("PATCH", path, body)
+
+    assert (got, answer["error"]["code"]) == (status, code)
+    assert find_registered(admin.house.store, "ada").settings.weight == 1.0
+    assert list_keys(admin.house.store)[0].label == ""
+
+
+async def test_settings_and_status_change_together_or_not_at_all(admin: Admin) -> None:
+    """What fails between the two would leave half of a change."""
+    path, body = f"{TENANTS}/ada", {"weight": 2, "status": "suspended"}
+    with admin.house.store.change() as db:
+        db.execute(
+            "create trigger no_more before update of status on tenants"
+            " begin select raise(abort, 'no more'); end"
+        )
+    failed, _ = await admin.ask("PATCH", path, body)
+    half = find_registered(admin.house.store, "ada").settings.weight
+    with admin.house.store.change() as db:
+        db.execute("drop trigger no_more")
+    _, changed = await admin.ask("PATCH", path, body)
+
+    assert (failed, half) == (503, 1.0)
+    assert (changed["weight"], changed["status"]) == (2.0, "suspended")
+
+
+@pytest.mark.parametrize("query", ["limit=0", "limit=1001", "limit=x", "limit=1&limit=2", "page=2"])
+async def test_a_page_that_cannot_be_is_refused(admin: Admin, query: str) -> None:
+    """F10: numbers are bounded, and a misspelt parameter is not silently nothing."""
+    status, body = await admin.ask("GET", f"{TENANTS}?{query}")
+
+    assert status == 400
+    assert body["error"]["param"] == query.partition("=")[0]
+
+
+# --- keys ----------------------------------------------------------------------------------------
+
+
+async def test_a_key_is_made_used_limited_and_revoked(admin: Admin) -> None:
+    """It works from the answer on, and stops with the answer that says so."""
+    house = admin.house
+    status, made = await admin.ask(
+        "POST",
+        f"{TENANTS}/ada/keys",
+        {"workspace": "lab", "label": "ci", "expires_in_s": 3600, "scopes": ["inference"]},
+    )
+    worked = await chats(house, made["key"])
+    path = f"/admin/v1/keys/{made['key_id']}"
+    _, shown = await admin.ask("GET", path)
+    _, revoked = await admin.ask("POST", f"{path}/revoke")
+
+    assert (status, worked) == (201, 200)
+    assert (shown["tenant"], shown["workspace"], shown["label"]) == ("ada", "lab", "ci")
+    assert shown["scopes"] == ["inference"]
+    assert revoked["revoked"] is not None
+    assert await chats(house, made["key"]) == 401
+
+
+async def test_a_key_without_the_scope_is_refused(admin: Admin) -> None:
+    """C8: a dashboard's key cannot spend."""
+    _, made = await admin.ask("POST", f"{TENANTS}/ada/keys", {"scopes": ["usage"]})
+
+    assert await chats(admin.house, made["key"]) == 403
+
+
+async def test_a_rotated_key_and_its_successor_both_work_during_the_grace(admin: Admin) -> None:
+    """And without a grace the old one is out at once."""
+    house = admin.house
+    _, first = await admin.ask("POST", "/admin/v1/keys/1/rotate", {"grace_s": 600})
+    both = [await chats(house, key) for key in (house.keys["ada"], first["key"])]
+    path = f"/admin/v1/keys/{first['key_id']}/rotate"
+    status, second = await admin.ask("POST", path, {"grace_s": 0})
+    after = [await chats(house, key) for key in (first["key"], second["key"])]
+
+    assert first["replaces"]["replaced_by"] == first["key_id"]
+    assert (both, status, after) == ([200, 200], 201, [401, 200])
+    again, body = await admin.ask("POST", "/admin/v1/keys/1/rotate", {})
+    assert (again, body["error"]["code"]) == (409, "key_not_live")
+
+
+async def test_no_answer_but_the_first_shows_a_key(admin: Admin) -> None:
+    """K7: lists, changes and the log know its beginning."""
+    _, made = await admin.ask("POST", "/admin/v1/keys", {"label": "ops"})
+    key = made["key"]
+    seen = [
+        await admin.ask("GET", "/admin/v1/keys"),
+        await admin.ask("GET", f"{TENANTS}/ada/keys"),
+        await admin.ask("PATCH", f"/admin/v1/keys/{made['key_id']}", {"label": "b"}),
+        await admin.ask("POST", f"/admin/v1/keys/{made['key_id']}/revoke"),
+    ]
+
+    text = json.dumps([seen, admin.house.lines])
+    assert key[:11] in text
+    assert key[:12] not in text
+
+
+async def test_what_an_administrator_does_is_in_the_log_by_ids(admin: Admin) -> None:
+    """Who changed what, and no names."""
+    await admin.ask("PATCH", f"{TENANTS}/bob", {"weight": 2})
+    line = next(line for line in admin.house.lines if line["event"] == "tenant_changed")
+    request = next(line for line in admin.house.lines if line.get("route") == f"{TENANTS}/{{name}}")
+
+    assert line == {"event": "tenant_changed", "by_key_id": 3, "tenant_id": 2}
+    assert (request["key_id"], request["tenant_id"], request["status"]) == (3, None, 200)

@@ -1,0 +1,81 @@
+"""`GET /v1/models`, one path for three families."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gateway.dialects.model_lists import Model, anthropic_list, gemini_list
+from gateway.errors import Refusal
+from tests.unit.gateway.gateway_fixture import House
+
+MODELS = [Model(f"m{n}", 1_700_000_000, 8192, 4096) for n in range(5)]
+
+
+async def listed(house: House, path: str, headers: dict[str, str]) -> dict[str, Any]:
+    status, found, _ = await house.ask(path, method="GET", headers=headers)
+    assert status == 200, found
+    answer: dict[str, Any] = found
+    return answer
+
+
+async def test_each_family_reads_its_own_shape_at_the_same_path(house: House) -> None:
+    """The SDKs differ in nothing but a header."""
+    openai = await listed(house, "/v1/models", {})
+    anthropic = await listed(house, "/v1/models", {"anthropic-version": "2023-06-01"})
+    gemini = await listed(house, "/v1/models", {"x-goog-api-client": "x"})
+    beta = await listed(house, "/v1beta/models", {})
+
+    assert (openai["object"], openai["data"][0]["id"]) == ("list", house.model)
+    assert (anthropic["data"][0]["type"], anthropic["has_more"]) == ("model", False)
+    assert gemini == beta
+    assert gemini["models"][0]["name"] == f"models/{house.model}"
+
+
+async def test_one_model_is_shown_by_its_id_with_or_without_a_prefix(house: House) -> None:
+    """Gemini's names have one; an unknown id is not found, in the asker's shape."""
+    one = await listed(house, f"/v1/models/{house.model}", {"anthropic-version": "2023-06-01"})
+    two = await listed(house, f"/v1beta/models/{house.model}", {})
+    status, error, _ = await house.ask(
+        "/v1/models/none", method="GET", headers={"x-goog-api-client": "x"}
+    )
+
+    assert one["id"] == house.model
+    assert two["name"] == f"models/{house.model}"
+    assert (status, error["error"]["status"]) == (404, "NOT_FOUND")
+
+
+def test_anthropics_pages_go_both_ways() -> None:
+    """Behind one id, or before another."""
+    first = anthropic_list(MODELS, {"limit": "2"})
+    second = anthropic_list(MODELS, {"limit": "2", "after_id": first["last_id"]})
+    before = anthropic_list(MODELS, {"limit": "2", "before_id": "m3"})
+    last = anthropic_list(MODELS, {"limit": "2", "after_id": "m3"})
+
+    def ids(page: dict[str, Any]) -> list[str]:
+        return [model["id"] for model in page["data"]]
+
+    assert [ids(first), ids(second), ids(before), ids(last)] == [
+        ["m0", "m1"],
+        ["m2", "m3"],
+        ["m1", "m2"],
+        ["m4"],
+    ]
+    assert [first["has_more"], before["has_more"], last["has_more"]] == [True, True, False]
+
+
+def test_geminis_pages_follow_their_token() -> None:
+    """To the end, each model once."""
+    first = gemini_list(MODELS, {"pageSize": "3"})
+    second = gemini_list(MODELS, {"pageSize": "3", "pageToken": first["nextPageToken"]})
+
+    assert [len(first["models"]), len(second["models"])] == [3, 2]
+    assert "nextPageToken" not in second
+
+
+@pytest.mark.parametrize("query", [{"limit": "0"}, {"limit": "x"}, {"after_id": "none"}])
+def test_a_page_that_cannot_be_is_refused(query: dict[str, str]) -> None:
+    """By name."""
+    with pytest.raises(Refusal):
+        anthropic_list(MODELS, query)

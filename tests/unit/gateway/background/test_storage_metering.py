@@ -1,0 +1,214 @@
+"""Token-seconds: whole numbers, nothing lost between readings, sums equal to the pool's use."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.api import NamespaceStats, Quota
+from engine.cache import PrefixCache
+from engine.client.namespace_stats import NamespaceBook
+from gateway.background.storage_metering import NANO, StorageMeter, StorageWatch, held_more
+from gateway.ledger.metering import wall_ms
+from gateway.retention_classes import BEST_EFFORT
+from tenancy.accounting.focus_export import cost_rows
+from tenancy.errors import LedgerUnavailable, StoreError
+from tenancy.ledger.transactions import StorageReading
+from tenancy.pricing.charges import RateCard, dollars
+from tenancy.pricing.rate_cards import add_card
+from tests.fakes import FakeClock
+from tests.unit.gateway.gateway_fixture import House
+
+
+def space(tenant: int, workspace: str = "default") -> bytes:
+    parts = (str(tenant), workspace, "model", "template", "")
+    return b"".join(len(part).to_bytes(4, "big") + part.encode() for part in parts)
+
+
+def holds(namespace: bytes, blocks: int, **promised: int) -> NamespaceStats:
+    """So many blocks, of which some are promised in a class."""
+    return NamespaceStats(namespace, blocks, 0, 0, 0, promised)
+
+
+def told(book: NamespaceBook, **blocks: int) -> NamespaceBook:
+    """Blocks by tenant: `t1=5`."""
+    book.add(holds(space(int(name[1:])), count) for name, count in blocks.items())
+    return book
+
+
+def text(words: str, **more: object) -> dict[str, object]:
+    return {"type": "text", "text": words, **more}
+
+
+def test_a_reading_stands_until_the_next() -> None:
+    """Five blocks of sixteen tokens for ten seconds."""
+    meter, book = StorageMeter(), NamespaceBook()
+    meter.look(told(book, t1=5), 16, 0)
+    meter.look(told(book, t1=1), 16, 10 * NANO)
+    meter.look(told(book, t1=0), 16, 12 * NANO)
+
+    assert meter.take() == {(1, BEST_EFFORT): 5 * 16 * 10 + 16 * 2}
+    assert meter.take() == {}
+
+
+def test_promised_blocks_are_held_in_their_class() -> None:
+    """Workspaces of a tenant are one tenant."""
+    spaces = (
+        NamespaceStats(space(1), 5, 0, 0, 0, {"1h": 2, "5m": 1}),
+        NamespaceStats(space(1, "lab"), 1, 0, 0, 0, {"1h": 1}),
+        NamespaceStats(b"", 9, 0, 0, 0),
+    )
+
+    found = held_more(((None, one) for one in spaces), 16)
+
+    assert found == {(1, "1h"): 48, (1, "5m"): 16, (1, BEST_EFFORT): 32}
+    assert held_more([(spaces[0], spaces[1])], 16) == {
+        (1, "1h"): -16,
+        (1, "5m"): -16,
+        (1, BEST_EFFORT): -32,
+    }
+
+
+def test_another_engine_holds_nothing_of_what_the_last_one_held() -> None:
+    """Its cache is empty until it tells otherwise; without one nobody holds anything."""
+    meter = StorageMeter()
+    meter.look(told(NamespaceBook(), t1=5, t2=1), 16, 0)
+    meter.look(told(NamespaceBook(), t2=2), 16, 10 * NANO)
+    meter.look(None, 0, 11 * NANO)
+    meter.look(told(NamespaceBook()), 16, 20 * NANO)
+
+    assert meter.take() == {(1, BEST_EFFORT): 800, (2, BEST_EFFORT): 160 + 32}
+
+
+def test_a_meter_beside_another_misses_nothing() -> None:
+    """What one has been told, the other has still to be told."""
+    book, meters = told(NamespaceBook(), t1=5), (StorageMeter(), StorageMeter())
+    for now_s in (0, 10):
+        for meter in meters:
+            meter.look(book, 16, now_s * NANO)
+
+    assert [meter.take() for meter in meters] == [{(1, BEST_EFFORT): 800}] * 2
+
+
+happenings = st.tuples(
+    st.integers(1, 3),
+    st.sampled_from(["", "1h"]),
+    st.integers(0, 9),
+    st.integers(0, 3 * NANO),
+    st.sampled_from(["", "", "", "read", "restart"]),
+)
+
+
+@given(st.lists(happenings, max_size=30))
+def test_nothing_is_lost_between_readings(
+    history: list[tuple[int, str, int, int, str]],
+) -> None:
+    """However often it is read, and whatever changed, the whole seconds add up to the whole."""
+    meter, book, now_ns = StorageMeter(), NamespaceBook(), 0
+    total: Counter[tuple[int, str]] = Counter()
+    taken: Counter[tuple[int, str]] = Counter()
+    present: dict[int, tuple[str, int]] = {}
+    meter.look(book, 16, 0)
+    for tenant, kind, blocks, pause_ns, what in history:
+        now_ns += pause_ns
+        for owner, (name, count) in present.items():
+            total[owner, name or BEST_EFFORT] += count * 16 * pause_ns
+        if what == "restart":
+            book, present = NamespaceBook(), {}
+        present[tenant] = (kind, blocks)
+        book.add([holds(space(tenant), blocks, **({kind: blocks} if kind else {}))])
+        meter.look(book, 16, now_ns)
+        if what == "read":
+            taken.update(meter.take())
+    taken.update(meter.take())
+
+    assert taken == Counter({key: whole for key, n in total.items() if (whole := n // NANO)})
+
+
+@given(st.lists(st.tuples(st.integers(1, 3), st.lists(st.integers(0, 1), min_size=1, max_size=12))))
+def test_the_tenants_sum_is_what_the_pool_has_in_use(prompts: list[tuple[int, list[int]]]) -> None:
+    """Shared blocks are counted once: for the namespace that holds them."""
+    cache = PrefixCache(blocks=32, block_size=4)
+    tables = []
+    for number, (tenant, words) in enumerate(prompts):
+        table = cache.begin(space(tenant), words, float(number), quota=Quota())
+        if cache.grow(table, len(words), float(number)):
+            cache.take_copies()
+            cache.commit(table, words, len(words), float(number))
+        tables.append((table, words))
+        if number % 2:
+            cache.release(*tables.pop(0), float(number))
+
+    seen = held_more(((None, holds(u.namespace, u.blocks)) for u in cache.namespaces()), 4)
+    used = cache.stats()
+    assert sum(seen.values()) == 4 * (used.blocks - used.free)
+
+
+async def test_what_is_held_for_an_hour_is_charged_as_such(house: House) -> None:
+    """From the mark in a request to the cost row: a price for a class finds what it is for."""
+    context, clock = house.gateway.context, FakeClock()
+    card = add_card(house.store, wall_ms, RateCard("list", storage={"1h": 20_000}))
+    hour = {"type": "ephemeral", "ttl": "1h"}
+    messages = [{"role": "user", "content": [text("word " * 40, cache_control=hour)]}]
+    asked = {"model": house.model, "max_tokens": 2, "messages": messages}
+    status, _, _ = await house.ask("/v1/messages", asked)
+    await house.until(lambda: context.engine.stats.cached_blocks > 0)
+    context.clock = clock
+    watch = StorageWatch(context)
+    await watch.close()
+    clock.advance(3_600.0)
+    await watch.close()
+
+    ((tokens, card_id),) = house.store.query(
+        "select token_seconds / 3600, rate_card_id from storage_hours where class = '1h'"
+    )
+    rows = list(cost_rows(house.store, "ada", 0, None, "us"))
+    (row,) = (row for row in rows if row["ChargeDescription"] == "storage:1h")
+    assert (status, card_id) == (200, card.rate_card_id)
+    assert tokens >= 200
+    assert row["x_BilledPico"] == tokens * 20_000
+    _, usage, _ = await house.ask("/v1/usage", method="GET")
+    row_told = next(one for one in usage["storage"] if one["class"] == "1h")
+    assert row_told["token_seconds"] == tokens * 3_600
+    assert row_told["charge_usd"] == dollars(tokens * 20_000)
+
+
+@pytest.mark.parametrize("part", ["store", "ledger"])
+async def test_what_cannot_be_written_is_written_with_the_next_reading(
+    house: House, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    """A database that is away for a moment costs nobody's token-hours, and not the meter either."""
+    context, clock = house.gateway.context, FakeClock()
+    await house.ask(body=house.chat())
+    await house.until(lambda: context.engine.stats.cached_blocks > 0)
+    context.clock = clock
+    watch = StorageWatch(context)
+    await watch.close()
+    clock.advance(10.0)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(context, part, _Away())
+        await watch.close()
+    await watch.close()
+
+    ((seconds,),) = house.store.query("select sum(token_seconds) from storage_hours")
+    assert seconds == 10 * 16 * sum(one.blocks for one in context.engine.namespaces) > 0
+
+
+class _Away:
+    """A store, or a ledger over one, that cannot be asked."""
+
+    def query(self, sql: str, values: object = ()) -> None:
+        raise StoreError("gone", "The database is away.")
+
+    def write(self, reading: StorageReading) -> asyncio.Future[None]:
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        future.set_exception(LedgerUnavailable("not_durable", "The database is away."))
+        return future
+
+    def change(self) -> None:
+        raise StoreError("gone", "The database is away.")

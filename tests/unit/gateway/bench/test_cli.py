@@ -1,0 +1,114 @@
+"""`trunkline bench` and `replay` as the command line calls them."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+
+from gateway.bench.cli import (
+    Report,
+    add_bench_arguments,
+    add_replay_arguments,
+    run_bench,
+    run_replay,
+)
+from gateway.bench.client import BenchError
+from tests.unit.gateway.bench.scripted_endpoint import MOONCAKE, SMALL, served, written
+from tests.unit.gateway.gateway_fixture import House
+
+
+def ignore(_: str) -> None:
+    """Say nothing."""
+
+
+def parsed(add: Callable[[argparse.ArgumentParser], None], *arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add(parser)
+    return parser.parse_args(arguments)
+
+
+def bench(folder: Path, say: Callable[[str], None], *arguments: str) -> Report:
+    """`trunkline bench` as the command line calls it; it blocks."""
+    return run_bench(parsed(add_bench_arguments, *arguments), "", folder, say, SMALL)
+
+
+async def test_the_command_measures_our_own_gateway(house: House, tmp_path: Path) -> None:
+    """Every workload over HTTP against the real gateway, with the fake runner underneath: its hits
+    are its own."""
+    said: list[str] = []
+    keys = [f"--key={key}" for key in house.keys.values()]
+
+    report = await asyncio.to_thread(
+        bench, tmp_path, said.append, "--url", house.url + "/v1", "--text", "--repeats=2", *keys
+    )
+
+    found = {(row.workload, row.figure): row for row in report.rows}
+    assert report.model == house.card.name
+    assert found["a", "cold"].runs == 2
+    assert found["a", "shared + new hit ratio"].median > 50
+    assert found["e", "later turns hit ratio"].median > 50
+    assert said == [f"{name}: run {n} of 2" for name in "abcde" for n in (1, 2)]
+    assert json.loads(report.json())["machine"]["cores"] >= 1
+
+
+async def test_the_command_replays_a_trace(house: House, tmp_path: Path) -> None:
+    """From the file to the table."""
+
+    def command() -> Report:
+        path = written(tmp_path, "m.jsonl", MOONCAKE)
+        url, key = house.url + "/v1", house.keys["ada"]
+        more = ("--text", "--key", key, "--context", "60", "--speed", "50")
+        options = parsed(add_replay_arguments, str(path), "--url", url, *more)
+        return run_replay(options, "", tmp_path, ignore)
+
+    report = await asyncio.to_thread(command)
+
+    assert {row.workload for row in report.rows} == {"f m.jsonl"}
+    assert "answered" in report.text()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--workloads", "xyz"),
+        ("--workloads", ""),
+        ("--repeats", "0"),
+        ("--repeats", "many"),
+        ("--timeout-s", "-1"),
+        ("--serve", "--url", "http://127.0.0.1:1/v1"),
+    ],
+)
+def test_arguments_that_cannot_be_are_refused(arguments: tuple[str, ...]) -> None:
+    """Exit status 2, as everywhere."""
+    with pytest.raises(SystemExit) as caught:
+        parsed(add_bench_arguments, *arguments)
+
+    assert caught.value.code == 2
+
+
+async def test_an_endpoint_that_is_not_there_is_named(tmp_path: Path) -> None:
+    """The address in the message is the one to correct."""
+    arguments = ("--url", "http://127.0.0.1:9/v1")
+
+    with pytest.raises(BenchError, match=r"127\.0\.0\.1:9"):
+        await asyncio.to_thread(bench, tmp_path, ignore, *arguments)
+
+
+async def test_a_bench_ends_in_time(tmp_path: Path) -> None:
+    """An endpoint that hangs does not hang whoever measures it."""
+    ended = asyncio.Event()
+
+    async def silent(_: web.Request) -> web.StreamResponse:
+        await ended.wait()
+        return web.Response()
+
+    async with served(silent) as url:
+        with pytest.raises(BenchError, match="Not done after"):
+            await asyncio.to_thread(bench, tmp_path, ignore, "--url", url, "--timeout-s", "0.2")
+        ended.set()

@@ -1,0 +1,248 @@
+"""What the benchmark measures of scripted endpoints whose timings and hits are known."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+
+from gateway.bench.client import BenchError
+from gateway.bench.memory import MemoryWatch
+from gateway.bench.prompts import Prompts, joined
+from gateway.bench.report import rows, table
+from gateway.bench.workloads import WORKLOADS, Figure, percentile
+from tests.fakes import FakeClock
+from tests.unit.gateway.bench.scripted_endpoint import (
+    SMALL,
+    Endpoint,
+    WatchedClock,
+    client_of,
+    values,
+)
+
+# --- one request -------------------------------------------------------------------------------
+
+
+async def test_times_are_those_at_which_the_bytes_came() -> None:
+    """First token and gaps to the millisecond, on a clock that passes when the server says."""
+    clock = WatchedClock()
+    endpoint = Endpoint(clock, pauses_s=(0.050, 0.010, 0.030))
+    async with client_of(endpoint.answer, clock) as client:
+        done = await client.complete([1, 2, 3], 7)
+
+    assert done.first_s == pytest.approx(0.050)
+    assert done.gaps_s == pytest.approx([0.010, 0.030])
+    assert (done.prompt_tokens, done.output_tokens, done.cached_tokens) == (3, 7, 0)
+    assert done.text == "012"
+
+
+async def test_latency_counts_from_when_a_request_was_due() -> None:
+    """A client that was kept waiting would otherwise report an idle endpoint."""
+    clock = WatchedClock()
+    clock.advance(10.0)
+    async with client_of(Endpoint(clock, pauses_s=(0.5,)).answer, clock) as client:
+        done = await client.complete([1], 1, due_s=7.0)
+
+    assert done.first_s == pytest.approx(3.5)
+
+
+async def test_outputs_are_asked_for_in_exact_length_and_without_chance() -> None:
+    """Throughput of answers that end when they like is no measure."""
+    clock = WatchedClock()
+    endpoint = Endpoint(clock)
+    async with client_of(endpoint.answer, clock, keys=("one", "two")) as client:
+        await client.chat([{"role": "user", "content": "hi"}], 5, tenant=1)
+
+    [body] = endpoint.bodies
+    assert (body["max_tokens"], body["temperature"], body["ignore_eos"]) == (5, 0, True)
+    assert body["stream_options"] == {"include_usage": True}
+    assert endpoint.keys == ["Bearer two"]
+
+
+@pytest.mark.parametrize("size", [1, 3, 7])
+async def test_events_cut_anywhere_are_read_whole(size: int) -> None:
+    """The network cuts where it likes, also inside a character."""
+    events = (
+        'data: {"choices":[{"text":"aö"}]}\r\n\r\n: alive\n\ndata: {"choices":[{"text":"日"}]}\n\n'
+    )
+    events += 'data: {"choices":[],"usage":{"prompt_tokens":1,"completion_tokens":2}}\n\n'
+
+    async def drip(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        data = events.encode() + b"data: [DONE]\n\n"
+        for at in range(0, len(data), size):
+            await response.write(data[at : at + size])
+        return response
+
+    async with client_of(drip, FakeClock()) as client:
+        done = await client.complete("x", 2)
+
+    assert done.text == "aö日"
+    assert done.cached_tokens is None
+
+
+BROKEN = {
+    "no usage": (200, 'data: {"choices":[{"text":"a"}]}\n\ndata: [DONE]\n\n', "no usage"),
+    "an error inside": (200, 'data: {"error":{"message":"full"}}\n\n', "full"),
+    "no JSON": (200, "data: {{{\n\n", "not JSON"),
+    "an endless line": (200, "data: " + "x" * 2**21, "megabyte"),
+    "an unknown field": (400, '{"error":"ignore_eos: unknown"}', "--no-ignore-eos"),
+    "no token ids": (422, '{"error":"prompt must be a string"}', "--text"),
+    "a wrong key": (401, '{"error":"no such key"}', "401"),
+}
+
+
+@pytest.mark.parametrize(("status", "body", "word"), BROKEN.values(), ids=BROKEN.keys())
+async def test_an_endpoint_that_cannot_be_measured_is_told_why(
+    status: int, body: str, word: str
+) -> None:
+    """Whoever points it at a strange server gets a sentence, not zeros in a table."""
+
+    async def broken(_: web.Request) -> web.StreamResponse:
+        return web.Response(status=status, text=body)
+
+    async with client_of(broken, FakeClock()) as client:
+        with pytest.raises(BenchError, match=word):
+            await client.complete([1], 1)
+
+
+async def test_an_endpoint_that_hangs_up_is_an_error() -> None:
+    """Half an answer has no usage and must not be counted."""
+
+    async def hang_up(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        await response.write(b'data: {"choices":[{"text":"a"}]}\n\n')
+        assert request.transport is not None
+        request.transport.abort()
+        return response
+
+    async with client_of(hang_up, FakeClock()) as client:
+        with pytest.raises(BenchError):
+            await client.complete([1], 1)
+
+
+# --- workloads ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+async def test_every_workload_brings_figures_that_can_be(name: str) -> None:
+    """Each letter runs against a plain endpoint, and names each of its figures once."""
+    clock = WatchedClock()
+    async with client_of(Endpoint(clock).answer, clock) as client:
+        figures = await WORKLOADS[name](client, Prompts(1), SMALL)
+
+    assert len({figure.name for figure in figures}) == len(figures)
+    assert all(figure.value >= 0 for figure in figures)
+
+
+async def test_a_perfect_cache_computes_each_token_once() -> None:
+    """The figure that says whether anything was computed twice, on an endpoint that never does."""
+    clock = WatchedClock()
+    async with client_of(Endpoint(clock).answer, clock) as client:
+        found = values(await WORKLOADS["c"](client, Prompts(1), SMALL))
+
+    assert found["cold computed / unique tokens"] == pytest.approx(1.0)
+    assert found["cold hit ratio"] == pytest.approx(100 * 3 * 32 / (4 * 40))
+
+
+async def test_without_a_cache_every_prompt_is_computed() -> None:
+    """The same figure at the other end."""
+    clock = WatchedClock()
+    endpoint = Endpoint(clock)
+    endpoint.remembers = False
+    async with client_of(endpoint.answer, clock) as client:
+        found = values(await WORKLOADS["c"](client, Prompts(1), SMALL))
+
+    assert found["cold computed / unique tokens"] == pytest.approx(4 * 40 / (32 + 4 * 8))
+    assert found["cold hit ratio"] == 0
+
+
+async def test_an_endpoint_that_hides_its_hits_gets_no_hit_ratio() -> None:
+    """Not said is not zero."""
+    clock = WatchedClock()
+    endpoint = Endpoint(clock)
+    endpoint.reports_hits = False
+    async with client_of(endpoint.answer, clock) as client:
+        found = values(await WORKLOADS["c"](client, Prompts(1), SMALL))
+
+    assert not [name for name in found if "hit" in name or "unique" in name]
+
+
+async def test_tenants_share_nothing_but_the_endpoint() -> None:
+    """Each has its own key and its own system prompt."""
+    clock = WatchedClock()
+    endpoint = Endpoint(clock)
+    async with client_of(endpoint.answer, clock, keys=("one", "two")) as client:
+        await WORKLOADS["d"](client, Prompts(1), SMALL)
+
+    systems: dict[str, set[tuple[int, ...]]] = {}
+    for key, body in zip(endpoint.keys, endpoint.bodies, strict=True):
+        systems.setdefault(key, set()).add(tuple(body["prompt"][: SMALL.system]))
+    assert {key: len(prompts) for key, prompts in systems.items()} == {
+        "Bearer one": 1,
+        "Bearer two": 1,
+    }
+    assert systems["Bearer one"] != systems["Bearer two"]
+
+
+async def test_each_turn_of_a_conversation_carries_what_was_answered() -> None:
+    """Otherwise no later turn could hit."""
+    clock = WatchedClock()
+    endpoint = Endpoint(clock)
+    async with client_of(endpoint.answer, clock) as client:
+        await WORKLOADS["e"](client, Prompts(1), SMALL)
+
+    longest = max((body["messages"] for body in endpoint.bodies), key=len)
+    roles = [message["role"] for message in longest]
+    assert roles == ["system", "user", "assistant", "user", "assistant", "user"]
+    assert longest[2]["content"] == "öö"
+
+
+def test_prompts_are_those_of_their_seed_and_of_the_length_asked() -> None:
+    """Two machines measure the same; two runs of one bench never meet each other's cache."""
+    one, two, other = Prompts("0/a/1"), Prompts("0/a/1"), Prompts("0/a/2")
+
+    first = one.make(100)
+    assert first == two.make(100)
+    assert first != one.make(100)
+    assert first != other.make(100)
+    assert len(joined(first, one.make(7))) == 107
+    assert len(str(Prompts(1, in_text=True).make(50)).split()) == 50
+
+
+@pytest.mark.parametrize(
+    ("percent", "expected"), [(0, 1), (1, 1), (50, 50), (99, 99), (99.5, 100), (100, 100)]
+)
+def test_a_percentile_is_a_value_that_was_measured(percent: float, expected: int) -> None:
+    """Nearest rank; no value between two streams is made up."""
+    assert percentile(list(range(100, 0, -1)), percent) == expected
+
+
+# --- reports
+
+
+def test_runs_are_summed_up_by_median_and_extremes() -> None:
+    """One odd run must not look like the rule, nor be hidden."""
+    runs = [[Figure("cold", "ms", value)] for value in (5.0, 1.0, 2000.0)]
+
+    [row] = rows("a", runs)
+    text = table([row])
+
+    assert (row.median, row.least, row.most, row.runs) == (5.0, 1.0, 2000.0, 3)
+    assert text.splitlines()[1].split() == ["a", "cold", "5.00", "1.00", "2,000", "ms", "3"]
+
+
+def test_memory_is_that_of_the_whole_tree(tmp_path: Path) -> None:
+    """The engine is a child of the gateway, and holds nearly all of it."""
+    for pid, parent, kib in ((10, 1, 100), (11, 10, 1000), (12, 11, 7), (13, 1, 5000)):
+        (tmp_path / str(pid)).mkdir()
+        (tmp_path / str(pid) / "stat").write_text(f"{pid} (a) b) S {parent} 0 0")
+        (tmp_path / str(pid) / "status").write_text(f"Name: x\nVmRSS:\t {kib} kB\n")
+    memory = MemoryWatch(10, tmp_path)
+
+    assert memory.sample() == 1107 * 1024
+    (tmp_path / "11" / "status").unlink()
+    assert memory.sample() < memory.peak_bytes == 1107 * 1024

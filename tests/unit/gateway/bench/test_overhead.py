@@ -1,0 +1,378 @@
+"""The benchmark of the gateway alone: the null engine, the load, and what they come to."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from engine.api import CacheGrant, Event, Finished, Request, Sampling, Started, Tokens
+from engine.client.supervisor import EngineSupervisor
+from engine.config import EngineConfig
+from engine.model_store import ModelCard
+from gateway.bench.cli import add_bench_arguments, run_gateway_bench
+from gateway.bench.client import BenchError
+from gateway.bench.load import Found, Load, run
+from gateway.bench.null_gateway import NULL_ENGINE, Ready, config_of, make_key, without_books
+from gateway.bench.null_gateway import Settings as GatewaySettings
+from gateway.bench.overhead import (
+    Line,
+    Overhead,
+    Run,
+    Server,
+    books_of,
+    child,
+    joined,
+    loads,
+    summed_up,
+)
+from gateway.bench.processor_time import processor_s
+from tenancy.storage.sqlite import SqliteStore
+from tests.unit.gateway.gateway_fixture import House
+
+
+@pytest.fixture(autouse=True)
+def _no_blocking_calls() -> None:
+    """Not here: starting processes makes folders and opens logs, and nobody is served meanwhile."""
+
+
+@asynccontextmanager
+async def null_engine(card: ModelCard) -> AsyncIterator[EngineSupervisor]:
+    """The process, started as the gateway starts it."""
+    engine = EngineSupervisor(
+        Path(card.folder), EngineConfig(), lambda event, facts: None, command=NULL_ENGINE
+    )
+    engine.start()
+    await engine.wait_ready()
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+def asked(request_id: str, output: int, rate: int | None = None) -> Request:
+    grant = CacheGrant(namespace=b"bench")
+    return Request(request_id, (1, 2, 3), output, grant, sampling=Sampling(seed=rate))
+
+
+async def test_without_a_rate_the_null_engine_says_everything_at_once(card: ModelCard) -> None:
+    """A tiny answer measures the gateway's way of taking and giving, and nothing in between."""
+    async with null_engine(card) as engine:
+        events = await engine.submit(asked("a", 4)).next_batch()
+
+    kinds = [type(event).__name__ for event in events]
+    assert kinds == ["Started", "Tokens", "SampleEnded", "Finished"]
+    assert isinstance(events[-1], Finished)
+    assert (events[-1].ending, events[-1].usage.output_tokens) == ("done", 4)
+
+
+async def test_with_a_rate_the_null_engine_says_a_token_a_step(card: ModelCard) -> None:
+    """Streams of one rate step together, each to its own end, as a batch does in a real engine."""
+    async with null_engine(card) as engine:
+        streams = [engine.submit(asked(f"{n}", n, rate=500)) for n in (2, 3)]
+        heard = [[event async for event in stream] for stream in streams]
+
+    assert [_said(events) for events in heard] == [2, 3]
+    assert all(isinstance(events[0], Started) for events in heard)
+    assert [sum(isinstance(e, Finished) for e in events) for events in heard] == [1, 1]
+
+
+def _said(events: list[Event]) -> int:
+    return sum(len(event.tokens) for event in events if isinstance(event, Tokens))
+
+
+async def test_a_cancelled_stream_of_the_null_engine_ends_once(card: ModelCard) -> None:
+    """Clients leave under load as well; the gateway waits for the end and its usage."""
+    async with null_engine(card) as engine:
+        stream = engine.submit(asked("long", 10_000, rate=100))
+        assert isinstance((await stream.next_batch())[0], Started)
+        end = await stream.cancel()
+
+    assert end is not None
+    assert end.ending == "cancelled"
+
+
+async def test_the_null_engine_answers_what_else_a_gateway_asks(card: ModelCard) -> None:
+    """Peeking, erasing and counting must not hang a gateway that is being measured."""
+    async with null_engine(card) as engine:
+        peeked = await engine.peek(b"bench", (1, 2))
+        erased = await engine.erase(b"bench")
+        stats = await engine.get_stats()
+        await engine.drain(1.0)
+
+        assert (peeked.cached_tokens, erased.blocks, stats.running) == (0, 0, 0)
+
+
+# --- the load ----------------------------------------------------------------------------------
+
+
+Answer = Callable[[asyncio.StreamWriter], Awaitable[None]]
+
+
+@asynccontextmanager
+async def answering(answer: Answer) -> AsyncIterator[Ready]:
+    """A server that says the same bytes to every request, by script."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while await reader.read(65_536):
+            await answer(writer)
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    try:
+        yield Ready(f"http://127.0.0.1:{port}", "key", "model", 0)
+    finally:
+        server.close()
+        await server.wait_closed()
+
+
+async def test_the_load_finds_ends_and_events_however_they_are_cut() -> None:
+    """It parses nothing, so a cut in the wrong place would lose an event, or an end for ever."""
+    body = b"7\r\ndata: 1\r\n7\r\ndata: 2\r\n0\r\n\r\n"
+    whole = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + body
+
+    async def byte_by_byte(writer: asyncio.StreamWriter) -> None:
+        for at in range(len(whole)):
+            writer.write(whole[at : at + 1])
+            await writer.drain()
+            await asyncio.sleep(0)
+
+    counted: list[bool] = []
+    async with answering(byte_by_byte) as target:
+        found = await run(target, Load(1, 0.1, is_stream=True, rest_s=0.0), counted.append)
+
+    answers = len(found.times_s)
+    assert answers > 0
+    assert abs(found.events - 2 * answers) <= 2  # the answers that the count cut through
+    assert counted == [True, False]
+    assert all(
+        0 < first <= whole for first, whole in zip(found.first_s, found.times_s, strict=True)
+    )
+
+
+async def test_a_server_slower_than_the_time_is_measured_by_one_answer() -> None:
+    """A loaded machine, or a short time, says little; it is no failure."""
+    asked = asyncio.Event()
+
+    async def answer_late(writer: asyncio.StreamWriter) -> None:
+        asked.set()
+        await counted.wait()
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
+
+    counted = asyncio.Event()
+    async with answering(answer_late) as target:
+        running = asyncio.create_task(run(target, Load(1, 0.0, rest_s=0.0), lambda _: None))
+        await asked.wait()
+        is_waiting = not running.done()
+        counted.set()
+        found = await running
+
+    assert is_waiting
+    assert found.times_s
+
+
+async def test_an_answer_that_is_no_good_one_ends_the_benchmark() -> None:
+    """Refusals are fast: counted as answers they would make any server look good."""
+
+    async def refuse(writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 429 Too Many Requests\r\nContent-Length: 2\r\n\r\nno")
+
+    async with answering(refuse) as target:
+        with pytest.raises(BenchError, match="429 Too Many"):
+            await run(target, Load(2, 0.05, rest_s=0.0), lambda _: None)
+
+
+async def test_a_server_that_hangs_up_ends_the_benchmark() -> None:
+    """Half an answer is not an answer."""
+
+    async def hang_up(writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nhalf")
+        writer.close()
+
+    async with answering(hang_up) as target:
+        with pytest.raises(BenchError, match="the connection was closed"):
+            await run(target, Load(1, 0.05, rest_s=0.0), lambda _: None)
+
+
+# --- all of it -----------------------------------------------------------------------------------
+
+
+def options_of(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_bench_arguments(parser)
+    return parser.parse_args(arguments)
+
+
+def test_a_whole_run_measures_both_servers_under_every_load(card: ModelCard) -> None:
+    """The command as it is: two servers as processes, keys, limits and a ledger that counts."""
+    options = options_of("gateway", "--concurrency", "2", "--seconds", "0.15")
+
+    report = run_gateway_bench(options, Path(card.folder), lambda line: None)
+
+    assert [(line.kind, line.concurrency) for line in report.lines] == [
+        (kind, 2) for kind in ("unary", "stream", "paced")
+    ]
+    assert all(line.mock.answers_per_s > 0 < line.gateway.answers_per_s for line in report.lines)
+    if sys.platform == "linux":
+        assert all(line.gateway.cpu_us > 0 for line in report.lines)
+    assert "gateway/s" in report.text()
+    assert len(json.loads(report.json())["lines"]) == 3
+
+
+async def test_a_server_that_does_not_start_says_why(tmp_path: Path) -> None:
+    """A model folder that is none must not look like a slow gateway."""
+    settings = json.dumps({"model_dir": "/nowhere", "data": str(tmp_path), "streams_max": 1})
+    with pytest.raises(BenchError, match=r"(?s)did not start.*/model_card\.json cannot be read"):
+        async with child("gateway.bench.null_gateway", settings.encode(), tmp_path / "log"):
+            pass
+
+
+def test_every_kind_of_limit_is_counted_and_none_refuses(tmp_path: Path) -> None:
+    """A gateway without limits would be measured without their cost."""
+    settings = GatewaySettings("model", str(tmp_path), streams_max=512)
+    config = config_of(settings)
+    store = SqliteStore(config.data / config.tenancy.database)
+    make_key(store)
+    (of_tenant,) = store.query("select limits from tenants")[0]
+    (of_key,) = store.query("select limits from keys")[0]
+    store.close()
+
+    assert len(json.loads(of_tenant)) == 5
+    assert len(json.loads(of_key)) == 2
+    assert config.limits.requests_per_tenant_max > settings.streams_max
+
+
+def test_streams_come_as_a_thousand_a_second_or_at_the_pace_of_a_model() -> None:
+    """What is offered does not depend on how many share it."""
+    asked = loads(32, 1.0)
+    offered = {kind: load.concurrency * load.rate / load.output for kind, load in asked.items()}
+
+    assert offered == {"unary": 0.0, "stream": 1_000.0, "paced": 50.0}
+
+
+def test_figures_are_told_from_what_was_counted() -> None:
+    """By hand, once: half a second, ten answers of four tokens, 0.1 s of processor time."""
+    run = Run(Found(0.5, [0.002] * 9 + [0.010], [0.001] * 10, 30, 0.25), 0.1, 0.05)
+
+    whole = summed_up(run, Load(1, 0.5))
+    stream = summed_up(run, Load(1, 0.5, is_stream=True))
+
+    assert (whole.answers_per_s, whole.tokens_per_s, whole.events) == (20, 80, 3)
+    assert (whole.p50_ms, whole.p99_ms, stream.p99_ms) == (2, 10, 1)
+    assert (round(whole.cpu, 6), round(whole.cpu_us)) == (0.2, 2500)
+    assert round(whole.writer, 6) == 0.1
+
+
+def test_turns_are_joined_by_their_lengths() -> None:
+    """A machine that slowed down in one of them did so for both servers."""
+    one = Run(Found(1.0, [0.002], [0.001], 3, 0.25), 0.5, 0.1)
+    two = Run(Found(3.0, [0.004] * 2, [0.003] * 2, 5, 0.75), 1.0, 0.3)
+
+    both = joined([one, two])
+
+    assert both.found == Found(4.0, [0.002, 0.004, 0.004], [0.001, 0.003, 0.003], 8, 0.625)
+    assert (both.cpu_s, both.writer_s) == (1.5, 0.4)
+
+
+def server(found: Found, cpu_s: float) -> Server:
+    """Under a second of one client."""
+    return summed_up(Run(found, cpu_s), Load(1, 1.0))
+
+
+def test_the_table_says_what_the_gateway_adds() -> None:
+    """Differences and ratios are what carries over to another machine."""
+    mock = server(Found(1.0, [0.001] * 100, [], 0, 0.2), 0.5)
+    ours = server(Found(1.0, [0.003] * 25, [], 0, 0.1), 0.9)
+    line = Line("unary", 1, mock, ours)
+    where = {"cpu": "a processor", "cores": 2, "system": "a system", "commit": "abc"}
+
+    text = Overhead("model", where, "/tmp", 4.0, [line]).text()
+
+    assert (line.ratio, line.added_p50_ms, line.added_p99_ms) == (0.25, 2, 2)
+    assert round(line.cpu_ratio, 6) == 7.2
+    assert text.splitlines()[-1].split()[:7] == [
+        "unary",
+        "1",
+        "100",
+        "25.0",
+        "0.25",
+        "3.00",
+        "2.00",
+    ]
+
+
+def test_what_the_books_take_is_told_where_it_was_measured() -> None:
+    """By hand: half, a fifth and no fewer answers in three turns; else there is no such column."""
+    load = Load(1, 1.0)
+    ours = [Run(Found(1.0, [0.003] * n, [], 0, 0.1), 0.8) for n in (25, 40, 50)]
+    bare = [Run(Found(1.0, [0.002] * 50, [], 0, 0.1), 0.8)] * 3
+    both = (server(Found(1.0, [0.001] * 100, [], 0, 0.2), 0.5), summed_up(ours[0], load))
+    where = {"cpu": "a processor", "cores": 2, "system": "a system", "commit": "abc"}
+    books = books_of(ours, bare, load)
+    lines = [Line("unary", 1, *both), Line("unary", 1, *both, books)]
+
+    without, with_books = (Overhead("m", where, "/tmp", 4.0, [line]).text() for line in lines)
+
+    assert msgspec.structs.astuple(books) == pytest.approx((0.2, 0.0, 0.5, 0.25, 1.0))
+    assert "books" not in without
+    last = with_books.splitlines()[-1].split()
+    assert last[-8:] == ["20.0", "%", "0.0", "to", "50.0", "25.0", "%", "1.00"]
+
+
+def test_only_what_was_asked_for_is_measured_by_turns(card: ModelCard) -> None:
+    """Books are a few hundredths: they are seen in pairs of turns under one load."""
+    asked = ("--concurrency", "1", "--seconds", "0.1", "--loads", "unary", "--turns", "2")
+    options = options_of("gateway", "--books", *asked)
+
+    (line,) = run_gateway_bench(options, Path(card.folder), lambda line: None).lines
+
+    assert (line.kind, line.concurrency) == ("unary", 1)
+    assert line.books is not None
+    assert line.books.least <= line.books.part <= line.books.most < 1
+
+
+def test_a_load_that_there_is_none_of_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """A run of nothing would look like one that went well."""
+    with pytest.raises(SystemExit):
+        options_of("gateway", "--loads", "unary,fast")
+
+    assert "give some of unary,stream,paced" in capsys.readouterr().err
+
+
+async def test_without_books_answers_are_whole_and_nobody_has_written_them_down(
+    house: House,
+) -> None:
+    """What is measured then is a gateway that does all the rest."""
+    without_books(house.gateway)
+    status, answer, _ = await house.ask(body=house.chat())
+
+    assert status == 200
+    assert answer["usage"]["completion_tokens"] == 8
+    assert house.entries() == []
+    assert (await house.gateway.context.analytics.overview())["tenants"] == []
+
+
+def test_a_disk_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    """The ledger would fail there too, with a trace instead of a line."""
+    options = options_of("gateway", "--scratch", str(tmp_path / "nowhere"))
+    with pytest.raises(BenchError, match="cannot be written to"):
+        run_gateway_bench(options, tmp_path, lambda line: None)
+
+
+def test_processor_time_is_summed_over_threads(tmp_path: Path) -> None:
+    """Long prompts are rendered on threads: their time is the gateway's too."""
+    for thread, line in ((7, "1500000000 1 2"), (8, "500000000 1 2"), (9, "")):
+        folder = tmp_path / "7" / "task" / str(thread)
+        folder.mkdir(parents=True)
+        (folder / "schedstat").write_text(line)
+
+    assert processor_s(7, tmp_path) == 2.0
+    assert processor_s(8, tmp_path) == 0.0

@@ -1,0 +1,141 @@
+"""Traces read, prompts made of them, and replayed against scripted endpoints."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from gateway.bench.client import BenchError
+from gateway.bench.trace import Arrival, TracePrompts, read_trace, replay
+from tests.unit.gateway.bench.scripted_endpoint import (
+    MOONCAKE,
+    Endpoint,
+    WatchedClock,
+    client_of,
+    in_common,
+    values,
+    written,
+)
+
+AZURE = (
+    "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+    "2023-11-16 18:15:46.6805900,374,44\n"
+    "2023-11-16 18:15:50.9951690,396,109\n"
+)
+
+
+def test_both_kinds_of_traces_begin_at_nought(tmp_path: Path) -> None:
+    """Whenever the recording began, the replay begins now."""
+    mooncake = read_trace(written(tmp_path, "m.jsonl", MOONCAKE), 10)
+    azure = read_trace(written(tmp_path, "a.csv", AZURE), 10)
+
+    assert mooncake == [Arrival(0.0, 700, 3, (7, 8)), Arrival(0.5, 520, 2, (7, 9))]
+    assert [(a.prompt_tokens, a.output_tokens) for a in azure] == [(374, 44), (396, 109)]
+    assert azure[1].at_s == pytest.approx(4.314579)
+
+
+def test_a_limit_reads_no_further(tmp_path: Path) -> None:
+    """Traces are long; a damaged line beyond the limit is nobody's trouble."""
+    path = written(tmp_path, "m.jsonl", MOONCAKE + "broken")
+
+    assert len(read_trace(path, 2)) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("m.jsonl", ""),
+        ("m.jsonl", "not json"),
+        ("m.jsonl", '{"timestamp": 1}'),
+        ("m.jsonl", '{"timestamp": 1, "input_length": 0, "output_length": 1}'),
+        ("a.csv", "TIME,TOKENS\n1,2\n"),
+        ("a.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\nyesterday,1,1\n"),
+        ("a.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,many,1\n"),
+        ("a.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46\n"),
+    ],
+)
+def test_a_file_that_is_no_trace_is_refused(name: str, text: str, tmp_path: Path) -> None:
+    """By name, before a server is started for it."""
+    with pytest.raises(BenchError, match=name):
+        read_trace(written(tmp_path, name, text), 10)
+
+
+def test_a_block_id_is_the_same_tokens_wherever_it_occurs() -> None:
+    """What the trace says is shared, is: to the block, and not beyond."""
+    prompts = TracePrompts(3, context=4096)
+    one = prompts.prompt(0, Arrival(0, 1100, 4, (7, 8, 9)), 4)
+    two = prompts.prompt(1, Arrival(0, 1100, 4, (7, 8, 5)), 4)
+
+    assert len(one) == len(two) == 1100
+    assert in_common(list(one), list(two)) == 1024
+
+
+def test_prompts_without_blocks_share_nothing_and_fit_the_context() -> None:
+    """Azure's trace does not say what was shared; a long prompt is cut, not refused."""
+    prompts = TracePrompts(3, context=300)
+    one, two = (prompts.prompt(n, Arrival(0, 374, 44), 44) for n in range(2))
+
+    assert len(one) == len(two) == 300 - 44 - 1
+    assert in_common(list(one), list(two)) < 3
+
+
+async def test_a_replay_waits_for_no_answer() -> None:
+    """Open loop: an endpoint that answers nobody until all have asked is still asked by all. A
+    client that waits for answers would hide exactly the time it waited."""
+    count, everybody = 4, asyncio.Event()
+    endpoint = Endpoint(WatchedClock(), pauses_s=())
+    asked = 0
+
+    async def stubborn(request: web.Request) -> web.StreamResponse:
+        nonlocal asked
+        asked += 1
+        if asked == count:
+            everybody.set()
+        async with asyncio.timeout(30):
+            await everybody.wait()
+        return await endpoint.answer(request)
+
+    arrivals = [Arrival(at_s=float(n), prompt_tokens=5, output_tokens=2) for n in range(count)]
+    async with client_of(stubborn, endpoint.clock) as client:
+        client.clock = asyncio.get_running_loop().time
+        endpoint._send = _plain_send  # type: ignore[method-assign]
+        figures = values(
+            await replay(
+                client, arrivals, TracePrompts(1, context=100), speed=200.0, output_tokens_max=1
+            )
+        )
+
+    assert (figures["answered"], figures["failed"]) == (count, 0)
+    assert [body["max_tokens"] for body in endpoint.bodies] == [1] * count
+    assert figures["first token max"] >= 14  # the first was due 15 ms before the last
+
+
+async def _plain_send(response: web.StreamResponse, event: dict[str, Any]) -> None:
+    await response.write(f"data: {json.dumps(event)}\n\n".encode())
+
+
+async def test_a_replay_counts_what_failed() -> None:
+    """Refusals under load are a result; only "all of them" is an error."""
+    clock = WatchedClock()
+    endpoint = Endpoint(clock)
+    asked = 0
+
+    async def moody(request: web.Request) -> web.StreamResponse:
+        nonlocal asked
+        asked += 1
+        return web.Response(status=429) if asked % 2 else await endpoint.answer(request)
+
+    arrivals = [Arrival(0.0, 5, 2)] * 4
+    prompts = TracePrompts(1, context=100)
+    async with client_of(moody, clock) as client:
+        figures = values(await replay(client, arrivals, prompts, speed=1.0, output_tokens_max=9))
+        asked = 0
+        with pytest.raises(BenchError, match="All 1"):
+            await replay(client, arrivals[:1], prompts, speed=1.0, output_tokens_max=9)
+
+    assert (figures["answered"], figures["failed"]) == (2, 2)

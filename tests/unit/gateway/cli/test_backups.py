@@ -1,0 +1,213 @@
+"""Backups on the command line, and what every report says afterwards: which life of the ledger."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from pathlib import Path
+
+import pytest
+
+from gateway.__main__ import main
+from gateway.ledger.metering import wall_ms
+from tenancy.ledger.ledger import EngineTotals, Ledger
+from tenancy.storage.backends import open_store
+from tenancy.types import UsageEntry
+from tests.unit.gateway.cli.command_output import Run, data_of, told
+from tests.unit.gateway.gateway_fixture import House
+from tests.unit.tenancy.storage.postgres_server import Server
+
+pytestmark = pytest.mark.usefixtures("noon")
+
+
+class Place:
+    """A data directory, and the database that its configuration names."""
+
+    def __init__(self, data: Path, database: str) -> None:
+        self.data = data
+        self.database = database
+
+    def use(self, request_id: str) -> None:
+        """An entry of the default tenant's, from yesterday."""
+        store = open_store(self.database, self.data, {})
+        ledger = Ledger(store, wall_ms)
+        at_ms = wall_ms() - 86_400_000
+        counts = (10, 0, 0, 10, 1, 0)
+        one = UsageEntry(request_id, 1, 1, "m", "done", at_ms, at_ms, *counts, epoch="e")
+        ledger.settle(one).result(20)
+        totals = EngineTotals("e", at_ms, 10, 0, 1, 10, 0, 1, is_ended=True)
+        ledger.write(totals).result(20)
+        ledger.close()
+        store.close()
+
+
+@pytest.fixture
+def run(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    monkeypatch.setenv("TRUNKLINE_CONFIG", str(tmp_path / "trunkline.toml"))
+    monkeypatch.setenv("TRUNKLINE_DATA_DIR", str(tmp_path / "data"))
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        status = main(arguments)
+        out, err = capsys.readouterr()
+        return status, out, err
+
+    return run
+
+
+@pytest.fixture
+def file(run: Run, tmp_path: Path) -> Place:
+    (tmp_path / "trunkline.toml").write_text('tenancy.database = "books.db"\n')
+    assert run("tenant", "list")[0] == 0
+    return Place(tmp_path / "data", "books.db")
+
+
+@pytest.fixture
+def server(run: Run, tmp_path: Path, postgres_server: Server) -> Place:
+    url = postgres_server.url(postgres_server.database(is_empty=True))
+    (tmp_path / "trunkline.toml").write_text(f'tenancy.database = "{url}"\n')
+    assert run("tenant", "list")[0] == 0
+    return Place(tmp_path / "data", url)
+
+
+def test_a_ledger_is_backed_up_and_restored(run: Run, file: Place, tmp_path: Path) -> None:
+    """For people in words, for programs in data; what is missing is said."""
+    copy = str(tmp_path / "b.db")
+    file.use("a")
+    made = data_of(run, "backup", copy)
+    file.use("b")
+    status, text, _ = run("restore", copy)
+    again = data_of(run, "restore", copy)
+
+    assert made == {"file": copy, "bytes": Path(copy).stat().st_size}
+    assert status == 0
+    assert "ledger epoch 2 begins\nmissing: 1 entries, from 20" in text
+    assert f"what was there is kept as {file.data / 'books.db.replaced'}" in text
+    assert again["ledger_epoch"] == 3
+    assert again["missing"] == {"entries": 0, "since_ms": None, "until_ms": None}
+
+
+def test_a_machine_that_has_nothing_is_restored(run: Run, file: Place, tmp_path: Path) -> None:
+    """That is what backups are for."""
+    copy = str(tmp_path / "b.db")
+    file.use("a")
+    assert run("backup", copy)[0] == 0
+    shutil.rmtree(file.data)
+    restored = data_of(run, "restore", copy)
+
+    assert (restored["ledger_epoch"], restored["kept"]) == (2, None)
+    assert data_of(run, "usage")[0]["requests"] == 1
+    assert file.data.stat().st_mode & 0o777 == 0o700
+
+
+def test_reports_say_which_life_of_the_ledger_they_are_of(run: Run, file: Place) -> None:
+    """So that whoever follows a sum knows why it fell."""
+    file.use("a")
+    before = [data_of(run, name)[0]["ledger_epoch"] for name in ("usage", "reconcile")]
+    marked = data_of(run, "restore", "--mark")
+    closed = data_of(run, "close")
+    after = [data_of(run, name)[0]["ledger_epoch"] for name in ("usage", "reconcile")]
+
+    assert (before, marked, after) == ([1, 1], {"ledger_epoch": 2}, [2, 2])
+    assert [day["ledger_epoch"] for day in closed] == [2]
+    assert run("check-books")[0] == 0
+
+
+def test_a_terminal_shows_how_far_it_is(
+    run: Run,
+    file: Place,
+    postgres_server: Server,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Millions of entries take minutes; whatever is no terminal is told nothing."""
+    file.use("a")
+    url = postgres_server.url(postgres_server.database(is_empty=True))
+    _, _, nothing = run("check-books")
+    monkeypatch.setattr("gateway.__main__.is_terminal", lambda: True)
+    _, _, checked = run("check-books")
+    _, _, moved = run("move-database", url)
+
+    assert nothing == ""
+    assert "checked: 100%" in checked
+    for part in ("checked", "written", "read back"):
+        assert f"{part}: 100%" in moved
+
+
+def test_a_ledger_is_moved_to_a_server(
+    run: Run, file: Place, postgres_server: Server, tmp_path: Path
+) -> None:
+    """One command, with its control totals, and one line of the configuration; again it says that
+    it was done, and what cannot be moved is one line."""
+    file.use("a")
+    name = postgres_server.database(is_empty=True)
+    url = postgres_server.url(name)
+    backwards = told(run, "move-database", "other.db")
+    status, text, _ = run("move-database", url)
+    again = data_of(run, "move-database", url)
+    (tmp_path / "trunkline.toml").write_text(f'tenancy.database = "{url}"\n')
+    from_server = told(run, "move-database", url)
+    tenants = data_of(run, "tenant", "list")
+    checked = run("check-books")[0]
+    Place(tmp_path / "data", url).use("b")
+    (tmp_path / "trunkline.toml").write_text('tenancy.database = "books.db"\n')
+    used = told(run, "move-database", url)
+    (tmp_path / "trunkline.toml").write_text('tenancy.database = "nowhere.db"\n')
+    nothing = told(run, "move-database", url)
+    postgres_server.drop(name)
+
+    assert "from a file to a server" in backwards
+    assert "from a file to a server" in from_server
+    assert status == 0
+    assert "1 entries, charged $0.000000000000, last of the chain " in text
+    assert f'tenancy.database = "{url}"' in text
+    assert (again["was_there"], again["rows"]["ledger"]) == (True, 1)
+    assert [tenant["name"] for tenant in tenants] == ["default"]
+    assert checked == 0
+    assert "is not empty, and is not this ledger: " in used
+    assert "there is nothing to move" in nothing
+
+
+def test_on_a_server_it_says_who_does_it_and_marks_it(run: Run, server: Place) -> None:
+    """`pg_dump` and `pg_restore` are better at it."""
+    server.use("a")
+    back = told(run, "backup", "b.db")
+    restore = told(run, "restore", "b.db")
+    marked = data_of(run, "restore", "--mark")
+
+    assert "pg_dump" in back
+    assert "pg_restore, then say so: trunkline restore --mark" in restore
+    assert marked == {"ledger_epoch": 2}
+
+
+def test_what_cannot_be_done_is_one_line(run: Run, file: Place, tmp_path: Path) -> None:
+    """And says what would be right."""
+    assert "one of the arguments FILE --mark is required" in told(run, "restore", status=2)
+    assert "not allowed with argument" in told(run, "restore", "b.db", "--mark", status=2)
+    assert "is no file" in told(run, "restore", str(tmp_path / "nowhere.db"))
+    (tmp_path / "empty").touch()
+    (tmp_path / "text").write_text("no database")
+    assert "has no ledger in it" in told(run, "restore", str(tmp_path / "empty"))
+    assert "text is no database" in told(run, "restore", str(tmp_path / "text"))
+    assert "name another file" in told(run, "backup", str(file.data / "books.db"))
+    (tmp_path / "trunkline.toml").write_text('tenancy.database = "other.db"\n')
+    assert "there is nothing to back up" in told(run, "backup", str(tmp_path / "b.db"))
+
+
+async def test_a_gateway_says_it_in_its_reports_and_its_metrics(house: House) -> None:
+    """To its operator and to the tenant."""
+    _, own, _ = await house.ask("/v1/usage", method="GET")
+    async with house.session.get(house.admin_url + "/metrics") as answer:
+        metrics = await answer.text()
+
+    assert own["ledger_epoch"] == 1
+    assert "\ntrunkline_ledger_epoch 1.0\n" in metrics
+
+
+async def test_a_gateway_over_a_ledger_that_was_exchanged_logs_it(made: House) -> None:
+    """A warning with the point from which on it holds."""
+    known = '{"epoch": 3, "entry_id": 9, "chain": "00", "at_ms": 1}'
+    await asyncio.to_thread(made.store.remember, known.encode())
+    await made.open()
+    await made.close()
+
+    (line,) = [line for line in made.lines if line["event"] == "ledger_replaced"]
+    assert (line["number"], line["reason"], line["entry_id"]) == (4, "found", 0)

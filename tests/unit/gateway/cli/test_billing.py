@@ -1,0 +1,336 @@
+"""Money on the command line: dollars in, exact integers behind, one line when it cannot be."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from gateway.__main__ import main
+from gateway.cli import database as commands_database
+from gateway.ledger.metering import wall_ms
+from tenancy.ledger.ledger import EngineTotals, Ledger
+from tenancy.pricing.budget_watch import LOOK_S
+from tenancy.storage.backends import open_store
+from tenancy.storage.interface import Store
+from tenancy.types import UsageEntry
+from tests.unit.gateway.cli.command_output import Run, data_of, told
+from tests.unit.tenancy.storage.postgres_server import Server
+
+pytestmark = pytest.mark.usefixtures("noon")
+
+DAY_MS = 86_400_000
+CARD = {"name": "std", "input": 1_000_000, "output": 2_000_000}
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    return tmp_path / "data"
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+def database(request: pytest.FixtureRequest) -> str:
+    """As the configuration says it."""
+    if request.param == "sqlite":
+        return "books.db"
+    server: Server = request.getfixturevalue("postgres_server")
+    return server.url(server.database(is_empty=True))
+
+
+@pytest.fixture
+def run(
+    data: Path,
+    database: str,
+    capfdbinary: pytest.CaptureFixture[bytes],
+    monkeypatch: pytest.MonkeyPatch,
+) -> Run:
+    monkeypatch.delenv("TRUNKLINE_MODEL", raising=False)
+    config = data.with_name("trunkline.toml")
+    config.write_text(f'tenancy.database = "{database}"\n')
+    monkeypatch.setenv("TRUNKLINE_CONFIG", str(config))
+    monkeypatch.setenv("TRUNKLINE_DATA_DIR", str(data))
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        status = main(arguments)
+        out, err = capfdbinary.readouterr()
+        return status, out.decode(), err.decode()
+
+    assert run("tenant", "create", "ada")[0] == 0
+    return run
+
+
+@pytest.fixture
+def priced(run: Run, tmp_path: Path) -> Run:
+    """With a card, and an entry of two dollars' micros from yesterday and one from today."""
+    (tmp_path / "card.json").write_text(json.dumps(CARD))
+    assert run("prices", "--add", str(tmp_path / "card.json"))[0] == 0
+    return run
+
+
+@pytest.fixture
+def books(data: Path, database: str) -> Callable[[], Store]:
+    """Open them beside the command."""
+    return lambda: open_store(database, data, {})
+
+
+Books = Callable[[], Store]
+
+
+def use(books: Books, request_id: str, days_ago: int, epoch: str = "") -> None:
+    """An entry of ten prompt tokens and one output token for the tenant `ada`."""
+    store = books()
+    ((tenant_id,),) = store.query("select tenant_id from tenants where name = 'ada'")
+    ledger = Ledger(store, wall_ms)
+    at_ms = wall_ms() - days_ago * DAY_MS
+    entry = UsageEntry(
+        request_id, tenant_id, 1, "m", "done", at_ms, at_ms, 10, 0, 0, 10, 1, 0, epoch=epoch
+    )
+    ledger.settle(entry).result(20)
+    if epoch:
+        totals = EngineTotals(epoch, at_ms, 10, 0, 1, 10, 0, 1, is_ended=True)
+        ledger.write(totals).result(20)
+    ledger.close()
+    store.close()
+
+
+def test_without_prices_it_says_what_that_means(run: Run) -> None:
+    """The default is stated."""
+    assert run("prices")[1] == "no rate cards: nothing is charged\n"
+
+
+def test_a_card_is_added_and_listed(priced: Run, tmp_path: Path) -> None:
+    """And a second version of it."""
+    priced("prices", "--add", str(tmp_path / "card.json"))
+    cards = data_of(priced, "prices")
+    text = priced("prices")[1]
+
+    assert [card["id"] for card in cards] == ["std@1", "std@2"]
+    assert cards[0]["output"] == 2_000_000
+    assert text.startswith("micro-dollars per million tokens")
+    assert "{" not in text
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        ("{", "no rate card"),
+        ('{"name": "x", "input": -1}', "input"),
+        ('{"name": "x", "input": 1.5}', "no rate card"),
+        ('{"name": "x", "imput": 1}', "imput"),
+        ("\x00", "no rate card"),
+        ('{"name": "x", "storage": {"1 h": 1}}', "there is no retention class '1 h'"),
+        ('{"name": "x", "input": 1, "input": 2}', "'input' was given twice"),
+        ('{"name": "x", "cache_write": {"5m": 1, "5m": 2}}', "'5m' was given twice"),
+    ],
+)
+def test_a_card_that_cannot_be_is_one_line(run: Run, tmp_path: Path, text: str, word: str) -> None:
+    """With the file or the field in it."""
+    (tmp_path / "bad.json").write_text(text)
+
+    assert word in told(run, "prices", "--add", str(tmp_path / "bad.json"))
+
+
+def test_a_tier_that_nobody_pays_by_is_told(run: Run, tmp_path: Path) -> None:
+    """A slip of the pen in a tier would give everything away, without a word."""
+    card = tmp_path / "card.json"
+    card.write_text(json.dumps({**CARD, "tier": "glod"}))
+    before = run("tenant", "set", "ada", "--tier", "gold")[1]
+    added = run("prices", "--add", str(card))[1]
+    after = run("tenant", "set", "ada", "--tier", "gold")[1]
+    mended = run("tenant", "set", "ada", "--tier", "glod")[1]
+    again = run("prices", "--add", str(card))[1]
+
+    assert before == mended == "tenant ada changed\n"
+    assert after == (
+        "tenant ada changed; no rate card holds for its tier 'gold': it is charged nothing\n"
+    )
+    assert added.endswith("; no tenant has the tier 'glod' yet\n")
+    assert "yet" not in again
+
+
+def test_overlapping_cards_are_refused(priced: Run, tmp_path: Path) -> None:
+    """Saying which card is in the way."""
+    (tmp_path / "other.json").write_text(json.dumps({**CARD, "name": "other"}))
+
+    assert "std@1" in told(priced, "prices", "--add", str(tmp_path / "other.json"))
+
+
+def test_a_budget_is_set_in_dollars_and_shown_exactly(priced: Run, books: Books) -> None:
+    """To the pico-dollar; taken away again by --remove."""
+    use(books, "r", 0)
+    priced("budget", "ada", "--hard", "12.50", "--soft", "0.000001", "--window", "day")
+    (row,) = data_of(priced, "budget")
+
+    assert (row["hard_usd"], row["spent_usd"]) == ("12.500000", "0.000012000000")
+    assert (row["window"], row["over_soft"]) == ("day", True)
+    assert data_of(priced, "budget", "ada", "--window", "day", "--remove") == []
+
+
+def test_a_server_knows_of_a_budget_before_it_is_said_to_be_set(
+    run: Run, database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It looks into a file so often; on a server it asks each time. Reading changes nothing."""
+    waits: list[float] = []
+    monkeypatch.setattr(commands_database, "sleep", waits.append)
+    run("budget", "ada", "--hard", "1")
+    run("budget", "ada")
+
+    assert waits == ([LOOK_S] if database == "books.db" else [])
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["budget", "--hard", "1"],
+        ["budget", "ada", "--hard", "0.0000001"],
+        ["budget", "ada", "--hard", "1", "--soft", "2"],
+        ["budget", "ada", "--hard", "1", "--key", "99"],
+        ["budget", "ada", "--hard", "1", "--remove"],
+    ],
+)
+def test_a_budget_that_cannot_be_is_one_line(run: Run, arguments: list[str]) -> None:
+    """Nothing is set."""
+    told(run, *arguments)
+
+    assert data_of(run, "budget") == []
+
+
+@pytest.mark.parametrize("amount", ["-1", "x", "inf", "nan", "1e99", "1" * 50])
+def test_an_amount_that_is_none_is_a_usage_error(run: Run, amount: str) -> None:
+    """Status 2, as for other arguments."""
+    assert "dollars" in told(run, "budget", "ada", f"--hard={amount}", status=2)
+
+
+def test_an_entry_is_credited_once(priced: Run, books: Books) -> None:
+    """The second time says that it was there."""
+    use(books, "r", 0)
+    arguments = ["adjust", "r", "--credit", "0.000001", "--id", "x", "--reason", "an outage"]
+    first, second = priced(*arguments), priced(*arguments)
+
+    assert (first[1], second[1]) == ("adjustment x booked\n", "adjustment x was there\n")
+    more = told(priced, *arguments[:3], "5", "--id", "y", "--reason", "r")
+    assert "5.000000000000 dollars is more than" in more
+    assert "pico" in told(priced, *arguments[:3], "1e-13", "--id", "y", "--reason", "r")
+
+
+@pytest.mark.parametrize("prefix", ["chatcmpl-", "cmpl-", "msg_", "resp_", ""])
+def test_an_entry_is_named_as_its_answer_is(priced: Run, books: Books, prefix: str) -> None:
+    """A customer quotes the id in the answer."""
+    request_id = "01a201edec94b1e1484167eb389824b3"
+    use(books, request_id, 0)
+    booked = data_of(
+        *(priced, "adjust", f"{prefix}{request_id}", "--credit", "0.000001"),
+        *("--id", f"outage-7:{request_id}", "--reason", "an outage"),
+    )
+
+    assert (booked["request_id"], booked["is_new"]) == (request_id, True)
+
+
+def test_days_are_closed_and_listed(priced: Run, books: Books) -> None:
+    """Exact sums as text, so that no program rounds them."""
+    use(books, "r", 1)
+    (day,) = data_of(priced, "close")
+
+    assert (day["entries"], day["prompt_tokens"]) == (1, 10)
+    assert isinstance(day["charge_pico"], str)
+    assert data_of(priced, "close", "--list") == [day]
+    assert priced("close")[1] == "nothing to close\n"
+    assert "closed already" in told(priced, "close", "--through", day["day"])
+    assert "no day" in told(priced, "close", "--through", "x")
+
+
+def test_books_are_checked(priced: Run, books: Books) -> None:
+    """Status 1 with the findings, for scripts."""
+    use(books, "r", 0)
+    right = priced("check-books")
+    store = books()
+    with store.change() as db:
+        db.execute("update usage_hours set output_tokens = 9")
+    store.close()
+    wrong = priced("check-books")
+
+    assert right[:2] == (0, "the books are right\n")
+    assert (wrong[0], "output_tokens is 9" in wrong[1]) == (1, True)
+
+
+def test_reconciling_prints_the_difference(priced: Run, books: Books) -> None:
+    """Zero, as a number."""
+    before = priced("reconcile")
+    use(books, "r", 0, "e1")
+    (row,) = data_of(priced, "reconcile")
+
+    assert before[:2] == (0, "no engine has been counted yet\n")
+    assert (row["ledger_minus_engine"], row["ledger_minus_metrics"]) == ("0/0/0", "0/0/0")
+    use(books, "s", 0, "e1")
+    apart = priced("reconcile")
+    assert (apart[0], "10/0/1" in apart[1]) == (1, True)
+
+
+def test_exports_go_to_standard_output_or_a_file(priced: Run, books: Books, tmp_path: Path) -> None:
+    """The same bytes."""
+    use(books, "r", 0)
+    for form in ("csv", "focus", "cloudevents"):
+        status, out, _ = priced("export", "--format", form)
+        size = data_of(priced, "export", "--format", form, "--out", str(tmp_path / "out"))["bytes"]
+        assert status == 0
+        assert (tmp_path / "out").read_bytes().decode() == out
+        assert size == len(out.encode())
+    count = data_of(priced, "export", "--format", "parquet", "--out", str(tmp_path / "out.parquet"))
+    assert count == {"entries": 1}
+    assert {file.name for file in tmp_path.iterdir()} >= {"out", "out.parquet"}
+
+
+def test_an_export_is_of_a_period(priced: Run, books: Books) -> None:
+    """Half-open; days and instants."""
+    use(books, "old", 40)
+    use(books, "new", 0)
+
+    def ids(*arguments: str) -> list[str]:
+        _, out, _ = priced("export", "--format", "csv", *arguments)
+        return [row["request_id"] for row in csv.DictReader(io.StringIO(out, newline=""))]
+
+    assert ids() == ["old", "new"]
+    assert ids("--since", "1999-01-01", "--until", "1999-01-02T10:00:00Z") == []
+    assert ids("--tenant", "ada") == ["old", "new"]
+    assert ids("--tenant", "default") == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["--format", "csv", "--since", "soon"], "--since"),
+        (["--format", "csv", "--since", "2026-11-21", "--until", "2026-11-20"], "not before"),
+        (["--format", "csv", "--since", "2026-11-21", "--until", "2026-11-21"], "not before"),
+        (["--format", "csv", "--json"], "--out"),
+        (["--format", "parquet"], "--out"),
+    ],
+)
+def test_an_export_that_cannot_be_is_one_line(run: Run, arguments: list[str], word: str) -> None:
+    """Before anything is written."""
+    assert word in told(run, "export", *arguments)
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["check-books", "reconcile", "close", "usage", "prices", "budget", "export --format csv"],
+)
+def test_money_is_asked_of_books_that_there_are(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    """Those of a folder that is misspelt would be made, and found right."""
+    monkeypatch.delenv("TRUNKLINE_CONFIG")
+    folder = tmp_path / "misspelt"
+    error = told(run, *command.split(), "--data-dir", str(folder))
+
+    assert f"there is no database {folder / 'trunkline.db'}" in error
+    assert not folder.exists()
+
+
+def test_an_unknown_tenant_is_named(run: Run) -> None:
+    """With those there are."""
+    assert "ada" in told(run, "export", "--format", "csv", "--tenant", "x'--", status=2)
+    assert "ada" in told(run, "usage", "--tenant", "nobody", status=2)

@@ -1,0 +1,468 @@
+"""The command line as people and programs use it: what it prints, and what it exits with."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gateway.__main__ import main
+from tenancy.accounts.authentication import Registry
+from tenancy.accounts.declared_keys import DeclaredKey
+from tenancy.accounts.declared_tenants import DeclaredTenant, reconcile
+from tenancy.accounts.tenants import note_floors_max
+from tenancy.ledger.ledger import Ledger
+from tenancy.ledger.transactions import StorageReading
+from tenancy.storage.sqlite import SqliteStore
+from tests.crash.ledger_child import entry
+from tests.models import write_folder
+from tests.unit.gateway.cli.command_output import Run, data_of, told
+
+ROOT = Path(__file__).parents[4]
+COMMANDS = [
+    "serve", "pull", "check-config", "doctor", "version", "bench", "replay", "usage",
+    "tenant", "tenant create", "tenant list", "tenant set", "tenant suspend", "tenant resume",
+    "prices", "budget", "adjust", "close", "check-books", "reconcile", "export",
+    "shared-scope", "tenant delete", "key", "key create", "key list", "key set", "key rotate",
+    "key revoke",
+]  # fmt: skip
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    return tmp_path / "data"
+
+
+@pytest.fixture
+def run(data: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Run a command over a data directory of this test: (status, stdout, stderr)."""
+    for name in ("TRUNKLINE_CONFIG", "TRUNKLINE_MODEL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TRUNKLINE_DATA_DIR", str(data))
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        status = main(arguments)
+        out, err = capsys.readouterr()
+        return status, out, err
+
+    return run
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """`--help` everywhere, on standard output, with status 0."""
+    with pytest.raises(SystemExit) as ended:
+        main([*command.split(), "--help"])
+
+    assert ended.value.code == 0
+    assert f"usage: trunkline {command} " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        ("", "required: COMMAND (see trunkline --help)"),
+        ("serv", "invalid choice: 'serv' (choose from 'serve'"),
+        ("tenant", "tenant: the following arguments are required: ACTION"),
+        ("tenant create", "tenant create: the following arguments are required: name"),
+        ("key create", "one of the arguments --tenant --admin is required"),
+        ("tenant create ada --floor many", "--floor: invalid int value: 'many'"),
+        ("tenant set ada --ceiling x", "--ceiling: invalid number of blocks value: 'x'"),
+        ("tenant list --js", "unrecognized arguments: --js"),
+        ("serve --listen 8080", "server.listen: '8080' is no address; write HOST:PORT"),
+        ("serve --device tpu", "invalid choice: 'tpu'"),
+        ("serve --config nowhere.toml", "nowhere.toml cannot be read"),
+        ("tenant create Ada", "'Ada' is no tenant name"),
+        ("tenant create ada --weight nan", "a weight of nan"),
+        ("tenant create ada --floor 9 --ceiling 8", "a ceiling of 8 blocks is below the floor"),
+        ("tenant create ada --floor 99999999999999999999", "is not between 0 and"),
+        ("tenant create default", "there is a tenant 'default' already"),
+        ("tenant set default", "say what to set"),
+        ("tenant set nobody --weight 2", "there is no tenant 'nobody' (there are: default)"),
+        ("tenant suspend nobody", "there is no tenant 'nobody'"),
+        ("key create --tenant nobody", "there is no tenant 'nobody'"),
+        ("key create --tenant default --workspace A", "'A' is no workspace name"),
+        ("key create --tenant default --expires soon", "'soon' is no time; write 30m, 12h or 90d"),
+        ("key create --tenant default --expires 0d", "'0d' is no time"),
+        ("key list --tenant nobody", "there is no tenant 'nobody'"),
+        ("key create --tenant default --admin", "not allowed with argument --tenant"),
+        ("key create --tenant default --scopes admin", "has one or more of inference"),
+        ("key create --tenant default --requests-at-once 0", "requests_at_once of 0 is not"),
+        ("key create --admin --scopes usage", "no workspace, scopes or limits"),
+        ("key set 1", "say what to set"),
+        ("key rotate 1 --grace soon", "--grace: 'soon' is no time"),
+        ("key rotate 99", "no key has that id"),
+        ("tenant create ada --tier A", "'A' is no tier name"),
+        ("tenant create ada --tokens-per-minute x", "invalid limit value: 'x'"),
+        ("tenant create ada --classes 5m,9m", "there is no retention class '9m' (there are:"),
+        ("tenant set default --classes 9m", "there is no retention class '9m'"),
+        ("tenant delete nobody", "there is no tenant 'nobody'"),
+        ("key revoke 99", "no key has that id"),
+        ("usage --days 0", "--days: 0 is not between 1 and"),
+        ("usage --days 99999999", "--days: 99999999 is not between 1 and"),
+        ("shared-scope ours", "say whose it is: --owner TENANT, or --remove it"),
+        ("shared-scope --remove", "say which: trunkline shared-scope NAME"),
+        ("shared-scope ours --owner default --remove", "--remove takes no --owner"),
+        ("shared-scope ours --remove", "there is no shared scope 'ours'"),
+        ("shared-scope ours --owner nobody", "there is no tenant 'nobody'"),
+        ("shared-scope Ours --owner default", "'Ours' is no shared scope name"),
+        ("shared-scope ours --owner default --members a b/../c", "'../c' is no workspace name"),
+    ],
+)
+def test_what_cannot_be_is_one_line_and_status_2(run: Run, arguments: str, what: str) -> None:
+    """What, where, and what would be right."""
+    assert what in told(run, *arguments.split(), status=2)
+
+
+def test_a_floor_that_is_not_kept_is_said_where_it_is_set_and_listed(run: Run, data: Path) -> None:
+    """The command line knows no pool but that of the engine that was started last."""
+    _, unknown, _ = run("tenant", "create", "ada", "--floor", "300")
+    store = SqliteStore(data / "trunkline.db")
+    note_floors_max(store, 200)
+    note_floors_max(store, 100)
+    store.close()
+    _, made, _ = run("tenant", "create", "bob", "--floor", "100")
+    _, text, _ = run("tenant", "list")
+    _, cut, _ = run("tenant", "list", "--json")
+    run("tenant", "suspend", "ada")
+    _, whole, _ = run("tenant", "list", "--json")
+
+    assert "kept" not in unknown
+    assert "of its floor of 100 blocks 25 are kept: floors together may take 100 of" in made
+    assert "floor_blocks_kept" in text
+    assert [row["floor_blocks_kept"] for row in json.loads(cut)] == [75, 25, 0]
+    assert [row["floor_blocks_kept"] for row in json.loads(whole)] == [None] * 3
+
+
+def test_a_key_is_printed_alone_and_works(run: Run, data: Path) -> None:
+    """`KEY=$(trunkline key create --tenant ada)` is a line of a script."""
+    run("tenant", "create", "ada", "--floor", "8", "--weight", "2.5")
+    status, out, _ = run("key", "create", "--tenant", "ada", "--workspace", "lab")
+    store = SqliteStore(data / "trunkline.db")
+    identity = Registry(store, lambda: 0, lambda: 0.0).authenticate(out.strip())
+    store.close()
+
+    assert status == 0
+    assert re.fullmatch(r"tl-[0-9A-Za-z]{43}\n", out)
+    assert (identity.tenant.name, identity.workspace) == ("ada", "lab")
+    assert (identity.policy.floor_blocks, identity.policy.weight) == (8, 2.5)
+
+
+def test_no_command_shows_a_key_again(run: Run) -> None:
+    """Lists show its beginning, to people and to programs."""
+    key = data_of(run, "key", "create", "--tenant", "default")["key"]
+    seen = "".join(run(*words.split())[1] for words in ("key list", "key list --json"))
+    revoked = run("key", "revoke", key[:11])[1]
+
+    assert key[:11] in seen
+    assert key[:15] not in seen + revoked
+    assert revoked == f"key {key[:11]}… of default revoked\n"
+
+
+def test_the_first_command_makes_the_default_tenant_and_its_key_file(run: Run, data: Path) -> None:
+    """Readable by its owner alone; no second start makes another."""
+    tenants = [data_of(run, "tenant", "list") for _ in range(2)]
+    key = (data / "default.key").read_text().strip()
+
+    assert [[row["name"] for row in rows] for rows in tenants] == [["default"]] * 2
+    assert stat.S_IMODE((data / "default.key").stat().st_mode) == 0o600
+    assert data_of(run, "key", "list")[0]["shown"] == key[:11] + "…"
+
+
+def test_the_first_command_makes_an_administrators_key_file(run: Run, data: Path) -> None:
+    """Beside the other, and as readable: by its owner alone."""
+    run("tenant", "list")
+    rows = data_of(run, "key", "list")
+    key = (data / "admin.key").read_text().strip()
+
+    assert stat.S_IMODE((data / "admin.key").stat().st_mode) == 0o600
+    assert [(r["shown"], r["tenant"]) for r in rows if r["scopes"] == ["admin"]] == [
+        (key[:11] + "…", None)
+    ]
+
+
+def test_a_tenants_tier_limits_and_classes_are_set_and_taken_away(run: Run) -> None:
+    """`none` is no limit, `all` all classes; what was not named stays."""
+    words = "--tier gold --classes 5m,1h --promised 7 --requests-per-minute 60 --requests-at-once 4"
+    first = data_of(run, "tenant", "create", "ada", *words.split())
+    words = "--classes all --promised none --requests-per-minute none --tokens-per-minute 9"
+    second = data_of(run, "tenant", "set", "ada", *words.split())
+    names = ("tier", "classes", "promised_blocks_max", "requests_per_minute", "tokens_per_minute")
+
+    assert [first[name] for name in names] == ["gold", ["5m", "1h"], 7, 60, None]
+    assert [second[name] for name in names] == ["gold", None, None, None, 9]
+    assert second["requests_at_once"] == 4
+    assert "input_tokens_per_minute" not in run("tenant", "list")[1]
+
+
+def test_a_tenant_is_deleted_and_what_it_paid_for_stays(run: Run, data: Path) -> None:
+    """A typo leaves nothing; a customer, entries under a pseudonym."""
+    run("tenant", "create", "aad")
+    said = run("tenant", "delete", "aad")
+    store = SqliteStore(data / "trunkline.db")
+    ledger = Ledger(store, lambda: 0)
+    ledger.settle(entry("a-0")).result(20)
+    ledger.close()
+    store.close()
+
+    assert said == (0, "tenant aad deleted\n", "")
+    assert "as those of deleted-1" in run("tenant", "delete", "default")[1]
+    for words in (
+        "tenant resume deleted-1",
+        "key create --tenant deleted-1",
+        "budget deleted-1 --hard 1",
+    ):
+        assert "what is left of a deleted tenant" in told(run, *words.split(), status=2)
+
+
+def test_a_shared_scope_is_made_shown_and_removed(run: Run) -> None:
+    """Off until then; each time with all who share it."""
+    nothing = data_of(run, "shared-scope")
+    run("tenant", "create", "ada")
+    arguments = ("--owner", "default", "--members", "ada/lab", "default")
+    _, said, _ = run("shared-scope", "ours", *arguments)
+    listed = data_of(run, "shared-scope")
+    _, table, _ = run("shared-scope")
+    removed = data_of(run, "shared-scope", "ours", "--remove")
+
+    assert nothing == []
+    assert said == "shared scope ours of default: ada/lab default\n"
+    assert [(one["name"], one["owner"], one["members"]) for one in listed] == [
+        ("ours", "default", ["ada/lab", "default"])
+    ]
+    assert "ada/lab,default" in table
+    assert removed == {"name": "ours", "removed": True}
+    assert data_of(run, "shared-scope") == []
+
+
+def test_a_key_is_changed_and_rotated(run: Run) -> None:
+    """The new key alone on standard output, like one that was made."""
+    words = "key create --tenant default --scopes usage --requests-per-minute 5 --label a"
+    run(*words.split())
+    words = "key set 3 --label b --tokens-per-minute 7 --requests-per-minute none"
+    run(*words.split())
+    new = run("key", "rotate", "3", "--grace", "1h")[1].strip()
+    rows = {row["key_id"]: row for row in data_of(run, "key", "list")}
+
+    assert rows[4]["shown"] == new[:11] + "…"
+    assert rows[4]["limits"] == rows[3]["limits"] == {"tokens_per_minute": 7}
+    assert (rows[4]["label"], rows[4]["scopes"]) == ("b", ["usage"])
+    assert (rows[3]["replaced_by"], rows[4]["expires_ms"]) == (4, None)
+    assert "tokens_per_minute:7" in run("key", "list")[1]
+
+
+def test_an_administrators_key_is_made_and_revoked(run: Run) -> None:
+    """One more for a colleague; it is nobody's tenant."""
+    made = data_of(run, "key", "create", "--admin", "--label", "ops", "--expires", "1d")
+    said = run("key", "revoke", "3")[1]
+
+    assert made["scopes"] == ["admin"]
+    assert said == f"key {made['key'][:11]}… of an administrator revoked\n"
+
+
+def test_a_tenants_share_changes_by_what_was_named(run: Run) -> None:
+    """The rest stays; a ceiling can be lifted again."""
+    run("tenant", "create", "ada", "--floor", "2", "--ceiling", "9", "--priority", "-1")
+    first = data_of(run, "tenant", "set", "ada", "--weight", "3")
+    second = data_of(run, "tenant", "set", "ada", "--ceiling", "none")
+
+    assert (first["floor_blocks"], first["ceiling_blocks"], first["weight"]) == (2, 9, 3.0)
+    assert (second["floor_blocks"], second["ceiling_blocks"]) == (2, None)
+    assert second["priority"] == -1
+
+
+def test_suspending_and_resuming_are_said_and_seen(run: Run) -> None:
+    """In words, and in the list."""
+    said = [run("tenant", verb, "default")[1] for verb in ("suspend", "resume")]
+    run("tenant", "suspend", "default")
+
+    assert said == ["tenant default is suspended\n", "tenant default is active\n"]
+    assert data_of(run, "tenant", "list")[0]["status"] == "suspended"
+
+
+def test_usage_is_the_sum_of_the_ledger(run: Run, data: Path) -> None:
+    """As a table with nothing in it, then with one line per tenant that used something."""
+    assert run("tenant", "list")[0] == 0
+    empty = run("usage")[1]
+    store = SqliteStore(data / "trunkline.db")
+    ledger = Ledger(store, lambda: 0)
+    for number in range(3):
+        ledger.settle(entry(f"a-{number}")).result(20)
+    ledger.close()
+    store.close()
+    (row,) = data_of(run, "usage")
+    recent = data_of(run, "usage", "--days", "1")
+
+    assert empty == "nothing yet\n"
+    assert (row["tenant"], row["requests"]) == ("default", 3)
+    assert (row["prompt_tokens"], row["output_tokens"]) == (15, 1 + 2 + 3)
+    assert recent == []
+
+
+def test_usage_tells_the_whole_bill(run: Run, data: Path, tmp_path: Path) -> None:
+    """Charges, what was held and adjustments, as cost rows have them: one without the others is
+    not what somebody is going to pay. Who only held something is there, too."""
+    card = {"name": "std", "model": "*", "tier": "*", "input": 1, "output": 1, "cache_read": 1}
+    (tmp_path / "card.json").write_text(json.dumps({**card, "storage": {"1h": 3_600_000_000}}))
+    run("tenant", "create", "idle")
+    run("prices", "--add", str(tmp_path / "card.json"))
+    store = SqliteStore(data / "trunkline.db")
+    ledger = Ledger(store, lambda: 2**41)
+    ledger.settle(entry("a-0")).result(20)
+    ledger.write(StorageReading(2, "1h", 5, 2**41)).result(20)
+    ledger.close()
+    store.close()
+    run("adjust", "a-0", "--debit", "0.5", "--id", "one", "--reason", "a favour")
+    rows = {row["tenant"]: row for row in data_of(run, "usage")}
+    text = run("usage")[1]
+
+    assert rows["default"]["adjusted_usd"] == "0.500000000000"
+    assert (rows["idle"]["requests"], rows["idle"]["storage_usd"]) == (0, "0.000005000000")
+    assert {"storage_usd", "adjusted_usd"} <= set(text.split("\n")[0].split())
+
+
+def test_check_config_says_where_each_value_comes_from(run: Run, tmp_path: Path) -> None:
+    """The file, a variable, an option, or nobody."""
+    file = tmp_path / "t.toml"
+    file.write_text("[engine]\nthreads = 2\n")
+    rows = {row["setting"]: row for row in data_of(run, "check-config", "--config", str(file))}
+    text = run("check-config", "--config", str(file))[1]
+
+    assert (rows["engine.threads"]["value"], rows["engine.threads"]["from"]) == (2, str(file))
+    assert rows["data_dir"]["from"] == "environment (TRUNKLINE_DATA_DIR)"
+    assert rows["server.listen"]["from"] == "default"
+    assert re.search(r"^engine\.threads +\S+t\.toml +2$", text, re.MULTILINE)
+
+
+def test_doctor_changes_nothing(run: Run, data: Path) -> None:
+    """One may ask before one starts; every finding has a name and a verdict."""
+    status, out, _ = run("doctor", "--json")
+    rows = json.loads(out)
+
+    assert not data.exists()
+    assert status == (0 if all(row["ok"] for row in rows) else 1)
+    assert {"python", "sqlite", "torch", "model", "data directory"} <= {r["check"] for r in rows}
+
+
+def test_doctor_finds_what_would_stop_a_server(run: Run, data: Path) -> None:
+    """A damaged database and a port in use are told, with status 1."""
+    data.mkdir()
+    (data / "trunkline.db").write_text("no database" * 1000)
+    (data / "t.toml").write_text('[model]\nname = "/nowhere"\n')
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        file = data / "t.toml"
+        file.write_text(f'[model]\nname = "/nowhere"\n[server]\nlisten = "127.0.0.1:{port}"\n')
+        status, out, _ = run("doctor", "--json", "--config", str(file))
+    wrong = {row["check"]: row["found"] for row in json.loads(out) if not row["ok"]}
+
+    assert status == 1
+    assert {"database", "listen address", "model"} <= set(wrong)
+    assert str(port) in wrong["listen address"]
+
+
+def test_doctor_looks_into_the_files_of_declared_keys(run: Run, tmp_path: Path) -> None:
+    """Before a start or a reload stumbles over one."""
+    file, secret = tmp_path / "t.toml", tmp_path / "web"
+    file.write_text(f"[[tenants]]\nname = 'a'\n[[tenants.keys]]\nlabel = 'k'\nfile = '{secret}'\n")
+
+    def found() -> tuple[bool, str]:
+        rows = json.loads(run("doctor", "--json", "--config", str(file))[1])
+        return {row["check"]: (row["ok"], row["found"]) for row in rows}["key files"]
+
+    missing = found()
+    secret.touch(0o600)
+    secret.write_text("tl-" + "a" * 43)
+
+    why = f"tenants: a: key 'k': {secret} cannot be read: No such file or directory"
+    assert missing == (False, why)
+    assert found() == (True, "1 with a key in each")
+
+
+def test_a_declared_key_is_listed_as_such_and_left_alone(run: Run, data: Path) -> None:
+    """By `key set`, `rotate` and `revoke`; one made by hand is as ever."""
+    run("tenant", "list")
+    store = SqliteStore(data / "trunkline.db")
+    key = DeclaredKey(label="web", sha256="0" * 64)
+    reconcile(store, lambda: 1, [DeclaredTenant(name="ada", keys=(key,))])
+    store.close()
+    rows = data_of(run, "key", "list")
+
+    assert [(row["label"], row["declared"]) for row in rows][2:] == [("web", True)]
+    assert "sha256:00000000…" in run("key", "list", "--tenant", "ada")[1]
+    for words in ("key set 3 --label x", "key rotate 3", "key revoke 3"):
+        assert "configuration file" in told(run, *words.split(), status=2)
+
+
+def test_serving_on_a_taken_port_is_told_before_anything_is_fetched(run: Run, data: Path) -> None:
+    """Which setting, which address, why."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        line = told(run, "serve", "--listen", address, status=1)
+
+    assert f"server.listen: {address} cannot be listened on: address already in use" in line
+    assert not data.exists()
+
+
+@pytest.mark.parametrize("address", ["192.0.2.1:80", "[2001:db8::1]:80"])
+def test_serving_on_an_address_of_another_machine_is_told(run: Run, address: str) -> None:
+    """A typo in an address is not a stack trace."""
+    assert f"admin.listen: {address} cannot be" in told(
+        run, "serve", "--admin-listen", address, "--listen", "127.0.0.1:0", status=1
+    )
+
+
+def test_a_data_directory_that_cannot_be_is_told(run: Run, tmp_path: Path) -> None:
+    """By every command that makes one."""
+    (tmp_path / "file").touch()
+    place = str(tmp_path / "file" / "data")
+    free = ("--listen", "127.0.0.1:0", "--admin-listen", "127.0.0.1:0")
+
+    for command in (("serve", *free), ("tenant", "list")):
+        line = told(run, *command, "--data-dir", place, status=1)
+        assert f"the data directory {place} cannot be used: not a directory" in line.lower()
+
+
+def test_a_model_that_is_not_here_is_told_with_what_to_do(run: Run) -> None:
+    """Only the built-in one is fetched unasked."""
+    free = ("--listen", "127.0.0.1:0", "--admin-listen", "127.0.0.1:0")
+    line = told(run, "serve", "some/model", *free, status=1)
+
+    assert "'some/model' is neither a built-in model" in line
+    assert "has to be pulled first" in line
+
+
+def test_pulling_what_is_here_prints_its_path(run: Run, tmp_path: Path) -> None:
+    """A folder of one's own needs no network."""
+    folder = write_folder(tmp_path / "tiny")
+    answer = data_of(run, "pull", str(folder))
+
+    assert run("pull", str(folder)) == (0, f"{folder}\n", "")
+    assert run("pull", str(folder), "--quiet") == (0, "", "")
+    assert answer == {"model": str(folder), "path": str(folder)}
+
+
+def test_a_reader_who_has_seen_enough_is_no_error(data: Path) -> None:
+    """`trunkline check-config | head -1` ends quietly."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "gateway", "check-config", "--data-dir", str(data)],
+            stdout=writer,
+            stderr=subprocess.PIPE,
+            cwd=ROOT,
+            check=False,
+            timeout=60,
+        )
+    finally:
+        os.close(writer)
+
+    assert (done.returncode, done.stderr) == (0, b"")

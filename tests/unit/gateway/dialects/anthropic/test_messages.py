@@ -1,0 +1,385 @@
+"""Anthropic's Messages: settings that are taken, versions, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from anthropic.types import MessageTokensCount
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.api import Sampling
+from gateway.dialects.anthropic import wire
+from gateway.dialects.anthropic.messages import COUNT_DIALECT, DIALECT
+from gateway.dialects.canonical import (
+    Asked,
+    CacheAsk,
+    Call,
+    OutputFormat,
+)
+from gateway.errors import Kind, Refusal
+from tests.golden.transcripts import DOCUMENT, outcome
+
+NEWER = "2026-10-21"
+
+
+def parse(version: str = "", **fields: Any) -> Call:
+    """A good request with more fields."""
+    messages = [{"role": "user", "content": "hi"}]
+    body = {"model": "m", "max_tokens": 9, "messages": messages, **fields}
+    return DIALECT.parse(json.dumps(body).encode(), Asked(version=version))
+
+
+def refused(version: str = "", **fields: Any) -> Refusal:
+    """Why such a request is refused."""
+    with pytest.raises(Refusal) as raised:
+        parse(version, **fields)
+    assert raised.value.kind is Kind.BAD
+    return raised.value
+
+
+def test_defaults_change_nothing() -> None:
+    """What a client leaves out is the model's own distribution, and plain caching."""
+    call = parse()
+
+    assert call.generation.sampling == Sampling()
+    assert (call.generation.max_tokens, call.operation, call.stream) == (9, "generate", False)
+    assert call.cache == CacheAsk(profile="anthropic", lookback=20)
+    assert (call.partition, call.digests) == ("", ())
+
+
+def test_every_field_that_can_be_honoured_arrives() -> None:
+    """A field that is read and forgotten is worse than one that is refused."""
+    call = parse(
+        "2023-06-01",
+        stream=True,
+        stop_sequences=["END", "\n\nHuman:"],
+        temperature=0.5,
+        top_p=0.9,
+        top_k=40,
+        seed=7,
+        min_tokens=2,
+        ignore_eos=True,
+        cache_salt="s",
+        priority=-3,
+        metadata={"user_id": "u"},
+        output_config={"format": {"type": "json_schema", "schema": {"type": "object", "a": 1}}},
+    )
+
+    assert call.generation.sampling == Sampling(temperature=0.5, top_k=40, top_p=0.9, seed=7)
+    assert call.generation.stop == ("END", "\n\nHuman:")
+    assert (call.generation.min_tokens, call.generation.ignore_eos) == (2, True)
+    assert (call.stream, call.client_user, call.partition, call.priority) == (True, "u", "s", -3)
+    assert call.prompts[0].output_format == OutputFormat(
+        "json_schema", '{"type":"object","a":1}', "output_config.format.schema"
+    )
+
+
+def test_an_empty_nucleus_is_the_best_token_alone() -> None:
+    """Whatever the temperature."""
+    assert parse(top_p=0, temperature=1).generation.sampling.temperature == 0.0
+
+
+@pytest.mark.parametrize("name", ["temperature", "top_p", "top_k"])
+def test_the_newer_version_has_no_sampling_settings(name: str) -> None:
+    """Not even at their defaults; null is none."""
+    default: dict[str, Any] = {name: 1}
+    nothing: dict[str, Any] = {name: None}
+
+    assert refused(NEWER, **default).param == name
+    assert parse(NEWER, **nothing) == parse(NEWER)
+    assert parse("2023-06-01", **default) == parse(**default)
+
+
+def test_another_version_is_refused_and_unknown_betas_are_not() -> None:
+    """Versions change meanings; betas are only offers."""
+    body = json.dumps(
+        {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}
+    ).encode()
+
+    assert refused("2027-01-01").param == "anthropic-version"
+    assert DIALECT.parse(body, Asked(version=NEWER, betas=("whatever-2027",))) == parse(NEWER)
+
+
+def test_max_tokens_is_required() -> None:
+    """Its SDKs always send it."""
+    assert refused(max_tokens=None).code == "missing_required_parameter"
+
+
+def test_no_tokens_at_all_is_a_prewarm() -> None:
+    """Computed and written, not answered."""
+    call = parse(max_tokens=0, tool_choice={"type": "auto"}, cache_control={"type": "ephemeral"})
+
+    assert (call.operation, call.generation.max_tokens) == ("prewarm", 0)
+    assert call.prompts[0].segments[-1].retention == "5m"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"stream": True}, "stream"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking.type"),
+        (
+            {"output_config": {"format": {"type": "json_schema", "schema": {}}}},
+            "output_config.format",
+        ),
+        (
+            {
+                "tools": [{"name": "t", "input_schema": {"type": "object"}}],
+                "tool_choice": {"type": "any"},
+            },
+            "tool_choice",
+        ),
+    ],
+)
+def test_what_shapes_an_answer_has_no_place_in_a_prewarm(
+    fields: dict[str, Any], param: str
+) -> None:
+    """Four refusals, as Anthropic has them."""
+    assert refused(max_tokens=0, **fields).param == param
+
+
+def test_counting_takes_the_same_request_without_max_tokens() -> None:
+    """What is counted is what would be sent."""
+    body = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+    call = COUNT_DIALECT.parse(json.dumps(body).encode(), Asked(version=NEWER))
+
+    assert call.operation == "count"
+    assert call.prompts == parse().prompts
+    assert json.loads(COUNT_DIALECT.count_body(7, 0)) == {"input_tokens": 7}
+    assert MessageTokensCount.model_validate_json(COUNT_DIALECT.count_body(7, 0)).input_tokens == 7
+
+
+def test_diagnosis_is_remembered_first_and_compared_then() -> None:
+    """Null opts in before there is anything to compare with."""
+    first = parse(diagnostics={"previous_message_id": None}).cache
+    then = parse(diagnostics={"previous_message_id": "msg_0"}).cache
+
+    assert (first.remember, first.compare_with) == (True, "")
+    assert (then.remember, then.compare_with) == (True, "msg_0")
+    assert parse(diagnostics=None).cache == parse().cache
+
+
+def test_settings_that_belong_to_a_prompt_have_digests() -> None:
+    """They explain a miss that no text explains; what they were is not kept."""
+    schema = {"type": "json_schema", "schema": {"title": "secret"}}
+    digests = dict(
+        parse(
+            tool_choice={"type": "none"},
+            thinking={"type": "adaptive"},
+            output_config={"effort": "low", "format": schema},
+        ).digests
+    )
+
+    assert set(digests) == {
+        "tool_choice",
+        "thinking",
+        "output_config.effort",
+        "output_config.format",
+    }
+    assert "secret" not in str(digests)
+    assert parse(thinking={"type": "disabled"}).digests != parse(thinking=None).digests
+
+
+@pytest.mark.parametrize("name", sorted(wire.REFUSED))
+def test_a_field_that_cannot_be_honoured_is_refused_by_name(name: str) -> None:
+    """Silence would answer another question than was asked."""
+    something: dict[str, Any] = {name: {"some": "thing"}}
+    nothing: dict[str, Any] = {name: None}
+    refusal = refused(**something)
+
+    assert (refusal.code, refusal.param) == ("unsupported_parameter", name)
+    assert parse(**nothing) == parse()
+
+
+def test_a_thread_is_refused_so_that_the_sdk_goes_on_without_one() -> None:
+    """Its tool runner asks for a thread first, and gives up on any other error."""
+    refusal = refused(thread={"type": "create"})
+
+    assert (refusal.code, refusal.param) == ("thread_unsupported_request", "thread")
+    assert parse(thread=None) == parse()
+
+
+def test_the_earlier_spelling_of_the_format_is_the_same() -> None:
+    """Older SDKs have a field of its own for it; errors name the one that was sent."""
+    form = {"type": "json_schema", "schema": {"type": "object"}}
+    other = {"type": "json_schema", "schema": {"type": "string"}}
+    old, new = parse(output_format=form), parse(output_config={"format": form})
+
+    assert old.prompts[0].output_format.schema == new.prompts[0].output_format.schema
+    assert old.prompts[0].output_format.path == "output_format.schema"
+    assert old.digests == new.digests
+    assert parse(output_format=form, output_config={"format": form}) == old
+    assert refused(output_format=form, output_config={"format": other}).param == "output_format"
+    assert refused(max_tokens=0, output_format=form).param == "output_format"
+
+
+@pytest.mark.parametrize("name", sorted(wire.NEUTRAL))
+def test_a_refused_field_that_asks_for_nothing_is_fine(name: str) -> None:
+    """Some clients send empty lists."""
+    neutral: dict[str, Any] = {name: wire.NEUTRAL[name]}
+
+    assert parse(**neutral) == parse()
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "says"),
+    [
+        ({"max_tokens": -1}, "max_tokens", ">= 0 (it is -1)"),
+        ({"max_tokens": "9"}, "max_tokens", "int"),
+        ({"temperature": 1.5}, "temperature", "<= 1.0 (it is 1.5)"),
+        ({"stop_sequences": ["a"] * 65}, "stop_sequences", "<= 64 (it has 65)"),
+        ({"stop_sequences": ["\n"]}, "stop_sequences[0]", "non-whitespace"),
+        ({"stop_sequences": "a"}, "stop_sequences", "array"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking.type", "steps"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 9}}, "thinking.budget_tokens", "1024"),
+        ({"output_config": {"effort": "huge"}}, "output_config.effort", "huge"),
+        ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type", "xml"),
+        ({"diagnostics": {"previous_message_id": ""}}, "diagnostics.previous_message_id", ">= 1"),
+        ({"speed": "fast"}, "speed", "fast"),
+        ({"service_tier": "flex"}, "service_tier", "flex"),
+        ({"priority": 1}, "priority", "<= 0"),
+        ({"system": 7}, "system", "int"),
+        ({"metadata": {"user_id": "u" * 513}}, "metadata.user_id", "<= 512 (it has 513)"),
+        (
+            {"context_management": {"edits": [{"type": "compact_20260112"}]}},
+            "context_management.edits[0].type",
+            "compact",
+        ),
+        ({"maxtokens": 5}, "maxtokens", "'max_tokens'"),
+        ({"model": ""}, "model", ">= 1"),
+    ],
+)
+def test_a_bad_value_is_refused_with_its_path_and_limit(
+    fields: dict[str, Any], param: str, says: str
+) -> None:
+    """The message says what would be right and what came."""
+    refusal = refused(**fields)
+
+    assert refusal.param == param
+    assert says in refusal.message
+
+
+def test_what_a_coding_agent_sends_is_taken_whole() -> None:
+    """Everything at once, as it comes; what it asks of the cache arrives."""
+    wide = {"cache_control": {"type": "ephemeral", "ttl": "1h", "scope": "global"}}
+    call = parse(
+        "2023-06-01",
+        system=[
+            {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1; cch=00000;"},
+            {"type": "text", "text": "You are an agent.", **wide},
+        ],
+        messages=[
+            {"role": "user", "content": [{"type": "text", "text": "fix it", "citations": None}]},
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "thinking", "thinking": "hm", "signature": "s"},
+                    {"type": "text", "text": "Reading."},
+                    {
+                        "type": "tool_use",
+                        "id": "toolu_1",
+                        "name": "Read",
+                        "input": {"file_path": "/a"},
+                        "caller": {"type": "direct"},
+                    },
+                ],
+            },
+            {
+                "role": "user",
+                "content": [
+                    {
+                        "type": "tool_result",
+                        "tool_use_id": "toolu_1",
+                        "content": [{"type": "text", "text": "1: x"}],
+                        "is_error": False,
+                        "cache_control": {"type": "ephemeral", "ttl": "1h"},
+                    }
+                ],
+            },
+        ],
+        tools=[
+            {
+                "name": "Read",
+                "description": "Reads a file",
+                "input_schema": {"type": "object", "additionalProperties": False},
+                "eager_input_streaming": True,
+            }
+        ],
+        metadata={"user_id": "device_session"},
+        max_tokens=32_000,
+        thinking={"type": "adaptive", "display": "omitted"},
+        context_management={"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        output_config={"effort": "medium"},
+        stream=True,
+        temperature=1,
+    )
+
+    (prompt,) = call.prompts
+    assert [segment.role for segment in prompt.segments] == [
+        "system",
+        "user",
+        "assistant",
+        "assistant",
+        "tool",
+    ]
+    assert [segment.retention for segment in prompt.segments] == ["1h", None, None, None, "1h"]
+
+
+def test_a_prefill_does_not_go_on_as_json_of_a_schema() -> None:
+    """What stands there already is not known to satisfy it."""
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "{"}]
+    config = {"format": {"type": "json_schema", "schema": {"type": "object"}}}
+
+    assert refused(messages=messages, output_config=config).param == "output_config.format"
+
+
+def test_a_number_that_no_float_holds_is_refused_and_a_long_whole_one_is_kept() -> None:
+    """A schema that could not be written down again as it came would be another schema."""
+    body = (
+        b'{"model":"m","max_tokens":9,"messages":[{"role":"user","content":"hi"}],'
+        b'"tools":[{"name":"t","input_schema":{"type":"object","maximum":%s}}]}'
+    )
+    long = b"9" * 400
+
+    (kept,) = DIALECT.parse(body % long).prompts
+    assert long.decode() in kept.tools[0].parameters
+    with pytest.raises(Refusal, match="out of range"):
+        DIALECT.parse(body % b"1e400")
+
+
+@given(st.binary(max_size=60))
+def test_any_bytes_are_a_call_or_a_refusal(body: bytes) -> None:
+    """Nothing else ever comes out of a parser."""
+    got = outcome(DIALECT.parse, body)
+
+    assert isinstance(got, Call) or got.kind is Kind.BAD
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["type", "text", "role", "content", "name"]), inner)
+    ),
+    max_leaves=8,
+)
+NAMES = sorted(wire.Body.__struct_fields__)
+
+
+@given(st.dictionaries(st.sampled_from([*NAMES, *wire.REFUSED]), VALUES, max_size=4))
+def test_any_json_in_any_field_is_a_call_or_a_refusal(fields: dict[str, Any]) -> None:
+    """Types are checked before anything is done with a value."""
+    body = {"model": "m", "max_tokens": 1, "messages": [], **fields}
+    got = outcome(DIALECT.parse, json.dumps(body).encode())
+
+    assert isinstance(got, Call) or (got.kind is Kind.BAD and len(got.message) < 900)
+
+
+def test_every_field_is_documented() -> None:
+    """Honoured, accepted or refused: a client finds each field in one table."""
+    text = DOCUMENT.read_text().partition("## Anthropic\n")[2].partition("\n## ")[0]
+
+    assert {name for name in [*NAMES, *wire.REFUSED] if f"`{name}`" not in text} == set()

@@ -1,0 +1,475 @@
+"""What of a Messages request a model is shown, in which order, and with which breakpoints."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.dialects.anthropic.messages import DIALECT
+from gateway.dialects.anthropic.prompt import PREAMBLE, REFUSED_BLOCKS
+from gateway.dialects.canonical import Asked, Prompt, Segment, Tool, ToolCall, ToolChoice
+from gateway.errors import Kind, Refusal
+from tests.golden.transcripts import DOCUMENT
+
+SHORT: dict[str, Any] = {"cache_control": {"type": "ephemeral"}}
+HI = {"role": "user", "content": "hi"}
+WEATHER = {"name": "weather", "description": "Of a city", "input_schema": {"type": "object"}}
+
+
+def prompt(version: str = "", **fields: Any) -> Prompt:
+    """The prompt of a good request with more fields."""
+    body = {"model": "m", "max_tokens": 9, "messages": [HI], **fields}
+    (found,) = DIALECT.parse(json.dumps(body).encode(), Asked(version=version)).prompts
+    return found
+
+
+def refused(version: str = "", **fields: Any) -> Refusal:
+    """Why such a request is refused."""
+    with pytest.raises(Refusal) as raised:
+        prompt(version, **fields)
+    assert raised.value.kind is Kind.BAD
+    return raised.value
+
+
+def text(words: str, **more: Any) -> dict[str, Any]:
+    return {"type": "text", "text": words, **more}
+
+
+def use(call_id: str = "t1", **more: Any) -> dict[str, Any]:
+    return {"type": "tool_use", "id": call_id, "name": "weather", "input": {}, **more}
+
+
+def result(call_id: str = "t1", **more: Any) -> dict[str, Any]:
+    return {"type": "tool_result", "tool_use_id": call_id, **more}
+
+
+def user(*content: Any) -> dict[str, Any]:
+    return {"role": "user", "content": list(content)}
+
+
+def assistant(*content: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": list(content)}
+
+
+def shown(found: Prompt) -> list[tuple[str, str, int]]:
+    """(role, text, message) of each segment."""
+    return [(s.role, s.text, s.message) for s in found.segments]
+
+
+# --- system and messages -------------------------------------------------------------------------
+
+
+def test_system_comes_first_and_turns_follow() -> None:
+    """API order is the order of the cache."""
+    found = prompt(
+        system="Be brief.", messages=[HI, assistant(text("hello")), user(text("a"), text("b"))]
+    )
+
+    assert found.segments == (
+        Segment("system", "Be brief.", "system", None, 0),
+        Segment("user", "hi", "messages[0].content", None, 1),
+        Segment("assistant", "hello", "messages[1].content[0]", None, 2),
+        Segment("user", "a", "messages[2].content[0]", None, 3),
+        Segment("user", "b", "messages[2].content[1]", None, 3),
+    )
+
+
+def test_neighbouring_turns_of_one_role_are_one_message() -> None:
+    """As Anthropic merges them."""
+    assert shown(prompt(messages=[HI, HI, assistant(text("x")), HI])) == [
+        ("user", "hi", 0),
+        ("user", "hi", 0),
+        ("assistant", "x", 1),
+        ("user", "hi", 2),
+    ]
+
+
+def test_an_instruction_may_stand_after_a_users_turn() -> None:
+    """It changes the behaviour without touching the prefix."""
+    found = prompt(messages=[HI, {"role": "system", "content": "Now in French."}])
+
+    assert shown(found) == [("user", "hi", 0), ("system", "Now in French.", 1)]
+    assert found.add_generation_prompt
+
+
+@pytest.mark.parametrize(
+    ("messages", "param"),
+    [
+        ([{"role": "system", "content": "x"}], "messages[0].role"),
+        ([HI, assistant(text("x")), {"role": "system", "content": "x"}], "messages[2].role"),
+        ([HI, {"role": "system", "content": "x"}, HI], "messages[2].role"),
+    ],
+)
+def test_an_instruction_elsewhere_is_refused(messages: list[Any], param: str) -> None:
+    """First it would be the system prompt, and before a user's turn it would be nobody's."""
+    assert refused(messages=messages).param == param
+
+
+def test_a_last_turn_of_the_assistants_is_continued() -> None:
+    """A prefill: the answer goes on where it stops."""
+    found = prompt(messages=[HI, {"role": "assistant", "content": "The answer is ("}])
+
+    assert (found.continues, found.add_generation_prompt) == (True, False)
+
+
+@pytest.mark.parametrize("content", ["", [], [{"type": "thinking", "thinking": "hm"}]])
+def test_an_empty_last_turn_of_the_assistants_is_no_prefill(content: Any) -> None:
+    """Nothing was said that could go on."""
+    found = prompt(messages=[HI, {"role": "assistant", "content": content}])
+
+    assert found == prompt()
+
+
+def test_thinking_is_left_out_and_its_turn_stays() -> None:
+    """How an answer was come by is no part of what was said."""
+    found = prompt(
+        messages=[
+            HI,
+            assistant({"type": "thinking", "thinking": "hm", "signature": "s"}, text("a")),
+            HI,
+            assistant({"type": "redacted_thinking", "data": "x", "cache_control": None}),
+            HI,
+        ]
+    )
+
+    assert shown(found) == [
+        ("user", "hi", 0),
+        ("assistant", "a", 1),
+        ("user", "hi", 2),
+        ("assistant", "", 3),
+        ("user", "hi", 4),
+    ]
+
+
+def test_a_coding_agents_billing_line_is_left_out() -> None:
+    """It is another one in each request, and stands before everything that could be shared."""
+    line = text(f"{PREAMBLE} cc_version=2.1.5; cch=0a1b2;")
+    other = text(f"{PREAMBLE} cc_version=2.1.5; cch=ffff0;")
+    rest = text("You are an agent.", **SHORT)
+
+    first, second = prompt(system=[line, rest]), prompt(system=[other, rest])
+    assert first == second
+    assert shown(first)[0] == ("system", "You are an agent.", 0)
+    assert shown(prompt(system=[rest, line]))[1][1].startswith(PREAMBLE)
+
+
+# --- tools ---------------------------------------------------------------------------------------
+
+
+def test_a_tool_is_its_schema_in_the_order_it_came() -> None:
+    """Sorted keys would be another prompt than the client's own."""
+    schema = {"type": "object", "properties": {"b": {}, "a": {"type": "number", "maximum": 1.5}}}
+    found = prompt(tools=[{**WEATHER, "input_schema": schema, "strict": True, "type": "custom"}])
+
+    assert found.tools == (
+        Tool(
+            "weather",
+            "Of a city",
+            '{"type":"object","properties":{"b":{},"a":{"type":"number","maximum":1.5}}}',
+            "tools[0]",
+            True,
+        ),
+    )
+    assert found.tool_choice == ToolChoice("auto")
+
+
+@pytest.mark.parametrize(
+    ("choice", "expected"),
+    [
+        ({"type": "auto"}, ToolChoice("auto")),
+        ({"type": "any"}, ToolChoice("required")),
+        ({"type": "tool", "name": "weather"}, ToolChoice("required", ("weather",))),
+        ({"type": "none"}, ToolChoice("none")),
+        ({"type": "auto", "disable_parallel_tool_use": True}, ToolChoice("auto", (), False)),
+    ],
+)
+def test_each_choice_of_tools_arrives(choice: dict[str, Any], expected: ToolChoice) -> None:
+    """All four, and whether several calls are fine."""
+    assert prompt(tools=[WEATHER], tool_choice=choice).tool_choice == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "says"),
+    [
+        ({"tool_choice": {"type": "any"}}, "tool_choice", "no tools"),
+        ({"tool_choice": {"type": "tool"}}, "tool_choice.name", "which"),
+        ({"tool_choice": {"type": "tool", "name": "x"}}, "tool_choice.name", "'x'"),
+        ({"tool_choice": {"type": "auto", "name": "x"}}, "tool_choice.name", "'tool'"),
+        ({"tools": [WEATHER, WEATHER]}, "tools[1].name", "unique"),
+        ({"tools": [{**WEATHER, "name": "{{ x }}"}]}, "tools[0].name", "regex"),
+        ({"tools": [{**WEATHER, "name": "x\n"}]}, "tools[0].name", "regex"),
+        ({"tools": [{"name": "x"}]}, "tools[0].input_schema", "missing"),
+        ({"tools": [{**WEATHER, "input_schema": {}}]}, "tools[0].input_schema.type", "'object'"),
+        ({"tools": [{"type": "web_search_20250305"}]}, "tools[0].type", "web_search_20250305"),
+        ({"tools": [{**WEATHER, "defer_loading": True}]}, "tools[0].defer_loading", "True"),
+        ({"tools": [{**WEATHER, "input_examples": [{}]}]}, "tools[0].input_examples", "<= 0"),
+        ({"tools": [{**WEATHER, "x": 1}]}, "tools[0]", "unknown field `x`"),
+    ],
+)
+def test_a_tool_that_cannot_be_offered_is_refused(
+    fields: dict[str, Any], param: str, says: str
+) -> None:
+    """Each by its place, and saying what would be right."""
+    refusal = refused(**fields)
+
+    assert refusal.param == param
+    assert says in refusal.message
+
+
+def test_calls_and_results_are_segments_and_messages_of_their_own() -> None:
+    """A result answers its call by id, whatever the order; text after results is a new message."""
+    found = prompt(
+        tools=[WEATHER],
+        messages=[
+            HI,
+            assistant(text("Let me see."), use("t1", input={"b": 1, "a": [1.0]}), use("t2")),
+            user(
+                result("t2", content=[text("wet"), text("cold")]),
+                result("t1", content="dry", is_error=True),
+                text("So?"),
+            ),
+        ],
+    )
+
+    assert found.segments[1:] == (
+        Segment("assistant", "Let me see.", "messages[1].content[0]", None, 1),
+        Segment(
+            "assistant",
+            "",
+            "messages[1].content[1]",
+            None,
+            1,
+            call=ToolCall("t1", "weather", '{"b":1,"a":[1.0]}'),
+        ),
+        Segment(
+            "assistant",
+            "",
+            "messages[1].content[2]",
+            None,
+            1,
+            call=ToolCall("t2", "weather", "{}"),
+        ),
+        Segment("tool", "wet", "messages[2].content[0].content[0]", "weather", 2, answers="t2"),
+        Segment("tool", "cold", "messages[2].content[0].content[1]", "weather", 2, answers="t2"),
+        Segment("tool", "Error: dry", "messages[2].content[1]", "weather", 3, answers="t1"),
+        Segment("user", "So?", "messages[2].content[2]", None, 4),
+    )
+
+
+def test_a_result_without_content_is_an_empty_one() -> None:
+    """Not every tool has something to say."""
+    found = prompt(messages=[HI, assistant(use()), user(result())])
+
+    assert found.segments[-1] == Segment(
+        "tool", "", "messages[2].content[0]", "weather", 2, answers="t1"
+    )
+
+
+@pytest.mark.parametrize(
+    ("messages", "param", "says"),
+    [
+        ([HI, assistant(use())], "messages[1]", "`tool_use` ids were found without"),
+        ([HI, assistant(use()), HI], "messages[2].content", "t1"),
+        ([HI, assistant(use()), user(text("x"), result())], "messages[2].content[0]", "t1"),
+        ([HI, assistant(use()), assistant(text("x"))], "messages[2]", "t1"),
+        ([user(result())], "messages[0].content[0].tool_use_id", "unexpected `tool_use_id`"),
+        (
+            [HI, assistant(use()), user(result(), result())],
+            "messages[2].content[1].tool_use_id",
+            "t1",
+        ),
+        ([HI, assistant(use(), use()), user(result())], "messages[1].content[1].id", "unique"),
+        (
+            [HI, assistant(use()), user(result(content=[{"type": "image"}]))],
+            "messages[2].content[0].content[0]",
+            "image",
+        ),
+    ],
+)
+def test_calls_and_results_that_do_not_meet_are_refused(
+    messages: list[Any], param: str, says: str
+) -> None:
+    """A model that sees a call without a result makes one up."""
+    refusal = refused(messages=messages)
+
+    assert refusal.param == param
+    assert says in refusal.message
+
+
+# --- blocks that cannot be -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", sorted(REFUSED_BLOCKS))
+def test_a_block_that_a_text_model_cannot_use_is_refused_by_name(kind: str) -> None:
+    """Left out in silence, it would answer another question."""
+    refusal = refused(messages=[user(text("what is this?"), {"type": kind, "source": {}})])
+
+    assert (refusal.code, refusal.param) == ("unsupported_parameter", "messages[0].content[1]")
+    assert kind in refusal.message
+    assert f"`{kind}`" in DOCUMENT.read_text()
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "says"),
+    [
+        ({"messages": []}, "messages", ">= 1"),
+        ({"messages": [{"role": "user", "content": ""}]}, "messages[0].content", "need content"),
+        ({"messages": [{"role": "user", "content": []}]}, "messages[0].content", "need content"),
+        ({"messages": [assistant()]}, "messages", "nothing to answer"),
+        ({"messages": [user(text(""))]}, "messages[0].content[0]", "non-empty"),
+        ({"messages": [user({"text": "x"})]}, "messages[0].content[0].type", "type"),
+        ({"messages": [user({"type": 7})]}, "messages[0].content[0].type", "type"),
+        ({"messages": [user({"type": "poem"})]}, "messages[0].content[0].type", "'poem'"),
+        ({"messages": [user({"type": "text"})]}, "messages[0].content[0].text", "missing"),
+        ({"messages": [user(text("x", y=1))]}, "messages[0].content[0]", "unknown field `y`"),
+        ({"messages": [user(use())]}, "messages[0].content[0].type", "the user's"),
+        ({"messages": [HI, assistant(result())]}, "messages[1].content[0].type", "assistant's"),
+        ({"system": [use()]}, "system[0].type", "a system prompt"),
+        ({"system": [{"type": "image"}]}, "system[0]", "image"),
+        (
+            {"messages": [HI, assistant(text("The answer: "))]},
+            "messages[1].content[0]",
+            "trailing whitespace",
+        ),
+        ({"messages": [{"role": "root", "content": "x"}]}, "messages[0].role", "root"),
+        ({"messages": [{"role": "user"}]}, "messages[0]", "content"),
+    ],
+)
+def test_a_bad_prompt_is_refused_with_its_path(
+    fields: dict[str, Any], param: str, says: str
+) -> None:
+    """The message says what would be right, and where."""
+    refusal = refused(**fields)
+
+    assert refusal.param == param
+    assert says in refusal.message
+
+
+def test_a_users_citations_are_refused_by_the_newer_version_alone() -> None:
+    """The older one took them, and nothing here depends on them."""
+    messages = [user(text("x", citations=[{"type": "char_location"}]))]
+
+    assert refused("2026-10-21", messages=messages).param == "messages[0].content[0].citations"
+    assert prompt("2023-06-01", messages=messages).segments[0].text == "x"
+
+
+# --- breakpoints ---------------------------------------------------------------------------------
+
+
+def marks(found: Prompt) -> list[tuple[str, str]]:
+    """(path, class) of everything that has a breakpoint after it."""
+    places: list[Tool | Segment] = [*found.tools, *found.segments]
+    return [(place.path, place.retention) for place in places if place.retention is not None]
+
+
+def test_breakpoints_stand_on_tools_system_and_blocks() -> None:
+    """Wherever they are legal."""
+    hour: dict[str, Any] = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
+    found = prompt(
+        tools=[WEATHER, {**WEATHER, "name": "time", **hour}],
+        system=[text("Be brief.", **hour), text("Be kind.")],
+        messages=[HI, assistant(use(**SHORT)), user(result(content="dry", **SHORT))],
+    )
+
+    assert marks(found) == [
+        ("tools[1]", "1h"),
+        ("system[0]", "1h"),
+        ("messages[1].content[0]", "5m"),
+        ("messages[2].content[0]", "5m"),
+    ]
+
+
+def test_breakpoints_inside_and_on_a_result_are_at_its_text() -> None:
+    """The result ends where its last text does."""
+    found = prompt(
+        messages=[
+            HI,
+            assistant(use()),
+            user(result(content=[text("a", **SHORT), text("b")], **SHORT)),
+        ]
+    )
+
+    assert marks(found) == [
+        ("messages[2].content[0].content[0]", "5m"),
+        ("messages[2].content[0].content[1]", "5m"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("messages", "path"),
+    [
+        ([HI], "messages[0].content"),
+        ([HI, assistant(text("a"))], "messages[1].content[0]"),
+        (
+            [HI, assistant(text("a"), {"type": "thinking", "thinking": "x"})],
+            "messages[1].content[0]",
+        ),
+        ([HI, assistant(use()), user(result(content="x"))], "messages[2].content[0]"),
+    ],
+)
+def test_the_automatic_breakpoint_is_at_the_end(messages: list[Any], path: str) -> None:
+    """A growing conversation moves it along by itself."""
+    found = prompt(messages=messages, cache_control={"type": "ephemeral", "ttl": "1h"})
+
+    assert marks(found) == [(path, "1h")]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": [user(text("", **SHORT))]}, "messages[0].content[0]"),
+        (
+            {"messages": [HI, assistant({"type": "thinking", "thinking": "x", **SHORT}), HI]},
+            "messages[1].content[0].cache_control",
+        ),
+        (
+            {"messages": [user(text("x", cache_control={"type": "forever"}))]},
+            "messages[0].content[0].cache_control.type",
+        ),
+        (
+            {"messages": [HI, assistant(use()), user(result(content=[text("", **SHORT)]))]},
+            "messages[2].content[0].content[0]",
+        ),
+        ({"cache_control": {"type": "ephemeral", "ttl": "2h"}}, "cache_control.ttl"),
+        ({"cache_control": "ephemeral"}, "cache_control"),
+        ({"messages": [user(*[text("x", **SHORT)] * 5)]}, "messages[0].content[4]"),
+        (
+            {
+                "system": [text("x", **SHORT)],
+                "cache_control": {"type": "ephemeral", "ttl": "1h"},
+            },
+            "cache_control.ttl",
+        ),
+    ],
+)
+def test_an_illegal_breakpoint_is_refused(fields: dict[str, Any], param: str) -> None:
+    """Before anything is computed or paid for."""
+    assert refused(**fields).param == param
+
+
+def test_null_is_no_breakpoint_and_a_scope_changes_nothing() -> None:
+    """Clients send both."""
+    none: dict[str, Any] = {"cache_control": None}
+    wide: dict[str, Any] = {"cache_control": {"type": "ephemeral", "scope": "global", "ttl": None}}
+
+    assert prompt(messages=[user(text("x", **none))], **none) == prompt(messages=[user(text("x"))])
+    assert marks(prompt(messages=[user(text("x", **wide))])) == [("messages[0].content[0]", "5m")]
+
+
+@given(st.lists(st.sampled_from([None, "5m"]), min_size=1, max_size=4), st.booleans())
+def test_breakpoints_never_change_what_is_shown(ttls: list[str | None], automatic: bool) -> None:
+    """The text is the same for whoever pays for keeping it and whoever does not."""
+    bare = user(*[text(f"part {number}") for number in range(len(ttls))])
+    marked = user(
+        *[
+            text(f"part {number}", cache_control=ttl and {"type": "ephemeral", "ttl": ttl})
+            for number, ttl in enumerate(ttls)
+        ]
+    )
+    more = SHORT if automatic and ttls.count("5m") < 4 else {}
+
+    assert shown(prompt(messages=[marked], **more)) == shown(prompt(messages=[bare]))

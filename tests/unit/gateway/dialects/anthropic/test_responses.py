@@ -1,0 +1,264 @@
+"""Anthropic's Messages: answers, usage, diagnostics and errors, to the byte."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from anthropic.types import Message, RawMessageStreamEvent
+from pydantic import TypeAdapter
+
+from gateway.dialects.anthropic import wire
+from gateway.dialects.anthropic.messages import DIALECT
+from gateway.dialects.canonical import (
+    Begin,
+    Call,
+    CallText,
+    Cause,
+    ChoiceEnd,
+    Delta,
+    Diagnosis,
+    End,
+    Generation,
+    Prompt,
+    Reply,
+    Text,
+    UsageRecord,
+)
+from gateway.errors import Kind, Refusal
+from tests.golden.transcripts import check_golden
+from tests.integration.test_anthropic_conformance import named
+
+CALL = Call("m", (Prompt(),), Generation())
+REPLY = Reply("msg_1", "smollm2", 1_700_000_000)
+USAGE = UsageRecord(28, {"5m": 16}, {"5m": 3, "1h": 5}, 4, 5, 16)
+BEGIN = UsageRecord(28, {"5m": 16}, {"5m": 3, "1h": 5}, 4, 0, 16)
+SCRIPT: list[Delta] = [
+    Begin(BEGIN, Diagnosis("miss", "system", 20, 8, "system[0]")),
+    Text(0, "Let me "),
+    Text(0, "see 🙂"),
+    CallText(0, 0, "call_1", "weather"),
+    CallText(0, 0, arguments='{"city": "Os'),
+    CallText(0, 0, arguments='lo"}'),
+    CallText(0, 1, "call_2", "time"),
+    Text(0, "Done."),
+    ChoiceEnd(0, "tool_calls"),
+    End(USAGE),
+]
+
+
+def stream(deltas: list[Delta]) -> bytes:
+    """The whole stream."""
+    encoder = DIALECT.encoder(CALL, REPLY)
+    return b"".join(map(encoder.stream, deltas)) + encoder.close()
+
+
+def unary(deltas: list[Delta]) -> dict[str, Any]:
+    """The whole message."""
+    found = json.loads(DIALECT.encoder(CALL, REPLY).unary(deltas))
+    assert isinstance(found, dict)
+    return found
+
+
+def ended(end: ChoiceEnd, *before: Delta) -> list[Delta]:
+    return [Begin(BEGIN), *before, end, End(USAGE)]
+
+
+def test_a_stream_is_what_was_agreed_to_the_byte() -> None:
+    """Clients parse bytes; a change of them is a change of contract."""
+    check_golden("anthropic_stream.txt", stream(SCRIPT))
+
+
+def test_a_unary_answer_is_what_was_agreed_to_the_byte() -> None:
+    """The same, for the other shape."""
+    check_golden("anthropic_unary.json", DIALECT.encoder(CALL, REPLY).unary(SCRIPT))
+
+
+def test_the_official_client_reads_both_shapes() -> None:
+    """Its types are what most callers have."""
+    message = Message.model_validate(unary(SCRIPT), strict=True)
+    reader: TypeAdapter[RawMessageStreamEvent] = TypeAdapter(RawMessageStreamEvent)
+    read = [reader.validate_python(event) for _, event in named(stream(SCRIPT))]
+
+    assert [block.type for block in message.content] == ["text", "tool_use", "tool_use", "text"]
+    assert message.content[1].to_dict()["input"] == {"city": "Oslo"}
+    assert message.usage.cache_creation is not None
+    assert message.usage.cache_creation.ephemeral_1h_input_tokens == 5
+    assert (read[0].type, read[-1].type) == ("message_start", "message_stop")
+
+
+def test_usage_is_anthropics_sum() -> None:
+    """input_tokens is what was neither read nor written."""
+    usage = unary(SCRIPT)["usage"]
+
+    assert usage == {
+        "input_tokens": 4,
+        "cache_creation_input_tokens": 8,
+        "cache_read_input_tokens": 16,
+        "cache_creation": {"ephemeral_5m_input_tokens": 3, "ephemeral_1h_input_tokens": 5},
+        "output_tokens": 5,
+        "service_tier": "standard",
+    }
+
+
+def test_the_numbers_of_the_cache_stand_at_the_start_of_a_stream() -> None:
+    """A client that leaves early knows what it was charged for the prompt."""
+    (_, start), *_, (_, last), _ = named(stream(SCRIPT))
+
+    assert start["message"]["usage"]["cache_read_input_tokens"] == 16
+    assert start["message"]["usage"]["output_tokens"] == 0
+    assert last["usage"] == {
+        "input_tokens": 4,
+        "cache_creation_input_tokens": 8,
+        "cache_read_input_tokens": 16,
+        "output_tokens": 5,
+    }
+
+
+@pytest.mark.parametrize(
+    ("end", "reason", "sequence"),
+    [
+        (ChoiceEnd(0, "stop"), "end_turn", None),
+        (ChoiceEnd(0, "stop", "END"), "stop_sequence", "END"),
+        (ChoiceEnd(0, "length"), "max_tokens", None),
+        (ChoiceEnd(0, "tool_calls"), "tool_use", None),
+    ],
+)
+def test_each_way_to_stop_has_its_name(end: ChoiceEnd, reason: str, sequence: str | None) -> None:
+    """In both shapes."""
+    deltas = ended(end, Text(0, "x"))
+    last = named(stream(deltas))[-2][1]["delta"]
+
+    assert (last["stop_reason"], last["stop_sequence"]) == (reason, sequence)
+    assert unary(deltas)["stop_reason"] == reason
+    assert unary(deltas)["stop_sequence"] == sequence
+
+
+def test_an_answer_without_text_has_no_blocks() -> None:
+    """A prewarm says nothing, and so may a model."""
+    deltas = ended(ChoiceEnd(0, "length"), Text(0, ""))
+
+    assert unary(deltas)["content"] == []
+    assert [name for name, _ in named(stream(deltas))] == [
+        "message_start",
+        "message_delta",
+        "message_stop",
+    ]
+
+
+@pytest.mark.parametrize("arguments", ['{"city": "Os', "[1]", "", "nul", "[" * 5_000])
+def test_a_tools_input_that_is_no_object_is_empty(arguments: str) -> None:
+    """It was cut off; a client that reads a message needs an object."""
+    deltas = ended(
+        ChoiceEnd(0, "length"), CallText(0, 0, "c", "t"), CallText(0, 0, arguments=arguments)
+    )
+
+    assert unary(deltas)["content"][0]["input"] == {}
+
+
+def test_a_tools_input_keeps_its_order_and_numbers() -> None:
+    """What the model wrote is what the client gets."""
+    deltas = ended(
+        ChoiceEnd(0, "tool_calls"),
+        CallText(0, 0, "c", "t", '{"b":1.50,"a":12345678901234567890123}'),
+    )
+    data = DIALECT.encoder(CALL, REPLY).unary(deltas)
+
+    assert b'{"b":1.50,"a":12345678901234567890123}' in data
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        (None, None),
+        (Diagnosis("hit"), None),
+        (Diagnosis("unknown"), {"type": "previous_message_not_found"}),
+        (Diagnosis("unavailable", "settings", setting="thinking"), {"type": "unavailable"}),
+        (Diagnosis("miss", "partition"), {"type": "unavailable"}),
+        *(
+            (
+                Diagnosis("miss", cause, 7),
+                {"type": f"{cause}_changed", "cache_missed_input_tokens": 7},
+            )
+            for cause in ("model", "tools", "system", "messages")
+        ),
+        (
+            Diagnosis("miss", "system", 7, path="messages[0].content"),
+            {"type": "system_changed", "cache_missed_input_tokens": 7},
+        ),
+        (
+            Diagnosis("miss", "system", 7, path="messages[3].content"),
+            {"type": "messages_changed", "cache_missed_input_tokens": 7},
+        ),
+    ],
+)
+def test_a_miss_is_explained_in_anthropics_terms(
+    found: Diagnosis | None, expected: dict[str, Any] | None
+) -> None:
+    """At the start of a stream and in the message alike."""
+    deltas: list[Delta] = [Begin(BEGIN, found), ChoiceEnd(0, "stop"), End(USAGE)]
+    reason = expected and {"cache_miss_reason": expected}
+
+    assert unary(deltas)["diagnostics"] == reason
+    assert named(stream(deltas))[0][1]["message"]["diagnostics"] == reason
+
+
+def test_what_an_engine_lost_is_no_difference_between_requests() -> None:
+    """The reasons that only an engine knows have no name there."""
+    lost: tuple[Cause, ...] = (
+        *("expired", "evicted_pressure", "restarted", "below_minimum"),
+        *("template", "other_namespace"),
+    )
+
+    for cause in lost:
+        found = wire.diagnostics(Diagnosis("miss", cause, 7))
+        assert found == {"cache_miss_reason": {"type": "unavailable"}}
+
+
+# --- errors ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "status", "type_"),
+    [
+        (Kind.BAD, 400, "invalid_request_error"),
+        (Kind.AUTH, 401, "authentication_error"),
+        (Kind.QUOTA, 402, "billing_error"),
+        (Kind.PERMISSION, 403, "permission_error"),
+        (Kind.NOT_FOUND, 404, "not_found_error"),
+        (Kind.METHOD, 405, "invalid_request_error"),
+        (Kind.TIMEOUT, 408, "timeout_error"),
+        (Kind.CONFLICT, 409, "conflict_error"),
+        (Kind.TOO_BIG, 413, "request_too_large"),
+        (Kind.RATE, 429, "rate_limit_error"),
+        (Kind.INTERNAL, 500, "api_error"),
+        (Kind.DEADLINE, 504, "timeout_error"),
+        (Kind.BUSY, 529, "overloaded_error"),
+    ],
+)
+def test_each_kind_has_its_status_and_type(kind: Kind, status: int, type_: str) -> None:
+    """Clients retry by status and people search by type."""
+    got, body = DIALECT.error_body(Refusal(kind, "c", "m", param="p"), "r1")
+
+    assert got == status
+    assert json.loads(body) == {
+        "type": "error",
+        "error": {"type": type_, "message": "m", "details": {"error_code": "c", "param": "p"}},
+        "request_id": "req_r1",
+    }
+
+
+def test_an_error_inside_a_stream_names_its_request() -> None:
+    """The same id as in the header, so that support can find it."""
+    refusal = Refusal(Kind.BUSY, "engine_restarting", "The engine stopped.")
+    ((name, event),) = named(DIALECT.encoder(CALL, REPLY).error_event(refusal))
+
+    assert name == event["type"] == "error"
+    assert event["error"]["type"] == "overloaded_error"
+    assert event["request_id"] == DIALECT.headers("1")["request-id"] == "req_1"
+
+
+def test_a_keep_alive_is_a_named_ping() -> None:
+    """The only event that means nothing."""
+    assert DIALECT.keep_alive() == b'event: ping\ndata: {"type":"ping"}\n\n'

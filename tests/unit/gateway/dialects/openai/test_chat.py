@@ -1,0 +1,478 @@
+"""OpenAI's chat dialect: what is taken, what is refused by name, and the bytes that go out."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+
+from engine.api import Sampling
+from gateway.dialects.canonical import Call, CallText, ChoiceEnd, Delta, End, Segment, Text
+from gateway.dialects.openai import chat as openai_chat
+from gateway.errors import Kind, Refusal
+from tests.golden.transcripts import DOCUMENT, REPLY, SCRIPT, USAGE, check_golden, events, outcome
+
+DIALECT = openai_chat.DIALECT
+
+
+def parse(**fields: Any) -> Call:
+    """A good request with more fields."""
+    body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], **fields}
+    return DIALECT.parse(json.dumps(body).encode())
+
+
+def refused(**fields: Any) -> Refusal:
+    """Why such a request is refused."""
+    with pytest.raises(Refusal) as raised:
+        parse(**fields)
+    assert raised.value.kind is Kind.BAD
+    return raised.value
+
+
+def stream(call: Call, deltas: list[Delta]) -> bytes:
+    """The whole stream."""
+    encoder = DIALECT.encoder(call, REPLY)
+    return b"".join(map(encoder.stream, deltas)) + encoder.close()
+
+
+# --- requests ------------------------------------------------------------------------------------
+
+
+def test_defaults_change_nothing() -> None:
+    """What a client leaves out is the model's own distribution, once, to the server's limit."""
+    call = parse()
+
+    assert call.generation.sampling == Sampling()
+    assert (call.generation.max_tokens, call.generation.choices) == (None, 1)
+    assert call.prompts[0].segments == (Segment("user", "hi", "messages[0].content"),)
+    assert (call.stream, call.include_usage, call.partition) == (False, False, "")
+
+
+def test_every_field_that_can_be_honoured_arrives() -> None:
+    """A field that is read and forgotten is worse than one that is refused."""
+    call = parse(
+        stream=True,
+        stream_options={"include_usage": True},
+        n=2,
+        stop=["END", "\n"],
+        max_completion_tokens=9,
+        temperature=0.5,
+        top_p=0.9,
+        presence_penalty=1,
+        frequency_penalty=-1,
+        logit_bias={"42": -100},
+        seed=7,
+        logprobs=True,
+        top_logprobs=3,
+        user="u",
+        top_k=40,
+        min_p=0.1,
+        repetition_penalty=1.1,
+        min_tokens=2,
+        ignore_eos=True,
+        stop_token_ids=[5],
+        priority=-3,
+        add_generation_prompt=False,
+    )
+
+    assert call.generation.sampling == Sampling(
+        temperature=0.5,
+        top_k=40,
+        top_p=0.9,
+        min_p=0.1,
+        repetition_penalty=1.1,
+        presence_penalty=1.0,
+        frequency_penalty=-1.0,
+        logit_bias={42: -100.0},
+        seed=7,
+        logprobs=3,
+    )
+    generation = call.generation
+    assert (generation.choices, generation.samples, generation.max_tokens) == (2, 2, 9)
+    assert (generation.stop, generation.stop_token_ids) == (("END", "\n"), (5,))
+    assert (generation.min_tokens, generation.ignore_eos) == (2, True)
+    assert (call.stream, call.include_usage, call.client_user, call.priority) == (
+        True,
+        True,
+        "u",
+        -3,
+    )
+    assert not call.prompts[0].add_generation_prompt
+
+
+def test_null_is_the_same_as_absent() -> None:
+    """SDKs and gateways send nulls for what was not set."""
+    names = [
+        "n",
+        "stop",
+        "seed",
+        "temperature",
+        "max_tokens",
+        "logit_bias",
+        "stream",
+        "tools",
+        "user",
+    ]
+
+    assert parse(**dict.fromkeys(names)) == parse()
+
+
+def test_parts_of_a_message_are_segments_of_their_own() -> None:
+    """A breakpoint may follow any part; the template joins them."""
+    content = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    call = parse(
+        messages=[
+            {"role": "developer", "content": "d"},
+            {"role": "user", "content": content, "name": "ann"},
+            {"role": "assistant", "content": None, "refusal": "no"},
+        ]
+    )
+
+    assert [(s.role, s.text, s.path, s.name, s.message) for s in call.prompts[0].segments] == [
+        ("developer", "d", "messages[0].content", None, 0),
+        ("user", "a", "messages[1].content[0]", "ann", 1),
+        ("user", "b", "messages[1].content[1]", "ann", 1),
+        ("assistant", "no", "messages[2].content", None, 2),
+    ]
+
+
+def test_cache_fields_narrow_the_namespace_without_ambiguity() -> None:
+    """Two fields joined carelessly would let ("ab", "c") read what ("a", "bc") wrote."""
+    partitions = {
+        parse().partition,
+        parse(prompt_cache_key="ab").partition,
+        parse(cache_salt="ab").partition,
+        parse(cache_salt="a", prompt_cache_key="b").partition,
+        parse(cache_salt="ab", prompt_cache_key="").partition,
+    }
+
+    assert len(partitions) == 4
+    assert parse(user="somebody").partition == ""
+
+
+@pytest.mark.parametrize("name", sorted(openai_chat.REFUSED))
+def test_a_field_that_cannot_be_honoured_is_refused_by_name(name: str) -> None:
+    """Silence would answer another question than was asked."""
+    refusal = refused(**{name: {"some": "thing"}})
+
+    assert (refusal.code, refusal.param) == ("unsupported_parameter", name)
+    assert refusal.message.startswith(f"{name}: ")
+    assert parse(**{name: None}) == parse()
+
+
+@pytest.mark.parametrize("name", sorted(openai_chat.NEUTRAL))
+def test_a_refused_field_at_its_default_asks_for_nothing(name: str) -> None:
+    """Some clients send every field they know."""
+    assert parse(**{name: openai_chat.NEUTRAL[name]}) == parse()
+    assert refused(**{name: 1}).param == name
+
+
+def test_an_unknown_field_is_refused_with_a_suggestion() -> None:
+    """A typo that is ignored costs its author a day."""
+    refusal = refused(temprature=0)
+
+    assert (refusal.code, refusal.param) == ("unknown_parameter", "temprature")
+    assert "'temperature'" in refusal.message
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "says"),
+    [
+        ({"n": 129}, "n", "129"),
+        ({"n": 0}, "n", ">= 1 (it is 0)"),
+        ({"temperature": 2.5}, "temperature", "<= 2.0 (it is 2.5)"),
+        ({"stop": ["a"] * 5}, "stop", "<= 4 (it has 5)"),
+        ({"stop": [""]}, "stop[0]", ">= 1"),
+        ({"max_tokens": 0}, "max_tokens", "it is 0"),
+        ({"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens", "differ"),
+        ({"top_logprobs": 2}, "top_logprobs", "logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "<= 20 (it is 21)"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "stream"),
+        ({"logit_bias": {"7": 101}}, "logit_bias", "<= 100"),
+        ({"logit_bias": {"seven": 1}}, "logit_bias", "token ids"),
+        ({"logit_bias": {"²": 1}}, "logit_bias", "token ids"),
+        ({"seed": 2**63}, "seed", "<="),
+        ({"response_format": {"type": "xml"}}, "response_format.type", "xml"),
+        ({"messages": []}, "messages", ">= 1"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content", "needs content"),
+        ({"messages": [{"role": "user", "content": []}]}, "messages[0].content", "empty"),
+        ({"messages": [{"role": "root", "content": ""}]}, "messages[0].role", "root"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"id": "c1"}]}]},
+            "messages[0].tool_calls[0]",
+            "function",
+        ),
+        ({"store": True}, "store", "it can be false"),
+        ({"service_tier": "flex"}, "service_tier", '"auto", "default"'),
+        ({"response_format": {"type": "x"}}, "response_format.type", '"json_object"'),
+        (
+            {"messages": [{"role": "user", "content": "x", "audio": {}}]},
+            "messages[0].audio",
+            "not supported",
+        ),
+        ({"modalities": ["text", "audio"]}, "modalities[1]", "audio"),
+    ],
+)
+def test_a_bad_value_is_refused_with_its_path_and_limit(
+    fields: dict[str, Any], param: str, says: str
+) -> None:
+    """The message says what would be right and what came."""
+    refusal = refused(**fields)
+
+    assert refusal.param == param
+    assert says in refusal.message
+
+
+@pytest.mark.parametrize("name", ["request_id", "rid", "session_id"])
+def test_what_a_client_calls_its_request_changes_nothing(name: str) -> None:
+    """Clients of other engines and routers send it for logs, or to reach the same server again."""
+    assert parse(**{name: "mine"}) == parse()
+
+
+def test_a_long_bad_value_is_not_repeated() -> None:
+    """An error is read by people, and logged."""
+    assert len(refused(service_tier="x" * 100_000).message) < 500
+    assert len(refused(**{"x" * 100_000: 1}).message) < 500
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"nul",
+        b"[]",
+        b'{"model":"m"',
+        b"\xff",
+        b'{"model":"\xff"}',
+        b'{"model":"\xed\xa0\x80"}',
+        b'{"model":"\\ud800"}',
+        b'{"temperature":NaN}',
+        b"[" * 200_000,
+        b'{"a":' * 100_000,
+        b'{"model":"m","messages":' + b"[" * 900 + b"]" * 900 + b"}",
+        b'{"model":"m","seed":' + b"9" * 4_400 + b"}",
+    ],
+    ids=lambda body: repr(body[:24]),
+)
+def test_what_is_no_json_is_refused(body: bytes) -> None:
+    """Every decoder has errors of its own kind; all of them are the client's."""
+    with pytest.raises(Refusal) as raised:
+        DIALECT.parse(body)
+
+    assert raised.value.kind is Kind.BAD
+
+
+@given(st.binary(max_size=60))
+def test_any_bytes_are_a_call_or_a_refusal(body: bytes) -> None:
+    """Nothing else ever comes out of a parser."""
+    got = outcome(DIALECT.parse, body)
+
+    assert isinstance(got, Call) or got.kind is Kind.BAD
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+NAMES = sorted(openai_chat.ChatBody.__struct_fields__)
+
+
+@given(st.dictionaries(st.sampled_from([*NAMES, *openai_chat.REFUSED]), JSON, max_size=4))
+def test_any_json_in_any_field_is_a_call_or_a_refusal(fields: dict[str, Any]) -> None:
+    """Types are checked before anything is done with a value."""
+    body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], **fields}
+    got = outcome(DIALECT.parse, json.dumps(body).encode())
+
+    assert isinstance(got, Call) or (got.kind is Kind.BAD and len(got.message) < 500)
+
+
+def test_every_field_is_documented() -> None:
+    """Honoured, accepted or refused: a client finds each field in one table."""
+    fields = {*NAMES, *openai_chat.REFUSED, *openai_chat.IGNORED}
+
+    assert {name for name in fields if f"`{name}`" not in DOCUMENT.read_text()} == set()
+
+
+# --- answers -------------------------------------------------------------------------------------
+
+
+def test_a_stream_is_what_was_agreed_to_the_byte() -> None:
+    """Clients parse bytes; a change of them is a change of contract."""
+    call = parse(stream=True, stream_options={"include_usage": True}, n=2, logprobs=True)
+
+    check_golden("openai_chat_stream.txt", stream(call, SCRIPT))
+
+
+def test_a_unary_answer_is_what_was_agreed_to_the_byte() -> None:
+    """The same, for the other shape."""
+    call = parse(n=2, logprobs=True, top_logprobs=1)
+
+    check_golden("openai_chat_unary.json", DIALECT.encoder(call, REPLY).unary(SCRIPT))
+
+
+def test_a_plain_stream_has_neither_usage_nor_logprobs() -> None:
+    """Nobody asked: an extra chunk without choices breaks simple clients."""
+    found = events(stream(parse(stream=True), SCRIPT))
+
+    assert found[-1] == "[DONE]"
+    assert all(chunk["choices"] for chunk in found[:-1])
+    assert not any("usage" in chunk for chunk in found[:-1])
+    assert all(chunk["choices"][0]["logprobs"] is None for chunk in found[:-1])
+
+
+def test_the_first_chunk_is_choice_0s_with_its_role() -> None:
+    """The official client's accumulator breaks when choice 1 comes first."""
+    choices = [
+        chunk["choices"][0] for chunk in events(stream(parse(stream=True, n=2), SCRIPT))[:-1]
+    ]
+
+    assert [choice["index"] for choice in choices[:2]] == [0, 1]
+    assert [choice["delta"].get("role") for choice in choices].count("assistant") == 2
+    assert choices[0]["delta"]["role"] == "assistant"
+
+
+def test_a_choice_without_text_is_still_a_message() -> None:
+    """The model may say nothing at all."""
+    call = parse(stream=True)
+    silent: list[Delta] = [ChoiceEnd(0, "stop"), End(USAGE)]
+    choices = [chunk["choices"][0] for chunk in events(stream(call, silent))[:-1]]
+    answer = json.loads(DIALECT.encoder(parse(), REPLY).unary(silent))
+
+    assert [choice["finish_reason"] for choice in choices] == [None, "stop"]
+    assert answer["choices"][0]["message"]["content"] == ""
+
+
+CALLS: list[Delta] = [
+    CallText(0, 0, "call_1", "clock"),
+    CallText(0, 0, arguments='{"zone":'),
+    CallText(0, 0, arguments='"UTC"}'),
+    CallText(0, 1, "call_2", "clock", "{}"),
+    ChoiceEnd(0, "tool_calls"),
+    End(USAGE),
+]
+
+
+def test_calls_come_piece_by_piece_and_the_first_names_them() -> None:
+    """Clients open a call at its id and append the rest."""
+    chunks = events(stream(parse(stream=True), CALLS))[:-1]
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+
+    assert deltas[0] == {"role": "assistant", "content": None, "refusal": None}
+    assert [delta["tool_calls"] for delta in deltas[1:-1]] == [
+        [
+            {
+                "index": 0,
+                "id": "call_1",
+                "type": "function",
+                "function": {"name": "clock", "arguments": ""},
+            }
+        ],
+        [{"index": 0, "function": {"arguments": '{"zone":'}}],
+        [{"index": 0, "function": {"arguments": '"UTC"}'}}],
+        [
+            {
+                "index": 1,
+                "id": "call_2",
+                "type": "function",
+                "function": {"name": "clock", "arguments": "{}"},
+            }
+        ],
+    ]
+    assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
+
+
+def test_a_message_that_only_calls_has_no_content() -> None:
+    """Null, and not an empty text: the official client's types tell them apart."""
+    (choice,) = json.loads(DIALECT.encoder(parse(), REPLY).unary(CALLS))["choices"]
+    spoken = DIALECT.encoder(parse(), REPLY).unary([Text(0, "Hm."), *CALLS])
+
+    assert choice["message"]["content"] is None
+    assert choice["message"]["tool_calls"][0] == {
+        "id": "call_1",
+        "type": "function",
+        "function": {"name": "clock", "arguments": '{"zone":"UTC"}'},
+    }
+    assert json.loads(spoken)["choices"][0]["message"]["content"] == "Hm."
+
+
+def test_the_official_client_reads_both_shapes() -> None:
+    """Its types are what most callers have."""
+    call = parse(stream=True, stream_options={"include_usage": True}, n=2, logprobs=True)
+    unary = DIALECT.encoder(parse(n=2, logprobs=True, top_logprobs=1), REPLY).unary(SCRIPT)
+
+    answer = ChatCompletion.model_validate(json.loads(unary), strict=True)
+    chunks = [ChatCompletionChunk.model_validate(c) for c in events(stream(call, SCRIPT))[:-1]]
+
+    assert [c.message.content for c in answer.choices] == ["Good 🙂", "Gut"]
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens_details is not None
+    assert answer.usage.prompt_tokens_details.cached_tokens == 16
+    assert chunks[-1].usage == answer.usage
+    assert chunks[-1].choices == []
+
+
+DELTAS = st.lists(
+    st.builds(Text, st.integers(0, 2), st.text(max_size=3))
+    | st.builds(ChoiceEnd, st.integers(0, 2), st.sampled_from(["stop", "length"])),
+    max_size=10,
+)
+
+
+@given(DELTAS)
+def test_a_unary_answer_is_the_fold_of_the_stream(some: list[Text | ChoiceEnd]) -> None:
+    """One answer, two shapes: they may never say different things."""
+    ended = {delta.index for delta in some if isinstance(delta, ChoiceEnd)}
+    rest = [ChoiceEnd(index, "length") for index in range(3) if index not in ended]
+    deltas: list[Delta] = [*some, *rest, End(USAGE)]
+    call = parse(stream=True, n=3)
+    texts, reasons = ["", "", ""], [None, None, None]
+    for chunk in events(stream(call, deltas))[:-1]:
+        (choice,) = chunk["choices"]
+        texts[choice["index"]] += choice["delta"].get("content") or ""
+        reasons[choice["index"]] = choice["finish_reason"] or reasons[choice["index"]]
+
+    answer = json.loads(DIALECT.encoder(call, REPLY).unary(deltas))
+
+    assert [c["message"]["content"] for c in answer["choices"]] == texts
+    assert [c["finish_reason"] for c in answer["choices"]] == reasons
+
+
+def test_an_error_inside_a_stream_is_an_event_the_client_raises() -> None:
+    """A stream that just ends looks whole."""
+    refusal = Refusal(Kind.BUSY, "engine_restarting", "The engine stopped.", retry_after_s=1.0)
+    (event,) = events(DIALECT.encoder(parse(stream=True), REPLY).error_event(refusal))
+
+    assert event["error"] == {
+        "message": "The engine stopped.",
+        "type": "server_error",
+        "param": None,
+        "code": "engine_restarting",
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "status", "type_"),
+    [
+        (Kind.BAD, 400, "invalid_request_error"),
+        (Kind.AUTH, 401, "authentication_error"),
+        (Kind.NOT_FOUND, 404, "invalid_request_error"),
+        (Kind.RATE, 429, "rate_limit_error"),
+        (Kind.QUOTA, 429, "insufficient_quota"),
+        (Kind.INTERNAL, 500, "server_error"),
+        (Kind.BUSY, 503, "server_error"),
+        (Kind.DEADLINE, 504, "server_error"),
+    ],
+)
+def test_each_kind_has_its_status_and_type(kind: Kind, status: int, type_: str) -> None:
+    """Clients retry by status and people search by type."""
+    got, body = DIALECT.error_body(Refusal(kind, "c", "m", param="p"), "request")
+
+    assert got == status
+    assert json.loads(body) == {"error": {"message": "m", "type": type_, "param": "p", "code": "c"}}

@@ -1,0 +1,344 @@
+"""OpenAI's responses: what a request may be, and what is refused by name."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.api import Sampling
+from gateway.dialects.canonical import (
+    CacheAsk,
+    Call,
+    Generation,
+    OutputFormat,
+    Segment,
+    Tool,
+    ToolCall,
+    ToolChoice,
+)
+from gateway.dialects.openai import responses as openai_responses
+from gateway.errors import Kind, Refusal
+from tests.golden.transcripts import DOCUMENT, outcome
+
+DIALECT = openai_responses.DIALECT
+LOGPROBS = ["message.output_text.logprobs"]
+CLOCK: dict[str, Any] = {"type": "function", "name": "clock", "parameters": {}, "strict": None}
+HI = {"role": "user", "content": "hi"}
+CALL = {"type": "function_call", "call_id": "a", "name": "clock", "arguments": "{}"}
+RESULT = {"type": "function_call_output", "call_id": "a", "output": "noon"}
+
+
+def parse(items: object = "hi", **fields: Any) -> Call:
+    return DIALECT.parse(json.dumps({"model": "m", "input": items, **fields}).encode())
+
+
+def refused(items: object = "hi", **fields: Any) -> Refusal:
+    with pytest.raises(Refusal) as raised:
+        parse(items, **fields)
+    assert raised.value.kind is Kind.BAD
+    return raised.value
+
+
+def segments(items: object, **fields: Any) -> tuple[Segment, ...]:
+    return parse(items, **fields).prompts[0].segments
+
+
+def test_defaults_change_nothing() -> None:
+    """What a client leaves out is the model's own distribution; its prompt is remembered, so that
+    a later one can be compared with it."""
+    call = parse()
+
+    assert call.generation == Generation()
+    assert call.prompts[0].segments == (Segment("user", "hi", "input"),)
+    assert (call.operation, call.stream, call.partition) == ("generate", False, "")
+    assert (call.cache.lookup, call.cache.implicit, call.cache.remember) == (None, None, True)
+
+
+def test_every_field_that_can_be_honoured_arrives() -> None:
+    """A field that is read and forgotten is worse than one that is refused."""
+    call = parse(
+        instructions="Be brief.",
+        stream=True,
+        stream_options={"include_obfuscation": True},
+        max_output_tokens=9,
+        temperature=0.5,
+        top_p=0.9,
+        top_k=40,
+        min_p=0.1,
+        seed=7,
+        include=LOGPROBS,
+        top_logprobs=3,
+        min_tokens=2,
+        ignore_eos=True,
+        stop_token_ids=[5],
+        priority=-3,
+        user="u",
+        tools=[CLOCK],
+        tool_choice="required",
+        parallel_tool_calls=False,
+        text={"format": {"type": "json_schema", "name": "x", "schema": {"type": "object"}}},
+    )
+
+    assert call.generation == Generation(
+        max_tokens=9,
+        sampling=Sampling(0.5, 40, 0.9, 0.1, seed=7, logprobs=3),
+        stop_token_ids=(5,),
+        ignore_eos=True,
+        min_tokens=2,
+    )
+    assert (call.stream, call.priority, call.client_user) == (True, -3, "u")
+    (prompt,) = call.prompts
+    assert prompt.segments[0] == Segment("system", "Be brief.", "instructions")
+    assert prompt.segments[1].message == 1
+    assert prompt.tools == (Tool("clock", "", '{"type":"object","properties":{}}', "tools[0]"),)
+    assert prompt.tool_choice == ToolChoice("required", (), False)
+    assert prompt.output_format == OutputFormat(
+        "json_schema", '{"type":"object"}', "text.format.schema", strict=False
+    )
+
+
+def test_what_asks_for_nothing_is_taken() -> None:
+    """Agents send all of these at their defaults."""
+    neutral = {
+        "store": True,
+        "background": False,
+        "truncation": "disabled",
+        "service_tier": "auto",
+        "reasoning": {"effort": None, "summary": None},
+        "include": ["reasoning.encrypted_content"],
+        "previous_response_id": None,
+        "conversation": None,
+        "max_tool_calls": 3,
+        "metadata": {"a": "b"},
+        "safety_identifier": "s",
+        "text": {"format": {"type": "text"}},
+    }
+
+    assert parse(**neutral).prompts == parse().prompts
+
+
+def test_an_answers_items_can_be_sent_back_as_they_came() -> None:
+    """What an agent does in every turn: output appended to input, results behind it."""
+    output = [
+        {"type": "reasoning", "id": "rs_1", "summary": []},
+        {
+            "type": "message",
+            "id": "msg_1",
+            "status": "completed",
+            "role": "assistant",
+            "content": [{"type": "output_text", "text": "Hm.", "annotations": [], "logprobs": []}],
+        },
+        {**CALL, "id": "fc_1", "status": "completed"},
+        {**CALL, "call_id": "b", "arguments": '{ "z": 1 }'},
+    ]
+    found = segments([HI, *output, {**RESULT, "call_id": "b"}, RESULT, HI])
+
+    assert found == (
+        Segment("user", "hi", "input[0].content"),
+        Segment("assistant", "Hm.", "input[2].content[0]", message=1),
+        Segment("assistant", "", "input[3]", message=1, call=ToolCall("a", "clock", "{}")),
+        Segment("assistant", "", "input[4]", message=1, call=ToolCall("b", "clock", '{"z":1}')),
+        Segment("tool", "noon", "input[5].output", "clock", 2, answers="b"),
+        Segment("tool", "noon", "input[6].output", "clock", 3, answers="a"),
+        Segment("user", "hi", "input[7].content", message=4),
+    )
+
+
+def test_calls_without_a_word_are_a_turn_of_their_own() -> None:
+    """They must not be told as part of what the user said."""
+    found = segments([HI, CALL, {**RESULT, "output": [{"type": "input_text", "text": "noon"}]}])
+
+    assert [(s.role, s.message, s.text) for s in found] == [
+        ("user", 0, "hi"),
+        ("assistant", 1, ""),
+        ("tool", 2, "noon"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("items", "param", "says"),
+    [
+        ([], "input", "empty"),
+        ("", "input", ">= 1"),
+        ([{"type": "reasoning"}], "input", "nothing to answer"),
+        ([HI, CALL], "input[1]", "'a'"),
+        ([HI, CALL, HI], "input[2]", "'a'"),
+        ([HI, CALL, HI, RESULT], "input[2]", "'a'"),
+        ([HI, RESULT], "input[1].call_id", "'a'"),
+        ([HI, CALL, RESULT, RESULT], "input[3].call_id", "'a'"),
+        ([HI, {**CALL, "arguments": "1"}, RESULT], "input[1].arguments", "object"),
+        ([{"type": "item_reference", "id": "x"}], "input[0]", "stored"),
+        ([{"type": "web_search_call"}], "input[0].type", "web_search_call"),
+        ([{"type": 3}], "input[0].type", "text"),
+        ([{"role": "tool", "content": "x"}], "input[0].role", "tool"),
+        ([{**HI, "contents": "x"}], "input[0]", "contents"),
+        ([{"role": "user", "content": []}], "input[0].content", "empty"),
+        (
+            [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}],
+            "input[0].content[0]",
+            "text model",
+        ),
+        (
+            [{"role": "user", "content": [{"type": "refusal", "refusal": "x"}]}],
+            "input[0].content[0].type",
+            "refusal",
+        ),
+        ([{"role": "user", "content": [{"type": "x" * 500}]}], "input[0].content[0].type", "xxx"),
+    ],
+)
+def test_items_that_do_not_add_up_are_refused(items: object, param: str, says: str) -> None:
+    """A template would render them, and the model would be shown nonsense."""
+    refusal = refused(items)
+
+    assert refusal.param == param
+    assert says in refusal.message
+    assert len(refusal.message) < 500
+
+
+@pytest.mark.parametrize("name", sorted(openai_responses.REFUSED))
+def test_what_cannot_be_honoured_is_refused_by_name(name: str) -> None:
+    """A refusal beats silence."""
+    refusal = refused(**{name: {"a": 1}})
+
+    assert (refusal.code, refusal.param) == ("unsupported_parameter", name)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "says"),
+    [
+        ({"previous_response_id": "resp_1"}, "previous_response_id", "'resp_1' not found"),
+        ({"reasoning": {"effort": "high"}}, "reasoning.effort", "high"),
+        ({"truncation": "auto"}, "truncation", "auto"),
+        ({"top_logprobs": 2}, "top_logprobs", "include"),
+        ({"stream_options": {}}, "stream_options", "stream"),
+        ({"max_output_tokens": 0}, "max_output_tokens", "it is 0"),
+        ({"service_tier": "flex"}, "service_tier", "flex"),
+        ({"metadata": {"a": 1}}, "metadata", "str"),
+        ({"text": {"verbosity": "low"}}, "text.verbosity", "not supported"),
+        ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format", "schema"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type", "function"),
+        ({"tools": [{"type": "function"}]}, "tools[0].name", "missing"),
+        ({"tools": [CLOCK, CLOCK]}, "tools[1]", "two functions"),
+        ({"tool_choice": {"type": "function", "name": "x"}}, "tool_choice", "'x'"),
+        ({"tool_choice": {"type": "mcp"}}, "tool_choice", "allowed_tools"),
+        (
+            {
+                "tools": [CLOCK],
+                "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"name": "x"}]},
+            },
+            "tool_choice.tools[0]",
+            "function",
+        ),
+    ],
+)
+def test_a_bad_value_is_refused_with_its_path(
+    fields: dict[str, Any], param: str, says: str
+) -> None:
+    """The message says what would be right and what came."""
+    refusal = refused(**fields)
+
+    assert refusal.param == param
+    assert says in refusal.message
+
+
+@pytest.mark.parametrize(
+    ("choice", "expected"),
+    [
+        ("none", ToolChoice("none")),
+        ({"type": "function", "name": "clock"}, ToolChoice("required", ("clock",))),
+        (
+            {
+                "type": "allowed_tools",
+                "mode": "required",
+                "tools": [{"type": "function", "name": "clock"}],
+            },
+            ToolChoice("required", ("clock",)),
+        ),
+    ],
+)
+def test_each_way_to_choose_arrives(choice: object, expected: ToolChoice) -> None:
+    """Flat on the wire, one form inside."""
+    assert parse(tools=[CLOCK], tool_choice=choice).prompts[0].tool_choice == expected
+
+
+def test_a_prewarm_computes_and_answers_nothing() -> None:
+    """It is kept as an answer's prompt would have been."""
+    call = parse(prompt_cache_options={"prewarm": True, "ttl": "12h"}, max_output_tokens=50)
+
+    assert (call.operation, call.generation.max_tokens) == ("prewarm", 0)
+    assert (call.cache.lookup, call.cache.implicit) == ("written", "12h")
+
+
+def test_a_comparison_selects_a_baseline_and_asks_nothing_else() -> None:
+    """It explains a miss; it loads no context."""
+    ask = parse(prompt_cache_options={"comparison_response_id": "resp_1"}).cache
+
+    assert (ask.compare_with, ask.remember) == ("resp_1", True)
+    assert parse(prompt_cache_options={"comparison_response_id": None}).cache.compare_with == ""
+
+
+def test_counting_takes_the_same_request() -> None:
+    """The number has to be that of the answer it is asked about, and leaves nothing behind."""
+    body = json.dumps({"model": "m", "input": "hi", "tools": [CLOCK]}).encode()
+    counted, asked = openai_responses.COUNT_DIALECT.parse(body), DIALECT.parse(body)
+
+    assert (counted.operation, counted.cache.remember) == ("count", False)
+    assert counted.prompts == asked.prompts
+    assert json.loads(DIALECT.count_body(7, 0)) == {
+        "object": "response.input_tokens",
+        "input_tokens": 7,
+    }
+
+
+NAMES = [*openai_responses.ResponsesBody.__struct_fields__]
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["type", "role", "content", "text", "format", "mode", "ttl", "name"]),
+            inner | st.sampled_from(["message", "user", "function", "input_text", "json_schema"]),
+            max_size=4,
+        )
+    ),
+    max_leaves=8,
+)
+
+
+@given(st.dictionaries(st.sampled_from([*NAMES, *openai_responses.REFUSED]), JSON, max_size=4))
+def test_any_json_in_any_field_is_a_call_or_a_refusal(fields: dict[str, Any]) -> None:
+    """Types are checked before anything is done with a value."""
+    got = outcome(DIALECT.parse, json.dumps({"model": "m", "input": "hi", **fields}).encode())
+
+    assert isinstance(got, Call) or (got.kind is Kind.BAD and len(got.message) < 1_000)
+
+
+def test_every_field_is_documented() -> None:
+    """Honoured, accepted or refused: a client finds each field in one table."""
+    fields = {*NAMES, *openai_responses.REFUSED, *openai_responses.IGNORED}
+
+    assert {name for name in fields if f"`{name}`" not in DOCUMENT.read_text()} == set()
+
+
+def test_no_cache_field_asks_nothing_of_the_cache() -> None:
+    """Remembering a fingerprint changes neither what is read nor what is written."""
+    plain = parse().cache
+
+    assert CacheAsk(remember=True, echo=plain.echo) == plain
+
+
+def test_another_form_of_the_answer_is_another_setting() -> None:
+    """Clients count it as part of the prompt; text, the default, is the same said or not."""
+    forms: list[Any] = [
+        {"type": "json_object"},
+        {"type": "json_schema", "name": "a", "schema": {"type": "object"}},
+        {"type": "json_schema", "name": "a", "schema": {"type": "array"}},
+    ]
+    found = {parse(text={"format": form}).digests for form in forms}
+
+    assert len(found) == 3
+    assert parse(text={"format": {"type": "text"}}).digests == parse().digests == ()

@@ -1,0 +1,266 @@
+"""OpenAI's responses: the events that go out, the object they add up to, and what both say."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
+
+from gateway.dialects.canonical import (
+    Begin,
+    Call,
+    CallText,
+    Cause,
+    ChoiceEnd,
+    Delta,
+    Diagnosis,
+    End,
+    Reply,
+    Text,
+    UsageRecord,
+)
+from gateway.dialects.openai import responses as openai_responses
+from gateway.errors import Kind, Refusal
+from tests.golden.transcripts import SCRIPT, check_golden
+from tests.integration.test_openai_conformance import named
+
+DIALECT = openai_responses.DIALECT
+REPLY = Reply("resp_1", "m", 1_700_000_000)
+USAGE = UsageRecord(30, {"30m": 8}, {"30m": 6, "12h": 4, "1h": 2}, 10, 5, 8)
+CLOCK = {"type": "function", "name": "clock", "parameters": {"type": "object"}, "strict": True}
+SPOKEN: list[Delta] = [
+    Begin(USAGE),
+    Text(0, "Let me "),
+    Text(0, "see."),
+    CallText(0, 0, "call_1", "clock"),
+    CallText(0, 0, arguments='{"zone":'),
+    CallText(0, 0, arguments='"UTC"}'),
+    CallText(0, 1, "call_2", "clock", "{}"),
+    ChoiceEnd(0, "tool_calls"),
+    End(USAGE),
+]
+
+
+def parse(**fields: Any) -> Call:
+    return DIALECT.parse(json.dumps({"model": "m", "input": "hi", **fields}).encode())
+
+
+def stream(deltas: list[Delta], **fields: Any) -> bytes:
+    encoder = DIALECT.encoder(parse(stream=True, **fields), REPLY)
+    return b"".join(map(encoder.stream, deltas)) + encoder.close()
+
+
+def unary(deltas: list[Delta], **fields: Any) -> dict[str, Any]:
+    body = DIALECT.encoder(parse(**fields), REPLY).unary(deltas)
+    return dict(json.loads(body))
+
+
+def whole(*deltas: Delta, usage: UsageRecord = USAGE) -> list[Delta]:
+    return [Begin(usage), *deltas, End(usage)]
+
+
+def test_a_stream_is_what_was_agreed_to_the_byte() -> None:
+    """Clients parse bytes; a change of them is a change of contract."""
+    check_golden("openai_responses_stream.txt", stream(SPOKEN, tools=[CLOCK]))
+
+
+def test_a_unary_answer_is_what_was_agreed_to_the_byte() -> None:
+    """The same, for the other shape, with logprobs."""
+    fields = {"include": ["message.output_text.logprobs"], "top_logprobs": 1}
+    body = DIALECT.encoder(parse(**fields), REPLY).unary([d for d in SCRIPT if _of_first(d)])
+
+    check_golden("openai_responses_unary.json", body)
+
+
+def _of_first(delta: Delta) -> bool:
+    return getattr(delta, "index", 0) == 0
+
+
+def test_every_event_is_one_the_official_client_knows() -> None:
+    """Its types are what most callers have; an unknown event would be dropped."""
+    reader: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+    events = named(stream(SPOKEN, tools=[CLOCK]))
+
+    for name, event in events:
+        assert reader.validate_python(event).type == name
+    assert [name for name, _ in events].count("response.output_item.done") == 3
+    Response.model_validate(events[-1][1]["response"])
+
+
+def test_the_last_event_holds_the_unary_answer() -> None:
+    """One answer, two shapes: they may never say different things."""
+    (_, last) = named(stream(SPOKEN, tools=[CLOCK]))[-1]
+
+    assert last["response"] == unary(SPOKEN, tools=[CLOCK])
+
+
+def test_texts_and_calls_are_items_in_the_order_they_came() -> None:
+    """Each has an id of its own; a call's own id is what its result answers."""
+    text, first, second = unary(SPOKEN, tools=[CLOCK])["output"]
+
+    assert (text["type"], text["content"][0]["text"]) == ("message", "Let me see.")
+    assert (first["call_id"], first["arguments"]) == ("call_1", '{"zone":"UTC"}')
+    assert (second["call_id"], second["arguments"]) == ("call_2", "{}")
+    assert len({text["id"], first["id"], second["id"]}) == 3
+    assert {item["status"] for item in (text, first, second)} == {"completed"}
+
+
+def test_a_text_behind_a_call_is_a_message_of_its_own() -> None:
+    """Nothing that was closed is opened again."""
+    deltas = whole(CallText(0, 0, "c", "clock", "{}"), Text(0, "Done."), ChoiceEnd(0, "tool_calls"))
+
+    assert [item["type"] for item in unary(deltas)["output"]] == ["function_call", "message"]
+
+
+def test_an_answer_that_was_cut_says_so_everywhere() -> None:
+    """A caller that looks at any one of them must not take half for whole."""
+    found = unary(whole(Text(0, "a"), ChoiceEnd(0, "length")))
+
+    assert found["status"] == "incomplete"
+    assert found["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert found["output"][0]["status"] == "incomplete"
+    assert named(stream(whole(Text(0, "a"), ChoiceEnd(0, "length"))))[-1][0] == (
+        "response.incomplete"
+    )
+
+
+def test_an_answer_without_a_word_is_an_empty_message() -> None:
+    """`output_text` of the official client is then empty, and not missing."""
+    (message,) = unary(whole(ChoiceEnd(0, "stop")))["output"]
+
+    assert message["content"] == [
+        {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+    ]
+
+
+def test_a_prewarm_has_no_output_and_says_what_it_wrote() -> None:
+    """What it was for."""
+    found = unary(whole(ChoiceEnd(0, "length")), prompt_cache_options={"prewarm": True})
+
+    assert (found["output"], found["status"], found["incomplete_details"]) == (
+        [],
+        "completed",
+        None,
+    )
+    assert found["usage"]["input_tokens_details"]["cache_write_tokens"] == 12
+
+
+def test_usage_is_split_by_class() -> None:
+    """Every other class counts as the shorter of its two."""
+    assert unary(whole(ChoiceEnd(0, "stop")))["usage"] == {
+        "input_tokens": 30,
+        "input_tokens_details": {
+            "cached_tokens": 8,
+            "cache_write_tokens": 12,
+            "cache_write_tokens_details": {"ttl_30m_tokens": 8, "ttl_12h_tokens": 4},
+        },
+        "output_tokens": 5,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": 35,
+    }
+
+
+def test_an_answer_repeats_its_request() -> None:
+    """Applications read settings from the answer; defaults are filled in."""
+    fields: dict[str, Any] = {
+        "instructions": "Be brief.",
+        "metadata": {"a": "b"},
+        "tools": [{**CLOCK, "cache_control": {"type": "ephemeral"}}],
+        "tool_choice": {"type": "function", "name": "clock"},
+        "parallel_tool_calls": False,
+        "temperature": 0.5,
+        "text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "object"}}},
+        "prompt_cache_key": "k",
+        "prompt_cache_options": {"ttl": "12h", "comparison_response_id": "resp_0"},
+        "user": "u",
+    }
+    found = unary(whole(ChoiceEnd(0, "stop")), **fields)
+
+    for name in ("instructions", "metadata", "tool_choice", "temperature", "prompt_cache_key"):
+        assert found[name] == fields[name]
+    assert found["tools"] == [{**CLOCK, "description": None}]
+    assert (found["parallel_tool_calls"], found["store"], found["top_p"]) == (False, False, 1.0)
+    assert found["text"]["format"]["schema"] == {"type": "object"}
+    assert found["prompt_cache_options"] == {
+        "mode": "implicit",
+        "ttl": "12h",
+        "comparison_response_id": "resp_0",
+    }
+    Response.model_validate(found)
+
+
+CAUSES: list[tuple[Cause, str]] = [
+    ("model", "model_changed"),
+    ("partition", "prompt_cache_key_changed"),
+    ("tools", "tools_changed"),
+    ("system", "input_changed"),
+    ("messages", "input_changed"),
+]
+READ = UsageRecord(10, {"30m": 6}, {}, 4)
+COLD = UsageRecord(10, {}, {}, 10)
+
+
+@pytest.mark.parametrize(
+    ("diagnosis", "record", "expected"),
+    [
+        (None, READ, None),
+        (Diagnosis("hit"), READ, {"type": "cache_hit"}),
+        (Diagnosis("hit"), COLD, {"type": "unavailable"}),
+        (Diagnosis("unknown"), COLD, {"type": "comparison_response_not_found"}),
+        (Diagnosis("unavailable", "settings", setting="text.format"), READ, {"type": "cache_hit"}),
+        (
+            Diagnosis("unavailable", "settings", 0, 7, setting="text.format"),
+            COLD,
+            {
+                "type": "cache_miss",
+                "reason": "text_format_changed",
+                "cache_missed_tokens": 10,
+                "comparison_reusable_tokens": 7,
+            },
+        ),
+        (Diagnosis("miss", "template", 3, 0), COLD, {"type": "unavailable"}),
+        (Diagnosis("miss", "expired", 3, 7), COLD, {"type": "unavailable"}),
+        *(
+            (
+                Diagnosis("miss", cause, 3, 7),
+                READ,
+                {
+                    "type": "cache_miss",
+                    "reason": reason,
+                    "cache_missed_tokens": 3,
+                    "comparison_reusable_tokens": 7,
+                },
+            )
+            for cause, reason in CAUSES
+        ),
+    ],
+)
+def test_a_miss_is_explained_in_openais_terms(
+    diagnosis: Diagnosis | None, record: UsageRecord, expected: object
+) -> None:
+    """What an engine lost is no difference between two requests."""
+    deltas: list[Delta] = [Begin(record, diagnosis), ChoiceEnd(0, "stop"), End(record)]
+    found = unary(deltas)
+
+    assert found["prompt_cache_diagnostics"] == expected
+    Response.model_validate(found)
+
+
+def test_an_error_before_the_first_event_still_begins_the_response() -> None:
+    """Keep-alives may have gone out; the client's helper wants response.created first."""
+    encoder = DIALECT.encoder(parse(stream=True), REPLY)
+    refusal = Refusal(Kind.RATE, "x", "Too much.")
+    events = named(encoder.error_event(refusal))
+
+    assert [name for name, _ in events] == [
+        "response.created",
+        "response.in_progress",
+        "response.failed",
+    ]
+    failed = events[-1][1]["response"]
+    assert failed["error"] == {"code": "rate_limit_exceeded", "message": "Too much."}
+    assert failed["status"] == "failed"
+    Response.model_validate(failed)

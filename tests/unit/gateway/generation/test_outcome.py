@@ -1,0 +1,201 @@
+"""What came of an answer, told to everybody who counts: when, how often, and with which ending."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+
+import pytest
+
+from gateway.dialects.openai.chat import ChatEncoder
+from gateway.observability.tracing import Answered, Tracer
+from tenancy.errors import LedgerUnavailable
+from tenancy.ledger.transactions import Item
+from tenancy.types import UsageEntry
+from tests.unit.gateway.admin_client import Admin
+from tests.unit.gateway.gateway_fixture import House
+
+
+class Spans(Tracer):
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[Answered] = []
+
+    def record(self, answered: Answered) -> None:
+        """See `Tracer`."""
+        self.told.append(answered)
+
+    def close(self) -> None:
+        """See `Tracer`."""
+
+
+class SlowEntries:
+    """Entries wait until a test says what becomes of them."""
+
+    def __init__(self, house: House, patch: pytest.MonkeyPatch) -> None:
+        self._write = house.gateway.context.ledger.write
+        self.waiting: list[tuple[UsageEntry, asyncio.Future[None]]] = []
+        patch.setattr(house.gateway.context.ledger, "write", self.write)
+
+    def write(self, item: Item) -> asyncio.Future[None]:
+        """See `LedgerDoor`."""
+        if not isinstance(item, UsageEntry):
+            return self._write(item)
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.waiting.append((item, waiter))
+        return waiter
+
+    async def let_go(self) -> None:
+        """They are written."""
+        for entry, waiter in self.waiting:
+            await self._write(entry)
+            waiter.set_result(None)
+
+
+@pytest.fixture
+def slow(house: House, monkeypatch: pytest.MonkeyPatch) -> SlowEntries:
+    """The house's ledger from now on."""
+    return SlowEntries(house, monkeypatch)
+
+
+def counted(house: House) -> tuple[int, int]:
+    """Tokens of prompts and of outputs, as metrics have them."""
+    prompt, _, output = house.gateway.context.telemetry.of_epoch("1")
+    return prompt, output
+
+
+async def endings(house: House) -> dict[str, int]:
+    """How answers have ended, as analytics has it."""
+    return dict((await house.gateway.context.analytics.overview())["endings"])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_an_answer_took_is_counted_while_its_entry_is_written(
+    house: House, slow: SlowEntries, stream: bool
+) -> None:
+    """A commit takes longer than all counting; how it ended is known after it."""
+    asking = asyncio.create_task(house.ask(body=house.chat(max_tokens=3, stream=stream)))
+    await house.until(lambda: bool(slow.waiting))
+    before = (counted(house), await endings(house), house.lines[:])
+    await slow.let_go()
+    status, _, _ = await asking
+
+    (entry, _) = slow.waiting[0]
+    assert before == ((entry.prompt_tokens, 3), {}, [])
+    assert status == 200
+    assert (counted(house), await endings(house)) == ((entry.prompt_tokens, 3), {"done": 1})
+    assert house.lines[-1]["output_tokens"] == 3
+    await house.check_quiet()
+
+
+async def test_an_answer_whose_entry_is_not_written_has_failed_and_is_counted_once(
+    house: House, slow: SlowEntries
+) -> None:
+    """It was computed: what was counted stays true, and nobody is told that it was done."""
+    asking = asyncio.create_task(house.ask(body=house.chat(max_tokens=1)))
+    await house.until(lambda: bool(slow.waiting))
+    (entry, waiter) = slow.waiting[0]
+    waiter.set_exception(LedgerUnavailable("not_durable", "no disk"))
+    status, answer, _ = await asking
+    line = house.lines[-1]
+
+    assert (status, answer["error"]["code"]) == (503, "ledger_unavailable")
+    assert (counted(house), await endings(house)) == ((entry.prompt_tokens, 1), {"failed": 1})
+    assert (line["ending"], line["code"]) == ("refused", "ledger_unavailable")
+    assert (line["prompt_tokens"], line["output_tokens"]) == (entry.prompt_tokens, 1)
+    await house.quiet()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_cannot_be_said_is_not_charged(
+    house: House, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    """A mistake of ours in the last bytes of an answer must not be found on a bill: they are made
+    before its entry is handed in."""
+
+    def broken(*_: object) -> bytes:
+        raise ZeroDivisionError("test")
+
+    monkeypatch.setattr(ChatEncoder, "close" if stream else "unary", broken)
+    body = json.dumps(house.chat("one two", stream=stream)).encode()
+    async with house.connection() as (reader, writer):
+        writer.write(house.post("/v1/chat/completions", body))
+        await reader.readuntil(b"\r\n\r\n")
+        await house.until(lambda: not house.gateway.context.running)
+        writer.transport.abort()
+    await house.gateway.context.finish_background()
+    rows = house.store.query("select ending from ledger")
+
+    assert rows == [("failed",)]
+
+
+async def test_a_client_that_leaves_while_his_entry_is_written_is_counted_once(
+    house: House, slow: SlowEntries
+) -> None:
+    """He pays for what was done, and has not got it."""
+    body = house.post("/v1/chat/completions", json.dumps(house.chat(max_tokens=3)).encode())
+    async with house.connection() as (_, writer):
+        writer.write(body)
+        await house.until(lambda: bool(slow.waiting))
+        writer.transport.abort()
+        await house.until(lambda: bool(house.lines))
+
+    (entry, _) = slow.waiting[0]
+    assert entry.ending == "done"
+    assert (counted(house), await endings(house)) == ((entry.prompt_tokens, 3), {"cancelled": 1})
+    assert house.lines[-1]["ending"] == "cancelled"
+    await house.quiet()
+
+
+async def test_who_is_found_to_have_left_twice_has_his_tokens_everywhere(house: House) -> None:
+    """At a write and at the end of his connection, say: his request was reported before what ran
+    for it was given up, and so without its tokens."""
+    house.gateway.context.tracer = spans = Spans()
+    house.runner.hold_after(20)
+    body = house.post("/v1/chat/completions", json.dumps(house.chat(max_tokens=400)).encode())
+    async with house.connection() as (_, writer):
+        writer.write(body)
+        await house.until(lambda: house.runner.is_held)
+        (serving,) = [task for task in asyncio.all_tasks() if "Connection.start" in repr(task)]
+        for _ in range(3):
+            serving.cancel()
+            await asyncio.sleep(0)
+        early = house.lines[:]
+        house.runner.release()
+        await house.until(lambda: bool(house.lines))
+
+    ((ending, prompt, _, output),) = house.entries()
+    line, (span,) = house.lines[-1], spans.told
+    assert early == []
+    assert 0 < output < 400
+    assert (line["ending"], ending) == ("cancelled", "cancelled")
+    assert (line["prompt_tokens"], line["output_tokens"]) == counted(house) == (prompt, output)
+    assert (span.prompt_tokens, span.output_tokens) == (prompt, output)
+    await house.check_quiet()
+
+
+async def test_an_answer_to_several_prompts_is_one_request_wherever_requests_are_counted(
+    house: House,
+) -> None:
+    """Numbers that are shown beside each other have to agree: dashboard, usage and ledger."""
+    admin = Admin(house)
+    body = {"model": house.model, "prompt": ["one two", "three", "four"], "max_tokens": 2}
+    await house.ask("/v1/completions", {**body, "ignore_eos": True})
+    await house.ask(body=house.chat())
+
+    _, seen = await admin.ask("GET", "/admin/v1/analytics")
+    _, mine = await admin.ask("GET", "/admin/v1/analytics/ada")
+    _, used = await admin.ask("GET", "/admin/v1/usage")
+    metrics = house.gateway.context.telemetry.exposition().decode()
+
+    counted = (used["totals"]["requests"], used["totals"]["prompt_tokens"])
+    assert counted[0] == 2
+    assert (seen["total"]["requests"], seen["total"]["prompt_tokens"]) == counted
+    assert (mine["total"]["requests"], mine["total"]["prompt_tokens"]) == counted
+    assert seen["endings"] == mine["endings"] == {"done": 2}
+    assert sum(times["count"] for times in seen["first_token_ms"].values()) == 2
+    assert sum(minute[1] for minute in seen["minutes"]) == 2
+    ended = re.findall(r'requests_total{ending="done",.*tenant="ada"} (.*)', metrics)
+    assert sum(map(float, ended)) == 2

@@ -1,0 +1,166 @@
+"""Which tokens count as given out: those whose text has left, and none that is still held."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.api import Sampling
+from engine.model_store import ModelCard
+from gateway.dialects.canonical import Call, CallText, Generation, Prompt, Rendered, Text, Tool
+from gateway.generation.output_stream import AnswerStream
+from gateway.prompt import Renderer
+from tests.unit.gateway.fake_engine import FakeEngine
+
+SILENT, END_OF_TURN = 1, 2
+CALL = '<tool_call>\n{"name": "get", "arguments": {"a": 1}}\n</tool_call>'
+TOOLS = Prompt(tools=(Tool("get"),))
+
+
+@pytest.fixture(scope="session")
+def renderer(card: ModelCard) -> Renderer:
+    """The tiny model's: token 3 + b is the byte b."""
+    return Renderer(card)
+
+
+class Streamed:
+    """A streamed call over a scripted engine: what it gave out, and what it says of that."""
+
+    def __init__(self, renderer: Renderer, generation: Generation, *prompts: Prompt) -> None:
+        self.engine = FakeEngine()
+        self._call = Call("m", prompts, generation, stream=True)
+        streams = [self.engine.open(str(n)) for n in range(len(prompts))]
+        self.answer = AnswerStream(self._call, [Rendered((3, 4))] * len(prompts), renderer)
+        self.answer.follow(streams)
+        self._batches = self.answer.batches()
+        self.text = ""
+        self.calls = 0
+
+    async def start(self) -> Streamed:
+        for number in range(len(self._call.prompts)):
+            self.engine.start(str(number), 5, 1)
+        await self.read()
+        return self
+
+    async def read(self) -> None:
+        for delta in await anext(self._batches) or ():
+            if isinstance(delta, Text):
+                self.text += delta.text
+            elif isinstance(delta, CallText):
+                self.calls += 1
+
+    async def token(self, *token_ids: int, prompt: int = 0, sample: int = 0) -> None:
+        self.engine.tokens(str(prompt), sample, token_ids)
+        await self.read()
+
+    async def say(self, text: str) -> None:
+        for byte in text.encode():
+            await self.token(3 + byte)
+
+    @property
+    def passed_on(self) -> int:
+        return self.answer.usage_passed_on().out
+
+
+@given(
+    text=st.text(alphabet="ab🙂", max_size=12),
+    stops=st.lists(st.text(alphabet="ab", min_size=1, max_size=3), max_size=2).map(tuple),
+    at_once=st.integers(1, 3),
+    logprobs=st.sampled_from([None, 0]),
+)
+@settings(max_examples=60)
+def test_what_counts_has_left_and_what_is_held_does_not(
+    renderer: Renderer, text: str, stops: tuple[str, ...], at_once: int, logprobs: int | None
+) -> None:
+    """After each step: the text of the tokens that count is out, and while nothing is held back all
+    of them count. (A token of this model is a byte.)"""
+    generation = Generation(stop=stops, sampling=Sampling(logprobs=logprobs))
+
+    async def run() -> None:
+        streamed = await Streamed(renderer, generation, Prompt()).start()
+        data, sent = text.encode(), 0
+        while sent < len(data) and not streamed.answer.is_over:
+            some, sent = data[sent : sent + at_once], sent + at_once
+            await streamed.token(*(3 + byte for byte in some))
+            seen = data[:sent]
+
+            assert streamed.text.encode().startswith(data[: streamed.passed_on])
+            if streamed.text.encode() == seen:
+                assert streamed.passed_on == len(seen)
+
+    asyncio.run(run())
+
+
+async def test_prompts_count_with_their_first_token(renderer: Renderer) -> None:
+    """Before that nothing of them has been delivered; each of several by itself."""
+    streamed = await Streamed(renderer, Generation(), Prompt(), Prompt()).start()
+    none = streamed.answer.usage_passed_on()
+    await streamed.token(3 + ord("a"), prompt=1)
+    one = streamed.answer.usage_passed_on()
+
+    assert (none.total_in, none.out) == (0, 0)
+    assert (one.total_in, one.physical_cached, one.out) == (5, 1, 1)
+
+
+async def test_a_token_without_text_counts_with_the_next(renderer: Renderer) -> None:
+    """Nothing has been delivered by it alone, and so nothing of its prompt."""
+    streamed = await Streamed(renderer, Generation(), Prompt()).start()
+    await streamed.token(SILENT)
+    silent = streamed.answer.usage_passed_on()
+    await streamed.say("a")
+
+    assert (streamed.text, silent.total_in) == ("a", 0)
+    assert streamed.passed_on == 2
+
+
+async def test_a_call_counts_with_what_comes_behind_it(renderer: Renderer) -> None:
+    """A dialect may write it only then; one that is half read may yet be nothing."""
+    streamed = await Streamed(renderer, Generation(), TOOLS).start()
+    await streamed.say("Hm. ")
+    before = streamed.passed_on
+    await streamed.say(CALL)
+    first, begun = streamed.passed_on, streamed.calls
+    await streamed.say("\n" + CALL[:-13])
+    second = streamed.passed_on
+
+    assert (before, first, second) == (4, 4, 4 + len(CALL))
+    assert begun > 1, "it comes in pieces all the same"
+
+
+async def test_a_stop_token_that_may_be_text_does_not_count(renderer: Renderer) -> None:
+    """It waits for the next token, or for the end."""
+    streamed = await Streamed(renderer, Generation(), Prompt()).start()
+    await streamed.say("a")
+    await streamed.token(3 + ord("b"), END_OF_TURN)
+    waiting = streamed.passed_on
+    await streamed.say("c")
+
+    assert (waiting, streamed.passed_on) == (2, 4)
+
+
+async def test_what_was_held_counts_when_its_choice_ends(renderer: Renderer) -> None:
+    """While another choice goes on; a stop string's tokens never do."""
+    generation = Generation(choices=2, samples=2, stop=("xyz",))
+    streamed = await Streamed(renderer, generation, Prompt()).start()
+    await streamed.token(*(3 + byte for byte in b"axy"))
+    held = streamed.passed_on
+    streamed.engine.end("0", 0, "length", 3)
+    await streamed.read()
+    ended = streamed.passed_on
+    await streamed.token(*(3 + byte for byte in b"bxyz"), sample=1)
+    stopped = streamed.passed_on
+
+    assert (held, ended) == (0, 3)
+    assert stopped == 3
+
+
+async def test_samples_that_wait_to_be_ranked_count_at_their_end(renderer: Renderer) -> None:
+    """Nothing is written before it is known which of them is the best."""
+    streamed = await Streamed(renderer, Generation(samples=2), Prompt()).start()
+    await streamed.say("abc")
+
+    assert streamed.text == ""
+    assert streamed.passed_on == 0

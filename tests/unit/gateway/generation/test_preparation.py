@@ -1,0 +1,68 @@
+"""Where a prompt's tokens are made: on the event loop, or beside it."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+from gateway.dialects.canonical import Prompt, Rendered
+from gateway.generation import preparation
+from gateway.prompt import Renderer
+from tests.unit.gateway.gateway_fixture import House
+
+LONG = "word " * (preparation.INLINE_SIGNS_MAX // 4)
+VERY_LONG = "word " * (preparation.KNOWN_SIGNS_MAX // 4)
+TOOL = {"name": "f", "input_schema": {"type": "object", "properties": {}}}
+
+
+class WatchedRenderer(Renderer):
+    """Notes whether its callers are on the loop's thread."""
+
+    def render(self, prompt: Prompt) -> Rendered:
+        """As a renderer."""
+        self.seen.append(threading.get_ident() == self.loop_thread)
+        return super().render(prompt)
+
+    loop_thread: int
+    seen: list[bool]
+
+
+@pytest.fixture
+def watched(made: House) -> House:
+    """A gateway with such a renderer, not opened yet."""
+    made.renderer = renderer = WatchedRenderer(made.card)
+    renderer.loop_thread, renderer.seen = threading.get_ident(), []
+    made.context_tokens = preparation.KNOWN_SIGNS_MAX
+    return made
+
+
+@pytest.mark.parametrize(
+    ("texts", "more", "expected"),
+    [
+        (["short", "short"], {}, [True, True]),
+        ([LONG, LONG], {}, [False, True]),
+        ([LONG, LONG + "x"], {}, [False, False]),
+        ([LONG, LONG], {"tools": [TOOL]}, [False, False]),
+        ([VERY_LONG, VERY_LONG], {}, [False, False]),
+    ],
+    ids=["short", "the same again", "another", "with tools", "the same, too long"],
+)
+async def test_the_loop_makes_what_is_short_or_known(
+    watched: House, texts: list[str], more: dict[str, Any], expected: list[bool]
+) -> None:
+    """Tokenizing a long text would keep all others waiting; one that is known takes less than a
+    thread does."""
+    await watched.open()
+    try:
+        for text in texts:
+            messages = [{"role": "user", "content": text}]
+            body = {"model": watched.model, "messages": messages, **more}
+            status, answer, _ = await watched.ask("/v1/messages/count_tokens", body)
+            assert status == 200, answer
+    finally:
+        await watched.close()
+
+    assert isinstance(watched.renderer, WatchedRenderer)
+    assert watched.renderer.seen == expected

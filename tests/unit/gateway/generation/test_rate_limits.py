@@ -1,0 +1,263 @@
+"""Limits as clients meet them: refusals, headers, and what the cache saves of them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from datetime import datetime
+
+import pytest
+
+from engine.api import CacheGrant, Request
+from gateway.generation.rate_limits import estimate, limit_headers
+from gateway.ledger.metering import wall_ms
+from tenancy.accounts.keys import change_key, create_key
+from tenancy.accounts.tenants import change_tenant
+from tenancy.limits import Demand, Limiter, LimitState, Meter
+from tenancy.types import Limits
+from tests.fakes import FakeClock
+from tests.unit.gateway.gateway_fixture import House
+
+LONG = "Once upon a time there was a cache that forgot nothing, until it was told to. " * 3
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock()
+
+
+@pytest.fixture
+def house(house: House, clock: FakeClock) -> House:
+    """What was used up comes back when the clock says so, however long a test takes."""
+    house.gateway.context.limiter = Limiter(clock)
+    return house
+
+
+def limit(house: House, who: str = "ada", **limits: int) -> None:
+    """Limit a tenant, from the next request on."""
+    change_tenant(house.store, who, limits)
+    house.gateway.context.registry.look_again()
+
+
+async def statuses(house: House, count: int, who: str = "ada") -> list[int]:
+    """Of so many chats at once."""
+    answers = await asyncio.gather(*(house.ask(body=house.chat(), who=who) for _ in range(count)))
+    return sorted(status for status, _, _ in answers)
+
+
+# --- refusals ------------------------------------------------------------------------------------
+
+
+async def test_no_more_than_the_limit_is_admitted_however_many_ask_at_once(house: House) -> None:
+    """F1: what is refused costs nothing and leaves no entry; the neighbour does not notice."""
+    limit(house, requests_per_minute=3)
+    got = await statuses(house, 10)
+    other = await statuses(house, 3, who="bob")
+
+    assert got == [200] * 3 + [429] * 7
+    assert other == [200] * 3
+    assert len(house.entries()) == 6
+    assert house.gateway.context.limiter.open_reservations == 0
+    await house.check_quiet()
+
+
+async def test_a_refusal_says_when_to_come_back(house: House) -> None:
+    """429, in whole seconds rounded up, never more than a minute."""
+    limit(house, requests_per_minute=1)
+    await house.ask(body=house.chat())
+    status, body, response = await house.ask(body=house.chat())
+
+    assert (status, body["error"]["code"]) == (429, "rate_limit_exceeded")
+    assert response.headers["retry-after"] == "60"
+    assert "x-should-retry" not in response.headers
+    assert response.headers["x-ratelimit-remaining-requests"] == "0"
+
+
+async def test_what_can_never_fit_is_told_not_to_retry(house: House) -> None:
+    """An SDK would otherwise try again for ever."""
+    limit(house, tokens_per_minute=5)
+    status, body, response = await house.ask(body=house.chat(LONG))
+
+    assert (status, body["error"]["code"]) == (429, "request_exceeds_limit")
+    assert response.headers["x-should-retry"] == "false"
+    assert "retry-after" not in response.headers
+
+
+async def test_requests_at_once_are_those_that_run(house: House) -> None:
+    """The place is free when the answer has ended."""
+    limit(house, requests_at_once=1)
+    house.runner.hold_after(2)
+    first = asyncio.create_task(house.ask(body=house.chat()))
+    await house.until(lambda: bool(house.gateway.context.running))
+    refused, _, _ = await house.ask(body=house.chat())
+    house.runner.release()
+    status, _, _ = await first
+
+    assert (refused, status) == (429, 200)
+    assert (await house.ask(body=house.chat()))[0] == 200
+
+
+async def test_a_keys_limit_holds_beside_its_tenants(house: House) -> None:
+    """The other key of the tenant goes on."""
+    other = create_key(house.store, wall_ms, 1)
+    change_key(house.store, "1", limits=Limits(requests_per_minute=1))
+    house.gateway.context.registry.look_again()
+    one = await statuses(house, 3)
+    headers = {"Authorization": f"Bearer {other}"}
+    two, _, _ = await house.ask(body=house.chat(), who=None, headers=headers)
+
+    assert (one, two) == ([200, 429, 429], 200)
+
+
+async def test_a_lifted_limit_holds_for_the_next_request(house: House, clock: FakeClock) -> None:
+    """No restart, and no minute to wait: what is used up refills at the new rate."""
+    limit(house, requests_per_minute=1)
+    before = await statuses(house, 3)
+    limit(house, requests_per_minute=6_000_000)
+    clock.advance(0.001)
+    _, _, response = await house.ask("/v1/models", method="GET")
+    left = house.gateway.context.limiter.status(
+        house.gateway.context.registry.authenticate(house.keys["ada"])
+    )
+
+    assert before == [200, 429, 429]
+    assert response.status == 200
+    assert await statuses(house, 3) == [200] * 3
+    assert left["requests"].limit == 6_000_000
+
+
+# --- tokens --------------------------------------------------------------------------------------
+
+
+async def test_what_the_cache_has_costs_no_input(house: House) -> None:
+    """A conversation that is cached fits a limit that its first turn used up."""
+    limit(house, input_tokens_per_minute=400)
+    first, _, response = await house.ask(body=house.chat(LONG))
+    left = int(response.headers["x-ratelimit-remaining-tokens"])
+    again = [await house.ask(body=house.chat(LONG)) for _ in range(4)]
+    other, _, _ = await house.ask(body=house.chat("another " + LONG))
+
+    assert (first, [status for status, _, _ in again]) == (200, [200] * 4)
+    assert left < 200
+    assert other == 429
+
+
+async def test_what_was_reserved_and_not_used_is_there_again(house: House) -> None:
+    """An answer may be long and is short: the limit counts the short one."""
+    limit(house, output_tokens_per_minute=100)
+    got = [(await house.ask(body=house.chat(max_tokens=8)))[0] for _ in range(5)]
+    status, _, response = await house.ask(body=house.chat(max_tokens=90))
+
+    assert got == [200] * 5
+    assert status == 429
+    assert response.headers["x-ratelimit-remaining-tokens"] == "60"
+
+
+async def test_a_client_that_leaves_gives_back_what_it_did_not_use(house: House) -> None:
+    """And its place at once."""
+    limit(house, output_tokens_per_minute=1_000, requests_at_once=1)
+    house.runner.hold_after(10)
+    body = json.dumps(house.chat(max_tokens=400, stream=True)).encode()
+    async with house.connection() as (reader, writer):
+        writer.write(house.post("/v1/chat/completions", body))
+        await reader.readuntil(b"data: ")
+    await house.until(lambda: not house.gateway.context.running)  # that it left is known
+    house.runner.release()
+    await house.quiet()
+    limiter = house.gateway.context.limiter
+    left = limiter.status(house.gateway.context.registry.authenticate(house.keys["ada"]))
+
+    assert limiter.open_reservations == 0
+    assert left["output_tokens"].remaining > 900
+    await house.check_quiet()
+
+
+async def test_a_request_that_is_refused_later_gives_all_back(house: House) -> None:
+    """The ledger is away: nothing ran, so nothing was used but the request."""
+    limit(house, tokens_per_minute=1_000)
+    await house.gateway.ledger.close()
+    status, _, response = await house.ask(body=house.chat())
+    limiter = house.gateway.context.limiter
+    left = limiter.status(house.gateway.context.registry.authenticate(house.keys["ada"]))
+
+    assert status == 503
+    assert left["tokens"].remaining == 1_000
+    assert response.headers["x-ratelimit-remaining-tokens"] == "1000"
+    assert limiter.open_reservations == 0
+
+
+def test_an_estimate_is_the_most_that_can_come() -> None:
+    """All samples of all prompts; and nothing is saved where nothing may be read."""
+    grant = CacheGrant(b"a")
+    one = Request("1", (1,) * 40, 10, grant, samples=3)
+    two = Request("2", (1,) * 20, 5, grant)
+    blind = Request("3", (1,) * 20, 5, CacheGrant(b"a", read=False))
+
+    assert estimate([one, two], 32) == Demand(28, 35)
+    assert estimate([blind], 16) == Demand(20, 5)
+
+
+# --- headers -------------------------------------------------------------------------------------
+
+STATES: dict[Meter, LimitState] = {
+    "requests": LimitState(10, 4, 0.2501),
+    "tokens": LimitState(1_000, 900, 72.5),
+    "input_tokens": LimitState(800, 750, 60.0),
+}
+
+
+def test_openais_clients_read_durations() -> None:
+    """The tighter of the limits on tokens, since there is one header for them."""
+    headers = limit_headers("openai_chat", STATES, 0)
+
+    assert {name.lower(): value for name, value in headers.items()} == {
+        "x-ratelimit-limit-requests": "10",
+        "x-ratelimit-remaining-requests": "4",
+        "x-ratelimit-reset-requests": "251ms",
+        "x-ratelimit-limit-tokens": "800",
+        "x-ratelimit-remaining-tokens": "750",
+        "x-ratelimit-reset-tokens": "1m0s",
+    }
+
+
+def test_anthropics_clients_read_instants() -> None:
+    """RFC 3339, rounded up to the second."""
+    headers = limit_headers("anthropic", STATES, 1_767_268_800_999)
+    lower = {name.lower(): value for name, value in headers.items()}
+
+    assert lower["anthropic-ratelimit-requests-remaining"] == "4"
+    assert lower["anthropic-ratelimit-input-tokens-limit"] == "800"
+    assert lower["anthropic-ratelimit-tokens-reset"] == "2026-01-01T12:01:14Z"
+    assert all(datetime.fromisoformat(v) for n, v in lower.items() if n.endswith("reset"))
+
+
+def test_googles_clients_read_none() -> None:
+    """There are no such headers in that dialect."""
+    assert limit_headers("gemini", STATES, 0) == {}
+
+
+async def test_answers_carry_what_is_left_streaming_or_not(house: House) -> None:
+    """After this request was counted."""
+    limit(house, requests_per_minute=10)
+    _, _, whole = await house.ask(body=house.chat())
+    _, _, stream = await house.ask(body=house.chat(stream=True))
+
+    assert whole.headers["x-ratelimit-remaining-requests"] == "9"
+    assert stream.headers["x-ratelimit-remaining-requests"] == "8"
+    assert stream.headers["x-ratelimit-limit-requests"] == "10"
+
+
+async def test_without_limits_there_are_no_headers(house: House) -> None:
+    """A number that means nothing is worse than none."""
+    _, _, response = await house.ask(body=house.chat())
+
+    assert not any("ratelimit" in name.lower() for name in response.headers)
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0.0, "0ms"), (1.0, "1s"), (59.9999, "1m0s")])
+def test_a_duration_is_never_shown_too_short(seconds: float, text: str) -> None:
+    """Whoever waits as long as told is not too early."""
+    states: dict[Meter, LimitState] = {"requests": LimitState(1, 0, seconds)}
+    headers = limit_headers("openai_chat", states, 0)
+
+    assert headers["X-RateLimit-Reset-Requests"] == text

@@ -1,0 +1,142 @@
+"""What a client, and what a log, may know of an error."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+import pytest
+from aiohttp import web
+
+from engine.errors import EngineError, EngineUnavailable, RequestRefused
+from engine.model_store import ModelCard
+from gateway.errors import Kind, Refusal
+from gateway.http.error_mapping import refusal_of, where
+from tenancy.errors import LedgerUnavailable
+from tests.crash.power_cut import Disk, disk_of
+from tests.unit.gateway.admin_client import Admin
+from tests.unit.gateway.gateway_fixture import House
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (Refusal(Kind.QUOTA, "q", "m"), Kind.QUOTA),
+        (msgspec.ValidationError("x"), Kind.BAD),
+        (msgspec.DecodeError("x"), Kind.BAD),
+        (UnicodeDecodeError("utf-8", b"", 0, 1, "x"), Kind.BAD),
+        (RecursionError(), Kind.BAD),
+        (MemoryError(), Kind.BUSY),
+        (EngineUnavailable("not_ready", "m", 2.0), Kind.BUSY),
+        (RequestRefused("context_exceeded", "m"), Kind.BAD),
+        (RequestRefused("poison_request", "m"), Kind.INTERNAL),
+        (LedgerUnavailable("not_durable", "m"), Kind.BUSY),
+        (web.HTTPNotFound(), Kind.NOT_FOUND),
+        (web.HTTPMethodNotAllowed("GET", ["POST"]), Kind.METHOD),
+        (web.HTTPRequestEntityTooLarge(1, 2), Kind.TOO_BIG),
+    ],
+)
+def test_known_errors_have_a_kind(error: Exception, kind: Kind) -> None:
+    """RecursionError and UnicodeDecodeError are no msgspec errors: unmapped they are a 500."""
+    refusal = refusal_of(error)
+
+    assert refusal is not None
+    assert refusal.kind is kind
+
+
+@pytest.mark.parametrize(
+    ("path", "word"),
+    [
+        ("/v1/embeddings", "embeddings"),
+        ("/images/generations", "images"),
+        ("/v1/audio/speech", "audio"),
+        ("/v1/files", "files"),
+        ("/upload/v1beta/files", "files"),
+        ("/v1/messages/batches/x/results", "batches"),
+        ("/v1/chat/completions/id/messages", "stored"),
+        ("/v1/nothing", None),
+        ("/v1/messages", None),
+        ("/", None),
+    ],
+)
+def test_what_hosted_apis_have_and_we_do_not_is_refused_by_its_name(
+    path: str, word: str | None
+) -> None:
+    """An application that asks for it looks for a mistake of its own otherwise."""
+    refusal = refusal_of(web.HTTPNotFound(), path)
+
+    assert refusal is not None
+    assert refusal.code == ("not_served" if word else "not_found")
+    assert word is None or word in refusal.message
+
+
+@pytest.mark.parametrize("error", [ValueError("secret"), EngineError("invariant", "secret")])
+def test_our_own_mistakes_say_nothing_to_clients(error: Exception) -> None:
+    """Messages of unforeseen errors quote what clients sent, or how we are built."""
+    assert refusal_of(error) is None
+
+
+def test_where_names_lines_and_never_the_message() -> None:
+    """A traceback's text repeats what was sent."""
+    try:
+        raise ValueError("the planted prompt")
+    except ValueError as error:
+        facts = where(error)
+
+    assert facts["error"] == "ValueError"
+    assert "planted" not in json.dumps(facts)
+
+
+@pytest.fixture
+def disk() -> Iterator[Disk]:
+    """What is opened during the test lies on it."""
+    disk = Disk()
+    with disk_of(disk):
+        yield disk
+
+
+@pytest.fixture
+def made(disk: Disk, card: ModelCard, tmp_path: Path) -> Iterator[House]:
+    house = House(card, tmp_path)
+    yield house
+    house.discard()
+
+
+@pytest.mark.parametrize("sick", ["wrong_reads", "no_reads", "no_writes", "no_syncs", "full"])
+async def test_when_the_disk_is_well_again_everything_is_answered(
+    house: House,
+    disk: Disk,
+    sick: Literal["wrong_reads", "no_reads", "no_writes", "no_syncs", "full"],
+) -> None:
+    """Whoever asks while it is sick may come again in a moment, and nobody has to start us."""
+    admin = Admin(house)
+
+    async def everything(name: str) -> list[int]:
+        """Whoever reads or writes: administration, reports, resources, erasures, names, holds."""
+        made, _ = await admin.ask("POST", "/admin/v1/tenants", {"name": name})
+        listed, _ = await admin.ask("GET", "/admin/v1/tenants")
+        report, _ = await admin.ask("GET", "/admin/v1/usage")
+        erased, _ = await admin.ask("POST", "/admin/v1/erase", {"tenant": "ada"})
+        own, _, _ = await house.ask("/v1/usage", method="GET")
+        contents, _, _ = await house.ask("/v1beta/cachedContents", method="GET")
+        named = {"Idempotency-Key": name}
+        chat, _, _ = await house.ask(body=house.chat(), headers=named)
+        again, _, _ = await house.ask(body=house.chat(), headers=named)
+        return [made, listed, report, erased, own, contents, chat, again]
+
+    first = await everything("eve")
+    disk.sick = sick
+    while_sick = await everything("fay")
+    disk.sick = ""
+    after = await everything("gus")
+    _, made = await admin.ask("POST", "/admin/v1/tenants/gus/keys", {})
+    new = {"Authorization": f"Bearer {made['key']}"}
+    its, _, _ = await house.ask(body=house.chat(), who=None, headers=new)
+
+    assert (first, after, its) == ([201, 200, 200, 200, 200, 200, 200, 200],) * 2 + (200,)
+    assert {while_sick[0], *while_sick[6:]} == {503}
+    assert set(while_sick) <= {200, 503}
+    await house.check_quiet()

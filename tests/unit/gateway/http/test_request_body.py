@@ -1,0 +1,189 @@
+"""Bodies on their way in: slow, large, compressed, broken.
+
+Numbers in the reasons (A17, B14 ...) are the rows of the list of bad inputs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import tracemalloc
+import zlib
+
+import pytest
+
+from tests.unit.gateway.gateway_fixture import House, read_answer, status_of
+
+CHAT = "/v1/chat/completions"
+UNTAKEN = {
+    CHAT: (415, {"error": ["code", "message", "param", "type"]}),
+    "/v1/messages": (415, {"error": ["details", "message", "type"], "type": [], "request_id": []}),
+    "/v1beta/models/{model}:generateContent": (
+        400,
+        {"error": ["code", "details", "message", "status"]},
+    ),
+}
+"""Each dialect's status for what it does not take, and its members."""
+
+
+async def test_a_body_that_trickles_is_cut_off(made: House) -> None:
+    """A17: a deadline, and after it a least rate."""
+    made.set_server(body_timeout_s=0.1, body_rate_min_bytes_per_s=1_000.0)
+    await made.open()
+
+    answer = await made.raw(made.post("/v1/chat/completions", b"{", "Content-Length: 500"))
+
+    assert status_of(answer) == 408
+    assert b"request_timeout" in answer
+    await made.check_quiet()
+    await made.close()
+
+
+async def test_a_steady_body_may_take_longer_than_the_deadline(made: House) -> None:
+    """A17's other side: large bodies over slow links are served while they keep the rate."""
+    made.set_server(body_timeout_s=0.2, body_rate_min_bytes_per_s=100.0)
+    await made.open()
+    body = json.dumps(made.chat()).encode()
+    body += b" " * (200 - len(body) % 200)
+    async with made.connection() as (reader, writer):
+        data = made.post("/v1/chat/completions", b"", f"Content-Length: {len(body)}")
+        writer.write(data)
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        for start in range(0, len(body), 50):
+            writer.write(body[start : start + 50])
+            done = asyncio.Event()
+            loop.call_later(0.1, done.set)
+            await done.wait()
+        answer = await read_answer(reader)
+
+    assert loop.time() - began_s > 0.3
+    assert status_of(answer) == 200
+    await made.close()
+
+
+async def test_bodies_are_read_up_to_the_limit_and_no_further(made: House) -> None:
+    """B14: at the limit it is read; one byte more is 413, with or without a length."""
+    limit = 600
+    made.set_server(body_bytes_max=limit)
+    await made.open()
+    body = json.dumps(made.chat()).encode()
+    chunked = ("Transfer-Encoding: chunked", "Connection: close")
+
+    def chunks(size: int) -> bytes:
+        data = body + b" " * (size - len(body))
+        return b"%x\r\n%s\r\n0\r\n\r\n" % (len(data), data)
+
+    fits = await made.raw(made.post("/v1/chat/completions", body + b" " * (limit - len(body))))
+    large = await made.raw(made.post("/v1/chat/completions", body + b" " * (limit + 1 - len(body))))
+    fits_chunked = await made.raw(made.post("/v1/chat/completions", chunks(limit), *chunked))
+    large_chunked = await made.raw(made.post("/v1/chat/completions", chunks(limit * 10), *chunked))
+
+    assert [status_of(a) for a in (fits, large, fits_chunked, large_chunked)] == [
+        200,
+        413,
+        200,
+        413,
+    ]
+    await made.check_quiet()
+    await made.close()
+
+
+GZIPPED = gzip.compress(b"{}")
+
+
+async def test_a_body_may_be_sent_with_gzip(house: House) -> None:
+    """Some clients compress what is long; case and the old name mean the same."""
+    body = gzip.compress(json.dumps(house.chat()).encode())
+
+    for name in ("gzip", "GZIP", "x-gzip"):
+        status, said, _ = await house.ask(body=body, headers={"Content-Encoding": name})
+
+        assert status == 200, said
+    await house.check_quiet()
+
+
+@pytest.mark.parametrize(
+    "length", [9 * 2**20, 11 * 2**20, 99 * 2**20], ids=["below", "above", "bomb"]
+)
+async def test_what_comes_out_of_gzip_is_bounded(house: House, length: int) -> None:
+    """A20: a kilobyte may stand for a megabyte. No more is made of it than is allowed to come."""
+    body = await asyncio.to_thread(zipped_blanks, length)
+    tracemalloc.start()
+
+    status, said, _ = await house.ask(body=body, headers={"Content-Encoding": "gzip"})
+
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    code = "invalid_json" if length < house.config.server.body_bytes_max else "request_too_large"
+    assert (status, said["error"]["code"]) == (400 if code == "invalid_json" else 413, code)
+    assert most < 4 * house.config.server.body_bytes_max
+    await house.check_quiet()
+
+
+def zipped_blanks(length: int) -> bytes:
+    """So many blanks, and no JSON."""
+    press = zlib.compressobj(wbits=31)
+    blanks = b" " * 2**20
+    return b"".join(press.compress(blanks) for _ in range(length // 2**20)) + press.flush()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"{}", GZIPPED[:-1], GZIPPED[:12], GZIPPED[:-4] + b"\0\0\0\0", GZIPPED * 2, b""],
+    ids=["plain", "cut short", "cut in the middle", "wrong length", "two members", "nothing"],
+)
+async def test_what_is_no_gzip_is_a_400(house: House, body: bytes) -> None:
+    """Never half a body; and a second stream behind the first is no part of it."""
+    status, said, _ = await house.ask(body=body, headers={"Content-Encoding": "gzip"})
+
+    assert (status, said["error"]["code"]) == (400, "bad_encoding")
+    await house.check_quiet()
+
+
+@pytest.mark.parametrize("path", UNTAKEN)
+async def test_other_codings_are_refused_in_the_dialects_own_shape(house: House, path: str) -> None:
+    """aiohttp would refuse those it has no decoder for before anybody knew whose error it is, and
+    read those that it has. Nothing of the body is decoded, or read."""
+    status, shape = UNTAKEN[path]
+    for coding in ("br", "zstd", "deflate", "compress", "zip", "gzip, gzip", "br, gzip", "ü"):
+        data = house.post(path.format(model=house.model), b"x" * 100, f"Content-Encoding: {coding}")
+        answer = await house.raw(data)
+
+        document = json.loads(answer.partition(b"\r\n\r\n")[2])
+        assert status_of(answer) == status
+        assert shape == {
+            name: sorted(part) if isinstance(part, dict) else [] for name, part in document.items()
+        }
+        assert "no other Content-Encoding" in document["error"]["message"]
+    await house.check_quiet()
+
+
+async def test_two_lines_are_two_codings(house: House) -> None:
+    """A field that comes twice is a list; the first is not all of it."""
+    data = house.post(CHAT, GZIPPED, "Content-Encoding: gzip", "Content-Encoding: br")
+
+    assert status_of(await house.raw(data)) == 415
+    await house.check_quiet()
+
+
+async def test_broken_framing_of_a_body_is_a_400(house: House) -> None:
+    """A5: a chunk size that is no number."""
+    data = house.post(
+        "/v1/chat/completions", b"zz\r\n{}\r\n0\r\n\r\n", "Transfer-Encoding: chunked"
+    )
+
+    assert status_of(await house.raw(data)) == 400
+    await house.check_quiet()
+
+
+async def test_a_short_body_then_an_end_runs_nothing(house: House) -> None:
+    """A22: less than Content-Length, then FIN."""
+    data = house.post("/v1/chat/completions", b'{"model":', "Content-Length: 500")
+
+    answer = await house.raw(data, half_close=True)
+
+    assert status_of(answer) in (0, 400)
+    assert house.entries() == []
+    await house.check_quiet()

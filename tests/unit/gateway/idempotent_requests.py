@@ -1,0 +1,61 @@
+"""Requests under an `Idempotency-Key`, small ones in every dialect, and what is kept of them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from aiohttp import ClientResponse
+
+from tests.unit.gateway.gateway_fixture import House
+
+MESSAGES = [{"role": "user", "content": "hello"}]
+CONTENTS = {"contents": [{"role": "user", "parts": [{"text": "hello"}]}]}
+CHAT = "/v1/chat/completions"
+DIALECTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "chat": (CHAT, {"messages": MESSAGES, "max_tokens": 8}),
+    "completions": ("/v1/completions", {"prompt": "hello", "max_tokens": 8}),
+    "responses": ("/v1/responses", {"input": "hello", "max_output_tokens": 8}),
+    "messages": ("/v1/messages", {"messages": MESSAGES, "max_tokens": 8}),
+}
+GEMINI = "/v1beta/models/{}:{}"
+
+
+def asked(house: House, dialect: str, is_stream: bool) -> tuple[str, dict[str, Any]]:
+    """(path, body) of a small request."""
+    if dialect == "gemini":
+        action = "streamGenerateContent?alt=sse" if is_stream else "generateContent"
+        return GEMINI.format(house.model, action), CONTENTS
+    path, body = DIALECTS[dialect]
+    return path, {"model": house.model, "stream": is_stream, **body}
+
+
+async def send(
+    house: House, name: str | None, body: object, path: str = CHAT, who: str = "ada", **headers: str
+) -> tuple[int, bytes, ClientResponse]:
+    """One request under a name: (status, bytes, response)."""
+    sent = {**house.headers(who), "Content-Type": "application/json", **headers}
+    if name is not None:
+        sent["Idempotency-Key"] = name
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    async with house.session.post(house.url + path, data=data, headers=sent) as response:
+        return response.status, await response.read(), response
+
+
+def kept(house: House) -> list[tuple[str, bool, bool]]:
+    """(name, has it ended, has it a body) of all that is kept."""
+    return [
+        (row[0], bool(row[1]), bool(row[2]))
+        for row in house.store.query(
+            "select name, until_ms is not null, body is not null from named_requests order by name"
+        )
+    ]
+
+
+def endings(house: House) -> list[str]:
+    return [entry[0] for entry in house.entries()]
+
+
+def code_of(answer: bytes) -> str:
+    """OpenAI's dialect's."""
+    return str(json.loads(answer)["error"]["code"])

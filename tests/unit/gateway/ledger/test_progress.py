@@ -1,0 +1,301 @@
+"""What the journal notes of a stream: never more than its reader's socket took, hardly less."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from contextlib import ExitStack
+from itertools import count
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.dialects.canonical import UsageRecord
+from gateway.ledger.progress import (
+    GATHER_FAR_S,
+    GATHER_S,
+    NOTE_S,
+    NOTE_TOKENS,
+    Journal,
+    Notes,
+    StreamProgress,
+)
+from tenancy.ledger.progress import Progress
+from tests.unit.gateway.gateway_fixture import House
+
+PROMPT = 7
+PROMISED_TOKENS, PROMISED_S = 16, 0.25
+
+
+class Wire:
+    """A transport: what it was given, and what the kernel has taken of it."""
+
+    def __init__(self) -> None:
+        self.output_size = 0
+        self.taken = 0
+        self.is_closed = False
+
+    @property
+    def transport(self) -> Wire:
+        return self
+
+    def is_closing(self) -> bool:
+        return self.is_closed
+
+    def get_write_buffer_size(self) -> int:
+        return 0 if self.is_closed else self.output_size - self.taken
+
+
+class Engine:
+    """A source that is told what comes: tokens, and of them those whose text is out."""
+
+    def __init__(self) -> None:
+        self.tokens_seen = 0
+        self.passed_on = 0
+
+    def usage_passed_on(self) -> UsageRecord:
+        if not self.passed_on:
+            return UsageRecord(0)
+        return UsageRecord(PROMPT, fresh=PROMPT, out=self.passed_on)
+
+
+class World:
+    """One journal on a clock that stands until it is moved, with streams that are written to."""
+
+    def __init__(self, gather_s: float = GATHER_S) -> None:
+        self.now_s = 0.0
+        self.calls: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = count()
+        self.noted: Notes = {}
+        self.notes = 0
+        self.journal = Journal(self._note, gather_s, self._call_later)
+
+    def _call_later(self, seconds: float, call: Callable[[], None]) -> None:
+        heapq.heappush(self.calls, (self.now_s + seconds, next(self._numbers), call))
+
+    def _note(self, notes: Notes) -> None:
+        self.noted |= notes
+        self.notes += 1
+
+    def advance(self, seconds: float) -> None:
+        until_s = self.now_s + seconds
+        while self.calls and self.calls[0][0] <= until_s:
+            self.now_s, _, call = heapq.heappop(self.calls)
+            call()
+        self.now_s = until_s
+
+
+class Stream:
+    """One of the journal's streams, and its reader."""
+
+    def __init__(self, world: World, stack: ExitStack, name: str = "a") -> None:
+        self.world = world
+        self.name = name
+        self.wire, self.engine = Wire(), Engine()
+        following = world.journal.following(name, self.engine, self.wire)
+        self.progress: StreamProgress = stack.enter_context(following)
+        self._written: list[tuple[int, int]] = [(0, 0)]
+        self.accepted_at: list[tuple[float, int]] = [(0.0, 0)]
+
+    def write(self, tokens: int = 1, *, held: int = 0, taken: bool = True) -> None:
+        """A step of the engine, written: all but `held` of what it has sent."""
+        self.begin(tokens, held=held)
+        self.end(taken=taken)
+
+    def begin(self, tokens: int, *, held: int = 0) -> None:
+        self.progress.is_behind = True
+        self.engine.tokens_seen += tokens
+        self.engine.passed_on = max(self.engine.passed_on, self.engine.tokens_seen - held)
+
+    def end(self, *, taken: bool = True) -> None:
+        self.wire.output_size += 100
+        self._written.append((self.wire.output_size, self.engine.passed_on))
+        if taken:
+            self.take(self.wire.output_size)
+        self.progress.wrote()
+
+    def take(self, size: int) -> None:
+        """The kernel takes so many bytes more."""
+        self.wire.taken = min(self.wire.output_size, self.wire.taken + size)
+        self.accepted_at.append((self.world.now_s, self.accepted))
+
+    @property
+    def accepted(self) -> int:
+        """Tokens that are whole on the reader's side."""
+        return max(tokens for at, tokens in self._written if at <= self.wire.taken)
+
+    def accepted_by(self, at_s: float) -> int:
+        return max((tokens for then_s, tokens in self.accepted_at if then_s <= at_s), default=0)
+
+    @property
+    def noted(self) -> int:
+        usage = self.world.noted.get(self.name)
+        assert usage is None or usage.total_in == PROMPT
+        return 0 if usage is None else usage.out
+
+
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("write"), st.integers(1, 40), st.integers(0, 5)),
+        st.tuples(st.just("begin"), st.integers(1, 40), st.integers(0, 5)),
+        st.tuples(st.just("take"), st.integers(1, 900), st.just(0)),
+        st.tuples(st.just("wait"), st.sampled_from([1, 9, 10, 11, 120, 200, 251]), st.just(0)),
+        st.tuples(st.just("close"), st.just(0), st.just(0)),
+    ),
+    max_size=60,
+)
+
+
+GATHERING = st.sampled_from([GATHER_S, GATHER_FAR_S])
+
+
+@given(steps=STEPS, is_read_at_once=st.booleans(), gather_s=GATHERING)
+def test_at_every_instant_of_death_the_note_is_not_above_what_was_accepted(
+    steps: list[tuple[str, int, int]], is_read_at_once: bool, gather_s: float
+) -> None:
+    """However tokens come, are held, written and read. Below it is by what came in the last quarter
+    of a second, and by less than a note's tokens where a write waits for its reader."""
+    world = World(gather_s)
+    with ExitStack() as stack:
+        stream = Stream(world, stack)
+        is_begun = False
+        for step, number, held in steps:
+            match step:
+                case "write" | "begin" if not stream.wire.is_closed:
+                    if is_begun:
+                        stream.end(taken=is_read_at_once)
+                    stream.begin(number, held=held)
+                    is_begun = step == "begin"
+                    if not is_begun:
+                        stream.end(taken=is_read_at_once)
+                case "take" if not stream.wire.is_closed:
+                    stream.take(number)
+                case "wait":
+                    world.advance(number / 1000)
+                case "close":
+                    stream.wire.is_closed = True
+                case _:
+                    pass  # nothing is written or read any more
+
+            assert stream.noted <= stream.accepted
+            if not stream.wire.is_closed:
+                due = stream.accepted_by(world.now_s - PROMISED_S)
+                assert stream.noted >= due - (NOTE_TOKENS - 1 if is_begun else 0)
+        end = stream.noted
+    world.advance(10)
+
+    assert stream.noted == end, "it is the bill's own from here on"
+    assert not world.calls, "a timer is left"
+
+
+@given(
+    pauses_ms=st.lists(st.sampled_from([3, 5, 10, 19, 21, 100, 260]), max_size=200),
+    gather_s=GATHERING,
+)
+def test_less_than_sixteen_tokens_are_ever_missing(pauses_ms: list[int], gather_s: float) -> None:
+    """A token at a time, as models speak (a server's notes take twice as long, for streams half as
+    fast), to a reader that keeps up; noted before the sixteenth and a quarter of a second, so that
+    the disk has some time too."""
+    world = World(gather_s)
+    with ExitStack() as stack:
+        stream = Stream(world, stack)
+        for pause_ms in pauses_ms:
+            stream.write()
+            missing = stream.accepted - stream.noted
+            world.advance(pause_ms / 1000 * (gather_s / GATHER_S))
+
+            assert 0 <= missing < PROMISED_TOKENS
+            assert stream.noted >= stream.accepted_by(world.now_s - PROMISED_S)
+
+
+def test_what_lies_in_the_transport_is_not_noted_before_it_has_left() -> None:
+    """It dies with the process. A timer finds it gone, if no further write does."""
+    world = World()
+    with ExitStack() as stack:
+        stream = Stream(world, stack)
+        for _ in range(NOTE_TOKENS + 3):
+            stream.write(taken=False)
+        world.advance(1)
+        before = stream.noted
+        stream.take(100 * NOTE_TOKENS)
+        world.advance(NOTE_S)
+
+    assert (before, stream.noted) == (0, NOTE_TOKENS)
+
+
+def test_a_transport_that_closes_has_taken_nothing_more() -> None:
+    """It drops its buffer, which then looks as if all had left."""
+    world = World()
+    with ExitStack() as stack:
+        stream = Stream(world, stack)
+        for _ in range(20):
+            stream.write(taken=False)
+        stream.wire.is_closed = True
+        world.advance(1)
+
+    assert stream.noted == 0
+
+
+def test_what_its_source_is_ahead_of_the_writes_is_not_noted() -> None:
+    """The last deltas wait for the ledger before they are written."""
+    world = World()
+    with ExitStack() as stack:
+        stream = Stream(world, stack)
+        stream.write(3)
+        world.advance(NOTE_S)
+        stream.begin(9)
+        world.advance(1)
+
+    assert stream.noted == 3
+
+
+@pytest.mark.parametrize("gather_s", [GATHER_S, GATHER_FAR_S])
+@pytest.mark.parametrize("streams", [1, 50])
+def test_the_notes_of_many_streams_are_one(streams: int, gather_s: float) -> None:
+    """Each note is a commit, whatever it holds."""
+    world = World(gather_s)
+    with ExitStack() as stack:
+        many = [Stream(world, stack, str(number)) for number in range(streams)]
+        for _ in range(NOTE_TOKENS):
+            for stream in many:
+                stream.write()
+        world.advance(gather_s - 0.001)
+        before = world.notes
+        world.advance(0.001)
+
+    assert (before, world.notes) == (0, 1)
+    assert [stream.noted for stream in many] == [NOTE_TOKENS] * streams
+
+
+STREAMS: dict[str, dict[str, object]] = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}], "ignore_eos": True},
+    "/v1/completions": {"prompt": "hi", "ignore_eos": True},
+    "/v1/messages": {"messages": [{"role": "user", "content": "hi"}]},
+    "/v1/responses": {"input": "hi"},
+}
+
+
+@pytest.mark.parametrize("path", STREAMS)
+async def test_streams_of_every_dialect_are_noted_while_they_run(house: House, path: str) -> None:
+    """In the hold, and gone with it."""
+    limit = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
+    body = {"model": house.model, "stream": True, limit: 40, **STREAMS[path]}
+
+    def noted() -> Progress:
+        rows = house.store.query("select progress from holds")
+        blob = rows[0][0] if rows else None
+        return msgspec.msgpack.decode(blob, type=Progress) if blob else Progress()
+
+    house.runner.hold_after(20)
+    async with house.session.post(house.url + path, json=body, headers=house.headers()) as answer:
+        await house.until(lambda: noted().output_tokens >= 2 * NOTE_TOKENS)
+        found = noted()
+        house.runner.release()
+        text = await answer.text()
+
+    assert answer.status == 200, text
+    assert found.output_tokens <= 20
+    assert found.fresh_tokens + sum(found.read.values()) + sum(found.write.values()) > 0
+    await house.check_quiet()

@@ -1,0 +1,44 @@
+"""Which way of writing calls a template has is read off its text."""
+
+from __future__ import annotations
+
+import pytest
+
+from gateway.prompt.template import ChatTemplate
+from gateway.structured_output.tool_styles import (
+    FALLBACK,
+    HERMES,
+    LLAMA3,
+    MISTRAL,
+    ToolStyle,
+    style_of,
+)
+from tests.models import CHAT_TEMPLATE
+from tests.unit.gateway.prompt import chat_templates
+
+
+@pytest.mark.parametrize(
+    ("source", "style"),
+    [
+        (chat_templates.HERMES, HERMES),
+        (chat_templates.LLAMA3, LLAMA3),
+        (chat_templates.MISTRAL, MISTRAL),
+        (CHAT_TEMPLATE, FALLBACK),
+        ("{{ tools }}", HERMES),
+        ("{# tools <tool_call> #}{{ messages }}", FALLBACK),
+        ("{% set tools = 1 %}{{ tools }}", FALLBACK),
+    ],
+)
+def test_a_template_shows_its_style(source: str, style: ToolStyle) -> None:
+    """By its markers; one that never asks for tools gets ours."""
+    assert style_of(source, ChatTemplate(source).variables) == style
+
+
+def test_mistral_takes_ids_of_nine_signs() -> None:
+    """Its templates refuse others; the call's and the result's stay the same."""
+    long = MISTRAL.call_id("call_0123456789")
+
+    assert (len(long), long.isalnum()) == (9, True)
+    assert long == MISTRAL.call_id("call_0123456789") != MISTRAL.call_id("call_1")
+    assert MISTRAL.call_id("abcdefgh1") == "abcdefgh1"
+    assert HERMES.call_id("call_0123456789") == "call_0123456789"

@@ -1,0 +1,187 @@
+"""The life of the product: a real process with a real engine process, a tiny model, and signals."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import signal
+import stat
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import apsw
+import pytest
+from aiohttp import ClientSession
+
+from gateway.http.request_ids import IDS_AT_ONCE, RANDOM_BYTES, RequestIds
+from gateway.ledger.metering import wall_ms
+from tenancy.accounting.audit import check_books
+from tenancy.accounting.reconcile import reconcile
+from tenancy.pricing.charges import RateCard
+from tenancy.pricing.rate_cards import add_card
+from tenancy.storage.sqlite import SqliteStore
+from tests.models import write_folder
+from tests.unit.gateway.server_process import SETTINGS, START_S, serving, started
+
+pytestmark = pytest.mark.slow
+
+DELIVERED_MIN = 200
+
+
+def test_request_ids_are_in_order_and_nobody_guesses_one() -> None:
+    """80 bits of the system's own randomness each behind the millisecond, however many are asked
+    for at once."""
+    asked: list[int] = []
+
+    def random_bytes(count: int) -> bytes:
+        asked.append(count)
+        return os.urandom(count)
+
+    now_ms = iter(range(10**12, 10**13))
+    new_id = RequestIds(lambda: next(now_ms), random_bytes)
+    made = [new_id() for _ in range(2 * IDS_AT_ONCE + 1)]
+
+    assert made == sorted(made)
+    assert len({one[12:] for one in made}) == len(made)
+    assert all(re.fullmatch("[0-9a-f]{32}", one) for one in made)
+    assert sum(asked) == 3 * IDS_AT_ONCE * RANDOM_BYTES
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = write_folder(tmp_path_factory.mktemp("models") / "tiny")
+    (folder.parent / "settings.toml").write_text(SETTINGS)
+    return folder
+
+
+def rows(data: Path, sql: str) -> list[tuple[Any, ...]]:
+    """What the database says, read by another process."""
+    db = apsw.Connection(str(data / "trunkline.db"), flags=apsw.SQLITE_OPEN_READONLY)
+    try:
+        return list(db.execute(sql))
+    finally:
+        db.close()
+
+
+def price(data: Path, name: str, output: int) -> None:
+    """A card that is in force from now on; the next version, where there is one."""
+    with closing(SqliteStore(data / "trunkline.db")) as store:
+        add_card(store, wall_ms, RateCard(name, output=output))
+
+
+def faults(data: Path) -> tuple[list[str], list[str]]:
+    """Of the books by themselves, and of the engine's lives that do not fit them."""
+    with closing(SqliteStore(data / "trunkline.db")) as store:
+        apart = [life.epoch for life in reconcile(store) if life.is_apart]
+        return check_books(store), apart
+
+
+async def test_a_first_start_serves_with_a_key_that_only_its_owner_can_read(
+    model: Path, tmp_path: Path
+) -> None:
+    """From nothing to an answer; SIGTERM while a stream runs lets it finish, then exit 0."""
+    data = tmp_path / "data"
+    async with serving(model, data) as server:
+        async with server.asked(max_tokens=400, stream=True) as (status, content):
+            first = await content.readuntil(b"\n\n")
+            server.process.send_signal(signal.SIGTERM)
+            rest = await content.read()
+        exit_status = await server.ended()
+
+    assert status == 200
+    assert server.key in server.text
+    assert stat.S_IMODE((await asyncio.to_thread((data / "default.key").stat)).st_mode) == 0o600
+    assert stat.S_IMODE((await asyncio.to_thread(data.stat)).st_mode) == 0o700
+    assert b"data: " in first
+    assert rest.endswith(b"data: [DONE]\n\n")
+    assert exit_status == 0
+    entries = await asyncio.to_thread(rows, data, "select ending, output_tokens from ledger")
+    assert entries == [("done", 400)]
+
+
+async def test_a_server_that_is_told_to_end_while_it_loads_ends_in_order(
+    model: Path, tmp_path: Path
+) -> None:
+    """As a supervisor's stop right after its start; the engine's socket has a folder by then."""
+    place, log = tmp_path / "place", tmp_path / "log"
+    await asyncio.to_thread(place.mkdir)
+    with log.open("wb") as errors:
+        settings = model.parent / "settings.toml"
+        process = await started(model, tmp_path / "data", settings, errors, TMPDIR=str(place))
+    async with asyncio.timeout(START_S):
+        while not await asyncio.to_thread(os.listdir, place):
+            assert process.returncode is None
+        process.send_signal(signal.SIGTERM)
+        said, _ = await process.communicate()
+
+    assert (process.returncode, said) == (0, b"")
+    assert "ignored" not in await asyncio.to_thread(log.read_text)
+    assert await asyncio.to_thread(os.listdir, place) == []
+
+
+async def test_a_killed_gateway_settles_what_it_had_delivered_when_it_starts_again(
+    model: Path, tmp_path: Path
+) -> None:
+    """SIGKILL is safe: the hold becomes one entry `interrupted`, never above what the client got
+    and hardly below it, at the price of its admission; the key still works."""
+    data = tmp_path / "data"
+    await asyncio.to_thread(price, data, "std", 5)
+    arrived_s: list[float] = []
+    killed_s = 0.0
+    async with serving(model, data) as server:
+        with contextlib.suppress(Exception):
+            asked = server.asked(max_tokens=440, stream=True, logprobs=True)
+            async with asked as (_, content):
+                while event := await content.readuntil(b"\n\n"):
+                    tokens = json.loads(event[6:])["choices"][0]["logprobs"] or {"content": []}
+                    arrived_s += [time.monotonic()] * len(tokens["content"])
+                    if server.process.returncode is None and len(arrived_s) > DELIVERED_MIN:
+                        killed_s = time.monotonic()
+                        server.process.kill()
+        await server.ended()
+    await asyncio.to_thread(price, data, "std", 7)
+    async with serving(model, data) as again:
+        async with again.asked(max_tokens=3) as (status, content):
+            answer = json.loads(await content.read())
+        again.process.send_signal(signal.SIGTERM)
+        await again.ended()
+
+    sql = "select ending, prompt_tokens, output_tokens, rate_card_id, charge_pico from ledger"
+    entries = await asyncio.to_thread(rows, data, sql)
+    ending, prompt, output, card, charge = entries[0]
+    late = sum(at_s > killed_s - 0.25 for at_s in arrived_s)
+    assert again.key == server.key
+    assert server.key not in again.text
+    assert (status, answer["usage"]["completion_tokens"]) == (200, 3)
+    assert [entry[:1] for entry in entries] == [("interrupted",), ("done",)]
+    assert (ending, prompt, card) == ("interrupted", answer["usage"]["prompt_tokens"], "std@1")
+    assert len(arrived_s) - late - 16 <= output <= len(arrived_s)
+    assert charge == 5 * output > 0
+    assert await asyncio.to_thread(faults, data) == ([], [])
+
+
+async def test_a_second_signal_ends_it_now(model: Path, tmp_path: Path) -> None:
+    """An operator who asks twice does not want to wait for a drain: of an answer that is more than
+    sockets hold, while nobody reads it."""
+    long = {"max_tokens": 450, "n": 8, "stream": True, "logprobs": True, "top_logprobs": 5}
+    async with (
+        serving(model, tmp_path / "data") as server,
+        ClientSession() as session,
+        server.asked(**long) as (_, content),
+    ):
+        await content.readuntil(b"\n\n")
+        server.process.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(START_S):
+            ready = 200
+            while ready == 200:
+                async with session.get(server.url.removesuffix("/v1") + "/readyz") as response:
+                    ready = response.status
+        server.process.send_signal(signal.SIGTERM)
+        exit_status = await server.ended()
+
+    assert exit_status != 0

@@ -1,0 +1,293 @@
+"""Settings: what each mistake is told, and where each value came from."""
+
+from __future__ import annotations
+
+import re
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from gateway.config import (
+    Config,
+    ConfigError,
+    ModelSettings,
+    effective,
+    load_config,
+    parse_address,
+)
+from tenancy.errors import BadPrice
+from tenancy.pricing.charges import RateCard
+from tenancy.types import Limits
+
+
+def load(folder: Path, text: str, **flags: object) -> Config:
+    file = folder / "trunkline.toml"
+    file.write_text(text)
+    return load_config(file, {}, {name.replace("__", "."): flag for name, flag in flags.items()})[0]
+
+
+def test_nothing_has_to_be_set() -> None:
+    """`trunkline serve` alone is a server on this machine, for this machine."""
+    config, origin = load_config(None, {}, {})
+
+    assert config == Config()
+    assert (config.server.listen, config.admin.listen) == ("127.0.0.1:8080", "127.0.0.1:8081")
+    assert origin == {}
+
+
+def test_flags_win_over_environment_over_file_over_defaults(tmp_path: Path) -> None:
+    """And each value remembers who won."""
+    file = tmp_path / "trunkline.toml"
+    file.write_text('data_dir = "from-file"\n[model]\nname = "m"\n[limits]\nchoices_max = 4\n')
+    environment = {
+        "TRUNKLINE_CONFIG": str(file),
+        "TRUNKLINE_DATA_DIR": "from-environment",
+        "TRUNKLINE_MODEL": "n",
+    }
+    config, origin = load_config(None, environment, {"model.name": "o"})
+    shown = {path: (value, source) for path, value, source in effective(config, origin)}
+
+    assert shown["limits.choices_max"] == (4, str(file))
+    assert shown["data_dir"] == ("from-environment", "environment (TRUNKLINE_DATA_DIR)")
+    assert shown["model.name"] == ("o", "command line")
+    assert shown["server.body_bytes_max"] == (10 * 2**20, "default")
+
+
+def test_an_empty_variable_is_no_setting() -> None:
+    """`TRUNKLINE_DATA_DIR= trunkline serve` means the default, not the root of nothing."""
+    config, origin = load_config(None, {"TRUNKLINE_DATA_DIR": "", "TRUNKLINE_CONFIG": ""}, {})
+
+    assert (config, origin) == (Config(), {})
+
+
+def test_what_is_shown_can_be_written_back(tmp_path: Path) -> None:
+    """Every setting is shown under the name that the file takes."""
+    rows = effective(Config(), {})
+    sections: dict[str, list[str]] = {}
+    for path, value, _ in rows:
+        if value is not None:
+            section, _, name = path.rpartition(".")
+            line = f"{name} = {msgspec.json.encode(value).decode()}"
+            sections.setdefault(section, []).append(line)
+    text = "".join(
+        (f"[{section}]\n" if section else "") + "\n".join(lines) + "\n"
+        for section, lines in sorted(sections.items())
+    )
+
+    assert load(tmp_path, text) == Config()
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("[server]\nlisten_on = '0.0.0.0:1'", "server.listen_on is not a setting; did you mean"),
+        ("[sever]\nlisten = '0.0.0.0:1'", "sever is not a setting; did you mean server?"),
+        ("zzz = 1", "zzz is not a setting; there are data_dir, server, admin"),
+        ("[engine]\nthread = 2", "did you mean engine.threads?"),
+        ("[server]\nbody_bytes_max = '10MB'", "server.body_bytes_max: Expected `int`, got `str`"),
+        ("[server]\nbody_bytes_max = 0", "server.body_bytes_max: Expected `int` >= 1 (it is 0)"),
+        ("[server]\nheader_timeout_s = -1", "server.header_timeout_s: Expected `float` > 0"),
+        ("[server]\nheader_timeout_s = nan", "server.header_timeout_s: Expected `float`"),
+        ("[server]\nheader_timeout_s = inf", "server.header_timeout_s: Expected `float`"),
+        ("[server]\nhosts = 'localhost'", "server.hosts: Expected `array`, got `str`"),
+        ("[server]\nhosts = [1]", "server.hosts[0]: Expected `str`, got `int`"),
+        ("server = 3", "server: Expected `object`, got `int` (it is 3)"),
+        (
+            "[engine]\ndevice = 'tpu'",
+            "engine.device: Expected one of 'auto', 'cpu', 'cuda' (it is 'tpu')",
+        ),
+        ("[engine]\nblock_size = 32", "engine.block_size: Expected one of 16 (it is 32)"),
+        ("[log]\nrequests = 1", "log.requests: Expected `bool`, got `int`"),
+        ("[server", "is not TOML"),
+        ("data_dir = 'a'\ndata_dir = 'b'", "is not TOML"),
+    ],
+)
+def test_a_mistake_in_the_file_names_file_key_and_value(
+    tmp_path: Path, text: str, told: str
+) -> None:
+    """Where, what came, what would be right, on one line."""
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, text)
+
+    message = str(caught.value)
+    assert told in message
+    assert str(tmp_path / "trunkline.toml") in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("[server]\nlisten = '8080'", "server.listen: '8080' is no address; write HOST:PORT"),
+        ("[server]\nlisten = 'host:99999'", "no address"),
+        ("[server]\nlisten = 'host:²'", "no address"),
+        ("[server]\nlisten = '::1:80'", "no address"),
+        ("[admin]\nlisten = '127.0.0.1:8080'", "needs one of its own"),
+        ("[idempotency]\nkeep_hours = 23", "kept for 24 hours or more, or not at all (0)"),
+        ("[engine]\nstep_tokens_max = 100", "engine.prefill_chunk_tokens_max (512) is above"),
+        (
+            "[tracing]\nendpoint = 'collector:4318'",
+            "tracing.endpoint: 'collector:4318' is no address",
+        ),
+        ("[tracing]\nendpoint = 'http://a:b'", "no address; write http://HOST:PORT"),
+        ("[tracing]\nendpoint = 'http://'", "no address"),
+        ("data_dir = ''", "data_dir: '' is no name"),
+        ("[[tenants]]\nname = 'a'\n[[tenants.keys]]\nlabel = 'k'", "tenants: a: key 'k': either"),
+        ("[[tenants]]\nname = 'a'\nclasses = ['9m']", "there is no retention class '9m'"),
+        ("[model]\nname = ''", "model.name: '' is no name"),
+    ],
+)
+def test_values_that_do_not_go_together_are_told_too(tmp_path: Path, text: str, told: str) -> None:
+    """What types alone do not say."""
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        load(tmp_path, text)
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["http://me:s3cret@h:1", "http://me:s3cret@h:x", "http://h?k=s3cret"]
+)
+def test_a_collectors_secret_is_refused_and_not_repeated(tmp_path: Path, endpoint: str) -> None:
+    """`check-config` shows every setting: a password has no place among them."""
+    with pytest.raises(ConfigError, match="OTEL_EXPORTER_OTLP_HEADERS") as caught:
+        load(tmp_path, f"[tracing]\nendpoint = '{endpoint}'")
+
+    assert "s3cret" not in str(caught.value)
+
+
+def test_a_mistake_on_the_command_line_is_told_of_it(tmp_path: Path) -> None:
+    """Not of the file, which is right."""
+    with pytest.raises(ConfigError, match=r"^command line: server\.listen: 'x' is no address"):
+        load(tmp_path, "[server]\nlisten = '127.0.0.1:80'", server__listen="x")
+
+
+@pytest.mark.parametrize("kind", ["missing", "folder", "bytes"])
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, kind: str) -> None:
+    """With the system's reason."""
+    file = tmp_path / "trunkline.toml"
+    if kind == "folder":
+        file.mkdir()
+    elif kind == "bytes":
+        file.write_bytes(b"\xff\xfe")
+
+    with pytest.raises(ConfigError, match=re.escape(str(file))):
+        load_config(file, {}, {})
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [
+        ("127.0.0.1:0", ("127.0.0.1", 0)),
+        ("localhost:65535", ("localhost", 65_535)),
+        ("[::1]:80", ("::1", 80)),
+    ],
+)
+def test_an_address_is_a_host_and_a_port(text: str, address: tuple[str, int]) -> None:
+    """Brackets hold an IPv6 address together; port 0 is any that is free."""
+    assert parse_address(text, "x") == address
+
+
+def test_paths_hang_on_the_data_directory() -> None:
+    """One folder to back up, one to delete."""
+    config = Config(data_dir="/d")
+
+    assert (config.data, config.models_dir) == (Path("/d"), Path("/d/models"))
+
+
+def test_every_setting_is_in_the_operators_guide() -> None:
+    """A setting that is not documented is a secret."""
+    text = (Path(__file__).parents[3] / "docs/operations.md").read_text()
+    named = set(re.findall(r"`([a-z_.]+)`", text))
+
+    assert {path for path, _, _ in effective(Config(), {})} <= named
+
+
+def test_declared_tenants_are_read_with_every_setting(tmp_path: Path) -> None:
+    """By the names that the admin API uses too."""
+    file = tmp_path / "t.toml"
+    file.write_text(
+        '[[tenants]]\nname = "ada"\nclasses = ["5m"]\nweight = 2\n[[tenants]]\nname = "bob"\n'
+        "requests_at_once = 3\n"
+    )
+    config, _ = load_config(file, {}, {})
+
+    assert config.tenants is not None
+    assert [(one.name, one.weight) for one in config.tenants] == [("ada", 2.0), ("bob", 1.0)]
+    assert config.tenants[0].settings.policy.classes == ("5m",)
+    assert config.tenants[1].settings.limits.requests_at_once == 3
+
+
+KEYS = "[[tenants]]\nname = 'ada'\n[[tenants.keys]]\nlabel = 'web'\n"
+
+
+def test_declared_keys_are_read_with_their_ends_and_limits(tmp_path: Path) -> None:
+    """An end is TOML's own kind of instant, or a text of one."""
+    digest = f"sha256 = '{'0' * 64}'\n"
+    (tmp_path / "t.toml").write_text(
+        f"{KEYS}{digest}expires = 2030-01-01T00:00:00+01:00\nrequests_at_once = 3\n"
+        "[[tenants.keys]]\nlabel = 'b'\nfile = '/b'\nexpires = '2029-12-31T23:00:00Z'\n"
+    )
+    config, _ = load_config(tmp_path / "t.toml", {}, {})
+    assert config.tenants is not None
+    web, other = config.tenants[0].keys
+
+    assert web.limits == Limits(requests_at_once=3)
+    assert web.expires == other.expires == datetime(2029, 12, 31, 23, tzinfo=UTC)
+    assert (web.workspace, other.file) == ("default", "/b")
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("sha265 = 'tl-secret'", "did you mean tenants[0].keys[0].sha256?"),
+        ("sha256 = 'tl-secret'", "tenants: ada: key 'web': sha256: it is not 64"),
+        ("key = 'tl-secret'", "tenants[0].keys[0].key is not a setting"),
+        ("expires = 2030-01-01T00:00:00", "tenants[0].keys[0].expires: Expected `datetime` with a"),
+        ("expires = 'tl-secret'", "tenants[0].keys[0].expires: Invalid"),
+        ("scopes = 'usage'", "tenants[0].keys[0].scopes: Expected `array`"),
+    ],
+)
+def test_a_wrong_key_is_told_by_its_place_and_not_repeated(
+    tmp_path: Path, text: str, told: str
+) -> None:
+    """Whoever takes it for the place of the key itself must not find it in a log."""
+    with pytest.raises(ConfigError, match=re.escape(told)) as caught:
+        load(tmp_path, KEYS + text)
+
+    assert "secret" not in str(caught.value)
+
+
+def test_tenants_that_nobody_declared_are_told_from_none() -> None:
+    """A file from before there were declared tenants must not suspend anybody."""
+    assert load_config(None, {}, {})[0].tenants is None
+
+
+def test_shared_scopes_are_read_and_checked(tmp_path: Path) -> None:
+    """None are declared unless the file says so; mistakes are told by their place."""
+    head = '[[tenancy.shared_scopes]]\nname = "ours"\nowner = "ada"\n'
+    config = load(tmp_path, f'{head}members = ["ada", "bob/lab"]\n')
+
+    assert load(tmp_path, "").tenancy.shared_scopes is None
+    assert config.tenancy.shared_scopes is not None
+    assert config.tenancy.shared_scopes[0].members == ("ada", "bob/lab")
+    for text, message in (
+        (f"{head}member = []\n", "tenancy.shared_scopes[0].member is not a setting; did you mean"),
+        (f"{head}members = [1]\n", "tenancy.shared_scopes[0]"),
+        (f"{head}{head}", "the shared scope 'ours' is declared twice"),
+        (f'{head}members = ["bob", "bob/lab"]\n', "a workspace is in one scope at most"),
+        (f'{head}members = ["../bob"]\n', "'..' is no tenant name"),
+        ("[tenancy]\nshared_scopes = 1\n", "tenancy.shared_scopes"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            load(tmp_path, text)
+
+
+def test_prices_are_by_the_models_own_name() -> None:
+    """The ledger knows no alias: a price under one would be nobody's."""
+    config = Config(model=ModelSettings("m", aliases=("gpt-4o-mini",)))
+    config.check_card(RateCard("x", model="m"))
+    config.check_card(RateCard("x", model="another-servers"))
+
+    with pytest.raises(BadPrice, match="'gpt-4o-mini' is an alias"):
+        config.check_card(RateCard("x", model="gpt-4o-mini"))

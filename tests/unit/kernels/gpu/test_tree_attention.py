@@ -1,0 +1,394 @@
+"""Tree attention against float64 attention over gathered keys: interpreter or device."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+import kernels.gpu.tree_attention
+from kernels.gpu.tree_attention import Parts, WorkList, tree_attention
+from kernels.gpu.work_list import BIG, SMALL, WIDE, Planner, Slices
+from tests.unit.kernels.gpu.plan_checker import check_plan
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+SIZE = 16
+
+
+@pytest.fixture(autouse=True)
+def _merge_many_heads_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small batches would be merged a head at a time, which the interpreter takes minutes for."""
+    torch.set_num_threads(1)
+    if DEVICE.type == "cpu":
+        monkeypatch.setattr(kernels.gpu.tree_attention, "FEW_ROW_HEADS", 0)
+
+
+class Case:
+    """A random tree of slices: `levels` of (nodes, blocks per node), then own keys per slice."""
+
+    def __init__(
+        self,
+        seed: int,
+        levels: list[tuple[int, int]],
+        slices: list[tuple[int, int]],
+        *,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+    ) -> None:
+        rng = np.random.default_rng(seed)
+        n = len(slices)
+        self.tables: list[list[int]] = [[] for _ in range(n)]
+        groups: list[tuple[int, int, int, int]] = []
+        fresh = iter(rng.permutation(4096).tolist())
+        depth = 0
+        for nodes, blocks in levels:
+            edges = np.linspace(0, n, nodes + 1).astype(int).tolist()
+            for a, b in pairwise(edges):
+                shared = [next(fresh) for _ in range(blocks)]
+                for table in self.tables[a:b]:
+                    table.extend(shared)
+                if b - a > 1:
+                    groups.append((a, b, depth, depth + blocks))
+            depth += blocks
+        starts, rows = [], []
+        for table, (own, count) in zip(self.tables, slices, strict=True):
+            start = depth * SIZE + own
+            starts.append(start)
+            rows.append(count)
+            table.extend(next(fresh) for _ in range(-(-(start + count) // SIZE) - depth))
+        self.groups = np.array(groups, np.int32).reshape(-1, 4)
+        width = max(len(t) for t in self.tables) + 8
+        flat = np.zeros((n, width), np.int32)
+        for i, table in enumerate(self.tables):
+            flat[i, : len(table)] = table
+        self.slices = Slices(
+            np.array(rows, np.int32),
+            np.array(starts, np.int32),
+            np.arange(n, dtype=np.int32) * width,
+        )
+        self.block_ids = torch.from_numpy(flat.reshape(-1)).to(DEVICE)
+        g = torch.Generator().manual_seed(seed)
+        total = int(sum(rows))
+        blocks_used = 1 + max(max(t) for t in self.tables)
+        self.kv = torch.randn(
+            blocks_used, 2, 2, kv_heads, SIZE, head_dim, generator=g, dtype=torch.float32
+        ).to(device=DEVICE, dtype=dtype)
+        self.q = torch.randn(total, heads, head_dim, generator=g).to(device=DEVICE, dtype=dtype)
+        self.lengths = torch.tensor(
+            [s + 1 + j for s, c in zip(starts, rows, strict=True) for j in range(c)],
+            dtype=torch.int32,
+            device=DEVICE,
+        )
+
+    def fill_unseen(self, value: float) -> None:
+        """Put this into every slot that no row sees."""
+        unseen = torch.ones(len(self.kv), SIZE, dtype=torch.bool)
+        ends = (self.slices.starts + self.slices.rows).tolist()
+        for table, end in zip(self.tables, ends, strict=True):
+            for at, block in enumerate(table):
+                unseen[block, : max(0, end - at * SIZE)] = False
+        self.kv.transpose(1, 4)[unseen.to(DEVICE)] = value
+
+    def expected(self, layer: int) -> torch.Tensor:
+        """[T, H, D] float64: plain attention, row by row."""
+        heads, d = self.q.shape[1:]
+        kv_heads = self.kv.shape[3]
+        out, row = [], 0
+        for table, count in zip(self.tables, self.slices.rows.tolist(), strict=True):
+            keys = self.kv[table, layer].double().permute(1, 2, 0, 3, 4).flatten(2, 3)
+            keys = keys.repeat_interleave(heads // kv_heads, dim=1)
+            for _ in range(count):
+                n = int(self.lengths[row])
+                scores = torch.einsum("hd,hnd->hn", self.q[row].double(), keys[0][:, :n]) / d**0.5
+                out.append(torch.einsum("hn,hnd->hd", scores.softmax(-1), keys[1][:, :n]))
+                row += 1
+        return torch.stack(out)
+
+
+def planner_for(case: Case, *, chunk: int = 0, multiprocessors: int = 2) -> Planner:
+    heads, kv_heads = case.q.shape[1], case.kv.shape[3]
+    return Planner(
+        kv_heads=kv_heads,
+        heads_per_group=heads // kv_heads,
+        block_size=SIZE,
+        multiprocessors=multiprocessors,
+        chunk_keys=chunk,
+        group_keys_min=32,
+        span_keys_min=64,
+        own_span_keys_min=64,
+        own_span_keys_target=128,
+    )
+
+
+def attend(
+    case: Case, planner: Planner, layer: int = 1, *, side_by_side: bool = False
+) -> torch.Tensor:
+    """`side_by_side`: as decoding steps run, shared keys off a queue beside the small tiles."""
+    plan = planner.plan(case.slices, case.groups)
+    check_plan(plan, case.slices, planner)
+    rows, heads, d = case.q.shape
+    work = WorkList((WIDE, BIG, SMALL), planner.multiprocessors, rows, 4096, DEVICE)
+    work.load(plan)
+    out = torch.full_like(case.q, float("nan"))
+    parts = Parts(plan.parts_max, rows, heads, d, DEVICE)
+    parts.out.fill_(float("nan"))
+    classes = (2, 1) if side_by_side else (0, 1, 2)
+    tree_attention(
+        case.q, case.kv, layer, work, case.block_ids, case.lengths, out, parts, classes=classes,
+        causal=not side_by_side, dependent=side_by_side,
+    )  # fmt: skip
+    assert int(parts.queue) == 0, "the next layer's queue begins at its first unit"
+    return out
+
+
+def error(got: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((got.double() - expected).norm() / expected.norm())
+
+
+SHAPES: dict[str, tuple[int, int, int]] = {
+    "mha": (2, 2, 16),
+    "gqa of three": (6, 2, 16),
+    "gqa of four": (8, 2, 32),
+    "mqa": (4, 1, 16),
+    "a row to a small tile": (16, 1, 16),
+}
+TREES: dict[str, tuple[list[tuple[int, int]], list[tuple[int, int]]]] = {
+    "one row": ([], [(5, 1)]),
+    "no sharing, ragged": ([], [(0, 1), (1, 1), (15, 1), (16, 1), (17, 1), (200, 1)]),
+    "one prefix": ([(1, 5)], [(3, 1), (16, 1), (40, 1), (0, 1), (1, 1)]),
+    "three levels": ([(1, 4), (2, 3), (4, 2)], [(3 * i % 29, 1) for i in range(8)]),
+    "short suffixes on a shared prefix": ([(1, 6)], [(0, 7), (0, 20), (5, 3), (0, 1)]),
+    "a prefill chunk beside decodes": ([(1, 4)], [(0, 1), (0, 35), (30, 1)]),
+    "a long prompt from nothing": ([], [(0, 90)]),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+@pytest.mark.parametrize("tree", TREES.values(), ids=TREES.keys())
+def test_tree_attention_is_attention(
+    tree: tuple[list[tuple[int, int]], list[tuple[int, int]]], shape: tuple[int, int, int]
+) -> None:
+    """Whatever is shared and however keys are cut, the answer is plain attention."""
+    levels, slices = tree
+    heads, kv_heads, d = shape
+    case = Case(1, levels, slices, heads=heads, kv_heads=kv_heads, head_dim=d, dtype=torch.float32)
+
+    got = attend(case, planner_for(case))
+
+    tolerance = 1e-5 if DEVICE.type == "cpu" else 2e-3  # tf32 dots on the device
+    assert error(got, case.expected(1)) < tolerance
+
+
+@pytest.mark.parametrize("tree", ["no sharing, ragged", "a prefill chunk beside decodes"])
+def test_what_lies_behind_a_sequences_end_changes_no_bit(tree: str) -> None:
+    """Tiles read whole runs of slots, of blocks that may be another's: any numbers but these."""
+    levels, slices = TREES[tree]
+    case = Case(4, levels, slices, heads=4, kv_heads=2, head_dim=16, dtype=torch.float32)
+    planner = planner_for(case)
+    case.fill_unseen(0.0)
+    expected = attend(case, planner)
+
+    case.fill_unseen(1e30)
+    got = attend(case, planner)
+
+    assert torch.equal(expected, got)
+
+
+@pytest.mark.parametrize("tree", ["one prefix", "three levels"])
+def test_two_classes_side_by_side_change_no_bit(tree: str) -> None:
+    """Which program takes a unit, and when, is left to a queue; what a unit adds up is not."""
+    levels, slices = TREES[tree]
+    case = Case(1, levels, slices, heads=8, kv_heads=2, head_dim=32, dtype=torch.float32)
+    planner = planner_for(case)
+    expected = attend(case, planner)
+
+    first, again, other = (attend(case, planner, at, side_by_side=True) for at in (1, 1, 0))
+
+    assert torch.equal(expected, first)
+    assert torch.equal(expected, again)
+    assert error(other, case.expected(0)) < (1e-5 if DEVICE.type == "cpu" else 2e-3)
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+def test_a_small_batch_is_merged_a_head_at_a_time(
+    shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The merge has two shapes, by how much there is of it; both add the same parts."""
+    monkeypatch.setattr(kernels.gpu.tree_attention, "FEW_ROW_HEADS", 1024)
+    heads, kv_heads, d = shape
+    case = Case(
+        2, [(1, 6)], [(70, 1), (0, 1)], heads=heads, kv_heads=kv_heads, head_dim=d,
+        dtype=torch.float32,
+    )  # fmt: skip
+
+    got = attend(case, planner_for(case))
+
+    assert error(got, case.expected(1)) < (1e-5 if DEVICE.type == "cpu" else 2e-3)
+
+
+@pytest.mark.parametrize("seed", range(2 if DEVICE.type == "cpu" else 200))
+def test_canonical_chunks_give_equal_results_whoever_shares(seed: int) -> None:
+    """Batch-invariant mode: a row's bits do not depend on its companions.
+
+    Bits are demanded of the device. The interpreter multiplies through BLAS, whose rounding depends
+    on a row's place in the matrix, so there only the arithmetic's order can be checked.
+    """
+    rng = np.random.default_rng(seed)
+    slices = [(int(rng.integers(0, 60)), 1) for _ in range(6)]
+    case = Case(
+        seed, [(1, 6), (3, 4)], slices, heads=4, kv_heads=2, head_dim=16, dtype=torch.float32
+    )
+    planner = planner_for(case, chunk=64)
+
+    together = attend(case, planner)
+    case.groups = np.zeros((0, 4), np.int32)
+    alone = attend(case, planner)
+
+    if DEVICE.type == "cuda":
+        assert torch.equal(together, alone)
+    torch.testing.assert_close(together, alone, rtol=0, atol=1e-6)
+    assert error(together, case.expected(1)) < (1e-5 if DEVICE.type == "cpu" else 2e-3)
+
+
+def test_half_precision_stays_within_its_rounding() -> None:
+    """Operands are rounded to 8 (bf16) or 11 bits and accumulated in fp32.
+
+    The interpreter has no bf16, so there it is fp16.
+    """
+    dtype = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16
+    case = Case(3, [(1, 6)], [(9, 1), (30, 5)], heads=8, kv_heads=2, head_dim=32, dtype=dtype)
+
+    got = attend(case, planner_for(case))
+
+    assert error(got, case.expected(1)) < (8e-3 if dtype == torch.bfloat16 else 1e-3)
+
+
+def random_tree(seed: int) -> tuple[Slices, npt.NDArray[np.int32]]:
+    """Random nested groups and slices, to put the planner's arithmetic through."""
+    rng = np.random.default_rng(seed)
+    n = int(rng.integers(1, 24))
+    groups: list[tuple[int, int, int, int]] = []
+    own = np.zeros(n, np.int32)
+
+    def descend(a: int, b: int, block: int, depth: int) -> None:
+        if b - a < 2 or depth > 3:
+            return
+        end = block + int(rng.integers(1, 30))
+        groups.append((a, b, block, end))
+        own[a:b] = end
+        middle = int(rng.integers(a, b + 1))
+        descend(a, middle, end, depth + 1)
+        descend(middle, b, end, depth + 1)
+
+    descend(0, n, 0, 0)
+    rows = np.where(rng.random(n) < 0.6, 1, rng.integers(1, 90, n)).astype(np.int32)
+    starts = (own * SIZE + rng.integers(0, 700, n)).astype(np.int32)
+    offsets = (np.arange(n) * 4096).astype(np.int32)
+    return Slices(rows, starts, offsets), np.array(groups, np.int32).reshape(-1, 4)
+
+
+def test_a_row_with_more_heads_than_a_small_tile_is_no_plan() -> None:
+    """It would be in no unit: its answer what the memory held before."""
+    planner = Planner(kv_heads=1, heads_per_group=32, block_size=SIZE, multiprocessors=4)
+    one = np.ones(1, np.int32)
+
+    with pytest.raises(AssertionError, match="more heads"):
+        planner.plan(Slices(one, one, one), np.zeros((0, 4), np.int32))
+
+
+@pytest.mark.parametrize("chunk", [0, 64, 256])
+@pytest.mark.parametrize("seed", range(20))
+def test_every_key_of_every_row_is_in_exactly_one_unit(seed: int, chunk: int) -> None:
+    """The planner's one invariant, over random trees, ragged lengths and prefill chunks."""
+    slices, groups = random_tree(seed)
+    planner = Planner(
+        kv_heads=2,
+        heads_per_group=4,
+        block_size=SIZE,
+        multiprocessors=4,
+        chunk_keys=chunk,
+        span_keys_min=128,
+        own_span_keys_target=256,
+    )
+
+    check_plan(planner.plan(slices, groups), slices, planner)
+
+
+@pytest.mark.parametrize(
+    ("shared", "own", "expected"),
+    [
+        ([(1, 2048)], 64, True),
+        ([(8, 2048)], 128, True),
+        ([(1, 1024), (8, 2048), (32, 512)], 64, True),
+        ([(1, 2048)], 16, False),
+        ([(8, 8192)], 128, False),
+        ([], 1024, False),
+    ],
+)
+def test_classes_run_side_by_side_where_that_was_measured_to_be_faster(
+    shared: list[tuple[int, int]], own: int, expected: bool
+) -> None:
+    """Own keys too few to keep shared ones company, or shared ones of many waves: one after the
+    other. 256 rows of the 8B shape on 132 multiprocessors."""
+    planner = Planner(kv_heads=8, heads_per_group=4, block_size=SIZE, multiprocessors=132)
+    groups, depth = [], 0
+    for nodes, keys in shared:
+        edges = np.linspace(0, 256, nodes + 1).astype(int).tolist()
+        groups += [(a, b, depth, depth + keys // SIZE) for a, b in pairwise(edges)]
+        depth += keys // SIZE
+    starts = np.full(256, depth * SIZE + own - 1, np.int32)
+    slices = Slices(np.ones(256, np.int32), starts, np.arange(256, dtype=np.int32) * 1024)
+
+    plan = planner.plan(slices, np.array(groups, np.int32).reshape(-1, 4))
+
+    assert plan.side_by_side == expected
+    assert plan.classes == ((2, 1) if expected else (0, 2) if shared else (2,))
+
+
+@pytest.mark.parametrize(("rows", "parts"), [(1, 8), (8, 8), (64, 2), (256, 1)])
+def test_few_rows_are_cut_finely_enough_to_keep_the_device_busy(rows: int, parts: int) -> None:
+    """A lone row of 512 keys in one piece would be read by 8 of 132 multiprocessors."""
+    planner = Planner(kv_heads=8, heads_per_group=4, block_size=SIZE, multiprocessors=132)
+    starts, offsets = np.full(rows, 511, np.int32), np.arange(rows, dtype=np.int32) * 64
+    slices = Slices(np.ones(rows, np.int32), starts, offsets)
+
+    plan = planner.plan(slices, np.zeros((0, 4), np.int32))
+
+    assert plan.parts_max == parts
+
+
+@pytest.mark.parametrize("part_rows", [0, 64, 256, 1024, 65_536])
+@pytest.mark.parametrize("seed", range(6))
+def test_parts_fit_the_memory_that_there_is_for_them(seed: int, part_rows: int) -> None:
+    """Every level of a tree is a part more for the rows below. What there is no room for they read
+    themselves: memory taken within a step can be refused, and then the step fails."""
+    slices, groups = random_tree(seed)
+    planner = Planner(
+        kv_heads=2, heads_per_group=4, block_size=SIZE, multiprocessors=4,
+        span_keys_min=128, own_span_keys_target=256, part_rows=part_rows,
+    )  # fmt: skip
+
+    plan = planner.plan(slices, groups)
+
+    check_plan(plan, slices, planner)
+    assert plan.parts_max == 1 or plan.parts_max * len(plan.parts_of_row) <= part_rows
+
+
+@pytest.mark.parametrize("levels", [4, 6, 7, 12, 40])
+def test_the_longest_step_over_a_deep_tree_takes_no_memory(levels: int) -> None:
+    """128 prompts of 64 tokens, and as many that decode, below so many turns of a conversation:
+    from the seventh on each row would have more parts than there is room for."""
+    planner = Planner(kv_heads=8, heads_per_group=4, block_size=SIZE, multiprocessors=132)
+    groups = [(0, 256 - 2 * level, 80 * level, 80 * level + 80) for level in range(levels)]
+    rows = np.array([64, 1] * 128, np.int32)
+    starts = np.full(256, levels * 80 * SIZE + 100, np.int32)
+    slices = Slices(rows, starts, np.arange(256, dtype=np.int32) * 8192)
+
+    plan = planner.plan(slices, np.array(groups, np.int32))
+
+    assert min(levels, 6) < plan.parts_max <= planner.part_rows // int(rows.sum())

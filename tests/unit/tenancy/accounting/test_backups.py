@@ -1,0 +1,305 @@
+"""A copy beside a running server is whole; one put back is right, alone, and another epoch."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import apsw
+import pytest
+
+from tenancy.accounting.audit import check_books
+from tenancy.accounting.backups import Missing, backup, mark, restore
+from tenancy.accounts.tenants import create_tenant
+from tenancy.errors import StoreError
+from tenancy.ledger.epochs import list_ledger_epochs
+from tenancy.ledger.ledger import Hold, Ledger
+from tenancy.ledger.progress import Progress
+from tenancy.storage.interface import Store
+from tenancy.storage.sqlite import SqliteStore, migrations
+from tests.crash.ledger_child import entry
+from tests.unit.tenancy.conftest import Wall
+
+PATIENCE_S = 20
+DAY_MS = 86_400_000
+ROOT = Path(__file__).parents[4]
+
+
+@pytest.fixture
+def path(tmp_path: Path, wall: Wall) -> Path:
+    """Of a ledger with two entries."""
+    store = SqliteStore(tmp_path / "data" / "test.db")
+    create_tenant(store, wall, "ada")
+    store.close()
+    settle(tmp_path / "data" / "test.db", wall, "1-1", "1-2")
+    return tmp_path / "data" / "test.db"
+
+
+def settle(path: Path, wall: Wall, *request_ids: str) -> None:
+    """One life of a server."""
+    store = SqliteStore(path)
+    ledger = Ledger(store, wall)
+    for request_id in request_ids:
+        ledger.settle(entry(request_id)).result(PATIENCE_S)
+    ledger.close()
+    store.close()
+
+
+def ids(path: Path) -> list[str]:
+    """What a ledger holds; its books are right."""
+    store = SqliteStore(path)
+    assert check_books(store) == []
+    found = [row[0] for row in store.query("select request_id from ledger order by entry_id")]
+    store.close()
+    return found
+
+
+def refusal(source: Path, path: Path, wall: Wall) -> str:
+    """Of a restore, with nothing changed."""
+    before = ids(path)
+    with pytest.raises(StoreError) as caught:
+        restore(source, path, wall)
+    assert ids(path) == before
+    assert not list(path.parent.glob("*part*"))
+    return caught.value.code
+
+
+def test_a_backup_beside_a_server_that_writes_is_whole(path: Path, wall: Wall) -> None:
+    """As of one commit, in one file, for its owner alone; the server waits for nobody."""
+    store = SqliteStore(path)
+    ledger = Ledger(store, wall)
+    has_ended = threading.Event()
+
+    def write() -> None:
+        for number in range(200):
+            ledger.settle(entry(f"2-{number}")).result(PATIENCE_S)
+        has_ended.set()
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    copies: list[Path] = []
+    while not has_ended.is_set() or not copies:
+        copies.append(path.parent / f"{len(copies)}.db")
+        assert backup(path, copies[-1]) == copies[-1].stat().st_size
+    writer.join()
+    ledger.close()
+    store.close()
+
+    beside = {file.name for file in path.parent.iterdir()} - {copy.name for copy in copies}
+    assert beside == {"test.db", "test.db.lock", "test.db.known"}
+    assert {copy.stat().st_mode & 0o777 for copy in copies} == {0o600}
+    lengths = [len(ids(copy)) for copy in copies]
+    assert lengths == sorted(lengths)
+    assert lengths[0] >= 2
+
+
+def test_a_backup_takes_nobodys_place(path: Path) -> None:
+    """The ledger's least of all."""
+    with pytest.raises(StoreError, match="name another file"):
+        backup(path, path)
+    with pytest.raises(OSError, match="No such file"):
+        backup(path, path.parent / "nowhere" / "b.db")
+
+
+def test_what_is_restored_is_another_epoch_and_says_what_is_missing(path: Path, wall: Wall) -> None:
+    """L8. What was there is kept, with what it had."""
+    backup(path, path.parent / "b.db")
+    wall.ms += DAY_MS
+    settle(path, wall, "1-3", "1-4")
+    done = restore(path.parent / "b.db", path, wall)
+    settle(path, wall, "1-5")
+
+    assert done.missing == Missing(2, 1, 2)
+    assert (done.epoch.number, done.epoch.reason, done.epoch.entry_id) == (2, "restored", 2)
+    assert ids(path) == ["1-1", "1-2", "1-5"]
+    assert done.kept == path.with_name("test.db.replaced")
+    assert ids(done.kept) == ["1-1", "1-2", "1-3", "1-4"]
+    store = SqliteStore(path)
+    reasons = [one.reason for one in list_ledger_epochs(store)]
+    store.close()
+    assert reasons == ["begun", "restored"], "it is not found once more at the start"
+
+
+def test_the_same_backup_again_is_an_epoch_of_its_own(path: Path, wall: Wall) -> None:
+    """Numbers tell histories apart."""
+    backup(path, path.parent / "b.db")
+    numbers = [restore(path.parent / "b.db", path, wall).epoch.number for _ in range(3)]
+
+    assert numbers == [2, 3, 4]
+
+
+def test_a_request_that_ran_at_the_backup_is_closed_as_it_was_then(path: Path, wall: Wall) -> None:
+    """Its hold is in the copy, with what was noted of it."""
+    store = SqliteStore(path)
+    ledger = Ledger(store, wall)
+    ledger.hold(Hold("1-9", 1, 1, "m", wall(), 9, 9)).result(PATIENCE_S)
+    ledger.note_progress({"1-9": Progress(fresh_tokens=9, output_tokens=4)})
+    ledger.settle(entry("1-3")).result(PATIENCE_S)
+    backup(path, path.parent / "b.db")
+    ledger.settle(entry("1-9")).result(PATIENCE_S)
+    ledger.close()
+    store.close()
+    restore(path.parent / "b.db", path, wall)
+    settle(path, wall)
+
+    store = SqliteStore(path)
+    found = store.query("select ending, output_tokens from ledger where request_id = '1-9'")
+    store.close()
+    assert found == [("interrupted", 4)]
+
+
+def test_into_an_empty_place_a_backup_is_restored_too(path: Path, wall: Wall) -> None:
+    """On another machine, after the first one burnt."""
+    backup(path, path.parent / "b.db")
+    elsewhere = path.parent / "new" / "test.db"
+    elsewhere.parent.mkdir()
+    (elsewhere.parent / "test.db-wal").write_bytes(b"of another time")
+    done = restore(path.parent / "b.db", elsewhere, wall)
+
+    assert (done.kept, done.missing, done.epoch.number) == (None, Missing(), 2)
+    assert ids(elsewhere) == ["1-1", "1-2"]
+
+
+def test_a_damaged_ledger_is_replaced(path: Path, wall: Wall) -> None:
+    """That is what backups are for; what was last known of it says how far it had come."""
+    backup(path, path.parent / "b.db")
+    wall.ms += DAY_MS
+    settle(path, wall, "1-3")
+    path.write_bytes(b"no database at all, " * 500)
+    done = restore(path.parent / "b.db", path, wall)
+
+    assert done.missing == Missing(None, None, wall.ms)
+    assert done.epoch.number == 2
+    assert ids(path) == ["1-1", "1-2"]
+
+
+def test_a_ledger_that_is_no_continuation_of_the_backup_is_said_to_be_none(
+    path: Path, wall: Wall, tmp_path: Path
+) -> None:
+    """Which entries are missing cannot be told then."""
+    other = tmp_path / "other.db"
+    store = SqliteStore(other)
+    create_tenant(store, wall, "bob")
+    store.close()
+    settle(other, wall, "1-7", "1-8", "1-9")
+    done = restore(other, path, wall)
+
+    assert done.missing == Missing()
+    assert ids(path) == ["1-7", "1-8", "1-9"]
+
+
+def test_what_is_no_right_ledger_of_ours_is_not_restored(path: Path, wall: Wall) -> None:
+    """Each said by its own code, and the ledger stays as it was."""
+    folder = path.parent
+    (folder / "text").write_text("no database" * 1_000)
+    (folder / "empty").touch()
+    songs = apsw.Connection(str(folder / "songs"))
+    songs.execute("create table songs (name)").fetchall()
+    songs.close()
+    for name, sql in (
+        ("wrong", "update usage_hours set requests = 9"),
+        ("newer", f"pragma user_version={len(migrations()) + 1}"),
+    ):
+        backup(path, folder / name)
+        copy = apsw.Connection(str(folder / name))
+        copy.execute(sql).fetchall()
+        copy.close()
+    backup(path, folder / "torn")
+    with (folder / "torn").open("r+b") as file:
+        file.truncate((folder / "torn").stat().st_size // 2)
+
+    found = {
+        name: refusal(folder / name, path, wall)
+        for name in ("nothing", "text", "empty", "songs", "wrong", "newer", "torn")
+    }
+
+    assert found == {
+        "nothing": "unusable",
+        "text": "unusable",
+        "empty": "not_ours",
+        "songs": "not_ours",
+        "wrong": "damaged",
+        "newer": "newer_schema",
+        "torn": found["torn"],
+    }
+    assert found["torn"] in ("unusable", "damaged")
+
+
+def test_nothing_is_restored_under_a_server(path: Path, wall: Wall) -> None:
+    """It would write on into the file that was replaced, for nobody."""
+    backup(path, path.parent / "b.db")
+    store = SqliteStore(path)
+    ledger = Ledger(store, wall)
+
+    with pytest.raises(StoreError, match="in use by another server"):
+        restore(path.parent / "b.db", path, wall)
+    beside = SqliteStore(path)
+    with pytest.raises(StoreError, match="in use by another server"):
+        mark(beside, wall)
+    for one in (ledger, store, beside):
+        one.close()
+
+
+def test_nothing_is_restored_under_a_command_that_is_still_at_work(path: Path, wall: Wall) -> None:
+    """What it writes must not end up in a file that nobody reads."""
+    backup(path, path.parent / "b.db")
+    store = SqliteStore(path)
+    with store.change() as db:
+        db.execute("update tenants set name = 'eve'")
+        with pytest.raises(StoreError) as caught:
+            restore(path.parent / "b.db", path, wall)
+    store.close()
+
+    assert caught.value.code == "in_use"
+    assert ids(path) == ["1-1", "1-2"]
+
+
+def test_a_database_that_was_restored_by_other_means_is_marked(store: Store, wall: Wall) -> None:
+    """`pg_restore`, a file system's snapshot: on either kind."""
+    create_tenant(store, wall, "ada")
+    marked = mark(store, wall)
+    again = mark(store, wall)
+
+    assert (marked.number, again.number, marked.reason) == (2, 3, "marked")
+
+
+@pytest.mark.slow
+def test_killed_at_any_call_a_restore_leaves_the_one_or_the_other(
+    path: Path, wall: Wall, tmp_path: Path
+) -> None:
+    """Whole and right, and no server finds an old log beside a new file."""
+    backup(path, tmp_path / "b.db")
+    settle(path, wall, "1-3")
+    program = (
+        "import os, signal, sys; from pathlib import Path; from tenancy import backups\n"
+        "left = [int(sys.argv[3])]\n"
+        "def look(frame, event, arg):\n"
+        "    left[0] -= event == 'call' or event == 'c_call'\n"
+        "    if left[0] <= 0: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "sys.setprofile(look)\n"
+        "backups.restore(Path(sys.argv[1]), Path(sys.argv[2]), lambda: 9)\n"
+        "sys.setprofile(None)\n"
+    )
+    calls, ends = 40, set()
+    while True:
+        run = subprocess.run(
+            [sys.executable, "-c", program, tmp_path / "b.db", path, str(calls)],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            check=False,
+            timeout=60,
+        )
+        found = ids(path)
+        ends.add(tuple(found))
+        assert found in (["1-1", "1-2", "1-3"], ["1-1", "1-2"])
+        if run.returncode == 0:
+            break
+        assert run.returncode == -signal.SIGKILL
+        calls += max(40, calls // 4)
+
+    assert found == ["1-1", "1-2"]
+    assert len(ends) == 2

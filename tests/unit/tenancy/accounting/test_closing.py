@@ -1,0 +1,260 @@
+"""A closed day is final: counted, summed, hashed, and refused by the file from then on."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, closing
+
+import pytest
+from msgspec.structs import replace
+
+from tenancy.accounting.audit import check_books
+from tenancy.accounting.closing import close_days, list_closes
+from tenancy.accounts.tenants import create_tenant
+from tenancy.errors import BooksClosed, ConstraintBroken, LedgerUnavailable
+from tenancy.ledger.adjustments import Adjustment, adjust
+from tenancy.ledger.ledger import EngineTotals, Hold, Ledger
+from tenancy.ledger.transactions import StorageReading
+from tenancy.pricing.charges import RateCard
+from tenancy.pricing.rate_cards import add_card
+from tenancy.storage.interface import Store, Transaction
+from tenancy.types import UsageEntry
+from tests.unit.tenancy.conftest import Wall
+
+DAY_MS = 86_400_000
+
+
+def entry(request_id: str, at_ms: int) -> UsageEntry:
+    return UsageEntry(request_id, 1, 1, "m", "done", at_ms, at_ms, 10, 2, 3, 5, 4, 0)
+
+
+@pytest.fixture
+def ledger(store: Store, wall: Wall) -> Iterator[Ledger]:
+    create_tenant(store, wall, "ada")
+    add_card(store, wall, RateCard("std", input=10**12, cache_read=7))
+    ledger = Ledger(store, wall)
+    yield ledger
+    ledger.close()
+
+
+def done(future: Future[None]) -> None:
+    future.result(20)
+
+
+def code_of(store: Store, wall: Wall, through: str | None = None) -> str:
+    with pytest.raises(BooksClosed) as caught:
+        close_days(store, wall, through)
+    return caught.value.code
+
+
+def booked(store: Store) -> list[tuple[str, int]]:
+    return [tuple(row) for row in store.query("select request_id, booked_ms from ledger")]
+
+
+def test_a_close_has_the_days_sums(store: Store, ledger: Ledger, wall: Wall) -> None:
+    """Control totals that any program can compute from the entries again."""
+    for number in range(3):
+        done(ledger.settle(entry(str(number), wall() + number)))
+    adjust(store, wall, Adjustment("x", "1", -9, "an outage"))
+    done(ledger.write(StorageReading(1, "1h", 55, wall())))
+    wall.ms += DAY_MS
+    (day,) = close_days(store, wall)
+
+    assert (day.day, day.entries, day.prompt_tokens, day.output_tokens) == ("1970-01-01", 3, 30, 12)
+    assert (day.cache_read_tokens, day.cache_write_tokens) == (6, 9)
+    assert day.charge_pico == 3 * (2 * 7 + 8 * 10**12)
+    assert (day.adjustments, day.adjusted_pico, day.storage_token_seconds) == (1, -9, 55)
+    assert (len(day.digest), day.closed_ms) == (64, wall())
+    assert list_closes(store) == [day]
+
+
+def test_what_comes_late_is_booked_on_the_next_open_day(
+    store: Store, ledger: Ledger, wall: Wall
+) -> None:
+    """It is charged, by the price of its time; only its period moves."""
+    done(ledger.settle(entry("a", wall())))
+    began_ms, wall.ms = wall.ms, wall.ms + DAY_MS
+    (closed,) = close_days(store, wall)
+    done(ledger.settle(entry("b", began_ms)))
+    done(ledger.write(StorageReading(1, "1h", 55, began_ms)))
+    wall.ms += DAY_MS
+    (after,) = close_days(store, wall)
+
+    assert booked(store) == [("a", began_ms), ("b", DAY_MS)]
+    assert (closed.entries, after.entries, after.storage_token_seconds) == (1, 1, 55)
+    assert after.charge_pico == closed.charge_pico
+
+
+def test_a_clock_that_goes_back_moves_nothing_that_is_closed(
+    store: Store, ledger: Ledger, wall: Wall
+) -> None:
+    """L9: holds and entries of a wrong time go to the first open day."""
+    done(ledger.settle(entry("a", wall())))
+    wall.ms += 3 * DAY_MS
+    before = close_days(store, wall)
+    wall.ms -= 3 * DAY_MS
+    done(ledger.hold(Hold("b", 1, 1, "m", wall())))
+    done(ledger.settle(entry("b", wall())))
+
+    assert [row[1] // DAY_MS for row in booked(store)] == [0, 3]
+    assert list_closes(store) == before
+    assert len(before) == 3
+    assert code_of(store, wall, "1970-01-01") == "day_not_over"
+
+
+def at_each_change(
+    store: Store, monkeypatch: pytest.MonkeyPatch, what: Callable[[int], None]
+) -> None:
+    """Done before each of its transactions, which are numbered."""
+    change, count = store.change, itertools.count(1)
+
+    def changed() -> AbstractContextManager[Transaction]:
+        what(next(count))
+        return change()
+
+    monkeypatch.setattr(store, "change", changed)
+
+
+def test_others_write_while_a_day_is_counted(
+    store: Store, ledger: Ledger, wall: Wall, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A day may have millions of entries: nobody waits for more than the lines of the close, and
+    what came meanwhile is counted too."""
+    for number in range(9):
+        done(ledger.settle(entry(str(number), wall())))
+    began_ms, wall.ms = wall.ms, wall.ms + DAY_MS
+    tries: list[int] = []
+    with closing(store.another()) as other:
+
+        def late(number: int) -> None:
+            tries.append(number)
+            if number == 1:
+                done(ledger.settle(entry("late", began_ms)))
+            elif number == 2:
+                adjust(store, wall, Adjustment("x", "1", -9, "an outage"))  # of another day
+
+        at_each_change(other, monkeypatch, late)
+        (day,) = close_days(other, wall)
+
+    assert (tries, day.entries, day.prompt_tokens, day.adjustments) == ([1, 2], 10, 100, 0)
+    assert check_books(store) == []
+
+
+def test_a_day_that_grows_all_the_time_stays_open(
+    store: Store, ledger: Ledger, wall: Wall, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Entries, adjustments or storage: whatever it is, it is asked for again."""
+    done(ledger.settle(entry("a", wall())))
+    began_ms, wall.ms = wall.ms, wall.ms + DAY_MS
+
+    def late(number: int) -> None:
+        if number == 1:
+            done(ledger.settle(entry("late", began_ms)))
+        elif number == 2:
+            done(ledger.write(StorageReading(1, "1h", 55, began_ms)))
+        else:
+            wall.ms -= DAY_MS
+            adjust(store, wall, Adjustment("x", "a", -9, "an outage"))
+            wall.ms += DAY_MS
+
+    with closing(store.another()) as other, monkeypatch.context() as patch:
+        at_each_change(other, patch, late)
+        code = code_of(other, wall)
+
+    assert (code, list_closes(store)) == ("days_change", [])
+    assert [day.entries for day in close_days(store, wall)] == [2]
+
+
+def test_a_day_in_which_something_runs_stays_open(store: Store, ledger: Ledger, wall: Wall) -> None:
+    """So its reservation and its charge are of one window."""
+    done(ledger.hold(Hold("a", 1, 1, "m", wall())))
+    began_ms, wall.ms = wall.ms, wall.ms + DAY_MS
+    running = code_of(store, wall)
+    done(ledger.settle(entry("a", began_ms)))
+    (day,) = close_days(store, wall)
+
+    assert (running, day.entries) == ("requests_running", 1)
+
+
+def test_closing_again_says_so_and_changes_nothing(
+    store: Store, ledger: Ledger, wall: Wall
+) -> None:
+    """For a job that runs every hour, nothing to do is no error; for a day by name it is."""
+    done(ledger.settle(entry("a", wall())))
+    wall.ms += DAY_MS
+    days = close_days(store, wall)
+
+    assert close_days(store, wall) == []
+    assert code_of(store, wall, "1970-01-01") == "day_closed"
+    assert list_closes(store) == days
+
+
+@pytest.mark.parametrize("day", ["yesterday", "1970-13-01", "", "'; --"])
+def test_a_day_that_is_none_is_refused(store: Store, wall: Wall, day: str) -> None:
+    """And so is one that is not over."""
+    assert code_of(store, wall, day) == "bad_day"
+    assert code_of(store, wall, "1970-01-01") == "day_not_over"
+
+
+def test_an_empty_ledger_has_nothing_to_close(store: Store, wall: Wall) -> None:
+    """The first day is that of the first entry."""
+    wall.ms += 500 * DAY_MS
+
+    assert close_days(store, wall) == []
+
+
+def test_each_close_is_chained_to_the_one_before(store: Store, ledger: Ledger, wall: Wall) -> None:
+    """Days with the same totals do not have the same digest."""
+    wall.ms += 3 * DAY_MS
+    done(ledger.settle(entry("a", 0)))
+    days = close_days(store, wall)
+
+    assert len({day.digest for day in days}) == 3
+
+
+def test_the_file_itself_refuses_what_is_closed(store: Store, ledger: Ledger, wall: Wall) -> None:
+    """Whatever program writes."""
+    done(ledger.settle(entry("a", wall())))
+    wall.ms += DAY_MS
+    close_days(store, wall)
+    copied = (
+        "insert into ledger select 9, 'z', tenant_id, key_id, model, ending, started_ms, ended_ms,"
+        " prompt_tokens, cache_read_tokens, cache_write_tokens, fresh_tokens, output_tokens,"
+        " physical_cached_tokens, reads, writes, workspace, tier, dialect,"
+        " recomputed_promised_tokens, ttft_ms, epoch, rate_card_id, charge_pico, saved_pico,"
+        " booked_ms, chain from ledger"
+    )
+    for statement in (copied, "delete from closes", "update closes set entries = 0"):
+        with pytest.raises(ConstraintBroken), store.change() as db:
+            db.execute(statement)
+
+
+def test_a_hold_that_no_close_saw_cannot_reach_into_a_closed_day(
+    store: Store, ledger: Ledger, wall: Wall
+) -> None:
+    """An impossible entry is refused; the day stays as it was."""
+    done(ledger.settle(entry("a", wall())))
+    wall.ms += DAY_MS
+    close_days(store, wall)
+    refused = ledger.settle(UsageEntry("b", 1, 1, "m", "done", 0, 0, 9, 2, 3, 5, 4, 0))
+
+    assert isinstance(refused.exception(20), LedgerUnavailable)
+    assert len(booked(store)) == 1
+
+
+def test_a_day_in_which_the_engine_counted_otherwise_stays_open(
+    store: Store, ledger: Ledger, wall: Wall
+) -> None:
+    """An alarm stops the close of its days, until somebody has explained it; not of those after."""
+    done(ledger.settle(replace(entry("a", wall()), epoch="e1")))
+    done(ledger.write(EngineTotals("e1", wall(), 11, 0, 4, 11, 0, 4, is_ended=True)))
+    wall.ms += DAY_MS
+    refused = code_of(store, wall)
+    closed = close_days(store, wall, despite_counts=True)
+    done(ledger.settle(entry("b", wall())))
+    wall.ms += DAY_MS
+
+    assert (refused, len(closed)) == ("counts_apart", 1)
+    assert len(close_days(store, wall)) == 1

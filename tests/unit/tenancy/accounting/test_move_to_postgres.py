@@ -1,0 +1,267 @@
+"""A ledger moved from a file to a server is the same ledger, and goes on there."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from tenancy.accounting.audit import check_books
+from tenancy.accounting.closing import close_days
+from tenancy.accounting.move_to_postgres import COUNTED, TABLES, Stage, move
+from tenancy.accounting.usage import usage
+from tenancy.accounts.authentication import Registry
+from tenancy.accounts.cached_contents import Resource, ResourceQuota, create_resource
+from tenancy.accounts.deletion import delete_tenant
+from tenancy.accounts.erasure_receipts import Receipt, record
+from tenancy.accounts.keys import create_admin_key, create_key, rotate_key
+from tenancy.accounts.shared_scopes import ScopeTerms, set_scope
+from tenancy.accounts.tenants import create_tenant, note_floors_max
+from tenancy.errors import StoreError
+from tenancy.ledger.adjustments import Adjustment, adjust
+from tenancy.ledger.epochs import begin_ledger_epoch, list_ledger_epochs
+from tenancy.ledger.idempotency import Claim, Keeping, KeptAnswer
+from tenancy.ledger.ledger import Hold, Ledger
+from tenancy.ledger.progress import Progress
+from tenancy.ledger.transactions import EngineTotals, NamedEntry, StorageReading
+from tenancy.pricing.budgets import Budget, set_budget
+from tenancy.pricing.charges import RateCard
+from tenancy.pricing.rate_cards import add_card
+from tenancy.storage.postgres import PostgresStore
+from tenancy.storage.sqlite import SqliteStore
+from tenancy.types import CachePolicy
+from tests.unit.tenancy.conftest import Wall, used
+
+DAY_MS = 86_400_000
+PATIENCE_S = 20
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "test.db"
+
+
+@pytest.fixture
+def file(path: Path, wall: Wall) -> Iterator[SqliteStore]:
+    """With some of everything there can be: two days, the first one closed, two epochs, a request
+    that ran when its server died, and tenants that are gone with and without a trace."""
+    with closing(SqliteStore(path)) as store:
+        for name in ("ada", "bob", "gone", "left"):
+            create_tenant(store, wall, name)
+        delete_tenant(store, wall, "left")
+        create_key(store, wall, 1, label="ünïcode 'quoted' \\n")
+        rotate_key(store, wall, "1", 60_000)
+        add_card(store, wall, RateCard("std", input=1_000_000, cache_read=7, cache_write={"1h": 9}))
+        set_budget(store, Budget(1, "day", hard_micros=10**9))
+        set_scope(store, wall, ScopeTerms(name="ours", owner="ada", members=("bob",)))
+        create_resource(
+            store, Resource("c", 1, "lab", "m", "n", 10, 1, 1, 10**15), b"\0\xff", ResourceQuota()
+        )
+        note_floors_max(store, 99)
+        record(store, Receipt("receipt", 1, 1, 1, "all", 2, "digest", 3))
+        ledger = Ledger(store, wall)
+        for number in range(5):
+            ledger.settle(used(f"1-{number}", wall())).result(PATIENCE_S)
+        adjust(store, wall, Adjustment("x", "1-3", -9, "an outage"))
+        ledger.settle(replace(used("3-1", wall()), tenant_id=3)).result(PATIENCE_S)
+        wall.ms += 2 * DAY_MS
+        close_days(store, wall)
+        with store.change() as db:
+            begin_ledger_epoch(db, wall(), "marked")
+        ledger.hold(Hold("n", 1, 1, "m", 1, claim=Claim("n", bytes(32), 9))).result(PATIENCE_S)
+        kept = Keeping(10**15, 10**6, KeptAnswer("head", b"\0body"))
+        ledger.settle(NamedEntry(used("n", wall()), kept)).result(PATIENCE_S)
+        ledger.write(StorageReading(1, "5m", 7, wall())).result(PATIENCE_S)
+        totals = EngineTotals("e1", wall(), 10, 0, 1, 10, 0, 1, is_ended=True)
+        ledger.write(totals).result(PATIENCE_S)
+        ledger.hold(Hold("open", 1, 1, "m", wall(), 9, 9)).result(PATIENCE_S)
+        ledger.note_progress({"open": Progress(fresh_tokens=4, output_tokens=3)})
+        ledger.settle(used("last", wall())).result(PATIENCE_S)
+        ledger.close()
+        delete_tenant(store, wall, "gone")
+        yield store
+
+
+def tables_of(store: SqliteStore | PostgresStore) -> dict[str, set[str]]:
+    """Their columns."""
+    if isinstance(store, SqliteStore):
+        names = store.query("select name from sqlite_schema where type = 'table'")
+        return {
+            name: {row[0] for row in store.query("select name from pragma_table_info(?)", (name,))}
+            for (name,) in names
+            if not name.startswith("sqlite_")
+        }
+    found: dict[str, set[str]] = {}
+    sql = "select table_name, column_name from information_schema.columns"
+    for table, column in store.query(f"{sql} where table_schema = 'public'"):
+        found.setdefault(str(table), set()).add(str(column))
+    return found
+
+
+def test_every_table_is_moved_or_counted_anew(file: SqliteStore, postgres: PostgresStore) -> None:
+    """One that comes later must not be forgotten; and both databases have the same columns."""
+    here, there = tables_of(file), tables_of(postgres)
+
+    assert set(here) | set(there) == {*TABLES, *COUNTED}
+    assert {name: here[name] for name in TABLES} == {name: there[name] for name in TABLES}
+    untried = {name for name in TABLES if not file.query(f"select 1 from {name} limit 1")}
+    assert untried == {"recent_sums"}, "a server that ends has moved them"
+
+
+def test_what_is_moved_is_the_same_ledger_and_goes_on(
+    file: SqliteStore, postgres: PostgresStore, wall: Wall
+) -> None:
+    """Keys open, sums and chains are right, no number is given twice, and the request that ran is
+    closed by what had been noted."""
+    key = create_key(file, wall, 2)
+    before = usage(file)
+    done = move(file, postgres)
+
+    assert done.rows["ledger"] == 8
+    assert done.charge_pico == file.query("select sum(charge_pico) from ledger")[0][0] > 0
+    assert usage(postgres) == before
+    assert list_ledger_epochs(postgres) == list_ledger_epochs(file)
+    assert Registry(postgres, wall, lambda: 0.0).authenticate(key).tenant.name == "bob"
+    ledger = Ledger(postgres, wall)
+    ledger.settle(used("next", wall())).result(PATIENCE_S)
+    ledger.close()
+    new = postgres.query("select request_id from ledger where entry_id > 8")
+    assert sorted(row[0] for row in new) == ["next", "open"]
+    assert create_tenant(postgres, wall, "eve").tenant_id == 5
+    assert create_admin_key(postgres, wall)
+    assert (
+        set_scope(postgres, wall, ScopeTerms(name="more", owner="ada", members=("eve",))).scope_id
+        == 2
+    )
+    assert adjust(postgres, wall, Adjustment("y", "next", -1, "again"))
+    assert check_books(postgres) == []
+
+
+SIGNS = "".join(map(chr, range(1, 128))) + "ü→𝄞"
+WEIGHTS = (1e-9, 1e-5, 0.0001, 1 / 3, 0.1, 1.0, 2.5, 7.0, 123_456.789, 1e6)
+
+
+def test_all_that_a_row_can_hold_is_moved(
+    file: SqliteStore, postgres: PostgresStore, wall: Wall
+) -> None:
+    """Signs that end a line or a field, numbers as they are written, and more pages than one."""
+    create_key(file, wall, 1, label="\\N")
+    for number, weight in enumerate(WEIGHTS):
+        create_tenant(file, wall, f"t{number}", CachePolicy(weight=weight))
+    for number in range(3):
+        content, owner = bytes(range(256)) * number, f"c{number}"
+        given = Resource(owner, 2, SIGNS, "m", "n", 10, 1, 1, 10**15)
+        create_resource(file, given, content, ResourceQuota())
+    with file.change() as db:
+        rows = [(1, hour * 3_600_000, 9, "m") for hour in range(4_001)]
+        db.execute_many(
+            "insert into usage_hours (tenant_id, hour_ms, key_id, model) values (?, ?, ?, ?)", rows
+        )
+        days = [(1, day * DAY_MS, 9, "m") for day in range(4_001 // 24 + 1)]
+        db.execute_many(
+            "insert into usage_days (tenant_id, day_ms, key_id, model) values (?, ?, ?, ?)", days
+        )
+    told: list[tuple[Stage, int, int]] = []
+    done = move(file, postgres, lambda *facts: told.append(facts))
+
+    assert done.rows["usage_hours"] > 4_001
+    for table in TABLES:
+        names = ", ".join(f'"{name}"' for name in sorted(tables_of(file)[table]))
+        mine, theirs = (store.query(f"select {names} from {table}") for store in (file, postgres))
+        assert sorted(mine, key=repr) == sorted(theirs, key=repr)
+    parts = {stage: (done, total) for stage, done, total in told}
+    all_rows = (sum(done.rows.values()),) * 2
+    assert parts == {"checked": (8, 8), "written": all_rows, "read back": all_rows}
+
+
+def test_a_move_that_was_killed_is_run_again(file: SqliteStore, postgres: PostgresStore) -> None:
+    """Before its commit it never happened; after it there is nothing left to do."""
+
+    def killed(stage: Stage, done: int, total: int) -> None:
+        if stage == "read back":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        move(file, postgres, killed)
+    left = [name for name in TABLES if postgres.query(f"select 1 from {name} limit 1")]
+    first, second = move(file, postgres), move(file, postgres)
+
+    assert left == ["ledger_epochs"]
+    assert (first.was_there, second.was_there) == (False, True)
+    assert first.rows == second.rows
+    assert (first.charge_pico, first.chain) == (second.charge_pico, second.chain)
+
+
+def test_what_was_moved_is_compared_while_others_write(
+    file: SqliteStore, postgres: PostgresStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Millions of rows are read in the file first: a transaction that writes would end meanwhile,
+    for it has nothing to do."""
+
+    def refuse() -> None:
+        raise AssertionError("nothing is written")
+
+    move(file, postgres)
+    monkeypatch.setattr(postgres, "change", refuse)
+
+    assert move(file, postgres).was_there
+
+
+def test_another_ledger_is_not_written_over(
+    file: SqliteStore, postgres: PostgresStore, wall: Wall
+) -> None:
+    """Nor mixed with this one."""
+    create_tenant(postgres, wall, "somebody")
+    with pytest.raises(StoreError, match="not empty, and is not this ledger: tenants") as caught:
+        move(file, postgres)
+
+    assert caught.value.code == "target_not_empty"
+    assert postgres.query("select name from tenants") == [("somebody",)]
+
+
+def test_beside_a_running_server_nothing_is_moved(
+    path: Path, file: SqliteStore, postgres: PostgresStore
+) -> None:
+    """What it writes afterwards would be lost."""
+    with closing(SqliteStore(path)) as server:
+        server.claim()
+        with pytest.raises(StoreError) as caught:
+            move(file, postgres)
+
+    assert caught.value.code == "in_use"
+    assert postgres.query("select 1 from tenants") == []
+
+
+def test_wrong_books_are_not_moved(
+    path: Path, file: SqliteStore, postgres: PostgresStore, wall: Wall
+) -> None:
+    """A chain that is broken here would be broken there."""
+    with closing(sqlite3.connect(path)) as db:
+        db.execute("update usage_hours set output_tokens = output_tokens + 1")
+        db.commit()
+    with pytest.raises(StoreError, match=r"is not moved: .*output_tokens") as caught:
+        move(file, postgres)
+
+    assert caught.value.code == "damaged"
+    assert postgres.query("select 1 from tenants") == []
+
+
+def test_what_the_server_changes_on_the_way_is_found(
+    file: SqliteStore, postgres: PostgresStore
+) -> None:
+    """A rule of somebody's in the database, or a fault of ours: every row is read back."""
+    with postgres.change() as db:
+        db.execute(
+            "create function spoil() returns trigger language plpgsql as"
+            " $$ begin new.tokens = 1; return new; end $$"
+        )
+        when = "before insert on cached_contents for each row"
+        db.execute(f"create trigger spoil {when} execute function spoil()")
+    with pytest.raises(StoreError, match="would not be this ledger: cached_contents"):
+        move(file, postgres)
+
+    assert postgres.query("select 1 from tenants") == []

@@ -1,0 +1,97 @@
+"""Three counts of the same tokens are apart by zero, or the difference is shown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tenancy.accounting.reconcile import Counts, reconcile, reconcile_living
+from tenancy.accounts.tenants import create_tenant
+from tenancy.ledger.ledger import EngineTotals, Hold, Ledger
+from tenancy.storage.interface import Store
+from tenancy.types import UsageEntry
+from tests.unit.tenancy.conftest import Wall
+
+
+def entry(request_id: str, epoch: str, ended_ms: int = 20) -> UsageEntry:
+    return UsageEntry(request_id, 1, 1, "m", "done", 10, ended_ms, 9, 4, 0, 5, 3, 4, epoch=epoch)
+
+
+def totals(epoch: str, times: int, at_ms: int = 20, *, is_ended: bool = False) -> EngineTotals:
+    counts = (9 * times, 4 * times, 3 * times)
+    return EngineTotals(epoch, at_ms, *counts, *counts, is_ended=is_ended)
+
+
+@pytest.fixture
+def ledger(store: Store, wall: Wall) -> Iterator[Ledger]:
+    create_tenant(store, wall, "ada")
+    ledger = Ledger(store, wall)
+    for number in range(3):
+        ledger.settle(entry(str(number), "e1")).result(20)
+    yield ledger
+    ledger.close()
+
+
+def test_equal_counts_are_not_apart(store: Store, ledger: Ledger) -> None:
+    """And are shown, so that zero is a number and not a claim."""
+    ledger.write(totals("e1", 3)).result(20)
+    (epoch,) = reconcile(store)
+
+    assert (epoch.state, epoch.is_apart, epoch.entries) == ("running", False, 3)
+    assert epoch.ledger == epoch.engine == epoch.metrics == Counts(27, 12, 9)
+
+
+@pytest.mark.parametrize("times", [2, 4])
+def test_a_difference_either_way_is_found(store: Store, ledger: Ledger, times: int) -> None:
+    """An entry that nobody computed, and tokens that nobody is charged for."""
+    ledger.write(totals("e1", times, is_ended=True)).result(20)
+    (epoch,) = reconcile(store)
+
+    assert epoch.is_apart
+    assert epoch.ledger.minus(epoch.engine).prompt_tokens == 9 * (3 - times)
+
+
+def test_while_something_runs_counts_are_not_compared(store: Store, ledger: Ledger) -> None:
+    """Nor when entries have come after the engine was last asked."""
+    ledger.write(totals("e1", 4)).result(20)
+    ledger.hold(Hold("x", 1, 1, "m", 10, epoch="e1")).result(20)
+    running = reconcile(store)[0]
+    ledger.settle(entry("x", "e1", 99)).result(20)
+    later = reconcile(store)[0]
+    ledger.write(totals("e1", 4, 99)).result(20)
+    asked = reconcile(store)[0]
+
+    assert [one.state for one in (running, later, asked)] == ["pending", "pending", "running"]
+    assert not running.is_apart
+    assert not asked.is_apart
+
+
+def test_an_engine_that_died_took_its_last_count_along(store: Store, ledger: Ledger) -> None:
+    """The difference is shown; it is no mistake of anybody's books."""
+    ledger.write(totals("e1", 2)).result(20)
+    ledger.write(totals("e2", 0, 30)).result(20)
+    newer, older = reconcile(store)
+
+    assert (newer.epoch, newer.state, older.state) == ("e2", "running", "died")
+    assert not older.is_apart
+    assert older.ledger.minus(older.engine).output_tokens == 3
+
+
+def test_of_several_that_run_each_is_known_to_its_own_gateway(store: Store, ledger: Ledger) -> None:
+    """To anybody else the older one may live or not: it is not compared, and not said to have died
+    while it may have been noted."""
+    ledger.write(totals("e1", 4, 20_000)).result(20)
+    ledger.write(totals("e2", 0, 30_000)).result(20)
+    states = [[one.state for one in reconcile(store, now_ms)] for now_ms in (150_000, 170_001)]
+    own = reconcile_living(store, "e1")
+
+    assert states == [["running", "pending"], ["running", "died"]]
+    assert own is not None
+    assert (own.state, own.is_apart) == ("running", True)
+    assert reconcile_living(store, "e3") is None
+
+
+def test_a_ledger_without_epochs_has_nothing_to_compare(store: Store) -> None:
+    """Not an error."""
+    assert reconcile(store) == []

@@ -1,0 +1,134 @@
+"""Tenants that the configuration file declares."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from tenancy.accounts.declared_tenants import Change, DeclaredTenant, reconcile
+from tenancy.accounts.deletion import delete_tenant
+from tenancy.accounts.tenants import (
+    change_tenant,
+    create_tenant,
+    find_registered,
+    list_registered,
+    set_status,
+)
+from tenancy.errors import BadName
+from tenancy.storage.interface import Store
+from tenancy.types import CachePolicy, Limits
+from tests.unit.tenancy.conftest import Wall
+
+ADA = DeclaredTenant(name="ada", tier="gold", weight=2, requests_per_minute=60)
+BOB = DeclaredTenant(name="bob", floor_blocks=8, classes=("5m", "1h"), promised_blocks_max=4)
+
+
+def told(store: Store, wall: Wall, declared: Sequence[DeclaredTenant]) -> list[tuple[str, str]]:
+    """What a reload did."""
+    changes = reconcile(store, wall, declared)
+    return [(one.tenant, one.what) for one in changes if isinstance(one, Change)]
+
+
+def test_what_is_declared_is_made(store: Store, wall: Wall) -> None:
+    """All that is set of it, and what is not said has its default."""
+    changes = reconcile(store, wall, [BOB, ADA])
+    ada, bob = list_registered(store)
+
+    assert changes == [Change("ada", "created"), Change("bob", "created")]
+    assert (ada.tenant.tier, ada.tenant.is_declared, ada.policy.weight) == ("gold", True, 2)
+    assert ada.limits == Limits(requests_per_minute=60)
+    assert bob.policy == CachePolicy(floor_blocks=8, classes=("5m", "1h"), promised_blocks_max=4)
+
+
+def test_declaring_the_same_again_writes_nothing(store: Store, wall: Wall) -> None:
+    """A reload that changes nothing is no change of the registry."""
+    reconcile(store, wall, [ADA, BOB])
+    before = store.registry_version()
+
+    assert told(store, wall, [BOB, ADA]) == []
+    assert store.registry_version() == before
+
+
+def test_a_changed_declaration_changes_all_of_it(store: Store, wall: Wall) -> None:
+    """What is said no longer goes back to its default."""
+    reconcile(store, wall, [ADA])
+
+    assert told(store, wall, [DeclaredTenant(name="ada", priority=1)]) == [("ada", "changed")]
+    found = find_registered(store, "ada")
+    assert (found.tenant.tier, found.policy) == ("standard", CachePolicy(priority=1))
+    assert found.limits == Limits()
+
+
+def test_what_is_declared_no_longer_is_suspended_and_kept(store: Store, wall: Wall) -> None:
+    """It may have leases that were promised and entries that are kept for ever."""
+    reconcile(store, wall, [ADA, BOB])
+
+    assert told(store, wall, [BOB]) == [("ada", "suspended")]
+    found = find_registered(store, "ada")
+    assert (found.tenant.status, found.tenant.is_declared) == ("suspended", False)
+    assert found.policy.weight == 2
+    assert told(store, wall, [BOB]) == []
+
+
+def test_what_is_declared_again_works_again(store: Store, wall: Wall) -> None:
+    """A line taken out by mistake and put back is as it was."""
+    reconcile(store, wall, [ADA])
+    before = find_registered(store, "ada")
+    reconcile(store, wall, [])
+
+    assert told(store, wall, [ADA]) == [("ada", "adopted")]
+    assert find_registered(store, "ada") == before
+
+
+def test_a_tenant_made_by_hand_is_left_alone_or_adopted(store: Store, wall: Wall) -> None:
+    """The file says nothing about those that it never named."""
+    create_tenant(store, wall, "ada", CachePolicy(weight=7))
+    create_tenant(store, wall, "eve")
+
+    assert told(store, wall, [ADA]) == [("ada", "adopted")]
+    assert find_registered(store, "ada").policy.weight == 2
+    assert find_registered(store, "eve").tenant.status == "active"
+
+
+def test_a_reload_does_not_resume_what_an_operator_suspended(store: Store, wall: Wall) -> None:
+    """He had a reason, and the file says nothing of it."""
+    reconcile(store, wall, [ADA])
+    set_status(store, "ada", "suspended")
+
+    assert told(store, wall, [ADA]) == []
+    assert told(store, wall, [DeclaredTenant(name="ada")]) == [("ada", "changed")]
+    assert find_registered(store, "ada").tenant.status == "suspended"
+
+
+def test_a_declared_tenant_is_changed_in_the_file_only(store: Store, wall: Wall) -> None:
+    """The next reload would take it back, and nobody would know why."""
+    reconcile(store, wall, [ADA])
+
+    with pytest.raises(BadName, match="configuration file"):
+        change_tenant(store, "ada", {"weight": 3})
+    with pytest.raises(BadName, match="configuration file"):
+        delete_tenant(store, lambda: 1, "ada")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "what"),
+    [
+        ([ADA, ADA], "declared twice"),
+        ([BOB, DeclaredTenant(name="../etc")], "no tenant name"),
+        ([BOB, DeclaredTenant(name="eve", floor_blocks=9, ceiling_blocks=8)], "eve: a ceiling"),
+        ([BOB, DeclaredTenant(name="eve", tier="A B")], "eve: 'A B' is no tier name"),
+        ([BOB, DeclaredTenant(name="eve", requests_per_minute=0)], "eve: requests_per_minute of 0"),
+        ([DeclaredTenant(name=f"t{n}") for n in range(10_001)], "more than 10000"),
+    ],
+)
+def test_what_cannot_be_changes_nothing(
+    store: Store, wall: Wall, wrong: list[DeclaredTenant], what: str
+) -> None:
+    """A file with one mistake in it is not half applied."""
+    reconcile(store, wall, [ADA])
+    before = list_registered(store)
+
+    with pytest.raises(BadName, match=what):
+        reconcile(store, wall, wrong)
+    assert list_registered(store) == before

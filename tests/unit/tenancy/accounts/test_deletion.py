@@ -1,0 +1,143 @@
+"""Deleting a tenant: what goes, what stays, and under which name."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+
+from tenancy.accounting.audit import check_books
+from tenancy.accounts.authentication import Registry
+from tenancy.accounts.cached_contents import Resource, ResourceQuota, create_resource
+from tenancy.accounts.declared_tenants import DeclaredTenant, reconcile
+from tenancy.accounts.deletion import delete_tenant, deleted_among
+from tenancy.accounts.keys import create_key, list_keys, rotate_key
+from tenancy.accounts.shared_scopes import ScopeTerms, reconcile_scopes
+from tenancy.accounts.tenants import (
+    change_tenant,
+    create_tenant,
+    find_registered,
+    list_tenants,
+    set_status,
+)
+from tenancy.errors import BadName, KeyRefused
+from tenancy.ledger.idempotency import Claim, Keeping, KeptAnswer
+from tenancy.ledger.ledger import Hold, Ledger
+from tenancy.ledger.transactions import NamedEntry
+from tenancy.pricing.budgets import Budget, set_budget
+from tenancy.storage.interface import Store
+from tenancy.types import TenantSettings, UsageEntry
+from tests.unit.tenancy.conftest import Wall
+
+ENTRY = UsageEntry("r", 1, 1, "m", "done", 1, 2, 4, 0, 0, 4, 3, 0)
+CONTENT = Resource("c", 1, "lab", "m", "my secret plans", 10, 1, 1, 10**15)
+
+
+def furnish(store: Store, wall: Wall) -> str:
+    """Ada, with one of everything there is; her key."""
+    create_tenant(store, wall, "ada", limits=None)
+    change_tenant(store, "ada", {"weight": 2, "requests_per_minute": 9, "tier": "gold"})
+    key = create_key(store, wall, 1, label="ada's laptop")
+    rotate_key(store, wall, "1", 60_000)
+    set_budget(store, Budget(1, "day", hard_micros=10**9))
+    ledger = Ledger(store, wall)
+    ledger.hold(Hold("r", 1, 1, "m", 1, claim=Claim("n", bytes(32), 9))).result(20)
+    keeping = Keeping(10**15, 10**6, KeptAnswer("head", b"what ada was told"))
+    ledger.settle(NamedEntry(ENTRY, keeping)).result(20)
+    ledger.close()
+    create_resource(store, CONTENT, b"ada's words", ResourceQuota())
+    return key
+
+
+def everything(store: Store) -> str:
+    """Every column that could say who it was."""
+    tables = ("tenants", "keys", "cached_contents", "named_requests", "budgets", "ledger")
+    return repr([store.query(f"select * from {table}") for table in tables])
+
+
+def test_a_tenant_that_used_nothing_leaves_nothing(store: Store, wall: Wall) -> None:
+    """A typo need not stay in lists for ever. Its keys go with it."""
+    key = create_key(store, wall, create_tenant(store, wall, "ada").tenant_id)
+    pseudonym = delete_tenant(store, wall, "ada")
+
+    assert (pseudonym, list_tenants(store), list_keys(store)) == (None, [], [])
+    with pytest.raises(KeyRefused):
+        Registry(store, wall, lambda: 0.0).authenticate(key)
+    with pytest.raises(BadName, match="no tenant"):
+        delete_tenant(store, wall, "ada")
+
+
+def test_money_rows_stay_under_a_pseudonym(store: Store, wall: Wall) -> None:
+    """What was charged was charged; who it was is not to be found any more, and the books are
+    right."""
+    key = furnish(store, wall)
+    pseudonym = delete_tenant(store, wall, "ada")
+
+    assert pseudonym == "deleted-1"
+    assert store.query("select request_id, tenant_id from ledger") == [("r", 1)]
+    assert check_books(store) == []
+    text = everything(store)
+    assert not any(word in text for word in ("ada", "secret", "laptop"))
+    assert store.query("select count(*) from named_requests") == [(0,)]
+    assert store.query("select count(*) from cached_contents where content is not null") == [(0,)]
+    assert store.query("select count(*) from budgets") == [(0,)]
+    assert find_registered(store, "deleted-1").settings == TenantSettings(tier="gold")
+    with pytest.raises(KeyRefused):
+        Registry(store, wall, lambda: 0.0).authenticate(key)
+
+
+def test_its_name_is_free_and_its_pseudonym_is_nobodys(store: Store, wall: Wall) -> None:
+    """Who comes next by that name is another; nobody comes back."""
+    furnish(store, wall)
+    delete_tenant(store, wall, "ada")
+    again = create_tenant(store, wall, "ada")
+
+    assert again.tenant_id == 2
+    assert deleted_among(store, {1, 2, 3}) == {1}
+    for attempt in (
+        lambda: set_status(store, "deleted-1", "active"),
+        lambda: change_tenant(store, "deleted-1", {"weight": 3}),
+        lambda: delete_tenant(store, wall, "deleted-1"),
+        lambda: create_tenant(store, wall, "deleted-9"),
+        lambda: reconcile(store, wall, [DeclaredTenant(name="deleted-1")]),
+    ):
+        with pytest.raises(BadName, match="deleted"):
+            attempt()
+
+
+def test_a_tenant_with_a_running_request_is_not_deleted(store: Store, wall: Wall) -> None:
+    """What it holds will be an entry, and may be an answer that is kept."""
+    furnish(store, wall)
+    ledger = Ledger(store, wall)
+    ledger.hold(Hold("s", 1, 1, "m", 1)).result(20)
+
+    with pytest.raises(BadName, match="suspend it"):
+        delete_tenant(store, wall, "ada")
+    assert [tenant.name for tenant, _ in list_tenants(store)] == ["ada"]
+    ledger.settle(replace(ENTRY, request_id="s")).result(20)
+    assert delete_tenant(store, wall, "ada") == "deleted-1"
+    ledger.close()
+
+
+def test_what_others_need_is_not_deleted(store: Store, wall: Wall) -> None:
+    """A shared scope has an owner; a declared tenant is the file's."""
+    create_tenant(store, wall, "ada")
+    reconcile(store, wall, [DeclaredTenant(name="bob")])
+    with store.change() as db:
+        reconcile_scopes(db, wall, [ScopeTerms(name="handbook", owner="ada", members=("ada",))])
+
+    with pytest.raises(BadName, match="handbook"):
+        delete_tenant(store, wall, "ada")
+    with pytest.raises(BadName, match="declared"):
+        delete_tenant(store, wall, "bob")
+
+
+def test_a_deleted_tenants_number_is_nobodys(store: Store, wall: Wall) -> None:
+    """A cache, a receipt or a log may still say it: whoever comes next must not be taken for the
+    one that is gone, nor his key for another's."""
+    create_key(store, wall, create_tenant(store, wall, "ada").tenant_id)
+    delete_tenant(store, wall, "ada")
+    next_tenant = create_tenant(store, wall, "eve").tenant_id
+    create_key(store, wall, next_tenant)
+
+    assert next_tenant == 2
+    assert [key.key_id for key in list_keys(store)] == [2]

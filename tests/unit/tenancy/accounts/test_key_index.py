@@ -1,0 +1,87 @@
+"""Finding who a key is: by the whole of its digest, in the same time, in the line it belongs to."""
+
+from __future__ import annotations
+
+import secrets
+from contextlib import closing
+from pathlib import Path
+
+import apsw
+import pytest
+from msgspec.structs import replace
+
+from tenancy.accounts.key_index import KeyRing, load_keys
+from tenancy.accounts.keys import create_key, rotate_key
+from tenancy.accounts.tenants import create_tenant
+from tenancy.errors import KeyRefused
+from tenancy.storage.interface import Store
+from tenancy.storage.sqlite import SqliteStore, migrations
+from tests.unit.tenancy.conftest import Wall
+
+
+def test_an_unknown_key_is_compared_like_a_known_one(
+    store: Store, wall: Wall, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """T15: time must not tell which keys exist. One digest, one comparison of 32 bytes, always."""
+    key = create_key(store, wall, create_tenant(store, wall, "ada").tenant_id)
+    ring = KeyRing(load_keys(store))
+    compared: list[tuple[int, int]] = []
+
+    def compare(a: bytes, b: bytes) -> bool:
+        compared.append((len(a), len(b)))
+        return secrets.compare_digest(a, b)
+
+    monkeypatch.setattr("tenancy.accounts.key_index.hmac.compare_digest", compare)
+    ring.find(key, wall())
+    for wrong in (key[:-1], "", "x" * 5_000):
+        with pytest.raises(KeyRefused):
+            ring.find(wrong, wall())
+
+    assert compared == [(32, 32)] * 4
+
+
+def test_a_digest_that_begins_like_another_is_another(store: Store, wall: Wall) -> None:
+    """Declared digests come from whoever made the key, who may choose how they begin: neither its
+    coming nor its going must take away another's key."""
+    key = create_key(store, wall, create_tenant(store, wall, "ada").tenant_id)
+    (facts,) = load_keys(store)
+    near = replace(facts, digest=facts.digest[:-1] + bytes([facts.digest[-1] ^ 1]), key_id=2)
+    ring = KeyRing([facts, near])
+    found = ring.find(key, wall())
+    ring.replace([2], [])
+
+    assert found.key_id == ring.find(key, wall()).key_id == 1
+    assert len(ring) == 1
+
+
+def test_keys_that_were_rotated_are_one_line(store: Store, wall: Wall) -> None:
+    """Named by its first; another key is another line."""
+    tenant_id = create_tenant(store, wall, "ada").tenant_id
+    keys = [create_key(store, wall, tenant_id) for _ in range(2)]
+    keys.append(rotate_key(store, wall, "1", 9)[0])
+    keys.append(rotate_key(store, wall, "3", 9)[0])
+    ring = KeyRing(load_keys(store))
+
+    assert [ring.find(key, wall()).line_id for key in keys] == [1, 2, 1, 1]
+
+
+def test_keys_that_were_rotated_before_lines_were_kept_are_one_too(
+    tmp_path: Path, wall: Wall
+) -> None:
+    """What has been told from successors until then is written down once."""
+    file, before = tmp_path / "old.db", 14
+    with closing(apsw.Connection(str(file))) as db:
+        db.execute("".join(migrations()[:before])).fetchall()
+        db.execute("insert into tenants (name, status, created_ms) values ('ada', 'active', 0)")
+        db.execute(f"pragma user_version={before}").fetchall()
+        for successor in (4, None, None, 3):
+            row = (secrets.token_bytes(32), successor)
+            db.execute(
+                "insert into keys (digest, shown, tenant_id, workspace, label, created_ms,"
+                " replaced_by) values (?, 'tl-x', 1, 'default', '', 1, ?)",
+                row,
+            )
+    with closing(SqliteStore(file)) as store:
+        lines = [facts.line_id for facts in load_keys(store)]
+
+    assert lines == [1, 2, 1, 1]

@@ -1,0 +1,304 @@
+"""Keys: what opens, what does not, and what is never shown."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tenancy.accounts.key_index import KeyRing, load_keys
+from tenancy.accounts.keys import (
+    change_key,
+    create_admin_key,
+    create_key,
+    digest_of,
+    list_keys,
+    revoke_key,
+    rotate_key,
+)
+from tenancy.accounts.tenants import create_tenant
+from tenancy.errors import BadName, KeyRefused
+from tenancy.storage.interface import Store
+from tenancy.storage.sqlite import SqliteStore
+from tenancy.types import Limits
+from tests.unit.tenancy.conftest import Wall
+
+HOUR_MS = 3_600_000
+
+
+@pytest.fixture
+def tenant_id(store: Store, wall: Wall) -> int:
+    return create_tenant(store, wall, "ada").tenant_id
+
+
+def code(store: Store, key: str, now_ms: int) -> str:
+    """Why a key does not open."""
+    with pytest.raises(KeyRefused) as caught:
+        KeyRing(load_keys(store)).find(key, now_ms)
+    assert key not in str(caught.value) or len(key) < 4
+    return caught.value.code
+
+
+def test_a_key_opens_for_whom_it_was_made(store: Store, wall: Wall, tenant_id: int) -> None:
+    """Two keys, two workspaces, one tenant."""
+    first = create_key(store, wall, tenant_id)
+    second = create_key(store, wall, tenant_id, workspace="lab")
+    ring = KeyRing(load_keys(store))
+
+    assert ring.find(first, wall()).workspace == "default"
+    assert ring.find(second, wall()).workspace == "lab"
+    assert ring.find(first, wall()).key_id != ring.find(second, wall()).key_id
+
+
+def test_a_key_has_256_random_bits_that_a_double_click_selects(
+    store: Store, wall: Wall, tenant_id: int
+) -> None:
+    """43 signs of base 62 after the prefix; none twice."""
+    keys = {create_key(store, wall, tenant_id) for _ in range(20)}
+
+    assert len(keys) == 20
+    assert all(re.fullmatch(r"tl-[0-9A-Za-z]{43}", key) for key in keys)
+
+
+def test_a_key_is_nowhere_in_the_database(tmp_path: Path, wall: Wall) -> None:
+    """A stolen copy of the file opens nothing."""
+    store = SqliteStore(tmp_path / "test.db")
+    key = create_key(store, wall, create_tenant(store, wall, "ada").tenant_id)
+
+    content = b"".join(file.read_bytes() for file in tmp_path.iterdir())
+    store.close()
+    assert key.encode() not in content
+    assert key[3:].encode() not in content
+    assert digest_of(key) in content
+
+
+def test_lists_show_a_keys_beginning_and_no_more(store: Store, wall: Wall, tenant_id: int) -> None:
+    """Enough to tell two keys apart, too little to use one."""
+    key = create_key(store, wall, tenant_id, label="laptop")
+    (shown,) = list_keys(store)
+
+    assert shown.shown == key[:11]
+    assert key not in repr(shown)
+    assert key not in repr(KeyRing(load_keys(store)))
+
+
+def test_an_expired_key_stops_at_its_instant(store: Store, wall: Wall, tenant_id: int) -> None:
+    """Not a millisecond earlier or later."""
+    key = create_key(store, wall, tenant_id, lives_ms=HOUR_MS)
+    last_ms = wall() + HOUR_MS - 1
+
+    assert KeyRing(load_keys(store)).find(key, last_ms).tenant_id == tenant_id
+    assert code(store, key, last_ms + 1) == "key_expired"
+
+
+@pytest.mark.parametrize("by", ["id", "beginning", "beginning…", "key"])
+def test_a_key_is_revoked_by_what_a_person_has(
+    store: Store, wall: Wall, tenant_id: int, by: str
+) -> None:
+    """Its id, its beginning as lists show it, or the key itself."""
+    create_key(store, wall, tenant_id)
+    key = create_key(store, wall, tenant_id)
+    which = {"id": "2", "beginning": key[:11], "beginning…": f"{key[:11]}…", "key": key}[by]
+    revoked = revoke_key(store, wall, which)
+
+    assert revoked.revoked_ms == wall()
+    assert code(store, key, wall()) == "key_revoked"
+
+
+def test_revoking_again_keeps_the_first_instant(store: Store, wall: Wall, tenant_id: int) -> None:
+    """When it stopped working is a fact."""
+    create_key(store, wall, tenant_id)
+    first = revoke_key(store, wall, "1")
+    wall.ms += HOUR_MS
+
+    assert revoke_key(store, wall, "1") == first
+
+
+@pytest.mark.parametrize("which", ["", "…", "7", "tl-", "tl-00000000", "' or 1=1 --"])
+def test_what_names_no_key_revokes_none(
+    store: Store, wall: Wall, tenant_id: int, which: str
+) -> None:
+    """A slip must not take a customer down."""
+    create_key(store, wall, tenant_id)
+
+    with pytest.raises(BadName, match="key list"):
+        revoke_key(store, wall, which)
+    assert [key.revoked_ms for key in list_keys(store)] == [None]
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["", "x", "x" * 10_000, "tl-", "ключ", "\ud800", "a\nb", "\x00", "' or 1=1 --", "'; drop"],
+)
+def test_what_is_no_key_opens_nothing(store: Store, wall: Wall, tenant_id: int, key: str) -> None:
+    """C1, C5: whatever comes is hashed and compared, never interpreted."""
+    create_key(store, wall, tenant_id)
+
+    assert code(store, key, wall()) == "key_unknown"
+
+
+def test_a_key_that_differs_in_its_last_sign_is_another(
+    store: Store, wall: Wall, tenant_id: int
+) -> None:
+    """C6: no part of a key decides."""
+    key = create_key(store, wall, tenant_id)
+    near = key[:-1] + ("0" if key[-1] != "0" else "1")
+
+    assert code(store, near, wall()) == "key_unknown"
+    assert code(store, key.upper(), wall()) == "key_unknown"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"workspace": ""},
+        {"workspace": "A"},
+        {"workspace": "../etc"},
+        {"workspace": "x" * 65},
+        {"label": "x" * 201},
+        {"label": "two\nlines"},
+        {"lives_ms": 0},
+        {"lives_ms": -5},
+        {"lives_ms": 2**62},
+    ],
+)
+def test_a_key_that_cannot_be_is_not_made(
+    store: Store, wall: Wall, tenant_id: int, wrong: dict[str, object]
+) -> None:
+    """Told before anything is written."""
+    with pytest.raises(BadName):
+        create_key(store, wall, tenant_id, **wrong)  # type: ignore[arg-type]
+    assert list_keys(store) == []
+
+
+def test_a_key_needs_a_tenant_that_exists(store: Store, wall: Wall) -> None:
+    """A key to nothing would be a key to whatever gets that id next."""
+    with pytest.raises(BadName, match="no tenant"):
+        create_key(store, wall, 7)
+
+
+# --- scopes, limits, administrators --------------------------------------------------------------
+
+
+def test_a_key_has_the_scopes_and_limits_it_was_made_with(
+    store: Store, wall: Wall, tenant_id: int
+) -> None:
+    """A dashboard's key reads usage and cannot spend; a script's key can only so much."""
+    limits = Limits(requests_per_minute=5)
+    key = create_key(store, wall, tenant_id, scopes=["usage"], limits=limits)
+    facts = KeyRing(load_keys(store)).find(key, wall())
+
+    assert (facts.scopes, facts.limits) == (frozenset({"usage"}), limits)
+    assert (list_keys(store)[0].scopes, list_keys(store)[0].limits) == (("usage",), limits)
+
+
+@pytest.mark.parametrize("scopes", [[], ["admin"], ["usage", "admin"], ["Usage"], ["usage cache"]])
+def test_scopes_that_cannot_be_make_no_key(
+    store: Store, wall: Wall, tenant_id: int, scopes: list[str]
+) -> None:
+    """Least of all a tenant's key that administers."""
+    with pytest.raises(BadName, match="inference, usage, cache"):
+        create_key(store, wall, tenant_id, scopes=scopes)
+    assert list_keys(store) == []
+
+
+@pytest.mark.parametrize("limit", [0, -1, 10**13])
+def test_limits_that_cannot_be_make_no_key(
+    store: Store, wall: Wall, tenant_id: int, limit: int
+) -> None:
+    """None is no limit; zero is a revoked key, and there is a word for that."""
+    with pytest.raises(BadName, match="tokens_per_minute of"):
+        create_key(store, wall, tenant_id, limits=Limits(tokens_per_minute=limit))
+
+
+def test_an_administrators_key_belongs_to_no_tenant(store: Store, wall: Wall) -> None:
+    """It opens the admin API and nothing that is paid for."""
+    key = create_admin_key(store, wall, label="ops")
+    facts = KeyRing(load_keys(store)).find(key, wall())
+
+    assert (facts.tenant_id, facts.scopes) == (0, frozenset({"admin"}))
+    assert [(one.tenant, one.label) for one in list_keys(store)] == [(None, "ops")]
+    with pytest.raises(BadName, match="administrator"):
+        change_key(store, "1", scopes=["inference"])
+
+
+def test_a_changed_key_keeps_what_was_not_named(store: Store, wall: Wall, tenant_id: int) -> None:
+    """Its secret above all: nobody has to hand out another one for a new limit."""
+    key = create_key(store, wall, tenant_id, label="a", limits=Limits(requests_at_once=1))
+    change_key(store, "1", limits=Limits(requests_per_minute=2))
+    change_key(store, "1", scopes=["inference"])
+    changed = change_key(store, "1", label="b")
+
+    assert (changed.label, changed.scopes) == ("b", ("inference",))
+    assert KeyRing(load_keys(store)).find(key, wall()).limits == Limits(requests_per_minute=2)
+
+
+# --- rotation ------------------------------------------------------------------------------------
+
+
+def test_a_rotated_key_works_on_for_the_grace_and_no_longer(
+    store: Store, wall: Wall, tenant_id: int
+) -> None:
+    """Time to carry the new one to every machine."""
+    old = create_key(store, wall, tenant_id, workspace="lab", label="a", scopes=["inference"])
+    new, made, left = rotate_key(store, wall, "1", HOUR_MS)
+    ring = KeyRing(load_keys(store))
+    facts = ring.find(new, wall() + 2 * HOUR_MS)
+
+    assert ring.find(old, wall() + HOUR_MS - 1).key_id == 1
+    assert code(store, old, wall() + HOUR_MS) == "key_expired"
+    assert (facts.tenant_id, facts.workspace) == (tenant_id, "lab")
+    assert (made.label, made.scopes, made.expires_ms) == ("a", ("inference",), None)
+    assert (left.replaced_by, left.expires_ms) == (made.key_id, wall() + HOUR_MS)
+
+
+def test_a_rotated_key_lives_as_long_as_the_old_one_did(
+    store: Store, wall: Wall, tenant_id: int
+) -> None:
+    """Ninety days are ninety days again; the old one's end comes no later for a long grace."""
+    create_key(store, wall, tenant_id, lives_ms=3 * HOUR_MS)
+    wall.ms += HOUR_MS
+    _, made, left = rotate_key(store, wall, "1", 24 * HOUR_MS)
+
+    assert made.expires_ms == wall() + 3 * HOUR_MS
+    assert left.expires_ms == wall() + 2 * HOUR_MS
+
+
+def test_an_administrators_key_rotates_too(store: Store, wall: Wall) -> None:
+    """At once, if it has leaked."""
+    old = create_admin_key(store, wall)
+    new, _, _ = rotate_key(store, wall, "1", 0)
+
+    assert KeyRing(load_keys(store)).find(new, wall()).scopes == frozenset({"admin"})
+    assert code(store, old, wall()) == "key_expired"
+
+
+def test_a_key_is_rotated_once_and_while_it_works(store: Store, wall: Wall, tenant_id: int) -> None:
+    """Two machines that rotate the same key must not both believe that theirs is the new one."""
+    create_key(store, wall, tenant_id)
+    create_key(store, wall, tenant_id)
+    create_key(store, wall, tenant_id, lives_ms=HOUR_MS)
+    rotate_key(store, wall, "1", HOUR_MS)
+    revoke_key(store, wall, "2")
+    wall.ms += HOUR_MS
+
+    for which, hint in (
+        ("1", "rotate its successor, 4"),
+        *((one, "make a new one") for one in "23"),
+    ):
+        with pytest.raises(BadName, match=hint):
+            rotate_key(store, wall, which, 0)
+    assert len(list_keys(store)) == 4
+
+
+@pytest.mark.parametrize("grace_ms", [-1, 2**62])
+def test_a_grace_that_cannot_be_rotates_nothing(
+    store: Store, wall: Wall, tenant_id: int, grace_ms: int
+) -> None:
+    """A leaked key that works for a century was not rotated."""
+    create_key(store, wall, tenant_id)
+
+    with pytest.raises(BadName, match="90 days"):
+        rotate_key(store, wall, "1", grace_ms)
+    assert len(list_keys(store)) == 1

@@ -1,0 +1,488 @@
+"""Tenants, and the identity behind a key, also while another process changes them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
+from functools import partial
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec import structs
+
+from tenancy.accounts.authentication import CHANGES_MAX, REFRESH_S, Registry
+from tenancy.accounts.deletion import delete_tenant
+from tenancy.accounts.keys import (
+    SCOPES,
+    change_key,
+    create_admin_key,
+    create_key,
+    revoke_key,
+    rotate_key,
+)
+from tenancy.accounts.tenants import (
+    Registered,
+    bootstrap,
+    bootstrap_admin,
+    change_tenant,
+    create_tenant,
+    find_registered,
+    find_tenant,
+    list_registered,
+    list_tenants,
+    set_status,
+)
+from tenancy.errors import BadName, KeyRefused, StoreError
+from tenancy.storage.interface import Store
+from tenancy.storage.sqlite import SqliteStore
+from tenancy.types import CachePolicy, Limits, TenantSettings
+from tests.unit.tenancy.conftest import Wall, new_store
+from tests.unit.tenancy.storage.postgres_server import Server as PostgresServer
+
+
+class Server:
+    """A registry with a clock of its own, and a key of the tenant `ada`."""
+
+    def __init__(self, store: Store, wall: Wall) -> None:
+        self.now_s = 0.0
+        self.key = create_key(store, wall, create_tenant(store, wall, "ada").tenant_id)
+        self.registry = Registry(store, wall, lambda: self.now_s)
+
+    def answer(self, key: str | None = None) -> str:
+        """The tenant's name, or why not, half a second later."""
+        self.now_s += REFRESH_S
+        try:
+            return self.registry.authenticate(key or self.key).tenant.name
+        except KeyRefused as refusal:
+            return refusal.code
+
+
+@pytest.fixture
+def server(store: Store, wall: Wall) -> Server:
+    return Server(store, wall)
+
+
+@pytest.fixture
+def other(store: Store) -> Iterator[Store]:
+    """The same file, as the command line opens it beside a running server."""
+    other = store.another()
+    yield other
+    other.close()
+
+
+def test_an_identity_is_what_the_key_proves(store: Store, wall: Wall, server: Server) -> None:
+    """Tenant, workspace, key and policy; nothing a client says."""
+    policy = CachePolicy(floor_blocks=8, ceiling_blocks=64, weight=2.5, priority=3)
+    tenant = create_tenant(store, wall, "bob", policy)
+    key = create_key(store, wall, tenant.tenant_id, workspace="lab")
+    server.answer()
+    identity = server.registry.authenticate(key)
+
+    assert (identity.tenant, identity.workspace) == (tenant, "lab")
+    assert (identity.policy, identity.scopes) == (policy, frozenset(SCOPES))
+
+
+def test_what_another_process_changes_is_seen_within_a_second(
+    other: Store, wall: Wall, server: Server
+) -> None:
+    """`trunkline key` and `trunkline tenant` work beside a running server."""
+    answers = [server.answer()]
+    key = create_key(other, wall, create_tenant(other, wall, "bob").tenant_id)
+    answers.append(server.answer(key))
+    set_status(other, "ada", "suspended")
+    answers.append(server.answer())
+    set_status(other, "ada", "active")
+    answers.append(server.answer())
+    revoke_key(other, wall, "1")
+    answers.append(server.answer())
+
+    assert answers == ["ada", "bob", "tenant_suspended", "ada", "key_revoked"]
+
+
+def test_what_the_same_process_changes_is_seen_too(
+    store: Store, wall: Wall, server: Server
+) -> None:
+    """An embedder has one store for both."""
+    set_status(store, "ada", "suspended")
+
+    assert server.answer() == "tenant_suspended"
+
+
+def test_authentication_asks_the_database_at_most_twice_a_second(
+    store: Store, server: Server
+) -> None:
+    """A flood of requests is not a flood of queries: none at all between two looks."""
+    store.close()
+    names = {server.registry.authenticate(server.key).tenant.name for _ in range(100)}
+
+    assert names == {"ada"}
+
+
+def test_while_the_database_is_away_the_last_snapshot_stands(store: Store, server: Server) -> None:
+    """Nothing can be admitted then, for want of a hold; but no key is called wrong."""
+    store.close()
+
+    assert server.answer() == "ada"
+
+
+def test_an_unchanged_registry_is_not_read_again(
+    store: Store, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ledger writes all the time; keys rarely change."""
+    with store.change() as db:
+        db.execute(
+            "insert into holds (request_id, tenant_id, key_id, model, started_ms)"
+            " values ('a', 1, 1, 'm', 0)"
+        )
+    monkeypatch.setattr(
+        "tenancy.accounts.authentication.list_registered", lambda store: pytest.fail("read again")
+    )
+
+    assert server.answer() == "ada"
+
+
+def test_only_what_changed_is_read_again(
+    store: Store, other: Store, wall: Wall, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Among a hundred thousand keys a new one must not stop everybody for half a second."""
+    monkeypatch.setattr(
+        "tenancy.accounts.authentication.list_registered", lambda store: pytest.fail("all read")
+    )
+    monkeypatch.setattr(
+        "tenancy.accounts.tenants.list_registered", lambda store: pytest.fail("all read")
+    )
+    key = create_key(other, wall, create_tenant(other, wall, "bob").tenant_id)
+    answers = [server.answer(key), server.answer()]
+    delete_tenant(other, lambda: 1, "bob")
+
+    assert answers == ["bob", "ada"]
+    assert server.answer(key) == "key_unknown"
+
+
+def test_a_deleted_tenants_key_does_not_open_the_next_ones_door(
+    other: Store, wall: Wall, server: Server
+) -> None:
+    """Neither its number nor its key is another's."""
+    bob = create_tenant(other, wall, "bob")
+    key = create_key(other, wall, bob.tenant_id)
+    answers = [server.answer(key)]
+    delete_tenant(other, lambda: 1, "bob")
+    eve = create_tenant(other, wall, "eve")
+    answers.append(server.answer(key))
+
+    assert eve.tenant_id > bob.tenant_id
+    assert answers == ["bob", "key_unknown"]
+
+
+@pytest.mark.parametrize("changes", [CHANGES_MAX, CHANGES_MAX + 1, 12_000])
+def test_many_changes_at_once_are_all_seen(
+    store: Store, other: Store, wall: Wall, server: Server, changes: int
+) -> None:
+    """One by one, or everything anew; also when the oldest of them are remembered no more."""
+    with other.change() as db:
+        db.execute(
+            "with recursive n (i) as (select 1 union all select i + 1 from n where i < ?)"
+            " insert into tenants (name, status, created_ms) select 't' || i, 'active', 0 from n",
+            (changes,),
+        )
+        db.execute("update keys set workspace = 'lab' where key_id = 1")
+    kept = store.query("select count(*) from registry_changes")[0][0]
+    server.answer()
+
+    assert server.registry.authenticate(server.key).workspace == "lab"
+    assert kept <= 10_000
+
+
+CHANGES = st.lists(
+    st.tuples(
+        st.sampled_from(
+            ["tenant", "key", "revoke", "rotate", "suspend", "resume", "set", "delete"]
+        ),
+        st.integers(0, 5),
+    ),
+    max_size=25,
+)
+
+
+LOOKS = st.lists(st.booleans(), min_size=25, max_size=25)
+
+
+@given(changes=CHANGES, looks=LOOKS)
+@settings(max_examples=20, deadline=None)
+def test_a_registry_that_follows_is_one_that_was_just_read(
+    changes: list[tuple[str, int]], looks: list[bool]
+) -> None:
+    """After any changes by another process, however often it looked meanwhile."""
+    with new_store() as store:
+        _check_followed(store, changes, looks)
+
+
+@given(changes=CHANGES, looks=LOOKS)
+@settings(max_examples=4, deadline=None)
+def test_a_registry_that_follows_a_server_is_one_that_was_just_read(
+    postgres_server: PostgresServer, changes: list[tuple[str, int]], looks: list[bool]
+) -> None:
+    """Its triggers are its own."""
+    with new_store(postgres_server) as store:
+        _check_followed(store, changes, looks)
+
+
+def _check_followed(store: Store, changes: list[tuple[str, int]], looks: list[bool]) -> None:
+    other, clock, wall = store.another(), [0.0], Wall()
+    registry = Registry(store, wall, lambda: clock[0])
+    keys: list[str] = []
+    for (what, number), look in zip(changes, looks, strict=False):
+        with suppress(BadName):
+            _change(other, wall, what, number, keys)
+        if look:
+            clock[0] += REFRESH_S
+            _answers(registry, keys)
+    clock[0] += REFRESH_S
+    followed = _answers(registry, keys)
+    fresh = _answers(Registry(store, wall, lambda: 0.0), keys)
+    other.close()
+
+    assert followed == fresh
+
+
+def _change(store: Store, wall: Wall, what: str, number: int, keys: list[str]) -> None:
+    name = f"t{number}"
+    match what:
+        case "tenant":
+            create_tenant(store, wall, name)
+        case "key":
+            keys.append(create_key(store, wall, number))
+        case "revoke":
+            revoke_key(store, wall, str(number))
+        case "rotate":
+            keys.append(rotate_key(store, wall, str(number), 0)[0])
+        case "suspend" | "resume":
+            set_status(store, name, "suspended" if what == "suspend" else "active")
+        case "set":
+            change_tenant(store, name, {"priority": number})
+        case _:
+            delete_tenant(store, lambda: 1, name)
+
+
+def _answers(registry: Registry, keys: list[str]) -> list[object]:
+    answers: list[object] = []
+    for key in keys:
+        try:
+            answers.append(registry.authenticate(key))
+        except KeyRefused as refusal:
+            answers.append(refusal.code)
+    return answers
+
+
+def test_a_policy_holds_from_the_next_look(other: Store, server: Server) -> None:
+    """A tenant that was given more does not wait for a restart."""
+    change_tenant(other, "ada", {"weight": 7})
+    server.answer()
+
+    assert server.registry.authenticate(server.key).policy == CachePolicy(weight=7)
+
+
+@pytest.mark.parametrize("name", ["a", "a-b_c.d", "0", "x" * 64])
+def test_a_plain_name_is_a_tenants_name(store: Store, wall: Wall, name: str) -> None:
+    """What goes through labels, URLs and shells unquoted."""
+    assert create_tenant(store, wall, name).name == name
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["", "A", " a", "a b", "-a", ".", "..", "../a", "a/b", "x" * 65, "ä", "a\n", "a\x00", "'; --"],
+)
+def test_any_other_name_is_refused_with_the_rule(store: Store, wall: Wall, name: str) -> None:
+    """A tenant that is a path or SQL or half a log line."""
+    with pytest.raises(BadName, match="1 to 64 of a-z"):
+        create_tenant(store, wall, name)
+    assert list_tenants(store) == []
+
+
+def test_a_name_is_taken_once(store: Store, wall: Wall) -> None:
+    """The first keeps its policy."""
+    create_tenant(store, wall, "ada", CachePolicy(weight=2))
+
+    with pytest.raises(BadName, match="already"):
+        create_tenant(store, wall, "ada")
+    assert find_tenant(store, "ada")[1].weight == 2
+
+
+def test_an_unknown_tenant_is_answered_with_those_there_are(store: Store, wall: Wall) -> None:
+    """Most often it was a typo; a thousand names would not help."""
+    for number in range(12):
+        create_tenant(store, wall, f"t{number:02}")
+
+    with pytest.raises(BadName, match=r"'t1' \(there are: t00, .*, t09 and 2 more\)"):
+        find_tenant(store, "t1")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        CachePolicy(floor_blocks=-1),
+        CachePolicy(floor_blocks=2**70),
+        CachePolicy(ceiling_blocks=0),
+        CachePolicy(ceiling_blocks=2**70),
+        CachePolicy(floor_blocks=10, ceiling_blocks=9),
+        CachePolicy(weight=0),
+        CachePolicy(weight=-1),
+        CachePolicy(weight=float("nan")),
+        CachePolicy(weight=float("inf")),
+        CachePolicy(priority=2**70),
+    ],
+)
+def test_a_policy_that_cannot_be_changes_nothing(
+    store: Store, wall: Wall, wrong: CachePolicy
+) -> None:
+    """Absurd shares are told apart from small ones before they reach the engine."""
+    create_tenant(store, wall, "ada")
+
+    with pytest.raises(BadName):
+        change_tenant(store, "ada", structs.asdict(wrong))
+    with pytest.raises(BadName):
+        create_tenant(store, wall, "bob", wrong)
+    assert [policy for _, policy in list_tenants(store)] == [CachePolicy()]
+
+
+def test_the_first_start_makes_the_default_tenant_and_one_key(store: Store, wall: Wall) -> None:
+    """Once: a second start, or a start with tenants, makes nothing."""
+    key = bootstrap(store, wall)
+    again = bootstrap(store, wall)
+
+    assert key is not None
+    assert again is None
+    identity = Registry(store, wall, lambda: 0.0).authenticate(key)
+    assert identity.tenant.name == "default"
+
+
+def test_the_first_start_makes_one_administrators_key(store: Store, wall: Wall) -> None:
+    """Once: revoking it makes no other appear."""
+    key = bootstrap_admin(store, wall)
+    revoke_key(store, wall, "1")
+
+    assert key is not None
+    assert bootstrap_admin(store, wall) is None
+
+
+def test_an_administrators_key_administers_and_nothing_else(
+    store: Store, wall: Wall, server: Server
+) -> None:
+    """And a tenant's key does not: neither door opens to the other's."""
+    admin = create_admin_key(store, wall)
+
+    assert server.answer(admin) == "scope_missing"
+    assert server.registry.authenticate_admin(admin) == 2
+    with pytest.raises(KeyRefused, match="administrator"):
+        server.registry.authenticate_admin(server.key)
+
+
+def test_limits_and_scopes_come_with_the_identity(
+    store: Store, other: Store, wall: Wall, server: Server
+) -> None:
+    """Changed beside a running server, they hold from the next look."""
+    change_tenant(other, "ada", {"requests_per_minute": 9, "tier": "gold"})
+    change_key(other, "1", scopes=["usage"], limits=Limits(requests_at_once=1))
+    server.answer()
+    who = server.registry.authenticate(server.key)
+
+    assert who.limits == Limits(requests_per_minute=9)
+    assert who.key_limits == Limits(requests_at_once=1)
+    assert (who.tenant.tier, who.scopes) == ("gold", frozenset({"usage"}))
+
+
+def test_changes_made_at_once_do_not_undo_each_other(store: Store, wall: Wall) -> None:
+    """Each says what it changes; what it does not name is as the other left it."""
+    create_tenant(store, wall, "ada")
+    with ThreadPoolExecutor(4) as pool:
+        pool.map(
+            lambda change: change_tenant(store, "ada", change),
+            [{"weight": 2.0}, {"priority": 3}, {"tier": "gold"}, {"tokens_per_minute": 4}],
+        )
+    found = find_registered(store, "ada").settings
+
+    assert (found.weight, found.priority) == (2.0, 3)
+    assert (found.tier, found.tokens_per_minute) == ("gold", 4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"flor_blocks": 1}, "flor_blocks"),
+        ({"floor_blocks": "1"}, "Expected `int`, got `str` - at `floor_blocks`"),
+        ({"floor_blocks": True}, "Expected `int`"),
+        ({"classes": "5m"}, "Expected `array "),
+        ({"classes": ["5m"] * 17}, "more than 16"),
+        ({"classes": ["a b"]}, "no retention class name"),
+        ({"promised_blocks_max": -1}, "promised blocks"),
+        ({"tier": ""}, "no tier name"),
+        ({"requests_per_minute": 0}, "not between 1 and"),
+        ({"tokens_per_minute": 10**30}, "not between 1 and"),
+    ],
+)
+def test_a_change_that_cannot_be_says_what_came_and_changes_nothing(
+    store: Store, wall: Wall, changes: dict[str, object], what: str
+) -> None:
+    """Also what else was named with it."""
+    create_tenant(store, wall, "ada")
+
+    with pytest.raises(BadName, match=what):
+        change_tenant(store, "ada", {"weight": 2, **changes})
+    assert find_registered(store, "ada").settings == TenantSettings()
+
+
+def test_a_change_that_cannot_be_written_says_so(tmp_path: Path, wall: Wall) -> None:
+    """One line instead of SQLite's own exception."""
+    store = SqliteStore(tmp_path / "test.db")
+    store.close()
+
+    with pytest.raises(StoreError, match="not changed"), store.change():
+        pass
+
+
+def test_what_is_checked_is_so_until_it_is_written(store: Store, wall: Wall) -> None:
+    """Two that set a floor in the same instant, from two processes: the second sees the first's."""
+    for name in ("ada", "bob"):
+        create_tenant(store, wall, name)
+    seen: dict[str, list[int]] = {}
+    beside: list[threading.Thread] = []
+
+    def check(tenants: Sequence[Registered], *, who: str, then: Callable[[], None]) -> None:
+        seen[who] = [one.policy.floor_blocks for one in tenants]
+        then()
+
+    def second() -> None:
+        with closing(store.another()) as other:
+            late = partial(check, who="bob", then=lambda: None)
+            change_tenant(other, "bob", {"floor_blocks": 7}, check=late)
+
+    def begin_second() -> None:
+        beside.append(threading.Thread(target=second))
+        beside[0].start()
+
+    change_tenant(
+        store, "ada", {"floor_blocks": 5}, check=partial(check, who="ada", then=begin_second)
+    )
+    beside[0].join(20)
+
+    assert seen == {"ada": [], "bob": [5]}
+
+
+def test_a_check_that_fails_changes_nothing(store: Store, wall: Wall) -> None:
+    """Neither a tenant that is there nor one that is to be made."""
+    create_tenant(store, wall, "ada", CachePolicy(floor_blocks=3))
+
+    def refuse(tenants: Sequence[Registered]) -> None:
+        raise KeyError(*[one.tenant.name for one in tenants])
+
+    with pytest.raises(KeyError, match="ada"):
+        change_tenant(store, "ada", {"floor_blocks": 5}, "suspended", check=refuse)
+    with pytest.raises(KeyError, match="ada"):
+        create_tenant(store, wall, "bob", CachePolicy(floor_blocks=5), check=refuse)
+
+    (left,) = list_registered(store)
+    assert (left.policy.floor_blocks, left.tenant.status) == (3, "active")

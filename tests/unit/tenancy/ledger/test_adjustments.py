@@ -1,0 +1,114 @@
+"""Corrections are entries of their own: once, in words, never more than was charged."""
+
+from __future__ import annotations
+
+import pytest
+
+from tenancy.accounting.closing import close_days
+from tenancy.accounting.usage import usage
+from tenancy.accounts.tenants import create_tenant
+from tenancy.errors import BadPrice, ConstraintBroken
+from tenancy.ledger.adjustments import Adjustment, adjust
+from tenancy.ledger.ledger import Ledger
+from tenancy.pricing.charges import RateCard
+from tenancy.pricing.rate_cards import add_card
+from tenancy.storage.interface import Store
+from tenancy.types import UsageEntry
+from tests.unit.tenancy.conftest import Wall
+
+DAY_MS = 86_400_000
+CHARGE = 7 * 3_000_000
+
+
+@pytest.fixture
+def books(store: Store, wall: Wall) -> Store:
+    create_tenant(store, wall, "ada")
+    add_card(store, wall, RateCard("std", input=3_000_000))
+    ledger = Ledger(store, wall)
+    entry = UsageEntry("a", 1, 1, "m", "done", wall(), wall(), 7, 0, 0, 7, 0, 0)
+    ledger.settle(entry).result(20)
+    ledger.close()
+    return store
+
+
+def credit(pico: int = 5, adjustment_id: str = "x", reason: str = "an outage") -> Adjustment:
+    return Adjustment(adjustment_id, "a", -pico, reason)
+
+
+def code_of(store: Store, wall: Wall, adjustment: Adjustment) -> str:
+    with pytest.raises(BadPrice) as caught:
+        adjust(store, wall, adjustment)
+    return caught.value.code
+
+
+def test_a_credit_is_booked_once(books: Store, wall: Wall) -> None:
+    """However often it is sent; and a tenant's sum shows it beside the charge."""
+    answers = [adjust(books, wall, credit()), adjust(books, wall, credit())]
+
+    assert answers == [True, False]
+    (total,) = usage(books)
+    assert (total.charge_pico, total.adjusted_pico) == (CHARGE, -5)
+    (piece,) = usage(books, since_ms=wall() - 1, until_ms=wall() + 1)
+    assert (piece.charge_pico, piece.adjusted_pico) == (CHARGE, -5)
+
+
+def test_an_id_is_for_one_adjustment(books: Store, wall: Wall) -> None:
+    """A second meaning would be lost in silence."""
+    adjust(books, wall, credit())
+
+    assert code_of(books, wall, credit(6)) == "adjustment_id_used"
+    assert code_of(books, wall, credit(reason="another")) == "adjustment_id_used"
+
+
+def test_credits_never_exceed_what_was_charged(books: Store, wall: Wall) -> None:
+    """To the pico-dollar, all of them together, debits included."""
+    adjust(books, wall, credit(CHARGE - 1))
+    too_much = code_of(books, wall, credit(2, "y"))
+    adjust(books, wall, Adjustment("z", "a", 4, "counted twice"))
+    adjust(books, wall, credit(5, "y"))
+
+    assert too_much == "credit_exceeds_charge"
+    assert usage(books)[0].adjusted_pico == -CHARGE
+
+
+def test_late_corrections_go_to_the_next_open_day(books: Store, wall: Wall) -> None:
+    """A closed day stays as it was reported, whatever the clock says."""
+    wall.ms += 2 * DAY_MS
+    close_days(books, wall)
+    wall.ms -= 2 * DAY_MS
+    adjust(books, wall, credit())
+
+    assert books.query("select booked_ms from adjustments") == [(2 * DAY_MS,)]
+
+
+@pytest.mark.parametrize(
+    ("adjustment", "code"),
+    [
+        (Adjustment("x", "nothing", -1, "r"), "entry_unknown"),
+        (Adjustment("x", "a'; drop table ledger; --", -1, "r"), "entry_unknown"),
+        (Adjustment("", "a", -1, "r"), "bad_adjustment"),
+        (Adjustment("a b", "a", -1, "r"), "bad_adjustment"),
+        (Adjustment("x", "a", 0, "r"), "bad_adjustment"),
+        (Adjustment("x", "a", 2**63, "r"), "bad_adjustment"),
+        (Adjustment("x", "a", -1, " "), "bad_adjustment"),
+        (Adjustment("x", "a", -1, "a\nb"), "bad_adjustment"),
+        (Adjustment("x", "a", -1, "r" * 501), "bad_adjustment"),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    books: Store, wall: Wall, adjustment: Adjustment, code: str
+) -> None:
+    """With nothing written."""
+    assert code_of(books, wall, adjustment) == code
+    assert books.query("select count(*) from adjustments") == [(0,)]
+
+
+@pytest.mark.parametrize(
+    "statement", ["delete from adjustments", "update adjustments set amount_pico = 1"]
+)
+def test_no_program_edits_an_adjustment(books: Store, wall: Wall, statement: str) -> None:
+    """The file itself says no."""
+    adjust(books, wall, credit())
+
+    with pytest.raises(ConstraintBroken), books.change() as db:
+        db.execute(statement)

@@ -1,0 +1,108 @@
+"""Sums that are added to in one place and kept in others: the same to whoever asks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+
+from msgspec import structs
+
+from tenancy.accounting.audit import check_books
+from tenancy.accounting.reconcile import reconcile
+from tenancy.accounting.usage import By, usage
+from tenancy.accounts.tenants import create_tenant
+from tenancy.ledger.aggregates import DAY_MS, HOUR_MS, MOVED_AT_ONCE, move
+from tenancy.ledger.transactions import Books, EngineTotals, Item
+from tenancy.ledger.writer import LedgerWriter
+from tenancy.pricing.budgets import Budget, set_budget
+from tenancy.pricing.charges import RateCard
+from tenancy.pricing.rate_cards import add_card
+from tenancy.storage.interface import Store
+from tenancy.types import UsageEntry
+from tests.unit.tenancy.conftest import Wall, used
+
+GROUPS: tuple[Sequence[By], ...] = ((), ("key",), ("model",), ("hour",), ("day",), ("day", "key"))
+PLACES = ("usage_hours", "usage_days", "epoch_sums", "recent_sums")
+
+
+def some_entries(random: Random, count: int) -> list[UsageEntry]:
+    """Of two tenants, over three days and two lives of the engine."""
+    return [
+        structs.replace(
+            used(str(number), random.randrange(3 * DAY_MS)),
+            tenant_id=random.choice((1, 2)),
+            key_id=random.choice((1, 2)),
+            ttft_ms=random.choice((None, 3)),
+            epoch=random.choice(("", "e1", "e2")),
+        )
+        for number in range(count)
+    ]
+
+
+def answers(store: Store) -> list[object]:
+    """All that is asked of sums."""
+    asked = [usage(store, by=by) for by in GROUPS]
+    parts = [
+        usage(store, tenant="ada", since_ms=HOUR_MS // 2, until_ms=2 * DAY_MS + 5, by=by)
+        for by in GROUPS
+    ]
+    return [*asked, *parts, reconcile(store), check_books(store)]
+
+
+def test_moving_sums_changes_no_answer(store: Store, wall: Wall) -> None:
+    """Before, in between and after, whoever asks and whatever is booked meanwhile."""
+    for name in ("ada", "bob"):
+        create_tenant(store, wall, name)
+    add_card(store, wall, RateCard("std", input=3_000, output=900_000, cache_read=300))
+    set_budget(store, Budget(1, "day", hard_micros=10**12))
+    entries, books = some_entries(Random(3), 60), Books()
+    totals: list[Item] = [EngineTotals(f"e{n}", 1, 0, 0, 0, 0, 0, 0) for n in (1, 2)]
+    seen = []
+    for items in ([*totals, *entries[:30]], [], entries[30:], []):
+        with store.change() as db:
+            if items:
+                books.apply(db, items)
+            else:
+                move(db)
+        seen.append(answers(store))
+    places = {place: len(store.query(f"select * from {place}")) for place in PLACES}
+
+    assert seen[0] == seen[1] != seen[2] == seen[3]
+    assert seen[3][-1] == []
+    assert usage(store, by=["day"]) != []
+    assert (places["recent_sums"], places["epoch_sums"]) == (0, 2)
+
+
+def test_many_sums_are_moved_some_at_a_time(store: Store, wall: Wall) -> None:
+    """Whoever has thousands of keys does not wait for all of them at once."""
+    create_tenant(store, wall, "ada")
+    count = 2 * MOVED_AT_ONCE + 50
+    sent = [structs.replace(used(str(key), wall()), key_id=key) for key in range(count)]
+    with store.change() as db:
+        Books().apply(db, sent)
+    left = []
+    for _ in range(3):
+        with store.change() as db:
+            has_more = move(db)
+        left.append((has_more, store.query("select count(*) from recent_sums")[0][0]))
+
+    assert left == [(True, MOVED_AT_ONCE + 50), (True, 50), (False, 0)]
+    assert store.query("select count(*), sum(requests) from usage_days") == [(count, count)]
+    assert check_books(store) == []
+
+
+def test_a_writer_moves_them_each_minute_and_at_its_end(store: Store, wall: Wall) -> None:
+    """So that they stay few, and what lies in the file for years is in its place."""
+    create_tenant(store, wall, "ada")
+    writer = LedgerWriter(store, wall)
+    left: list[int] = []
+    for minutes in (0, 0, 1, 0):
+        wall.ms += 60_000 * minutes
+        writer.write([used(str(len(left)), wall())])
+        writer.look_after()
+        left.append(store.query("select coalesce(sum(requests), 0) from recent_sums")[0][0])
+    writer.close()
+
+    assert left == [1, 2, 0, 1]
+    assert store.query("select sum(requests) from usage_hours") == [(4,)]
+    assert store.query("select * from recent_sums") == []

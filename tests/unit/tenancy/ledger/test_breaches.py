@@ -1,0 +1,249 @@
+"""A promise that was broken is credited: exactly, once, whatever happens in between."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from fractions import Fraction
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec import structs
+
+from tenancy.accounting.audit import check_books
+from tenancy.accounting.closing import close_days
+from tenancy.accounting.usage import usage
+from tenancy.accounts.tenants import create_tenant
+from tenancy.errors import BadPrice
+from tenancy.ledger.adjustments import BREACH, Adjustment, adjust
+from tenancy.ledger.breaches import credit_of
+from tenancy.ledger.ledger import Hold, Ledger
+from tenancy.pricing.charges import PICO_PER_MICRO, BreachCredit, RateCard, price
+from tenancy.pricing.rate_cards import add_card, load_cards
+from tenancy.storage.interface import Store
+from tenancy.types import UsageEntry
+from tests.unit.tenancy.conftest import Wall, new_store
+from tests.unit.tenancy.storage.postgres_server import Server
+
+POLICIES: list[BreachCredit] = ["none", "read_price", "write_price"]
+WRITE = {"5m": 3_750_000, "1h": 6_000_000}
+CARD = RateCard(
+    "std",
+    input=3_000_000,
+    output=15_000_000,
+    cache_read=300_000,
+    cache_write=WRITE,
+    breach_credit="write_price",
+)
+
+
+def entry(
+    request_id: str = "a",
+    lost: int = 40,
+    read: dict[str, int] | None = None,
+    output: int = 100,
+    ending: str = "done",
+) -> UsageEntry:
+    """It read by contract, and `lost` of it had to be computed again."""
+    found = {"1h": 100} if read is None else read
+    total = sum(found.values())
+    return UsageEntry(
+        request_id=request_id,
+        tenant_id=1,
+        key_id=1,
+        model="m",
+        ending=ending,
+        started_ms=1_000_000,
+        ended_ms=1_000_000,
+        prompt_tokens=total + 5,
+        cache_read_tokens=total,
+        cache_write_tokens=0,
+        fresh_tokens=5,
+        output_tokens=output,
+        physical_cached_tokens=total - lost,
+        read=found,
+        recomputed_promised_tokens=lost,
+    )
+
+
+@contextmanager
+def opened(kept: Store, wall: Wall, card: RateCard = CARD) -> Iterator[tuple[Store, Ledger]]:
+    """A ledger with a tenant and this card; again, if it was there. `kept`: stays open."""
+    store = kept.another()
+    if not load_cards(store):
+        create_tenant(store, wall, "ada")
+        add_card(store, wall, card)
+    ledger = Ledger(store, wall)
+    yield store, ledger
+    ledger.close()
+    store.close()
+
+
+def credits(store: Store) -> dict[str, int]:
+    """By adjustment id."""
+    return dict(store.query("select adjustment_id, amount_pico from adjustments"))
+
+
+def test_a_breach_is_credited_beside_its_entry(store: Store, wall: Wall) -> None:
+    """What writing the lost tokens costs in their class, on the bill of its hour, with a reason."""
+    with opened(store, wall) as (_, ledger):
+        ledger.settle(entry()).result(20)
+        ledger.settle(entry("b", lost=0)).result(20)
+
+        (total,) = usage(store)
+        assert credits(store) == {"breach:a": -40 * WRITE["1h"]}
+        assert total.adjusted_pico == -40 * WRITE["1h"]
+        assert store.query("select request_id, reason from adjustments") == [
+            ("a", "40 promised tokens were lost and computed again (write_price)")
+        ]
+        assert check_books(store) == []
+
+
+def test_a_breach_is_credited_once(store: Store, wall: Wall) -> None:
+    """Settled again, over a restart, after the price has changed, on a closed day."""
+    with opened(store, wall) as (_, ledger):
+        ledger.hold(Hold("a", 1, 1, "m", 1_000_000, 200, 200)).result(20)
+        for again in [ledger.settle(entry()), ledger.settle(entry())]:
+            again.result(20)
+        first = credits(store)
+    with opened(store, wall) as (_, ledger):
+        wall.ms += 86_400_000
+        add_card(store, wall, structs.replace(CARD, breach_credit="read_price"))
+        close_days(store, wall)
+        ledger.settle(entry()).result(20)
+
+        assert credits(store) == first
+        assert check_books(store) == []
+
+
+def test_nothing_is_credited_unless_the_card_says_so(store: Store, wall: Wall) -> None:
+    """Off by default: cards from before there were credits mean none."""
+    with opened(store, wall, RateCard("std", input=3, cache_read=1)) as (_, ledger):
+        ledger.settle(entry()).result(20)
+
+        assert credits(store) == {}
+        assert [card.breach_credit for card in load_cards(store)] == ["none"]
+
+
+def test_a_failure_of_ours_costs_nothing_and_is_credited_nothing(store: Store, wall: Wall) -> None:
+    """What was not charged cannot be given back."""
+    with opened(store, wall) as (_, ledger):
+        ledger.settle(entry(ending="failed")).result(20)
+
+        assert credits(store) == {}
+        assert check_books(store) == []
+
+
+def test_the_ids_of_breaches_are_the_ledgers_own(store: Store, wall: Wall) -> None:
+    """An adjustment by hand under such an id would stand in the way of an entry."""
+    with opened(store, wall) as (_, ledger):
+        ledger.settle(entry("b", lost=0)).result(20)
+
+        with pytest.raises(BadPrice) as caught:
+            adjust(store, wall, Adjustment(f"{BREACH}a", "b", -1, "by hand"))
+        assert caught.value.code == "bad_adjustment"
+        ledger.settle(entry()).result(20)
+        assert list(credits(store)) == ["breach:a"]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "delete from adjustments",
+        "update adjustments set amount_pico = -1",
+        "update adjustments set adjustment_id = 'x'",
+    ],
+)
+def test_a_credit_that_is_missing_or_wrong_is_found(store: Store, wall: Wall, damage: str) -> None:
+    """The books are checked from entries and cards up."""
+    with opened(store, wall) as (_, ledger):
+        ledger.settle(entry()).result(20)
+        where = "" if store.is_near else " on adjustments"
+        with store.change() as db:
+            db.execute(f"drop trigger adjustments_stay{where}")
+            db.execute(f"drop trigger adjustments_never_change{where}")
+            db.execute(damage)
+
+        assert any("breach of entry 1" in finding for finding in check_books(store))
+
+
+@given(
+    policy=st.sampled_from(POLICIES),
+    prices=st.tuples(*[st.integers(0, 10**9)] * 5),
+    minimum=st.integers(0, 1_000),
+    read=st.dictionaries(st.sampled_from(["5m", "1h", "24h"]), st.integers(0, 999), max_size=3),
+    output=st.integers(0, 99),
+    part=st.fractions(0, 1),
+)
+@settings(max_examples=150)
+def test_a_credit_is_exact(
+    policy: BreachCredit,
+    prices: tuple[int, ...],
+    minimum: int,
+    read: dict[str, int],
+    output: int,
+    part: Fraction,
+) -> None:
+    """Against fractions: each lost token at its price, the dearest first, at most the charge."""
+    card = RateCard(
+        "std",
+        input=prices[0],
+        output=prices[1],
+        cache_read=prices[2],
+        cache_write={"5m": prices[3], "1h": prices[4]},
+        minimum_charge=minimum,
+        breach_credit=policy,
+    )
+    lost = int(part * sum(read.values()))
+    used = entry("a", lost, read, output)
+    by_price = {"5m": prices[3], "1h": prices[4], "24h": prices[0]}
+    each = sorted((by_price[name] for name, n in read.items() for _ in range(n)), reverse=True)
+    dollars = Fraction(0)
+    if policy == "read_price":
+        dollars = lost * Fraction(prices[2], 10**12)
+    elif policy == "write_price":
+        dollars = Fraction(sum(each[:lost]), 10**12)
+    owed = credit_of(card, used)
+
+    charged = Fraction(price(card, used).pico, 10**12)
+    pico = 0 if owed is None else -owed.amount_pico
+    assert Fraction(pico, 10**12) == min(dollars, charged)
+
+
+LOST = st.lists(st.integers(0, 100), min_size=1, max_size=8)
+AGAIN = st.lists(st.integers(0, 7), max_size=6)
+
+
+@given(lost=LOST, again=AGAIN)
+@settings(max_examples=15, deadline=None)
+def test_credits_are_the_sum_of_breaches(lost: list[int], again: list[int]) -> None:
+    """However entries are batched, repeated and interrupted by a restart."""
+    with new_store() as store:
+        check_credits(store, lost, again)
+
+
+@given(lost=LOST, again=AGAIN)
+@settings(max_examples=4, deadline=None)
+def test_credits_are_the_sum_of_breaches_on_a_server_too(
+    postgres_server: Server, lost: list[int], again: list[int]
+) -> None:
+    """There a batch is written in few statements."""
+    with new_store(postgres_server) as store:
+        check_credits(store, lost, again)
+
+
+def check_credits(store: Store, lost: list[int], again: list[int]) -> None:
+    wall = Wall()
+    entries = [entry(str(number), tokens) for number, tokens in enumerate(lost)]
+    with opened(store, wall) as (_, ledger):
+        for future in [ledger.settle(one) for one in entries]:
+            future.result(20)
+    with opened(store, wall) as (_, ledger):
+        for future in [ledger.settle(entries[n % len(entries)]) for n in again]:
+            future.result(20)
+
+    (total,) = usage(store)
+    assert total.adjusted_pico == -sum(lost) * WRITE["1h"]
+    assert total.adjusted_pico % PICO_PER_MICRO == 0
+    assert check_books(store) == []

@@ -1,0 +1,48 @@
+"""What the entries of one transaction add up to: their chain, their sums, their seal."""
+
+from __future__ import annotations
+
+from tenancy.ledger.aggregates import HOUR_MS, HOURS
+from tenancy.ledger.entries import ENTRY_FIELDS, chained, entry_row
+from tenancy.ledger.ledger import Ledger
+from tenancy.storage.interface import Store
+from tests.unit.tenancy.conftest import Wall, used
+
+
+def test_each_entry_is_chained_to_the_one_before(store: Store, ledger: Ledger, wall: Wall) -> None:
+    """A row that is changed, taken out or put between breaks every chain behind it."""
+    for name in "abc":
+        ledger.settle(used(name, wall())).result(20)
+    rows = store.query(f"select {', '.join(ENTRY_FIELDS)}, chain from ledger order by entry_id")
+    before = b""
+    for *row, chain in rows:
+        before = chained(before, row)
+        assert chain == before
+
+    changed = [*rows[0][:-1]]
+    changed[ENTRY_FIELDS.index("charge_pico")] = 7
+    assert chained(b"", changed) != rows[0][-1]
+    assert list(rows[0][:-1]) == entry_row(used("a", wall()), wall())
+
+
+def test_settling_again_leaves_the_chain_and_the_sums(
+    store: Store, ledger: Ledger, wall: Wall
+) -> None:
+    """In one batch or in two."""
+    sent = [ledger.settle(used(name, wall())) for name in "aabab"]
+    for future in sent:
+        future.result(20)
+
+    assert store.query("select request_id from ledger order by entry_id") == [("a",), ("b",)]
+    assert store.query(f"select requests, prompt_tokens from {HOURS}") == [(2, 20)]
+
+
+def test_the_chain_is_sealed_once_an_hour(store: Store, ledger: Ledger, wall: Wall) -> None:
+    """By the hours that come, whichever way the clock is set."""
+    for number, hours in enumerate((1, 0, 0, 500, 0, -500)):
+        wall.ms += hours * HOUR_MS
+        ledger.settle(used(str(number), wall())).result(20)
+    seals = store.query("select entry_id, chain from seals order by number")
+
+    assert [row[0] for row in seals] == [1, 4, 6]
+    assert seals[-1][1] == store.query("select chain from ledger where entry_id = 6")[0][0]

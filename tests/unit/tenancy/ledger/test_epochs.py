@@ -1,0 +1,202 @@
+"""Lives of a ledger: sums never fall within one, and an exchanged database begins the next."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tenancy.accounting.audit import check_books
+from tenancy.accounts.tenants import create_tenant
+from tenancy.errors import ConstraintBroken
+from tenancy.ledger.epochs import (
+    begin_ledger_epoch,
+    has_history,
+    keep_point,
+    ledger_epoch,
+    list_ledger_epochs,
+)
+from tenancy.ledger.ledger import Ledger
+from tenancy.storage.interface import Store
+from tenancy.storage.sqlite import SqliteStore
+from tests.crash.ledger_child import entry
+from tests.unit.tenancy.conftest import Wall
+
+PATIENCE_S = 20
+
+
+class Life:
+    """A ledger in a file that is opened and closed, copied and put back."""
+
+    def __init__(self, folder: Path, wall: Wall) -> None:
+        self.path = folder / "test.db"
+        self.known = folder / "test.db.known"
+        self.wall = wall
+        store = SqliteStore(self.path)
+        create_tenant(store, wall, "ada")
+        store.close()
+
+    def run(self, *request_ids: str, is_killed: bool = False) -> tuple[int, int]:
+        """One life of a server: the epoch it found, and its entries then. One that is killed
+        leaves what was known at its last minute."""
+        store = SqliteStore(self.path)
+        ledger = Ledger(store, self.wall)
+        known = self.known.read_bytes()
+        for request_id in request_ids:
+            ledger.settle(entry(request_id)).result(PATIENCE_S)
+        ledger.close()
+        found = ledger_epoch(store).number, store.query("select count(*) from ledger")[0][0]
+        assert check_books(store) == []
+        store.close()
+        if is_killed:
+            self.known.write_bytes(known)
+        return found
+
+    def copy(self, name: str) -> Path:
+        return Path(shutil.copy(self.path, self.path.with_name(name)))
+
+    def put_back(self, copy: Path) -> None:
+        shutil.copy(copy, self.path)
+
+    def epochs(self) -> list[tuple[int, str, int]]:
+        store = SqliteStore(self.path)
+        found = [(one.number, one.reason, one.entry_id) for one in list_ledger_epochs(store)]
+        store.close()
+        return found
+
+
+@pytest.fixture
+def life(tmp_path: Path, wall: Wall) -> Life:
+    return Life(tmp_path, wall)
+
+
+def test_a_ledger_has_one_epoch_over_restarts_and_crashes(life: Life) -> None:
+    """L8: nothing is lost by them, so nothing falls."""
+    found = [life.run("1-1"), life.run("1-2", is_killed=True), life.run("1-3"), life.run()]
+
+    assert found == [(1, 1), (1, 2), (1, 3), (1, 3)]
+    assert life.epochs() == [(1, "begun", 0)]
+
+
+def test_a_ledger_has_a_history_from_its_first_entry_on(store: Store, wall: Wall) -> None:
+    """What was written down before this gateway, another one had to answer."""
+    create_tenant(store, wall, "ada")
+    before = has_history(store)
+    ledger = Ledger(store, wall)
+    ledger.settle(entry("1-1")).result(PATIENCE_S)
+    ledger.close()
+
+    assert (before, has_history(store)) == (False, True)
+
+
+def test_a_file_that_was_put_back_by_hand_is_found(life: Life) -> None:
+    """Whoever copies an old file over a newer one does not have to tell us."""
+    life.run("1-1")
+    old = life.copy("old.db")
+    life.run("1-2", "1-3")
+    life.put_back(old)
+
+    assert life.run("1-4") == (2, 2)
+    assert life.run("1-5") == (2, 3), "found once"
+    assert life.epochs() == [(1, "begun", 0), (2, "found", 1)]
+
+
+def test_histories_that_part_have_numbers_of_their_own(life: Life) -> None:
+    """The same backup put back twice is two histories."""
+    life.run("1-1")
+    old = life.copy("old.db")
+    for _ in range(2):
+        life.run("1-2")
+        life.put_back(old)
+    third = life.run("1-3")
+    newer = life.copy("newer.db")
+    life.put_back(old)
+    fourth = life.run()
+    life.put_back(newer)
+
+    assert (third, fourth) == ((3, 2), (4, 1))
+    assert life.run() == (5, 2), "another epoch was here in between"
+
+
+def test_an_empty_file_in_the_ledgers_place_is_found(life: Life) -> None:
+    """Nothing of what was known is in it."""
+    life.run("1-1")
+    life.path.unlink()
+
+    assert life.run() == (2, 0)
+
+
+@pytest.mark.parametrize("known", [None, b"", b"{}", b"\xff", b'{"epoch": "1"}'])
+def test_what_is_not_known_is_no_alarm(life: Life, known: bytes | None) -> None:
+    """Half a note, or none: from the start of this server on it is kept again."""
+    life.run("1-1")
+    life.known.unlink()
+    if known is not None:
+        life.known.write_bytes(known)
+
+    assert life.run("1-2") == (1, 2)
+    assert b'"entry_id":2' in life.known.read_bytes()
+
+
+def test_a_point_is_kept_each_minute_of_a_server_that_writes(tmp_path: Path, wall: Wall) -> None:
+    """One that is killed after days must not have known its first day only."""
+    store = SqliteStore(tmp_path / "test.db")
+    create_tenant(store, wall, "ada")
+    ledger = Ledger(store, wall)
+    known = tmp_path / "test.db.known"
+    first = known.read_bytes()
+    ledger.settle(entry("1-1")).result(PATIENCE_S)
+    ledger.settle(entry("1-2")).result(PATIENCE_S)
+    same = known.read_bytes()
+    wall.ms += 60_000
+    ledger.settle(entry("1-3")).result(PATIENCE_S)
+    ledger.settle(entry("1-4")).result(PATIENCE_S)
+    then = known.read_bytes()
+    ledger.close()
+    store.close()
+
+    assert same == first
+    assert b'"entry_id":3' in then
+    assert known.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_disk_that_keeps_no_point_stops_no_ledger(tmp_path: Path, wall: Wall) -> None:
+    """It is a defence and no promise."""
+    (tmp_path / "test.db.known").mkdir()
+    store = SqliteStore(tmp_path / "test.db")
+    create_tenant(store, wall, "ada")
+    ledger = Ledger(store, wall)
+    ledger.settle(entry("1-1")).result(PATIENCE_S)
+    ledger.close()
+    found = store.query("select count(*) from ledger")
+    store.close()
+
+    assert found == [(1,)]
+
+
+def test_epochs_begin_behind_what_is_there_and_stay(store: Store, wall: Wall) -> None:
+    """On either kind of database; the books say if one does not fit."""
+    create_tenant(store, wall, "ada")
+    ledger = Ledger(store, wall)
+    ledger.settle(entry("1-1")).result(PATIENCE_S)
+    ledger.close()
+    with store.change() as db:
+        made = begin_ledger_epoch(db, wall(), "marked", above=4)
+    keep_point(store, wall)
+
+    assert (made.number, made.begun_ms, made.entry_id) == (5, wall(), 1)
+    assert ledger_epoch(store) == made
+    assert check_books(store) == []
+    for sql in ("delete from ledger_epochs", "update ledger_epochs set number = 9"):
+        with pytest.raises(ConstraintBroken), store.change() as db:
+            db.execute(sql)
+
+
+def test_an_epoch_that_does_not_fit_its_entry_is_found(store: Store, wall: Wall) -> None:
+    """Whoever writes one by hand cannot know the chain."""
+    create_tenant(store, wall, "ada")
+    with store.change() as db:
+        db.execute("insert into ledger_epochs values (2, 0, 'marked', 7, ?)", (b"x",))
+
+    assert check_books(store) == ["epoch 2 of the ledger does not fit entry 7"]

@@ -1,0 +1,425 @@
+"""One hold, one entry, whatever is sent twice, fails, or is left open."""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from msgspec import structs
+
+from tenancy.accounting.usage import entries_of
+from tenancy.accounts.tenants import create_tenant
+from tenancy.errors import LedgerUnavailable, StoreBusy, StoreError
+from tenancy.ledger.ledger import Hold, Ledger
+from tenancy.ledger.progress import Progress
+from tenancy.storage.interface import Store, Transaction
+from tenancy.storage.postgres import PostgresStore
+from tenancy.storage.sqlite import SqliteStore
+from tenancy.types import UsageEntry
+from tests.unit.tenancy.conftest import Wall
+from tests.unit.tenancy.storage.postgres_server import Server
+
+PATIENCE_S = 20
+BROKEN = StoreError("not_written", "the disk")
+OPEN_HOLD = (
+    "insert into holds (request_id, tenant_id, key_id, model, started_ms, booked_ms)"
+    " values ('a', 1, 1, 'm', 10, 10)"
+)
+
+
+def hold(request_id: str) -> Hold:
+    return Hold(request_id, 1, 1, "m", 10)
+
+
+def entry(request_id: str, prompt: int = 10, output: int = 3, ended_ms: int = 20) -> UsageEntry:
+    return UsageEntry(
+        request_id=request_id,
+        tenant_id=1,
+        key_id=1,
+        model="m",
+        ending="done",
+        started_ms=10,
+        ended_ms=ended_ms,
+        prompt_tokens=prompt,
+        cache_read_tokens=prompt // 2,
+        cache_write_tokens=0,
+        fresh_tokens=prompt - prompt // 2,
+        output_tokens=output,
+        physical_cached_tokens=0,
+    )
+
+
+def entries(store: Store) -> dict[str, UsageEntry]:
+    """What the file holds, by request id."""
+    rows = entries_of(store, None, 0, None, 0, 100_000)
+    found = {entry.request_id: entry for _, _, _, entry in rows}
+    assert len(found) == len(rows)
+    return found
+
+
+def done(future: Future[None]) -> None:
+    future.result(PATIENCE_S)
+
+
+def refusal(future: Future[None]) -> str:
+    with pytest.raises(LedgerUnavailable) as caught:
+        done(future)
+    return caught.value.code
+
+
+@pytest.fixture
+def ledger(store: Store, wall: Wall) -> Iterator[Ledger]:
+    create_tenant(store, wall, "ada")
+    ledger = Ledger(store, wall)
+    yield ledger
+    ledger.close()
+
+
+@contextmanager
+def failing(
+    store: Store, error: Callable[[], Exception], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
+    """Every commit fails, as a disk would make it."""
+
+    class Broken:
+        def __enter__(self) -> Transaction:
+            raise error()
+
+        def __exit__(self, *_: object) -> None:
+            raise AssertionError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "change", Broken)
+        yield
+
+
+def test_a_settled_hold_is_one_entry_and_no_hold(store: Store, ledger: Ledger) -> None:
+    """Field for field what was handed in."""
+    done(ledger.hold(hold("a")))
+    held = ledger.open_holds()
+    done(ledger.settle(entry("a")))
+
+    assert (held, ledger.open_holds()) == (1, 0)
+    assert entries(store) == {"a": entry("a")}
+
+
+def test_settling_again_changes_nothing(store: Store, ledger: Ledger) -> None:
+    """L1: a retry after an answer that was lost on the way must not charge twice."""
+    done(ledger.settle(entry("a")))
+    done(ledger.settle(entry("a", output=99)))
+
+    assert entries(store) == {"a": entry("a")}
+
+
+def test_a_request_id_is_used_once(store: Store, ledger: Ledger) -> None:
+    """A second hold on it would run a request that is never charged."""
+    done(ledger.hold(hold("a")))
+    second = refusal(ledger.hold(hold("a")))
+    done(ledger.settle(entry("a")))
+    third = refusal(ledger.hold(hold("a")))
+
+    assert (second, third) == ("duplicate_request", "duplicate_request")
+    assert ledger.open_holds() == 0
+
+
+def test_holds_of_a_dead_process_are_closed_uncharged(store: Store, wall: Wall) -> None:
+    """L3: whoever got no whole answer pays nothing, and the hold does not stay for ever."""
+    create_tenant(store, wall, "ada")
+    with store.change() as db:
+        db.execute(OPEN_HOLD)
+    ledger = Ledger(store, wall)
+    ledger.close()
+    again = Ledger(store, wall)
+    again.close()
+
+    found = entries(store)["a"]
+    assert (ledger.interrupted, again.interrupted, again.open_holds()) == (1, 0, 0)
+    assert (found.ending, found.started_ms, found.ended_ms) == ("interrupted", 10, wall())
+    assert (found.prompt_tokens, found.output_tokens) == (0, 0)
+
+
+def test_two_servers_do_not_share_a_file(tmp_path: Path, wall: Wall) -> None:
+    """The second would take the first one's open holds for a dead process's and close them."""
+    store, beside = SqliteStore(tmp_path / "test.db"), SqliteStore(tmp_path / "test.db")
+    create_tenant(store, wall, "ada")
+    ledger = Ledger(store, wall)
+    done(ledger.hold(hold("a")))
+    with pytest.raises(StoreError, match="another server"):
+        Ledger(beside, wall)
+    held = ledger.open_holds()
+    ledger.close()
+    for one in (beside, store):
+        one.close()
+
+    assert held == 1
+
+
+def test_a_closed_ledger_lets_the_next_one_in(store: Store, ledger: Ledger, wall: Wall) -> None:
+    """A restart does not wait for anything."""
+    ledger.close()
+    ledger.close()
+    Ledger(store, wall).close()
+
+    assert refusal(ledger.hold(hold("a"))) == "closed"
+
+
+def test_what_was_handed_in_is_written_before_closing(store: Store, wall: Wall) -> None:
+    """Shutting down in the middle of a burst loses nothing."""
+    create_tenant(store, wall, "ada")
+    ledger = Ledger(store, wall)
+    futures = [ledger.settle(entry(str(number))) for number in range(500)]
+    ledger.close()
+
+    assert all(future.done() and future.exception() is None for future in futures)
+    assert len(entries(store)) == 500
+
+
+def test_an_impossible_entry_does_not_take_others_with_it(store: Store, ledger: Ledger) -> None:
+    """Batches are an economy of ours; nobody else's request may fail for it."""
+    wrong = structs.replace(entry("wrong"), fresh_tokens=1)
+    stranger = structs.replace(entry("stranger"), tenant_id=99)
+    sent = [ledger.settle(entry(str(number))) for number in range(20)]
+    refused = [ledger.settle(wrong), ledger.settle(stranger)]
+    sent += [ledger.settle(entry(str(number))) for number in range(20, 40)]
+    for future in sent:
+        done(future)
+
+    assert [refusal(future) for future in refused] == ["impossible_entry"] * 2
+    assert set(entries(store)) == {str(number) for number in range(40)}
+
+
+@pytest.mark.parametrize(
+    "error", [StoreBusy("not_written", "others"), BROKEN], ids=["busy", "broken"]
+)
+def test_while_the_disk_fails_nothing_is_promised(
+    store: Store, ledger: Ledger, monkeypatch: pytest.MonkeyPatch, error: StoreError
+) -> None:
+    """L10: fail closed, and go on when the disk does."""
+    with failing(store, lambda: error, monkeypatch):
+        codes = [refusal(ledger.hold(hold("a"))), refusal(ledger.settle(entry("b")))]
+    done(ledger.settle(entry("c")))
+
+    assert codes == ["not_durable"] * 2
+    assert set(entries(store)) == {"c"}
+
+
+def test_after_a_failed_fsync_the_file_is_checked_before_the_next_entry(
+    store: Store, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A page that failed to reach the disk may look clean; what is in memory is not believed."""
+    opened: list[int] = []
+    reopen = store.reopen
+
+    def count() -> None:
+        opened.append(1)
+        reopen()
+
+    monkeypatch.setattr(store, "reopen", count)
+    with failing(store, lambda: BROKEN, monkeypatch):
+        refusal(ledger.hold(hold("a")))
+    for number in range(3):
+        done(ledger.settle(entry(str(number))))
+
+    assert opened == [1]
+
+
+def test_a_file_that_is_damaged_takes_no_entry(
+    store: Store, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until it is whole again every request is refused, and the writer lives."""
+
+    def damaged() -> None:
+        raise StoreError("damaged", "test")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "reopen", damaged)
+        with failing(store, lambda: BROKEN, monkeypatch):
+            refusal(ledger.hold(hold("a")))
+        codes = [refusal(ledger.settle(entry(str(number)))) for number in range(2)]
+    done(ledger.settle(entry("c")))
+
+    assert codes == ["not_durable"] * 2
+
+
+def test_a_start_that_fails_leaves_the_lock_to_the_next(
+    store: Store, wall: Wall, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk at the start must not need a new process afterwards."""
+    create_tenant(store, wall, "ada")
+    with store.change() as db:
+        db.execute(OPEN_HOLD)
+    with failing(store, lambda: BROKEN, monkeypatch), pytest.raises(StoreError):
+        Ledger(store, wall)
+    ledger = Ledger(store, wall)
+    ledger.close()
+
+    assert ledger.interrupted == 1
+
+
+def test_who_queued_behind_a_dying_writer_is_told(
+    store: Store, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those it had not taken yet, too."""
+    entered, go = threading.Event(), threading.Event()
+
+    def die() -> Exception:
+        entered.set()
+        assert go.wait(PATIENCE_S)
+        return ZeroDivisionError()
+
+    monkeypatch.setattr("threading.excepthook", lambda args: None)
+    with failing(store, die, monkeypatch):
+        first = ledger.hold(hold("a"))
+        assert entered.wait(PATIENCE_S)
+        behind = [ledger.hold(hold(request_id)) for request_id in "bc"]
+        go.set()
+        codes = [refusal(future) for future in (first, *behind)]
+
+    assert codes == ["failed", "closed", "closed"]
+
+
+def test_nobody_waits_for_a_writer_that_has_died(
+    store: Store, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mistake of ours ends the writer; every waiter is told, those who come later too."""
+    monkeypatch.setattr("threading.excepthook", lambda args: None)
+    with failing(store, ZeroDivisionError, monkeypatch):
+        first = refusal(ledger.hold(hold("a")))
+        ledger._thread.join(PATIENCE_S)
+
+    assert (first, refusal(ledger.hold(hold("b")))) == ("failed", "closed")
+
+
+def test_totals_are_what_usage_says(store: Store, ledger: Ledger) -> None:
+    """The ledger's own door to the sums."""
+    for number in range(3):
+        done(ledger.settle(entry(f"a{number}", 10, 5)))
+
+    (total,) = Ledger.totals(store, "ada")
+    assert (total.requests, total.prompt_tokens, total.output_tokens) == (3, 30, 15)
+    assert Ledger.totals(store, "nobody") == Ledger.totals(store, since_ms=11) == []
+
+
+def test_a_full_disk_loses_nothing_that_was_confirmed(tmp_path: Path) -> None:
+    """A real limit of the operating system on the file's size, not a fake of ours."""
+    child = subprocess.run(
+        [sys.executable, "-m", "tests.crash.ledger_child", str(tmp_path / "test.db"), "400"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=Path(__file__).parents[4],
+        check=False,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (600_000, 600_000)),
+    )
+    confirmed = child.stdout.split()
+    store = SqliteStore(tmp_path / "test.db")
+    ledger = Ledger(store, Wall())
+    ledger.close()
+    found = set(entries(store))
+    store.close()
+
+    assert child.returncode == 3, child.stderr
+    assert confirmed
+    assert set(confirmed) <= found
+
+
+class Life(RuleBasedStateMachine):
+    """A ledger against a dictionary: sends in any order, twice, with restarts in between."""
+
+    def __init__(self, store: Store | None = None) -> None:
+        """`store`: a new file where none is given."""
+        super().__init__()
+        self.folder = tempfile.TemporaryDirectory()
+        self.wall = Wall()
+        self.store = store or SqliteStore(Path(self.folder.name) / "test.db")
+        create_tenant(self.store, self.wall, "ada")
+        self.ledger = Ledger(self.store, self.wall)
+        self.held: set[str] = set()
+        self.noted: dict[str, int] = {}
+        self.settled: dict[str, UsageEntry] = {}
+
+    @rule(request_id=st.sampled_from("abcdef"))
+    def hold(self, request_id: str) -> None:
+        future = self.ledger.hold(hold(request_id))
+        if request_id in self.held or request_id in self.settled:
+            assert refusal(future) == "duplicate_request"
+        else:
+            done(future)
+            self.held.add(request_id)
+
+    @rule(request_id=st.sampled_from("abcdef"), prompt=st.integers(0, 9), output=st.integers(0, 9))
+    def settle(self, request_id: str, prompt: int, output: int) -> None:
+        sent = entry(request_id, prompt, output)
+        done(self.ledger.settle(sent))
+        self.settled.setdefault(request_id, sent)
+        self.held.discard(request_id)
+
+    @rule(request_ids=st.lists(st.sampled_from("abcdef"), min_size=2, max_size=8))
+    def settle_at_once(self, request_ids: list[str]) -> None:
+        sent = [entry(request_id, 4, number) for number, request_id in enumerate(request_ids)]
+        for future in list(map(self.ledger.settle, sent)):
+            done(future)
+        for one in sent:
+            self.settled.setdefault(one.request_id, one)
+            self.held.discard(one.request_id)
+
+    @rule(request_ids=st.lists(st.sampled_from("abcdef"), min_size=1), output=st.integers(1, 9))
+    def note(self, request_ids: list[str], output: int) -> None:
+        self.ledger.note_progress(dict.fromkeys(request_ids, Progress(output_tokens=output)))
+        for request_id in self.held & set(request_ids):
+            self.noted[request_id] = output
+
+    @precondition(lambda self: self.held or self.settled)
+    @rule()
+    def restart(self) -> None:
+        self.ledger.close()
+        self.ledger = Ledger(self.store, self.wall)
+        assert self.ledger.interrupted == len(self.held)
+        for request_id in self.held:
+            closed = entry(request_id, 0, self.noted.get(request_id, 0), self.wall())
+            self.settled[request_id] = structs.replace(closed, ending="interrupted")
+        self.held.clear()
+
+    @invariant()
+    def the_file_is_the_model(self) -> None:
+        assert entries(self.store) == self.settled
+        assert self.ledger.open_holds() == len(self.held)
+        total = sum(one.output_tokens for one in self.settled.values())
+        assert sum(row.output_tokens for row in Ledger.totals(self.store)) == total
+
+    def teardown(self) -> None:
+        self.ledger.close()
+        self.store.close()
+        self.folder.cleanup()
+
+
+TestLife = Life.TestCase
+
+
+def test_a_ledger_on_a_server_is_the_model_too(postgres_server: Server) -> None:
+    """The same life, with round trips between."""
+
+    class OnServer(Life):
+        def __init__(self) -> None:
+            address = postgres_server.address(postgres_server.database())
+            super().__init__(PostgresStore(address, is_ready=True))
+
+    few = settings(max_examples=6, stateful_step_count=25, deadline=None)
+    run_state_machine_as_test(OnServer, settings=few)

@@ -1,0 +1,216 @@
+"""What open requests had come to when their server died: the last note, once, at their price."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+
+import apsw
+import pytest
+
+from tenancy.accounting.audit import check_books
+from tenancy.accounting.usage import entries_of
+from tenancy.accounts.tenants import create_tenant
+from tenancy.errors import LedgerUnavailable, StoreBusy
+from tenancy.ledger.idempotency import Claim
+from tenancy.ledger.ledger import Ledger
+from tenancy.ledger.progress import Progress
+from tenancy.ledger.transactions import Hold
+from tenancy.pricing.budgets import Budget, budget_states, set_budget
+from tenancy.pricing.charges import RateCard
+from tenancy.pricing.rate_cards import add_card
+from tenancy.storage.interface import Store
+from tenancy.storage.sqlite import SqliteStore, migrations
+from tenancy.types import UsageEntry
+from tests.crash.ledger_child import entry
+from tests.unit.tenancy.conftest import Wall
+
+PATIENCE_S = 20
+CARD = RateCard("std", input=2, output=10, cache_read=1, cache_write={"5m": 3})
+PROGRESS = Progress({"1h": 4}, {"5m": 6}, 10, 3, 5)
+CHARGE = 4 * 1 + 6 * 3 + 10 * 2 + 3 * 10
+
+
+def held(store: Store, wall: Wall, *request_ids: str) -> Ledger:
+    """A ledger with a priced hold each, on a budget."""
+    create_tenant(store, wall, "ada")
+    add_card(store, wall, CARD)
+    set_budget(store, Budget(1, "day", hard_micros=10**9))
+    ledger = Ledger(store, wall)
+    futures = [ledger.hold(Hold(one, 1, 1, "m", wall(), 100, 100)) for one in request_ids]
+    for future in futures:
+        future.result(PATIENCE_S)
+    return ledger
+
+
+def entries(store: Store) -> dict[str, UsageEntry]:
+    """By request id."""
+    return {one.request_id: one for _, _, _, one in entries_of(store, None, 0, None, 0, 1_000)}
+
+
+def restart(ledger: Ledger, store: Store, wall: Wall) -> None:
+    """What was handed in is written, and what is open then is closed by the next one."""
+    ledger.close()
+    Ledger(store, wall).close()
+
+
+def test_a_dead_hold_is_settled_to_its_last_note(store: Store, wall: Wall) -> None:
+    """L3: every count as it was noted, at the price of its admission, in its budget; once."""
+    ledger = held(store, wall, "a")
+    ledger.note_progress({"a": Progress({"1h": 4}, {"5m": 6}, 10, 2, 5)})
+    ledger.note_progress({"a": PROGRESS})
+    ledger.close()
+    wall.ms += 1_000
+    add_card(store, wall, RateCard("std", output=10**6))
+    restart(Ledger(store, wall), store, wall)
+
+    found = entries(store)["a"]
+    (state,) = budget_states(store, wall)
+    assert found == UsageEntry(
+        request_id="a",
+        tenant_id=1,
+        key_id=1,
+        model="m",
+        ending="interrupted",
+        started_ms=1_000_000,
+        ended_ms=1_001_000,
+        prompt_tokens=20,
+        cache_read_tokens=4,
+        cache_write_tokens=6,
+        fresh_tokens=10,
+        output_tokens=3,
+        physical_cached_tokens=5,
+        read={"1h": 4},
+        write={"5m": 6},
+        rate_card_id="std@1",
+        charge_pico=CHARGE,
+        saved_pico=4 * 1 - 6 * 1,
+    )
+    assert (state.spent_pico, state.reserved_pico) == (CHARGE, 0)
+    assert check_books(store) == []
+
+
+def test_without_a_note_a_dead_hold_costs_nothing(store: Store, wall: Wall) -> None:
+    """Nothing was delivered, as far as anybody knows."""
+    restart(held(store, wall, "a"), store, wall)
+
+    found = entries(store)["a"]
+    assert (found.prompt_tokens, found.output_tokens, found.charge_pico) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("when", ["before", "at once", "after"])
+def test_a_settled_request_is_what_it_was_settled_to(store: Store, wall: Wall, when: str) -> None:
+    """A note goes with its hold, whichever transaction it comes in; one that comes late, and one
+    for nobody, are nothing."""
+    ledger = held(store, wall, "1-1")
+    if when != "after":
+        ledger.note_progress({"1-1": PROGRESS, "nobody": PROGRESS})
+    if when == "before":
+        ledger.settle(entry("1-2")).result(PATIENCE_S)
+    settled = ledger.settle(entry("1-1"))
+    if when == "after":
+        ledger.note_progress({"1-1": PROGRESS, "nobody": PROGRESS})
+    settled.result(PATIENCE_S)
+    restart(ledger, store, wall)
+
+    assert entries(store)["1-1"].output_tokens == entry("1-1").output_tokens
+    assert store.query("select * from holds") == []
+    assert check_books(store) == []
+
+
+def test_a_request_with_a_name_is_paid_for_when_it_is_sent_again(store: Store, wall: Wall) -> None:
+    """L11: never a second charge under one name."""
+    ledger = held(store, wall)
+    claim = Claim("n", bytes(32), 10)
+    ledger.hold(Hold("a", 1, 1, "m", wall(), 100, 100, claim=claim)).result(PATIENCE_S)
+    ledger.note_progress({"a": PROGRESS})
+    restart(ledger, store, wall)
+
+    assert entries(store)["a"].charge_pico == 0
+    assert store.query("select * from named_requests") == []
+
+
+@pytest.mark.parametrize("count", [1, 3, 200])
+def test_any_number_is_noted_at_once(store: Store, wall: Wall, count: int) -> None:
+    """Each finds its own."""
+    ledger = held(store, wall, *(str(number) for number in range(count)))
+    ledger.note_progress({str(n): Progress(output_tokens=n + 1) for n in range(count)})
+    restart(ledger, store, wall)
+
+    found = {request_id: one.output_tokens for request_id, one in entries(store).items()}
+    assert found == {str(n): n + 1 for n in range(count)}
+
+
+@pytest.mark.parametrize("blob", [b"", b"\x93\x01", b"\x93\x80\x80\xff", b"\xc1"])
+def test_a_note_that_cannot_be_read_stops_no_start(store: Store, wall: Wall, blob: bytes) -> None:
+    """A byte that has turned over costs us one answer, and not the service."""
+    ledger = held(store, wall, "a")
+    with store.change() as db:
+        db.execute("update holds set progress = ?", (blob,))
+    restart(ledger, store, wall)
+
+    assert entries(store)["a"].charge_pico == 0
+
+
+def test_a_broken_promise_that_was_noted_is_credited(store: Store, wall: Wall) -> None:
+    """As of any entry: once, and never more than it was charged."""
+    create_tenant(store, wall, "ada")
+    add_card(store, wall, RateCard("std", output=10, cache_read=1, breach_credit="read_price"))
+    ledger = Ledger(store, wall)
+    ledger.hold(Hold("a", 1, 1, "m", wall(), 100, 100)).result(PATIENCE_S)
+    ledger.note_progress({"a": Progress({"1h": 9}, {}, 1, 2, 0, 8)})
+    restart(ledger, store, wall)
+
+    assert store.query("select adjustment_id, amount_pico from adjustments") == [("breach:a", -8)]
+    assert check_books(store) == []
+
+
+def test_a_note_that_cannot_be_written_harms_nobody(
+    tmp_path: Path, wall: Wall, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stream goes on, and its settlement says whether the disk is well; nor does one that comes
+    when the ledger is closed."""
+
+    def busy() -> None:
+        raise StoreBusy("not_written", "the disk")
+
+    store = SqliteStore(tmp_path / "test.db")
+    ledger = held(store, wall, "1-1", "1-2")
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "change", busy)
+        ledger.note_progress({"1-1": PROGRESS})
+        with pytest.raises(LedgerUnavailable):  # and the note before it has been tried too
+            ledger.settle(entry("1-2")).result(PATIENCE_S)
+    ledger.settle(entry("1-2")).result(PATIENCE_S)
+    restart(ledger, store, wall)
+    ledger.note_progress({"1-1": PROGRESS})
+
+    found = {request_id: one.output_tokens for request_id, one in entries(store).items()}
+    store.close()
+    assert found == {"1-1": 0, "1-2": entry("1-2").output_tokens}
+
+
+@pytest.mark.parametrize("version", range(1, len(migrations())))
+def test_holds_of_every_older_schema_are_closed(tmp_path: Path, wall: Wall, version: int) -> None:
+    """A crash, and then a newer version: nothing was noted, and nothing is charged."""
+    path = tmp_path / "test.db"
+    with closing(apsw.Connection(str(path))) as db:
+        for sql in migrations()[:version]:
+            db.execute(sql).fetchall()
+        db.execute(f"pragma user_version={version}").fetchall()
+        db.execute(
+            "insert into tenants (tenant_id, name, status, created_ms) values (1, 'a', 'active', 0)"
+        ).fetchall()
+        db.execute(
+            "insert into holds (request_id, tenant_id, key_id, model, started_ms)"
+            " values ('a', 1, 1, 'm', 10)"
+        ).fetchall()
+    store = SqliteStore(path)
+    ledger = Ledger(store, wall)
+    ledger.close()
+
+    found = entries(store)
+    findings = check_books(store)
+    store.close()
+    assert (ledger.interrupted, found["a"].ending, found["a"].charge_pico) == (1, "interrupted", 0)
+    assert findings == []

@@ -1,0 +1,193 @@
+"""What one transaction writes: holds, entries at their holds' prices, storage, counts."""
+
+from __future__ import annotations
+
+from contextlib import closing
+
+import pytest
+from msgspec import structs
+
+from tenancy.accounting.audit import check_books
+from tenancy.accounting.closing import close_days
+from tenancy.accounting.usage import entries_of
+from tenancy.accounts.tenants import create_tenant
+from tenancy.errors import BadName, BadPrice, BudgetExceeded, LedgerUnavailable
+from tenancy.ledger.aggregates import DAY_MS
+from tenancy.ledger.ledger import Hold, Ledger
+from tenancy.ledger.progress import Progress, ProgressNote
+from tenancy.ledger.transactions import Books, EngineTotals, Item, StorageReading
+from tenancy.ledger.writer import LedgerWriter
+from tenancy.pricing.budgets import Budget, set_budget
+from tenancy.pricing.charges import PRICE_MAX, RateCard, price, savings
+from tenancy.pricing.rate_cards import add_card, load_cards
+from tenancy.storage.interface import Store
+from tenancy.types import UsageEntry
+from tests.unit.tenancy.conftest import Wall, used
+
+CARD = RateCard("std", input=3_000, output=9_000, cache_read=300, cache_write={"1h": 6_000})
+
+
+def entries(store: Store) -> list[UsageEntry]:
+    return [entry for *_, entry in entries_of(store, None, 0, None, 0, 1000)]
+
+
+def test_an_entry_is_priced_and_keeps_all_its_detail(
+    store: Store, ledger: Ledger, wall: Wall
+) -> None:
+    """Field for field, with the money filled in."""
+    card = add_card(store, wall, CARD)
+    sent = used("a", wall())
+    ledger.settle(sent).result(20)
+
+    assert entries(store) == [
+        structs.replace(
+            sent,
+            rate_card_id="std@1",
+            charge_pico=price(card, sent).pico,
+            saved_pico=savings(card, sent),
+        )
+    ]
+
+
+def test_the_price_at_the_time_of_the_request_wins(
+    store: Store, ledger: Ledger, wall: Wall
+) -> None:
+    """Also over a restart, and when the answer ends long after the price has changed."""
+    add_card(store, wall, CARD)
+    ledger.hold(Hold("a", 1, 1, "m", wall(), 10, 4)).result(20)
+    began_ms, wall.ms = wall.ms, wall.ms + 1000
+    add_card(store, wall, structs.replace(CARD, input=1))
+    ledger.settle(used("a", began_ms)).result(20)
+    ledger.settle(used("b", wall())).result(20)
+
+    assert [entry.rate_card_id for entry in entries(store)] == ["std@1", "std@2"]
+
+
+@pytest.mark.parametrize(
+    "change", [{"read": {"5m": 4}}, {"write": {"5m": 4, "1h": -1}}, {"read": {"a": -1, "b": 6}}]
+)
+def test_detail_that_does_not_make_up_its_sum_is_refused(
+    store: Store, ledger: Ledger, wall: Wall, change: dict[str, dict[str, int]]
+) -> None:
+    """L6: every token is in one class, and priced once."""
+    refused = ledger.settle(structs.replace(used("a", wall()), **change))
+    with pytest.raises(LedgerUnavailable) as caught:
+        refused.result(20)
+
+    assert caught.value.code == "impossible_entry"
+    assert entries(store) == []
+
+
+def test_a_request_that_could_cost_too_much_is_not_admitted(
+    store: Store, ledger: Ledger, wall: Wall
+) -> None:
+    """Where no number could hold its charge, it never runs."""
+    add_card(store, wall, structs.replace(CARD, output=PRICE_MAX))
+    with pytest.raises(BadPrice):
+        ledger.hold(Hold("a", 1, 1, "m", wall(), 1, 10**9)).result(20)
+
+    assert ledger.open_holds() == 0
+
+
+def test_progress_is_noted_in_a_hold_of_its_own_batch(store: Store, wall: Wall) -> None:
+    """A stream's first note may bring its hold along; what is settled in the batch needs none."""
+    create_tenant(store, wall, "ada")
+    noted = ProgressNote({"a": Progress(output_tokens=3), "b": Progress(output_tokens=5)})
+    held = [Hold(name, 1, 1, "m", wall()) for name in "ab"]
+    items: list[Item] = [*held, noted, used("b", wall())]
+    writer = LedgerWriter(store, wall)
+    answers = writer.write(items)
+    writer.abandon()
+    writer.close()
+
+    assert answers == [None] * 4
+    rows = store.query("select request_id, ending, output_tokens from ledger order by entry_id")
+    assert rows == [("b", "done", 4), ("a", "interrupted", 3)]
+
+
+def test_storage_is_summed_by_hour_class_and_card(store: Store, ledger: Ledger, wall: Wall) -> None:
+    """Whole token-seconds; a new price begins a new sum."""
+    add_card(store, wall, CARD)
+    for seconds in (5, 7):
+        ledger.write(StorageReading(1, "1h", seconds, wall(), "m")).result(20)
+    wall.ms += 1
+    add_card(store, wall, structs.replace(CARD, input=9))
+    ledger.write(StorageReading(1, "1h", 11, wall(), "m")).result(20)
+    wrong = ledger.write(StorageReading(99, "1h", 1, wall(), "m"))
+
+    assert isinstance(wrong.exception(20), LedgerUnavailable)
+    assert store.query("select class, rate_card_id, token_seconds from storage_hours") == [
+        ("1h", "std@1", 12),
+        ("1h", "std@2", 11),
+    ]
+
+
+def test_what_the_engine_counts_only_grows(store: Store, ledger: Ledger) -> None:
+    """Notes may come late or twice."""
+    for totals in (
+        EngineTotals("e1", 10, 5, 3, 1, 5, 3, 1),
+        EngineTotals("e1", 20, 9, 4, 2, 9, 4, 2, is_ended=True),
+        EngineTotals("e1", 15, 7, 4, 2, 7, 4, 2),
+    ):
+        ledger.write(totals).result(20)
+    (row,) = store.query("select prompt_tokens, cached_tokens, is_ended from engine_epochs")
+
+    assert row == (9, 4, 1)
+
+
+def test_cards_of_other_names_stay_apart(store: Store, ledger: Ledger, wall: Wall) -> None:
+    """A card that another process adds is seen by the next request."""
+    ledger.settle(used("a", wall())).result(20)
+    beside = store.another()
+    add_card(beside, wall, structs.replace(CARD, tier="gold"))
+    beside.close()
+    ledger.settle(used("b", wall())).result(20)
+
+    assert len(load_cards(store)) == 1
+    assert [entry.rate_card_id for entry in entries(store)] == ["free", "std@1"]
+
+
+def test_what_is_undone_is_not_built_upon(store: Store, wall: Wall) -> None:
+    """The chain goes on behind what is there, whatever this writer thought it had written, and
+    whatever another has written meanwhile."""
+    create_tenant(store, wall, "ada")
+    books, others = Books(), Books()
+
+    def write(books: Books, request_id: str, *, fails: bool = False) -> None:
+        with store.change() as db:
+            books.apply(db, [used(request_id, wall())])
+            if fails:
+                raise BadName("any", "any")
+        books.keep(db)
+
+    write(books, "a")
+    with pytest.raises(BadName):
+        write(books, "b", fails=True)
+    write(books, "c")
+    write(others, "d")
+    write(books, "e")
+    write(books, "f")
+
+    assert [entry.request_id for entry in entries(store)] == ["a", "c", "d", "e", "f"]
+    assert check_books(store) == []
+
+
+def test_what_is_known_of_the_books_is_forgotten_when_they_change(store: Store, wall: Wall) -> None:
+    """By another program: a price, a budget and a close hold for whatever is written after them."""
+    create_tenant(store, wall, "ada")
+    writer = LedgerWriter(store, wall)
+    writer.write([used("a", wall())])
+    with closing(store.another()) as other:
+        wall.ms += DAY_MS
+        add_card(other, wall, CARD)
+        set_budget(other, Budget(1, "day", hard_micros=1))
+        close_days(other, wall)
+    writer.write([ProgressNote({"a": Progress()})])  # which needs to know none of it
+    refused = writer.write([used("b", wall()), Hold("c", 1, 1, "m", wall(), 10**6, 10**6)])
+    refused += writer.write([structs.replace(used("d", wall() - DAY_MS), ended_ms=wall())])
+    writer.close()
+
+    assert (refused[0], refused[2]) == (None, None)
+    assert isinstance(refused[1], BudgetExceeded)
+    assert [entry.rate_card_id for entry in entries(store)] == ["free", "std@1", "free"]
+    assert check_books(store) == []

@@ -1,0 +1,227 @@
+"""What the writer does on its caller's thread; `test_ledger` tries all that both its shells do."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from msgspec import structs
+
+from tenancy.accounts.tenants import create_tenant
+from tenancy.errors import LedgerUnavailable, StoreError
+from tenancy.ledger.progress import Progress, ProgressNote
+from tenancy.ledger.transactions import Hold, Item
+from tenancy.ledger.writer import KEEP_POINT_MS, LedgerWriter, is_written
+from tenancy.storage.interface import Store
+from tenancy.storage.postgres import WRITE_LOCK, PostgresStore
+from tenancy.storage.postgres_connection import LinkLost, StatementFailed
+from tenancy.storage.sqlite import SqliteStore
+from tests.unit.tenancy.conftest import Wall, used
+
+
+def hold(request_id: str) -> Hold:
+    return Hold(request_id, 1, 1, "m", 10)
+
+
+def write(writer: LedgerWriter, *items: Item) -> None:
+    """All of them, and none is refused."""
+    assert writer.write(items) == [None] * len(items)
+
+
+def endings(store: Store) -> dict[str, tuple[str, int]]:
+    """(ending, output tokens) of each entry."""
+    rows = store.query("select request_id, ending, output_tokens from ledger")
+    return {request_id: (ending, tokens) for request_id, ending, tokens in rows}
+
+
+def holds(store: Store) -> set[str]:
+    return {row[0] for row in store.query("select request_id from holds")}
+
+
+def dies(store: Store) -> None:
+    """The process of a writer over this store, with all that only it had."""
+    if isinstance(store, PostgresStore):
+        assert store._writer is not None
+        store._writer.close()
+        store._writer, store._writer_id = None, 0
+    else:
+        store.disclaim()
+
+
+def test_each_item_has_its_answer_in_order(store: Store, wall: Wall) -> None:
+    """Whoever sends many at once tells the answers apart by their places."""
+    create_tenant(store, wall, "ada")
+    writer = LedgerWriter(store, wall)
+    wrong = structs.replace(used("wrong", 10), fresh_tokens=1)
+    answers = writer.write([hold("a"), wrong, hold("a"), used("a", 10), used("b", 10)])
+    writer.close()
+
+    codes = [answer and answer.code for answer in answers]
+    assert codes == [None, "impossible_entry", "duplicate_request", None, None]
+    assert set(endings(store)) == {"a", "b"}
+
+
+def test_after_a_failed_commit_only_what_was_refused_is_closed(
+    store: Store, wall: Wall, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hold may be there although its commit failed. Whoever was refused for it settles nothing;
+    what runs already does, and must not find itself settled."""
+    create_tenant(store, wall, "ada")
+    writer = LedgerWriter(store, wall)
+    write(writer, hold("refused"), structs.replace(hold("runs"), is_running=True))
+
+    def broken() -> None:
+        raise StoreError("not_written", "test")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "change", broken)
+        again = [hold("refused"), structs.replace(hold("runs"), is_running=True)]
+        failed = list(map(is_written, writer.write(again)))
+    write(writer, used("runs", 10))
+    writer.close()
+
+    assert failed == [False, False]
+    assert endings(store) == {"refused": ("interrupted", 0), "runs": ("done", 4)}
+
+
+def test_a_successor_closes_what_is_dead_and_nothing_that_lives(store: Store, wall: Wall) -> None:
+    """The writer dies, its gateway does not: what runs is settled by what it comes to, and what was
+    refused when the writer died is not left open."""
+    create_tenant(store, wall, "ada")
+    writer = LedgerWriter(store, wall)
+    write(writer, *map(hold, ("lives", "refused")))
+    write(writer, ProgressNote({"refused": Progress(output_tokens=7)}))
+    dies(store)
+    with closing(store.another()) as next_store:
+        successor = LedgerWriter(next_store, wall, living={"lives"}, successor_of=writer.writer_id)
+        left = holds(store)
+        write(successor, used("lives", 10))
+        successor.close()
+
+    assert successor.writer_id == writer.writer_id
+    assert (successor.interrupted, left) == (1, {"lives"})
+    assert endings(store) == {"refused": ("interrupted", 7), "lives": ("done", 4)}
+
+
+def test_what_a_successor_took_over_is_nobody_elses_to_close(
+    postgres: PostgresStore, wall: Wall
+) -> None:
+    """Another gateway that starts over the same server sees that they are somebody's."""
+    create_tenant(postgres, wall, "ada")
+    writer = LedgerWriter(postgres, wall)
+    write(writer, hold("lives"))
+    dies(postgres)
+    with closing(postgres.another()) as own, closing(postgres.another()) as others:
+        successor = LedgerWriter(own, wall, living={"lives"}, successor_of=writer.writer_id)
+        other = LedgerWriter(others, wall)
+        write(successor, used("lives", 10))
+        for one in (successor, other):
+            one.close()
+
+    assert other.interrupted == 0
+    assert endings(postgres) == {"lives": ("done", 4)}
+
+
+def test_what_a_dead_writer_had_sent_is_over_before_its_successor_looks(
+    postgres: PostgresStore, wall: Wall
+) -> None:
+    """Its last transaction may still be running on the server: a hold that came of it afterwards
+    would be open for ever."""
+    create_tenant(postgres, wall, "ada")
+    writer = LedgerWriter(postgres, wall)
+    link = postgres._writer
+    assert link is not None
+    link.script(
+        f"begin; select pg_advisory_xact_lock({WRITE_LOCK}); insert into holds (request_id,"
+        " tenant_id, key_id, model, started_ms, booked_ms, writer_id)"
+        f" values ('late', 1, 1, 'm', 10, 10, {writer.writer_id})"
+    )
+    with closing(postgres.another()) as own:
+        successor = LedgerWriter(own, wall, successor_of=writer.writer_id)
+        with pytest.raises((LinkLost, StatementFailed)):
+            link.script("commit")
+        write(successor, hold("next"), used("next", 10))
+        successor.close()
+
+    assert holds(postgres) == set()
+    assert set(endings(postgres)) == {"next"}
+
+
+def test_a_successor_of_one_that_nobody_knows_begins_anew(
+    postgres: PostgresStore, wall: Wall
+) -> None:
+    """Another database may have been put in the place of the one that it wrote to."""
+    create_tenant(postgres, wall, "ada")
+    writer = LedgerWriter(postgres, wall, successor_of=12_345)
+    write(writer, hold("a"), used("a", 10))
+    writer.close()
+
+    assert 0 < writer.writer_id != 12_345
+
+
+def test_what_is_abandoned_is_closed_at_once(store: Store, wall: Wall) -> None:
+    """Whoever would have settled it is gone: a server that starts meanwhile need not know of it."""
+    create_tenant(store, wall, "ada")
+    with closing(store.another()) as beside:
+        other = LedgerWriter(beside, wall) if not store.is_near else None
+        writer = LedgerWriter(store, wall)
+        if other is not None:
+            write(other, hold("others"))
+        write(writer, hold("a"))
+        write(writer, ProgressNote({"a": Progress(output_tokens=3)}))
+        writer.abandon()
+        writer.close()
+        left = holds(store)
+        if other is not None:
+            other.close()
+
+    assert endings(store) == {"a": ("interrupted", 3)}
+    assert left == (set() if store.is_near else {"others"})
+
+
+def test_who_is_patient_waits_for_the_end_of_the_one_before(tmp_path: Path, wall: Wall) -> None:
+    """A gateway that was killed has a writer that finishes; the next one is not refused for it."""
+    first, second = SqliteStore(tmp_path / "test.db"), SqliteStore(tmp_path / "test.db")
+    create_tenant(first, wall, "ada")
+    writer = LedgerWriter(first, wall)
+    with pytest.raises(StoreError, match="another server"):
+        LedgerWriter(second, wall)
+    end = threading.Timer(0.1, writer.close)
+    end.start()
+    LedgerWriter(second, wall, patience_s=20).close()
+    end.join()
+    for store in (first, second):
+        store.close()
+
+    assert writer.writer_id == 0
+
+
+def test_a_point_is_kept_now_and_then(tmp_path: Path, wall: Wall) -> None:
+    """Not at each commit: it costs two syncs."""
+    with closing(SqliteStore(tmp_path / "test.db")) as store:
+        create_tenant(store, wall, "ada")
+        writer = LedgerWriter(store, wall)
+        begun = store.recall()
+        write(writer, used("a", 10))
+        writer.look_after()
+        soon = store.recall()
+        wall.ms += KEEP_POINT_MS
+        writer.look_after()
+        later = store.recall()
+        writer.close()
+
+    assert begun == soon != later
+
+
+def test_the_message_of_a_refusal_has_no_value_in_it(store: Store, wall: Wall) -> None:
+    """It may reach a log."""
+    create_tenant(store, wall, "ada")
+    writer = LedgerWriter(store, wall)
+    (answer,) = writer.write([structs.replace(used("secret", 10), tenant_id=99)])
+    writer.close()
+
+    assert isinstance(answer, LedgerUnavailable)
+    assert "secret" not in answer.message
+    assert "ConstraintBroken" in answer.message

@@ -1,0 +1,430 @@
+"""A hard budget is a wall: spent and reserved never pass it, however many ask at once."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+from msgspec import structs
+
+from tenancy.accounting.audit import check_books
+from tenancy.accounts.deletion import delete_tenant
+from tenancy.accounts.keys import create_key, rotate_key
+from tenancy.accounts.tenants import create_tenant
+from tenancy.errors import BadPrice, BudgetExceeded
+from tenancy.ledger.aggregates import DAY_MS
+from tenancy.ledger.ledger import Hold, Ledger
+from tenancy.ledger.progress import Progress
+from tenancy.pricing.budgets import Budget, budget_states, set_budget, window_of
+from tenancy.pricing.charges import RateCard
+from tenancy.pricing.rate_cards import add_card
+from tenancy.storage.interface import Store
+from tenancy.storage.postgres import PostgresStore
+from tenancy.storage.sqlite import SqliteStore
+from tenancy.types import UsageEntry
+from tests.unit.tenancy.conftest import Wall
+from tests.unit.tenancy.storage.postgres_server import Server
+
+PATIENCE_S = 20
+CARD = RateCard("std", input=1_000_000, output=2_000_000, cache_read=0)
+"""One micro-dollar for a prompt token, two for an output token."""
+
+
+def hold(request_id: str, at_ms: int, tokens: int = 10, key_id: int = 1) -> Hold:
+    return Hold(request_id, 1, key_id, "m", at_ms, tokens, 0)
+
+
+def entry(request_id: str, at_ms: int, fresh: int, key_id: int = 1) -> UsageEntry:
+    return UsageEntry(
+        request_id, 1, key_id, "m", "done", at_ms, at_ms + 1, fresh, 0, 0, fresh, 0, 0
+    )
+
+
+@pytest.fixture
+def ledger(store: Store, wall: Wall) -> Iterator[Ledger]:
+    create_tenant(store, wall, "ada")
+    create_key(store, wall, 1)
+    create_key(store, wall, 1)
+    add_card(store, wall, CARD)
+    ledger = Ledger(store, wall)
+    yield ledger
+    ledger.close()
+
+
+def is_held(ledger: Ledger, what: Hold) -> bool:
+    try:
+        ledger.hold(what).result(PATIENCE_S)
+    except BudgetExceeded:
+        return False
+    return True
+
+
+def sums(store: Store, wall: Wall) -> list[tuple[int, int]]:
+    """(spent, reserved) in micro-dollars, by budget."""
+    states = budget_states(store, wall)
+    return [(state.spent_pico // 10**6, state.reserved_pico // 10**6) for state in states]
+
+
+def test_a_hold_reserves_and_its_settlement_charges_the_truth(
+    store: Store, ledger: Ledger, wall: Wall
+) -> None:
+    """What was reserved too much is there again for the next."""
+    set_budget(store, Budget(1, "day", hard_micros=15))
+    first = is_held(ledger, hold("a", wall()))
+    second = is_held(ledger, hold("b", wall()))
+    reserved = sums(store, wall)
+    ledger.settle(entry("a", wall(), 4)).result(PATIENCE_S)
+    third = is_held(ledger, hold("b", wall()))
+
+    assert (first, second, third) == (True, False, True)
+    assert reserved == [(0, 10)]
+    assert sums(store, wall) == [(4, 10)]
+
+
+def test_a_refusal_says_whose_budget_and_until_when(
+    store: Store, ledger: Ledger, wall: Wall
+) -> None:
+    """A client can wait for the window, an operator can see the sums."""
+    set_budget(store, Budget(1, "month", hard_micros=5))
+    with pytest.raises(BudgetExceeded) as caught:
+        ledger.hold(hold("a", wall())).result(PATIENCE_S)
+
+    refusal = caught.value
+    assert (refusal.code, refusal.scope, refusal.window) == ("budget_exceeded", "tenant", "month")
+    assert (refusal.hard_pico, refusal.spent_pico, refusal.reserved_pico) == (5_000_000, 0, 0)
+    assert datetime.fromtimestamp(refusal.resets_ms / 1000, UTC) == datetime(1970, 2, 1, tzinfo=UTC)
+    assert refusal.retry_after_s is None, "it would not fit an empty window either"
+    assert ledger.open_holds() == 0
+
+
+def test_a_refusal_says_how_long_to_wait(store: Store, ledger: Ledger, wall: Wall) -> None:
+    """Until the window ends, where the next one would take the request."""
+    set_budget(store, Budget(1, "day", hard_micros=15))
+    assert is_held(ledger, hold("a", wall()))
+    with pytest.raises(BudgetExceeded) as caught:
+        ledger.hold(hold("b", wall())).result(PATIENCE_S)
+
+    assert caught.value.retry_after_s == (DAY_MS - wall()) / 1000
+    assert "the next day (UTC) will have it" in caught.value.message
+    with pytest.raises(BudgetExceeded, match="more than the whole budget of this tenant for a day"):
+        ledger.hold(hold("c", wall(), 16)).result(PATIENCE_S)
+
+
+def test_a_rotated_keys_budget_holds_for_the_new_one_too(
+    store: Store, ledger: Ledger, wall: Wall
+) -> None:
+    """Else a new key would be new money: the old and the new one spend from one budget."""
+    set_budget(store, Budget(1, "day", hard_micros=25, key_id=1))
+    assert is_held(ledger, hold("a", wall(), 10, 1))
+    new_id = rotate_key(store, wall, "1", DAY_MS)[1].key_id
+    newer_id = rotate_key(store, wall, str(new_id), DAY_MS)[1].key_id
+    held = [
+        is_held(ledger, hold("b", wall(), 10, newer_id)),
+        is_held(ledger, hold("c", wall(), 10, new_id)),
+        is_held(ledger, hold("d", wall(), 10, 1)),
+        is_held(ledger, hold("e", wall(), 10, 2)),
+    ]
+
+    assert held == [True, False, False, True]
+    assert sums(store, wall) == [(0, 20)]
+    assert check_books(store) == []
+
+    set_budget(store, Budget(1, "day", hard_micros=31, key_id=newer_id))
+
+    (state,) = budget_states(store, wall)
+    assert (state.budget.key_id, sums(store, wall)) == (newer_id, [(0, 20)])
+    assert is_held(ledger, hold("f", wall(), 10, 1))
+    assert not is_held(ledger, hold("g", wall(), 10, newer_id))
+
+
+def test_a_refused_request_id_may_come_again(store: Store, ledger: Ledger, wall: Wall) -> None:
+    """Nothing of a refusal is kept, in the batch or in the file."""
+    set_budget(store, Budget(1, "day", hard_micros=5))
+    refused = is_held(ledger, hold("a", wall()))
+    set_budget(store, Budget(1, "day", hard_micros=50))
+
+    assert not refused
+    assert is_held(ledger, hold("a", wall()))
+
+
+def test_a_key_and_its_tenant_are_both_walls(store: Store, ledger: Ledger, wall: Wall) -> None:
+    """What a key may spend counts against its tenant, not against another key."""
+    set_budget(store, Budget(1, "day", hard_micros=25))
+    set_budget(store, Budget(1, "day", hard_micros=10, key_id=1))
+    held = [
+        is_held(ledger, hold("a", wall(), 10, 1)),
+        is_held(ledger, hold("b", wall(), 1, 1)),
+        is_held(ledger, hold("c", wall(), 10, 2)),
+        is_held(ledger, hold("d", wall(), 6, 2)),
+    ]
+
+    assert held == [True, False, True, False]
+    assert sums(store, wall) == [(0, 20), (0, 10)]
+
+
+def test_a_window_ends_and_the_next_one_is_empty(store: Store, ledger: Ledger, wall: Wall) -> None:
+    """What still runs belongs to the window it began in."""
+    set_budget(store, Budget(1, "day", hard_micros=10))
+    held = is_held(ledger, hold("a", wall()))
+    began_ms, wall.ms = wall.ms, wall.ms + DAY_MS
+    after = is_held(ledger, hold("b", wall()))
+    ledger.settle(entry("a", began_ms, 10)).result(PATIENCE_S)
+
+    assert held
+    assert after
+    assert sums(store, wall) == [(0, 10)]
+
+
+def test_a_clock_that_goes_back_finds_its_window_as_it_was(
+    store: Store, ledger: Ledger, wall: Wall
+) -> None:
+    """L9: setting the clock back is no way to spend a day's budget twice."""
+    set_budget(store, Budget(1, "day", hard_micros=10))
+    before = is_held(ledger, hold("a", wall()))
+    wall.ms += DAY_MS
+    during = is_held(ledger, hold("b", wall()))
+    wall.ms -= DAY_MS
+    after = is_held(ledger, hold("c", wall()))
+
+    assert (before, during, after) == (True, True, False)
+
+
+def test_a_budget_that_comes_later_counts_what_was_spent_before(
+    store: Store, ledger: Ledger, wall: Wall
+) -> None:
+    """In the same window, by entries and by holds that are open."""
+    ledger.hold(hold("a", wall())).result(PATIENCE_S)
+    ledger.hold(hold("b", wall())).result(PATIENCE_S)
+    ledger.settle(entry("a", wall(), 7)).result(PATIENCE_S)
+    set_budget(store, Budget(1, "month", hard_micros=20))
+
+    assert not is_held(ledger, hold("c", wall(), 4))
+    assert sums(store, wall) == [(7, 10)]
+    assert is_held(ledger, hold("c", wall(), 3))
+
+
+def test_what_runs_when_a_budget_comes_is_counted_and_not_refused(
+    store: Store, ledger: Ledger, wall: Wall
+) -> None:
+    """Its hold may be handed in after the budget was set, and again after a death."""
+    set_budget(store, Budget(1, "day", hard_micros=15))
+    late = structs.replace(hold("a", wall(), 20), is_running=True)
+    answers = [is_held(ledger, late), is_held(ledger, late), is_held(ledger, hold("b", wall(), 1))]
+    reserved = sums(store, wall)
+    ledger.settle(entry("a", wall(), 14)).result(PATIENCE_S)
+
+    assert answers == [True, True, False]
+    assert reserved == [(0, 20)]
+    assert is_held(ledger, hold("b", wall(), 1))
+
+
+def test_a_soft_budget_refuses_nothing_and_shows(store: Store, ledger: Ledger, wall: Wall) -> None:
+    """It is for warnings."""
+    set_budget(store, Budget(1, "day", soft_micros=5))
+    held = is_held(ledger, hold("a", wall()))
+    ledger.settle(entry("a", wall(), 6)).result(PATIENCE_S)
+    (state,) = budget_states(store, wall, 1)
+
+    assert held
+    assert state.is_over_soft
+    assert budget_states(store, wall, 2) == []
+
+
+def test_holds_of_a_dead_process_give_back_what_they_reserved(
+    store: Store, ledger: Ledger, wall: Wall
+) -> None:
+    """A crash must not eat a budget."""
+    set_budget(store, Budget(1, "day", hard_micros=10))
+    ledger.hold(hold("a", wall())).result(PATIENCE_S)
+    ledger.close()
+    again = Ledger(store, wall)
+    again.close()
+
+    assert again.interrupted == 1
+    assert sums(store, wall) == [(0, 0)]
+
+
+def test_a_failure_costs_a_budget_nothing(store: Store, ledger: Ledger, wall: Wall) -> None:
+    """It is not charged, so it is not spent."""
+    set_budget(store, Budget(1, "day", hard_micros=10))
+    ledger.hold(hold("a", wall())).result(PATIENCE_S)
+    failed = UsageEntry("a", 1, 1, "m", "failed", wall(), wall(), 9, 0, 0, 9, 0, 0)
+    ledger.settle(failed).result(PATIENCE_S)
+
+    assert sums(store, wall) == [(0, 0)]
+
+
+def test_a_thousand_at_once_do_not_pass_the_wall(store: Store, ledger: Ledger, wall: Wall) -> None:
+    """L4, with threads: exactly as many as fit are taken."""
+    set_budget(store, Budget(1, "day", hard_micros=375))
+    with ThreadPoolExecutor(16) as pool:
+        futures = list(pool.map(lambda n: ledger.hold(hold(str(n), wall(), 3)), range(1000)))
+    taken = sum(future.exception(PATIENCE_S) is None for future in futures)
+
+    assert taken == 125
+    assert sums(store, wall) == [(0, 375)]
+
+
+def test_a_tenant_that_never_ran_can_go_with_its_budget(
+    store: Store, ledger: Ledger, wall: Wall
+) -> None:
+    """A setting is no use of anything."""
+    bob = create_tenant(store, wall, "bob")
+    set_budget(store, Budget(bob.tenant_id, "day", hard_micros=375))
+    budget_states(store, wall)
+    delete_tenant(store, lambda: 1, "bob")
+
+    assert budget_states(store, wall) == []
+
+
+@pytest.mark.parametrize(
+    "budget",
+    [
+        Budget(1, "day", hard_micros=-1),
+        Budget(1, "day", hard_micros=10**19),
+        Budget(1, "day", hard_micros=1, soft_micros=2),
+        Budget(7, "day", hard_micros=1),
+        Budget(1, "day", hard_micros=1, key_id=9),
+        Budget(1, "day", hard_micros=1, key_id=-1),
+        Budget(1, "day", hard_micros=1, key_id=2**63),
+    ],
+)
+def test_a_budget_that_cannot_be_is_refused(store: Store, ledger: Ledger, budget: Budget) -> None:
+    """With a code, and nothing changed."""
+    with pytest.raises(BadPrice) as caught:
+        set_budget(store, budget)
+
+    assert caught.value.code == "bad_budget"
+    assert store.query("select count(*) from budgets") == [(0,)]
+
+
+def test_windows_are_the_calendars() -> None:
+    """UTC, half-open, through leap years and the end of the calendar."""
+
+    def ms(year: int, month: int, day: int) -> int:
+        return int(datetime(year, month, day, tzinfo=UTC).timestamp()) * 1000
+
+    assert window_of("day", ms(2024, 2, 29) + 5) == (ms(2024, 2, 29), ms(2024, 3, 1))
+    assert window_of("month", ms(2024, 2, 29)) == (ms(2024, 2, 1), ms(2024, 3, 1))
+    assert window_of("month", ms(2024, 12, 31)) == (ms(2024, 12, 1), ms(2025, 1, 1))
+    assert window_of("day", -5)[0] == 0
+    assert window_of("month", 2**62)[0] < 2**62
+
+
+class Spending(RuleBasedStateMachine):
+    """A tenant and a key with budgets against sums of fractions."""
+
+    def __init__(self, store: Store | None = None) -> None:
+        """`store`: a new file where none is given."""
+        super().__init__()
+        self.folder = tempfile.TemporaryDirectory()
+        self.wall = Wall()
+        self.store = store or SqliteStore(Path(self.folder.name) / "test.db")
+        create_tenant(self.store, self.wall, "ada")
+        create_key(self.store, self.wall, 1)
+        add_card(self.store, self.wall, CARD)
+        self.ledger = Ledger(self.store, self.wall)
+        self.hard: dict[int, int | None] = {0: None, 1: None}
+        self.reserved: dict[str, tuple[int, Fraction]] = {}
+        self.spent: dict[int, Fraction] = {}
+        self.noted: dict[str, int] = {}
+        self.count = 0
+
+    def day(self, at_ms: int) -> int:
+        return at_ms // DAY_MS
+
+    @rule(key=st.sampled_from([0, 1]), hard=st.none() | st.integers(0, 60))
+    def budget(self, key: int, hard: int | None) -> None:
+        set_budget(self.store, Budget(1, "day", hard_micros=hard, key_id=key))
+        self.hard[key] = hard
+
+    @rule(tokens=st.integers(0, 20))
+    def hold(self, tokens: int) -> None:
+        self.count += 1
+        request_id, cost = str(self.count), Fraction(tokens, 10**6)
+        used = self.used(self.day(self.wall()))
+        fits = all(
+            hard is None or used + cost <= Fraction(hard, 10**6) for hard in self.hard.values()
+        )
+        assert is_held(self.ledger, hold(request_id, self.wall(), tokens)) == fits
+        if fits:
+            self.reserved[request_id] = (self.wall(), cost)
+
+    @rule(data=st.data())
+    def settle(self, data: st.DataObject) -> None:
+        if not self.reserved:
+            return
+        request_id = data.draw(st.sampled_from(sorted(self.reserved)))
+        at_ms, cost = self.reserved.pop(request_id)
+        tokens = data.draw(st.integers(0, int(cost * 10**6)))
+        self.ledger.settle(entry(request_id, at_ms, tokens)).result(PATIENCE_S)
+        self.spend(at_ms, tokens)
+
+    @rule(days=st.sampled_from([1, 1, -1]))
+    def clock(self, days: int) -> None:
+        self.wall.ms = max(1_000_000, self.wall.ms + days * DAY_MS)
+
+    @rule()
+    def restart(self) -> None:
+        self.ledger.close()
+        self.ledger = Ledger(self.store, self.wall)
+        assert self.ledger.interrupted == len(self.reserved)
+        for request_id, (at_ms, _) in self.reserved.items():
+            self.spend(at_ms, self.noted.get(request_id, 0))
+        self.reserved.clear()
+
+    @rule(data=st.data())
+    def note(self, data: st.DataObject) -> None:
+        if not self.reserved:
+            return
+        request_id = data.draw(st.sampled_from(sorted(self.reserved)))
+        tokens = data.draw(st.integers(0, int(self.reserved[request_id][1] * 10**6)))
+        self.ledger.note_progress({request_id: Progress(fresh_tokens=tokens)})
+        self.noted[request_id] = tokens
+
+    def spend(self, at_ms: int, tokens: int) -> None:
+        day = self.day(at_ms)
+        self.spent[day] = self.spent.get(day, Fraction(0)) + Fraction(tokens, 10**6)
+
+    def used(self, day: int) -> Fraction:
+        held = [cost for at_ms, cost in self.reserved.values() if self.day(at_ms) == day]
+        return self.spent.get(day, Fraction(0)) + sum(held, Fraction(0))
+
+    @invariant()
+    def the_sums_are_the_models(self) -> None:
+        states = budget_states(self.store, self.wall)
+        assert len(states) == sum(hard is not None for hard in self.hard.values())
+        for state in states:
+            total = Fraction(state.spent_pico + state.reserved_pico, 10**12)
+            assert total == self.used(self.day(self.wall()))
+
+    def teardown(self) -> None:
+        self.ledger.close()
+        self.store.close()
+        self.folder.cleanup()
+
+
+TestSpending = Spending.TestCase
+
+
+def test_budgets_on_a_server_are_the_model_too(postgres_server: Server) -> None:
+    """The same sums, whichever database adds them."""
+
+    class OnServer(Spending):
+        def __init__(self) -> None:
+            address = postgres_server.address(postgres_server.database())
+            super().__init__(PostgresStore(address, is_ready=True))
+
+    few = settings(max_examples=6, stateful_step_count=25, deadline=None)
+    run_state_machine_as_test(OnServer, settings=few)
+
+
+TestSpending.settings = settings(max_examples=25, stateful_step_count=30, deadline=None)

@@ -1,0 +1,152 @@
+"""The card in force at the time of the request wins; none is ever edited."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec import structs
+
+from tenancy.errors import BadPrice, ConstraintBroken
+from tenancy.pricing.charges import FREE_CARD, RateCard
+from tenancy.pricing.rate_cards import CardBook, add_card, load_cards
+from tenancy.storage.interface import Store
+from tests.unit.tenancy.conftest import Wall
+
+CARD = RateCard("std", input=3, cache_write={"5m": 4}, storage={"1h": 1})
+
+
+def code_of(store: Store, wall: Wall, card: RateCard) -> str:
+    with pytest.raises(BadPrice) as caught:
+        add_card(store, wall, card)
+    return caught.value.code
+
+
+def test_what_was_added_is_what_is_read(store: Store, wall: Wall) -> None:
+    """Field for field, with its number, from now on."""
+    added = add_card(store, wall, CARD)
+
+    assert added == structs.replace(CARD, version=1, valid_from_ms=wall())
+    assert load_cards(store) == [added]
+
+
+def test_a_new_version_takes_over_from_its_instant(store: Store, wall: Wall) -> None:
+    """And the old one still prices what began before."""
+    first = add_card(store, wall, CARD)
+    later_ms = wall() + 1000
+    second = add_card(store, wall, structs.replace(CARD, input=5, valid_from_ms=later_ms))
+    book = CardBook(load_cards(store))
+
+    assert second.rate_card_id == "std@2"
+    assert book.in_force("m", "t", later_ms - 1) == first
+    assert book.in_force("m", "t", later_ms) == second
+    assert book.card("std@1") == first
+
+
+def test_a_card_that_has_ended_leaves_nothing_behind(store: Store, wall: Wall) -> None:
+    """An older version does not come back to life when the newer one ends."""
+    add_card(store, wall, CARD)
+    add_card(store, wall, structs.replace(CARD, valid_until_ms=wall() + 10))
+    book = CardBook(load_cards(store))
+
+    assert book.in_force("m", "t", wall() + 9).version == 2
+    assert book.in_force("m", "t", wall() + 10) == FREE_CARD
+    assert book.in_force("m", "t", wall() - 1) == FREE_CARD
+
+
+def test_the_narrower_card_wins(store: Store, wall: Wall) -> None:
+    """Model before tier, and a card for all is the last."""
+    for name, model, tier in (
+        ("all", "*", "*"),
+        ("gold", "*", "gold"),
+        ("m", "m", "*"),
+        ("m-gold", "m", "gold"),
+    ):
+        add_card(store, wall, structs.replace(CARD, name=name, model=model, tier=tier))
+    book = CardBook(load_cards(store))
+
+    def winner(model: str, tier: str) -> str:
+        return book.in_force(model, tier, wall()).name
+
+    assert (winner("m", "gold"), winner("m", "x")) == ("m-gold", "m")
+    assert (winner("y", "gold"), winner("y", "x")) == ("gold", "all")
+
+
+def test_two_cards_for_one_instant_are_refused(store: Store, wall: Wall) -> None:
+    """Or a charge would depend on the order of rows."""
+    add_card(store, wall, CARD)
+    other = structs.replace(CARD, name="other")
+    codes = [
+        code_of(store, wall, other),
+        code_of(store, wall, structs.replace(other, valid_from_ms=wall() + 10**9)),
+    ]
+    add_card(store, wall, structs.replace(CARD, valid_until_ms=wall() + 50))
+    codes.append(code_of(store, wall, structs.replace(other, valid_from_ms=wall() + 49)))
+    after = add_card(store, wall, structs.replace(other, valid_from_ms=wall() + 50))
+    codes.append(code_of(store, wall, CARD))  # would go on where the other has begun
+
+    assert codes == ["rate_cards_overlap"] * 4
+    assert after.version == 1
+    assert len(load_cards(store)) == 3
+
+
+def test_a_card_that_ends_before_the_next_one_begins_is_no_overlap(
+    store: Store, wall: Wall
+) -> None:
+    """Prices for a season."""
+    later = structs.replace(CARD, name="later", valid_from_ms=wall() + 100)
+    add_card(store, wall, later)
+    codes = [code_of(store, wall, structs.replace(CARD, valid_until_ms=wall() + 101))]
+    add_card(store, wall, structs.replace(CARD, valid_until_ms=wall() + 100))
+
+    assert codes == ["rate_cards_overlap"]
+
+
+def test_the_past_is_not_repriced(store: Store, wall: Wall) -> None:
+    """What was charged stays charged."""
+    assert code_of(store, wall, structs.replace(CARD, valid_from_ms=wall() - 1)) == (
+        "rate_card_in_the_past"
+    )
+
+
+def test_a_name_keeps_its_scope(store: Store, wall: Wall) -> None:
+    """Or its history would be of two different things."""
+    add_card(store, wall, CARD)
+
+    for change in ({"model": "m"}, {"tier": "gold"}, {"currency": "EUR"}):
+        assert code_of(store, wall, structs.replace(CARD, **change)) == "rate_card_scope"
+
+
+@pytest.mark.parametrize("statement", ["delete from rate_cards", "update rate_cards set tier = 1"])
+def test_no_program_edits_a_card(store: Store, wall: Wall, statement: str) -> None:
+    """The file itself says no."""
+    add_card(store, wall, CARD)
+
+    with pytest.raises(ConstraintBroken), store.change() as db:
+        db.execute(statement)
+
+
+spans = st.lists(
+    st.tuples(st.integers(0, 20), st.none() | st.integers(1, 20)), min_size=1, max_size=6
+)
+
+
+@given(spans, st.integers(0, 45))
+def test_the_newest_version_that_has_begun_decides(
+    versions: list[tuple[int, int | None]], at_ms: int
+) -> None:
+    """Against the sentence itself."""
+    cards = [
+        RateCard(
+            "std",
+            version=number,
+            valid_from_ms=begin,
+            valid_until_ms=None if length is None else begin + length,
+        )
+        for number, (begin, length) in enumerate(versions, 1)
+    ]
+    begun = [card for card in cards if card.valid_from_ms <= at_ms]
+    last = begun[-1] if begun else None
+    over = last is None or (last.valid_until_ms is not None and last.valid_until_ms <= at_ms)
+
+    assert CardBook(cards).in_force("m", "t", at_ms) == (FREE_CARD if over else last)

@@ -1,0 +1,63 @@
+"""Which database a setting names."""
+
+from __future__ import annotations
+
+import builtins
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tenancy.errors import StoreError
+from tenancy.storage.backends import check_place, look, open_store
+from tenancy.storage.postgres import PostgresStore
+from tenancy.storage.sqlite import SqliteStore
+from tests.unit.tenancy.storage.postgres_server import Server
+
+
+def test_a_name_is_a_file_in_the_folder(tmp_path: Path) -> None:
+    """The default, and no server anywhere."""
+    before = look("t.db", tmp_path, {})
+    store = open_store("t.db", tmp_path, {})
+    store.close()
+
+    assert before == f"{tmp_path / 't.db'}, made at the first start"
+    assert isinstance(store, SqliteStore)
+    assert look("t.db", tmp_path, {}) == store.place == str(tmp_path / "t.db")
+
+
+def test_a_url_is_a_server(tmp_path: Path, postgres_server: Server) -> None:
+    """One line of configuration; looking makes nothing."""
+    url = postgres_server.url(postgres_server.database(is_empty=True))
+    before = look(url, tmp_path, {})
+    store = open_store(url, tmp_path, {})
+    tenants = store.query("select * from tenants")
+    store.close()
+
+    assert before.endswith("filled at the first start")
+    assert isinstance(store, PostgresStore)
+    assert (tenants, look(url, tmp_path, {})) == ([], store.place)
+
+
+def test_a_wrong_address_is_known_before_anything_is_opened() -> None:
+    """When the settings are read."""
+    check_place("trunkline.db")
+    with pytest.raises(StoreError, match="no password"):
+        check_place("postgresql://ada:secret@h/books")
+
+
+def test_without_the_driver_it_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is an extra: whoever keeps a file needs none of it."""
+    usual = builtins.__import__
+
+    def without(name: str, *rest: Any) -> Any:
+        if name == "tenancy.storage.postgres":
+            raise ImportError(name)
+        return usual(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+
+    with pytest.raises(StoreError, match=r"trunkline\[postgres\]"):
+        open_store("postgresql:///books", tmp_path, {})

@@ -1,0 +1,202 @@
+"""What every store does, whichever database is under it."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import closing
+
+import pytest
+
+from tenancy.accounts.tenants import create_tenant
+from tenancy.errors import BadName, ConstraintBroken, StoreError
+from tenancy.storage.interface import Store
+from tests.unit.tenancy.conftest import Wall
+
+INSERT = (
+    "insert into ledger (request_id, tenant_id, key_id, model, ending, started_ms, ended_ms,"
+    " prompt_tokens, cache_read_tokens, cache_write_tokens, fresh_tokens, output_tokens,"
+    " physical_cached_tokens) values (?, 1, 1, 'm', 'done', 0, 0, 1, 0, 0, ?, 1, 0)"
+)
+
+
+def test_what_fails_inside_a_transaction_leaves_nothing(store: Store) -> None:
+    """Half a change is worse than none."""
+
+    def half() -> None:
+        with store.change() as db:
+            db.execute("insert into tenants (name, status, created_ms) values ('ada', 'active', 0)")
+            raise BadName("any", "any")
+
+    with pytest.raises(BadName):
+        half()
+    assert store.query("select * from tenants") == []
+
+
+ERASURE = (
+    "insert into erasures (receipt_id, tenant_id, key_id, at_ms, what, namespaces,"
+    " namespace_digest, blocks) values (?, ?, ?, ?, ?, ?, ?, ?)"
+)
+
+
+def test_many_rows_come_back_as_they_went(store: Store) -> None:
+    """Whatever signs are in a text, and however many rows there are."""
+    create_tenant(store, Wall(), "ada")
+    texts = ["", "plain", "ä 語 😀", "a\tb\n\\ ' \" {} , ?1", "\\x00", "null"]
+    rows = [
+        (f"{text}{number}", 1, -number, 2**63 - 1, text, 0, "d", number)
+        for number in range(40)
+        for text in texts
+    ]
+    with store.change() as db:
+        db.execute_many(ERASURE, rows[:1])
+        db.execute_many(ERASURE, rows[1:])
+        db.execute_many(ERASURE, [])
+    found = store.query("select * from erasures")
+
+    assert sorted(found) == sorted(rows)
+
+
+def test_bytes_and_nothing_are_among_many_rows_too(store: Store) -> None:
+    """Of a column that has nothing at all, and one that has something."""
+    create_tenant(store, Wall(), "ada")
+    names = ("resource_id", "tenant_id", "workspace", "model", "display_name", "content")
+    sql = (
+        f"insert into cached_contents ({', '.join(names)}, tokens, created_ms, updated_ms,"
+        " expires_ms, ended_ms) values (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+    )
+    kept = [(f"a{n:03}", 1, "w", "m", "n", bytes(range(n)), 1, 2, 3, 4, None) for n in (0, 9, 256)]
+    ended = [(f"b{n}", 1, "w", "m", "n", None, 1, 2, 3, 4, 5) for n in range(3)]
+    with store.change() as db:
+        db.execute_many(sql, kept)
+        db.execute_many(sql, ended)
+    found = store.query(f"select {', '.join(names)} from cached_contents order by 1")
+
+    assert found == [row[:6] for row in (*kept, *ended)]
+
+
+def test_many_rows_are_there_for_what_is_asked_next(store: Store) -> None:
+    """In the order in which they were handed in, also between statements that conflict."""
+    add = "insert into named_sums values (?, ?, ?) on conflict (tenant_id) do update set bytes = ?"
+    create_tenant(store, Wall(), "ada")
+    with store.change() as db:
+        db.execute_many(add, [(1, 1, number, number) for number in range(5)])
+        seen = db.rows("select bytes from named_sums")
+        db.execute_many(add, [(1, 1, 9, 9)])
+        changed = db.execute("update named_sums set names = 7")
+        db.execute_many("update named_sums set bytes = bytes + ?", [(1,), (2,)])
+
+    assert (seen, changed) == ([(4,)], 1)
+    assert store.query("select names, bytes from named_sums") == [(7, 12)]
+
+
+@pytest.mark.parametrize("wrong", [0, 1, 2])
+def test_one_impossible_row_of_many_undoes_all(store: Store, wrong: int) -> None:
+    """Also where it is found out only when all is to be kept."""
+    create_tenant(store, Wall(), "ada")
+    rows = [(f"{number}", 1, 1, 1, "", 0, "", 0) for number in range(3)]
+    rows[wrong] = ("x", 99, 1, 1, "", 0, "", 0)
+
+    def change() -> None:
+        with store.change() as db:
+            db.execute("update tenants set name = 'bob'")
+            db.execute_many(ERASURE, rows)
+
+    with pytest.raises(ConstraintBroken, match="not changed"):
+        change()
+    create_tenant(store, Wall(), "eve")
+    assert store.query("select name from tenants order by 1") == [("ada",), ("eve",)]
+
+
+def test_a_reader_does_not_wait_for_a_writer(store: Store) -> None:
+    """Authentication happens on the event loop; a commit waits for the disk."""
+    create_tenant(store, Wall(), "ada")
+    found: list[object] = []
+    with store.change() as db:
+        db.execute("update tenants set name = 'bob'")
+        thread = threading.Thread(
+            target=lambda: found.extend(store.query("select name from tenants"))
+        )
+        thread.start()
+        thread.join(timeout=60)
+
+    assert found == [("ada",)]
+
+
+def test_entries_cannot_be_changed_or_deleted(store: Store) -> None:
+    """The database itself says no, whatever program asks."""
+    create_tenant(store, Wall(), "ada")
+    with store.change() as db:
+        db.execute(INSERT, ("a", 1))
+
+    for sql in ("delete from ledger", "update ledger set output_tokens = 0"):
+        with pytest.raises(ConstraintBroken, match="never"), store.change() as db:
+            db.execute(sql)
+    assert store.query("select output_tokens from ledger") == [(1,)]
+
+
+def test_counts_that_do_not_add_up_are_no_entry(store: Store) -> None:
+    """prompt = read + write + fresh, for ever and in the schema."""
+    create_tenant(store, Wall(), "ada")
+
+    with pytest.raises(ConstraintBroken, match="not changed"), store.change() as db:
+        db.execute(INSERT, ("a", 2))
+
+
+def test_a_store_opens_again_after_an_error(store: Store) -> None:
+    """What the disk kept is there, and the file was checked."""
+    create_tenant(store, Wall(), "ada")
+    store.reopen()
+
+    create_tenant(store, Wall(), "bob")
+    assert store.query("select name from tenants") == [("ada",), ("bob",)]
+
+
+def test_a_store_that_was_opened_again_is_at_no_commit_of_before(store: Store) -> None:
+    """Its file may be another by then; what a writer keeps in memory is read again."""
+    seen: set[object] = set()
+    for _ in range(9):
+        with store.change() as db:
+            seen.add(db.as_of)
+        seen.add(db.as_of)
+    store.reopen()
+    with store.change() as db:
+        pass
+
+    assert store.is_near is (None not in seen)
+    assert not store.is_near or db.as_of not in seen
+
+
+def test_what_a_store_has_committed_is_counted(store: Store) -> None:
+    """Who keeps what it read asks this before each use: it must not miss one, and what others
+    commit it has to look for itself."""
+    before = store.changes
+    with store.change():
+        pass
+    with closing(store.another()) as beside, beside.change():
+        pass
+    with pytest.raises(StoreError), store.change() as db:
+        db.execute("insert into nothing values (1)")
+
+    assert store.changes == before + 1
+
+
+def test_who_changed_something_since_is_seen(store: Store) -> None:
+    """The number of a commit comes again where nothing came between, if it is known at all: what a
+    writer keeps in memory holds until then."""
+    with closing(store.another()) as other:
+        with store.change() as first:
+            first.execute("delete from holds")
+        with store.change() as second:
+            seen = second.as_of
+        create_tenant(other, Wall(), "ada")
+        with store.change() as third:
+            pass
+        create_tenant(store, Wall(), "bob")
+        with store.change() as fourth:
+            numbers = first.as_of, second.as_of, third.as_of, fourth.as_of
+
+    assert seen == numbers[0]
+    if not store.is_near:
+        assert set(numbers) == {None}
+    else:
+        assert len(set(numbers)) == 4

@@ -1,0 +1,373 @@
+"""The database file: whose it is, who may read it, and what it survives."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Literal
+
+import apsw
+import pytest
+
+from tenancy.accounts.keys import create_key, list_keys
+from tenancy.accounts.tenants import create_tenant, set_status
+from tenancy.errors import StoreBusy, StoreError
+from tenancy.storage import sqlite
+from tenancy.storage.interface import Store
+from tenancy.storage.sqlite import APPLICATION_ID, SQLITE_MIN, SqliteStore, check_sqlite, migrations
+from tests.crash.power_cut import Disk, disk_of
+from tests.unit.tenancy.conftest import Wall
+
+INSERT = "insert into tenants (name, status, created_ms) values (?, 'active', 0)"
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    store = SqliteStore(tmp_path / "test.db")
+    yield store
+    store.close()
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(StoreError) as caught:
+        SqliteStore(path)
+    assert str(path) in caught.value.message
+    return caught.value.code
+
+
+def test_only_its_owner_reads_it(tmp_path: Path) -> None:
+    """Digests of keys and the usage of tenants are nobody else's business; a wider mode that an
+    earlier hand left is narrowed."""
+    path = tmp_path / "test.db"
+    path.touch(mode=0o644)
+    store = SqliteStore(path)
+    create_tenant(store, Wall(), "ada")
+
+    modes = {file.name: file.stat().st_mode & 0o777 for file in tmp_path.iterdir()}
+    store.close()
+    assert set(modes) == {"test.db", "test.db-wal", "test.db-shm"}
+    assert set(modes.values()) == {0o600}
+
+
+def test_a_commit_is_on_the_disk_when_it_returns(store: Store) -> None:
+    """Anything less than `full` loses confirmed entries when the power goes."""
+    with store.change() as db:
+        settings = [db.rows(f"pragma {name}") for name in ("synchronous", "foreign_keys")]
+
+    assert settings == [[(2,)], [(1,)]]
+    assert store.query("pragma journal_mode") == [("wal",)]
+
+
+def test_a_second_start_finds_what_the_first_left(tmp_path: Path) -> None:
+    """Migrations run once."""
+    first = SqliteStore(tmp_path / "test.db")
+    create_tenant(first, Wall(), "ada")
+    first.close()
+    second = SqliteStore(tmp_path / "test.db")
+
+    names = second.query("select name from tenants")
+    version = second.query("pragma user_version")
+    second.close()
+    assert names == [("ada",)]
+    assert version == [(len(migrations()),)]
+
+
+def test_a_database_of_the_first_schema_is_brought_up_to_date(tmp_path: Path) -> None:
+    """Data made by an earlier version stay, and what came later works on them."""
+    db = apsw.Connection(str(tmp_path / "test.db"))
+    db.execute(migrations()[0]).fetchall()
+    db.execute("pragma user_version=1").fetchall()
+    db.execute("insert into tenants values (1, 'ada', 'active', 0, null, 1.0, 0, 0)").fetchall()
+    db.close()
+    store = SqliteStore(tmp_path / "test.db")
+
+    before = store.registry_version()
+    set_status(store, "ada", "suspended")
+    after = store.registry_version()
+    store.close()
+    assert after > before
+
+
+def test_numbers_that_were_given_before_are_not_given_again(tmp_path: Path) -> None:
+    """Tables that are made anew keep every row, what refers to them, and which numbers were given:
+    also those of tenants and keys that are gone."""
+    db = apsw.Connection(str(tmp_path / "test.db"))
+    for number, sql in enumerate(migrations()[:15], 1):
+        db.execute(sql).fetchall()
+        db.execute(f"pragma user_version={number}").fetchall()
+    rows = "(1, 'ada', 'active', 1), (2, 'bob', 'active', 1), (9, 'gone', 'active', 1)"
+    db.execute(f"insert into tenants (tenant_id, name, status, created_ms) values {rows}")
+    columns = "key_id, tenant_id, workspace, label, digest, shown, created_ms"
+    rows = "(3, 2, 'lab', 'l', randomblob(32), 's', 1), (7, 9, 'lab', 'l', randomblob(32), 's', 1)"
+    db.execute(f"insert into keys ({columns}) values {rows}")
+    db.execute("insert into budgets values (2, 0, 'day', 5, null)")
+    db.execute("delete from keys where key_id = 7; delete from tenants where tenant_id = 9")
+    before = [db.execute(f"select * from {name}").fetchall() for name in ("tenants", "keys")]
+    db.close()
+    store = SqliteStore(tmp_path / "test.db")
+
+    tables = [store.query(f"select * from {name}") for name in ("tenants", "keys")]
+    kept = store.query("select hard_micros from budgets")
+    wrong = store.query("pragma foreign_key_check")
+    made = create_tenant(store, Wall(), "eve").tenant_id
+    create_key(store, Wall(), made)
+    keys = [key.key_id for key in list_keys(store, "eve")]
+    with store.change() as change, pytest.raises(apsw.ConstraintError):
+        change.execute("delete from tenants where name = 'bob'")
+    store.close()
+    assert [[row[:8] for row in table] for table in tables] == [
+        [row[:8] for row in table] for table in before
+    ]
+    assert (kept, wrong) == ([(5,)], [])
+    assert (made, keys) == (10, [8])
+
+
+def test_a_database_of_a_newer_version_is_refused(tmp_path: Path) -> None:
+    """Writing to a schema one does not know would damage it."""
+    store = SqliteStore(tmp_path / "test.db")
+    with store.change() as db:
+        db.execute("pragma user_version=999")
+    store.close()
+
+    assert refusal(tmp_path / "test.db") == "newer_schema"
+
+
+def test_another_programs_database_is_left_alone(tmp_path: Path) -> None:
+    """A path typed wrong must not put our tables into somebody's file."""
+    path = tmp_path / "other.db"
+    db = apsw.Connection(str(path))
+    db.execute("create table songs (name)").fetchall()
+
+    code = refusal(path)
+    tables = db.execute("select name from sqlite_schema").fetchall()
+    db.close()
+    assert code == "not_ours"
+    assert tables == [("songs",)]
+
+
+@pytest.mark.parametrize("kind", ["text", "folder", "missing_parent_is_a_file"])
+def test_what_is_no_database_is_named(tmp_path: Path, kind: str) -> None:
+    """The message says which file, or nobody finds it."""
+    path = tmp_path / "test.db"
+    if kind == "text":
+        path.write_text("not a database, and long enough to be taken for one" * 100)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        (tmp_path / "file").touch()
+        path = tmp_path / "file" / "test.db"
+
+    assert refusal(path) == "unusable"
+
+
+def test_an_old_sqlite_is_refused() -> None:
+    """Before 3.51.3 two connections that write and checkpoint at once could damage the file."""
+    check_sqlite(".".join(map(str, SQLITE_MIN)))
+    check_sqlite("4.0.0")
+
+    with pytest.raises(StoreError, match=r"3\.51\.2"):
+        check_sqlite("3.51.2")
+
+
+def test_a_damaged_file_does_not_open_again(tmp_path: Path) -> None:
+    """Going on over damage spreads it."""
+    store = SqliteStore(tmp_path / "test.db")
+    for number in range(200):
+        create_tenant(store, Wall(), f"tenant-{number}")
+    store.close()
+    content = bytearray((tmp_path / "test.db").read_bytes())
+    (page,) = apsw.Connection(str(tmp_path / "test.db")).execute(
+        "select rootpage from sqlite_schema where name = 'tenants'"
+    )
+    start = (page[0] - 1) * 4096
+    content[start + 8 : start + 64] = b"\xff" * 56
+    store = SqliteStore(tmp_path / "test.db")
+    (tmp_path / "test.db").write_bytes(content)
+
+    with pytest.raises(StoreError):
+        store.reopen()
+    with pytest.raises(StoreError):
+        store.query("select * from tenants")
+
+
+def attempts(*works: Callable[[], object]) -> list[str]:
+    """What comes of each: no more than whether it was done."""
+    found = []
+    for work in works:
+        try:
+            work()
+            found.append("done")
+        except StoreError as error:
+            found.append(error.code)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("sick", "while_sick"),
+    [
+        ("no_reads", ["unusable", "unusable", "not_written", "unusable"]),
+        ("wrong_reads", ["unusable", "unusable", "not_written", "unusable"]),
+        ("no_writes", ["done", "done", "not_written", "not_written"]),
+        ("no_syncs", ["done", "done", "not_written", "not_written"]),
+        ("full", ["done", "done", "not_written", "not_written"]),
+    ],
+)
+def test_when_the_disk_is_well_again_so_is_the_store(
+    tmp_path: Path,
+    sick: Literal["no_reads", "wrong_reads", "no_writes", "no_syncs", "full"],
+    while_sick: list[str],
+) -> None:
+    """A page that was read wrong once stays wrong in a connection's memory, and would stay until
+    the next start. What was committed, in the log too, is there."""
+    disk, path = Disk(), tmp_path / "test.db"
+    with disk_of(disk):
+        store = SqliteStore(path)
+        for number in range(200):
+            create_tenant(store, Wall(), f"tenant-{number}")
+        store.close()
+        store = SqliteStore(path)
+        create_tenant(store, Wall(), "the-last")
+
+        def ask() -> None:
+            assert len(store.query("select * from tenants")) == 201
+
+        def ask_long() -> None:
+            with store.snapshot() as db:
+                assert len(db.rows("select * from tenants")) == 201
+
+        def change() -> None:
+            with store.change() as db:
+                db.execute("update tenants set weight = weight + 1")
+
+        disk.sick = sick
+        before = attempts(ask, ask_long)
+        disk.sick = ""
+        after = attempts(ask, ask_long)
+        disk.sick = sick
+        before += attempts(change, change)
+        disk.sick = ""
+        after += attempts(change, ask, change)
+        weights = store.query("select distinct weight from tenants")
+        store.close()
+
+    assert before == while_sick
+    assert after == ["done"] * 5
+    assert weights == [(3.0,)]
+
+
+def test_after_an_error_of_the_disk_a_damaged_file_is_not_written(tmp_path: Path) -> None:
+    """Until it is whole again, each time it is tried; what can still be read is."""
+    disk, path = Disk(), tmp_path / "test.db"
+    with disk_of(disk):
+        store = SqliteStore(path)
+        create_tenant(store, Wall(), "ada")
+        store.close()
+        whole = path.read_bytes()
+        store = SqliteStore(path)
+        (page,) = store.query("select rootpage from sqlite_schema where name = 'ledger'")
+        start = (page[0] - 1) * 4096
+        disk.sick = "no_syncs"
+        codes = attempts(lambda: create_tenant(store, Wall(), "bob"))
+        disk.sick = ""
+        path.write_bytes(whole[:start] + b"\xff" * 64 + whole[start + 64 :])
+        codes += attempts(*[lambda: create_tenant(store, Wall(), "bob")] * 2)
+        names = store.query("select name from tenants")
+        path.write_bytes(whole)
+        codes += attempts(lambda: create_tenant(store, Wall(), "bob"))
+        store.close()
+
+    assert codes == ["not_written", "damaged", "damaged", "done"]
+    assert names == [("ada",)]
+
+
+def test_a_database_says_whose_it_is(store: Store) -> None:
+    """`file` and other programs can tell."""
+    assert store.query("pragma application_id") == [(APPLICATION_ID,)]
+
+
+def test_behind_another_writer_or_a_full_disk_it_is_busy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What may work later is told from what must be looked into."""
+    monkeypatch.setattr(sqlite, "BUSY_TIMEOUT_MS", 1)
+    path = tmp_path / "test.db"
+    store = SqliteStore(path)
+    with store.change() as db:
+        pages = db.rows("pragma page_count")[0][0]
+        db.rows(f"pragma max_page_count={pages + 1}")
+    with pytest.raises(StoreBusy, match="not changed"), store.change() as db:
+        db.execute(INSERT, ("x" * 99_999,))
+    with closing(apsw.Connection(str(path))) as other:
+        other.execute("begin immediate")
+        with pytest.raises(StoreBusy, match="not changed"), store.change():
+            pass
+    found = store.query("select * from tenants")
+    store.close()
+
+    assert found == []
+
+
+def test_what_is_deleted_is_written_over(tmp_path: Path) -> None:
+    """Erased contents are not in the file's free pages, for whoever reads it with other tools."""
+    path, secret = tmp_path / "test.db", b"nobody may read this again. " * 500
+    store = SqliteStore(path)
+    create_tenant(store, lambda: 1, "ada")
+    with store.change() as db:
+        whose = (1, "n", "default", bytes(32), "r", 2, secret)
+        db.execute(
+            "insert into named_requests (tenant_id, name, workspace, digest, request_id, until_ms,"
+            " body) values (?, ?, ?, ?, ?, ?, ?)",
+            whose,
+        )
+    store.close()
+    before = secret[:28] in path.read_bytes()
+    store = SqliteStore(path)
+    with store.change() as db:
+        db.execute("delete from named_requests")
+    store.close()
+
+    assert before
+    assert secret[:28] not in path.read_bytes()
+
+
+BUSY_WRITER = """
+import sys, time
+from pathlib import Path
+from tenancy.storage.sqlite import SqliteStore
+store = SqliteStore(Path(sys.argv[1]))
+until_s = time.monotonic() + 30
+while time.monotonic() < until_s:
+    with store.change() as db:
+        db.execute("insert into writes values (0)")
+        time.sleep(0.02)
+    if sys.stdout is not None:
+        print("writes", flush=True)
+        sys.stdout = None
+"""
+"""Commits without a pause, each as long as on a slow disk."""
+
+
+def test_a_change_gets_in_beside_a_process_that_always_writes(tmp_path: Path) -> None:
+    """The ledger's writer is one: an administrator's change must not starve behind it."""
+    path, passed = tmp_path / "test.db", "select count(*) from writes where whose = 0"
+    with closing(SqliteStore(path)) as store:
+        with store.change() as db:
+            db.execute("create table writes (whose integer)")
+        with subprocess.Popen(
+            [sys.executable, "-c", BUSY_WRITER, str(path)], stdout=subprocess.PIPE
+        ) as writer:
+            assert writer.stdout is not None
+            writer.stdout.readline()
+            before = store.query(passed)[0][0]
+            for _ in range(8):
+                with store.change() as db:
+                    db.execute("insert into writes values (1)")
+            writes = store.query(passed)[0][0] - before
+            writer.kill()
+        rows = store.query("select count(*) from writes where whose = 1")
+
+    assert rows == [(8,)]
+    assert writes / 8 < 70  # SQLite's own way waits for more than a hundred of the other's
