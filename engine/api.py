@@ -1,9 +1,9 @@
 """The engine's door: every value that crosses between the gateway and the engine.
 
 It knows nothing of HTTP, dialects, tenants, keys or prices, and nothing of tensors. The gateway
-builds a `Request` and reads events; `engine.server.service` answers. Each value is frozen and travels as
-msgpack (`engine.protocol`). Times that cross the door are durations in seconds counted from the
-moment the engine receives the message, never instants: two processes share no clock.
+builds a `Request` and reads events; `engine.server.service` answers. Each value is frozen and
+travels as msgpack (`engine.protocol`). Times that cross the door are durations in seconds counted
+from the moment the engine receives the message, never instants: two processes share no clock.
 
     gateway                                   engine
       Submit(Request) ───────────────────────▶ queued

@@ -1,8 +1,9 @@
 """Attention on a GPU: one step's rows as a work list, shared prefixes read once.
 
-The backend of `engine.attention.torch_backend.Attention` over the kernels in `kernels.gpu.tree_attention`. Block
-tables live on the device, one row per seat; a plan is made only when the batch or its groups
-change, since lengths are read on the device and appending a token leaves the plan valid.
+The backend of `engine.attention.torch_backend.Attention` over the kernels in
+`kernels.gpu.tree_attention`. Block tables live on the device, one row per seat; a plan is made only
+when the batch or its groups change, since lengths are read on the device and appending a token
+leaves the plan valid.
 """
 
 from __future__ import annotations

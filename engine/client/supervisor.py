@@ -1,8 +1,8 @@
 """The engine's keeper: starts it as a child process, watches it, starts it again, and says so.
 
-It is an `engine.client.client.Engine` itself: requests go to the child that lives now. A child that dies,
-or whose heartbeat stops, ends every open stream with `engine_died` and is replaced after a pause
-that grows from 0.1 to 10 s; after 5 failures in a minute it stays down until somebody looks.
+It is an `engine.client.client.Engine` itself: requests go to the child that lives now. A child that
+dies, or whose heartbeat stops, ends every open stream with `engine_died` and is replaced after a
+pause that grows from 0.1 to 10 s; after 5 failures in a minute it stays down until somebody looks.
 
 A request that was in flight at two deaths in a row is taken to be the cause and refused for ten
 minutes: one poisonous prompt must not keep everybody's engine dying, and a popular one that was

@@ -2,7 +2,8 @@
 
 Takes requests, asks the scheduler for slices, makes a `StepPlan` of them in tree order, hands it to
 the runner, and turns what comes back into committed blocks, events and usage. It knows no tensor,
-no socket and no clock but the one it was given. `engine.server.service` owns it; tests drive it by hand.
+no socket and no clock but the one it was given. `engine.server.service` owns it; tests drive it by
+hand.
 
 With `pipeline_depth` 2, step N+1 is planned and launched before N is collected: planning needs
 lengths, never token values. A sequence that turns out to have stopped at N has then one row too

@@ -1,8 +1,8 @@
 """A Llama on the CPU in C: weights packed once, then one call a step.
 
 The same forward as `engine.models.llama`, which reads from top to bottom, with everything between
-the token ids and the last norm in `kernels/cpu/cpu_llama.c`. The runner builds it where a C compiler
-works and the shape fits.
+the token ids and the last norm in `kernels/cpu/cpu_llama.c`. The runner builds it where a C
+compiler works and the shape fits.
 """
 
 from __future__ import annotations

@@ -59,8 +59,8 @@ class _Flight:
 
 
 class DeviceRunner:
-    """`engine.core.core.Runner` on one device. `seats`: sequences known at once; `tokens_max`: rows of a
-    step in all."""
+    """`engine.core.core.Runner` on one device. `seats`: sequences known at once; `tokens_max`: rows
+    of a step in all."""
 
     def __init__(
         self, model: LlamaModel, kv: KvStorage, *, context: int, seats: int, tokens_max: int,

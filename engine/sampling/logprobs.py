@@ -1,7 +1,7 @@
 """Logprobs as clients see them: the model's own distribution, before any setting of the sampler.
 
-It knows nothing of sequences or requests. `engine.sampling.sampler` calls it for drawn tokens and for those
-of a prompt.
+It knows nothing of sequences or requests. `engine.sampling.sampler` calls it for drawn tokens and
+for those of a prompt.
 """
 
 from __future__ import annotations

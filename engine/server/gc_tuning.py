@@ -1,7 +1,8 @@
 """The heap of the engine's process, which holds some five objects for each cached block: what the
 garbage collector looks at, and when.
 
-It knows nothing of what the objects are. `engine.server.server` calls it once the engine has loaded.
+It knows nothing of what the objects are. `engine.server.server` calls it once the engine has
+loaded.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The engine as a service: one thread that owns the core, commands in, one frame per step out.
 
-It knows no socket. `engine.server.server` puts it behind one; `engine.server.embedded` runs it in the same process.
-An outlet is where answers go: each connection has one, and hears only of its own requests.
+It knows no socket. `engine.server.server` puts it behind one; `engine.server.embedded` runs it in
+the same process. An outlet is where answers go: each connection has one, and hears only of its own
+requests.
 """
 
 from __future__ import annotations

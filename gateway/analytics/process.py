@@ -2,7 +2,8 @@
 
 SOCKET is the number of its end of a socket pair that it has inherited. It adds up what it is told,
 and answers what it is asked; when the other end closes, however that came, it goes, and nothing of
-it is kept. One thread; it knows no request and no HTTP. `gateway.analytics.client` is the other end.
+it is kept. One thread; it knows no request and no HTTP. `gateway.analytics.client` is the other
+end.
 """
 
 from __future__ import annotations

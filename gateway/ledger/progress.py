@@ -32,8 +32,8 @@ Notes = dict[str, UsageRecord]
 
 
 class Source(Protocol):
-    """`gateway.generation.output_stream.AnswerStream`, as far as it matters here. `tokens_seen`: that the engine has
-    sent; the text of some may have been held back."""
+    """`gateway.generation.output_stream.AnswerStream`, as far as it matters here. `tokens_seen`:
+    that the engine has sent; the text of some may have been held back."""
 
     @property
     def tokens_seen(self) -> int: ...

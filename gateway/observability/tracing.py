@@ -2,7 +2,8 @@
 
 It imports nothing of OpenTelemetry: with tracing off nothing does. The middleware makes `Answered`
 when a request is over, from facts that hold no prompt, no output and no key, and hands it to a
-`Tracer`; `gateway.observability.otel_exporter` is the one that sends spans, made by `app` where it was asked for.
+`Tracer`; `gateway.observability.otel_exporter` is the one that sends spans, made by `app` where it
+was asked for.
 """
 
 from __future__ import annotations

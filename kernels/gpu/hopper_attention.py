@@ -1,7 +1,7 @@
 """Big tiles of tree attention scheduled by hand, for Hopper: copies, products and softmax at once.
 
-The work list, the inputs and the outputs are those of `kernels.gpu.tree_attention`, which launches this
-instead of its own kernel where `can_run` says so; what is computed is said there. A program is
+The work list, the inputs and the outputs are those of `kernels.gpu.tree_attention`, which launches
+this instead of its own kernel where `can_run` says so; what is computed is said there. A program is
 
     one producer warp            takes units, asks the copy engine for the blocks of K and V
     one group of four warps      for every 64 query vectors of the tile: products and softmax

@@ -5,7 +5,8 @@ or above a threshold"; the threshold is found by bisecting the bit pattern of th
 takes 30 passes over a row that stays in L2, no matter what k or p is. Ties with the threshold are
 all kept, where a sort would keep an arbitrary one of them. The draw is an inverse CDF in vocabulary
 order with one uniform number per row, given by the caller: the same number gives the same token
-whatever else is in the batch. Twin: `engine.sampling.sampler`'s torch path. Called from `engine.sampling.sampler`.
+whatever else is in the batch. Twin: `engine.sampling.sampler`'s torch path. Called from
+`engine.sampling.sampler`.
 """
 
 from __future__ import annotations

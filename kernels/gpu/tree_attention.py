@@ -11,8 +11,8 @@ a merge run inside one CUDA graph, BIG and SMALL side by side:
 
 The same kernel does chunked prefill: a slice of n tokens is n rows of one sequence whose lengths
 grow by one, so the causal mask is nothing but "keys below this row's length". The work list is made
-by `kernels.gpu.work_list`; lengths live on the device, so it stays valid while tokens are appended. On
-Hopper, `kernels.gpu.hopper_attention` does BIG and WIDE. Specified by `kernels.reference`.
+by `kernels.gpu.work_list`; lengths live on the device, so it stays valid while tokens are appended.
+On Hopper, `kernels.gpu.hopper_attention` does BIG and WIDE. Specified by `kernels.reference`.
 
 Shapes: T rows, H query heads, K KV heads, G = H / K, D head_dim, B blocks, S = 16 slots.
 KV is one tensor [B, layers, 2, K, S, D]: a block is one contiguous piece in all layers.

@@ -2,7 +2,8 @@
 
 The content outlives eviction and restart: it is kept here and computed again when it has to be.
 What has ended keeps its row, without its content, so that what was stored can be billed. It knows
-no dialect; the content is bytes to it. `gateway.generation.cached_contents` and the handlers call it.
+no dialect; the content is bytes to it. `gateway.generation.cached_contents` and the handlers call
+it.
 """
 
 from __future__ import annotations

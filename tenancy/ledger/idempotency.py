@@ -4,7 +4,8 @@ of them run, and what was answered, for a time.
 A name (`Idempotency-Key`) belongs to its tenant. It is claimed in the transaction that writes the
 hold; the answer is kept in the one that writes the entry, or the name is free again. Answers are
 content: they have a table of their own, are bytes to it, and go with their tenant's cache. It knows
-no HTTP; `bookkeeping` claims and settles those of a batch together, `gateway.generation.idempotency` finds.
+no HTTP; `bookkeeping` claims and settles those of a batch together,
+`gateway.generation.idempotency` finds.
 """
 
 from __future__ import annotations

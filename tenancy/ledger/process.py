@@ -1,4 +1,4 @@
-"""The ledger's writer as a process: `python -m tenancy.ledger.process SOCKET`, started by a gateway.
+"""The ledger process: `python -m tenancy.ledger.process SOCKET`, started by a gateway.
 
 SOCKET is the number of its end of a socket pair that it has inherited. It opens the database that
 it is told first, writes what comes, as much at once as is there, and answers once for each commit.

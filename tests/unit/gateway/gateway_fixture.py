@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 import pytest
 from aiohttp import ClientResponse, ClientSession, ClientTimeout
+from blockbuster import BlockBuster, blockbuster_ctx
 
 from engine.api import EngineInfo, Stats
 from engine.cache import PrefixCache
@@ -335,6 +336,13 @@ def status_of(answer: bytes) -> int:
 
 
 # --- fixtures: conftests of folders whose tests need a gateway take them from here ----------------
+
+
+@pytest.fixture(autouse=True)
+def fail_on_blocking_calls() -> Iterator[BlockBuster]:
+    """Fail the test when code blocks the event loop."""
+    with blockbuster_ctx() as guard:
+        yield guard
 
 
 @pytest.fixture(scope="session")

@@ -1,8 +1,10 @@
-"""The engine's process over the fake runner: `python -m tests.unit.engine.server.fake_engine_process`.
+"""An engine process over the fake runner.
 
-The same program as `python -m engine.server.server`, with another core. A model folder's name says what is
-planted: `hang` never ends its first step after the canary, `missing` is a model that is not there,
-`deadly` kills the process in the step that computes token 13.
+Run as `python -m tests.unit.engine.server.fake_engine_process`.
+
+The same program as `python -m engine.server.server`, with another core. A model folder's name says
+what is planted: `hang` never ends its first step after the canary, `missing` is a model that is not
+there, `deadly` kills the process in the step that computes token 13.
 """
 
 from __future__ import annotations

@@ -1,0 +1,7 @@
+"""The gateway's fixtures, for tests that kill its processes."""
+
+from __future__ import annotations
+
+from tests.unit.gateway.gateway_fixture import card, fail_on_blocking_calls, house, made
+
+__all__ = ["card", "fail_on_blocking_calls", "house", "made"]

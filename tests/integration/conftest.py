@@ -1,0 +1,7 @@
+"""A gateway on a loopback port over the real core and the fake runner, one per test."""
+
+from __future__ import annotations
+
+from tests.unit.gateway.gateway_fixture import card, fail_on_blocking_calls, house, made
+
+__all__ = ["card", "fail_on_blocking_calls", "house", "made"]
