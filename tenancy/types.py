@@ -180,3 +180,6 @@ class UsageEntry(Struct, frozen=True, forbid_unknown_fields=True, tag="entry"):
     rate_card_id: str = FREE
     charge_pico: int = 0
     saved_pico: int = 0
+
+
+DAY_MS = 86_400_000

@@ -17,11 +17,11 @@ from aiohttp import web
 from msgspec.structs import replace
 
 from engine.errors import EngineError
-from gateway.api.routes import Encoder
 from gateway.context import Context
 from gateway.dialects.canonical import CacheAsk, Call, Delta, Generation, Prompt, Reply
 from gateway.dialects.gemini import cached_contents as gemini_cached
 from gateway.dialects.gemini import generate_content as gemini
+from gateway.dialects.protocol import Encoder
 from gateway.errors import Kind, Refusal
 from gateway.generation.cached_contents import PREFIX, load, marked, retention
 from gateway.generation.generation import Answer

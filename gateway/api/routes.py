@@ -6,55 +6,15 @@ It knows no engine; `handlers.inference` makes routes of it.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
-
-from aiohttp import web
 
 from gateway.dialects.anthropic import messages as anthropic
-from gateway.dialects.canonical import NOTHING_ELSE, Asked, Call, Delta, Reply
+from gateway.dialects.canonical import Asked
 from gateway.dialects.gemini import generate_content as gemini
 from gateway.dialects.openai import chat as openai_chat
 from gateway.dialects.openai import completions as openai_completions
 from gateway.dialects.openai import responses as openai_responses
-from gateway.errors import Refusal
-from gateway.http.request_context import ErrorShape
-
-
-class Encoder(Protocol):
-    """One answer's way to bytes."""
-
-    def stream(self, delta: Delta) -> bytes:
-        """Bytes of one delta; may be none."""
-
-    def close(self) -> bytes:
-        """After the last one."""
-
-    def unary(self, deltas: Sequence[Delta]) -> bytes:
-        """The fold of the stream."""
-
-    def error_event(self, refusal: Refusal) -> bytes:
-        """The answer breaks off."""
-
-
-class Dialect(ErrorShape, Protocol):
-    """What inference needs of a dialect."""
-
-    name: str
-    stream_content_type: str
-
-    def parse(self, body: bytes, asked: Asked) -> Call:
-        """Raises Refusal."""
-
-    def encoder(self, call: Call, reply: Reply) -> Encoder:
-        """For one answer."""
-
-    def keep_alive(self) -> bytes:
-        """Bytes that mean nothing."""
-
-    def count_body(self, tokens: int, cached: int) -> bytes:
-        """The answer to a call that only counts: `cached` of the tokens are cached content."""
+from gateway.dialects.protocol import Dialect, ErrorShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,18 +65,3 @@ def find(path: str) -> tuple[Endpoint, Asked] | None:
             model, _, action = (match.groupdict().get("target") or "").rpartition(":")
             return endpoint, Asked(model=model, action=action)
     return None
-
-
-def asked(request: web.Request) -> Asked:
-    """What of a request stands outside its body. `target`: "model:action" in Gemini's paths."""
-    target, headers = request.match_info.get("target"), request.headers
-    if target is None and "anthropic-version" not in headers and "anthropic-beta" not in headers:
-        return NOTHING_ELSE
-    model, _, action = (target or "").rpartition(":")
-    names = [name.strip() for name in headers.get("anthropic-beta", "").split(",")]
-    return Asked(
-        model=model,
-        action=action,
-        version=headers.get("anthropic-version", ""),
-        betas=tuple(filter(None, names)),
-    )

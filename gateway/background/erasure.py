@@ -15,10 +15,10 @@ from typing import Any
 from msgspec import Struct
 
 from engine.api import Namespace, NamespaceStats
+from gateway.caching.namespaces import SHARED, namespaces_of, whose_is
 from gateway.caching.prefix_index import Entry, EntryBook
 from gateway.context import Context
 from gateway.errors import Kind, Refusal
-from gateway.generation.admission import SHARED
 from gateway.http import json_api
 from tenancy.accounts.cached_contents import end_resources
 from tenancy.accounts.deletion import deleted_among
@@ -27,7 +27,6 @@ from tenancy.accounts.shared_scopes import Scope, list_scopes
 from tenancy.ledger.idempotency import forget_answers
 
 LEASE_ID_SIGNS_MAX = 200
-_PARTS = 5
 _AT_ONCE = 32
 """Calls to the engine that are on their way at the same time."""
 
@@ -84,54 +83,12 @@ def of_scope(scope: Scope, key_id: int, lease_id: str | None = None) -> Target:
     return Target(scope.owner_id, key_id, f"{SHARED}{scope.scope_id}", lease_id)
 
 
-def parts_of(namespace: Namespace) -> tuple[str, ...]:
-    """The parts that `admission.namespace_of` joined; () for what it did not make."""
-    parts: list[str] = []
-    at = 0
-    while at + 4 <= len(namespace):
-        end = at + 4 + int.from_bytes(namespace[at : at + 4], "big")
-        if end > len(namespace):
-            return ()
-        parts.append(namespace[at + 4 : end].decode(errors="replace"))
-        at = end
-    return tuple(parts) if at == len(namespace) and len(parts) >= _PARTS else ()
-
-
-def whose_is(namespace: Namespace) -> tuple[int, str] | None:
-    """The tenant and the workspace that a namespace is held for; None for what is not ours. Reads
-    no more than these: each namespace that has changed is asked it, twice a second."""
-    end = 4 + int.from_bytes(namespace[:4], "big")
-    start = end + 4
-    rest = start + int.from_bytes(namespace[end:start], "big")
-    tenant = namespace[4:end]
-    if not tenant.isdigit() or rest >= len(namespace):
-        return None
-    return int(tenant), namespace[start:rest].decode(errors="replace")
-
-
-def owner_of(namespace: Namespace) -> int | None:
-    """The tenant alone."""
-    whose = whose_is(namespace)
-    return None if whose is None else whose[0]
-
-
 def holdings(namespaces: Iterable[NamespaceStats], tenant_id: int | None = None) -> list[Holding]:
     """What is held, by whom; of one tenant alone, if it is given. O(namespaces), at 1 us each, or
     0.1 us for those of others than the tenant."""
     found = namespaces_of(namespaces, tenant_id)
     pairs = ((whose_is(one.namespace), one) for one in found)
     return [Holding(*whose, one) for whose, one in pairs if whose is not None]
-
-
-def namespaces_of(
-    namespaces: Iterable[NamespaceStats], tenant_id: int | None
-) -> Iterable[NamespaceStats]:
-    """Those that begin with a tenant's number; all where none is given."""
-    if tenant_id is None:
-        return namespaces
-    number = str(tenant_id).encode()
-    begins = len(number).to_bytes(4, "big") + number
-    return (one for one in namespaces if one.namespace.startswith(begins))
 
 
 def entries_of(

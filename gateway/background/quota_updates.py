@@ -15,8 +15,8 @@ from msgspec import structs
 
 from engine.api import Quota
 from engine.errors import EngineError
+from gateway.caching.namespaces import quota_of
 from gateway.context import Context
-from gateway.generation.admission import quota_of
 from tenancy.accounts.tenants import Registered, floor_blocks_of, note_floors_max
 
 

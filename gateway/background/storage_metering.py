@@ -17,8 +17,9 @@ from contextlib import suppress
 from engine.client.namespace_stats import Change, NamespaceBook
 from engine.errors import EngineError
 from gateway.background.budget_alerts import SoftBudgets
-from gateway.background.erasure import forget_removed, owner_of
+from gateway.background.erasure import forget_removed
 from gateway.background.quota_updates import QuotaNews
+from gateway.caching.namespaces import owner_of
 from gateway.context import Context
 from gateway.retention_classes import BEST_EFFORT
 from tenancy.accounts.cached_contents import sweep_resources

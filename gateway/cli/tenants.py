@@ -17,6 +17,7 @@ from gateway.config import Config
 from gateway.ledger.metering import wall_ms
 from tenancy.accounting.focus_export import storage_by_tenant
 from tenancy.accounting.usage import UsageTotal
+from tenancy.accounting.usage import usage as total_usage
 from tenancy.accounts.deletion import delete_tenant
 from tenancy.accounts.keys import (
     SCOPES,
@@ -42,7 +43,6 @@ from tenancy.accounts.tenants import (
 )
 from tenancy.errors import BadName
 from tenancy.ledger.epochs import ledger_epoch
-from tenancy.ledger.ledger import Ledger
 from tenancy.pricing.charges import dollars
 from tenancy.pricing.rate_cards import leaves_free
 from tenancy.storage.interface import Store
@@ -216,7 +216,9 @@ def usage(config: Config, tenant: str | None, days: int | None) -> Answer:
     with opened(config, makes=False) as store:
         if tenant is not None:
             find_tenant(store, tenant)
-        totals = {total.tenant: total for total in Ledger.totals(store, tenant, since_ms)}
+        totals = {
+            total.tenant: total for total in total_usage(store, tenant=tenant, since_ms=since_ms)
+        }
         held = storage_by_tenant(store, tenant, since_ms, None)
         epoch = ledger_epoch(store).number
     rows = []

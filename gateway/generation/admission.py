@@ -8,7 +8,6 @@ again. Here and nowhere else a tenant becomes a namespace, a quota, a weight and
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 from msgspec import Struct
 
@@ -17,20 +16,17 @@ from engine.api import (
     EngineInfo,
     LeaseRequest,
     Namespace,
-    Payer,
-    Quota,
     Request,
     Stats,
     all_in_vocabulary,
 )
+from gateway.caching.namespaces import payer_of, quota_of
 from gateway.config import LimitsConfig
 from gateway.dialects.canonical import Call, Generation, Rendered
 from gateway.errors import Kind, Refusal
-from tenancy.types import CachePolicy, Identity
+from tenancy.types import Identity
 
 SEQUENCES_PER_CALL_MAX = 128
-SHARED = "scope:"
-"""Begins the second part of a shared scope's namespace; no workspace's name has a colon."""
 RETRY_AFTER_MIN_S, RETRY_AFTER_MAX_S = 1.0, 60.0
 """Clients that are told to wait for more than a minute give up instead."""
 
@@ -100,45 +96,6 @@ def output_tokens(
             _check_ids("prompt", prompt.token_ids, now.info)
     _check_more_ids(generation, now.info)
     return [_output_tokens(prompt, call, identity, now) for prompt in rendered]
-
-
-def namespace_of(
-    identity: Identity, model_digest: str, template_digest: str, partition: str
-) -> bytes:
-    """The sharing scope of a request: whose, with which model and template, how narrowed.
-
-    Each part stands behind its length, so that no two lists of parts give the same bytes.
-    """
-    scope = identity.scope
-    if scope is None:
-        whose = (str(identity.tenant.tenant_id), identity.workspace)
-    else:
-        whose = (str(scope.owner_id), f"{SHARED}{scope.scope_id}")
-    return _joined(*whose, model_digest, template_digest, partition)
-
-
-@lru_cache(maxsize=1_024)
-def _joined(*parts: str) -> bytes:
-    encoded = [part.encode(errors="surrogatepass") for part in parts]
-    return b"".join(len(part).to_bytes(4, "big") + part for part in encoded)
-
-
-def payer_of(identity: Identity) -> bytes:
-    """Whose blocks and whose turn: all workspaces and partitions of a tenant have one quota, or a
-    client could have a floor and a turn for each key that it makes up."""
-    scope = identity.scope
-    return str(identity.tenant.tenant_id if scope is None else scope.owner_id).encode()
-
-
-def quota_of(policy: CachePolicy, payer: Payer) -> Quota:
-    """What bounds a payer's blocks, in the engine's words."""
-    return Quota(
-        policy.floor_blocks,
-        policy.ceiling_blocks,
-        policy.weight,
-        policy.promised_blocks_max,
-        payer,
-    )
 
 
 def retry_after_s(stats: Stats) -> float:

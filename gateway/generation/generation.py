@@ -19,10 +19,10 @@ from aiohttp.http_writer import StreamWriter
 from engine.api import Request
 from engine.client.client import RequestStream
 from engine.errors import EngineError
-from gateway.api.routes import Dialect, Encoder, asked
 from gateway.caching import Contract
 from gateway.context import Context
 from gateway.dialects.canonical import Begin, ChoiceEnd, Delta, End, Reply
+from gateway.dialects.protocol import Dialect, Encoder
 from gateway.errors import Kind, Refusal
 from gateway.generation import rate_limits
 from gateway.generation.admission import Circumstances, admit
@@ -33,7 +33,7 @@ from gateway.generation.preparation import Prepared, check_model, circumstances,
 from gateway.generation.usage import CACHE_HEADER, cache_header
 from gateway.http.error_mapping import refusal_of
 from gateway.http.request_body import read_body
-from gateway.http.request_context import STATE, RequestState
+from gateway.http.request_context import STATE, RequestState, asked
 from gateway.http.server import ClientGone, begin, send, whole, write
 from gateway.ledger.metering import Account
 from gateway.observability.tracing import operation_of

@@ -14,10 +14,11 @@ from msgspec.structs import replace
 from engine.api import Retention
 from engine.errors import EngineUnavailable
 from gateway.caching import Contract, Origin, Scope
+from gateway.caching.namespaces import namespace_of
 from gateway.context import Context
 from gateway.dialects.canonical import Call, Prompt, Rendered
 from gateway.errors import Kind, Refusal
-from gateway.generation.admission import Circumstances, namespace_of
+from gateway.generation.admission import Circumstances
 from gateway.generation.cached_contents import expand
 from tenancy.types import Identity
 

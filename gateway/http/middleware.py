@@ -19,18 +19,11 @@ from typing import Literal
 from aiohttp import web
 
 from gateway.context import Context
+from gateway.dialects.protocol import ErrorShape
 from gateway.errors import Kind, Refusal
 from gateway.http.authentication import WRONG_KEYS_PER_MINUTE_MAX, WrongKeys, bearer_key, check_host
 from gateway.http.error_mapping import refusal_of, where
-from gateway.http.request_context import (
-    EVERY,
-    PLAIN,
-    STATE,
-    ErrorShape,
-    RequestState,
-    log_facts,
-    span_facts,
-)
+from gateway.http.request_context import EVERY, PLAIN, STATE, RequestState, log_facts, span_facts
 from gateway.http.server import ENTRANCE, NAMING, ClientGone, cut
 from gateway.observability.metrics import cached_as
 from tenancy.errors import KeyRefused

@@ -8,13 +8,12 @@ It knows no engine and no prompt. `middleware` makes one for each request; handl
 
 from __future__ import annotations
 
-from typing import Protocol
-
 from aiohttp import web
 from msgspec import Struct
 
+from gateway.dialects.canonical import NOTHING_ELSE, Asked
 from gateway.dialects.openai import wire as openai_wire
-from gateway.errors import Refusal
+from gateway.dialects.protocol import ErrorShape
 from gateway.observability.tracing import Answered
 from tenancy.types import Identity
 
@@ -24,16 +23,6 @@ EVERY = {
     "Cache-Control": "no-store",
 }
 """What every answer says, whatever it is."""
-
-
-class ErrorShape(Protocol):
-    """The part of a dialect that errors need."""
-
-    def error_body(self, refusal: Refusal, request_id: str) -> tuple[int, bytes]:
-        """(HTTP status, JSON)."""
-
-    def headers(self, request_id: str) -> dict[str, str]:
-        """Headers that name the request, beside `X-Request-Id`."""
 
 
 class _PlainShape:
@@ -153,3 +142,18 @@ def span_facts(
 
 def _after(state: RequestState, at_s: float | None) -> float | None:
     return None if at_s is None else at_s - state.started_s
+
+
+def asked(request: web.Request) -> Asked:
+    """What of a request stands outside its body. `target`: "model:action" in Gemini's paths."""
+    target, headers = request.match_info.get("target"), request.headers
+    if target is None and "anthropic-version" not in headers and "anthropic-beta" not in headers:
+        return NOTHING_ELSE
+    model, _, action = (target or "").rpartition(":")
+    names = [name.strip() for name in headers.get("anthropic-beta", "").split(",")]
+    return Asked(
+        model=model,
+        action=action,
+        version=headers.get("anthropic-version", ""),
+        betas=tuple(filter(None, names)),
+    )

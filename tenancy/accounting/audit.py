@@ -12,7 +12,7 @@ from itertools import islice
 
 from tenancy.accounting.closing import totals_of
 from tenancy.ledger.adjustments import ADJUSTMENT_FIELDS, Adjustment
-from tenancy.ledger.aggregates import DAY_MS, EPOCHS, HOUR_MS, HOUR_SUMS, HOURS, PIECES
+from tenancy.ledger.aggregates import EPOCHS, HOUR_MS, PIECES
 from tenancy.ledger.breaches import credit_of
 from tenancy.ledger.entries import (
     ENTRY_FIELDS,
@@ -22,7 +22,9 @@ from tenancy.ledger.entries import (
 from tenancy.pricing.budgets import list_budgets, summed, window_of
 from tenancy.pricing.charges import PICO_PER_MICRO, charge, savings
 from tenancy.pricing.rate_cards import SELECT, CardBook, read_card
+from tenancy.storage.hourly_usage import HOUR_SUMS, HOURS
 from tenancy.storage.interface import Row, Store, Transaction
+from tenancy.types import DAY_MS
 
 FINDINGS_MAX = 100
 _PAGE = 2_000

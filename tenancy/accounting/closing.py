@@ -15,10 +15,10 @@ from msgspec import Struct
 
 from tenancy.accounting.reconcile import epochs_in
 from tenancy.errors import BooksClosed
-from tenancy.ledger.aggregates import DAY_MS, HOURS
 from tenancy.ledger.entries import number
+from tenancy.storage.hourly_usage import HOURS
 from tenancy.storage.interface import Row, Store, Transaction
-from tenancy.types import WallClock
+from tenancy.types import DAY_MS, WallClock
 
 DAYS_AT_ONCE_MAX = 3_700
 TRIES_MAX = 3

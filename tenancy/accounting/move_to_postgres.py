@@ -18,9 +18,9 @@ from msgspec import Struct
 
 from tenancy.accounting.audit import findings_in
 from tenancy.errors import StoreError
-from tenancy.ledger.aggregates import HOURS
 from tenancy.pricing.charges import PICO_PER_MICRO
 from tenancy.storage.copied_rows import copied
+from tenancy.storage.hourly_usage import HOURS
 from tenancy.storage.interface import Store, Transaction, Value
 
 if TYPE_CHECKING:

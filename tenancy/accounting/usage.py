@@ -13,11 +13,12 @@ from typing import Literal
 
 from msgspec import Struct
 
-from tenancy.ledger.aggregates import DAY_MS, HOUR_MS, HOUR_SUMS, PIECES
+from tenancy.ledger.aggregates import HOUR_MS, PIECES
 from tenancy.ledger.entries import ENTRY_FIELDS, entry_of
 from tenancy.pricing.charges import PICO_PER_MICRO
+from tenancy.storage.hourly_usage import HOUR_SUMS
 from tenancy.storage.interface import Row, Store, Value
-from tenancy.types import UsageEntry
+from tenancy.types import DAY_MS, UsageEntry
 
 By = Literal["tenant", "key", "model", "hour", "day"]
 

@@ -11,11 +11,11 @@ import re
 from msgspec import Struct
 
 from tenancy.errors import BadPrice
-from tenancy.ledger.aggregates import DAY_MS, HOUR_MS
+from tenancy.ledger.aggregates import HOUR_MS
 from tenancy.ledger.entries import NO_CHAIN, chained, open_from_ms
 from tenancy.pricing.charges import CHARGE_MAX, PICO_PER_MICRO, dollars
 from tenancy.storage.interface import Store, Transaction, Value
-from tenancy.types import WallClock
+from tenancy.types import DAY_MS, WallClock
 
 REASON_SIGNS_MAX = 500
 BREACH = "breach:"

@@ -11,21 +11,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tenancy.pricing.charges import PICO_PER_MICRO
+from tenancy.storage.hourly_usage import HOUR_SUMS
 from tenancy.storage.interface import Transaction, Value, marks
-from tenancy.types import UsageEntry
+from tenancy.types import DAY_MS, UsageEntry
 
-DAY_MS = 86_400_000
 HOUR_MS = 3_600_000
 MOVED_AT_ONCE = 200
 """Rows in one transaction: nobody waits long behind it."""
 
-HOUR_SUMS = (
-    *("requests", "prompt_tokens", "cache_read_tokens", "cache_write_tokens", "fresh_tokens"),
-    *("output_tokens", "physical_cached_tokens", "recomputed_promised_tokens", "hits"),
-    *("ttft_hits", "ttft_hit_ms", "ttft_misses", "ttft_miss_ms"),
-    *("charge_micros", "charge_rest", "saved_micros", "saved_rest"),
-)
-"""Columns of all sums by time that an entry adds to."""
 
 _NO_TIMES = (0, 0, 0, 0)
 
@@ -127,11 +120,6 @@ _MOVE = (
     f"delete from recent_sums where {_FIRST}",
 )
 
-HOURS = (
-    f"(select tenant_id, hour_ms, key_id, model, {_SUMS} from usage_hours"
-    f" union all select tenant_id, hour_ms, key_id, model, {_SUMS} from recent_sums) as hours"
-)
-"""To be read from: all that was booked, in more than one row for one hour."""
 
 PIECES = (
     "count(*)",

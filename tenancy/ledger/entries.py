@@ -15,9 +15,9 @@ from typing import Any
 import msgspec
 from msgspec import structs
 
-from tenancy.ledger.aggregates import DAY_MS, HOUR_MS, Sums
+from tenancy.ledger.aggregates import HOUR_MS, Sums
 from tenancy.storage.interface import Transaction, Value, marks
-from tenancy.types import UsageEntry
+from tenancy.types import DAY_MS, UsageEntry
 
 NO_CHAIN = b""
 _NO_COUNTS = "{}"

@@ -14,7 +14,6 @@ import threading
 from collections.abc import Mapping
 from concurrent.futures import Future
 
-from tenancy.accounting.usage import UsageTotal, usage
 from tenancy.errors import LedgerUnavailable
 from tenancy.ledger.progress import Progress, ProgressNote
 from tenancy.ledger.transactions import EngineTotals, Hold, Item, NamedEntry, StorageReading
@@ -22,7 +21,7 @@ from tenancy.ledger.writer import BATCH_MAX, LedgerWriter, is_written
 from tenancy.storage.interface import Store
 from tenancy.types import UsageEntry, WallClock
 
-__all__ = ["EngineTotals", "Hold", "Ledger", "NamedEntry", "StorageReading", "UsageTotal"]
+__all__ = ["EngineTotals", "Hold", "Ledger", "NamedEntry", "StorageReading"]
 
 Batch = list[tuple[Item, Future[None]]]
 
@@ -78,13 +77,6 @@ class Ledger:
         """Keep how far requests have come, by request id, for a death before they are settled.
         Nobody is told: what could not be written is written by a later note, or not at all."""
         self.write(ProgressNote(reached))
-
-    @staticmethod
-    def totals(
-        store: Store, tenant: str | None = None, since_ms: int = 0, until_ms: int | None = None
-    ) -> list[UsageTotal]:
-        """Sums of entries booked in [since_ms, until_ms), by tenant. Reads only."""
-        return usage(store, tenant=tenant, since_ms=since_ms, until_ms=until_ms)
 
     def open_holds(self) -> int:
         """Requests admitted and not settled."""

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from msgspec import Struct, structs
 
 from tenancy.errors import BadPrice, LedgerUnavailable, TenancyError
-from tenancy.ledger.aggregates import DAY_MS, larger
+from tenancy.ledger.aggregates import larger
 from tenancy.ledger.entries import NO_CHAIN, Page, hour_of
 from tenancy.ledger.holds import Holds
 from tenancy.ledger.idempotency import Claim, Keeping, Names
@@ -21,7 +21,7 @@ from tenancy.pricing.budgets import Budgets, BudgetWindows, Whose, load_budgets,
 from tenancy.pricing.charges import FREE_CARD, RateCard, charge, most, savings
 from tenancy.pricing.rate_cards import SELECT, CardBook, read_card
 from tenancy.storage.interface import Transaction
-from tenancy.types import FREE, UsageEntry
+from tenancy.types import DAY_MS, FREE, UsageEntry
 
 
 class Hold(Struct, frozen=True, tag="hold"):

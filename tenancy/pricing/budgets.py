@@ -18,11 +18,11 @@ from typing import Literal
 from msgspec import Struct
 
 from tenancy.errors import BadPrice, BudgetExceeded
-from tenancy.ledger.aggregates import DAY_MS, HOURS
 from tenancy.pricing.charges import LATEST_MS, PICO_PER_MICRO
 from tenancy.pseudonyms import check_there
+from tenancy.storage.hourly_usage import HOURS
 from tenancy.storage.interface import Store, Transaction, filled_up, marks
-from tenancy.types import WallClock
+from tenancy.types import DAY_MS, WallClock
 
 Window = Literal["day", "month"]
 MICROS_MAX = 10**18

@@ -21,8 +21,8 @@ from engine.protocol import Downward, Welcome, downward_decoder, encode
 from engine.scheduler.request_table import Roster
 from engine.scheduler.scheduler import Scheduler
 from gateway.analytics.block_churn import Churn
-from gateway.background.erasure import owner_of
 from gateway.background.storage_metering import StorageMeter
+from gateway.caching.namespaces import owner_of
 
 T = TypeVar("T")
 SIZE = 16

@@ -6,6 +6,7 @@ from collections.abc import Set
 from pathlib import Path
 
 from tenancy.accounting.audit import check_books
+from tenancy.accounting.usage import usage
 from tenancy.ledger.idempotency import find
 from tenancy.ledger.ledger import Ledger
 from tenancy.pricing.budgets import budget_states
@@ -50,7 +51,7 @@ def check_ledger(place: Path | str, confirmed: set[str], unheld: Set[str] = froz
         furnish(store)
         for again in [ledger.settle(entry(request_id)) for request_id in confirmed]:
             again.result(20)
-        assert sum(row[2] for row in rows) == sum(t.output_tokens for t in Ledger.totals(store))
+        assert sum(row[2] for row in rows) == sum(t.output_tokens for t in usage(store))
         (state,) = budget_states(store, lambda: 3)
         assert state.reserved_pico == 0, "something is reserved for nobody"
         assert state.spent_pico == sum(row[3] for row in rows), "a budget is not its charges"

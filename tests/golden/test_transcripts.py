@@ -12,7 +12,6 @@ import msgspec
 import pytest
 from msgspec import structs
 
-from gateway.api.routes import Dialect
 from gateway.dialects.anthropic import messages as anthropic
 from gateway.dialects.canonical import (
     NOTHING_ELSE,
@@ -30,6 +29,7 @@ from gateway.dialects.gemini import generate_content as gemini
 from gateway.dialects.openai import chat as openai_chat
 from gateway.dialects.openai import completions as openai_completions
 from gateway.dialects.openai import responses as openai_responses
+from gateway.dialects.protocol import Dialect
 from gateway.errors import Kind, Refusal
 from tests.golden.transcripts import check_golden
 

@@ -15,7 +15,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gateway.api.routes import Dialect
 from gateway.dialects.canonical import (
     NOTHING_ELSE,
     Asked,
@@ -31,6 +30,7 @@ from gateway.dialects.canonical import (
     ToolChoice,
     UsageRecord,
 )
+from gateway.dialects.protocol import Dialect
 from gateway.errors import Kind, Refusal
 from tests.golden.transcripts import outcome
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from engine.api import Quota
 from engine.cache import PrefixCache
-from gateway.background.erasure import Target, forget_removed, holdings, of_scope, parts_of
+from gateway.background.erasure import Target, forget_removed, holdings, of_scope
 from gateway.background.storage_metering import held_more
-from gateway.generation.admission import namespace_of
+from gateway.caching.namespaces import namespace_of, parts_of
 from gateway.ledger.metering import wall_ms
 from gateway.retention_classes import BEST_EFFORT
 from tenancy.accounts.keys import create_key

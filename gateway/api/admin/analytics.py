@@ -10,8 +10,9 @@ from typing import Any
 from aiohttp import web
 from msgspec.structs import asdict
 
-from gateway.background.erasure import holdings, namespaces_of, owner_of, parts_of, scope_names
+from gateway.background.erasure import holdings, scope_names
 from gateway.background.storage_metering import look_at_churn
+from gateway.caching.namespaces import namespaces_of, owner_of, parts_of
 from gateway.context import Context
 from gateway.errors import Kind, Refusal
 from gateway.http import json_api

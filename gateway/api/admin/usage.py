@@ -12,6 +12,7 @@ from msgspec import Struct
 
 from gateway.api import usage_report
 from gateway.background import erasure
+from gateway.caching.namespaces import namespaces_of
 from gateway.context import Context
 from gateway.errors import Kind, Refusal
 from gateway.http import json_api
@@ -116,7 +117,7 @@ async def _contents(gateway: Context, wanted: int | None) -> dict[str, Any]:
     """The pool, and what is held in each namespace; their sum is what is allocated."""
     stats = await gateway.engine.get_stats()
     scopes = await erasure.scope_names(gateway)
-    spaces = erasure.namespaces_of(gateway.engine.namespaces, wanted)
+    spaces = namespaces_of(gateway.engine.namespaces, wanted)
     most = heapq.nlargest(NAMESPACES_MAX + 1, spaces, key=lambda one: one.blocks)
     held = erasure.holdings(most)
     rows = [

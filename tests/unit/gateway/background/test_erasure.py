@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from engine.api import NamespaceStats, Retention
 from engine.errors import EngineUnavailable
-from gateway.background.erasure import Target, entries_of, erase, holdings, parts_of
+from gateway.background.erasure import Target, entries_of, erase, holdings
+from gateway.caching.namespaces import namespace_of, parts_of
 from gateway.errors import Refusal
-from gateway.generation.admission import namespace_of
 from tenancy.accounts.erasure_receipts import digest_of, list_receipts
 from tenancy.types import CachePolicy, Identity, Tenant
 from tests.unit.gateway.gateway_fixture import House

@@ -8,10 +8,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from engine.api import EngineInfo, Grammar, Request, Sampling, Stats
+from gateway.caching.namespaces import namespace_of
 from gateway.config import LimitsConfig
 from gateway.dialects.canonical import Call, Generation, Prompt, Rendered
 from gateway.errors import Kind, Refusal
-from gateway.generation.admission import Circumstances, admit, namespace_of, retry_after_s
+from gateway.generation.admission import Circumstances, admit, retry_after_s
 from tenancy.types import CachePolicy, Identity, Tenant
 
 INFO = EngineInfo(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from tenancy.ledger.aggregates import HOUR_MS, HOURS
+from tenancy.ledger.aggregates import HOUR_MS
 from tenancy.ledger.entries import ENTRY_FIELDS, chained, entry_row
 from tenancy.ledger.ledger import Ledger
+from tenancy.storage.hourly_usage import HOURS
 from tenancy.storage.interface import Store
 from tests.unit.tenancy.conftest import Wall, used
 

@@ -24,7 +24,7 @@ from hypothesis.stateful import (
 )
 from msgspec import structs
 
-from tenancy.accounting.usage import entries_of
+from tenancy.accounting.usage import entries_of, usage
 from tenancy.accounts.tenants import create_tenant
 from tenancy.errors import LedgerUnavailable, StoreBusy, StoreError
 from tenancy.ledger.ledger import Hold, Ledger
@@ -312,9 +312,9 @@ def test_totals_are_what_usage_says(store: Store, ledger: Ledger) -> None:
     for number in range(3):
         done(ledger.settle(entry(f"a{number}", 10, 5)))
 
-    (total,) = Ledger.totals(store, "ada")
+    (total,) = usage(store, tenant="ada")
     assert (total.requests, total.prompt_tokens, total.output_tokens) == (3, 30, 15)
-    assert Ledger.totals(store, "nobody") == Ledger.totals(store, since_ms=11) == []
+    assert usage(store, tenant="nobody") == usage(store, since_ms=11) == []
 
 
 def test_a_full_disk_loses_nothing_that_was_confirmed(tmp_path: Path) -> None:
@@ -402,7 +402,7 @@ class Life(RuleBasedStateMachine):
         assert entries(self.store) == self.settled
         assert self.ledger.open_holds() == len(self.held)
         total = sum(one.output_tokens for one in self.settled.values())
-        assert sum(row.output_tokens for row in Ledger.totals(self.store)) == total
+        assert sum(row.output_tokens for row in usage(self.store)) == total
 
     def teardown(self) -> None:
         self.ledger.close()

@@ -12,7 +12,6 @@ from tenancy.accounting.closing import close_days
 from tenancy.accounting.usage import entries_of
 from tenancy.accounts.tenants import create_tenant
 from tenancy.errors import BadName, BadPrice, BudgetExceeded, LedgerUnavailable
-from tenancy.ledger.aggregates import DAY_MS
 from tenancy.ledger.ledger import Hold, Ledger
 from tenancy.ledger.progress import Progress, ProgressNote
 from tenancy.ledger.transactions import Books, EngineTotals, Item, StorageReading
@@ -21,7 +20,7 @@ from tenancy.pricing.budgets import Budget, set_budget
 from tenancy.pricing.charges import PRICE_MAX, RateCard, price, savings
 from tenancy.pricing.rate_cards import add_card, load_cards
 from tenancy.storage.interface import Store
-from tenancy.types import UsageEntry
+from tenancy.types import DAY_MS, UsageEntry
 from tests.unit.tenancy.conftest import Wall, used
 
 CARD = RateCard("std", input=3_000, output=9_000, cache_read=300, cache_write={"1h": 6_000})

@@ -20,7 +20,6 @@ from tenancy.accounts.deletion import delete_tenant
 from tenancy.accounts.keys import create_key, rotate_key
 from tenancy.accounts.tenants import create_tenant
 from tenancy.errors import BadPrice, BudgetExceeded
-from tenancy.ledger.aggregates import DAY_MS
 from tenancy.ledger.ledger import Hold, Ledger
 from tenancy.ledger.progress import Progress
 from tenancy.pricing.budgets import Budget, budget_states, set_budget, window_of
@@ -29,7 +28,7 @@ from tenancy.pricing.rate_cards import add_card
 from tenancy.storage.interface import Store
 from tenancy.storage.postgres import PostgresStore
 from tenancy.storage.sqlite import SqliteStore
-from tenancy.types import UsageEntry
+from tenancy.types import DAY_MS, UsageEntry
 from tests.unit.tenancy.conftest import Wall
 from tests.unit.tenancy.storage.postgres_server import Server
 

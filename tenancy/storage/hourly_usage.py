@@ -1,0 +1,22 @@
+"""Usage summed by hour, as a relation that queries read from.
+
+Sums by hour lie in two tables: `recent_sums`, where the ledger adds them, and `usage_hours`, where
+it moves them later. `HOURS` reads both. It knows no entries and no prices.
+"""
+
+from __future__ import annotations
+
+HOUR_SUMS = (
+    *("requests", "prompt_tokens", "cache_read_tokens", "cache_write_tokens", "fresh_tokens"),
+    *("output_tokens", "physical_cached_tokens", "recomputed_promised_tokens", "hits"),
+    *("ttft_hits", "ttft_hit_ms", "ttft_misses", "ttft_miss_ms"),
+    *("charge_micros", "charge_rest", "saved_micros", "saved_rest"),
+)
+"""Columns that an entry adds to in every table of sums by time."""
+
+_COLUMNS = f"tenant_id, hour_ms, key_id, model, {', '.join(HOUR_SUMS)}"
+
+HOURS = (
+    f"(select {_COLUMNS} from usage_hours union all select {_COLUMNS} from recent_sums) as hours"
+)
+"""A relation of all booked usage; one hour may have several rows."""
