@@ -29,7 +29,7 @@ from gateway.analytics.aggregates import Analytics
 from gateway.analytics.client import AnalyticsLink
 from gateway.analytics.interface import AnalyticsDoor, AnalyticsHere
 from gateway.analytics.protocol import Begin
-from gateway.api import cached_contents, generate, health, models, quote, responses, self_service
+from gateway.api import cached_contents, generate, health, models, quote, self_service
 from gateway.api.admin import analytics, billing, dashboard, metrics, shared_scopes, tenants, usage
 from gateway.api.routes import SHAPES
 from gateway.background.config_reload import declare, reload
@@ -165,7 +165,6 @@ class Gateway:
             *cached_contents.routes(context),
             *models.routes(context),
             *self_service.routes(context),
-            *responses.routes(context),
             *health.routes(context),
         )
         install(app, routes, context, context.config.server.hosts, SHAPES)

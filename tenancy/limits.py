@@ -19,7 +19,6 @@ from typing import Literal
 import msgspec
 from msgspec import Struct
 
-from tenancy.buckets import MINUTE_NS, SECOND_NS, Bucket, Kind
 from tenancy.errors import BadName, LimitExceeded
 from tenancy.types import Identity, Limits
 
@@ -57,6 +56,45 @@ class LimitState(Struct, frozen=True):
     limit: int
     remaining: int
     reset_s: float
+
+
+@dataclass(slots=True)
+class Bucket:
+    """What is owed at a time is `until` less the time times the limit; below zero nothing is.
+    `told`: the same, if those who were refused had been given when they were told to come back."""
+
+    kind: Kind
+    meter: int
+    limit: int
+    until: int = 0
+    told: int = 0
+
+    def owed(self, now_ns: int) -> int:
+        """Token-nanoseconds. Changes nothing."""
+        return max(0, self.until - now_ns * self.limit)
+
+    def resize(self, now_ns: int, limit: int) -> None:
+        """The limit has changed; shares are rounded up."""
+        before, after = now_ns * self.limit, now_ns * limit
+        self.until = after - min(0, (before - self.until) * limit // self.limit)
+        self.told = after - min(0, (before - self.told) * limit // self.limit)
+        self.limit = limit
+
+    def after_ns(self, now_ns: int, cost: int) -> int:
+        """How long until that much fits. O(1). Changes nothing."""
+        return max(0, -(-(self.owed(now_ns) + cost - self.limit * MINUTE_NS) // self.limit))
+
+    def turn_ns(self, now_ns: int, cost: int) -> int:
+        """How long until that much fits after all who were told to wait before: each gets a turn
+        of his own, or all would come at once and most be refused again. At most a minute."""
+        whole, drained = self.limit * MINUTE_NS, now_ns * self.limit
+        turn = max(self.until, self.told, drained) + cost - drained
+        self.told = drained + min(turn, 2 * whole)
+        return min(MINUTE_NS, -(-(turn - whole) // self.limit))
+
+    def is_idle(self, now_ns: int) -> bool:
+        """Would a new one be the same?"""
+        return max(self.until, self.told) <= now_ns * self.limit
 
 
 _Row = tuple[tuple[Bucket, int, int], ...]
@@ -351,3 +389,9 @@ def _full(bucket: Bucket, count: int, now_ns: int) -> LimitExceeded:
         remaining=state.remaining,
         reset_s=state.reset_s,
     )
+
+
+SECOND_NS = 1_000_000_000
+MINUTE_NS = 60 * SECOND_NS
+
+Kind = Literal["tenant", "key"]

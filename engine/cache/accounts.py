@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from sortedcontainers import SortedList
 
 from engine.api import Namespace, Payer, Quota
-from engine.cache.lease_ends import LeaseEnds
+from engine.cache.lease_expiry import LeaseEnds
 from engine.cache.prefix_tree import Node, PrefixTree
 
 

@@ -15,9 +15,9 @@ from engine.api import Namespace, Quota
 from engine.cache.accounts import Account, Share
 from engine.cache.block_pool import BlockPool
 from engine.cache.block_table import BlockTable
+from engine.cache.events import CacheStats, NamespaceUse
 from engine.cache.fair_share import Shares
 from engine.cache.prefix_tree import Node
-from engine.cache.report import CacheStats, NamespaceUse
 from engine.plan import BlockCopy
 
 PROMISABLE = 7 / 8

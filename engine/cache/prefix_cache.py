@@ -14,10 +14,20 @@ from engine.cache.accounts import Account
 from engine.cache.block_manager import Holdings
 from engine.cache.block_table import BlockTable
 from engine.cache.checker import recount
-from engine.cache.events import Committed, Copied, Erased, Evicted, Expired, Fact, Matched
+from engine.cache.events import (
+    CacheStats,
+    Committed,
+    Copied,
+    Erased,
+    Evicted,
+    Expired,
+    Fact,
+    Matched,
+    NamespaceUse,
+    Peek,
+)
 from engine.cache.lease_manager import LeaseBook
 from engine.cache.prefix_tree import Found, Node
-from engine.cache.report import CacheStats, NamespaceUse, Peek
 from engine.errors import InvariantViolation
 from engine.plan import BlockCopy
 

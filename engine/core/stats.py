@@ -9,9 +9,8 @@ from collections.abc import Iterable
 
 from engine.api import Namespace, NamespaceStats, Stats
 from engine.cache import NamespaceUse, PrefixCache
-from engine.scheduler.request_table import Roster
+from engine.scheduler.request_table import Roster, Tally
 from engine.scheduler.scheduler import Scheduler
-from engine.scheduler.tally import Tally
 
 SMOOTHING = 0.1
 """How much the latest step counts in the rates."""

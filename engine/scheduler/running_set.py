@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Iterator
 
 from engine.errors import InvariantViolation
+from engine.scheduler.request_table import Tally
 from engine.scheduler.sequence import Sequence, Work
-from engine.scheduler.tally import Tally
 
 
 class Running:

@@ -8,15 +8,18 @@ changes nothing. It knows no HTTP; `app` and the admin API call it.
 from __future__ import annotations
 
 import asyncio
+import os
+import stat
+from collections.abc import Sequence
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
-from gateway.background.key_files import with_digests
 from gateway.config import Config, ConfigError, effective
 from gateway.context import Context
 from gateway.errors import Kind, Refusal
-from tenancy.accounts.declared_keys import KeyChange
-from tenancy.accounts.declared_tenants import Change, reconcile
+from tenancy.accounts.declared_keys import DeclaredKey, KeyChange
+from tenancy.accounts.declared_tenants import Change, DeclaredTenant, reconcile
+from tenancy.accounts.keys import digest_of, is_key
 from tenancy.accounts.shared_scopes import ScopeChange
 from tenancy.accounts.tenants import list_registered
 from tenancy.errors import TenancyError
@@ -99,3 +102,51 @@ def differences(running: Config, read: Config) -> list[str]:
     return sorted(
         path for path in before.keys() | after.keys() if before.get(path) != after.get(path)
     )
+
+
+FILE_BYTES_MAX = 1_024
+
+
+def with_digests(tenants: Sequence[DeclaredTenant]) -> list[DeclaredTenant]:
+    """The same with each key's digest in the place of its file. Reads the files.
+
+    Raises ConfigError for one that cannot be read, that others may read, or with no key in it.
+    """
+    return [
+        structs.replace(one, keys=tuple(_with_digest(one.name, key) for key in one.keys))
+        for one in tenants
+    ]
+
+
+def _with_digest(tenant: str, key: DeclaredKey) -> DeclaredKey:
+    if not key.file:
+        return key
+    try:
+        text = _read(key.file)
+    except OSError as error:
+        raise ConfigError(_at(tenant, key, f"cannot be read: {error.strerror}")) from error
+    except ValueError as error:
+        raise ConfigError(_at(tenant, key, str(error))) from error
+    return structs.replace(key, sha256=digest_of(text).hex(), file="")
+
+
+def _read(name: str) -> str:
+    """Raises OSError; ValueError for what is not a key kept as one."""
+    # What is no file might be waited for, for ever.
+    number = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        mode = os.fstat(number).st_mode
+        if not stat.S_ISREG(mode):
+            raise ValueError("is no file")
+        if mode & 0o077:
+            raise ValueError("can be read by others than its owner; chmod 600 it")
+        text = os.read(number, FILE_BYTES_MAX).decode("ascii", errors="replace").strip()
+    finally:
+        os.close(number)
+    if not is_key(text):
+        raise ValueError("has no key in it: tl- and 43 letters and digits")
+    return text
+
+
+def _at(tenant: str, key: DeclaredKey, what: str) -> str:
+    return f"tenants: {tenant}: key {key.label[:80]!r}: {key.file} {what}"

@@ -11,7 +11,7 @@ import apsw
 
 from engine.errors import ModelError
 from engine.model_store import CATALOGUE, resolve
-from gateway.background.key_files import with_digests
+from gateway.background.config_reload import with_digests
 from gateway.cli.result import Answer, CommandError, Table, tabled
 from gateway.cli.serve import check_address
 from gateway.config import Config, ConfigError, Origin, effective

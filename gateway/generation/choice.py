@@ -12,8 +12,8 @@ from collections.abc import Iterable, Sequence
 from engine.api import FinishReason, SampledToken, TokenLogprob
 from gateway.dialects.canonical import Call, Text, TokenText
 from gateway.generation.output_parser import ChoiceOutput
-from gateway.generation.passed_on import PassedOn
 from gateway.prompt import Renderer
+from gateway.prompt.detokenizer import Detokenizer
 
 
 class Choice:
@@ -123,3 +123,34 @@ def token_text(token: SampledToken, renderer: Renderer) -> TokenText:
 
 def _bytes_of(token_id: int, renderer: Renderer) -> bytes:
     return renderer.token_bytes(token_id) or renderer.special_text(token_id).encode()
+
+
+class PassedOn:
+    """One choice's."""
+
+    __slots__ = ("_before_call", "_calls", "_output", "_text", "_tokens")
+
+    def __init__(self, text: Detokenizer, output: ChoiceOutput) -> None:
+        self._text = text
+        self._output = output
+        self._before_call = 0
+        self._calls = 0
+        self._tokens = 0
+
+    def upto(self, tokens: int) -> int:
+        """Of so many tokens, which are all that its text was spelt by, the first that have been
+        given out; of those that are held for now perhaps fewer than could be said."""
+        if self._text.released and not (self._calls or self._is_holding()):
+            self._tokens = tokens
+        return self._tokens
+
+    def note(self, tokens: int) -> None:
+        """The same, where calls are read: to be told after each piece of text, for a call counts
+        whole, and with what comes behind it. Not every dialect writes it in pieces."""
+        if self._output.calls > self._calls:
+            self._calls, self._tokens = self._output.calls, self._before_call
+        if not self._is_holding():
+            self._before_call = tokens
+
+    def _is_holding(self) -> bool:
+        return self._text.is_holding or self._output.is_holding

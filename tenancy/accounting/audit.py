@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 
 from tenancy.accounting.closing import totals_of
-from tenancy.ledger.adjustments import ADJUSTMENT_FIELDS, Adjustment
+from tenancy.ledger.adjustments import ADJUSTMENT_FIELDS, Adjustment, credit_of
 from tenancy.ledger.aggregates import EPOCHS, HOUR_MS, PIECES
-from tenancy.ledger.breaches import credit_of
 from tenancy.ledger.entries import (
     ENTRY_FIELDS,
     chained,

@@ -7,15 +7,17 @@ what a budget's window has seen. The command line calls it, beside a running ser
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 from msgspec import Struct
 
 from tenancy.errors import BadPrice
 from tenancy.ledger.aggregates import HOUR_MS
-from tenancy.ledger.entries import NO_CHAIN, chained, open_from_ms
-from tenancy.pricing.charges import CHARGE_MAX, PICO_PER_MICRO, dollars
+from tenancy.ledger.entries import ENTRY_FIELDS, NO_CHAIN, chained, entry_of, open_from_ms
+from tenancy.pricing.charges import CHARGE_MAX, PICO_PER_MICRO, RateCard, breach_credit, dollars
+from tenancy.pricing.rate_cards import SELECT, CardBook, read_card
 from tenancy.storage.interface import Store, Transaction, Value
-from tenancy.types import DAY_MS, WallClock
+from tenancy.types import DAY_MS, UsageEntry, WallClock
 
 REASON_SIGNS_MAX = 500
 BREACH = "breach:"
@@ -122,3 +124,29 @@ def _check(adjustment: Adjustment) -> None:
     reason = adjustment.reason
     if not reason.strip() or len(reason) > REASON_SIGNS_MAX or not reason.isprintable():
         raise BadPrice("bad_adjustment", f"A reason is 1 to {REASON_SIGNS_MAX} printable signs.")
+
+
+def credit_breaches(db: Transaction, now_ms: int, breached: Iterable[UsageEntry]) -> None:
+    """Book what is owed for these entries, which met a broken promise, within the caller's
+    transaction, after the entries. Again changes nothing. O(cards + breaches)."""
+    cards = CardBook([read_card(row) for row in db.rows(SELECT)])
+    for one in breached:
+        # As it was written, with its card and its charge.
+        rows = db.rows(
+            f"select {', '.join(ENTRY_FIELDS)} from ledger where request_id = ?",
+            (one.request_id,),
+        )
+        entry = entry_of(rows[0])
+        owed = credit_of(cards.card(entry.rate_card_id), entry)
+        if owed is not None:
+            book(db, now_ms, owed)
+
+
+def credit_of(card: RateCard, entry: UsageEntry) -> Adjustment | None:
+    """The adjustment that this entry's breach asks for; None where nothing is owed."""
+    pico = breach_credit(card, entry)
+    if not pico:
+        return None
+    lost = entry.recomputed_promised_tokens
+    reason = f"{lost} promised tokens were lost and computed again ({card.breach_credit})"
+    return Adjustment(f"{BREACH}{entry.request_id}", entry.request_id, -pico, reason)

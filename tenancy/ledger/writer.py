@@ -20,8 +20,8 @@ from tenancy.errors import (
     TenancyError,
     TryAgain,
 )
+from tenancy.ledger.adjustments import credit_breaches
 from tenancy.ledger.aggregates import move
-from tenancy.ledger.breaches import credit_breaches
 from tenancy.ledger.epochs import keep_point, look_back
 from tenancy.ledger.progress import OPEN_HOLDS, interrupted
 from tenancy.ledger.transactions import Books, Hold, Item, NamedEntry

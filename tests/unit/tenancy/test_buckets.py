@@ -7,7 +7,7 @@ from fractions import Fraction
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tenancy.buckets import MINUTE_NS, SECOND_NS, Bucket
+from tenancy.limits import MINUTE_NS, SECOND_NS, Bucket
 
 LIMITS = st.sampled_from([1, 7, 60, 1_000])
 STEPS = st.lists(

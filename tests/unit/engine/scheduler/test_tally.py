@@ -8,7 +8,7 @@ import pytest
 
 from engine.api import CacheGrant, Request
 from engine.errors import InvariantViolation
-from engine.scheduler.tally import Tally
+from engine.scheduler.request_table import Tally
 
 
 def request(chance: random.Random) -> Request:

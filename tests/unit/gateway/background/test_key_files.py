@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.background.key_files import with_digests
+from gateway.background.config_reload import with_digests
 from gateway.config import ConfigError
 from tenancy.accounts.declared_keys import DeclaredKey
 from tenancy.accounts.declared_tenants import DeclaredTenant

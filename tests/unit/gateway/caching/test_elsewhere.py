@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from engine.api import LeaseGrant
 from gateway.caching import Contract, Contracts, Origin, Scope
-from gateway.caching.elsewhere import Words
+from gateway.caching.miss_diagnosis import Words
 from gateway.dialects.canonical import (
     Boundary,
     CacheAsk,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from engine.api import Retention
+from gateway.caching.contract import Terms, Write
 from gateway.caching.prefix_index import Entry, Lease, Origin
-from gateway.caching.terms import Terms, Write
 from gateway.dialects.canonical import UsageRecord
 from gateway.retention_classes import CacheProfile, CachingConfig
 

@@ -16,8 +16,7 @@ from tenancy.accounting.closing import close_days
 from tenancy.accounting.usage import usage
 from tenancy.accounts.tenants import create_tenant
 from tenancy.errors import BadPrice
-from tenancy.ledger.adjustments import BREACH, Adjustment, adjust
-from tenancy.ledger.breaches import credit_of
+from tenancy.ledger.adjustments import BREACH, Adjustment, adjust, credit_of
 from tenancy.ledger.ledger import Hold, Ledger
 from tenancy.pricing.charges import PICO_PER_MICRO, BreachCredit, RateCard, price
 from tenancy.pricing.rate_cards import add_card, load_cards

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from engine.api import LeaseRequest, Quota, Retention
 from engine.cache import PrefixCache
-from engine.cache.lease_ends import HANDED_UP_MAX, LeaseEnds
+from engine.cache.lease_expiry import HANDED_UP_MAX, LeaseEnds
 from engine.cache.prefix_tree import Node, PrefixTree
 
 SIZE = 4
