@@ -22,7 +22,7 @@ from gateway.bench.client import BenchError
 from gateway.bench.overhead import Overhead
 from gateway.cli import backups, billing, checks, serve, shared_scopes, tenants
 from gateway.cli.arguments import LIMITS, SETTINGS, UsageError, build_parser, changes
-from gateway.cli.result import Answer, CommandError
+from gateway.cli.result import CommandError, CommandResult
 from gateway.config import Config, ConfigError, Origin, load_config
 from tenancy.errors import BadName, TenancyError
 
@@ -91,7 +91,7 @@ def _run(options: argparse.Namespace, config: Config, origin: Origin) -> int:
     return 0
 
 
-def _answer(options: argparse.Namespace, config: Config, origin: Origin) -> Answer:
+def _answer(options: argparse.Namespace, config: Config, origin: Origin) -> CommandResult:
     match options.command:
         case "pull":
             return _pull(options, config)
@@ -117,7 +117,7 @@ def _answer(options: argparse.Namespace, config: Config, origin: Origin) -> Answ
             return checks.version()
 
 
-def _tenant(options: argparse.Namespace, config: Config) -> Answer:
+def _tenant(options: argparse.Namespace, config: Config) -> CommandResult:
     match options.action:
         case "create":
             return tenants.tenant_create(config, options.name, changes(options, SETTINGS))
@@ -133,7 +133,7 @@ def _tenant(options: argparse.Namespace, config: Config) -> Answer:
             return tenants.tenant_status(config, options.name, "active")
 
 
-def _key(options: argparse.Namespace, config: Config) -> Answer:
+def _key(options: argparse.Namespace, config: Config) -> CommandResult:
     match options.action:
         case "create":
             return tenants.key_create(
@@ -170,11 +170,11 @@ def _model_folder(config: Config) -> Path:
         return Path(serve.prepared_model(config, _say_aside, bar.show).folder)
 
 
-def _pull(options: argparse.Namespace, config: Config) -> Answer:
+def _pull(options: argparse.Namespace, config: Config) -> CommandResult:
     name = config.model.name
     with _Bar(options.quiet or not is_terminal()) as bar:
         path = pull(name, config.models_dir, bar.show, verify=options.verify)
-    return Answer("" if options.quiet else str(path), {"model": name, "path": str(path)})
+    return CommandResult("" if options.quiet else str(path), {"model": name, "path": str(path)})
 
 
 def _say_aside(line: str) -> None:

@@ -33,7 +33,7 @@ from gateway.api import cached_contents, generate, health, models, quote, self_s
 from gateway.api.admin import analytics, billing, dashboard, metrics, shared_scopes, tenants, usage
 from gateway.api.routes import SHAPES
 from gateway.background.config_reload import declare, reload
-from gateway.background.reconciliation import Reckoning
+from gateway.background.reconciliation import Reconciler
 from gateway.background.storage_metering import StorageWatch
 from gateway.caching import Contracts
 from gateway.config import Config, ConfigError, parse_address
@@ -47,13 +47,13 @@ from gateway.ledger.client import LedgerLink
 from gateway.ledger.deferred_holds import LateHolds
 from gateway.ledger.interface import LedgerDoor, LedgerHere
 from gateway.ledger.metering import note_progress, wall_ms
-from gateway.ledger.progress import GATHER_FAR_S, GATHER_S, Journal
-from gateway.ledger.query_pool import Reports
+from gateway.ledger.progress import GATHER_FAR_S, GATHER_S, ProgressJournal
+from gateway.ledger.query_pool import QueryPool
 from gateway.observability.logging import LogLines
-from gateway.observability.metrics import Telemetry
+from gateway.observability.metrics import Metrics
 from gateway.observability.tracing import Tracer
 from gateway.prompt import Renderer
-from tenancy.accounts.authentication import Registry
+from tenancy.accounts.authentication import KeyAuthenticator
 from tenancy.accounts.tenants import bootstrap, bootstrap_admin
 from tenancy.ledger.epochs import has_history, ledger_epoch
 from tenancy.ledger.ledger import Ledger
@@ -91,7 +91,7 @@ class Gateway:
         self.ledger = ledger if ledger is not None else LedgerHere(Ledger(store, wall))
         if store.is_near:  # elsewhere each look for budgets would be a round trip
             self.ledger = LateHolds(self.ledger, BudgetWatch(store))
-        self._registry = Registry(store, wall, clock)
+        self._registry = KeyAuthenticator(store, wall, clock)
         if not store.is_near:
             self._registry.watch()
         self.context = Context(
@@ -99,13 +99,13 @@ class Gateway:
             engine=engine,
             registry=self._registry,
             ledger=self.ledger,
-            journal=Journal(
+            journal=ProgressJournal(
                 partial(note_progress, self.ledger), GATHER_S if store.is_near else GATHER_FAR_S
             ),
             store=store,
-            reports=Reports(store),
+            reports=QueryPool(store),
             limiter=Limiter(clock),
-            telemetry=Telemetry(config.tenancy.tenants_as_labels_max),
+            telemetry=Metrics(config.tenancy.tenants_as_labels_max),
             renderer=renderer,
             contracts=Contracts(
                 config.caching,
@@ -124,7 +124,7 @@ class Gateway:
             read_config=read_config or (lambda: config),
             engine_restarts=engine_restarts,
         )
-        self._reckoning = Reckoning(self.context)
+        self._reckoning = Reconciler(self.context)
         self._storage = StorageWatch(self.context)
         self._runners: list[ListenerRunner] = []
         self.context.telemetry.ledger_epoch.set(ledger_epoch(store).number)

@@ -13,18 +13,18 @@ from typing import Any, Protocol, TypeVar
 
 from engine.api import Clock
 from engine.client.client import Engine
-from gateway.analytics.block_churn import Churn
+from gateway.analytics.block_churn import BlockChurn
 from gateway.analytics.interface import AnalyticsDoor
 from gateway.analytics.tenant_usage import Holders
 from gateway.caching import Contracts
 from gateway.config import Config
 from gateway.ledger.interface import LedgerDoor
-from gateway.ledger.progress import Journal
-from gateway.ledger.query_pool import Reports
-from gateway.observability.metrics import Telemetry
+from gateway.ledger.progress import ProgressJournal
+from gateway.ledger.query_pool import QueryPool
+from gateway.observability.metrics import Metrics
 from gateway.observability.tracing import Tracer
 from gateway.prompt import Renderer
-from tenancy.accounts.tenants import Registered
+from tenancy.accounts.tenants import TenantRecord
 from tenancy.limits import Limiter
 from tenancy.storage.interface import Store
 from tenancy.types import Identity, WallClock
@@ -36,7 +36,7 @@ Log = Callable[[str, dict[str, object]], None]
 
 
 class Authenticator(Protocol):
-    """Who holds a key? `tenancy.accounts.authentication.Registry`, or a test's own."""
+    """Who holds a key? `tenancy.accounts.authentication.KeyAuthenticator`, or a test's own."""
 
     def authenticate(self, key: str) -> Identity:
         """Which tenant? Raises `tenancy.errors.KeyRefused`."""
@@ -47,10 +47,10 @@ class Authenticator(Protocol):
     def look_again(self) -> None:
         """Tenants or keys have been changed: the next question sees it."""
 
-    def take_changed(self) -> list[Registered]:
+    def take_changed(self) -> list[TenantRecord]:
         """Tenants that have come or changed since the last call; at first, all."""
 
-    def tenant(self, tenant_id: int) -> Registered | None:
+    def tenant(self, tenant_id: int) -> TenantRecord | None:
         """One that there is."""
 
     def floor_blocks(self) -> int:
@@ -70,11 +70,11 @@ class Context:
     engine: Engine
     registry: Authenticator
     ledger: LedgerDoor
-    journal: Journal
+    journal: ProgressJournal
     store: Store
-    reports: Reports
+    reports: QueryPool
     limiter: Limiter
-    telemetry: Telemetry
+    telemetry: Metrics
     renderer: Renderer
     contracts: Contracts
     analytics: AnalyticsDoor
@@ -89,7 +89,7 @@ class Context:
     tracer: Tracer | None = None
     is_draining: bool = False
     running: Counter[int] = field(default_factory=Counter)
-    churn: Churn = field(default_factory=Churn)
+    churn: BlockChurn = field(default_factory=BlockChurn)
     holders: Holders = field(default_factory=Holders)
     background: set[asyncio.Task[Any]] = field(default_factory=set)
     idle: asyncio.Event = field(default_factory=asyncio.Event)

@@ -25,7 +25,7 @@ from engine.api import (
     Tokens,
 )
 from engine.cache import PrefixCache
-from engine.client.namespace_stats import NamespaceBook
+from engine.client.namespace_stats import NamespaceTable
 from engine.config import EngineConfig
 from engine.core.constraints import Constraints
 from engine.core.core import Core
@@ -236,7 +236,7 @@ class World:
         self.written: dict[bytes, list[Stream]] = {}
         self._namespaces: dict[int, bytes] = {}
         self._stats = Stats()
-        self._book = NamespaceBook()
+        self._book = NamespaceTable()
 
     def _namespace_of(self, sequence_id: int) -> bytes:
         if sequence_id not in self._namespaces:

@@ -14,7 +14,7 @@ from engine.api import Stats
 from gateway.caching.promises import OUTCOMES
 from gateway.cli.arguments import build_parser
 from gateway.config import load_config
-from gateway.observability.metrics import Durations, Tallies, Tally, Telemetry
+from gateway.observability.metrics import CounterGroup, DurationHistogram, LabelledCounter, Metrics
 
 DEPLOY = Path(__file__).parent.parent / "deploy"
 RULES = DEPLOY / "prometheus" / "rules.yml"
@@ -26,7 +26,7 @@ _METRIC = re.compile(r"\btrunkline[a-z0-9_]*_[a-z0-9_]+|\bvllm:[a-z_]+")
 @pytest.fixture(scope="module")
 def existing() -> set[str]:
     """Every name in the exposition, and each histogram's buckets."""
-    telemetry = Telemetry(10)
+    telemetry = Metrics(10)
     telemetry.show_engine(Stats(), is_ready=True, restarts=0)
     found = set()
     for family in telemetry.registry.collect():
@@ -87,7 +87,7 @@ def test_prometheus_itself_sees_them_fire() -> None:
 def test_what_an_alert_waits_for_is_told_before_it_happens() -> None:
     """A counter that begins with its first rise has not risen, as Prometheus reckons: each that an
     alert names by a label is there from the start, at 0."""
-    telemetry = Telemetry(10)
+    telemetry = Metrics(10)
     telemetry.show_cache({"1h": dict.fromkeys(OUTCOMES, 0) | {"running": 0}}, 0)
     asked = re.findall(r"increase\((\w+)\{(\w+)=\"(\w+)\"\}", RULES.read_text())
     told = [
@@ -103,12 +103,12 @@ def test_what_an_alert_waits_for_is_told_before_it_happens() -> None:
 
 def test_labels_that_are_asked_for_exist() -> None:
     """`by (cause)` on a metric without causes would be one flat line."""
-    telemetry = Telemetry(10)
+    telemetry = Metrics(10)
     telemetry.show_cache({"1h": {"given": 1, "running": 1}}, 1)
     labels = {
         name: set(metric.labels)
         for name, metric in telemetry.registry._names_to_collectors.items()
-        if isinstance(metric, Tally | Tallies | Durations)
+        if isinstance(metric, LabelledCounter | CounterGroup | DurationHistogram)
     }
     for family in telemetry.registry.collect():
         for sample in family.samples:

@@ -17,8 +17,8 @@ from engine.kv.storage import KvStorage
 from engine.model_store import ModelConfig
 from engine.plan import Group
 from kernels.gpu.fused_ops import rope_kv_write
-from kernels.gpu.tree_attention import Parts, WorkList, tree_attention
-from kernels.gpu.work_list import BIG, SMALL, WIDE, HostPlan, Planner, Slices
+from kernels.gpu.tree_attention import PartialOutputs, WorkList, tree_attention
+from kernels.gpu.work_list import BIG, SMALL, WIDE, HostPlan, Slices, WorkPlanner
 
 Int32 = npt.NDArray[np.int32]
 
@@ -32,7 +32,7 @@ TABLE_PADDING = 8
 """Entries the kernel may read behind a table's end; every one a valid block."""
 
 
-class DeviceAttention:
+class GpuAttention:
     """Plans and launches. `lengths` [T] and `positions`, `slots` [T] are the runner's device
     buffers, filled before `attend`.
     """
@@ -59,7 +59,7 @@ class DeviceAttention:
         if device.type == "cuda":
             multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
         rows = PART_ROWS if device.type == "cuda" else 16 * tokens_max
-        self.planner = Planner(
+        self.planner = WorkPlanner(
             kv_heads=config.kv_heads,
             heads_per_group=config.heads // config.kv_heads,
             block_size=self.size,
@@ -68,7 +68,7 @@ class DeviceAttention:
             part_rows=rows,
         )
         self.work = WorkList((WIDE, BIG, SMALL), multiprocessors, tokens_max, 16_384, device)
-        self.parts = Parts(1, rows, config.heads, config.head_dim, device)
+        self.parts = PartialOutputs(1, rows, config.heads, config.head_dim, device)
         self.part_rows = rows
         self.scratch = self.parts
         self.plan: HostPlan | None = None
@@ -99,7 +99,9 @@ class DeviceAttention:
         self.scratch = self.parts
         if self.plan.parts_max > 1 and self.plan.parts_max * total > self.part_rows:
             assert self.planner.chunk_keys, "spans are cut to fit, only chunks are where they are"
-            self.scratch = Parts(self.plan.parts_max, total, self.heads, self.dim, self.kv.device)
+            self.scratch = PartialOutputs(
+                self.plan.parts_max, total, self.heads, self.dim, self.kv.device
+            )
         self.work.load(self.plan)
         self._key, self._age = key, 0
         self.planned += 1

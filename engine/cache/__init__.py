@@ -1,8 +1,16 @@
 """The prefix cache: blocks, trees of prefixes, leases and quotas. `PrefixCache` is its door."""
 
 from engine.cache.block_table import BlockTable
-from engine.cache.events import CacheStats, Fact, NamespaceUse, Peek
+from engine.cache.events import CachePeek, CacheStats, Fact, NamespaceUse
 from engine.cache.prefix_cache import PrefixCache
-from engine.cache.prefix_tree import Found
+from engine.cache.prefix_tree import TreeMatch
 
-__all__ = ["BlockTable", "CacheStats", "Fact", "Found", "NamespaceUse", "Peek", "PrefixCache"]
+__all__ = [
+    "BlockTable",
+    "CachePeek",
+    "CacheStats",
+    "Fact",
+    "NamespaceUse",
+    "PrefixCache",
+    "TreeMatch",
+]

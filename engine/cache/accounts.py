@@ -18,11 +18,11 @@ from collections.abc import Iterator
 from sortedcontainers import SortedList
 
 from engine.api import Namespace, Payer, Quota
-from engine.cache.lease_expiry import LeaseEnds
+from engine.cache.lease_expiry import LeaseExpiry
 from engine.cache.prefix_tree import Node, PrefixTree
 
 
-class Account:
+class NamespaceAccount:
     """What one namespace holds. All counts are blocks.
 
     `held`: allocated to it. `cached`: of these, in the tree and in nobody's table. `evictable`: of
@@ -50,7 +50,7 @@ class Account:
     def __init__(
         self,
         namespace: Namespace,
-        share: Share,
+        share: PayerAccount,
         block_size: int,
         serials: Iterator[int],
         changed: set[Namespace],
@@ -58,7 +58,7 @@ class Account:
         self.namespace = namespace
         self.share = share
         self.tree = PrefixTree(block_size, serials)
-        self.ends = LeaseEnds()
+        self.ends = LeaseExpiry()
         self.tables = 0
         self.held = 0
         self.cached = 0
@@ -118,7 +118,7 @@ class Account:
             self.share.moved()
 
 
-class Share:
+class PayerAccount:
     """What all accounts of one payer hold together, under its quota.
 
     `held`, `cached` and `evictable` are the sums of its accounts', `promised` that of promised and
@@ -144,20 +144,20 @@ class Share:
         "serial",
     )
 
-    def __init__(self, payer: Payer, quota: Quota, serial: int, stale: list[Share]) -> None:
+    def __init__(self, payer: Payer, quota: Quota, serial: int, stale: list[PayerAccount]) -> None:
         self.payer = payer
         self.quota = quota
         self.serial = serial
         self.floor_blocks = 0
-        self.accounts: dict[Namespace, Account] = {}
+        self.accounts: dict[Namespace, NamespaceAccount] = {}
         self.held = self.cached = self.evictable = self.promised = 0
         self.order = SortedList()
         self.is_stale = False
         self.counted = (0, 0, 0)
-        self.place: tuple[float, int, Share] | None = None
+        self.place: tuple[float, int, PayerAccount] | None = None
         self._stale = stale
 
-    def take(self, account: Account) -> None:
+    def take(self, account: NamespaceAccount) -> None:
         """It is in this share from now on. O(1), and O(its blocks) if it held any."""
         account.share = self
         self.accounts[account.namespace] = account
@@ -165,14 +165,14 @@ class Share:
         for node in _leaves(account):
             account.enter(node)
 
-    def let_go(self, account: Account) -> None:
+    def let_go(self, account: NamespaceAccount) -> None:
         """It is in this share no more. As `take`."""
         for node in _leaves(account):
             self.order.remove((node.last_use_s, node.serial, node))
         del self.accounts[account.namespace]
         self._add(account, -1)
 
-    def _add(self, account: Account, sign: int) -> None:
+    def _add(self, account: NamespaceAccount, sign: int) -> None:
         self.held += sign * account.held
         self.cached += sign * account.cached
         self.evictable += sign * account.evictable
@@ -208,6 +208,6 @@ class Share:
         return node
 
 
-def _leaves(account: Account) -> list[Node]:
+def _leaves(account: NamespaceAccount) -> list[Node]:
     """Those of its nodes that are in the order."""
     return [node for node in account.tree.root.below() if node.in_order] if account.held else []

@@ -12,11 +12,11 @@ from collections.abc import Iterable, Sequence
 from itertools import count as count_up
 
 from engine.api import Namespace, Quota
-from engine.cache.accounts import Account, Share
+from engine.cache.accounts import NamespaceAccount, PayerAccount
 from engine.cache.block_pool import BlockPool
 from engine.cache.block_table import BlockTable
 from engine.cache.events import CacheStats, NamespaceUse
-from engine.cache.fair_share import Shares
+from engine.cache.fair_share import FairShare
 from engine.cache.prefix_tree import Node
 from engine.plan import BlockCopy
 
@@ -27,7 +27,7 @@ FLOORS_MOST = 1 / 2
 """The part that floors may always take, however long one sequence may be."""
 
 
-class Holdings:
+class BlockManager:
     """`owner[b]` is the account that block b is allocated to; `node_of[b]` its node in a tree.
 
     `copies` are pending: by destination, each pinning its source. `changed`: the names of accounts
@@ -40,11 +40,11 @@ class Holdings:
         it, or half of the pool if it is longer, so that none makes another's request impossible."""
         self.block_size = block_size
         self.pool = BlockPool(blocks)
-        self.accounts: dict[Namespace, Account] = {}
+        self.accounts: dict[Namespace, NamespaceAccount] = {}
         promisable, least = int(blocks * PROMISABLE), int(blocks * FLOORS_MOST)
-        self.shares = Shares(promisable, min(promisable, max(least, blocks - longest)))
+        self.shares = FairShare(promisable, min(promisable, max(least, blocks - longest)))
         self.changed: set[Namespace] = set()
-        self.owner: list[Account | None] = [None] * blocks
+        self.owner: list[NamespaceAccount | None] = [None] * blocks
         self.node_of: list[Node | None] = [None] * blocks
         self.copies: dict[int, BlockCopy] = {}
         self.tables: set[BlockTable] = set()
@@ -53,13 +53,13 @@ class Holdings:
 
     # -- accounts -----------------------------------------------------------------------------
 
-    def account(self, namespace: Namespace, quota: Quota) -> Account:
+    def account(self, namespace: Namespace, quota: Quota) -> NamespaceAccount:
         """The namespace's account, in its payer's share under the present quota."""
         self.version += 1
         share = self.shares.under(namespace, quota)
         account = self.accounts.get(namespace)
         if account is None:
-            account = self.accounts[namespace] = Account(
+            account = self.accounts[namespace] = NamespaceAccount(
                 namespace, share, self.block_size, self._serials, self.changed
             )
             share.take(account)
@@ -68,7 +68,7 @@ class Holdings:
             share.take(account)
         return account
 
-    def forget_if_idle(self, account: Account) -> None:
+    def forget_if_idle(self, account: NamespaceAccount) -> None:
         """A namespace that holds nothing costs nothing; a payer that is guaranteed something is
         remembered."""
         if account.is_idle and self.accounts.get(account.namespace) is account:
@@ -89,7 +89,7 @@ class Holdings:
         self.changed.clear()
         return names
 
-    def _leave_share(self, account: Account) -> None:
+    def _leave_share(self, account: NamespaceAccount) -> None:
         share = account.share
         share.let_go(account)
         self.shares.forget_if_idle(share)
@@ -101,7 +101,7 @@ class Holdings:
         if self.pool.add_ref(node.block) == 2:
             self._uncount(self._owner(node.block), node)
 
-    def pin_all(self, account: Account, nodes: Sequence[Node]) -> None:
+    def pin_all(self, account: NamespaceAccount, nodes: Sequence[Node]) -> None:
         """One more hold on each; they are in this account's tree."""
         add_ref = self.pool.add_ref
         cached = evictable = 0
@@ -128,7 +128,7 @@ class Holdings:
             if node is not None:
                 self._count(self._owner(block), node)
 
-    def unpin_all(self, account: Account, blocks: Iterable[int]) -> None:
+    def unpin_all(self, account: NamespaceAccount, blocks: Iterable[int]) -> None:
         """One hold fewer on each; they are this account's, a prefix's end before its beginning."""
         drop_ref, node_of = self.pool.drop_ref, self.node_of
         cached = evictable = 0
@@ -162,7 +162,7 @@ class Holdings:
 
     # -- allocation ---------------------------------------------------------------------------
 
-    def shortage(self, account: Account, count: int) -> tuple[int, int]:
+    def shortage(self, account: NamespaceAccount, count: int) -> tuple[int, int]:
         """(blocks to evict in all, of these its payer's own) so that `account` may take `count`."""
         ceiling = account.share.quota.ceiling_blocks
         own = 0 if ceiling is None else max(0, account.share.held + count - ceiling)
@@ -170,7 +170,7 @@ class Holdings:
 
     def rooms(self, namespace: Namespace, quota: Quota) -> tuple[int, float]:
         """Blocks that `namespace` could take now, by free list and eviction: as many as the pool
-        has, and as its payer's own ceiling leaves it. See `Shares`."""
+        has, and as its payer's own ceiling leaves it. See `FairShare`."""
         mine = self.shares.get(quota.payer or namespace)
         held, own = (0, 0) if mine is None else (mine.held, mine.evictable)
         pool = len(self.pool.free) + self.shares.spare_beside(mine) + own
@@ -178,7 +178,7 @@ class Holdings:
         return pool, math.inf if ceiling is None else ceiling - held + own
 
     def stats(self, evicted: int, expired: int, copied: int) -> CacheStats:
-        """Gauges, with these totals beside them. See `Shares`."""
+        """Gauges, with these totals beside them. See `FairShare`."""
         free, cached = len(self.pool.free), self.shares.cached()
         return CacheStats(
             blocks=self.pool.blocks,
@@ -191,21 +191,23 @@ class Holdings:
         )
 
     def room(self, namespace: Namespace, quota: Quota) -> int:
-        """Blocks that `namespace` could ever have. Others' floors are theirs. See `Shares`."""
+        """Blocks that `namespace` could ever have. Others' floors are theirs. See `FairShare`."""
         payer = quota.payer or namespace
         room = self.pool.blocks - self.shares.floors_beside(payer, quota.floor_blocks)
         if quota.ceiling_blocks is not None:
             room = min(room, quota.ceiling_blocks)
         return room
 
-    def can_evict(self, account: Account, count: int) -> bool:
-        """Would `make_room` succeed? See `Shares`."""
+    def can_evict(self, account: NamespaceAccount, count: int) -> bool:
+        """Would `make_room` succeed? See `FairShare`."""
         wanted, own = self.shortage(account, count)
         share = account.share
         can_give = share.evictable if self._may_evict_own(share, count) else 0
         return own <= can_give and wanted <= can_give + self.shares.spare_beside(share)
 
-    def make_room(self, account: Account, count: int) -> list[tuple[Account, Node]]:
+    def make_room(
+        self, account: NamespaceAccount, count: int
+    ) -> list[tuple[NamespaceAccount, Node]]:
         """Evict by rule 9 until `account` may take `count` blocks; who gave each, and which.
 
         Call it only when `can_evict` said so. O(evicted log n).
@@ -221,7 +223,7 @@ class Holdings:
             victims.append(self._evict(giving))
         return victims
 
-    def allocate(self, account: Account, count: int) -> list[int]:
+    def allocate(self, account: NamespaceAccount, count: int) -> list[int]:
         """`count` blocks, each with one reference; there must be room."""
         blocks = [self.pool.allocate() for _ in range(count)]
         for block in blocks:
@@ -232,7 +234,12 @@ class Holdings:
     # -- the trees' holds ---------------------------------------------------------------------
 
     def insert(
-        self, account: Account, parent: Node, run: tuple[int, ...], block: int, now_s: float
+        self,
+        account: NamespaceAccount,
+        parent: Node,
+        run: tuple[int, ...],
+        block: int,
+        now_s: float,
     ) -> tuple[Node, int]:
         """The tree takes a hold on a pinned block. A tail that `run` extends gives way to it. Says
         by how many blocks the tree has grown."""
@@ -246,7 +253,7 @@ class Holdings:
         node.since_s = node.last_use_s = now_s
         return node, shorter is None
 
-    def detach(self, account: Account, top: Node) -> int:
+    def detach(self, account: NamespaceAccount, top: Node) -> int:
         """Take a node and all below it out of the tree; how many. Pinned blocks stay allocated."""
         self.version += 1
         parent, gone = top.parent, 0
@@ -259,7 +266,7 @@ class Holdings:
         self._enter_if_leaf(account, parent)
         return gone
 
-    def set_promised(self, account: Account, node: Node, promised_as: str | None) -> None:
+    def set_promised(self, account: NamespaceAccount, node: Node, promised_as: str | None) -> None:
         """Move a node between best effort (None) and promised in a class."""
         self.version += 1
         is_cached = self.pool.ref_count[node.block] == 1
@@ -275,16 +282,16 @@ class Holdings:
 
     # -- inside -------------------------------------------------------------------------------
 
-    def _owner(self, block: int) -> Account:
+    def _owner(self, block: int) -> NamespaceAccount:
         account = self.owner[block]
         assert account is not None, "a block in use belongs to somebody"
         return account
 
-    def _may_evict_own(self, share: Share, count: int) -> bool:
+    def _may_evict_own(self, share: PayerAccount, count: int) -> bool:
         """Inside its floor a payer waits rather than lose what it was guaranteed (T3)."""
         return share.held + count > share.floor_blocks
 
-    def _evict(self, share: Share) -> tuple[Account, Node]:
+    def _evict(self, share: PayerAccount) -> tuple[NamespaceAccount, Node]:
         node = share.oldest()
         account, parent = self._owner(node.block), node.parent
         account.ends.goes(node)
@@ -294,7 +301,7 @@ class Holdings:
         self._enter_if_leaf(account, parent)
         return account, node
 
-    def _let_go(self, account: Account, node: Node) -> None:
+    def _let_go(self, account: NamespaceAccount, node: Node) -> None:
         """The tree drops its hold on a node that has just been removed."""
         if self.pool.ref_count[node.block] == 1:
             self._uncount(account, node)
@@ -312,18 +319,18 @@ class Holdings:
         if copy is not None:
             self.unpin(copy.src)
 
-    def _count(self, account: Account, node: Node) -> None:
+    def _count(self, account: NamespaceAccount, node: Node) -> None:
         is_evictable = not node.promised
         account.add_cached(1, is_evictable)
         if is_evictable and not node.children:
             account.enter(node)
 
-    def _uncount(self, account: Account, node: Node) -> None:
+    def _uncount(self, account: NamespaceAccount, node: Node) -> None:
         account.add_cached(-1, -(not node.promised))
         if node.in_order:
             account.leave(node)
 
-    def _enter_if_leaf(self, account: Account, node: Node) -> None:
+    def _enter_if_leaf(self, account: NamespaceAccount, node: Node) -> None:
         if node.block < 0 or node.children or node.promised or node.in_order:
             return
         if self.pool.ref_count[node.block] == 1:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from engine.api import LeaseGrant, LeaseRequest, Namespace
-from engine.cache.accounts import Account
+from engine.cache.accounts import NamespaceAccount
 from engine.cache.prefix_tree import Node
 
 
@@ -33,7 +33,7 @@ class BlockTable:
         "write_epoch",
     )
 
-    def __init__(self, account: Account, started_s: float, write: bool) -> None:
+    def __init__(self, account: NamespaceAccount, started_s: float, write: bool) -> None:
         self.account = account
         self.blocks: list[int] = []
         self.version = 0

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
 
-from engine.cache.accounts import Account, Share
-from engine.cache.block_manager import Holdings
+from engine.cache.accounts import NamespaceAccount, PayerAccount
+from engine.cache.block_manager import BlockManager
 from engine.cache.prefix_tree import Node
 from engine.errors import InvariantViolation
 
@@ -28,7 +28,7 @@ Steps = Iterator[int]
 """Raises InvariantViolation at the first thing that is wrong; what it has looked at, in between."""
 
 
-def recount(holdings: Holdings) -> Iterator[None]:
+def recount(holdings: BlockManager) -> Iterator[None]:
     """Every part, a piece at each step. Raises InvariantViolation. O(blocks) in all."""
     looked = 0
     for part in _parts(holdings):
@@ -46,7 +46,7 @@ def recount(holdings: Holdings) -> Iterator[None]:
                     break
 
 
-def _parts(holdings: Holdings) -> Iterator[Callable[[], Steps]]:
+def _parts(holdings: BlockManager) -> Iterator[Callable[[], Steps]]:
     yield partial(_check_free, holdings)
     for account in list(holdings.accounts.values()):
         yield partial(_check_account, holdings, account)
@@ -60,7 +60,7 @@ def _expect(holds: bool, what: str, found: object) -> None:
         raise InvariantViolation(f"{what}, recounted: {found}")
 
 
-def _check_free(holdings: Holdings) -> Steps:
+def _check_free(holdings: BlockManager) -> Steps:
     """Nobody refers to free blocks (I1), and nobody owns them."""
     yield from holdings.pool.check()
     for block, count in enumerate(holdings.pool.ref_count):
@@ -69,7 +69,7 @@ def _check_free(holdings: Holdings) -> Steps:
             yield 32
 
 
-def _check_account(holdings: Holdings, account: Account) -> Steps:
+def _check_account(holdings: BlockManager, account: NamespaceAccount) -> Steps:
     """One namespace: references to its blocks and their state (I1, I2, I3), the shape of its tree
     (I5, I6, I9), its counts (I10, I12)."""
     if holdings.accounts.get(account.namespace) is not account:
@@ -121,7 +121,7 @@ def _check_account(holdings: Holdings, account: Account) -> Steps:
         _expect(has == found, f"{name!r}: {has} {what}", found)
 
 
-def _check_node(holdings: Holdings, account: Account, node: Node) -> Steps:
+def _check_node(holdings: BlockManager, account: NamespaceAccount, node: Node) -> Steps:
     """One block of a tree, and the order of those directly below it."""
     refs, is_evictable = holdings.pool.ref_count, False
     if node.block >= 0:
@@ -150,7 +150,7 @@ def _check_node(holdings: Holdings, account: Account, node: Node) -> Steps:
     yield 0
 
 
-def _check_share(holdings: Holdings, share: Share) -> Steps:
+def _check_share(holdings: BlockManager, share: PayerAccount) -> Steps:
     """Every account is in one share, its own; no share is kept for nothing."""
     shares, payer = holdings.shares, share.payer
     if shares.get(payer) is not share:
@@ -181,7 +181,7 @@ def _check_share(holdings: Holdings, share: Share) -> Steps:
         yield PIECE_BLOCKS // 2
 
 
-def _check_sums(holdings: Holdings) -> Steps:
+def _check_sums(holdings: BlockManager) -> Steps:
     """Nothing is left over, and no more is guaranteed and promised than may be."""
     shares = holdings.shares
     yield from shares.check()

@@ -53,17 +53,17 @@ class Expired(Struct, frozen=True, gc=False):
     blocks: int
 
 
-class Erased(Struct, frozen=True, gc=False):
+class BlocksErased(Struct, frozen=True, gc=False):
     """`blocks` left the tree because their owner said so."""
 
     namespace: Namespace
     blocks: int
 
 
-Fact = Matched | Committed | Copied | Evicted | Expired | Erased
+Fact = Matched | Committed | Copied | Evicted | Expired | BlocksErased
 
 
-class Peek(Struct, frozen=True):
+class CachePeek(Struct, frozen=True):
     """What a prompt would find. `expires_at_s`: when the hit ends by itself; None: never."""
 
     cached_tokens: int

@@ -17,39 +17,39 @@ from itertools import count
 from sortedcontainers import SortedList
 
 from engine.api import Namespace, Payer, Quota
-from engine.cache.accounts import Share
+from engine.cache.accounts import PayerAccount
 from engine.errors import InvariantViolation
 
 
-class Shares:
+class FairShare:
     """By payer. `promisable`: blocks that promises and floors together may take; `floors_max`: that
     floors may take of them."""
 
     def __init__(self, promisable: int, floors_max: int) -> None:
         self.promisable = promisable
         self.floors_max = floors_max
-        self._by_payer: dict[Payer, Share] = {}
-        self._floored: dict[Payer, Share] = {}
+        self._by_payer: dict[Payer, PayerAccount] = {}
+        self._floored: dict[Payer, PayerAccount] = {}
         self._asked = 0
         self._spare = self._claimed = self._cached = 0
         self._order = SortedList()
-        self._stale: list[Share] = []
+        self._stale: list[PayerAccount] = []
         self._serials = count()
 
-    def __iter__(self) -> Iterator[Share]:
+    def __iter__(self) -> Iterator[PayerAccount]:
         return iter(self._by_payer.values())
 
-    def get(self, payer: Payer) -> Share | None:
+    def get(self, payer: Payer) -> PayerAccount | None:
         """Its share, if it has one."""
         return self._by_payer.get(payer)
 
-    def under(self, namespace: Namespace, quota: Quota) -> Share:
+    def under(self, namespace: Namespace, quota: Quota) -> PayerAccount:
         """The share of whoever pays for a namespace, under the present quota. O(1) unless floors
         change that ask for more than there is."""
         payer = quota.payer or namespace
         share = self._by_payer.get(payer)
         if share is None:
-            share = Share(payer, Quota(), next(self._serials), self._stale)
+            share = PayerAccount(payer, Quota(), next(self._serials), self._stale)
             self._by_payer[payer] = share
         if share.quota != quota:
             self._put_under(share, quota)
@@ -62,7 +62,7 @@ class Shares:
             self._put_under(share, quota)
             self.forget_if_idle(share)
 
-    def forget_if_idle(self, share: Share) -> None:
+    def forget_if_idle(self, share: PayerAccount) -> None:
         """A payer that holds nothing and is guaranteed nothing costs nothing."""
         if share.is_idle:
             del self._by_payer[share.payer]
@@ -84,7 +84,7 @@ class Shares:
             if name != payer
         )
 
-    def _put_under(self, share: Share, quota: Quota) -> None:
+    def _put_under(self, share: PayerAccount, quota: Quota) -> None:
         """Floors that ask for more than may be guaranteed are cut in one proportion."""
         before = self._asked
         self._asked += quota.floor_blocks - share.quota.floor_blocks
@@ -107,12 +107,12 @@ class Shares:
 
     # -- sums and order -----------------------------------------------------------------------
 
-    def spare_beside(self, share: Share | None) -> int:
+    def spare_beside(self, share: PayerAccount | None) -> int:
         """Blocks that all others would give. O(moved log n)."""
         self._catch_up()
         return self._spare - (share.counted[0] if share else 0)
 
-    def claimed_beside(self, share: Share) -> int:
+    def claimed_beside(self, share: PayerAccount) -> int:
         """Blocks that all others are promised or guaranteed. O(moved log n)."""
         self._catch_up()
         return self._claimed - share.counted[1]
@@ -122,7 +122,7 @@ class Shares:
         self._catch_up()
         return self._cached
 
-    def giver(self, taker: Share, wanted: int, *, own: bool) -> Share:
+    def giver(self, taker: PayerAccount, wanted: int, *, own: bool) -> PayerAccount:
         """Who gives the next block to `taker`, which wants `wanted` more. O(moved log n).
 
         `own`: the taker's own blocks may go; at equal distance they go first. The caller has made
@@ -130,7 +130,7 @@ class Shares:
         """
         self._catch_up()
         others = (share for _, _, share in self._order if share is not taker)
-        best: Share | None = next(others, None)
+        best: PayerAccount | None = next(others, None)
         if own and taker.evictable and (best is None or taker.over(wanted) >= best.over()):
             best = taker
         assert best is not None, "asked for a victim where nobody can give"
@@ -167,7 +167,7 @@ class Shares:
                 self._count(share)
         self._stale.clear()
 
-    def _count(self, share: Share) -> None:
+    def _count(self, share: PayerAccount) -> None:
         share.counted = spare, claimed, cached = _counts(share)
         self._spare += spare
         self._claimed += claimed
@@ -176,7 +176,7 @@ class Shares:
             share.place = (-share.over(), share.serial, share)
             self._order.add(share.place)
 
-    def _uncount(self, share: Share) -> None:
+    def _uncount(self, share: PayerAccount) -> None:
         spare, claimed, cached = share.counted
         self._spare -= spare
         self._claimed -= claimed
@@ -187,5 +187,5 @@ class Shares:
             share.place = None
 
 
-def _counts(share: Share) -> tuple[int, int, int]:
+def _counts(share: PayerAccount) -> tuple[int, int, int]:
     return share.spare(), share.claimed(), share.cached

@@ -19,7 +19,7 @@ HANDED_UP_MAX = 64
 further ones are not noted: what they shared is covered without them."""
 
 
-class LeaseEnds:
+class LeaseExpiry:
     """Of one namespace. `Node.ends` says the same from the other side."""
 
     def __init__(self) -> None:

@@ -12,20 +12,20 @@ from operator import itemgetter
 from typing import Literal
 
 from engine.api import Bound, LeaseGrant, LeaseRequest
-from engine.cache.accounts import Account
-from engine.cache.block_manager import PROMISABLE, Holdings
+from engine.cache.accounts import NamespaceAccount
+from engine.cache.block_manager import PROMISABLE, BlockManager
 from engine.cache.block_table import BlockTable
-from engine.cache.leases import Deadlines, Spans, Terms, promise_of, spans_of
+from engine.cache.leases import BlockTerms, Deadlines, LeaseSpans, promise_of, spans_of
 from engine.cache.prefix_tree import Node
 
 
-class LeaseBook:
+class LeaseManager:
     """Deadlines of every block under a lease, and the promises given out."""
 
-    def __init__(self, holdings: Holdings) -> None:
+    def __init__(self, holdings: BlockManager) -> None:
         self._holdings = holdings
-        self._limits: Deadlines[tuple[Account, Node]] = Deadlines()
-        self._promises: Deadlines[tuple[Account, Node]] = Deadlines()
+        self._limits: Deadlines[tuple[NamespaceAccount, Node]] = Deadlines()
+        self._promises: Deadlines[tuple[NamespaceAccount, Node]] = Deadlines()
 
     def answer(
         self,
@@ -100,7 +100,7 @@ class LeaseBook:
         table: BlockTable,
         node: Node,
         index: int,
-        spans: Sequence[tuple[int, int, Spans]],
+        spans: Sequence[tuple[int, int, LeaseSpans]],
         now_s: float,
         *,
         is_new: bool,
@@ -115,7 +115,7 @@ class LeaseBook:
             if start >= tokens:
                 continue
             if terms is None:
-                terms = node.terms = Terms(-math.inf if is_new else math.inf)
+                terms = node.terms = BlockTerms(-math.inf if is_new else math.inf)
             terms.extend(asked, promised=index < reach)
         self.note(table.account, node, now_s)
 
@@ -130,31 +130,31 @@ class LeaseBook:
         table.account.add_reserved(-table.reserved)
         table.reserved = 0
 
-    def strike(self, account: Account, lease_id: str) -> list[Node]:
+    def strike(self, account: NamespaceAccount, lease_id: str) -> list[Node]:
         """A lease is no more: who runs under it commits nothing more. The topmost nodes that it
-        alone covered. O(tables), and see `LeaseEnds.strike`."""
+        alone covered. O(tables), and see `LeaseExpiry.strike`."""
         self._holdings.version += 1
         for table in self._holdings.tables:
             if table.account is account and any(one.lease_id == lease_id for one, _ in table.asked):
                 table.write = False
         return account.ends.strike(lease_id)
 
-    def read(self, account: Account, nodes: Iterable[Node], now_s: float) -> None:
+    def read(self, account: NamespaceAccount, nodes: Iterable[Node], now_s: float) -> None:
         """Blocks were read: their leases begin anew, promises that have lapsed while there is
         room. O(blocks)."""
         for node, terms, has_room in self._under_terms(account, nodes):
             terms.renew(now_s, promise=has_room)
             self.note(account, node, now_s)
 
-    def used(self, account: Account, nodes: Iterable[Node], now_s: float) -> None:
+    def used(self, account: NamespaceAccount, nodes: Iterable[Node], now_s: float) -> None:
         """Their use has ended: leases that count from the last use begin anew, as in `read`."""
         for node, terms, has_room in self._under_terms(account, nodes):
             terms.use(now_s, promise=has_room)
             self.note(account, node, now_s)
 
     def _under_terms(
-        self, account: Account, nodes: Iterable[Node]
-    ) -> Iterator[tuple[Node, Terms, bool]]:
+        self, account: NamespaceAccount, nodes: Iterable[Node]
+    ) -> Iterator[tuple[Node, BlockTerms, bool]]:
         """Those under leases, and whether each may be promised: it is, or there is room for it."""
         room = None
         for node in nodes:
@@ -167,7 +167,7 @@ class LeaseBook:
                 room -= has_room
             yield node, node.terms, has_room
 
-    def note(self, account: Account, node: Node, now_s: float) -> None:
+    def note(self, account: NamespaceAccount, node: Node, now_s: float) -> None:
         """Bring deadlines and the promised count in line with the node's terms."""
         terms = node.terms
         if terms is None or (
@@ -201,7 +201,7 @@ class LeaseBook:
                     node.terms.keep(now_s)
                 self.note(account, node, now_s)
 
-    def expired(self, now_s: float) -> list[tuple[Account, Node]]:
+    def expired(self, now_s: float) -> list[tuple[NamespaceAccount, Node]]:
         """Blocks whose limit has passed, to be detached.
 
         A block in use under a clock that counts from the last use is being used now, and stays.
@@ -219,11 +219,11 @@ class LeaseBook:
                 gone.append((account, node))
         return gone
 
-    def _room(self, account: Account) -> int:
-        """Blocks that may still be promised to this namespace's payer. See `Shares`."""
+    def _room(self, account: NamespaceAccount) -> int:
+        """Blocks that may still be promised to this namespace's payer. See `FairShare`."""
         return self._bounded(account)[0]
 
-    def _bounded(self, account: Account) -> tuple[int, Bound]:
+    def _bounded(self, account: NamespaceAccount) -> tuple[int, Bound]:
         """The same, and by what: of several bounds the payer's own first."""
         share, shares = account.share, self._holdings.shares
         mine = share.promised
@@ -237,7 +237,7 @@ class LeaseBook:
         return min(rooms, key=itemgetter(0))
 
 
-def _spans(table: BlockTable, now_s: float) -> list[tuple[int, int, Spans]]:
+def _spans(table: BlockTable, now_s: float) -> list[tuple[int, int, LeaseSpans]]:
     """Of each lease that was asked for: its tokens, the blocks that its promise reaches."""
     return [
         (lease.tokens, reach, spans_of(lease.retention, table.started_s, now_s))

@@ -1,7 +1,7 @@
 """Leases: how long a block is promised and when it may no longer be matched.
 
-`Terms` is what all leases on one block come to; `Deadlines` finds the blocks whose time has come.
-Both know no block, no tree and no clock: they are given the time.
+`BlockTerms` is what all leases on one block come to; `Deadlines` finds the blocks whose time has
+come. Both know no block, no tree and no clock: they are given the time.
 
 A lease covers a prefix, so whatever a block is granted its ancestors are granted too. Several
 leases on one block only ever lengthen its times, so the longest is all that needs keeping, and
@@ -27,8 +27,8 @@ def promise_of(retention: Retention) -> float:
     return limit_s if retention.pinned else min(retention.promise_s, limit_s)
 
 
-class Spans(Struct, frozen=True, gc=False):
-    """What one lease asks of each block that it covers: see `Terms`."""
+class LeaseSpans(Struct, frozen=True, gc=False):
+    """What one lease asks of each block that it covers: see `BlockTerms`."""
 
     name: str
     limit_at_s: float
@@ -39,20 +39,20 @@ class Spans(Struct, frozen=True, gc=False):
     use_promise_s: float = -math.inf
 
 
-def spans_of(retention: Retention, started_s: float, now_s: float) -> Spans:
+def spans_of(retention: Retention, started_s: float, now_s: float) -> LeaseSpans:
     """Asked for now, by a request that began at `started_s`."""
     limit_s = math.inf if retention.limit_s is None else retention.limit_s
     promise_s = promise_of(retention)
     ends = (retention.name, started_s + limit_s, started_s + promise_s)
     if retention.clock == "absolute" or not retention.renewed_on_read:
-        return Spans(*ends)
+        return LeaseSpans(*ends)
     if retention.clock == "request_start":
-        return Spans(*ends, limit_s, promise_s)
+        return LeaseSpans(*ends, limit_s, promise_s)
     ends = (retention.name, now_s + limit_s, now_s + promise_s)
-    return Spans(*ends, limit_s, promise_s, limit_s, promise_s)
+    return LeaseSpans(*ends, limit_s, promise_s, limit_s, promise_s)
 
 
-class Terms:
+class BlockTerms:
     """What the leases on one block come to.
 
     `limit_at_s`: not matched at or after. `promise_at_s`: not evicted before, as the class
@@ -81,7 +81,7 @@ class Terms:
         self.use_promise_s = -math.inf
         self.promised_as = self.renew_as = self.use_as = ""
 
-    def extend(self, spans: Spans, *, promised: bool) -> None:
+    def extend(self, spans: LeaseSpans, *, promised: bool) -> None:
         """Add a lease. `promised`: its promise reaches here."""
         if spans.limit_at_s > self.limit_at_s:
             self.limit_at_s = spans.limit_at_s

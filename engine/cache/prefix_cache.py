@@ -10,24 +10,24 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 
 from engine.api import LeaseRequest, Namespace, Payer, Quota
-from engine.cache.accounts import Account
-from engine.cache.block_manager import Holdings
+from engine.cache.accounts import NamespaceAccount
+from engine.cache.block_manager import BlockManager
 from engine.cache.block_table import BlockTable
 from engine.cache.checker import recount
 from engine.cache.events import (
+    BlocksErased,
+    CachePeek,
     CacheStats,
     Committed,
     Copied,
-    Erased,
     Evicted,
     Expired,
     Fact,
     Matched,
     NamespaceUse,
-    Peek,
 )
-from engine.cache.lease_manager import LeaseBook
-from engine.cache.prefix_tree import Found, Node
+from engine.cache.lease_manager import LeaseManager
+from engine.cache.prefix_tree import Node, TreeMatch
 from engine.errors import InvariantViolation
 from engine.plan import BlockCopy
 
@@ -45,34 +45,34 @@ class PrefixCache:
         room for it. `facts` gets frozen values of `engine.cache.events` as things happen."""
         self.blocks = blocks
         self.block_size = block_size
-        self._holdings = Holdings(blocks, block_size, self._blocks_for(context_tokens))
-        self._book = LeaseBook(self._holdings)
+        self._holdings = BlockManager(blocks, block_size, self._blocks_for(context_tokens))
+        self._book = LeaseManager(self._holdings)
         self.floor_blocks_max = self._holdings.shares.floors_max
         self.facts = facts
         self._evicted = self._expired = self._copied = 0
 
     # -- looking ------------------------------------------------------------------------------
 
-    def find(self, namespace: Namespace, tokens: Sequence[int], now_s: float) -> Found:
+    def find(self, namespace: Namespace, tokens: Sequence[int], now_s: float) -> TreeMatch:
         """What `tokens` find now, for `begin`. Pins, renews and counts nothing. O(blocks
         matched)."""
         self.expire(now_s)
         account = self._holdings.accounts.get(namespace)
-        return Found(None, [], None, 0) if account is None else account.tree.find(tokens)
+        return TreeMatch(None, [], None, 0) if account is None else account.tree.find(tokens)
 
-    def unpinned(self, found: Found) -> int:
+    def unpinned(self, found: TreeMatch) -> int:
         """Of its whole blocks, those that count as room, and no longer once they are pinned."""
         refs = self._holdings.pool.ref_count
         return [refs[node.block] for node in found.path].count(1)
 
-    def peek(self, namespace: Namespace, tokens: Sequence[int], now_s: float) -> Peek:
+    def peek(self, namespace: Namespace, tokens: Sequence[int], now_s: float) -> CachePeek:
         """What `tokens` would find, as it is told to others. As `find`."""
         found = self.find(namespace, tokens, now_s)
         path = found.path if found.near is None else [*found.path, found.near]
         promised = sum([node.promised_as is not None for node in path]) * self.block_size
         ends_s = min([node.terms.limit_at_s for node in path if node.terms], default=math.inf)
         expires_at_s = None if ends_s == math.inf else ends_s
-        return Peek(found.cached_tokens, min(found.cached_tokens, promised), expires_at_s)
+        return CachePeek(found.cached_tokens, min(found.cached_tokens, promised), expires_at_s)
 
     def room(self, namespace: Namespace, quota: Quota) -> int:
         """Tokens of the longest sequence that could run, alone in the pool, beside others' floors.
@@ -130,7 +130,7 @@ class PrefixCache:
         leases: Sequence[LeaseRequest] = (),
         read: bool = True,
         write: bool = True,
-        found: Found | None = None,
+        found: TreeMatch | None = None,
     ) -> BlockTable:
         """Match and pin the longest live prefix of `tokens`, token-exact, at most len(tokens) - 1.
 
@@ -308,7 +308,7 @@ class PrefixCache:
             tops = account.tree.under(tokens) if tokens else list(top.children.values())
         blocks = sum(self._holdings.detach(account, top) for top in tops)
         if blocks:
-            self._tell(Erased(namespace, blocks))
+            self._tell(BlocksErased(namespace, blocks))
         self._holdings.forget_if_idle(account)
         return blocks
 
@@ -331,7 +331,7 @@ class PrefixCache:
         if self.facts is not None:
             self.facts(fact)
 
-    def _match(self, table: BlockTable, found: Found, now_s: float) -> None:
+    def _match(self, table: BlockTable, found: TreeMatch, now_s: float) -> None:
         """Pin what is there. At least one token is left to compute."""
         account, path, near = table.account, found.path, found.near
         self._holdings.pin_all(account, path)
@@ -351,13 +351,13 @@ class PrefixCache:
                 table.kv_tokens += found.common
             self._holdings.unpin(near.block)
 
-    def _read(self, account: Account, nodes: Sequence[Node], now_s: float) -> None:
+    def _read(self, account: NamespaceAccount, nodes: Sequence[Node], now_s: float) -> None:
         for node in nodes:
             node.last_use_s = now_s
             node.hits += 1
         self._book.read(account, nodes, now_s)
 
-    def _allocate(self, account: Account, count: int, now_s: float) -> list[int] | None:
+    def _allocate(self, account: NamespaceAccount, count: int, now_s: float) -> list[int] | None:
         """`count` blocks for a namespace: free ones, else expired, else evicted; or None."""
         if self._holdings.shortage(account, count)[0] > 0:
             self.expire(now_s)
@@ -370,7 +370,7 @@ class PrefixCache:
                 self._holdings.forget_if_idle(victim)
         return self._holdings.allocate(account, count)
 
-    def _copy(self, account: Account, src: int, dst: int, tokens: int) -> None:
+    def _copy(self, account: NamespaceAccount, src: int, dst: int, tokens: int) -> None:
         self._holdings.copy(src, dst, tokens)
         self._copied += 1
         self._tell(Copied(account.namespace, tokens))

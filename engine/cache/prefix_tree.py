@@ -16,7 +16,7 @@ from itertools import count, islice
 
 from sortedcontainers import SortedList
 
-from engine.cache.leases import Terms
+from engine.cache.leases import BlockTerms
 
 Run = tuple[int, ...]
 NOWHERE: Set[str] = frozenset()
@@ -58,7 +58,7 @@ class Node:
         self.order: SortedList | None = None
         self.hits = 0
         self.since_s = self.last_use_s = 0.0
-        self.terms: Terms | None = None
+        self.terms: BlockTerms | None = None
         self.ends: Set[str] = NOWHERE
         self.promised_as: str | None = None
         self.in_order = False
@@ -80,7 +80,7 @@ class Node:
         return reversed(found)
 
 
-class Found:
+class TreeMatch:
     """What a prompt finds in a tree: the nodes of whole blocks, `path`, and after these `common`
     tokens of the block `near`. `tree` None: there is no such tree. Pins nothing."""
 
@@ -124,14 +124,14 @@ class PrefixTree:
         """Is the node still in this tree? O(1)."""
         return node is self.root or node.parent is not None
 
-    def find(self, tokens: Sequence[int]) -> Found:
+    def find(self, tokens: Sequence[int]) -> TreeMatch:
         """The longest cached prefix of `tokens`, to the token, and all but the last of them at most
         (rules 5 and 6). O(blocks matched)."""
         limit = len(tokens) - 1
         path = self.walk(tokens, limit)
         whole = len(path) * self.block_size
         rest = tokens[whole : min(whole + self.block_size, limit)]
-        return Found(self, path, *self.nearest(path[-1] if path else self.root, rest))
+        return TreeMatch(self, path, *self.nearest(path[-1] if path else self.root, rest))
 
     def walk(self, tokens: Sequence[int], limit: int) -> list[Node]:
         """The nodes of the longest cached run of whole blocks within tokens[:limit].

@@ -17,7 +17,7 @@ NAMESPACES_MAX = 10_000
 
 
 @dataclass(slots=True)
-class Moves:
+class BlockMoves:
     """Blocks of a namespace that came and went. `lived_s`: of those evicted, together."""
 
     gained: int = 0
@@ -30,14 +30,14 @@ class Moves:
         return self.lost["evicted_own_quota"] + self.lost["evicted_pressure"]
 
 
-class LossTotals:
+class CacheEventTotals:
     """Blocks lost and gained since the connection began. Belongs to one thread."""
 
     def __init__(self, most: int = NAMESPACES_MAX) -> None:
         self._most = most
         self._lost: OrderedDict[Namespace, Counter[LossCause]] = OrderedDict()
         self._taken: OrderedDict[tuple[Namespace, Namespace], int] = OrderedDict()
-        self._moves: dict[Namespace, Moves] = {}
+        self._moves: dict[Namespace, BlockMoves] = {}
 
     def add(self, news: CacheNews) -> None:
         """More has been lost and gained. O(what is in it)."""
@@ -48,11 +48,11 @@ class LossTotals:
                 pair = (loss.namespace, loss.taker)
                 self._taken[pair] = self._taken.get(pair, 0) + loss.blocks
                 self._taken.move_to_end(pair)
-            moves = self._moves.setdefault(loss.namespace, Moves())
+            moves = self._moves.setdefault(loss.namespace, BlockMoves())
             moves.lost[loss.cause] += loss.blocks
             moves.lived_s += loss.lived_s
         for gain in news.gains:
-            self._moves.setdefault(gain.namespace, Moves()).gained += gain.blocks
+            self._moves.setdefault(gain.namespace, BlockMoves()).gained += gain.blocks
         _shorten(self._lost, self._most)
         _shorten(self._taken, self._most)
 
@@ -61,7 +61,7 @@ class LossTotals:
         lost = self._lost.get(namespace)
         return {} if lost is None else {str(cause): blocks for cause, blocks in lost.items()}
 
-    def take_moves(self) -> dict[Namespace, Moves]:
+    def take_moves(self) -> dict[Namespace, BlockMoves]:
         """What came and went since the last call. It has one caller."""
         moves, self._moves = self._moves, {}
         return moves

@@ -40,13 +40,13 @@ from engine.api import (
     Surveyed,
     Tokens,
 )
-from engine.client.cache_event_totals import LossTotals
-from engine.client.namespace_stats import NamespaceBook
-from engine.client.request_stream import Bell, RequestStream
+from engine.client.cache_event_totals import CacheEventTotals
+from engine.client.namespace_stats import NamespaceTable
+from engine.client.request_stream import RequestStream, Wakeup
 from engine.errors import EngineError, EngineUnavailable, RequestRefused
 from engine.protocol import FrameError, Hello, Rejected, Welcome, downward_decoder, encode
 
-__all__ = ["Bell", "Connection", "Engine", "RequestStream", "SocketEngine"]
+__all__ = ["Connection", "Engine", "RequestStream", "SocketEngine", "Wakeup"]
 
 CALL_TIMEOUT_S = 10.0
 QUOTAS_AT_ONCE = 1_000
@@ -73,12 +73,12 @@ class Engine(Protocol):
         """The latest heartbeat."""
 
     @property
-    def namespaces(self) -> NamespaceBook:
+    def namespaces(self) -> NamespaceTable:
         """What each holds, as of the latest `Stats` of whatever kind. Another engine, another
         book."""
 
     @property
-    def losses(self) -> LossTotals:
+    def losses(self) -> CacheEventTotals:
         """What namespaces have lost, as of the latest heartbeat."""
 
     def ready(self) -> bool:
@@ -124,8 +124,8 @@ class Connection(ABC):
     def __init__(self) -> None:
         self.info: EngineInfo | None = None
         self.stats = Stats()
-        self.losses = LossTotals()
-        self.namespaces = NamespaceBook()
+        self.losses = CacheEventTotals()
+        self.namespaces = NamespaceTable()
         self.heard_at_s = 0.0
         self._streams: dict[str, RequestStream] = {}
         self._asked: dict[str, Request] = {}  # what each of them is to be answered

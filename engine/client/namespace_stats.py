@@ -15,7 +15,7 @@ Change = tuple[NamespaceStats | None, NamespaceStats | None]
 """How it was and how it is; None where there is or was nothing."""
 
 
-class NamespaceBook:
+class NamespaceTable:
     """Belongs to one thread."""
 
     def __init__(self) -> None:

@@ -24,7 +24,7 @@ from engine.api import (
 )
 
 
-class Way(Protocol):
+class StreamTransport(Protocol):
     """What a stream needs of its connection."""
 
     def post(self, command: Command) -> None:
@@ -34,7 +34,7 @@ class Way(Protocol):
         """A reader has gone: cancel, and drop what still comes for it."""
 
 
-class Bell:
+class Wakeup:
     """Wakes one reader of any number of streams. `idle_s`: also when nothing came for so long.
 
     It costs one future a wait, and one timer for as long as it is used, not one for each wait.
@@ -94,13 +94,13 @@ class RequestStream(AsyncIterator[Event]):
     `bell` rings when something comes. Whoever reads several streams gives them one of its own.
     """
 
-    def __init__(self, request_id: str, connection: Way) -> None:
+    def __init__(self, request_id: str, connection: StreamTransport) -> None:
         self.request_id = request_id
         self._connection = connection
         self._events: list[Event] = []
         self._rows: dict[int, list[Tokens]] = {}  # of those events that are tokens, by sample
         self._taken: list[Event] = []
-        self.bell = Bell()
+        self.bell = Wakeup()
         self._is_over = False
         self._prompt_tokens = self._cached_tokens = self._output_tokens = 0
 

@@ -23,9 +23,9 @@ import msgspec
 import xxhash
 
 from engine.api import EngineInfo, Erased, Namespace, Peeked, Quota, Request, Stats, Surveyed
-from engine.client.cache_event_totals import LossTotals
+from engine.client.cache_event_totals import CacheEventTotals
 from engine.client.client import RequestStream, SocketEngine
-from engine.client.namespace_stats import NamespaceBook
+from engine.client.namespace_stats import NamespaceTable
 from engine.client.temp_folder import own_folder
 from engine.config import EngineConfig
 from engine.errors import EngineError, EngineUnavailable, ModelError, RequestRefused
@@ -81,14 +81,14 @@ class EngineSupervisor:
         return self._engine.stats if self._engine is not None else self._last_stats
 
     @property
-    def namespaces(self) -> NamespaceBook:
+    def namespaces(self) -> NamespaceTable:
         """See `engine.client.client.Engine`: nobody holds anything while there is no engine."""
-        return self._engine.namespaces if self._engine is not None else NamespaceBook()
+        return self._engine.namespaces if self._engine is not None else NamespaceTable()
 
     @property
-    def losses(self) -> LossTotals:
+    def losses(self) -> CacheEventTotals:
         """See `engine.client.client.Engine`: of the engine that runs now."""
-        return self._engine.losses if self._engine is not None else LossTotals()
+        return self._engine.losses if self._engine is not None else CacheEventTotals()
 
     def ready(self) -> bool:
         """See `engine.client.client.Engine`."""

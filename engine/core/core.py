@@ -40,15 +40,15 @@ from engine.cache import BlockTable, PrefixCache
 from engine.config import EngineConfig
 from engine.core.constraints import GRAMMAR_FAILURES, Constraints
 from engine.core.maintenance import Housekeeper
-from engine.core.planner import Flight, Planner
+from engine.core.planner import InFlightStep, StepPlanner
 from engine.core.request_checks import check_request
-from engine.core.stats import Vitals
-from engine.core.timeouts import Patience
+from engine.core.stats import EngineStats
+from engine.core.timeouts import Timeouts
 from engine.errors import EngineError, InvariantViolation
 from engine.plan import Runner, StepResult
-from engine.scheduler.request_table import Roster
+from engine.scheduler.request_table import RequestTable
 from engine.scheduler.scheduler import Scheduler, Slice
-from engine.scheduler.sequence import Sequence, Work
+from engine.scheduler.sequence import ActiveRequest, Sequence
 
 FAILURES = {
     "nan_logits": "The model's output was not a number.",
@@ -81,13 +81,13 @@ class Core:
         self.pipeline_depth = pipeline_depth
         self.scheduler = Scheduler(cache, config)
         self.constraints = constraints or Constraints()
-        self.vitals = Vitals()
-        self.roster = Roster()
+        self.vitals = EngineStats()
+        self.roster = RequestTable()
         self._events: list[Event] = []
-        self._flights: deque[Flight] = deque()
-        self._patience = Patience()
+        self._flights: deque[InFlightStep] = deque()
+        self._patience = Timeouts()
         self._housekeeper = Housekeeper(cache, self.check, config.check_interval_s, clock())
-        self._planner = Planner(cache, self.scheduler, self._add_sequence)
+        self._planner = StepPlanner(cache, self.scheduler, self._add_sequence)
 
     # -- what is asked ------------------------------------------------------------------------
 
@@ -332,7 +332,9 @@ class Core:
         if alone or all(s.is_ended for s in sequence.work.sequences):
             self._finish(sequence.work, "done")
 
-    def _finish(self, work: Work, ending: Ending, code: str = "", message: str = "") -> None:
+    def _finish(
+        self, work: ActiveRequest, ending: Ending, code: str = "", message: str = ""
+    ) -> None:
         """The one final event of a request; everything it holds goes back."""
         if work.is_finished:
             raise InvariantViolation("a request was finished twice")
@@ -344,11 +346,11 @@ class Core:
         self.roster.leave(work)
         self._events.append(Finished(work.request.request_id, ending, usage, code, message))
 
-    def _fail(self, work: Work, code: str) -> None:
+    def _fail(self, work: ActiveRequest, code: str) -> None:
         if not work.is_finished:
             self._finish(work, "failed", code, FAILURES.get(code, FAILURES["step_failed"]))
 
-    def _step_failed(self, flight: Flight, error: Exception) -> None:
+    def _step_failed(self, flight: InFlightStep, error: Exception) -> None:
         """A step broke and nobody can say for whom: its requests fail, the engine lives on."""
         self.vitals.failed_steps += 1
         for drawer in flight.drawing.values():
@@ -362,7 +364,7 @@ class Core:
 
     # -- inside -------------------------------------------------------------------------------
 
-    def _add_sequence(self, work: Work) -> Sequence:
+    def _add_sequence(self, work: ActiveRequest) -> Sequence:
         sequence = self.roster.add_sequence(work)
         self.constraints.begin(sequence)
         return sequence

@@ -14,14 +14,14 @@ from engine.cache import BlockTable, PrefixCache
 from engine.core.tree_order import find_groups, order_key
 from engine.plan import BegunSequence, Group, Row, StepPlan
 from engine.scheduler.scheduler import Scheduler, Slice
+from engine.scheduler.sequence import ActiveRequest
 from engine.scheduler.sequence import Sequence as Running
-from engine.scheduler.sequence import Work
 
 Signature = list[tuple[BlockTable, int]]
 
 
 @dataclass(slots=True)
-class Flight:
+class InFlightStep:
     """A launched step: its slices with the tables they were planned on, and who draws a token.
 
     `bystanders` have no row in it and yet a copy that runs with it.
@@ -34,14 +34,14 @@ class Flight:
     bystanders: list[Running] = field(default_factory=list)
 
 
-class Planner:
+class StepPlanner:
     """Makes plans; remembers the last batch's order, which seldom changes between two steps."""
 
     def __init__(
         self,
         cache: PrefixCache,
         scheduler: Scheduler,
-        add_sequence: Callable[[Work], Running],
+        add_sequence: Callable[[ActiveRequest], Running],
     ) -> None:
         self._cache = cache
         self._scheduler = scheduler
@@ -50,13 +50,15 @@ class Planner:
         self._order: list[int] = []
         self._groups: tuple[Group, ...] = ()
 
-    def plan(self, step: int, slices: Sequence[Slice], now_s: float) -> tuple[StepPlan, Flight]:
+    def plan(
+        self, step: int, slices: Sequence[Slice], now_s: float
+    ) -> tuple[StepPlan, InFlightStep]:
         """The step's plan, and what core must remember of it until it is collected.
 
         From here on each sequence counts its slice as computed, and takes the pending copies and
         the ended sequences with it. O(rows), and O(rows * log blocks) when batch or tables changed.
         """
-        flight = Flight(step, now_s)
+        flight = InFlightStep(step, now_s)
         begun: list[BegunSequence] = []
         rows = [self._row(piece, flight, begun) for piece in self._in_tree_order(slices)]
         copies = self._cache.take_copies()
@@ -76,7 +78,7 @@ class Planner:
         )
         return plan, flight
 
-    def fork(self, flight: Flight) -> None:
+    def fork(self, flight: InFlightStep) -> None:
         """Samples of a prompt that is now being finished: each takes a table over its blocks."""
         for piece, table in list(flight.slices):
             work = piece.sequence.work
@@ -91,7 +93,7 @@ class Planner:
 
     # -- rows ---------------------------------------------------------------------------------
 
-    def _row(self, piece: Slice, flight: Flight, begun: list[BegunSequence]) -> Row:
+    def _row(self, piece: Slice, flight: InFlightStep, begun: list[BegunSequence]) -> Row:
         """The plan's row for a slice; the sequence is taken to have computed it from here on."""
         sequence, end = piece.sequence, piece.start + piece.count
         work, table, tokens = sequence.work, sequence.table, sequence.tokens
@@ -124,7 +126,7 @@ class Planner:
             next_token_id=tokens[end] if in_prompt and end < len(request.tokens) else None,
         )
 
-    def _note_bystanders(self, flight: Flight, copied: set[int]) -> None:
+    def _note_bystanders(self, flight: InFlightStep, copied: set[int]) -> None:
         present = {piece.sequence.sequence_id for piece, _ in flight.slices}
         for sequence in self._scheduler.running:
             table = sequence.table

@@ -12,11 +12,11 @@ from engine.api import Request, all_in_vocabulary
 from engine.cache import PrefixCache
 from engine.config import EngineConfig
 from engine.errors import EngineUnavailable, RequestRefused
-from engine.scheduler.request_table import Roster
+from engine.scheduler.request_table import RequestTable
 from engine.scheduler.scheduler import Scheduler
 
 
-class Entrance(Protocol):
+class CheckContext(Protocol):
     """What the checks read of core."""
 
     cache: PrefixCache
@@ -24,13 +24,13 @@ class Entrance(Protocol):
     scheduler: Scheduler
     vocab_size: int
     context_tokens: int
-    roster: Roster
+    roster: RequestTable
 
     @property
     def is_draining(self) -> bool: ...
 
 
-def check_request(core: Entrance, request: Request) -> None:
+def check_request(core: CheckContext, request: Request) -> None:
     """Raise RequestRefused (never runs here) or EngineUnavailable (try again). O(tokens)."""
     if core.is_draining:
         raise EngineUnavailable("draining", "The engine is shutting down.")
@@ -41,7 +41,7 @@ def check_request(core: Entrance, request: Request) -> None:
     _check_queue(core, request)
 
 
-def _check_tokens(core: Entrance, request: Request) -> None:
+def _check_tokens(core: CheckContext, request: Request) -> None:
     if not request.tokens:
         raise RequestRefused("prompt_empty", "The prompt has no tokens.")
     ids = (request.tokens, request.stop_token_ids, tuple(request.sampling.logit_bias))
@@ -54,7 +54,7 @@ def _check_tokens(core: Entrance, request: Request) -> None:
             )
 
 
-def _check_size(core: Entrance, request: Request) -> None:
+def _check_size(core: CheckContext, request: Request) -> None:
     prompt, total = len(request.tokens), len(request.tokens) + request.max_tokens
     if total > core.context_tokens:
         raise RequestRefused(
@@ -78,7 +78,7 @@ def _check_size(core: Entrance, request: Request) -> None:
         )
 
 
-def _check_queue(core: Entrance, request: Request) -> None:
+def _check_queue(core: CheckContext, request: Request) -> None:
     if core.scheduler.waiting >= core.config.queue_requests_max:
         raise EngineUnavailable("queue_full", f"{core.scheduler.waiting} requests are waiting.")
     waiting = core.roster.waiting_tokens

@@ -9,14 +9,14 @@ from collections.abc import Iterable
 
 from engine.api import Namespace, NamespaceStats, Stats
 from engine.cache import NamespaceUse, PrefixCache
-from engine.scheduler.request_table import Roster, Tally
+from engine.scheduler.request_table import RequestTable, RequestTotals
 from engine.scheduler.scheduler import Scheduler
 
 SMOOTHING = 0.1
 """How much the latest step counts in the rates."""
 
 
-class Vitals:
+class EngineStats:
     """Totals since the start of the epoch, and smoothed rates."""
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class Vitals:
         call_id: int,
         cache: PrefixCache,
         scheduler: Scheduler,
-        roster: Roster,
+        roster: RequestTable,
         names: Iterable[Namespace],
     ) -> Stats:
         """Everything known now, of these namespaces alone. O(names)."""
@@ -97,7 +97,7 @@ class Vitals:
         )
 
 
-def _told(use: NamespaceUse, here: Tally, running: Tally) -> NamespaceStats:
+def _told(use: NamespaceUse, here: RequestTotals, running: RequestTotals) -> NamespaceStats:
     runs = running.of(use.namespace)
     return NamespaceStats(
         namespace=use.namespace,

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from engine.api import Ending
-from engine.scheduler.sequence import Work
+from engine.scheduler.sequence import ActiveRequest
 
 STALLS_MAX = 3
 
@@ -18,13 +18,13 @@ STALLS_MAX = 3
 class Unanswered(NamedTuple):
     """How a request ends for which nothing more is done."""
 
-    work: Work
+    work: ActiveRequest
     ending: Ending
     code: str
     message: str
 
 
-class Patience:
+class Timeouts:
     """Of one core: when its drain is over, and how many steps have stalled."""
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class Patience:
         """What is here at that time ends as `shutdown`."""
         self._drain_at_s = until_s
 
-    def overdue(self, works: Iterable[Work], now_s: float) -> Iterator[Unanswered]:
+    def overdue(self, works: Iterable[ActiveRequest], now_s: float) -> Iterator[Unanswered]:
         """Whoever has waited long enough. O(requests)."""
         is_over = self._drain_at_s is not None and self._drain_at_s <= now_s
         for work in works:
@@ -54,7 +54,7 @@ class Patience:
         """A step could run something."""
         self._stalls = 0
 
-    def stalled(self, works: Iterable[Work]) -> Unanswered | None:
+    def stalled(self, works: Iterable[ActiveRequest]) -> Unanswered | None:
         """Work, and nothing that could run: after a few steps the first in line fails.
 
         Promises and floors of others may hold the memory that was there when it was idle.

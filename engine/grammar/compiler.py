@@ -17,7 +17,7 @@ from typing import Final, Protocol
 from engine.api import Clock, Grammar, Namespace
 from engine.errors import EngineError, EngineUnavailable, RequestRefused
 from engine.grammar.grammar import Compiled, Vocabulary, check_source, compile_grammar
-from engine.grammar.sandbox import Trial, TrialSettings
+from engine.grammar.sandbox import GrammarSandbox, SandboxSettings
 
 WORKERS: Final = 2
 WAITING_MAX: Final = 64
@@ -128,7 +128,7 @@ class _Asked:
 class GrammarCompiler:
     """`GrammarSource` with threads. Nothing is loaded before the first grammar is asked for."""
 
-    def __init__(self, settings: TrialSettings, clock: Clock, *, workers: int = WORKERS) -> None:
+    def __init__(self, settings: SandboxSettings, clock: Clock, *, workers: int = WORKERS) -> None:
         self._settings = settings
         self._clock = clock
         self._workers = workers
@@ -139,7 +139,7 @@ class GrammarCompiler:
         self._waiting: dict[str, _Asked] = {}
         self._ready: deque[tuple[str, Outcome]] = deque()
         self._threads: list[threading.Thread] = []
-        self._trials: list[Trial] = []
+        self._trials: list[GrammarSandbox] = []
         self._vocabulary: Vocabulary | None = None
         self._loading = threading.Lock()
         self._is_closed = False
@@ -220,13 +220,13 @@ class GrammarCompiler:
 
     def _begin_thread(self) -> None:
         name = f"grammar-{len(self._threads)}"
-        trial = Trial(self._settings, self._clock)
+        trial = GrammarSandbox(self._settings, self._clock)
         thread = threading.Thread(target=self._work, args=(trial,), name=name, daemon=True)
         self._trials.append(trial)
         self._threads.append(thread)
         thread.start()
 
-    def _work(self, trial: Trial) -> None:
+    def _work(self, trial: GrammarSandbox) -> None:
         try:
             while (asked := self._next()) is not None:
                 size, outcome = self._compile(trial, asked.grammar)
@@ -249,7 +249,7 @@ class GrammarCompiler:
                 self._lock.wait()
             return None
 
-    def _compile(self, trial: Trial, grammar: Grammar) -> tuple[int, Outcome]:
+    def _compile(self, trial: GrammarSandbox, grammar: Grammar) -> tuple[int, Outcome]:
         """The outcome and its size. Whatever goes wrong is somebody's answer."""
         try:
             size = trial.check(grammar)

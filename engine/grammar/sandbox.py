@@ -1,9 +1,9 @@
 """Compiling a grammar where it may fail: a process of its own, with bounds on time and memory.
 
 llguidance's own fuel bounds most of what a hostile schema can ask for; the process bounds the rest,
-and a parser that runs out of stack takes nothing with it but itself. `Trial` is the near end, used
-by one thread of `engine.grammar.compiler`; `python -m engine.grammar.sandbox` is the far one. It
-answers only whether and why not: who passed is compiled again in the engine, at known cost.
+and a parser that runs out of stack takes nothing with it but itself. `GrammarSandbox` is the near
+end, used by one thread of `engine.grammar.compiler`; `python -m engine.grammar.sandbox` is the far
+one. It answers only whether and why not: who passed is compiled again in the engine, at known cost.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LOAD_S_MAX: Final = 60.0
 """For reading the tokenizer, on a busy machine."""
 
 
-class TrialSettings(Struct, frozen=True, forbid_unknown_fields=True):
+class SandboxSettings(Struct, frozen=True, forbid_unknown_fields=True):
     """What a trial is held to. `cpu_s_max` and `wall_s_max` are of one grammar, `memory_mib_max` is
     what it may take beyond the vocabulary's own."""
 
@@ -49,10 +49,10 @@ class Verdict(Struct, frozen=True, forbid_unknown_fields=True):
     held_bytes: int = 0
 
 
-class Trial:
+class GrammarSandbox:
     """A process that tries grammars, one at a time; started when needed, and again when it died."""
 
-    def __init__(self, settings: TrialSettings, clock: Clock) -> None:
+    def __init__(self, settings: SandboxSettings, clock: Clock) -> None:
         self.settings = settings
         self._clock = clock
         self._process: subprocess.Popen[bytes] | None = None
@@ -148,7 +148,7 @@ def _too_big(what: str) -> RequestRefused:
 def main() -> None:
     """Read settings, then grammars, a line each; answer each with a verdict."""
     lines = sys.stdin.buffer
-    settings = msgspec.json.decode(lines.readline(), type=TrialSettings)
+    settings = msgspec.json.decode(lines.readline(), type=SandboxSettings)
     vocabulary = Vocabulary.load(
         Path(settings.tokenizer_path), settings.vocab_size, settings.end_token_ids, settings.rules
     )

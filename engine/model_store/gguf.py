@@ -12,12 +12,12 @@ from engine.errors import ModelError
 from engine.model_store.card import ModelConfig, RopeScaling
 from engine.model_store.gguf_header import GgufHeader, TensorInfo, read_header
 from engine.model_store.gguf_tokenizer import special_ids, tokenizer_json
-from engine.model_store.parts import END_WORDS, PLAIN_TEMPLATE, Parts, unsupported_scaling
+from engine.model_store.parts import END_WORDS, PLAIN_TEMPLATE, ModelParts, unsupported_scaling
 
 _FLOAT32 = 0
 
 
-def read_gguf(path: Path) -> Parts:
+def read_gguf(path: Path) -> ModelParts:
     """Everything but the weights. About 0.2 s for 49,152 tokens. Raises ModelError."""
     header = read_header(path)
     tokens = header.texts("tokenizer.ggml.tokens")
@@ -28,7 +28,7 @@ def read_gguf(path: Path) -> Parts:
         *(index.get(word) for word in END_WORDS),
     ]
     bos = header.whole("tokenizer.ggml.bos_token_id")
-    return Parts(
+    return ModelParts(
         config=_config(path, header, len(tokens)),
         tokenizer=tokenizer_json(header),
         template=header.text("tokenizer.chat_template") or PLAIN_TEMPLATE,

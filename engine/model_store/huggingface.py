@@ -12,10 +12,10 @@ from typing import Any
 
 from engine.errors import ModelError
 from engine.model_store.card import ModelConfig, RopeScaling
-from engine.model_store.parts import END_WORDS, PLAIN_TEMPLATE, Parts, unsupported_scaling
+from engine.model_store.parts import END_WORDS, PLAIN_TEMPLATE, ModelParts, unsupported_scaling
 
 
-def read_folder(folder: Path) -> Parts:
+def read_folder(folder: Path) -> ModelParts:
     """Everything but the weights. Raises ModelError: not_found, corrupt or unsupported."""
     config = _read_json(folder / "config.json")
     if not (folder / "tokenizer.json").exists():
@@ -31,7 +31,7 @@ def read_folder(folder: Path) -> Parts:
     for said in (config.get("eos_token_id"), generation.get("eos_token_id")):
         stops.update(_token_ids(said, folder))
     bos = _token_ids(config.get("bos_token_id"), folder)
-    return Parts(
+    return ModelParts(
         config=_config(config),
         tokenizer=tokenizer,
         template=_template(folder, settings),

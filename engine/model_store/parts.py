@@ -16,7 +16,7 @@ END_WORDS = ("<|im_end|>", "<|eot_id|>", "<|endoftext|>", "<|end_of_text|>", "<|
 """Special tokens that end an answer wherever they exist."""
 
 
-class Parts(Struct, frozen=True):
+class ModelParts(Struct, frozen=True):
     """`tokenizer` is the text of a tokenizer.json, `template` of a Jinja chat template."""
 
     config: ModelConfig

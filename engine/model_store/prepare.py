@@ -20,7 +20,7 @@ from engine.errors import ModelError
 from engine.model_store.card import CARD_VERSION, ModelCard, check_config, load_card
 from engine.model_store.gguf import read_gguf
 from engine.model_store.huggingface import read_folder
-from engine.model_store.parts import Parts
+from engine.model_store.parts import ModelParts
 
 PIECE = 1 << 20
 _WEIGHED = (".json", ".jinja", ".safetensors")
@@ -78,7 +78,7 @@ def _prepare(name: str, source: Path, models_dir: Path) -> ModelCard:
     return card
 
 
-def _check(parts: Parts, source: Path) -> None:
+def _check(parts: ModelParts, source: Path) -> None:
     """A damaged model is refused here, not by the process that would first use its tokenizer."""
     check_config(parts.config)
     try:

@@ -66,12 +66,12 @@ class CpuLlama:
         self._scratch: dict[str, torch.Tensor] = {}
         embeddings = weights.pop("model.embed_tokens.weight")
         self._kind = _kind(embeddings.dtype, kernels)
-        layers = (cpu.Layer * config.layers)(
+        layers = (cpu.CLayer * config.layers)(
             *(self._layer(weights, index) for index in range(config.layers))
         )
         cos, sin = rope_tables(config, context)
         self._kept += [kv.data]
-        self._model = cpu.Model(
+        self._model = cpu.CModel(
             layers=config.layers,
             hidden=config.hidden,
             intermediate=config.intermediate,
@@ -106,7 +106,7 @@ class CpuLlama:
         normed = self._room("normed", tokens, config.hidden)
         self._kernels.forward(
             self._model,
-            cpu.Work(
+            cpu.CWork(
                 tokens=tokens,
                 bundles=len(work.bundles),
                 token_ids=work.token_ids.data_ptr(),
@@ -133,7 +133,7 @@ class CpuLlama:
             self._kernels.logits(self._model, hidden, out)
         return out
 
-    def _layer(self, weights: Weights, index: int) -> cpu.Layer:
+    def _layer(self, weights: Weights, index: int) -> cpu.CLayer:
         at = f"model.layers.{index}."
 
         def joined(*names: str) -> torch.Tensor:
@@ -141,7 +141,7 @@ class CpuLlama:
             return torch.cat(matrices) if len(matrices) > 1 else matrices[0]
 
         pack = self._kernels.pack
-        return cpu.Layer(
+        return cpu.CLayer(
             attention_norm=self._keep(weights.pop(f"{at}input_layernorm.weight").float()),
             mlp_norm=self._keep(weights.pop(f"{at}post_attention_layernorm.weight").float()),
             qkv=self._keep(

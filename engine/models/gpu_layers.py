@@ -25,7 +25,7 @@ def whole_waves(columns: int, multiprocessors: int) -> int:
     return full if full and wave // 4 <= rest <= wave - wave // 4 else 0
 
 
-class DeviceOps:
+class GpuOps:
     """Fused kernels on a GPU; matrix products stay the library's."""
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:

@@ -24,7 +24,7 @@ from engine.models.cpu_llama import CpuLlama, Kernels, load_kernels
 from engine.models.layers import TorchOps
 from engine.models.registry import build_model
 from engine.plan import BegunSequence, BlockCopy, Row, Sampled, StepPlan, StepResult
-from engine.runner.loaded_model import Built
+from engine.runner.loaded_model import LoadedModel
 from engine.sampling.sampler import Sampler
 from engine.weights import load_weights
 
@@ -173,7 +173,7 @@ def _form(shape: ModelConfig, config: EngineConfig, *, in_c: bool) -> KvFormat:
     return kv_format(shape, dtype, config.block_size, "panels" if in_c else "slots")
 
 
-def build_runner(card: ModelCard, config: EngineConfig) -> Built:
+def build_runner(card: ModelCard, config: EngineConfig) -> LoadedModel:
     """Load the model and make it ready to step. Raises ModelError.
 
     Memory: the weights in the compute dtype, and `kv_memory_mib` of blocks. The first start on a
@@ -188,4 +188,4 @@ def build_runner(card: ModelCard, config: EngineConfig) -> Built:
     blocks = config.kv_blocks or max(1, config.kv_memory_mib * 2**20 // form.block_bytes)
     runner = CpuRunner(card, config, blocks=blocks, context=context, kernels=kernels)
     runner.warm_up()
-    return Built(runner, form, blocks, context, device="cpu", pipeline_depth=1)
+    return LoadedModel(runner, form, blocks, context, device="cpu", pipeline_depth=1)

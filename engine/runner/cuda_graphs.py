@@ -17,7 +17,7 @@ Key = tuple[int, tuple[int, ...], bool]
 """Batch bucket, tile classes, and whether parts are merged."""
 
 
-class DeviceGraphs:
+class CudaGraphs:
     """Captured calls by key, in one memory pool."""
 
     def __init__(self) -> None:

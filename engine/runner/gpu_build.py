@@ -14,11 +14,11 @@ from engine.config import EngineConfig
 from engine.errors import ModelError
 from engine.kv.storage import KvStorage, kv_format
 from engine.model_store import ModelCard, ModelConfig
-from engine.models.gpu_layers import DeviceOps
+from engine.models.gpu_layers import GpuOps
 from engine.models.registry import build_model
-from engine.runner.gpu_runner import SPARE_SEATS, DeviceRunner
-from engine.runner.loaded_model import Built
-from engine.runner.warmup import Limits
+from engine.runner.gpu_runner import SPARE_SEATS, GpuRunner
+from engine.runner.loaded_model import LoadedModel
+from engine.runner.warmup import WarmupLimits
 from engine.weights import load_weights
 
 HEAD_DIMS = (16, 32, 64, 128)
@@ -28,7 +28,7 @@ SHARERS_MAX = 16
 """Query heads to a KV head: one row of them is the smallest tile."""
 
 
-def build_device_runner(card: ModelCard, config: EngineConfig) -> Built:
+def build_device_runner(card: ModelCard, config: EngineConfig) -> LoadedModel:
     """Load the model on the first GPU and take its first steps. Raises ModelError.
 
     Memory: the weights in bf16, blocks for what `kv_memory_mib` says, and scratch.
@@ -40,21 +40,21 @@ def build_device_runner(card: ModelCard, config: EngineConfig) -> Built:
     context = min(card.config.context, config.context_tokens_max or card.config.context)
     form = kv_format(card.config, torch.bfloat16, config.block_size)
     blocks = config.kv_blocks or max(1, config.kv_memory_mib * 2**20 // form.block_bytes)
-    limits = Limits(
+    limits = WarmupLimits(
         block_size=config.block_size, blocks=blocks, context=context, vocab=card.config.vocab,
         sequences=config.sequences_max, step_tokens=config.step_tokens_max,
     )  # fmt: skip
     with fitting(blocks * form.block_bytes, config.step_tokens_max):
         weights = load_weights(card, torch.bfloat16, device)
-        model = build_model(card.config, weights, DeviceOps())
+        model = build_model(card.config, weights, GpuOps())
         kv = KvStorage(form, blocks, torch.bfloat16, device)
-        runner = DeviceRunner(
+        runner = GpuRunner(
             model, kv, context=context, seats=config.sequences_max + SPARE_SEATS,
             tokens_max=config.step_tokens_max + config.sequences_max,
         )  # fmt: skip
         with torch.inference_mode():
             runner.warm_up(limits)
-    return Built(runner, form, blocks, context, device="cuda", pipeline_depth=2)
+    return LoadedModel(runner, form, blocks, context, device="cuda", pipeline_depth=2)
 
 
 def check_shape(model: ModelConfig, config: EngineConfig) -> None:

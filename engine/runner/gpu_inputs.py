@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from engine.attention.gpu_backend import DeviceAttention
+from engine.attention.gpu_backend import GpuAttention
 
 
 class StepInputs:
@@ -49,7 +49,7 @@ class StepAttention:
     """`engine.attention.torch_backend.Attend` with one step's buffers bound to it."""
 
     def __init__(
-        self, attention: DeviceAttention, inputs: StepInputs, rows: int,
+        self, attention: GpuAttention, inputs: StepInputs, rows: int,
         classes: tuple[int, ...], merge: bool, causal: bool,
     ) -> None:  # fmt: skip
         self._attention = attention

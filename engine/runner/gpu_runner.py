@@ -20,14 +20,14 @@ import numpy as np
 import torch
 
 from engine.api import SampledToken
-from engine.attention.gpu_backend import DeviceAttention
+from engine.attention.gpu_backend import GpuAttention
 from engine.kv.storage import KvStorage
 from engine.models.llama import LlamaModel
 from engine.plan import Row, Sampled, StepPlan, StepResult
-from engine.runner.cuda_graphs import DeviceGraphs, Key
+from engine.runner.cuda_graphs import CudaGraphs, Key
 from engine.runner.gpu_inputs import StepAttention, StepInputs
-from engine.runner.warmup import Limits, first_steps
-from engine.sampling.gpu_sampler import DeviceSampler
+from engine.runner.warmup import WarmupLimits, first_steps
+from engine.sampling.gpu_sampler import GpuSampler
 
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 """Batch sizes that graphs are captured for; a batch takes the next one up."""
@@ -58,7 +58,7 @@ class _Flight:
     prompt_logprobs: dict[int, tuple[SampledToken, ...]] = field(default_factory=dict)
 
 
-class DeviceRunner:
+class GpuRunner:
     """`engine.core.core.Runner` on one device. `seats`: sequences known at once; `tokens_max`: rows
     of a step in all."""
 
@@ -72,10 +72,10 @@ class DeviceRunner:
         self._is_cuda = device.type == "cuda"
         self.block_size = kv.data.shape[4]
         width = max(tokens_max, seats)
-        self.attention = DeviceAttention(
+        self.attention = GpuAttention(
             model.config, kv, context=context, seats=seats, tokens_max=width, chunk_keys=chunk_keys
         )
-        self.sampler = DeviceSampler(model.config.vocab, device)
+        self.sampler = GpuSampler(model.config.vocab, device)
         self.inputs = StepInputs(width, device)
         # One seat more than there are: rows that only fill a batch up write their token there.
         self.last_tokens = torch.zeros(seats + 1, dtype=torch.int32, device=device)
@@ -87,7 +87,7 @@ class DeviceRunner:
         self._seats: dict[int, int] = {}
         self._free_seats = list(range(seats - 1, -1, -1))
         self._tables: dict[int, tuple[int, int]] = {}
-        self._graphs = DeviceGraphs()
+        self._graphs = CudaGraphs()
         self._flights: deque[_Flight] = deque()
         self._turn = 0
 
@@ -117,7 +117,7 @@ class DeviceRunner:
             elapsed_s=time.perf_counter() - flight.started_s,
         )
 
-    def warm_up(self, limits: Limits) -> None:
+    def warm_up(self, limits: WarmupLimits) -> None:
         """Capture the graphs that decoding will want, and take the first steps.
 
         Nobody's blocks, seats or tokens may be in use; they are as they were afterwards.

@@ -9,7 +9,7 @@ from engine.plan import Runner
 
 
 @dataclass(frozen=True, slots=True)
-class Built:
+class LoadedModel:
     """`pipeline_depth`: steps that may be in flight at once."""
 
     runner: Runner

@@ -33,7 +33,7 @@ SAMPLINGS = (
 """Between them they ask for everything that a draw can depend on."""
 
 
-class Limits(Struct, frozen=True, gc=False):
+class WarmupLimits(Struct, frozen=True, gc=False):
     """What a step may have, and the size of the vocabulary."""
 
     block_size: int
@@ -44,7 +44,7 @@ class Limits(Struct, frozen=True, gc=False):
     vocab: int
 
 
-def first_steps(limits: Limits) -> Iterator[StepPlan]:
+def first_steps(limits: WarmupLimits) -> Iterator[StepPlan]:
     """The plans, each with sequences of its own to be ended after it; ids are below 0.
 
     Two prompts at a time, twice as long as the ones before, up to the longest step; then as many
@@ -62,7 +62,7 @@ def first_steps(limits: Limits) -> Iterator[StepPlan]:
         yield _draws(limits, kinds, masks=len(kinds))
 
 
-def _prompts(limits: Limits, sequences: int, tokens: int) -> StepPlan:
+def _prompts(limits: WarmupLimits, sequences: int, tokens: int) -> StepPlan:
     """Prompts of `tokens` behind a prefix in common, as many and as long as may be."""
     size = limits.block_size
     shared = min(MANY // size, (limits.context - 1) // size)
@@ -81,7 +81,10 @@ def _prompts(limits: Limits, sequences: int, tokens: int) -> StepPlan:
 
 
 def _draws(
-    limits: Limits, kinds: tuple[Sampling, ...], prompt_logprobs: int | None = None, masks: int = 0
+    limits: WarmupLimits,
+    kinds: tuple[Sampling, ...],
+    prompt_logprobs: int | None = None,
+    masks: int = 0,
 ) -> StepPlan:
     """One prompt, from which each kind draws, the first `masks` of them under a mask."""
     tokens = min(MANY, limits.context, limits.step_tokens)
@@ -97,7 +100,7 @@ def _draws(
 
 
 def _row(
-    limits: Limits, sequence: int, start: int, tokens: int, samples: tuple[int, ...],
+    limits: WarmupLimits, sequence: int, start: int, tokens: int, samples: tuple[int, ...],
     prompt_logprobs: int | None = None,
 ) -> Row:  # fmt: skip
     return Row(

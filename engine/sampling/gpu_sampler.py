@@ -47,7 +47,7 @@ class _Draws:
         self.position = len(begun.token_ids) - begun.prompt_tokens
 
 
-class DeviceSampler:
+class GpuSampler:
     """Parameters of every sequence, and both ways of drawing."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:

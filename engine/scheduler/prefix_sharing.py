@@ -10,23 +10,23 @@ from __future__ import annotations
 from collections.abc import Container, Iterable
 
 from engine.api import Namespace
-from engine.cache import Found
-from engine.scheduler.request_queue import WaitingLine
+from engine.cache import TreeMatch
+from engine.scheduler.request_queue import RequestQueue
 from engine.scheduler.sequence import Sequence, common_tokens
 
 LEADER_STALLS_MAX = 8
 """Steps without headway after which a leader's followers go on by themselves."""
 
 
-class Twins:
+class PrefixSharing:
     """`held`: those that wait, outside the line, to which they go back."""
 
-    def __init__(self, line: WaitingLine, block_size: int) -> None:
+    def __init__(self, line: RequestQueue, block_size: int) -> None:
         self._line = line
         self._size = block_size
         self.held: dict[int, Sequence] = {}
 
-    def holds(self, sequence: Sequence, found: Found, running: Iterable[Sequence]) -> bool:
+    def holds(self, sequence: Sequence, found: TreeMatch, running: Iterable[Sequence]) -> bool:
         """Should it wait for one of `running` that is computing what it was not `found`? Then it
         leaves the line. O(running), and O(log blocks) for each that begins alike."""
         size, target = self._size, found.cached_tokens

@@ -30,7 +30,7 @@ def place_of(sequence: Sequence) -> Place:
     return (-work.request.priority, 0 if has_begun else 1, due_s, work.arrival, sequence.index)
 
 
-class WaitingLine:
+class RequestQueue:
     """Waiting sequences by payer, and every payer's counter."""
 
     def __init__(self) -> None:

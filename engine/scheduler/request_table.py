@@ -10,22 +10,22 @@ from collections.abc import Iterable, Iterator
 
 from engine.api import Namespace, Request
 from engine.errors import InvariantViolation
-from engine.scheduler.sequence import Sequence, Work
+from engine.scheduler.sequence import ActiveRequest, Sequence
 
 
-class Roster:
+class RequestTable:
     """`tally` counts the requests. `waiting_tokens`: prompt tokens of those that have not started.
     Every call is O(1), or O(samples)."""
 
     def __init__(self) -> None:
-        self._works: dict[str, Work] = {}
+        self._works: dict[str, ActiveRequest] = {}
         self._sequences: dict[int, Sequence] = {}
         self._arrivals = 0
         self._next_sequence_id = 0
-        self.tally = Tally()
+        self.tally = RequestTotals()
         self.waiting_tokens = 0
 
-    def __iter__(self) -> Iterator[Work]:
+    def __iter__(self) -> Iterator[ActiveRequest]:
         return iter(self._works.values())
 
     def __len__(self) -> int:
@@ -34,7 +34,7 @@ class Roster:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._works
 
-    def get(self, request_id: str) -> Work | None:
+    def get(self, request_id: str) -> ActiveRequest | None:
         """The request of this id, if it is here."""
         return self._works.get(request_id)
 
@@ -42,16 +42,16 @@ class Roster:
         """The sequence of this id, if its request is here."""
         return self._sequences.get(sequence_id)
 
-    def enter(self, request: Request, now_s: float) -> Work:
+    def enter(self, request: Request, now_s: float) -> ActiveRequest:
         """A request has come. The caller has seen to it that its id is new."""
         assert request.request_id not in self._works, "a request is here once"
-        work = self._works[request.request_id] = Work(request, self._arrivals, now_s)
+        work = self._works[request.request_id] = ActiveRequest(request, self._arrivals, now_s)
         self._arrivals += 1
         self.tally.add(request)
         self.waiting_tokens += len(request.tokens)
         return work
 
-    def add_sequence(self, work: Work) -> Sequence:
+    def add_sequence(self, work: ActiveRequest) -> Sequence:
         """One more sample of a request that is here."""
         sequence = Sequence(work, len(work.sequences), self._next_sequence_id)
         self._next_sequence_id += 1
@@ -59,12 +59,12 @@ class Roster:
         self._sequences[sequence.sequence_id] = sequence
         return sequence
 
-    def started(self, work: Work, now_s: float) -> None:
+    def started(self, work: ActiveRequest, now_s: float) -> None:
         """It waits no more; that happens once."""
         work.started_at_s = now_s
         self.waiting_tokens -= len(work.request.tokens)
 
-    def leave(self, work: Work) -> None:
+    def leave(self, work: ActiveRequest) -> None:
         """It has ended. Steps in flight may still look at its sequences, and from these at it; it
         lets go of them, so that no collector has to find out that nobody needs them."""
         del self._works[work.request.request_id]
@@ -86,7 +86,7 @@ class Roster:
             raise InvariantViolation(f"sequences {list(self._sequences)}, recounted: {list(found)}")
 
 
-class Tally:
+class RequestTotals:
     """`requests` in all, `tokens` of their prompts. Every call is O(1) unless it says otherwise."""
 
     def __init__(self) -> None:
@@ -117,7 +117,7 @@ class Tally:
 
     def check(self, requests: Iterable[Request]) -> None:
         """These should be counted. Raises InvariantViolation. O(requests)."""
-        again = Tally()
+        again = RequestTotals()
         for request in requests:
             again.add(request)
         has = (self.requests, self.tokens, self._by_namespace)

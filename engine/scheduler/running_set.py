@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Iterator
 
 from engine.errors import InvariantViolation
-from engine.scheduler.request_table import Tally
-from engine.scheduler.sequence import Sequence, Work
+from engine.scheduler.request_table import RequestTotals
+from engine.scheduler.sequence import ActiveRequest, Sequence
 
 
 class Running:
@@ -23,8 +23,8 @@ class Running:
         self._by_id: dict[int, Sequence] = {}
         self._places: dict[int, int] = {}
         self._pinned: dict[int, Sequence] = {}
-        self._samples: dict[Work, int] = {}
-        self.tally = Tally()
+        self._samples: dict[ActiveRequest, int] = {}
+        self.tally = RequestTotals()
         self.places = 0
 
     def __iter__(self) -> Iterator[Sequence]:

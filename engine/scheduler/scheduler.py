@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from engine.api import Payer
-from engine.cache import Found, PrefixCache
+from engine.cache import PrefixCache, TreeMatch
 from engine.config import EngineConfig
-from engine.scheduler.prefix_sharing import Twins
-from engine.scheduler.request_queue import WaitingLine
+from engine.scheduler.prefix_sharing import PrefixSharing
+from engine.scheduler.request_queue import RequestQueue
 from engine.scheduler.running_set import Running
-from engine.scheduler.sequence import Sequence, Work
+from engine.scheduler.sequence import ActiveRequest, Sequence
 
 Lack = Literal["", "places", "blocks", "ceiling"]
 """What keeps a waiting sequence from running: `ceiling`, blocks under its payer's own."""
@@ -40,9 +40,9 @@ class Scheduler:
     def __init__(self, cache: PrefixCache, config: EngineConfig) -> None:
         self.cache = cache
         self.config = config
-        self.line = WaitingLine()
+        self.line = RequestQueue()
         self.running = Running(config.preemptions_max)
-        self.twins = Twins(self.line, cache.block_size)
+        self.twins = PrefixSharing(self.line, cache.block_size)
         self.compiling: dict[int, Sequence] = {}
         self.runner_forgets: list[int] = []
         self.preemptions = 0
@@ -54,7 +54,7 @@ class Scheduler:
 
     # -- coming and going ---------------------------------------------------------------------
 
-    def enter(self, work: Work) -> None:
+    def enter(self, work: ActiveRequest) -> None:
         """A new request: its first sequence waits, outside the line while its grammar is made."""
         self.line.arrive(work.request.grant.payer)
         sequence = work.sequences[0]
@@ -63,11 +63,11 @@ class Scheduler:
         else:
             self.line.add(sequence)
 
-    def compiled(self, work: Work) -> None:
+    def compiled(self, work: ActiveRequest) -> None:
         """Its grammar is there: from now on it waits like any other."""
         self.line.add(self.compiling.pop(work.sequences[0].sequence_id))
 
-    def leave(self, work: Work, now_s: float, *, keep: bool = True) -> None:
+    def leave(self, work: ActiveRequest, now_s: float, *, keep: bool = True) -> None:
         """A request has ended: everything it holds goes back."""
         for sequence in work.sequences:
             self.stop(sequence, now_s, keep=keep)
@@ -220,7 +220,7 @@ class Scheduler:
 
     # -- admission ----------------------------------------------------------------------------
 
-    def _found(self, sequence: Sequence, now_s: float) -> Found | None:
+    def _found(self, sequence: Sequence, now_s: float) -> TreeMatch | None:
         """What the cache has of a waiting sequence; None where it does not read."""
         work, grant = sequence.work, sequence.work.request.grant
         if not grant.read or (work.request.prompt_logprobs is not None and not work.is_forked):
@@ -228,7 +228,7 @@ class Scheduler:
         return self.cache.find(grant.namespace, sequence.tokens, now_s)
 
     def _admit(
-        self, sequence: Sequence, found: Found | None, slices: dict[int, Slice], now_s: float
+        self, sequence: Sequence, found: TreeMatch | None, slices: dict[int, Slice], now_s: float
     ) -> Lack:
         """Let a waiting sequence begin, or say what it lacks."""
         work, grant = sequence.work, sequence.work.request.grant
@@ -259,7 +259,7 @@ class Scheduler:
             return False
         return self.line.priority_max <= ranked[-1].work.request.priority
 
-    def _needed(self, sequence: Sequence, found: Found | None) -> int:
+    def _needed(self, sequence: Sequence, found: TreeMatch | None) -> int:
         """Blocks that a waiting sequence needs to begin, beyond those that it finds."""
         needed = self._blocks_of(sequence)
         if found is not None:

@@ -51,7 +51,7 @@ class Sequence:
         "work",
     )
 
-    def __init__(self, work: Work, index: int, sequence_id: int) -> None:
+    def __init__(self, work: ActiveRequest, index: int, sequence_id: int) -> None:
         self.work = work
         self.index = index
         self.sequence_id = sequence_id
@@ -129,7 +129,7 @@ def common_tokens(a: Sequence, b: Sequence, size: int) -> int:
     return low * size
 
 
-class Work:
+class ActiveRequest:
     """One request on its way to its one final event, with what it has used so far."""
 
     __slots__ = (

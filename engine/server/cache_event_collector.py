@@ -11,12 +11,12 @@ from itertools import islice
 
 from engine.api import CacheNews, Gain, Loss, LossCause, Namespace
 from engine.cache import Fact
-from engine.cache.events import Committed, Erased, Evicted, Expired
+from engine.cache.events import BlocksErased, Committed, Evicted, Expired
 
 Key = tuple[Namespace, LossCause, Namespace]
 
 
-class LossCollector:
+class CacheEventCollector:
     """Facts in, news out."""
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class LossCollector:
                 self._lived_s[key] = self._lived_s.get(key, 0.0) + lived_s
             case Expired(namespace, blocks):
                 self._lost[namespace, "expired", b""] += blocks
-            case Erased(namespace, blocks):
+            case BlocksErased(namespace, blocks):
                 self._lost[namespace, "erased", b""] += blocks
             case _:
                 pass

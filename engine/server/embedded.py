@@ -55,7 +55,7 @@ class LocalEngine(Connection):
         self.service.post(self, command)
 
     def send(self, step: int, messages: tuple[Event | Reply, ...]) -> None:
-        """`engine.server.service.Outlet`: called on the service's thread."""
+        """`engine.server.service.ResponseSink`: called on the service's thread."""
         self._outbox.put((step, messages))
 
     def _wake(self) -> None:

@@ -31,7 +31,7 @@ def peak_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-class SettledHeap:
+class FrozenHeap:
     """Python's full collection looks at every object there is: a second for a million blocks, each
     time that a quarter of them has been exchanged. Here whatever has been looked at twice is looked
     at no more. It still goes as soon as nothing refers to it, as all that belongs to a request or a

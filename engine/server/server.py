@@ -34,7 +34,7 @@ from engine.protocol import (
     encode,
     upward_decoder,
 )
-from engine.server.gc_tuning import SettledHeap
+from engine.server.gc_tuning import FrozenHeap
 from engine.server.outbox import Outbox
 from engine.server.service import EngineService, core_of_model
 from engine.signals import heeded
@@ -55,7 +55,7 @@ class ServerSettings(Struct, frozen=True, forbid_unknown_fields=True):
     config: EngineConfig
 
 
-class SocketOutlet:
+class SocketResponseSink:
     """One connection's way out: filled on the service's thread, written on the loop's."""
 
     def __init__(self, writer: asyncio.StreamWriter, loop: asyncio.AbstractEventLoop) -> None:
@@ -112,7 +112,7 @@ class EngineServer:
         self._service = service
         self._token = token
         self._loaded = loaded
-        self._outlets: set[SocketOutlet] = set()
+        self._outlets: set[SocketResponseSink] = set()
         self._server: asyncio.Server | None = None
 
     async def listen(self, path: Path) -> None:
@@ -134,7 +134,7 @@ class EngineServer:
             outlet.close()
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        outlet = SocketOutlet(writer, asyncio.get_running_loop())
+        outlet = SocketResponseSink(writer, asyncio.get_running_loop())
         self._outlets.add(outlet)
         try:
             await self._converse(reader, writer, outlet)
@@ -148,7 +148,7 @@ class EngineServer:
             self._outlets.discard(outlet)
 
     async def _converse(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, outlet: SocketOutlet
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, outlet: SocketResponseSink
     ) -> None:
         decoder = upward_decoder()
         is_known = False
@@ -268,7 +268,7 @@ def serve_process(make_core: Callable[[ServerSettings], tuple[Core, EngineInfo]]
 
     def make() -> tuple[Core, EngineInfo]:
         made = make_core(settings)
-        SettledHeap().settle()  # Libraries and weights stay for as long as this process lives.
+        FrozenHeap().settle()  # Libraries and weights stay for as long as this process lives.
         return made
 
     status = asyncio.run(run(settings, make))

@@ -46,9 +46,9 @@ from engine.core.core import Core
 from engine.errors import EngineError
 from engine.grammar.compiler import GrammarCompiler
 from engine.grammar.grammar import MaskFiller
-from engine.grammar.sandbox import TrialSettings
+from engine.grammar.sandbox import SandboxSettings
 from engine.model_store import ModelCard, load_card
-from engine.server.cache_event_collector import LossCollector
+from engine.server.cache_event_collector import CacheEventCollector
 from engine.server.tree_snapshot import survey
 
 CANARY: Final = "canary"
@@ -66,7 +66,7 @@ BEAT_S_MAX: Final = 5.0
 Asked = Command | Literal["join", "leave"]
 
 
-class Outlet(Protocol):
+class ResponseSink(Protocol):
     """Where one connection's answers go. Called on the service's thread."""
 
     def send(self, step: int, messages: tuple[Event | Reply, ...]) -> None:
@@ -91,11 +91,11 @@ class EngineService:
         self.failure: BaseException | None = None
         self._make_core = make_core
         self._changed = changed
-        self._inbox: queue.SimpleQueue[tuple[Outlet, Asked] | None] = queue.SimpleQueue()
-        self._owners: dict[str, Outlet] = {}
-        self._outlets: dict[Outlet, set[Namespace]] = {}  # and of whom it is to be told
+        self._inbox: queue.SimpleQueue[tuple[ResponseSink, Asked] | None] = queue.SimpleQueue()
+        self._owners: dict[str, ResponseSink] = {}
+        self._outlets: dict[ResponseSink, set[Namespace]] = {}  # and of whom it is to be told
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
-        self._losses = LossCollector()
+        self._losses = CacheEventCollector()
         self.ready = threading.Event()
         self.stopped = threading.Event()
         self._beat_at_s = clock()
@@ -106,15 +106,15 @@ class EngineService:
         """Begin to load; `ready` is set when a token has been produced or loading has failed."""
         self._thread.start()
 
-    def post(self, outlet: Outlet, command: Command) -> None:
+    def post(self, outlet: ResponseSink, command: Command) -> None:
         """Hand in a command; answers go to `outlet`. Thread-safe, never blocks."""
         self._inbox.put((outlet, command))
 
-    def join(self, outlet: Outlet) -> None:
+    def join(self, outlet: ResponseSink) -> None:
         """A connection begins: from now on it hears the heartbeat, asked or not."""
         self._inbox.put((outlet, "join"))
 
-    def leave(self, outlet: Outlet) -> None:
+    def leave(self, outlet: ResponseSink) -> None:
         """A connection is gone: everything it asked for is cancelled."""
         self._inbox.put((outlet, "leave"))
 
@@ -170,7 +170,7 @@ class EngineService:
             self._obey(core, *item)
             wait_s = 0.0
 
-    def _obey(self, core: Core, outlet: Outlet, asked: Asked) -> None:
+    def _obey(self, core: Core, outlet: ResponseSink, asked: Asked) -> None:
         match asked:
             case "join":
                 self._note_changed(core)
@@ -210,10 +210,10 @@ class EngineService:
                 self._is_draining = True
                 core.drain(timeout_s)
 
-    def _tell(self, outlet: Outlet, core: Core, message: Event | Reply) -> None:
+    def _tell(self, outlet: ResponseSink, core: Core, message: Event | Reply) -> None:
         outlet.send(core.vitals.step, (message,))
 
-    def _tell_stats(self, outlet: Outlet, core: Core, call_id: int = 0) -> None:
+    def _tell_stats(self, outlet: ResponseSink, core: Core, call_id: int = 0) -> None:
         """With all the namespaces that have changed since it was told last."""
         self._note_changed(core)
         names = self._outlets.get(outlet, set())
@@ -227,7 +227,7 @@ class EngineService:
 
     def _deliver(self, step: int, events: list[Event]) -> None:
         """One batch per connection."""
-        batches: dict[int, tuple[Outlet, list[Event | Reply]]] = {}
+        batches: dict[int, tuple[ResponseSink, list[Event | Reply]]] = {}
         for event in events:
             owner = self._owners.get(event.request_id)
             if owner is None:
@@ -345,6 +345,6 @@ def core_of_model(folder: Path, config: EngineConfig) -> tuple[Core, EngineInfo]
 
 def _constraints(card: ModelCard, config: EngineConfig) -> Constraints:
     """Nothing of it costs anything before the first grammar comes."""
-    settings = TrialSettings(str(card.tokenizer_path), card.config.vocab, card.stop_token_ids)
+    settings = SandboxSettings(str(card.tokenizer_path), card.config.vocab, card.stop_token_ids)
     threads = config.threads or os.cpu_count() or 1
     return Constraints(GrammarCompiler(settings, time.monotonic), MaskFiller(min(threads, 8)))

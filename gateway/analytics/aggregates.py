@@ -25,7 +25,7 @@ from tenancy.reuse.advice import Kept, advise_classes, advise_sizes
 from tenancy.reuse.miss_ratio_curve import (
     BLOCK_TOKENS,
     DEEPEST,
-    Histogram,
+    LogHistogram,
     ReuseSampler,
     bucket_of,
     units_of,
@@ -86,7 +86,7 @@ class Minute:
         return [self.number, self.requests, self.read, self.write, self.fresh, self.out]
 
 
-class Sums:
+class AnalyticsSums:
     """What some answers of one tenant and one minute come to, added up once for all who count
     them."""
 
@@ -97,7 +97,7 @@ class Sums:
         self.missed_tokens: defaultdict[str, int] = defaultdict(int)
         self.read_classes: defaultdict[str, int] = defaultdict(int)
         self.write_classes: defaultdict[str, int] = defaultdict(int)
-        self.first_token_ms = {cached: Histogram() for cached in CACHED}
+        self.first_token_ms = {cached: LogHistogram() for cached in CACHED}
         endings, reads, writes = self.endings, self.read_classes, self.write_classes
         first_ms = {cached: times.counts for cached, times in self.first_token_ms.items()}
         fresh = out = prompt = physical = owed = further = 0
@@ -144,9 +144,9 @@ class TenantView:
         self.misses: dict[str, int] = {}
         self.missed_tokens: dict[str, int] = {}
         self.endings: dict[str, int] = {}
-        self.first_token_ms = {cached: Histogram() for cached in CACHED}
+        self.first_token_ms = {cached: LogHistogram() for cached in CACHED}
 
-    def add(self, minute: int, sums: Sums) -> None:
+    def add(self, minute: int, sums: AnalyticsSums) -> None:
         """More answers of one minute. O(1)."""
         self.total.add(*sums.totals)
         _minute(self.minutes, minute).add(*sums.totals)
@@ -178,7 +178,7 @@ class TenantView:
         }
 
 
-class Prompts:
+class PromptSamples:
     """What is sampled of one tenant's prompts: at most `PROMPTS_BYTES_MAX`, measured when full."""
 
     def __init__(self, spans: Collection[float] = ()) -> None:
@@ -220,7 +220,7 @@ class Analytics:
         self._classes = classes
         self._spans = [kept.seconds for kept in classes.values()]
         self._tenants: OrderedDict[str, TenantView] = OrderedDict()
-        self._prompts: OrderedDict[str, Prompts] = OrderedDict()
+        self._prompts: OrderedDict[str, PromptSamples] = OrderedDict()
         self._all = TenantView()
         self._waiting: defaultdict[str, list[tuple[float, Facts]]] = defaultdict(list)
         self._room = WAITING_MAX
@@ -245,11 +245,11 @@ class Analytics:
         self._minute_ends_s = at_s + (MINUTE_MS - wall_ms % MINUTE_MS) / 1000
 
     def _fold(self) -> None:
-        def prompts() -> Prompts:
-            return Prompts(self._spans)
+        def prompts() -> PromptSamples:
+            return PromptSamples(self._spans)
 
         for tenant, many in self._waiting.items():
-            sums = Sums(many)
+            sums = AnalyticsSums(many)
             self._all.add(self._minute, sums)
             _latest(self._tenants, tenant, TenantView, COUNTED_MAX).add(self._minute, sums)
             _latest(self._prompts, tenant, prompts, self._tenants_max).add(many)
@@ -288,7 +288,7 @@ class Analytics:
         view = self._tenants.get(name)
         if view is None:
             return None
-        prompts = self._prompts.get(name) or Prompts(self._spans)
+        prompts = self._prompts.get(name) or PromptSamples(self._spans)
         prefixes = prompts.prefixes
         return {
             "tenant": name,

@@ -13,7 +13,7 @@ from itertools import islice
 from typing import Any
 
 from engine.api import Namespace
-from engine.client.cache_event_totals import Moves
+from engine.client.cache_event_totals import BlockMoves
 
 MINUTES = 120
 TENANTS_MAX = 10_000
@@ -59,7 +59,7 @@ class History:
         }
 
 
-class Churn:
+class BlockChurn:
     """Of one gateway. Belongs to one thread."""
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class Churn:
 
     def look(
         self,
-        moves: Mapping[Namespace, Moves],
+        moves: Mapping[Namespace, BlockMoves],
         owner_of: Callable[[Namespace], int | None],
         minute: int,
     ) -> None:

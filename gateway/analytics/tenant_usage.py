@@ -11,7 +11,7 @@ import heapq
 from collections.abc import Callable
 
 from engine.api import Namespace, NamespaceStats
-from engine.client.namespace_stats import NamespaceBook
+from engine.client.namespace_stats import NamespaceTable
 
 FIELDS = ("blocks", "pinned_blocks", "promised_blocks", "running", "waiting")
 
@@ -20,10 +20,12 @@ class Holders:
     """Of one gateway. Belongs to one thread."""
 
     def __init__(self) -> None:
-        self._book: NamespaceBook | None = None
+        self._book: NamespaceTable | None = None
         self._held: dict[int, list[int]] = {}
 
-    def look(self, book: NamespaceBook | None, owner_of: Callable[[Namespace], int | None]) -> None:
+    def look(
+        self, book: NamespaceTable | None, owner_of: Callable[[Namespace], int | None]
+    ) -> None:
         """At what the engine has told. By another than the last time, nothing of what was is.
         O(namespaces that changed)."""
         changes = [] if book is None else book.take_changes(self)

@@ -18,13 +18,13 @@ from msgspec.structs import replace
 
 from engine.errors import EngineError
 from gateway.context import Context
-from gateway.dialects.canonical import CacheAsk, Call, Delta, Generation, Prompt, Reply
+from gateway.dialects.canonical import CacheAsk, Call, Delta, GenerationParameters, Prompt, Reply
 from gateway.dialects.gemini import cached_contents as gemini_cached
 from gateway.dialects.gemini import generate_content as gemini
 from gateway.dialects.protocol import Encoder
 from gateway.errors import Kind, Refusal
 from gateway.generation.cached_contents import PREFIX, load, marked, retention
-from gateway.generation.generation import Answer
+from gateway.generation.generation import Generation
 from gateway.generation.preparation import Prepared, check_model, prepare
 from gateway.http.middleware import Handler, Route
 from gateway.http.request_body import read_body
@@ -92,13 +92,13 @@ class _Created(Encoder):
 
 async def _create(gateway: Context, request: web.Request, identity: Identity) -> web.StreamResponse:
     """Render, store, compute, answer; sent again under its name it makes nothing."""
-    now_ms, answer = gateway.wall(), Answer(gateway, SHAPE, request)
+    now_ms, answer = gateway.wall(), Generation(gateway, SHAPE, request)
     body = await read_body(request, gateway.config.server)
     asked = gemini_cached.parse_creation(body, now_ms)
     call = Call(
         asked.model,
         (marked(asked.prompt),),
-        Generation(max_tokens=0),
+        GenerationParameters(max_tokens=0),
         operation="prewarm",
         # All of it is written and paid for, whatever is there: what is bought is its keeping.
         cache=CacheAsk(profile="gemini", lookup="none"),
@@ -138,7 +138,7 @@ async def _create(gateway: Context, request: web.Request, identity: Identity) ->
 async def _keep(
     gateway: Context,
     request: web.Request,
-    answer: Answer,
+    answer: Generation,
     made: Prepared,
     kept: tuple[Identity, Resource, Prompt],
 ) -> web.StreamResponse:
@@ -251,7 +251,10 @@ async def _delete(gateway: Context, request: web.Request, identity: Identity) ->
     name = request.match_info["name"]
     resource, stored = await load(gateway, name, identity)
     call = Call(
-        resource.model, (marked(stored),), Generation(max_tokens=0), cache=CacheAsk("gemini")
+        resource.model,
+        (marked(stored),),
+        GenerationParameters(max_tokens=0),
+        cache=CacheAsk("gemini"),
     )
     terms = retention(resource.expires_ms, gateway.wall())
 
@@ -288,9 +291,9 @@ async def _ok(request: web.Request, body: bytes) -> web.StreamResponse:
     return await send(request, whole(request, 200, body, {"Content-Type": "application/json"}))
 
 
-def shown(resource: Resource) -> gemini_cached.Shown:
+def shown(resource: Resource) -> gemini_cached.CachedContentView:
     """As it is told."""
-    return gemini_cached.Shown(
+    return gemini_cached.CachedContentView(
         resource.resource_id,
         resource.model,
         resource.display_name,

@@ -1,4 +1,4 @@
-"""The paths that answer prompts: each request becomes an `Answer` in its dialect."""
+"""The paths that answer prompts: each request becomes an `GenerationParameters` in its dialect."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from aiohttp import web
 from gateway.api.routes import ENDPOINTS, Endpoint
 from gateway.context import Context
 from gateway.dialects.openai.responses import DIALECT, not_found
-from gateway.generation.generation import Answer
+from gateway.generation.generation import Generation
 from gateway.http.middleware import Handler, Route
 
 
@@ -27,7 +27,7 @@ def _handler(gateway: Context, endpoint: Endpoint) -> Handler:
         dialect = endpoint.dialect
         if endpoint.without_sse is not None and request.query.get("alt") != "sse":
             dialect = endpoint.without_sse
-        return Answer(gateway, dialect, request).run(endpoint.id_prefix)
+        return Generation(gateway, dialect, request).run(endpoint.id_prefix)
 
     return handle
 

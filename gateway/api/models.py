@@ -13,7 +13,7 @@ from aiohttp import web
 
 from gateway.context import Context
 from gateway.dialects.model_lists import (
-    Model,
+    ListedModel,
     anthropic_list,
     anthropic_one,
     gemini_list,
@@ -28,8 +28,8 @@ from gateway.http.middleware import Handler, Route
 class Family(NamedTuple):
     """How one family lists models, and shows one."""
 
-    all: Callable[[Sequence[Model], Mapping[str, str]], dict[str, Any]]
-    one: Callable[[Model], dict[str, Any]]
+    all: Callable[[Sequence[ListedModel], Mapping[str, str]], dict[str, Any]]
+    one: Callable[[ListedModel], dict[str, Any]]
 
 
 OPENAI = Family(openai_list, openai_one)
@@ -41,11 +41,11 @@ def routes(gateway: Context) -> tuple[Route, ...]:
     """The model endpoints. At the root too: a base URL without /v1 is a common slip."""
     created_s = gateway.wall() // 1000
 
-    def models() -> list[Model]:
+    def models() -> list[ListedModel]:
         info = gateway.engine.info
         context = 0 if info is None else info.context_tokens
         output = min(context, gateway.config.limits.output_tokens_default)
-        return [Model(name, created_s, context, output) for name in gateway.model_names]
+        return [ListedModel(name, created_s, context, output) for name in gateway.model_names]
 
     async def list_models(request: web.Request) -> web.StreamResponse:
         return _json(_family(request).all(models(), request.query))

@@ -27,7 +27,7 @@ from gateway.http.request_body import read_body
 from gateway.http.request_context import STATE
 from gateway.http.server import send, whole
 from tenancy.pricing.charges import RateCard
-from tenancy.pricing.rate_cards import CardBook, load_cards
+from tenancy.pricing.rate_cards import RateCards, load_cards
 from tenancy.types import Identity
 
 NAMESPACES_ASKED_MAX = 16
@@ -65,7 +65,7 @@ def _quote(gateway: Context) -> Handler:
         is_elsewhere = await _is_elsewhere(gateway, made, seen[0].cached_tokens, state.identity)
         tenant = state.identity.tenant
         card = await gateway.reports.ask(
-            lambda store: CardBook(load_cards(store)).in_force(
+            lambda store: RateCards(load_cards(store)).in_force(
                 gateway.model, tenant.tier, gateway.wall()
             ),
             tenant.tenant_id,

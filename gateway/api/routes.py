@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 
 from gateway.dialects.anthropic import messages as anthropic
-from gateway.dialects.canonical import Asked
+from gateway.dialects.canonical import RequestMetadata
 from gateway.dialects.gemini import generate_content as gemini
 from gateway.dialects.openai import chat as openai_chat
 from gateway.dialects.openai import completions as openai_completions
@@ -51,7 +51,7 @@ SHAPES: tuple[tuple[str, ErrorShape], ...] = (
 """Whose errors a path that is nobody's is answered with: by a header that only they send."""
 
 
-def find(path: str) -> tuple[Endpoint, Asked] | None:
+def find(path: str) -> tuple[Endpoint, RequestMetadata] | None:
     """The endpoint of a path as a client would write it."""
     for endpoint in ENDPOINTS:
         pattern = "".join(
@@ -63,5 +63,5 @@ def find(path: str) -> tuple[Endpoint, Asked] | None:
         match = re.fullmatch(pattern, path)
         if match is not None:
             model, _, action = (match.groupdict().get("target") or "").rpartition(":")
-            return endpoint, Asked(model=model, action=action)
+            return endpoint, RequestMetadata(model=model, action=action)
     return None

@@ -15,7 +15,7 @@ from aiohttp import web
 
 from gateway.api import usage_report
 from gateway.background import erasure
-from gateway.caching.prefix_index import Entry
+from gateway.caching.prefix_index import IndexedPrefix
 from gateway.context import Context
 from gateway.errors import Kind, Refusal
 from gateway.http import json_api
@@ -62,7 +62,7 @@ def routes(gateway: Context) -> tuple[Route, ...]:
             raise Refusal(
                 Kind.NOT_FOUND, "lease_unknown", "There is no such lease.", param="lease_id"
             )
-        target = erasure.Target(
+        target = erasure.ErasureTarget(
             identity.tenant.tenant_id, identity.key_id, identity.workspace, lease_id
         )
         return json_api.answer(erasure.receipt_body(await erasure.erase(gateway, target)))
@@ -113,7 +113,7 @@ async def _cache(gateway: Context, identity: Identity) -> dict[str, Any]:
     }
 
 
-def _lease(gateway: Context, entry: Entry) -> dict[str, Any]:
+def _lease(gateway: Context, entry: IndexedPrefix) -> dict[str, Any]:
     """A prefix that is kept: its id is what erasing it asks for."""
     now_s = gateway.clock()
     return {

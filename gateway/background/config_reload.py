@@ -18,26 +18,26 @@ from gateway.config import Config, ConfigError, effective
 from gateway.context import Context
 from gateway.errors import Kind, Refusal
 from tenancy.accounts.declared_keys import DeclaredKey, KeyChange
-from tenancy.accounts.declared_tenants import Change, DeclaredTenant, reconcile
+from tenancy.accounts.declared_tenants import DeclaredTenant, TenantChange, reconcile
 from tenancy.accounts.keys import digest_of, is_key
 from tenancy.accounts.shared_scopes import ScopeChange
 from tenancy.accounts.tenants import list_registered
 from tenancy.errors import TenancyError
 
 
-class Reloaded(Struct, frozen=True):
+class ReloadResult(Struct, frozen=True):
     """What was done to tenants, to shared scopes and to keys, and which settings differ from those
     that the server runs with. `left`: tenants that an earlier file declared, where this one says
     nothing of any."""
 
-    tenants: tuple[Change, ...]
+    tenants: tuple[TenantChange, ...]
     needs_restart: tuple[str, ...]
     shared_scopes: tuple[ScopeChange, ...] = ()
     keys: tuple[KeyChange, ...] = ()
     left: tuple[str, ...] = ()
 
 
-async def reload(gateway: Context) -> Reloaded:
+async def reload(gateway: Context) -> ReloadResult:
     """Read it and make it so. Raises Refusal with what is wrong, having changed nothing."""
     try:
         config = await asyncio.to_thread(gateway.read_config)
@@ -45,8 +45,8 @@ async def reload(gateway: Context) -> Reloaded:
     except (ConfigError, TenancyError) as error:
         gateway.log("reload_refused", {"reason": str(error)})
         raise Refusal(Kind.CONFLICT, "bad_config", f"Nothing was changed: {error}") from error
-    found = Reloaded(
-        tuple(change for change in changes if isinstance(change, Change)),
+    found = ReloadResult(
+        tuple(change for change in changes if isinstance(change, TenantChange)),
         tuple(differences(gateway.config, config)),
         tuple(change for change in changes if isinstance(change, ScopeChange)),
         tuple(change for change in changes if isinstance(change, KeyChange)),
@@ -57,13 +57,13 @@ async def reload(gateway: Context) -> Reloaded:
     return found
 
 
-async def declare(gateway: Context, config: Config) -> list[Change | KeyChange | ScopeChange]:
+async def declare(gateway: Context, config: Config) -> list[TenantChange | KeyChange | ScopeChange]:
     """Make what is declared so, and say what was done. Raises StoreError, BadName, and ConfigError
     for a key's file."""
     changes = await asyncio.to_thread(_reconcile, gateway, config)
     for change in changes:
         match change:
-            case Change(tenant, what):
+            case TenantChange(tenant, what):
                 gateway.log("tenant_declared", {"tenant": tenant, "what": what})
             case KeyChange(tenant, _, key_id, what):
                 facts = {"tenant": tenant, "key_id": key_id, "what": what}
@@ -84,7 +84,7 @@ def _left(gateway: Context, config: Config) -> tuple[str, ...]:
     return tuple(one.tenant.name for one in there if one.tenant.is_declared)
 
 
-def _reconcile(gateway: Context, config: Config) -> list[Change | KeyChange | ScopeChange]:
+def _reconcile(gateway: Context, config: Config) -> list[TenantChange | KeyChange | ScopeChange]:
     tenants = None if config.tenants is None else with_digests(config.tenants)
     return reconcile(gateway.store, gateway.wall, tenants, config.tenancy.shared_scopes)
 

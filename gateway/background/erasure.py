@@ -16,14 +16,14 @@ from msgspec import Struct
 
 from engine.api import Namespace, NamespaceStats
 from gateway.caching.namespaces import SHARED, namespaces_of, whose_is
-from gateway.caching.prefix_index import Entry, EntryBook
+from gateway.caching.prefix_index import IndexedPrefix, PrefixIndex
 from gateway.context import Context
 from gateway.errors import Kind, Refusal
 from gateway.http import json_api
 from tenancy.accounts.cached_contents import end_resources
 from tenancy.accounts.deletion import deleted_among
 from tenancy.accounts.erasure_receipts import Receipt, digest_of, record
-from tenancy.accounts.shared_scopes import Scope, list_scopes
+from tenancy.accounts.shared_scopes import ScopeRecord, list_scopes
 from tenancy.ledger.idempotency import forget_answers
 
 LEASE_ID_SIGNS_MAX = 200
@@ -31,7 +31,7 @@ _AT_ONCE = 32
 """Calls to the engine that are on their way at the same time."""
 
 
-class Target(Struct, frozen=True):
+class ErasureTarget(Struct, frozen=True):
     """What of a tenant's cache is meant: all, with the shared scopes it owns, a workspace's, or one
     lease. `key_id` asks for it. A shared scope is as a workspace of its owner: `of_scope`."""
 
@@ -78,9 +78,9 @@ class Holding(Struct, frozen=True):
         return {"workspace": None, "shared_scope": scopes.get(self.scope_id, "removed")}
 
 
-def of_scope(scope: Scope, key_id: int, lease_id: str | None = None) -> Target:
+def of_scope(scope: ScopeRecord, key_id: int, lease_id: str | None = None) -> ErasureTarget:
     """All of a shared scope, or a lease in it."""
-    return Target(scope.owner_id, key_id, f"{SHARED}{scope.scope_id}", lease_id)
+    return ErasureTarget(scope.owner_id, key_id, f"{SHARED}{scope.scope_id}", lease_id)
 
 
 def holdings(namespaces: Iterable[NamespaceStats], tenant_id: int | None = None) -> list[Holding]:
@@ -93,17 +93,17 @@ def holdings(namespaces: Iterable[NamespaceStats], tenant_id: int | None = None)
 
 def entries_of(
     gateway: Context, tenant_id: int, workspace: str | None = None, most: int | None = None
-) -> list[Entry]:
+) -> list[IndexedPrefix]:
     """What was agreed to be kept for a tenant and has not ended, longest unused first; `most`: of
     these the latest. O(its entries), or of these until there are as many."""
     now_s = gateway.clock()
-    mine = Target(tenant_id, 0, workspace)
+    mine = ErasureTarget(tenant_id, 0, workspace)
     owned = reversed(gateway.contracts.entries.owned(tenant_id))
     live = (entry for entry in owned if entry.is_live(now_s) and mine.covers(entry.key[0]))
     return list(islice(live, most))[::-1]
 
 
-async def erase(gateway: Context, target: Target) -> Receipt:
+async def erase(gateway: Context, target: ErasureTarget) -> Receipt:
     """Forget it in the engine, in the books and among cached contents, then write the receipt; to
     the end, also if whoever asked goes away.
 
@@ -133,7 +133,7 @@ async def forget_removed(gateway: Context) -> None:
     found = [one for one in everything if one.stats.blocks]
     owners = {one.tenant_id for one in found}
     for tenant_id in await gateway.reports.ask(lambda store: deleted_among(store, owners)):
-        await erase(gateway, Target(tenant_id, 0))
+        await erase(gateway, ErasureTarget(tenant_id, 0))
     held = [one for one in everything if one.scope_id is not None]
     if not held:
         return
@@ -158,7 +158,7 @@ def receipt_body(receipt: Receipt) -> dict[str, Any]:
     }
 
 
-async def _erase(gateway: Context, target: Target) -> Receipt:
+async def _erase(gateway: Context, target: ErasureTarget) -> Receipt:
     await gateway.engine.get_stats()
     book = gateway.contracts.entries
     held = {one.namespace for one in gateway.engine.namespaces}
@@ -191,7 +191,7 @@ async def _erase(gateway: Context, target: Target) -> Receipt:
     return receipt
 
 
-def _forget(book: EntryBook, names: Sequence[Namespace], lease_id: str | None) -> int:
+def _forget(book: PrefixIndex, names: Sequence[Namespace], lease_id: str | None) -> int:
     """In the books: how many entries."""
     if lease_id is None:
         return sum(map(book.forget, names))

@@ -17,15 +17,15 @@ from engine.api import Quota
 from engine.errors import EngineError
 from gateway.caching.namespaces import quota_of
 from gateway.context import Context
-from tenancy.accounts.tenants import Registered, floor_blocks_of, note_floors_max
+from tenancy.accounts.tenants import TenantRecord, floor_blocks_of, note_floors_max
 
 
-class QuotaNews:
+class QuotaUpdates:
     """Tells the engine of tenants that have changed."""
 
     def __init__(self, gateway: Context) -> None:
         self._gateway = gateway
-        self._told: dict[int, Registered] = {}
+        self._told: dict[int, TenantRecord] = {}
         self._cut: tuple[int, int] | None = None
         self._noted = ""
 
@@ -64,12 +64,12 @@ class QuotaNews:
             self._gateway.log("floors_fit" if cut is None else "floors_cut", facts)
             self._cut = cut
 
-    def _send(self, tenants: dict[int, Registered]) -> None:
+    def _send(self, tenants: dict[int, TenantRecord]) -> None:
         with suppress(EngineError):  # told again, and by the next request
             self._gateway.engine.set_quotas([_present(one) for one in tenants.values()])
 
 
-def _present(one: Registered) -> Quota:
+def _present(one: TenantRecord) -> Quota:
     """Nothing is guaranteed to a suspended tenant; what it holds stays while there is room."""
     policy = structs.replace(one.policy, floor_blocks=floor_blocks_of(one))
     return quota_of(policy, str(one.tenant.tenant_id).encode())

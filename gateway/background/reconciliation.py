@@ -26,7 +26,7 @@ PATIENCE_S = 5.0
 """How long the engine may take to say what it has counted."""
 
 
-class Reckoning:
+class Reconciler:
     """One gateway's notes of what was counted."""
 
     def __init__(self, gateway: Context) -> None:

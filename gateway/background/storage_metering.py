@@ -14,11 +14,11 @@ from collections import defaultdict
 from collections.abc import Iterable
 from contextlib import suppress
 
-from engine.client.namespace_stats import Change, NamespaceBook
+from engine.client.namespace_stats import Change, NamespaceTable
 from engine.errors import EngineError
 from gateway.background.budget_alerts import SoftBudgets
 from gateway.background.erasure import forget_removed
-from gateway.background.quota_updates import QuotaNews
+from gateway.background.quota_updates import QuotaUpdates
 from gateway.caching.namespaces import owner_of
 from gateway.context import Context
 from gateway.retention_classes import BEST_EFFORT
@@ -43,13 +43,13 @@ class StorageMeter:
     """Whole token-seconds by tenant and class; what is less than one is carried on. Pure."""
 
     def __init__(self) -> None:
-        self._book: NamespaceBook | None = None
+        self._book: NamespaceTable | None = None
         self._now_ns: int | None = None
         self._held: dict[Key, int] = {}
         self._since_ns: dict[Key, int] = {}
         self._token_ns: dict[Key, int] = defaultdict(int)
 
-    def look(self, book: NamespaceBook | None, block_size: int, now_ns: int) -> None:
+    def look(self, book: NamespaceTable | None, block_size: int, now_ns: int) -> None:
         """What the engine has told is held, from now on. Without one, or by another than the last
         time, nothing of what was is. O(namespaces that changed)."""
         if self._now_ns is None or now_ns > self._now_ns:
@@ -122,7 +122,7 @@ class StorageWatch:
     def __init__(self, gateway: Context) -> None:
         self._gateway = gateway
         self._meter = StorageMeter()
-        self._quotas = QuotaNews(gateway)
+        self._quotas = QuotaUpdates(gateway)
         self._soft_budgets = SoftBudgets(gateway)
         self._task: asyncio.Task[None] | None = None
 

@@ -20,11 +20,11 @@ import aiohttp
 import msgspec
 from msgspec import Struct
 
-from gateway.bench.client import BenchError, Client, Target
+from gateway.bench.client import BenchError, BenchTarget, Client
 from gateway.bench.memory import MemoryWatch
 from gateway.bench.overhead import KINDS, Overhead, measure, sync_s
-from gateway.bench.prompts import Prompts
-from gateway.bench.report import Row, machine, rows, table
+from gateway.bench.prompts import PromptMaker
+from gateway.bench.report import ReportRow, machine, rows, table
 from gateway.bench.server import OwnServer, own_server
 from gateway.bench.trace import Arrival, TracePrompts, read_trace, replay
 from gateway.bench.workloads import WORKLOADS, Figure, Sizes
@@ -44,7 +44,7 @@ class Report(Struct, frozen=True):
     endpoint: str
     model: str
     machine: dict[str, Any]
-    rows: list[Row]
+    rows: list[ReportRow]
 
     def text(self) -> str:
         """For people."""
@@ -194,8 +194,8 @@ def run_replay(options: argparse.Namespace, model: str, models_dir: Path, say: S
 
 
 class _Found(Struct, frozen=True):
-    target: Target
-    rows: list[Row]
+    target: BenchTarget
+    rows: list[ReportRow]
     memory: MemoryWatch | None
 
 
@@ -226,16 +226,16 @@ async def _bench(
     options: argparse.Namespace, model: str, models_dir: Path, say: Say, sizes: Sizes
 ) -> _Found:
     async with _target(options, model, models_dir, sizes.tenants) as (client, server, memory):
-        found: list[Row] = []
+        found: list[ReportRow] = []
         if server is not None:
             found += rows("start", [await _start_figures(client, server)])
-        warm_up = Prompts(f"{options.seed}/warm-up", in_text=options.text)
+        warm_up = PromptMaker(f"{options.seed}/warm-up", in_text=options.text)
         await WORKLOADS["b"](client, warm_up, sizes)
         for name in options.workloads:
             runs: list[list[Figure]] = []
             for number in range(options.repeats):
                 say(f"{name}: run {number + 1} of {options.repeats}")
-                prompts = Prompts(f"{options.seed}/{name}/{number}", in_text=options.text)
+                prompts = PromptMaker(f"{options.seed}/{name}/{number}", in_text=options.text)
                 runs.append(await WORKLOADS[name](client, prompts, sizes))
             found += rows(name, runs)
         return _Found(client.target, found, memory)
@@ -254,7 +254,7 @@ async def _replay(
 
 
 async def _start_figures(client: Client, server: OwnServer) -> list[Figure]:
-    done = await client.complete(Prompts("start", in_text=True).make(16), 1)
+    done = await client.complete(PromptMaker("start", in_text=True).make(16), 1)
     return [
         Figure("ready", "s", server.ready_s),
         Figure("first token of a request on readiness", "s", server.ready_s + done.first_s),
@@ -276,8 +276,8 @@ async def _target(
             async with own_server(
                 model, models_dir, time.perf_counter, tenants=tenants, config=options.config
             ) as server:
-                target = Target(server.url, await _first_model(session, server.url, server.keys[0]),
-                                server.keys)  # fmt: skip
+                first = await _first_model(session, server.url, server.keys[0])
+                target = BenchTarget(server.url, first, server.keys)
                 client = Client(session, target, time.perf_counter)
                 async with _watched(server.memory):
                     yield client, server, server.memory
@@ -285,7 +285,7 @@ async def _target(
         url = options.url.rstrip("/")
         keys = tuple(options.key) or ("",)
         name = options.model or await _first_model(session, url, keys[0])
-        target = Target(url, name, keys, ignores_end=not options.no_ignore_eos)
+        target = BenchTarget(url, name, keys, ignores_end=not options.no_ignore_eos)
         client = Client(session, target, time.perf_counter)
         if options.pid is None:
             yield client, None, None
@@ -307,7 +307,7 @@ async def _watched(memory: MemoryWatch) -> AsyncIterator[None]:
 
 
 async def _first_model(session: aiohttp.ClientSession, url: str, key: str) -> str:
-    target = Target(url, "", (key,))
+    target = BenchTarget(url, "", (key,))
     try:
         async with session.get(url + "/models", headers=target.headers()) as response:
             if response.status != 200:

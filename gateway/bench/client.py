@@ -22,7 +22,7 @@ class BenchError(Exception):
     """The endpoint did not do what a benchmark needs; the message says what and what would."""
 
 
-class Target(Struct, frozen=True):
+class BenchTarget(Struct, frozen=True):
     """An endpoint. `keys`: one for each tenant that it may be driven as."""
 
     url: str
@@ -66,7 +66,7 @@ class Client:
     """Sends to one target over one session. `due_s` stands for the instant of sending where a
     request was to go out earlier than it could."""
 
-    def __init__(self, session: aiohttp.ClientSession, target: Target, clock: Clock) -> None:
+    def __init__(self, session: aiohttp.ClientSession, target: BenchTarget, clock: Clock) -> None:
         self.session = session
         self.target = target
         self.clock = clock

@@ -33,7 +33,7 @@ class Load(Struct, frozen=True):
     rest_s: float = 0.5
 
 
-class Found(Struct, frozen=True):
+class LoadResult(Struct, frozen=True):
     """What came of it. Times are of whole answers, `first_s` to their first bytes; `events`: pieces
     of server-sent events; `busy`: which part of one core the client itself took."""
 
@@ -161,7 +161,7 @@ class _Tally:
 
 async def run(
     target: Ready, load: Load, counting: Callable[[bool], None], headers: Sequence[str] = ()
-) -> Found:
+) -> LoadResult:
     """Load a server, for as long as is asked and until an answer has been counted. `counting` is
     told when the counting begins and when it ends.
 
@@ -197,4 +197,4 @@ async def run(
     if late or failures:
         first = failures[0] if failures else "no end"
         raise BenchError(f"{len(late) + len(failures)} answers were not whole; the first: {first}")
-    return Found(took_s, tally.times_s, tally.first_s, events, busy_s / took_s)
+    return LoadResult(took_s, tally.times_s, tally.first_s, events, busy_s / took_s)

@@ -54,7 +54,7 @@ TOKEN = SampledToken(100)
 """A letter in every byte-level vocabulary that has its specials first."""
 
 
-class Settings(Struct, frozen=True):
+class NullEngineSettings(Struct, frozen=True):
     """What a parent tells an engine, as far as it matters here."""
 
     socket_path: str
@@ -255,7 +255,7 @@ def info_of(model_dir: Path) -> EngineInfo:
     )
 
 
-async def serve(settings: Settings) -> None:
+async def serve(settings: NullEngineSettings) -> None:
     """Until standard input ends: the parent is gone then."""
     loop = asyncio.get_running_loop()
     info = info_of(Path(settings.model_dir))
@@ -279,7 +279,7 @@ async def serve(settings: Settings) -> None:
 def main() -> None:
     """As `engine.server.server` begins: one line of settings, then the socket."""
     line = sys.stdin.buffer.readline()
-    asyncio.run(serve(msgspec.json.decode(line, type=Settings)))
+    asyncio.run(serve(msgspec.json.decode(line, type=NullEngineSettings)))
 
 
 if __name__ == "__main__":

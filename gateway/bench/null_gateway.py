@@ -1,8 +1,9 @@
 """A gateway of ours over the null engine: `python -m gateway.bench.null_gateway`, a child process.
 
 Everything is real but the engine: listeners, keys, limits (set so high that none refuses), prompts,
-the ledger on a disk, log lines. Its first line of input is `Settings`; it answers with one line,
-`Ready`, and goes when its input ends. It knows no workload. `gateway.bench.overhead` starts it.
+the ledger on a disk, log lines. Its first line of input is `NullGatewaySettings`; it answers with
+one line, `Ready`, and goes when its input ends. It knows no workload. `gateway.bench.overhead`
+starts it.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ ENOUGH = 10**9
 NULL_ENGINE = (sys.executable, "-m", "gateway.bench.null_engine")
 
 
-class Settings(Struct, frozen=True):
+class NullGatewaySettings(Struct, frozen=True):
     """`data`: where the database lies. `streams_max`: how many come at once. `books`: are answers
     entered into the ledger, and told to analytics?"""
 
@@ -105,7 +106,7 @@ def without_books(gateway: Gateway) -> None:
     context.analytics = _NoAnalytics(context)
 
 
-def config_of(settings: Settings) -> Config:
+def config_of(settings: NullGatewaySettings) -> Config:
     """Defaults, but for room for the load."""
     room = 2 * settings.streams_max + 64
     return Config(
@@ -130,7 +131,7 @@ def make_key(store: Store) -> str:
     return create_key(store, wall_ms, tenant.tenant_id, limits=of_key)
 
 
-async def serve(settings: Settings) -> None:
+async def serve(settings: NullGatewaySettings) -> None:
     """Until standard input ends."""
     loop = asyncio.get_running_loop()
     config = config_of(settings)
@@ -172,7 +173,7 @@ async def serve(settings: Settings) -> None:
 def main() -> None:
     """One line of settings, then serve."""
     line = sys.stdin.buffer.readline()
-    asyncio.run(serve(msgspec.json.decode(line, type=Settings)))
+    asyncio.run(serve(msgspec.json.decode(line, type=NullGatewaySettings)))
 
 
 if __name__ == "__main__":

@@ -22,8 +22,8 @@ import msgspec
 from msgspec import Struct
 
 from gateway.bench.client import BenchError
-from gateway.bench.load import Found, Load, run
-from gateway.bench.null_gateway import Ready, Settings
+from gateway.bench.load import Load, LoadResult, run
+from gateway.bench.null_gateway import NullGatewaySettings, Ready
 from gateway.bench.processor_time import processor_s
 from gateway.bench.report import columns, short
 from gateway.bench.workloads import percentile
@@ -58,7 +58,7 @@ class Server(Struct, frozen=True):
     client_busy: float
 
 
-class Books(Struct, frozen=True):
+class BookkeepingCost(Struct, frozen=True):
     """What ledger and analytics take, turn by turn beside a gateway without them: the median part
     of the answers a second and of the gateway's processor time for one, `least` and `most` the
     quartiles of the first; and `ms` of the median time of an answer. Less than 0 is noise."""
@@ -77,7 +77,7 @@ class Line(Struct, frozen=True):
     concurrency: int
     mock: Server
     gateway: Server
-    books: Books | None = None
+    books: BookkeepingCost | None = None
 
     @property
     def added_p50_ms(self) -> float:
@@ -148,7 +148,7 @@ def _cells(line: Line) -> tuple[str, ...]:
         ours.p99_ms, line.added_p99_ms, ours.tokens_per_s, ours.events, ours.cpu_us, line.cpu_ratio,
         ours.cpu, ours.writer, ours.client_busy,
     )  # fmt: skip
-    found = line.books or Books(0.0, 0.0, 0.0, 0.0, 0.0)
+    found = line.books or BookkeepingCost(0.0, 0.0, 0.0, 0.0, 0.0)
     books = (
         f"{100 * found.part:.1f} %",
         f"{100 * found.least:.1f} to {100 * found.most:.1f}",
@@ -192,7 +192,9 @@ async def measure(
             data = stack.enter_context(
                 tempfile.TemporaryDirectory(prefix="trunkline-bench-", dir=scratch)
             )
-            settings = Settings(str(model_dir), data, max(concurrencies), books=with_books)
+            settings = NullGatewaySettings(
+                str(model_dir), data, max(concurrencies), books=with_books
+            )
             log, line = Path(data) / "gateway.log", msgspec.json.encode(settings)
             if with_books:
                 server = child("gateway.bench.mock_server", b"", log)
@@ -209,7 +211,7 @@ async def measure(
 
 async def _line(kind: str, load: Load, servers: Sequence[Ready], turns: int) -> Line:
     """`servers`: the mock, the gateway, and it without books if they are asked for."""
-    runs: list[list[Run]] = [[] for _ in servers]
+    runs: list[list[OverheadRun]] = [[] for _ in servers]
     for turn in range(turns):
         in_order = list(zip(servers, runs, strict=True))
         for server, of_server in reversed(in_order) if turn % 2 else in_order:
@@ -219,7 +221,9 @@ async def _line(kind: str, load: Load, servers: Sequence[Ready], turns: int) -> 
     return Line(kind, load.concurrency, mock, ours, books)
 
 
-def books_of(ours: Sequence[Run], without: Sequence[Run], load: Load) -> Books:
+def books_of(
+    ours: Sequence[OverheadRun], without: Sequence[OverheadRun], load: Load
+) -> BookkeepingCost:
     """Of turns beside one another: what changed the machine's speed did so for both."""
     pairs = [
         (summed_up(one, load), summed_up(other, load))
@@ -227,7 +231,7 @@ def books_of(ours: Sequence[Run], without: Sequence[Run], load: Load) -> Books:
     ]
     parts = [1 - one.answers_per_s / other.answers_per_s for one, other in pairs]
     times = [one.cpu_us / other.cpu_us - 1 if other.cpu_us else 0.0 for one, other in pairs]
-    return Books(
+    return BookkeepingCost(
         part=statistics.median(parts),
         least=percentile(parts, 25),
         most=percentile(parts, 75),
@@ -236,15 +240,15 @@ def books_of(ours: Sequence[Run], without: Sequence[Run], load: Load) -> Books:
     )
 
 
-class Run(Struct, frozen=True):
+class OverheadRun(Struct, frozen=True):
     """One turn of a server, and the processor time of its process and of its books'."""
 
-    found: Found
+    found: LoadResult
     cpu_s: float
     writer_s: float = 0.0
 
 
-async def _measured(server: Ready, load: Load) -> Run:
+async def _measured(server: Ready, load: Load) -> OverheadRun:
     used: list[tuple[float, float]] = []
 
     def note(_: float) -> None:
@@ -254,24 +258,24 @@ async def _measured(server: Ready, load: Load) -> Run:
     if not found.times_s:
         raise BenchError(f"no whole answer in the time, with {load.concurrency} at once")
     (cpu_s, writer_s), (cpu_end_s, writer_end_s) = used
-    return Run(found, cpu_end_s - cpu_s, writer_end_s - writer_s)
+    return OverheadRun(found, cpu_end_s - cpu_s, writer_end_s - writer_s)
 
 
-def joined(runs: Sequence[Run]) -> Run:
+def joined(runs: Sequence[OverheadRun]) -> OverheadRun:
     """Several turns as one."""
     all_found = [one.found for one in runs]
     took_s = sum(one.took_s for one in all_found)
-    found = Found(
+    found = LoadResult(
         took_s,
         [time_s for one in all_found for time_s in one.times_s],
         [time_s for one in all_found for time_s in one.first_s],
         sum(one.events for one in all_found),
         sum(one.busy * one.took_s for one in all_found) / took_s,
     )
-    return Run(found, sum(one.cpu_s for one in runs), sum(one.writer_s for one in runs))
+    return OverheadRun(found, sum(one.cpu_s for one in runs), sum(one.writer_s for one in runs))
 
 
-def summed_up(measured: Run, load: Load) -> Server:
+def summed_up(measured: OverheadRun, load: Load) -> Server:
     """The figures of one run."""
     found, cpu_s = measured.found, measured.cpu_s
     times = found.first_s if load.is_stream else found.times_s

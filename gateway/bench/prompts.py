@@ -24,7 +24,7 @@ WORDS = tuple(_TEXT.split())
 Prompt = list[int] | str
 
 
-class Prompts:
+class PromptMaker:
     """Makes prompts from one seed: two made alike differ, two makers of one seed do not."""
 
     def __init__(self, seed: int | str, *, in_text: bool = False) -> None:

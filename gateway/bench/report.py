@@ -21,7 +21,7 @@ from gateway.bench.workloads import Figure
 PACKAGES = ("torch", "aiohttp", "tokenizers", "msgspec", "numpy")
 
 
-class Row(Struct, frozen=True):
+class ReportRow(Struct, frozen=True):
     """One figure of one workload over its runs."""
 
     workload: str
@@ -33,19 +33,19 @@ class Row(Struct, frozen=True):
     runs: int
 
 
-def rows(workload: str, runs: Sequence[Sequence[Figure]]) -> list[Row]:
+def rows(workload: str, runs: Sequence[Sequence[Figure]]) -> list[ReportRow]:
     """Median, least and most of each figure, in the order of the first run."""
     values: dict[tuple[str, str], list[float]] = {}
     for figures in runs:
         for figure in figures:
             values.setdefault((figure.name, figure.unit), []).append(figure.value)
     return [
-        Row(workload, name, unit, statistics.median(v), min(v), max(v), len(v))
+        ReportRow(workload, name, unit, statistics.median(v), min(v), max(v), len(v))
         for (name, unit), v in values.items()
     ]
 
 
-def table(found: Iterable[Row]) -> str:
+def table(found: Iterable[ReportRow]) -> str:
     """For people: one line a figure."""
     lines = [("workload", "figure", "median", "least", "most", "unit", "runs")]
     lines += [

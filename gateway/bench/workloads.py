@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from msgspec import Struct
 
 from gateway.bench.client import Client, Measured
-from gateway.bench.prompts import Prompt, Prompts, joined
+from gateway.bench.prompts import Prompt, PromptMaker, joined
 
 T = TypeVar("T")
 
@@ -43,10 +43,10 @@ class Sizes(Struct, frozen=True):
     turns: int = 4
 
 
-Workload = Callable[[Client, Prompts, Sizes], Awaitable[list[Figure]]]
+Workload = Callable[[Client, PromptMaker, Sizes], Awaitable[list[Figure]]]
 
 
-async def long_prompt(client: Client, prompts: Prompts, sizes: Sizes) -> list[Figure]:
+async def long_prompt(client: Client, prompts: PromptMaker, sizes: Sizes) -> list[Figure]:
     """(a) Time to the first token of one long prompt: cold, repeated, and with a new question."""
     prompt = prompts.make(sizes.long_prompt)
     question = prompts.make(sizes.question)
@@ -61,7 +61,7 @@ async def long_prompt(client: Client, prompts: Prompts, sizes: Sizes) -> list[Fi
     ]
 
 
-async def one_stream(client: Client, prompts: Prompts, sizes: Sizes) -> list[Figure]:
+async def one_stream(client: Client, prompts: PromptMaker, sizes: Sizes) -> list[Figure]:
     """(b) One answer, alone."""
     done = await client.complete(prompts.make(sizes.question), sizes.stream_output)
     writing_s = done.pieces_s[-1] - done.pieces_s[0] if done.pieces_s else 0.0
@@ -71,7 +71,7 @@ async def one_stream(client: Client, prompts: Prompts, sizes: Sizes) -> list[Fig
     return figures
 
 
-async def shared_system_prompt(client: Client, prompts: Prompts, sizes: Sizes) -> list[Figure]:
+async def shared_system_prompt(client: Client, prompts: PromptMaker, sizes: Sizes) -> list[Figure]:
     """(c) Many at once over one system prompt nobody has seen, then others over the same."""
     system = prompts.make(sizes.system)
     figures: list[Figure] = []
@@ -81,7 +81,7 @@ async def shared_system_prompt(client: Client, prompts: Prompts, sizes: Sizes) -
     return figures
 
 
-async def tenants(client: Client, prompts: Prompts, sizes: Sizes) -> list[Figure]:
+async def tenants(client: Client, prompts: PromptMaker, sizes: Sizes) -> list[Figure]:
     """(d) Several tenants at once, each over a system prompt of its own, twice."""
     systems = [prompts.make(sizes.system) for _ in range(sizes.tenants)]
     figures: list[Figure] = []
@@ -105,7 +105,7 @@ async def _together(
     return crowd_figures(label, start_s, done) + _work(label, [p for p, _ in asked], done)
 
 
-async def conversations(client: Client, prompts: Prompts, sizes: Sizes) -> list[Figure]:
+async def conversations(client: Client, prompts: PromptMaker, sizes: Sizes) -> list[Figure]:
     """(e) Conversations side by side: every turn carries all earlier ones."""
     system = prompts.words(sizes.system // 4)
     start_s = client.clock()
@@ -123,7 +123,9 @@ async def conversations(client: Client, prompts: Prompts, sizes: Sizes) -> list[
     ]
 
 
-async def _converse(client: Client, prompts: Prompts, system: str, sizes: Sizes) -> list[Measured]:
+async def _converse(
+    client: Client, prompts: PromptMaker, system: str, sizes: Sizes
+) -> list[Measured]:
     messages = [{"role": "system", "content": system}]
     turns: list[Measured] = []
     for _ in range(sizes.turns):

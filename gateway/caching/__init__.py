@@ -3,7 +3,7 @@
 `Contracts` is the door: it resolves a call before it runs and accounts for it afterwards.
 """
 
-from gateway.caching.contract import Contract, Contracts, Scope
+from gateway.caching.contract import CacheScope, Contract, Contracts
 from gateway.caching.prefix_index import Origin
 
-__all__ = ["Contract", "Contracts", "Origin", "Scope"]
+__all__ = ["CacheScope", "Contract", "Contracts", "Origin"]

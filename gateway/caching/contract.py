@@ -17,15 +17,21 @@ from msgspec.structs import replace
 
 from engine.api import Clock, LeaseGrant, LeaseRequest, Namespace, Retention, Usage
 from gateway.caching.breakpoints import Look, positions
-from gateway.caching.miss_diagnosis import Fingerprint, FingerprintBook, Standing, Words, compare
-from gateway.caching.prefix_index import NOBODY, Entry, EntryBook, Lease, Origin, digests
+from gateway.caching.miss_diagnosis import (
+    Fingerprint,
+    FingerprintIndex,
+    MissContext,
+    PromptDigests,
+    compare,
+)
+from gateway.caching.prefix_index import NOBODY, IndexedPrefix, Lease, Origin, PrefixIndex, digests
 from gateway.caching.promises import PromiseTally
 from gateway.dialects.canonical import Call, Diagnosis, Rendered, UsageRecord
 from gateway.errors import Kind, Refusal
 from gateway.retention_classes import BEST_EFFORT, CacheProfile, CachingConfig
 
 
-class Scope(Struct, frozen=True):
+class CacheScope(Struct, frozen=True):
     """Whose prefixes: the engine's `namespace`, the tenant that owns its entries, and `name` of the
     tenant and workspace for fingerprints. `classes`: those it may use; None: all. `origin`: who
     asks, and with which model and template."""
@@ -57,16 +63,16 @@ class Contracts:
         self.losses = losses
         self.epoch = epoch
         self._began_s = clock() if has_past else -math.inf
-        self.entries = EntryBook(config.entries_max, config.entries_per_tenant_max)
+        self.entries = PrefixIndex(config.entries_max, config.entries_per_tenant_max)
         self.promises = PromiseTally(self.entries, epoch)
         self.entries.on_drop = self.promises.gave_up
-        self.fingerprints = FingerprintBook(config.fingerprints_max, config.fingerprint_life_s)
+        self.fingerprints = FingerprintIndex(config.fingerprints_max, config.fingerprint_life_s)
 
     def resolve(
         self,
         call: Call,
         rendered: Rendered,
-        scope: Scope,
+        scope: CacheScope,
         classes: Mapping[str, Retention] | None = None,
         held: Collection[str] = (),
     ) -> Contract:
@@ -104,7 +110,7 @@ class Contracts:
         for write in writes:
             if write.retention.name in held:
                 key = (scope.namespace, write.digest)
-                entry = Entry(key, write.tokens, 0, self.epoch(), {}, scope.origin, b"")
+                entry = IndexedPrefix(key, write.tokens, 0, self.epoch(), {}, scope.origin, b"")
                 entry.leases[write.retention.name] = Lease(write.retention, now_s, is_granted=True)
                 tries.append((write.tokens, entry))
         tries.sort(key=lambda pair: -pair[0])
@@ -125,14 +131,14 @@ class Contracts:
         self,
         call: Call,
         rendered: Rendered,
-        scope: Scope,
+        scope: CacheScope,
         look: Look,
-        tries: Sequence[tuple[int, Entry]],
+        tries: Sequence[tuple[int, IndexedPrefix]],
         writes: tuple[Write, ...],
         now_s: float,
     ) -> Contract:
         profile = self.config.profile(call.cache.profile)
-        terms = Terms(
+        terms = ContractTerms(
             profile=profile,
             lookup=call.cache.lookup or profile.lookup,
             total=len(rendered.token_ids),
@@ -142,14 +148,16 @@ class Contracts:
             honours_promises=self.config.honour_broken_promises,
         )
         places = [place.tokens for place in look.tries]
-        words = Words(call.prompts[0], rendered.boundaries, places)
+        words = PromptDigests(call.prompts[0], rendered.boundaries, places)
         return Contract(self, scope, terms, words, now_s)
 
-    def knows_all(self, terms: Terms, now_s: float) -> bool:
+    def knows_all(self, terms: ContractTerms, now_s: float) -> bool:
         """Have the books been kept for as long as what these terms ask for is?"""
         return now_s >= self._began_s + terms.kept_s()
 
-    def _class(self, name: str, scope: Scope, classes: Mapping[str, Retention] | None) -> Retention:
+    def _class(
+        self, name: str, scope: CacheScope, classes: Mapping[str, Retention] | None
+    ) -> Retention:
         own = (classes or {}).get(name)
         if own is not None:
             return own
@@ -168,7 +176,12 @@ class Contract:
     """One prompt's contract, from before it runs until it is billed."""
 
     def __init__(
-        self, books: Contracts, scope: Scope, terms: Terms, words: Words, started_s: float
+        self,
+        books: Contracts,
+        scope: CacheScope,
+        terms: ContractTerms,
+        words: PromptDigests,
+        started_s: float,
     ) -> None:
         self._books = books
         self._scope = scope
@@ -178,7 +191,7 @@ class Contract:
         self._erasures = books.entries.erasures
         self._granted: dict[int, int] = {}
         self._record: UsageRecord | None = None
-        self._read_entry: Entry | None = None
+        self._read_entry: IndexedPrefix | None = None
         self._is_written = False
         self._missed = ""
         self.missed_segment = ""
@@ -327,7 +340,7 @@ class Contract:
         """Nothing was written here: has the same tenant written it where it cannot be read?"""
         books, scope = self._books, self._scope
         honours = self._terms.honours_promises
-        standing = Standing(
+        standing = MissContext(
             scope.namespace, scope.origin, now_s, books.epoch(), honours, books.losses
         )
         if cause := standing.cause(self._words, books.entries, read):
@@ -335,7 +348,7 @@ class Contract:
         is_known = bool(self._terms.tries) or books.knows_all(self._terms, now_s)
         return "never_written" if is_known else "unknown"
 
-    def _lost(self, entry: Entry) -> str:
+    def _lost(self, entry: IndexedPrefix) -> str:
         now = self._books.losses(self._scope.namespace)
         grown = {cause: now.get(cause, 0) - entry.losses.get(cause, 0) for cause in now}
         cause = max(grown, key=lambda name: grown[name], default="")
@@ -350,14 +363,14 @@ class Write(Struct, frozen=True):
     digest: bytes
 
 
-class Terms(Struct, frozen=True):
+class ContractTerms(Struct, frozen=True):
     """`total`: tokens of the prompt. `tries`: what of it was written before, by length, longest
     first. `writes`: ascending. `is_below`: there were breakpoints, all too near the beginning."""
 
     profile: CacheProfile
     lookup: str
     total: int
-    tries: Sequence[tuple[int, Entry]]
+    tries: Sequence[tuple[int, IndexedPrefix]]
     writes: tuple[Write, ...]
     is_below: bool
     honours_promises: bool
@@ -371,13 +384,13 @@ class Terms(Struct, frozen=True):
         kept = (max(w.retention.promise_s, w.retention.limit_s or 0.0) for w in self.writes)
         return max(kept, default=0.0)
 
-    def longest(self) -> Entry | None:
+    def longest(self) -> IndexedPrefix | None:
         """Of what was written before, that which holds most."""
         return self.tries[0][1] if self.tries else None
 
     def split(
         self, cached_tokens: int, granted: Mapping[int, int] | None, now_s: float
-    ) -> tuple[UsageRecord, Entry | None]:
+    ) -> tuple[UsageRecord, IndexedPrefix | None]:
         """total = read + write + fresh, and the entry that is read, if the engine has this many
         tokens and grants so many at each write (None: all). O(tries * writes)."""
         read, entry, owed = self._read(cached_tokens, now_s)
@@ -409,7 +422,7 @@ class Terms(Struct, frozen=True):
         """The last token of a prompt is always computed: that is no loss."""
         return cached_tokens >= min(tokens, self.total - 1)
 
-    def _read(self, there: int, now_s: float) -> tuple[int, Entry | None, int]:
+    def _read(self, there: int, now_s: float) -> tuple[int, IndexedPrefix | None, int]:
         """(logical tokens read, the entry they come from, of them promised but not there)."""
         if self.lookup == "none":
             return 0, None, 0

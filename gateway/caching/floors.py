@@ -13,11 +13,11 @@ from collections.abc import Iterable
 
 from engine.api import EngineInfo
 from gateway.errors import Kind, Refusal
-from tenancy.accounts.tenants import Registered, floor_blocks_of
+from tenancy.accounts.tenants import TenantRecord, floor_blocks_of
 
 
 def check_floor(
-    tenants: Iterable[Registered], name: str, floor_blocks: int, info: EngineInfo | None
+    tenants: Iterable[TenantRecord], name: str, floor_blocks: int, info: EngineInfo | None
 ) -> None:
     """May this tenant, there or to be made, have such a floor beside those of others? One that is
     not raised always may. O(tenants).
@@ -42,7 +42,7 @@ def check_floor(
     )
 
 
-def kept(tenants: Iterable[Registered], floors_max: int | None) -> dict[str, int]:
+def kept(tenants: Iterable[TenantRecord], floors_max: int | None) -> dict[str, int]:
     """What is kept of each floor, by the tenant's name, where they ask for more than there is; {}
     where they do not, or nobody knows. O(tenants)."""
     floors = {one.tenant.name: floor_blocks_of(one) for one in tenants}

@@ -16,11 +16,11 @@ import msgspec
 from msgspec import Struct
 
 from engine.api import Namespace
-from gateway.caching.prefix_index import DIGEST_BYTES, Entry, EntryBook, Origin
+from gateway.caching.prefix_index import DIGEST_BYTES, IndexedPrefix, Origin, PrefixIndex
 from gateway.dialects.canonical import Boundary, Call, Cause, Diagnosis, Prompt, Segment, Tier, Tool
 
 
-class Mark(Struct, frozen=True, gc=False):
+class RememberedBoundary(Struct, frozen=True, gc=False):
     """A boundary of a remembered prompt. `digest` covers all tokens up to it."""
 
     path: str
@@ -38,7 +38,7 @@ class Fingerprint(Struct, frozen=True):
     template: str
     partition: str
     total_tokens: int
-    marks: tuple[Mark, ...]
+    marks: tuple[RememberedBoundary, ...]
     settings: tuple[tuple[str, str], ...] = ()
 
     @classmethod
@@ -52,12 +52,14 @@ class Fingerprint(Struct, frozen=True):
         origin: Origin,
     ) -> Fingerprint:
         """A call's prompt of which every boundary has a digest. O(boundaries)."""
-        marks = tuple(Mark(b.path, b.tier, b.tokens, digests[b.tokens]) for b in boundaries)
+        marks = tuple(
+            RememberedBoundary(b.path, b.tier, b.tokens, digests[b.tokens]) for b in boundaries
+        )
         model, template = origin.model, origin.template
         return cls(scope, model, template, call.partition, total_tokens, marks, call.digests)
 
 
-class FingerprintBook:
+class FingerprintIndex:
     """The latest fingerprints. Belongs to one thread; about 200 bytes a boundary."""
 
     def __init__(self, most: int, life_s: float) -> None:
@@ -123,7 +125,7 @@ NEAREST: tuple[Cause, ...] = ("other_namespace", "template", "model")
 """Of several causes the first is told."""
 
 
-class Words:
+class PromptDigests:
     """What a prompt says up to each boundary, as digests that are made when they are asked for.
 
     `places`: token counts of the boundaries at which a written prefix would be found.
@@ -156,7 +158,7 @@ class Words:
         return found
 
 
-class Standing(Struct, frozen=True):
+class MissContext(Struct, frozen=True):
     """Who asks, and how things stand when a miss is explained."""
 
     namespace: Namespace
@@ -166,14 +168,14 @@ class Standing(Struct, frozen=True):
     honours_promises: bool
     losses: Callable[[Namespace], dict[str, int]]
 
-    def cause(self, words: Words, entries: EntryBook, read: int) -> Cause | None:
+    def cause(self, words: PromptDigests, entries: PrefixIndex, read: int) -> Cause | None:
         """Why what is said beyond `read` tokens cannot be read from here, if its writer asks."""
         said = [digest for at in words.places if at > read and (digest := words.upto(at))]
         same = (one for digest in said for one in entries.saying(self.origin.writer, digest))
         causes = {self._cause_of(entry) for entry in same if entry.is_live(self.now_s)}
         return next((cause for cause in NEAREST if cause in causes), None)
 
-    def _cause_of(self, entry: Entry) -> Cause | None:
+    def _cause_of(self, entry: IndexedPrefix) -> Cause | None:
         if entry.key[0] == self.namespace:
             return None
         if entry.origin.model != self.origin.model:
@@ -182,7 +184,7 @@ class Standing(Struct, frozen=True):
             return "template"
         return "other_namespace" if self._is_there(entry) else None
 
-    def _is_there(self, entry: Entry) -> bool:
+    def _is_there(self, entry: IndexedPrefix) -> bool:
         """For certain: promised, or nothing of its namespace has been lost since it was written."""
         if self.honours_promises and entry.is_promised(self.now_s):
             return True

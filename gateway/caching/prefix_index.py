@@ -67,7 +67,7 @@ class Origin(Struct, frozen=True):
 NOBODY = Origin()
 
 
-class Entry:
+class IndexedPrefix:
     """A prefix of `tokens` tokens that some call wrote. `owner`: whose bound it counts against.
 
     `epoch` and `losses` say how the engine stood then: which start of it, and how many blocks the
@@ -110,18 +110,18 @@ class Entry:
         )
 
 
-class EntryBook:
+class PrefixIndex:
     """All entries of one gateway. Belongs to one thread."""
 
     def __init__(self, entries_max: int, per_owner_max: int) -> None:
         self._entries_max = entries_max
         self._per_owner_max = per_owner_max
-        self._entries: OrderedDict[Key, Entry] = OrderedDict()
+        self._entries: OrderedDict[Key, IndexedPrefix] = OrderedDict()
         self._by_owner: dict[int, OrderedDict[Key, None]] = {}
         self._owners_of: dict[int, dict[int, None]] = {}
         """Owners by how many entries they have; `_most` is the largest of these numbers."""
         self._most = 0
-        self.on_drop: Callable[[Entry, Iterable[str]], None] = lambda entry, classes: None
+        self.on_drop: Callable[[IndexedPrefix, Iterable[str]], None] = lambda entry, classes: None
         """Told of each entry that goes, or of what of its classes does."""
         self.erasures = 0
         """How many there were: see `was_erased`."""
@@ -132,11 +132,11 @@ class EntryBook:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def find(self, key: Key) -> Entry | None:
+    def find(self, key: Key) -> IndexedPrefix | None:
         """The entry, live or not. O(1). Does not count as use."""
         return self._entries.get(key)
 
-    def saying(self, writer: int, words: bytes) -> list[Entry]:
+    def saying(self, writer: int, words: bytes) -> list[IndexedPrefix]:
         """What this writer wrote that says the same, in any namespace, live or not: the latest few,
         for who has a partition for each of its users has as many. O(1)."""
         keys = self._by_words.get((writer, words), {})
@@ -160,7 +160,9 @@ class EntryBook:
         before template and tokenizer, b"" for one that is known already or has none."""
         entry = self._entries.get(key)
         if entry is None:
-            entry = self._entries[key] = Entry(key, tokens, owner, epoch, losses, origin, words)
+            entry = self._entries[key] = IndexedPrefix(
+                key, tokens, owner, epoch, losses, origin, words
+            )
             keys = self._by_owner.setdefault(owner, OrderedDict())
             keys[key] = None
             self._count(owner, len(keys) - 1, len(keys))
@@ -176,7 +178,7 @@ class EntryBook:
         self._touch(entry)
         self._trim(owner)
 
-    def renew(self, entry: Entry, now_s: float) -> None:
+    def renew(self, entry: IndexedPrefix, now_s: float) -> None:
         """It was read at `now_s`."""
         for lease in entry.leases.values():
             if lease.expires_at_s > now_s:
@@ -219,7 +221,7 @@ class EntryBook:
         asked: Iterator[Namespace | Key] = chain((namespace,), keys)
         return any(self._erased.get(one, 0) > since for one in asked)
 
-    def owned(self, owner: int) -> list[Entry]:
+    def owned(self, owner: int) -> list[IndexedPrefix]:
         """An owner's entries, live or not, longest unused first. O(its entries)."""
         return [self._entries[key] for key in self._by_owner.get(owner, ())]
 
@@ -248,7 +250,7 @@ class EntryBook:
         if len(self._erased) > ERASED_MAX:
             self._erased.popitem(last=False)
 
-    def _touch(self, entry: Entry) -> None:
+    def _touch(self, entry: IndexedPrefix) -> None:
         if self._entries.get(entry.key) is entry:
             self._entries.move_to_end(entry.key)
             self._by_owner[entry.owner].move_to_end(entry.key)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
 from engine.api import LeaseGrant
-from gateway.caching.prefix_index import Entry, EntryBook, Key
+from gateway.caching.prefix_index import IndexedPrefix, Key, PrefixIndex
 
 Outcome = Literal["given", "renewed", "clipped", "refused", "kept", "broken", "given_up"]
 OUTCOMES: tuple[Outcome, ...] = (
@@ -33,7 +33,7 @@ class PromiseTally:
     """Counts of one gateway. Belongs to one thread."""
 
     def __init__(
-        self, entries: EntryBook, epoch: Callable[[], str], slack: int = ENDS_SLACK
+        self, entries: PrefixIndex, epoch: Callable[[], str], slack: int = ENDS_SLACK
     ) -> None:
         """`entries` hold the promises; `epoch` says which life of the engine this is; `slack`: ends
         that may be kept beyond twice as many as there are promises."""
@@ -65,13 +65,13 @@ class PromiseTally:
         heapq.heappush(self._ends, (until_s, place))
         self._count(owner, name, "given")
 
-    def broke(self, entry: Entry, now_s: float) -> None:
+    def broke(self, entry: IndexedPrefix, now_s: float) -> None:
         """What of it was promised has been lost. O(its classes)."""
         for name, lease in entry.leases.items():
             if lease.promised_until_s > now_s:
                 self._end((entry.key, name), "broken")
 
-    def gave_up(self, entry: Entry, classes: Iterable[str]) -> None:
+    def gave_up(self, entry: IndexedPrefix, classes: Iterable[str]) -> None:
         """It is kept no more in these. O(classes)."""
         for name in classes:
             self._end((entry.key, name), "given_up")

@@ -16,7 +16,7 @@ from msgspec import structs
 
 from gateway.app import connect, prepare_data_dir
 from gateway.cli.database import opened
-from gateway.cli.result import Answer, CommandError, Show
+from gateway.cli.result import CommandError, CommandResult, Show
 from gateway.config import Config
 from gateway.ledger.metering import wall_ms
 from tenancy.accounting import backups
@@ -31,7 +31,7 @@ def _add_backup(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", type=Path, metavar="FILE", help="to be made; not there yet")
 
 
-def _backup(options: argparse.Namespace, config: Config, show: Show) -> Answer:
+def _backup(options: argparse.Namespace, config: Config, show: Show) -> CommandResult:
     if is_server(config.tenancy.database):
         raise CommandError("this ledger is on a server: back it up with pg_dump, at any time")
     path = config.data / config.tenancy.database
@@ -39,7 +39,7 @@ def _backup(options: argparse.Namespace, config: Config, show: Show) -> Answer:
         raise CommandError(f"there is nothing to back up: {path} is not there")
     size = backups.backup(path, options.file)
     text = f"{size} bytes in {options.file}"
-    return Answer(text, {"file": str(options.file), "bytes": size})
+    return CommandResult(text, {"file": str(options.file), "bytes": size})
 
 
 def _add_restore(parser: argparse.ArgumentParser) -> None:
@@ -49,11 +49,11 @@ def _add_restore(parser: argparse.ArgumentParser) -> None:
     which.add_argument("--mark", action="store_true", help=text)
 
 
-def _restore(options: argparse.Namespace, config: Config, show: Show) -> Answer:
+def _restore(options: argparse.Namespace, config: Config, show: Show) -> CommandResult:
     if options.mark:
         with opened(config, makes=False) as store:
             epoch = backups.mark(store, wall_ms)
-        return Answer(f"ledger epoch {epoch.number} begins", {"ledger_epoch": epoch.number})
+        return CommandResult(f"ledger epoch {epoch.number} begins", {"ledger_epoch": epoch.number})
     if is_server(config.tenancy.database):
         message = "restore it with pg_restore, then say so: trunkline restore --mark"
         raise CommandError(f"this ledger is on a server: {message}")
@@ -77,7 +77,7 @@ def _restore(options: argparse.Namespace, config: Config, show: Show) -> Answer:
         text += f" until {_instant(missing.until_ms)}"
     if done.kept is not None:
         text += f"\nwhat was there is kept as {done.kept}"
-    return Answer(text, data)
+    return CommandResult(text, data)
 
 
 def _add_move(parser: argparse.ArgumentParser) -> None:
@@ -85,7 +85,7 @@ def _add_move(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("to", metavar="ADDRESS", help=text)
 
 
-def _move(options: argparse.Namespace, config: Config, show: Show) -> Answer:
+def _move(options: argparse.Namespace, config: Config, show: Show) -> CommandResult:
     if is_server(config.tenancy.database) or not is_server(options.to):
         raise CommandError("a ledger is moved from a file to a server: postgresql://…")
     path = config.data / config.tenancy.database
@@ -112,7 +112,7 @@ def _move(options: argparse.Namespace, config: Config, show: Show) -> Answer:
         f'\nnow say so in the configuration: tenancy.database = "{options.to}"'
         "\nand start no server with the file any more"
     )
-    return Answer(text, data)
+    return CommandResult(text, data)
 
 
 def _instant(at_ms: int) -> str:
@@ -127,6 +127,6 @@ COMMANDS: Mapping[str, tuple[str, Adder]] = {
 }
 
 
-def run(options: argparse.Namespace, config: Config, show: Show) -> Answer:
+def run(options: argparse.Namespace, config: Config, show: Show) -> CommandResult:
     """One of `COMMANDS`."""
     return _RUN[options.command](options, config, show)

@@ -18,7 +18,7 @@ import msgspec
 from msgspec import structs
 
 from gateway.cli.database import opened
-from gateway.cli.result import Answer, CommandError, Show, Table, tabled
+from gateway.cli.result import CommandError, CommandResult, Show, Table, tabled
 from gateway.config import Config
 from gateway.dialects.validation import field_given_twice
 from gateway.ledger.metering import wall_ms
@@ -53,7 +53,7 @@ def _add_prices(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--add", type=Path, metavar="FILE", help="a rate card as JSON")
 
 
-def _prices(options: argparse.Namespace, config: Config, write: Write, show: Show) -> Answer:
+def _prices(options: argparse.Namespace, config: Config, write: Write, show: Show) -> CommandResult:
     """All versions of all cards, or a new one."""
     with opened(config, makes=False) as store:
         if options.add is not None:
@@ -63,13 +63,13 @@ def _prices(options: argparse.Namespace, config: Config, write: Write, show: Sho
             text = f"{card.rate_card_id} is in force from {_instant(card.valid_from_ms)}"
             if card.tier not in (ANY, *(one.tier for one, _ in list_tenants(store))):
                 text += f"; no tenant has the tier {card.tier!r} yet"
-            return Answer(text, structs.asdict(card))
+            return CommandResult(text, structs.asdict(card))
         rows = [_card_row(card) for card in load_cards(store)]
     if not rows:
-        return Answer("no rate cards: nothing is charged", [])
+        return CommandResult("no rate cards: nothing is charged", [])
     table = tabled(rows, shown=_PRICES)
     unit = "micro-dollars per million tokens, of storage for an hour; minimum_charge: micro-dollars"
-    return Answer(f"{unit}\n{table.text}", table.data)
+    return CommandResult(f"{unit}\n{table.text}", table.data)
 
 
 _PRICES = (
@@ -108,7 +108,7 @@ def _add_budget(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--remove", action="store_true", help="take the budget away")
 
 
-def _budget(options: argparse.Namespace, config: Config, write: Write, show: Show) -> Answer:
+def _budget(options: argparse.Namespace, config: Config, write: Write, show: Show) -> CommandResult:
     """Set one, or list them with what is spent."""
     hard, soft = _micros(options.hard, "--hard"), _micros(options.soft, "--soft")
     is_change = options.remove or hard is not None or soft is not None
@@ -138,7 +138,7 @@ def _budget(options: argparse.Namespace, config: Config, write: Write, show: Sho
         }
         for state in states
     ]
-    return tabled(rows) if rows else Answer("no budgets", [])
+    return tabled(rows) if rows else CommandResult("no budgets", [])
 
 
 # --- the books -----------------------------------------------------------------------------------
@@ -160,7 +160,7 @@ _ANSWER_ID = re.compile(r"[a-z]+[-_]([0-9a-f]{32})")
 """As dialects make it of a request's id: chatcmpl-, msg_ and the like before it."""
 
 
-def _adjust(options: argparse.Namespace, config: Config, write: Write, show: Show) -> Answer:
+def _adjust(options: argparse.Namespace, config: Config, write: Write, show: Show) -> CommandResult:
     """A credit or a debit on an entry."""
     amount = options.debit if options.credit is None else -options.credit
     pico = amount.scaleb(12)
@@ -172,7 +172,7 @@ def _adjust(options: argparse.Namespace, config: Config, write: Write, show: Sho
     with opened(config, makes=False) as store:
         is_new = adjust(store, wall_ms, adjustment)
     text = f"adjustment {options.id} booked" if is_new else f"adjustment {options.id} was there"
-    return Answer(text, {**structs.asdict(adjustment), "is_new": is_new})
+    return CommandResult(text, {**structs.asdict(adjustment), "is_new": is_new})
 
 
 def _add_close(parser: argparse.ArgumentParser) -> None:
@@ -182,7 +182,7 @@ def _add_close(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--despite-counts", action="store_true", help=text)
 
 
-def _close(options: argparse.Namespace, config: Config, write: Write, show: Show) -> Answer:
+def _close(options: argparse.Namespace, config: Config, write: Write, show: Show) -> CommandResult:
     """Close what can be closed. Keep the digests elsewhere."""
     with opened(config, makes=False) as store:
         despite = options.despite_counts
@@ -199,22 +199,26 @@ def _close(options: argparse.Namespace, config: Config, write: Write, show: Show
         }
         for day in days
     ]
-    return tabled(rows) if rows else Answer("nothing to close", [])
+    return tabled(rows) if rows else CommandResult("nothing to close", [])
 
 
 def _add_nothing(parser: argparse.ArgumentParser) -> None:
     """A command without arguments of its own."""
 
 
-def _check_books(options: argparse.Namespace, config: Config, write: Write, show: Show) -> Answer:
+def _check_books(
+    options: argparse.Namespace, config: Config, write: Write, show: Show
+) -> CommandResult:
     """Status 1 if something is wrong."""
     with opened(config, makes=False) as store:
         findings = check_books(store, partial(show, "checked"))
     text = "\n".join(findings) if findings else "the books are right"
-    return Answer(text, findings, 1 if findings else 0)
+    return CommandResult(text, findings, 1 if findings else 0)
 
 
-def _reconcile(options: argparse.Namespace, config: Config, write: Write, show: Show) -> Answer:
+def _reconcile(
+    options: argparse.Namespace, config: Config, write: Write, show: Show
+) -> CommandResult:
     """Ledger, engine and metrics by engine life. Status 1 if they are apart."""
     with opened(config, makes=False) as store:
         epochs, life = reconcile(store, wall_ms()), ledger_epoch(store).number
@@ -229,7 +233,7 @@ def _reconcile(options: argparse.Namespace, config: Config, write: Write, show: 
             row[f"ledger_minus_{name}"] = "/".join(map(str, apart))
         rows.append({**row, "ledger_epoch": life})
     if not rows:
-        return Answer("no engine has been counted yet", [])
+        return CommandResult("no engine has been counted yet", [])
     return tabled(rows, 1 if any(epoch.is_apart for epoch in epochs) else 0)
 
 
@@ -248,7 +252,7 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--account", default="trunkline", metavar="NAME", help=text)
 
 
-def _export(options: argparse.Namespace, config: Config, write: Write, show: Show) -> Answer:
+def _export(options: argparse.Namespace, config: Config, write: Write, show: Show) -> CommandResult:
     """Entries, events or cost rows of a period."""
     since_ms, until_ms = _time(options.since, "--since"), _time(options.until, "--until")
     if since_ms is not None and until_ms is not None and since_ms >= until_ms:
@@ -261,7 +265,7 @@ def _export(options: argparse.Namespace, config: Config, write: Write, show: Sho
         period = (options.tenant, since_ms or 0, until_ms)
         if options.format == "parquet":
             count = write_parquet(ENTRY_COLUMNS, entry_rows(store, *period), options.out)
-            return Answer(f"{count} entries in {options.out}", {"entries": count})
+            return CommandResult(f"{count} entries in {options.out}", {"entries": count})
         if options.format == "csv":
             data = as_csv(ENTRY_COLUMNS, entry_rows(store, *period))
         elif options.format == "focus":
@@ -271,9 +275,9 @@ def _export(options: argparse.Namespace, config: Config, write: Write, show: Sho
         if options.out is None:
             for chunk in data:
                 write(chunk)
-            return Answer("", None)
+            return CommandResult("", None)
         size = _write_file(options.out, data)
-    return Answer(f"{size} bytes in {options.out}", {"bytes": size})
+    return CommandResult(f"{size} bytes in {options.out}", {"bytes": size})
 
 
 def _write_file(path: Path, data: Iterator[bytes]) -> int:
@@ -307,7 +311,7 @@ COMMANDS: Mapping[str, tuple[str, Adder]] = {
 }
 
 
-def run(options: argparse.Namespace, config: Config, write: Write, show: Show) -> Answer:
+def run(options: argparse.Namespace, config: Config, write: Write, show: Show) -> CommandResult:
     """One of `COMMANDS`. What an export has to say goes to `write`."""
     return _RUN[options.command](options, config, write, show)
 

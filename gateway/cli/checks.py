@@ -12,7 +12,7 @@ import apsw
 from engine.errors import ModelError
 from engine.model_store import CATALOGUE, resolve
 from gateway.background.config_reload import with_digests
-from gateway.cli.result import Answer, CommandError, Table, tabled
+from gateway.cli.result import CommandError, CommandResult, Table, tabled
 from gateway.cli.serve import check_address
 from gateway.config import Config, ConfigError, Origin, effective
 from tenancy.errors import StoreError
@@ -23,7 +23,7 @@ PACKAGES = ("torch", "tokenizers", "aiohttp", "msgspec")
 DISK_GIB_MIN = 1.0
 
 
-def check_config(config: Config, origin: Origin) -> Answer:
+def check_config(config: Config, origin: Origin) -> CommandResult:
     """Every setting, where it came from, and its value."""
     return tabled(
         [
@@ -33,13 +33,13 @@ def check_config(config: Config, origin: Origin) -> Answer:
     )
 
 
-def version() -> Answer:
+def version() -> CommandResult:
     """This program."""
     number = metadata.version("trunkline")
-    return Answer(f"trunkline {number}", {"trunkline": number})
+    return CommandResult(f"trunkline {number}", {"trunkline": number})
 
 
-def doctor(config: Config) -> Answer:
+def doctor(config: Config) -> CommandResult:
     """What a server would need, whether it is there, and what to do if it is not.
 
     Changes nothing; status 1 if something is missing.

@@ -19,7 +19,7 @@ class CommandError(Exception):
     """A command that could not be done; the message is one line for people."""
 
 
-class Answer(Struct, frozen=True):
+class CommandResult(Struct, frozen=True):
     """`text` for people, `data` for `--json`, `status` for the shell."""
 
     text: str
@@ -27,10 +27,10 @@ class Answer(Struct, frozen=True):
     status: int = 0
 
 
-def tabled(rows: Table, status: int = 0, *, shown: Sequence[str] = ()) -> Answer:
+def tabled(rows: Table, status: int = 0, *, shown: Sequence[str] = ()) -> CommandResult:
     """Rows for a program are columns for a person; `shown`: those columns alone."""
     table = [{name: row[name] for name in shown} for row in rows] if shown else rows
-    return Answer(_columns(table) if rows else "nothing yet", rows, status)
+    return CommandResult(_columns(table) if rows else "nothing yet", rows, status)
 
 
 def _columns(rows: Table) -> str:

@@ -10,7 +10,7 @@ from msgspec import structs
 
 from gateway.cli.arguments import UsageError
 from gateway.cli.database import opened
-from gateway.cli.result import Answer, tabled
+from gateway.cli.result import CommandResult, tabled
 from gateway.config import Config
 from gateway.ledger.metering import wall_ms
 from tenancy.accounts.shared_scopes import ScopeTerms, list_scopes, remove_scope, set_scope
@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--remove", action="store_true", help="its members share no more")
 
 
-def run(options: argparse.Namespace, config: Config) -> Answer:
+def run(options: argparse.Namespace, config: Config) -> CommandResult:
     """List them, make or change one, or remove it."""
     name, owner = options.name, options.owner
     if options.remove and (owner is not None or options.members):
@@ -38,13 +38,13 @@ def run(options: argparse.Namespace, config: Config) -> Answer:
     with opened(config) as store:
         if options.remove:
             remove_scope(store, name)
-            return Answer(f"shared scope {name} removed", {"name": name, "removed": True})
+            return CommandResult(f"shared scope {name} removed", {"name": name, "removed": True})
         if name is not None:
             terms = ScopeTerms(name=name, owner=owner, members=tuple(options.members))
             scope = set_scope(store, wall_ms, terms)
             text = f"shared scope {name} of {owner}: {' '.join(scope.members) or 'nobody yet'}"
-            return Answer(text, structs.asdict(scope))
+            return CommandResult(text, structs.asdict(scope))
         scopes = [structs.asdict(scope) for scope in list_scopes(store)]
     if not scopes:
-        return Answer("no shared scopes", [])
+        return CommandResult("no shared scopes", [])
     return tabled(scopes, shown=("name", "owner", "members", "is_declared"))

@@ -12,7 +12,7 @@ from msgspec import structs
 
 from gateway.caching.floors import kept
 from gateway.cli.database import opened
-from gateway.cli.result import Answer, tabled
+from gateway.cli.result import CommandResult, tabled
 from gateway.config import Config
 from gateway.ledger.metering import wall_ms
 from tenancy.accounting.focus_export import storage_by_tenant
@@ -31,7 +31,7 @@ from tenancy.accounts.keys import (
     rotate_key,
 )
 from tenancy.accounts.tenants import (
-    Registered,
+    TenantRecord,
     change_tenant,
     changed,
     create_tenant,
@@ -52,7 +52,7 @@ _UNITS_MS = {"m": 60_000, "h": 3_600_000, "d": 86_400_000}
 DAYS_MAX = 36_500
 
 
-def tenant_create(config: Config, name: str, changes: Mapping[str, object]) -> Answer:
+def tenant_create(config: Config, name: str, changes: Mapping[str, object]) -> CommandResult:
     """Make a tenant."""
     settings = changed(TenantSettings(), changes)
     config.caching.check_classes(settings.classes or ())
@@ -64,7 +64,7 @@ def tenant_create(config: Config, name: str, changes: Mapping[str, object]) -> A
         return _about(store, name, text)
 
 
-def tenant_list(config: Config) -> Answer:
+def tenant_list(config: Config) -> CommandResult:
     """All tenants with what is set of them; for a person without what is set nowhere. Where floors
     ask for more than the engine that was started last can keep, with what it keeps of each."""
     with opened(config) as store:
@@ -76,7 +76,7 @@ def tenant_list(config: Config) -> Answer:
     return structs.replace(tabled(rows), text=tabled(shown).text)
 
 
-def tenant_set(config: Config, name: str, changes: Mapping[str, object]) -> Answer:
+def tenant_set(config: Config, name: str, changes: Mapping[str, object]) -> CommandResult:
     """Change what is named."""
     if not changes:
         raise BadName("nothing_to_set", "say what to set: `trunkline tenant set --help` lists it")
@@ -86,20 +86,20 @@ def tenant_set(config: Config, name: str, changes: Mapping[str, object]) -> Answ
         return _about(store, name, f"tenant {name} changed")
 
 
-def tenant_status(config: Config, name: str, status: Status) -> Answer:
+def tenant_status(config: Config, name: str, status: Status) -> CommandResult:
     """Suspend or resume."""
     with opened(config) as store:
         set_status(store, name, status)
         return _about(store, name, f"tenant {name} is {status}")
 
 
-def tenant_delete(config: Config, name: str) -> Answer:
+def tenant_delete(config: Config, name: str) -> CommandResult:
     """Delete one; its money rows stay, under a pseudonym."""
     with opened(config) as store:
         pseudonym = delete_tenant(store, wall_ms, name)
     kept = f"; its entries stay, as those of {pseudonym}" if pseudonym else ""
     fields = {"name": name, "deleted": True, "pseudonym": pseudonym}
-    return Answer(f"tenant {name} deleted{kept}", fields)
+    return CommandResult(f"tenant {name} deleted{kept}", fields)
 
 
 def key_create(
@@ -110,7 +110,7 @@ def key_create(
     expires: str | None,
     scopes: str | None,
     limits: Mapping[str, object],
-) -> Answer:
+) -> CommandResult:
     """A new key: alone in words, so that `KEY=$(trunkline key create --tenant NAME)` works.
 
     Without a tenant it is an administrator's.
@@ -121,7 +121,7 @@ def key_create(
             raise BadName("bad_scopes", "an administrator's key has no workspace, scopes or limits")
         with opened(config) as store:
             key = create_admin_key(store, wall_ms, label=label, lives_ms=lives_ms)
-        return Answer(key, {"key": key, "scopes": ["admin"]})
+        return CommandResult(key, {"key": key, "scopes": ["admin"]})
     with opened(config) as store:
         found, _ = find_tenant(store, tenant)
         key = create_key(
@@ -134,10 +134,10 @@ def key_create(
             scopes=SCOPES if scopes is None else scopes.split(","),
             limits=_limits(Limits(), limits),
         )
-    return Answer(key, {"key": key, "tenant": tenant, "workspace": workspace})
+    return CommandResult(key, {"key": key, "tenant": tenant, "workspace": workspace})
 
 
-def key_list(config: Config, tenant: str | None) -> Answer:
+def key_list(config: Config, tenant: str | None) -> CommandResult:
     """Keys as they may be shown: never whole."""
     with opened(config) as store:
         if tenant is not None:
@@ -160,7 +160,7 @@ def key_set(
     label: str | None,
     scopes: str | None,
     limits: Mapping[str, object],
-) -> Answer:
+) -> CommandResult:
     """Change what is named."""
     if label is None and scopes is None and not limits:
         raise BadName("nothing_to_set", "say what to set: `trunkline key set --help` lists it")
@@ -173,23 +173,23 @@ def key_set(
             scopes=None if scopes is None else scopes.split(","),
             limits=_limits(old.limits, limits) if limits else None,
         )
-    return Answer(f"key {key.shown}… changed", _key_row(key))
+    return CommandResult(f"key {key.shown}… changed", _key_row(key))
 
 
-def key_rotate(config: Config, which: str, grace: str) -> Answer:
+def key_rotate(config: Config, which: str, grace: str) -> CommandResult:
     """A new key, alone in words; the old one works on for a while."""
     grace_ms = 0 if grace == "0" else _milliseconds(grace, "--grace")
     with opened(config) as store:
         key, new, old = rotate_key(store, wall_ms, which, grace_ms)
-    return Answer(key, {"key": key, "new": _key_row(new), "old": _key_row(old)})
+    return CommandResult(key, {"key": key, "new": _key_row(new), "old": _key_row(old)})
 
 
-def key_revoke(config: Config, which: str) -> Answer:
+def key_revoke(config: Config, which: str) -> CommandResult:
     """A key stops working within a second."""
     with opened(config) as store:
         key = revoke_key(store, wall_ms, which)
     whose = f"of {key.tenant}" if key.tenant else "of an administrator"
-    return Answer(f"key {key.shown}… {whose} revoked", _key_row(key))
+    return CommandResult(f"key {key.shown}… {whose} revoked", _key_row(key))
 
 
 _USAGE = (
@@ -208,7 +208,7 @@ _USAGE = (
 """What a person is shown of a sum. Charge, storage and adjustments add up to the bill."""
 
 
-def usage(config: Config, tenant: str | None, days: int | None) -> Answer:
+def usage(config: Config, tenant: str | None, days: int | None) -> CommandResult:
     """Sums of ledger entries, of their adjustments and of what was held, by tenant."""
     if days is not None and not 1 <= days <= DAYS_MAX:
         raise BadName("bad_time", f"--days: {days} is not between 1 and {DAYS_MAX}")
@@ -231,7 +231,7 @@ def usage(config: Config, tenant: str | None, days: int | None) -> Answer:
     return tabled(rows, shown=_USAGE)
 
 
-def _about(store: Store, name: str, text: str) -> Answer:
+def _about(store: Store, name: str, text: str) -> CommandResult:
     """With a word about it if its floor cannot be kept, or if it is charged nothing."""
     found = find_registered(store, name)
     most = floors_max(store)
@@ -243,10 +243,10 @@ def _about(store: Store, name: str, text: str) -> Answer:
         )
     if leaves_free(store, wall_ms, found.tenant.tier):
         text += f"; no rate card holds for its tier {found.tenant.tier!r}: it is charged nothing"
-    return Answer(text, _row(found))
+    return CommandResult(text, _row(found))
 
 
-def _row(one: Registered) -> dict[str, object]:
+def _row(one: TenantRecord) -> dict[str, object]:
     tenant = one.tenant
     return {
         "name": tenant.name,

@@ -136,7 +136,7 @@ class Rendered(Struct, frozen=True, omit_defaults=True):
     grammar: Grammar | None = None
 
 
-class Generation(Struct, frozen=True):
+class GenerationParameters(Struct, frozen=True):
     """How to continue. `samples` are computed and the best `choices` of them, by mean logprob,
     returned; `choices_field` is where a client says how many. `max_tokens` None: as many as the
     server gives. `echo`: the prompt's text is part of the answer. `report_logprobs`: logprobs were
@@ -192,7 +192,7 @@ class Call(Struct, frozen=True):
 
     model: str
     prompts: tuple[Prompt, ...]
-    generation: Generation
+    generation: GenerationParameters
     operation: Literal["generate", "prewarm", "count", "quote"] = "generate"
     stream: bool = False
     include_usage: bool = False
@@ -203,7 +203,7 @@ class Call(Struct, frozen=True):
     digests: tuple[tuple[str, str], ...] = ()
 
 
-class Asked(Struct, frozen=True):
+class RequestMetadata(Struct, frozen=True):
     """What of a request stands outside its body, as far as a dialect may know: the `model` and
     `action` of a path, and a `version` header."""
 
@@ -213,7 +213,7 @@ class Asked(Struct, frozen=True):
     betas: tuple[str, ...] = ()
 
 
-NOTHING_ELSE = Asked()
+NOTHING_ELSE = RequestMetadata()
 """A request whose body says it all."""
 
 

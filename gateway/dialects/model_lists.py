@@ -13,7 +13,7 @@ from gateway.errors import Kind, Refusal
 PAGE_MAX = 1_000
 
 
-class Model(Struct, frozen=True):
+class ListedModel(Struct, frozen=True):
     """One that can be asked for. `context_tokens`: 0 while it is not known."""
 
     name: str
@@ -25,12 +25,12 @@ class Model(Struct, frozen=True):
 # --- OpenAI --------------------------------------------------------------------------------------
 
 
-def openai_list(models: Sequence[Model], query: Mapping[str, str]) -> dict[str, Any]:
+def openai_list(models: Sequence[ListedModel], query: Mapping[str, str]) -> dict[str, Any]:
     """All of them; its API has no pages here."""
     return {"object": "list", "data": [openai_one(model) for model in models]}
 
 
-def openai_one(model: Model) -> dict[str, Any]:
+def openai_one(model: ListedModel) -> dict[str, Any]:
     """One model."""
     return {
         "id": model.name,
@@ -43,7 +43,7 @@ def openai_one(model: Model) -> dict[str, Any]:
 # --- Anthropic -----------------------------------------------------------------------------------
 
 
-def anthropic_list(models: Sequence[Model], query: Mapping[str, str]) -> dict[str, Any]:
+def anthropic_list(models: Sequence[ListedModel], query: Mapping[str, str]) -> dict[str, Any]:
     """A page: `limit` models behind `after_id` or before `before_id`. Raises Refusal."""
     limit = _whole(query, "limit", 20)
     names = [model.name for model in models]
@@ -66,7 +66,7 @@ def anthropic_list(models: Sequence[Model], query: Mapping[str, str]) -> dict[st
     }
 
 
-def anthropic_one(model: Model) -> dict[str, Any]:
+def anthropic_one(model: ListedModel) -> dict[str, Any]:
     """One model."""
     at = datetime.fromtimestamp(model.created_s, UTC)
     return {
@@ -83,7 +83,7 @@ def anthropic_one(model: Model) -> dict[str, Any]:
 # --- Gemini --------------------------------------------------------------------------------------
 
 
-def gemini_list(models: Sequence[Model], query: Mapping[str, str]) -> dict[str, Any]:
+def gemini_list(models: Sequence[ListedModel], query: Mapping[str, str]) -> dict[str, Any]:
     """A page of `pageSize` models; the token is the place where the next begins. Raises Refusal."""
     size = _whole(query, "pageSize" if "pageSize" in query else "page_size", 50)
     start = _whole(query, "pageToken" if "pageToken" in query else "page_token", 0, least=0)
@@ -93,7 +93,7 @@ def gemini_list(models: Sequence[Model], query: Mapping[str, str]) -> dict[str, 
     return body
 
 
-def gemini_one(model: Model) -> dict[str, Any]:
+def gemini_one(model: ListedModel) -> dict[str, Any]:
     """One model."""
     return {
         "name": f"models/{model.name}",

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from gateway.dialects.canonical import Asked, Call, Delta, Reply
+from gateway.dialects.canonical import Call, Delta, Reply, RequestMetadata
 from gateway.errors import Refusal
 
 
@@ -44,7 +44,7 @@ class Dialect(ErrorShape, Protocol):
     name: str
     stream_content_type: str
 
-    def parse(self, body: bytes, asked: Asked) -> Call:
+    def parse(self, body: bytes, asked: RequestMetadata) -> Call:
         """Raises Refusal."""
 
     def encoder(self, call: Call, reply: Reply) -> Encoder:

@@ -22,7 +22,7 @@ from engine.api import (
 )
 from gateway.caching.namespaces import payer_of, quota_of
 from gateway.config import LimitsConfig
-from gateway.dialects.canonical import Call, Generation, Rendered
+from gateway.dialects.canonical import Call, GenerationParameters, Rendered
 from gateway.errors import Kind, Refusal
 from tenancy.types import Identity
 
@@ -31,7 +31,7 @@ RETRY_AFTER_MIN_S, RETRY_AFTER_MAX_S = 1.0, 60.0
 """Clients that are told to wait for more than a minute give up instead."""
 
 
-class Circumstances(Struct, frozen=True):
+class AdmissionContext(Struct, frozen=True):
     """What admission looks at besides the call. `running`: the tenant's own requests now."""
 
     info: EngineInfo
@@ -47,7 +47,7 @@ def admit(
     rendered: Sequence[Rendered],
     identity: Identity,
     request_id: str,
-    now: Circumstances,
+    now: AdmissionContext,
     namespace: Namespace,
     leases: Sequence[tuple[LeaseRequest, ...]] = (),
 ) -> tuple[Request, ...]:
@@ -84,7 +84,7 @@ def admit(
 
 
 def output_tokens(
-    call: Call, rendered: Sequence[Rendered], identity: Identity, now: Circumstances
+    call: Call, rendered: Sequence[Rendered], identity: Identity, now: AdmissionContext
 ) -> list[int]:
     """How many tokens each prompt may be answered. Raises Refusal, BAD, for what can never run."""
     generation = call.generation
@@ -108,7 +108,7 @@ def retry_after_s(stats: Stats) -> float:
 # --- what can never run --------------------------------------------------------------------------
 
 
-def _check_sequences(generation: Generation, prompts: int, limits: LimitsConfig) -> None:
+def _check_sequences(generation: GenerationParameters, prompts: int, limits: LimitsConfig) -> None:
     if generation.samples > limits.choices_max:
         are_choices = generation.choices == generation.samples
         param = generation.choices_field if are_choices else "best_of"
@@ -124,7 +124,7 @@ def _check_sequences(generation: Generation, prompts: int, limits: LimitsConfig)
         )
 
 
-def _check_more_ids(generation: Generation, info: EngineInfo) -> None:
+def _check_more_ids(generation: GenerationParameters, info: EngineInfo) -> None:
     """Token ids come from clients too, and nothing may index by them unchecked. The engine checks
     all, and those that a tokenizer made alone."""
     if generation.stop_token_ids:
@@ -145,7 +145,7 @@ def _check_ids(param: str, token_ids: tuple[int, ...], info: EngineInfo) -> None
         )
 
 
-def _output_tokens(prompt: Rendered, call: Call, identity: Identity, now: Circumstances) -> int:
+def _output_tokens(prompt: Rendered, call: Call, identity: Identity, now: AdmissionContext) -> int:
     """How many tokens may come: as asked, or what there is room for."""
     generation, given = call.generation, len(prompt.token_ids)
     room, reason = _room(identity, now)
@@ -160,7 +160,7 @@ def _output_tokens(prompt: Rendered, call: Call, identity: Identity, now: Circum
     return generation.max_tokens
 
 
-def _room(identity: Identity, now: Circumstances) -> tuple[int, str]:
+def _room(identity: Identity, now: AdmissionContext) -> tuple[int, str]:
     """(tokens one sequence may have, in words): the context, or the memory if that is less."""
     context = now.info.context_tokens
     ceiling = identity.blocks_policy.ceiling_blocks
@@ -180,7 +180,7 @@ def _too_long(what: str, reason: str, call: Call) -> Refusal:
 # --- what cannot run now -------------------------------------------------------------------------
 
 
-def _check_tenant(now: Circumstances) -> None:
+def _check_tenant(now: AdmissionContext) -> None:
     limit = now.limits.requests_per_tenant_max
     if now.running >= limit:
         raise Refusal(
@@ -191,7 +191,7 @@ def _check_tenant(now: Circumstances) -> None:
         )
 
 
-def _check_queue(rendered: Sequence[Rendered], now: Circumstances) -> None:
+def _check_queue(rendered: Sequence[Rendered], now: AdmissionContext) -> None:
     """Refuse at once what would time out in the queue: waiting for a refusal helps nobody."""
     rate = now.stats.prefill_tokens_per_s
     if rate <= 0 or not now.stats.waiting_tokens:
@@ -208,7 +208,7 @@ def _check_queue(rendered: Sequence[Rendered], now: Circumstances) -> None:
         )
 
 
-def _stops(generation: Generation, now: Circumstances) -> tuple[int, ...]:
+def _stops(generation: GenerationParameters, now: AdmissionContext) -> tuple[int, ...]:
     own = () if generation.ignore_eos else now.model_stop_token_ids
     if not generation.stop_token_ids:
         return own  # nearly always

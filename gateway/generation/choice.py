@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 from engine.api import FinishReason, SampledToken, TokenLogprob
 from gateway.dialects.canonical import Call, Text, TokenText
-from gateway.generation.output_parser import ChoiceOutput
+from gateway.generation.output_parser import OutputParser
 from gateway.prompt import Renderer
 from gateway.prompt.detokenizer import Detokenizer
 
@@ -20,7 +20,7 @@ class Choice:
     """One sample's text on its way out, and the tokens that spelt it."""
 
     def __init__(
-        self, index: int, sample: int, call: Call, renderer: Renderer, output: ChoiceOutput
+        self, index: int, sample: int, call: Call, renderer: Renderer, output: OutputParser
     ) -> None:
         self.index = index
         self.sample = sample
@@ -130,7 +130,7 @@ class PassedOn:
 
     __slots__ = ("_before_call", "_calls", "_output", "_text", "_tokens")
 
-    def __init__(self, text: Detokenizer, output: ChoiceOutput) -> None:
+    def __init__(self, text: Detokenizer, output: OutputParser) -> None:
         self._text = text
         self._output = output
         self._before_call = 0

@@ -25,17 +25,17 @@ from gateway.dialects.canonical import Begin, ChoiceEnd, Delta, End, Reply
 from gateway.dialects.protocol import Dialect, Encoder
 from gateway.errors import Kind, Refusal
 from gateway.generation import rate_limits
-from gateway.generation.admission import Circumstances, admit
+from gateway.generation.admission import AdmissionContext, admit
 from gateway.generation.idempotency import NAME, NamedRequest, named, replay
 from gateway.generation.outcome import Outcome
-from gateway.generation.output_stream import AnswerStream
+from gateway.generation.output_stream import OutputStream
 from gateway.generation.preparation import Prepared, check_model, circumstances, prepare
 from gateway.generation.usage import CACHE_HEADER, cache_header
 from gateway.http.error_mapping import refusal_of
 from gateway.http.request_body import read_body
 from gateway.http.request_context import STATE, RequestState, asked
 from gateway.http.server import ClientGone, begin, send, whole, write
-from gateway.ledger.metering import Account
+from gateway.ledger.metering import LedgerReservation
 from gateway.observability.tracing import operation_of
 from tenancy.errors import LedgerUnavailable, LimitExceeded, TenancyError
 from tenancy.ledger.idempotency import Keeping, KeptAnswer
@@ -43,7 +43,7 @@ from tenancy.limits import Demand, LimitState, Meter, Reservation
 from tenancy.types import Identity
 
 
-class Answer:
+class Generation:
     """One request on its way through."""
 
     def __init__(self, gateway: Context, dialect: Dialect, request: web.Request) -> None:
@@ -122,7 +122,7 @@ class Answer:
         requests = admit(call, rendered, identity, self._state.request_id, now, namespace, leases)
         self._state.epoch = now.info.epoch
         most = rate_limits.estimate(requests, 0)
-        account = Account(
+        account = LedgerReservation(
             gateway.ledger,
             gateway.wall,
             self._state.request_id,
@@ -144,7 +144,7 @@ class Answer:
 
         self._begun = begun
         gateway.enter(tenant_id)
-        answer = AnswerStream(call, rendered, gateway.renderer, self._contracts)
+        answer = OutputStream(call, rendered, gateway.renderer, self._contracts)
         ending = "failed"
         try:
             try:
@@ -175,7 +175,7 @@ class Answer:
             else:
                 await gateway.see_through(self._give_up(answer, account, outcome, ending))
 
-    async def _look(self, made: Prepared, identity: Identity) -> tuple[int, Circumstances]:
+    async def _look(self, made: Prepared, identity: Identity) -> tuple[int, AdmissionContext]:
         """What the cache has of the prompts, if a limit may depend on it, and how things stand
         then: what is counted now still holds when the call is admitted."""
         longest = made.now.limits.output_tokens_default
@@ -213,7 +213,7 @@ class Answer:
         return streams
 
     async def _give_up(
-        self, answer: AnswerStream, account: Account, outcome: Outcome, ending: str
+        self, answer: OutputStream, account: LedgerReservation, outcome: Outcome, ending: str
     ) -> None:
         """After any other ending: cancel what runs, settle what was not. Both may be done already.
         Whoever leaves twice waits for it too, so that his request's line has its tokens."""
@@ -235,7 +235,7 @@ class Answer:
     # -- the two shapes of an answer ------------------------------------------------------------
 
     async def _unary(
-        self, answer: AnswerStream, encoder: Encoder, account: Account, outcome: Outcome
+        self, answer: OutputStream, encoder: Encoder, account: LedgerReservation, outcome: Outcome
     ) -> web.StreamResponse:
         deltas = await answer.whole(self._see)
         body = encoder.unary(deltas)
@@ -258,7 +258,7 @@ class Answer:
         return headers
 
     async def _stream(
-        self, answer: AnswerStream, encoder: Encoder, account: Account, outcome: Outcome
+        self, answer: OutputStream, encoder: Encoder, account: LedgerReservation, outcome: Outcome
     ) -> web.StreamResponse:
         """Server-sent events. Until the first one, an error is still a plain HTTP answer."""
         interval_s = self._gateway.config.server.stream_keep_alive_s
@@ -279,9 +279,9 @@ class Answer:
     async def _pass_on(
         self,
         batch: Sequence[Delta] | None,
-        answer: AnswerStream,
+        answer: OutputStream,
         encoder: Encoder,
-        account: Account,
+        account: LedgerReservation,
         outcome: Outcome,
     ) -> None:
         """What came at once in one write; the last one waits for the ledger. None: nothing came."""
@@ -329,8 +329,8 @@ class Answer:
     def _close(
         self,
         deltas: Sequence[Delta],
-        answer: AnswerStream,
-        account: Account,
+        answer: OutputStream,
+        account: LedgerReservation,
         outcome: Outcome,
     ) -> asyncio.Future[None]:
         """Hand in the entry of a good answer, and what is kept of a named one; when it is durable

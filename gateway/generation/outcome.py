@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from gateway.analytics.aggregates import Facts
 from gateway.context import Context
 from gateway.dialects.canonical import UsageRecord
-from gateway.generation.output_stream import AnswerStream
+from gateway.generation.output_stream import OutputStream
 from gateway.generation.preparation import Prepared
 from gateway.generation.rate_limits import truth
 from gateway.generation.usage import added
@@ -39,7 +39,7 @@ class Outcome:
         assert identity is not None, "answers have an owner"
         self._tenant = identity.tenant.name
 
-    def count(self, answer: AnswerStream) -> Sequence[UsageRecord]:
+    def count(self, answer: OutputStream) -> Sequence[UsageRecord]:
         """What it took, prompt by prompt; a second call changes nothing. Changes: its reservation,
         its contracts, metrics, and what its line in the log will say."""
         if self._records is not None:
@@ -68,7 +68,7 @@ class Outcome:
                 telemetry.misses.add(1, missed)
         return records
 
-    def tell(self, answer: AnswerStream, ending: str) -> None:
+    def tell(self, answer: OutputStream, ending: str) -> None:
         """How it ended, and what it took where that has not been counted."""
         made, records = self._made, self.count(answer)
         prompts = zip(made.contracts, records, made.rendered, strict=False)

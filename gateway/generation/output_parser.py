@@ -14,7 +14,7 @@ from gateway.dialects.canonical import CallText, Delta, OutputFormat, Prompt, Te
 from gateway.prompt import Renderer
 from gateway.structured_output.grammars import offered
 from gateway.structured_output.output_check import satisfies
-from gateway.structured_output.tool_call_parser import CallReader, Found, Said
+from gateway.structured_output.tool_call_parser import Found, ParsedText, ToolCallParser
 
 
 def call_ids(request_id: str, index: int) -> Callable[[], str]:
@@ -28,7 +28,7 @@ def call_ids(request_id: str, index: int) -> Callable[[], str]:
     return made
 
 
-class ChoiceOutput:
+class OutputParser:
     """One choice's. `reads_calls`: tools may be called; `parallel`: more than once. `is_full`: the
     one call that was wanted is there, the rest is of no use."""
 
@@ -42,9 +42,9 @@ class ChoiceOutput:
         self.parallel = prompt.tool_choice.parallel
         # With the choice "none" tools stand in the prompt, and calls in the answer are only text.
         self.reads_calls = bool(prompt.tools) and prompt.tool_choice.mode != "none"
-        self._reader: CallReader | None = None
+        self._reader: ToolCallParser | None = None
         if self.reads_calls:
-            self._reader = CallReader(
+            self._reader = ToolCallParser(
                 renderer.tool_style,
                 [tool.name for tool in offered(prompt)],
                 make_id,
@@ -93,7 +93,7 @@ class ChoiceOutput:
     def _deltas(self, found: list[Found]) -> list[Delta]:
         deltas: list[Delta] = []
         for piece in found:
-            if isinstance(piece, Said):
+            if isinstance(piece, ParsedText):
                 self._note(piece.text)
                 deltas.append(Text(self._index, piece.text, self._taken()))
             else:

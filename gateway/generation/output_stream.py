@@ -24,7 +24,7 @@ from engine.api import (
     Tokens,
     Usage,
 )
-from engine.client.client import Bell, RequestStream
+from engine.client.client import RequestStream, Wakeup
 from gateway.dialects.canonical import (
     Begin,
     Call,
@@ -38,7 +38,7 @@ from gateway.dialects.canonical import (
     UsageRecord,
 )
 from gateway.generation.choice import Choice, token_text
-from gateway.generation.output_parser import ChoiceOutput, call_ids
+from gateway.generation.output_parser import OutputParser, call_ids
 from gateway.generation.usage import PLAIN, Accounting, added
 from gateway.http.engine_refusals import refusal_of
 from gateway.prompt import Renderer
@@ -47,7 +47,7 @@ from gateway.structured_output.grammars import schema_field
 _is_over = attrgetter("is_over")
 
 
-class AnswerStream:
+class OutputStream:
     """Deltas of one call. After the end, `usages` and `ending` say how it went. `tokens_seen`: that
     have come from the engine.
 
@@ -137,7 +137,7 @@ class AnswerStream:
         """Nobody reads on: cancel what still runs, and learn what it has used."""
         running = [(n, stream) for n, stream in enumerate(self._streams) if not stream.is_over]
         for _, stream in running:
-            stream.bell = Bell()
+            stream.bell = Wakeup()
         ends = await asyncio.gather(*(stream.cancel() for _, stream in running))
         for (number, _), end in zip(running, ends, strict=True):
             if end is not None:
@@ -181,9 +181,9 @@ class AnswerStream:
 
     # -- inside -------------------------------------------------------------------------------
 
-    def _bell(self, idle_s: float | None) -> Bell:
+    def _bell(self, idle_s: float | None) -> Wakeup:
         """One for all prompts."""
-        bell = Bell(idle_s)
+        bell = Wakeup(idle_s)
         for stream in self._streams:
             stream.bell = bell
         return bell
@@ -296,7 +296,7 @@ class AnswerStream:
 
     def _choice(self, request_id: str, prompt: int, sample: int, index: int) -> Choice:
         make_id = call_ids(request_id, index)
-        output = ChoiceOutput(index, self._call.prompts[prompt], self._renderer, make_id)
+        output = OutputParser(index, self._call.prompts[prompt], self._renderer, make_id)
         return Choice(index, sample, self._call, self._renderer, output)
 
     def _keep(self, prompt: int, choice: Choice, deltas: list[Delta]) -> list[Delta]:

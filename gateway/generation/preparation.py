@@ -13,12 +13,12 @@ from msgspec.structs import replace
 
 from engine.api import Retention
 from engine.errors import EngineUnavailable
-from gateway.caching import Contract, Origin, Scope
+from gateway.caching import CacheScope, Contract, Origin
 from gateway.caching.namespaces import namespace_of
 from gateway.context import Context
 from gateway.dialects.canonical import Call, Prompt, Rendered
 from gateway.errors import Kind, Refusal
-from gateway.generation.admission import Circumstances
+from gateway.generation.admission import AdmissionContext
 from gateway.generation.cached_contents import expand
 from tenancy.types import Identity
 
@@ -40,8 +40,8 @@ class Prepared(Struct, frozen=True):
     call: Call
     rendered: list[Rendered]
     contracts: list[Contract]
-    now: Circumstances
-    scope: Scope
+    now: AdmissionContext
+    scope: CacheScope
     resource_tokens: int = 0
 
     @property
@@ -94,7 +94,7 @@ async def prepare(
     return Prepared(call, rendered, contracts, now, scope, cached)
 
 
-def scope_of(call: Call, identity: Identity, now: Circumstances) -> Scope:
+def scope_of(call: Call, identity: Identity, now: AdmissionContext) -> CacheScope:
     """Whose prefixes a call may read and write."""
     namespace = namespace_of(identity, now.info.model_digest, now.template_digest, call.partition)
     tenant_id = identity.tenant.tenant_id
@@ -102,15 +102,15 @@ def scope_of(call: Call, identity: Identity, now: Circumstances) -> Scope:
     owner_id = tenant_id if identity.scope is None else identity.scope.owner_id
     name = f"{tenant_id}/{identity.workspace}"
     origin = Origin(tenant_id, now.info.model_digest, now.template_digest)
-    return Scope(namespace, owner_id, name, identity.policy.classes, origin)
+    return CacheScope(namespace, owner_id, name, identity.policy.classes, origin)
 
 
-def circumstances(gateway: Context, tenant_id: int) -> Circumstances:
+def circumstances(gateway: Context, tenant_id: int) -> AdmissionContext:
     """What admission looks at. Raises EngineUnavailable while there is no engine."""
     info = gateway.engine.info
     if info is None or not gateway.engine.ready():
         raise EngineUnavailable("not_ready", "The engine is starting.", 2.0)
-    return Circumstances(
+    return AdmissionContext(
         info=info,
         stats=gateway.engine.stats,
         limits=gateway.config.limits,

@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 
 from engine.api import Request
 from engine.client.client import Engine
-from gateway.dialects.canonical import Generation, UsageRecord
+from gateway.dialects.canonical import GenerationParameters, UsageRecord
 from gateway.errors import Kind, Refusal
 from tenancy.errors import LimitExceeded
 from tenancy.limits import Demand, LimitState, Meter
@@ -21,7 +21,9 @@ from tenancy.limits import Demand, LimitState, Meter
 NOTHING = Demand(0, 0)
 
 
-def most(prompt_tokens: int, generation: Generation, prompts: int, default: int) -> Demand:
+def most(
+    prompt_tokens: int, generation: GenerationParameters, prompts: int, default: int
+) -> Demand:
     """What a call may come to, before anything is known of the cache. `default`: how long an answer
     may be that nobody limits."""
     longest = default if generation.max_tokens is None else generation.max_tokens

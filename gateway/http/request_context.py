@@ -11,10 +11,10 @@ from __future__ import annotations
 from aiohttp import web
 from msgspec import Struct
 
-from gateway.dialects.canonical import NOTHING_ELSE, Asked
+from gateway.dialects.canonical import NOTHING_ELSE, RequestMetadata
 from gateway.dialects.openai import wire as openai_wire
 from gateway.dialects.protocol import ErrorShape
-from gateway.observability.tracing import Answered
+from gateway.observability.tracing import CompletedRequest
 from tenancy.types import Identity
 
 EVERY = {
@@ -107,14 +107,14 @@ def log_facts(state: RequestState, method: str, status: int, total_s: float) -> 
 
 def span_facts(
     state: RequestState, status: int, total_s: float, ended_ms: int, traceparent: str
-) -> Answered:
+) -> CompletedRequest:
     """What a trace says of it: the canonical line's facts and when what was reached."""
     reasons = state.finish_reasons
     submitted_s = _after(state, state.submitted_s)
     first_token_s = None
     if submitted_s is not None and state.first_token_s is not None:
         first_token_s = submitted_s + state.first_token_s
-    return Answered(
+    return CompletedRequest(
         operation=state.operation,
         route=state.route,
         ended_ms=ended_ms,
@@ -144,14 +144,14 @@ def _after(state: RequestState, at_s: float | None) -> float | None:
     return None if at_s is None else at_s - state.started_s
 
 
-def asked(request: web.Request) -> Asked:
+def asked(request: web.Request) -> RequestMetadata:
     """What of a request stands outside its body. `target`: "model:action" in Gemini's paths."""
     target, headers = request.match_info.get("target"), request.headers
     if target is None and "anthropic-version" not in headers and "anthropic-beta" not in headers:
         return NOTHING_ELSE
     model, _, action = (target or "").rpartition(":")
     names = [name.strip() for name in headers.get("anthropic-beta", "").split(",")]
-    return Asked(
+    return RequestMetadata(
         model=model,
         action=action,
         version=headers.get("anthropic-version", ""),

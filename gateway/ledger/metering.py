@@ -43,7 +43,7 @@ def _progress(record: UsageRecord) -> Progress:
     )
 
 
-class Account:
+class LedgerReservation:
     """One request's place in the ledger: opened at admission, settled once."""
 
     def __init__(

@@ -32,7 +32,7 @@ Notes = dict[str, UsageRecord]
 
 
 class Source(Protocol):
-    """`gateway.generation.output_stream.AnswerStream`, as far as it matters here. `tokens_seen`:
+    """`gateway.generation.output_stream.OutputStream`, as far as it matters here. `tokens_seen`:
     that the engine has sent; the text of some may have been held back."""
 
     @property
@@ -42,7 +42,7 @@ class Source(Protocol):
         """Of what its deltas have said in full."""
 
 
-class Transport(Protocol):
+class WriteTransport(Protocol):
     """asyncio's, as far as it matters here."""
 
     def is_closing(self) -> bool: ...
@@ -57,10 +57,10 @@ class Writer(Protocol):
     def output_size(self) -> int: ...
 
     @property
-    def transport(self) -> Transport | None: ...
+    def transport(self) -> WriteTransport | None: ...
 
 
-class Journal:
+class ProgressJournal:
     """The progress of all open streams of one gateway. Belongs to one loop."""
 
     def __init__(
@@ -132,7 +132,9 @@ class StreamProgress:
         *("is_behind", "request_id"),
     )
 
-    def __init__(self, journal: Journal, request_id: str, source: Source, writer: Writer) -> None:
+    def __init__(
+        self, journal: ProgressJournal, request_id: str, source: Source, writer: Writer
+    ) -> None:
         self._journal = journal
         self.request_id = request_id
         self._source = source

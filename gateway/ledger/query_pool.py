@@ -22,7 +22,7 @@ PLACES = 3
 """Questions that run at once: connections, and threads."""
 
 
-class Reports:
+class QueryPool:
     """More ways to read a database. Belongs to one event loop."""
 
     def __init__(self, store: Store) -> None:

@@ -71,7 +71,7 @@ def cached_as(cached_tokens: int, prompt_tokens: int) -> str:
 CACHED = ("hit", "partial", "miss")
 
 
-class Tally(Collector):
+class LabelledCounter(Collector):
     """A counter, by labels. Tally are made several times an answer and read a few times a minute,
     by one thread: a dict is all it takes."""
 
@@ -98,8 +98,8 @@ class Tally(Collector):
         yield family
 
 
-class Tallies(Collector):
-    """Three counters with one label that are counted together. Kept as `Tally` is."""
+class CounterGroup(Collector):
+    """Three counters with one label that are counted together. Kept as `LabelledCounter` is."""
 
     def __init__(self, label: str, **texts: str) -> None:
         """`texts`: what each counter says of itself, by its name."""
@@ -132,8 +132,8 @@ class Tallies(Collector):
             yield CounterMetricFamily(f"trunkline_{name}", text, labels=self.labels)
 
 
-class Durations(Collector):
-    """A histogram of seconds, by labels. Kept as `Tally` is."""
+class DurationHistogram(Collector):
+    """A histogram of seconds, by labels. Kept as `LabelledCounter` is."""
 
     def __init__(self, name: str, text: str, *labels: str) -> None:
         self.labels = labels
@@ -166,7 +166,7 @@ class Durations(Collector):
         return row
 
 
-class Telemetry:
+class Metrics:
     """Counters, gauges and histograms of one gateway. Belongs to one thread."""
 
     def __init__(self, tenants_as_labels_max: int) -> None:
@@ -175,13 +175,13 @@ class Telemetry:
         self._tenants: set[str] = set()
         self._epochs: dict[str, list[int]] = {}
 
-        def counter(name: str, text: str, *labels: str) -> Tally:
-            made = Tally(f"trunkline_{name}", text, *labels)
+        def counter(name: str, text: str, *labels: str) -> LabelledCounter:
+            made = LabelledCounter(f"trunkline_{name}", text, *labels)
             one.register(made)
             return made
 
-        def seconds(name: str, text: str, *labels: str) -> Durations:
-            made = Durations(f"trunkline_{name}_seconds", text, *labels)
+        def seconds(name: str, text: str, *labels: str) -> DurationHistogram:
+            made = DurationHistogram(f"trunkline_{name}_seconds", text, *labels)
             one.register(made)
             return made
 
@@ -189,13 +189,13 @@ class Telemetry:
         self.refusals = counter("refusals", "Requests refused, by stable code.", "code")
         # A series that begins with its first refusal has not risen, and no alert would see it.
         self.refusals.add(0, "ledger_unavailable")
-        self.tokens = Tallies(
+        self.tokens = CounterGroup(
             "tenant",
             prompt_tokens="Prompt tokens.",
             cached_tokens="Prompt tokens from the cache.",
             output_tokens="Output tokens.",
         )
-        self.contract_tokens = Tallies(
+        self.contract_tokens = CounterGroup(
             "tenant",
             cache_read_tokens="Prompt tokens read by contract.",
             cache_write_tokens="Prompt tokens written.",

@@ -19,7 +19,7 @@ from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 from opentelemetry.trace import SpanKind, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from gateway.observability.tracing import Answered, Attribute
+from gateway.observability.tracing import Attribute, CompletedRequest
 
 TIMEOUT_S = 3.0
 """For one batch, with the SDK's retries."""
@@ -60,7 +60,7 @@ class SpanTracer:
         )
         self._tracer = self._provider.get_tracer("trunkline", version)
 
-    def record(self, answered: Answered) -> None:
+    def record(self, answered: CompletedRequest) -> None:
         """Make a span of it, if it is sampled. Its end is read from the wall clock and all else
         counted back from there, so that no step of that clock bends a duration."""
         began_ns = answered.ended_ms * 1_000_000 - _ns(answered.total_s)

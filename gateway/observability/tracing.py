@@ -1,9 +1,9 @@
 """What a trace says of a request that asked for an answer, by OpenTelemetry's names for it.
 
-It imports nothing of OpenTelemetry: with tracing off nothing does. The middleware makes `Answered`
-when a request is over, from facts that hold no prompt, no output and no key, and hands it to a
-`Tracer`; `gateway.observability.otel_exporter` is the one that sends spans, made by `app` where it
-was asked for.
+It imports nothing of OpenTelemetry: with tracing off nothing does. The middleware makes
+`CompletedRequest` when a request is over, from facts that hold no prompt, no output and no key, and
+hands it to a `Tracer`; `gateway.observability.otel_exporter` is the one that sends spans, made by
+`app` where it was asked for.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def operation_of(dialect: str) -> str:
     return _OPERATIONS.get(dialect, "chat")
 
 
-class Answered(Struct, frozen=True):
+class CompletedRequest(Struct, frozen=True):
     """One request, at its end. Times are seconds after its arrival; `ended_ms` is wall time.
 
     `error`: a refusal's code, or the ending where there is none, or "". `traceparent`: as it came.
@@ -116,7 +116,7 @@ class Answered(Struct, frozen=True):
 class Tracer(Protocol):
     """Where spans go."""
 
-    def record(self, answered: Answered) -> None:
+    def record(self, answered: CompletedRequest) -> None:
         """Make a span of it, if it is sampled. Waits for nothing; raises nothing."""
 
     def close(self) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 from msgspec import Struct
 
-from gateway.prompt.messages import Part
+from gateway.prompt.messages import TemplatePart
 from gateway.prompt.opaque_text import TRIMMED
 
 MARK_SIGNS = ("\ue0f0", "\ue0f1")
@@ -37,7 +37,7 @@ def mark(part: int) -> str:
     return f"\ue0f0{part}\ue0f1"
 
 
-def lay_out(marked: str, whole: str, parts: Sequence[Part]) -> tuple[Piece, ...] | None:
+def lay_out(marked: str, whole: str, parts: Sequence[TemplatePart]) -> tuple[Piece, ...] | None:
     """The pieces of `whole`; None if a part has become something else, or stands there twice.
 
     Cost: O(text).
@@ -94,7 +94,7 @@ def steps_of(marked: str, parts: int) -> tuple[Step, ...] | None:
     return (*steps, Step(marked[start:]))
 
 
-def _split(marked: str, parts: Sequence[Part]) -> Iterator[tuple[str, int, int | None]]:
+def _split(marked: str, parts: Sequence[TemplatePart]) -> Iterator[tuple[str, int, int | None]]:
     """(the template's text, where it begins, the part behind it)."""
     start = 0
     for match in _MARK.finditer(marked):
@@ -107,7 +107,7 @@ def _split(marked: str, parts: Sequence[Part]) -> Iterator[tuple[str, int, int |
     yield marked[start:], start, None
 
 
-def _variants(part: Part) -> Iterator[str]:
+def _variants(part: TemplatePart) -> Iterator[str]:
     """The likeliest first."""
     text = part.text or ""
     yield text

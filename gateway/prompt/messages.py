@@ -1,8 +1,9 @@
 """A prompt's parts in API order, and the messages a template takes, made of them.
 
-Every segment and tool is a `Part`: text that stands in some message, a call whose arguments do, or
-a tool. For templates that know no tools (`tools.FALLBACK`) tools, calls and results become text
-here, and the template sees plain messages. It knows no template and no tokens; `render` calls it.
+Every segment and tool is a `TemplatePart`: text that stands in some message, a call whose arguments
+do, or a tool. For templates that know no tools (`tools.FALLBACK`) tools, calls and results become
+text here, and the template sees plain messages. It knows no template and no tokens; `render` calls
+it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _RULES = (
 )
 
 
-class Part(Struct, frozen=True):
+class TemplatePart(Struct, frozen=True):
     """`text`: what stands for it in the rendering, None where the template writes it as a whole (a
     tool). `boundary`: where it ends, without tokens; None for words of our own."""
 
@@ -39,8 +40,9 @@ TemplateTool = dict[str, Any]
 """A tool as templates expect it."""
 
 
-class Message(Struct, frozen=True):
-    """A template's message. `parts`, and the first of each pair in `calls`, number `Part`s."""
+class TemplateMessage(Struct, frozen=True):
+    """A message for the template. `parts` and the first of each pair in `calls` index
+    `TemplatePart`s."""
 
     role: str
     parts: tuple[int, ...] = ()
@@ -49,12 +51,12 @@ class Message(Struct, frozen=True):
     answers: str | None = None
 
 
-class Arrangement(Struct, frozen=True):
+class TemplateInput(Struct, frozen=True):
     """What a template is given: `messages` of `parts`, and `tools` where it writes them; these are
     the first parts then."""
 
-    parts: tuple[Part, ...]
-    messages: tuple[Message, ...]
+    parts: tuple[TemplatePart, ...]
+    messages: tuple[TemplateMessage, ...]
     tools: tuple[TemplateTool, ...] = ()
 
     def for_template(
@@ -68,7 +70,7 @@ class Arrangement(Struct, frozen=True):
 
     def _message(
         self,
-        message: Message,
+        message: TemplateMessage,
         style: ToolStyle,
         text_of: Callable[[int], str],
         arguments: Callable[[int, ToolCall], object],
@@ -103,14 +105,16 @@ def template_tool(tool: Tool) -> TemplateTool:
     return {"type": "function", "function": function}
 
 
-def arrange(prompt: Prompt, style: ToolStyle) -> Arrangement:
+def arrange(prompt: Prompt, style: ToolStyle) -> TemplateInput:
     """The parts and messages of a chat. O(segments + tools). Raises Refusal for a schema."""
     maker = _Native(prompt) if style.is_native else _InWords(prompt)
     tools = tuple(map(template_tool, prompt.tools))
     maker.tools(prompt.tools, tools)
     for turn in groupby(enumerate(prompt.segments), key=_turn):
         maker.turn(list(turn[1]))
-    return Arrangement(tuple(maker.parts), tuple(maker.messages), tools if style.is_native else ())
+    return TemplateInput(
+        tuple(maker.parts), tuple(maker.messages), tools if style.is_native else ()
+    )
 
 
 def _turn(numbered: tuple[int, Segment]) -> tuple[int, str, str | None]:
@@ -124,14 +128,14 @@ class _Maker:
 
     def __init__(self, prompt: Prompt) -> None:
         self._segments = prompt.segments
-        self.parts: list[Part] = []
-        self.messages: list[Message] = []
+        self.parts: list[TemplatePart] = []
+        self.messages: list[TemplateMessage] = []
 
     def part(
         self, text: str | None, boundary: Boundary | None = None, *, is_call: bool = False
     ) -> int:
         """The number of a new part."""
-        self.parts.append(Part(text, boundary, is_call))
+        self.parts.append(TemplatePart(text, boundary, is_call))
         return len(self.parts) - 1
 
     def boundary(self, number: int) -> Boundary:
@@ -174,7 +178,9 @@ class _Native(_Maker):
                 calls.append((part, segment.call))
         first = segments[0][1]
         name = first.name or self._names.get(first.answers or "")
-        self.messages.append(Message(_role(first), tuple(parts), tuple(calls), name, first.answers))
+        self.messages.append(
+            TemplateMessage(_role(first), tuple(parts), tuple(calls), name, first.answers)
+        )
 
 
 class _InWords(_Maker):
@@ -192,7 +198,7 @@ class _InWords(_Maker):
             line = "\n" + json.dumps(written, ensure_ascii=False)
             parts.append(self.part(line, _tool_boundary(tool)))
         parts.append(self.part(_RULES))
-        self.messages.append(Message("system", tuple(parts)))
+        self.messages.append(TemplateMessage("system", tuple(parts)))
 
     def turn(self, segments: Sequence[tuple[int, Segment]]) -> None:
         """A message, or more of the last one: results and what a user adds are one message, as
@@ -219,12 +225,12 @@ class _InWords(_Maker):
             self._join("\n\n", parts)
         else:
             name = None if is_result else first.name
-            self.messages.append(Message(role, tuple(parts), (), name))
+            self.messages.append(TemplateMessage(role, tuple(parts), (), name))
         self._after_result, self._has_turns = is_result, True
 
     def _join(self, between: str, parts: Sequence[int]) -> None:
         last = self.messages[-1]
-        self.messages[-1] = Message(
+        self.messages[-1] = TemplateMessage(
             last.role, (*last.parts, self.part(between), *parts), (), last.name
         )
 

@@ -24,11 +24,11 @@ from gateway.dialects.canonical import Boundary, Prompt, Rendered, Role, Segment
 from gateway.errors import Kind, Refusal
 from gateway.prompt.detokenizer import Detokenizer
 from gateway.prompt.layout import LAST, MARK_SIGNS, Piece, Step, lay_out, mark, steps_of
-from gateway.prompt.messages import Arrangement, TemplateTool, arrange
+from gateway.prompt.messages import TemplateInput, TemplateTool, arrange
 from gateway.prompt.opaque_text import Glance, Opaque
 from gateway.prompt.template import ChatTemplate
 from gateway.prompt.tokenizer import PieceTokenizer
-from gateway.prompt.tool_offsets import Offsets
+from gateway.prompt.tool_offsets import ToolOffsets
 from gateway.structured_output.grammars import grammar_of
 from gateway.structured_output.json_text import arguments_of, parsed, strings
 from gateway.structured_output.tool_styles import ToolStyle, style_of
@@ -64,7 +64,7 @@ class Renderer:
         self._token_texts = self.tokenizer.special_texts()
         words = [text for text in self._token_texts.values() if text]
         self._special_words = re.compile("|".join(map(re.escape, words)) or "(?!)")
-        self._offsets = Offsets(self._run, frozenset(self._token_texts.values()))
+        self._offsets = ToolOffsets(self._run, frozenset(self._token_texts.values()))
         self._shapes = lru_cache(SHAPES_MAX)(self._shape)
         markers = (self.tool_style.opening.strip(), self.tool_style.closing.strip())
         self._markers = {i: text for i, text in self._token_texts.items() if text in markers}
@@ -139,7 +139,7 @@ class Renderer:
 
     # -- what may not be there ------------------------------------------------------------------
 
-    def _check_tools(self, prompt: Prompt, arranged: Arrangement) -> None:
+    def _check_tools(self, prompt: Prompt, arranged: TemplateInput) -> None:
         """Where a template writes tools, their words stand among its own."""
         for tool, written in zip(prompt.tools, arranged.tools, strict=False):
             schema = strings(written["function"]["parameters"])
@@ -245,7 +245,7 @@ class Renderer:
         return self._tokens(arranged, pieces, offsets, len(marked))
 
     def _with_marked_calls(
-        self, arranged: Arrangement, whole: str, *, opens: bool
+        self, arranged: TemplateInput, whole: str, *, opens: bool
     ) -> tuple[str, tuple[Piece, ...] | None]:
         """What a template makes of marks in place of arguments; it may not take them for any."""
         try:
@@ -256,7 +256,7 @@ class Renderer:
 
     def _tokens(
         self,
-        arranged: Arrangement,
+        arranged: TemplateInput,
         pieces: Sequence[Piece],
         offsets: dict[int, int],
         length: int,
@@ -283,7 +283,7 @@ class Renderer:
         ends.update({part: len(ids) for part in offsets if part not in ends})
         return Rendered(tuple(ids), _boundaries(arranged, ends))
 
-    def _at_once(self, prompt: Prompt, arranged: Arrangement, whole: str) -> Rendered:
+    def _at_once(self, prompt: Prompt, arranged: TemplateInput, whole: str) -> Rendered:
         self._check_all(prompt, arranged)
         if _continues(prompt):
             last = len(arranged.parts) - 1
@@ -300,7 +300,7 @@ class Renderer:
         return Rendered(ids, (replace(last_mark, tokens=len(ids)),))
 
     def _check_all(
-        self, prompt: Prompt, arranged: Arrangement, *, calls_only: bool = False
+        self, prompt: Prompt, arranged: TemplateInput, *, calls_only: bool = False
     ) -> None:
         """Refuse what could not be told from the template's own."""
         texts = [p.text or "" for p in arranged.parts if p.is_call or not calls_only]
@@ -314,7 +314,7 @@ class Renderer:
 
     def _run(
         self,
-        arranged: Arrangement,
+        arranged: TemplateInput,
         text_of: Callable[[int], str],
         arguments: Callable[[int, ToolCall], object],
         *,
@@ -369,7 +369,7 @@ def _open_ended(pieces: Sequence[Laid], last: int) -> tuple[Laid, ...]:
     return tuple(pieces)
 
 
-def _boundaries(arranged: Arrangement, ends: dict[int, int]) -> tuple[Boundary, ...]:
+def _boundaries(arranged: TemplateInput, ends: dict[int, int]) -> tuple[Boundary, ...]:
     """In API order; where the template writes in another one, the furthest end so far. A part that
     the template leaves out ends with the one before it."""
     furthest, found = 0, []

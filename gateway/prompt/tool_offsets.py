@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from gateway.dialects.canonical import Tool, ToolCall
 from gateway.errors import Refusal
 from gateway.prompt.layout import common, mark, outside_words
-from gateway.prompt.messages import Arrangement, TemplateTool, template_tool
+from gateway.prompt.messages import TemplateInput, TemplateTool, template_tool
 from gateway.structured_output.json_text import arguments_of
 
 REMEMBERED = 256
@@ -32,12 +32,12 @@ _NOWHERE = 2**62
 """Behind everything."""
 
 
-class Run(Protocol):
+class TemplateRun(Protocol):
     """The template over an arrangement."""
 
     def __call__(
         self,
-        arranged: Arrangement,
+        arranged: TemplateInput,
         text_of: Callable[[int], str],
         arguments: Callable[[int, ToolCall], object],
         *,
@@ -46,16 +46,16 @@ class Run(Protocol):
         """Raises Refusal."""
 
 
-class Offsets:
+class ToolOffsets:
     """For one template. Thread-safe. `words`: special tokens, which are not cut."""
 
-    def __init__(self, run: Run, words: Collection[str]) -> None:
+    def __init__(self, run: TemplateRun, words: Collection[str]) -> None:
         self._run = run
         self._words = words
         self._known: OrderedDict[bytes, tuple[tuple[int, ...], str]] = OrderedDict()
         self._lock = threading.Lock()
 
-    def of_tools(self, arranged: Arrangement, marked: str) -> dict[int, int]:
+    def of_tools(self, arranged: TemplateInput, marked: str) -> dict[int, int]:
         """By part: where each tool ends in `marked`.
 
         New tools cost two short renderings each, known ones nothing.
@@ -73,7 +73,7 @@ class Offsets:
             ends = (self._last_end(arranged)[0],) * len(arranged.tools)
         return dict(enumerate(ends))
 
-    def _remembered(self, head: Arrangement) -> tuple[tuple[int, ...], str]:
+    def _remembered(self, head: TemplateInput) -> tuple[tuple[int, ...], str]:
         """The tools' ends, and the text up to the last of them."""
         key = hashlib.sha256(msgspec.msgpack.encode((head.tools, head.messages))).digest()
         with self._lock:
@@ -92,7 +92,7 @@ class Offsets:
                 self._known.popitem(last=False)
         return found
 
-    def _ends(self, head: Arrangement, last: int, text: str) -> tuple[int, ...]:
+    def _ends(self, head: TemplateInput, last: int, text: str) -> tuple[int, ...]:
         """Each tool is rendered between two others, and what it adds is looked for in `text`. Where
         that is not how the template writes them, all end with the last."""
         shared = (last,) * len(head.tools)
@@ -111,7 +111,7 @@ class Offsets:
             return shared
         return tuple(ends) if ends[-1] == last else shared
 
-    def _last_end(self, arranged: Arrangement) -> tuple[int, str]:
+    def _last_end(self, arranged: TemplateInput) -> tuple[int, str]:
         """Where the last tool ends, if one more would follow it; and the rendering."""
         text = ""
         try:
@@ -123,16 +123,16 @@ class Offsets:
         end = outside_words(text, common(text, longer), self._words)
         return end if end > common(text, without) else _NOWHERE, text
 
-    def _common(self, arranged: Arrangement, tools: tuple[TemplateTool, ...]) -> tuple[int, str]:
+    def _common(self, arranged: TemplateInput, tools: tuple[TemplateTool, ...]) -> tuple[int, str]:
         """Where the last of `tools` ends, in the rendering of just these. Raises Refusal."""
         text = self._rendered(replace(arranged, tools=tools))
         longer = self._rendered(replace(arranged, tools=(*tools, _ANOTHER)))
         return outside_words(text, common(text, longer), self._words), text
 
-    def _rendered(self, arranged: Arrangement) -> str:
+    def _rendered(self, arranged: TemplateInput) -> str:
         return self._run(arranged, mark, _as_mark, opens=False)
 
-    def of_calls(self, arranged: Arrangement, marked: str) -> dict[int, int]:
+    def of_calls(self, arranged: TemplateInput, marked: str) -> dict[int, int]:
         """By part: where each call ends in `marked`, which has no marks for them: at the end of its
         message. A rendering each."""
         found = {}

@@ -13,7 +13,7 @@ from engine.api import Grammar
 from gateway.dialects.canonical import OutputFormat, Prompt, Tool
 from gateway.errors import Kind, Refusal
 from gateway.structured_output.json_text import schema_of
-from gateway.structured_output.patterns import NotHeld, as_held
+from gateway.structured_output.patterns import UnsupportedPattern, as_held
 from gateway.structured_output.tool_styles import ToolStyle
 
 _OPTIONS = {
@@ -182,7 +182,7 @@ def _schema(text: str, path: str, *, strict: bool) -> str:
 def _held(schema: Mapping[str, object], path: str, *, strict: bool) -> Mapping[str, object]:
     try:
         held: Mapping[str, object] = as_held(schema, strict=strict)
-    except NotHeld as error:
+    except UnsupportedPattern as error:
         message = f"{path}: {error.why}. Only a schema that is not strict may have it."
         raise Refusal(Kind.BAD, "invalid_json_schema", message, param=path) from error
     return held

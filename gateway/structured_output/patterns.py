@@ -57,7 +57,7 @@ _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 
 
-class NotHeld(Exception):
+class UnsupportedPattern(Exception):
     """A strict schema has such a pattern. `why`: a sentence, with what to write instead."""
 
     def __init__(self, pattern: str, piece: str) -> None:
@@ -171,7 +171,7 @@ def as_held(schema: Any, *, strict: bool) -> Any:
 def _is_taken(pattern: str, *, strict: bool) -> bool:
     piece = _unheld(pattern)
     if piece is not None and strict:
-        raise NotHeld(pattern, piece)
+        raise UnsupportedPattern(pattern, piece)
     return piece is None
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 
 from msgspec import Struct
 
-from gateway.structured_output.tool_call_scanner import CallScanner
+from gateway.structured_output.tool_call_scanner import ToolCallScanner
 from gateway.structured_output.tool_styles import ToolStyle
 
 ATTEMPT_SIGNS_MAX = 65_536
@@ -21,14 +21,14 @@ ATTEMPT_SIGNS_MAX = 65_536
 _SPACE = " \t\r\n"
 
 
-class Said(Struct, frozen=True):
+class ParsedText(Struct, frozen=True):
     """Text; `start`: where it stood in what was pushed."""
 
     text: str
     start: int
 
 
-class Called(Struct, frozen=True):
+class ParsedCall(Struct, frozen=True):
     """More of call number `call`; its first piece has the id and the name."""
 
     call: int
@@ -37,10 +37,10 @@ class Called(Struct, frozen=True):
     arguments: str = ""
 
 
-Found = Said | Called
+Found = ParsedText | ParsedCall
 
 
-class CallReader:
+class ToolCallParser:
     """One choice's text. `names`: of the functions that may be called.
 
     Cost: O(1) a character. After `finish` it is used up. `calls`: how many began. `is_full`: the
@@ -69,7 +69,7 @@ class CallReader:
         self._at = 0
         """Where `_text` begins, counted from the first character ever pushed."""
         self._found: list[Found] = []
-        self._scanner: CallScanner | None = None
+        self._scanner: ToolCallScanner | None = None
         self._in_list = False
         self._ends = False
         self.calls = 0
@@ -149,7 +149,7 @@ class CallReader:
         return self._begin_call() if self._text[0] == "{" else self._no_call()
 
     def _begin_call(self) -> bool:
-        self._scanner = CallScanner()
+        self._scanner = ToolCallScanner()
         self._state = self._in_object
         return True
 
@@ -165,13 +165,13 @@ class CallReader:
             if scanner.has_begun:
                 if scanner.name not in self._names:
                     return self._no_call()
-                self._found.append(Called(self.calls, self._make_id(), scanner.name))
+                self._found.append(ParsedCall(self.calls, self._make_id(), scanner.name))
                 self.calls += 1
         if scanner.has_begun:
             self._raw = ""
             arguments = scanner.take()
             if arguments:
-                self._found.append(Called(self.calls - 1, arguments=arguments))
+                self._found.append(ParsedCall(self.calls - 1, arguments=arguments))
         if not (scanner.is_over or scanner.is_broken):
             return False
         self._scanner = None
@@ -255,11 +255,11 @@ class CallReader:
 
     def _say(self, text: str) -> None:
         if text:
-            self._found.append(Said(text, self._at))
+            self._found.append(ParsedText(text, self._at))
 
     def _say_raw(self) -> None:
         if self._raw:
-            self._found.append(Said(self._raw, self._at - len(self._raw)))
+            self._found.append(ParsedText(self._raw, self._at - len(self._raw)))
             self._raw = ""
 
     def _drain(self) -> list[Found]:

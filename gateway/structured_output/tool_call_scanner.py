@@ -14,7 +14,7 @@ _KNOWN = ("name", "id", "type", *_ARGUMENTS)
 _SPACE = " \t\r\n"
 
 
-class CallScanner:
+class ToolCallScanner:
     """Reads `{"name": ..., "arguments": {...}}`; members may come in either order.
 
     `has_begun`: the name and the beginning of the arguments are known. `is_over`: the object is

@@ -37,7 +37,7 @@ TILE = 64
 """Keys that a query takes at once; shared runs are cut down to a multiple."""
 
 
-class Product(ctypes.Structure):
+class CProduct(ctypes.Structure):
     _fields_ = (
         ("a", c_void_p), ("b", c_void_p), ("c", c_void_p), ("pairs", c_void_p),
         ("rows", c_int32), ("depth", c_int32), ("columns", c_int32), ("kind", c_int32),
@@ -45,25 +45,25 @@ class Product(ctypes.Structure):
     )  # fmt: skip
 
 
-class Layer(ctypes.Structure):
+class CLayer(ctypes.Structure):
     _fields_ = tuple(
         (name, c_void_p)
         for name in ("attention_norm", "mlp_norm", "qkv", "output", "gate_up", "down")
     )
 
 
-class Model(ctypes.Structure):
+class CModel(ctypes.Structure):
     _fields_ = (
         *((name, c_int32) for name in (
             "layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim", "vocab",
             "kind", "kv_kind",
         )),
-        ("eps", c_float), ("layer", POINTER(Layer)), ("embeddings", c_void_p), ("norm", c_void_p),
+        ("eps", c_float), ("layer", POINTER(CLayer)), ("embeddings", c_void_p), ("norm", c_void_p),
         ("head", c_void_p), ("cos", c_void_p), ("sin", c_void_p), ("kv", c_void_p),
     )  # fmt: skip
 
 
-class Work(ctypes.Structure):
+class CWork(ctypes.Structure):
     _fields_ = (
         ("tokens", c_int32), ("bundles", c_int32),
         *((name, c_void_p) for name in (
@@ -88,10 +88,10 @@ class Kernels:
             "pool_new": (c_void_p, (c_int32,)),
             "pool_free": (None, (c_void_p,)),
             "pack": (None, (c_void_p, c_void_p, c_void_p, c_int32, c_int32, c_int32)),
-            "product": (None, (c_void_p, POINTER(Product))),
-            "llama_forward": (None, (c_void_p, POINTER(Model), POINTER(Work))),
+            "product": (None, (c_void_p, POINTER(CProduct))),
+            "llama_forward": (None, (c_void_p, POINTER(CModel), POINTER(CWork))),
             "llama_logits": (
-                None, (c_void_p, POINTER(Model), c_void_p, c_void_p, c_void_p, c_int32)
+                None, (c_void_p, POINTER(CModel), c_void_p, c_void_p, c_void_p, c_int32)
             ),
         }  # fmt: skip
         for name, (result, arguments) in signatures.items():
@@ -137,17 +137,17 @@ class Kernels:
         pairs = torch.empty(rows * depth // 2, dtype=torch.int32)
         self._c.product(
             self._pool,
-            Product(
+            CProduct(
                 a.data_ptr(), packed.data_ptr(), out.data_ptr(), pairs.data_ptr(),
                 rows, depth, out.shape[1], kind, epilogue,
             ),
         )  # fmt: skip
 
-    def forward(self, model: Model, work: Work) -> None:
+    def forward(self, model: CModel, work: CWork) -> None:
         """One step through all layers; writes `work`'s scratch and the KV of its slots."""
         self._c.llama_forward(self._pool, model, work)
 
-    def logits(self, model: Model, hidden: torch.Tensor, out: torch.Tensor) -> None:
+    def logits(self, model: CModel, hidden: torch.Tensor, out: torch.Tensor) -> None:
         """hidden [T, C] → out [T, vocab] fp32, written."""
         pairs = torch.empty(hidden.numel() // 2, dtype=torch.int32)
         self._c.llama_logits(

@@ -315,7 +315,7 @@ class WorkList:
         return self._device[self._piece(1 + 2 * i)], self._device[self._piece(2 + 2 * i)]
 
 
-class Parts:
+class PartialOutputs:
     """Scratch for rows with several parts: [parts_max, rows_max, H, D] fp32 and log-sum-exps; and
     the queue that units are taken from."""
 
@@ -335,7 +335,7 @@ def tree_attention(
     block_ids: torch.Tensor,
     lengths: torch.Tensor,
     out: torch.Tensor,
-    parts: Parts,
+    parts: PartialOutputs,
     *,
     classes: tuple[int, ...] = (0, 1, 2),
     causal: bool = True,

@@ -101,7 +101,7 @@ class HostPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Planner:
+class WorkPlanner:
     """The shape of the model and the device, and the rules of cutting.
 
     `span_keys_min`: a shared node is not cut finer (a part costs its store and its merge), nor than
@@ -169,7 +169,7 @@ class _Cutter(ABC):
     fields, and for causal spans (`keys` < 0) how many keys the span's first row sees before itself.
     """
 
-    def __init__(self, planner: Planner, slices: Slices) -> None:
+    def __init__(self, planner: WorkPlanner, slices: Slices) -> None:
         self.planner = planner
         self.slices = slices
         ends = np.cumsum(slices.rows)

@@ -20,7 +20,7 @@ from tenancy.ledger.entries import (
 )
 from tenancy.pricing.budgets import list_budgets, summed, window_of
 from tenancy.pricing.charges import PICO_PER_MICRO, charge, savings
-from tenancy.pricing.rate_cards import SELECT, CardBook, read_card
+from tenancy.pricing.rate_cards import SELECT, RateCards, read_card
 from tenancy.storage.hourly_usage import HOUR_SUMS, HOURS
 from tenancy.storage.interface import Row, Store, Transaction
 from tenancy.types import DAY_MS
@@ -61,7 +61,7 @@ def findings_in(db: Transaction, progress: Progress = unseen) -> list[str]:
 
 def _entries(db: Transaction, progress: Progress) -> Iterator[str]:
     """Chains, charges, and detail."""
-    book = CardBook([read_card(row) for row in db.rows(SELECT)])
+    book = RateCards([read_card(row) for row in db.rows(SELECT)])
     last = db.rows("select max(entry_id) from ledger")[0][0]
     before, after = b"", 0
     while page := db.rows(

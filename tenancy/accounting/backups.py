@@ -33,7 +33,7 @@ from tenancy.types import WallClock
 _BESIDE = ("-wal", "-shm", "-journal")
 
 
-class Missing(Struct, frozen=True):
+class MissingEntries(Struct, frozen=True):
     """Entries of the ledger that was there which the restored one has not, and when they were made.
     `entries`: None where nobody can say, as are the times."""
 
@@ -46,7 +46,7 @@ class Restored(Struct, frozen=True):
     """What took the ledger's place. `kept`: where the one that was there is now."""
 
     epoch: LedgerEpoch
-    missing: Missing
+    missing: MissingEntries
     kept: Path | None
 
 
@@ -186,19 +186,19 @@ def _looked_through(path: Path, source: Path, progress: Progress) -> SqliteStore
     return store
 
 
-def _missing(path: Path, backup: Store) -> tuple[int, Missing]:
+def _missing(path: Path, backup: Store) -> tuple[int, MissingEntries]:
     """The epoch of the ledger that is there now, and what of it the backup has not. It may be
     damaged, which is why it is replaced: then what was last known of it must do."""
     entry_id, chain = 0, ""
     for row in backup.query("select entry_id, chain from ledger order by entry_id desc limit 1"):
         entry_id, chain = row[0], bytes(row[1]).hex()
     if not path.exists():
-        return 0, Missing()
+        return 0, MissingEntries()
     with suppress(StoreError), closing(SqliteStore(path)) as store:
         number = ledger_epoch(store).number
         if not has_entry(store, entry_id, chain):
-            return number, Missing()
+            return number, MissingEntries()
         sql = "select count(*), min(booked_ms), max(ended_ms) from ledger where entry_id > ?"
-        return number, Missing(*store.query(sql, (entry_id,))[0])
+        return number, MissingEntries(*store.query(sql, (entry_id,))[0])
     known = read_point(recalled(path))
-    return (known.epoch, Missing(until_ms=known.at_ms)) if known else (0, Missing())
+    return (known.epoch, MissingEntries(until_ms=known.at_ms)) if known else (0, MissingEntries())

@@ -25,7 +25,7 @@ TRIES_MAX = 3
 _PAGE = 50_000
 
 
-class Close(Struct, frozen=True):
+class ClosedDay(Struct, frozen=True):
     """A closed day with its control totals. Money is pico-dollars.
 
     `digest`: SHA-256 over the digest of the close before, the day's chains in ledger order, those
@@ -49,7 +49,7 @@ class Close(Struct, frozen=True):
 
 def close_days(
     store: Store, clock: WallClock, through: str | None = None, *, despite_counts: bool = False
-) -> list[Close]:
+) -> list[ClosedDay]:
     """Close every open day up to this one (default: yesterday), the oldest first. Returns them.
 
     The first day is that of the first entry. O(entries of the days), while others write; then one
@@ -91,7 +91,7 @@ def close_days(
     raise BooksClosed("days_change", "Entries of these days still come; try again.")
 
 
-def list_closes(store: Store, count: int = 400) -> list[Close]:
+def list_closes(store: Store, count: int = 400) -> list[ClosedDay]:
     """The latest closed days, the oldest first."""
     rows = store.query(f"{_SELECT} order by day desc limit ?", (count,))
     return [_read(row) for row in reversed(rows)]
@@ -203,7 +203,7 @@ _OF_PERIOD = "tenant_id in (select tenant_id from tenants) and {0} >= ? and {0} 
 """By tenants, so that an index finds them."""
 
 
-def _close(db: Transaction, row: Row, now_ms: int) -> Close:
+def _close(db: Transaction, row: Row, now_ms: int) -> ClosedDay:
     day, *totals, digest = row
     epoch = number(db, "select max(number) from ledger_epochs")
     db.execute(
@@ -234,10 +234,10 @@ _SELECT = (
 )
 
 
-def _read(row: Row) -> Close:
-    names = [name for name in Close.__struct_fields__ if name not in ("day", "digest")]
+def _read(row: Row) -> ClosedDay:
+    names = [name for name in ClosedDay.__struct_fields__ if name not in ("day", "digest")]
     facts = {name: int(value) for name, value in zip(names, row[1:-1], strict=True)}
-    return Close(day=_day_name(row[0]), digest=row[-1].hex(), **facts)
+    return ClosedDay(day=_day_name(row[0]), digest=row[-1].hex(), **facts)
 
 
 def _day_number(name: str) -> int:

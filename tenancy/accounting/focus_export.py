@@ -23,7 +23,7 @@ from tenancy.pricing.charges import (
     storage_charge,
     writes,
 )
-from tenancy.pricing.rate_cards import CardBook, load_cards
+from tenancy.pricing.rate_cards import RateCards, load_cards
 from tenancy.storage.interface import Row, Store
 from tenancy.types import instant
 
@@ -40,7 +40,7 @@ COLUMNS = (
 )
 
 
-class Held(Struct, frozen=True):
+class HeldStorage(Struct, frozen=True):
     """What was held in a class, and what that costs."""
 
     retention: str
@@ -73,7 +73,7 @@ def cost_rows(
 ) -> Rows:
     """What was booked in a period, in `COLUMNS`. `account`: whose bill it is. O(entries) time,
     memory for one row per tenant, key, model, component and hour."""
-    book = CardBook(load_cards(store))
+    book = RateCards(load_cards(store))
     for group, total in _sums(store, book, tenant, since_ms, until_ms).items():
         card = book.card(group.rate_card_id)
         yield _used(account, card, group, total)
@@ -82,7 +82,7 @@ def cost_rows(
 
 
 def _sums(
-    store: Store, book: CardBook, tenant: str | None, since_ms: int, until_ms: int | None
+    store: Store, book: RateCards, tenant: str | None, since_ms: int, until_ms: int | None
 ) -> dict[_Group, _Sum]:
     sums: dict[_Group, _Sum] = {}
     for _, booked_ms, name, entry in pages(store, tenant, since_ms, until_ms):
@@ -116,7 +116,7 @@ def _sums(
 
 def _adjusted(
     store: Store,
-    book: CardBook,
+    book: RateCards,
     tenant: str | None,
     since_ms: int,
     until_ms: int | None,
@@ -146,15 +146,17 @@ def _adjusted(
         yield _row(account, card, group, total, category, charge_class, text)
 
 
-def storage(store: Store, tenant: str | None, since_ms: int, until_ms: int | None) -> list[Held]:
+def storage(
+    store: Store, tenant: str | None, since_ms: int, until_ms: int | None
+) -> list[HeldStorage]:
     """What was held by class, in the hours that begin in a period; each hour at the price it was
     booked at, so that the sum is that of the cost rows. O(tenants * hours * classes)."""
-    book = CardBook(load_cards(store))
-    found: dict[str, Held] = {}
+    book = RateCards(load_cards(store))
+    found: dict[str, HeldStorage] = {}
     for _, _, _, _, name, card_id, seconds in _storage_hours(store, tenant, since_ms, until_ms):
-        before = found.get(name, Held(name, 0, 0))
+        before = found.get(name, HeldStorage(name, 0, 0))
         pico = storage_charge(book.card(card_id), name, seconds)
-        found[name] = Held(name, before.token_seconds + seconds, before.pico + pico)
+        found[name] = HeldStorage(name, before.token_seconds + seconds, before.pico + pico)
     return [found[name] for name in sorted(found)]
 
 
@@ -165,7 +167,7 @@ def storage_by_tenant(
     database adds up each hour's whole and its rest, rounded down. O(hours * prices) in there."""
     asked = (tenant, since_ms, until_ms)
     kinds = store.query(f"select distinct class, rate_card_id {_HELD}", asked)
-    book = CardBook(load_cards(store))
+    book = RateCards(load_cards(store))
     found: dict[str, int] = {}
     for retention, card_id in kinds:
         rate = book.card(card_id).storage_price(retention)
@@ -201,7 +203,7 @@ def _storage_hours(
 
 def _held(
     store: Store,
-    book: CardBook,
+    book: RateCards,
     tenant: str | None,
     since_ms: int,
     until_ms: int | None,

@@ -87,7 +87,7 @@ def unseen(stage: Stage, done: int, total: int) -> None:
     """Nobody asks how far it is."""
 
 
-class Moved(Struct, frozen=True):
+class MoveResult(Struct, frozen=True):
     """The server's control totals after it. `was_there`: an earlier run had moved it already."""
 
     rows: dict[str, int]
@@ -96,7 +96,7 @@ class Moved(Struct, frozen=True):
     was_there: bool = False
 
 
-def move(source: Store, target: PostgresStore, progress: Progress = unseen) -> Moved:
+def move(source: Store, target: PostgresStore, progress: Progress = unseen) -> MoveResult:
     """Copy what is in `source`, a file, to `target`, a server's empty database. O(rows).
 
     Raises StoreError with nothing changed: where a server keeps the file, where its books are not
@@ -136,7 +136,7 @@ def _compared(
     stage: _Stage,
     *,
     was_there: bool = False,
-) -> Moved:
+) -> MoveResult:
     """Every row as the server has it. Raises StoreError."""
     counts: dict[str, int] = {}
     for table in TABLES:
@@ -276,10 +276,10 @@ def _quoted(name: str) -> str:
     return '"window"' if name == "window" else name
 
 
-def _totals(there: Transaction, counts: dict[str, int], *, was_there: bool) -> Moved:
+def _totals(there: Transaction, counts: dict[str, int], *, was_there: bool) -> MoveResult:
     micros, rest = there.rows(
         f"select coalesce(sum(charge_micros), 0), coalesce(sum(charge_rest), 0) from {HOURS}"
     )[0]
     last = there.rows("select chain from ledger order by entry_id desc limit 1")
     charged = int(micros) * PICO_PER_MICRO + int(rest)
-    return Moved(counts, charged, bytes(last[0][0]) if last else b"", was_there)
+    return MoveResult(counts, charged, bytes(last[0][0]) if last else b"", was_there)

@@ -1,9 +1,9 @@
 """Who is asking: the identity behind a key.
 
-`Registry` keeps all tenants and keys in memory, so that authentication costs no query; at most
-every `REFRESH_S` it looks whether any have changed, in this process or another, and reads those
-that have. Where the database is not near, a thread looks, and nobody who asks waits for it. It
-knows no HTTP and no engine; the middleware asks, and whoever changes something says so.
+`KeyAuthenticator` keeps all tenants and keys in memory, so that authentication costs no query; at
+most every `REFRESH_S` it looks whether any have changed, in this process or another, and reads
+those that have. Where the database is not near, a thread looks, and nobody who asks waits for it.
+It knows no HTTP and no engine; the middleware asks, and whoever changes something says so.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from contextlib import suppress
 
 from msgspec import Struct
 
-from tenancy.accounts.key_index import KeyFacts, KeyRing, load_keys
+from tenancy.accounts.key_index import KeyFacts, KeyIndex, load_keys
 from tenancy.accounts.keys import ADMIN
 from tenancy.accounts.shared_scopes import ALL, Membership, memberships
-from tenancy.accounts.tenants import Registered, floor_blocks_of, list_registered, read_registered
+from tenancy.accounts.tenants import TenantRecord, floor_blocks_of, list_registered, read_registered
 from tenancy.errors import KeyRefused, StoreError
 from tenancy.storage.interface import Store
 from tenancy.types import Identity, SharedScope, WallClock
@@ -33,7 +33,7 @@ Memberships = dict[int, dict[str, Membership]]
 """By tenant and workspace."""
 
 
-class Registry:
+class KeyAuthenticator:
     """Tenants and keys of one store. Belongs to one thread."""
 
     def __init__(self, store: Store, wall: WallClock, clock: Callable[[], float]) -> None:
@@ -42,12 +42,12 @@ class Registry:
         self._wall = wall
         self._clock = clock
         self._looked_at_s = clock()
-        self._ring = KeyRing(())
-        self._tenants: dict[int, Registered] = {}
+        self._ring = KeyIndex(())
+        self._tenants: dict[int, TenantRecord] = {}
         self._memberships: Memberships = {}
         self._identities: dict[int, Identity] = {}  # of keys that were used since the last change
         self._version = 0
-        self._changed: dict[int, Registered] = {}
+        self._changed: dict[int, TenantRecord] = {}
         self._floor_blocks: int | None = None
         self._take(_read_all(store))
         self._watch: Watch | None = None
@@ -89,13 +89,13 @@ class Registry:
             raise KeyRefused("scope_missing", "This needs an administrator's key.")
         return facts.key_id
 
-    def take_changed(self) -> list[Registered]:
+    def take_changed(self) -> list[TenantRecord]:
         """Tenants that have come or changed since the last call; at first, all."""
         self._refresh()
         changed, self._changed = self._changed, {}
         return list(changed.values())
 
-    def tenant(self, tenant_id: int) -> Registered | None:
+    def tenant(self, tenant_id: int) -> TenantRecord | None:
         """One that there is, as of the last look."""
         return self._tenants.get(tenant_id)
 
@@ -152,7 +152,7 @@ class Registry:
         self._identities.clear()
         self._floor_blocks = None
         if news.changed is None:
-            self._ring = KeyRing(news.keys)
+            self._ring = KeyIndex(news.keys)
             self._tenants = {one.tenant.tenant_id: one for one in news.tenants}
             self._memberships = news.memberships
         else:
@@ -172,7 +172,7 @@ class _News(Struct, frozen=True):
 
     version: int
     keys: list[KeyFacts]
-    tenants: list[Registered]
+    tenants: list[TenantRecord]
     memberships: Memberships
     changed: tuple[list[int], list[int]] | None = None
 

@@ -31,7 +31,7 @@ from tenancy.accounts.shared_scopes import (
     reconcile_scopes,
 )
 from tenancy.accounts.tenants import (
-    Registered,
+    TenantRecord,
     check_new_name,
     check_settings,
     insert_tenant,
@@ -60,7 +60,7 @@ class DeclaredTenant(TenantSettings, frozen=True, forbid_unknown_fields=True, kw
         )
 
 
-class Change(Struct, frozen=True):
+class TenantChange(Struct, frozen=True):
     """What a reload did to a tenant; `suspended` is one that is declared no longer."""
 
     tenant: str
@@ -89,7 +89,7 @@ def reconcile(
     clock: WallClock,
     declared: Sequence[DeclaredTenant] | None,
     scopes: Sequence[ScopeTerms] | None = None,
-) -> list[Change | KeyChange | ScopeChange]:
+) -> list[TenantChange | KeyChange | ScopeChange]:
     """Make it so, all or nothing; what was done, by name: tenants, then keys, then shared scopes.
     None: the file says nothing of them. O(tenants + keys). Raises BadName, StoreError.
 
@@ -100,7 +100,7 @@ def reconcile(
     check_scopes(scopes or ())
     wanted = None if declared is None else {one.name: one.settings for one in declared}
     keys = _keys(declared or ())
-    changes: list[Change | KeyChange | ScopeChange] = []
+    changes: list[TenantChange | KeyChange | ScopeChange] = []
     are_tenants_new = wanted is not None and (
         _differ(list_registered(store), wanted) or keys_differ(store, keys)
     )
@@ -118,14 +118,14 @@ def reconcile(
 
 def _reconcile_tenants(
     store: Store, db: Transaction, clock: WallClock, wanted: dict[str, TenantSettings]
-) -> list[Change]:
+) -> list[TenantChange]:
     """Nobody else writes until this ends; the reader sees what was committed before."""
     changes = []
     there = {one.tenant.name: one for one in list_registered(store)}
     for name in sorted(wanted.keys() | there.keys()):
         what = _reconcile_one(db, clock, name, there.get(name), wanted.get(name))
         if what is not None:
-            changes.append(Change(name, what))
+            changes.append(TenantChange(name, what))
     return changes
 
 
@@ -133,7 +133,7 @@ def _keys(declared: Sequence[DeclaredTenant]) -> DeclaredKeys:
     return {one.name: one.keys for one in declared}
 
 
-def _differ(there: list[Registered], wanted: dict[str, TenantSettings]) -> bool:
+def _differ(there: list[TenantRecord], wanted: dict[str, TenantSettings]) -> bool:
     declared = {one.tenant.name: one.settings for one in there if one.tenant.is_declared}
     return declared != wanted
 
@@ -142,14 +142,14 @@ def _reconcile_one(
     db: Transaction,
     clock: WallClock,
     name: str,
-    there: Registered | None,
+    there: TenantRecord | None,
     wanted: TenantSettings | None,
 ) -> Literal["created", "adopted", "changed", "suspended"] | None:
     """One tenant: what was done, None for nothing."""
     if there is None:
         assert wanted is not None, "a name is there or wanted"
         tenant = Tenant(0, name, "active", clock(), wanted.tier, is_declared=True)
-        insert_tenant(db, Registered(tenant, wanted.policy, wanted.limits))
+        insert_tenant(db, TenantRecord(tenant, wanted.policy, wanted.limits))
         return "created"
     tenant = there.tenant
     if wanted is None:

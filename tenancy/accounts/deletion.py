@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 
 from tenancy.accounts.shared_scopes import owned_by
-from tenancy.accounts.tenants import Registered, find_in, read_registered, write_settings
+from tenancy.accounts.tenants import TenantRecord, find_in, read_registered, write_settings
 from tenancy.errors import BadName, ConstraintBroken
 from tenancy.ledger import idempotency
 from tenancy.pseudonyms import GONE, check_there, is_pseudonym
@@ -42,7 +42,7 @@ def deleted_among(store: Store, tenant_ids: set[int]) -> set[int]:
     return {one.tenant.tenant_id for one in found if is_pseudonym(one.tenant.name)}
 
 
-def _leaving(db: Transaction, name: str) -> Registered:
+def _leaving(db: Transaction, name: str) -> TenantRecord:
     found = find_in(db, name)
     check_there(name)
     if found.tenant.is_declared:
@@ -55,7 +55,7 @@ def _leaving(db: Transaction, name: str) -> Registered:
     return found
 
 
-def _pseudonymise(db: Transaction, found: Registered, now_ms: int) -> str:
+def _pseudonymise(db: Transaction, found: TenantRecord, now_ms: int) -> str:
     tenant_id, pseudonym = found.tenant.tenant_id, f"{GONE}{found.tenant.tenant_id}"
     if db.rows("select 1 from holds where tenant_id = ? limit 1", (tenant_id,)):
         raise BadName(

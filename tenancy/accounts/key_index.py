@@ -38,7 +38,7 @@ _NOBODY = KeyFacts(bytes(32), 0, 0, "", None, None, frozenset(), Limits(), 0)
 """What a key that does not exist is compared with. Nothing is known whose digest is all zeros."""
 
 
-class KeyRing:
+class KeyIndex:
     """Every key, found by its digest. Belongs to one thread."""
 
     def __init__(self, keys: Iterable[KeyFacts]) -> None:

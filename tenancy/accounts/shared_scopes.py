@@ -32,7 +32,7 @@ class ScopeTerms(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     members: tuple[str, ...] = ()
 
 
-class Scope(Struct, frozen=True):
+class ScopeRecord(Struct, frozen=True):
     """A shared scope as it is. `members` are sorted."""
 
     scope_id: int
@@ -62,13 +62,13 @@ class ScopeChange(Struct, frozen=True):
 # --- looking -------------------------------------------------------------------------------------
 
 
-def list_scopes(store: Store) -> list[Scope]:
+def list_scopes(store: Store) -> list[ScopeRecord]:
     """All of them, by name. O(members)."""
     with store.snapshot() as db:
         return _scopes_in(db)
 
 
-def find_scope(store: Store, name: str) -> Scope:
+def find_scope(store: Store, name: str) -> ScopeRecord:
     """One of them. Raises BadName."""
     for scope in list_scopes(store):
         if scope.name == name:
@@ -94,7 +94,7 @@ def memberships(store: Store, tenant_id: int | None = None) -> dict[int, dict[st
 # --- changing ------------------------------------------------------------------------------------
 
 
-def set_scope(store: Store, clock: WallClock, terms: ScopeTerms) -> Scope:
+def set_scope(store: Store, clock: WallClock, terms: ScopeTerms) -> ScopeRecord:
     """Make it so, from the next request: a new scope, or other members of one that is there. With
     another owner it is another scope, which begins empty. Raises BadName, with nothing changed."""
     check_scopes([terms])
@@ -188,7 +188,7 @@ def owned_by(db: Transaction, tenant_id: int) -> list[str]:
 # --- inside --------------------------------------------------------------------------------------
 
 
-def _scopes_in(db: Transaction) -> list[Scope]:
+def _scopes_in(db: Transaction) -> list[ScopeRecord]:
     members: dict[int, list[str]] = {}
     for scope_id, tenant, workspace in db.rows(
         "select members.scope_id, tenants.name, members.workspace from scope_members as members"
@@ -201,7 +201,7 @@ def _scopes_in(db: Transaction) -> list[Scope]:
         " join tenants on tenants.tenant_id = scopes.owner_id order by scopes.name",
     )
     return [
-        Scope(
+        ScopeRecord(
             scope_id=scope_id,
             name=name,
             owner_id=owner_id,
@@ -218,7 +218,7 @@ def _write(
     db: Transaction,
     clock: WallClock,
     terms: ScopeTerms,
-    old: Scope | None,
+    old: ScopeRecord | None,
     *,
     is_declared: bool,
 ) -> None:
@@ -248,7 +248,7 @@ def _write(
         )
 
 
-def _remove(db: Transaction, old: Scope) -> None:
+def _remove(db: Transaction, old: ScopeRecord) -> None:
     db.execute("delete from scope_members where scope_id = ?", (old.scope_id,))
     db.execute("delete from shared_scopes where scope_id = ?", (old.scope_id,))
 
@@ -266,7 +266,7 @@ def _check_free(db: Transaction, tenant_id: int, workspace: str, member: str, sc
             raise _in_two(member, str(name), scope)
 
 
-def _check_by_hand(old: Scope | None) -> None:
+def _check_by_hand(old: ScopeRecord | None) -> None:
     if old is not None and old.is_declared:
         raise BadName(
             "scope_declared",
@@ -284,15 +284,15 @@ def _ids(db: Transaction, names: Iterable[str]) -> dict[str, int]:
     return found
 
 
-def _declared(scopes: Sequence[Scope]) -> Mapping[str, tuple[str, tuple[str, ...]]]:
+def _declared(scopes: Sequence[ScopeRecord]) -> Mapping[str, tuple[str, tuple[str, ...]]]:
     return {scope.name: _plain(scope) for scope in scopes if scope.is_declared}
 
 
-def _is_so(scope: Scope | None, terms: ScopeTerms) -> bool:
+def _is_so(scope: ScopeRecord | None, terms: ScopeTerms) -> bool:
     return scope is not None and scope.is_declared and _plain(scope) == _plain(terms)
 
 
-def _plain(one: Scope | ScopeTerms) -> tuple[str, tuple[str, ...]]:
+def _plain(one: ScopeRecord | ScopeTerms) -> tuple[str, tuple[str, ...]]:
     return one.owner, tuple(sorted(one.members))
 
 

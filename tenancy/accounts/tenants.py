@@ -40,7 +40,7 @@ CLASSES_MAX = 16
 MADE_AT_FIRST = "made on first start"
 
 
-class Registered(Struct, frozen=True):
+class TenantRecord(Struct, frozen=True):
     """A tenant with all that is set of it."""
 
     tenant: Tenant
@@ -63,7 +63,7 @@ _TENANTS = (
 )
 
 
-def list_registered(store: Store) -> list[Registered]:
+def list_registered(store: Store) -> list[TenantRecord]:
     """All tenants with all that is set of them, by name."""
     return [_registered(row) for row in store.query(f"{_TENANTS} order by name")]
 
@@ -73,7 +73,7 @@ def list_tenants(store: Store) -> list[tuple[Tenant, CachePolicy]]:
     return [(one.tenant, one.policy) for one in list_registered(store)]
 
 
-def floor_blocks_of(one: Registered) -> int:
+def floor_blocks_of(one: TenantRecord) -> int:
     """What a tenant is to be guaranteed now: nothing to one that is suspended."""
     return one.policy.floor_blocks if one.tenant.status == "active" else 0
 
@@ -94,13 +94,13 @@ def floors_max(store: Store) -> int | None:
     return found[0][0] if found else None
 
 
-def read_registered(store: Store, tenant_ids: Iterable[int]) -> list[Registered]:
+def read_registered(store: Store, tenant_ids: Iterable[int]) -> list[TenantRecord]:
     """Those of these ids that there are. O(ids)."""
     sql = f"{_TENANTS} where tenant_id = ?"
     return [_registered(row) for one in tenant_ids for row in store.query(sql, (one,))]
 
 
-def find_registered(store: Store, name: str) -> Registered:
+def find_registered(store: Store, name: str) -> TenantRecord:
     """One tenant. Raises BadName, naming those there are."""
     # A name that no tenant can have may be no text that a database can take either.
     plain = name.encode(errors="replace").decode()
@@ -117,7 +117,7 @@ def find_tenant(store: Store, name: str) -> tuple[Tenant, CachePolicy]:
 
 # --- changing ------------------------------------------------------------------------------------
 
-Check = Callable[[Sequence[Registered]], None]
+Check = Callable[[Sequence[TenantRecord]], None]
 """Looks at all tenants that have floors, before one is changed: nobody changes another until it has
 been."""
 
@@ -134,7 +134,7 @@ def create_tenant(
 ) -> Tenant:
     """Make a tenant. Raises BadName if the name cannot be, or is taken, or a setting cannot be, and
     what `check` raises."""
-    made = Registered(
+    made = TenantRecord(
         Tenant(0, name, "active", clock(), tier), policy or CachePolicy(), limits or Limits()
     )
     with store.change() as db:
@@ -151,7 +151,7 @@ def change_tenant(
     status: Status | None = None,
     *,
     check: Check | None = None,
-) -> Registered:
+) -> TenantRecord:
     """Set what is named, by the fields of `TenantSettings`, from the next request; the rest stays,
     whoever else is changing it. `status`: its keys stop or start working within a second, and
     answers that are kept for it go when it is suspended. Raises BadName, and what `check` raises,
@@ -176,7 +176,7 @@ def change_tenant(
     return find_registered(store, name)
 
 
-def _with_floors(db: Transaction) -> list[Registered]:
+def _with_floors(db: Transaction) -> list[TenantRecord]:
     return [_registered(row) for row in db.rows(f"{_TENANTS} where floor_blocks > 0")]
 
 
@@ -208,7 +208,7 @@ def changed(settings: TenantSettings, changes: Mapping[str, object]) -> TenantSe
         raise BadName("bad_setting", str(error).replace("`$.", "`")) from error
 
 
-def insert_tenant(db: Transaction, made: Registered) -> None:
+def insert_tenant(db: Transaction, made: TenantRecord) -> None:
     """Within the caller's transaction. Raises BadName."""
     tenant = made.tenant
     check_new_name(tenant.name)
@@ -280,7 +280,7 @@ def check_settings(settings: TenantSettings) -> None:
         check_name(name, "retention class")
 
 
-def find_in(db: Transaction, name: str) -> Registered:
+def find_in(db: Transaction, name: str) -> TenantRecord:
     """As `find_registered`, within a transaction: what it says is so until that ends."""
     plain = name.encode(errors="replace").decode()
     for row in db.rows(f"{_TENANTS} where name = ?", (plain,)):
@@ -289,9 +289,9 @@ def find_in(db: Transaction, name: str) -> Registered:
     raise _unknown(name, names)
 
 
-def _registered(row: Row) -> Registered:
+def _registered(row: Row) -> TenantRecord:
     classes = None if row[10] is None else tuple(row[10].split())
-    return Registered(
+    return TenantRecord(
         Tenant(*(*row[:5], bool(row[5]))),
         CachePolicy(*(*row[6:10], classes, row[11])),
         read_limits(row[12]),

@@ -15,7 +15,7 @@ from tenancy.errors import BadPrice
 from tenancy.ledger.aggregates import HOUR_MS
 from tenancy.ledger.entries import ENTRY_FIELDS, NO_CHAIN, chained, entry_of, open_from_ms
 from tenancy.pricing.charges import CHARGE_MAX, PICO_PER_MICRO, RateCard, breach_credit, dollars
-from tenancy.pricing.rate_cards import SELECT, CardBook, read_card
+from tenancy.pricing.rate_cards import SELECT, RateCards, read_card
 from tenancy.storage.interface import Store, Transaction, Value
 from tenancy.types import DAY_MS, UsageEntry, WallClock
 
@@ -129,7 +129,7 @@ def _check(adjustment: Adjustment) -> None:
 def credit_breaches(db: Transaction, now_ms: int, breached: Iterable[UsageEntry]) -> None:
     """Book what is owed for these entries, which met a broken promise, within the caller's
     transaction, after the entries. Again changes nothing. O(cards + breaches)."""
-    cards = CardBook([read_card(row) for row in db.rows(SELECT)])
+    cards = RateCards([read_card(row) for row in db.rows(SELECT)])
     for one in breached:
         # As it was written, with its card and its charge.
         rows = db.rows(

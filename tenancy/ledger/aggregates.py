@@ -23,7 +23,7 @@ MOVED_AT_ONCE = 200
 _NO_TIMES = (0, 0, 0, 0)
 
 
-class Sums:
+class HourlySums:
     """What the entries of one transaction add, in few writes."""
 
     def __init__(self) -> None:

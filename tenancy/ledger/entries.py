@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 from msgspec import structs
 
-from tenancy.ledger.aggregates import HOUR_MS, Sums
+from tenancy.ledger.aggregates import HOUR_MS, HourlySums
 from tenancy.storage.interface import Transaction, Value, marks
 from tenancy.types import DAY_MS, UsageEntry
 
@@ -47,7 +47,7 @@ class Page:
         self.sealed_hour_ms = sealed_hour_ms
         self._rows: list[list[Value]] = []
         self._last_booked_ms = 0
-        self._sums = Sums()
+        self._sums = HourlySums()
 
     def add(self, entry: UsageEntry, booked_ms: int) -> None:
         """One that is not there yet."""

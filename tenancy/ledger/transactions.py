@@ -19,7 +19,7 @@ from tenancy.ledger.idempotency import Claim, Keeping, Names
 from tenancy.ledger.progress import Progress, ProgressNote, write_progress
 from tenancy.pricing.budgets import Budgets, BudgetWindows, Whose, load_budgets, move, refusal
 from tenancy.pricing.charges import FREE_CARD, RateCard, charge, most, savings
-from tenancy.pricing.rate_cards import SELECT, CardBook, read_card
+from tenancy.pricing.rate_cards import SELECT, RateCards, read_card
 from tenancy.storage.interface import Transaction
 from tenancy.types import DAY_MS, FREE, UsageEntry
 
@@ -91,14 +91,14 @@ def entry_in(item: Item) -> UsageEntry | None:
     return item.entry if isinstance(item, NamedEntry) else None
 
 
-class Books:
+class LedgerTransactions:
     """Prices and budgets as the file has them, and how items are written by them."""
 
     def __init__(self, writer_id: int = 0) -> None:
         """`writer_id`: who keeps its holds. `breached`: entries of the last batch that met a broken
         promise."""
         self.writer_id = writer_id
-        self.cards = CardBook([])
+        self.cards = RateCards([])
         self.budgets: Budgets = {}
         self.breached: list[UsageEntry] = []
         self.open_from_ms = 0
@@ -136,7 +136,7 @@ class Books:
     def _read(self, db: Transaction) -> None:
         version, open_day, chain, sealed_hour_ms = db.rows(_FACTS)[0]
         if version != self._version:
-            self.cards = CardBook([read_card(row) for row in db.rows(SELECT)])
+            self.cards = RateCards([read_card(row) for row in db.rows(SELECT)])
             self.budgets = load_budgets(db)
             self._version = version
         self.open_from_ms = (open_day or 0) * DAY_MS
@@ -148,7 +148,7 @@ class Books:
 class _Batch:
     """The items of one transaction, played in memory between what is read and what is written."""
 
-    def __init__(self, db: Transaction, books: Books, items: Sequence[Item]) -> None:
+    def __init__(self, db: Transaction, books: LedgerTransactions, items: Sequence[Item]) -> None:
         """Looked through once: an answer alone waits for all of this. `reached`: the last that is
         noted of each request; one that is settled needs none. `is_progress`: there is nothing
         else."""
@@ -180,7 +180,7 @@ class _Batch:
         self.is_progress = not self._ids and not others
 
     def play(self) -> list[TenancyError | None]:
-        """See `Books.apply`."""
+        """See `LedgerTransactions.apply`."""
         db, books = self._db, self._books
         self._page = Page(db, books.chain, books.sealed_hour_ms)
         self._holds = Holds(db, self._ids)

@@ -24,7 +24,7 @@ from tenancy.ledger.adjustments import credit_breaches
 from tenancy.ledger.aggregates import move
 from tenancy.ledger.epochs import keep_point, look_back
 from tenancy.ledger.progress import OPEN_HOLDS, interrupted
-from tenancy.ledger.transactions import Books, Hold, Item, NamedEntry
+from tenancy.ledger.transactions import Hold, Item, LedgerTransactions, NamedEntry
 from tenancy.storage.interface import Store
 from tenancy.types import WallClock
 
@@ -65,7 +65,7 @@ class LedgerWriter:
         self._store = store
         self._clock = clock
         self.writer_id = store.claim(successor_of, patience_s)
-        self._books = Books(self.writer_id)
+        self._books = LedgerTransactions(self.writer_id)
         self._doubtful: set[str] = set()  # holds that were refused and may be there
         self._is_damaged = False  # the disk has failed us; check before going on
         self._has_recent = False  # there may be sums to be moved

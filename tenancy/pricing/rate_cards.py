@@ -29,7 +29,7 @@ class _Prices(Struct, frozen=True):
     breach_credit: BreachCredit = "none"
 
 
-class CardBook:
+class RateCards:
     """All cards, in memory. Immutable."""
 
     def __init__(self, cards: list[RateCard]) -> None:

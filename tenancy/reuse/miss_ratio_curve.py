@@ -60,7 +60,7 @@ class Point(Struct, frozen=True):
     is_early: bool = False
 
 
-class Change(Struct, frozen=True):
+class HitRatioChange(Struct, frozen=True):
     """Of a hit ratio, and its standard error."""
 
     hit_ratio: float
@@ -72,7 +72,7 @@ def bucket_of(value: float) -> int:
     return 0 if value < 1 else 1 + int(BUCKETS_PER_OCTAVE * log2(value))
 
 
-class Histogram:
+class LogHistogram:
     """Weighted counts by the logarithm of a value. Two buckets differ by a fifth."""
 
     __slots__ = ("counts",)
@@ -84,7 +84,7 @@ class Histogram:
         """O(1)."""
         self.counts[bucket_of(value)] += weight
 
-    def merge(self, other: Histogram) -> None:
+    def merge(self, other: LogHistogram) -> None:
         """All that is in another. O(buckets)."""
         for place, count in other.counts.items():
             self.counts[place] += count
@@ -178,7 +178,7 @@ class ReuseSampler:
         self._turns: list[int] = []  # of all runs; turns only grow, so they are sorted as they are
         self._blocks: list[int] = []  # of the same runs
         self._turn = 0
-        self._distances = Histogram()
+        self._distances = LogHistogram()
         self._returns = Returns(spans)
         self._first_blocks = 0.0  # of all uses, those that miss in whatever room there is
         self._size = self._squares = 0  # blocks of what is followed, and of their squares
@@ -222,20 +222,20 @@ class ReuseSampler:
             points.append(self._point(size, seen, error))
         return points
 
-    def between(self, size: float, other: float) -> Change:
+    def between(self, size: float, other: float) -> HitRatioChange:
         """What a cache of the other size would hit beyond one of this size. Told from what lies
         between, so it is known better than either ratio."""
         (far, error), (other_far, other_error) = map(self._beyond, (size, other))
         seen, more = self._returns.all(), far - other_far
         if not seen.blocks:
-            return Change(0.0, 0.0)
+            return HitRatioChange(0.0, 0.0)
         ratio = max(-1.0, min(1.0, more / seen.blocks))
         errors = [ROUNDING * ratio if self._squares > self._size else 0.0]
         errors += [one / seen.blocks for one in (error, other_error)]
         errors.append(_spread(abs(ratio), seen.prompts))
         if self.rate < 1:
             errors.append(math.sqrt(abs(ratio) * (1 - abs(ratio)) / self._units()))
-        return Change(ratio, math.hypot(*errors))
+        return HitRatioChange(ratio, math.hypot(*errors))
 
     def by_seconds(self, spans: Iterable[float]) -> list[Point]:
         """The hit ratio that each of the retentions would have had, renewed by use, with room for

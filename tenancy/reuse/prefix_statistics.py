@@ -30,7 +30,7 @@ PATH_SIGNS_MAX = 120
 _INDEX = re.compile(r"\[(\d+)\]")
 
 
-class Mark(Protocol):
+class SegmentEnd(Protocol):
     """The end of a segment: where it stood in the request, and how many tokens end there."""
 
     @property
@@ -85,7 +85,7 @@ class Prefixes:
     def __len__(self) -> int:
         return len(self._nodes)
 
-    def note(self, data: bytes, marks: Sequence[Mark], total: int, found: int) -> None:
+    def note(self, data: bytes, marks: Sequence[SegmentEnd], total: int, found: int) -> None:
         """One more prompt: its first token ids, four bytes each, and where its segments end, from
         the beginning; `found` of its `total` tokens were cached. O(tokens) at memory's speed, 1 us
         for each prefix that is new; of those known, the deepest few are looked at."""
@@ -140,7 +140,7 @@ class Prefixes:
             kept[id(node.parent)] += 1
         assert all(kept[id(node)] == node.children for node in nodes)
 
-    def _grow(self, data: bytes, marks: Sequence[Mark], total: int) -> _Node:
+    def _grow(self, data: bytes, marks: Sequence[SegmentEnd], total: int) -> _Node:
         """A prompt's way through the tree, and into it. The last node of it."""
         if len(marks) > MARKS_MAX or 4 * marks[-1].tokens > len(data):
             marks = [mark for mark in marks[:MARKS_MAX] if 4 * mark.tokens <= len(data)]
@@ -169,7 +169,7 @@ class Prefixes:
             self._put(fresh, None)
         return node
 
-    def _known(self, data: bytes, marks: Sequence[Mark]) -> tuple[_Node, int]:
+    def _known(self, data: bytes, marks: Sequence[SegmentEnd]) -> tuple[_Node, int]:
         """A deep prefix of the prompt that is in the tree, with all before it, and how many marks
         that is: looked for from the end, in steps that double, as chats grow there."""
         at, step = len(marks) - 2, 1

@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from kernels.gpu.tree_attention import Parts, WorkList, tree_attention
-from kernels.gpu.work_list import BIG, SMALL, WIDE, Planner, Slices
+from kernels.gpu.tree_attention import PartialOutputs, WorkList, tree_attention
+from kernels.gpu.work_list import BIG, SMALL, WIDE, Slices, WorkPlanner
 from kernels.reference import paged_attention
 
 HEADS, KV_HEADS, HEAD_DIM, SIZE = 32, 8, 128, 16
@@ -133,7 +133,7 @@ class Bed:
 
 
 def measure(
-    name: str, planner: Planner, *, grouped: bool = True, pdl: bool = True
+    name: str, planner: WorkPlanner, *, grouped: bool = True, pdl: bool = True
 ) -> dict[str, Any]:
     rows, levels = CASES[name]
     size = sum(nodes * keys for nodes, keys in levels) * KV_HEADS * HEAD_DIM * 4
@@ -145,7 +145,7 @@ def measure(
     planned_us = (time.perf_counter() - started) * 1e6
     work = WorkList((WIDE, BIG, SMALL), planner.multiprocessors, rows, 65536, bed.q.device)
     work.load(plan)
-    parts = Parts(plan.parts_max, rows, HEADS, HEAD_DIM, bed.q.device)
+    parts = PartialOutputs(plan.parts_max, rows, HEADS, HEAD_DIM, bed.q.device)
     used = plan.classes
 
     def run() -> None:
@@ -181,7 +181,7 @@ def measure(
     }
 
 
-def measure_prompt(tokens: int, cached: int, planner: Planner) -> dict[str, Any]:
+def measure_prompt(tokens: int, cached: int, planner: WorkPlanner) -> dict[str, Any]:
     """One prompt's attention, against float64 on three rows, and how many TFLOP/s it makes."""
     layers, total = 4, tokens + cached
     blocks = -(-total // SIZE)
@@ -198,7 +198,7 @@ def measure_prompt(tokens: int, cached: int, planner: Planner) -> dict[str, Any]
     plan = planner.plan(Slices(*one), np.zeros((0, 4), np.int32))
     work = WorkList((WIDE, BIG, SMALL), planner.multiprocessors, tokens, 65536, q.device)
     work.load(plan)
-    parts = Parts(plan.parts_max, tokens, HEADS, HEAD_DIM, q.device)
+    parts = PartialOutputs(plan.parts_max, tokens, HEADS, HEAD_DIM, q.device)
 
     def run(count: int = layers) -> None:
         for layer in range(count):
@@ -232,9 +232,9 @@ def main() -> None:
     copy = copy_gb_per_s()
     name = properties.name
     say(f"{name}, {properties.multi_processor_count} multiprocessors, copy {copy:.0f} GB/s")
-    base = Planner(KV_HEADS, HEADS // KV_HEADS, SIZE, properties.multi_processor_count)
+    base = WorkPlanner(KV_HEADS, HEADS // KV_HEADS, SIZE, properties.multi_processor_count)
     results: list[dict[str, Any]] = []
-    runs: list[tuple[str, Planner, dict[str, bool]]] = []
+    runs: list[tuple[str, WorkPlanner, dict[str, bool]]] = []
     for name in CASES:
         shared = len(CASES[name][1]) > 1
         runs.append((name, base, {}))

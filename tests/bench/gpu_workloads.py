@@ -27,11 +27,11 @@ from engine.config import EngineConfig
 from engine.core.core import Core
 from engine.kv.storage import KvStorage, kv_format
 from engine.model_store import ModelConfig
-from engine.models.gpu_layers import DeviceOps
+from engine.models.gpu_layers import GpuOps
 from engine.models.llama import LlamaModel
 from engine.plan import StepResult
-from engine.runner.gpu_runner import DeviceRunner
-from engine.server.gc_tuning import SettledHeap
+from engine.runner.gpu_runner import GpuRunner
+from engine.server.gc_tuning import FrozenHeap
 from engine.weights import random_weights
 
 LLAMA_8B = ModelConfig(
@@ -111,13 +111,13 @@ def copy_rate() -> float:
     return float(20 * source.numel() / (start.elapsed_time(end) / 1e3))
 
 
-class TimedRunner(DeviceRunner):
+class TimedRunner(GpuRunner):
     """Knows how long the host waited for the device; the rest of a step is the host's own work."""
 
     waited_s = 0.0
 
     def collect(self) -> StepResult:
-        """See `DeviceRunner.collect`."""
+        """See `GpuRunner.collect`."""
         started = time.perf_counter()
         result = super().collect()
         self.waited_s = time.perf_counter() - started
@@ -133,7 +133,7 @@ class Bench:
         weights = random_weights(config, torch.bfloat16, 0, device)
         self.weight_bytes = sum(t.numel() * 2 for t in weights.values())
         self.weight_bytes -= weights["model.embed_tokens.weight"].numel() * 2
-        model = LlamaModel(config, weights, DeviceOps())
+        model = LlamaModel(config, weights, GpuOps())
         form = kv_format(config, torch.bfloat16, BLOCK)
         self.token_bytes = form.block_bytes // BLOCK
         kv = KvStorage(form, blocks, torch.bfloat16, device)
@@ -157,7 +157,7 @@ class Bench:
             pipeline_depth=2,
         )
         self.copy_rate = copy_rate()
-        SettledHeap().settle()  # as the engine's process does
+        FrozenHeap().settle()  # as the engine's process does
 
     def run(
         self, prompts: list[tuple[int, ...]], namespace: bytes, output: int = OUTPUT

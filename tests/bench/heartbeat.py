@@ -13,14 +13,14 @@ from typing import TypeVar
 
 from engine.api import CacheNews, Frame, Gain, Stats
 from engine.cache import PrefixCache
-from engine.client.cache_event_totals import LossTotals
-from engine.client.namespace_stats import NamespaceBook
+from engine.client.cache_event_totals import CacheEventTotals
+from engine.client.namespace_stats import NamespaceTable
 from engine.config import EngineConfig
-from engine.core.stats import Vitals
+from engine.core.stats import EngineStats
 from engine.protocol import Downward, Welcome, downward_decoder, encode
-from engine.scheduler.request_table import Roster
+from engine.scheduler.request_table import RequestTable
 from engine.scheduler.scheduler import Scheduler
-from gateway.analytics.block_churn import Churn
+from gateway.analytics.block_churn import BlockChurn
 from gateway.background.storage_metering import StorageMeter
 from gateway.caching.namespaces import owner_of
 
@@ -41,9 +41,9 @@ class Beats:
 
     def __init__(self, namespaces: int) -> None:
         self.cache = PrefixCache(blocks=namespaces * BLOCKS, block_size=SIZE)
-        self.vitals, self.scheduler = Vitals(), Scheduler(self.cache, EngineConfig())
-        self.book, self.meter = NamespaceBook(), StorageMeter()
-        self.losses, self.churn = LossTotals(), Churn()
+        self.vitals, self.scheduler = EngineStats(), Scheduler(self.cache, EngineConfig())
+        self.book, self.meter = NamespaceTable(), StorageMeter()
+        self.losses, self.churn = CacheEventTotals(), BlockChurn()
         self.decoder = downward_decoder()
         self.now_s = 0.0
         for number in range(namespaces):
@@ -75,7 +75,7 @@ class Beats:
     def look(self) -> Stats:
         """What it says."""
         names = self.cache.take_changed()
-        return self.vitals.stats(0, self.cache, self.scheduler, Roster(), names)
+        return self.vitals.stats(0, self.cache, self.scheduler, RequestTable(), names)
 
     def hear(self, frame: bytes) -> list[Downward]:
         """As it comes over the socket."""

@@ -26,7 +26,7 @@ from pathlib import Path
 import msgspec
 
 from gateway.bench.load import Load, run
-from gateway.bench.null_gateway import Ready, Settings
+from gateway.bench.null_gateway import NullGatewaySettings, Ready
 from gateway.bench.overhead import child
 from gateway.bench.report import columns, short
 
@@ -92,7 +92,9 @@ async def measure(options: argparse.Namespace) -> str:
             data = stack.enter_context(
                 tempfile.TemporaryDirectory(prefix="trunkline-bench-", dir=options.scratch)
             )
-            settings = msgspec.json.encode(Settings(str(options.model_dir), data, 64, books=books))
+            settings = msgspec.json.encode(
+                NullGatewaySettings(str(options.model_dir), data, 64, books=books)
+            )
             server = child("gateway.bench.null_gateway", settings, Path(data) / "gateway.log")
             ready = await stack.enter_async_context(server)
             ours.append(Peer("ours" if books else "ours, no books", ready))

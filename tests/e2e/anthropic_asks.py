@@ -7,7 +7,7 @@ from typing import Any
 from anthropic import AsyncAnthropic
 from anthropic.types import TextBlockParam
 
-from tests.unit.gateway.gateway_fixture import House
+from tests.unit.gateway.gateway_fixture import GatewayFixture
 
 MORE = {"ignore_eos": True, "seed": 7}
 """The fake model draws end tokens as readily as others; these tests want whole answers."""
@@ -15,17 +15,17 @@ MORE = {"ignore_eos": True, "seed": 7}
 SYSTEM = "You are a librarian who knows every book there is, and where it stands. " * 2
 
 
-def connected(house: House, *, max_retries: int = 0) -> AsyncAnthropic:
-    """A client of a house's."""
+def connected(gateway: GatewayFixture, *, max_retries: int = 0) -> AsyncAnthropic:
+    """A client of a gateway's."""
     return AsyncAnthropic(
-        base_url=house.url, api_key=house.keys["ada"], max_retries=max_retries, timeout=60
+        base_url=gateway.url, api_key=gateway.keys["ada"], max_retries=max_retries, timeout=60
     )
 
 
-def hello(house: House, **more: Any) -> dict[str, Any]:
+def hello(gateway: GatewayFixture, **more: Any) -> dict[str, Any]:
     """A small request; `more` replaces and adds."""
     return {
-        "model": house.model,
+        "model": gateway.model,
         "max_tokens": 8,
         "messages": [{"role": "user", "content": "hello"}],
         "extra_body": MORE,

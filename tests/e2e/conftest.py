@@ -11,9 +11,9 @@ import pytest
 from engine.core.core import Core
 from engine.model_store import ModelCard
 from tests.e2e.real_core import real_card, real_core
-from tests.unit.gateway.gateway_fixture import card, house, made
+from tests.unit.gateway.gateway_fixture import card, gateway, unopened_gateway
 
-__all__ = ["card", "house", "made"]
+__all__ = ["card", "gateway", "unopened_gateway"]
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.gateway.gateway_fixture import House
+from tests.unit.gateway.gateway_fixture import GatewayFixture
 
 HERE = Path(__file__).parent
 FOLDER = Path(sys.prefix) / "older"
@@ -28,22 +28,24 @@ VERSIONS = {
 }
 
 
-async def told_by(script: str, package: str, version: str, house: House) -> dict[str, Any]:
+async def told_by(
+    script: str, package: str, version: str, gateway: GatewayFixture
+) -> dict[str, Any]:
     """What the script wrote: URL, key and model in, one line of JSON out."""
     installed = FOLDER / f"{package}-{version}"
     if not installed.exists():
         pytest.skip(f"{package} {version} is not installed: make older")
-    await house.open()
+    await gateway.open()
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, str(HERE / script), house.url, house.keys["ada"], house.model),
+        *(sys.executable, str(HERE / script), gateway.url, gateway.keys["ada"], gateway.model),
         env={**os.environ, "PYTHONPATH": str(installed)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
     out, errors = await process.communicate()
-    await house.check_quiet()
-    await house.close()
-    house.discard()
+    await gateway.check_quiet()
+    await gateway.close()
+    gateway.discard()
     assert process.returncode == 0, errors.decode()
     found: dict[str, Any] = json.loads(out)
     assert found["version"] == version

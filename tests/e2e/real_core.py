@@ -21,7 +21,7 @@ from engine.core.core import Core
 from engine.errors import ModelError
 from engine.grammar.compiler import GrammarCompiler
 from engine.grammar.grammar import MaskFiller
-from engine.grammar.sandbox import TrialSettings
+from engine.grammar.sandbox import SandboxSettings
 from engine.model_store import DEFAULT_MODEL, ModelCard, prepare, resolve
 from engine.models.cpu_llama import load_kernels
 from engine.runner.cpu_runner import CpuRunner
@@ -46,7 +46,7 @@ def real_core(card: ModelCard) -> Iterator[Core]:
     config = EngineConfig()
     kernels = load_kernels(card.config, 2)
     runner = CpuRunner(card, config, blocks=BLOCKS, context=CONTEXT, kernels=kernels)
-    settings = TrialSettings(str(card.tokenizer_path), card.config.vocab, card.stop_token_ids)
+    settings = SandboxSettings(str(card.tokenizer_path), card.config.vocab, card.stop_token_ids)
     core = Core(
         PrefixCache(blocks=BLOCKS, block_size=config.block_size),
         runner,

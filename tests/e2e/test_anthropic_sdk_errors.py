@@ -15,29 +15,31 @@ from engine.model_store import ModelCard
 from gateway.dialects.anthropic.messages import DIALECT
 from gateway.errors import Kind, Refusal
 from tests.e2e.anthropic_asks import MORE, connected, hello, marked
-from tests.unit.gateway.gateway_fixture import House
+from tests.unit.gateway.gateway_fixture import GatewayFixture
 
 
 @pytest.fixture
-async def client(house: House) -> AsyncIterator[AsyncAnthropic]:
-    async with connected(house) as client:
+async def client(gateway: GatewayFixture) -> AsyncIterator[AsyncAnthropic]:
+    async with connected(gateway) as client:
         yield client
 
 
-async def test_errors_are_the_sdks_own_exceptions(house: House, client: AsyncAnthropic) -> None:
+async def test_errors_are_the_sdks_own_exceptions(
+    gateway: GatewayFixture, client: AsyncAnthropic
+) -> None:
     """Applications switch on these classes, on the type and on the code."""
     stranger = client.with_options(api_key="tl-nobody")
     with pytest.raises(anthropic.AuthenticationError) as unknown_key:
-        await stranger.messages.create(**hello(house))
+        await stranger.messages.create(**hello(gateway))
     with pytest.raises(anthropic.NotFoundError) as unknown_model:
-        await client.messages.create(**hello(house, model="claude-9"))
+        await client.messages.create(**hello(gateway, model="claude-9"))
     words = [{"role": "user", "content": "word " * 400}]
     with pytest.raises(anthropic.BadRequestError) as too_long:
-        await client.messages.create(**hello(house, messages=words))
+        await client.messages.create(**hello(gateway, messages=words))
     with pytest.raises(anthropic.BadRequestError) as too_many:
-        await client.messages.create(**hello(house, system=[marked("x")] * 5))
+        await client.messages.create(**hello(gateway, system=[marked("x")] * 5))
     with pytest.raises(anthropic.BadRequestError) as sampled:
-        await client.messages.create(**hello(house, extra_body={"temperature": 1.0}))
+        await client.messages.create(**hello(gateway, extra_body={"temperature": 1.0}))
 
     assert unknown_key.value.error_code == "invalid_api_key"
     assert unknown_model.value.type == "not_found_error"
@@ -46,8 +48,8 @@ async def test_errors_are_the_sdks_own_exceptions(house: House, client: AsyncAnt
     assert too_long.value.request_id.startswith("req_")
     assert "Found 5" in too_many.value.message
     assert "temperature" in sampled.value.message
-    assert house.entries() == []
-    await house.check_quiet()
+    assert gateway.entries() == []
+    await gateway.check_quiet()
 
 
 @pytest.mark.parametrize(
@@ -68,7 +70,7 @@ async def test_errors_are_the_sdks_own_exceptions(house: House, client: AsyncAnt
     ],
 )
 async def test_each_kind_of_refusal_is_an_exception_of_its_own(
-    house: House, kind: Kind, raised: type[anthropic.APIStatusError]
+    gateway: GatewayFixture, kind: Kind, raised: type[anthropic.APIStatusError]
 ) -> None:
     """From our bytes to the class, without waiting for each to happen."""
 
@@ -80,7 +82,7 @@ async def test_each_kind_of_refusal_is_an_exception_of_its_own(
     transport = httpx2.AsyncClient(transport=httpx2.MockTransport(answer))
     async with AsyncAnthropic(api_key="k", max_retries=0, http_client=transport) as client:
         with pytest.raises(raised) as caught:
-            await client.messages.create(**hello(house))
+            await client.messages.create(**hello(gateway))
 
     assert type(caught.value) is raised
     assert (caught.value.error_code, caught.value.request_id) == ("some_code", "req_r1")
@@ -88,22 +90,24 @@ async def test_each_kind_of_refusal_is_an_exception_of_its_own(
 
 async def test_a_body_over_the_limit_is_content_too_large(card: ModelCard, tmp_path: Path) -> None:
     """Before it is parsed."""
-    house = House(card, tmp_path)
-    house.set_server(body_bytes_max=2_000)
-    await house.open()
-    async with AsyncAnthropic(base_url=house.url, api_key=house.keys["ada"]) as client:
+    gateway = GatewayFixture(card, tmp_path)
+    gateway.set_server(body_bytes_max=2_000)
+    await gateway.open()
+    async with AsyncAnthropic(base_url=gateway.url, api_key=gateway.keys["ada"]) as client:
         words = [{"role": "user", "content": "word " * 1_000}]
         with pytest.raises(anthropic.ContentTooLargeError):
-            await client.messages.create(**hello(house, messages=words))
-    await house.close()
-    house.discard()
+            await client.messages.create(**hello(gateway, messages=words))
+    await gateway.close()
+    gateway.discard()
 
 
-async def test_a_server_that_drains_is_overloaded(house: House, client: AsyncAnthropic) -> None:
+async def test_a_server_that_drains_is_overloaded(
+    gateway: GatewayFixture, client: AsyncAnthropic
+) -> None:
     """529 with retry-after: behind a load balancer the retry lands elsewhere."""
-    await house.gateway.drain(0.0)
+    await gateway.gateway.drain(0.0)
     with pytest.raises(anthropic.OverloadedError) as caught:
-        await client.messages.create(**hello(house))
+        await client.messages.create(**hello(gateway))
 
     assert "retry-after" in caught.value.response.headers
 
@@ -112,54 +116,58 @@ async def test_the_sdk_waits_as_long_as_it_is_told_and_succeeds(
     card: ModelCard, tmp_path: Path
 ) -> None:
     """A limit that is reached for a moment is none an application notices."""
-    house = House(card, tmp_path)
-    house.set_limits(requests_per_tenant_max=1)
-    await house.open()
-    client = AsyncAnthropic(base_url=house.url, api_key=house.keys["ada"], max_retries=2)
-    house.runner.hold_after(10)
-    running = await client.messages.create(**hello(house, max_tokens=40, stream=True))
-    waiting = asyncio.ensure_future(client.messages.create(**hello(house)))
-    await house.until(lambda: any(line.get("status") == 429 for line in house.lines))
-    house.runner.release()
+    gateway = GatewayFixture(card, tmp_path)
+    gateway.set_limits(requests_per_tenant_max=1)
+    await gateway.open()
+    client = AsyncAnthropic(base_url=gateway.url, api_key=gateway.keys["ada"], max_retries=2)
+    gateway.runner.hold_after(10)
+    running = await client.messages.create(**hello(gateway, max_tokens=40, stream=True))
+    waiting = asyncio.ensure_future(client.messages.create(**hello(gateway)))
+    await gateway.until(lambda: any(line.get("status") == 429 for line in gateway.lines))
+    gateway.runner.release()
     names = [event.type async for event in running]
     message = await waiting
 
     assert names[-1] == "message_stop"
     assert message.usage.output_tokens == 8
-    assert [line["status"] for line in house.lines if line["event"] == "request"] == [429, 200, 200]
+    assert [line["status"] for line in gateway.lines if line["event"] == "request"] == [
+        429,
+        200,
+        200,
+    ]
     await client.close()
-    await house.check_quiet()
-    await house.close()
-    house.discard()
+    await gateway.check_quiet()
+    await gateway.close()
+    gateway.discard()
 
 
 async def test_leaving_a_stream_cancels_it_in_the_engine(
-    house: House, client: AsyncAnthropic
+    gateway: GatewayFixture, client: AsyncAnthropic
 ) -> None:
     """`break` in an application must not leave the engine working for nobody."""
-    house.runner.hold_after(20)
-    async with client.messages.stream(**hello(house, max_tokens=400)) as stream:
+    gateway.runner.hold_after(20)
+    async with client.messages.stream(**hello(gateway, max_tokens=400)) as stream:
         async for event in stream:
             if event.type == "text":
                 break
-    await house.until(lambda: not house.gateway.context.running)
-    house.runner.release()
+    await gateway.until(lambda: not gateway.gateway.context.running)
+    gateway.runner.release()
 
-    await house.check_quiet()
-    (entry,) = house.entries()
+    await gateway.check_quiet()
+    (entry,) = gateway.entries()
     assert entry[0] == "cancelled"
     assert 0 < entry[3] < 400
 
 
 async def test_an_engine_that_fails_in_a_stream_raises_in_the_sdk(
-    house: House, client: AsyncAnthropic
+    gateway: GatewayFixture, client: AsyncAnthropic
 ) -> None:
     """A stream that only stops is silent truncation; the error event raises."""
-    house.runner.hold_after(20)
-    events = aiter(await client.messages.create(**hello(house, max_tokens=400, stream=True)))
+    gateway.runner.hold_after(20)
+    events = aiter(await client.messages.create(**hello(gateway, max_tokens=400, stream=True)))
     await anext(events)
-    house.runner.fail_launch.update(range(2_000))
-    house.runner.release()
+    gateway.runner.fail_launch.update(range(2_000))
+    gateway.runner.release()
     with pytest.raises(anthropic.APIStatusError) as caught:
         _ = [event async for event in events]
 
@@ -168,47 +176,49 @@ async def test_an_engine_that_fails_in_a_stream_raises_in_the_sdk(
 
 async def test_a_slow_answer_is_kept_open_by_pings(card: ModelCard, tmp_path: Path) -> None:
     """Proxies close what says nothing; the SDK ignores what means nothing."""
-    house = House(card, tmp_path)
-    house.set_server(stream_keep_alive_s=0.01)
-    await house.open()
-    house.runner.hold_after(0)
-    body = {k: v for k, v in hello(house, stream=True, **MORE).items() if k != "extra_body"}
-    headers = {**house.headers(), "anthropic-version": "2026-10-21"}
-    async with house.session.post(f"{house.url}/v1/messages", json=body, headers=headers) as answer:
+    gateway = GatewayFixture(card, tmp_path)
+    gateway.set_server(stream_keep_alive_s=0.01)
+    await gateway.open()
+    gateway.runner.hold_after(0)
+    body = {k: v for k, v in hello(gateway, stream=True, **MORE).items() if k != "extra_body"}
+    headers = {**gateway.headers(), "anthropic-version": "2026-10-21"}
+    async with gateway.session.post(
+        f"{gateway.url}/v1/messages", json=body, headers=headers
+    ) as answer:
         first = await answer.content.readuntil(b"\n\n")
-        house.runner.release()
+        gateway.runner.release()
         rest = await answer.read()
 
     assert first == DIALECT.keep_alive()
     assert rest.endswith(b'event: message_stop\ndata: {"type":"message_stop"}\n\n')
-    await house.check_quiet()
-    await house.close()
-    house.discard()
+    await gateway.check_quiet()
+    await gateway.close()
+    gateway.discard()
 
 
-async def test_a_named_request_is_answered_again(house: House) -> None:
+async def test_a_named_request_is_answered_again(gateway: GatewayFixture) -> None:
     """Whole or streamed, by the SDK's own headers; and while it runs the SDK waits and comes
     back."""
-    key = house.keys["ada"]
+    key = gateway.keys["ada"]
     named = {"extra_headers": {"Idempotency-Key": "order-7"}}
-    async with AsyncAnthropic(base_url=house.url, api_key=key, max_retries=2) as client:
-        house.runner.hold_after(4)
-        one = asyncio.create_task(client.messages.create(**hello(house, **named)))
-        await house.until(lambda: bool(house.gateway.context.running))
-        two = asyncio.create_task(client.messages.create(**hello(house, **named)))
-        await house.until(lambda: any(line.get("status") == 409 for line in house.lines))
-        house.runner.release()
+    async with AsyncAnthropic(base_url=gateway.url, api_key=key, max_retries=2) as client:
+        gateway.runner.hold_after(4)
+        one = asyncio.create_task(client.messages.create(**hello(gateway, **named)))
+        await gateway.until(lambda: bool(gateway.gateway.context.running))
+        two = asyncio.create_task(client.messages.create(**hello(gateway, **named)))
+        await gateway.until(lambda: any(line.get("status") == 409 for line in gateway.lines))
+        gateway.runner.release()
         first, second = await one, await two
         streams = []
         for _ in range(2):
             more = {"extra_headers": {"Idempotency-Key": "order-8"}}
-            async with client.messages.stream(**hello(house, **more)) as stream:
+            async with client.messages.stream(**hello(gateway, **more)) as stream:
                 streams.append(await stream.get_final_message())
         with pytest.raises(anthropic.ConflictError) as caught:
-            await client.messages.create(**hello(house, max_tokens=5, **named))
+            await client.messages.create(**hello(gateway, max_tokens=5, **named))
 
     assert first == second
     assert streams[0] == streams[1]
     assert caught.value.type == "conflict_error"
-    assert [entry[0] for entry in house.entries()] == ["done", "done"]
-    assert [line["ending"] for line in house.lines].count("replayed") == 2
+    assert [entry[0] for entry in gateway.entries()] == ["done", "done"]
+    assert [line["ending"] for line in gateway.lines].count("replayed") == 2

@@ -13,7 +13,7 @@ import pytest
 from anthropic import AsyncAnthropic, BadRequestError, beta_async_tool
 from anthropic.types import Message
 
-from tests.unit.gateway.gateway_fixture import House
+from tests.unit.gateway.gateway_fixture import GatewayFixture
 
 WEATHER: Any = {
     "name": "weather",
@@ -35,23 +35,23 @@ HELLO: Any = {"role": "user", "content": "hello"}
 
 
 @pytest.fixture
-def made(made: House) -> House:
+def unopened_gateway(unopened_gateway: GatewayFixture) -> GatewayFixture:
     """With room for tools, and answers that are held to schemas."""
-    made.context_tokens, made.takes_grammars = 2_048, True
-    return made
+    unopened_gateway.context_tokens, unopened_gateway.takes_grammars = 2_048, True
+    return unopened_gateway
 
 
 @pytest.fixture
-async def client(house: House) -> AsyncIterator[AsyncAnthropic]:
+async def client(gateway: GatewayFixture) -> AsyncIterator[AsyncAnthropic]:
     async with AsyncAnthropic(
-        base_url=house.url, api_key=house.keys["ada"], max_retries=0, timeout=60
+        base_url=gateway.url, api_key=gateway.keys["ada"], max_retries=0, timeout=60
     ) as client:
         yield client
 
 
-def asked(house: House, **more: Any) -> dict[str, Any]:
+def asked(gateway: GatewayFixture, **more: Any) -> dict[str, Any]:
     return {
-        "model": house.model,
+        "model": gateway.model,
         "max_tokens": 300,
         "messages": [HELLO],
         "tools": [WEATHER],
@@ -67,11 +67,13 @@ def blocks(message: Message) -> list[tuple[str, Any]]:
     ]
 
 
-async def test_calls_are_blocks_in_both_shapes(house: House, client: AsyncAnthropic) -> None:
+async def test_calls_are_blocks_in_both_shapes(
+    gateway: GatewayFixture, client: AsyncAnthropic
+) -> None:
     """Text first, then each call with its own id and input; the reason says why it stopped."""
-    house.say(CALLS)
-    whole = await client.messages.create(**asked(house))
-    async with client.messages.stream(**asked(house)) as stream:
+    gateway.say(CALLS)
+    whole = await client.messages.create(**asked(gateway))
+    async with client.messages.stream(**asked(gateway)) as stream:
         pieces = [e.partial_json async for e in stream if e.type == "input_json"]
         folded = await stream.get_final_message()
 
@@ -84,32 +86,34 @@ async def test_calls_are_blocks_in_both_shapes(house: House, client: AsyncAnthro
     assert whole.stop_reason == folded.stop_reason == "tool_use"
     assert len({block.id for block in whole.content if block.type == "tool_use"}) == 2
     assert len(pieces) > 2, "arguments come as they are made"
-    await house.check_quiet()
+    await gateway.check_quiet()
 
 
-async def test_an_answer_goes_back_with_its_results(house: House, client: AsyncAnthropic) -> None:
+async def test_an_answer_goes_back_with_its_results(
+    gateway: GatewayFixture, client: AsyncAnthropic
+) -> None:
     """The whole round: the SDK's own objects as history, and the prefix read again."""
     mark: Any = {"cache_control": {"type": "ephemeral"}}
-    house.say(CALLS)
-    first = await client.messages.create(**asked(house, **mark))
+    gateway.say(CALLS)
+    first = await client.messages.create(**asked(gateway, **mark))
     results = [
         {"type": "tool_result", "tool_use_id": block.id, "content": "dry"}
         for block in first.content
         if block.type == "tool_use"
     ]
     messages = [HELLO, first.to_param(), {"role": "user", "content": results}]
-    house.say("Dry in both.")
-    second = await client.messages.create(**asked(house, messages=messages, **mark))
+    gateway.say("Dry in both.")
+    second = await client.messages.create(**asked(gateway, messages=messages, **mark))
 
     assert blocks(second) == [("text", "Dry in both.")]
     assert second.stop_reason == "end_turn"
     assert first.usage.cache_creation_input_tokens
     assert second.usage.cache_read_input_tokens == first.usage.cache_creation_input_tokens
-    await house.check_quiet()
+    await gateway.check_quiet()
 
 
 async def test_the_sdks_runner_calls_a_function_and_goes_on(
-    house: House, client: AsyncAnthropic
+    gateway: GatewayFixture, client: AsyncAnthropic
 ) -> None:
     """It asks for a thread that the server keeps, is told that there are none, and does without."""
     asked_for = []
@@ -118,75 +122,79 @@ async def test_the_sdks_runner_calls_a_function_and_goes_on(
     async def weather(city: str) -> str:
         """Of a city."""
         asked_for.append(city)
-        house.say("Dry.")
+        gateway.say("Dry.")
         return "dry"
 
-    house.say(CALLS.partition("</tool_call>")[0] + "</tool_call>")
+    gateway.say(CALLS.partition("</tool_call>")[0] + "</tool_call>")
     runner = client.beta.messages.tool_runner(
-        model=house.model, max_tokens=300, messages=[HELLO], tools=[weather]
+        model=gateway.model, max_tokens=300, messages=[HELLO], tools=[weather]
     )
     message: Any = await runner.until_done()
 
     assert asked_for == ["Oslo"]
     assert message.content[0].text == "Dry."
-    assert len(house.entries()) == 2
-    await house.check_quiet()
+    assert len(gateway.entries()) == 2
+    await gateway.check_quiet()
 
 
 async def test_tools_that_may_not_be_called_keep_the_prefix_and_are_text(
-    house: House, client: AsyncAnthropic
+    gateway: GatewayFixture, client: AsyncAnthropic
 ) -> None:
     """What is shown stays; only what an answer means changes."""
     mark: Any = {"cache_control": {"type": "ephemeral"}}
-    house.say(CALLS)
-    first = await client.messages.create(**asked(house, **mark))
-    second = await client.messages.create(**asked(house, tool_choice={"type": "none"}, **mark))
+    gateway.say(CALLS)
+    first = await client.messages.create(**asked(gateway, **mark))
+    second = await client.messages.create(**asked(gateway, tool_choice={"type": "none"}, **mark))
 
     assert [kind for kind, _ in blocks(second)] == ["text"]
     assert second.stop_reason == "end_turn"
     assert second.usage.cache_read_input_tokens == first.usage.cache_creation_input_tokens
 
 
-async def test_a_call_that_is_cut_off_has_no_input(house: House, client: AsyncAnthropic) -> None:
+async def test_a_call_that_is_cut_off_has_no_input(
+    gateway: GatewayFixture, client: AsyncAnthropic
+) -> None:
     """max_tokens ends it in the middle of its arguments."""
-    house.say(CALLS)
+    gateway.say(CALLS)
     before = CALLS[: CALLS.index("slo")]
-    tokens = len(house.renderer.tokenizer.encode(before, specials=False))
-    message = await client.messages.create(**asked(house, max_tokens=tokens))
-    async with client.messages.stream(**asked(house, max_tokens=tokens)) as stream:
+    tokens = len(gateway.renderer.tokenizer.encode(before, specials=False))
+    message = await client.messages.create(**asked(gateway, max_tokens=tokens))
+    async with client.messages.stream(**asked(gateway, max_tokens=tokens)) as stream:
         pieces = [e.partial_json async for e in stream if e.type == "input_json"]
 
     assert message.stop_reason == "max_tokens"
     assert blocks(message)[1:] == [("tool_use", {})]
     assert "".join(pieces) == '{"city": "O'
-    await house.check_quiet()
+    await gateway.check_quiet()
 
 
-async def test_a_prefill_is_gone_on_with(house: House, client: AsyncAnthropic) -> None:
+async def test_a_prefill_is_gone_on_with(gateway: GatewayFixture, client: AsyncAnthropic) -> None:
     """The turn stays open: what comes next costs no token of a new one."""
-    house.say(" 42.")
+    gateway.say(" 42.")
     prefill: Any = {"role": "assistant", "content": "The answer is"}
     message = await client.messages.create(
-        model=house.model, max_tokens=9, messages=[HELLO, prefill]
+        model=gateway.model, max_tokens=9, messages=[HELLO, prefill]
     )
-    without = await client.messages.count_tokens(model=house.model, messages=[HELLO])
-    with_it = await client.messages.count_tokens(model=house.model, messages=[HELLO, prefill])
-    text = house.renderer.tokenizer.encode("The answer is", specials=False)
+    without = await client.messages.count_tokens(model=gateway.model, messages=[HELLO])
+    with_it = await client.messages.count_tokens(model=gateway.model, messages=[HELLO, prefill])
+    text = gateway.renderer.tokenizer.encode("The answer is", specials=False)
 
     assert blocks(message) == [("text", " 42.")]
     assert with_it.input_tokens == without.input_tokens + len(text)
-    await house.check_quiet()
+    await gateway.check_quiet()
 
 
 async def test_an_instruction_between_turns_leaves_the_prefix_alone(
-    house: House, client: AsyncAnthropic
+    gateway: GatewayFixture, client: AsyncAnthropic
 ) -> None:
     """That is what it is for."""
-    house.say("Oui.")
+    gateway.say("Oui.")
     control: Any = {"type": "ephemeral"}
-    first = await client.messages.create(**asked(house, cache_control=control))
+    first = await client.messages.create(**asked(gateway, cache_control=control))
     messages = [HELLO, {"role": "system", "content": "Now in French."}]
-    second = await client.messages.create(**asked(house, messages=messages, cache_control=control))
+    second = await client.messages.create(
+        **asked(gateway, messages=messages, cache_control=control)
+    )
 
     assert first.usage.cache_creation_input_tokens
     assert second.usage.cache_read_input_tokens == first.usage.cache_creation_input_tokens
@@ -194,26 +202,26 @@ async def test_an_instruction_between_turns_leaves_the_prefix_alone(
 
 @pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "weather"}])
 async def test_a_forced_call_is_one_whatever_the_model_would_say(
-    house: House, client: AsyncAnthropic, choice: dict[str, str]
+    gateway: GatewayFixture, client: AsyncAnthropic, choice: dict[str, str]
 ) -> None:
     """The answer is held to the tool's own schema, with no parallel calls where they are off."""
     tool = {**WEATHER, "input_schema": CITY}
     one = {**choice, "disable_parallel_tool_use": True}
-    message = await client.messages.create(**asked(house, tools=[tool], tool_choice=one))
+    message = await client.messages.create(**asked(gateway, tools=[tool], tool_choice=one))
 
     ((kind, value),) = blocks(message)
     assert message.stop_reason == "tool_use"
     assert kind == "tool_use"
     assert value["city"] in ("Oslo", "Rome")
-    await house.check_quiet()
+    await gateway.check_quiet()
 
 
 async def test_an_answer_of_a_schema_is_that_in_both_shapes(
-    house: House, client: AsyncAnthropic
+    gateway: GatewayFixture, client: AsyncAnthropic
 ) -> None:
     """Structured output: the text is JSON that satisfies it."""
     config: Any = {"format": {"type": "json_schema", "schema": CITY}}
-    ask = asked(house, tools=[], output_config=config)
+    ask = asked(gateway, tools=[], output_config=config)
     whole = await client.messages.create(**ask)
     async with client.messages.stream(**ask) as stream:
         folded = await stream.get_final_message()
@@ -222,19 +230,19 @@ async def test_an_answer_of_a_schema_is_that_in_both_shapes(
         ((kind, text),) = blocks(message)
         assert (kind, message.stop_reason) == ("text", "end_turn")
         assert json.loads(text)["city"] in ("Oslo", "Rome")
-    await house.check_quiet()
+    await gateway.check_quiet()
 
 
 async def test_a_schema_that_no_answer_can_have_is_refused(
-    house: House, client: AsyncAnthropic
+    gateway: GatewayFixture, client: AsyncAnthropic
 ) -> None:
     """Only the engine can tell, so there is an entry, of nothing."""
     config: Any = {"format": {"type": "json_schema", "schema": {"type": "nonsense"}}}
     with pytest.raises(BadRequestError) as caught:
-        await client.messages.create(**asked(house, tools=[], output_config=config))
+        await client.messages.create(**asked(gateway, tools=[], output_config=config))
 
     details: Any = caught.value.body
     assert caught.value.error_code == "invalid_json_schema"
     assert details["error"]["details"]["param"] == "output_config.format.schema"
-    assert house.entries() == [("invalid_json_schema", 0, 0, 0)]
-    await house.check_quiet()
+    assert gateway.entries() == [("invalid_json_schema", 0, 0, 0)]
+    await gateway.check_quiet()

@@ -16,7 +16,7 @@ from selenium.webdriver.support.ui import WebDriverWait
 from gateway.analytics.aggregates import Facts
 from gateway.dialects.canonical import Rendered, UsageRecord
 from tests.unit.gateway.admin_client import Admin
-from tests.unit.gateway.gateway_fixture import House
+from tests.unit.gateway.gateway_fixture import GatewayFixture
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 pytestmark = [
@@ -141,22 +141,24 @@ class Page:
         return str(self.browser.execute_script(text))
 
 
-async def used(house: House) -> Admin:
-    """A house in which two tenants have asked the same twice."""
-    admin = Admin(house)
+async def used(gateway: GatewayFixture) -> Admin:
+    """A gateway in which two tenants have asked the same twice."""
+    admin = Admin(gateway)
     for who in ("ada", "bob"):
         for _ in range(2):
-            await house.ask(body=house.chat("a question of some length for the cache"), who=who)
-    await house.engine.get_stats()
+            await gateway.ask(body=gateway.chat("a question of some length for the cache"), who=who)
+    await gateway.engine.get_stats()
     return admin
 
 
-async def test_an_operator_signs_in_and_sees_real_numbers(house: House, browser: Any) -> None:
+async def test_an_operator_signs_in_and_sees_real_numbers(
+    gateway: GatewayFixture, browser: Any
+) -> None:
     """Every section, with the numbers that the API has; and no error in the console."""
-    admin = await used(house)
+    admin = await used(gateway)
     _, overview = await admin.ask("GET", "/admin/v1/analytics")
     browser.get_log("browser")  # what the pages of other tests have said
-    page = Page(browser, house.admin_url)
+    page = Page(browser, gateway.admin_url)
     await asyncio.to_thread(page.sign_in, admin.key)
 
     share = f"{100 * overview['total']['hit_ratio']:.1f} %"
@@ -177,9 +179,11 @@ async def test_an_operator_signs_in_and_sees_real_numbers(house: House, browser:
     assert errors == []
 
 
-async def test_a_wrong_key_is_refused_and_shows_nothing(house: House, browser: Any) -> None:
+async def test_a_wrong_key_is_refused_and_shows_nothing(
+    gateway: GatewayFixture, browser: Any
+) -> None:
     """Without a good key the page holds no number of anybody."""
-    page = Page(browser, house.admin_url)
+    page = Page(browser, gateway.admin_url)
     await asyncio.to_thread(page.sign_in, "tl-wrong")
 
     refused = browser.find_element(By.ID, "refused")
@@ -188,10 +192,12 @@ async def test_a_wrong_key_is_refused_and_shows_nothing(house: House, browser: A
     assert browser.find_element(By.ID, "view").text == ""
 
 
-async def test_it_can_be_used_by_keyboard_and_read_aloud(house: House, browser: Any) -> None:
+async def test_it_can_be_used_by_keyboard_and_read_aloud(
+    gateway: GatewayFixture, browser: Any
+) -> None:
     """Links in order, the current one said; every drawing has a name; branches can be reached."""
-    admin = await used(house)
-    page = Page(browser, house.admin_url)
+    admin = await used(gateway)
+    page = Page(browser, gateway.admin_url)
     await asyncio.to_thread(page.sign_in, admin.key)
     page.look_once()
     await asyncio.to_thread(page.see, "Tree/ada", "ada / default")
@@ -211,22 +217,22 @@ async def test_it_can_be_used_by_keyboard_and_read_aloud(house: House, browser: 
     assert "tokens" in focused
 
 
-async def test_promises_and_churn_are_shown(house: House, browser: Any) -> None:
+async def test_promises_and_churn_are_shown(gateway: GatewayFixture, browser: Any) -> None:
     """By tenant and class, in every place where somebody would look; as tables with captions."""
-    admin = await used(house)
+    admin = await used(gateway)
     text = {"type": "text", "text": "kept, " * 60, "cache_control": {"type": "ephemeral"}}
     asked = {
-        "model": house.model,
+        "model": gateway.model,
         "max_tokens": 4,
         "messages": [{"role": "user", "content": [text]}],
     }
     for _ in range(2):
-        await house.ask("/v1/messages", asked, headers={"anthropic-version": "2023-06-01"})
+        await gateway.ask("/v1/messages", asked, headers={"anthropic-version": "2023-06-01"})
     _, overview = await admin.ask("GET", "/admin/v1/analytics")
     async with asyncio.timeout(PATIENCE_S):  # the engine tells with its next heartbeat
         while not overview["churn"]["inserted_blocks"]:
             _, overview = await admin.ask("GET", "/admin/v1/analytics")
-    page = Page(browser, house.admin_url)
+    page = Page(browser, gateway.admin_url)
     await asyncio.to_thread(page.sign_in, admin.key)
 
     leases = await asyncio.to_thread(page.see, "Leases", "kept of ended")
@@ -241,15 +247,17 @@ async def test_promises_and_churn_are_shown(house: House, browser: Any) -> None:
     assert "came in" in overview_text
 
 
-async def test_a_thousand_tenants_are_shown_found_and_reached(house: House, browser: Any) -> None:
+async def test_a_thousand_tenants_are_shown_found_and_reached(
+    gateway: GatewayFixture, browser: Any
+) -> None:
     """All of them in the list; one is found by typing and opened with the keyboard alone."""
-    admin = Admin(house)
-    seen = house.gateway.context.analytics
+    admin = Admin(gateway)
+    seen = gateway.gateway.context.analytics
     for number in range(1_000):
         record = UsageRecord(64, {"5m": 32}, {}, 32, 5, 32)
         facts = Facts(f"tenant-{number:04d}", record, Rendered((number,) * 64), 0.1, "", "done")
         seen.note(facts)
-    page = Page(browser, house.admin_url)
+    page = Page(browser, gateway.admin_url)
     await asyncio.to_thread(page.sign_in, admin.key)
     await asyncio.to_thread(page.see, "Overview", "1,000")
     page.look_once()
@@ -271,10 +279,10 @@ async def test_a_thousand_tenants_are_shown_found_and_reached(house: House, brow
     assert "50.0 %" in text
 
 
-async def test_every_table_and_field_has_a_name(house: House, browser: Any) -> None:
+async def test_every_table_and_field_has_a_name(gateway: GatewayFixture, browser: Any) -> None:
     """What a screen reader says on the way in: captions, column heads, labels, one heading each."""
-    admin = await used(house)
-    page = Page(browser, house.admin_url)
+    admin = await used(gateway)
+    page = Page(browser, gateway.admin_url)
     await asyncio.to_thread(page.sign_in, admin.key)
     nameless = []
     for section, text in WORDS.items():
@@ -285,15 +293,15 @@ async def test_every_table_and_field_has_a_name(house: House, browser: Any) -> N
 
 
 async def test_an_engine_that_is_away_is_said_on_every_page_of_blocks(
-    house: House, browser: Any
+    gateway: GatewayFixture, browser: Any
 ) -> None:
     """What it told last is no news: nobody takes it for the present."""
-    admin = await used(house)
-    page = Page(browser, house.admin_url)
+    admin = await used(gateway)
+    page = Page(browser, gateway.admin_url)
     await asyncio.to_thread(page.sign_in, admin.key)
     await asyncio.to_thread(page.see, "Overview", "Time to first token")
     before = browser.find_elements(By.CSS_SELECTOR, "p.warning")
-    await house.engine.close()
+    await gateway.engine.close()
 
     assert before == []
     for section in ("Overview", "Leases", "Engine"):
@@ -302,12 +310,12 @@ async def test_an_engine_that_is_away_is_said_on_every_page_of_blocks(
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 async def test_everything_can_be_read_on_a_telephone_too(
-    house: House, browser: Any, scheme: str
+    gateway: GatewayFixture, browser: Any, scheme: str
 ) -> None:
     """Words stand out from what is behind them as WCAG AA asks, none is tiny, and no page is wider
     than the screen: tables scroll in their own boxes."""
-    admin = await used(house)
-    page = Page(browser, house.admin_url)
+    admin = await used(gateway)
+    page = Page(browser, gateway.admin_url)
     media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
     screen = {"width": 390, "height": 800, "deviceScaleFactor": 1, "mobile": True}
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
@@ -324,18 +332,20 @@ async def test_everything_can_be_read_on_a_telephone_too(
     assert wrong == []
 
 
-async def test_what_is_drawn_anew_leaves_people_where_they_were(house: House, browser: Any) -> None:
+async def test_what_is_drawn_anew_leaves_people_where_they_were(
+    gateway: GatewayFixture, browser: Any
+) -> None:
     """Every few seconds: focus stays on a tenant's link although its row has moved, and what was
     unfolded stays open."""
-    admin = await used(house)
-    page = Page(browser, house.admin_url)
+    admin = await used(gateway)
+    page = Page(browser, gateway.admin_url)
     await asyncio.to_thread(page.sign_in, admin.key)
     browser.execute_script("window.setTimeout = (again) => { window.again = again; }")
     rows = "return [...document.querySelectorAll('#view tbody th')].map((one) => one.innerText)"
     await asyncio.to_thread(page.see, "Tenants", "bob")
     before = browser.execute_script(rows)
     browser.execute_script("document.querySelector('#view a[href$=ada]').focus()")
-    await house.ask(body=house.chat("ada asks once more"))
+    await gateway.ask(body=gateway.chat("ada asks once more"))
     await asyncio.to_thread(browser.execute_async_script, "window.again().then(arguments[0])")
     after, focused = (
         browser.execute_script(one) for one in (rows, "return document.activeElement.innerText")
@@ -350,10 +360,10 @@ async def test_what_is_drawn_anew_leaves_people_where_they_were(house: House, br
     assert unfolded.get_attribute("open") is not None
 
 
-async def test_no_request_leaves_this_host(house: House, browser: Any) -> None:
+async def test_no_request_leaves_this_host(gateway: GatewayFixture, browser: Any) -> None:
     """Nothing is fetched from elsewhere: no font, no script, no beacon."""
-    admin = await used(house)
-    page = Page(browser, house.admin_url)
+    admin = await used(gateway)
+    page = Page(browser, gateway.admin_url)
     browser.get_log("performance")
     await asyncio.to_thread(page.sign_in, admin.key)
     await asyncio.to_thread(page.see, "Overview", "Time to first token")
@@ -363,4 +373,4 @@ async def test_no_request_leaves_this_host(house: House, browser: Any) -> None:
     )
 
     assert found
-    assert all(address.startswith(house.admin_url) for address in found)
+    assert all(address.startswith(gateway.admin_url) for address in found)

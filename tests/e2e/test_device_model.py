@@ -18,11 +18,11 @@ from engine.config import EngineConfig
 from engine.core.core import Core
 from engine.kv.storage import KvStorage, kv_format
 from engine.model_store import ModelCard
-from engine.models.gpu_layers import DeviceOps
+from engine.models.gpu_layers import GpuOps
 from engine.models.registry import build_model
 from engine.plan import Runner
 from engine.runner.cpu_runner import CpuRunner
-from engine.runner.gpu_runner import DeviceRunner
+from engine.runner.gpu_runner import GpuRunner
 from engine.weights import load_weights
 from tests.e2e.real_core import real_card
 
@@ -60,11 +60,11 @@ def on_cpu(card: ModelCard) -> CpuRunner:
     return CpuRunner(card, config, blocks=BLOCKS, context=CONTEXT)
 
 
-def on_device(card: ModelCard, dtype: torch.dtype) -> DeviceRunner:
+def on_device(card: ModelCard, dtype: torch.dtype) -> GpuRunner:
     device = torch.device("cuda")
-    model = build_model(card.config, load_weights(card, dtype, device), DeviceOps())
+    model = build_model(card.config, load_weights(card, dtype, device), GpuOps())
     kv = KvStorage(kv_format(card.config, dtype, BLOCK), BLOCKS, dtype, device)
-    return DeviceRunner(model, kv, context=CONTEXT, seats=16, tokens_max=600)
+    return GpuRunner(model, kv, context=CONTEXT, seats=16, tokens_max=600)
 
 
 class Answers:

@@ -14,30 +14,30 @@ import pytest
 
 from engine.model_store import DEFAULT_MODEL
 from gateway.config import Config, ModelSettings, effective, load_config
-from tests.unit.gateway.gateway_fixture import House
+from tests.unit.gateway.gateway_fixture import GatewayFixture
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @pytest.fixture
-def made(made: House) -> House:
+def unopened_gateway(unopened_gateway: GatewayFixture) -> GatewayFixture:
     """A gateway that answers to the default model's name, with a key file."""
     settings = ModelSettings(aliases=(DEFAULT_MODEL,))
-    made.config = msgspec.structs.replace(made.config, model=settings)
-    return made
+    unopened_gateway.config = msgspec.structs.replace(unopened_gateway.config, model=settings)
+    return unopened_gateway
 
 
-async def output(house: House, folder: Path, *command: str) -> str:
+async def output(gateway: GatewayFixture, folder: Path, *command: str) -> str:
     """What an example prints; it must end well."""
     key_file = folder / "default.key"
-    await asyncio.to_thread(key_file.write_text, house.keys["ada"] + "\n")
+    await asyncio.to_thread(key_file.write_text, gateway.keys["ada"] + "\n")
     process = await asyncio.create_subprocess_exec(
         *command,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
         env={
             **os.environ,
-            "TRUNKLINE_URL": f"{house.url}/v1",
+            "TRUNKLINE_URL": f"{gateway.url}/v1",
             "TRUNKLINE_KEY_FILE": str(key_file),
             "PYTHONIOENCODING": "utf-8:backslashreplace",
         },
@@ -54,9 +54,11 @@ def test_an_example_fits_a_screen(path: Path) -> None:
     assert len(path.read_text().splitlines()) < 60
 
 
-async def test_the_sdk_conversation_reuses_its_first_turn(house: House, tmp_path: Path) -> None:
+async def test_the_sdk_conversation_reuses_its_first_turn(
+    gateway: GatewayFixture, tmp_path: Path
+) -> None:
     """The second turn's cached tokens cover the first prompt and most of its answer."""
-    text = await output(house, tmp_path, sys.executable, str(EXAMPLES / "chat.py"))
+    text = await output(gateway, tmp_path, sys.executable, str(EXAMPLES / "chat.py"))
     counts = [
         tuple(map(int, found)) for found in re.findall(r"\[(\d+) tokens, (\d+) of them", text)
     ]
@@ -66,9 +68,11 @@ async def test_the_sdk_conversation_reuses_its_first_turn(house: House, tmp_path
     assert first <= cached < second
 
 
-async def test_what_one_call_writes_the_next_one_reads(house: House, tmp_path: Path) -> None:
+async def test_what_one_call_writes_the_next_one_reads(
+    gateway: GatewayFixture, tmp_path: Path
+) -> None:
     """A promise in Anthropic's terms: as many tokens read as were written."""
-    text = await output(house, tmp_path, sys.executable, str(EXAMPLES / "anthropic_cache.py"))
+    text = await output(gateway, tmp_path, sys.executable, str(EXAMPLES / "anthropic_cache.py"))
     counts = [tuple(map(int, found)) for found in re.findall(r"\[(\d+) written, (\d+) read", text)]
 
     (written, nothing), (again, read) = counts
@@ -76,21 +80,23 @@ async def test_what_one_call_writes_the_next_one_reads(house: House, tmp_path: P
     assert read == written > 0
 
 
-async def test_cached_content_is_used_without_being_sent(house: House, tmp_path: Path) -> None:
+async def test_cached_content_is_used_without_being_sent(
+    gateway: GatewayFixture, tmp_path: Path
+) -> None:
     """Both answers count it as cached; it is gone afterwards."""
     file = str(EXAMPLES / "gemini_cached_content.py")
-    text = await output(house, tmp_path, sys.executable, "-W", "ignore", file)
+    text = await output(gateway, tmp_path, sys.executable, "-W", "ignore", file)
     cached = [int(found) for found in re.findall(r"tokens, (\d+) of them cached", text)]
 
     assert len(cached) == 2
     assert min(cached) > 0
-    assert house.store.query("select count(content) from cached_contents") == [(0,)]
+    assert gateway.store.query("select count(content) from cached_contents") == [(0,)]
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not here")
-async def test_the_curl_lines_answer(house: House, tmp_path: Path) -> None:
+async def test_the_curl_lines_answer(gateway: GatewayFixture, tmp_path: Path) -> None:
     """Four calls: models, an answer, a stream to its end, two continuations."""
-    text = await output(house, tmp_path, "sh", str(EXAMPLES / "curl.sh"))
+    text = await output(gateway, tmp_path, "sh", str(EXAMPLES / "curl.sh"))
 
     assert text.count("\n# ") == 3
     assert f'"{DEFAULT_MODEL}"' in text

@@ -16,7 +16,7 @@ from google.genai import errors, types
 from engine.model_store import ModelCard
 from gateway.dialects.gemini.generate_content import DIALECT, GeminiDialect
 from gateway.errors import Kind, Refusal
-from tests.unit.gateway.gateway_fixture import House
+from tests.unit.gateway.gateway_fixture import GatewayFixture
 
 # The SDK's own way with its HTTP client, which warns and collects its sockets late.
 pytestmark = [
@@ -27,15 +27,17 @@ pytestmark = [
 LONG = "The trunk is shared, the branches are one's own. " * 6
 
 
-def client_of(house: House, key: str | None = None, version: str | None = None, **more: Any) -> Any:
-    options = types.HttpOptions(base_url=house.url, api_version=version, timeout=60_000, **more)
-    return genai.Client(api_key=key or house.keys["ada"], http_options=options).aio
+def client_of(
+    gateway: GatewayFixture, key: str | None = None, version: str | None = None, **more: Any
+) -> Any:
+    options = types.HttpOptions(base_url=gateway.url, api_version=version, timeout=60_000, **more)
+    return genai.Client(api_key=key or gateway.keys["ada"], http_options=options).aio
 
 
 @pytest.fixture(params=[None, "v1beta"])
-async def client(house: House, request: pytest.FixtureRequest) -> AsyncIterator[Any]:
+async def client(gateway: GatewayFixture, request: pytest.FixtureRequest) -> AsyncIterator[Any]:
     """By the SDK's own choice of prefix, and by the older one."""
-    client = client_of(house, version=request.param)
+    client = client_of(gateway, version=request.param)
     yield client
     await client.aclose()
 
@@ -44,13 +46,13 @@ SHORT = types.GenerateContentConfig(max_output_tokens=6, temperature=0)
 
 
 async def test_a_conversation_is_streamed_and_its_second_turn_reads_the_first(
-    house: House, client: Any
+    gateway: GatewayFixture, client: Any
 ) -> None:
     """The main job, with the numbers an application would look at."""
-    first = await client.models.generate_content(model=house.model, contents=LONG, config=SHORT)
+    first = await client.models.generate_content(model=gateway.model, contents=LONG, config=SHORT)
     text, last = "", None
     stream = await client.models.generate_content_stream(
-        model=house.model, contents=LONG, config=SHORT
+        model=gateway.model, contents=LONG, config=SHORT
     )
     async for chunk in stream:
         text += chunk.text or ""
@@ -63,9 +65,9 @@ async def test_a_conversation_is_streamed_and_its_second_turn_reads_the_first(
     assert last.candidates[0].finish_reason in ("STOP", "MAX_TOKENS")
 
 
-async def test_a_chat_remembers_what_was_streamed(house: House, client: Any) -> None:
+async def test_a_chat_remembers_what_was_streamed(gateway: GatewayFixture, client: Any) -> None:
     """It forgets a turn of whose chunks one has no parts; the next turn is found up to its end."""
-    chat = client.chats.create(model=house.model, config=SHORT)
+    chat = client.chats.create(model=gateway.model, config=SHORT)
     prompts, cached = [], []
     for text in ("And?", "So?", "Then?"):
         chunks = [chunk async for chunk in await chat.send_message_stream(text)]
@@ -80,40 +82,42 @@ async def test_a_chat_remembers_what_was_streamed(house: House, client: Any) -> 
     assert cached[2] >= prompts[1]
 
 
-async def test_the_client_without_asyncio_reads_the_same(house: House) -> None:
+async def test_the_client_without_asyncio_reads_the_same(gateway: GatewayFixture) -> None:
     """It has another HTTP client under it, and reads streams line by line on its own."""
-    options = types.HttpOptions(base_url=house.url, timeout=60_000)
+    options = types.HttpOptions(base_url=gateway.url, timeout=60_000)
 
     def ask() -> tuple[str | None, str, int]:
-        with genai.Client(api_key=house.keys["ada"], http_options=options) as client:
-            whole = client.models.generate_content(model=house.model, contents=LONG, config=SHORT)
+        with genai.Client(api_key=gateway.keys["ada"], http_options=options) as client:
+            whole = client.models.generate_content(model=gateway.model, contents=LONG, config=SHORT)
             chunks = list(
                 client.models.generate_content_stream(
-                    model=house.model, contents=LONG, config=SHORT
+                    model=gateway.model, contents=LONG, config=SHORT
                 )
             )
-            counted = client.models.count_tokens(model=house.model, contents=LONG)
+            counted = client.models.count_tokens(model=gateway.model, contents=LONG)
         return whole.text, "".join(chunk.text or "" for chunk in chunks), counted.total_tokens or 0
 
     whole, streamed, counted = await asyncio.to_thread(ask)
 
     assert whole == streamed
     assert counted > len(LONG) // 8
-    await house.check_quiet()
+    await gateway.check_quiet()
 
 
-async def test_tokens_are_counted_as_they_will_be(house: House, client: Any) -> None:
+async def test_tokens_are_counted_as_they_will_be(gateway: GatewayFixture, client: Any) -> None:
     """The same renderer, so the same number."""
-    counted = await client.models.count_tokens(model=house.model, contents=LONG)
-    used = await client.models.generate_content(model=house.model, contents=LONG, config=SHORT)
+    counted = await client.models.count_tokens(model=gateway.model, contents=LONG)
+    used = await client.models.generate_content(model=gateway.model, contents=LONG, config=SHORT)
 
     assert counted.total_tokens == used.usage_metadata.prompt_token_count
 
 
-async def test_cached_content_lives_the_whole_life_of_one(house: House, client: Any) -> None:
+async def test_cached_content_lives_the_whole_life_of_one(
+    gateway: GatewayFixture, client: Any
+) -> None:
     """Create, use, list, change, delete; then it is an error that names nothing."""
     made = await client.caches.create(
-        model=house.model,
+        model=gateway.model,
         config=types.CreateCachedContentConfig(
             contents=LONG, system_instruction="Be brief.", ttl="300s", display_name="trunk"
         ),
@@ -121,14 +125,14 @@ async def test_cached_content_lives_the_whole_life_of_one(house: House, client: 
     config = types.GenerateContentConfig(
         cached_content=made.name, max_output_tokens=4, temperature=0
     )
-    used = await client.models.generate_content(model=house.model, contents="And?", config=config)
+    used = await client.models.generate_content(model=gateway.model, contents="And?", config=config)
     listed = [one.name async for one in await client.caches.list()]
     changed = await client.caches.update(
         name=made.name, config=types.UpdateCachedContentConfig(ttl="7200s")
     )
     await client.caches.delete(name=made.name)
     with pytest.raises(errors.ClientError) as caught:
-        await client.models.generate_content(model=house.model, contents="And?", config=config)
+        await client.models.generate_content(model=gateway.model, contents="And?", config=config)
 
     tokens = made.usage_metadata.total_token_count
     assert used.usage_metadata.cached_content_token_count >= tokens
@@ -138,12 +142,12 @@ async def test_cached_content_lives_the_whole_life_of_one(house: House, client: 
 
 
 async def test_cached_contents_come_in_pages_and_change_only_their_time(
-    house: House, client: Any
+    gateway: GatewayFixture, client: Any
 ) -> None:
     """The SDK asks for the next page by itself; each is seen once, and in its own tenant alone."""
     made = [
         await client.caches.create(
-            model=house.model,
+            model=gateway.model,
             config=types.CreateCachedContentConfig(contents=f"{n}. {LONG}", display_name=f"c{n}"),
         )
         for n in range(3)
@@ -156,18 +160,18 @@ async def test_cached_contents_come_in_pages_and_change_only_their_time(
     pages = await client.caches.list(config=types.ListCachedContentsConfig(page_size=2))
     sizes = [len(pages.page)]
     listed = [one.name async for one in pages]
-    theirs = client_of(house, house.keys["bob"])
+    theirs = client_of(gateway, gateway.keys["bob"])
     with pytest.raises(errors.ClientError) as foreign:
         await theirs.caches.get(name=made[0].name)
 
     assert sizes == [2]
     assert sorted(listed) == sorted(one.name for one in made)
-    assert (shown.display_name, shown.model) == ("c0", f"models/{house.model}")
+    assert (shown.display_name, shown.model) == ("c0", f"models/{gateway.model}")
     assert abs(shown.expire_time - later) < timedelta(seconds=1)
     assert shown.create_time == made[0].create_time
     assert [one.name async for one in await theirs.caches.list()] == []
     assert (foreign.value.code, foreign.value.status) == (403, "PERMISSION_DENIED")
-    await house.check_quiet()
+    await gateway.check_quiet()
 
 
 @pytest.mark.parametrize(
@@ -178,29 +182,29 @@ async def test_cached_contents_come_in_pages_and_change_only_their_time(
     ],
 )
 async def test_cached_content_already_has_its_instruction_and_tools(
-    house: House, client: Any, more: dict[str, Any]
+    gateway: GatewayFixture, client: Any, more: dict[str, Any]
 ) -> None:
     """Two beginnings cannot both come first."""
     made = await client.caches.create(
-        model=house.model, config=types.CreateCachedContentConfig(contents=LONG)
+        model=gateway.model, config=types.CreateCachedContentConfig(contents=LONG)
     )
     with pytest.raises(errors.ClientError) as caught:
         await client.models.generate_content(
-            model=house.model,
+            model=gateway.model,
             contents="And?",
             config=types.GenerateContentConfig(cached_content=made.name, **more),
         )
 
     assert (caught.value.code, caught.value.status) == (400, "INVALID_ARGUMENT")
-    await house.check_quiet()
+    await gateway.check_quiet()
 
 
-async def test_models_are_listed(house: House, client: Any) -> None:
+async def test_models_are_listed(gateway: GatewayFixture, client: Any) -> None:
     """And one is shown."""
     names = [model.name async for model in await client.models.list()]
-    one = await client.models.get(model=house.model)
+    one = await client.models.get(model=gateway.model)
 
-    assert names == [f"models/{house.model}"]
+    assert names == [f"models/{gateway.model}"]
     assert one.input_token_limit > 0
 
 
@@ -214,7 +218,7 @@ async def test_models_are_listed(house: House, client: Any) -> None:
     ],
 )
 async def test_errors_are_the_sdks_own(
-    house: House,
+    gateway: GatewayFixture,
     key: str | None,
     model: str | None,
     config: dict[str, Any],
@@ -223,8 +227,8 @@ async def test_errors_are_the_sdks_own(
 ) -> None:
     """With their code and status, where it looks for them."""
     with pytest.raises(errors.ClientError) as caught:
-        await client_of(house, key).models.generate_content(
-            model=model or house.model,
+        await client_of(gateway, key).models.generate_content(
+            model=model or gateway.model,
             contents="hi",
             config=types.GenerateContentConfig(**config),
         )
@@ -232,19 +236,19 @@ async def test_errors_are_the_sdks_own(
     assert (caught.value.code, caught.value.status) == (code, status)
 
 
-async def test_a_reader_that_leaves_frees_its_blocks(house: House) -> None:
+async def test_a_reader_that_leaves_frees_its_blocks(gateway: GatewayFixture) -> None:
     """Closing the generator closes the connection; the engine hears of it."""
-    stream = await client_of(house).models.generate_content_stream(
-        model=house.model,
+    stream = await client_of(gateway).models.generate_content_stream(
+        model=gateway.model,
         contents="hi",
         config=types.GenerateContentConfig(max_output_tokens=300, temperature=0),
     )
     async for _ in stream:
         break
     await stream.aclose()
-    await house.until(lambda: not house.gateway.context.running)
+    await gateway.until(lambda: not gateway.gateway.context.running)
 
-    assert (await house.quiet()).running == 0
+    assert (await gateway.quiet()).running == 0
 
 
 @pytest.mark.parametrize(
@@ -263,7 +267,7 @@ async def test_a_reader_that_leaves_frees_its_blocks(house: House) -> None:
     ],
 )
 async def test_each_kind_of_refusal_has_its_class_code_and_status(
-    house: House, kind: Kind, raised: type[errors.APIError], code: int, status: str
+    gateway: GatewayFixture, kind: Kind, raised: type[errors.APIError], code: int, status: str
 ) -> None:
     """From our bytes to the exception, without waiting for each to happen."""
 
@@ -273,9 +277,9 @@ async def test_each_kind_of_refusal_has_its_class_code_and_status(
         return httpx2.Response(number, content=body, headers={"content-type": "application/json"})
 
     transport = httpx2.AsyncClient(transport=httpx2.MockTransport(answer))
-    client = client_of(house, httpx_async_client=transport)
+    client = client_of(gateway, httpx_async_client=transport)
     with pytest.raises(raised) as caught:
-        await client.models.generate_content(model=house.model, contents="hi")
+        await client.models.generate_content(model=gateway.model, contents="hi")
 
     info, bad, retry = caught.value.details["error"]["details"]
     assert type(caught.value) is raised
@@ -289,28 +293,28 @@ async def test_a_limit_that_is_reached_for_a_moment_is_none_to_who_tries_again(
     card: ModelCard, tmp_path: Path
 ) -> None:
     """The SDK retries only when told to, and reads no retry-after; both say the same for others."""
-    house = House(card, tmp_path)
-    house.set_limits(requests_per_tenant_max=1)
-    await house.open()
-    once = client_of(house)
+    gateway = GatewayFixture(card, tmp_path)
+    gateway.set_limits(requests_per_tenant_max=1)
+    await gateway.open()
+    once = client_of(gateway)
     again = types.HttpRetryOptions(
         attempts=500, initial_delay=0.01, max_delay=0.01, exp_base=1, jitter=0
     )
-    house.runner.hold_after(10)
+    gateway.runner.hold_after(10)
     config = types.GenerateContentConfig(max_output_tokens=40, temperature=0)
     running = aiter(
-        await once.models.generate_content_stream(model=house.model, contents="hi", config=config)
+        await once.models.generate_content_stream(model=gateway.model, contents="hi", config=config)
     )
     first = await anext(running)
     with pytest.raises(errors.ClientError) as caught:
-        await once.models.generate_content(model=house.model, contents="hi", config=SHORT)
+        await once.models.generate_content(model=gateway.model, contents="hi", config=SHORT)
     waiting = asyncio.ensure_future(
-        client_of(house, retry_options=again).models.generate_content(
-            model=house.model, contents="hi", config=SHORT
+        client_of(gateway, retry_options=again).models.generate_content(
+            model=gateway.model, contents="hi", config=SHORT
         )
     )
-    await house.until(lambda: sum(line.get("status") == 429 for line in house.lines) > 1)
-    house.runner.release()
+    await gateway.until(lambda: sum(line.get("status") == 429 for line in gateway.lines) > 1)
+    gateway.runner.release()
     chunks = [first, *[chunk async for chunk in running]]
     answer = await waiting
 
@@ -320,32 +324,32 @@ async def test_a_limit_that_is_reached_for_a_moment_is_none_to_who_tries_again(
     assert 1 <= int(caught.value.response.headers["retry-after"]) <= 60
     assert chunks[-1].candidates[0].finish_reason in ("STOP", "MAX_TOKENS")
     assert answer.usage_metadata.candidates_token_count > 0
-    await house.check_quiet()
-    await house.close()
-    house.discard()
+    await gateway.check_quiet()
+    await gateway.close()
+    gateway.discard()
 
 
-async def test_a_server_that_drains_is_unavailable(house: House) -> None:
+async def test_a_server_that_drains_is_unavailable(gateway: GatewayFixture) -> None:
     """503: behind a load balancer the retry lands elsewhere."""
-    await house.gateway.drain(0.0)
+    await gateway.gateway.drain(0.0)
     with pytest.raises(errors.ServerError) as caught:
-        await client_of(house).models.generate_content(model=house.model, contents="hi")
+        await client_of(gateway).models.generate_content(model=gateway.model, contents="hi")
 
     assert (caught.value.code, caught.value.status) == (503, "UNAVAILABLE")
 
 
-async def test_an_engine_that_fails_in_a_stream_raises_in_the_sdk(house: House) -> None:
+async def test_an_engine_that_fails_in_a_stream_raises_in_the_sdk(gateway: GatewayFixture) -> None:
     """A stream that only stops is silent truncation; a chunk with an error raises."""
-    house.runner.hold_after(20)
+    gateway.runner.hold_after(20)
     config = types.GenerateContentConfig(max_output_tokens=300, temperature=0)
     chunks = aiter(
-        await client_of(house).models.generate_content_stream(
-            model=house.model, contents="hi", config=config
+        await client_of(gateway).models.generate_content_stream(
+            model=gateway.model, contents="hi", config=config
         )
     )
     await anext(chunks)
-    house.runner.fail_launch.update(range(2_000))
-    house.runner.release()
+    gateway.runner.fail_launch.update(range(2_000))
+    gateway.runner.release()
     with pytest.raises(errors.ServerError) as caught:
         _ = [chunk async for chunk in chunks]
 
@@ -356,49 +360,49 @@ async def test_a_slow_answer_is_kept_open_by_empty_lines(
     card: ModelCard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Proxies close what says nothing; at anything but an empty line the SDK raises."""
-    house, sent, empty = House(card, tmp_path), [0], DIALECT.keep_alive()
+    gateway, sent, empty = GatewayFixture(card, tmp_path), [0], DIALECT.keep_alive()
 
     def keep_alive(_: object) -> bytes:
         sent[0] += 1
         return empty
 
     monkeypatch.setattr(GeminiDialect, "keep_alive", keep_alive)
-    house.set_server(stream_keep_alive_s=0.01)
-    await house.open()
-    house.runner.hold_after(0)
+    gateway.set_server(stream_keep_alive_s=0.01)
+    await gateway.open()
+    gateway.runner.hold_after(0)
 
     async def read() -> list[Any]:
-        stream = await client_of(house).models.generate_content_stream(
-            model=house.model, contents="hi", config=SHORT
+        stream = await client_of(gateway).models.generate_content_stream(
+            model=gateway.model, contents="hi", config=SHORT
         )
         return [chunk async for chunk in stream]
 
     reading = asyncio.ensure_future(read())
-    await house.until(lambda: sent[0] > 2)
-    house.runner.release()
+    await gateway.until(lambda: sent[0] > 2)
+    gateway.runner.release()
     chunks = await reading
 
     assert chunks[-1].usage_metadata.candidates_token_count > 0
-    await house.check_quiet()
-    await house.close()
-    house.discard()
+    await gateway.check_quiet()
+    await gateway.close()
+    gateway.discard()
 
 
-async def test_a_named_request_is_answered_again(house: House) -> None:
+async def test_a_named_request_is_answered_again(gateway: GatewayFixture) -> None:
     """By the SDK's own headers; another request by its name is a conflict, not repeated."""
     options = types.HttpOptions(headers={"Idempotency-Key": "order-7"})
     named = types.GenerateContentConfig(max_output_tokens=6, temperature=0, http_options=options)
-    client = client_of(house)
+    client = client_of(gateway)
     texts = []
     for _ in range(2):
         answer = await client.models.generate_content(
-            model=house.model, contents=LONG, config=named
+            model=gateway.model, contents=LONG, config=named
         )
         texts.append((answer.text, answer.response_id))
     with pytest.raises(errors.ClientError) as caught:
-        await client.models.generate_content(model=house.model, contents="other", config=named)
+        await client.models.generate_content(model=gateway.model, contents="other", config=named)
     await client.aclose()
 
     assert texts[0] == texts[1]
     assert (caught.value.code, caught.value.status) == (409, "ABORTED")
-    assert [entry[0] for entry in house.entries()] == ["done"]
+    assert [entry[0] for entry in gateway.entries()] == ["done"]

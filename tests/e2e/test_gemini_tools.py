@@ -15,7 +15,7 @@ from google import genai
 from google.genai import errors, types
 from pydantic import BaseModel
 
-from tests.unit.gateway.gateway_fixture import House
+from tests.unit.gateway.gateway_fixture import GatewayFixture
 
 # The SDK's own way with its HTTP client, which warns and collects its sockets late.
 pytestmark = [
@@ -52,16 +52,16 @@ class Point(BaseModel):
 
 
 @pytest.fixture
-def made(made: House) -> House:
+def unopened_gateway(unopened_gateway: GatewayFixture) -> GatewayFixture:
     """With room for tools, and answers that are held to schemas."""
-    made.context_tokens, made.takes_grammars = 2_048, True
-    return made
+    unopened_gateway.context_tokens, unopened_gateway.takes_grammars = 2_048, True
+    return unopened_gateway
 
 
 @pytest.fixture
-async def client(house: House) -> AsyncIterator[Any]:
-    options = types.HttpOptions(base_url=house.url, timeout=60_000)
-    client = genai.Client(api_key=house.keys["ada"], http_options=options).aio
+async def client(gateway: GatewayFixture) -> AsyncIterator[Any]:
+    options = types.HttpOptions(base_url=gateway.url, timeout=60_000)
+    client = genai.Client(api_key=gateway.keys["ada"], http_options=options).aio
     yield client
     await client.aclose()
 
@@ -96,14 +96,16 @@ def called(answer: types.GenerateContentResponse) -> list[tuple[str | None, Any]
     return [(call.name, call.args) for call in answer.function_calls or ()]
 
 
-async def test_parallel_calls_are_parts_in_both_shapes(house: House, client: Any) -> None:
+async def test_parallel_calls_are_parts_in_both_shapes(
+    gateway: GatewayFixture, client: Any
+) -> None:
     """Text first, then each call whole, with an id of its own; calls finish with STOP."""
-    house.say(CALLS)
+    gateway.say(CALLS)
     whole = await client.models.generate_content(
-        model=house.model, contents="hello", config=config("AUTO")
+        model=gateway.model, contents="hello", config=config("AUTO")
     )
     stream = await client.models.generate_content_stream(
-        model=house.model, contents="hello", config=config("AUTO")
+        model=gateway.model, contents="hello", config=config("AUTO")
     )
     chunks = [chunk async for chunk in stream]
     parts = [part for chunk in chunks for part in chunk.candidates[0].content.parts or ()]
@@ -115,18 +117,18 @@ async def test_parallel_calls_are_parts_in_both_shapes(house: House, client: Any
     texts = [whole.candidates[0].content.parts[0].text, "".join(p.text or "" for p in parts)]
     assert [text.strip() for text in texts] == ["Let me see."] * 2
     assert whole.candidates[0].finish_reason == chunks[-1].candidates[0].finish_reason == "STOP"
-    await house.check_quiet()
+    await gateway.check_quiet()
 
 
 @pytest.mark.parametrize("has_ids", [True, False])
 async def test_an_answer_goes_back_with_its_responses(
-    house: House, client: Any, has_ids: bool
+    gateway: GatewayFixture, client: Any, has_ids: bool
 ) -> None:
     """The whole round with the SDK's own objects: results find their calls by id or by name, and
     the first prompt is read again."""
-    house.say(CALLS)
+    gateway.say(CALLS)
     first = await client.models.generate_content(
-        model=house.model, contents="hello", config=config()
+        model=gateway.model, contents="hello", config=config()
     )
     said = first.candidates[0].content
     responses = []
@@ -141,109 +143,111 @@ async def test_an_answer_goes_back_with_its_responses(
                 )
             )
     history = [types.UserContent("hello"), said, types.UserContent(responses)]
-    house.say("Dry in both.")
+    gateway.say("Dry in both.")
     second = await client.models.generate_content(
-        model=house.model, contents=history, config=config()
+        model=gateway.model, contents=history, config=config()
     )
 
     assert second.text == "Dry in both."
     read = second.usage_metadata.cached_content_token_count
     assert read >= first.usage_metadata.prompt_token_count - 16
-    await house.check_quiet()
+    await gateway.check_quiet()
 
 
-async def test_the_sdk_calls_a_function_by_itself(house: House, client: Any) -> None:
+async def test_the_sdk_calls_a_function_by_itself(gateway: GatewayFixture, client: Any) -> None:
     """A Python function as a tool: declared, called and answered without the application."""
     asked: list[str] = []
 
     def forecast(city: str) -> str:
         """Of a city."""
         asked.append(city)
-        house.say("Dry.")
+        gateway.say("Dry.")
         return "dry"
 
-    house.say('<tool_call>\n{"name": "forecast", "arguments": {"city": "Oslo"}}\n</tool_call>')
+    gateway.say('<tool_call>\n{"name": "forecast", "arguments": {"city": "Oslo"}}\n</tool_call>')
     answer = await client.models.generate_content(
-        model=house.model,
+        model=gateway.model,
         contents="hello",
         config=types.GenerateContentConfig(tools=[forecast], max_output_tokens=100),
     )
 
     assert (asked, answer.text) == (["Oslo"], "Dry.")
     assert len(answer.automatic_function_calling_history) == 3
-    assert [entry[0] for entry in house.entries()] == ["done", "done"]
-    await house.check_quiet()
+    assert [entry[0] for entry in gateway.entries()] == ["done", "done"]
+    await gateway.check_quiet()
 
 
 @pytest.mark.parametrize("is_chat", [False, True])
 async def test_the_sdk_calls_a_function_in_the_midst_of_a_stream(
-    house: House, client: Any, is_chat: bool
+    gateway: GatewayFixture, client: Any, is_chat: bool
 ) -> None:
     """It sends all chunks of the first answer back, each as a content of its own."""
 
     def forecast(city: str) -> str:
         """Of a city."""
-        house.say("Dry.")
+        gateway.say("Dry.")
         return "dry"
 
     settings = types.GenerateContentConfig(tools=[forecast], max_output_tokens=100)
-    house.say(
+    gateway.say(
         'Well.\n<tool_call>\n{"name": "forecast", "arguments": {"city": "Oslo"}}\n</tool_call>'
     )
     if is_chat:
-        chat = client.chats.create(model=house.model, config=settings)
+        chat = client.chats.create(model=gateway.model, config=settings)
         stream = await chat.send_message_stream("hello")
     else:
         stream = await client.models.generate_content_stream(
-            model=house.model, contents="hello", config=settings
+            model=gateway.model, contents="hello", config=settings
         )
     chunks = [chunk async for chunk in stream]
 
     assert "".join(chunk.text or "" for chunk in chunks).endswith("Dry.")
-    first, second = house.entries()
+    first, second = gateway.entries()
     assert (first[0], second[0]) == ("done", "done")
     assert chunks[-1].usage_metadata.cached_content_token_count >= first[1] - 16
-    await house.check_quiet()
+    await gateway.check_quiet()
 
 
 @pytest.mark.parametrize("names", [None, ["weather"]])
 async def test_any_is_a_call_whatever_the_model_would_say(
-    house: House, client: Any, names: list[str] | None
+    gateway: GatewayFixture, client: Any, names: list[str] | None
 ) -> None:
     """The answer is held to the function's own schema."""
     other = types.FunctionDeclaration(name="other", parameters_json_schema=CITY)
     functions = [weather(CITY), other] if names else [weather(CITY)]
     answer = await client.models.generate_content(
-        model=house.model, contents="hello", config=config("ANY", names, functions)
+        model=gateway.model, contents="hello", config=config("ANY", names, functions)
     )
 
     assert answer.function_calls
     assert {name for name, _ in called(answer)} == {"weather"}
     assert {args["city"] for _, args in called(answer)} <= {"Oslo", "Rome"}
-    await house.check_quiet()
+    await gateway.check_quiet()
 
 
-async def test_validated_arguments_satisfy_their_schema(house: House, client: Any) -> None:
+async def test_validated_arguments_satisfy_their_schema(
+    gateway: GatewayFixture, client: Any
+) -> None:
     """The model begins a call by itself; what it puts into it is held to the schema."""
-    house.say('<tool_call>\n{"name": "weather", "arguments": {"city": "', ends=False)
+    gateway.say('<tool_call>\n{"name": "weather", "arguments": {"city": "', ends=False)
     answer = await client.models.generate_content(
-        model=house.model, contents="hello", config=config("VALIDATED", functions=[weather(CITY)])
+        model=gateway.model, contents="hello", config=config("VALIDATED", functions=[weather(CITY)])
     )
 
     ((name, args), *_) = called(answer)
     assert name == "weather"
     assert args["city"] in ("Oslo", "Rome")
-    await house.check_quiet()
+    await gateway.check_quiet()
 
 
-async def test_none_is_text_and_keeps_the_prefix(house: House, client: Any) -> None:
+async def test_none_is_text_and_keeps_the_prefix(gateway: GatewayFixture, client: Any) -> None:
     """What is shown stays; only what an answer means changes."""
-    house.say(CALLS)
+    gateway.say(CALLS)
     first = await client.models.generate_content(
-        model=house.model, contents="hello", config=config("AUTO")
+        model=gateway.model, contents="hello", config=config("AUTO")
     )
     second = await client.models.generate_content(
-        model=house.model, contents="hello", config=config("NONE")
+        model=gateway.model, contents="hello", config=config("NONE")
     )
 
     assert second.function_calls is None
@@ -252,28 +256,28 @@ async def test_none_is_text_and_keeps_the_prefix(house: House, client: Any) -> N
     assert read >= first.usage_metadata.prompt_token_count - 16
 
 
-async def test_a_call_that_is_cut_off_is_malformed(house: House, client: Any) -> None:
+async def test_a_call_that_is_cut_off_is_malformed(gateway: GatewayFixture, client: Any) -> None:
     """Half of the arguments is no call."""
-    house.say(CALLS)
+    gateway.say(CALLS)
     before = CALLS[: CALLS.index("slo")]
-    tokens = len(house.renderer.tokenizer.encode(before, specials=False))
+    tokens = len(gateway.renderer.tokenizer.encode(before, specials=False))
     answer = await client.models.generate_content(
-        model=house.model, contents="hello", config=config(max_output_tokens=tokens)
+        model=gateway.model, contents="hello", config=config(max_output_tokens=tokens)
     )
 
     assert answer.function_calls is None
     assert answer.candidates[0].finish_reason == "MALFORMED_FUNCTION_CALL"
-    await house.check_quiet()
+    await gateway.check_quiet()
 
 
 # --- JSON ----------------------------------------------------------------------------------------
 
 
-async def test_json_mode_is_an_object(house: House, client: Any) -> None:
+async def test_json_mode_is_an_object(gateway: GatewayFixture, client: Any) -> None:
     """Nobody tells the model what to say: what it draws is JSON or was cut off."""
-    house.say('{"a": [1, 2]}')
+    gateway.say('{"a": [1, 2]}')
     answer = await client.models.generate_content(
-        model=house.model,
+        model=gateway.model,
         contents="hello",
         config=types.GenerateContentConfig(
             response_mime_type="application/json", max_output_tokens=50
@@ -281,16 +285,16 @@ async def test_json_mode_is_an_object(house: House, client: Any) -> None:
     )
 
     assert json.loads(answer.text) == {"a": [1, 2]}
-    await house.check_quiet()
+    await gateway.check_quiet()
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
 async def test_a_class_as_schema_comes_back_as_an_object(
-    house: House, client: Any, is_streamed: bool
+    gateway: GatewayFixture, client: Any, is_streamed: bool
 ) -> None:
     """responseSchema as the SDK makes it of a class: capitals, enums, `nullable`."""
     ask = {
-        "model": house.model,
+        "model": gateway.model,
         "contents": "hello",
         "config": types.GenerateContentConfig(
             response_mime_type="application/json", response_schema=Point, seed=3
@@ -304,13 +308,13 @@ async def test_a_class_as_schema_comes_back_as_an_object(
         parsed = (await client.models.generate_content(**ask)).parsed
 
     assert isinstance(parsed, Point)
-    await house.check_quiet()
+    await gateway.check_quiet()
 
 
-async def test_a_json_schema_is_taken_as_it_stands(house: House, client: Any) -> None:
+async def test_a_json_schema_is_taken_as_it_stands(gateway: GatewayFixture, client: Any) -> None:
     """responseJsonSchema, which the SDK sends in snake case."""
     answer = await client.models.generate_content(
-        model=house.model,
+        model=gateway.model,
         contents="hello",
         config=types.GenerateContentConfig(
             response_mime_type="application/json", response_json_schema=CITY, seed=1
@@ -318,16 +322,16 @@ async def test_a_json_schema_is_taken_as_it_stands(house: House, client: Any) ->
     )
 
     assert json.loads(answer.text)["city"] in ("Oslo", "Rome")
-    await house.check_quiet()
+    await gateway.check_quiet()
 
 
 async def test_a_schema_that_no_answer_can_have_is_refused_by_its_field(
-    house: House, client: Any
+    gateway: GatewayFixture, client: Any
 ) -> None:
     """Where an application looks for what it did wrong."""
     with pytest.raises(errors.ClientError) as caught:
         await client.models.generate_content(
-            model=house.model,
+            model=gateway.model,
             contents="hello",
             config=types.GenerateContentConfig(
                 response_mime_type="application/json",
@@ -339,4 +343,4 @@ async def test_a_schema_that_no_answer_can_have_is_refused_by_its_field(
     assert caught.value.code == 400
     assert details[0]["reason"] == "INVALID_JSON_SCHEMA"
     assert details[1]["fieldViolations"][0]["field"] == "generationConfig.responseJsonSchema"
-    await house.check_quiet()
+    await gateway.check_quiet()

@@ -11,15 +11,15 @@ import pytest
 
 from tests.e2e.older_sdks import VERSIONS, told_by
 from tests.models import prepared
-from tests.unit.gateway.gateway_fixture import House
+from tests.unit.gateway.gateway_fixture import GatewayFixture
 
 
 @pytest.mark.parametrize("version", VERSIONS["anthropic"])
 async def test_an_older_sdk_works_unchanged(tmp_path: Path, version: str) -> None:
     """Applications move to a new major when they like."""
-    house = House(prepared(tmp_path / "model"), tmp_path)
-    house.context_tokens, house.takes_grammars = 2_048, True
-    found = await told_by("older_anthropic.py", "anthropic", version, house)
+    gateway = GatewayFixture(prepared(tmp_path / "model"), tmp_path)
+    gateway.context_tokens, gateway.takes_grammars = 2_048, True
+    found = await told_by("older_anthropic.py", "anthropic", version, gateway)
 
     first, second, beta = found["usages"]
     assert found["texts"][0] == found["texts"][1]
@@ -29,4 +29,4 @@ async def test_an_older_sdk_works_unchanged(tmp_path: Path, version: str) -> Non
     assert found["counted"] == first["input_tokens"] + first["cache_creation_input_tokens"]
     assert found["call"][0] == "weather"
     assert {found["call"][1], found["json"]} <= {True, False}
-    assert (found["models"], found["error"]) == ([house.model], "not_found_error")
+    assert (found["models"], found["error"]) == ([gateway.model], "not_found_error")

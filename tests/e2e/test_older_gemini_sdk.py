@@ -11,15 +11,15 @@ import pytest
 
 from tests.e2e.older_sdks import VERSIONS, told_by
 from tests.models import prepared
-from tests.unit.gateway.gateway_fixture import House
+from tests.unit.gateway.gateway_fixture import GatewayFixture
 
 
 @pytest.mark.parametrize("version", VERSIONS["google-genai"])
 async def test_an_older_sdk_works_unchanged(tmp_path: Path, version: str) -> None:
     """Applications move to a new major when they like."""
-    house = House(prepared(tmp_path / "model"), tmp_path)
-    house.context_tokens, house.takes_grammars = 2_048, True
-    found = await told_by("older_gemini.py", "google-genai", version, house)
+    gateway = GatewayFixture(prepared(tmp_path / "model"), tmp_path)
+    gateway.context_tokens, gateway.takes_grammars = 2_048, True
+    found = await told_by("older_gemini.py", "google-genai", version, gateway)
 
     assert found["texts"][0] == found["texts"][1]
     assert len(set(found["tokens"])) == 1
@@ -28,5 +28,5 @@ async def test_an_older_sdk_works_unchanged(tmp_path: Path, version: str) -> Non
     assert {found["call"][1], found["json"]} <= {"Oslo", "Rome"}
     assert found["resource"][1] >= found["resource"][0] > 0
     assert found["is_listed"]
-    assert found["models"] == [f"models/{house.model}"]
+    assert found["models"] == [f"models/{gateway.model}"]
     assert found["error"] == [403, "PERMISSION_DENIED"]

@@ -11,15 +11,15 @@ import pytest
 
 from tests.e2e.older_sdks import VERSIONS, told_by
 from tests.models import prepared
-from tests.unit.gateway.gateway_fixture import House
+from tests.unit.gateway.gateway_fixture import GatewayFixture
 
 
 @pytest.mark.parametrize("version", VERSIONS["openai"])
 async def test_an_older_sdk_works_unchanged(tmp_path: Path, version: str) -> None:
     """Applications move to a new major when they like."""
-    house = House(prepared(tmp_path / "model"), tmp_path)
-    house.context_tokens, house.takes_grammars = 2_048, True
-    found = await told_by("older_openai.py", "openai", version, house)
+    gateway = GatewayFixture(prepared(tmp_path / "model"), tmp_path)
+    gateway.context_tokens, gateway.takes_grammars = 2_048, True
+    found = await told_by("older_openai.py", "openai", version, gateway)
 
     first, second = (usage["prompt_tokens_details"] for usage in found["usages"])
     assert found["texts"][0] == found["texts"][1]
@@ -31,4 +31,4 @@ async def test_an_older_sdk_works_unchanged(tmp_path: Path, version: str) -> Non
     assert found["kinds"][1] in ("response.completed", "response.incomplete")
     assert (found["call"][0], len(found["json"])) == ("weather", 2)
     assert {found["call"][1], *found["json"]} <= {"Oslo", "Rome"}
-    assert (found["models"], found["error"]) == ([house.model], "model_not_found")
+    assert (found["models"], found["error"]) == ([gateway.model], "model_not_found")

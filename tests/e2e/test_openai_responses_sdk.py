@@ -11,7 +11,7 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
-from tests.unit.gateway.gateway_fixture import House
+from tests.unit.gateway.gateway_fixture import GatewayFixture
 
 MORE: Any = {"ignore_eos": True, "seed": 7}
 SYSTEM = "You are a librarian who knows every book there is, and where it stands. " * 2
@@ -26,28 +26,28 @@ CALLS = 'One moment.\n<tool_call>\n{"name": "clock", "arguments": {"zone": "UTC"
 
 
 @pytest.fixture
-def made(made: House) -> House:
+def unopened_gateway(unopened_gateway: GatewayFixture) -> GatewayFixture:
     """With room for tools."""
-    made.context_tokens = 2_048
-    return made
+    unopened_gateway.context_tokens = 2_048
+    return unopened_gateway
 
 
 @pytest.fixture
-async def client(house: House) -> AsyncIterator[AsyncOpenAI]:
+async def client(gateway: GatewayFixture) -> AsyncIterator[AsyncOpenAI]:
     async with AsyncOpenAI(
-        base_url=f"{house.url}/v1", api_key=house.keys["ada"], max_retries=0, timeout=60
+        base_url=f"{gateway.url}/v1", api_key=gateway.keys["ada"], max_retries=0, timeout=60
     ) as client:
         yield client
 
 
 async def test_the_stream_helper_and_create_give_the_same_answer(
-    house: House, client: AsyncOpenAI
+    gateway: GatewayFixture, client: AsyncOpenAI
 ) -> None:
     """The helper is strict about order and identity; get_final_response needs the last event."""
-    house.say("Two words.")
-    whole = await client.responses.create(model=house.model, input="hello", instructions=SYSTEM)
+    gateway.say("Two words.")
+    whole = await client.responses.create(model=gateway.model, input="hello", instructions=SYSTEM)
     async with client.responses.stream(
-        model=house.model, input="hello", instructions=SYSTEM
+        model=gateway.model, input="hello", instructions=SYSTEM
     ) as stream:
         kinds = [event.type async for event in stream]
         folded = await stream.get_final_response()
@@ -62,23 +62,23 @@ async def test_the_stream_helper_and_create_give_the_same_answer(
     assert folded.usage.input_tokens_details.cached_tokens >= whole.usage.input_tokens - 16
     assert whole._request_id is not None
     assert whole.id != folded.id
-    await house.check_quiet()
+    await gateway.check_quiet()
 
 
 async def test_a_call_is_answered_with_the_sdks_own_items(
-    house: House, client: AsyncOpenAI
+    gateway: GatewayFixture, client: AsyncOpenAI
 ) -> None:
     """What an agent does: output appended to input, the result behind it."""
-    house.say(CALLS)
-    first = await client.responses.create(model=house.model, input="hello", tools=[CLOCK])
-    async with client.responses.stream(model=house.model, input="hello", tools=[CLOCK]) as stream:
+    gateway.say(CALLS)
+    first = await client.responses.create(model=gateway.model, input="hello", tools=[CLOCK])
+    async with client.responses.stream(model=gateway.model, input="hello", tools=[CLOCK]) as stream:
         events = [event async for event in stream]
     message, call = first.output
     output: Any = [item.to_dict() for item in first.output]
     assert call.type == "function_call"
-    house.say("It is noon.")
+    gateway.say("It is noon.")
     second = await client.responses.create(
-        model=house.model,
+        model=gateway.model,
         input=[
             {"role": "user", "content": "hello"},
             *output,
@@ -92,16 +92,18 @@ async def test_a_call_is_answered_with_the_sdks_own_items(
     deltas = [e.delta for e in events if e.type == "response.function_call_arguments.delta"]
     assert "".join(deltas) == call.arguments
     assert second.output_text == "It is noon."
-    await house.check_quiet()
+    await gateway.check_quiet()
 
 
-async def test_an_answer_that_is_cut_is_incomplete(house: House, client: AsyncOpenAI) -> None:
+async def test_an_answer_that_is_cut_is_incomplete(
+    gateway: GatewayFixture, client: AsyncOpenAI
+) -> None:
     """The helper refuses to call it final."""
     cut = await client.responses.create(
-        model=house.model, input="hello", max_output_tokens=4, extra_body=MORE
+        model=gateway.model, input="hello", max_output_tokens=4, extra_body=MORE
     )
     async with client.responses.stream(
-        model=house.model, input="hello", max_output_tokens=4, extra_body=MORE
+        model=gateway.model, input="hello", max_output_tokens=4, extra_body=MORE
     ) as stream:
         last = [event async for event in stream][-1]
         with pytest.raises(RuntimeError):
@@ -113,20 +115,20 @@ async def test_an_answer_that_is_cut_is_incomplete(house: House, client: AsyncOp
     assert last.type == "response.incomplete"
     assert cut.usage is not None
     assert cut.usage.output_tokens == 4
-    await house.check_quiet()
+    await gateway.check_quiet()
 
 
 async def test_counting_says_what_the_answer_is_billed_for(
-    house: House, client: AsyncOpenAI
+    gateway: GatewayFixture, client: AsyncOpenAI
 ) -> None:
     """The same renderer, the same number, no ledger entry."""
     counted = await client.responses.input_tokens.count(
-        model=house.model, input="hello", instructions=SYSTEM, tools=[CLOCK]
+        model=gateway.model, input="hello", instructions=SYSTEM, tools=[CLOCK]
     )
-    entries = len(house.entries())
-    house.say("Hi.")
+    entries = len(gateway.entries())
+    gateway.say("Hi.")
     answer = await client.responses.create(
-        model=house.model, input="hello", instructions=SYSTEM, tools=[CLOCK]
+        model=gateway.model, input="hello", instructions=SYSTEM, tools=[CLOCK]
     )
 
     assert answer.usage is not None
@@ -135,7 +137,7 @@ async def test_counting_says_what_the_answer_is_billed_for(
 
 
 async def test_a_prewarm_writes_what_the_next_request_reads(
-    house: House, client: AsyncOpenAI
+    gateway: GatewayFixture, client: AsyncOpenAI
 ) -> None:
     """No output is made, and the write is billed once."""
     items: Any = [
@@ -154,11 +156,11 @@ async def test_a_prewarm_writes_what_the_next_request_reads(
     options: Any = {"mode": "explicit"}
     prewarm: Any = {**options, "prewarm": True}
     warmed = await client.responses.create(
-        model=house.model, input=items, prompt_cache_options=prewarm
+        model=gateway.model, input=items, prompt_cache_options=prewarm
     )
-    house.say("Hi.")
+    gateway.say("Hi.")
     answer = await client.responses.create(
-        model=house.model, input=items, prompt_cache_options=options
+        model=gateway.model, input=items, prompt_cache_options=options
     )
 
     assert (warmed.status, warmed.output) == ("completed", [])
@@ -171,18 +173,18 @@ async def test_a_prewarm_writes_what_the_next_request_reads(
     assert wrote.cache_write_tokens_details.ttl_12h_tokens == wrote.cache_write_tokens
     assert answer.usage.input_tokens_details.cached_tokens == wrote.cache_write_tokens
     assert answer.usage.input_tokens_details.cache_write_tokens == 0
-    await house.check_quiet()
+    await gateway.check_quiet()
 
 
 async def test_a_miss_is_explained_against_an_earlier_response(
-    house: House, client: AsyncOpenAI
+    gateway: GatewayFixture, client: AsyncOpenAI
 ) -> None:
     """The baseline needs no field of its own: every response's prompt is remembered."""
-    house.say("Hi.")
-    first = await client.responses.create(model=house.model, input="hello", instructions=SYSTEM)
+    gateway.say("Hi.")
+    first = await client.responses.create(model=gateway.model, input="hello", instructions=SYSTEM)
 
     async def compared(with_id: str, **more: Any) -> Any:
-        asked: Any = {"model": house.model, "input": "hello", "instructions": SYSTEM, **more}
+        asked: Any = {"model": gateway.model, "input": "hello", "instructions": SYSTEM, **more}
         options: Any = {"comparison_response_id": with_id}
         answer = await client.responses.create(**asked, prompt_cache_options=options)
         return answer.prompt_cache_diagnostics
@@ -191,7 +193,7 @@ async def test_a_miss_is_explained_against_an_earlier_response(
     keyed = await compared(first.id, prompt_cache_key="k")
     unknown = await compared("resp_nobody")
     warm = await client.responses.create(
-        model=house.model, input="hello", prompt_cache_options={"ttl": "30m"}
+        model=gateway.model, input="hello", prompt_cache_options={"ttl": "30m"}
     )
     same = await compared(warm.id, instructions=None)
 
@@ -202,17 +204,17 @@ async def test_a_miss_is_explained_against_an_earlier_response(
     assert same.type == "cache_hit"
 
 
-async def test_nothing_is_stored_and_says_so(house: House, client: AsyncOpenAI) -> None:
+async def test_nothing_is_stored_and_says_so(gateway: GatewayFixture, client: AsyncOpenAI) -> None:
     """Applications that lean on a store fail at once, and not by forgetting."""
-    house.say("Hi.")
-    answer = await client.responses.create(model=house.model, input="hello", store=True)
+    gateway.say("Hi.")
+    answer = await client.responses.create(model=gateway.model, input="hello", store=True)
     with pytest.raises(openai.NotFoundError) as gone:
         await client.responses.retrieve(answer.id)
     with pytest.raises(openai.NotFoundError):
         await client.responses.delete(answer.id)
     with pytest.raises(openai.BadRequestError) as previous:
         await client.responses.create(
-            model=house.model, input="and?", previous_response_id=answer.id
+            model=gateway.model, input="and?", previous_response_id=answer.id
         )
 
     assert gone.value.code == "response_not_found"
@@ -220,24 +222,26 @@ async def test_nothing_is_stored_and_says_so(house: House, client: AsyncOpenAI) 
     assert previous.value.param == "previous_response_id"
 
 
-async def test_errors_are_the_sdks_own_exceptions(house: House, client: AsyncOpenAI) -> None:
+async def test_errors_are_the_sdks_own_exceptions(
+    gateway: GatewayFixture, client: AsyncOpenAI
+) -> None:
     """Their params name this endpoint's fields."""
     with pytest.raises(openai.AuthenticationError):
         await client.with_options(api_key="tl-nobody").responses.create(
-            model=house.model, input="hello"
+            model=gateway.model, input="hello"
         )
     with pytest.raises(openai.NotFoundError) as unknown_model:
         await client.responses.create(model="gpt-9", input="hello")
     with pytest.raises(openai.BadRequestError) as too_long:
         await client.responses.create(
-            model=house.model, input="word " * 1_500, max_output_tokens=1_500
+            model=gateway.model, input="word " * 1_500, max_output_tokens=1_500
         )
 
     assert unknown_model.value.code == "model_not_found"
     assert (too_long.value.code, too_long.value.param) == ("context_length_exceeded", "input")
 
 
-async def test_the_sdk_retries_what_may_be_tried_again(house: House) -> None:
+async def test_the_sdk_retries_what_may_be_tried_again(gateway: GatewayFixture) -> None:
     """A draining server answers 503 with retry-after; three attempts are made by default."""
     tries: list[str] = []
 
@@ -245,50 +249,52 @@ async def test_the_sdk_retries_what_may_be_tried_again(house: House) -> None:
         tries.append(request.headers["x-stainless-retry-count"])
 
     async with AsyncOpenAI(
-        base_url=f"{house.url}/v1",
-        api_key=house.keys["ada"],
+        base_url=f"{gateway.url}/v1",
+        api_key=gateway.keys["ada"],
         max_retries=1,
         http_client=openai.DefaultAsyncHttpxClient(event_hooks={"request": [note]}),
     ) as client:
-        await house.gateway.drain(0.0)
+        await gateway.gateway.drain(0.0)
         with pytest.raises(openai.InternalServerError) as caught:
-            await client.responses.create(model=house.model, input="hello")
+            await client.responses.create(model=gateway.model, input="hello")
 
     assert tries == ["0", "1"]
     assert 1 <= int(caught.value.response.headers["retry-after"]) <= 60
 
 
-async def test_closing_a_stream_cancels_it_in_the_engine(house: House, client: AsyncOpenAI) -> None:
+async def test_closing_a_stream_cancels_it_in_the_engine(
+    gateway: GatewayFixture, client: AsyncOpenAI
+) -> None:
     """`break` in an application must not leave the engine working for nobody."""
-    house.runner.hold_after(20)
+    gateway.runner.hold_after(20)
     stream = await client.responses.create(
-        model=house.model, input="hello", max_output_tokens=400, stream=True, extra_body=MORE
+        model=gateway.model, input="hello", max_output_tokens=400, stream=True, extra_body=MORE
     )
     async for event in stream:
         if event.type == "response.output_text.delta":
             break
     await stream.close()
-    await house.until(lambda: not house.gateway.context.running)
-    house.runner.release()
+    await gateway.until(lambda: not gateway.gateway.context.running)
+    gateway.runner.release()
 
-    await house.check_quiet()
-    (entry,) = house.entries()
+    await gateway.check_quiet()
+    (entry,) = gateway.entries()
     assert entry[0] == "cancelled"
     assert 0 < entry[3] < 400
 
 
 async def test_an_engine_that_fails_in_a_stream_fails_the_response(
-    house: House, client: AsyncOpenAI
+    gateway: GatewayFixture, client: AsyncOpenAI
 ) -> None:
     """The last event says so and why; the SDK's helper has no final response then."""
-    house.runner.hold_after(20)
+    gateway.runner.hold_after(20)
     async with client.responses.stream(
-        model=house.model, input="hello", max_output_tokens=400, extra_body=MORE
+        model=gateway.model, input="hello", max_output_tokens=400, extra_body=MORE
     ) as stream:
         events = aiter(stream)
         seen = [await anext(events)]
-        house.runner.fail_launch.update(range(2_000))
-        house.runner.release()
+        gateway.runner.fail_launch.update(range(2_000))
+        gateway.runner.release()
         seen += [event async for event in events]
         with pytest.raises(RuntimeError):
             await stream.get_final_response()
@@ -299,21 +305,23 @@ async def test_an_engine_that_fails_in_a_stream_fails_the_response(
     assert last.response.error.code == "server_error"
 
 
-async def test_a_base_url_without_v1_works(house: House) -> None:
+async def test_a_base_url_without_v1_works(gateway: GatewayFixture) -> None:
     """A common slip, and every path has to be there."""
-    async with AsyncOpenAI(base_url=house.url, api_key=house.keys["ada"], max_retries=0) as client:
-        house.say("Hi.")
-        answer = await client.responses.create(model=house.model, input="hello")
+    async with AsyncOpenAI(
+        base_url=gateway.url, api_key=gateway.keys["ada"], max_retries=0
+    ) as client:
+        gateway.say("Hi.")
+        answer = await client.responses.create(model=gateway.model, input="hello")
         chat = await client.chat.completions.create(
-            model=house.model, messages=[{"role": "user", "content": "hello"}]
+            model=gateway.model, messages=[{"role": "user", "content": "hello"}]
         )
-        text = await client.completions.create(model=house.model, prompt="hello", max_tokens=3)
+        text = await client.completions.create(model=gateway.model, prompt="hello", max_tokens=3)
         models = [model.id async for model in client.models.list()]
-        counted = await client.responses.input_tokens.count(model=house.model, input="hello")
+        counted = await client.responses.input_tokens.count(model=gateway.model, input="hello")
         with pytest.raises(openai.NotFoundError):
             await client.responses.retrieve(answer.id)
 
     assert answer.output_text == chat.choices[0].message.content == "Hi."
     assert text.choices[0].finish_reason in ("stop", "length")
-    assert models == [house.model]
+    assert models == [gateway.model]
     assert counted.input_tokens > 0

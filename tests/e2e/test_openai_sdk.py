@@ -19,16 +19,16 @@ from gateway.dialects import sse
 from gateway.dialects.openai.chat import DIALECT, ChatDialect
 from gateway.dialects.openai.responses import ResponsesDialect
 from gateway.errors import Kind, Refusal
-from tests.unit.gateway.gateway_fixture import House
+from tests.unit.gateway.gateway_fixture import GatewayFixture
 
 MORE = {"ignore_eos": True}
 """The fake model draws end tokens as readily as others; these tests want whole answers."""
 
 
 @pytest.fixture
-async def client(house: House) -> AsyncIterator[AsyncOpenAI]:
+async def client(gateway: GatewayFixture) -> AsyncIterator[AsyncOpenAI]:
     async with AsyncOpenAI(
-        base_url=f"{house.url}/v1", api_key=house.keys["ada"], max_retries=0, timeout=60
+        base_url=f"{gateway.url}/v1", api_key=gateway.keys["ada"], max_retries=0, timeout=60
     ) as client:
         yield client
 
@@ -38,13 +38,13 @@ def question(text: str = "hello") -> list[Any]:
 
 
 async def test_a_streamed_conversation_reuses_its_first_turn(
-    house: House, client: AsyncOpenAI
+    gateway: GatewayFixture, client: AsyncOpenAI
 ) -> None:
     """The main job, with the numbers an application would look at."""
     messages = question("a first question, long enough to fill several blocks of the cache")
     text, usage = "", None
     stream = await client.chat.completions.create(
-        model=house.model,
+        model=gateway.model,
         messages=messages,
         max_tokens=24,
         temperature=0,
@@ -56,7 +56,7 @@ async def test_a_streamed_conversation_reuses_its_first_turn(
         text += (chunk.choices[0].delta.content or "") if chunk.choices else ""
         usage = chunk.usage or usage
     second = await client.chat.completions.create(
-        model=house.model,
+        model=gateway.model,
         messages=[*messages, {"role": "assistant", "content": text}, *question("and then?")],
         max_tokens=4,
         temperature=0,
@@ -70,31 +70,35 @@ async def test_a_streamed_conversation_reuses_its_first_turn(
     cached = second.usage.prompt_tokens_details.cached_tokens
     assert cached is not None
     assert usage.prompt_tokens - 8 <= cached < second.usage.prompt_tokens
-    await house.check_quiet()
+    await gateway.check_quiet()
 
 
-async def test_two_choices_share_a_prompt_and_differ(house: House, client: AsyncOpenAI) -> None:
+async def test_two_choices_share_a_prompt_and_differ(
+    gateway: GatewayFixture, client: AsyncOpenAI
+) -> None:
     """n forks one sequence; each choice has its own index and draw."""
     answer = await client.chat.completions.create(
-        model=house.model, messages=question(), n=2, max_tokens=12, seed=3, extra_body=MORE
+        model=gateway.model, messages=question(), n=2, max_tokens=12, seed=3, extra_body=MORE
     )
 
     assert [choice.index for choice in answer.choices] == [0, 1]
     assert answer.choices[0].message.content != answer.choices[1].message.content
     assert answer.usage is not None
     assert answer.usage.completion_tokens == 24
-    await house.check_quiet()
+    await gateway.check_quiet()
 
 
-async def test_a_stop_string_ends_the_answer_before_it(house: House, client: AsyncOpenAI) -> None:
+async def test_a_stop_string_ends_the_answer_before_it(
+    gateway: GatewayFixture, client: AsyncOpenAI
+) -> None:
     """The stop is not part of the text, and the reason says stop."""
     whole = await client.chat.completions.create(
-        model=house.model, messages=question(), max_tokens=30, temperature=0, extra_body=MORE
+        model=gateway.model, messages=question(), max_tokens=30, temperature=0, extra_body=MORE
     )
     text = whole.choices[0].message.content or ""
     stop = next(sign for sign in text[3:] if sign.isprintable() and sign != "\ufffd")
     cut = await client.chat.completions.create(
-        model=house.model,
+        model=gateway.model,
         messages=question(),
         max_tokens=30,
         temperature=0,
@@ -106,13 +110,13 @@ async def test_a_stop_string_ends_the_answer_before_it(house: House, client: Asy
     assert cut.choices[0].message.content == text[: text.index(stop)]
     assert cut.usage is not None
     assert 0 < cut.usage.completion_tokens <= 30
-    await house.check_quiet()
+    await gateway.check_quiet()
 
 
-async def test_logprobs_come_one_per_token(house: House, client: AsyncOpenAI) -> None:
+async def test_logprobs_come_one_per_token(gateway: GatewayFixture, client: AsyncOpenAI) -> None:
     """Evaluation tools zip them with tokens."""
     answer = await client.chat.completions.create(
-        model=house.model, messages=question(), max_tokens=5, logprobs=True, extra_body=MORE
+        model=gateway.model, messages=question(), max_tokens=5, logprobs=True, extra_body=MORE
     )
 
     assert answer.choices[0].logprobs is not None
@@ -120,33 +124,35 @@ async def test_logprobs_come_one_per_token(house: House, client: AsyncOpenAI) ->
 
 
 async def test_legacy_completions_take_text_token_ids_and_several_prompts(
-    house: House, client: AsyncOpenAI
+    gateway: GatewayFixture, client: AsyncOpenAI
 ) -> None:
     """One HTTP request, several prompts, one ledger entry for all."""
     one = await client.completions.create(
-        model=house.model, prompt="once upon", max_tokens=4, extra_body=MORE
+        model=gateway.model, prompt="once upon", max_tokens=4, extra_body=MORE
     )
     several = await client.completions.create(
-        model=house.model, prompt=[[1, 2, 3], [4, 5]], max_tokens=4, extra_body=MORE
+        model=gateway.model, prompt=[[1, 2, 3], [4, 5]], max_tokens=4, extra_body=MORE
     )
 
     assert one.choices[0].finish_reason == "length"
     assert [choice.index for choice in several.choices] == [0, 1]
     assert several.usage is not None
     assert (several.usage.prompt_tokens, several.usage.completion_tokens) == (5, 8)
-    assert len(house.entries()) == 2
-    await house.check_quiet()
+    assert len(gateway.entries()) == 2
+    await gateway.check_quiet()
 
 
-async def test_models_are_listed(house: House, client: AsyncOpenAI) -> None:
+async def test_models_are_listed(gateway: GatewayFixture, client: AsyncOpenAI) -> None:
     """Applications list models to fill a menu."""
     listed = await client.models.list()
 
-    assert [model.id for model in listed.data] == [house.model]
-    assert (await client.models.retrieve(house.model)).id == house.model
+    assert [model.id for model in listed.data] == [gateway.model]
+    assert (await client.models.retrieve(gateway.model)).id == gateway.model
 
 
-async def test_errors_are_the_sdks_own_exceptions(house: House, client: AsyncOpenAI) -> None:
+async def test_errors_are_the_sdks_own_exceptions(
+    gateway: GatewayFixture, client: AsyncOpenAI
+) -> None:
     """Applications switch on these classes and on code and param."""
     stranger = client.with_options(api_key="tl-nobody")
     with pytest.raises(openai.AuthenticationError) as unknown_key:
@@ -155,7 +161,7 @@ async def test_errors_are_the_sdks_own_exceptions(house: House, client: AsyncOpe
         await client.chat.completions.create(model="gpt-9", messages=question())
     with pytest.raises(openai.BadRequestError) as too_long:
         await client.chat.completions.create(
-            model=house.model, messages=question("word " * 400), max_tokens=100
+            model=gateway.model, messages=question("word " * 400), max_tokens=100
         )
 
     assert unknown_key.value.code == "invalid_api_key"
@@ -168,70 +174,72 @@ async def test_a_tenant_over_its_limit_gets_a_rate_limit_error(
     card: ModelCard, tmp_path: Path
 ) -> None:
     """429 with retry-after is what the SDK backs off from."""
-    house = House(card, tmp_path)
-    house.set_limits(requests_per_tenant_max=1)
-    await house.open()
-    client = AsyncOpenAI(base_url=f"{house.url}/v1", api_key=house.keys["ada"], max_retries=0)
-    house.runner.hold_after(10)
+    gateway = GatewayFixture(card, tmp_path)
+    gateway.set_limits(requests_per_tenant_max=1)
+    await gateway.open()
+    client = AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key=gateway.keys["ada"], max_retries=0)
+    gateway.runner.hold_after(10)
     running = await client.chat.completions.create(
-        model=house.model, messages=question(), max_tokens=40, stream=True, extra_body=MORE
+        model=gateway.model, messages=question(), max_tokens=40, stream=True, extra_body=MORE
     )
     with pytest.raises(openai.RateLimitError) as caught:
-        await client.chat.completions.create(model=house.model, messages=question())
-    house.runner.release()
+        await client.chat.completions.create(model=gateway.model, messages=question())
+    gateway.runner.release()
     chunks = [chunk async for chunk in running]
 
     assert caught.value.code == "rate_limit_exceeded"
     assert int(caught.value.response.headers["retry-after"]) >= 1
     assert chunks[-1].choices[0].finish_reason == "length"
     await client.close()
-    await house.check_quiet()
-    await house.close()
-    house.discard()
+    await gateway.check_quiet()
+    await gateway.close()
+    gateway.discard()
 
 
 async def test_a_server_that_drains_is_an_internal_server_error_the_sdk_may_retry(
-    house: House, client: AsyncOpenAI
+    gateway: GatewayFixture, client: AsyncOpenAI
 ) -> None:
     """503 with retry-after: behind a load balancer the retry lands elsewhere."""
-    await house.gateway.drain(0.0)
+    await gateway.gateway.drain(0.0)
     with pytest.raises(openai.InternalServerError) as caught:
-        await client.chat.completions.create(model=house.model, messages=question())
+        await client.chat.completions.create(model=gateway.model, messages=question())
 
     assert caught.value.status_code == 503
     assert "retry-after" in caught.value.response.headers
 
 
-async def test_closing_a_stream_cancels_it_in_the_engine(house: House, client: AsyncOpenAI) -> None:
+async def test_closing_a_stream_cancels_it_in_the_engine(
+    gateway: GatewayFixture, client: AsyncOpenAI
+) -> None:
     """`break` in an application must not leave the engine working for nobody."""
-    house.runner.hold_after(20)
+    gateway.runner.hold_after(20)
     stream = await client.chat.completions.create(
-        model=house.model, messages=question(), max_tokens=400, stream=True, extra_body=MORE
+        model=gateway.model, messages=question(), max_tokens=400, stream=True, extra_body=MORE
     )
     async for _ in stream:
         break
     await stream.close()
-    await house.until(lambda: not house.gateway.context.running)
-    house.runner.release()
+    await gateway.until(lambda: not gateway.gateway.context.running)
+    gateway.runner.release()
 
-    await house.check_quiet()
-    (entry,) = house.entries()
+    await gateway.check_quiet()
+    (entry,) = gateway.entries()
     assert entry[0] == "cancelled"
     assert 0 < entry[3] < 400
 
 
 async def test_an_engine_that_fails_in_a_stream_raises_in_the_sdk(
-    house: House, client: AsyncOpenAI
+    gateway: GatewayFixture, client: AsyncOpenAI
 ) -> None:
     """A stream that only stops is silent truncation; the error event raises."""
-    house.runner.hold_after(20)
+    gateway.runner.hold_after(20)
     stream = await client.chat.completions.create(
-        model=house.model, messages=question(), max_tokens=400, stream=True, extra_body=MORE
+        model=gateway.model, messages=question(), max_tokens=400, stream=True, extra_body=MORE
     )
     chunks = aiter(stream)
     await anext(chunks)
-    house.runner.fail_launch.update(range(2_000))
-    house.runner.release()
+    gateway.runner.fail_launch.update(range(2_000))
+    gateway.runner.release()
     with pytest.raises(openai.APIError):
         _ = [chunk async for chunk in chunks]
 
@@ -253,7 +261,7 @@ async def test_an_engine_that_fails_in_a_stream_raises_in_the_sdk(
     ],
 )
 async def test_each_kind_of_refusal_is_an_exception_of_its_own(
-    house: House, kind: Kind, raised: type[openai.APIStatusError]
+    gateway: GatewayFixture, kind: Kind, raised: type[openai.APIStatusError]
 ) -> None:
     """From our bytes to the class, without waiting for each to happen."""
 
@@ -275,7 +283,7 @@ async def test_a_slow_answer_is_kept_open_by_comments(
     card: ModelCard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, endpoint: str
 ) -> None:
     """Proxies close what says nothing; an event without data would raise in the SDK."""
-    house, sent = House(card, tmp_path), [0]
+    gateway, sent = GatewayFixture(card, tmp_path), [0]
 
     def keep_alive(_: object) -> bytes:
         sent[0] += 1
@@ -283,31 +291,35 @@ async def test_a_slow_answer_is_kept_open_by_comments(
 
     for dialect in (ChatDialect, ResponsesDialect):
         monkeypatch.setattr(dialect, "keep_alive", keep_alive)
-    house.set_server(stream_keep_alive_s=0.01)
-    await house.open()
-    client = AsyncOpenAI(base_url=f"{house.url}/v1", api_key=house.keys["ada"], max_retries=0)
-    house.runner.hold_after(0)
+    gateway.set_server(stream_keep_alive_s=0.01)
+    await gateway.open()
+    client = AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key=gateway.keys["ada"], max_retries=0)
+    gateway.runner.hold_after(0)
 
     async def read() -> list[Any]:
         stream: Any
         if endpoint == "chat":
             stream = await client.chat.completions.create(
-                model=house.model, messages=question(), max_tokens=4, stream=True, extra_body=MORE
+                model=gateway.model, messages=question(), max_tokens=4, stream=True, extra_body=MORE
             )
         else:
             stream = await client.responses.create(
-                model=house.model, input="hello", max_output_tokens=4, stream=True, extra_body=MORE
+                model=gateway.model,
+                input="hello",
+                max_output_tokens=4,
+                stream=True,
+                extra_body=MORE,
             )
         return [event async for event in stream]
 
     reading = asyncio.ensure_future(read())
-    await house.until(lambda: sent[0] > 2)
-    house.runner.release()
+    await gateway.until(lambda: sent[0] > 2)
+    gateway.runner.release()
     events = await reading
     await client.close()
-    await house.check_quiet()
-    await house.close()
-    house.discard()
+    await gateway.check_quiet()
+    await gateway.close()
+    gateway.discard()
 
     assert len(events) > 2
     if endpoint == "chat":
@@ -317,35 +329,37 @@ async def test_a_slow_answer_is_kept_open_by_comments(
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-async def test_a_named_request_survives_a_broken_connection(house: House, is_stream: bool) -> None:
+async def test_a_named_request_survives_a_broken_connection(
+    gateway: GatewayFixture, is_stream: bool
+) -> None:
     """Cut off in the middle of its answer, the SDK or its user sends it again by the same name: the
     whole answer, from one execution, at one charge."""
     kwargs: dict[str, Any] = {
-        "model": house.model,
+        "model": gateway.model,
         "messages": question(),
         "max_tokens": 40,
         "stream": is_stream,
         "extra_body": MORE,
         "extra_headers": {"Idempotency-Key": "order-7"},
     }
-    house.runner.hold_after(12)
-    key = house.keys["ada"]
-    async with AsyncOpenAI(base_url=f"{house.url}/v1", api_key=key, max_retries=0) as first:
+    gateway.runner.hold_after(12)
+    key = gateway.keys["ada"]
+    async with AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key=key, max_retries=0) as first:
         if is_stream:
             broken = await first.chat.completions.create(**kwargs)
             await anext(aiter(broken))
             await broken.close()
         else:
             asking = asyncio.create_task(first.chat.completions.create(**kwargs))
-            await house.until(lambda: bool(house.gateway.context.running))
+            await gateway.until(lambda: bool(gateway.gateway.context.running))
             asking.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await asking
-    async with AsyncOpenAI(base_url=f"{house.url}/v1", api_key=key, max_retries=2) as again:
+    async with AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key=key, max_retries=2) as again:
         # It runs still: the SDK comes back after a 409 by itself, a second later.
         asking = asyncio.create_task(again.chat.completions.create(**kwargs))
-        await house.until(lambda: any(line.get("status") == 409 for line in house.lines))
-        house.runner.release()
+        await gateway.until(lambda: any(line.get("status") == 409 for line in gateway.lines))
+        gateway.runner.release()
         answer: Any = await asking
         if is_stream:
             choices = [chunk.choices[0] async for chunk in answer]
@@ -357,7 +371,7 @@ async def test_a_named_request_survives_a_broken_connection(house: House, is_str
 
     assert reason == "length"
     assert caught.value.code == "idempotency_key_reused"
-    assert [(entry[0], entry[3]) for entry in house.entries()] == [("done", 40)]
-    endings = [line["ending"] for line in house.lines]
+    assert [(entry[0], entry[3]) for entry in gateway.entries()] == [("done", 40)]
+    endings = [line["ending"] for line in gateway.lines]
     assert endings.count("replayed") == 1
     assert endings.count("refused") == 2, "the other body was sent once"

@@ -15,7 +15,7 @@ import pytest
 from openai import AsyncOpenAI
 from pydantic import BaseModel
 
-from tests.unit.gateway.gateway_fixture import House
+from tests.unit.gateway.gateway_fixture import GatewayFixture
 
 WEATHER: Any = {
     "type": "function",
@@ -42,28 +42,30 @@ class Point(BaseModel):
 
 
 @pytest.fixture
-def made(made: House) -> House:
+def unopened_gateway(unopened_gateway: GatewayFixture) -> GatewayFixture:
     """With room for tools, and answers that are held to schemas."""
-    made.context_tokens, made.takes_grammars = 2_048, True
-    return made
+    unopened_gateway.context_tokens, unopened_gateway.takes_grammars = 2_048, True
+    return unopened_gateway
 
 
 @pytest.fixture
-async def client(house: House) -> AsyncIterator[AsyncOpenAI]:
+async def client(gateway: GatewayFixture) -> AsyncIterator[AsyncOpenAI]:
     async with AsyncOpenAI(
-        base_url=f"{house.url}/v1", api_key=house.keys["ada"], max_retries=0, timeout=60
+        base_url=f"{gateway.url}/v1", api_key=gateway.keys["ada"], max_retries=0, timeout=60
     ) as client:
         yield client
 
 
-async def test_calls_are_the_same_in_both_shapes(house: House, client: AsyncOpenAI) -> None:
+async def test_calls_are_the_same_in_both_shapes(
+    gateway: GatewayFixture, client: AsyncOpenAI
+) -> None:
     """Text first, then each call with its own id; the reason says why it stopped."""
-    house.say(CALLS)
+    gateway.say(CALLS)
     whole = await client.chat.completions.create(
-        model=house.model, messages=[HELLO], tools=[WEATHER]
+        model=gateway.model, messages=[HELLO], tools=[WEATHER]
     )
     async with client.chat.completions.stream(
-        model=house.model, messages=[HELLO], tools=[WEATHER]
+        model=gateway.model, messages=[HELLO], tools=[WEATHER]
     ) as stream:
         kinds = {event.type async for event in stream}
         folded = await stream.get_final_completion()
@@ -84,16 +86,16 @@ async def test_calls_are_the_same_in_both_shapes(house: House, client: AsyncOpen
     assert first.message.content == second.message.content
     assert len({call.id for call in first.message.tool_calls or ()}) == 2
     assert "tool_calls.function.arguments.delta" in kinds
-    await house.check_quiet()
+    await gateway.check_quiet()
 
 
 async def test_calls_of_several_choices_stream_side_by_side(
-    house: House, client: AsyncOpenAI
+    gateway: GatewayFixture, client: AsyncOpenAI
 ) -> None:
     """The helper's accumulator wants choice 0 first, and each choice's calls apart."""
-    house.say(CALLS)
+    gateway.say(CALLS)
     async with client.chat.completions.stream(
-        model=house.model, messages=[HELLO], tools=[WEATHER], n=2
+        model=gateway.model, messages=[HELLO], tools=[WEATHER], n=2
     ) as stream:
         folded = await stream.get_final_completion()
 
@@ -102,15 +104,17 @@ async def test_calls_of_several_choices_stream_side_by_side(
     assert {choice.finish_reason for choice in folded.choices} == {"tool_calls"}
     ids = [call.id for choice in folded.choices for call in choice.message.tool_calls or ()]
     assert len(set(ids)) == 4
-    await house.check_quiet()
+    await gateway.check_quiet()
 
 
-async def test_an_answer_goes_back_with_its_results(house: House, client: AsyncOpenAI) -> None:
+async def test_an_answer_goes_back_with_its_results(
+    gateway: GatewayFixture, client: AsyncOpenAI
+) -> None:
     """The whole round: the SDK's own message as history, and the prefix read again."""
     options: Any = {"ttl": "30m"}
-    house.say(CALLS)
+    gateway.say(CALLS)
     first = await client.chat.completions.create(
-        model=house.model, messages=[HELLO], tools=[WEATHER], prompt_cache_options=options
+        model=gateway.model, messages=[HELLO], tools=[WEATHER], prompt_cache_options=options
     )
     message = first.choices[0].message
     said: Any = message.to_dict()
@@ -118,9 +122,9 @@ async def test_an_answer_goes_back_with_its_results(house: House, client: AsyncO
         {"role": "tool", "tool_call_id": call.id, "content": "dry"}
         for call in message.tool_calls or ()
     ]
-    house.say("Dry in both.")
+    gateway.say("Dry in both.")
     second = await client.chat.completions.create(
-        model=house.model,
+        model=gateway.model,
         messages=[HELLO, said, *results],
         tools=[WEATHER],
         prompt_cache_options=options,
@@ -135,63 +139,69 @@ async def test_an_answer_goes_back_with_its_results(house: House, client: AsyncO
     assert read is not None
     assert wrote.cache_write_tokens
     assert read.cached_tokens == wrote.cache_write_tokens
-    await house.check_quiet()
+    await gateway.check_quiet()
 
 
-async def test_a_schema_comes_back_as_an_object(house: House, client: AsyncOpenAI) -> None:
+async def test_a_schema_comes_back_as_an_object(
+    gateway: GatewayFixture, client: AsyncOpenAI
+) -> None:
     """`.parse()` of both endpoints, with the schema the SDK makes of a class. Nobody tells the
     model what to say: what it draws is held to the schema."""
     chat = await client.chat.completions.parse(
-        model=house.model, messages=[HELLO], response_format=Point, seed=3
+        model=gateway.model, messages=[HELLO], response_format=Point, seed=3
     )
     response = await client.responses.parse(
-        model=house.model, input="hello", text_format=Point, extra_body={"seed": 3}
+        model=gateway.model, input="hello", text_format=Point, extra_body={"seed": 3}
     )
 
     assert isinstance(chat.choices[0].message.parsed, Point)
     assert isinstance(response.output_parsed, Point)
-    await house.check_quiet()
+    await gateway.check_quiet()
 
 
 @pytest.mark.filterwarnings("ignore:Pydantic serializer warnings:UserWarning")
-async def test_what_the_sdk_parsed_goes_back_as_it_is(house: House, client: AsyncOpenAI) -> None:
+async def test_what_the_sdk_parsed_goes_back_as_it_is(
+    gateway: GatewayFixture, client: AsyncOpenAI
+) -> None:
     """An application appends the message it got, with what the SDK put into it, and so do loops
     over calls; the prompt is what it would be without."""
     function = openai.pydantic_function_tool(Point)
     answered = await client.chat.completions.parse(
-        model=house.model, messages=[HELLO], response_format=Point, seed=3
+        model=gateway.model, messages=[HELLO], response_format=Point, seed=3
     )
-    house.say('<tool_call>\n{"name": "Point", "arguments": {"x": 1, "label": "a"}}\n</tool_call>')
+    gateway.say('<tool_call>\n{"name": "Point", "arguments": {"x": 1, "label": "a"}}\n</tool_call>')
     async with client.chat.completions.stream(
-        model=house.model, messages=[HELLO], tools=[function]
+        model=gateway.model, messages=[HELLO], tools=[function]
     ) as stream:
         called = await stream.get_final_completion()
     message = called.choices[0].message
     call = (message.tool_calls or [])[0]
     history: Any = [HELLO, answered.choices[0].message, HELLO, message]
     history.append({"role": "tool", "tool_call_id": call.id, "content": "drawn"})
-    house.say("Drawn.")
+    gateway.say("Drawn.")
     last = await client.chat.completions.create(
-        model=house.model, messages=history, tools=[function]
+        model=gateway.model, messages=history, tools=[function]
     )
 
     assert isinstance(answered.choices[0].message.parsed, Point)
     assert isinstance(call.function.parsed_arguments, Point)
     assert last.choices[0].message.content == "Drawn."
-    await house.check_quiet()
+    await gateway.check_quiet()
 
 
-async def test_a_schema_that_is_cut_off_raises_in_parse(house: House, client: AsyncOpenAI) -> None:
+async def test_a_schema_that_is_cut_off_raises_in_parse(
+    gateway: GatewayFixture, client: AsyncOpenAI
+) -> None:
     """Half an object is no object."""
-    house.say('{"x":3,"label":"a"}')
+    gateway.say('{"x":3,"label":"a"}')
     with pytest.raises(openai.LengthFinishReasonError):
         await client.chat.completions.parse(
-            model=house.model, messages=[HELLO], response_format=Point, max_completion_tokens=3
+            model=gateway.model, messages=[HELLO], response_format=Point, max_completion_tokens=3
         )
 
 
 async def test_a_breakpoint_is_written_once_and_read_in_either_spelling(
-    house: House, client: AsyncOpenAI
+    gateway: GatewayFixture, client: AsyncOpenAI
 ) -> None:
     """Exactly what the first wrote is what the second reads; the sum holds each time."""
 
@@ -201,7 +211,7 @@ async def test_a_breakpoint_is_written_once_and_read_in_either_spelling(
             {"role": "user", "content": question},
         ]
         answer = await client.chat.completions.create(
-            model=house.model,
+            model=gateway.model,
             messages=messages,
             max_tokens=2,
             prompt_cache_options={"mode": "explicit"},
@@ -221,13 +231,13 @@ async def test_a_breakpoint_is_written_once_and_read_in_either_spelling(
     assert (nothing, again) == (0, 0)
     assert read == wrote > 20
     assert read < total
-    await house.check_quiet()
+    await gateway.check_quiet()
 
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
 async def test_the_same_request_again_reads_exactly_what_was_written(
-    house: House, path: str, seed: int
+    gateway: GatewayFixture, path: str, seed: int
 ) -> None:
     """For any marks, in both spellings and both modes; and the sums hold each time."""
     draw = random.Random(seed)
@@ -242,14 +252,14 @@ async def test_the_same_request_again_reads_exactly_what_was_written(
         {"type": kind, "text": f"part {n} of {seed}. " * 4, **draw.choice(marks)} for n in range(6)
     ]
     body = {
-        "model": house.model,
+        "model": gateway.model,
         "messages" if is_chat else "input": [{"role": "user", "content": parts}],
         "max_tokens" if is_chat else "max_output_tokens": 2,
         "prompt_cache_options": {"mode": draw.choice(["implicit", "explicit"])},
     }
 
     async def ask() -> tuple[int, int]:
-        status, answer, _ = await house.ask(path, body)
+        status, answer, _ = await gateway.ask(path, body)
         assert status == 200, answer
         usage = answer["usage"]
         details = usage["prompt_tokens_details" if is_chat else "input_tokens_details"]
@@ -264,13 +274,13 @@ async def test_the_same_request_again_reads_exactly_what_was_written(
 
 
 async def test_explicit_mode_without_a_mark_reads_and_writes_nothing(
-    house: House, client: AsyncOpenAI
+    gateway: GatewayFixture, client: AsyncOpenAI
 ) -> None:
     """The engine finds the prefix all the same; the contract says nobody asked for it."""
     found = []
     for _ in range(2):
         answer = await client.chat.completions.create(
-            model=house.model,
+            model=gateway.model,
             messages=[{"role": "user", "content": SYSTEM}],
             max_tokens=2,
             prompt_cache_options={"mode": "explicit"},
@@ -281,10 +291,14 @@ async def test_explicit_mode_without_a_mark_reads_and_writes_nothing(
     assert [d and (d.cached_tokens, d.cache_write_tokens) for d in found] == [(0, 0), (0, 0)]
 
 
-async def test_too_long_a_prompt_names_its_own_field(house: House, client: AsyncOpenAI) -> None:
+async def test_too_long_a_prompt_names_its_own_field(
+    gateway: GatewayFixture, client: AsyncOpenAI
+) -> None:
     """Completions have no messages."""
     with pytest.raises(openai.BadRequestError) as caught:
-        await client.completions.create(model=house.model, prompt="word " * 1_500, max_tokens=1_500)
+        await client.completions.create(
+            model=gateway.model, prompt="word " * 1_500, max_tokens=1_500
+        )
 
     assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "prompt")
 
@@ -302,12 +316,12 @@ PICK: Any = {"type": "function", "function": {"name": "pick", "parameters": CITY
     "choice", ["required", {"type": "function", "function": {"name": "pick"}}], ids=str
 )
 async def test_a_forced_call_is_one_whatever_the_model_would_say(
-    house: House, client: AsyncOpenAI, choice: Any
+    gateway: GatewayFixture, client: AsyncOpenAI, choice: Any
 ) -> None:
     """The answer is held to the function's own schema."""
     tools = [PICK] if choice == "required" else [WEATHER, PICK]
     answer = await client.chat.completions.create(
-        model=house.model,
+        model=gateway.model,
         messages=[HELLO],
         tools=tools,
         tool_choice=choice,
@@ -319,14 +333,16 @@ async def test_a_forced_call_is_one_whatever_the_model_would_say(
     assert call.function.name == "pick"
     assert json.loads(call.function.arguments)["city"] in ("Oslo", "Rome")
     assert answer.choices[0].finish_reason in ("stop", "tool_calls")
-    await house.check_quiet()
+    await gateway.check_quiet()
 
 
-async def test_none_is_text_and_keeps_the_prefix(house: House, client: AsyncOpenAI) -> None:
+async def test_none_is_text_and_keeps_the_prefix(
+    gateway: GatewayFixture, client: AsyncOpenAI
+) -> None:
     """What is shown stays; only what an answer means changes."""
     options: Any = {"ttl": "30m"}
-    house.say(CALLS)
-    ask: Any = {"model": house.model, "messages": [HELLO], "tools": [WEATHER]}
+    gateway.say(CALLS)
+    ask: Any = {"model": gateway.model, "messages": [HELLO], "tools": [WEATHER]}
     first = await client.chat.completions.create(**ask, prompt_cache_options=options)
     second = await client.chat.completions.create(
         **ask, tool_choice="none", prompt_cache_options=options
@@ -342,7 +358,7 @@ async def test_none_is_text_and_keeps_the_prefix(house: House, client: AsyncOpen
 
 
 async def test_a_schema_that_no_answer_can_have_is_refused_by_its_field(
-    house: House, client: AsyncOpenAI
+    gateway: GatewayFixture, client: AsyncOpenAI
 ) -> None:
     """Only the engine can tell; the client looks where it stands."""
     wrong: Any = {"type": "nonsense"}
@@ -350,66 +366,66 @@ async def test_a_schema_that_no_answer_can_have_is_refused_by_its_field(
     schema: Any = {"type": "json_schema", "json_schema": {"name": "n", "schema": wrong}}
     with pytest.raises(openai.BadRequestError) as of_format:
         await client.chat.completions.create(
-            model=house.model, messages=[HELLO], response_format=schema
+            model=gateway.model, messages=[HELLO], response_format=schema
         )
     with pytest.raises(openai.BadRequestError) as of_tool:
         await client.chat.completions.create(
-            model=house.model, messages=[HELLO], tools=[{"type": "function", "function": strict}]
+            model=gateway.model, messages=[HELLO], tools=[{"type": "function", "function": strict}]
         )
     text: Any = {"format": {"type": "json_schema", "name": "n", "schema": wrong}}
     with pytest.raises(openai.BadRequestError) as of_text:
-        await client.responses.create(model=house.model, input="hello", text=text)
+        await client.responses.create(model=gateway.model, input="hello", text=text)
 
     assert {one.value.code for one in (of_format, of_tool, of_text)} == {"invalid_json_schema"}
     assert of_format.value.param == "response_format.json_schema.schema"
     assert str(of_tool.value.param).startswith("tools[0]")
     assert of_text.value.param == "text.format.schema"
-    assert [entry[1:] for entry in house.entries()] == [(0, 0, 0)] * 3
-    await house.check_quiet()
+    assert [entry[1:] for entry in gateway.entries()] == [(0, 0, 0)] * 3
+    await gateway.check_quiet()
 
 
 @pytest.mark.parametrize("schema", [{"$ref": "#"}, {"anyOf": [{"$ref": "#/anyOf/0"}]}], ids=str)
 async def test_arguments_that_no_text_can_be_are_the_clients_mistake(
-    house: House, client: AsyncOpenAI, schema: Any
+    gateway: GatewayFixture, client: AsyncOpenAI, schema: Any
 ) -> None:
     """A call has begun when it shows; nothing is wrong with the server."""
     function: Any = {"name": "f", "parameters": schema}
     with pytest.raises(openai.BadRequestError) as caught:
         await client.chat.completions.create(
-            model=house.model,
+            model=gateway.model,
             messages=[HELLO],
             tools=[{"type": "function", "function": function}],
             tool_choice="required",
         )
 
     assert (caught.value.code, caught.value.param) == ("invalid_json_schema", "tools[0].function")
-    await house.check_quiet()
+    await gateway.check_quiet()
 
 
 async def test_an_answer_that_breaks_its_format_is_counted(
-    house: House, client: AsyncOpenAI, monkeypatch: pytest.MonkeyPatch
+    gateway: GatewayFixture, client: AsyncOpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Constrained decoding should leave none: each finished text is looked at once more."""
     monkeypatch.setattr("gateway.generation.output_parser.satisfies", lambda text, wanted: False)
-    house.say('{"x":3}')
+    gateway.say('{"x":3}')
     await client.chat.completions.create(
-        model=house.model, messages=[HELLO], response_format={"type": "json_object"}
+        model=gateway.model, messages=[HELLO], response_format={"type": "json_object"}
     )
-    async with house.session.get(f"{house.admin_url}/metrics") as answer:
+    async with gateway.session.get(f"{gateway.admin_url}/metrics") as answer:
         metrics = await answer.text()
 
     assert "trunkline_output_format_violations_total 1.0" in metrics
 
 
 async def test_every_caching_field_of_a_request_passes_through_the_sdk(
-    house: House, client: AsyncOpenAI
+    gateway: GatewayFixture, client: AsyncOpenAI
 ) -> None:
     """By its own names where it has them, as extra ones where not; each key is a cache of its own,
     and the deprecated field reads what is there."""
 
     async def ask(**fields: Any) -> int:
         answer = await client.chat.completions.create(
-            model=house.model,
+            model=gateway.model,
             messages=[{"role": "user", "content": SYSTEM}],
             max_completion_tokens=2,
             **fields,
@@ -431,4 +447,4 @@ async def test_every_caching_field_of_a_request_passes_through_the_sdk(
     assert first == [0] * len(narrowings)
     assert len(set(second)) == 1
     assert second[0] > 0
-    await house.check_quiet()
+    await gateway.check_quiet()

@@ -11,19 +11,27 @@ from pathlib import Path
 
 from engine.client.client import RequestStream
 from gateway.caching import Contract
-from gateway.generation.generation import Answer
+from gateway.generation.generation import Generation
 from gateway.generation.idempotency import NamedRequest
-from gateway.generation.output_stream import AnswerStream
-from gateway.ledger.metering import Account
+from gateway.generation.output_stream import OutputStream
+from gateway.ledger.metering import LedgerReservation
 from tenancy.accounting.audit import check_books
 from tenancy.accounting.reconcile import reconcile
 from tenancy.limits import Reservation
 from tests.bench.soak import PLANTED, Swarm
-from tests.unit.gateway.gateway_fixture import House
+from tests.unit.gateway.gateway_fixture import GatewayFixture
 
 REQUESTS = 600
 OF_A_REQUEST = (
-    *(Account, Answer, AnswerStream, Contract, NamedRequest, RequestStream, Reservation),
+    *(
+        LedgerReservation,
+        Generation,
+        OutputStream,
+        Contract,
+        NamedRequest,
+        RequestStream,
+        Reservation,
+    ),
 )
 
 
@@ -44,41 +52,48 @@ def descriptors() -> tuple[int, int]:
     return of_database, len(names) - of_database
 
 
-async def test_nothing_is_left_of_a_crowd(made: House) -> None:
+async def test_nothing_is_left_of_a_crowd(unopened_gateway: GatewayFixture) -> None:
     """Every dialect, streams, names, cached contents, erasures and nonsense at once, and a third of
     the clients leave early: no hold, block, task, descriptor or object stays, every answer is in
     the books once, all three counts of its tokens agree, and no word of a prompt is in the log."""
-    made.set_limits(requests_per_tenant_max=8)
-    await made.open()
+    unopened_gateway.set_limits(requests_per_tenant_max=8)
+    await unopened_gateway.open()
     try:
-        swarm = Swarm(made.url, tuple(made.keys.values()), made.model, seed=7)
+        swarm = Swarm(
+            unopened_gateway.url,
+            tuple(unopened_gateway.keys.values()),
+            unopened_gateway.model,
+            seed=7,
+        )
         await swarm.run(lambda asked: asked < 30)
-        await made.ask("/v1/usage", method="GET")  # a second connection to the database is opened
-        await made.check_quiet()
+        await unopened_gateway.ask(
+            "/v1/usage", method="GET"
+        )  # a second connection to the database is opened
+        await unopened_gateway.check_quiet()
         tasks, (_, fds) = len(asyncio.all_tasks()), descriptors()
 
         await swarm.run(lambda asked: asked < REQUESTS)
 
-        await made.check_quiet()
+        await unopened_gateway.check_quiet()
         assert swarm.wrong == []
         assert swarm.left > REQUESTS // 5
-        assert [line for line in made.lines if line["event"] == "error"] == []
-        assert PLANTED not in json.dumps(made.lines)
-        await made.until(lambda: len(asyncio.all_tasks()) <= tasks)
-        await made.until(lambda: descriptors()[1] <= fds)
+        assert [line for line in unopened_gateway.lines if line["event"] == "error"] == []
+        assert PLANTED not in json.dumps(unopened_gateway.lines)
+        await unopened_gateway.until(lambda: len(asyncio.all_tasks()) <= tasks)
+        await unopened_gateway.until(lambda: descriptors()[1] <= fds)
         assert descriptors()[0] < 30
         assert alive() == Counter()
-        context = made.gateway.context
+        context = unopened_gateway.gateway.context
         context.contracts.entries.check()
-        assert await asyncio.to_thread(check_books, made.store) == []
-        await made.gateway._reckoning.note()
-        (epoch,) = reconcile(made.store)
+        assert await asyncio.to_thread(check_books, unopened_gateway.store) == []
+        await unopened_gateway.gateway._reckoning.note()
+        (epoch,) = reconcile(unopened_gateway.store)
         assert epoch.ledger == epoch.engine == epoch.metrics
-        for who in made.keys:
-            status, _, _ = await made.ask("/v1/cache", method="DELETE", who=who)
+        for who in unopened_gateway.keys:
+            status, _, _ = await unopened_gateway.ask("/v1/cache", method="DELETE", who=who)
             assert status == 200
-        stats = await made.engine.get_stats()
-        assert (stats.free_blocks, len(made.engine.namespaces)) == (stats.blocks, 0)
+        stats = await unopened_gateway.engine.get_stats()
+        assert (stats.free_blocks, len(unopened_gateway.engine.namespaces)) == (stats.blocks, 0)
         assert len(context.contracts.entries) == 0
     finally:
-        await made.close()
+        await unopened_gateway.close()

@@ -18,7 +18,7 @@ from engine.model_store import ModelCard
 from gateway.dialects.canonical import OutputFormat, Prompt, Segment, Tool, ToolChoice
 from gateway.prompt import Renderer
 from gateway.structured_output.output_check import satisfies
-from gateway.structured_output.tool_call_parser import Called, CallReader, Said
+from gateway.structured_output.tool_call_parser import ParsedCall, ParsedText, ToolCallParser
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
 
@@ -80,17 +80,17 @@ def read(renderer: Renderer, ids: list[int]) -> tuple[str, list[tuple[str, str]]
     """Text and calls of an answer."""
     numbers = itertools.count()
     names = [tool.name for tool in TOOLS]
-    reader = CallReader(renderer.tool_style, names, lambda: str(next(numbers)))
+    reader = ToolCallParser(renderer.tool_style, names, lambda: str(next(numbers)))
     text = renderer.detokenizer(shows_markers=True)
     found = [piece for i in ids for piece in reader.push(text.push(i))]
     found += [*reader.push(text.finish()), *reader.finish()]
     calls: list[tuple[str, str]] = []
     for piece in found:
-        if isinstance(piece, Called):
+        if isinstance(piece, ParsedCall):
             calls[piece.call :] = [
                 (piece.name, "") if piece.name else (calls[-1][0], calls[-1][1] + piece.arguments)
             ]
-    return "".join(piece.text for piece in found if isinstance(piece, Said)), calls
+    return "".join(piece.text for piece in found if isinstance(piece, ParsedText)), calls
 
 
 def test_a_function_asked_for_by_name_is_called_once(

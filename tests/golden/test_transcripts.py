@@ -15,13 +15,13 @@ from msgspec import structs
 from gateway.dialects.anthropic import messages as anthropic
 from gateway.dialects.canonical import (
     NOTHING_ELSE,
-    Asked,
     Begin,
     CallText,
     ChoiceEnd,
     Delta,
     End,
     Reply,
+    RequestMetadata,
     Text,
     UsageRecord,
 )
@@ -60,7 +60,7 @@ FUNCTION = {"name": "weather", "description": "Of a city", "parameters": CITY}
 EPHEMERAL = {"cache_control": {"type": "ephemeral"}}
 BREAKPOINT = {"prompt_cache_breakpoint": {"mode": "explicit", "ttl": "12h"}}
 
-REQUESTS: dict[str, tuple[Dialect, Asked, dict[str, Any]]] = {
+REQUESTS: dict[str, tuple[Dialect, RequestMetadata, dict[str, Any]]] = {
     "openai_chat": (
         openai_chat.DIALECT,
         NOTHING_ELSE,
@@ -131,7 +131,7 @@ REQUESTS: dict[str, tuple[Dialect, Asked, dict[str, Any]]] = {
     ),
     "anthropic": (
         anthropic.DIALECT,
-        Asked(version="2026-10-21"),
+        RequestMetadata(version="2026-10-21"),
         {
             "model": "m",
             "max_tokens": 9,
@@ -177,7 +177,7 @@ REQUESTS: dict[str, tuple[Dialect, Asked, dict[str, Any]]] = {
     ),
     "gemini": (
         gemini.DIALECT,
-        Asked("m", "streamGenerateContent"),
+        RequestMetadata("m", "streamGenerateContent"),
         {
             "systemInstruction": {"parts": [{"text": "Be brief."}]},
             "contents": [

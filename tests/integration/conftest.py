@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
-from tests.unit.gateway.gateway_fixture import card, fail_on_blocking_calls, house, made
+from tests.unit.gateway.gateway_fixture import (
+    card,
+    fail_on_blocking_calls,
+    gateway,
+    unopened_gateway,
+)
 
-__all__ = ["card", "fail_on_blocking_calls", "house", "made"]
+__all__ = ["card", "fail_on_blocking_calls", "gateway", "unopened_gateway"]

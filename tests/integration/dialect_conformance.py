@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 
 from gateway.dialects.canonical import (
     NOTHING_ELSE,
-    Asked,
     Begin,
     Call,
     CallText,
@@ -26,6 +25,7 @@ from gateway.dialects.canonical import (
     End,
     OutputFormat,
     Reply,
+    RequestMetadata,
     Text,
     ToolChoice,
     UsageRecord,
@@ -72,8 +72,8 @@ class Adapter:
     read_unary: Callable[[bytes], Answer]
     read_stream: Callable[[bytes], Answer]
     read_error: Callable[[bytes], str]
-    asked: Asked = NOTHING_ELSE
-    asked_streaming: Asked = NOTHING_ELSE
+    asked: RequestMetadata = NOTHING_ELSE
+    asked_streaming: RequestMetadata = NOTHING_ELSE
     streaming: dict[str, Any] = field(default_factory=dict)
     has_calls: bool = True
     tool: Callable[[str, dict[str, Any]], dict[str, Any]] | None = None

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from gateway.errors import Kind
-from tests.unit.gateway.gateway_fixture import House
+from tests.unit.gateway.gateway_fixture import GatewayFixture
 
 CASES = [
     case
@@ -53,9 +53,9 @@ def _heap_of_a_server() -> Iterator[None]:
     gc.unfreeze()
 
 
-def good(house: House, dialect: str) -> dict[str, Any]:
+def good(gateway: GatewayFixture, dialect: str) -> dict[str, Any]:
     """A request that is answered."""
-    body = house.chat("planted prompt")
+    body = gateway.chat("planted prompt")
     if dialect == "openai_completions":
         del body["messages"]
         body["prompt"] = "planted prompt"
@@ -186,7 +186,7 @@ BUILDERS: dict[str, Callable[[dict[str, Any]], object]] = {
 }
 
 
-def body_of(case: dict[str, Any], house: House) -> bytes:
+def body_of(case: dict[str, Any], gateway: GatewayFixture) -> bytes:
     """The bytes a row asks for."""
     dialect = case.get("dialect", "openai_chat")
     if "hex" in case:
@@ -194,14 +194,14 @@ def body_of(case: dict[str, Any], house: House) -> bytes:
     if "body" in case:
         return str(case["body"]).encode()
     if "build" in case:
-        built = BUILDERS[case["build"]](good(house, dialect))
+        built = BUILDERS[case["build"]](good(gateway, dialect))
         return built if isinstance(built, bytes) else json.dumps(built).encode()
-    return json.dumps({**good(house, dialect), **json.loads(case["merge"])}).encode()
+    return json.dumps({**good(gateway, dialect), **json.loads(case["merge"])}).encode()
 
 
-def streamed(case: dict[str, Any], house: House) -> dict[str, Any]:
+def streamed(case: dict[str, Any], gateway: GatewayFixture) -> dict[str, Any]:
     """The same request for a stream."""
-    body: dict[str, Any] = json.loads(body_of(case, house))
+    body: dict[str, Any] = json.loads(body_of(case, gateway))
     return body if case.get("dialect") == "gemini" else {**body, "stream": True}
 
 
@@ -240,50 +240,50 @@ def yardstick_s() -> float:
     return time.thread_time() - began_s
 
 
-async def canary(house: House) -> tuple[str, int]:
+async def canary(gateway: GatewayFixture) -> tuple[str, int]:
     """Another tenant's greedy answer and its hits."""
-    _, answer, _ = await house.ask(body=house.chat("a canary that sings the same"), who="bob")
+    _, answer, _ = await gateway.ask(body=gateway.chat("a canary that sings the same"), who="bob")
     hits = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
     return answer["choices"][0]["message"]["content"], hits
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case["id"] for case in CASES])
 async def test_bad_input_is_refused_by_name_and_leaves_nothing(
-    house: House, case: dict[str, Any]
+    gateway: GatewayFixture, case: dict[str, Any]
 ) -> None:
     """One bad request fails one request."""
-    await canary(house)
-    before = await canary(house)
-    entries, leases = len(house.entries()), len(house.gateway.context.contracts.entries)
-    blocks = (await house.engine.get_stats()).cached_blocks
-    body = body_of(case, house)
+    await canary(gateway)
+    before = await canary(gateway)
+    entries, leases = len(gateway.entries()), len(gateway.gateway.context.contracts.entries)
+    blocks = (await gateway.engine.get_stats()).cached_blocks
+    body = body_of(case, gateway)
     yardstick = yardstick_s()
     watch = LoopWatch()
     began_s = time.process_time()
 
     dialect = case.get("dialect", "openai_chat")
-    status, answer, response = await house.ask(PATHS[dialect], body=body)
+    status, answer, response = await gateway.ask(PATHS[dialect], body=body)
     busy_s, spent_s = await watch.stop(), time.process_time() - began_s
 
-    await house.check_quiet()
+    await gateway.check_quiet()
     if case["expect"] == "ok":
         assert status == 200, answer
-        assert len(house.entries()) == entries + 1
+        assert len(gateway.entries()) == entries + 1
     else:
         assert status == Kind[case["expect"]].value, answer
         error = error_of(answer, dialect)
         assert error["code"] == case.get("code", error["code"]), error
         assert error["param"] == case.get("param", error["param"]), error
         assert len(error["message"]) < 1_000
-        assert len(house.entries()) == entries, "a refusal was charged"
-        assert len(house.gateway.context.contracts.entries) == leases, "it has left a lease"
-        assert (await house.engine.get_stats()).cached_blocks == blocks, "it has left a block"
+        assert len(gateway.entries()) == entries, "a refusal was charged"
+        assert len(gateway.gateway.context.contracts.entries) == leases, "it has left a lease"
+        assert (await gateway.engine.get_stats()).cached_blocks == blocks, "it has left a block"
         assert "planted prompt" not in json.dumps(answer)
     assert response.headers["content-type"].startswith("application/json")
     assert len(response.headers["x-request-id"]) == 32
-    assert await canary(house) == before
-    assert SECRET not in json.dumps(house.lines)
-    assert "planted prompt" not in json.dumps(house.lines)
+    assert await canary(gateway) == before
+    assert SECRET not in json.dumps(gateway.lines)
+    assert "planted prompt" not in json.dumps(gateway.lines)
     yardstick = max(yardstick, yardstick_s())
     assert busy_s < BUSY_MAX * yardstick
     assert spent_s < SPENT_MAX * yardstick
@@ -292,23 +292,23 @@ async def test_bad_input_is_refused_by_name_and_leaves_nothing(
 @pytest.mark.parametrize(
     "dialect", ["openai_chat", "openai_completions", "openai_responses", "anthropic", "gemini"]
 )
-async def test_in_a_stream_it_is_refused_alike(house: House, dialect: str) -> None:
+async def test_in_a_stream_it_is_refused_alike(gateway: GatewayFixture, dialect: str) -> None:
     """Nothing has been sent yet: the error is a plain answer with its own status."""
     path = PATHS["gemini_stream" if dialect == "gemini" else dialect]
     cases = [case for case in CASES if case.get("dialect", "openai_chat") == dialect]
     for case in filter(is_streamable, cases):
         if case.get("unary_only"):
             continue
-        status, answer, response = await house.ask(path, streamed(case, house))
+        status, answer, response = await gateway.ask(path, streamed(case, gateway))
 
         assert status == Kind[case["expect"]].value, (case["id"], answer)
         error = error_of(answer, dialect)
         assert error["code"] == case.get("code", error["code"]), (case["id"], error)
         assert error["param"] == case.get("param", error["param"]), (case["id"], error)
         assert response.headers["content-type"].startswith("application/json")
-        await house.check_quiet()
-    assert house.entries() == []
-    assert len(house.gateway.context.contracts.entries) == 0
+        await gateway.check_quiet()
+    assert gateway.entries() == []
+    assert len(gateway.gateway.context.contracts.entries) == 0
 
 
 WORDS = "word " * 1_800_000
@@ -333,42 +333,42 @@ COUNTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("dialect", COUNTS)
-async def test_counting_has_the_same_bounds(house: House, dialect: str) -> None:
+async def test_counting_has_the_same_bounds(gateway: GatewayFixture, dialect: str) -> None:
     """It costs a tokenizer's time, and nobody pays for it: bombs are refused as elsewhere."""
     path, too_long, too_many = COUNTS[dialect]
-    found = [await house.ask(path, body) for body in (too_long, too_many)]
-    broken = await house.ask(path, b"[" * 100_000)
-    await house.check_quiet()
+    found = [await gateway.ask(path, body) for body in (too_long, too_many)]
+    broken = await gateway.ask(path, b"[" * 100_000)
+    await gateway.check_quiet()
 
     errors = [error_of(answer, dialect) for _, answer, _ in found]
     assert [status for status, _, _ in (*found, broken)] == [400] * 3
     assert errors[0]["code"] == "context_length_exceeded"
     assert errors[1]["code"] != errors[0]["code"]
     assert error_of(broken[1], dialect)["code"] == "invalid_json"
-    assert house.entries() == []
+    assert gateway.entries() == []
 
 
-async def test_a_key_in_the_address_is_written_down_nowhere(house: House) -> None:
+async def test_a_key_in_the_address_is_written_down_nowhere(gateway: GatewayFixture) -> None:
     """Gemini's clients may send one; a wrong one is as secret as a good one."""
-    path = f"/v1/models/tiny:generateContent?key={house.keys['ada']}"
-    good_status, _, _ = await house.ask(path, good(house, "gemini"), who=None)
-    wrong = path.replace(house.keys["ada"], f"{SECRET}-wrong")
-    wrong_status, answer, _ = await house.ask(wrong, good(house, "gemini"), who=None)
-    await house.check_quiet()
+    path = f"/v1/models/tiny:generateContent?key={gateway.keys['ada']}"
+    good_status, _, _ = await gateway.ask(path, good(gateway, "gemini"), who=None)
+    wrong = path.replace(gateway.keys["ada"], f"{SECRET}-wrong")
+    wrong_status, answer, _ = await gateway.ask(wrong, good(gateway, "gemini"), who=None)
+    await gateway.check_quiet()
 
     assert (good_status, wrong_status) == (200, 401)
     assert SECRET not in json.dumps(answer)
-    assert SECRET not in json.dumps(house.lines)
+    assert SECRET not in json.dumps(gateway.lines)
 
 
-async def test_a_wrong_content_type_is_a_415(house: House) -> None:
+async def test_a_wrong_content_type_is_a_415(gateway: GatewayFixture) -> None:
     """A21: forms and text are what browsers send across origins without asking."""
-    body = json.dumps(house.chat()).encode()
+    body = json.dumps(gateway.chat()).encode()
     for content_type in (
         "text/plain",
         "multipart/form-data; boundary=x",
         "application/x-www-form-urlencoded",
         "application/json; charset=utf-16",
     ):
-        status, _, _ = await house.ask(body=body, headers={"Content-Type": content_type})
+        status, _, _ = await gateway.ask(body=body, headers={"Content-Type": content_type})
         assert status == 415, content_type

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from google.genai.types import GenerateContentResponse
 
-from gateway.dialects.canonical import Asked
+from gateway.dialects.canonical import RequestMetadata
 from gateway.dialects.gemini.generate_content import ARRAY_DIALECT, DIALECT
 from tests.integration.dialect_conformance import Adapter, Answer, BrokenOff, DialectConformance
 
@@ -82,8 +82,8 @@ class TestGeminiEvents(DialectConformance):
     adapter: ClassVar[Adapter] = Adapter(
         dialect=DIALECT,
         good=GOOD,
-        asked=Asked("m", "generateContent"),
-        asked_streaming=Asked("m", "streamGenerateContent"),
+        asked=RequestMetadata("m", "generateContent"),
+        asked_streaming=RequestMetadata("m", "streamGenerateContent"),
         read_unary=read_unary,
         read_stream=read_events,
         read_error=read_error,
@@ -98,8 +98,8 @@ class TestGeminiArray(DialectConformance):
     adapter: ClassVar[Adapter] = Adapter(
         dialect=ARRAY_DIALECT,
         good=GOOD,
-        asked=Asked("m", "generateContent"),
-        asked_streaming=Asked("m", "streamGenerateContent"),
+        asked=RequestMetadata("m", "generateContent"),
+        asked_streaming=RequestMetadata("m", "streamGenerateContent"),
         read_unary=read_unary,
         read_stream=read_array,
         read_error=read_error,

@@ -19,7 +19,7 @@ from tenancy.storage import postgres
 from tenancy.storage.postgres import PostgresStore
 from tests.unit.gateway.admin_client import Admin
 from tests.unit.gateway.api.test_cached_contents import ALL, created, question
-from tests.unit.gateway.gateway_fixture import PATIENCE_S, House
+from tests.unit.gateway.gateway_fixture import PATIENCE_S, GatewayFixture
 from tests.unit.tenancy.storage.postgres_server import BINARIES, Server
 
 
@@ -31,47 +31,49 @@ def database(postgres_server: Server) -> str:
 @pytest.fixture
 async def first(
     card: ModelCard, tmp_path: Path, postgres_server: Server, database: str
-) -> AsyncIterator[House]:
+) -> AsyncIterator[GatewayFixture]:
     """A gateway with the tenants `ada` and `bob`."""
     store = await asyncio.to_thread(PostgresStore, postgres_server.address(database))
-    house = await asyncio.to_thread(House, card, tmp_path, store)
-    await house.open()
-    yield house
-    await house.close()
-    await asyncio.to_thread(house.discard)
+    gateway = await asyncio.to_thread(GatewayFixture, card, tmp_path, store)
+    await gateway.open()
+    yield gateway
+    await gateway.close()
+    await asyncio.to_thread(gateway.discard)
 
 
 @pytest.fixture
-async def second(card: ModelCard, tmp_path: Path, first: House) -> AsyncIterator[House]:
+async def second(
+    card: ModelCard, tmp_path: Path, first: GatewayFixture
+) -> AsyncIterator[GatewayFixture]:
     """Beside the first, over the same database."""
     store = await asyncio.to_thread(first.store.another)
-    house = await asyncio.to_thread(House, card, tmp_path, store)
-    await house.open()
-    yield house
-    await house.close()
-    await asyncio.to_thread(house.discard)
+    gateway = await asyncio.to_thread(GatewayFixture, card, tmp_path, store)
+    await gateway.open()
+    yield gateway
+    await gateway.close()
+    await asyncio.to_thread(gateway.discard)
 
 
-async def until_it_is(house: House, status: int, key: str | None = None) -> None:
+async def until_it_is(gateway: GatewayFixture, status: int, key: str | None = None) -> None:
     """Ask until that is the answer: what changes elsewhere is seen within a second."""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     async with asyncio.timeout(PATIENCE_S):
         while True:
-            got, _, _ = await house.ask(
-                body=house.chat(), who=None if key else "ada", headers=headers
+            got, _, _ = await gateway.ask(
+                body=gateway.chat(), who=None if key else "ada", headers=headers
             )
             if got == status:
                 return
             await asyncio.sleep(0.02)
 
 
-async def test_two_gateways_keep_one_ledger(first: House, second: House) -> None:
+async def test_two_gateways_keep_one_ledger(first: GatewayFixture, second: GatewayFixture) -> None:
     """At once; then every sum, chain and charge is right, and nothing is open."""
-    asked = [house.ask(body=house.chat()) for _ in range(12) for house in (first, second)]
+    asked = [gateway.ask(body=gateway.chat()) for _ in range(12) for gateway in (first, second)]
     statuses = [status for status, _, _ in await asyncio.gather(*asked)]
     _, text, _ = await first.ask(body=first.chat(stream=True))
-    for house in (first, second):
-        await house.quiet()
+    for gateway in (first, second):
+        await gateway.quiet()
     rows = await asyncio.to_thread(
         first.store.query, "select count(*), count(distinct request_id) from ledger"
     )
@@ -84,7 +86,7 @@ async def test_two_gateways_keep_one_ledger(first: House, second: House) -> None
 
 
 async def test_what_one_gateway_answers_the_other_answers_again(
-    first: House, second: House
+    first: GatewayFixture, second: GatewayFixture
 ) -> None:
     """Also while it runs: a retry goes to whichever gateway is there."""
     headers = {"Idempotency-Key": "n", "Authorization": f"Bearer {first.keys['ada']}"}
@@ -102,7 +104,9 @@ async def test_what_one_gateway_answers_the_other_answers_again(
     assert response.headers["Idempotency-Replayed"] == "true"
 
 
-async def test_cached_contents_live_in_both_gateways(first: House, second: House) -> None:
+async def test_cached_contents_live_in_both_gateways(
+    first: GatewayFixture, second: GatewayFixture
+) -> None:
     """Made in one, used and ended in the other; whatever the server takes, no loop waits for it."""
     await until_it_is(second, 200, first.keys["ada"])
     mine = {"Authorization": f"Bearer {first.keys['ada']}"}
@@ -122,7 +126,7 @@ async def test_cached_contents_live_in_both_gateways(first: House, second: House
 
 
 async def test_what_one_gateway_is_told_the_other_knows_within_a_second(
-    first: House, second: House
+    first: GatewayFixture, second: GatewayFixture
 ) -> None:
     """Tenants and keys, made and suspended over the admin API."""
     admin = await asyncio.to_thread(Admin, first)
@@ -172,24 +176,24 @@ async def test_while_the_server_is_away_nothing_is_answered_unrecorded(
     monkeypatch.setattr(postgres, "PATIENCE_S", 0.5)
     name = await asyncio.to_thread(frail.database)
     store = await asyncio.to_thread(PostgresStore, frail.address(name))
-    house = await asyncio.to_thread(House, card, tmp_path, store)
-    await house.open()
+    gateway = await asyncio.to_thread(GatewayFixture, card, tmp_path, store)
+    await gateway.open()
     try:
-        admin = await asyncio.to_thread(Admin, house)
-        before, _, _ = await house.ask(body=house.chat())
+        admin = await asyncio.to_thread(Admin, gateway)
+        before, _, _ = await gateway.ask(body=gateway.chat())
         asked = [(await admin.ask("GET", "/admin/v1/usage"))[0]]
         await asyncio.to_thread(frail.kill)
-        away, _, answer = await house.ask(body=house.chat())
+        away, _, answer = await gateway.ask(body=gateway.chat())
         asked += [(await admin.ask(*question))[0] for question in administration("eve")]
         await asyncio.to_thread(frail.start)
-        await until_it_is(house, 200)
+        await until_it_is(gateway, 200)
         asked += [(await admin.ask(*question))[0] for question in administration("gus")]
-        await house.quiet()
+        await gateway.quiet()
         endings = await asyncio.to_thread(store.query, "select distinct ending from ledger")
         findings = await asyncio.to_thread(check_books, store)
     finally:
-        await house.close()
-        await asyncio.to_thread(house.discard)
+        await gateway.close()
+        await asyncio.to_thread(gateway.discard)
 
     assert (before, away) == (200, 503)
     assert asked == [200, 503, 503, 503, 201, 200, 200]

@@ -18,7 +18,7 @@ from engine.config import EngineConfig
 from gateway.background import reconciliation, storage_metering
 from gateway.ledger import deferred_holds
 from tenancy.accounts.tenants import change_tenant
-from tests.unit.gateway.gateway_fixture import PATIENCE_S, House
+from tests.unit.gateway.gateway_fixture import PATIENCE_S, GatewayFixture
 
 ROOT = Path(__file__).parents[2]
 OURS = tuple(str(ROOT / folder) for folder in ("engine", "gateway", "tenancy"))
@@ -29,11 +29,11 @@ WARM, COUNTED = 40, 64
 ENOUGH = 10**9
 
 
-def ask(house: House, count: int) -> None:
+def ask(gateway: GatewayFixture, count: int) -> None:
     """So many small chats on one connection. Blocks."""
-    connection = http.client.HTTPConnection("127.0.0.1", house.port, timeout=PATIENCE_S)
-    body = json.dumps(house.chat(max_tokens=1)).encode()
-    headers = {**house.headers(), "Content-Type": "application/json"}
+    connection = http.client.HTTPConnection("127.0.0.1", gateway.port, timeout=PATIENCE_S)
+    body = json.dumps(gateway.chat(max_tokens=1)).encode()
+    headers = {**gateway.headers(), "Content-Type": "application/json"}
     for _ in range(count):
         connection.request("POST", "/v1/chat/completions", body, headers)
         answer = connection.getresponse()
@@ -42,7 +42,7 @@ def ask(house: House, count: int) -> None:
     connection.close()
 
 
-async def counted(house: House) -> tuple[Counter[str], int, Counter[str]]:
+async def counted(gateway: GatewayFixture) -> tuple[Counter[str], int, Counter[str]]:
     """Calls of our functions on the loop's thread for these answers, by function; turns of the
     loop; and of the calls those before the engine was asked."""
     calls: Counter[str] = Counter()
@@ -60,34 +60,38 @@ async def counted(house: House) -> tuple[Counter[str], int, Counter[str]]:
             before[name] += is_before
         turns += event == "call" and code.co_qualname == TURN
 
-    await asyncio.to_thread(ask, house, WARM)
+    await asyncio.to_thread(ask, gateway, WARM)
     sys.setprofile(look)
     try:
-        await asyncio.to_thread(ask, house, COUNTED)
+        await asyncio.to_thread(ask, gateway, COUNTED)
     finally:
         sys.setprofile(None)
     return calls, turns, before
 
 
 @pytest.fixture
-async def house(made: House, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[House]:
+async def gateway(
+    unopened_gateway: GatewayFixture, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[GatewayFixture]:
     """Nothing is done every so often: a busy host would have more of it counted."""
     for module, name in ((reconciliation, "LOOK_EVERY_S"), (storage_metering, "LOOK_EVERY_S")):
         monkeypatch.setattr(module, name, 3_600.0)
     monkeypatch.setattr(deferred_holds, "LATE_S", 3_600.0)
-    made.engine_config = EngineConfig(heartbeat_s=3_600.0)
-    await made.open()
-    yield made
-    await made.close()
+    unopened_gateway.engine_config = EngineConfig(heartbeat_s=3_600.0)
+    await unopened_gateway.open()
+    yield unopened_gateway
+    await unopened_gateway.close()
 
 
-async def test_a_tiny_answer_takes_few_calls_of_ours_and_turns_of_the_loop(house: House) -> None:
+async def test_a_tiny_answer_takes_few_calls_of_ours_and_turns_of_the_loop(
+    gateway: GatewayFixture,
+) -> None:
     """With every kind of limit, the ledger, analytics, metrics and a log line; a coroutine that is
     resumed counts as called. It was 633 once, then 428, then 405."""
     limits = ("requests_per_minute", "tokens_per_minute", "input_tokens_per_minute")
-    change_tenant(house.store, "ada", dict.fromkeys((*limits, "requests_at_once"), ENOUGH))
-    house.gateway.context.registry.look_again()
-    calls, turns, before = await counted(house)
+    change_tenant(gateway.store, "ada", dict.fromkeys((*limits, "requests_at_once"), ENOUGH))
+    gateway.gateway.context.registry.look_again()
+    calls, turns, before = await counted(gateway)
 
     per_answer = sum(calls.values()) / COUNTED
     most = [(name, count // COUNTED) for name, count in calls.most_common(12)]

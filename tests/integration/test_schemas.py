@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.gateway.gateway_fixture import House
+from tests.unit.gateway.gateway_fixture import GatewayFixture
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 GEMINI = "/v1beta/models/{model}:generateContent"
@@ -25,10 +25,10 @@ CALLED = f'<tool_call>\n{{"name": "f", "arguments": {SAID}}}\n</tool_call>'
 
 
 @pytest.fixture
-def made(made: House) -> House:
+def unopened_gateway(unopened_gateway: GatewayFixture) -> GatewayFixture:
     """With room for tools, and answers that are held to schemas."""
-    made.context_tokens, made.takes_grammars = 2_048, True
-    return made
+    unopened_gateway.context_tokens, unopened_gateway.takes_grammars = 2_048, True
+    return unopened_gateway
 
 
 def chat(**more: object) -> tuple[str, dict[str, Any]]:
@@ -78,18 +78,18 @@ STRICT = {
 
 
 @pytest.mark.parametrize("field", STRICT)
-async def test_all_of_a_strict_schema_or_none(house: House, field: str) -> None:
+async def test_all_of_a_strict_schema_or_none(gateway: GatewayFixture, field: str) -> None:
     """As upstream: the word is named, and the field; nothing is computed or charged."""
     path, body = STRICT[field]
-    path = path.format(model=house.model)
+    path = path.format(model=gateway.model)
 
-    status, said, _ = await house.ask(path, {"model": house.model, **body})
+    status, said, _ = await gateway.ask(path, {"model": gateway.model, **body})
 
     assert status == 400, said
     assert "uniqueItems" in said["error"]["message"]
     assert field.split()[0] in str(said)
-    assert all(output == 0 for *_, output in house.entries())
-    await house.check_quiet()
+    assert all(output == 0 for *_, output in gateway.entries())
+    await gateway.check_quiet()
 
 
 @pytest.mark.parametrize(
@@ -105,18 +105,18 @@ async def test_all_of_a_strict_schema_or_none(house: House, field: str) -> None:
     ids=["chat", "chat false", "chat call", "responses", "messages call", "gemini"],
 )
 async def test_the_rest_of_a_schema_that_is_not_strict_holds(
-    house: House, asked: tuple[str, dict[str, Any]], spoken: str
+    gateway: GatewayFixture, asked: tuple[str, dict[str, Any]], spoken: str
 ) -> None:
     """The answer comes as the model gave it; what it breaks is counted, where it is a format."""
     path, body = asked
-    house.say(spoken)
+    gateway.say(spoken)
 
-    status, said, _ = await house.ask(
-        path.format(model=house.model), {"model": house.model, **body}
+    status, said, _ = await gateway.ask(
+        path.format(model=gateway.model), {"model": gateway.model, **body}
     )
 
     assert status == 200, said
     assert "1, 1" in str(said)
-    metrics = house.gateway.context.telemetry.exposition().decode()
+    metrics = gateway.gateway.context.telemetry.exposition().decode()
     assert ("output_format_violations_total 1.0" in metrics) == (spoken == SAID)
-    await house.check_quiet()
+    await gateway.check_quiet()

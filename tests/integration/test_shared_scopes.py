@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from engine.api import Quota
 from engine.cache import PrefixCache
-from gateway.background.erasure import Target, forget_removed, holdings, of_scope
+from gateway.background.erasure import ErasureTarget, forget_removed, holdings, of_scope
 from gateway.background.storage_metering import held_more
 from gateway.caching.namespaces import namespace_of, parts_of
 from gateway.ledger.metering import wall_ms
@@ -22,33 +22,33 @@ from tenancy.accounts.tenants import change_tenant, create_tenant
 from tenancy.types import CachePolicy, Identity, SharedScope, Tenant
 from tests.strategies import tokens
 from tests.unit.gateway.admin_client import Admin
-from tests.unit.gateway.gateway_fixture import House
+from tests.unit.gateway.gateway_fixture import GatewayFixture
 
 LONG = "Once upon a time there was a cache that forgot nothing, until it was told to. " * 2
 OURS = ScopeTerms(name="ours", owner="eve", members=("ada", "bob/default"))
 
 
 @pytest.fixture
-async def shared(house: House) -> House:
+async def shared(gateway: GatewayFixture) -> GatewayFixture:
     """ada and bob share a scope of eve's; carol is a stranger."""
     for name in ("eve", "carol"):
-        tenant = create_tenant(house.store, wall_ms, name)
-        house.keys[name] = create_key(house.store, wall_ms, tenant.tenant_id)
-    share(house)
-    return house
+        tenant = create_tenant(gateway.store, wall_ms, name)
+        gateway.keys[name] = create_key(gateway.store, wall_ms, tenant.tenant_id)
+    share(gateway)
+    return gateway
 
 
-def share(house: House, terms: ScopeTerms = OURS) -> None:
+def share(gateway: GatewayFixture, terms: ScopeTerms = OURS) -> None:
     """As the operator."""
-    set_scope(house.store, wall_ms, terms)
-    house.gateway.context.registry.look_again()
+    set_scope(gateway.store, wall_ms, terms)
+    gateway.gateway.context.registry.look_again()
 
 
-async def cached(house: House, *who: str) -> list[int]:
+async def cached(gateway: GatewayFixture, *who: str) -> list[int]:
     """Cached tokens that each is told, one after the other, for the same words."""
     found = []
     for name in who:
-        status, body, _ = await house.ask(body=house.chat(LONG), who=name)
+        status, body, _ = await gateway.ask(body=gateway.chat(LONG), who=name)
         assert status == 200, body
         found.append(body["usage"]["prompt_tokens_details"]["cached_tokens"])
     return found
@@ -57,7 +57,7 @@ async def cached(house: House, *who: str) -> list[int]:
 # --- isolation -----------------------------------------------------------------------------------
 
 
-async def test_a_quote_does_not_tell_the_owner_what_members_sent(shared: House) -> None:
+async def test_a_quote_does_not_tell_the_owner_what_members_sent(shared: GatewayFixture) -> None:
     """Other namespaces of one's own are asked why a prefix is missing; a shared one is not one's
     own, whoever pays for it."""
     await cached(shared, "ada")
@@ -69,7 +69,7 @@ async def test_a_quote_does_not_tell_the_owner_what_members_sent(shared: House) 
     assert members["physical"]["cached_tokens"] > 0
 
 
-async def test_members_share_and_nobody_else_does(shared: House) -> None:
+async def test_members_share_and_nobody_else_does(shared: GatewayFixture) -> None:
     """The second member finds what the first wrote; the owner, who is no member, and a stranger
     compute it themselves."""
     ada, bob, eve, carol = await cached(shared, "ada", "bob", "eve", "carol")
@@ -129,7 +129,7 @@ def test_no_workspace_reads_as_a_scope(owner: int, number: int, partition: str) 
     assert name == namespace_of(identity(8, scope), "m", "t", partition)
 
 
-async def test_a_partition_narrows_a_shared_scope_too(shared: House) -> None:
+async def test_a_partition_narrows_a_shared_scope_too(shared: GatewayFixture) -> None:
     """cache_salt is the client's; members with the same one share, others do not."""
     found = []
     for who, salt in (("ada", "a"), ("bob", "b"), ("bob", "a")):
@@ -144,7 +144,7 @@ async def test_a_partition_narrows_a_shared_scope_too(shared: House) -> None:
 # --- money ---------------------------------------------------------------------------------------
 
 
-async def test_each_member_is_billed_for_its_own_tokens(shared: House) -> None:
+async def test_each_member_is_billed_for_its_own_tokens(shared: GatewayFixture) -> None:
     """A read of what another wrote is a read; the ledger names who asked."""
     await cached(shared, "ada", "bob")
     rows = shared.store.query(
@@ -157,7 +157,9 @@ async def test_each_member_is_billed_for_its_own_tokens(shared: House) -> None:
     assert read > 0
 
 
-async def test_a_promise_that_one_member_paid_for_is_read_by_another(shared: House) -> None:
+async def test_a_promise_that_one_member_paid_for_is_read_by_another(
+    shared: GatewayFixture,
+) -> None:
     """Contracts are kept by scope: bob's breakpoint finds what ada wrote there."""
     body = {
         "model": shared.model,
@@ -187,7 +189,7 @@ async def test_a_promise_that_one_member_paid_for_is_read_by_another(shared: Hou
     assert used == [(wrote, 0), (0, wrote), (wrote, 0)]
 
 
-async def test_blocks_and_their_storage_are_the_owners(shared: House) -> None:
+async def test_blocks_and_their_storage_are_the_owners(shared: GatewayFixture) -> None:
     """Within its quota, on its bill: the members hold nothing in their own names."""
     await cached(shared, "ada", "bob")
     await shared.quiet()
@@ -201,7 +203,7 @@ async def test_blocks_and_their_storage_are_the_owners(shared: House) -> None:
     assert {kind for _, kind in found} <= {BEST_EFFORT}
 
 
-async def test_the_owners_ceiling_bounds_what_members_may_have(shared: House) -> None:
+async def test_the_owners_ceiling_bounds_what_members_may_have(shared: GatewayFixture) -> None:
     """A prompt that its quota cannot hold is refused, whatever the member's own says."""
     change_tenant(shared.store, "eve", {"ceiling_blocks": 2})
     shared.gateway.context.registry.look_again()
@@ -212,7 +214,7 @@ async def test_the_owners_ceiling_bounds_what_members_may_have(shared: House) ->
     assert taken == 200
 
 
-async def test_a_ceiling_holds_over_all_that_a_client_makes_up(shared: House) -> None:
+async def test_a_ceiling_holds_over_all_that_a_client_makes_up(shared: GatewayFixture) -> None:
     """One cache_salt after the other: the tenant's blocks are bounded all the same."""
     change_tenant(shared.store, "carol", {"ceiling_blocks": 30})
     shared.gateway.context.registry.look_again()
@@ -228,7 +230,7 @@ async def test_a_ceiling_holds_over_all_that_a_client_makes_up(shared: House) ->
 # --- leaving -------------------------------------------------------------------------------------
 
 
-async def test_who_is_no_member_any_more_goes_on_alone(shared: House) -> None:
+async def test_who_is_no_member_any_more_goes_on_alone(shared: GatewayFixture) -> None:
     """From the next request; the others keep what is there."""
     await cached(shared, "ada")
     share(shared, ScopeTerms(name="ours", owner="eve", members=("ada",)))
@@ -238,7 +240,7 @@ async def test_who_is_no_member_any_more_goes_on_alone(shared: House) -> None:
     assert ada > 0
 
 
-async def test_what_a_removed_scope_held_is_forgotten(shared: House) -> None:
+async def test_what_a_removed_scope_held_is_forgotten(shared: GatewayFixture) -> None:
     """Nobody can read it any more, so nobody shall pay for it; a scope of the same name begins
     empty."""
     await cached(shared, "ada")
@@ -253,7 +255,7 @@ async def test_what_a_removed_scope_held_is_forgotten(shared: House) -> None:
     assert await cached(shared, "ada") == [0]
 
 
-async def test_a_scope_that_is_there_is_not_forgotten(shared: House) -> None:
+async def test_a_scope_that_is_there_is_not_forgotten(shared: GatewayFixture) -> None:
     """The sweep is for what was removed."""
     await cached(shared, "ada")
     await shared.quiet()
@@ -265,7 +267,9 @@ async def test_a_scope_that_is_there_is_not_forgotten(shared: House) -> None:
 # --- asking and erasing --------------------------------------------------------------------------
 
 
-async def test_a_member_sees_the_scopes_name_and_nobody_elses_figures(shared: House) -> None:
+async def test_a_member_sees_the_scopes_name_and_nobody_elses_figures(
+    shared: GatewayFixture,
+) -> None:
     """What it holds tells what others sent; its own usage is its own."""
     await cached(shared, "ada", "ada", "ada")
     _, body, _ = await shared.ask("/v1/cache", method="GET", who="bob")
@@ -277,7 +281,7 @@ async def test_a_member_sees_the_scopes_name_and_nobody_elses_figures(shared: Ho
     assert not {"ada", "eve", "carol"} & set(json.dumps(body).replace('"', " ").split())
 
 
-async def test_a_member_may_not_erase_what_others_share(shared: House) -> None:
+async def test_a_member_may_not_erase_what_others_share(shared: GatewayFixture) -> None:
     """403 with the reason, for all of it and for a lease; whoever is no member erases its own."""
     await cached(shared, "ada")
     refused = [
@@ -292,7 +296,7 @@ async def test_a_member_may_not_erase_what_others_share(shared: House) -> None:
     assert (await cached(shared, "bob"))[0] > 0
 
 
-async def test_the_operator_may_erase_it(shared: House) -> None:
+async def test_the_operator_may_erase_it(shared: GatewayFixture) -> None:
     """By the scope's name, with a receipt in the owner's name; not together with a tenant."""
     admin = Admin(shared)
     await cached(shared, "ada")
@@ -310,19 +314,19 @@ async def test_the_operator_may_erase_it(shared: House) -> None:
     assert await cached(shared, "bob") == [0]
 
 
-async def test_a_members_erasure_by_the_operator_leaves_the_scope(shared: House) -> None:
+async def test_a_members_erasure_by_the_operator_leaves_the_scope(shared: GatewayFixture) -> None:
     """What is the scope's is its owner's: erasing the owner's cache erases it too."""
     await cached(shared, "ada")
     scope = find_scope(shared.store, "ours")
     await shared.quiet()
     (one,) = holdings(shared.engine.namespaces)
 
-    assert not Target(1, 1).covers(one.stats.namespace)
-    assert Target(scope.owner_id, 1).covers(one.stats.namespace)
-    assert not Target(scope.owner_id, 1, "default").covers(one.stats.namespace)
+    assert not ErasureTarget(1, 1).covers(one.stats.namespace)
+    assert ErasureTarget(scope.owner_id, 1).covers(one.stats.namespace)
+    assert not ErasureTarget(scope.owner_id, 1, "default").covers(one.stats.namespace)
 
 
-async def test_deleting_cached_content_takes_no_blocks_from_others(shared: House) -> None:
+async def test_deleting_cached_content_takes_no_blocks_from_others(shared: GatewayFixture) -> None:
     """The same words may be held for another member: they go when the lease ends."""
     content = {"role": "user", "parts": [{"text": LONG * 3}]}
     body = {"model": f"models/{shared.model}", "contents": [content], "ttl": "600s"}
@@ -343,19 +347,19 @@ async def test_deleting_cached_content_takes_no_blocks_from_others(shared: House
 # --- administering -------------------------------------------------------------------------------
 
 
-async def test_scopes_are_made_shown_and_removed_by_administrators(house: House) -> None:
+async def test_scopes_are_made_shown_and_removed_by_administrators(gateway: GatewayFixture) -> None:
     """Each is in force for the next request; a tenant's key opens none of it."""
-    admin = Admin(house)
+    admin = Admin(gateway)
     path = "/admin/v1/shared-scopes"
     body = {"owner": "ada", "members": ["bob", "ada/default"]}
     made, scope = await admin.ask("PUT", f"{path}/ours", body)
-    found = await cached(house, "ada", "bob")
+    found = await cached(gateway, "ada", "bob")
     _, shown = await admin.ask("GET", f"{path}/ours")
     _, listed = await admin.ask("GET", path)
     _, contents = await admin.ask("GET", "/admin/v1/cache")
     removed, _ = await admin.ask("DELETE", f"{path}/ours")
     again, told = await admin.ask("DELETE", f"{path}/ours")
-    foreign, _ = await admin.ask("GET", path, key=house.keys["ada"])
+    foreign, _ = await admin.ask("GET", path, key=gateway.keys["ada"])
 
     assert (made, removed, again, foreign) == (200, 200, 404, 403)
     assert scope["members"] == ["ada/default", "bob"]
@@ -381,10 +385,10 @@ async def test_scopes_are_made_shown_and_removed_by_administrators(house: House)
     ],
 )
 async def test_a_scope_that_cannot_be_is_refused(
-    house: House, body: dict[str, Any], status: int, code: str
+    gateway: GatewayFixture, body: dict[str, Any], status: int, code: str
 ) -> None:
     """With what is wrong, and nothing made."""
-    admin = Admin(house)
+    admin = Admin(gateway)
     given, answer = await admin.ask("PUT", "/admin/v1/shared-scopes/ours", body)
 
     assert (given, answer["error"]["code"]) == (status, code)

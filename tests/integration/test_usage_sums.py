@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.gateway.gateway_fixture import House
+from tests.unit.gateway.gateway_fixture import GatewayFixture
 
 WORDS = ["trunk", "branch", "leaf", "root", "bark", "ring", "sap", "bud", "twig", "crown"]
 SHORT_FIRST = ("5m", "1h")
@@ -179,18 +179,18 @@ DIALECTS: dict[str, tuple[str, Any, Any]] = {
 
 
 @pytest.fixture
-async def house(made: House) -> AsyncIterator[House]:
-    made.context_tokens = 2_048
-    await made.open()
-    yield made
-    await made.close()
+async def gateway(unopened_gateway: GatewayFixture) -> AsyncIterator[GatewayFixture]:
+    unopened_gateway.context_tokens = 2_048
+    await unopened_gateway.open()
+    yield unopened_gateway
+    await unopened_gateway.close()
 
 
-async def asked(house: House, name: str, body: dict[str, Any]) -> Counted:
+async def asked(gateway: GatewayFixture, name: str, body: dict[str, Any]) -> Counted:
     """What its usage says, which is what the header says."""
     path, _, count = DIALECTS[name]
-    sent = body if name == "gemini" else {"model": house.model, **body}
-    status, answer, response = await house.ask(path, sent)
+    sent = body if name == "gemini" else {"model": gateway.model, **body}
+    status, answer, response = await gateway.ask(path, sent)
     assert status == 200, answer
     found: Counted = count(answer.get("usage") or answer["usageMetadata"])
     parts = dict(part.split("=") for part in response.headers["X-Trunkline-Cache"].split("; "))
@@ -202,7 +202,7 @@ async def asked(house: House, name: str, body: dict[str, Any]) -> Counted:
 
 @pytest.mark.parametrize("seed", range(12))
 async def test_the_sums_hold_and_the_same_request_again_reads_what_it_wrote(
-    house: House, seed: int
+    gateway: GatewayFixture, seed: int
 ) -> None:
     """In each dialect's own terms, whatever the others have read and written before."""
     draw = random.Random(seed)
@@ -211,7 +211,7 @@ async def test_the_sums_hold_and_the_same_request_again_reads_what_it_wrote(
         totals = set()
         for name in draw.sample(sorted(DIALECTS), len(DIALECTS)):
             body = DIALECTS[name][1](talk, draw)
-            first, second = await asked(house, name, body), await asked(house, name, body)
+            first, second = await asked(gateway, name, body), await asked(gateway, name, body)
 
             assert first.total == second.total
             totals.add(first.total)
@@ -220,17 +220,17 @@ async def test_the_sums_hold_and_the_same_request_again_reads_what_it_wrote(
             else:
                 assert (second.read, second.written) == (first.read + first.written, 0)
         assert len(totals) == 1, "one conversation is one prompt, whoever tells it"
-    await house.check_quiet()
+    await gateway.check_quiet()
 
 
 @pytest.mark.parametrize("seed", range(4))
-async def test_cached_content_is_read_whole_each_time(house: House, seed: int) -> None:
+async def test_cached_content_is_read_whole_each_time(gateway: GatewayFixture, seed: int) -> None:
     """The third way to keep a prefix: by name, with nothing of it sent again."""
     draw = random.Random(seed)
     kept = gemini(drawn(draw), draw)
     kept |= {"model": "models/tiny", "ttl": "300s"}
     del kept["generationConfig"]
-    status, resource, _ = await house.ask("/v1/cachedContents", kept)
+    status, resource, _ = await gateway.ask("/v1/cachedContents", kept)
     assert status == 200, resource
     tokens = resource["usageMetadata"]["totalTokenCount"]
     body = {
@@ -238,8 +238,8 @@ async def test_cached_content_is_read_whole_each_time(house: House, seed: int) -
         "cachedContent": resource["name"],
         "generationConfig": {"maxOutputTokens": 2},
     }
-    found = [await asked(house, "gemini", body) for _ in range(2)]
+    found = [await asked(gateway, "gemini", body) for _ in range(2)]
 
     assert all(tokens <= one.read < one.total for one in found)
     assert found[0].total == found[1].total
-    await house.check_quiet()
+    await gateway.check_quiet()

@@ -18,7 +18,7 @@ from msgspec import structs
 
 from engine.api import LeaseRequest, Quota
 from engine.cache import BlockTable, Fact, PrefixCache
-from engine.cache.events import Committed, Erased, Evicted, Expired
+from engine.cache.events import BlocksErased, Committed, Evicted, Expired
 from tests.strategies import NAMESPACES, leases, namespaces, quotas, tokens
 
 Prefix = tuple[int, ...]
@@ -100,7 +100,7 @@ class CacheMachine(RuleBasedStateMachine):
         """What comes into a namespace's tree and leaves it, by the facts."""
         if isinstance(fact, Committed):
             self.in_trees[fact.namespace] += fact.new_blocks
-        elif isinstance(fact, Evicted | Expired | Erased):
+        elif isinstance(fact, Evicted | Expired | BlocksErased):
             self.in_trees[fact.namespace] -= fact.blocks
 
     # -- the model ----------------------------------------------------------------------------

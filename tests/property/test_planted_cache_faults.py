@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from engine.cache import PrefixCache
-from engine.cache.block_manager import Holdings
+from engine.cache.block_manager import BlockManager
 from engine.errors import InvariantViolation
 from tests.property.test_cache_machine import CacheMachine
 
@@ -53,10 +53,10 @@ def writer_goes_on_after_an_erasure(original: Any) -> Any:
 
 PLANTS: tuple[tuple[Any, str, Fault], ...] = (
     (PrefixCache, "expire", expired_still_found),
-    (Holdings, "set_promised", promise_not_kept),
-    (Holdings, "shortage", ceiling_ignored),
+    (BlockManager, "set_promised", promise_not_kept),
+    (BlockManager, "shortage", ceiling_ignored),
     (PrefixCache, "erase", erasure_leaves_what_is_deep),
-    (Holdings, "copy", no_copy_for_a_partial_hit),
+    (BlockManager, "copy", no_copy_for_a_partial_hit),
     (PrefixCache, "_may_write", writer_goes_on_after_an_erasure),
 )
 

@@ -17,14 +17,14 @@ import pytest
 import engine.core.planner
 from engine.api import Finished, Tokens
 from engine.cache import BlockTable, PrefixCache
-from engine.cache.block_manager import Holdings
+from engine.cache.block_manager import BlockManager
 from engine.cache.block_pool import BlockPool
 from engine.cache.prefix_tree import PrefixTree
 from engine.core.core import Core
-from engine.core.planner import Planner
+from engine.core.planner import StepPlanner
 from engine.core.tree_order import find_groups
 from engine.scheduler.scheduler import Scheduler
-from engine.scheduler.sequence import Work
+from engine.scheduler.sequence import ActiveRequest
 from tests.checkers import outcome
 from tests.sim.life import Life
 
@@ -69,7 +69,7 @@ def copy_a_slot_short() -> Plant:
     def copy(original: Any, self: Any, src: int, dst: int, tokens: int) -> None:
         original(self, src, dst, max(1, tokens - 1))
 
-    return around(Holdings, "copy", copy)
+    return around(BlockManager, "copy", copy)
 
 
 def namespace_ignored() -> Plant:
@@ -78,12 +78,12 @@ def namespace_ignored() -> Plant:
     def account(original: Any, self: Any, namespace: bytes, quota: Any) -> Any:
         return original(self, b"all", quota)
 
-    return around(Holdings, "account", account)
+    return around(BlockManager, "account", account)
 
 
 def hit_without_pin() -> Plant:
     """A found block may be evicted under its reader."""
-    return around(Holdings, "pin", lambda original, self, node: None)
+    return around(BlockManager, "pin", lambda original, self, node: None)
 
 
 def detach_keeps_the_reference() -> Plant:
@@ -96,7 +96,7 @@ def detach_keeps_the_reference() -> Plant:
             self.pool.ref_count[self.pool.free.pop()] = 1
         return gone
 
-    return around(Holdings, "detach", detach)
+    return around(BlockManager, "detach", detach)
 
 
 def free_twice() -> Plant:
@@ -113,7 +113,7 @@ def free_twice() -> Plant:
 
 def evict_what_is_pinned() -> Plant:
     """A pinned block stays in the order of eviction."""
-    return around(Holdings, "_uncount", lambda original, self, account, node: None)
+    return around(BlockManager, "_uncount", lambda original, self, account, node: None)
 
 
 def release_leaks() -> Plant:
@@ -146,7 +146,7 @@ def slot_off_by_one() -> Plant:
         planned = original(self, *args)
         return msgspec.structs.replace(planned, start=planned.start + 1)
 
-    return around(Planner, "_row", row)
+    return around(StepPlanner, "_row", row)
 
 
 def whole_prompt_hit() -> Plant:
@@ -272,7 +272,7 @@ def recomputed_charged_to_the_client() -> Plant:
             true, computed_tokens=true.computed_tokens + true.recomputed_tokens
         )
 
-    return around(Work, "usage", usage)
+    return around(ActiveRequest, "usage", usage)
 
 
 def group_claims_too_much() -> Plant:
@@ -289,7 +289,7 @@ def group_claims_too_much() -> Plant:
 
 def fork_without_pins() -> Plant:
     """A fork holds blocks that nobody counts for it."""
-    return around(Holdings, "share", lambda original, self, block: None)
+    return around(BlockManager, "share", lambda original, self, block: None)
 
 
 def erased_and_still_there() -> Plant:

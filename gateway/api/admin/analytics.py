@@ -20,7 +20,7 @@ from gateway.http.middleware import Handler, Route
 from tenancy.accounts import tenants
 from tenancy.errors import BadName
 from tenancy.pricing.charges import RateCard
-from tenancy.pricing.rate_cards import CardBook, load_cards
+from tenancy.pricing.rate_cards import RateCards, load_cards
 from tenancy.storage.interface import Store
 from tenancy.types import Tenant
 
@@ -159,7 +159,7 @@ class _Desk:
             except BadName:  # deleted since
                 tenant = None
             tier = "" if tenant is None else tenant.tier
-            return tenant, CardBook(load_cards(store)).in_force(gateway.model, tier, now_ms)
+            return tenant, RateCards(load_cards(store)).in_force(gateway.model, tier, now_ms)
 
         return await gateway.reports.ask(find)
 
@@ -186,7 +186,7 @@ class _Desk:
             owner = owner_of(whose)
             sums[owner, owner_of(who)] += blocks
             lost[owner] += blocks
-        book = CardBook(await gateway.reports.ask(load_cards))
+        book = RateCards(await gateway.reports.ask(load_cards))
         rows = []
         for owner, taker in heapq.nlargest(TAKEN_MAX, sums, key=lambda pair: sums[pair]):
             blocks, name = sums[owner, taker], self._name(owner)

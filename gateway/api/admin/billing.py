@@ -15,7 +15,7 @@ from gateway.context import Context
 from gateway.http import json_api
 from gateway.http.middleware import Route
 from gateway.http.request_context import STATE
-from tenancy.accounts.tenants import Registered, find_registered, list_registered
+from tenancy.accounts.tenants import TenantRecord, find_registered, list_registered
 from tenancy.pricing.budgets import Budget, Window, budget_states, set_budget
 from tenancy.pricing.charges import RateCard
 from tenancy.pricing.rate_cards import add_card, load_cards
@@ -68,7 +68,7 @@ def routes(gateway: Context) -> tuple[Route, ...]:
     )
 
 
-async def _tenant(gateway: Context, name: str) -> Registered:
+async def _tenant(gateway: Context, name: str) -> TenantRecord:
     return await asyncio.to_thread(find_registered, gateway.store, name)
 
 

@@ -13,7 +13,7 @@ from gateway.http import json_api
 from gateway.http.middleware import Route
 from gateway.http.request_context import STATE
 from tenancy.accounts.shared_scopes import (
-    Scope,
+    ScopeRecord,
     ScopeTerms,
     find_scope,
     list_scopes,
@@ -32,7 +32,7 @@ class ScopeBody(Struct, frozen=True, forbid_unknown_fields=True):
 def routes(gateway: Context) -> tuple[Route, ...]:
     """Shared scopes."""
 
-    def note(request: web.Request, what: str, scope: Scope) -> None:
+    def note(request: web.Request, what: str, scope: ScopeRecord) -> None:
         """Said in the log, and true for the next request."""
         gateway.registry.look_again()
         by = request[STATE].admin_key_id
@@ -59,7 +59,7 @@ def routes(gateway: Context) -> tuple[Route, ...]:
         note(request, "scope_removed", scope)
         return json_api.answer({"name": scope.name, "removed": True})
 
-    async def find(request: web.Request) -> Scope:
+    async def find(request: web.Request) -> ScopeRecord:
         return await asyncio.to_thread(find_scope, gateway.store, request.match_info["name"])
 
     one = "/admin/v1/shared-scopes/{name}"
@@ -71,7 +71,7 @@ def routes(gateway: Context) -> tuple[Route, ...]:
     )
 
 
-def scope_body(scope: Scope) -> dict[str, Any]:
+def scope_body(scope: ScopeRecord) -> dict[str, Any]:
     """A shared scope as it is answered."""
     return {
         "name": scope.name,

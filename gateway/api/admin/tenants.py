@@ -28,7 +28,7 @@ from gateway.http.request_context import STATE
 from tenancy.accounts import keys, tenants
 from tenancy.accounts.deletion import delete_tenant
 from tenancy.accounts.keys import Key
-from tenancy.accounts.tenants import Registered, floor_blocks_of
+from tenancy.accounts.tenants import TenantRecord, floor_blocks_of
 from tenancy.types import Limits, TenantSettings
 
 PAGE_MAX = 1_000
@@ -58,7 +58,7 @@ class NewAdminKey(Struct, frozen=True, forbid_unknown_fields=True):
     expires_in_s: int | None = None
 
 
-class KeyChange(Struct, frozen=True, forbid_unknown_fields=True):
+class KeyUpdate(Struct, frozen=True, forbid_unknown_fields=True):
     """What is named changes."""
 
     label: str | UnsetType = UNSET
@@ -170,7 +170,7 @@ class _Desk:
         floor, info = settings.floor_blocks, self._gateway.engine.info
         return partial(check_floor, name=name, floor_blocks=floor, info=info) if floor else None
 
-    def _body(self, one: Registered) -> dict[str, Any]:
+    def _body(self, one: TenantRecord) -> dict[str, Any]:
         """A tenant as it is answered, with what this engine keeps of its floor."""
         info, asked = self._gateway.engine.info, self._gateway.registry.floor_blocks()
         floor = floor_blocks_of(one)
@@ -219,7 +219,7 @@ class _Desk:
         return json_api.answer(key_body(await self._key(request)))
 
     async def change_key(self, request: web.Request) -> web.StreamResponse:
-        body = await self._read(request, KeyChange)
+        body = await self._read(request, KeyUpdate)
         named = {name: value for name, value in structs.asdict(body).items() if value is not UNSET}
         which = str((await self._key(request)).key_id)
         key = await asyncio.to_thread(keys.change_key, self._store, which, **named)
@@ -252,7 +252,7 @@ class _Desk:
     async def _read(self, request: web.Request, kind: type[json_api.T]) -> json_api.T:
         return await json_api.read(request, self._gateway.config.server, kind)
 
-    async def _tenant(self, name: str) -> Registered:
+    async def _tenant(self, name: str) -> TenantRecord:
         return await asyncio.to_thread(tenants.find_registered, self._store, name)
 
     async def _key(self, request: web.Request) -> Key:
@@ -285,7 +285,7 @@ class _Desk:
         self._gateway.log(what, {name: id_ for name, id_ in facts.items() if id_ is not None})
 
 
-def tenant_body(one: Registered) -> dict[str, Any]:
+def tenant_body(one: TenantRecord) -> dict[str, Any]:
     """A tenant as it is answered."""
     tenant = one.tenant
     return {

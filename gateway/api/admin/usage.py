@@ -21,7 +21,7 @@ from gateway.http.request_context import STATE
 from tenancy.accounts.erasure_receipts import RECEIPTS_MAX, digest_of, list_receipts
 from tenancy.accounts.keys import check_name
 from tenancy.accounts.shared_scopes import find_scope
-from tenancy.accounts.tenants import Registered, find_registered
+from tenancy.accounts.tenants import TenantRecord, find_registered
 
 NAMESPACES_MAX = 1_000
 """The largest are told."""
@@ -85,13 +85,13 @@ def routes(gateway: Context) -> tuple[Route, ...]:
 
 async def _target(
     gateway: Context, body: EraseBody, by: int
-) -> tuple[dict[str, str], erasure.Target]:
+) -> tuple[dict[str, str], erasure.ErasureTarget]:
     """What is meant, and whose it is in words. Raises Refusal, BadName."""
     if body.workspace is not None:
         check_name(body.workspace, "workspace")
     if body.tenant is not None and body.shared_scope is None:
         tenant_id = (await _tenant(gateway, body.tenant)).tenant.tenant_id
-        target = erasure.Target(tenant_id, by, body.workspace, body.lease_id)
+        target = erasure.ErasureTarget(tenant_id, by, body.workspace, body.lease_id)
         return {"tenant": body.tenant}, target
     if body.shared_scope is None:
         message = "tenant: whose? Or name a shared_scope."
@@ -104,7 +104,7 @@ async def _target(
     return whose, erasure.of_scope(scope, by, body.lease_id)
 
 
-async def _tenant(gateway: Context, name: str) -> Registered:
+async def _tenant(gateway: Context, name: str) -> TenantRecord:
     return await asyncio.to_thread(find_registered, gateway.store, name)
 
 

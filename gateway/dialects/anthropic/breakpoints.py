@@ -13,7 +13,7 @@ from gateway.errors import Kind, Refusal
 MARKS_MAX = 4
 
 
-class Marks:
+class Breakpoints:
     """The places of one request in order, and their breakpoints."""
 
     def __init__(self) -> None:

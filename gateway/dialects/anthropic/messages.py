@@ -18,7 +18,6 @@ from gateway.dialects.anthropic import wire
 from gateway.dialects.anthropic.prompt import bad, prompt_of
 from gateway.dialects.canonical import (
     NOTHING_ELSE,
-    Asked,
     Begin,
     CacheAsk,
     Call,
@@ -27,10 +26,11 @@ from gateway.dialects.canonical import (
     Delta,
     Diagnosis,
     End,
-    Generation,
+    GenerationParameters,
     OutputFormat,
     Prompt,
     Reply,
+    RequestMetadata,
     Text,
 )
 from gateway.errors import Kind, Refusal
@@ -49,7 +49,7 @@ class AnthropicDialect:
     def __init__(self, *, counts: bool = False) -> None:
         self._counts = counts
 
-    def parse(self, body: bytes, asked: Asked = NOTHING_ELSE) -> Call:
+    def parse(self, body: bytes, asked: RequestMetadata = NOTHING_ELSE) -> Call:
         """Bytes to a call. Unknown betas are nothing to it. Raises Refusal."""
         version = asked.version or wire.VERSIONS[-1]
         if version not in wire.VERSIONS:
@@ -137,11 +137,11 @@ def _check_prewarm(fields: wire.Body) -> None:
         raise bad("tool_choice", PREWARM_REFUSED)
 
 
-def _generation(fields: wire.Body) -> Generation:
+def _generation(fields: wire.Body) -> GenerationParameters:
     temperature = 1.0 if fields.temperature is None else fields.temperature
     if fields.top_p == 0:
         temperature = 0.0  # an empty nucleus keeps the best token alone
-    return Generation(
+    return GenerationParameters(
         max_tokens=fields.max_tokens,
         sampling=Sampling(
             temperature=temperature,

@@ -13,7 +13,7 @@ import msgspec
 
 from gateway.dialects import validation
 from gateway.dialects.anthropic import wire
-from gateway.dialects.anthropic.breakpoints import Marks
+from gateway.dialects.anthropic.breakpoints import Breakpoints
 from gateway.dialects.canonical import Prompt, Segment, Tool, ToolCall, ToolChoice
 from gateway.errors import Kind, Refusal
 
@@ -77,7 +77,7 @@ class _Reader:
     def __init__(self, body: wire.Body, version: str) -> None:
         self._body = body
         self._version = version
-        self._marks = Marks()
+        self._marks = Breakpoints()
         self._tools: list[Tool] = []
         self._segments: list[Segment] = []
         self._message = -1
@@ -121,7 +121,7 @@ class _Reader:
         if isinstance(kind, str) and kind != "custom":
             what = f"{kind[:64]!r} is not a tool of the client's; only custom tools are supported."
             raise bad(f"{path}.type", what, "unsupported_parameter")
-        found = validation.convert(field, wire.ToolField, path)
+        found = validation.convert(field, wire.MessagesToolField, path)
         if found.input_schema.get("type") != "object":
             raise bad(f"{path}.input_schema.type", "it has to be 'object'.")
         if any(tool.name == found.name for tool in self._tools):
@@ -226,7 +226,7 @@ class _Reader:
             )
             raise bad(path, what)
 
-    def _content(self, message: wire.Message, path: str) -> None:
+    def _content(self, message: wire.MessageField, path: str) -> None:
         content = message.content
         if isinstance(content, str):
             if content:

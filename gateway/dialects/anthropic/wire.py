@@ -102,12 +102,12 @@ class RedactedThinkingBlock(Struct, frozen=True, forbid_unknown_fields=True, gc=
 Block = TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock | RedactedThinkingBlock
 
 
-class Message(Struct, frozen=True, forbid_unknown_fields=True, gc=False):
+class MessageField(Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     role: Literal["user", "assistant", "system"]
     content: Text | list[dict[str, Any]]
 
 
-class ToolField(Struct, frozen=True, forbid_unknown_fields=True):
+class MessagesToolField(Struct, frozen=True, forbid_unknown_fields=True):
     name: Name
     input_schema: dict[str, Any]
     description: Text | None = None
@@ -126,7 +126,7 @@ class ToolChoiceField(Struct, frozen=True, forbid_unknown_fields=True):
     disable_parallel_tool_use: bool | None = None
 
 
-class Thinking(Struct, frozen=True, forbid_unknown_fields=True):
+class ThinkingField(Struct, frozen=True, forbid_unknown_fields=True):
     type: Literal["enabled", "adaptive", "disabled", "between_tools"]
     budget_tokens: Annotated[int, Meta(ge=1024, le=2**31)] | None = None
     display: Literal["summarized", "omitted"] | None = None
@@ -165,7 +165,7 @@ class Body(Struct, frozen=True, kw_only=True):
     fields of Anthropic's; self-hosted engines have them."""
 
     model: Annotated[str, Meta(min_length=1, max_length=512)]
-    messages: Annotated[list[Message], Meta(min_length=1, max_length=MESSAGES_MAX)]
+    messages: Annotated[list[MessageField], Meta(min_length=1, max_length=MESSAGES_MAX)]
     max_tokens: Annotated[int, Meta(ge=0, le=2**31)] | None = None
     system: Text | list[dict[str, Any]] | None = None
     tools: Annotated[list[dict[str, Any]], Meta(max_length=10_000)] | None = None
@@ -174,7 +174,7 @@ class Body(Struct, frozen=True, kw_only=True):
     stream: bool | None = None
     cache_control: CacheControl | None = None
     diagnostics: Diagnostics | None = None
-    thinking: Thinking | None = None
+    thinking: ThinkingField | None = None
     output_config: OutputConfig | None = None
     output_format: Format | None = None
     metadata: Metadata | None = None

@@ -25,7 +25,7 @@ PAGE_DEFAULT, PAGE_MAX = 100, 1_000
 _TTL = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,9})?)s")
 
 
-class Creation(Struct, frozen=True):
+class CachedContentCreate(Struct, frozen=True):
     """What is asked for; times in milliseconds since the epoch."""
 
     model: str
@@ -34,7 +34,7 @@ class Creation(Struct, frozen=True):
     expires_ms: int
 
 
-class Change(Struct, frozen=True):
+class CachedContentUpdate(Struct, frozen=True):
     """A new expiry, the only thing that can change; model and name as far as they were sent."""
 
     expires_ms: int
@@ -51,7 +51,7 @@ class Change(Struct, frozen=True):
                 raise _fixed(param)
 
 
-class Shown(Struct, frozen=True):
+class CachedContentView(Struct, frozen=True):
     """What is told of a resource."""
 
     resource_id: str
@@ -63,7 +63,7 @@ class Shown(Struct, frozen=True):
     expires_ms: int
 
 
-def parse_creation(body: bytes, now_ms: int) -> Creation:
+def parse_creation(body: bytes, now_ms: int) -> CachedContentCreate:
     """Raises Refusal."""
     fields = wire.decode(body, wire.CACHED, wire.CachedBody)
     if not fields.model:
@@ -76,7 +76,7 @@ def parse_creation(body: bytes, now_ms: int) -> Creation:
     expires_ms = _expiry(fields, now_ms)
     if expires_ms is None:
         expires_ms = now_ms + int(LIFE_DEFAULT_S * 1000)
-    return Creation(
+    return CachedContentCreate(
         fields.model.removeprefix("models/"),
         fields.display_name,
         msgspec.structs.replace(prompt, continues=False, add_generation_prompt=False),
@@ -84,7 +84,7 @@ def parse_creation(body: bytes, now_ms: int) -> Creation:
     )
 
 
-def parse_change(body: bytes, mask: str, now_ms: int) -> Change:
+def parse_change(body: bytes, mask: str, now_ms: int) -> CachedContentUpdate:
     """What is to change. Raises Refusal for what cannot."""
     fields = wire.decode(body, wire.CACHED, wire.CachedBody)
     for name in filter(None, mask.split(",")):
@@ -98,7 +98,9 @@ def parse_change(body: bytes, mask: str, now_ms: int) -> Change:
     if expires_ms is None:
         message = "ttl: give ttl or expireTime."
         raise Refusal(Kind.BAD, "missing_required_parameter", message, param="ttl")
-    return Change(expires_ms, fields.model.removeprefix("models/"), fields.display_name)
+    return CachedContentUpdate(
+        expires_ms, fields.model.removeprefix("models/"), fields.display_name
+    )
 
 
 def _fixed(param: str) -> Refusal:
@@ -145,12 +147,12 @@ def _within(expires_ms: int, now_ms: int, param: str) -> int:
     return expires_ms
 
 
-def resource(shown: Shown) -> bytes:
+def resource(shown: CachedContentView) -> bytes:
     """One resource as JSON."""
     return msgspec.json.encode(_object(shown))
 
 
-def page(found: Sequence[Shown], next_token: str) -> bytes:
+def page(found: Sequence[CachedContentView], next_token: str) -> bytes:
     """A list as JSON; `{}` for none."""
     body: dict[str, Any] = {}
     if found:
@@ -160,7 +162,7 @@ def page(found: Sequence[Shown], next_token: str) -> bytes:
     return msgspec.json.encode(body)
 
 
-def _object(shown: Shown) -> dict[str, Any]:
+def _object(shown: CachedContentView) -> dict[str, Any]:
     found: dict[str, Any] = {
         "name": f"cachedContents/{shown.resource_id}",
         "model": f"models/{shown.model}",

@@ -17,7 +17,6 @@ from engine.api import Sampling
 from gateway.dialects import sse
 from gateway.dialects.canonical import (
     NOTHING_ELSE,
-    Asked,
     Begin,
     CacheAsk,
     Call,
@@ -25,9 +24,10 @@ from gateway.dialects.canonical import (
     ChoiceEnd,
     Delta,
     End,
-    Generation,
+    GenerationParameters,
     OutputFormat,
     Reply,
+    RequestMetadata,
     Text,
     TokenText,
     UsageRecord,
@@ -47,7 +47,7 @@ class GeminiDialect:
         self._is_array = is_array
         self.stream_content_type = "application/json" if is_array else sse.CONTENT_TYPE
 
-    def parse(self, body: bytes, asked: Asked = NOTHING_ELSE) -> Call:
+    def parse(self, body: bytes, asked: RequestMetadata = NOTHING_ELSE) -> Call:
         """Bytes to a call. Raises Refusal."""
         if asked.action == "countTokens":
             return _count(body, asked)
@@ -82,7 +82,7 @@ class GeminiDialect:
         return msgspec.json.encode(found)
 
 
-def _count(body: bytes, asked: Asked) -> Call:
+def _count(body: bytes, asked: RequestMetadata) -> Call:
     fields = wire.decode(body, wire.COUNT, wire.CountBody)
     inner = fields.generate_content_request
     if inner is not None and (fields.contents or fields.system_instruction or fields.tools):
@@ -114,7 +114,7 @@ def _call(fields: wire.GenerateBody, model: str, *, is_stream: bool) -> Call:
     return Call(
         model=model.removeprefix("models/"),
         prompts=(msgspec.structs.replace(prompt, output_format=_format(settings)),),
-        generation=Generation(
+        generation=GenerationParameters(
             max_tokens=settings.max_output_tokens,
             choices=choices,
             samples=choices,

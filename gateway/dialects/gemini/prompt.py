@@ -142,10 +142,10 @@ def _only_text(part: wire.Part, path: str) -> str:
     return part.text
 
 
-def _tools(fields: Sequence[wire.ToolField], *, is_strict: bool) -> tuple[Tool, ...]:
+def _tools(fields: Sequence[wire.GeminiToolField], *, is_strict: bool) -> tuple[Tool, ...]:
     found: dict[str, Tool] = {}
     for number, field in enumerate(fields):
-        for name in wire.ToolField.__struct_fields__[1:]:
+        for name in wire.GeminiToolField.__struct_fields__[1:]:
             if getattr(field, name) is not None:
                 path = f"tools[{number}].{wire.camel(name)}"
                 message = f"{path}: only function declarations are supported here."

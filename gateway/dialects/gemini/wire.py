@@ -215,7 +215,7 @@ class FunctionDeclaration(Struct, frozen=True):
     behavior: Any = None
 
 
-class ToolField(Struct, frozen=True):
+class GeminiToolField(Struct, frozen=True):
     function_declarations: Annotated[list[FunctionDeclaration], Meta(max_length=512)] = []
     google_search: Any = None
     google_search_retrieval: Any = None
@@ -236,7 +236,7 @@ class ToolConfig(Struct, frozen=True):
     retrieval_config: Any = None
 
 
-class Thinking(Struct, frozen=True):
+class ThinkingConfig(Struct, frozen=True):
     thinking_budget: int | None = None
     include_thoughts: bool = False
     thinking_level: str | None = None
@@ -261,7 +261,7 @@ class GenerationConfig(Struct, frozen=True):
     response_schema: dict[str, Any] | None = None
     response_json_schema: Any = None
     response_modalities: list[Literal["TEXT"]] | None = None
-    thinking_config: Thinking = Thinking()
+    thinking_config: ThinkingConfig = ThinkingConfig()
     media_resolution: None = None
     speech_config: None = None
     enable_enhanced_civic_answers: Literal[False] | None = None
@@ -274,7 +274,7 @@ class PromptFields(Struct, frozen=True, kw_only=True):
 
     contents: Annotated[list[Content], Meta(max_length=CONTENTS_MAX)] = []
     system_instruction: Content | str | None = None
-    tools: Annotated[list[ToolField], Meta(max_length=128)] = []
+    tools: Annotated[list[GeminiToolField], Meta(max_length=128)] = []
     tool_config: ToolConfig | None = None
 
 

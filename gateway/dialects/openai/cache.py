@@ -30,29 +30,29 @@ class Breakpoint(Struct, frozen=True, forbid_unknown_fields=True):
     ttl: Ttl | None = None
 
 
-class CacheControl(Struct, frozen=True, forbid_unknown_fields=True):
+class CompatCacheControl(Struct, frozen=True, forbid_unknown_fields=True):
     """The same in the spelling of OpenRouter, LiteLLM and others."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
 
 
-class Options(Struct, frozen=True, forbid_unknown_fields=True):
+class ChatCacheOptions(Struct, frozen=True, forbid_unknown_fields=True):
     """`prompt_cache_options` of chat completions."""
 
     mode: Literal["implicit", "explicit"] | None = None
     ttl: Ttl | None = None
 
 
-class Settings(Struct, frozen=True):
+class CacheSettings(Struct, frozen=True):
     """What a request says about caching as a whole. `is_native`: some part has OpenAI's own mark.
 
     `retention` is the deprecated field's class: a limit where `options` makes promises.
     """
 
-    options: Options | None = None
+    options: ChatCacheOptions | None = None
     retention: Literal["in_memory", "in-memory", "24h"] | None = None
-    control: CacheControl | None = None
+    control: CompatCacheControl | None = None
     is_native: bool = False
 
     @property
@@ -77,7 +77,7 @@ class Settings(Struct, frozen=True):
 
 
 def mark_of(
-    native: Breakpoint | None, control: CacheControl | None, settings: Settings
+    native: Breakpoint | None, control: CompatCacheControl | None, settings: CacheSettings
 ) -> str | None:
     """The class that a part's marks ask for. Where both spellings are there, OpenAI's counts."""
     if native is not None:
@@ -85,14 +85,14 @@ def mark_of(
     return None if control is None else control.ttl or "5m"
 
 
-def marked(segment: Segment, control: CacheControl) -> Segment:
+def marked(segment: Segment, control: CompatCacheControl) -> Segment:
     """The segment with a mark of the whole message, unless it has one of its own."""
     if segment.retention is not None:
         return segment
     return replace(segment, retention=control.ttl or "5m")
 
 
-def check(settings: Settings) -> None:
+def check(settings: CacheSettings) -> None:
     """A promise and a limit at once mean nothing. Raises Refusal."""
     if settings.retention is not None and settings.options is not None and settings.options.ttl:
         message = (
@@ -103,7 +103,7 @@ def check(settings: Settings) -> None:
 
 
 def apply(
-    tools: Sequence[Tool], segments: Sequence[Segment], settings: Settings
+    tools: Sequence[Tool], segments: Sequence[Segment], settings: CacheSettings
 ) -> tuple[tuple[Segment, ...], CacheAsk]:
     """The segments with their marks, and what is asked of the cache. O(tools + segments).
 

@@ -14,7 +14,6 @@ from msgspec import Meta, Struct
 from gateway.dialects import sse
 from gateway.dialects.canonical import (
     NOTHING_ELSE,
-    Asked,
     Begin,
     CacheAsk,
     Call,
@@ -24,6 +23,7 @@ from gateway.dialects.canonical import (
     End,
     Prompt,
     Reply,
+    RequestMetadata,
     Text,
     TokenText,
 )
@@ -64,34 +64,34 @@ _PLACE_BYTES = msgspec.json.encode(_PLACE)
 """Where a text stands in a chunk that is written once for all of them."""
 
 
-class SchemaFormat(Struct, frozen=True, tag="json_schema", tag_field="type"):
+class ChatSchemaFormat(Struct, frozen=True, tag="json_schema", tag_field="type"):
     json_schema: tools.JsonSchema
 
 
-class JsonFormat(Struct, frozen=True, tag="json_object", tag_field="type"):
+class ChatJsonFormat(Struct, frozen=True, tag="json_object", tag_field="type"):
     pass
 
 
-class TextFormat(Struct, frozen=True, tag="text", tag_field="type"):
+class ChatTextFormat(Struct, frozen=True, tag="text", tag_field="type"):
     pass
 
 
 class ChatBody(wire.GenerationFields, frozen=True, kw_only=True):
-    messages: Annotated[list[chat.Message], Meta(min_length=1, max_length=chat.MESSAGES_MAX)]
-    tools: Annotated[list[chat.ToolField], Meta(max_length=tools.TOOLS_MAX)] | None = None
+    messages: Annotated[list[chat.ChatMessage], Meta(min_length=1, max_length=chat.MESSAGES_MAX)]
+    tools: Annotated[list[chat.ChatToolField], Meta(max_length=tools.TOOLS_MAX)] | None = None
     tool_choice: chat.Choice | None = None
     parallel_tool_calls: bool | None = None
     max_completion_tokens: Annotated[int, Meta(ge=1, le=2**31)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-    response_format: TextFormat | JsonFormat | SchemaFormat | None = None
+    response_format: ChatTextFormat | ChatJsonFormat | ChatSchemaFormat | None = None
     modalities: list[Literal["text"]] | None = None
     service_tier: Literal["auto", "default"] | None = None
     store: Literal[False] | None = None
     add_generation_prompt: bool | None = None
-    prompt_cache_options: cache.Options | None = None
+    prompt_cache_options: cache.ChatCacheOptions | None = None
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
-    cache_control: cache.CacheControl | None = None
+    cache_control: cache.CompatCacheControl | None = None
 
 
 class ChatDialect:
@@ -104,7 +104,7 @@ class ChatDialect:
     headers = staticmethod(wire.headers)
     count_body = staticmethod(wire.count_body)
 
-    def parse(self, body: bytes, asked: Asked = NOTHING_ELSE) -> Call:
+    def parse(self, body: bytes, asked: RequestMetadata = NOTHING_ELSE) -> Call:
         """Bytes to a call. Raises Refusal."""
         fields = wire.decode(body, ChatBody, REFUSED, NEUTRAL, IGNORED)
         wire.check_stream_options(fields)
@@ -147,7 +147,7 @@ class ChatDialect:
 
 
 def _prompt(fields: ChatBody) -> tuple[Prompt, CacheAsk]:
-    settings = cache.Settings(
+    settings = cache.CacheSettings(
         fields.prompt_cache_options,
         fields.prompt_cache_retention,
         fields.cache_control,
@@ -163,8 +163,8 @@ def _prompt(fields: ChatBody) -> tuple[Prompt, CacheAsk]:
         tools=tuple(declared),
         tool_choice=chat.choice_of(fields.tool_choice, declared, fields.parallel_tool_calls),
         output_format=tools.output_format(
-            "json_object" if isinstance(form, JsonFormat) else "text",
-            form.json_schema if isinstance(form, SchemaFormat) else None,
+            "json_object" if isinstance(form, ChatJsonFormat) else "text",
+            form.json_schema if isinstance(form, ChatSchemaFormat) else None,
             "response_format.json_schema.schema",
         ),
         add_generation_prompt=add is None or add,
@@ -305,7 +305,7 @@ def _call(piece: CallText) -> dict[str, Any]:
     }
 
 
-def _message(choice: wire.Gathered) -> dict[str, Any]:
+def _message(choice: wire.JoinedChoice) -> dict[str, Any]:
     """A whole one. Its content is null where it only calls."""
     message: dict[str, Any] = {
         "role": "assistant",

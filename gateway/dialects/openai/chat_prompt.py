@@ -21,7 +21,7 @@ MESSAGES_MAX = 10_000
 class TextPart(Struct, frozen=True, tag="text", tag_field="type", forbid_unknown_fields=True):
     text: wire.Text
     prompt_cache_breakpoint: cache.Breakpoint | None = None
-    cache_control: cache.CacheControl | None = None
+    cache_control: cache.CompatCacheControl | None = None
 
 
 class RefusalPart(Struct, frozen=True, tag="refusal", tag_field="type", forbid_unknown_fields=True):
@@ -62,7 +62,7 @@ class MadeCall(Struct, frozen=True, forbid_unknown_fields=True):
     index: int | None = None
 
 
-class Message(Struct, frozen=True, forbid_unknown_fields=True):
+class ChatMessage(Struct, frozen=True, forbid_unknown_fields=True):
     """One message. `refusal`, `audio` and `function_call` may be there as null, as answers have
     them. `parsed` is what the SDK made of the content, and sends back with it; reasoning, of
     whichever server, is no part of the prompt. `cache_control` marks the whole of it."""
@@ -79,7 +79,7 @@ class Message(Struct, frozen=True, forbid_unknown_fields=True):
     parsed: Any = None
     reasoning: Any = None
     reasoning_content: Any = None
-    cache_control: cache.CacheControl | None = None
+    cache_control: cache.CompatCacheControl | None = None
 
 
 class Function(Struct, frozen=True, forbid_unknown_fields=True):
@@ -87,15 +87,15 @@ class Function(Struct, frozen=True, forbid_unknown_fields=True):
     description: tools.Described | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-    cache_control: cache.CacheControl | None = None
+    cache_control: cache.CompatCacheControl | None = None
 
 
-class ToolField(Struct, frozen=True, forbid_unknown_fields=True):
+class ChatToolField(Struct, frozen=True, forbid_unknown_fields=True):
     """A function and, in the spelling of others, a breakpoint behind it."""
 
     type: str
     function: Function | None = None
-    cache_control: cache.CacheControl | None = None
+    cache_control: cache.CompatCacheControl | None = None
     custom: Any = UNSET
 
 
@@ -130,7 +130,7 @@ def bad(path: str, what: str, code: str = "invalid_value") -> Refusal:
 # --- tools -------------------------------------------------------------------------------------
 
 
-def tools_of(fields: Sequence[ToolField]) -> tuple[Tool, ...]:
+def tools_of(fields: Sequence[ChatToolField]) -> tuple[Tool, ...]:
     """The functions, in their order. Raises Refusal."""
     if not fields:
         return ()
@@ -184,7 +184,7 @@ def choice_of(choice: Choice | None, declared: Sequence[Tool], parallel: bool | 
 # --- messages ------------------------------------------------------------------------------------
 
 
-def is_native(messages: Sequence[Message]) -> bool:
+def is_native(messages: Sequence[ChatMessage]) -> bool:
     """Has a part OpenAI's own mark?"""
     for message in messages:
         if isinstance(message.content, list):
@@ -194,7 +194,7 @@ def is_native(messages: Sequence[Message]) -> bool:
     return False
 
 
-def segments_of(messages: Sequence[Message], settings: cache.Settings) -> list[Segment]:
+def segments_of(messages: Sequence[ChatMessage], settings: cache.CacheSettings) -> list[Segment]:
     """All messages in order. Raises Refusal where one is no message of its role."""
     reader = _Reader(settings)
     for index, message in enumerate(messages):
@@ -203,7 +203,7 @@ def segments_of(messages: Sequence[Message], settings: cache.Settings) -> list[S
     return reader.segments
 
 
-def _is_plain(message: Message) -> bool:
+def _is_plain(message: ChatMessage) -> bool:
     """Most messages of a long history are: they are read without looking any closer."""
     return (
         type(message.content) is str
@@ -216,12 +216,12 @@ def _is_plain(message: Message) -> bool:
 class _Reader:
     """Messages on their way to segments."""
 
-    def __init__(self, settings: cache.Settings) -> None:
+    def __init__(self, settings: cache.CacheSettings) -> None:
         self._settings = settings
         self.segments: list[Segment] = []
         self.calls = tools.OpenCalls()
 
-    def read(self, message: Message, index: int) -> None:
+    def read(self, message: ChatMessage, index: int) -> None:
         at = f"messages[{index}]"
         name, answers = message.name, None
         if _is_plain(message) and not self.calls.are_open:
@@ -249,7 +249,9 @@ class _Reader:
         if message.cache_control is not None:
             self._mark_last(message.cache_control)
 
-    def _content(self, message: Message, index: int, name: str | None, answers: str | None) -> None:
+    def _content(
+        self, message: ChatMessage, index: int, name: str | None, answers: str | None
+    ) -> None:
         path = f"messages[{index}].content"
         content = message.content
         if content is None:
@@ -277,7 +279,7 @@ class _Reader:
 
     def _add(
         self,
-        message: Message,
+        message: ChatMessage,
         index: int,
         text: str,
         path: str,
@@ -291,6 +293,6 @@ class _Reader:
             Segment(message.role, text, path, name, index, retention, call, answers)
         )
 
-    def _mark_last(self, control: cache.CacheControl) -> None:
+    def _mark_last(self, control: cache.CompatCacheControl) -> None:
         last = self.segments[-1]
         self.segments[-1] = cache.marked(last, control)

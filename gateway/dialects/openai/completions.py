@@ -15,7 +15,6 @@ from msgspec import Meta
 from gateway.dialects import sse
 from gateway.dialects.canonical import (
     NOTHING_ELSE,
-    Asked,
     Begin,
     Call,
     CallText,
@@ -24,6 +23,7 @@ from gateway.dialects.canonical import (
     End,
     Prompt,
     Reply,
+    RequestMetadata,
     Text,
     TokenText,
 )
@@ -69,7 +69,7 @@ class CompletionDialect:
     headers = staticmethod(wire.headers)
     count_body = staticmethod(wire.count_body)
 
-    def parse(self, body: bytes, asked: Asked = NOTHING_ELSE) -> Call:
+    def parse(self, body: bytes, asked: RequestMetadata = NOTHING_ELSE) -> Call:
         """Bytes to a call. Raises Refusal."""
         fields = wire.decode(body, CompletionBody, REFUSED, wire.NEUTRAL, IGNORED, UsualBody)
         wire.check_stream_options(fields)

@@ -15,12 +15,12 @@ from msgspec import Meta, Struct
 from gateway.dialects import sse
 from gateway.dialects.canonical import (
     NOTHING_ELSE,
-    Asked,
     CacheAsk,
     Call,
-    Generation,
+    GenerationParameters,
     Prompt,
     Reply,
+    RequestMetadata,
 )
 from gateway.dialects.openai import cache, tools, wire
 from gateway.dialects.openai import responses_prompt as items
@@ -61,29 +61,31 @@ Metadata = Annotated[
 ]
 
 
-class Options(cache.Options, frozen=True, forbid_unknown_fields=True):
+class ResponsesCacheOptions(cache.ChatCacheOptions, frozen=True, forbid_unknown_fields=True):
     """`prompt_cache_options` of responses."""
 
     prewarm: bool | None = None
     comparison_response_id: wire.Short | None = None
 
 
-class TextFormat(Struct, frozen=True, tag="text", tag_field="type", forbid_unknown_fields=True):
+class ResponsesTextFormat(
+    Struct, frozen=True, tag="text", tag_field="type", forbid_unknown_fields=True
+):
     pass
 
 
-class JsonFormat(
+class ResponsesJsonFormat(
     Struct, frozen=True, tag="json_object", tag_field="type", forbid_unknown_fields=True
 ):
     pass
 
 
-class SchemaFormat(tools.JsonSchema, frozen=True, tag="json_schema", tag_field="type"):
+class ResponsesSchemaFormat(tools.JsonSchema, frozen=True, tag="json_schema", tag_field="type"):
     pass
 
 
 class TextField(Struct, frozen=True, forbid_unknown_fields=True):
-    format: TextFormat | JsonFormat | SchemaFormat | None = None
+    format: ResponsesTextFormat | ResponsesJsonFormat | ResponsesSchemaFormat | None = None
     verbosity: None = None
 
 
@@ -95,7 +97,7 @@ class Reasoning(Struct, frozen=True, forbid_unknown_fields=True):
     generate_summary: None = None
 
 
-class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
+class ResponsesStreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
     include_obfuscation: bool = False
 
 
@@ -116,11 +118,11 @@ class ResponsesBody(wire.SamplingFields, frozen=True, kw_only=True):
     truncation: Literal["disabled"] | None = None
     metadata: Metadata | None = None
     service_tier: Literal["auto", "default"] | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: ResponsesStreamOptions | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-    prompt_cache_options: Options | None = None
+    prompt_cache_options: ResponsesCacheOptions | None = None
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
-    cache_control: cache.CacheControl | None = None
+    cache_control: cache.CompatCacheControl | None = None
 
 
 class ResponsesDialect:
@@ -135,12 +137,12 @@ class ResponsesDialect:
     def __init__(self, *, counts: bool = False) -> None:
         self._counts = counts
 
-    def parse(self, body: bytes, asked: Asked = NOTHING_ELSE) -> Call:
+    def parse(self, body: bytes, asked: RequestMetadata = NOTHING_ELSE) -> Call:
         """Bytes to a call. Raises Refusal."""
         fields = wire.decode(body, ResponsesBody, REFUSED, NEUTRAL, IGNORED)
         _check(fields)
         prompt, ask = _prompt(fields)
-        options = fields.prompt_cache_options or Options()
+        options = fields.prompt_cache_options or ResponsesCacheOptions()
         operation: Literal["generate", "prewarm", "count"] = "generate"
         if self._counts:
             operation = "count"
@@ -200,7 +202,7 @@ def _check(fields: ResponsesBody) -> None:
 
 def _prompt(fields: ResponsesBody) -> tuple[Prompt, CacheAsk]:
     options = fields.prompt_cache_options
-    settings = cache.Settings(
+    settings = cache.CacheSettings(
         options,
         fields.prompt_cache_retention,
         fields.cache_control,
@@ -215,17 +217,17 @@ def _prompt(fields: ResponsesBody) -> tuple[Prompt, CacheAsk]:
         tools=tuple(declared),
         tool_choice=items.choice_of(fields.tool_choice, declared, fields.parallel_tool_calls),
         output_format=tools.output_format(
-            "json_object" if isinstance(form, JsonFormat) else "text",
-            form if isinstance(form, SchemaFormat) else None,
+            "json_object" if isinstance(form, ResponsesJsonFormat) else "text",
+            form if isinstance(form, ResponsesSchemaFormat) else None,
             "text.format.schema",
         ),
     )
     return prompt, ask
 
 
-def _generation(fields: ResponsesBody, *, is_prewarm: bool) -> Generation:
+def _generation(fields: ResponsesBody, *, is_prewarm: bool) -> GenerationParameters:
     asks_logprobs = LOGPROBS in (fields.include or ())
-    return Generation(
+    return GenerationParameters(
         max_tokens=0 if is_prewarm else fields.max_output_tokens,
         sampling=wire.sampling(fields, (fields.top_logprobs or 0) if asks_logprobs else None),
         stop_token_ids=tuple(fields.stop_token_ids or ()),
@@ -237,7 +239,7 @@ def _generation(fields: ResponsesBody, *, is_prewarm: bool) -> Generation:
 def _digests(fields: ResponsesBody) -> tuple[tuple[str, str], ...]:
     """What clients count as part of a prompt, and what is not written in it here."""
     form = fields.text.format if fields.text is not None else None
-    if form is None or isinstance(form, TextFormat):
+    if form is None or isinstance(form, ResponsesTextFormat):
         return ()
     digest = hashlib.blake2b(msgspec.json.encode(form), digest_size=16).hexdigest()
     return (("text.format", digest),)

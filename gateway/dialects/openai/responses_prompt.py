@@ -27,7 +27,7 @@ class InputText(Struct, frozen=True, forbid_unknown_fields=True):
     type: str
     text: wire.Text
     prompt_cache_breakpoint: cache.Breakpoint | None = None
-    cache_control: cache.CacheControl | None = None
+    cache_control: cache.CompatCacheControl | None = None
 
 
 class OutputText(InputText, frozen=True, forbid_unknown_fields=True):
@@ -79,7 +79,7 @@ class FunctionField(Struct, frozen=True, forbid_unknown_fields=True):
     description: tools.Described | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-    cache_control: cache.CacheControl | None = None
+    cache_control: cache.CompatCacheControl | None = None
 
 
 class ChosenFunction(Struct, frozen=True, omit_defaults=True):
@@ -156,7 +156,7 @@ def is_native(items: str | Sequence[dict[str, Any]]) -> bool:
 
 
 def segments_of(
-    instructions: str | None, items: str | Sequence[dict[str, Any]], settings: cache.Settings
+    instructions: str | None, items: str | Sequence[dict[str, Any]], settings: cache.CacheSettings
 ) -> list[Segment]:
     """Instructions, then all items in order. Raises Refusal."""
     reader = _Reader(settings)
@@ -180,7 +180,7 @@ def segments_of(
 class _Reader:
     """Items on their way to segments."""
 
-    def __init__(self, settings: cache.Settings) -> None:
+    def __init__(self, settings: cache.CacheSettings) -> None:
         self._settings = settings
         self.segments: list[Segment] = []
         self.calls = tools.OpenCalls()

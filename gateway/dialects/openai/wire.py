@@ -18,7 +18,7 @@ from gateway.dialects.canonical import (
     ChoiceEnd,
     Delta,
     End,
-    Generation,
+    GenerationParameters,
     TokenText,
     ToolCall,
     UsageRecord,
@@ -211,10 +211,10 @@ def sampling(fields: SamplingFields, logprobs: int | None) -> Sampling:
 
 def generation(
     fields: GenerationFields, *, max_tokens: int | None, logprobs: int | None, samples: int
-) -> Generation:
+) -> GenerationParameters:
     """The canonical settings of either endpoint."""
     stop = fields.stop
-    return Generation(
+    return GenerationParameters(
         max_tokens=max_tokens,
         choices=fields.n or 1,
         samples=samples,
@@ -248,7 +248,7 @@ def check_stream_options(fields: GenerationFields) -> None:
 # --- answers -----------------------------------------------------------------------------------
 
 
-class Gathered:
+class JoinedChoice:
     """One choice of an answer, its pieces joined."""
 
     def __init__(self) -> None:
@@ -281,9 +281,9 @@ class Gathered:
         )
 
 
-def gather(deltas: Sequence[Delta]) -> tuple[dict[int, Gathered], dict[str, Any]]:
+def gather(deltas: Sequence[Delta]) -> tuple[dict[int, JoinedChoice], dict[str, Any]]:
     """The fold of a stream: (its ended choices in order, the usage object)."""
-    found: dict[int, Gathered] = {}
+    found: dict[int, JoinedChoice] = {}
     counted: dict[str, Any] = {}
     for delta in deltas:
         if isinstance(delta, End):
@@ -291,7 +291,7 @@ def gather(deltas: Sequence[Delta]) -> tuple[dict[int, Gathered], dict[str, Any]
         elif not isinstance(delta, Begin):
             choice = found.get(delta.index)
             if choice is None:
-                choice = found[delta.index] = Gathered()
+                choice = found[delta.index] = JoinedChoice()
             choice.add(delta)
     return {index: choice for index, choice in sorted(found.items()) if choice.reason}, counted
 

@@ -7,16 +7,16 @@ from typing import Any
 
 from gateway.ledger.metering import wall_ms
 from tenancy.accounts.keys import create_admin_key
-from tests.unit.gateway.gateway_fixture import House
+from tests.unit.gateway.gateway_fixture import GatewayFixture
 
 
 class Admin:
-    """Speaks to the admin listener of an open house."""
+    """Speaks to the admin listener of an open gateway."""
 
-    def __init__(self, house: House) -> None:
-        self.house = house
-        self.key = create_admin_key(house.store, wall_ms)
-        house.gateway.context.registry.look_again()
+    def __init__(self, gateway: GatewayFixture) -> None:
+        self.gateway = gateway
+        self.key = create_admin_key(gateway.store, wall_ms)
+        gateway.gateway.context.registry.look_again()
 
     async def ask(
         self, method: str, path: str, body: object = None, *, key: str | None = ""
@@ -26,9 +26,9 @@ class Admin:
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         if body is not None:
             sent["Content-Type"] = "application/json"
-        async with self.house.session.request(
+        async with self.gateway.session.request(
             method,
-            self.house.admin_url + path,
+            self.gateway.admin_url + path,
             data=data if body is not None else None,
             headers=sent,
         ) as response:

@@ -1,7 +1,7 @@
 """An engine that says what a test tells it to: real streams, scripted events, recorded commands.
 
 For tests of what stands above the engine's door. Tests of whole requests use the real core over a
-fake runner instead (`house.py`).
+fake runner instead (`gateway.py`).
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from engine.core.constraints import Constraints
 from engine.core.core import Core
 from engine.grammar.compiler import GrammarCompiler
 from engine.grammar.grammar import MaskFiller
-from engine.grammar.sandbox import TrialSettings
+from engine.grammar.sandbox import SandboxSettings
 from engine.model_store import ModelCard
 from engine.plan import StepPlan
 from engine.server.embedded import LocalEngine
@@ -76,7 +76,7 @@ class GatedRunner(FakeRunner):
         super().launch(plan)
 
 
-class House:
+class GatewayFixture:
     """One gateway, two tenants with a key each, and everything it logged."""
 
     def __init__(self, card: ModelCard, folder: Path, store: Store | None = None) -> None:
@@ -147,7 +147,7 @@ class House:
 
     def _make_constraints(self) -> Constraints:
         card = self.card
-        settings = TrialSettings(str(card.tokenizer_path), card.config.vocab, card.stop_token_ids)
+        settings = SandboxSettings(str(card.tokenizer_path), card.config.vocab, card.stop_token_ids)
         return Constraints(GrammarCompiler(settings, time.monotonic), MaskFiller(1))
 
     def _make_core(self) -> tuple[Core, EngineInfo]:
@@ -352,16 +352,16 @@ def card(tmp_path_factory: pytest.TempPathFactory) -> ModelCard:
 
 
 @pytest.fixture
-def made(card: ModelCard, tmp_path: Path) -> Iterator[House]:
+def unopened_gateway(card: ModelCard, tmp_path: Path) -> Iterator[GatewayFixture]:
     """A gateway that has not been opened yet: a file says here what is another way in its own."""
-    house = House(card, tmp_path)
-    yield house
-    house.discard()
+    fixture = GatewayFixture(card, tmp_path)
+    yield fixture
+    fixture.discard()
 
 
 @pytest.fixture
-async def house(made: House) -> AsyncIterator[House]:
+async def gateway(unopened_gateway: GatewayFixture) -> AsyncIterator[GatewayFixture]:
     """A gateway that listens, with settings as they come."""
-    await made.open()
-    yield made
-    await made.close()
+    await unopened_gateway.open()
+    yield unopened_gateway
+    await unopened_gateway.close()

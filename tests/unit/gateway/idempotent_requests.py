@@ -7,7 +7,7 @@ from typing import Any
 
 from aiohttp import ClientResponse
 
-from tests.unit.gateway.gateway_fixture import House
+from tests.unit.gateway.gateway_fixture import GatewayFixture
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 CONTENTS = {"contents": [{"role": "user", "parts": [{"text": "hello"}]}]}
@@ -21,39 +21,44 @@ DIALECTS: dict[str, tuple[str, dict[str, Any]]] = {
 GEMINI = "/v1beta/models/{}:{}"
 
 
-def asked(house: House, dialect: str, is_stream: bool) -> tuple[str, dict[str, Any]]:
+def asked(gateway: GatewayFixture, dialect: str, is_stream: bool) -> tuple[str, dict[str, Any]]:
     """(path, body) of a small request."""
     if dialect == "gemini":
         action = "streamGenerateContent?alt=sse" if is_stream else "generateContent"
-        return GEMINI.format(house.model, action), CONTENTS
+        return GEMINI.format(gateway.model, action), CONTENTS
     path, body = DIALECTS[dialect]
-    return path, {"model": house.model, "stream": is_stream, **body}
+    return path, {"model": gateway.model, "stream": is_stream, **body}
 
 
 async def send(
-    house: House, name: str | None, body: object, path: str = CHAT, who: str = "ada", **headers: str
+    gateway: GatewayFixture,
+    name: str | None,
+    body: object,
+    path: str = CHAT,
+    who: str = "ada",
+    **headers: str,
 ) -> tuple[int, bytes, ClientResponse]:
     """One request under a name: (status, bytes, response)."""
-    sent = {**house.headers(who), "Content-Type": "application/json", **headers}
+    sent = {**gateway.headers(who), "Content-Type": "application/json", **headers}
     if name is not None:
         sent["Idempotency-Key"] = name
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    async with house.session.post(house.url + path, data=data, headers=sent) as response:
+    async with gateway.session.post(gateway.url + path, data=data, headers=sent) as response:
         return response.status, await response.read(), response
 
 
-def kept(house: House) -> list[tuple[str, bool, bool]]:
+def kept(gateway: GatewayFixture) -> list[tuple[str, bool, bool]]:
     """(name, has it ended, has it a body) of all that is kept."""
     return [
         (row[0], bool(row[1]), bool(row[2]))
-        for row in house.store.query(
+        for row in gateway.store.query(
             "select name, until_ms is not null, body is not null from named_requests order by name"
         )
     ]
 
 
-def endings(house: House) -> list[str]:
-    return [entry[0] for entry in house.entries()]
+def endings(gateway: GatewayFixture) -> list[str]:
+    return [entry[0] for entry in gateway.entries()]
 
 
 def code_of(answer: bytes) -> str:

@@ -6,7 +6,7 @@ from math import ceil
 
 import pytest
 
-from tenancy.accounts.authentication import Registry
+from tenancy.accounts.authentication import KeyAuthenticator
 from tenancy.accounts.keys import create_key, rotate_key
 from tenancy.accounts.tenants import create_tenant
 from tenancy.limits import Demand, LimitState
@@ -248,7 +248,7 @@ def test_a_key_that_is_rotated_gets_no_new_minute(desk: Desk, store: Store, wall
     limits = Limits(requests_per_minute=4, requests_at_once=3)
     old, other = (create_key(store, wall, ada, limits=limits) for _ in range(2))
     new, _, _ = rotate_key(store, wall, "1", 9)
-    registry = Registry(store, wall, desk.clock)
+    registry = KeyAuthenticator(store, wall, desk.clock)
 
     def given(key: str, count: int) -> int:
         who = registry.authenticate(key)

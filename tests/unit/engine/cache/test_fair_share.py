@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from engine.api import Quota
 from engine.cache import PrefixCache
-from engine.cache.accounts import Account, Share
-from engine.cache.fair_share import Shares
+from engine.cache.accounts import NamespaceAccount, PayerAccount
+from engine.cache.fair_share import FairShare
 from engine.errors import InvariantViolation
 
 SIZE = 4
@@ -25,12 +25,14 @@ quotas = st.builds(
 moves = st.tuples(st.integers(0, 4), st.sampled_from(["hold", "rest", "promise", "go"]), quotas)
 
 
-def account_of(shares: Shares, number: int, quota: Quota, serials: Iterator[int]) -> Account:
+def account_of(
+    shares: FairShare, number: int, quota: Quota, serials: Iterator[int]
+) -> NamespaceAccount:
     """Its account, made if there is none."""
     name = bytes([number])
     share = shares.under(name, quota)
     if name not in share.accounts:
-        share.take(Account(name, share, SIZE, serials, set()))
+        share.take(NamespaceAccount(name, share, SIZE, serials, set()))
     return share.accounts[name]
 
 
@@ -39,7 +41,7 @@ def test_the_sums_are_those_of_all_shares_whatever_has_moved(
     history: list[tuple[int, str, Quota]],
 ) -> None:
     """Who gives and how much there is must not depend on when somebody asked last."""
-    shares, serials = Shares(60, 60), count()
+    shares, serials = FairShare(60, 60), count()
     for number, what, quota in history:
         account = account_of(shares, number, quota, serials)
         if what == "hold":
@@ -67,7 +69,7 @@ def test_the_sums_are_those_of_all_shares_whatever_has_moved(
 
 def test_what_moves_unseen_is_found_by_the_check() -> None:
     """A sum that nobody told of a move would hand out blocks that are not there."""
-    shares = Shares(60, 60)
+    shares = FairShare(60, 60)
     account = account_of(shares, 1, Quota(), count())
     account.add_held(4)
     account.add_cached(4, 4)
@@ -80,8 +82,8 @@ def test_what_moves_unseen_is_found_by_the_check() -> None:
 
 def test_of_equals_the_one_that_came_first_gives() -> None:
     """Whoever asks, and however the sums were kept, the same one gives."""
-    shares, serials = Shares(60, 60), count()
-    made: list[Share] = []
+    shares, serials = FairShare(60, 60), count()
+    made: list[PayerAccount] = []
     for number in (3, 1, 2):
         account = account_of(shares, number, Quota(), serials)
         account.add_held(4)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from engine.api import LeaseRequest, Quota, Retention
 from engine.cache import PrefixCache
-from engine.cache.lease_expiry import HANDED_UP_MAX, LeaseEnds
+from engine.cache.lease_expiry import HANDED_UP_MAX, LeaseExpiry
 from engine.cache.prefix_tree import Node, PrefixTree
 
 SIZE = 4
@@ -142,7 +142,7 @@ STEPS = st.lists(
 @given(STEPS)
 def test_it_erases_what_a_list_of_leases_on_each_block_would(steps: list[Step]) -> None:
     """The plain way, block by block, is the specification."""
-    tree, ends = PrefixTree(1), LeaseEnds()
+    tree, ends = PrefixTree(1), LeaseExpiry()
     covering: dict[Node, set[str]] = {}
     for what, number, run_of in steps:
         lease_id, path = str(number), tree.walk(run_of, len(run_of))

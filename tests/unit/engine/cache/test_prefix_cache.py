@@ -9,7 +9,7 @@ import pytest
 
 from engine.api import Quota
 from engine.cache import BlockTable, Fact, PrefixCache
-from engine.cache.events import Committed, Copied, Erased, Evicted, Matched
+from engine.cache.events import BlocksErased, Committed, Copied, Evicted, Matched
 from engine.cache.prefix_tree import Node, PrefixTree
 from engine.errors import InvariantViolation
 
@@ -299,7 +299,7 @@ def test_facts_tell_what_happened_without_the_words() -> None:
     assert Committed(US, 1, 4, 1) in told
     assert Copied(US, 2) in told
     assert Evicted(US, THEM, 1, 0.0) in told
-    assert Erased(THEM, 2) in told
+    assert BlocksErased(THEM, 2) in told
 
 
 def test_facts_tell_what_is_new_and_how_long_it_lived() -> None:

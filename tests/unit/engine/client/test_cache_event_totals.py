@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from engine.api import CacheNews, Gain, Loss
-from engine.client.cache_event_totals import LossTotals
+from engine.client.cache_event_totals import CacheEventTotals
 
 
 def test_totals_grow_by_cause_and_name_the_taker() -> None:
     """Who evicted whom is a number, and only between different namespaces."""
-    totals = LossTotals()
+    totals = CacheEventTotals()
     totals.add(CacheNews((Loss(b"a", "evicted_pressure", b"b", 2),)))
     totals.add(
         CacheNews(
@@ -23,7 +23,7 @@ def test_totals_grow_by_cause_and_name_the_taker() -> None:
 
 def test_what_came_and_went_is_told_with_how_long_it_lived() -> None:
     """Churn: blocks in, blocks out, and the seconds those evicted had been there."""
-    totals = LossTotals()
+    totals = CacheEventTotals()
     totals.add(CacheNews((Loss(b"a", "evicted_pressure", b"b", 2, 9.0),), (Gain(b"a", 5),)))
     totals.add(CacheNews((Loss(b"a", "expired", b"", 1),), (Gain(b"a", 1), Gain(b"b", 2))))
 
@@ -37,7 +37,7 @@ def test_what_came_and_went_is_told_with_how_long_it_lived() -> None:
 
 def test_the_namespace_that_lost_nothing_for_longest_is_forgotten() -> None:
     """A million namespaces must not grow a gateway for ever."""
-    totals = LossTotals(most=2)
+    totals = CacheEventTotals(most=2)
     for name in (b"a", b"b", b"a", b"c"):
         totals.add(CacheNews((Loss(name, "expired", b"", 1),)))
 

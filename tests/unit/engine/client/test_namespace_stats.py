@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.api import NamespaceStats
-from engine.client.namespace_stats import Change, NamespaceBook
+from engine.client.namespace_stats import Change, NamespaceTable
 
 facts = st.builds(
     NamespaceStats,
@@ -31,7 +31,7 @@ def played(picture: dict[bytes, NamespaceStats], changes: list[Change]) -> None:
 @given(st.lists(st.tuples(facts, st.booleans()), max_size=20))
 def test_a_reader_of_changes_sees_what_is_there(history: list[tuple[NamespaceStats, bool]]) -> None:
     """Whenever it looks: what came and went between two looks it need not know of."""
-    book, picture = NamespaceBook(), dict[bytes, NamespaceStats]()
+    book, picture = NamespaceTable(), dict[bytes, NamespaceStats]()
     for fact, is_read in history:
         book.add([fact])
         if is_read:
@@ -44,7 +44,7 @@ def test_a_reader_of_changes_sees_what_is_there(history: list[tuple[NamespaceSta
 
 def test_a_namespace_that_holds_and_asks_nothing_is_not_there() -> None:
     """A million that came once must not grow a gateway for ever."""
-    book = NamespaceBook()
+    book = NamespaceTable()
     book.add([NamespaceStats(b"a", 1, 0, 0, 0), NamespaceStats(b"b", 0, 0, 0, 1)])
     assert len(book) == 2
 

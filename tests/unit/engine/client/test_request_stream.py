@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from engine.api import Cancel, Command, Finished, SampledToken, Started, Tokens, Usage
-from engine.client.client import Bell, RequestStream
+from engine.client.client import RequestStream, Wakeup
 
 
 class Way:
@@ -83,7 +83,7 @@ async def test_whoever_cancels_hears_the_end_however_long_a_step_takes(
 
 async def test_one_bell_wakes_a_reader_of_several_streams() -> None:
     """An answer to several prompts is read by one coroutine, whichever of them has something."""
-    bell = Bell()
+    bell = Wakeup()
     streams = [RequestStream(name, Way()) for name in "ab"]
     for stream in streams:
         stream.bell = bell
@@ -97,7 +97,7 @@ async def test_one_bell_wakes_a_reader_of_several_streams() -> None:
 
 async def test_a_bell_tells_silence_from_news() -> None:
     """Silence is when keep-alives are due."""
-    bell = Bell(idle_s=0.001)
+    bell = Wakeup(idle_s=0.001)
     silence = await bell.wait()
     waiting = asyncio.ensure_future(bell.wait())
     await asyncio.sleep(0)
@@ -121,7 +121,7 @@ async def test_a_bell_has_one_timer_however_often_it_is_waited_for(
         return call_later(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(loop, "call_later", counted)
-    bell = Bell(idle_s=60.0)
+    bell = Wakeup(idle_s=60.0)
     for _ in range(20):
         waiting = asyncio.ensure_future(bell.wait())
         await asyncio.sleep(0)
@@ -134,7 +134,7 @@ async def test_a_bell_has_one_timer_however_often_it_is_waited_for(
 
 async def test_a_cancelled_wait_leaves_the_bell_usable() -> None:
     """Leaving early and then waiting for the cancelled request's end is the usual way out."""
-    bell = Bell()
+    bell = Wakeup()
     waiting = asyncio.ensure_future(bell.wait())
     await asyncio.sleep(0)
     waiting.cancel()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from engine.api import CacheGrant, Request
-from engine.core.timeouts import STALLS_MAX, Patience
-from engine.scheduler.sequence import Work
+from engine.core.timeouts import STALLS_MAX, Timeouts
+from engine.scheduler.sequence import ActiveRequest
 
 
-def work(arrival: int = 0, priority: int = 0, deadline_s: float | None = None) -> Work:
+def work(arrival: int = 0, priority: int = 0, deadline_s: float | None = None) -> ActiveRequest:
     """A request that came at time 0."""
     request = Request(
         request_id=f"r{arrival}",
@@ -17,7 +17,7 @@ def work(arrival: int = 0, priority: int = 0, deadline_s: float | None = None) -
         priority=priority,
         deadline_s=deadline_s,
     )
-    return Work(request, arrival, 0.0)
+    return ActiveRequest(request, arrival, 0.0)
 
 
 def test_a_deadline_is_for_the_beginning() -> None:
@@ -25,7 +25,7 @@ def test_a_deadline_is_for_the_beginning() -> None:
     late, started, patient = work(0, deadline_s=5.0), work(1, deadline_s=5.0), work(2)
     started.started_at_s = 4.0
     works = [late, started, patient]
-    patience = Patience()
+    patience = Timeouts()
 
     assert list(patience.overdue(works, 4.9)) == []
     (only,) = patience.overdue(works, 5.0)
@@ -35,7 +35,7 @@ def test_a_deadline_is_for_the_beginning() -> None:
 def test_when_a_drain_is_over_everything_ends_once() -> None:
     """What is late besides is told so: it would have ended anyway."""
     late, running = work(0, deadline_s=5.0), work(1)
-    patience = Patience()
+    patience = Timeouts()
     patience.drain(7.0)
 
     before = list(patience.overdue([running], 6.9))
@@ -49,7 +49,7 @@ def test_when_a_drain_is_over_everything_ends_once() -> None:
 def test_the_first_in_line_fails_when_nothing_could_run_for_some_steps() -> None:
     """By priority, then by arrival; whoever's grammar is being compiled waits for that alone."""
     first, urgent = work(0), work(1, priority=1)
-    patience = Patience()
+    patience = Timeouts()
 
     ends = [patience.stalled([first, urgent]) for _ in range(STALLS_MAX)]
 
@@ -61,7 +61,7 @@ def test_the_first_in_line_fails_when_nothing_could_run_for_some_steps() -> None
 
 def test_steps_that_moved_are_no_stall() -> None:
     """Nor are those without work."""
-    one, patience = work(), Patience()
+    one, patience = work(), Timeouts()
 
     for _ in range(2):
         assert patience.stalled([one]) is None

@@ -22,7 +22,7 @@ from engine.grammar.compiler import (
     Outcome,
 )
 from engine.grammar.grammar import Compiled
-from engine.grammar.sandbox import TrialSettings
+from engine.grammar.sandbox import SandboxSettings
 from tests.grammars import VOCAB, compiled, schema_file
 
 GOOD = Grammar("json_schema", '{"type": "integer"}')
@@ -32,7 +32,7 @@ PATIENCE_S = 60.0
 
 @pytest.fixture
 def compiler(tmp_path: Path) -> Iterator[GrammarCompiler]:
-    settings = TrialSettings(str(schema_file(tmp_path)), VOCAB, (VOCAB - 1,), cpu_s_max=1)
+    settings = SandboxSettings(str(schema_file(tmp_path)), VOCAB, (VOCAB - 1,), cpu_s_max=1)
     compiler = GrammarCompiler(settings, time.monotonic)
     yield compiler
     compiler.close()

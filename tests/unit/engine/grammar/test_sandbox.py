@@ -10,7 +10,7 @@ import pytest
 
 from engine.api import Grammar
 from engine.errors import RequestRefused
-from engine.grammar.sandbox import Trial, TrialSettings
+from engine.grammar.sandbox import GrammarSandbox, SandboxSettings
 from tests.grammars import VOCAB, schema_file
 
 GOOD = Grammar("json_schema", '{"type": "object", "properties": {"a": {"type": "integer"}}}')
@@ -21,8 +21,8 @@ SLOW = Grammar("json_schema", '{"type": "integer", "multipleOf": 999983}')
 LARGE = Grammar("regex", r"\p{L}" * 20_000)
 
 
-def settings_of(folder: Path, *, cpu_s_max: int = 2, memory_mib_max: int = 96) -> TrialSettings:
-    return TrialSettings(
+def settings_of(folder: Path, *, cpu_s_max: int = 2, memory_mib_max: int = 96) -> SandboxSettings:
+    return SandboxSettings(
         str(schema_file(folder)),
         VOCAB,
         (VOCAB - 1,),
@@ -32,24 +32,26 @@ def settings_of(folder: Path, *, cpu_s_max: int = 2, memory_mib_max: int = 96) -
 
 
 @pytest.fixture(scope="module")
-def trial(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trial]:
-    trial = Trial(settings_of(tmp_path_factory.mktemp("trial"), cpu_s_max=1), time.monotonic)
+def trial(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GrammarSandbox]:
+    trial = GrammarSandbox(
+        settings_of(tmp_path_factory.mktemp("trial"), cpu_s_max=1), time.monotonic
+    )
     yield trial
     trial.close()
 
 
-def refused(trial: Trial, grammar: Grammar) -> RequestRefused:
+def refused(trial: GrammarSandbox, grammar: Grammar) -> RequestRefused:
     with pytest.raises(RequestRefused) as caught:
         trial.check(grammar)
     return caught.value
 
 
-def test_a_good_grammar_passes_with_what_it_weighs(trial: Trial) -> None:
+def test_a_good_grammar_passes_with_what_it_weighs(trial: GrammarSandbox) -> None:
     """The cache needs to know what it holds."""
     assert 0 < trial.check(GOOD) < 64 * 2**20
 
 
-def test_a_mistake_comes_back_as_it_was_said(trial: Trial) -> None:
+def test_a_mistake_comes_back_as_it_was_said(trial: GrammarSandbox) -> None:
     """The process adds nothing and takes nothing away."""
     error = refused(trial, Grammar("regex", "(a"))
 
@@ -59,7 +61,7 @@ def test_a_mistake_comes_back_as_it_was_said(trial: Trial) -> None:
 
 @pytest.mark.parametrize("bomb", [SLOW, LARGE], ids=["slow", "large"])
 def test_a_bomb_ends_its_process_and_the_next_grammar_has_another(
-    trial: Trial, bomb: Grammar
+    trial: GrammarSandbox, bomb: Grammar
 ) -> None:
     """Time and memory are bounded by the kernel, whatever the library counts."""
     error = refused(trial, bomb)
@@ -70,7 +72,7 @@ def test_a_bomb_ends_its_process_and_the_next_grammar_has_another(
 
 def test_the_bounds_on_time_and_memory_are_each_its_own(tmp_path: Path) -> None:
     """The slow bomb falls to either: with little memory it has no time to be slow."""
-    trial = Trial(settings_of(tmp_path, memory_mib_max=16, cpu_s_max=60), time.monotonic)
+    trial = GrammarSandbox(settings_of(tmp_path, memory_mib_max=16, cpu_s_max=60), time.monotonic)
 
     error = refused(trial, SLOW)
     trial.close()
@@ -81,8 +83,8 @@ def test_the_bounds_on_time_and_memory_are_each_its_own(tmp_path: Path) -> None:
 def test_a_tokenizer_that_cannot_be_used_is_not_the_callers_mistake(tmp_path: Path) -> None:
     """Nobody's grammar would be taken, whatever it says."""
     (tmp_path / "tokenizer.json").write_text("{}")
-    trial = Trial(
-        TrialSettings(str(tmp_path / "tokenizer.json"), VOCAB, (VOCAB - 1,)), clock=time.monotonic
+    trial = GrammarSandbox(
+        SandboxSettings(str(tmp_path / "tokenizer.json"), VOCAB, (VOCAB - 1,)), clock=time.monotonic
     )
 
     error = refused(trial, GOOD)
@@ -92,7 +94,7 @@ def test_a_tokenizer_that_cannot_be_used_is_not_the_callers_mistake(tmp_path: Pa
 
 def test_closing_twice_is_closing(tmp_path: Path) -> None:
     """An engine may end before its first grammar, and after its last."""
-    trial = Trial(settings_of(tmp_path), time.monotonic)
+    trial = GrammarSandbox(settings_of(tmp_path), time.monotonic)
 
     trial.close()
     assert trial.check(GOOD) > 0

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from engine.runner.cuda_graphs import DeviceGraphs, Key
+from engine.runner.cuda_graphs import CudaGraphs, Key
 
 KEY: Key = (8, (2,), False)
 
@@ -63,7 +63,7 @@ class Capture:
 
 def test_nothing_is_collected_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Garbage may hold another graph, and to destroy one then is not permitted."""
-    torch_cuda, graphs = Capture(monkeypatch), DeviceGraphs()
+    torch_cuda, graphs = Capture(monkeypatch), CudaGraphs()
 
     graphs.capture(KEY, lambda: torch.ones(1))
 
@@ -73,7 +73,7 @@ def test_nothing_is_collected_while_a_graph_is_captured(monkeypatch: pytest.Monk
 
 def test_a_capture_that_breaks_leaves_the_collector_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """The step fails; the process lives on, with everybody's garbage."""
-    torch_cuda, graphs = Capture(monkeypatch), DeviceGraphs()
+    torch_cuda, graphs = Capture(monkeypatch), CudaGraphs()
 
     def compute() -> torch.Tensor:
         if torch_cuda.is_capturing:
@@ -92,7 +92,7 @@ def test_a_collector_that_was_off_stays_off(monkeypatch: pytest.MonkeyPatch) -> 
     Capture(monkeypatch)
     gc.disable()
     try:
-        DeviceGraphs().capture(KEY, lambda: torch.ones(1))
+        CudaGraphs().capture(KEY, lambda: torch.ones(1))
 
         assert not gc.isenabled()
     finally:
@@ -101,7 +101,7 @@ def test_a_collector_that_was_off_stays_off(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_graph_is_replayed_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was computed while capturing is where replays put their result; memory is shared."""
-    torch_cuda, graphs = Capture(monkeypatch), DeviceGraphs()
+    torch_cuda, graphs = Capture(monkeypatch), CudaGraphs()
     results = [torch.ones(1), torch.ones(2), torch.ones(3), torch.ones(4)]
     runs = iter(results)
 

@@ -31,10 +31,10 @@ from engine.core.constraints import Constraints
 from engine.core.core import Core
 from engine.kv.storage import KvStorage, kv_format
 from engine.model_store import ModelConfig
-from engine.models.gpu_layers import DeviceOps
+from engine.models.gpu_layers import GpuOps
 from engine.models.llama import LlamaModel
-from engine.runner.gpu_runner import DeviceRunner
-from engine.runner.warmup import SAMPLINGS, Limits
+from engine.runner.gpu_runner import GpuRunner
+from engine.runner.warmup import SAMPLINGS, WarmupLimits
 from engine.weights import random_weights
 from tests.fakes import FakeClock
 from tests.grammars import PatientGrammars, characters
@@ -77,12 +77,12 @@ class Engine:
         torch.set_num_threads(1)
         self.config = config_of(*heads, head_dim)
         self.weights = random_weights(self.config, dtype, 0, DEVICE)
-        model = LlamaModel(self.config, dict(self.weights), DeviceOps())  # it takes them out
+        model = LlamaModel(self.config, dict(self.weights), GpuOps())  # it takes them out
         self.kv = KvStorage(kv_format(self.config, dtype, 16), blocks, dtype, DEVICE)
-        self.runner = DeviceRunner(
+        self.runner = GpuRunner(
             model, self.kv, context=CONTEXT, seats=seats, tokens_max=step_tokens + 64
         )
-        self.limits = Limits(
+        self.limits = WarmupLimits(
             block_size=16, blocks=blocks, context=CONTEXT, sequences=6, step_tokens=step_tokens,
             vocab=VOCAB,
         )  # fmt: skip

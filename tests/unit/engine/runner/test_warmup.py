@@ -9,18 +9,20 @@ from hypothesis import strategies as st
 
 from engine.api import Sampling
 from engine.plan import StepPlan
-from engine.runner.warmup import MANY, Limits, first_steps
+from engine.runner.warmup import MANY, WarmupLimits, first_steps
 from kernels.gpu.fused_ops import DEPENDENT_ROWS_MAX
-from kernels.gpu.work_list import HostPlan, Planner, Slices
+from kernels.gpu.work_list import HostPlan, Slices, WorkPlanner
 
-LIMITS = Limits(block_size=16, blocks=900, context=8_192, sequences=64, step_tokens=2_048, vocab=99)
+LIMITS = WarmupLimits(
+    block_size=16, blocks=900, context=8_192, sequences=64, step_tokens=2_048, vocab=99
+)
 HEADS = {"mha": (8, 1), "gqa": (8, 4), "mqa": (1, 8)}
 
 
 @settings(max_examples=60, deadline=None)
 @given(
     st.builds(
-        Limits,
+        WarmupLimits,
         block_size=st.sampled_from([1, 16, 64]),
         blocks=st.integers(1, 5),
         context=st.integers(1, 300),
@@ -29,7 +31,7 @@ HEADS = {"mha": (8, 1), "gqa": (8, 4), "mqa": (1, 8)}
         vocab=st.integers(1, 99),
     )
 )
-def test_no_step_is_larger_than_one_may_be(limits: Limits) -> None:
+def test_no_step_is_larger_than_one_may_be(limits: WarmupLimits) -> None:
     """However small the engine is: a start that fails for its own rehearsal would be worse."""
     for plan in first_steps(limits):
         ids = {begun.sequence_id for begun in plan.begun}
@@ -52,7 +54,7 @@ def test_no_step_is_larger_than_one_may_be(limits: Limits) -> None:
 def test_every_class_of_tiles_is_among_prompts_and_merged(heads: tuple[int, int]) -> None:
     """A class that is not would be compiled while a client waits."""
     kv_heads, per_group = heads
-    planner = Planner(
+    planner = WorkPlanner(
         kv_heads=kv_heads, heads_per_group=per_group, block_size=16, multiprocessors=132
     )
     assert planner.group_keys_min <= MANY
@@ -79,7 +81,7 @@ def test_every_way_of_drawing_is_among_them() -> None:
         assert any(getattr(s, name) != getattr(Sampling(), name) for s in asked), name
 
 
-def _worked(planner: Planner, plan: StepPlan) -> HostPlan:
+def _worked(planner: WorkPlanner, plan: StepPlan) -> HostPlan:
     rows = np.array([row.count for row in plan.rows], np.int32)
     starts = np.array([row.start for row in plan.rows], np.int32)
     flat = [(g.first_row, g.end_row, g.first_block, g.end_block) for g in plan.groups]

@@ -10,7 +10,7 @@ import torch
 
 from engine.api import Sampling
 from engine.plan import BegunSequence
-from engine.sampling.gpu_sampler import DeviceSampler
+from engine.sampling.gpu_sampler import GpuSampler
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 VOCAB = 300
@@ -27,15 +27,15 @@ FILTERED = {
 }
 
 
-def sampler_of(*settings: Sampling, vocab: int = VOCAB) -> DeviceSampler:
+def sampler_of(*settings: Sampling, vocab: int = VOCAB) -> GpuSampler:
     """Sequences 0, 1, ... with these settings, all at their first output token."""
-    sampler = DeviceSampler(vocab, DEVICE)
+    sampler = GpuSampler(vocab, DEVICE)
     for sequence_id, sampling in enumerate(settings):
         sampler.begin(BegunSequence(sequence_id, sampling, [1, 2], 2))
     return sampler
 
 
-def drawn(sampler: DeviceSampler, logits: torch.Tensor) -> list[int]:
+def drawn(sampler: GpuSampler, logits: torch.Tensor) -> list[int]:
     """One draw of every row by the kernel."""
     table = torch.from_numpy(sampler.parameters(range(len(logits)))).to(DEVICE)
     out = torch.full((len(logits),), -7, dtype=torch.int32, device=DEVICE)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from engine.api import Sampling
 from engine.plan import BegunSequence, Mask
-from engine.sampling.gpu_sampler import DeviceSampler
+from engine.sampling.gpu_sampler import GpuSampler
 from engine.sampling.sampler import Sampler
 from engine.sampling.token_masks import restricted, spread
 
@@ -104,14 +104,14 @@ def test_nothing_is_drawn_that_the_mask_leaves_out(name: str, device: str) -> No
     sampling = msgspec.structs.replace(SETTINGS[name], seed=None)
     allowed = {11, 12, 200}
     masks = {0: mask_of(*allowed)}
-    full: Sampler | DeviceSampler = Sampler(VOCAB, CPU)
+    full: Sampler | GpuSampler = Sampler(VOCAB, CPU)
     if device == "device sampler":
-        full = DeviceSampler(VOCAB, DEVICE)
+        full = GpuSampler(VOCAB, DEVICE)
     full.begin(BegunSequence(0, sampling, [1, 2, 11], 2))
 
     drawn = set()
     for seed in range(60):
-        if isinstance(full, DeviceSampler):
+        if isinstance(full, GpuSampler):
             (token,) = full.draw_fully(noise(seed, 1).to(DEVICE), [0], masks)
         else:
             (token,) = full.sample(noise(seed, 1), [0], masks)
@@ -125,7 +125,7 @@ def test_nothing_is_drawn_that_the_mask_leaves_out(name: str, device: str) -> No
 def test_both_samplers_draw_the_same_under_a_mask(name: str) -> None:
     """A batch may move from one to the other; the tokens of a seed may not."""
     masks = {0: mask_of(*range(0, VOCAB, 7))}
-    cpu, device = sampler_of(SETTINGS[name]), DeviceSampler(VOCAB, CPU)
+    cpu, device = sampler_of(SETTINGS[name]), GpuSampler(VOCAB, CPU)
     device.begin(BegunSequence(0, SETTINGS[name], [1, 2], 2))
 
     ours, theirs = [], []

@@ -8,19 +8,19 @@ from collections import Counter
 import pytest
 
 from engine.api import CacheGrant, Request
-from engine.scheduler.request_queue import WaitingLine
-from engine.scheduler.sequence import Sequence, Work
+from engine.scheduler.request_queue import RequestQueue
+from engine.scheduler.sequence import ActiveRequest, Sequence
 
 
 def sequence(payer: bytes) -> Sequence:
-    return Sequence(Work(Request("r", (1,), 1, CacheGrant(payer)), 0, 0.0), 0, 0)
+    return Sequence(ActiveRequest(Request("r", (1,), 1, CacheGrant(payer)), 0, 0.0), 0, 0)
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_idle_payers_are_remembered_as_long_as_it_matters(seed: int) -> None:
     """Whoever had more than all that are active must not come back as if it had had nothing; of
     tens of thousands that have been here nobody else is kept, nor looked at when one goes."""
-    chance, line = random.Random(seed), WaitingLine()
+    chance, line = random.Random(seed), RequestQueue()
     live, expected = Counter[bytes](), dict[bytes, float]()
     for _ in range(400):
         payer = b"%d" % chance.randrange(12)
@@ -58,7 +58,7 @@ class Watched(dict[bytes, float]):
 def test_who_comes_and_goes_does_not_look_at_all_that_are_active() -> None:
     """Thousands of payers may wait; a request of one more costs what it cost before them, also
     after a step that served hundreds."""
-    line, payers = WaitingLine(), [b"%d" % i for i in range(2000)]
+    line, payers = RequestQueue(), [b"%d" % i for i in range(2000)]
     for payer in payers:
         line.arrive(payer)
     line.served = Watched(line.served)

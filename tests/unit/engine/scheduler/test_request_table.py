@@ -6,7 +6,7 @@ import pytest
 
 from engine.api import CacheGrant, Request
 from engine.errors import InvariantViolation
-from engine.scheduler.request_table import Roster
+from engine.scheduler.request_table import RequestTable
 
 
 def request(name: str, tokens: int) -> Request:
@@ -15,7 +15,7 @@ def request(name: str, tokens: int) -> Request:
 
 def test_what_waits_is_counted_from_coming_to_starting() -> None:
     """A queue has room for so many tokens; whoever ends unstarted makes room as well."""
-    roster = Roster()
+    roster = RequestTable()
     first, second = roster.enter(request("a", 3), 0.0), roster.enter(request("b", 5), 0.0)
     counts = [roster.waiting_tokens]
 
@@ -32,7 +32,7 @@ def test_what_waits_is_counted_from_coming_to_starting() -> None:
 
 def test_an_id_names_those_who_are_here() -> None:
     """After the end it is free again, and its sequences answer to no number."""
-    roster = Roster()
+    roster = RequestTable()
     work = roster.enter(request("a", 1), 0.0)
     sequence = roster.add_sequence(work)
     found = (roster.get("a"), roster.sequence(sequence.sequence_id), "a" in roster, list(roster))
@@ -48,7 +48,7 @@ def test_an_id_names_those_who_are_here() -> None:
 
 def test_numbers_are_not_given_twice() -> None:
     """A runner may still be told of a sequence whose request has ended."""
-    roster = Roster()
+    roster = RequestTable()
     first = roster.enter(request("a", 1), 0.0)
     number = roster.add_sequence(first).sequence_id
     roster.leave(first)
@@ -61,7 +61,7 @@ def test_numbers_are_not_given_twice() -> None:
 
 def test_a_count_that_is_wrong_is_found() -> None:
     """A request that started unseen."""
-    roster = Roster()
+    roster = RequestTable()
     work = roster.enter(request("a", 4), 0.0)
 
     work.started_at_s = 1.0

@@ -7,14 +7,14 @@ import pytest
 from engine.api import CacheGrant, Request
 from engine.errors import InvariantViolation
 from engine.scheduler.running_set import Running
-from engine.scheduler.sequence import Sequence, Work
+from engine.scheduler.sequence import ActiveRequest, Sequence
 
 PREEMPTIONS_MAX = 2
 
 
 def sequence(number: int, samples: int = 1, preemptions: int = 0) -> Sequence:
     request = Request(f"r{number}", (1,), 1, CacheGrant(b"n"), samples=samples)
-    made = Sequence(Work(request, number, 0.0), 0, number)
+    made = Sequence(ActiveRequest(request, number, 0.0), 0, number)
     made.preemptions = preemptions
     return made
 

@@ -13,7 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from engine.api import CacheGrant, LeaseRequest, Quota, Retention, Sampling
-from engine.cache import Found, PrefixCache
+from engine.cache import PrefixCache, TreeMatch
 from engine.cache.prefix_tree import Node, PrefixTree
 from tests.unit.engine.recorded_engine import Watched, tokens
 
@@ -84,7 +84,7 @@ def test_nobody_is_asked_while_every_place_is_taken(monkeypatch: pytest.MonkeyPa
     world.step()
     find, asked = PrefixCache.find, list[bytes]()
 
-    def noted(cache: PrefixCache, namespace: bytes, ids: Sequence[int], now_s: float) -> Found:
+    def noted(cache: PrefixCache, namespace: bytes, ids: Sequence[int], now_s: float) -> TreeMatch:
         asked.append(namespace)
         return find(cache, namespace, ids, now_s)
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.api import CacheGrant, Request
-from engine.scheduler.sequence import Sequence, Work, common_tokens
+from engine.scheduler.sequence import ActiveRequest, Sequence, common_tokens
 
 
 def make_sequence(
@@ -15,7 +15,7 @@ def make_sequence(
 ) -> Sequence:
     """The first sequence of a request received at second 10."""
     request = Request("r", tuple(tokens), max_tokens, CacheGrant(b"n"), priority=priority)
-    work = Work(request, arrival, 10.0)
+    work = ActiveRequest(request, arrival, 10.0)
     work.sequences.append(Sequence(work, 0, 0))
     return work.sequences[0]
 

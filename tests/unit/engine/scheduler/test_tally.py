@@ -8,7 +8,7 @@ import pytest
 
 from engine.api import CacheGrant, Request
 from engine.errors import InvariantViolation
-from engine.scheduler.request_table import Tally
+from engine.scheduler.request_table import RequestTotals
 
 
 def request(chance: random.Random) -> Request:
@@ -19,7 +19,7 @@ def request(chance: random.Random) -> Request:
 @pytest.mark.parametrize("seed", range(10))
 def test_counts_are_those_of_a_walk_over_the_requests(seed: int) -> None:
     """And whoever looks at the namespaces that have moved alone has missed nothing."""
-    chance, tally = random.Random(seed), Tally()
+    chance, tally = random.Random(seed), RequestTotals()
     here: list[Request] = []
     known: dict[bytes, int] = {}
     for _ in range(200):
@@ -42,7 +42,7 @@ def test_counts_are_those_of_a_walk_over_the_requests(seed: int) -> None:
 def test_a_request_that_was_not_counted_is_found() -> None:
     """The recount is of the namespaces too."""
     tally, (one, other) = (
-        Tally(),
+        RequestTotals(),
         (Request("r", (1,), 1, CacheGrant(name)) for name in (b"a", b"b")),
     )
     tally.add(one)

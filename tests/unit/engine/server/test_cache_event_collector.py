@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from engine.api import CacheNews, Gain, Loss
-from engine.cache.events import Committed, Erased, Evicted, Expired, Matched
-from engine.server.cache_event_collector import LossCollector
+from engine.cache.events import BlocksErased, Committed, Evicted, Expired, Matched
+from engine.server.cache_event_collector import CacheEventCollector
 
 
 def test_losses_are_told_once_by_cause_and_by_who_took_them() -> None:
     """News are differences: what was told is not told again."""
-    collector = LossCollector()
+    collector = CacheEventCollector()
     for fact in (
         Evicted(b"a", b"a", 1, 2.0),
         Evicted(b"a", b"b", 1, 3.0),
@@ -18,7 +18,7 @@ def test_losses_are_told_once_by_cause_and_by_who_took_them() -> None:
         Committed(b"b", 3, 48, 0),
         Committed(b"b", 1, 7, 1),
         Expired(b"a", 4),
-        Erased(b"b", 5),
+        BlocksErased(b"b", 5),
         Matched(b"a", 10, 5),
     ):
         collector.note(fact)
@@ -39,7 +39,7 @@ def test_losses_are_told_once_by_cause_and_by_who_took_them() -> None:
 
 def test_losses_are_taken_a_part_at_a_time_the_oldest_first() -> None:
     """However many there are, no step waits for the telling of all; none of them waits for ever."""
-    collector = LossCollector()
+    collector = CacheEventCollector()
     for taker in (b"a", b"b", b"c"):
         collector.note(Evicted(b"n", taker, 1, 1.0))
     collector.note(Committed(b"g", 1, 16, 1))

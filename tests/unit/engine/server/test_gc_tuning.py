@@ -15,7 +15,7 @@ import pytest
 
 from engine.api import CacheGrant, Erase, Grammar, LeaseRequest, Quota, Request, Retention, Sampling
 from engine.config import EngineConfig
-from engine.server.gc_tuning import GROWTH, YOUNG_OBJECTS_MAX, SettledHeap, peak_bytes
+from engine.server.gc_tuning import GROWTH, YOUNG_OBJECTS_MAX, FrozenHeap, peak_bytes
 from tests.checkers import World
 
 
@@ -40,7 +40,7 @@ class Memory:
 def memory() -> Iterator[Memory]:
     """Of a heap that has been settled, until the test is over."""
     memory = Memory()
-    heap = SettledHeap(memory)
+    heap = FrozenHeap(memory)
     heap.settle()
     yield memory
     heap.leave()
@@ -92,7 +92,7 @@ def test_a_process_that_has_grown_looks_at_everything_once(memory: Memory) -> No
 def test_leaving_it_leaves_nothing() -> None:
     """Tests share a process; an engine's own ends with it."""
     before = (gc.get_threshold(), list(gc.callbacks), gc.get_freeze_count())
-    heap = SettledHeap()
+    heap = FrozenHeap()
 
     heap.settle()
     settled = gc.get_freeze_count()

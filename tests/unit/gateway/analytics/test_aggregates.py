@@ -17,7 +17,7 @@ from gateway.analytics.aggregates import (
     SAMPLE_MAX,
     Analytics,
     Facts,
-    Prompts,
+    PromptSamples,
 )
 from gateway.dialects.canonical import Boundary, Rendered, UsageRecord
 from gateway.ledger.metering import wall_ms
@@ -28,7 +28,7 @@ from tenancy.reuse.advice import Kept
 from tenancy.reuse.prefix_statistics import PREFIXES_MAX
 from tests.fakes import FakeClock
 from tests.unit.gateway.admin_client import Admin
-from tests.unit.gateway.gateway_fixture import House
+from tests.unit.gateway.gateway_fixture import GatewayFixture
 
 CARD = RateCard("c", input=1_000, cache_read=100)
 
@@ -142,8 +142,8 @@ def test_what_is_sampled_of_a_tenant_has_a_bound_in_bytes() -> None:
     chance = random.Random(1)
     record = UsageRecord(1_024, {}, {}, 1_024, 5, 0)
 
-    def fill() -> Prompts:
-        prompts = Prompts()
+    def fill() -> PromptSamples:
+        prompts = PromptSamples()
         for number in range(200):
             tokens = tuple(chance.randrange(2**31) for _ in range(1_024))
             marks = tuple(Boundary(32 * n, f"messages[{n}]" + "x" * 500) for n in range(1, 33))
@@ -268,13 +268,13 @@ def test_of_a_prompt_made_to_be_slow_only_so_much_is_looked_at(tokens: int, step
     assert sum(one["count"] for one in ada["breaks"]) == (2 if len(ends) > 1 else 0)
 
 
-async def test_the_admin_listener_tells_what_was_seen(house: House) -> None:
+async def test_the_admin_listener_tells_what_was_seen(gateway: GatewayFixture) -> None:
     """With the engine's numbers, blocks by tenant, and the shape of a tree."""
     for _ in range(2):
-        await house.ask(body=house.chat("a question that fills a block or two of the cache"))
-    await house.engine.get_stats()
+        await gateway.ask(body=gateway.chat("a question that fills a block or two of the cache"))
+    await gateway.engine.get_stats()
 
-    admin = Admin(house)
+    admin = Admin(gateway)
     _, overview = await admin.ask("GET", "/admin/v1/analytics")
     _, tenant = await admin.ask("GET", "/admin/v1/analytics/ada")
     _, tree = await admin.ask("GET", "/admin/v1/tree/ada")
@@ -294,19 +294,19 @@ async def test_the_admin_listener_tells_what_was_seen(house: House) -> None:
     assert "question" not in str((overview, tenant, tree))
 
 
-async def test_who_took_whose_blocks_is_told_with_what_it_cost(house: House) -> None:
+async def test_who_took_whose_blocks_is_told_with_what_it_cost(gateway: GatewayFixture) -> None:
     """A prefix without a promise is taken by a neighbour; its owner computes it again, and the
     neighbour's row has the price of that."""
-    admin = Admin(house)
-    add_card(house.store, wall_ms, RateCard("std", input=3_000_000, cache_read=300_000))
-    change_tenant(house.store, "bob", {"floor_blocks": 230})
-    house.gateway.context.registry.look_again()
-    kept = house.chat("words that are kept, " * 16, prompt_cache_retention="in_memory")
-    await house.ask(body=kept)
+    admin = Admin(gateway)
+    add_card(gateway.store, wall_ms, RateCard("std", input=3_000_000, cache_read=300_000))
+    change_tenant(gateway.store, "bob", {"floor_blocks": 230})
+    gateway.gateway.context.registry.look_again()
+    kept = gateway.chat("words that are kept, " * 16, prompt_cache_retention="in_memory")
+    await gateway.ask(body=kept)
     for number in range(24):
-        await house.ask(body=house.chat(f"{number} noise, " * 30), who="bob")
-    await house.until(lambda: bool(house.engine.losses.taken()))  # it comes with a heartbeat
-    await house.ask(body=kept)
+        await gateway.ask(body=gateway.chat(f"{number} noise, " * 30), who="bob")
+    await gateway.until(lambda: bool(gateway.engine.losses.taken()))  # it comes with a heartbeat
+    await gateway.ask(body=kept)
     _, overview = await admin.ask("GET", "/admin/v1/analytics")
     _, ada = await admin.ask("GET", "/admin/v1/analytics/ada")
 
@@ -324,20 +324,22 @@ async def test_who_took_whose_blocks_is_told_with_what_it_cost(house: House) -> 
     assert overview["churn"]["inserted_blocks"] > ada["churn"]["inserted_blocks"] > 0
 
 
-async def test_what_became_of_a_promise_is_told_by_tenant_and_class(house: House) -> None:
+async def test_what_became_of_a_promise_is_told_by_tenant_and_class(
+    gateway: GatewayFixture,
+) -> None:
     """In analytics and in metrics alike."""
-    admin = Admin(house)
+    admin = Admin(gateway)
     text = {"type": "text", "text": "kept, " * 60, "cache_control": {"type": "ephemeral"}}
     asked = {
-        "model": house.model,
+        "model": gateway.model,
         "max_tokens": 4,
         "messages": [{"role": "user", "content": [text]}],
     }
     for _ in range(2):
-        await house.ask("/v1/messages", asked, headers={"anthropic-version": "2023-06-01"})
-    await house.ask("/v1/cache", method="DELETE")
+        await gateway.ask("/v1/messages", asked, headers={"anthropic-version": "2023-06-01"})
+    await gateway.ask("/v1/cache", method="DELETE")
     _, overview = await admin.ask("GET", "/admin/v1/analytics")
-    async with house.session.get(f"{house.admin_url}/metrics") as response:
+    async with gateway.session.get(f"{gateway.admin_url}/metrics") as response:
         metrics = await response.text()
 
     [row] = overview["leases"]
@@ -346,13 +348,13 @@ async def test_what_became_of_a_promise_is_told_by_tenant_and_class(house: House
     assert 'trunkline_promises_total{class="5m",outcome="given_up"} 1.0' in metrics
 
 
-async def test_only_an_administrator_sees_them(house: House) -> None:
+async def test_only_an_administrator_sees_them(gateway: GatewayFixture) -> None:
     """A tenant's key is no administrator's."""
-    admin = Admin(house)
+    admin = Admin(gateway)
     found = [
         await admin.ask("GET", path, key=key)
         for path in ("/admin/v1/analytics", "/admin/v1/analytics/ada", "/admin/v1/tree/ada")
-        for key in (None, house.keys["ada"])
+        for key in (None, gateway.keys["ada"])
     ]
 
     assert all(status in (401, 403) for status, _ in found)

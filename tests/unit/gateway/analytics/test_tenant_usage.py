@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.api import NamespaceStats
-from engine.client.namespace_stats import NamespaceBook
+from engine.client.namespace_stats import NamespaceTable
 from gateway.analytics.tenant_usage import FIELDS, Holders
 
 facts = st.builds(
@@ -31,10 +31,10 @@ def owner_of(namespace: bytes) -> int | None:
 @given(st.lists(st.tuples(facts, st.sampled_from(["", "look", "other book", "none"])), max_size=20))
 def test_the_sums_are_those_of_all_namespaces(history: list[tuple[NamespaceStats, str]]) -> None:
     """However often somebody looked, and whichever life of an engine it was."""
-    book, holders = NamespaceBook(), Holders()
+    book, holders = NamespaceTable(), Holders()
     for fact, what in history:
         if what == "other book":
-            book = NamespaceBook()
+            book = NamespaceTable()
         if what == "none":
             holders.look(None, owner_of)
         book.add([fact])

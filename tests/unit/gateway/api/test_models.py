@@ -6,43 +6,45 @@ from typing import Any
 
 import pytest
 
-from gateway.dialects.model_lists import Model, anthropic_list, gemini_list
+from gateway.dialects.model_lists import ListedModel, anthropic_list, gemini_list
 from gateway.errors import Refusal
-from tests.unit.gateway.gateway_fixture import House
+from tests.unit.gateway.gateway_fixture import GatewayFixture
 
-MODELS = [Model(f"m{n}", 1_700_000_000, 8192, 4096) for n in range(5)]
+MODELS = [ListedModel(f"m{n}", 1_700_000_000, 8192, 4096) for n in range(5)]
 
 
-async def listed(house: House, path: str, headers: dict[str, str]) -> dict[str, Any]:
-    status, found, _ = await house.ask(path, method="GET", headers=headers)
+async def listed(gateway: GatewayFixture, path: str, headers: dict[str, str]) -> dict[str, Any]:
+    status, found, _ = await gateway.ask(path, method="GET", headers=headers)
     assert status == 200, found
     answer: dict[str, Any] = found
     return answer
 
 
-async def test_each_family_reads_its_own_shape_at_the_same_path(house: House) -> None:
+async def test_each_family_reads_its_own_shape_at_the_same_path(gateway: GatewayFixture) -> None:
     """The SDKs differ in nothing but a header."""
-    openai = await listed(house, "/v1/models", {})
-    anthropic = await listed(house, "/v1/models", {"anthropic-version": "2023-06-01"})
-    gemini = await listed(house, "/v1/models", {"x-goog-api-client": "x"})
-    beta = await listed(house, "/v1beta/models", {})
+    openai = await listed(gateway, "/v1/models", {})
+    anthropic = await listed(gateway, "/v1/models", {"anthropic-version": "2023-06-01"})
+    gemini = await listed(gateway, "/v1/models", {"x-goog-api-client": "x"})
+    beta = await listed(gateway, "/v1beta/models", {})
 
-    assert (openai["object"], openai["data"][0]["id"]) == ("list", house.model)
+    assert (openai["object"], openai["data"][0]["id"]) == ("list", gateway.model)
     assert (anthropic["data"][0]["type"], anthropic["has_more"]) == ("model", False)
     assert gemini == beta
-    assert gemini["models"][0]["name"] == f"models/{house.model}"
+    assert gemini["models"][0]["name"] == f"models/{gateway.model}"
 
 
-async def test_one_model_is_shown_by_its_id_with_or_without_a_prefix(house: House) -> None:
+async def test_one_model_is_shown_by_its_id_with_or_without_a_prefix(
+    gateway: GatewayFixture,
+) -> None:
     """Gemini's names have one; an unknown id is not found, in the asker's shape."""
-    one = await listed(house, f"/v1/models/{house.model}", {"anthropic-version": "2023-06-01"})
-    two = await listed(house, f"/v1beta/models/{house.model}", {})
-    status, error, _ = await house.ask(
+    one = await listed(gateway, f"/v1/models/{gateway.model}", {"anthropic-version": "2023-06-01"})
+    two = await listed(gateway, f"/v1beta/models/{gateway.model}", {})
+    status, error, _ = await gateway.ask(
         "/v1/models/none", method="GET", headers={"x-goog-api-client": "x"}
     )
 
-    assert one["id"] == house.model
-    assert two["name"] == f"models/{house.model}"
+    assert one["id"] == gateway.model
+    assert two["name"] == f"models/{gateway.model}"
     assert (status, error["error"]["status"]) == (404, "NOT_FOUND")
 
 

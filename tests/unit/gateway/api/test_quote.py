@@ -8,15 +8,15 @@ from typing import Any
 
 from tenancy.pricing.charges import RateCard
 from tenancy.pricing.rate_cards import add_card
-from tests.unit.gateway.gateway_fixture import House
+from tests.unit.gateway.gateway_fixture import GatewayFixture
 
 CHAT = "/v1/chat/completions"
 QUOTE = "/v1/cache/quote"
 
 
-def body(house: House, text: str) -> dict[str, Any]:
+def body(gateway: GatewayFixture, text: str) -> dict[str, Any]:
     return {
-        "model": house.model,
+        "model": gateway.model,
         "max_tokens": 3,
         "temperature": 0,
         "messages": [
@@ -26,21 +26,23 @@ def body(house: House, text: str) -> dict[str, Any]:
     }
 
 
-async def quoted(house: House, request: dict[str, Any], who: str = "ada") -> dict[str, Any]:
-    status, found, _ = await house.ask(QUOTE, {"endpoint": CHAT, "request": request}, who=who)
+async def quoted(
+    gateway: GatewayFixture, request: dict[str, Any], who: str = "ada"
+) -> dict[str, Any]:
+    status, found, _ = await gateway.ask(QUOTE, {"endpoint": CHAT, "request": request}, who=who)
     assert status == 200, found
     answer: dict[str, Any] = found
     return answer
 
 
-async def test_a_quote_says_what_the_request_then_reads(house: House) -> None:
+async def test_a_quote_says_what_the_request_then_reads(gateway: GatewayFixture) -> None:
     """Before anything is cached nothing would be read; afterwards, exactly what is."""
-    request = body(house, "Hello")
+    request = body(gateway, "Hello")
 
-    before = await quoted(house, request)
-    _, first = (await house.ask(CHAT, request))[:2]
-    after = await quoted(house, request)
-    _, second = (await house.ask(CHAT, request))[:2]
+    before = await quoted(gateway, request)
+    _, first = (await gateway.ask(CHAT, request))[:2]
+    after = await quoted(gateway, request)
+    _, second = (await gateway.ask(CHAT, request))[:2]
 
     assert before["read"] == {}
     assert before["prompt_tokens"] == first["usage"]["prompt_tokens"]
@@ -51,23 +53,25 @@ async def test_a_quote_says_what_the_request_then_reads(house: House) -> None:
     assert after["miss"] is None
 
 
-async def test_a_quote_names_the_segment_where_a_prompt_leaves_the_cache(house: House) -> None:
+async def test_a_quote_names_the_segment_where_a_prompt_leaves_the_cache(
+    gateway: GatewayFixture,
+) -> None:
     """The first token that is not there, and what it belongs to."""
-    await house.ask(CHAT, body(house, "Hello there"))
+    await gateway.ask(CHAT, body(gateway, "Hello there"))
 
-    found = await quoted(house, body(house, "Something else"))
+    found = await quoted(gateway, body(gateway, "Something else"))
 
     assert found["miss"]["path"] == "messages[1].content"
     assert found["miss"]["token"] == found["physical"]["cached_tokens"] > 0
 
 
-async def test_a_quote_has_the_price_of_the_tenants_own_card(house: House) -> None:
+async def test_a_quote_has_the_price_of_the_tenants_own_card(gateway: GatewayFixture) -> None:
     """What is read is cheap, the rest is not, and beside it what it would all have cost."""
     card = RateCard("list", input=1_000, cache_read=100, output=4_000)
-    add_card(house.store, lambda: 0, card)
-    await house.ask(CHAT, body(house, "Hello"))
+    add_card(gateway.store, lambda: 0, card)
+    await gateway.ask(CHAT, body(gateway, "Hello"))
 
-    found = await quoted(house, body(house, "Hello"))
+    found = await quoted(gateway, body(gateway, "Hello"))
 
     price, read = found["price"], found["read"]["best_effort"]
     assert price["rate_card"] == "list@1"
@@ -75,73 +79,77 @@ async def test_a_quote_has_the_price_of_the_tenants_own_card(house: House) -> No
     assert price["uncached_pico"] == found["prompt_tokens"] * 1_000
 
 
-async def test_nobody_is_told_what_another_tenant_has(house: House) -> None:
+async def test_nobody_is_told_what_another_tenant_has(gateway: GatewayFixture) -> None:
     """A quote is a match in one's own namespace."""
-    await house.ask(CHAT, body(house, "Hello"))
+    await gateway.ask(CHAT, body(gateway, "Hello"))
 
-    found = await quoted(house, body(house, "Hello"), who="bob")
+    found = await quoted(gateway, body(gateway, "Hello"), who="bob")
 
     assert found["physical"]["cached_tokens"] == 0
 
 
-async def test_a_quote_changes_nothing(house: House) -> None:
+async def test_a_quote_changes_nothing(gateway: GatewayFixture) -> None:
     """It pins, renews and bills nothing: the ledger has the two real calls alone."""
-    await house.ask(CHAT, body(house, "Hello"))
-    blocks = (await house.engine.get_stats()).cached_blocks
+    await gateway.ask(CHAT, body(gateway, "Hello"))
+    blocks = (await gateway.engine.get_stats()).cached_blocks
     for _ in range(3):
-        await quoted(house, body(house, "Something new"))
+        await quoted(gateway, body(gateway, "Something new"))
 
-    stats = await house.engine.get_stats()
+    stats = await gateway.engine.get_stats()
 
     assert stats.cached_blocks == blocks
-    assert len(house.store.query("select 1 from ledger")) == 1
+    assert len(gateway.store.query("select 1 from ledger")) == 1
 
 
-async def test_what_cannot_be_quoted_is_refused_by_name(house: House) -> None:
+async def test_what_cannot_be_quoted_is_refused_by_name(gateway: GatewayFixture) -> None:
     """A path that answers no prompts, a body without its parts, a request that is wrong."""
     answers = [
-        await house.ask(QUOTE, wrong)
+        await gateway.ask(QUOTE, wrong)
         for wrong in (
             {"endpoint": "/v1/models", "request": {}},
             {"endpoint": CHAT},
-            {"endpoint": CHAT, "request": {"model": house.model, "messages": []}},
-            {"endpoint": CHAT, "request": {**body(house, "x"), "model": "none"}},
+            {"endpoint": CHAT, "request": {"model": gateway.model, "messages": []}},
+            {"endpoint": CHAT, "request": {**body(gateway, "x"), "model": "none"}},
         )
     ]
 
     assert [answer[0] for answer in answers] == [400, 400, 400, 404]
 
 
-async def test_what_could_never_run_has_no_price(house: House) -> None:
+async def test_what_could_never_run_has_no_price(gateway: GatewayFixture) -> None:
     """A quote promises what the request would find: one that is refused would find nothing."""
-    too_long = {**body(house, "Hello"), "max_tokens": 10**9}
-    status, quote, _ = await house.ask(QUOTE, {"endpoint": CHAT, "request": too_long})
-    direct = await house.ask(CHAT, too_long)
+    too_long = {**body(gateway, "Hello"), "max_tokens": 10**9}
+    status, quote, _ = await gateway.ask(QUOTE, {"endpoint": CHAT, "request": too_long})
+    direct = await gateway.ask(CHAT, too_long)
 
     assert (status, direct[0]) == (400, 400)
     assert quote["error"]["code"] == direct[1]["error"]["code"] == "context_length_exceeded"
 
 
-async def test_what_stands_in_another_partition_is_the_cause(house: House) -> None:
+async def test_what_stands_in_another_partition_is_the_cause(gateway: GatewayFixture) -> None:
     """The same prompt under another key of the application's: there, but not to be read here."""
-    await house.ask(CHAT, {**body(house, "Hello"), "prompt_cache_key": "one"})
+    await gateway.ask(CHAT, {**body(gateway, "Hello"), "prompt_cache_key": "one"})
 
-    other = await quoted(house, {**body(house, "Hello"), "prompt_cache_key": "two"})
-    stranger = await quoted(house, {**body(house, "Hello"), "prompt_cache_key": "two"}, who="bob")
-    new = await quoted(house, {**body(house, "Bye"), "prompt_cache_key": "one"})
+    other = await quoted(gateway, {**body(gateway, "Hello"), "prompt_cache_key": "two"})
+    stranger = await quoted(
+        gateway, {**body(gateway, "Hello"), "prompt_cache_key": "two"}, who="bob"
+    )
+    new = await quoted(gateway, {**body(gateway, "Bye"), "prompt_cache_key": "one"})
 
     assert other["miss"]["cause"] == "other_namespace"
     assert stranger["miss"]["cause"] is None
     assert new["miss"]["cause"] is None
 
 
-async def test_the_header_says_that_a_breakpoint_stands_in_another_partition(house: House) -> None:
+async def test_the_header_says_that_a_breakpoint_stands_in_another_partition(
+    gateway: GatewayFixture,
+) -> None:
     """Written under one key, asked for under another: the answer itself says so."""
-    asked = {**body(house, "Hello"), "prompt_cache_options": {"ttl": "30m"}}
+    asked = {**body(gateway, "Hello"), "prompt_cache_options": {"ttl": "30m"}}
     headers = []
     for key, who in (("one", "ada"), ("two", "ada"), ("two", "bob")):
         request = {**asked, "prompt_cache_key": key}
-        _, _, response = await house.ask(CHAT, request, who=who)
+        _, _, response = await gateway.ask(CHAT, request, who=who)
         headers.append(response.headers["X-Trunkline-Cache"])
 
     causes = ["never_written", "other_namespace", "never_written"]
@@ -151,13 +159,13 @@ async def test_the_header_says_that_a_breakpoint_stands_in_another_partition(hou
 
 
 async def test_the_header_names_the_segment_of_the_first_token_that_was_not_there(
-    house: House,
+    gateway: GatewayFixture,
 ) -> None:
     """As a quote does: what stands before it was found, and need not be looked at."""
     asked = {"prompt_cache_options": {"ttl": "30m"}}
-    await house.ask(CHAT, {**body(house, "Hello there"), **asked})
-    _, _, response = await house.ask(CHAT, {**body(house, "Something else"), **asked})
-    _, _, again = await house.ask(CHAT, {**body(house, "Something else"), **asked})
+    await gateway.ask(CHAT, {**body(gateway, "Hello there"), **asked})
+    _, _, response = await gateway.ask(CHAT, {**body(gateway, "Something else"), **asked})
+    _, _, again = await gateway.ask(CHAT, {**body(gateway, "Something else"), **asked})
 
     parts = dict(part.split("=") for part in response.headers["X-Trunkline-Cache"].split("; "))
     assert (parts["miss"], parts["segment"]) == ("never_written", "messages[1].content")
@@ -166,16 +174,21 @@ async def test_the_header_names_the_segment_of_the_first_token_that_was_not_ther
 
 
 async def test_after_a_restart_nobody_says_that_nothing_was_written(
-    made: House, tmp_path: Path
+    unopened_gateway: GatewayFixture, tmp_path: Path
 ) -> None:
     """The gateway before knew; with its books and its engine what it knew is gone."""
     headers = []
-    for house in (made, await asyncio.to_thread(House, made.card, tmp_path, made.store)):
-        await house.open()
-        asked = {**body(house, "Hello"), "prompt_cache_options": {"ttl": "30m"}}
-        _, _, response = await house.ask(CHAT, asked)
+    for gateway in (
+        unopened_gateway,
+        await asyncio.to_thread(
+            GatewayFixture, unopened_gateway.card, tmp_path, unopened_gateway.store
+        ),
+    ):
+        await gateway.open()
+        asked = {**body(gateway, "Hello"), "prompt_cache_options": {"ttl": "30m"}}
+        _, _, response = await gateway.ask(CHAT, asked)
         headers.append(response.headers["X-Trunkline-Cache"])
-        await house.close()
+        await gateway.close()
 
     causes = [header.partition("miss=")[2].partition(";")[0] for header in headers]
     assert causes == ["never_written", "unknown"]

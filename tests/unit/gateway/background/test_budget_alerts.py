@@ -13,38 +13,40 @@ from tenancy.errors import StoreError
 from tenancy.pricing.budgets import Budget, set_budget
 from tenancy.pricing.charges import RateCard
 from tenancy.pricing.rate_cards import add_card
-from tests.unit.gateway.gateway_fixture import House
+from tests.unit.gateway.gateway_fixture import GatewayFixture
 
 pytestmark = pytest.mark.usefixtures("noon")
 
 
-def passed(house: House) -> str:
+def passed(gateway: GatewayFixture) -> str:
     """What the metrics say."""
-    lines = house.gateway.context.telemetry.exposition().decode().splitlines()
+    lines = gateway.gateway.context.telemetry.exposition().decode().splitlines()
     return " ".join(line for line in lines if line.startswith("trunkline_soft_budgets_passed"))
 
 
-def told(house: House) -> list[dict[str, Any]]:
-    return [line for line in house.lines if line["event"] == "soft_budget_passed"]
+def told(gateway: GatewayFixture) -> list[dict[str, Any]]:
+    return [line for line in gateway.lines if line["event"] == "soft_budget_passed"]
 
 
-async def test_a_soft_budget_that_is_passed_is_told_once_for_its_window(house: House) -> None:
+async def test_a_soft_budget_that_is_passed_is_told_once_for_its_window(
+    gateway: GatewayFixture,
+) -> None:
     """A raised one is told again when it is passed again."""
-    add_card(house.store, wall_ms, RateCard("std", input=1_000_000))
-    set_budget(house.store, Budget(1, "day", hard_micros=10**9, soft_micros=20))
-    watch = SoftBudgets(house.gateway.context)
+    add_card(gateway.store, wall_ms, RateCard("std", input=1_000_000))
+    set_budget(gateway.store, Budget(1, "day", hard_micros=10**9, soft_micros=20))
+    watch = SoftBudgets(gateway.gateway.context)
     await watch.look()
-    before = told(house), passed(house)
+    before = told(gateway), passed(gateway)
 
-    await house.ask(body=house.chat("one " * 40))
+    await gateway.ask(body=gateway.chat("one " * 40))
     await watch.look()
     await watch.look()
-    (line,) = told(house)
-    after = passed(house)
-    set_budget(house.store, Budget(1, "day", hard_micros=10**9, soft_micros=10**6))
+    (line,) = told(gateway)
+    after = passed(gateway)
+    set_budget(gateway.store, Budget(1, "day", hard_micros=10**9, soft_micros=10**6))
     await watch.look()
-    raised = passed(house)
-    set_budget(house.store, Budget(1, "day", hard_micros=10**9, soft_micros=20))
+    raised = passed(gateway)
+    set_budget(gateway.store, Budget(1, "day", hard_micros=10**9, soft_micros=20))
     await watch.look()
 
     assert before == ([], "")
@@ -52,23 +54,23 @@ async def test_a_soft_budget_that_is_passed_is_told_once_for_its_window(house: H
     assert line["spent_pico"] > 20_000_000
     assert after == 'trunkline_soft_budgets_passed{tenant="ada"} 1.0'
     assert raised == ""
-    assert len(told(house)) == 2
+    assert len(told(gateway)) == 2
 
 
 async def test_a_file_that_cannot_be_read_is_looked_at_again(
-    house: House, monkeypatch: pytest.MonkeyPatch
+    gateway: GatewayFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was told stays told."""
-    add_card(house.store, wall_ms, RateCard("std", input=1_000_000))
-    set_budget(house.store, Budget(1, "month", soft_micros=0))
-    await house.ask(body=house.chat("one two"))
-    watch, reports = SoftBudgets(house.gateway.context), house.gateway.context.reports
+    add_card(gateway.store, wall_ms, RateCard("std", input=1_000_000))
+    set_budget(gateway.store, Budget(1, "month", soft_micros=0))
+    await gateway.ask(body=gateway.chat("one two"))
+    watch, reports = SoftBudgets(gateway.gateway.context), gateway.gateway.context.reports
     await watch.look()
     with monkeypatch.context() as patch:
         patch.setattr(reports, "ask", AsyncMock(side_effect=StoreError("unusable", "away")))
         await watch.look()
-    meanwhile = passed(house)
+    meanwhile = passed(gateway)
     await watch.look()
 
     assert meanwhile == 'trunkline_soft_budgets_passed{tenant="ada"} 1.0'
-    assert len(told(house)) == 1
+    assert len(told(gateway)) == 1

@@ -11,55 +11,57 @@ from pathlib import Path
 
 import pytest
 
-from gateway.background.config_reload import Reloaded, declare, differences, reload
+from gateway.background.config_reload import ReloadResult, declare, differences, reload
 from gateway.config import Config, load_config
 from gateway.errors import Refusal
 from tenancy.accounts.declared_keys import KeyChange
-from tenancy.accounts.declared_tenants import Change
+from tenancy.accounts.declared_tenants import TenantChange
 from tenancy.accounts.keys import digest_of
 from tenancy.accounts.shared_scopes import ScopeChange
 from tenancy.accounts.tenants import find_registered, list_tenants
 from tests.unit.gateway.admin_client import Admin
-from tests.unit.gateway.gateway_fixture import House
+from tests.unit.gateway.gateway_fixture import GatewayFixture
 
 ADA = '[[tenants]]\nname = "ada"\nrequests_per_minute = 60\n'
 EVE = '[[tenants]]\nname = "eve"\ntier = "gold"\n'
 
 
 class Reloader:
-    """A house whose configuration is a file that a test rewrites."""
+    """A gateway whose configuration is a file that a test rewrites."""
 
-    def __init__(self, house: House, file: Path) -> None:
-        self.house = house
+    def __init__(self, gateway: GatewayFixture, file: Path) -> None:
+        self.gateway = gateway
         self.file = file
-        house.gateway.context.read_config = lambda: load_config(file, {}, {})[0]
+        gateway.gateway.context.read_config = lambda: load_config(file, {}, {})[0]
 
     async def write(self, text: str) -> None:
         """As an editor does."""
         await asyncio.to_thread(self.file.write_text, text)
 
-    async def __call__(self, text: str) -> Reloaded:
+    async def __call__(self, text: str) -> ReloadResult:
         """Write the file and reload."""
         await self.write(text)
-        return await reload(self.house.gateway.context)
+        return await reload(self.gateway.gateway.context)
 
 
 @pytest.fixture
-async def reloader(house: House, tmp_path: Path) -> AsyncIterator[Reloader]:
-    yield Reloader(house, tmp_path / "t.toml")
-    await house.check_quiet()
+async def reloader(gateway: GatewayFixture, tmp_path: Path) -> AsyncIterator[Reloader]:
+    yield Reloader(gateway, tmp_path / "t.toml")
+    await gateway.check_quiet()
 
 
 async def test_declared_tenants_are_made_so_without_a_restart(reloader: Reloader) -> None:
     """The next request meets the new settings; the log says what was done."""
-    house = reloader.house
+    gateway = reloader.gateway
     found = await reloader(ADA + EVE)
-    identity = house.gateway.context.registry.authenticate(house.keys["ada"])
+    identity = gateway.gateway.context.registry.authenticate(gateway.keys["ada"])
 
-    assert found == Reloaded((Change("ada", "adopted"), Change("eve", "created")), ())
+    assert found == ReloadResult(
+        (TenantChange("ada", "adopted"), TenantChange("eve", "created")), ()
+    )
     assert identity.limits.requests_per_minute == 60
-    assert find_registered(house.store, "eve").tenant.tier == "gold"
-    assert [line["what"] for line in house.lines if line["event"] == "tenant_declared"] == [
+    assert find_registered(gateway.store, "eve").tenant.tier == "gold"
+    assert [line["what"] for line in gateway.lines if line["event"] == "tenant_declared"] == [
         "adopted",
         "created",
     ]
@@ -67,20 +69,20 @@ async def test_declared_tenants_are_made_so_without_a_restart(reloader: Reloader
 
 async def test_a_tenant_that_is_declared_no_longer_is_suspended(reloader: Reloader) -> None:
     """Its entries and what was promised to it stay; its keys are refused at once."""
-    house = reloader.house
+    gateway = reloader.gateway
     await reloader(ADA)
-    await house.ask(body=house.chat())
+    await gateway.ask(body=gateway.chat())
     found = await reloader("tenants = []\n")
-    status, body, _ = await house.ask(body=house.chat())
+    status, body, _ = await gateway.ask(body=gateway.chat())
 
-    assert found.tenants == (Change("ada", "suspended"),)
+    assert found.tenants == (TenantChange("ada", "suspended"),)
     assert (status, body["error"]["code"]) == (403, "tenant_suspended")
-    assert len(house.entries()) == 1
+    assert len(gateway.entries()) == 1
 
 
 async def test_leases_outlive_a_tenant_that_is_declared_no_longer(reloader: Reloader) -> None:
     """What was promised stays promised: put back in time, it reads what it wrote before."""
-    house = reloader.house
+    gateway = reloader.gateway
     await reloader(ADA)
     text = {
         "type": "text",
@@ -88,19 +90,19 @@ async def test_leases_outlive_a_tenant_that_is_declared_no_longer(reloader: Relo
         "cache_control": {"type": "ephemeral"},
     }
     body = {
-        "model": house.model,
+        "model": gateway.model,
         "max_tokens": 4,
         "messages": [{"role": "user", "content": [text]}],
     }
     headers = {"anthropic-version": "2023-06-01"}
-    _, wrote, _ = await house.ask("/v1/messages", body, headers=headers)
+    _, wrote, _ = await gateway.ask("/v1/messages", body, headers=headers)
     await reloader("tenants = []\n")
-    refused, _, _ = await house.ask("/v1/messages", body, headers=headers)
-    await house.quiet()
-    (space,) = house.engine.namespaces
+    refused, _, _ = await gateway.ask("/v1/messages", body, headers=headers)
+    await gateway.quiet()
+    (space,) = gateway.engine.namespaces
     promised = space.promised_blocks
     await reloader(ADA)
-    _, read, _ = await house.ask("/v1/messages", body, headers=headers)
+    _, read, _ = await gateway.ask("/v1/messages", body, headers=headers)
 
     assert refused == 403
     assert promised > 0
@@ -113,8 +115,8 @@ async def test_a_file_without_tenants_says_nothing_of_them(reloader: Reloader) -
     took out the last one is told that it still works."""
     await reloader(ADA)
     found = await reloader("[log]\nrequests = true\n")
-    told = [line for line in reloader.house.lines if line["event"] == "tenants_left"]
-    status = find_registered(reloader.house.store, "ada").tenant.status
+    told = [line for line in reloader.gateway.lines if line["event"] == "tenants_left"]
+    status = find_registered(reloader.gateway.store, "ada").tenant.status
     none = await reloader("tenants = []\n")
 
     assert (found.tenants, found.left, status) == ((), ("ada",), "active")
@@ -142,19 +144,19 @@ async def test_a_file_with_a_mistake_changes_nothing(
     reloader: Reloader, text: str, what: str
 ) -> None:
     """G11: the old settings stay, and the mistake is told where it stands."""
-    house = reloader.house
+    gateway = reloader.gateway
     with pytest.raises(Refusal) as caught:
         await reloader(text)
 
     assert what in caught.value.message
-    assert [tenant.is_declared for tenant, _ in list_tenants(house.store)] == [False, False]
-    assert [line["event"] for line in house.lines] == ["reload_refused"]
+    assert [tenant.is_declared for tenant, _ in list_tenants(gateway.store)] == [False, False]
+    assert [line["event"] for line in gateway.lines] == ["reload_refused"]
 
 
 async def test_a_file_that_is_gone_changes_nothing(reloader: Reloader) -> None:
     """An editor replaces files; between two moments there is none."""
     with pytest.raises(Refusal, match="cannot be read"):
-        await reload(reloader.house.gateway.context)
+        await reload(reloader.gateway.gateway.context)
 
 
 async def test_what_needs_a_restart_is_said(reloader: Reloader) -> None:
@@ -166,21 +168,23 @@ async def test_what_needs_a_restart_is_said(reloader: Reloader) -> None:
 
 async def test_an_administrator_reloads_over_http(reloader: Reloader) -> None:
     """Where signals are hard to send: from another container."""
-    admin = Admin(reloader.house)
+    admin = Admin(reloader.gateway)
     await reloader.write(EVE)
     good = await admin.ask("POST", "/admin/v1/reload")
     await reloader.write("x")
     bad = await admin.ask("POST", "/admin/v1/reload")
-    tenants = await admin.ask("POST", "/admin/v1/reload", key=reloader.house.keys["ada"])
+    tenants = await admin.ask("POST", "/admin/v1/reload", key=reloader.gateway.keys["ada"])
 
     assert good[1]["tenants"] == [{"tenant": "eve", "what": "created"}]
     assert (bad[0], bad[1]["error"]["code"]) == (409, "bad_config")
     assert tenants[0] == 403
 
 
-async def test_at_the_start_too_a_file_without_tenants_changes_nothing(house: House) -> None:
+async def test_at_the_start_too_a_file_without_tenants_changes_nothing(
+    gateway: GatewayFixture,
+) -> None:
     """And one with some is made so before the first request."""
-    changes = await declare(house.gateway.context, Config())
+    changes = await declare(gateway.gateway.context, Config())
 
     assert changes == []
 
@@ -200,16 +204,16 @@ async def test_sighup_reloads_and_does_not_end_the_process(tmp_path: Path) -> No
         "from gateway.config import load_config\n"
         "async def main():\n"
         "    folder = Path(sys.argv[1])\n"
-        "    house = House(prepared(folder / 'model'), folder)\n"
-        "    await house.open()\n"
+        "    gateway = House(prepared(folder / 'model'), folder)\n"
+        "    await gateway.open()\n"
         "    file = folder / 't.toml'\n"
-        "    house.gateway.context.read_config = lambda: load_config(file, {}, {})[0]\n"
+        "    gateway.gateway.context.read_config = lambda: load_config(file, {}, {})[0]\n"
         "    loop = asyncio.get_running_loop()\n"
-        "    loop.add_signal_handler(signal.SIGHUP, house.gateway.reload_soon)\n"
+        "    loop.add_signal_handler(signal.SIGHUP, gateway.gateway.reload_soon)\n"
         "    print('ready', flush=True)\n"
-        "    await house.until(lambda: any(l['event'] == 'reloaded' for l in house.lines))\n"
-        "    print(house.lines[0]['tenant'], flush=True)\n"
-        "    await house.close()\n"
+        "    await gateway.until(lambda: any(l['event'] == 'reloaded' for l in gateway.lines))\n"
+        "    print(gateway.lines[0]['tenant'], flush=True)\n"
+        "    await gateway.close()\n"
         "asyncio.run(main())\n"
     )
     await asyncio.to_thread((tmp_path / "model").mkdir)
@@ -226,20 +230,20 @@ async def test_sighup_reloads_and_does_not_end_the_process(tmp_path: Path) -> No
 
 async def test_declared_scopes_are_made_so_without_a_restart(reloader: Reloader) -> None:
     """Members share from the next request, and go on alone once the file says so."""
-    house = reloader.house
+    gateway = reloader.gateway
     text = '[[tenancy.shared_scopes]]\nname = "ours"\nowner = "ada"\nmembers = ["ada", "bob"]\n'
     made = await reloader(text)
-    shared = house.gateway.context.registry.authenticate(house.keys["bob"]).scope
+    shared = gateway.gateway.context.registry.authenticate(gateway.keys["bob"]).scope
     silent = await reloader("")
     removed = await reloader("[tenancy]\nshared_scopes = []\n")
-    alone = house.gateway.context.registry.authenticate(house.keys["bob"]).scope
+    alone = gateway.gateway.context.registry.authenticate(gateway.keys["bob"]).scope
 
-    assert made == Reloaded((), (), (ScopeChange("ours", "created"),))
+    assert made == ReloadResult((), (), (ScopeChange("ours", "created"),))
     assert shared is not None
-    assert silent == Reloaded((), ())
-    assert removed == Reloaded((), (), (ScopeChange("ours", "removed"),))
+    assert silent == ReloadResult((), ())
+    assert removed == ReloadResult((), (), (ScopeChange("ours", "removed"),))
     assert alone is None
-    assert [line["what"] for line in house.lines if line["event"] == "scope_declared"] == [
+    assert [line["what"] for line in gateway.lines if line["event"] == "scope_declared"] == [
         "created",
         "removed",
     ]
@@ -253,39 +257,39 @@ def keyed(key: str, terms: str = "") -> str:
     return f'{ADA}[[tenants.keys]]\nlabel = "web"\nsha256 = "{digest_of(key).hex()}"\n{terms}'
 
 
-async def chat(house: House, key: str) -> int | str:
+async def chat(gateway: GatewayFixture, key: str) -> int | str:
     """200, or why not."""
     headers = {"Authorization": f"Bearer {key}"}
-    status, body, _ = await house.ask(body=house.chat(), who=None, headers=headers)
+    status, body, _ = await gateway.ask(body=gateway.chat(), who=None, headers=headers)
     return status if status == 200 else str(body["error"]["code"])
 
 
 async def test_declared_keys_open_change_and_end_without_a_restart(reloader: Reloader) -> None:
     """With the next request; the log says which, by number."""
-    house = reloader.house
+    gateway = reloader.gateway
     made = await reloader(keyed(WEB))
-    opened = await chat(house, WEB)
+    opened = await chat(gateway, WEB)
     await reloader(keyed(WEB, 'scopes = ["usage"]\n'))
-    narrowed = await chat(house, WEB)
+    narrowed = await chat(gateway, WEB)
     await reloader(keyed(NEW))
-    replaced = await chat(house, WEB), await chat(house, NEW)
+    replaced = await chat(gateway, WEB), await chat(gateway, NEW)
     same = await reloader(keyed(NEW))
     await reloader(ADA)
-    ended = await chat(house, NEW), await chat(house, house.keys["ada"])
+    ended = await chat(gateway, NEW), await chat(gateway, gateway.keys["ada"])
 
     assert made.keys == (KeyChange("ada", "web", 3, "created"),)
     assert (opened, narrowed) == (200, "scope_missing")
     assert replaced == ("invalid_api_key", 200)
-    assert same == Reloaded((), ())
+    assert same == ReloadResult((), ())
     assert ended == ("invalid_api_key", 200)
     assert [
-        (line["key_id"], line["what"]) for line in house.lines if line["event"] == "key_declared"
+        (line["key_id"], line["what"]) for line in gateway.lines if line["event"] == "key_declared"
     ] == [(3, "created"), (3, "changed"), (4, "replaced"), (4, "revoked")]
 
 
 async def test_a_key_that_is_declared_by_its_file_follows_the_file(reloader: Reloader) -> None:
     """As a secret is mounted and renewed; one that others may read changes nothing."""
-    house, secret = reloader.house, reloader.file.with_name("secret")
+    gateway, secret = reloader.gateway, reloader.file.with_name("secret")
     text = f'{ADA}[[tenants.keys]]\nlabel = "web"\nfile = "{secret}"\n'
 
     def mount(key: str, mode: int) -> None:
@@ -294,39 +298,39 @@ async def test_a_key_that_is_declared_by_its_file_follows_the_file(reloader: Rel
 
     await asyncio.to_thread(mount, WEB, 0o600)
     await reloader(text)
-    opened = await chat(house, WEB)
+    opened = await chat(gateway, WEB)
     await asyncio.to_thread(mount, NEW, 0o644)
     with pytest.raises(Refusal, match="chmod 600"):
         await reloader(text + EVE)
-    kept = await chat(house, WEB), await chat(house, NEW)
+    kept = await chat(gateway, WEB), await chat(gateway, NEW)
     await asyncio.to_thread(secret.chmod, 0o600)
     await reloader(text)
-    renewed = await chat(house, WEB), await chat(house, NEW)
+    renewed = await chat(gateway, WEB), await chat(gateway, NEW)
 
     assert (opened, kept, renewed) == (
         200,
         (200, "invalid_api_key"),
         ("invalid_api_key", 200),
     )
-    assert "eve" not in [tenant.name for tenant, _ in list_tenants(house.store)]
+    assert "eve" not in [tenant.name for tenant, _ in list_tenants(gateway.store)]
 
 
 async def test_a_key_that_cannot_be_leaves_what_runs(reloader: Reloader) -> None:
     """Another's digest, and no tenant of the same file is made."""
-    house = reloader.house
+    gateway = reloader.gateway
     await reloader(keyed(WEB))
     with pytest.raises(Refusal, match="Nothing was changed: ada: key 'web': it is key 2 of bob"):
-        await reloader(keyed(house.keys["bob"]) + EVE)
+        await reloader(keyed(gateway.keys["bob"]) + EVE)
 
-    assert (await chat(house, WEB), await chat(house, house.keys["bob"])) == (200, 200)
-    assert "eve" not in [tenant.name for tenant, _ in list_tenants(house.store)]
+    assert (await chat(gateway, WEB), await chat(gateway, gateway.keys["bob"])) == (200, 200)
+    assert "eve" not in [tenant.name for tenant, _ in list_tenants(gateway.store)]
 
 
 async def test_an_administrator_sees_a_declared_key_and_cannot_change_it(
     reloader: Reloader,
 ) -> None:
     """409 for all three; the file says what it is."""
-    admin = Admin(reloader.house)
+    admin = Admin(reloader.gateway)
     await reloader.write(keyed(WEB))
     _, made = await admin.ask("POST", "/admin/v1/reload")
     (key_id,) = [one["key_id"] for one in made["keys"]]
@@ -343,4 +347,4 @@ async def test_an_administrator_sees_a_declared_key_and_cannot_change_it(
     assert [(status, body["error"]["code"]) for status, body in answers] == [
         (409, "key_declared")
     ] * 3
-    assert await chat(reloader.house, WEB) == 200
+    assert await chat(reloader.gateway, WEB) == 200

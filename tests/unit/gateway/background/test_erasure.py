@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from engine.api import NamespaceStats, Retention
 from engine.errors import EngineUnavailable
-from gateway.background.erasure import Target, entries_of, erase, holdings
+from gateway.background.erasure import ErasureTarget, entries_of, erase, holdings
 from gateway.caching.namespaces import namespace_of, parts_of
 from gateway.errors import Refusal
 from tenancy.accounts.erasure_receipts import digest_of, list_receipts
 from tenancy.types import CachePolicy, Identity, Tenant
-from tests.unit.gateway.gateway_fixture import House
+from tests.unit.gateway.gateway_fixture import GatewayFixture
 
 LONG = "Once upon a time there was a cache that forgot nothing, until it was told to. " * 2
 WORDS = st.text(string.ascii_lowercase + string.digits + "._-", min_size=1, max_size=12)
@@ -33,156 +33,160 @@ def test_a_namespace_tells_whose_it_is(tenant_id: int, workspace: str, partition
     namespace = namespace_of(whose(tenant_id, workspace), "model", "template", partition)
 
     assert parts_of(namespace)[:2] == (str(tenant_id), workspace)
-    assert Target(tenant_id, 1, workspace).covers(namespace)
-    assert Target(tenant_id, 1).covers(namespace)
-    assert not Target(tenant_id + 1, 1).covers(namespace)
-    assert not Target(tenant_id, 1, workspace + "x").covers(namespace)
+    assert ErasureTarget(tenant_id, 1, workspace).covers(namespace)
+    assert ErasureTarget(tenant_id, 1).covers(namespace)
+    assert not ErasureTarget(tenant_id + 1, 1).covers(namespace)
+    assert not ErasureTarget(tenant_id, 1, workspace + "x").covers(namespace)
 
 
 @pytest.mark.parametrize("namespace", [b"", b"x", b"\0\0\0\x05ada", b"\0\0\0\x011", bytes(20)])
 def test_a_namespace_that_is_not_ours_is_nobodys(namespace: bytes) -> None:
     """An engine that serves others too shows them; they are not a tenant's."""
     assert holdings([NamespaceStats(namespace, 1, 0, 0, 0)]) == []
-    assert not Target(1, 1).covers(namespace)
+    assert not ErasureTarget(1, 1).covers(namespace)
 
 
-async def test_what_was_erased_is_computed_again(house: House) -> None:
+async def test_what_was_erased_is_computed_again(gateway: GatewayFixture) -> None:
     """And only what was: a neighbour with the same words still finds its own."""
     for who in ("ada", "bob", "ada"):
-        await house.ask(body=house.chat(LONG), who=who)
-    receipt = await erase(house.gateway.context, Target(1, 7))
+        await gateway.ask(body=gateway.chat(LONG), who=who)
+    receipt = await erase(gateway.gateway.context, ErasureTarget(1, 7))
     for who in ("ada", "bob"):
-        await house.ask(body=house.chat(LONG), who=who)
-    cached = [row[2] for row in house.entries()]
+        await gateway.ask(body=gateway.chat(LONG), who=who)
+    cached = [row[2] for row in gateway.entries()]
 
     assert receipt.blocks > 0
     assert cached[2] > 0
     assert cached[3] == 0
     assert cached[4] == cached[2]
-    await house.check_quiet()
+    await gateway.check_quiet()
 
 
-async def test_an_erasure_leaves_a_receipt(house: House) -> None:
+async def test_an_erasure_leaves_a_receipt(gateway: GatewayFixture) -> None:
     """Who asked, when, how much, and a digest of which namespaces; no name of any."""
-    await house.ask(body=house.chat(LONG))
-    stats = await house.quiet()
-    names = [one.namespace for one in house.engine.namespaces]
-    receipt = await erase(house.gateway.context, Target(1, 7, "default"))
+    await gateway.ask(body=gateway.chat(LONG))
+    stats = await gateway.quiet()
+    names = [one.namespace for one in gateway.engine.namespaces]
+    receipt = await erase(gateway.gateway.context, ErasureTarget(1, 7, "default"))
 
     assert (receipt.tenant_id, receipt.key_id, receipt.what) == (1, 7, "workspace default")
     assert (receipt.namespaces, receipt.namespace_digest) == (1, digest_of(names))
     assert receipt.blocks == stats.cached_blocks
-    assert list_receipts(house.store, 1) == [receipt]
-    assert [line["receipt"] for line in house.lines if line["event"] == "cache_erased"] == [
+    assert list_receipts(gateway.store, 1) == [receipt]
+    assert [line["receipt"] for line in gateway.lines if line["event"] == "cache_erased"] == [
         receipt.receipt_id
     ]
 
 
-async def test_an_erasure_of_nothing_is_done_at_once(house: House) -> None:
+async def test_an_erasure_of_nothing_is_done_at_once(gateway: GatewayFixture) -> None:
     """It is what was asked for: there is nothing left."""
-    receipt = await erase(house.gateway.context, Target(2, 7))
+    receipt = await erase(gateway.gateway.context, ErasureTarget(2, 7))
 
     assert (receipt.blocks, receipt.namespaces) == (0, 0)
 
 
-async def test_a_running_answer_ends_well_and_its_blocks_are_freed_then(house: House) -> None:
+async def test_a_running_answer_ends_well_and_its_blocks_are_freed_then(
+    gateway: GatewayFixture,
+) -> None:
     """What it reads is in use; nobody finds it any more."""
-    await house.ask(body=house.chat(LONG))
-    house.runner.hold_after(2)
-    running = asyncio.create_task(house.ask(body=house.chat(LONG)))
-    await house.until(lambda: bool(house.gateway.context.running))
-    erasing = asyncio.create_task(erase(house.gateway.context, Target(1, 7)))
-    house.runner.release()
+    await gateway.ask(body=gateway.chat(LONG))
+    gateway.runner.hold_after(2)
+    running = asyncio.create_task(gateway.ask(body=gateway.chat(LONG)))
+    await gateway.until(lambda: bool(gateway.gateway.context.running))
+    erasing = asyncio.create_task(erase(gateway.gateway.context, ErasureTarget(1, 7)))
+    gateway.runner.release()
     status, _, _ = await running
     await erasing
-    await erase(house.gateway.context, Target(1, 7))
+    await erase(gateway.gateway.context, ErasureTarget(1, 7))
 
-    stats = await house.quiet()
+    stats = await gateway.quiet()
     assert status == 200
     assert stats.free_blocks == stats.blocks
 
 
-async def test_an_erasure_goes_to_its_end_without_who_asked(house: House) -> None:
+async def test_an_erasure_goes_to_its_end_without_who_asked(gateway: GatewayFixture) -> None:
     """A connection that breaks off must not leave a cache half erased and no receipt."""
-    await house.ask(body=house.chat(LONG))
-    asking = asyncio.create_task(erase(house.gateway.context, Target(1, 7)))
+    await gateway.ask(body=gateway.chat(LONG))
+    asking = asyncio.create_task(erase(gateway.gateway.context, ErasureTarget(1, 7)))
     await asyncio.sleep(0)
     asking.cancel()
     with pytest.raises(asyncio.CancelledError):
         await asking
-    await house.gateway.context.finish_background()
+    await gateway.gateway.context.finish_background()
 
-    assert len(list_receipts(house.store, 1)) == 1
-    assert (await house.quiet()).cached_blocks == 0
+    assert len(list_receipts(gateway.store, 1)) == 1
+    assert (await gateway.quiet()).cached_blocks == 0
 
 
-async def test_cached_contents_end_with_the_cache(house: House) -> None:
+async def test_cached_contents_end_with_the_cache(gateway: GatewayFixture) -> None:
     """They are kept words, by whatever name."""
     content = {"role": "user", "parts": [{"text": LONG * 3}]}
-    body = {"model": f"models/{house.model}", "contents": [content], "ttl": "600s"}
-    headers = {"x-goog-api-key": house.keys["ada"]}
+    body = {"model": f"models/{gateway.model}", "contents": [content], "ttl": "600s"}
+    headers = {"x-goog-api-key": gateway.keys["ada"]}
     path = "/v1beta/cachedContents"
-    made, created, _ = await house.ask(path, body, who=None, headers=headers)
-    await erase(house.gateway.context, Target(1, 7, "default"))
-    _, listed, _ = await house.ask(path, method="GET", who=None, headers=headers)
+    made, created, _ = await gateway.ask(path, body, who=None, headers=headers)
+    await erase(gateway.gateway.context, ErasureTarget(1, 7, "default"))
+    _, listed, _ = await gateway.ask(path, method="GET", who=None, headers=headers)
 
     assert made == 200, created
     assert listed == {}
-    assert house.store.query("select count(*) from cached_contents where content is not null") == [
-        (0,)
-    ]
+    assert gateway.store.query(
+        "select count(*) from cached_contents where content is not null"
+    ) == [(0,)]
 
 
-async def test_without_an_engine_nothing_is_said_to_be_erased(house: House) -> None:
+async def test_without_an_engine_nothing_is_said_to_be_erased(gateway: GatewayFixture) -> None:
     """No receipt for what nobody did."""
-    await house.engine.close()
+    await gateway.engine.close()
 
     with pytest.raises(EngineUnavailable):
-        await erase(house.gateway.context, Target(1, 7))
-    assert list_receipts(house.store, 1) == []
+        await erase(gateway.gateway.context, ErasureTarget(1, 7))
+    assert list_receipts(gateway.store, 1) == []
 
 
 @pytest.mark.parametrize("lease_id", ["", "x", "00" * 16, "' or 1=1", "é"])
-async def test_a_lease_that_is_not_there_is_not_erased(house: House, lease_id: str) -> None:
+async def test_a_lease_that_is_not_there_is_not_erased(
+    gateway: GatewayFixture, lease_id: str
+) -> None:
     """C11: a guessed id is no id, and leaves no receipt."""
-    await house.ask(body=house.chat(LONG))
+    await gateway.ask(body=gateway.chat(LONG))
 
     with pytest.raises(Refusal) as caught:
-        await erase(house.gateway.context, Target(1, 7, None, lease_id))
+        await erase(gateway.gateway.context, ErasureTarget(1, 7, None, lease_id))
     assert caught.value.code == "lease_unknown"
-    assert list_receipts(house.store, 1) == []
-    assert (await house.quiet()).cached_blocks > 0
+    assert list_receipts(gateway.store, 1) == []
+    assert (await gateway.quiet()).cached_blocks > 0
 
 
-async def test_nothing_is_agreed_with_who_asked_for_nothing(house: House) -> None:
+async def test_nothing_is_agreed_with_who_asked_for_nothing(gateway: GatewayFixture) -> None:
     """A plain request is best effort: the cache may have it, and nobody promised."""
-    await house.ask(body=house.chat(LONG))
+    await gateway.ask(body=gateway.chat(LONG))
 
-    assert all(not entry.is_promised(0.0) for entry in entries_of(house.gateway.context, 1))
+    assert all(not entry.is_promised(0.0) for entry in entries_of(gateway.gateway.context, 1))
 
 
-async def test_an_unknown_lease_takes_nothing_from_what_runs(house: House) -> None:
+async def test_an_unknown_lease_takes_nothing_from_what_runs(gateway: GatewayFixture) -> None:
     """Whoever pays for keeping what it writes has it kept, whatever else is erased beside it."""
-    await house.ask(body=house.chat())
-    await house.engine.get_stats()
-    (space,) = house.engine.namespaces
-    house.runner.hold_after(3)
-    running = asyncio.create_task(house.ask(body=house.chat("hold", max_tokens=64)))
-    await house.until(lambda: house.runner.is_held)
-    erasing = asyncio.create_task(house.engine.erase(space.namespace, lease_id="ab" * 16))
+    await gateway.ask(body=gateway.chat())
+    await gateway.engine.get_stats()
+    (space,) = gateway.engine.namespaces
+    gateway.runner.hold_after(3)
+    running = asyncio.create_task(gateway.ask(body=gateway.chat("hold", max_tokens=64)))
+    await gateway.until(lambda: gateway.runner.is_held)
+    erasing = asyncio.create_task(gateway.engine.erase(space.namespace, lease_id="ab" * 16))
     await asyncio.wait([erasing], timeout=0)
-    house.runner.release()
+    gateway.runner.release()
     await asyncio.wait([running, erasing])
-    before = (await house.quiet()).cached_blocks
-    await house.ask(body=house.chat("hold", max_tokens=64))
+    before = (await gateway.quiet()).cached_blocks
+    await gateway.ask(body=gateway.chat("hold", max_tokens=64))
 
     assert erasing.result().blocks == 0
-    assert (await house.quiet()).cached_blocks == before, "the answer had not been kept"
+    assert (await gateway.quiet()).cached_blocks == before, "the answer had not been kept"
 
 
-async def test_of_many_leases_the_latest_are_shown(house: House) -> None:
+async def test_of_many_leases_the_latest_are_shown(gateway: GatewayFixture) -> None:
     """A tenant may have twenty thousand; looking stops where there are enough."""
-    context, terms = house.gateway.context, Retention("1h", 3_600, 3_600)
+    context, terms = gateway.gateway.context, Retention("1h", 3_600, 3_600)
     for number in range(6):
         space = namespace_of(whose(1, "ab"[number % 2]), "m", "t", str(number))
         key = (space, number.to_bytes(16, "big"))

@@ -9,73 +9,75 @@ import pytest
 
 from tenancy.accounts.tenants import change_tenant
 from tests.unit.gateway.admin_client import Admin
-from tests.unit.gateway.gateway_fixture import BLOCKS, PATIENCE_S, House
+from tests.unit.gateway.gateway_fixture import BLOCKS, PATIENCE_S, GatewayFixture
 
 LONG_PROMPT = BLOCKS // 2 * 16
 """Tokens that do not fit, with one of the answer, beside floors that are as wide as can be."""
 
 
-async def floor_beyond_the_pool(house: House) -> None:
+async def floor_beyond_the_pool(gateway: GatewayFixture) -> None:
     """As a file or the command line may set it, which know no pool."""
-    change_tenant(house.store, "ada", {"floor_blocks": 10**12})
-    house.gateway.context.registry.look_again()
-    await house.ask(body=house.chat())
+    change_tenant(gateway.store, "ada", {"floor_blocks": 10**12})
+    gateway.gateway.context.registry.look_again()
+    await gateway.ask(body=gateway.chat())
 
 
 @pytest.fixture
-async def house(made: House) -> AsyncIterator[House]:
+async def gateway(unopened_gateway: GatewayFixture) -> AsyncIterator[GatewayFixture]:
     """A model whose context is the whole pool."""
-    made.context_tokens = BLOCKS * 16
-    await made.open()
-    yield made
-    await made.close()
+    unopened_gateway.context_tokens = BLOCKS * 16
+    await unopened_gateway.open()
+    yield unopened_gateway
+    await unopened_gateway.close()
 
 
-async def ask_at_length(house: House) -> tuple[int, str]:
+async def ask_at_length(gateway: GatewayFixture) -> tuple[int, str]:
     """(status, code) of bob's long request."""
-    asked = {"model": house.model, "prompt": [5] * LONG_PROMPT, "max_tokens": 1}
-    status, answer, _ = await house.ask("/v1/completions", asked, who="bob")
+    asked = {"model": gateway.model, "prompt": [5] * LONG_PROMPT, "max_tokens": 1}
+    status, answer, _ = await gateway.ask("/v1/completions", asked, who="bob")
     return status, "" if status == 200 else answer["error"]["code"]
 
 
 @pytest.mark.parametrize("change", [{"floor_blocks": 0}, {"status": "suspended"}])
 async def test_a_floor_that_is_taken_back_is_room_for_others(
-    house: House, change: dict[str, object]
+    gateway: GatewayFixture, change: dict[str, object]
 ) -> None:
     """A suspended tenant sends nothing that could tell the engine; nor may one whose floor was a
     slip of the pen be needed to mend it."""
-    admin = Admin(house)
-    await floor_beyond_the_pool(house)
-    assert await ask_at_length(house) == (400, "context_length_exceeded")
+    admin = Admin(gateway)
+    await floor_beyond_the_pool(gateway)
+    assert await ask_at_length(gateway) == (400, "context_length_exceeded")
 
     await admin.ask("PATCH", "/admin/v1/tenants/ada", change)
 
     async with asyncio.timeout(PATIENCE_S):
-        while (await ask_at_length(house))[0] != 200:
+        while (await ask_at_length(gateway))[0] != 200:
             pass
-    await house.check_quiet()
+    await gateway.check_quiet()
 
 
-async def test_whoever_is_admitted_has_room_beside_the_widest_floors(house: House) -> None:
+async def test_whoever_is_admitted_has_room_beside_the_widest_floors(
+    gateway: GatewayFixture,
+) -> None:
     """The rest of the pool is nobody's, whatever operators write."""
-    await floor_beyond_the_pool(house)
+    await floor_beyond_the_pool(gateway)
 
-    status, _, _ = await house.ask(body=house.chat("x" * 100), who="bob")
+    status, _, _ = await gateway.ask(body=gateway.chat("x" * 100), who="bob")
 
     assert status == 200
-    await house.check_quiet()
+    await gateway.check_quiet()
 
 
-async def test_a_promise_that_is_cut_is_told_with_what_bounds_it(house: House) -> None:
+async def test_a_promise_that_is_cut_is_told_with_what_bounds_it(gateway: GatewayFixture) -> None:
     """Whoever asked for it must not find out by a miss; what is written is what was granted."""
-    admin = Admin(house)
+    admin = Admin(gateway)
     await admin.ask("PATCH", "/admin/v1/tenants/ada", {"promised_blocks_max": 2})
 
     async def ask(words: str) -> tuple[int, str | None, str | None]:
         text = {"type": "text", "text": words, "cache_control": {"type": "ephemeral"}}
         messages = [{"role": "user", "content": [text]}]
-        asked = {"model": house.model, "max_tokens": 2, "messages": messages}
-        _, answer, response = await house.ask("/v1/messages", asked)
+        asked = {"model": gateway.model, "max_tokens": 2, "messages": messages}
+        _, answer, response = await gateway.ask("/v1/messages", asked)
         header = response.headers["X-Trunkline-Cache"]
         parts = dict(part.split("=") for part in header.split("; "))
         written = answer["usage"]["cache_creation_input_tokens"]
@@ -89,4 +91,4 @@ async def test_a_promise_that_is_cut_is_told_with_what_bounds_it(house: House) -
     assert told[1:] == [(0, "refused", "quota")] * 2
     assert granted[0] > 100
     assert granted[1:] == (None, None)
-    await house.check_quiet()
+    await gateway.check_quiet()

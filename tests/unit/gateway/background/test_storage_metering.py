@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from engine.api import NamespaceStats, Quota
 from engine.cache import PrefixCache
-from engine.client.namespace_stats import NamespaceBook
+from engine.client.namespace_stats import NamespaceTable
 from gateway.background.storage_metering import NANO, StorageMeter, StorageWatch, held_more
 from gateway.ledger.metering import wall_ms
 from gateway.retention_classes import BEST_EFFORT
@@ -21,7 +21,7 @@ from tenancy.ledger.transactions import StorageReading
 from tenancy.pricing.charges import RateCard, dollars
 from tenancy.pricing.rate_cards import add_card
 from tests.fakes import FakeClock
-from tests.unit.gateway.gateway_fixture import House
+from tests.unit.gateway.gateway_fixture import GatewayFixture
 
 
 def space(tenant: int, workspace: str = "default") -> bytes:
@@ -34,7 +34,7 @@ def holds(namespace: bytes, blocks: int, **promised: int) -> NamespaceStats:
     return NamespaceStats(namespace, blocks, 0, 0, 0, promised)
 
 
-def told(book: NamespaceBook, **blocks: int) -> NamespaceBook:
+def told(book: NamespaceTable, **blocks: int) -> NamespaceTable:
     """Blocks by tenant: `t1=5`."""
     book.add(holds(space(int(name[1:])), count) for name, count in blocks.items())
     return book
@@ -46,7 +46,7 @@ def text(words: str, **more: object) -> dict[str, object]:
 
 def test_a_reading_stands_until_the_next() -> None:
     """Five blocks of sixteen tokens for ten seconds."""
-    meter, book = StorageMeter(), NamespaceBook()
+    meter, book = StorageMeter(), NamespaceTable()
     meter.look(told(book, t1=5), 16, 0)
     meter.look(told(book, t1=1), 16, 10 * NANO)
     meter.look(told(book, t1=0), 16, 12 * NANO)
@@ -76,17 +76,17 @@ def test_promised_blocks_are_held_in_their_class() -> None:
 def test_another_engine_holds_nothing_of_what_the_last_one_held() -> None:
     """Its cache is empty until it tells otherwise; without one nobody holds anything."""
     meter = StorageMeter()
-    meter.look(told(NamespaceBook(), t1=5, t2=1), 16, 0)
-    meter.look(told(NamespaceBook(), t2=2), 16, 10 * NANO)
+    meter.look(told(NamespaceTable(), t1=5, t2=1), 16, 0)
+    meter.look(told(NamespaceTable(), t2=2), 16, 10 * NANO)
     meter.look(None, 0, 11 * NANO)
-    meter.look(told(NamespaceBook()), 16, 20 * NANO)
+    meter.look(told(NamespaceTable()), 16, 20 * NANO)
 
     assert meter.take() == {(1, BEST_EFFORT): 800, (2, BEST_EFFORT): 160 + 32}
 
 
 def test_a_meter_beside_another_misses_nothing() -> None:
     """What one has been told, the other has still to be told."""
-    book, meters = told(NamespaceBook(), t1=5), (StorageMeter(), StorageMeter())
+    book, meters = told(NamespaceTable(), t1=5), (StorageMeter(), StorageMeter())
     for now_s in (0, 10):
         for meter in meters:
             meter.look(book, 16, now_s * NANO)
@@ -108,7 +108,7 @@ def test_nothing_is_lost_between_readings(
     history: list[tuple[int, str, int, int, str]],
 ) -> None:
     """However often it is read, and whatever changed, the whole seconds add up to the whole."""
-    meter, book, now_ns = StorageMeter(), NamespaceBook(), 0
+    meter, book, now_ns = StorageMeter(), NamespaceTable(), 0
     total: Counter[tuple[int, str]] = Counter()
     taken: Counter[tuple[int, str]] = Counter()
     present: dict[int, tuple[str, int]] = {}
@@ -118,7 +118,7 @@ def test_nothing_is_lost_between_readings(
         for owner, (name, count) in present.items():
             total[owner, name or BEST_EFFORT] += count * 16 * pause_ns
         if what == "restart":
-            book, present = NamespaceBook(), {}
+            book, present = NamespaceTable(), {}
         present[tenant] = (kind, blocks)
         book.add([holds(space(tenant), blocks, **({kind: blocks} if kind else {}))])
         meter.look(book, 16, now_ns)
@@ -148,30 +148,30 @@ def test_the_tenants_sum_is_what_the_pool_has_in_use(prompts: list[tuple[int, li
     assert sum(seen.values()) == 4 * (used.blocks - used.free)
 
 
-async def test_what_is_held_for_an_hour_is_charged_as_such(house: House) -> None:
+async def test_what_is_held_for_an_hour_is_charged_as_such(gateway: GatewayFixture) -> None:
     """From the mark in a request to the cost row: a price for a class finds what it is for."""
-    context, clock = house.gateway.context, FakeClock()
-    card = add_card(house.store, wall_ms, RateCard("list", storage={"1h": 20_000}))
+    context, clock = gateway.gateway.context, FakeClock()
+    card = add_card(gateway.store, wall_ms, RateCard("list", storage={"1h": 20_000}))
     hour = {"type": "ephemeral", "ttl": "1h"}
     messages = [{"role": "user", "content": [text("word " * 40, cache_control=hour)]}]
-    asked = {"model": house.model, "max_tokens": 2, "messages": messages}
-    status, _, _ = await house.ask("/v1/messages", asked)
-    await house.until(lambda: context.engine.stats.cached_blocks > 0)
+    asked = {"model": gateway.model, "max_tokens": 2, "messages": messages}
+    status, _, _ = await gateway.ask("/v1/messages", asked)
+    await gateway.until(lambda: context.engine.stats.cached_blocks > 0)
     context.clock = clock
     watch = StorageWatch(context)
     await watch.close()
     clock.advance(3_600.0)
     await watch.close()
 
-    ((tokens, card_id),) = house.store.query(
+    ((tokens, card_id),) = gateway.store.query(
         "select token_seconds / 3600, rate_card_id from storage_hours where class = '1h'"
     )
-    rows = list(cost_rows(house.store, "ada", 0, None, "us"))
+    rows = list(cost_rows(gateway.store, "ada", 0, None, "us"))
     (row,) = (row for row in rows if row["ChargeDescription"] == "storage:1h")
     assert (status, card_id) == (200, card.rate_card_id)
     assert tokens >= 200
     assert row["x_BilledPico"] == tokens * 20_000
-    _, usage, _ = await house.ask("/v1/usage", method="GET")
+    _, usage, _ = await gateway.ask("/v1/usage", method="GET")
     row_told = next(one for one in usage["storage"] if one["class"] == "1h")
     assert row_told["token_seconds"] == tokens * 3_600
     assert row_told["charge_usd"] == dollars(tokens * 20_000)
@@ -179,12 +179,12 @@ async def test_what_is_held_for_an_hour_is_charged_as_such(house: House) -> None
 
 @pytest.mark.parametrize("part", ["store", "ledger"])
 async def test_what_cannot_be_written_is_written_with_the_next_reading(
-    house: House, monkeypatch: pytest.MonkeyPatch, part: str
+    gateway: GatewayFixture, monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
     """A database that is away for a moment costs nobody's token-hours, and not the meter either."""
-    context, clock = house.gateway.context, FakeClock()
-    await house.ask(body=house.chat())
-    await house.until(lambda: context.engine.stats.cached_blocks > 0)
+    context, clock = gateway.gateway.context, FakeClock()
+    await gateway.ask(body=gateway.chat())
+    await gateway.until(lambda: context.engine.stats.cached_blocks > 0)
     context.clock = clock
     watch = StorageWatch(context)
     await watch.close()
@@ -195,7 +195,7 @@ async def test_what_cannot_be_written_is_written_with_the_next_reading(
         await watch.close()
     await watch.close()
 
-    ((seconds,),) = house.store.query("select sum(token_seconds) from storage_hours")
+    ((seconds,),) = gateway.store.query("select sum(token_seconds) from storage_hours")
     assert seconds == 10 * 16 * sum(one.blocks for one in context.engine.namespaces) > 0
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from gateway.bench.client import Client, Target
+from gateway.bench.client import BenchTarget, Client
 from gateway.bench.workloads import Figure, Sizes
 from tests.fakes import FakeClock
 
@@ -122,7 +122,7 @@ async def client_of(
     handler: Handler, clock: FakeClock, keys: tuple[str, ...] = ("",)
 ) -> AsyncIterator[Client]:
     async with served(handler) as url, aiohttp.ClientSession() as session:
-        yield Client(session, Target(url, "scripted", keys), clock)
+        yield Client(session, BenchTarget(url, "scripted", keys), clock)
 
 
 def values(figures: list[Figure]) -> dict[str, float]:

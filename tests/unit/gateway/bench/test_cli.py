@@ -20,7 +20,7 @@ from gateway.bench.cli import (
 )
 from gateway.bench.client import BenchError
 from tests.unit.gateway.bench.scripted_endpoint import MOONCAKE, SMALL, served, written
-from tests.unit.gateway.gateway_fixture import House
+from tests.unit.gateway.gateway_fixture import GatewayFixture
 
 
 def ignore(_: str) -> None:
@@ -38,18 +38,20 @@ def bench(folder: Path, say: Callable[[str], None], *arguments: str) -> Report:
     return run_bench(parsed(add_bench_arguments, *arguments), "", folder, say, SMALL)
 
 
-async def test_the_command_measures_our_own_gateway(house: House, tmp_path: Path) -> None:
+async def test_the_command_measures_our_own_gateway(
+    gateway: GatewayFixture, tmp_path: Path
+) -> None:
     """Every workload over HTTP against the real gateway, with the fake runner underneath: its hits
     are its own."""
     said: list[str] = []
-    keys = [f"--key={key}" for key in house.keys.values()]
+    keys = [f"--key={key}" for key in gateway.keys.values()]
 
     report = await asyncio.to_thread(
-        bench, tmp_path, said.append, "--url", house.url + "/v1", "--text", "--repeats=2", *keys
+        bench, tmp_path, said.append, "--url", gateway.url + "/v1", "--text", "--repeats=2", *keys
     )
 
     found = {(row.workload, row.figure): row for row in report.rows}
-    assert report.model == house.card.name
+    assert report.model == gateway.card.name
     assert found["a", "cold"].runs == 2
     assert found["a", "shared + new hit ratio"].median > 50
     assert found["e", "later turns hit ratio"].median > 50
@@ -57,12 +59,12 @@ async def test_the_command_measures_our_own_gateway(house: House, tmp_path: Path
     assert json.loads(report.json())["machine"]["cores"] >= 1
 
 
-async def test_the_command_replays_a_trace(house: House, tmp_path: Path) -> None:
+async def test_the_command_replays_a_trace(gateway: GatewayFixture, tmp_path: Path) -> None:
     """From the file to the table."""
 
     def command() -> Report:
         path = written(tmp_path, "m.jsonl", MOONCAKE)
-        url, key = house.url + "/v1", house.keys["ada"]
+        url, key = gateway.url + "/v1", gateway.keys["ada"]
         more = ("--text", "--key", key, "--context", "60", "--speed", "50")
         options = parsed(add_replay_arguments, str(path), "--url", url, *more)
         return run_replay(options, "", tmp_path, ignore)

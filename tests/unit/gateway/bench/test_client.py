@@ -9,7 +9,7 @@ from aiohttp import web
 
 from gateway.bench.client import BenchError
 from gateway.bench.memory import MemoryWatch
-from gateway.bench.prompts import Prompts, joined
+from gateway.bench.prompts import PromptMaker, joined
 from gateway.bench.report import rows, table
 from gateway.bench.workloads import WORKLOADS, Figure, percentile
 from tests.fakes import FakeClock
@@ -132,7 +132,7 @@ async def test_every_workload_brings_figures_that_can_be(name: str) -> None:
     """Each letter runs against a plain endpoint, and names each of its figures once."""
     clock = WatchedClock()
     async with client_of(Endpoint(clock).answer, clock) as client:
-        figures = await WORKLOADS[name](client, Prompts(1), SMALL)
+        figures = await WORKLOADS[name](client, PromptMaker(1), SMALL)
 
     assert len({figure.name for figure in figures}) == len(figures)
     assert all(figure.value >= 0 for figure in figures)
@@ -142,7 +142,7 @@ async def test_a_perfect_cache_computes_each_token_once() -> None:
     """The figure that says whether anything was computed twice, on an endpoint that never does."""
     clock = WatchedClock()
     async with client_of(Endpoint(clock).answer, clock) as client:
-        found = values(await WORKLOADS["c"](client, Prompts(1), SMALL))
+        found = values(await WORKLOADS["c"](client, PromptMaker(1), SMALL))
 
     assert found["cold computed / unique tokens"] == pytest.approx(1.0)
     assert found["cold hit ratio"] == pytest.approx(100 * 3 * 32 / (4 * 40))
@@ -154,7 +154,7 @@ async def test_without_a_cache_every_prompt_is_computed() -> None:
     endpoint = Endpoint(clock)
     endpoint.remembers = False
     async with client_of(endpoint.answer, clock) as client:
-        found = values(await WORKLOADS["c"](client, Prompts(1), SMALL))
+        found = values(await WORKLOADS["c"](client, PromptMaker(1), SMALL))
 
     assert found["cold computed / unique tokens"] == pytest.approx(4 * 40 / (32 + 4 * 8))
     assert found["cold hit ratio"] == 0
@@ -166,7 +166,7 @@ async def test_an_endpoint_that_hides_its_hits_gets_no_hit_ratio() -> None:
     endpoint = Endpoint(clock)
     endpoint.reports_hits = False
     async with client_of(endpoint.answer, clock) as client:
-        found = values(await WORKLOADS["c"](client, Prompts(1), SMALL))
+        found = values(await WORKLOADS["c"](client, PromptMaker(1), SMALL))
 
     assert not [name for name in found if "hit" in name or "unique" in name]
 
@@ -176,7 +176,7 @@ async def test_tenants_share_nothing_but_the_endpoint() -> None:
     clock = WatchedClock()
     endpoint = Endpoint(clock)
     async with client_of(endpoint.answer, clock, keys=("one", "two")) as client:
-        await WORKLOADS["d"](client, Prompts(1), SMALL)
+        await WORKLOADS["d"](client, PromptMaker(1), SMALL)
 
     systems: dict[str, set[tuple[int, ...]]] = {}
     for key, body in zip(endpoint.keys, endpoint.bodies, strict=True):
@@ -193,7 +193,7 @@ async def test_each_turn_of_a_conversation_carries_what_was_answered() -> None:
     clock = WatchedClock()
     endpoint = Endpoint(clock)
     async with client_of(endpoint.answer, clock) as client:
-        await WORKLOADS["e"](client, Prompts(1), SMALL)
+        await WORKLOADS["e"](client, PromptMaker(1), SMALL)
 
     longest = max((body["messages"] for body in endpoint.bodies), key=len)
     roles = [message["role"] for message in longest]
@@ -203,14 +203,14 @@ async def test_each_turn_of_a_conversation_carries_what_was_answered() -> None:
 
 def test_prompts_are_those_of_their_seed_and_of_the_length_asked() -> None:
     """Two machines measure the same; two runs of one bench never meet each other's cache."""
-    one, two, other = Prompts("0/a/1"), Prompts("0/a/1"), Prompts("0/a/2")
+    one, two, other = PromptMaker("0/a/1"), PromptMaker("0/a/1"), PromptMaker("0/a/2")
 
     first = one.make(100)
     assert first == two.make(100)
     assert first != one.make(100)
     assert first != other.make(100)
     assert len(joined(first, one.make(7))) == 107
-    assert len(str(Prompts(1, in_text=True).make(50)).split()) == 50
+    assert len(str(PromptMaker(1, in_text=True).make(50)).split()) == 50
 
 
 @pytest.mark.parametrize(

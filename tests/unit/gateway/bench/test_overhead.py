@@ -19,13 +19,13 @@ from engine.config import EngineConfig
 from engine.model_store import ModelCard
 from gateway.bench.cli import add_bench_arguments, run_gateway_bench
 from gateway.bench.client import BenchError
-from gateway.bench.load import Found, Load, run
+from gateway.bench.load import Load, LoadResult, run
 from gateway.bench.null_gateway import NULL_ENGINE, Ready, config_of, make_key, without_books
-from gateway.bench.null_gateway import Settings as GatewaySettings
+from gateway.bench.null_gateway import NullGatewaySettings as GatewaySettings
 from gateway.bench.overhead import (
     Line,
     Overhead,
-    Run,
+    OverheadRun,
     Server,
     books_of,
     child,
@@ -35,7 +35,7 @@ from gateway.bench.overhead import (
 )
 from gateway.bench.processor_time import processor_s
 from tenancy.storage.sqlite import SqliteStore
-from tests.unit.gateway.gateway_fixture import House
+from tests.unit.gateway.gateway_fixture import GatewayFixture
 
 
 @pytest.fixture(autouse=True)
@@ -260,7 +260,7 @@ def test_streams_come_as_a_thousand_a_second_or_at_the_pace_of_a_model() -> None
 
 def test_figures_are_told_from_what_was_counted() -> None:
     """By hand, once: half a second, ten answers of four tokens, 0.1 s of processor time."""
-    run = Run(Found(0.5, [0.002] * 9 + [0.010], [0.001] * 10, 30, 0.25), 0.1, 0.05)
+    run = OverheadRun(LoadResult(0.5, [0.002] * 9 + [0.010], [0.001] * 10, 30, 0.25), 0.1, 0.05)
 
     whole = summed_up(run, Load(1, 0.5))
     stream = summed_up(run, Load(1, 0.5, is_stream=True))
@@ -273,24 +273,24 @@ def test_figures_are_told_from_what_was_counted() -> None:
 
 def test_turns_are_joined_by_their_lengths() -> None:
     """A machine that slowed down in one of them did so for both servers."""
-    one = Run(Found(1.0, [0.002], [0.001], 3, 0.25), 0.5, 0.1)
-    two = Run(Found(3.0, [0.004] * 2, [0.003] * 2, 5, 0.75), 1.0, 0.3)
+    one = OverheadRun(LoadResult(1.0, [0.002], [0.001], 3, 0.25), 0.5, 0.1)
+    two = OverheadRun(LoadResult(3.0, [0.004] * 2, [0.003] * 2, 5, 0.75), 1.0, 0.3)
 
     both = joined([one, two])
 
-    assert both.found == Found(4.0, [0.002, 0.004, 0.004], [0.001, 0.003, 0.003], 8, 0.625)
+    assert both.found == LoadResult(4.0, [0.002, 0.004, 0.004], [0.001, 0.003, 0.003], 8, 0.625)
     assert (both.cpu_s, both.writer_s) == (1.5, 0.4)
 
 
-def server(found: Found, cpu_s: float) -> Server:
+def server(found: LoadResult, cpu_s: float) -> Server:
     """Under a second of one client."""
-    return summed_up(Run(found, cpu_s), Load(1, 1.0))
+    return summed_up(OverheadRun(found, cpu_s), Load(1, 1.0))
 
 
 def test_the_table_says_what_the_gateway_adds() -> None:
     """Differences and ratios are what carries over to another machine."""
-    mock = server(Found(1.0, [0.001] * 100, [], 0, 0.2), 0.5)
-    ours = server(Found(1.0, [0.003] * 25, [], 0, 0.1), 0.9)
+    mock = server(LoadResult(1.0, [0.001] * 100, [], 0, 0.2), 0.5)
+    ours = server(LoadResult(1.0, [0.003] * 25, [], 0, 0.1), 0.9)
     line = Line("unary", 1, mock, ours)
     where = {"cpu": "a processor", "cores": 2, "system": "a system", "commit": "abc"}
 
@@ -312,9 +312,9 @@ def test_the_table_says_what_the_gateway_adds() -> None:
 def test_what_the_books_take_is_told_where_it_was_measured() -> None:
     """By hand: half, a fifth and no fewer answers in three turns; else there is no such column."""
     load = Load(1, 1.0)
-    ours = [Run(Found(1.0, [0.003] * n, [], 0, 0.1), 0.8) for n in (25, 40, 50)]
-    bare = [Run(Found(1.0, [0.002] * 50, [], 0, 0.1), 0.8)] * 3
-    both = (server(Found(1.0, [0.001] * 100, [], 0, 0.2), 0.5), summed_up(ours[0], load))
+    ours = [OverheadRun(LoadResult(1.0, [0.003] * n, [], 0, 0.1), 0.8) for n in (25, 40, 50)]
+    bare = [OverheadRun(LoadResult(1.0, [0.002] * 50, [], 0, 0.1), 0.8)] * 3
+    both = (server(LoadResult(1.0, [0.001] * 100, [], 0, 0.2), 0.5), summed_up(ours[0], load))
     where = {"cpu": "a processor", "cores": 2, "system": "a system", "commit": "abc"}
     books = books_of(ours, bare, load)
     lines = [Line("unary", 1, *both), Line("unary", 1, *both, books)]
@@ -348,16 +348,16 @@ def test_a_load_that_there_is_none_of_is_refused(capsys: pytest.CaptureFixture[s
 
 
 async def test_without_books_answers_are_whole_and_nobody_has_written_them_down(
-    house: House,
+    gateway: GatewayFixture,
 ) -> None:
     """What is measured then is a gateway that does all the rest."""
-    without_books(house.gateway)
-    status, answer, _ = await house.ask(body=house.chat())
+    without_books(gateway.gateway)
+    status, answer, _ = await gateway.ask(body=gateway.chat())
 
     assert status == 200
     assert answer["usage"]["completion_tokens"] == 8
-    assert house.entries() == []
-    assert (await house.gateway.context.analytics.overview())["tenants"] == []
+    assert gateway.entries() == []
+    assert (await gateway.gateway.context.analytics.overview())["tenants"] == []
 
 
 def test_a_disk_that_cannot_be_written_is_told(tmp_path: Path) -> None:

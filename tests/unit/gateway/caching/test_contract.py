@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from engine.api import LeaseGrant, Retention, Usage
-from gateway.caching import Contract, Contracts, Scope
+from gateway.caching import CacheScope, Contract, Contracts
 from gateway.dialects.canonical import (
     Boundary,
     CacheAsk,
     Call,
-    Generation,
+    GenerationParameters,
     Prompt,
     Rendered,
     UsageRecord,
@@ -28,7 +28,7 @@ from gateway.errors import Refusal
 from gateway.retention_classes import CacheProfile, CachingConfig
 from tests.fakes import FakeClock
 
-SCOPE = Scope(b"ns", 1, "1/default")
+SCOPE = CacheScope(b"ns", 1, "1/default")
 ANTHROPIC = CacheAsk(profile="anthropic")
 Outcome = Literal["granted", "clipped", "refused"]
 
@@ -57,7 +57,7 @@ class World:
             Boundary(10 * n, f"m[{n}]", marks.get(n), ends_message=True)
             for n in range(1, len(words) + 1)
         ]
-        call = Call("m", (Prompt(),), Generation(), cache=ask)
+        call = Call("m", (Prompt(),), GenerationParameters(), cache=ask)
         self.tokens = tuple(ord(word) for word in words for _ in range(10))
         rendered = Rendered(self.tokens, tuple(boundaries))
         return self.books.resolve(call, rendered, more.pop("scope", SCOPE), **more)
@@ -410,7 +410,7 @@ def test_other_scopes_read_nothing() -> None:
     world.run("ab", {2: "5m"})
     world.there.clear()
 
-    record = world.run("ab", {2: "5m"}, scope=Scope(b"other", 2, "2/default"))
+    record = world.run("ab", {2: "5m"}, scope=CacheScope(b"other", 2, "2/default"))
 
     assert record.read == {}
 

@@ -9,13 +9,13 @@ import pytest
 from msgspec.structs import replace
 
 from engine.api import LeaseGrant
-from gateway.caching import Contract, Contracts, Origin, Scope
-from gateway.caching.miss_diagnosis import Words
+from gateway.caching import CacheScope, Contract, Contracts, Origin
+from gateway.caching.miss_diagnosis import PromptDigests
 from gateway.dialects.canonical import (
     Boundary,
     CacheAsk,
     Call,
-    Generation,
+    GenerationParameters,
     Prompt,
     Rendered,
     Segment,
@@ -24,11 +24,11 @@ from gateway.dialects.canonical import (
 from gateway.retention_classes import CachingConfig
 from tests.fakes import FakeClock
 
-HERE = Scope(b"1/a/m/t/", 1, "1/a", origin=Origin(1, "m", "t"))
+HERE = CacheScope(b"1/a/m/t/", 1, "1/a", origin=Origin(1, "m", "t"))
 SALTED = replace(HERE, namespace=b"1/a/m/t/salt")
 OTHER_TEMPLATE = replace(HERE, namespace=b"1/a/m/t2/", origin=Origin(1, "m", "t2"))
 OTHER_MODEL = replace(HERE, namespace=b"1/a/m2/t2/", origin=Origin(1, "m2", "t2"))
-STRANGER = Scope(b"2/a/m/t/", 2, "2/a", origin=Origin(2, "m", "t"))
+STRANGER = CacheScope(b"2/a/m/t/", 2, "2/a", origin=Origin(2, "m", "t"))
 
 
 class World:
@@ -45,7 +45,7 @@ class World:
             lambda: self.epoch,
         )
 
-    def resolve(self, words: str, scope: Scope, retention: str = "5m") -> Contract:
+    def resolve(self, words: str, scope: CacheScope, retention: str = "5m") -> Contract:
         """A message a word, marked at the end."""
         parts = words.split()
         segments = tuple(Segment("user", part, f"m[{n}]") for n, part in enumerate(parts))
@@ -55,10 +55,12 @@ class World:
         first = crc32(f"{scope.origin.template} {words}".encode()) >> 1
         tokens = tuple(first + n for n in range(each * len(parts)))
         ask = CacheAsk(profile="anthropic")
-        call = Call("m", (Prompt(segments),), Generation(), cache=ask)
+        call = Call("m", (Prompt(segments),), GenerationParameters(), cache=ask)
         return self.books.resolve(call, Rendered(tokens, tuple(marks)), scope)
 
-    def run(self, words: str, scope: Scope, retention: str = "5m", *, kept: bool = True) -> str:
+    def run(
+        self, words: str, scope: CacheScope, retention: str = "5m", *, kept: bool = True
+    ) -> str:
         """From resolving to the end; why it was not read."""
         contract = self.resolve(words, scope, retention)
         contract.begin(
@@ -87,7 +89,7 @@ class World:
         (STRANGER, "never_written"),
     ],
 )
-def test_the_same_words_written_elsewhere_are_the_cause(written: Scope, cause: str) -> None:
+def test_the_same_words_written_elsewhere_are_the_cause(written: CacheScope, cause: str) -> None:
     """Of the same tenant's alone: what a stranger wrote is as if it had never been."""
     world = World()
     world.run("a b", written)
@@ -185,7 +187,7 @@ def test_its_own_entry_that_ended_comes_first() -> None:
 def said(*segments: Segment, tools: tuple[Tool, ...] = ()) -> bytes:
     """Of a whole prompt."""
     marks = [Boundary(n + 1, "p") for n in range(len(segments) + len(tools))]
-    return Words(Prompt(segments, tools=tools), marks, ()).upto(len(marks))
+    return PromptDigests(Prompt(segments, tools=tools), marks, ()).upto(len(marks))
 
 
 def test_words_are_who_said_what_and_nothing_else() -> None:
@@ -210,11 +212,11 @@ def test_words_are_who_said_what_and_nothing_else() -> None:
 
 def test_the_segment_behind_what_was_found_is_known() -> None:
     """The first that is not there in full."""
-    words = Words(Prompt(), [Boundary(5, "a"), Boundary(9, "b"), Boundary(9, "c")], ())
+    words = PromptDigests(Prompt(), [Boundary(5, "a"), Boundary(9, "b"), Boundary(9, "c")], ())
 
     assert [words.segment_behind(tokens) for tokens in (0, 4, 5, 8, 9)] == ["a", "a", "b", "b", ""]
 
 
 def test_a_raw_prompt_has_no_words() -> None:
     """It has no parts to speak of; there is nothing to compare."""
-    assert Words(Prompt(text="hi"), [Boundary(3, "prompt")], (3,)).upto(3) == b""
+    assert PromptDigests(Prompt(text="hi"), [Boundary(3, "prompt")], (3,)).upto(3) == b""

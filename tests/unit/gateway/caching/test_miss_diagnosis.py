@@ -6,7 +6,12 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from gateway.caching.miss_diagnosis import Fingerprint, FingerprintBook, Mark, compare
+from gateway.caching.miss_diagnosis import (
+    Fingerprint,
+    FingerprintIndex,
+    RememberedBoundary,
+    compare,
+)
 from gateway.dialects.canonical import Tier
 
 TIERS: dict[str, Tier] = {"t": "tools", "s": "system", "m": "messages"}
@@ -16,7 +21,7 @@ def prompt(words: str, **more: Any) -> Fingerprint:
     """Marks of ten tokens each: `t1 s1 m1` is a tool, a system text and a message."""
     parts = words.split()
     marks = tuple(
-        Mark(part, TIERS[part[0]], 10 * (n + 1), " ".join(parts[: n + 1]).encode())
+        RememberedBoundary(part, TIERS[part[0]], 10 * (n + 1), " ".join(parts[: n + 1]).encode())
         for n, part in enumerate(parts)
     )
     return replace(Fingerprint("1/default", "m", "t", "", 10 * len(parts), marks), **more)
@@ -75,7 +80,7 @@ def test_settings_alone_leave_it_open() -> None:
 
 def test_nobody_reads_anothers_fingerprints() -> None:
     """A response id is no secret; what was in its prompt is."""
-    book = FingerprintBook(10, 60.0)
+    book = FingerprintIndex(10, 60.0)
     book.remember("id", prompt("m1"), 0.0)
 
     assert book.find("1/default", "id", 1.0) is not None
@@ -84,7 +89,7 @@ def test_nobody_reads_anothers_fingerprints() -> None:
 
 def test_fingerprints_are_few_and_short_lived() -> None:
     """They are kept for a limited time, and the oldest go first."""
-    book = FingerprintBook(2, 60.0)
+    book = FingerprintIndex(2, 60.0)
     for n in range(3):
         book.remember(f"id{n}", prompt("m1"), float(n))
 

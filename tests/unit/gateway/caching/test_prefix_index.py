@@ -10,19 +10,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.api import Retention
-from gateway.caching.prefix_index import SAYING_MAX, EntryBook, digests
+from gateway.caching.prefix_index import SAYING_MAX, PrefixIndex, digests
 
 FIVE = Retention("5m", 300, 300, "request_start")
 PINNED = Retention("resource", 60, 60, "absolute", renewed_on_read=False, pinned=True)
 
 
-def write(book: EntryBook, digest: bytes, terms: Retention, at_s: float, owner: int = 1) -> None:
+def write(book: PrefixIndex, digest: bytes, terms: Retention, at_s: float, owner: int = 1) -> None:
     book.write((b"ns", digest), 8, owner, "epoch", {}, terms, at_s, is_granted=True)
 
 
 def test_a_read_starts_the_clock_again() -> None:
     """A class that is renewed on read lives as long as it is read in time."""
-    book = EntryBook(10, 10)
+    book = PrefixIndex(10, 10)
     write(book, b"a", FIVE, 0.0)
     entry = book.find((b"ns", b"a"))
     assert entry is not None
@@ -35,7 +35,7 @@ def test_a_read_starts_the_clock_again() -> None:
 
 def test_what_has_expired_is_not_revived_by_a_read() -> None:
     """A limit that has passed has passed: only a new write brings the prefix back."""
-    book = EntryBook(10, 10)
+    book = PrefixIndex(10, 10)
     write(book, b"a", FIVE, 0.0)
     entry = book.find((b"ns", b"a"))
     assert entry is not None
@@ -47,7 +47,7 @@ def test_what_has_expired_is_not_revived_by_a_read() -> None:
 
 def test_an_absolute_clock_moves_when_it_is_set_again_and_never_by_a_read() -> None:
     """A resource's expiry is what its owner last said: later, or sooner."""
-    book = EntryBook(10, 10)
+    book = PrefixIndex(10, 10)
     write(book, b"a", PINNED, 0.0)
     entry = book.find((b"ns", b"a"))
     assert entry is not None
@@ -63,7 +63,7 @@ def test_an_absolute_clock_moves_when_it_is_set_again_and_never_by_a_read() -> N
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 30)), max_size=120))
 def test_nobody_is_remembered_beyond_the_bounds(calls: list[tuple[int, int]]) -> None:
     """A tenant that writes without end turns over its own entries, up to its own bound."""
-    book = EntryBook(20, 8)
+    book = PrefixIndex(20, 8)
 
     for at_s, (owner, which) in enumerate(calls):
         write(book, bytes([owner, which]), FIVE, float(at_s), owner)
@@ -80,7 +80,7 @@ def test_nobody_is_remembered_beyond_the_bounds(calls: list[tuple[int, int]]) ->
 
 def test_a_namespace_is_forgotten_whole() -> None:
     """After an erasure nothing is read that is not there."""
-    book = EntryBook(10, 10)
+    book = PrefixIndex(10, 10)
     write(book, b"a", FIVE, 0.0)
     write(book, b"b", FIVE, 0.0)
 
@@ -103,7 +103,7 @@ def test_a_digest_depends_on_the_prefix_alone(tokens: list[int], data: st.DataOb
 
 def test_a_class_without_a_limit_is_live_for_ever() -> None:
     """A minimum lifetime promises; it does not end anything."""
-    book = EntryBook(10, 10)
+    book = PrefixIndex(10, 10)
     write(book, b"a", Retention("30m", 1800), 0.0)
     entry = book.find((b"ns", b"a"))
     assert entry is not None
@@ -118,7 +118,7 @@ def test_a_class_without_a_limit_is_live_for_ever() -> None:
 @pytest.mark.parametrize("granted", [True, False])
 def test_only_what_was_granted_is_promised(granted: bool) -> None:
     """A lease the engine refused is an entry, but nobody's promise."""
-    book = EntryBook(10, 10)
+    book = PrefixIndex(10, 10)
     book.write((b"ns", b"a"), 8, 1, "epoch", {}, FIVE, 0.0, is_granted=granted)
     entry = book.find((b"ns", b"a"))
     assert entry is not None
@@ -127,16 +127,16 @@ def test_only_what_was_granted_is_promised(granted: bool) -> None:
     assert entry.is_promised(1.0) is granted
 
 
-def crowded(namespaces: int) -> EntryBook:
+def crowded(namespaces: int) -> PrefixIndex:
     """A tenant with a partition for each of its users, who all begin with the same words."""
-    book = EntryBook(50_000, 50_000)
+    book = PrefixIndex(50_000, 50_000)
     for number in range(namespaces):
         key = (f"user {number}".encode(), b"digest")
         book.write(key, 8, 1, "epoch", {}, FIVE, 0.0, is_granted=True, words=b"same")
     return book
 
 
-def forgetting_s(book: EntryBook) -> float:
+def forgetting_s(book: PrefixIndex) -> float:
     """Of a hundred namespaces, in processor time."""
     began_s = time.process_time()
     assert sum(book.forget(f"user {number}".encode()) for number in range(100)) == 100
@@ -164,7 +164,7 @@ def test_of_the_same_words_the_latest_few_are_looked_at() -> None:
 
 def writing_s(owners: int) -> float:
     """A hundred writes into a full book that so many share, in processor time."""
-    book = EntryBook(8_000, 8_000)
+    book = PrefixIndex(8_000, 8_000)
     for number in range(8_000):
         write(book, number.to_bytes(4, "big"), FIVE, 0.0, number % owners)
     began_s = time.process_time()

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.api import LeaseGrant, Retention
-from gateway.caching.prefix_index import EntryBook
+from gateway.caching.prefix_index import PrefixIndex
 from gateway.caching.promises import PromiseTally
 
 FIVE = Retention("5m", 300, 300, "request_start")
@@ -20,7 +20,7 @@ class Desk:
 
     def __init__(self, per_owner_max: int = 50, slack: int = 1_000) -> None:
         self.epoch, self.now_s = "e1", 0.0
-        self.book = EntryBook(100, per_owner_max)
+        self.book = PrefixIndex(100, per_owner_max)
         self.tally = PromiseTally(self.book, lambda: self.epoch, slack)
         self.book.on_drop = self.tally.gave_up
 

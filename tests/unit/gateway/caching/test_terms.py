@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from engine.api import Retention
-from gateway.caching.contract import Terms, Write
-from gateway.caching.prefix_index import Entry, Lease, Origin
+from gateway.caching.contract import ContractTerms, Write
+from gateway.caching.prefix_index import IndexedPrefix, Lease, Origin
 from gateway.dialects.canonical import UsageRecord
 from gateway.retention_classes import CacheProfile, CachingConfig
 
@@ -19,18 +19,21 @@ def retention(name: str) -> Retention:
     return found
 
 
-def written(tokens: int, name: str, *, is_granted: bool = True) -> tuple[int, Entry]:
+def written(tokens: int, name: str, *, is_granted: bool = True) -> tuple[int, IndexedPrefix]:
     """What an earlier call wrote at time 0."""
-    entry = Entry((b"ns", bytes([tokens])), tokens, 1, "first", {}, Origin(), b"")
+    entry = IndexedPrefix((b"ns", bytes([tokens])), tokens, 1, "first", {}, Origin(), b"")
     entry.leases[name] = Lease(retention(name), 0.0, is_granted=is_granted)
     return tokens, entry
 
 
 def terms(
-    *tries: tuple[int, Entry], writes: dict[int, str], lookup: str = "written", total: int = 40
-) -> Terms:
+    *tries: tuple[int, IndexedPrefix],
+    writes: dict[int, str],
+    lookup: str = "written",
+    total: int = 40,
+) -> ContractTerms:
     asked = tuple(Write(tokens, retention(name), b"") for tokens, name in writes.items())
-    return Terms(CacheProfile(), lookup, total, tries, asked, False, True)
+    return ContractTerms(CacheProfile(), lookup, total, tries, asked, False, True)
 
 
 def parts(record: UsageRecord) -> tuple[int, dict[str, int], int]:

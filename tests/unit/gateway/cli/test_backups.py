@@ -14,7 +14,7 @@ from tenancy.ledger.ledger import EngineTotals, Ledger
 from tenancy.storage.backends import open_store
 from tenancy.types import UsageEntry
 from tests.unit.gateway.cli.command_output import Run, data_of, told
-from tests.unit.gateway.gateway_fixture import House
+from tests.unit.gateway.gateway_fixture import GatewayFixture
 from tests.unit.tenancy.storage.postgres_server import Server
 
 pytestmark = pytest.mark.usefixtures("noon")
@@ -192,22 +192,24 @@ def test_what_cannot_be_done_is_one_line(run: Run, file: Place, tmp_path: Path) 
     assert "there is nothing to back up" in told(run, "backup", str(tmp_path / "b.db"))
 
 
-async def test_a_gateway_says_it_in_its_reports_and_its_metrics(house: House) -> None:
+async def test_a_gateway_says_it_in_its_reports_and_its_metrics(gateway: GatewayFixture) -> None:
     """To its operator and to the tenant."""
-    _, own, _ = await house.ask("/v1/usage", method="GET")
-    async with house.session.get(house.admin_url + "/metrics") as answer:
+    _, own, _ = await gateway.ask("/v1/usage", method="GET")
+    async with gateway.session.get(gateway.admin_url + "/metrics") as answer:
         metrics = await answer.text()
 
     assert own["ledger_epoch"] == 1
     assert "\ntrunkline_ledger_epoch 1.0\n" in metrics
 
 
-async def test_a_gateway_over_a_ledger_that_was_exchanged_logs_it(made: House) -> None:
+async def test_a_gateway_over_a_ledger_that_was_exchanged_logs_it(
+    unopened_gateway: GatewayFixture,
+) -> None:
     """A warning with the point from which on it holds."""
     known = '{"epoch": 3, "entry_id": 9, "chain": "00", "at_ms": 1}'
-    await asyncio.to_thread(made.store.remember, known.encode())
-    await made.open()
-    await made.close()
+    await asyncio.to_thread(unopened_gateway.store.remember, known.encode())
+    await unopened_gateway.open()
+    await unopened_gateway.close()
 
-    (line,) = [line for line in made.lines if line["event"] == "ledger_replaced"]
+    (line,) = [line for line in unopened_gateway.lines if line["event"] == "ledger_replaced"]
     assert (line["number"], line["reason"], line["entry_id"]) == (4, "found", 0)

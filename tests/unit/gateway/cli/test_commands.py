@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from gateway.__main__ import main
-from tenancy.accounts.authentication import Registry
+from tenancy.accounts.authentication import KeyAuthenticator
 from tenancy.accounts.declared_keys import DeclaredKey
 from tenancy.accounts.declared_tenants import DeclaredTenant, reconcile
 from tenancy.accounts.tenants import note_floors_max
@@ -146,7 +146,7 @@ def test_a_key_is_printed_alone_and_works(run: Run, data: Path) -> None:
     run("tenant", "create", "ada", "--floor", "8", "--weight", "2.5")
     status, out, _ = run("key", "create", "--tenant", "ada", "--workspace", "lab")
     store = SqliteStore(data / "trunkline.db")
-    identity = Registry(store, lambda: 0, lambda: 0.0).authenticate(out.strip())
+    identity = KeyAuthenticator(store, lambda: 0, lambda: 0.0).authenticate(out.strip())
     store.close()
 
     assert status == 0

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from engine.api import EngineInfo, Grammar, Request, Sampling, Stats
 from gateway.caching.namespaces import namespace_of
 from gateway.config import LimitsConfig
-from gateway.dialects.canonical import Call, Generation, Prompt, Rendered
+from gateway.dialects.canonical import Call, GenerationParameters, Prompt, Rendered
 from gateway.errors import Kind, Refusal
-from gateway.generation.admission import Circumstances, admit, retry_after_s
+from gateway.generation.admission import AdmissionContext, admit, retry_after_s
 from tenancy.types import CachePolicy, Identity, Tenant
 
 INFO = EngineInfo(
@@ -30,7 +30,7 @@ INFO = EngineInfo(
     device="cpu",
     pid=1,
 )
-NOW = Circumstances(
+NOW = AdmissionContext(
     info=INFO,
     stats=Stats(),
     limits=LimitsConfig(output_tokens_default=20, requests_per_tenant_max=3, choices_max=4),
@@ -48,7 +48,7 @@ def identity(tenant_id: int = 1, workspace: str = "default", **policy: object) -
 def ask(
     tokens: tuple[int, ...] = (1, 2, 3),
     *,
-    now: Circumstances = NOW,
+    now: AdmissionContext = NOW,
     who: Identity | None = None,
     prompts: int = 1,
     partition: str = "",
@@ -58,7 +58,7 @@ def ask(
     call = Call(
         model="m",
         prompts=(Prompt(token_ids=tokens),) * prompts,
-        generation=Generation(**generation),  # type: ignore[arg-type]
+        generation=GenerationParameters(**generation),  # type: ignore[arg-type]
         partition=partition,
         priority=priority,
     )
@@ -70,7 +70,7 @@ def ask(
 def test_what_a_tokenizer_made_is_left_to_the_engine_to_check() -> None:
     """It looks at every id of every request; twice is for those that a client made up, so that they
     are refused by their field, before anything is held."""
-    call = Call("m", (Prompt(text="a"),), Generation())
+    call = Call("m", (Prompt(text="a"),), GenerationParameters())
 
     (request,) = admit(call, [Rendered((INFO.vocab_size,))], identity(), "id", NOW, b"namespace")
 
@@ -80,7 +80,7 @@ def test_what_a_tokenizer_made_is_left_to_the_engine_to_check() -> None:
 def test_each_prompt_takes_its_own_grammar_along() -> None:
     """What an answer has to be is found out with its prompt."""
     grammar = Grammar("json_object")
-    call = Call("m", (Prompt(), Prompt()), Generation())
+    call = Call("m", (Prompt(), Prompt()), GenerationParameters())
     rendered = [Rendered((1,), grammar=grammar), Rendered((1,))]
 
     first, second = admit(call, rendered, identity(), "id", NOW, b"namespace")

@@ -13,14 +13,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway.background.erasure import Target, erase
+from gateway.background.erasure import ErasureTarget, erase
 from gateway.config import IdempotencyConfig
 from gateway.generation.idempotency import HOUR_MS, NAME_SIGNS_MAX, NamedRequest
 from gateway.ledger.metering import wall_ms
 from tenancy.accounts.keys import create_key
 from tenancy.accounts.tenants import change_tenant, set_status
 from tenancy.ledger.idempotency import Claim
-from tests.unit.gateway.gateway_fixture import House, parse_events, read_answer
+from tests.unit.gateway.gateway_fixture import GatewayFixture, parse_events, read_answer
 from tests.unit.gateway.idempotent_requests import (
     CHAT,
     DIALECTS,
@@ -36,27 +36,29 @@ HELD_STEPS = 12
 
 
 @pytest.fixture
-async def running(house: House) -> AsyncIterator[tuple[House, asyncio.Task[Any]]]:
+async def running(
+    gateway: GatewayFixture,
+) -> AsyncIterator[tuple[GatewayFixture, asyncio.Task[Any]]]:
     """A request named `n` that is being answered."""
-    house.runner.hold_after(HELD_STEPS)
-    task = asyncio.create_task(send(house, "n", house.chat(max_tokens=40)))
-    await house.until(lambda: kept(house) == [("n", False, False)])
-    yield house, task
-    house.runner.release()
+    gateway.runner.hold_after(HELD_STEPS)
+    task = asyncio.create_task(send(gateway, "n", gateway.chat(max_tokens=40)))
+    await gateway.until(lambda: kept(gateway) == [("n", False, False)])
+    yield gateway, task
+    gateway.runner.release()
     await task
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
 @pytest.mark.parametrize("dialect", [*DIALECTS, "gemini"])
 async def test_the_same_request_is_answered_the_same(
-    house: House, dialect: str, is_stream: bool
+    gateway: GatewayFixture, dialect: str, is_stream: bool
 ) -> None:
     """Byte for byte, with the answer's own id and usage, in every dialect; another request to
     everybody who looks for one, and nothing to who counts money."""
-    path, body = asked(house, dialect, is_stream)
-    first, one, before = await send(house, "a-1", body, path)
-    computed = house.runner.computed_tokens
-    again, two, after = await send(house, "a-1", body, path)
+    path, body = asked(gateway, dialect, is_stream)
+    first, one, before = await send(gateway, "a-1", body, path)
+    computed = gateway.runner.computed_tokens
+    again, two, after = await send(gateway, "a-1", body, path)
 
     assert (first, again) == (200, 200)
     assert one == two
@@ -66,20 +68,20 @@ async def test_the_same_request_is_answered_the_same(
         assert after.headers[name] == before.headers[name]
     assert after.headers["X-Request-Id"] != before.headers["X-Request-Id"]
     assert ("Content-Length" not in after.headers) == is_stream
-    assert house.runner.computed_tokens == computed
-    assert endings(house) == ["done"]
-    await house.check_quiet()
-    assert [line["ending"] for line in house.lines] == ["done", "replayed"]
-    assert b"hello" not in json.dumps(house.lines).encode()
+    assert gateway.runner.computed_tokens == computed
+    assert endings(gateway) == ["done"]
+    await gateway.check_quiet()
+    assert [line["ending"] for line in gateway.lines] == ["done", "replayed"]
+    assert b"hello" not in json.dumps(gateway.lines).encode()
 
 
-async def test_without_a_name_nothing_is_kept(house: House) -> None:
+async def test_without_a_name_nothing_is_kept(gateway: GatewayFixture) -> None:
     """What was not asked for is not stored."""
     for _ in range(2):
-        await send(house, None, house.chat())
+        await send(gateway, None, gateway.chat())
 
-    assert kept(house) == []
-    assert endings(house) == ["done", "done"]
+    assert kept(gateway) == []
+    assert endings(gateway) == ["done", "done"]
 
 
 @pytest.mark.parametrize(
@@ -91,43 +93,43 @@ async def test_without_a_name_nothing_is_kept(house: House) -> None:
     ],
 )
 async def test_while_it_runs_it_is_not_run_again(
-    house: House, dialect: str, found: tuple[str, str]
+    gateway: GatewayFixture, dialect: str, found: tuple[str, str]
 ) -> None:
     """409 in the dialect's words, and when to come back; SDKs do that by themselves."""
-    path, body = asked(house, dialect, False)
-    house.runner.hold_after(2)
-    task = asyncio.create_task(send(house, "n", body, path))
-    await house.until(lambda: kept(house) == [("n", False, False)])
-    status, answer, response = await send(house, "n", body, path)
-    house.runner.release()
+    path, body = asked(gateway, dialect, False)
+    gateway.runner.hold_after(2)
+    task = asyncio.create_task(send(gateway, "n", body, path))
+    await gateway.until(lambda: kept(gateway) == [("n", False, False)])
+    status, answer, response = await send(gateway, "n", body, path)
+    gateway.runner.release()
     first = await task
-    again, same, _ = await send(house, "n", body, path)
+    again, same, _ = await send(gateway, "n", body, path)
 
     assert (status, response.headers["Retry-After"]) == (409, "1")
     assert "X-Should-Retry" not in response.headers
     assert all(word in answer.decode() for word in found), answer
     assert (again, same) == (200, first[1])
-    assert endings(house) == ["done"]
+    assert endings(gateway) == ["done"]
 
 
-async def test_of_a_hundred_at_once_one_runs(house: House) -> None:
+async def test_of_a_hundred_at_once_one_runs(gateway: GatewayFixture) -> None:
     """However they come: one execution, one entry, and everybody has its answer in the end."""
-    tries = [send(house, "n", house.chat()) for _ in range(100)]
+    tries = [send(gateway, "n", gateway.chat()) for _ in range(100)]
     found = await asyncio.gather(*tries)
     statuses = {status for status, _, _ in found}
-    last = await send(house, "n", house.chat())
+    last = await send(gateway, "n", gateway.chat())
 
     assert statuses <= {200, 409}
     assert {answer for status, answer, _ in found if status == 200} == {last[1]}
-    assert endings(house) == ["done"]
-    await house.check_quiet()
+    assert endings(gateway) == ["done"]
+    await gateway.check_quiet()
 
 
 @pytest.mark.parametrize("what", ["body", "path", "query", "version", "workspace"])
-async def test_a_name_is_for_one_request(house: House, what: str) -> None:
+async def test_a_name_is_for_one_request(gateway: GatewayFixture, what: str) -> None:
     """Another under it is a mistake that trying again does not mend, and learns nothing."""
-    await send(house, "n", house.chat())
-    path, body, headers, who = CHAT, house.chat(), {}, "ada"
+    await send(gateway, "n", gateway.chat())
+    path, body, headers, who = CHAT, gateway.chat(), {}, "ada"
     match what:
         case "body":
             body["max_tokens"] = 9
@@ -138,83 +140,85 @@ async def test_a_name_is_for_one_request(house: House, what: str) -> None:
         case "version":
             headers = {"anthropic-beta": "x"}
         case _:
-            house.keys["lab"] = create_key(house.store, wall_ms, 1, workspace="lab")
-            house.gateway.context.registry.look_again()
+            gateway.keys["lab"] = create_key(gateway.store, wall_ms, 1, workspace="lab")
+            gateway.gateway.context.registry.look_again()
             who = "lab"
-    status, answer, response = await send(house, "n", body, path, who, **headers)
+    status, answer, response = await send(gateway, "n", body, path, who, **headers)
 
     assert (status, code_of(answer)) == (409, "idempotency_key_reused")
     assert response.headers["X-Should-Retry"] == "false"
-    assert endings(house) == ["done"]
+    assert endings(gateway) == ["done"]
 
 
-async def test_a_name_is_its_tenants_own(house: House) -> None:
+async def test_a_name_is_its_tenants_own(gateway: GatewayFixture) -> None:
     """Two tenants that count from 1 do not meet; another key of the same workspace does."""
-    house.keys["second"] = create_key(house.store, wall_ms, 1)
-    house.gateway.context.registry.look_again()
+    gateway.keys["second"] = create_key(gateway.store, wall_ms, 1)
+    gateway.gateway.context.registry.look_again()
     for who in ("ada", "bob", "second"):
-        status, _, response = await send(house, "1", house.chat(), who=who)
+        status, _, response = await send(gateway, "1", gateway.chat(), who=who)
         assert status == 200
         assert ("Idempotency-Replayed" in response.headers) == (who == "second")
 
-    assert endings(house) == ["done", "done"]
+    assert endings(gateway) == ["done", "done"]
 
 
 @pytest.mark.parametrize("name", ["", "a" * (NAME_SIGNS_MAX + 1), "schl\u00fcssel", "a\tb"])
-async def test_what_is_no_name_is_refused(house: House, name: str) -> None:
+async def test_what_is_no_name_is_refused(gateway: GatewayFixture, name: str) -> None:
     """Before anything runs, with what would be one."""
-    raw = house.post(CHAT, json.dumps(house.chat()).encode(), f"Idempotency-Key: {name}")
-    answer = await house.raw(raw)
+    raw = gateway.post(CHAT, json.dumps(gateway.chat()).encode(), f"Idempotency-Key: {name}")
+    answer = await gateway.raw(raw)
 
     assert answer.startswith(b"HTTP/1.1 400"), answer
     assert b"printable ASCII" in answer
-    assert endings(house) == []
+    assert endings(gateway) == []
 
 
-async def test_two_names_are_none(house: House) -> None:
+async def test_two_names_are_none(gateway: GatewayFixture) -> None:
     """Nobody guesses which was meant."""
-    body = json.dumps(house.chat()).encode()
-    answer = await house.raw(house.post(CHAT, body, "Idempotency-Key: a", "Idempotency-Key: b"))
+    body = json.dumps(gateway.chat()).encode()
+    answer = await gateway.raw(gateway.post(CHAT, body, "Idempotency-Key: a", "Idempotency-Key: b"))
 
     assert answer.startswith(b"HTTP/1.1 400"), answer
-    assert kept(house) == []
+    assert kept(gateway) == []
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-async def test_an_answer_goes_on_for_a_client_that_left(house: House, is_stream: bool) -> None:
+async def test_an_answer_goes_on_for_a_client_that_left(
+    gateway: GatewayFixture, is_stream: bool
+) -> None:
     """Which is what names are for: its retry finds the whole answer, and nothing is paid twice."""
-    house.runner.hold_after(HELD_STEPS)
-    body = json.dumps(house.chat(max_tokens=200, stream=is_stream)).encode()
-    async with house.connection() as (reader, writer):
-        writer.write(house.post(CHAT, body, "Idempotency-Key: n"))
+    gateway.runner.hold_after(HELD_STEPS)
+    body = json.dumps(gateway.chat(max_tokens=200, stream=is_stream)).encode()
+    async with gateway.connection() as (reader, writer):
+        writer.write(gateway.post(CHAT, body, "Idempotency-Key: n"))
         if is_stream:
             await reader.readuntil(b"data: ")
         else:
-            await house.until(lambda: kept(house) == [("n", False, False)])
+            await gateway.until(lambda: kept(gateway) == [("n", False, False)])
         writer.transport.abort()
-    early, _, _ = await send(house, "n", body)
+    early, _, _ = await send(gateway, "n", body)
     for _ in range(3):  # more than one write finds nobody
-        wanted = house.runner.steps + HELD_STEPS
-        house.runner.release()
-        house.runner.hold_after(HELD_STEPS)
-        await house.until(partial(has_run, house, wanted))
+        wanted = gateway.runner.steps + HELD_STEPS
+        gateway.runner.release()
+        gateway.runner.hold_after(HELD_STEPS)
+        await gateway.until(partial(has_run, gateway, wanted))
         await asyncio.sleep(0)
-    house.runner.release()
-    await house.until(lambda: kept(house) == [("n", True, True)])
-    status, answer, _ = await send(house, "n", body)
-    _, plain, _ = await send(house, None, body)
+    gateway.runner.release()
+    await gateway.until(lambda: kept(gateway) == [("n", True, True)])
+    status, answer, _ = await send(gateway, "n", body)
+    _, plain, _ = await send(gateway, None, body)
 
     assert (early, status) == (409, 200)
     assert said(answer, is_stream) == said(plain, is_stream)
-    await house.check_quiet()
-    assert [entry[:1] + entry[3:] for entry in house.entries()] == [("done", 200), ("done", 200)]
-    logged = sorted(str(line["ending"]) for line in house.lines)
+    await gateway.check_quiet()
+    assert [entry[:1] + entry[3:] for entry in gateway.entries()] == [("done", 200), ("done", 200)]
+    logged = sorted(str(line["ending"]) for line in gateway.lines)
     assert logged == ["cancelled", "done", "refused", "replayed"]
 
 
-def has_run(house: House, steps: int) -> bool:
+def has_run(gateway: GatewayFixture, steps: int) -> bool:
     """Has the runner come so far?"""
-    return house.runner.steps >= steps
+    return gateway.runner.steps >= steps
 
 
 def said(answer: bytes, is_stream: bool) -> str:
@@ -226,175 +230,179 @@ def said(answer: bytes, is_stream: bool) -> str:
 
 
 async def test_a_drain_ends_it_and_frees_its_name(
-    running: tuple[House, asyncio.Task[Any]],
+    running: tuple[GatewayFixture, asyncio.Task[Any]],
 ) -> None:
     """A server that has to stop ends named requests like others; sent again, it runs elsewhere."""
-    house, task = running
-    await house.gateway.drain(0.0)
-    house.runner.release()
+    gateway, task = running
+    await gateway.gateway.drain(0.0)
+    gateway.runner.release()
     status, _, _ = await task
 
     assert status == 503
-    assert kept(house) == []
-    assert "done" not in endings(house)
+    assert kept(gateway) == []
+    assert "done" not in endings(gateway)
 
 
-async def test_what_failed_is_free_again(house: House) -> None:
+async def test_what_failed_is_free_again(gateway: GatewayFixture) -> None:
     """An error is no answer: the next try runs, under the same name."""
-    house.runner.hold_after(HELD_STEPS)
-    body = house.chat(max_tokens=40)
-    task = asyncio.create_task(send(house, "n", body))
-    await house.until(lambda: kept(house) == [("n", False, False)])
-    house.runner.fail_launch.update(range(1_000))
-    house.runner.release()
+    gateway.runner.hold_after(HELD_STEPS)
+    body = gateway.chat(max_tokens=40)
+    task = asyncio.create_task(send(gateway, "n", body))
+    await gateway.until(lambda: kept(gateway) == [("n", False, False)])
+    gateway.runner.fail_launch.update(range(1_000))
+    gateway.runner.release()
     failed, _, _ = await task
-    free = kept(house)
+    free = kept(gateway)
 
     assert failed >= 500
     assert free == []
 
 
 async def test_what_is_erased_while_it_runs_is_not_kept(
-    running: tuple[House, asyncio.Task[Any]],
+    running: tuple[GatewayFixture, asyncio.Task[Any]],
 ) -> None:
     """Who has his cache forgotten has his answers forgotten, also the one that is under way."""
-    house, task = running
-    erasing = asyncio.create_task(erase(house.gateway.context, Target(1, 7)))
-    house.runner.release()
+    gateway, task = running
+    erasing = asyncio.create_task(erase(gateway.gateway.context, ErasureTarget(1, 7)))
+    gateway.runner.release()
     await erasing
     status, _, _ = await task
 
     assert status == 200
-    assert kept(house) == []
+    assert kept(gateway) == []
 
 
-async def test_an_erasure_takes_answers_with_it(house: House) -> None:
+async def test_an_erasure_takes_answers_with_it(gateway: GatewayFixture) -> None:
     """They are content, as the cache is; a workspace's take no other's."""
-    await send(house, "n", house.chat())
-    await erase(house.gateway.context, Target(1, 7, "lab"))
-    before = kept(house)
-    await erase(house.gateway.context, Target(1, 7))
+    await send(gateway, "n", gateway.chat())
+    await erase(gateway.gateway.context, ErasureTarget(1, 7, "lab"))
+    before = kept(gateway)
+    await erase(gateway.gateway.context, ErasureTarget(1, 7))
 
     assert before == [("n", True, True)]
-    assert kept(house) == []
+    assert kept(gateway) == []
 
 
-async def test_nobody_is_answered_again_who_may_not_ask(house: House) -> None:
+async def test_nobody_is_answered_again_who_may_not_ask(gateway: GatewayFixture) -> None:
     """Keys and tenants are looked at first, replayed or not; a suspension forgets the rest."""
-    await send(house, "n", house.chat())
-    await asyncio.to_thread(set_status, house.store, "ada", "suspended")
-    house.gateway.context.registry.look_again()
-    status, _, _ = await send(house, "n", house.chat())
+    await send(gateway, "n", gateway.chat())
+    await asyncio.to_thread(set_status, gateway.store, "ada", "suspended")
+    gateway.gateway.context.registry.look_again()
+    status, _, _ = await send(gateway, "n", gateway.chat())
 
     assert status == 403
-    assert kept(house) == []
+    assert kept(gateway) == []
 
 
-async def test_an_answer_that_is_too_large_is_not_run_twice(made: House) -> None:
+async def test_an_answer_that_is_too_large_is_not_run_twice(
+    unopened_gateway: GatewayFixture,
+) -> None:
     """Only its name is kept: who paid for it is told so, and not made to pay again."""
     settings = IdempotencyConfig(result_bytes_max=100)
-    made.config = msgspec.structs.replace(made.config, idempotency=settings)
-    await made.open()
-    first, _, _ = await send(made, "n", made.chat())
-    status, answer, response = await send(made, "n", made.chat())
-    there = kept(made)
-    await made.close()
+    unopened_gateway.config = msgspec.structs.replace(unopened_gateway.config, idempotency=settings)
+    await unopened_gateway.open()
+    first, _, _ = await send(unopened_gateway, "n", unopened_gateway.chat())
+    status, answer, response = await send(unopened_gateway, "n", unopened_gateway.chat())
+    there = kept(unopened_gateway)
+    await unopened_gateway.close()
 
     assert (first, status, code_of(answer)) == (200, 409, "idempotency_result_gone")
     assert response.headers["X-Should-Retry"] == "false"
     assert there == [("n", True, False)]
 
 
-async def test_names_have_bounds(made: House) -> None:
+async def test_names_have_bounds(unopened_gateway: GatewayFixture) -> None:
     """A tenant that uses more is told so before anything runs."""
     settings = IdempotencyConfig(keys_per_tenant_max=1)
-    made.config = msgspec.structs.replace(made.config, idempotency=settings)
-    await made.open()
-    await send(made, "a", made.chat())
-    status, answer, response = await send(made, "b", made.chat())
-    others, _, _ = await send(made, "b", made.chat(), who="bob")
-    await made.check_quiet()
-    await made.close()
+    unopened_gateway.config = msgspec.structs.replace(unopened_gateway.config, idempotency=settings)
+    await unopened_gateway.open()
+    await send(unopened_gateway, "a", unopened_gateway.chat())
+    status, answer, response = await send(unopened_gateway, "b", unopened_gateway.chat())
+    others, _, _ = await send(unopened_gateway, "b", unopened_gateway.chat(), who="bob")
+    await unopened_gateway.check_quiet()
+    await unopened_gateway.close()
 
     assert (status, code_of(answer), others) == (429, "idempotency_room_full", 200)
     assert response.headers["Retry-After"] == "60"
 
 
-async def test_where_nothing_is_kept_a_name_is_refused(made: House) -> None:
+async def test_where_nothing_is_kept_a_name_is_refused(unopened_gateway: GatewayFixture) -> None:
     """Taking it in silence would promise what is not kept."""
-    made.config = msgspec.structs.replace(made.config, idempotency=IdempotencyConfig(keep_hours=0))
-    await made.open()
-    status, answer, _ = await send(made, "n", made.chat())
-    await made.close()
+    unopened_gateway.config = msgspec.structs.replace(
+        unopened_gateway.config, idempotency=IdempotencyConfig(keep_hours=0)
+    )
+    await unopened_gateway.open()
+    status, answer, _ = await send(unopened_gateway, "n", unopened_gateway.chat())
+    await unopened_gateway.close()
 
     assert (status, code_of(answer)) == (400, "idempotency_unavailable")
 
 
-async def test_it_is_answered_for_a_day_and_then_it_is_new(house: House) -> None:
+async def test_it_is_answered_for_a_day_and_then_it_is_new(gateway: GatewayFixture) -> None:
     """By the ledger's clock; a minute's watch lets go of it."""
-    context = house.gateway.context
-    await send(house, "n", house.chat())
+    context = gateway.gateway.context
+    await send(gateway, "n", gateway.chat())
     context.wall = lambda: wall_ms() + 24 * HOUR_MS - 60_000
-    _, _, late = await send(house, "n", house.chat())
+    _, _, late = await send(gateway, "n", gateway.chat())
     context.wall = lambda: wall_ms() + 24 * HOUR_MS + 60_000
-    _, _, after = await send(house, "n", house.chat())
+    _, _, after = await send(gateway, "n", gateway.chat())
 
     assert "Idempotency-Replayed" in late.headers
     assert "Idempotency-Replayed" not in after.headers
-    assert endings(house) == ["done", "done"]
+    assert endings(gateway) == ["done", "done"]
 
 
-async def test_answers_outlive_a_restart(made: House) -> None:
+async def test_answers_outlive_a_restart(unopened_gateway: GatewayFixture) -> None:
     """They are in the database, beside the entry that paid for them."""
-    await made.open()
-    _, one, _ = await send(made, "n", made.chat())
-    await made.close()
-    await made.open()
-    _, two, response = await send(made, "n", made.chat())
-    await made.close()
+    await unopened_gateway.open()
+    _, one, _ = await send(unopened_gateway, "n", unopened_gateway.chat())
+    await unopened_gateway.close()
+    await unopened_gateway.open()
+    _, two, response = await send(unopened_gateway, "n", unopened_gateway.chat())
+    await unopened_gateway.close()
 
     assert "Idempotency-Replayed" in response.headers
     assert one == two
 
 
-async def test_what_has_expired_is_let_go(made: House) -> None:
+async def test_what_has_expired_is_let_go(unopened_gateway: GatewayFixture) -> None:
     """A watch looks every minute, and when it ends: content stays no longer than was said."""
-    await made.open()
-    await send(made, "n", made.chat())
-    made.gateway.context.wall = lambda: wall_ms() + 25 * HOUR_MS
-    await made.close()
+    await unopened_gateway.open()
+    await send(unopened_gateway, "n", unopened_gateway.chat())
+    unopened_gateway.gateway.context.wall = lambda: wall_ms() + 25 * HOUR_MS
+    await unopened_gateway.close()
 
-    assert kept(made) == []
+    assert kept(unopened_gateway) == []
 
 
-async def test_a_replay_counts_as_a_request_and_no_more(house: House) -> None:
+async def test_a_replay_counts_as_a_request_and_no_more(gateway: GatewayFixture) -> None:
     """It is no way around the limit of requests, and uses no tokens."""
     limits = {"requests_per_minute": 2, "output_tokens_per_minute": 8}
-    change_tenant(house.store, "ada", limits)
-    house.gateway.context.registry.look_again()
-    found = [await send(house, "n", house.chat()) for _ in range(3)]
+    change_tenant(gateway.store, "ada", limits)
+    gateway.gateway.context.registry.look_again()
+    found = [await send(gateway, "n", gateway.chat()) for _ in range(3)]
     left = [response.headers["x-ratelimit-remaining-requests"] for _, _, response in found]
 
     assert [status for status, _, _ in found] == [200, 200, 429]
     assert left == ["1", "0", "0"]
-    assert house.gateway.context.limiter.open_reservations == 0
+    assert gateway.gateway.context.limiter.open_reservations == 0
 
 
-async def test_a_count_has_no_name(house: House) -> None:
+async def test_a_count_has_no_name(gateway: GatewayFixture) -> None:
     """It generates nothing and is free to be asked again."""
-    body = {"model": house.model, "messages": MESSAGES}
+    body = {"model": gateway.model, "messages": MESSAGES}
     for _ in range(2):
-        status, _, response = await send(house, "n", body, "/v1/messages/count_tokens")
+        status, _, response = await send(gateway, "n", body, "/v1/messages/count_tokens")
         assert (status, "Idempotency-Replayed" in response.headers) == (200, False)
 
-    assert kept(house) == []
+    assert kept(gateway) == []
 
 
-async def test_a_long_answer_is_replayed_in_pieces(house: House) -> None:
+async def test_a_long_answer_is_replayed_in_pieces(gateway: GatewayFixture) -> None:
     """More than goes into one write, over a connection that goes on."""
-    body = json.dumps(house.chat(max_tokens=300, n=4, logprobs=True, stream=True)).encode()
-    raw = house.post(CHAT, body, "Idempotency-Key: n", "Connection: close")
-    answers = [await house.raw(raw) for _ in range(2)]
+    body = json.dumps(gateway.chat(max_tokens=300, n=4, logprobs=True, stream=True)).encode()
+    raw = gateway.post(CHAT, body, "Idempotency-Key: n", "Connection: close")
+    answers = [await gateway.raw(raw) for _ in range(2)]
     bodies = [answer.partition(b"\r\n\r\n")[2] for answer in answers]
     texts = [b"".join(body.split(b"\r\n")[1::2]) for body in bodies]
 
@@ -402,7 +410,7 @@ async def test_a_long_answer_is_replayed_in_pieces(house: House) -> None:
     assert texts[0] == texts[1]
 
 
-def test_an_answer_on_its_way_holds_little(made: House) -> None:
+def test_an_answer_on_its_way_holds_little(unopened_gateway: GatewayFixture) -> None:
     """Thousands of streams may be open at once, each with a compressor of its own."""
     chunks = [
         f'data: {{"choices":[{{"delta":{{"content":"{n * n}"}}}}]}}\n\n'.encode() * 4
@@ -412,7 +420,8 @@ def test_an_answer_on_its_way_holds_little(made: House) -> None:
     try:
         before, _ = tracemalloc.get_traced_memory()
         open_ones = [
-            NamedRequest(1, Claim("n", b"", 9), made.config.idempotency) for _ in range(10)
+            NamedRequest(1, Claim("n", b"", 9), unopened_gateway.config.idempotency)
+            for _ in range(10)
         ]
         for one in open_ones:
             for chunk in chunks:
@@ -428,17 +437,17 @@ def test_an_answer_on_its_way_holds_little(made: House) -> None:
     assert len(answer.body) < sum(map(len, chunks)) / 8
 
 
-async def test_a_client_may_leave_a_replay(house: House) -> None:
+async def test_a_client_may_leave_a_replay(gateway: GatewayFixture) -> None:
     """The next one reads it all."""
-    body = json.dumps(house.chat(max_tokens=300, stream=True)).encode()
-    await send(house, "n", body)
-    async with house.connection() as (reader, writer):
-        writer.write(house.post(CHAT, body, "Idempotency-Key: n"))
+    body = json.dumps(gateway.chat(max_tokens=300, stream=True)).encode()
+    await send(gateway, "n", body)
+    async with gateway.connection() as (reader, writer):
+        writer.write(gateway.post(CHAT, body, "Idempotency-Key: n"))
         await reader.read(10)
         writer.transport.abort()
-    async with house.connection() as (reader, writer):
-        writer.write(house.post(CHAT, body, "Idempotency-Key: n", "Connection: close"))
+    async with gateway.connection() as (reader, writer):
+        writer.write(gateway.post(CHAT, body, "Idempotency-Key: n", "Connection: close"))
         answer = await read_answer(reader)
 
     assert b"[DONE]" in answer
-    assert endings(house) == ["done"]
+    assert endings(gateway) == ["done"]

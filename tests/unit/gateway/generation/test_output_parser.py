@@ -15,7 +15,7 @@ from gateway.dialects.canonical import (
     Tool,
     ToolChoice,
 )
-from gateway.generation.output_parser import ChoiceOutput, call_ids
+from gateway.generation.output_parser import OutputParser, call_ids
 from gateway.prompt import Renderer
 
 CALL = '<tool_call>\n{"name": "get", "arguments": {"a": 1}}\n</tool_call>'
@@ -28,9 +28,9 @@ def renderer(card: ModelCard) -> Renderer:
     return Renderer(card)
 
 
-def check(renderer: Renderer, text: str, prompt: Prompt) -> tuple[list[Delta], ChoiceOutput]:
+def check(renderer: Renderer, text: str, prompt: Prompt) -> tuple[list[Delta], OutputParser]:
     """All deltas of a text that comes in one piece."""
-    output = ChoiceOutput(3, prompt, renderer, lambda: "call_1")
+    output = OutputParser(3, prompt, renderer, lambda: "call_1")
     return output.push(Text(3, text)) + output.finish(), output
 
 
@@ -77,7 +77,7 @@ def test_logprobs_go_with_their_text(renderer: Renderer) -> None:
     def token(text: str) -> Text:
         return Text(0, text, (TokenText(len(text), text.encode(), -1.0),))
 
-    output = ChoiceOutput(0, Prompt(tools=TOOLS), renderer, lambda: "id")
+    output = OutputParser(0, Prompt(tools=TOOLS), renderer, lambda: "id")
     deltas = [d for text in ("Hm", " <to", "ast>", CALL, " so") for d in output.push(token(text))]
     deltas += output.finish()
     kept = [t.data for d in deltas if isinstance(d, Text) for t in d.tokens]

@@ -19,7 +19,7 @@ from gateway.dialects.canonical import (
     ChoiceEnd,
     Delta,
     End,
-    Generation,
+    GenerationParameters,
     OutputFormat,
     Prompt,
     Rendered,
@@ -28,7 +28,7 @@ from gateway.dialects.canonical import (
     ToolChoice,
 )
 from gateway.errors import Kind, Refusal
-from gateway.generation.output_stream import AnswerStream
+from gateway.generation.output_stream import OutputStream
 from gateway.prompt import Renderer
 from tests.unit.gateway.fake_engine import FakeEngine
 
@@ -56,11 +56,11 @@ class Answer:
         self.engine = FakeEngine()
         prompts = texts or ("hi",)
         self.call = Call(
-            "m", tuple(replace(asks, text=t) for t in prompts), Generation(**generation)
+            "m", tuple(replace(asks, text=t) for t in prompts), GenerationParameters(**generation)
         )
         self.rendered = [Rendered(tuple(spelt(text))) for text in prompts]
         streams = [self.engine.open(str(n)) for n in range(len(prompts))]
-        self.stream = AnswerStream(self.call, self.rendered, renderer)
+        self.stream = OutputStream(self.call, self.rendered, renderer)
         self.stream.follow(streams)
         self.deltas: list[Delta] = []
 

@@ -10,8 +10,16 @@ from hypothesis import strategies as st
 
 from engine.api import Sampling
 from engine.model_store import ModelCard
-from gateway.dialects.canonical import Call, CallText, Generation, Prompt, Rendered, Text, Tool
-from gateway.generation.output_stream import AnswerStream
+from gateway.dialects.canonical import (
+    Call,
+    CallText,
+    GenerationParameters,
+    Prompt,
+    Rendered,
+    Text,
+    Tool,
+)
+from gateway.generation.output_stream import OutputStream
 from gateway.prompt import Renderer
 from tests.unit.gateway.fake_engine import FakeEngine
 
@@ -29,11 +37,13 @@ def renderer(card: ModelCard) -> Renderer:
 class Streamed:
     """A streamed call over a scripted engine: what it gave out, and what it says of that."""
 
-    def __init__(self, renderer: Renderer, generation: Generation, *prompts: Prompt) -> None:
+    def __init__(
+        self, renderer: Renderer, generation: GenerationParameters, *prompts: Prompt
+    ) -> None:
         self.engine = FakeEngine()
         self._call = Call("m", prompts, generation, stream=True)
         streams = [self.engine.open(str(n)) for n in range(len(prompts))]
-        self.answer = AnswerStream(self._call, [Rendered((3, 4))] * len(prompts), renderer)
+        self.answer = OutputStream(self._call, [Rendered((3, 4))] * len(prompts), renderer)
         self.answer.follow(streams)
         self._batches = self.answer.batches()
         self.text = ""
@@ -77,7 +87,7 @@ def test_what_counts_has_left_and_what_is_held_does_not(
 ) -> None:
     """After each step: the text of the tokens that count is out, and while nothing is held back all
     of them count. (A token of this model is a byte.)"""
-    generation = Generation(stop=stops, sampling=Sampling(logprobs=logprobs))
+    generation = GenerationParameters(stop=stops, sampling=Sampling(logprobs=logprobs))
 
     async def run() -> None:
         streamed = await Streamed(renderer, generation, Prompt()).start()
@@ -96,7 +106,7 @@ def test_what_counts_has_left_and_what_is_held_does_not(
 
 async def test_prompts_count_with_their_first_token(renderer: Renderer) -> None:
     """Before that nothing of them has been delivered; each of several by itself."""
-    streamed = await Streamed(renderer, Generation(), Prompt(), Prompt()).start()
+    streamed = await Streamed(renderer, GenerationParameters(), Prompt(), Prompt()).start()
     none = streamed.answer.usage_passed_on()
     await streamed.token(3 + ord("a"), prompt=1)
     one = streamed.answer.usage_passed_on()
@@ -107,7 +117,7 @@ async def test_prompts_count_with_their_first_token(renderer: Renderer) -> None:
 
 async def test_a_token_without_text_counts_with_the_next(renderer: Renderer) -> None:
     """Nothing has been delivered by it alone, and so nothing of its prompt."""
-    streamed = await Streamed(renderer, Generation(), Prompt()).start()
+    streamed = await Streamed(renderer, GenerationParameters(), Prompt()).start()
     await streamed.token(SILENT)
     silent = streamed.answer.usage_passed_on()
     await streamed.say("a")
@@ -118,7 +128,7 @@ async def test_a_token_without_text_counts_with_the_next(renderer: Renderer) -> 
 
 async def test_a_call_counts_with_what_comes_behind_it(renderer: Renderer) -> None:
     """A dialect may write it only then; one that is half read may yet be nothing."""
-    streamed = await Streamed(renderer, Generation(), TOOLS).start()
+    streamed = await Streamed(renderer, GenerationParameters(), TOOLS).start()
     await streamed.say("Hm. ")
     before = streamed.passed_on
     await streamed.say(CALL)
@@ -132,7 +142,7 @@ async def test_a_call_counts_with_what_comes_behind_it(renderer: Renderer) -> No
 
 async def test_a_stop_token_that_may_be_text_does_not_count(renderer: Renderer) -> None:
     """It waits for the next token, or for the end."""
-    streamed = await Streamed(renderer, Generation(), Prompt()).start()
+    streamed = await Streamed(renderer, GenerationParameters(), Prompt()).start()
     await streamed.say("a")
     await streamed.token(3 + ord("b"), END_OF_TURN)
     waiting = streamed.passed_on
@@ -143,7 +153,7 @@ async def test_a_stop_token_that_may_be_text_does_not_count(renderer: Renderer) 
 
 async def test_what_was_held_counts_when_its_choice_ends(renderer: Renderer) -> None:
     """While another choice goes on; a stop string's tokens never do."""
-    generation = Generation(choices=2, samples=2, stop=("xyz",))
+    generation = GenerationParameters(choices=2, samples=2, stop=("xyz",))
     streamed = await Streamed(renderer, generation, Prompt()).start()
     await streamed.token(*(3 + byte for byte in b"axy"))
     held = streamed.passed_on
@@ -159,7 +169,7 @@ async def test_what_was_held_counts_when_its_choice_ends(renderer: Renderer) -> 
 
 async def test_samples_that_wait_to_be_ranked_count_at_their_end(renderer: Renderer) -> None:
     """Nothing is written before it is known which of them is the best."""
-    streamed = await Streamed(renderer, Generation(samples=2), Prompt()).start()
+    streamed = await Streamed(renderer, GenerationParameters(samples=2), Prompt()).start()
     await streamed.say("abc")
 
     assert streamed.text == ""

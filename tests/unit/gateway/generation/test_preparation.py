@@ -10,7 +10,7 @@ import pytest
 from gateway.dialects.canonical import Prompt, Rendered
 from gateway.generation import preparation
 from gateway.prompt import Renderer
-from tests.unit.gateway.gateway_fixture import House
+from tests.unit.gateway.gateway_fixture import GatewayFixture
 
 LONG = "word " * (preparation.INLINE_SIGNS_MAX // 4)
 VERY_LONG = "word " * (preparation.KNOWN_SIGNS_MAX // 4)
@@ -30,12 +30,12 @@ class WatchedRenderer(Renderer):
 
 
 @pytest.fixture
-def watched(made: House) -> House:
+def watched(unopened_gateway: GatewayFixture) -> GatewayFixture:
     """A gateway with such a renderer, not opened yet."""
-    made.renderer = renderer = WatchedRenderer(made.card)
+    unopened_gateway.renderer = renderer = WatchedRenderer(unopened_gateway.card)
     renderer.loop_thread, renderer.seen = threading.get_ident(), []
-    made.context_tokens = preparation.KNOWN_SIGNS_MAX
-    return made
+    unopened_gateway.context_tokens = preparation.KNOWN_SIGNS_MAX
+    return unopened_gateway
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def watched(made: House) -> House:
     ids=["short", "the same again", "another", "with tools", "the same, too long"],
 )
 async def test_the_loop_makes_what_is_short_or_known(
-    watched: House, texts: list[str], more: dict[str, Any], expected: list[bool]
+    watched: GatewayFixture, texts: list[str], more: dict[str, Any], expected: list[bool]
 ) -> None:
     """Tokenizing a long text would keep all others waiting; one that is known takes less than a
     thread does."""

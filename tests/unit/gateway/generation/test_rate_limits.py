@@ -16,7 +16,7 @@ from tenancy.accounts.tenants import change_tenant
 from tenancy.limits import Demand, Limiter, LimitState, Meter
 from tenancy.types import Limits
 from tests.fakes import FakeClock
-from tests.unit.gateway.gateway_fixture import House
+from tests.unit.gateway.gateway_fixture import GatewayFixture
 
 LONG = "Once upon a time there was a cache that forgot nothing, until it was told to. " * 3
 
@@ -27,45 +27,49 @@ def clock() -> FakeClock:
 
 
 @pytest.fixture
-def house(house: House, clock: FakeClock) -> House:
+def gateway(gateway: GatewayFixture, clock: FakeClock) -> GatewayFixture:
     """What was used up comes back when the clock says so, however long a test takes."""
-    house.gateway.context.limiter = Limiter(clock)
-    return house
+    gateway.gateway.context.limiter = Limiter(clock)
+    return gateway
 
 
-def limit(house: House, who: str = "ada", **limits: int) -> None:
+def limit(gateway: GatewayFixture, who: str = "ada", **limits: int) -> None:
     """Limit a tenant, from the next request on."""
-    change_tenant(house.store, who, limits)
-    house.gateway.context.registry.look_again()
+    change_tenant(gateway.store, who, limits)
+    gateway.gateway.context.registry.look_again()
 
 
-async def statuses(house: House, count: int, who: str = "ada") -> list[int]:
+async def statuses(gateway: GatewayFixture, count: int, who: str = "ada") -> list[int]:
     """Of so many chats at once."""
-    answers = await asyncio.gather(*(house.ask(body=house.chat(), who=who) for _ in range(count)))
+    answers = await asyncio.gather(
+        *(gateway.ask(body=gateway.chat(), who=who) for _ in range(count))
+    )
     return sorted(status for status, _, _ in answers)
 
 
 # --- refusals ------------------------------------------------------------------------------------
 
 
-async def test_no_more_than_the_limit_is_admitted_however_many_ask_at_once(house: House) -> None:
+async def test_no_more_than_the_limit_is_admitted_however_many_ask_at_once(
+    gateway: GatewayFixture,
+) -> None:
     """F1: what is refused costs nothing and leaves no entry; the neighbour does not notice."""
-    limit(house, requests_per_minute=3)
-    got = await statuses(house, 10)
-    other = await statuses(house, 3, who="bob")
+    limit(gateway, requests_per_minute=3)
+    got = await statuses(gateway, 10)
+    other = await statuses(gateway, 3, who="bob")
 
     assert got == [200] * 3 + [429] * 7
     assert other == [200] * 3
-    assert len(house.entries()) == 6
-    assert house.gateway.context.limiter.open_reservations == 0
-    await house.check_quiet()
+    assert len(gateway.entries()) == 6
+    assert gateway.gateway.context.limiter.open_reservations == 0
+    await gateway.check_quiet()
 
 
-async def test_a_refusal_says_when_to_come_back(house: House) -> None:
+async def test_a_refusal_says_when_to_come_back(gateway: GatewayFixture) -> None:
     """429, in whole seconds rounded up, never more than a minute."""
-    limit(house, requests_per_minute=1)
-    await house.ask(body=house.chat())
-    status, body, response = await house.ask(body=house.chat())
+    limit(gateway, requests_per_minute=1)
+    await gateway.ask(body=gateway.chat())
+    status, body, response = await gateway.ask(body=gateway.chat())
 
     assert (status, body["error"]["code"]) == (429, "rate_limit_exceeded")
     assert response.headers["retry-after"] == "60"
@@ -73,112 +77,114 @@ async def test_a_refusal_says_when_to_come_back(house: House) -> None:
     assert response.headers["x-ratelimit-remaining-requests"] == "0"
 
 
-async def test_what_can_never_fit_is_told_not_to_retry(house: House) -> None:
+async def test_what_can_never_fit_is_told_not_to_retry(gateway: GatewayFixture) -> None:
     """An SDK would otherwise try again for ever."""
-    limit(house, tokens_per_minute=5)
-    status, body, response = await house.ask(body=house.chat(LONG))
+    limit(gateway, tokens_per_minute=5)
+    status, body, response = await gateway.ask(body=gateway.chat(LONG))
 
     assert (status, body["error"]["code"]) == (429, "request_exceeds_limit")
     assert response.headers["x-should-retry"] == "false"
     assert "retry-after" not in response.headers
 
 
-async def test_requests_at_once_are_those_that_run(house: House) -> None:
+async def test_requests_at_once_are_those_that_run(gateway: GatewayFixture) -> None:
     """The place is free when the answer has ended."""
-    limit(house, requests_at_once=1)
-    house.runner.hold_after(2)
-    first = asyncio.create_task(house.ask(body=house.chat()))
-    await house.until(lambda: bool(house.gateway.context.running))
-    refused, _, _ = await house.ask(body=house.chat())
-    house.runner.release()
+    limit(gateway, requests_at_once=1)
+    gateway.runner.hold_after(2)
+    first = asyncio.create_task(gateway.ask(body=gateway.chat()))
+    await gateway.until(lambda: bool(gateway.gateway.context.running))
+    refused, _, _ = await gateway.ask(body=gateway.chat())
+    gateway.runner.release()
     status, _, _ = await first
 
     assert (refused, status) == (429, 200)
-    assert (await house.ask(body=house.chat()))[0] == 200
+    assert (await gateway.ask(body=gateway.chat()))[0] == 200
 
 
-async def test_a_keys_limit_holds_beside_its_tenants(house: House) -> None:
+async def test_a_keys_limit_holds_beside_its_tenants(gateway: GatewayFixture) -> None:
     """The other key of the tenant goes on."""
-    other = create_key(house.store, wall_ms, 1)
-    change_key(house.store, "1", limits=Limits(requests_per_minute=1))
-    house.gateway.context.registry.look_again()
-    one = await statuses(house, 3)
+    other = create_key(gateway.store, wall_ms, 1)
+    change_key(gateway.store, "1", limits=Limits(requests_per_minute=1))
+    gateway.gateway.context.registry.look_again()
+    one = await statuses(gateway, 3)
     headers = {"Authorization": f"Bearer {other}"}
-    two, _, _ = await house.ask(body=house.chat(), who=None, headers=headers)
+    two, _, _ = await gateway.ask(body=gateway.chat(), who=None, headers=headers)
 
     assert (one, two) == ([200, 429, 429], 200)
 
 
-async def test_a_lifted_limit_holds_for_the_next_request(house: House, clock: FakeClock) -> None:
+async def test_a_lifted_limit_holds_for_the_next_request(
+    gateway: GatewayFixture, clock: FakeClock
+) -> None:
     """No restart, and no minute to wait: what is used up refills at the new rate."""
-    limit(house, requests_per_minute=1)
-    before = await statuses(house, 3)
-    limit(house, requests_per_minute=6_000_000)
+    limit(gateway, requests_per_minute=1)
+    before = await statuses(gateway, 3)
+    limit(gateway, requests_per_minute=6_000_000)
     clock.advance(0.001)
-    _, _, response = await house.ask("/v1/models", method="GET")
-    left = house.gateway.context.limiter.status(
-        house.gateway.context.registry.authenticate(house.keys["ada"])
+    _, _, response = await gateway.ask("/v1/models", method="GET")
+    left = gateway.gateway.context.limiter.status(
+        gateway.gateway.context.registry.authenticate(gateway.keys["ada"])
     )
 
     assert before == [200, 429, 429]
     assert response.status == 200
-    assert await statuses(house, 3) == [200] * 3
+    assert await statuses(gateway, 3) == [200] * 3
     assert left["requests"].limit == 6_000_000
 
 
 # --- tokens --------------------------------------------------------------------------------------
 
 
-async def test_what_the_cache_has_costs_no_input(house: House) -> None:
+async def test_what_the_cache_has_costs_no_input(gateway: GatewayFixture) -> None:
     """A conversation that is cached fits a limit that its first turn used up."""
-    limit(house, input_tokens_per_minute=400)
-    first, _, response = await house.ask(body=house.chat(LONG))
+    limit(gateway, input_tokens_per_minute=400)
+    first, _, response = await gateway.ask(body=gateway.chat(LONG))
     left = int(response.headers["x-ratelimit-remaining-tokens"])
-    again = [await house.ask(body=house.chat(LONG)) for _ in range(4)]
-    other, _, _ = await house.ask(body=house.chat("another " + LONG))
+    again = [await gateway.ask(body=gateway.chat(LONG)) for _ in range(4)]
+    other, _, _ = await gateway.ask(body=gateway.chat("another " + LONG))
 
     assert (first, [status for status, _, _ in again]) == (200, [200] * 4)
     assert left < 200
     assert other == 429
 
 
-async def test_what_was_reserved_and_not_used_is_there_again(house: House) -> None:
+async def test_what_was_reserved_and_not_used_is_there_again(gateway: GatewayFixture) -> None:
     """An answer may be long and is short: the limit counts the short one."""
-    limit(house, output_tokens_per_minute=100)
-    got = [(await house.ask(body=house.chat(max_tokens=8)))[0] for _ in range(5)]
-    status, _, response = await house.ask(body=house.chat(max_tokens=90))
+    limit(gateway, output_tokens_per_minute=100)
+    got = [(await gateway.ask(body=gateway.chat(max_tokens=8)))[0] for _ in range(5)]
+    status, _, response = await gateway.ask(body=gateway.chat(max_tokens=90))
 
     assert got == [200] * 5
     assert status == 429
     assert response.headers["x-ratelimit-remaining-tokens"] == "60"
 
 
-async def test_a_client_that_leaves_gives_back_what_it_did_not_use(house: House) -> None:
+async def test_a_client_that_leaves_gives_back_what_it_did_not_use(gateway: GatewayFixture) -> None:
     """And its place at once."""
-    limit(house, output_tokens_per_minute=1_000, requests_at_once=1)
-    house.runner.hold_after(10)
-    body = json.dumps(house.chat(max_tokens=400, stream=True)).encode()
-    async with house.connection() as (reader, writer):
-        writer.write(house.post("/v1/chat/completions", body))
+    limit(gateway, output_tokens_per_minute=1_000, requests_at_once=1)
+    gateway.runner.hold_after(10)
+    body = json.dumps(gateway.chat(max_tokens=400, stream=True)).encode()
+    async with gateway.connection() as (reader, writer):
+        writer.write(gateway.post("/v1/chat/completions", body))
         await reader.readuntil(b"data: ")
-    await house.until(lambda: not house.gateway.context.running)  # that it left is known
-    house.runner.release()
-    await house.quiet()
-    limiter = house.gateway.context.limiter
-    left = limiter.status(house.gateway.context.registry.authenticate(house.keys["ada"]))
+    await gateway.until(lambda: not gateway.gateway.context.running)  # that it left is known
+    gateway.runner.release()
+    await gateway.quiet()
+    limiter = gateway.gateway.context.limiter
+    left = limiter.status(gateway.gateway.context.registry.authenticate(gateway.keys["ada"]))
 
     assert limiter.open_reservations == 0
     assert left["output_tokens"].remaining > 900
-    await house.check_quiet()
+    await gateway.check_quiet()
 
 
-async def test_a_request_that_is_refused_later_gives_all_back(house: House) -> None:
+async def test_a_request_that_is_refused_later_gives_all_back(gateway: GatewayFixture) -> None:
     """The ledger is away: nothing ran, so nothing was used but the request."""
-    limit(house, tokens_per_minute=1_000)
-    await house.gateway.ledger.close()
-    status, _, response = await house.ask(body=house.chat())
-    limiter = house.gateway.context.limiter
-    left = limiter.status(house.gateway.context.registry.authenticate(house.keys["ada"]))
+    limit(gateway, tokens_per_minute=1_000)
+    await gateway.gateway.ledger.close()
+    status, _, response = await gateway.ask(body=gateway.chat())
+    limiter = gateway.gateway.context.limiter
+    left = limiter.status(gateway.gateway.context.registry.authenticate(gateway.keys["ada"]))
 
     assert status == 503
     assert left["tokens"].remaining == 1_000
@@ -236,20 +242,20 @@ def test_googles_clients_read_none() -> None:
     assert limit_headers("gemini", STATES, 0) == {}
 
 
-async def test_answers_carry_what_is_left_streaming_or_not(house: House) -> None:
+async def test_answers_carry_what_is_left_streaming_or_not(gateway: GatewayFixture) -> None:
     """After this request was counted."""
-    limit(house, requests_per_minute=10)
-    _, _, whole = await house.ask(body=house.chat())
-    _, _, stream = await house.ask(body=house.chat(stream=True))
+    limit(gateway, requests_per_minute=10)
+    _, _, whole = await gateway.ask(body=gateway.chat())
+    _, _, stream = await gateway.ask(body=gateway.chat(stream=True))
 
     assert whole.headers["x-ratelimit-remaining-requests"] == "9"
     assert stream.headers["x-ratelimit-remaining-requests"] == "8"
     assert stream.headers["x-ratelimit-limit-requests"] == "10"
 
 
-async def test_without_limits_there_are_no_headers(house: House) -> None:
+async def test_without_limits_there_are_no_headers(gateway: GatewayFixture) -> None:
     """A number that means nothing is worse than none."""
-    _, _, response = await house.ask(body=house.chat())
+    _, _, response = await gateway.ask(body=gateway.chat())
 
     assert not any("ratelimit" in name.lower() for name in response.headers)
 

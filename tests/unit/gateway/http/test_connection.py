@@ -11,7 +11,13 @@ import socket
 
 import pytest
 
-from tests.unit.gateway.gateway_fixture import PATIENCE_S, House, head, read_answer, status_of
+from tests.unit.gateway.gateway_fixture import (
+    PATIENCE_S,
+    GatewayFixture,
+    head,
+    read_answer,
+    status_of,
+)
 
 SECRET = "sk-planted-secret-that-must-not-come-back"
 
@@ -34,18 +40,18 @@ UNREADABLE = {
 
 @pytest.mark.parametrize("lines", UNREADABLE.values(), ids=UNREADABLE.keys())
 async def test_unreadable_requests_get_a_fixed_page_and_a_closed_connection(
-    house: House, lines: str
+    gateway: GatewayFixture, lines: str
 ) -> None:
     """aiohttp's own page echoes what it could not parse, keys included."""
-    answer = await house.raw(head("POST /v1/chat/completions HTTP/1.1", lines))
+    answer = await gateway.raw(head("POST /v1/chat/completions HTTP/1.1", lines))
 
     assert status_of(answer) in (400, 401), answer
     assert b"xxx" not in answer
     assert SECRET.encode() not in answer
-    assert SECRET not in json.dumps(house.lines)
+    assert SECRET not in json.dumps(gateway.lines)
     assert b"x-request-id" in answer.lower()
     assert b"application/json" in answer.lower()
-    await house.check_quiet()
+    await gateway.check_quiet()
 
 
 @pytest.mark.parametrize(
@@ -60,42 +66,44 @@ async def test_unreadable_requests_get_a_fixed_page_and_a_closed_connection(
     ],
     ids=["HTTP/0.9", "HTTP/9.9", "HTTP/2 preface", "TLS hello", "no method", "garbage"],
 )
-async def test_other_protocols_are_refused_and_closed(house: House, data: bytes) -> None:
+async def test_other_protocols_are_refused_and_closed(gateway: GatewayFixture, data: bytes) -> None:
     """A13: no handler ever sees them, and the connection does not linger."""
-    answer = await house.raw(data)
+    answer = await gateway.raw(data)
 
     assert status_of(answer) in (0, 400), answer
-    await house.check_quiet()
+    await gateway.check_quiet()
 
 
-async def test_a_head_that_trickles_is_cut_off(made: House) -> None:
+async def test_a_head_that_trickles_is_cut_off(unopened_gateway: GatewayFixture) -> None:
     """A16, slowloris: bare aiohttp waits for ever."""
-    made.set_server(header_timeout_s=0.1)
-    await made.open()
+    unopened_gateway.set_server(header_timeout_s=0.1)
+    await unopened_gateway.open()
 
-    answer = await made.raw(b"GET /healthz HTTP/1.1\r\nHost: 127")
+    answer = await unopened_gateway.raw(b"GET /healthz HTTP/1.1\r\nHost: 127")
 
     assert status_of(answer) == 408
-    await made.close()
+    await unopened_gateway.close()
 
 
-async def test_a_connection_that_says_nothing_is_closed(made: House) -> None:
+async def test_a_connection_that_says_nothing_is_closed(unopened_gateway: GatewayFixture) -> None:
     """A18: a silent connection holds a place that somebody else needs."""
-    made.set_server(header_timeout_s=0.1)
-    await made.open()
+    unopened_gateway.set_server(header_timeout_s=0.1)
+    await unopened_gateway.open()
 
-    answer = await made.raw(b"")
+    answer = await unopened_gateway.raw(b"")
 
     assert status_of(answer) == 408
-    await made.close()
+    await unopened_gateway.close()
 
 
-async def test_an_idle_connection_is_closed_after_keep_alive(made: House) -> None:
+async def test_an_idle_connection_is_closed_after_keep_alive(
+    unopened_gateway: GatewayFixture,
+) -> None:
     """A18: aiohttp's default is an hour."""
-    made.set_server(keep_alive_timeout_s=0.1)
-    await made.open()
+    unopened_gateway.set_server(keep_alive_timeout_s=0.1)
+    await unopened_gateway.open()
 
-    async with made.connection() as (reader, writer):
+    async with unopened_gateway.connection() as (reader, writer):
         writer.write(head("GET /healthz HTTP/1.1"))
         answer = await read_answer(reader)
         async with asyncio.timeout(PATIENCE_S):
@@ -103,70 +111,78 @@ async def test_an_idle_connection_is_closed_after_keep_alive(made: House) -> Non
 
     assert status_of(answer) == 200
     assert rest == b""
-    await made.close()
+    await unopened_gateway.close()
 
 
-async def test_connections_are_capped_per_address_and_others_are_told(made: House) -> None:
+async def test_connections_are_capped_per_address_and_others_are_told(
+    unopened_gateway: GatewayFixture,
+) -> None:
     """A18: ten thousand idle connections must not keep a customer out for long."""
-    made.set_server(connections_per_address_max=3)
-    await made.open()
-    held = [await asyncio.open_connection("127.0.0.1", made.port) for _ in range(3)]
+    unopened_gateway.set_server(connections_per_address_max=3)
+    await unopened_gateway.open()
+    held = [await asyncio.open_connection("127.0.0.1", unopened_gateway.port) for _ in range(3)]
 
-    answer = await made.raw(b"")
+    answer = await unopened_gateway.raw(b"")
     for _, writer in held:
         writer.close()
         await writer.wait_closed()
     later = b""
     async with asyncio.timeout(PATIENCE_S):
         while status_of(later) != 200:
-            later = await made.raw(head("GET /healthz HTTP/1.1", "Connection: close"))
+            later = await unopened_gateway.raw(head("GET /healthz HTTP/1.1", "Connection: close"))
 
     assert status_of(answer) == 503
     assert b"retry-after" in answer.lower()
-    await made.close()
+    await unopened_gateway.close()
 
 
-async def test_a_stream_that_nobody_reads_is_cut_and_its_blocks_come_back(made: House) -> None:
+async def test_a_stream_that_nobody_reads_is_cut_and_its_blocks_come_back(
+    unopened_gateway: GatewayFixture,
+) -> None:
     """A26: a bare aiohttp handler waits for ever once the buffers are full."""
-    made.set_server(write_timeout_s=0.3, send_buffer_bytes=4_096)
-    await made.open()
-    body = json.dumps(made.chat(max_tokens=450, n=16, stream=True, logprobs=True)).encode()
+    unopened_gateway.set_server(write_timeout_s=0.3, send_buffer_bytes=4_096)
+    await unopened_gateway.open()
+    body = json.dumps(
+        unopened_gateway.chat(max_tokens=450, n=16, stream=True, logprobs=True)
+    ).encode()
     sock = socket.socket()
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
     sock.setblocking(False)
     loop = asyncio.get_running_loop()
-    await loop.sock_connect(sock, ("127.0.0.1", made.port))
-    await loop.sock_sendall(sock, made.post("/v1/chat/completions", body))
-    await made.until(lambda: bool(made.entries()))
+    await loop.sock_connect(sock, ("127.0.0.1", unopened_gateway.port))
+    await loop.sock_sendall(sock, unopened_gateway.post("/v1/chat/completions", body))
+    await unopened_gateway.until(lambda: bool(unopened_gateway.entries()))
 
-    assert [entry[0] for entry in made.entries()] == ["cancelled"]
-    await made.check_quiet()
+    assert [entry[0] for entry in unopened_gateway.entries()] == ["cancelled"]
+    await unopened_gateway.check_quiet()
     sock.close()
-    await made.close()
+    await unopened_gateway.close()
 
 
-async def test_a_connection_that_waits_for_its_next_request_is_not_late(made: House) -> None:
+async def test_a_connection_that_waits_for_its_next_request_is_not_late(
+    unopened_gateway: GatewayFixture,
+) -> None:
     """No byte of a head has come, so no head is late: an answer that nobody asked for would be
     taken for the next request's."""
-    made.set_server(header_timeout_s=0.5, keep_alive_timeout_s=60.0)
-    await made.open()
-    body = json.dumps(made.chat()).encode()
-    async with made.connection() as (reader, writer):
-        writer.write(made.post("/v1/chat/completions", body))
+    unopened_gateway.set_server(header_timeout_s=0.5, keep_alive_timeout_s=60.0)
+    await unopened_gateway.open()
+    body = json.dumps(unopened_gateway.chat()).encode()
+    async with unopened_gateway.connection() as (reader, writer):
+        writer.write(unopened_gateway.post("/v1/chat/completions", body))
         first = await read_answer(reader)
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(1.0):
                 await reader.read(1)
-        writer.write(made.post("/v1/chat/completions", body))
+        writer.write(unopened_gateway.post("/v1/chat/completions", body))
         second = await read_answer(reader)
 
     assert [status_of(first), status_of(second)] == [200, 200]
-    await made.close()
+    await unopened_gateway.close()
 
 
-async def test_pipelined_requests_are_answered_in_order(house: House) -> None:
+async def test_pipelined_requests_are_answered_in_order(gateway: GatewayFixture) -> None:
     """A19: aiohttp bounds how many wait; none is lost, none overtakes."""
-    async with house.connection() as (reader, writer):
+    async with gateway.connection() as (reader, writer):
         writer.write(head("GET /healthz HTTP/1.1") * 199)
         writer.write(head("GET /nowhere HTTP/1.1", "Connection: close"))
         async with asyncio.timeout(PATIENCE_S):
@@ -178,45 +194,45 @@ async def test_pipelined_requests_are_answered_in_order(house: House) -> None:
 
 
 @pytest.mark.parametrize("when", ["in the head", "in the body"])
-async def test_a_reset_leaves_nothing_behind(house: House, when: str) -> None:
+async def test_a_reset_leaves_nothing_behind(gateway: GatewayFixture, when: str) -> None:
     """A23: RST at any point."""
-    data = house.post("/v1/chat/completions", json.dumps(house.chat()).encode())
+    data = gateway.post("/v1/chat/completions", json.dumps(gateway.chat()).encode())
     cut = 20 if when == "in the head" else len(data) - 5
-    async with house.connection() as (_, writer):
+    async with gateway.connection() as (_, writer):
         writer.write(data[:cut])
         await writer.drain()
         sock = writer.get_extra_info("socket")
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")
         writer.transport.abort()
 
-    await house.check_quiet()
-    assert house.entries() == []
+    await gateway.check_quiet()
+    assert gateway.entries() == []
 
 
-async def test_a_client_that_leaves_ends_its_request_and_no_other(house: House) -> None:
+async def test_a_client_that_leaves_ends_its_request_and_no_other(gateway: GatewayFixture) -> None:
     """All requests of a connection share a task: what ends with it is the one that is running."""
-    body = json.dumps(house.chat(max_tokens=400)).encode()
-    async with house.connection() as (reader, writer):
-        writer.write(house.post("/v1/chat/completions", json.dumps(house.chat()).encode()))
+    body = json.dumps(gateway.chat(max_tokens=400)).encode()
+    async with gateway.connection() as (reader, writer):
+        writer.write(gateway.post("/v1/chat/completions", json.dumps(gateway.chat()).encode()))
         first = await read_answer(reader)
-        house.runner.hold_after(0)
-        writer.write(house.post("/v1/chat/completions", body))
-        await house.until(lambda: bool(house.gateway.context.running))
+        gateway.runner.hold_after(0)
+        writer.write(gateway.post("/v1/chat/completions", body))
+        await gateway.until(lambda: bool(gateway.gateway.context.running))
         writer.transport.abort()
-        house.runner.release()
-        await house.until(lambda: len(house.entries()) == 2)
+        gateway.runner.release()
+        await gateway.until(lambda: len(gateway.entries()) == 2)
 
     assert status_of(first) == 200
-    assert [entry[0] for entry in house.entries()] == ["done", "cancelled"]
-    await house.check_quiet()
+    assert [entry[0] for entry in gateway.entries()] == ["done", "cancelled"]
+    await gateway.check_quiet()
 
 
 async def test_an_answer_that_came_before_its_body_reaches_a_client_that_still_writes(
-    house: House,
+    gateway: GatewayFixture,
 ) -> None:
     """A connection that is closed on unread bytes is reset, and takes the refusal with it."""
     lines = f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {2**20}\r\n"
-    async with house.connection() as (reader, writer):
+    async with gateway.connection() as (reader, writer):
         writer.write(lines.encode() + b"\r\n{")
         answer = await read_answer(reader)
         writer.write(b" " * 2**18)
@@ -227,4 +243,4 @@ async def test_an_answer_that_came_before_its_body_reaches_a_client_that_still_w
 
     assert status_of(answer) == 401
     assert rest == b""
-    await house.check_quiet()
+    await gateway.check_quiet()

@@ -18,7 +18,7 @@ from gateway.http.error_mapping import refusal_of, where
 from tenancy.errors import LedgerUnavailable
 from tests.crash.power_cut import Disk, disk_of
 from tests.unit.gateway.admin_client import Admin
-from tests.unit.gateway.gateway_fixture import House
+from tests.unit.gateway.gateway_fixture import GatewayFixture
 
 
 @pytest.mark.parametrize(
@@ -99,20 +99,20 @@ def disk() -> Iterator[Disk]:
 
 
 @pytest.fixture
-def made(disk: Disk, card: ModelCard, tmp_path: Path) -> Iterator[House]:
-    house = House(card, tmp_path)
-    yield house
-    house.discard()
+def made(disk: Disk, card: ModelCard, tmp_path: Path) -> Iterator[GatewayFixture]:
+    gateway = GatewayFixture(card, tmp_path)
+    yield gateway
+    gateway.discard()
 
 
 @pytest.mark.parametrize("sick", ["wrong_reads", "no_reads", "no_writes", "no_syncs", "full"])
 async def test_when_the_disk_is_well_again_everything_is_answered(
-    house: House,
+    gateway: GatewayFixture,
     disk: Disk,
     sick: Literal["wrong_reads", "no_reads", "no_writes", "no_syncs", "full"],
 ) -> None:
     """Whoever asks while it is sick may come again in a moment, and nobody has to start us."""
-    admin = Admin(house)
+    admin = Admin(gateway)
 
     async def everything(name: str) -> list[int]:
         """Whoever reads or writes: administration, reports, resources, erasures, names, holds."""
@@ -120,11 +120,11 @@ async def test_when_the_disk_is_well_again_everything_is_answered(
         listed, _ = await admin.ask("GET", "/admin/v1/tenants")
         report, _ = await admin.ask("GET", "/admin/v1/usage")
         erased, _ = await admin.ask("POST", "/admin/v1/erase", {"tenant": "ada"})
-        own, _, _ = await house.ask("/v1/usage", method="GET")
-        contents, _, _ = await house.ask("/v1beta/cachedContents", method="GET")
+        own, _, _ = await gateway.ask("/v1/usage", method="GET")
+        contents, _, _ = await gateway.ask("/v1beta/cachedContents", method="GET")
         named = {"Idempotency-Key": name}
-        chat, _, _ = await house.ask(body=house.chat(), headers=named)
-        again, _, _ = await house.ask(body=house.chat(), headers=named)
+        chat, _, _ = await gateway.ask(body=gateway.chat(), headers=named)
+        again, _, _ = await gateway.ask(body=gateway.chat(), headers=named)
         return [made, listed, report, erased, own, contents, chat, again]
 
     first = await everything("eve")
@@ -134,9 +134,9 @@ async def test_when_the_disk_is_well_again_everything_is_answered(
     after = await everything("gus")
     _, made = await admin.ask("POST", "/admin/v1/tenants/gus/keys", {})
     new = {"Authorization": f"Bearer {made['key']}"}
-    its, _, _ = await house.ask(body=house.chat(), who=None, headers=new)
+    its, _, _ = await gateway.ask(body=gateway.chat(), who=None, headers=new)
 
     assert (first, after, its) == ([201, 200, 200, 200, 200, 200, 200, 200],) * 2 + (200,)
     assert {while_sick[0], *while_sick[6:]} == {503}
     assert set(while_sick) <= {200, 503}
-    await house.check_quiet()
+    await gateway.check_quiet()

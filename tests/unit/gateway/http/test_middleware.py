@@ -14,7 +14,7 @@ from gateway.ledger.metering import wall_ms
 from tenancy.accounts.keys import create_key, list_keys, revoke_key
 from tenancy.accounts.tenants import find_tenant, set_status
 from tests.fakes import FakeClock
-from tests.unit.gateway.gateway_fixture import House
+from tests.unit.gateway.gateway_fixture import GatewayFixture
 
 DECLARED = {
     ("POST", "/v1/chat/completions"): 401,
@@ -57,16 +57,18 @@ DECLARED = {
 """Every way in on the public listener, and what it says to somebody without a key."""
 
 
-async def test_every_route_is_declared_and_refuses_strangers_as_declared(house: House) -> None:
+async def test_every_route_is_declared_and_refuses_strangers_as_declared(
+    gateway: GatewayFixture,
+) -> None:
     """C8: a walk of the router; a route added without a role would show up here."""
     routes = {
         (route.method, route.resource.canonical)
-        for route in house.gateway.public_app().router.routes()
+        for route in gateway.gateway.public_app().router.routes()
         if route.resource is not None
     }
     answers = {
         (method, path): (
-            await house.ask(
+            await gateway.ask(
                 path.format(name="x", version="v1", target="m:generateContent", id="x"),
                 method=method,
                 who=None,
@@ -93,93 +95,101 @@ BAD_KEYS = [
 
 
 @pytest.mark.parametrize("headers", BAD_KEYS, ids=range(len(BAD_KEYS)))
-async def test_bad_keys_are_all_refused_alike(house: House, headers: dict[str, str]) -> None:
+async def test_bad_keys_are_all_refused_alike(
+    gateway: GatewayFixture, headers: dict[str, str]
+) -> None:
     """C1, C5: 401 before the body is read, the key never shown back."""
-    status, answer, response = await house.ask(body=b"not json", who=None, headers=headers)
+    status, answer, response = await gateway.ask(body=b"not json", who=None, headers=headers)
 
     assert status == 401, answer
     assert answer["error"]["code"] == "invalid_api_key"
     assert response.headers["www-authenticate"] == "Bearer"
     given = headers.get("Authorization", "").removeprefix("Bearer").strip()
     assert len(given) < 3 or given not in json.dumps(answer)
-    assert len(given) < 3 or given not in json.dumps(house.lines)
-    await house.check_quiet()
+    assert len(given) < 3 or given not in json.dumps(gateway.lines)
+    await gateway.check_quiet()
 
 
-async def test_a_prefix_of_a_key_is_nobody(house: House) -> None:
+async def test_a_prefix_of_a_key_is_nobody(gateway: GatewayFixture) -> None:
     """C6: caches of authentication by a part of the key have mixed tenants up."""
     for cut in (20, 30, -1):
-        key = house.keys["ada"][:cut]
-        status, _, _ = await house.ask(
-            body=house.chat(), who=None, headers={"Authorization": f"Bearer {key}"}
+        key = gateway.keys["ada"][:cut]
+        status, _, _ = await gateway.ask(
+            body=gateway.chat(), who=None, headers={"Authorization": f"Bearer {key}"}
         )
         assert status == 401
 
 
-async def test_two_different_keys_are_ambiguous_and_the_same_twice_is_not(house: House) -> None:
+async def test_two_different_keys_are_ambiguous_and_the_same_twice_is_not(
+    gateway: GatewayFixture,
+) -> None:
     """C4: a proxy and we might pick different ones."""
-    other, _, _ = await house.ask(body=house.chat(), headers={"X-Api-Key": house.keys["bob"]})
-    same, _, _ = await house.ask(body=house.chat(), headers={"X-Api-Key": house.keys["ada"]})
+    other, _, _ = await gateway.ask(body=gateway.chat(), headers={"X-Api-Key": gateway.keys["bob"]})
+    same, _, _ = await gateway.ask(body=gateway.chat(), headers={"X-Api-Key": gateway.keys["ada"]})
 
     assert (other, same) == (400, 200)
 
 
-async def test_headers_that_name_another_tenant_change_nothing(house: House) -> None:
+async def test_headers_that_name_another_tenant_change_nothing(gateway: GatewayFixture) -> None:
     """C3: who asks comes from the key alone."""
     headers = {"X-Tenant": "bob", "OpenAI-Organization": "bob", "OpenAI-Project": "bob"}
-    await house.ask(body=house.chat(), headers=headers)
+    await gateway.ask(body=gateway.chat(), headers=headers)
 
-    rows = house.store.query("select name from ledger join tenants using (tenant_id)")
+    rows = gateway.store.query("select name from ledger join tenants using (tenant_id)")
     assert rows == [("ada",)]
 
 
-async def test_a_revoked_key_and_a_suspended_tenant_are_out_within_a_second(house: House) -> None:
+async def test_a_revoked_key_and_a_suspended_tenant_are_out_within_a_second(
+    gateway: GatewayFixture,
+) -> None:
     """C2, C7: the command line writes beside a running server."""
-    tenant, _ = find_tenant(house.store, "ada")
-    second = create_key(house.store, wall_ms, tenant.tenant_id)
-    revoke_key(house.store, wall_ms, str(list_keys(house.store, "ada")[-1].key_id))
-    set_status(house.store, "bob", "suspended")
-    house.gateway.context.registry.look_again()  # another process wrote
+    tenant, _ = find_tenant(gateway.store, "ada")
+    second = create_key(gateway.store, wall_ms, tenant.tenant_id)
+    revoke_key(gateway.store, wall_ms, str(list_keys(gateway.store, "ada")[-1].key_id))
+    set_status(gateway.store, "bob", "suspended")
+    gateway.gateway.context.registry.look_again()  # another process wrote
 
-    revoked, error, _ = await house.ask(
+    revoked, error, _ = await gateway.ask(
         "/v1/models", method="GET", who=None, headers={"Authorization": f"Bearer {second}"}
     )
-    suspended, _, _ = await house.ask("/v1/models", method="GET", who="bob")
+    suspended, _, _ = await gateway.ask("/v1/models", method="GET", who="bob")
 
     assert (revoked, error["error"]["code"]) == (401, "invalid_api_key")
     assert suspended == 403
     assert second not in json.dumps(error)
 
 
-async def test_floods_of_wrong_keys_are_slowed_and_good_keys_are_not(house: House) -> None:
+async def test_floods_of_wrong_keys_are_slowed_and_good_keys_are_not(
+    gateway: GatewayFixture,
+) -> None:
     """C14: guessing from one address ends; a customer behind the same address does not notice."""
     headers = {"Authorization": "Bearer wrong"}
     statuses = [
-        (await house.ask("/v1/models", method="GET", who=None, headers=headers))[0]
+        (await gateway.ask("/v1/models", method="GET", who=None, headers=headers))[0]
         for _ in range(WRONG_KEYS_PER_MINUTE_MAX + 1)
     ]
-    good, _, _ = await house.ask("/v1/models", method="GET")
+    good, _, _ = await gateway.ask("/v1/models", method="GET")
 
     assert set(statuses[: WRONG_KEYS_PER_MINUTE_MAX // 2]) == {401}
     assert statuses[-1] in (401, 429)  # 401 if a minute began meanwhile
     assert good == 200
 
 
-async def test_keys_that_were_good_are_told_why_they_are_not(house: House) -> None:
+async def test_keys_that_were_good_are_told_why_they_are_not(gateway: GatewayFixture) -> None:
     """Behind a proxy all have one address: a suspended tenant's retries are no guesses, neither of
     its own nor in the way of those who are told that their key is wrong."""
-    tenant, _ = find_tenant(house.store, "ada")
-    dead = create_key(house.store, wall_ms, tenant.tenant_id)
-    revoke_key(house.store, wall_ms, str(list_keys(house.store, "ada")[-1].key_id))
-    set_status(house.store, "bob", "suspended")
-    house.gateway.context.registry.look_again()
+    tenant, _ = find_tenant(gateway.store, "ada")
+    dead = create_key(gateway.store, wall_ms, tenant.tenant_id)
+    revoke_key(gateway.store, wall_ms, str(list_keys(gateway.store, "ada")[-1].key_id))
+    set_status(gateway.store, "bob", "suspended")
+    gateway.gateway.context.registry.look_again()
     seen = set()
-    for headers in (house.headers("bob"), {"Authorization": f"Bearer {dead}"}):
+    for headers in (gateway.headers("bob"), {"Authorization": f"Bearer {dead}"}):
         for _ in range(WRONG_KEYS_PER_MINUTE_MAX + 1):
-            status, _, _ = await house.ask("/v1/models", method="GET", who=None, headers=headers)
+            status, _, _ = await gateway.ask("/v1/models", method="GET", who=None, headers=headers)
             seen.add(status)
     headers = {"Authorization": "Bearer wrong"}
-    wrong, _, _ = await house.ask("/v1/models", method="GET", who=None, headers=headers)
+    wrong, _, _ = await gateway.ask("/v1/models", method="GET", who=None, headers=headers)
 
     assert (seen, wrong) == ({401, 403}, 401)
 
@@ -199,41 +209,41 @@ def test_wrong_keys_are_counted_by_minute_for_a_bounded_number_of_addresses() ->
     assert len(counter._seen) <= 4_096
 
 
-async def test_one_line_per_request_without_prompts_or_keys(house: House) -> None:
+async def test_one_line_per_request_without_prompts_or_keys(gateway: GatewayFixture) -> None:
     """The log is for operators: ids and counts."""
-    await house.ask(body=house.chat("the planted prompt"))
-    (line,) = [line for line in house.lines if line["event"] == "request"]
+    await gateway.ask(body=gateway.chat("the planted prompt"))
+    (line,) = [line for line in gateway.lines if line["event"] == "request"]
 
     assert line["route"] == "/v1/chat/completions"
     assert (line["status"], line["ending"], line["output_tokens"]) == (200, "done", 8)
-    assert "planted" not in json.dumps(house.lines)
-    assert house.keys["ada"] not in json.dumps(house.lines)
+    assert "planted" not in json.dumps(gateway.lines)
+    assert gateway.keys["ada"] not in json.dumps(gateway.lines)
 
 
 async def test_an_unforeseen_error_is_a_plain_500_and_a_line_without_its_message(
-    house: House, monkeypatch: pytest.MonkeyPatch
+    gateway: GatewayFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The positive control of secrecy: an exception that carries a prompt."""
 
     def broken(prompt: object) -> object:
         raise ValueError("the planted prompt")
 
-    monkeypatch.setattr(house.renderer, "render", broken)
-    status, answer, _ = await house.ask(body=house.chat())
+    monkeypatch.setattr(gateway.renderer, "render", broken)
+    status, answer, _ = await gateway.ask(body=gateway.chat())
 
     assert (status, answer["error"]["code"]) == (500, "internal_error")
-    assert "planted" not in json.dumps([answer, house.lines])
-    assert any(line.get("error") == "ValueError" for line in house.lines)
+    assert "planted" not in json.dumps([answer, gateway.lines])
+    assert any(line.get("error") == "ValueError" for line in gateway.lines)
     monkeypatch.undo()
-    await house.check_quiet()
+    await gateway.check_quiet()
 
 
-async def test_no_answer_says_what_the_server_is_made_of(house: House) -> None:
+async def test_no_answer_says_what_the_server_is_made_of(gateway: GatewayFixture) -> None:
     """A version is the first thing an attacker looks up: in answers, refusals and probes."""
     responses = [
-        (await house.ask(body=house.chat()))[2],
-        (await house.ask(body=b"{"))[2],
-        (await house.ask("/healthz", method="GET", who=None))[2],
+        (await gateway.ask(body=gateway.chat()))[2],
+        (await gateway.ask(body=b"{"))[2],
+        (await gateway.ask("/healthz", method="GET", who=None))[2],
     ]
 
     assert [response.headers["server"] for response in responses] == ["trunkline"] * 3
@@ -244,15 +254,17 @@ def _requests_and_refusals() -> list[object]:
 
 
 @pytest.mark.parametrize("more", [{"temperature": 99}, {"model": "none"}, {"max_tokens": 10**6}])
-async def test_what_was_refused_is_let_go_at_once(house: House, more: dict[str, object]) -> None:
+async def test_what_was_refused_is_let_go_at_once(
+    gateway: GatewayFixture, more: dict[str, object]
+) -> None:
     """A refusal whose traceback holds the frame that holds it kept the request's whole body until
     the garbage collector came by, which it rarely does."""
     gc.collect()
     gc.disable()
     try:
         others = _requests_and_refusals()  # constants of other tests in this process
-        body = {**house.chat("hello " * 9), **more}
-        statuses = {(await house.ask(body=body))[0] for _ in range(3)}
+        body = {**gateway.chat("hello " * 9), **more}
+        statuses = {(await gateway.ask(body=body))[0] for _ in range(3)}
         kept = [one for one in _requests_and_refusals() if not any(one is old for old in others)]
     finally:
         gc.enable()

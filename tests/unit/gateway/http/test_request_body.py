@@ -13,7 +13,7 @@ import zlib
 
 import pytest
 
-from tests.unit.gateway.gateway_fixture import House, read_answer, status_of
+from tests.unit.gateway.gateway_fixture import GatewayFixture, read_answer, status_of
 
 CHAT = "/v1/chat/completions"
 UNTAKEN = {
@@ -27,27 +27,31 @@ UNTAKEN = {
 """Each dialect's status for what it does not take, and its members."""
 
 
-async def test_a_body_that_trickles_is_cut_off(made: House) -> None:
+async def test_a_body_that_trickles_is_cut_off(unopened_gateway: GatewayFixture) -> None:
     """A17: a deadline, and after it a least rate."""
-    made.set_server(body_timeout_s=0.1, body_rate_min_bytes_per_s=1_000.0)
-    await made.open()
+    unopened_gateway.set_server(body_timeout_s=0.1, body_rate_min_bytes_per_s=1_000.0)
+    await unopened_gateway.open()
 
-    answer = await made.raw(made.post("/v1/chat/completions", b"{", "Content-Length: 500"))
+    answer = await unopened_gateway.raw(
+        unopened_gateway.post("/v1/chat/completions", b"{", "Content-Length: 500")
+    )
 
     assert status_of(answer) == 408
     assert b"request_timeout" in answer
-    await made.check_quiet()
-    await made.close()
+    await unopened_gateway.check_quiet()
+    await unopened_gateway.close()
 
 
-async def test_a_steady_body_may_take_longer_than_the_deadline(made: House) -> None:
+async def test_a_steady_body_may_take_longer_than_the_deadline(
+    unopened_gateway: GatewayFixture,
+) -> None:
     """A17's other side: large bodies over slow links are served while they keep the rate."""
-    made.set_server(body_timeout_s=0.2, body_rate_min_bytes_per_s=100.0)
-    await made.open()
-    body = json.dumps(made.chat()).encode()
+    unopened_gateway.set_server(body_timeout_s=0.2, body_rate_min_bytes_per_s=100.0)
+    await unopened_gateway.open()
+    body = json.dumps(unopened_gateway.chat()).encode()
     body += b" " * (200 - len(body) % 200)
-    async with made.connection() as (reader, writer):
-        data = made.post("/v1/chat/completions", b"", f"Content-Length: {len(body)}")
+    async with unopened_gateway.connection() as (reader, writer):
+        data = unopened_gateway.post("/v1/chat/completions", b"", f"Content-Length: {len(body)}")
         writer.write(data)
         loop = asyncio.get_running_loop()
         began_s = loop.time()
@@ -60,25 +64,35 @@ async def test_a_steady_body_may_take_longer_than_the_deadline(made: House) -> N
 
     assert loop.time() - began_s > 0.3
     assert status_of(answer) == 200
-    await made.close()
+    await unopened_gateway.close()
 
 
-async def test_bodies_are_read_up_to_the_limit_and_no_further(made: House) -> None:
+async def test_bodies_are_read_up_to_the_limit_and_no_further(
+    unopened_gateway: GatewayFixture,
+) -> None:
     """B14: at the limit it is read; one byte more is 413, with or without a length."""
     limit = 600
-    made.set_server(body_bytes_max=limit)
-    await made.open()
-    body = json.dumps(made.chat()).encode()
+    unopened_gateway.set_server(body_bytes_max=limit)
+    await unopened_gateway.open()
+    body = json.dumps(unopened_gateway.chat()).encode()
     chunked = ("Transfer-Encoding: chunked", "Connection: close")
 
     def chunks(size: int) -> bytes:
         data = body + b" " * (size - len(body))
         return b"%x\r\n%s\r\n0\r\n\r\n" % (len(data), data)
 
-    fits = await made.raw(made.post("/v1/chat/completions", body + b" " * (limit - len(body))))
-    large = await made.raw(made.post("/v1/chat/completions", body + b" " * (limit + 1 - len(body))))
-    fits_chunked = await made.raw(made.post("/v1/chat/completions", chunks(limit), *chunked))
-    large_chunked = await made.raw(made.post("/v1/chat/completions", chunks(limit * 10), *chunked))
+    fits = await unopened_gateway.raw(
+        unopened_gateway.post("/v1/chat/completions", body + b" " * (limit - len(body)))
+    )
+    large = await unopened_gateway.raw(
+        unopened_gateway.post("/v1/chat/completions", body + b" " * (limit + 1 - len(body)))
+    )
+    fits_chunked = await unopened_gateway.raw(
+        unopened_gateway.post("/v1/chat/completions", chunks(limit), *chunked)
+    )
+    large_chunked = await unopened_gateway.raw(
+        unopened_gateway.post("/v1/chat/completions", chunks(limit * 10), *chunked)
+    )
 
     assert [status_of(a) for a in (fits, large, fits_chunked, large_chunked)] == [
         200,
@@ -86,40 +100,40 @@ async def test_bodies_are_read_up_to_the_limit_and_no_further(made: House) -> No
         200,
         413,
     ]
-    await made.check_quiet()
-    await made.close()
+    await unopened_gateway.check_quiet()
+    await unopened_gateway.close()
 
 
 GZIPPED = gzip.compress(b"{}")
 
 
-async def test_a_body_may_be_sent_with_gzip(house: House) -> None:
+async def test_a_body_may_be_sent_with_gzip(gateway: GatewayFixture) -> None:
     """Some clients compress what is long; case and the old name mean the same."""
-    body = gzip.compress(json.dumps(house.chat()).encode())
+    body = gzip.compress(json.dumps(gateway.chat()).encode())
 
     for name in ("gzip", "GZIP", "x-gzip"):
-        status, said, _ = await house.ask(body=body, headers={"Content-Encoding": name})
+        status, said, _ = await gateway.ask(body=body, headers={"Content-Encoding": name})
 
         assert status == 200, said
-    await house.check_quiet()
+    await gateway.check_quiet()
 
 
 @pytest.mark.parametrize(
     "length", [9 * 2**20, 11 * 2**20, 99 * 2**20], ids=["below", "above", "bomb"]
 )
-async def test_what_comes_out_of_gzip_is_bounded(house: House, length: int) -> None:
+async def test_what_comes_out_of_gzip_is_bounded(gateway: GatewayFixture, length: int) -> None:
     """A20: a kilobyte may stand for a megabyte. No more is made of it than is allowed to come."""
     body = await asyncio.to_thread(zipped_blanks, length)
     tracemalloc.start()
 
-    status, said, _ = await house.ask(body=body, headers={"Content-Encoding": "gzip"})
+    status, said, _ = await gateway.ask(body=body, headers={"Content-Encoding": "gzip"})
 
     _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    code = "invalid_json" if length < house.config.server.body_bytes_max else "request_too_large"
+    code = "invalid_json" if length < gateway.config.server.body_bytes_max else "request_too_large"
     assert (status, said["error"]["code"]) == (400 if code == "invalid_json" else 413, code)
-    assert most < 4 * house.config.server.body_bytes_max
-    await house.check_quiet()
+    assert most < 4 * gateway.config.server.body_bytes_max
+    await gateway.check_quiet()
 
 
 def zipped_blanks(length: int) -> bytes:
@@ -134,22 +148,26 @@ def zipped_blanks(length: int) -> bytes:
     [b"{}", GZIPPED[:-1], GZIPPED[:12], GZIPPED[:-4] + b"\0\0\0\0", GZIPPED * 2, b""],
     ids=["plain", "cut short", "cut in the middle", "wrong length", "two members", "nothing"],
 )
-async def test_what_is_no_gzip_is_a_400(house: House, body: bytes) -> None:
+async def test_what_is_no_gzip_is_a_400(gateway: GatewayFixture, body: bytes) -> None:
     """Never half a body; and a second stream behind the first is no part of it."""
-    status, said, _ = await house.ask(body=body, headers={"Content-Encoding": "gzip"})
+    status, said, _ = await gateway.ask(body=body, headers={"Content-Encoding": "gzip"})
 
     assert (status, said["error"]["code"]) == (400, "bad_encoding")
-    await house.check_quiet()
+    await gateway.check_quiet()
 
 
 @pytest.mark.parametrize("path", UNTAKEN)
-async def test_other_codings_are_refused_in_the_dialects_own_shape(house: House, path: str) -> None:
+async def test_other_codings_are_refused_in_the_dialects_own_shape(
+    gateway: GatewayFixture, path: str
+) -> None:
     """aiohttp would refuse those it has no decoder for before anybody knew whose error it is, and
     read those that it has. Nothing of the body is decoded, or read."""
     status, shape = UNTAKEN[path]
     for coding in ("br", "zstd", "deflate", "compress", "zip", "gzip, gzip", "br, gzip", "ü"):
-        data = house.post(path.format(model=house.model), b"x" * 100, f"Content-Encoding: {coding}")
-        answer = await house.raw(data)
+        data = gateway.post(
+            path.format(model=gateway.model), b"x" * 100, f"Content-Encoding: {coding}"
+        )
+        answer = await gateway.raw(data)
 
         document = json.loads(answer.partition(b"\r\n\r\n")[2])
         assert status_of(answer) == status
@@ -157,33 +175,33 @@ async def test_other_codings_are_refused_in_the_dialects_own_shape(house: House,
             name: sorted(part) if isinstance(part, dict) else [] for name, part in document.items()
         }
         assert "no other Content-Encoding" in document["error"]["message"]
-    await house.check_quiet()
+    await gateway.check_quiet()
 
 
-async def test_two_lines_are_two_codings(house: House) -> None:
+async def test_two_lines_are_two_codings(gateway: GatewayFixture) -> None:
     """A field that comes twice is a list; the first is not all of it."""
-    data = house.post(CHAT, GZIPPED, "Content-Encoding: gzip", "Content-Encoding: br")
+    data = gateway.post(CHAT, GZIPPED, "Content-Encoding: gzip", "Content-Encoding: br")
 
-    assert status_of(await house.raw(data)) == 415
-    await house.check_quiet()
+    assert status_of(await gateway.raw(data)) == 415
+    await gateway.check_quiet()
 
 
-async def test_broken_framing_of_a_body_is_a_400(house: House) -> None:
+async def test_broken_framing_of_a_body_is_a_400(gateway: GatewayFixture) -> None:
     """A5: a chunk size that is no number."""
-    data = house.post(
+    data = gateway.post(
         "/v1/chat/completions", b"zz\r\n{}\r\n0\r\n\r\n", "Transfer-Encoding: chunked"
     )
 
-    assert status_of(await house.raw(data)) == 400
-    await house.check_quiet()
+    assert status_of(await gateway.raw(data)) == 400
+    await gateway.check_quiet()
 
 
-async def test_a_short_body_then_an_end_runs_nothing(house: House) -> None:
+async def test_a_short_body_then_an_end_runs_nothing(gateway: GatewayFixture) -> None:
     """A22: less than Content-Length, then FIN."""
-    data = house.post("/v1/chat/completions", b'{"model":', "Content-Length: 500")
+    data = gateway.post("/v1/chat/completions", b'{"model":', "Content-Length: 500")
 
-    answer = await house.raw(data, half_close=True)
+    answer = await gateway.raw(data, half_close=True)
 
     assert status_of(answer) in (0, 400)
-    assert house.entries() == []
-    await house.check_quiet()
+    assert gateway.entries() == []
+    await gateway.check_quiet()

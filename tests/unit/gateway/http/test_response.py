@@ -8,12 +8,12 @@ import socket
 import pytest
 from msgspec.json import decode, encode
 
-from tests.unit.gateway.gateway_fixture import PATIENCE_S, House, read_answer
+from tests.unit.gateway.gateway_fixture import PATIENCE_S, GatewayFixture, read_answer
 
 
-def request(house: House, version: str, *lines: str) -> bytes:
+def request(gateway: GatewayFixture, version: str, *lines: str) -> bytes:
     """A small chat in this version of HTTP."""
-    body = house.post("/v1/chat/completions", encode(house.chat(max_tokens=1)), *lines)
+    body = gateway.post("/v1/chat/completions", encode(gateway.chat(max_tokens=1)), *lines)
     return body.replace(b"HTTP/1.1", version.encode(), 1)
 
 
@@ -27,11 +27,11 @@ def request(house: House, version: str, *lines: str) -> bytes:
     ],
 )
 async def test_an_answer_says_whether_its_connection_goes_on(
-    house: House, version: str, lines: tuple[str, ...], said: bytes
+    gateway: GatewayFixture, version: str, lines: tuple[str, ...], said: bytes
 ) -> None:
     """A client of HTTP/1.0 takes silence for the end, one of HTTP/1.1 for more to come."""
-    async with house.connection() as (reader, writer):
-        writer.write(request(house, version, *lines))
+    async with gateway.connection() as (reader, writer):
+        writer.write(request(gateway, version, *lines))
         head = (await reader.readuntil(b"\r\n\r\n")).lower()
         rest = int(head.partition(b"content-length: ")[2].split(b"\r\n")[0])
         await reader.readexactly(rest)
@@ -44,9 +44,9 @@ async def test_an_answer_says_whether_its_connection_goes_on(
     assert said in head
 
 
-async def test_an_answer_has_the_headers_of_every_other(house: House) -> None:
+async def test_an_answer_has_the_headers_of_every_other(gateway: GatewayFixture) -> None:
     """Proxies and clients are told the same of an answer that takes the short way: once."""
-    answer = await house.raw(request(house, "HTTP/1.1"))
+    answer = await gateway.raw(request(gateway, "HTTP/1.1"))
 
     head = answer.partition(b"\r\n\r\n")[0].decode().lower().split("\r\n")[1:]
     names = [line.partition(":")[0] for line in head]
@@ -57,36 +57,38 @@ async def test_an_answer_has_the_headers_of_every_other(house: House) -> None:
 
 
 async def test_an_answer_leaves_before_it_is_told_of(
-    house: House, monkeypatch: pytest.MonkeyPatch
+    gateway: GatewayFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Somebody waits for the answer, and nobody for its line in the log."""
     loop = asyncio.get_running_loop()
     with socket.socket() as client:
         client.setblocking(False)
-        await loop.sock_connect(client, ("127.0.0.1", house.port))
+        await loop.sock_connect(client, ("127.0.0.1", gateway.port))
         seen: list[bytes] = []
-        log = house.gateway.context.log
+        log = gateway.gateway.context.log
 
         def look(event: str, facts: dict[str, object]) -> None:
             if event == "request":
                 seen.append(client.recv(4_096))
             log(event, facts)
 
-        monkeypatch.setattr(house.gateway.context, "log", look)
-        await loop.sock_sendall(client, request(house, "HTTP/1.1"))
-        await house.until(lambda: bool(house.lines))
+        monkeypatch.setattr(gateway.gateway.context, "log", look)
+        await loop.sock_sendall(client, request(gateway, "HTTP/1.1"))
+        await gateway.until(lambda: bool(gateway.lines))
 
     (answer,) = seen
     assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
 
 
-async def test_a_long_answer_is_whole_too_and_its_connection_goes_on(house: House) -> None:
+async def test_a_long_answer_is_whole_too_and_its_connection_goes_on(
+    gateway: GatewayFixture,
+) -> None:
     """It leaves in pieces, each with a deadline of its own."""
-    long = house.chat(max_tokens=300, n=4, logprobs=True)
-    async with house.connection() as (reader, writer):
+    long = gateway.chat(max_tokens=300, n=4, logprobs=True)
+    async with gateway.connection() as (reader, writer):
         answers = []
-        for body in (long, house.chat(max_tokens=1)):
-            writer.write(house.post("/v1/chat/completions", encode(body)))
+        for body in (long, gateway.chat(max_tokens=1)):
+            writer.write(gateway.post("/v1/chat/completions", encode(body)))
             answers.append((await read_answer(reader)).partition(b"\r\n\r\n"))
 
     (head, _, content), (_, _, short) = answers

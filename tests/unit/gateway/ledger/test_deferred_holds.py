@@ -32,7 +32,7 @@ from tenancy.pricing.charges import RateCard
 from tenancy.pricing.rate_cards import add_card
 from tenancy.storage.sqlite import SqliteStore
 from tenancy.types import UsageEntry
-from tests.unit.gateway.gateway_fixture import House
+from tests.unit.gateway.gateway_fixture import GatewayFixture
 from tests.unit.tenancy.conftest import used
 
 TOTALS = EngineTotals("e", 10, *range(1, 7))
@@ -345,31 +345,31 @@ TestAdmitting = Admitting.TestCase
 
 
 async def test_a_short_answer_never_has_a_hold(
-    made: House, monkeypatch: pytest.MonkeyPatch
+    unopened_gateway: GatewayFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One item for the ledger. On a busy host no answer is short: here everything is."""
     monkeypatch.setattr(deferred_holds, "LATE_S", 3_600.0)
     monkeypatch.setattr(reconciliation, "LOOK_EVERY_S", 3_600.0)
-    await made.open()
-    handed = _watched(made)
-    await made.ask(body=made.chat("one two"))
-    await made.close()
+    await unopened_gateway.open()
+    handed = _watched(unopened_gateway)
+    await unopened_gateway.ask(body=unopened_gateway.chat("one two"))
+    await unopened_gateway.close()
 
     assert [_said(item).split()[0] for item in handed] == ["entry"]
 
 
-async def test_an_answer_under_a_budget_has_its_hold_first(house: House) -> None:
+async def test_an_answer_under_a_budget_has_its_hold_first(gateway: GatewayFixture) -> None:
     """L4: what it may cost is reserved before it is admitted."""
-    set_budget(house.store, Budget(1, "day", hard_micros=10**9))
-    handed = _watched(house)
-    await house.ask(body=house.chat("one two"))
+    set_budget(gateway.store, Budget(1, "day", hard_micros=10**9))
+    handed = _watched(gateway)
+    await gateway.ask(body=gateway.chat("one two"))
 
     assert [_said(item).split()[0] for item in handed] == ["hold", "entry"]
 
 
-def _watched(house: House) -> list[Item]:
+def _watched(gateway: GatewayFixture) -> list[Item]:
     """Holds and entries that reach the ledger from now on."""
-    late = house.gateway.ledger
+    late = gateway.gateway.ledger
     assert isinstance(late, LateHolds)
     handed: list[Item] = []
     write = late._door.write

@@ -10,8 +10,8 @@ import pytest
 
 from gateway.dialects.canonical import UsageRecord
 from gateway.ledger.interface import LedgerHere
-from gateway.ledger.metering import Account
-from tenancy.accounts.authentication import Registry
+from gateway.ledger.metering import LedgerReservation
+from tenancy.accounts.authentication import KeyAuthenticator
 from tenancy.accounts.keys import create_key
 from tenancy.accounts.tenants import create_tenant
 from tenancy.errors import BudgetExceeded, LedgerUnavailable
@@ -33,14 +33,16 @@ class Books:
         self.store = SqliteStore(folder / "test.db")
         tenant = create_tenant(self.store, self.wall, "ada")
         key = create_key(self.store, self.wall, tenant.tenant_id)
-        self.identity: Identity = Registry(self.store, self.wall, lambda: 0.0).authenticate(key)
+        self.identity: Identity = KeyAuthenticator(self.store, self.wall, lambda: 0.0).authenticate(
+            key
+        )
         self.ledger = Ledger(self.store, self.wall)
 
     def wall(self) -> int:
         return 1_000
 
-    def account(self, request_id: str) -> Account:
-        return Account(LedgerHere(self.ledger), self.wall, request_id, self.identity, "m")
+    def account(self, request_id: str) -> LedgerReservation:
+        return LedgerReservation(LedgerHere(self.ledger), self.wall, request_id, self.identity, "m")
 
     def rows(self) -> list[tuple[object, ...]]:
         return self.store.query("select request_id, ending, output_tokens from ledger")
@@ -108,7 +110,7 @@ async def test_what_does_not_fit_a_budget_leaves_nothing_to_settle(books: Books)
     """It never ran, so it has no entry; and the client is told which wall it met."""
     add_card(books.store, books.wall, RateCard("std", input=1_000_000, output=1_000_000))
     set_budget(books.store, Budget(1, "day", hard_micros=10))
-    account = Account(
+    account = LedgerReservation(
         LedgerHere(books.ledger), books.wall, "a", books.identity, "m", most=Demand(8, 3)
     )
     with pytest.raises(BudgetExceeded):
@@ -120,7 +122,7 @@ async def test_what_does_not_fit_a_budget_leaves_nothing_to_settle(books: Books)
 
 async def test_an_entry_keeps_the_classes_and_the_circumstances(books: Books) -> None:
     """What prices and reconciliation go by."""
-    account = Account(
+    account = LedgerReservation(
         LedgerHere(books.ledger), books.wall, "a", books.identity, "m", dialect="d", epoch="e"
     )
     await account.open()

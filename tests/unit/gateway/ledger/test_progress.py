@@ -18,12 +18,12 @@ from gateway.ledger.progress import (
     GATHER_S,
     NOTE_S,
     NOTE_TOKENS,
-    Journal,
     Notes,
+    ProgressJournal,
     StreamProgress,
 )
 from tenancy.ledger.progress import Progress
-from tests.unit.gateway.gateway_fixture import House
+from tests.unit.gateway.gateway_fixture import GatewayFixture
 
 PROMPT = 7
 PROMISED_TOKENS, PROMISED_S = 16, 0.25
@@ -70,7 +70,7 @@ class World:
         self._numbers = count()
         self.noted: Notes = {}
         self.notes = 0
-        self.journal = Journal(self._note, gather_s, self._call_later)
+        self.journal = ProgressJournal(self._note, gather_s, self._call_later)
 
     def _call_later(self, seconds: float, call: Callable[[], None]) -> None:
         heapq.heappush(self.calls, (self.now_s + seconds, next(self._numbers), call))
@@ -278,24 +278,28 @@ STREAMS: dict[str, dict[str, object]] = {
 
 
 @pytest.mark.parametrize("path", STREAMS)
-async def test_streams_of_every_dialect_are_noted_while_they_run(house: House, path: str) -> None:
+async def test_streams_of_every_dialect_are_noted_while_they_run(
+    gateway: GatewayFixture, path: str
+) -> None:
     """In the hold, and gone with it."""
     limit = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
-    body = {"model": house.model, "stream": True, limit: 40, **STREAMS[path]}
+    body = {"model": gateway.model, "stream": True, limit: 40, **STREAMS[path]}
 
     def noted() -> Progress:
-        rows = house.store.query("select progress from holds")
+        rows = gateway.store.query("select progress from holds")
         blob = rows[0][0] if rows else None
         return msgspec.msgpack.decode(blob, type=Progress) if blob else Progress()
 
-    house.runner.hold_after(20)
-    async with house.session.post(house.url + path, json=body, headers=house.headers()) as answer:
-        await house.until(lambda: noted().output_tokens >= 2 * NOTE_TOKENS)
+    gateway.runner.hold_after(20)
+    async with gateway.session.post(
+        gateway.url + path, json=body, headers=gateway.headers()
+    ) as answer:
+        await gateway.until(lambda: noted().output_tokens >= 2 * NOTE_TOKENS)
         found = noted()
-        house.runner.release()
+        gateway.runner.release()
         text = await answer.text()
 
     assert answer.status == 200, text
     assert found.output_tokens <= 20
     assert found.fresh_tokens + sum(found.read.values()) + sum(found.write.values()) > 0
-    await house.check_quiet()
+    await gateway.check_quiet()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from gateway.ledger.metering import wall_ms
-from gateway.ledger.query_pool import Reports
+from gateway.ledger.query_pool import QueryPool
 from tenancy.accounts.tenants import create_tenant, list_tenants
 from tenancy.errors import StoreError
 from tenancy.storage.interface import Store
@@ -28,7 +28,7 @@ def store(tmp_path: Path) -> Store:
 
 async def test_a_question_sees_what_was_committed(store: Store) -> None:
     """By another connection, without being told."""
-    reports = Reports(store)
+    reports = QueryPool(store)
     before = await reports.ask(list_tenants)
     await asyncio.to_thread(create_tenant, store, wall_ms, "bob")
     after = await reports.ask(list_tenants)
@@ -42,7 +42,7 @@ class Desk:
     """Questions that wait in their threads until they are let go, and who has begun."""
 
     def __init__(self, store: Store) -> None:
-        self.reports = Reports(store)
+        self.reports = QueryPool(store)
         self.begun: list[str] = []
         self.asked: dict[str, asyncio.Task[object]] = {}
         self._go: dict[str, threading.Event] = {}
@@ -164,7 +164,7 @@ async def test_who_goes_before_its_turn_keeps_nothing(desk: Desk) -> None:
 
 async def test_a_question_that_fails_fails_alone(store: Store) -> None:
     """The next one is answered; closing twice is closing."""
-    reports = Reports(store)
+    reports = QueryPool(store)
     with pytest.raises(StoreError):
         await reports.ask(lambda store: store.query("select * from nowhere"))
     found = await reports.ask(list_tenants)

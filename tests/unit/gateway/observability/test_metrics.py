@@ -10,7 +10,7 @@ from msgspec import structs
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine.api import Stats
-from gateway.observability.metrics import OTHERS, Telemetry
+from gateway.observability.metrics import OTHERS, Metrics
 
 ROUTERS = {
     "vllm:num_requests_running",
@@ -22,17 +22,17 @@ ROUTERS = {
 
 
 @pytest.fixture
-def telemetry() -> Telemetry:
-    return Telemetry(2)
+def telemetry() -> Metrics:
+    return Metrics(2)
 
 
-def samples(telemetry: Telemetry) -> dict[str, float]:
+def samples(telemetry: Metrics) -> dict[str, float]:
     """Every sample without labels, as a Prometheus server reads it."""
     families = text_string_to_metric_families(telemetry.exposition().decode())
     return {s.name: s.value for family in families for s in family.samples if not s.labels}
 
 
-def test_the_engines_heartbeat_is_shown_as_it_came(telemetry: Telemetry) -> None:
+def test_the_engines_heartbeat_is_shown_as_it_came(telemetry: Metrics) -> None:
     """Gauges as gauges, counters as counters, whatever was there before."""
     telemetry.show_engine(Stats(blocks=9, step=7), is_ready=False, restarts=0)
     stats = Stats(
@@ -51,7 +51,7 @@ def test_the_engines_heartbeat_is_shown_as_it_came(telemetry: Telemetry) -> None
     assert shown["vllm:prefix_cache_hits_total"] == 40
 
 
-def test_what_became_of_promises_is_shown_by_class(telemetry: Telemetry) -> None:
+def test_what_became_of_promises_is_shown_by_class(telemetry: Metrics) -> None:
     """Those that ended as counters, those that run as a gauge."""
     promises = {"5m": {"given": 3, "kept": 1, "broken": 1, "running": 1}, "1h": {"running": 2}}
     telemetry.show_cache(promises, 7)
@@ -70,7 +70,7 @@ def test_what_became_of_promises_is_shown_by_class(telemetry: Telemetry) -> None
     assert ("trunkline_promises_total", "5m", "running") not in shown
 
 
-def test_every_count_of_the_heartbeat_has_a_metric(telemetry: Telemetry) -> None:
+def test_every_count_of_the_heartbeat_has_a_metric(telemetry: Metrics) -> None:
     """A count that nobody can see was not worth keeping."""
     fields = [f for f in Stats.__struct_fields__ if f not in ("call_id", "changed")]
     before = samples(telemetry)
@@ -83,19 +83,19 @@ def test_every_count_of_the_heartbeat_has_a_metric(telemetry: Telemetry) -> None
     assert not set(range(1000, 1000 + len(fields))) & set(before.values())
 
 
-def test_deaths_of_the_ledgers_process_are_counted(telemetry: Telemetry) -> None:
+def test_deaths_of_the_ledgers_process_are_counted(telemetry: Metrics) -> None:
     """Requests go on over them; somebody should hear of it all the same."""
     telemetry.show_ledger(3)
 
     assert samples(telemetry)["trunkline_ledger_restarts_total"] == 3
 
 
-def test_an_engine_that_never_answered_divides_by_nothing(telemetry: Telemetry) -> None:
+def test_an_engine_that_never_answered_divides_by_nothing(telemetry: Metrics) -> None:
     """Before the first heartbeat there are no blocks."""
     assert samples(telemetry)["vllm:kv_cache_usage_perc"] == 0
 
 
-def test_a_thousand_tenants_are_a_few_labels(telemetry: Telemetry) -> None:
+def test_a_thousand_tenants_are_a_few_labels(telemetry: Metrics) -> None:
     """A label per tenant would be a series per tenant, for ever."""
     names = {telemetry.tenant_label(f"t{number % 1000}") for number in range(2000)}
 
@@ -104,17 +104,17 @@ def test_a_thousand_tenants_are_a_few_labels(telemetry: Telemetry) -> None:
 
 def test_a_tenant_called_others_is_counted_with_them() -> None:
     """Names are theirs to choose; the series stays one."""
-    assert Telemetry(0).tenant_label(OTHERS) == OTHERS
+    assert Metrics(0).tenant_label(OTHERS) == OTHERS
 
 
-def test_series_are_not_doubled_by_the_instants_they_were_made(telemetry: Telemetry) -> None:
+def test_series_are_not_doubled_by_the_instants_they_were_made(telemetry: Metrics) -> None:
     """A counter is one series for each set of labels."""
     telemetry.requests.add(1, "a", "/v1", "done")
 
     assert b"_created" not in telemetry.exposition()
 
 
-def test_times_are_counted_in_every_bucket_that_holds_them(telemetry: Telemetry) -> None:
+def test_times_are_counted_in_every_bucket_that_holds_them(telemetry: Metrics) -> None:
     """Buckets are cumulative, a time on an edge is within it, and the last one has all."""
     for seconds in (0.004, 0.005, 0.3, 1e9):
         telemetry.first_token_s.add(seconds, "hit")
@@ -134,14 +134,14 @@ def test_times_are_counted_in_every_bucket_that_holds_them(telemetry: Telemetry)
 
 def test_two_gateways_do_not_share_counts() -> None:
     """Tests, and embedders with two models."""
-    first, second = Telemetry(1), Telemetry(1)
+    first, second = Metrics(1), Metrics(1)
     first.tokens.add("a", 1, 2, 3)
 
     assert b'tenant="a"' in first.exposition()
     assert b'tenant="a"' not in second.exposition()
 
 
-def test_names_say_whose_they_are_and_in_which_unit(telemetry: Telemetry) -> None:
+def test_names_say_whose_they_are_and_in_which_unit(telemetry: Metrics) -> None:
     """Ours begin with our name; times are in seconds; each has a text."""
     for family in text_string_to_metric_families(telemetry.exposition().decode()):
         assert re.fullmatch(r"trunkline_[a-z_]+", family.name) or family.name in ROUTERS
@@ -149,7 +149,7 @@ def test_names_say_whose_they_are_and_in_which_unit(telemetry: Telemetry) -> Non
         assert not re.search(r"_(ms|millis|s)$", family.name)
 
 
-def test_every_metric_is_in_the_operators_guide(telemetry: Telemetry) -> None:
+def test_every_metric_is_in_the_operators_guide(telemetry: Metrics) -> None:
     """And the guide names none that is not there."""
     text = (Path(__file__).parents[4] / "docs/operations.md").read_text()
     named = set(re.findall(r"\b(?:trunkline|vllm)[_:][a-z_]*[a-z]", text))

@@ -13,7 +13,7 @@ from aiohttp import web
 
 from gateway.app import open_tracer
 from gateway.config import Config, ConfigError, TracingConfig
-from tests.unit.gateway.gateway_fixture import House
+from tests.unit.gateway.gateway_fixture import GatewayFixture
 
 pytest.importorskip("opentelemetry.sdk", reason="the extra otel is not installed")
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="the same")
@@ -76,23 +76,25 @@ async def collector() -> AsyncIterator[Collector]:
 
 
 @pytest.fixture
-async def traced(made: House, collector: Collector) -> AsyncIterator[House]:
+async def traced(
+    unopened_gateway: GatewayFixture, collector: Collector
+) -> AsyncIterator[GatewayFixture]:
     """A gateway whose spans go to the collector."""
-    set_tracing(made, endpoint=collector.url)
-    await made.open()
-    yield made
-    await made.close()
+    set_tracing(unopened_gateway, endpoint=collector.url)
+    await unopened_gateway.open()
+    yield unopened_gateway
+    await unopened_gateway.close()
 
 
-def set_tracing(house: House, **settings: Any) -> None:
+def set_tracing(gateway: GatewayFixture, **settings: Any) -> None:
     tracing = TracingConfig(**settings)
-    house.config = msgspec.structs.replace(house.config, tracing=tracing)
+    gateway.config = msgspec.structs.replace(gateway.config, tracing=tracing)
 
 
-async def flush(house: House) -> None:
+async def flush(gateway: GatewayFixture) -> None:
     """Send what waits."""
-    await house.quiet()
-    tracer = house.gateway.context.tracer
+    await gateway.quiet()
+    tracer = gateway.gateway.context.tracer
     assert isinstance(tracer, SpanTracer)
     await asyncio.to_thread(tracer.flush)
 
@@ -107,11 +109,13 @@ def facts(span: Any) -> dict[str, Any]:
     return found
 
 
-def logged(house: House, event: str) -> list[dict[str, object]]:
-    return [line for line in house.lines if line["event"] == event]
+def logged(gateway: GatewayFixture, event: str) -> list[dict[str, object]]:
+    return [line for line in gateway.lines if line["event"] == event]
 
 
-async def test_an_answer_is_one_span_with_its_usage(traced: House, collector: Collector) -> None:
+async def test_an_answer_is_one_span_with_its_usage(
+    traced: GatewayFixture, collector: Collector
+) -> None:
     """What the client was told, the log says and the ledger holds is what the trace says."""
     _, body, response = await traced.ask(body=traced.chat(SECRET))
     await flush(traced)
@@ -133,7 +137,9 @@ async def test_an_answer_is_one_span_with_its_usage(traced: House, collector: Co
     assert "error.type" not in found
 
 
-async def test_a_spans_events_are_in_order_within_it(traced: House, collector: Collector) -> None:
+async def test_a_spans_events_are_in_order_within_it(
+    traced: GatewayFixture, collector: Collector
+) -> None:
     """Admission, first token, ledger: times that lie outside the span would be worth nothing."""
     await traced.stream(traced.chat())
     await flush(traced)
@@ -148,7 +154,7 @@ async def test_a_spans_events_are_in_order_within_it(traced: House, collector: C
 
 
 async def test_cached_tokens_are_counted_as_the_log_counts_them(
-    traced: House, collector: Collector
+    traced: GatewayFixture, collector: Collector
 ) -> None:
     """The second turn's hit is the reason why anybody looks at these traces."""
     for _ in range(2):
@@ -163,7 +169,7 @@ async def test_cached_tokens_are_counted_as_the_log_counts_them(
 
 
 async def test_neither_prompts_nor_outputs_nor_keys_are_sent(
-    traced: House, collector: Collector
+    traced: GatewayFixture, collector: Collector
 ) -> None:
     """A collector is a third party."""
     _, body, _ = await traced.ask(
@@ -180,7 +186,9 @@ async def test_neither_prompts_nor_outputs_nor_keys_are_sent(
     assert body["choices"][0]["message"]["content"].encode() not in sent
 
 
-async def test_a_clients_trace_is_gone_on_with(traced: House, collector: Collector) -> None:
+async def test_a_clients_trace_is_gone_on_with(
+    traced: GatewayFixture, collector: Collector
+) -> None:
     """Its span and ours are one picture."""
     await traced.ask(body=traced.chat(), headers={"traceparent": f"00-{TRACE}-{PARENT}-01"})
     await flush(traced)
@@ -190,7 +198,7 @@ async def test_a_clients_trace_is_gone_on_with(traced: House, collector: Collect
 
 
 async def test_a_trace_that_a_client_does_not_sample_is_not_sent(
-    traced: House, collector: Collector
+    traced: GatewayFixture, collector: Collector
 ) -> None:
     """Half a trace helps nobody."""
     await traced.ask(body=traced.chat(), headers={"traceparent": f"00-{TRACE}-{PARENT}-00"})
@@ -204,7 +212,7 @@ async def test_a_trace_that_a_client_does_not_sample_is_not_sent(
     ["", "no", f"00-{'0' * 32}-{PARENT}-01", f"ff-{TRACE}-{PARENT}-01", "0" * 4000, "00-é-ü-01"],
 )
 async def test_a_broken_traceparent_begins_a_new_trace(
-    traced: House, collector: Collector, header: str
+    traced: GatewayFixture, collector: Collector, header: str
 ) -> None:
     """As the standard says; the answer is the same."""
     status, _, _ = await traced.ask(body=traced.chat(), headers={"traceparent": header})
@@ -218,21 +226,25 @@ async def test_a_broken_traceparent_begins_a_new_trace(
 
 @pytest.mark.parametrize(("ratio", "spans"), [(0.0, 0), (1.0, 3)])
 async def test_the_ratio_decides_where_no_client_has(
-    made: House, collector: Collector, ratio: float, spans: int
+    unopened_gateway: GatewayFixture, collector: Collector, ratio: float, spans: int
 ) -> None:
     """Zero still follows clients that trace themselves."""
-    set_tracing(made, endpoint=collector.url, sample_ratio=ratio)
-    await made.open()
+    set_tracing(unopened_gateway, endpoint=collector.url, sample_ratio=ratio)
+    await unopened_gateway.open()
     for _ in range(3):
-        await made.ask(body=made.chat())
-    await made.ask(body=made.chat(), headers={"traceparent": f"00-{TRACE}-{PARENT}-01"})
-    await flush(made)
-    await made.close()
+        await unopened_gateway.ask(body=unopened_gateway.chat())
+    await unopened_gateway.ask(
+        body=unopened_gateway.chat(), headers={"traceparent": f"00-{TRACE}-{PARENT}-01"}
+    )
+    await flush(unopened_gateway)
+    await unopened_gateway.close()
 
     assert len(collector.spans()) == spans + 1
 
 
-async def test_a_refusal_is_a_span_with_its_code(traced: House, collector: Collector) -> None:
+async def test_a_refusal_is_a_span_with_its_code(
+    traced: GatewayFixture, collector: Collector
+) -> None:
     """A client's mistake is named and is no failure of ours."""
     status, _, _ = await traced.ask(body={**traced.chat(), "model": "no such model"})
     await flush(traced)
@@ -244,7 +256,9 @@ async def test_a_refusal_is_a_span_with_its_code(traced: House, collector: Colle
     assert "gen_ai.usage.input_tokens" not in found
 
 
-async def test_a_client_that_leaves_is_a_span_too(traced: House, collector: Collector) -> None:
+async def test_a_client_that_leaves_is_a_span_too(
+    traced: GatewayFixture, collector: Collector
+) -> None:
     """Its tokens were computed and are counted."""
     traced.runner.hold_after(3)
     body = json.dumps({**traced.chat(), "stream": True}).encode()
@@ -273,7 +287,7 @@ async def test_a_client_that_leaves_is_a_span_too(traced: House, collector: Coll
     ],
 )
 async def test_what_asks_for_no_answer_is_not_traced(
-    traced: House, collector: Collector, path: str, who: str | None, method: str
+    traced: GatewayFixture, collector: Collector, path: str, who: str | None, method: str
 ) -> None:
     """Probes would drown the rest; strangers must not be able to."""
     await traced.ask(path, who=who, method=method)
@@ -282,7 +296,7 @@ async def test_what_asks_for_no_answer_is_not_traced(
     assert collector.spans() == []
 
 
-async def test_counting_tokens_is_not_traced(traced: House, collector: Collector) -> None:
+async def test_counting_tokens_is_not_traced(traced: GatewayFixture, collector: Collector) -> None:
     """Nothing is generated, so the conventions have no name for it."""
     body = {"model": traced.model, "messages": [{"role": "user", "content": "hi"}]}
     status, _, _ = await traced.ask("/v1/messages/count_tokens", body)
@@ -305,7 +319,7 @@ async def test_counting_tokens_is_not_traced(traced: House, collector: Collector
     ],
 )
 async def test_every_dialect_is_traced(
-    traced: House, collector: Collector, path: str, more: dict[str, Any], name: str
+    traced: GatewayFixture, collector: Collector, path: str, more: dict[str, Any], name: str
 ) -> None:
     """One span each, by the conventions' name for it."""
     status, body, _ = await traced.ask(path, {"model": traced.model, **more})
@@ -317,12 +331,14 @@ async def test_every_dialect_is_traced(
     assert facts(span)["gen_ai.response.id"] == body["id"]
 
 
-async def test_a_server_that_closes_sends_what_is_left(made: House, collector: Collector) -> None:
+async def test_a_server_that_closes_sends_what_is_left(
+    unopened_gateway: GatewayFixture, collector: Collector
+) -> None:
     """The last requests before an upgrade are those that somebody asks about."""
-    set_tracing(made, endpoint=collector.url)
-    await made.open()
-    await made.ask(body=made.chat())
-    await made.close()
+    set_tracing(unopened_gateway, endpoint=collector.url)
+    await unopened_gateway.open()
+    await unopened_gateway.ask(body=unopened_gateway.chat())
+    await unopened_gateway.close()
     (request,) = collector.requests()
     names = {pair.key: pair.value for pair in request.resource_spans[0].resource.attributes}
 
@@ -332,7 +348,7 @@ async def test_a_server_that_closes_sends_what_is_left(made: House, collector: C
 
 
 async def test_a_failing_collector_costs_spans_and_two_lines(
-    traced: House, collector: Collector
+    traced: GatewayFixture, collector: Collector
 ) -> None:
     """Answers go on; the log says when it began and when it was over, not every time."""
     collector.status = 400
@@ -350,35 +366,37 @@ async def test_a_failing_collector_costs_spans_and_two_lines(
 
 
 async def test_a_collector_that_is_not_there_delays_no_end(
-    made: House, monkeypatch: pytest.MonkeyPatch
+    unopened_gateway: GatewayFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SIGTERM has a deadline, and a trace is worth none of it."""
     monkeypatch.setattr(otel_exporter, "TIMEOUT_S", 0.05)
-    set_tracing(made, endpoint="http://127.0.0.1:9")
-    await made.open()
-    status, _, _ = await made.ask(body=made.chat())
-    await made.close()
+    set_tracing(unopened_gateway, endpoint="http://127.0.0.1:9")
+    await unopened_gateway.open()
+    status, _, _ = await unopened_gateway.ask(body=unopened_gateway.chat())
+    await unopened_gateway.close()
 
     assert status == 200
-    assert len(logged(made, "tracing_failed")) == 1
+    assert len(logged(unopened_gateway, "tracing_failed")) == 1
 
 
 async def test_a_collector_that_never_answers_delays_no_end(
-    made: House, collector: Collector, monkeypatch: pytest.MonkeyPatch
+    unopened_gateway: GatewayFixture, collector: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who waited for it would wait for ever."""
     monkeypatch.setattr(otel_exporter, "TIMEOUT_S", 0.05)
     monkeypatch.setattr(otel_exporter, "BATCH_SPANS_MAX", 2)
     monkeypatch.setattr(otel_exporter, "DELAY_MS", 10_000_000)
     collector.is_answering.clear()
-    set_tracing(made, endpoint=collector.url)
-    await made.open()
+    set_tracing(unopened_gateway, endpoint=collector.url)
+    await unopened_gateway.open()
     for _ in range(3):
-        await made.ask(body=made.chat(), headers={"traceparent": f"00-{TRACE}-{PARENT}-01"})
-    await made.close()
+        await unopened_gateway.ask(
+            body=unopened_gateway.chat(), headers={"traceparent": f"00-{TRACE}-{PARENT}-01"}
+        )
+    await unopened_gateway.close()
     collector.is_answering.set()
 
-    assert len(logged(made, "tracing_failed")) == 1
+    assert len(logged(unopened_gateway, "tracing_failed")) == 1
 
 
 def test_traces_go_to_the_path_that_the_standard_names() -> None:

@@ -9,10 +9,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from gateway.observability.tracing import CACHE_WRITE, Answered, operation_of
+from gateway.observability.tracing import CACHE_WRITE, CompletedRequest, operation_of
 
 ROOT = Path(__file__).parents[4]
-ASKED = Answered(
+ASKED = CompletedRequest(
     operation="chat", route="/v1/messages", ended_ms=5_000, total_s=2.0, request_id="r1"
 )
 ANSWERED = msgspec.structs.replace(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gateway.prompt.layout import Step, common, lay_out, mark, outside_words, steps_of
-from gateway.prompt.messages import Part
+from gateway.prompt.messages import TemplatePart
 from gateway.prompt.opaque_text import TRIMMED
 
 A, B = mark(0), mark(1)
@@ -15,7 +15,7 @@ def check(
     marked: str, whole: str, *texts: str, calls: bool = False
 ) -> list[tuple[str, int | None]] | None:
     """(text, part) of each piece that has any."""
-    pieces = lay_out(marked, whole, [Part(text, is_call=calls) for text in texts])
+    pieces = lay_out(marked, whole, [TemplatePart(text, is_call=calls) for text in texts])
     return None if pieces is None else [(p.text, p.part) for p in pieces if p.text]
 
 
@@ -62,7 +62,7 @@ def test_what_cannot_be_followed_has_no_layout(marked: str, whole: str) -> None:
 
 def test_pieces_know_where_they_stood() -> None:
     """Places in the marked text can be found in them."""
-    pieces = lay_out(f"<{A}|", "<long text|", [Part("long text")])
+    pieces = lay_out(f"<{A}|", "<long text|", [TemplatePart("long text")])
 
     assert pieces is not None
     assert [(p.text, p.start) for p in pieces if p.part is None] == [("<", 0), ("|", 1 + len(A))]

@@ -10,8 +10,8 @@ from typing import Any
 from gateway.dialects.canonical import Prompt, Segment, Tool
 from gateway.errors import Kind, Refusal
 from gateway.prompt.layout import mark
-from gateway.prompt.messages import Arrangement, arrange
-from gateway.prompt.tool_offsets import Offsets
+from gateway.prompt.messages import TemplateInput, arrange
+from gateway.prompt.tool_offsets import ToolOffsets
 from gateway.structured_output.tool_styles import HERMES
 
 Write = Callable[[list[dict[str, Any]], list[str]], str]
@@ -23,9 +23,9 @@ class Written:
     def __init__(self, write: Write) -> None:
         self._write = write
         self.runs = 0
-        self.offsets = Offsets(self.run, ["<end>"])
+        self.offsets = ToolOffsets(self.run, ["<end>"])
 
-    def run(self, arranged: Arrangement, text_of: Any, arguments: Any, *, opens: bool) -> str:
+    def run(self, arranged: TemplateInput, text_of: Any, arguments: Any, *, opens: bool) -> str:
         """As a renderer would."""
         self.runs += 1
         messages = arranged.for_template(HERMES, text_of, arguments)

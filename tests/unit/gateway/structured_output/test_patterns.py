@@ -14,7 +14,12 @@ from engine.api import Grammar
 from engine.errors import RequestRefused
 from engine.grammar.grammar import Rules, Vocabulary, compile_grammar
 from engine.model_store import ModelCard
-from gateway.structured_output.patterns import NotHeld, as_held, can_be_held, in_other_words
+from gateway.structured_output.patterns import (
+    UnsupportedPattern,
+    as_held,
+    can_be_held,
+    in_other_words,
+)
 
 HELD = [
     *(r"^a+$", r"[(?=]+", r"\(?=?", r"\\b", r"(?:a|b)", r"(?<name>a)", r"\d{4}-\d\d"),
@@ -52,7 +57,7 @@ def test_what_can_be_held_is_what_the_engine_compiles(vocabulary: Vocabulary, pa
 def test_a_quantifier_that_gives_nothing_back_cannot_be_held(pattern: str) -> None:
     """A grammar would take its plus for another repetition, and draw what it does not match."""
     assert not can_be_held(pattern)
-    with pytest.raises(NotHeld, match="gives no match back"):
+    with pytest.raises(UnsupportedPattern, match="gives no match back"):
         as_held({"items": {"pattern": pattern}}, strict=True)
 
 
@@ -77,7 +82,7 @@ def test_a_strict_schema_is_told_what_to_write_instead(pattern: str, said: str) 
     """By the pattern, and the piece of it; a name in `patternProperties` is one too."""
     schemas: list[dict[str, object]] = [{"pattern": pattern}, {"patternProperties": {pattern: {}}}]
     for schema in schemas:
-        with pytest.raises(NotHeld) as caught:
+        with pytest.raises(UnsupportedPattern) as caught:
             as_held(schema, strict=True)
 
         assert caught.value.why.startswith(f"the pattern '{pattern}' {said}")

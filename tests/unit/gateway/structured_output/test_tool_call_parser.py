@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.structured_output.tool_call_parser import Called, CallReader, Said
+from gateway.structured_output.tool_call_parser import ParsedCall, ParsedText, ToolCallParser
 from gateway.structured_output.tool_styles import HERMES, LLAMA3, MISTRAL, ToolStyle
 
 STYLES = {"hermes": HERMES, "llama3": LLAMA3, "mistral": MISTRAL}
@@ -20,13 +20,13 @@ Folded = list[str | tuple[str, str, str]]
 def read(style: ToolStyle, *pieces: str, parallel: bool = True) -> Folded:
     """Text and calls (id, name, arguments), neighbours joined."""
     numbers = itertools.count()
-    reader = CallReader(style, ("get", "put"), lambda: f"id{next(numbers)}", parallel=parallel)
+    reader = ToolCallParser(style, ("get", "put"), lambda: f"id{next(numbers)}", parallel=parallel)
     found = [piece for text in pieces for piece in reader.push(text)] + reader.finish()
     whole = "".join(pieces)
     folded: Folded = []
     for piece in found:
         last = folded[-1] if folded else None
-        if isinstance(piece, Said):
+        if isinstance(piece, ParsedText):
             assert whole[piece.start : piece.start + len(piece.text)] == piece.text
             folded[-1:] = (
                 [last + piece.text] if isinstance(last, str) else [*folded[-1:], piece.text]
@@ -114,20 +114,20 @@ def test_any_text_is_read_the_same_in_pieces(parts: list[str], style: str, cuts:
 
 def test_arguments_stream() -> None:
     """A long document in an argument does not wait for its end."""
-    reader = CallReader(HERMES, ("get",), lambda: "id")
+    reader = ToolCallParser(HERMES, ("get",), lambda: "id")
     first = reader.push('<tool_call>\n{"name": "get", "arguments": {"a": "Once ')
     second = reader.push("upon a time")
 
-    assert first == [Called(0, "id", "get"), Called(0, arguments='{"a": "Once ')]
-    assert second == [Called(0, arguments="upon a time")]
+    assert first == [ParsedCall(0, "id", "get"), ParsedCall(0, arguments='{"a": "Once ')]
+    assert second == [ParsedCall(0, arguments="upon a time")]
 
 
 def test_text_that_may_become_a_call_waits() -> None:
     """And no longer than it has to."""
-    reader = CallReader(HERMES, ("get",), lambda: "id")
+    reader = ToolCallParser(HERMES, ("get",), lambda: "id")
 
-    assert reader.push("So <tool_") == [Said("So ", 0)]
-    assert reader.push("box>") == [Said("<tool_box>", 3)]
+    assert reader.push("So <tool_") == [ParsedText("So ", 0)]
+    assert reader.push("box>") == [ParsedText("<tool_box>", 3)]
 
 
 def test_where_one_call_is_wanted_the_rest_is_of_no_use() -> None:
@@ -138,6 +138,9 @@ def test_where_one_call_is_wanted_the_rest_is_of_no_use() -> None:
 def test_an_endless_beginning_is_text() -> None:
     """Nothing is held for ever."""
     text = "<tool_call>" + json.dumps({"arguments": {"a": "x" * 70_000}})
-    reader = CallReader(HERMES, ("get",), lambda: "id")
+    reader = ToolCallParser(HERMES, ("get",), lambda: "id")
 
-    assert sum(len(p.text) for p in reader.push(text[:-1]) if isinstance(p, Said)) == len(text) - 1
+    assert (
+        sum(len(p.text) for p in reader.push(text[:-1]) if isinstance(p, ParsedText))
+        == len(text) - 1
+    )

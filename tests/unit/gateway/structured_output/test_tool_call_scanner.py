@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.structured_output.tool_call_scanner import CallScanner
+from gateway.structured_output.tool_call_scanner import ToolCallScanner
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=5),
@@ -19,9 +19,9 @@ JSON = st.recursive(
 )
 
 
-def scanned(text: str, size: int = 1) -> tuple[CallScanner, str, int]:
+def scanned(text: str, size: int = 1) -> tuple[ToolCallScanner, str, int]:
     """The scanner, the arguments, and how much of the text was the object's."""
-    scanner, arguments, used = CallScanner(), "", 0
+    scanner, arguments, used = ToolCallScanner(), "", 0
     for start in range(0, len(text), size):
         used += scanner.push(text[start : start + size])
         arguments += scanner.take()
@@ -51,7 +51,7 @@ def test_a_call_is_its_name_and_its_arguments(
 
 def test_arguments_come_as_they_are_written() -> None:
     """Not only when they are whole."""
-    scanner = CallScanner()
+    scanner = ToolCallScanner()
     scanner.push('{"name": "get", "arguments": {"a": "on')
 
     assert (scanner.has_begun, scanner.take()) == (True, '{"a": "on')

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from kernels.gpu.work_list import HostPlan, Planner, Slices
+from kernels.gpu.work_list import HostPlan, Slices, WorkPlanner
 
 
-def check_plan(plan: HostPlan, slices: Slices, planner: Planner) -> None:
+def check_plan(plan: HostPlan, slices: Slices, planner: WorkPlanner) -> None:
     """Every (row, key) once per KV head, parts numbered 0..n-1, direct exactly when there is one.
 
     O(rows x keys): for tests. Raises AssertionError with the first row that is wrong.

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import kernels.gpu.tree_attention
-from kernels.gpu.tree_attention import Parts, WorkList, tree_attention
-from kernels.gpu.work_list import BIG, SMALL, WIDE, Planner, Slices
+from kernels.gpu.tree_attention import PartialOutputs, WorkList, tree_attention
+from kernels.gpu.work_list import BIG, SMALL, WIDE, Slices, WorkPlanner
 from tests.unit.kernels.gpu.plan_checker import check_plan
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -110,9 +110,9 @@ class Case:
         return torch.stack(out)
 
 
-def planner_for(case: Case, *, chunk: int = 0, multiprocessors: int = 2) -> Planner:
+def planner_for(case: Case, *, chunk: int = 0, multiprocessors: int = 2) -> WorkPlanner:
     heads, kv_heads = case.q.shape[1], case.kv.shape[3]
-    return Planner(
+    return WorkPlanner(
         kv_heads=kv_heads,
         heads_per_group=heads // kv_heads,
         block_size=SIZE,
@@ -126,7 +126,7 @@ def planner_for(case: Case, *, chunk: int = 0, multiprocessors: int = 2) -> Plan
 
 
 def attend(
-    case: Case, planner: Planner, layer: int = 1, *, side_by_side: bool = False
+    case: Case, planner: WorkPlanner, layer: int = 1, *, side_by_side: bool = False
 ) -> torch.Tensor:
     """`side_by_side`: as decoding steps run, shared keys off a queue beside the small tiles."""
     plan = planner.plan(case.slices, case.groups)
@@ -135,7 +135,7 @@ def attend(
     work = WorkList((WIDE, BIG, SMALL), planner.multiprocessors, rows, 4096, DEVICE)
     work.load(plan)
     out = torch.full_like(case.q, float("nan"))
-    parts = Parts(plan.parts_max, rows, heads, d, DEVICE)
+    parts = PartialOutputs(plan.parts_max, rows, heads, d, DEVICE)
     parts.out.fill_(float("nan"))
     classes = (2, 1) if side_by_side else (0, 1, 2)
     tree_attention(
@@ -294,7 +294,7 @@ def random_tree(seed: int) -> tuple[Slices, npt.NDArray[np.int32]]:
 
 def test_a_row_with_more_heads_than_a_small_tile_is_no_plan() -> None:
     """It would be in no unit: its answer what the memory held before."""
-    planner = Planner(kv_heads=1, heads_per_group=32, block_size=SIZE, multiprocessors=4)
+    planner = WorkPlanner(kv_heads=1, heads_per_group=32, block_size=SIZE, multiprocessors=4)
     one = np.ones(1, np.int32)
 
     with pytest.raises(AssertionError, match="more heads"):
@@ -306,7 +306,7 @@ def test_a_row_with_more_heads_than_a_small_tile_is_no_plan() -> None:
 def test_every_key_of_every_row_is_in_exactly_one_unit(seed: int, chunk: int) -> None:
     """The planner's one invariant, over random trees, ragged lengths and prefill chunks."""
     slices, groups = random_tree(seed)
-    planner = Planner(
+    planner = WorkPlanner(
         kv_heads=2,
         heads_per_group=4,
         block_size=SIZE,
@@ -335,7 +335,7 @@ def test_classes_run_side_by_side_where_that_was_measured_to_be_faster(
 ) -> None:
     """Own keys too few to keep shared ones company, or shared ones of many waves: one after the
     other. 256 rows of the 8B shape on 132 multiprocessors."""
-    planner = Planner(kv_heads=8, heads_per_group=4, block_size=SIZE, multiprocessors=132)
+    planner = WorkPlanner(kv_heads=8, heads_per_group=4, block_size=SIZE, multiprocessors=132)
     groups, depth = [], 0
     for nodes, keys in shared:
         edges = np.linspace(0, 256, nodes + 1).astype(int).tolist()
@@ -353,7 +353,7 @@ def test_classes_run_side_by_side_where_that_was_measured_to_be_faster(
 @pytest.mark.parametrize(("rows", "parts"), [(1, 8), (8, 8), (64, 2), (256, 1)])
 def test_few_rows_are_cut_finely_enough_to_keep_the_device_busy(rows: int, parts: int) -> None:
     """A lone row of 512 keys in one piece would be read by 8 of 132 multiprocessors."""
-    planner = Planner(kv_heads=8, heads_per_group=4, block_size=SIZE, multiprocessors=132)
+    planner = WorkPlanner(kv_heads=8, heads_per_group=4, block_size=SIZE, multiprocessors=132)
     starts, offsets = np.full(rows, 511, np.int32), np.arange(rows, dtype=np.int32) * 64
     slices = Slices(np.ones(rows, np.int32), starts, offsets)
 
@@ -368,7 +368,7 @@ def test_parts_fit_the_memory_that_there_is_for_them(seed: int, part_rows: int) 
     """Every level of a tree is a part more for the rows below. What there is no room for they read
     themselves: memory taken within a step can be refused, and then the step fails."""
     slices, groups = random_tree(seed)
-    planner = Planner(
+    planner = WorkPlanner(
         kv_heads=2, heads_per_group=4, block_size=SIZE, multiprocessors=4,
         span_keys_min=128, own_span_keys_target=256, part_rows=part_rows,
     )  # fmt: skip
@@ -383,7 +383,7 @@ def test_parts_fit_the_memory_that_there_is_for_them(seed: int, part_rows: int) 
 def test_the_longest_step_over_a_deep_tree_takes_no_memory(levels: int) -> None:
     """128 prompts of 64 tokens, and as many that decode, below so many turns of a conversation:
     from the seventh on each row would have more parts than there is room for."""
-    planner = Planner(kv_heads=8, heads_per_group=4, block_size=SIZE, multiprocessors=132)
+    planner = WorkPlanner(kv_heads=8, heads_per_group=4, block_size=SIZE, multiprocessors=132)
     groups = [(0, 256 - 2 * level, 80 * level, 80 * level + 80) for level in range(levels)]
     rows = np.array([64, 1] * 128, np.int32)
     starts = np.full(256, levels * 80 * SIZE + 100, np.int32)

@@ -13,7 +13,7 @@ import apsw
 import pytest
 
 from tenancy.accounting.audit import check_books
-from tenancy.accounting.backups import Missing, backup, mark, restore
+from tenancy.accounting.backups import MissingEntries, backup, mark, restore
 from tenancy.accounts.tenants import create_tenant
 from tenancy.errors import StoreError
 from tenancy.ledger.epochs import list_ledger_epochs
@@ -113,7 +113,7 @@ def test_what_is_restored_is_another_epoch_and_says_what_is_missing(path: Path, 
     done = restore(path.parent / "b.db", path, wall)
     settle(path, wall, "1-5")
 
-    assert done.missing == Missing(2, 1, 2)
+    assert done.missing == MissingEntries(2, 1, 2)
     assert (done.epoch.number, done.epoch.reason, done.epoch.entry_id) == (2, "restored", 2)
     assert ids(path) == ["1-1", "1-2", "1-5"]
     assert done.kept == path.with_name("test.db.replaced")
@@ -160,7 +160,7 @@ def test_into_an_empty_place_a_backup_is_restored_too(path: Path, wall: Wall) ->
     (elsewhere.parent / "test.db-wal").write_bytes(b"of another time")
     done = restore(path.parent / "b.db", elsewhere, wall)
 
-    assert (done.kept, done.missing, done.epoch.number) == (None, Missing(), 2)
+    assert (done.kept, done.missing, done.epoch.number) == (None, MissingEntries(), 2)
     assert ids(elsewhere) == ["1-1", "1-2"]
 
 
@@ -172,7 +172,7 @@ def test_a_damaged_ledger_is_replaced(path: Path, wall: Wall) -> None:
     path.write_bytes(b"no database at all, " * 500)
     done = restore(path.parent / "b.db", path, wall)
 
-    assert done.missing == Missing(None, None, wall.ms)
+    assert done.missing == MissingEntries(None, None, wall.ms)
     assert done.epoch.number == 2
     assert ids(path) == ["1-1", "1-2"]
 
@@ -188,7 +188,7 @@ def test_a_ledger_that_is_no_continuation_of_the_backup_is_said_to_be_none(
     settle(other, wall, "1-7", "1-8", "1-9")
     done = restore(other, path, wall)
 
-    assert done.missing == Missing()
+    assert done.missing == MissingEntries()
     assert ids(path) == ["1-7", "1-8", "1-9"]
 
 

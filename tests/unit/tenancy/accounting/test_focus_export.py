@@ -8,7 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tenancy.accounting.focus_export import COLUMNS, Held, cost_rows, storage, storage_by_tenant
+from tenancy.accounting.focus_export import (
+    COLUMNS,
+    HeldStorage,
+    cost_rows,
+    storage,
+    storage_by_tenant,
+)
 from tenancy.accounting.usage import usage
 from tenancy.accounts.tenants import create_tenant
 from tenancy.ledger.adjustments import Adjustment, adjust
@@ -86,7 +92,7 @@ def test_storage_is_told_by_class_as_it_is_billed(store: Store) -> None:
     """Of one tenant or all, in the hours of a period."""
     mine = storage(store, "ada", 0, None)
 
-    assert mine == [Held("1h", 12_345, storage_charge(CARD, "1h", 12_345))]
+    assert mine == [HeldStorage("1h", 12_345, storage_charge(CARD, "1h", 12_345))]
     assert mine[0].pico > 0
     assert storage(store, None, 0, None) == mine
     assert storage(store, "ada", HOUR_MS, None) == storage(store, "bob", 0, None) == []

@@ -14,7 +14,7 @@ from tenancy.accounting.audit import check_books
 from tenancy.accounting.closing import close_days
 from tenancy.accounting.move_to_postgres import COUNTED, TABLES, Stage, move
 from tenancy.accounting.usage import usage
-from tenancy.accounts.authentication import Registry
+from tenancy.accounts.authentication import KeyAuthenticator
 from tenancy.accounts.cached_contents import Resource, ResourceQuota, create_resource
 from tenancy.accounts.deletion import delete_tenant
 from tenancy.accounts.erasure_receipts import Receipt, record
@@ -125,7 +125,7 @@ def test_what_is_moved_is_the_same_ledger_and_goes_on(
     assert done.charge_pico == file.query("select sum(charge_pico) from ledger")[0][0] > 0
     assert usage(postgres) == before
     assert list_ledger_epochs(postgres) == list_ledger_epochs(file)
-    assert Registry(postgres, wall, lambda: 0.0).authenticate(key).tenant.name == "bob"
+    assert KeyAuthenticator(postgres, wall, lambda: 0.0).authenticate(key).tenant.name == "bob"
     ledger = Ledger(postgres, wall)
     ledger.settle(used("next", wall())).result(PATIENCE_S)
     ledger.close()

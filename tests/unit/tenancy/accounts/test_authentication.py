@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tenancy.accounts.authentication import Registry
+from tenancy.accounts.authentication import KeyAuthenticator
 from tenancy.accounts.keys import create_key
 from tenancy.accounts.tenants import create_tenant, set_status
 from tenancy.errors import KeyRefused, StoreError
@@ -18,15 +18,15 @@ PATIENCE_S = 20.0
 
 
 @pytest.fixture
-def registry(store: Store, wall: Wall) -> Iterator[Registry]:
-    registry = Registry(store, wall, lambda: 0.0)
+def registry(store: Store, wall: Wall) -> Iterator[KeyAuthenticator]:
+    registry = KeyAuthenticator(store, wall, lambda: 0.0)
     registry.watch()
     yield registry
     registry.close()
     registry.close()
 
 
-def seen(registry: Registry, key: str) -> str:
+def seen(registry: KeyAuthenticator, key: str) -> str:
     """What becomes of a key, as soon as the thread has looked."""
     registry.look_again()
     pause = threading.Event()
@@ -41,7 +41,7 @@ def seen(registry: Registry, key: str) -> str:
 
 
 def test_what_changes_is_seen_without_asking_the_database(
-    store: Store, wall: Wall, registry: Registry, monkeypatch: pytest.MonkeyPatch
+    store: Store, wall: Wall, registry: KeyAuthenticator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever authenticates is on an event loop; a server is a round trip away."""
     key = create_key(store, wall, create_tenant(store, wall, "ada").tenant_id)
@@ -65,7 +65,7 @@ def test_what_changes_is_seen_without_asking_the_database(
 
 
 def test_while_the_database_is_away_the_thread_lives(
-    store: Store, wall: Wall, registry: Registry, monkeypatch: pytest.MonkeyPatch
+    store: Store, wall: Wall, registry: KeyAuthenticator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was read last stands, and what came meanwhile is seen afterwards."""
     asked = threading.Event()

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from tenancy.accounts.declared_keys import DeclaredKey, KeyChange
 from tenancy.accounts.declared_tenants import DeclaredTenant, reconcile
 from tenancy.accounts.deletion import delete_tenant
-from tenancy.accounts.key_index import KeyRing, load_keys
+from tenancy.accounts.key_index import KeyIndex, load_keys
 from tenancy.accounts.keys import (
     change_key,
     create_key,
@@ -59,7 +59,7 @@ def told(store: Store, wall: Wall, *tenants: DeclaredTenant) -> list[tuple[str, 
 def opens(store: Store, wall: Wall, key: str) -> str:
     """The workspace that a key opens, or why it does not."""
     try:
-        return KeyRing(load_keys(store)).find(key, wall()).workspace
+        return KeyIndex(load_keys(store)).find(key, wall()).workspace
     except KeyRefused as error:
         return error.code
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from tenancy.accounts.declared_tenants import Change, DeclaredTenant, reconcile
+from tenancy.accounts.declared_tenants import DeclaredTenant, TenantChange, reconcile
 from tenancy.accounts.deletion import delete_tenant
 from tenancy.accounts.tenants import (
     change_tenant,
@@ -27,7 +27,7 @@ BOB = DeclaredTenant(name="bob", floor_blocks=8, classes=("5m", "1h"), promised_
 def told(store: Store, wall: Wall, declared: Sequence[DeclaredTenant]) -> list[tuple[str, str]]:
     """What a reload did."""
     changes = reconcile(store, wall, declared)
-    return [(one.tenant, one.what) for one in changes if isinstance(one, Change)]
+    return [(one.tenant, one.what) for one in changes if isinstance(one, TenantChange)]
 
 
 def test_what_is_declared_is_made(store: Store, wall: Wall) -> None:
@@ -35,7 +35,7 @@ def test_what_is_declared_is_made(store: Store, wall: Wall) -> None:
     changes = reconcile(store, wall, [BOB, ADA])
     ada, bob = list_registered(store)
 
-    assert changes == [Change("ada", "created"), Change("bob", "created")]
+    assert changes == [TenantChange("ada", "created"), TenantChange("bob", "created")]
     assert (ada.tenant.tier, ada.tenant.is_declared, ada.policy.weight) == ("gold", True, 2)
     assert ada.limits == Limits(requests_per_minute=60)
     assert bob.policy == CachePolicy(floor_blocks=8, classes=("5m", "1h"), promised_blocks_max=4)

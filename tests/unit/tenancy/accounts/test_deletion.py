@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from tenancy.accounting.audit import check_books
-from tenancy.accounts.authentication import Registry
+from tenancy.accounts.authentication import KeyAuthenticator
 from tenancy.accounts.cached_contents import Resource, ResourceQuota, create_resource
 from tenancy.accounts.declared_tenants import DeclaredTenant, reconcile
 from tenancy.accounts.deletion import delete_tenant, deleted_among
@@ -61,7 +61,7 @@ def test_a_tenant_that_used_nothing_leaves_nothing(store: Store, wall: Wall) -> 
 
     assert (pseudonym, list_tenants(store), list_keys(store)) == (None, [], [])
     with pytest.raises(KeyRefused):
-        Registry(store, wall, lambda: 0.0).authenticate(key)
+        KeyAuthenticator(store, wall, lambda: 0.0).authenticate(key)
     with pytest.raises(BadName, match="no tenant"):
         delete_tenant(store, wall, "ada")
 
@@ -82,7 +82,7 @@ def test_money_rows_stay_under_a_pseudonym(store: Store, wall: Wall) -> None:
     assert store.query("select count(*) from budgets") == [(0,)]
     assert find_registered(store, "deleted-1").settings == TenantSettings(tier="gold")
     with pytest.raises(KeyRefused):
-        Registry(store, wall, lambda: 0.0).authenticate(key)
+        KeyAuthenticator(store, wall, lambda: 0.0).authenticate(key)
 
 
 def test_its_name_is_free_and_its_pseudonym_is_nobodys(store: Store, wall: Wall) -> None:

@@ -10,7 +10,7 @@ import apsw
 import pytest
 from msgspec.structs import replace
 
-from tenancy.accounts.key_index import KeyRing, load_keys
+from tenancy.accounts.key_index import KeyIndex, load_keys
 from tenancy.accounts.keys import create_key, rotate_key
 from tenancy.accounts.tenants import create_tenant
 from tenancy.errors import KeyRefused
@@ -24,7 +24,7 @@ def test_an_unknown_key_is_compared_like_a_known_one(
 ) -> None:
     """T15: time must not tell which keys exist. One digest, one comparison of 32 bytes, always."""
     key = create_key(store, wall, create_tenant(store, wall, "ada").tenant_id)
-    ring = KeyRing(load_keys(store))
+    ring = KeyIndex(load_keys(store))
     compared: list[tuple[int, int]] = []
 
     def compare(a: bytes, b: bytes) -> bool:
@@ -46,7 +46,7 @@ def test_a_digest_that_begins_like_another_is_another(store: Store, wall: Wall) 
     key = create_key(store, wall, create_tenant(store, wall, "ada").tenant_id)
     (facts,) = load_keys(store)
     near = replace(facts, digest=facts.digest[:-1] + bytes([facts.digest[-1] ^ 1]), key_id=2)
-    ring = KeyRing([facts, near])
+    ring = KeyIndex([facts, near])
     found = ring.find(key, wall())
     ring.replace([2], [])
 
@@ -60,7 +60,7 @@ def test_keys_that_were_rotated_are_one_line(store: Store, wall: Wall) -> None:
     keys = [create_key(store, wall, tenant_id) for _ in range(2)]
     keys.append(rotate_key(store, wall, "1", 9)[0])
     keys.append(rotate_key(store, wall, "3", 9)[0])
-    ring = KeyRing(load_keys(store))
+    ring = KeyIndex(load_keys(store))
 
     assert [ring.find(key, wall()).line_id for key in keys] == [1, 2, 1, 1]
 

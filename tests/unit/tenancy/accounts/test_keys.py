@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tenancy.accounts.key_index import KeyRing, load_keys
+from tenancy.accounts.key_index import KeyIndex, load_keys
 from tenancy.accounts.keys import (
     change_key,
     create_admin_key,
@@ -35,7 +35,7 @@ def tenant_id(store: Store, wall: Wall) -> int:
 def code(store: Store, key: str, now_ms: int) -> str:
     """Why a key does not open."""
     with pytest.raises(KeyRefused) as caught:
-        KeyRing(load_keys(store)).find(key, now_ms)
+        KeyIndex(load_keys(store)).find(key, now_ms)
     assert key not in str(caught.value) or len(key) < 4
     return caught.value.code
 
@@ -44,7 +44,7 @@ def test_a_key_opens_for_whom_it_was_made(store: Store, wall: Wall, tenant_id: i
     """Two keys, two workspaces, one tenant."""
     first = create_key(store, wall, tenant_id)
     second = create_key(store, wall, tenant_id, workspace="lab")
-    ring = KeyRing(load_keys(store))
+    ring = KeyIndex(load_keys(store))
 
     assert ring.find(first, wall()).workspace == "default"
     assert ring.find(second, wall()).workspace == "lab"
@@ -80,7 +80,7 @@ def test_lists_show_a_keys_beginning_and_no_more(store: Store, wall: Wall, tenan
 
     assert shown.shown == key[:11]
     assert key not in repr(shown)
-    assert key not in repr(KeyRing(load_keys(store)))
+    assert key not in repr(KeyIndex(load_keys(store)))
 
 
 def test_an_expired_key_stops_at_its_instant(store: Store, wall: Wall, tenant_id: int) -> None:
@@ -88,7 +88,7 @@ def test_an_expired_key_stops_at_its_instant(store: Store, wall: Wall, tenant_id
     key = create_key(store, wall, tenant_id, lives_ms=HOUR_MS)
     last_ms = wall() + HOUR_MS - 1
 
-    assert KeyRing(load_keys(store)).find(key, last_ms).tenant_id == tenant_id
+    assert KeyIndex(load_keys(store)).find(key, last_ms).tenant_id == tenant_id
     assert code(store, key, last_ms + 1) == "key_expired"
 
 
@@ -187,7 +187,7 @@ def test_a_key_has_the_scopes_and_limits_it_was_made_with(
     """A dashboard's key reads usage and cannot spend; a script's key can only so much."""
     limits = Limits(requests_per_minute=5)
     key = create_key(store, wall, tenant_id, scopes=["usage"], limits=limits)
-    facts = KeyRing(load_keys(store)).find(key, wall())
+    facts = KeyIndex(load_keys(store)).find(key, wall())
 
     assert (facts.scopes, facts.limits) == (frozenset({"usage"}), limits)
     assert (list_keys(store)[0].scopes, list_keys(store)[0].limits) == (("usage",), limits)
@@ -215,7 +215,7 @@ def test_limits_that_cannot_be_make_no_key(
 def test_an_administrators_key_belongs_to_no_tenant(store: Store, wall: Wall) -> None:
     """It opens the admin API and nothing that is paid for."""
     key = create_admin_key(store, wall, label="ops")
-    facts = KeyRing(load_keys(store)).find(key, wall())
+    facts = KeyIndex(load_keys(store)).find(key, wall())
 
     assert (facts.tenant_id, facts.scopes) == (0, frozenset({"admin"}))
     assert [(one.tenant, one.label) for one in list_keys(store)] == [(None, "ops")]
@@ -231,7 +231,7 @@ def test_a_changed_key_keeps_what_was_not_named(store: Store, wall: Wall, tenant
     changed = change_key(store, "1", label="b")
 
     assert (changed.label, changed.scopes) == ("b", ("inference",))
-    assert KeyRing(load_keys(store)).find(key, wall()).limits == Limits(requests_per_minute=2)
+    assert KeyIndex(load_keys(store)).find(key, wall()).limits == Limits(requests_per_minute=2)
 
 
 # --- rotation ------------------------------------------------------------------------------------
@@ -243,7 +243,7 @@ def test_a_rotated_key_works_on_for_the_grace_and_no_longer(
     """Time to carry the new one to every machine."""
     old = create_key(store, wall, tenant_id, workspace="lab", label="a", scopes=["inference"])
     new, made, left = rotate_key(store, wall, "1", HOUR_MS)
-    ring = KeyRing(load_keys(store))
+    ring = KeyIndex(load_keys(store))
     facts = ring.find(new, wall() + 2 * HOUR_MS)
 
     assert ring.find(old, wall() + HOUR_MS - 1).key_id == 1
@@ -270,7 +270,7 @@ def test_an_administrators_key_rotates_too(store: Store, wall: Wall) -> None:
     old = create_admin_key(store, wall)
     new, _, _ = rotate_key(store, wall, "1", 0)
 
-    assert KeyRing(load_keys(store)).find(new, wall()).scopes == frozenset({"admin"})
+    assert KeyIndex(load_keys(store)).find(new, wall()).scopes == frozenset({"admin"})
     assert code(store, old, wall()) == "key_expired"
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from tenancy.accounts.authentication import Registry
+from tenancy.accounts.authentication import KeyAuthenticator
 from tenancy.accounts.declared_tenants import DeclaredTenant, reconcile
 from tenancy.accounts.deletion import delete_tenant
 from tenancy.accounts.keys import create_key
@@ -42,7 +42,7 @@ class Town:
             for workspace in ("lab", "home"):
                 key = create_key(store, wall, tenant.tenant_id, workspace=workspace)
                 self.keys[f"{name}/{workspace}"] = key
-        self.registry = Registry(store, wall, self.clock)
+        self.registry = KeyAuthenticator(store, wall, self.clock)
 
     def set(self, terms: ScopeTerms = OURS) -> None:
         set_scope(self.store, self.wall, terms)
@@ -85,7 +85,7 @@ def test_a_running_server_sees_who_shares_within_a_second(town: Town) -> None:
 def test_a_server_that_starts_later_knows_them_too(town: Town) -> None:
     """Whether it followed the changes or read everything is the same."""
     town.set()
-    fresh = Registry(town.store, town.wall, town.clock)
+    fresh = KeyAuthenticator(town.store, town.wall, town.clock)
 
     for member, key in town.keys.items():
         assert fresh.authenticate(key).scope == town.who(member).scope

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
-from tenancy.accounts.authentication import CHANGES_MAX, REFRESH_S, Registry
+from tenancy.accounts.authentication import CHANGES_MAX, REFRESH_S, KeyAuthenticator
 from tenancy.accounts.deletion import delete_tenant
 from tenancy.accounts.keys import (
     SCOPES,
@@ -25,7 +25,7 @@ from tenancy.accounts.keys import (
     rotate_key,
 )
 from tenancy.accounts.tenants import (
-    Registered,
+    TenantRecord,
     bootstrap,
     bootstrap_admin,
     change_tenant,
@@ -50,7 +50,7 @@ class Server:
     def __init__(self, store: Store, wall: Wall) -> None:
         self.now_s = 0.0
         self.key = create_key(store, wall, create_tenant(store, wall, "ada").tenant_id)
-        self.registry = Registry(store, wall, lambda: self.now_s)
+        self.registry = KeyAuthenticator(store, wall, lambda: self.now_s)
 
     def answer(self, key: str | None = None) -> str:
         """The tenant's name, or why not, half a second later."""
@@ -233,7 +233,7 @@ def test_a_registry_that_follows_a_server_is_one_that_was_just_read(
 
 def _check_followed(store: Store, changes: list[tuple[str, int]], looks: list[bool]) -> None:
     other, clock, wall = store.another(), [0.0], Wall()
-    registry = Registry(store, wall, lambda: clock[0])
+    registry = KeyAuthenticator(store, wall, lambda: clock[0])
     keys: list[str] = []
     for (what, number), look in zip(changes, looks, strict=False):
         with suppress(BadName):
@@ -243,7 +243,7 @@ def _check_followed(store: Store, changes: list[tuple[str, int]], looks: list[bo
             _answers(registry, keys)
     clock[0] += REFRESH_S
     followed = _answers(registry, keys)
-    fresh = _answers(Registry(store, wall, lambda: 0.0), keys)
+    fresh = _answers(KeyAuthenticator(store, wall, lambda: 0.0), keys)
     other.close()
 
     assert followed == fresh
@@ -268,7 +268,7 @@ def _change(store: Store, wall: Wall, what: str, number: int, keys: list[str]) -
             delete_tenant(store, lambda: 1, name)
 
 
-def _answers(registry: Registry, keys: list[str]) -> list[object]:
+def _answers(registry: KeyAuthenticator, keys: list[str]) -> list[object]:
     answers: list[object] = []
     for key in keys:
         try:
@@ -356,7 +356,7 @@ def test_the_first_start_makes_the_default_tenant_and_one_key(store: Store, wall
 
     assert key is not None
     assert again is None
-    identity = Registry(store, wall, lambda: 0.0).authenticate(key)
+    identity = KeyAuthenticator(store, wall, lambda: 0.0).authenticate(key)
     assert identity.tenant.name == "default"
 
 
@@ -451,7 +451,7 @@ def test_what_is_checked_is_so_until_it_is_written(store: Store, wall: Wall) -> 
     seen: dict[str, list[int]] = {}
     beside: list[threading.Thread] = []
 
-    def check(tenants: Sequence[Registered], *, who: str, then: Callable[[], None]) -> None:
+    def check(tenants: Sequence[TenantRecord], *, who: str, then: Callable[[], None]) -> None:
         seen[who] = [one.policy.floor_blocks for one in tenants]
         then()
 
@@ -476,7 +476,7 @@ def test_a_check_that_fails_changes_nothing(store: Store, wall: Wall) -> None:
     """Neither a tenant that is there nor one that is to be made."""
     create_tenant(store, wall, "ada", CachePolicy(floor_blocks=3))
 
-    def refuse(tenants: Sequence[Registered]) -> None:
+    def refuse(tenants: Sequence[TenantRecord]) -> None:
         raise KeyError(*[one.tenant.name for one in tenants])
 
     with pytest.raises(KeyError, match="ada"):

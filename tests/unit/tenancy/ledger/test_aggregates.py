@@ -12,7 +12,7 @@ from tenancy.accounting.reconcile import reconcile
 from tenancy.accounting.usage import By, usage
 from tenancy.accounts.tenants import create_tenant
 from tenancy.ledger.aggregates import HOUR_MS, MOVED_AT_ONCE, move
-from tenancy.ledger.transactions import Books, EngineTotals, Item
+from tenancy.ledger.transactions import EngineTotals, Item, LedgerTransactions
 from tenancy.ledger.writer import LedgerWriter
 from tenancy.pricing.budgets import Budget, set_budget
 from tenancy.pricing.charges import RateCard
@@ -55,7 +55,7 @@ def test_moving_sums_changes_no_answer(store: Store, wall: Wall) -> None:
         create_tenant(store, wall, name)
     add_card(store, wall, RateCard("std", input=3_000, output=900_000, cache_read=300))
     set_budget(store, Budget(1, "day", hard_micros=10**12))
-    entries, books = some_entries(Random(3), 60), Books()
+    entries, books = some_entries(Random(3), 60), LedgerTransactions()
     totals: list[Item] = [EngineTotals(f"e{n}", 1, 0, 0, 0, 0, 0, 0) for n in (1, 2)]
     seen = []
     for items in ([*totals, *entries[:30]], [], entries[30:], []):
@@ -79,7 +79,7 @@ def test_many_sums_are_moved_some_at_a_time(store: Store, wall: Wall) -> None:
     count = 2 * MOVED_AT_ONCE + 50
     sent = [structs.replace(used(str(key), wall()), key_id=key) for key in range(count)]
     with store.change() as db:
-        Books().apply(db, sent)
+        LedgerTransactions().apply(db, sent)
     left = []
     for _ in range(3):
         with store.change() as db:

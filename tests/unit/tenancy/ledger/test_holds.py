@@ -10,7 +10,7 @@ from msgspec import structs
 from tenancy.accounts.tenants import create_tenant
 from tenancy.errors import ConstraintBroken, TenancyError
 from tenancy.ledger.holds import IDS_AT_ONCE, Holds
-from tenancy.ledger.transactions import Books, Hold, Item
+from tenancy.ledger.transactions import Hold, Item, LedgerTransactions
 from tenancy.pricing.budgets import Budget, budget_states, set_budget
 from tenancy.pricing.charges import PICO_PER_MICRO, RateCard
 from tenancy.pricing.rate_cards import add_card
@@ -28,7 +28,7 @@ def ada(store: Store, wall: Wall) -> None:
 def apply(store: Store, items: Sequence[Item]) -> list[TenancyError | None]:
     """All in one transaction."""
     with store.change() as db:
-        return Books().apply(db, items)
+        return LedgerTransactions().apply(db, items)
 
 
 def codes(answers: list[TenancyError | None]) -> list[str]:

@@ -34,7 +34,7 @@ from tenancy.ledger.idempotency import (
     sweep,
 )
 from tenancy.ledger.ledger import Hold, Ledger
-from tenancy.ledger.transactions import Books, Item, NamedEntry
+from tenancy.ledger.transactions import Item, LedgerTransactions, NamedEntry
 from tenancy.storage.interface import Store
 from tenancy.storage.postgres import PostgresStore
 from tenancy.storage.sqlite import SqliteStore
@@ -162,7 +162,7 @@ def test_in_one_batch_a_name_goes_from_hand_to_hand(store: Store) -> None:
         hold("f", claim("other", names_max=1), 10),
     ]
     with store.change() as db:
-        answers = Books().apply(db, items)
+        answers = LedgerTransactions().apply(db, items)
     codes = [None if one is None else getattr(one, "code", "") for one in answers]
 
     assert codes == [
@@ -204,7 +204,7 @@ def test_many_at_once_are_as_one_by_one(steps: list[tuple[Any, ...]], step_ms: i
             answers = []
             for first in range(0, len(items), count):
                 with store.change() as db:
-                    answers += Books().apply(db, items[first : first + count])
+                    answers += LedgerTransactions().apply(db, items[first : first + count])
             kept = store.query("select * from named_requests order by request_id")
             sums = store.query("select * from named_sums where names > 0 order by tenant_id")
             outcomes.append(([one and str(one) for one in answers], kept, sums))

@@ -14,7 +14,7 @@ from tenancy.accounts.tenants import create_tenant
 from tenancy.errors import BadName, BadPrice, BudgetExceeded, LedgerUnavailable
 from tenancy.ledger.ledger import Hold, Ledger
 from tenancy.ledger.progress import Progress, ProgressNote
-from tenancy.ledger.transactions import Books, EngineTotals, Item, StorageReading
+from tenancy.ledger.transactions import EngineTotals, Item, LedgerTransactions, StorageReading
 from tenancy.ledger.writer import LedgerWriter
 from tenancy.pricing.budgets import Budget, set_budget
 from tenancy.pricing.charges import PRICE_MAX, RateCard, price, savings
@@ -150,9 +150,9 @@ def test_what_is_undone_is_not_built_upon(store: Store, wall: Wall) -> None:
     """The chain goes on behind what is there, whatever this writer thought it had written, and
     whatever another has written meanwhile."""
     create_tenant(store, wall, "ada")
-    books, others = Books(), Books()
+    books, others = LedgerTransactions(), LedgerTransactions()
 
-    def write(books: Books, request_id: str, *, fails: bool = False) -> None:
+    def write(books: LedgerTransactions, request_id: str, *, fails: bool = False) -> None:
         with store.change() as db:
             books.apply(db, [used(request_id, wall())])
             if fails:

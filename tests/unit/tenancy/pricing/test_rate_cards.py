@@ -9,7 +9,7 @@ from msgspec import structs
 
 from tenancy.errors import BadPrice, ConstraintBroken
 from tenancy.pricing.charges import FREE_CARD, RateCard
-from tenancy.pricing.rate_cards import CardBook, add_card, load_cards
+from tenancy.pricing.rate_cards import RateCards, add_card, load_cards
 from tenancy.storage.interface import Store
 from tests.unit.tenancy.conftest import Wall
 
@@ -35,7 +35,7 @@ def test_a_new_version_takes_over_from_its_instant(store: Store, wall: Wall) -> 
     first = add_card(store, wall, CARD)
     later_ms = wall() + 1000
     second = add_card(store, wall, structs.replace(CARD, input=5, valid_from_ms=later_ms))
-    book = CardBook(load_cards(store))
+    book = RateCards(load_cards(store))
 
     assert second.rate_card_id == "std@2"
     assert book.in_force("m", "t", later_ms - 1) == first
@@ -47,7 +47,7 @@ def test_a_card_that_has_ended_leaves_nothing_behind(store: Store, wall: Wall) -
     """An older version does not come back to life when the newer one ends."""
     add_card(store, wall, CARD)
     add_card(store, wall, structs.replace(CARD, valid_until_ms=wall() + 10))
-    book = CardBook(load_cards(store))
+    book = RateCards(load_cards(store))
 
     assert book.in_force("m", "t", wall() + 9).version == 2
     assert book.in_force("m", "t", wall() + 10) == FREE_CARD
@@ -63,7 +63,7 @@ def test_the_narrower_card_wins(store: Store, wall: Wall) -> None:
         ("m-gold", "m", "gold"),
     ):
         add_card(store, wall, structs.replace(CARD, name=name, model=model, tier=tier))
-    book = CardBook(load_cards(store))
+    book = RateCards(load_cards(store))
 
     def winner(model: str, tier: str) -> str:
         return book.in_force(model, tier, wall()).name
@@ -149,4 +149,4 @@ def test_the_newest_version_that_has_begun_decides(
     last = begun[-1] if begun else None
     over = last is None or (last.valid_until_ms is not None and last.valid_until_ms <= at_ms)
 
-    assert CardBook(cards).in_force("m", "t", at_ms) == (FREE_CARD if over else last)
+    assert RateCards(cards).in_force("m", "t", at_ms) == (FREE_CARD if over else last)

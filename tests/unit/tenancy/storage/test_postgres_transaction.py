@@ -6,7 +6,7 @@ import pytest
 
 from tenancy.accounts.tenants import create_tenant
 from tenancy.ledger.idempotency import Claim, Keeping, KeptAnswer
-from tenancy.ledger.transactions import Books, Hold, Item, NamedEntry
+from tenancy.ledger.transactions import Hold, Item, LedgerTransactions, NamedEntry
 from tenancy.storage.interface import Row
 from tenancy.storage.postgres import PostgresStore
 from tenancy.storage.postgres_connection import Link, Statement
@@ -28,7 +28,7 @@ def test_a_batch_is_few_round_trips_however_large(
         return send(link, statements, ending=ending)
 
     monkeypatch.setattr(Link, "run_all", count)
-    books = Books()
+    books = LedgerTransactions()
     for size in (1, 1, 100):
         trips.append(0)
         ids = [f"{len(trips)}-{number}" for number in range(size)]
@@ -60,7 +60,7 @@ def test_many_rows_that_are_named_are_changed_as_if_each_were(
     """In one statement: the last of two for one row holds, and one for no row changes nothing."""
     create_tenant(postgres, wall, "ada")
     with postgres.change() as db:
-        Books().apply(db, [Hold(name, 1, 1, "m", wall()) for name in "abcd"])
+        LedgerTransactions().apply(db, [Hold(name, 1, 1, "m", wall()) for name in "abcd"])
     with postgres.change() as db:
         notes = [(b"1", "a"), (b"2", "b"), (b"\0\xff", "a"), (b"4", "nobody's"), (None, "c")]
         db.execute_many("update holds set progress = ? where request_id = ?", notes)
@@ -75,7 +75,7 @@ def test_a_nul_is_shown_as_what_cannot_be_shown(postgres: PostgresStore, wall: W
     create_tenant(postgres, wall, "ada")
     for ids in (["a\0"], ["b\0", "c\0"]):
         with postgres.change() as db:
-            Books().apply(db, [Hold(name, 1, 1, "m", wall()) for name in ids])
+            LedgerTransactions().apply(db, [Hold(name, 1, 1, "m", wall()) for name in ids])
     rows = postgres.query("select request_id from holds order by 1")
 
     assert rows == [("a\ufffd",), ("b\ufffd",), ("c\ufffd",)]

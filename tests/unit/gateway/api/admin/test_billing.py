@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from tests.unit.gateway.admin_client import Admin
-from tests.unit.gateway.gateway_fixture import House
+from tests.unit.gateway.gateway_fixture import GatewayFixture
 
 CARDS, BUDGETS = "/admin/v1/rate-cards", "/admin/v1/budgets"
 
@@ -18,19 +18,19 @@ CARD = {"name": "list", "input": 1_000_000, "output": 2_000_000, "cache_read": 1
 
 
 @pytest.fixture
-async def admin(house: House) -> Admin:
-    return Admin(house)
+async def admin(gateway: GatewayFixture) -> Admin:
+    return Admin(gateway)
 
 
 async def test_a_card_charges_what_comes_after_it(admin: Admin) -> None:
     """Before it everything was free; each entry has the price of its time, to the pico-dollar."""
-    house = admin.house
-    await house.ask(body=house.chat())
+    gateway = admin.gateway
+    await gateway.ask(body=gateway.chat())
     status, made = await admin.ask("POST", CARDS, CARD)
-    await house.ask(body=house.chat())
+    await gateway.ask(body=gateway.chat())
     _, listed = await admin.ask("GET", CARDS)
-    _, usage, _ = await house.ask("/v1/usage", method="GET")
-    charges = house.store.query(
+    _, usage, _ = await gateway.ask("/v1/usage", method="GET")
+    charges = gateway.store.query(
         "select charge_pico, fresh_tokens, cache_read_tokens, output_tokens, rate_card_id"
         " from ledger order by entry_id"
     )
@@ -47,13 +47,13 @@ async def test_a_card_charges_what_comes_after_it(admin: Admin) -> None:
 async def test_a_spent_budget_refuses_and_says_not_to_retry(admin: Admin) -> None:
     """F1: of many at once those fit that could cost no more than there is; a retry helps nobody
     before the window ends."""
-    house = admin.house
+    gateway = admin.gateway
     await admin.ask("POST", CARDS, {"name": "list", "output": 1_000_000})
     _, budgets = await admin.ask("PUT", ADA, {"window": "month", "hard_micros": 16})
-    answers = await asyncio.gather(*(house.ask(body=house.chat()) for _ in range(8)))
-    status, error, response = await house.ask(body=house.chat())
-    _, usage, _ = await house.ask("/v1/usage", method="GET")
-    other, _, _ = await house.ask(body=house.chat(), who="bob")
+    answers = await asyncio.gather(*(gateway.ask(body=gateway.chat()) for _ in range(8)))
+    status, error, response = await gateway.ask(body=gateway.chat())
+    _, usage, _ = await gateway.ask("/v1/usage", method="GET")
+    other, _, _ = await gateway.ask(body=gateway.chat(), who="bob")
 
     assert budgets["budgets"][0]["hard_usd"] == "0.000016000000"
     assert sorted(status for status, _, _ in answers) == [200] * 2 + [429] * 6
@@ -63,8 +63,8 @@ async def test_a_spent_budget_refuses_and_says_not_to_retry(admin: Admin) -> Non
     assert usage["budgets"][0]["spent_usd"] == "0.000016000000"
     assert usage["budgets"][0]["reserved_usd"] == "0.000000000000"
     assert other == 200
-    assert house.gateway.context.limiter.open_reservations == 0
-    await house.check_quiet()
+    assert gateway.gateway.context.limiter.open_reservations == 0
+    await gateway.check_quiet()
 
 
 async def test_a_budget_is_changed_and_taken_away(admin: Admin) -> None:

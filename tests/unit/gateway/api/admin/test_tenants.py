@@ -15,7 +15,7 @@ from tenancy.accounts.erasure_receipts import list_receipts
 from tenancy.accounts.keys import list_keys
 from tenancy.accounts.tenants import find_registered, list_tenants
 from tests.unit.gateway.admin_client import Admin
-from tests.unit.gateway.gateway_fixture import House
+from tests.unit.gateway.gateway_fixture import GatewayFixture
 
 TENANTS = "/admin/v1/tenants"
 ROUTES = [
@@ -36,14 +36,14 @@ ROUTES = [
 
 
 @pytest.fixture
-async def admin(house: House) -> Admin:
-    return Admin(house)
+async def admin(gateway: GatewayFixture) -> Admin:
+    return Admin(gateway)
 
 
-async def chats(house: House, key: str) -> int:
+async def chats(gateway: GatewayFixture, key: str) -> int:
     """The status of a chat with this key."""
     headers = {"Authorization": f"Bearer {key}"}
-    status, _, _ = await house.ask(body=house.chat(), who=None, headers=headers)
+    status, _, _ = await gateway.ask(body=gateway.chat(), who=None, headers=headers)
     return status
 
 
@@ -55,10 +55,10 @@ async def test_nobody_but_an_administrator_administers(
     admin: Admin, method: str, path: str
 ) -> None:
     """C8: without a key, with a wrong one, with a tenant's; and nothing is changed."""
-    before = list_keys(admin.house.store), list_tenants(admin.house.store)
+    before = list_keys(admin.gateway.store), list_tenants(admin.gateway.store)
     answers = [
         await admin.ask(method, path, {}, key=key)
-        for key in (None, "tl-wrong", admin.house.keys["ada"])
+        for key in (None, "tl-wrong", admin.gateway.keys["ada"])
     ]
 
     assert [status for status, _ in answers] == [401, 401, 403]
@@ -67,7 +67,7 @@ async def test_nobody_but_an_administrator_administers(
         "invalid_api_key",
         "scope_missing",
     ]
-    assert (list_keys(admin.house.store), list_tenants(admin.house.store)) == before
+    assert (list_keys(admin.gateway.store), list_tenants(admin.gateway.store)) == before
 
 
 async def test_every_route_of_the_admin_listener_is_open_or_an_administrators(
@@ -76,12 +76,12 @@ async def test_every_route_of_the_admin_listener_is_open_or_an_administrators(
     """C8: a route that somebody adds is in one of the two, and the open ones are known by name."""
     open_paths = ("/metrics", "/healthz", "/readyz", "/dashboard")
     found: dict[tuple[str, str], list[int]] = {}
-    for route in admin.house.gateway.admin_app().router.routes():
+    for route in admin.gateway.gateway.admin_app().router.routes():
         assert route.resource is not None
         path = route.resource.canonical
         if route.method != "HEAD" and not path.startswith(open_paths):
             plain = path.replace("{name}", "ada").replace("{key_id}", "1")
-            keys = (None, admin.house.keys["ada"])
+            keys = (None, admin.gateway.keys["ada"])
             found[route.method, path] = [
                 (await admin.ask(route.method, plain, key=key))[0] for key in keys
             ]
@@ -92,8 +92,8 @@ async def test_every_route_of_the_admin_listener_is_open_or_an_administrators(
 
 async def test_no_foreign_page_is_let_in(admin: Admin) -> None:
     """C13: what a browser asks before it sends a key for another site is refused."""
-    async with admin.house.session.options(
-        admin.house.admin_url + TENANTS,
+    async with admin.gateway.session.options(
+        admin.gateway.admin_url + TENANTS,
         headers={"Origin": "http://evil.example", "Access-Control-Request-Method": "POST"},
     ) as response:
         status, headers = response.status, response.headers
@@ -104,20 +104,20 @@ async def test_no_foreign_page_is_let_in(admin: Admin) -> None:
 
 async def test_an_administrators_key_opens_nothing_that_is_paid_for(admin: Admin) -> None:
     """It has no tenant to pay."""
-    assert await chats(admin.house, admin.key) == 403
+    assert await chats(admin.gateway, admin.key) == 403
 
 
 async def test_administration_is_not_on_the_public_listener(admin: Admin) -> None:
     """Whoever reaches the one need not reach the other."""
     headers = {"Authorization": f"Bearer {admin.key}"}
-    status, _, _ = await admin.house.ask(TENANTS, method="GET", who=None, headers=headers)
+    status, _, _ = await admin.gateway.ask(TENANTS, method="GET", who=None, headers=headers)
 
     assert status == 404
 
 
 async def test_metrics_need_no_key(admin: Admin) -> None:
     """Scrapers keep working; the listener's address is their guard."""
-    async with admin.house.session.get(admin.house.admin_url + "/metrics") as response:
+    async with admin.gateway.session.get(admin.gateway.admin_url + "/metrics") as response:
         status = response.status
 
     assert status == 200
@@ -162,7 +162,7 @@ async def test_a_field_that_is_given_twice_is_refused(admin: Admin) -> None:
 
     assert (name, inner) == (400, 400)
     assert answer["error"]["message"] == "'name' was given twice."
-    assert [tenant.name for tenant, _ in list_tenants(admin.house.store)] == ["ada", "bob"]
+    assert [tenant.name for tenant, _ in list_tenants(admin.gateway.store)] == ["ada", "bob"]
 
 
 async def test_tenants_are_listed_in_pages(admin: Admin) -> None:
@@ -181,30 +181,30 @@ async def test_a_suspended_tenant_is_out_at_once_and_its_running_answer_ends_wel
     admin: Admin,
 ) -> None:
     """C7: what was admitted is finished and billed; what comes after is refused."""
-    house = admin.house
-    house.runner.hold_after(3)
-    running = asyncio.create_task(house.ask(body=house.chat()))
-    await house.until(lambda: bool(house.gateway.context.running))
+    gateway = admin.gateway
+    gateway.runner.hold_after(3)
+    running = asyncio.create_task(gateway.ask(body=gateway.chat()))
+    await gateway.until(lambda: bool(gateway.gateway.context.running))
     status, body = await admin.ask("PATCH", f"{TENANTS}/ada", {"status": "suspended"})
-    refused = await chats(house, house.keys["ada"])
-    house.runner.release()
+    refused = await chats(gateway, gateway.keys["ada"])
+    gateway.runner.release()
     answer = await running
 
     assert (status, body["status"]) == (200, "suspended")
     assert (refused, answer[0]) == (403, 200)
-    assert [row[0] for row in house.entries()] == ["done"]
+    assert [row[0] for row in gateway.entries()] == ["done"]
     await admin.ask("PATCH", f"{TENANTS}/ada", {"status": "active"})
-    assert await chats(house, house.keys["ada"]) == 200
+    assert await chats(gateway, gateway.keys["ada"]) == 200
 
 
 async def test_a_tenant_that_used_something_leaves_its_money_rows(admin: Admin) -> None:
     """Under a pseudonym; its keys open nothing, its name is free, and what the cache held for it is
     forgotten, with a receipt."""
-    house = admin.house
-    await house.ask(body=house.chat("long enough to fill a block or two of the cache"))
-    await house.quiet()
+    gateway = admin.gateway
+    await gateway.ask(body=gateway.chat("long enough to fill a block or two of the cache"))
+    await gateway.quiet()
     gone = await admin.ask("DELETE", f"{TENANTS}/ada")
-    refused = await chats(house, house.keys["ada"])
+    refused = await chats(gateway, gateway.keys["ada"])
     made, _ = await admin.ask("POST", TENANTS, {"name": "ada"})
     left = f"{TENANTS}/deleted-1"
     nothing_new = [
@@ -218,28 +218,28 @@ async def test_a_tenant_that_used_something_leaves_its_money_rows(admin: Admin) 
     assert [(status, body["error"]["code"]) for status, body in nothing_new] == [
         (409, "tenant_deleted")
     ] * 3
-    assert (await house.quiet()).cached_blocks == 0
-    assert [row[0] for row in house.entries()] == ["done"]
-    assert [receipt.what for receipt in list_receipts(house.store, 1)] == ["all"]
+    assert (await gateway.quiet()).cached_blocks == 0
+    assert [row[0] for row in gateway.entries()] == ["done"]
+    assert [receipt.what for receipt in list_receipts(gateway.store, 1)] == ["all"]
 
 
 async def test_the_cache_of_a_tenant_that_was_deleted_elsewhere_goes_too(admin: Admin) -> None:
     """The command line has no engine: the server looks every minute, and writes one receipt."""
-    house = admin.house
+    gateway = admin.gateway
     for who in ("ada", "bob"):
-        await house.ask(body=house.chat("long enough to fill a block or two"), who=who)
-    held = (await house.quiet()).cached_blocks
-    await asyncio.to_thread(delete_tenant, house.store, wall_ms, "ada")
+        await gateway.ask(body=gateway.chat("long enough to fill a block or two"), who=who)
+    held = (await gateway.quiet()).cached_blocks
+    await asyncio.to_thread(delete_tenant, gateway.store, wall_ms, "ada")
     for _ in range(2):
-        await forget_removed(house.gateway.context)
+        await forget_removed(gateway.gateway.context)
 
-    assert (await house.quiet()).cached_blocks == held // 2
-    assert len(list_receipts(house.store, 1)) == 1
+    assert (await gateway.quiet()).cached_blocks == held // 2
+    assert len(list_receipts(gateway.store, 1)) == 1
 
 
 async def test_a_declared_tenant_is_the_files(admin: Admin) -> None:
     """A change that the next reload would undo is refused; suspending it is not."""
-    reconcile(admin.house.store, wall_ms, [DeclaredTenant(name="ada")])
+    reconcile(admin.gateway.store, wall_ms, [DeclaredTenant(name="ada")])
     changed = await admin.ask("PATCH", f"{TENANTS}/ada", {"weight": 2})
     suspended = await admin.ask("PATCH", f"{TENANTS}/ada", {"status": "suspended"})
 
@@ -251,7 +251,7 @@ async def test_changes_made_at_once_are_all_made(admin: Admin) -> None:
     """Two administrators who change two things do not undo each other."""
     bodies = [{"weight": 3}, {"priority": 4}, {"tier": "gold"}, {"requests_at_once": 5}]
     answers = await asyncio.gather(*(admin.ask("PATCH", f"{TENANTS}/ada", body) for body in bodies))
-    found = find_registered(admin.house.store, "ada").settings
+    found = find_registered(admin.gateway.store, "ada").settings
 
     assert [status for status, _ in answers] == [200] * 4
     assert (found.weight, found.priority, found.tier, found.requests_at_once) == (3, 4, "gold", 5)
@@ -290,7 +290,7 @@ async def test_a_tenant_that_cannot_be_is_not_made(
 
     assert (got, answer["error"]["code"], answer["error"]["param"]) == (status, code, param)
     assert set(answer["error"]) == {"code", "message", "param"}
-    assert [tenant.name for tenant, _ in list_tenants(admin.house.store)] == ["ada", "bob"]
+    assert [tenant.name for tenant, _ in list_tenants(admin.gateway.store)] == ["ada", "bob"]
 
 
 @pytest.mark.parametrize(
@@ -317,21 +317,21 @@ async def test_a_change_that_cannot_be_changes_nothing(
     got, answer = await admin.ask("PATCH", path, body)
 
     assert (got, answer["error"]["code"]) == (status, code)
-    assert find_registered(admin.house.store, "ada").settings.weight == 1.0
-    assert list_keys(admin.house.store)[0].label == ""
+    assert find_registered(admin.gateway.store, "ada").settings.weight == 1.0
+    assert list_keys(admin.gateway.store)[0].label == ""
 
 
 async def test_settings_and_status_change_together_or_not_at_all(admin: Admin) -> None:
     """What fails between the two would leave half of a change."""
     path, body = f"{TENANTS}/ada", {"weight": 2, "status": "suspended"}
-    with admin.house.store.change() as db:
+    with admin.gateway.store.change() as db:
         db.execute(
             "create trigger no_more before update of status on tenants"
             " begin select raise(abort, 'no more'); end"
         )
     failed, _ = await admin.ask("PATCH", path, body)
-    half = find_registered(admin.house.store, "ada").settings.weight
-    with admin.house.store.change() as db:
+    half = find_registered(admin.gateway.store, "ada").settings.weight
+    with admin.gateway.store.change() as db:
         db.execute("drop trigger no_more")
     _, changed = await admin.ask("PATCH", path, body)
 
@@ -353,13 +353,13 @@ async def test_a_page_that_cannot_be_is_refused(admin: Admin, query: str) -> Non
 
 async def test_a_key_is_made_used_limited_and_revoked(admin: Admin) -> None:
     """It works from the answer on, and stops with the answer that says so."""
-    house = admin.house
+    gateway = admin.gateway
     status, made = await admin.ask(
         "POST",
         f"{TENANTS}/ada/keys",
         {"workspace": "lab", "label": "ci", "expires_in_s": 3600, "scopes": ["inference"]},
     )
-    worked = await chats(house, made["key"])
+    worked = await chats(gateway, made["key"])
     path = f"/admin/v1/keys/{made['key_id']}"
     _, shown = await admin.ask("GET", path)
     _, revoked = await admin.ask("POST", f"{path}/revoke")
@@ -368,24 +368,24 @@ async def test_a_key_is_made_used_limited_and_revoked(admin: Admin) -> None:
     assert (shown["tenant"], shown["workspace"], shown["label"]) == ("ada", "lab", "ci")
     assert shown["scopes"] == ["inference"]
     assert revoked["revoked"] is not None
-    assert await chats(house, made["key"]) == 401
+    assert await chats(gateway, made["key"]) == 401
 
 
 async def test_a_key_without_the_scope_is_refused(admin: Admin) -> None:
     """C8: a dashboard's key cannot spend."""
     _, made = await admin.ask("POST", f"{TENANTS}/ada/keys", {"scopes": ["usage"]})
 
-    assert await chats(admin.house, made["key"]) == 403
+    assert await chats(admin.gateway, made["key"]) == 403
 
 
 async def test_a_rotated_key_and_its_successor_both_work_during_the_grace(admin: Admin) -> None:
     """And without a grace the old one is out at once."""
-    house = admin.house
+    gateway = admin.gateway
     _, first = await admin.ask("POST", "/admin/v1/keys/1/rotate", {"grace_s": 600})
-    both = [await chats(house, key) for key in (house.keys["ada"], first["key"])]
+    both = [await chats(gateway, key) for key in (gateway.keys["ada"], first["key"])]
     path = f"/admin/v1/keys/{first['key_id']}/rotate"
     status, second = await admin.ask("POST", path, {"grace_s": 0})
-    after = [await chats(house, key) for key in (first["key"], second["key"])]
+    after = [await chats(gateway, key) for key in (first["key"], second["key"])]
 
     assert first["replaces"]["replaced_by"] == first["key_id"]
     assert (both, status, after) == ([200, 200], 201, [401, 200])
@@ -404,7 +404,7 @@ async def test_no_answer_but_the_first_shows_a_key(admin: Admin) -> None:
         await admin.ask("POST", f"/admin/v1/keys/{made['key_id']}/revoke"),
     ]
 
-    text = json.dumps([seen, admin.house.lines])
+    text = json.dumps([seen, admin.gateway.lines])
     assert key[:11] in text
     assert key[:12] not in text
 
@@ -412,8 +412,10 @@ async def test_no_answer_but_the_first_shows_a_key(admin: Admin) -> None:
 async def test_what_an_administrator_does_is_in_the_log_by_ids(admin: Admin) -> None:
     """Who changed what, and no names."""
     await admin.ask("PATCH", f"{TENANTS}/bob", {"weight": 2})
-    line = next(line for line in admin.house.lines if line["event"] == "tenant_changed")
-    request = next(line for line in admin.house.lines if line.get("route") == f"{TENANTS}/{{name}}")
+    line = next(line for line in admin.gateway.lines if line["event"] == "tenant_changed")
+    request = next(
+        line for line in admin.gateway.lines if line.get("route") == f"{TENANTS}/{{name}}"
+    )
 
     assert line == {"event": "tenant_changed", "by_key_id": 3, "tenant_id": 2}
     assert (request["key_id"], request["tenant_id"], request["status"]) == (3, None, 200)

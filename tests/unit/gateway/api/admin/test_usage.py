@@ -6,7 +6,7 @@ import pytest
 
 from tenancy.accounts.erasure_receipts import list_receipts
 from tests.unit.gateway.admin_client import Admin
-from tests.unit.gateway.gateway_fixture import House
+from tests.unit.gateway.gateway_fixture import GatewayFixture
 
 pytestmark = pytest.mark.usefixtures("noon")
 
@@ -20,8 +20,8 @@ ROUTES = [
 
 
 @pytest.fixture
-async def admin(house: House) -> Admin:
-    return Admin(house)
+async def admin(gateway: GatewayFixture) -> Admin:
+    return Admin(gateway)
 
 
 @pytest.mark.parametrize(("method", "path"), ROUTES)
@@ -29,7 +29,7 @@ async def test_a_tenants_key_is_not_enough(admin: Admin, method: str, path: str)
     """C8: every tenant's usage is nobody's but the operator's."""
     answers = [
         await admin.ask(method, path, {"tenant": "bob"}, key=key)
-        for key in (None, admin.house.keys["ada"])
+        for key in (None, admin.gateway.keys["ada"])
     ]
 
     assert [status for status, _ in answers] == [401, 403]
@@ -38,7 +38,7 @@ async def test_a_tenants_key_is_not_enough(admin: Admin, method: str, path: str)
 async def test_usage_is_told_of_all_and_of_one(admin: Admin) -> None:
     """The parts' sum is the whole."""
     for who in ("ada", "bob", "bob"):
-        await admin.house.ask(body=admin.house.chat(LONG), who=who)
+        await admin.gateway.ask(body=admin.gateway.chat(LONG), who=who)
     _, everybody = await admin.ask("GET", "/admin/v1/usage?group_by=tenant")
     _, bob = await admin.ask("GET", "/admin/v1/usage?tenant=bob")
 
@@ -54,9 +54,9 @@ async def test_usage_is_told_of_all_and_of_one(admin: Admin) -> None:
 @pytest.mark.parametrize("by", ["day", "hour", "model", "day,model"])
 async def test_what_is_not_asked_for_by_tenant_is_the_sum_of_all(admin: Admin, by: str) -> None:
     """One row for a day, not one for each tenant that nobody can tell apart."""
-    house = admin.house
+    gateway = admin.gateway
     for who in ("ada", "bob", "bob"):
-        await house.ask(body=house.chat(), who=who)
+        await gateway.ask(body=gateway.chat(), who=who)
     _, body = await admin.ask("GET", f"/admin/v1/usage?group_by={by}")
     _, of_keys = await admin.ask("GET", f"/admin/v1/usage?group_by={by},key")
 
@@ -70,7 +70,7 @@ async def test_what_is_not_asked_for_by_tenant_is_the_sum_of_all(admin: Admin, b
 async def test_the_cache_is_told_by_namespace(admin: Admin) -> None:
     """By whose it is and how large; a namespace itself is named by its digest."""
     for who in ("ada", "bob"):
-        await admin.house.ask(body=admin.house.chat(LONG), who=who)
+        await admin.gateway.ask(body=admin.gateway.chat(LONG), who=who)
     _, everything = await admin.ask("GET", "/admin/v1/cache")
     _, bob = await admin.ask("GET", "/admin/v1/cache?tenant=bob")
     pool = everything["pool"]
@@ -84,9 +84,9 @@ async def test_the_cache_is_told_by_namespace(admin: Admin) -> None:
 
 async def test_an_administrator_erases_a_tenants_cache(admin: Admin) -> None:
     """With the same receipt as the tenant's own, under the administrator's key."""
-    house = admin.house
+    gateway = admin.gateway
     for who in ("ada", "bob"):
-        await house.ask(body=house.chat(LONG), who=who)
+        await gateway.ask(body=gateway.chat(LONG), who=who)
     status, receipt = await admin.ask("POST", "/admin/v1/erase", {"tenant": "bob"})
     _, listed = await admin.ask("GET", "/admin/v1/erasures?tenant=bob")
     _, left = await admin.ask("GET", "/admin/v1/cache")
@@ -94,16 +94,16 @@ async def test_an_administrator_erases_a_tenants_cache(admin: Admin) -> None:
     assert (status, receipt["tenant"], receipt["what"], receipt["key_id"]) == (200, "bob", "all", 3)
     assert [row["tenant"] for row in left["namespaces"]] == ["ada"]
     assert listed["erasures"] == [{k: v for k, v in receipt.items() if k != "tenant"}]
-    await house.check_quiet()
+    await gateway.check_quiet()
 
 
 async def test_erasing_a_workspace_leaves_the_others(admin: Admin) -> None:
     """There is nothing in that one."""
-    await admin.house.ask(body=admin.house.chat(LONG))
+    await admin.gateway.ask(body=admin.gateway.chat(LONG))
     _, receipt = await admin.ask("POST", "/admin/v1/erase", {"tenant": "ada", "workspace": "lab"})
 
     assert (receipt["blocks"], receipt["what"]) == (0, "workspace lab")
-    assert (await admin.house.quiet()).cached_blocks > 0
+    assert (await admin.gateway.quiet()).cached_blocks > 0
 
 
 @pytest.mark.parametrize(
@@ -127,9 +127,9 @@ async def test_what_cannot_be_is_refused_and_erases_nothing(
     admin: Admin, method: str, path: str, body: object, status: int, code: str
 ) -> None:
     """Clear refusals, no receipt."""
-    await admin.house.ask(body=admin.house.chat(LONG))
+    await admin.gateway.ask(body=admin.gateway.chat(LONG))
     got, answer = await admin.ask(method, path, body)
 
     assert (got, answer["error"]["code"]) == (status, code)
-    assert list_receipts(admin.house.store, 1) == []
-    assert (await admin.house.quiet()).cached_blocks > 0
+    assert list_receipts(admin.gateway.store, 1) == []
+    assert (await admin.gateway.quiet()).cached_blocks > 0

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.dialects.anthropic.breakpoints import Marks
+from gateway.dialects.anthropic.breakpoints import Breakpoints
 from gateway.dialects.anthropic.wire import CacheControl
 from gateway.errors import Refusal
 
 SHORT, LONG = CacheControl("ephemeral"), CacheControl("ephemeral", "1h")
 
 
-def placed(*controls: CacheControl | None) -> Marks:
+def placed(*controls: CacheControl | None) -> Breakpoints:
     """Blocks one after the other."""
-    marks = Marks()
+    marks = Breakpoints()
     for place, control in enumerate(controls):
         marks.add(place, f"b{place}", control)
     return marks
 
 
-def refused(marks: Marks) -> Refusal:
+def refused(marks: Breakpoints) -> Refusal:
     """Why they are refused."""
     with pytest.raises(Refusal) as raised:
         marks.kept()
@@ -59,7 +59,7 @@ def test_the_automatic_one_stands_at_the_last_block_that_may_have_one() -> None:
 
 def test_the_automatic_one_is_none_where_no_block_may_have_one() -> None:
     """Nothing to keep is no mistake."""
-    marks = Marks()
+    marks = Breakpoints()
     marks.add(0, "thinking", None, is_eligible=False)
     marks.automatic(SHORT)
 
@@ -103,7 +103,7 @@ def test_an_automatic_hour_after_five_minutes_is_out_of_order() -> None:
 
 def test_of_two_at_one_place_the_longer_is_kept() -> None:
     """A tool's result and the last text in it end together."""
-    marks = Marks()
+    marks = Breakpoints()
     marks.add(0, "result.content[0]", LONG)
     marks.add(0, "result", SHORT)
 

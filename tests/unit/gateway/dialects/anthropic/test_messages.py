@@ -14,10 +14,10 @@ from engine.api import Sampling
 from gateway.dialects.anthropic import wire
 from gateway.dialects.anthropic.messages import COUNT_DIALECT, DIALECT
 from gateway.dialects.canonical import (
-    Asked,
     CacheAsk,
     Call,
     OutputFormat,
+    RequestMetadata,
 )
 from gateway.errors import Kind, Refusal
 from tests.golden.transcripts import DOCUMENT, outcome
@@ -29,7 +29,7 @@ def parse(version: str = "", **fields: Any) -> Call:
     """A good request with more fields."""
     messages = [{"role": "user", "content": "hi"}]
     body = {"model": "m", "max_tokens": 9, "messages": messages, **fields}
-    return DIALECT.parse(json.dumps(body).encode(), Asked(version=version))
+    return DIALECT.parse(json.dumps(body).encode(), RequestMetadata(version=version))
 
 
 def refused(version: str = "", **fields: Any) -> Refusal:
@@ -100,7 +100,9 @@ def test_another_version_is_refused_and_unknown_betas_are_not() -> None:
     ).encode()
 
     assert refused("2027-01-01").param == "anthropic-version"
-    assert DIALECT.parse(body, Asked(version=NEWER, betas=("whatever-2027",))) == parse(NEWER)
+    assert DIALECT.parse(body, RequestMetadata(version=NEWER, betas=("whatever-2027",))) == parse(
+        NEWER
+    )
 
 
 def test_max_tokens_is_required() -> None:
@@ -144,7 +146,7 @@ def test_what_shapes_an_answer_has_no_place_in_a_prewarm(
 def test_counting_takes_the_same_request_without_max_tokens() -> None:
     """What is counted is what would be sent."""
     body = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
-    call = COUNT_DIALECT.parse(json.dumps(body).encode(), Asked(version=NEWER))
+    call = COUNT_DIALECT.parse(json.dumps(body).encode(), RequestMetadata(version=NEWER))
 
     assert call.operation == "count"
     assert call.prompts == parse().prompts

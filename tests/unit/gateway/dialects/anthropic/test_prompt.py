@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gateway.dialects.anthropic.messages import DIALECT
 from gateway.dialects.anthropic.prompt import PREAMBLE, REFUSED_BLOCKS
-from gateway.dialects.canonical import Asked, Prompt, Segment, Tool, ToolCall, ToolChoice
+from gateway.dialects.canonical import Prompt, RequestMetadata, Segment, Tool, ToolCall, ToolChoice
 from gateway.errors import Kind, Refusal
 from tests.golden.transcripts import DOCUMENT
 
@@ -23,7 +23,7 @@ WEATHER = {"name": "weather", "description": "Of a city", "input_schema": {"type
 def prompt(version: str = "", **fields: Any) -> Prompt:
     """The prompt of a good request with more fields."""
     body = {"model": "m", "max_tokens": 9, "messages": [HI], **fields}
-    (found,) = DIALECT.parse(json.dumps(body).encode(), Asked(version=version)).prompts
+    (found,) = DIALECT.parse(json.dumps(body).encode(), RequestMetadata(version=version)).prompts
     return found
 
 

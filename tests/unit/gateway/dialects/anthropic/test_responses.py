@@ -20,7 +20,7 @@ from gateway.dialects.canonical import (
     Delta,
     Diagnosis,
     End,
-    Generation,
+    GenerationParameters,
     Prompt,
     Reply,
     Text,
@@ -30,7 +30,7 @@ from gateway.errors import Kind, Refusal
 from tests.golden.transcripts import check_golden
 from tests.integration.test_anthropic_conformance import named
 
-CALL = Call("m", (Prompt(),), Generation())
+CALL = Call("m", (Prompt(),), GenerationParameters())
 REPLY = Reply("msg_1", "smollm2", 1_700_000_000)
 USAGE = UsageRecord(28, {"5m": 16}, {"5m": 3, "1h": 5}, 4, 5, 16)
 BEGIN = UsageRecord(28, {"5m": 16}, {"5m": 3, "1h": 5}, 4, 0, 16)

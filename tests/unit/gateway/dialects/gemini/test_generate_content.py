@@ -9,15 +9,15 @@ import pytest
 
 from engine.api import Sampling
 from gateway.dialects.canonical import (
-    Asked,
     Call,
     OutputFormat,
+    RequestMetadata,
     ToolChoice,
 )
 from gateway.dialects.gemini.generate_content import DIALECT
 from gateway.errors import Kind, Refusal
 
-GENERATE = Asked("m", "generateContent")
+GENERATE = RequestMetadata("m", "generateContent")
 WEATHER = {
     "functionDeclarations": [
         {
@@ -37,11 +37,11 @@ def hi(**fields: Any) -> dict[str, Any]:
     return {"contents": [{"parts": [{"text": "hi"}]}], **fields}
 
 
-def parse(body: dict[str, Any], asked: Asked = GENERATE) -> Call:
+def parse(body: dict[str, Any], asked: RequestMetadata = GENERATE) -> Call:
     return DIALECT.parse(json.dumps(body).encode(), asked)
 
 
-def refused(body: dict[str, Any], asked: Asked = GENERATE) -> Refusal:
+def refused(body: dict[str, Any], asked: RequestMetadata = GENERATE) -> Refusal:
     with pytest.raises(Refusal) as caught:
         parse(body, asked)
     return caught.value
@@ -208,7 +208,7 @@ def test_settings_become_the_engines() -> None:
                 "logprobs": 2,
             }
         ),
-        Asked("org/m", "streamGenerateContent"),
+        RequestMetadata("org/m", "streamGenerateContent"),
     )
 
     assert call.model == "org/m"
@@ -315,12 +315,12 @@ def test_what_cannot_be_is_refused_by_its_path(fields: dict[str, Any], param: st
 
 def test_an_unknown_method_is_not_found() -> None:
     """`:embedContent` and the like are nobody's here."""
-    assert refused(hi(), Asked("m", "embedContent")).kind is Kind.NOT_FOUND
+    assert refused(hi(), RequestMetadata("m", "embedContent")).kind is Kind.NOT_FOUND
 
 
 def test_counting_takes_the_contents_or_a_whole_request() -> None:
     """The SDK sends the one, REST clients the other."""
-    action = Asked("m", "countTokens")
+    action = RequestMetadata("m", "countTokens")
     short = parse(hi(), action)
     long = parse({"generateContentRequest": {"model": "models/m", **hi()}}, action)
 

@@ -18,7 +18,7 @@ from gateway.dialects.canonical import (
     ChoiceEnd,
     Delta,
     End,
-    Generation,
+    GenerationParameters,
     Prompt,
     Reply,
     Text,
@@ -34,7 +34,7 @@ USAGE = UsageRecord(20, {"resource": 8}, {}, 12, 5, 8)
 
 def encode(deltas: list[Delta], **settings: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """(chunks of the stream, the unary answer) of the same deltas."""
-    call = Call("m", (Prompt(),), Generation(**settings))
+    call = Call("m", (Prompt(),), GenerationParameters(**settings))
     reply = Reply("id", "m", 7)
     streamed, folded = DIALECT.encoder(call, reply), DIALECT.encoder(call, reply)
     data = b"".join(map(streamed.stream, deltas)) + streamed.close()
@@ -173,7 +173,9 @@ def test_logprobs_come_with_the_end() -> None:
 
 def test_without_sse_a_stream_is_one_array() -> None:
     """What REST clients read that did not ask for events."""
-    encoder = ARRAY_DIALECT.encoder(Call("m", (Prompt(),), Generation()), Reply("id", "m", 7))
+    encoder = ARRAY_DIALECT.encoder(
+        Call("m", (Prompt(),), GenerationParameters()), Reply("id", "m", 7)
+    )
     data = b"".join(map(encoder.stream, TEXT)) + encoder.close()
 
     assert len(json.loads(data)) == 3
@@ -182,7 +184,7 @@ def test_without_sse_a_stream_is_one_array() -> None:
 def test_an_answer_that_breaks_off_is_an_error_chunk() -> None:
     """Within a stream, and within an array, which stays one."""
     refusal = Refusal(Kind.INTERNAL, "internal_error", "Broken.")
-    call, reply = Call("m", (Prompt(),), Generation()), Reply("id", "m", 7)
+    call, reply = Call("m", (Prompt(),), GenerationParameters()), Reply("id", "m", 7)
     events = DIALECT.encoder(call, reply).error_event(refusal)
     array = ARRAY_DIALECT.encoder(call, reply)
     data = b"".join(map(array.stream, TEXT[:2])) + array.error_event(refusal)
@@ -206,7 +208,7 @@ WHOLE: list[Delta] = [
 )
 def test_a_stream_is_the_transcript_to_the_byte(name: str, dialect: GeminiDialect) -> None:
     """What goes over the wire is a contract; a change of it is seen here."""
-    settings = Generation(choices=2, samples=2, sampling=Sampling(logprobs=1))
+    settings = GenerationParameters(choices=2, samples=2, sampling=Sampling(logprobs=1))
     encoder = dialect.encoder(Call("smollm2", (Prompt(),), settings), REPLY)
 
     check_golden(name, b"".join(map(encoder.stream, WHOLE)) + encoder.close())
@@ -214,7 +216,7 @@ def test_a_stream_is_the_transcript_to_the_byte(name: str, dialect: GeminiDialec
 
 def test_a_unary_answer_is_the_transcript_to_the_byte() -> None:
     """The same deltas, gathered."""
-    settings = Generation(choices=2, samples=2, sampling=Sampling(logprobs=1))
+    settings = GenerationParameters(choices=2, samples=2, sampling=Sampling(logprobs=1))
     encoder = DIALECT.encoder(Call("smollm2", (Prompt(),), settings), REPLY)
 
     check_golden("gemini_unary.json", encoder.unary(WHOLE))

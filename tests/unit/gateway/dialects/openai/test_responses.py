@@ -13,7 +13,7 @@ from engine.api import Sampling
 from gateway.dialects.canonical import (
     CacheAsk,
     Call,
-    Generation,
+    GenerationParameters,
     OutputFormat,
     Segment,
     Tool,
@@ -52,7 +52,7 @@ def test_defaults_change_nothing() -> None:
     a later one can be compared with it."""
     call = parse()
 
-    assert call.generation == Generation()
+    assert call.generation == GenerationParameters()
     assert call.prompts[0].segments == (Segment("user", "hi", "input"),)
     assert (call.operation, call.stream, call.partition) == ("generate", False, "")
     assert (call.cache.lookup, call.cache.implicit, call.cache.remember) == (None, None, True)
@@ -83,7 +83,7 @@ def test_every_field_that_can_be_honoured_arrives() -> None:
         text={"format": {"type": "json_schema", "name": "x", "schema": {"type": "object"}}},
     )
 
-    assert call.generation == Generation(
+    assert call.generation == GenerationParameters(
         max_tokens=9,
         sampling=Sampling(0.5, 40, 0.9, 0.1, seed=7, logprobs=3),
         stop_token_ids=(5,),
