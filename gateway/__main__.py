@@ -11,7 +11,6 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from tqdm import tqdm
 
@@ -19,7 +18,6 @@ from engine.errors import EngineError
 from engine.model_store import pull
 from gateway.bench import cli as bench
 from gateway.bench.client import BenchError
-from gateway.bench.overhead import Overhead
 from gateway.cli import backups, billing, checks, serve, shared_scopes, tenants
 from gateway.cli.arguments import LIMITS, SETTINGS, UsageError, build_parser, changes
 from gateway.cli.result import CommandError, CommandResult
@@ -71,12 +69,10 @@ def _flags(options: argparse.Namespace) -> dict[str, object]:
 
 
 def _run(options: argparse.Namespace, config: Config, origin: Origin) -> int:
-    report: bench.Report | Overhead
+    report: bench.Report
     match options.command:
         case "serve":
             return _serve(options, config)
-        case "bench" if options.subject == "gateway":
-            report = bench.run_gateway_bench(options, _model_folder(config), _say_aside)
         case "bench":
             report = bench.run_bench(options, config.model.name, config.models_dir, _say_aside)
         case "replay":
@@ -163,11 +159,6 @@ def _serve(options: argparse.Namespace, config: Config) -> int:
 
     with _Bar(not is_terminal()) as bar:
         return serve.run(config, lambda line: print(line, flush=True), bar.show, read_config)
-
-
-def _model_folder(config: Config) -> Path:
-    with _Bar(not is_terminal()) as bar:
-        return Path(serve.prepared_model(config, _say_aside, bar.show).folder)
 
 
 def _pull(options: argparse.Namespace, config: Config) -> CommandResult:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import signal
-import tempfile
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -22,7 +21,6 @@ from msgspec import Struct
 
 from gateway.bench.client import BenchError, BenchTarget, Client
 from gateway.bench.memory import MemoryWatch
-from gateway.bench.overhead import KINDS, Overhead, measure, sync_s
 from gateway.bench.prompts import PromptMaker
 from gateway.bench.report import ReportRow, machine, rows, table
 from gateway.bench.server import OwnServer, own_server
@@ -33,7 +31,6 @@ Say = Callable[[str], None]
 T = TypeVar("T")
 
 REQUEST_TIMEOUT_S = 600.0
-TURNS_OF_BOOKS = 7
 """On a quiet machine so many tell a few hundredths of the answers a second from noise."""
 
 
@@ -60,34 +57,7 @@ class Report(Struct, frozen=True):
 
 def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `trunkline bench`."""
-    parser.add_argument(
-        "subject", nargs="?", choices=("endpoint", "gateway"), default="endpoint",
-        help="what to measure: an endpoint (default), or what our gateway adds to an engine",
-    )  # fmt: skip
     _add_target(parser)
-    parser.add_argument(
-        "--concurrency", type=_counts, default=(1, 32, 256), metavar="N,N",
-        help="gateway: how many at once (default: 1,32,256)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--seconds", type=_positive, default=3.0, help="gateway: of each load (default: 3)"
-    )
-    parser.add_argument(
-        "--scratch", type=Path, metavar="DIR",
-        help="gateway: the disk that its ledger is written to (default: the temporary folder's)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--books", action="store_true",
-        help="gateway: also measure it without ledger and analytics, to see what they take",
-    )  # fmt: skip
-    parser.add_argument(
-        "--turns", type=_count, metavar="N",
-        help="gateway: how often each server is measured (default: 1, and 7 with --books)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--loads", default=KINDS, type=_kinds, metavar="KIND,KIND",
-        help=f"gateway: which of {', '.join(KINDS)} (default: all)",
-    )  # fmt: skip
     parser.add_argument(
         "--workloads", default="".join(WORKLOADS), type=_workloads, metavar="LETTERS",
         help="which of a (long prompt), b (one stream), c (16 at once), d (4 tenants), e (chats);"
@@ -138,17 +108,6 @@ def _count(text: str) -> int:
     return number
 
 
-def _counts(text: str) -> tuple[int, ...]:
-    return tuple(_count(part) for part in text.split(","))
-
-
-def _kinds(text: str) -> tuple[str, ...]:
-    kinds = tuple(text.split(","))
-    if not set(kinds) <= set(KINDS):
-        raise argparse.ArgumentTypeError(f"{text!r}: give some of {','.join(KINDS)}")
-    return kinds
-
-
 def _positive(text: str) -> float:
     number = float(text)
     if not 0 < number < 1e9:
@@ -170,20 +129,6 @@ def run_bench(
     """Run the asked workloads. Blocks. Raises BenchError."""
     work = _bench(options, model, models_dir, say, sizes or Sizes())
     return _report(options, asyncio.run(_in_time(options, work)))
-
-
-def run_gateway_bench(options: argparse.Namespace, model_dir: Path, say: Say) -> Overhead:
-    """Measure what the gateway adds. `model_dir`: a prepared model, for its tokenizer. Blocks.
-    Raises BenchError."""
-    scratch = options.scratch or Path(tempfile.gettempdir())
-    sync_ms = sync_s(scratch) * 1e3
-    turns = options.turns or (TURNS_OF_BOOKS if options.books else 1)
-    work = measure(
-        options.concurrency, options.seconds, model_dir, scratch, say,
-        kinds=options.loads, turns=turns, books=options.books,
-    )  # fmt: skip
-    lines = asyncio.run(_in_time(options, work))
-    return Overhead(model_dir.name, machine(), str(scratch), sync_ms, lines)
 
 
 def run_replay(options: argparse.Namespace, model: str, models_dir: Path, say: Say) -> Report:

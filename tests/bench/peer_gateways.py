@@ -25,10 +25,10 @@ from pathlib import Path
 
 import msgspec
 
-from gateway.bench.load import Load, run
-from gateway.bench.null_gateway import NullGatewaySettings, Ready
-from gateway.bench.overhead import child
 from gateway.bench.report import columns, short
+from tests.bench.overhead.load import Load, run
+from tests.bench.overhead.null_gateway import NullGatewaySettings, Ready
+from tests.bench.overhead.overhead import child
 
 BODY = (
     b'{"id":"chatcmpl-0","object":"chat.completion","created":0,"model":"mock","choices":[{'
@@ -95,7 +95,9 @@ async def measure(options: argparse.Namespace) -> str:
             settings = msgspec.json.encode(
                 NullGatewaySettings(str(options.model_dir), data, 64, books=books)
             )
-            server = child("gateway.bench.null_gateway", settings, Path(data) / "gateway.log")
+            server = child(
+                "tests.bench.overhead.null_gateway", settings, Path(data) / "gateway.log"
+            )
             ready = await stack.enter_async_context(server)
             ours.append(Peer("ours" if books else "ours, no books", ready))
         peers = [mock, *map(peer_of, options.peer), *ours]

@@ -1,9 +1,11 @@
-"""A gateway of ours over the null engine: `python -m gateway.bench.null_gateway`, a child process.
+"""A gateway over the null engine, as a child process.
+
+Run as `python -m tests.bench.overhead.null_gateway`.
 
 Everything is real but the engine: listeners, keys, limits (set so high that none refuses), prompts,
 the ledger on a disk, log lines. Its first line of input is `NullGatewaySettings`; it answers with
-one line, `Ready`, and goes when its input ends. It knows no workload. `gateway.bench.overhead`
-starts it.
+one line, `Ready`, and goes when its input ends. It knows no workload.
+`tests.bench.overhead.overhead` starts it.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ from tenancy.types import Limits
 ENOUGH = 10**9
 """A limit that counts every request and refuses none."""
 
-NULL_ENGINE = (sys.executable, "-m", "gateway.bench.null_engine")
+NULL_ENGINE = (sys.executable, "-m", "tests.bench.overhead.null_engine")
 
 
 class NullGatewaySettings(Struct, frozen=True):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import sys
@@ -17,12 +16,13 @@ from engine.api import CacheGrant, Event, Finished, Request, Sampling, Started, 
 from engine.client.supervisor import EngineSupervisor
 from engine.config import EngineConfig
 from engine.model_store import ModelCard
-from gateway.bench.cli import add_bench_arguments, run_gateway_bench
 from gateway.bench.client import BenchError
-from gateway.bench.load import Load, LoadResult, run
-from gateway.bench.null_gateway import NULL_ENGINE, Ready, config_of, make_key, without_books
-from gateway.bench.null_gateway import NullGatewaySettings as GatewaySettings
-from gateway.bench.overhead import (
+from tenancy.storage.sqlite import SqliteStore
+from tests.bench.overhead.__main__ import parse_arguments, run_overhead_bench
+from tests.bench.overhead.load import Load, LoadResult, run
+from tests.bench.overhead.null_gateway import NULL_ENGINE, Ready, config_of, make_key, without_books
+from tests.bench.overhead.null_gateway import NullGatewaySettings as GatewaySettings
+from tests.bench.overhead.overhead import (
     Line,
     Overhead,
     OverheadRun,
@@ -33,8 +33,7 @@ from gateway.bench.overhead import (
     loads,
     summed_up,
 )
-from gateway.bench.processor_time import processor_s
-from tenancy.storage.sqlite import SqliteStore
+from tests.bench.overhead.processor_time import processor_s
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 
 
@@ -205,17 +204,11 @@ async def test_a_server_that_hangs_up_ends_the_benchmark() -> None:
 # --- all of it -----------------------------------------------------------------------------------
 
 
-def options_of(*arguments: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    add_bench_arguments(parser)
-    return parser.parse_args(arguments)
-
-
 def test_a_whole_run_measures_both_servers_under_every_load(card: ModelCard) -> None:
     """The command as it is: two servers as processes, keys, limits and a ledger that counts."""
-    options = options_of("gateway", "--concurrency", "2", "--seconds", "0.15")
+    options = parse_arguments(["--concurrency", "2", "--seconds", "0.15"])
 
-    report = run_gateway_bench(options, Path(card.folder), lambda line: None)
+    report = run_overhead_bench(options, Path(card.folder), lambda line: None)
 
     assert [(line.kind, line.concurrency) for line in report.lines] == [
         (kind, 2) for kind in ("unary", "stream", "paced")
@@ -231,7 +224,7 @@ async def test_a_server_that_does_not_start_says_why(tmp_path: Path) -> None:
     """A model folder that is none must not look like a slow gateway."""
     settings = json.dumps({"model_dir": "/nowhere", "data": str(tmp_path), "streams_max": 1})
     with pytest.raises(BenchError, match=r"(?s)did not start.*/model_card\.json cannot be read"):
-        async with child("gateway.bench.null_gateway", settings.encode(), tmp_path / "log"):
+        async with child("tests.bench.overhead.null_gateway", settings.encode(), tmp_path / "log"):
             pass
 
 
@@ -330,9 +323,9 @@ def test_what_the_books_take_is_told_where_it_was_measured() -> None:
 def test_only_what_was_asked_for_is_measured_by_turns(card: ModelCard) -> None:
     """Books are a few hundredths: they are seen in pairs of turns under one load."""
     asked = ("--concurrency", "1", "--seconds", "0.1", "--loads", "unary", "--turns", "2")
-    options = options_of("gateway", "--books", *asked)
+    options = parse_arguments(["--books", *asked])
 
-    (line,) = run_gateway_bench(options, Path(card.folder), lambda line: None).lines
+    (line,) = run_overhead_bench(options, Path(card.folder), lambda line: None).lines
 
     assert (line.kind, line.concurrency) == ("unary", 1)
     assert line.books is not None
@@ -342,7 +335,7 @@ def test_only_what_was_asked_for_is_measured_by_turns(card: ModelCard) -> None:
 def test_a_load_that_there_is_none_of_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     """A run of nothing would look like one that went well."""
     with pytest.raises(SystemExit):
-        options_of("gateway", "--loads", "unary,fast")
+        parse_arguments(["--loads", "unary,fast"])
 
     assert "give some of unary,stream,paced" in capsys.readouterr().err
 
@@ -362,9 +355,9 @@ async def test_without_books_answers_are_whole_and_nobody_has_written_them_down(
 
 def test_a_disk_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     """The ledger would fail there too, with a trace instead of a line."""
-    options = options_of("gateway", "--scratch", str(tmp_path / "nowhere"))
+    options = parse_arguments(["--scratch", str(tmp_path / "nowhere")])
     with pytest.raises(BenchError, match="cannot be written to"):
-        run_gateway_bench(options, tmp_path, lambda line: None)
+        run_overhead_bench(options, tmp_path, lambda line: None)
 
 
 def test_processor_time_is_summed_over_threads(tmp_path: Path) -> None:

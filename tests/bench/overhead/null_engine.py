@@ -1,10 +1,12 @@
-"""An engine that computes nothing: `python -m gateway.bench.null_engine`, behind a Unix socket.
+"""An engine that computes nothing, behind a Unix socket.
+
+Run as `python -m tests.bench.overhead.null_engine`.
 
 It answers every request with one token said again and again, at the rate that the request's seed
 names: so many tokens a second, or all at once without one. What is left to measure is the gateway.
 It speaks the wire of `engine.protocol`, one frame a step for all streams of a rate, as the real
-engine does. It knows no model, no cache and no sampling. `gateway.bench.null_gateway` starts it by
-the engine's own supervisor.
+engine does. It knows no model, no cache and no sampling. `tests.bench.overhead.null_gateway` starts
+it by the engine's own supervisor.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The least an HTTP server in Python can do: `python -m gateway.bench.mock_server`, a process.
+"""An HTTP server that does the least: `python -m tests.bench.overhead.mock_server`.
 
 Bare aiohttp that checks nothing, counts nothing and answers with constants, at the same rate as
-the null engine would. What the gateway takes beyond it is the gateway's. `gateway.bench.overhead`
-starts it and measures it in the same run.
+the null engine would. What the gateway takes beyond it is the gateway's.
+`tests.bench.overhead.overhead` starts it and measures it in the same run.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from gateway.bench.null_gateway import Ready
+from tests.bench.overhead.null_gateway import Ready
 
 _CHUNK = (
     b'data: {"id":"chatcmpl-0","object":"chat.completion.chunk","created":0,"model":"mock",'

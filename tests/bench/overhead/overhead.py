@@ -1,4 +1,4 @@
-"""`trunkline bench gateway`: what the gateway takes beyond a bare server that says the same.
+"""What the gateway takes beyond a bare server: `python -m tests.bench.overhead`.
 
 A bare mock and the whole gateway over the null engine are loaded one after the other in one run, by
 the same client, so that what is compared had the same machine. Ratios and differences are what
@@ -22,11 +22,11 @@ import msgspec
 from msgspec import Struct
 
 from gateway.bench.client import BenchError
-from gateway.bench.load import Load, LoadResult, run
-from gateway.bench.null_gateway import NullGatewaySettings, Ready
-from gateway.bench.processor_time import processor_s
 from gateway.bench.report import columns, short
 from gateway.bench.workloads import percentile
+from tests.bench.overhead.load import Load, LoadResult, run
+from tests.bench.overhead.null_gateway import NullGatewaySettings, Ready
+from tests.bench.overhead.processor_time import processor_s
 
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 20.0
@@ -197,9 +197,9 @@ async def measure(
             )
             log, line = Path(data) / "gateway.log", msgspec.json.encode(settings)
             if with_books:
-                server = child("gateway.bench.mock_server", b"", log)
+                server = child("tests.bench.overhead.mock_server", b"", log)
                 servers.append(await stack.enter_async_context(server))
-            server = child("gateway.bench.null_gateway", line, log)
+            server = child("tests.bench.overhead.null_gateway", line, log)
             servers.append(await stack.enter_async_context(server))
         for concurrency in concurrencies:
             of_kind = loads(concurrency, seconds)

@@ -2,7 +2,7 @@
 
 An answer is read only as far as its end has to be found; nothing in it is parsed. So the client
 takes a small part of what any server in Python takes, and says how much (`busy`). It knows no
-endpoint beyond its address. `gateway.bench.overhead` calls it.
+endpoint beyond its address. `tests.bench.overhead.overhead` calls it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Struct
 
 from gateway.bench.client import BenchError
-from gateway.bench.null_gateway import Ready
+from tests.bench.overhead.null_gateway import Ready
 
 PATIENCE_S = 60.0
 
