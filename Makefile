@@ -1,4 +1,4 @@
-# Everything a person or a machine runs. `make` alone is lint and test.
+# Everything a person or a machine runs. `make` alone is check and test.
 VENV   := .venv
 PYTHON ?= python3
 BIN    := $(VENV)/bin
@@ -6,9 +6,9 @@ DATA   ?= data
 export TRUNKLINE_DATA_DIR ?= $(DATA)
 
 .DEFAULT_GOAL := all
-.PHONY: all setup older serve test ci fmt lint bench sim crash gpu pull clean
+.PHONY: all setup hooks older serve check test test-all ci fmt lint bench sim crash gpu pull clean
 
-all: lint test
+all: check test
 
 # The stamp is newer than what it was made from, so the second start takes no time.
 $(VENV)/.stamp: pyproject.toml constraints.txt
@@ -28,9 +28,22 @@ pull: setup            ## fetch the default model
 serve: setup           ## a gateway on 127.0.0.1:8080 with the default model
 	$(BIN)/trunkline serve
 
-test: setup            ## everything that needs no GPU
+hooks: setup           ## check each commit's message from now on
+	printf '#!/bin/sh\nexec %s -m tests.tools.commit_message "$$1"\n' $(BIN)/python > .git/hooks/commit-msg
+	chmod +x .git/hooks/commit-msg
+
+PYTEST := $(BIN)/python -m pytest --numprocesses auto --dist loadfile
+
+check: lint            ## within a minute: lint, types, import contracts, fast tests of what changed
+	$(PYTEST) --quiet -m "not slow and not postgres" $$($(BIN)/python -m tests.tools.changed_tests)
+
+test: setup            ## everything that needs no GPU, but what is marked slow
 	$(BIN)/trunkline pull --quiet
-	$(BIN)/python -m pytest --numprocesses auto --dist loadfile
+	$(PYTEST) -m "not slow"
+
+test-all: setup        ## everything that needs no GPU
+	$(BIN)/trunkline pull --quiet
+	$(PYTEST)
 
 sim: setup             ## seeded simulation; make sim SEED=7
 	$(BIN)/python -m pytest -m sim $(if $(SEED),--sim-seed $(SEED)) -s
@@ -62,7 +75,8 @@ lint: setup
 	$(BIN)/lint-imports
 	$(BIN)/codespell
 
-ci: lint test
+ci: lint test-all
+	$(BIN)/python -m tests.tools.commit_message --since
 
 clean:
 	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -1,0 +1,59 @@
+"""The contributor's tools: which tests a change selects, which commit messages pass."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.tools.changed_tests import ALWAYS, folders_of
+from tests.tools.commit_message import main, problems_of
+
+
+def test_a_product_file_selects_the_tests_of_its_package() -> None:
+    assert folders_of(["engine/cache/block_pool.py"]) == [*ALWAYS, "tests/unit/engine/cache"]
+
+
+def test_a_file_of_a_top_level_folder_selects_all_its_unit_tests() -> None:
+    """Every package of the engine depends on engine/api.py."""
+    assert folders_of(["engine/cache/leases.py", "engine/api.py"]) == [*ALWAYS, "tests/unit/engine"]
+
+
+def test_a_test_file_selects_itself_and_prose_selects_nothing_more() -> None:
+    changed = ["tests/unit/test_tools.py", "README.md", "tests/unit/test_gone.py"]
+
+    assert folders_of(changed) == [*ALWAYS, "tests/unit/test_tools.py"]
+
+
+@pytest.mark.parametrize(
+    "subject",
+    [
+        "a hold comes when something hangs on it",
+        "gateway: what most answers need none of is not looked at",
+        "engine: fixed the drain",
+        "engine: fix the drain timeout.",
+        "engine: fix " + "x" * 72,
+    ],
+)
+def test_a_subject_without_folder_or_imperative_verb_is_refused(subject: str) -> None:
+    assert problems_of(subject)
+
+
+@pytest.mark.parametrize(
+    "subject", ["engine: capture mixed steps as CUDA graphs", "engine/cache, tests: fix the count"]
+)
+def test_an_imperative_subject_passes(subject: str) -> None:
+    assert problems_of(subject) == []
+
+
+def test_a_large_commit_needs_a_body() -> None:
+    assert problems_of("engine: add a tier", 51)
+    assert not problems_of("engine: add a tier\n\nBlocks outlive the engine there.", 51)
+
+
+def test_the_hook_reads_a_message_without_its_comments(tmp_path: Path) -> None:
+    """Git's template stands behind '#'."""
+    message = tmp_path / "message"
+    message.write_text("# On branch main\nengine: add a tier\n# changed: x\n")
+
+    assert main([str(message)]) == 0
