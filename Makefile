@@ -6,7 +6,7 @@ DATA   ?= data
 export TRUNKLINE_DATA_DIR ?= $(DATA)
 
 .DEFAULT_GOAL := all
-.PHONY: all setup hooks older serve check test test-all ci fmt lint bench sim crash gpu pull clean
+.PHONY: all setup hooks older serve check test slow ci fmt lint bench sim crash gpu pull clean
 
 all: check test
 
@@ -37,13 +37,13 @@ PYTEST := $(BIN)/python -m pytest --numprocesses auto --dist loadfile
 check: lint            ## within a minute: lint, types, import contracts, fast tests of what changed
 	$(PYTEST) --quiet -m "not slow and not postgres" $$($(BIN)/python -m tests.tools.changed_tests)
 
-test: setup            ## everything that needs no GPU, but what is marked slow
+test: setup            ## everything that needs no GPU and is not marked slow
 	$(BIN)/trunkline pull --quiet
 	$(PYTEST) -m "not slow"
 
-test-all: setup        ## everything that needs no GPU
+slow: setup            ## the tests that make test leaves out
 	$(BIN)/trunkline pull --quiet
-	$(PYTEST)
+	$(PYTEST) -m slow
 
 sim: setup             ## seeded simulation; make sim SEED=7
 	$(BIN)/python -m pytest -m sim $(if $(SEED),--sim-seed $(SEED)) -s
@@ -75,7 +75,7 @@ lint: setup
 	$(BIN)/lint-imports
 	$(BIN)/codespell
 
-ci: lint test-all
+ci: lint test slow
 	$(BIN)/python -m tests.tools.commit_message --since
 
 clean:

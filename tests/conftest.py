@@ -22,6 +22,10 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
     os.environ["TRITON_DEFAULT_FP_FUSION"] = "1"  # unset, Triton warns, and warnings are errors
 
+TESTS = Path(__file__).parent
+FOLDER_MARKERS = ("e2e", "crash")
+"""Folders of tests whose name is a marker of every test in them."""
+
 SLOW_HOST = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
 QUICK_PHASES = [Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink]
 NOON_NS = 1_781_524_800 * 10**9
@@ -65,11 +69,25 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that need a device are skipped where there is none, and say so."""
+    """Mark tests by their folder and fixtures; skip those that need a device where there is none."""
+    for item in items:
+        folder = item.path.relative_to(TESTS).parts[0]
+        if folder in FOLDER_MARKERS:
+            item.add_marker(folder)
+        if _needs_postgres(item):
+            item.add_marker("postgres")
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked and not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="no CUDA device here"))
+
+
+def _needs_postgres(item: pytest.Item) -> bool:
+    """Whether a test asks for a server, or is the variant of a test that does."""
+    if not isinstance(item, pytest.Function):
+        return False
+    values = item.callspec.params.values() if hasattr(item, "callspec") else ()
+    return "postgres_server" in item.fixturenames or "postgres" in values
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
