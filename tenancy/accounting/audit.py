@@ -70,10 +70,9 @@ def _entries(db: Transaction, progress: Progress) -> Iterator[str]:
         (after, _PAGE),
     ):
         for entry_id, chain, *row in page:
-            if chain or before:  # entries from before there were chains have none
-                if chained(before, row) != chain:
-                    yield f"entry {entry_id} is not what was chained to the one before it"
-                before = chain
+            if chained(before, row) != chain:
+                yield f"entry {entry_id} is not what was chained to the one before it"
+            before = chain
             entry = entry_of(row)
             card = book.card(entry.rate_card_id)
             if (charge(card, entry), savings(card, entry)) != (entry.charge_pico, entry.saved_pico):

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import closing
-from pathlib import Path
 
-import apsw
 import pytest
 from msgspec import structs
 
 from tenancy.accounting.audit import check_books
 from tenancy.accounting.closing import close_days
-from tenancy.accounting.usage import usage
 from tenancy.accounts.tenants import create_tenant
 from tenancy.ledger.adjustments import Adjustment, adjust
 from tenancy.ledger.ledger import Hold, Ledger
@@ -21,7 +17,6 @@ from tenancy.pricing.budgets import Budget, set_budget
 from tenancy.pricing.charges import RateCard
 from tenancy.pricing.rate_cards import add_card
 from tenancy.storage.interface import Store
-from tenancy.storage.sqlite import APPLICATION_ID, SqliteStore, migrations
 from tenancy.types import UsageEntry
 from tests.unit.tenancy.conftest import Wall
 
@@ -150,32 +145,3 @@ def test_a_page_of_findings_is_enough(books: Store) -> None:
             )
 
     assert len(check_books(books)) == 100
-
-
-def test_books_from_before_there_was_money_are_right(tmp_path: Path, wall: Wall) -> None:
-    """Entries of the fourth schema keep what they say, are summed, and cost nothing; the chain
-    begins with the next one."""
-    path = tmp_path / "old.db"
-    with closing(apsw.Connection(str(path))) as db:
-        for number, sql in enumerate(migrations()[:4], 1):
-            db.execute(sql).fetchall()
-            db.execute(f"pragma user_version={number}").fetchall()
-        db.execute(f"pragma application_id={APPLICATION_ID}").fetchall()
-        db.execute("insert into tenants (name, status, created_ms) values ('ada', 'active', 0)")
-        db.execute("insert into holds values ('open', 1, 1, 'm', 5)")
-        for number in range(3):
-            db.execute(
-                "insert into ledger values (null, ?, 1, 1, 'm', 'done', ?, ?, 10, 2, 3, 5, 4, 2)",
-                (str(number), number * DAY_MS, number * DAY_MS + 9),
-            )
-    store = SqliteStore(path)
-    ledger = Ledger(store, wall)
-    ledger.settle(entry("new", wall())).result(20)
-    ledger.close()
-    (total,) = usage(store)
-
-    assert check_books(store) == []
-    assert (total.requests, total.prompt_tokens, total.hits) == (5, 40, 4)
-    assert total.charge_pico == 0
-    assert store.query("select count(*) from ledger where chain = x''") == [(3,)]
-    store.close()

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from contextlib import closing
-from pathlib import Path
 
-import apsw
 import pytest
 from msgspec.structs import replace
 
@@ -15,7 +12,6 @@ from tenancy.accounts.keys import create_key, rotate_key
 from tenancy.accounts.tenants import create_tenant
 from tenancy.errors import KeyRefused
 from tenancy.storage.interface import Store
-from tenancy.storage.sqlite import SqliteStore, migrations
 from tests.unit.tenancy.conftest import Wall
 
 
@@ -63,25 +59,3 @@ def test_keys_that_were_rotated_are_one_line(store: Store, wall: Wall) -> None:
     ring = KeyIndex(load_keys(store))
 
     assert [ring.find(key, wall()).line_id for key in keys] == [1, 2, 1, 1]
-
-
-def test_keys_that_were_rotated_before_lines_were_kept_are_one_too(
-    tmp_path: Path, wall: Wall
-) -> None:
-    """What has been told from successors until then is written down once."""
-    file, before = tmp_path / "old.db", 14
-    with closing(apsw.Connection(str(file))) as db:
-        db.execute("".join(migrations()[:before])).fetchall()
-        db.execute("insert into tenants (name, status, created_ms) values ('ada', 'active', 0)")
-        db.execute(f"pragma user_version={before}").fetchall()
-        for successor in (4, None, None, 3):
-            row = (secrets.token_bytes(32), successor)
-            db.execute(
-                "insert into keys (digest, shown, tenant_id, workspace, label, created_ms,"
-                " replaced_by) values (?, 'tl-x', 1, 'default', '', 1, ?)",
-                row,
-            )
-    with closing(SqliteStore(file)) as store:
-        lines = [facts.line_id for facts in load_keys(store)]
-
-    assert lines == [1, 2, 1, 1]

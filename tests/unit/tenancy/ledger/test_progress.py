@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import closing
 from pathlib import Path
 
-import apsw
 import pytest
 
 from tenancy.accounting.audit import check_books
@@ -20,7 +18,7 @@ from tenancy.pricing.budgets import Budget, budget_states, set_budget
 from tenancy.pricing.charges import RateCard
 from tenancy.pricing.rate_cards import add_card
 from tenancy.storage.interface import Store
-from tenancy.storage.sqlite import SqliteStore, migrations
+from tenancy.storage.sqlite import SqliteStore
 from tenancy.types import UsageEntry
 from tests.crash.ledger_child import entry
 from tests.unit.tenancy.conftest import Wall
@@ -188,29 +186,3 @@ def test_a_note_that_cannot_be_written_harms_nobody(
     found = {request_id: one.output_tokens for request_id, one in entries(store).items()}
     store.close()
     assert found == {"1-1": 0, "1-2": entry("1-2").output_tokens}
-
-
-@pytest.mark.parametrize("version", range(1, len(migrations())))
-def test_holds_of_every_older_schema_are_closed(tmp_path: Path, wall: Wall, version: int) -> None:
-    """A crash, and then a newer version: nothing was noted, and nothing is charged."""
-    path = tmp_path / "test.db"
-    with closing(apsw.Connection(str(path))) as db:
-        for sql in migrations()[:version]:
-            db.execute(sql).fetchall()
-        db.execute(f"pragma user_version={version}").fetchall()
-        db.execute(
-            "insert into tenants (tenant_id, name, status, created_ms) values (1, 'a', 'active', 0)"
-        ).fetchall()
-        db.execute(
-            "insert into holds (request_id, tenant_id, key_id, model, started_ms)"
-            " values ('a', 1, 1, 'm', 10)"
-        ).fetchall()
-    store = SqliteStore(path)
-    ledger = Ledger(store, wall)
-    ledger.close()
-
-    found = entries(store)
-    findings = check_books(store)
-    store.close()
-    assert (ledger.interrupted, found["a"].ending, found["a"].charge_pico) == (1, "interrupted", 0)
-    assert findings == []

@@ -142,6 +142,29 @@ def test_counts_that_do_not_add_up_are_no_entry(store: Store) -> None:
         db.execute(INSERT, ("a", 2))
 
 
+@pytest.mark.parametrize("table", ["tenants", "keys", "shared_scopes"])
+def test_an_id_of_a_deleted_row_is_not_reused(store: Store, table: str) -> None:
+    """A deleted tenant's id may still stand in a cache, a receipt or a log."""
+    insert = {
+        "tenants": "insert into tenants (name, status, created_ms) values ('bob', 'active', 0)",
+        "keys": "insert into keys (tenant_id, workspace, label, digest, shown, created_ms)"
+        f" values (1, 'w', 'l', {DIGEST[store.is_near]}, 's', 0)",
+        "shared_scopes": "insert into shared_scopes (name, owner_id, created_ms)"
+        " values ('s', 1, 0)",
+    }[table]
+    column = {"tenants": "tenant_id", "keys": "key_id", "shared_scopes": "scope_id"}[table]
+    create_tenant(store, Wall(), "ada")
+    with store.change() as db:
+        ((first,),) = db.rows(f"{insert} returning {column}")
+        db.execute(f"delete from {table} where {column} = ?", (first,))
+        ((second,),) = db.rows(f"{insert} returning {column}")
+
+    assert second == first + 1
+
+
+DIGEST = {True: "zeroblob(32)", False: "decode(repeat('00', 32), 'hex')"}
+
+
 def test_a_store_opens_again_after_an_error(store: Store) -> None:
     """What the disk kept is there, and the file was checked."""
     create_tenant(store, Wall(), "ada")

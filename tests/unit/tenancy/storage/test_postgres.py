@@ -121,6 +121,25 @@ def test_a_second_start_finds_what_the_first_left(postgres_server: Server) -> No
     assert (names, version) == ([("ada",)], [(len(migrations()),)])
 
 
+def test_a_database_of_an_older_version_is_brought_up_to_date(
+    postgres_server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A later migration runs once, and keeps the data."""
+    address = postgres_server.address(postgres_server.database())
+    first = PostgresStore(address)
+    create_tenant(first, Wall(), "ada")
+    first.close()
+    later = [*migrations(), "alter table tenants add column motto text not null default 'none'"]
+    monkeypatch.setattr(postgres_store, "migrations", lambda: later)
+    PostgresStore(address).close()
+    second = PostgresStore(address)
+    found = second.query("select name, motto from tenants")
+    version = second.query("select version from trunkline_schema")
+    second.close()
+
+    assert (found, version) == ([("ada", "none")], [(2,)])
+
+
 def test_two_starts_at_once_make_one_schema(postgres_server: Server) -> None:
     """Several gateways are started together."""
     address = postgres_server.address(postgres_server.database(is_empty=True))
