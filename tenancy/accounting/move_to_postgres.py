@@ -1,17 +1,16 @@
-"""A ledger moved from a file to a server: every row with its number, its chains and its epochs.
+"""Move a ledger from a file to a server: every row with its number, its chains and its epochs.
 
-All of it in one transaction of the server's, so that a move that was killed never happened and is
-run again. The file's books are checked first, and before it commits every row is read back and
-compared, byte by byte: then they are right there too. No more than a page of rows is in memory at
-once. The file is read under its own write lock and stays as it was. The command line calls it.
+The server gets all rows in one transaction, so a move that was killed never happened and can be run
+again. The file's books are checked first, and before the commit every row is read back from the
+server and compared with the file's. At most a page of rows of each is in memory at once. The file
+is read under its own write lock and stays as it was. The command line calls `move`.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import chain, islice, zip_longest
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Literal
 
 from msgspec import Struct
@@ -19,13 +18,11 @@ from msgspec import Struct
 from tenancy.accounting.audit import findings_in
 from tenancy.errors import StoreError
 from tenancy.pricing.charges import PICO_PER_MICRO
-from tenancy.storage.copied_rows import copied
 from tenancy.storage.hourly_usage import HOURS
-from tenancy.storage.interface import Store, Transaction, Value
+from tenancy.storage.interface import Row, Store, Transaction, Value, marks, without_nul
 
 if TYPE_CHECKING:
-    from tenancy.storage.postgres import PostgresStore
-    from tenancy.storage.postgres_transaction import PostgresTransaction
+    from tenancy.storage.postgres import PostgresStore, PostgresTransaction
 
 TABLES: dict[str, tuple[str, ...]] = {
     "tenants": ("tenant_id",),
@@ -73,10 +70,7 @@ ledger would ask for each entry what is closed, and nothing is. The first epoch 
 
 _PAGE = 2_000
 _LARGE = ("cached_contents", "named_requests")
-"""A row of theirs may have megabytes: it is a page."""
-
-_AT_ONCE = 20_000
-"""Rows that the server takes in one statement: what it checks at its end takes no second."""
+"""A row of these tables may have megabytes, so it is a page of its own."""
 
 Stage = Literal["checked", "written", "read back"]
 Progress = Callable[[Stage, int, int], None]
@@ -112,13 +106,12 @@ def move(source: Store, target: PostgresStore, progress: Progress = unseen) -> M
             rows = sum(here.rows(f"select count(*) from {table}")[0][0] for table in TABLES)
             written, back = (_Stage(progress, name, rows) for name in ("written", "read back"))
             if _has_rows(target):
-                seals = {table: [_seal(page) for page in _pages(here, table)] for table in TABLES}
                 with target.snapshot() as there:
-                    return _compared(here, there, target.place, seals, back, was_there=True)
+                    return _compared(here, there, target.place, back, was_there=True)
             with target.change() as there:
-                seals = _fill(here, there, written)
+                _fill(here, there, written)
                 _count_on(here, there)
-                return _compared(here, there, target.place, seals, back)
+                return _compared(here, there, target.place, back)
     finally:
         source.disclaim()
 
@@ -132,50 +125,44 @@ def _compared(
     here: Transaction,
     there: PostgresTransaction,
     place: str,
-    seals: Mapping[str, Sequence[bytes]],
     stage: _Stage,
     *,
     was_there: bool = False,
 ) -> MoveResult:
     """Every row as the server has it. Raises StoreError."""
     counts: dict[str, int] = {}
+) -> Moved:
+    """Compare every row of the server with the file's. Raises StoreError."""
+    counts = dict.fromkeys(TABLES, 0)
     for table in TABLES:
-        back = _ReadBack(_page_of(table), stage)
-        there.copy_out(f"select {_listed(_columns(here, table))} {_in_order(table)}", back.take)
-        counts[table] = back.rows
-        for number, (mine, theirs) in enumerate(zip_longest(seals[table], back.end())):
-            if mine != theirs:
-                rows = number * back.page + 1, (number + 1) * back.page
+        columns = _columns(here, table)
+        pages = zip_longest(_pages(here, table, columns), _pages(there, table, columns))
+        for mine, theirs in pages:
+            if [tuple(without_nul(row)) for row in mine or ()] != theirs:
+                rows = counts[table] + 1, counts[table] + _page_of(table)
                 wrong = f"{table} differs among rows {rows[0]} to {rows[1]}"
                 if was_there:
                     message = f"{place} is not empty, and is not this ledger: {wrong}."
                     raise StoreError("target_not_empty", message)
                 raise StoreError("not_written", f"{place} would not be this ledger: {wrong}.")
+            counts[table] += len(theirs)
+            stage.add(len(theirs))
     return _totals(there, counts, was_there=was_there)
 
 
-def _fill(here: Transaction, there: PostgresTransaction, stage: _Stage) -> dict[str, list[bytes]]:
-    """Write all rows. Returns the seals of their pages."""
+def _fill(here: Transaction, there: PostgresTransaction, stage: _Stage) -> None:
+    """Write all rows."""
     for table in _FOLLOWED:
         there.execute(f"alter table {table} disable trigger user")
     there.execute("delete from ledger_epochs")
-    seals: dict[str, list[bytes]] = {table: [] for table in TABLES}
-
-    def noted(table: str, pages: Iterator[bytes]) -> Iterator[bytes]:
-        for page in pages:
-            seals[table].append(_seal(page))
-            yield page
-            stage.add(page.count(b"\n"))
-
     for table in TABLES:
-        pages, columns = _pages(here, table), _columns(here, table)
-        for first in pages:
-            some = chain([first], islice(pages, _AT_ONCE // _page_of(table) - 1))
-            there.copy_in(table, columns, noted(table, some))
+        columns = _columns(here, table)
+        for page in _pages(here, table, columns):
+            there.copy_rows(table, columns, page)
+            stage.add(len(page))
     for table in _FOLLOWED:
         there.execute(f"alter table {table} enable trigger user")
     there.execute("update registry_version set version = version + 1")
-    return seals
 
 
 def _count_on(here: Transaction, there: Transaction) -> None:
@@ -203,77 +190,29 @@ class _Stage:
         self._told(self._done, self._total)
 
 
-class _ReadBack:
-    """What the server has: seals of as many lines each as a page has."""
-
-    def __init__(self, page: int, stage: _Stage) -> None:
-        self.page = page
-        self.rows = 0
-        self._stage = stage
-        self._seals: list[bytes] = []
-        self._seen = hashlib.sha256()
-
-    def take(self, line: bytes) -> None:
-        """The next."""
-        self._seen.update(line)
-        self.rows += 1
-        if not self.rows % self.page:
-            self._finish(self.page)
-
-    def end(self) -> list[bytes]:
-        """All of them."""
-        if rest := self.rows % self.page:
-            self._finish(rest)
-        return self._seals
-
-    def _finish(self, rows: int) -> None:
-        self._seals.append(self._seen.digest())
-        self._seen = hashlib.sha256()
-        self._stage.add(rows)
-
-
-def _seal(page: bytes) -> bytes:
-    return hashlib.sha256(page).digest()
-
-
-def _pages(here: Transaction, table: str) -> Iterator[bytes]:
-    """All rows of a table of the file's, as the server would write them, some at a time."""
-    columns, keys = _columns(here, table), _keys(table)
+def _pages(db: Transaction, table: str, columns: Sequence[str]) -> Iterator[list[Row]]:
+    """All rows of a table in the order of its key, some at a time."""
+    keys, selected = TABLES[table], f"select {_listed(columns)} from {table}"
     places = [columns.index(key) for key in keys]
-    order = f"{_in_order(table)} limit {_page_of(table)}"
-    behind = f"where ({_listed(keys)}) > ({', '.join('?' * len(keys))})"
-    sql, values = f"select {_listed(columns)} {order}", list[Value]()
-    while page := here.rows(sql, values):
-        yield "".join(map(copied, page)).encode()
+    in_order = f"order by {_listed(keys)} limit {_page_of(table)}"
+    sql, values = f"{selected} {in_order}", list[Value]()
+    while page := db.rows(sql, values):
+        yield page
         values = [page[-1][place] for place in places]
-        sql = f"select {_listed(columns)} {_in_order(table, behind)} limit {_page_of(table)}"
-
-
-def _in_order(table: str, where: str = "") -> str:
-    return f"from {table} {where} order by {_listed(_keys(table))}"
+        sql = f"{selected} where ({_listed(keys)}) > {marks(len(keys))} {in_order}"
 
 
 def _page_of(table: str) -> int:
     return 1 if table in _LARGE else _PAGE
 
 
-def _keys(table: str) -> list[str]:
-    return [_quoted(name) for name in TABLES[table]]
-
-
 def _columns(here: Transaction, table: str) -> list[str]:
-    """As both databases call them."""
-    rows = here.rows("select name from pragma_table_info(?)", (table,))
-    return [_quoted(name) for (name,) in rows]
+    """The columns' names, which are the same in both databases."""
+    return [name for (name,) in here.rows("select name from pragma_table_info(?)", (table,))]
 
 
 def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names)
-
-
-def _quoted(name: str) -> str:
-    """One is a word of SQL's."""
-    return '"window"' if name == "window" else name
+    return ", ".join('"window"' if name == "window" else name for name in names)  # a word of SQL
 
 
 def _totals(there: Transaction, counts: dict[str, int], *, was_there: bool) -> MoveResult:

@@ -5,7 +5,8 @@ one in a file, `postgres_store` on a server; `backends` opens the one that a set
 
 Statements are written once, in the SQL that both understand: values are bound to `?`, or to `?1`,
 `?2` where one stands twice; a conflict names its columns, and what is added to them its table; a
-value that may be null is cast where it is asked whether it is. Integers have 64 bits.
+value that may be null is cast where it is asked whether it is. Integers have 64 bits. Text with a
+NUL character is stored `without_nul` on a server, which cannot store NUL.
 """
 
 from __future__ import annotations
@@ -114,3 +115,10 @@ def filled_up(asked: Sequence[T]) -> list[T]:
         return list(asked)
     missing = (1 << (len(asked) - 1).bit_length()) - len(asked)
     return [*asked, *[asked[-1]] * missing]
+
+
+def without_nul(values: Sequence[Value]) -> Sequence[Value]:
+    """Return values with U+FFFD, the replacement character, for each NUL in their text."""
+    if any(type(value) is str and "\0" in value for value in values):
+        return [v.replace("\0", "\ufffd") if isinstance(v, str) else v for v in values]
+    return values

@@ -1,16 +1,18 @@
-"""A store on a PostgreSQL server: what one in a file promises, and several servers over it at once.
+"""A store on a PostgreSQL server, for several gateways at once, with the promises of one in a file.
 
-Whoever writes takes one lock in the database first, so that transactions follow each other as in
-SQLite, whoever's they are: chains, sums and budgets need that, and nobody meets a conflict. Each
-transaction leaves its number in its writer's row. When a connection is lost between a commit and
-its answer, the next one ends what is left of the last, and the row says what became of it.
+Every transaction that writes takes one lock in the database first, so that transactions follow each
+other as in SQLite, whichever gateway makes them: chains, sums and budgets need that order, and no
+transaction meets a conflict. Each transaction leaves its number in its writer's row. When a
+connection is lost between a commit and its answer, the next connection ends the lost session, and
+the row says whether the commit was made.
 
-One connection writes, one reads; each is made when it is needed, and anew when it was lost. A
-question costs a round trip: none is asked on an event loop. `backends` opens it.
+One connection writes, one reads; each is opened when it is needed, and again when it was lost. A
+query costs a round trip, so no event loop waits for one. `backends` opens the store.
 """
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,172 +22,206 @@ from importlib import resources
 from tenancy.errors import ConstraintBroken, StoreBusy, StoreError, TryAgain
 from tenancy.storage.interface import Row, Value
 from tenancy.storage.postgres_address import Address
-from tenancy.storage.postgres_connection import Link, LinkLost, StatementFailed
-from tenancy.storage.postgres_transaction import PostgresTransaction
+from tenancy.storage.postgres_connection import Connection, ConnectionLost, StatementFailed
 
 VERSION_MIN = 14
 WRITE_LOCK = 0x7472756E
-"""Of the database: held by the transaction that writes."""
+"""The database's lock that the writing transaction holds."""
 
 WRITERS = 0x7472756F
-"""With a writer's number: held by its connection, as long as that lives."""
+"""With a writer's id: the lock that the writer's connection holds as long as it lives."""
 
 WRITERS_KEPT = 1_000
-"""Rows of writers that have gone: another's connection may be away for a moment only."""
+"""Rows of writers that have ended. The connection of a writer may be lost for a moment only."""
 
 PATIENCE_S = 8.0
-"""A server that fell over is back within seconds; whoever writes waits so long, once."""
+"""How long a writer waits, once, for a server that went away: a crashed one is back in seconds."""
 
 LOCK_WAIT = "5s"
-"""For the write lock, as for SQLite's."""
+"""The longest wait for the write lock, as for SQLite's."""
 
-_SESSION = {"synchronous_commit": "on", "client_encoding": "UTF8", "search_path": "public"}
+_SESSION = {"synchronous_commit": "on", "search_path": "public"}
 _WRITER = {
     **_SESSION,
     "idle_in_transaction_session_timeout": "60s",
-    # It asks by keys. A plan that was made while a table was small would scan it for ever, to look
-    # or to join; one that has to scan is thought so dear then that it would be compiled, for 0.2 s
-    # each time.
+    # The writer asks by keys. A plan made while a table was small would scan the table, or join by
+    # scanning it, for ever; with scans off, a query that must scan looks so dear that PostgreSQL
+    # would compile it each time, for 0.2 s, so compiling is off too.
     **dict.fromkeys(("enable_seqscan", "enable_hashjoin", "enable_mergejoin", "jit"), "off"),
 }
 _READER = {**_SESSION, "default_transaction_read_only": "on"}
-_SILENCE_S = 60.0
-_LONG_SILENCE_S = 900.0
+_STATEMENT_S = 60.0
+_LONG_STATEMENT_S = 900.0
+
+
+class PostgresTransaction:
+    """A transaction that `PostgresStore` has begun. The store commits it or rolls it back."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    @property
+    def as_of(self) -> None:
+        """See `Transaction`. Unknown: other gateways write, too."""
+
+    def execute(self, sql: str, values: Sequence[Value] = ()) -> int:
+        """See `Transaction`. One round trip."""
+        return self._connection.execute(sql, values)
+
+    def execute_many(self, sql: str, rows: Sequence[Sequence[Value]]) -> None:
+        """See `Transaction`. One round trip, two for many rows that are inserted."""
+        if len(rows) >= COPIED_MIN and (insert := _INSERT.fullmatch(sql)):
+            self.copy_rows(insert[1], insert[2].split(", "), rows)
+        elif rows:
+            self._connection.execute_many(sql, rows)
+
+    def rows(self, sql: str, values: Sequence[Value] = ()) -> list[Row]:
+        """See `Transaction`. One round trip."""
+        return self._connection.rows(sql, values)
+
+    def copy_rows(
+        self, table: str, columns: Sequence[str], rows: Sequence[Sequence[Value]]
+    ) -> None:
+        """Insert rows by COPY. Two round trips."""
+        self._connection.copy_rows(table, columns, rows)
+
+
+_INSERT = re.compile(r"insert into (\w+) \(([\w, ]+)\) values \(\?(?:, \?)*\)")
+"""A plain insert, which COPY can do."""
+
+COPIED_MIN = 16
+"""Rows from which on COPY takes less time than a statement for each row."""
 
 
 class PostgresStore:
     """An open database on a server. Thread-safe."""
 
     def __init__(self, address: Address, *, is_ready: bool = False) -> None:
-        """Connect and bring it up to date, unless it `is_ready`. Raises StoreError."""
+        """Connect and run the missing migrations, unless it `is_ready`. Raises StoreError."""
         self._address = address
         self._write_lock = threading.RLock()
         self._read_lock = threading.Lock()
         self._closing = threading.Event()
-        self._writer: Link | None = None
-        self._reader: Link | None = None
-        self._writer_id = 0  # its row's; 0 while it has none
-        self._number = 0  # of the transaction that was begun last
+        self._writer: Connection | None = None
+        self._reader: Connection | None = None
+        self._writer_id = 0  # names the writer's row; 0 while it has none
+        self._number = 0  # of the last transaction that was begun
         self._patient_until_s: float | None = None  # while the server is away
         self.changes = 0
         if not is_ready:
-            self._prepare()
+            self._migrate()
 
     @property
     def place(self) -> str:
-        """Database, host and port."""
+        """Database, host and port, without a secret."""
         return self._address.shown
 
     @property
     def is_near(self) -> bool:
-        """It is not: a question is a round trip."""
+        """False: a query costs a round trip."""
         return False
 
     def query(self, sql: str, values: Sequence[Value] = ()) -> list[Row]:
-        """Rows of one statement, as of the last commit. Waits for no writer. Raises StoreError."""
+        """See `Store`. One round trip; one more connection if the last one was lost."""
         with self._read_lock, self._failing("cannot be read", "unusable"):
             if self._reader is not None:
-                with suppress(LinkLost):  # since it was used last
-                    return self._reader.run(sql, values)[0]
-            self._reader = self._link(_READER, _LONG_SILENCE_S)
-            return self._reader.run(sql, values)[0]
+                with suppress(ConnectionLost):  # while it was idle
+                    return self._reader.rows(sql, values)
+            self._reader = self._connect(_READER, _LONG_STATEMENT_S)
+            return self._reader.rows(sql, values)
 
     @contextmanager
     def change(self) -> Iterator[PostgresTransaction]:
-        """All or nothing, durable when it has ended; after everybody's who began before.
+        """See `Store`. Two round trips besides those of its statements.
 
-        Raises StoreError: StoreBusy after five seconds behind others, TryAgain where the connection
-        was lost and nothing was changed.
+        Raises StoreError: StoreBusy after five seconds behind other writers, TryAgain if the
+        connection was lost and nothing was changed.
         """
         with self._write_lock, self._failing("was not changed", "not_written"):
-            link = self._begin()
-            db = PostgresTransaction(link)
+            connection = self._begin()
             try:
-                yield db
+                yield PostgresTransaction(connection)
                 try:
-                    self._commit(db)
+                    self._commit(connection)
                 finally:
-                    self.changes += 1  # what became of it may not be known
+                    self.changes += 1  # also if the outcome is unknown
             except BaseException:
-                with suppress(LinkLost):  # which ends it too
-                    link.script("rollback")
+                with suppress(ConnectionLost):  # which ends the transaction too
+                    connection.execute("rollback")
                 raise
 
     @contextmanager
     def snapshot(self) -> Iterator[PostgresTransaction]:
-        """Reads only, all as of one commit, on a connection of its own. Raises StoreError."""
+        """See `Store`. Opens a connection."""
         with self._failing("cannot be read", "unusable"):
-            link = self._link(_READER, _LONG_SILENCE_S)
+            connection = self._connect(_READER, _LONG_STATEMENT_S)
             try:
-                link.script("begin isolation level repeatable read read only")
-                yield PostgresTransaction(link)
+                connection.execute("begin isolation level repeatable read read only")
+                yield PostgresTransaction(connection)
             finally:
-                link.close()
+                connection.close()
 
     def registry_version(self) -> int:
-        """Differs after any change of tenants or keys, by whatever process. A round trip."""
+        """See `Store`. One round trip."""
         return int(self.query("select version from registry_version")[0][0])
 
     def claim(self, successor_of: int = 0, patience_s: float = 0.0) -> int:
-        """A number for the holds that are kept here from now on; others have theirs. A successor
-        has the one that it is given, once the server has done with what was sent under it: or a new
-        one, where nobody knows that any more. Raises StoreError."""
+        """See `Store`. Each gateway has an id of its own, so `patience_s` is not needed. A
+        successor takes over the id that it is given once the server has ended the old session, or
+        gets a new id if that one is no longer known. Raises StoreError."""
         with self._write_lock, self._failing("was not changed", "not_written"):
             self.disclaim()
             self._writer_id = successor_of
-            link = self._writing()
-            rows, _ = link.run("select number from writers where writer_id = ?", (self._writer_id,))
+            connection = self._writing()
+            rows = connection.rows(_NUMBER, (self._writer_id,))
             if rows:
                 self._number = rows[0][0]
             else:
                 self.disclaim()
-                link = self._writing()
-            link.run(
-                "delete from writers where writer_id < ? and pg_try_advisory_lock(?::int,"
-                " writer_id::int) and pg_advisory_unlock(?::int, writer_id::int)",
-                (self._writer_id - WRITERS_KEPT, WRITERS, WRITERS),
-            )
+                connection = self._writing()
+            connection.execute(_FORGET, (self._writer_id - WRITERS_KEPT, WRITERS))
             return self._writer_id
 
     def is_over(self, writer_id: int) -> bool:
-        """Is nobody connected who keeps holds by this number? Raises StoreError."""
+        """See `Store`. Raises StoreError."""
         if writer_id == self._writer_id:
             return False
         with self.change() as db:
             if not db.rows("select 1 from writers where writer_id = ?", (writer_id,)):
-                return True  # it took its leave; the server may not have ended its session yet
+                return True  # it gave up its id; the server may not have ended its session yet
             sql = "select pg_try_advisory_xact_lock(?::int, ?::int)"
             return bool(db.rows(sql, (WRITERS, writer_id))[0][0])
 
     def disclaim(self) -> None:
-        """From now on the holds that were kept here are nobody's. Safe to call twice."""
+        """See `Store`."""
         with self._write_lock:
             if self._writer is not None:
-                with suppress(LinkLost, StatementFailed):
-                    self._writer.run("delete from writers where writer_id = ?", (self._writer_id,))
+                with suppress(ConnectionLost, StatementFailed):
+                    sql = "delete from writers where writer_id = ?"
+                    self._writer.execute(sql, (self._writer_id,))
                 self._writer.close()
             self._writer, self._writer_id = None, 0
 
     def remember(self, point: bytes) -> None:
-        """There is no place beside a server's database that only it has."""
+        """See `Store`. Does nothing: a server has no place beside the database."""
 
     def recall(self) -> bytes | None:
-        """Nothing is kept."""
+        """See `Store`. None."""
         return None
 
     def another(self) -> PostgresStore:
-        """The same database, with connections of its own."""
+        """See `Store`."""
         return PostgresStore(self._address, is_ready=True)
 
     def reopen(self) -> None:
-        """Connect anew, with the checks of a start. Raises StoreError."""
+        """See `Store`. Checks the server and the schema. Raises StoreError."""
         with self._write_lock:
             if self._writer is not None:
                 self._writer.close()
-            self._prepare()
+            self._migrate()
 
     def close(self) -> None:
-        """End its connections. Safe to call twice."""
+        """See `Store`."""
         self._closing.set()
         with self._write_lock, self._read_lock:
             self.disclaim()
@@ -194,119 +230,120 @@ class PostgresStore:
 
     # -- writing ------------------------------------------------------------------------------
 
-    def _begin(self) -> Link:
-        """A transaction that alone writes, with its number in its writer's row."""
+    def _begin(self) -> Connection:
+        """Begin the only transaction that writes, with its number in its writer's row."""
         try:
             return self._begin_on(self._writing())
-        except LinkLost:  # since it was used last: nothing was begun
+        except ConnectionLost:  # while it was idle: nothing was begun
             return self._begin_on(self._writing())
 
-    def _begin_on(self, link: Link) -> Link:
+    def _begin_on(self, connection: Connection) -> Connection:
         number = self._number + 1
         try:
-            rows = link.script(
+            changed = connection.execute(
                 f"begin; select pg_advisory_xact_lock({WRITE_LOCK}); update writers set"
                 f" number = {number} where writer_id = {self._writer_id}"
             )
         except StatementFailed:
-            link.script("rollback")
+            connection.execute("rollback")
             raise
-        if rows != 2:
-            link.script("rollback")
-            message = f"{self.place} is not what it was: our row is gone. Start again."
+        if not changed:
+            connection.execute("rollback")
+            message = f"{self.place} was replaced by another database: restart the gateway."
             raise StoreError("replaced", message)
         self._number = number
-        return link
+        return connection
 
-    def _commit(self, db: PostgresTransaction) -> None:
+    def _commit(self, connection: Connection) -> None:
         try:
-            db.finish()
-        except LinkLost as error:
+            connection.commit()
+        except ConnectionLost as error:
             if self._last_number() != self._number:
-                raise LinkLost("nothing was committed") from error
+                raise ConnectionLost("nothing was committed") from error
 
     def _last_number(self) -> int:
-        """Of the last transaction of ours that was committed; what was not is undone by now."""
+        """Return the number of the writer's last transaction that was committed. A transaction that
+        was not committed is undone by then."""
         try:
-            link, writer_id = self._writing(), self._writer_id
-            rows, _ = link.run("select number from writers where writer_id = ?", (writer_id,))
-            return int(rows[0][0])
-        except (LinkLost, StatementFailed, StoreError, IndexError) as error:
-            message = f"{self.place} may have been changed or not: it cannot be asked."
+            connection = self._writing()
+            return int(connection.rows(_NUMBER, (self._writer_id,))[0][0])
+        except (ConnectionLost, StatementFailed, StoreError, IndexError) as error:
+            message = f"{self.place} cannot be asked whether the last change was committed."
             raise StoreError("outcome_unknown", message) from error
 
-    def _writing(self) -> Link:
-        """The connection that writes, and holds the lock of its writer's row. Where there was one
-        before, the server has done with it when this returns."""
+    def _writing(self) -> Connection:
+        """Return the connection that writes and that holds the lock of its writer's row. If there
+        was one before, the server has ended that session when this returns."""
         if self._writer is None or self._writer.is_lost:
-            link = self._patient_link()
-            _check(link)
-            if self._writer_id:
-                link.run(_END, (WRITERS, self._writer_id))
-                link.script(f"select pg_advisory_lock({WRITERS}, {self._writer_id})")
-            else:
-                rows, _ = link.run(_REGISTER, (WRITERS,))
-                self._writer_id, self._number = rows[0][0], 0
-            self._writer = link
+            connection = self._connect_patiently()
+            try:
+                _check(connection)
+                if self._writer_id:
+                    connection.execute(_END, (WRITERS, self._writer_id))
+                    connection.execute(f"select pg_advisory_lock({WRITERS}, {self._writer_id})")
+                else:
+                    self._writer_id, self._number = connection.rows(_REGISTER, (WRITERS,))[0][0], 0
+            except BaseException:
+                connection.close()
+                raise
+            self._writer = connection
         return self._writer
 
-    def _patient_link(self) -> Link:
-        """A server that knew us before and is away may be starting again: wait for it, once."""
+    def _connect_patiently(self) -> Connection:
+        """Connect. If the server was there before, it may be restarting: wait for it, once."""
         if self._writer is not None and self._patient_until_s is None:
             self._patient_until_s = time.monotonic() + PATIENCE_S
         while True:
             try:
-                link = self._link({**_WRITER, "lock_timeout": LOCK_WAIT}, _SILENCE_S)
+                connection = self._connect({**_WRITER, "lock_timeout": LOCK_WAIT}, _STATEMENT_S)
                 self._patient_until_s = None
-                return link
-            except (LinkLost, StatementFailed) as error:
-                is_away = isinstance(error, LinkLost) or error.state in _AWAY
+                return connection
+            except (ConnectionLost, StatementFailed) as error:
+                is_away = isinstance(error, ConnectionLost) or error.state in _AWAY
                 until_s = self._patient_until_s or 0.0
                 if not is_away or time.monotonic() >= until_s or self._closing.wait(0.05):
                     message = f"{self.place} cannot be reached: {error}.{self._hint(error)}"
                     raise StoreError("unusable", message) from error
 
-    def _hint(self, error: LinkLost | StatementFailed) -> str:
-        """What may be meant by a refusal to let us in."""
+    def _hint(self, error: ConnectionLost | StatementFailed) -> str:
+        """Return what a refused login may mean."""
         match error:
-            case StatementFailed(
-                state="08P01"
-            ):  # to settings that it does not know; no server does
+            case StatementFailed(state="08P01"):  # poolers do not know our settings, servers do
                 return f" {_POOLED}"
             case StatementFailed(state="28P01") if self._address.password is None:
                 return " No password for it is in PGPASSWORD or in a password file (~/.pgpass)."
             case _:
                 return ""
 
-    def _link(self, settings: Mapping[str, str], silence_s: float) -> Link:
+    def _connect(self, settings: Mapping[str, str], timeout_s: float) -> Connection:
         if self._closing.is_set():
             raise StoreError("unusable", f"{self.place} is closed here.")
-        return Link(self._address, settings, silence_s)
+        return Connection(self._address, settings, timeout_s)
 
     # -- the schema ---------------------------------------------------------------------------
 
-    def _prepare(self) -> None:
-        """Check the server, and run what is missing, in one transaction."""
+    def _migrate(self) -> None:
+        """Check the server, and run the missing migrations in one transaction."""
         files = migrations()
         with self._failing("cannot be used", "unusable"):
-            link = self._patient_link()
+            connection = self._connect_patiently()
             try:
-                _check(link)
-                if self._version(link, files) < len(files):
-                    link.script(f"begin; select pg_advisory_xact_lock({WRITE_LOCK})")
-                    have = self._version(link, files)  # another may have been here first
+                _check(connection)
+                if self._version(connection, files) < len(files):
+                    connection.execute(f"begin; select pg_advisory_xact_lock({WRITE_LOCK})")
+                    have = self._version(connection, files)  # another gateway may have run some
                     for number, sql in enumerate(files[have:], have + 1):
-                        link.script(sql)
-                        link.run("update trunkline_schema set version = ?", (number,))
-                    link.script("commit")
+                        connection.execute(sql)
+                        connection.execute("update trunkline_schema set version = ?", (number,))
+                    connection.commit()
             finally:
-                link.close()
+                connection.close()
 
-    def _version(self, link: Link, files: Sequence[str]) -> int:
-        ours, tables = link.run(_TABLES)[0][0]
+    def _version(self, connection: Connection, files: Sequence[str]) -> int:
+        ours, tables = connection.rows(_TABLES)[0]
         if not ours and tables:
             raise StoreError("not_ours", f"{self.place} is the database of another program.")
-        have = int(link.run("select version from trunkline_schema")[0][0][0]) if ours else 0
+        have = int(connection.rows("select version from trunkline_schema")[0][0]) if ours else 0
         if have > len(files):
             raise StoreError(
                 "newer_schema",
@@ -317,10 +354,10 @@ class PostgresStore:
 
     @contextmanager
     def _failing(self, what: str, code: str) -> Iterator[None]:
-        """What the server or the way to it did, in our words."""
+        """Turn the connection's errors into the store's."""
         try:
             yield
-        except LinkLost as error:
+        except ConnectionLost as error:
             raise TryAgain(code, f"{self.place} {what}: {error}.") from error
         except StatementFailed as error:
             kind = StoreError
@@ -334,17 +371,22 @@ class PostgresStore:
 
 
 _AWAY = ("57P01", "57P02", "57P03")
-"""It shuts down, it crashed, it starts."""
+"""The server shuts down, crashed, or starts."""
 
 _POOLED = (
     "There is a pooler in between: connect to the server itself. Writers are known by the locks of"
-    " their sessions, and a pooler lends one session to many, or its locks to others."
+    " their sessions, and a pooler lends one session to many clients, or its locks to others."
 )
 
+_NUMBER = "select number from writers where writer_id = ?"
 _END = (
     "select pg_terminate_backend(pid) from pg_locks where locktype = 'advisory' and granted"
     " and database = (select oid from pg_database where datname = current_database())"
     " and classid::bigint = ? and objid::bigint = ? and objsubid = 2 and pid <> pg_backend_pid()"
+)
+_FORGET = (
+    "delete from writers where writer_id < ?1 and pg_try_advisory_lock(?2::int, writer_id::int)"
+    " and pg_advisory_unlock(?2::int, writer_id::int)"
 )
 _REGISTER = (
     "with made as (insert into writers (number) values (0) returning writer_id)"
@@ -357,7 +399,7 @@ _TABLES = (
 
 
 def migrations() -> list[str]:
-    """The schema's steps, in order: number N is the step to version N."""
+    """Return the schema's migrations in order: number N leads to version N."""
     folder = resources.files("tenancy.storage").joinpath("migrations", "postgres")
     files = sorted(folder.iterdir(), key=lambda item: item.name)
     for number, file in enumerate(files, 1):
@@ -365,14 +407,14 @@ def migrations() -> list[str]:
     return [file.read_text() for file in files]
 
 
-def _check(link: Link) -> None:
-    """Raises StoreError for a server that may lose what it confirmed, or keeps other letters, and
-    for one that is not at the other end."""
+def _check(connection: Connection) -> None:
+    """Raise StoreError for a pooler, and for a server that is too old, a standby, in another
+    encoding, or that may lose what it confirmed."""
     names = ("server_version_num", "server_encoding", "fsync", "synchronous_commit")
     asked = ", ".join(f"current_setting('{name}')" for name in names)
-    row = link.run(f"select {asked}, pg_is_in_recovery(), pg_backend_pid()")[0][0]
+    row = connection.rows(f"select {asked}, pg_is_in_recovery(), pg_backend_pid()")[0]
     version, encoding, fsync, commit, is_standby, pid = row
-    if pid != link.server_pid:
+    if pid != connection.server_pid:
         raise StoreError("pooled", _POOLED)
     if int(version) // 10_000 < VERSION_MIN:
         message = f"PostgreSQL {int(version) // 10_000} is too old; {VERSION_MIN} is needed."

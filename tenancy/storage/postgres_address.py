@@ -1,9 +1,10 @@
-"""Where a PostgreSQL database is, and the password that opens it.
+"""The address of a PostgreSQL database, and the password for it.
 
-An address is a URL, `postgresql://[USER@][HOST[:PORT]]/DATABASE[?host=FOLDER]`. It is shown in
-settings and logs, so no password may stand in it; that stands in the environment (PGPASSWORD) or in
-a password file (PGPASSFILE, ~/.pgpass), as for PostgreSQL's own programs. It connects to nothing;
-`backends` calls it.
+An address is a URL, `postgresql://[USER@][HOST[:PORT]]/DATABASE[?host=FOLDER]`. Settings and logs
+show it, so a password may not stand in it; the password stands in the environment (PGPASSWORD) or
+in a password file (PGPASSFILE, ~/.pgpass), as for PostgreSQL's own programs. asyncpg's own reading
+is not used: it takes passwords and unchecked certificates, ignores `?host=` beside a port, and
+keeps the escapes of a password file. This module connects to nothing; `backends` calls it.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ _OPTIONS = ("host", "sslmode", "sslrootcert")
 
 
 class Address(Struct, frozen=True):
-    """Where a database is. `folder`: of the server's Unix socket; empty for TCP, where
-    `is_encrypted`, with a certificate that is checked, unless it says `sslmode=disable`."""
+    """Where a database is. `folder`: of the server's Unix socket; empty for TCP. Over TCP the
+    connection `is_encrypted` and the certificate checked, unless the URL has `sslmode=disable`."""
 
     database: str
     user: str
@@ -40,13 +41,13 @@ class Address(Struct, frozen=True):
 
     @property
     def shown(self) -> str:
-        """The same without any secret."""
+        """Database, place and port, without a secret."""
         place = self.folder or self.host
         return f"PostgreSQL database {self.database} at {place}, port {self.port}"
 
 
 def read_address(url: str, environment: Mapping[str, str], system_user: str) -> Address:
-    """What a URL says, and the password that belongs to it. Raises StoreError."""
+    """Read a URL, and find the password for it. Raises StoreError."""
     try:
         parts = urlsplit(url)
         port = parts.port or PORT
@@ -54,27 +55,27 @@ def read_address(url: str, environment: Mapping[str, str], system_user: str) -> 
     except ValueError as error:
         raise _bad(f"it cannot be read: {error}") from error
     if parts.scheme not in ("postgresql", "postgres"):
-        raise _bad("it begins with postgresql://")
+        raise _bad("it must begin with postgresql://")
     if parts.password is not None:
         raise _bad(
-            "no password may stand in it; put it into the environment, PGPASSWORD, or into a"
+            "no password may stand in it; put the password into the environment, PGPASSWORD, or a"
             " password file, ~/.pgpass"
         )
     for name in options.keys() - set(_OPTIONS):
-        raise _bad(f"{name[:40]!r} is none of {', '.join(_OPTIONS)}")
+        raise _bad(f"{name[:40]!r} is not an option; expected {', '.join(_OPTIONS)}")
     mode = options.get("sslmode", "verify-full")
     if mode not in ("verify-full", "disable"):
         raise _bad(
-            f"sslmode is verify-full or disable, not {mode[:40]!r}: encryption for whoever answers"
-            " protects nothing; sslrootcert=FILE names an authority of your own"
+            f"sslmode is {mode[:40]!r}; expected verify-full or disable. Encryption without a"
+            " checked certificate protects nothing; sslrootcert=FILE names an authority of your own"
         )
     database, user = unquote(parts.path[1:]), unquote(parts.username or "")
     if not database or "/" in database or "\0" in url:
-        raise _bad("it ends with /DATABASE")
+        raise _bad("it must end with /DATABASE")
     user = user or environment.get("PGUSER") or system_user
     host = options.get("host") or parts.hostname or SOCKET_FOLDER
     if "," in host:
-        raise _bad("it names one server; a name that moves with the primary can be one")
+        raise _bad("it must name one server; that may be a name that moves with the primary")
     folder = host if host.startswith("/") else ""
     return Address(
         database=database,
@@ -93,7 +94,7 @@ def _bad(why: str) -> StoreError:
 
 
 def _password(environment: Mapping[str, str], whom: tuple[str, ...], is_local: bool) -> str | None:
-    """PGPASSWORD, or of the first line of the password file that fits."""
+    """Return PGPASSWORD, or the password in the first line of the password file that fits."""
     if password := environment.get("PGPASSWORD"):
         return password
     home = environment.get("HOME")

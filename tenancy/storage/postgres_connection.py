@@ -1,260 +1,226 @@
-"""One connection to a PostgreSQL server: statements, prepared once each, and what went wrong.
+"""One connection to a PostgreSQL server: asyncpg, for callers that are synchronous.
 
-It knows no tables. `postgres_store` calls it; nothing else imports it, or the driver, which is an
-extra.
+asyncpg does the protocol, TLS, prepared statements and COPY. This file gives each connection an
+event loop, which runs in the caller's thread while a statement runs, and turns errors into two
+kinds: the server refused the statement, or the connection is lost. It knows no tables.
+`postgres_store` calls it; no other module imports it or asyncpg, which is an extra.
 """
 
 from __future__ import annotations
 
+import asyncio
 import re
-import socket
 import ssl
-import struct
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
-from pg8000.core import Context, CoreConnection
-from pg8000.exceptions import DatabaseError, Error
+import asyncpg
 
 from tenancy.errors import StoreError
-from tenancy.storage.copied_rows import NO_SIGN
-from tenancy.storage.interface import Row, Value
+from tenancy.storage.interface import Row, Value, without_nul
 from tenancy.storage.postgres_address import Address
 
-STATEMENTS_MAX = 200
-AT_ONCE = 500
-"""Statements whose answers fit between us and the server while nobody reads them."""
-
 CONNECT_TIMEOUT_S = 10.0
-_BIGINT, _BYTES, _FLOAT, _NUMERIC, _TEXT, _UNKNOWN = 20, 17, 701, 1700, 25, 0
-_SHORT, _LONG = struct.Struct("!H").pack, struct.Struct("!i").pack
-_NULL, _NO_FORMATS = _LONG(-1), _SHORT(0)
-_EXECUTE = b"E" + _LONG(9) + bytes(5)
-_SYNC = b"S" + _LONG(4)
-_ASK_TLS = _LONG(8) + _LONG(80_877_103)
+CLOSE_TIMEOUT_S = 2.0
+STATEMENTS_MAX = 200
+"""Prepared statements that asyncpg keeps for a connection; the one used longest ago goes first."""
+
+_IMPOSSIBLE = "22000"
+"""The SQLSTATE of a value that the server's type cannot hold, here where asyncpg finds it."""
+
 _MARK = re.compile(r"\?(\d*)")
 
-
-Statement = tuple[str, Sequence[Value]]
+T = TypeVar("T")
 
 
 class StatementFailed(Exception):
-    """The server refused a statement; `state` is SQL's five signs for why."""
+    """The server refused a statement. `state`: the SQLSTATE, five characters."""
 
     def __init__(self, state: str, message: str) -> None:
         super().__init__(message)
         self.state = state
 
 
-class LinkLost(Exception):
-    """The connection is gone: what was being done may have been done or not."""
+class ConnectionLost(Exception):
+    """The connection is gone: the statement that was running may have run or not."""
 
 
-class Link:
-    """An open connection. Belongs to one thread at a time. One that was lost stays so."""
+class Connection:
+    """An open connection. One thread at a time may use it. A lost connection stays lost."""
 
     def __init__(self, address: Address, settings: Mapping[str, str], timeout_s: float) -> None:
-        """Connect. `settings`: of the session. `timeout_s`: the longest silence in an answer.
+        """Connect. `settings`: of the session. `timeout_s`: the longest that a statement may take.
 
-        Raises StatementFailed where the server refuses, LinkLost where there is none, StoreError.
+        Raises StatementFailed if the server refuses the login, ConnectionLost if no server answers,
+        StoreError if the root certificate cannot be read.
         """
-        self._statements: OrderedDict[tuple[str, tuple[int, ...]], Any] = OrderedDict()
-        self.is_lost = False
         encryption = _encryption(address)
-        wire = _connected(address, encryption, timeout_s)
+        self._loop = asyncio.new_event_loop()
         try:
-            self._core = CoreConnection(
-                address.user,
-                host=address.host,
-                database=address.database,
-                # The driver fails strangely where it has none and is asked for one.
-                password=address.password or "",
-                sock=wire,
-                ssl_context=False,  # it is encrypted by now
-                application_name="trunkline",
-                startup_params={**settings},
-            )
+            self._driver = self._run(_connected(address, encryption, settings, timeout_s))
         except BaseException as error:
-            wire.close()
-            if (refusal := _refusal_in(error)) is not None:
-                raise _failed(refusal) from error
-            if isinstance(error, (Error, OSError)):
-                raise _broken(error) from error
+            self._loop.close()
+            if isinstance(error, asyncpg.PostgresError) and not _is_cut(error):
+                raise _refusal(error) from error
+            if isinstance(error, _FAILURES):
+                raise _loss(error) from error
             raise
-        self._core.register_in_adapter(_NUMERIC, _whole)
+
+    @property
+    def is_lost(self) -> bool:
+        """Is the connection closed, or known to be lost?"""
+        return bool(self._driver.is_closed())
 
     @property
     def server_pid(self) -> int:
-        """The process behind it, as it said when it was asked in: a pooler says a number of its
-        own."""
-        (pid,) = struct.unpack_from("!i", self._core._backend_key_data)
-        return int(pid)
+        """The server process as it named itself at login. A pooler gives a number of its own."""
+        return int(self._driver.get_server_pid())
 
-    def run(self, sql: str, values: Sequence[Value] = ()) -> tuple[list[Row], int]:
-        """One statement: its rows, and how many rows it changed. Raises StatementFailed, after
-        which the connection is as good as before, and LinkLost."""
-        return self._send([(sql, values)], "")
+    def rows(self, sql: str, values: Sequence[Value] = ()) -> list[Row]:
+        """Return all rows of one statement. One round trip once it is prepared.
 
-    def run_all(self, statements: Sequence[Statement], *, ending: str = "") -> list[Row]:
-        """Statements in order, sent together: the rows of the last, which alone may have any. Where
-        one fails those behind it are not run, nor is the `ending`, which has no values. A round
-        trip for each 500. Raises as `run`."""
-        last = max(len(statements) - 1, 0) // AT_ONCE * AT_ONCE
-        for first in range(0, last, AT_ONCE):
-            self._send(statements[first : first + AT_ONCE], "")
-        return self._send(statements[last:], ending)[0]
+        Raises StatementFailed, after which the connection is still usable, and ConnectionLost.
+        """
+        typed = _typed(sql, tuple(map(type, values)))
+        return list(map(tuple, self._exchange(self._driver.fetch, typed, *without_nul(values))))
 
-    def _send(self, statements: Sequence[Statement], ending: str) -> tuple[list[Row], int]:
-        message: list[bytes] = []
-        columns, readers = None, None
-        # Whatever cannot be sent raises before anything is.
-        bound = [(sql, tuple(map(_type_of, values)), _bound(values)) for sql, values in statements]
-        with self._exchange():
-            for sql, types, bind in bound:
-                name, columns, readers = self._prepared(sql, types)
-                _add(message, b"B", b"\0" + name + bind)
-                message.append(_EXECUTE)
-            if ending:
-                _add(message, b"P", b"\0%b\0\0\0" % ending.encode())
-                _add(message, b"B", bytes(8))
-                message.append(_EXECUTE)
-            message.append(_SYNC)
-            done = Context(sql if statements else ending, columns=columns, input_funcs=readers)
-            self._core._sock.write(b"".join(message))
-            self._core._sock.flush()
-            self._core.handle_messages(done)
-        return [tuple(row) for row in done.rows or ()], max(int(done.row_count), 0)
+    def execute(self, sql: str, values: Sequence[Value] = ()) -> int:
+        """Run one statement, or without values several. Returns how many rows the last one changed.
+        Raises as `rows`."""
+        typed = _typed(sql, tuple(map(type, values)))
+        status: str = self._exchange(self._driver.execute, typed, *without_nul(values))
+        count = status.rpartition(" ")[2]
+        return int(count) if count.isdigit() else 0
 
-    def script(self, sql: str) -> int:
-        """Several statements without values, in one message: rows chosen and changed, all in all.
-        Raises as `run`."""
-        with self._exchange():
-            return int(self._core.execute_simple(sql).row_count)
+    def execute_many(self, sql: str, rows: Sequence[Sequence[Value]]) -> None:
+        """Run one statement for each row, in order, in one round trip. Raises as `rows`."""
+        typed = _typed(sql, _types_of(rows))
+        self._exchange(self._driver.executemany, typed, map(without_nul, rows))
 
-    def copy_in(self, sql: str, lines: Iterable[bytes]) -> None:
-        """A `copy … from stdin` of these lines, some in each piece, taken as they are sent. Raises
-        as `run`; what `lines` raises ends the connection too."""
-        with self._exchange():
-            self._core.execute_unnamed(sql, stream=lines)
+    def copy_rows(
+        self, table: str, columns: Sequence[str], rows: Iterable[Sequence[Value]]
+    ) -> None:
+        """Insert rows by COPY, in two round trips. Raises as `rows`."""
+        copy, records = self._driver.copy_records_to_table, map(without_nul, rows)
+        self._exchange(copy, table, columns=columns, records=records)
 
-    def copy_out(self, sql: str, take: Callable[[bytes], None]) -> None:
-        """A `copy … to stdout`, line by line. Raises as `copy_in`."""
-        with self._exchange():
-            self._core.execute_unnamed(sql, stream=_Taken(take))
+    def commit(self) -> None:
+        """End the transaction. Raises as `rows`, also if the server rolled it back instead."""
+        if self._exchange(self._driver.execute, "commit") != "COMMIT":
+            raise StatementFailed("25P02", "a statement had failed before the commit")
 
     def close(self) -> None:
-        """End it. Safe to call twice."""
-        if not self.is_lost:
-            self.is_lost = True
-            with suppress(Error, OSError):
-                self._core.close()
+        """Close the connection. Safe to call twice."""
+        if not self._loop.is_closed():
+            with suppress(*_FAILURES):
+                self._run(_closed(self._driver))
+            self._loop.close()
 
-    def _prepared(self, sql: str, types: tuple[int, ...]) -> Any:
-        key = (sql, types)
-        found = self._statements.get(key)
-        if found is None:
-            if len(self._statements) >= STATEMENTS_MAX:
-                _, (name, _, _) = self._statements.popitem(last=False)
-                self._core.close_prepared_statement(name)
-            found = self._core.prepare_statement(_translated(sql), types)
-            self._statements[key] = found
-        else:
-            self._statements.move_to_end(key)
-        return found
-
-    @contextmanager
-    def _exchange(self) -> Iterator[None]:
-        """A refusal ends it in order; after anything else nobody knows where it stands, and the
-        connection is of no use any more."""
+    def _exchange(self, call: Callable[..., Coroutine[Any, Any, T]], *args: Any, **named: Any) -> T:
+        """Run one exchange with the server. After any error but a refusal the state of the
+        connection is unknown, so it is closed."""
         if self.is_lost:
-            raise LinkLost("the connection is closed")
+            self._abort()
+            raise ConnectionLost("the connection is closed")
         try:
-            yield
-        except DatabaseError as error:
-            raise _failed(error) from error
-        except (Error, OSError) as error:
-            self.close()
-            raise _broken(error) from error
-        except BaseException:
-            self.close()
+            return self._run(call(*args, **named))
+        except BaseException as error:
+            if isinstance(error, asyncpg.PostgresError) and not _is_last(error):
+                raise _refusal(error) from error
+            if isinstance(error, ValueError) and not self.is_lost:  # nothing was sent
+                raise StatementFailed(_IMPOSSIBLE, str(error)) from error
+            self._abort()
+            if isinstance(error, _FAILURES):
+                raise _loss(error) from error
             raise
 
+    def _abort(self) -> None:
+        """Close the connection without a word to the server."""
+        if not self._loop.is_closed():
+            self._run(_aborted(self._driver))
+            self._loop.close()
 
-class _Taken:
-    """As the driver writes to it."""
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine on the connection's loop, to its end.
 
-    def __init__(self, take: Callable[[bytes], None]) -> None:
-        self.write = take
-
-
-@lru_cache(maxsize=1_000)
-def _translated(sql: str) -> str:
-    """`?` and `?2` as PostgreSQL numbers them. No statement of ours has one in a literal."""
-    count = 0
-
-    def mark(found: re.Match[str]) -> str:
-        nonlocal count
-        count += 1
-        return f"${found[1] or count}"
-
-    return _MARK.sub(mark, sql)
+        The loop runs in the caller's thread: a switch to another thread and back costs more than a
+        short statement. If the caller's thread already runs a loop, as a test's does, the
+        connection's loop runs in a thread made for this call.
+        """
+        if not _is_loop_running():
+            return self._loop.run_until_complete(work)
+        with ThreadPoolExecutor(max_workers=1) as pool:
+            return pool.submit(self._loop.run_until_complete, work).result()
 
 
-def _type_of(value: Value) -> int:
-    match value:
-        case None:
-            return _UNKNOWN
-        case int():
-            return _BIGINT
-        case str():
-            return _TEXT
-        case float():
-            return _FLOAT
-        case bytes():
-            return _BYTES
+def _is_loop_running() -> bool:
+    """Does the caller's thread run an event loop?"""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
 
 
-def _bound(values: Sequence[Value]) -> bytes:
-    """Values as a message to bind them has them: as text, and what is chosen is to come so too."""
-    parts = [_NO_FORMATS, _SHORT(len(values))]
-    for value in values:
-        if value is None:
-            parts.append(_NULL)
-        else:
-            text = _as_text(value)
-            parts += (_LONG(len(text)), text)
-    parts.append(_NO_FORMATS)
-    return b"".join(parts)
+_FAILURES = (asyncpg.PostgresError, asyncpg.InterfaceError, asyncpg.InternalClientError, OSError)
+"""All that asyncpg raises for a server, a network or a value; a timeout is an OSError."""
 
 
-def _as_text(value: int | float | str | bytes) -> bytes:
-    """As the wire has it. No text has a NUL in it there; what asks for one finds nothing."""
-    match value:
-        case str():
-            text = value.encode()
-            return text.replace(b"\0", NO_SIGN.encode()) if b"\0" in text else text
-        case int():
-            return b"%d" % value
-        case float():
-            return repr(value).encode()
-        case bytes():
-            return b"\\x" + value.hex().encode()
+async def _connected(
+    address: Address,
+    encryption: ssl.SSLContext | None,
+    settings: Mapping[str, str],
+    timeout_s: float,
+) -> Any:
+    """Return asyncpg's connection. All that asyncpg would read from the process's environment is
+    given here."""
+    try:
+        driver = await asyncpg.connect(
+            host=address.folder or address.host,
+            port=address.port,
+            user=address.user,
+            database=address.database,
+            password=address.password or "",
+            ssl=encryption or False,
+            direct_tls=False,
+            target_session_attrs="any",
+            timeout=CONNECT_TIMEOUT_S,
+            command_timeout=timeout_s,
+            statement_cache_size=STATEMENTS_MAX,
+            max_cached_statement_lifetime=0,
+            server_settings={"application_name": "trunkline", **settings},
+        )
+    except BaseException:
+        await asyncio.sleep(0)  # as in `_closed`
+        raise
+    try:
+        # PostgreSQL sums 64-bit integers into decimals; our sums are integers.
+        await driver.set_type_codec(
+            "numeric", schema="pg_catalog", encoder=str, decoder=_number, format="text"
+        )
+    except BaseException:
+        await _aborted(driver)
+        raise
+    return driver
 
 
-def _add(message: list[bytes], kind: bytes, body: bytes) -> None:
-    message += (kind, _LONG(len(body) + 4), body)
+async def _closed(driver: Any) -> None:
+    try:
+        await driver.close(timeout=CLOSE_TIMEOUT_S)
+    finally:
+        await asyncio.sleep(0)  # the transport closes its socket in the loop's next turn
 
 
-def _whole(text: str) -> int | float:
-    """Sums of whole numbers come as decimals."""
-    return float(text) if "." in text else int(text)
+async def _aborted(driver: Any) -> None:
+    driver.terminate()
+    await asyncio.sleep(0)
 
 
 def _encryption(address: Address) -> ssl.SSLContext | None:
-    """As whom the server has to show itself. Raises StoreError."""
+    """Return what the server's certificate must satisfy. Raises StoreError."""
     if not address.is_encrypted:
         return None
     try:
@@ -265,59 +231,69 @@ def _encryption(address: Address) -> ssl.SSLContext | None:
         raise StoreError("bad_address", message) from error
 
 
-def _failed(error: DatabaseError) -> StatementFailed:
-    facts = error.args[0] if error.args and isinstance(error.args[0], dict) else {}
-    return StatementFailed(facts.get("C", ""), facts.get("M", "the server refused"))
+@lru_cache(maxsize=2_000)
+def _typed(sql: str, types: tuple[type, ...]) -> str:
+    """Return a statement with `$1::bigint` for `?`, and `$2::text` for `?2`, by the types of its
+    values: what PostgreSQL would infer from the statement alone depends on where a mark stands. No
+    statement of ours has a `?` in a literal."""
+    count = 0
+
+    def mark(found: re.Match[str]) -> str:
+        nonlocal count
+        count += 1
+        number = int(found[1] or count)
+        return f"${number}{_CASTS[types[number - 1]]}"
+
+    return _MARK.sub(mark, sql)
 
 
-def _refusal_in(error: BaseException | None) -> DatabaseError | None:
-    """The server's own word, where saying goodbye to it failed too."""
-    while error is not None and not isinstance(error, DatabaseError):
-        error = error.__cause__ or error.__context__
-    return error
+_CASTS: dict[type, str] = {
+    type(None): "",
+    bool: "::bigint",
+    int: "::bigint",
+    float: "::double precision",
+    str: "::text",
+    bytes: "::bytea",
+}
 
 
-def _broken(error: BaseException) -> LinkLost:
-    why = error.__cause__ or error
-    return LinkLost(f"{type(why).__name__}: {why}")
+def _types_of(rows: Sequence[Sequence[Value]]) -> tuple[type, ...]:
+    """Return each column's type: of its first value that is not null."""
+    types = list(map(type, rows[0]))
+    for place, kind in enumerate(types):
+        if kind is type(None):
+            values = (row[place] for row in rows if row[place] is not None)
+            types[place] = type(next(values, None))
+    return tuple(types)
 
 
-def _connected(
-    address: Address, encryption: ssl.SSLContext | None, timeout_s: float
-) -> socket.socket:
-    """Its socket. Raises LinkLost."""
-    wire: socket.socket | None = None
-    try:
-        if address.folder:
-            wire = socket.socket(socket.AF_UNIX)
-            wire.settimeout(CONNECT_TIMEOUT_S)
-            wire.connect(f"{address.folder}/.s.PGSQL.{address.port}")
-        else:
-            wire = socket.create_connection((address.host, address.port), CONNECT_TIMEOUT_S)
-            wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            wire.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        if encryption is not None:
-            wire = _encrypted(wire, encryption, address.host)
-    except BaseException as error:
-        if wire is not None:
-            wire.close()
-        if isinstance(error, OSError):
-            raise _broken(error) from error
-        raise
-    wire.settimeout(timeout_s)
-    return wire
+def _number(text: str) -> int | float:
+    return float(text) if "." in text else int(text)
 
 
-def _encrypted(wire: socket.socket, encryption: ssl.SSLContext, host: str) -> ssl.SSLSocket:
-    """The same, once the server has shown that it is this host. Raises LinkLost."""
-    wire.sendall(_ASK_TLS)
-    if (answer := wire.recv(1)) != b"S":
-        what = "has no TLS" if answer else "hung up when it was asked for TLS"
-        hint = "sslmode=disable would say that everybody on the way may read"
-        raise LinkLost(f"the server {what} ({hint})")
-    try:
-        return encryption.wrap_socket(wire, server_hostname=host)
-    except ssl.SSLCertVerificationError as error:
-        hint = "sslrootcert=FILE names an authority of your own"
-        why = error.verify_message.rstrip(".")
-        raise LinkLost(f"its certificate is refused: {why} ({hint})") from error
+def _is_cut(error: asyncpg.PostgresError) -> bool:
+    """Did the connection end without a word from the server? asyncpg raises these errors itself."""
+    return isinstance(error, asyncpg.ConnectionDoesNotExistError | asyncpg.ConnectionFailureError)
+
+
+def _is_last(error: asyncpg.PostgresError) -> bool:
+    """Did the connection end, or does the server end it after this error?"""
+    return _is_cut(error) or error.severity_en in ("FATAL", "PANIC")
+
+
+def _refusal(error: asyncpg.PostgresError) -> StatementFailed:
+    return StatementFailed(error.sqlstate or "", error.message or "the server refused")
+
+
+def _loss(error: BaseException) -> ConnectionLost:
+    """Return the error with the reason, and with the setting that would change it."""
+    match error:
+        case ssl.SSLCertVerificationError():
+            why = error.verify_message.rstrip(".")
+            hint = "sslrootcert=FILE names an authority of your own"
+            return ConnectionLost(f"its certificate is refused: {why} ({hint})")
+        case ConnectionError() if "SSL upgrade" in str(error):
+            hint = "sslmode=disable allows an unencrypted connection"
+            return ConnectionLost(f"the server has no TLS ({hint})")
+        case _:
+            return ConnectionLost(f"{type(error).__name__}: {error}")

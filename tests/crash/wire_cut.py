@@ -13,7 +13,7 @@ from engine.client.temp_folder import own_folder
 from tenancy.storage.postgres_address import Address, read_address
 
 SOCKET = ".s.PGSQL.5432"
-COMMIT = b"\0commit\0"
+COMMIT = b"commit\0"
 KEY_DATA = b"K\0\0\0\x0c"
 """Stands before the number of a session's process, and a secret."""
 

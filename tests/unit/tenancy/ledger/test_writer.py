@@ -16,7 +16,7 @@ from tenancy.ledger.transactions import Hold, Item
 from tenancy.ledger.writer import KEEP_POINT_MS, LedgerWriter, is_written
 from tenancy.storage.interface import Store
 from tenancy.storage.postgres import WRITE_LOCK, PostgresStore
-from tenancy.storage.postgres_connection import LinkLost, StatementFailed
+from tenancy.storage.postgres_connection import ConnectionLost, StatementFailed
 from tenancy.storage.sqlite import SqliteStore
 from tests.unit.tenancy.conftest import Wall, used
 
@@ -131,17 +131,17 @@ def test_what_a_dead_writer_had_sent_is_over_before_its_successor_looks(
     would be open for ever."""
     create_tenant(postgres, wall, "ada")
     writer = LedgerWriter(postgres, wall)
-    link = postgres._writer
-    assert link is not None
-    link.script(
+    connection = postgres._writer
+    assert connection is not None
+    connection.execute(
         f"begin; select pg_advisory_xact_lock({WRITE_LOCK}); insert into holds (request_id,"
         " tenant_id, key_id, model, started_ms, booked_ms, writer_id)"
         f" values ('late', 1, 1, 'm', 10, 10, {writer.writer_id})"
     )
     with closing(postgres.another()) as own:
         successor = LedgerWriter(own, wall, successor_of=writer.writer_id)
-        with pytest.raises((LinkLost, StatementFailed)):
-            link.script("commit")
+        with pytest.raises((ConnectionLost, StatementFailed)):
+            connection.execute("commit")
         write(successor, hold("next"), used("next", 10))
         successor.close()
 

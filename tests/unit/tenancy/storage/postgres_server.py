@@ -16,7 +16,7 @@ from pathlib import Path
 from engine.client.temp_folder import own_folder
 from tenancy.storage.postgres import PostgresStore
 from tenancy.storage.postgres_address import PORT, Address, read_address
-from tenancy.storage.postgres_connection import Link, LinkLost, StatementFailed
+from tenancy.storage.postgres_connection import Connection, ConnectionLost, StatementFailed
 
 BINARIES = next(
     (
@@ -86,8 +86,8 @@ class Server:
             assert time.monotonic() < until_s, (self.folder / "log").read_text()
             if self._process.poll() is not None:  # children of one that was killed still end
                 self._process = self._spawn(self._command())
-            with suppress(LinkLost, StatementFailed):
-                Link(self.address("postgres"), {}, PATIENCE_S).close()
+            with suppress(ConnectionLost, StatementFailed):
+                Connection(self.address("postgres"), {}, PATIENCE_S).close()
                 return
             pause.wait(0.02)
 
@@ -129,23 +129,25 @@ class Server:
     def database(self, *, is_empty: bool = False) -> str:
         """A new one, with our schema in it unless it is to be empty."""
         name = f"test_{next(self._names)}"
-        link = Link(self.address("postgres"), {}, PATIENCE_S)
+        connection = Connection(self.address("postgres"), {}, PATIENCE_S)
         try:
-            if not is_empty and not link.run(_KNOWN, (MODEL,))[0]:
-                link.script(f"create database {MODEL}")
+            if not is_empty and not connection.rows(_KNOWN, (MODEL,)):
+                connection.execute(f"create database {MODEL}")
                 PostgresStore(self.address(MODEL)).close()
-            link.script(f"create database {name} template {'template0' if is_empty else MODEL}")
+            connection.execute(
+                f"create database {name} template {'template0' if is_empty else MODEL}"
+            )
         finally:
-            link.close()
+            connection.close()
         return name
 
     def drop(self, database: str) -> None:
         """Remove it, whoever is connected."""
-        link = Link(self.address("postgres"), {}, PATIENCE_S)
+        connection = Connection(self.address("postgres"), {}, PATIENCE_S)
         try:
-            link.script(f"drop database {database} with (force)")
+            connection.execute(f"drop database {database} with (force)")
         finally:
-            link.close()
+            connection.close()
 
     def _give(self) -> None:
         """What is in its folder belongs to whom it runs as."""

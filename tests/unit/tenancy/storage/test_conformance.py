@@ -9,6 +9,7 @@ import pytest
 
 from tenancy.accounts.tenants import create_tenant
 from tenancy.errors import BadName, ConstraintBroken, StoreError
+from tenancy.ledger.transactions import Books, Hold
 from tenancy.storage.interface import Store
 from tests.unit.tenancy.conftest import Wall
 
@@ -87,6 +88,19 @@ def test_many_rows_are_there_for_what_is_asked_next(store: Store) -> None:
 
     assert (seen, changed) == ([(4,)], 1)
     assert store.query("select names, bytes from named_sums") == [(7, 12)]
+
+
+def test_many_rows_that_are_named_are_changed_in_order(store: Store) -> None:
+    """The last of two for one row holds, and one for no row changes nothing."""
+    create_tenant(store, Wall(), "ada")
+    with store.change() as db:
+        Books().apply(db, [Hold(name, 1, 1, "m", 1) for name in "abcd"])
+        notes = [(b"1", "a"), (b"2", "b"), (b"\0\xff", "a"), (b"4", "other"), (None, "c")]
+        db.execute_many("update holds set progress = ? where request_id = ?", notes)
+        db.execute_many("delete from holds where request_id = ?", [("b",), ("c",), ("b",)])
+    rows = store.query("select request_id, progress from holds order by 1")
+
+    assert rows == [("a", b"\0\xff"), ("d", None)]
 
 
 @pytest.mark.parametrize("wrong", [0, 1, 2])

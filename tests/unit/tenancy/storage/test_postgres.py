@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -21,29 +21,31 @@ from tenancy.errors import (
     StoreError,
     TryAgain,
 )
+from tenancy.ledger.idempotency import Claim, Keeping, KeptAnswer
 from tenancy.ledger.ledger import Hold, Ledger
+from tenancy.ledger.transactions import Books, Item, NamedEntry
 from tenancy.pricing.budgets import Budget, budget_states, set_budget
 from tenancy.pricing.charges import RateCard
 from tenancy.pricing.rate_cards import add_card
 from tenancy.storage import postgres as postgres_store
 from tenancy.storage.postgres import WRITE_LOCK, PostgresStore, migrations
-from tenancy.storage.postgres_connection import Link
+from tenancy.storage.postgres_connection import Connection
 from tenancy.storage.sqlite import SqliteStore
 from tests.crash.ledger_child import entry, furnish, hold
 from tests.crash.wire_cut import Where, Wire
-from tests.unit.tenancy.conftest import Wall
+from tests.unit.tenancy.conftest import Wall, used
 from tests.unit.tenancy.storage.postgres_server import Server
 
 PATIENCE_S = 60.0
 
 
 @pytest.fixture
-def link(postgres: PostgresStore, postgres_server: Server) -> Iterator[Link]:
+def connection(postgres: PostgresStore, postgres_server: Server) -> Iterator[Connection]:
     """Somebody else, on the same database."""
     ((name,),) = postgres.query("select current_database()")
-    link = Link(postgres_server.address(name), {}, 20.0)
-    yield link
-    link.close()
+    connection = Connection(postgres_server.address(name), {}, 20.0)
+    yield connection
+    connection.close()
 
 
 @pytest.fixture
@@ -57,10 +59,10 @@ def wire(postgres: PostgresStore, postgres_server: Server) -> Iterator[tuple[Wir
     wire.close()
 
 
-def until(link: Link, question: str) -> None:
+def until(connection: Connection, question: str) -> None:
     """The server reads its settings when it comes to it."""
     pause = threading.Event()
-    while link.run(question)[0] != [(True,)]:
+    while connection.rows(question) != [(True,)]:
         pause.wait(0.01)
 
 
@@ -160,17 +162,19 @@ def test_two_starts_at_once_make_one_schema(postgres_server: Server) -> None:
 def test_another_programs_database_is_left_alone(postgres_server: Server) -> None:
     """A name typed wrong must not put our tables into somebody's database."""
     address = postgres_server.address(postgres_server.database(is_empty=True))
-    with closing(Link(address, {}, 20.0)) as link:
-        link.script("create table songs (name text)")
+    with closing(Connection(address, {}, 20.0)) as connection:
+        connection.execute("create table songs (name text)")
 
     with pytest.raises(StoreError) as caught:
         PostgresStore(address)
     assert caught.value.code == "not_ours"
 
 
-def test_a_database_of_a_newer_version_is_refused(postgres: PostgresStore, link: Link) -> None:
+def test_a_database_of_a_newer_version_is_refused(
+    postgres: PostgresStore, connection: Connection
+) -> None:
     """Writing to a schema one does not know would damage it."""
-    link.run("update trunkline_schema set version = 999")
+    connection.execute("update trunkline_schema set version = 999")
 
     with pytest.raises(StoreError) as caught:
         postgres.reopen()
@@ -206,22 +210,22 @@ def test_a_pooler_in_between_is_refused(wire: tuple[Wire, PostgresStore]) -> Non
 
 
 def test_a_server_that_may_lose_what_it_confirmed_is_refused(
-    postgres: PostgresStore, link: Link
+    postgres: PostgresStore, connection: Connection
 ) -> None:
     """`fsync` off is fine for a test's data, not for a ledger; what a database says of
     `synchronous_commit` is overruled."""
-    link.script("alter system set fsync = off")
-    link.script("select pg_reload_conf()")
+    connection.execute("alter system set fsync = off")
+    connection.execute("select pg_reload_conf()")
     try:
-        until(link, "select current_setting('fsync') = 'off'")
+        until(connection, "select current_setting('fsync') = 'off'")
         with pytest.raises(StoreError) as caught:
             postgres.reopen()
     finally:
-        link.script("alter system reset fsync")
-        link.script("select pg_reload_conf()")
-        until(link, "select current_setting('fsync') = 'on'")
+        connection.execute("alter system reset fsync")
+        connection.execute("select pg_reload_conf()")
+        until(connection, "select current_setting('fsync') = 'on'")
     ((name,),) = postgres.query("select current_database()")
-    link.script(f"alter database {name} set synchronous_commit = off")
+    connection.execute(f"alter database {name} set synchronous_commit = off")
     other = postgres.another()
     with other.change() as db:
         commit = db.rows("show synchronous_commit")
@@ -239,23 +243,23 @@ def test_what_is_asked_by_key_is_looked_up_however_tables_grow(postgres: Postgre
             "".join(line for (line,) in db.rows(f"explain (costs off) {statement}"))
             for statement in (
                 "select 1 from holds where request_id = 'a'",
-                "delete from holds using json_populate_recordset(null::holds, '[]') as given"
+                "delete from holds using (values ('a'), ('b')) as given (request_id)"
                 " where holds.request_id = given.request_id",
             )
         )
         jit = db.rows("show jit")
 
     assert "Index" in looked_up
-    assert "Index Cond: (request_id = given.request_id)" in joined
+    assert "Index Scan using holds_pkey" in joined
     assert jit == [("off",)]
 
 
 @pytest.mark.parametrize("state", ["58030", "53100", "XX001", "XX002"])
 def test_what_the_servers_disk_failed_once_may_be_asked_again(
-    postgres: PostgresStore, link: Link, state: str
+    postgres: PostgresStore, connection: Connection, state: str
 ) -> None:
     """It has to say it of each statement: a session is none the worse for it, as is ours."""
-    link.script(
+    connection.execute(
         "create function read_wrong() returns bigint language plpgsql as $$ begin"
         f" raise exception 'could not read block' using errcode = '{state}'; end $$"
     )
@@ -266,6 +270,51 @@ def test_what_the_servers_disk_failed_once_may_be_asked_again(
         db.execute("insert into tenants (name, created_ms) values ('eve', read_wrong())")
     create_tenant(postgres, Wall(), "ada")
     assert postgres.query("select name from tenants") == [("ada",)]
+
+
+TRIPS = {"rows": 1, "execute": 1, "execute_many": 1, "copy_rows": 2, "commit": 1}
+
+
+def test_a_batch_is_few_round_trips_however_large(
+    postgres: PostgresStore, wall: Wall, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each costs as much as the way is long, and other gateways wait meanwhile: one for each kind
+    of row that is read or written, and one more where many rows of a kind are inserted."""
+    create_tenant(postgres, wall, "ada")
+    trips: list[int] = []
+    for name, cost in TRIPS.items():
+        monkeypatch.setattr(Connection, name, counted(getattr(Connection, name), trips, cost))
+    books = Books()
+    found: list[int] = []
+    for size in (1, 1, 100):
+        ids = [f"{len(found)}-{number}" for number in range(size)]
+        claims = [Claim(name, bytes(32), 999) for name in ids]
+        kept = Keeping(2_000_000, 10_000, KeptAnswer("head", b"body"))
+        batches: list[list[Item]] = [
+            [Hold(name, 1, 1, "m", wall()) for name in ids],
+            [used(name, wall()) for name in ids],
+            [Hold(f"n{one.name}", 1, 1, "m", wall(), claim=one) for one in claims],
+            [NamedEntry(used(f"n{name}", wall()), kept) for name in ids],
+        ]
+        for batch in batches:
+            trips.clear()
+            with postgres.change() as db:
+                books.apply(db, batch)
+            found.append(sum(trips))
+
+    assert found[4:8] == [5, 7, 9, 11]
+    assert found[8:] == [6, 8, 12, 12]
+    assert postgres.query("select count(*) from ledger") == [(204,)]
+
+
+def counted(call: Callable[..., object], trips: list[int], cost: int) -> Callable[..., object]:
+    """The same, with its round trips noted; rows that COPY takes come by `execute_many` too."""
+
+    def noting(*args: object) -> object:
+        trips.append(cost)
+        return call(*args)
+
+    return noting
 
 
 # --- several servers -----------------------------------------------------------------------------
@@ -293,14 +342,14 @@ def test_a_start_leaves_the_holds_of_those_who_live(postgres: PostgresStore, wal
 
 
 def test_who_took_leave_is_gone_although_its_session_lingers(
-    postgres: PostgresStore, link: Link
+    postgres: PostgresStore, connection: Connection
 ) -> None:
     """A server ends a session some time after its client has closed it: the next start must not
     take the holds for another's."""
     left = postgres.another()
     writer_id = left.claim()
     left.disclaim()
-    link.script(f"select pg_advisory_lock({postgres_store.WRITERS}, {writer_id})")
+    connection.execute(f"select pg_advisory_lock({postgres_store.WRITERS}, {writer_id})")
 
     assert postgres.is_over(writer_id)
     left.close()
@@ -351,14 +400,14 @@ def test_two_servers_write_one_chain(postgres: PostgresStore, wall: Wall) -> Non
 
 
 def test_behind_another_writer_it_is_busy(
-    postgres: PostgresStore, link: Link, monkeypatch: pytest.MonkeyPatch
+    postgres: PostgresStore, connection: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After five seconds, or what stands for them here."""
     monkeypatch.setattr(postgres_store, "LOCK_WAIT", "50ms")
-    link.script(f"begin; select pg_advisory_xact_lock({WRITE_LOCK})")
+    connection.execute(f"begin; select pg_advisory_xact_lock({WRITE_LOCK})")
     with pytest.raises(StoreBusy, match="not changed"):
         create_tenant(postgres, Wall(), "ada")
-    link.script("rollback")
+    connection.execute("rollback")
     create_tenant(postgres, Wall(), "ada")
 
     assert len(list_tenants(postgres)) == 1
@@ -432,12 +481,12 @@ def test_while_nobody_knows_nothing_is_promised_and_later_it_is_put_right(
 
 
 def test_a_connection_that_ended_while_nobody_used_it_costs_nobody_anything(
-    postgres: PostgresStore, link: Link
+    postgres: PostgresStore, connection: Connection
 ) -> None:
     """A server restarts, a firewall forgets: the next question and the next change go on."""
     create_tenant(postgres, Wall(), "ada")
     list_tenants(postgres)
-    link.run(
+    connection.execute(
         "select pg_terminate_backend(pid) from pg_stat_activity"
         " where pid <> pg_backend_pid() and datname = current_database()"
     )
@@ -448,11 +497,11 @@ def test_a_connection_that_ended_while_nobody_used_it_costs_nobody_anything(
 
 
 def test_a_database_that_was_put_in_anothers_place_is_noticed(
-    postgres: PostgresStore, link: Link
+    postgres: PostgresStore, connection: Connection
 ) -> None:
     """A backup restored under a running server is not what its holds are in."""
     create_tenant(postgres, Wall(), "ada")
-    link.run("delete from writers")
+    connection.execute("delete from writers")
 
     with pytest.raises(StoreError) as caught:
         create_tenant(postgres, Wall(), "bob")

@@ -1,152 +1,182 @@
-"""One connection: values there and back, refusals, and the end of it."""
+"""One connection: values there and back, refusals, and how a connection ends."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
+from contextlib import closing
+from functools import partial
 
 import pytest
 
+from tenancy.storage.interface import Value
 from tenancy.storage.postgres_connection import (
-    AT_ONCE,
     STATEMENTS_MAX,
-    Link,
-    LinkLost,
+    Connection,
+    ConnectionLost,
     StatementFailed,
 )
 from tests.unit.tenancy.storage.postgres_server import Server
 
+TIMEOUT_S = 20.0
+
 
 @pytest.fixture
-def link(postgres_server: Server) -> Iterator[Link]:
-    link = Link(postgres_server.address("postgres"), {}, 20.0)
-    yield link
-    link.close()
-    link.close()
+def connection(postgres_server: Server) -> Iterator[Connection]:
+    connection = Connection(postgres_server.address("postgres"), {}, TIMEOUT_S)
+    yield connection
+    connection.close()
+    connection.close()
 
 
-@pytest.mark.parametrize(
-    ("kind", "value"),
-    [
-        ("bigint", 2**63 - 1),
-        ("bigint", -(2**63)),
-        ("bigint", None),
-        ("double precision", 0.1),
-        ("double precision", 1e300),
-        ("text", "plain"),
-        ("text", "ä 語 \\ ' \" ? $1 😀"),
-        ("text", ""),
-        ("bytea", bytes(range(256))),
-        ("bytea", b""),
-    ],
-)
-def test_a_value_comes_back_as_it_went(link: Link, kind: str, value: object) -> None:
-    """The driver sends text; nothing may be lost on the way."""
-    rows, _ = link.run(f"select ?::{kind}", (value,))  # type: ignore[arg-type]
-
-    assert rows == [(value,)]
+VALUES: list[tuple[str, Value]] = [
+    ("bigint", 2**63 - 1),
+    ("bigint", -(2**63)),
+    ("bigint", None),
+    ("double precision", 0.1),
+    ("double precision", 1e300),
+    ("text", "plain"),
+    ("text", "ä 語 \\ ' \" ? $1 😀"),
+    ("text", ""),
+    ("bytea", bytes(range(256))),
+    ("bytea", b""),
+]
 
 
-def test_sums_of_whole_numbers_are_whole(link: Link) -> None:
+@pytest.mark.parametrize(("kind", "value"), VALUES)
+def test_a_value_comes_back_as_it_went(connection: Connection, kind: str, value: Value) -> None:
+    """Whichever way it is sent."""
+    connection.execute(f"create temporary table seen (number bigint, value {kind})")
+    connection.execute("insert into seen values (?, ?)", (1, value))
+    connection.execute_many("insert into seen values (?, ?)", [(2, None), (3, value)])
+    connection.copy_rows("seen", ["number", "value"], [(4, value), (5, None)])
+
+    assert connection.rows(f"select ?::{kind}", (value,)) == [(value,)]
+    assert connection.rows("select value from seen order by number") == [
+        (one,) for one in (value, None, value, value, None)
+    ]
+
+
+def test_sums_of_whole_numbers_are_whole(connection: Connection) -> None:
     """PostgreSQL sums 64 bits into decimals; money is whole numbers everywhere."""
-    (row,), _ = link.run("select sum(x), 0.5 from (values (?), (?)) as v (x)", (2**62, 2**62))
+    (row,) = connection.rows("select sum(x), 0.5 from (values (?), (?)) as v (x)", (2**62, 2**62))
 
     assert row == (2**63, 0.5)
     assert isinstance(row[0], int)
 
 
-def test_a_number_names_a_value_twice(link: Link) -> None:
+def test_a_number_names_a_value_twice(connection: Connection) -> None:
     """As in SQLite."""
-    rows, _ = link.run("select ?2, ?1, ?2", (1, "b"))
-
-    assert rows == [("b", 1, "b")]
+    assert connection.rows("select ?2, ?1, ?2", (1, "b")) == [("b", 1, "b")]
 
 
-def test_no_text_has_a_nul(link: Link) -> None:
-    """SQLite takes it, PostgreSQL does not: it becomes the sign for what cannot be shown."""
-    rows, _ = link.run("select ?", ("a\0b",))
+def test_nul_in_text_is_replaced(connection: Connection) -> None:
+    """SQLite stores NUL, PostgreSQL cannot: no request fails for it."""
+    connection.execute("create temporary table seen (value text)")
+    connection.execute("insert into seen values (?)", ("a\0b",))
+    connection.execute_many("insert into seen values (?)", [("a\0b",)])
+    connection.copy_rows("seen", ["value"], [("a\0b",)])
 
-    assert rows == [("a�b",)]
-
-
-def test_what_is_refused_leaves_the_connection_good(link: Link) -> None:
-    """A broken rule is the statement's affair; half a sign never reaches the wire."""
-    with pytest.raises(StatementFailed) as caught:
-        link.run("select 1 / ?", (0,))
-    with pytest.raises(UnicodeEncodeError):
-        link.run("select ?", ("\ud800",))
-
-    assert caught.value.state == "22012"
-    assert link.run("select 1")[0] == [(1,)]
+    assert (
+        connection.rows("select value, value = ? from seen", ("a\0b",)) == [("a\ufffdb", True)] * 3
+    )
 
 
-def test_statements_go_together_and_the_last_one_answers(link: Link) -> None:
-    """However many, in their order; each may have values of other kinds."""
-    link.script("create temporary table seen (number bigint, what text)")
-    count = 2 * AT_ONCE + 1
-    written = [
-        ("insert into seen values (?, ?)", (number, None if number % 2 else "even"))
-        for number in range(count)
-    ]
-    rows = link.run_all([*written, ("select count(*), count(what) from seen", ())])
-    nothing = link.run_all([])
+def test_the_rows_that_a_statement_changed_are_counted(connection: Connection) -> None:
+    """The last one of several."""
+    connection.execute("create temporary table seen (number bigint)")
+    inserted = connection.execute("insert into seen values (?), (?)", (1, 2))
+    several = connection.execute("delete from seen; insert into seen values (1), (2), (3)")
+    nothing = connection.execute("delete from seen where number = ?", (9,))
 
-    assert (rows, nothing) == ([(count, AT_ONCE + 1)], [])
+    assert (inserted, several, nothing) == (2, 3, 0)
+
+
+def test_a_refused_statement_leaves_the_connection_usable(connection: Connection) -> None:
+    """The server's refusal, and a value that cannot be sent."""
+    with pytest.raises(StatementFailed) as refused:
+        connection.rows("select 1 / ?", (0,))
+    for value in ("\ud800", 2**63):
+        with pytest.raises(StatementFailed) as impossible:
+            connection.rows("select ?", (value,))
+
+        assert impossible.value.state == "22000"
+    assert refused.value.state == "22012"
+    assert connection.rows("select 1") == [(1,)]
 
 
 @pytest.mark.parametrize("wrong", [0, 1, 2])
-def test_behind_a_statement_that_fails_none_is_run(link: Link, wrong: int) -> None:
-    """The commit least of all: it would keep the half."""
-    link.script("create temporary table seen (number bigint check (number > 0))")
-    link.script("begin")
-    numbers = [1, 2, 3]
-    numbers[wrong] = -1
+@pytest.mark.parametrize("is_copied", [False, True])
+def test_one_impossible_row_of_many_is_refused(
+    connection: Connection, wrong: int, is_copied: bool
+) -> None:
+    """Nothing of them is kept, however they are sent."""
+    connection.execute("create temporary table seen (number bigint, what text)")
+    rows = [(number, "ok") for number in range(3)]
+    rows[wrong] = (wrong, "\ud800")
+    send = partial(connection.execute_many, "insert into seen values (?, ?)")
+    if is_copied:
+        send = partial(connection.copy_rows, "seen", ["number", "what"])
+    connection.execute("begin")
+    with pytest.raises(StatementFailed):
+        send(rows)
+    connection.execute("rollback")
+
+    assert connection.rows("select count(*) from seen") == [(0,)]
+
+
+def test_a_commit_that_rolls_back_is_refused(connection: Connection) -> None:
+    """PostgreSQL answers ROLLBACK, and no error, after a statement that failed."""
+    connection.execute("begin")
+    with pytest.raises(StatementFailed):
+        connection.rows("select 1 / 0")
     with pytest.raises(StatementFailed) as caught:
-        link.run_all(
-            [("insert into seen values (?)", (number,)) for number in numbers], ending="commit"
-        )
-    link.script("rollback")
+        connection.commit()
+    connection.execute("begin")
+    connection.commit()
 
-    assert caught.value.state == "23514"
-    assert link.run("select count(*) from seen")[0] == [(0,)]
+    assert caught.value.state == "25P02"
 
 
-def test_a_commit_ends_what_was_sent_with_it(link: Link) -> None:
-    """And alone, where there was nothing."""
-    link.script("create temporary table seen (number bigint)")
-    link.script("begin")
-    link.run_all([("insert into seen values (?)", (1,))], ending="commit")
-    link.script("rollback")
-    link.script("begin")
-    link.run_all([], ending="commit")
-
-    assert link.run("select count(*) from seen")[0] == [(1,)]
-
-
-def test_many_statements_do_not_gather_on_the_server(link: Link) -> None:
+def test_many_statements_do_not_gather_on_the_server(connection: Connection) -> None:
     """Those used last are kept."""
     for number in range(STATEMENTS_MAX + 50):
-        link.run(f"select {number}")
+        connection.rows(f"select {number}")
 
-    ((kept,),), _ = link.run("select count(*) from pg_prepared_statements")
+    ((kept,),) = connection.rows("select count(*) from pg_prepared_statements")
     assert kept <= STATEMENTS_MAX
 
 
-def test_a_connection_that_is_gone_stays_gone(link: Link, postgres_server: Server) -> None:
-    """Nobody knows what became of what was under way."""
-    (pid,) = link.run("select pg_backend_pid()")[0][0]
-    other = Link(postgres_server.address("postgres"), {}, 20.0)
-    other.run("select pg_terminate_backend(?::int)", (pid,))
-    other.close()
+async def test_a_thread_that_runs_an_event_loop_may_ask(connection: Connection) -> None:
+    """The connection's own loop cannot run inside another."""
+    assert asyncio.get_running_loop().is_running()
+    assert connection.rows("select ?", (1,)) == [(1,)]
+
+
+def test_a_lost_connection_stays_lost(connection: Connection, postgres_server: Server) -> None:
+    """The statement that was running may have run or not."""
+    ((pid,),) = connection.rows("select pg_backend_pid()")
+    with closing(Connection(postgres_server.address("postgres"), {}, TIMEOUT_S)) as other:
+        other.execute("select pg_terminate_backend(?::int)", (pid,))
 
     for _ in range(2):
-        with pytest.raises(LinkLost):
-            link.run("select 1")
-    assert link.is_lost
+        with pytest.raises(ConnectionLost):
+            connection.rows("select 1")
+    assert connection.is_lost
 
 
-def test_a_password_that_is_asked_for_and_not_there_is_an_error(postgres_server: Server) -> None:
-    """Of ours, not of the driver's; and a database that is not there is another."""
+def test_a_statement_that_takes_too_long_ends_the_connection(postgres_server: Server) -> None:
+    """A server that does not answer may do so later, and to another statement."""
+    connection = Connection(postgres_server.address("postgres"), {}, 0.2)
+    with pytest.raises(ConnectionLost, match="TimeoutError"):
+        connection.rows("select pg_sleep(60)")
+
+    assert connection.is_lost
+
+
+def test_a_database_that_is_not_there_is_refused(postgres_server: Server) -> None:
+    """By the server, with its SQLSTATE."""
     with pytest.raises(StatementFailed) as caught:
-        Link(postgres_server.address("nowhere"), {}, 20.0)
+        Connection(postgres_server.address("nowhere"), {}, TIMEOUT_S)
 
     assert caught.value.state == "3D000"
