@@ -129,9 +129,6 @@ def _compared(
     *,
     was_there: bool = False,
 ) -> MoveResult:
-    """Every row as the server has it. Raises StoreError."""
-    counts: dict[str, int] = {}
-) -> Moved:
     """Compare every row of the server with the file's. Raises StoreError."""
     counts = dict.fromkeys(TABLES, 0)
     for table in TABLES:

@@ -11,7 +11,7 @@ import apsw
 import pytest
 
 from tenancy.errors import BadName, StoreError
-from tenancy.storage.sqlite_transaction import Change
+from tenancy.storage.sqlite import Change
 
 
 @pytest.fixture
