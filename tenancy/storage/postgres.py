@@ -21,8 +21,8 @@ from importlib import resources
 
 from tenancy.errors import ConstraintBroken, StoreBusy, StoreError, TryAgain
 from tenancy.storage.interface import Row, Value
-from tenancy.storage.postgres_address import Address
-from tenancy.storage.postgres_connection import Connection, ConnectionLost, StatementFailed
+from tenancy.storage.postgres_address import PostgresAddress
+from tenancy.storage.postgres_connection import ConnectionLost, PostgresConnection, StatementFailed
 
 VERSION_MIN = 14
 WRITE_LOCK = 0x7472756E
@@ -57,7 +57,7 @@ _LONG_STATEMENT_S = 900.0
 class PostgresTransaction:
     """A transaction that `PostgresStore` has begun. The store commits it or rolls it back."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: PostgresConnection) -> None:
         self._connection = connection
 
     @property
@@ -96,14 +96,14 @@ COPIED_MIN = 16
 class PostgresStore:
     """An open database on a server. Thread-safe."""
 
-    def __init__(self, address: Address, *, is_ready: bool = False) -> None:
+    def __init__(self, address: PostgresAddress, *, is_ready: bool = False) -> None:
         """Connect and run the missing migrations, unless it `is_ready`. Raises StoreError."""
         self._address = address
         self._write_lock = threading.RLock()
         self._read_lock = threading.Lock()
         self._closing = threading.Event()
-        self._writer: Connection | None = None
-        self._reader: Connection | None = None
+        self._writer: PostgresConnection | None = None
+        self._reader: PostgresConnection | None = None
         self._writer_id = 0  # names the writer's row; 0 while it has none
         self._number = 0  # of the last transaction that was begun
         self._patient_until_s: float | None = None  # while the server is away
@@ -230,14 +230,14 @@ class PostgresStore:
 
     # -- writing ------------------------------------------------------------------------------
 
-    def _begin(self) -> Connection:
+    def _begin(self) -> PostgresConnection:
         """Begin the only transaction that writes, with its number in its writer's row."""
         try:
             return self._begin_on(self._writing())
         except ConnectionLost:  # while it was idle: nothing was begun
             return self._begin_on(self._writing())
 
-    def _begin_on(self, connection: Connection) -> Connection:
+    def _begin_on(self, connection: PostgresConnection) -> PostgresConnection:
         number = self._number + 1
         try:
             changed = connection.execute(
@@ -254,7 +254,7 @@ class PostgresStore:
         self._number = number
         return connection
 
-    def _commit(self, connection: Connection) -> None:
+    def _commit(self, connection: PostgresConnection) -> None:
         try:
             connection.commit()
         except ConnectionLost as error:
@@ -271,7 +271,7 @@ class PostgresStore:
             message = f"{self.place} cannot be asked whether the last change was committed."
             raise StoreError("outcome_unknown", message) from error
 
-    def _writing(self) -> Connection:
+    def _writing(self) -> PostgresConnection:
         """Return the connection that writes and that holds the lock of its writer's row. If there
         was one before, the server has ended that session when this returns."""
         if self._writer is None or self._writer.is_lost:
@@ -289,7 +289,7 @@ class PostgresStore:
             self._writer = connection
         return self._writer
 
-    def _connect_patiently(self) -> Connection:
+    def _connect_patiently(self) -> PostgresConnection:
         """Connect. If the server was there before, it may be restarting: wait for it, once."""
         if self._writer is not None and self._patient_until_s is None:
             self._patient_until_s = time.monotonic() + PATIENCE_S
@@ -315,10 +315,10 @@ class PostgresStore:
             case _:
                 return ""
 
-    def _connect(self, settings: Mapping[str, str], timeout_s: float) -> Connection:
+    def _connect(self, settings: Mapping[str, str], timeout_s: float) -> PostgresConnection:
         if self._closing.is_set():
             raise StoreError("unusable", f"{self.place} is closed here.")
-        return Connection(self._address, settings, timeout_s)
+        return PostgresConnection(self._address, settings, timeout_s)
 
     # -- the schema ---------------------------------------------------------------------------
 
@@ -339,7 +339,7 @@ class PostgresStore:
             finally:
                 connection.close()
 
-    def _version(self, connection: Connection, files: Sequence[str]) -> int:
+    def _version(self, connection: PostgresConnection, files: Sequence[str]) -> int:
         ours, tables = connection.rows(_TABLES)[0]
         if not ours and tables:
             raise StoreError("not_ours", f"{self.place} is the database of another program.")
@@ -407,7 +407,7 @@ def migrations() -> list[str]:
     return [file.read_text() for file in files]
 
 
-def _check(connection: Connection) -> None:
+def _check(connection: PostgresConnection) -> None:
     """Raise StoreError for a pooler, and for a server that is too old, a standby, in another
     encoding, or that may lose what it confirmed."""
     names = ("server_version_num", "server_encoding", "fsync", "synchronous_commit")

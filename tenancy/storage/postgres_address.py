@@ -23,7 +23,7 @@ SOCKET_FOLDER = "/run/postgresql"
 _OPTIONS = ("host", "sslmode", "sslrootcert")
 
 
-class Address(Struct, frozen=True):
+class PostgresAddress(Struct, frozen=True):
     """Where a database is. `folder`: of the server's Unix socket; empty for TCP. Over TCP the
     connection `is_encrypted` and the certificate checked, unless the URL has `sslmode=disable`."""
 
@@ -46,7 +46,7 @@ class Address(Struct, frozen=True):
         return f"PostgreSQL database {self.database} at {place}, port {self.port}"
 
 
-def read_address(url: str, environment: Mapping[str, str], system_user: str) -> Address:
+def read_address(url: str, environment: Mapping[str, str], system_user: str) -> PostgresAddress:
     """Read a URL, and find the password for it. Raises StoreError."""
     try:
         parts = urlsplit(url)
@@ -77,7 +77,7 @@ def read_address(url: str, environment: Mapping[str, str], system_user: str) -> 
     if "," in host:
         raise _bad("it must name one server; that may be a name that moves with the primary")
     folder = host if host.startswith("/") else ""
-    return Address(
+    return PostgresAddress(
         database=database,
         user=user,
         host="" if folder else host,

@@ -21,7 +21,7 @@ import asyncpg
 
 from tenancy.errors import StoreError
 from tenancy.storage.interface import Row, Value, without_nul
-from tenancy.storage.postgres_address import Address
+from tenancy.storage.postgres_address import PostgresAddress
 
 CONNECT_TIMEOUT_S = 10.0
 CLOSE_TIMEOUT_S = 2.0
@@ -48,10 +48,12 @@ class ConnectionLost(Exception):
     """The connection is gone: the statement that was running may have run or not."""
 
 
-class Connection:
+class PostgresConnection:
     """An open connection. One thread at a time may use it. A lost connection stays lost."""
 
-    def __init__(self, address: Address, settings: Mapping[str, str], timeout_s: float) -> None:
+    def __init__(
+        self, address: PostgresAddress, settings: Mapping[str, str], timeout_s: float
+    ) -> None:
         """Connect. `settings`: of the session. `timeout_s`: the longest that a statement may take.
 
         Raises StatementFailed if the server refuses the login, ConnectionLost if no server answers,
@@ -170,7 +172,7 @@ _FAILURES = (asyncpg.PostgresError, asyncpg.InterfaceError, asyncpg.InternalClie
 
 
 async def _connected(
-    address: Address,
+    address: PostgresAddress,
     encryption: ssl.SSLContext | None,
     settings: Mapping[str, str],
     timeout_s: float,
@@ -219,7 +221,7 @@ async def _aborted(driver: Any) -> None:
     await asyncio.sleep(0)
 
 
-def _encryption(address: Address) -> ssl.SSLContext | None:
+def _encryption(address: PostgresAddress) -> ssl.SSLContext | None:
     """Return what the server's certificate must satisfy. Raises StoreError."""
     if not address.is_encrypted:
         return None

@@ -85,7 +85,7 @@ class SqliteTransaction:
         return list(self._connection.execute(sql, tuple(values)))
 
 
-class Change:
+class LockedTransaction:
     """A transaction with its lock, for one `with`.
 
     Written out, without generators: each answer waits for one of these, and two context managers
@@ -177,7 +177,9 @@ class SqliteStore:
 
         Raises StoreError, StoreBusy after five seconds behind another process too.
         """
-        return Change(self._write_lock, self._sound_writer, self._not_written, self._count)
+        return LockedTransaction(
+            self._write_lock, self._sound_writer, self._not_written, self._count
+        )
 
     @contextmanager
     def snapshot(self) -> Iterator[Transaction]:
@@ -317,7 +319,9 @@ class SqliteStore:
     def _migrate(self, writer: apsw.Connection) -> None:
         """Run what is missing, in one transaction: a killed migration never happened."""
         files = migrations()
-        with Change(self._write_lock, lambda: writer, self._not_written, self._count) as db:
+        with LockedTransaction(
+            self._write_lock, lambda: writer, self._not_written, self._count
+        ) as db:
             have = int(db.rows("pragma user_version")[0][0])
             whose = int(db.rows("pragma application_id")[0][0])
             if whose not in (0, APPLICATION_ID) or (

@@ -21,7 +21,7 @@ import pytest
 from tenancy.errors import TenancyError
 from tenancy.ledger.ledger import Ledger
 from tenancy.storage.backends import open_store
-from tenancy.storage.postgres_connection import Connection, ConnectionLost, StatementFailed
+from tenancy.storage.postgres_connection import ConnectionLost, PostgresConnection, StatementFailed
 from tests.crash.ledger_checks import check_ledger
 from tests.crash.ledger_child import furnish, hold, named
 from tests.unit.tenancy.storage.postgres_server import BINARIES, Server
@@ -53,7 +53,7 @@ def kill_backend(server: Server, database: str) -> None:
     """One process of the server, as a crash in it does: the server ends all of them, recovers, and
     goes on."""
     with suppress(ConnectionLost, StatementFailed):
-        connection = Connection(server.address("postgres"), {}, PATIENCE_S)
+        connection = PostgresConnection(server.address("postgres"), {}, PATIENCE_S)
         rows = connection.rows(
             "select pid from pg_stat_activity where datname = ? order by state_change desc",
             (database,),
@@ -73,7 +73,7 @@ def kill_server(server: Server, database: str) -> None:
 def cut_off(server: Server, database: str) -> None:
     """Every connection to the database."""
     with suppress(ConnectionLost, StatementFailed):
-        connection = Connection(server.address("postgres"), {}, PATIENCE_S)
+        connection = PostgresConnection(server.address("postgres"), {}, PATIENCE_S)
         connection.execute(
             "select pg_terminate_backend(pid) from pg_stat_activity where datname = ?", (database,)
         )
@@ -173,7 +173,7 @@ def test_a_server_that_may_not_write_confirms_nothing(frail: Server) -> None:
     ledger = Ledger(store, lambda: 2)
     ledger.hold(hold("0-1")).result(PATIENCE_S)
     ledger.settle(named("0-1")).result(PATIENCE_S)
-    connection = Connection(frail.address("postgres"), {}, PATIENCE_S)
+    connection = PostgresConnection(frail.address("postgres"), {}, PATIENCE_S)
     connection.execute(f"alter database {database} set default_transaction_read_only = on")
     cut_off(frail, database)
     refused = ledger.settle(named("0-2")).exception(PATIENCE_S)

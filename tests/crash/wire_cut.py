@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from engine.client.temp_folder import own_folder
-from tenancy.storage.postgres_address import Address, read_address
+from tenancy.storage.postgres_address import PostgresAddress, read_address
 
 SOCKET = ".s.PGSQL.5432"
 COMMIT = b"commit\0"
@@ -40,7 +40,7 @@ class Wire:
         self._threads = [threading.Thread(target=self._accept)]
         self._threads[0].start()
 
-    def address(self, database: str) -> Address:
+    def address(self, database: str) -> PostgresAddress:
         """Of a database of the server, by this way."""
         return read_address(f"postgresql://trunkline@/{database}?host={self.folder}", {}, "")
 

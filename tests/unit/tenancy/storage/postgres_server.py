@@ -15,8 +15,8 @@ from pathlib import Path
 
 from engine.client.temp_folder import own_folder
 from tenancy.storage.postgres import PostgresStore
-from tenancy.storage.postgres_address import PORT, Address, read_address
-from tenancy.storage.postgres_connection import Connection, ConnectionLost, StatementFailed
+from tenancy.storage.postgres_address import PORT, PostgresAddress, read_address
+from tenancy.storage.postgres_connection import ConnectionLost, PostgresConnection, StatementFailed
 
 BINARIES = next(
     (
@@ -87,7 +87,7 @@ class Server:
             if self._process.poll() is not None:  # children of one that was killed still end
                 self._process = self._spawn(self._command())
             with suppress(ConnectionLost, StatementFailed):
-                Connection(self.address("postgres"), {}, PATIENCE_S).close()
+                PostgresConnection(self.address("postgres"), {}, PATIENCE_S).close()
                 return
             pause.wait(0.02)
 
@@ -122,14 +122,14 @@ class Server:
         """As the configuration has it."""
         return f"postgresql://trunkline@:{self._port}/{database}?host={self.folder}"
 
-    def address(self, database: str) -> Address:
+    def address(self, database: str) -> PostgresAddress:
         """The same, read."""
         return read_address(self.url(database), {}, "")
 
     def database(self, *, is_empty: bool = False) -> str:
         """A new one, with our schema in it unless it is to be empty."""
         name = f"test_{next(self._names)}"
-        connection = Connection(self.address("postgres"), {}, PATIENCE_S)
+        connection = PostgresConnection(self.address("postgres"), {}, PATIENCE_S)
         try:
             if not is_empty and not connection.rows(_KNOWN, (MODEL,)):
                 connection.execute(f"create database {MODEL}")
@@ -143,7 +143,7 @@ class Server:
 
     def drop(self, database: str) -> None:
         """Remove it, whoever is connected."""
-        connection = Connection(self.address("postgres"), {}, PATIENCE_S)
+        connection = PostgresConnection(self.address("postgres"), {}, PATIENCE_S)
         try:
             connection.execute(f"drop database {database} with (force)")
         finally:

@@ -9,7 +9,7 @@ import pytest
 
 from tenancy.accounts.tenants import create_tenant
 from tenancy.errors import BadName, ConstraintBroken, StoreError
-from tenancy.ledger.transactions import Books, Hold
+from tenancy.ledger.transactions import Hold, LedgerTransactions
 from tenancy.storage.interface import Store
 from tests.unit.tenancy.conftest import Wall
 
@@ -94,7 +94,7 @@ def test_many_rows_that_are_named_are_changed_in_order(store: Store) -> None:
     """The last of two for one row holds, and one for no row changes nothing."""
     create_tenant(store, Wall(), "ada")
     with store.change() as db:
-        Books().apply(db, [Hold(name, 1, 1, "m", 1) for name in "abcd"])
+        LedgerTransactions().apply(db, [Hold(name, 1, 1, "m", 1) for name in "abcd"])
         notes = [(b"1", "a"), (b"2", "b"), (b"\0\xff", "a"), (b"4", "other"), (None, "c")]
         db.execute_many("update holds set progress = ? where request_id = ?", notes)
         db.execute_many("delete from holds where request_id = ?", [("b",), ("c",), ("b",)])

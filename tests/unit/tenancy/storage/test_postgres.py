@@ -23,13 +23,13 @@ from tenancy.errors import (
 )
 from tenancy.ledger.idempotency import Claim, Keeping, KeptAnswer
 from tenancy.ledger.ledger import Hold, Ledger
-from tenancy.ledger.transactions import Books, Item, NamedEntry
+from tenancy.ledger.transactions import Item, LedgerTransactions, NamedEntry
 from tenancy.pricing.budgets import Budget, budget_states, set_budget
 from tenancy.pricing.charges import RateCard
 from tenancy.pricing.rate_cards import add_card
 from tenancy.storage import postgres as postgres_store
 from tenancy.storage.postgres import WRITE_LOCK, PostgresStore, migrations
-from tenancy.storage.postgres_connection import Connection
+from tenancy.storage.postgres_connection import PostgresConnection
 from tenancy.storage.sqlite import SqliteStore
 from tests.crash.ledger_child import entry, furnish, hold
 from tests.crash.wire_cut import Where, Wire
@@ -40,10 +40,10 @@ PATIENCE_S = 60.0
 
 
 @pytest.fixture
-def connection(postgres: PostgresStore, postgres_server: Server) -> Iterator[Connection]:
+def connection(postgres: PostgresStore, postgres_server: Server) -> Iterator[PostgresConnection]:
     """Somebody else, on the same database."""
     ((name,),) = postgres.query("select current_database()")
-    connection = Connection(postgres_server.address(name), {}, 20.0)
+    connection = PostgresConnection(postgres_server.address(name), {}, 20.0)
     yield connection
     connection.close()
 
@@ -59,7 +59,7 @@ def wire(postgres: PostgresStore, postgres_server: Server) -> Iterator[tuple[Wir
     wire.close()
 
 
-def until(connection: Connection, question: str) -> None:
+def until(connection: PostgresConnection, question: str) -> None:
     """The server reads its settings when it comes to it."""
     pause = threading.Event()
     while connection.rows(question) != [(True,)]:
@@ -162,7 +162,7 @@ def test_two_starts_at_once_make_one_schema(postgres_server: Server) -> None:
 def test_another_programs_database_is_left_alone(postgres_server: Server) -> None:
     """A name typed wrong must not put our tables into somebody's database."""
     address = postgres_server.address(postgres_server.database(is_empty=True))
-    with closing(Connection(address, {}, 20.0)) as connection:
+    with closing(PostgresConnection(address, {}, 20.0)) as connection:
         connection.execute("create table songs (name text)")
 
     with pytest.raises(StoreError) as caught:
@@ -171,7 +171,7 @@ def test_another_programs_database_is_left_alone(postgres_server: Server) -> Non
 
 
 def test_a_database_of_a_newer_version_is_refused(
-    postgres: PostgresStore, connection: Connection
+    postgres: PostgresStore, connection: PostgresConnection
 ) -> None:
     """Writing to a schema one does not know would damage it."""
     connection.execute("update trunkline_schema set version = 999")
@@ -210,7 +210,7 @@ def test_a_pooler_in_between_is_refused(wire: tuple[Wire, PostgresStore]) -> Non
 
 
 def test_a_server_that_may_lose_what_it_confirmed_is_refused(
-    postgres: PostgresStore, connection: Connection
+    postgres: PostgresStore, connection: PostgresConnection
 ) -> None:
     """`fsync` off is fine for a test's data, not for a ledger; what a database says of
     `synchronous_commit` is overruled."""
@@ -256,7 +256,7 @@ def test_what_is_asked_by_key_is_looked_up_however_tables_grow(postgres: Postgre
 
 @pytest.mark.parametrize("state", ["58030", "53100", "XX001", "XX002"])
 def test_what_the_servers_disk_failed_once_may_be_asked_again(
-    postgres: PostgresStore, connection: Connection, state: str
+    postgres: PostgresStore, connection: PostgresConnection, state: str
 ) -> None:
     """It has to say it of each statement: a session is none the worse for it, as is ours."""
     connection.execute(
@@ -283,8 +283,10 @@ def test_a_batch_is_few_round_trips_however_large(
     create_tenant(postgres, wall, "ada")
     trips: list[int] = []
     for name, cost in TRIPS.items():
-        monkeypatch.setattr(Connection, name, counted(getattr(Connection, name), trips, cost))
-    books = Books()
+        monkeypatch.setattr(
+            PostgresConnection, name, counted(getattr(PostgresConnection, name), trips, cost)
+        )
+    books = LedgerTransactions()
     found: list[int] = []
     for size in (1, 1, 100):
         ids = [f"{len(found)}-{number}" for number in range(size)]
@@ -342,7 +344,7 @@ def test_a_start_leaves_the_holds_of_those_who_live(postgres: PostgresStore, wal
 
 
 def test_who_took_leave_is_gone_although_its_session_lingers(
-    postgres: PostgresStore, connection: Connection
+    postgres: PostgresStore, connection: PostgresConnection
 ) -> None:
     """A server ends a session some time after its client has closed it: the next start must not
     take the holds for another's."""
@@ -400,7 +402,7 @@ def test_two_servers_write_one_chain(postgres: PostgresStore, wall: Wall) -> Non
 
 
 def test_behind_another_writer_it_is_busy(
-    postgres: PostgresStore, connection: Connection, monkeypatch: pytest.MonkeyPatch
+    postgres: PostgresStore, connection: PostgresConnection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After five seconds, or what stands for them here."""
     monkeypatch.setattr(postgres_store, "LOCK_WAIT", "50ms")
@@ -481,7 +483,7 @@ def test_while_nobody_knows_nothing_is_promised_and_later_it_is_put_right(
 
 
 def test_a_connection_that_ended_while_nobody_used_it_costs_nobody_anything(
-    postgres: PostgresStore, connection: Connection
+    postgres: PostgresStore, connection: PostgresConnection
 ) -> None:
     """A server restarts, a firewall forgets: the next question and the next change go on."""
     create_tenant(postgres, Wall(), "ada")
@@ -497,7 +499,7 @@ def test_a_connection_that_ended_while_nobody_used_it_costs_nobody_anything(
 
 
 def test_a_database_that_was_put_in_anothers_place_is_noticed(
-    postgres: PostgresStore, connection: Connection
+    postgres: PostgresStore, connection: PostgresConnection
 ) -> None:
     """A backup restored under a running server is not what its holds are in."""
     create_tenant(postgres, Wall(), "ada")

@@ -12,8 +12,8 @@ import pytest
 from tenancy.storage.interface import Value
 from tenancy.storage.postgres_connection import (
     STATEMENTS_MAX,
-    Connection,
     ConnectionLost,
+    PostgresConnection,
     StatementFailed,
 )
 from tests.unit.tenancy.storage.postgres_server import Server
@@ -22,8 +22,8 @@ TIMEOUT_S = 20.0
 
 
 @pytest.fixture
-def connection(postgres_server: Server) -> Iterator[Connection]:
-    connection = Connection(postgres_server.address("postgres"), {}, TIMEOUT_S)
+def connection(postgres_server: Server) -> Iterator[PostgresConnection]:
+    connection = PostgresConnection(postgres_server.address("postgres"), {}, TIMEOUT_S)
     yield connection
     connection.close()
     connection.close()
@@ -44,7 +44,9 @@ VALUES: list[tuple[str, Value]] = [
 
 
 @pytest.mark.parametrize(("kind", "value"), VALUES)
-def test_a_value_comes_back_as_it_went(connection: Connection, kind: str, value: Value) -> None:
+def test_a_value_comes_back_as_it_went(
+    connection: PostgresConnection, kind: str, value: Value
+) -> None:
     """Whichever way it is sent."""
     connection.execute(f"create temporary table seen (number bigint, value {kind})")
     connection.execute("insert into seen values (?, ?)", (1, value))
@@ -57,7 +59,7 @@ def test_a_value_comes_back_as_it_went(connection: Connection, kind: str, value:
     ]
 
 
-def test_sums_of_whole_numbers_are_whole(connection: Connection) -> None:
+def test_sums_of_whole_numbers_are_whole(connection: PostgresConnection) -> None:
     """PostgreSQL sums 64 bits into decimals; money is whole numbers everywhere."""
     (row,) = connection.rows("select sum(x), 0.5 from (values (?), (?)) as v (x)", (2**62, 2**62))
 
@@ -65,12 +67,12 @@ def test_sums_of_whole_numbers_are_whole(connection: Connection) -> None:
     assert isinstance(row[0], int)
 
 
-def test_a_number_names_a_value_twice(connection: Connection) -> None:
+def test_a_number_names_a_value_twice(connection: PostgresConnection) -> None:
     """As in SQLite."""
     assert connection.rows("select ?2, ?1, ?2", (1, "b")) == [("b", 1, "b")]
 
 
-def test_nul_in_text_is_replaced(connection: Connection) -> None:
+def test_nul_in_text_is_replaced(connection: PostgresConnection) -> None:
     """SQLite stores NUL, PostgreSQL cannot: no request fails for it."""
     connection.execute("create temporary table seen (value text)")
     connection.execute("insert into seen values (?)", ("a\0b",))
@@ -82,7 +84,7 @@ def test_nul_in_text_is_replaced(connection: Connection) -> None:
     )
 
 
-def test_the_rows_that_a_statement_changed_are_counted(connection: Connection) -> None:
+def test_the_rows_that_a_statement_changed_are_counted(connection: PostgresConnection) -> None:
     """The last one of several."""
     connection.execute("create temporary table seen (number bigint)")
     inserted = connection.execute("insert into seen values (?), (?)", (1, 2))
@@ -92,7 +94,7 @@ def test_the_rows_that_a_statement_changed_are_counted(connection: Connection) -
     assert (inserted, several, nothing) == (2, 3, 0)
 
 
-def test_a_refused_statement_leaves_the_connection_usable(connection: Connection) -> None:
+def test_a_refused_statement_leaves_the_connection_usable(connection: PostgresConnection) -> None:
     """The server's refusal, and a value that cannot be sent."""
     with pytest.raises(StatementFailed) as refused:
         connection.rows("select 1 / ?", (0,))
@@ -108,7 +110,7 @@ def test_a_refused_statement_leaves_the_connection_usable(connection: Connection
 @pytest.mark.parametrize("wrong", [0, 1, 2])
 @pytest.mark.parametrize("is_copied", [False, True])
 def test_one_impossible_row_of_many_is_refused(
-    connection: Connection, wrong: int, is_copied: bool
+    connection: PostgresConnection, wrong: int, is_copied: bool
 ) -> None:
     """Nothing of them is kept, however they are sent."""
     connection.execute("create temporary table seen (number bigint, what text)")
@@ -125,7 +127,7 @@ def test_one_impossible_row_of_many_is_refused(
     assert connection.rows("select count(*) from seen") == [(0,)]
 
 
-def test_a_commit_that_rolls_back_is_refused(connection: Connection) -> None:
+def test_a_commit_that_rolls_back_is_refused(connection: PostgresConnection) -> None:
     """PostgreSQL answers ROLLBACK, and no error, after a statement that failed."""
     connection.execute("begin")
     with pytest.raises(StatementFailed):
@@ -138,7 +140,7 @@ def test_a_commit_that_rolls_back_is_refused(connection: Connection) -> None:
     assert caught.value.state == "25P02"
 
 
-def test_many_statements_do_not_gather_on_the_server(connection: Connection) -> None:
+def test_many_statements_do_not_gather_on_the_server(connection: PostgresConnection) -> None:
     """Those used last are kept."""
     for number in range(STATEMENTS_MAX + 50):
         connection.rows(f"select {number}")
@@ -147,16 +149,18 @@ def test_many_statements_do_not_gather_on_the_server(connection: Connection) -> 
     assert kept <= STATEMENTS_MAX
 
 
-async def test_a_thread_that_runs_an_event_loop_may_ask(connection: Connection) -> None:
+async def test_a_thread_that_runs_an_event_loop_may_ask(connection: PostgresConnection) -> None:
     """The connection's own loop cannot run inside another."""
     assert asyncio.get_running_loop().is_running()
     assert connection.rows("select ?", (1,)) == [(1,)]
 
 
-def test_a_lost_connection_stays_lost(connection: Connection, postgres_server: Server) -> None:
+def test_a_lost_connection_stays_lost(
+    connection: PostgresConnection, postgres_server: Server
+) -> None:
     """The statement that was running may have run or not."""
     ((pid,),) = connection.rows("select pg_backend_pid()")
-    with closing(Connection(postgres_server.address("postgres"), {}, TIMEOUT_S)) as other:
+    with closing(PostgresConnection(postgres_server.address("postgres"), {}, TIMEOUT_S)) as other:
         other.execute("select pg_terminate_backend(?::int)", (pid,))
 
     for _ in range(2):
@@ -167,7 +171,7 @@ def test_a_lost_connection_stays_lost(connection: Connection, postgres_server: S
 
 def test_a_statement_that_takes_too_long_ends_the_connection(postgres_server: Server) -> None:
     """A server that does not answer may do so later, and to another statement."""
-    connection = Connection(postgres_server.address("postgres"), {}, 0.2)
+    connection = PostgresConnection(postgres_server.address("postgres"), {}, 0.2)
     with pytest.raises(ConnectionLost, match="TimeoutError"):
         connection.rows("select pg_sleep(60)")
 
@@ -177,6 +181,6 @@ def test_a_statement_that_takes_too_long_ends_the_connection(postgres_server: Se
 def test_a_database_that_is_not_there_is_refused(postgres_server: Server) -> None:
     """By the server, with its SQLSTATE."""
     with pytest.raises(StatementFailed) as caught:
-        Connection(postgres_server.address("nowhere"), {}, TIMEOUT_S)
+        PostgresConnection(postgres_server.address("nowhere"), {}, TIMEOUT_S)
 
     assert caught.value.state == "3D000"

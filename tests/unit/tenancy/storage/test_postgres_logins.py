@@ -16,7 +16,7 @@ from msgspec import Struct
 from tenancy.errors import StoreError
 from tenancy.storage.backends import open_store
 from tenancy.storage.interface import Row
-from tenancy.storage.postgres_connection import Connection
+from tenancy.storage.postgres_connection import PostgresConnection
 from tests.unit.tenancy.storage.postgres_server import BINARIES, PATIENCE_S, Server
 
 PASSWORD = "p:ä \\ss"
@@ -46,7 +46,9 @@ class Place(Struct, frozen=True):
     def run(self, *statements: str) -> list[Row]:
         """As its administrator: the rows of the last."""
         rows: list[Row] = []
-        with closing(Connection(self.server.address("postgres"), {}, PATIENCE_S)) as connection:
+        with closing(
+            PostgresConnection(self.server.address("postgres"), {}, PATIENCE_S)
+        ) as connection:
             for statement in statements:
                 rows = connection.rows(statement)
         return rows

@@ -11,7 +11,7 @@ import apsw
 import pytest
 
 from tenancy.errors import BadName, StoreError
-from tenancy.storage.sqlite import Change
+from tenancy.storage.sqlite import LockedTransaction
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def test_the_lock_is_free_however_it_ends(connection: apsw.Connection) -> None:
         raise error
 
     def change(*new: int, breaks: bool = False) -> None:
-        with Change(lock, lambda: connection, named, count) as db:
+        with LockedTransaction(lock, lambda: connection, named, count) as db:
             db.execute_many("insert into things values (?)", [(number,) for number in new])
             if breaks:
                 raise BadName("any", "any")
@@ -59,7 +59,7 @@ def test_the_lock_is_free_however_it_ends(connection: apsw.Connection) -> None:
     for error, kind in ((apsw.IOError("x"), StoreError), (BadName("any", "any"), BadName)):
         with (
             pytest.raises(kind),
-            Change(lock, lambda error=error: fail(error), named, count),  # type: ignore[misc]
+            LockedTransaction(lock, lambda error=error: fail(error), named, count),  # type: ignore[misc]
         ):
             pass
     change(5)
@@ -73,7 +73,7 @@ def test_nobody_else_writes_meanwhile(connection: apsw.Connection) -> None:
     """From its beginning on, whether or not it has written yet."""
     lock = threading.Lock()
     with (
-        Change(lock, lambda: connection, named, lambda: None),
+        LockedTransaction(lock, lambda: connection, named, lambda: None),
         closing(apsw.Connection(connection.filename)) as other,
         pytest.raises(apsw.BusyError),
     ):
