@@ -1,5 +1,5 @@
 """The paged-attention engine.
 
-Its door is `api`, `config`, `errors`, `client`, `supervisor` and `model_store`; nothing else is
-imported from outside.
+Other packages import `api`, `config`, `errors`, `client`, `model_store`, `signals` and `own_folder`
+only. `python -m engine.server.server` is its process, which `gateway.engine_supervisor` keeps running.
 """

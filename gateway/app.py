@@ -22,12 +22,11 @@ from aiohttp import web
 
 from engine.api import Clock
 from engine.client.client import Engine
-from engine.client.supervisor import EngineSupervisor
 from engine.model_store import ModelCard
 from engine.signals import heeded
 from gateway.analytics.aggregates import Analytics
-from gateway.analytics.client import AnalyticsLink
-from gateway.analytics.interface import AnalyticsDoor, AnalyticsHere
+from gateway.analytics.client import AnalyticsProcessClient
+from gateway.analytics.interface import AnalyticsClient, InProcessAnalytics
 from gateway.analytics.protocol import Begin
 from gateway.api import cached_contents, generate, health, models, quote, self_service
 from gateway.api.admin import analytics, billing, dashboard, metrics, shared_scopes, tenants, usage
@@ -38,14 +37,15 @@ from gateway.background.storage_metering import StorageWatch
 from gateway.caching import Contracts
 from gateway.config import Config, ConfigError, parse_address
 from gateway.context import Context, Log
+from gateway.engine_supervisor import EngineSupervisor
 from gateway.errors import Refusal
 from gateway.gc_tuning import settle_heap
 from gateway.http.middleware import install
 from gateway.http.request_ids import RequestIds
 from gateway.http.server import ListenerRunner
-from gateway.ledger.client import LedgerLink
+from gateway.ledger.client import LedgerProcessClient
 from gateway.ledger.deferred_holds import LateHolds
-from gateway.ledger.interface import LedgerDoor, LedgerHere
+from gateway.ledger.interface import InProcessLedger, LedgerClient
 from gateway.ledger.metering import note_progress, wall_ms
 from gateway.ledger.progress import GATHER_FAR_S, GATHER_S, ProgressJournal
 from gateway.ledger.query_pool import QueryPool
@@ -82,13 +82,13 @@ class Gateway:
         wall: WallClock = wall_ms,
         engine_restarts: Callable[[], int] = lambda: 0,
         read_config: Callable[[], Config] | None = None,
-        ledger: LedgerDoor | None = None,
-        analytics: AnalyticsDoor | None = None,
+        ledger: LedgerClient | None = None,
+        analytics: AnalyticsClient | None = None,
     ) -> None:
         """`ledger`: over the same store. It and `analytics` are in this process where none is
         given, and closed with this, whoever made them. Raises StoreError."""
         vocab = renderer.card.config.vocab
-        self.ledger = ledger if ledger is not None else LedgerHere(Ledger(store, wall))
+        self.ledger = ledger if ledger is not None else InProcessLedger(Ledger(store, wall))
         if store.is_near:  # elsewhere each look for budgets would be a round trip
             self.ledger = LateHolds(self.ledger, BudgetWatch(store))
         self._registry = KeyAuthenticator(store, wall, clock)
@@ -114,7 +114,7 @@ class Gateway:
                 lambda: "" if engine.info is None else engine.info.epoch,
                 has_past=has_history(store),
             ),
-            analytics=analytics or AnalyticsHere(_analytics(config, clock, wall)),
+            analytics=analytics or InProcessAnalytics(_analytics(config, clock, wall)),
             model=renderer.card.name,
             clock=clock,
             wall=wall,
@@ -226,10 +226,10 @@ def _analytics(config: Config, clock: Clock, wall: WallClock) -> Analytics:
     return Analytics(clock, wall, config.tenancy.tenants_followed_max, config.caching.kept())
 
 
-async def open_analytics(config: Config, log: Log) -> AnalyticsLink:
+async def open_analytics(config: Config, log: Log) -> AnalyticsProcessClient:
     """In a process of their own."""
     begin = Begin(config.tenancy.tenants_followed_max, config.caching.kept())
-    return await AnalyticsLink.open(begin, time.monotonic, wall_ms, log)
+    return await AnalyticsProcessClient.open(begin, time.monotonic, wall_ms, log)
 
 
 def open_tracer(config: Config, log: Log) -> Tracer | None:
@@ -312,7 +312,7 @@ async def serve(
         supervisor.start()  # it takes longest to be ready: all else is made meanwhile
         try:
             async with AsyncExitStack() as opened:
-                ledger = await LedgerLink.open(config.tenancy.database, config.data, log)
+                ledger = await LedgerProcessClient.open(config.tenancy.database, config.data, log)
                 opened.push_async_callback(ledger.close)
                 analytics = await open_analytics(config, log)
                 opened.push_async_callback(analytics.close)

@@ -14,11 +14,11 @@ from typing import Any, Protocol, TypeVar
 from engine.api import Clock
 from engine.client.client import Engine
 from gateway.analytics.block_churn import BlockChurn
-from gateway.analytics.interface import AnalyticsDoor
+from gateway.analytics.interface import AnalyticsClient
 from gateway.analytics.tenant_usage import Holders
 from gateway.caching import Contracts
 from gateway.config import Config
-from gateway.ledger.interface import LedgerDoor
+from gateway.ledger.interface import LedgerClient
 from gateway.ledger.progress import ProgressJournal
 from gateway.ledger.query_pool import QueryPool
 from gateway.observability.metrics import Metrics
@@ -69,7 +69,7 @@ class Context:
     config: Config
     engine: Engine
     registry: Authenticator
-    ledger: LedgerDoor
+    ledger: LedgerClient
     journal: ProgressJournal
     store: Store
     reports: QueryPool
@@ -77,7 +77,7 @@ class Context:
     telemetry: Metrics
     renderer: Renderer
     contracts: Contracts
-    analytics: AnalyticsDoor
+    analytics: AnalyticsClient
     model: str
     clock: Clock
     wall: WallClock

@@ -1,15 +1,14 @@
-"""Analytics' process, seen from the gateway's loop: told of answers here, added up there.
+"""Analytics' process, seen from the gateway's loop: told of finished requests, and asked.
 
-Adding up needs nothing that the loop has, and was the most that ledger and analytics took of it.
-Answers leave some at a time. A process that dies is replaced a second later and begins anew, since
-nothing of it is kept; what comes meanwhile is not counted, nor what a socket would not take. It
-knows no prompt's words and no HTTP; `app.serve` opens it. Belongs to one loop.
+Adding up needs nothing that the loop has, and was the largest part of what the ledger and analytics
+took of it. Facts leave some at a time. A process that dies is replaced a second later and begins
+anew, since nothing of it is kept; facts that come meanwhile are not counted, nor those that a full
+socket would not take. It sees no text and no HTTP; `app.serve` opens it. Belongs to one loop.
 """
 
 from __future__ import annotations
 
 import asyncio
-import socket
 import sys
 from collections import deque
 from collections.abc import Callable
@@ -27,30 +26,27 @@ from gateway.analytics.protocol import (
     Told,
     read_said,
 )
-from gateway.child_process import ChildWire, reaped, spawned
+from gateway.child_process import ChildProcess, FrameWire, Report, RestartPolicy
 from gateway.dialects.canonical import Rendered
 from gateway.errors import Kind, Refusal
-from tenancy.ledger.protocol import packed
+from tenancy.ledger.child_process import packed
 from tenancy.pricing.charges import RateCard
 
 COMMAND = (sys.executable, "-m", "gateway.analytics.process")
+PAUSE_S = 1.0
+RESTARTS = RestartPolicy((PAUSE_S,))
 ANSWERS_MAX = 32
 TOKENS_MAX = 16_384
-"""Of the answers that wait to leave together: what a frame takes to be made stays below a
-millisecond."""
+"""Of the facts that wait to leave together: encoding a frame stays below a millisecond."""
 
 UNSENT_MAX = 2**24
 """Bytes. A process that is so far behind is told no more until it has read some."""
 
-PAUSE_S = 1.0
 CLOSE_S = 5.0
 
-Report = Callable[[str, dict[str, object]], None]
-"""Told of what happens to the process, for the log: an event's name and its facts."""
 
-
-class AnalyticsLink:
-    """An `AnalyticsDoor` to a process. `open` makes one."""
+class AnalyticsProcessClient:
+    """An `AnalyticsClient` of analytics in a process of their own. `open` makes one."""
 
     def __init__(
         self,
@@ -59,19 +55,18 @@ class AnalyticsLink:
         wall: Callable[[], int],
         report: Report,
         command: tuple[str, ...] = COMMAND,
+        restarts: RestartPolicy = RESTARTS,
     ) -> None:
-        """`clock`, `wall`: of each answer, and where that lies in people's time."""
+        """`clock`: monotonic seconds, for each answer; `wall`: Unix milliseconds."""
         self._begin = begin
         self._clock, self._wall = clock, wall
-        self._report = report
-        self._command = command
-        self._process: asyncio.subprocess.Process | None = None
-        self._wire: ChildWire | None = None
+        self._child = ChildProcess("analytics", command, restarts, report, self._live)
+        self._wire: FrameWire | None = None
         self._waiting: list[tuple[float, Facts]] = []
         self._tokens = 0  # of those
         self._asked: deque[asyncio.Future[Any]] = deque()
         self._lost = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
+        self._tried = asyncio.Event()  # the first start is over
 
     @classmethod
     async def open(
@@ -81,20 +76,22 @@ class AnalyticsLink:
         wall: Callable[[], int],
         report: Report,
         command: tuple[str, ...] = COMMAND,
-    ) -> AnalyticsLink:
-        """Start the process. One that cannot be started is tried again every second."""
-        link = cls(begin, clock, wall, report, command)
-        await link._start()
-        link._task = asyncio.create_task(link._keep())
-        return link
+        restarts: RestartPolicy = RESTARTS,
+    ) -> AnalyticsProcessClient:
+        """Start the process. One that cannot be started is tried again every second; questions
+        are refused meanwhile."""
+        client = cls(begin, clock, wall, report, command, restarts)
+        client._child.start()
+        await client._tried.wait()
+        return client
 
     @property
     def pid(self) -> int:
-        """Of the process that lives now; 0 while there is none."""
-        return self._process.pid if self._process is not None else 0
+        """The id of the living process; 0 while there is none."""
+        return self._child.pid
 
     def note(self, facts: Facts) -> None:
-        """See `AnalyticsDoor`."""
+        """See `AnalyticsClient`."""
         prompt = facts.prompt
         if prompt.grammar is not None:
             facts = structs.replace(facts, prompt=Rendered(prompt.token_ids, prompt.boundaries))
@@ -104,28 +101,25 @@ class AnalyticsLink:
             self._flush()
 
     async def overview(self) -> dict[str, Any]:
-        """See `AnalyticsDoor`."""
+        """See `AnalyticsClient`."""
         answer: dict[str, Any] = await self._ask(Overview())
         return answer
 
     async def tenant(self, name: str, card: RateCard, blocks: int) -> dict[str, Any] | None:
-        """See `AnalyticsDoor`."""
+        """See `AnalyticsClient`."""
         answer: dict[str, Any] | None = await self._ask(Tenant(name, card, blocks))
         return answer
 
     async def missed_tokens(self, name: str, cause: str) -> int:
-        """See `AnalyticsDoor`."""
+        """See `AnalyticsClient`."""
         return int(await self._ask(MissedTokens(name, cause)))
 
     async def close(self) -> None:
-        """See `AnalyticsDoor`."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
-            self._task = None
+        """See `AnalyticsClient`."""
+        await self._child.stop()
         if self._wire is not None:
             self._wire.end()
-        await self._reap(CLOSE_S)
+        await self._child.end(CLOSE_S)
         self._lose()
 
     def _flush(self) -> None:
@@ -144,7 +138,7 @@ class AnalyticsLink:
 
     def _hear(self, frame: bytes) -> None:
         asked = self._asked.popleft()
-        if not asked.done():  # whoever asked may be gone
+        if not asked.done():  # the asking request may be gone
             asked.set_result(read_said(frame).answer)
 
     def _lose(self) -> None:
@@ -157,33 +151,19 @@ class AnalyticsLink:
                 asked.set_exception(_away())
         self._lost.set()
 
-    # -- one process after another ------------------------------------------------------------
-
-    async def _start(self) -> None:
-        ours, theirs = socket.socketpair()
+    async def _live(self) -> str:
+        """See `ChildProcess`: from the start until the wire ends."""
         self._lost.clear()
-        with theirs:
-            self._wire = ChildWire(ours, self._hear, self._lose)
-            self._wire.send(packed(self._begin))
-            try:
-                self._process = await spawned(self._command, theirs)
-            except OSError as error:
-                self._report("analytics_not_started", {"error": str(error.strerror)})
-                self._lose()
-
-    async def _keep(self) -> None:
-        while True:
-            await self._lost.wait()
-            self._report("analytics_died", {"status": await self._reap(1.0)})
-            await asyncio.sleep(PAUSE_S)
-            await self._start()
-
-    async def _reap(self, patience_s: float) -> int | None:
-        if self._process is None:
-            return None
-        status = await reaped(self._process, patience_s)
-        self._process = None
-        return status
+        try:
+            self._wire = await self._child.spawn_wired(self._hear, self._lose)
+        except OSError as error:
+            return str(error.strerror)
+        finally:
+            self._tried.set()
+        self._wire.send(packed(self._begin))
+        self._child.set_ready()
+        await self._lost.wait()
+        return "connection lost"
 
 
 def _away() -> Refusal:

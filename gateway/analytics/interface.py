@@ -1,7 +1,7 @@
-"""Where the gateway tells of answers that are over, and asks what they come to.
+"""The analytics that a gateway tells of finished requests and asks for sums.
 
 `analytics_link` has them in a process of their own; here they are in this one, for embedders and
-tests. `outcome` tells, the analytics desk asks.
+tests. `outcome` tells, `handlers.analytics` asks.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from gateway.analytics.aggregates import Analytics, Facts
 from tenancy.pricing.charges import RateCard
 
 
-class AnalyticsDoor(Protocol):
-    """Analytics, as far as a loop sees them. Questions raise Refusal while nobody is there who
-    could answer."""
+class AnalyticsClient(Protocol):
+    """Analytics, as the gateway's loop sees them. Questions raise Refusal while there is no process
+    to answer them."""
 
     def note(self, facts: Facts) -> None:
-        """See `Analytics.note`. O(1), and now and then O(tokens of those before)."""
+        """See `Analytics.note`. O(1) amortised: a batch leaves now and then, in O(its tokens)."""
 
     async def overview(self) -> dict[str, Any]:
         """See `Analytics.overview`."""
@@ -29,27 +29,27 @@ class AnalyticsDoor(Protocol):
         """See `Analytics.missed_tokens`."""
 
     async def close(self) -> None:
-        """Nobody tells or asks any more. Safe to call twice."""
+        """End them. Safe to repeat."""
 
 
-class AnalyticsHere:
-    """Analytics of this process."""
+class InProcessAnalytics:
+    """An `AnalyticsClient` of analytics in this process."""
 
     def __init__(self, analytics: Analytics) -> None:
         self._analytics = analytics
         self.note = analytics.note
 
     async def overview(self) -> dict[str, Any]:
-        """See `AnalyticsDoor`."""
+        """See `AnalyticsClient`."""
         return self._analytics.overview()
 
     async def tenant(self, name: str, card: RateCard, blocks: int) -> dict[str, Any] | None:
-        """See `AnalyticsDoor`."""
+        """See `AnalyticsClient`."""
         return self._analytics.tenant(name, card, blocks)
 
     async def missed_tokens(self, name: str, cause: str) -> int:
-        """See `AnalyticsDoor`."""
+        """See `AnalyticsClient`."""
         return self._analytics.missed_tokens(name, cause)
 
     async def close(self) -> None:
-        """See `AnalyticsDoor`."""
+        """See `AnalyticsClient`."""

@@ -1,17 +1,15 @@
-"""Analytics as a process: `python -m gateway.analytics.process SOCKET`, started by a gateway.
+"""Analytics as a process: `python -m gateway.analytics.process`, started by a gateway.
 
-SOCKET is the number of its end of a socket pair that it has inherited. It adds up what it is told,
-and answers what it is asked; when the other end closes, however that came, it goes, and nothing of
-it is kept. One thread; it knows no request and no HTTP. `gateway.analytics.client` is the other
-end.
+Its standard input is a socket (`tenancy.ledger.child_process`). The process adds up the facts that it is
+told, answers questions, and exits, keeping nothing, when the gateway closes its end. One thread; it
+knows no request and no HTTP. `gateway.analytics.client` is the other end.
 """
 
 from __future__ import annotations
 
 import socket
 import sys
-from collections.abc import Iterator
-from contextlib import suppress
+from itertools import chain
 
 from gateway.analytics.aggregates import Analytics
 from gateway.analytics.protocol import (
@@ -24,14 +22,11 @@ from gateway.analytics.protocol import (
     Told,
     read_to_analytics,
 )
-from tenancy.ledger.child_process import run
-from tenancy.ledger.protocol import FrameReader, packed
-
-READ_BYTES = 2**16
+from tenancy.ledger.child_process import receive, run, send
 
 
-class _Desk:
-    """Analytics by the gateway's clocks: it is as late as the last answer that it was told of."""
+class AnalyticsHandlers:
+    """Analytics by the gateway's clocks: their time is that of the last facts."""
 
     def __init__(self, begin: Begin) -> None:
         self._now_s = self._wall_ms = 0.0
@@ -42,14 +37,14 @@ class _Desk:
             begin.classes,
         )
 
-    def take(self, told: Told) -> None:
-        """Add them up."""
+    def add(self, told: Told) -> None:
+        """Add up the facts of finished requests."""
         self._wall_ms = told.wall_ms
         for self._now_s, facts in told.facts:
             self._analytics.note(facts)
 
     def answer(self, question: Question) -> object:
-        """What a dashboard shows."""
+        """Answer a question of the dashboard."""
         match question:
             case Overview():
                 return self._analytics.overview()
@@ -60,36 +55,23 @@ class _Desk:
 
 
 def serve(wire: socket.socket) -> int:
-    """Until the other end closes. Returns the exit status."""
-    desk: _Desk | None = None
-    for frame in _frames(wire):
+    """Serve until the gateway closes its end. Returns the exit status."""
+    handlers: AnalyticsHandlers | None = None
+    for frame in chain.from_iterable(receive(wire)):
         message = read_to_analytics(frame)
         if isinstance(message, Begin):
-            desk = _Desk(message)
+            handlers = AnalyticsHandlers(message)
             continue
-        assert desk is not None, "what begins comes first"
+        assert handlers is not None, "the first message is a Begin"
         if isinstance(message, Told):
-            desk.take(message)
-            continue
-        with suppress(OSError):  # nobody is there to hear it any more
-            wire.sendall(packed(Said(desk.answer(message))))
+            handlers.add(message)
+        else:
+            send(wire, Said(handlers.answer(message)))
     return 0
 
 
-def _frames(wire: socket.socket) -> Iterator[bytes]:
-    reader = FrameReader()
-    while True:
-        try:
-            data = wire.recv(READ_BYTES)
-        except ConnectionError:  # it was killed, with answers that it had not read
-            return
-        if not data:
-            return
-        yield from reader.feed(data)
-
-
 def main() -> int:
-    """Serve the gateway that started this."""
+    """Serve the gateway that started this process."""
     return run("analytics", serve)
 
 

@@ -1,12 +1,12 @@
-"""The wire between a gateway and its analytics' process: length-prefixed msgpack, as the ledger's.
+"""The messages between a gateway and its analytics' process. Pure: bytes in, messages out.
 
     gateway                              analytics' process
       Begin ───────────────────────────▶
-      Told, some answers at once ──────▶
+      Told, several requests at once ──▶
       a question ──────────────────────▶
                              ◀─────────── Said          one per question, in their order
 
-Pure: bytes in, messages out.
+Each is the body of one frame of `tenancy.ledger.child_process`.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from tenancy.reuse.advice import Kept
 
 
 class Begin(Struct, frozen=True, array_like=True, tag="begin"):
-    """First: `Analytics`' own arguments."""
+    """The gateway's first message: the arguments of `Analytics`."""
 
     tenants_max: int
     classes: dict[str, Kept]
 
 
 class Told(Struct, frozen=True, array_like=True, tag="told", gc=False):
-    """Answers that are over, each with the gateway's monotonic seconds. `wall_ms`: at 0 of them."""
+    """Finished requests, each with the gateway's monotonic seconds. `wall_ms`: Unix time at 0 s."""
 
     wall_ms: float
     facts: list[tuple[float, Facts]]
 
 
 class Overview(Struct, frozen=True, array_like=True, tag="overview"):
-    """A question."""
+    """Asks for `Analytics.overview`."""
 
 
 class Tenant(Struct, frozen=True, array_like=True, tag="tenant"):
-    """A question."""
+    """Asks for `Analytics.tenant`."""
 
     name: str
     card: RateCard
@@ -48,14 +48,14 @@ class Tenant(Struct, frozen=True, array_like=True, tag="tenant"):
 
 
 class MissedTokens(Struct, frozen=True, array_like=True, tag="missed_tokens"):
-    """A question."""
+    """Asks for `Analytics.missed_tokens`."""
 
     name: str
     cause: str
 
 
 class Said(Struct, frozen=True, array_like=True):
-    """The answer to the question that was asked longest ago."""
+    """The answer to the oldest question without an answer."""
 
     answer: Any
 
@@ -68,10 +68,10 @@ _SAID = msgspec.msgpack.Decoder(Said)
 
 
 def read_to_analytics(data: bytes) -> ToAnalytics:
-    """Of a frame. Raises msgspec's errors, as all that read here do."""
+    """Decode a frame's body. Raises msgspec's errors, as all readers here do."""
     return _TO_ANALYTICS.decode(data)
 
 
 def read_said(data: bytes) -> Said:
-    """Of a frame."""
+    """Decode a frame's body."""
     return _SAID.decode(data)

@@ -1,129 +1,127 @@
-"""The ledger's process, seen from the gateway's loop: handed in here, durable there.
+"""The ledger's process, seen from the gateway's loop: items are handed in here and durable there.
 
-What is handed in during one turn of the loop leaves in few frames, and at once where things come
-one by one; one answer wakes the loop for all that a commit made durable. A process that dies is
-replaced at once, and what is handed in meanwhile waits for the next one. An entry that the dead one
-had not answered is sent again, once, since settling twice changes nothing, and so is the hold of
-what runs already; all else of it was not written as far as anybody is told. Requests that run go
-on: the next process is told of them, and closes the holds of all others. It knows no price and no
-database; `app.serve` opens it. Belongs to one loop.
+The items of one turn of the loop leave in few frames, or at once where they come one by one; one
+answer wakes the loop for all items of a commit. A process that dies is replaced at once, and items
+wait for the next one. An entry that the dead process had not answered is sent again, once, since
+settling twice changes nothing, and so is the hold of a running request; all other unanswered items
+are refused. Running requests go on: the next process is told of them, and closes the holds of all
+others. This module knows no price and no database; `app.serve` opens it. Belongs to one loop.
 """
 
 from __future__ import annotations
 
 import asyncio
-import socket
 import sys
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
-from gateway.child_process import ChildWire, reaped, spawned
+from gateway.child_process import ChildProcess, FrameWire, Report, RestartPolicy
 from tenancy.errors import LedgerUnavailable, StoreError, TenancyError
+from tenancy.ledger.child_process import packed
 from tenancy.ledger.epochs import LedgerEpoch
 from tenancy.ledger.progress import Progress, ProgressNote
-from tenancy.ledger.protocol import (
-    Answered,
-    NotOpened,
-    Open,
-    Opened,
-    error_of,
-    packed,
-    read_from_writer,
-)
+from tenancy.ledger.protocol import Answered, NotOpened, Open, Opened, error_of, read_from_writer
 from tenancy.ledger.transactions import Hold, Item, NamedEntry, entry_in
 from tenancy.ledger.writer import NOT_DURABLE, is_written
 from tenancy.types import UsageEntry
 
 COMMAND = (sys.executable, "-m", "tenancy.ledger.process")
-PAUSE_FIRST_S, PAUSE_LAST_S = 0.5, 5.0
-STEADY_S = 10.0
-"""A process that lived so long is replaced without a pause when it dies."""
+RESTARTS = RestartPolicy((0.0, 0.5, 1.0, 2.0, 4.0, 5.0))
 
 CLOSE_S = 30.0
-"""For what was handed in, and again for the process to end: a disk may be slow, not dead."""
+"""For handed-in items to be written, and again for the process to exit: a disk may be slow."""
 
 STALL_S = 0.25
-"""A disk that keeps us waiting so long may not come back."""
+"""A disk that takes longer to answer may have failed."""
 
 FRAME_ITEMS = 16
 """So many leave before the turn ends. If all 32 of a turn left at its end, this process would wait
 for the whole commit and the other for the next turn: 12 % fewer answers than without books, not 3.
 """
 
-Report = Callable[[str, dict[str, object]], None]
-"""Told of what happens to the process, for the log: an event's name and its facts."""
-
 Waiter = asyncio.Future[None]
 Pair = tuple[Item, Waiter | None]
 
 
-class LedgerLink:
-    """A `LedgerDoor` to a process. `open` makes one."""
+class LedgerProcessClient:
+    """A `LedgerClient` of a ledger in a process of its own. `open` makes one."""
 
     def __init__(
-        self, place: str, folder: Path, report: Report, command: tuple[str, ...] = COMMAND
+        self,
+        place: str,
+        folder: Path,
+        report: Report,
+        command: tuple[str, ...] = COMMAND,
+        restarts: RestartPolicy = RESTARTS,
     ) -> None:
         """`place`, `folder`: the database, as `backends` names it."""
         self._place, self._folder = place, folder
-        self._report = report
-        self._command = command
         self._loop = asyncio.get_running_loop()
-        self._process: asyncio.subprocess.Process | None = None
-        self._task: asyncio.Task[None] | None = None
+        self._child = ChildProcess("ledger", command, restarts, report, self._live, self._pause)
         self._opening: asyncio.Future[Opened] = self._loop.create_future()
         self._lost = asyncio.Event()
+        self._was_open = False
         self._writer_id = 0
-        self._wire: ChildWire | None = None
-        self._handed: list[Pair] = []  # in this turn of the loop, or while no process is there
-        self._in_turn = 0  # handed in during it
-        self._is_sparse = True  # that was one thing, the last time there was any
+        self._wire: FrameWire | None = None
+        self._handed: list[Pair] = []  # in this turn of the loop, or while there is no process
+        self._in_turn = 0  # items handed in during it
+        self._is_sparse = True  # the last turn with items had one
         self._in_flight: deque[Pair] = deque()  # sent, and not answered
-        self._again: set[tuple[type[Item], str]] = set()  # what was sent again, and whose
-        self._held: set[str] = set()  # requests whose holds nobody has settled
+        self._again: set[tuple[type[Item], str]] = set()  # sent again: kind, request id
+        self._held: set[str] = set()  # requests with a hold and no entry
         self._is_taking = True  # there is a process, or will soon be one
-        self._is_pausing = False  # not so soon: nothing new is begun
+        self._is_pausing = False  # before the next start: new requests are refused
         self._is_closing = False
         self._wrote_last = True
-        self._heard_s = 0.0  # when it last answered, or got something to answer
+        self._heard_s = 0.0  # time of the last answer, or of the first item sent after it
         self.found_epoch: LedgerEpoch | None = None
         self.interrupted = 0
-        self.restarts = 0
 
     @classmethod
     async def open(
-        cls, place: str, folder: Path, report: Report, command: tuple[str, ...] = COMMAND
-    ) -> LedgerLink:
-        """Start the process, and wait until it takes items. Raises its StoreError."""
-        link = cls(place, folder, report, command)
+        cls,
+        place: str,
+        folder: Path,
+        report: Report,
+        command: tuple[str, ...] = COMMAND,
+        restarts: RestartPolicy = RESTARTS,
+    ) -> LedgerProcessClient:
+        """Start the process, and wait until it takes items. Raises the StoreError of a first
+        process that cannot open the database; later ones are tried again."""
+        client = cls(place, folder, report, command, restarts)
+        client._child.start()
         try:
-            opened = await link._start()
+            await client._child.wait_ready()
         except BaseException:
-            await link._end_process()
+            await client.close()
             raise
-        link.found_epoch, link.interrupted = opened.found_epoch, opened.interrupted
-        link._task = asyncio.create_task(link._keep())
-        return link
+        return client
 
     @property
     def pid(self) -> int:
-        """Of the process that lives now; 0 while there is none."""
-        return self._process.pid if self._process is not None else 0
+        """The id of the living process; 0 while there is none."""
+        return self._child.pid
+
+    @property
+    def restarts(self) -> int:
+        """How often a lost process was replaced, or is about to be."""
+        return self._child.restarts
 
     @property
     def is_well(self) -> bool:
-        """See `LedgerDoor`."""
+        """See `LedgerClient`."""
         if not self._wrote_last or self._wire is None or self._is_pausing or not self._is_taking:
             return False
         return not self._in_flight or self._loop.time() - self._heard_s < STALL_S
 
     def write(self, item: Item) -> Waiter:
-        """See `gateway.ledger.interface.LedgerDoor`. While no process can be started it is refused;
-        while one will be, entries wait for it."""
+        """See `LedgerClient`. Items are refused while no process can be started; entries wait
+        for one that is about to be."""
         waiter: Waiter = self._loop.create_future()
         is_taken = self._is_taking
-        # Handed in or refused, an entry is the last that is heard of a request.
+        # Handed in or refused, an entry ends its request's hold.
         if isinstance(item, UsageEntry):
             self._held.discard(item.request_id)
         elif isinstance(item, NamedEntry):
@@ -139,29 +137,30 @@ class LedgerLink:
         return waiter
 
     def note_progress(self, reached: Mapping[str, Progress]) -> None:
-        """See `gateway.ledger.interface.LedgerDoor`."""
+        """See `LedgerClient`."""
         if self._is_taking and not self._is_pausing:
             self._hand_in(ProgressNote(reached), None)
 
     def holds_first(self) -> AbstractContextManager[None]:
-        """See `LedgerDoor`: they always are."""
+        """See `LedgerClient`: holds are never deferred here."""
         return nullcontext()
 
     async def close(self) -> None:
-        """Write what has been handed in, then end the process. Safe to call twice."""
+        """Write all items handed in, then end the process. Safe to repeat."""
         if self._is_closing:
             return
         self._is_closing, self._is_taking = True, False
         waiters = [waiter for _, waiter in (*self._in_flight, *self._handed) if waiter is not None]
         if waiters:
             await asyncio.wait(waiters, timeout=CLOSE_S)
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
-        await self._end_process()
+        await self._child.stop()
+        if self._wire is not None:
+            self._wire.end()  # The process writes the items it was sent, and exits.
+        await self._child.end(CLOSE_S)
+        self._lose()
         self._refuse(self._handed)
 
-    # -- what is handed in, and what became of it ---------------------------------------------
+    # -- items and their answers ----------------------------------------------------------------
 
     def _hand_in(self, item: Item, waiter: Waiter | None) -> None:
         handed = self._handed
@@ -173,14 +172,14 @@ class LedgerLink:
             self._flush()
 
     def _end_turn(self) -> None:
-        """Where one thing comes at a time, the next need not wait for others of its turn; where
-        many do, the first alone would cost the rest a commit."""
+        """Send the rest of the turn. After a turn with one item, the next item leaves at once;
+        after one with several, a first item that left alone would cost the rest a commit."""
         self._is_sparse = self._in_turn == 1
         self._in_turn = 0
         self._flush()
 
     def _flush(self) -> None:
-        """All that is there in one frame; while there is no socket it waits for the next one."""
+        """Send all handed-in items in one frame. Without a process they wait for the next one."""
         if self._wire is None or not self._handed:
             return
         handed, self._handed = self._handed, []
@@ -194,7 +193,7 @@ class LedgerLink:
         self._wire.send(frame)
 
     def _sifted(self, handed: list[Pair]) -> tuple[list[Pair], bytes]:
-        """What can be said at all: one impossible item must not take the others with it."""
+        """Fail the items that cannot be encoded, and return the others and their frames."""
         good, frames = [], []
         for item, waiter in handed:
             try:
@@ -219,7 +218,7 @@ class LedgerLink:
                 self._lose()
 
     def _land(self, answered: Answered) -> None:
-        """One commit's answers, in the order of what was handed in."""
+        """Tell the waiters of one commit, in the order in which items were sent."""
         refused, take = answered.refused, self._in_flight.popleft
         self._heard_s, self._wrote_last = self._loop.time(), True
         for at in range(answered.count):
@@ -240,44 +239,51 @@ class LedgerLink:
     def _away(self) -> LedgerUnavailable:
         if self._is_closing:
             return LedgerUnavailable("closed", "The ledger is closed.")
-        return LedgerUnavailable(NOT_DURABLE, "The ledger's process is not there.")
+        return LedgerUnavailable(NOT_DURABLE, "The ledger's process is not running.")
 
-    # -- one process after another ------------------------------------------------------------
+    # -- one process ----------------------------------------------------------------------------
 
-    async def _start(self) -> Opened:
-        """A new process, which is told who lives. Raises StoreError where it cannot open the
-        database, or dies before it has."""
-        ours, theirs = socket.socketpair()
-        self._opening = self._loop.create_future()
-        self._lost.clear()
-        with theirs:
-            self._connect(ours)
-            try:
-                self._process = await spawned(self._command, theirs)
-            except OSError as error:
-                message = f"The ledger's process cannot be started: {error.strerror}."
-                if not self._opening.done():
-                    self._opening.set_exception(StoreError("unusable", message))
-        opened = await self._opening
+    async def _live(self) -> str:
+        """See `ChildProcess`: from the start until the wire ends."""
+        try:
+            opened = await self._open_process()
+        except StoreError as error:
+            if not self._was_open:
+                raise
+            self._is_taking = False
+            self._refuse(self._handed)
+            return error.message
+        if not self._was_open:
+            self._was_open = True
+            self.found_epoch, self.interrupted = opened.found_epoch, opened.interrupted
         self._writer_id = opened.writer_id
         self._is_taking, self._is_pausing = not self._is_closing, False
-        return opened
+        self._child.set_ready(interrupted=opened.interrupted)
+        await self._lost.wait()
+        return "connection lost"
 
-    def _connect(self, ours: socket.socket) -> None:
-        """What waits for a process goes to this one, behind the word of who lives: an entry among
-        it is that of a request which does."""
-        self._wire = ChildWire(ours, self._hear, self._lose)
+    async def _open_process(self) -> Opened:
+        """Start a process and tell it of running requests; items that waited follow. Raises
+        StoreError where it cannot open the database, or dies before it has."""
+        self._opening = self._loop.create_future()
+        self._lost.clear()
+        try:
+            self._wire = await self._child.spawn_wired(self._hear, self._lose)
+        except OSError as error:
+            message = f"The ledger's process cannot be started: {error.strerror}."
+            raise StoreError("unusable", message) from error
+        # An entry that waited belongs to a running request, too.
         waiting = [entry.request_id for item, _ in self._handed if (entry := entry_in(item))]
         living = [*self._held, *waiting]
-        opening = Open(self._place, str(self._folder), living, self._writer_id)
-        self._wire.send(packed(opening))
+        self._wire.send(packed(Open(self._place, str(self._folder), living, self._writer_id)))
         self._flush()
+        return await self._opening
 
     def _lose(self) -> None:
-        """Its end has come: what it had not answered is not known to be written. An entry that was
-        in flight at two ends may be their cause."""
+        """The wire has ended. Send the items of running requests again and fail the others: they
+        are not known to be written. An item in flight at two deaths may be their cause."""
         if self._wire is None:
-            return  # it has been taken for lost
+            return
         self._wire.close()
         self._wire = None
         self._wrote_last = False
@@ -285,9 +291,9 @@ class LedgerLink:
         before, self._again = self._again, set()
         again: list[Pair] = []
         for item, waiter in lost:
-            whose = _of_what_runs(item)
-            if whose and (type(item), whose) not in before:
-                self._again.add((type(item), whose))
+            request_id = _running_request(item)
+            if request_id and (type(item), request_id) not in before:
+                self._again.add((type(item), request_id))
                 again.append((item, waiter))
             else:
                 message = "The ledger's process died before it had answered."
@@ -299,11 +305,10 @@ class LedgerLink:
         self._lost.set()
 
     def _pause(self) -> None:
-        """Until there is a process again, only those wait who have an answer to complete."""
+        """Before a pause, refuse all items but entries, whose requests are answered already."""
         self._is_pausing = True
-        entries = [pair for pair in self._handed if entry_in(pair[0]) is not None]
         new = [pair for pair in self._handed if entry_in(pair[0]) is None]
-        self._handed = entries
+        self._handed = [pair for pair in self._handed if entry_in(pair[0]) is not None]
         self._refuse(new)
 
     def _refuse(self, pairs: list[Pair]) -> None:
@@ -311,58 +316,10 @@ class LedgerLink:
             self._fail(item, waiter, self._away())
         pairs.clear()
 
-    async def _keep(self) -> None:
-        """One process after another; the first is there."""
-        pause_s = 0.0
-        while True:
-            began_s = self._loop.time()
-            await self._lost.wait()
-            if self._loop.time() - began_s > STEADY_S:
-                pause_s = 0.0
-            self.restarts += 1
-            status = await self._reap()
-            self._report("ledger_died", {"status": status, "restarts": self.restarts})
-            pause_s = await self._replace(pause_s)
 
-    async def _replace(self, pause_s: float) -> float:
-        """Try until one is there. Returns how long to pause should it die soon."""
-        while True:
-            if pause_s:
-                self._pause()
-                await asyncio.sleep(pause_s)
-            pause_s = min(max(2 * pause_s, PAUSE_FIRST_S), PAUSE_LAST_S)
-            try:
-                opened = await self._start()
-            except StoreError as error:
-                self._is_taking = False
-                self._refuse(self._handed)
-                await self._reap()
-                facts: dict[str, object] = {"code": error.code, "message": error.message}
-                self._report("ledger_not_started", facts)
-            else:
-                facts = {"pid": self.pid, "interrupted": opened.interrupted}
-                self._report("ledger_started", facts)
-                return pause_s
-
-    async def _reap(self, patience_s: float = 1.0) -> int | None:
-        if self._process is None:
-            return None
-        status = await reaped(self._process, patience_s)
-        self._process = None
-        return status
-
-    async def _end_process(self) -> None:
-        """It finishes what it was sent, and goes."""
-        self._opening.cancel()
-        if self._wire is not None:
-            self._wire.end()
-        await self._reap(CLOSE_S)
-        self._lose()
-
-
-def _of_what_runs(item: Item) -> str:
-    """The request that goes on whatever becomes of this, and whose entry it is or will settle; ""
-    where there is none."""
+def _running_request(item: Item) -> str:
+    """The id of the request that goes on without this item, if the item is its entry or the hold
+    that its entry will settle; "" for other items."""
     if isinstance(item, Hold):
         return item.request_id if item.is_running else ""
     entry = entry_in(item)

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 
 from msgspec import structs
 
-from gateway.ledger.interface import LedgerDoor
+from gateway.ledger.interface import LedgerClient
 from tenancy.errors import StoreError
 from tenancy.ledger.epochs import LedgerEpoch
 from tenancy.ledger.progress import Progress
@@ -34,10 +34,10 @@ CallLater = Callable[[float, Callable[[], None]], object]
 
 
 class LateHolds:
-    """A `LedgerDoor` before another one. Belongs to one loop."""
+    """A `LedgerClient` before another one. Belongs to one loop."""
 
     def __init__(
-        self, door: LedgerDoor, watch: BudgetWatch, call_later: CallLater | None = None
+        self, door: LedgerClient, watch: BudgetWatch, call_later: CallLater | None = None
     ) -> None:
         """`watch`: of the door's own database. `call_later`: the loop's."""
         self._door = door
@@ -51,22 +51,22 @@ class LateHolds:
 
     @property
     def found_epoch(self) -> LedgerEpoch | None:
-        """See `LedgerDoor`."""
+        """See `LedgerClient`."""
         return self._door.found_epoch
 
     @property
     def interrupted(self) -> int:
-        """See `LedgerDoor`."""
+        """See `LedgerClient`."""
         return self._door.interrupted
 
     @property
     def restarts(self) -> int:
-        """See `LedgerDoor`."""
+        """See `LedgerClient`."""
         return self._door.restarts
 
     @property
     def is_well(self) -> bool:
-        """See `LedgerDoor`."""
+        """See `LedgerClient`."""
         return self._door.is_well
 
     @property
@@ -75,7 +75,7 @@ class LateHolds:
         return len(self._young) + len(self._old)
 
     def write(self, item: Item) -> asyncio.Future[None]:
-        """See `LedgerDoor`. A hold on which nothing hangs is as good as written at once."""
+        """See `LedgerClient`. A hold on which nothing hangs is as good as written at once."""
         if isinstance(item, UsageEntry):
             self._forget(item.request_id)
         elif isinstance(item, Hold):
@@ -91,7 +91,7 @@ class LateHolds:
         return self._door.write(item)
 
     def note_progress(self, reached: Mapping[str, Progress]) -> None:
-        """See `LedgerDoor`. What is noted, is noted in holds."""
+        """See `LedgerClient`. What is noted, is noted in holds."""
         for request_id in reached:
             held = self._young.pop(request_id, None) or self._old.pop(request_id, None)
             if held is not None:
@@ -100,7 +100,7 @@ class LateHolds:
 
     @contextmanager
     def holds_first(self) -> Iterator[None]:
-        """See `LedgerDoor`."""
+        """See `LedgerClient`."""
         self._firsts += 1
         self._hand_in_all()
         try:
@@ -110,7 +110,7 @@ class LateHolds:
             self._firsts -= 1
 
     async def close(self) -> None:
-        """See `LedgerDoor`. What still runs has its hold, which is closed as its process is."""
+        """See `LedgerClient`. What still runs has its hold, which is closed as its process is."""
         self._firsts += 1
         self._hand_in_all()
         await self._door.close()

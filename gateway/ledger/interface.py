@@ -1,7 +1,7 @@
-"""Where the gateway hands in what must be durable, and waits for it on its loop.
+"""The ledger that a gateway hands its items in to, and whose commits it awaits on its loop.
 
-`ledger_link` has the ledger in a process of its own; here is the one in this process, for embedders
-and tests. `metering`, `reckoning` and `storage_meter` write through either.
+`ledger_link` has the ledger in a process of its own; here it is in this one, for embedders and
+tests. `metering`, `reckoning` and `storage_meter` write through either.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from tenancy.ledger.progress import Progress
 from tenancy.ledger.transactions import Item
 
 
-class LedgerDoor(Protocol):
-    """A ledger, as far as a loop sees it. `restarts`: how often its process was started again;
-    the rest is `tenancy.ledger.writer.LedgerWriter`'s."""
+class LedgerClient(Protocol):
+    """A ledger, as the gateway's loop sees it. `restarts`: how often its process was replaced;
+    `found_epoch` and `interrupted`: see `tenancy.ledger.writer.LedgerWriter`."""
 
     @property
     def found_epoch(self) -> LedgerEpoch | None: ...
@@ -32,60 +32,60 @@ class LedgerDoor(Protocol):
 
     @property
     def is_well(self) -> bool:
-        """Was the last thing that was handed in written, and is nothing waited for long?"""
+        """True if the last item was written, and no item has waited for long."""
 
     def write(self, item: Item) -> asyncio.Future[None]:
-        """Hand it in, at once. The future is done when it is durable, or raises what the writer
-        answers; LedgerUnavailable: nobody may be told that it was written. Cancelling it changes
-        nothing for the writer."""
+        """Hand in an item; returns at once. The future is done when the item is durable, or raises
+        the writer's error; after LedgerUnavailable the item is not known to be written. Cancelling
+        the future does not withdraw the item."""
 
     def note_progress(self, reached: Mapping[str, Progress]) -> None:
-        """Keep how far requests have come, by request id. Nobody is told."""
+        """Note how far requests have come, by request id. There is no answer."""
 
     def holds_first(self) -> AbstractContextManager[None]:
-        """What runs has its hold, handed in before whatever is written within; and whatever is
-        admitted within waits for its hold."""
+        """Within it, holds are not deferred: those of running requests are handed in before the
+        items written within, and requests admitted within wait for their holds."""
 
     async def close(self) -> None:
-        """Write what has been handed in, then stop. Safe to call twice."""
+        """Write all items handed in, then stop. Safe to repeat."""
 
 
-class LedgerHere:
-    """A ledger whose writer is a thread of this process."""
+class InProcessLedger:
+    """A `LedgerClient` of a ledger whose writer is a thread of this process."""
 
     restarts = 0
 
     def __init__(self, ledger: Ledger) -> None:
-        """It is closed with this."""
+        """`ledger`: closed with this client."""
         self._ledger = ledger
 
     @property
     def found_epoch(self) -> LedgerEpoch | None:
-        """See `LedgerDoor`."""
+        """See `LedgerClient`."""
         return self._ledger.found_epoch
 
     @property
     def interrupted(self) -> int:
-        """See `LedgerDoor`."""
+        """See `LedgerClient`."""
         return self._ledger.interrupted
 
     @property
     def is_well(self) -> bool:
-        """See `LedgerDoor`."""
+        """See `LedgerClient`."""
         return self._ledger.is_well
 
     def write(self, item: Item) -> asyncio.Future[None]:
-        """See `LedgerDoor`."""
+        """See `LedgerClient`."""
         return asyncio.wrap_future(self._ledger.write(item))
 
     def note_progress(self, reached: Mapping[str, Progress]) -> None:
-        """See `LedgerDoor`."""
+        """See `LedgerClient`."""
         self._ledger.note_progress(reached)
 
     def holds_first(self) -> AbstractContextManager[None]:
-        """See `LedgerDoor`: they always are."""
+        """See `LedgerClient`: holds are never deferred here."""
         return nullcontext()
 
     async def close(self) -> None:
-        """See `LedgerDoor`."""
+        """See `LedgerClient`."""
         await asyncio.to_thread(self._ledger.close)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping
 
 from gateway.dialects.canonical import UsageRecord
-from gateway.ledger.interface import LedgerDoor
+from gateway.ledger.interface import LedgerClient
 from tenancy.errors import BadPrice, BudgetExceeded, NameInUse
 from tenancy.ledger.idempotency import Claim, Keeping
 from tenancy.ledger.progress import Progress
@@ -27,7 +27,7 @@ def wall_ms() -> int:
     return time.time_ns() // 1_000_000
 
 
-def note_progress(ledger: LedgerDoor, notes: Mapping[str, UsageRecord]) -> None:
+def note_progress(ledger: LedgerClient, notes: Mapping[str, UsageRecord]) -> None:
     """Keep what open requests have delivered, by request id. Waits for nothing."""
     ledger.note_progress({request_id: _progress(record) for request_id, record in notes.items()})
 
@@ -48,7 +48,7 @@ class LedgerReservation:
 
     def __init__(
         self,
-        ledger: LedgerDoor,
+        ledger: LedgerClient,
         wall: WallClock,
         request_id: str,
         identity: Identity,

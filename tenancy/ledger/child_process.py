@@ -1,7 +1,8 @@
-"""A process that serves its gateway over a socket pair, and lives as long as that one does.
+"""The child's end of a wire to its gateway: frames over the socket that is its standard input.
 
-Its argument is the number of its end, which it has inherited. `ledger_child` and the gateway's
-analytics run in one each.
+A frame is four bytes of length, little-endian, then one msgpack message. The ledger's process and
+the gateway's analytics process each `run` one loop over the frames that they `receive`. The
+gateway's end is `gateway.child_process`. This module knows no message.
 """
 
 from __future__ import annotations
@@ -10,31 +11,91 @@ import gc
 import os
 import signal
 import socket
+import struct
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 import msgspec
 
+READ_BYTES = 2**16
+"""As much as a transaction of small ledger items."""
+
+_LENGTH = struct.Struct("<I")
+_ENCODE = msgspec.msgpack.Encoder().encode
+
+
+def packed(message: object) -> bytes:
+    """Encode one frame. Raises ValueError and OverflowError for texts and numbers that msgpack
+    cannot hold."""
+    data = _ENCODE(message)
+    return _LENGTH.pack(len(data)) + data
+
+
+class FrameReader:
+    """Cuts a byte stream into frames, wherever the socket cut it."""
+
+    def __init__(self) -> None:
+        self._rest = bytearray()
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Return the bodies of the frames that are complete now. O(bytes)."""
+        rest, at, size = self._rest, 0, _LENGTH.size
+        if not rest and len(data) >= size and _LENGTH.unpack_from(data)[0] == len(data) - size:
+            return [data[size:]]  # The usual case: exactly one frame.
+        rest += data
+        frames = []
+        while len(rest) - at >= size:
+            end = at + size + _LENGTH.unpack_from(rest, at)[0]
+            if end > len(rest):
+                break
+            frames.append(bytes(rest[at + size : end]))
+            at = end
+        del rest[:at]
+        return frames
+
+
+def receive(wire: socket.socket) -> Iterator[list[bytes]]:
+    """Yield the frames of each read, at least one at a time, until the gateway closes its end."""
+    reader = FrameReader()
+    while True:
+        try:
+            data = wire.recv(READ_BYTES)
+        except ConnectionError:  # The gateway was killed before it read the last answers.
+            return
+        if not data:
+            return
+        if frames := reader.feed(data):
+            yield frames
+
+
+def send(wire: socket.socket, message: object) -> None:
+    """Send one message. A gateway that has gone needs none."""
+    with suppress(OSError):
+        wire.sendall(packed(message))
+
 
 def run(name: str, serve: Callable[[socket.socket], int]) -> int:
-    """Serve, and return the exit status. Signals to its gateway's group or terminal are heard and
-    not minded: what comes before that gateway's end is to be done. A mistake of ours is a line
-    `NAME_failed` on standard error, and for the gateway an end."""
+    """Serve the gateway over standard input and return the exit status.
+
+    SIGINT, SIGTERM and SIGHUP are ignored: the process ends when its gateway closes the wire, after
+    the work that it was sent. An exception is logged as one line `NAME_failed` on standard error,
+    without its message, which may quote a value; the gateway sees the wire end.
+    """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    gc.freeze()  # what was imported stays
+    gc.freeze()  # Imported modules live as long as the process: the collector may skip them.
     try:
-        with socket.socket(fileno=int(sys.argv[1])) as wire:
+        with socket.socket(fileno=sys.stdin.fileno()) as wire:
             return serve(wire)
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)[-6:]
         facts = {
             "at_ms": time.time_ns() // 1_000_000,
             "event": f"{name}_failed",
-            "error": type(error).__name__,  # its message may quote a value
+            "error": type(error).__name__,
             "at": [f"{frame.filename.rpartition('/')[2]}:{frame.lineno}" for frame in frames],
         }
         with suppress(OSError):

@@ -1,10 +1,10 @@
-"""The ledger process: `python -m tenancy.ledger.process SOCKET`, started by a gateway.
+"""The ledger's writer as a process: `python -m tenancy.ledger.process`, started by a gateway.
 
-SOCKET is the number of its end of a socket pair that it has inherited. It opens the database that
-it is told first, writes what comes, as much at once as is there, and answers once for each commit.
-When the other end closes, however that came, it finishes what was sent, closes what nobody will
-settle any more, and goes; no signal but SIGKILL ends it before. One thread, which waits for the
-socket or for the disk; it knows no request and no HTTP. `gateway.ledger.client` is the other end.
+Its standard input is a socket (`child_process`). The first frame names the database; the process
+then writes the items that have arrived, in one transaction per batch, and answers once per commit.
+When the gateway closes its end, however that came, the process writes the items it was sent, closes
+the holds that are left, and exits; only SIGKILL ends it before. One thread, which waits for the
+socket or for the disk. It knows no request and no HTTP. `gateway.ledger.client` is the other end.
 """
 
 from __future__ import annotations
@@ -13,48 +13,35 @@ import os
 import socket
 import sys
 import time
-from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, suppress
+from itertools import chain
 from pathlib import Path
 
 from tenancy.errors import StoreError
-from tenancy.ledger.child_process import run
-from tenancy.ledger.protocol import (
-    Answered,
-    FrameReader,
-    FromWriter,
-    NotOpened,
-    Open,
-    Opened,
-    failure_of,
-    packed,
-    read_items,
-    read_open,
-)
+from tenancy.ledger.child_process import receive, run, send
+from tenancy.ledger.protocol import Answered, NotOpened, Opened, failure_of, read_items, read_open
 from tenancy.ledger.transactions import Item
 from tenancy.ledger.writer import BATCH_MAX, Answers, LedgerWriter
 from tenancy.storage.backends import open_store
 from tenancy.types import WallClock
 
 PATIENCE_S = 5.0
-"""How long the process of a gateway that was killed may take to finish."""
-
-READ_BYTES = 2**16
-"""As much as a transaction of small items."""
+"""How long a new writer waits for the process of a killed gateway to finish."""
 
 
 def serve(wire: socket.socket, environment: Mapping[str, str], clock: WallClock) -> int:
-    """Keep the ledger until the other end closes. Returns the exit status. `environment`: where
-    passwords for servers may stand."""
-    arriving = _Arriving(wire)
-    opening = arriving.opening()
-    if opening is None:
+    """Keep the ledger until the gateway closes its end. Returns the exit status. `environment`:
+    may hold passwords of database servers."""
+    received = receive(wire)
+    frames = next(received, None)
+    if frames is None:
         return 0
+    opening = read_open(frames[0])
     try:
         store = open_store(opening.place, Path(opening.folder), environment)
     except StoreError as error:
-        _say(wire, NotOpened(failure_of(error)))
+        send(wire, NotOpened(failure_of(error)))
         return 1
     with closing(store):
         try:
@@ -66,55 +53,25 @@ def serve(wire: socket.socket, environment: Mapping[str, str], clock: WallClock)
                 patience_s=PATIENCE_S,
             )
         except StoreError as error:
-            _say(wire, NotOpened(failure_of(error)))
+            send(wire, NotOpened(failure_of(error)))
             return 1
-        _say(wire, Opened(writer.writer_id, writer.interrupted, writer.found_epoch))
-        for items in arriving.batches():
-            _say(wire, _answered(writer.write(items)))
+        send(wire, Opened(writer.writer_id, writer.interrupted, writer.found_epoch))
+        for items in _batches(chain([frames[1:]], received)):
+            send(wire, _answered(writer.write(items)))
             writer.look_after()
-        with suppress(StoreError):  # the next start will
+        with suppress(StoreError):  # The next start closes the holds then.
             writer.abandon()
         writer.close()
     return 0
 
 
-class _Arriving:
-    """What the gateway sends, until there is no more."""
-
-    def __init__(self, wire: socket.socket) -> None:
-        self._wire = wire
-        self._reader = FrameReader()
-        self._frames: deque[bytes] = deque()
-        self._items: list[Item] = []
-        self._is_over = False
-
-    def opening(self) -> Open | None:
-        """The first frame; None for an end before it."""
-        while not self._frames and not self._is_over:
-            self._receive()
-        return read_open(self._frames.popleft()) if self._frames else None
-
-    def batches(self) -> Iterator[list[Item]]:
-        """As many items as are there, each time one is. Waiting for more would only add latency:
-        while a commit waits for the disk, the next batch gathers by itself."""
-        while True:
-            while self._frames:
-                self._items += read_items(self._frames.popleft())
-            if self._items:
-                batch, self._items = self._items[:BATCH_MAX], self._items[BATCH_MAX:]
-                yield batch
-            elif self._is_over:
-                return
-            else:
-                self._receive()
-
-    def _receive(self) -> None:
-        try:
-            data = self._wire.recv(READ_BYTES)
-        except ConnectionError:  # it was killed, with answers that it had not read
-            data = b""
-        self._is_over = not data
-        self._frames.extend(self._reader.feed(data))
+def _batches(received: Iterable[list[bytes]]) -> Iterator[list[Item]]:
+    """Yield the items of each read, at most BATCH_MAX at a time. Waiting for more would only add
+    latency: while a commit waits for the disk, the next batch gathers in the socket."""
+    for frames in received:
+        items = [item for frame in frames for item in read_items(frame)]
+        for at in range(0, len(items), BATCH_MAX):
+            yield items[at : at + BATCH_MAX]
 
 
 def _answered(answers: Answers) -> Answered:
@@ -124,19 +81,12 @@ def _answered(answers: Answers) -> Answered:
     return Answered(len(answers), refused)
 
 
-def _say(wire: socket.socket, message: FromWriter) -> None:
-    try:
-        wire.sendall(packed(message))
-    except OSError:
-        return  # nobody is there to hear it any more
-
-
 def _wall_ms() -> int:
     return time.time_ns() // 1_000_000
 
 
 def main() -> int:
-    """Serve the gateway that started this."""
+    """Serve the gateway that started this process."""
     return run("ledger", lambda wire: serve(wire, os.environ, _wall_ms))
 
 

@@ -20,15 +20,15 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from engine.client.supervisor import EngineSupervisor
 from engine.model_store import load_card
 from gateway.analytics.aggregates import Analytics, Facts
-from gateway.analytics.interface import AnalyticsHere
+from gateway.analytics.interface import InProcessAnalytics
 from gateway.app import Gateway, connect, open_analytics
 from gateway.config import Config, LimitsConfig, LogConfig, ServerConfig
 from gateway.context import Context
+from gateway.engine_supervisor import EngineSupervisor
 from gateway.gc_tuning import settle_heap
-from gateway.ledger.client import LedgerLink
+from gateway.ledger.client import LedgerProcessClient
 from gateway.ledger.metering import wall_ms
 from gateway.observability.logging import LogLines
 from gateway.prompt import Renderer
@@ -73,23 +73,23 @@ class _NoLedger:
     found_epoch, interrupted, restarts, is_well = None, 0, 0, True
 
     def write(self, item: Item) -> asyncio.Future[None]:
-        """See `LedgerDoor`."""
+        """See `LedgerClient`."""
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         done.set_result(None)
         return done
 
     def note_progress(self, reached: Mapping[str, Progress]) -> None:
-        """See `LedgerDoor`."""
+        """See `LedgerClient`."""
 
     def holds_first(self) -> AbstractContextManager[None]:
-        """See `LedgerDoor`."""
+        """See `LedgerClient`."""
         return nullcontext()
 
     async def close(self) -> None:
-        """See `LedgerDoor`."""
+        """See `LedgerClient`."""
 
 
-class _NoAnalytics(AnalyticsHere):
+class _NoAnalytics(InProcessAnalytics):
     """Looks away."""
 
     def __init__(self, context: Context) -> None:
@@ -98,7 +98,7 @@ class _NoAnalytics(AnalyticsHere):
 
 
 def _look_away(facts: Facts) -> None:
-    """See `AnalyticsDoor.note`."""
+    """See `AnalyticsClient.note`."""
 
 
 def without_books(gateway: Gateway) -> None:
@@ -142,7 +142,7 @@ async def serve(settings: NullGatewaySettings) -> None:
     key = make_key(store)
     log = LogLines(sys.stderr.fileno(), wall_ms)
     supervisor = EngineSupervisor(Path(card.folder), config.engine, log, command=NULL_ENGINE)
-    ledger = await LedgerLink.open(config.tenancy.database, config.data, log)
+    ledger = await LedgerProcessClient.open(config.tenancy.database, config.data, log)
     analytics = await open_analytics(config, log) if settings.books else None
     renderer = Renderer(card)
     gateway = Gateway(config, supervisor, renderer, store, log, ledger=ledger, analytics=analytics)

@@ -13,10 +13,10 @@ import msgspec
 import pytest
 
 from engine.api import CacheGrant, Event, Finished, Request, Sampling, Started, Tokens
-from engine.client.supervisor import EngineSupervisor
 from engine.config import EngineConfig
 from engine.model_store import ModelCard
 from gateway.bench.client import BenchError
+from gateway.engine_supervisor import EngineSupervisor
 from tenancy.storage.sqlite import SqliteStore
 from tests.bench.overhead.__main__ import parse_arguments, run_overhead_bench
 from tests.bench.overhead.load import Load, LoadResult, run

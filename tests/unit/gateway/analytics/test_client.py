@@ -15,12 +15,13 @@ import pytest
 from engine.api import Grammar
 from gateway.analytics import client
 from gateway.analytics.aggregates import Analytics, Facts
-from gateway.analytics.client import ANSWERS_MAX, TOKENS_MAX, AnalyticsLink
-from gateway.analytics.interface import AnalyticsDoor, AnalyticsHere
+from gateway.analytics.client import ANSWERS_MAX, TOKENS_MAX, AnalyticsProcessClient
+from gateway.analytics.interface import AnalyticsClient, InProcessAnalytics
 from gateway.analytics.protocol import Begin
+from gateway.child_process import RestartPolicy
 from gateway.dialects.canonical import Boundary, Rendered, UsageRecord
 from gateway.errors import Refusal
-from tenancy.ledger import protocol
+from tenancy.ledger import child_process
 from tenancy.pricing.charges import RateCard
 from tenancy.reuse.advice import Kept
 from tests.fakes import FakeClock
@@ -28,6 +29,7 @@ from tests.fakes import FakeClock
 PATIENCE_S = 60.0
 BEGIN = Begin(10, {"5m": Kept(300.0, "5m"), "1h": Kept(3_600.0, "1h")})
 CARD = RateCard("c", input=1_000, cache_read=100, cache_write={"5m": 1_250})
+AT_ONCE = RestartPolicy((0.001,))
 READS_NOTHING = (sys.executable, "-c", "import time; time.sleep(600)")
 
 
@@ -42,11 +44,12 @@ class Opened:
     def __init__(self) -> None:
         self.clock = FakeClock()
         self.events: list[str] = []
-        self.link: AnalyticsLink
+        self.link: AnalyticsProcessClient
 
-    async def open(self, *command: str) -> AnalyticsLink:
-        more = (command,) if command else ()
-        self.link = await AnalyticsLink.open(BEGIN, self.clock, self.wall, self.report, *more)
+    async def open(self, *command: str) -> AnalyticsProcessClient:
+        self.link = await AnalyticsProcessClient.open(
+            BEGIN, self.clock, self.wall, self.report, command or client.COMMAND, AT_ONCE
+        )
         return self.link
 
     def wall(self) -> int:
@@ -62,8 +65,7 @@ class Opened:
 
 
 @pytest.fixture
-async def made(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Opened]:
-    monkeypatch.setattr(client, "PAUSE_S", 0.0)
+async def made() -> AsyncIterator[Opened]:
     made = Opened()
     yield made
     await made.link.close()
@@ -94,7 +96,7 @@ def some_facts(seed: int) -> Facts:
     )
 
 
-async def said(door: AnalyticsDoor) -> list[Any]:
+async def said(door: AnalyticsClient) -> list[Any]:
     """All that can be asked."""
     return [
         await door.overview(),
@@ -107,7 +109,7 @@ async def said(door: AnalyticsDoor) -> list[Any]:
 async def test_a_process_says_what_analytics_here_would_say(made: Opened) -> None:
     """Over hours, with answers of which only some fill a frame."""
     link = await made.open()
-    here = AnalyticsHere(Analytics(made.clock, made.wall, BEGIN.tenants_max, BEGIN.classes))
+    here = InProcessAnalytics(Analytics(made.clock, made.wall, BEGIN.tenants_max, BEGIN.classes))
     for number in range(3 * ANSWERS_MAX + 7):
         made.clock.advance(97.0)
         for door in (here, link):
@@ -122,7 +124,7 @@ async def test_answers_leave_some_at_a_time(made: Opened, monkeypatch: pytest.Mo
     link = await made.open()
     await link.overview()
     frames: list[object] = []
-    packed = protocol.packed
+    packed = child_process.packed
 
     def noted(message: Any) -> bytes:
         frames.append(len(message.facts) if hasattr(message, "facts") else "question")
@@ -157,7 +159,7 @@ async def test_a_process_that_dies_is_replaced_and_begins_anew(made: Opened) -> 
 
     assert refused.value.code == "analytics_away"
     assert (before["total"]["requests"], after["total"]["requests"]) in ((1, 0), (1, 1))
-    assert made.events == ["analytics_died"]
+    assert made.events == ["analytics_started", "analytics_died", "analytics_started"]
 
 
 async def test_nobody_waits_for_one_that_cannot_be_started(made: Opened) -> None:
@@ -195,7 +197,7 @@ async def test_it_goes_when_its_gateway_does(made: Opened) -> None:
     """However that ended: nobody is left to tell it."""
     link = await made.open()
     await link.overview()
-    process, wire = link._process, link._wire
+    process, wire = link._child._process, link._wire
     assert process is not None
     assert wire is not None
     wire.close()

@@ -40,7 +40,7 @@ class SlowEntries:
         patch.setattr(gateway.gateway.context.ledger, "write", self.write)
 
     def write(self, item: Item) -> asyncio.Future[None]:
-        """See `LedgerDoor`."""
+        """See `LedgerClient`."""
         if not isinstance(item, UsageEntry):
             return self._write(item)
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()

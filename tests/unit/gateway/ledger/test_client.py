@@ -13,25 +13,27 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
+from gateway.child_process import RestartPolicy
 from gateway.ledger import client
-from gateway.ledger.client import FRAME_ITEMS, LedgerLink
+from gateway.ledger.client import FRAME_ITEMS, LedgerProcessClient
 from tenancy.accounts.tenants import create_tenant
 from tenancy.errors import LedgerUnavailable, StoreError
-from tenancy.ledger import protocol
+from tenancy.ledger import child_process
 from tenancy.ledger.progress import Progress
 from tenancy.ledger.transactions import Hold, Item
 from tenancy.storage.sqlite import SqliteStore
 from tests.unit.tenancy.conftest import used
 
 PATIENCE_S = 60.0
+QUICK = RestartPolicy((0.0, 0.05, 0.1, 0.2, 5.0))
 DIES_BEFORE_IT_ANSWERS = """
 import os, sys
 from tenancy import ledger_child
 from tenancy.ledger.protocol import Answered
-say = ledger_child._say
+send = ledger_child.send
 def die(wire, word):
-    os._exit(9) if isinstance(word, Answered) else say(wire, word)
-ledger_child._say = die
+    os._exit(9) if isinstance(word, Answered) else send(wire, word)
+ledger_child.send = die
 sys.exit(ledger_child.main())
 """
 OPENS_UNLESS = """
@@ -52,13 +54,16 @@ class Link:
     def __init__(self, store: SqliteStore) -> None:
         self.store = store
         self.events: list[tuple[str, dict[str, object]]] = []
-        self.link: LedgerLink
+        self.link: LedgerProcessClient
+        self.restarts = QUICK
         self.when_it_died: Callable[[], None] = lambda: None
 
     async def open(self, *command: str) -> None:
         path = self.store.path
-        more = (command,) if command else ()
-        self.link = await LedgerLink.open(path.name, path.parent, self.report, *more)
+        self.link = await LedgerProcessClient.open(
+            path.name, path.parent, self.report, command or client.COMMAND, self.restarts
+        )
+        self.events.clear()
 
     def report(self, event: str, facts: dict[str, object]) -> None:
         self.events.append((event, facts))
@@ -115,7 +120,7 @@ async def code(waiter: asyncio.Future[None]) -> str:
 def _watched(patch: pytest.MonkeyPatch) -> list[int]:
     """How many items each frame has that leaves from now on."""
     frames: list[int] = []
-    packed = protocol.packed
+    packed = child_process.packed
 
     def counted(message: list[Item]) -> bytes:
         frames.append(len(message))
@@ -191,7 +196,8 @@ async def test_what_runs_is_settled_by_the_next_process(one: Link) -> None:
     assert one.endings() == {"runs": ("done", 4), "next": ("done", 4)}
     assert one.link.restarts == 1
     (died, started) = one.events
-    assert died == ("ledger_died", {"status": -signal.SIGKILL, "restarts": 1})
+    lost = {"reason": "connection lost", "status": -signal.SIGKILL, "restarts": 1}
+    assert died == ("ledger_died", lost)
     assert started == ("ledger_started", {"pid": one.link.pid, "interrupted": 0})
 
 
@@ -257,11 +263,8 @@ async def test_an_entry_that_waits_for_the_next_process_is_written_as_it_is(one:
     assert one.endings() == {"runs": ("done", 4)}
 
 
-async def test_one_that_dies_again_and_again_is_given_time(
-    one: Link, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_one_that_dies_again_and_again_is_given_time(one: Link) -> None:
     """Meanwhile nothing new is begun, and what ends waits; it comes back by itself."""
-    monkeypatch.setattr(client, "PAUSE_FIRST_S", 0.05)
     await one.link.write(hold("runs"))
     one.kill()
     await one.until_event("ledger_started")
@@ -275,12 +278,9 @@ async def test_one_that_dies_again_and_again_is_given_time(
     assert (one.holds(), one.endings()) == (1, {"runs": ("done", 4)})
 
 
-async def test_while_it_cannot_be_opened_all_is_refused(
-    made: Link, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_while_it_cannot_be_opened_all_is_refused(made: Link, tmp_path: Path) -> None:
     """Its database is away: nobody waits, and it goes on by itself. Whose entry was refused has a
     hold that must not be open for ever: the next process closes it."""
-    monkeypatch.setattr(client, "PAUSE_FIRST_S", 0.05)
     away = tmp_path / "away"
     await made.open(sys.executable, "-c", OPENS_UNLESS.format(away=str(away)))
     await made.link.write(hold("runs"))
@@ -307,28 +307,29 @@ async def test_a_first_start_that_fails_says_why(made: Link, tmp_path: Path) -> 
     second = Link(made.store)
     with pytest.raises(StoreError, match="in use by another server"):
         await second.open()
-    gone = LedgerLink.open("x.db", tmp_path, second.report, (sys.executable, "-c", "pass"))
+    gone = LedgerProcessClient.open("x.db", tmp_path, second.report, (sys.executable, "-c", "pass"))
     with pytest.raises(StoreError, match="died before it had opened"):
         await gone
-    nothing = LedgerLink.open("x.db", tmp_path, second.report, (str(tmp_path / "none"),))
+    nothing = LedgerProcessClient.open("x.db", tmp_path, second.report, (str(tmp_path / "none"),))
     with pytest.raises(StoreError, match="cannot be started: No such file"):
         await nothing
 
-    assert second.events == []
+    assert [name for name, _ in second.events] == ["ledger_not_started"] * 3
 
 
-async def test_closing_while_it_is_away_ends(one: Link, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_closing_while_it_is_away_ends(made: Link) -> None:
     """A shutdown never waits for a disk that does not come back."""
-    monkeypatch.setattr(client, "PAUSE_FIRST_S", 1_000.0)
-    one.kill()
-    await one.until_event("ledger_started")
-    one.kill()
-    await one.until_event("ledger_died", 2)
+    made.restarts = RestartPolicy((0.0, 1_000.0))
+    await made.open()
+    made.kill()
+    await made.until_event("ledger_started")
+    made.kill()
+    await made.until_event("ledger_died", 2)
     async with asyncio.timeout(PATIENCE_S):
-        await one.link.close()
+        await made.link.close()
 
-    assert await code(one.link.write(hold("late"))) == "closed"
-    assert one.link.pid == 0
+    assert await code(made.link.write(hold("late"))) == "closed"
+    assert made.link.pid == 0
 
 
 async def test_one_that_hangs_is_killed_at_the_end(

@@ -17,7 +17,7 @@ from msgspec import structs
 from gateway.background import reconciliation
 from gateway.ledger import deferred_holds
 from gateway.ledger.deferred_holds import LATE_S, TOKENS_MAX, LateHolds
-from gateway.ledger.interface import LedgerHere
+from gateway.ledger.interface import InProcessLedger
 from tenancy.accounting.audit import check_books
 from tenancy.accounts.keys import create_key
 from tenancy.accounts.tenants import create_tenant
@@ -39,7 +39,7 @@ TOTALS = EngineTotals("e", 10, *range(1, 7))
 
 
 class Door:
-    """A `LedgerDoor` that remembers what was handed in, and answers when it is told to."""
+    """A `LedgerClient` that remembers what was handed in, and answers when it is told to."""
 
     found_epoch, interrupted, restarts = None, 3, 4
 
@@ -266,7 +266,9 @@ class Admitting(RuleBasedStateMachine):
 
     async def opened(self) -> LateHolds:
         watch = BudgetWatch(self.store)
-        return LateHolds(LedgerHere(self.ledger), watch, lambda _, call: self.ticks.append(call))
+        return LateHolds(
+            InProcessLedger(self.ledger), watch, lambda _, call: self.ticks.append(call)
+        )
 
     def used(self, key: int) -> int:
         """Of the budget of a key, or of the tenant's: 0."""

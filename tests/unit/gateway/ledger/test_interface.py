@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
-from gateway.ledger.client import LedgerLink
-from gateway.ledger.interface import LedgerDoor, LedgerHere
+from gateway.ledger.client import LedgerProcessClient
+from gateway.ledger.interface import InProcessLedger, LedgerClient
 from tenancy.accounts.tenants import create_tenant
 from tenancy.errors import BudgetExceeded, LedgerUnavailable, NameInUse, TenancyError
 from tenancy.ledger.idempotency import Claim, Keeping, KeptAnswer, find
@@ -33,7 +33,7 @@ def _no_blocking_calls() -> None:
 class Books:
     """A door, and a look at what was written."""
 
-    def __init__(self, door: LedgerDoor, store: SqliteStore) -> None:
+    def __init__(self, door: LedgerClient, store: SqliteStore) -> None:
         self.door = door
         self.store = store
 
@@ -52,10 +52,12 @@ class Books:
         return caught.value
 
 
-async def opened(kind: str, store: SqliteStore) -> LedgerDoor:
+async def opened(kind: str, store: SqliteStore) -> LedgerClient:
     if kind == "here":
-        return LedgerHere(Ledger(store, lambda: 1_000))
-    return await LedgerLink.open(store.path.name, store.path.parent, lambda event, facts: None)
+        return InProcessLedger(Ledger(store, lambda: 1_000))
+    return await LedgerProcessClient.open(
+        store.path.name, store.path.parent, lambda event, facts: None
+    )
 
 
 @pytest.fixture(params=["here", "link"])
@@ -90,7 +92,7 @@ async def test_many_at_once_are_answered_each_by_its_own(books: Books) -> None:
     unheard = used("\ud800", 10)
     good = [used(str(number), 10) for number in range(300)]
     items = [*good[:150], wrong, *good[150:]]
-    if isinstance(books.door, LedgerLink):
+    if isinstance(books.door, LedgerProcessClient):
         items.insert(7, unheard)
     answers = await asyncio.gather(*map(books.door.write, items), return_exceptions=True)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gateway.dialects.canonical import UsageRecord
-from gateway.ledger.interface import LedgerHere
+from gateway.ledger.interface import InProcessLedger
 from gateway.ledger.metering import LedgerReservation
 from tenancy.accounts.authentication import KeyAuthenticator
 from tenancy.accounts.keys import create_key
@@ -42,7 +42,9 @@ class Books:
         return 1_000
 
     def account(self, request_id: str) -> LedgerReservation:
-        return LedgerReservation(LedgerHere(self.ledger), self.wall, request_id, self.identity, "m")
+        return LedgerReservation(
+            InProcessLedger(self.ledger), self.wall, request_id, self.identity, "m"
+        )
 
     def rows(self) -> list[tuple[object, ...]]:
         return self.store.query("select request_id, ending, output_tokens from ledger")
@@ -111,7 +113,7 @@ async def test_what_does_not_fit_a_budget_leaves_nothing_to_settle(books: Books)
     add_card(books.store, books.wall, RateCard("std", input=1_000_000, output=1_000_000))
     set_budget(books.store, Budget(1, "day", hard_micros=10))
     account = LedgerReservation(
-        LedgerHere(books.ledger), books.wall, "a", books.identity, "m", most=Demand(8, 3)
+        InProcessLedger(books.ledger), books.wall, "a", books.identity, "m", most=Demand(8, 3)
     )
     with pytest.raises(BudgetExceeded):
         await account.open()
@@ -123,7 +125,7 @@ async def test_what_does_not_fit_a_budget_leaves_nothing_to_settle(books: Books)
 async def test_an_entry_keeps_the_classes_and_the_circumstances(books: Books) -> None:
     """What prices and reconciliation go by."""
     account = LedgerReservation(
-        LedgerHere(books.ledger), books.wall, "a", books.identity, "m", dialect="d", epoch="e"
+        InProcessLedger(books.ledger), books.wall, "a", books.identity, "m", dialect="d", epoch="e"
     )
     await account.open()
     await account.settle("done", RECORD, 0.25)

@@ -9,15 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tenancy.ledger.protocol import (
-    Answered,
-    FrameReader,
-    FromWriter,
-    Open,
-    error_of,
-    packed,
-    read_from_writer,
-)
+from tenancy.ledger.child_process import FrameReader, packed
+from tenancy.ledger.protocol import Answered, FromWriter, Open, error_of, read_from_writer
 from tenancy.ledger.transactions import Item
 
 ROOT = Path(__file__).parents[4]
@@ -69,8 +62,8 @@ def ledger_process() -> Iterator[Process]:
     ours.settimeout(PATIENCE_S)
     with theirs:
         process = subprocess.Popen(
-            [sys.executable, "-m", "tenancy.ledger.process", str(theirs.fileno())],
-            pass_fds=(theirs.fileno(),),
+            [sys.executable, "-m", "tenancy.ledger.process"],
+            stdin=theirs.fileno(),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             cwd=ROOT,

@@ -11,19 +11,18 @@ from hypothesis import strategies as st
 
 from tenancy import errors
 from tenancy.errors import BudgetExceeded, LimitExceeded, NameInUse, TenancyError
+from tenancy.ledger.child_process import FrameReader, packed
 from tenancy.ledger.epochs import LedgerEpoch
 from tenancy.ledger.idempotency import Claim, Keeping, KeptAnswer
 from tenancy.ledger.progress import Progress, ProgressNote
 from tenancy.ledger.protocol import (
     Answered,
-    FrameReader,
     FromWriter,
     NotOpened,
     Open,
     Opened,
     error_of,
     failure_of,
-    packed,
     read_from_writer,
     read_items,
     read_open,

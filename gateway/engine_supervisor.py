@@ -1,0 +1,251 @@
+"""The engine's process, seen from the gateway's loop: kept running, watched, and asked.
+
+`EngineSupervisor` is an `engine.client.client.Engine`: requests go to the process that lives now. A
+process that dies, or whose heartbeat stops, ends every open stream with `engine_died` and is
+replaced after a pause; after 5 deaths in a minute the engine stays down.
+
+A request that was in flight at two deaths in a row is taken to be the cause, and is refused for ten
+minutes. A longer refusal would hit a popular request that was in flight by chance.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+import xxhash
+
+from engine.api import EngineInfo, Erased, Namespace, Peeked, Quota, Request, Stats, Surveyed
+from engine.client.cache_event_totals import LossTotals
+from engine.client.client import RequestStream, SocketEngine
+from engine.client.namespace_stats import NamespaceBook
+from engine.client.temp_folder import own_folder
+from engine.config import EngineConfig
+from engine.errors import EngineError, EngineUnavailable, ModelError, RequestRefused
+from gateway.child_process import ChildProcess, Report, RestartLimit, RestartPolicy
+
+COMMAND = (sys.executable, "-m", "engine.server.server")
+RESTARTS = RestartPolicy((0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 10.0), deaths_max=5)
+CONNECT_EVERY_S = 0.02
+WATCH_EVERY_S = 0.25
+CLOSE_S = 2.0
+POISON_REMEMBERED, POISON_S = 64, 600.0
+
+
+class EngineSupervisor:
+    """Owns the engine process. `start` returns at once; `wait_ready` when the engine answers."""
+
+    def __init__(
+        self,
+        model_dir: Path,
+        config: EngineConfig,
+        report: Report,
+        *,
+        command: tuple[str, ...] = COMMAND,
+        restarts: RestartPolicy = RESTARTS,
+    ) -> None:
+        self._model_dir = model_dir
+        self._config = config
+        self._report = report
+        self._policy = restarts
+        self._child = ChildProcess("engine", command, restarts, report, self._live)
+        self._engine: SocketEngine | None = None
+        self._is_draining = False
+        self._last_stats = Stats()
+        self._suspects: set[str] = set()
+        self._poison: deque[tuple[str, float]] = deque(maxlen=POISON_REMEMBERED)
+
+    @property
+    def restarts(self) -> int:
+        """How often a lost process was replaced, or is about to be."""
+        return self._child.restarts
+
+    def start(self) -> None:
+        """Begin to keep an engine running."""
+        self._child.start()
+
+    async def wait_ready(self) -> None:
+        """Wait until the engine answers. Raises EngineError where it never will."""
+        try:
+            await self._child.wait_ready()
+        except RestartLimit as error:
+            raise EngineUnavailable("engine_died", str(error), self._retry_after_s()) from error
+
+    # -- Engine -------------------------------------------------------------------------------
+
+    @property
+    def info(self) -> EngineInfo | None:
+        """See `engine.client.client.Engine`."""
+        return self._engine.info if self._engine is not None else None
+
+    @property
+    def stats(self) -> Stats:
+        """See `engine.client.client.Engine`. Without an engine: the last one's."""
+        return self._engine.stats if self._engine is not None else self._last_stats
+
+    @property
+    def namespaces(self) -> NamespaceBook:
+        """See `engine.client.client.Engine`. Without an engine: empty."""
+        return self._engine.namespaces if self._engine is not None else NamespaceBook()
+
+    @property
+    def losses(self) -> LossTotals:
+        """See `engine.client.client.Engine`. Without an engine: empty."""
+        return self._engine.losses if self._engine is not None else LossTotals()
+
+    def ready(self) -> bool:
+        """See `engine.client.client.Engine`."""
+        return self._engine is not None and self._engine.ready()
+
+    def submit(self, request: Request) -> RequestStream:
+        """See `engine.client.client.Engine`."""
+        engine = self._living("draining" if self._is_draining else "not_ready")
+        if self._poison and self._is_poison(_digest(request)):
+            message = "The engine died twice while it computed this request."
+            raise RequestRefused("poison_request", message)
+        return engine.submit(request)
+
+    async def peek(self, namespace: Namespace, tokens: tuple[int, ...]) -> Peeked:
+        """See `engine.client.client.Engine`."""
+        return await self._living().peek(namespace, tokens)
+
+    def set_quotas(self, quotas: Sequence[Quota]) -> None:
+        """See `engine.client.client.Engine`."""
+        if self._engine is not None:
+            self._engine.set_quotas(quotas)
+
+    async def erase(
+        self,
+        namespace: Namespace,
+        *,
+        lease_id: str | None = None,
+        tokens: tuple[int, ...] | None = None,
+    ) -> Erased:
+        """See `engine.client.client.Engine`."""
+        return await self._living().erase(namespace, lease_id=lease_id, tokens=tokens)
+
+    async def survey(self, namespace: Namespace, most: int) -> Surveyed:
+        """See `engine.client.client.Engine`."""
+        return await self._living().survey(namespace, most)
+
+    async def get_stats(self) -> Stats:
+        """See `engine.client.client.Engine`."""
+        return await self._living().get_stats()
+
+    async def drain(self, timeout_s: float) -> None:
+        """See `engine.client.client.Engine`."""
+        self._is_draining, self._child.may_restart = True, False
+        if self._engine is not None:
+            await self._engine.drain(timeout_s)
+
+    async def close(self) -> None:
+        """End every open stream, and the process."""
+        await self._child.stop()
+        await self._child.end(CLOSE_S)
+
+    # -- one process --------------------------------------------------------------------------
+
+    async def _live(self) -> str:
+        """See `ChildProcess`: from the start until the connection is lost or the engine stuck."""
+        try:
+            engine = await self._open_process()
+        except ModelError:
+            raise
+        except (EngineError, OSError) as error:
+            return str(error)
+        self._engine = engine
+        self._child.set_ready()
+        lost = asyncio.create_task(engine.wait_lost())
+        try:
+            return await self._watch(engine, lost)
+        finally:
+            lost.cancel()
+            self._last_stats = engine.stats
+            self._engine = None
+            await engine.close()
+            self._accuse(engine.died_with)
+
+    async def _open_process(self) -> SocketEngine:
+        """Start a process and connect to it; it answers when its model is loaded."""
+        with own_folder("trunkline-engine-") as folder:
+            path, token = folder / "engine.sock", secrets.token_hex(32)
+            settings = {
+                "socket_path": str(path),
+                "token": token,
+                "model_dir": str(self._model_dir),
+                "config": msgspec.to_builtins(self._config),
+            }
+            process = await self._child.spawn(subprocess.PIPE)
+            assert process.stdin is not None
+            process.stdin.write(msgspec.json.encode(settings) + b"\n")
+            with suppress(OSError):  # A process that has ended is noticed below.
+                await process.stdin.drain()
+            while process.returncode is None:
+                try:
+                    return await SocketEngine.connect(path, token)
+                except (FileNotFoundError, ConnectionRefusedError):
+                    await asyncio.sleep(CONNECT_EVERY_S)
+                except EngineUnavailable:
+                    raise
+                except EngineError as error:
+                    if error.code == "engine_died":
+                        raise
+                    raise ModelError(error.code, error.message) from error
+        message = f"The engine exited with status {process.returncode}."
+        raise EngineUnavailable("engine_died", message)
+
+    async def _watch(self, engine: SocketEngine, lost: asyncio.Task[None]) -> str:
+        """Return why the engine is lost: its connection ended, it fell silent, or it has work and
+        makes no step.
+
+        Only time during which this process ran counts: after a pause of its own, it listens again
+        before it judges.
+        """
+        loop = asyncio.get_running_loop()
+        looked_at_s = moved_at_s = loop.time()
+        step = -1
+        while not lost.done():
+            await asyncio.wait([lost], timeout=WATCH_EVERY_S)
+            now_s, stats = loop.time(), engine.stats
+            if now_s - looked_at_s > 4 * WATCH_EVERY_S:
+                engine.heard_at_s = moved_at_s = now_s
+            looked_at_s = now_s
+            if stats.step != step or stats.running + stats.waiting == 0:
+                step, moved_at_s = stats.step, now_s
+            idle_s = now_s - min(engine.heard_at_s, moved_at_s)
+            if idle_s > self._config.step_timeout_s:
+                self._report("engine_stuck", {"idle_s": round(idle_s, 1), "step": stats.step})
+                return "stuck"
+        return "connection lost"
+
+    def _accuse(self, died_with: Iterable[Request]) -> None:
+        """Refuse the requests that were in flight at this death and at the one before."""
+        until_s = asyncio.get_running_loop().time() + POISON_S
+        digests = set(map(_digest, died_with))
+        self._poison.extend((digest, until_s) for digest in sorted(digests & self._suspects))
+        self._suspects = digests
+
+    def _is_poison(self, digest: str) -> bool:
+        now_s = asyncio.get_running_loop().time()
+        return any(digest == known and now_s < until_s for known, until_s in self._poison)
+
+    def _living(self, code: str = "not_ready") -> SocketEngine:
+        if self._engine is None:
+            raise EngineUnavailable(code, "The engine is starting.", self._retry_after_s())
+        return self._engine
+
+    def _retry_after_s(self) -> float:
+        return self._policy.deaths_window_s if self._child.failure is not None else 2.0
+
+
+def _digest(request: Request) -> str:
+    """Return what two tries of one request share: a digest of its namespace and its tokens."""
+    words = msgspec.msgpack.encode((request.grant.namespace, request.tokens))
+    return xxhash.xxh3_128_hexdigest(words)
