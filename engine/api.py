@@ -25,7 +25,7 @@ from msgspec import Meta, Struct
 Clock = Callable[[], float]
 """Monotonic seconds. The engine reads no other clock than the one it was given."""
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 
 Namespace = bytes
 """An opaque sharing scope: blocks are found only by requests with the same bytes."""

@@ -1,21 +1,21 @@
-"""The wire between gateway and engine: length-prefixed msgpack over a Unix socket.
+"""The messages between gateway and engine, each in one frame over the socket of the process.
 
-Four bytes of length, little-endian, then one message. A prompt's token ids travel as four bytes
-each, in this machine's order. Pure: bytes in, messages out; it opens no socket. Server and clients
+A frame is four bytes of length, little-endian, then one msgpack message. A prompt's token ids
+travel as four bytes each, in this machine's order. Pure: bytes in, messages out. Server and client
 share it.
 
     client                               server
-      Hello(version, token) ───────────▶
+      Hello(version, model) ───────────▶
                              ◀─────────── Welcome(info)   once the engine answers, or Rejected
       Submit, Cancel, Peek… ───────────▶
-                             ◀─────────── Frame           one per step: everything it has to say
+                             ◀─────────── Frame           one per step: all events and replies of it
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterator
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -31,13 +31,14 @@ T = TypeVar("T")
 
 
 class Hello(Struct, frozen=True, tag="hello"):
-    """First from a client. `token` proves that it may talk to this engine.
+    """The client's first message: the model to load, and an `EngineConfig` as plain data.
 
-    Open to unknown fields, so that another version still gets an answer that says so.
+    Open to unknown fields, so that another version is answered by a `Rejected` that says so.
     """
 
     version: int
-    token: str
+    model_dir: str = ""
+    config: dict[str, Any] = {}
 
 
 class Welcome(Struct, frozen=True, tag="welcome", forbid_unknown_fields=True):
@@ -47,7 +48,7 @@ class Welcome(Struct, frozen=True, tag="welcome", forbid_unknown_fields=True):
 
 
 class Rejected(Struct, frozen=True, tag="rejected", forbid_unknown_fields=True):
-    """No conversation: the version or the token is wrong, or the model could not be loaded."""
+    """The version is not this engine's, or the model cannot be loaded; the process exits."""
 
     code: str
     message: str

@@ -1,9 +1,9 @@
 """A child process of the gateway, kept running: the engine, the ledger's writer, analytics.
 
 `ChildProcess` starts one process after another: it reports, reaps, pauses and starts the next when
-one is lost. `FrameWire` is the gateway's end of the socket that is the standard input of the
-ledger's and of analytics' process; `tenancy.ledger.child_process` is the other end. Every child takes the
-end of its standard input for the gateway's end, and exits. This module knows no message. All of it
+one is lost. The standard input of each is a socket; a process takes the end of it for the
+gateway's end, and exits. `FrameWire` is the gateway's end for the ledger and analytics, whose other
+end is `tenancy.ledger.child_process`; `engine.client.client` has its own. This module knows no message. All of it
 belongs to one event loop, and blocks it nowhere.
 """
 
@@ -108,7 +108,7 @@ class ChildProcess:
             await asyncio.wait([self._task])
 
     async def end(self, timeout_s: float) -> int | None:
-        """Close the process's standard input, wait for its exit, and kill it after `timeout_s`.
+        """Wait for the exit of a process whose socket is closed, and kill it after `timeout_s`.
 
         Returns the exit status; None where there is no process. When it is cancelled, the next
         call reaps the process.
@@ -116,8 +116,6 @@ class ChildProcess:
         process = self._process
         if process is None:
             return None
-        if process.stdin is not None:
-            process.stdin.close()
         try:
             async with asyncio.timeout(timeout_s):
                 await process.wait()
@@ -130,26 +128,22 @@ class ChildProcess:
 
     # -- called by `live` ----------------------------------------------------------------------
 
-    async def spawn(self, stdin: int) -> asyncio.subprocess.Process:
-        """Start the command in a session of its own. `stdin`: a file descriptor, or
-        `subprocess.PIPE`. Raises OSError."""
-        self._process = await asyncio.create_subprocess_exec(
-            *self._command, stdin=stdin, stdout=subprocess.DEVNULL, start_new_session=True
-        )
-        return self._process
-
-    async def spawn_wired(
-        self, heard: Callable[[bytes], None], ended: Callable[[], None]
-    ) -> FrameWire:
-        """Start the command with the other end of a new wire as its input. Raises OSError."""
+    async def spawn(self) -> socket.socket:
+        """Start the command in a session of its own, with one end of a new socket pair as its
+        standard input. Returns the other end. Raises OSError."""
         ours, theirs = socket.socketpair()
         try:
             with theirs:
-                await self.spawn(theirs.fileno())
+                self._process = await asyncio.create_subprocess_exec(
+                    *self._command,
+                    stdin=theirs.fileno(),
+                    stdout=subprocess.DEVNULL,
+                    start_new_session=True,
+                )
         except BaseException:
             ours.close()
             raise
-        return FrameWire(ours, heard, ended)
+        return ours
 
     def set_ready(self, **facts: object) -> None:
         """The process serves from now on. `facts`: for the log."""

@@ -11,29 +11,35 @@ minutes. A longer refusal would hit a popular request that was in flight by chan
 from __future__ import annotations
 
 import asyncio
-import secrets
-import subprocess
 import sys
 from collections import deque
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 import xxhash
 
-from engine.api import EngineInfo, Erased, Namespace, Peeked, Quota, Request, Stats, Surveyed
+from engine.api import (
+    PROTOCOL_VERSION,
+    EngineInfo,
+    Erased,
+    Namespace,
+    Peeked,
+    Quota,
+    Request,
+    Stats,
+    Surveyed,
+)
 from engine.client.cache_event_totals import LossTotals
 from engine.client.client import RequestStream, SocketEngine
 from engine.client.namespace_stats import NamespaceBook
-from engine.client.temp_folder import own_folder
 from engine.config import EngineConfig
 from engine.errors import EngineError, EngineUnavailable, ModelError, RequestRefused
+from engine.protocol import Hello
 from gateway.child_process import ChildProcess, Report, RestartLimit, RestartPolicy
 
 COMMAND = (sys.executable, "-m", "engine.server.server")
 RESTARTS = RestartPolicy((0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 10.0), deaths_max=5)
-CONNECT_EVERY_S = 0.02
 WATCH_EVERY_S = 0.25
 CLOSE_S = 2.0
 POISON_REMEMBERED, POISON_S = 64, 600.0
@@ -154,12 +160,15 @@ class EngineSupervisor:
 
     async def _live(self) -> str:
         """See `ChildProcess`: from the start until the connection is lost or the engine stuck."""
+        hello = Hello(PROTOCOL_VERSION, str(self._model_dir), msgspec.to_builtins(self._config))
         try:
-            engine = await self._open_process()
-        except ModelError:
-            raise
-        except (EngineError, OSError) as error:
+            engine = await SocketEngine.connect(await self._child.spawn(), hello)
+        except (EngineUnavailable, OSError) as error:
             return str(error)
+        except EngineError as error:
+            if error.code == "engine_died":
+                return error.message
+            raise ModelError(error.code, error.message) from error
         self._engine = engine
         self._child.set_ready()
         lost = asyncio.create_task(engine.wait_lost())
@@ -171,35 +180,6 @@ class EngineSupervisor:
             self._engine = None
             await engine.close()
             self._accuse(engine.died_with)
-
-    async def _open_process(self) -> SocketEngine:
-        """Start a process and connect to it; it answers when its model is loaded."""
-        with own_folder("trunkline-engine-") as folder:
-            path, token = folder / "engine.sock", secrets.token_hex(32)
-            settings = {
-                "socket_path": str(path),
-                "token": token,
-                "model_dir": str(self._model_dir),
-                "config": msgspec.to_builtins(self._config),
-            }
-            process = await self._child.spawn(subprocess.PIPE)
-            assert process.stdin is not None
-            process.stdin.write(msgspec.json.encode(settings) + b"\n")
-            with suppress(OSError):  # A process that has ended is noticed below.
-                await process.stdin.drain()
-            while process.returncode is None:
-                try:
-                    return await SocketEngine.connect(path, token)
-                except (FileNotFoundError, ConnectionRefusedError):
-                    await asyncio.sleep(CONNECT_EVERY_S)
-                except EngineUnavailable:
-                    raise
-                except EngineError as error:
-                    if error.code == "engine_died":
-                        raise
-                    raise ModelError(error.code, error.message) from error
-        message = f"The engine exited with status {process.returncode}."
-        raise EngineUnavailable("engine_died", message)
 
     async def _watch(self, engine: SocketEngine, lost: asyncio.Task[None]) -> str:
         """Return why the engine is lost: its connection ended, it fell silent, or it has work and

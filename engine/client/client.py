@@ -8,13 +8,12 @@ joined while they wait, so a stream never holds more than its own output, and ne
 from __future__ import annotations
 
 import asyncio
+import socket
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Protocol, TypeVar
 
 from engine.api import (
-    PROTOCOL_VERSION,
     CacheNews,
     Cancel,
     Command,
@@ -274,7 +273,7 @@ class Connection(ABC):
 
 
 class SocketEngine(Connection, asyncio.Protocol):
-    """An engine behind a Unix socket; `connect` makes one. What has come is taken within the
+    """An engine in a process of its own; `connect` makes one. What has come is taken within the
     transport's own call: a task that reads is a turn of the loop more for each step."""
 
     def __init__(self) -> None:
@@ -289,15 +288,15 @@ class SocketEngine(Connection, asyncio.Protocol):
         self.heard_at_s = self._loop.time()
 
     @classmethod
-    async def connect(cls, path: Path, token: str) -> SocketEngine:
-        """Shake hands and wait until the engine is ready; it may be loading for a while.
+    async def connect(cls, wire: socket.socket, hello: Hello) -> SocketEngine:
+        """Say hello over the socket of a new process, and wait until its model is loaded.
 
-        Raises OSError if nobody listens, EngineError with the engine's own code if it will not
-        talk or could not load its model.
+        `wire`: a Unix stream socket, owned by the engine from now on. Raises OSError, and
+        EngineError with the process's own code: engine_died if it closed the connection first.
         """
-        transport, engine = await asyncio.get_running_loop().create_unix_connection(cls, str(path))
+        transport, engine = await asyncio.get_running_loop().create_unix_connection(cls, sock=wire)
         try:
-            transport.write(encode(Hello(PROTOCOL_VERSION, token)))
+            transport.write(encode(hello))
             await engine._welcome
         except BaseException:
             transport.close()

@@ -1,17 +1,18 @@
-"""The engine as a process: `python -m engine.server.server` behind a Unix socket.
+"""The engine as a process: `python -m engine.server.server`, started by a gateway.
 
-Its first line of input is a `ServerSettings` as JSON; the end of its input means that the parent
-is gone, and it goes too. SIGTERM drains: nothing new is taken, what runs may finish; a second one
-ends it at once. Log lines are JSON, one per event, on standard error; never prompts.
+Its standard input is a socket, over which it speaks `frames` with the gateway; the first message
+names the model. The end of the socket means that the gateway is gone, and the process exits, even
+while a step hangs. SIGTERM drains: nothing new is taken, running requests may finish; a second one
+ends the process at once. Log lines are JSON, one per event, on standard error; never prompts.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import os
 import signal
+import socket
 import sys
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -41,22 +42,19 @@ from engine.signals import heeded
 
 READ_BYTES = 1 << 18
 FLUSH_S = 1.0
-REJECT_S = 5.0
 OUTBOX_BYTES_MAX = 8 * 2**20
-"""A gateway that reads slower than this far behind stops the engine until it catches up."""
+"""Bytes. A gateway that is so far behind stops the engine until it catches up."""
 
 
-class ServerSettings(Struct, frozen=True, forbid_unknown_fields=True):
-    """What a parent tells its engine. `token`: whoever connects has to know it."""
+class ServerSettings(Struct, frozen=True):
+    """The model and the configuration that the gateway's hello names."""
 
-    socket_path: str
-    token: str
     model_dir: str
     config: EngineConfig
 
 
 class SocketResponseSink:
-    """One connection's way out: filled on the service's thread, written on the loop's."""
+    """Events on their way to the gateway: put in by the service's thread, written by the loop."""
 
     def __init__(self, writer: asyncio.StreamWriter, loop: asyncio.AbstractEventLoop) -> None:
         self._writer = writer
@@ -70,7 +68,7 @@ class SocketResponseSink:
         self._outbox.put((step, messages))
 
     def close(self) -> None:
-        """The connection is gone; nobody waits for it."""
+        """The connection is gone: the engine no longer waits for it."""
         self._outbox.close()
         self._writer.close()
 
@@ -104,94 +102,73 @@ class SocketResponseSink:
         self._outbox.release()
 
 
-class EngineServer:
-    """Accepts connections for one service."""
+class GatewayConnection:
+    """The engine's end of its socket: a hello first, then commands in and events out."""
 
-    def __init__(self, service: EngineService, token: str, loaded: asyncio.Event) -> None:
-        """`loaded`: set once the service is ready or will never be."""
-        self._service = service
-        self._token = token
-        self._loaded = loaded
-        self._outlets: set[SocketResponseSink] = set()
-        self._server: asyncio.Server | None = None
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+        self._decoder = upward_decoder()
+        self._outlet = SocketResponseSink(writer, asyncio.get_running_loop())
+        self._is_welcome = False
 
-    async def listen(self, path: Path) -> None:
-        """Take connections from now on. The socket is open to its owner alone. Raises OSError."""
-        mask = os.umask(0o177)
+    async def read_settings(self) -> ServerSettings | None:
+        """Read the hello. None where the gateway left or spoke another protocol: then it has been
+        answered, and the process can only exit."""
+        messages: list[Upward] = []
         try:
-            self._server = await asyncio.start_unix_server(
-                self._connected, str(path), limit=READ_BYTES
-            )
-        finally:
-            os.umask(mask)
+            while not messages and (data := await self._reader.read(READ_BYTES)):
+                messages = list(self._decoder.feed(data))
+            match messages:
+                case []:
+                    pass
+                case [Hello(version=version, model_dir=model_dir, config=config)]:
+                    if version == PROTOCOL_VERSION:
+                        return ServerSettings(model_dir, msgspec.convert(config, EngineConfig))
+                    self.reject("unsupported", f"This engine speaks version {PROTOCOL_VERSION}.")
+                case _:
+                    self.reject("unsupported", "The first message has to be a hello, alone.")
+        except (FrameError, OSError, msgspec.ValidationError) as error:
+            log("connection_lost", reason=type(error).__name__)
+        return None
 
-    async def close(self) -> None:
-        """Take no more, let the last frames leave, and hang up."""
-        if self._server is not None:
-            self._server.close()
-        for outlet in list(self._outlets):
-            await outlet.flush()
-            outlet.close()
+    def reject(self, code: str, message: str) -> None:
+        """Say why there will be no service."""
+        self._writer.write(encode(Rejected(code, message)))
 
-    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        outlet = SocketResponseSink(writer, asyncio.get_running_loop())
-        self._outlets.add(outlet)
+    def welcome(self, service: EngineService, info: EngineInfo) -> None:
+        """Say that the model is loaded; the events of each step follow."""
+        self._is_welcome = True
+        self._writer.write(encode(Welcome(info)))
+        service.join(self._outlet)
+
+    async def serve(self, service: EngineService) -> None:
+        """Pass commands on until the gateway closes its end or breaks the protocol."""
         try:
-            await self._converse(reader, writer, outlet)
+            while data := await self._reader.read(READ_BYTES):
+                for message in self._decoder.feed(data):
+                    if isinstance(message, Hello) or not self._is_welcome:
+                        raise FrameError("a message out of turn")
+                    service.post(self._outlet, message)
         except (FrameError, OSError) as error:
             log("connection_lost", reason=type(error).__name__)
-        except asyncio.CancelledError:
-            pass  # the process is ending, and the loop with it
         finally:
-            outlet.close()
-            self._service.leave(outlet)
-            self._outlets.discard(outlet)
+            service.leave(self._outlet)
 
-    async def _converse(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, outlet: SocketResponseSink
-    ) -> None:
-        decoder = upward_decoder()
-        is_known = False
-        while data := await reader.read(READ_BYTES):
-            for message in decoder.feed(data):
-                if not is_known:
-                    answer = await self._greet(message)
-                    writer.write(encode(answer))
-                    if not isinstance(answer, Welcome):
-                        await writer.drain()
-                        return
-                    is_known = True
-                    self._service.join(outlet)
-                elif isinstance(message, Hello):
-                    raise FrameError("a second hello")
-                else:
-                    self._service.post(outlet, message)
-
-    async def _greet(self, message: Upward) -> Welcome | Rejected:
-        if not isinstance(message, Hello):
-            return Rejected("unsupported", "The first message has to be a hello.")
-        if not hmac.compare_digest(message.token.encode(), self._token.encode()):
-            return Rejected("unsupported", "The token is not this engine's.")
-        if message.version != PROTOCOL_VERSION:
-            return Rejected("unsupported", f"This engine speaks version {PROTOCOL_VERSION}.")
-        await self._loaded.wait()
-        failure, info = self._service.failure, self._service.info
-        if isinstance(failure, EngineError):
-            return Rejected(failure.code, failure.message)
-        if failure is not None or info is None:
-            return Rejected("engine_died", f"The engine failed to start: {type(failure).__name__}.")
-        return Welcome(info)
+    async def close(self) -> None:
+        """Let the last frames leave, and hang up."""
+        await self._outlet.flush()
+        self._outlet.close()
 
 
 class _Silent:
-    """An outlet for commands nobody waits to hear about."""
+    """An outlet for commands whose replies are not read."""
 
     def send(self, step: int, messages: tuple[Event | Reply, ...]) -> None:
         """Nothing."""
 
 
 def log(event: str, **facts: object) -> None:
-    """One JSON line on standard error; nothing where nobody holds its other end."""
+    """Write one JSON line to standard error; nothing where its reader has gone."""
     at = datetime.now(UTC).isoformat(timespec="milliseconds")
     line = msgspec.json.encode({"at": at, "event": event, **facts})
     with contextlib.suppress(OSError, ValueError):
@@ -199,16 +176,22 @@ def log(event: str, **facts: object) -> None:
         sys.stderr.buffer.flush()
 
 
-async def run(settings: ServerSettings, make_core: Callable[[], tuple[Core, EngineInfo]]) -> int:
-    """Serve until drained, told to stop, or broken. Returns the exit status."""
+async def run(
+    wire: socket.socket, make_core: Callable[[ServerSettings], tuple[Core, EngineInfo]]
+) -> int:
+    """Serve until drained, told to stop, left, or broken. Returns the exit status."""
     loop = asyncio.get_running_loop()
+    streams = await asyncio.open_unix_connection(sock=wire, limit=READ_BYTES)
+    gateway = GatewayConnection(*streams)
+    settings = await gateway.read_settings()
+    if settings is None:
+        await gateway.close()
+        return 1
     stop, loaded, draining = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     def changed() -> None:
-        if service.info is not None and not loaded.is_set():
-            log("ready", model=service.info.model, blocks=service.info.blocks, pid=os.getpid())
         loaded.set()
-        if service.stopped.is_set() and service.info is not None:
+        if service.stopped.is_set():
             stop.set()
 
     def asked_to_end() -> None:
@@ -219,31 +202,40 @@ async def run(settings: ServerSettings, make_core: Callable[[], tuple[Core, Engi
         log("draining")
         service.post(_Silent(), Drain(settings.config.drain_timeout_s))
 
-    def parent_spoke() -> None:
-        if not os.read(sys.stdin.fileno(), 4096):
-            loop.remove_reader(sys.stdin.fileno())
-            log("parent_gone")
-            stop.set()
-
-    service = EngineService(make_core, settings.config, changed=lambda: _tell_loop(loop, changed))
+    service = EngineService(
+        lambda: make_core(settings), settings.config, changed=lambda: _tell_loop(loop, changed)
+    )
     # A terminal's interrupt reaches the gateway too, which decides.
     with heeded({signal.SIGTERM: asked_to_end, signal.SIGINT: lambda: None}):
-        loop.add_reader(sys.stdin.fileno(), parent_spoke)
-        server = EngineServer(service, settings.token, loaded)
-        await server.listen(Path(settings.socket_path))
         service.start()
+        serving = loop.create_task(gateway.serve(service))
+        serving.add_done_callback(lambda _: stop.set())
         await _either(loaded, stop)
-        if service.failure is not None:
-            log("loading_failed", error=type(service.failure).__name__)
-            loop.call_later(REJECT_S, stop.set)  # whoever waits for the welcome hears why not
-        await stop.wait()
-        await server.close()
+        info, failure = service.info, service.failure
+        if info is not None:
+            log("ready", model=info.model, blocks=info.blocks, pid=os.getpid())
+            gateway.welcome(service, info)
+            await stop.wait()
+        elif failure is not None:
+            log("loading_failed", error=type(failure).__name__)
+            gateway.reject(*_reason(failure))
+        if serving.done():
+            log("parent_gone")
+        await gateway.close()
+        serving.cancel()
     failure = service.failure
     if failure is not None:
         # Only our own words are known to quote no prompt.
         message = failure.message if isinstance(failure, EngineError) else ""
         log("engine_failed", error=type(failure).__name__, message=message)
     return 0 if failure is None else 1
+
+
+def _reason(failure: BaseException) -> tuple[str, str]:
+    """The code and the message of a failed start. Other messages than ours may quote a prompt."""
+    if isinstance(failure, EngineError):
+        return failure.code, failure.message
+    return "engine_died", f"The engine failed to start: {type(failure).__name__}."
 
 
 async def _either(*events: asyncio.Event) -> None:
@@ -259,19 +251,21 @@ def _tell_loop(loop: asyncio.AbstractEventLoop, changed: Callable[[], None]) -> 
 
 
 def serve_process(make_core: Callable[[ServerSettings], tuple[Core, EngineInfo]]) -> NoReturn:
-    """Read the settings from standard input, load, serve, and end the process.
+    """Serve the gateway at the other end of standard input, and end the process.
 
     It leaves without joining the engine's thread: that one may be deep in a step that never ends.
     """
-    line = sys.stdin.buffer.readline()
-    settings = msgspec.json.decode(line, type=ServerSettings)
 
-    def make() -> tuple[Core, EngineInfo]:
+    def make(settings: ServerSettings) -> tuple[Core, EngineInfo]:
         made = make_core(settings)
         FrozenHeap().settle()  # Libraries and weights stay for as long as this process lives.
         return made
 
-    status = asyncio.run(run(settings, make))
+    wire = socket.socket(fileno=os.dup(sys.stdin.fileno()))
+    with Path(os.devnull).open() as nothing:
+        # Compilers that the engine starts inherit its input: they must not keep the socket open.
+        os.dup2(nothing.fileno(), sys.stdin.fileno())
+    status = asyncio.run(run(wire, make))
     with contextlib.suppress(OSError, ValueError):
         sys.stderr.flush()
     os._exit(status)

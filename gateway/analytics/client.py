@@ -155,7 +155,7 @@ class AnalyticsProcessClient:
         """See `ChildProcess`: from the start until the wire ends."""
         self._lost.clear()
         try:
-            self._wire = await self._child.spawn_wired(self._hear, self._lose)
+            self._wire = FrameWire(await self._child.spawn(), self._hear, self._lose)
         except OSError as error:
             return str(error.strerror)
         finally:

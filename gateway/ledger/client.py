@@ -268,7 +268,7 @@ class LedgerProcessClient:
         self._opening = self._loop.create_future()
         self._lost.clear()
         try:
-            self._wire = await self._child.spawn_wired(self._hear, self._lose)
+            self._wire = FrameWire(await self._child.spawn(), self._hear, self._lose)
         except OSError as error:
             message = f"The ledger's process cannot be started: {error.strerror}."
             raise StoreError("unusable", message) from error

@@ -9,8 +9,8 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Literal
 
-from engine.client.temp_folder import own_folder
 from tenancy.storage.postgres_address import PostgresAddress, read_address
+from tests.unit.tenancy.own_folder import own_folder
 
 SOCKET = ".s.PGSQL.5432"
 COMMIT = b"commit\0"

@@ -1,6 +1,4 @@
-"""An engine that computes nothing, behind a Unix socket.
-
-Run as `python -m tests.bench.overhead.null_engine`.
+"""An engine that computes nothing: `python -m tests.bench.overhead.null_engine`.
 
 It answers every request with one token said again and again, at the rate that the request's seed
 names: so many tokens a second, or all at once without one. What is left to measure is the gateway.
@@ -13,12 +11,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import sys
 from pathlib import Path
 from typing import cast
-
-import msgspec
-from msgspec import Struct
 
 from engine.api import (
     Cancel,
@@ -49,19 +45,11 @@ from engine.api import (
     Usage,
 )
 from engine.model_store import load_card
-from engine.protocol import Downward, Hello, Rejected, Welcome, encode, upward_decoder
+from engine.protocol import Downward, Hello, Welcome, encode, upward_decoder
 
 HEARTBEAT_S = 0.25
 TOKEN = SampledToken(100)
 """A letter in every byte-level vocabulary that has its specials first."""
-
-
-class NullEngineSettings(Struct, frozen=True):
-    """What a parent tells an engine, as far as it matters here."""
-
-    socket_path: str
-    token: str
-    model_dir: str
 
 
 class _Running:
@@ -75,11 +63,10 @@ class _Running:
 
 
 class NullEngine(asyncio.Protocol):
-    """One connection. Streams of one rate step together; who does not read is waited for."""
+    """One connection. Streams of one rate step together; a slow reader is waited for."""
 
-    def __init__(self, info: EngineInfo, token: str) -> None:
-        self._info = info
-        self._token = token
+    def __init__(self) -> None:
+        self.lost = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._decoder = upward_decoder()
         self._transport: asyncio.Transport | None = None
@@ -100,6 +87,7 @@ class NullEngine(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Nobody listens: every step ends."""
+        self.lost.set()
         self._transport = None
         self._by_rate.clear()
 
@@ -126,14 +114,10 @@ class NullEngine(asyncio.Protocol):
             self._leave_if_idle()
 
     def _greet(self, message: Hello | Command) -> None:
-        if isinstance(message, Hello) and message.token == self._token:
-            self._is_known = True
-            self._write(Welcome(self._info))
-            self._beat()
-            return
-        self._write(Rejected("unsupported", "The token is not this engine's."))
-        if self._transport is not None:
-            self._transport.close()
+        assert isinstance(message, Hello), "a hello comes first"
+        self._is_known = True
+        self._write(Welcome(info_of(Path(message.model_dir))))
+        self._beat()
 
     def _write(self, message: Downward) -> None:
         if self._transport is not None:
@@ -257,31 +241,17 @@ def info_of(model_dir: Path) -> EngineInfo:
     )
 
 
-async def serve(settings: NullEngineSettings) -> None:
-    """Until standard input ends: the parent is gone then."""
+async def serve() -> None:
+    """Serve until standard input ends: the gateway is gone then."""
+    wire = socket.socket(fileno=sys.stdin.fileno())
     loop = asyncio.get_running_loop()
-    info = info_of(Path(settings.model_dir))
-    parent_gone = asyncio.Event()
-
-    def parent_spoke() -> None:
-        if not os.read(sys.stdin.fileno(), 4096):
-            loop.remove_reader(sys.stdin.fileno())
-            parent_gone.set()
-
-    loop.add_reader(sys.stdin.fileno(), parent_spoke)
-    server = await loop.create_unix_server(
-        lambda: NullEngine(info, settings.token), settings.socket_path
-    )
-    try:
-        await parent_gone.wait()
-    finally:
-        server.close()
+    _, engine = await loop.create_unix_connection(NullEngine, sock=wire)
+    await engine.lost.wait()
 
 
 def main() -> None:
-    """As `engine.server.server` begins: one line of settings, then the socket."""
-    line = sys.stdin.buffer.readline()
-    asyncio.run(serve(msgspec.json.decode(line, type=NullEngineSettings)))
+    """Serve the gateway that started this process."""
+    asyncio.run(serve())
 
 
 if __name__ == "__main__":

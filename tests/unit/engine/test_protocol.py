@@ -42,7 +42,7 @@ from engine.protocol import (
 )
 
 COMMANDS: list[Upward] = [
-    Hello(PROTOCOL_VERSION, "token"),
+    Hello(PROTOCOL_VERSION, "/models/m", {"heartbeat_s": 0.5}),
     Submit(Request("a", (1, 2, 3), 4, CacheGrant(b"n\x00"))),
     Submit(Request("b", (1,), 4, CacheGrant(b"n"), grammar=Grammar("regex", "[äö]*"))),
     Cancel("a"),
@@ -148,7 +148,7 @@ def test_deep_nesting_is_a_frame_error() -> None:
 def test_a_newer_hello_is_still_understood() -> None:
     """So that a version that has more to say hears that we speak another."""
     body = msgspec.msgpack.encode(
-        {"type": "hello", "version": 99, "token": "t", "compression": "zstd"}
+        {"type": "hello", "version": 99, "model_dir": "m", "compression": "zstd"}
     )
 
-    assert list(upward_decoder().feed(struct.pack("<I", len(body)) + body)) == [Hello(99, "t")]
+    assert list(upward_decoder().feed(struct.pack("<I", len(body)) + body)) == [Hello(99, "m")]

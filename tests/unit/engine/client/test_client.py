@@ -6,13 +6,13 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
 from engine.api import (
+    PROTOCOL_VERSION,
     CacheGrant,
     Finished,
     Frame,
@@ -30,16 +30,15 @@ from engine.client import client
 from engine.client.client import RequestStream, SocketEngine
 from engine.config import EngineConfig
 from engine.errors import EngineError, EngineUnavailable, InvariantViolation, RequestRefused
-from engine.protocol import Welcome, encode, upward_decoder
+from engine.protocol import Hello, Welcome, encode, upward_decoder
 from engine.server.embedded import LocalEngine
-from engine.server.server import EngineServer
+from engine.server.server import GatewayConnection, ServerSettings
 from engine.server.service import EngineService
 from tests.fakes import solo_output
 from tests.unit.engine.server.fake_engine_process import VOCAB, fake_core
 
 CONFIG = EngineConfig(heartbeat_s=0.05, step_tokens_max=64, prefill_chunk_tokens_max=16)
 GREEDY = Sampling(temperature=0)
-TOKEN = "token"
 DEADLINE_S = 60.0
 LONG = 8_000
 """Output tokens enough to be still at it when a test acts."""
@@ -78,32 +77,38 @@ class Planted:
 
 
 @asynccontextmanager
-async def socket_engine(folder: Path) -> AsyncIterator[Bench]:
+async def socket_engine() -> AsyncIterator[Bench]:
     loop = asyncio.get_running_loop()
     loaded = asyncio.Event()
 
     def changed() -> None:
         loop.call_soon_threadsafe(loaded.set)
         if service.failure is not None:
-            asyncio.run_coroutine_threadsafe(server.close(), loop)
+            asyncio.run_coroutine_threadsafe(gateway.close(), loop)
 
     service = EngineService(lambda: fake_core(CONFIG), CONFIG, changed=changed)
-    path = folder / "engine.sock"
-    server = EngineServer(service, TOKEN, loaded)
-    await server.listen(path)
+    ours, theirs = socket.socketpair()
+    gateway = GatewayConnection(*await asyncio.open_unix_connection(sock=theirs))
+    hello = Hello(PROTOCOL_VERSION, "fake", msgspec.to_builtins(CONFIG))
+    connecting = asyncio.create_task(SocketEngine.connect(ours, hello))
+    assert await gateway.read_settings() == ServerSettings("fake", CONFIG)
     service.start()
     await loaded.wait()
-    engine = await SocketEngine.connect(path, TOKEN)
+    assert service.info is not None
+    gateway.welcome(service, service.info)
+    serving = asyncio.create_task(gateway.serve(service))
+    engine = await connecting
     try:
         yield Bench(engine, service)
     finally:
         await engine.close()
-        await server.close()
+        await serving
+        await gateway.close()
         await asyncio.to_thread(service.stop)
 
 
 @asynccontextmanager
-async def local_engine(folder: Path) -> AsyncIterator[Bench]:
+async def local_engine() -> AsyncIterator[Bench]:
     engine = await LocalEngine.start(lambda: fake_core(CONFIG), CONFIG)
     try:
         yield Bench(engine, engine.service)
@@ -112,8 +117,8 @@ async def local_engine(folder: Path) -> AsyncIterator[Bench]:
 
 
 @pytest.fixture(params=[socket_engine, local_engine], ids=["socket", "local"])
-async def bench(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Bench]:
-    async with request.param(tmp_path) as bench:
+async def bench(request: pytest.FixtureRequest) -> AsyncIterator[Bench]:
+    async with request.param() as bench:
         yield bench
 
 
@@ -206,10 +211,10 @@ async def test_a_cancelled_request_says_what_it_used(bench: Bench) -> None:
 
 
 async def test_what_ends_a_request_is_sent_to_an_engine_that_is_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A refusal there would leave the request running, and its hold in the ledger."""
-    async with socket_engine(tmp_path) as bench:
+    async with socket_engine() as bench:
         stream = bench.engine.submit(request(max_tokens=LONG))
         await first(stream, Tokens)
         monkeypatch.setattr(client, "UNSENT_BYTES_MAX", -1)

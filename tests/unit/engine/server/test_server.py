@@ -1,4 +1,4 @@
-"""The engine's process from outside: who may talk to it, and when it ends."""
+"""The engine's process from outside: what it answers, and when it ends."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 import signal
-import stat
+import socket
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -33,7 +33,6 @@ from engine.errors import EngineError
 from engine.protocol import Hello, Rejected, Upward, downward_decoder, encode
 
 CONFIG = EngineConfig(heartbeat_s=0.05, drain_timeout_s=20.0, prefill_chunk_tokens_max=16)
-TOKEN = "the-token-of-this-boot"
 DEADLINE_S = 60.0
 LONG = 8_000
 
@@ -43,11 +42,12 @@ def request(name: str, max_tokens: int = 4, prompt: tuple[int, ...] = (1, 2, 3))
 
 
 class Child:
-    """An engine process, its socket and what it logged."""
+    """An engine process, the gateway's end of its socket, and its log."""
 
-    def __init__(self, process: asyncio.subprocess.Process, path: Path) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, wire: socket.socket, model: str):
         self.process = process
-        self.path = path
+        self.wire = wire
+        self._model = model
 
     async def event(self, name: str) -> dict[str, Any]:
         """The next log line of that event."""
@@ -64,42 +64,42 @@ class Child:
         async with asyncio.timeout(DEADLINE_S):
             return await self.process.wait()
 
+    def hello(self) -> Hello:
+        return Hello(PROTOCOL_VERSION, self._model, msgspec.to_builtins(CONFIG))
+
+    async def connect(self) -> SocketEngine:
+        """Welcomed: its model is loaded."""
+        async with asyncio.timeout(DEADLINE_S):
+            return await SocketEngine.connect(self.wire, self.hello())
+
+    async def say(self, *messages: Upward) -> list[Any]:
+        """Everything that the engine answers until it hangs up."""
+        reader, writer = await asyncio.open_unix_connection(sock=self.wire)
+        for message in messages:
+            writer.write(encode(message))
+        async with asyncio.timeout(DEADLINE_S):
+            data = await reader.read(-1)
+        writer.close()
+        return list(downward_decoder().feed(data))
+
 
 @asynccontextmanager
-async def child(folder: Path, fault: str = "") -> AsyncIterator[Child]:
-    path = folder / "engine.sock"
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "tests.unit.engine.server.fake_engine_process"),
-        stdin=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        start_new_session=True,
-    )
-    assert process.stdin is not None
-    settings = {
-        "socket_path": str(path),
-        "token": TOKEN,
-        "model_dir": f"fake/{fault}",
-        "config": msgspec.to_builtins(CONFIG),
-    }
-    process.stdin.write(json.dumps(settings).encode() + b"\n")
-    await process.stdin.drain()
+async def child(fault: str = "") -> AsyncIterator[Child]:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "tests.unit.engine.server.fake_engine_process"),
+            stdin=theirs.fileno(),
+            stderr=asyncio.subprocess.PIPE,
+            start_new_session=True,
+        )
     try:
-        yield Child(process, path)
+        yield Child(process, ours, f"fake/{fault}")
     finally:
+        ours.close()
         if process.returncode is None:
             process.kill()
         await process.communicate()
-
-
-async def say(path: Path, *messages: Upward) -> list[Any]:
-    """Everything the engine answers to these until it hangs up."""
-    reader, writer = await asyncio.open_unix_connection(str(path))
-    for message in messages:
-        writer.write(encode(message))
-    async with asyncio.timeout(DEADLINE_S):
-        data = await reader.read(-1)
-    writer.close()
-    return list(downward_decoder().feed(data))
 
 
 async def first(engine: SocketEngine, asked: Request, kind: type) -> Any:
@@ -111,97 +111,87 @@ async def first(engine: SocketEngine, asked: Request, kind: type) -> Any:
     raise AssertionError(f"no {kind.__name__}")
 
 
-@pytest.mark.parametrize(
-    "opening",
-    [Hello(PROTOCOL_VERSION, "wrong"), Hello(99, TOKEN), Cancel("a")],
-    ids=["token", "version", "none"],
-)
-async def test_a_stranger_is_shown_the_door(tmp_path: Path, opening: Upward) -> None:
-    """Wrong token, another version, no hello: one clear answer, no service, and others go on."""
-    async with child(tmp_path) as engine:
-        await engine.event("ready")
-
-        answers = await say(engine.path, opening)
+@pytest.mark.parametrize("opening", [Hello(99, "fake"), Cancel("a")], ids=["version", "none"])
+async def test_a_wrong_opening_is_answered(opening: Upward) -> None:
+    """Another version, or no hello: one clear answer, and an end."""
+    async with child() as engine:
+        answers = await engine.say(opening)
 
         assert [type(answer) for answer in answers] == [Rejected]
-        assert TOKEN not in answers[0].message
-        friend = await SocketEngine.connect(engine.path, TOKEN)
-        await first(friend, request("b"), Finished)
-        await friend.close()
+        assert await engine.ended() == 1
 
 
-async def test_the_socket_is_its_owners_alone(tmp_path: Path) -> None:
-    """Other users of the machine cannot even knock."""
-    async with child(tmp_path) as engine:
-        await engine.event("ready")
+async def test_a_configuration_of_another_version_ends_it() -> None:
+    """The gateway sees the end; the log says why."""
+    async with child() as engine:
+        answers = await engine.say(Hello(PROTOCOL_VERSION, "fake", {"no_such_setting": 1}))
+        lost = await engine.event("connection_lost")
 
-        assert stat.S_IMODE(engine.path.stat().st_mode) == 0o600
+        assert (answers, lost["reason"]) == ([], "ValidationError")
+        assert await engine.ended() == 1
 
 
-async def test_garbage_costs_its_sender_the_connection_only(tmp_path: Path) -> None:
-    """A broken peer must not break the engine for another."""
-    async with child(tmp_path) as engine:
-        await engine.event("ready")
-        friend = await SocketEngine.connect(engine.path, TOKEN)
-        reader, writer = await asyncio.open_unix_connection(str(engine.path))
-
-        writer.write(encode(Hello(PROTOCOL_VERSION, TOKEN)) + b"\x04\x00\x00\x00junk")
+async def test_a_broken_protocol_ends_it() -> None:
+    """Only the gateway that started it can break it, and starts another."""
+    async with child() as engine:
+        reader, writer = await asyncio.open_unix_connection(sock=engine.wire)
+        writer.write(encode(engine.hello()))
         async with asyncio.timeout(DEADLINE_S):
+            await reader.read(1)
+            writer.write(b"\x04\x00\x00\x00junk")
             await reader.read(-1)
+        lost = await engine.event("connection_lost")
         writer.close()
 
-        await first(friend, request("b"), Finished)
-        await friend.close()
+        assert lost["reason"] == "FrameError"
+        assert await engine.ended() == 0
 
 
-async def test_a_second_connection_after_a_lost_one_finds_blocks_free(tmp_path: Path) -> None:
-    """What a lost gateway had asked for is cancelled; the next one starts clean."""
-    async with child(tmp_path) as engine:
-        await engine.event("ready")
-        lost = await SocketEngine.connect(engine.path, TOKEN)
-        await first(lost, request("a", LONG), Tokens)
-        await lost.close()
+async def test_a_message_before_the_welcome_is_refused() -> None:
+    """There is no engine yet that could take it."""
+    async with child() as engine:
+        answers = await engine.say(engine.hello(), Cancel("a"))
 
-        again = await SocketEngine.connect(engine.path, TOKEN)
-        async with asyncio.timeout(DEADLINE_S):
-            while (stats := await again.get_stats()).running:
-                pass
-
-        assert stats.pinned_blocks == 0
-        await first(again, request("a"), Finished)
-        await again.close()
+        assert [type(answer) for answer in answers] == [Rejected]
 
 
-async def test_the_parents_death_is_the_engines(tmp_path: Path) -> None:
+@pytest.mark.parametrize("when", ["before its hello", "while it serves"])
+async def test_the_gateways_death_is_the_engines(when: str) -> None:
     """No engine may hold a device's memory for a gateway that is gone."""
-    async with child(tmp_path) as engine:
-        await engine.event("ready")
-        assert engine.process.stdin is not None
+    async with child() as engine:
+        if when == "while it serves":
+            client = await engine.connect()
+            await first(client, request("a", LONG), Tokens)
+            await client.close()
+        engine.wire.close()
 
-        engine.process.stdin.close()
-
-        assert await engine.ended() == 0
+        assert await engine.ended() == (0 if when == "while it serves" else 1)
 
 
-async def test_the_parents_death_ends_a_step_that_hangs(tmp_path: Path) -> None:
+async def test_the_gateways_death_ends_a_step_that_hangs() -> None:
     """An engine stuck in a kernel must not outlive its gateway either."""
-    async with child(tmp_path, "hang") as engine:
-        await engine.event("ready")
-        client = await SocketEngine.connect(engine.path, TOKEN)
+    async with child("hang") as engine:
+        client = await engine.connect()
         client.submit(request("a"))
-        assert engine.process.stdin is not None
-
-        engine.process.stdin.close()
-
-        assert await engine.ended() == 0
         await client.close()
 
+        assert await engine.ended() == 0
 
-async def test_sigterm_drains_and_a_second_one_does_not_wait(tmp_path: Path) -> None:
+
+async def test_a_compiler_that_it_started_does_not_keep_its_end_open() -> None:
+    """Its standard input is the null device by the time it loads a model."""
+    async with child() as engine:
+        client = await engine.connect()
+        target = await asyncio.to_thread(Path(f"/proc/{engine.process.pid}/fd/0").readlink)
+        await client.close()
+
+        assert str(target) == os.devnull
+
+
+async def test_sigterm_drains_and_a_second_one_does_not_wait() -> None:
     """The first lets answers finish; the second is for somebody who cannot wait."""
-    async with child(tmp_path) as engine:
-        await engine.event("ready")
-        client = await SocketEngine.connect(engine.path, TOKEN)
+    async with child() as engine:
+        client = await engine.connect()
         stream = await first(client, request("a", LONG), Started)
 
         engine.process.send_signal(signal.SIGTERM)
@@ -218,33 +208,32 @@ async def test_sigterm_drains_and_a_second_one_does_not_wait(tmp_path: Path) -> 
         await client.close()
 
 
-async def test_sigterm_while_idle_ends_it(tmp_path: Path) -> None:
+async def test_sigterm_while_idle_ends_it() -> None:
     """Nothing to finish: nothing to wait for."""
-    async with child(tmp_path) as engine:
-        await engine.event("ready")
+    async with child() as engine:
+        client = await engine.connect()
 
         engine.process.send_signal(signal.SIGTERM)
 
         assert await engine.ended() == 0
+        await client.close()
 
 
-async def test_a_model_that_is_missing_is_told_to_whoever_waits(tmp_path: Path) -> None:
+async def test_a_model_that_is_missing_is_told_to_whoever_waits() -> None:
     """With its code, so that it is not tried again."""
-    async with child(tmp_path, "missing") as engine:
-        await engine.event("loading_failed")
-
+    async with child("missing") as engine:
         with pytest.raises(EngineError) as caught:
-            await SocketEngine.connect(engine.path, TOKEN)
+            await engine.connect()
 
         assert caught.value.code == "not_found"
 
 
-async def test_a_gateway_that_does_not_read_holds_the_engine_not_its_memory(tmp_path: Path) -> None:
+async def test_a_gateway_that_does_not_read_holds_the_engine_not_its_memory() -> None:
     """Outboxes are bounded: the engine waits, and goes on when the gateway reads again."""
-    async with child(tmp_path) as engine:
+    async with child() as engine:
+        reader, writer = await asyncio.open_unix_connection(sock=engine.wire)
+        writer.write(encode(engine.hello()))
         await engine.event("ready")
-        reader, writer = await asyncio.open_unix_connection(str(engine.path))
-        writer.write(encode(Hello(PROTOCOL_VERSION, TOKEN)))
         before = _resident_bytes(engine.process.pid)
 
         prompt = tuple(range(60)) * 30
@@ -263,22 +252,18 @@ async def test_a_gateway_that_does_not_read_holds_the_engine_not_its_memory(tmp_
         writer.close()
 
 
-async def test_its_log_can_be_closed(tmp_path: Path) -> None:
+async def test_its_log_can_be_closed() -> None:
     """Nobody to log to is no reason to stop."""
-    async with child(tmp_path) as engine:
-        await engine.event("ready")
+    async with child() as engine:
+        client = await engine.connect()
         assert engine.process.stderr is not None
         engine.process.stderr._transport.close()  # type: ignore[attr-defined]
 
-        stranger = await say(engine.path, Hello(PROTOCOL_VERSION, "wrong"))
-        friend = await SocketEngine.connect(engine.path, TOKEN)
-
-        assert len(stranger) == 1
-        await first(friend, request("b"), Finished)
+        await first(client, request("b"), Finished)
         engine.process.send_signal(signal.SIGTERM)
         async with asyncio.timeout(DEADLINE_S):
             assert await engine.process.wait() == 0
-        await friend.close()
+        await client.close()
 
 
 def _resident_bytes(pid: int) -> int:

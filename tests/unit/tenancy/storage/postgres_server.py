@@ -13,10 +13,10 @@ from contextlib import ExitStack, suppress
 from itertools import count
 from pathlib import Path
 
-from engine.client.temp_folder import own_folder
 from tenancy.storage.postgres import PostgresStore
 from tenancy.storage.postgres_address import PORT, PostgresAddress, read_address
 from tenancy.storage.postgres_connection import ConnectionLost, PostgresConnection, StatementFailed
+from tests.unit.tenancy.own_folder import own_folder
 
 BINARIES = next(
     (

@@ -2,8 +2,7 @@
 
 Who ends in order removes its folder. Who is killed leaves it, and the next one to come sweeps it
 up: a folder of that name which is ours, is not brand-new, and whose lock nobody holds. The system
-lets go of a lock when its holder dies, so that a living one is never taken for dead. It knows no
-socket; `gateway.engine_supervisor` keeps the engine's in one.
+lets go of a lock when its holder dies, so that a living one is never taken for dead.
 """
 
 from __future__ import annotations

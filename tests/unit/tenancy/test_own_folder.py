@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from engine.client.temp_folder import YOUNG_S, own_folder
+from tests.unit.tenancy.own_folder import YOUNG_S, own_folder
 
 HOLD = """
 import sys
 from pathlib import Path
-from engine.client.temp_folder import own_folder
+from tests.unit.tenancy.own_folder import own_folder
 
 with own_folder("t-", Path(sys.argv[1])) as folder:
     (folder / "socket").touch()
