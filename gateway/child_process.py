@@ -37,9 +37,9 @@ Report = Callable[[str, dict[str, object]], None]
 class RestartPolicy(Struct, frozen=True):
     """When a lost process is replaced.
 
-    `pauses_s`: the pauses before one start and the next ones; the last pause repeats. A process
-    that served for `steady_s` starts that row anew. After `deaths_max` deaths within
-    `deaths_window_s` there are no more starts; 0: there always are.
+    `pauses_s`: the pauses before the first, the second, … start in a row; the last one repeats. A
+    process that served for `steady_s` starts the row anew. After `deaths_max` deaths within
+    `deaths_window_s` the process stays down; 0: it is always replaced.
     """
 
     pauses_s: tuple[float, ...]
@@ -197,7 +197,7 @@ class ChildProcess:
 
 
 def _row(pauses_s: tuple[float, ...]) -> Iterator[float]:
-    """The pauses, the last for ever."""
+    """Yield the pauses, and then the last one for ever."""
     return chain(pauses_s, repeat(pauses_s[-1]))
 
 
