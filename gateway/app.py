@@ -27,7 +27,7 @@ from engine.signals import heeded
 from gateway.analytics.aggregates import Analytics
 from gateway.analytics.client import AnalyticsProcessClient
 from gateway.analytics.interface import AnalyticsClient, InProcessAnalytics
-from gateway.analytics.protocol import Begin
+from gateway.analytics.protocol import StartAnalytics
 from gateway.api import cached_contents, generate, health, models, quote, self_service
 from gateway.api.admin import analytics, billing, dashboard, metrics, shared_scopes, tenants, usage
 from gateway.api.routes import SHAPES
@@ -44,7 +44,7 @@ from gateway.http.middleware import install
 from gateway.http.request_ids import RequestIds
 from gateway.http.server import ListenerRunner
 from gateway.ledger.client import LedgerProcessClient
-from gateway.ledger.deferred_holds import LateHolds
+from gateway.ledger.deferred_holds import DeferredHolds
 from gateway.ledger.interface import InProcessLedger, LedgerClient
 from gateway.ledger.metering import note_progress, wall_ms
 from gateway.ledger.progress import GATHER_FAR_S, GATHER_S, ProgressJournal
@@ -90,7 +90,7 @@ class Gateway:
         vocab = renderer.card.config.vocab
         self.ledger = ledger if ledger is not None else InProcessLedger(Ledger(store, wall))
         if store.is_near:  # elsewhere each look for budgets would be a round trip
-            self.ledger = LateHolds(self.ledger, BudgetWatch(store))
+            self.ledger = DeferredHolds(self.ledger, BudgetWatch(store))
         self._registry = KeyAuthenticator(store, wall, clock)
         if not store.is_near:
             self._registry.watch()
@@ -228,7 +228,7 @@ def _analytics(config: Config, clock: Clock, wall: WallClock) -> Analytics:
 
 async def open_analytics(config: Config, log: Log) -> AnalyticsProcessClient:
     """In a process of their own."""
-    begin = Begin(config.tenancy.tenants_followed_max, config.caching.kept())
+    begin = StartAnalytics(config.tenancy.tenants_followed_max, config.caching.kept())
     return await AnalyticsProcessClient.open(begin, time.monotonic, wall_ms, log)
 
 

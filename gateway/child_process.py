@@ -3,8 +3,8 @@
 `ChildProcess` starts one process after another: it reports, reaps, pauses and starts the next when
 one is lost. The standard input of each is a socket; a process takes the end of it for the
 gateway's end, and exits. `FrameWire` is the gateway's end for the ledger and analytics, whose other
-end is `tenancy.ledger.child_process`; `engine.client.client` has its own. This module knows no message. All of it
-belongs to one event loop, and blocks it nowhere.
+end is `tenancy.ledger.child_process`; `engine.client.client` has its own. This module knows no
+message. All of it belongs to one event loop, and blocks it nowhere.
 """
 
 from __future__ import annotations

@@ -30,9 +30,9 @@ from engine.api import (
     Stats,
     Surveyed,
 )
-from engine.client.cache_event_totals import LossTotals
+from engine.client.cache_event_totals import CacheEventTotals
 from engine.client.client import RequestStream, SocketEngine
-from engine.client.namespace_stats import NamespaceBook
+from engine.client.namespace_stats import NamespaceTable
 from engine.config import EngineConfig
 from engine.errors import EngineError, EngineUnavailable, ModelError, RequestRefused
 from engine.protocol import Hello
@@ -97,14 +97,14 @@ class EngineSupervisor:
         return self._engine.stats if self._engine is not None else self._last_stats
 
     @property
-    def namespaces(self) -> NamespaceBook:
+    def namespaces(self) -> NamespaceTable:
         """See `engine.client.client.Engine`. Without an engine: empty."""
-        return self._engine.namespaces if self._engine is not None else NamespaceBook()
+        return self._engine.namespaces if self._engine is not None else NamespaceTable()
 
     @property
-    def losses(self) -> LossTotals:
+    def losses(self) -> CacheEventTotals:
         """See `engine.client.client.Engine`. Without an engine: empty."""
-        return self._engine.losses if self._engine is not None else LossTotals()
+        return self._engine.losses if self._engine is not None else CacheEventTotals()
 
     def ready(self) -> bool:
         """See `engine.client.client.Engine`."""

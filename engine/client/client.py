@@ -45,7 +45,7 @@ from engine.client.request_stream import RequestStream, Wakeup
 from engine.errors import EngineError, EngineUnavailable, RequestRefused
 from engine.protocol import FrameError, Hello, Rejected, Welcome, downward_decoder, encode
 
-__all__ = ["Connection", "Engine", "RequestStream", "SocketEngine", "Wakeup"]
+__all__ = ["Engine", "EngineConnection", "RequestStream", "SocketEngine", "Wakeup"]
 
 CALL_TIMEOUT_S = 10.0
 QUOTAS_AT_ONCE = 1_000
@@ -114,7 +114,7 @@ class Engine(Protocol):
         """Let go of the engine; every open stream ends."""
 
 
-class Connection(ABC):
+class EngineConnection(ABC):
     """Streams and calls over one connection to one engine, whatever carries the messages.
 
     `died_with`: the requests that were being computed when the engine was lost.
@@ -272,7 +272,7 @@ class Connection(ABC):
         return reply
 
 
-class SocketEngine(Connection, asyncio.Protocol):
+class SocketEngine(EngineConnection, asyncio.Protocol):
     """An engine in a process of its own; `connect` makes one. What has come is taken within the
     transport's own call: a task that reads is a turn of the loop more for each step."""
 
@@ -304,8 +304,8 @@ class SocketEngine(Connection, asyncio.Protocol):
         return engine
 
     def post(self, command: Command) -> None:
-        """See `Connection.post`. Raises EngineUnavailable if the engine has stopped reading, but
-        for what ends a request: whoever gives one up has to learn what it has used.
+        """See `EngineConnection.post`. Raises EngineUnavailable if the engine has stopped reading,
+        but for what ends a request: whoever gives one up has to learn what it has used.
 
         For a request alone it leaves at once: the engine works while the turn of the loop goes on.
         Where there are more, what is posted in one turn leaves in one write, at its end: a write

@@ -9,14 +9,14 @@ import asyncio
 from collections.abc import Callable
 
 from engine.api import Command, EngineInfo, Event, Reply
-from engine.client.client import Connection
+from engine.client.client import EngineConnection
 from engine.config import EngineConfig
 from engine.core.core import Core
 from engine.server.outbox import Outbox
 from engine.server.service import EngineService
 
 
-class LocalEngine(Connection):
+class LocalEngine(EngineConnection):
     """`engine.client.client.Engine` over a service in a thread. Make one with `start`."""
 
     def __init__(self, service: EngineService, loop: asyncio.AbstractEventLoop) -> None:
@@ -48,7 +48,7 @@ class LocalEngine(Connection):
             self.lost("engine_died", "The engine stopped.")
 
     def post(self, command: Command) -> None:
-        """See `Connection.post`."""
+        """See `EngineConnection.post`."""
         if self.service.stopped.is_set():
             self.lost("engine_died", "The engine stopped.")
             return

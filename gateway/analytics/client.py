@@ -18,12 +18,12 @@ from msgspec import structs
 
 from gateway.analytics.aggregates import Facts
 from gateway.analytics.protocol import (
-    Begin,
-    MissedTokens,
-    Overview,
+    CompletedAnswers,
+    MissedTokensQuestion,
+    OverviewQuestion,
     Question,
-    Tenant,
-    Told,
+    StartAnalytics,
+    TenantQuestion,
     read_said,
 )
 from gateway.child_process import ChildProcess, FrameWire, Report, RestartPolicy
@@ -50,7 +50,7 @@ class AnalyticsProcessClient:
 
     def __init__(
         self,
-        begin: Begin,
+        begin: StartAnalytics,
         clock: Callable[[], float],
         wall: Callable[[], int],
         report: Report,
@@ -71,7 +71,7 @@ class AnalyticsProcessClient:
     @classmethod
     async def open(
         cls,
-        begin: Begin,
+        begin: StartAnalytics,
         clock: Callable[[], float],
         wall: Callable[[], int],
         report: Report,
@@ -102,17 +102,17 @@ class AnalyticsProcessClient:
 
     async def overview(self) -> dict[str, Any]:
         """See `AnalyticsClient`."""
-        answer: dict[str, Any] = await self._ask(Overview())
+        answer: dict[str, Any] = await self._ask(OverviewQuestion())
         return answer
 
     async def tenant(self, name: str, card: RateCard, blocks: int) -> dict[str, Any] | None:
         """See `AnalyticsClient`."""
-        answer: dict[str, Any] | None = await self._ask(Tenant(name, card, blocks))
+        answer: dict[str, Any] | None = await self._ask(TenantQuestion(name, card, blocks))
         return answer
 
     async def missed_tokens(self, name: str, cause: str) -> int:
         """See `AnalyticsClient`."""
-        return int(await self._ask(MissedTokens(name, cause)))
+        return int(await self._ask(MissedTokensQuestion(name, cause)))
 
     async def close(self) -> None:
         """See `AnalyticsClient`."""
@@ -125,7 +125,7 @@ class AnalyticsProcessClient:
     def _flush(self) -> None:
         waiting, self._waiting, self._tokens = self._waiting, [], 0
         if waiting and self._wire is not None and self._wire.unsent <= UNSENT_MAX:
-            self._wire.send(packed(Told(self._wall() - 1_000 * self._clock(), waiting)))
+            self._wire.send(packed(CompletedAnswers(self._wall() - 1_000 * self._clock(), waiting)))
 
     async def _ask(self, question: Question) -> Any:
         self._flush()

@@ -1,8 +1,8 @@
 """Analytics as a process: `python -m gateway.analytics.process`, started by a gateway.
 
-Its standard input is a socket (`tenancy.ledger.child_process`). The process adds up the facts that it is
-told, answers questions, and exits, keeping nothing, when the gateway closes its end. One thread; it
-knows no request and no HTTP. `gateway.analytics.client` is the other end.
+Its standard input is a socket (`tenancy.ledger.child_process`). The process adds up the facts that
+it is told, answers questions, and exits, keeping nothing, when the gateway closes its end. One
+thread; it knows no request and no HTTP. `gateway.analytics.client` is the other end.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from itertools import chain
 
 from gateway.analytics.aggregates import Analytics
 from gateway.analytics.protocol import (
-    Begin,
-    MissedTokens,
-    Overview,
+    AnswerTold,
+    CompletedAnswers,
+    MissedTokensQuestion,
+    OverviewQuestion,
     Question,
-    Said,
-    Tenant,
-    Told,
+    StartAnalytics,
+    TenantQuestion,
     read_to_analytics,
 )
 from tenancy.ledger.child_process import receive, run, send
@@ -28,7 +28,7 @@ from tenancy.ledger.child_process import receive, run, send
 class AnalyticsHandlers:
     """Analytics by the gateway's clocks: their time is that of the last facts."""
 
-    def __init__(self, begin: Begin) -> None:
+    def __init__(self, begin: StartAnalytics) -> None:
         self._now_s = self._wall_ms = 0.0
         self._analytics = Analytics(
             lambda: self._now_s,
@@ -37,7 +37,7 @@ class AnalyticsHandlers:
             begin.classes,
         )
 
-    def add(self, told: Told) -> None:
+    def add(self, told: CompletedAnswers) -> None:
         """Add up the facts of finished requests."""
         self._wall_ms = told.wall_ms
         for self._now_s, facts in told.facts:
@@ -46,11 +46,11 @@ class AnalyticsHandlers:
     def answer(self, question: Question) -> object:
         """Answer a question of the dashboard."""
         match question:
-            case Overview():
+            case OverviewQuestion():
                 return self._analytics.overview()
-            case Tenant(name, card, blocks):
+            case TenantQuestion(name, card, blocks):
                 return self._analytics.tenant(name, card, blocks)
-            case MissedTokens(name, cause):
+            case MissedTokensQuestion(name, cause):
                 return self._analytics.missed_tokens(name, cause)
 
 
@@ -59,14 +59,14 @@ def serve(wire: socket.socket) -> int:
     handlers: AnalyticsHandlers | None = None
     for frame in chain.from_iterable(receive(wire)):
         message = read_to_analytics(frame)
-        if isinstance(message, Begin):
+        if isinstance(message, StartAnalytics):
             handlers = AnalyticsHandlers(message)
             continue
         assert handlers is not None, "the first message is a Begin"
-        if isinstance(message, Told):
+        if isinstance(message, CompletedAnswers):
             handlers.add(message)
         else:
-            send(wire, Said(handlers.answer(message)))
+            send(wire, AnswerTold(handlers.answer(message)))
     return 0
 
 

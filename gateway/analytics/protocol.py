@@ -21,25 +21,25 @@ from tenancy.pricing.charges import RateCard
 from tenancy.reuse.advice import Kept
 
 
-class Begin(Struct, frozen=True, array_like=True, tag="begin"):
+class StartAnalytics(Struct, frozen=True, array_like=True, tag="begin"):
     """The gateway's first message: the arguments of `Analytics`."""
 
     tenants_max: int
     classes: dict[str, Kept]
 
 
-class Told(Struct, frozen=True, array_like=True, tag="told", gc=False):
+class CompletedAnswers(Struct, frozen=True, array_like=True, tag="told", gc=False):
     """Finished requests, each with the gateway's monotonic seconds. `wall_ms`: Unix time at 0 s."""
 
     wall_ms: float
     facts: list[tuple[float, Facts]]
 
 
-class Overview(Struct, frozen=True, array_like=True, tag="overview"):
+class OverviewQuestion(Struct, frozen=True, array_like=True, tag="overview"):
     """Asks for `Analytics.overview`."""
 
 
-class Tenant(Struct, frozen=True, array_like=True, tag="tenant"):
+class TenantQuestion(Struct, frozen=True, array_like=True, tag="tenant"):
     """Asks for `Analytics.tenant`."""
 
     name: str
@@ -47,24 +47,24 @@ class Tenant(Struct, frozen=True, array_like=True, tag="tenant"):
     blocks: int
 
 
-class MissedTokens(Struct, frozen=True, array_like=True, tag="missed_tokens"):
+class MissedTokensQuestion(Struct, frozen=True, array_like=True, tag="missed_tokens"):
     """Asks for `Analytics.missed_tokens`."""
 
     name: str
     cause: str
 
 
-class Said(Struct, frozen=True, array_like=True):
+class AnswerTold(Struct, frozen=True, array_like=True):
     """The answer to the oldest question without an answer."""
 
     answer: Any
 
 
-Question = Overview | Tenant | MissedTokens
-ToAnalytics = Begin | Told | Question
+Question = OverviewQuestion | TenantQuestion | MissedTokensQuestion
+ToAnalytics = StartAnalytics | CompletedAnswers | Question
 
 _TO_ANALYTICS: msgspec.msgpack.Decoder[ToAnalytics] = msgspec.msgpack.Decoder(ToAnalytics)
-_SAID = msgspec.msgpack.Decoder(Said)
+_SAID = msgspec.msgpack.Decoder(AnswerTold)
 
 
 def read_to_analytics(data: bytes) -> ToAnalytics:
@@ -72,6 +72,6 @@ def read_to_analytics(data: bytes) -> ToAnalytics:
     return _TO_ANALYTICS.decode(data)
 
 
-def read_said(data: bytes) -> Said:
+def read_said(data: bytes) -> AnswerTold:
     """Decode a frame's body."""
     return _SAID.decode(data)

@@ -22,7 +22,7 @@ from tenancy.errors import LedgerUnavailable, StoreError, TenancyError
 from tenancy.ledger.child_process import packed
 from tenancy.ledger.epochs import LedgerEpoch
 from tenancy.ledger.progress import Progress, ProgressNote
-from tenancy.ledger.protocol import Answered, NotOpened, Open, Opened, error_of, read_from_writer
+from tenancy.ledger.protocol import BatchResult, NotOpened, Open, Opened, error_of, read_from_writer
 from tenancy.ledger.transactions import Hold, Item, NamedEntry, entry_in
 from tenancy.ledger.writer import NOT_DURABLE, is_written
 from tenancy.types import UsageEntry
@@ -207,7 +207,7 @@ class LedgerProcessClient:
 
     def _hear(self, frame: bytes) -> None:
         match message := read_from_writer(frame):
-            case Answered():
+            case BatchResult():
                 self._land(message)
             case Opened():
                 if not self._opening.done():
@@ -217,7 +217,7 @@ class LedgerProcessClient:
                     self._opening.set_exception(error_of(message.failure))
                 self._lose()
 
-    def _land(self, answered: Answered) -> None:
+    def _land(self, answered: BatchResult) -> None:
         """Tell the waiters of one commit, in the order in which items were sent."""
         refused, take = answered.refused, self._in_flight.popleft
         self._heard_s, self._wrote_last = self._loop.time(), True

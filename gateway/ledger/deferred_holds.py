@@ -33,7 +33,7 @@ TOKENS_MAX = 1_000_000
 CallLater = Callable[[float, Callable[[], None]], object]
 
 
-class LateHolds:
+class DeferredHolds:
     """A `LedgerClient` before another one. Belongs to one loop."""
 
     def __init__(

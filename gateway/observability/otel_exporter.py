@@ -2,7 +2,7 @@
 
 Only `app` imports it, and only where `tracing.endpoint` is set. A thread of the SDK's sends, from a
 bounded queue: a collector that is slow or gone costs spans, never an answer. It knows no request;
-`tracing.Answered` is all that it is told.
+`tracing.BatchResult` is all that it is told.
 """
 
 from __future__ import annotations

@@ -20,7 +20,14 @@ from pathlib import Path
 
 from tenancy.errors import StoreError
 from tenancy.ledger.child_process import receive, run, send
-from tenancy.ledger.protocol import Answered, NotOpened, Opened, failure_of, read_items, read_open
+from tenancy.ledger.protocol import (
+    BatchResult,
+    NotOpened,
+    Opened,
+    failure_of,
+    read_items,
+    read_open,
+)
 from tenancy.ledger.transactions import Item
 from tenancy.ledger.writer import BATCH_MAX, Answers, LedgerWriter
 from tenancy.storage.backends import open_store
@@ -74,11 +81,11 @@ def _batches(received: Iterable[list[bytes]]) -> Iterator[list[Item]]:
             yield items[at : at + BATCH_MAX]
 
 
-def _answered(answers: Answers) -> Answered:
+def _answered(answers: Answers) -> BatchResult:
     if not any(answers):
-        return Answered(len(answers))
+        return BatchResult(len(answers))
     refused = {at: failure_of(error) for at, error in enumerate(answers) if error is not None}
-    return Answered(len(answers), refused)
+    return BatchResult(len(answers), refused)
 
 
 def _wall_ms() -> int:

@@ -55,14 +55,14 @@ class NotOpened(Struct, frozen=True, array_like=True, tag="not_opened"):
     failure: Failure
 
 
-class Answered(Struct, frozen=True, array_like=True, tag="answered"):
+class BatchResult(Struct, frozen=True, array_like=True, tag="answered"):
     """The next `count` items are durable, except those `refused`, by their index among them."""
 
     count: int
     refused: dict[int, Failure] = {}
 
 
-FromWriter = Opened | NotOpened | Answered
+FromWriter = Opened | NotOpened | BatchResult
 
 _ITEMS = msgspec.msgpack.Decoder(list[Item])
 _OPEN = msgspec.msgpack.Decoder(Open)

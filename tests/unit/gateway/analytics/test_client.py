@@ -17,7 +17,7 @@ from gateway.analytics import client
 from gateway.analytics.aggregates import Analytics, Facts
 from gateway.analytics.client import ANSWERS_MAX, TOKENS_MAX, AnalyticsProcessClient
 from gateway.analytics.interface import AnalyticsClient, InProcessAnalytics
-from gateway.analytics.protocol import Begin
+from gateway.analytics.protocol import StartAnalytics
 from gateway.child_process import RestartPolicy
 from gateway.dialects.canonical import Boundary, Rendered, UsageRecord
 from gateway.errors import Refusal
@@ -27,7 +27,7 @@ from tenancy.reuse.advice import Kept
 from tests.fakes import FakeClock
 
 PATIENCE_S = 60.0
-BEGIN = Begin(10, {"5m": Kept(300.0, "5m"), "1h": Kept(3_600.0, "1h")})
+BEGIN = StartAnalytics(10, {"5m": Kept(300.0, "5m"), "1h": Kept(3_600.0, "1h")})
 CARD = RateCard("c", input=1_000, cache_read=100, cache_write={"5m": 1_250})
 AT_ONCE = RestartPolicy((0.001,))
 READS_NOTHING = (sys.executable, "-c", "import time; time.sleep(600)")

@@ -16,7 +16,7 @@ from msgspec import structs
 
 from gateway.background import reconciliation
 from gateway.ledger import deferred_holds
-from gateway.ledger.deferred_holds import LATE_S, TOKENS_MAX, LateHolds
+from gateway.ledger.deferred_holds import LATE_S, TOKENS_MAX, DeferredHolds
 from gateway.ledger.interface import InProcessLedger
 from tenancy.accounting.audit import check_books
 from tenancy.accounts.keys import create_key
@@ -81,7 +81,7 @@ class Made:
         self.store = store
         self.door = Door()
         self.timers: list[Callable[[], None]] = []
-        self.late = LateHolds(self.door, BudgetWatch(store), self._call_later)
+        self.late = DeferredHolds(self.door, BudgetWatch(store), self._call_later)
 
     def _call_later(self, seconds: float, call: Callable[[], None]) -> None:
         assert seconds == LATE_S
@@ -264,9 +264,9 @@ class Admitting(RuleBasedStateMachine):
     def wall(self) -> int:
         return 1_000
 
-    async def opened(self) -> LateHolds:
+    async def opened(self) -> DeferredHolds:
         watch = BudgetWatch(self.store)
-        return LateHolds(
+        return DeferredHolds(
             InProcessLedger(self.ledger), watch, lambda _, call: self.ticks.append(call)
         )
 
@@ -372,7 +372,7 @@ async def test_an_answer_under_a_budget_has_its_hold_first(gateway: GatewayFixtu
 def _watched(gateway: GatewayFixture) -> list[Item]:
     """Holds and entries that reach the ledger from now on."""
     late = gateway.gateway.ledger
-    assert isinstance(late, LateHolds)
+    assert isinstance(late, DeferredHolds)
     handed: list[Item] = []
     write = late._door.write
 

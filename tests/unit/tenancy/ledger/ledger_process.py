@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tenancy.ledger.child_process import FrameReader, packed
-from tenancy.ledger.protocol import Answered, FromWriter, Open, error_of, read_from_writer
+from tenancy.ledger.protocol import BatchResult, FromWriter, Open, error_of, read_from_writer
 from tenancy.ledger.transactions import Item
 
 ROOT = Path(__file__).parents[4]
@@ -44,7 +44,7 @@ class Process:
         codes: list[str] = []
         while len(codes) < len(items):
             answered = self.hear()
-            assert isinstance(answered, Answered)
+            assert isinstance(answered, BatchResult)
             errors = {at: error_of(failure) for at, failure in answered.refused.items()}
             codes += [errors[at].code if at in errors else "" for at in range(answered.count)]
         return codes

@@ -16,7 +16,7 @@ from tenancy.ledger.epochs import LedgerEpoch
 from tenancy.ledger.idempotency import Claim, Keeping, KeptAnswer
 from tenancy.ledger.progress import Progress, ProgressNote
 from tenancy.ledger.protocol import (
-    Answered,
+    BatchResult,
     FromWriter,
     NotOpened,
     Open,
@@ -112,9 +112,9 @@ def test_each_error_arrives_as_the_same_error(
         )
     else:
         error = kind(data.draw(TEXT), data.draw(TEXT))
-    (frame,) = FrameReader().feed(packed(Answered(1, {0: failure_of(error)})))
+    (frame,) = FrameReader().feed(packed(BatchResult(1, {0: failure_of(error)})))
     answered = read_from_writer(frame)
-    assert isinstance(answered, Answered)
+    assert isinstance(answered, BatchResult)
     again = error_of(answered.refused[0])
 
     assert type(again) is type(error)
@@ -127,7 +127,7 @@ def test_each_error_arrives_as_the_same_error(
         Opened(7, 2, LedgerEpoch(3, 10, "found", 9, b"\x00\xff")),
         Opened(0, 0, None),
         NotOpened(failure_of(NameInUse("in_use", "it is"))),
-        Answered(128),
+        BatchResult(128),
     ],
 )
 def test_the_writers_words_are_told_apart(message: FromWriter) -> None:
