@@ -108,7 +108,7 @@ class AnalyticsSums:
             out += record.out
             prompt += record.total_in
             physical += cached
-            owed += record.recomputed_promised
+            owed += record.breached_tokens
             if record.read:
                 for name, tokens in record.read.items():
                     reads[name] += tokens

@@ -18,7 +18,14 @@ from msgspec.structs import replace
 
 from engine.errors import EngineError
 from gateway.context import Context
-from gateway.dialects.canonical import CacheAsk, Call, Delta, GenerationParameters, Prompt, Reply
+from gateway.dialects.canonical import (
+    CacheDirectives,
+    Call,
+    Delta,
+    GenerationParameters,
+    Prompt,
+    Reply,
+)
 from gateway.dialects.gemini import cached_contents as gemini_cached
 from gateway.dialects.gemini import generate_content as gemini
 from gateway.dialects.protocol import Encoder
@@ -94,14 +101,14 @@ async def _create(gateway: Context, request: web.Request, identity: Identity) ->
     """Render, store, compute, answer; sent again under its name it makes nothing."""
     now_ms, answer = gateway.wall(), Generation(gateway, SHAPE, request)
     body = await read_body(request, gateway.config.server)
-    asked = gemini_cached.parse_creation(body, now_ms)
+    asked = gemini_cached.parse_create(body, now_ms)
     call = Call(
         asked.model,
         (marked(asked.prompt),),
         GenerationParameters(max_tokens=0),
         operation="prewarm",
         # All of it is written and paid for, whatever is there: what is bought is its keeping.
-        cache=CacheAsk(profile="gemini", lookup="none"),
+        cache=CacheDirectives(profile="gemini", lookup="none"),
     )
     check_model(gateway, call)
     if (again := await answer.again(body, identity)) is not None:
@@ -227,7 +234,7 @@ async def _change(gateway: Context, request: web.Request, identity: Identity) ->
     now_ms = gateway.wall()
     mask = request.query.get("updateMask", request.query.get("update_mask", ""))
     body = await read_body(request, gateway.config.server)
-    change = gemini_cached.parse_change(body, mask, now_ms)
+    change = gemini_cached.parse_update(body, mask, now_ms)
     name = request.match_info["name"]
     kept, _ = await load(gateway, name, identity)
     change.check(kept.model, kept.display_name)
@@ -254,7 +261,7 @@ async def _delete(gateway: Context, request: web.Request, identity: Identity) ->
         resource.model,
         (marked(stored),),
         GenerationParameters(max_tokens=0),
-        cache=CacheAsk("gemini"),
+        cache=CacheDirectives("gemini"),
     )
     terms = retention(resource.expires_ms, gateway.wall())
 

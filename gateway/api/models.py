@@ -15,11 +15,11 @@ from gateway.context import Context
 from gateway.dialects.model_lists import (
     ListedModel,
     anthropic_list,
-    anthropic_one,
+    anthropic_model,
     gemini_list,
-    gemini_one,
+    gemini_model,
     openai_list,
-    openai_one,
+    openai_model,
 )
 from gateway.errors import Kind, Refusal
 from gateway.http.middleware import Handler, Route
@@ -32,9 +32,9 @@ class Family(NamedTuple):
     one: Callable[[ListedModel], dict[str, Any]]
 
 
-OPENAI = Family(openai_list, openai_one)
-ANTHROPIC = Family(anthropic_list, anthropic_one)
-GEMINI = Family(gemini_list, gemini_one)
+OPENAI = Family(openai_list, openai_model)
+ANTHROPIC = Family(anthropic_list, anthropic_model)
+GEMINI = Family(gemini_list, gemini_model)
 
 
 def routes(gateway: Context) -> tuple[Route, ...]:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from msgspec import Struct
 
 from engine.api import Retention
-from gateway.dialects.canonical import Boundary, CacheAsk
+from gateway.dialects.canonical import Boundary, CacheDirectives
 
 FIRST, LATEST = 2, 50
 """Of a request's breakpoints these are looked up where they stand."""
@@ -40,7 +40,7 @@ class Look(Struct, frozen=True):
 
 def positions(
     boundaries: Sequence[Boundary],
-    ask: CacheAsk,
+    ask: CacheDirectives,
     classes: Mapping[str, Retention],
     min_tokens: int,
 ) -> Look:

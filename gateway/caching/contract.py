@@ -237,7 +237,7 @@ class Contract:
             if terms.tries:
                 self.missed_tokens = max(0, terms.tries[0][0] - read)
         self._books.promises.answered(self._scope.tenant_id, grants)
-        if self._read_entry is not None and self._record.recomputed_promised:
+        if self._read_entry is not None and self._record.breached_tokens:
             self._books.promises.broke(self._read_entry, now_s)
         for tokens, entry in terms.tries:
             if tokens <= read and entry.is_live(now_s):
@@ -414,7 +414,7 @@ class ContractTerms(Struct, frozen=True):
             write=classes,
             fresh=fresh,
             physical_cached=cached_tokens,
-            recomputed_promised=owed,
+            breached_tokens=owed,
         )
         return record, entry
 

@@ -20,7 +20,7 @@ from msgspec import structs
 from gateway.cli.database import opened
 from gateway.cli.result import CommandError, CommandResult, Show, Table, tabled
 from gateway.config import Config
-from gateway.dialects.validation import field_given_twice
+from gateway.dialects.validation import find_duplicate_key
 from gateway.ledger.metering import wall_ms
 from tenancy.accounting.audit import check_books
 from tenancy.accounting.closing import close_days, list_closes
@@ -90,7 +90,7 @@ def _read_card(path: Path) -> RateCard:
     data = path.read_bytes()[: FILE_BYTES_MAX + 1]
     try:
         card = msgspec.json.decode(data, type=RateCard)
-        twice = field_given_twice(data)
+        twice = find_duplicate_key(data)
     except (msgspec.MsgspecError, ValueError) as error:
         raise CommandError(f"{path} is no rate card: {error}") from error
     if twice is not None:

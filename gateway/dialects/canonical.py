@@ -156,7 +156,7 @@ class GenerationParameters(Struct, frozen=True):
     report_logprobs: bool = True
 
 
-class CacheAsk(Struct, frozen=True):
+class CacheDirectives(Struct, frozen=True):
     """What a call asks of the cache; `gateway.retention` applies it, by the rules of one
     configured profile (its minimum length, its reporting, its classes).
 
@@ -199,7 +199,7 @@ class Call(Struct, frozen=True):
     partition: str = ""
     client_user: str = ""
     priority: int = 0
-    cache: CacheAsk = CacheAsk()
+    cache: CacheDirectives = CacheDirectives()
     digests: tuple[tuple[str, str], ...] = ()
 
 
@@ -213,7 +213,7 @@ class RequestMetadata(Struct, frozen=True):
     betas: tuple[str, ...] = ()
 
 
-NOTHING_ELSE = RequestMetadata()
+NO_METADATA = RequestMetadata()
 """A request whose body says it all."""
 
 
@@ -234,7 +234,7 @@ class UsageRecord(Struct, frozen=True, omit_defaults=True):
     fresh: int = 0
     out: int = 0
     physical_cached: int = 0
-    recomputed_promised: int = 0
+    breached_tokens: int = 0
     """Read by contract, but computed again: a promise that eviction or a restart had broken."""
 
     def read_tokens(self) -> int:

@@ -27,10 +27,10 @@ class ListedModel(Struct, frozen=True):
 
 def openai_list(models: Sequence[ListedModel], query: Mapping[str, str]) -> dict[str, Any]:
     """All of them; its API has no pages here."""
-    return {"object": "list", "data": [openai_one(model) for model in models]}
+    return {"object": "list", "data": [openai_model(model) for model in models]}
 
 
-def openai_one(model: ListedModel) -> dict[str, Any]:
+def openai_model(model: ListedModel) -> dict[str, Any]:
     """One model."""
     return {
         "id": model.name,
@@ -59,14 +59,14 @@ def anthropic_list(models: Sequence[ListedModel], query: Mapping[str, str]) -> d
     page = list(models[start:end])[:limit]
     is_more = len(page) < end - start if "before_id" not in query else start > 0
     return {
-        "data": [anthropic_one(model) for model in page],
+        "data": [anthropic_model(model) for model in page],
         "has_more": is_more,
         "first_id": page[0].name if page else None,
         "last_id": page[-1].name if page else None,
     }
 
 
-def anthropic_one(model: ListedModel) -> dict[str, Any]:
+def anthropic_model(model: ListedModel) -> dict[str, Any]:
     """One model."""
     at = datetime.fromtimestamp(model.created_s, UTC)
     return {
@@ -87,13 +87,15 @@ def gemini_list(models: Sequence[ListedModel], query: Mapping[str, str]) -> dict
     """A page of `pageSize` models; the token is the place where the next begins. Raises Refusal."""
     size = _whole(query, "pageSize" if "pageSize" in query else "page_size", 50)
     start = _whole(query, "pageToken" if "pageToken" in query else "page_token", 0, least=0)
-    body: dict[str, Any] = {"models": [gemini_one(model) for model in models[start : start + size]]}
+    body: dict[str, Any] = {
+        "models": [gemini_model(model) for model in models[start : start + size]]
+    }
     if start + size < len(models):
         body["nextPageToken"] = str(start + size)
     return body
 
 
-def gemini_one(model: ListedModel) -> dict[str, Any]:
+def gemini_model(model: ListedModel) -> dict[str, Any]:
     """One model."""
     return {
         "name": f"models/{model.name}",

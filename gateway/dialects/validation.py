@@ -20,7 +20,7 @@ from gateway.errors import Kind, Refusal
 T = TypeVar("T")
 
 
-def field_given_twice(body: bytes) -> str | None:
+def find_duplicate_key(body: bytes) -> str | None:
     """A key that stands twice in one object of a JSON text; None if there is none. For texts that
     somebody writes by hand and that are worth a second reading. O(bytes). Raises RecursionError,
     and ValueError for what is no JSON."""

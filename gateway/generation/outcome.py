@@ -62,7 +62,7 @@ class Outcome:
             contract.finish(state.response_id)
         for contract, record in zip(self._made.contracts, records, strict=False):
             telemetry.contract_tokens.add(
-                tenant, record.read_tokens(), record.write_tokens(), record.recomputed_promised
+                tenant, record.read_tokens(), record.write_tokens(), record.breached_tokens
             )
             if missed := contract.why_missed():
                 telemetry.misses.add(1, missed)

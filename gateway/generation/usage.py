@@ -76,7 +76,7 @@ def added(records: Sequence[UsageRecord]) -> UsageRecord:
         fresh=sum(record.fresh for record in records),
         out=sum(record.out for record in records),
         physical_cached=sum(record.physical_cached for record in records),
-        recomputed_promised=sum(record.recomputed_promised for record in records),
+        breached_tokens=sum(record.breached_tokens for record in records),
     )
 
 

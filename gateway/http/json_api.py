@@ -14,7 +14,7 @@ import msgspec
 from aiohttp import web
 
 from gateway.config import ServerConfig
-from gateway.dialects.validation import convert, field_given_twice
+from gateway.dialects.validation import convert, find_duplicate_key
 from gateway.errors import Kind, Refusal
 from gateway.http.request_body import read_body
 
@@ -74,7 +74,7 @@ def decode(body: bytes, kind: type[T]) -> T:
     """JSON as a `kind`, no field twice. Raises Refusal naming the field."""
     try:
         tree = msgspec.json.decode(body)
-        twice = field_given_twice(body)
+        twice = find_duplicate_key(body)
     except (msgspec.DecodeError, ValueError, RecursionError):
         raise Refusal(Kind.BAD, "invalid_json", "The body is not valid JSON.") from None
     if twice is not None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from aiohttp import web
 from msgspec import Struct
 
-from gateway.dialects.canonical import NOTHING_ELSE, RequestMetadata
+from gateway.dialects.canonical import NO_METADATA, RequestMetadata
 from gateway.dialects.openai import wire as openai_wire
 from gateway.dialects.protocol import ErrorShape
 from gateway.observability.tracing import CompletedRequest
@@ -148,7 +148,7 @@ def asked(request: web.Request) -> RequestMetadata:
     """What of a request stands outside its body. `target`: "model:action" in Gemini's paths."""
     target, headers = request.match_info.get("target"), request.headers
     if target is None and "anthropic-version" not in headers and "anthropic-beta" not in headers:
-        return NOTHING_ELSE
+        return NO_METADATA
     model, _, action = (target or "").rpartition(":")
     names = [name.strip() for name in headers.get("anthropic-beta", "").split(",")]
     return RequestMetadata(

@@ -39,7 +39,7 @@ def _progress(record: UsageRecord) -> Progress:
         fresh_tokens=record.fresh,
         output_tokens=record.out,
         physical_cached_tokens=record.physical_cached,
-        recomputed_promised_tokens=record.recomputed_promised,
+        recomputed_promised_tokens=record.breached_tokens,
     )
 
 
@@ -129,7 +129,7 @@ class LedgerReservation:
             workspace=hold.workspace,
             tier=hold.tier,
             dialect=hold.dialect,
-            recomputed_promised_tokens=record.recomputed_promised,
+            recomputed_promised_tokens=record.breached_tokens,
             ttft_ms=None if first_token_s is None else round(first_token_s * 1000),
             epoch=hold.epoch,
         )

@@ -14,7 +14,7 @@ from msgspec import structs
 
 from gateway.dialects.anthropic import messages as anthropic
 from gateway.dialects.canonical import (
-    NOTHING_ELSE,
+    NO_METADATA,
     Begin,
     CallText,
     ChoiceEnd,
@@ -63,7 +63,7 @@ BREAKPOINT = {"prompt_cache_breakpoint": {"mode": "explicit", "ttl": "12h"}}
 REQUESTS: dict[str, tuple[Dialect, RequestMetadata, dict[str, Any]]] = {
     "openai_chat": (
         openai_chat.DIALECT,
-        NOTHING_ELSE,
+        NO_METADATA,
         {
             "model": "m",
             "messages": [
@@ -100,12 +100,12 @@ REQUESTS: dict[str, tuple[Dialect, RequestMetadata, dict[str, Any]]] = {
     ),
     "openai_completions": (
         openai_completions.DIALECT,
-        NOTHING_ELSE,
+        NO_METADATA,
         {"model": "m", "prompt": "Once", "max_tokens": 9, "stop": ["END"], "stream": True},
     ),
     "openai_responses": (
         openai_responses.DIALECT,
-        NOTHING_ELSE,
+        NO_METADATA,
         {
             "model": "m",
             "instructions": "Be brief.",

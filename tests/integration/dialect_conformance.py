@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gateway.dialects.canonical import (
-    NOTHING_ELSE,
+    NO_METADATA,
     Begin,
     Call,
     CallText,
@@ -72,8 +72,8 @@ class Adapter:
     read_unary: Callable[[bytes], Answer]
     read_stream: Callable[[bytes], Answer]
     read_error: Callable[[bytes], str]
-    asked: RequestMetadata = NOTHING_ELSE
-    asked_streaming: RequestMetadata = NOTHING_ELSE
+    asked: RequestMetadata = NO_METADATA
+    asked_streaming: RequestMetadata = NO_METADATA
     streaming: dict[str, Any] = field(default_factory=dict)
     has_calls: bool = True
     tool: Callable[[str, dict[str, Any]], dict[str, Any]] | None = None

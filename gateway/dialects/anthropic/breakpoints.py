@@ -10,7 +10,7 @@ from __future__ import annotations
 from gateway.dialects.anthropic.wire import CacheControl
 from gateway.errors import Kind, Refusal
 
-MARKS_MAX = 4
+BREAKPOINTS_MAX = 4
 
 
 class Breakpoints:
@@ -52,12 +52,12 @@ class Breakpoints:
 
     def kept(self) -> dict[int, str]:
         """The class of each place that has a breakpoint. Raises Refusal where a rule is broken."""
-        if len(self._asked) > MARKS_MAX:
+        if len(self._asked) > BREAKPOINTS_MAX:
             message = (
-                f"A maximum of {MARKS_MAX} blocks with cache_control may be provided."
+                f"A maximum of {BREAKPOINTS_MAX} blocks with cache_control may be provided."
                 f" Found {len(self._asked)}."
             )
-            path = self._asked[MARKS_MAX][0]
+            path = self._asked[BREAKPOINTS_MAX][0]
             raise Refusal(Kind.BAD, "too_many_breakpoints", message, param=path)
         shorter = ""
         for path, retention in self._asked:

@@ -17,9 +17,9 @@ from gateway.dialects import sse
 from gateway.dialects.anthropic import wire
 from gateway.dialects.anthropic.prompt import bad, prompt_of
 from gateway.dialects.canonical import (
-    NOTHING_ELSE,
+    NO_METADATA,
     Begin,
-    CacheAsk,
+    CacheDirectives,
     Call,
     CallText,
     ChoiceEnd,
@@ -35,7 +35,7 @@ from gateway.dialects.canonical import (
 )
 from gateway.errors import Kind, Refusal
 
-PREWARM_REFUSED = "it is not allowed when max_tokens is 0."
+NOT_IN_PREWARM = "it is not allowed when max_tokens is 0."
 ID_PREFIX = "msg_"
 
 
@@ -49,7 +49,7 @@ class AnthropicDialect:
     def __init__(self, *, counts: bool = False) -> None:
         self._counts = counts
 
-    def parse(self, body: bytes, asked: RequestMetadata = NOTHING_ELSE) -> Call:
+    def parse(self, body: bytes, asked: RequestMetadata = NO_METADATA) -> Call:
         """Bytes to a call. Unknown betas are nothing to it. Raises Refusal."""
         version = asked.version or wire.VERSIONS[-1]
         if version not in wire.VERSIONS:
@@ -106,7 +106,7 @@ class AnthropicDialect:
 
 
 def _check_settings(fields: wire.Body, version: str) -> None:
-    if version == wire.NOT_SAMPLED:
+    if version == wire.VERSION_WITHOUT_SAMPLING:
         for name in ("temperature", "top_p", "top_k"):
             if getattr(fields, name) is not None:
                 what = f"there is no such setting in version {version}, not even at its default."
@@ -129,12 +129,12 @@ def _check_prompt(prompt: Prompt) -> None:
 def _check_prewarm(fields: wire.Body) -> None:
     """A prewarm computes a prompt and answers nothing; what shapes an answer has no place in it."""
     if fields.stream:
-        raise bad("stream", PREWARM_REFUSED)
+        raise bad("stream", NOT_IN_PREWARM)
     wanted, path = _wanted(fields)
     if wanted is not None:
-        raise bad(path, PREWARM_REFUSED)
+        raise bad(path, NOT_IN_PREWARM)
     if fields.tool_choice is not None and fields.tool_choice.type in ("any", "tool"):
-        raise bad("tool_choice", PREWARM_REFUSED)
+        raise bad("tool_choice", NOT_IN_PREWARM)
 
 
 def _generation(fields: wire.Body) -> GenerationParameters:
@@ -172,9 +172,9 @@ def _format(fields: wire.Body) -> OutputFormat:
     return OutputFormat("json_schema", wire.json_text(wanted.schema), f"{path}.schema")
 
 
-def _cache(fields: wire.Body) -> CacheAsk:
+def _cache(fields: wire.Body) -> CacheDirectives:
     asked = fields.diagnostics
-    return CacheAsk(
+    return CacheDirectives(
         profile="anthropic",
         lookback=20,
         compare_with=(asked and asked.previous_message_id) or "",

@@ -17,7 +17,7 @@ from gateway.dialects.anthropic.breakpoints import Breakpoints
 from gateway.dialects.canonical import Prompt, Segment, Tool, ToolCall, ToolChoice
 from gateway.errors import Kind, Refusal
 
-PREAMBLE = "x-anthropic-billing-header:"
+BILLING_HEADER = "x-anthropic-billing-header:"
 """How a line begins that a popular coding agent puts before its system prompt. It is another one in
 every request and says nothing to a model; kept, it would make every prefix new."""
 
@@ -171,7 +171,7 @@ class _Reader:
             path = f"system[{number}]"
             found = _block(block, path, "a system prompt")
             assert isinstance(found, wire.TextBlock), "only text is taken here"
-            if number == 0 and found.text.startswith(PREAMBLE):
+            if number == 0 and found.text.startswith(BILLING_HEADER):
                 self._marks.add(self._place, path, found.cache_control, is_eligible=False)
                 continue
             self._text(found, path, "system")
@@ -250,7 +250,7 @@ class _Reader:
             if block.cache_control is not None:
                 raise bad(path, "cache_control cannot be set for empty text blocks.")
             raise bad(path, "text content blocks must be non-empty.")
-        if block.citations and role == "user" and self._version == wire.NOT_SAMPLED:
+        if block.citations and role == "user" and self._version == wire.VERSION_WITHOUT_SAMPLING:
             raise bad(f"{path}.citations", "a user's text has no citations.")
         if role == "user":
             if self._open:

@@ -23,12 +23,12 @@ StopText = Annotated[str, Meta(min_length=1, max_length=1_000)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
 MESSAGES_MAX = 10_000
 
-NOT_SAMPLED = "2026-10-21"
-VERSIONS = (NOT_SAMPLED, "2023-06-01")
+VERSION_WITHOUT_SAMPLING = "2026-10-21"
+VERSIONS = (VERSION_WITHOUT_SAMPLING, "2023-06-01")
 """The newer of the two has no sampling settings."""
 
 SERVER_SIDE = "This server keeps nothing between requests and runs no tools of its own."
-REFUSED: Mapping[str, str] = {
+REFUSED_FIELDS: Mapping[str, str] = {
     "container": SERVER_SIDE,
     "mcp_servers": SERVER_SIDE,
     "compaction": SERVER_SIDE,
@@ -39,10 +39,10 @@ REFUSED: Mapping[str, str] = {
 }
 """Fields that cannot be honoured, and why."""
 
-THREAD = "thread_unsupported_request"
+THREAD_CODE = "thread_unsupported_request"
 """What its SDK's tool runner, which asks for a thread first, takes for going on without one."""
 
-NEUTRAL: Mapping[str, object] = {"mcp_servers": [], "fallbacks": []}
+NEUTRAL_VALUES: Mapping[str, object] = {"mcp_servers": [], "fallbacks": []}
 """Refused fields at a value that asks for nothing."""
 
 
@@ -212,10 +212,10 @@ def decode(body: bytes) -> Body:
         elif name == "thread":
             if value is not None:
                 message = f"thread: {SERVER_SIDE}"
-                raise Refusal(Kind.BAD, THREAD, message, param=name)
-        elif name in REFUSED:
-            if value is not None and value != NEUTRAL.get(name, ...):
-                message = f"{name}: {REFUSED[name]}"
+                raise Refusal(Kind.BAD, THREAD_CODE, message, param=name)
+        elif name in REFUSED_FIELDS:
+            if value is not None and value != NEUTRAL_VALUES.get(name, ...):
+                message = f"{name}: {REFUSED_FIELDS[name]}"
                 raise Refusal(Kind.BAD, "unsupported_parameter", message, param=name)
         else:
             raise validation.unknown_field(name, _KNOWN)

@@ -19,8 +19,8 @@ from gateway.dialects.gemini import wire
 from gateway.dialects.gemini.prompt import prompt_of
 from gateway.errors import Kind, Refusal
 
-LIFE_DEFAULT_S = 3_600.0
-LIFE_MAX_S = 366 * 86_400.0
+TTL_DEFAULT_S = 3_600.0
+TTL_MAX_S = 366 * 86_400.0
 PAGE_DEFAULT, PAGE_MAX = 100, 1_000
 _TTL = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,9})?)s")
 
@@ -63,7 +63,7 @@ class CachedContentView(Struct, frozen=True):
     expires_ms: int
 
 
-def parse_creation(body: bytes, now_ms: int) -> CachedContentCreate:
+def parse_create(body: bytes, now_ms: int) -> CachedContentCreate:
     """Raises Refusal."""
     fields = wire.decode(body, wire.CACHED, wire.CachedBody)
     if not fields.model:
@@ -75,7 +75,7 @@ def parse_creation(body: bytes, now_ms: int) -> CachedContentCreate:
         raise Refusal(Kind.BAD, "missing_required_parameter", message, param="contents")
     expires_ms = _expiry(fields, now_ms)
     if expires_ms is None:
-        expires_ms = now_ms + int(LIFE_DEFAULT_S * 1000)
+        expires_ms = now_ms + int(TTL_DEFAULT_S * 1000)
     return CachedContentCreate(
         fields.model.removeprefix("models/"),
         fields.display_name,
@@ -84,7 +84,7 @@ def parse_creation(body: bytes, now_ms: int) -> CachedContentCreate:
     )
 
 
-def parse_change(body: bytes, mask: str, now_ms: int) -> CachedContentUpdate:
+def parse_update(body: bytes, mask: str, now_ms: int) -> CachedContentUpdate:
     """What is to change. Raises Refusal for what cannot."""
     fields = wire.decode(body, wire.CACHED, wire.CachedBody)
     for name in filter(None, mask.split(",")):
@@ -93,7 +93,7 @@ def parse_change(body: bytes, mask: str, now_ms: int) -> CachedContentUpdate:
             raise Refusal(Kind.BAD, "invalid_value", message, param="updateMask")
     for name in wire.PromptFields.__struct_fields__:
         if getattr(fields, name):
-            raise _fixed(wire.camel(name))
+            raise _fixed(wire.to_camel_case(name))
     expires_ms = _expiry(fields, now_ms)
     if expires_ms is None:
         message = "ttl: give ttl or expireTime."
@@ -141,8 +141,8 @@ def _expiry(fields: wire.CachedBody, now_ms: int) -> int | None:
 
 
 def _within(expires_ms: int, now_ms: int, param: str) -> int:
-    if not now_ms < expires_ms <= now_ms + int(LIFE_MAX_S * 1000):
-        message = f"{param}: it has to end in the future, within {int(LIFE_MAX_S)} s."
+    if not now_ms < expires_ms <= now_ms + int(TTL_MAX_S * 1000):
+        message = f"{param}: it has to end in the future, within {int(TTL_MAX_S)} s."
         raise Refusal(Kind.BAD, "invalid_value", message, param=param)
     return expires_ms
 

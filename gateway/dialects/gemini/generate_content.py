@@ -16,9 +16,9 @@ import msgspec
 from engine.api import Sampling
 from gateway.dialects import sse
 from gateway.dialects.canonical import (
-    NOTHING_ELSE,
+    NO_METADATA,
     Begin,
-    CacheAsk,
+    CacheDirectives,
     Call,
     CallText,
     ChoiceEnd,
@@ -34,7 +34,7 @@ from gateway.dialects.canonical import (
 )
 from gateway.dialects.gemini import wire
 from gateway.dialects.gemini.prompt import prompt_of
-from gateway.dialects.gemini.schema import in_small_letters, json_schema
+from gateway.dialects.gemini.schema import json_schema, lowercase_types
 from gateway.errors import Kind, Refusal
 
 
@@ -47,7 +47,7 @@ class GeminiDialect:
         self._is_array = is_array
         self.stream_content_type = "application/json" if is_array else sse.CONTENT_TYPE
 
-    def parse(self, body: bytes, asked: RequestMetadata = NOTHING_ELSE) -> Call:
+    def parse(self, body: bytes, asked: RequestMetadata = NO_METADATA) -> Call:
         """Bytes to a call. Raises Refusal."""
         if asked.action == "countTokens":
             return _count(body, asked)
@@ -124,7 +124,7 @@ def _call(fields: wire.GenerateBody, model: str, *, is_stream: bool) -> Call:
         ),
         stream=is_stream,
         include_usage=True,
-        cache=CacheAsk(profile="gemini"),
+        cache=CacheDirectives(profile="gemini"),
     )
 
 
@@ -145,7 +145,7 @@ def _sampling(settings: wire.GenerationConfig) -> Sampling:
 
 
 def _format(settings: wire.GenerationConfig) -> OutputFormat:
-    schema = in_small_letters(settings.response_json_schema)
+    schema = lowercase_types(settings.response_json_schema)
     path = "generationConfig.responseJsonSchema"
     if settings.response_schema is not None and schema is not None:
         message = "Set responseSchema or responseJsonSchema, not both."

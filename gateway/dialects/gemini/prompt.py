@@ -11,7 +11,7 @@ import msgspec
 
 from gateway.dialects.canonical import Prompt, Segment, Tool, ToolCall, ToolChoice
 from gateway.dialects.gemini import wire
-from gateway.dialects.gemini.schema import in_small_letters, json_schema
+from gateway.dialects.gemini.schema import json_schema, lowercase_types
 from gateway.errors import Kind, Refusal
 
 
@@ -134,7 +134,9 @@ def _join(found: list[Segment], said: Sequence[str]) -> None:
 def _only_text(part: wire.Part, path: str) -> str:
     for name in ("inline_data", "file_data", "executable_code", "code_execution_result"):
         if getattr(part, name) is not None:
-            message = f"{path}.{wire.camel(name)}: this is a text model; only text is supported."
+            message = (
+                f"{path}.{wire.to_camel_case(name)}: this is a text model; only text is supported."
+            )
             raise Refusal(Kind.BAD, "unsupported_parameter", message, param=path)
     if part.text is None:
         message = f"{path}: it has no text."
@@ -147,7 +149,7 @@ def _tools(fields: Sequence[wire.GeminiToolField], *, is_strict: bool) -> tuple[
     for number, field in enumerate(fields):
         for name in wire.GeminiToolField.__struct_fields__[1:]:
             if getattr(field, name) is not None:
-                path = f"tools[{number}].{wire.camel(name)}"
+                path = f"tools[{number}].{wire.to_camel_case(name)}"
                 message = f"{path}: only function declarations are supported here."
                 raise Refusal(Kind.BAD, "unsupported_parameter", message, param=path)
         for place, declared in enumerate(field.function_declarations):
@@ -158,7 +160,7 @@ def _tools(fields: Sequence[wire.GeminiToolField], *, is_strict: bool) -> tuple[
             if declared.parameters is not None and declared.parameters_json_schema is not None:
                 message = f"{path}: set parameters or parametersJsonSchema, not both."
                 raise Refusal(Kind.BAD, "invalid_value", message, param=path)
-            schema = in_small_letters(declared.parameters_json_schema)
+            schema = lowercase_types(declared.parameters_json_schema)
             if declared.parameters is not None:
                 schema = json_schema(declared.parameters)
             text = msgspec.json.encode(schema or {"type": "object", "properties": {}}).decode()

@@ -66,13 +66,13 @@ def json_schema(schema: Any, depth: int = 0) -> Any:
     return found
 
 
-def in_small_letters(schema: Any, depth: int = 0) -> Any:
+def lowercase_types(schema: Any, depth: int = 0) -> Any:
     """A JSON Schema whose types may be in capitals, as the SDK's own examples have them. O(nodes).
     Below `DEPTH_MAX` nothing is changed: that is for whoever compiles it to refuse."""
     if depth > DEPTH_MAX:
         return schema
     if isinstance(schema, list):
-        return [in_small_letters(item, depth + 1) for item in schema]
+        return [lowercase_types(item, depth + 1) for item in schema]
     if not isinstance(schema, dict):
         return schema
     found: dict[str, Any] = {}
@@ -80,9 +80,9 @@ def in_small_letters(schema: Any, depth: int = 0) -> Any:
         if name == "type" and isinstance(value, str | list):
             found[name] = _small(value)
         elif name in _MAPS and isinstance(value, dict):
-            found[name] = {one: in_small_letters(below, depth + 1) for one, below in value.items()}
+            found[name] = {one: lowercase_types(below, depth + 1) for one, below in value.items()}
         else:
-            found[name] = value if name in _DATA else in_small_letters(value, depth + 1)
+            found[name] = value if name in _DATA else lowercase_types(value, depth + 1)
     return found
 
 

@@ -118,7 +118,7 @@ CACHED: dict[str, Any] = {
 _UPPER = re.compile(r"(?<=[a-z0-9])[A-Z]")
 
 
-def one_spelling(tree: Any, shape: Any, path: str = "") -> Any:
+def to_snake_case(tree: Any, shape: Any, path: str = "") -> Any:
     """The same tree in snake_case. O(nodes). Raises Refusal for what is there twice or not ours."""
     if isinstance(shape, list) and isinstance(tree, list):
         below = shape[0]
@@ -129,7 +129,7 @@ def one_spelling(tree: Any, shape: Any, path: str = "") -> Any:
         return [
             item
             if below is _CONTENT and _is_plain(item)
-            else one_spelling(item, below, f"{path}[{n}]")
+            else to_snake_case(item, below, f"{path}[{n}]")
             for n, item in enumerate(tree)
         ]
     if not isinstance(shape, dict) or not isinstance(tree, dict):
@@ -139,13 +139,13 @@ def one_spelling(tree: Any, shape: Any, path: str = "") -> Any:
         name = _UPPER.sub(lambda sign: "_" + sign[0].lower(), key)
         where = f"{path}.{key}" if path else key
         if name not in shape:
-            raise _named(unknown_field(key, set(map(camel, shape))), where)
+            raise _named(unknown_field(key, set(map(to_camel_case, shape))), where)
         if value is None:
             continue
         if name in found:
             message = f"{where}: it is there in both spellings; send one."
             raise Refusal(Kind.BAD, "invalid_value", message, param=where[:300])
-        found[name] = one_spelling(value, shape[name], where)
+        found[name] = to_snake_case(value, shape[name], where)
     return found
 
 
@@ -164,7 +164,7 @@ def _named(refusal: Refusal, where: str) -> Refusal:
     return Refusal(refusal.kind, refusal.code, refusal.message, param=where[:300])
 
 
-def camel(name: str) -> str:
+def to_camel_case(name: str) -> str:
     """As the documentation spells a field."""
     head, *rest = name.split("_")
     return head + "".join(word.capitalize() for word in rest)
@@ -316,7 +316,7 @@ def decode(body: bytes, shape: dict[str, Any], kind: Any) -> Any:
     if not isinstance(tree, dict):
         raise Refusal(Kind.BAD, "invalid_json", "The payload has to be a JSON object.")
     try:
-        return convert(one_spelling(tree, shape), kind, "")
+        return convert(to_snake_case(tree, shape), kind, "")
     except RecursionError:
         raise Refusal(Kind.BAD, "invalid_json", "The payload is nested too deeply.") from None
 

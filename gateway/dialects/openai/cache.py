@@ -13,7 +13,7 @@ from typing import Literal
 from msgspec import Struct
 from msgspec.structs import replace
 
-from gateway.dialects.canonical import CacheAsk, Segment, Tool
+from gateway.dialects.canonical import CacheDirectives, Segment, Tool
 from gateway.errors import Kind, Refusal
 
 WRITES_MAX = 4
@@ -76,7 +76,7 @@ class CacheSettings(Struct, frozen=True):
         return "explicit" if is_foreign else "implicit"
 
 
-def mark_of(
+def requested_retention(
     native: Breakpoint | None, control: CompatCacheControl | None, settings: CacheSettings
 ) -> str | None:
     """The class that a part's marks ask for. Where both spellings are there, OpenAI's counts."""
@@ -85,14 +85,14 @@ def mark_of(
     return None if control is None else control.ttl or "5m"
 
 
-def marked(segment: Segment, control: CompatCacheControl) -> Segment:
+def with_retention(segment: Segment, control: CompatCacheControl) -> Segment:
     """The segment with a mark of the whole message, unless it has one of its own."""
     if segment.retention is not None:
         return segment
     return replace(segment, retention=control.ttl or "5m")
 
 
-def check(settings: CacheSettings) -> None:
+def check_settings(settings: CacheSettings) -> None:
     """A promise and a limit at once mean nothing. Raises Refusal."""
     if settings.retention is not None and settings.options is not None and settings.options.ttl:
         message = (
@@ -104,23 +104,23 @@ def check(settings: CacheSettings) -> None:
 
 def apply(
     tools: Sequence[Tool], segments: Sequence[Segment], settings: CacheSettings
-) -> tuple[tuple[Segment, ...], CacheAsk]:
+) -> tuple[tuple[Segment, ...], CacheDirectives]:
     """The segments with their marks, and what is asked of the cache. O(tools + segments).
 
     Without any caching field nothing is asked, and whatever the cache holds is read. Of more marks
     than may be written the earlier ones are only looked up, as at OpenAI. Raises Refusal.
     """
-    check(settings)
+    check_settings(settings)
     parts = list(segments)
     if settings.control is not None and parts:
-        parts[-1] = marked(parts[-1], settings.control)
+        parts[-1] = with_retention(parts[-1], settings.control)
     prompt: list[Tool | Segment] = [*tools, *parts]
     has_marks = any(part.retention is not None for part in prompt)
     if not has_marks and settings.options is None:
         # The deprecated field keeps for longer what is matched as without it.
-        return tuple(parts), CacheAsk(implicit=settings.retention_class)
+        return tuple(parts), CacheDirectives(implicit=settings.retention_class)
     is_implicit = settings.mode == "implicit"
-    ask = CacheAsk(
+    ask = CacheDirectives(
         lookup="written" if has_marks or is_implicit else "none",
         implicit=settings.ttl if is_implicit else None,
         writes_max=WRITES_MAX - is_implicit,

@@ -13,9 +13,9 @@ from msgspec import Meta, Struct
 
 from gateway.dialects import sse
 from gateway.dialects.canonical import (
-    NOTHING_ELSE,
+    NO_METADATA,
     Begin,
-    CacheAsk,
+    CacheDirectives,
     Call,
     CallText,
     ChoiceEnd,
@@ -33,8 +33,8 @@ from gateway.errors import Kind, Refusal
 
 FUNCTIONS = "Functions are not supported; they were replaced by tools."
 TEMPLATES = "Templates come from the model, never from a request."
-REFUSED = {
-    **wire.REFUSED,
+REFUSED_FIELDS = {
+    **wire.REFUSED_FIELDS,
     "functions": FUNCTIONS,
     "function_call": FUNCTIONS,
     "audio": "This is a text model: it has no audio.",
@@ -51,13 +51,13 @@ REFUSED = {
     "echo": "It belongs to /v1/completions.",
     "suffix": "This model continues text; it cannot fill in between.",
 }
-NEUTRAL = {
-    **wire.NEUTRAL,
+NEUTRAL_VALUES = {
+    **wire.NEUTRAL_VALUES,
     "continue_final_message": False,
     "reasoning_effort": "none",
     "echo": False,
 }
-IGNORED = wire.NAMES | frozenset({"metadata", "safety_identifier"})
+IGNORED_FIELDS = wire.REQUEST_NAME_FIELDS | frozenset({"metadata", "safety_identifier"})
 
 _PLACE = "\ue000"
 _PLACE_BYTES = msgspec.json.encode(_PLACE)
@@ -104,9 +104,9 @@ class ChatDialect:
     headers = staticmethod(wire.headers)
     count_body = staticmethod(wire.count_body)
 
-    def parse(self, body: bytes, asked: RequestMetadata = NOTHING_ELSE) -> Call:
+    def parse(self, body: bytes, asked: RequestMetadata = NO_METADATA) -> Call:
         """Bytes to a call. Raises Refusal."""
-        fields = wire.decode(body, ChatBody, REFUSED, NEUTRAL, IGNORED)
+        fields = wire.decode(body, ChatBody, REFUSED_FIELDS, NEUTRAL_VALUES, IGNORED_FIELDS)
         wire.check_stream_options(fields)
         limits = {fields.max_tokens, fields.max_completion_tokens} - {None}
         if len(limits) > 1:
@@ -146,12 +146,12 @@ class ChatDialect:
         return sse.KEEP_ALIVE
 
 
-def _prompt(fields: ChatBody) -> tuple[Prompt, CacheAsk]:
+def _prompt(fields: ChatBody) -> tuple[Prompt, CacheDirectives]:
     settings = cache.CacheSettings(
         fields.prompt_cache_options,
         fields.prompt_cache_retention,
         fields.cache_control,
-        chat.is_native(fields.messages),
+        chat.has_native_breakpoint(fields.messages),
     )
     declared = chat.tools_of(fields.tools or ())
     segments = chat.segments_of(fields.messages, settings)

@@ -53,7 +53,7 @@ class CalledFunction(Struct, frozen=True, forbid_unknown_fields=True):
 Part = TextPart | RefusalPart | ImagePart | AudioPart | FilePart
 
 
-class MadeCall(Struct, frozen=True, forbid_unknown_fields=True):
+class MessageToolCall(Struct, frozen=True, forbid_unknown_fields=True):
     """`index` is there in histories that were put together from a stream."""
 
     id: tools.CallId
@@ -71,7 +71,7 @@ class ChatMessage(Struct, frozen=True, forbid_unknown_fields=True):
     content: wire.Text | list[Part] | None = None
     name: wire.Short | None = None
     tool_call_id: wire.Short | None = None
-    tool_calls: Annotated[list[MadeCall], Meta(max_length=tools.TOOLS_MAX)] | None = None
+    tool_calls: Annotated[list[MessageToolCall], Meta(max_length=tools.TOOLS_MAX)] | None = None
     function_call: None = None
     audio: None = None
     annotations: list[Any] | None = None
@@ -103,20 +103,20 @@ class NamedFunction(Struct, frozen=True):
     name: tools.Name
 
 
-class Named(Struct, frozen=True):
+class ToolReference(Struct, frozen=True):
     type: str
     function: NamedFunction | None = None
 
 
-class Allowed(Struct, frozen=True):
+class AllowedTools(Struct, frozen=True):
     mode: Literal["auto", "required"]
-    tools: Annotated[list[Named], Meta(min_length=1, max_length=tools.TOOLS_MAX)]
+    tools: Annotated[list[ToolReference], Meta(min_length=1, max_length=tools.TOOLS_MAX)]
 
 
 class ChoiceField(Struct, frozen=True):
     type: str
     function: NamedFunction | None = None
-    allowed_tools: Allowed | None = None
+    allowed_tools: AllowedTools | None = None
 
 
 Choice = Literal["none", "auto", "required"] | ChoiceField
@@ -184,7 +184,7 @@ def choice_of(choice: Choice | None, declared: Sequence[Tool], parallel: bool | 
 # --- messages ------------------------------------------------------------------------------------
 
 
-def is_native(messages: Sequence[ChatMessage]) -> bool:
+def has_native_breakpoint(messages: Sequence[ChatMessage]) -> bool:
     """Has a part OpenAI's own mark?"""
     for message in messages:
         if isinstance(message.content, list):
@@ -219,7 +219,7 @@ class _Reader:
     def __init__(self, settings: cache.CacheSettings) -> None:
         self._settings = settings
         self.segments: list[Segment] = []
-        self.calls = tools.OpenCalls()
+        self.calls = tools.PendingCalls()
 
     def read(self, message: ChatMessage, index: int) -> None:
         at = f"messages[{index}]"
@@ -274,7 +274,9 @@ class _Reader:
             if not isinstance(part, TextPart):
                 kind = part.__struct_config__.tag
                 raise bad(at, f"{kind}: this is a text model; send text.", "unsupported_parameter")
-            mark = cache.mark_of(part.prompt_cache_breakpoint, part.cache_control, self._settings)
+            mark = cache.requested_retention(
+                part.prompt_cache_breakpoint, part.cache_control, self._settings
+            )
             self._add(message, index, part.text, at, name=name, answers=answers, retention=mark)
 
     def _add(
@@ -295,4 +297,4 @@ class _Reader:
 
     def _mark_last(self, control: cache.CompatCacheControl) -> None:
         last = self.segments[-1]
-        self.segments[-1] = cache.marked(last, control)
+        self.segments[-1] = cache.with_retention(last, control)

@@ -14,7 +14,7 @@ from msgspec import Meta
 
 from gateway.dialects import sse
 from gateway.dialects.canonical import (
-    NOTHING_ELSE,
+    NO_METADATA,
     Begin,
     Call,
     CallText,
@@ -33,8 +33,8 @@ from gateway.errors import Kind, Refusal
 
 PROMPTS_MAX = 128
 
-REFUSED = {
-    **wire.REFUSED,
+REFUSED_FIELDS = {
+    **wire.REFUSED_FIELDS,
     "suffix": "This model continues text; it cannot fill in between.",
     "response_format": "It belongs to /v1/chat/completions.",
     "prompt_cache_options": "They belong to /v1/chat/completions and /v1/responses.",
@@ -43,7 +43,7 @@ REFUSED = {
     "max_completion_tokens": "It belongs to /v1/chat/completions; here there is max_tokens.",
     "top_logprobs": "It belongs to /v1/chat/completions; here logprobs is a number.",
 }
-IGNORED = wire.NAMES | frozenset({"metadata", "safety_identifier"})
+IGNORED_FIELDS = wire.REQUEST_NAME_FIELDS | frozenset({"metadata", "safety_identifier"})
 
 
 class CompletionBody(wire.GenerationFields, frozen=True, kw_only=True):
@@ -53,7 +53,7 @@ class CompletionBody(wire.GenerationFields, frozen=True, kw_only=True):
     echo: bool | None = None
 
 
-class UsualBody(CompletionBody, frozen=True, kw_only=True):
+class SinglePromptBody(CompletionBody, frozen=True, kw_only=True):
     """Of one prompt: two thousand ids are read and checked in two thirds of the time."""
 
     prompt: str | wire.TokenIds = "<|endoftext|>"
@@ -69,9 +69,16 @@ class CompletionDialect:
     headers = staticmethod(wire.headers)
     count_body = staticmethod(wire.count_body)
 
-    def parse(self, body: bytes, asked: RequestMetadata = NOTHING_ELSE) -> Call:
+    def parse(self, body: bytes, asked: RequestMetadata = NO_METADATA) -> Call:
         """Bytes to a call. Raises Refusal."""
-        fields = wire.decode(body, CompletionBody, REFUSED, wire.NEUTRAL, IGNORED, UsualBody)
+        fields = wire.decode(
+            body,
+            CompletionBody,
+            REFUSED_FIELDS,
+            wire.NEUTRAL_VALUES,
+            IGNORED_FIELDS,
+            SinglePromptBody,
+        )
         wire.check_stream_options(fields)
         choices, samples = fields.n or 1, fields.best_of or fields.n or 1
         if samples < choices:

@@ -14,8 +14,8 @@ from msgspec import Meta, Struct
 
 from gateway.dialects import sse
 from gateway.dialects.canonical import (
-    NOTHING_ELSE,
-    CacheAsk,
+    NO_METADATA,
+    CacheDirectives,
     Call,
     GenerationParameters,
     Prompt,
@@ -29,9 +29,9 @@ from gateway.errors import Kind, Refusal
 
 ID_PREFIX = "resp_"
 LOGPROBS = "message.output_text.logprobs"
-ELSEWHERE = "It belongs to /v1/chat/completions."
-REFUSED = {
-    **{name: why for name, why in wire.REFUSED.items() if name != "truncate_prompt_tokens"},
+CHAT_ONLY = "It belongs to /v1/chat/completions."
+REFUSED_FIELDS = {
+    **{name: why for name, why in wire.REFUSED_FIELDS.items() if name != "truncate_prompt_tokens"},
     "background": "Answers are given while the client waits.",
     "conversation": "Nothing is stored here; send the conversation as input.",
     "prompt": "Nothing is stored here, prompts neither; send instructions and input.",
@@ -43,12 +43,14 @@ REFUSED = {
     "max_tokens": "It belongs to /v1/chat/completions; here there is max_output_tokens.",
     "max_completion_tokens": "It belongs to /v1/chat/completions; here: max_output_tokens.",
     "response_format": "It belongs to /v1/chat/completions; here there is text.format.",
-    "n": ELSEWHERE,
-    "stop": ELSEWHERE,
-    "logprobs": f"{ELSEWHERE} Here there is include, with {LOGPROBS!r}.",
+    "n": CHAT_ONLY,
+    "stop": CHAT_ONLY,
+    "logprobs": f"{CHAT_ONLY} Here there is include, with {LOGPROBS!r}.",
 }
-NEUTRAL = {**wire.NEUTRAL, "background": False, "n": 1}
-IGNORED = wire.NAMES | frozenset({"store", "safety_identifier", "max_tool_calls"})
+NEUTRAL_VALUES = {**wire.NEUTRAL_VALUES, "background": False, "n": 1}
+IGNORED_FIELDS = wire.REQUEST_NAME_FIELDS | frozenset(
+    {"store", "safety_identifier", "max_tool_calls"}
+)
 """`store` is answered with false whatever was asked: stores serve later requests, not this one.
 `max_tool_calls` limits tools that a server runs; there are none."""
 
@@ -137,9 +139,9 @@ class ResponsesDialect:
     def __init__(self, *, counts: bool = False) -> None:
         self._counts = counts
 
-    def parse(self, body: bytes, asked: RequestMetadata = NOTHING_ELSE) -> Call:
+    def parse(self, body: bytes, asked: RequestMetadata = NO_METADATA) -> Call:
         """Bytes to a call. Raises Refusal."""
-        fields = wire.decode(body, ResponsesBody, REFUSED, NEUTRAL, IGNORED)
+        fields = wire.decode(body, ResponsesBody, REFUSED_FIELDS, NEUTRAL_VALUES, IGNORED_FIELDS)
         _check(fields)
         prompt, ask = _prompt(fields)
         options = fields.prompt_cache_options or ResponsesCacheOptions()
@@ -200,13 +202,13 @@ def _check(fields: ResponsesBody) -> None:
         raise Refusal(Kind.BAD, "invalid_value", message, param="top_logprobs")
 
 
-def _prompt(fields: ResponsesBody) -> tuple[Prompt, CacheAsk]:
+def _prompt(fields: ResponsesBody) -> tuple[Prompt, CacheDirectives]:
     options = fields.prompt_cache_options
     settings = cache.CacheSettings(
         options,
         fields.prompt_cache_retention,
         fields.cache_control,
-        items.is_native(fields.input),
+        items.has_native_breakpoint(fields.input),
     )
     declared = items.tools_of(fields.tools or ())
     segments = items.segments_of(fields.instructions, fields.input, settings)

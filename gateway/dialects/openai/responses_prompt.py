@@ -142,7 +142,7 @@ def choice_of(choice: Choice | None, declared: Sequence[Tool], parallel: bool | 
 # --- items ---------------------------------------------------------------------------------------
 
 
-def is_native(items: str | Sequence[dict[str, Any]]) -> bool:
+def has_native_breakpoint(items: str | Sequence[dict[str, Any]]) -> bool:
     """Has a part OpenAI's own mark?"""
     if isinstance(items, str):
         return False
@@ -183,7 +183,7 @@ class _Reader:
     def __init__(self, settings: cache.CacheSettings) -> None:
         self._settings = settings
         self.segments: list[Segment] = []
-        self.calls = tools.OpenCalls()
+        self.calls = tools.PendingCalls()
         self.message = -1
         self._speaks = False
         """Is the latest item an assistant's message, or a call behind one?"""
@@ -258,7 +258,9 @@ class _Reader:
             shown = str(kind)[:64]
             raise bad(f"{path}.type", f"there is no part of the type {shown!r} in such an item.")
         found = convert(part, _PARTS[kind], path)
-        mark = cache.mark_of(found.prompt_cache_breakpoint, found.cache_control, self._settings)
+        mark = cache.requested_retention(
+            found.prompt_cache_breakpoint, found.cache_control, self._settings
+        )
         return found.text, mark
 
     def add(

@@ -107,7 +107,7 @@ def json_text(value: object) -> str:
     return msgspec.json.encode(value).decode()
 
 
-class OpenCalls:
+class PendingCalls:
     """The calls of a history that wait for their results: each is answered once, before anyone
     else speaks. `field`: whose param the errors name."""
 

@@ -33,12 +33,12 @@ StopText = Annotated[str, Meta(min_length=1, max_length=1_000)]
 TokenIds = Annotated[tuple[Annotated[int, Meta(ge=0, lt=2**31)], ...], Meta(max_length=4_000_000)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
 CHOICES_MAX = 128
-EXACT_BYTES_MAX = 65_536
+FAST_DECODE_BYTES_MAX = 65_536
 """Up to here a body is tried as if nothing were wrong with it: more would be too much in vain."""
 
 CONSTRAINED = "Answers are constrained by response_format, in chat, or text.format, in responses."
 SPECIALS = "Special tokens are never part of the text."
-REFUSED: Mapping[str, str] = {
+REFUSED_FIELDS: Mapping[str, str] = {
     "guided_json": CONSTRAINED,
     "guided_regex": CONSTRAINED,
     "guided_choice": CONSTRAINED,
@@ -57,11 +57,11 @@ REFUSED: Mapping[str, str] = {
 """Fields that neither endpoint can honour, and why. A refusal beats silence: an answer that was
 made some other way than it was asked for looks right."""
 
-NAMES = frozenset({"request_id", "rid", "session_id"})
+REQUEST_NAME_FIELDS = frozenset({"request_id", "rid", "session_id"})
 """What self-hosted engines and routers let a client call its request, for logs and for choosing a
 server: of an answer it changes nothing."""
 
-NEUTRAL: Mapping[str, object] = {
+NEUTRAL_VALUES: Mapping[str, object] = {
     "use_beam_search": False,
     "early_stopping": False,
     "include_stop_str_in_output": False,
@@ -134,7 +134,7 @@ def decode(
     nothing and is fine. `ignored`: fields that change nothing about the answer. A key that is
     there twice counts as it stands last.
     """
-    if len(body) <= EXACT_BYTES_MAX:
+    if len(body) <= FAST_DECODE_BYTES_MAX:
         try:
             exact: Body = _exact(usual or kind).decode(body)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from engine.api import Retention
 from gateway.caching.breakpoints import positions
-from gateway.dialects.canonical import Boundary, CacheAsk
+from gateway.dialects.canonical import Boundary, CacheDirectives
 
 CLASSES = {"5m": Retention("5m", 300, 300), "30m": Retention("30m", 1800)}
 
 
-def tried(marks: list[Boundary], ask: CacheAsk, min_tokens: int = 1) -> list[int]:
+def tried(marks: list[Boundary], ask: CacheDirectives, min_tokens: int = 1) -> list[int]:
     return [place.tokens for place in positions(marks, ask, CLASSES, min_tokens).tries]
 
 
-def written(marks: list[Boundary], ask: CacheAsk, min_tokens: int = 1) -> list[tuple[int, str]]:
+def written(
+    marks: list[Boundary], ask: CacheDirectives, min_tokens: int = 1
+) -> list[tuple[int, str]]:
     look = positions(marks, ask, CLASSES, min_tokens)
     return [(place.tokens, place.retention.name) for place in look.writes]
 
@@ -23,7 +25,7 @@ def test_a_breakpoint_looks_back_twenty_positions_itself_the_first() -> None:
     marks = [Boundary(10 * n, f"m[{n}]") for n in range(1, 31)]
     marks[-1] = Boundary(300, "m[30]", "5m")
 
-    found = tried(marks, CacheAsk(lookback=20))
+    found = tried(marks, CacheDirectives(lookback=20))
 
     assert found == [10 * n for n in range(11, 31)]
 
@@ -33,7 +35,7 @@ def test_a_run_of_tool_calls_is_one_position() -> None:
     calls = [Boundary(10 * n, f"m[{n}]", run="call") for n in range(2, 30)]
     marks = [Boundary(10, "m[1]"), *calls, Boundary(300, "m[30]", "5m")]
 
-    found = tried(marks, CacheAsk(lookback=3))
+    found = tried(marks, CacheDirectives(lookback=3))
 
     assert found[0] == 10
     assert len(found) == 30
@@ -43,8 +45,8 @@ def test_without_a_breakpoint_nothing_is_tried_or_written() -> None:
     """Only what is asked for is promised."""
     marks = [Boundary(10, "m[0]"), Boundary(20, "m[1]")]
 
-    assert tried(marks, CacheAsk()) == []
-    assert written(marks, CacheAsk()) == []
+    assert tried(marks, CacheDirectives()) == []
+    assert written(marks, CacheDirectives()) == []
 
 
 def test_the_implicit_breakpoint_is_the_end_of_the_latest_user_message() -> None:
@@ -58,7 +60,7 @@ def test_the_implicit_breakpoint_is_the_end_of_the_latest_user_message() -> None
         Boundary(40, "m[4]", role="assistant"),
     ]
 
-    ask = CacheAsk(implicit="30m")
+    ask = CacheDirectives(implicit="30m")
 
     assert written(marks, ask) == [(30, "30m")]
     assert tried(marks, ask) == [5, 10, 30]
@@ -72,15 +74,15 @@ def test_the_last_of_a_run_of_tool_results_is_an_end() -> None:
         Boundary(30, "m[2]", role="tool", run="result"),
     ]
 
-    assert written(marks, CacheAsk(implicit="30m")) == [(30, "30m")]
+    assert written(marks, CacheDirectives(implicit="30m")) == [(30, "30m")]
 
 
 def test_what_is_too_short_is_neither_tried_nor_written() -> None:
     """Below the minimum a breakpoint is silently none."""
     marks = [Boundary(10, "m[0]", "5m"), Boundary(1024, "m[1]", "5m")]
 
-    assert tried(marks, CacheAsk(), 1024) == [1024]
-    assert written(marks, CacheAsk(), 1024) == [(1024, "5m")]
+    assert tried(marks, CacheDirectives(), 1024) == [1024]
+    assert written(marks, CacheDirectives(), 1024) == [(1024, "5m")]
 
 
 def test_of_more_marks_than_may_be_written_the_latest_are_and_the_others_looked_up() -> None:
@@ -90,7 +92,7 @@ def test_of_more_marks_than_may_be_written_the_latest_are_and_the_others_looked_
         for n in range(1, 121)
     ]
 
-    ask = CacheAsk(lookback=3, writes_max=2)
+    ask = CacheDirectives(lookback=3, writes_max=2)
 
     assert written(marks, ask) == [(800, "30m"), (1200, "30m")]
     assert tried(marks, ask) == [10, 50, 400, 780, 790, 800, 1180, 1190, 1200]
@@ -100,6 +102,6 @@ def test_the_first_two_and_the_latest_fifty_marks_are_looked_up() -> None:
     """Whoever marks everything does not make each request slower than the one before."""
     marks = [Boundary(10 * n, f"m[{n}]", "30m") for n in range(1, 101)]
 
-    found = tried(marks, CacheAsk(lookback=1, writes_max=4))
+    found = tried(marks, CacheDirectives(lookback=1, writes_max=4))
 
     assert found == [10, 20, *(10 * n for n in range(51, 101))]

@@ -17,7 +17,7 @@ from engine.api import LeaseGrant, Retention, Usage
 from gateway.caching import CacheScope, Contract, Contracts
 from gateway.dialects.canonical import (
     Boundary,
-    CacheAsk,
+    CacheDirectives,
     Call,
     GenerationParameters,
     Prompt,
@@ -29,7 +29,7 @@ from gateway.retention_classes import CacheProfile, CachingConfig
 from tests.fakes import FakeClock
 
 SCOPE = CacheScope(b"ns", 1, "1/default")
-ANTHROPIC = CacheAsk(profile="anthropic")
+ANTHROPIC = CacheDirectives(profile="anthropic")
 Outcome = Literal["granted", "clipped", "refused"]
 
 
@@ -50,7 +50,7 @@ class World:
         )
 
     def resolve(
-        self, words: str, marks: dict[int, str], ask: CacheAsk = ANTHROPIC, **more: Any
+        self, words: str, marks: dict[int, str], ask: CacheDirectives = ANTHROPIC, **more: Any
     ) -> Contract:
         """A letter is a block of ten tokens; `marks`: retention by block number."""
         boundaries = [
@@ -71,7 +71,7 @@ class World:
         self,
         words: str,
         marks: dict[int, str],
-        ask: CacheAsk = ANTHROPIC,
+        ask: CacheDirectives = ANTHROPIC,
         grants: Sequence[LeaseGrant] | None = None,
         **more: Any,
     ) -> UsageRecord:
@@ -128,7 +128,7 @@ def test_what_is_erased_while_it_is_written_is_promised_to_nobody(what: str, is_
 
     assert len(world.books.entries) == is_kept
     assert bool(world.books.promises.by_class(world.clock())) == is_kept
-    assert bool(world.run("abc", {2: "5m"}).recomputed_promised) == is_kept
+    assert bool(world.run("abc", {2: "5m"}).breached_tokens) == is_kept
     assert world.run("abc", {2: "5m"}).read == {"5m": 20}
 
 
@@ -201,7 +201,7 @@ def test_a_broken_promise_is_still_a_read_and_is_counted() -> None:
     record = world.run("abc", {2: "5m"})
 
     assert (record.read, record.fresh, record.physical_cached) == ({"5m": 20}, 10, 0)
-    assert record.recomputed_promised == 20
+    assert record.breached_tokens == 20
 
 
 def test_an_operator_may_bill_what_was_computed_instead() -> None:
@@ -266,9 +266,9 @@ def test_what_the_engine_refuses_to_keep_is_not_charged_as_kept() -> None:
 def test_without_caching_fields_what_is_there_is_what_is_read() -> None:
     """Plain prefix caching, to the token."""
     world = World()
-    world.run("abc", {}, CacheAsk())
+    world.run("abc", {}, CacheDirectives())
 
-    record = world.run("abd", {}, CacheAsk())
+    record = world.run("abd", {}, CacheDirectives())
 
     assert (record.read, record.write, record.fresh) == ({"best_effort": 20}, {}, 10)
 
@@ -277,10 +277,10 @@ def test_coarse_reporting_rounds_reads_down_and_reports_no_writes() -> None:
     """The profile of the older hosted models."""
     profile = CacheProfile(granularity=8, min_tokens=16, reports_writes=False)
     world = World(CachingConfig(profiles={"openai": profile}))
-    first = world.run("abc", {2: "30m"}, CacheAsk())
+    first = world.run("abc", {2: "30m"}, CacheDirectives())
 
-    second = world.run("abd", {2: "30m"}, CacheAsk())
-    short = world.run("ax", {}, CacheAsk())
+    second = world.run("abd", {2: "30m"}, CacheDirectives())
+    short = world.run("ax", {}, CacheDirectives())
 
     assert (first.read, first.write, first.fresh) == ({}, {}, 30)
     assert (second.read_tokens(), second.fresh) == (16, 14)
@@ -291,10 +291,10 @@ def test_a_call_that_wants_nothing_read_reads_nothing() -> None:
     """By contract; the engine saves its work all the same. What it marks is written, and that it
     was written before is no miss."""
     world = World()
-    world.run("abc", {2: "30m"}, CacheAsk())
+    world.run("abc", {2: "30m"}, CacheDirectives())
 
-    plain = world.run("abc", {}, CacheAsk(lookup="none"))
-    marked = world.run("abc", {2: "30m"}, CacheAsk(lookup="none"))
+    plain = world.run("abc", {}, CacheDirectives(lookup="none"))
+    marked = world.run("abc", {2: "30m"}, CacheDirectives(lookup="none"))
 
     assert (plain.read, plain.write, plain.fresh) == ({}, {}, 30)
     assert (marked.read, marked.write, marked.fresh) == ({}, {"30m": 20}, 10)
@@ -347,7 +347,7 @@ def test_what_is_there_has_not_been_missed() -> None:
 
 def test_what_was_read_in_full_has_no_cause_whatever_it_is_compared_with() -> None:
     """A conversation that leaves the response it names may have been written by a third."""
-    ask = CacheAsk(profile="anthropic", remember=True)
+    ask = CacheDirectives(profile="anthropic", remember=True)
     world = World()
     world.run("abc", {2: "5m"}, ask)
     world.run("xyc", {2: "5m"}, ask)
@@ -366,7 +366,7 @@ def test_a_resource_is_read_whatever_the_pool_has_lost() -> None:
     """Cached content is pinned until it expires: recomputing it is the operator's cost."""
     terms = Retention("resource", 60, 60, "absolute", renewed_on_read=False, pinned=True)
     world = World()
-    ask = CacheAsk(profile="gemini")
+    ask = CacheDirectives(profile="gemini")
     world.run("ab", {2: "resource"}, ask, classes={"resource": terms})
     world.there.clear()
 
@@ -419,7 +419,9 @@ CALLS = st.lists(
     st.tuples(
         st.text("ab", min_size=1, max_size=6),
         st.dictionaries(st.integers(1, 6), st.sampled_from(["5m", "1h", "30m"]), max_size=4),
-        st.sampled_from([ANTHROPIC, CacheAsk(), CacheAsk(lookup="written", implicit="30m")]),
+        st.sampled_from(
+            [ANTHROPIC, CacheDirectives(), CacheDirectives(lookup="written", implicit="30m")]
+        ),
         st.sampled_from([0.0, 1.0, 400.0]),
         st.booleans(),
     ),

@@ -13,7 +13,7 @@ from gateway.caching import CacheScope, Contract, Contracts, Origin
 from gateway.caching.miss_diagnosis import PromptDigests
 from gateway.dialects.canonical import (
     Boundary,
-    CacheAsk,
+    CacheDirectives,
     Call,
     GenerationParameters,
     Prompt,
@@ -54,7 +54,7 @@ class World:
         marks[-1] = replace(marks[-1], retention=retention)
         first = crc32(f"{scope.origin.template} {words}".encode()) >> 1
         tokens = tuple(first + n for n in range(each * len(parts)))
-        ask = CacheAsk(profile="anthropic")
+        ask = CacheDirectives(profile="anthropic")
         call = Call("m", (Prompt(segments),), GenerationParameters(), cache=ask)
         return self.books.resolve(call, Rendered(tokens, tuple(marks)), scope)
 

@@ -14,7 +14,7 @@ from engine.api import Sampling
 from gateway.dialects.anthropic import wire
 from gateway.dialects.anthropic.messages import COUNT_DIALECT, DIALECT
 from gateway.dialects.canonical import (
-    CacheAsk,
+    CacheDirectives,
     Call,
     OutputFormat,
     RequestMetadata,
@@ -46,7 +46,7 @@ def test_defaults_change_nothing() -> None:
 
     assert call.generation.sampling == Sampling()
     assert (call.generation.max_tokens, call.operation, call.stream) == (9, "generate", False)
-    assert call.cache == CacheAsk(profile="anthropic", lookback=20)
+    assert call.cache == CacheDirectives(profile="anthropic", lookback=20)
     assert (call.partition, call.digests) == ("", ())
 
 
@@ -185,7 +185,7 @@ def test_settings_that_belong_to_a_prompt_have_digests() -> None:
     assert parse(thinking={"type": "disabled"}).digests != parse(thinking=None).digests
 
 
-@pytest.mark.parametrize("name", sorted(wire.REFUSED))
+@pytest.mark.parametrize("name", sorted(wire.REFUSED_FIELDS))
 def test_a_field_that_cannot_be_honoured_is_refused_by_name(name: str) -> None:
     """Silence would answer another question than was asked."""
     something: dict[str, Any] = {name: {"some": "thing"}}
@@ -218,10 +218,10 @@ def test_the_earlier_spelling_of_the_format_is_the_same() -> None:
     assert refused(max_tokens=0, output_format=form).param == "output_format"
 
 
-@pytest.mark.parametrize("name", sorted(wire.NEUTRAL))
+@pytest.mark.parametrize("name", sorted(wire.NEUTRAL_VALUES))
 def test_a_refused_field_that_asks_for_nothing_is_fine(name: str) -> None:
     """Some clients send empty lists."""
-    neutral: dict[str, Any] = {name: wire.NEUTRAL[name]}
+    neutral: dict[str, Any] = {name: wire.NEUTRAL_VALUES[name]}
 
     assert parse(**neutral) == parse()
 
@@ -371,7 +371,7 @@ VALUES = st.recursive(
 NAMES = sorted(wire.Body.__struct_fields__)
 
 
-@given(st.dictionaries(st.sampled_from([*NAMES, *wire.REFUSED]), VALUES, max_size=4))
+@given(st.dictionaries(st.sampled_from([*NAMES, *wire.REFUSED_FIELDS]), VALUES, max_size=4))
 def test_any_json_in_any_field_is_a_call_or_a_refusal(fields: dict[str, Any]) -> None:
     """Types are checked before anything is done with a value."""
     body = {"model": "m", "max_tokens": 1, "messages": [], **fields}
@@ -384,4 +384,4 @@ def test_every_field_is_documented() -> None:
     """Honoured, accepted or refused: a client finds each field in one table."""
     text = DOCUMENT.read_text().partition("## Anthropic\n")[2].partition("\n## ")[0]
 
-    assert {name for name in [*NAMES, *wire.REFUSED] if f"`{name}`" not in text} == set()
+    assert {name for name in [*NAMES, *wire.REFUSED_FIELDS] if f"`{name}`" not in text} == set()

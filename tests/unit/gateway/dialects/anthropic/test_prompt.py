@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.dialects.anthropic.messages import DIALECT
-from gateway.dialects.anthropic.prompt import PREAMBLE, REFUSED_BLOCKS
+from gateway.dialects.anthropic.prompt import BILLING_HEADER, REFUSED_BLOCKS
 from gateway.dialects.canonical import Prompt, RequestMetadata, Segment, Tool, ToolCall, ToolChoice
 from gateway.errors import Kind, Refusal
 from tests.golden.transcripts import DOCUMENT
@@ -147,14 +147,14 @@ def test_thinking_is_left_out_and_its_turn_stays() -> None:
 
 def test_a_coding_agents_billing_line_is_left_out() -> None:
     """It is another one in each request, and stands before everything that could be shared."""
-    line = text(f"{PREAMBLE} cc_version=2.1.5; cch=0a1b2;")
-    other = text(f"{PREAMBLE} cc_version=2.1.5; cch=ffff0;")
+    line = text(f"{BILLING_HEADER} cc_version=2.1.5; cch=0a1b2;")
+    other = text(f"{BILLING_HEADER} cc_version=2.1.5; cch=ffff0;")
     rest = text("You are an agent.", **SHORT)
 
     first, second = prompt(system=[line, rest]), prompt(system=[other, rest])
     assert first == second
     assert shown(first)[0] == ("system", "You are an agent.", 0)
-    assert shown(prompt(system=[rest, line]))[1][1].startswith(PREAMBLE)
+    assert shown(prompt(system=[rest, line]))[1][1].startswith(BILLING_HEADER)
 
 
 # --- tools ---------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gateway.dialects.gemini.schema import DEPTH_MAX, in_small_letters, json_schema
+from gateway.dialects.gemini.schema import DEPTH_MAX, json_schema, lowercase_types
 from gateway.errors import Refusal
 
 
@@ -63,7 +63,7 @@ def test_types_of_a_json_schema_may_be_in_capitals() -> None:
         "$defs": {"enum": {"type": "INTEGER"}, "odd": {"type": "Object"}},
     }
 
-    assert in_small_letters(theirs) == {
+    assert lowercase_types(theirs) == {
         "type": "object",
         "properties": {
             "type": {"type": ["string", "null"], "enum": ["STRING", None]},
@@ -81,7 +81,7 @@ def test_what_is_far_down_in_a_json_schema_is_left_as_it_is() -> None:
     for _ in range(5_000):
         deep = {"type": "ARRAY", "items": deep}
 
-    found = in_small_letters(deep)
+    found = lowercase_types(deep)
     for _ in range(DEPTH_MAX):
         assert found["type"] == "array"
         found = found["items"]

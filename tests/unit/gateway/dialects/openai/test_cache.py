@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gateway.dialects.canonical import CacheAsk, Call
+from gateway.dialects.canonical import CacheDirectives, Call
 from gateway.dialects.openai import chat as openai_chat
 from gateway.dialects.openai import responses as openai_responses
 from gateway.errors import Refusal
@@ -34,8 +34,8 @@ def marks(call: Call) -> list[str | None]:
 
 def test_without_a_caching_field_nothing_is_asked_of_the_cache() -> None:
     """Whatever it holds is read, to the token: what callers that know nothing of it want."""
-    assert chat().cache == CacheAsk()
-    assert chat(prompt_cache_key="k", cache_salt="s").cache == CacheAsk()
+    assert chat().cache == CacheDirectives()
+    assert chat(prompt_cache_key="k", cache_salt="s").cache == CacheDirectives()
 
 
 @pytest.mark.parametrize(
@@ -115,8 +115,8 @@ def test_a_mark_of_a_message_a_tool_or_the_request_is_a_breakpoint_too() -> None
 @pytest.mark.parametrize("value", ["in_memory", "in-memory"])
 def test_the_deprecated_field_is_a_limit_and_matches_as_without_it(value: str) -> None:
     """Its models matched whatever was there; a caller who asks for longer must not get less."""
-    assert chat(prompt_cache_retention=value).cache == CacheAsk(implicit="in_memory")
-    assert chat(prompt_cache_retention="24h").cache == CacheAsk(implicit="24h")
+    assert chat(prompt_cache_retention=value).cache == CacheDirectives(implicit="in_memory")
+    assert chat(prompt_cache_retention="24h").cache == CacheDirectives(implicit="24h")
     assert marks(chat([part(**NATIVE)], prompt_cache_retention="24h")) == ["24h"]
 
 

@@ -154,7 +154,7 @@ def test_cache_fields_narrow_the_namespace_without_ambiguity() -> None:
     assert parse(user="somebody").partition == ""
 
 
-@pytest.mark.parametrize("name", sorted(openai_chat.REFUSED))
+@pytest.mark.parametrize("name", sorted(openai_chat.REFUSED_FIELDS))
 def test_a_field_that_cannot_be_honoured_is_refused_by_name(name: str) -> None:
     """Silence would answer another question than was asked."""
     refusal = refused(**{name: {"some": "thing"}})
@@ -164,10 +164,10 @@ def test_a_field_that_cannot_be_honoured_is_refused_by_name(name: str) -> None:
     assert parse(**{name: None}) == parse()
 
 
-@pytest.mark.parametrize("name", sorted(openai_chat.NEUTRAL))
+@pytest.mark.parametrize("name", sorted(openai_chat.NEUTRAL_VALUES))
 def test_a_refused_field_at_its_default_asks_for_nothing(name: str) -> None:
     """Some clients send every field they know."""
-    assert parse(**{name: openai_chat.NEUTRAL[name]}) == parse()
+    assert parse(**{name: openai_chat.NEUTRAL_VALUES[name]}) == parse()
     assert refused(**{name: 1}).param == name
 
 
@@ -284,7 +284,7 @@ JSON = st.recursive(
 NAMES = sorted(openai_chat.ChatBody.__struct_fields__)
 
 
-@given(st.dictionaries(st.sampled_from([*NAMES, *openai_chat.REFUSED]), JSON, max_size=4))
+@given(st.dictionaries(st.sampled_from([*NAMES, *openai_chat.REFUSED_FIELDS]), JSON, max_size=4))
 def test_any_json_in_any_field_is_a_call_or_a_refusal(fields: dict[str, Any]) -> None:
     """Types are checked before anything is done with a value."""
     body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], **fields}
@@ -295,7 +295,7 @@ def test_any_json_in_any_field_is_a_call_or_a_refusal(fields: dict[str, Any]) ->
 
 def test_every_field_is_documented() -> None:
     """Honoured, accepted or refused: a client finds each field in one table."""
-    fields = {*NAMES, *openai_chat.REFUSED, *openai_chat.IGNORED}
+    fields = {*NAMES, *openai_chat.REFUSED_FIELDS, *openai_chat.IGNORED_FIELDS}
 
     assert {name for name in fields if f"`{name}`" not in DOCUMENT.read_text()} == set()
 

@@ -136,7 +136,7 @@ def test_echo_alone_may_ask_for_nothing_new() -> None:
     assert (generation.echo, generation.max_tokens, generation.prompt_logprobs) == (True, 0, 2)
 
 
-@pytest.mark.parametrize("name", sorted(openai_completions.REFUSED))
+@pytest.mark.parametrize("name", sorted(openai_completions.REFUSED_FIELDS))
 def test_a_field_that_cannot_be_honoured_is_refused_by_name(name: str) -> None:
     """Silence would answer another question than was asked."""
     refusal = refused(**{name: {"some": "thing"}})
@@ -164,7 +164,7 @@ def test_any_json_in_any_field_is_a_call_or_a_refusal(fields: dict[str, Any]) ->
 
 def test_every_field_is_documented() -> None:
     """Honoured, accepted or refused: a client finds each field in one table."""
-    fields = {*NAMES, *openai_completions.REFUSED, *openai_completions.IGNORED}
+    fields = {*NAMES, *openai_completions.REFUSED_FIELDS, *openai_completions.IGNORED_FIELDS}
 
     assert {name for name in fields if f"`{name}`" not in DOCUMENT.read_text()} == set()
 

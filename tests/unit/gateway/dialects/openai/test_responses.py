@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from engine.api import Sampling
 from gateway.dialects.canonical import (
-    CacheAsk,
+    CacheDirectives,
     Call,
     GenerationParameters,
     OutputFormat,
@@ -199,7 +199,7 @@ def test_items_that_do_not_add_up_are_refused(items: object, param: str, says: s
     assert len(refusal.message) < 500
 
 
-@pytest.mark.parametrize("name", sorted(openai_responses.REFUSED))
+@pytest.mark.parametrize("name", sorted(openai_responses.REFUSED_FIELDS))
 def test_what_cannot_be_honoured_is_refused_by_name(name: str) -> None:
     """A refusal beats silence."""
     refusal = refused(**{name: {"a": 1}})
@@ -309,7 +309,9 @@ JSON = st.recursive(
 )
 
 
-@given(st.dictionaries(st.sampled_from([*NAMES, *openai_responses.REFUSED]), JSON, max_size=4))
+@given(
+    st.dictionaries(st.sampled_from([*NAMES, *openai_responses.REFUSED_FIELDS]), JSON, max_size=4)
+)
 def test_any_json_in_any_field_is_a_call_or_a_refusal(fields: dict[str, Any]) -> None:
     """Types are checked before anything is done with a value."""
     got = outcome(DIALECT.parse, json.dumps({"model": "m", "input": "hi", **fields}).encode())
@@ -319,7 +321,7 @@ def test_any_json_in_any_field_is_a_call_or_a_refusal(fields: dict[str, Any]) ->
 
 def test_every_field_is_documented() -> None:
     """Honoured, accepted or refused: a client finds each field in one table."""
-    fields = {*NAMES, *openai_responses.REFUSED, *openai_responses.IGNORED}
+    fields = {*NAMES, *openai_responses.REFUSED_FIELDS, *openai_responses.IGNORED_FIELDS}
 
     assert {name for name in fields if f"`{name}`" not in DOCUMENT.read_text()} == set()
 
@@ -328,7 +330,7 @@ def test_no_cache_field_asks_nothing_of_the_cache() -> None:
     """Remembering a fingerprint changes neither what is read nor what is written."""
     plain = parse().cache
 
-    assert CacheAsk(remember=True, echo=plain.echo) == plain
+    assert CacheDirectives(remember=True, echo=plain.echo) == plain
 
 
 def test_another_form_of_the_answer_is_another_setting() -> None:
