@@ -1,1 +1,1 @@
-"""Wire dialects: pure translations to and from the canonical form."""
+"""Wire dialects: pure translations between HTTP bodies and the canonical form."""

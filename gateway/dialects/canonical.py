@@ -1,7 +1,7 @@
-"""The one inner form between wire dialects and everything else.
+"""The canonical form of requests and answers, which every wire dialect translates to and from.
 
-A dialect is a pure translation: bytes → `Call`, and `Delta`s → bytes. It knows no socket, no engine
-and no other dialect. A unary reply is the fold of the stream. Values are frozen.
+A dialect parses bytes to a `Call` and encodes `Delta`s to bytes. It knows no socket, no engine and
+no other dialect. A unary reply is the fold of the stream. All values are frozen.
 
     bytes ─ dialect.parse ─▶ Call ─ prompt.render ─▶ Rendered ─ admission ─▶ engine Request
     bytes ◀─ dialect.encode ── Delta… ◀─ stream (detokenizer, stop strings) ◀─ engine events
@@ -24,7 +24,7 @@ Role = Literal["system", "developer", "user", "assistant", "tool"]
 
 
 class ToolCall(Struct, frozen=True):
-    """An assistant's call of a tool, as it stands in a history. `arguments`: JSON text."""
+    """A tool call in a conversation's history. `arguments` is JSON text."""
 
     call_id: str
     name: str
@@ -32,11 +32,11 @@ class ToolCall(Struct, frozen=True):
 
 
 class Segment(Struct, frozen=True):
-    """A piece of the prompt in API order, the smallest thing a breakpoint can follow.
+    """A piece of the prompt in API order, the smallest unit that a breakpoint can follow.
 
-    `path` is where it stood in the request ("messages[2].content[0]"), for errors and diagnosis.
-    It is either `text`, or a `call` that the assistant made. A tool's result is text that
-    `answers` a call's id.
+    `path` is the segment's field in the request ("messages[2].content[0]"), for errors and miss
+    diagnosis. A segment holds either `text` or a `call` that the assistant made. In a tool's
+    result, `answers` is the id of the call.
     """
 
     role: Role
@@ -44,9 +44,9 @@ class Segment(Struct, frozen=True):
     path: str
     name: str | None = None
     message: int = 0
-    """Index of the message it belongs to; segments of one message are joined by the template."""
+    """Index of the segment's message; the template joins the segments of one message."""
     retention: str | None = None
-    """A breakpoint stands after this segment: keep the prefix up to here, in this class."""
+    """Retention class of a breakpoint after this segment; None: no breakpoint."""
     call: ToolCall | None = None
     answers: str | None = None
 
@@ -56,8 +56,12 @@ class Segment(Struct, frozen=True):
 
 
 class Tool(Struct, frozen=True):
-    """A function the model may call. `parameters`: its JSON Schema, as JSON text in the order it
-    came. `strict`: arguments must satisfy all of the schema, so they are constrained to."""
+    """A function that the model may call.
+
+    `parameters` is its JSON Schema as JSON text, with the client's key order. `strict`: decoding is
+    constrained so that arguments satisfy the whole schema. `retention`: class of a breakpoint after
+    the tool.
+    """
 
     name: str
     description: str = ""
@@ -68,8 +72,11 @@ class Tool(Struct, frozen=True):
 
 
 class ToolChoice(Struct, frozen=True):
-    """`required`: at least one call. `names`: only these may be called; none means any.
-    `parallel`: several calls in one answer are fine."""
+    """Which tools the model may or must call.
+
+    `required`: at least one call. `names`: the tools that may be called; empty means all.
+    `parallel`: one answer may hold several calls.
+    """
 
     mode: Literal["auto", "none", "required"] = "auto"
     names: tuple[str, ...] = ()
@@ -77,8 +84,11 @@ class ToolChoice(Struct, frozen=True):
 
 
 class OutputFormat(Struct, frozen=True):
-    """What the text of the answer has to be. `schema`: JSON Schema as JSON text; `path`: the field
-    it came in. `strict`: what of it nobody can promise is refused, not passed over."""
+    """The required format of the answer's text.
+
+    `schema` is JSON Schema as JSON text; `path` is its field in the request. `strict`: keywords
+    that no grammar can enforce are refused; otherwise they are ignored.
+    """
 
     kind: Literal["text", "json_object", "json_schema"] = "text"
     schema: str = ""
@@ -87,10 +97,10 @@ class OutputFormat(Struct, frozen=True):
 
 
 class Prompt(Struct, frozen=True):
-    """Chat `segments` (after `tools`) for the template, or one raw `text`, or ready `token_ids`.
+    """A prompt: chat `segments` after `tools` for the template, one raw `text`, or `token_ids`.
 
-    `resource`: an id of cached content that the prompt begins with. `continues`: the last message
-    is the assistant's and the answer goes on where it stops.
+    `resource` is the id of cached content that precedes the prompt. `continues`: the last message
+    is an assistant prefill, and the answer continues it.
     """
 
     segments: tuple[Segment, ...] = ()
@@ -105,17 +115,18 @@ class Prompt(Struct, frozen=True):
 
     @property
     def field(self) -> str:
-        """The request's field that most of it came in, for errors about all of it."""
+        """The request's field that errors about the whole prompt name."""
         if not self.segments:
             return "prompt"
         return self.segments[-1].path.partition("[")[0].partition(".")[0]
 
 
 class Boundary(Struct, frozen=True, omit_defaults=True):
-    """`tokens` prompt tokens end the segment (or tool) at `path`, and everything before it in API
-    order: where a template writes parts in another order, this is the furthest of them.
+    """The token offset at which a segment or tool ends in the rendered prompt.
 
-    `run`: consecutive boundaries with the same one count as one position when looking back.
+    The first `tokens` prompt tokens hold the segment at `path` and every segment before it in API
+    order. Where a template writes parts in another order, the offset is the furthest of theirs.
+    Consecutive boundaries with the same non-empty `run` count as one position of a lookback.
     """
 
     tokens: int
@@ -128,8 +139,7 @@ class Boundary(Struct, frozen=True, omit_defaults=True):
 
 
 class Rendered(Struct, frozen=True, omit_defaults=True):
-    """What the engine computes: token ids, where each segment ends among them, and what text the
-    answer has to be."""
+    """A rendered prompt: its token ids, its segment boundaries, and the answer's grammar."""
 
     token_ids: tuple[int, ...]
     boundaries: tuple[Boundary, ...] = ()
@@ -137,10 +147,13 @@ class Rendered(Struct, frozen=True, omit_defaults=True):
 
 
 class GenerationParameters(Struct, frozen=True):
-    """How to continue. `samples` are computed and the best `choices` of them, by mean logprob,
-    returned; `choices_field` is where a client says how many. `max_tokens` None: as many as the
-    server gives. `echo`: the prompt's text is part of the answer. `report_logprobs`: logprobs were
-    asked for, not only needed for ranking."""
+    """Generation settings of one call.
+
+    The engine computes `samples` and the gateway returns the best `choices` of them by mean
+    logprob; `choices_field` is the request's field for that number. `max_tokens` None: the server's
+    limit. `echo`: the answer begins with the prompt's text. `report_logprobs`: the client asked for
+    logprobs; False where only ranking needs them.
+    """
 
     max_tokens: int | None = None
     choices: int = 1
@@ -157,18 +170,18 @@ class GenerationParameters(Struct, frozen=True):
 
 
 class CacheDirectives(Struct, frozen=True):
-    """What a call asks of the cache; `gateway.retention` applies it, by the rules of one
-    configured profile (its minimum length, its reporting, its classes).
+    """A call's cache settings, which `gateway.caching` applies by the rules of one profile.
 
-    `lookup`: "longest" reads whatever is there, "written" only what an earlier call wrote at a
-    breakpoint, "none" nothing (its breakpoints are written all the same); None leaves it to the
-    profile. From each breakpoint of "written", `lookback` positions are tried, itself the first.
-    `implicit`: a class in which the end of the latest user message, tool result or leading
-    developer message is kept without being asked; its lookup tries the `lookback` latest ends of
-    such messages. `writes_max`: of more breakpoints
-    only the latest are written; None: all.
-    `compare_with`: the response id whose prompt a miss is explained against ("": none; this call's
-    own is remembered in any case when `remember` is set).
+    A profile configures a minimum length, reporting and retention classes.
+
+    `lookup`: "longest" reads any cached prefix, "written" only a prefix that an earlier call wrote
+    at a breakpoint, "none" nothing (breakpoints are still written); None means the profile's
+    default. With "written", each breakpoint tries `lookback` positions, the first of which is its
+    own. `implicit`: the retention class of an implicit breakpoint at the end of the latest user
+    message, tool result or leading developer message; its lookup tries the `lookback` latest ends
+    of such messages. `writes_max`: at most this many breakpoints are written, the latest ones;
+    None: all. `compare_with`: id of the response whose prompt a miss is diagnosed against; "": no
+    diagnosis. `remember`: keep this call's prompt digests for a later diagnosis.
     """
 
     profile: str = "openai"
@@ -179,15 +192,15 @@ class CacheDirectives(Struct, frozen=True):
     compare_with: str = ""
     remember: bool = False
     echo: tuple[tuple[str, str], ...] = ()
-    """What the answer repeats of these settings (name, value), where the dialect wants that."""
+    """Settings (name, value) that the dialect repeats in its answer."""
 
 
 class Call(Struct, frozen=True):
-    """One request in the inner form. One HTTP request of /v1/completions with several prompts is
-    several prompts here; every other call has one. `partition` narrows the namespace.
+    """One request in canonical form.
 
-    `digests`: further settings that count as part of the prompt when a miss is explained
-    (name, digest or value): they change nothing else.
+    A request of /v1/completions may have several `prompts`; every other call has one. `partition`
+    narrows the namespace. `digests`: settings (name, digest) that a miss diagnosis compares beside
+    the prompt; they have no other effect.
     """
 
     model: str
@@ -204,8 +217,10 @@ class Call(Struct, frozen=True):
 
 
 class RequestMetadata(Struct, frozen=True):
-    """What of a request stands outside its body, as far as a dialect may know: the `model` and
-    `action` of a path, and a `version` header."""
+    """Path and header fields of a request that a dialect may read.
+
+    `model` and `action` come from the path, `version` and `betas` from headers.
+    """
 
     model: str = ""
     action: str = ""
@@ -214,18 +229,19 @@ class RequestMetadata(Struct, frozen=True):
 
 
 NO_METADATA = RequestMetadata()
-"""A request whose body says it all."""
+"""Metadata of a request that has all its fields in the body."""
 
 
 # --- the answer --------------------------------------------------------------------------------
 
 
 class UsageRecord(Struct, frozen=True, omit_defaults=True):
-    """The one source of every dialect's usage fields: total_in = read + write + fresh.
+    """Token counts, the single source of every dialect's usage fields.
 
-    Logical counts are what the contract says was read and written, by retention class, and what is
-    billed; `physical_cached` is what the engine did not recompute. In plain prefix caching
-    (no breakpoints) read is physical_cached, write is 0 and fresh the rest.
+    Invariant: total_in = read + write + fresh. `read` and `write` are the contract's logical
+    counts by retention class, which are billed; `physical_cached` counts the prompt tokens that the
+    engine did not recompute. In plain prefix caching (no breakpoints) read is physical_cached,
+    write is 0 and fresh is the rest.
     """
 
     total_in: int
@@ -235,18 +251,19 @@ class UsageRecord(Struct, frozen=True, omit_defaults=True):
     out: int = 0
     physical_cached: int = 0
     breached_tokens: int = 0
-    """Read by contract, but computed again: a promise that eviction or a restart had broken."""
+    """Tokens read by contract but computed again: eviction or a restart broke their promise."""
 
     def read_tokens(self) -> int:
+        """Return the tokens read, over all retention classes."""
         return sum(self.read.values()) if self.read else 0
 
     def write_tokens(self) -> int:
+        """Return the tokens written, over all retention classes."""
         return sum(self.write.values()) if self.write else 0
 
 
 class TokenText(Struct, frozen=True):
-    """A token with its logprob, for dialects that report them. `data` is its bytes; the first
-    token of an echoed prompt has no logprob."""
+    """A token with its bytes and logprob. The first token of an echoed prompt has no logprob."""
 
     token_id: int
     data: bytes
@@ -255,7 +272,7 @@ class TokenText(Struct, frozen=True):
 
 
 class Text(Struct, frozen=True, tag="text"):
-    """More text of choice `index`: whole characters only, nothing of a possible stop string."""
+    """More text of choice `index`: whole characters, and no part of a possible stop string."""
 
     index: int
     text: str
@@ -263,8 +280,11 @@ class Text(Struct, frozen=True, tag="text"):
 
 
 class CallText(Struct, frozen=True, tag="call_text"):
-    """More of the tool call number `call` of choice `index`. The first piece of each has its
-    `call_id` and `name`; `arguments` of all pieces join to its JSON."""
+    """More of tool call number `call` of choice `index`.
+
+    The first piece of a call has its `call_id` and `name`; the `arguments` of all pieces, joined,
+    are its JSON text.
+    """
 
     index: int
     call: int
@@ -274,7 +294,7 @@ class CallText(Struct, frozen=True, tag="call_text"):
 
 
 class ChoiceEnd(Struct, frozen=True, tag="choice_end"):
-    """`stop_sequence`: the stop string that ended it, if one did."""
+    """The end of choice `index`. `stop_sequence` is the stop string that ended it, if any."""
 
     index: int
     reason: Literal["stop", "length", "tool_calls"]
@@ -299,15 +319,16 @@ Cause = Literal[
     "never_written",
     "unknown",
 ]
-"""Why tokens were not read. The first two are the operator's doing, the next five in the request;
-the rest only we know."""
+"""Why tokens were not read. The operator causes the first two and the request the next five; only
+the gateway knows the rest."""
 
 
 class Diagnosis(Struct, frozen=True):
-    """Where and why a prompt left an earlier one. `outcome` "unknown": no such earlier response.
+    """Where and why a prompt diverged from an earlier response's prompt.
 
-    `missed_tokens`: of this prompt, behind the first difference. `reusable_tokens`: before it.
-    `path`: the first segment that differs. `setting`: of `digests`, the one that does.
+    `outcome` "unknown": the earlier response was not found. `missed_tokens` and `reusable_tokens`
+    count this prompt's tokens after and before the first difference. `path` is the first segment
+    that differs; `setting` is the name in `Call.digests` that differs.
     """
 
     outcome: Literal["hit", "miss", "unknown", "unavailable"]
@@ -319,13 +340,13 @@ class Diagnosis(Struct, frozen=True):
 
 
 class End(Struct, frozen=True, tag="end"):
-    """The answer is whole. Always last; a stream that fails ends with a `Refusal` instead."""
+    """The last delta of a complete answer. A stream that fails ends with a `Refusal` instead."""
 
     usage: UsageRecord
 
 
 class Begin(Struct, frozen=True, tag="begin"):
-    """First delta: what is known before any token. `diagnosis`: where one was asked for."""
+    """The first delta, known before any token. `diagnosis` is set if the client asked for one."""
 
     usage: UsageRecord
     diagnosis: Diagnosis | None = None
@@ -335,7 +356,7 @@ Delta = Begin | Text | CallText | ChoiceEnd | End
 
 
 class Reply(Struct, frozen=True):
-    """What a dialect needs to name its answer: ids and times are made by the gateway, once."""
+    """Identity of an answer: the gateway makes its id and creation time once."""
 
     response_id: str
     model: str

@@ -1,4 +1,7 @@
-"""What models there are, in each family's shape. Pure; `handlers.models` chooses the shape."""
+"""Lists of served models in the shape of each API family.
+
+Functions are pure; `gateway.api.models` chooses the family.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,14 @@ from typing import Any
 
 from msgspec import Struct
 
-from gateway.errors import Kind, Refusal
+from gateway.dialects.validation import invalid_field
 
 PAGE_MAX = 1_000
+"""Most models in one page."""
 
 
 class ListedModel(Struct, frozen=True):
-    """One that can be asked for. `context_tokens`: 0 while it is not known."""
+    """A served model. `context_tokens` is 0 until the engine has reported it."""
 
     name: str
     created_s: int
@@ -26,12 +30,12 @@ class ListedModel(Struct, frozen=True):
 
 
 def openai_list(models: Sequence[ListedModel], query: Mapping[str, str]) -> dict[str, Any]:
-    """All of them; its API has no pages here."""
+    """Return all models; OpenAI's list has no pages."""
     return {"object": "list", "data": [openai_model(model) for model in models]}
 
 
 def openai_model(model: ListedModel) -> dict[str, Any]:
-    """One model."""
+    """Return one model in OpenAI's shape."""
     return {
         "id": model.name,
         "object": "model",
@@ -44,13 +48,14 @@ def openai_model(model: ListedModel) -> dict[str, Any]:
 
 
 def anthropic_list(models: Sequence[ListedModel], query: Mapping[str, str]) -> dict[str, Any]:
-    """A page: `limit` models behind `after_id` or before `before_id`. Raises Refusal."""
-    limit = _whole(query, "limit", 20)
+    """Return `limit` models after `after_id` or before `before_id`. Raises Refusal."""
+    limit = _query_int(query, "limit", 20)
     names = [model.name for model in models]
     start, end = 0, len(models)
     for key in ("after_id", "before_id"):
         if (name := query.get(key)) is not None and name not in names:
-            raise Refusal(Kind.BAD, "invalid_value", f"{key}: there is no such model.", param=key)
+            problem = f"no model has the id {name[:64]!r}; expected an id of this list."
+            raise invalid_field(key, problem)
     if "after_id" in query:
         start = names.index(query["after_id"]) + 1
     if "before_id" in query:
@@ -67,7 +72,7 @@ def anthropic_list(models: Sequence[ListedModel], query: Mapping[str, str]) -> d
 
 
 def anthropic_model(model: ListedModel) -> dict[str, Any]:
-    """One model."""
+    """Return one model in Anthropic's shape."""
     at = datetime.fromtimestamp(model.created_s, UTC)
     return {
         "id": model.name,
@@ -84,9 +89,9 @@ def anthropic_model(model: ListedModel) -> dict[str, Any]:
 
 
 def gemini_list(models: Sequence[ListedModel], query: Mapping[str, str]) -> dict[str, Any]:
-    """A page of `pageSize` models; the token is the place where the next begins. Raises Refusal."""
-    size = _whole(query, "pageSize" if "pageSize" in query else "page_size", 50)
-    start = _whole(query, "pageToken" if "pageToken" in query else "page_token", 0, least=0)
+    """Return `pageSize` models; the page token is the index of the next one. Raises Refusal."""
+    size = _query_int(query, "pageSize" if "pageSize" in query else "page_size", 50)
+    start = _query_int(query, "pageToken" if "pageToken" in query else "page_token", 0, least=0)
     body: dict[str, Any] = {
         "models": [gemini_model(model) for model in models[start : start + size]]
     }
@@ -96,7 +101,7 @@ def gemini_list(models: Sequence[ListedModel], query: Mapping[str, str]) -> dict
 
 
 def gemini_model(model: ListedModel) -> dict[str, Any]:
-    """One model."""
+    """Return one model in Gemini's shape."""
     return {
         "name": f"models/{model.name}",
         "baseModelId": model.name,
@@ -109,11 +114,11 @@ def gemini_model(model: ListedModel) -> dict[str, Any]:
     }
 
 
-def _whole(query: Mapping[str, str], name: str, default: int, least: int = 1) -> int:
+def _query_int(query: Mapping[str, str], name: str, default: int, least: int = 1) -> int:
     text = query.get(name, "")
     if not text:
         return default
     if not (text.isascii() and text.isdigit() and len(text) <= 9) or int(text) < least:
-        message = f"{name}: a whole number of at least {least} (it is {text[:32]!r})."
-        raise Refusal(Kind.BAD, "invalid_value", message, param=name)
+        problem = f"invalid value {text[:32]!r}; expected an integer from {least} to 999999999."
+        raise invalid_field(name, problem)
     return min(int(text), PAGE_MAX)

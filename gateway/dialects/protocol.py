@@ -1,6 +1,7 @@
-"""What the gateway asks of a dialect: parse a body, encode an answer, encode an error.
+"""The protocol of wire dialects: parse a request body, encode an answer, encode an error.
 
-Every wire dialect implements `Dialect`. It knows no socket, no route and no engine.
+`gateway.generation` and `gateway.http` call dialects through it. A dialect knows no socket, no
+route and no engine.
 """
 
 from __future__ import annotations
@@ -13,45 +14,45 @@ from gateway.errors import Refusal
 
 
 class ErrorShape(Protocol):
-    """The part of a dialect that errors need."""
+    """The part of a dialect that encodes errors."""
 
     def error_body(self, refusal: Refusal, request_id: str) -> tuple[int, bytes]:
-        """(HTTP status, JSON)."""
+        """Return the HTTP status and the JSON body."""
 
     def headers(self, request_id: str) -> dict[str, str]:
-        """Headers that name the request, beside `X-Request-Id`."""
+        """Return the headers that carry the request id beside `X-Request-Id`."""
 
 
 class Encoder(Protocol):
-    """One answer's way to bytes."""
+    """Encodes the deltas of one answer."""
 
     def stream(self, delta: Delta) -> bytes:
-        """Bytes of one delta; may be none."""
+        """Return the bytes of one delta, which may be empty."""
 
     def close(self) -> bytes:
-        """After the last one."""
+        """Return the bytes after the last delta of a complete answer."""
 
     def unary(self, deltas: Sequence[Delta]) -> bytes:
-        """The fold of the stream."""
+        """Return the unary body: the fold of the stream."""
 
     def error_event(self, refusal: Refusal) -> bytes:
-        """The answer breaks off."""
+        """Return the bytes that end a failed stream."""
 
 
 class Dialect(ErrorShape, Protocol):
-    """What inference needs of a dialect."""
+    """A wire dialect of an endpoint that generates."""
 
     name: str
     stream_content_type: str
 
-    def parse(self, body: bytes, asked: RequestMetadata) -> Call:
-        """Raises Refusal."""
+    def parse(self, body: bytes, metadata: RequestMetadata) -> Call:
+        """Return the canonical call of a request. Raises Refusal."""
 
     def encoder(self, call: Call, reply: Reply) -> Encoder:
-        """For one answer."""
+        """Return the encoder of one answer."""
 
     def keep_alive(self) -> bytes:
-        """Bytes that mean nothing."""
+        """Return bytes that every client of the dialect ignores."""
 
     def count_body(self, tokens: int, cached: int) -> bytes:
-        """The answer to a call that only counts: `cached` of the tokens are cached content."""
+        """Return the answer to a token count; `cached` of the tokens are cached content."""

@@ -1,15 +1,15 @@
-"""Server-sent events: bytes of one event. Never an event with empty data: clients choke on it."""
+"""Encoding of server-sent events. No event has empty data, because clients fail to parse one."""
 
 from __future__ import annotations
 
 CONTENT_TYPE = "text/event-stream; charset=utf-8"
 KEEP_ALIVE = b": keep-alive\n\n"
-"""A comment: kept connections open, and no client sees it."""
+"""A comment, which keeps the connection open and which clients skip."""
 
 
 def event(data: bytes, name: str = "") -> bytes:
-    """One event. `data` is one line of JSON, so it needs no splitting."""
-    assert data, "an event without data"
-    assert b"\n" not in data, "data of several lines"
+    """Return the bytes of one event. `data` is one line of JSON, so it needs no splitting."""
+    assert data, "event has no data"
+    assert b"\n" not in data, "event data spans several lines"
     head = f"event: {name}\n".encode() if name else b""
     return head + b"data: " + data + b"\n\n"

@@ -1,6 +1,7 @@
-"""Strict decoding for every dialect: errors that name the field, the limit and what came.
+"""Strict decoding for every dialect, with errors that name the field, the limit and the value.
 
-It knows no dialect's fields; each brings its own types.
+It knows no dialect's fields: each dialect passes its own types. `gateway.http.json_api` and the
+admin API decode with it too.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import Any, TypeVar
 
@@ -21,24 +22,31 @@ T = TypeVar("T")
 
 
 def find_duplicate_key(body: bytes) -> str | None:
-    """A key that stands twice in one object of a JSON text; None if there is none. For texts that
-    somebody writes by hand and that are worth a second reading. O(bytes). Raises RecursionError,
-    and ValueError for what is no JSON."""
-    twice: list[str] = []
+    """Return a key that occurs twice in one object of a JSON text; None if no key does.
 
-    def look(pairs: list[tuple[str, Any]]) -> None:
+    It parses the text a second time, so use it for texts written by hand. Cost: O(bytes).
+    Raises RecursionError for deep nesting, and ValueError for invalid JSON.
+    """
+    duplicates: list[str] = []
+
+    def collect(pairs: list[tuple[str, Any]]) -> None:
         seen: set[str] = set()
         for name, _ in pairs:
             if name in seen:
-                twice.append(name)
+                duplicates.append(name)
             seen.add(name)
 
-    json.loads(body, object_pairs_hook=look)
-    return twice[0] if twice else None
+    json.loads(body, object_pairs_hook=collect)
+    return duplicates[0] if duplicates else None
+
+
+def invalid_field(path: str, problem: str, code: str = "invalid_value") -> Refusal:
+    """Return a refusal of the field at `path`; its message is the path and the problem."""
+    return Refusal(Kind.BAD, code, f"{path}: {problem}", param=path[:300])
 
 
 def convert(value: Any, kind: type[T], above: str) -> T:
-    """`msgspec.convert` whose error is a Refusal naming the path below `above`."""
+    """Convert `value` to `kind`. Raises Refusal that names the path below `above`."""
     try:
         return msgspec.convert(value, kind, strict=True)
     except msgspec.ValidationError as error:
@@ -50,23 +58,24 @@ def convert(value: Any, kind: type[T], above: str) -> T:
             field = message.rpartition("`")[0].rpartition("`")[2]
             param = f"{above}.{field}" if above else field
         code = "missing_required_parameter" if "missing required" in message else "invalid_value"
-        where = f"{param}: " if param else ""
-        more = _what_came(value, path, message)
+        prefix = f"{param}: " if param else ""
+        detail = _received(value, path, message)
         if message.startswith("Invalid "):
-            more = _what_can_be(kind, steps)
+            detail = _expected_values(kind, steps)
         elif message.startswith("Expected `null`, "):
-            code, message = "unsupported_parameter", "It is not supported here; leave it out"
-        text = f"{where}{message[:300]}{more}."
+            code, message = "unsupported_parameter", "this field is not supported; omit it"
+        text = f"{prefix}{message[:300]}{detail}."
         raise Refusal(Kind.BAD, code, text, param=param[:300] or None) from None
     except (RecursionError, OverflowError):
-        raise Refusal(Kind.BAD, "invalid_value", "A value is out of range.") from None
+        message = "A number is out of range, or a value is nested too deeply."
+        raise Refusal(Kind.BAD, "invalid_value", message) from None
 
 
 _STEP = re.compile(r"\.([^.\[\]]+)|\[(\d+|\.\.\.)\]")
 
 
-def _what_came(value: Any, path: str, message: str) -> str:
-    """The number that passed a limit, or the length that did: never a text."""
+def _received(value: Any, path: str, message: str) -> str:
+    """Describe the number or the length that passed a limit; never quote a text."""
     for key, index in _STEP.findall(path):
         if isinstance(value, dict) and key in value:
             value = value[key]
@@ -75,58 +84,85 @@ def _what_came(value: Any, path: str, message: str) -> str:
         else:
             return ""
     if "of length" in message and isinstance(value, str | list | dict):
-        return f" (it has {len(value)})"
+        return f"; received length {len(value)}"
     if (">" in message or "<" in message) and isinstance(value, int | float):
-        return f" (it is {str(value)[:32]})"
+        return f"; received {str(value)[:32]}"
     return ""
 
 
-def _what_can_be(kind: Any, steps: str) -> str:
-    """The values that may stand where another came."""
-    found = [_info(kind)]
+def _expected_values(kind: Any, steps: str) -> str:
+    """List the literal values that `kind` allows at the path `steps`."""
+    types = [_type_info(kind)]
     for name, _ in _STEP.findall(steps):
-        found = [below for one in found for each in _each(one) for below in _below(each, name)]
+        types = [
+            inner
+            for outer in types
+            for alternative in _alternatives(outer)
+            for inner in _inner_types(alternative, name)
+        ]
     values = [
         msgspec.json.encode(value).decode()
-        for one in found
-        for each in _each(one)
-        if isinstance(each, inspect.LiteralType)
-        for value in each.values
+        for found in types
+        for alternative in _alternatives(found)
+        if isinstance(alternative, inspect.LiteralType)
+        for value in alternative.values
     ]
-    return f"; it can be {', '.join(dict.fromkeys(values))}" if values else ""
+    return f"; expected {_any_of(dict.fromkeys(values))}" if values else ""
 
 
-_info = cache(inspect.type_info)
+def _any_of(values: Iterable[str]) -> str:
+    *others, last = values
+    return f"{', '.join(others)} or {last}" if others else last
 
 
-def _each(one: inspect.Type) -> Iterator[inspect.Type]:
-    """The alternatives of a union; what limits a type set aside."""
-    while isinstance(one, inspect.Metadata):
-        one = one.type
-    if isinstance(one, inspect.UnionType):
-        for alternative in one.types:
-            yield from _each(alternative)
+_type_info = cache(inspect.type_info)
+
+
+def _alternatives(kind: inspect.Type) -> Iterator[inspect.Type]:
+    """Yield the alternatives of a union, without their constraints."""
+    while isinstance(kind, inspect.Metadata):
+        kind = kind.type
+    if isinstance(kind, inspect.UnionType):
+        for alternative in kind.types:
+            yield from _alternatives(alternative)
     else:
-        yield one
+        yield kind
 
 
-def _below(one: inspect.Type, name: str) -> Iterator[inspect.Type]:
-    """What stands in a field of this name, or, without one, in any place of a list or a table."""
-    if isinstance(one, inspect.StructType) and name:
-        yield from (field.type for field in one.fields if field.encode_name == name)
-        if name == one.tag_field and one.tag is not None:
-            yield inspect.LiteralType((one.tag,))
-    elif isinstance(one, inspect.DictType) and not name:
-        yield one.value_type
-    elif isinstance(one, inspect.ListType | inspect.CollectionType) and not name:
-        yield one.item_type
+def _inner_types(kind: inspect.Type, name: str) -> Iterator[inspect.Type]:
+    """Yield the types of the field `name` or, if it is "", of the items of a list or a dict."""
+    if isinstance(kind, inspect.StructType) and name:
+        yield from (field.type for field in kind.fields if field.encode_name == name)
+        if name == kind.tag_field and kind.tag is not None:
+            yield inspect.LiteralType((kind.tag,))
+    elif isinstance(kind, inspect.DictType) and not name:
+        yield kind.value_type
+    elif isinstance(kind, inspect.ListType | inspect.CollectionType) and not name:
+        yield kind.item_type
 
 
 def unknown_field(name: str, known: set[str]) -> Refusal:
-    """For a field that does not exist, with the one that may have been meant."""
+    """Return the refusal of an unknown field, with the closest known name as a hint."""
     shown = name[:64]
     close = difflib.get_close_matches(shown, known, n=1)
     hint = f" Did you mean {close[0]!r}?" if close else ""
     return Refusal(
         Kind.BAD, "unknown_parameter", f"Unknown parameter: {shown!r}.{hint}", param=shown
     )
+
+
+def json_type(value: object) -> str:
+    """Return the JSON type of a decoded value: "null", "boolean", "number" …"""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "boolean"
+        case int() | float():
+            return "number"
+        case str():
+            return "string"
+        case list():
+            return "array"
+        case _:
+            return "object"

@@ -1,1 +1,1 @@
-"""Package."""
+"""Anthropic's dialect: Messages and token counting."""

@@ -1,78 +1,87 @@
-"""Where a Messages request may have breakpoints, and which: Anthropic's rules of `cache_control`.
+"""Anthropic's rules of `cache_control`: which breakpoints a Messages request may have.
 
-At most four, the automatic one included; longer promises before shorter ones, in the order tools,
-system, messages. The automatic one stands at the last block that can have one. It knows no prompt:
-`anthropic_prompt` adds what it meets, in order, and asks what was kept.
+A request has at most four breakpoints, the automatic one included. In the order tools, system,
+messages, every `1h` breakpoint precedes every `5m` one. The automatic breakpoint follows the last
+eligible block. This module knows no prompt: `anthropic.prompt` adds each block in API order and
+then resolves the breakpoints.
 """
 
 from __future__ import annotations
 
 from gateway.dialects.anthropic.wire import CacheControl
+from gateway.dialects.validation import invalid_field
 from gateway.errors import Kind, Refusal
 
 BREAKPOINTS_MAX = 4
+"""Most breakpoints of one request, the automatic one included."""
 
 
 class Breakpoints:
-    """The places of one request in order, and their breakpoints."""
+    """The breakpoints of one request. A position is an index into its tools and segments."""
 
     def __init__(self) -> None:
-        self._asked: list[tuple[str, str]] = []
+        self._requested: list[tuple[str, str]] = []
         self._last: tuple[int, str] | None = None
         self._last_own: str | None = None
-        self._kept: dict[int, str] = {}
+        self._retentions: dict[int, str] = {}
 
     def add(
-        self, place: int, path: str, control: CacheControl | None, *, is_eligible: bool = True
+        self, position: int, path: str, control: CacheControl | None, *, is_eligible: bool = True
     ) -> None:
-        """A block stands at `path` and ends at `place`, which another may share. O(1)."""
+        """Add a block of the field `path` that ends at `position`. Blocks may share a position."""
         if is_eligible:
-            own = self._last_own if self._last == (place, path) else None
-            self._last = (place, path)
+            own = self._last_own if self._last == (position, path) else None
+            self._last = (position, path)
             self._last_own = control.retention if control is not None else own
         if control is not None:
-            self._asked.append((path, control.retention))
-            self._keep(place, control.retention)
+            self._requested.append((path, control.retention))
+            self._mark(position, control.retention)
 
-    def automatic(self, control: CacheControl | None) -> None:
-        """The request's own `cache_control`: at the last eligible block, where there is one."""
+    def add_automatic(self, control: CacheControl | None) -> None:
+        """Add the request's own `cache_control` at the last eligible block, if one exists.
+
+        Raises Refusal if that block has a `cache_control` with another ttl.
+        """
         if control is None or self._last is None:
             return
-        place, path = self._last
+        position, path = self._last
         if self._last_own == control.retention:
             return
         if self._last_own is not None:
-            message = (
-                f"cache_control: its ttl is {control.retention!r}, but the last block ({path}) has"
-                f" a cache_control of its own with ttl {self._last_own!r}. Make them the same."
+            problem = (
+                f"ttl {control.retention!r} differs from ttl {self._last_own!r} of the last block"
+                f" ({path}); expected equal ttls, or only one cache_control."
             )
-            raise Refusal(Kind.BAD, "invalid_value", message, param="cache_control")
-        self._asked.append(("cache_control", control.retention))
-        self._keep(place, control.retention)
+            raise invalid_field("cache_control", problem)
+        self._requested.append(("cache_control", control.retention))
+        self._mark(position, control.retention)
 
-    def kept(self) -> dict[int, str]:
-        """The class of each place that has a breakpoint. Raises Refusal where a rule is broken."""
-        if len(self._asked) > BREAKPOINTS_MAX:
+    def resolve(self) -> dict[int, str]:
+        """Return the retention class of each position that has a breakpoint.
+
+        Raises Refusal for too many breakpoints, and for `1h` after `5m`.
+        """
+        if len(self._requested) > BREAKPOINTS_MAX:
             message = (
                 f"A maximum of {BREAKPOINTS_MAX} blocks with cache_control may be provided."
-                f" Found {len(self._asked)}."
+                f" Found {len(self._requested)}."
             )
-            path = self._asked[BREAKPOINTS_MAX][0]
+            path = self._requested[BREAKPOINTS_MAX][0]
             raise Refusal(Kind.BAD, "too_many_breakpoints", message, param=path)
         shorter = ""
-        for path, retention in self._asked:
+        for path, retention in self._requested:
             if retention == "5m":
                 shorter = shorter or path
             elif shorter:
-                at = path if path == "cache_control" else f"{path}.cache_control"
-                message = (
-                    f"{at}.ttl: a ttl='1h' cache_control block must not come after a ttl='5m'"
-                    f" cache_control block (there is one at {shorter}). Blocks are processed in"
-                    " the order `tools`, `system`, `messages`."
+                field = path if path == "cache_control" else f"{path}.cache_control"
+                problem = (
+                    "a ttl='1h' cache_control block must not come after a ttl='5m' cache_control"
+                    f" block ({shorter}). Blocks are processed in the order `tools`, `system`,"
+                    " `messages`."
                 )
-                raise Refusal(Kind.BAD, "breakpoints_out_of_order", message, param=f"{at}.ttl")
-        return self._kept
+                raise invalid_field(f"{field}.ttl", problem, "breakpoints_out_of_order")
+        return self._retentions
 
-    def _keep(self, place: int, retention: str) -> None:
-        if self._kept.get(place) != "1h":  # of two at one place the longer promise holds both
-            self._kept[place] = retention
+    def _mark(self, position: int, retention: str) -> None:
+        if self._retentions.get(position) != "1h":  # the longer class covers the shorter one
+            self._retentions[position] = retention

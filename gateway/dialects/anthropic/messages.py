@@ -1,7 +1,8 @@
-"""Anthropic's Messages: bytes to a `Call`, deltas to bytes. Pure.
+"""Anthropic's Messages: parse a body to a `Call`, encode deltas to bytes.
 
-An answer is a list of blocks, text and tool uses in the order in which they began; a stream writes
-them one after the other. A unary answer is the fold of the same deltas.
+An answer is a list of content blocks, text and tool use, in the order of their first delta. A
+stream writes one block after the other; a unary answer is the fold of the same deltas. Functions
+are pure: `gateway.api.routes` binds the dialect to paths.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import msgspec
 from engine.api import Sampling
 from gateway.dialects import sse
 from gateway.dialects.anthropic import wire
-from gateway.dialects.anthropic.prompt import bad, prompt_of
+from gateway.dialects.anthropic.prompt import prompt_of
 from gateway.dialects.canonical import (
     NO_METADATA,
     Begin,
@@ -33,10 +34,12 @@ from gateway.dialects.canonical import (
     RequestMetadata,
     Text,
 )
-from gateway.errors import Kind, Refusal
+from gateway.dialects.validation import invalid_field
+from gateway.errors import Refusal
 
-NOT_IN_PREWARM = "it is not allowed when max_tokens is 0."
+NOT_IN_PREWARM = "not allowed when max_tokens is 0; omit it, or set max_tokens to at least 1."
 ID_PREFIX = "msg_"
+"""Prefix of a message's id."""
 
 
 class AnthropicDialect:
@@ -49,15 +52,14 @@ class AnthropicDialect:
     def __init__(self, *, counts: bool = False) -> None:
         self._counts = counts
 
-    def parse(self, body: bytes, asked: RequestMetadata = NO_METADATA) -> Call:
-        """Bytes to a call. Unknown betas are nothing to it. Raises Refusal."""
-        version = asked.version or wire.VERSIONS[-1]
+    def parse(self, body: bytes, metadata: RequestMetadata = NO_METADATA) -> Call:
+        """Return the call of a body. Unknown betas are ignored. Raises Refusal."""
+        version = metadata.version or wire.VERSIONS[-1]
         if version not in wire.VERSIONS:
-            message = (
-                f"anthropic-version: {version[:64]!r} is not a version that is spoken here; there"
-                f" are {' and '.join(wire.VERSIONS)}."
+            problem = (
+                f"unsupported version {version[:64]!r}; expected {' or '.join(wire.VERSIONS)}."
             )
-            raise Refusal(Kind.BAD, "invalid_version", message, param="anthropic-version")
+            raise invalid_field("anthropic-version", problem, "invalid_version")
         fields = wire.decode(body)
         _check_settings(fields, version)
         prompt = msgspec.structs.replace(prompt_of(fields, version), output_format=_format(fields))
@@ -66,8 +68,8 @@ class AnthropicDialect:
         if self._counts:
             operation = "count"
         elif fields.max_tokens is None:
-            what = "it is required: how many tokens may the answer have?"
-            raise bad("max_tokens", what, "missing_required_parameter")
+            problem = "this field is required; expected the most output tokens of the answer."
+            raise invalid_field("max_tokens", problem, "missing_required_parameter")
         elif fields.max_tokens == 0:
             operation = "prewarm"
             _check_prewarm(fields)
@@ -86,19 +88,19 @@ class AnthropicDialect:
         )
 
     def encoder(self, call: Call, reply: Reply) -> AnthropicEncoder:
-        """Makes the answer's bytes."""
+        """Return the encoder of one answer."""
         return AnthropicEncoder(reply)
 
     def keep_alive(self) -> bytes:
-        """An event that every client of it knows and ignores."""
+        """Return a `ping` event, which Anthropic's clients ignore."""
         return sse.event(b'{"type":"ping"}', "ping")
 
     def headers(self, request_id: str) -> dict[str, str]:
-        """What its SDKs read."""
+        """Return the request id in the header that Anthropic's SDKs read."""
         return {"request-id": f"req_{request_id}"}
 
     def count_body(self, tokens: int, cached: int) -> bytes:
-        """The answer to a call that only counts."""
+        """Return the answer of `/v1/messages/count_tokens`."""
         return msgspec.json.encode({"input_tokens": tokens})
 
 
@@ -109,38 +111,39 @@ def _check_settings(fields: wire.Body, version: str) -> None:
     if version == wire.VERSION_WITHOUT_SAMPLING:
         for name in ("temperature", "top_p", "top_k"):
             if getattr(fields, name) is not None:
-                what = f"there is no such setting in version {version}, not even at its default."
-                raise bad(name, what, "unsupported_parameter")
+                problem = f"version {version} has no such setting; omit it."
+                raise invalid_field(name, problem, "unsupported_parameter")
     for number, stop in enumerate(fields.stop_sequences or ()):
         if not stop.strip():
-            what = "each stop sequence must contain non-whitespace."
-            raise bad(f"stop_sequences[{number}]", what)
+            problem = "each stop sequence must contain non-whitespace."
+            raise invalid_field(f"stop_sequences[{number}]", problem)
     if fields.thinking is not None and fields.thinking.type == "enabled":
-        what = "this model does not think in steps of its own; leave it out, or disable it."
-        raise bad("thinking.type", what, "unsupported_parameter")
+        problem = "'enabled' is not supported: the model has no extended thinking; expected"
+        problem += " 'disabled', 'adaptive' or 'between_tools', or no thinking field."
+        raise invalid_field("thinking.type", problem, "unsupported_parameter")
 
 
 def _check_prompt(prompt: Prompt) -> None:
     if prompt.continues and prompt.output_format.kind != "text":
-        what = "a last message of the assistant's cannot be continued as JSON of a schema."
-        raise bad(prompt.output_format.path.removesuffix(".schema"), what)
+        problem = "a JSON format cannot continue an assistant prefill; end with a user message."
+        raise invalid_field(prompt.output_format.path.removesuffix(".schema"), problem)
 
 
 def _check_prewarm(fields: wire.Body) -> None:
-    """A prewarm computes a prompt and answers nothing; what shapes an answer has no place in it."""
+    """Refuse fields that shape an answer: a prewarm computes the prompt and answers nothing."""
     if fields.stream:
-        raise bad("stream", NOT_IN_PREWARM)
-    wanted, path = _wanted(fields)
-    if wanted is not None:
-        raise bad(path, NOT_IN_PREWARM)
+        raise invalid_field("stream", NOT_IN_PREWARM)
+    requested, path = _requested_format(fields)
+    if requested is not None:
+        raise invalid_field(path, NOT_IN_PREWARM)
     if fields.tool_choice is not None and fields.tool_choice.type in ("any", "tool"):
-        raise bad("tool_choice", NOT_IN_PREWARM)
+        raise invalid_field("tool_choice", NOT_IN_PREWARM)
 
 
 def _generation(fields: wire.Body) -> GenerationParameters:
     temperature = 1.0 if fields.temperature is None else fields.temperature
     if fields.top_p == 0:
-        temperature = 0.0  # an empty nucleus keeps the best token alone
+        temperature = 0.0  # An empty nucleus keeps only the best token.
     return GenerationParameters(
         max_tokens=fields.max_tokens,
         sampling=Sampling(
@@ -155,41 +158,42 @@ def _generation(fields: wire.Body) -> GenerationParameters:
     )
 
 
-def _wanted(fields: wire.Body) -> tuple[wire.Format | None, str]:
-    """The form of the answer and the field it came in: older SDKs have one of its own."""
-    wanted = None if fields.output_config is None else fields.output_config.format
+def _requested_format(fields: wire.Body) -> tuple[wire.Format | None, str]:
+    """Return the answer's format and its field: older SDKs send `output_format`."""
+    requested = None if fields.output_config is None else fields.output_config.format
     if fields.output_format is None:
-        return wanted, "output_config.format"
-    if wanted is not None and wanted != fields.output_format:
-        raise bad("output_format", "it differs from output_config.format; give one of them.")
+        return requested, "output_config.format"
+    if requested is not None and requested != fields.output_format:
+        problem = "the value differs from output_config.format; expected only one of the two."
+        raise invalid_field("output_format", problem)
     return fields.output_format, "output_format"
 
 
 def _format(fields: wire.Body) -> OutputFormat:
-    wanted, path = _wanted(fields)
-    if wanted is None:
+    requested, path = _requested_format(fields)
+    if requested is None:
         return OutputFormat()
-    return OutputFormat("json_schema", wire.json_text(wanted.schema), f"{path}.schema")
+    return OutputFormat("json_schema", wire.json_text(requested.schema), f"{path}.schema")
 
 
 def _cache(fields: wire.Body) -> CacheDirectives:
-    asked = fields.diagnostics
+    diagnostics = fields.diagnostics
     return CacheDirectives(
         profile="anthropic",
         lookback=20,
-        compare_with=(asked and asked.previous_message_id) or "",
-        remember=asked is not None,
+        compare_with=(diagnostics and diagnostics.previous_message_id) or "",
+        remember=diagnostics is not None,
     )
 
 
 def _digests(fields: wire.Body) -> tuple[tuple[str, str], ...]:
-    """What belongs to a prompt without being written in it."""
+    """Return digests of the settings that a miss diagnosis compares beside the prompt."""
     config = fields.output_config or wire.OutputConfig()
     settings = {
         "tool_choice": fields.tool_choice,
         "thinking": fields.thinking and fields.thinking.type,
         "output_config.effort": config.effort,
-        "output_config.format": _wanted(fields)[0],
+        "output_config.format": _requested_format(fields)[0],
     }
     return tuple(
         (name, hashlib.blake2b(msgspec.json.encode(value), digest_size=16).hexdigest())
@@ -202,7 +206,7 @@ def _digests(fields: wire.Body) -> tuple[tuple[str, str], ...]:
 
 
 class _Block:
-    """A block of an answer, while it grows: text, or a tool's use."""
+    """A content block of an answer under construction: text, or a tool use."""
 
     def __init__(self, call: int | None, call_id: str = "", name: str = "") -> None:
         self.call = call
@@ -211,29 +215,29 @@ class _Block:
         self._parts: list[str] = []
 
     def add(self, piece: str) -> dict[str, Any]:
-        """More of it; the delta that says so."""
+        """Append a piece and return its stream delta."""
         self._parts.append(piece)
         if self.call is None:
             return {"type": "text_delta", "text": piece}
         return {"type": "input_json_delta", "partial_json": piece}
 
     def start(self) -> dict[str, Any]:
-        """How a stream announces it."""
-        return self._made("", {})
+        """Return the empty block that `content_block_start` carries."""
+        return self._content(text="", arguments={})
 
-    def whole(self) -> dict[str, Any]:
-        """All of it."""
+    def complete(self) -> dict[str, Any]:
+        """Return the complete block of a unary answer."""
         text = "".join(self._parts)
-        return self._made(text, _object(text) if self.call is not None else {})
+        return self._content(text, _parse_object(text) if self.call is not None else {})
 
-    def _made(self, text: str, arguments: object) -> dict[str, Any]:
+    def _content(self, text: str, arguments: object) -> dict[str, Any]:
         if self.call is None:
             return {"type": "text", "text": text, "citations": None}
         return {"type": "tool_use", "id": self._call_id, "name": self._name, "input": arguments}
 
 
-def _object(text: str) -> object:
-    """A JSON object as it stands; nothing of one that was cut off or is none."""
+def _parse_object(text: str) -> object:
+    """Return a JSON object as raw text; `{}` if it is truncated or no object."""
     try:
         is_object = isinstance(msgspec.json.decode(text or "{}"), dict)
     except (msgspec.DecodeError, RecursionError):
@@ -242,7 +246,7 @@ def _object(text: str) -> object:
 
 
 class AnthropicEncoder:
-    """Deltas of one answer to bytes: events as they come, or one message of them all."""
+    """Encodes the deltas of one answer as stream events or as one message."""
 
     def __init__(self, reply: Reply) -> None:
         self._reply = reply
@@ -251,51 +255,53 @@ class AnthropicEncoder:
         self._end = ChoiceEnd(0, "stop")
 
     def stream(self, delta: Delta) -> bytes:
-        """The events of one delta; may be none."""
+        """Return the events of one delta, which may be none."""
         match delta:
             case Begin(usage=usage, diagnosis=diagnosis):
                 message = self._message([], None, None, wire.usage(usage), diagnosis)
                 return _event("message_start", message=message)
             case Text(text=text):
-                return self._grow(None, text) if text else b""
+                return self._append(None, text) if text else b""
             case CallText(call=call, call_id=call_id, name=name, arguments=arguments):
-                return self._grow(call, arguments, call_id, name)
+                return self._append(call, arguments, call_id, name)
             case ChoiceEnd():
                 self._end = delta
-                return self._stop()
+                return self._close_block()
             case End(usage=usage):
-                reason, sequence = _reason(self._end)
+                reason, sequence = _stop_reason(self._end)
                 end = {"stop_reason": reason, "stop_sequence": sequence, "stop_details": None}
                 return _event("message_delta", delta=end, usage=wire.delta_usage(usage))
 
     def close(self) -> bytes:
-        """After the last delta of a whole answer."""
+        """Return the `message_stop` event, which follows the last delta of a complete answer."""
         return _event("message_stop")
 
     def error_event(self, refusal: Refusal) -> bytes:
-        """The answer breaks off: what SDKs raise from inside a stream."""
+        """Return the event that ends a failed stream and that SDKs raise."""
         request_id = self._reply.response_id.removeprefix(ID_PREFIX)
         return sse.event(msgspec.json.encode(wire.error_object(refusal, request_id)), "error")
 
     def unary(self, deltas: Sequence[Delta]) -> bytes:
-        """The fold of the stream."""
+        """Return the message: the fold of the stream."""
         diagnosis = None
         for delta in deltas:
             self.stream(delta)
             if isinstance(delta, Begin):
                 diagnosis = delta.diagnosis
         last = deltas[-1]
-        assert isinstance(last, End), "a whole answer ends with its usage"
-        blocks = [block.whole() for block in self._blocks]
+        assert isinstance(last, End), "a complete answer ends with its usage"
+        blocks = [block.complete() for block in self._blocks]
         usage = wire.usage(last.usage)
-        return msgspec.json.encode(self._message(blocks, *_reason(self._end), usage, diagnosis))
+        return msgspec.json.encode(
+            self._message(blocks, *_stop_reason(self._end), usage, diagnosis)
+        )
 
-    def _grow(self, call: int | None, piece: str, call_id: str = "", name: str = "") -> bytes:
-        """A piece of the open block, or of a new one."""
+    def _append(self, call: int | None, piece: str, call_id: str = "", name: str = "") -> bytes:
+        """Append a piece to the open block, or to a new one, and return its events."""
         events = b""
         if not self._is_open or self._blocks[-1].call != call:
-            assert call is None or call_id, "a call begins with its id"
-            events = self._stop()
+            assert call is None or call_id, "the first piece of a call has its id"
+            events = self._close_block()
             self._blocks.append(_Block(call, call_id, name))
             self._is_open = True
             start = self._blocks[-1].start()
@@ -305,7 +311,7 @@ class AnthropicEncoder:
             events += _event("content_block_delta", index=self._index, delta=grown)
         return events
 
-    def _stop(self) -> bytes:
+    def _close_block(self) -> bytes:
         if not self._is_open:
             return b""
         self._is_open = False
@@ -338,7 +344,7 @@ class AnthropicEncoder:
         }
 
 
-def _reason(end: ChoiceEnd) -> tuple[str, str | None]:
+def _stop_reason(end: ChoiceEnd) -> tuple[str, str | None]:
     if end.reason == "tool_calls":
         return "tool_use", None
     if end.reason == "length":

@@ -1,6 +1,7 @@
-"""Anthropic's Messages on the wire: types of the request, usage, errors.
+"""Wire types of Anthropic's Messages: request fields, usage, diagnostics and errors.
 
-It knows nothing of prompts and caching rules; `anthropic` and its two neighbours call it.
+It knows no prompts and no caching rules. `anthropic.messages`, `anthropic.prompt` and
+`anthropic.breakpoints` call it.
 """
 
 from __future__ import annotations
@@ -22,33 +23,35 @@ CallId = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_-]{1,256}\Z")]
 StopText = Annotated[str, Meta(min_length=1, max_length=1_000)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
 MESSAGES_MAX = 10_000
+"""Most messages of one request."""
 
 VERSION_WITHOUT_SAMPLING = "2026-10-21"
 VERSIONS = (VERSION_WITHOUT_SAMPLING, "2023-06-01")
-"""The newer of the two has no sampling settings."""
+"""Supported values of `anthropic-version`, the default last. The newer one has no sampling
+settings."""
 
-SERVER_SIDE = "This server keeps nothing between requests and runs no tools of its own."
+SERVER_SIDE = "this server stores no conversations and runs no server tools; omit it."
+NO_FALLBACK = "this server has no fallback model; omit it."
 REFUSED_FIELDS: Mapping[str, str] = {
     "container": SERVER_SIDE,
     "mcp_servers": SERVER_SIDE,
     "compaction": SERVER_SIDE,
-    "fallbacks": "There is no other model to fall back to.",
-    "fallback_credit_token": "There is no other model to fall back to.",
-    "billing_policy": "Prices are the operator's.",
-    "inference_geo": "It is answered where this server stands.",
+    "fallbacks": NO_FALLBACK,
+    "fallback_credit_token": NO_FALLBACK,
+    "billing_policy": "the operator's rate card sets the prices; omit it.",
+    "inference_geo": "inference runs on this server's machine; omit it.",
 }
-"""Fields that cannot be honoured, and why."""
+"""Fields that cannot be honoured, with the reason."""
 
 THREAD_CODE = "thread_unsupported_request"
-"""What its SDK's tool runner, which asks for a thread first, takes for going on without one."""
+"""Error code after which the SDK's tool runner, which first requests a thread, runs without one."""
 
 NEUTRAL_VALUES: Mapping[str, object] = {"mcp_servers": [], "fallbacks": []}
-"""Refused fields at a value that asks for nothing."""
+"""Values at which a refused field has no effect and is accepted."""
 
 
 class CacheControl(Struct, frozen=True, forbid_unknown_fields=True, gc=False):
-    """A breakpoint. `scope` is taken from clients that send it: the tenant is the widest there is,
-    so it changes nothing."""
+    """A breakpoint. `scope` has no effect: the widest scope of sharing is the tenant."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
@@ -56,7 +59,7 @@ class CacheControl(Struct, frozen=True, forbid_unknown_fields=True, gc=False):
 
     @property
     def retention(self) -> str:
-        """The class it asks for."""
+        """Retention class of the breakpoint."""
         return self.ttl or "5m"
 
 
@@ -68,7 +71,7 @@ class TextBlock(Struct, frozen=True, forbid_unknown_fields=True, gc=False):
 
 
 class ToolUseBlock(Struct, frozen=True, forbid_unknown_fields=True, gc=False):
-    """`caller` and `toolset_name`: so that answers can be sent back as they came."""
+    """A tool use. `caller` and `toolset_name` are accepted because clients send answers back."""
 
     id: CallId
     name: Name
@@ -151,7 +154,7 @@ class Diagnostics(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Edit(Struct, frozen=True):
-    """Thinking is never part of the prompt, so clearing some of it is done before it is asked."""
+    """An edit that clears thinking. It has no effect: the prompt never holds thinking."""
 
     type: Literal["clear_thinking_20251015"]
 
@@ -161,8 +164,10 @@ class ContextManagement(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Body(Struct, frozen=True, kw_only=True):
-    """A request. `output_format` is an earlier name of `output_config.format`. The last five are no
-    fields of Anthropic's; self-hosted engines have them."""
+    """A request. `output_format` is the earlier name of `output_config.format`.
+
+    The last five fields are not Anthropic's: self-hosted engines added them.
+    """
 
     model: Annotated[str, Meta(min_length=1, max_length=512)]
     messages: Annotated[list[MessageField], Meta(min_length=1, max_length=MESSAGES_MAX)]
@@ -195,7 +200,7 @@ _KNOWN = set(Body.__struct_fields__)
 
 
 def decode(body: bytes) -> Body:
-    """A request. O(bytes). Raises Refusal that names the field."""
+    """Decode a request body. Cost: O(bytes). Raises Refusal that names the field."""
     try:
         tree = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -204,26 +209,26 @@ def decode(body: bytes) -> Body:
     except RecursionError:
         raise Refusal(Kind.BAD, "invalid_json", "The body is nested too deeply.") from None
     if not isinstance(tree, dict):
-        raise Refusal(Kind.BAD, "invalid_json", "The body has to be a JSON object.")
+        message = f"The body is a JSON {validation.json_type(tree)}; expected a JSON object."
+        raise Refusal(Kind.BAD, "invalid_json", message)
     fields = {}
     for name, value in tree.items():
         if name in _KNOWN:
             fields[name] = value
         elif name == "thread":
             if value is not None:
-                message = f"thread: {SERVER_SIDE}"
-                raise Refusal(Kind.BAD, THREAD_CODE, message, param=name)
+                raise validation.invalid_field(name, SERVER_SIDE, THREAD_CODE)
         elif name in REFUSED_FIELDS:
             if value is not None and value != NEUTRAL_VALUES.get(name, ...):
-                message = f"{name}: {REFUSED_FIELDS[name]}"
-                raise Refusal(Kind.BAD, "unsupported_parameter", message, param=name)
+                reason = REFUSED_FIELDS[name]
+                raise validation.invalid_field(name, reason, "unsupported_parameter")
         else:
             raise validation.unknown_field(name, _KNOWN)
     return validation.convert(fields, Body, "")
 
 
 def json_text(value: object) -> str:
-    """The same JSON without spaces, in the order it came."""
+    """Return compact JSON text that keeps the key order."""
     return msgspec.json.encode(value).decode()
 
 
@@ -231,7 +236,7 @@ def json_text(value: object) -> str:
 
 
 def usage(record: UsageRecord) -> dict[str, Any]:
-    """The usage object: input_tokens is what was neither read nor written."""
+    """Return the usage object. `input_tokens` counts tokens neither read nor written."""
     hour = record.write.get("1h", 0)
     return {
         "input_tokens": record.fresh,
@@ -247,25 +252,27 @@ def usage(record: UsageRecord) -> dict[str, Any]:
 
 
 def delta_usage(record: UsageRecord) -> dict[str, Any]:
-    """The same, cumulative, as the end of a stream has it: without the split and the tier."""
-    whole = usage(record)
-    del whole["cache_creation"], whole["service_tier"]
-    return whole
+    """Return the cumulative usage of `message_delta`: no split by class and no service tier."""
+    counts = usage(record)
+    del counts["cache_creation"], counts["service_tier"]
+    return counts
 
 
 _CHANGED = {"model", "tools", "system", "messages"}
 
 
 def diagnostics(found: Diagnosis | None) -> dict[str, Any] | None:
-    """Anthropic's terms; nothing where the prompt has not left the earlier one. It compares
-    requests: what an engine lost is no difference between them."""
+    """Return a diagnosis in Anthropic's terms; None if the prompt extends the earlier one.
+
+    Anthropic's reasons compare two requests, so tokens that the engine lost are `unavailable`.
+    """
     if found is None or found.outcome == "hit":
         return None
     if found.outcome == "unknown":
         return {"cache_miss_reason": {"type": "previous_message_not_found"}}
     cause = found.cause
     if cause == "system" and found.path.startswith("messages") and not _is_first(found.path):
-        cause = "messages"  # an instruction in the middle of the conversation
+        cause = "messages"  # A system message in the middle of the conversation.
     if found.outcome == "miss" and cause in _CHANGED:
         reason = {
             "type": f"{cause}_changed",
@@ -276,7 +283,7 @@ def diagnostics(found: Diagnosis | None) -> dict[str, Any] | None:
 
 
 def _is_first(path: str) -> bool:
-    """Does it stand where a conversation begins? There, a system prompt has gone."""
+    """Return whether `path` is in the first message: there, a system prompt was removed."""
     return path.startswith("messages[0]")
 
 
@@ -293,11 +300,11 @@ _ERRORS: dict[Kind, tuple[int, str]] = {
     Kind.BUSY: (529, "overloaded_error"),
     Kind.DEADLINE: (504, "timeout_error"),
 }
-"""Everything else keeps its own status and is the client's mistake."""
+"""Status and error type by kind. Other kinds keep their status and are `invalid_request_error`."""
 
 
 def error_object(refusal: Refusal, request_id: str) -> dict[str, Any]:
-    """What SDKs raise. `error_code` is ours, and stable."""
+    """Return the error object that SDKs raise. `error_code` is Trunkline's stable code."""
     _, kind = _ERRORS.get(refusal.kind, (0, "invalid_request_error"))
     details = {"error_code": refusal.code}
     if refusal.param is not None:
@@ -310,6 +317,6 @@ def error_object(refusal: Refusal, request_id: str) -> dict[str, Any]:
 
 
 def error_body(refusal: Refusal, request_id: str) -> tuple[int, bytes]:
-    """(HTTP status, JSON)."""
+    """Return the HTTP status and the JSON body of an error."""
     status, _ = _ERRORS.get(refusal.kind, (refusal.kind.value, ""))
     return status, msgspec.json.encode(error_object(refusal, request_id))

@@ -1,1 +1,1 @@
-"""Package."""
+"""Gemini's dialect: generateContent, countTokens and cachedContents."""

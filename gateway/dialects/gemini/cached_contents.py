@@ -1,6 +1,6 @@
-"""Gemini's cachedContents on the wire: what creates, changes, lists and shows one. Pure.
+"""Wire format of Gemini's cachedContents: create, update, list and get.
 
-`handlers.cached_contents` calls it; the content itself is never shown again.
+Functions are pure; `gateway.api.cached_contents` calls them. No answer repeats the content itself.
 """
 
 from __future__ import annotations
@@ -17,16 +17,23 @@ from msgspec import Struct
 from gateway.dialects.canonical import Prompt
 from gateway.dialects.gemini import wire
 from gateway.dialects.gemini.prompt import prompt_of
+from gateway.dialects.validation import invalid_field
 from gateway.errors import Kind, Refusal
 
 TTL_DEFAULT_S = 3_600.0
+"""Seconds a resource lives if the request names no expiry."""
+
 TTL_MAX_S = 366 * 86_400.0
+"""Most seconds from a request to the expiry it sets."""
+
 PAGE_DEFAULT, PAGE_MAX = 100, 1_000
+"""Resources in one page of the list: the default, and the most."""
+
 _TTL = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,9})?)s")
 
 
 class CachedContentCreate(Struct, frozen=True):
-    """What is asked for; times in milliseconds since the epoch."""
+    """A request to create cached content. `expires_ms` is in milliseconds since the epoch."""
 
     model: str
     display_name: str
@@ -35,24 +42,24 @@ class CachedContentCreate(Struct, frozen=True):
 
 
 class CachedContentUpdate(Struct, frozen=True):
-    """A new expiry, the only thing that can change; model and name as far as they were sent."""
+    """A new expiry, the only field that may change. `model` and `display_name` are "" if unsent."""
 
     expires_ms: int
     model: str = ""
     display_name: str = ""
 
     def check(self, model: str, display_name: str) -> None:
-        """Raises Refusal where it says another model or name than the resource has."""
-        for param, sent, kept in (
+        """Compare the sent fields with the resource's. Raises Refusal if one differs."""
+        for param, sent, current in (
             ("model", self.model, model),
             ("displayName", self.display_name, display_name),
         ):
-            if sent and sent != kept:
-                raise _fixed(param)
+            if sent and sent != current:
+                raise _immutable_field(param)
 
 
 class CachedContentView(Struct, frozen=True):
-    """What is told of a resource."""
+    """The public fields of a resource. Times are in milliseconds since the epoch."""
 
     resource_id: str
     model: str
@@ -64,15 +71,15 @@ class CachedContentView(Struct, frozen=True):
 
 
 def parse_create(body: bytes, now_ms: int) -> CachedContentCreate:
-    """Raises Refusal."""
+    """Decode a create request. Raises Refusal."""
     fields = wire.decode(body, wire.CACHED, wire.CachedBody)
     if not fields.model:
-        message = "model: a cached content belongs to one model; name it."
-        raise Refusal(Kind.BAD, "missing_required_parameter", message, param="model")
+        problem = "this field is required; expected the model that reads the cached content."
+        raise invalid_field("model", problem, "missing_required_parameter")
     prompt = prompt_of(fields, needs_contents=False)
     if not prompt.segments and not prompt.tools:
-        message = "contents: there is nothing to cache."
-        raise Refusal(Kind.BAD, "missing_required_parameter", message, param="contents")
+        problem = "nothing to cache; expected contents, a system instruction or tools."
+        raise invalid_field("contents", problem, "missing_required_parameter")
     expires_ms = _expiry(fields, now_ms)
     if expires_ms is None:
         expires_ms = now_ms + int(TTL_DEFAULT_S * 1000)
@@ -85,75 +92,82 @@ def parse_create(body: bytes, now_ms: int) -> CachedContentCreate:
 
 
 def parse_update(body: bytes, mask: str, now_ms: int) -> CachedContentUpdate:
-    """What is to change. Raises Refusal for what cannot."""
+    """Decode an update. Raises Refusal for a field that cannot change."""
     fields = wire.decode(body, wire.CACHED, wire.CachedBody)
     for name in filter(None, mask.split(",")):
         if name.strip() not in ("ttl", "expireTime", "expire_time"):
-            message = f"updateMask: only ttl and expireTime can change (it names {name[:64]!r})."
-            raise Refusal(Kind.BAD, "invalid_value", message, param="updateMask")
+            problem = f"{name[:64]!r} cannot change; expected ttl or expireTime."
+            raise invalid_field("updateMask", problem)
     for name in wire.PromptFields.__struct_fields__:
         if getattr(fields, name):
-            raise _fixed(wire.to_camel_case(name))
+            raise _immutable_field(wire.to_camel_case(name))
     expires_ms = _expiry(fields, now_ms)
     if expires_ms is None:
-        message = "ttl: give ttl or expireTime."
-        raise Refusal(Kind.BAD, "missing_required_parameter", message, param="ttl")
+        problem = "the update names no expiry; expected ttl or expireTime."
+        raise invalid_field("ttl", problem, "missing_required_parameter")
     return CachedContentUpdate(
         expires_ms, fields.model.removeprefix("models/"), fields.display_name
     )
 
 
-def _fixed(param: str) -> Refusal:
-    message = f"{param}: only the time of expiry of a cached content can change."
-    return Refusal(Kind.BAD, "invalid_value", message, param=param)
+def _immutable_field(param: str) -> Refusal:
+    problem = "this field cannot change; only ttl or expireTime of a cached content can."
+    return invalid_field(param, problem)
 
 
 def parse_page(size: str, token: str) -> tuple[int, str]:
-    """(how many, after which id). Raises Refusal."""
+    """Return the page's size and the id that it follows. Raises Refusal."""
     if size and not (size.isascii() and size.isdigit() and len(size) <= 9):
-        message = f"pageSize: it has to be a whole number (it is {size[:32]!r})."
-        raise Refusal(Kind.BAD, "invalid_value", message, param="pageSize")
+        problem = f"invalid value {size[:32]!r}; expected an integer from 0 to 999999999."
+        raise invalid_field("pageSize", problem)
     if not re.fullmatch(r"[a-z0-9]{0,64}", token):
-        raise Refusal(Kind.BAD, "invalid_value", "pageToken: it is not one of ours.")
+        message = "pageToken: invalid token; expected the nextPageToken of an earlier page."
+        raise Refusal(Kind.BAD, "invalid_value", message)
     return min(int(size or 0) or PAGE_DEFAULT, PAGE_MAX), token
 
 
 def _expiry(fields: wire.CachedBody, now_ms: int) -> int | None:
     if fields.ttl is not None and fields.expire_time is not None:
-        message = "Set ttl or expireTime, not both."
-        raise Refusal(Kind.BAD, "invalid_value", message, param="ttl")
+        raise invalid_field("ttl", "both ttl and expireTime are set; expected only one.")
     if fields.ttl is not None:
         match = _TTL.fullmatch(fields.ttl)
         if match is None:
-            message = f'ttl: seconds with an s, like "300s" (it is {fields.ttl[:32]!r}).'
-            raise Refusal(Kind.BAD, "invalid_value", message, param="ttl")
-        return _within(now_ms + int(Decimal(match[1]) * 1000), now_ms, "ttl")
+            problem = f"invalid duration {fields.ttl[:32]!r}; expected seconds such as '300s'."
+            raise invalid_field("ttl", problem)
+        return _check_expiry(now_ms + int(Decimal(match[1]) * 1000), now_ms, "ttl")
     if fields.expire_time is not None:
         try:
             at = datetime.fromisoformat(fields.expire_time)
         except ValueError:
             at = None
         if at is None or at.tzinfo is None:
-            message = f"expireTime: a time with its zone (it is {fields.expire_time[:40]!r})."
-            raise Refusal(Kind.BAD, "invalid_value", message, param="expireTime")
-        return _within(int(at.timestamp() * 1000), now_ms, "expireTime")
+            problem = (
+                f"invalid time {fields.expire_time[:40]!r}; expected ISO 8601 with a time zone,"
+                " such as '2026-01-31T12:00:00Z'."
+            )
+            raise invalid_field("expireTime", problem)
+        return _check_expiry(int(at.timestamp() * 1000), now_ms, "expireTime")
     return None
 
 
-def _within(expires_ms: int, now_ms: int, param: str) -> int:
+def _check_expiry(expires_ms: int, now_ms: int, param: str) -> int:
     if not now_ms < expires_ms <= now_ms + int(TTL_MAX_S * 1000):
-        message = f"{param}: it has to end in the future, within {int(TTL_MAX_S)} s."
-        raise Refusal(Kind.BAD, "invalid_value", message, param=param)
+        seconds = (expires_ms - now_ms) // 1000
+        problem = (
+            f"the content would expire in {seconds} s; expected a time in the future, at most"
+            f" {int(TTL_MAX_S)} s from now."
+        )
+        raise invalid_field(param, problem)
     return expires_ms
 
 
 def resource(shown: CachedContentView) -> bytes:
-    """One resource as JSON."""
+    """Encode one resource as JSON."""
     return msgspec.json.encode(_object(shown))
 
 
 def page(found: Sequence[CachedContentView], next_token: str) -> bytes:
-    """A list as JSON; `{}` for none."""
+    """Encode a page of resources as JSON; an empty page is `{}`."""
     body: dict[str, Any] = {}
     if found:
         body["cachedContents"] = [_object(shown) for shown in found]

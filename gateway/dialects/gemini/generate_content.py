@@ -1,8 +1,8 @@
-"""Gemini's generateContent: bytes to a `Call`, deltas to bytes. Pure.
+"""Gemini's generateContent: parse a body to a `Call`, encode deltas to bytes.
 
-A stream is `data:` lines and nothing else, or, where a client did not ask for server-sent events,
-one JSON array written piece by piece. Function calls come whole: a piece of arguments is held back
-until the call is complete.
+A stream consists of `data:` lines only or, without `alt=sse`, of one JSON array written element by
+element. A function call is sent in one part: the encoder buffers its arguments until the call is
+complete. Functions are pure: `gateway.api.routes` binds the dialect to paths.
 """
 
 from __future__ import annotations
@@ -35,11 +35,15 @@ from gateway.dialects.canonical import (
 from gateway.dialects.gemini import wire
 from gateway.dialects.gemini.prompt import prompt_of
 from gateway.dialects.gemini.schema import json_schema, lowercase_types
+from gateway.dialects.validation import invalid_field
 from gateway.errors import Kind, Refusal
 
 
 class GeminiDialect:
-    """The dialect of `/{v1,v1beta}/models/{model}:{action}`. `is_array`: streams without SSE."""
+    """The dialect of `/{v1,v1beta}/models/{model}:{action}`.
+
+    `is_array`: a stream is a JSON array instead of server-sent events.
+    """
 
     name = "gemini"
 
@@ -47,54 +51,58 @@ class GeminiDialect:
         self._is_array = is_array
         self.stream_content_type = "application/json" if is_array else sse.CONTENT_TYPE
 
-    def parse(self, body: bytes, asked: RequestMetadata = NO_METADATA) -> Call:
-        """Bytes to a call. Raises Refusal."""
-        if asked.action == "countTokens":
-            return _count(body, asked)
-        if asked.action not in ("generateContent", "streamGenerateContent"):
-            message = f"There is no method {asked.action[:64]!r} on a model here."
+    def parse(self, body: bytes, metadata: RequestMetadata = NO_METADATA) -> Call:
+        """Return the call of a body and its path's action. Raises Refusal."""
+        if metadata.action == "countTokens":
+            return _count(body, metadata)
+        if metadata.action not in ("generateContent", "streamGenerateContent"):
+            message = (
+                f"Unknown method {metadata.action[:64]!r}; expected generateContent,"
+                " streamGenerateContent or countTokens."
+            )
             raise Refusal(Kind.NOT_FOUND, "not_found", message)
         fields = wire.decode(body, wire.GENERATE, wire.GenerateBody)
-        return _call(fields, asked.model, is_stream=asked.action == "streamGenerateContent")
+        return _call(fields, metadata.model, is_stream=metadata.action == "streamGenerateContent")
 
     def encoder(self, call: Call, reply: Reply) -> GeminiEncoder:
-        """Makes the answer's bytes."""
+        """Return the encoder of one answer."""
         return GeminiEncoder(call, reply, is_array=self._is_array)
 
     def keep_alive(self) -> bytes:
-        """An empty line: whatever else one writes, its SDK raises."""
+        """Return an empty line, the only filler that Gemini's SDK does not reject."""
         return b"\n"
 
     def error_body(self, refusal: Refusal, request_id: str) -> tuple[int, bytes]:
-        """(HTTP status, JSON)."""
+        """Return the HTTP status and the JSON body of an error."""
         status, body = wire.error_object(refusal)
         return status, msgspec.json.encode(body)
 
     def headers(self, request_id: str) -> dict[str, str]:
-        """The answer's body names it."""
+        """Return no headers: the answer's body carries the id."""
         return {}
 
     def count_body(self, tokens: int, cached: int) -> bytes:
-        """The answer to countTokens."""
-        found = {"totalTokens": tokens}
+        """Return the answer of countTokens."""
+        counts = {"totalTokens": tokens}
         if cached:
-            found["cachedContentTokenCount"] = cached
-        return msgspec.json.encode(found)
+            counts["cachedContentTokenCount"] = cached
+        return msgspec.json.encode(counts)
 
 
-def _count(body: bytes, asked: RequestMetadata) -> Call:
+def _count(body: bytes, metadata: RequestMetadata) -> Call:
     fields = wire.decode(body, wire.COUNT, wire.CountBody)
     inner = fields.generate_content_request
     if inner is not None and (fields.contents or fields.system_instruction or fields.tools):
-        message = "Either generateContentRequest or the fields of one, not both."
-        raise Refusal(Kind.BAD, "invalid_value", message, param="generateContentRequest")
-    whole = inner or wire.GenerateBody(
+        problem = "contents, systemInstruction or tools are set too; expected only one of the two."
+        raise invalid_field("generateContentRequest", problem)
+    request = inner or wire.GenerateBody(
         contents=fields.contents,
         system_instruction=fields.system_instruction,
         tools=fields.tools,
         tool_config=fields.tool_config,
     )
-    return msgspec.structs.replace(_call(whole, asked.model, is_stream=False), operation="count")
+    call = _call(request, metadata.model, is_stream=False)
+    return msgspec.structs.replace(call, operation="count")
 
 
 def _call(fields: wire.GenerateBody, model: str, *, is_stream: bool) -> Call:
@@ -103,11 +111,11 @@ def _call(fields: wire.GenerateBody, model: str, *, is_stream: bool) -> Call:
     resource = fields.cached_content
     if resource:
         if fields.system_instruction is not None or fields.tools or fields.tool_config is not None:
-            message = (
-                "cachedContent already holds the system instruction, the tools and their"
-                " configuration; a request that uses it cannot set them."
+            problem = (
+                "the cached content holds the system instruction, the tools and their"
+                " configuration; omit systemInstruction, tools and toolConfig."
             )
-            raise Refusal(Kind.BAD, "invalid_value", message, param="cachedContent")
+            raise invalid_field("cachedContent", problem)
         name = resource if resource.startswith("cachedContents/") else f"cachedContents/{resource}"
         prompt = msgspec.structs.replace(prompt, resource=name)
     choices = settings.candidate_count or 1
@@ -130,8 +138,8 @@ def _call(fields: wire.GenerateBody, model: str, *, is_stream: bool) -> Call:
 
 def _sampling(settings: wire.GenerationConfig) -> Sampling:
     if settings.logprobs is not None and not settings.response_logprobs:
-        message = "logprobs is only allowed when responseLogprobs is true."
-        raise Refusal(Kind.BAD, "invalid_value", message, param="generationConfig.logprobs")
+        problem = "only allowed when responseLogprobs is true."
+        raise invalid_field("generationConfig.logprobs", problem)
     temperature = 1.0 if settings.temperature is None else settings.temperature
     return Sampling(
         temperature=0.0 if settings.top_p == 0 else temperature,
@@ -148,22 +156,20 @@ def _format(settings: wire.GenerationConfig) -> OutputFormat:
     schema = lowercase_types(settings.response_json_schema)
     path = "generationConfig.responseJsonSchema"
     if settings.response_schema is not None and schema is not None:
-        message = "Set responseSchema or responseJsonSchema, not both."
-        raise Refusal(Kind.BAD, "invalid_value", message, param="generationConfig.responseSchema")
+        problem = "responseSchema and responseJsonSchema are both set; expected only one."
+        raise invalid_field("generationConfig.responseSchema", problem)
     if settings.response_schema is not None:
         schema = json_schema(settings.response_schema)
         path = "generationConfig.responseSchema"
     if settings.response_mime_type != "application/json":
         if schema is not None:
-            message = "A response schema needs responseMimeType application/json."
-            raise Refusal(
-                Kind.BAD, "invalid_value", message, param="generationConfig.responseMimeType"
-            )
+            problem = "a response schema requires the MIME type 'application/json'."
+            raise invalid_field("generationConfig.responseMimeType", problem)
         return OutputFormat()
     if schema is None:
         return OutputFormat("json_object")
     text = msgspec.json.encode(schema).decode()
-    # The older field knows a closed set of words; of the newer one the others are passed over.
+    # responseSchema has a closed set of keywords; unknown ones in responseJsonSchema are ignored.
     return OutputFormat("json_schema", text, path, strict=settings.response_schema is not None)
 
 
@@ -171,18 +177,18 @@ def _format(settings: wire.GenerationConfig) -> OutputFormat:
 
 
 class _Candidate:
-    """What is known of one candidate and not written yet. `has_said`: a part of it was."""
+    """Buffered deltas of one candidate. `has_content`: at least one part has been written."""
 
     def __init__(self) -> None:
-        self.has_said = False
+        self.has_content = False
         self.calls: dict[int, CallText] = {}
         self.tokens: list[TokenText] = []
         self.end: ChoiceEnd | None = None
         self.is_malformed = False
 
-    def take_call(self, delta: CallText) -> dict[str, Any] | None:
-        """The call before this one, if it is complete now."""
-        before = self.take() if self.calls and delta.call not in self.calls else None
+    def add_call(self, delta: CallText) -> dict[str, Any] | None:
+        """Buffer a piece of a call. Return the part of the previous call if this one is new."""
+        previous = self.flush_call() if self.calls and delta.call not in self.calls else None
         held = self.calls.get(delta.call)
         if held is None:
             self.calls[delta.call] = delta
@@ -190,10 +196,10 @@ class _Candidate:
             self.calls[delta.call] = msgspec.structs.replace(
                 held, arguments=held.arguments + delta.arguments
             )
-        return before
+        return previous
 
-    def take(self) -> dict[str, Any] | None:
-        """The held call as a part."""
+    def flush_call(self) -> dict[str, Any] | None:
+        """Remove the buffered call and return its part; None if its arguments are truncated."""
         if not self.calls:
             return None
         _, call = self.calls.popitem()
@@ -207,7 +213,7 @@ class _Candidate:
 
 
 class GeminiEncoder:
-    """Deltas of one answer to bytes: chunks as they come, or one object of them all."""
+    """Encodes the deltas of one answer as stream chunks or as one object."""
 
     def __init__(self, call: Call, reply: Reply, *, is_array: bool) -> None:
         self._call = call
@@ -218,32 +224,32 @@ class GeminiEncoder:
         self._candidates = [_Candidate() for _ in range(call.generation.choices)]
 
     def stream(self, delta: Delta) -> bytes:
-        """The chunks of one delta; may be none."""
-        return b"".join(self._framed(chunk) for chunk in self._chunks(delta))
+        """Return the chunks of one delta, which may be none."""
+        return b"".join(self._frame(chunk) for chunk in self._chunks(delta))
 
     def close(self) -> bytes:
-        """Nothing ends a stream; an array is closed."""
+        """Return the end of the JSON array; server-sent events have no last marker."""
         return b"]" if self._is_array else b""
 
     def error_event(self, refusal: Refusal) -> bytes:
-        """The answer breaks off: a chunk whose first key is `error`."""
-        framed = self._framed(wire.error_object(refusal)[1])
+        """Return the chunk that ends a failed stream; its first key is `error`."""
+        framed = self._frame(wire.error_object(refusal)[1])
         return framed + (b"]" if self._is_array else b"")
 
     def unary(self, deltas: Sequence[Delta]) -> bytes:
-        """The fold of the stream."""
+        """Return the answer in one object: the fold of the stream."""
         candidates: dict[int, dict[str, Any]] = {}
-        whole: dict[str, Any] = {}
+        last: dict[str, Any] = {}
         for delta in deltas:
             for chunk in self._chunks(delta):
-                whole = chunk
+                last = chunk
                 for candidate in chunk["candidates"]:
-                    _fold(candidates.setdefault(candidate["index"], {}), candidate)
+                    _merge_candidate(candidates.setdefault(candidate["index"], {}), candidate)
         return msgspec.json.encode(
-            {**whole, "candidates": [candidates[index] for index in sorted(candidates)]}
+            {**last, "candidates": [candidates[index] for index in sorted(candidates)]}
         )
 
-    def _framed(self, chunk: dict[str, Any]) -> bytes:
+    def _frame(self, chunk: dict[str, Any]) -> bytes:
         data = msgspec.json.encode(chunk)
         if not self._is_array:
             return sse.event(data)
@@ -259,29 +265,31 @@ class GeminiEncoder:
                 self._candidates[index].tokens.extend(tokens)
                 return [self._part(index, {"text": text})] if text else []
             case CallText(index=index):
-                part = self._candidates[index].take_call(delta)
+                part = self._candidates[index].add_call(delta)
                 return [] if part is None else [self._part(index, part)]
             case ChoiceEnd(index=index):
                 self._candidates[index].end = delta
                 return []
             case End(usage=usage):
                 self._usage = usage
-                return [self._chunk([self._last(i) for i in range(len(self._candidates))])]
+                return [self._chunk([self._final(i) for i in range(len(self._candidates))])]
 
     def _part(self, index: int, part: dict[str, Any]) -> dict[str, Any]:
-        self._candidates[index].has_said = True
+        self._candidates[index].has_content = True
         return self._chunk([{"content": {"role": "model", "parts": [part]}, "index": index}])
 
-    def _last(self, index: int) -> dict[str, Any]:
-        """With the last call, or an empty text: to the SDK's chats a chunk without parts makes the
-        whole turn invalid, and they forget it."""
+    def _final(self, index: int) -> dict[str, Any]:
+        """Return a candidate's last chunk, with its last call or an empty text.
+
+        The SDK's chats drop a whole turn if one of its chunks has no parts.
+        """
         candidate = self._candidates[index]
-        part = candidate.take()
-        if part is None and candidate.has_said:
+        part = candidate.flush_call()
+        if part is None and candidate.has_content:
             part = {"text": ""}
         found: dict[str, Any] = {
             "content": {"role": "model", "parts": [] if part is None else [part]},
-            "finishReason": _reason(candidate),
+            "finishReason": _finish_reason(candidate),
             "index": index,
         }
         if self._call.generation.sampling.logprobs is not None:
@@ -297,9 +305,9 @@ class GeminiEncoder:
         }
 
 
-def _fold(whole: dict[str, Any], piece: dict[str, Any]) -> None:
-    """One candidate's pieces to one: neighbouring texts are one text."""
-    parts = whole["content"]["parts"] if whole else []
+def _merge_candidate(merged: dict[str, Any], piece: dict[str, Any]) -> None:
+    """Append a piece of a candidate to `merged`; neighbouring texts become one text."""
+    parts = merged["content"]["parts"] if merged else []
     for part in piece["content"]["parts"]:
         if parts and part == {"text": ""}:
             continue
@@ -307,18 +315,18 @@ def _fold(whole: dict[str, Any], piece: dict[str, Any]) -> None:
             parts[-1] = {"text": parts[-1]["text"] + part["text"]}
         else:
             parts.append(part)
-    whole |= {**piece, "content": {"role": "model", "parts": parts}}
+    merged |= {**piece, "content": {"role": "model", "parts": parts}}
 
 
-def _reason(candidate: _Candidate) -> str:
+def _finish_reason(candidate: _Candidate) -> str:
     if candidate.is_malformed:
         return "MALFORMED_FUNCTION_CALL"
-    cut = candidate.end is not None and candidate.end.reason == "length"
-    return "MAX_TOKENS" if cut else "STOP"
+    is_truncated = candidate.end is not None and candidate.end.reason == "length"
+    return "MAX_TOKENS" if is_truncated else "STOP"
 
 
 def _logprobs(tokens: Sequence[TokenText]) -> dict[str, Any]:
-    def one(token: TokenText) -> dict[str, Any]:
+    def shown(token: TokenText) -> dict[str, Any]:
         text = token.data.decode("utf-8", "replace")
         return {"token": text, "tokenId": token.token_id, "logProbability": token.logprob}
 
@@ -326,15 +334,15 @@ def _logprobs(tokens: Sequence[TokenText]) -> dict[str, Any]:
     return {
         "avgLogprobs": math.fsum(known) / len(known) if known else 0.0,
         "logprobsResult": {
-            "chosenCandidates": [one(token) for token in tokens],
-            "topCandidates": [{"candidates": [one(t) for t in token.top]} for token in tokens],
+            "chosenCandidates": [shown(token) for token in tokens],
+            "topCandidates": [{"candidates": [shown(t) for t in token.top]} for token in tokens],
         },
     }
 
 
 def usage(record: UsageRecord) -> dict[str, Any]:
-    """Gemini's usage object; every number from the one record."""
-    found: dict[str, Any] = {
+    """Return Gemini's usage object."""
+    counts: dict[str, Any] = {
         "promptTokenCount": record.total_in,
         "candidatesTokenCount": record.out,
         "totalTokenCount": record.total_in + record.out,
@@ -342,9 +350,9 @@ def usage(record: UsageRecord) -> dict[str, Any]:
     }
     cached = record.read_tokens()
     if cached:
-        found["cachedContentTokenCount"] = cached
-        found["cacheTokensDetails"] = [{"modality": "TEXT", "tokenCount": cached}]
-    return found
+        counts["cachedContentTokenCount"] = cached
+        counts["cacheTokensDetails"] = [{"modality": "TEXT", "tokenCount": cached}]
+    return counts
 
 
 DIALECT = GeminiDialect()

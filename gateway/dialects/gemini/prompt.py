@@ -1,6 +1,6 @@
-"""Gemini's contents, system instruction and functions as a prompt.
+"""Translation of Gemini's contents, system instruction and functions to a prompt.
 
-`gemini` calls it for requests and for cached content alike.
+`gemini.generate_content` calls it for requests and `gemini.cached_contents` for cached content.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import msgspec
 from gateway.dialects.canonical import Prompt, Segment, Tool, ToolCall, ToolChoice
 from gateway.dialects.gemini import wire
 from gateway.dialects.gemini.schema import json_schema, lowercase_types
-from gateway.errors import Kind, Refusal
+from gateway.dialects.validation import invalid_field
 
 
 def prompt_of(fields: wire.PromptFields, *, needs_contents: bool) -> Prompt:
-    """Tools, system instruction and contents, in API order. Raises Refusal."""
+    """Return tools, system instruction and contents in API order. Raises Refusal."""
     segments: list[Segment] = []
     system = fields.system_instruction
     if isinstance(system, str):
@@ -26,18 +26,19 @@ def prompt_of(fields: wire.PromptFields, *, needs_contents: bool) -> Prompt:
             path = f"systemInstruction.parts[{number}]"
             segments.append(Segment("system", _only_text(part, path), path))
     if needs_contents and not fields.contents:
-        message = "contents: there is nothing to answer; give at least one content."
-        raise Refusal(Kind.BAD, "missing_required_parameter", message, param="contents")
-    segments += _Contents(len(segments) > 0).read(fields.contents)
+        problem = "the list is empty or missing; expected at least one content."
+        raise invalid_field("contents", problem, "missing_required_parameter")
+    segments += _ContentsReader(has_system=len(segments) > 0).read(fields.contents)
     config = (fields.tool_config or wire.ToolConfig()).function_calling_config
     tools = _tools(fields.tools, is_strict=config.mode == "VALIDATED")
     names = {tool.name for tool in tools}
     for name in config.allowed_function_names:
         if name not in names:
-            message = f"allowedFunctionNames: there is no function {name!r} among the tools."
-            param = "toolConfig.functionCallingConfig.allowedFunctionNames"
-            raise Refusal(Kind.BAD, "invalid_value", message, param=param)
+            problem = f"unknown function {name!r}; expected the name of a declared function."
+            path = "toolConfig.functionCallingConfig.allowedFunctionNames"
+            raise invalid_field(path, problem)
     last = segments[-1] if segments else None
+    is_prefill = last is not None and last.role == "assistant" and last.call is None
     return Prompt(
         segments=tuple(segments),
         tools=tools,
@@ -45,102 +46,99 @@ def prompt_of(fields: wire.PromptFields, *, needs_contents: bool) -> Prompt:
             "required" if config.mode == "ANY" else "none" if config.mode == "NONE" else "auto",
             tuple(config.allowed_function_names),
         ),
-        continues=last is not None and last.role == "assistant" and last.call is None,
-        add_generation_prompt=not (
-            last is not None and last.role == "assistant" and last.call is None
-        ),
+        continues=is_prefill,
+        add_generation_prompt=not is_prefill,
     )
 
 
-class _Contents:
-    """Contents to segments; results find their calls by id, or by name.
+class _ContentsReader:
+    """Translates contents to segments and matches results to calls by id, else by name.
 
-    Neighbouring contents of the model's are one message, and their texts one text: the SDK's chats
-    keep each chunk of a stream as a content of its own.
+    Neighbouring contents with the role `model` become one message and their texts one text, because
+    the SDK's chats keep each chunk of a stream as a separate content.
     """
 
-    def __init__(self, has_system: bool) -> None:
+    def __init__(self, *, has_system: bool) -> None:
         self._message = int(has_system) - 1
-        self._open: list[tuple[str, str]] = []
+        self._pending: list[tuple[str, str]] = []
         self._calls = 0
 
     def read(self, contents: Sequence[wire.Content]) -> list[Segment]:
-        found: list[Segment] = []
-        said: list[str] = []
-        role, before = "", ""
+        """Return the segments of all contents. Raises Refusal."""
+        segments: list[Segment] = []
+        texts: list[str] = []  # Texts of neighbouring contents, to be joined into one segment.
+        message_role, content_role = "", ""
         for number, content in enumerate(contents):
+            path = f"contents[{number}]"
             if not content.parts:
-                message = f"contents[{number}].parts: the list is empty."
-                raise Refusal(Kind.BAD, "invalid_value", message, param=f"contents[{number}].parts")
+                raise invalid_field(f"{path}.parts", "the list is empty; expected a part.")
             if content.role == "system":
-                path = f"contents[{number}].role"
-                message = f"{path}: 'user' or 'model'; instructions stand in systemInstruction."
-                raise Refusal(Kind.BAD, "invalid_value", message, param=path)
-            goes_on, before = content.role == "model" == before, content.role or "user"
-            if not goes_on:
-                role = ""
-            for place, part in enumerate(content.parts):
-                segment = self._segment(part, before, f"contents[{number}].parts[{place}]")
+                problem = "unsupported role 'system'; expected 'user' or 'model'. Put instructions"
+                raise invalid_field(f"{path}.role", f"{problem} in systemInstruction.")
+            is_same_turn = content.role == "model" == content_role
+            content_role = content.role or "user"
+            if not is_same_turn:
+                message_role = ""
+            for index, part in enumerate(content.parts):
+                segment = self._segment(part, content_role, f"{path}.parts[{index}]")
                 if segment is None:
                     continue
-                is_said = segment.role == "assistant" and segment.call is None
-                if is_said and said and goes_on and place == 0:
-                    said.append(segment.text)
+                is_answer_text = segment.role == "assistant" and segment.call is None
+                if is_answer_text and texts and is_same_turn and index == 0:
+                    texts.append(segment.text)
                     continue
-                _join(found, said)
-                said = [segment.text] if is_said else []
-                if segment.role != role or segment.role == "tool":
+                _join_texts(segments, texts)
+                texts = [segment.text] if is_answer_text else []
+                if segment.role != message_role or segment.role == "tool":
                     self._message += 1
-                    role = segment.role
-                found.append(msgspec.structs.replace(segment, message=self._message))
-        _join(found, said)
-        return found
+                    message_role = segment.role
+                segments.append(msgspec.structs.replace(segment, message=self._message))
+        _join_texts(segments, texts)
+        return segments
 
     def _segment(self, part: wire.Part, role: str, path: str) -> Segment | None:
         if part.function_call is not None:
             if role != "model":
-                message = f"{path}.functionCall: only the model calls functions."
-                raise Refusal(Kind.BAD, "invalid_value", message, param=path)
+                problem = f"the role {role!r} cannot hold a functionCall; expected 'model'."
+                raise invalid_field(path, problem)
             return self._call(part.function_call, path)
         if part.function_response is not None:
             return self._result(part.function_response, path)
         if part.thought:
-            return None  # how an earlier answer was come by is not part of what was said
+            return None  # Thoughts are not part of the prompt.
         return Segment("assistant" if role == "model" else "user", _only_text(part, path), path)
 
     def _call(self, call: wire.FunctionCall, path: str) -> Segment:
         call_id = call.id or f"call_{self._calls}"
         self._calls += 1
-        self._open.append((call_id, call.name))
+        self._pending.append((call_id, call.name))
         arguments = msgspec.json.encode(call.args).decode()
         return Segment("assistant", "", path, call=ToolCall(call_id, call.name, arguments))
 
     def _result(self, result: wire.FunctionResponse, path: str) -> Segment:
-        for place, (call_id, name) in enumerate(self._open):
+        for index, (call_id, name) in enumerate(self._pending):
             if result.id == call_id or (not result.id and result.name == name):
-                del self._open[place]
+                del self._pending[index]
                 text = msgspec.json.encode(result.response).decode()
                 return Segment("tool", text, path, result.name, answers=call_id)
-        message = f"{path}.functionResponse: no call of {result.name!r} stands before it."
-        raise Refusal(Kind.BAD, "invalid_value", message, param=path)
+        problem = f"no functionCall of {result.name!r} precedes this functionResponse."
+        raise invalid_field(path, problem)
 
 
-def _join(found: list[Segment], said: Sequence[str]) -> None:
-    """The texts of several contents, of which the last segment has the first."""
-    if len(said) > 1:
-        found[-1] = msgspec.structs.replace(found[-1], text="".join(said))
+def _join_texts(segments: list[Segment], texts: Sequence[str]) -> None:
+    """Write the texts of several contents to the last segment, which holds the first of them."""
+    if len(texts) > 1:
+        segments[-1] = msgspec.structs.replace(segments[-1], text="".join(texts))
 
 
 def _only_text(part: wire.Part, path: str) -> str:
     for name in ("inline_data", "file_data", "executable_code", "code_execution_result"):
         if getattr(part, name) is not None:
-            message = (
-                f"{path}.{wire.to_camel_case(name)}: this is a text model; only text is supported."
-            )
-            raise Refusal(Kind.BAD, "unsupported_parameter", message, param=path)
+            problem = f"{wire.to_camel_case(name)} is not supported: the model reads only text."
+            raise invalid_field(path, problem, "unsupported_parameter")
     if part.text is None:
-        message = f"{path}: it has no text."
-        raise Refusal(Kind.BAD, "invalid_value", message, param=path)
+        problem = "the part has no text; expected text, functionCall or functionResponse."
+        raise invalid_field(path, problem)
     return part.text
 
 
@@ -150,16 +148,16 @@ def _tools(fields: Sequence[wire.GeminiToolField], *, is_strict: bool) -> tuple[
         for name in wire.GeminiToolField.__struct_fields__[1:]:
             if getattr(field, name) is not None:
                 path = f"tools[{number}].{wire.to_camel_case(name)}"
-                message = f"{path}: only function declarations are supported here."
-                raise Refusal(Kind.BAD, "unsupported_parameter", message, param=path)
-        for place, declared in enumerate(field.function_declarations):
-            path = f"tools[{number}].functionDeclarations[{place}]"
+                problem = "hosted tools are not supported; expected functionDeclarations."
+                raise invalid_field(path, problem, "unsupported_parameter")
+        for index, declared in enumerate(field.function_declarations):
+            path = f"tools[{number}].functionDeclarations[{index}]"
             if declared.name in found:
-                message = f"{path}.name: there are two functions {declared.name!r}."
-                raise Refusal(Kind.BAD, "invalid_value", message, param=path)
+                problem = f"the function {declared.name!r} is declared twice; use unique names."
+                raise invalid_field(path, problem)
             if declared.parameters is not None and declared.parameters_json_schema is not None:
-                message = f"{path}: set parameters or parametersJsonSchema, not both."
-                raise Refusal(Kind.BAD, "invalid_value", message, param=path)
+                problem = "parameters and parametersJsonSchema are both set; expected only one."
+                raise invalid_field(path, problem)
             schema = lowercase_types(declared.parameters_json_schema)
             if declared.parameters is not None:
                 schema = json_schema(declared.parameters)

@@ -1,7 +1,8 @@
-"""Gemini's schemas as JSON Schema: a subset of OpenAPI with types in capitals, `nullable`, sizes of
-numbers, and counts that may be texts, in either spelling.
+"""Conversion of Gemini's schemas to JSON Schema.
 
-It knows no request; `gemini` and `gemini_prompt` hand it what a caller declared.
+Gemini's schemas are a subset of OpenAPI: types in capitals, `nullable`, number formats, counts that
+may be strings, and keywords in camelCase or snake_case. This module knows no request;
+`gemini.generate_content` and `gemini.prompt` pass it the schemas that a client declared.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any, Final
 from gateway.errors import Kind, Refusal
 
 DEPTH_MAX: Final = 64
+"""Most levels of nesting in a schema."""
 
 _SPELLINGS: Final[dict[str, str]] = {
     "any_of": "anyOf",
@@ -25,19 +27,20 @@ _SPELLINGS: Final[dict[str, str]] = {
     "max_properties": "maxProperties",
 }
 _COUNTS: Final = frozenset(name for name in _SPELLINGS.values() if name.startswith(("min", "max")))
-_SAYS_NOTHING: Final = frozenset(
+_ANNOTATIONS: Final = frozenset(
     {"nullable", "propertyOrdering", "property_ordering", "example", "title"}
 )
-"""Of what a value may be; `nullable` is told otherwise."""
+"""Keywords that do not constrain a value, and `nullable`, which becomes the type "null"."""
 
-_SIZES: Final = frozenset({"enum", "int32", "int64", "float", "double"})
-"""Formats that name what the type or the list says already."""
+_REDUNDANT_FORMATS: Final = frozenset({"enum", "int32", "int64", "float", "double"})
+"""Formats that repeat what `type` or `enum` says."""
 
 
 def json_schema(schema: Any, depth: int = 0) -> Any:
-    """The same in JSON Schema. O(nodes). Raises Refusal where it is nested too deeply."""
+    """Convert a schema to JSON Schema. Cost: O(nodes). Raises Refusal below `DEPTH_MAX` levels."""
     if depth > DEPTH_MAX:
-        raise Refusal(Kind.BAD, "invalid_value", "A schema is nested too deeply.", param="schema")
+        message = f"A schema is nested too deeply; expected at most {DEPTH_MAX} levels."
+        raise Refusal(Kind.BAD, "invalid_value", message, param="schema")
     if isinstance(schema, list):
         return [json_schema(item, depth + 1) for item in schema]
     if not isinstance(schema, dict):
@@ -45,13 +48,13 @@ def json_schema(schema: Any, depth: int = 0) -> Any:
     found: dict[str, Any] = {}
     for key, value in schema.items():
         name = str(_SPELLINGS.get(key, key))
-        if name in _SAYS_NOTHING or (name == "format" and value in _SIZES):
+        if name in _ANNOTATIONS or (name == "format" and value in _REDUNDANT_FORMATS):
             continue
         if name == "type" and isinstance(value, str):
             if value != "TYPE_UNSPECIFIED":
                 found[name] = value.lower()
         elif name in ("properties", "defs", "$defs") and isinstance(value, dict):
-            found[name] = {member: json_schema(one, depth + 1) for member, one in value.items()}
+            found[name] = {key: json_schema(inner, depth + 1) for key, inner in value.items()}
         elif name in ("anyOf", "items", "prefixItems", "additionalProperties"):
             found[name] = json_schema(value, depth + 1)
         elif name in _COUNTS and isinstance(value, str) and value.isascii() and value.isdigit():
@@ -59,16 +62,18 @@ def json_schema(schema: Any, depth: int = 0) -> Any:
         else:
             found[name] = value
     if found.get("properties") and "additionalProperties" not in found:
-        # What is not declared is never answered there, as this word has come to the schemas late.
+        # Gemini's models never answer undeclared properties; the keyword came to its schemas late.
         found["additionalProperties"] = False
     if schema.get("nullable") is True:
-        _let_be_null(found)
+        _allow_null(found)
     return found
 
 
 def lowercase_types(schema: Any, depth: int = 0) -> Any:
-    """A JSON Schema whose types may be in capitals, as the SDK's own examples have them. O(nodes).
-    Below `DEPTH_MAX` nothing is changed: that is for whoever compiles it to refuse."""
+    """Lower the case of the types in a JSON Schema: the SDK's examples write them in capitals.
+
+    Cost: O(nodes). Levels below `DEPTH_MAX` stay as they are; the grammar compiler refuses them.
+    """
     if depth > DEPTH_MAX:
         return schema
     if isinstance(schema, list):
@@ -78,31 +83,35 @@ def lowercase_types(schema: Any, depth: int = 0) -> Any:
     found: dict[str, Any] = {}
     for name, value in schema.items():
         if name == "type" and isinstance(value, str | list):
-            found[name] = _small(value)
-        elif name in _MAPS and isinstance(value, dict):
-            found[name] = {one: lowercase_types(below, depth + 1) for one, below in value.items()}
+            found[name] = _lowercase_type(value)
+        elif name in _SCHEMA_MAPS and isinstance(value, dict):
+            found[name] = {key: lowercase_types(inner, depth + 1) for key, inner in value.items()}
+        elif name in _NON_SCHEMAS:
+            found[name] = value
         else:
-            found[name] = value if name in _DATA else lowercase_types(value, depth + 1)
+            found[name] = lowercase_types(value, depth + 1)
     return found
 
 
 _TYPES: Final = frozenset({"STRING", "NUMBER", "INTEGER", "BOOLEAN", "ARRAY", "OBJECT", "NULL"})
-_MAPS: Final = frozenset(
+_SCHEMA_MAPS: Final = frozenset(
     {"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"}
 )
-"""Words whose values are schemas by names, which are the caller's own."""
-_DATA: Final = frozenset({"enum", "const", "default", "examples", "required", "dependentRequired"})
-"""Words whose values are no schemas."""
+"""Keywords whose values map the client's names to schemas."""
+_NON_SCHEMAS: Final = frozenset(
+    {"enum", "const", "default", "examples", "required", "dependentRequired"}
+)
+"""Keywords whose values are not schemas."""
 
 
-def _small(kind: Any) -> Any:
+def _lowercase_type(kind: Any) -> Any:
     if isinstance(kind, list):
-        return [_small(one) for one in kind]
+        return [_lowercase_type(member) for member in kind]
     return kind.lower() if isinstance(kind, str) and kind in _TYPES else kind
 
 
-def _let_be_null(schema: dict[str, Any]) -> None:
-    """Wherever it says what a value may be, null is one of them."""
+def _allow_null(schema: dict[str, Any]) -> None:
+    """Add null to the schema's `type`, `enum` and `anyOf`."""
     if isinstance(schema.get("type"), str):
         schema["type"] = [schema["type"], "null"]
     if isinstance(schema.get("enum"), list):

@@ -1,8 +1,8 @@
 """Gemini's wire types: strict structs, both spellings of every field, errors.
 
-Clients mix camelCase and snake_case in one body; what is a message's own field is taken in either,
-what is a caller's data (arguments, responses, schemas) is left as it came. `gemini` translates,
-`gemini_schema` the schemas.
+Clients mix camelCase and snake_case in one body. Fields of the API are accepted in either spelling;
+the client's data (arguments, responses, schemas) stays as sent. `gemini.prompt` translates these
+types, and `gemini.schema` the schemas.
 """
 
 from __future__ import annotations
@@ -14,17 +14,20 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from gateway.dialects.validation import convert, unknown_field
+from gateway.dialects.validation import convert, invalid_field, json_type, unknown_field
 from gateway.errors import Kind, Refusal
 
 Text = Annotated[str, Meta(max_length=10_000_000)]
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_.:-]{0,127}\Z")]
-ITEMS_MAX = 10_000
-CONTENTS_MAX = 25_000
-"""More than of the rest: of a stream the SDK's chats send a content for each chunk."""
 Fraction = Annotated[float, Meta(ge=0, le=1)]
 
-# --- one spelling ---------------------------------------------------------------------------------
+ITEMS_MAX = 10_000
+"""Most items of a list other than contents."""
+
+CONTENTS_MAX = 25_000
+"""Most contents: the SDK's chats send one content for each chunk of an earlier stream."""
+
+# --- spelling of fields ---------------------------------------------------------------------------
 
 _PART: dict[str, Any] = {
     "text": 0,
@@ -113,44 +116,46 @@ CACHED: dict[str, Any] = {
     "update_time": 0,
     "usage_metadata": 0,
 }
-"""Fields of each message; 0: its value is the caller's own and stays as it is."""
+"""Fields of each API object; 0: the value is the client's data and stays as sent."""
 
 _UPPER = re.compile(r"(?<=[a-z0-9])[A-Z]")
 
 
 def to_snake_case(tree: Any, shape: Any, path: str = "") -> Any:
-    """The same tree in snake_case. O(nodes). Raises Refusal for what is there twice or not ours."""
+    """Return the tree with the fields of `shape` in snake_case.
+
+    Cost: O(nodes). Raises Refusal for a field that is unknown or present in both spellings.
+    """
     if isinstance(shape, list) and isinstance(tree, list):
-        below = shape[0]
-        most = CONTENTS_MAX if below is _CONTENT else ITEMS_MAX
-        if len(tree) > most:
-            message = f"{path}: at most {most} (there are {len(tree)})."
-            raise Refusal(Kind.BAD, "invalid_value", message, param=path[:300])
+        item_shape = shape[0]
+        items_max = CONTENTS_MAX if item_shape is _CONTENT else ITEMS_MAX
+        if len(tree) > items_max:
+            raise invalid_field(path, f"{len(tree)} items; expected at most {items_max}.")
         return [
             item
-            if below is _CONTENT and _is_plain(item)
-            else to_snake_case(item, below, f"{path}[{n}]")
-            for n, item in enumerate(tree)
+            if item_shape is _CONTENT and _is_plain(item)
+            else to_snake_case(item, item_shape, f"{path}[{number}]")
+            for number, item in enumerate(tree)
         ]
     if not isinstance(shape, dict) or not isinstance(tree, dict):
         return tree
     found: dict[str, Any] = {}
     for key, value in tree.items():
-        name = _UPPER.sub(lambda sign: "_" + sign[0].lower(), key)
-        where = f"{path}.{key}" if path else key
+        name = _UPPER.sub(lambda letter: "_" + letter[0].lower(), key)
+        field_path = f"{path}.{key}" if path else key
         if name not in shape:
-            raise _named(unknown_field(key, set(map(to_camel_case, shape))), where)
+            raise _with_param(unknown_field(key, set(map(to_camel_case, shape))), field_path)
         if value is None:
             continue
         if name in found:
-            message = f"{where}: it is there in both spellings; send one."
-            raise Refusal(Kind.BAD, "invalid_value", message, param=where[:300])
-        found[name] = to_snake_case(value, shape[name], where)
+            problem = "the field is present in camelCase and in snake_case; expected only one."
+            raise invalid_field(field_path, problem)
+        found[name] = to_snake_case(value, shape[name], field_path)
     return found
 
 
 def _is_plain(content: Any) -> bool:
-    """One text of somebody's: most contents are, and have one spelling."""
+    """Return whether a content is a role and one text, which need no conversion. Most are."""
     if type(content) is not dict or len(content) != 2 or type(content.get("role")) is not str:
         return False
     parts = content.get("parts")
@@ -160,12 +165,12 @@ def _is_plain(content: Any) -> bool:
     return type(part) is dict and len(part) == 1 and type(part.get("text")) is str
 
 
-def _named(refusal: Refusal, where: str) -> Refusal:
-    return Refusal(refusal.kind, refusal.code, refusal.message, param=where[:300])
+def _with_param(refusal: Refusal, path: str) -> Refusal:
+    return Refusal(refusal.kind, refusal.code, refusal.message, param=path[:300])
 
 
 def to_camel_case(name: str) -> str:
-    """As the documentation spells a field."""
+    """Return a field's name in the spelling of Gemini's documentation."""
     head, *rest = name.split("_")
     return head + "".join(word.capitalize() for word in rest)
 
@@ -186,7 +191,7 @@ class FunctionResponse(Struct, frozen=True):
 
 
 class Part(Struct, frozen=True):
-    """One of these."""
+    """A part of a content: exactly one kind of data is set."""
 
     text: Text | None = None
     thought: bool = False
@@ -270,7 +275,7 @@ class GenerationConfig(Struct, frozen=True):
 
 
 class PromptFields(Struct, frozen=True, kw_only=True):
-    """What makes a prompt, in a request and in cached content."""
+    """Fields of a prompt, in a request and in cached content."""
 
     contents: Annotated[list[Content], Meta(max_length=CONTENTS_MAX)] = []
     system_instruction: Content | str | None = None
@@ -293,7 +298,10 @@ class CountBody(PromptFields, frozen=True, kw_only=True):
 
 
 class CachedBody(PromptFields, frozen=True, kw_only=True):
-    """Cached content to create, or with times alone to change. What is output-only is ignored."""
+    """A body that creates cached content or, with an expiry only, updates it.
+
+    Output-only fields are ignored.
+    """
 
     name: str = ""
     model: str = ""
@@ -306,7 +314,7 @@ class CachedBody(PromptFields, frozen=True, kw_only=True):
 
 
 def decode(body: bytes, shape: dict[str, Any], kind: Any) -> Any:
-    """A body as `kind`. O(bytes). Raises Refusal that names the field."""
+    """Decode a body as `kind`. Cost: O(bytes). Raises Refusal that names the field."""
     try:
         tree = msgspec.json.decode(body or b"{}")
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -314,7 +322,8 @@ def decode(body: bytes, shape: dict[str, Any], kind: Any) -> Any:
     except RecursionError:
         raise Refusal(Kind.BAD, "invalid_json", "The payload is nested too deeply.") from None
     if not isinstance(tree, dict):
-        raise Refusal(Kind.BAD, "invalid_json", "The payload has to be a JSON object.")
+        message = f"The payload is a JSON {json_type(tree)}; expected a JSON object."
+        raise Refusal(Kind.BAD, "invalid_json", message)
     try:
         return convert(to_snake_case(tree, shape), kind, "")
     except RecursionError:
@@ -339,7 +348,7 @@ _STATUS: dict[Kind, tuple[int, str]] = {
 
 
 def error_object(refusal: Refusal) -> tuple[int, dict[str, Any]]:
-    """(status, `{"error": ...}`) as Google's SDKs read it; `error` is the first key."""
+    """Return the status and the error object of Google's SDKs, whose first key is `error`."""
     status, name = _STATUS.get(refusal.kind, (400, "INVALID_ARGUMENT"))
     details: list[dict[str, Any]] = [
         {

@@ -1,1 +1,1 @@
-"""Package."""
+"""OpenAI's dialects: chat completions, responses and legacy completions."""

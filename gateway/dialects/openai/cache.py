@@ -1,8 +1,8 @@
-"""The caching fields of OpenAI's dialects: marks on parts, options of a request, both spellings.
+"""Caching fields of OpenAI's dialects: breakpoints on parts and options of a request.
 
-`prompt_cache_breakpoint` is OpenAI's own mark, `cache_control` what most clients of compatible
-servers send; both say "keep the prompt up to here". It knows no messages: the chat and responses
-dialects mark their segments with it and ask what the cache is to do.
+`prompt_cache_breakpoint` is OpenAI's own field, `cache_control` the field that most clients of
+compatible servers send; both place a breakpoint. This module knows no messages: the chat and
+responses dialects apply it to their segments and put its directives into the call.
 """
 
 from __future__ import annotations
@@ -14,24 +14,26 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from gateway.dialects.canonical import CacheDirectives, Segment, Tool
-from gateway.errors import Kind, Refusal
+from gateway.dialects.validation import invalid_field
 
 WRITES_MAX = 4
-"""Breakpoints written by one request, the implicit one included: the latest ones."""
+"""Most breakpoints that one request writes, the implicit one included; later ones have priority."""
 
 DEFAULT_TTL = "30m"
+"""Retention class of a breakpoint if the request names none."""
+
 Ttl = Literal["30m", "12h"]
 
 
 class Breakpoint(Struct, frozen=True, forbid_unknown_fields=True):
-    """OpenAI's mark on a content part."""
+    """OpenAI's own breakpoint on a content part."""
 
     mode: Literal["explicit"]
     ttl: Ttl | None = None
 
 
 class CompatCacheControl(Struct, frozen=True, forbid_unknown_fields=True):
-    """The same in the spelling of OpenRouter, LiteLLM and others."""
+    """A breakpoint in the spelling of OpenRouter, LiteLLM and others."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
@@ -45,9 +47,10 @@ class ChatCacheOptions(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class CacheSettings(Struct, frozen=True):
-    """What a request says about caching as a whole. `is_native`: some part has OpenAI's own mark.
+    """The caching fields of a whole request.
 
-    `retention` is the deprecated field's class: a limit where `options` makes promises.
+    `retention` is the deprecated `prompt_cache_retention`, an upper limit; `options` promise
+    retention. `is_native`: some part has OpenAI's own breakpoint.
     """
 
     options: ChatCacheOptions | None = None
@@ -57,72 +60,76 @@ class CacheSettings(Struct, frozen=True):
 
     @property
     def retention_class(self) -> str | None:
-        """The deprecated field in one spelling."""
+        """Retention class of the deprecated field, in its canonical spelling."""
         return None if self.retention is None else self.retention.replace("-", "_")
 
     @property
     def ttl(self) -> str:
-        """The class of a breakpoint that names none."""
-        asked = self.options.ttl if self.options is not None else None
-        return asked or self.retention_class or DEFAULT_TTL
+        """Retention class of a breakpoint that names none."""
+        requested = self.options.ttl if self.options is not None else None
+        return requested or self.retention_class or DEFAULT_TTL
 
     @property
     def mode(self) -> Literal["implicit", "explicit"]:
-        """Implicit, unless the request says otherwise or marks only in the other spelling, whose
-        clients name all that they want kept."""
+        """Breakpoint mode: the options' mode, else implicit.
+
+        Without options and OpenAI's own fields the mode is explicit, because clients that send
+        `cache_control` mark every prefix that they want kept.
+        """
         if self.options is not None:
             return self.options.mode or "implicit"
-        is_foreign = self.retention is None and not self.is_native
-        return "explicit" if is_foreign else "implicit"
+        is_compat_only = self.retention is None and not self.is_native
+        return "explicit" if is_compat_only else "implicit"
 
 
 def requested_retention(
     native: Breakpoint | None, control: CompatCacheControl | None, settings: CacheSettings
 ) -> str | None:
-    """The class that a part's marks ask for. Where both spellings are there, OpenAI's counts."""
+    """Return the retention class of a part's breakpoint, OpenAI's own field first."""
     if native is not None:
         return native.ttl or settings.ttl
     return None if control is None else control.ttl or "5m"
 
 
 def with_retention(segment: Segment, control: CompatCacheControl) -> Segment:
-    """The segment with a mark of the whole message, unless it has one of its own."""
+    """Return the segment with its message's breakpoint, unless the segment has one."""
     if segment.retention is not None:
         return segment
     return replace(segment, retention=control.ttl or "5m")
 
 
 def check_settings(settings: CacheSettings) -> None:
-    """A promise and a limit at once mean nothing. Raises Refusal."""
+    """Raise Refusal if the deprecated limit and `prompt_cache_options.ttl` are both set."""
     if settings.retention is not None and settings.options is not None and settings.options.ttl:
-        message = (
-            "prompt_cache_retention is deprecated, and prompt_cache_options.ttl replaces it; give"
-            " one of them."
+        problem = (
+            "this deprecated field and prompt_cache_options.ttl are both set; expected only"
+            " prompt_cache_options.ttl."
         )
-        raise Refusal(Kind.BAD, "invalid_value", message, param="prompt_cache_retention")
+        raise invalid_field("prompt_cache_retention", problem)
 
 
 def apply(
     tools: Sequence[Tool], segments: Sequence[Segment], settings: CacheSettings
 ) -> tuple[tuple[Segment, ...], CacheDirectives]:
-    """The segments with their marks, and what is asked of the cache. O(tools + segments).
+    """Return the segments with their breakpoints, and the call's cache directives.
 
-    Without any caching field nothing is asked, and whatever the cache holds is read. Of more marks
-    than may be written the earlier ones are only looked up, as at OpenAI. Raises Refusal.
+    Without caching fields the directives are the default: read any cached prefix. Breakpoints
+    beyond `WRITES_MAX`, the earlier ones, are only looked up, as OpenAI does.
+    Cost: O(tools + segments). Raises Refusal.
     """
     check_settings(settings)
     parts = list(segments)
     if settings.control is not None and parts:
         parts[-1] = with_retention(parts[-1], settings.control)
     prompt: list[Tool | Segment] = [*tools, *parts]
-    has_marks = any(part.retention is not None for part in prompt)
-    if not has_marks and settings.options is None:
-        # The deprecated field keeps for longer what is matched as without it.
+    has_breakpoints = any(part.retention is not None for part in prompt)
+    if not has_breakpoints and settings.options is None:
+        # The deprecated field extends retention and leaves lookups unchanged.
         return tuple(parts), CacheDirectives(implicit=settings.retention_class)
     is_implicit = settings.mode == "implicit"
-    ask = CacheDirectives(
-        lookup="written" if has_marks or is_implicit else "none",
+    directives = CacheDirectives(
+        lookup="written" if has_breakpoints or is_implicit else "none",
         implicit=settings.ttl if is_implicit else None,
         writes_max=WRITES_MAX - is_implicit,
     )
-    return tuple(parts), ask
+    return tuple(parts), directives

@@ -1,6 +1,7 @@
-"""OpenAI's chat completions: bytes to a `Call`, deltas to bytes. Pure.
+"""OpenAI's chat completions: parse a body to a `Call`, encode deltas to bytes.
 
-A unary answer is the fold of the stream: the same deltas, gathered.
+A unary answer is the fold of the same deltas. Functions are pure: `gateway.api.routes` binds the
+dialect to paths.
 """
 
 from __future__ import annotations
@@ -29,39 +30,45 @@ from gateway.dialects.canonical import (
 )
 from gateway.dialects.openai import cache, tools, wire
 from gateway.dialects.openai import chat_prompt as chat
-from gateway.errors import Kind, Refusal
+from gateway.dialects.validation import invalid_field
+from gateway.errors import Refusal
 
-FUNCTIONS = "Functions are not supported; they were replaced by tools."
-TEMPLATES = "Templates come from the model, never from a request."
+FUNCTIONS = "functions are not supported; expected tools, which replace them."
+TEMPLATES = "the chat template comes from the model, never from a request; omit it."
 REFUSED_FIELDS = {
     **wire.REFUSED_FIELDS,
     "functions": FUNCTIONS,
     "function_call": FUNCTIONS,
-    "audio": "This is a text model: it has no audio.",
-    "prediction": "Predicted outputs are not supported.",
-    "web_search_options": "Web search is not supported.",
-    "moderation": "Nothing is moderated here.",
+    "audio": "the model generates only text; omit it.",
+    "prediction": "predicted outputs are not supported; omit it.",
+    "web_search_options": "web search is not supported; omit it.",
+    "moderation": "this server has no moderation; omit it.",
     "chat_template": TEMPLATES,
     "chat_template_kwargs": TEMPLATES,
     "documents": TEMPLATES,
-    "continue_final_message": "The answer is always a message of its own.",
-    "reasoning_effort": "This model does not reason in steps of its own.",
-    "verbosity": "This model has no verbosity setting.",
-    "best_of": "It belongs to /v1/completions; here there is n.",
-    "echo": "It belongs to /v1/completions.",
-    "suffix": "This model continues text; it cannot fill in between.",
+    "continue_final_message": "the answer is always a new message; expected false.",
+    "reasoning_effort": "the model has no reasoning; expected 'none'.",
+    "verbosity": "the model has no verbosity setting; omit it.",
+    "best_of": "this field belongs to /v1/completions; expected n.",
+    "echo": "this field belongs to /v1/completions; expected false.",
+    "suffix": wire.NO_INFILL,
 }
+"""Fields that chat cannot honour, with the reason."""
+
 NEUTRAL_VALUES = {
     **wire.NEUTRAL_VALUES,
     "continue_final_message": False,
     "reasoning_effort": "none",
     "echo": False,
 }
-IGNORED_FIELDS = wire.REQUEST_NAME_FIELDS | frozenset({"metadata", "safety_identifier"})
+"""Values at which a refused field has no effect and is accepted."""
 
-_PLACE = "\ue000"
-_PLACE_BYTES = msgspec.json.encode(_PLACE)
-"""Where a text stands in a chunk that is written once for all of them."""
+IGNORED_FIELDS = wire.REQUEST_NAME_FIELDS | frozenset({"metadata", "safety_identifier"})
+"""Fields that are accepted without effect."""
+
+_PLACEHOLDER = "\ue000"
+_PLACEHOLDER_BYTES = msgspec.json.encode(_PLACEHOLDER)
+"""Stand-in for the text in a chunk that is encoded once for all texts of a choice."""
 
 
 class ChatSchemaFormat(Struct, frozen=True, tag="json_schema", tag_field="type"):
@@ -104,21 +111,23 @@ class ChatDialect:
     headers = staticmethod(wire.headers)
     count_body = staticmethod(wire.count_body)
 
-    def parse(self, body: bytes, asked: RequestMetadata = NO_METADATA) -> Call:
-        """Bytes to a call. Raises Refusal."""
+    def parse(self, body: bytes, metadata: RequestMetadata = NO_METADATA) -> Call:
+        """Return the call of a body. Raises Refusal."""
         fields = wire.decode(body, ChatBody, REFUSED_FIELDS, NEUTRAL_VALUES, IGNORED_FIELDS)
         wire.check_stream_options(fields)
         limits = {fields.max_tokens, fields.max_completion_tokens} - {None}
         if len(limits) > 1:
-            message = "max_tokens and max_completion_tokens differ; give one of them."
-            raise Refusal(Kind.BAD, "invalid_value", message, param="max_tokens")
+            problem = (
+                f"the value {fields.max_tokens} differs from max_completion_tokens"
+                f" {fields.max_completion_tokens}; expected only one of the two."
+            )
+            raise invalid_field("max_tokens", problem)
         if fields.top_logprobs is not None and not fields.logprobs:
-            message = "top_logprobs is only allowed when logprobs is true."
-            raise Refusal(Kind.BAD, "invalid_value", message, param="top_logprobs")
+            problem = "only allowed when logprobs is true."
+            raise invalid_field("top_logprobs", problem)
         if fields.max_tokens == 0:
-            message = "max_tokens: it has to be at least 1 (it is 0)."
-            raise Refusal(Kind.BAD, "invalid_value", message, param="max_tokens")
-        prompt, ask = _prompt(fields)
+            raise invalid_field("max_tokens", "Expected `int` >= 1; received 0.")
+        prompt, directives = _prompt(fields)
         logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
         return Call(
             model=fields.model,
@@ -134,15 +143,15 @@ class ChatDialect:
             partition=wire.partition(fields),
             client_user=fields.user or "",
             priority=fields.priority or 0,
-            cache=ask,
+            cache=directives,
         )
 
     def encoder(self, call: Call, reply: Reply) -> ChatEncoder:
-        """Makes the answer's bytes."""
+        """Return the encoder of one answer."""
         return ChatEncoder(call, reply)
 
     def keep_alive(self) -> bytes:
-        """Bytes that mean nothing and keep a connection open."""
+        """Return a comment, which keeps the connection open and which clients skip."""
         return sse.KEEP_ALIVE
 
 
@@ -154,12 +163,12 @@ def _prompt(fields: ChatBody) -> tuple[Prompt, CacheDirectives]:
         chat.has_native_breakpoint(fields.messages),
     )
     declared = chat.tools_of(fields.tools or ())
-    segments = chat.segments_of(fields.messages, settings)
-    kept, ask = cache.apply(declared, segments, settings)
+    unmarked = chat.segments_of(fields.messages, settings)
+    segments, directives = cache.apply(declared, unmarked, settings)
     form = fields.response_format
     add = fields.add_generation_prompt
     prompt = Prompt(
-        segments=kept,
+        segments=segments,
         tools=tuple(declared),
         tool_choice=chat.choice_of(fields.tool_choice, declared, fields.parallel_tool_calls),
         output_format=tools.output_format(
@@ -169,47 +178,47 @@ def _prompt(fields: ChatBody) -> tuple[Prompt, CacheDirectives]:
         ),
         add_generation_prompt=add is None or add,
     )
-    return prompt, ask
+    return prompt, directives
 
 
 class ChatEncoder:
-    """Deltas of one answer to bytes: chunks as they come, or one object of them all."""
+    """Encodes the deltas of one answer as stream chunks or as one object."""
 
     def __init__(self, call: Call, reply: Reply) -> None:
         self._call = call
         self._reply = reply
-        self._begun = 0
-        self._shells: dict[int, tuple[bytes, bytes]] = {}
+        self._opened = 0
+        self._frames: dict[int, tuple[bytes, bytes]] = {}
 
     def stream(self, delta: Delta) -> bytes:
-        """The events of one delta; may be none."""
+        """Return the events of one delta, which may be none."""
         match delta:
             case Begin():
                 return b""
             case Text(index=index, text=text, tokens=tokens):
                 if self._logprobs(tokens) is None:
-                    before, after = self._around(index)
-                    return self._first(index) + before + msgspec.json.encode(text) + after
-                return self._first(index) + self._chunk(index, {"content": text}, delta)
+                    before, after = self._frame(index)
+                    return self._open(index) + before + msgspec.json.encode(text) + after
+                return self._open(index) + self._chunk(index, {"content": text}, delta)
             case CallText(index=index):
-                return self._first(index, None) + self._chunk(index, {"tool_calls": [_call(delta)]})
+                return self._open(index, None) + self._chunk(index, {"tool_calls": [_call(delta)]})
             case ChoiceEnd(index=index, reason=reason):
-                return self._first(index) + self._chunk(index, {}, finish=reason)
+                return self._open(index) + self._chunk(index, {}, finish=reason)
             case End(usage=usage):
                 if not self._call.include_usage:
                     return b""
                 return sse.event(self._encode([], usage=wire.usage(usage)))
 
     def close(self) -> bytes:
-        """After the last delta of a whole answer."""
+        """Return the `[DONE]` event, which follows the last delta of a complete answer."""
         return sse.event(b"[DONE]")
 
     def error_event(self, refusal: Refusal) -> bytes:
-        """The answer breaks off: what SDKs raise from inside a stream."""
+        """Return the event that ends a failed stream and that SDKs raise."""
         return sse.event(msgspec.json.encode(wire.error_object(refusal)))
 
     def unary(self, deltas: Sequence[Delta]) -> bytes:
-        """The fold of the stream."""
+        """Return the completion: the fold of the stream."""
         found, usage = wire.gather(deltas)
         choices: list[dict[str, Any]] = [
             {
@@ -233,21 +242,23 @@ class ChatEncoder:
             }
         )
 
-    def _around(self, index: int) -> tuple[bytes, bytes]:
-        """A text's chunk without the text: all chunks of a choice are alike but for it."""
-        found = self._shells.get(index)
+    def _frame(self, index: int) -> tuple[bytes, bytes]:
+        """Return the bytes before and after the text of a chunk, which all texts share."""
+        found = self._frames.get(index)
         if found is None:
-            before, _, after = self._chunk(index, {"content": _PLACE}).rpartition(_PLACE_BYTES)
-            found = self._shells[index] = before, after
+            chunk = self._chunk(index, {"content": _PLACEHOLDER})
+            before, _, after = chunk.rpartition(_PLACEHOLDER_BYTES)
+            found = self._frames[index] = before, after
         return found
 
-    def _first(self, index: int, content: str | None = "") -> bytes:
-        """Choices begin in order: a stream whose first chunk is not choice 0 breaks clients.
+    def _open(self, index: int, content: str | None = "") -> bytes:
+        """Return the opening chunks of all choices up to `index` that are not open yet.
 
-        `content`: how it begins; null where the first thing is a call.
+        Choices open in order, because a stream whose first chunk is not choice 0 breaks clients.
+        `content` is the first content; null if the message begins with a call.
         """
-        new = range(self._begun, index + 1)
-        self._begun = max(self._begun, index + 1)
+        new = range(self._opened, index + 1)
+        self._opened = max(self._opened, index + 1)
         opening = {"role": "assistant", "content": content, "refusal": None}
         return b"".join(self._chunk(number, opening) for number in new)
 
@@ -293,7 +304,7 @@ class ChatEncoder:
 
 
 def _call(piece: CallText) -> dict[str, Any]:
-    """More of a call: the first piece names it, the others only go on."""
+    """Return the delta of a call; only the first piece carries its id and name."""
     function: dict[str, Any] = {"arguments": piece.arguments}
     if not piece.call_id:
         return {"index": piece.call, "function": function}
@@ -306,7 +317,7 @@ def _call(piece: CallText) -> dict[str, Any]:
 
 
 def _message(choice: wire.JoinedChoice) -> dict[str, Any]:
-    """A whole one. Its content is null where it only calls."""
+    """Return the message of a complete choice. Its content is null if it holds only calls."""
     message: dict[str, Any] = {
         "role": "assistant",
         "content": choice.text if choice.text or not choice.calls else None,

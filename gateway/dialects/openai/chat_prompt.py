@@ -1,7 +1,7 @@
-"""Chat messages, functions and the choice among them as a prompt with breakpoints.
+"""Translation of chat messages, functions and the tool choice to a prompt with breakpoints.
 
-`openai_chat` calls it. An assistant's message is its text, then its calls; a tool's message is the
-result of one of them.
+`openai.chat` calls it. An assistant message becomes its text and then its calls; a tool message is
+the result of one call.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from gateway.dialects.canonical import Segment, Tool, ToolCall, ToolChoice
 from gateway.dialects.openai import cache, tools, wire
-from gateway.errors import Kind, Refusal
+from gateway.dialects.validation import invalid_field
 
 MESSAGES_MAX = 10_000
+"""Most messages of one request."""
 
 
 class TextPart(Struct, frozen=True, tag="text", tag_field="type", forbid_unknown_fields=True):
@@ -25,13 +26,13 @@ class TextPart(Struct, frozen=True, tag="text", tag_field="type", forbid_unknown
 
 
 class RefusalPart(Struct, frozen=True, tag="refusal", tag_field="type", forbid_unknown_fields=True):
-    """How an assistant once declined."""
+    """An assistant's refusal in the history."""
 
     refusal: wire.Text
 
 
 class ImagePart(Struct, frozen=True, tag="image_url", tag_field="type"):
-    """What a text model cannot use is known, so that it can be refused by its name."""
+    """An unsupported part, which the dialect knows so that it can refuse the part by name."""
 
 
 class AudioPart(Struct, frozen=True, tag="input_audio", tag_field="type"):
@@ -43,7 +44,7 @@ class FilePart(Struct, frozen=True, tag="file", tag_field="type"):
 
 
 class CalledFunction(Struct, frozen=True, forbid_unknown_fields=True):
-    """`parsed_arguments`: what the SDK made of the arguments, and sends back with them."""
+    """A called function. The SDK sends back the `parsed_arguments` that it added."""
 
     name: tools.Name
     arguments: tools.Arguments = ""
@@ -54,7 +55,7 @@ Part = TextPart | RefusalPart | ImagePart | AudioPart | FilePart
 
 
 class MessageToolCall(Struct, frozen=True, forbid_unknown_fields=True):
-    """`index` is there in histories that were put together from a stream."""
+    """A tool call of an assistant message. Histories collected from a stream carry its `index`."""
 
     id: tools.CallId
     function: CalledFunction
@@ -63,9 +64,12 @@ class MessageToolCall(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ChatMessage(Struct, frozen=True, forbid_unknown_fields=True):
-    """One message. `refusal`, `audio` and `function_call` may be there as null, as answers have
-    them. `parsed` is what the SDK made of the content, and sends back with it; reasoning, of
-    whichever server, is no part of the prompt. `cache_control` marks the whole of it."""
+    """One message.
+
+    Answers that clients send back carry `refusal`, `audio` and `function_call` as null, and the
+    SDK's `parsed`. `reasoning` and `reasoning_content` are left out of the prompt.
+    `cache_control` places a breakpoint after the message.
+    """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: wire.Text | list[Part] | None = None
@@ -91,7 +95,7 @@ class Function(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ChatToolField(Struct, frozen=True, forbid_unknown_fields=True):
-    """A function and, in the spelling of others, a breakpoint behind it."""
+    """A function and, in the compatible spelling, a breakpoint after it."""
 
     type: str
     function: Function | None = None
@@ -122,26 +126,23 @@ class ChoiceField(Struct, frozen=True):
 Choice = Literal["none", "auto", "required"] | ChoiceField
 
 
-def bad(path: str, what: str, code: str = "invalid_value") -> Refusal:
-    """A refusal of what stands at `path`."""
-    return Refusal(Kind.BAD, code, f"{path}: {what}", param=path)
-
-
 # --- tools -------------------------------------------------------------------------------------
 
 
 def tools_of(fields: Sequence[ChatToolField]) -> tuple[Tool, ...]:
-    """The functions, in their order. Raises Refusal."""
+    """Return the declared functions in order. Raises Refusal."""
     if not fields:
         return ()
     found = []
     for number, field in enumerate(fields):
         path = f"tools[{number}]"
         if field.type != "function" or not isinstance(field.custom, UnsetType):
-            raise bad(f"{path}.type", tools.ONLY_FUNCTIONS, "unsupported_parameter")
+            problem = tools.unsupported_type(field.type)
+            raise invalid_field(f"{path}.type", problem, "unsupported_parameter")
         function = field.function
         if function is None:
-            raise bad(f"{path}.function", "which one?", "missing_required_parameter")
+            problem = "this field is required; expected the declaration of a function."
+            raise invalid_field(f"{path}.function", problem, "missing_required_parameter")
         control = field.cache_control or function.cache_control
         found.append(
             tools.tool(
@@ -161,7 +162,7 @@ _ANY_CHOICE = ToolChoice()
 
 
 def choice_of(choice: Choice | None, declared: Sequence[Tool], parallel: bool | None) -> ToolChoice:
-    """What may be called. Raises Refusal."""
+    """Return which tools may be called. Raises Refusal."""
     if choice is None and not declared and parallel is None:
         return _ANY_CHOICE
     if choice is None or isinstance(choice, str):
@@ -171,21 +172,25 @@ def choice_of(choice: Choice | None, declared: Sequence[Tool], parallel: bool | 
     if choice.type == "allowed_tools" and choice.allowed_tools is not None:
         allowed = choice.allowed_tools
         names = []
-        for number, one in enumerate(allowed.tools):
-            if one.type != "function" or one.function is None:
+        for number, reference in enumerate(allowed.tools):
+            if reference.type != "function" or reference.function is None:
                 path = f"tool_choice.allowed_tools.tools[{number}]"
-                raise bad(path, tools.ONLY_FUNCTIONS, "unsupported_parameter")
-            names.append(one.function.name)
+                problem = tools.unsupported_type(reference.type)
+                raise invalid_field(path, problem, "unsupported_parameter")
+            names.append(reference.function.name)
         return tools.choice(allowed.mode, names, declared, parallel)
-    what = "its type is 'function' or 'allowed_tools', with an object of that name."
-    raise bad("tool_choice", what)
+    problem = (
+        f"unsupported or incomplete type {choice.type[:64]!r}; expected 'function' or"
+        " 'allowed_tools', with an object of that name."
+    )
+    raise invalid_field("tool_choice", problem)
 
 
 # --- messages ------------------------------------------------------------------------------------
 
 
 def has_native_breakpoint(messages: Sequence[ChatMessage]) -> bool:
-    """Has a part OpenAI's own mark?"""
+    """Return whether any part has OpenAI's own breakpoint."""
     for message in messages:
         if isinstance(message.content, list):
             for part in message.content:
@@ -195,16 +200,16 @@ def has_native_breakpoint(messages: Sequence[ChatMessage]) -> bool:
 
 
 def segments_of(messages: Sequence[ChatMessage], settings: cache.CacheSettings) -> list[Segment]:
-    """All messages in order. Raises Refusal where one is no message of its role."""
-    reader = _Reader(settings)
+    """Return the segments of all messages in order. Raises Refusal for an invalid message."""
+    reader = _ChatReader(settings)
     for index, message in enumerate(messages):
         reader.read(message, index)
-    reader.calls.check_done(f"messages[{len(messages) - 1}]")
+    reader.calls.check_answered(f"messages[{len(messages) - 1}]")
     return reader.segments
 
 
 def _is_plain(message: ChatMessage) -> bool:
-    """Most messages of a long history are: they are read without looking any closer."""
+    """Return whether a message is only a text. Most are, and take the reader's fast path."""
     return (
         type(message.content) is str
         and message.role != "tool"
@@ -213,8 +218,8 @@ def _is_plain(message: ChatMessage) -> bool:
     )
 
 
-class _Reader:
-    """Messages on their way to segments."""
+class _ChatReader:
+    """Translates messages to segments."""
 
     def __init__(self, settings: cache.CacheSettings) -> None:
         self._settings = settings
@@ -222,30 +227,34 @@ class _Reader:
         self.calls = tools.PendingCalls()
 
     def read(self, message: ChatMessage, index: int) -> None:
-        at = f"messages[{index}]"
+        """Append the segments of one message. Raises Refusal."""
+        path = f"messages[{index}]"
         name, answers = message.name, None
-        if _is_plain(message) and not self.calls.are_open:
+        if _is_plain(message) and not self.calls.any_pending:
             assert isinstance(message.content, str), "a plain message is a text"
-            segment = Segment(message.role, message.content, f"{at}.content", name, index)
+            segment = Segment(message.role, message.content, f"{path}.content", name, index)
             self.segments.append(segment)
             return
         if message.role == "tool":
             if message.tool_call_id is None:
-                path = f"{at}.tool_call_id"
-                raise bad(path, "which call does it answer?", "missing_required_parameter")
+                problem = "this field is required; expected the id of the call that is answered."
+                raise invalid_field(f"{path}.tool_call_id", problem, "missing_required_parameter")
             answers = message.tool_call_id
-            name = self.calls.answer(answers, f"{at}.tool_call_id")
+            name = self.calls.answer(answers, f"{path}.tool_call_id")
         else:
-            self.calls.check_done(at)
+            self.calls.check_answered(path)
         if message.tool_calls and message.role != "assistant":
-            raise bad(f"{at}.tool_calls", f"a {message.role} message makes no calls.")
+            problem = f"a {message.role} message has no tool calls; expected role 'assistant'."
+            raise invalid_field(f"{path}.tool_calls", problem)
         self._content(message, index, name, answers)
-        for number, made in enumerate(message.tool_calls or ()):
-            path = f"{at}.tool_calls[{number}]"
-            function = made.function
-            call = tools.call(made.id, function.name, function.arguments, f"{path}.function")
-            self.calls.add(call, f"{path}.id")
-            self._add(message, index, "", path, call=call)
+        for number, tool_call in enumerate(message.tool_calls or ()):
+            call_path = f"{path}.tool_calls[{number}]"
+            function = tool_call.function
+            call = tools.call(
+                tool_call.id, function.name, function.arguments, f"{call_path}.function"
+            )
+            self.calls.add(call, f"{call_path}.id")
+            self._add(message, index, "", call_path, call=call)
         if message.cache_control is not None:
             self._mark_last(message.cache_control)
 
@@ -256,28 +265,38 @@ class _Reader:
         content = message.content
         if content is None:
             if message.role != "assistant":
-                raise bad(path, f"a {message.role} message needs content.")
+                problem = f"a {message.role} message requires content; expected a text or parts."
+                raise invalid_field(path, problem)
             content = message.refusal or ""
         if isinstance(content, str):
             if content or not message.tool_calls:
                 self._add(message, index, content, path, name=name, answers=answers)
             return
         if not content and not message.tool_calls:
-            raise bad(path, "the list is empty.")
+            raise invalid_field(path, "the list is empty; expected at least one part.")
         for number, part in enumerate(content):
-            at = f"{path}[{number}]"
+            part_path = f"{path}[{number}]"
             if isinstance(part, RefusalPart):
                 if message.role != "assistant":
-                    raise bad(f"{at}.type", "only an assistant refuses.")
-                self._add(message, index, part.refusal, at, name=name)
+                    problem = f"a {message.role} message holds no refusal; expected a text part."
+                    raise invalid_field(f"{part_path}.type", problem)
+                self._add(message, index, part.refusal, part_path, name=name)
                 continue
             if not isinstance(part, TextPart):
-                kind = part.__struct_config__.tag
-                raise bad(at, f"{kind}: this is a text model; send text.", "unsupported_parameter")
-            mark = cache.requested_retention(
+                problem = f"{part.__struct_config__.tag}: {tools.TEXT_ONLY}"
+                raise invalid_field(part_path, problem, "unsupported_parameter")
+            retention = cache.requested_retention(
                 part.prompt_cache_breakpoint, part.cache_control, self._settings
             )
-            self._add(message, index, part.text, at, name=name, answers=answers, retention=mark)
+            self._add(
+                message,
+                index,
+                part.text,
+                part_path,
+                name=name,
+                answers=answers,
+                retention=retention,
+            )
 
     def _add(
         self,

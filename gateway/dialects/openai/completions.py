@@ -1,6 +1,7 @@
-"""OpenAI's legacy completions: raw text or token ids in, text out. Pure.
+"""OpenAI's legacy completions: raw text or token ids in, text out.
 
-Several prompts in one call give choices numbered prompt * n + sample, as the original does.
+The choices of several prompts in one call are numbered prompt * n + sample, as OpenAI numbers
+them. Functions are pure: `gateway.api.routes` binds the dialect to paths.
 """
 
 from __future__ import annotations
@@ -28,22 +29,26 @@ from gateway.dialects.canonical import (
     TokenText,
 )
 from gateway.dialects.openai import wire
-from gateway.dialects.validation import convert
-from gateway.errors import Kind, Refusal
+from gateway.dialects.validation import convert, invalid_field
+from gateway.errors import Refusal
 
 PROMPTS_MAX = 128
+"""Most prompts of one request."""
 
 REFUSED_FIELDS = {
     **wire.REFUSED_FIELDS,
-    "suffix": "This model continues text; it cannot fill in between.",
-    "response_format": "It belongs to /v1/chat/completions.",
-    "prompt_cache_options": "They belong to /v1/chat/completions and /v1/responses.",
-    "prompt_cache_retention": "It belongs to /v1/chat/completions and /v1/responses.",
-    "messages": "They belong to /v1/chat/completions; here there is prompt.",
-    "max_completion_tokens": "It belongs to /v1/chat/completions; here there is max_tokens.",
-    "top_logprobs": "It belongs to /v1/chat/completions; here logprobs is a number.",
+    "suffix": wire.NO_INFILL,
+    "response_format": wire.CHAT_FIELD,
+    "prompt_cache_options": "this field belongs to /v1/chat/completions and /v1/responses.",
+    "prompt_cache_retention": "this field belongs to /v1/chat/completions and /v1/responses.",
+    "messages": f"{wire.CHAT_FIELD} Expected prompt.",
+    "max_completion_tokens": f"{wire.CHAT_FIELD} Expected max_tokens.",
+    "top_logprobs": f"{wire.CHAT_FIELD} Expected logprobs, which is a number here.",
 }
+"""Fields that completions cannot honour, with the reason."""
+
 IGNORED_FIELDS = wire.REQUEST_NAME_FIELDS | frozenset({"metadata", "safety_identifier"})
+"""Fields that are accepted without effect."""
 
 
 class CompletionBody(wire.GenerationFields, frozen=True, kw_only=True):
@@ -54,7 +59,7 @@ class CompletionBody(wire.GenerationFields, frozen=True, kw_only=True):
 
 
 class SinglePromptBody(CompletionBody, frozen=True, kw_only=True):
-    """Of one prompt: two thousand ids are read and checked in two thirds of the time."""
+    """A body of one prompt, whose exact type decodes 2,000 token ids in two thirds of the time."""
 
     prompt: str | wire.TokenIds = "<|endoftext|>"
 
@@ -69,8 +74,8 @@ class CompletionDialect:
     headers = staticmethod(wire.headers)
     count_body = staticmethod(wire.count_body)
 
-    def parse(self, body: bytes, asked: RequestMetadata = NO_METADATA) -> Call:
-        """Bytes to a call. Raises Refusal."""
+    def parse(self, body: bytes, metadata: RequestMetadata = NO_METADATA) -> Call:
+        """Return the call of a body. Raises Refusal."""
         fields = wire.decode(
             body,
             CompletionBody,
@@ -82,19 +87,19 @@ class CompletionDialect:
         wire.check_stream_options(fields)
         choices, samples = fields.n or 1, fields.best_of or fields.n or 1
         if samples < choices:
-            message = f"best_of ({samples}) has to be at least n ({choices})."
-            raise Refusal(Kind.BAD, "invalid_value", message, param="best_of")
+            problem = f"Expected `int` >= n, which is {choices}; received {samples}."
+            raise invalid_field("best_of", problem)
         if samples > choices and fields.stream:
-            message = "best_of cannot be streamed: the best is known at the end."
-            raise Refusal(Kind.BAD, "invalid_value", message, param="best_of")
+            problem = "a stream cannot rank samples; expected best_of equal to n, or no stream."
+            raise invalid_field("best_of", problem)
         prompts = _prompts(fields.prompt)
-        # Ranking needs logprobs; they are reported only if they were asked for.
+        # Ranking needs logprobs; the answer reports them only if the client asks for them.
         reported = fields.logprobs
         logprobs = 0 if reported is None and samples > choices else reported
         max_tokens = 16 if fields.max_tokens is None else fields.max_tokens
         if max_tokens == 0 and not fields.echo:
-            message = "max_tokens: it has to be at least 1 (it is 0), unless echo is true."
-            raise Refusal(Kind.BAD, "invalid_value", message, param="max_tokens")
+            problem = "Expected `int` >= 1 unless echo is true; received 0."
+            raise invalid_field("max_tokens", problem)
         base = wire.generation(fields, max_tokens=max_tokens, logprobs=logprobs, samples=samples)
         return Call(
             model=fields.model,
@@ -113,28 +118,27 @@ class CompletionDialect:
         )
 
     def encoder(self, call: Call, reply: Reply) -> CompletionEncoder:
-        """Makes the answer's bytes."""
+        """Return the encoder of one answer."""
         return CompletionEncoder(call, reply)
 
     def keep_alive(self) -> bytes:
-        """Bytes that mean nothing and keep a connection open."""
+        """Return a comment, which keeps the connection open and which clients skip."""
         return sse.KEEP_ALIVE
 
 
 def _prompts(value: Any) -> tuple[Prompt, ...]:
-    """A text, a list of texts, token ids, or a list of lists of them."""
+    """Return the prompts of a text, a list of texts, token ids, or a list of either."""
     if isinstance(value, str):
         return (_text_prompt(value, "prompt"),)
-    if isinstance(value, tuple) and value:  # ids, and seen to be
+    if isinstance(value, tuple) and value:  # Token ids, already checked by `SinglePromptBody`.
         return (Prompt(token_ids=value),)
     if not isinstance(value, list) or not value:
-        message = "prompt: a text, a list of texts, token ids or lists of them, and not empty."
-        raise Refusal(Kind.BAD, "invalid_value", message, param="prompt")
+        problem = "invalid or empty value; expected a text, token ids, or a list of either."
+        raise invalid_field("prompt", problem)
     if isinstance(value[0], int):
         return (_id_prompt(value, "prompt"),)
     if len(value) > PROMPTS_MAX:
-        message = f"prompt: {len(value)} prompts; at most {PROMPTS_MAX} are taken."
-        raise Refusal(Kind.BAD, "invalid_value", message, param="prompt")
+        raise invalid_field("prompt", f"{len(value)} prompts; expected at most {PROMPTS_MAX}.")
     return tuple(
         _text_prompt(item, f"prompt[{index}]")
         if isinstance(item, str)
@@ -145,27 +149,27 @@ def _prompts(value: Any) -> tuple[Prompt, ...]:
 
 def _text_prompt(text: str, path: str) -> Prompt:
     if not text:
-        raise Refusal(Kind.BAD, "invalid_value", f"{path}: it is empty.", param=path)
+        raise invalid_field(path, "the prompt is empty; expected at least one character.")
     return Prompt(text=text)
 
 
 def _id_prompt(ids: Any, path: str) -> Prompt:
     found = convert(ids, wire.TokenIds, path)
     if not found:
-        raise Refusal(Kind.BAD, "invalid_value", f"{path}: it is empty.", param=path)
+        raise invalid_field(path, "the prompt is empty; expected at least one token id.")
     return Prompt(token_ids=found)
 
 
 class CompletionEncoder:
-    """Deltas of one answer to bytes."""
+    """Encodes the deltas of one answer as stream events or as one object."""
 
     def __init__(self, call: Call, reply: Reply) -> None:
         self._call = call
         self._reply = reply
-        self._places: dict[int, _Place] = {}
+        self._offsets: dict[int, _TextOffset] = {}
 
     def stream(self, delta: Delta) -> bytes:
-        """The events of one delta; may be none."""
+        """Return the events of one delta, which may be none."""
         match delta:
             case Begin() | CallText():
                 return b""
@@ -179,15 +183,15 @@ class CompletionEncoder:
                 return sse.event(self._encode([], usage=wire.usage(usage)))
 
     def close(self) -> bytes:
-        """After the last delta of a whole answer."""
+        """Return the `[DONE]` event, which follows the last delta of a complete answer."""
         return sse.event(b"[DONE]")
 
     def error_event(self, refusal: Refusal) -> bytes:
-        """The answer breaks off."""
+        """Return the event that ends a failed stream."""
         return sse.event(msgspec.json.encode(wire.error_object(refusal)))
 
     def unary(self, deltas: Sequence[Delta]) -> bytes:
-        """The fold of the stream."""
+        """Return the completion: the fold of the stream."""
         found, usage = wire.gather(deltas)
         choices = [
             self._choice(index, choice.text, choice.tokens, choice.reason)
@@ -223,35 +227,35 @@ class CompletionEncoder:
     def _logprobs(self, index: int, tokens: Sequence[TokenText]) -> dict[str, Any] | None:
         if not self._call.generation.report_logprobs:
             return None
-        place = self._places.setdefault(index, _Place())
+        offset = self._offsets.setdefault(index, _TextOffset())
         tops = [
-            None if token.logprob is None else {_word(t): t.logprob for t in token.top}
+            None if token.logprob is None else {_token_text(t): t.logprob for t in token.top}
             for token in tokens
         ]
         return {
-            "tokens": [_word(token) for token in tokens],
+            "tokens": [_token_text(token) for token in tokens],
             "token_logprobs": [token.logprob for token in tokens],
             "top_logprobs": tops if any(tops) else None,
-            "text_offset": [place.advance(token.data) for token in tokens],
+            "text_offset": [offset.advance(token.data) for token in tokens],
         }
 
 
-class _Place:
-    """How many characters of a choice's text came before a token."""
+class _TextOffset:
+    """Counts the characters of a choice's text before a token."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._characters = 0
 
     def advance(self, data: bytes) -> int:
-        """Where a token with these bytes begins; the place moves on by its whole characters."""
+        """Return the offset of a token with these bytes, then add its complete characters."""
         before = self._characters
         self._characters += len(self._decoder.decode(data))
         return before
 
 
-def _word(token: TokenText) -> str:
-    """A token as this endpoint writes it: parts of a character are spelt out, and so stay apart."""
+def _token_text(token: TokenText) -> str:
+    r"""Return a token's text, or `bytes:\x..` if it is a part of a character."""
     try:
         return token.data.decode()
     except UnicodeDecodeError:

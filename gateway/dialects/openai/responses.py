@@ -1,7 +1,8 @@
-"""OpenAI's responses: bytes to a `Call`. Pure; `openai_responses_events` writes the answers.
+"""OpenAI's responses: parse a body to a `Call`.
 
-Nothing is stored: an answer says `store: false`, and one that builds on an earlier one by its id is
-refused. Earlier ids serve only to explain what the cache missed.
+Nothing is stored: an answer says `store: false`, and a request with `previous_response_id` is
+refused. Earlier ids serve only to diagnose cache misses. Functions are pure:
+`openai.responses_events` encodes the answers, and `gateway.api.routes` binds the dialect to paths.
 """
 
 from __future__ import annotations
@@ -25,34 +26,43 @@ from gateway.dialects.canonical import (
 from gateway.dialects.openai import cache, tools, wire
 from gateway.dialects.openai import responses_prompt as items
 from gateway.dialects.openai.responses_events import ResponsesEncoder
+from gateway.dialects.validation import invalid_field
 from gateway.errors import Kind, Refusal
 
 ID_PREFIX = "resp_"
+"""Prefix of a response's id."""
+
 LOGPROBS = "message.output_text.logprobs"
-CHAT_ONLY = "It belongs to /v1/chat/completions."
+"""Entry of `include` that requests logprobs."""
+
+MAX_OUTPUT_TOKENS = f"{wire.CHAT_FIELD} Expected max_output_tokens."
 REFUSED_FIELDS = {
     **{name: why for name, why in wire.REFUSED_FIELDS.items() if name != "truncate_prompt_tokens"},
-    "background": "Answers are given while the client waits.",
-    "conversation": "Nothing is stored here; send the conversation as input.",
-    "prompt": "Nothing is stored here, prompts neither; send instructions and input.",
-    "context_management": "Nothing is compacted here; send what the model is to see.",
-    "moderation": "Nothing is moderated here.",
-    "image": "This is a text model: it makes no images.",
-    "access_programs": "There are none here.",
-    "messages": "They belong to /v1/chat/completions; here there is input.",
-    "max_tokens": "It belongs to /v1/chat/completions; here there is max_output_tokens.",
-    "max_completion_tokens": "It belongs to /v1/chat/completions; here: max_output_tokens.",
-    "response_format": "It belongs to /v1/chat/completions; here there is text.format.",
-    "n": CHAT_ONLY,
-    "stop": CHAT_ONLY,
-    "logprobs": f"{CHAT_ONLY} Here there is include, with {LOGPROBS!r}.",
+    "background": "background responses are not supported; expected false.",
+    "conversation": "this server stores no conversations; send the conversation as input.",
+    "prompt": "this server stores no prompts; send instructions and input.",
+    "context_management": "this server compacts no contexts; send the items as input.",
+    "moderation": "this server has no moderation; omit it.",
+    "image": "the model generates only text; omit it.",
+    "access_programs": "this server has no access programs; omit it.",
+    "messages": f"{wire.CHAT_FIELD} Expected input.",
+    "max_tokens": MAX_OUTPUT_TOKENS,
+    "max_completion_tokens": MAX_OUTPUT_TOKENS,
+    "response_format": f"{wire.CHAT_FIELD} Expected text.format.",
+    "n": f"{wire.CHAT_FIELD} Expected 1.",
+    "stop": wire.CHAT_FIELD,
+    "logprobs": f"{wire.CHAT_FIELD} Expected include with {LOGPROBS!r}.",
 }
+"""Fields that responses cannot honour, with the reason."""
+
 NEUTRAL_VALUES = {**wire.NEUTRAL_VALUES, "background": False, "n": 1}
+"""Values at which a refused field has no effect and is accepted."""
+
 IGNORED_FIELDS = wire.REQUEST_NAME_FIELDS | frozenset(
     {"store", "safety_identifier", "max_tool_calls"}
 )
-"""`store` is answered with false whatever was asked: stores serve later requests, not this one.
-`max_tool_calls` limits tools that a server runs; there are none."""
+"""Fields that are accepted without effect. An answer always says `store: false`: a store serves
+later requests, not this one. `max_tool_calls` limits server tools, and this server has none."""
 
 Metadata = Annotated[
     dict[
@@ -92,7 +102,7 @@ class TextField(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Reasoning(Struct, frozen=True, forbid_unknown_fields=True):
-    """Only what asks for no reasoning."""
+    """Reasoning settings at the values that request none."""
 
     effort: Literal["none"] | None = None
     summary: None = None
@@ -139,11 +149,11 @@ class ResponsesDialect:
     def __init__(self, *, counts: bool = False) -> None:
         self._counts = counts
 
-    def parse(self, body: bytes, asked: RequestMetadata = NO_METADATA) -> Call:
-        """Bytes to a call. Raises Refusal."""
+    def parse(self, body: bytes, metadata: RequestMetadata = NO_METADATA) -> Call:
+        """Return the call of a body. Raises Refusal."""
         fields = wire.decode(body, ResponsesBody, REFUSED_FIELDS, NEUTRAL_VALUES, IGNORED_FIELDS)
         _check(fields)
-        prompt, ask = _prompt(fields)
+        prompt, directives = _prompt(fields)
         options = fields.prompt_cache_options or ResponsesCacheOptions()
         operation: Literal["generate", "prewarm", "count"] = "generate"
         if self._counts:
@@ -162,7 +172,7 @@ class ResponsesDialect:
             priority=fields.priority or 0,
             digests=_digests(fields),
             cache=msgspec.structs.replace(
-                ask,
+                directives,
                 compare_with=options.comparison_response_id or "",
                 remember=operation != "count",
                 echo=(("response", tools.json_text(_echo(fields, prompt))),),
@@ -170,36 +180,36 @@ class ResponsesDialect:
         )
 
     def encoder(self, call: Call, reply: Reply) -> ResponsesEncoder:
-        """Makes the answer's bytes."""
+        """Return the encoder of one answer."""
         return ResponsesEncoder(call, reply)
 
     def keep_alive(self) -> bytes:
-        """Bytes that mean nothing and keep a connection open."""
+        """Return a comment, which keeps the connection open and which clients skip."""
         return sse.KEEP_ALIVE
 
 
 def not_found(response_id: str) -> Refusal:
-    """For whoever asks for a stored response."""
-    message = f"Response with id {response_id[:64]!r} not found: nothing is stored here."
+    """Return the refusal of a request for a stored response."""
+    message = f"Response with id {response_id[:64]!r} not found: this server stores no responses."
     return Refusal(Kind.NOT_FOUND, "response_not_found", message, param="response_id")
 
 
 def _check(fields: ResponsesBody) -> None:
-    """What contradicts itself, or needs a store. Raises Refusal."""
+    """Raise Refusal for fields that contradict each other or need a store."""
     if fields.previous_response_id is not None:
         name = fields.previous_response_id[:64]
         message = (
-            f"Previous response with id {name!r} not found: nothing is stored here; send the"
-            " earlier items as input."
+            f"Previous response with id {name!r} not found: this server stores no responses; send"
+            " the earlier items as input."
         )
         code = "previous_response_not_found"
         raise Refusal(Kind.BAD, code, message, param="previous_response_id")
     if fields.stream_options is not None and not fields.stream:
-        message = "stream_options is only allowed when stream is true."
-        raise Refusal(Kind.BAD, "invalid_value", message, param="stream_options")
+        problem = "only allowed when stream is true."
+        raise invalid_field("stream_options", problem)
     if LOGPROBS not in (fields.include or ()) and fields.top_logprobs:
-        message = f"top_logprobs is only allowed when include has {LOGPROBS!r}."
-        raise Refusal(Kind.BAD, "invalid_value", message, param="top_logprobs")
+        problem = f"only allowed when include has {LOGPROBS!r}."
+        raise invalid_field("top_logprobs", problem)
 
 
 def _prompt(fields: ResponsesBody) -> tuple[Prompt, CacheDirectives]:
@@ -211,11 +221,11 @@ def _prompt(fields: ResponsesBody) -> tuple[Prompt, CacheDirectives]:
         items.has_native_breakpoint(fields.input),
     )
     declared = items.tools_of(fields.tools or ())
-    segments = items.segments_of(fields.instructions, fields.input, settings)
-    kept, ask = cache.apply(declared, segments, settings)
+    unmarked = items.segments_of(fields.instructions, fields.input, settings)
+    segments, directives = cache.apply(declared, unmarked, settings)
     form = fields.text.format if fields.text is not None else None
     prompt = Prompt(
-        segments=kept,
+        segments=segments,
         tools=tuple(declared),
         tool_choice=items.choice_of(fields.tool_choice, declared, fields.parallel_tool_calls),
         output_format=tools.output_format(
@@ -224,14 +234,14 @@ def _prompt(fields: ResponsesBody) -> tuple[Prompt, CacheDirectives]:
             "text.format.schema",
         ),
     )
-    return prompt, ask
+    return prompt, directives
 
 
 def _generation(fields: ResponsesBody, *, is_prewarm: bool) -> GenerationParameters:
-    asks_logprobs = LOGPROBS in (fields.include or ())
+    wants_logprobs = LOGPROBS in (fields.include or ())
     return GenerationParameters(
         max_tokens=0 if is_prewarm else fields.max_output_tokens,
-        sampling=wire.sampling(fields, (fields.top_logprobs or 0) if asks_logprobs else None),
+        sampling=wire.sampling(fields, (fields.top_logprobs or 0) if wants_logprobs else None),
         stop_token_ids=tuple(fields.stop_token_ids or ()),
         ignore_eos=bool(fields.ignore_eos),
         min_tokens=fields.min_tokens or 0,
@@ -239,7 +249,7 @@ def _generation(fields: ResponsesBody, *, is_prewarm: bool) -> GenerationParamet
 
 
 def _digests(fields: ResponsesBody) -> tuple[tuple[str, str], ...]:
-    """What clients count as part of a prompt, and what is not written in it here."""
+    """Return digests of the settings that a miss diagnosis compares beside the prompt."""
     form = fields.text.format if fields.text is not None else None
     if form is None or isinstance(form, ResponsesTextFormat):
         return ()
@@ -248,7 +258,7 @@ def _digests(fields: ResponsesBody) -> tuple[tuple[str, str], ...]:
 
 
 def _echo(fields: ResponsesBody, prompt: Prompt) -> dict[str, Any]:
-    """What an answer repeats of its request, defaults filled in."""
+    """Return the request's settings that an answer repeats, with defaults filled in."""
     options = fields.prompt_cache_options
     sampling_defaults = {"temperature": fields.temperature, "top_p": fields.top_p}
     form = fields.text.format if fields.text is not None else None
@@ -278,7 +288,7 @@ def _echo(fields: ResponsesBody, prompt: Prompt) -> dict[str, Any]:
 
 
 def _shown_tool(field: dict[str, Any]) -> dict[str, Any]:
-    """A function as an answer shows it: everything is there."""
+    """Return a function with all its fields, as an answer repeats it."""
     shown = {"description": None, "parameters": None, "strict": None, **field}
     shown.pop("cache_control", None)
     return shown

@@ -1,8 +1,8 @@
-"""Answers in the shape of OpenAI's responses: deltas to numbered events, or one object.
+"""Encoder of OpenAI's responses: deltas to numbered events, or one object.
 
-A response is a list of items: text goes into a message, each call is an item of its own, and one
-item is open at a time. A unary answer is the response that the last event of the stream holds.
-`openai_responses` makes an encoder for each answer.
+A response is a list of items: text goes into a message item, each call is a separate item, and one
+item is open at a time. A unary answer is the response in the last event of the stream.
+`openai.responses` makes an encoder for each answer.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Event = dict[str, Any]
 
 
 class ResponsesEncoder:
-    """One answer's way to bytes."""
+    """Encodes the deltas of one answer as numbered events or as one response."""
 
     def __init__(self, call: Call, reply: Reply) -> None:
         self._call = call
@@ -45,34 +45,34 @@ class ResponsesEncoder:
         self._tokens: list[TokenText] = []
         self._open_call: int | None = None
         self._is_open = False
-        self._is_cut = False
+        self._is_truncated = False
         self._diagnosis: Diagnosis | None = None
 
     def stream(self, delta: Delta) -> bytes:
-        """The events of one delta; may be none."""
-        return b"".join(map(self._framed, self._events(delta)))
+        """Return the events of one delta, which may be none."""
+        return b"".join(map(self._frame, self._events(delta)))
 
     def close(self) -> bytes:
-        """Nothing: the last event says that it is the last."""
+        """Return no bytes: the type of the last event marks the end."""
         return b""
 
     def error_event(self, refusal: Refusal) -> bytes:
-        """The answer breaks off: the response has failed."""
+        """Return the `response.failed` event, which ends a failed stream."""
         events = self._begin()
         code = _CODES.get(refusal.kind, "server_error")
         failed = self._response("failed", error={"code": code, "message": refusal.message})
         events.append({"type": "response.failed", "response": failed})
-        return b"".join(map(self._framed, events))
+        return b"".join(map(self._frame, events))
 
     def unary(self, deltas: Sequence[Delta]) -> bytes:
-        """The fold of the stream: its last event's response."""
+        """Return the response of the stream's last event."""
         last: Event = {}
         for delta in deltas:
             for event in self._events(delta):
                 last = event
         return msgspec.json.encode(last["response"])
 
-    def _framed(self, event: Event) -> bytes:
+    def _frame(self, event: Event) -> bytes:
         name = event["type"]
         numbered = {"type": name, "sequence_number": self._sequence, **event}
         self._sequence += 1
@@ -88,7 +88,7 @@ class ResponsesEncoder:
             case CallText():
                 return self._call_text(delta)
             case ChoiceEnd(reason=reason):
-                self._is_cut = reason == "length" and self._call.operation != "prewarm"
+                self._is_truncated = reason == "length" and self._call.operation != "prewarm"
                 return self._end_of_choice()
             case End(usage=usage):
                 return [self._last(usage)]
@@ -96,7 +96,7 @@ class ResponsesEncoder:
     # -- the response -------------------------------------------------------------------------
 
     def _begin(self) -> list[Event]:
-        """The first two events, once."""
+        """Return the first two events on the first call, and none later."""
         if self._has_begun:
             return []
         self._has_begun = True
@@ -107,18 +107,18 @@ class ResponsesEncoder:
         ]
 
     def _end_of_choice(self) -> list[Event]:
-        """What is open is closed; an answer without a word is an empty message."""
+        """Close the open item; an answer without output becomes an empty message."""
         events: list[Event] = []
         if not self._output and self._call.operation != "prewarm":
             events += self._open_message()
         return events + self._close_item()
 
     def _last(self, record: UsageRecord) -> Event:
-        status = "incomplete" if self._is_cut else "completed"
-        cut = {"reason": "max_output_tokens"} if self._is_cut else None
+        status = "incomplete" if self._is_truncated else "completed"
+        details = {"reason": "max_output_tokens"} if self._is_truncated else None
         response = self._response(
             status,
-            incomplete_details=cut,
+            incomplete_details=details,
             usage=usage(record),
             prompt_cache_diagnostics=diagnostics(self._diagnosis, record),
         )
@@ -149,17 +149,17 @@ class ResponsesEncoder:
     # -- items ------------------------------------------------------------------------------------
 
     def _add(self, kind: str, item: dict[str, Any]) -> Event:
-        """A new item is open now. Its id is the response's, and its place."""
-        place = len(self._output)
+        """Open a new item. Its id is made of the response's id and the item's index."""
+        index = len(self._output)
         suffix = self._reply.response_id.removeprefix("resp_")
-        self._output.append({"id": f"{kind}_{suffix}_{place}", **item})
+        self._output.append({"id": f"{kind}_{suffix}_{index}", **item})
         self._is_open = True
         self._pieces, self._tokens = [], []
         added = dict(self._output[-1])
-        return {"type": "response.output_item.added", "output_index": place, "item": added}
+        return {"type": "response.output_item.added", "output_index": index, "item": added}
 
-    def _place(self, **more: Any) -> dict[str, Any]:
-        """Of the open item."""
+    def _item_reference(self, **more: Any) -> dict[str, Any]:
+        """Return the id and the index of the open item, with `more` fields."""
         index = len(self._output) - 1
         return {"item_id": self._output[index]["id"], "output_index": index, **more}
 
@@ -168,7 +168,7 @@ class ResponsesEncoder:
             return []
         self._is_open = False
         item = self._output[-1]
-        item["status"] = "incomplete" if self._is_cut else "completed"
+        item["status"] = "incomplete" if self._is_truncated else "completed"
         closing = self._call_done() if self._open_call is not None else self._message_done()
         self._open_call = None
         done = {"output_index": len(self._output) - 1, "item": dict(item)}
@@ -184,10 +184,9 @@ class ResponsesEncoder:
             "content": [],
         }
         part = {"part": self._part("", ())}
-        return [
-            self._add("msg", message),
-            {"type": "response.content_part.added", **self._place(content_index=0), **part},
-        ]
+        added = self._add("msg", message)
+        reference = self._item_reference(content_index=0)
+        return [added, {"type": "response.content_part.added", **reference, **part}]
 
     def _text(self, delta: Text) -> list[Event]:
         events: list[Event] = []
@@ -198,7 +197,7 @@ class ResponsesEncoder:
         events.append(
             {
                 "type": "response.output_text.delta",
-                **self._place(content_index=0),
+                **self._item_reference(content_index=0),
                 "delta": delta.text,
                 "logprobs": self._logprobs(delta.tokens),
             }
@@ -209,11 +208,11 @@ class ResponsesEncoder:
         text = "".join(self._pieces)
         part = self._part(text, self._tokens)
         self._output[-1]["content"] = [part]
-        place = self._place(content_index=0)
+        reference = self._item_reference(content_index=0)
         logprobs = self._logprobs(self._tokens)
         return [
-            {"type": "response.output_text.done", **place, "text": text, "logprobs": logprobs},
-            {"type": "response.content_part.done", **place, "part": part},
+            {"type": "response.output_text.done", **reference, "text": text, "logprobs": logprobs},
+            {"type": "response.content_part.done", **reference, "part": part},
         ]
 
     def _part(self, text: str, tokens: Sequence[TokenText]) -> dict[str, Any]:
@@ -246,23 +245,22 @@ class ResponsesEncoder:
         if delta.arguments:
             self._pieces.append(delta.arguments)
             kind = "response.function_call_arguments.delta"
-            events.append({"type": kind, **self._place(delta=delta.arguments)})
+            events.append({"type": kind, **self._item_reference(delta=delta.arguments)})
         return events
 
     def _call_done(self) -> list[Event]:
         item = self._output[-1]
         item["arguments"] = "".join(self._pieces)
-        done = self._place(arguments=item["arguments"], name=item["name"])
+        done = self._item_reference(arguments=item["arguments"], name=item["name"])
         return [{"type": "response.function_call_arguments.done", **done}]
 
 
 _CODES = {Kind.RATE: "rate_limit_exceeded", Kind.QUOTA: "rate_limit_exceeded"}
-"""A failed response's codes are a closed list; the message says the rest."""
+"""Error codes of a failed response, a closed list; other kinds are `server_error`."""
 
 
 def usage(record: UsageRecord) -> dict[str, Any]:
-    """The usage object; every number from the one record. Writes of other classes than its two
-    count as those of the shorter."""
+    """Return the usage object. Writes of a class other than 30m and 12h count as 30m."""
     long = record.write.get("12h", 0)
     return {
         "input_tokens": record.total_in,
@@ -287,15 +285,19 @@ _REASONS = {
     "system": "input_changed",
     "messages": "input_changed",
 }
-
+"""OpenAI's reason of a miss by cause; other causes are `unavailable`."""
 
 _SETTINGS = {"text.format": "text_format_changed"}
+"""OpenAI's reason of a miss by the setting that changed."""
 
 
 def diagnostics(found: Diagnosis | None, record: UsageRecord) -> dict[str, Any] | None:
-    """In OpenAI's terms. What an engine lost is no difference between two requests, and no reason
-    among these: a prompt that is the same and was not read is unavailable. Nor does another form of
-    the answer cost anything that is there; where nothing is, it is the difference there is."""
+    """Return a diagnosis in OpenAI's terms; None if the request asked for none.
+
+    OpenAI's reasons compare two requests. If the prompts agree and the engine lost the tokens, the
+    diagnosis is `unavailable`. A changed output format invalidates no cached tokens, so it is the
+    reason of a miss only if nothing was read.
+    """
     if found is None:
         return None
     if found.outcome == "unknown":

@@ -1,8 +1,8 @@
-"""Items of a response's input, functions and the choice among them as a prompt with breakpoints.
+"""Translation of input items, functions and the tool choice to a prompt with breakpoints.
 
-`openai_responses` calls it. What an answer's output holds can be sent back as it came: a message
-and the calls behind it are one turn of the assistant's; reasoning is left out, because it is no
-part of what was said.
+`openai.responses` calls it. Clients may send the output items of an answer back unchanged: a
+message and the calls after it are one assistant turn, and reasoning items are left out of the
+prompt.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from msgspec import Meta, Struct
 
 from gateway.dialects.canonical import Segment, Tool, ToolCall, ToolChoice
 from gateway.dialects.openai import cache, tools, wire
-from gateway.dialects.validation import convert
-from gateway.errors import Kind, Refusal
+from gateway.dialects.validation import convert, invalid_field, json_type
 
 ITEMS_MAX = 10_000
-TEXT_ONLY = "this is a text model; send text."
+"""Most input items of one request."""
+
 Status = Literal["in_progress", "completed", "incomplete"]
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 
@@ -31,7 +31,7 @@ class InputText(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class OutputText(InputText, frozen=True, forbid_unknown_fields=True):
-    """An earlier answer's; what it was annotated with is no part of what was said."""
+    """A text of an earlier answer. Its annotations and logprobs are left out of the prompt."""
 
     annotations: list[Any] | None = None
     logprobs: list[Any] | None = None
@@ -72,7 +72,7 @@ class ResultItem(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class FunctionField(Struct, frozen=True, forbid_unknown_fields=True):
-    """A function, with its fields beside its type."""
+    """A function declaration, whose fields stand beside its type."""
 
     type: str
     name: tools.Name
@@ -99,51 +99,60 @@ _PARTS: Mapping[str, type[InputText]] = {
 _UNSUPPORTED_PARTS = {"input_image", "input_file", "input_audio", "input_video", "image", "file"}
 
 
-def bad(path: str, what: str, code: str = "invalid_value") -> Refusal:
-    """A refusal of what stands at `path`."""
-    return Refusal(Kind.BAD, code, f"{path}: {what}", param=path)
-
-
 # --- tools -------------------------------------------------------------------------------------
 
 
 def tools_of(fields: Sequence[dict[str, Any]]) -> tuple[Tool, ...]:
-    """The functions, in their order. Raises Refusal."""
+    """Return the declared functions in order. Raises Refusal."""
     found = []
     for number, field in enumerate(fields):
         path = f"tools[{number}]"
         if field.get("type") != "function":
-            raise bad(f"{path}.type", tools.ONLY_FUNCTIONS, "unsupported_parameter")
-        one = convert(field, FunctionField, path)
-        mark = None if one.cache_control is None else one.cache_control.ttl or "5m"
-        found.append(tools.tool(one.name, one.description, one.parameters, one.strict, path, mark))
+            problem = tools.unsupported_type(field.get("type"))
+            raise invalid_field(f"{path}.type", problem, "unsupported_parameter")
+        function = convert(field, FunctionField, path)
+        control = function.cache_control
+        found.append(
+            tools.tool(
+                function.name,
+                function.description,
+                function.parameters,
+                function.strict,
+                path,
+                None if control is None else control.ttl or "5m",
+            )
+        )
     tools.check_names(found)
     return tuple(found)
 
 
 def choice_of(choice: Choice | None, declared: Sequence[Tool], parallel: bool | None) -> ToolChoice:
-    """What may be called. Raises Refusal."""
+    """Return which tools may be called. Raises Refusal."""
     if choice is None or isinstance(choice, str):
         return tools.choice(choice or "auto", (), declared, parallel)
     if choice.type == "function" and choice.name is not None:
         return tools.choice("required", (choice.name,), declared, parallel)
     if choice.type == "allowed_tools" and choice.mode is not None and choice.tools:
         names = []
-        for number, one in enumerate(choice.tools):
+        for number, reference in enumerate(choice.tools):
             path = f"tool_choice.tools[{number}]"
-            if one.get("type") != "function":
-                raise bad(path, tools.ONLY_FUNCTIONS, "unsupported_parameter")
-            names.append(convert(one.get("name"), tools.Name, f"{path}.name"))
+            if reference.get("type") != "function":
+                problem = tools.unsupported_type(reference.get("type"))
+                raise invalid_field(path, problem, "unsupported_parameter")
+            names.append(convert(reference.get("name"), tools.Name, f"{path}.name"))
         return tools.choice(choice.mode, names, declared, parallel)
-    what = "its type is 'function', with a name, or 'allowed_tools', with a mode and tools."
-    raise bad("tool_choice", what)
+    problem = (
+        f"unsupported or incomplete type {choice.type[:64]!r}; expected 'function' with a name, or"
+        " 'allowed_tools' with a mode and tools."
+    )
+    raise invalid_field("tool_choice", problem)
 
 
 # --- items ---------------------------------------------------------------------------------------
 
 
 def has_native_breakpoint(items: str | Sequence[dict[str, Any]]) -> bool:
-    """Has a part OpenAI's own mark?"""
+    """Return whether any part has OpenAI's own breakpoint."""
     if isinstance(items, str):
         return False
     return any(
@@ -158,8 +167,8 @@ def has_native_breakpoint(items: str | Sequence[dict[str, Any]]) -> bool:
 def segments_of(
     instructions: str | None, items: str | Sequence[dict[str, Any]], settings: cache.CacheSettings
 ) -> list[Segment]:
-    """Instructions, then all items in order. Raises Refusal."""
-    reader = _Reader(settings)
+    """Return the segments of the instructions and of all items in order. Raises Refusal."""
+    reader = _ItemsReader(settings)
     if instructions:
         reader.message += 1
         reader.add("system", instructions, "instructions")
@@ -168,27 +177,28 @@ def segments_of(
         reader.add("user", items, "input")
         return reader.segments
     if not items:
-        raise bad("input", "it is empty.")
+        raise invalid_field("input", "the list is empty; expected a text or at least one item.")
     for number, item in enumerate(items):
         reader.read(item, f"input[{number}]")
-    reader.calls.check_done(f"input[{len(items) - 1}]")
+    reader.calls.check_answered(f"input[{len(items) - 1}]")
     if not reader.segments or reader.segments[-1].path == "instructions":
-        raise bad("input", "there is nothing to answer in it.")
+        raise invalid_field("input", "no item has content to answer; expected a message.")
     return reader.segments
 
 
-class _Reader:
-    """Items on their way to segments."""
+class _ItemsReader:
+    """Translates input items to segments. `message` is the index of the latest message."""
 
     def __init__(self, settings: cache.CacheSettings) -> None:
         self._settings = settings
         self.segments: list[Segment] = []
         self.calls = tools.PendingCalls()
         self.message = -1
-        self._speaks = False
-        """Is the latest item an assistant's message, or a call behind one?"""
+        self._in_assistant_turn = False
+        """Whether the latest item is an assistant message or a call."""
 
     def read(self, item: dict[str, Any], path: str) -> None:
+        """Append the segments of one item. Raises Refusal."""
         match item.get("type", "message"):
             case "message":
                 self._message(convert(item, MessageItem, path), path)
@@ -199,35 +209,36 @@ class _Reader:
             case "reasoning":
                 pass
             case "item_reference":
-                what = "nothing is stored here, so that no item can be referred to; send it."
-                raise bad(path, what, "unsupported_parameter")
+                problem = "item_reference: this server stores no items; expected the item itself."
+                raise invalid_field(path, problem, "unsupported_parameter")
             case str(other):
-                what = (
-                    f"items of the type {other[:64]!r} are not supported; messages, function"
-                    " calls and their outputs are."
+                problem = (
+                    f"unsupported item type {other[:64]!r}; expected 'message', 'function_call',"
+                    " 'function_call_output' or 'reasoning'."
                 )
-                raise bad(f"{path}.type", what, "unsupported_parameter")
-            case _:
-                raise bad(f"{path}.type", "a type is a text.")
+                raise invalid_field(f"{path}.type", problem, "unsupported_parameter")
+            case other:
+                problem = f"Expected `str`, got `{json_type(other)}`."
+                raise invalid_field(f"{path}.type", problem)
 
     def _message(self, item: MessageItem, path: str) -> None:
-        self.calls.check_done(path)
+        self.calls.check_answered(path)
         self.message += 1
-        self._speaks = item.role == "assistant"
+        self._in_assistant_turn = item.role == "assistant"
         self._texts(item.role, item.content, f"{path}.content")
 
     def _call(self, item: CallItem, path: str) -> None:
         call = tools.call(item.call_id, item.name, item.arguments, path)
         self.calls.add(call, f"{path}.call_id")
-        if not self._speaks:
+        if not self._in_assistant_turn:
             self.message += 1
-            self._speaks = True
+            self._in_assistant_turn = True
         self.add("assistant", "", path, call=call)
 
     def _result(self, item: ResultItem, path: str) -> None:
         name = self.calls.answer(item.call_id, f"{path}.call_id")
         self.message += 1
-        self._speaks = False
+        self._in_assistant_turn = False
         self._texts("tool", item.output, f"{path}.output", name, item.call_id)
 
     def _texts(
@@ -242,26 +253,27 @@ class _Reader:
             self.add(role, content, path, name=name, answers=answers)
             return
         if not content:
-            raise bad(path, "the list is empty.")
+            raise invalid_field(path, "the list is empty; expected at least one part.")
         for number, part in enumerate(content):
-            at = f"{path}[{number}]"
-            text, mark = self._part(role, part, at)
-            self.add(role, text, at, name=name, answers=answers, retention=mark)
+            part_path = f"{path}[{number}]"
+            text, retention = self._part(role, part, part_path)
+            self.add(role, text, part_path, name=name, answers=answers, retention=retention)
 
     def _part(self, role: Role, part: dict[str, Any], path: str) -> tuple[str, str | None]:
+        """Return the text of a part and the retention class of its breakpoint."""
         kind = part.get("type")
         if kind == "refusal" and role == "assistant":
             return convert(part, RefusalText, path).refusal, None
         if kind in _UNSUPPORTED_PARTS:
-            raise bad(path, f"{kind}: {TEXT_ONLY}", "unsupported_parameter")
+            raise invalid_field(path, f"{kind}: {tools.TEXT_ONLY}", "unsupported_parameter")
         if not isinstance(kind, str) or kind not in _PARTS:
-            shown = str(kind)[:64]
-            raise bad(f"{path}.type", f"there is no part of the type {shown!r} in such an item.")
+            problem = f"unknown part type {str(kind)[:64]!r}; expected {' or '.join(_PARTS)}."
+            raise invalid_field(f"{path}.type", problem)
         found = convert(part, _PARTS[kind], path)
-        mark = cache.requested_retention(
+        retention = cache.requested_retention(
             found.prompt_cache_breakpoint, found.cache_control, self._settings
         )
-        return found.text, mark
+        return found.text, retention
 
     def add(
         self,
@@ -274,6 +286,7 @@ class _Reader:
         call: ToolCall | None = None,
         retention: str | None = None,
     ) -> None:
+        """Append a segment of the current message."""
         self.segments.append(
             Segment(role, text, path, name, self.message, retention, call, answers)
         )

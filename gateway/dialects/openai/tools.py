@@ -1,7 +1,7 @@
-"""Functions, the choice among them and the form of the answer, as OpenAI's dialects have them.
+"""Functions, tool choice and output format of OpenAI's dialects.
 
-Chat wraps a function in an object of its own and responses does not; each hands over the inner
-fields. It knows no message.
+Chat wraps a function in an object and responses does not; both pass the inner fields. This module
+knows no messages.
 """
 
 from __future__ import annotations
@@ -13,18 +13,21 @@ import msgspec
 from msgspec import Meta, Struct
 
 from gateway.dialects.canonical import OutputFormat, Tool, ToolCall, ToolChoice
-from gateway.errors import Kind, Refusal
+from gateway.dialects.validation import invalid_field
 
 TOOLS_MAX = 128
+"""Most tools of one request, and most calls of one message."""
+
 Name = Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[a-zA-Z0-9_-]+\Z")]
 Described = Annotated[str, Meta(max_length=100_000)]
 CallId = Annotated[str, Meta(min_length=1, max_length=512)]
 Arguments = Annotated[str, Meta(max_length=10_000_000)]
-ONLY_FUNCTIONS = "only tools of the type 'function' are supported."
+
+TEXT_ONLY = "the model reads only text; expected a text part."
 
 
 class JsonSchema(Struct, frozen=True, forbid_unknown_fields=True):
-    """What an answer has to satisfy."""
+    """The schema that an answer must satisfy."""
 
     name: Name
     schema: dict[str, Any]
@@ -40,23 +43,27 @@ def tool(
     path: str,
     retention: str | None,
 ) -> Tool:
-    """A function at `path`. Raises Refusal where its parameters are no object's schema."""
+    """Return the function declared at `path`. Raises Refusal if its schema is not of an object."""
     schema = dict(parameters or {"type": "object", "properties": {}})
     if schema.get("type", "object") != "object":
-        at = f"{path}.parameters"
-        message = f"{at}: the schema of a function has to be of the type 'object'."
-        raise Refusal(Kind.BAD, "invalid_function_parameters", message, param=at)
+        problem = f"unsupported schema type {str(schema['type'])[:64]!r}; expected 'object'."
+        raise invalid_field(f"{path}.parameters", problem, "invalid_function_parameters")
     return Tool(name, description or "", json_text(schema), path, bool(strict), retention)
 
 
 def check_names(tools: Sequence[Tool]) -> None:
-    """Two functions of one name could not be told apart. Raises Refusal."""
+    """Raise Refusal if two functions have one name."""
     seen: set[str] = set()
-    for one in tools:
-        if one.name in seen:
-            message = f"{one.path}: there are two functions {one.name!r}."
-            raise Refusal(Kind.BAD, "invalid_value", message, param=one.path)
-        seen.add(one.name)
+    for declared in tools:
+        if declared.name in seen:
+            problem = f"the function {declared.name!r} is declared twice; use unique names."
+            raise invalid_field(declared.path, problem)
+        seen.add(declared.name)
+
+
+def unsupported_type(kind: object) -> str:
+    """Return the problem of a tool that is not a function."""
+    return f"unsupported tool type {str(kind)[:64]!r}; expected a complete 'function'."
 
 
 def choice(
@@ -65,78 +72,79 @@ def choice(
     tools: Sequence[Tool],
     parallel: bool | None,
 ) -> ToolChoice:
-    """Which functions may be called. Raises Refusal for one that is not there."""
-    known = {one.name for one in tools}
+    """Return which functions may be called. Raises Refusal for an undeclared one."""
+    known = {declared.name for declared in tools}
     for name in names:
         if name not in known:
-            message = f"tool_choice: there is no function {name[:64]!r} in tools."
-            raise Refusal(Kind.BAD, "invalid_value", message, param="tool_choice")
+            problem = f"unknown function {name[:64]!r}; expected the name of a function in tools."
+            raise invalid_field("tool_choice", problem)
     if mode == "required" and not tools:
-        message = "tool_choice: there are no tools to choose from."
-        raise Refusal(Kind.BAD, "invalid_value", message, param="tool_choice")
+        problem = "'required' needs a tool, and the request declares none in tools."
+        raise invalid_field("tool_choice", problem)
     return ToolChoice(mode, tuple(dict.fromkeys(names)), parallel is not False)
 
 
 def call(call_id: str, name: str, arguments: str, path: str) -> ToolCall:
-    """An earlier call. Its arguments are written anew, in their order; none are an empty object.
+    """Return a call of the history, with its arguments as compact JSON in the client's key order.
 
-    Raises Refusal where they are no JSON object.
+    Empty arguments become `{}`. Raises Refusal if the arguments are not a JSON object.
     """
     try:
         value = msgspec.json.decode(arguments or "{}")
     except (msgspec.DecodeError, UnicodeError, RecursionError):
         value = None
     if not isinstance(value, dict):
-        at = f"{path}.arguments"
-        message = f"{at}: it has to be the JSON text of an object."
-        raise Refusal(Kind.BAD, "invalid_value", message, param=at)
+        problem = "invalid JSON, or JSON of another type; expected the JSON text of an object."
+        raise invalid_field(f"{path}.arguments", problem)
     return ToolCall(call_id, name, json_text(value))
 
 
 def output_format(
     kind: Literal["text", "json_object"], schema: JsonSchema | None, path: str
 ) -> OutputFormat:
-    """The canonical form; a schema, which stands at `path`, decides where there is one."""
+    """Return the canonical output format; a schema, whose field is `path`, overrides `kind`."""
     if schema is None:
         return OutputFormat(kind)
     return OutputFormat("json_schema", json_text(schema.schema), path, bool(schema.strict))
 
 
 def json_text(value: object) -> str:
-    """The same JSON without spaces, in the order it came."""
+    """Return compact JSON text that keeps the key order."""
     return msgspec.json.encode(value).decode()
 
 
 class PendingCalls:
-    """The calls of a history that wait for their results: each is answered once, before anyone
-    else speaks. `field`: whose param the errors name."""
+    """The calls of a history that have no result yet.
+
+    Each call takes one result, before any message other than results.
+    """
 
     def __init__(self) -> None:
-        self._open: dict[str, str] = {}
+        self._names: dict[str, str] = {}
 
     @property
-    def are_open(self) -> bool:
-        """Does any wait?"""
-        return bool(self._open)
+    def any_pending(self) -> bool:
+        """Whether a call has no result yet."""
+        return bool(self._names)
 
-    def add(self, made: ToolCall, path: str) -> None:
-        """A call is made. Raises Refusal if one of that id is still open."""
-        if made.call_id in self._open:
-            message = f"{path}: there are two open calls with the id {made.call_id[:64]!r}."
-            raise Refusal(Kind.BAD, "invalid_value", message, param=path)
-        self._open[made.call_id] = made.name
+    def add(self, call: ToolCall, path: str) -> None:
+        """Add a call. Raises Refusal if a call with its id is pending."""
+        if call.call_id in self._names:
+            problem = f"the call id {call.call_id[:64]!r} is already pending; use unique ids."
+            raise invalid_field(path, problem)
+        self._names[call.call_id] = call.name
 
     def answer(self, call_id: str, path: str) -> str:
-        """The name of the function whose result this is. Raises Refusal if none was called."""
-        name = self._open.pop(call_id, None)
+        """Remove a call and return its function's name. Raises Refusal for an unknown id."""
+        name = self._names.pop(call_id, None)
         if name is None:
-            message = f"{path}: no call with the id {call_id[:64]!r} waits for a result before it."
-            raise Refusal(Kind.BAD, "invalid_value", message, param=path)
+            problem = f"unknown call id {call_id[:64]!r}; expected the id of a pending call."
+            raise invalid_field(path, problem)
         return name
 
-    def check_done(self, path: str) -> None:
-        """Someone else speaks, or the history ends. Raises Refusal if a result is missing."""
-        if self._open:
-            missing = ", ".join(repr(call_id[:64]) for call_id in list(self._open)[:8])
-            message = f"{path}: results of these calls have to come before it: {missing}."
-            raise Refusal(Kind.BAD, "invalid_value", message, param=path)
+    def check_answered(self, path: str) -> None:
+        """Raise Refusal if a call has no result. Call it before any message but a result."""
+        if self._names:
+            missing = ", ".join(repr(call_id[:64]) for call_id in list(self._names)[:8])
+            problem = f"these calls have no result yet: {missing}; expected their results first."
+            raise invalid_field(path, problem)

@@ -1,5 +1,6 @@
-"""What OpenAI's endpoints share on the wire: strict decoding, generation fields, gathering an
-answer's pieces, usage, errors. No endpoint knows another; all stand on this.
+"""Wire types that OpenAI's endpoints share: decoding, generation fields, usage and errors.
+
+`openai.chat`, `openai.completions` and `openai.responses` build on it; none of them knows another.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from gateway.dialects.canonical import (
     ToolCall,
     UsageRecord,
 )
-from gateway.dialects.canonical import Text as Words
-from gateway.dialects.validation import convert, unknown_field
+from gateway.dialects.canonical import Text as TextDelta
+from gateway.dialects.validation import convert, invalid_field, json_type, unknown_field
 from gateway.errors import Kind, Refusal
 
 Text = Annotated[str, Meta(max_length=10_000_000)]
@@ -33,33 +34,38 @@ StopText = Annotated[str, Meta(min_length=1, max_length=1_000)]
 TokenIds = Annotated[tuple[Annotated[int, Meta(ge=0, lt=2**31)], ...], Meta(max_length=4_000_000)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
 CHOICES_MAX = 128
-FAST_DECODE_BYTES_MAX = 65_536
-"""Up to here a body is tried as if nothing were wrong with it: more would be too much in vain."""
+"""Most choices of one prompt."""
 
-CONSTRAINED = "Answers are constrained by response_format, in chat, or text.format, in responses."
-SPECIALS = "Special tokens are never part of the text."
+FAST_DECODE_BYTES_MAX = 65_536
+"""Most bytes of a body that is first decoded strictly: a failed attempt on more costs too much."""
+
+CHAT_FIELD = "this field belongs to /v1/chat/completions."
+NO_INFILL = "the model only continues text and cannot fill a gap; omit it."
+NO_BEAM_SEARCH = "beam search is not supported; expected n or best_of, which sample."
+CONSTRAINED = "expected response_format (chat) or text.format (responses), which constrain answers."
+SPECIALS = "special tokens are never part of the text; omit it."
 REFUSED_FIELDS: Mapping[str, str] = {
     "guided_json": CONSTRAINED,
     "guided_regex": CONSTRAINED,
     "guided_choice": CONSTRAINED,
     "guided_grammar": CONSTRAINED,
     "structured_outputs": CONSTRAINED,
-    "logits_processors": "Requests bring no code.",
-    "use_beam_search": "There is no beam search; n and best_of sample.",
-    "length_penalty": "There is no beam search; n and best_of sample.",
-    "early_stopping": "There is no beam search; n and best_of sample.",
-    "include_stop_str_in_output": "A stop string is never part of the text.",
+    "logits_processors": "requests cannot carry code; omit it.",
+    "use_beam_search": NO_BEAM_SEARCH,
+    "length_penalty": NO_BEAM_SEARCH,
+    "early_stopping": NO_BEAM_SEARCH,
+    "include_stop_str_in_output": "a stop string is never part of the text; expected false.",
     "skip_special_tokens": SPECIALS,
     "spaces_between_special_tokens": SPECIALS,
-    "truncate_prompt_tokens": "Prompts are never cut; one that is too long is refused.",
-    "return_token_ids": "Token ids are not reported; logprobs has each token's bytes.",
+    "truncate_prompt_tokens": "prompts are never truncated; a prompt that is too long is refused.",
+    "return_token_ids": "token ids are not reported; expected logprobs, which hold token bytes.",
 }
-"""Fields that neither endpoint can honour, and why. A refusal beats silence: an answer that was
-made some other way than it was asked for looks right."""
+"""Fields that no endpoint can honour, with the reason. They are refused, not ignored, because an
+answer that ignores a setting looks correct."""
 
 REQUEST_NAME_FIELDS = frozenset({"request_id", "rid", "session_id"})
-"""What self-hosted engines and routers let a client call its request, for logs and for choosing a
-server: of an answer it changes nothing."""
+"""Names of a request that self-hosted engines and routers accept for logs and for routing. They do
+not change the answer."""
 
 NEUTRAL_VALUES: Mapping[str, object] = {
     "use_beam_search": False,
@@ -68,21 +74,21 @@ NEUTRAL_VALUES: Mapping[str, object] = {
     "skip_special_tokens": True,
     "return_token_ids": False,
 }
-"""Refused fields that clients send at their default, where it asks for what we do anyway."""
+"""Values at which a refused field has no effect and is accepted; clients send such defaults."""
 
 T = TypeVar("T")
 Body = TypeVar("Body", bound=Struct)
 
 
 class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
-    """`include_obfuscation` is accepted: we pad nothing, which is what false asks for."""
+    """Stream options. `include_obfuscation` is accepted without effect: chunks are not padded."""
 
     include_usage: bool = False
     include_obfuscation: bool = False
 
 
 class SamplingFields(Struct, frozen=True, kw_only=True):
-    """Fields of every endpoint, OpenAI's own and those that self-hosted engines added."""
+    """Fields of every endpoint: OpenAI's, and then those of self-hosted engines."""
 
     model: Annotated[str, Meta(min_length=1, max_length=512)]
     stream: bool | None = None
@@ -95,7 +101,7 @@ class SamplingFields(Struct, frozen=True, kw_only=True):
     ) = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     user: Short | None = None
-    # What self-hosted engines have beside OpenAI's fields.
+    # Fields that self-hosted engines added.
     top_k: Annotated[int, Meta(ge=-1, lt=2**31)] | None = None
     min_p: Fraction | None = None
     repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
@@ -111,7 +117,7 @@ class SamplingFields(Struct, frozen=True, kw_only=True):
 
 
 class GenerationFields(SamplingFields, frozen=True, kw_only=True):
-    """What chat and legacy completions have and responses do not."""
+    """Fields that chat and legacy completions share and responses lacks."""
 
     stream_options: StreamOptions | None = None
     n: Annotated[int, Meta(ge=1, le=CHOICES_MAX)] | None = None
@@ -125,22 +131,22 @@ def decode(
     refused: Mapping[str, str],
     neutral: Mapping[str, object],
     ignored: frozenset[str] = frozenset(),
-    usual: type[Body] | None = None,
+    fast_kind: type[Body] | None = None,
 ) -> Body:
-    """A request body as `kind`. O(bytes). Raises Refusal that names the field.
+    """Decode a request body as `kind`.
 
-    `usual`: `kind` with the types that most bodies have where it takes any, to be read in one go.
-    `refused`: fields that cannot be honoured, and why; null, or the value in `neutral`, asks for
-    nothing and is fine. `ignored`: fields that change nothing about the answer. A key that is
-    there twice counts as it stands last.
+    `fast_kind`: a subclass of `kind` with narrower types, which the fast path decodes instead.
+    `refused`: fields that cannot be honoured, with the reason; null and the value in `neutral` are
+    accepted. `ignored`: fields without effect. Of a duplicate key the last value counts.
+    Cost: O(bytes). Raises Refusal that names the field.
     """
     if len(body) <= FAST_DECODE_BYTES_MAX:
         try:
-            exact: Body = _exact(usual or kind).decode(body)
+            decoded: Body = _strict_decoder(fast_kind or kind).decode(body)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            pass  # looked at more closely below
+            pass  # The slow path below finds the error.
         else:
-            return exact
+            return decoded
     try:
         tree = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -149,52 +155,50 @@ def decode(
     except RecursionError:
         raise Refusal(Kind.BAD, "invalid_json", "The body is nested too deeply.") from None
     if not isinstance(tree, dict):
-        raise Refusal(Kind.BAD, "invalid_json", "The body has to be a JSON object.")
+        message = f"The body is a JSON {json_type(tree)}; expected a JSON object."
+        raise Refusal(Kind.BAD, "invalid_json", message)
     known = _known(kind)
     fields = {}
     for name, value in tree.items():
         if name in known:
             fields[name] = value
         elif name in refused:
-            if not _asks_nothing(value, neutral.get(name)):
-                message = f"{name}: {refused[name]}"
-                raise Refusal(Kind.BAD, "unsupported_parameter", message, param=name)
+            if not _is_neutral(value, neutral.get(name)):
+                raise invalid_field(name, refused[name], "unsupported_parameter")
         elif name not in ignored:
             raise unknown_field(name, known)
     return convert(fields, kind, "")
 
 
 @cache
-def _exact(kind: type[Body]) -> msgspec.json.Decoder[Body]:
-    """Takes what has these fields and no others, as most bodies do: half the time."""
-    exact = msgspec.defstruct(
+def _strict_decoder(kind: type[Body]) -> msgspec.json.Decoder[Body]:
+    """Return a decoder without unknown fields, which takes half the time on most bodies."""
+    strict = msgspec.defstruct(
         kind.__name__, (), bases=(kind,), frozen=True, kw_only=True, forbid_unknown_fields=True
     )
-    return msgspec.json.Decoder[Body](exact)
+    return msgspec.json.Decoder[Body](strict)
 
 
 @cache
 def _known(kind: type[Struct]) -> set[str]:
-    """The names of a body's fields; working them out takes a millisecond and more."""
+    """Return the names of a body's fields. Cached, because collecting them takes over 1 ms."""
     return {field.encode_name for field in msgspec.structs.fields(kind)}
 
 
-def _asks_nothing(value: object, neutral: object) -> bool:
+def _is_neutral(value: object, neutral: object) -> bool:
     return value is None or (type(value) is type(neutral) and value == neutral)
 
 
 def sampling(fields: SamplingFields, logprobs: int | None) -> Sampling:
-    """The engine's terms. Raises Refusal for combinations that mean nothing."""
+    """Return the engine's sampling settings. Raises Refusal for an invalid `logit_bias` key."""
     bias = {}
     for key, value in (fields.logit_bias or {}).items():
         if not (key.isascii() and key.isdigit() and len(key) <= 10 and int(key) < 2**31):
-            raise Refusal(
-                Kind.BAD, "invalid_value", "logit_bias: keys are token ids.", param="logit_bias"
-            )
+            raise invalid_field("logit_bias", f"invalid key {key[:32]!r}; expected a token id.")
         bias[int(key)] = value
     temperature = 1.0 if fields.temperature is None else fields.temperature
     if fields.top_p == 0:
-        temperature = 0.0  # an empty nucleus keeps the best token alone
+        temperature = 0.0  # An empty nucleus keeps only the best token.
     return Sampling(
         temperature=temperature,
         top_k=max(0, fields.top_k or 0),
@@ -212,7 +216,7 @@ def sampling(fields: SamplingFields, logprobs: int | None) -> Sampling:
 def generation(
     fields: GenerationFields, *, max_tokens: int | None, logprobs: int | None, samples: int
 ) -> GenerationParameters:
-    """The canonical settings of either endpoint."""
+    """Return the canonical generation settings of chat or completions. Raises Refusal."""
     stop = fields.stop
     return GenerationParameters(
         max_tokens=max_tokens,
@@ -227,7 +231,7 @@ def generation(
 
 
 def partition(fields: SamplingFields) -> str:
-    """Whatever narrows the sharing scope, unambiguously joined."""
+    """Return the fields that narrow the namespace, joined without ambiguity; "" if none is set."""
     if not (fields.cache_salt or fields.prompt_cache_key or fields.extra_key):
         return ""
     parts = (fields.cache_salt or "", fields.prompt_cache_key or "", fields.extra_key or "")
@@ -235,21 +239,17 @@ def partition(fields: SamplingFields) -> str:
 
 
 def check_stream_options(fields: GenerationFields) -> None:
-    """`stream_options` means nothing without `stream`."""
+    """Raise Refusal for `stream_options` without `stream`."""
     if fields.stream_options is not None and not fields.stream:
-        raise Refusal(
-            Kind.BAD,
-            "invalid_value",
-            "stream_options is only allowed when stream is true.",
-            param="stream_options",
-        )
+        problem = "only allowed when stream is true."
+        raise invalid_field("stream_options", problem)
 
 
 # --- answers -----------------------------------------------------------------------------------
 
 
 class JoinedChoice:
-    """One choice of an answer, its pieces joined."""
+    """One choice of a unary answer, with its pieces joined."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
@@ -259,20 +259,20 @@ class JoinedChoice:
 
     @property
     def text(self) -> str:
-        """All of it."""
+        """The complete text."""
         return "".join(self.texts)
 
-    def add(self, piece: Words | CallText | ChoiceEnd) -> None:
-        """More of it."""
-        if isinstance(piece, Words):
+    def add(self, piece: TextDelta | CallText | ChoiceEnd) -> None:
+        """Append a piece."""
+        if isinstance(piece, TextDelta):
             self.texts.append(piece.text)
             self.tokens += piece.tokens
         elif isinstance(piece, ChoiceEnd):
             self.reason = piece.reason
         else:
-            self._call(piece)
+            self._add_call(piece)
 
-    def _call(self, piece: CallText) -> None:
+    def _add_call(self, piece: CallText) -> None:
         held = self.calls.get(piece.call)
         self.calls[piece.call] = (
             ToolCall(piece.call_id, piece.name, piece.arguments)
@@ -282,7 +282,7 @@ class JoinedChoice:
 
 
 def gather(deltas: Sequence[Delta]) -> tuple[dict[int, JoinedChoice], dict[str, Any]]:
-    """The fold of a stream: (its ended choices in order, the usage object)."""
+    """Fold a stream: return its ended choices by index, in order, and the usage object."""
     found: dict[int, JoinedChoice] = {}
     counted: dict[str, Any] = {}
     for delta in deltas:
@@ -297,7 +297,7 @@ def gather(deltas: Sequence[Delta]) -> tuple[dict[int, JoinedChoice], dict[str, 
 
 
 def usage(record: UsageRecord) -> dict[str, Any]:
-    """OpenAI's usage object; every number from the one record."""
+    """Return OpenAI's usage object."""
     return {
         "prompt_tokens": record.total_in,
         "completion_tokens": record.out,
@@ -329,7 +329,7 @@ _STATUS = {Kind.QUOTA: 429}
 
 
 def error_object(refusal: Refusal) -> dict[str, Any]:
-    """`{"error": {...}}` as OpenAI's SDKs read it."""
+    """Return the error object that OpenAI's SDKs read."""
     return {
         "error": {
             "message": refusal.message,
@@ -341,16 +341,16 @@ def error_object(refusal: Refusal) -> dict[str, Any]:
 
 
 def headers(request_id: str) -> dict[str, str]:
-    """`X-Request-Id`, which every answer has, is what OpenAI's SDKs read."""
+    """Return no headers: OpenAI's SDKs read `X-Request-Id`, which every answer has."""
     return {}
 
 
 def count_body(tokens: int, cached: int) -> bytes:
-    """The answer to a call that only counts."""
+    """Return the answer to a token count."""
     return msgspec.json.encode({"object": "response.input_tokens", "input_tokens": tokens})
 
 
 def error_body(refusal: Refusal, request_id: str) -> tuple[int, bytes]:
-    """(HTTP status, body) of an error."""
+    """Return the HTTP status and the JSON body of an error."""
     status = _STATUS.get(refusal.kind, refusal.kind.value)
     return status, msgspec.json.encode(error_object(refusal))

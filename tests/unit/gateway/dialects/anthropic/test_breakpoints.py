@@ -22,13 +22,13 @@ def placed(*controls: CacheControl | None) -> Breakpoints:
 def refused(marks: Breakpoints) -> Refusal:
     """Why they are refused."""
     with pytest.raises(Refusal) as raised:
-        marks.kept()
+        marks.resolve()
     return raised.value
 
 
 def test_each_breakpoint_stands_after_its_block() -> None:
     """Five minutes unless an hour is asked for."""
-    assert placed(LONG, None, SHORT).kept() == {0: "1h", 2: "5m"}
+    assert placed(LONG, None, SHORT).resolve() == {0: "1h", 2: "5m"}
 
 
 def test_a_fifth_breakpoint_is_refused_in_the_words_clients_know() -> None:
@@ -52,32 +52,32 @@ def test_the_automatic_one_stands_at_the_last_block_that_may_have_one() -> None:
     """Whatever cannot have a breakpoint is walked over in silence."""
     marks = placed(None, None)
     marks.add(2, "thinking", None, is_eligible=False)
-    marks.automatic(SHORT)
+    marks.add_automatic(SHORT)
 
-    assert marks.kept() == {1: "5m"}
+    assert marks.resolve() == {1: "5m"}
 
 
 def test_the_automatic_one_is_none_where_no_block_may_have_one() -> None:
     """Nothing to keep is no mistake."""
     marks = Breakpoints()
     marks.add(0, "thinking", None, is_eligible=False)
-    marks.automatic(SHORT)
+    marks.add_automatic(SHORT)
 
-    assert marks.kept() == {}
+    assert marks.resolve() == {}
 
 
 def test_the_automatic_one_changes_nothing_where_the_same_stands_already() -> None:
     """So that four and the automatic one at the fourth are four."""
     marks = placed(*[SHORT] * 4)
-    marks.automatic(SHORT)
+    marks.add_automatic(SHORT)
 
-    assert marks.kept() == dict.fromkeys(range(4), "5m")
+    assert marks.resolve() == dict.fromkeys(range(4), "5m")
 
 
 def test_the_automatic_one_counts_as_a_fifth() -> None:
     """It takes one of the four."""
     marks = placed(*[SHORT] * 4, None)
-    marks.automatic(SHORT)
+    marks.add_automatic(SHORT)
 
     assert "Found 5" in refused(marks).message
 
@@ -86,7 +86,7 @@ def test_the_automatic_one_does_not_overrule_the_last_blocks_own() -> None:
     """Two promises for one place: somebody meant something else."""
     marks = placed(SHORT)
     with pytest.raises(Refusal) as raised:
-        marks.automatic(LONG)
+        marks.add_automatic(LONG)
 
     assert raised.value.param == "cache_control"
     assert "'1h'" in raised.value.message
@@ -96,7 +96,7 @@ def test_the_automatic_one_does_not_overrule_the_last_blocks_own() -> None:
 def test_an_automatic_hour_after_five_minutes_is_out_of_order() -> None:
     """The same rule as for any other."""
     marks = placed(SHORT, None)
-    marks.automatic(LONG)
+    marks.add_automatic(LONG)
 
     assert refused(marks).param == "cache_control.ttl"
 
@@ -107,4 +107,4 @@ def test_of_two_at_one_place_the_longer_is_kept() -> None:
     marks.add(0, "result.content[0]", LONG)
     marks.add(0, "result", SHORT)
 
-    assert marks.kept() == {0: "1h"}
+    assert marks.resolve() == {0: "1h"}

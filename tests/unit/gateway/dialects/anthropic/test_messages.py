@@ -229,13 +229,17 @@ def test_a_refused_field_that_asks_for_nothing_is_fine(name: str) -> None:
 @pytest.mark.parametrize(
     ("fields", "param", "says"),
     [
-        ({"max_tokens": -1}, "max_tokens", ">= 0 (it is -1)"),
+        ({"max_tokens": -1}, "max_tokens", ">= 0; received -1"),
         ({"max_tokens": "9"}, "max_tokens", "int"),
-        ({"temperature": 1.5}, "temperature", "<= 1.0 (it is 1.5)"),
-        ({"stop_sequences": ["a"] * 65}, "stop_sequences", "<= 64 (it has 65)"),
+        ({"temperature": 1.5}, "temperature", "<= 1.0; received 1.5"),
+        ({"stop_sequences": ["a"] * 65}, "stop_sequences", "<= 64; received length 65"),
         ({"stop_sequences": ["\n"]}, "stop_sequences[0]", "non-whitespace"),
         ({"stop_sequences": "a"}, "stop_sequences", "array"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking.type", "steps"),
+        (
+            {"thinking": {"type": "enabled", "budget_tokens": 1024}},
+            "thinking.type",
+            "extended thinking",
+        ),
         ({"thinking": {"type": "enabled", "budget_tokens": 9}}, "thinking.budget_tokens", "1024"),
         ({"output_config": {"effort": "huge"}}, "output_config.effort", "huge"),
         ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type", "xml"),
@@ -244,7 +248,7 @@ def test_a_refused_field_that_asks_for_nothing_is_fine(name: str) -> None:
         ({"service_tier": "flex"}, "service_tier", "flex"),
         ({"priority": 1}, "priority", "<= 0"),
         ({"system": 7}, "system", "int"),
-        ({"metadata": {"user_id": "u" * 513}}, "metadata.user_id", "<= 512 (it has 513)"),
+        ({"metadata": {"user_id": "u" * 513}}, "metadata.user_id", "<= 512; received length 513"),
         (
             {"context_management": {"edits": [{"type": "compact_20260112"}]}},
             "context_management.edits[0].type",

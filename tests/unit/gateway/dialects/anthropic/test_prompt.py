@@ -195,8 +195,8 @@ def test_each_choice_of_tools_arrives(choice: dict[str, Any], expected: ToolChoi
 @pytest.mark.parametrize(
     ("fields", "param", "says"),
     [
-        ({"tool_choice": {"type": "any"}}, "tool_choice", "no tools"),
-        ({"tool_choice": {"type": "tool"}}, "tool_choice.name", "which"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice", "declares none in tools"),
+        ({"tool_choice": {"type": "tool"}}, "tool_choice.name", "requires a name"),
         ({"tool_choice": {"type": "tool", "name": "x"}}, "tool_choice.name", "'x'"),
         ({"tool_choice": {"type": "auto", "name": "x"}}, "tool_choice.name", "'tool'"),
         ({"tools": [WEATHER, WEATHER]}, "tools[1].name", "unique"),
@@ -317,17 +317,29 @@ def test_a_block_that_a_text_model_cannot_use_is_refused_by_name(kind: str) -> N
     ("fields", "param", "says"),
     [
         ({"messages": []}, "messages", ">= 1"),
-        ({"messages": [{"role": "user", "content": ""}]}, "messages[0].content", "need content"),
-        ({"messages": [{"role": "user", "content": []}]}, "messages[0].content", "need content"),
-        ({"messages": [assistant()]}, "messages", "nothing to answer"),
+        (
+            {"messages": [{"role": "user", "content": ""}]},
+            "messages[0].content",
+            "content is empty",
+        ),
+        (
+            {"messages": [{"role": "user", "content": []}]},
+            "messages[0].content",
+            "content is empty",
+        ),
+        ({"messages": [assistant()]}, "messages", "no message has content"),
         ({"messages": [user(text(""))]}, "messages[0].content[0]", "non-empty"),
         ({"messages": [user({"text": "x"})]}, "messages[0].content[0].type", "type"),
         ({"messages": [user({"type": 7})]}, "messages[0].content[0].type", "type"),
         ({"messages": [user({"type": "poem"})]}, "messages[0].content[0].type", "'poem'"),
         ({"messages": [user({"type": "text"})]}, "messages[0].content[0].text", "missing"),
         ({"messages": [user(text("x", y=1))]}, "messages[0].content[0]", "unknown field `y`"),
-        ({"messages": [user(use())]}, "messages[0].content[0].type", "the user's"),
-        ({"messages": [HI, assistant(result())]}, "messages[1].content[0].type", "assistant's"),
+        ({"messages": [user(use())]}, "messages[0].content[0].type", "user messages"),
+        (
+            {"messages": [HI, assistant(result())]},
+            "messages[1].content[0].type",
+            "assistant messages",
+        ),
         ({"system": [use()]}, "system[0].type", "a system prompt"),
         ({"system": [{"type": "image"}]}, "system[0]", "image"),
         (

@@ -54,7 +54,7 @@ def test_what_is_no_text_is_named_as_unsupported(kind: str) -> None:
     refusal = refused([{"role": "user", "content": [{"type": "text", "text": "look"}, part]}])
 
     assert (refusal.code, refusal.param) == ("unsupported_parameter", "messages[0].content[1]")
-    assert f"{kind}: this is a text model" in refusal.message
+    assert f"{kind}: the model reads only text" in refusal.message
 
 
 def made(call_id: str, name: str = "weather", arguments: str = '{"city":"Ulm"}') -> dict[str, Any]:
@@ -139,8 +139,8 @@ def test_a_refusal_is_what_the_assistant_said() -> None:
 @pytest.mark.parametrize(
     ("messages", "param", "says"),
     [
-        ([{"role": "tool", "content": "x"}], "messages[0].tool_call_id", "which call"),
-        ([USER, result("a")], "messages[1].tool_call_id", "no call with the id 'a'"),
+        ([{"role": "tool", "content": "x"}], "messages[0].tool_call_id", "id of the call"),
+        ([USER, result("a")], "messages[1].tool_call_id", "unknown call id 'a'"),
         ([USER, calling(made("a")), result("b")], "messages[2].tool_call_id", "'b'"),
         ([USER, calling(made("a")), USER], "messages[2]", "'a'"),
         ([USER, calling(made("a")), USER, result("a")], "messages[2]", "'a'"),
@@ -149,7 +149,7 @@ def test_a_refusal_is_what_the_assistant_said() -> None:
         (
             [USER, calling(made("a"), made("a")), result("a")],
             "messages[1].tool_calls[1].id",
-            "two open calls",
+            "already pending",
         ),
         (
             [USER, calling(made("a", arguments="[1]")), result("a")],
@@ -171,11 +171,11 @@ def test_a_refusal_is_what_the_assistant_said() -> None:
             "messages[1].tool_calls[0].function.name",
             "a-zA-Z0-9_-",
         ),
-        ([{**USER, "tool_calls": [made("a")]}], "messages[0].tool_calls", "makes no calls"),
+        ([{**USER, "tool_calls": [made("a")]}], "messages[0].tool_calls", "no tool calls"),
         (
             [{"role": "user", "content": [{"type": "refusal", "refusal": "x"}]}],
             "messages[0].content[0].type",
-            "assistant",
+            "holds no refusal",
         ),
         ([{"role": "function", "name": "f", "content": "x"}], "messages[0].role", "function"),
     ],
@@ -245,8 +245,8 @@ def test_calls_come_one_at_a_time_only_if_asked() -> None:
     ("fields", "param", "says"),
     [
         ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools[0].type", "function"),
-        ({"tools": [{"type": "function"}]}, "tools[0].function", "which"),
-        ({"tools": [CLOCK, CLOCK]}, "tools[1].function", "two functions"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function", "is required"),
+        ({"tools": [CLOCK, CLOCK]}, "tools[1].function", "declared twice"),
         (
             {"tools": [{"type": "function", "function": {"name": "a b"}}]},
             "tools[0].function.name",
@@ -255,15 +255,15 @@ def test_calls_come_one_at_a_time_only_if_asked() -> None:
         (
             {"tools": [{"type": "function", "function": {"name": "x" * 65}}]},
             "tools[0].function.name",
-            "<= 64 (it has 65)",
+            "<= 64; received length 65",
         ),
         (
             {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": 3}}}]},
             "tools[0].function.parameters",
             "object",
         ),
-        ({"tools": [CLOCK] * 129}, "tools", "<= 128 (it has 129)"),
-        ({"tool_choice": "required"}, "tool_choice", "no tools"),
+        ({"tools": [CLOCK] * 129}, "tools", "<= 128; received length 129"),
+        ({"tool_choice": "required"}, "tool_choice", "declares none in tools"),
         ({"tool_choice": "any"}, "tool_choice", "any"),
         (
             {"tools": [CLOCK], "tool_choice": {"type": "function", "function": {"name": "x"}}},
