@@ -1,7 +1,7 @@
-"""Older majors of the SDKs, each in a folder of its own, because only one fits a process.
+"""Installs older majors of the SDKs, each in a separate folder: a process imports only one.
 
-Run as a program (`make older`) it installs those that are missing; a test of one that is not there
-is skipped. `told_by` runs a script with one of them against a gateway.
+As a program (`make older`) it installs missing versions; a test of a version that is not installed
+is skipped. `run_script` runs a script with one version against a gateway.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ VERSIONS = {
 }
 
 
-async def told_by(
+async def run_script(
     script: str, package: str, version: str, gateway: GatewayFixture
 ) -> dict[str, Any]:
-    """What the script wrote: URL, key and model in, one line of JSON out."""
+    """Run a script with URL, key and model; return the JSON object that it printed."""
     installed = FOLDER / f"{package}-{version}"
     if not installed.exists():
         pytest.skip(f"{package} {version} is not installed: make older")
@@ -53,7 +53,7 @@ async def told_by(
 
 
 def install(package: str, version: str) -> None:
-    """Whole or not at all."""
+    """Install one version completely or not at all."""
     target, unfinished = FOLDER / f"{package}-{version}", FOLDER / f"{package}-{version}.part"
     if target.exists():
         return

@@ -1,5 +1,7 @@
-"""Anthropic's own SDK against a whole gateway, as an application would use it: the base URL and the
-key change, nothing else. The runner is a fake; everything between the socket and it is the product.
+"""Anthropic's SDK against a complete gateway, used as an application would use it.
+
+Only the base URL and the key differ. The runner is a fake; all code between the socket and the
+runner is the product's.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ def text_of(message: Message) -> str:
 
 
 def counts(usage: Usage) -> tuple[int, int, int]:
-    """(read, written, the rest) of a prompt."""
+    """Return (read, written, other) tokens of a prompt."""
     read, written = usage.cache_read_input_tokens, usage.cache_creation_input_tokens
     assert read is not None
     assert written is not None
@@ -38,26 +40,26 @@ def counts(usage: Usage) -> tuple[int, int, int]:
 # --- answers -------------------------------------------------------------------------------------
 
 
-async def test_a_message_and_its_stream_are_the_same(
+async def test_message_and_stream_are_equal(
     gateway: GatewayFixture, client: AsyncAnthropic
 ) -> None:
-    """One request, both shapes, and the SDK's own accumulator between them."""
-    whole = await client.messages.create(**hello(gateway))
+    """One request in both shapes, joined by the SDK's accumulator."""
+    unary = await client.messages.create(**hello(gateway))
     async with client.messages.stream(**hello(gateway)) as stream:
         names = [event.type async for event in stream]
         folded = await stream.get_final_message()
 
-    assert text_of(folded) == text_of(whole)
-    assert (folded.stop_reason, whole.stop_reason) == ("max_tokens", "max_tokens")
-    assert counts(folded.usage) == counts(whole.usage)
-    assert folded.usage.output_tokens == whole.usage.output_tokens == 8
+    assert text_of(folded) == text_of(unary)
+    assert (folded.stop_reason, unary.stop_reason) == ("max_tokens", "max_tokens")
+    assert counts(folded.usage) == counts(unary.usage)
+    assert folded.usage.output_tokens == unary.usage.output_tokens == 8
     assert (names[0], names[-1]) == ("message_start", "message_stop")
-    assert whole.id.startswith("msg_")
+    assert unary.id.startswith("msg_")
     await gateway.check_quiet()
 
 
-async def test_the_key_comes_in_either_header(gateway: GatewayFixture) -> None:
-    """The SDK's newer majors send a bearer token, the older ones a header of their own."""
+async def test_accepts_the_key_in_either_header(gateway: GatewayFixture) -> None:
+    """Newer majors of the SDK send a bearer token, older ones X-Api-Key."""
     for headers in (
         {"X-Api-Key": gateway.keys["ada"], "anthropic-version": "2023-06-01"},
         {"Authorization": f"Bearer {gateway.keys['ada']}", "anthropic-version": "2026-10-21"},
@@ -71,22 +73,21 @@ async def test_the_key_comes_in_either_header(gateway: GatewayFixture) -> None:
         assert response.headers["request-id"] == f"req_{response.headers['x-request-id']}"
 
 
-async def test_a_stop_sequence_ends_the_answer_before_it(
+async def test_stop_sequence_is_excluded_and_named(
     gateway: GatewayFixture, client: AsyncAnthropic
 ) -> None:
-    """The stop is not part of the text, and is named."""
-    whole = text_of(await client.messages.create(**hello(gateway, max_tokens=30)))
-    stop = next(sign for sign in whole[3:] if sign.isprintable() and sign.strip() and sign != "�")
+    unary = text_of(await client.messages.create(**hello(gateway, max_tokens=30)))
+    stop = next(char for char in unary[3:] if char.isprintable() and char.strip() and char != "�")
     cut = await client.messages.create(**hello(gateway, max_tokens=30, stop_sequences=[stop]))
 
     assert (cut.stop_reason, cut.stop_sequence) == ("stop_sequence", stop)
-    assert text_of(cut) == whole[: whole.index(stop)]
+    assert text_of(cut) == unary[: unary.index(stop)]
 
 
-async def test_counting_is_what_is_charged_and_computes_nothing(
+async def test_count_equals_the_charge_and_computes_nothing(
     gateway: GatewayFixture, client: AsyncAnthropic
 ) -> None:
-    """A client plans with the one and pays the other."""
+    """A client plans with the count and pays the charge."""
     prompt: dict[str, Any] = {
         "system": [marked(SYSTEM)],
         "messages": [{"role": "user", "content": "hello"}],
@@ -100,7 +101,7 @@ async def test_counting_is_what_is_charged_and_computes_nothing(
     await gateway.check_quiet()
 
 
-async def test_models_are_listed_in_anthropics_shape(
+async def test_lists_models_in_anthropics_shape(
     gateway: GatewayFixture, client: AsyncAnthropic
 ) -> None:
     """Applications list models to fill a menu."""
@@ -119,10 +120,10 @@ async def test_models_are_listed_in_anthropics_shape(
 # --- caching -------------------------------------------------------------------------------------
 
 
-async def test_what_one_request_wrote_the_next_one_reads(
+async def test_second_request_reads_what_the_first_wrote(
     gateway: GatewayFixture, client: AsyncAnthropic
 ) -> None:
-    """The contract, to the token: a write, then a read of just that."""
+    """The counts agree to the token."""
     ask = hello(gateway, system=[marked(SYSTEM)])
     first, second = [await client.messages.create(**ask) for _ in range(2)]
 
@@ -136,15 +137,15 @@ async def test_what_one_request_wrote_the_next_one_reads(
     await gateway.check_quiet()
 
 
-def drawn(draw: random.Random) -> dict[str, Any]:
-    """A random prompt with random breakpoints: an hour's before five minutes', at most four."""
+def draw_request(draw: random.Random) -> dict[str, Any]:
+    """Draw a prompt with up to four breakpoints, 1h before 5m."""
     nouns = ["book", "hall", "shelf", "page", "ink"]
     words = [" ".join(draw.choices(nouns, k=9)) for _ in range(7)]
     blocks: list[Any] = [{"type": "text", "text": text} for text in words]
     places = sorted(draw.sample(range(len(blocks)), draw.randint(1, 4)))
     hours = draw.randint(0, len(places))
-    for number, place in enumerate(places):
-        blocks[place] = marked(words[place], "1h" if number < hours else None)
+    for number, position in enumerate(places):
+        blocks[position] = marked(words[position], "1h" if number < hours else None)
     turns = [{"role": "user", "content": blocks[2:4]}]
     turns += [
         {"role": "assistant", "content": blocks[4:5]},
@@ -154,13 +155,13 @@ def drawn(draw: random.Random) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("seed", range(3))
-async def test_a_second_identical_request_reads_exactly_what_the_first_wrote(
+async def test_identical_request_reads_exactly_what_was_written(
     gateway: GatewayFixture, client: AsyncAnthropic, seed: int
 ) -> None:
-    """For any breakpoints; and the sum is what counting says, whoever asks."""
+    """This holds for any breakpoints, and the sum equals the count."""
     draw = random.Random(seed)
     for _ in range(5):
-        prompt = drawn(draw)
+        prompt = draw_request(draw)
         ask = hello(gateway, **prompt, max_tokens=1)
         counted = await client.messages.count_tokens(model=gateway.model, **prompt)
         first, second = [counts((await client.messages.create(**ask)).usage) for _ in range(2)]
@@ -171,10 +172,10 @@ async def test_a_second_identical_request_reads_exactly_what_the_first_wrote(
     await gateway.check_quiet()
 
 
-async def test_what_nobody_marked_is_neither_read_nor_written(
+async def test_without_breakpoints_nothing_is_read_or_written(
     gateway: GatewayFixture, client: AsyncAnthropic
 ) -> None:
-    """The engine finds it all the same; the contract says who asked for it."""
+    """The engine finds the prefix, but the contract reads only at breakpoints."""
     for _ in range(2):
         message = await client.messages.create(**hello(gateway, system=SYSTEM))
 
@@ -185,7 +186,7 @@ async def test_what_nobody_marked_is_neither_read_nor_written(
 async def test_breakpoints_do_not_change_the_answer(
     gateway: GatewayFixture, client: AsyncAnthropic
 ) -> None:
-    """Whoever pays for keeping a prefix gets the same words."""
+    """A client that pays for retention gets the same text."""
     plain = await client.messages.create(**hello(gateway, system=SYSTEM))
     kept = await client.messages.create(**hello(gateway, system=[marked(SYSTEM, "1h")]))
 
@@ -193,10 +194,8 @@ async def test_breakpoints_do_not_change_the_answer(
     assert sum(counts(plain.usage)) == sum(counts(kept.usage))
 
 
-async def test_a_request_is_split_by_how_long_it_is_kept(
-    gateway: GatewayFixture, client: AsyncAnthropic
-) -> None:
-    """An hour for the instructions, five minutes for the conversation."""
+async def test_usage_is_split_by_ttl(gateway: GatewayFixture, client: AsyncAnthropic) -> None:
+    """One hour for the instructions, five minutes for the conversation."""
     messages = [{"role": "user", "content": [marked("a question about a book " * 3)]}]
     ask = hello(gateway, system=[marked(SYSTEM, "1h")], messages=messages)
     usage = (await client.messages.create(**ask)).usage
@@ -208,10 +207,10 @@ async def test_a_request_is_split_by_how_long_it_is_kept(
     assert hour + minutes == usage.cache_creation_input_tokens
 
 
-async def test_automatic_caching_follows_a_conversation(
+async def test_automatic_breakpoint_follows_a_conversation(
     gateway: GatewayFixture, client: AsyncAnthropic
 ) -> None:
-    """Each turn reads what the one before wrote, without a mark in any block."""
+    """Each turn reads what the previous one wrote, without breakpoints on blocks."""
     messages: list[Any] = [{"role": "user", "content": "where is the first book? " * 4}]
     known = 0
     for turn in range(3):
@@ -229,10 +228,10 @@ async def test_automatic_caching_follows_a_conversation(
     await gateway.check_quiet()
 
 
-async def test_a_prewarm_answers_nothing_and_the_next_request_reads_it(
+async def test_request_reads_what_a_prewarm_wrote(
     gateway: GatewayFixture, client: AsyncAnthropic
 ) -> None:
-    """Applications warm a long prompt before anybody asks."""
+    """Applications prewarm a long prompt before the first user arrives."""
     warm = await client.messages.create(**hello(gateway, system=[marked(SYSTEM)], max_tokens=0))
     message = await client.messages.create(**hello(gateway, system=[marked(SYSTEM)]))
 
@@ -241,10 +240,10 @@ async def test_a_prewarm_answers_nothing_and_the_next_request_reads_it(
     await gateway.check_quiet()
 
 
-async def test_a_coding_agents_billing_line_does_not_break_the_prefix(
+async def test_billing_header_does_not_break_the_prefix(
     gateway: GatewayFixture, client: AsyncAnthropic
 ) -> None:
-    """It is another one in each request."""
+    """The line differs in every request."""
     usages = []
     for number in range(2):
         line: TextBlockParam = {
@@ -266,10 +265,10 @@ async def test_a_coding_agents_billing_line_does_not_break_the_prefix(
         ({}, None),
     ],
 )
-async def test_a_miss_is_explained(
+async def test_diagnosis_names_the_change(
     gateway: GatewayFixture, client: AsyncAnthropic, change: dict[str, Any], reason: str | None
 ) -> None:
-    """What changed since the earlier request, as the SDK's own types say it."""
+    """The SDK's own types parse the reason."""
     ask = hello(gateway, system=[marked(SYSTEM)])
     first = await client.messages.create(**ask, diagnostics={"previous_message_id": None})
     then = {**ask, **change, "diagnostics": {"previous_message_id": first.id}}
@@ -283,10 +282,10 @@ async def test_a_miss_is_explained(
         assert (found and found.type) == reason
 
 
-async def test_an_unknown_earlier_message_is_said_to_be_unknown(
+async def test_diagnosis_of_an_unknown_message_is_not_found(
     gateway: GatewayFixture, client: AsyncAnthropic
 ) -> None:
-    """Another tenant's id is as unknown as one that never was."""
+    """Another tenant's id is unknown too."""
     opted = {"previous_message_id": None}
     async with AsyncAnthropic(base_url=gateway.url, api_key=gateway.keys["bob"]) as other:
         theirs = await other.messages.create(**hello(gateway, diagnostics=opted))

@@ -1,4 +1,4 @@
-"""Anthropic's own SDK where something is in the way: errors, retries, slow answers, leaving."""
+"""Anthropic's SDK on failures: errors, retries, slow answers and disconnects."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ async def client(gateway: GatewayFixture) -> AsyncIterator[AsyncAnthropic]:
         yield client
 
 
-async def test_errors_are_the_sdks_own_exceptions(
+async def test_errors_raise_the_sdks_exceptions(
     gateway: GatewayFixture, client: AsyncAnthropic
 ) -> None:
-    """Applications switch on these classes, on the type and on the code."""
+    """Applications branch on the class, the type and the code."""
     stranger = client.with_options(api_key="tl-nobody")
     with pytest.raises(anthropic.AuthenticationError) as unknown_key:
         await stranger.messages.create(**hello(gateway))
@@ -69,10 +69,10 @@ async def test_errors_are_the_sdks_own_exceptions(
         (Kind.DEADLINE, anthropic.GatewayTimeoutError),
     ],
 )
-async def test_each_kind_of_refusal_is_an_exception_of_its_own(
+async def test_each_kind_of_refusal_raises_its_exception(
     gateway: GatewayFixture, kind: Kind, raised: type[anthropic.APIStatusError]
 ) -> None:
-    """From our bytes to the class, without waiting for each to happen."""
+    """A mock transport answers with the encoded refusal."""
 
     def answer(request: httpx2.Request) -> httpx2.Response:
         status, body = DIALECT.error_body(Refusal(kind, "some_code", "Why."), "r1")
@@ -88,8 +88,8 @@ async def test_each_kind_of_refusal_is_an_exception_of_its_own(
     assert (caught.value.error_code, caught.value.request_id) == ("some_code", "req_r1")
 
 
-async def test_a_body_over_the_limit_is_content_too_large(card: ModelCard, tmp_path: Path) -> None:
-    """Before it is parsed."""
+async def test_body_over_the_limit_is_content_too_large(card: ModelCard, tmp_path: Path) -> None:
+    """The size check precedes parsing."""
     gateway = GatewayFixture(card, tmp_path)
     gateway.set_server(body_bytes_max=2_000)
     await gateway.open()
@@ -101,10 +101,10 @@ async def test_a_body_over_the_limit_is_content_too_large(card: ModelCard, tmp_p
     gateway.discard()
 
 
-async def test_a_server_that_drains_is_overloaded(
+async def test_draining_server_is_overloaded(
     gateway: GatewayFixture, client: AsyncAnthropic
 ) -> None:
-    """529 with retry-after: behind a load balancer the retry lands elsewhere."""
+    """529 with retry-after: a load balancer routes the retry to another server."""
     await gateway.gateway.drain(0.0)
     with pytest.raises(anthropic.OverloadedError) as caught:
         await client.messages.create(**hello(gateway))
@@ -112,10 +112,8 @@ async def test_a_server_that_drains_is_overloaded(
     assert "retry-after" in caught.value.response.headers
 
 
-async def test_the_sdk_waits_as_long_as_it_is_told_and_succeeds(
-    card: ModelCard, tmp_path: Path
-) -> None:
-    """A limit that is reached for a moment is none an application notices."""
+async def test_sdk_retries_after_a_rate_limit(card: ModelCard, tmp_path: Path) -> None:
+    """An application does not notice a limit that lasts a moment."""
     gateway = GatewayFixture(card, tmp_path)
     gateway.set_limits(requests_per_tenant_max=1)
     await gateway.open()
@@ -141,10 +139,10 @@ async def test_the_sdk_waits_as_long_as_it_is_told_and_succeeds(
     gateway.discard()
 
 
-async def test_leaving_a_stream_cancels_it_in_the_engine(
+async def test_closing_a_stream_cancels_it_in_the_engine(
     gateway: GatewayFixture, client: AsyncAnthropic
 ) -> None:
-    """`break` in an application must not leave the engine working for nobody."""
+    """`break` in an application must stop the engine's work."""
     gateway.runner.hold_after(20)
     async with client.messages.stream(**hello(gateway, max_tokens=400)) as stream:
         async for event in stream:
@@ -159,10 +157,10 @@ async def test_leaving_a_stream_cancels_it_in_the_engine(
     assert 0 < entry[3] < 400
 
 
-async def test_an_engine_that_fails_in_a_stream_raises_in_the_sdk(
+async def test_engine_failure_in_a_stream_raises_in_the_sdk(
     gateway: GatewayFixture, client: AsyncAnthropic
 ) -> None:
-    """A stream that only stops is silent truncation; the error event raises."""
+    """A stream that only ends hides the truncation; the error event raises."""
     gateway.runner.hold_after(20)
     events = aiter(await client.messages.create(**hello(gateway, max_tokens=400, stream=True)))
     await anext(events)
@@ -174,8 +172,8 @@ async def test_an_engine_that_fails_in_a_stream_raises_in_the_sdk(
     assert caught.value.type in ("api_error", "overloaded_error")
 
 
-async def test_a_slow_answer_is_kept_open_by_pings(card: ModelCard, tmp_path: Path) -> None:
-    """Proxies close what says nothing; the SDK ignores what means nothing."""
+async def test_pings_keep_a_slow_answer_open(card: ModelCard, tmp_path: Path) -> None:
+    """Proxies close idle connections, and the SDK ignores pings."""
     gateway = GatewayFixture(card, tmp_path)
     gateway.set_server(stream_keep_alive_s=0.01)
     await gateway.open()
@@ -196,9 +194,11 @@ async def test_a_slow_answer_is_kept_open_by_pings(card: ModelCard, tmp_path: Pa
     gateway.discard()
 
 
-async def test_a_named_request_is_answered_again(gateway: GatewayFixture) -> None:
-    """Whole or streamed, by the SDK's own headers; and while it runs the SDK waits and comes
-    back."""
+async def test_idempotent_request_is_replayed(gateway: GatewayFixture) -> None:
+    """Unary or streamed, by the SDK's own headers.
+
+    While the request runs, the SDK waits and retries.
+    """
     key = gateway.keys["ada"]
     named = {"extra_headers": {"Idempotency-Key": "order-7"}}
     async with AsyncAnthropic(base_url=gateway.url, api_key=key, max_retries=2) as client:

@@ -1,6 +1,6 @@
-"""Tools and prefills through Anthropic's own SDK: a model that calls, a client that answers.
+"""Tools and prefills through Anthropic's SDK: the model calls, and the client answers.
 
-The model is a fake that says what a test tells it to; the template is one that knows no tools.
+The model is a fake that generates the text that a test sets; the template has no tools.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ HELLO: Any = {"role": "user", "content": "hello"}
 
 @pytest.fixture
 def unopened_gateway(unopened_gateway: GatewayFixture) -> GatewayFixture:
-    """With room for tools, and answers that are held to schemas."""
+    """Configure room for tools, and constrained decoding."""
     unopened_gateway.context_tokens, unopened_gateway.takes_grammars = 2_048, True
     return unopened_gateway
 
@@ -49,7 +49,7 @@ async def client(gateway: GatewayFixture) -> AsyncIterator[AsyncAnthropic]:
         yield client
 
 
-def asked(gateway: GatewayFixture, **more: Any) -> dict[str, Any]:
+def cached_prompt(gateway: GatewayFixture, **more: Any) -> dict[str, Any]:
     return {
         "model": gateway.model,
         "max_tokens": 300,
@@ -60,42 +60,42 @@ def asked(gateway: GatewayFixture, **more: Any) -> dict[str, Any]:
 
 
 def blocks(message: Message) -> list[tuple[str, Any]]:
-    """(type, text or input) of each block."""
+    """Return (type, text or input) of each block."""
     return [
         (block.type, block.text if block.type == "text" else block.to_dict()["input"])
         for block in message.content
     ]
 
 
-async def test_calls_are_blocks_in_both_shapes(
+async def test_calls_are_blocks_in_message_and_stream(
     gateway: GatewayFixture, client: AsyncAnthropic
 ) -> None:
-    """Text first, then each call with its own id and input; the reason says why it stopped."""
+    """Text first, then each call with its id and input; the stop reason is `tool_use`."""
     gateway.say(CALLS)
-    whole = await client.messages.create(**asked(gateway))
-    async with client.messages.stream(**asked(gateway)) as stream:
+    unary = await client.messages.create(**cached_prompt(gateway))
+    async with client.messages.stream(**cached_prompt(gateway)) as stream:
         pieces = [e.partial_json async for e in stream if e.type == "input_json"]
         folded = await stream.get_final_message()
 
-    assert blocks(whole) == blocks(folded)
-    assert [kind for kind, _ in blocks(whole)] == ["text", "tool_use", "tool_use"]
-    assert [value for _, value in blocks(whole)][1:] == [
+    assert blocks(unary) == blocks(folded)
+    assert [kind for kind, _ in blocks(unary)] == ["text", "tool_use", "tool_use"]
+    assert [value for _, value in blocks(unary)][1:] == [
         {"city": "Oslo"},
         {"city": "Rome", "days": 2.5},
     ]
-    assert whole.stop_reason == folded.stop_reason == "tool_use"
-    assert len({block.id for block in whole.content if block.type == "tool_use"}) == 2
+    assert unary.stop_reason == folded.stop_reason == "tool_use"
+    assert len({block.id for block in unary.content if block.type == "tool_use"}) == 2
     assert len(pieces) > 2, "arguments come as they are made"
     await gateway.check_quiet()
 
 
-async def test_an_answer_goes_back_with_its_results(
+async def test_accepts_an_answer_with_its_results_as_history(
     gateway: GatewayFixture, client: AsyncAnthropic
 ) -> None:
-    """The whole round: the SDK's own objects as history, and the prefix read again."""
-    mark: Any = {"cache_control": {"type": "ephemeral"}}
+    """A full round with the SDK's objects, which reads the first prompt."""
+    caching: Any = {"cache_control": {"type": "ephemeral"}}
     gateway.say(CALLS)
-    first = await client.messages.create(**asked(gateway, **mark))
+    first = await client.messages.create(**cached_prompt(gateway, **caching))
     results = [
         {"type": "tool_result", "tool_use_id": block.id, "content": "dry"}
         for block in first.content
@@ -103,7 +103,7 @@ async def test_an_answer_goes_back_with_its_results(
     ]
     messages = [HELLO, first.to_param(), {"role": "user", "content": results}]
     gateway.say("Dry in both.")
-    second = await client.messages.create(**asked(gateway, messages=messages, **mark))
+    second = await client.messages.create(**cached_prompt(gateway, messages=messages, **caching))
 
     assert blocks(second) == [("text", "Dry in both.")]
     assert second.stop_reason == "end_turn"
@@ -112,15 +112,15 @@ async def test_an_answer_goes_back_with_its_results(
     await gateway.check_quiet()
 
 
-async def test_the_sdks_runner_calls_a_function_and_goes_on(
+async def test_sdk_tool_runner_calls_a_function_and_continues(
     gateway: GatewayFixture, client: AsyncAnthropic
 ) -> None:
-    """It asks for a thread that the server keeps, is told that there are none, and does without."""
+    """It requests a stored thread, receives the refusal and continues without one."""
     asked_for = []
 
     @beta_async_tool
     async def weather(city: str) -> str:
-        """Of a city."""
+        """Weather of a city."""
         asked_for.append(city)
         gateway.say("Dry.")
         return "dry"
@@ -137,29 +137,29 @@ async def test_the_sdks_runner_calls_a_function_and_goes_on(
     await gateway.check_quiet()
 
 
-async def test_tools_that_may_not_be_called_keep_the_prefix_and_are_text(
+async def test_tool_choice_none_keeps_the_prefix_and_returns_text(
     gateway: GatewayFixture, client: AsyncAnthropic
 ) -> None:
-    """What is shown stays; only what an answer means changes."""
-    mark: Any = {"cache_control": {"type": "ephemeral"}}
+    """The prompt still shows the tools; only the answer's meaning changes."""
+    caching: Any = {"cache_control": {"type": "ephemeral"}}
     gateway.say(CALLS)
-    first = await client.messages.create(**asked(gateway, **mark))
-    second = await client.messages.create(**asked(gateway, tool_choice={"type": "none"}, **mark))
+    first = await client.messages.create(**cached_prompt(gateway, **caching))
+    second = await client.messages.create(
+        **cached_prompt(gateway, tool_choice={"type": "none"}, **caching)
+    )
 
     assert [kind for kind, _ in blocks(second)] == ["text"]
     assert second.stop_reason == "end_turn"
     assert second.usage.cache_read_input_tokens == first.usage.cache_creation_input_tokens
 
 
-async def test_a_call_that_is_cut_off_has_no_input(
-    gateway: GatewayFixture, client: AsyncAnthropic
-) -> None:
-    """max_tokens ends it in the middle of its arguments."""
+async def test_truncated_call_has_no_input(gateway: GatewayFixture, client: AsyncAnthropic) -> None:
+    """max_tokens ends the answer in the middle of the arguments."""
     gateway.say(CALLS)
     before = CALLS[: CALLS.index("slo")]
     tokens = len(gateway.renderer.tokenizer.encode(before, specials=False))
-    message = await client.messages.create(**asked(gateway, max_tokens=tokens))
-    async with client.messages.stream(**asked(gateway, max_tokens=tokens)) as stream:
+    message = await client.messages.create(**cached_prompt(gateway, max_tokens=tokens))
+    async with client.messages.stream(**cached_prompt(gateway, max_tokens=tokens)) as stream:
         pieces = [e.partial_json async for e in stream if e.type == "input_json"]
 
     assert message.stop_reason == "max_tokens"
@@ -168,8 +168,8 @@ async def test_a_call_that_is_cut_off_has_no_input(
     await gateway.check_quiet()
 
 
-async def test_a_prefill_is_gone_on_with(gateway: GatewayFixture, client: AsyncAnthropic) -> None:
-    """The turn stays open: what comes next costs no token of a new one."""
+async def test_continues_a_prefill(gateway: GatewayFixture, client: AsyncAnthropic) -> None:
+    """The turn stays open, so the answer adds no tokens of a new turn."""
     gateway.say(" 42.")
     prefill: Any = {"role": "assistant", "content": "The answer is"}
     message = await client.messages.create(
@@ -184,16 +184,15 @@ async def test_a_prefill_is_gone_on_with(gateway: GatewayFixture, client: AsyncA
     await gateway.check_quiet()
 
 
-async def test_an_instruction_between_turns_leaves_the_prefix_alone(
+async def test_system_message_between_turns_keeps_the_prefix(
     gateway: GatewayFixture, client: AsyncAnthropic
 ) -> None:
-    """That is what it is for."""
     gateway.say("Oui.")
     control: Any = {"type": "ephemeral"}
-    first = await client.messages.create(**asked(gateway, cache_control=control))
+    first = await client.messages.create(**cached_prompt(gateway, cache_control=control))
     messages = [HELLO, {"role": "system", "content": "Now in French."}]
     second = await client.messages.create(
-        **asked(gateway, messages=messages, cache_control=control)
+        **cached_prompt(gateway, messages=messages, cache_control=control)
     )
 
     assert first.usage.cache_creation_input_tokens
@@ -201,13 +200,13 @@ async def test_an_instruction_between_turns_leaves_the_prefix_alone(
 
 
 @pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "weather"}])
-async def test_a_forced_call_is_one_whatever_the_model_would_say(
+async def test_forced_call_is_constrained_to_a_call(
     gateway: GatewayFixture, client: AsyncAnthropic, choice: dict[str, str]
 ) -> None:
-    """The answer is held to the tool's own schema, with no parallel calls where they are off."""
+    """Decoding follows the tool's schema, with one call if parallel calls are off."""
     tool = {**WEATHER, "input_schema": CITY}
     one = {**choice, "disable_parallel_tool_use": True}
-    message = await client.messages.create(**asked(gateway, tools=[tool], tool_choice=one))
+    message = await client.messages.create(**cached_prompt(gateway, tools=[tool], tool_choice=one))
 
     ((kind, value),) = blocks(message)
     assert message.stop_reason == "tool_use"
@@ -216,30 +215,30 @@ async def test_a_forced_call_is_one_whatever_the_model_would_say(
     await gateway.check_quiet()
 
 
-async def test_an_answer_of_a_schema_is_that_in_both_shapes(
+async def test_json_schema_answer_satisfies_the_schema(
     gateway: GatewayFixture, client: AsyncAnthropic
 ) -> None:
-    """Structured output: the text is JSON that satisfies it."""
+    """This holds for the message and the stream."""
     config: Any = {"format": {"type": "json_schema", "schema": CITY}}
-    ask = asked(gateway, tools=[], output_config=config)
-    whole = await client.messages.create(**ask)
+    ask = cached_prompt(gateway, tools=[], output_config=config)
+    unary = await client.messages.create(**ask)
     async with client.messages.stream(**ask) as stream:
         folded = await stream.get_final_message()
 
-    for message in (whole, folded):
+    for message in (unary, folded):
         ((kind, text),) = blocks(message)
         assert (kind, message.stop_reason) == ("text", "end_turn")
         assert json.loads(text)["city"] in ("Oslo", "Rome")
     await gateway.check_quiet()
 
 
-async def test_a_schema_that_no_answer_can_have_is_refused(
+async def test_refuses_unsatisfiable_schema(
     gateway: GatewayFixture, client: AsyncAnthropic
 ) -> None:
-    """Only the engine can tell, so there is an entry, of nothing."""
+    """Only the engine detects it, so the ledger has an entry with zero tokens."""
     config: Any = {"format": {"type": "json_schema", "schema": {"type": "nonsense"}}}
     with pytest.raises(BadRequestError) as caught:
-        await client.messages.create(**asked(gateway, tools=[], output_config=config))
+        await client.messages.create(**cached_prompt(gateway, tools=[], output_config=config))
 
     details: Any = caught.value.body
     assert caught.value.error_code == "invalid_json_schema"

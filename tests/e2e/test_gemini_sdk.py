@@ -1,4 +1,4 @@
-"""Google's own SDK against a whole gateway: the base URL and the key change, nothing else."""
+"""Google's SDK against a complete gateway: only the base URL and the key differ."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gateway.dialects.gemini.generate_content import DIALECT, GeminiDialect
 from gateway.errors import Kind, Refusal
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 
-# The SDK's own way with its HTTP client, which warns and collects its sockets late.
+# The SDK's HTTP client warns of its inheritance and closes its sockets late.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Inheritance class:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning"),
@@ -36,7 +36,7 @@ def client_of(
 
 @pytest.fixture(params=[None, "v1beta"])
 async def client(gateway: GatewayFixture, request: pytest.FixtureRequest) -> AsyncIterator[Any]:
-    """By the SDK's own choice of prefix, and by the older one."""
+    """Return clients with the SDK's default path prefix and with the older one."""
     client = client_of(gateway, version=request.param)
     yield client
     await client.aclose()
@@ -45,10 +45,10 @@ async def client(gateway: GatewayFixture, request: pytest.FixtureRequest) -> Asy
 SHORT = types.GenerateContentConfig(max_output_tokens=6, temperature=0)
 
 
-async def test_a_conversation_is_streamed_and_its_second_turn_reads_the_first(
+async def test_second_turn_of_a_stream_reads_the_first(
     gateway: GatewayFixture, client: Any
 ) -> None:
-    """The main job, with the numbers an application would look at."""
+    """The main use, with the counts that an application reads."""
     first = await client.models.generate_content(model=gateway.model, contents=LONG, config=SHORT)
     text, last = "", None
     stream = await client.models.generate_content_stream(
@@ -65,8 +65,8 @@ async def test_a_conversation_is_streamed_and_its_second_turn_reads_the_first(
     assert last.candidates[0].finish_reason in ("STOP", "MAX_TOKENS")
 
 
-async def test_a_chat_remembers_what_was_streamed(gateway: GatewayFixture, client: Any) -> None:
-    """It forgets a turn of whose chunks one has no parts; the next turn is found up to its end."""
+async def test_chat_keeps_a_streamed_turn(gateway: GatewayFixture, client: Any) -> None:
+    """The SDK drops a turn with a chunk without parts; the next turn must find its whole prefix."""
     chat = client.chats.create(model=gateway.model, config=SHORT)
     prompts, cached = [], []
     for text in ("And?", "So?", "Then?"):
@@ -82,40 +82,38 @@ async def test_a_chat_remembers_what_was_streamed(gateway: GatewayFixture, clien
     assert cached[2] >= prompts[1]
 
 
-async def test_the_client_without_asyncio_reads_the_same(gateway: GatewayFixture) -> None:
-    """It has another HTTP client under it, and reads streams line by line on its own."""
+async def test_synchronous_client_reads_the_same_answer(gateway: GatewayFixture) -> None:
+    """It has another HTTP client and splits a stream into lines itself."""
     options = types.HttpOptions(base_url=gateway.url, timeout=60_000)
 
     def ask() -> tuple[str | None, str, int]:
         with genai.Client(api_key=gateway.keys["ada"], http_options=options) as client:
-            whole = client.models.generate_content(model=gateway.model, contents=LONG, config=SHORT)
+            unary = client.models.generate_content(model=gateway.model, contents=LONG, config=SHORT)
             chunks = list(
                 client.models.generate_content_stream(
                     model=gateway.model, contents=LONG, config=SHORT
                 )
             )
             counted = client.models.count_tokens(model=gateway.model, contents=LONG)
-        return whole.text, "".join(chunk.text or "" for chunk in chunks), counted.total_tokens or 0
+        return unary.text, "".join(chunk.text or "" for chunk in chunks), counted.total_tokens or 0
 
-    whole, streamed, counted = await asyncio.to_thread(ask)
+    unary, streamed, counted = await asyncio.to_thread(ask)
 
-    assert whole == streamed
+    assert unary == streamed
     assert counted > len(LONG) // 8
     await gateway.check_quiet()
 
 
-async def test_tokens_are_counted_as_they_will_be(gateway: GatewayFixture, client: Any) -> None:
-    """The same renderer, so the same number."""
+async def test_count_equals_the_prompt_tokens(gateway: GatewayFixture, client: Any) -> None:
+    """One renderer serves both."""
     counted = await client.models.count_tokens(model=gateway.model, contents=LONG)
     used = await client.models.generate_content(model=gateway.model, contents=LONG, config=SHORT)
 
     assert counted.total_tokens == used.usage_metadata.prompt_token_count
 
 
-async def test_cached_content_lives_the_whole_life_of_one(
-    gateway: GatewayFixture, client: Any
-) -> None:
-    """Create, use, list, change, delete; then it is an error that names nothing."""
+async def test_cached_content_life_cycle(gateway: GatewayFixture, client: Any) -> None:
+    """Create, use, list, update, delete; then an error that names nothing."""
     made = await client.caches.create(
         model=gateway.model,
         config=types.CreateCachedContentConfig(
@@ -141,10 +139,10 @@ async def test_cached_content_lives_the_whole_life_of_one(
     assert caught.value.code == 403
 
 
-async def test_cached_contents_come_in_pages_and_change_only_their_time(
+async def test_cached_contents_are_paged_and_only_expiry_changes(
     gateway: GatewayFixture, client: Any
 ) -> None:
-    """The SDK asks for the next page by itself; each is seen once, and in its own tenant alone."""
+    """The SDK requests the next page itself; each resource occurs once, in its own tenant only."""
     made = [
         await client.caches.create(
             model=gateway.model,
@@ -181,10 +179,10 @@ async def test_cached_contents_come_in_pages_and_change_only_their_time(
         {"tools": [types.Tool(function_declarations=[types.FunctionDeclaration(name="f")])]},
     ],
 )
-async def test_cached_content_already_has_its_instruction_and_tools(
+async def test_refuses_instruction_or_tools_beside_cached_content(
     gateway: GatewayFixture, client: Any, more: dict[str, Any]
 ) -> None:
-    """Two beginnings cannot both come first."""
+    """A prompt has one beginning."""
     made = await client.caches.create(
         model=gateway.model, config=types.CreateCachedContentConfig(contents=LONG)
     )
@@ -199,8 +197,7 @@ async def test_cached_content_already_has_its_instruction_and_tools(
     await gateway.check_quiet()
 
 
-async def test_models_are_listed(gateway: GatewayFixture, client: Any) -> None:
-    """And one is shown."""
+async def test_lists_and_gets_models(gateway: GatewayFixture, client: Any) -> None:
     names = [model.name async for model in await client.models.list()]
     one = await client.models.get(model=gateway.model)
 
@@ -217,7 +214,7 @@ async def test_models_are_listed(gateway: GatewayFixture, client: Any) -> None:
         (None, None, {"cached_content": "none"}, 403, "PERMISSION_DENIED"),
     ],
 )
-async def test_errors_are_the_sdks_own(
+async def test_errors_raise_the_sdks_exceptions(
     gateway: GatewayFixture,
     key: str | None,
     model: str | None,
@@ -225,7 +222,7 @@ async def test_errors_are_the_sdks_own(
     code: int,
     status: str,
 ) -> None:
-    """With their code and status, where it looks for them."""
+    """The SDK reads code and status from the body."""
     with pytest.raises(errors.ClientError) as caught:
         await client_of(gateway, key).models.generate_content(
             model=model or gateway.model,
@@ -236,8 +233,8 @@ async def test_errors_are_the_sdks_own(
     assert (caught.value.code, caught.value.status) == (code, status)
 
 
-async def test_a_reader_that_leaves_frees_its_blocks(gateway: GatewayFixture) -> None:
-    """Closing the generator closes the connection; the engine hears of it."""
+async def test_closing_a_stream_frees_its_blocks(gateway: GatewayFixture) -> None:
+    """A closed generator closes the connection, which cancels the request."""
     stream = await client_of(gateway).models.generate_content_stream(
         model=gateway.model,
         contents="hi",
@@ -266,10 +263,10 @@ async def test_a_reader_that_leaves_frees_its_blocks(gateway: GatewayFixture) ->
         (Kind.DEADLINE, errors.ServerError, 504, "DEADLINE_EXCEEDED"),
     ],
 )
-async def test_each_kind_of_refusal_has_its_class_code_and_status(
+async def test_each_kind_of_refusal_raises_its_exception(
     gateway: GatewayFixture, kind: Kind, raised: type[errors.APIError], code: int, status: str
 ) -> None:
-    """From our bytes to the exception, without waiting for each to happen."""
+    """A mock transport answers with the encoded refusal."""
 
     def answer(request: httpx2.Request) -> httpx2.Response:
         refusal = Refusal(kind, "some_code", "Why.", param="contents", retry_after_s=3.0)
@@ -289,10 +286,12 @@ async def test_each_kind_of_refusal_has_its_class_code_and_status(
     assert retry["retryDelay"] == "3s"
 
 
-async def test_a_limit_that_is_reached_for_a_moment_is_none_to_who_tries_again(
+async def test_sdk_retries_after_a_rate_limit_if_configured(
     card: ModelCard, tmp_path: Path
 ) -> None:
-    """The SDK retries only when told to, and reads no retry-after; both say the same for others."""
+    """The SDK retries only on request and ignores retry-after; header and RetryInfo agree for other
+    clients.
+    """
     gateway = GatewayFixture(card, tmp_path)
     gateway.set_limits(requests_per_tenant_max=1)
     await gateway.open()
@@ -329,8 +328,8 @@ async def test_a_limit_that_is_reached_for_a_moment_is_none_to_who_tries_again(
     gateway.discard()
 
 
-async def test_a_server_that_drains_is_unavailable(gateway: GatewayFixture) -> None:
-    """503: behind a load balancer the retry lands elsewhere."""
+async def test_draining_server_is_unavailable(gateway: GatewayFixture) -> None:
+    """503: a load balancer routes the retry to another server."""
     await gateway.gateway.drain(0.0)
     with pytest.raises(errors.ServerError) as caught:
         await client_of(gateway).models.generate_content(model=gateway.model, contents="hi")
@@ -338,8 +337,8 @@ async def test_a_server_that_drains_is_unavailable(gateway: GatewayFixture) -> N
     assert (caught.value.code, caught.value.status) == (503, "UNAVAILABLE")
 
 
-async def test_an_engine_that_fails_in_a_stream_raises_in_the_sdk(gateway: GatewayFixture) -> None:
-    """A stream that only stops is silent truncation; a chunk with an error raises."""
+async def test_engine_failure_in_a_stream_raises_in_the_sdk(gateway: GatewayFixture) -> None:
+    """A stream that only ends hides the truncation; an error chunk raises."""
     gateway.runner.hold_after(20)
     config = types.GenerateContentConfig(max_output_tokens=300, temperature=0)
     chunks = aiter(
@@ -356,10 +355,10 @@ async def test_an_engine_that_fails_in_a_stream_raises_in_the_sdk(gateway: Gatew
     assert caught.value.code in (500, 503)
 
 
-async def test_a_slow_answer_is_kept_open_by_empty_lines(
+async def test_empty_lines_keep_a_slow_answer_open(
     card: ModelCard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Proxies close what says nothing; at anything but an empty line the SDK raises."""
+    """Proxies close idle connections, and the SDK raises on any other filler."""
     gateway, sent, empty = GatewayFixture(card, tmp_path), [0], DIALECT.keep_alive()
 
     def keep_alive(_: object) -> bytes:
@@ -388,8 +387,8 @@ async def test_a_slow_answer_is_kept_open_by_empty_lines(
     gateway.discard()
 
 
-async def test_a_named_request_is_answered_again(gateway: GatewayFixture) -> None:
-    """By the SDK's own headers; another request by its name is a conflict, not repeated."""
+async def test_idempotent_request_is_replayed(gateway: GatewayFixture) -> None:
+    """By the SDK's own headers. Another request with the same key is a conflict."""
     options = types.HttpOptions(headers={"Idempotency-Key": "order-7"})
     named = types.GenerateContentConfig(max_output_tokens=6, temperature=0, http_options=options)
     client = client_of(gateway)

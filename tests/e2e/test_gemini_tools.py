@@ -1,6 +1,6 @@
-"""Functions and JSON through Google's own SDK: its modes, its automatic calling, its schemas.
+"""Functions and JSON through Google's SDK: its modes, its automatic calling, its schemas.
 
-The model is a fake that says what a test tells it to; the template is one that knows no tools.
+The model is a fake that generates the text that a test sets; the template has no tools.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pydantic import BaseModel
 
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 
-# The SDK's own way with its HTTP client, which warns and collects its sockets late.
+# The SDK's HTTP client warns of its inheritance and closes its sockets late.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Inheritance class:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning"),
@@ -37,14 +37,14 @@ CALLS = (
 
 
 class Colour(enum.Enum):
-    """One of few."""
+    """An enum of few values."""
 
     RED = "red"
     BLUE = "blue"
 
 
 class Point(BaseModel):
-    """What an application wants back."""
+    """A class that an application parses answers into."""
 
     x: Literal["1", "2"]
     label: Colour
@@ -53,7 +53,7 @@ class Point(BaseModel):
 
 @pytest.fixture
 def unopened_gateway(unopened_gateway: GatewayFixture) -> GatewayFixture:
-    """With room for tools, and answers that are held to schemas."""
+    """Configure room for tools, and constrained decoding."""
     unopened_gateway.context_tokens, unopened_gateway.takes_grammars = 2_048, True
     return unopened_gateway
 
@@ -79,7 +79,7 @@ def config(
     functions: list[types.FunctionDeclaration] | None = None,
     **more: Any,
 ) -> types.GenerateContentConfig:
-    """The function, in a mode; nothing is called on the client's side."""
+    """Return a configuration with the function in a mode, without automatic calling."""
     calling = types.FunctionCallingConfig.model_validate(
         {"mode": mode, "allowed_function_names": names}
     )
@@ -91,17 +91,17 @@ def config(
     )
 
 
-def called(answer: types.GenerateContentResponse) -> list[tuple[str | None, Any]]:
-    """(name, arguments) of each call."""
+def calls_of(answer: types.GenerateContentResponse) -> list[tuple[str | None, Any]]:
+    """Return (name, arguments) of each call."""
     return [(call.name, call.args) for call in answer.function_calls or ()]
 
 
-async def test_parallel_calls_are_parts_in_both_shapes(
+async def test_parallel_calls_are_parts_in_answer_and_stream(
     gateway: GatewayFixture, client: Any
 ) -> None:
-    """Text first, then each call whole, with an id of its own; calls finish with STOP."""
+    """Text first, then each complete call with its id; the finish reason is STOP."""
     gateway.say(CALLS)
-    whole = await client.models.generate_content(
+    unary = await client.models.generate_content(
         model=gateway.model, contents="hello", config=config("AUTO")
     )
     stream = await client.models.generate_content_stream(
@@ -111,28 +111,29 @@ async def test_parallel_calls_are_parts_in_both_shapes(
     parts = [part for chunk in chunks for part in chunk.candidates[0].content.parts or ()]
 
     calls = [("weather", {"city": "Oslo"}), ("weather", {"city": "Rome", "days": 2.5})]
-    assert called(whole) == calls
+    assert calls_of(unary) == calls
     assert [(p.function_call.name, p.function_call.args) for p in parts if p.function_call] == calls
-    assert len({call.id for call in whole.function_calls or ()}) == 2
-    texts = [whole.candidates[0].content.parts[0].text, "".join(p.text or "" for p in parts)]
+    assert len({call.id for call in unary.function_calls or ()}) == 2
+    texts = [unary.candidates[0].content.parts[0].text, "".join(p.text or "" for p in parts)]
     assert [text.strip() for text in texts] == ["Let me see."] * 2
-    assert whole.candidates[0].finish_reason == chunks[-1].candidates[0].finish_reason == "STOP"
+    assert unary.candidates[0].finish_reason == chunks[-1].candidates[0].finish_reason == "STOP"
     await gateway.check_quiet()
 
 
 @pytest.mark.parametrize("has_ids", [True, False])
-async def test_an_answer_goes_back_with_its_responses(
+async def test_accepts_an_answer_with_its_responses_as_history(
     gateway: GatewayFixture, client: Any, has_ids: bool
 ) -> None:
-    """The whole round with the SDK's own objects: results find their calls by id or by name, and
-    the first prompt is read again."""
+    """A full round with the SDK's objects: responses name their calls by id or by name, and the
+    first prompt is read.
+    """
     gateway.say(CALLS)
     first = await client.models.generate_content(
         model=gateway.model, contents="hello", config=config()
     )
-    said = first.candidates[0].content
+    answered = first.candidates[0].content
     responses = []
-    for part in said.parts:
+    for part in answered.parts:
         if part.function_call is not None:
             part.function_call.id = part.function_call.id if has_ids else None
             responses.append(
@@ -142,7 +143,7 @@ async def test_an_answer_goes_back_with_its_responses(
                     )
                 )
             )
-    history = [types.UserContent("hello"), said, types.UserContent(responses)]
+    history = [types.UserContent("hello"), answered, types.UserContent(responses)]
     gateway.say("Dry in both.")
     second = await client.models.generate_content(
         model=gateway.model, contents=history, config=config()
@@ -154,13 +155,15 @@ async def test_an_answer_goes_back_with_its_responses(
     await gateway.check_quiet()
 
 
-async def test_the_sdk_calls_a_function_by_itself(gateway: GatewayFixture, client: Any) -> None:
-    """A Python function as a tool: declared, called and answered without the application."""
-    asked: list[str] = []
+async def test_sdk_calls_a_python_function_automatically(
+    gateway: GatewayFixture, client: Any
+) -> None:
+    """The SDK declares, calls and answers without the application."""
+    request: list[str] = []
 
     def forecast(city: str) -> str:
-        """Of a city."""
-        asked.append(city)
+        """Forecast of a city."""
+        request.append(city)
         gateway.say("Dry.")
         return "dry"
 
@@ -171,20 +174,20 @@ async def test_the_sdk_calls_a_function_by_itself(gateway: GatewayFixture, clien
         config=types.GenerateContentConfig(tools=[forecast], max_output_tokens=100),
     )
 
-    assert (asked, answer.text) == (["Oslo"], "Dry.")
+    assert (request, answer.text) == (["Oslo"], "Dry.")
     assert len(answer.automatic_function_calling_history) == 3
     assert [entry[0] for entry in gateway.entries()] == ["done", "done"]
     await gateway.check_quiet()
 
 
 @pytest.mark.parametrize("is_chat", [False, True])
-async def test_the_sdk_calls_a_function_in_the_midst_of_a_stream(
+async def test_sdk_calls_a_function_within_a_stream(
     gateway: GatewayFixture, client: Any, is_chat: bool
 ) -> None:
-    """It sends all chunks of the first answer back, each as a content of its own."""
+    """It sends each chunk of the first answer back as a separate content."""
 
     def forecast(city: str) -> str:
-        """Of a city."""
+        """Forecast of a city."""
         gateway.say("Dry.")
         return "dry"
 
@@ -209,10 +212,10 @@ async def test_the_sdk_calls_a_function_in_the_midst_of_a_stream(
 
 
 @pytest.mark.parametrize("names", [None, ["weather"]])
-async def test_any_is_a_call_whatever_the_model_would_say(
+async def test_mode_any_is_constrained_to_a_call(
     gateway: GatewayFixture, client: Any, names: list[str] | None
 ) -> None:
-    """The answer is held to the function's own schema."""
+    """Decoding follows the function's schema."""
     other = types.FunctionDeclaration(name="other", parameters_json_schema=CITY)
     functions = [weather(CITY), other] if names else [weather(CITY)]
     answer = await client.models.generate_content(
@@ -220,28 +223,30 @@ async def test_any_is_a_call_whatever_the_model_would_say(
     )
 
     assert answer.function_calls
-    assert {name for name, _ in called(answer)} == {"weather"}
-    assert {args["city"] for _, args in called(answer)} <= {"Oslo", "Rome"}
+    assert {name for name, _ in calls_of(answer)} == {"weather"}
+    assert {args["city"] for _, args in calls_of(answer)} <= {"Oslo", "Rome"}
     await gateway.check_quiet()
 
 
-async def test_validated_arguments_satisfy_their_schema(
+async def test_mode_validated_constrains_the_arguments(
     gateway: GatewayFixture, client: Any
 ) -> None:
-    """The model begins a call by itself; what it puts into it is held to the schema."""
+    """The model begins a call by itself, and decoding follows its schema."""
     gateway.say('<tool_call>\n{"name": "weather", "arguments": {"city": "', ends=False)
     answer = await client.models.generate_content(
         model=gateway.model, contents="hello", config=config("VALIDATED", functions=[weather(CITY)])
     )
 
-    ((name, args), *_) = called(answer)
+    ((name, args), *_) = calls_of(answer)
     assert name == "weather"
     assert args["city"] in ("Oslo", "Rome")
     await gateway.check_quiet()
 
 
-async def test_none_is_text_and_keeps_the_prefix(gateway: GatewayFixture, client: Any) -> None:
-    """What is shown stays; only what an answer means changes."""
+async def test_mode_none_keeps_the_prefix_and_returns_text(
+    gateway: GatewayFixture, client: Any
+) -> None:
+    """The prompt still shows the functions; only the answer's meaning changes."""
     gateway.say(CALLS)
     first = await client.models.generate_content(
         model=gateway.model, contents="hello", config=config("AUTO")
@@ -256,8 +261,7 @@ async def test_none_is_text_and_keeps_the_prefix(gateway: GatewayFixture, client
     assert read >= first.usage_metadata.prompt_token_count - 16
 
 
-async def test_a_call_that_is_cut_off_is_malformed(gateway: GatewayFixture, client: Any) -> None:
-    """Half of the arguments is no call."""
+async def test_truncated_call_is_malformed(gateway: GatewayFixture, client: Any) -> None:
     gateway.say(CALLS)
     before = CALLS[: CALLS.index("slo")]
     tokens = len(gateway.renderer.tokenizer.encode(before, specials=False))
@@ -273,8 +277,8 @@ async def test_a_call_that_is_cut_off_is_malformed(gateway: GatewayFixture, clie
 # --- JSON ----------------------------------------------------------------------------------------
 
 
-async def test_json_mode_is_an_object(gateway: GatewayFixture, client: Any) -> None:
-    """Nobody tells the model what to say: what it draws is JSON or was cut off."""
+async def test_json_mode_returns_an_object(gateway: GatewayFixture, client: Any) -> None:
+    """The model draws random tokens: the answer is JSON or truncated."""
     gateway.say('{"a": [1, 2]}')
     answer = await client.models.generate_content(
         model=gateway.model,
@@ -289,10 +293,10 @@ async def test_json_mode_is_an_object(gateway: GatewayFixture, client: Any) -> N
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
-async def test_a_class_as_schema_comes_back_as_an_object(
+async def test_class_as_schema_parses_to_an_object(
     gateway: GatewayFixture, client: Any, is_streamed: bool
 ) -> None:
-    """responseSchema as the SDK makes it of a class: capitals, enums, `nullable`."""
+    """The SDK makes responseSchema of a class: capitals, enums, `nullable`."""
     ask = {
         "model": gateway.model,
         "contents": "hello",
@@ -311,8 +315,8 @@ async def test_a_class_as_schema_comes_back_as_an_object(
     await gateway.check_quiet()
 
 
-async def test_a_json_schema_is_taken_as_it_stands(gateway: GatewayFixture, client: Any) -> None:
-    """responseJsonSchema, which the SDK sends in snake case."""
+async def test_accepts_response_json_schema(gateway: GatewayFixture, client: Any) -> None:
+    """The SDK sends responseJsonSchema in snake case."""
     answer = await client.models.generate_content(
         model=gateway.model,
         contents="hello",
@@ -325,10 +329,7 @@ async def test_a_json_schema_is_taken_as_it_stands(gateway: GatewayFixture, clie
     await gateway.check_quiet()
 
 
-async def test_a_schema_that_no_answer_can_have_is_refused_by_its_field(
-    gateway: GatewayFixture, client: Any
-) -> None:
-    """Where an application looks for what it did wrong."""
+async def test_refuses_unsatisfiable_schema_by_field(gateway: GatewayFixture, client: Any) -> None:
     with pytest.raises(errors.ClientError) as caught:
         await client.models.generate_content(
             model=gateway.model,

@@ -1,6 +1,6 @@
-"""Older majors of Google's SDK, each in a process of its own, against a whole gateway.
+"""Older majors of Google's SDK, each in a separate process, against a complete gateway.
 
-They call another version of the API and write fields in another spelling.
+They call another version of the API and spell fields differently.
 """
 
 from __future__ import annotations
@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.older_sdks import VERSIONS, told_by
+from tests.e2e.older_sdks import VERSIONS, run_script
 from tests.models import prepared
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 
 
 @pytest.mark.parametrize("version", VERSIONS["google-genai"])
-async def test_an_older_sdk_works_unchanged(tmp_path: Path, version: str) -> None:
-    """Applications move to a new major when they like."""
+async def test_older_sdk_works_unchanged(tmp_path: Path, version: str) -> None:
+    """Applications upgrade to a new major late."""
     gateway = GatewayFixture(prepared(tmp_path / "model"), tmp_path)
     gateway.context_tokens, gateway.takes_grammars = 2_048, True
-    found = await told_by("older_gemini.py", "google-genai", version, gateway)
+    found = await run_script("older_gemini.py", "google-genai", version, gateway)
 
     assert found["texts"][0] == found["texts"][1]
     assert len(set(found["tokens"])) == 1

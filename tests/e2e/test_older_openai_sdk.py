@@ -1,6 +1,6 @@
-"""Older majors of OpenAI's SDK, each in a process of its own, against a whole gateway.
+"""Older majors of OpenAI's SDK, each in a separate process, against a complete gateway.
 
-They know none of the caching fields, which pass as extra ones.
+They know no caching fields and pass them as extra fields.
 """
 
 from __future__ import annotations
@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.older_sdks import VERSIONS, told_by
+from tests.e2e.older_sdks import VERSIONS, run_script
 from tests.models import prepared
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 
 
 @pytest.mark.parametrize("version", VERSIONS["openai"])
-async def test_an_older_sdk_works_unchanged(tmp_path: Path, version: str) -> None:
-    """Applications move to a new major when they like."""
+async def test_older_sdk_works_unchanged(tmp_path: Path, version: str) -> None:
+    """Applications upgrade to a new major late."""
     gateway = GatewayFixture(prepared(tmp_path / "model"), tmp_path)
     gateway.context_tokens, gateway.takes_grammars = 2_048, True
-    found = await told_by("older_openai.py", "openai", version, gateway)
+    found = await run_script("older_openai.py", "openai", version, gateway)
 
     first, second = (usage["prompt_tokens_details"] for usage in found["usages"])
     assert found["texts"][0] == found["texts"][1]

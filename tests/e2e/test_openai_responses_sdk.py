@@ -1,5 +1,7 @@
-"""Responses through OpenAI's own SDK against a whole gateway: its create, its strict stream helper,
-counting, prewarming, and why a prompt missed. The model is a fake that says what a test tells it.
+"""Responses through OpenAI's SDK against a complete gateway.
+
+The tests cover create, the strict stream helper, counting, prewarming and miss diagnosis. The model
+is a fake that generates the text that a test sets.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ CALLS = 'One moment.\n<tool_call>\n{"name": "clock", "arguments": {"zone": "UTC"
 
 @pytest.fixture
 def unopened_gateway(unopened_gateway: GatewayFixture) -> GatewayFixture:
-    """With room for tools."""
+    """Configure a context length with room for tools."""
     unopened_gateway.context_tokens = 2_048
     return unopened_gateway
 
@@ -40,35 +42,35 @@ async def client(gateway: GatewayFixture) -> AsyncIterator[AsyncOpenAI]:
         yield client
 
 
-async def test_the_stream_helper_and_create_give_the_same_answer(
+async def test_stream_helper_and_create_return_equal_answers(
     gateway: GatewayFixture, client: AsyncOpenAI
 ) -> None:
-    """The helper is strict about order and identity; get_final_response needs the last event."""
+    """The helper checks order and ids; get_final_response needs the last event."""
     gateway.say("Two words.")
-    whole = await client.responses.create(model=gateway.model, input="hello", instructions=SYSTEM)
+    unary = await client.responses.create(model=gateway.model, input="hello", instructions=SYSTEM)
     async with client.responses.stream(
         model=gateway.model, input="hello", instructions=SYSTEM
     ) as stream:
         kinds = [event.type async for event in stream]
         folded = await stream.get_final_response()
 
-    assert whole.output_text == folded.output_text == "Two words."
-    assert whole.status == folded.status == "completed"
+    assert unary.output_text == folded.output_text == "Two words."
+    assert unary.status == folded.status == "completed"
     assert kinds[0] == "response.created"
     assert kinds[-1] == "response.completed"
-    assert whole.usage is not None
+    assert unary.usage is not None
     assert folded.usage is not None
-    assert whole.usage.input_tokens == folded.usage.input_tokens
-    assert folded.usage.input_tokens_details.cached_tokens >= whole.usage.input_tokens - 16
-    assert whole._request_id is not None
-    assert whole.id != folded.id
+    assert unary.usage.input_tokens == folded.usage.input_tokens
+    assert folded.usage.input_tokens_details.cached_tokens >= unary.usage.input_tokens - 16
+    assert unary._request_id is not None
+    assert unary.id != folded.id
     await gateway.check_quiet()
 
 
-async def test_a_call_is_answered_with_the_sdks_own_items(
+async def test_accepts_the_sdks_own_items_as_history(
     gateway: GatewayFixture, client: AsyncOpenAI
 ) -> None:
-    """What an agent does: output appended to input, the result behind it."""
+    """An agent appends the output and then the result to the input."""
     gateway.say(CALLS)
     first = await client.responses.create(model=gateway.model, input="hello", tools=[CLOCK])
     async with client.responses.stream(model=gateway.model, input="hello", tools=[CLOCK]) as stream:
@@ -95,10 +97,8 @@ async def test_a_call_is_answered_with_the_sdks_own_items(
     await gateway.check_quiet()
 
 
-async def test_an_answer_that_is_cut_is_incomplete(
-    gateway: GatewayFixture, client: AsyncOpenAI
-) -> None:
-    """The helper refuses to call it final."""
+async def test_truncated_answer_is_incomplete(gateway: GatewayFixture, client: AsyncOpenAI) -> None:
+    """The helper has no final response for it."""
     cut = await client.responses.create(
         model=gateway.model, input="hello", max_output_tokens=4, extra_body=MORE
     )
@@ -118,10 +118,8 @@ async def test_an_answer_that_is_cut_is_incomplete(
     await gateway.check_quiet()
 
 
-async def test_counting_says_what_the_answer_is_billed_for(
-    gateway: GatewayFixture, client: AsyncOpenAI
-) -> None:
-    """The same renderer, the same number, no ledger entry."""
+async def test_count_equals_the_billed_tokens(gateway: GatewayFixture, client: AsyncOpenAI) -> None:
+    """One renderer serves both; a count writes no ledger entry."""
     counted = await client.responses.input_tokens.count(
         model=gateway.model, input="hello", instructions=SYSTEM, tools=[CLOCK]
     )
@@ -136,10 +134,10 @@ async def test_counting_says_what_the_answer_is_billed_for(
     assert entries == 0
 
 
-async def test_a_prewarm_writes_what_the_next_request_reads(
+async def test_request_reads_what_a_prewarm_wrote(
     gateway: GatewayFixture, client: AsyncOpenAI
 ) -> None:
-    """No output is made, and the write is billed once."""
+    """A prewarm generates nothing, and its write is billed once."""
     items: Any = [
         {
             "role": "user",
@@ -176,10 +174,10 @@ async def test_a_prewarm_writes_what_the_next_request_reads(
     await gateway.check_quiet()
 
 
-async def test_a_miss_is_explained_against_an_earlier_response(
+async def test_diagnosis_compares_with_an_earlier_response(
     gateway: GatewayFixture, client: AsyncOpenAI
 ) -> None:
-    """The baseline needs no field of its own: every response's prompt is remembered."""
+    """The gateway remembers every response's prompt, so the baseline needs no field."""
     gateway.say("Hi.")
     first = await client.responses.create(model=gateway.model, input="hello", instructions=SYSTEM)
 
@@ -204,8 +202,8 @@ async def test_a_miss_is_explained_against_an_earlier_response(
     assert same.type == "cache_hit"
 
 
-async def test_nothing_is_stored_and_says_so(gateway: GatewayFixture, client: AsyncOpenAI) -> None:
-    """Applications that lean on a store fail at once, and not by forgetting."""
+async def test_stored_responses_are_not_found(gateway: GatewayFixture, client: AsyncOpenAI) -> None:
+    """Applications that need a store fail at once."""
     gateway.say("Hi.")
     answer = await client.responses.create(model=gateway.model, input="hello", store=True)
     with pytest.raises(openai.NotFoundError) as gone:
@@ -222,7 +220,7 @@ async def test_nothing_is_stored_and_says_so(gateway: GatewayFixture, client: As
     assert previous.value.param == "previous_response_id"
 
 
-async def test_errors_are_the_sdks_own_exceptions(
+async def test_errors_raise_the_sdks_exceptions(
     gateway: GatewayFixture, client: AsyncOpenAI
 ) -> None:
     """Their params name this endpoint's fields."""
@@ -241,8 +239,8 @@ async def test_errors_are_the_sdks_own_exceptions(
     assert (too_long.value.code, too_long.value.param) == ("context_length_exceeded", "input")
 
 
-async def test_the_sdk_retries_what_may_be_tried_again(gateway: GatewayFixture) -> None:
-    """A draining server answers 503 with retry-after; three attempts are made by default."""
+async def test_sdk_retries_a_draining_server(gateway: GatewayFixture) -> None:
+    """The server answers 503 with retry-after; the SDK makes three attempts by default."""
     tries: list[str] = []
 
     async def note(request: Any) -> None:
@@ -265,7 +263,7 @@ async def test_the_sdk_retries_what_may_be_tried_again(gateway: GatewayFixture) 
 async def test_closing_a_stream_cancels_it_in_the_engine(
     gateway: GatewayFixture, client: AsyncOpenAI
 ) -> None:
-    """`break` in an application must not leave the engine working for nobody."""
+    """`break` in an application must stop the engine's work."""
     gateway.runner.hold_after(20)
     stream = await client.responses.create(
         model=gateway.model, input="hello", max_output_tokens=400, stream=True, extra_body=MORE
@@ -283,10 +281,10 @@ async def test_closing_a_stream_cancels_it_in_the_engine(
     assert 0 < entry[3] < 400
 
 
-async def test_an_engine_that_fails_in_a_stream_fails_the_response(
+async def test_engine_failure_in_a_stream_fails_the_response(
     gateway: GatewayFixture, client: AsyncOpenAI
 ) -> None:
-    """The last event says so and why; the SDK's helper has no final response then."""
+    """The last event has the reason, and the SDK's helper has no final response."""
     gateway.runner.hold_after(20)
     async with client.responses.stream(
         model=gateway.model, input="hello", max_output_tokens=400, extra_body=MORE
@@ -305,8 +303,8 @@ async def test_an_engine_that_fails_in_a_stream_fails_the_response(
     assert last.response.error.code == "server_error"
 
 
-async def test_a_base_url_without_v1_works(gateway: GatewayFixture) -> None:
-    """A common slip, and every path has to be there."""
+async def test_base_url_without_v1_works(gateway: GatewayFixture) -> None:
+    """The omission is a common mistake, so every path exists without /v1 too."""
     async with AsyncOpenAI(
         base_url=gateway.url, api_key=gateway.keys["ada"], max_retries=0
     ) as client:

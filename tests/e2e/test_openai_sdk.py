@@ -1,5 +1,7 @@
-"""OpenAI's own SDK against a whole gateway, as an application would use it: the base URL and the
-key change, nothing else. The runner is a fake; everything between the socket and it is the product.
+"""OpenAI's SDK against a complete gateway, used as an application would use it.
+
+Only the base URL and the key differ. The runner is a fake; all code between the socket and the
+runner is the product's.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from gateway.errors import Kind, Refusal
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 
 MORE = {"ignore_eos": True}
-"""The fake model draws end tokens as readily as others; these tests want whole answers."""
+"""Biases that disable the end tokens, which the fake model draws as often as other tokens."""
 
 
 @pytest.fixture
@@ -37,10 +39,10 @@ def question(text: str = "hello") -> list[Any]:
     return [{"role": "user", "content": text}]
 
 
-async def test_a_streamed_conversation_reuses_its_first_turn(
+async def test_second_turn_of_a_stream_reads_the_first(
     gateway: GatewayFixture, client: AsyncOpenAI
 ) -> None:
-    """The main job, with the numbers an application would look at."""
+    """The main use, with the counts that an application reads."""
     messages = question("a first question, long enough to fill several blocks of the cache")
     text, usage = "", None
     stream = await client.chat.completions.create(
@@ -73,10 +75,10 @@ async def test_a_streamed_conversation_reuses_its_first_turn(
     await gateway.check_quiet()
 
 
-async def test_two_choices_share_a_prompt_and_differ(
+async def test_choices_share_a_prompt_and_differ(
     gateway: GatewayFixture, client: AsyncOpenAI
 ) -> None:
-    """n forks one sequence; each choice has its own index and draw."""
+    """n forks one sequence; each choice has its own index and seed."""
     answer = await client.chat.completions.create(
         model=gateway.model, messages=question(), n=2, max_tokens=12, seed=3, extra_body=MORE
     )
@@ -88,15 +90,13 @@ async def test_two_choices_share_a_prompt_and_differ(
     await gateway.check_quiet()
 
 
-async def test_a_stop_string_ends_the_answer_before_it(
-    gateway: GatewayFixture, client: AsyncOpenAI
-) -> None:
-    """The stop is not part of the text, and the reason says stop."""
-    whole = await client.chat.completions.create(
+async def test_stop_string_is_excluded(gateway: GatewayFixture, client: AsyncOpenAI) -> None:
+    """The finish reason is `stop`."""
+    unary = await client.chat.completions.create(
         model=gateway.model, messages=question(), max_tokens=30, temperature=0, extra_body=MORE
     )
-    text = whole.choices[0].message.content or ""
-    stop = next(sign for sign in text[3:] if sign.isprintable() and sign != "\ufffd")
+    text = unary.choices[0].message.content or ""
+    stop = next(char for char in text[3:] if char.isprintable() and char != "\ufffd")
     cut = await client.chat.completions.create(
         model=gateway.model,
         messages=question(),
@@ -113,8 +113,8 @@ async def test_a_stop_string_ends_the_answer_before_it(
     await gateway.check_quiet()
 
 
-async def test_logprobs_come_one_per_token(gateway: GatewayFixture, client: AsyncOpenAI) -> None:
-    """Evaluation tools zip them with tokens."""
+async def test_one_logprob_per_token(gateway: GatewayFixture, client: AsyncOpenAI) -> None:
+    """Evaluation tools zip logprobs with tokens."""
     answer = await client.chat.completions.create(
         model=gateway.model, messages=question(), max_tokens=5, logprobs=True, extra_body=MORE
     )
@@ -123,10 +123,10 @@ async def test_logprobs_come_one_per_token(gateway: GatewayFixture, client: Asyn
     assert len(answer.choices[0].logprobs.content or []) == 5
 
 
-async def test_legacy_completions_take_text_token_ids_and_several_prompts(
+async def test_completions_accept_text_token_ids_and_several_prompts(
     gateway: GatewayFixture, client: AsyncOpenAI
 ) -> None:
-    """One HTTP request, several prompts, one ledger entry for all."""
+    """One HTTP request with several prompts has one ledger entry."""
     one = await client.completions.create(
         model=gateway.model, prompt="once upon", max_tokens=4, extra_body=MORE
     )
@@ -142,7 +142,7 @@ async def test_legacy_completions_take_text_token_ids_and_several_prompts(
     await gateway.check_quiet()
 
 
-async def test_models_are_listed(gateway: GatewayFixture, client: AsyncOpenAI) -> None:
+async def test_lists_models(gateway: GatewayFixture, client: AsyncOpenAI) -> None:
     """Applications list models to fill a menu."""
     listed = await client.models.list()
 
@@ -150,10 +150,10 @@ async def test_models_are_listed(gateway: GatewayFixture, client: AsyncOpenAI) -
     assert (await client.models.retrieve(gateway.model)).id == gateway.model
 
 
-async def test_errors_are_the_sdks_own_exceptions(
+async def test_errors_raise_the_sdks_exceptions(
     gateway: GatewayFixture, client: AsyncOpenAI
 ) -> None:
-    """Applications switch on these classes and on code and param."""
+    """Applications branch on the class, the code and the param."""
     stranger = client.with_options(api_key="tl-nobody")
     with pytest.raises(openai.AuthenticationError) as unknown_key:
         await stranger.models.list()
@@ -170,10 +170,8 @@ async def test_errors_are_the_sdks_own_exceptions(
     assert too_long.value.request_id is not None
 
 
-async def test_a_tenant_over_its_limit_gets_a_rate_limit_error(
-    card: ModelCard, tmp_path: Path
-) -> None:
-    """429 with retry-after is what the SDK backs off from."""
+async def test_rate_limited_tenant_gets_a_rate_limit_error(card: ModelCard, tmp_path: Path) -> None:
+    """The SDK backs off on a 429 with retry-after."""
     gateway = GatewayFixture(card, tmp_path)
     gateway.set_limits(requests_per_tenant_max=1)
     await gateway.open()
@@ -196,10 +194,10 @@ async def test_a_tenant_over_its_limit_gets_a_rate_limit_error(
     gateway.discard()
 
 
-async def test_a_server_that_drains_is_an_internal_server_error_the_sdk_may_retry(
+async def test_draining_server_is_a_retryable_internal_server_error(
     gateway: GatewayFixture, client: AsyncOpenAI
 ) -> None:
-    """503 with retry-after: behind a load balancer the retry lands elsewhere."""
+    """503 with retry-after: a load balancer routes the retry to another server."""
     await gateway.gateway.drain(0.0)
     with pytest.raises(openai.InternalServerError) as caught:
         await client.chat.completions.create(model=gateway.model, messages=question())
@@ -211,7 +209,7 @@ async def test_a_server_that_drains_is_an_internal_server_error_the_sdk_may_retr
 async def test_closing_a_stream_cancels_it_in_the_engine(
     gateway: GatewayFixture, client: AsyncOpenAI
 ) -> None:
-    """`break` in an application must not leave the engine working for nobody."""
+    """`break` in an application must stop the engine's work."""
     gateway.runner.hold_after(20)
     stream = await client.chat.completions.create(
         model=gateway.model, messages=question(), max_tokens=400, stream=True, extra_body=MORE
@@ -228,10 +226,10 @@ async def test_closing_a_stream_cancels_it_in_the_engine(
     assert 0 < entry[3] < 400
 
 
-async def test_an_engine_that_fails_in_a_stream_raises_in_the_sdk(
+async def test_engine_failure_in_a_stream_raises_in_the_sdk(
     gateway: GatewayFixture, client: AsyncOpenAI
 ) -> None:
-    """A stream that only stops is silent truncation; the error event raises."""
+    """A stream that only ends hides the truncation; the error event raises."""
     gateway.runner.hold_after(20)
     stream = await client.chat.completions.create(
         model=gateway.model, messages=question(), max_tokens=400, stream=True, extra_body=MORE
@@ -260,10 +258,10 @@ async def test_an_engine_that_fails_in_a_stream_raises_in_the_sdk(
         (Kind.DEADLINE, openai.InternalServerError),
     ],
 )
-async def test_each_kind_of_refusal_is_an_exception_of_its_own(
+async def test_each_kind_of_refusal_raises_its_exception(
     gateway: GatewayFixture, kind: Kind, raised: type[openai.APIStatusError]
 ) -> None:
-    """From our bytes to the class, without waiting for each to happen."""
+    """A mock transport answers with the encoded refusal."""
 
     def answer(request: httpx2.Request) -> httpx2.Response:
         status, body = DIALECT.error_body(Refusal(kind, "some_code", "Why.", param="model"), "r1")
@@ -279,10 +277,10 @@ async def test_each_kind_of_refusal_is_an_exception_of_its_own(
 
 
 @pytest.mark.parametrize("endpoint", ["chat", "responses"])
-async def test_a_slow_answer_is_kept_open_by_comments(
+async def test_comments_keep_a_slow_answer_open(
     card: ModelCard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, endpoint: str
 ) -> None:
-    """Proxies close what says nothing; an event without data would raise in the SDK."""
+    """Proxies close idle connections; an event without data would raise in the SDK."""
     gateway, sent = GatewayFixture(card, tmp_path), [0]
 
     def keep_alive(_: object) -> bytes:
@@ -329,11 +327,12 @@ async def test_a_slow_answer_is_kept_open_by_comments(
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-async def test_a_named_request_survives_a_broken_connection(
+async def test_idempotent_request_survives_a_broken_connection(
     gateway: GatewayFixture, is_stream: bool
 ) -> None:
-    """Cut off in the middle of its answer, the SDK or its user sends it again by the same name: the
-    whole answer, from one execution, at one charge."""
+    """After a cut in the middle of the answer, a retry with the same key gets the complete answer
+    of one execution, charged once.
+    """
     kwargs: dict[str, Any] = {
         "model": gateway.model,
         "messages": question(),

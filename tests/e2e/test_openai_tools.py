@@ -1,6 +1,6 @@
-"""Functions, JSON and breakpoints in chat through OpenAI's own SDK, its parsing helpers included.
+"""Functions, JSON and breakpoints in chat through OpenAI's SDK and its parsing helpers.
 
-The model is a fake that says what a test tells it to; the template is one that knows no tools.
+The model is a fake that generates the text that a test sets; the template has no tools.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SYSTEM = "You are a librarian who knows every book there is, and where it stands
 
 
 class Point(BaseModel):
-    """What an application wants back."""
+    """A class that an application parses answers into."""
 
     x: Literal[1, 2, 3]
     label: Literal["a", "b"]
@@ -43,7 +43,7 @@ class Point(BaseModel):
 
 @pytest.fixture
 def unopened_gateway(unopened_gateway: GatewayFixture) -> GatewayFixture:
-    """With room for tools, and answers that are held to schemas."""
+    """Configure room for tools, and constrained decoding."""
     unopened_gateway.context_tokens, unopened_gateway.takes_grammars = 2_048, True
     return unopened_gateway
 
@@ -56,12 +56,12 @@ async def client(gateway: GatewayFixture) -> AsyncIterator[AsyncOpenAI]:
         yield client
 
 
-async def test_calls_are_the_same_in_both_shapes(
+async def test_calls_are_equal_in_completion_and_stream(
     gateway: GatewayFixture, client: AsyncOpenAI
 ) -> None:
-    """Text first, then each call with its own id; the reason says why it stopped."""
+    """Text first, then each call with its id; the finish reason is `tool_calls`."""
     gateway.say(CALLS)
-    whole = await client.chat.completions.create(
+    unary = await client.chat.completions.create(
         model=gateway.model, messages=[HELLO], tools=[WEATHER]
     )
     async with client.chat.completions.stream(
@@ -70,7 +70,7 @@ async def test_calls_are_the_same_in_both_shapes(
         kinds = {event.type async for event in stream}
         folded = await stream.get_final_completion()
 
-    first, second = whole.choices[0], folded.choices[0]
+    first, second = unary.choices[0], folded.choices[0]
     assert first.finish_reason == second.finish_reason == "tool_calls"
     found = [
         [
@@ -89,10 +89,10 @@ async def test_calls_are_the_same_in_both_shapes(
     await gateway.check_quiet()
 
 
-async def test_calls_of_several_choices_stream_side_by_side(
+async def test_streams_calls_of_several_choices(
     gateway: GatewayFixture, client: AsyncOpenAI
 ) -> None:
-    """The helper's accumulator wants choice 0 first, and each choice's calls apart."""
+    """The helper's accumulator expects choice 0 first, and each choice's calls apart."""
     gateway.say(CALLS)
     async with client.chat.completions.stream(
         model=gateway.model, messages=[HELLO], tools=[WEATHER], n=2
@@ -107,10 +107,10 @@ async def test_calls_of_several_choices_stream_side_by_side(
     await gateway.check_quiet()
 
 
-async def test_an_answer_goes_back_with_its_results(
+async def test_accepts_an_answer_with_its_results_as_history(
     gateway: GatewayFixture, client: AsyncOpenAI
 ) -> None:
-    """The whole round: the SDK's own message as history, and the prefix read again."""
+    """A full round with the SDK's message, which reads the first prompt."""
     options: Any = {"ttl": "30m"}
     gateway.say(CALLS)
     first = await client.chat.completions.create(
@@ -142,11 +142,13 @@ async def test_an_answer_goes_back_with_its_results(
     await gateway.check_quiet()
 
 
-async def test_a_schema_comes_back_as_an_object(
+async def test_parse_returns_an_object_of_the_schema(
     gateway: GatewayFixture, client: AsyncOpenAI
 ) -> None:
-    """`.parse()` of both endpoints, with the schema the SDK makes of a class. Nobody tells the
-    model what to say: what it draws is held to the schema."""
+    """`.parse()` of both endpoints, with the SDK's schema of a class.
+
+    The model draws random tokens under constrained decoding.
+    """
     chat = await client.chat.completions.parse(
         model=gateway.model, messages=[HELLO], response_format=Point, seed=3
     )
@@ -160,11 +162,12 @@ async def test_a_schema_comes_back_as_an_object(
 
 
 @pytest.mark.filterwarnings("ignore:Pydantic serializer warnings:UserWarning")
-async def test_what_the_sdk_parsed_goes_back_as_it_is(
+async def test_accepts_the_sdks_parsed_fields_in_history(
     gateway: GatewayFixture, client: AsyncOpenAI
 ) -> None:
-    """An application appends the message it got, with what the SDK put into it, and so do loops
-    over calls; the prompt is what it would be without."""
+    """Applications append the message with the fields that the SDK added; the prompt must not
+    change.
+    """
     function = openai.pydantic_function_tool(Point)
     answered = await client.chat.completions.parse(
         model=gateway.model, messages=[HELLO], response_format=Point, seed=3
@@ -189,10 +192,7 @@ async def test_what_the_sdk_parsed_goes_back_as_it_is(
     await gateway.check_quiet()
 
 
-async def test_a_schema_that_is_cut_off_raises_in_parse(
-    gateway: GatewayFixture, client: AsyncOpenAI
-) -> None:
-    """Half an object is no object."""
+async def test_truncated_json_raises_in_parse(gateway: GatewayFixture, client: AsyncOpenAI) -> None:
     gateway.say('{"x":3,"label":"a"}')
     with pytest.raises(openai.LengthFinishReasonError):
         await client.chat.completions.parse(
@@ -200,14 +200,14 @@ async def test_a_schema_that_is_cut_off_raises_in_parse(
         )
 
 
-async def test_a_breakpoint_is_written_once_and_read_in_either_spelling(
+async def test_breakpoint_is_written_once_and_read_in_either_spelling(
     gateway: GatewayFixture, client: AsyncOpenAI
 ) -> None:
-    """Exactly what the first wrote is what the second reads; the sum holds each time."""
+    """The second request reads exactly what the first wrote, and each sum holds."""
 
-    async def ask(mark: dict[str, Any], question: str) -> tuple[int, int, int]:
+    async def ask(caching: dict[str, Any], question: str) -> tuple[int, int, int]:
         messages: Any = [
-            {"role": "system", "content": [{"type": "text", "text": SYSTEM, **mark}]},
+            {"role": "system", "content": [{"type": "text", "text": SYSTEM, **caching}]},
             {"role": "user", "content": question},
         ]
         answer = await client.chat.completions.create(
@@ -236,12 +236,12 @@ async def test_a_breakpoint_is_written_once_and_read_in_either_spelling(
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
-async def test_the_same_request_again_reads_exactly_what_was_written(
+async def test_identical_request_reads_exactly_what_was_written(
     gateway: GatewayFixture, path: str, seed: int
 ) -> None:
-    """For any marks, in both spellings and both modes; and the sums hold each time."""
+    """This holds for any breakpoints, in both spellings and both modes."""
     draw = random.Random(seed)
-    marks: list[Any] = [
+    breakpoints: list[Any] = [
         {},
         {"prompt_cache_breakpoint": {"mode": "explicit", "ttl": "12h"}},
         {"cache_control": {"type": "ephemeral", "ttl": draw.choice(["5m", "1h"])}},
@@ -249,7 +249,8 @@ async def test_the_same_request_again_reads_exactly_what_was_written(
     is_chat = path.endswith("completions")
     kind = "text" if is_chat else "input_text"
     parts = [
-        {"type": kind, "text": f"part {n} of {seed}. " * 4, **draw.choice(marks)} for n in range(6)
+        {"type": kind, "text": f"part {n} of {seed}. " * 4, **draw.choice(breakpoints)}
+        for n in range(6)
     ]
     body = {
         "model": gateway.model,
@@ -273,10 +274,10 @@ async def test_the_same_request_again_reads_exactly_what_was_written(
     assert read == wrote
 
 
-async def test_explicit_mode_without_a_mark_reads_and_writes_nothing(
+async def test_explicit_mode_without_breakpoints_reads_and_writes_nothing(
     gateway: GatewayFixture, client: AsyncOpenAI
 ) -> None:
-    """The engine finds the prefix all the same; the contract says nobody asked for it."""
+    """The engine finds the prefix, but the contract reads only at breakpoints."""
     found = []
     for _ in range(2):
         answer = await client.chat.completions.create(
@@ -291,7 +292,7 @@ async def test_explicit_mode_without_a_mark_reads_and_writes_nothing(
     assert [d and (d.cached_tokens, d.cache_write_tokens) for d in found] == [(0, 0), (0, 0)]
 
 
-async def test_too_long_a_prompt_names_its_own_field(
+async def test_prompt_that_is_too_long_names_its_field(
     gateway: GatewayFixture, client: AsyncOpenAI
 ) -> None:
     """Completions have no messages."""
@@ -315,10 +316,10 @@ PICK: Any = {"type": "function", "function": {"name": "pick", "parameters": CITY
 @pytest.mark.parametrize(
     "choice", ["required", {"type": "function", "function": {"name": "pick"}}], ids=str
 )
-async def test_a_forced_call_is_one_whatever_the_model_would_say(
+async def test_forced_call_is_constrained_to_a_call(
     gateway: GatewayFixture, client: AsyncOpenAI, choice: Any
 ) -> None:
-    """The answer is held to the function's own schema."""
+    """Decoding follows the function's schema."""
     tools = [PICK] if choice == "required" else [WEATHER, PICK]
     answer = await client.chat.completions.create(
         model=gateway.model,
@@ -336,10 +337,10 @@ async def test_a_forced_call_is_one_whatever_the_model_would_say(
     await gateway.check_quiet()
 
 
-async def test_none_is_text_and_keeps_the_prefix(
+async def test_tool_choice_none_keeps_the_prefix_and_returns_text(
     gateway: GatewayFixture, client: AsyncOpenAI
 ) -> None:
-    """What is shown stays; only what an answer means changes."""
+    """The prompt still shows the functions; only the answer's meaning changes."""
     options: Any = {"ttl": "30m"}
     gateway.say(CALLS)
     ask: Any = {"model": gateway.model, "messages": [HELLO], "tools": [WEATHER]}
@@ -357,10 +358,10 @@ async def test_none_is_text_and_keeps_the_prefix(
     )
 
 
-async def test_a_schema_that_no_answer_can_have_is_refused_by_its_field(
+async def test_refuses_unsatisfiable_schema_by_field(
     gateway: GatewayFixture, client: AsyncOpenAI
 ) -> None:
-    """Only the engine can tell; the client looks where it stands."""
+    """Only the engine detects it."""
     wrong: Any = {"type": "nonsense"}
     strict: Any = {"name": "f", "strict": True, "parameters": {"type": "object", "required": 1}}
     schema: Any = {"type": "json_schema", "json_schema": {"name": "n", "schema": wrong}}
@@ -385,10 +386,10 @@ async def test_a_schema_that_no_answer_can_have_is_refused_by_its_field(
 
 
 @pytest.mark.parametrize("schema", [{"$ref": "#"}, {"anyOf": [{"$ref": "#/anyOf/0"}]}], ids=str)
-async def test_arguments_that_no_text_can_be_are_the_clients_mistake(
+async def test_unsatisfiable_arguments_are_a_client_error(
     gateway: GatewayFixture, client: AsyncOpenAI, schema: Any
 ) -> None:
-    """A call has begun when it shows; nothing is wrong with the server."""
+    """The error appears after the call has begun; the server has not failed."""
     function: Any = {"name": "f", "parameters": schema}
     with pytest.raises(openai.BadRequestError) as caught:
         await client.chat.completions.create(
@@ -402,10 +403,10 @@ async def test_arguments_that_no_text_can_be_are_the_clients_mistake(
     await gateway.check_quiet()
 
 
-async def test_an_answer_that_breaks_its_format_is_counted(
+async def test_counts_answers_that_violate_their_format(
     gateway: GatewayFixture, client: AsyncOpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Constrained decoding should leave none: each finished text is looked at once more."""
+    """Constrained decoding should leave none, so each finished text is checked."""
     monkeypatch.setattr("gateway.generation.output_parser.satisfies", lambda text, wanted: False)
     gateway.say('{"x":3}')
     await client.chat.completions.create(
@@ -417,11 +418,11 @@ async def test_an_answer_that_breaks_its_format_is_counted(
     assert "trunkline_output_format_violations_total 1.0" in metrics
 
 
-async def test_every_caching_field_of_a_request_passes_through_the_sdk(
-    gateway: GatewayFixture, client: AsyncOpenAI
-) -> None:
-    """By its own names where it has them, as extra ones where not; each key is a cache of its own,
-    and the deprecated field reads what is there."""
+async def test_sdk_passes_every_caching_field(gateway: GatewayFixture, client: AsyncOpenAI) -> None:
+    """By its own names or as extra fields.
+
+    Each key has a separate cache, and the deprecated field reads any cached prefix.
+    """
 
     async def ask(**fields: Any) -> int:
         answer = await client.chat.completions.create(

@@ -1,7 +1,7 @@
-"""Whole exchanges to the byte: a rich request of each dialect, what becomes of it inside, and each
-of the answers it may get: whole, streamed, refused, broken off.
+"""Complete exchanges, compared byte for byte, for each dialect.
 
-Requests carry what their dialect has: instructions, a tool, a call with its result, breakpoints.
+A transcript has a rich request (instructions, a tool, a call with its result, breakpoints), its
+canonical call, and every kind of answer: unary, streamed, refused and failed.
 """
 
 from __future__ import annotations
@@ -206,30 +206,30 @@ REQUESTS: dict[str, tuple[Dialect, RequestMetadata, dict[str, Any]]] = {
 }
 
 
-def said(value: Any) -> Any:
-    """A value without the fields that are as they are where nothing is said."""
+def non_defaults(value: Any) -> Any:
+    """Return a value without the fields that have their default."""
     if isinstance(value, tuple):
-        return [said(one) for one in value]
+        return [non_defaults(one) for one in value]
     if not isinstance(value, msgspec.Struct):
         return value
     found = {field.name: getattr(value, field.name) for field in structs.fields(value)}
     defaults = {field.name: field.default for field in structs.fields(value)}
-    return {name: said(one) for name, one in found.items() if one != defaults[name]}
+    return {name: non_defaults(one) for name, one in found.items() if one != defaults[name]}
 
 
 @pytest.mark.parametrize("name", REQUESTS)
-def test_an_exchange_is_its_transcript_to_the_byte(name: str) -> None:
-    """From the request's bytes to each answer's: what clients see changes on purpose or not."""
-    dialect, asked, request = REQUESTS[name]
+def test_exchange_matches_the_golden_transcript(name: str) -> None:
+    """A client-visible change must be deliberate."""
+    dialect, metadata, request = REQUESTS[name]
     sent = msgspec.json.encode(request)
-    call = dialect.parse(sent, asked)
-    pages = {"request": sent, "call": msgspec.json.format(msgspec.json.encode(said(call)))}
+    call = dialect.parse(sent, metadata)
+    pages = {"request": sent, "call": msgspec.json.format(msgspec.json.encode(non_defaults(call)))}
     answers = {"spoken": SPOKEN} | ({} if name == "openai_completions" else {"called": CALLED})
-    for told, deltas in answers.items():
+    for answer, deltas in answers.items():
         encoder = dialect.encoder(call, REPLY)
         streamed = b"".join(map(encoder.stream, deltas)) + encoder.close()
-        pages[f"{told}, streamed"] = streamed
-        pages[f"{told}, whole"] = dialect.encoder(call, REPLY).unary(deltas)
+        pages[f"{answer}, streamed"] = streamed
+        pages[f"{answer}, unary"] = dialect.encoder(call, REPLY).unary(deltas)
     status, body = dialect.error_body(REFUSED, "r1")
     pages["refused"] = f"{status}\n".encode() + body
     broken = dialect.encoder(call, REPLY)

@@ -1,7 +1,7 @@
-"""Wire transcripts: one scripted answer through a dialect's encoder, compared to the byte.
+"""Wire transcripts: one scripted answer through a dialect's encoder, compared byte for byte.
 
-`check_golden` compares with a file in tests/golden. A file that is not there is written, and the
-test fails once, so that somebody reads what was written.
+`check_golden` compares with a file in tests/golden. A missing file is written and the test fails
+once, so that its author reads the file.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ SCRIPT: list[Delta] = [
     ChoiceEnd(0, "stop", "END"),
     End(USAGE),
 ]
-"""Two choices, the second first; a character of two tokens; both kinds of end."""
+"""Two choices, the second one first; a character of two tokens; both finish reasons."""
 
 
 def check_golden(name: str, got: bytes) -> None:
-    """`got` is what tests/golden holds under this name."""
+    """Assert that `got` equals the golden file of this name."""
     path = GOLDEN / name
     if not path.exists():
         path.write_bytes(got)
-        pytest.fail(f"wrote {path}: read it, and run again")
+        pytest.fail(f"no golden file {path.name}: wrote it; read it and run the test again")
     assert got.decode() == path.read_text()
 
 
 def outcome(parse: Callable[[bytes], Call], body: bytes) -> Call | Refusal:
-    """What a parser makes of a body: nothing else may come out."""
+    """Return the call or the refusal of a body; any other exception fails the test."""
     try:
         return parse(body)
     except Refusal as refusal:
@@ -62,7 +62,7 @@ def outcome(parse: Callable[[bytes], Call], body: bytes) -> Call | Refusal:
 
 
 def events(data: bytes) -> list[Any]:
-    """The JSON of each event; `[DONE]` as it stands. No event may be empty."""
+    """Return the JSON of each event, and `[DONE]` as text. No event may be empty."""
     found: list[Any] = []
     for event in data.decode().split("\n\n")[:-1]:
         assert event.startswith("data: ")

@@ -1,7 +1,7 @@
-"""What every dialect has to hold, whoever's it is: a suite that a new one is put through.
+"""The conformance suite that every dialect must pass.
 
-A dialect's tests subclass `DialectConformance` with an `Adapter`, which says how a good request
-looks and how a client of that dialect reads an answer; everything else is asked here.
+A dialect's test subclasses `DialectConformance` with an `Adapter`, which has a valid request and
+reads answers as a client of that dialect does.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from gateway.errors import Kind, Refusal
 from tests.golden.transcripts import outcome
 
 shared = settings(suppress_health_check=[HealthCheck.differing_executors])
-"""Each dialect runs the same property; that is the point of them."""
+"""Every dialect runs the same inherited properties, each in another executor."""
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -45,14 +45,17 @@ SCHEMA: dict[str, Any] = {
 REPLY = Reply("id-1", "m", 1_700_000_000)
 
 
-class BrokenOff(Exception):
-    """What a client raises when a stream ends in an error; its message is the error's."""
+class StreamFailed(Exception):
+    """Raised by a client when a stream ends in an error; its message is the error's."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """One answer as a client understands it. `calls`: (name, arguments) of each tool call.
-    `usage`: total prompt tokens, tokens read from the cache, output tokens."""
+    """An answer as a client reads it.
+
+    `calls` are (name, arguments) of each tool call; `usage` is (prompt tokens, tokens read from the
+    cache, output tokens).
+    """
 
     text: str
     calls: tuple[tuple[str, Any], ...]
@@ -62,39 +65,42 @@ class Answer:
 
 @dataclass(frozen=True)
 class Adapter:
-    """One dialect. `good` asks model "m" to answer the user's "hi" and nothing else; `streaming`
-    is what is added to stream it. `has_calls`: it can carry tool calls. `tool`: the fields that
-    declare a function (its name, its schema); `held_to`: those that ask for an answer of a schema;
-    both where it has such a thing."""
+    """The adapter of one dialect.
+
+    `good` asks model "m" to answer the user's "hi"; `streaming` has the fields that stream it.
+    `has_calls`: the dialect has tool calls. `tool` returns fields that declare a function of a name
+    and a schema; `with_schema` returns fields that constrain the answer to a schema; None if the
+    dialect has neither.
+    """
 
     dialect: Dialect
     good: dict[str, Any]
     read_unary: Callable[[bytes], Answer]
     read_stream: Callable[[bytes], Answer]
     read_error: Callable[[bytes], str]
-    asked: RequestMetadata = NO_METADATA
-    asked_streaming: RequestMetadata = NO_METADATA
+    metadata: RequestMetadata = NO_METADATA
+    metadata_streaming: RequestMetadata = NO_METADATA
     streaming: dict[str, Any] = field(default_factory=dict)
     has_calls: bool = True
     tool: Callable[[str, dict[str, Any]], dict[str, Any]] | None = None
-    held_to: Callable[[dict[str, Any]], dict[str, Any]] | None = None
+    with_schema: Callable[[dict[str, Any]], dict[str, Any]] | None = None
 
     def parse(self, **fields: Any) -> Call:
-        """A good request with more fields."""
-        return self.dialect.parse(json.dumps({**self.good, **fields}).encode(), self.asked)
+        """Parse the valid request with more fields."""
+        return self.dialect.parse(json.dumps({**self.good, **fields}).encode(), self.metadata)
 
     def parse_streaming(self) -> Call:
-        """The good request, to be streamed."""
+        """Parse the valid request as a stream."""
         body = json.dumps({**self.good, **self.streaming}).encode()
-        return self.dialect.parse(body, self.asked_streaming)
+        return self.dialect.parse(body, self.metadata_streaming)
 
     def streamed(self, deltas: list[Delta]) -> bytes:
-        """A whole stream."""
+        """Return a complete stream."""
         encoder = self.dialect.encoder(self.parse_streaming(), REPLY)
         return b"".join(map(encoder.stream, deltas)) + encoder.close()
 
-    def folded(self, deltas: list[Delta]) -> bytes:
-        """The same answer in one piece."""
+    def unary(self, deltas: list[Delta]) -> bytes:
+        """Return the unary answer of the same deltas."""
         return self.dialect.encoder(self.parse(), REPLY).unary(deltas)
 
 
@@ -104,7 +110,7 @@ CLASSES = st.dictionaries(st.sampled_from(["5m", "1h", "30m", "24h"]), TOKENS, m
 
 @st.composite
 def usages(draw: st.DrawFn) -> UsageRecord:
-    """Any record whose sum holds."""
+    """Draw any record whose sum holds."""
     read, write, fresh = draw(CLASSES), draw(CLASSES), draw(TOKENS)
     total = sum(read.values()) + sum(write.values()) + fresh
     return UsageRecord(total, read, write, fresh, draw(TOKENS), draw(TOKENS))
@@ -116,7 +122,7 @@ ARGUMENTS = st.dictionaries(st.text(max_size=3), st.integers(-9, 9) | st.text(ma
 
 @st.composite
 def calls(draw: st.DrawFn, number: int) -> list[Delta]:
-    """A whole tool call in pieces, the first of which names it."""
+    """Draw a complete tool call in pieces, the first of which has its name."""
     text, pieces = json.dumps(draw(ARGUMENTS)), draw(st.integers(1, 4))
     cut = max(1, len(text) // pieces)
     parts = [text[start : start + cut] for start in range(0, len(text), cut)]
@@ -126,7 +132,7 @@ def calls(draw: st.DrawFn, number: int) -> list[Delta]:
 
 @st.composite
 def answers(draw: st.DrawFn, *, has_calls: bool) -> list[Delta]:
-    """Any whole answer of one choice: texts, calls after and between them, an end."""
+    """Draw any complete answer of one choice: texts, calls after and between them, an end."""
     usage = draw(usages())
     deltas: list[Delta] = [Begin(usage)]
     called = 0
@@ -141,12 +147,12 @@ def answers(draw: st.DrawFn, *, has_calls: bool) -> list[Delta]:
 
 
 class DialectConformance:
-    """Subclass it, set `adapter`, and be a dialect."""
+    """The suite. A subclass sets `adapter`."""
 
     adapter: ClassVar[Adapter]
 
-    def test_a_minimal_request_is_the_same_call_everywhere(self) -> None:
-        """One inner form: what differs is on the wire."""
+    def test_minimal_request_gives_the_same_call(self) -> None:
+        """Dialects differ on the wire only."""
         call = self.adapter.parse()
 
         (prompt,) = call.prompts
@@ -155,8 +161,8 @@ class DialectConformance:
         assert (call.operation, call.stream, prompt.continues) == ("generate", False, False)
         assert (call.generation.choices, call.generation.stop) == (1, ())
 
-    def test_a_function_is_the_same_tool_everywhere(self) -> None:
-        """The schema keeps the order in which it came: it is part of the prefix."""
+    def test_function_gives_the_same_tool(self) -> None:
+        """The schema keeps its key order, because it is part of the prefix."""
         if self.adapter.tool is None:
             assert not self.adapter.has_calls
             return
@@ -167,22 +173,22 @@ class DialectConformance:
         assert tool.path.startswith("tools[0]")
         assert prompt.tool_choice == ToolChoice()
 
-    def test_an_answer_of_a_schema_is_the_same_format_everywhere(self) -> None:
-        """And its field is known, for what only an engine finds wrong with it."""
-        if self.adapter.held_to is None:
+    def test_json_schema_gives_the_same_output_format(self) -> None:
+        """The format knows its field, for errors that only the engine detects."""
+        if self.adapter.with_schema is None:
             return
-        (prompt,) = self.adapter.parse(**self.adapter.held_to(SCHEMA)).prompts
+        (prompt,) = self.adapter.parse(**self.adapter.with_schema(SCHEMA)).prompts
 
         wanted = prompt.output_format
         assert (wanted.kind, json.loads(wanted.schema)) == ("json_schema", SCHEMA)
         assert wanted.path != OutputFormat().path
 
-    def test_streaming_is_asked_for_by_body_or_path(self) -> None:
-        """Every SDK accepts JSON and streams alike, so nothing else can tell."""
+    def test_body_or_path_requests_a_stream(self) -> None:
+        """SDKs accept JSON and streams alike, so no header tells them apart."""
         assert self.adapter.parse_streaming().stream
 
-    def test_an_unknown_field_is_refused_by_name(self) -> None:
-        """A typo that is ignored costs its author a day."""
+    def test_refuses_unknown_field_by_name(self) -> None:
+        """An ignored typo takes hours to find."""
         with pytest.raises(Refusal) as raised:
             self.adapter.parse(modle="m")
 
@@ -194,57 +200,57 @@ class DialectConformance:
         [b"", b"nul", b"[]", b'"x"', b"\xff", b"[" * 100_000, b'{"a":' * 5_000, b'{"model":"m"'],
         ids=lambda body: repr(body[:12]),
     )
-    def test_what_is_no_request_is_refused(self, body: bytes) -> None:
-        """Every decoder has errors of its own kind; all of them are the client's."""
+    def test_refuses_invalid_body(self, body: bytes) -> None:
+        """Every decoder error is a client error."""
         with pytest.raises(Refusal) as raised:
-            self.adapter.dialect.parse(body, self.adapter.asked)
+            self.adapter.dialect.parse(body, self.adapter.metadata)
 
         assert raised.value.kind is Kind.BAD
 
     @shared
     @given(st.data())
-    def test_any_json_in_any_field_is_a_call_or_a_refusal(self, data: st.DataObject) -> None:
-        """Nothing else ever comes out of a parser."""
+    def test_any_json_value_parses_to_a_call_or_a_refusal(self, data: st.DataObject) -> None:
+        """A parser raises no other exception."""
         name = data.draw(st.sampled_from(sorted(self.adapter.good)))
         body = json.dumps({**self.adapter.good, name: data.draw(_JSON)}).encode()
-        got = outcome(lambda some: self.adapter.dialect.parse(some, self.adapter.asked), body)
+        got = outcome(lambda some: self.adapter.dialect.parse(some, self.adapter.metadata), body)
 
         assert isinstance(got, Call) or (got.kind is Kind.BAD and len(got.message) < 1_000)
 
     @shared
     @given(st.data())
-    def test_a_unary_answer_is_the_fold_of_the_stream(self, data: st.DataObject) -> None:
-        """One answer, two shapes: they may never say different things."""
+    def test_unary_answer_is_the_fold_of_the_stream(self, data: st.DataObject) -> None:
+        """Both must carry the same content."""
         deltas = data.draw(answers(has_calls=self.adapter.has_calls))
 
-        whole = self.adapter.read_unary(self.adapter.folded(deltas))
+        whole = self.adapter.read_unary(self.adapter.unary(deltas))
         assert self.adapter.read_stream(self.adapter.streamed(deltas)) == whole
         assert whole.text == "".join(d.text for d in deltas if isinstance(d, Text))
         assert len(whole.calls) == sum(isinstance(d, CallText) and bool(d.name) for d in deltas)
 
     @shared
     @given(usages())
-    def test_usage_adds_up_and_comes_from_the_one_record(self, usage: UsageRecord) -> None:
-        """Money follows these numbers."""
+    def test_usage_matches_the_record(self, usage: UsageRecord) -> None:
+        """Charges follow these numbers."""
         deltas: list[Delta] = [Begin(usage), Text(0, "a"), ChoiceEnd(0, "stop"), End(usage)]
 
-        found = self.adapter.read_unary(self.adapter.folded(deltas)).usage
+        found = self.adapter.read_unary(self.adapter.unary(deltas)).usage
         assert found == (usage.total_in, usage.read_tokens(), usage.out)
 
-    def test_each_way_to_end_is_told_apart(self) -> None:
-        """An answer that was cut off must not look whole."""
+    def test_finish_reasons_differ(self) -> None:
+        """A truncated answer must not look complete."""
         usage = UsageRecord(1, fresh=1, out=1)
         reasons = {
             self.adapter.read_unary(
-                self.adapter.folded([Begin(usage), Text(0, "a"), end, End(usage)])
+                self.adapter.unary([Begin(usage), Text(0, "a"), end, End(usage)])
             ).reason
             for end in (ChoiceEnd(0, "stop"), ChoiceEnd(0, "length"))
         }
 
         assert len(reasons) == 2
 
-    def test_keep_alives_mean_nothing(self) -> None:
-        """They may come before the first event and between any two."""
+    def test_clients_ignore_keep_alives(self) -> None:
+        """They may precede the first event and stand between any two."""
         usage = UsageRecord(1, fresh=1, out=1)
         deltas: list[Delta] = [Begin(usage), Text(0, "a"), ChoiceEnd(0, "stop"), End(usage)]
         encoder = self.adapter.dialect.encoder(self.adapter.parse_streaming(), REPLY)
@@ -254,19 +260,19 @@ class DialectConformance:
         assert ping
         assert self.adapter.read_stream(data).text == "a"
 
-    def test_an_error_inside_a_stream_breaks_it_off(self) -> None:
-        """A stream that just ends looks whole."""
+    def test_stream_error_raises_in_the_client(self) -> None:
+        """A stream that only ends looks complete."""
         usage = UsageRecord(1, fresh=1)
         encoder = self.adapter.dialect.encoder(self.adapter.parse_streaming(), REPLY)
         data = encoder.stream(Begin(usage)) + encoder.stream(Text(0, "half"))
         data += encoder.error_event(Refusal(Kind.BUSY, "engine_restarting", "The engine stopped."))
 
-        with pytest.raises(BrokenOff, match=r"The engine stopped\."):
+        with pytest.raises(StreamFailed, match=r"The engine stopped\."):
             self.adapter.read_stream(data)
 
     @pytest.mark.parametrize("kind", list(Kind))
-    def test_every_refusal_has_a_status_and_its_message(self, kind: Kind) -> None:
-        """Whatever goes wrong, the client reads why in the shape it knows."""
+    def test_every_refusal_has_a_status_and_a_message(self, kind: Kind) -> None:
+        """The client reads the reason in the shape that it knows."""
         refusal = Refusal(kind, "some_code", "What went wrong.", param="p")
         status, body = self.adapter.dialect.error_body(refusal, "r1")
 

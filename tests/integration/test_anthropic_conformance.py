@@ -1,4 +1,4 @@
-"""Anthropic's Messages, put through what every dialect has to hold."""
+"""Anthropic's Messages under the conformance suite of all dialects."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any, ClassVar
 from anthropic.types import Message
 
 from gateway.dialects.anthropic.messages import DIALECT
-from tests.integration.dialect_conformance import Adapter, Answer, BrokenOff, DialectConformance
+from tests.integration.dialect_conformance import Adapter, Answer, DialectConformance, StreamFailed
 
 
 def read_message(data: bytes) -> Answer:
-    """A whole message, by the rules of the official client's types."""
+    """Read a message with the official client's types."""
     message = Message.model_validate(json.loads(data))
     return answer_of(json.loads(data), message.usage.to_dict())
 
 
 def answer_of(message: dict[str, Any], usage: dict[str, Any]) -> Answer:
-    """What a client makes of a message."""
+    """Return the answer that a client makes of a message."""
     blocks = message["content"]
     return Answer(
         text="".join(block["text"] for block in blocks if block["type"] == "text"),
@@ -35,17 +35,17 @@ def answer_of(message: dict[str, Any], usage: dict[str, Any]) -> Answer:
 
 
 def read_events(data: bytes) -> Answer:
-    """A stream, strictly: named events, blocks one after the other, every one closed."""
+    """Read a stream strictly: named_events events, one block after the other, each closed."""
     message: dict[str, Any] = {}
     open_block: int | None = None
     arguments = ""
-    for name, event in named(data):
+    for name, event in named_events(data):
         assert event["type"] == name
         match name:
             case "ping":
                 continue
             case "error":
-                raise BrokenOff(event["error"]["message"])
+                raise StreamFailed(event["error"]["message"])
             case "message_start":
                 assert not message
                 message = event["message"]
@@ -78,8 +78,8 @@ def read_events(data: bytes) -> Answer:
     return answer_of(message, message["usage"])
 
 
-def named(data: bytes) -> list[tuple[str, dict[str, Any]]]:
-    """(event, data) of each event; every one has a name, as its SDKs need it."""
+def named_events(data: bytes) -> list[tuple[str, dict[str, Any]]]:
+    """Return (event, data) of each event; Anthropic's SDKs need the names."""
     found = []
     for text in data.decode().split("\n\n")[:-1]:
         first, second = text.split("\n")
@@ -90,7 +90,7 @@ def named(data: bytes) -> list[tuple[str, dict[str, Any]]]:
 
 
 def read_error(body: bytes) -> str:
-    """An error, in the one shape there is."""
+    """Return the message of an error body."""
     error = json.loads(body)
     assert error["type"] == "error"
     assert error["request_id"].startswith("req_")
@@ -108,7 +108,7 @@ class TestAnthropicMessages(DialectConformance):
         read_stream=read_events,
         read_error=read_error,
         tool=lambda name, schema: {"tools": [{"name": name, "input_schema": schema}]},
-        held_to=lambda schema: {
+        with_schema=lambda schema: {
             "output_config": {"format": {"type": "json_schema", "schema": schema}}
         },
     )

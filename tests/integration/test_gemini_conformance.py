@@ -1,4 +1,4 @@
-"""Gemini's generateContent, put through what every dialect has to hold: both of its streams."""
+"""Gemini's generateContent and both of its streams under the conformance suite of all dialects."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from google.genai.types import GenerateContentResponse
 
 from gateway.dialects.canonical import RequestMetadata
 from gateway.dialects.gemini.generate_content import ARRAY_DIALECT, DIALECT
-from tests.integration.dialect_conformance import Adapter, Answer, BrokenOff, DialectConformance
+from tests.integration.dialect_conformance import Adapter, Answer, DialectConformance, StreamFailed
 
 
 def read_unary(data: bytes) -> Answer:
-    """A whole answer, by the rules of the official client's types."""
+    """Read an answer with the official client's types."""
     GenerateContentResponse.model_validate_json(data)
     return answer_of([json.loads(data)])
 
 
 def answer_of(chunks: list[dict[str, Any]]) -> Answer:
-    """What a client makes of chunks: parts add up, the last usage counts."""
+    """Return the answer that a client makes of chunks: joined parts, and the last usage."""
     parts: list[dict[str, Any]] = []
     reason = ""
     for chunk in chunks:
         if "error" in chunk:
-            raise BrokenOff(chunk["error"]["message"])
+            raise StreamFailed(chunk["error"]["message"])
         for candidate in chunk["candidates"]:
             parts += candidate["content"]["parts"]
             reason = candidate.get("finishReason", reason)
@@ -46,19 +46,19 @@ def answer_of(chunks: list[dict[str, Any]]) -> Answer:
 
 
 def read_events(data: bytes) -> Answer:
-    """Its SDK raises at any line that is neither empty nor data."""
+    """Read a stream; the SDK raises on any line that is neither empty nor data."""
     lines = [line for line in data.decode().split("\n") if line]
     assert all(line.startswith("data: ") for line in lines)
     return answer_of([json.loads(line[6:]) for line in lines])
 
 
 def read_array(data: bytes) -> Answer:
-    """The other stream is one JSON array."""
+    """Read a stream that is one JSON array."""
     return answer_of(json.loads(data))
 
 
 def read_error(body: bytes) -> str:
-    """An error, in the one shape there is."""
+    """Return the message of an error body."""
     error = json.loads(body)["error"]
     assert {"code", "message", "status"} <= set(error)
     return str(error["message"])
@@ -68,41 +68,41 @@ def declared(name: str, schema: dict[str, Any]) -> dict[str, Any]:
     return {"tools": [{"functionDeclarations": [{"name": name, "parametersJsonSchema": schema}]}]}
 
 
-def held_to(schema: dict[str, Any]) -> dict[str, Any]:
-    asked = {"responseMimeType": "application/json", "responseJsonSchema": schema}
-    return {"generationConfig": asked}
+def with_schema(schema: dict[str, Any]) -> dict[str, Any]:
+    metadata = {"responseMimeType": "application/json", "responseJsonSchema": schema}
+    return {"generationConfig": metadata}
 
 
 GOOD = {"contents": [{"parts": [{"text": "hi"}]}]}
 
 
 class TestGeminiEvents(DialectConformance):
-    """`?alt=sse`."""
+    """Streams with `?alt=sse`."""
 
     adapter: ClassVar[Adapter] = Adapter(
         dialect=DIALECT,
         good=GOOD,
-        asked=RequestMetadata("m", "generateContent"),
-        asked_streaming=RequestMetadata("m", "streamGenerateContent"),
+        metadata=RequestMetadata("m", "generateContent"),
+        metadata_streaming=RequestMetadata("m", "streamGenerateContent"),
         read_unary=read_unary,
         read_stream=read_events,
         read_error=read_error,
         tool=declared,
-        held_to=held_to,
+        with_schema=with_schema,
     )
 
 
 class TestGeminiArray(DialectConformance):
-    """Without it."""
+    """Streams without `?alt=sse`."""
 
     adapter: ClassVar[Adapter] = Adapter(
         dialect=ARRAY_DIALECT,
         good=GOOD,
-        asked=RequestMetadata("m", "generateContent"),
-        asked_streaming=RequestMetadata("m", "streamGenerateContent"),
+        metadata=RequestMetadata("m", "generateContent"),
+        metadata_streaming=RequestMetadata("m", "streamGenerateContent"),
         read_unary=read_unary,
         read_stream=read_array,
         read_error=read_error,
         tool=declared,
-        held_to=held_to,
+        with_schema=with_schema,
     )

@@ -1,4 +1,4 @@
-"""OpenAI's three endpoints, put through what every dialect has to hold."""
+"""OpenAI's three endpoints under the conformance suite of all dialects."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from gateway.dialects.openai import chat as openai_chat
 from gateway.dialects.openai import completions as openai_completions
 from gateway.dialects.openai import responses as openai_responses
 from tests.golden.transcripts import events
-from tests.integration.dialect_conformance import Adapter, Answer, BrokenOff, DialectConformance
+from tests.integration.dialect_conformance import Adapter, Answer, DialectConformance, StreamFailed
 
 
 def data_of(data: bytes) -> list[Any]:
-    """The events' JSON, without keep-alives."""
+    """Return the JSON of each event, without keep-alives."""
     found = events(data.replace(b": keep-alive\n\n", b""))
     for event in found:
         if isinstance(event, dict) and event.get("error"):
-            raise BrokenOff(event["error"]["message"])
+            raise StreamFailed(event["error"]["message"])
     return found
 
 
 def usage_of(usage: dict[str, Any]) -> tuple[int, int, int]:
-    """Whole prompt, read, answer; the sums hold."""
+    """Return (prompt tokens, tokens read, output tokens); assert that the sums hold."""
     details = usage["prompt_tokens_details"]
     assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
     assert details["cached_tokens"] + details["cache_write_tokens"] <= usage["prompt_tokens"]
@@ -35,7 +35,7 @@ def usage_of(usage: dict[str, Any]) -> tuple[int, int, int]:
 
 
 def read_error(body: bytes) -> str:
-    """An error, in the one shape there is."""
+    """Return the message of an error body."""
     error = json.loads(body)["error"]
     assert set(error) == {"message", "type", "param", "code"}
     return str(error["message"])
@@ -45,7 +45,7 @@ def read_error(body: bytes) -> str:
 
 
 def read_chat(data: bytes) -> Answer:
-    """A whole completion."""
+    """Read a completion."""
     answer = json.loads(data)
     ChatCompletion.model_validate(answer, strict=True)
     (choice,) = answer["choices"]
@@ -62,7 +62,7 @@ def read_chat(data: bytes) -> Answer:
 
 
 def read_chat_stream(data: bytes) -> Answer:
-    """Chunks, put together as clients do; usage before the end."""
+    """Join chunks as clients do; usage precedes the end."""
     *chunks, done = data_of(data)
     assert done == "[DONE]"
     text, calls, reason = "", list[dict[str, str]](), ""
@@ -103,7 +103,7 @@ class TestOpenAIChat(DialectConformance):
         tool=lambda name, schema: {
             "tools": [{"type": "function", "function": {"name": name, "parameters": schema}}]
         },
-        held_to=lambda schema: {
+        with_schema=lambda schema: {
             "response_format": {
                 "type": "json_schema",
                 "json_schema": {"name": "n", "schema": schema},
@@ -116,7 +116,7 @@ class TestOpenAIChat(DialectConformance):
 
 
 def read_completion(data: bytes) -> Answer:
-    """A whole one."""
+    """Read a legacy completion."""
     answer = json.loads(data)
     Completion.model_validate(answer, strict=True)
     (choice,) = answer["choices"]
@@ -124,7 +124,7 @@ def read_completion(data: bytes) -> Answer:
 
 
 def read_completion_stream(data: bytes) -> Answer:
-    """Its pieces have the shape of the whole."""
+    """Join chunks, which have the shape of a completion."""
     *chunks, done = data_of(data)
     assert done == "[DONE]"
     choices = [choice for chunk in chunks for choice in chunk["choices"]]
@@ -134,7 +134,7 @@ def read_completion_stream(data: bytes) -> Answer:
 
 
 class TestOpenAICompletions(DialectConformance):
-    """`/v1/completions`: raw text, so that there is neither a role nor a call."""
+    """`/v1/completions`: raw text without roles and calls."""
 
     adapter: ClassVar[Adapter] = Adapter(
         dialect=openai_completions.DIALECT,
@@ -146,8 +146,8 @@ class TestOpenAICompletions(DialectConformance):
         has_calls=False,
     )
 
-    def test_a_minimal_request_is_the_same_call_everywhere(self) -> None:
-        """Its prompt is a text that no template touches."""
+    def test_minimal_request_gives_the_same_call(self) -> None:
+        """The prompt is raw text, and no template renders it."""
         call: Call = self.adapter.parse()
 
         (prompt,) = call.prompts
@@ -159,12 +159,12 @@ class TestOpenAICompletions(DialectConformance):
 
 
 def read_response(data: bytes) -> Answer:
-    """A whole response, by the rules of the official client's types."""
+    """Read a response with the official client's types."""
     return answer_of(json.loads(data))
 
 
 def answer_of(response: dict[str, Any]) -> Answer:
-    """What a client makes of it."""
+    """Return the answer that a client makes of a response."""
     Response.model_validate(response)
     items, usage = response["output"], response["usage"]
     assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"]
@@ -187,29 +187,29 @@ def answer_of(response: dict[str, Any]) -> Answer:
 
 
 def read_response_stream(data: bytes) -> Answer:
-    """Numbered, named events; items one after the other; what they add up to is what is sent."""
+    """Read numbered, named_events events; their items must add up to the final response."""
     built: list[dict[str, Any]] = []
-    found = named(data)
+    found = named_events(data)
     for number, (name, event) in enumerate(found):
         assert (event["type"], event["sequence_number"]) == (name, number)
-        place = event.get("output_index", -1)
+        index = event.get("output_index", -1)
         match name.removeprefix("response."):
             case "output_item.added":
-                assert place == len(built)
+                assert index == len(built)
                 built.append({"item": event["item"], "text": ""})
             case "output_text.delta" | "function_call_arguments.delta":
-                assert place == len(built) - 1
-                assert event["item_id"] == built[place]["item"]["id"]
-                built[place]["text"] += event["delta"]
+                assert index == len(built) - 1
+                assert event["item_id"] == built[index]["item"]["id"]
+                built[index]["text"] += event["delta"]
             case "output_text.done":
-                assert event["text"] == built[place]["text"]
+                assert event["text"] == built[index]["text"]
             case "function_call_arguments.done":
-                assert event["arguments"] == built[place]["text"]
+                assert event["arguments"] == built[index]["text"]
             case "output_item.done":
-                assert event["item"]["id"] == built[place]["item"]["id"]
-                built[place]["item"] = event["item"]
+                assert event["item"]["id"] == built[index]["item"]["id"]
+                built[index]["item"] = event["item"]
             case "failed":
-                raise BrokenOff(event["response"]["error"]["message"])
+                raise StreamFailed(event["response"]["error"]["message"])
             case _:
                 pass
     assert [name for name, _ in found[:2]] == ["response.created", "response.in_progress"]
@@ -219,8 +219,8 @@ def read_response_stream(data: bytes) -> Answer:
     return answer_of(last["response"])
 
 
-def named(data: bytes) -> list[tuple[str, dict[str, Any]]]:
-    """(event, data) of each event."""
+def named_events(data: bytes) -> list[tuple[str, dict[str, Any]]]:
+    """Return (event, data) of each event."""
     found = []
     for text in data.decode().split("\n\n")[:-1]:
         if not text.startswith(":"):
@@ -242,7 +242,7 @@ class TestOpenAIResponses(DialectConformance):
         tool=lambda name, schema: {
             "tools": [{"type": "function", "name": name, "parameters": schema}]
         },
-        held_to=lambda schema: {
+        with_schema=lambda schema: {
             "text": {"format": {"type": "json_schema", "name": "n", "schema": schema}}
         },
     )

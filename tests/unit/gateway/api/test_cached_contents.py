@@ -374,7 +374,7 @@ async def test_another_tenants_is_as_if_it_were_not_there(gateway: GatewayFixtur
     [
         ({"ttl": "300"}, "ttl"),
         ({"ttl": "0s"}, "future"),
-        ({"ttl": "1s", "expireTime": "2030-01-01T00:00:00Z"}, "not both"),
+        ({"ttl": "1s", "expireTime": "2030-01-01T00:00:00Z"}, "expected only one"),
         ({"ttl": None, "expireTime": "yesterday"}, "expireTime"),
         ({"ttl": None, "expireTime": "2001-01-01T00:00:00Z"}, "future"),
         ({"contents": [], "systemInstruction": None}, "nothing to cache"),

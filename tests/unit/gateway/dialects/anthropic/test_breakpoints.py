@@ -1,4 +1,4 @@
-"""Breakpoints of a Messages request: how many, in which order, where the automatic one stands."""
+"""Breakpoints of a Messages request: their number, their order, and the automatic one."""
 
 from __future__ import annotations
 
@@ -11,54 +11,53 @@ from gateway.errors import Refusal
 SHORT, LONG = CacheControl("ephemeral"), CacheControl("ephemeral", "1h")
 
 
-def placed(*controls: CacheControl | None) -> Breakpoints:
-    """Blocks one after the other."""
+def breakpoints_of(*controls: CacheControl | None) -> Breakpoints:
+    """Add blocks one after the other."""
     marks = Breakpoints()
-    for place, control in enumerate(controls):
-        marks.add(place, f"b{place}", control)
+    for position, control in enumerate(controls):
+        marks.add(position, f"b{position}", control)
     return marks
 
 
 def refused(marks: Breakpoints) -> Refusal:
-    """Why they are refused."""
+    """Return the refusal of these breakpoints."""
     with pytest.raises(Refusal) as raised:
         marks.resolve()
     return raised.value
 
 
-def test_each_breakpoint_stands_after_its_block() -> None:
-    """Five minutes unless an hour is asked for."""
-    assert placed(LONG, None, SHORT).resolve() == {0: "1h", 2: "5m"}
+def test_breakpoint_follows_its_block() -> None:
+    """The default ttl is five minutes."""
+    assert breakpoints_of(LONG, None, SHORT).resolve() == {0: "1h", 2: "5m"}
 
 
-def test_a_fifth_breakpoint_is_refused_in_the_words_clients_know() -> None:
-    """Some clients look for this sentence."""
-    refusal = refused(placed(*[SHORT] * 5))
+def test_refuses_fifth_breakpoint_with_anthropics_sentence() -> None:
+    """Some clients match this sentence."""
+    refusal = refused(breakpoints_of(*[SHORT] * 5))
 
     assert refusal.message == ("A maximum of 4 blocks with cache_control may be provided. Found 5.")
     assert (refusal.code, refusal.param) == ("too_many_breakpoints", "b4")
 
 
-def test_a_longer_promise_after_a_shorter_one_is_refused() -> None:
-    """A prefix cannot outlive the beginning of it."""
-    refusal = refused(placed(SHORT, None, LONG))
+def test_refuses_1h_after_5m() -> None:
+    """A prefix cannot outlive its own beginning."""
+    refusal = refused(breakpoints_of(SHORT, None, LONG))
 
     assert refusal.param == "b2.cache_control.ttl"
     assert "must not come after a ttl='5m'" in refusal.message
     assert "b0" in refusal.message
 
 
-def test_the_automatic_one_stands_at_the_last_block_that_may_have_one() -> None:
-    """Whatever cannot have a breakpoint is walked over in silence."""
-    marks = placed(None, None)
+def test_automatic_breakpoint_follows_last_eligible_block() -> None:
+    """Ineligible blocks are skipped without an error."""
+    marks = breakpoints_of(None, None)
     marks.add(2, "thinking", None, is_eligible=False)
     marks.add_automatic(SHORT)
 
     assert marks.resolve() == {1: "5m"}
 
 
-def test_the_automatic_one_is_none_where_no_block_may_have_one() -> None:
-    """Nothing to keep is no mistake."""
+def test_automatic_breakpoint_without_eligible_block_is_ignored() -> None:
     marks = Breakpoints()
     marks.add(0, "thinking", None, is_eligible=False)
     marks.add_automatic(SHORT)
@@ -66,25 +65,24 @@ def test_the_automatic_one_is_none_where_no_block_may_have_one() -> None:
     assert marks.resolve() == {}
 
 
-def test_the_automatic_one_changes_nothing_where_the_same_stands_already() -> None:
-    """So that four and the automatic one at the fourth are four."""
-    marks = placed(*[SHORT] * 4)
+def test_automatic_breakpoint_merges_with_equal_one() -> None:
+    """Four breakpoints and an automatic one at the fourth are four."""
+    marks = breakpoints_of(*[SHORT] * 4)
     marks.add_automatic(SHORT)
 
     assert marks.resolve() == dict.fromkeys(range(4), "5m")
 
 
-def test_the_automatic_one_counts_as_a_fifth() -> None:
-    """It takes one of the four."""
-    marks = placed(*[SHORT] * 4, None)
+def test_automatic_breakpoint_counts_toward_the_limit() -> None:
+    marks = breakpoints_of(*[SHORT] * 4, None)
     marks.add_automatic(SHORT)
 
     assert "Found 5" in refused(marks).message
 
 
-def test_the_automatic_one_does_not_overrule_the_last_blocks_own() -> None:
-    """Two promises for one place: somebody meant something else."""
-    marks = placed(SHORT)
+def test_refuses_automatic_breakpoint_with_another_ttl() -> None:
+    """Two ttls at one position contradict each other."""
+    marks = breakpoints_of(SHORT)
     with pytest.raises(Refusal) as raised:
         marks.add_automatic(LONG)
 
@@ -93,16 +91,16 @@ def test_the_automatic_one_does_not_overrule_the_last_blocks_own() -> None:
     assert "'5m'" in raised.value.message
 
 
-def test_an_automatic_hour_after_five_minutes_is_out_of_order() -> None:
-    """The same rule as for any other."""
-    marks = placed(SHORT, None)
+def test_refuses_automatic_1h_after_5m() -> None:
+    """The rule of order holds for the automatic breakpoint too."""
+    marks = breakpoints_of(SHORT, None)
     marks.add_automatic(LONG)
 
     assert refused(marks).param == "cache_control.ttl"
 
 
-def test_of_two_at_one_place_the_longer_is_kept() -> None:
-    """A tool's result and the last text in it end together."""
+def test_longer_ttl_wins_at_a_shared_position() -> None:
+    """A tool result and its last text end at one position."""
     marks = Breakpoints()
     marks.add(0, "result.content[0]", LONG)
     marks.add(0, "result", SHORT)

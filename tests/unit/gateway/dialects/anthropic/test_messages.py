@@ -1,4 +1,4 @@
-"""Anthropic's Messages: settings that are taken, versions, and what is refused."""
+"""Anthropic's Messages: accepted settings, versions and refusals."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ NEWER = "2026-10-21"
 
 
 def parse(version: str = "", **fields: Any) -> Call:
-    """A good request with more fields."""
+    """Parse a valid request with more fields."""
     messages = [{"role": "user", "content": "hi"}]
     body = {"model": "m", "max_tokens": 9, "messages": messages, **fields}
     return DIALECT.parse(json.dumps(body).encode(), RequestMetadata(version=version))
 
 
 def refused(version: str = "", **fields: Any) -> Refusal:
-    """Why such a request is refused."""
+    """Return the refusal of a valid request with more fields."""
     with pytest.raises(Refusal) as raised:
         parse(version, **fields)
     assert raised.value.kind is Kind.BAD
     return raised.value
 
 
-def test_defaults_change_nothing() -> None:
-    """What a client leaves out is the model's own distribution, and plain caching."""
+def test_defaults_are_plain_sampling_and_plain_caching() -> None:
+    """Omitted fields leave the model's own distribution and plain caching."""
     call = parse()
 
     assert call.generation.sampling == Sampling()
@@ -50,8 +50,8 @@ def test_defaults_change_nothing() -> None:
     assert (call.partition, call.digests) == ("", ())
 
 
-def test_every_field_that_can_be_honoured_arrives() -> None:
-    """A field that is read and forgotten is worse than one that is refused."""
+def test_honoured_fields_reach_the_call() -> None:
+    """A field that is decoded and dropped is worse than a refused one."""
     call = parse(
         "2023-06-01",
         stream=True,
@@ -77,14 +77,14 @@ def test_every_field_that_can_be_honoured_arrives() -> None:
     )
 
 
-def test_an_empty_nucleus_is_the_best_token_alone() -> None:
-    """Whatever the temperature."""
+def test_top_p_zero_is_greedy() -> None:
+    """This holds at any temperature."""
     assert parse(top_p=0, temperature=1).generation.sampling.temperature == 0.0
 
 
 @pytest.mark.parametrize("name", ["temperature", "top_p", "top_k"])
-def test_the_newer_version_has_no_sampling_settings(name: str) -> None:
-    """Not even at their defaults; null is none."""
+def test_newer_version_refuses_sampling_settings(name: str) -> None:
+    """They are refused at their defaults too; null is accepted."""
     default: dict[str, Any] = {name: 1}
     nothing: dict[str, Any] = {name: None}
 
@@ -93,8 +93,8 @@ def test_the_newer_version_has_no_sampling_settings(name: str) -> None:
     assert parse("2023-06-01", **default) == parse(**default)
 
 
-def test_another_version_is_refused_and_unknown_betas_are_not() -> None:
-    """Versions change meanings; betas are only offers."""
+def test_refuses_unknown_version_and_ignores_unknown_betas() -> None:
+    """A version changes meanings; a beta is optional."""
     body = json.dumps(
         {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}
     ).encode()
@@ -106,12 +106,12 @@ def test_another_version_is_refused_and_unknown_betas_are_not() -> None:
 
 
 def test_max_tokens_is_required() -> None:
-    """Its SDKs always send it."""
+    """Anthropic's SDKs always send it."""
     assert refused(max_tokens=None).code == "missing_required_parameter"
 
 
-def test_no_tokens_at_all_is_a_prewarm() -> None:
-    """Computed and written, not answered."""
+def test_zero_max_tokens_is_a_prewarm() -> None:
+    """The prompt is computed and written, and nothing is generated."""
     call = parse(max_tokens=0, tool_choice={"type": "auto"}, cache_control={"type": "ephemeral"})
 
     assert (call.operation, call.generation.max_tokens) == ("prewarm", 0)
@@ -136,15 +136,13 @@ def test_no_tokens_at_all_is_a_prewarm() -> None:
         ),
     ],
 )
-def test_what_shapes_an_answer_has_no_place_in_a_prewarm(
-    fields: dict[str, Any], param: str
-) -> None:
-    """Four refusals, as Anthropic has them."""
+def test_prewarm_refuses_fields_that_shape_an_answer(fields: dict[str, Any], param: str) -> None:
+    """Anthropic refuses the same four."""
     assert refused(max_tokens=0, **fields).param == param
 
 
-def test_counting_takes_the_same_request_without_max_tokens() -> None:
-    """What is counted is what would be sent."""
+def test_counting_accepts_a_request_without_max_tokens() -> None:
+    """The count is that of the request that would be sent."""
     body = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
     call = COUNT_DIALECT.parse(json.dumps(body).encode(), RequestMetadata(version=NEWER))
 
@@ -154,8 +152,8 @@ def test_counting_takes_the_same_request_without_max_tokens() -> None:
     assert MessageTokensCount.model_validate_json(COUNT_DIALECT.count_body(7, 0)).input_tokens == 7
 
 
-def test_diagnosis_is_remembered_first_and_compared_then() -> None:
-    """Null opts in before there is anything to compare with."""
+def test_diagnostics_null_remembers_and_id_compares() -> None:
+    """Null opts in before an earlier message exists."""
     first = parse(diagnostics={"previous_message_id": None}).cache
     then = parse(diagnostics={"previous_message_id": "msg_0"}).cache
 
@@ -164,8 +162,8 @@ def test_diagnosis_is_remembered_first_and_compared_then() -> None:
     assert parse(diagnostics=None).cache == parse().cache
 
 
-def test_settings_that_belong_to_a_prompt_have_digests() -> None:
-    """They explain a miss that no text explains; what they were is not kept."""
+def test_settings_have_digests() -> None:
+    """Digests explain a miss between equal prompts; the values are not kept."""
     schema = {"type": "json_schema", "schema": {"title": "secret"}}
     digests = dict(
         parse(
@@ -186,8 +184,8 @@ def test_settings_that_belong_to_a_prompt_have_digests() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(wire.REFUSED_FIELDS))
-def test_a_field_that_cannot_be_honoured_is_refused_by_name(name: str) -> None:
-    """Silence would answer another question than was asked."""
+def test_refuses_unsupported_field_by_name(name: str) -> None:
+    """An ignored setting would give an answer to another request."""
     something: dict[str, Any] = {name: {"some": "thing"}}
     nothing: dict[str, Any] = {name: None}
     refusal = refused(**something)
@@ -196,16 +194,16 @@ def test_a_field_that_cannot_be_honoured_is_refused_by_name(name: str) -> None:
     assert parse(**nothing) == parse()
 
 
-def test_a_thread_is_refused_so_that_the_sdk_goes_on_without_one() -> None:
-    """Its tool runner asks for a thread first, and gives up on any other error."""
+def test_thread_refusal_has_the_code_of_the_sdks_fallback() -> None:
+    """The SDK's tool runner first requests a thread, and fails on any other error."""
     refusal = refused(thread={"type": "create"})
 
     assert (refusal.code, refusal.param) == ("thread_unsupported_request", "thread")
     assert parse(thread=None) == parse()
 
 
-def test_the_earlier_spelling_of_the_format_is_the_same() -> None:
-    """Older SDKs have a field of its own for it; errors name the one that was sent."""
+def test_output_format_is_an_alias_of_output_config_format() -> None:
+    """Older SDKs send it; errors name the field that was sent."""
     form = {"type": "json_schema", "schema": {"type": "object"}}
     other = {"type": "json_schema", "schema": {"type": "string"}}
     old, new = parse(output_format=form), parse(output_config={"format": form})
@@ -219,7 +217,7 @@ def test_the_earlier_spelling_of_the_format_is_the_same() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(wire.NEUTRAL_VALUES))
-def test_a_refused_field_that_asks_for_nothing_is_fine(name: str) -> None:
+def test_refused_field_at_a_neutral_value_is_accepted(name: str) -> None:
     """Some clients send empty lists."""
     neutral: dict[str, Any] = {name: wire.NEUTRAL_VALUES[name]}
 
@@ -258,18 +256,18 @@ def test_a_refused_field_that_asks_for_nothing_is_fine(name: str) -> None:
         ({"model": ""}, "model", ">= 1"),
     ],
 )
-def test_a_bad_value_is_refused_with_its_path_and_limit(
+def test_refuses_invalid_value_with_path_and_limit(
     fields: dict[str, Any], param: str, says: str
 ) -> None:
-    """The message says what would be right and what came."""
+    """The message has the expected and the received value."""
     refusal = refused(**fields)
 
     assert refusal.param == param
     assert says in refusal.message
 
 
-def test_what_a_coding_agent_sends_is_taken_whole() -> None:
-    """Everything at once, as it comes; what it asks of the cache arrives."""
+def test_accepts_a_coding_agents_request() -> None:
+    """Its cache directives reach the call."""
     wide = {"cache_control": {"type": "ephemeral", "ttl": "1h", "scope": "global"}}
     call = parse(
         "2023-06-01",
@@ -334,16 +332,16 @@ def test_what_a_coding_agent_sends_is_taken_whole() -> None:
     assert [segment.retention for segment in prompt.segments] == ["1h", None, None, None, "1h"]
 
 
-def test_a_prefill_does_not_go_on_as_json_of_a_schema() -> None:
-    """What stands there already is not known to satisfy it."""
+def test_refuses_prefill_with_a_json_format() -> None:
+    """The prefill is not known to satisfy the schema."""
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "{"}]
     config = {"format": {"type": "json_schema", "schema": {"type": "object"}}}
 
     assert refused(messages=messages, output_config=config).param == "output_config.format"
 
 
-def test_a_number_that_no_float_holds_is_refused_and_a_long_whole_one_is_kept() -> None:
-    """A schema that could not be written down again as it came would be another schema."""
+def test_refuses_float_overflow_and_keeps_long_integers() -> None:
+    """A schema must keep its exact numbers to stay the same schema."""
     body = (
         b'{"model":"m","max_tokens":9,"messages":[{"role":"user","content":"hi"}],'
         b'"tools":[{"name":"t","input_schema":{"type":"object","maximum":%s}}]}'
@@ -357,8 +355,8 @@ def test_a_number_that_no_float_holds_is_refused_and_a_long_whole_one_is_kept() 
 
 
 @given(st.binary(max_size=60))
-def test_any_bytes_are_a_call_or_a_refusal(body: bytes) -> None:
-    """Nothing else ever comes out of a parser."""
+def test_any_bytes_parse_to_a_call_or_a_refusal(body: bytes) -> None:
+    """A parser raises no other exception."""
     got = outcome(DIALECT.parse, body)
 
     assert isinstance(got, Call) or got.kind is Kind.BAD
@@ -376,8 +374,8 @@ NAMES = sorted(wire.Body.__struct_fields__)
 
 
 @given(st.dictionaries(st.sampled_from([*NAMES, *wire.REFUSED_FIELDS]), VALUES, max_size=4))
-def test_any_json_in_any_field_is_a_call_or_a_refusal(fields: dict[str, Any]) -> None:
-    """Types are checked before anything is done with a value."""
+def test_any_json_value_parses_to_a_call_or_a_refusal(fields: dict[str, Any]) -> None:
+    """Types are checked before a value is used."""
     body = {"model": "m", "max_tokens": 1, "messages": [], **fields}
     got = outcome(DIALECT.parse, json.dumps(body).encode())
 
@@ -385,7 +383,7 @@ def test_any_json_in_any_field_is_a_call_or_a_refusal(fields: dict[str, Any]) ->
 
 
 def test_every_field_is_documented() -> None:
-    """Honoured, accepted or refused: a client finds each field in one table."""
+    """docs/dialects.md lists each field as honoured, accepted or refused."""
     text = DOCUMENT.read_text().partition("## Anthropic\n")[2].partition("\n## ")[0]
 
     assert {name for name in [*NAMES, *wire.REFUSED_FIELDS] if f"`{name}`" not in text} == set()

@@ -1,4 +1,4 @@
-"""What of a Messages request a model is shown, in which order, and with which breakpoints."""
+"""Translation of Messages to a prompt: its segments, their order, and breakpoints."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ WEATHER = {"name": "weather", "description": "Of a city", "input_schema": {"type
 
 
 def prompt(version: str = "", **fields: Any) -> Prompt:
-    """The prompt of a good request with more fields."""
+    """Return the prompt of a valid request with more fields."""
     body = {"model": "m", "max_tokens": 9, "messages": [HI], **fields}
     (found,) = DIALECT.parse(json.dumps(body).encode(), RequestMetadata(version=version)).prompts
     return found
 
 
 def refused(version: str = "", **fields: Any) -> Refusal:
-    """Why such a request is refused."""
+    """Return the refusal of a valid request with more fields."""
     with pytest.raises(Refusal) as raised:
         prompt(version, **fields)
     assert raised.value.kind is Kind.BAD
@@ -55,16 +55,16 @@ def assistant(*content: Any) -> dict[str, Any]:
     return {"role": "assistant", "content": list(content)}
 
 
-def shown(found: Prompt) -> list[tuple[str, str, int]]:
-    """(role, text, message) of each segment."""
+def segments_of(found: Prompt) -> list[tuple[str, str, int]]:
+    """Return (role, text, message) of each segment."""
     return [(s.role, s.text, s.message) for s in found.segments]
 
 
 # --- system and messages -------------------------------------------------------------------------
 
 
-def test_system_comes_first_and_turns_follow() -> None:
-    """API order is the order of the cache."""
+def test_system_precedes_messages() -> None:
+    """The cache uses API order."""
     found = prompt(
         system="Be brief.", messages=[HI, assistant(text("hello")), user(text("a"), text("b"))]
     )
@@ -78,9 +78,9 @@ def test_system_comes_first_and_turns_follow() -> None:
     )
 
 
-def test_neighbouring_turns_of_one_role_are_one_message() -> None:
-    """As Anthropic merges them."""
-    assert shown(prompt(messages=[HI, HI, assistant(text("x")), HI])) == [
+def test_merges_neighbouring_turns_of_one_role() -> None:
+    """Anthropic merges them too."""
+    assert segments_of(prompt(messages=[HI, HI, assistant(text("x")), HI])) == [
         ("user", "hi", 0),
         ("user", "hi", 0),
         ("assistant", "x", 1),
@@ -88,11 +88,11 @@ def test_neighbouring_turns_of_one_role_are_one_message() -> None:
     ]
 
 
-def test_an_instruction_may_stand_after_a_users_turn() -> None:
-    """It changes the behaviour without touching the prefix."""
+def test_accepts_system_message_after_a_user_turn() -> None:
+    """It changes the behaviour and leaves the prefix unchanged."""
     found = prompt(messages=[HI, {"role": "system", "content": "Now in French."}])
 
-    assert shown(found) == [("user", "hi", 0), ("system", "Now in French.", 1)]
+    assert segments_of(found) == [("user", "hi", 0), ("system", "Now in French.", 1)]
     assert found.add_generation_prompt
 
 
@@ -104,28 +104,28 @@ def test_an_instruction_may_stand_after_a_users_turn() -> None:
         ([HI, {"role": "system", "content": "x"}, HI], "messages[2].role"),
     ],
 )
-def test_an_instruction_elsewhere_is_refused(messages: list[Any], param: str) -> None:
-    """First it would be the system prompt, and before a user's turn it would be nobody's."""
+def test_refuses_system_message_elsewhere(messages: list[Any], param: str) -> None:
+    """A first one would be the system prompt, and one before a user turn has no defined meaning."""
     assert refused(messages=messages).param == param
 
 
-def test_a_last_turn_of_the_assistants_is_continued() -> None:
-    """A prefill: the answer goes on where it stops."""
+def test_last_assistant_turn_is_a_prefill() -> None:
+    """The answer continues its text."""
     found = prompt(messages=[HI, {"role": "assistant", "content": "The answer is ("}])
 
     assert (found.continues, found.add_generation_prompt) == (True, False)
 
 
 @pytest.mark.parametrize("content", ["", [], [{"type": "thinking", "thinking": "hm"}]])
-def test_an_empty_last_turn_of_the_assistants_is_no_prefill(content: Any) -> None:
-    """Nothing was said that could go on."""
+def test_empty_last_assistant_turn_is_no_prefill(content: Any) -> None:
+    """It holds no text to continue."""
     found = prompt(messages=[HI, {"role": "assistant", "content": content}])
 
     assert found == prompt()
 
 
-def test_thinking_is_left_out_and_its_turn_stays() -> None:
-    """How an answer was come by is no part of what was said."""
+def test_drops_thinking_and_keeps_its_turn() -> None:
+    """Thinking is no part of the prompt."""
     found = prompt(
         messages=[
             HI,
@@ -136,7 +136,7 @@ def test_thinking_is_left_out_and_its_turn_stays() -> None:
         ]
     )
 
-    assert shown(found) == [
+    assert segments_of(found) == [
         ("user", "hi", 0),
         ("assistant", "a", 1),
         ("user", "hi", 2),
@@ -145,23 +145,23 @@ def test_thinking_is_left_out_and_its_turn_stays() -> None:
     ]
 
 
-def test_a_coding_agents_billing_line_is_left_out() -> None:
-    """It is another one in each request, and stands before everything that could be shared."""
+def test_drops_a_coding_agents_billing_header() -> None:
+    """The line differs in every request and precedes every prefix that could be shared."""
     line = text(f"{BILLING_HEADER} cc_version=2.1.5; cch=0a1b2;")
     other = text(f"{BILLING_HEADER} cc_version=2.1.5; cch=ffff0;")
     rest = text("You are an agent.", **SHORT)
 
     first, second = prompt(system=[line, rest]), prompt(system=[other, rest])
     assert first == second
-    assert shown(first)[0] == ("system", "You are an agent.", 0)
-    assert shown(prompt(system=[rest, line]))[1][1].startswith(BILLING_HEADER)
+    assert segments_of(first)[0] == ("system", "You are an agent.", 0)
+    assert segments_of(prompt(system=[rest, line]))[1][1].startswith(BILLING_HEADER)
 
 
 # --- tools ---------------------------------------------------------------------------------------
 
 
-def test_a_tool_is_its_schema_in_the_order_it_came() -> None:
-    """Sorted keys would be another prompt than the client's own."""
+def test_tool_schema_keeps_its_key_order() -> None:
+    """Sorted keys would change the client's prompt."""
     schema = {"type": "object", "properties": {"b": {}, "a": {"type": "number", "maximum": 1.5}}}
     found = prompt(tools=[{**WEATHER, "input_schema": schema, "strict": True, "type": "custom"}])
 
@@ -187,8 +187,7 @@ def test_a_tool_is_its_schema_in_the_order_it_came() -> None:
         ({"type": "auto", "disable_parallel_tool_use": True}, ToolChoice("auto", (), False)),
     ],
 )
-def test_each_choice_of_tools_arrives(choice: dict[str, Any], expected: ToolChoice) -> None:
-    """All four, and whether several calls are fine."""
+def test_tool_choice_reaches_the_prompt(choice: dict[str, Any], expected: ToolChoice) -> None:
     assert prompt(tools=[WEATHER], tool_choice=choice).tool_choice == expected
 
 
@@ -210,18 +209,16 @@ def test_each_choice_of_tools_arrives(choice: dict[str, Any], expected: ToolChoi
         ({"tools": [{**WEATHER, "x": 1}]}, "tools[0]", "unknown field `x`"),
     ],
 )
-def test_a_tool_that_cannot_be_offered_is_refused(
-    fields: dict[str, Any], param: str, says: str
-) -> None:
-    """Each by its place, and saying what would be right."""
+def test_refuses_invalid_tool_with_path(fields: dict[str, Any], param: str, says: str) -> None:
+    """The message has the expected value."""
     refusal = refused(**fields)
 
     assert refusal.param == param
     assert says in refusal.message
 
 
-def test_calls_and_results_are_segments_and_messages_of_their_own() -> None:
-    """A result answers its call by id, whatever the order; text after results is a new message."""
+def test_calls_and_results_are_separate_segments() -> None:
+    """A result names its call by id; text after results begins a new message."""
     found = prompt(
         tools=[WEATHER],
         messages=[
@@ -260,8 +257,7 @@ def test_calls_and_results_are_segments_and_messages_of_their_own() -> None:
     )
 
 
-def test_a_result_without_content_is_an_empty_one() -> None:
-    """Not every tool has something to say."""
+def test_result_without_content_is_empty() -> None:
     found = prompt(messages=[HI, assistant(use()), user(result())])
 
     assert found.segments[-1] == Segment(
@@ -290,10 +286,8 @@ def test_a_result_without_content_is_an_empty_one() -> None:
         ),
     ],
 )
-def test_calls_and_results_that_do_not_meet_are_refused(
-    messages: list[Any], param: str, says: str
-) -> None:
-    """A model that sees a call without a result makes one up."""
+def test_refuses_unmatched_calls_and_results(messages: list[Any], param: str, says: str) -> None:
+    """A model that sees a call without a result invents one."""
     refusal = refused(messages=messages)
 
     assert refusal.param == param
@@ -304,8 +298,8 @@ def test_calls_and_results_that_do_not_meet_are_refused(
 
 
 @pytest.mark.parametrize("kind", sorted(REFUSED_BLOCKS))
-def test_a_block_that_a_text_model_cannot_use_is_refused_by_name(kind: str) -> None:
-    """Left out in silence, it would answer another question."""
+def test_refuses_unsupported_block_by_name(kind: str) -> None:
+    """A dropped block would change the question."""
     refusal = refused(messages=[user(text("what is this?"), {"type": kind, "source": {}})])
 
     assert (refusal.code, refusal.param) == ("unsupported_parameter", "messages[0].content[1]")
@@ -351,18 +345,16 @@ def test_a_block_that_a_text_model_cannot_use_is_refused_by_name(kind: str) -> N
         ({"messages": [{"role": "user"}]}, "messages[0]", "content"),
     ],
 )
-def test_a_bad_prompt_is_refused_with_its_path(
-    fields: dict[str, Any], param: str, says: str
-) -> None:
-    """The message says what would be right, and where."""
+def test_refuses_invalid_prompt_with_path(fields: dict[str, Any], param: str, says: str) -> None:
+    """The message has the expected value."""
     refusal = refused(**fields)
 
     assert refusal.param == param
     assert says in refusal.message
 
 
-def test_a_users_citations_are_refused_by_the_newer_version_alone() -> None:
-    """The older one took them, and nothing here depends on them."""
+def test_only_the_newer_version_refuses_user_citations() -> None:
+    """The older one accepts them, and they have no effect."""
     messages = [user(text("x", citations=[{"type": "char_location"}]))]
 
     assert refused("2026-10-21", messages=messages).param == "messages[0].content[0].citations"
@@ -372,14 +364,15 @@ def test_a_users_citations_are_refused_by_the_newer_version_alone() -> None:
 # --- breakpoints ---------------------------------------------------------------------------------
 
 
-def marks(found: Prompt) -> list[tuple[str, str]]:
-    """(path, class) of everything that has a breakpoint after it."""
+def breakpoints_of(found: Prompt) -> list[tuple[str, str]]:
+    """Return (path, class) of every tool and segment with a breakpoint."""
     places: list[Tool | Segment] = [*found.tools, *found.segments]
-    return [(place.path, place.retention) for place in places if place.retention is not None]
+    return [
+        (position.path, position.retention) for position in places if position.retention is not None
+    ]
 
 
-def test_breakpoints_stand_on_tools_system_and_blocks() -> None:
-    """Wherever they are legal."""
+def test_breakpoints_follow_tools_system_and_blocks() -> None:
     hour: dict[str, Any] = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
     found = prompt(
         tools=[WEATHER, {**WEATHER, "name": "time", **hour}],
@@ -387,7 +380,7 @@ def test_breakpoints_stand_on_tools_system_and_blocks() -> None:
         messages=[HI, assistant(use(**SHORT)), user(result(content="dry", **SHORT))],
     )
 
-    assert marks(found) == [
+    assert breakpoints_of(found) == [
         ("tools[1]", "1h"),
         ("system[0]", "1h"),
         ("messages[1].content[0]", "5m"),
@@ -395,8 +388,8 @@ def test_breakpoints_stand_on_tools_system_and_blocks() -> None:
     ]
 
 
-def test_breakpoints_inside_and_on_a_result_are_at_its_text() -> None:
-    """The result ends where its last text does."""
+def test_result_breakpoints_share_the_last_text() -> None:
+    """A result ends where its last text ends."""
     found = prompt(
         messages=[
             HI,
@@ -405,7 +398,7 @@ def test_breakpoints_inside_and_on_a_result_are_at_its_text() -> None:
         ]
     )
 
-    assert marks(found) == [
+    assert breakpoints_of(found) == [
         ("messages[2].content[0].content[0]", "5m"),
         ("messages[2].content[0].content[1]", "5m"),
     ]
@@ -423,11 +416,11 @@ def test_breakpoints_inside_and_on_a_result_are_at_its_text() -> None:
         ([HI, assistant(use()), user(result(content="x"))], "messages[2].content[0]"),
     ],
 )
-def test_the_automatic_breakpoint_is_at_the_end(messages: list[Any], path: str) -> None:
-    """A growing conversation moves it along by itself."""
+def test_automatic_breakpoint_is_at_the_end(messages: list[Any], path: str) -> None:
+    """It moves forward with a growing conversation."""
     found = prompt(messages=messages, cache_control={"type": "ephemeral", "ttl": "1h"})
 
-    assert marks(found) == [(path, "1h")]
+    assert breakpoints_of(found) == [(path, "1h")]
 
 
 @pytest.mark.parametrize(
@@ -458,23 +451,25 @@ def test_the_automatic_breakpoint_is_at_the_end(messages: list[Any], path: str) 
         ),
     ],
 )
-def test_an_illegal_breakpoint_is_refused(fields: dict[str, Any], param: str) -> None:
-    """Before anything is computed or paid for."""
+def test_refuses_misplaced_breakpoint(fields: dict[str, Any], param: str) -> None:
+    """The refusal precedes all computation."""
     assert refused(**fields).param == param
 
 
-def test_null_is_no_breakpoint_and_a_scope_changes_nothing() -> None:
+def test_null_is_no_breakpoint_and_scope_has_no_effect() -> None:
     """Clients send both."""
     none: dict[str, Any] = {"cache_control": None}
     wide: dict[str, Any] = {"cache_control": {"type": "ephemeral", "scope": "global", "ttl": None}}
 
     assert prompt(messages=[user(text("x", **none))], **none) == prompt(messages=[user(text("x"))])
-    assert marks(prompt(messages=[user(text("x", **wide))])) == [("messages[0].content[0]", "5m")]
+    assert breakpoints_of(prompt(messages=[user(text("x", **wide))])) == [
+        ("messages[0].content[0]", "5m")
+    ]
 
 
 @given(st.lists(st.sampled_from([None, "5m"]), min_size=1, max_size=4), st.booleans())
-def test_breakpoints_never_change_what_is_shown(ttls: list[str | None], automatic: bool) -> None:
-    """The text is the same for whoever pays for keeping it and whoever does not."""
+def test_breakpoints_never_change_the_prompt(ttls: list[str | None], automatic: bool) -> None:
+    """Requests with and without breakpoints must share their tokens."""
     bare = user(*[text(f"part {number}") for number in range(len(ttls))])
     marked = user(
         *[
@@ -484,4 +479,4 @@ def test_breakpoints_never_change_what_is_shown(ttls: list[str | None], automati
     )
     more = SHORT if automatic and ttls.count("5m") < 4 else {}
 
-    assert shown(prompt(messages=[marked], **more)) == shown(prompt(messages=[bare]))
+    assert segments_of(prompt(messages=[marked], **more)) == segments_of(prompt(messages=[bare]))

@@ -1,4 +1,4 @@
-"""Anthropic's Messages: answers, usage, diagnostics and errors, to the byte."""
+"""Anthropic's Messages: answers, usage, diagnostics and errors, compared byte for byte."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from gateway.dialects.canonical import (
 )
 from gateway.errors import Kind, Refusal
 from tests.golden.transcripts import check_golden
-from tests.integration.test_anthropic_conformance import named
+from tests.integration.test_anthropic_conformance import named_events
 
 CALL = Call("m", (Prompt(),), GenerationParameters())
 REPLY = Reply("msg_1", "smollm2", 1_700_000_000)
@@ -49,37 +49,36 @@ SCRIPT: list[Delta] = [
 
 
 def stream(deltas: list[Delta]) -> bytes:
-    """The whole stream."""
+    """Return the complete stream."""
     encoder = DIALECT.encoder(CALL, REPLY)
     return b"".join(map(encoder.stream, deltas)) + encoder.close()
 
 
 def unary(deltas: list[Delta]) -> dict[str, Any]:
-    """The whole message."""
+    """Return the complete message."""
     found = json.loads(DIALECT.encoder(CALL, REPLY).unary(deltas))
     assert isinstance(found, dict)
     return found
 
 
-def ended(end: ChoiceEnd, *before: Delta) -> list[Delta]:
+def message_with_end(end: ChoiceEnd, *before: Delta) -> list[Delta]:
     return [Begin(BEGIN), *before, end, End(USAGE)]
 
 
-def test_a_stream_is_what_was_agreed_to_the_byte() -> None:
-    """Clients parse bytes; a change of them is a change of contract."""
+def test_stream_matches_the_golden_transcript() -> None:
+    """Clients parse bytes; a changed byte is a changed contract."""
     check_golden("anthropic_stream.txt", stream(SCRIPT))
 
 
-def test_a_unary_answer_is_what_was_agreed_to_the_byte() -> None:
-    """The same, for the other shape."""
+def test_unary_answer_matches_the_golden_transcript() -> None:
     check_golden("anthropic_unary.json", DIALECT.encoder(CALL, REPLY).unary(SCRIPT))
 
 
-def test_the_official_client_reads_both_shapes() -> None:
-    """Its types are what most callers have."""
+def test_official_client_parses_stream_and_message() -> None:
+    """Most callers use its types."""
     message = Message.model_validate(unary(SCRIPT), strict=True)
     reader: TypeAdapter[RawMessageStreamEvent] = TypeAdapter(RawMessageStreamEvent)
-    read = [reader.validate_python(event) for _, event in named(stream(SCRIPT))]
+    read = [reader.validate_python(event) for _, event in named_events(stream(SCRIPT))]
 
     assert [block.type for block in message.content] == ["text", "tool_use", "tool_use", "text"]
     assert message.content[1].to_dict()["input"] == {"city": "Oslo"}
@@ -88,8 +87,8 @@ def test_the_official_client_reads_both_shapes() -> None:
     assert (read[0].type, read[-1].type) == ("message_start", "message_stop")
 
 
-def test_usage_is_anthropics_sum() -> None:
-    """input_tokens is what was neither read nor written."""
+def test_usage_counts_add_up_to_the_prompt() -> None:
+    """input_tokens counts tokens neither read nor written."""
     usage = unary(SCRIPT)["usage"]
 
     assert usage == {
@@ -102,9 +101,9 @@ def test_usage_is_anthropics_sum() -> None:
     }
 
 
-def test_the_numbers_of_the_cache_stand_at_the_start_of_a_stream() -> None:
-    """A client that leaves early knows what it was charged for the prompt."""
-    (_, start), *_, (_, last), _ = named(stream(SCRIPT))
+def test_message_start_has_the_cache_usage() -> None:
+    """A client that disconnects early knows the charge of its prompt."""
+    (_, start), *_, (_, last), _ = named_events(stream(SCRIPT))
 
     assert start["message"]["usage"]["cache_read_input_tokens"] == 16
     assert start["message"]["usage"]["output_tokens"] == 0
@@ -125,22 +124,21 @@ def test_the_numbers_of_the_cache_stand_at_the_start_of_a_stream() -> None:
         (ChoiceEnd(0, "tool_calls"), "tool_use", None),
     ],
 )
-def test_each_way_to_stop_has_its_name(end: ChoiceEnd, reason: str, sequence: str | None) -> None:
-    """In both shapes."""
-    deltas = ended(end, Text(0, "x"))
-    last = named(stream(deltas))[-2][1]["delta"]
+def test_stop_reason_of_each_end(end: ChoiceEnd, reason: str, sequence: str | None) -> None:
+    deltas = message_with_end(end, Text(0, "x"))
+    last = named_events(stream(deltas))[-2][1]["delta"]
 
     assert (last["stop_reason"], last["stop_sequence"]) == (reason, sequence)
     assert unary(deltas)["stop_reason"] == reason
     assert unary(deltas)["stop_sequence"] == sequence
 
 
-def test_an_answer_without_text_has_no_blocks() -> None:
-    """A prewarm says nothing, and so may a model."""
-    deltas = ended(ChoiceEnd(0, "length"), Text(0, ""))
+def test_answer_without_text_has_no_blocks() -> None:
+    """A prewarm generates nothing, and a model may too."""
+    deltas = message_with_end(ChoiceEnd(0, "length"), Text(0, ""))
 
     assert unary(deltas)["content"] == []
-    assert [name for name, _ in named(stream(deltas))] == [
+    assert [name for name, _ in named_events(stream(deltas))] == [
         "message_start",
         "message_delta",
         "message_stop",
@@ -148,18 +146,17 @@ def test_an_answer_without_text_has_no_blocks() -> None:
 
 
 @pytest.mark.parametrize("arguments", ['{"city": "Os', "[1]", "", "nul", "[" * 5_000])
-def test_a_tools_input_that_is_no_object_is_empty(arguments: str) -> None:
-    """It was cut off; a client that reads a message needs an object."""
-    deltas = ended(
+def test_truncated_tool_input_becomes_an_empty_object(arguments: str) -> None:
+    """A client that reads a message expects an object."""
+    deltas = message_with_end(
         ChoiceEnd(0, "length"), CallText(0, 0, "c", "t"), CallText(0, 0, arguments=arguments)
     )
 
     assert unary(deltas)["content"][0]["input"] == {}
 
 
-def test_a_tools_input_keeps_its_order_and_numbers() -> None:
-    """What the model wrote is what the client gets."""
-    deltas = ended(
+def test_tool_input_keeps_key_order_and_numbers() -> None:
+    deltas = message_with_end(
         ChoiceEnd(0, "tool_calls"),
         CallText(0, 0, "c", "t", '{"b":1.50,"a":12345678901234567890123}'),
     )
@@ -193,19 +190,19 @@ def test_a_tools_input_keeps_its_order_and_numbers() -> None:
         ),
     ],
 )
-def test_a_miss_is_explained_in_anthropics_terms(
+def test_diagnosis_uses_anthropics_reasons(
     found: Diagnosis | None, expected: dict[str, Any] | None
 ) -> None:
-    """At the start of a stream and in the message alike."""
+    """Stream and message carry the same diagnosis."""
     deltas: list[Delta] = [Begin(BEGIN, found), ChoiceEnd(0, "stop"), End(USAGE)]
     reason = expected and {"cache_miss_reason": expected}
 
     assert unary(deltas)["diagnostics"] == reason
-    assert named(stream(deltas))[0][1]["message"]["diagnostics"] == reason
+    assert named_events(stream(deltas))[0][1]["message"]["diagnostics"] == reason
 
 
-def test_what_an_engine_lost_is_no_difference_between_requests() -> None:
-    """The reasons that only an engine knows have no name there."""
+def test_engine_losses_are_reported_as_unavailable() -> None:
+    """Anthropic has no reason for tokens that the engine lost."""
     lost: tuple[Cause, ...] = (
         *("expired", "evicted_pressure", "restarted", "below_minimum"),
         *("template", "other_namespace"),
@@ -237,8 +234,8 @@ def test_what_an_engine_lost_is_no_difference_between_requests() -> None:
         (Kind.BUSY, 529, "overloaded_error"),
     ],
 )
-def test_each_kind_has_its_status_and_type(kind: Kind, status: int, type_: str) -> None:
-    """Clients retry by status and people search by type."""
+def test_status_and_error_type_of_each_kind(kind: Kind, status: int, type_: str) -> None:
+    """Clients retry by status, and operators search by type."""
     got, body = DIALECT.error_body(Refusal(kind, "c", "m", param="p"), "r1")
 
     assert got == status
@@ -249,16 +246,15 @@ def test_each_kind_has_its_status_and_type(kind: Kind, status: int, type_: str) 
     }
 
 
-def test_an_error_inside_a_stream_names_its_request() -> None:
-    """The same id as in the header, so that support can find it."""
+def test_stream_error_has_the_request_id() -> None:
+    """Support finds the request by the id of the header."""
     refusal = Refusal(Kind.BUSY, "engine_restarting", "The engine stopped.")
-    ((name, event),) = named(DIALECT.encoder(CALL, REPLY).error_event(refusal))
+    ((name, event),) = named_events(DIALECT.encoder(CALL, REPLY).error_event(refusal))
 
     assert name == event["type"] == "error"
     assert event["error"]["type"] == "overloaded_error"
     assert event["request_id"] == DIALECT.headers("1")["request-id"] == "req_1"
 
 
-def test_a_keep_alive_is_a_named_ping() -> None:
-    """The only event that means nothing."""
+def test_keep_alive_is_a_ping_event() -> None:
     assert DIALECT.keep_alive() == b'event: ping\ndata: {"type":"ping"}\n\n'

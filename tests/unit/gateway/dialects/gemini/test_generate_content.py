@@ -1,4 +1,4 @@
-"""Gemini's dialect: what comes in, and what is refused by name."""
+"""Gemini's dialect: requests and refusals."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ def hi(**fields: Any) -> dict[str, Any]:
     return {"contents": [{"parts": [{"text": "hi"}]}], **fields}
 
 
-def parse(body: dict[str, Any], asked: RequestMetadata = GENERATE) -> Call:
-    return DIALECT.parse(json.dumps(body).encode(), asked)
+def parse(body: dict[str, Any], metadata: RequestMetadata = GENERATE) -> Call:
+    return DIALECT.parse(json.dumps(body).encode(), metadata)
 
 
-def refused(body: dict[str, Any], asked: RequestMetadata = GENERATE) -> Refusal:
+def refused(body: dict[str, Any], metadata: RequestMetadata = GENERATE) -> Refusal:
     with pytest.raises(Refusal) as caught:
-        parse(body, asked)
+        parse(body, metadata)
     return caught.value
 
 
-def test_a_request_is_its_contents_in_order() -> None:
-    """The system instruction first, then each content as a message of its own."""
+def test_contents_become_messages_in_order() -> None:
+    """The system instruction comes first."""
     call = parse(
         hi(
             systemInstruction={"parts": [{"text": "Be brief"}], "role": "user"},
@@ -71,18 +71,19 @@ def test_a_request_is_its_contents_in_order() -> None:
     assert call.prompts[0].segments[2].path == "contents[0].parts[1]"
 
 
-def test_neighbouring_contents_of_the_models_are_one_message() -> None:
-    """The SDK's chats send each chunk of an earlier stream back as a content of its own; apart,
-    they would be other tokens than those that were cached."""
-    asked = {"role": "user", "parts": [{"text": "?"}]}
+def test_joins_neighbouring_model_contents() -> None:
+    """The SDK's chats send each chunk of an earlier stream back as a content; apart, their tokens
+    would differ from the cached ones.
+    """
+    question = {"role": "user", "parts": [{"text": "?"}]}
     called = {"functionCall": {"name": "weather", "args": {}}}
     result = {"functionResponse": {"name": "weather", "response": {}}}
 
-    def contents(*said: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        return [asked, *({"role": "model", "parts": parts} for parts in said)]
+    def contents(*turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [question, *({"role": "model", "parts": parts} for parts in turns)]
 
-    whole, chunks, apart = (
-        parse(hi(contents=[*made, {"role": "user", "parts": [result]}, asked, asked]))
+    joined, chunks, apart = (
+        parse(hi(contents=[*made, {"role": "user", "parts": [result]}, question, question]))
         for made in (
             contents([{"text": "Let me see."}, called]),
             contents([{"text": "Let me "}], [{"text": "see"}], [{"text": "."}], [called]),
@@ -90,16 +91,16 @@ def test_neighbouring_contents_of_the_models_are_one_message() -> None:
         )
     )
 
-    def told(call: Call) -> list[tuple[str, str, int]]:
+    def segments_of(call: Call) -> list[tuple[str, str, int]]:
         return [(part.role, part.text, part.message) for part in call.prompts[0].segments]
 
-    assert told(chunks) == told(whole)
-    assert [part[1:] for part in told(apart)][1:3] == [("Let me ", 1), ("see.", 1)]
-    assert [part[2] for part in told(whole)] == [0, 1, 1, 2, 3, 4]
+    assert segments_of(chunks) == segments_of(joined)
+    assert [part[1:] for part in segments_of(apart)][1:3] == [("Let me ", 1), ("see.", 1)]
+    assert [part[2] for part in segments_of(joined)] == [0, 1, 1, 2, 3, 4]
 
 
-def test_what_was_streamed_may_come_back_in_as_many_contents_as_tokens() -> None:
-    """A chat's history is a content for each chunk: 10,000 of them are a few pages."""
+def test_accepts_one_content_per_streamed_chunk() -> None:
+    """A chat of a few pages sends 10,000 contents."""
     chunk = {"role": "model", "parts": [{"text": "x"}]}
     call = parse(hi(contents=[chunk] * 12_000))
     many = refused(hi(contents=[chunk] * 25_001))
@@ -110,8 +111,8 @@ def test_what_was_streamed_may_come_back_in_as_many_contents_as_tokens() -> None
     assert odd.param == "contents[1].parts[0].texts"
 
 
-def test_both_spellings_say_the_same() -> None:
-    """The SDK itself mixes them in one body."""
+def test_camel_case_and_snake_case_are_equal() -> None:
+    """The SDK mixes both in one body."""
     camel = parse(
         hi(
             generationConfig={"maxOutputTokens": 5, "topP": 0.5, "responseMimeType": "text/plain"},
@@ -136,8 +137,8 @@ def test_both_spellings_say_the_same() -> None:
     assert camel.prompts[0].tool_choice == ToolChoice("auto", ("weather",))
 
 
-def test_null_in_one_spelling_leaves_the_other() -> None:
-    """Null is the same as leaving a field out, whichever comes first."""
+def test_null_in_one_spelling_keeps_the_other() -> None:
+    """Null equals an omitted field, in either order."""
     first = parse(hi(systemInstruction=None, system_instruction="Be brief"))
     last = parse(hi(system_instruction="Be brief", systemInstruction=None))
 
@@ -145,8 +146,8 @@ def test_null_in_one_spelling_leaves_the_other() -> None:
     assert first.prompts[0].segments[0].text == "Be brief"
 
 
-def test_a_callers_own_data_keeps_its_spelling() -> None:
-    """Arguments, responses and schemas are data: their keys are nobody's to change."""
+def test_client_data_keeps_its_spelling() -> None:
+    """Keys of arguments, responses and schemas are data."""
     call = parse(
         hi(
             contents=[
@@ -174,8 +175,8 @@ def test_a_callers_own_data_keeps_its_spelling() -> None:
 
 
 @pytest.mark.parametrize("role", ["user", "function", "tool", ""])
-def test_results_of_calls_come_in_whichever_role(role: str) -> None:
-    """The SDK's own example of a call by hand says `tool`, its automatic calling `user`."""
+def test_accepts_function_responses_in_any_role(role: str) -> None:
+    """The SDK's manual example sends `tool`, its automatic calling `user`."""
     call = parse(
         hi(
             contents=[
@@ -194,8 +195,7 @@ def test_results_of_calls_come_in_whichever_role(role: str) -> None:
     assert call.prompts[0].output_format.schema == '{"type":"object"}'
 
 
-def test_settings_become_the_engines() -> None:
-    """Each in its own place."""
+def test_generation_config_reaches_the_call() -> None:
     call = parse(
         hi(
             generationConfig={
@@ -218,8 +218,7 @@ def test_settings_become_the_engines() -> None:
     assert call.generation.choices_field == "generationConfig.candidateCount"
 
 
-def test_json_is_asked_for_by_mime_type_and_schema() -> None:
-    """With a schema in either form, or without."""
+def test_mime_type_and_schema_set_the_output_format() -> None:
     plain = parse(hi(generationConfig={"responseMimeType": "application/json"}))
     schema = parse(
         hi(
@@ -250,8 +249,8 @@ def test_json_is_asked_for_by_mime_type_and_schema() -> None:
     )
 
 
-def test_a_begun_answer_is_continued() -> None:
-    """The last content is the model's: it goes on where it stops."""
+def test_last_model_content_is_a_prefill() -> None:
+    """The answer continues its text."""
     call = parse(
         hi(contents=[{"parts": [{"text": "a"}]}, {"role": "model", "parts": [{"text": "b"}]}])
     )
@@ -260,8 +259,8 @@ def test_a_begun_answer_is_continued() -> None:
     assert not call.prompts[0].add_generation_prompt
 
 
-def test_cached_content_is_named_with_or_without_its_collection() -> None:
-    """As the SDK does."""
+def test_accepts_cached_content_name_without_collection() -> None:
+    """The SDK sends both forms."""
     names = [
         parse(hi(cachedContent=name)).prompts[0].resource for name in ("x", "cachedContents/x")
     ]
@@ -306,20 +305,20 @@ def test_cached_content_is_named_with_or_without_its_collection() -> None:
         ({"nonsense": 1}, "nonsense"),
     ],
 )
-def test_what_cannot_be_is_refused_by_its_path(fields: dict[str, Any], param: str) -> None:
-    """Silence would look like an answer."""
+def test_refuses_unsupported_field_with_path(fields: dict[str, Any], param: str) -> None:
+    """An ignored field would look honoured."""
     refusal = refused(hi(**fields))
 
     assert (refusal.kind, refusal.param) == (Kind.BAD, param)
 
 
-def test_an_unknown_method_is_not_found() -> None:
-    """`:embedContent` and the like are nobody's here."""
+def test_unknown_method_is_not_found() -> None:
+    """`:embedContent` and others are not served."""
     assert refused(hi(), RequestMetadata("m", "embedContent")).kind is Kind.NOT_FOUND
 
 
-def test_counting_takes_the_contents_or_a_whole_request() -> None:
-    """The SDK sends the one, REST clients the other."""
+def test_counting_accepts_contents_or_a_full_request() -> None:
+    """The SDK sends contents, REST clients a full request."""
     action = RequestMetadata("m", "countTokens")
     short = parse(hi(), action)
     long = parse({"generateContentRequest": {"model": "models/m", **hi()}}, action)

@@ -1,4 +1,4 @@
-"""Gemini's dialect: what goes out, whole and in pieces, and how errors are said."""
+"""Gemini's dialect: answers, streams and errors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ USAGE = UsageRecord(20, {"resource": 8}, {}, 12, 5, 8)
 
 
 def encode(deltas: list[Delta], **settings: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """(chunks of the stream, the unary answer) of the same deltas."""
+    """Return (chunks of the stream, the unary answer) of the same deltas."""
     call = Call("m", (Prompt(),), GenerationParameters(**settings))
     reply = Reply("id", "m", 7)
     streamed, folded = DIALECT.encoder(call, reply), DIALECT.encoder(call, reply)
@@ -43,8 +43,8 @@ def encode(deltas: list[Delta], **settings: Any) -> tuple[list[dict[str, Any]], 
     return [json.loads(line[6:]) for line in lines], json.loads(folded.unary(deltas))
 
 
-def test_an_error_is_googles_with_its_details() -> None:
-    """`error` is the first key, its code a number, and when to try again a detail."""
+def test_error_has_googles_shape_and_details() -> None:
+    """`error` is the first key, its code is a number, and the retry delay is a detail."""
     status, body = DIALECT.error_body(
         Refusal(Kind.BUSY, "overloaded", "Busy.", retry_after_s=3), "id"
     )
@@ -63,8 +63,8 @@ TEXT: list[Delta] = [
 ]
 
 
-def test_text_comes_in_pieces_and_the_last_chunk_says_why_it_ends() -> None:
-    """Usage is in every chunk; the last is the truth."""
+def test_streams_text_and_ends_with_a_finish_reason() -> None:
+    """Every chunk has usage; the last is final."""
     chunks, whole = encode(TEXT)
 
     assert [c["candidates"][0]["content"]["parts"] for c in chunks] == [
@@ -84,8 +84,8 @@ def test_text_comes_in_pieces_and_the_last_chunk_says_why_it_ends() -> None:
     }
 
 
-def test_calls_come_whole_in_order_and_finish_with_stop() -> None:
-    """Pieces of arguments are nothing to this client."""
+def test_function_calls_are_sent_complete_and_finish_with_stop() -> None:
+    """Gemini's clients cannot join pieces of arguments."""
     deltas: list[Delta] = [
         Begin(USAGE),
         CallText(0, 0, "c0", "weather", '{"city":'),
@@ -106,8 +106,8 @@ def test_calls_come_whole_in_order_and_finish_with_stop() -> None:
     assert chunks[-1]["candidates"][0]["finishReason"] == "STOP"
 
 
-def test_only_an_answer_that_says_nothing_has_a_chunk_without_parts() -> None:
-    """The SDK's chats take a turn with such a chunk for invalid, and forget it."""
+def test_only_an_empty_answer_has_a_chunk_without_parts() -> None:
+    """The SDK's chats drop a turn with such a chunk as invalid."""
     calls: list[Delta] = [
         Begin(USAGE),
         Text(0, "Well."),
@@ -136,8 +136,8 @@ def _parts_of(chunk: dict[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
-def test_a_broken_call_is_said_to_be_one() -> None:
-    """Arguments that were cut are never handed on as if they were whole."""
+def test_truncated_call_is_malformed_function_call() -> None:
+    """Truncated arguments must never look complete."""
     deltas: list[Delta] = [
         Begin(USAGE),
         CallText(0, 0, "c0", "weather", '{"city":'),
@@ -150,8 +150,8 @@ def test_a_broken_call_is_said_to_be_one() -> None:
     assert chunks[-1]["candidates"][0]["finishReason"] == "MALFORMED_FUNCTION_CALL"
 
 
-def test_logprobs_come_with_the_end() -> None:
-    """Chosen tokens with their alternatives, and the mean."""
+def test_last_chunk_has_the_logprobs() -> None:
+    """Chosen tokens, their alternatives and the mean."""
     token = TokenText(5, b"Hi", -0.5, (TokenText(5, b"Hi", -0.5), TokenText(6, b"Ho", -1.5)))
     deltas: list[Delta] = [
         Begin(USAGE),
@@ -171,8 +171,8 @@ def test_logprobs_come_with_the_end() -> None:
     ]
 
 
-def test_without_sse_a_stream_is_one_array() -> None:
-    """What REST clients read that did not ask for events."""
+def test_stream_without_sse_is_a_json_array() -> None:
+    """REST clients that request no events read it."""
     encoder = ARRAY_DIALECT.encoder(
         Call("m", (Prompt(),), GenerationParameters()), Reply("id", "m", 7)
     )
@@ -181,8 +181,8 @@ def test_without_sse_a_stream_is_one_array() -> None:
     assert len(json.loads(data)) == 3
 
 
-def test_an_answer_that_breaks_off_is_an_error_chunk() -> None:
-    """Within a stream, and within an array, which stays one."""
+def test_failed_stream_ends_with_an_error_chunk() -> None:
+    """A failed array is still valid JSON."""
     refusal = Refusal(Kind.INTERNAL, "internal_error", "Broken.")
     call, reply = Call("m", (Prompt(),), GenerationParameters()), Reply("id", "m", 7)
     events = DIALECT.encoder(call, reply).error_event(refusal)
@@ -199,23 +199,22 @@ WHOLE: list[Delta] = [
     CallText(0, 0, arguments='ern"}'),
     *SCRIPT[-3:],
 ]
-"""The script of every dialect, with a call."""
+"""The script of all dialects, with a tool call."""
 
 
 @pytest.mark.parametrize(
     ("name", "dialect"),
     [("gemini_stream.txt", DIALECT), ("gemini_array.json", ARRAY_DIALECT)],
 )
-def test_a_stream_is_the_transcript_to_the_byte(name: str, dialect: GeminiDialect) -> None:
-    """What goes over the wire is a contract; a change of it is seen here."""
+def test_stream_matches_the_golden_transcript(name: str, dialect: GeminiDialect) -> None:
+    """Clients parse bytes; a changed byte is a changed contract."""
     settings = GenerationParameters(choices=2, samples=2, sampling=Sampling(logprobs=1))
     encoder = dialect.encoder(Call("smollm2", (Prompt(),), settings), REPLY)
 
     check_golden(name, b"".join(map(encoder.stream, WHOLE)) + encoder.close())
 
 
-def test_a_unary_answer_is_the_transcript_to_the_byte() -> None:
-    """The same deltas, gathered."""
+def test_unary_answer_matches_the_golden_transcript() -> None:
     settings = GenerationParameters(choices=2, samples=2, sampling=Sampling(logprobs=1))
     encoder = DIALECT.encoder(Call("smollm2", (Prompt(),), settings), REPLY)
 
@@ -226,8 +225,8 @@ PIECES = st.lists(st.text("ab{}\n\u00e4", min_size=1, max_size=5), max_size=6)
 
 
 @given(PIECES, st.sampled_from(["stop", "length"]))
-def test_the_unary_answer_is_the_fold_of_the_stream(pieces: list[str], reason: Any) -> None:
-    """And both are what the SDK's own types read."""
+def test_unary_answer_is_the_fold_of_the_stream(pieces: list[str], reason: Any) -> None:
+    """The SDK's own types parse both."""
     deltas: list[Delta] = [Begin(USAGE), *(Text(0, piece) for piece in pieces)]
     deltas += [ChoiceEnd(0, reason), End(USAGE)]
 

@@ -1,4 +1,4 @@
-"""Gemini's schemas become JSON Schema that holds an answer to the same values."""
+"""Conversion of Gemini's schemas to JSON Schema."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ from gateway.errors import Refusal
         ({"type": "TYPE_UNSPECIFIED", "title": "T", "example": 1, "propertyOrdering": []}, {}),
     ],
 )
-def test_each_word_says_the_same(theirs: dict[str, Any], ours: dict[str, Any]) -> None:
-    """Types in capitals, null, sizes of numbers, counts as texts, either spelling."""
+def test_converts_each_keyword(theirs: dict[str, Any], ours: dict[str, Any]) -> None:
+    """Types in capitals, null, number formats, counts as strings, both spellings."""
     assert json_schema(theirs) == ours
 
 
-def test_types_of_a_json_schema_may_be_in_capitals() -> None:
-    """The SDK's examples have them; names and values that look like types are left alone."""
+def test_lowercases_types_of_a_json_schema() -> None:
+    """The SDK's examples write capitals; names and values that look like types stay unchanged."""
     theirs = {
         "type": "OBJECT",
         "properties": {
@@ -75,8 +75,8 @@ def test_types_of_a_json_schema_may_be_in_capitals() -> None:
     }
 
 
-def test_what_is_far_down_in_a_json_schema_is_left_as_it_is() -> None:
-    """Whoever compiles it says what is too deep; here it must only not take long."""
+def test_leaves_levels_below_the_depth_limit_unchanged() -> None:
+    """The grammar compiler refuses deep schemas; the conversion must only be fast."""
     deep: Any = {"type": "STRING"}
     for _ in range(5_000):
         deep = {"type": "ARRAY", "items": deep}
@@ -88,8 +88,8 @@ def test_what_is_far_down_in_a_json_schema_is_left_as_it_is() -> None:
     assert found["items"]["type"] == "ARRAY"
 
 
-def test_only_declared_members_are_answered() -> None:
-    """Whoever reads an answer into a class has no place for others; one may ask for them."""
+def test_forbids_undeclared_properties_by_default() -> None:
+    """Clients that parse answers into classes have no field for others; a schema may allow them."""
     declared = {"type": "OBJECT", "properties": {"a": {"type": "STRING"}}}
 
     assert json_schema(declared)["additionalProperties"] is False
@@ -97,8 +97,8 @@ def test_only_declared_members_are_answered() -> None:
     assert "additionalProperties" not in json_schema({"type": "OBJECT"})
 
 
-def test_members_keep_their_names() -> None:
-    """A member may be called like a word of the schema's."""
+def test_keeps_property_names() -> None:
+    """A property may have the name of a keyword."""
     members = {
         name: {"type": "STRING"} for name in ("title", "nullable", "any_of", "type", "format")
     }
@@ -109,8 +109,8 @@ def test_members_keep_their_names() -> None:
     assert found["properties"] == {name: {"type": "string"} for name in members}
 
 
-def test_what_is_nested_too_deeply_is_refused() -> None:
-    """Before anything walks it again."""
+def test_refuses_deep_nesting() -> None:
+    """The check precedes every other walk of the schema."""
     schema: dict[str, Any] = {"type": "STRING"}
     for _ in range(DEPTH_MAX + 1):
         schema = {"type": "ARRAY", "items": schema}

@@ -1,4 +1,4 @@
-"""The caching fields of OpenAI's dialects: which breakpoints they make, and what they ask."""
+"""Caching fields of OpenAI's dialects: breakpoints and cache directives."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ NATIVE = {"prompt_cache_breakpoint": {"mode": "explicit"}}
 FOREIGN = {"cache_control": {"type": "ephemeral"}}
 
 
-def part(**marks: Any) -> dict[str, Any]:
-    return {"type": "text", "text": "word", **marks}
+def part(**retentions_of: Any) -> dict[str, Any]:
+    return {"type": "text", "text": "word", **retentions_of}
 
 
 def chat(parts: list[dict[str, Any]] | None = None, **fields: Any) -> Call:
-    """A question of these parts."""
+    """Return the call of a chat with these parts."""
     content = parts if parts is not None else [part()]
     body = {"model": "m", "messages": [{"role": "user", "content": content}], **fields}
     return openai_chat.DIALECT.parse(json.dumps(body).encode())
 
 
-def marks(call: Call) -> list[str | None]:
-    """The class of each segment's breakpoint."""
+def retentions_of(call: Call) -> list[str | None]:
+    """Return the retention class of each segment."""
     return [segment.retention for segment in call.prompts[0].segments]
 
 
-def test_without_a_caching_field_nothing_is_asked_of_the_cache() -> None:
-    """Whatever it holds is read, to the token: what callers that know nothing of it want."""
+def test_no_caching_field_gives_default_directives() -> None:
+    """Clients without caching fields read any cached prefix."""
     assert chat().cache == CacheDirectives()
     assert chat(prompt_cache_key="k", cache_salt="s").cache == CacheDirectives()
 
 
 @pytest.mark.parametrize(
-    ("mark", "options", "expected"),
+    ("field", "options", "expected"),
     [
         (NATIVE, None, "30m"),
         (NATIVE, {"ttl": "12h"}, "12h"),
@@ -52,11 +52,14 @@ def test_without_a_caching_field_nothing_is_asked_of_the_cache() -> None:
         ({"cache_control": None, "prompt_cache_breakpoint": None}, None, None),
     ],
 )
-def test_a_mark_names_its_class_or_takes_the_requests(
-    mark: dict[str, Any], options: dict[str, Any] | None, expected: str | None
+def test_breakpoint_names_a_class_or_takes_the_requests(
+    field: dict[str, Any], options: dict[str, Any] | None, expected: str | None
 ) -> None:
-    """Two spellings of one thing; where both are there, OpenAI's own counts."""
-    assert marks(chat([part(**mark), part()], prompt_cache_options=options)) == [expected, None]
+    """OpenAI's own field overrides cache_control."""
+    assert retentions_of(chat([part(**field), part()], prompt_cache_options=options)) == [
+        expected,
+        None,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -73,55 +76,57 @@ def test_a_mark_names_its_class_or_takes_the_requests(
         ([part(**FOREIGN)], {"mode": "implicit"}, "written", "30m"),
     ],
 )
-def test_the_mode_decides_what_is_read_and_kept_unasked(
+def test_mode_sets_lookup_and_implicit_breakpoint(
     parts: list[dict[str, Any]],
     options: dict[str, Any] | None,
     lookup: str,
     implicit: str | None,
 ) -> None:
-    """Explicit without a mark is no caching at all; marks of the other spelling name all there is
-    to keep, so that nobody is billed for a write that was never asked for."""
+    """Explicit mode without breakpoints caches nothing.
+
+    Clients with cache_control mark every prefix they want, so implicit writes would bill them for
+    nothing.
+    """
     ask = chat(parts, prompt_cache_options=options).cache
 
     assert (ask.lookup, ask.implicit) == (lookup, implicit)
 
 
 @pytest.mark.parametrize(("options", "most"), [(None, 3), ({"mode": "explicit"}, 4)])
-def test_of_many_marks_the_latest_are_written_and_all_stay(
+def test_writes_the_latest_breakpoints_and_looks_up_all(
     options: dict[str, Any] | None, most: int
 ) -> None:
-    """Four writes a request, of which the implicit one is one; nobody is refused for a mark, and
-    the earlier ones are still looked up."""
+    """A request writes at most four, the implicit one included; more are no error."""
     call = chat([part(**NATIVE)] * 5, prompt_cache_options=options)
 
-    assert marks(call) == ["30m"] * 5
+    assert retentions_of(call) == ["30m"] * 5
     assert call.cache.writes_max == most
 
 
-def test_a_mark_of_a_message_a_tool_or_the_request_is_a_breakpoint_too() -> None:
-    """Clients of compatible servers put it on all of them."""
+def test_accepts_cache_control_on_messages_tools_and_requests() -> None:
+    """Clients of compatible servers send all three."""
     tool = {"type": "function", "function": {"name": "f"}}
     of_request = chat([part(), part()], **FOREIGN)
     of_tool = chat(tools=[{**tool, **FOREIGN}, {**tool, "function": {"name": "g", **FOREIGN}}])
     body = {"model": "m", "messages": [{"role": "user", "content": "hi", **FOREIGN}]}
     of_message = openai_chat.DIALECT.parse(json.dumps(body).encode())
 
-    assert marks(of_request) == [None, "5m"]
+    assert retentions_of(of_request) == [None, "5m"]
     assert [one.retention for one in of_tool.prompts[0].tools] == ["5m", "5m"]
-    assert marks(of_message) == ["5m"]
+    assert retentions_of(of_message) == ["5m"]
     assert {c.cache.lookup for c in (of_request, of_tool, of_message)} == {"written"}
 
 
 @pytest.mark.parametrize("value", ["in_memory", "in-memory"])
-def test_the_deprecated_field_is_a_limit_and_matches_as_without_it(value: str) -> None:
-    """Its models matched whatever was there; a caller who asks for longer must not get less."""
+def test_deprecated_retention_keeps_the_default_lookup(value: str) -> None:
+    """A client that requests a longer retention must not read less."""
     assert chat(prompt_cache_retention=value).cache == CacheDirectives(implicit="in_memory")
     assert chat(prompt_cache_retention="24h").cache == CacheDirectives(implicit="24h")
-    assert marks(chat([part(**NATIVE)], prompt_cache_retention="24h")) == ["24h"]
+    assert retentions_of(chat([part(**NATIVE)], prompt_cache_retention="24h")) == ["24h"]
 
 
-def test_a_limit_and_a_promise_at_once_are_refused() -> None:
-    """They contradict each other, and one would be dropped in silence."""
+def test_refuses_deprecated_retention_with_a_ttl() -> None:
+    """The two contradict each other."""
     with pytest.raises(Refusal) as raised:
         chat(prompt_cache_retention="24h", prompt_cache_options={"ttl": "30m"})
 
@@ -148,18 +153,16 @@ def test_a_limit_and_a_promise_at_once_are_refused() -> None:
         ),
     ],
 )
-def test_a_class_or_mode_that_is_none_is_refused_by_its_path(
-    fields: dict[str, Any], param: str
-) -> None:
-    """A typo in a ttl would cost its author the cache."""
+def test_refuses_unknown_ttl_or_mode_with_path(fields: dict[str, Any], param: str) -> None:
+    """A silent typo in a ttl would disable the cache."""
     with pytest.raises(Refusal) as raised:
         chat(**fields)
 
     assert raised.value.param == param
 
 
-def test_marks_are_never_part_of_the_prompt() -> None:
-    """Moving a breakpoint must not change what the model sees, or what was cached."""
+def test_breakpoints_never_change_the_prompt() -> None:
+    """A moved field must not change the tokens."""
     plain, marked = chat([part(), part()]), chat([part(**NATIVE), part(**FOREIGN)])
 
     assert [s.text for s in plain.prompts[0].segments] == [
@@ -170,8 +173,8 @@ def test_marks_are_never_part_of_the_prompt() -> None:
     ]
 
 
-def test_each_part_of_a_partition_narrows_it() -> None:
-    """A value under one name is not the same value under another."""
+def test_each_partition_field_narrows_the_namespace() -> None:
+    """One value in two fields gives two namespaces."""
     fields: list[dict[str, Any]] = [
         {name: "x"} for name in ("cache_salt", "prompt_cache_key", "extra_key")
     ]
@@ -181,8 +184,8 @@ def test_each_part_of_a_partition_narrows_it() -> None:
     assert "" not in found
 
 
-def test_responses_know_the_same_marks() -> None:
-    """One set of rules for both endpoints."""
+def test_responses_accepts_the_same_breakpoints() -> None:
+    """Both endpoints share the rules."""
     parts = [{"type": "input_text", "text": "a", **NATIVE}, {"type": "input_text", "text": "b"}]
     body: dict[str, Any] = {"model": "m", "input": [{"role": "user", "content": parts}]}
     native = openai_responses.DIALECT.parse(json.dumps(body).encode())
@@ -190,5 +193,5 @@ def test_responses_know_the_same_marks() -> None:
         json.dumps({**body, "prompt_cache_options": {"mode": "explicit", "ttl": "12h"}}).encode()
     )
 
-    assert (marks(native), native.cache.implicit) == (["30m", None], "30m")
-    assert (marks(explicit), explicit.cache.implicit) == (["12h", None], None)
+    assert (retentions_of(native), native.cache.implicit) == (["30m", None], "30m")
+    assert (retentions_of(explicit), explicit.cache.implicit) == (["12h", None], None)

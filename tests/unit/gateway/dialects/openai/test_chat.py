@@ -1,4 +1,4 @@
-"""OpenAI's chat dialect: what is taken, what is refused by name, and the bytes that go out."""
+"""OpenAI's chat dialect: accepted fields, refusals, and the encoded bytes."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ DIALECT = openai_chat.DIALECT
 
 
 def parse(**fields: Any) -> Call:
-    """A good request with more fields."""
+    """Parse a valid request with more fields."""
     body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], **fields}
     return DIALECT.parse(json.dumps(body).encode())
 
 
 def refused(**fields: Any) -> Refusal:
-    """Why such a request is refused."""
+    """Return the refusal of a valid request with more fields."""
     with pytest.raises(Refusal) as raised:
         parse(**fields)
     assert raised.value.kind is Kind.BAD
@@ -34,7 +34,7 @@ def refused(**fields: Any) -> Refusal:
 
 
 def stream(call: Call, deltas: list[Delta]) -> bytes:
-    """The whole stream."""
+    """Return the complete stream."""
     encoder = DIALECT.encoder(call, REPLY)
     return b"".join(map(encoder.stream, deltas)) + encoder.close()
 
@@ -42,8 +42,8 @@ def stream(call: Call, deltas: list[Delta]) -> bytes:
 # --- requests ------------------------------------------------------------------------------------
 
 
-def test_defaults_change_nothing() -> None:
-    """What a client leaves out is the model's own distribution, once, to the server's limit."""
+def test_defaults_are_plain_sampling_of_one_choice() -> None:
+    """Omitted fields leave the model's own distribution and the server's token limit."""
     call = parse()
 
     assert call.generation.sampling == Sampling()
@@ -52,8 +52,8 @@ def test_defaults_change_nothing() -> None:
     assert (call.stream, call.include_usage, call.partition) == (False, False, "")
 
 
-def test_every_field_that_can_be_honoured_arrives() -> None:
-    """A field that is read and forgotten is worse than one that is refused."""
+def test_honoured_fields_reach_the_call() -> None:
+    """A field that is decoded and dropped is worse than a refused one."""
     call = parse(
         stream=True,
         stream_options={"include_usage": True},
@@ -104,8 +104,8 @@ def test_every_field_that_can_be_honoured_arrives() -> None:
     assert not call.prompts[0].add_generation_prompt
 
 
-def test_null_is_the_same_as_absent() -> None:
-    """SDKs and gateways send nulls for what was not set."""
+def test_null_equals_an_omitted_field() -> None:
+    """SDKs and gateways send null for unset fields."""
     names = [
         "n",
         "stop",
@@ -121,7 +121,7 @@ def test_null_is_the_same_as_absent() -> None:
     assert parse(**dict.fromkeys(names)) == parse()
 
 
-def test_parts_of_a_message_are_segments_of_their_own() -> None:
+def test_each_part_is_a_segment() -> None:
     """A breakpoint may follow any part; the template joins them."""
     content = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     call = parse(
@@ -140,8 +140,8 @@ def test_parts_of_a_message_are_segments_of_their_own() -> None:
     ]
 
 
-def test_cache_fields_narrow_the_namespace_without_ambiguity() -> None:
-    """Two fields joined carelessly would let ("ab", "c") read what ("a", "bc") wrote."""
+def test_partition_fields_are_joined_without_ambiguity() -> None:
+    """Plain concatenation would let ("ab", "c") read what ("a", "bc") wrote."""
     partitions = {
         parse().partition,
         parse(prompt_cache_key="ab").partition,
@@ -155,8 +155,8 @@ def test_cache_fields_narrow_the_namespace_without_ambiguity() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(openai_chat.REFUSED_FIELDS))
-def test_a_field_that_cannot_be_honoured_is_refused_by_name(name: str) -> None:
-    """Silence would answer another question than was asked."""
+def test_refuses_unsupported_field_by_name(name: str) -> None:
+    """An ignored setting would give an answer to another request."""
     refusal = refused(**{name: {"some": "thing"}})
 
     assert (refusal.code, refusal.param) == ("unsupported_parameter", name)
@@ -165,14 +165,14 @@ def test_a_field_that_cannot_be_honoured_is_refused_by_name(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(openai_chat.NEUTRAL_VALUES))
-def test_a_refused_field_at_its_default_asks_for_nothing(name: str) -> None:
+def test_refused_field_at_its_default_is_accepted(name: str) -> None:
     """Some clients send every field they know."""
     assert parse(**{name: openai_chat.NEUTRAL_VALUES[name]}) == parse()
     assert refused(**{name: 1}).param == name
 
 
-def test_an_unknown_field_is_refused_with_a_suggestion() -> None:
-    """A typo that is ignored costs its author a day."""
+def test_refuses_unknown_field_with_a_suggestion() -> None:
+    """An ignored typo takes hours to find."""
     refusal = refused(temprature=0)
 
     assert (refusal.code, refusal.param) == ("unknown_parameter", "temprature")
@@ -217,10 +217,10 @@ def test_an_unknown_field_is_refused_with_a_suggestion() -> None:
         ({"modalities": ["text", "audio"]}, "modalities[1]", "audio"),
     ],
 )
-def test_a_bad_value_is_refused_with_its_path_and_limit(
+def test_refuses_invalid_value_with_path_and_limit(
     fields: dict[str, Any], param: str, says: str
 ) -> None:
-    """The message says what would be right and what came."""
+    """The message has the expected and the received value."""
     refusal = refused(**fields)
 
     assert refusal.param == param
@@ -228,13 +228,13 @@ def test_a_bad_value_is_refused_with_its_path_and_limit(
 
 
 @pytest.mark.parametrize("name", ["request_id", "rid", "session_id"])
-def test_what_a_client_calls_its_request_changes_nothing(name: str) -> None:
-    """Clients of other engines and routers send it for logs, or to reach the same server again."""
+def test_request_names_have_no_effect(name: str) -> None:
+    """Clients of other engines send them for logs and for routing."""
     assert parse(**{name: "mine"}) == parse()
 
 
-def test_a_long_bad_value_is_not_repeated() -> None:
-    """An error is read by people, and logged."""
+def test_error_does_not_quote_a_long_value() -> None:
+    """Errors are logged and read."""
     assert len(refused(service_tier="x" * 100_000).message) < 500
     assert len(refused(**{"x" * 100_000: 1}).message) < 500
 
@@ -258,8 +258,8 @@ def test_a_long_bad_value_is_not_repeated() -> None:
     ],
     ids=lambda body: repr(body[:24]),
 )
-def test_what_is_no_json_is_refused(body: bytes) -> None:
-    """Every decoder has errors of its own kind; all of them are the client's."""
+def test_refuses_invalid_json(body: bytes) -> None:
+    """Every decoder error is a client error."""
     with pytest.raises(Refusal) as raised:
         DIALECT.parse(body)
 
@@ -267,8 +267,8 @@ def test_what_is_no_json_is_refused(body: bytes) -> None:
 
 
 @given(st.binary(max_size=60))
-def test_any_bytes_are_a_call_or_a_refusal(body: bytes) -> None:
-    """Nothing else ever comes out of a parser."""
+def test_any_bytes_parse_to_a_call_or_a_refusal(body: bytes) -> None:
+    """A parser raises no other exception."""
     got = outcome(DIALECT.parse, body)
 
     assert isinstance(got, Call) or got.kind is Kind.BAD
@@ -285,8 +285,8 @@ NAMES = sorted(openai_chat.ChatBody.__struct_fields__)
 
 
 @given(st.dictionaries(st.sampled_from([*NAMES, *openai_chat.REFUSED_FIELDS]), JSON, max_size=4))
-def test_any_json_in_any_field_is_a_call_or_a_refusal(fields: dict[str, Any]) -> None:
-    """Types are checked before anything is done with a value."""
+def test_any_json_value_parses_to_a_call_or_a_refusal(fields: dict[str, Any]) -> None:
+    """Types are checked before a value is used."""
     body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], **fields}
     got = outcome(DIALECT.parse, json.dumps(body).encode())
 
@@ -294,7 +294,7 @@ def test_any_json_in_any_field_is_a_call_or_a_refusal(fields: dict[str, Any]) ->
 
 
 def test_every_field_is_documented() -> None:
-    """Honoured, accepted or refused: a client finds each field in one table."""
+    """docs/dialects.md lists each field as honoured, accepted or refused."""
     fields = {*NAMES, *openai_chat.REFUSED_FIELDS, *openai_chat.IGNORED_FIELDS}
 
     assert {name for name in fields if f"`{name}`" not in DOCUMENT.read_text()} == set()
@@ -303,22 +303,21 @@ def test_every_field_is_documented() -> None:
 # --- answers -------------------------------------------------------------------------------------
 
 
-def test_a_stream_is_what_was_agreed_to_the_byte() -> None:
-    """Clients parse bytes; a change of them is a change of contract."""
+def test_stream_matches_the_golden_transcript() -> None:
+    """Clients parse bytes; a changed byte is a changed contract."""
     call = parse(stream=True, stream_options={"include_usage": True}, n=2, logprobs=True)
 
     check_golden("openai_chat_stream.txt", stream(call, SCRIPT))
 
 
-def test_a_unary_answer_is_what_was_agreed_to_the_byte() -> None:
-    """The same, for the other shape."""
+def test_unary_answer_matches_the_golden_transcript() -> None:
     call = parse(n=2, logprobs=True, top_logprobs=1)
 
     check_golden("openai_chat_unary.json", DIALECT.encoder(call, REPLY).unary(SCRIPT))
 
 
-def test_a_plain_stream_has_neither_usage_nor_logprobs() -> None:
-    """Nobody asked: an extra chunk without choices breaks simple clients."""
+def test_stream_has_no_usage_or_logprobs_by_default() -> None:
+    """A chunk without choices breaks simple clients."""
     found = events(stream(parse(stream=True), SCRIPT))
 
     assert found[-1] == "[DONE]"
@@ -327,8 +326,8 @@ def test_a_plain_stream_has_neither_usage_nor_logprobs() -> None:
     assert all(chunk["choices"][0]["logprobs"] is None for chunk in found[:-1])
 
 
-def test_the_first_chunk_is_choice_0s_with_its_role() -> None:
-    """The official client's accumulator breaks when choice 1 comes first."""
+def test_first_chunk_opens_choice_0() -> None:
+    """The official client's accumulator fails if choice 1 comes first."""
     choices = [
         chunk["choices"][0] for chunk in events(stream(parse(stream=True, n=2), SCRIPT))[:-1]
     ]
@@ -338,8 +337,8 @@ def test_the_first_chunk_is_choice_0s_with_its_role() -> None:
     assert choices[0]["delta"]["role"] == "assistant"
 
 
-def test_a_choice_without_text_is_still_a_message() -> None:
-    """The model may say nothing at all."""
+def test_choice_without_text_is_an_empty_message() -> None:
+    """A model may generate nothing."""
     call = parse(stream=True)
     silent: list[Delta] = [ChoiceEnd(0, "stop"), End(USAGE)]
     choices = [chunk["choices"][0] for chunk in events(stream(call, silent))[:-1]]
@@ -359,8 +358,8 @@ CALLS: list[Delta] = [
 ]
 
 
-def test_calls_come_piece_by_piece_and_the_first_names_them() -> None:
-    """Clients open a call at its id and append the rest."""
+def test_first_piece_of_a_call_has_its_id_and_name() -> None:
+    """Clients open a call at its id and append the other pieces."""
     chunks = events(stream(parse(stream=True), CALLS))[:-1]
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
 
@@ -388,8 +387,8 @@ def test_calls_come_piece_by_piece_and_the_first_names_them() -> None:
     assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
 
 
-def test_a_message_that_only_calls_has_no_content() -> None:
-    """Null, and not an empty text: the official client's types tell them apart."""
+def test_message_with_only_calls_has_null_content() -> None:
+    """The official client's types distinguish null from an empty text."""
     (choice,) = json.loads(DIALECT.encoder(parse(), REPLY).unary(CALLS))["choices"]
     spoken = DIALECT.encoder(parse(), REPLY).unary([Text(0, "Hm."), *CALLS])
 
@@ -402,8 +401,8 @@ def test_a_message_that_only_calls_has_no_content() -> None:
     assert json.loads(spoken)["choices"][0]["message"]["content"] == "Hm."
 
 
-def test_the_official_client_reads_both_shapes() -> None:
-    """Its types are what most callers have."""
+def test_official_client_parses_stream_and_completion() -> None:
+    """Most callers use its types."""
     call = parse(stream=True, stream_options={"include_usage": True}, n=2, logprobs=True)
     unary = DIALECT.encoder(parse(n=2, logprobs=True, top_logprobs=1), REPLY).unary(SCRIPT)
 
@@ -426,8 +425,8 @@ DELTAS = st.lists(
 
 
 @given(DELTAS)
-def test_a_unary_answer_is_the_fold_of_the_stream(some: list[Text | ChoiceEnd]) -> None:
-    """One answer, two shapes: they may never say different things."""
+def test_unary_answer_is_the_fold_of_the_stream(some: list[Text | ChoiceEnd]) -> None:
+    """Both must carry the same content."""
     ended = {delta.index for delta in some if isinstance(delta, ChoiceEnd)}
     rest = [ChoiceEnd(index, "length") for index in range(3) if index not in ended]
     deltas: list[Delta] = [*some, *rest, End(USAGE)]
@@ -444,8 +443,8 @@ def test_a_unary_answer_is_the_fold_of_the_stream(some: list[Text | ChoiceEnd]) 
     assert [c["finish_reason"] for c in answer["choices"]] == reasons
 
 
-def test_an_error_inside_a_stream_is_an_event_the_client_raises() -> None:
-    """A stream that just ends looks whole."""
+def test_stream_error_is_an_event_that_the_client_raises() -> None:
+    """A stream that only ends looks complete."""
     refusal = Refusal(Kind.BUSY, "engine_restarting", "The engine stopped.", retry_after_s=1.0)
     (event,) = events(DIALECT.encoder(parse(stream=True), REPLY).error_event(refusal))
 
@@ -470,8 +469,8 @@ def test_an_error_inside_a_stream_is_an_event_the_client_raises() -> None:
         (Kind.DEADLINE, 504, "server_error"),
     ],
 )
-def test_each_kind_has_its_status_and_type(kind: Kind, status: int, type_: str) -> None:
-    """Clients retry by status and people search by type."""
+def test_status_and_error_type_of_each_kind(kind: Kind, status: int, type_: str) -> None:
+    """Clients retry by status, and operators search by type."""
     got, body = DIALECT.error_body(Refusal(kind, "c", "m", param="p"), "request")
 
     assert got == status

@@ -1,4 +1,4 @@
-"""Chat messages and functions as a prompt: who says what, which call a result answers."""
+"""Translation of chat messages and functions to a prompt: roles, calls and results."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def refused(messages: list[dict[str, Any]] | None = None, **fields: Any) -> Refu
 
 
 @pytest.mark.parametrize("kind", ["image_url", "input_audio", "file"])
-def test_what_is_no_text_is_named_as_unsupported(kind: str) -> None:
-    """It is no mistake in the request that it has a picture; only nobody here can see it."""
+def test_refuses_unsupported_part_by_name(kind: str) -> None:
+    """The request is valid; the model cannot read the part."""
     part = {"type": kind, kind: {"url": "http://localhost/"}, "cache_control": None}
     refusal = refused([{"role": "user", "content": [{"type": "text", "text": "look"}, part]}])
 
@@ -70,8 +70,8 @@ def result(call_id: str, text: object = "rain") -> dict[str, Any]:
     return {"role": "tool", "tool_call_id": call_id, "content": text}
 
 
-def test_a_round_of_calls_is_told_piece_by_piece() -> None:
-    """Text, then calls, then each call's result under its function's name."""
+def test_calls_and_results_become_segments() -> None:
+    """Text, then calls, then each result with its function's name."""
     found = prompt(
         [
             USER,
@@ -100,8 +100,8 @@ def test_a_round_of_calls_is_told_piece_by_piece() -> None:
 
 
 @pytest.mark.parametrize("content", [None, "", []])
-def test_an_assistant_that_only_calls_says_nothing(content: object) -> None:
-    """Every client writes the missing text in another way."""
+def test_assistant_with_only_calls_has_no_text(content: object) -> None:
+    """Clients write the missing text in several ways."""
     found = prompt([USER, calling(made("a"), content=content), result("a")]).segments
 
     assert [(s.role, s.call is not None) for s in found[1:]] == [
@@ -110,8 +110,8 @@ def test_an_assistant_that_only_calls_says_nothing(content: object) -> None:
     ]
 
 
-def test_arguments_keep_their_order_and_lose_only_spaces() -> None:
-    """The same call gives the same tokens, whichever client wrote it."""
+def test_arguments_keep_key_order_and_lose_spaces() -> None:
+    """One call must give the same tokens from every client."""
     spaced = '{ "z": 1,\n "a": {"y": [2.5, null], "b": "\\u00e4"} }'
     (_, call, _) = prompt([USER, calling(made("a", arguments=spaced)), result("a")]).segments
 
@@ -119,21 +119,23 @@ def test_arguments_keep_their_order_and_lose_only_spaces() -> None:
     assert call.call.arguments == '{"z":1,"a":{"y":[2.5,null],"b":"ä"}}'
 
 
-def test_an_id_may_come_again_once_it_was_answered() -> None:
+def test_answered_call_id_may_be_reused() -> None:
     """Some clients count from call_0 in every turn."""
     messages = [USER, calling(made("a")), result("a"), calling(made("a", "clock")), result("a")]
 
     assert [s.name for s in prompt(messages).segments if s.role == "tool"] == ["weather", "clock"]
 
 
-def test_a_refusal_is_what_the_assistant_said() -> None:
-    """An answer can be sent back in every shape it came in."""
+def test_refusal_is_assistant_text() -> None:
+    """Clients send answers back in every shape they came in."""
     parts = [{"type": "refusal", "refusal": "No."}, {"type": "text", "text": " Sorry."}]
     listed = prompt([USER, {"role": "assistant", "content": parts}, USER]).segments
-    whole = prompt([USER, {"role": "assistant", "content": None, "refusal": "No."}, USER]).segments
+    segments = prompt(
+        [USER, {"role": "assistant", "content": None, "refusal": "No."}, USER]
+    ).segments
 
     assert [s.text for s in listed[1:3]] == ["No.", " Sorry."]
-    assert whole[1].text == "No."
+    assert segments[1].text == "No."
 
 
 @pytest.mark.parametrize(
@@ -180,18 +182,18 @@ def test_a_refusal_is_what_the_assistant_said() -> None:
         ([{"role": "function", "name": "f", "content": "x"}], "messages[0].role", "function"),
     ],
 )
-def test_a_history_that_does_not_add_up_is_refused(
+def test_refuses_inconsistent_history(
     messages: list[dict[str, Any]], param: str, says: str
 ) -> None:
-    """A template would render it, and the model would be shown nonsense."""
+    """A template would render it, and the model would read nonsense."""
     refusal = refused(messages)
 
     assert refusal.param == param
     assert says in refusal.message
 
 
-def test_functions_keep_the_order_of_their_schemas() -> None:
-    """Keys that move are other tokens: nothing would be found again."""
+def test_function_schema_keeps_its_key_order() -> None:
+    """Moved keys are other tokens and miss the cache."""
     found = prompt(tools=[WEATHER, CLOCK]).tools
 
     assert found == (
@@ -230,13 +232,13 @@ def test_functions_keep_the_order_of_their_schemas() -> None:
         ),
     ],
 )
-def test_each_way_to_choose_arrives(choice: object, expected: ToolChoice) -> None:
-    """Five ways on the wire, one inside."""
+def test_tool_choice_reaches_the_prompt(choice: object, expected: ToolChoice) -> None:
+    """Five forms on the wire, one canonical form."""
     assert prompt(tools=[WEATHER, CLOCK], tool_choice=choice).tool_choice == expected
 
 
-def test_calls_come_one_at_a_time_only_if_asked() -> None:
-    """The default is parallel, as at OpenAI."""
+def test_parallel_calls_are_the_default() -> None:
+    """OpenAI has the same default."""
     assert prompt(tools=[CLOCK]).tool_choice.parallel
     assert not prompt(tools=[CLOCK], parallel_tool_calls=False).tool_choice.parallel
 
@@ -286,16 +288,16 @@ def test_calls_come_one_at_a_time_only_if_asked() -> None:
         ({"function_call": "auto"}, "function_call", "tools"),
     ],
 )
-def test_a_bad_tool_is_refused_by_its_path(fields: dict[str, Any], param: str, says: str) -> None:
-    """The message says what would be right."""
+def test_refuses_invalid_tool_with_path(fields: dict[str, Any], param: str, says: str) -> None:
+    """The message has the expected value."""
     refusal = refused(**fields)
 
     assert refusal.param == param
     assert says in refusal.message
 
 
-def test_the_form_of_the_answer_arrives() -> None:
-    """A schema keeps its order: the answer's keys follow it."""
+def test_response_format_reaches_the_prompt() -> None:
+    """The schema keeps its key order, and the answer's keys follow it."""
     schema = {"type": "object", "properties": {"z": {}, "a": {}}, "required": ["z"]}
     named = {"name": "point", "schema": schema, "strict": True}
 
@@ -326,6 +328,6 @@ def test_the_form_of_the_answer_arrives() -> None:
         ),
     ],
 )
-def test_a_bad_schema_is_refused_by_its_path(form: dict[str, Any], param: str) -> None:
-    """What is missing is named."""
+def test_refuses_invalid_response_format_with_path(form: dict[str, Any], param: str) -> None:
+    """The message names a missing field."""
     assert (refused(response_format=form).param or "").startswith(param)

@@ -1,4 +1,4 @@
-"""OpenAI's legacy completions: prompts of four shapes, echo, best_of, logprobs by offset."""
+"""OpenAI's legacy completions: prompts of four shapes, echo, best_of and logprobs by offset."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ DIALECT = openai_completions.DIALECT
 
 
 def parse(**fields: Any) -> Call:
-    """A good request with more fields."""
+    """Parse a valid request with more fields."""
     return DIALECT.parse(json.dumps({"model": "m", "prompt": "hi", **fields}).encode())
 
 
 def refused(**fields: Any) -> Refusal:
-    """Why such a request is refused."""
+    """Return the refusal of a valid request with more fields."""
     with pytest.raises(Refusal) as raised:
         parse(**fields)
     assert raised.value.kind is Kind.BAD
@@ -32,13 +32,13 @@ def refused(**fields: Any) -> Refusal:
 
 
 def stream(call: Call, deltas: list[Delta]) -> bytes:
-    """The whole stream."""
+    """Return the complete stream."""
     encoder = DIALECT.encoder(call, REPLY)
     return b"".join(map(encoder.stream, deltas)) + encoder.close()
 
 
 def unary(call: Call, deltas: list[Delta]) -> Any:
-    """The whole answer."""
+    """Return the complete answer."""
     return json.loads(DIALECT.encoder(call, REPLY).unary(deltas))
 
 
@@ -55,14 +55,14 @@ def unary(call: Call, deltas: list[Delta]) -> Any:
         (["a", [1]], [Prompt(text="a"), Prompt(token_ids=(1,))]),
     ],
 )
-def test_a_prompt_has_four_shapes(prompt: Any, prompts: list[Prompt]) -> None:
+def test_accepts_four_prompt_shapes(prompt: Any, prompts: list[Prompt]) -> None:
     """Text, texts, token ids, lists of token ids."""
     assert list(parse(prompt=prompt).prompts) == prompts
 
 
 @pytest.mark.parametrize("prompt", ["a", [1, 2], [[1], [2]]])
-def test_a_prompt_is_the_same_beside_fields_that_change_nothing(prompt: Any) -> None:
-    """Bodies that have nothing unusual are read in a shorter way."""
+def test_ignored_fields_do_not_change_the_prompt(prompt: Any) -> None:
+    """They disable the fast decoder, which must not matter."""
     expected = parse(prompt=prompt)
 
     assert parse(prompt=prompt, metadata={}) == expected
@@ -86,12 +86,12 @@ def test_a_prompt_is_the_same_beside_fields_that_change_nothing(prompt: Any) -> 
         (["a"] * 129, "prompt"),
     ],
 )
-def test_a_prompt_of_another_shape_is_refused_with_its_path(prompt: Any, param: str) -> None:
-    """The client has many prompts and wants to know which."""
+def test_refuses_invalid_prompt_with_path(prompt: Any, param: str) -> None:
+    """The path tells which of many prompts is invalid."""
     assert refused(prompt=prompt).param == param
 
 
-def test_defaults_are_the_originals() -> None:
+def test_defaults_match_openais() -> None:
     """Sixteen tokens, one choice, no logprobs, no echo."""
     generation = parse().generation
 
@@ -99,8 +99,8 @@ def test_defaults_are_the_originals() -> None:
     assert (generation.sampling.logprobs, generation.echo) == (None, False)
 
 
-def test_best_of_computes_more_than_it_returns() -> None:
-    """Ranking needs logprobs, which the client did not ask to see."""
+def test_best_of_samples_more_than_it_returns() -> None:
+    """Ranking needs logprobs that the client did not request."""
     call = parse(n=2, best_of=5)
     generation = call.generation
 
@@ -124,21 +124,21 @@ def test_best_of_computes_more_than_it_returns() -> None:
         ({"messages": []}, "messages"),
     ],
 )
-def test_what_cannot_be_is_refused(fields: dict[str, Any], param: str) -> None:
-    """best_of cannot stream: the best is known at the end."""
+def test_refuses_contradictory_fields(fields: dict[str, Any], param: str) -> None:
+    """For one, a stream cannot rank samples."""
     assert refused(**fields).param == param
 
 
-def test_echo_alone_may_ask_for_nothing_new() -> None:
-    """Scoring a text: its own logprobs, no output."""
+def test_echo_accepts_zero_max_tokens() -> None:
+    """The request scores a text: its logprobs, and no output."""
     generation = parse(echo=True, max_tokens=0, logprobs=2).generation
 
     assert (generation.echo, generation.max_tokens, generation.prompt_logprobs) == (True, 0, 2)
 
 
 @pytest.mark.parametrize("name", sorted(openai_completions.REFUSED_FIELDS))
-def test_a_field_that_cannot_be_honoured_is_refused_by_name(name: str) -> None:
-    """Silence would answer another question than was asked."""
+def test_refuses_unsupported_field_by_name(name: str) -> None:
+    """An ignored setting would give an answer to another request."""
     refusal = refused(**{name: {"some": "thing"}})
 
     assert (refusal.code, refusal.param) == ("unsupported_parameter", name)
@@ -154,8 +154,8 @@ JSON = st.recursive(
 
 
 @given(st.dictionaries(st.sampled_from(NAMES), JSON, max_size=4))
-def test_any_json_in_any_field_is_a_call_or_a_refusal(fields: dict[str, Any]) -> None:
-    """Types are checked before anything is done with a value."""
+def test_any_json_value_parses_to_a_call_or_a_refusal(fields: dict[str, Any]) -> None:
+    """Types are checked before a value is used."""
     body = {"model": "m", "prompt": "hi", **fields}
     got = outcome(DIALECT.parse, json.dumps(body).encode())
 
@@ -163,7 +163,7 @@ def test_any_json_in_any_field_is_a_call_or_a_refusal(fields: dict[str, Any]) ->
 
 
 def test_every_field_is_documented() -> None:
-    """Honoured, accepted or refused: a client finds each field in one table."""
+    """docs/dialects.md lists each field as honoured, accepted or refused."""
     fields = {*NAMES, *openai_completions.REFUSED_FIELDS, *openai_completions.IGNORED_FIELDS}
 
     assert {name for name in fields if f"`{name}`" not in DOCUMENT.read_text()} == set()
@@ -172,25 +172,24 @@ def test_every_field_is_documented() -> None:
 # --- answers -------------------------------------------------------------------------------------
 
 
-def test_a_stream_is_what_was_agreed_to_the_byte() -> None:
-    """Clients parse bytes; a change of them is a change of contract."""
+def test_stream_matches_the_golden_transcript() -> None:
+    """Clients parse bytes; a changed byte is a changed contract."""
     call = parse(stream=True, stream_options={"include_usage": True}, n=2, logprobs=1)
 
     check_golden("openai_completions_stream.txt", stream(call, SCRIPT))
 
 
-def test_a_unary_answer_is_what_was_agreed_to_the_byte() -> None:
-    """The same, for the other shape."""
+def test_unary_answer_matches_the_golden_transcript() -> None:
     call = parse(n=2, logprobs=1)
 
     check_golden("openai_completions_unary.json", DIALECT.encoder(call, REPLY).unary(SCRIPT))
 
 
-def test_the_official_client_reads_both_shapes() -> None:
-    """Its types are what most callers have."""
+def test_official_client_parses_stream_and_completion() -> None:
+    """Most callers use its types."""
     call = parse(stream=True, stream_options={"include_usage": True}, n=2)
     answer = Completion.model_validate(unary(parse(n=2, logprobs=1), SCRIPT))
-    # In a stream the finish reason is null until the end; the client builds these unchecked.
+    # The finish reason of a stream is null until its end; the client skips validation here.
     chunks = [Completion.construct(**c) for c in events(stream(call, SCRIPT))[:-1] if c["choices"]]
 
     assert [choice.text for choice in answer.choices] == ["Good 🙂", "Gut"]
@@ -200,8 +199,8 @@ def test_the_official_client_reads_both_shapes() -> None:
     assert "".join(c.choices[0].text for c in chunks if c.choices[0].index == 0) == "Good 🙂"
 
 
-def test_offsets_point_into_the_text_whatever_is_split() -> None:
-    """A token of half a character begins where its character will stand."""
+def test_text_offsets_count_characters_of_split_tokens() -> None:
+    """A token with a part of a character has that character's offset."""
     smile = "🙂".encode()
     tokens = tuple(
         TokenText(n, data, -1.0) for n, data in enumerate([b"a", smile[:2], smile[2:], b"b"])
@@ -216,8 +215,8 @@ def test_offsets_point_into_the_text_whatever_is_split() -> None:
     assert logprobs["top_logprobs"] is None
 
 
-def test_alternatives_of_half_a_character_stay_apart() -> None:
-    """They are keys of one object; written alike, one would hide the other."""
+def test_partial_characters_have_distinct_names() -> None:
+    """They are keys of one object; equal names would hide one."""
     top = (TokenText(1, b"\xf0", -1.0), TokenText(2, b"\xf1", -2.0))
     deltas: list[Delta] = [
         Text(0, "a", (TokenText(0, b"a", -0.5, top),)),
@@ -230,8 +229,8 @@ def test_alternatives_of_half_a_character_stay_apart() -> None:
     assert logprobs["top_logprobs"] == [{r"bytes:\xf0": -1.0, r"bytes:\xf1": -2.0}]
 
 
-def test_an_echoed_first_token_has_no_logprob() -> None:
-    """Nothing came before it; null says so."""
+def test_first_echoed_token_has_no_logprob() -> None:
+    """No token precedes it, so the logprob is null."""
     deltas: list[Delta] = [
         Text(0, "a", (TokenText(0, b"a", None),)),
         ChoiceEnd(0, "stop"),
@@ -243,11 +242,11 @@ def test_an_echoed_first_token_has_no_logprob() -> None:
     assert logprobs["token_logprobs"] == [None]
 
 
-def test_usage_comes_once_and_only_when_asked() -> None:
-    """In a last chunk without choices, before the end mark."""
-    asked = events(stream(parse(stream=True, stream_options={"include_usage": True}), SCRIPT))
+def test_usage_chunk_is_sent_once_and_on_request() -> None:
+    """It is the last chunk before `[DONE]` and has no choices."""
+    request = events(stream(parse(stream=True, stream_options={"include_usage": True}), SCRIPT))
     plain = events(stream(parse(stream=True), SCRIPT))
 
-    assert asked[-2]["usage"]["total_tokens"] == 25
-    assert [chunk["usage"] for chunk in asked[:-2]] == [None] * (len(asked) - 2)
+    assert request[-2]["usage"]["total_tokens"] == 25
+    assert [chunk["usage"] for chunk in request[:-2]] == [None] * (len(request) - 2)
     assert not any("usage" in chunk for chunk in plain[:-1])

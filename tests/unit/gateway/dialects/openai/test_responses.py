@@ -1,4 +1,4 @@
-"""OpenAI's responses: what a request may be, and what is refused by name."""
+"""OpenAI's responses: accepted requests and refusals."""
 
 from __future__ import annotations
 
@@ -47,9 +47,8 @@ def segments(items: object, **fields: Any) -> tuple[Segment, ...]:
     return parse(items, **fields).prompts[0].segments
 
 
-def test_defaults_change_nothing() -> None:
-    """What a client leaves out is the model's own distribution; its prompt is remembered, so that
-    a later one can be compared with it."""
+def test_defaults_are_plain_sampling_and_a_remembered_prompt() -> None:
+    """A later request may be compared with the remembered prompt."""
     call = parse()
 
     assert call.generation == GenerationParameters()
@@ -58,8 +57,8 @@ def test_defaults_change_nothing() -> None:
     assert (call.cache.lookup, call.cache.implicit, call.cache.remember) == (None, None, True)
 
 
-def test_every_field_that_can_be_honoured_arrives() -> None:
-    """A field that is read and forgotten is worse than one that is refused."""
+def test_honoured_fields_reach_the_call() -> None:
+    """A field that is decoded and dropped is worse than a refused one."""
     call = parse(
         instructions="Be brief.",
         stream=True,
@@ -101,8 +100,8 @@ def test_every_field_that_can_be_honoured_arrives() -> None:
     )
 
 
-def test_what_asks_for_nothing_is_taken() -> None:
-    """Agents send all of these at their defaults."""
+def test_accepts_fields_at_their_defaults() -> None:
+    """Agents send all of these."""
     neutral = {
         "store": True,
         "background": False,
@@ -121,8 +120,8 @@ def test_what_asks_for_nothing_is_taken() -> None:
     assert parse(**neutral).prompts == parse().prompts
 
 
-def test_an_answers_items_can_be_sent_back_as_they_came() -> None:
-    """What an agent does in every turn: output appended to input, results behind it."""
+def test_accepts_the_items_of_an_answer() -> None:
+    """An agent appends the output and its results to the input in every turn."""
     output = [
         {"type": "reasoning", "id": "rs_1", "summary": []},
         {
@@ -148,8 +147,8 @@ def test_an_answers_items_can_be_sent_back_as_they_came() -> None:
     )
 
 
-def test_calls_without_a_word_are_a_turn_of_their_own() -> None:
-    """They must not be told as part of what the user said."""
+def test_calls_without_text_are_an_assistant_turn() -> None:
+    """They must not become part of the user's message."""
     found = segments([HI, CALL, {**RESULT, "output": [{"type": "input_text", "text": "noon"}]}])
 
     assert [(s.role, s.message, s.text) for s in found] == [
@@ -190,8 +189,8 @@ def test_calls_without_a_word_are_a_turn_of_their_own() -> None:
         ([{"role": "user", "content": [{"type": "x" * 500}]}], "input[0].content[0].type", "xxx"),
     ],
 )
-def test_items_that_do_not_add_up_are_refused(items: object, param: str, says: str) -> None:
-    """A template would render them, and the model would be shown nonsense."""
+def test_refuses_inconsistent_items(items: object, param: str, says: str) -> None:
+    """A template would render them, and the model would read nonsense."""
     refusal = refused(items)
 
     assert refusal.param == param
@@ -200,8 +199,8 @@ def test_items_that_do_not_add_up_are_refused(items: object, param: str, says: s
 
 
 @pytest.mark.parametrize("name", sorted(openai_responses.REFUSED_FIELDS))
-def test_what_cannot_be_honoured_is_refused_by_name(name: str) -> None:
-    """A refusal beats silence."""
+def test_refuses_unsupported_field_by_name(name: str) -> None:
+    """An ignored setting would give an answer to another request."""
     refusal = refused(**{name: {"a": 1}})
 
     assert (refusal.code, refusal.param) == ("unsupported_parameter", name)
@@ -235,10 +234,8 @@ def test_what_cannot_be_honoured_is_refused_by_name(name: str) -> None:
         ),
     ],
 )
-def test_a_bad_value_is_refused_with_its_path(
-    fields: dict[str, Any], param: str, says: str
-) -> None:
-    """The message says what would be right and what came."""
+def test_refuses_invalid_value_with_path(fields: dict[str, Any], param: str, says: str) -> None:
+    """The message has the expected and the received value."""
     refusal = refused(**fields)
 
     assert refusal.param == param
@@ -260,34 +257,34 @@ def test_a_bad_value_is_refused_with_its_path(
         ),
     ],
 )
-def test_each_way_to_choose_arrives(choice: object, expected: ToolChoice) -> None:
-    """Flat on the wire, one form inside."""
+def test_tool_choice_reaches_the_prompt(choice: object, expected: ToolChoice) -> None:
+    """Flat on the wire, one canonical form."""
     assert parse(tools=[CLOCK], tool_choice=choice).prompts[0].tool_choice == expected
 
 
-def test_a_prewarm_computes_and_answers_nothing() -> None:
-    """It is kept as an answer's prompt would have been."""
+def test_prewarm_generates_nothing() -> None:
+    """The prompt is written as a generating request would write it."""
     call = parse(prompt_cache_options={"prewarm": True, "ttl": "12h"}, max_output_tokens=50)
 
     assert (call.operation, call.generation.max_tokens) == ("prewarm", 0)
     assert (call.cache.lookup, call.cache.implicit) == ("written", "12h")
 
 
-def test_a_comparison_selects_a_baseline_and_asks_nothing_else() -> None:
-    """It explains a miss; it loads no context."""
+def test_comparison_id_only_selects_the_diagnosis_baseline() -> None:
+    """It loads no context."""
     ask = parse(prompt_cache_options={"comparison_response_id": "resp_1"}).cache
 
     assert (ask.compare_with, ask.remember) == ("resp_1", True)
     assert parse(prompt_cache_options={"comparison_response_id": None}).cache.compare_with == ""
 
 
-def test_counting_takes_the_same_request() -> None:
-    """The number has to be that of the answer it is asked about, and leaves nothing behind."""
+def test_counting_accepts_a_generating_request() -> None:
+    """The count is that of the generating request, and no prompt is remembered."""
     body = json.dumps({"model": "m", "input": "hi", "tools": [CLOCK]}).encode()
-    counted, asked = openai_responses.COUNT_DIALECT.parse(body), DIALECT.parse(body)
+    counted, request = openai_responses.COUNT_DIALECT.parse(body), DIALECT.parse(body)
 
     assert (counted.operation, counted.cache.remember) == ("count", False)
-    assert counted.prompts == asked.prompts
+    assert counted.prompts == request.prompts
     assert json.loads(DIALECT.count_body(7, 0)) == {
         "object": "response.input_tokens",
         "input_tokens": 7,
@@ -312,29 +309,29 @@ JSON = st.recursive(
 @given(
     st.dictionaries(st.sampled_from([*NAMES, *openai_responses.REFUSED_FIELDS]), JSON, max_size=4)
 )
-def test_any_json_in_any_field_is_a_call_or_a_refusal(fields: dict[str, Any]) -> None:
-    """Types are checked before anything is done with a value."""
+def test_any_json_value_parses_to_a_call_or_a_refusal(fields: dict[str, Any]) -> None:
+    """Types are checked before a value is used."""
     got = outcome(DIALECT.parse, json.dumps({"model": "m", "input": "hi", **fields}).encode())
 
     assert isinstance(got, Call) or (got.kind is Kind.BAD and len(got.message) < 1_000)
 
 
 def test_every_field_is_documented() -> None:
-    """Honoured, accepted or refused: a client finds each field in one table."""
+    """docs/dialects.md lists each field as honoured, accepted or refused."""
     fields = {*NAMES, *openai_responses.REFUSED_FIELDS, *openai_responses.IGNORED_FIELDS}
 
     assert {name for name in fields if f"`{name}`" not in DOCUMENT.read_text()} == set()
 
 
-def test_no_cache_field_asks_nothing_of_the_cache() -> None:
-    """Remembering a fingerprint changes neither what is read nor what is written."""
+def test_no_caching_field_gives_default_directives() -> None:
+    """A remembered fingerprint changes neither reads nor writes."""
     plain = parse().cache
 
     assert CacheDirectives(remember=True, echo=plain.echo) == plain
 
 
-def test_another_form_of_the_answer_is_another_setting() -> None:
-    """Clients count it as part of the prompt; text, the default, is the same said or not."""
+def test_output_format_has_a_digest() -> None:
+    """Clients count it as part of the prompt; `text` is the default and has none."""
     forms: list[Any] = [
         {"type": "json_object"},
         {"type": "json_schema", "name": "a", "schema": {"type": "object"}},

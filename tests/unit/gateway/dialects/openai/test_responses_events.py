@@ -1,4 +1,4 @@
-"""OpenAI's responses: the events that go out, the object they add up to, and what both say."""
+"""OpenAI's responses: stream events and the response that they add up to."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from gateway.dialects.canonical import (
 from gateway.dialects.openai import responses as openai_responses
 from gateway.errors import Kind, Refusal
 from tests.golden.transcripts import SCRIPT, check_golden
-from tests.integration.test_openai_conformance import named
+from tests.integration.test_openai_conformance import named_events
 
 DIALECT = openai_responses.DIALECT
 REPLY = Reply("resp_1", "m", 1_700_000_000)
@@ -58,17 +58,17 @@ def unary(deltas: list[Delta], **fields: Any) -> dict[str, Any]:
     return dict(json.loads(body))
 
 
-def whole(*deltas: Delta, usage: UsageRecord = USAGE) -> list[Delta]:
+def complete_answer(*deltas: Delta, usage: UsageRecord = USAGE) -> list[Delta]:
     return [Begin(usage), *deltas, End(usage)]
 
 
-def test_a_stream_is_what_was_agreed_to_the_byte() -> None:
-    """Clients parse bytes; a change of them is a change of contract."""
+def test_stream_matches_the_golden_transcript() -> None:
+    """Clients parse bytes; a changed byte is a changed contract."""
     check_golden("openai_responses_stream.txt", stream(SPOKEN, tools=[CLOCK]))
 
 
-def test_a_unary_answer_is_what_was_agreed_to_the_byte() -> None:
-    """The same, for the other shape, with logprobs."""
+def test_unary_answer_matches_the_golden_transcript() -> None:
+    """The script has logprobs."""
     fields = {"include": ["message.output_text.logprobs"], "top_logprobs": 1}
     body = DIALECT.encoder(parse(**fields), REPLY).unary([d for d in SCRIPT if _of_first(d)])
 
@@ -79,10 +79,10 @@ def _of_first(delta: Delta) -> bool:
     return getattr(delta, "index", 0) == 0
 
 
-def test_every_event_is_one_the_official_client_knows() -> None:
-    """Its types are what most callers have; an unknown event would be dropped."""
+def test_official_client_parses_every_event() -> None:
+    """It drops unknown events."""
     reader: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
-    events = named(stream(SPOKEN, tools=[CLOCK]))
+    events = named_events(stream(SPOKEN, tools=[CLOCK]))
 
     for name, event in events:
         assert reader.validate_python(event).type == name
@@ -90,15 +90,15 @@ def test_every_event_is_one_the_official_client_knows() -> None:
     Response.model_validate(events[-1][1]["response"])
 
 
-def test_the_last_event_holds_the_unary_answer() -> None:
-    """One answer, two shapes: they may never say different things."""
-    (_, last) = named(stream(SPOKEN, tools=[CLOCK]))[-1]
+def test_last_event_holds_the_unary_answer() -> None:
+    """Both must carry the same content."""
+    (_, last) = named_events(stream(SPOKEN, tools=[CLOCK]))[-1]
 
     assert last["response"] == unary(SPOKEN, tools=[CLOCK])
 
 
-def test_texts_and_calls_are_items_in_the_order_they_came() -> None:
-    """Each has an id of its own; a call's own id is what its result answers."""
+def test_texts_and_calls_are_items_in_order() -> None:
+    """Each has an id; a result names the call by its call_id."""
     text, first, second = unary(SPOKEN, tools=[CLOCK])["output"]
 
     assert (text["type"], text["content"][0]["text"]) == ("message", "Let me see.")
@@ -108,37 +108,38 @@ def test_texts_and_calls_are_items_in_the_order_they_came() -> None:
     assert {item["status"] for item in (text, first, second)} == {"completed"}
 
 
-def test_a_text_behind_a_call_is_a_message_of_its_own() -> None:
-    """Nothing that was closed is opened again."""
-    deltas = whole(CallText(0, 0, "c", "clock", "{}"), Text(0, "Done."), ChoiceEnd(0, "tool_calls"))
+def test_text_after_a_call_is_a_new_message() -> None:
+    """A closed item is never opened again."""
+    deltas = complete_answer(
+        CallText(0, 0, "c", "clock", "{}"), Text(0, "Done."), ChoiceEnd(0, "tool_calls")
+    )
 
     assert [item["type"] for item in unary(deltas)["output"]] == ["function_call", "message"]
 
 
-def test_an_answer_that_was_cut_says_so_everywhere() -> None:
-    """A caller that looks at any one of them must not take half for whole."""
-    found = unary(whole(Text(0, "a"), ChoiceEnd(0, "length")))
+def test_truncated_answer_is_incomplete_everywhere() -> None:
+    """A client may look at any one of the fields."""
+    found = unary(complete_answer(Text(0, "a"), ChoiceEnd(0, "length")))
 
     assert found["status"] == "incomplete"
     assert found["incomplete_details"] == {"reason": "max_output_tokens"}
     assert found["output"][0]["status"] == "incomplete"
-    assert named(stream(whole(Text(0, "a"), ChoiceEnd(0, "length"))))[-1][0] == (
+    assert named_events(stream(complete_answer(Text(0, "a"), ChoiceEnd(0, "length"))))[-1][0] == (
         "response.incomplete"
     )
 
 
-def test_an_answer_without_a_word_is_an_empty_message() -> None:
-    """`output_text` of the official client is then empty, and not missing."""
-    (message,) = unary(whole(ChoiceEnd(0, "stop")))["output"]
+def test_answer_without_text_is_an_empty_message() -> None:
+    """The official client's `output_text` is then empty and not missing."""
+    (message,) = unary(complete_answer(ChoiceEnd(0, "stop")))["output"]
 
     assert message["content"] == [
         {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
     ]
 
 
-def test_a_prewarm_has_no_output_and_says_what_it_wrote() -> None:
-    """What it was for."""
-    found = unary(whole(ChoiceEnd(0, "length")), prompt_cache_options={"prewarm": True})
+def test_prewarm_reports_its_write_and_has_no_output() -> None:
+    found = unary(complete_answer(ChoiceEnd(0, "length")), prompt_cache_options={"prewarm": True})
 
     assert (found["output"], found["status"], found["incomplete_details"]) == (
         [],
@@ -148,9 +149,9 @@ def test_a_prewarm_has_no_output_and_says_what_it_wrote() -> None:
     assert found["usage"]["input_tokens_details"]["cache_write_tokens"] == 12
 
 
-def test_usage_is_split_by_class() -> None:
-    """Every other class counts as the shorter of its two."""
-    assert unary(whole(ChoiceEnd(0, "stop")))["usage"] == {
+def test_usage_is_split_by_retention_class() -> None:
+    """Other classes count as the shorter of the two."""
+    assert unary(complete_answer(ChoiceEnd(0, "stop")))["usage"] == {
         "input_tokens": 30,
         "input_tokens_details": {
             "cached_tokens": 8,
@@ -163,7 +164,7 @@ def test_usage_is_split_by_class() -> None:
     }
 
 
-def test_an_answer_repeats_its_request() -> None:
+def test_answer_repeats_the_requests_settings() -> None:
     """Applications read settings from the answer; defaults are filled in."""
     fields: dict[str, Any] = {
         "instructions": "Be brief.",
@@ -177,7 +178,7 @@ def test_an_answer_repeats_its_request() -> None:
         "prompt_cache_options": {"ttl": "12h", "comparison_response_id": "resp_0"},
         "user": "u",
     }
-    found = unary(whole(ChoiceEnd(0, "stop")), **fields)
+    found = unary(complete_answer(ChoiceEnd(0, "stop")), **fields)
 
     for name in ("instructions", "metadata", "tool_choice", "temperature", "prompt_cache_key"):
         assert found[name] == fields[name]
@@ -238,10 +239,10 @@ COLD = UsageRecord(10, {}, {}, 10)
         ),
     ],
 )
-def test_a_miss_is_explained_in_openais_terms(
+def test_diagnosis_uses_openais_reasons(
     diagnosis: Diagnosis | None, record: UsageRecord, expected: object
 ) -> None:
-    """What an engine lost is no difference between two requests."""
+    """Tokens that the engine lost are no difference between two requests."""
     deltas: list[Delta] = [Begin(record, diagnosis), ChoiceEnd(0, "stop"), End(record)]
     found = unary(deltas)
 
@@ -249,11 +250,11 @@ def test_a_miss_is_explained_in_openais_terms(
     Response.model_validate(found)
 
 
-def test_an_error_before_the_first_event_still_begins_the_response() -> None:
-    """Keep-alives may have gone out; the client's helper wants response.created first."""
+def test_error_before_the_first_event_opens_the_response() -> None:
+    """Keep-alives may have been sent; the client's helper expects response.created first."""
     encoder = DIALECT.encoder(parse(stream=True), REPLY)
     refusal = Refusal(Kind.RATE, "x", "Too much.")
-    events = named(encoder.error_event(refusal))
+    events = named_events(encoder.error_event(refusal))
 
     assert [name for name, _ in events] == [
         "response.created",
