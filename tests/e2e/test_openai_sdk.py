@@ -24,7 +24,7 @@ from gateway.errors import Kind, Refusal
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 
 MORE = {"ignore_eos": True}
-"""Biases that disable the end tokens, which the fake model draws as often as other tokens."""
+"""The fake model draws end tokens as often as other tokens, and these tests need long answers."""
 
 
 @pytest.fixture
