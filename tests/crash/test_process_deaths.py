@@ -82,7 +82,7 @@ class Place:
 
 
 @pytest.fixture(autouse=True)
-def _no_blocking_calls() -> None:
+def fail_on_blocking_calls() -> None:
     """Not here: nothing but clients runs on this loop."""
 
 

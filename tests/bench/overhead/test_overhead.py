@@ -38,7 +38,7 @@ from tests.unit.gateway.gateway_fixture import GatewayFixture
 
 
 @pytest.fixture(autouse=True)
-def _no_blocking_calls() -> None:
+def fail_on_blocking_calls() -> None:
     """Not here: starting processes makes folders and opens logs, and nobody is served meanwhile."""
 
 

@@ -39,7 +39,7 @@ LONG = 8_000
 
 
 @pytest.fixture(autouse=True)
-def _no_blocking_calls() -> None:
+def fail_on_blocking_calls() -> None:
     """Not here: each start makes a folder for the engine's socket, in microseconds."""
 
 

@@ -34,7 +34,7 @@ READS_NOTHING = (sys.executable, "-c", "import time; time.sleep(600)")
 
 
 @pytest.fixture(autouse=True)
-def _no_blocking_calls() -> None:
+def fail_on_blocking_calls() -> None:
     """Not here: nobody is served meanwhile."""
 
 

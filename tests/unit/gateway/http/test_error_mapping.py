@@ -99,7 +99,7 @@ def disk() -> Iterator[Disk]:
 
 
 @pytest.fixture
-def made(disk: Disk, card: ModelCard, tmp_path: Path) -> Iterator[GatewayFixture]:
+def unopened_gateway(disk: Disk, card: ModelCard, tmp_path: Path) -> Iterator[GatewayFixture]:
     gateway = GatewayFixture(card, tmp_path)
     yield gateway
     gateway.discard()

@@ -28,23 +28,23 @@ PATIENCE_S = 60.0
 QUICK = RestartPolicy((0.0, 0.05, 0.1, 0.2, 5.0))
 DIES_BEFORE_IT_ANSWERS = """
 import os, sys
-from tenancy import ledger_child
-from tenancy.ledger.protocol import Answered
-send = ledger_child.send
+from tenancy.ledger import process as ledger_process
+from tenancy.ledger.protocol import BatchResult
+send = ledger_process.send
 def die(wire, word):
-    os._exit(9) if isinstance(word, Answered) else send(wire, word)
-ledger_child.send = die
-sys.exit(ledger_child.main())
+    os._exit(9) if isinstance(word, BatchResult) else send(wire, word)
+ledger_process.send = die
+sys.exit(ledger_process.main())
 """
 OPENS_UNLESS = """
 import pathlib, sys
-from tenancy import ledger_child
-sys.exit(pathlib.Path({away!r}).exists() or ledger_child.main())
+from tenancy.ledger import process as ledger_process
+sys.exit(pathlib.Path({away!r}).exists() or ledger_process.main())
 """
 
 
 @pytest.fixture(autouse=True)
-def _no_blocking_calls() -> None:
+def fail_on_blocking_calls() -> None:
     """Not here: the tests look into the file, and nobody is served meanwhile."""
 
 

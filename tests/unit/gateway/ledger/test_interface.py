@@ -26,7 +26,7 @@ from tests.unit.tenancy.conftest import used
 
 
 @pytest.fixture(autouse=True)
-def _no_blocking_calls() -> None:
+def fail_on_blocking_calls() -> None:
     """Not here: the tests look into the file, and nobody is served meanwhile."""
 
 

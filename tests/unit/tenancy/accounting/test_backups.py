@@ -275,7 +275,7 @@ def test_killed_at_any_call_a_restore_leaves_the_one_or_the_other(
     backup(path, tmp_path / "b.db")
     settle(path, wall, "1-3")
     program = (
-        "import os, signal, sys; from pathlib import Path; from tenancy import backups\n"
+        "import os, signal, sys; from pathlib import Path; from tenancy.accounting import backups\n"
         "left = [int(sys.argv[3])]\n"
         "def look(frame, event, arg):\n"
         "    left[0] -= event == 'call' or event == 'c_call'\n"
