@@ -18,7 +18,6 @@ from importlib import metadata, util
 from pathlib import Path
 
 import msgspec
-from aiohttp import web
 
 from engine.api import Clock
 from engine.client.client import Engine
@@ -40,9 +39,9 @@ from gateway.context import Context, Log
 from gateway.engine_supervisor import EngineSupervisor
 from gateway.errors import Refusal
 from gateway.gc_tuning import settle_heap
-from gateway.http.middleware import install
+from gateway.http.middleware import Middleware
 from gateway.http.request_ids import RequestIds
-from gateway.http.server import ListenerRunner
+from gateway.http.server import Listener
 from gateway.ledger.client import LedgerProcessClient
 from gateway.ledger.deferred_holds import DeferredHolds
 from gateway.ledger.interface import InProcessLedger, LedgerClient
@@ -126,7 +125,7 @@ class Gateway:
         )
         self._reckoning = Reconciler(self.context)
         self._storage = StorageWatch(self.context)
-        self._runners: list[ListenerRunner] = []
+        self._listeners: list[Listener] = []
         self.context.telemetry.ledger_epoch.set(ledger_epoch(store).number)
         if self.ledger.found_epoch is not None:
             facts = msgspec.structs.asdict(self.ledger.found_epoch)
@@ -140,25 +139,24 @@ class Gateway:
         context = self.context
         context.tracer = await asyncio.to_thread(open_tracer, context.config, context.log)
         urls = []
-        for app, (host, port) in ((self.public_app(), public), (self.admin_app(), admin)):
-            runner = ListenerRunner(
-                app,
+        for middleware, (host, port) in ((self.public(), public), (self.admin(), admin)):
+            listener = Listener(
+                middleware.handle,
                 self.context.config.server,
                 self.context.new_id,
                 on_unreadable=lambda: self.context.telemetry.unreadable.add(1),
                 shutdown_timeout_s=5.0,
             )
-            await runner.setup()
-            self._runners.append(runner)
-            bound_host, bound_port = await runner.listen(host, port)
+            self._listeners.append(listener)
+            bound_host, bound_port = await listener.open(host, port)
             urls.append(f"http://{bound_host}:{bound_port}")
         self._reckoning.start()
         self._storage.start()
         return urls
 
-    def public_app(self) -> web.Application:
+    def public(self) -> Middleware:
         """What clients reach."""
-        app, context = web.Application(), self.context
+        context = self.context
         routes = (
             *generate.routes(context),
             *quote.routes(context),
@@ -167,12 +165,11 @@ class Gateway:
             *self_service.routes(context),
             *health.routes(context),
         )
-        install(app, routes, context, context.config.server.hosts, SHAPES)
-        return app
+        return Middleware(routes, context, context.config.server.hosts, SHAPES)
 
-    def admin_app(self) -> web.Application:
+    def admin(self) -> Middleware:
         """What operators reach."""
-        app, context = web.Application(), self.context
+        context = self.context
         routes = (
             *metrics.routes(context),
             *tenants.routes(context),
@@ -183,8 +180,7 @@ class Gateway:
             *dashboard.routes(),
             *health.routes(context),
         )
-        install(app, routes, context, ("*",))
-        return app
+        return Middleware(routes, context, ("*",))
 
     def reload_soon(self) -> None:
         """Read the configuration again; what comes of it is in the log."""
@@ -209,8 +205,8 @@ class Gateway:
 
     async def close(self) -> None:
         """Close listeners, finish settling, close the ledger. The engine is its owner's."""
-        for runner in self._runners:
-            await runner.cleanup()
+        for listener in self._listeners:
+            await listener.close()
         await self.context.finish_background()
         await self._storage.close()
         await self._reckoning.close()

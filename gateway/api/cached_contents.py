@@ -36,7 +36,7 @@ from gateway.generation.preparation import Prepared, check_model, prepare
 from gateway.http.middleware import Handler, Route
 from gateway.http.request_body import read_body
 from gateway.http.request_context import STATE
-from gateway.http.server import send, whole
+from gateway.http.response import send
 from gateway.retention_classes import RESOURCE
 from tenancy.accounts.cached_contents import (
     Resource,
@@ -68,7 +68,7 @@ def routes(gateway: Context) -> tuple[Route, ...]:
 
 
 def _handler(gateway: Context, act: object) -> Handler:
-    async def handle(request: web.Request) -> web.StreamResponse:
+    async def handle(request: web.BaseRequest) -> web.StreamResponse:
         identity = request[STATE].identity
         assert identity is not None, "these routes ask for a key"
         assert callable(act)
@@ -97,7 +97,9 @@ class _Created(Encoder):
         return b""
 
 
-async def _create(gateway: Context, request: web.Request, identity: Identity) -> web.StreamResponse:
+async def _create(
+    gateway: Context, request: web.BaseRequest, identity: Identity
+) -> web.StreamResponse:
     """Render, store, compute, answer; sent again under its name it makes nothing."""
     now_ms, answer = gateway.wall(), Generation(gateway, SHAPE, request)
     body = await read_body(request, gateway.config.server)
@@ -144,7 +146,7 @@ async def _create(gateway: Context, request: web.Request, identity: Identity) ->
 
 async def _keep(
     gateway: Context,
-    request: web.Request,
+    request: web.BaseRequest,
     answer: Generation,
     made: Prepared,
     kept: tuple[Identity, Resource, Prompt],
@@ -206,7 +208,9 @@ async def _is_nobodys(gateway: Context, identity: Identity, content: Prompt) -> 
     )
 
 
-async def _list(gateway: Context, request: web.Request, identity: Identity) -> web.StreamResponse:
+async def _list(
+    gateway: Context, request: web.BaseRequest, identity: Identity
+) -> web.StreamResponse:
     size, after = gemini_cached.parse_page(
         request.query.get("pageSize", request.query.get("page_size", "")),
         request.query.get("pageToken", request.query.get("page_token", "")),
@@ -225,17 +229,21 @@ async def _list(gateway: Context, request: web.Request, identity: Identity) -> w
     return await _ok(request, gemini_cached.page(page, page[-1].resource_id if is_more else ""))
 
 
-async def _get(gateway: Context, request: web.Request, identity: Identity) -> web.StreamResponse:
-    resource, _ = await load(gateway, request.match_info["name"], identity)
+async def _get(
+    gateway: Context, request: web.BaseRequest, identity: Identity
+) -> web.StreamResponse:
+    resource, _ = await load(gateway, request[STATE].parameters["name"], identity)
     return await _ok(request, gemini_cached.resource(shown(resource)))
 
 
-async def _change(gateway: Context, request: web.Request, identity: Identity) -> web.StreamResponse:
+async def _change(
+    gateway: Context, request: web.BaseRequest, identity: Identity
+) -> web.StreamResponse:
     now_ms = gateway.wall()
     mask = request.query.get("updateMask", request.query.get("update_mask", ""))
     body = await read_body(request, gateway.config.server)
     change = gemini_cached.parse_update(body, mask, now_ms)
-    name = request.match_info["name"]
+    name = request[STATE].parameters["name"]
     kept, _ = await load(gateway, name, identity)
     change.check(kept.model, kept.display_name)
     await asyncio.to_thread(
@@ -251,11 +259,13 @@ async def _change(gateway: Context, request: web.Request, identity: Identity) ->
     return await _ok(request, gemini_cached.resource(shown(resource)))
 
 
-async def _delete(gateway: Context, request: web.Request, identity: Identity) -> web.StreamResponse:
+async def _delete(
+    gateway: Context, request: web.BaseRequest, identity: Identity
+) -> web.StreamResponse:
     """It is gone for its owner at once; its blocks too, where nothing else keeps the same words:
     another cached content, a breakpoint. In a shared scope they stay until the lease ends: they may
     be held for another tenant."""
-    name = request.match_info["name"]
+    name = request[STATE].parameters["name"]
     resource, stored = await load(gateway, name, identity)
     call = Call(
         resource.model,
@@ -294,8 +304,8 @@ def _told_if_not(gateway: Context) -> Iterator[None]:
         gateway.log("cached_content_not_erased", {"reason": type(error).__name__})
 
 
-async def _ok(request: web.Request, body: bytes) -> web.StreamResponse:
-    return await send(request, whole(request, 200, body, {"Content-Type": "application/json"}))
+async def _ok(request: web.BaseRequest, body: bytes) -> web.StreamResponse:
+    return await send(request, 200, body, {"Content-Type": "application/json"})
 
 
 def shown(resource: Resource) -> gemini_cached.CachedContentView:

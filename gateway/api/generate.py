@@ -11,6 +11,7 @@ from gateway.context import Context
 from gateway.dialects.openai.responses import DIALECT, not_found
 from gateway.generation.generation import Generation
 from gateway.http.middleware import Handler, Route
+from gateway.http.request_context import STATE
 
 
 def routes(gateway: Context) -> tuple[Route, ...]:
@@ -23,7 +24,7 @@ def routes(gateway: Context) -> tuple[Route, ...]:
 
 
 def _handler(gateway: Context, endpoint: Endpoint) -> Handler:
-    def handle(request: web.Request) -> Awaitable[web.StreamResponse]:
+    def handle(request: web.BaseRequest) -> Awaitable[web.StreamResponse]:
         dialect = endpoint.dialect
         if endpoint.without_sse is not None and request.query.get("alt") != "sse":
             dialect = endpoint.without_sse
@@ -35,8 +36,8 @@ def _handler(gateway: Context, endpoint: Endpoint) -> Handler:
 def _stored_responses() -> Iterator[Route]:
     """Yield the routes of stored responses, with and without /v1, as `ENDPOINTS` has them."""
 
-    async def missing(request: web.Request) -> web.StreamResponse:
-        raise not_found(request.match_info["id"])
+    async def missing(request: web.BaseRequest) -> web.StreamResponse:
+        raise not_found(request[STATE].parameters["id"])
 
     for base in ("/v1/responses", "/responses"):
         for method, path in (

@@ -11,10 +11,10 @@ from gateway.http.middleware import Route
 def routes(gateway: Context) -> tuple[Route, ...]:
     """The two probes. They say nothing about tenants, models or load."""
 
-    async def health(request: web.Request) -> web.StreamResponse:
+    async def health(request: web.BaseRequest) -> web.StreamResponse:
         return web.json_response({"status": "ok"})
 
-    async def ready(request: web.Request) -> web.StreamResponse:
+    async def ready(request: web.BaseRequest) -> web.StreamResponse:
         if gateway.is_ready():
             return web.json_response({"status": "ready"})
         status = "draining" if gateway.is_draining else "starting"

@@ -23,6 +23,7 @@ from gateway.dialects.model_lists import (
 )
 from gateway.errors import Kind, Refusal
 from gateway.http.middleware import Handler, Route
+from gateway.http.request_context import STATE
 
 
 class Family(NamedTuple):
@@ -47,11 +48,11 @@ def routes(gateway: Context) -> tuple[Route, ...]:
         output = min(context, gateway.config.limits.output_tokens_default)
         return [ListedModel(name, created_s, context, output) for name in gateway.model_names]
 
-    async def list_models(request: web.Request) -> web.StreamResponse:
+    async def list_models(request: web.BaseRequest) -> web.StreamResponse:
         return _json(_family(request).all(models(), request.query))
 
-    async def get_model(request: web.Request) -> web.StreamResponse:
-        name = request.match_info["name"].removeprefix("models/")
+    async def get_model(request: web.BaseRequest) -> web.StreamResponse:
+        name = request[STATE].parameters["name"].removeprefix("models/")
         found = next((model for model in models() if model.name == name), None)
         if found is None:
             message = "There is no such model here."
@@ -71,7 +72,7 @@ def routes(gateway: Context) -> tuple[Route, ...]:
     )
 
 
-def _family(request: web.Request) -> Family:
+def _family(request: web.BaseRequest) -> Family:
     is_goog = any(name in request.headers for name in ("x-goog-api-key", "x-goog-api-client"))
     if is_goog or "key" in request.query or request.path.startswith("/v1beta/"):
         return GEMINI

@@ -25,7 +25,7 @@ from gateway.generation.usage import added
 from gateway.http.middleware import Handler, Route
 from gateway.http.request_body import read_body
 from gateway.http.request_context import STATE
-from gateway.http.server import send, whole
+from gateway.http.response import send
 from tenancy.pricing.charges import RateCard
 from tenancy.pricing.rate_cards import RateCards, load_cards
 from tenancy.types import Identity
@@ -47,7 +47,7 @@ def routes(gateway: Context) -> tuple[Route, ...]:
 
 
 def _quote(gateway: Context) -> Handler:
-    async def handle(request: web.Request) -> web.StreamResponse:
+    async def handle(request: web.BaseRequest) -> web.StreamResponse:
         state = request[STATE]
         assert state.identity is not None, "this route asks for a key"
         body = _parse(await read_body(request, gateway.config.server))
@@ -72,7 +72,7 @@ def _quote(gateway: Context) -> Handler:
         )
         answer = quote(made, seen, gateway.engine.stats, card, is_elsewhere=is_elsewhere)
         data = msgspec.json.encode(answer)
-        return await send(request, whole(request, 200, data, {"Content-Type": "application/json"}))
+        return await send(request, 200, data, {"Content-Type": "application/json"})
 
     return handle
 

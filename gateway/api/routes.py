@@ -5,7 +5,6 @@ It knows no engine; `handlers.inference` makes routes of it.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 from gateway.dialects.anthropic import messages as anthropic
@@ -15,6 +14,7 @@ from gateway.dialects.openai import chat as openai_chat
 from gateway.dialects.openai import completions as openai_completions
 from gateway.dialects.openai import responses as openai_responses
 from gateway.dialects.protocol import Dialect, ErrorShape
+from gateway.route_table import pattern_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +54,7 @@ SHAPES: tuple[tuple[str, ErrorShape], ...] = (
 def find(path: str) -> tuple[Endpoint, RequestMetadata] | None:
     """The endpoint of a path as a client would write it."""
     for endpoint in ENDPOINTS:
-        pattern = "".join(
-            f"(?P<{part[1:-1].partition(':')[0]}>{part[1:-1].partition(':')[2] or '[^/]+'})"
-            if part.startswith("{")
-            else re.escape(part)
-            for part in re.split(r"(\{[^}]*\})", endpoint.path)
-        )
-        match = re.fullmatch(pattern, path)
+        match = pattern_of(endpoint.path).fullmatch(path)
         if match is not None:
             model, _, action = (match.groupdict().get("target") or "").rpartition(":")
             return endpoint, RequestMetadata(model=model, action=action)

@@ -32,7 +32,7 @@ RECEIPTS_SHOWN = 10
 def routes(gateway: Context) -> tuple[Route, ...]:
     """What a tenant asks about itself."""
 
-    async def usage(request: web.Request) -> web.StreamResponse:
+    async def usage(request: web.BaseRequest) -> web.StreamResponse:
         identity = _identity(request)
         given = json_api.query(request, "tenant", *usage_report.PARAMETERS)
         name, own_id = identity.tenant.name, identity.tenant.tenant_id
@@ -44,11 +44,11 @@ def routes(gateway: Context) -> tuple[Route, ...]:
         budgets = map(usage_report.budget_body, await gateway.reports.ask(question, own_id))
         return json_api.answer({"tenant": name, **found, "budgets": list(budgets)})
 
-    async def show(request: web.Request) -> web.StreamResponse:
+    async def show(request: web.BaseRequest) -> web.StreamResponse:
         json_api.query(request)
         return json_api.answer(await _cache(gateway, _identity(request)))
 
-    async def erase(request: web.Request) -> web.StreamResponse:
+    async def erase(request: web.BaseRequest) -> web.StreamResponse:
         identity = _identity(request)
         if identity.scope is not None:
             message = (
@@ -136,7 +136,7 @@ def _left(until_s: float, now_s: float) -> float | None:
     return None if until_s == float("inf") else round(max(0.0, until_s - now_s), 3)
 
 
-def _identity(request: web.Request) -> Identity:
+def _identity(request: web.BaseRequest) -> Identity:
     identity = request[STATE].identity
     assert identity is not None, "this route asks for a key"
     return identity

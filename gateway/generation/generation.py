@@ -11,10 +11,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing, suppress
-from typing import cast
 
 from aiohttp import web
-from aiohttp.http_writer import StreamWriter
 
 from engine.api import Request
 from engine.client.client import RequestStream
@@ -31,10 +29,11 @@ from gateway.generation.outcome import Outcome
 from gateway.generation.output_stream import OutputStream
 from gateway.generation.preparation import Prepared, check_model, circumstances, prepare
 from gateway.generation.usage import CACHE_HEADER, cache_header
+from gateway.http.connection import CONNECTION
 from gateway.http.error_mapping import refusal_of
 from gateway.http.request_body import read_body
 from gateway.http.request_context import STATE, RequestState, asked
-from gateway.http.server import ClientGone, begin, send, whole, write
+from gateway.http.response import ClientGone, begin, send, write
 from gateway.ledger.metering import LedgerReservation
 from gateway.observability.tracing import operation_of
 from tenancy.errors import LedgerUnavailable, LimitExceeded, TenancyError
@@ -46,7 +45,7 @@ from tenancy.types import Identity
 class Generation:
     """One request on its way through."""
 
-    def __init__(self, gateway: Context, dialect: Dialect, request: web.Request) -> None:
+    def __init__(self, gateway: Context, dialect: Dialect, request: web.BaseRequest) -> None:
         self._gateway = gateway
         self._dialect = dialect
         self._request = request
@@ -77,8 +76,7 @@ class Generation:
         if call.operation == "count":
             state.operation = ""  # nothing was to be generated
             body = self._dialect.count_body(made.tokens, made.resource_tokens)
-            ready = whole(self._request, 200, body, self._head(is_stream=False))
-            return await send(self._request, ready)
+            return await send(self._request, 200, body, self._head(is_stream=False))
         reply = Reply(f"{id_prefix}{state.request_id}", call.model, gateway.wall() // 1000)
         encoder = self._dialect.encoder(call, reply)
         return await self.see_through(self.admitted(made, identity, encoder, reply))
@@ -241,11 +239,9 @@ class Generation:
         body = encoder.unary(deltas)
         if self._named is not None:
             self._named.record(body)
-        settled = self._close(deltas, answer, account, outcome)
-        ready = whole(self._request, 200, body, self._head(is_stream=False))
-        await settled
+        await self._close(deltas, answer, account, outcome)
         self._state.settled_s = self._gateway.clock()
-        return await send(self._request, ready)
+        return await send(self._request, 200, body, self._head(is_stream=False))
 
     def _head(self, *, is_stream: bool) -> dict[str, str]:
         """What it is, and what the cache did for it."""
@@ -262,8 +258,8 @@ class Generation:
     ) -> web.StreamResponse:
         """Server-sent events. Until the first one, an error is still a plain HTTP answer."""
         interval_s = self._gateway.config.server.stream_keep_alive_s
-        writer = cast(StreamWriter, self._request.writer)
-        following = self._gateway.journal.following(self._state.request_id, answer, writer)
+        connection = self._request[CONNECTION]
+        following = self._gateway.journal.following(self._state.request_id, answer, connection)
         try:
             async with aclosing(answer.batches(interval_s)) as batches:
                 with following as progress:
@@ -318,9 +314,8 @@ class Generation:
             return
         try:
             if self._response is None:
-                self._response = web.StreamResponse(headers=self._head(is_stream=True))
-                await begin(self._request, self._response)
-            await write(self._request, data)
+                self._response = await begin(self._request, self._head(is_stream=True))
+            await write(self._request, self._response, data)
         except ClientGone:
             if self._named is None:
                 raise

@@ -18,7 +18,7 @@ from aiohttp import web
 from gateway.config import IdempotencyConfig
 from gateway.context import Context
 from gateway.errors import Kind, Refusal
-from gateway.http.server import begin, send, whole, write
+from gateway.http.response import PIECE_BYTES, begin, send, write
 from tenancy.ledger.idempotency import Claim, Keeping, KeptAnswer, find
 from tenancy.types import Identity
 
@@ -26,7 +26,6 @@ NAME = "Idempotency-Key"
 NAME_SIGNS_MAX = 255
 REPLAYED = "Idempotency-Replayed"
 HOUR_MS = 3_600_000
-_PIECE_BYTES = 65_536
 _WINDOW_BITS, _MEMORY_LEVEL = 12, 4
 """An answer that is open holds 36 KB. By zlib's own measure it would hold 215, and a stream come
 out 1 % smaller: chunks repeat the one before."""
@@ -69,7 +68,7 @@ class NamedRequest:
 
 
 def named(
-    request: web.Request, body: bytes, identity: Identity, settings: IdempotencyConfig
+    request: web.BaseRequest, body: bytes, identity: Identity, settings: IdempotencyConfig
 ) -> NamedRequest:
     """The request under the name that it brings. O(body). Raises Refusal for what is no name, and
     where none are kept."""
@@ -85,7 +84,7 @@ def named(
     return NamedRequest(identity.tenant.tenant_id, claim, settings)
 
 
-def digest(request: web.Request, body: bytes, workspace: str) -> bytes:
+def digest(request: web.BaseRequest, body: bytes, workspace: str) -> bytes:
     """Of all that an answer depends on, but for who asks. A key in the query is who asks."""
     query = [part for part in request.query.items() if part[0] != "key"]
     headers = request.headers
@@ -98,16 +97,15 @@ def digest(request: web.Request, body: bytes, workspace: str) -> bytes:
 
 
 async def replay(
-    request: web.Request, answer: KeptAnswer, ids: Mapping[str, str], *, is_stream: bool
+    request: web.BaseRequest, answer: KeptAnswer, ids: Mapping[str, str], *, is_stream: bool
 ) -> web.StreamResponse:
     """The same bytes again; a stream as a stream. `ids`: headers that name this request, not the
     one that was answered. Raises ClientGone."""
     head = {**msgspec.json.decode(answer.head, type=dict[str, str]), **ids, REPLAYED: "true"}
     body = zlib.decompress(answer.body)  # bounded when it was recorded
     if not is_stream:
-        return await send(request, whole(request, 200, body, head))
-    response = web.StreamResponse(headers=head)
-    await begin(request, response)
-    for start in range(0, len(body), _PIECE_BYTES):
-        await write(request, body[start : start + _PIECE_BYTES])
+        return await send(request, 200, body, head)
+    response = await begin(request, head)
+    for start in range(0, len(body), PIECE_BYTES):
+        await write(request, response, body[start : start + PIECE_BYTES])
     return response

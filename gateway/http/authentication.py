@@ -21,7 +21,7 @@ _ADDRESSES_REMEMBERED = 4_096
 _NONE: list[str] = []
 
 
-def check_host(request: web.Request, allowed: tuple[str, ...]) -> None:
+def check_host(request: web.BaseRequest, allowed: tuple[str, ...]) -> None:
     """`Host` must be there once, be a plain name, and be ours. Raises Refusal.
 
     Whoever reads a URL built from a foreign `Host` is told a path that was never asked for.
@@ -45,7 +45,7 @@ def _name_in(host: str) -> str | None:
     return None if match is None else match[1].lower()
 
 
-def bearer_key(request: web.Request) -> str:
+def bearer_key(request: web.BaseRequest) -> str:
     """The key, from wherever the SDKs put it: `Authorization: Bearer`, `X-Api-Key` (Anthropic),
     `X-Goog-Api-Key` or `?key=` (Gemini). Raises KeyRefused; Refusal if two differ."""
     found = []

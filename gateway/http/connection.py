@@ -1,8 +1,12 @@
-"""One client's connection, and who counts them: aiohttp's own with its open ends closed.
+"""One client's connection: deadlines, bounds and fixed error pages between a socket and aiohttp.
 
-Deadlines on heads and writes, a bound on how many there are, fixed words for what cannot be parsed,
-and one task for all requests of a connection. It knows no application, no route and no answer.
-`server` makes a listener of it.
+A `Connection` is a protocol to the event loop and a transport to aiohttp's protocol. Every byte
+passes through it in both directions, by asyncio's public interfaces alone, so what it guarantees
+does not depend on how aiohttp works inside. It knows no route and parses no HTTP. `server` makes
+listeners of `Connections`.
+
+    event loop ── Connection ── aiohttp's protocol ── handler
+                  caps, head and write deadlines, bounded send buffer, fixed pages
 """
 
 from __future__ import annotations
@@ -11,298 +15,311 @@ import asyncio
 import json
 import socket
 from collections import Counter
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
-from typing import Any, cast
+from collections.abc import Callable, Iterable
+from http import HTTPStatus
+from typing import Any
 
 from aiohttp import web
-from aiohttp.http_exceptions import HttpProcessingError
-from aiohttp.http_writer import StreamWriter
-from aiohttp.streams import StreamReader
-from aiohttp.web_protocol import ERROR, RequestHandler, RequestPayloadError, _ErrInfo
 
 from gateway.config import ServerConfig
 
 NewId = Callable[[], str]
-Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
+Data = bytes | bytearray | memoryview
+
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
-def fixed_error(status: int, kind: str, code: str, message: str, request_id: str) -> web.Response:
-    """An error in the shape most clients read, made of constants only; closes the connection.
+def fixed_page(status: HTTPStatus, kind: str, code: str, message: str, request_id: str) -> bytes:
+    """A whole error response in the shape that most clients read, made of constants only.
 
-    Used where no dialect is known yet: what could not be parsed as HTTP is never shown back.
+    For errors where no dialect is known yet. Bytes that are not HTTP are never shown back.
     """
     error = {"message": message, "type": kind, "param": None, "code": code}
-    response = web.Response(
-        status=status,
-        body=json.dumps({"error": error}).encode(),
-        content_type="application/json",
-        headers={"x-request-id": request_id},
+    body = json.dumps({"error": error}).encode()
+    retry = "" if status == HTTPStatus.BAD_REQUEST else "retry-after: 1\r\n"
+    head = (
+        f"HTTP/1.1 {status.value} {status.phrase}\r\ncontent-type: application/json\r\n"
+        f"content-length: {len(body)}\r\nx-request-id: {request_id}\r\nconnection: close\r\n"
+        f"{retry}\r\n"
     )
-    response.force_close()
-    return response
+    return head.encode() + body
 
 
-_UNREADABLE = "The bytes received are not a valid HTTP/1.1 request."
-_SLOW_HEAD = "The request's head did not arrive in time."
-_CROWDED = "Too many connections are open. Try again."
+class Connection(asyncio.Protocol, asyncio.Transport):
+    """One client's connection.
 
-
-class Connection(RequestHandler):
-    """One client's connection: a deadline on the head, on each write, fixed error pages, and its
-    requests one after another.
-
-    aiohttp parses heads inside the transport's callback, so the deadline on a head is a timer that
-    starts with the first byte that belongs to no message yet, and with the connection itself. A
-    write's timer runs only while the transport holds more than it should: hardly one write in a
-    thousand has to wait for its reader.
+    The head deadline runs from the first byte that arrives while no request is answered, and from
+    the connection's begin; `begin_request` ends it. The write deadline runs while the socket's
+    send buffer is full. aiohttp writes while a request is answered, or else to say that it could
+    not parse one: then the client gets a fixed page in the place of aiohttp's, which quotes it.
     """
 
-    __slots__ = ("_address", "_head_s", "_head_timer", "_listener", "_payload", "_write_timer")
-
-    def __init__(self, listener: Listener, **kwargs: Any) -> None:
-        super().__init__(listener, **kwargs)
-        self._listener = listener
-        self._head_s: float | None = None
+    def __init__(self, owner: Connections) -> None:
+        super().__init__()
+        self._owner = owner
+        self._loop = asyncio.get_running_loop()
+        self._protocol: asyncio.Protocol | None = None
+        self._stream: asyncio.Transport | None = None
+        self._address: str | None = None
+        self._head_began_s: float | None = None
         self._head_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
-        self._payload: Any = None
-        self._address: str | None = None
+        self._writable = asyncio.Event()
+        self._writable.set()
+        self._is_answering = False
+        self._is_ending = False
+        self._answer_begins_at = 0
+        self.bytes_written = 0
+        """Bytes of responses handed to the socket's transport since the connection began."""
+
+    # -- the requests of a connection -----------------------------------------------------------
+
+    def begin_request(self) -> None:
+        """A handler has the next request: what aiohttp writes from now on is its response."""
+        self._is_answering = True
+        self._head_began_s = None
+        self._answer_begins_at = self.bytes_written
+
+    def end_request(self, *, may_follow: bool) -> None:
+        """The response has been written. `may_follow`: the connection stays open for another."""
+        self._is_answering = False
+        self._is_ending |= not may_follow
+
+    @property
+    def has_answer_begun(self) -> bool:
+        """Has the client been sent a part of the present request's response?"""
+        return self.bytes_written > self._answer_begins_at
+
+    def invite_body(self) -> None:
+        """Answer `Expect: 100-continue`. It is no part of the response."""
+        if self._stream is not None:
+            self._stream.write(CONTINUE)
+
+    async def drain(self) -> None:
+        """Wait until the client has read enough of what was written.
+
+        Raises ConnectionError if the connection is lost, which the write deadline sees to.
+        """
+        await self._writable.wait()
+        if self.is_closing():
+            raise ConnectionResetError("the client left before it had read its response")
+
+    def fail(self) -> None:
+        """Answer with a fixed 500 and close; abort if a part of a response was written."""
+        if self.has_answer_begun:
+            self.abort()
+        else:
+            status = HTTPStatus.INTERNAL_SERVER_ERROR
+            self._end_with(status, "server_error", "internal_error", "Something failed here.")
+
+    # -- a protocol to the event loop -----------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Count the connection, or turn it away; bound what the kernel and asyncio buffer."""
-        super().connection_made(transport)
-        stream = cast(asyncio.Transport, transport)
-        settings = self._listener.settings
-        raw = stream.get_extra_info("socket")
+        """Bound what the kernel and asyncio buffer; count the connection or turn it away."""
+        assert isinstance(transport, asyncio.Transport)
+        self._stream = transport
+        settings = self._owner.settings
+        raw = transport.get_extra_info("socket")
         if raw is not None:
             raw.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, settings.send_buffer_bytes)
-        stream.set_write_buffer_limits(high=settings.send_buffer_bytes)
-        self._address = self._listener.enter(stream)
+        transport.set_write_buffer_limits(high=settings.send_buffer_bytes)
+        self._address = self._owner.enter(transport)
         if self._address is None:
-            self._reply_and_close(503, "server_error", "too_many_connections", _CROWDED)
+            message = "Too many connections are open. Try again."
+            status = HTTPStatus.SERVICE_UNAVAILABLE
+            self._end_with(status, "server_error", "too_many_connections", message)
             return
         self._start_head_timer()
+        self._protocol = self._owner.make_protocol()
+        self._protocol.connection_made(self)
 
-    def connection_lost(self, exc: BaseException | None) -> None:
-        """Give the connection's place back. Cancels the handler."""
-        for timer in (self._head_timer, self._write_timer):
-            if timer is not None:
-                timer.cancel()
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Give the connection's place back. aiohttp cancels the handler."""
+        self._is_ending = True
+        self._cancel_timers()
+        self._writable.set()
         if self._address is not None:
-            self._listener.leave(self._address)
+            self._owner.leave(self._address)
             self._address = None
-        super().connection_lost(exc)
-
-    async def start(self) -> None:
-        """Answer one request after another, in the connection's own task.
-
-        aiohttp makes a task for each: two turns of the loop more, 6 % of a tiny answer. So whatever
-        cancels the connection's task cancels the handler; what a handler sets in its context stays.
-        """
-        while not self._force_close:
-            if not self._messages:
-                self._waiter = self._loop.create_future()
-                try:
-                    await self._waiter
-                finally:
-                    self._waiter = None
-            try:
-                if not await self._answer(*self._messages.popleft()):
-                    break
-            except asyncio.CancelledError:
-                self.force_close()
-                raise
-            except Exception as error:
-                self.log_exception("Unhandled exception", exc_info=error)
-                self.force_close()
-        if not self._force_close:
-            self._task_handler = None
-            if self.transport is not None:
-                self.transport.close()
-
-    async def _answer(self, message: Any, payload: StreamReader) -> bool:
-        """One request, from its head to its answer. May another follow?"""
-        if self._parser is not None:
-            self._parser.message_consumed()
-        if self._buffer_paused and len(self._messages) <= self._msg_queue_resume_size:
-            self._resume_reading_if_drained()
-        self._listener.requests_count += 1
-        handler, task = self._request_handler, self._task_handler
-        if isinstance(message, _ErrInfo):
-            handler, message = self._make_error_handler(message), ERROR
-        assert handler is not None
-        assert task is not None
-        assert self._request_factory is not None
-        writer = StreamWriter(self, self._loop)
-        request = self._request_factory(message, payload, self, writer, task)
-        self._request_in_progress = True
-        try:
-            self._current_request = request
-            try:
-                answer = await handler(request)
-            finally:
-                self._current_request = None
-            response, is_broken = await self.finish_response(request, answer, None)
-        except ConnectionError:
-            return False
-        finally:
-            self._request_in_progress = False
-            if self._handler_waiter is not None:
-                self._handler_waiter.set_result(None)
-        if is_broken:
-            return False
-        self._keepalive = bool(response.keep_alive)
-        if not payload.is_eof():
-            await self._linger(payload)
-        if not self._keepalive or self._close or self._force_close:
-            return False
-        self._next_keepalive_close_time = self._loop.time() + self._keepalive_timeout
-        if self._keepalive_handle is None:
-            self._keepalive_handle = self._loop.call_at(
-                self._next_keepalive_close_time, self._process_keepalive
-            )
-        return True
-
-    async def _linger(self, payload: StreamReader) -> None:
-        """Read on for a moment what nobody wants: closing on unread bytes resets the connection,
-        and the client may never see its answer."""
-        with suppress(TimeoutError, RequestPayloadError, HttpProcessingError):
-            async with asyncio.timeout(self._lingering_time):
-                while not payload.is_eof():
-                    await payload.readany()
-        if not payload.is_eof():
-            self.close()
+        protocol, self._protocol = self._protocol, None
+        if protocol is not None:
+            protocol.connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Feed the parser; keep the head's deadline running while a head is incomplete. Without
-        data it is aiohttp that looks for what it has left, whenever a body has been read."""
-        between = self._payload is None or self._payload.is_eof()
-        before = self._request_count
-        super().data_received(data)
-        if self._request_count > before and self._messages:
-            self._payload = self._messages[-1][1]
-            self._head_s = None
-        elif data and between and self._head_s is None and not self._upgraded:
+        """Pass bytes on; the first ones after a response begin a head."""
+        if not self._is_answering and self._head_began_s is None and not self._is_ending:
             self._start_head_timer()
+        if self._protocol is not None:
+            self._protocol.data_received(data)
 
-    def resume_reading(self, resume_parser: bool = True) -> None:
-        """Where it was paused. aiohttp asks twice a body and looks through its parser each time."""
-        if self._reading_paused:
-            super().resume_reading(resume_parser)
+    def eof_received(self) -> bool | None:
+        """Pass on that the client sends no more."""
+        return None if self._protocol is None else self._protocol.eof_received()
 
     def pause_writing(self) -> None:
-        """The client reads too slowly: from now on it has so long to catch up."""
-        super().pause_writing()
-        self._write_timer = self._loop.call_later(
-            self._listener.settings.write_timeout_s, self.abort
-        )
+        """Start the write deadline: the client reads too slowly."""
+        self._writable.clear()
+        self._start_write_timer()
+        if self._protocol is not None:
+            self._protocol.pause_writing()
 
     def resume_writing(self) -> None:
-        """It has."""
+        """End the write deadline: the client has caught up."""
+        self._writable.set()
         if self._write_timer is not None:
             self._write_timer.cancel()
-        super().resume_writing()
+            self._write_timer = None
+        if self.is_closing():
+            self._start_write_timer()
+        if self._protocol is not None:
+            self._protocol.resume_writing()
+
+    # -- a transport to aiohttp -----------------------------------------------------------------
+
+    def write(self, data: Data) -> None:
+        """Send a part of a response. Anything else is replaced by the page for bad HTTP."""
+        if not self._is_answering:
+            self._refuse_unreadable()
+        elif self._stream is not None:
+            self.bytes_written += len(data)
+            self._stream.write(data)
+
+    def writelines(self, list_of_data: Iterable[Data]) -> None:
+        """As `write`, of several pieces."""
+        self.write(b"".join(list_of_data))
+
+    def close(self) -> None:
+        """Close once what was written has left, or the write deadline is over."""
+        self._is_ending = True
+        if self._stream is not None:
+            self._stream.close()
+            if self._stream.get_write_buffer_size():
+                self._start_write_timer()
+
+    def abort(self) -> None:
+        """Close at once, dropping what was not read: a reset tells the client it is incomplete."""
+        self._is_ending = True
+        if self._stream is not None:
+            self._stream.abort()
+
+    def is_closing(self) -> bool:
+        """Is the connection closing or closed?"""
+        return self._stream is None or self._stream.is_closing()
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        """The socket transport's."""
+        return default if self._stream is None else self._stream.get_extra_info(name, default)
+
+    def get_write_buffer_size(self) -> int:
+        """Bytes that the socket has not taken yet."""
+        return 0 if self._stream is None else self._stream.get_write_buffer_size()
+
+    def get_protocol(self) -> asyncio.BaseProtocol:
+        """aiohttp's."""
+        assert self._protocol is not None, "the connection is open"
+        return self._protocol
+
+    def is_reading(self) -> bool:
+        """Are bytes being received?"""
+        return self._stream is not None and self._stream.is_reading()
+
+    def pause_reading(self) -> None:
+        """Receive no bytes until `resume_reading`."""
+        if self._stream is not None:
+            self._stream.pause_reading()
+
+    def resume_reading(self) -> None:
+        """Receive bytes again."""
+        if self._stream is not None:
+            self._stream.resume_reading()
+
+    def can_write_eof(self) -> bool:
+        """Never: a response ends by its length, or with its connection."""
+        return False
+
+    # -- deadlines and fixed pages --------------------------------------------------------------
 
     def _start_head_timer(self) -> None:
-        """A head has begun. The timer outlives it: one for many requests, not one for each."""
-        self._head_s = self._loop.time()
+        """Note when a head began. One timer serves many requests: it looks at the note."""
+        self._head_began_s = self._loop.time()
         if self._head_timer is None:
-            self._look_at_head_in(self._listener.settings.header_timeout_s)
+            self._look_at_head_in(self._owner.settings.header_timeout_s)
 
     def _look_at_head_in(self, seconds: float) -> None:
         self._head_timer = self._loop.call_later(seconds, self._look_at_head)
 
     def _look_at_head(self) -> None:
         self._head_timer = None
-        if self.transport is None or self._head_s is None:
+        if self._head_began_s is None or self._is_ending:
             return
-        timeout_s = self._listener.settings.header_timeout_s
-        left_s = self._head_s + timeout_s - self._loop.time()
+        due_s = self._head_began_s + self._owner.settings.header_timeout_s
+        left_s = due_s - self._loop.time()
         if left_s > 0:
             self._look_at_head_in(left_s)
-        elif self._request_in_progress or self._messages:
-            self._start_head_timer()  # A pipelined head: the answer before it comes first.
-        else:
-            self._reply_and_close(408, "invalid_request_error", "request_timeout", _SLOW_HEAD)
-
-    def _reply_and_close(self, status: int, kind: str, code: str, message: str) -> None:
-        """Write one fixed answer past the parser. Only for connections without a handler."""
-        stream = self.transport
-        if stream is None:
             return
-        request_id = self._listener.new_id()
-        response = fixed_error(status, kind, code, message, request_id)
-        body = cast(bytes, response.body)
-        head = (
-            f"HTTP/1.1 {status} {response.reason}\r\ncontent-type: application/json\r\n"
-            f"content-length: {len(body)}\r\nx-request-id: {request_id}\r\nconnection: close\r\n"
-            "retry-after: 1\r\n\r\n"
-        )
-        stream.write(head.encode() + body)
+        message = "The request's head did not arrive in time."
+        status = HTTPStatus.REQUEST_TIMEOUT
+        self._end_with(status, "invalid_request_error", "request_timeout", message)
+
+    def _start_write_timer(self) -> None:
+        if self._write_timer is None:
+            seconds = self._owner.settings.write_timeout_s
+            self._write_timer = self._loop.call_later(seconds, self.abort)
+
+    def _cancel_timers(self) -> None:
+        for timer in (self._head_timer, self._write_timer):
+            if timer is not None:
+                timer.cancel()
+
+    def _refuse_unreadable(self) -> None:
+        if self._is_ending:
+            return
+        self._owner.on_unreadable()
+        message = "The bytes received are not a valid HTTP/1.1 request."
+        status = HTTPStatus.BAD_REQUEST
+        self._end_with(status, "invalid_request_error", "bad_http", message)
+
+    def _end_with(self, status: HTTPStatus, kind: str, code: str, message: str) -> None:
+        """Send a fixed page and close."""
+        if self._stream is not None and not self._stream.is_closing():
+            page = fixed_page(status, kind, code, message, self._owner.new_id())
+            self._stream.write(page)
         self.close()
-        stream.close()
-
-    def handle_error(
-        self,
-        request: web.BaseRequest,
-        status: int = 500,
-        exc: BaseException | None = None,
-        message: str | None = None,
-    ) -> web.StreamResponse:
-        """Answer what the parser or aiohttp itself refused, in fixed words, logging none of it."""
-        if request.writer.output_size > 0:
-            raise ConnectionError("part of another answer is already on the wire")
-        self._listener.count_unreadable()
-        new_id = self._listener.new_id()
-        if isinstance(exc, HttpProcessingError) or status == 400:
-            return fixed_error(400, "invalid_request_error", "bad_http", _UNREADABLE, new_id)
-        return fixed_error(500, "server_error", "internal_error", "Something failed here.", new_id)
-
-    def abort(self) -> None:
-        """Close at once, dropping what was not read: a reset tells the client it is incomplete."""
-        stream = self.transport
-        self.force_close()
-        if stream is not None:
-            stream.abort()
 
 
-class Listener(web.Server):
-    """Makes connections and counts them."""
+CONNECTION = web.RequestKey("connection", Connection)
+"""The connection that a request came by; `request.transport` is None once it is lost."""
+
+
+class Connections:
+    """Makes connections and counts them: a protocol factory for `loop.create_server`."""
 
     def __init__(
         self,
-        handler: Handler,
-        *,
+        make_protocol: Callable[[], asyncio.Protocol],
         settings: ServerConfig,
         new_id: NewId,
         on_unreadable: Callable[[], None],
-        **kwargs: Any,
     ) -> None:
-        super().__init__(
-            handler,
-            handler_cancellation=True,
-            keepalive_timeout=settings.keep_alive_timeout_s,
-            lingering_time=1.0,
-            access_log=None,
-            **kwargs,
-        )
+        """`make_protocol`: an HTTP protocol for each connection. `on_unreadable`: called for each
+        request that is not HTTP."""
+        self.make_protocol = make_protocol
         self.settings = settings
         self.new_id = new_id
-        self.count_unreadable = on_unreadable
+        self.on_unreadable = on_unreadable
         self._open = 0
         self._open_by_address: Counter[str] = Counter()
 
-    def __call__(self) -> RequestHandler:
-        return Connection(self, loop=self._loop, **self._kwargs)
+    def __call__(self) -> Connection:
+        return Connection(self)
 
     def enter(self, transport: asyncio.Transport) -> str | None:
         """Count a connection in and return its address; None if there is no room. O(1)."""
         peer = transport.get_extra_info("peername")
         address = str(peer[0]) if isinstance(peer, tuple) and peer else "local"
         cap = self.settings.connections_per_address_max
-        crowded = cap and self._open_by_address[address] >= cap
-        if self._open >= self.settings.connections_max or crowded:
+        is_crowded = cap and self._open_by_address[address] >= cap
+        if self._open >= self.settings.connections_max or is_crowded:
             return None
         self._open += 1
         self._open_by_address[address] += 1
@@ -314,8 +331,3 @@ class Listener(web.Server):
         self._open_by_address[address] -= 1
         if not self._open_by_address[address]:
             del self._open_by_address[address]
-
-    @property
-    def open_connections(self) -> int:
-        """How many connections are counted in."""
-        return self._open

@@ -60,12 +60,12 @@ def answer(value: object, status: int = 200) -> web.Response:
     return web.Response(status=status, body=body, content_type="application/json")
 
 
-async def read(request: web.Request, settings: ServerConfig, kind: type[T]) -> T:
+async def read(request: web.BaseRequest, settings: ServerConfig, kind: type[T]) -> T:
     """The body as a `kind`. Raises Refusal."""
     return decode(await read_body(request, settings), kind)
 
 
-async def read_object(request: web.Request, settings: ServerConfig) -> dict[str, Any]:
+async def read_object(request: web.BaseRequest, settings: ServerConfig) -> dict[str, Any]:
     """The body as a JSON object, whatever its fields. Raises Refusal."""
     return await read(request, settings, dict[str, Any])
 
@@ -84,7 +84,7 @@ def decode(body: bytes, kind: type[T]) -> T:
     return convert(tree, kind, "")
 
 
-def query(request: web.Request, *names: str) -> Mapping[str, str]:
+def query(request: web.BaseRequest, *names: str) -> Mapping[str, str]:
     """The query's parameters; each of `names` at most once, and no others. Raises Refusal."""
     given = request.query
     for name in given:
@@ -97,7 +97,7 @@ def query(request: web.Request, *names: str) -> Mapping[str, str]:
     return given
 
 
-def no_body(request: web.Request) -> None:
+def no_body(request: web.BaseRequest) -> None:
     """What is asked for stands in the query alone: a body that was meant to narrow it would be
     passed over. Raises Refusal."""
     if request.body_exists and request.content_length != 0:

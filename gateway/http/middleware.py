@@ -4,8 +4,8 @@ errors become bytes.
     request ─ id ─ Host ─ route's declared role ─ key ─ handler ─ answer
                  └──────────── any error: Refusal ─ dialect's bytes ┘ ─ one log line, metrics
 
-It knows no engine and no prompt. `app` installs it; handlers declare `Route`s. aiohttp's own
-handlers and middleware are passed by: each is a coroutine more to wait through.
+It knows no engine and no prompt. `app` makes one for each listener; handlers declare `Route`s. It
+writes whole responses itself, so that a request's log line comes after its last byte.
 """
 
 from __future__ import annotations
@@ -22,13 +22,21 @@ from gateway.context import Context
 from gateway.dialects.protocol import ErrorShape
 from gateway.errors import Kind, Refusal
 from gateway.http.authentication import WRONG_KEYS_PER_MINUTE_MAX, WrongKeys, bearer_key, check_host
+from gateway.http.connection import CONNECTION
 from gateway.http.error_mapping import refusal_of, where
-from gateway.http.request_context import EVERY, PLAIN, STATE, RequestState, log_facts, span_facts
-from gateway.http.server import ENTRANCE, NAMING, ClientGone, cut
+from gateway.http.request_context import (
+    PLAIN,
+    STATE,
+    RequestState,
+    log_facts,
+    span_facts,
+)
+from gateway.http.response import RESPONSE_HEADERS, ClientGone, abort, finish
 from gateway.observability.metrics import cached_as
+from gateway.route_table import RouteTable, canonical
 from tenancy.errors import KeyRefused
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 Role = Literal["open", "inference", "usage", "cache", "admin"]
 """What a key has to be for: a tenant's scope, or an administrator's key."""
 
@@ -44,89 +52,37 @@ class Route:
     shape: ErrorShape = PLAIN
 
 
-def install(
-    app: web.Application,
-    routes: tuple[Route, ...],
-    gateway: Context,
-    hosts: tuple[str, ...],
-    shapes: tuple[tuple[str, ErrorShape], ...] = (),
-) -> None:
-    """Put routes and middleware on an application. Everything else is refused.
-
-    `shapes`: (header, whose errors a client that sends it reads), for paths that are nobody's.
-    """
-    app[ENTRANCE] = Guard(app, routes, gateway, hosts, shapes).handle
-    app.on_response_prepare.append(_name_response)
-
-
-async def _elsewhere(_: web.Request) -> web.StreamResponse:
-    """What aiohttp has for a handler."""
-    raise AssertionError("requests come by the guard")
-
-
-async def _name_response(request: web.Request, response: web.StreamResponse) -> None:
-    """Every answer says which request it answers."""
-    headers = response.headers
-    headers["Server"] = EVERY["Server"]  # aiohttp has named itself by now
-    for name, value in EVERY.items():
-        headers.setdefault(name, value)
-    state = request.get(STATE)
-    if state is not None:
-        headers["X-Request-Id"] = state.request_id
-        for name, value in state.shape.headers(state.request_id).items():
-            headers.setdefault(name, value)
-        headers.update(state.headers)
-
-
-class Guard:
-    """The middleware of one listener."""
+class Middleware:
+    """Everything around the handlers of one listener."""
 
     def __init__(
         self,
-        app: web.Application,
         routes: tuple[Route, ...],
         gateway: Context,
         hosts: tuple[str, ...],
         shapes: tuple[tuple[str, ErrorShape], ...] = (),
     ) -> None:
-        self._app = app
+        """`shapes`: (header, error shape that clients which send it read), for undeclared paths."""
+        self.routes = routes
         self._gateway = gateway
         self._hosts = hosts
         self._shapes = shapes
-        self._declared: dict[web.AbstractRoute, tuple[Route, str]] = {}
-        self._exact: dict[tuple[str, str], web.UrlMappingMatchInfo] = {}
+        self._table = RouteTable[tuple[Route, str]]()
         for route in routes:
-            self._declare(route)
+            self._table.add(route.method, route.path, (route, canonical(route.path)))
         self._wrong_keys = WrongKeys(gateway.clock)
 
-    def _declare(self, route: Route) -> None:
-        """A path without parameters is found by itself; any other spelling goes to the router."""
-        added = self._app.router.add_route(route.method, route.path, _elsewhere)
-        assert added.resource is not None, "an added route has its resource"
-        canonical = added.resource.canonical
-        self._declared[added] = route, canonical
-        if "{" not in route.path:
-            match = web.UrlMappingMatchInfo({}, added)
-            match.add_app(self._app)
-            match.freeze()
-            self._exact[route.method, canonical] = match
-
-    async def handle(self, request: web.Request) -> web.StreamResponse:
+    async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """One request, from its id to its log line. Raises only what closes the connection."""
         gateway = self._gateway
         state = RequestState(gateway.new_id(), gateway.clock())
         request[STATE] = state
-        request[NAMING] = state.named
+        request[RESPONSE_HEADERS] = state.response_headers
         status = 0
         try:
-            match = self._exact.get((request.method, request.rel_url.raw_path))
-            if match is None:
-                match = await self._app.router.resolve(request)
-                match.add_app(self._app)
-                match.freeze()
-            request._match_info = match  # as its application would
-            response = await self._enter(request, match, state)
+            response = await self._enter(request, state)
             status = response.status
+            await _finish(request, response, state)
             return response
         except asyncio.CancelledError:
             status = state.left()
@@ -134,36 +90,44 @@ class Guard:
         except ClientGone:
             status = state.left()
             raise ConnectionResetError("the client left") from None
+        except ConnectionError:
+            raise
         except Exception as error:
             # Not by a name of this frame: the refusal's traceback holds it, and the whole body.
             if (answer := self._refuse(error, state, request)) is None:
                 raise ConnectionResetError("the answer broke off") from None
             status = answer.status
+            await _finish(request, answer, state)
             return answer
         finally:
             self._report(state, request, status)
 
     def _enter(
-        self, request: web.Request, match: web.UrlMappingMatchInfo, state: RequestState
+        self, request: web.BaseRequest, state: RequestState
     ) -> Awaitable[web.StreamResponse]:
         """The handler at work, behind the door. Raises what keeps a request out."""
-        route, path = self._declared.get(match.route, (None, ""))
-        state.shape = route.shape if route is not None else PLAIN
+        try:
+            (route, path), state.parameters = self._table.find(request.method, request.rel_url)
+        except web.HTTPException as error:
+            state.shape = self._shape_by_header(request)
+            check_host(request, self._hosts)
+            if isinstance(error, web.HTTPMethodNotAllowed):
+                state.headers["Allow"] = ", ".join(sorted(error.allowed_methods))
+            raise
+        state.shape = route.shape
         if state.shape is PLAIN:
             state.shape = self._shape_by_header(request)
         check_host(request, self._hosts)
-        if route is None:
-            raise match.http_exception or web.HTTPNotFound
         state.route = path
         if route.role != "open":
             self._identify(request, route.role, state)
         return route.handler(request)
 
-    def _shape_by_header(self, request: web.Request) -> ErrorShape:
+    def _shape_by_header(self, request: web.BaseRequest) -> ErrorShape:
         """Whose errors a client reads that is at no path of a dialect's."""
         return next((shape for name, shape in self._shapes if name in request.headers), PLAIN)
 
-    def _identify(self, request: web.Request, role: Role, state: RequestState) -> None:
+    def _identify(self, request: web.BaseRequest, role: Role, state: RequestState) -> None:
         """Who is asking. Before the body is read: nobody gets parser time without a key."""
         registry = self._gateway.registry
         try:
@@ -192,7 +156,7 @@ class Guard:
             raise Refusal(Kind.AUTH, "invalid_api_key", error.message) from error
 
     def _refuse(
-        self, error: Exception, state: RequestState, request: web.Request
+        self, error: Exception, state: RequestState, request: web.BaseRequest
     ) -> web.Response | None:
         """What the client is told; None, and it is cut off, if it has part of an answer."""
         refusal = refusal_of(error, request.path)
@@ -200,12 +164,12 @@ class Guard:
             self._gateway.log("error", {"id": state.request_id, **where(error)})
             refusal = Refusal(Kind.INTERNAL, "internal_error", "Something failed on our side.")
         state.ending, state.code = "refused", refusal.code
-        if request.writer.output_size > 0:
-            cut(request)
+        if request[CONNECTION].has_answer_begun:
+            abort(request)
             return None
         return error_response(refusal, state, request)
 
-    def _report(self, state: RequestState, request: web.Request, status: int) -> None:
+    def _report(self, state: RequestState, request: web.BaseRequest, status: int) -> None:
         """One line, a few counts and perhaps a span per request, at its end."""
         total_s = self._gateway.clock() - state.started_s
         telemetry = self._gateway.telemetry
@@ -230,10 +194,24 @@ class Guard:
             tracer.record(facts)
 
 
+async def _finish(
+    request: web.BaseRequest, response: web.StreamResponse, state: RequestState
+) -> None:
+    """Send what has not been sent of a response, named as every response is."""
+    if not response.prepared:
+        headers = response.headers
+        for name, value in state.response_headers({}).items():
+            headers.setdefault(name, value)
+        headers.update(state.headers)
+        if not request.content.is_eof():
+            response.force_close()  # what still comes of its body would be taken for a head
+    await finish(request, response)
+
+
 # --- errors to bytes -----------------------------------------------------------------------------
 
 
-def error_response(refusal: Refusal, state: RequestState, request: web.Request) -> web.Response:
+def error_response(refusal: Refusal, state: RequestState, request: web.BaseRequest) -> web.Response:
     """The dialect's bytes and the headers clients act on."""
     status, body = state.shape.error_body(refusal, state.request_id)
     response = web.Response(
@@ -255,9 +233,7 @@ def error_response(refusal: Refusal, state: RequestState, request: web.Request) 
     if refusal.kind is Kind.AUTH:
         response.headers["WWW-Authenticate"] = "Bearer"
     if refusal.kind is Kind.METHOD:
-        failure = request.match_info.http_exception
-        allowed = failure.headers.get("Allow", "") if failure is not None else ""
-        response.headers["Allow"] = allowed or "GET, POST"
+        response.headers["Allow"] = state.headers.get("Allow", "GET, POST")
     if not request.content.at_eof():
         response.force_close()  # the rest of its body is not worth reading
     return response

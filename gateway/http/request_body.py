@@ -12,11 +12,11 @@ import asyncio
 import zlib
 
 from aiohttp import web
-from aiohttp.http_exceptions import HttpProcessingError
-from aiohttp.web_protocol import RequestPayloadError
+from aiohttp.http import HttpProcessingError
 
 from gateway.config import ServerConfig
 from gateway.errors import Kind, Refusal
+from gateway.http.connection import CONNECTION
 
 PIECE_BYTES = 262_144
 """So much is made of a compressed body before others have their turn: some 0.2 ms."""
@@ -24,7 +24,7 @@ PIECE_BYTES = 262_144
 PLAIN, GZIP = ("", "identity"), ("gzip", "x-gzip")
 
 
-async def read_body(request: web.Request, settings: ServerConfig) -> bytes:
+async def read_body(request: web.BaseRequest, settings: ServerConfig) -> bytes:
     """The whole body, bounded in size and in time. `Expect: 100-continue` is answered here, once
     the key is known, and nowhere before.
 
@@ -33,13 +33,12 @@ async def read_body(request: web.Request, settings: ServerConfig) -> bytes:
     """
     coding = _check_head(request, settings)
     if "Expect" in request.headers:
-        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        request.writer.output_size = 0
+        request[CONNECTION].invite_body()
     data = await _receive(request, settings)
     return data if coding in PLAIN else await _unzip(data, settings)
 
 
-async def _receive(request: web.Request, settings: ServerConfig) -> bytes:
+async def _receive(request: web.BaseRequest, settings: ServerConfig) -> bytes:
     content, began_s = request.content, -1.0
     pieces: list[bytes] = []
     size = 0
@@ -64,7 +63,7 @@ async def _receive(request: web.Request, settings: ServerConfig) -> bytes:
             f"The body did not arrive: {size} bytes came in {settings.body_timeout_s:g} s and at"
             f" least {settings.body_rate_min_bytes_per_s:g} bytes/s are needed after that.",
         ) from None
-    except (RequestPayloadError, web.HTTPException, HttpProcessingError):
+    except (web.RequestPayloadError, web.HTTPException, HttpProcessingError):
         raise Refusal(Kind.BAD, "bad_http", "The body's framing is broken.") from None
     return b"".join(pieces)
 
@@ -94,7 +93,7 @@ async def _unzip(data: bytes, settings: ServerConfig) -> bytes:
     return b"".join(pieces)
 
 
-def _check_head(request: web.Request, settings: ServerConfig) -> str:
+def _check_head(request: web.BaseRequest, settings: ServerConfig) -> str:
     """The body's coding. Raises Refusal for what need not be read at all."""
     headers = request.headers
     if headers.get("Expect", "100-continue").lower() != "100-continue":

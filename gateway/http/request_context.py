@@ -37,9 +37,12 @@ PLAIN = _PlainShape()
 
 
 class RequestState(Struct):
-    """What is known of a request by and by; its log line in the end. `headers` go on its answer,
-    whatever it is. `operation`: what a trace calls it, if at all. `epoch`: the engine's life.
-    `first_token_s` counts from when the engine had it, `submitted_s`; others are the clock's."""
+    """What is known of a request by and by; its log line in the end.
+
+    `parameters`: of its path, decoded. `headers` go on its response, whatever that is. `operation`:
+    its name in traces, if it has a span. `epoch`: the engine's. `first_token_s` counts from
+    `submitted_s`, when the engine had the request; other times are the clock's.
+    """
 
     request_id: str
     started_s: float
@@ -65,11 +68,12 @@ class RequestState(Struct):
     submitted_s: float | None = None
     settled_s: float | None = None
     headers: dict[str, str] = {}
+    parameters: dict[str, str] = {}
 
-    def named(self, head: dict[str, str]) -> dict[str, str]:
-        """A head of an answer to it, with all that every answer says."""
+    def response_headers(self, own: dict[str, str]) -> dict[str, str]:
+        """The headers of a response to this request: its own, and those that every one has."""
         shape = self.shape.headers(self.request_id)
-        return {**EVERY, "X-Request-Id": self.request_id, **shape, **head, **self.headers}
+        return {**EVERY, "X-Request-Id": self.request_id, **shape, **own, **self.headers}
 
     def left(self) -> int:
         """The client is gone; the status it saw. After the last byte that is no loss."""
@@ -144,9 +148,9 @@ def _after(state: RequestState, at_s: float | None) -> float | None:
     return None if at_s is None else at_s - state.started_s
 
 
-def asked(request: web.Request) -> RequestMetadata:
+def asked(request: web.BaseRequest) -> RequestMetadata:
     """What of a request stands outside its body. `target`: "model:action" in Gemini's paths."""
-    target, headers = request.match_info.get("target"), request.headers
+    target, headers = request[STATE].parameters.get("target"), request.headers
     if target is None and "anthropic-version" not in headers and "anthropic-beta" not in headers:
         return NO_METADATA
     model, _, action = (target or "").rpartition(":")

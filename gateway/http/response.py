@@ -1,51 +1,84 @@
-"""An answer that is complete before its first byte is sent, as most are.
+"""Responses on their way out: whole ones, and streams that are written piece by piece.
 
-aiohttp's own response looks whether a body is encoded, compressed, chunked or empty, and asks the
-application for headers; all that is known here. It knows no dialect. `server` makes one, and sends
-it.
+It knows no dialect. Handlers and `answer` write through it; `middleware` finishes what they return.
 """
 
 from __future__ import annotations
 
-from typing import Any, cast
+from collections.abc import Callable
+from contextlib import suppress
 
 from aiohttp import web
-from aiohttp.helpers import rfc822_formatted_time
-from aiohttp.http_writer import HttpVersion11, StreamWriter, _serialize_headers
+
+from gateway.http.connection import CONNECTION
+
+PIECE_BYTES = 65_536
+"""A longer response leaves in pieces, so that a slow reader has a deadline for each."""
+
+ResponseHeaders = Callable[[dict[str, str]], dict[str, str]]
+RESPONSE_HEADERS: web.RequestKey[ResponseHeaders] = web.RequestKey("response_headers")
+"""Adds to a response's headers those that every response to this request has."""
 
 
-class Whole(web.StreamResponse):
-    """A complete answer: `data` is its head and body, ready to leave."""
+class ClientGone(Exception):
+    """The client reads no more; the connection is closed and its request is given up."""
 
-    def __init__(
-        self, request: web.BaseRequest, status: int, body: bytes, head: dict[str, str]
-    ) -> None:
-        """`head`: all of its headers, but those that belong to the connection."""
-        super().__init__(status=status)
-        self.has_left = False
-        version = request.version
-        self._asked = request
-        self._keep_alive = keeps = request.keep_alive
-        head["Content-Length"] = str(len(body))
-        head["Date"] = rfc822_formatted_time()
-        if version != HttpVersion11 or not keeps:
-            head["Connection"] = "keep-alive" if keeps else "close"
-        line = f"HTTP/{version.major}.{version.minor} {self.status} {self.reason}"
-        self.data = _serialize_headers(line, cast(Any, head)) + body  # its items are all it asks
 
-    def leave(self) -> None:
-        """Write all of it at once. Raises ConnectionError if nobody is there."""
-        transport = self._asked.transport
-        if transport is None or transport.is_closing():
-            raise ConnectionResetError("nobody is there")
-        transport.write(self.data)
-        self.has_left = True
-        cast(StreamWriter, self._asked.writer).output_size += len(self.data)
+async def begin(request: web.BaseRequest, headers: dict[str, str]) -> web.StreamResponse:
+    """Send the head of a streamed response. Raises ClientGone."""
+    response = web.StreamResponse(headers=request[RESPONSE_HEADERS](headers))
+    try:
+        await response.prepare(request)
+    except ConnectionError:
+        abort(request)
+        raise ClientGone from None
+    return response
 
-    async def prepare(self, request: web.BaseRequest) -> None:
-        """Once it has left there is nothing to do. Raises ConnectionError if it cannot."""
-        if not self.has_left:
-            self.leave()
 
-    async def write_eof(self, data: bytes = b"") -> None:
-        """It has ended."""
+async def write(request: web.BaseRequest, response: web.StreamResponse, data: bytes) -> None:
+    """Send `data` of a response that has begun; wait for the client if it is far behind.
+
+    Raises ClientGone, having closed the connection, if the client left or reads too slowly.
+    """
+    try:
+        await response.write(data)
+        await request[CONNECTION].drain()
+    except ConnectionError:
+        abort(request)
+        raise ClientGone from None
+
+
+async def send(
+    request: web.BaseRequest, status: int, body: bytes, headers: dict[str, str]
+) -> web.StreamResponse:
+    """Send a whole response. Raises ClientGone from the middle of a long one."""
+    named = request[RESPONSE_HEADERS](headers)
+    if not request.keep_alive:
+        named["Connection"] = "close"  # aiohttp leaves it out of HTTP/1.0
+    if len(body) <= PIECE_BYTES:
+        small = web.Response(status=status, body=body, headers=named)
+        with suppress(ConnectionError):  # `finish` meets it again, after the request has ended
+            await finish(request, small)
+        return small
+    response = web.StreamResponse(status=status, headers=named)
+    response.content_length = len(body)
+    try:
+        await response.prepare(request)
+        for start in range(0, len(body), PIECE_BYTES):
+            await write(request, response, body[start : start + PIECE_BYTES])
+        await response.write_eof()
+    except ConnectionError:
+        abort(request)
+        raise ClientGone from None
+    return response
+
+
+async def finish(request: web.BaseRequest, response: web.StreamResponse) -> None:
+    """Send what has not been sent of a response. Raises ConnectionError if the client left."""
+    await response.prepare(request)
+    await response.write_eof()
+
+
+def abort(request: web.BaseRequest) -> None:
+    """Reset the connection, so that the client sees a broken response and not a short one."""
+    request[CONNECTION].abort()

@@ -1,10 +1,9 @@
-"""The listener: aiohttp with every unsafe default closed.
+"""The listener: aiohttp's HTTP parser behind connections of our own.
 
-Bare aiohttp waits for ever for a header, a body or a reader, keeps idle connections for an hour,
-goes on working for a client that left, and prints what it could not parse into its own error page.
-Here each of these has a deadline, a bound or a fixed text. It knows nothing of dialects, tenants
-or the engine, and reads no body (`bodies`). `app` makes listeners of it; `middleware` and `answer`
-write answers through it.
+Bare aiohttp waits without end for a head, a body or a reader, keeps idle connections for an hour,
+goes on working for a client that left, and quotes what it could not parse in its error page. Here
+each of these has a deadline, a bound or a fixed text. It knows no dialect, no tenant and no engine,
+and reads no body (`bodies`). `app` opens listeners.
 
     accept ── caps (all, per address) ── head: deadline ── handler ── answer: deadline per write
 """
@@ -12,126 +11,91 @@ write answers through it.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
-from typing import Any, cast
 
 from aiohttp import web
-from aiohttp.http_writer import StreamWriter
 
 from gateway.config import ServerConfig
-from gateway.http.connection import Connection, Listener, NewId
-from gateway.http.response import Whole
+from gateway.http.connection import CONNECTION, Connection, Connections, NewId
 
-_WRITE_PIECE_BYTES = 65_536
+Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
+"""Answers one request: writes the whole response and returns it."""
+
 _BACKLOG = 4_096
+_LINGERING_S = 1.0
 
-Entrance = Callable[[web.Request], Awaitable[web.StreamResponse]]
-ENTRANCE: web.AppKey[Entrance] = web.AppKey("entrance")
-"""Who answers an application's requests in its place."""
-
-Naming = Callable[[dict[str, str]], dict[str, str]]
-NAMING: web.RequestKey[Naming] = web.RequestKey("naming")
-"""Adds to a head what all answers to this request say."""
+_SILENT = logging.getLogger("trunkline.aiohttp")
+_SILENT.setLevel(logging.CRITICAL + 1)
+"""aiohttp logs what it could not parse, keys included."""
 
 
-class ClientGone(Exception):
-    """Nobody reads the answer any more; the connection is closed and the work is given up."""
-
-
-class ListenerRunner(web.AppRunner):
-    """An `AppRunner` whose server is a `Listener`."""
-
-    __slots__ = ("_new_id", "_on_unreadable", "_settings")
+class Listener:
+    """One listening address, and what answers there."""
 
     def __init__(
         self,
-        app: web.Application,
+        handler: Handler,
         settings: ServerConfig,
         new_id: NewId,
         *,
         on_unreadable: Callable[[], None] = lambda: None,
         shutdown_timeout_s: float = 60.0,
     ) -> None:
-        super().__init__(app, shutdown_timeout=shutdown_timeout_s)
+        """`on_unreadable`: called for each request that is not HTTP. `shutdown_timeout_s`: how long
+        `close` waits for running requests before it cancels them."""
+        self._handler = handler
         self._settings = settings
         self._new_id = new_id
         self._on_unreadable = on_unreadable
+        self._shutdown_timeout_s = shutdown_timeout_s
+        self._runner: web.ServerRunner | None = None
+        self._server: asyncio.Server | None = None
 
-    async def _make_server(self) -> web.Server:
-        plain = await super()._make_server()
-        return Listener(
-            cast(Any, self.app.get(ENTRANCE, plain.request_handler)),
-            settings=self._settings,
-            new_id=self._new_id,
-            on_unreadable=self._on_unreadable,
-            request_factory=plain.request_factory,
-            auto_decompress=False,  # `bodies` does, for codings it takes, and refuses the others
-            loop=asyncio.get_running_loop(),
-        )
-
-    @property
-    def listener(self) -> Listener:
-        """The running listener; only after `setup`."""
-        assert isinstance(self._server, Listener)
-        return self._server
-
-    async def listen(self, host: str, port: int) -> tuple[str, int]:
+    async def open(self, host: str, port: int) -> tuple[str, int]:
         """Bind and accept; returns the address bound. Raises OSError if the port is taken."""
-        site = web.TCPSite(self, host, port, backlog=_BACKLOG, reuse_address=True)
-        await site.start()
-        bound = self.addresses[-1]
+        make_protocol = web.Server(
+            self._answer,
+            handler_cancellation=True,
+            keepalive_timeout=self._settings.keep_alive_timeout_s,
+            lingering_time=_LINGERING_S,
+            logger=_SILENT,
+            access_log=None,
+            auto_decompress=False,  # `bodies` decompresses, within a bound
+        )
+        self._runner = web.ServerRunner(make_protocol, shutdown_timeout=self._shutdown_timeout_s)
+        await self._runner.setup()
+        connections = Connections(make_protocol, self._settings, self._new_id, self._on_unreadable)
+        self._server = await asyncio.get_running_loop().create_server(
+            connections, host, port, backlog=_BACKLOG, reuse_address=True
+        )
+        bound = self._server.sockets[-1].getsockname()
         return str(bound[0]), int(bound[1])
 
+    async def close(self) -> None:
+        """Accept no more, close idle connections, wait for running requests, cancel the rest."""
+        if self._server is not None:
+            self._server.close()
+        if self._runner is not None:
+            await self._runner.cleanup()
 
-# --- answers out ---------------------------------------------------------------------------------
-
-
-async def begin(request: web.Request, response: web.StreamResponse) -> None:
-    """Prepare an answer. Raises ClientGone if nobody is there any more."""
-    try:
-        await response.prepare(request)
-    except ConnectionError:
-        cut(request)
-        raise ClientGone from None
-
-
-async def write(request: web.Request, data: bytes) -> None:
-    """Write `data` of a prepared answer, and wait for the client to read if it is far behind.
-
-    Raises ClientGone, having closed the connection, if it does not (see `Connection`).
-    """
-    writer = cast(StreamWriter, request.writer)
-    try:
-        await writer.write(data, drain=False)
-        if request.protocol.writing_paused:
-            await writer.drain()
-    except ConnectionError:
-        cut(request)
-        raise ClientGone from None
-
-
-def whole(request: web.Request, status: int, body: bytes, headers: dict[str, str]) -> Whole:
-    """A complete answer, all but sent."""
-    return Whole(request, status, body, request[NAMING](headers))
-
-
-async def send(request: web.Request, answer: Whole) -> web.StreamResponse:
-    """Write it; a long one in pieces, so that a slow reader has a deadline per piece. Raises
-    ClientGone from the middle of one."""
-    data = answer.data
-    if len(data) <= _WRITE_PIECE_BYTES:
-        with suppress(ConnectionError):  # whoever asks for it next is told
-            answer.leave()
-        return answer
-    for start in range(0, len(data), _WRITE_PIECE_BYTES):
-        await write(request, data[start : start + _WRITE_PIECE_BYTES])
-    answer.has_left = True
-    return answer
-
-
-def cut(request: web.Request) -> None:
-    """Drop the connection so that the client's transport sees a broken answer, not a short one."""
-    protocol = request.protocol
-    if isinstance(protocol, Connection):
-        protocol.abort()
+    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        connection = request.transport
+        if not isinstance(connection, Connection):
+            raise ConnectionResetError("the client left before its request was handled")
+        request[CONNECTION] = connection
+        may_follow = False
+        connection.begin_request()
+        try:
+            response = await self._handler(request)
+            may_follow = bool(response.keep_alive)
+        except ConnectionError:
+            connection.abort()
+            raise
+        except Exception:
+            connection.fail()
+            raise
+        else:
+            return response
+        finally:
+            connection.end_request(may_follow=may_follow)

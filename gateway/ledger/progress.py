@@ -42,22 +42,16 @@ class Source(Protocol):
         """Of what its deltas have said in full."""
 
 
-class WriteTransport(Protocol):
-    """asyncio's, as far as it matters here."""
+class CountedConnection(Protocol):
+    """`gateway.http.connection.Connection`, as far as it matters here. `bytes_written`: those
+    handed to the socket's transport, which may hold some."""
+
+    @property
+    def bytes_written(self) -> int: ...
 
     def is_closing(self) -> bool: ...
 
     def get_write_buffer_size(self) -> int: ...
-
-
-class Writer(Protocol):
-    """aiohttp's for one answer. `output_size`: bytes handed to the transport."""
-
-    @property
-    def output_size(self) -> int: ...
-
-    @property
-    def transport(self) -> WriteTransport | None: ...
 
 
 class ProgressJournal:
@@ -80,10 +74,10 @@ class ProgressJournal:
 
     @contextmanager
     def following(
-        self, request_id: str, source: Source, writer: Writer
+        self, request_id: str, source: Source, connection: CountedConnection
     ) -> Iterator[StreamProgress]:
         """One stream, for as long as it is written."""
-        stream = StreamProgress(self, request_id, source, writer)
+        stream = StreamProgress(self, request_id, source, connection)
         self._open[request_id] = stream
         if not self._is_ticking:
             self._is_ticking = True
@@ -128,17 +122,21 @@ class StreamProgress:
     it before deltas are taken, and `wrote` ends it."""
 
     __slots__ = (
-        *("_due_at", "_journal", "_marked", "_marks", "_seen", "_source", "_writer"),
+        *("_due_at", "_journal", "_marked", "_marks", "_seen", "_source", "_connection"),
         *("is_behind", "request_id"),
     )
 
     def __init__(
-        self, journal: ProgressJournal, request_id: str, source: Source, writer: Writer
+        self,
+        journal: ProgressJournal,
+        request_id: str,
+        source: Source,
+        connection: CountedConnection,
     ) -> None:
         self._journal = journal
         self.request_id = request_id
         self._source = source
-        self._writer = writer
+        self._connection = connection
         self._seen = 0
         self._due_at = NOTE_TOKENS
         self._marked = 0
@@ -161,16 +159,16 @@ class StreamProgress:
         if usage.out > self._marked:
             self._seen = self._source.tokens_seen
             self._marked, self._due_at = usage.out, self._seen + NOTE_TOKENS
-            self._marks.append((self._writer.output_size, usage))
+            self._marks.append((self._connection.bytes_written, usage))
 
     def taken(self) -> UsageRecord | None:
         """What the socket has taken since it was asked last; None for nothing more.
 
-        A transport that closes has dropped what it held: it says nothing any more."""
-        transport = self._writer.transport
-        if not self._marks or transport is None or transport.is_closing():
+        A connection that closes has dropped what it held: it says nothing any more."""
+        connection = self._connection
+        if not self._marks or connection.is_closing():
             return None
-        taken = self._writer.output_size - transport.get_write_buffer_size()
+        taken = connection.bytes_written - connection.get_write_buffer_size()
         usage = None
         while self._marks and self._marks[0][0] <= taken:
             usage = self._marks.popleft()[1]

@@ -17,6 +17,7 @@ from gateway.context import Context
 from gateway.errors import Kind, Refusal
 from gateway.http import json_api
 from gateway.http.middleware import Handler, Route
+from gateway.http.request_context import STATE
 from tenancy.accounts import tenants
 from tenancy.errors import BadName
 from tenancy.pricing.charges import RateCard
@@ -49,7 +50,7 @@ class _Desk:
     def __init__(self, gateway: Context) -> None:
         self._gateway = gateway
 
-    async def overview(self, request: web.Request) -> web.StreamResponse:
+    async def overview(self, request: web.BaseRequest) -> web.StreamResponse:
         """Everything together, the engine beside it."""
         gateway = self._gateway
         info, stats = gateway.engine.info, gateway.engine.stats
@@ -91,9 +92,9 @@ class _Desk:
             }
         )
 
-    async def tenant(self, request: web.Request) -> web.StreamResponse:
+    async def tenant(self, request: web.BaseRequest) -> web.StreamResponse:
         """One tenant in full."""
-        gateway, name = self._gateway, request.match_info["name"]
+        gateway, name = self._gateway, request[STATE].parameters["name"]
         info = gateway.engine.info
         tenant, card = await self._priced(name)
         seen = await gateway.analytics.tenant(
@@ -114,9 +115,9 @@ class _Desk:
                 one["bytes"] = one["blocks"] * info.kv_bytes_per_block
         return json_api.answer({**seen, "leases": leases, "churn": churn})
 
-    async def tree(self, request: web.Request) -> web.StreamResponse:
+    async def tree(self, request: web.BaseRequest) -> web.StreamResponse:
         """The shape of a tenant's trees, a namespace each, largest first; counts, never words."""
-        gateway, name = self._gateway, request.match_info["name"]
+        gateway, name = self._gateway, request[STATE].parameters["name"]
         found, _ = await asyncio.to_thread(tenants.find_tenant, gateway.store, name)
         scopes = await scope_names(gateway)
         spaces = namespaces_of(gateway.engine.namespaces, found.tenant_id)

@@ -33,12 +33,12 @@ class BudgetBody(Struct, frozen=True, forbid_unknown_fields=True):
 def routes(gateway: Context) -> tuple[Route, ...]:
     """Rate cards and budgets."""
 
-    async def cards(request: web.Request) -> web.StreamResponse:
+    async def cards(request: web.BaseRequest) -> web.StreamResponse:
         json_api.query(request)
         found = await asyncio.to_thread(load_cards, gateway.store)
         return json_api.answer({"rate_cards": [_card_body(card) for card in found]})
 
-    async def add(request: web.Request) -> web.StreamResponse:
+    async def add(request: web.BaseRequest) -> web.StreamResponse:
         card = await json_api.read(request, gateway.config.server, RateCard)
         gateway.config.check_card(card)
         card = await asyncio.to_thread(add_card, gateway.store, gateway.wall, card)
@@ -46,13 +46,13 @@ def routes(gateway: Context) -> tuple[Route, ...]:
         gateway.log("rate_card_added", {"by_key_id": by, "rate_card": card.rate_card_id})
         return json_api.answer(_card_body(card), 201)
 
-    async def budgets(request: web.Request) -> web.StreamResponse:
+    async def budgets(request: web.BaseRequest) -> web.StreamResponse:
         name = json_api.query(request, "tenant").get("tenant")
         wanted = None if name is None else (await _tenant(gateway, name)).tenant.tenant_id
         return json_api.answer({"budgets": await _budgets(gateway, wanted)})
 
-    async def put(request: web.Request) -> web.StreamResponse:
-        tenant = (await _tenant(gateway, request.match_info["name"])).tenant
+    async def put(request: web.BaseRequest) -> web.StreamResponse:
+        tenant = (await _tenant(gateway, request[STATE].parameters["name"])).tenant
         body = await json_api.read(request, gateway.config.server, BudgetBody)
         budget = Budget(tenant_id=tenant.tenant_id, **structs.asdict(body))
         await asyncio.to_thread(set_budget, gateway.store, budget)

@@ -44,7 +44,7 @@ def routes() -> tuple[Route, ...]:
 
 
 def _handler(body: bytes, kind: str) -> Handler:
-    async def handle(request: web.Request) -> web.StreamResponse:
+    async def handle(request: web.BaseRequest) -> web.StreamResponse:
         return web.Response(body=body, content_type=kind, charset="utf-8", headers=HEADERS)
 
     return handle

@@ -13,7 +13,7 @@ from gateway.observability import metrics as telemetry
 def routes(gateway: Context) -> tuple[Route, ...]:
     """The admin endpoints."""
 
-    async def metrics(request: web.Request) -> web.StreamResponse:
+    async def metrics(request: web.BaseRequest) -> web.StreamResponse:
         gateway.telemetry.show_engine(
             gateway.engine.stats,
             is_ready=gateway.is_ready(),

@@ -32,35 +32,35 @@ class ScopeBody(Struct, frozen=True, forbid_unknown_fields=True):
 def routes(gateway: Context) -> tuple[Route, ...]:
     """Shared scopes."""
 
-    def note(request: web.Request, what: str, scope: ScopeRecord) -> None:
+    def note(request: web.BaseRequest, what: str, scope: ScopeRecord) -> None:
         """Said in the log, and true for the next request."""
         gateway.registry.look_again()
         by = request[STATE].admin_key_id
         gateway.log(what, {"by_key_id": by, "shared_scope": scope.name, "scope_id": scope.scope_id})
 
-    async def listed(request: web.Request) -> web.StreamResponse:
+    async def listed(request: web.BaseRequest) -> web.StreamResponse:
         json_api.query(request)
         found = await gateway.reports.ask(list_scopes)
         return json_api.answer({"shared_scopes": [scope_body(scope) for scope in found]})
 
-    async def show(request: web.Request) -> web.StreamResponse:
+    async def show(request: web.BaseRequest) -> web.StreamResponse:
         return json_api.answer(scope_body(await find(request)))
 
-    async def put(request: web.Request) -> web.StreamResponse:
+    async def put(request: web.BaseRequest) -> web.StreamResponse:
         body = await json_api.read(request, gateway.config.server, ScopeBody)
-        terms = ScopeTerms(name=request.match_info["name"], **structs.asdict(body))
+        terms = ScopeTerms(name=request[STATE].parameters["name"], **structs.asdict(body))
         scope = await asyncio.to_thread(set_scope, gateway.store, gateway.wall, terms)
         note(request, "scope_set", scope)
         return json_api.answer(scope_body(scope))
 
-    async def remove(request: web.Request) -> web.StreamResponse:
+    async def remove(request: web.BaseRequest) -> web.StreamResponse:
         scope = await find(request)
         await asyncio.to_thread(remove_scope, gateway.store, scope.name)
         note(request, "scope_removed", scope)
         return json_api.answer({"name": scope.name, "removed": True})
 
-    async def find(request: web.Request) -> ScopeRecord:
-        return await asyncio.to_thread(find_scope, gateway.store, request.match_info["name"])
+    async def find(request: web.BaseRequest) -> ScopeRecord:
+        return await asyncio.to_thread(find_scope, gateway.store, request[STATE].parameters["name"])
 
     one = "/admin/v1/shared-scopes/{name}"
     return (

@@ -110,7 +110,7 @@ class _Desk:
 
     # -- tenants ------------------------------------------------------------------------------
 
-    async def list_tenants(self, request: web.Request) -> web.StreamResponse:
+    async def list_tenants(self, request: web.BaseRequest) -> web.StreamResponse:
         given = json_api.query(request, "after", "limit")
         limit, after = json_api.whole(given, "limit", 100, PAGE_MAX), given.get("after", "")
         found = await self._gateway.reports.ask(tenants.list_registered)
@@ -118,7 +118,7 @@ class _Desk:
         page = [self._body(one) for one in rest[:limit]]
         return json_api.answer({"tenants": page, "has_more": len(rest) > limit})
 
-    async def create_tenant(self, request: web.Request) -> web.StreamResponse:
+    async def create_tenant(self, request: web.BaseRequest) -> web.StreamResponse:
         body = await self._read(request, NewTenant)
         self._gateway.config.caching.check_classes(body.classes or ())
         tenants.check_settings(body)
@@ -136,11 +136,11 @@ class _Desk:
         self._note(request, "tenant_created", made.tenant.tenant_id)
         return json_api.answer(self._body(made), 201)
 
-    async def show_tenant(self, request: web.Request) -> web.StreamResponse:
-        return json_api.answer(self._body(await self._tenant(request.match_info["name"])))
+    async def show_tenant(self, request: web.BaseRequest) -> web.StreamResponse:
+        return json_api.answer(self._body(await self._tenant(request[STATE].parameters["name"])))
 
-    async def change_tenant(self, request: web.Request) -> web.StreamResponse:
-        name = request.match_info["name"]
+    async def change_tenant(self, request: web.BaseRequest) -> web.StreamResponse:
+        name = request[STATE].parameters["name"]
         body = await json_api.read_object(request, self._gateway.config.server)
         status = body.pop("status", None)
         if status not in (None, "active", "suspended"):
@@ -156,8 +156,8 @@ class _Desk:
         self._note(request, "tenant_changed", found.tenant.tenant_id)
         return json_api.answer(self._body(found))
 
-    async def delete_tenant(self, request: web.Request) -> web.StreamResponse:
-        found = await self._tenant(request.match_info["name"])
+    async def delete_tenant(self, request: web.BaseRequest) -> web.StreamResponse:
+        found = await self._tenant(request[STATE].parameters["name"])
         gateway, name = self._gateway, found.tenant.name
         pseudonym = await asyncio.to_thread(delete_tenant, self._store, gateway.wall, name)
         self._note(request, "tenant_deleted", found.tenant.tenant_id)
@@ -179,14 +179,14 @@ class _Desk:
 
     # -- keys ---------------------------------------------------------------------------------
 
-    async def list_tenants_keys(self, request: web.Request) -> web.StreamResponse:
-        found = await self._tenant(request.match_info["name"])
+    async def list_tenants_keys(self, request: web.BaseRequest) -> web.StreamResponse:
+        found = await self._tenant(request[STATE].parameters["name"])
         question = partial(keys.list_keys, tenant=found.tenant.name)
         listed = await self._gateway.reports.ask(question)
         return self._page(request, listed)
 
-    async def create_key(self, request: web.Request) -> web.StreamResponse:
-        found = await self._tenant(request.match_info["name"])
+    async def create_key(self, request: web.BaseRequest) -> web.StreamResponse:
+        found = await self._tenant(request[STATE].parameters["name"])
         body = await self._read(request, NewKey)
         secret = await asyncio.to_thread(
             keys.create_key,
@@ -201,10 +201,10 @@ class _Desk:
         )
         return await self._made(request, secret)
 
-    async def list_keys(self, request: web.Request) -> web.StreamResponse:
+    async def list_keys(self, request: web.BaseRequest) -> web.StreamResponse:
         return self._page(request, await self._gateway.reports.ask(keys.list_keys))
 
-    async def create_admin_key(self, request: web.Request) -> web.StreamResponse:
+    async def create_admin_key(self, request: web.BaseRequest) -> web.StreamResponse:
         body = await self._read(request, NewAdminKey)
         secret = await asyncio.to_thread(
             keys.create_admin_key,
@@ -215,10 +215,10 @@ class _Desk:
         )
         return await self._made(request, secret)
 
-    async def show_key(self, request: web.Request) -> web.StreamResponse:
+    async def show_key(self, request: web.BaseRequest) -> web.StreamResponse:
         return json_api.answer(key_body(await self._key(request)))
 
-    async def change_key(self, request: web.Request) -> web.StreamResponse:
+    async def change_key(self, request: web.BaseRequest) -> web.StreamResponse:
         body = await self._read(request, KeyUpdate)
         named = {name: value for name, value in structs.asdict(body).items() if value is not UNSET}
         which = str((await self._key(request)).key_id)
@@ -226,7 +226,7 @@ class _Desk:
         self._note(request, "key_changed", None, key.key_id)
         return json_api.answer(key_body(key))
 
-    async def rotate_key(self, request: web.Request) -> web.StreamResponse:
+    async def rotate_key(self, request: web.BaseRequest) -> web.StreamResponse:
         body = await self._read(request, Rotation)
         which = str((await self._key(request)).key_id)
         grace_ms = body.grace_s * 1000
@@ -236,7 +236,7 @@ class _Desk:
         self._note(request, "key_rotated", None, new.key_id)
         return json_api.answer({"key": secret, **key_body(new), "replaces": key_body(old)}, 201)
 
-    async def revoke_key(self, request: web.Request) -> web.StreamResponse:
+    async def revoke_key(self, request: web.BaseRequest) -> web.StreamResponse:
         which = str((await self._key(request)).key_id)
         key = await asyncio.to_thread(keys.revoke_key, self._store, self._gateway.wall, which)
         self._note(request, "key_revoked", None, key.key_id)
@@ -244,25 +244,25 @@ class _Desk:
 
     # -- the configuration file ---------------------------------------------------------------
 
-    async def reload(self, request: web.Request) -> web.StreamResponse:
+    async def reload(self, request: web.BaseRequest) -> web.StreamResponse:
         return json_api.answer(await reload(self._gateway))
 
     # -- in common ----------------------------------------------------------------------------
 
-    async def _read(self, request: web.Request, kind: type[json_api.T]) -> json_api.T:
+    async def _read(self, request: web.BaseRequest, kind: type[json_api.T]) -> json_api.T:
         return await json_api.read(request, self._gateway.config.server, kind)
 
     async def _tenant(self, name: str) -> TenantRecord:
         return await asyncio.to_thread(tenants.find_registered, self._store, name)
 
-    async def _key(self, request: web.Request) -> Key:
+    async def _key(self, request: web.BaseRequest) -> Key:
         """By its id alone: a beginning is for people."""
-        which = request.match_info["key_id"]
+        which = request[STATE].parameters["key_id"]
         if not (which.isascii() and which.isdigit()):
             raise Refusal(Kind.NOT_FOUND, "key_unknown", "There is no key with that id.")
         return await asyncio.to_thread(keys.find_key, self._store, which)
 
-    def _page(self, request: web.Request, listed: list[Key]) -> web.StreamResponse:
+    def _page(self, request: web.BaseRequest, listed: list[Key]) -> web.StreamResponse:
         given = json_api.query(request, "after", "limit")
         limit = json_api.whole(given, "limit", 100, PAGE_MAX)
         after = json_api.whole(given, "after", 0, 2**53)
@@ -270,13 +270,13 @@ class _Desk:
         page = [key_body(key) for key in rest[:limit]]
         return json_api.answer({"keys": page, "has_more": len(rest) > limit})
 
-    async def _made(self, request: web.Request, secret: str) -> web.StreamResponse:
+    async def _made(self, request: web.BaseRequest, secret: str) -> web.StreamResponse:
         key = await asyncio.to_thread(keys.find_key, self._store, secret)
         self._note(request, "key_created", None, key.key_id)
         return json_api.answer({"key": secret, **key_body(key)}, 201)
 
     def _note(
-        self, request: web.Request, what: str, tenant_id: int | None, key_id: int | None = None
+        self, request: web.BaseRequest, what: str, tenant_id: int | None, key_id: int | None = None
     ) -> None:
         """Said in the log, and true for the next request."""
         self._gateway.registry.look_again()

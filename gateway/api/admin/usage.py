@@ -39,19 +39,19 @@ class EraseBody(Struct, frozen=True, forbid_unknown_fields=True):
 def routes(gateway: Context) -> tuple[Route, ...]:
     """What administrators ask about use and contents."""
 
-    async def usage(request: web.Request) -> web.StreamResponse:
+    async def usage(request: web.BaseRequest) -> web.StreamResponse:
         given = json_api.query(request, "tenant", *usage_report.PARAMETERS)
         name = given.get("tenant")
         if name is not None:
             await _tenant(gateway, name)
         return json_api.answer(await usage_report.report(gateway, given, name))
 
-    async def cache(request: web.Request) -> web.StreamResponse:
+    async def cache(request: web.BaseRequest) -> web.StreamResponse:
         name = json_api.query(request, "tenant").get("tenant")
         wanted = None if name is None else (await _tenant(gateway, name)).tenant.tenant_id
         return json_api.answer(await _contents(gateway, wanted))
 
-    async def erase(request: web.Request) -> web.StreamResponse:
+    async def erase(request: web.BaseRequest) -> web.StreamResponse:
         body = await json_api.read(request, gateway.config.server, EraseBody)
         if len(body.lease_id or "") > erasure.LEASE_ID_SIGNS_MAX:
             raise Refusal(
@@ -64,7 +64,7 @@ def routes(gateway: Context) -> tuple[Route, ...]:
             {**whose, **erasure.receipt_body(await erasure.erase(gateway, target))}
         )
 
-    async def erasures(request: web.Request) -> web.StreamResponse:
+    async def erasures(request: web.BaseRequest) -> web.StreamResponse:
         given = json_api.query(request, "tenant", "limit")
         if "tenant" not in given:
             raise Refusal(Kind.BAD, "missing_required_parameter", "tenant: whose?", param="tenant")

@@ -30,22 +30,18 @@ PROMISED_TOKENS, PROMISED_S = 16, 0.25
 
 
 class Wire:
-    """A transport: what it was given, and what the kernel has taken of it."""
+    """A connection: what it was given, and what the kernel has taken of it."""
 
     def __init__(self) -> None:
-        self.output_size = 0
+        self.bytes_written = 0
         self.taken = 0
         self.is_closed = False
-
-    @property
-    def transport(self) -> Wire:
-        return self
 
     def is_closing(self) -> bool:
         return self.is_closed
 
     def get_write_buffer_size(self) -> int:
-        return 0 if self.is_closed else self.output_size - self.taken
+        return 0 if self.is_closed else self.bytes_written - self.taken
 
 
 class Engine:
@@ -110,15 +106,15 @@ class Stream:
         self.engine.passed_on = max(self.engine.passed_on, self.engine.tokens_seen - held)
 
     def end(self, *, taken: bool = True) -> None:
-        self.wire.output_size += 100
-        self._written.append((self.wire.output_size, self.engine.passed_on))
+        self.wire.bytes_written += 100
+        self._written.append((self.wire.bytes_written, self.engine.passed_on))
         if taken:
-            self.take(self.wire.output_size)
+            self.take(self.wire.bytes_written)
         self.progress.wrote()
 
     def take(self, size: int) -> None:
         """The kernel takes so many bytes more."""
-        self.wire.taken = min(self.wire.output_size, self.wire.taken + size)
+        self.wire.taken = min(self.wire.bytes_written, self.wire.taken + size)
         self.accepted_at.append((self.world.now_s, self.accepted))
 
     @property
