@@ -40,7 +40,7 @@ from gateway.engine_supervisor import EngineSupervisor
 from gateway.errors import Refusal
 from gateway.gc_tuning import settle_heap
 from gateway.http.middleware import Middleware
-from gateway.http.request_ids import RequestIds
+from gateway.http.request_context import RequestIds
 from gateway.http.server import Listener
 from gateway.ledger.client import LedgerProcessClient
 from gateway.ledger.deferred_holds import DeferredHolds

@@ -40,7 +40,7 @@ from gateway.dialects.canonical import (
 from gateway.generation.choice import Choice, token_text
 from gateway.generation.output_parser import OutputParser, call_ids
 from gateway.generation.usage import PLAIN, Accounting, added
-from gateway.http.engine_refusals import refusal_of
+from gateway.http.error_mapping import engine_refusal
 from gateway.prompt import Renderer
 from gateway.structured_output.grammars import schema_field
 
@@ -222,7 +222,7 @@ class OutputStream:
         if event.ending != "done":
             self.ending = event.code or event.ending
             field = schema_field(self._call.prompts[prompt])
-            raise refusal_of(event.code, event.message, schema_field=field)
+            raise engine_refusal(event.code, event.message, schema_field=field)
         self._contracts[prompt].written()
         # The engine may have run past a stop string before it heard of it, to the end
         # even: what is charged must not depend on who was faster.

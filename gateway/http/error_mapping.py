@@ -1,6 +1,7 @@
-"""What a client may know of an error, and what a log may: a kind, a code and a message made for it.
+"""Errors as a client hears them: a kind, a stable code and a message made for it.
 
-It knows no request and makes no bytes; the middleware and `answer` ask.
+Exceptions of the engine, of tenancy and of aiohttp, and the engine's own codes, become `Refusal`s.
+It knows no request and makes no bytes; `middleware`, `answer` and `stream` call it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from aiohttp import web
 
 from engine.errors import EngineError, EngineUnavailable, RequestRefused
 from gateway.errors import Kind, Refusal
-from gateway.http.engine_refusals import refusal_of as engine_refusal
 from tenancy.errors import (
     BadName,
     BadPrice,
@@ -127,6 +127,50 @@ def refusal_of(error: Exception, path: str = "") -> Refusal | None:
             return Refusal(Kind.BUSY, "overloaded", message, retry_after_s=5.0)
         case _:
             return None
+
+
+_ENGINE_CODES: dict[str, tuple[Kind, str]] = {
+    "prompt_empty": (Kind.BAD, "invalid_value"),
+    "token_out_of_range": (Kind.BAD, "invalid_value"),
+    "context_exceeded": (Kind.BAD, "context_length_exceeded"),
+    "kv_exceeded": (Kind.BAD, "context_length_exceeded"),
+    "kv_promised": (Kind.BUSY, "cache_memory_promised"),
+    "duplicate_request": (Kind.CONFLICT, "duplicate_request"),
+    "poison_request": (Kind.INTERNAL, "poison_request"),
+    "queue_full": (Kind.BUSY, "overloaded"),
+    "timeout": (Kind.BUSY, "queue_timeout"),
+    "draining": (Kind.BUSY, "shutting_down"),
+    "engine_died": (Kind.BUSY, "engine_restarting"),
+    "not_ready": (Kind.BUSY, "engine_starting"),
+    "step_failed": (Kind.INTERNAL, "internal_error"),
+    "nan_logits": (Kind.INTERNAL, "internal_error"),
+    "grammar_invalid": (Kind.BAD, "invalid_json_schema"),
+    "grammar_too_big": (Kind.BAD, "json_schema_too_complex"),
+    "grammar_unsupported": (Kind.BAD, "unsupported_value"),
+    "grammar_dead_end": (Kind.BAD, "invalid_json_schema"),
+}
+"""The engine's stable codes: the kind and the code that clients see."""
+
+_OF_A_SCHEMA = frozenset(code for code in _ENGINE_CODES if code.startswith("grammar_"))
+
+
+def engine_refusal(
+    code: str,
+    message: str,
+    retry_after_s: float | None = None,
+    *,
+    schema_field: str | None = None,
+) -> Refusal:
+    """An engine's refusal or failure, by its code. O(1).
+
+    `schema_field`: the request's field with the schema of the answer, for what the engine finds
+    wrong with that schema.
+    """
+    kind, name = _ENGINE_CODES.get(code, (Kind.INTERNAL, "internal_error"))
+    if kind is Kind.BUSY and retry_after_s is None:
+        retry_after_s = 1.0
+    param = schema_field if code in _OF_A_SCHEMA else None
+    return Refusal(kind, name, message, param=param, retry_after_s=retry_after_s)
 
 
 def where(error: BaseException) -> dict[str, object]:

@@ -1,5 +1,5 @@
-"""What is known of a request by and by, and what is told of it in the end: its line in the log, and
-its span.
+"""A request's id and its state from head to log line: what handlers learn, and the line and the
+span made of it at its end.
 
     id, clock ─ route, shape ─ who ─ counts, as handlers learn them ─ line and span
 
@@ -8,6 +8,9 @@ It knows no engine and no prompt. `middleware` makes one for each request; handl
 
 from __future__ import annotations
 
+import secrets
+from collections.abc import Callable
+
 from aiohttp import web
 from msgspec import Struct
 
@@ -15,7 +18,7 @@ from gateway.dialects.canonical import NO_METADATA, RequestMetadata
 from gateway.dialects.openai import wire as openai_wire
 from gateway.dialects.protocol import ErrorShape
 from gateway.observability.tracing import CompletedRequest
-from tenancy.types import Identity
+from tenancy.types import Identity, WallClock
 
 EVERY = {
     "Server": "trunkline",
@@ -23,6 +26,33 @@ EVERY = {
     "Cache-Control": "no-store",
 }
 """What every answer says, whatever it is."""
+
+
+ID_BYTES, IDS_AT_ONCE = 10, 128
+
+
+class RequestIds:
+    """Makes ids of requests: `X-Request-Id`, and the key of the ledger's entry.
+
+    An id is the millisecond and 80 random bits: it cannot be guessed, and the ledger's index of ids
+    grows at its end only. Random bytes are read for many ids at once, because one system call takes
+    as long as the rest of a request's head. Belongs to one thread.
+    """
+
+    def __init__(
+        self, wall: WallClock, random_bytes: Callable[[int], bytes] = secrets.token_bytes
+    ) -> None:
+        self._wall = wall
+        self._random_bytes = random_bytes
+        self._suffixes: list[str] = []
+
+    def __call__(self) -> str:
+        """A new id. O(1)."""
+        if not self._suffixes:
+            data = self._random_bytes(ID_BYTES * IDS_AT_ONCE).hex()
+            size = 2 * ID_BYTES
+            self._suffixes = [data[at : at + size] for at in range(0, len(data), size)]
+        return f"{self._wall():012x}{self._suffixes.pop()}"
 
 
 class _PlainShape:

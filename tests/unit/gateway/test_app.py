@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import os
-import re
 import signal
 import stat
 import time
@@ -18,7 +17,6 @@ import apsw
 import pytest
 from aiohttp import ClientSession
 
-from gateway.http.request_ids import IDS_AT_ONCE, RANDOM_BYTES, RequestIds
 from gateway.ledger.metering import wall_ms
 from tenancy.accounting.audit import check_books
 from tenancy.accounting.reconcile import reconcile
@@ -31,25 +29,6 @@ from tests.unit.gateway.server_process import SETTINGS, START_S, serving, starte
 pytestmark = pytest.mark.slow
 
 DELIVERED_MIN = 200
-
-
-def test_request_ids_are_in_order_and_nobody_guesses_one() -> None:
-    """80 bits of the system's own randomness each behind the millisecond, however many are asked
-    for at once."""
-    asked: list[int] = []
-
-    def random_bytes(count: int) -> bytes:
-        asked.append(count)
-        return os.urandom(count)
-
-    now_ms = iter(range(10**12, 10**13))
-    new_id = RequestIds(lambda: next(now_ms), random_bytes)
-    made = [new_id() for _ in range(2 * IDS_AT_ONCE + 1)]
-
-    assert made == sorted(made)
-    assert len({one[12:] for one in made}) == len(made)
-    assert all(re.fullmatch("[0-9a-f]{32}", one) for one in made)
-    assert sum(asked) == 3 * IDS_AT_ONCE * RANDOM_BYTES
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from typing import Any
 
 import pytest
 
@@ -153,17 +154,26 @@ async def test_a_client_that_leaves_while_his_entry_is_written_is_counted_once(
 
 
 async def test_who_is_found_to_have_left_twice_has_his_tokens_everywhere(
-    gateway: GatewayFixture,
+    gateway: GatewayFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At a write and at the end of his connection, say: his request was reported before what ran
     for it was given up, and so without its tokens."""
-    gateway.gateway.context.tracer = spans = Spans()
+    context, handlers = gateway.gateway.context, list[asyncio.Task[Any] | None]()
+    context.tracer = spans = Spans()
+    new_id = context.new_id
+
+    def watched() -> str:
+        handlers.append(asyncio.current_task())
+        return new_id()
+
+    monkeypatch.setattr(context, "new_id", watched)
     gateway.runner.hold_after(20)
     body = gateway.post("/v1/chat/completions", json.dumps(gateway.chat(max_tokens=400)).encode())
     async with gateway.connection() as (_, writer):
         writer.write(body)
         await gateway.until(lambda: gateway.runner.is_held)
-        (serving,) = [task for task in asyncio.all_tasks() if "Connection.start" in repr(task)]
+        (serving,) = handlers
+        assert serving is not None
         for _ in range(3):
             serving.cancel()
             await asyncio.sleep(0)

@@ -14,7 +14,7 @@ from aiohttp import web
 from engine.errors import EngineError, EngineUnavailable, RequestRefused
 from engine.model_store import ModelCard
 from gateway.errors import Kind, Refusal
-from gateway.http.error_mapping import refusal_of, where
+from gateway.http.error_mapping import engine_refusal, refusal_of, where
 from tenancy.errors import LedgerUnavailable
 from tests.crash.power_cut import Disk, disk_of
 from tests.unit.gateway.admin_client import Admin
@@ -140,3 +140,42 @@ async def test_when_the_disk_is_well_again_everything_is_answered(
     assert {while_sick[0], *while_sick[6:]} == {503}
     assert set(while_sick) <= {200, 503}
     await gateway.check_quiet()
+
+
+@pytest.mark.parametrize(
+    ("code", "kind", "name"),
+    [
+        ("context_exceeded", Kind.BAD, "context_length_exceeded"),
+        ("kv_exceeded", Kind.BAD, "context_length_exceeded"),
+        ("token_out_of_range", Kind.BAD, "invalid_value"),
+        ("queue_full", Kind.BUSY, "overloaded"),
+        ("timeout", Kind.BUSY, "queue_timeout"),
+        ("draining", Kind.BUSY, "shutting_down"),
+        ("nan_logits", Kind.INTERNAL, "internal_error"),
+        ("grammar_invalid", Kind.BAD, "invalid_json_schema"),
+        ("grammar_too_big", Kind.BAD, "json_schema_too_complex"),
+        ("grammar_unsupported", Kind.BAD, "unsupported_value"),
+        ("grammar_dead_end", Kind.BAD, "invalid_json_schema"),
+        ("kv_promised", Kind.BUSY, "cache_memory_promised"),
+        ("a code of the future", Kind.INTERNAL, "internal_error"),
+    ],
+)
+def test_the_engines_codes_have_their_place(code: str, kind: Kind, name: str) -> None:
+    """A client's mistake is a 4xx, ours a 5xx, and a busy hour says when to come back."""
+    refusal = engine_refusal(code, "why")
+
+    assert (refusal.kind, refusal.code) == (kind, name)
+    assert (refusal.retry_after_s is not None) == (kind is Kind.BUSY)
+
+
+@pytest.mark.parametrize(
+    "code", ["grammar_invalid", "grammar_too_big", "grammar_unsupported", "grammar_dead_end"]
+)
+def test_what_is_wrong_with_a_schema_names_its_field(code: str) -> None:
+    """Only the engine can tell, and it knows no fields."""
+    assert engine_refusal(code, "why", schema_field="tools[0]").param == "tools[0]"
+
+
+def test_what_has_nothing_to_do_with_a_schema_names_none() -> None:
+    """A full queue is no fault of the schema that waits in it."""
+    assert engine_refusal("queue_full", "why", schema_field="tools[0]").param is None

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import re
 from typing import Any
 
 import pytest
 
-from gateway.http.request_context import RequestState, log_facts, span_facts
+from gateway.http.request_context import (
+    ID_BYTES,
+    IDS_AT_ONCE,
+    RequestIds,
+    RequestState,
+    log_facts,
+    span_facts,
+)
 
 
 def state(**more: Any) -> RequestState:
@@ -53,3 +62,22 @@ def test_a_client_that_leaves_after_the_last_byte_has_lost_nothing(
 
     assert facts.left() == status
     assert facts.ending == ("done" if is_complete else "cancelled")
+
+
+def test_request_ids_are_in_order_and_nobody_guesses_one() -> None:
+    """80 bits of the system's own randomness each behind the millisecond, however many are asked
+    for at once."""
+    asked: list[int] = []
+
+    def random_bytes(count: int) -> bytes:
+        asked.append(count)
+        return os.urandom(count)
+
+    now_ms = iter(range(10**12, 10**13))
+    new_id = RequestIds(lambda: next(now_ms), random_bytes)
+    made = [new_id() for _ in range(2 * IDS_AT_ONCE + 1)]
+
+    assert made == sorted(made)
+    assert len({one[12:] for one in made}) == len(made)
+    assert all(re.fullmatch("[0-9a-f]{32}", one) for one in made)
+    assert sum(asked) == 3 * IDS_AT_ONCE * ID_BYTES
