@@ -11,6 +11,8 @@ import socket
 
 import pytest
 
+from gateway.config import ServerConfig
+from gateway.http.connection import Connections
 from tests.unit.gateway.gateway_fixture import (
     PATIENCE_S,
     GatewayFixture,
@@ -82,6 +84,39 @@ async def test_a_head_that_trickles_is_cut_off(unopened_gateway: GatewayFixture)
     answer = await unopened_gateway.raw(b"GET /healthz HTTP/1.1\r\nHost: 127")
 
     assert status_of(answer) == 408
+    await unopened_gateway.close()
+
+
+async def test_a_later_head_that_trickles_is_cut_off_too(unopened_gateway: GatewayFixture) -> None:
+    """A16: the deadline begins anew with each head, not with the connection alone."""
+    unopened_gateway.set_server(header_timeout_s=0.2, keep_alive_timeout_s=60.0)
+    await unopened_gateway.open()
+
+    async with unopened_gateway.connection() as (reader, writer):
+        writer.write(head("GET /healthz HTTP/1.1"))
+        first = await read_answer(reader)
+        writer.write(b"GET /healthz HTTP/1.1\r\nHost: 127")
+        second = await read_answer(reader)
+
+    assert [status_of(first), status_of(second)] == [200, 408]
+    await unopened_gateway.close()
+
+
+async def test_a_part_of_a_head_behind_a_request_is_bounded_by_keep_alive(
+    unopened_gateway: GatewayFixture,
+) -> None:
+    """A16: bytes that come while a request is answered may be its body, so they start no head
+    deadline; the idle deadline closes the connection then."""
+    unopened_gateway.set_server(header_timeout_s=60.0, keep_alive_timeout_s=0.2)
+    await unopened_gateway.open()
+
+    async with unopened_gateway.connection() as (reader, writer):
+        writer.write(head("GET /healthz HTTP/1.1") + b"GET /healthz HTTP/1.1\r\nHost: 127")
+        first = await read_answer(reader)
+        async with asyncio.timeout(PATIENCE_S):
+            rest = await reader.read()
+
+    assert (status_of(first), rest) == (200, b"")
     await unopened_gateway.close()
 
 
@@ -178,6 +213,41 @@ async def test_a_connection_that_waits_for_its_next_request_is_not_late(
 
     assert [status_of(first), status_of(second)] == [200, 200]
     await unopened_gateway.close()
+
+
+class Unread(asyncio.Transport):
+    """A transport whose client reads nothing; below the limit at which asyncio pauses writing."""
+
+    def __init__(self) -> None:
+        super().__init__({"peername": ("192.0.2.1", 1)})
+        self.aborted = asyncio.Event()
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        """See `asyncio.WriteTransport`."""
+
+    def get_write_buffer_size(self) -> int:
+        return 100
+
+    def is_closing(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        """Waits until the client has read everything, as asyncio's own does."""
+
+    def abort(self) -> None:
+        self.aborted.set()
+
+
+async def test_a_closing_connection_that_nobody_reads_is_reset() -> None:
+    """A26: asyncio waits without end until the last bytes have left, and the place is taken."""
+    settings = ServerConfig(write_timeout_s=0.05)
+    connections = Connections(asyncio.Protocol, settings, lambda: "id", lambda: None)
+    connection, unread = connections(), Unread()
+    connection.connection_made(unread)
+    connection.close()
+
+    async with asyncio.timeout(PATIENCE_S):
+        await unread.aborted.wait()
 
 
 async def test_pipelined_requests_are_answered_in_order(gateway: GatewayFixture) -> None:
