@@ -13,6 +13,10 @@ import sys
 from functools import cache
 from pathlib import Path
 
+import pytest
+
+from tests.dependency_privates import imported, inherited, reached_into
+
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("gateway", "engine", "kernels", "tenancy")
 FUNCTION_LINES_MAX = 70
@@ -30,6 +34,23 @@ LARGER_FOLDERS: dict[str, str] = {}
 
 ESCAPES_MAX = {"type: ignore": 0, "noqa": 0, "pragma: no cover": 0}
 """How many comments in the product may silence a checker."""
+
+REACHED_INTO = {
+    "_reckoning": "tests of the gateway run its background work at once",
+    "_holdings": "the cache's checker is tested on broken state",
+    "_spare": "the cache's checker is tested on broken state",
+    "_nodes": "the cache's checker is tested on broken state",
+    "_wire": "a child process is killed and its connection cut",
+    "_process": "a child process is killed and its connection cut",
+    "_send": "a scripted endpoint stops waiting for its clock",
+    "_door": "late holds are told apart from those of the ledger inside",
+    "_seen": "the room of a counter is bounded",
+    "_thread": "the ledger's writer has died",
+    "_writer": "the connection of the ledger's writer is lost",
+    "_writer_id": "the connection of the ledger's writer is lost",
+    "_request_id": "both SDKs document it as public, for all its underscore",
+}
+"""Private names that tests look at, all of our own code but the last. Prefer public ones."""
 
 
 @cache
@@ -183,3 +204,60 @@ def test_nothing_deserialises_code() -> None:
     for path in sources(*FOLDERS, "tests"):
         for number, line in enumerate(path.read_text().splitlines(), 1):
             assert not banned.search(line), f"{name_of(path)}:{number}"
+
+
+@pytest.mark.parametrize("path", sources(*FOLDERS, "tests"), ids=name_of)
+def test_no_private_name_of_a_dependency_is_imported_or_inherited(path: Path) -> None:
+    """What a dependency keeps to itself changes without notice: with another aiohttp, which
+    pyproject.toml allowed, every request got an empty reply."""
+    tree = ast.parse(path.read_text())
+
+    assert [*imported(tree), *inherited(tree)] == []
+
+
+@pytest.mark.parametrize("path", sources("tests"), ids=name_of)
+def test_tests_reach_into_no_dependency(path: Path) -> None:
+    """As ruff's SLF001 has it for the product."""
+    found = set(reached_into(ast.parse(path.read_text())))
+
+    assert found - REACHED_INTO.keys() == set()
+
+
+def test_the_list_of_private_names_that_tests_look_at_is_true() -> None:
+    """A name that is no longer needed leaves the list."""
+    found = {
+        name for path in sources("tests") for name in reached_into(ast.parse(path.read_text()))
+    }
+
+    assert REACHED_INTO.keys() - found == set()
+
+
+PLANTED = {
+    "from aiohttp.http_writer import _serialize_headers": "aiohttp.http_writer._serialize_headers",
+    "from llguidance._lib import JsonCompileOptions": "llguidance._lib.JsonCompileOptions",
+    "import aiohttp._http_writer": "aiohttp._http_writer",
+    "from jinja2 import Environment\nclass A(Environment):\n def _parse(self): ...": "A._parse",
+    "from aiohttp import web\nclass A(web.AppRunner):\n async def _make_server(self): ...": (
+        "A._make_server"
+    ),
+    "import aiohttp.web_protocol as p\nclass A(p.RequestHandler):\n"
+    " def start(self): return self._messages": "A._messages",
+    "from argparse import ArgumentParser\nclass A(ArgumentParser):\n"
+    " def f(self): return self._actions": "A._actions",
+}
+
+
+@pytest.mark.parametrize("source", PLANTED)
+def test_a_private_name_that_was_planted_is_found(source: str) -> None:
+    """The searches above are of no use if they find nothing."""
+    tree = ast.parse(source)
+
+    assert [*imported(tree), *inherited(tree)] == [PLANTED[source]]
+
+
+@pytest.mark.parametrize(
+    "source", ["site._server.sockets", "patch.setattr(site, '_server', 1)", "getattr(x, '_server')"]
+)
+def test_an_attribute_that_was_planted_is_found(source: str) -> None:
+    """An attribute, or its name as a string."""
+    assert list(reached_into(ast.parse(source))) == ["_server"]

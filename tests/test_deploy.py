@@ -106,9 +106,11 @@ def test_labels_that_are_asked_for_exist() -> None:
     telemetry = Metrics(10)
     telemetry.show_cache({"1h": {"given": 1, "running": 1}}, 1)
     labels = {
-        name: set(metric.labels)
-        for name, metric in telemetry.registry._names_to_collectors.items()
+        family.name + suffix: set(metric.labels)
+        for metric in vars(telemetry).values()
         if isinstance(metric, LabelledCounter | CounterGroup | DurationHistogram)
+        for family in metric.describe()
+        for suffix in ("_total", "_bucket", "_count", "_sum")
     }
     for family in telemetry.registry.collect():
         for sample in family.samples:

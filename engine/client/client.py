@@ -297,11 +297,15 @@ class SocketEngine(EngineConnection, asyncio.Protocol):
         transport, engine = await asyncio.get_running_loop().create_unix_connection(cls, sock=wire)
         try:
             transport.write(encode(hello))
-            await engine._welcome
+            await engine.wait_ready()
         except BaseException:
             transport.close()
             raise
         return engine
+
+    async def wait_ready(self) -> EngineInfo:
+        """The engine's word on itself, once it is ready. Raises EngineError."""
+        return await self._welcome
 
     def post(self, command: Command) -> None:
         """See `EngineConnection.post`. Raises EngineUnavailable if the engine has stopped reading,

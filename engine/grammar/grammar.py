@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
@@ -21,26 +21,11 @@ from engine.api import Grammar
 from engine.errors import RequestRefused
 from engine.plan import Mask
 
-if TYPE_CHECKING:
-    from llguidance._lib import JsonCompileOptions
-
 MESSAGE_CHARACTERS: Final = 300
 
-_OPTIONS: Final[JsonCompileOptions] = {
-    "lenient": False,
-    "coerce_one_of": False,
-    "whitespace_pattern": r" |\r?\n[ \t]{0,40}",
-}
-"""What a schema may not choose for itself. To ignore what it says; and how much white space there
-is between two tokens of JSON: a space, or a new line and its indent. Small models that may write
+_WHITESPACE: Final = r" |\r?\n[ \t]{0,40}"
+"""Between two tokens of JSON: a space, or a new line and its indent. Small models that may write
 more fill whole answers with it."""
-
-_LENIENT_OPTIONS: Final[JsonCompileOptions] = {
-    **_OPTIONS,
-    "lenient": True,
-    "coerce_one_of": True,
-}
-"""For those who did not ask for all that their schema says."""
 
 _TOO_BIG: Final = ("too many", "too big", "too large", "too deep", "limit", "max is", "fuel")
 """Words of llguidance's errors that tell of a bound, not of a mistake."""
@@ -223,15 +208,31 @@ def compile_grammar(grammar: Grammar, vocabulary: Vocabulary) -> Compiled:
 def _source(grammar: Grammar) -> str:
     match grammar.kind:
         case "json_object":
-            return LLMatcher.grammar_from_json_schema('{"type": "object"}', overrides=_OPTIONS)
+            return _json_grammar('{"type": "object"}', lenient=False)
         case "json_schema":
-            return LLMatcher.grammar_from_json_schema(grammar.text, overrides=_OPTIONS)
+            return _json_grammar(grammar.text, lenient=False)
         case "lenient_json_schema":
-            return LLMatcher.grammar_from_json_schema(grammar.text, overrides=_LENIENT_OPTIONS)
+            return _json_grammar(grammar.text, lenient=True)
         case "regex":
             return LLMatcher.grammar_from_regex(grammar.text)
         case "lark":
             return LLMatcher.grammar_from_lark(grammar.text)
+
+
+def _json_grammar(schema: str, *, lenient: bool) -> str:
+    """A schema's grammar. What is overridden, a schema may not choose for itself.
+
+    `lenient`: ignore what llguidance does not support, for clients that did not ask for all that
+    their schema says.
+    """
+    return LLMatcher.grammar_from_json_schema(
+        schema,
+        overrides={
+            "lenient": lenient,
+            "coerce_one_of": lenient,
+            "whitespace_pattern": _WHITESPACE,
+        },
+    )
 
 
 def _raise_error(grammar: Grammar, walk: LLMatcher) -> None:

@@ -131,13 +131,14 @@ class BoundedSandbox(ImmutableSandboxedEnvironment):
 
     # -- what makes values ----------------------------------------------------------------------
 
-    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        tree = super()._parse(source, name, filename)
+    def compile(self, source: str | nodes.Template, *args: Any, **kwargs: Any) -> Any:
+        """A template's code, with what it makes counted. See `jinja2.Environment.compile`."""
+        tree = self.parse(source) if isinstance(source, str) else source
         counting = _Counting()
         counting.visit(tree)
         self.has_captures = self.has_captures or counting.has_captures
         tree.set_environment(self)
-        return tree
+        return super().compile(tree, *args, **kwargs)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         """Operators whose result may be larger than both operands."""

@@ -44,16 +44,25 @@ def request(name: str, max_tokens: int = 4, prompt: tuple[int, ...] = (1, 2, 3))
 class Child:
     """An engine process, the gateway's end of its socket, and its log."""
 
-    def __init__(self, process: asyncio.subprocess.Process, wire: socket.socket, model: str):
+    def __init__(
+        self,
+        process: asyncio.subprocess.Process,
+        wire: socket.socket,
+        model: str,
+        lines: asyncio.StreamReader,
+        log: asyncio.ReadTransport,
+    ) -> None:
+        """`lines`: its log, read through `log`."""
         self.process = process
         self.wire = wire
+        self.log = log
         self._model = model
+        self._lines = lines
 
     async def event(self, name: str) -> dict[str, Any]:
         """The next log line of that event."""
-        assert self.process.stderr is not None
         async with asyncio.timeout(DEADLINE_S):
-            while line := await self.process.stderr.readline():
+            while line := await self._lines.readline():
                 facts: dict[str, Any] = json.loads(line)
                 if facts["event"] == name:
                     return facts
@@ -86,20 +95,27 @@ class Child:
 @asynccontextmanager
 async def child(fault: str = "") -> AsyncIterator[Child]:
     ours, theirs = socket.socketpair()
+    read_end, write_end = os.pipe()
+    lines = asyncio.StreamReader()
+    log, _ = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(lines), os.fdopen(read_end, "rb")
+    )
     with theirs:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "tests.unit.engine.server.fake_engine_process"),
             stdin=theirs.fileno(),
-            stderr=asyncio.subprocess.PIPE,
+            stderr=write_end,
             start_new_session=True,
         )
+    os.close(write_end)
     try:
-        yield Child(process, ours, f"fake/{fault}")
+        yield Child(process, ours, f"fake/{fault}", lines, log)
     finally:
         ours.close()
         if process.returncode is None:
             process.kill()
         await process.communicate()
+        log.close()
 
 
 async def first(engine: SocketEngine, asked: Request, kind: type) -> Any:
@@ -256,8 +272,7 @@ async def test_its_log_can_be_closed() -> None:
     """Nobody to log to is no reason to stop."""
     async with child() as engine:
         client = await engine.connect()
-        assert engine.process.stderr is not None
-        engine.process.stderr._transport.close()  # type: ignore[attr-defined]
+        engine.log.close()
 
         await first(client, request("b"), Finished)
         engine.process.send_signal(signal.SIGTERM)

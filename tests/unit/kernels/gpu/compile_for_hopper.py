@@ -1,8 +1,7 @@
 """Compile the tree-attention kernels for sm_90 on a machine without a GPU; report what came out.
 
-Run as a program (the interpreter's switch must be off when the kernels are imported), for `plain`
-or `by-hand`; prints one JSON object per tile class: registers, spills, shared memory, matrix
-instructions.
+Run as a program (the interpreter's switch must be off when the kernels are imported). It prints one
+JSON object per tile class: registers, spills, shared memory, matrix instructions.
 """
 
 from __future__ import annotations
@@ -17,10 +16,7 @@ from pathlib import Path
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from triton.experimental.gluon._runtime import GluonASTSource
 
-from kernels.gpu import hopper_attention
-from kernels.gpu.hopper_attention import hopper_attention_kernel
 from kernels.gpu.tree_attention import tree_attention_kernel
 from kernels.gpu.work_list import BIG, SMALL, WIDE, TileConfig
 
@@ -56,39 +52,12 @@ def compile_class(
     return {
         "class": config.name + " off a queue" * queue,
         "causal": causal,
-        **_report(source, options),
+        **report(source, options),
     }
 
 
-def compile_by_hand(
-    config: TileConfig, *, causal: bool, queue: bool = False, group: int = 4
-) -> dict[str, object]:
-    """The same of a tile scheduled by hand."""
-    kv_heads, layers, slots, head_dim = 8, 32, 16, 128
-    groups = config.vectors // hopper_attention.VECTORS
-    constants = {
-        "G": group, "GP": group, "M": hopper_attention.VECTORS, "GROUPS": groups,
-        "H": kv_heads * group, "D": head_dim, "SLOTS": slots, "KEYS": config.keys,
-        "STAGES": hopper_attention.STAGES, "CAUSAL": causal,
-        "BLOCK_ROWS": layers * 2 * kv_heads * slots, "VALUE_ROWS": kv_heads * slots,
-        "REGISTERS": hopper_attention.REGISTERS,
-        "PRODUCER_REGISTERS": hopper_attention.PRODUCER_REGISTERS,
-        "WAITS": not queue, "LETS_GO": not queue, "FOLLOWS": queue, "QUEUE": queue,
-    }  # fmt: skip
-    names = hopper_attention_kernel.arg_names
-    pool = f"tensordesc<bf16[{slots}, 64],{hopper_attention.ORDER!r}>"
-    types = {**POINTERS, "pool": pool, "rows_total": "i32", "layer_row": "i32", "scale": "fp32"}
-    signature = {n: "constexpr" if n in constants else types[n] for n in names}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if n in POINTERS}
-    source = GluonASTSource(
-        fn=hopper_attention_kernel, signature=signature, constexprs=constants, attrs=aligned
-    )
-    options = {"num_warps": 4} | ({"maxnreg": 128} if groups == 1 else {})
-    name = config.name + " by hand" + " off a queue" * queue
-    return {"class": name, "causal": causal, **_report(source, options)}
-
-
-def _report(source: ASTSource, options: dict[str, int]) -> dict[str, object]:
+def report(source: ASTSource, options: dict[str, int]) -> dict[str, object]:
+    """Compile a kernel for sm_90; its registers, spills, shared memory and instructions."""
     kernel = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -116,17 +85,11 @@ def _report(source: ASTSource, options: dict[str, int]) -> dict[str, object]:
 
 
 def main() -> None:
-    if sys.argv[1] == "by-hand":
-        reports = [
-            compile_by_hand(BIG, causal=False, queue=True),
-            compile_by_hand(WIDE, causal=True),
-        ]
-    else:
-        classes = ((SMALL, False), (BIG, False), (SMALL, True), (BIG, True), (WIDE, True))
-        reports = [compile_class(config, causal=causal) for config, causal in classes]
-        reports.append(compile_class(BIG, causal=False, queue=True))
-    for report in reports:
-        sys.stdout.write(json.dumps(report) + "\n")
+    classes = ((SMALL, False), (BIG, False), (SMALL, True), (BIG, True), (WIDE, True))
+    reports = [compile_class(config, causal=causal) for config, causal in classes]
+    reports.append(compile_class(BIG, causal=False, queue=True))
+    for one in reports:
+        sys.stdout.write(json.dumps(one) + "\n")
 
 
 if __name__ == "__main__":
