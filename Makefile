@@ -6,7 +6,7 @@ DATA   ?= data
 export TRUNKLINE_DATA_DIR ?= $(DATA)
 
 .DEFAULT_GOAL := all
-.PHONY: all setup hooks older serve check test slow ci fmt lint bench sim crash gpu pull clean
+.PHONY: all setup hooks older bounds serve check test slow ci fmt lint bench sim crash gpu pull clean
 
 all: check test
 
@@ -21,6 +21,9 @@ setup: $(VENV)/.stamp
 
 older: setup           ## older majors of the clients' SDKs, for tests/e2e/test_older_*
 	$(BIN)/python -m tests.e2e.older_sdks
+
+bounds: setup          ## the smoke tests with the oldest and the newest dependencies that pyproject.toml allows
+	$(BIN)/python -m tests.e2e.dependency_bounds
 
 pull: setup            ## fetch the default model
 	$(BIN)/trunkline pull

@@ -1,0 +1,100 @@
+"""The smoke tests with the oldest and the newest dependencies that pyproject.toml allows.
+
+Run as a program (`make bounds`) it installs each set into a folder of its own, beside the packages
+of this environment, and runs tests in a process that finds that folder first. A version that the
+package index does not have is left out, and said to be skipped; anything else that fails is an
+error.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent.parent
+FOLDER = Path(sys.prefix) / "bounds"
+PACKAGES = (
+    "aiohttp", "apsw", "jinja2", "llguidance", "msgspec", "prometheus-client", "sortedcontainers",
+    "tokenizers", "xxhash",
+)  # fmt: skip
+"""Those that an answer passes through, and that are quickly installed."""
+BULKY = ("tokenizers",)
+"""Installed without what they depend on, none of which is used here."""
+TESTS = (
+    "tests/e2e/test_smoke.py", "tests/unit/gateway/http/test_request_body.py",
+    "tests/unit/gateway/http/test_connection.py", "tests/unit/gateway/http/test_server.py",
+    "tests/unit/gateway/prompt/test_template.py", "tests/unit/gateway/prompt/test_tokenizer.py",
+    "tests/unit/gateway/http/test_response.py", "tests/unit/tenancy/storage/test_sqlite.py", )  #
+    fmt: skip
+
+
+def allowed() -> dict[str, str]:
+    """Each package's specifier in pyproject.toml: all of them give a lower bound."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    given = dict(re.split("(?=[<>=!~])", one, maxsplit=1) for one in project["dependencies"])
+    return {name: given[name] for name in PACKAGES}
+
+
+def install(folder: Path, wanted: dict[str, str]) -> dict[str, str]:
+    """Install `wanted` (package: specifier) into a folder; what the index does not have of it.
+
+    Raises CalledProcessError if it fails for another reason.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    missing: dict[str, str] = {}
+    for names in ([n for n in wanted if n not in BULKY], list(BULKY)):
+        more = ["--no-deps"] if names == list(BULKY) else []
+        while left := [name + wanted[name] for name in names if name not in missing]:
+            pip = [sys.executable, "-m", "pip", "install", "--quiet", "--only-binary", ":all:"]
+            command = [*pip, "--upgrade", "--target", str(folder), *more, *left]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode == 0:
+                break
+            unknown = re.search(r"No matching distribution found for ([\w-]+)", done.stderr)
+            if unknown is None or unknown[1] not in wanted:
+                sys.stderr.write(done.stderr)
+                done.check_returncode()
+                break
+            missing[unknown[1]] = wanted[unknown[1]]
+    return missing
+
+
+def run_tests(folder: Path) -> int:
+    """The smoke tests, with a folder's packages before all others. Returns their exit status."""
+    paths = os.pathsep.join((str(folder), str(ROOT)))
+    command = [sys.executable, "-m", "pytest", "-q", "--no-header", *TESTS]
+    done = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": paths}, check=False)
+    return done.returncode
+
+
+def installed(folder: Path) -> str:
+    """The packages of a folder with their versions, as a process finds them there."""
+    found = sorted(
+        one.name.removesuffix(".dist-info").replace("-", " ") for one in folder.glob("*.dist-info")
+    )
+    names = {name.replace("-", "_") for name in PACKAGES}
+    return ", ".join(one for one in found if one.split()[0].lower() in names)
+
+
+def main(folder: Path) -> int:
+    """Returns the exit status: 0 if both sets work."""
+    specifiers = allowed()
+    oldest = {name: one.replace(">=", "==") for name, one in specifiers.items()}
+    status = 0
+    for name, wanted in (("oldest", oldest), ("newest", specifiers)):
+        missing = install(folder / name, wanted)
+        for package, specifier in missing.items():
+            sys.stdout.write(f"skipped: the package index has no {package}{specifier}\n")
+        sys.stdout.write(f"{name}: {installed(folder / name)}\n")
+        sys.stdout.flush()
+        status |= run_tests(folder / name)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]) if sys.argv[1:] else FOLDER))

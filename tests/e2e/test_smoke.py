@@ -1,0 +1,156 @@
+"""The least that has to work with every version of a dependency that pyproject.toml allows.
+
+`tests.e2e.dependency_bounds` runs it with the oldest and with the newest versions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+from typing import Any
+
+import pytest
+
+from tests.unit.gateway.gateway_fixture import PATIENCE_S, House, head, read_answer, status_of
+
+TURN = [{"role": "user", "content": "hello"}]
+GEMINI = {
+    "contents": [{"role": "user", "parts": [{"text": "hello"}]}],
+    "generationConfig": {"maxOutputTokens": 4},
+}
+STREAM = {"stream": True}
+REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "chat": ("/v1/chat/completions", {"messages": TURN, "max_tokens": 4}),
+    "completion": ("/v1/completions", {"prompt": "hello", "max_tokens": 4}),
+    "response": ("/v1/responses", {"input": "hello", "max_output_tokens": 16}),
+    "message": ("/v1/messages", {"messages": TURN, "max_tokens": 4}),
+}
+
+
+@pytest.mark.parametrize("kind", REQUESTS)
+async def test_a_dialect_answers_whole_and_streamed(house: House, kind: str) -> None:
+    """Prompt, engine, encoder, socket and ledger in one go."""
+    path, body = REQUESTS[kind]
+    status, whole, response = await house.ask(path, {"model": house.model, **body})
+    streamed, events, _ = await house.ask(path, {"model": house.model, **body, **STREAM})
+
+    assert (status, streamed) == (200, 200)
+    assert isinstance(whole, dict)
+    assert response.headers["Server"] == "trunkline"
+    assert len(response.headers["X-Request-Id"]) == 32
+    assert events.count("data: ") >= 2
+    assert [entry[0] for entry in house.entries()] == ["done", "done"]
+    await house.check_quiet()
+
+
+async def test_gemini_answers_whole_and_streamed(house: House) -> None:
+    """Its model and its verb are in the path, colon and all."""
+    path = f"/v1beta/models/{house.model}"
+    status, whole, _ = await house.ask(f"{path}:generateContent", GEMINI)
+    streamed, events, _ = await house.ask(f"{path}:streamGenerateContent?alt=sse", GEMINI)
+
+    assert (status, streamed) == (200, 200)
+    assert whole["candidates"]
+    assert events.startswith("data: ")
+    await house.check_quiet()
+
+
+async def test_a_gzipped_body_and_a_refused_one(house: House) -> None:
+    """The listener's options reach the parser: bodies come as they were sent."""
+    body = gzip.compress(json.dumps(house.chat()).encode())
+    status, _, _ = await house.ask(body=body, headers={"Content-Encoding": "gzip"})
+    refused, error, _ = await house.ask(body=b"{", headers={"Content-Encoding": "identity"})
+
+    assert (status, refused, error["error"]["code"]) == (200, 400, "invalid_json")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        head("GET /healthz HTTP/1.1", f"X-Long: {'x' * 9_000}"),
+        head("GET /healthz HTTP/1.1", *(f"X-{number}: 1" for number in range(200))),
+        head("GET /healthz HTTP/1.1", "Content-Length: 2", "Content-Length: 3"),
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(64),
+    ],
+    ids=["a long header", "many headers", "two lengths", "no HTTP"],
+)
+async def test_a_head_that_is_not_taken_gets_our_page(house: House, data: bytes) -> None:
+    """Its shape, an id, and nothing of what was sent."""
+    answer = await house.raw(data)
+
+    assert status_of(answer) == 400
+    assert b'"code": "bad_http"' in answer
+    assert b"x-request-id: " in answer
+    assert b"xxx" not in answer
+
+
+async def test_a_slow_head_is_cut_off(made: House) -> None:
+    """On a fresh connection, and behind an answer."""
+    made.set_server(header_timeout_s=0.2)
+    await made.open()
+    fresh = await made.raw(b"GET /healthz HTTP/1.1\r\nHost: 127")
+    async with made.connection() as (reader, writer):
+        writer.write(head("GET /healthz HTTP/1.1"))
+        first = await read_answer(reader)
+        writer.write(b"GET /")
+        second = await read_answer(reader)
+
+    assert [status_of(one) for one in (fresh, first, second)] == [408, 200, 408]
+    await made.close()
+
+
+async def test_errors_have_their_dialects_shape(house: House) -> None:
+    """Paths that are not there, methods that are not taken, and keys that are none."""
+    answers = [
+        await house.ask("/nowhere", method="GET"),
+        await house.ask("/v1/messages", method="GET"),
+        await house.ask("/v1/messages", {}, who=None),
+    ]
+
+    assert [status for status, _, _ in answers] == [404, 405, 401]
+    assert answers[1][2].headers["Allow"] == "POST"
+    assert answers[2][1]["type"] == "error"
+
+
+async def test_a_connection_takes_two_requests_and_closes_when_asked(house: House) -> None:
+    """Kept open by default, closed by either side's word."""
+    body = json.dumps(house.chat()).encode()
+    async with house.connection() as (reader, writer):
+        writer.write(house.post("/v1/chat/completions", body))
+        first = await read_answer(reader)
+        writer.write(house.post("/v1/chat/completions", body, "Connection: close"))
+        second = await read_answer(reader)
+        async with asyncio.timeout(PATIENCE_S):
+            rest = await reader.read()
+
+    assert [status_of(first), status_of(second), rest] == [200, 200, b""]
+    await house.check_quiet()
+
+
+async def test_a_client_that_leaves_ends_its_request(house: House) -> None:
+    """The handler is cancelled, the blocks come back, and what was used is written down."""
+    house.runner.hold_after(2)
+    body = json.dumps(house.chat(max_tokens=400)).encode()
+    async with house.connection() as (_, writer):
+        writer.write(house.post("/v1/chat/completions", body))
+        await house.until(lambda: house.runner.is_held)
+        writer.transport.abort()
+        house.runner.release()
+        await house.until(lambda: bool(house.entries()))
+
+    assert [entry[0] for entry in house.entries()] == ["cancelled"]
+    await house.check_quiet()
+
+
+async def test_a_shutdown_ends_idle_connections(made: House) -> None:
+    """At once, not after their keep-alive."""
+    await made.open()
+    async with made.connection() as (reader, writer):
+        writer.write(head("GET /healthz HTTP/1.1"))
+        answer = await read_answer(reader)
+        await made.close()
+        async with asyncio.timeout(PATIENCE_S):
+            rest = await reader.read()
+
+    assert (status_of(answer), rest) == (200, b"")
