@@ -1,7 +1,7 @@
 """Finds what was declared for a method and a path.
 
 Paths are written as in aiohttp: `/v1/models/{name}`, or `{target:.+}` with a pattern. It knows no
-handler, no role and no request. `middleware` has a table for each listener.
+handler and no role. `middleware` has a table for each listener.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import re
 from typing import Generic, TypeVar
 
 from aiohttp import web
-from yarl import URL
 
 T = TypeVar("T")
 
@@ -52,11 +51,12 @@ class RouteTable(Generic[T]):
         assert method not in of_path, f"{method} {path} was declared twice"
         of_path[method] = value
 
-    def find(self, method: str, url: URL) -> tuple[T, dict[str, str]]:
+    def find(self, request: web.BaseRequest) -> tuple[T, dict[str, str]]:
         """(value, decoded parameters). O(1) for a path without parameters, as it was declared.
 
         Raises web.HTTPNotFound, and web.HTTPMethodNotAllowed with the methods that are declared.
         """
+        method, url = request.method, request.rel_url
         exact = self._exact.get(url.raw_path)
         if exact is not None and method in exact:
             return exact[method], {}

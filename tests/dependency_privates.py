@@ -13,6 +13,8 @@ from collections.abc import Iterator
 
 OWN = frozenset(("gateway", "engine", "kernels", "tenancy", "tests"))
 
+IMPORTERS = ("import_module", "importorskip", "find_spec", "__import__")
+
 
 def is_private(name: str) -> bool:
     """Does a name begin with one underscore? `_` alone and `__init__` do not count."""
@@ -20,13 +22,15 @@ def is_private(name: str) -> bool:
 
 
 def imported(tree: ast.Module) -> Iterator[str]:
-    """Private modules and names that are imported from outside."""
+    """Private modules and names that are imported from outside, by statement or by call."""
     for node in ast.walk(tree):
-        names = []
+        names: list[str] = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
             names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(IMPORTERS):
+            names = [str(one.value) for one in node.args[:1] if isinstance(one, ast.Constant)]
         for name in names:
             root, *rest = name.split(".")
             if root not in OWN and root != "__future__" and any(map(is_private, [root, *rest])):

@@ -236,6 +236,9 @@ PLANTED = {
     "from aiohttp.http_writer import _serialize_headers": "aiohttp.http_writer._serialize_headers",
     "from llguidance._lib import JsonCompileOptions": "llguidance._lib.JsonCompileOptions",
     "import aiohttp._http_writer": "aiohttp._http_writer",
+    "pytest.importorskip('opentelemetry.semconv._incubating')": (
+        "opentelemetry.semconv._incubating"
+    ),
     "from jinja2 import Environment\nclass A(Environment):\n def _parse(self): ...": "A._parse",
     "from aiohttp import web\nclass A(web.AppRunner):\n async def _make_server(self): ...": (
         "A._make_server"

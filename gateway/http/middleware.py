@@ -107,7 +107,7 @@ class Middleware:
     ) -> Awaitable[web.StreamResponse]:
         """The handler at work, behind the door. Raises what keeps a request out."""
         try:
-            (route, path), state.parameters = self._table.find(request.method, request.rel_url)
+            (route, path), state.parameters = self._table.find(request)
         except web.HTTPException as error:
             state.shape = self._shape_by_header(request)
             check_host(request, self._hosts)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
+import selectors
 import sys
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -22,7 +23,8 @@ from tests.unit.gateway.gateway_fixture import PATIENCE_S, GatewayFixture
 
 ROOT = Path(__file__).parents[2]
 OURS = tuple(str(ROOT / folder) for folder in ("engine", "gateway", "tenancy"))
-TURN = "BaseEventLoop._run_once"
+TURN = f"{selectors.DefaultSelector.__name__}.select"
+"""Called once in each turn of the loop."""
 CAME = "/gateway/connection.py:Connection.data_received"
 ASKED = "/engine/client.py:Connection.submit"
 WARM, COUNTED = 40, 64
