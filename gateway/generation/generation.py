@@ -33,7 +33,7 @@ from gateway.http.connection import CONNECTION
 from gateway.http.error_mapping import refusal_of
 from gateway.http.request_body import read_body
 from gateway.http.request_context import STATE, RequestState, asked
-from gateway.http.response import ClientGone, begin, send, write
+from gateway.http.response import ClientGone, begin, send, streamed, write
 from gateway.ledger.metering import LedgerReservation
 from gateway.observability.tracing import operation_of
 from tenancy.errors import LedgerUnavailable, LimitExceeded, TenancyError
@@ -314,7 +314,8 @@ class Generation:
             return
         try:
             if self._response is None:
-                self._response = await begin(self._request, self._head(is_stream=True))
+                self._response = streamed(self._request, self._head(is_stream=True))
+                await begin(self._request, self._response)
             await write(self._request, self._response, data)
         except ClientGone:
             if self._named is None:

@@ -18,7 +18,7 @@ from aiohttp import web
 from gateway.config import IdempotencyConfig
 from gateway.context import Context
 from gateway.errors import Kind, Refusal
-from gateway.http.response import PIECE_BYTES, begin, send, write
+from gateway.http.response import PIECE_BYTES, begin, send, streamed, write
 from tenancy.ledger.idempotency import Claim, Keeping, KeptAnswer, find
 from tenancy.types import Identity
 
@@ -105,7 +105,8 @@ async def replay(
     body = zlib.decompress(answer.body)  # bounded when it was recorded
     if not is_stream:
         return await send(request, 200, body, head)
-    response = await begin(request, head)
+    response = streamed(request, head)
+    await begin(request, response)
     for start in range(0, len(body), PIECE_BYTES):
         await write(request, response, body[start : start + PIECE_BYTES])
     return response

@@ -24,15 +24,18 @@ class ClientGone(Exception):
     """The client reads no more; the connection is closed and its request is given up."""
 
 
-async def begin(request: web.BaseRequest, headers: dict[str, str]) -> web.StreamResponse:
+def streamed(request: web.BaseRequest, headers: dict[str, str]) -> web.StreamResponse:
+    """A response to be streamed; nothing of it is sent before `begin`."""
+    return web.StreamResponse(headers=request[RESPONSE_HEADERS](headers))
+
+
+async def begin(request: web.BaseRequest, response: web.StreamResponse) -> None:
     """Send the head of a streamed response. Raises ClientGone."""
-    response = web.StreamResponse(headers=request[RESPONSE_HEADERS](headers))
     try:
         await response.prepare(request)
     except ConnectionError:
         abort(request)
         raise ClientGone from None
-    return response
 
 
 async def write(request: web.BaseRequest, response: web.StreamResponse, data: bytes) -> None:

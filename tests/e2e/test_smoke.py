@@ -12,7 +12,13 @@ from typing import Any
 
 import pytest
 
-from tests.unit.gateway.gateway_fixture import PATIENCE_S, House, head, read_answer, status_of
+from tests.unit.gateway.gateway_fixture import (
+    PATIENCE_S,
+    GatewayFixture,
+    head,
+    read_answer,
+    status_of,
+)
 
 TURN = [{"role": "user", "content": "hello"}]
 GEMINI = {
@@ -29,38 +35,38 @@ REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("kind", REQUESTS)
-async def test_a_dialect_answers_whole_and_streamed(house: House, kind: str) -> None:
+async def test_a_dialect_answers_whole_and_streamed(gateway: GatewayFixture, kind: str) -> None:
     """Prompt, engine, encoder, socket and ledger in one go."""
     path, body = REQUESTS[kind]
-    status, whole, response = await house.ask(path, {"model": house.model, **body})
-    streamed, events, _ = await house.ask(path, {"model": house.model, **body, **STREAM})
+    status, whole, response = await gateway.ask(path, {"model": gateway.model, **body})
+    streamed, events, _ = await gateway.ask(path, {"model": gateway.model, **body, **STREAM})
 
     assert (status, streamed) == (200, 200)
     assert isinstance(whole, dict)
     assert response.headers["Server"] == "trunkline"
     assert len(response.headers["X-Request-Id"]) == 32
     assert events.count("data: ") >= 2
-    assert [entry[0] for entry in house.entries()] == ["done", "done"]
-    await house.check_quiet()
+    assert [entry[0] for entry in gateway.entries()] == ["done", "done"]
+    await gateway.check_quiet()
 
 
-async def test_gemini_answers_whole_and_streamed(house: House) -> None:
+async def test_gemini_answers_whole_and_streamed(gateway: GatewayFixture) -> None:
     """Its model and its verb are in the path, colon and all."""
-    path = f"/v1beta/models/{house.model}"
-    status, whole, _ = await house.ask(f"{path}:generateContent", GEMINI)
-    streamed, events, _ = await house.ask(f"{path}:streamGenerateContent?alt=sse", GEMINI)
+    path = f"/v1beta/models/{gateway.model}"
+    status, whole, _ = await gateway.ask(f"{path}:generateContent", GEMINI)
+    streamed, events, _ = await gateway.ask(f"{path}:streamGenerateContent?alt=sse", GEMINI)
 
     assert (status, streamed) == (200, 200)
     assert whole["candidates"]
     assert events.startswith("data: ")
-    await house.check_quiet()
+    await gateway.check_quiet()
 
 
-async def test_a_gzipped_body_and_a_refused_one(house: House) -> None:
+async def test_a_gzipped_body_and_a_refused_one(gateway: GatewayFixture) -> None:
     """The listener's options reach the parser: bodies come as they were sent."""
-    body = gzip.compress(json.dumps(house.chat()).encode())
-    status, _, _ = await house.ask(body=body, headers={"Content-Encoding": "gzip"})
-    refused, error, _ = await house.ask(body=b"{", headers={"Content-Encoding": "identity"})
+    body = gzip.compress(json.dumps(gateway.chat()).encode())
+    status, _, _ = await gateway.ask(body=body, headers={"Content-Encoding": "gzip"})
+    refused, error, _ = await gateway.ask(body=b"{", headers={"Content-Encoding": "identity"})
 
     assert (status, refused, error["error"]["code"]) == (200, 400, "invalid_json")
 
@@ -75,9 +81,9 @@ async def test_a_gzipped_body_and_a_refused_one(house: House) -> None:
     ],
     ids=["a long header", "many headers", "two lengths", "no HTTP"],
 )
-async def test_a_head_that_is_not_taken_gets_our_page(house: House, data: bytes) -> None:
+async def test_a_head_that_is_not_taken_gets_our_page(gateway: GatewayFixture, data: bytes) -> None:
     """Its shape, an id, and nothing of what was sent."""
-    answer = await house.raw(data)
+    answer = await gateway.raw(data)
 
     assert status_of(answer) == 400
     assert b'"code": "bad_http"' in answer
@@ -85,7 +91,7 @@ async def test_a_head_that_is_not_taken_gets_our_page(house: House, data: bytes)
     assert b"xxx" not in answer
 
 
-async def test_a_slow_head_is_cut_off(made: House) -> None:
+async def test_a_slow_head_is_cut_off(unopened_gateway: GatewayFixture) -> None:
     """On a fresh connection, and behind an answer."""
     made.set_server(header_timeout_s=0.2)
     await made.open()
@@ -100,12 +106,12 @@ async def test_a_slow_head_is_cut_off(made: House) -> None:
     await made.close()
 
 
-async def test_errors_have_their_dialects_shape(house: House) -> None:
+async def test_errors_have_their_dialects_shape(gateway: GatewayFixture) -> None:
     """Paths that are not there, methods that are not taken, and keys that are none."""
     answers = [
-        await house.ask("/nowhere", method="GET"),
-        await house.ask("/v1/messages", method="GET"),
-        await house.ask("/v1/messages", {}, who=None),
+        await gateway.ask("/nowhere", method="GET"),
+        await gateway.ask("/v1/messages", method="GET"),
+        await gateway.ask("/v1/messages", {}, who=None),
     ]
 
     assert [status for status, _, _ in answers] == [404, 405, 401]
@@ -113,37 +119,39 @@ async def test_errors_have_their_dialects_shape(house: House) -> None:
     assert answers[2][1]["type"] == "error"
 
 
-async def test_a_connection_takes_two_requests_and_closes_when_asked(house: House) -> None:
+async def test_a_connection_takes_two_requests_and_closes_when_asked(
+    gateway: GatewayFixture,
+) -> None:
     """Kept open by default, closed by either side's word."""
-    body = json.dumps(house.chat()).encode()
-    async with house.connection() as (reader, writer):
-        writer.write(house.post("/v1/chat/completions", body))
+    body = json.dumps(gateway.chat()).encode()
+    async with gateway.connection() as (reader, writer):
+        writer.write(gateway.post("/v1/chat/completions", body))
         first = await read_answer(reader)
-        writer.write(house.post("/v1/chat/completions", body, "Connection: close"))
+        writer.write(gateway.post("/v1/chat/completions", body, "Connection: close"))
         second = await read_answer(reader)
         async with asyncio.timeout(PATIENCE_S):
             rest = await reader.read()
 
     assert [status_of(first), status_of(second), rest] == [200, 200, b""]
-    await house.check_quiet()
+    await gateway.check_quiet()
 
 
-async def test_a_client_that_leaves_ends_its_request(house: House) -> None:
+async def test_a_client_that_leaves_ends_its_request(gateway: GatewayFixture) -> None:
     """The handler is cancelled, the blocks come back, and what was used is written down."""
-    house.runner.hold_after(2)
-    body = json.dumps(house.chat(max_tokens=400)).encode()
-    async with house.connection() as (_, writer):
-        writer.write(house.post("/v1/chat/completions", body))
-        await house.until(lambda: house.runner.is_held)
+    gateway.runner.hold_after(2)
+    body = json.dumps(gateway.chat(max_tokens=400)).encode()
+    async with gateway.connection() as (_, writer):
+        writer.write(gateway.post("/v1/chat/completions", body))
+        await gateway.until(lambda: gateway.runner.is_held)
         writer.transport.abort()
-        house.runner.release()
-        await house.until(lambda: bool(house.entries()))
+        gateway.runner.release()
+        await gateway.until(lambda: bool(gateway.entries()))
 
-    assert [entry[0] for entry in house.entries()] == ["cancelled"]
-    await house.check_quiet()
+    assert [entry[0] for entry in gateway.entries()] == ["cancelled"]
+    await gateway.check_quiet()
 
 
-async def test_a_shutdown_ends_idle_connections(made: House) -> None:
+async def test_a_shutdown_ends_idle_connections(unopened_gateway: GatewayFixture) -> None:
     """At once, not after their keep-alive."""
     await made.open()
     async with made.connection() as (reader, writer):

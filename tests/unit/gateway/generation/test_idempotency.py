@@ -182,16 +182,16 @@ async def test_two_names_are_none(gateway: GatewayFixture) -> None:
     assert kept(gateway) == []
 
 
-@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize(("is_stream", "has_begun"), [(False, False), (True, True), (True, False)])
 async def test_an_answer_goes_on_for_a_client_that_left(
-    gateway: GatewayFixture, is_stream: bool
+    gateway: GatewayFixture, is_stream: bool, has_begun: bool
 ) -> None:
     """Which is what names are for: its retry finds the whole answer, and nothing is paid twice."""
-    gateway.runner.hold_after(HELD_STEPS)
+    gateway.runner.hold_after(HELD_STEPS if has_begun or not is_stream else 0)
     body = json.dumps(gateway.chat(max_tokens=200, stream=is_stream)).encode()
     async with gateway.connection() as (reader, writer):
         writer.write(gateway.post(CHAT, body, "Idempotency-Key: n"))
-        if is_stream:
+        if has_begun:
             await reader.readuntil(b"data: ")
         else:
             await gateway.until(lambda: kept(gateway) == [("n", False, False)])
