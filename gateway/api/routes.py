@@ -14,7 +14,7 @@ from gateway.dialects.openai import chat as openai_chat
 from gateway.dialects.openai import completions as openai_completions
 from gateway.dialects.openai import responses as openai_responses
 from gateway.dialects.protocol import Dialect, ErrorShape
-from gateway.route_table import pattern_of
+from gateway.http.route_table import pattern_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,8 +32,8 @@ from gateway.http.request_context import (
     span_facts,
 )
 from gateway.http.response import RESPONSE_HEADERS, ClientGone, abort, finish
+from gateway.http.route_table import RouteTable, canonical
 from gateway.observability.metrics import cached_as
-from gateway.route_table import RouteTable, canonical
 from tenancy.errors import KeyRefused
 
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]

@@ -12,9 +12,8 @@ product of tile i are both asked for before the softmax of tile i + 1, which hid
 second overlap of Shah et al., FlashAttention-3 (2024, arXiv 2407.08608); the first, groups in turn,
 gained nothing here (docs/gpu.md). Two groups of a program have each key copied in once.
 
-Written in Gluon, whose interface still moves between releases of Triton: importing this raises
-ImportError before Triton 3.9, where reinterpreting shared memory has no public name. It knows
-nothing of who shares what.
+Written in Gluon, whose interface still moves between releases of Triton: whoever imports this must
+be ready for an ImportError. Knows nothing of who shares what.
 """
 
 from __future__ import annotations
@@ -52,8 +51,9 @@ REGISTERS, PRODUCER_REGISTERS = 240, 24
 STAGES = 3
 """Tiles of K and V on their way: four to six are no faster."""
 
-if not hasattr(gl.shared_memory_descriptor, "reinterpret"):
-    raise ImportError("this Triton cannot reinterpret shared memory; 3.9 and later can")
+# Named differently across releases.
+IS_OLD = gl.constexpr(hasattr(gl.shared_memory_descriptor, "_reinterpret"))
+copy_in = tma.async_copy_global_to_shared if IS_OLD.value else tma.async_load
 
 
 @gluon.jit
@@ -107,14 +107,14 @@ def _produce(
             for c in gl.static_range(COLUMNS):
                 for b in gl.static_range(N):
                     piece = k_pieces.index((stage * COLUMNS + c) * N + b)
-                    tma.async_load(pool, [places[b], c * PIECE], k_full.index(stage), piece)
+                    copy_in(pool, [places[b], c * PIECE], k_full.index(stage), piece)
             mbarrier.wait(v_empty.index(stage), free)
             mbarrier.expect(v_full.index(stage), KEYS * D * 2)
             for c in gl.static_range(COLUMNS):
                 for b in gl.static_range(N):
                     piece = v_pieces.index((stage * COLUMNS + c) * N + b)
                     row = places[b] + VALUE_ROWS
-                    tma.async_load(pool, [row, c * PIECE], v_full.index(stage), piece)
+                    copy_in(pool, [row, c * PIECE], v_full.index(stage), piece)
             tile += 1
         taken += 1
         if QUEUE:
@@ -297,8 +297,12 @@ def hopper_attention_kernel(
     order: gl.constexpr = pool.layout
     k_pieces = gl.allocate_shared_memory(pool.dtype, [N, SLOTS, PIECE], order)
     v_pieces = gl.allocate_shared_memory(pool.dtype, [N, SLOTS, PIECE], order)
-    k_tiles = k_pieces.reinterpret(pool.dtype, [STAGES, KEYS, D], order)
-    v_tiles = v_pieces.reinterpret(pool.dtype, [STAGES, KEYS, D], order)
+    if IS_OLD:
+        k_tiles = k_pieces._reinterpret(pool.dtype, [STAGES, KEYS, D], order)
+        v_tiles = v_pieces._reinterpret(pool.dtype, [STAGES, KEYS, D], order)
+    else:
+        k_tiles = k_pieces.reinterpret(pool.dtype, [STAGES, KEYS, D], order)
+        v_tiles = v_pieces.reinterpret(pool.dtype, [STAGES, KEYS, D], order)
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)

@@ -93,17 +93,17 @@ async def test_a_head_that_is_not_taken_gets_our_page(gateway: GatewayFixture, d
 
 async def test_a_slow_head_is_cut_off(unopened_gateway: GatewayFixture) -> None:
     """On a fresh connection, and behind an answer."""
-    made.set_server(header_timeout_s=0.2)
-    await made.open()
-    fresh = await made.raw(b"GET /healthz HTTP/1.1\r\nHost: 127")
-    async with made.connection() as (reader, writer):
+    unopened_gateway.set_server(header_timeout_s=0.2)
+    await unopened_gateway.open()
+    fresh = await unopened_gateway.raw(b"GET /healthz HTTP/1.1\r\nHost: 127")
+    async with unopened_gateway.connection() as (reader, writer):
         writer.write(head("GET /healthz HTTP/1.1"))
         first = await read_answer(reader)
         writer.write(b"GET /")
         second = await read_answer(reader)
 
     assert [status_of(one) for one in (fresh, first, second)] == [408, 200, 408]
-    await made.close()
+    await unopened_gateway.close()
 
 
 async def test_errors_have_their_dialects_shape(gateway: GatewayFixture) -> None:
@@ -153,11 +153,11 @@ async def test_a_client_that_leaves_ends_its_request(gateway: GatewayFixture) ->
 
 async def test_a_shutdown_ends_idle_connections(unopened_gateway: GatewayFixture) -> None:
     """At once, not after their keep-alive."""
-    await made.open()
-    async with made.connection() as (reader, writer):
+    await unopened_gateway.open()
+    async with unopened_gateway.connection() as (reader, writer):
         writer.write(head("GET /healthz HTTP/1.1"))
         answer = await read_answer(reader)
-        await made.close()
+        await unopened_gateway.close()
         async with asyncio.timeout(PATIENCE_S):
             rest = await reader.read()
 

@@ -6,7 +6,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import make_mocked_request
 
-from gateway.route_table import RouteTable, canonical
+from gateway.http.route_table import RouteTable, canonical
 
 DECLARED = (
     ("POST", "/{version:v1|v1beta}/models/{target:.+}"),

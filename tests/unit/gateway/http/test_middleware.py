@@ -10,8 +10,8 @@ import pytest
 from gateway.dialects.canonical import Call
 from gateway.errors import Refusal
 from gateway.http.authentication import WRONG_KEYS_PER_MINUTE_MAX, WrongKeys
+from gateway.http.route_table import canonical
 from gateway.ledger.metering import wall_ms
-from gateway.route_table import canonical
 from tenancy.accounts.keys import create_key, list_keys, revoke_key
 from tenancy.accounts.tenants import find_tenant, set_status
 from tests.fakes import FakeClock

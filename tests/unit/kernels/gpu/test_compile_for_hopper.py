@@ -18,7 +18,10 @@ from kernels.gpu.tree_attention import HAS_GLUON
 ROOT = Path(__file__).parents[4]
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 
-PLAIN, BY_HAND = "tests.unit.kernels.gpu.compile_for_hopper", "tests.unit.kernels.compile_by_hand"
+PLAIN, BY_HAND = (
+    "tests.unit.kernels.gpu.compile_for_hopper",
+    "tests.unit.kernels.gpu.compile_by_hand",
+)
 
 CASES = {
     ("small", False),

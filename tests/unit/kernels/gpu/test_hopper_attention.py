@@ -7,11 +7,8 @@ import pytest
 import torch
 
 import kernels.gpu.tree_attention
+from kernels.gpu import hopper_attention
 from tests.unit.kernels.gpu.test_tree_attention import DEVICE, Case, attend, error, planner_for
-
-hopper_attention = pytest.importorskip(
-    "kernels.gpu.hopper_attention", reason="needs Triton 3.9", exc_type=ImportError
-)
 
 HEADS, KV_HEADS, HEAD_DIM = 8, 2, 128
 

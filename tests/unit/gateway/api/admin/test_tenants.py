@@ -8,8 +8,8 @@ import json
 import pytest
 
 from gateway.background.erasure import forget_removed
+from gateway.http.route_table import canonical
 from gateway.ledger.metering import wall_ms
-from gateway.route_table import canonical
 from tenancy.accounts.declared_tenants import DeclaredTenant, reconcile
 from tenancy.accounts.deletion import delete_tenant
 from tenancy.accounts.erasure_receipts import list_receipts

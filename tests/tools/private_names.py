@@ -54,6 +54,20 @@ def inherited(tree: ast.Module) -> Iterator[str]:
                 yield f"{node.name}.{name}"
 
 
+def defined_privates(tree: ast.Module) -> Iterator[str]:
+    """Private names that our own code defines: functions, classes, fields and `self._name`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names = [node.name]
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            names = [node.attr] if ast.unparse(node.value) in ("self", "cls") else []
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names = [node.id]
+        else:
+            names = []
+        yield from filter(is_private, names)
+
+
 def reached_into(tree: ast.Module) -> Iterator[str]:
     """Private attributes of anything but `self` and `cls`, also where named by a string. `os._exit`
     is documented as public."""
