@@ -1,4 +1,4 @@
-"""The prefix cache: blocks, trees of prefixes, leases and quotas. `PrefixCache` is its door."""
+"""The prefix cache: blocks, prefix trees, leases and quotas. `PrefixCache` is the entry point."""
 
 from engine.cache.block_table import BlockTable
 from engine.cache.events import CachePeek, CacheStats, Fact, NamespaceUse

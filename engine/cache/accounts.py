@@ -1,13 +1,13 @@
-"""What a namespace holds, and what all namespaces of one payer hold together.
+"""Block accounts: what one namespace holds, and what all namespaces of one payer hold.
 
-Each namespace has an account, and all accounts of one payer are one share, under one quota. A
-share's *borrowed* blocks are those above its floor; divided by its weight they say how far it is
-over (rule 9; `shares` keeps the order). Within a share its least recently used leaf goes first,
-whichever of its accounts that is in.
+Each namespace has a `NamespaceAccount`. All namespaces of one payer share a `PayerAccount` under
+one quota. A payer's *borrowed* blocks are the blocks above its floor; divided by the payer's weight
+they give its overage (rule 9; `fair_share` orders payers by it). Within a payer the policy in
+`eviction_policy` picks the next leaf, from any of the payer's namespaces.
 
-Pure bookkeeping: it knows no pool and no clock. What moves is noted, in a set of names for whoever
-tells of them and in a list of shares for the sums over all: so neither costs more than what has
-moved. Only `holdings`, `lease_book` and `shares` call it.
+The accounts know no pool and no clock. A change marks the namespace in a set of names and the payer
+in a list, so reporting and summing cost only as much as has changed. Only `block_manager`,
+`lease_manager` and `fair_share` call this module.
 """
 
 from __future__ import annotations
@@ -18,30 +18,31 @@ from collections.abc import Iterator
 from sortedcontainers import SortedList
 
 from engine.api import Namespace, Payer, Quota
-from engine.cache.lease_expiry import LeaseExpiry
+from engine.cache.lease_endpoints import LeaseEndpoints
 from engine.cache.prefix_tree import Node, PrefixTree
 
 
 class NamespaceAccount:
-    """What one namespace holds. All counts are blocks.
+    """The blocks of one namespace. All counts are in blocks.
 
-    `held`: allocated to it. `cached`: of these, in the tree and in nobody's table. `evictable`: of
-    these, not promised. `promised`: in the tree under a live promise, `promised_in` by its class;
-    `reserved`: promised to running requests that have not computed them yet. `ends`: where its
-    leases do. Where it moves, its name is put in the set `changed` that it was made with.
+    `held`: allocated to the namespace. `cached`: the part of `held` that only the tree refers to.
+    `evictable`: the part of `cached` that is not promised. `promised`: in the tree under a live
+    promise; `promised_in` splits it by retention class. `reserved`: promised to running requests
+    that have not computed them yet. `lease_endpoints`: the last blocks of each lease. Every change
+    adds the namespace to the set `changed` given to the constructor.
     """
 
     __slots__ = (
         "_changed",
         "cached",
-        "ends",
         "evictable",
         "held",
+        "lease_endpoints",
         "namespace",
+        "payer_account",
         "promised",
         "promised_in",
         "reserved",
-        "share",
         "tables",
         "tree",
         "write_epoch",
@@ -50,15 +51,15 @@ class NamespaceAccount:
     def __init__(
         self,
         namespace: Namespace,
-        share: PayerAccount,
+        payer_account: PayerAccount,
         block_size: int,
         serials: Iterator[int],
         changed: set[Namespace],
     ) -> None:
         self.namespace = namespace
-        self.share = share
+        self.payer_account = payer_account
         self.tree = PrefixTree(block_size, serials)
-        self.ends = LeaseExpiry()
+        self.lease_endpoints = LeaseEndpoints()
         self.tables = 0
         self.held = 0
         self.cached = 0
@@ -70,61 +71,69 @@ class NamespaceAccount:
         self._changed = changed
 
     def add_held(self, blocks: int) -> None:
+        """Add `blocks` (may be negative) to the allocated blocks. O(1)."""
         self.held += blocks
-        self.share.held += blocks
-        self._moved()
+        self.payer_account.held += blocks
+        self._mark_changed()
 
     def add_cached(self, blocks: int, evictable: int) -> None:
-        """So many more are in the tree alone; `evictable` of them are not promised."""
+        """Add `blocks` that only the tree refers to; `evictable` of them are not promised. O(1)."""
         self.cached += blocks
         self.evictable += evictable
-        share = self.share
-        share.cached += blocks
-        share.evictable += evictable
-        self._moved()
+        payer_account = self.payer_account
+        payer_account.cached += blocks
+        payer_account.evictable += evictable
+        self._mark_changed()
 
     def add_promised(self, retention: str, blocks: int) -> None:
-        """In a class; the sums follow."""
+        """Add `blocks` under a live promise of the class `retention`, here and in the payer's sum.
+        O(1).
+        """
         self.promised_in[retention] += blocks
         if not self.promised_in[retention]:
             del self.promised_in[retention]
         self.promised += blocks
-        self.share.promised += blocks
-        self._moved()
+        self.payer_account.promised += blocks
+        self._mark_changed()
 
     def add_reserved(self, blocks: int) -> None:
+        """Add `blocks` that are promised and not computed yet. O(1)."""
         self.reserved += blocks
-        self.share.promised += blocks
-        self._moved()
+        self.payer_account.promised += blocks
+        self._mark_changed()
 
     @property
     def is_idle(self) -> bool:
-        """Nothing held, nobody running: it may be forgotten."""
+        """Return whether the namespace holds nothing and runs nothing, so its account may be
+        deleted.
+        """
         return not (self.held or self.tables or self.reserved)
 
-    def enter(self, node: Node) -> None:
-        """An unpinned, unpromised leaf may be evicted from now on. O(log n)."""
-        node.in_order = True
-        self.share.order.add((node.last_use_s, node.serial, node))
+    def add_evictable(self, node: Node) -> None:
+        """Put an unpinned, unpromised leaf into the payer's eviction order. O(log n)."""
+        node.is_in_eviction_order = True
+        self.payer_account.eviction_order.add((node.last_use_s, node.serial, node))
 
-    def leave(self, node: Node) -> None:
-        """It may not any more. O(log n)."""
-        node.in_order = False
-        self.share.order.remove((node.last_use_s, node.serial, node))
+    def remove_evictable(self, node: Node) -> None:
+        """Take a leaf out of the payer's eviction order. O(log n)."""
+        node.is_in_eviction_order = False
+        self.payer_account.eviction_order.remove((node.last_use_s, node.serial, node))
 
-    def _moved(self) -> None:
+    def _mark_changed(self) -> None:
         self._changed.add(self.namespace)
-        if not self.share.is_stale:
-            self.share.moved()
+        if not self.payer_account.is_stale:
+            self.payer_account.mark_stale()
 
 
 class PayerAccount:
-    """What all accounts of one payer hold together, under its quota.
+    """All accounts of one payer, under the payer's quota. All counts are in blocks.
 
-    `held`, `cached` and `evictable` are the sums of its accounts', `promised` that of promised and
-    reserved; the accounts keep them so. `floor_blocks`: what it is guaranteed of its quota's floor.
-    `order`: its evictable leaves, oldest use first. `is_stale`: it has moved and is in the list
-    `stale` that it was made with. `counted` and `place` are how `shares` counts it.
+    `held`, `cached` and `evictable` are sums over the namespaces; `promised` is the sum of promised
+    and reserved blocks. The namespace accounts keep these sums. `floor_blocks`: the guaranteed part
+    of the quota's floor. `eviction_order`: the payer's evictable leaves, least recent use first.
+    `is_stale`: the account has changed and is in the list `stale` given to the constructor.
+    `fair_share` keeps `counted` (what its sums include of this payer) and `order_entry` (the
+    payer's entry in its order).
     """
 
     __slots__ = (
@@ -133,12 +142,12 @@ class PayerAccount:
         "cached",
         "counted",
         "evictable",
+        "eviction_order",
         "floor_blocks",
         "held",
         "is_stale",
-        "order",
+        "order_entry",
         "payer",
-        "place",
         "promised",
         "quota",
         "serial",
@@ -151,63 +160,69 @@ class PayerAccount:
         self.floor_blocks = 0
         self.accounts: dict[Namespace, NamespaceAccount] = {}
         self.held = self.cached = self.evictable = self.promised = 0
-        self.order = SortedList()
+        self.eviction_order = SortedList()
         self.is_stale = False
         self.counted = (0, 0, 0)
-        self.place: tuple[float, int, PayerAccount] | None = None
+        self.order_entry: tuple[float, int, PayerAccount] | None = None
         self._stale = stale
 
-    def take(self, account: NamespaceAccount) -> None:
-        """It is in this share from now on. O(1), and O(its blocks) if it held any."""
-        account.share = self
+    def add_account(self, account: NamespaceAccount) -> None:
+        """Add a namespace to this payer. O(1), or O(blocks) if the namespace holds any."""
+        account.payer_account = self
         self.accounts[account.namespace] = account
-        self._add(account, 1)
-        for node in _leaves(account):
-            account.enter(node)
+        self._add_counts(account, 1)
+        for node in _leaves_in_order(account):
+            account.add_evictable(node)
 
-    def let_go(self, account: NamespaceAccount) -> None:
-        """It is in this share no more. As `take`."""
-        for node in _leaves(account):
-            self.order.remove((node.last_use_s, node.serial, node))
+    def remove_account(self, account: NamespaceAccount) -> None:
+        """Remove a namespace from this payer. O(1), or O(blocks) if the namespace holds any."""
+        for node in _leaves_in_order(account):
+            self.eviction_order.remove((node.last_use_s, node.serial, node))
         del self.accounts[account.namespace]
-        self._add(account, -1)
+        self._add_counts(account, -1)
 
-    def _add(self, account: NamespaceAccount, sign: int) -> None:
+    def _add_counts(self, account: NamespaceAccount, sign: int) -> None:
         self.held += sign * account.held
         self.cached += sign * account.cached
         self.evictable += sign * account.evictable
         self.promised += sign * (account.promised + account.reserved)
-        self.moved()
+        self.mark_stale()
 
-    def moved(self) -> None:
-        """The sums over all shares are not what they were."""
+    def mark_stale(self) -> None:
+        """Note that `fair_share` must count this payer again. O(1)."""
         if not self.is_stale:
             self.is_stale = True
             self._stale.append(self)
 
     @property
     def is_idle(self) -> bool:
-        """Nobody is in it and nothing is guaranteed: it may be forgotten."""
+        """Return whether the payer has no namespace and no floor, so its account may be deleted."""
         return not (self.accounts or self.quota.floor_blocks)
 
-    def over(self, more: int = 0) -> float:
-        """Blocks borrowed above the floor, per unit of weight, if it held `more`."""
+    def overage(self, more: int = 0) -> float:
+        """Return the blocks borrowed above the floor per unit of weight, with `more` added."""
         return (self.held + more - self.floor_blocks) / self.quota.weight
 
-    def spare(self) -> int:
-        """Blocks that others may take: evictable, and above the floor."""
+    def spare_blocks(self) -> int:
+        """Return the blocks that other payers may take: evictable, and above the floor."""
         return max(0, min(self.evictable, self.held - self.floor_blocks))
 
-    def claimed(self) -> int:
-        """Blocks of which promises to others leave nothing."""
+    def claimed_blocks(self) -> int:
+        """Return the blocks that promises to other payers must leave free: the promises or the
+        floor.
+        """
         return max(self.promised, self.floor_blocks)
 
-    def oldest(self) -> Node:
-        """The least recently used evictable leaf of all its accounts. O(1)."""
-        node: Node = self.order[0][2]
+    def next_victim(self) -> Node:
+        """Return the leaf that is evicted next, over all namespaces of the payer. O(1)."""
+        node: Node = self.eviction_order[0][2]
         return node
 
 
-def _leaves(account: NamespaceAccount) -> list[Node]:
-    """Those of its nodes that are in the order."""
-    return [node for node in account.tree.root.below() if node.in_order] if account.held else []
+def _leaves_in_order(account: NamespaceAccount) -> list[Node]:
+    """Return the leaves of a namespace that are in the eviction order. O(blocks)."""
+    return (
+        [node for node in account.tree.root.subtree() if node.is_in_eviction_order]
+        if account.held
+        else []
+    )

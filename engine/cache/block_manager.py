@@ -1,8 +1,8 @@
-"""Who holds which block: the pool, the accounts, and the trees' holds kept in step.
+"""The block manager: moves blocks between free, cached and pinned, and keeps every count in step.
 
-A block is *free*, *cached* (only the tree refers to it) or *pinned* (a table does, or a copy that
-has not been launched). Each move between these states happens here, and moves the account's counts
-with it. It knows no lease and no clock. Only `prefix_cache` and `lease_book` call it.
+A block is *free*, *cached* (only the tree refers to it) or *pinned* (a block table does, or a copy
+that has not been launched). Each move between these states happens here and updates the accounts.
+The block manager knows no lease and no clock. Only `prefix_cache` and `lease_manager` call it.
 """
 
 from __future__ import annotations
@@ -21,28 +21,34 @@ from engine.cache.prefix_tree import Node
 from engine.plan import BlockCopy
 
 PROMISABLE = 7 / 8
-"""The part of the pool that promises and floors together may take, and of a payer's ceiling that
-promises may; the rest keeps work moving."""
+"""The fraction of the pool that promises and floors together may take, and the fraction of a
+payer's ceiling that its promises may take. The rest keeps work moving.
+"""
 FLOORS_MOST = 1 / 2
-"""The part that floors may always take, however long one sequence may be."""
+"""The fraction of the pool that floors may always take, however long one sequence may be."""
 
 
 class BlockManager:
-    """`owner[b]` is the account that block b is allocated to; `node_of[b]` its node in a tree.
+    """Own the pool, the accounts and the trees' references to blocks.
 
-    `copies` are pending: by destination, each pinning its source. `changed`: the names of accounts
-    whose counts have moved since somebody took them. `version`: another whenever something has
-    moved by other means than a block table.
+    `owner[b]`: the account that block b is allocated to. `node_of[b]`: the tree node of block b.
+    `copies`: pending copies by destination; each pins its source. `changed`: namespaces whose
+    counts have changed since the last `take_changed`. `version`: grows on every change that does
+    not come through a block table.
     """
 
     def __init__(self, blocks: int, block_size: int, longest: int = 0) -> None:
-        """`longest`: blocks of the longest sequence that anybody may ask for. Floors leave room for
-        it, or half of the pool if it is longer, so that none makes another's request impossible."""
+        """Make a manager of `blocks` free blocks.
+
+        `longest`: blocks of the longest sequence that a request may ask for. Floors leave room for
+        it, or for half of the pool if it is longer, so no payer's floor makes another payer's
+        request impossible.
+        """
         self.block_size = block_size
         self.pool = BlockPool(blocks)
         self.accounts: dict[Namespace, NamespaceAccount] = {}
         promisable, least = int(blocks * PROMISABLE), int(blocks * FLOORS_MOST)
-        self.shares = FairShare(promisable, min(promisable, max(least, blocks - longest)))
+        self.fair_share = FairShare(promisable, min(promisable, max(least, blocks - longest)))
         self.changed: set[Namespace] = set()
         self.owner: list[NamespaceAccount | None] = [None] * blocks
         self.node_of: list[Node | None] = [None] * blocks
@@ -54,29 +60,28 @@ class BlockManager:
     # -- accounts -----------------------------------------------------------------------------
 
     def account(self, namespace: Namespace, quota: Quota) -> NamespaceAccount:
-        """The namespace's account, in its payer's share under the present quota."""
+        """Return the namespace's account, under its payer's present quota; create it if needed."""
         self.version += 1
-        share = self.shares.under(namespace, quota)
+        payer_account = self.fair_share.account_for(namespace, quota)
         account = self.accounts.get(namespace)
         if account is None:
             account = self.accounts[namespace] = NamespaceAccount(
-                namespace, share, self.block_size, self._serials, self.changed
+                namespace, payer_account, self.block_size, self._serials, self.changed
             )
-            share.take(account)
-        elif account.share is not share:  # another pays for it from now on
-            self._leave_share(account)
-            share.take(account)
+            payer_account.add_account(account)
+        elif account.payer_account is not payer_account:  # the namespace has a new payer
+            self._detach_from_payer(account)
+            payer_account.add_account(account)
         return account
 
     def forget_if_idle(self, account: NamespaceAccount) -> None:
-        """A namespace that holds nothing costs nothing; a payer that is guaranteed something is
-        remembered."""
+        """Delete the account of an idle namespace. A payer with a floor is kept."""
         if account.is_idle and self.accounts.get(account.namespace) is account:
             del self.accounts[account.namespace]
-            self._leave_share(account)
+            self._detach_from_payer(account)
 
     def use(self, namespace: Namespace) -> NamespaceUse:
-        """What one namespace holds, which may be nothing."""
+        """Return how many blocks a namespace holds; zeros for an unknown namespace."""
         account = self.accounts.get(namespace)
         if account is None:
             return NamespaceUse(namespace, 0, 0, {})
@@ -84,76 +89,78 @@ class BlockManager:
         return NamespaceUse(namespace, account.held, pinned, dict(account.promised_in))
 
     def take_changed(self) -> set[Namespace]:
-        """The names of the accounts that have changed; from now on it is noted anew. O(these)."""
+        """Return the namespaces whose counts have changed since the last call. O(changed)."""
         names = self.changed.copy()
         self.changed.clear()
         return names
 
-    def _leave_share(self, account: NamespaceAccount) -> None:
-        share = account.share
-        share.let_go(account)
-        self.shares.forget_if_idle(share)
+    def _detach_from_payer(self, account: NamespaceAccount) -> None:
+        payer_account = account.payer_account
+        payer_account.remove_account(account)
+        self.fair_share.forget_if_idle(payer_account)
 
     # -- pins ---------------------------------------------------------------------------------
 
     def pin(self, node: Node) -> None:
-        """One more hold on a block of the tree."""
+        """Add one reference to a block of the tree."""
         if self.pool.add_ref(node.block) == 2:
-            self._uncount(self._owner(node.block), node)
+            self._uncount_cached(self._owner_of(node.block), node)
 
     def pin_all(self, account: NamespaceAccount, nodes: Sequence[Node]) -> None:
-        """One more hold on each; they are in this account's tree."""
+        """Add one reference to each node's block. All nodes are in this account's tree."""
         add_ref = self.pool.add_ref
         cached = evictable = 0
         for node in nodes:
             if add_ref(node.block) == 2:
                 cached += 1
-                evictable += node.promised_as is None
-                if node.in_order:
-                    account.leave(node)
+                evictable += node.promised_class is None
+                if node.is_in_eviction_order:
+                    account.remove_evictable(node)
         if cached:
             account.add_cached(-cached, -evictable)
 
-    def share(self, block: int) -> None:
-        """One more hold on a block that is pinned already."""
+    def pin_again(self, block: int) -> None:
+        """Add one reference to a block that is pinned already."""
         self.pool.add_ref(block)
 
     def unpin(self, block: int) -> None:
-        """One hold fewer: the last one leaves the block cached, or free if no tree has it."""
+        """Drop one reference. A block with none left is cached if a tree holds it, else free."""
         count = self.pool.drop_ref(block)
         if count == 0:
-            self._freed(block)
+            self._on_freed(block)
         elif count == 1:
             node = self.node_of[block]
             if node is not None:
-                self._count(self._owner(block), node)
+                self._count_cached(self._owner_of(block), node)
 
     def unpin_all(self, account: NamespaceAccount, blocks: Iterable[int]) -> None:
-        """One hold fewer on each; they are this account's, a prefix's end before its beginning."""
+        """Drop one reference from each block of this account, the end of a prefix before its
+        beginning.
+        """
         drop_ref, node_of = self.pool.drop_ref, self.node_of
         cached = evictable = 0
         for block in blocks:
             count = drop_ref(block)
             if count == 0:
-                self._freed(block)
+                self._on_freed(block)
             elif count == 1 and (node := node_of[block]) is not None:
                 cached += 1
-                if node.promised_as is None:
+                if node.promised_class is None:
                     evictable += 1
                     if not node.children:
-                        account.enter(node)
+                        account.add_evictable(node)
         if cached:
             account.add_cached(cached, evictable)
 
     # -- copies -------------------------------------------------------------------------------
 
-    def copy(self, src: int, dst: int, tokens: int) -> None:
-        """Note a copy; its source is pinned until `take_copies`."""
+    def add_copy(self, src: int, dst: int, tokens: int) -> None:
+        """Add a pending copy; its source stays pinned until `take_copies`."""
         self.pool.add_ref(src)
         self.copies[dst] = BlockCopy(src=src, dst=dst, tokens=tokens)
 
     def take_copies(self) -> tuple[BlockCopy, ...]:
-        """Hand the copies over, in order, and let their sources go."""
+        """Return the pending copies, in order, and unpin their sources."""
         copies = tuple(self.copies.values())
         self.copies.clear()
         for copy in copies:
@@ -163,23 +170,26 @@ class BlockManager:
     # -- allocation ---------------------------------------------------------------------------
 
     def shortage(self, account: NamespaceAccount, count: int) -> tuple[int, int]:
-        """(blocks to evict in all, of these its payer's own) so that `account` may take `count`."""
-        ceiling = account.share.quota.ceiling_blocks
-        own = 0 if ceiling is None else max(0, account.share.held + count - ceiling)
+        """Return (blocks to evict, the part that must be the payer's own) so that `account` may
+        take `count`.
+        """
+        ceiling = account.payer_account.quota.ceiling_blocks
+        own = 0 if ceiling is None else max(0, account.payer_account.held + count - ceiling)
         return max(own, count - len(self.pool.free)), own
 
-    def rooms(self, namespace: Namespace, quota: Quota) -> tuple[int, float]:
-        """Blocks that `namespace` could take now, by free list and eviction: as many as the pool
-        has, and as its payer's own ceiling leaves it. See `FairShare`."""
-        mine = self.shares.get(quota.payer or namespace)
+    def available_blocks(self, namespace: Namespace, quota: Quota) -> tuple[int, float]:
+        """Return the blocks that `namespace` could take now, from the free list and by eviction:
+        (what the pool has, what the payer's own ceiling leaves). Cost: see `FairShare`.
+        """
+        mine = self.fair_share.get(quota.payer or namespace)
         held, own = (0, 0) if mine is None else (mine.held, mine.evictable)
-        pool = len(self.pool.free) + self.shares.spare_beside(mine) + own
+        pool = len(self.pool.free) + self.fair_share.spare_of_others(mine) + own
         ceiling = quota.ceiling_blocks
         return pool, math.inf if ceiling is None else ceiling - held + own
 
     def stats(self, evicted: int, expired: int, copied: int) -> CacheStats:
-        """Gauges, with these totals beside them. See `FairShare`."""
-        free, cached = len(self.pool.free), self.shares.cached()
+        """Return the gauges, together with the three given totals. Cost: see `FairShare`."""
+        free, cached = len(self.pool.free), self.fair_share.cached()
         return CacheStats(
             blocks=self.pool.blocks,
             free=free,
@@ -190,48 +200,53 @@ class BlockManager:
             copied_blocks_total=copied,
         )
 
-    def room(self, namespace: Namespace, quota: Quota) -> int:
-        """Blocks that `namespace` could ever have. Others' floors are theirs. See `FairShare`."""
+    def max_sequence_blocks(self, namespace: Namespace, quota: Quota) -> int:
+        """Return the most blocks that `namespace` could ever hold beside other payers' floors.
+        Cost: see `FairShare`.
+        """
         payer = quota.payer or namespace
-        room = self.pool.blocks - self.shares.floors_beside(payer, quota.floor_blocks)
+        room = self.pool.blocks - self.fair_share.floors_of_others(payer, quota.floor_blocks)
         if quota.ceiling_blocks is not None:
             room = min(room, quota.ceiling_blocks)
         return room
 
     def can_evict(self, account: NamespaceAccount, count: int) -> bool:
-        """Would `make_room` succeed? See `FairShare`."""
+        """Return whether `make_room` would succeed. Cost: see `FairShare`."""
         wanted, own = self.shortage(account, count)
-        share = account.share
-        can_give = share.evictable if self._may_evict_own(share, count) else 0
-        return own <= can_give and wanted <= can_give + self.shares.spare_beside(share)
+        payer_account = account.payer_account
+        own_blocks = payer_account.evictable if self._may_evict_own(payer_account, count) else 0
+        return own <= own_blocks and wanted <= own_blocks + self.fair_share.spare_of_others(
+            payer_account
+        )
 
     def make_room(
         self, account: NamespaceAccount, count: int
     ) -> list[tuple[NamespaceAccount, Node]]:
-        """Evict by rule 9 until `account` may take `count` blocks; who gave each, and which.
+        """Evict by rule 9 until `account` may take `count` blocks. Return each victim's account and
+        node.
 
-        Call it only when `can_evict` said so. O(evicted log n).
+        Call it only after `can_evict` returned true. O(evicted log n).
         """
         wanted, own = self.shortage(account, count)
-        share = account.share
-        may_own = self._may_evict_own(share, count)
+        payer_account = account.payer_account
+        may_evict_own = self._may_evict_own(payer_account, count)
         victims = []
         for index in range(wanted):
-            giving = share
+            giver = payer_account
             if index >= own:
-                giving = self.shares.giver(share, count, own=may_own)
-            victims.append(self._evict(giving))
+                giver = self.fair_share.choose_victim(payer_account, count, own=may_evict_own)
+            victims.append(self._evict(giver))
         return victims
 
     def allocate(self, account: NamespaceAccount, count: int) -> list[int]:
-        """`count` blocks, each with one reference; there must be room."""
+        """Allocate `count` blocks with one reference each. The caller has made room."""
         blocks = [self.pool.allocate() for _ in range(count)]
         for block in blocks:
             self.owner[block] = account
         account.add_held(count)
         return blocks
 
-    # -- the trees' holds ---------------------------------------------------------------------
+    # -- tree references ----------------------------------------------------------------------
 
     def insert(
         self,
@@ -241,97 +256,107 @@ class BlockManager:
         block: int,
         now_s: float,
     ) -> tuple[Node, int]:
-        """The tree takes a hold on a pinned block. A tail that `run` extends gives way to it. Says
-        by how many blocks the tree has grown."""
+        """Add a pinned block to the tree. Return its node and by how many blocks the tree has
+        grown.
+
+        A tail that `run` extends is replaced: the new node takes over its terms and leases.
+        """
         node, shorter = account.tree.insert(parent, run, block)
-        if shorter is not None:  # it may be the same block, left earlier by a fork of this sequence
+        if shorter is not None:  # may be the same block, left earlier by a fork of this sequence
             node.terms = shorter.terms
-            account.ends.move(shorter, node)
-            self._let_go(account, shorter)
+            account.lease_endpoints.replace_node(shorter, node)
+            self._drop_tree_ref(account, shorter)
         self.pool.add_ref(block)
         self.node_of[block] = node
-        node.since_s = node.last_use_s = now_s
+        node.inserted_at_s = node.last_use_s = now_s
         return node, shorter is None
 
     def detach(self, account: NamespaceAccount, top: Node) -> int:
-        """Take a node and all below it out of the tree; how many. Pinned blocks stay allocated."""
+        """Remove a node and all nodes below it from the tree. Return how many. Pinned blocks stay
+        allocated.
+        """
         self.version += 1
-        parent, gone = top.parent, 0
-        for node in top.below():
-            account.ends.goes(node)
+        parent, removed = top.parent, 0
+        for node in top.subtree():
+            account.lease_endpoints.remove_node(node)
             account.tree.remove(node)
-            self._let_go(account, node)
-            gone += 1
-        assert parent is not None, "the root stays"
-        self._enter_if_leaf(account, parent)
-        return gone
+            self._drop_tree_ref(account, node)
+            removed += 1
+        assert parent is not None, "the root is never removed"
+        self._add_if_evictable_leaf(account, parent)
+        return removed
 
-    def set_promised(self, account: NamespaceAccount, node: Node, promised_as: str | None) -> None:
-        """Move a node between best effort (None) and promised in a class."""
+    def set_promised(
+        self, account: NamespaceAccount, node: Node, promised_class: str | None
+    ) -> None:
+        """Set the class under which a node is promised; None is best effort."""
         self.version += 1
         is_cached = self.pool.ref_count[node.block] == 1
         if is_cached:
-            self._uncount(account, node)
-        if node.promised_as is not None:
-            account.add_promised(node.promised_as, -1)
-        if promised_as is not None:
-            account.add_promised(promised_as, 1)
-        node.promised_as = promised_as
+            self._uncount_cached(account, node)
+        if node.promised_class is not None:
+            account.add_promised(node.promised_class, -1)
+        if promised_class is not None:
+            account.add_promised(promised_class, 1)
+        node.promised_class = promised_class
         if is_cached:
-            self._count(account, node)
+            self._count_cached(account, node)
 
-    # -- inside -------------------------------------------------------------------------------
+    # -- internals ----------------------------------------------------------------------------
 
-    def _owner(self, block: int) -> NamespaceAccount:
+    def _owner_of(self, block: int) -> NamespaceAccount:
         account = self.owner[block]
-        assert account is not None, "a block in use belongs to somebody"
+        assert account is not None, "a block in use has an owner"
         return account
 
-    def _may_evict_own(self, share: PayerAccount, count: int) -> bool:
-        """Inside its floor a payer waits rather than lose what it was guaranteed (T3)."""
-        return share.held + count > share.floor_blocks
+    def _may_evict_own(self, payer_account: PayerAccount, count: int) -> bool:
+        """Return whether the payer would exceed its floor.
 
-    def _evict(self, share: PayerAccount) -> tuple[NamespaceAccount, Node]:
-        node = share.oldest()
-        account, parent = self._owner(node.block), node.parent
-        account.ends.goes(node)
+        Inside its floor a payer waits rather than lose blocks that it was guaranteed (T3).
+        """
+        return payer_account.held + count > payer_account.floor_blocks
+
+    def _evict(self, payer_account: PayerAccount) -> tuple[NamespaceAccount, Node]:
+        node = payer_account.next_victim()
+        account, parent = self._owner_of(node.block), node.parent
+        account.lease_endpoints.remove_node(node)
         account.tree.remove(node)
-        self._let_go(account, node)
-        assert parent is not None, "the root stays"
-        self._enter_if_leaf(account, parent)
+        self._drop_tree_ref(account, node)
+        assert parent is not None, "the root is never removed"
+        self._add_if_evictable_leaf(account, parent)
         return account, node
 
-    def _let_go(self, account: NamespaceAccount, node: Node) -> None:
-        """The tree drops its hold on a node that has just been removed."""
+    def _drop_tree_ref(self, account: NamespaceAccount, node: Node) -> None:
+        """Drop the tree's reference to a node that has just been removed."""
         if self.pool.ref_count[node.block] == 1:
-            self._uncount(account, node)
-        if node.promised_as is not None:
-            account.add_promised(node.promised_as, -1)
-            node.promised_as = None
+            self._uncount_cached(account, node)
+        if node.promised_class is not None:
+            account.add_promised(node.promised_class, -1)
+            node.promised_class = None
         self.node_of[node.block] = None
         if self.pool.drop_ref(node.block) == 0:
-            self._freed(node.block)
+            self._on_freed(node.block)
 
-    def _freed(self, block: int) -> None:
-        self._owner(block).add_held(-1)
+    def _on_freed(self, block: int) -> None:
+        self._owner_of(block).add_held(-1)
         self.owner[block] = None
         copy = self.copies.pop(block, None)
         if copy is not None:
             self.unpin(copy.src)
 
-    def _count(self, account: NamespaceAccount, node: Node) -> None:
+    def _count_cached(self, account: NamespaceAccount, node: Node) -> None:
         is_evictable = not node.promised
         account.add_cached(1, is_evictable)
         if is_evictable and not node.children:
-            account.enter(node)
+            account.add_evictable(node)
 
-    def _uncount(self, account: NamespaceAccount, node: Node) -> None:
+    def _uncount_cached(self, account: NamespaceAccount, node: Node) -> None:
         account.add_cached(-1, -(not node.promised))
-        if node.in_order:
-            account.leave(node)
+        if node.is_in_eviction_order:
+            account.remove_evictable(node)
 
-    def _enter_if_leaf(self, account: NamespaceAccount, node: Node) -> None:
-        if node.block < 0 or node.children or node.promised or node.in_order:
+    def _add_if_evictable_leaf(self, account: NamespaceAccount, node: Node) -> None:
+        if node.block < 0 or node.children or node.promised or node.is_in_eviction_order:
             return
         if self.pool.ref_count[node.block] == 1:
-            account.enter(node)
+            account.add_evictable(node)

@@ -1,6 +1,6 @@
-"""The block pool: which blocks are free, and how many refer to each.
+"""The block pool: the free list, and the reference count of each block.
 
-It knows nothing of tokens, trees or namespaces. Only `prefix_cache` calls it.
+It knows no tokens, trees or namespaces. Only `block_manager` and `checker` use it.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from engine.errors import InvariantViolation
 
 
 class BlockPool:
-    """Reference counts of `blocks` blocks and the list of those nobody refers to.
+    """Reference counts of `blocks` blocks, and the free list.
 
     `ref_count[b]` = tables that hold b + 1 if the tree does + 1 while b is the source of a copy not
-    yet launched. Every call is O(1).
+    yet launched. Every call is O(1) unless it says otherwise.
     """
 
     __slots__ = ("blocks", "free", "ref_count")
@@ -25,23 +25,25 @@ class BlockPool:
         self.free = list(range(blocks - 1, -1, -1))
 
     def allocate(self) -> int:
-        """A free block with one reference; the caller has made sure that there is one."""
+        """Return a free block with one reference. The caller has checked that the free list is not
+        empty.
+        """
         block = self.free.pop()
         if self.ref_count[block] != 0:
-            raise InvariantViolation(f"block {block} is on the free list and referred to")
+            raise InvariantViolation(f"block {block} is on the free list with references")
         self.ref_count[block] = 1
         return block
 
     def add_ref(self, block: int) -> int:
-        """One more refers to a block that is in use. Returns the new count."""
+        """Add one reference to a block in use. Return the new count."""
         count = self.ref_count[block] + 1
         if count == 1:
-            raise InvariantViolation(f"block {block} is free and was referred to")
+            raise InvariantViolation(f"block {block} is free; expected a block in use")
         self.ref_count[block] = count
         return count
 
     def drop_ref(self, block: int) -> int:
-        """One fewer refers to it; at 0 it is free. Returns the new count."""
+        """Drop one reference; at 0 the block is free. Return the new count."""
         count = self.ref_count[block] - 1
         if count < 0:
             raise InvariantViolation(f"block {block} was freed twice")
@@ -51,14 +53,16 @@ class BlockPool:
         return count
 
     def check(self) -> Iterator[int]:
-        """Free exactly when nobody refers to it (I1). O(blocks), in steps that say how much of it
-        each was, as `audit` counts."""
+        """Check that a block is free exactly when its reference count is zero (I1).
+
+        O(blocks). Yields the amount of work after each piece, in the checker's units.
+        """
         found: set[int] = set()
         for start in range(0, len(self.free), 4096):
             some = self.free[start : start + 4096]
             if any(self.ref_count[block] for block in some):
-                raise InvariantViolation("a block on the free list is referred to")
+                raise InvariantViolation("a block on the free list has references")
             found.update(some)
             yield 64
         if not len(found) == len(self.free) == self.ref_count.count(0):
-            raise InvariantViolation("the free list is not the blocks that nobody refers to")
+            raise InvariantViolation("the free list differs from the blocks without references")

@@ -1,4 +1,4 @@
-"""A sequence's ordered blocks, as the scheduler and the runner see them."""
+"""A block table: one sequence's ordered blocks, as the scheduler and the runner see them."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from engine.cache.prefix_tree import Node
 class BlockTable:
     """One sequence's block table. Each entry is pinned. Only `PrefixCache` changes it.
 
-    Readers may use `blocks` (live: the list itself grows), `version` (bumped when an entry that
-    stood before changes), `kv_tokens` (tokens whose KV is in place), `namespace` and `leases`.
+    Readers may use `blocks` (live: the list itself grows), `version` (grows when an existing entry
+    changes), `kv_tokens` (tokens whose KV is in place), `namespace` and `leases`.
 
-    The rest is the cache's: `node` is the tree node of block `committed` - 1, under which the next
-    full block is committed; `asked` the leases with the blocks each one's promise reaches;
-    `reserved` the promised blocks not computed yet.
+    The other fields belong to the cache. `node`: the tree node of block `committed` - 1, under
+    which the next full block is committed. `requested_leases`: each lease, with the number of
+    leading blocks that its promise covers. `reserved`: promised blocks that are not computed yet.
     """
 
     __slots__ = (
         "account",
-        "asked",
         "blocks",
         "committed",
         "kv_tokens",
         "leases",
         "node",
+        "requested_leases",
         "reserved",
         "started_s",
         "version",
@@ -39,7 +39,7 @@ class BlockTable:
         self.version = 0
         self.kv_tokens = 0
         self.leases: tuple[LeaseGrant, ...] = ()
-        self.asked: tuple[tuple[LeaseRequest, int], ...] = ()
+        self.requested_leases: tuple[tuple[LeaseRequest, int], ...] = ()
         self.node: Node = account.tree.root
         self.committed = 0
         self.reserved = 0
@@ -49,4 +49,5 @@ class BlockTable:
 
     @property
     def namespace(self) -> Namespace:
+        """Return the namespace whose tree the sequence reads and writes."""
         return self.account.namespace

@@ -1,7 +1,7 @@
-"""Facts: what happened in the cache, for analytics and routing.
+"""Cache events, called facts, and the cache's read-only reports.
 
-They are frozen counts, never tokens. Nobody below the gateway keeps or logs them; the cache hands
-them to the callable it was given and forgets them.
+Facts are frozen counts, never tokens. The cache passes each one to the callable it was given and
+keeps none. Analytics and routing read them; nothing below the gateway logs them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from engine.api import Namespace
 
 
 class Matched(Struct, frozen=True, gc=False):
-    """A request began: of its `prompt_tokens`, `cached_tokens` were found."""
+    """A request began: the cache held `cached_tokens` of its `prompt_tokens`."""
 
     namespace: Namespace
     prompt_tokens: int
@@ -20,8 +20,11 @@ class Matched(Struct, frozen=True, gc=False):
 
 
 class Committed(Struct, frozen=True, gc=False):
-    """`blocks` became findable, holding `tokens` tokens; `new_blocks`: by how many there are more,
-    without those that were there, or took the place of a tail."""
+    """`blocks` became findable, holding `tokens` tokens.
+
+    `new_blocks`: by how many blocks the tree grew; blocks that existed already or replaced a tail
+    do not count.
+    """
 
     namespace: Namespace
     blocks: int
@@ -30,15 +33,17 @@ class Committed(Struct, frozen=True, gc=False):
 
 
 class Copied(Struct, frozen=True, gc=False):
-    """The first `tokens` slots of a block are copied before a write or for a partial hit."""
+    """The first `tokens` slots of a block are copied, before a write or for a partial hit."""
 
     namespace: Namespace
     tokens: int
 
 
 class Evicted(Struct, frozen=True, gc=False):
-    """`blocks` of `namespace` were taken under pressure, for `taker` (may be itself). `lived_s`:
-    how long they had been findable, together."""
+    """`blocks` of `namespace` were evicted for `taker`, which may be the same namespace.
+
+    `lived_s`: seconds the blocks had been in the tree, summed.
+    """
 
     namespace: Namespace
     taker: Namespace
@@ -47,14 +52,14 @@ class Evicted(Struct, frozen=True, gc=False):
 
 
 class Expired(Struct, frozen=True, gc=False):
-    """`blocks` left the tree because their time ran out."""
+    """`blocks` left the tree because their retention ended."""
 
     namespace: Namespace
     blocks: int
 
 
 class BlocksErased(Struct, frozen=True, gc=False):
-    """`blocks` left the tree because their owner said so."""
+    """`blocks` left the tree because an erasure was requested."""
 
     namespace: Namespace
     blocks: int
@@ -64,7 +69,7 @@ Fact = Matched | Committed | Copied | Evicted | Expired | BlocksErased
 
 
 class CachePeek(Struct, frozen=True):
-    """What a prompt would find. `expires_at_s`: when the hit ends by itself; None: never."""
+    """What a prompt would match. `expires_at_s`: when the match ends by itself; None: never."""
 
     cached_tokens: int
     promised_tokens: int
@@ -72,7 +77,9 @@ class CachePeek(Struct, frozen=True):
 
 
 class CacheStats(Struct, frozen=True):
-    """blocks = free + cached (only the tree refers to them) + pinned. Totals never fall."""
+    """Gauges and totals: blocks = free + cached (only the tree refers to them) + pinned. Totals
+    never fall.
+    """
 
     blocks: int
     free: int
@@ -84,8 +91,9 @@ class CacheStats(Struct, frozen=True):
 
 
 class NamespaceUse(Struct, frozen=True):
-    """Blocks allocated to a namespace; of them, that a table holds; and under a live promise, by
-    its class."""
+    """Blocks allocated to a namespace, the part that block tables hold, and promised blocks by
+    class.
+    """
 
     namespace: Namespace
     blocks: int

@@ -1,12 +1,14 @@
-"""Every payer's share of the pool: who gives a block when none is free, and what others leave.
+"""Fair sharing of the pool: which payer gives a block when none is free, and what other payers
+leave.
 
-The share furthest over gives first; a floor is never touched by others (rule 9). This is weighted
-max-min fairness by water-filling, and needs no total: a tenant that streams unique prompts stands
-highest and so turns over its own blocks, however many namespaces it makes of them.
+The payer with the highest overage gives first; no payer takes blocks inside another payer's floor
+(rule 9). This is weighted max-min fairness by water-filling, and needs no total: a tenant that
+streams unique prompts has the highest overage and so replaces its own blocks, however many
+namespaces it makes of them.
 
-Sums and order are brought in line when they are asked for, with the shares that have moved since:
-what a call costs does not grow with the number of payers. It knows no pool, no tree and no clock.
-Only `holdings` and `lease_book` call it.
+Sums and order are updated on demand, for the payers that have changed since the last query, so a
+call's cost does not grow with the number of payers. This module knows no pool, no tree and no
+clock. Only `block_manager` and `lease_manager` call it.
 """
 
 from __future__ import annotations
@@ -22,15 +24,18 @@ from engine.errors import InvariantViolation
 
 
 class FairShare:
-    """By payer. `promisable`: blocks that promises and floors together may take; `floors_max`: that
-    floors may take of them."""
+    """The accounts of all payers, and the order in which they give blocks.
+
+    `promisable`: blocks that promises and floors together may take. `floors_max`: the part of these
+    that floors may take.
+    """
 
     def __init__(self, promisable: int, floors_max: int) -> None:
         self.promisable = promisable
         self.floors_max = floors_max
         self._by_payer: dict[Payer, PayerAccount] = {}
-        self._floored: dict[Payer, PayerAccount] = {}
-        self._asked = 0
+        self._with_floor: dict[Payer, PayerAccount] = {}
+        self._floors_requested = 0
         self._spare = self._claimed = self._cached = 0
         self._order = SortedList()
         self._stale: list[PayerAccount] = []
@@ -40,152 +45,174 @@ class FairShare:
         return iter(self._by_payer.values())
 
     def get(self, payer: Payer) -> PayerAccount | None:
-        """Its share, if it has one."""
+        """Return the payer's account, or None."""
         return self._by_payer.get(payer)
 
-    def under(self, namespace: Namespace, quota: Quota) -> PayerAccount:
-        """The share of whoever pays for a namespace, under the present quota. O(1) unless floors
-        change that ask for more than there is."""
+    def account_for(self, namespace: Namespace, quota: Quota) -> PayerAccount:
+        """Return the account of the namespace's payer under the present quota; create it if needed.
+
+        O(1), or O(floors) when floors change that together exceed `floors_max`.
+        """
         payer = quota.payer or namespace
-        share = self._by_payer.get(payer)
-        if share is None:
-            share = PayerAccount(payer, Quota(), next(self._serials), self._stale)
-            self._by_payer[payer] = share
-        if share.quota != quota:
-            self._put_under(share, quota)
-        return share
+        account = self._by_payer.get(payer)
+        if account is None:
+            account = PayerAccount(payer, Quota(), next(self._serials), self._stale)
+            self._by_payer[payer] = account
+        if account.quota != quota:
+            self._apply_quota(account, quota)
+        return account
 
     def set_quota(self, quota: Quota) -> None:
-        """Its payer's from now on, where there is a share: who has none has nothing. As `under`."""
-        share = self._by_payer.get(quota.payer)
-        if share is not None:
-            self._put_under(share, quota)
-            self.forget_if_idle(share)
+        """Apply a changed quota to its payer, if the payer has an account. Cost: as
+        `account_for`.
+        """
+        account = self._by_payer.get(quota.payer)
+        if account is not None:
+            self._apply_quota(account, quota)
+            self.forget_if_idle(account)
 
-    def forget_if_idle(self, share: PayerAccount) -> None:
-        """A payer that holds nothing and is guaranteed nothing costs nothing."""
-        if share.is_idle:
-            del self._by_payer[share.payer]
-            self._uncount(share)
+    def forget_if_idle(self, account: PayerAccount) -> None:
+        """Delete the account of a payer that holds nothing and has no floor."""
+        if account.is_idle:
+            del self._by_payer[account.payer]
+            self._uncount(account)
 
     # -- floors -------------------------------------------------------------------------------
 
-    def floors_beside(self, payer: Payer, floor_blocks: int) -> int:
-        """What is guaranteed to all others, where this payer asks for such a floor. O(1), or
-        O(floors) where they ask for more than there is."""
-        mine = self._floored.get(payer)
-        others = self._asked - (mine.quota.floor_blocks if mine else 0)
-        asked = others + floor_blocks
-        if asked <= self.floors_max:
+    def floors_of_others(self, payer: Payer, floor_blocks: int) -> int:
+        """Return the blocks guaranteed to all other payers if this payer asked for `floor_blocks`.
+
+        O(1), or O(floors) when the floors together exceed `floors_max`.
+        """
+        mine = self._with_floor.get(payer)
+        others = self._floors_requested - (mine.quota.floor_blocks if mine else 0)
+        requested = others + floor_blocks
+        if requested <= self.floors_max:
             return others
         return sum(
-            self._guaranteed(share.quota.floor_blocks, asked)
-            for name, share in self._floored.items()
+            self._guaranteed(account.quota.floor_blocks, requested)
+            for name, account in self._with_floor.items()
             if name != payer
         )
 
-    def _put_under(self, share: PayerAccount, quota: Quota) -> None:
-        """Floors that ask for more than may be guaranteed are cut in one proportion."""
-        before = self._asked
-        self._asked += quota.floor_blocks - share.quota.floor_blocks
-        share.quota = quota
+    def _apply_quota(self, account: PayerAccount, quota: Quota) -> None:
+        """Set the payer's quota. Floors that together exceed `floors_max` are cut in one
+        proportion.
+        """
+        before = self._floors_requested
+        self._floors_requested += quota.floor_blocks - account.quota.floor_blocks
+        account.quota = quota
         if quota.floor_blocks:
-            self._floored[share.payer] = share
+            self._with_floor[account.payer] = account
         else:
-            self._floored.pop(share.payer, None)
-        share.floor_blocks = self._guaranteed(quota.floor_blocks, self._asked)
-        share.moved()
-        if self._asked != before and max(self._asked, before) > self.floors_max:
-            for other in self._floored.values():
-                other.floor_blocks = self._guaranteed(other.quota.floor_blocks, self._asked)
-                other.moved()
+            self._with_floor.pop(account.payer, None)
+        account.floor_blocks = self._guaranteed(quota.floor_blocks, self._floors_requested)
+        account.mark_stale()
+        if (
+            self._floors_requested != before
+            and max(self._floors_requested, before) > self.floors_max
+        ):
+            for other in self._with_floor.values():
+                other.floor_blocks = self._guaranteed(
+                    other.quota.floor_blocks, self._floors_requested
+                )
+                other.mark_stale()
 
-    def _guaranteed(self, floor: int, asked: int) -> int:
-        """What is guaranteed of a floor where all floors together ask for so much."""
+    def _guaranteed(self, floor: int, requested: int) -> int:
+        """Return the guaranteed part of `floor` when all floors together ask for `asked` blocks."""
         room = self.floors_max
-        return floor if asked <= room else floor * room // asked
+        return floor if requested <= room else floor * room // requested
 
     # -- sums and order -----------------------------------------------------------------------
 
-    def spare_beside(self, share: PayerAccount | None) -> int:
-        """Blocks that all others would give. O(moved log n)."""
-        self._catch_up()
-        return self._spare - (share.counted[0] if share else 0)
+    def spare_of_others(self, account: PayerAccount | None) -> int:
+        """Return the blocks that all other payers would give. O(changed log n)."""
+        self._refresh()
+        return self._spare - (account.counted[0] if account else 0)
 
-    def claimed_beside(self, share: PayerAccount) -> int:
-        """Blocks that all others are promised or guaranteed. O(moved log n)."""
-        self._catch_up()
-        return self._claimed - share.counted[1]
+    def claimed_by_others(self, account: PayerAccount) -> int:
+        """Return the blocks promised or guaranteed to all other payers. O(changed log n)."""
+        self._refresh()
+        return self._claimed - account.counted[1]
 
     def cached(self) -> int:
-        """Blocks that only trees refer to. O(moved log n)."""
-        self._catch_up()
+        """Return the blocks that only trees refer to. O(changed log n)."""
+        self._refresh()
         return self._cached
 
-    def giver(self, taker: PayerAccount, wanted: int, *, own: bool) -> PayerAccount:
-        """Who gives the next block to `taker`, which wants `wanted` more. O(moved log n).
+    def choose_victim(self, taker: PayerAccount, wanted: int, *, own: bool) -> PayerAccount:
+        """Return the payer that gives the next block to `taker`, which wants `wanted` more.
 
-        `own`: the taker's own blocks may go; at equal distance they go first. The caller has made
-        sure that somebody can give.
+        `own`: the taker's own blocks may go; at equal overage they go first. The caller has checked
+        that some payer can give. O(changed log n).
         """
-        self._catch_up()
-        others = (share for _, _, share in self._order if share is not taker)
+        self._refresh()
+        others = (account for _, _, account in self._order if account is not taker)
         best: PayerAccount | None = next(others, None)
-        if own and taker.evictable and (best is None or taker.over(wanted) >= best.over()):
+        if own and taker.evictable and (best is None or taker.overage(wanted) >= best.overage()):
             best = taker
-        assert best is not None, "asked for a victim where nobody can give"
+        assert best is not None, "no payer can give a block"
         return best
 
     def check(self) -> Iterator[int]:
-        """Raises InvariantViolation where a share has moved and nobody was told. O(payers), in
-        steps that say how much of it each was, as `audit` counts."""
-        self._catch_up()
-        asked = sum(share.quota.floor_blocks for share in self._floored.values())
-        sums, places = [0, 0, 0], 0
-        for number, share in enumerate(self):
-            found = _counts(share)
-            place = (-share.over(), share.serial, share) if found[0] else None
-            if share.floor_blocks != self._guaranteed(share.quota.floor_blocks, asked):
-                raise InvariantViolation(f"{share.payer!r}: a floor of {share.floor_blocks}")
-            if share.counted != found or share.place != place:
-                raise InvariantViolation(f"{share.payer!r}: has moved unseen, recounted: {found}")
-            if place is not None and place not in self._order:
-                raise InvariantViolation(f"{share.payer!r}: is not in the order of shares")
+        """Recount all payers, and check that every change was reported.
+
+        O(payers). Yields the amount of work after each piece, in the checker's units. Raises:
+        InvariantViolation.
+        """
+        self._refresh()
+        requested = sum(account.quota.floor_blocks for account in self._with_floor.values())
+        sums, entries = [0, 0, 0], 0
+        for number, account in enumerate(self):
+            found = _counts(account)
+            entry = (-account.overage(), account.serial, account) if found[0] else None
+            if account.floor_blocks != self._guaranteed(account.quota.floor_blocks, requested):
+                raise InvariantViolation(f"{account.payer!r}: a floor of {account.floor_blocks}")
+            if account.counted != found or account.order_entry != entry:
+                raise InvariantViolation(
+                    f"{account.payer!r}: changed without a report, recounted: {found}"
+                )
+            if entry is not None and entry not in self._order:
+                raise InvariantViolation(f"{account.payer!r}: missing in the order of payers")
             sums = [a + b for a, b in zip(sums, found, strict=True)]
-            places += place is not None
+            entries += entry is not None
             if number % 32 == 0:
                 yield 32
-        has = (self._asked, self._spare, self._claimed, self._cached, len(self._order))
-        if has != (asked, *sums, places):
-            raise InvariantViolation(f"sums over shares {has}, recounted: {sums} in {places}")
+        has = (self._floors_requested, self._spare, self._claimed, self._cached, len(self._order))
+        if has != (requested, *sums, entries):
+            raise InvariantViolation(f"sums over payers {has}, recounted: {sums} in {entries}")
 
-    def _catch_up(self) -> None:
-        for share in self._stale:
-            share.is_stale = False
-            self._uncount(share)
-            if self._by_payer.get(share.payer) is share:
-                self._count(share)
+    def _refresh(self) -> None:
+        for account in self._stale:
+            account.is_stale = False
+            self._uncount(account)
+            if self._by_payer.get(account.payer) is account:
+                self._count(account)
         self._stale.clear()
 
-    def _count(self, share: PayerAccount) -> None:
-        share.counted = spare, claimed, cached = _counts(share)
+    def _count(self, account: PayerAccount) -> None:
+        account.counted = spare, claimed, cached = _counts(account)
         self._spare += spare
         self._claimed += claimed
         self._cached += cached
         if spare:
-            share.place = (-share.over(), share.serial, share)
-            self._order.add(share.place)
+            account.order_entry = (
+                -account.overage(),
+                account.serial,
+                account,
+            )
+            self._order.add(account.order_entry)
 
-    def _uncount(self, share: PayerAccount) -> None:
-        spare, claimed, cached = share.counted
+    def _uncount(self, account: PayerAccount) -> None:
+        spare, claimed, cached = account.counted
         self._spare -= spare
         self._claimed -= claimed
         self._cached -= cached
-        share.counted = (0, 0, 0)
-        if share.place is not None:
-            self._order.remove(share.place)
-            share.place = None
+        account.counted = (0, 0, 0)
+        if account.order_entry is not None:
+            self._order.remove(account.order_entry)
+            account.order_entry = None
 
 
-def _counts(share: PayerAccount) -> tuple[int, int, int]:
-    return share.spare(), share.claimed(), share.cached
+def _counts(account: PayerAccount) -> tuple[int, int, int]:
+    return account.spare_blocks(), account.claimed_blocks(), account.cached

@@ -1,7 +1,8 @@
-"""The lease book: answers leases at admission, puts their terms on blocks, and keeps the deadlines.
+"""The lease manager: grants leases at admission, applies their terms to blocks, keeps the
+deadlines.
 
-Rule 7 (a promise and a limit) and rule 8 (granted, clipped or refused, never silently dropped) live
-here. It moves no block itself: `holdings` does. Only `prefix_cache` calls it.
+It implements rule 7 (a promise and a limit) and rule 8 (granted, clipped or refused, never silently
+dropped). It moves no block itself: `block_manager` does. Only `prefix_cache` calls it.
 """
 
 from __future__ import annotations
@@ -15,19 +16,19 @@ from engine.api import Bound, LeaseGrant, LeaseRequest
 from engine.cache.accounts import NamespaceAccount
 from engine.cache.block_manager import PROMISABLE, BlockManager
 from engine.cache.block_table import BlockTable
-from engine.cache.leases import BlockTerms, Deadlines, LeaseSpans, promise_of, spans_of
+from engine.cache.leases import BlockTerms, Deadlines, LeaseSpans, promised_seconds, spans_of
 from engine.cache.prefix_tree import Node
 
 
 class LeaseManager:
-    """Deadlines of every block under a lease, and the promises given out."""
+    """The deadlines of every block under a lease, and the promises given."""
 
-    def __init__(self, holdings: BlockManager) -> None:
-        self._holdings = holdings
+    def __init__(self, manager: BlockManager) -> None:
+        self._manager = manager
         self._limits: Deadlines[tuple[NamespaceAccount, Node]] = Deadlines()
         self._promises: Deadlines[tuple[NamespaceAccount, Node]] = Deadlines()
 
-    def answer(
+    def grant(
         self,
         table: BlockTable,
         path: Sequence[Node],
@@ -35,65 +36,67 @@ class LeaseManager:
         leases: Sequence[LeaseRequest],
         now_s: float,
     ) -> None:
-        """Grant, clip or refuse each lease; put its terms on the blocks of `path`, already there.
+        """Grant, clip or refuse each lease, and apply its terms to the cached blocks of `path`.
 
-        A promise is clipped to what the namespace's bounds and the promisable part of the pool
-        leave. Promised blocks not computed yet are reserved. O(blocks promised).
+        A promise is clipped to the room that the payer's bounds and the promisable part of the pool
+        leave. Promised blocks that are not computed yet are reserved. Sets `table.leases` and
+        `table.requested_leases`. O(blocks promised).
         """
-        size = self._holdings.block_size
-        asked, reach = [], 0
-        room, bound = self._bounded(table.account) if leases else (0, "")
+        size = self._manager.block_size
+        requested, covered_blocks = [], 0
+        room, bound = self._promise_room_and_bound(table.account) if leases else (0, "")
         grants: dict[int, LeaseGrant] = {}
-        for place, lease in sorted(enumerate(leases), key=lambda pair: pair[1].tokens):
-            covers = min(lease.tokens, prompt_tokens)
-            granted = covers if table.write else 0
-            if table.write and promise_of(lease.retention) > 0:
-                wanted = -(-covers // size)
-                while reach < wanted:
-                    there = path[reach] if reach < len(path) else None
-                    if there is None or not there.promised:
+        for position, lease in sorted(enumerate(leases), key=lambda pair: pair[1].tokens):
+            covered_tokens = min(lease.tokens, prompt_tokens)
+            granted = covered_tokens if table.write else 0
+            if table.write and promised_seconds(lease.retention) > 0:
+                wanted_blocks = -(-covered_tokens // size)
+                while covered_blocks < wanted_blocks:
+                    node = path[covered_blocks] if covered_blocks < len(path) else None
+                    if node is None or not node.promised:
                         if room <= 0:
                             break
                         room -= 1
-                        table.reserved += there is None
-                    reach += 1
-                granted = min(covers, reach * size)
-            grants[place] = LeaseGrant(
+                        table.reserved += node is None
+                    covered_blocks += 1
+                granted = min(covered_tokens, covered_blocks * size)
+            grants[position] = LeaseGrant(
                 lease_id=lease.lease_id,
                 retention=lease.retention.name,
-                outcome=_outcome(granted, covers),
+                outcome=_outcome(granted, covered_tokens),
                 tokens=granted,
-                bound=bound if table.write and granted < covers else "",
+                bound=bound if table.write and granted < covered_tokens else "",
             )
-            asked.append((lease, -(-granted // size)))
-        table.leases = tuple(grants[place] for place in range(len(leases)))
-        table.asked = tuple(asked)
+            requested.append((lease, -(-granted // size)))
+        table.leases = tuple(grants[position] for position in range(len(leases)))
+        table.requested_leases = tuple(requested)
         table.account.add_reserved(table.reserved)
-        if table.write and asked:
+        if table.write and requested:
             spans = _spans(table, now_s)
             for index, node in enumerate(path):
                 self._extend(table, node, index, spans, now_s, is_new=False)
-            for lease, _ in table.asked:
+            for lease, _ in table.requested_leases:
                 if last := min(len(path), -(-lease.tokens // size)):
-                    table.account.ends.reach(lease.lease_id, path[last - 1])
+                    table.account.lease_endpoints.extend(lease.lease_id, path[last - 1])
         elif table.write:
             for node in path:
                 if node.terms:
                     node.terms.limit_at_s = math.inf
 
-    def cover(
+    def apply_leases(
         self, table: BlockTable, node: Node, index: int, now_s: float, *, is_new: bool = False
     ) -> None:
-        """Put the table's leases on `node`, block `index` of its path, whose ancestors have them.
+        """Apply the table's leases to `node`, block `index` of its path; its ancestors have them
+        already.
 
-        A request without leases is plain best effort: what it uses has no limit of its own. A block
-        beyond the leases of its request rides under them: it has none either, and goes when they
-        go. `is_new`: no one else has used this block yet.
+        A request without leases is plain best effort: a block it uses has no limit from then on. A
+        block beyond the leases of its request has no limit either, and leaves the tree with the
+        blocks above it. `is_new`: no other request has used this block yet.
         """
         self._extend(table, node, index, _spans(table, now_s), now_s, is_new=is_new)
-        for lease, _ in table.asked:
-            if index * self._holdings.block_size < lease.tokens:
-                table.account.ends.reach(lease.lease_id, node)
+        for lease, _ in table.requested_leases:
+            if index * self._manager.block_size < lease.tokens:
+                table.account.lease_endpoints.extend(lease.lease_id, node)
 
     def _extend(
         self,
@@ -110,142 +113,167 @@ class LeaseManager:
             if terms:
                 terms.limit_at_s = math.inf
             return
-        start = index * self._holdings.block_size
-        for tokens, reach, asked in spans:
+        start = index * self._manager.block_size
+        for tokens, covered_blocks, requested in spans:
             if start >= tokens:
                 continue
             if terms is None:
                 terms = node.terms = BlockTerms(-math.inf if is_new else math.inf)
-            terms.extend(asked, promised=index < reach)
-        self.note(table.account, node, now_s)
+            terms.extend(requested, promised=index < covered_blocks)
+        self.update_deadlines(table.account, node, now_s)
 
-    def computed(self, table: BlockTable, index: int) -> None:
-        """Block `index` of the table is in the tree: it needs no reservation any more."""
-        if table.reserved and index < max(reach for _, reach in table.asked):
+    def release_reservation(self, table: BlockTable, index: int) -> None:
+        """Release the reservation of block `index` of the table, which is now in the tree."""
+        if table.reserved and index < max(
+            covered_blocks for _, covered_blocks in table.requested_leases
+        ):
             table.reserved -= 1
             table.account.add_reserved(-1)
 
-    def close(self, table: BlockTable) -> None:
-        """Promises for blocks that were never computed lapse."""
+    def release_reservations(self, table: BlockTable) -> None:
+        """Release the promises for blocks that were never computed."""
         table.account.add_reserved(-table.reserved)
         table.reserved = 0
 
-    def strike(self, account: NamespaceAccount, lease_id: str) -> list[Node]:
-        """A lease is no more: who runs under it commits nothing more. The topmost nodes that it
-        alone covered. O(tables), and see `LeaseExpiry.strike`."""
-        self._holdings.version += 1
-        for table in self._holdings.tables:
-            if table.account is account and any(one.lease_id == lease_id for one, _ in table.asked):
+    def revoke(self, account: NamespaceAccount, lease_id: str) -> list[Node]:
+        """Remove a lease. Return the topmost nodes that it alone covered.
+
+        Sequences that run under it commit nothing more. O(tables), and see `LeaseEndpoints.revoke`.
+        """
+        self._manager.version += 1
+        for table in self._manager.tables:
+            if table.account is account and any(
+                one.lease_id == lease_id for one, _ in table.requested_leases
+            ):
                 table.write = False
-        return account.ends.strike(lease_id)
+        return account.lease_endpoints.revoke(lease_id)
 
-    def read(self, account: NamespaceAccount, nodes: Iterable[Node], now_s: float) -> None:
-        """Blocks were read: their leases begin anew, promises that have lapsed while there is
-        room. O(blocks)."""
-        for node, terms, has_room in self._under_terms(account, nodes):
-            terms.renew(now_s, promise=has_room)
-            self.note(account, node, now_s)
+    def renew_on_read(self, account: NamespaceAccount, nodes: Iterable[Node], now_s: float) -> None:
+        """Renew the leases on blocks that were read; a lapsed promise only while there is room.
+        O(blocks).
+        """
+        for node, terms, has_room in self._leased_nodes(account, nodes):
+            terms.renew_on_read(now_s, promise=has_room)
+            self.update_deadlines(account, node, now_s)
 
-    def used(self, account: NamespaceAccount, nodes: Iterable[Node], now_s: float) -> None:
-        """Their use has ended: leases that count from the last use begin anew, as in `read`."""
-        for node, terms, has_room in self._under_terms(account, nodes):
-            terms.use(now_s, promise=has_room)
-            self.note(account, node, now_s)
+    def renew_on_release(
+        self, account: NamespaceAccount, nodes: Iterable[Node], now_s: float
+    ) -> None:
+        """Restart the leases that count from the last use, on blocks whose use has ended. As
+        `renew_on_read`.
+        """
+        for node, terms, has_room in self._leased_nodes(account, nodes):
+            terms.renew_on_release(now_s, promise=has_room)
+            self.update_deadlines(account, node, now_s)
 
-    def _under_terms(
+    def _leased_nodes(
         self, account: NamespaceAccount, nodes: Iterable[Node]
     ) -> Iterator[tuple[Node, BlockTerms, bool]]:
-        """Those under leases, and whether each may be promised: it is, or there is room for it."""
+        """Yield each node under a lease, its terms, and whether it may be promised.
+
+        A node may be promised if it is already, or if there is room for its promise.
+        """
         room = None
         for node in nodes:
             if node.terms is None:
                 continue
             has_room = node.promised
             if not has_room and node.terms.renew_promise_s > 0:
-                room = self._room(account) if room is None else room
+                room = self._promise_room(account) if room is None else room
                 has_room = room > 0
                 room -= has_room
             yield node, node.terms, has_room
 
-    def note(self, account: NamespaceAccount, node: Node, now_s: float) -> None:
-        """Bring deadlines and the promised count in line with the node's terms."""
+    def update_deadlines(self, account: NamespaceAccount, node: Node, now_s: float) -> None:
+        """Update the deadlines and the promised count after a change of the node's terms."""
         terms = node.terms
         if terms is None or (
-            node.timed_limit and node.timed_promise and terms.promised_as == node.promised_as
+            node.has_limit_deadline
+            and node.has_promise_deadline
+            and terms.promised_class == node.promised_class
         ):
-            return  # the deadlines that are noted come no later than its own
-        if not node.timed_limit and terms.limit_at_s < math.inf:
-            node.timed_limit = True
+            return  # the deadlines that are set come no later than the terms'
+        if not node.has_limit_deadline and terms.limit_at_s < math.inf:
+            node.has_limit_deadline = True
             self._limits.add(terms.limit_at_s, (account, node))
-        promised_as = terms.promised_as if terms.promise_at_s > now_s else None
-        if promised_as is None and node.timed_promise:
-            # Over, and `lapse` has not been asked: with it, everything below goes at the same time.
-            promised_as = node.promised_as
-        if promised_as is not None and not node.timed_promise and terms.promise_at_s < math.inf:
-            node.timed_promise = True
+        promised_class = terms.promised_class if terms.promise_at_s > now_s else None
+        if promised_class is None and node.has_promise_deadline:
+            # Over, but `lapse_promises` has not run yet: it handles all blocks below as well.
+            promised_class = node.promised_class
+        if (
+            promised_class is not None
+            and not node.has_promise_deadline
+            and terms.promise_at_s < math.inf
+        ):
+            node.has_promise_deadline = True
             self._promises.add(terms.promise_at_s, (account, node))
-        if promised_as != node.promised_as:
-            self._holdings.set_promised(account, node, promised_as)
+        if promised_class != node.promised_class:
+            self._manager.set_promised(account, node, promised_class)
 
-    def lapse(self, now_s: float) -> None:
-        """Promises whose time is over become best effort.
+    def lapse_promises(self, now_s: float) -> None:
+        """Turn promises whose time is over into best effort. O(due log n).
 
-        Not of a block in use under a clock that counts from the last use: it is being used now. And
-        if its promise ended while others below it began, it would count as a block that may go, and
-        could not.
+        A block in use under a clock that counts from the last use keeps its promise: the use goes
+        on. Its descendants' promises may begin meanwhile, and an unpromised block above promised
+        ones would count as evictable without being so.
         """
-        for account, node in self._promises.due(now_s):
-            node.timed_promise = False
-            if account.tree.holds(node):
-                if node.terms is not None and self._holdings.pool.ref_count[node.block] > 1:
-                    node.terms.keep(now_s)
-                self.note(account, node, now_s)
+        for account, node in self._promises.take_due(now_s):
+            node.has_promise_deadline = False
+            if account.tree.contains(node):
+                if node.terms is not None and self._manager.pool.ref_count[node.block] > 1:
+                    node.terms.hold_promise(now_s)
+                self.update_deadlines(account, node, now_s)
 
-    def expired(self, now_s: float) -> list[tuple[NamespaceAccount, Node]]:
-        """Blocks whose limit has passed, to be detached.
+    def take_expired(self, now_s: float) -> list[tuple[NamespaceAccount, Node]]:
+        """Return the blocks whose limit has passed; the caller removes them from the tree.
 
-        A block in use under a clock that counts from the last use is being used now, and stays.
+        A block in use under a clock that counts from the last use stays: the use goes on.
         """
         gone = []
-        for account, node in self._limits.due(now_s):
-            node.timed_limit = False
-            if not account.tree.holds(node) or node.terms is None:
+        for account, node in self._limits.take_due(now_s):
+            node.has_limit_deadline = False
+            if not account.tree.contains(node) or node.terms is None:
                 continue
-            if self._holdings.pool.ref_count[node.block] > 1:
-                node.terms.hold(now_s)
+            if self._manager.pool.ref_count[node.block] > 1:
+                node.terms.hold_limit(now_s)
             if node.terms.limit_at_s > now_s:
-                self.note(account, node, now_s)
+                self.update_deadlines(account, node, now_s)
             else:
                 gone.append((account, node))
         return gone
 
-    def _room(self, account: NamespaceAccount) -> int:
-        """Blocks that may still be promised to this namespace's payer. See `FairShare`."""
-        return self._bounded(account)[0]
+    def _promise_room(self, account: NamespaceAccount) -> int:
+        """Return the blocks that may still be promised to this namespace's payer. Cost: see
+        `FairShare`.
+        """
+        return self._promise_room_and_bound(account)[0]
 
-    def _bounded(self, account: NamespaceAccount) -> tuple[int, Bound]:
-        """The same, and by what: of several bounds the payer's own first."""
-        share, shares = account.share, self._holdings.shares
-        mine = share.promised
-        quota = share.quota
+    def _promise_room_and_bound(self, account: NamespaceAccount) -> tuple[int, Bound]:
+        """Return the same and the bound that limits it; of several equal bounds the payer's own
+        first.
+        """
+        payer_account, fair_share = account.payer_account, self._manager.fair_share
+        mine = payer_account.promised
+        quota = payer_account.quota
         bounds: list[tuple[int | None, Bound]] = [
             (quota.promised_blocks_max, "quota"),
             (quota.ceiling_blocks and int(quota.ceiling_blocks * PROMISABLE), "ceiling"),
-            (shares.promisable - shares.claimed_beside(share), "pool"),
+            (fair_share.promisable - fair_share.claimed_by_others(payer_account), "pool"),
         ]
         rooms = [(most - mine, name) for most, name in bounds if most is not None]
         return min(rooms, key=itemgetter(0))
 
 
 def _spans(table: BlockTable, now_s: float) -> list[tuple[int, int, LeaseSpans]]:
-    """Of each lease that was asked for: its tokens, the blocks that its promise reaches."""
+    """Return for each requested lease its tokens, the blocks its promise covers, and its times."""
     return [
-        (lease.tokens, reach, spans_of(lease.retention, table.started_s, now_s))
-        for lease, reach in table.asked
+        (lease.tokens, covered_blocks, spans_of(lease.retention, table.started_s, now_s))
+        for lease, covered_blocks in table.requested_leases
     ]
 
 
-def _outcome(granted: int, covers: int) -> Literal["granted", "clipped", "refused"]:
-    if granted == covers:
+def _outcome(granted: int, covered_tokens: int) -> Literal["granted", "clipped", "refused"]:
+    """Return the outcome of a lease of `covers` tokens of which `granted` are granted."""
+    if granted == covered_tokens:
         return "granted"
     return "clipped" if granted else "refused"

@@ -1,12 +1,12 @@
-"""A radix tree of token prefixes: one per namespace, one node per block.
+"""A radix tree of token prefixes: one tree per namespace, one node per block.
 
-A node's run is the tokens of its block: a whole block's worth, or fewer for the tail a sequence
+A node's run is the tokens of its block: a whole block, or fewer tokens for the tail that a sequence
 left behind. Tails have no children. No run among siblings is a prefix of another (a longer run
-takes a shorter one's place), so in token order the sibling with the longest common run stands
-directly before or after any sequence of tokens, and bisection finds it.
+replaces a shorter one), so in token order the sibling with the longest common run stands directly
+before or after any sequence of tokens, and bisection finds it.
 
-Tokens prove equality. The dict of children hashes runs to find a bucket and then compares them.
-It knows no pool, no clock and no quota. Only `prefix_cache` calls it.
+Tokens prove equality. The dict of children hashes runs to find a bucket and then compares them. The
+tree knows no pool, no clock and no quota. The other modules of the cache call it.
 """
 
 from __future__ import annotations
@@ -19,34 +19,36 @@ from sortedcontainers import SortedList
 from engine.cache.leases import BlockTerms
 
 Run = tuple[int, ...]
-NOWHERE: Set[str] = frozenset()
+NO_LEASES: Set[str] = frozenset()
 
 
 class Node:
-    """One block of the tree. `terms` None: best effort, no limit of its own. `hits`: how often it
-    was matched. `since_s`: when it came.
+    """One block of the tree.
 
-    `ends`: leases of which it is the last block (see `lease_ends`). `promised_as` (the class it is
-    promised in now) and `in_order` mirror the account's books (see `eviction`), `timed_limit` and
-    `timed_promise` whether a deadline is set. A node that left its tree has no parent.
+    `terms` None: best effort without a limit. `hits`: how often the block was matched.
+    `inserted_at_s`: when it entered the tree. `ending_leases`: leases whose last block this is (see
+    `lease_endpoints`). `promised_class`: the class that promises the block now.
+    `is_in_eviction_order`: the block is in its payer's eviction order (see `accounts`).
+    `has_limit_deadline` and `has_promise_deadline`: a deadline is set. A node that left its tree
+    has no parent.
     """
 
     __slots__ = (
         "block",
+        "child_order",
         "children",
-        "ends",
+        "ending_leases",
+        "has_limit_deadline",
+        "has_promise_deadline",
         "hits",
-        "in_order",
+        "inserted_at_s",
+        "is_in_eviction_order",
         "last_use_s",
-        "order",
         "parent",
-        "promised_as",
+        "promised_class",
         "run",
         "serial",
-        "since_s",
         "terms",
-        "timed_limit",
-        "timed_promise",
     )
 
     def __init__(self, run: Run, block: int, parent: Node | None, serial: int) -> None:
@@ -55,23 +57,25 @@ class Node:
         self.parent = parent
         self.serial = serial
         self.children: dict[Run, Node] = {}
-        self.order: SortedList | None = None
+        self.child_order: SortedList | None = None
         self.hits = 0
-        self.since_s = self.last_use_s = 0.0
+        self.inserted_at_s = self.last_use_s = 0.0
         self.terms: BlockTerms | None = None
-        self.ends: Set[str] = NOWHERE
-        self.promised_as: str | None = None
-        self.in_order = False
-        self.timed_limit = False
-        self.timed_promise = False
+        self.ending_leases: Set[str] = NO_LEASES
+        self.promised_class: str | None = None
+        self.is_in_eviction_order = False
+        self.has_limit_deadline = False
+        self.has_promise_deadline = False
 
     @property
     def promised(self) -> bool:
-        """Not evicted now."""
-        return self.promised_as is not None
+        """Return whether a live promise protects the block from eviction."""
+        return self.promised_class is not None
 
-    def below(self) -> Iterator[Node]:
-        """Itself and everything under it, children before parents. Does not recurse."""
+    def subtree(self) -> Iterator[Node]:
+        """Iterate over this node and all nodes below it, children before parents. Does not
+        recurse.
+        """
         found, stack = [], [self]
         while stack:
             node = stack.pop()
@@ -81,28 +85,35 @@ class Node:
 
 
 class TreeMatch:
-    """What a prompt finds in a tree: the nodes of whole blocks, `path`, and after these `common`
-    tokens of the block `near`. `tree` None: there is no such tree. Pins nothing."""
+    """The longest cached prefix of a prompt; it pins nothing.
 
-    __slots__ = ("cached_tokens", "changes", "common", "near", "path", "tree")
+    `path`: the nodes of whole blocks. `partial_node`: a further block of which the first
+    `partial_tokens` tokens match. `tree` None: the namespace has no tree.
+    """
 
-    def __init__(self, tree: PrefixTree | None, path: list[Node], near: Node | None, common: int):
+    __slots__ = ("cached_tokens", "changes", "partial_node", "partial_tokens", "path", "tree")
+
+    def __init__(
+        self, tree: PrefixTree | None, path: list[Node], partial_node: Node | None, common: int
+    ):
         self.tree = tree
         self.changes = 0 if tree is None else tree.changes
         self.path = path
-        self.near = near
-        self.common = common
+        self.partial_node = partial_node
+        self.partial_tokens = common
         self.cached_tokens = common
         if tree is not None:
             self.cached_tokens += len(path) * tree.block_size
 
-    def holds_of(self, tree: PrefixTree) -> bool:
-        """Would `tree.find` say the same? Not for certain once the tree has changed. O(1)."""
+    def is_current(self, tree: PrefixTree) -> bool:
+        """Return whether the match is still valid for `tree`; false once the tree has changed.
+        O(1).
+        """
         return self.tree is tree and self.changes == tree.changes
 
 
-def common_run(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many leading tokens are equal."""
+def common_prefix_length(a: Sequence[int], b: Sequence[int]) -> int:
+    """Return how many leading tokens are equal."""
     for index, (x, y) in enumerate(zip(a, b, strict=False)):
         if x != y:
             return index
@@ -111,35 +122,41 @@ def common_run(a: Sequence[int], b: Sequence[int]) -> int:
 
 class PrefixTree:
     """Prefixes in whole blocks of `block_size` tokens, and tails. `changes` grows with each node
-    that comes or goes."""
+    added or removed.
+    """
 
     def __init__(self, block_size: int, serials: Iterator[int] | None = None) -> None:
-        """`serials`: one for each node that is made, where several trees number theirs together."""
+        """Make an empty tree. `serials` numbers the nodes, across several trees if they
+        share it.
+        """
         self.block_size = block_size
         self.root = Node((), -1, None, 0)
         self.changes = 0
         self._serials = serials or count(1)
 
-    def holds(self, node: Node) -> bool:
-        """Is the node still in this tree? O(1)."""
+    def contains(self, node: Node) -> bool:
+        """Return whether the node is still in this tree. O(1)."""
         return node is self.root or node.parent is not None
 
     def find(self, tokens: Sequence[int]) -> TreeMatch:
-        """The longest cached prefix of `tokens`, to the token, and all but the last of them at most
-        (rules 5 and 6). O(blocks matched)."""
+        """Return the longest cached prefix of `tokens`, token-exact, without the last token at
+        least (rules 5 and 6). O(blocks matched).
+        """
         limit = len(tokens) - 1
-        path = self.walk(tokens, limit)
+        path = self.match_blocks(tokens, limit)
         whole = len(path) * self.block_size
         rest = tokens[whole : min(whole + self.block_size, limit)]
-        return TreeMatch(self, path, *self.nearest(path[-1] if path else self.root, rest))
+        return TreeMatch(
+            self, path, *self.longest_common_child(path[-1] if path else self.root, rest)
+        )
 
-    def walk(self, tokens: Sequence[int], limit: int) -> list[Node]:
-        """The nodes of the longest cached run of whole blocks within tokens[:limit].
+    def match_blocks(self, tokens: Sequence[int], limit: int) -> list[Node]:
+        """Return the nodes of the longest cached run of whole blocks within tokens[:limit].
 
         O(blocks matched): a tuple and a dict lookup each.
         """
         children, path = self.root.children, []
-        # One iterator, `block_size` times: each tuple is the next run, and C code makes it.
+        # One iterator, `block_size` times: zip makes each tuple, the next run, in C.
         for run in zip(*[islice(tokens, max(0, limit))] * self.block_size, strict=False):
             child = children.get(run)
             if child is None:
@@ -148,21 +165,22 @@ class PrefixTree:
             children = child.children
         return path
 
-    def nearest(self, node: Node, tokens: Sequence[int]) -> tuple[Node | None, int]:
-        """The child that shares the longest leading run with `tokens`, and how long it is.
+    def longest_common_child(self, node: Node, tokens: Sequence[int]) -> tuple[Node | None, int]:
+        """Return the child that shares the longest leading run with `tokens`, and the length of
+        that run.
 
         O(log children).
         """
         best, length = None, 0
         for child in self._neighbours(node, tuple(tokens)):
-            common = common_run(child.run, tokens)
+            common = common_prefix_length(child.run, tokens)
             if common > length:
                 best, length = child, common
         return best, length
 
-    def under(self, tokens: Sequence[int]) -> list[Node]:
-        """The topmost nodes whose path starts with all of `tokens`."""
-        path = self.walk(tokens, len(tokens))
+    def nodes_under(self, tokens: Sequence[int]) -> list[Node]:
+        """Return the topmost nodes whose path starts with all of `tokens`."""
+        path = self.match_blocks(tokens, len(tokens))
         whole = len(path) * self.block_size
         rest = tuple(tokens[whole:])
         if not rest:
@@ -173,9 +191,9 @@ class PrefixTree:
         return [child for run, child in node.children.items() if run[: len(rest)] == rest]
 
     def insert(self, parent: Node, run: Run, block: int) -> tuple[Node, Node | None]:
-        """Add a child whose run no sibling has or extends. Returns it and the tail it replaces.
+        """Add a child whose run no sibling has or extends. Return it and the tail it replaces.
 
-        The replaced tail, a strict prefix of `run`, is taken out; its block is the caller's.
+        The replaced tail, a strict prefix of `run`, is removed; its block belongs to the caller.
         """
         shorter = next(
             (n for n in self._neighbours(parent, run) if n.run == run[: len(n.run)]), None
@@ -185,28 +203,28 @@ class PrefixTree:
         node = Node(run, block, parent, next(self._serials))
         self.changes += 1
         parent.children[run] = node
-        if parent.order is not None:
-            parent.order.add(run)
+        if parent.child_order is not None:
+            parent.child_order.add(run)
         elif len(parent.children) > 1:
-            parent.order = SortedList(parent.children)
+            parent.child_order = SortedList(parent.children)
         return node, shorter
 
     def remove(self, node: Node) -> None:
-        """Take a leaf out."""
+        """Remove a leaf."""
         parent = node.parent
-        assert parent is not None, "the root stays"
+        assert parent is not None, "the root is never removed"
         self.changes += 1
         del parent.children[node.run]
-        if parent.order is not None:
-            parent.order.remove(node.run)
+        if parent.child_order is not None:
+            parent.child_order.remove(node.run)
         node.parent = None
 
     def _neighbours(self, node: Node, run: Run) -> Iterator[Node]:
-        """The children directly before and after `run` in token order."""
-        if node.order is None:
+        """Yield the children directly before and after `run` in token order."""
+        if node.child_order is None:
             yield from node.children.values()
             return
-        at = node.order.bisect_left(run)
+        at = node.child_order.bisect_left(run)
         for index in (at - 1, at):
-            if 0 <= index < len(node.order):
-                yield node.children[node.order[index]]
+            if 0 <= index < len(node.child_order):
+                yield node.children[node.child_order[index]]

@@ -69,7 +69,7 @@ def _check_size(core: CheckContext, request: Request) -> None:
             " at once.",
         )
     grant = request.grant
-    room = core.cache.room(grant.namespace, grant.quota)
+    room = core.cache.max_sequence_tokens(grant.namespace, grant.quota)
     if total > room:
         raise RequestRefused(
             "kv_exceeded",

@@ -264,7 +264,7 @@ class Scheduler:
         needed = self._blocks_of(sequence)
         if found is not None:
             # A found block that nobody pins counts as room, and is about to be pinned.
-            needed -= len(found.path) - self.cache.unpinned(found)
+            needed -= len(found.path) - self.cache.count_unpinned(found)
         return needed + sequence.places - 1  # each further sample writes a block of its own
 
     def _lack(self, sequence: Sequence, needed: int) -> Lack:
@@ -358,7 +358,7 @@ class Scheduler:
 
     def _rooms(self, sequence: Sequence) -> tuple[int, float]:
         grant = sequence.work.request.grant
-        return self.cache.rooms(grant.namespace, grant.quota)
+        return self.cache.available_blocks(grant.namespace, grant.quota)
 
     def _blocks_of(self, sequence: Sequence) -> int:
         """For what it has, and its next token."""

@@ -19,7 +19,7 @@ def survey(cache: PrefixCache, namespace: Namespace, most: int, now_s: float) ->
     if root is None:
         return ()
     weight: dict[int, tuple[int, int]] = {}
-    for node in root.below():
+    for node in root.subtree():
         blocks, tokens = 1, len(node.run)
         for child in node.children.values():
             below = weight[id(child)]

@@ -71,7 +71,7 @@ def main() -> None:
     def admit(name: bytes, leases: tuple[LeaseRequest, ...] = ()) -> None:
         """As the scheduler does: what is found is counted as room, and then begun with."""
         found = cache.find(name, prompt, 1.0)
-        cache.unpinned(found)
+        cache.count_unpinned(found)
         begun = cache.begin(name, prompt, 1.0, found=found, leases=leases)
         cache.release(begun, prompt, 1.0, keep=False)
 

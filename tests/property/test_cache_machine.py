@@ -131,7 +131,7 @@ class CacheMachine(RuleBasedStateMachine):
                 at_s = max(at_s, max(base_s, writer.started_s) + limit_s)
         return at_s
 
-    def reach(self, namespace: bytes, prompt: Prefix) -> int:
+    def extend(self, namespace: bytes, prompt: Prefix) -> int:
         """How many tokens of a prompt may at most be found now."""
         for at in range(1, len(prompt)):
             ends_s = self.latest_end(namespace, prompt[:at])
@@ -186,7 +186,7 @@ class CacheMachine(RuleBasedStateMachine):
         self, namespace: bytes, prompt: Prefix, asked: tuple[LeaseRequest, ...], write: bool
     ) -> Writer:
         found = self.cache.peek(namespace, prompt, self.now_s)
-        reach = self.reach(namespace, prompt)
+        reach = self.extend(namespace, prompt)
         quota = self.quotas[namespace]
         table = self.cache.begin(
             namespace, prompt, self.now_s, quota=quota, leases=asked, write=write
@@ -368,7 +368,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert stats.free + stats.cached + stats.pinned == stats.blocks
         for namespace in NAMESPACES:
             root = self.cache.tree_root(namespace)
-            nodes = 0 if root is None else sum(1 for _ in root.below()) - 1
+            nodes = 0 if root is None else sum(1 for _ in root.subtree()) - 1
             assert self.in_trees[namespace] == nodes, "what facts say that a tree has"
         held = {block for writer in self.live for block in writer.table.blocks}
         assert stats.pinned >= len(held), "a block of a table is not pinned"
@@ -388,7 +388,7 @@ class CacheMachine(RuleBasedStateMachine):
             for namespace in NAMESPACES:
                 prompt = (*writer.tokens, 0)
                 found = self.cache.peek(namespace, prompt, self.now_s).cached_tokens
-                assert found <= self.reach(namespace, prompt), "found what nobody may find"
+                assert found <= self.extend(namespace, prompt), "found what nobody may find"
 
     @invariant()
     def promises_are_kept(self) -> None:

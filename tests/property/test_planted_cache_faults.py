@@ -56,7 +56,7 @@ PLANTS: tuple[tuple[Any, str, Fault], ...] = (
     (BlockManager, "set_promised", promise_not_kept),
     (BlockManager, "shortage", ceiling_ignored),
     (PrefixCache, "erase", erasure_leaves_what_is_deep),
-    (BlockManager, "copy", no_copy_for_a_partial_hit),
+    (BlockManager, "add_copy", no_copy_for_a_partial_hit),
     (PrefixCache, "_may_write", writer_goes_on_after_an_erasure),
 )
 

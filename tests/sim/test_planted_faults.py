@@ -69,7 +69,7 @@ def copy_a_slot_short() -> Plant:
     def copy(original: Any, self: Any, src: int, dst: int, tokens: int) -> None:
         original(self, src, dst, max(1, tokens - 1))
 
-    return around(BlockManager, "copy", copy)
+    return around(BlockManager, "add_copy", copy)
 
 
 def namespace_ignored() -> Plant:
@@ -113,7 +113,7 @@ def free_twice() -> Plant:
 
 def evict_what_is_pinned() -> Plant:
     """A pinned block stays in the order of eviction."""
-    return around(BlockManager, "_uncount", lambda original, self, account, node: None)
+    return around(BlockManager, "_uncount_cached", lambda original, self, account, node: None)
 
 
 def release_leaks() -> Plant:
@@ -153,7 +153,7 @@ def whole_prompt_hit() -> Plant:
     """A prompt found whole leaves nothing to compute, and so no logits."""
     return around(
         PrefixTree,
-        "walk",
+        "match_blocks",
         lambda original, self, tokens, limit: original(self, tokens, limit + 1),
     )
 
@@ -165,7 +165,7 @@ def tail_found_too_long() -> Plant:
         found, common = original(self, node, tokens)
         return found, common + 1 if found and common < len(tokens) else common
 
-    return around(PrefixTree, "nearest", nearest)
+    return around(PrefixTree, "longest_common_child", nearest)
 
 
 def committed_before_the_step_completed() -> Plant:
@@ -289,7 +289,7 @@ def group_claims_too_much() -> Plant:
 
 def fork_without_pins() -> Plant:
     """A fork holds blocks that nobody counts for it."""
-    return around(BlockManager, "share", lambda original, self, block: None)
+    return around(BlockManager, "pin_again", lambda original, self, block: None)
 
 
 def erased_and_still_there() -> Plant:

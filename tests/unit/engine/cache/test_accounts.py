@@ -205,20 +205,20 @@ def test_a_floor_outlives_its_namespaces() -> None:
     cache.check()
 
     assert held(cache) == {}
-    assert cache.room(b"other", OPEN) < 3 * SIZE
-    assert cache.room(b"b", quota) >= 8 * SIZE
+    assert cache.max_sequence_tokens(b"other", OPEN) < 3 * SIZE
+    assert cache.max_sequence_tokens(b"b", quota) >= 8 * SIZE
 
 
 def test_floors_beyond_the_pool_are_cut_in_one_proportion() -> None:
     """One slip of an operator's pen must not keep everybody else out for ever."""
     cache = PrefixCache(blocks=16, block_size=SIZE)
     ask(cache, b"a", [1], 0.0, Quota(floor_blocks=10**12, payer=b"a"))
-    assert cache.room(b"other", OPEN) >= 2 * SIZE
+    assert cache.max_sequence_tokens(b"other", OPEN) >= 2 * SIZE
 
     ask(cache, b"b", [1], 0.0, Quota(floor_blocks=10**12, payer=b"b"))
 
-    assert cache.room(b"other", OPEN) == 2 * SIZE, "an eighth is nobody's"
-    assert cache.room(b"a", Quota(floor_blocks=10**12, payer=b"a")) >= 9 * SIZE
+    assert cache.max_sequence_tokens(b"other", OPEN) == 2 * SIZE, "an eighth is nobody's"
+    assert cache.max_sequence_tokens(b"a", Quota(floor_blocks=10**12, payer=b"a")) >= 9 * SIZE
     fill(cache, b"other", 20)
     assert held(cache)[b"other"] == 14
 
@@ -236,7 +236,7 @@ def test_floors_leave_room_for_the_longest_sequence_there_may_be(
     cache.check()
 
     assert cache.floor_blocks_max == 16 - left_blocks
-    assert cache.room(b"other", OPEN) == left_blocks * SIZE
+    assert cache.max_sequence_tokens(b"other", OPEN) == left_blocks * SIZE
 
 
 def test_floors_that_fit_are_kept_whole() -> None:
@@ -262,7 +262,7 @@ def test_a_floor_ends_when_it_is_told_to() -> None:
     assert held(cache) == {b"a": 4, b"other": 4}
     cache.erase(b"a")
     cache.check()
-    assert cache.room(b"other", OPEN) >= 8 * SIZE
+    assert cache.max_sequence_tokens(b"other", OPEN) >= 8 * SIZE
 
 
 def test_a_namespace_may_change_hands() -> None:

@@ -43,36 +43,36 @@ def crowded(namespaces: int = 40, large: int = 4) -> PrefixCache:
 
 
 def of(cache: Any, namespace: bytes = b"large") -> Any:
-    return cache._holdings.accounts[namespace]
+    return cache._manager.accounts[namespace]
 
 
 def leaf(cache: Any, namespace: bytes = b"large") -> Any:
     """The last block of some prompt in a namespace."""
-    nodes = [node for node in of(cache, namespace).tree.root.below() if not node.children]
+    nodes = [node for node in of(cache, namespace).tree.root.subtree() if not node.children]
     return next(node for node in nodes if not node.promised)
 
 
 def a_reference_too_many(cache: Any) -> None:
-    cache._holdings.pool.ref_count[leaf(cache).block] += 1
+    cache._manager.pool.ref_count[leaf(cache).block] += 1
 
 
 def a_free_block_listed_twice(cache: Any) -> None:
-    cache._holdings.pool.free.append(cache._holdings.pool.free[-1])
+    cache._manager.pool.free.append(cache._manager.pool.free[-1])
 
 
 def a_block_that_nobody_frees(cache: Any) -> None:
-    block = cache._holdings.pool.free.pop()
-    cache._holdings.pool.ref_count[block] = 1
-    cache._holdings.owner[block] = of(cache)
+    block = cache._manager.pool.free.pop()
+    cache._manager.pool.ref_count[block] = 1
+    cache._manager.owner[block] = of(cache)
 
 
 def another_owner(cache: Any) -> None:
-    cache._holdings.owner[leaf(cache).block] = of(cache, b"\1")
+    cache._manager.owner[leaf(cache).block] = of(cache, b"\1")
 
 
 def a_block_left_out_of_the_order(cache: Any) -> None:
     node = leaf(cache)
-    of(cache).share.order.remove((node.last_use_s, node.serial, node))
+    of(cache).payer_account.eviction_order.remove((node.last_use_s, node.serial, node))
 
 
 def a_use_the_order_does_not_know(cache: Any) -> None:
@@ -84,24 +84,24 @@ def a_promise_uncounted(cache: Any) -> None:
 
 
 def a_payer_that_counts_wrong(cache: Any) -> None:
-    of(cache).share.evictable += 1
+    of(cache).payer_account.evictable += 1
 
 
 def a_payer_that_moved_unseen(cache: Any) -> None:
-    cache._holdings.shares._spare -= 1
+    cache._manager.fair_share._spare -= 1
 
 
 def a_lease_end_unnoted(cache: Any) -> None:
-    of(cache).ends._nodes.popitem()
+    of(cache).lease_endpoints._nodes.popitem()
 
 
 def a_child_out_of_order(cache: Any) -> None:
     (trunk,) = of(cache).tree.root.children.values()
-    trunk.order.pop()
+    trunk.child_order.pop()
 
 
 def a_tree_no_account_has(cache: Any) -> None:
-    cache._holdings.accounts.pop(b"\2")
+    cache._manager.accounts.pop(b"\2")
 
 
 FAULTS = (
@@ -157,7 +157,7 @@ def test_what_moves_between_two_pieces_is_no_fault(what: str) -> None:
             elif what == "an erasure":
                 cache.erase(b"large", tokens=[7, 7, 7, 7, number * 30])
             elif what == "a lease erased":
-                cache.erase(b"large", lease_id=next(iter(of(cache).ends._nodes)))
+                cache.erase(b"large", lease_id=next(iter(of(cache).lease_endpoints._nodes)))
             else:
                 cache.expire(3_600.0 * acts)
 

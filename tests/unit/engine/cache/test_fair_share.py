@@ -30,9 +30,9 @@ def account_of(
 ) -> NamespaceAccount:
     """Its account, made if there is none."""
     name = bytes([number])
-    share = shares.under(name, quota)
+    share = shares.account_for(name, quota)
     if name not in share.accounts:
-        share.take(NamespaceAccount(name, share, SIZE, serials, set()))
+        share.add_account(NamespaceAccount(name, share, SIZE, serials, set()))
     return share.accounts[name]
 
 
@@ -51,8 +51,8 @@ def test_the_sums_are_those_of_all_shares_whatever_has_moved(
         elif what == "promise":
             account.add_promised("1h", 1)
         elif what == "go":
-            share = account.share
-            share.let_go(account)
+            share = account.payer_account
+            share.remove_account(account)
             shares.forget_if_idle(share)
         list(shares.check())
         every = list(shares)
@@ -60,11 +60,15 @@ def test_the_sums_are_those_of_all_shares_whatever_has_moved(
         assert sum(share.floor_blocks for share in every) <= 60
         for taker in every:
             others = [share for share in every if share is not taker]
-            assert shares.spare_beside(taker) == sum(share.spare() for share in others)
-            assert shares.claimed_beside(taker) == sum(share.claimed() for share in others)
-            if any(share.spare() for share in others):
-                giving = shares.giver(taker, 1, own=False)
-                assert giving.over() == max(share.over() for share in others if share.spare())
+            assert shares.spare_of_others(taker) == sum(share.spare_blocks() for share in others)
+            assert shares.claimed_by_others(taker) == sum(
+                share.claimed_blocks() for share in others
+            )
+            if any(share.spare_blocks() for share in others):
+                giving = shares.choose_victim(taker, 1, own=False)
+                assert giving.overage() == max(
+                    share.overage() for share in others if share.spare_blocks()
+                )
 
 
 def test_what_moves_unseen_is_found_by_the_check() -> None:
@@ -73,8 +77,8 @@ def test_what_moves_unseen_is_found_by_the_check() -> None:
     account = account_of(shares, 1, Quota(), count())
     account.add_held(4)
     account.add_cached(4, 4)
-    assert shares.spare_beside(None) == 4
-    account.share.evictable -= 1
+    assert shares.spare_of_others(None) == 4
+    account.payer_account.evictable -= 1
 
     with pytest.raises(InvariantViolation):
         list(shares.check())
@@ -88,11 +92,11 @@ def test_of_equals_the_one_that_came_first_gives() -> None:
         account = account_of(shares, number, Quota(), serials)
         account.add_held(4)
         account.add_cached(4, 4)
-        made.append(account.share)
+        made.append(account.payer_account)
 
-    assert shares.giver(made[0], 1, own=False) is made[1]
-    assert shares.giver(made[2], 1, own=False) is made[0]
-    assert shares.giver(made[2], 1, own=True) is made[2]
+    assert shares.choose_victim(made[0], 1, own=False) is made[1]
+    assert shares.choose_victim(made[2], 1, own=False) is made[0]
+    assert shares.choose_victim(made[2], 1, own=True) is made[2]
 
 
 def evicting_s(namespaces: int, *, is_joint: bool) -> float:

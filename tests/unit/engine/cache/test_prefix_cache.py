@@ -328,9 +328,9 @@ def test_others_floors_are_counted_as_taken() -> None:
     cache = make(8)
     cache.release(cache.begin(THEM, [0], 0.0, quota=Quota(floor_blocks=6)), [0], 0.0)
 
-    assert cache.room(US, Quota()) == 8
-    assert cache.room(US, Quota(ceiling_blocks=1)) == 4
-    assert cache.room(THEM, Quota(floor_blocks=6)) == 32
+    assert cache.max_sequence_tokens(US, Quota()) == 8
+    assert cache.max_sequence_tokens(US, Quota(ceiling_blocks=1)) == 4
+    assert cache.max_sequence_tokens(THEM, Quota(floor_blocks=6)) == 32
 
 
 def recount_s(namespaces: int) -> float:
@@ -353,13 +353,13 @@ def test_what_was_found_need_not_be_looked_for_again(monkeypatch: pytest.MonkeyP
     """The scheduler looks before it admits; a long prompt is not walked twice for it."""
     cache = make()
     run(cache, words(10))
-    walk, walks = PrefixTree.walk, []
+    walk, walks = PrefixTree.match_blocks, []
 
     def counted(tree: PrefixTree, tokens: Sequence[int], limit: int) -> list[Node]:
         walks.append(limit)
         return walk(tree, tokens, limit)
 
-    monkeypatch.setattr(PrefixTree, "walk", counted)
+    monkeypatch.setattr(PrefixTree, "match_blocks", counted)
     found = cache.find(US, words(12), 1.0)
     table = cache.begin(US, words(12), 1.0, found=found)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.cache.prefix_tree import Node, PrefixTree, common_run
+from engine.cache.prefix_tree import Node, PrefixTree, common_prefix_length
 
 Run = tuple[int, ...]
 runs = st.lists(st.integers(0, 2), min_size=4, max_size=4).map(tuple)
@@ -25,9 +25,9 @@ def test_the_walk_ends_where_the_prompt_leaves_the_tree() -> None:
     tree = PrefixTree(2)
     grow(tree, (0, 1, 2, 3, 4, 5), 7)
 
-    assert len(tree.walk((0, 1, 2, 3, 9, 9), 6)) == 2
-    assert len(tree.walk((0, 1, 2, 3, 4, 5), 5)) == 2
-    assert tree.walk((1, 1), 2) == []
+    assert len(tree.match_blocks((0, 1, 2, 3, 9, 9), 6)) == 2
+    assert len(tree.match_blocks((0, 1, 2, 3, 4, 5), 5)) == 2
+    assert tree.match_blocks((1, 1), 2) == []
 
 
 @given(children=st.lists(runs, min_size=1, max_size=12, unique=True), wanted=runs)
@@ -37,11 +37,11 @@ def test_the_nearest_child_has_the_longest_common_run(children: list[Run], wante
     for block, run in enumerate(children):
         tree.insert(tree.root, run, block)
 
-    found, common = tree.nearest(tree.root, wanted)
+    found, common = tree.longest_common_child(tree.root, wanted)
 
-    assert common == max(common_run(run, wanted) for run in children)
+    assert common == max(common_prefix_length(run, wanted) for run in children)
     assert (found is None) == (common == 0)
-    assert found is None or common_run(found.run, wanted) == common
+    assert found is None or common_prefix_length(found.run, wanted) == common
 
 
 def test_a_longer_run_replaces_the_tail_it_extends() -> None:
@@ -53,9 +53,9 @@ def test_a_longer_run_replaces_the_tail_it_extends() -> None:
     node, replaced = tree.insert(tree.root, (1, 2, 5), 2)
 
     assert replaced is tail
-    assert not tree.holds(tail)
+    assert not tree.contains(tail)
     assert set(tree.root.children) == {(1, 2, 5), (1, 3)}
-    assert tree.holds(node)
+    assert tree.contains(node)
 
 
 def test_under_a_prefix_is_everything_that_starts_with_it() -> None:
@@ -65,10 +65,10 @@ def test_under_a_prefix_is_everything_that_starts_with_it() -> None:
     grow(tree, (0, 1, 2, 4), 1)
     grow(tree, (0, 1, 5, 5), 2)
 
-    assert {node.run for node in tree.under((0, 1, 2))} == {(2, 3), (2, 4)}
-    assert [node.run for node in tree.under((0, 1))] == [(0, 1)]
-    assert tree.under((0, 1, 9)) == []
-    assert tree.under((0, 1, 2, 3, 4, 4, 4)) == []
+    assert {node.run for node in tree.nodes_under((0, 1, 2))} == {(2, 3), (2, 4)}
+    assert [node.run for node in tree.nodes_under((0, 1))] == [(0, 1)]
+    assert tree.nodes_under((0, 1, 9)) == []
+    assert tree.nodes_under((0, 1, 2, 3, 4, 4, 4)) == []
 
 
 def test_below_lists_children_before_parents_however_deep() -> None:
@@ -76,7 +76,7 @@ def test_below_lists_children_before_parents_however_deep() -> None:
     tree = PrefixTree(1)
     node = grow(tree, tuple(range(5000)), 0)
 
-    order = list(tree.root.below())
+    order = list(tree.root.subtree())
 
     assert order[0] is node
     assert order[-1] is tree.root
@@ -90,5 +90,5 @@ def test_equal_hashes_join_nothing() -> None:
     second, _ = tree.insert(tree.root, (-2,), 1)
 
     assert hash((-1,)) == hash((-2,))
-    assert tree.walk((-1,), 1) == [first]
-    assert tree.walk((-2,), 1) == [second]
+    assert tree.match_blocks((-1,), 1) == [first]
+    assert tree.match_blocks((-2,), 1) == [second]

@@ -61,13 +61,13 @@ def test_a_warm_prompt_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> Non
     world = Watched(sequences_max=8)
     world.ask("first", tokens(30), max_tokens=1)
     world.settle()
-    walk, walks = PrefixTree.walk, Counter[str]()
+    walk, walks = PrefixTree.match_blocks, Counter[str]()
 
     def counted(tree: PrefixTree, ids: Sequence[int], limit: int) -> list[Node]:
         walks["warm"] += 1
         return walk(tree, ids, limit)
 
-    monkeypatch.setattr(PrefixTree, "walk", counted)
+    monkeypatch.setattr(PrefixTree, "match_blocks", counted)
     for index in range(4):
         world.ask(f"r{index}", (*tokens(28), index % 2, 1), max_tokens=1)
     world.settle()

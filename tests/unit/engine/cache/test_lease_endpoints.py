@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from engine.api import LeaseRequest, Quota, Retention
 from engine.cache import PrefixCache
-from engine.cache.lease_expiry import HANDED_UP_MAX, LeaseExpiry
+from engine.cache.lease_endpoints import HANDED_UP_MAX, LeaseEndpoints
 from engine.cache.prefix_tree import Node, PrefixTree
 
 SIZE = 4
@@ -105,7 +105,7 @@ def test_leases_that_were_evicted_do_not_pile_up() -> None:
         run(cache, branch(number), f"lease {number}", float(number))
     root = cache.tree_root(US)
     assert root is not None
-    ends = sum(len(node.ends) for node in root.below())
+    ends = sum(len(node.ending_leases) for node in root.subtree())
 
     assert HANDED_UP_MAX < ends <= HANDED_UP_MAX + 8
     cache.check()
@@ -142,32 +142,32 @@ STEPS = st.lists(
 @given(STEPS)
 def test_it_erases_what_a_list_of_leases_on_each_block_would(steps: list[Step]) -> None:
     """The plain way, block by block, is the specification."""
-    tree, ends = PrefixTree(1), LeaseExpiry()
+    tree, ends = PrefixTree(1), LeaseEndpoints()
     covering: dict[Node, set[str]] = {}
     for what, number, run_of in steps:
-        lease_id, path = str(number), tree.walk(run_of, len(run_of))
+        lease_id, path = str(number), tree.match_blocks(run_of, len(run_of))
         if what == "reach":
             for index in range(len(run_of)):
                 if index == len(path):
                     above = path[-1] if path else tree.root
                     path.append(tree.insert(above, (run_of[index],), 0)[0])
                 covering.setdefault(path[index], set()).add(lease_id)
-            ends.reach(lease_id, path[-1])
+            ends.extend(lease_id, path[-1])
         elif what == "goes" and path and not path[-1].children:
-            ends.goes(path[-1])
+            ends.remove_node(path[-1])
             del covering[path[-1]]
             tree.remove(path[-1])
         elif what == "strike":
             alone = {node for node, ids in covering.items() if ids == {lease_id}}
             wanted = {node for node in alone if node.parent not in alone}
-            tops = ends.strike(lease_id)
+            tops = ends.revoke(lease_id)
             assert set(tops) == wanted
             assert len(tops) == len(wanted)
             for ids in covering.values():
                 ids.discard(lease_id)
             for top in tops:
-                for node in top.below():
-                    ends.goes(node)
+                for node in top.subtree():
+                    ends.remove_node(node)
                     del covering[node]
                     tree.remove(node)
-        ends.check_sum(sum(ends.check(node) for node in tree.root.below()))
+        ends.check_total(sum(ends.check_node(node) for node in tree.root.subtree()))
