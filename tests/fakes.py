@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 import xxhash
 
 from engine.api import SampledToken, Sampling
+from engine.cache.prefix_tree import Node
 from engine.errors import InvariantViolation
 from engine.plan import BegunSequence, BlockCopy, Mask, Row, Sampled, StepPlan, StepResult
 
@@ -39,6 +40,13 @@ class FakeClock:
 
     def advance(self, seconds: float) -> None:
         self.now_s += seconds
+
+
+class FirstInFirstOut:
+    """An eviction policy that evicts the leaf that entered the tree first."""
+
+    def score(self, node: Node) -> float:
+        return node.inserted_at_s
 
 
 def tag_after(tag: int, token: int) -> int:

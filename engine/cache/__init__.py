@@ -2,6 +2,7 @@
 
 from engine.cache.block_table import BlockTable
 from engine.cache.events import CachePeek, CacheStats, Fact, NamespaceUse
+from engine.cache.eviction_policy import EvictionPolicy, LeastRecentlyUsed
 from engine.cache.prefix_cache import PrefixCache
 from engine.cache.prefix_tree import TreeMatch
 
@@ -9,7 +10,9 @@ __all__ = [
     "BlockTable",
     "CachePeek",
     "CacheStats",
+    "EvictionPolicy",
     "Fact",
+    "LeastRecentlyUsed",
     "NamespaceUse",
     "PrefixCache",
     "TreeMatch",

@@ -13,11 +13,10 @@ in a list, so reporting and summing cost only as much as has changed. Only `bloc
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-
-from sortedcontainers import SortedList
+from collections.abc import Iterable, Iterator
 
 from engine.api import Namespace, Payer, Quota
+from engine.cache.eviction_policy import EvictionOrder, EvictionPolicy
 from engine.cache.lease_endpoints import LeaseEndpoints
 from engine.cache.prefix_tree import Node, PrefixTree
 
@@ -111,13 +110,11 @@ class NamespaceAccount:
 
     def add_evictable(self, node: Node) -> None:
         """Put an unpinned, unpromised leaf into the payer's eviction order. O(log n)."""
-        node.is_in_eviction_order = True
-        self.payer_account.eviction_order.add((node.last_use_s, node.serial, node))
+        self.payer_account.eviction_order.add(node)
 
     def remove_evictable(self, node: Node) -> None:
         """Take a leaf out of the payer's eviction order. O(log n)."""
-        node.is_in_eviction_order = False
-        self.payer_account.eviction_order.remove((node.last_use_s, node.serial, node))
+        self.payer_account.eviction_order.remove(node)
 
     def _mark_changed(self) -> None:
         self._changed.add(self.namespace)
@@ -130,7 +127,7 @@ class PayerAccount:
 
     `held`, `cached` and `evictable` are sums over the namespaces; `promised` is the sum of promised
     and reserved blocks. The namespace accounts keep these sums. `floor_blocks`: the guaranteed part
-    of the quota's floor. `eviction_order`: the payer's evictable leaves, least recent use first.
+    of the quota's floor. `eviction_order`: the payer's evictable leaves, sorted by the policy.
     `is_stale`: the account has changed and is in the list `stale` given to the constructor.
     `fair_share` keeps `counted` (what its sums include of this payer) and `order_entry` (the
     payer's entry in its order).
@@ -153,33 +150,45 @@ class PayerAccount:
         "serial",
     )
 
-    def __init__(self, payer: Payer, quota: Quota, serial: int, stale: list[PayerAccount]) -> None:
+    def __init__(
+        self,
+        payer: Payer,
+        quota: Quota,
+        serial: int,
+        stale: list[PayerAccount],
+        policy: EvictionPolicy,
+    ) -> None:
         self.payer = payer
         self.quota = quota
         self.serial = serial
         self.floor_blocks = 0
         self.accounts: dict[Namespace, NamespaceAccount] = {}
         self.held = self.cached = self.evictable = self.promised = 0
-        self.eviction_order = SortedList()
+        self.eviction_order = EvictionOrder(policy)
         self.is_stale = False
         self.counted = (0, 0, 0)
         self.order_entry: tuple[float, int, PayerAccount] | None = None
         self._stale = stale
 
-    def add_account(self, account: NamespaceAccount) -> None:
-        """Add a namespace to this payer. O(1), or O(blocks) if the namespace holds any."""
+    def add_account(self, account: NamespaceAccount, leaves: Iterable[Node] = ()) -> None:
+        """Add a namespace, with its evictable `leaves`, to this payer. O(leaves log n)."""
         account.payer_account = self
         self.accounts[account.namespace] = account
         self._add_counts(account, 1)
-        for node in _leaves_in_order(account):
-            account.add_evictable(node)
+        for node in leaves:
+            self.eviction_order.add(node)
 
-    def remove_account(self, account: NamespaceAccount) -> None:
-        """Remove a namespace from this payer. O(1), or O(blocks) if the namespace holds any."""
-        for node in _leaves_in_order(account):
-            self.eviction_order.remove((node.last_use_s, node.serial, node))
+    def remove_account(self, account: NamespaceAccount) -> list[Node]:
+        """Remove a namespace from this payer. Return its evictable leaves.
+
+        O(1), or O(blocks) if the namespace holds any.
+        """
+        leaves = _evictable_leaves(account)
+        for node in leaves:
+            self.eviction_order.remove(node)
         del self.accounts[account.namespace]
         self._add_counts(account, -1)
+        return leaves
 
     def _add_counts(self, account: NamespaceAccount, sign: int) -> None:
         self.held += sign * account.held
@@ -215,14 +224,11 @@ class PayerAccount:
 
     def next_victim(self) -> Node:
         """Return the leaf that is evicted next, over all namespaces of the payer. O(1)."""
-        node: Node = self.eviction_order[0][2]
-        return node
+        return self.eviction_order.first()
 
 
-def _leaves_in_order(account: NamespaceAccount) -> list[Node]:
+def _evictable_leaves(account: NamespaceAccount) -> list[Node]:
     """Return the leaves of a namespace that are in the eviction order. O(blocks)."""
-    return (
-        [node for node in account.tree.root.subtree() if node.is_in_eviction_order]
-        if account.held
-        else []
-    )
+    if not account.held:
+        return []
+    return [node for node in account.tree.root.subtree() if node.eviction_score is not None]

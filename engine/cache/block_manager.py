@@ -16,6 +16,7 @@ from engine.cache.accounts import NamespaceAccount, PayerAccount
 from engine.cache.block_pool import BlockPool
 from engine.cache.block_table import BlockTable
 from engine.cache.events import CacheStats, NamespaceUse
+from engine.cache.eviction_policy import EvictionPolicy
 from engine.cache.fair_share import FairShare
 from engine.cache.prefix_tree import Node
 from engine.plan import BlockCopy
@@ -37,18 +38,19 @@ class BlockManager:
     not come through a block table.
     """
 
-    def __init__(self, blocks: int, block_size: int, longest: int = 0) -> None:
+    def __init__(self, blocks: int, block_size: int, longest: int, policy: EvictionPolicy) -> None:
         """Make a manager of `blocks` free blocks.
 
         `longest`: blocks of the longest sequence that a request may ask for. Floors leave room for
         it, or for half of the pool if it is longer, so no payer's floor makes another payer's
-        request impossible.
+        request impossible. `policy` orders the evictable leaves of each payer.
         """
         self.block_size = block_size
         self.pool = BlockPool(blocks)
         self.accounts: dict[Namespace, NamespaceAccount] = {}
         promisable, least = int(blocks * PROMISABLE), int(blocks * FLOORS_MOST)
-        self.fair_share = FairShare(promisable, min(promisable, max(least, blocks - longest)))
+        floors_max = min(promisable, max(least, blocks - longest))
+        self.fair_share = FairShare(promisable, floors_max, policy)
         self.changed: set[Namespace] = set()
         self.owner: list[NamespaceAccount | None] = [None] * blocks
         self.node_of: list[Node | None] = [None] * blocks
@@ -70,8 +72,7 @@ class BlockManager:
             )
             payer_account.add_account(account)
         elif account.payer_account is not payer_account:  # the namespace has a new payer
-            self._detach_from_payer(account)
-            payer_account.add_account(account)
+            payer_account.add_account(account, self._detach_from_payer(account))
         return account
 
     def forget_if_idle(self, account: NamespaceAccount) -> None:
@@ -94,10 +95,11 @@ class BlockManager:
         self.changed.clear()
         return names
 
-    def _detach_from_payer(self, account: NamespaceAccount) -> None:
+    def _detach_from_payer(self, account: NamespaceAccount) -> list[Node]:
         payer_account = account.payer_account
-        payer_account.remove_account(account)
+        leaves = payer_account.remove_account(account)
         self.fair_share.forget_if_idle(payer_account)
+        return leaves
 
     # -- pins ---------------------------------------------------------------------------------
 
@@ -114,7 +116,7 @@ class BlockManager:
             if add_ref(node.block) == 2:
                 cached += 1
                 evictable += node.promised_class is None
-                if node.is_in_eviction_order:
+                if node.eviction_score is not None:
                     account.remove_evictable(node)
         if cached:
             account.add_cached(-cached, -evictable)
@@ -352,11 +354,11 @@ class BlockManager:
 
     def _uncount_cached(self, account: NamespaceAccount, node: Node) -> None:
         account.add_cached(-1, -(not node.promised))
-        if node.is_in_eviction_order:
+        if node.eviction_score is not None:
             account.remove_evictable(node)
 
     def _add_if_evictable_leaf(self, account: NamespaceAccount, node: Node) -> None:
-        if node.block < 0 or node.children or node.promised or node.is_in_eviction_order:
+        if node.block < 0 or node.children or node.promised or node.eviction_score is not None:
             return
         if self.pool.ref_count[node.block] == 1:
             account.add_evictable(node)

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import islice
 
 from engine.cache.accounts import NamespaceAccount, PayerAccount
 from engine.cache.block_manager import BlockManager
@@ -103,14 +102,11 @@ def _check_account(manager: BlockManager, account: NamespaceAccount) -> Steps:
         is_evictable = is_cached and not node.promised
         evictable += is_evictable
         is_leaf = is_evictable and not node.children
-        _expect(node.is_in_eviction_order == is_leaf, "in the eviction order", node.run)
+        is_ordered = node.eviction_score is not None
+        _expect(is_ordered == is_leaf, "in the eviction order", node.run)
         if is_leaf:
-            entry = (node.last_use_s, node.serial, node)
-            _expect(
-                entry in account.payer_account.eviction_order,
-                "missing in the eviction order",
-                node.run,
-            )
+            is_held = account.payer_account.eviction_order.holds(node)
+            _expect(is_held, "missing in the eviction order", node.run)
     for number, (block, count) in enumerate(references.items()):
         _expect(refs[block] == count, f"block {block}: {refs[block]} references", count)
         _expect(owner[block] is account, f"block {block}'s owner", name)
@@ -183,24 +179,17 @@ def _check_payer(manager: BlockManager, payer_account: PayerAccount) -> Steps:
         payer_account.promised,
     ]
     _expect(has == sums, f"{payer!r}: held, cached, evictable, promised {has}", sums)
-    before = None
-    for start in range(0, len(payer_account.eviction_order), PIECE_BLOCKS):
-        for entry in islice(payer_account.eviction_order, start, start + PIECE_BLOCKS):
-            node: Node = entry[2]
-            _expect(before is None or before < entry[:2], "the eviction order", node.run)
-            _expect(
-                entry[:2] == (node.last_use_s, node.serial),
-                "a stale eviction key",
-                node.run,
-            )
-            account_of = manager.owner[node.block]
-            belongs = (
-                node.is_in_eviction_order
-                and account_of is not None
-                and account_of.payer_account is payer_account
-            )
+    order, before = payer_account.eviction_order, None
+    for start in range(0, len(order), PIECE_BLOCKS):
+        for score, serial, node in order.entries(start, start + PIECE_BLOCKS):
+            key = (score, serial)
+            _expect(before is None or before < key, "the eviction order", node.run)
+            is_current = key == (node.eviction_score, node.serial)
+            _expect(is_current, "a stale eviction score", node.run)
+            owner = manager.owner[node.block]
+            belongs = owner is not None and owner.payer_account is payer_account
             _expect(belongs, "another payer's block in the eviction order", node.run)
-            before = entry[:2]
+            before = key
         yield PIECE_BLOCKS // 2
 
 

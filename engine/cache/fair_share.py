@@ -20,6 +20,7 @@ from sortedcontainers import SortedList
 
 from engine.api import Namespace, Payer, Quota
 from engine.cache.accounts import PayerAccount
+from engine.cache.eviction_policy import EvictionPolicy
 from engine.errors import InvariantViolation
 
 
@@ -27,12 +28,13 @@ class FairShare:
     """The accounts of all payers, and the order in which they give blocks.
 
     `promisable`: blocks that promises and floors together may take. `floors_max`: the part of these
-    that floors may take.
+    that floors may take. `policy` is passed on to each payer's account.
     """
 
-    def __init__(self, promisable: int, floors_max: int) -> None:
+    def __init__(self, promisable: int, floors_max: int, policy: EvictionPolicy) -> None:
         self.promisable = promisable
         self.floors_max = floors_max
+        self._policy = policy
         self._by_payer: dict[Payer, PayerAccount] = {}
         self._with_floor: dict[Payer, PayerAccount] = {}
         self._floors_requested = 0
@@ -56,7 +58,7 @@ class FairShare:
         payer = quota.payer or namespace
         account = self._by_payer.get(payer)
         if account is None:
-            account = PayerAccount(payer, Quota(), next(self._serials), self._stale)
+            account = PayerAccount(payer, Quota(), next(self._serials), self._stale, self._policy)
             self._by_payer[payer] = account
         if account.quota != quota:
             self._apply_quota(account, quota)

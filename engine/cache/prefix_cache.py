@@ -26,12 +26,14 @@ from engine.cache.events import (
     Matched,
     NamespaceUse,
 )
+from engine.cache.eviction_policy import EvictionPolicy, LeastRecentlyUsed
 from engine.cache.lease_manager import LeaseManager
 from engine.cache.prefix_tree import Node, TreeMatch
 from engine.errors import InvariantViolation
 from engine.plan import BlockCopy
 
 DEFAULT_QUOTA = Quota()
+DEFAULT_EVICTION_POLICY = LeastRecentlyUsed()
 FactListener = Callable[[Fact], None]
 
 
@@ -45,15 +47,18 @@ class PrefixCache:
         block_size: int,
         context_tokens: int = 0,
         facts: FactListener | None = None,
+        eviction_policy: EvictionPolicy = DEFAULT_EVICTION_POLICY,
     ) -> None:
         """Make a cache of `blocks` free blocks of `block_size` tokens.
 
         `context_tokens`: the length of the longest sequence; floors leave room for it. `facts`: a
         callable that receives the frozen events of `engine.cache.events` as they happen.
+        `eviction_policy` chooses among the evictable leaves of a payer.
         """
         self.blocks = blocks
         self.block_size = block_size
-        self._manager = BlockManager(blocks, block_size, self._blocks_for(context_tokens))
+        longest = self._blocks_for(context_tokens)
+        self._manager = BlockManager(blocks, block_size, longest, eviction_policy)
         self._leases = LeaseManager(self._manager)
         self.floor_blocks_max = self._manager.fair_share.floors_max
         self.facts = facts

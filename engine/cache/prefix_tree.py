@@ -28,7 +28,7 @@ class Node:
     `terms` None: best effort without a limit. `hits`: how often the block was matched.
     `inserted_at_s`: when it entered the tree. `ending_leases`: leases whose last block this is (see
     `lease_endpoints`). `promised_class`: the class that promises the block now.
-    `is_in_eviction_order`: the block is in its payer's eviction order (see `accounts`).
+    `eviction_score`: the score under which the block is in its payer's `EvictionOrder`, or None.
     `has_limit_deadline` and `has_promise_deadline`: a deadline is set. A node that left its tree
     has no parent.
     """
@@ -38,11 +38,11 @@ class Node:
         "child_order",
         "children",
         "ending_leases",
+        "eviction_score",
         "has_limit_deadline",
         "has_promise_deadline",
         "hits",
         "inserted_at_s",
-        "is_in_eviction_order",
         "last_use_s",
         "parent",
         "promised_class",
@@ -63,7 +63,7 @@ class Node:
         self.terms: BlockTerms | None = None
         self.ending_leases: Set[str] = NO_LEASES
         self.promised_class: str | None = None
-        self.is_in_eviction_order = False
+        self.eviction_score: float | None = None
         self.has_limit_deadline = False
         self.has_promise_deadline = False
 

@@ -17,8 +17,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from msgspec import structs
 
 from engine.api import LeaseRequest, Quota
-from engine.cache import BlockTable, Fact, PrefixCache
+from engine.cache import BlockTable, EvictionPolicy, Fact, LeastRecentlyUsed, PrefixCache
 from engine.cache.events import BlocksErased, Committed, Evicted, Expired
+from tests.fakes import FirstInFirstOut
 from tests.strategies import NAMESPACES, leases, namespaces, quotas, tokens
 
 Prefix = tuple[int, ...]
@@ -71,6 +72,7 @@ class CacheMachine(RuleBasedStateMachine):
         shares=st.tuples(quotas, quotas, quotas),
         is_joint=st.booleans(),
         may_change=st.booleans(),
+        policy=st.sampled_from([LeastRecentlyUsed(), FirstInFirstOut()]),
     )
     def start(
         self,
@@ -79,12 +81,15 @@ class CacheMachine(RuleBasedStateMachine):
         shares: tuple[Quota, Quota, Quota],
         is_joint: bool,
         may_change: bool,
+        policy: EvictionPolicy,
     ) -> None:
         """`is_joint`: one payer has the first two namespaces, under one quota. `may_change`: quotas
         do, and who pays."""
         self.size, self.may_change = size, may_change
         self.in_trees: Counter[bytes] = Counter()
-        self.cache = PrefixCache(blocks=blocks, block_size=size, facts=self.note)
+        self.cache = PrefixCache(
+            blocks=blocks, block_size=size, facts=self.note, eviction_policy=policy
+        )
         self.ghost = Ghost(blocks, size)
         self.quotas = dict(zip(NAMESPACES, shares, strict=True))
         if is_joint:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.api import Quota
-from engine.cache import PrefixCache
+from engine.cache import LeastRecentlyUsed, PrefixCache
 from engine.cache.accounts import NamespaceAccount, PayerAccount
 from engine.cache.fair_share import FairShare
 from engine.errors import InvariantViolation
@@ -41,7 +41,7 @@ def test_the_sums_are_those_of_all_shares_whatever_has_moved(
     history: list[tuple[int, str, Quota]],
 ) -> None:
     """Who gives and how much there is must not depend on when somebody asked last."""
-    shares, serials = FairShare(60, 60), count()
+    shares, serials = FairShare(60, 60, LeastRecentlyUsed()), count()
     for number, what, quota in history:
         account = account_of(shares, number, quota, serials)
         if what == "hold":
@@ -73,7 +73,7 @@ def test_the_sums_are_those_of_all_shares_whatever_has_moved(
 
 def test_what_moves_unseen_is_found_by_the_check() -> None:
     """A sum that nobody told of a move would hand out blocks that are not there."""
-    shares = FairShare(60, 60)
+    shares = FairShare(60, 60, LeastRecentlyUsed())
     account = account_of(shares, 1, Quota(), count())
     account.add_held(4)
     account.add_cached(4, 4)
@@ -86,7 +86,7 @@ def test_what_moves_unseen_is_found_by_the_check() -> None:
 
 def test_of_equals_the_one_that_came_first_gives() -> None:
     """Whoever asks, and however the sums were kept, the same one gives."""
-    shares, serials = FairShare(60, 60), count()
+    shares, serials = FairShare(60, 60, LeastRecentlyUsed()), count()
     made: list[PayerAccount] = []
     for number in (3, 1, 2):
         account = account_of(shares, number, Quota(), serials)

@@ -1,0 +1,79 @@
+"""The eviction policy: which evictable leaf of a payer leaves the cache first.
+
+Rule 9 chooses the payer that gives a block; the policy chooses the block among that payer's
+evictable leaves. `EvictionPolicy` is the interface, `LeastRecentlyUsed` the default, and
+`EvictionOrder` keeps the leaves of one payer sorted by the policy's scores. `PrefixCache` takes the
+policy as an argument. This module knows no pool, no payer and no clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+from sortedcontainers import SortedList
+
+from engine.cache.prefix_tree import Node
+
+
+class EvictionPolicy(Protocol):
+    """Scores evictable leaves; the lowest score is evicted first.
+
+    A leaf has no pin, no promise and no child, so a policy can neither evict a block in use nor cut
+    a prefix in the middle. Equal scores are evicted in the order in which the nodes were made.
+    """
+
+    def score(self, node: Node) -> float:
+        """Return the score of a leaf that has become evictable. Changes nothing.
+
+        The score may depend only on state that does not change while the leaf is evictable, such
+        as `last_use_s`, `inserted_at_s`, `hits` and `run`: the cache asks once each time the leaf
+        becomes evictable, and the checker compares later. Part of every release and eviction, so
+        it should be O(1).
+        """
+
+
+class LeastRecentlyUsed:
+    """Evict the leaf whose last use is the oldest."""
+
+    def score(self, node: Node) -> float:
+        """Return the time of the last use. O(1)."""
+        return node.last_use_s
+
+
+class EvictionOrder:
+    """The evictable leaves of one payer, the lowest score first."""
+
+    __slots__ = ("_entries", "_policy")
+
+    def __init__(self, policy: EvictionPolicy) -> None:
+        self._policy = policy
+        self._entries = SortedList()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def add(self, node: Node) -> None:
+        """Add a leaf that has become evictable. O(log n)."""
+        node.eviction_score = score = self._policy.score(node)
+        self._entries.add((score, node.serial, node))
+
+    def remove(self, node: Node) -> None:
+        """Remove a leaf that is no longer evictable. O(log n)."""
+        self._entries.remove((node.eviction_score, node.serial, node))
+        node.eviction_score = None
+
+    def first(self) -> Node:
+        """Return the leaf to evict next; the order must not be empty. O(1)."""
+        node: Node = self._entries[0][2]
+        return node
+
+    def entries(self, start: int, end: int) -> Iterator[tuple[float, int, Node]]:
+        """Iterate over (score, serial, leaf) at positions [start, end), for the checker."""
+        entries: Iterator[tuple[float, int, Node]] = self._entries.islice(start, end)
+        return entries
+
+    def holds(self, node: Node) -> bool:
+        """Return whether the order has the leaf under the score that it has now. O(log n)."""
+        score = self._policy.score(node)
+        return score == node.eviction_score and (score, node.serial, node) in self._entries
