@@ -240,9 +240,9 @@ class World:
 
     def _namespace_of(self, sequence_id: int) -> bytes:
         if sequence_id not in self._namespaces:
-            sequence = self.core.roster.sequence(sequence_id)
+            sequence = self.core.requests.sequence(sequence_id)
             assert sequence is not None, "a step has rows of those who are here"
-            self._namespaces[sequence_id] = sequence.work.request.grant.namespace
+            self._namespaces[sequence_id] = sequence.parent.request.grant.namespace
         return self._namespaces[sequence_id]
 
     # -- what is done to it -------------------------------------------------------------------
@@ -309,7 +309,7 @@ class World:
             self.step()
         expect(not self.live, "without a final event (I15)", list(self.live))
         expect(self.core.stats().pinned_blocks == 0, "blocks pinned by nobody", self.core.stats())
-        forgotten = set(self.core.scheduler.runner_forgets)
+        forgotten = set(self.core.scheduler.ended_ids)
         expect(set(self.runner.begun) <= forgotten, "the runner was never told of an end")
 
     # -- what must hold -----------------------------------------------------------------------
@@ -325,17 +325,17 @@ class World:
             if name.endswith("_total"):
                 now, then = getattr(stats, name), getattr(before, name)
                 expect(now >= then, f"{name} fell", then, now)
-        expect(stats.waiting + stats.running == len(self.core.roster), "live requests", stats)
+        expect(stats.waiting + stats.running == len(self.core.requests), "live requests", stats)
         self._book.add(self.core.stats(names=self.core.take_changed()).changed)
         whole = {
             one.namespace: one for one in self.core.stats(names=self.core.namespaces()).changed
         }
         kept = {one.namespace: one for one in self._book}
         expect(kept == whole, "what namespaces hold, told by changes", kept, whole)
-        for twin in self.core.scheduler.twins.held.values():
-            leader, own = twin.leader, twin.work.request.grant.namespace
+        for twin in self.core.scheduler.prefix_sharing.waiting.values():
+            leader, own = twin.leader, twin.parent.request.grant.namespace
             expect(leader is not None, "held for nobody", own)
-            theirs = leader.work.request.grant.namespace if leader else b""
+            theirs = leader.parent.request.grant.namespace if leader else b""
             expect(theirs == own, "waits for another namespace's work", own, theirs)
         self._stats = stats
 

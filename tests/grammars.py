@@ -16,7 +16,13 @@ from llguidance import LLTokenizer
 from engine.api import Grammar, Namespace, Request
 from engine.errors import EngineError
 from engine.grammar.compiler import Outcome
-from engine.grammar.grammar import Compiled, MaskFiller, Rules, Vocabulary, compile_grammar
+from engine.grammar.grammar import (
+    CompiledGrammar,
+    GrammarLimits,
+    MaskFiller,
+    Vocabulary,
+    compile_grammar,
+)
 from tests.fakes import next_token, tag_after
 from tests.models import TOKENS
 
@@ -27,10 +33,10 @@ VOCAB: Final = len(TOKENS) - 2
 
 
 @functools.cache
-def letters(rules: Rules | None = None) -> Vocabulary:
+def letters(limits: GrammarLimits | None = None) -> Vocabulary:
     """The vocabulary of the token oracle: "a" is 0, "b" is 1, and 2 ends."""
     return Vocabulary(
-        LLTokenizer(tokenizer_json([*LETTERS], "<end>"), eos_token=[END]), rules or Rules()
+        LLTokenizer(tokenizer_json([*LETTERS], "<end>"), eos_token=[END]), limits or GrammarLimits()
     )
 
 
@@ -71,11 +77,13 @@ def tokenizer_json(words: list[str], end: str) -> str:
 def characters(size: int) -> Vocabulary:
     """`size` tokens: the characters from "@" on, one each, and an end, which is the last."""
     words = [chr(ord("@") + index) for index in range(size - 1)]
-    return Vocabulary(LLTokenizer(tokenizer_json(words, "<end>"), eos_token=[size - 1]), Rules())
+    return Vocabulary(
+        LLTokenizer(tokenizer_json(words, "<end>"), eos_token=[size - 1]), GrammarLimits()
+    )
 
 
 @functools.cache
-def compiled(grammar: Grammar, vocabulary: Vocabulary | None = None) -> Compiled:
+def compiled(grammar: Grammar, vocabulary: Vocabulary | None = None) -> CompiledGrammar:
     """Over the oracle's letters unless told otherwise. Raises RequestRefused."""
     return compile_grammar(grammar, vocabulary or letters())
 
@@ -91,7 +99,7 @@ class PatientGrammars:
         self.erased: list[Namespace] = []
         self._waiting: list[tuple[str, Outcome, int]] = []
 
-    def ask(self, request_id: str, namespace: Namespace, grammar: Grammar) -> None:
+    def submit(self, request_id: str, namespace: Namespace, grammar: Grammar) -> None:
         """What is wrong with it comes later, like what is right."""
         self.asked.append((request_id, namespace, grammar))
         outcome: Outcome
@@ -101,15 +109,15 @@ class PatientGrammars:
             outcome = refusal
         self._waiting.append((request_id, outcome, self.polls))
 
-    def forget(self, request_id: str) -> None:
+    def cancel(self, request_id: str) -> None:
         self._waiting = [entry for entry in self._waiting if entry[0] != request_id]
 
-    def ready(self) -> list[tuple[str, Outcome]]:
+    def take_ready(self) -> list[tuple[str, Outcome]]:
         ready = [(name, outcome) for name, outcome, polls in self._waiting if polls <= 0]
         self._waiting = [(name, out, polls - 1) for name, out, polls in self._waiting if polls > 0]
         return ready
 
-    def drop(self, namespace: Namespace, grammar: Grammar) -> None:
+    def mark_too_big(self, namespace: Namespace, grammar: Grammar) -> None:
         self.dropped.append((namespace, grammar))
 
     def erase(self, namespace: Namespace) -> None:

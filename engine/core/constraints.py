@@ -1,14 +1,15 @@
-"""Grammars in the course of a request: asked for, begun, followed, and masks made of them.
+"""Grammar constraints of live requests: submitted, attached to samples, advanced, turned into
+masks.
 
-Core's hand for everything about constrained output; it knows sequences and matchers, and neither
-steps nor blocks. Masks are made before a step is planned, which on a device is while the one before
-it runs. One that takes long waits for its turn, and its sample with it: such masks together get a
-share of the time, so that a grammar made to be slow is slow for its own request.
+Core uses this module for everything about constrained output. It knows sequences and matchers, and
+neither steps nor blocks. Masks are computed before a step is planned; on a device the previous step
+runs meanwhile. A slow mask waits for its turn, and its sample with it: slow masks together get a
+bounded share of the time, so a grammar made to be slow slows only its own request.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Several
+from collections import abc
 from typing import Final
 
 import numpy as np
@@ -16,143 +17,153 @@ import numpy as np
 from engine.api import Clock, Erase, Request
 from engine.errors import EngineError, RequestRefused
 from engine.grammar.compiler import GrammarSource
-from engine.grammar.grammar import Compiled, MaskFiller, without_end
+from engine.grammar.grammar import CompiledGrammar, MaskFiller, without_end_tokens
 from engine.scheduler.sequence import Sequence
 
 SLOW_S: Final = 0.002
+"""Seconds that a mask computation may always take."""
 QUICK_ROW_S: Final = 0.0003
-"""A filling that takes longer than the first, and the second for every row, has a slow one."""
+"""Further seconds per mask. A computation that takes longer than both together has a slow mask."""
 
 SLOW_SHARE: Final = 0.25
+"""The fraction of the elapsed time that slow masks may use."""
 CREDIT_S_MAX: Final = 0.05
-"""Slow masks get so much of the time that passes, and may have saved up so much."""
+"""The most unused time, in seconds, that slow masks may save up."""
 
 GRAMMAR_FAILURES = {
-    "grammar_dead_end": "No token of this model can go on with the text as the grammar wants it.",
-    "grammar_too_big": "The grammar became too large while it was followed.",
+    "grammar_dead_end": "No token of this model can continue the text under the grammar.",
+    "grammar_too_big": "The grammar became too large during generation.",
 }
 
 
 class Constraints:
-    """Grammars from a source; without one, requests that bring a grammar are refused."""
+    """The grammars of live requests. Without a `source`, requests that have a grammar are
+    refused.
+    """
 
     def __init__(
         self, source: GrammarSource | None = None, filler: MaskFiller | None = None
     ) -> None:
         self._source = source
         self._filler = filler or MaskFiller()
-        self._behind: dict[int, Sequence] = {}
+        self._pending: dict[int, Sequence] = {}
         self._credit_s = CREDIT_S_MAX
         self._filled_at_s = float("inf")
 
-    def ask(self, request: Request) -> None:
-        """Have the request's grammar compiled, if it has one. Raises EngineError."""
+    def submit(self, request: Request) -> None:
+        """Submit the request's grammar for compilation, if it has one. Raises EngineError."""
         if request.grammar is None:
             return
         if self._source is None:
-            raise RequestRefused("grammar_unsupported", "This model takes no grammar.")
-        self._source.ask(request.request_id, request.grant.namespace, request.grammar)
+            raise RequestRefused("grammar_unsupported", "This model does not support grammars.")
+        self._source.submit(request.request_id, request.grant.namespace, request.grammar)
 
-    def forget(self, request: Request) -> None:
-        """The request is over."""
+    def release(self, request: Request) -> None:
+        """Release the grammar of a request that has ended."""
         if request.grammar is not None and self._source is not None:
-            self._source.forget(request.request_id)
+            self._source.cancel(request.request_id)
 
     def erase(self, call: Erase) -> None:
-        """With a whole namespace goes what was compiled for it: its schemas are its words."""
+        """Forget the grammars compiled for an erased namespace: their text is the
+        namespace's data.
+        """
         if self._source is not None and call.lease_id is None and call.tokens is None:
             self._source.erase(call.namespace)
 
     def close(self) -> None:
-        """No request will come any more."""
+        """Stop compiling; no request follows."""
         if self._source is not None:
             self._source.close()
 
-    def ready(self) -> list[tuple[str, Compiled | EngineError]]:
-        """Requests whose grammar is compiled, or refused, since last asked."""
-        return [] if self._source is None else self._source.ready()
+    def take_ready(self) -> list[tuple[str, CompiledGrammar | EngineError]]:
+        """Return the requests whose grammar has been compiled, or refused, since the last call."""
+        return [] if self._source is None else self._source.take_ready()
 
-    def begin(self, sequence: Sequence) -> None:
-        """Put a sample at the start of its request's grammar, once that is compiled."""
-        compiled = sequence.work.compiled
+    def attach_matcher(self, sequence: Sequence) -> None:
+        """Put a sample at the start of its request's compiled grammar."""
+        compiled = sequence.parent.compiled
         if compiled is None:
             return
         sequence.matcher = compiled.matcher.fork()
         sequence.mask = compiled.first_mask
-        if sequence.work.request.min_tokens > 1:
-            sequence.mask = without_end(compiled.first_mask, sequence.matcher.vocabulary)
+        if sequence.parent.request.min_tokens > 1:
+            sequence.mask = without_end_tokens(compiled.first_mask, sequence.matcher.vocabulary)
 
     def consume(self, sequence: Sequence, token_id: int) -> str:
-        """Follow one token; says with which code the request has failed, if it has.
+        """Advance a sample's matcher by one token; return the error code of a failed request, or
+        "".
 
-        Its sample has no mask from here until the next `fill`.
+        The sample has no mask from here until the next `fill_masks`.
         """
         matcher = sequence.matcher
         if matcher is None:
             return ""
         sequence.mask = None
         if matcher.consume(token_id):
-            self._behind[sequence.sequence_id] = sequence
+            self._pending[sequence.sequence_id] = sequence
             return ""
         self._note_size(sequence, matcher.failure)
         return matcher.failure or "grammar_dead_end"
 
     def is_complete(self, sequence: Sequence) -> bool:
-        """Is its text whole, with nothing left to come?"""
+        """Return whether the sample's text is complete, so that nothing can follow."""
         return sequence.matcher is not None and sequence.matcher.is_complete
 
     @property
-    def is_behind(self) -> bool:
-        """Does anybody wait for a mask?"""
-        return bool(self._behind)
+    def has_pending_masks(self) -> bool:
+        """Return whether a sample waits for a mask."""
+        return bool(self._pending)
 
-    def fill(self, clock: Clock, *, is_idle: bool) -> list[tuple[Sequence, str]]:
-        """Say what may follow the tokens that came, and for whom nothing may, with the code.
+    def fill_masks(self, clock: Clock, *, is_idle: bool) -> list[tuple[Sequence, str]]:
+        """Compute the masks after new tokens; return the samples that cannot continue, with error
+        codes.
 
-        Tens of microseconds for each sample with a new token. Slow ones wait while their share of
-        the time is used up, unless the engine `is_idle` without them. Changes masks.
+        Tens of microseconds per sample with a new token. Slow masks wait while their share of the
+        time is used up, unless the engine `is_idle` without them. Changes the sequences' masks.
         """
         now_s = clock()
         earned_s = SLOW_SHARE * max(0.0, now_s - self._filled_at_s)
         self._credit_s, self._filled_at_s = min(CREDIT_S_MAX, self._credit_s + earned_s), now_s
-        if not self._behind:
+        if not self._pending:
             return []
-        behind = [sequence for sequence in self._behind.values() if not sequence.is_ended]
-        self._behind.clear()
-        quick = [sequence for sequence in behind if not sequence.is_slow]
-        lost = self._fill(quick, clock)
+        pending = [sequence for sequence in self._pending.values() if not sequence.is_ended]
+        self._pending.clear()
+        quick = [sequence for sequence in pending if not sequence.has_slow_mask]
+        lost = self._fill_rows(quick, clock)
         is_idle = is_idle and not quick
-        for sequence in behind:
-            if not sequence.is_slow or sequence.mask is not None:
+        for sequence in pending:
+            if not sequence.has_slow_mask or sequence.mask is not None:
                 continue
             if self._credit_s > 0 or is_idle:
-                lost += self._fill([sequence], clock)
+                lost += self._fill_rows([sequence], clock)
                 is_idle = False
             else:
-                self._behind[sequence.sequence_id] = sequence
+                self._pending[sequence.sequence_id] = sequence
         return lost
 
-    def _fill(self, sequences: Several[Sequence], clock: Clock) -> list[tuple[Sequence, str]]:
+    def _fill_rows(
+        self, sequences: abc.Sequence[Sequence], clock: Clock
+    ) -> list[tuple[Sequence, str]]:
         following = [(s, s.matcher) for s in sequences if s.matcher is not None]
         if not following:
             return []
-        hold_end = [s.output_tokens + 1 < s.work.request.min_tokens for s, _ in following]
+        suppress_end = [s.output_tokens + 1 < s.parent.request.min_tokens for s, _ in following]
         began_s = clock()
-        masks = self._filler.fill([matcher for _, matcher in following], hold_end)
+        masks = self._filler.fill([matcher for _, matcher in following], suppress_end)
         took_s = clock() - began_s
         is_slow = took_s > SLOW_S + QUICK_ROW_S * len(following)
-        if following[0][0].is_slow:
+        if following[0][0].has_slow_mask:
             self._credit_s -= took_s
         lost: list[tuple[Sequence, str]] = []
         alive = np.any(masks, axis=1).tolist()
         for (sequence, matcher), mask, is_alive in zip(following, masks, alive, strict=True):
-            sequence.mask, sequence.is_slow = mask, is_slow
+            sequence.mask, sequence.has_slow_mask = mask, is_slow
             if not is_alive:
                 lost.append((sequence, matcher.failure or "grammar_dead_end"))
                 self._note_size(sequence, matcher.failure)
         return lost
 
     def _note_size(self, sequence: Sequence, code: str) -> None:
-        request = sequence.work.request
+        request = sequence.parent.request
         if code == "grammar_too_big" and self._source is not None and request.grammar is not None:
-            self._source.drop(request.grant.namespace, request.grammar)
+            self._source.mark_too_big(request.grant.namespace, request.grammar)

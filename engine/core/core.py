@@ -1,14 +1,14 @@
 """The core: one thread's view of the engine, a step at a time.
 
-Takes requests, asks the scheduler for slices, makes a `StepPlan` of them in tree order, hands it to
-the runner, and turns what comes back into committed blocks, events and usage. It knows no tensor,
-no socket and no clock but the one it was given. `engine.server.service` owns it; tests drive it by
-hand.
+It takes requests, asks the scheduler for slices, makes a `StepPlan` of them in tree order, launches
+it on the runner, and turns the results into committed blocks, events and usage. It knows no tensor,
+no socket and no clock but the one it is given. `engine.server.service` owns it; tests call it
+directly.
 
 With `pipeline_depth` 2, step N+1 is planned and launched before N is collected: planning needs
-lengths, never token values. A sequence that turns out to have stopped at N has then one row too
-many in N+1, whose result is dropped. Blocks may go back while such a row is in flight: a device
-runs steps in order, and whoever gets the block writes it later.
+lengths, never token values. A sequence that turns out to have stopped at N then has one extra row
+in N+1, whose result is dropped. Blocks may be released while such a row is in flight: a device runs
+steps in order, so the next owner of a block writes it later.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from engine.api import (
 from engine.cache import BlockTable, PrefixCache
 from engine.config import EngineConfig
 from engine.core.constraints import GRAMMAR_FAILURES, Constraints
-from engine.core.maintenance import Housekeeper
+from engine.core.maintenance import Maintenance
 from engine.core.planner import InFlightStep, StepPlanner
 from engine.core.request_checks import check_request
 from engine.core.stats import EngineStats
@@ -51,7 +51,7 @@ from engine.scheduler.scheduler import Scheduler, Slice
 from engine.scheduler.sequence import ActiveRequest, Sequence
 
 FAILURES = {
-    "nan_logits": "The model's output was not a number.",
+    "nan_logits": "The model produced logits that are not numbers.",
     "step_failed": "The step that computed this request failed.",
     **GRAMMAR_FAILURES,
 }
@@ -81,322 +81,347 @@ class Core:
         self.pipeline_depth = pipeline_depth
         self.scheduler = Scheduler(cache, config)
         self.constraints = constraints or Constraints()
-        self.vitals = EngineStats()
-        self.roster = RequestTable()
+        self.engine_stats = EngineStats()
+        self.requests = RequestTable()
         self._events: list[Event] = []
-        self._flights: deque[InFlightStep] = deque()
-        self._patience = Timeouts()
-        self._housekeeper = Housekeeper(cache, self.check, config.check_interval_s, clock())
+        self._pending_steps: deque[InFlightStep] = deque()
+        self._timeouts = Timeouts()
+        self._maintenance = Maintenance(cache, self.check, config.check_interval_s, clock())
         self._planner = StepPlanner(cache, self.scheduler, self._add_sequence)
 
-    # -- what is asked ------------------------------------------------------------------------
+    # -- calls --------------------------------------------------------------------------------
 
     def submit(self, request: Request) -> None:
-        """Take a request in, or refuse it: either way its events come from `step`."""
+        """Accept or refuse a request; in both cases its events come from `step`."""
         try:
             check_request(self, request)
-            self.constraints.ask(request)
+            self.constraints.submit(request)
         except EngineError as refusal:
             self._events.append(
                 Finished(request.request_id, "refused", Usage(), refusal.code, refusal.message)
             )
             return
-        work = self.roster.enter(request, self.clock())
-        self._add_sequence(work)
-        self.scheduler.enter(work)
+        active = self.requests.add(request, self.clock())
+        self._add_sequence(active)
+        self.scheduler.add_request(active)
 
     def cancel(self, request_id: str) -> None:
-        """Nobody waits for it any more: its blocks go back now. Unknown ids are ignored."""
-        work = self.roster.get(request_id)
-        if work is not None:
-            self._finish(work, "cancelled")
+        """End a request as `cancelled` and release its blocks now. Unknown ids are ignored."""
+        active = self.requests.get(request_id)
+        if active is not None:
+            self._finish(active, "cancelled")
 
     def end_sample(self, request_id: str, index: int, output_tokens: int) -> None:
-        """A stop string was found: the sample ends as `stop`, charged `output_tokens`."""
-        work = self.roster.get(request_id)
-        if work is None or not 0 <= index < len(work.sequences):
+        """End a sample as `stop` at a stop string, charged `output_tokens`. Unknown ids are
+        ignored.
+        """
+        active = self.requests.get(request_id)
+        if active is None or not 0 <= index < len(active.sequences):
             return
-        sequence = work.sequences[index]
-        sequence.output_tokens = self.vitals.needed(sequence.output_tokens, output_tokens)
+        sequence = active.sequences[index]
+        sequence.output_tokens = self.engine_stats.count_unneeded(
+            sequence.output_tokens, output_tokens
+        )
         if not sequence.is_ended:
-            self._end(sequence, "stop")
+            self._finish_sample(sequence, "stop")
 
     def peek(self, call: Peek) -> Peeked:
-        """What would these tokens hit? Changes nothing."""
+        """Return what these tokens would match. Pins and renews nothing."""
         now_s = self.clock()
         found = self.cache.peek(call.namespace, call.tokens, now_s)
         expires_in_s = None if found.expires_at_s is None else max(0.0, found.expires_at_s - now_s)
         return Peeked(call.call_id, found.cached_tokens, found.promised_tokens, expires_in_s)
 
     def erase(self, call: Erase) -> Erased:
-        """Forget a namespace, a lease of it, or what lies under a prefix.
+        """Erase a namespace, a lease of it, or everything under a token prefix.
 
-        Requests of the namespace that are here now leave nothing in the tree any more, nor when
-        they begin later: erased words must not come back. Of a lease, those that asked for it.
+        Live requests of the namespace commit nothing more, not even if they start later: erased
+        tokens must not return. For a lease, this holds for the requests that asked for it.
         """
-        for work in self.roster:
-            grant = work.request.grant
+        for active in self.requests:
+            grant = active.request.grant
             if grant.namespace == call.namespace and (
                 call.lease_id is None
                 or any(lease.lease_id == call.lease_id for lease in grant.leases)
             ):
-                work.may_write = False
+                active.may_write = False
         self.constraints.erase(call)
         blocks = self.cache.erase(call.namespace, lease_id=call.lease_id, tokens=call.tokens)
         return Erased(call.call_id, blocks)
 
     def take_changed(self) -> set[Namespace]:
-        """Namespaces whose numbers may have changed since the last call. O(these)."""
+        """Return the namespaces whose numbers may have changed since the last call. O(changed)."""
         changed = self.cache.take_changed()
-        return changed | self.roster.tally.take_moved() | self.scheduler.running.tally.take_moved()
+        return (
+            changed
+            | self.requests.totals.take_changed()
+            | self.scheduler.running.totals.take_changed()
+        )
 
     def namespaces(self) -> set[Namespace]:
-        """All that hold something or ask for it. O(these)."""
-        return {use.namespace for use in self.cache.namespaces()}.union(self.roster.tally)
+        """Return all namespaces that hold blocks or have live requests. O(these)."""
+        return {use.namespace for use in self.cache.namespaces()}.union(self.requests.totals)
 
     def stats(self, call_id: int = 0, names: Iterable[Namespace] = ()) -> Stats:
-        """The heartbeat, with what `names` hold and ask for. O(names)."""
-        return self.vitals.stats(call_id, self.cache, self.scheduler, self.roster, names)
+        """Return the engine's statistics and those of the namespaces `names`. O(names)."""
+        return self.engine_stats.stats(call_id, self.cache, self.scheduler, self.requests, names)
 
     def drain(self, timeout_s: float) -> None:
-        """Refuse what comes; finish what is here; what is left at the end ends as `shutdown`."""
-        self._patience.drain(self.clock() + timeout_s)
+        """Refuse new requests and finish live ones; after `timeout_s` end the rest as
+        `shutdown`.
+        """
+        self._timeouts.drain(self.clock() + timeout_s)
 
     @property
     def is_draining(self) -> bool:
-        return self._patience.is_draining
+        """Return whether `drain` has been called."""
+        return self._timeouts.is_draining
 
     def has_work(self) -> bool:
-        """Is there anything to compute, collect or say?"""
-        return bool(self.roster or self._flights or self._events)
+        """Return whether there is anything to compute, collect or report."""
+        return bool(self.requests or self._pending_steps or self._events)
 
     @property
     def is_recounting(self) -> bool:
-        """Has it more of itself to look over now?"""
-        return self._housekeeper.is_recounting
+        """Return whether a recount has more pieces to do now."""
+        return self._maintenance.is_recounting
 
     def check(self) -> None:
-        """Recount what is kept of requests. Raises InvariantViolation. O(sequences)."""
-        self.roster.check()
+        """Recount requests and running sequences. Raises InvariantViolation. O(sequences)."""
+        self.requests.check()
         self.scheduler.running.check()
 
     @property
-    def only_compiles(self) -> bool:
-        """Is all there is to do to wait for grammars?"""
+    def is_waiting_for_grammars(self) -> bool:
+        """Return whether every live request waits for its grammar and no step is in flight."""
         compiling = len(self.scheduler.compiling)
-        return bool(compiling) and compiling == len(self.roster) and not self._flights
+        return bool(compiling) and compiling == len(self.requests) and not self._pending_steps
 
     # -- one step -----------------------------------------------------------------------------
 
     def step(self) -> list[Event]:
-        """Plan, launch, collect, commit: this step's events, in order.
+        """Run one step: plan, launch, collect, commit. Return its events, in order.
 
-        With nothing to do it keeps house. Raises InvariantViolation alone: everything else that
-        goes wrong in a step ends the requests it concerns.
+        Without work it does maintenance. Raises InvariantViolation only; every other failure of a
+        step ends the requests it concerns.
         """
         now_s = self.clock()
-        for overdue in list(self._patience.overdue(self.roster, now_s)):
+        for overdue in list(self._timeouts.overdue(self.requests, now_s)):
             self._finish(*overdue)
         self._take_compiled()
         self._make_masks()
         slices = self.scheduler.schedule(now_s)
         launched = bool(slices) and self._launch(slices, now_s)
-        if self._flights and (len(self._flights) >= self.pipeline_depth or not launched):
+        if self._pending_steps and (
+            len(self._pending_steps) >= self.pipeline_depth or not launched
+        ):
             self._collect()
         elif (
             not slices
-            and not self.constraints.is_behind
-            and (stalled := self._patience.stalled(self.roster))
+            and not self.constraints.has_pending_masks
+            and (stalled := self._timeouts.find_stalled(self.requests))
         ):
             self._finish(*stalled)
-        self._housekeeper.keep(now_s, is_busy=bool(self.roster or self._flights))
+        self._maintenance.run(now_s, is_busy=bool(self.requests or self._pending_steps))
         events, self._events = self._events, []
         return events
 
     def _launch(self, slices: list[Slice], now_s: float) -> bool:
         for piece in slices:
-            if piece.sequence.work.started_at_s is None:
-                self._started(piece.sequence, now_s)
-        plan, flight = self._planner.plan(self.vitals.next_step(), slices, now_s)
-        self._patience.moved()
+            if piece.sequence.parent.started_at_s is None:
+                self._mark_started(piece.sequence, now_s)
+        plan, pending = self._planner.plan(self.engine_stats.next_step(), slices, now_s)
+        self._timeouts.record_progress()
         try:
             self.runner.launch(plan)
         except InvariantViolation:
             raise
         except Exception as error:
-            self._step_failed(flight, error)
+            self._fail_step(pending, error)
             return False
-        self._flights.append(flight)
-        self._planner.fork(flight)
+        self._pending_steps.append(pending)
+        self._planner.fork(pending)
         return True
 
-    # -- what comes back ----------------------------------------------------------------------
+    # -- results ------------------------------------------------------------------------------
 
     def _collect(self) -> None:
-        flight = self._flights.popleft()
+        pending = self._pending_steps.popleft()
         try:
             result = self.runner.collect()
         except InvariantViolation:
             raise
         except Exception as error:
-            self._step_failed(flight, error)
+            self._fail_step(pending, error)
             return
         now_s = self.clock()
-        if result.step != flight.step:
-            raise InvariantViolation(f"step {result.step} came back for step {flight.step}")
+        if result.step != pending.step:
+            raise InvariantViolation(
+                f"the runner returned step {result.step}; expected step {pending.step}"
+            )
         for sequence_id, code in result.failed.items():
-            if (sequence := self.roster.sequence(sequence_id)) is not None:
-                # Nobody knows which block of it is to blame; whoever found that would fail as well.
+            if (sequence := self.requests.sequence(sequence_id)) is not None:
+                # The block at fault is unknown, and later requests that match it would fail too.
                 beginning = sequence.tokens[: self.cache.block_size]
-                self.cache.erase(sequence.work.request.grant.namespace, tokens=beginning)
-                self._fail(sequence.work, code)
+                self.cache.erase(sequence.parent.request.grant.namespace, tokens=beginning)
+                self._fail(sequence.parent, code)
         computed = 0
-        for piece, table in flight.slices:
+        for piece, table in pending.slices:
             computed += piece.count
-            if not piece.sequence.work.is_finished:
-                self._computed(piece, table, result, now_s)
+            if not piece.sequence.parent.is_finished:
+                self._commit_slice(piece, table, result, now_s)
         drawn = {sampled.sequence_id: sampled.token for sampled in result.sampled}
-        for sequence_id, sequence in flight.drawing.items():
+        for sequence_id, sequence in pending.sampling.items():
             sequence.in_flight -= 1
             if not sequence.is_ended:
                 if sequence_id not in drawn:
-                    raise InvariantViolation(f"sequence {sequence_id} drew no token")
-                self._accept(sequence, drawn[sequence_id], now_s)
-        self.vitals.stepped(flight.launched_at_s, now_s, computed - len(flight.drawing))
+                    raise InvariantViolation(f"sequence {sequence_id} sampled no token")
+                self._accept_token(sequence, drawn[sequence_id], now_s)
+        self.engine_stats.record_step(
+            pending.launched_at_s, now_s, computed - len(pending.sampling)
+        )
 
-    def _computed(self, piece: Slice, table: BlockTable, result: StepResult, now_s: float) -> None:
-        """The step has put this slice's KV in place: count it, and let others find it.
+    def _commit_slice(
+        self, piece: Slice, table: BlockTable, result: StepResult, now_s: float
+    ) -> None:
+        """Commit a slice that a step has computed: count it and make its blocks findable.
 
-        Work is counted even where the table is gone meanwhile (preempted while in flight).
+        The work is counted even where the table is gone (preempted while in flight).
         """
         sequence, end = piece.sequence, piece.start + piece.count
-        work, prompt = sequence.work, len(sequence.work.request.tokens)
-        again = max(0, min(end, sequence.computed_before) - piece.start)
+        active, prompt = sequence.parent, len(sequence.parent.request.tokens)
+        recomputed = max(0, min(end, sequence.computed_before) - piece.start)
         sequence.computed_before = max(sequence.computed_before, end)
-        work.recomputed_tokens += again
-        self.vitals.recomputed_tokens += again
+        active.recomputed_tokens += recomputed
+        self.engine_stats.recomputed_tokens += recomputed
         if sequence.table is table:
             self.cache.commit(table, sequence.tokens, end, now_s)
-            self.scheduler.twins.reached(sequence)
+            self.scheduler.prefix_sharing.resume_reached(sequence)
         if sequence.index == 0 and piece.count and piece.start < prompt:
-            fresh = min(end, prompt) - piece.start - again
-            self.vitals.computed_tokens += work.count_prompt(fresh, is_whole=end >= prompt)
+            fresh = min(end, prompt) - piece.start - recomputed
+            self.engine_stats.computed_tokens += active.count_prompt(fresh, is_whole=end >= prompt)
             self._prompt_logprobs(piece, result)
-            if end >= prompt and work.request.max_tokens == 0:
-                self._end(sequence, "length")
+            if end >= prompt and active.request.max_tokens == 0:
+                self._finish_sample(sequence, "length")
 
     def _prompt_logprobs(self, piece: Slice, result: StepResult) -> None:
         sequence = piece.sequence
-        work, request = sequence.work, sequence.work.request
-        if request.prompt_logprobs is None or work.is_prompt_told:
+        active, request = sequence.parent, sequence.parent.request
+        if request.prompt_logprobs is None or active.prompt_logprobs_sent:
             return
-        if piece.start > len(sequence.progress):
-            return  # planned before a preemption: its slices are computed, and told, again
-        sequence.progress[piece.start :] = result.prompt_logprobs.get(sequence.sequence_id, ())
-        if len(sequence.progress) == len(request.tokens) - 1:
-            work.is_prompt_told = True
+        if piece.start > len(sequence.prompt_logprobs):
+            return  # planned before a preemption: the slices are computed and reported again
+        sequence.prompt_logprobs[piece.start :] = result.prompt_logprobs.get(
+            sequence.sequence_id, ()
+        )
+        if len(sequence.prompt_logprobs) == len(request.tokens) - 1:
+            active.prompt_logprobs_sent = True
             first = SampledToken(token_id=request.tokens[0])
-            self._events.append(PromptLogprobs(request.request_id, (first, *sequence.progress)))
+            self._events.append(
+                PromptLogprobs(request.request_id, (first, *sequence.prompt_logprobs))
+            )
 
-    def _accept(self, sequence: Sequence, token: SampledToken, now_s: float) -> None:
-        """One more output token; it may be the last."""
-        work, request = sequence.work, sequence.work.request
+    def _accept_token(self, sequence: Sequence, token: SampledToken, now_s: float) -> None:
+        """Append one output token, and end the sample if it was the last."""
+        active, request = sequence.parent, sequence.parent.request
         if code := self.constraints.consume(sequence, token.token_id):
-            self._fail(work, code)
+            self._fail(active, code)
             return
         sequence.tokens.append(token.token_id)
         sequence.output_tokens += 1
-        self.vitals.output_tokens += 1
+        self.engine_stats.output_tokens += 1
         if token.logprob is not None:
             sequence.cumulative_logprob += token.logprob
-        if work.first_token_at_s is None:
-            work.first_token_at_s = now_s
+        if active.first_token_at_s is None:
+            active.first_token_at_s = now_s
         self._events.append(Tokens(request.request_id, sequence.index, (token,)))
         is_stop = token.token_id in request.stop_token_ids
         is_stop = is_stop and sequence.output_tokens >= request.min_tokens
         if is_stop or self.constraints.is_complete(sequence):
-            self._end(sequence, "stop")
+            self._finish_sample(sequence, "stop")
         elif sequence.output_tokens >= request.max_tokens:
-            self._end(sequence, "length")
+            self._finish_sample(sequence, "length")
 
     # -- endings ------------------------------------------------------------------------------
 
-    def _end(self, sequence: Sequence, reason: FinishReason) -> None:
-        request = sequence.work.request
+    def _finish_sample(self, sequence: Sequence, reason: FinishReason) -> None:
+        request = sequence.parent.request
         self.scheduler.stop(sequence, self.clock())
         logprob = None if request.sampling.logprobs is None else sequence.cumulative_logprob
         self._events.append(
             SampleEnded(request.request_id, sequence.index, reason, sequence.output_tokens, logprob)
         )
         alone = request.samples == 1 or request.max_tokens == 0
-        if alone or all(s.is_ended for s in sequence.work.sequences):
-            self._finish(sequence.work, "done")
+        if alone or all(s.is_ended for s in sequence.parent.sequences):
+            self._finish(sequence.parent, "done")
 
     def _finish(
-        self, work: ActiveRequest, ending: Ending, code: str = "", message: str = ""
+        self, active: ActiveRequest, ending: Ending, code: str = "", message: str = ""
     ) -> None:
-        """The one final event of a request; everything it holds goes back."""
-        if work.is_finished:
+        """Emit the one final event of a request and release everything it holds."""
+        if active.is_finished:
             raise InvariantViolation("a request was finished twice")
-        work.is_finished = True
+        active.is_finished = True
         now_s = self.clock()
-        self.constraints.forget(work.request)
-        self.scheduler.leave(work, now_s, keep=ending != "failed")
-        usage = work.usage(now_s)
-        self.roster.leave(work)
-        self._events.append(Finished(work.request.request_id, ending, usage, code, message))
+        self.constraints.release(active.request)
+        self.scheduler.remove_request(active, now_s, keep=ending != "failed")
+        usage = active.usage(now_s)
+        self.requests.remove(active)
+        self._events.append(Finished(active.request.request_id, ending, usage, code, message))
 
-    def _fail(self, work: ActiveRequest, code: str) -> None:
-        if not work.is_finished:
-            self._finish(work, "failed", code, FAILURES.get(code, FAILURES["step_failed"]))
+    def _fail(self, active: ActiveRequest, code: str) -> None:
+        if not active.is_finished:
+            self._finish(active, "failed", code, FAILURES.get(code, FAILURES["step_failed"]))
 
-    def _step_failed(self, flight: InFlightStep, error: Exception) -> None:
-        """A step broke and nobody can say for whom: its requests fail, the engine lives on."""
-        self.vitals.failed_steps += 1
-        for drawer in flight.drawing.values():
+    def _fail_step(self, pending: InFlightStep, error: Exception) -> None:
+        """Fail all requests of a broken step, since the request at fault is unknown; the engine
+        continues.
+        """
+        self.engine_stats.failed_steps += 1
+        for drawer in pending.sampling.values():
             drawer.in_flight -= 1
         message = f"The step that computed this request failed ({type(error).__name__})."
-        concerned = [piece.sequence.work for piece, _ in flight.slices]
-        concerned += [sequence.work for sequence in flight.bystanders]
-        for work in concerned:
-            if not work.is_finished:
-                self._finish(work, "failed", "step_failed", message)
+        concerned = [piece.sequence.parent for piece, _ in pending.slices]
+        concerned += [sequence.parent for sequence in pending.copy_targets]
+        for active in concerned:
+            if not active.is_finished:
+                self._finish(active, "failed", "step_failed", message)
 
-    # -- inside -------------------------------------------------------------------------------
+    # -- internals ----------------------------------------------------------------------------
 
-    def _add_sequence(self, work: ActiveRequest) -> Sequence:
-        sequence = self.roster.add_sequence(work)
-        self.constraints.begin(sequence)
+    def _add_sequence(self, active: ActiveRequest) -> Sequence:
+        sequence = self.requests.add_sequence(active)
+        self.constraints.attach_matcher(sequence)
         return sequence
 
     def _take_compiled(self) -> None:
-        """Requests whose grammar is ready may run; the others have their refusal."""
-        for request_id, outcome in self.constraints.ready():
-            work = self.roster.get(request_id)
-            assert work is not None, "its grammar was asked for, and not forgotten"
+        """Queue the requests whose grammar is ready; refuse those whose grammar is not usable."""
+        for request_id, outcome in self.constraints.take_ready():
+            active = self.requests.get(request_id)
+            assert active is not None, "a request that waits for a grammar is live"
             if isinstance(outcome, EngineError):
-                self._finish(work, "refused", outcome.code, outcome.message)
+                self._finish(active, "refused", outcome.code, outcome.message)
             else:
-                work.compiled = outcome
-                self.constraints.begin(work.sequences[0])
-                self.scheduler.compiled(work)
+                active.compiled = outcome
+                self.constraints.attach_matcher(active.sequences[0])
+                self.scheduler.grammar_ready(active)
 
-    def _started(self, sequence: Sequence, now_s: float) -> None:
-        work, table = sequence.work, sequence.table
+    def _mark_started(self, sequence: Sequence, now_s: float) -> None:
+        active, table = sequence.parent, sequence.table
         assert table is not None
-        self.roster.started(work, now_s)
-        work.cached_tokens = table.kv_tokens
-        self.vitals.prompt_tokens += len(work.request.tokens)
-        self.vitals.cached_tokens += table.kv_tokens
+        self.requests.mark_started(active, now_s)
+        active.cached_tokens = table.kv_tokens
+        self.engine_stats.prompt_tokens += len(active.request.tokens)
+        self.engine_stats.cached_tokens += table.kv_tokens
         self._events.append(
             Started(
-                work.request.request_id, len(work.request.tokens), table.kv_tokens, table.leases
+                active.request.request_id, len(active.request.tokens), table.kv_tokens, table.leases
             )
         )
 
     def _make_masks(self) -> None:
-        """What may follow the tokens that have come; where nothing may, the request fails."""
-        if self.constraints.is_behind:
-            busy = self._flights or any(s.wants_row for s in self.scheduler.running)
-            for sequence, code in self.constraints.fill(self.clock, is_idle=not busy):
-                self._fail(sequence.work, code)
+        """Compute masks after new tokens; a request with an empty mask fails."""
+        if self.constraints.has_pending_masks:
+            busy = self._pending_steps or any(s.is_schedulable for s in self.scheduler.running)
+            for sequence, code in self.constraints.fill_masks(self.clock, is_idle=not busy):
+                self._fail(sequence.parent, code)

@@ -1,6 +1,6 @@
-"""What the engine does beside its work: let leases lapse, and recount the cache now and then.
+"""Maintenance beside the engine's work: lease expiry, and a recount of the cache now and then.
 
-It knows the cache, of the rest of the engine a call that recounts it, and no clock. Core calls it
+It knows the cache and a callable that recounts the rest of the engine, and no clock. Core calls it
 at the end of every step and heartbeat.
 """
 
@@ -12,13 +12,14 @@ from typing import Final
 from engine.cache import PrefixCache
 
 IDLE_CHECK_S: Final = 1.0
+"""Seconds without work after which a recount starts."""
 
 
-class Housekeeper:
-    """Recounts once per idle time, and after `check_interval_s` without one beside the work.
+class Maintenance:
+    """Recount the cache once per idle period, and after `check_interval_s` without one during work.
 
-    A piece at a time: whoever comes meanwhile waits for one piece, and the rest for the next idle
-    time.
+    A recount runs in pieces: a new request waits for one piece at most, and the remaining pieces
+    wait for the next idle period.
     """
 
     def __init__(
@@ -36,9 +37,11 @@ class Housekeeper:
         self._recount: Iterator[None] | None = None
         self.is_recounting = False
 
-    def keep(self, now_s: float, *, is_busy: bool) -> None:
-        """O(what lapses), and a piece of a recount. `is_recounting` says whether there is more of
-        it to be done now. Raises InvariantViolation."""
+    def run(self, now_s: float, *, is_busy: bool) -> None:
+        """Expire leases and run one piece of a recount that is due. Raises InvariantViolation.
+
+        Sets `is_recounting`: whether more pieces should run now. O(expired), and one piece.
+        """
         self._cache.expire(now_s)
         if is_busy:
             self._idle_since_s = None
@@ -51,9 +54,9 @@ class Housekeeper:
             is_unfinished = self._recount is not None
             self.is_recounting |= is_unfinished or self._checked_at_s <= idle_since_s
         if self.is_recounting:
-            self._go_on(now_s)
+            self._continue_recount(now_s)
 
-    def _go_on(self, now_s: float) -> None:
+    def _continue_recount(self, now_s: float) -> None:
         if self._recount is None:
             self._recount = self._cache.recount()
         try:

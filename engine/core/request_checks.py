@@ -1,7 +1,7 @@
-"""What may enter the engine: the checks that refuse a request for good, or for now.
+"""Request checks: refuse a request that can never run, or cannot run now.
 
-Pure questions to core's state, asked once, before anything is allocated. Every refusal names the
-number that was exceeded and the number that came.
+The checks read core's state once, before anything is allocated. Every refusal names the limit that
+was exceeded and the value that was received.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from engine.scheduler.scheduler import Scheduler
 
 
 class CheckContext(Protocol):
-    """What the checks read of core."""
+    """The part of core that the checks read."""
 
     cache: PrefixCache
     config: EngineConfig
     scheduler: Scheduler
     vocab_size: int
     context_tokens: int
-    roster: RequestTable
+    requests: RequestTable
 
     @property
     def is_draining(self) -> bool: ...
 
 
 def check_request(core: CheckContext, request: Request) -> None:
-    """Raise RequestRefused (never runs here) or EngineUnavailable (try again). O(tokens)."""
+    """Raise RequestRefused (can never run here) or EngineUnavailable (try again). O(tokens)."""
     if core.is_draining:
         raise EngineUnavailable("draining", "The engine is shutting down.")
-    if request.request_id in core.roster:
+    if request.request_id in core.requests:
         raise RequestRefused("duplicate_request", "A request with this id is running already.")
     _check_tokens(core, request)
     _check_size(core, request)
@@ -50,7 +50,7 @@ def _check_tokens(core: CheckContext, request: Request) -> None:
             wrong = min(some) if min(some) < 0 else max(some)
             raise RequestRefused(
                 "token_out_of_range",
-                f"Token id {wrong} is outside the vocabulary (0 to {core.vocab_size - 1}).",
+                f"Token id {wrong} is outside the vocabulary: expected 0 to {core.vocab_size - 1}.",
             )
 
 
@@ -59,28 +59,34 @@ def _check_size(core: CheckContext, request: Request) -> None:
     if total > core.context_tokens:
         raise RequestRefused(
             "context_exceeded",
-            f"This model's context is {core.context_tokens} tokens; {prompt} prompt tokens and"
-            f" max_tokens {request.max_tokens} make {total}.",
+            f"The request needs {total} tokens ({prompt} of prompt, {request.max_tokens} of"
+            f" max_tokens); this model's context is {core.context_tokens}.",
         )
     if request.samples > core.config.sequences_max:
         raise RequestRefused(
             "kv_exceeded",
-            f"{request.samples} samples exceed the {core.config.sequences_max} sequences that run"
-            " at once.",
+            f"{request.samples} samples requested; at most {core.config.sequences_max} sequences"
+            " run at once.",
         )
     grant = request.grant
     room = core.cache.max_sequence_tokens(grant.namespace, grant.quota)
     if total > room:
         raise RequestRefused(
             "kv_exceeded",
-            f"{total} tokens do not fit the cache memory this tenant may use, even alone;"
-            f" {room} do.",
+            f"The request needs cache memory for {total} tokens; this tenant may use {room}.",
         )
 
 
 def _check_queue(core: CheckContext, request: Request) -> None:
     if core.scheduler.waiting >= core.config.queue_requests_max:
-        raise EngineUnavailable("queue_full", f"{core.scheduler.waiting} requests are waiting.")
-    waiting = core.roster.waiting_tokens
+        raise EngineUnavailable(
+            "queue_full",
+            f"{core.scheduler.waiting} requests are waiting; limit"
+            f" {core.config.queue_requests_max}.",
+        )
+    waiting = core.requests.waiting_tokens
     if waiting + len(request.tokens) > core.config.queue_tokens_max and waiting:
-        raise EngineUnavailable("queue_full", f"{waiting} prompt tokens are waiting.")
+        raise EngineUnavailable(
+            "queue_full",
+            f"{waiting} prompt tokens are waiting; limit {core.config.queue_tokens_max}.",
+        )

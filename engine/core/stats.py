@@ -1,6 +1,6 @@
-"""The engine's own counters: what `Stats` reports beside the cache's.
+"""The engine's counters, which `Stats` reports together with the cache's.
 
-Counters only grow. It decides nothing; core feeds it.
+Counters only grow. This module decides nothing; core updates it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from engine.scheduler.request_table import RequestTable, RequestTotals
 from engine.scheduler.scheduler import Scheduler
 
 SMOOTHING = 0.1
-"""How much the latest step counts in the rates."""
+"""The weight of the latest step in the smoothed rates."""
 
 
 class EngineStats:
@@ -32,27 +32,31 @@ class EngineStats:
         self._step_s = 0.0
         self._prefill_per_s = 0.0
 
-    def forget_tokens(self) -> None:
-        """Count tokens from zero: what proved the engine alive was nobody's, and whoever compares
-        these counts with a ledger must find the same."""
+    def reset_token_counters(self) -> None:
+        """Reset the token counters to zero.
+
+        The smoke test's tokens belong to no tenant, and the counters must equal the ledger's sums.
+        """
         self.prompt_tokens = self.cached_tokens = 0
         self.computed_tokens = self.recomputed_tokens = self.output_tokens = 0
         self.unneeded_tokens = 0
 
-    def needed(self, drawn: int, most: int) -> int:
-        """Of the tokens that a sample has drawn, those before its end; the others are counted."""
+    def count_unneeded(self, drawn: int, most: int) -> int:
+        """Return how many of `drawn` tokens come before the sample's end; count the others as
+        unneeded.
+        """
         self.unneeded_tokens += max(0, drawn - most)
         return min(drawn, most)
 
     def next_step(self) -> int:
-        """The number of the step about to be launched, from 1."""
+        """Return the number of the step about to be launched, from 1."""
         self.step += 1
         return self.step
 
-    def stepped(self, launched_at_s: float, now_s: float, prefill_tokens: int) -> None:
-        """A step has been collected; `prefill_tokens` of it were not the last of a sequence.
+    def record_step(self, launched_at_s: float, now_s: float, prefill_tokens: int) -> None:
+        """Record a collected step; `prefill_tokens` of its tokens were not the last of a sequence.
 
-        A step's time runs from its launch, or from the end of the one before where they overlap.
+        A step's time runs from its launch, or from the end of the previous step where they overlap.
         """
         elapsed_s = now_s - max(launched_at_s, self._stepped_at_s)
         self._stepped_at_s = now_s
@@ -66,12 +70,12 @@ class EngineStats:
         call_id: int,
         cache: PrefixCache,
         scheduler: Scheduler,
-        roster: RequestTable,
+        requests: RequestTable,
         names: Iterable[Namespace],
     ) -> Stats:
-        """Everything known now, of these namespaces alone. O(names)."""
+        """Return all statistics, and those of the namespaces `names`. O(names)."""
         held = cache.stats()
-        here, running = roster.tally, scheduler.running.tally
+        live, running = requests.totals, scheduler.running.totals
         return Stats(
             call_id=call_id,
             step=self.step,
@@ -79,9 +83,9 @@ class EngineStats:
             free_blocks=held.free,
             cached_blocks=held.cached,
             pinned_blocks=held.pinned,
-            waiting=here.requests - running.requests,
+            waiting=live.requests - running.requests,
             running=running.requests,
-            waiting_tokens=here.tokens - running.tokens,
+            waiting_tokens=live.tokens - running.tokens,
             prompt_tokens_total=self.prompt_tokens,
             cached_tokens_total=self.cached_tokens,
             computed_tokens_total=self.computed_tokens,
@@ -93,22 +97,26 @@ class EngineStats:
             preemptions_total=scheduler.preemptions,
             steps_per_s=1 / self._step_s if self._step_s > 0 else 0.0,
             prefill_tokens_per_s=self._prefill_per_s,
-            changed=tuple(_told(cache.use(name), here, running) for name in names),
+            changed=tuple(_namespace_stats(cache.use(name), live, running) for name in names),
         )
 
 
-def _told(use: NamespaceUse, here: RequestTotals, running: RequestTotals) -> NamespaceStats:
-    runs = running.of(use.namespace)
+def _namespace_stats(
+    use: NamespaceUse, live: RequestTotals, running: RequestTotals
+) -> NamespaceStats:
+    runs = running.requests_of(use.namespace)
     return NamespaceStats(
         namespace=use.namespace,
         blocks=use.blocks,
         pinned_blocks=use.pinned,
         running=runs,
-        waiting=here.of(use.namespace) - runs,
+        waiting=live.requests_of(use.namespace) - runs,
         promised_by_class=use.promised,
     )
 
 
 def _smooth(before: float, latest: float) -> float:
-    """The first value counts whole: an average that starts at nothing lies for ten steps."""
+    """Return the smoothed value. The first value counts fully: a mean from zero is wrong for ten
+    steps.
+    """
     return before + SMOOTHING * (latest - before) if before > 0 else latest

@@ -1,7 +1,6 @@
-"""How long requests wait before they end unanswered: for their turn until their deadline, for the
-rest until a drain is over, for memory until too many steps in a row could run nothing.
+"""Timeouts: deadlines for the start, the end of a drain, and steps that could run nothing.
 
-It ends nothing itself and reads no clock; `core` asks it in every step.
+It ends no request itself and reads no clock; core asks it in every step.
 """
 
 from __future__ import annotations
@@ -13,19 +12,20 @@ from engine.api import Ending
 from engine.scheduler.sequence import ActiveRequest
 
 STALLS_MAX = 3
+"""Steps in a row that could run nothing, after which a waiting request fails."""
 
 
-class Unanswered(NamedTuple):
-    """How a request ends for which nothing more is done."""
+class ForcedEnding(NamedTuple):
+    """The ending of a request that the engine gives up."""
 
-    work: ActiveRequest
+    active: ActiveRequest
     ending: Ending
     code: str
     message: str
 
 
 class Timeouts:
-    """Of one core: when its drain is over, and how many steps have stalled."""
+    """The drain deadline and the stalled steps of one core."""
 
     def __init__(self) -> None:
         self._drain_at_s: float | None = None
@@ -33,37 +33,41 @@ class Timeouts:
 
     @property
     def is_draining(self) -> bool:
+        """Return whether a drain has begun."""
         return self._drain_at_s is not None
 
     def drain(self, until_s: float) -> None:
-        """What is here at that time ends as `shutdown`."""
+        """Set the time at which live requests end as `shutdown`."""
         self._drain_at_s = until_s
 
-    def overdue(self, works: Iterable[ActiveRequest], now_s: float) -> Iterator[Unanswered]:
-        """Whoever has waited long enough. O(requests)."""
+    def overdue(self, requests: Iterable[ActiveRequest], now_s: float) -> Iterator[ForcedEnding]:
+        """Yield the requests that have reached their deadline or the end of the drain.
+        O(requests).
+        """
         is_over = self._drain_at_s is not None and self._drain_at_s <= now_s
-        for work in works:
-            due_s = work.deadline_at_s
-            if work.started_at_s is None and due_s is not None and due_s <= now_s:
-                message = "The request was not started before its deadline."
-                yield Unanswered(work, "timeout", "timeout", message)
+        for active in requests:
+            due_s = active.deadline_at_s
+            if active.started_at_s is None and due_s is not None and due_s <= now_s:
+                message = "The request did not start before its deadline."
+                yield ForcedEnding(active, "timeout", "timeout", message)
             elif is_over:
-                yield Unanswered(work, "shutdown", "draining", "The engine is shutting down.")
+                yield ForcedEnding(active, "shutdown", "draining", "The engine is shutting down.")
 
-    def moved(self) -> None:
-        """A step could run something."""
+    def record_progress(self) -> None:
+        """Record that a step could run something."""
         self._stalls = 0
 
-    def stalled(self, works: Iterable[ActiveRequest]) -> Unanswered | None:
-        """Work, and nothing that could run: after a few steps the first in line fails.
+    def find_stalled(self, requests: Iterable[ActiveRequest]) -> ForcedEnding | None:
+        """Return the first waiting request to fail after several steps that could run nothing, or
+        None.
 
-        Promises and floors of others may hold the memory that was there when it was idle.
+        Promises and floors of other payers may hold the memory that was free at admission.
         """
-        waiting = [work for work in works if not work.is_compiling]
+        waiting = [active for active in requests if not active.is_compiling]
         self._stalls = self._stalls + 1 if waiting else 0
         if self._stalls < STALLS_MAX:
             return None
         self._stalls = 0
-        first = min(waiting, key=lambda work: (-work.request.priority, work.arrival))
-        message = "The cache memory this request needs is promised for now; try again later."
-        return Unanswered(first, "failed", "kv_promised", message)
+        first = min(waiting, key=lambda active: (-active.request.priority, active.arrival))
+        message = "The cache memory this request needs is promised to others; try again later."
+        return ForcedEnding(first, "failed", "kv_promised", message)

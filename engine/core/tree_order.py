@@ -1,8 +1,8 @@
-"""The prefix tree's depth-first order of a batch, from block tables alone.
+"""The depth-first prefix-tree order of a batch, computed from block tables alone.
 
 Tables that share blocks share a leading run of them (a child's path contains its parent's), so
-sorting tables as sequences of block ids puts the members of every tree node side by side. Pure
-functions; `engine.core.core` calls them when the batch or a table has changed.
+sorting tables as sequences of block ids puts the rows of every tree node side by side. Pure
+functions; `engine.core.planner` calls them when the batch or a table has changed.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from engine.plan import Group
 
 
 def order_key(block_ids: Sequence[int]) -> bytes:
-    """Bytes that compare like the list of block ids: big-endian, so that memcmp does the work.
+    """Return bytes that compare like the list of block ids: big-endian, so that memcmp does the
+    work.
 
-    O(blocks), and then a comparison of two tables of 512 blocks costs about 50 ns.
+    O(blocks); comparing the keys of two tables of 512 blocks costs about 50 ns.
     """
     return struct.pack(f">{len(block_ids)}I", *block_ids)
 
 
 def shared_blocks(a: bytes, b: bytes, limit: int) -> int:
-    """How many leading blocks two order keys have in common, at most `limit`. O(log limit)."""
+    """Return how many leading blocks two order keys share, at most `limit`. O(log limit)."""
     if a[: 4 * limit] == b[: 4 * limit]:
         return min(limit, len(a) // 4, len(b) // 4)
     low, high = 0, limit
@@ -36,10 +37,10 @@ def shared_blocks(a: bytes, b: bytes, limit: int) -> int:
 
 
 def find_groups(keys: Sequence[bytes], full_blocks: Sequence[int]) -> tuple[Group, ...]:
-    """The groups of rows standing in depth-first order, shallower before deeper.
+    """Return the groups of rows that stand in depth-first order, shallower before deeper.
 
-    `full_blocks[i]`: blocks of row i that lie whole before its start; only these can be shared.
-    A group is a run of at least two rows over a run of at least one block: every level of the tree
+    `full_blocks[i]`: blocks of row i that lie whole before its start; only these can be shared. A
+    group is a run of at least two rows over a run of at least one block: every level of the tree
     where rows part. O(rows * log blocks).
     """
     groups: list[tuple[int, int, int, int]] = []

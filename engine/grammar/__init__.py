@@ -1,1 +1,1 @@
-"""Package."""
+"""Grammars for constrained output: compiled, sandboxed, cached per namespace."""

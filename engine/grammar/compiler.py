@@ -16,7 +16,7 @@ from typing import Final, Protocol
 
 from engine.api import Clock, Grammar, Namespace
 from engine.errors import EngineError, EngineUnavailable, RequestRefused
-from engine.grammar.grammar import Compiled, Vocabulary, check_source, compile_grammar
+from engine.grammar.grammar import CompiledGrammar, Vocabulary, check_source, compile_grammar
 from engine.grammar.sandbox import GrammarSandbox, SandboxSettings
 
 WORKERS: Final = 2
@@ -28,23 +28,23 @@ NAMESPACE_ENTRIES_MAX: Final = 64
 BYTES_MAX: Final = 256 * 2**20
 NAMESPACE_BYTES_MAX: Final = 64 * 2**20
 
-Outcome = Compiled | EngineError
+Outcome = CompiledGrammar | EngineError
 Key = tuple[str, str]
 
 
 class GrammarSource(Protocol):
     """What core needs of whoever compiles."""
 
-    def ask(self, request_id: str, namespace: Namespace, grammar: Grammar) -> None:
+    def submit(self, request_id: str, namespace: Namespace, grammar: Grammar) -> None:
         """Compile; the outcome comes from `ready`. Raises EngineError if it need not be tried."""
 
-    def forget(self, request_id: str) -> None:
+    def cancel(self, request_id: str) -> None:
         """Nobody waits for it any more."""
 
-    def ready(self) -> list[tuple[str, Outcome]]:
+    def take_ready(self) -> list[tuple[str, Outcome]]:
         """What has come out since last asked."""
 
-    def drop(self, namespace: Namespace, grammar: Grammar) -> None:
+    def mark_too_big(self, namespace: Namespace, grammar: Grammar) -> None:
         """What was compiled has proved too big while it was walked: do not use it again."""
 
     def erase(self, namespace: Namespace) -> None:
@@ -58,7 +58,7 @@ class CompiledCache:
     """Outcomes by namespace and source; least recently used first out, bounded twice."""
 
     def __init__(self) -> None:
-        self._held: dict[Namespace, OrderedDict[Key, tuple[Outcome, int]]] = {}
+        self._entries: dict[Namespace, OrderedDict[Key, tuple[Outcome, int]]] = {}
         self._order: OrderedDict[tuple[Namespace, Key], None] = OrderedDict()
         self._namespace_bytes: dict[Namespace, int] = {}
         self.held_bytes = 0
@@ -69,11 +69,11 @@ class CompiledCache:
     def find(self, namespace: Namespace, grammar: Grammar) -> Outcome | None:
         """O(length of the source); renews its use."""
         key: Key = (grammar.kind, grammar.text)
-        own = self._held.get(namespace)
-        found = None if own is None else own.get(key)
-        if own is None or found is None:
+        entries = self._entries.get(namespace)
+        found = None if entries is None else entries.get(key)
+        if entries is None or found is None:
             return None
-        own.move_to_end(key)
+        entries.move_to_end(key)
         self._order.move_to_end((namespace, key))
         return found[0]
 
@@ -81,16 +81,16 @@ class CompiledCache:
         """Remember it; others go, of its own namespace before anybody else's."""
         key: Key = (grammar.kind, grammar.text)
         self._remove(namespace, key)
-        own = self._held.setdefault(namespace, OrderedDict())
-        own[key] = (outcome, size)
+        entries = self._entries.setdefault(namespace, OrderedDict())
+        entries[key] = (outcome, size)
         self._order[namespace, key] = None
         self.held_bytes += size
         self._namespace_bytes[namespace] = self._namespace_bytes.get(namespace, 0) + size
         while (
-            len(own) > NAMESPACE_ENTRIES_MAX
+            len(entries) > NAMESPACE_ENTRIES_MAX
             or self._namespace_bytes[namespace] > NAMESPACE_BYTES_MAX
-        ) and len(own) > 1:
-            self._remove(namespace, next(iter(own)))
+        ) and len(entries) > 1:
+            self._remove(namespace, next(iter(entries)))
         while len(self._order) > ENTRIES_MAX or self.held_bytes > BYTES_MAX:
             self._remove(*next(iter(self._order)))
 
@@ -101,23 +101,23 @@ class CompiledCache:
 
     def erase(self, namespace: Namespace) -> None:
         """Forget a namespace. O(its entries)."""
-        for key in list(self._held.get(namespace, ())):
+        for key in list(self._entries.get(namespace, ())):
             self._remove(namespace, key)
 
     def _remove(self, namespace: Namespace, key: Key) -> None:
-        own = self._held.get(namespace, OrderedDict())
-        if key not in own:
+        entries = self._entries.get(namespace, OrderedDict())
+        if key not in entries:
             return
-        _, size = own.pop(key)
+        _, size = entries.pop(key)
         del self._order[namespace, key]
         self.held_bytes -= size
         self._namespace_bytes[namespace] -= size
-        if not own:
-            del self._held[namespace], self._namespace_bytes[namespace]
+        if not entries:
+            del self._entries[namespace], self._namespace_bytes[namespace]
 
 
 @dataclass(slots=True)
-class _Asked:
+class _CompileJob:
     """One grammar to be compiled, and the requests that wait for it."""
 
     namespace: Namespace
@@ -134,59 +134,60 @@ class GrammarCompiler:
         self._workers = workers
         self._lock = threading.Condition()
         self._cache = CompiledCache()
-        self._lines: OrderedDict[Namespace, deque[_Asked]] = OrderedDict()
-        self._busy: dict[Namespace, _Asked] = {}
-        self._waiting: dict[str, _Asked] = {}
+        self._queues: OrderedDict[Namespace, deque[_CompileJob]] = OrderedDict()
+        self._compiling: dict[Namespace, _CompileJob] = {}
+        self._waiting: dict[str, _CompileJob] = {}
         self._ready: deque[tuple[str, Outcome]] = deque()
         self._threads: list[threading.Thread] = []
-        self._trials: list[GrammarSandbox] = []
+        self._sandboxes: list[GrammarSandbox] = []
         self._vocabulary: Vocabulary | None = None
         self._loading = threading.Lock()
         self._is_closed = False
 
     # -- the engine's thread --------------------------------------------------------------------
 
-    def ask(self, request_id: str, namespace: Namespace, grammar: Grammar) -> None:
+    def submit(self, request_id: str, namespace: Namespace, grammar: Grammar) -> None:
         """See `GrammarSource`. Microseconds, and O(length of the source)."""
-        check_source(grammar, self._settings.rules)
+        check_source(grammar, self._settings.limits)
         with self._lock:
             outcome = self._cache.find(namespace, grammar)
             if outcome is not None:
                 self._ready.append((request_id, outcome))
                 return
-            line = self._lines.get(namespace, deque())
-            asked = next(
-                (a for a in [*line, *self._working(namespace)] if a.grammar == grammar), None
+            queue = self._queues.get(namespace, deque())
+            job = next(
+                (a for a in [*queue, *self._jobs_compiling(namespace)] if a.grammar == grammar),
+                None,
             )
-            waiting = sum(len(a.request_ids) for a in [*line, *self._working(namespace)])
+            waiting = sum(len(a.request_ids) for a in [*queue, *self._jobs_compiling(namespace)])
             if waiting >= WAITING_MAX:
                 raise EngineUnavailable("queue_full", f"{waiting} requests wait for a grammar.")
-            if asked is None:
-                asked = _Asked(namespace, grammar, [])
-                self._lines.setdefault(namespace, deque()).append(asked)
-            asked.request_ids.append(request_id)
-            self._waiting[request_id] = asked
+            if job is None:
+                job = _CompileJob(namespace, grammar, [])
+                self._queues.setdefault(namespace, deque()).append(job)
+            job.request_ids.append(request_id)
+            self._waiting[request_id] = job
             if len(self._threads) < self._workers:
-                self._begin_thread()
+                self._start_thread()
             self._lock.notify()
 
-    def forget(self, request_id: str) -> None:
+    def cancel(self, request_id: str) -> None:
         """See `GrammarSource`. What nobody waits for and nobody has begun is not compiled."""
         with self._lock:
             stale = [pair for pair in self._ready if pair[0] == request_id]
             for pair in stale:
                 self._ready.remove(pair)
-            asked = self._waiting.pop(request_id, None)
-            if asked is None:
+            job = self._waiting.pop(request_id, None)
+            if job is None:
                 return
-            asked.request_ids.remove(request_id)
-            line = self._lines.get(asked.namespace)
-            if not asked.request_ids and line is not None and asked in line:
-                line.remove(asked)
-                if not line:
-                    del self._lines[asked.namespace]
+            job.request_ids.remove(request_id)
+            queue = self._queues.get(job.namespace)
+            if not job.request_ids and queue is not None and job in queue:
+                queue.remove(job)
+                if not queue:
+                    del self._queues[job.namespace]
 
-    def ready(self) -> list[tuple[str, Outcome]]:
+    def take_ready(self) -> list[tuple[str, Outcome]]:
         """See `GrammarSource`."""
         if not self._ready:
             return []
@@ -195,7 +196,7 @@ class GrammarCompiler:
             self._ready.clear()
         return ready
 
-    def drop(self, namespace: Namespace, grammar: Grammar) -> None:
+    def mark_too_big(self, namespace: Namespace, grammar: Grammar) -> None:
         """See `GrammarSource`. Asked for again, it is refused."""
         message = "The grammar became too large while it was followed."
         with self._lock:
@@ -211,48 +212,48 @@ class GrammarCompiler:
         with self._lock:
             self._is_closed = True
             self._lock.notify_all()
-        for trial in self._trials:
-            trial.kill()
+        for sandbox in self._sandboxes:
+            sandbox.kill()
         for thread in self._threads:
             thread.join(self._settings.wall_s_max)
 
     # -- the threads ----------------------------------------------------------------------------
 
-    def _begin_thread(self) -> None:
+    def _start_thread(self) -> None:
         name = f"grammar-{len(self._threads)}"
-        trial = GrammarSandbox(self._settings, self._clock)
-        thread = threading.Thread(target=self._work, args=(trial,), name=name, daemon=True)
-        self._trials.append(trial)
+        sandbox = GrammarSandbox(self._settings, self._clock)
+        thread = threading.Thread(target=self._work, args=(sandbox,), name=name, daemon=True)
+        self._sandboxes.append(sandbox)
         self._threads.append(thread)
         thread.start()
 
-    def _work(self, trial: GrammarSandbox) -> None:
+    def _work(self, sandbox: GrammarSandbox) -> None:
         try:
-            while (asked := self._next()) is not None:
-                size, outcome = self._compile(trial, asked.grammar)
-                self._done(asked, outcome, size)
+            while (job := self._next()) is not None:
+                size, outcome = self._compile(sandbox, job.grammar)
+                self._finish(job, outcome, size)
         finally:
-            trial.close()
+            sandbox.close()
 
-    def _next(self) -> _Asked | None:
+    def _next(self) -> _CompileJob | None:
         """The next grammar of the namespace that waited longest and has no thread; None: end."""
         with self._lock:
             while not self._is_closed:
-                name = next((n for n in self._lines if n not in self._busy), None)
+                name = next((n for n in self._queues if n not in self._compiling), None)
                 if name is not None:
-                    line = self._lines.pop(name)
-                    asked = line.popleft()
-                    if line:
-                        self._lines[name] = line  # behind the others
-                    self._busy[name] = asked
-                    return asked
+                    queue = self._queues.pop(name)
+                    job = queue.popleft()
+                    if queue:
+                        self._queues[name] = queue  # behind the others
+                    self._compiling[name] = job
+                    return job
                 self._lock.wait()
             return None
 
-    def _compile(self, trial: GrammarSandbox, grammar: Grammar) -> tuple[int, Outcome]:
+    def _compile(self, sandbox: GrammarSandbox, grammar: Grammar) -> tuple[int, Outcome]:
         """The outcome and its size. Whatever goes wrong is somebody's answer."""
         try:
-            size = trial.check(grammar)
+            size = sandbox.check(grammar)
             return size, compile_grammar(grammar, self._load())
         except RequestRefused as refusal:
             return len(grammar.text), refusal
@@ -265,20 +266,20 @@ class GrammarCompiler:
             if self._vocabulary is None:
                 s = self._settings
                 self._vocabulary = Vocabulary.load(
-                    Path(s.tokenizer_path), s.vocab_size, s.end_token_ids, s.rules
+                    Path(s.tokenizer_path), s.vocab_size, s.end_token_ids, s.limits
                 )
             return self._vocabulary
 
-    def _done(self, asked: _Asked, outcome: Outcome, size: int) -> None:
+    def _finish(self, job: _CompileJob, outcome: Outcome, size: int) -> None:
         with self._lock:
-            del self._busy[asked.namespace]
-            if isinstance(outcome, Compiled) or outcome.code != "grammar_unsupported":
-                self._cache.add(asked.namespace, asked.grammar, outcome, size)
-            for request_id in asked.request_ids:
+            del self._compiling[job.namespace]
+            if isinstance(outcome, CompiledGrammar) or outcome.code != "grammar_unsupported":
+                self._cache.add(job.namespace, job.grammar, outcome, size)
+            for request_id in job.request_ids:
                 del self._waiting[request_id]
                 self._ready.append((request_id, outcome))
             self._lock.notify()
 
-    def _working(self, namespace: Namespace) -> list[_Asked]:
-        asked = self._busy.get(namespace)
-        return [] if asked is None else [asked]
+    def _jobs_compiling(self, namespace: Namespace) -> list[_CompileJob]:
+        job = self._compiling.get(namespace)
+        return [] if job is None else [job]

@@ -31,7 +31,7 @@ _TOO_BIG: Final = ("too many", "too big", "too large", "too deep", "limit", "max
 """Words of llguidance's errors that tell of a bound, not of a mistake."""
 
 
-class Rules(Struct, frozen=True, forbid_unknown_fields=True):
+class GrammarLimits(Struct, frozen=True, forbid_unknown_fields=True):
     """Bounds of one grammar. Those of a step are met while tokens are drawn.
 
     `text_bytes_max`: of its source. `symbols_max`, `compile_fuel`: of the compiled form (a
@@ -46,41 +46,45 @@ class Rules(Struct, frozen=True, forbid_unknown_fields=True):
     compile_fuel: int = 1_000_000
     step_fuel: int = 50_000
     step_items: int = 10_000
-    ways_max: int = 1_000
-    lark_ways_max: int = 400
+    row_items_max: int = 1_000
+    lark_row_items_max: int = 400
     lexer_states_max: int = 10_000
 
 
 class Vocabulary:
     """A model's tokens as llguidance wants them. About 0.3 s and 30 MB for 49,152 tokens."""
 
-    def __init__(self, tokenizer: LLTokenizer, rules: Rules) -> None:
+    def __init__(self, tokenizer: LLTokenizer, limits: GrammarLimits) -> None:
         self.tokenizer = tokenizer
-        self.rules = rules
+        self.limits = limits
         self.words = -(-tokenizer.vocab_size // 32)
-        self.limits = self._limits(rules.ways_max)
-        self.lark_limits = self._limits(rules.lark_ways_max)
+        self.parser_limits = self._limits(limits.row_items_max)
+        self.lark_parser_limits = self._limits(limits.lark_row_items_max)
         self.ends = np.zeros((1, self.words), np.int32)
         for token_id in tokenizer.eos_tokens:
             self.ends[0, token_id // 32] |= np.uint32(1 << token_id % 32).astype(np.int32)
 
     @classmethod
     def load(
-        cls, tokenizer_path: Path, vocab_size: int, end_token_ids: Sequence[int], rules: Rules
+        cls,
+        tokenizer_path: Path,
+        vocab_size: int,
+        end_token_ids: Sequence[int],
+        limits: GrammarLimits,
     ) -> Vocabulary:
         """Read a `tokenizer.json`. Raises ValueError or OSError where it cannot be used."""
         text = tokenizer_path.read_text(encoding="utf-8")
         tokenizer = LLTokenizer(text, n_vocab=vocab_size, eos_token=list(end_token_ids))
-        return cls(tokenizer, rules)
+        return cls(tokenizer, limits)
 
-    def _limits(self, ways_max: int) -> LLParserLimits:
+    def _limits(self, row_items_max: int) -> LLParserLimits:
         return LLParserLimits(
-            max_items_in_row=ways_max,
-            initial_lexer_fuel=self.rules.compile_fuel,
-            step_lexer_fuel=self.rules.step_fuel,
-            step_max_items=self.rules.step_items,
-            max_lexer_states=self.rules.lexer_states_max,
-            max_grammar_size=self.rules.symbols_max,
+            max_items_in_row=row_items_max,
+            initial_lexer_fuel=self.limits.compile_fuel,
+            step_lexer_fuel=self.limits.step_fuel,
+            step_max_items=self.limits.step_items,
+            max_lexer_states=self.limits.lexer_states_max,
+            max_grammar_size=self.limits.symbols_max,
             verbose_errors=False,
         )
 
@@ -88,49 +92,49 @@ class Vocabulary:
 class Matcher:
     """One sample's place in its grammar. Not for use by two threads."""
 
-    __slots__ = ("_walk", "vocabulary")
+    __slots__ = ("_ll_matcher", "vocabulary")
 
-    def __init__(self, walk: LLMatcher, vocabulary: Vocabulary) -> None:
-        self._walk = walk
+    def __init__(self, ll_matcher: LLMatcher, vocabulary: Vocabulary) -> None:
+        self._ll_matcher = ll_matcher
         self.vocabulary = vocabulary
 
     def consume(self, token_id: int) -> bool:
         """Go on by one token; False if the grammar does not allow it, and for good."""
-        return self._walk.consume_token(token_id)
+        return self._ll_matcher.consume_token(token_id)
 
     def fork(self) -> Matcher:
         """Another matcher at the same place. Microseconds: they share the compiled grammar."""
-        return Matcher(self._walk.deep_copy(), self.vocabulary)
+        return Matcher(self._ll_matcher.deep_copy(), self.vocabulary)
 
     def fill_mask(self, row: Mask) -> None:
         """Write what may come next. row: [1, words]. Microseconds; at most the rules' fuel."""
-        fill_next_token_bitmask(self._walk, row, 0)
+        fill_next_token_bitmask(self._ll_matcher, row, 0)
 
     @property
     def is_accepting(self) -> bool:
         """May the text end here? Then the end tokens are in the mask."""
-        return self._walk.is_accepting()
+        return self._ll_matcher.is_accepting()
 
     @property
     def is_complete(self) -> bool:
         """Is the text whole, with nothing left to come but an end token?"""
-        return self._walk.is_stopped() and not self._walk.is_error()
+        return self._ll_matcher.is_stopped() and not self._ll_matcher.is_error()
 
     @property
     def failure(self) -> str:
         """A stable code once it has lost its way; empty before."""
-        if not self._walk.is_error():
+        if not self._ll_matcher.is_error():
             return ""
-        is_big = _tells_of_a_bound(self._walk.get_error())
+        is_big = _is_limit_error(self._ll_matcher.get_error())
         return "grammar_too_big" if is_big else "grammar_dead_end"
 
     @property
-    def walk(self) -> LLMatcher:
+    def ll_matcher(self) -> LLMatcher:
         """What `fill_masks` hands to the executor."""
-        return self._walk
+        return self._ll_matcher
 
 
-class Compiled(Struct, frozen=True):
+class CompiledGrammar(Struct, frozen=True):
     """A grammar ready to be walked, and its first mask. Its matchers share what they find out."""
 
     matcher: Matcher
@@ -143,7 +147,7 @@ class MaskFiller:
     def __init__(self, threads: int = 1) -> None:
         self._executor = LLExecutor(threads) if threads > 1 else None
 
-    def fill(self, matchers: Sequence[Matcher], hold_end: Sequence[bool]) -> Mask:
+    def fill(self, matchers: Sequence[Matcher], suppress_end: Sequence[bool]) -> Mask:
         """[matchers, words], newly made: what may come next, all zeros where nothing may.
 
         `hold_end`: where the text shall not end yet; it may if nothing else can come. Matchers that
@@ -155,54 +159,56 @@ class MaskFiller:
             for row, matcher in enumerate(matchers):
                 matcher.fill_mask(masks[row : row + 1])
         else:
-            pairs = [(matcher.walk, row) for row, matcher in enumerate(matchers)]
+            pairs = [(matcher.ll_matcher, row) for row, matcher in enumerate(matchers)]
             fill_next_token_bitmask_par(self._executor, pairs, masks)
         for row, matcher in enumerate(matchers):
             if matcher.failure:
                 masks[row] = 0
-            elif hold_end[row]:
-                masks[row] = without_end(masks[row], matcher.vocabulary)
+            elif suppress_end[row]:
+                masks[row] = without_end_tokens(masks[row], matcher.vocabulary)
         return masks
 
 
-def without_end(mask: Mask, vocabulary: Vocabulary) -> Mask:
+def without_end_tokens(mask: Mask, vocabulary: Vocabulary) -> Mask:
     """The mask without the end tokens; itself if nothing would be left. Changes nothing."""
     rest: Mask = mask & ~vocabulary.ends[0]
     return rest if rest.any() else mask
 
 
-def check_source(grammar: Grammar, rules: Rules) -> None:
+def check_source(grammar: Grammar, limits: GrammarLimits) -> None:
     """Raise RequestRefused for what need not be looked at. O(1) beyond the text's length."""
     text_bytes = len(grammar.text.encode("utf-8", "surrogatepass"))
-    if text_bytes > rules.text_bytes_max:
+    if text_bytes > limits.text_bytes_max:
         raise RequestRefused(
             "grammar_too_big",
-            f"The grammar has {text_bytes} bytes; at most {rules.text_bytes_max} are taken.",
+            f"The grammar has {text_bytes} bytes; at most {limits.text_bytes_max} are taken.",
         )
 
 
-def compile_grammar(grammar: Grammar, vocabulary: Vocabulary) -> Compiled:
+def compile_grammar(grammar: Grammar, vocabulary: Vocabulary) -> CompiledGrammar:
     """Compile, and compute the first mask. Raises RequestRefused with what is wrong.
 
     Cost: below a millisecond for common schemas. The rules bound most of what a hostile one can
     ask for, not all (`multipleOf` is worked out digit by digit, outside the fuel): call it where
     it can be ended.
     """
-    check_source(grammar, vocabulary.rules)
+    check_source(grammar, vocabulary.limits)
     try:
-        limits = vocabulary.lark_limits if grammar.kind == "lark" else vocabulary.limits
-        walk = LLMatcher(vocabulary.tokenizer, _source(grammar), log_level=0, limits=limits)
+        limits = (
+            vocabulary.lark_parser_limits if grammar.kind == "lark" else vocabulary.parser_limits
+        )
+        ll_matcher = LLMatcher(vocabulary.tokenizer, _source(grammar), log_level=0, limits=limits)
     except ValueError as error:
         raise RequestRefused("grammar_invalid", _message(grammar, str(error))) from error
-    _raise_error(grammar, walk)
-    matcher = Matcher(walk, vocabulary)
+    _raise_error(grammar, ll_matcher)
+    matcher = Matcher(ll_matcher, vocabulary)
     mask = np.zeros((1, vocabulary.words), np.int32)
     matcher.fill_mask(mask)
-    _raise_error(grammar, walk)
+    _raise_error(grammar, ll_matcher)
     if not mask.any():
         raise RequestRefused("grammar_invalid", "No token of this model can begin the grammar.")
     mask.setflags(write=False)
-    return Compiled(matcher, mask[0])
+    return CompiledGrammar(matcher, mask[0])
 
 
 def _source(grammar: Grammar) -> str:
@@ -235,21 +241,21 @@ def _json_grammar(schema: str, *, lenient: bool) -> str:
     )
 
 
-def _raise_error(grammar: Grammar, walk: LLMatcher) -> None:
-    if walk.is_error():
-        reason = walk.get_error()
+def _raise_error(grammar: Grammar, ll_matcher: LLMatcher) -> None:
+    if ll_matcher.is_error():
+        reason = ll_matcher.get_error()
         if reason.startswith("NoExtension"):
             raise RequestRefused("grammar_invalid", "No text at all satisfies the grammar.")
-        code = "grammar_too_big" if _tells_of_a_bound(reason) else "grammar_invalid"
+        code = "grammar_too_big" if _is_limit_error(reason) else "grammar_invalid"
         raise RequestRefused(code, _message(grammar, reason))
 
 
-def _tells_of_a_bound(reason: str) -> bool:
+def _is_limit_error(reason: str) -> bool:
     return any(words in reason.lower() for words in _TOO_BIG)
 
 
 def _message(grammar: Grammar, reason: str) -> str:
     """llguidance's own words without its marks, cut to a length that can be shown."""
     what = {"lark": "grammar", "regex": "regular expression"}.get(grammar.kind, "JSON schema")
-    said = " ".join(reason.replace("<non-verbose/>", "").split())[:MESSAGE_CHARACTERS]
-    return f"The {what} cannot be used: {said}"
+    text = " ".join(reason.replace("<non-verbose/>", "").split())[:MESSAGE_CHARACTERS]
+    return f"The {what} cannot be used: {text}"

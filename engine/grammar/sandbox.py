@@ -21,7 +21,7 @@ from msgspec import Struct
 
 from engine.api import Clock, Grammar
 from engine.errors import RequestRefused
-from engine.grammar.grammar import Rules, Vocabulary, compile_grammar
+from engine.grammar.grammar import GrammarLimits, Vocabulary, compile_grammar
 
 READ_BYTES: Final = 1 << 16
 LOAD_S_MAX: Final = 60.0
@@ -35,7 +35,7 @@ class SandboxSettings(Struct, frozen=True, forbid_unknown_fields=True):
     tokenizer_path: str
     vocab_size: int
     end_token_ids: tuple[int, ...]
-    rules: Rules = Rules()
+    limits: GrammarLimits = GrammarLimits()
     cpu_s_max: int = 2
     wall_s_max: float = 10.0
     memory_mib_max: int = 96
@@ -150,7 +150,7 @@ def main() -> None:
     lines = sys.stdin.buffer
     settings = msgspec.json.decode(lines.readline(), type=SandboxSettings)
     vocabulary = Vocabulary.load(
-        Path(settings.tokenizer_path), settings.vocab_size, settings.end_token_ids, settings.rules
+        Path(settings.tokenizer_path), settings.vocab_size, settings.end_token_ids, settings.limits
     )
     _limit_memory(settings.memory_mib_max)
     _answer(Verdict())

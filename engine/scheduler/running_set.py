@@ -1,7 +1,8 @@
-"""The sequences that run, with the sums over them that each admission asks for.
+"""The running sequences, and the sums over them that each admission needs.
 
-A sequence is *pinned* that has been preempted as often as may be: it began again as the first of
-all, and nobody takes its blocks. Plain bookkeeping, no decisions; only the scheduler changes it.
+A *pinned* sequence has been preempted as often as allowed: it runs again only when it can finish,
+and only a request of higher priority preempts it. Bookkeeping without decisions; only the scheduler
+changes it.
 """
 
 from __future__ import annotations
@@ -14,18 +15,21 @@ from engine.scheduler.request_table import RequestTotals
 from engine.scheduler.sequence import ActiveRequest, Sequence
 
 
-class Running:
-    """By id. `places`: those taken in the batch, where a prompt takes one for each sample it will
-    have. `tally`: the requests that any of them belongs to."""
+class RunningSet:
+    """Running sequences by id.
+
+    `batch_slots`: occupied slots of the batch; a prompt takes one for each sample it will have.
+    `totals`: counts of the requests that the sequences belong to.
+    """
 
     def __init__(self, preemptions_max: int) -> None:
         self._preemptions_max = preemptions_max
         self._by_id: dict[int, Sequence] = {}
-        self._places: dict[int, int] = {}
+        self._slots: dict[int, int] = {}
         self._pinned: dict[int, Sequence] = {}
         self._samples: dict[ActiveRequest, int] = {}
-        self.tally = RequestTotals()
-        self.places = 0
+        self.totals = RequestTotals()
+        self.batch_slots = 0
 
     def __iter__(self) -> Iterator[Sequence]:
         return iter(self._by_id.values())
@@ -38,53 +42,55 @@ class Running:
 
     @property
     def pinned(self) -> list[Sequence]:
-        """Those whom nobody may preempt but for a higher priority. O(these)."""
+        """Return the sequences that only a higher priority may preempt. O(these)."""
         return list(self._pinned.values())
 
     def is_pinned(self, sequence: Sequence) -> bool:
-        """Has it been preempted as often as may be?"""
+        """Return whether a sequence has been preempted as often as allowed."""
         return sequence.preemptions >= self._preemptions_max
 
     def add(self, sequence: Sequence) -> None:
-        """It runs from now on. O(1)."""
-        assert sequence.sequence_id not in self._by_id, "it runs already"
+        """Add a sequence. O(1)."""
+        assert sequence.sequence_id not in self._by_id, "a sequence is added only once"
         self._by_id[sequence.sequence_id] = sequence
-        self._take(sequence)
+        self._take_slots(sequence)
         if self.is_pinned(sequence):
             self._pinned[sequence.sequence_id] = sequence
-        work = sequence.work
-        self._samples[work] = self._samples.get(work, 0) + 1
-        if self._samples[work] == 1:
-            self.tally.add(work.request)
+        active = sequence.parent
+        self._samples[active] = self._samples.get(active, 0) + 1
+        if self._samples[active] == 1:
+            self.totals.add(active.request)
 
-    def forked(self, sequence: Sequence) -> None:
-        """Its samples take their own places from now on. O(1)."""
-        self.places -= self._places.pop(sequence.sequence_id)
-        self._take(sequence)
+    def split_slots(self, sequence: Sequence) -> None:
+        """Recount a sequence's slots after its fork: each sample takes its own slot from now on.
+        O(1).
+        """
+        self.batch_slots -= self._slots.pop(sequence.sequence_id)
+        self._take_slots(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """It runs no more, if it did. O(1)."""
+        """Remove a sequence if it is running. O(1)."""
         if self._by_id.pop(sequence.sequence_id, None) is not None:
-            self.places -= self._places.pop(sequence.sequence_id)
+            self.batch_slots -= self._slots.pop(sequence.sequence_id)
             self._pinned.pop(sequence.sequence_id, None)
-            work = sequence.work
-            self._samples[work] -= 1
-            if not self._samples[work]:
-                del self._samples[work]
-                self.tally.remove(work.request)
+            active = sequence.parent
+            self._samples[active] -= 1
+            if not self._samples[active]:
+                del self._samples[active]
+                self.totals.remove(active.request)
 
     def check(self) -> None:
-        """Recount. Raises InvariantViolation. O(running)."""
-        places = {i: s.places for i, s in self._by_id.items()}
+        """Recount the set. Raises InvariantViolation on a mismatch. O(running)."""
+        slots = {i: s.batch_slots for i, s in self._by_id.items()}
         pinned = {i: s for i, s in self._by_id.items() if self.is_pinned(s)}
-        if places != self._places or sum(places.values()) != self.places:
-            raise InvariantViolation(f"{self.places} places {self._places}, recounted: {places}")
+        if slots != self._slots or sum(slots.values()) != self.batch_slots:
+            raise InvariantViolation(f"{self.batch_slots} slots {self._slots}, recounted: {slots}")
         if pinned != self._pinned:
             raise InvariantViolation(f"pinned {list(self._pinned)}, recounted: {list(pinned)}")
-        if (samples := Counter(s.work for s in self)) != self._samples:
+        if (samples := Counter(s.parent for s in self)) != self._samples:
             raise InvariantViolation(f"samples {self._samples}, recounted: {samples}")
-        self.tally.check(work.request for work in samples)
+        self.totals.check(active.request for active in samples)
 
-    def _take(self, sequence: Sequence) -> None:
-        self._places[sequence.sequence_id] = sequence.places
-        self.places += sequence.places
+    def _take_slots(self, sequence: Sequence) -> None:
+        self._slots[sequence.sequence_id] = sequence.batch_slots
+        self.batch_slots += sequence.batch_slots

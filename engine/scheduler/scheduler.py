@@ -1,11 +1,12 @@
-"""The scheduler: who runs this step, and with how many tokens.
+"""The scheduler: which sequences run in a step, and with how many tokens.
 
-Decoding sequences first, one token each; then prompts in slices, in fair order, under the step's
-token budget. It admits, preempts by recompute, and lets a request wait for its twin (`twins`). It
-moves blocks through the cache and knows no runner, no event and no clock.
+Decoding sequences come first, with one token each; then slices of prompts, in fair order, under the
+step's token budget. The scheduler admits, preempts by recompute, and lets a request wait for a
+leader that computes the same prefix (`prefix_sharing`). It moves blocks through the cache and knows
+no runner, no event and no clock.
 
-Progress: the running sequence of best rank is never preempted and has room alone, so it always can
-be given room; the others run as room allows.
+Progress: the running sequence of best rank is never preempted and fits the pool alone, so it can
+always get room; the others run as room allows.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ from engine.cache import PrefixCache, TreeMatch
 from engine.config import EngineConfig
 from engine.scheduler.prefix_sharing import PrefixSharing
 from engine.scheduler.request_queue import RequestQueue
-from engine.scheduler.running_set import Running
+from engine.scheduler.running_set import RunningSet
 from engine.scheduler.sequence import ActiveRequest, Sequence
 
-Lack = Literal["", "places", "blocks", "ceiling"]
-"""What keeps a waiting sequence from running: `ceiling`, blocks under its payer's own."""
+BlockedBy = Literal["", "batch_slots", "blocks", "ceiling"]
+"""What keeps a waiting sequence from running; empty: nothing. `ceiling`: blocks under its payer's
+ceiling. `blocks`: blocks of the pool.
+"""
 
 
 @dataclass(slots=True)
@@ -35,207 +38,228 @@ class Slice:
 
 
 class Scheduler:
-    """Running and waiting sequences. `runner_forgets`: ids the runner should be told have ended."""
+    """Running and waiting sequences.
+
+    `compiling`: sequences that wait for a grammar. `ended_ids`: ids to report to the runner as
+    ended.
+    """
 
     def __init__(self, cache: PrefixCache, config: EngineConfig) -> None:
         self.cache = cache
         self.config = config
-        self.line = RequestQueue()
-        self.running = Running(config.preemptions_max)
-        self.twins = PrefixSharing(self.line, cache.block_size)
+        self.queue = RequestQueue()
+        self.running = RunningSet(config.preemptions_max)
+        self.prefix_sharing = PrefixSharing(self.queue, cache.block_size)
         self.compiling: dict[int, Sequence] = {}
-        self.runner_forgets: list[int] = []
+        self.ended_ids: list[int] = []
         self.preemptions = 0
 
     @property
     def waiting(self) -> int:
-        """Sequences not running."""
-        return len(self.line) + len(self.twins.held) + len(self.compiling)
+        """Return the number of sequences that are not running."""
+        return len(self.queue) + len(self.prefix_sharing.waiting) + len(self.compiling)
 
-    # -- coming and going ---------------------------------------------------------------------
+    # -- requests -----------------------------------------------------------------------------
 
-    def enter(self, work: ActiveRequest) -> None:
-        """A new request: its first sequence waits, outside the line while its grammar is made."""
-        self.line.arrive(work.request.grant.payer)
-        sequence = work.sequences[0]
-        if work.is_compiling:
+    def add_request(self, active: ActiveRequest) -> None:
+        """Queue the first sequence of a new request, or hold it while its grammar is compiled."""
+        self.queue.count_arrival(active.request.grant.payer)
+        sequence = active.sequences[0]
+        if active.is_compiling:
             self.compiling[sequence.sequence_id] = sequence
         else:
-            self.line.add(sequence)
+            self.queue.add(sequence)
 
-    def compiled(self, work: ActiveRequest) -> None:
-        """Its grammar is there: from now on it waits like any other."""
-        self.line.add(self.compiling.pop(work.sequences[0].sequence_id))
+    def grammar_ready(self, active: ActiveRequest) -> None:
+        """Queue a request whose grammar has been compiled."""
+        self.queue.add(self.compiling.pop(active.sequences[0].sequence_id))
 
-    def leave(self, work: ActiveRequest, now_s: float, *, keep: bool = True) -> None:
-        """A request has ended: everything it holds goes back."""
-        for sequence in work.sequences:
+    def remove_request(self, active: ActiveRequest, now_s: float, *, keep: bool = True) -> None:
+        """Release everything that a finished request holds. `keep`: leave its last block to the
+        cache.
+        """
+        for sequence in active.sequences:
             self.stop(sequence, now_s, keep=keep)
-        self.line.depart(work.request.grant.payer)
+        self.queue.count_departure(active.request.grant.payer)
 
     def stop(self, sequence: Sequence, now_s: float, *, keep: bool = True) -> None:
-        """One sequence has ended, wherever it stands: running, waiting or held for a twin."""
+        """End one sequence, whether it runs, waits, or waits for a leader."""
         sequence.is_ended = True
-        self.line.remove(sequence)
+        self.queue.remove(sequence)
         self.compiling.pop(sequence.sequence_id, None)
-        self.twins.drop(sequence)
+        self.prefix_sharing.remove(sequence)
         self._release(sequence, now_s, keep=keep)
 
     def fork(self, sequence: Sequence, forks: list[Sequence]) -> None:
-        """Its prompt is being finished: its forks, which have their tables already, run too."""
-        sequence.work.is_forked = True
-        self.running.forked(sequence)
+        """Start the forks of a sequence whose prompt is being finished; they have their tables
+        already.
+        """
+        sequence.parent.is_forked = True
+        self.running.split_slots(sequence)
         for fork in forks:
             self.running.add(fork)
 
     # -- one step -----------------------------------------------------------------------------
 
     def schedule(self, now_s: float) -> list[Slice]:
-        """The slices of one step; pins, allocates, evicts and preempts as it must."""
+        """Return the slices of one step. Pins, allocates, evicts and preempts as needed."""
         slices: dict[int, Slice] = {}
         budget = self.config.step_tokens_max
         ranked = sorted(self.running, key=lambda s: s.rank)
         prefilling: list[Sequence] = []
         for sequence in ranked:
-            if not sequence.wants_row:
+            if not sequence.is_schedulable:
                 continue
             if not sequence.is_decoding:
                 prefilling.append(sequence)
             elif budget > 0:
                 budget -= self._decode(sequence, slices, now_s)
-        prefilling = [s for s in prefilling if s.table is not None]  # nor preempted meanwhile
+        prefilling = [
+            s for s in prefilling if s.table is not None
+        ]  # not preempted by a decode above
         left = len(prefilling)
         full: set[Payer] = set()
-        is_full = self._is_house_full(ranked)
-        for sequence in self.line.in_order(prefilling, only=is_full):
+        is_full = self._batch_is_full(ranked)
+        for sequence in self.queue.in_order(prefilling, only=is_full):
             if budget <= 0 or (is_full and not left):
                 break
-            payer = sequence.work.request.grant.payer
+            payer = sequence.parent.request.grant.payer
             if sequence.table is not None:
                 left -= 1
             else:
                 if is_full or payer in full or sequence.in_flight:
                     continue
-                if not self._may_return(sequence):
+                if not self._fits_beside_pinned(sequence):
                     continue
-                found = self._found(sequence, now_s)
-                if found is not None and self.twins.holds(sequence, found, self.running):
+                found = self._find_prefix(sequence, now_s)
+                if found is not None and self.prefix_sharing.wait_for_leader(
+                    sequence, found, self.running
+                ):
                     continue
-                if lack := self._admit(sequence, found, slices, now_s):
-                    is_full = lack != "ceiling"
+                if blocked_by := self._admit(sequence, found, slices, now_s):
+                    is_full = blocked_by != "ceiling"
                     full.add(payer)
                     continue
             budget -= self._prefill(sequence, budget, slices, now_s)
-        self.twins.watch(self.running, slices)
+        self.prefix_sharing.release_stalled(self.running, slices)
         return list(slices.values())
 
     def preempt(self, sequence: Sequence, now_s: float) -> None:
-        """Take a running sequence's blocks; it waits again and recomputes what it must.
+        """Release a running sequence's blocks and queue it again; it recomputes the evicted part.
 
-        Its blocks stay cached, so what nobody needs meanwhile is found again.
+        Its blocks stay cached, so blocks that are not evicted meanwhile are found again.
         """
         self._release(sequence, now_s, keep=True)
         sequence.preemptions += 1
-        sequence.work.preemptions += 1
+        sequence.parent.preemptions += 1
         self.preemptions += 1
-        self.line.add(sequence)
+        self.queue.add(sequence)
 
     # -- slices -------------------------------------------------------------------------------
 
     def _decode(self, sequence: Sequence, slices: dict[int, Slice], now_s: float) -> int:
         if sequence.sequence_id not in self.running:
-            return 0  # preempted for one before it
+            return 0  # preempted for a sequence before it
         if not self._grow(sequence, sequence.computed + 1, slices, now_s):
             return 0
         slices[sequence.sequence_id] = Slice(sequence, sequence.computed, 1)
-        self.line.charge(sequence, 1)
+        self.queue.charge(sequence, 1)
         return 1
 
     def _prefill(
         self, sequence: Sequence, budget: int, slices: dict[int, Slice], now_s: float
     ) -> int:
-        """A slice of a prompt: as much as budget, chunk and room allow."""
+        """Schedule a slice of a prompt as long as budget, chunk and room allow; return its
+        tokens.
+        """
         table = sequence.table
-        if table is None or not sequence.wants_row:
+        if table is None or not sequence.is_schedulable:
             return 0
-        count = min(sequence.missing, self.config.prefill_chunk_tokens_max, budget)
+        count = min(sequence.tokens_to_compute, self.config.prefill_chunk_tokens_max, budget)
         start = sequence.computed
         if not self.cache.grow(table, start + count, now_s, start=start):
-            grant = sequence.work.request.grant
+            grant = sequence.parent.request.grant
             size = self.cache.block_size
             room = self.cache.available(grant.namespace, grant.quota) * size
             room += len(table.blocks) * size - start
             count = min(count, max(1, room))
-            if not self._is_first(sequence):
+            if not self._is_best_rank(sequence):
                 if not self.cache.grow(table, start + count, now_s, start=start):
-                    return 0  # it keeps what it has and waits for room
+                    return 0  # it keeps its blocks and waits for room
             elif not self._grow(sequence, start + count, slices, now_s):
                 return 0
         slices[sequence.sequence_id] = Slice(sequence, start, count)
-        self.line.charge(sequence, count)
+        self.queue.charge(sequence, count)
         return count
 
     def _grow(self, sequence: Sequence, upto: int, slices: dict[int, Slice], now_s: float) -> bool:
-        """Room for a running sequence, at the cost of others that rank below it."""
+        """Make room for a running sequence, preempting sequences that rank below it; return
+        success.
+        """
         while sequence.table is not None:
             if self.cache.grow(sequence.table, upto, now_s, start=sequence.computed):
                 return True
-            victim = self._victim(sequence)
+            victim = self._choose_victim(sequence)
             if victim is None:
                 return False
-            self._give_up(victim, slices, now_s)
+            self._preempt_in_step(victim, slices, now_s)
         return False
 
-    def _give_up(self, victim: Sequence, slices: dict[int, Slice], now_s: float) -> None:
-        """Preempt it, and take back the slice it had in this step."""
+    def _preempt_in_step(self, victim: Sequence, slices: dict[int, Slice], now_s: float) -> None:
+        """Preempt a sequence, and take back its slice of this step."""
         piece = slices.pop(victim.sequence_id, None)
         if piece is not None:
-            self.line.charge(victim, -piece.count)
+            self.queue.charge(victim, -piece.count)
         self.preempt(victim, now_s)
 
-    def _victim(self, sequence: Sequence) -> Sequence | None:
-        """Whom to preempt so that `sequence` may grow; itself if it ranks last.
+    def _choose_victim(self, sequence: Sequence) -> Sequence | None:
+        """Return the sequence to preempt so that `sequence` may grow; itself if it ranks last.
 
-        Lowest priority, then furthest over its share, then youngest. Never the best of those whose
-        blocks could help; none more than `preemptions_max` times, unless for a higher priority.
+        Lowest priority first, then furthest over its share, then youngest. Never the best-ranked
+        sequence whose blocks could help; none more than `preemptions_max` times, unless for a
+        higher priority.
         """
         held = 0 if sequence.table is None else len(sequence.table.blocks)
-        missing = max(1, self._blocks_of(sequence) - held)
-        is_bound = self._rooms(sequence)[1] < missing
-        helpful = self._helpful(sequence, "ceiling" if is_bound else "blocks")
-        first = min(helpful, key=lambda s: s.rank)
-        helpful = [s for s in helpful if s is not first]
-        may_go = [s for s in helpful if not self.running.is_pinned(s)] or [
-            s for s in helpful if s.work.request.priority < sequence.work.request.priority
+        missing = max(1, self._blocks_for_next_token(sequence) - held)
+        is_bound = self._available_blocks(sequence)[1] < missing
+        candidates = self._candidates(sequence, "ceiling" if is_bound else "blocks")
+        first = min(candidates, key=lambda s: s.rank)
+        candidates = [s for s in candidates if s is not first]
+        preemptible = [s for s in candidates if not self.running.is_pinned(s)] or [
+            s for s in candidates if s.parent.request.priority < sequence.parent.request.priority
         ]
-        if not may_go:
+        if not preemptible:
             return None
 
-        def claim(s: Sequence) -> tuple[int, float, int, int]:
-            request = s.work.request
+        def preemption_order(s: Sequence) -> tuple[int, float, int, int]:
+            request = s.parent.request
             over = self.cache.over_share(request.grant.payer)
-            return (-request.priority, over, s.work.arrival, s.index)
+            return (-request.priority, over, s.parent.arrival, s.index)
 
-        return max(may_go, key=claim)
+        return max(preemptible, key=preemption_order)
 
     # -- admission ----------------------------------------------------------------------------
 
-    def _found(self, sequence: Sequence, now_s: float) -> TreeMatch | None:
-        """What the cache has of a waiting sequence; None where it does not read."""
-        work, grant = sequence.work, sequence.work.request.grant
-        if not grant.read or (work.request.prompt_logprobs is not None and not work.is_forked):
+    def _find_prefix(self, sequence: Sequence, now_s: float) -> TreeMatch | None:
+        """Return the cached prefix of a waiting sequence; None if the request reads no cache."""
+        active, grant = sequence.parent, sequence.parent.request.grant
+        if not grant.read or (active.request.prompt_logprobs is not None and not active.is_forked):
             return None
         return self.cache.find(grant.namespace, sequence.tokens, now_s)
 
     def _admit(
         self, sequence: Sequence, found: TreeMatch | None, slices: dict[int, Slice], now_s: float
-    ) -> Lack:
-        """Let a waiting sequence begin, or say what it lacks."""
-        work, grant = sequence.work, sequence.work.request.grant
-        while lack := self._lack(sequence, needed := self._needed(sequence, found)):
-            if not self._preempt_for(sequence, lack, needed, slices, now_s):
-                return lack
-            found = self._found(sequence, now_s)
+    ) -> BlockedBy:
+        """Start a waiting sequence, preempting lower priorities if needed; return what blocks it,
+        or "".
+        """
+        active, grant = sequence.parent, sequence.parent.request.grant
+        while blocked_by := self._blocked_by(
+            sequence, needed := self._blocks_needed(sequence, found)
+        ):
+            if not self._preempt_for(sequence, blocked_by, needed, slices, now_s):
+                return blocked_by
+            found = self._find_prefix(sequence, now_s)
         sequence.table = self.cache.begin(
             grant.namespace,
             sequence.tokens,
@@ -243,135 +267,154 @@ class Scheduler:
             quota=grant.quota,
             leases=grant.leases,
             read=found is not None,
-            write=work.may_write,
+            write=active.may_write,
             found=found,
         )
         sequence.computed = sequence.table.kv_tokens
-        sequence.progress = []
-        self.line.remove(sequence)
+        sequence.prompt_logprobs = []
+        self.queue.remove(sequence)
         self.running.add(sequence)
         return ""
 
-    def _is_house_full(self, ranked: list[Sequence]) -> bool:
-        """Is every place taken, and by nobody who would give it up? However many wait, that is
-        seen at once."""
-        if not ranked or self.running.places < self.config.sequences_max:
+    def _batch_is_full(self, ranked: list[Sequence]) -> bool:
+        """Return whether every batch slot is taken and no waiting sequence outranks a running one.
+
+        O(1) for any number of waiting sequences.
+        """
+        if not ranked or self.running.batch_slots < self.config.sequences_max:
             return False
-        return self.line.priority_max <= ranked[-1].work.request.priority
+        return self.queue.priority_max <= ranked[-1].parent.request.priority
 
-    def _needed(self, sequence: Sequence, found: TreeMatch | None) -> int:
-        """Blocks that a waiting sequence needs to begin, beyond those that it finds."""
-        needed = self._blocks_of(sequence)
+    def _blocks_needed(self, sequence: Sequence, found: TreeMatch | None) -> int:
+        """Return the blocks a waiting sequence needs to start, beyond those it found pinned."""
+        needed = self._blocks_for_next_token(sequence)
         if found is not None:
-            # A found block that nobody pins counts as room, and is about to be pinned.
+            # An unpinned matched block counts as room now and will be pinned by the match.
             needed -= len(found.path) - self.cache.count_unpinned(found)
-        return needed + sequence.places - 1  # each further sample writes a block of its own
+        return needed + sequence.batch_slots - 1  # each further sample writes its own block
 
-    def _lack(self, sequence: Sequence, needed: int) -> Lack:
-        """What it lacks to begin: blocks under its payer's own ceiling, places for all samples it
-        will have, or blocks of the pool. Each that runs is left a block to go on with, which is
-        under the ceiling of its own payer. For all this nobody waits who would be alone."""
+    def _blocked_by(self, sequence: Sequence, needed: int) -> BlockedBy:
+        """Return what a waiting sequence lacks to start, or "".
+
+        It may lack blocks under its payer's ceiling, batch slots for all its samples, or blocks of
+        the pool. One block is left for each running sequence to continue with, counted under its
+        own payer's ceiling. A sequence that would run alone is never blocked.
+        """
         if not self.running:
             return ""
-        (pool, own), beside = self._rooms(sequence), len(self.running)
-        if own < needed + beside and own < needed + self._running_of(sequence):
+        (pool, own), running = self._available_blocks(sequence), len(self.running)
+        if own < needed + running and own < needed + self._running_of_payer(sequence):
             return "ceiling"
-        if self.running.places + sequence.places > self.config.sequences_max:
-            return "places"
-        return "blocks" if pool < needed + beside else ""
+        if self.running.batch_slots + sequence.batch_slots > self.config.sequences_max:
+            return "batch_slots"
+        return "blocks" if pool < needed + running else ""
 
-    def _may_return(self, sequence: Sequence) -> bool:
-        """May it run beside those that are not preempted any more, and always get on?
+    def _fits_beside_pinned(self, sequence: Sequence) -> bool:
+        """Return whether a sequence may run beside the pinned ones so that all of them can finish.
 
-        A pinned sequence begins again as the first of all, so that it can have anybody's blocks.
-        Whoever then comes and ranks before it cannot have its blocks, nor it theirs: there must be
-        room for all of these to their ends. Both wait without keeping others from running.
+        A pinned sequence starts only as the best-ranked one, so that it can take any other's
+        blocks. A sequence that ranks before a pinned one can neither take its blocks nor lose its
+        own to it: the pool must have room for all of these to their ends. Both wait without
+        blocking other sequences.
         """
         is_pinned, running = self.running.is_pinned, self.running
         if is_pinned(sequence) and any(s.rank < sequence.rank for s in running):
             return False
-        request = sequence.work.request
-        pinned = [s.rank for s in running.pinned if s.work.request.priority >= request.priority]
+        request = sequence.parent.request
+        pinned = [s.rank for s in running.pinned if s.parent.request.priority >= request.priority]
         if not pinned or sequence.rank > max(pinned):
             return True
         firm = [sequence, *(s for s in running if s.rank <= max(pinned))]
-        pool, own = self._rooms(sequence)
-        ours = (s for s in firm if s.work.request.grant.payer == request.grant.payer)
-        return pool >= sum(map(self._blocks_to_come, firm)) and own >= sum(
-            map(self._blocks_to_come, ours)
+        pool, own = self._available_blocks(sequence)
+        own_payer = (s for s in firm if s.parent.request.grant.payer == request.grant.payer)
+        return pool >= sum(map(self._blocks_still_needed, firm)) and own >= sum(
+            map(self._blocks_still_needed, own_payer)
         )
 
-    def _blocks_to_come(self, sequence: Sequence) -> int:
-        """Blocks that it, and the samples it will fork, may still ask for."""
-        request, size = sequence.work.request, self.cache.block_size
+    def _blocks_still_needed(self, sequence: Sequence) -> int:
+        """Return the blocks that a sequence, and the samples it will fork, may still ask for."""
+        request, size = sequence.parent.request, self.cache.block_size
         whole = -(-(len(request.tokens) + request.max_tokens) // size)
         held = 0 if sequence.table is None else len(sequence.table.blocks)
         copied = 1 if request.samples > 1 else 0
         own = whole - len(request.tokens) // size
-        return whole - held + copied + (sequence.places - 1) * own
+        return whole - held + copied + (sequence.batch_slots - 1) * own
 
     def _preempt_for(
-        self, sequence: Sequence, lack: Lack, needed: int, slices: dict[int, Slice], now_s: float
+        self,
+        sequence: Sequence,
+        blocked_by: BlockedBy,
+        needed: int,
+        slices: dict[int, Slice],
+        now_s: float,
     ) -> bool:
-        """Preempt one running sequence of lower priority than a waiting one, where all such
-        together could give what it lacks."""
-        priority = sequence.work.request.priority
-        lower = [s for s in self._helpful(sequence, lack) if s.work.request.priority < priority]
-        if not lower or not self._could_give(lower, sequence, lack, needed):
+        """Preempt one running sequence of lower priority, if all of them together could unblock
+        `sequence`.
+        """
+        priority = sequence.parent.request.priority
+        lower = [
+            s
+            for s in self._candidates(sequence, blocked_by)
+            if s.parent.request.priority < priority
+        ]
+        if not lower or not self._would_free_enough(lower, sequence, blocked_by, needed):
             return False
         victim = max(lower, key=lambda s: (not self.running.is_pinned(s), s.rank))
-        self._give_up(victim, slices, now_s)
+        self._preempt_in_step(victim, slices, now_s)
         return True
 
-    def _could_give(
-        self, some: list[Sequence], sequence: Sequence, lack: Lack, needed: int
+    def _would_free_enough(
+        self, victims: list[Sequence], sequence: Sequence, blocked_by: BlockedBy, needed: int
     ) -> bool:
-        """Would it have what it lacks, if all their places and blocks were given up?"""
-        if lack == "places":
-            places = self.running.places - sum(s.places for s in some)
-            return places + sequence.places <= self.config.sequences_max
-        room = self._rooms(sequence)[lack == "ceiling"]
-        return room + sum(len(s.table.blocks) for s in some if s.table is not None) >= needed
+        """Return whether preempting all `victims` would unblock `sequence`."""
+        if blocked_by == "batch_slots":
+            slots = self.running.batch_slots - sum(s.batch_slots for s in victims)
+            return slots + sequence.batch_slots <= self.config.sequences_max
+        room = self._available_blocks(sequence)[blocked_by == "ceiling"]
+        return room + sum(len(s.table.blocks) for s in victims if s.table is not None) >= needed
 
-    # -- inside -------------------------------------------------------------------------------
+    # -- internals ----------------------------------------------------------------------------
 
-    def _is_first(self, sequence: Sequence) -> bool:
+    def _is_best_rank(self, sequence: Sequence) -> bool:
         return all(sequence.rank <= s.rank for s in self.running)
 
-    def _helpful(self, sequence: Sequence, lack: Lack) -> list[Sequence]:
-        """Who runs and could give what it lacks. Blocks only its own payer's where that one's
-        ceiling is in the way, and nobody's who is inside its floor (rule 9)."""
-        if lack == "places":
+    def _candidates(self, sequence: Sequence, blocked_by: BlockedBy) -> list[Sequence]:
+        """Return the running sequences whose preemption could help `sequence`.
+
+        Where a ceiling blocks it, only its own payer's sequences help. Sequences of a payer inside
+        its floor are never candidates for another payer (rule 9).
+        """
+        if blocked_by == "batch_slots":
             return list(self.running)
-        payer, over_share = sequence.work.request.grant.payer, self.cache.over_share
+        payer, over_share = sequence.parent.request.grant.payer, self.cache.over_share
         return [
             s
             for s in self.running
-            if (theirs := s.work.request.grant.payer) == payer
-            or (lack == "blocks" and over_share(theirs) > 0)
+            if (payer_of := s.parent.request.grant.payer) == payer
+            or (blocked_by == "blocks" and over_share(payer_of) > 0)
         ]
 
-    def _running_of(self, sequence: Sequence) -> int:
-        """How many run of its payer's."""
-        payer = sequence.work.request.grant.payer
-        return [s.work.request.grant.payer for s in self.running].count(payer)
+    def _running_of_payer(self, sequence: Sequence) -> int:
+        """Return how many sequences of the same payer run."""
+        payer = sequence.parent.request.grant.payer
+        return [s.parent.request.grant.payer for s in self.running].count(payer)
 
-    def _rooms(self, sequence: Sequence) -> tuple[int, float]:
-        grant = sequence.work.request.grant
+    def _available_blocks(self, sequence: Sequence) -> tuple[int, float]:
+        grant = sequence.parent.request.grant
         return self.cache.available_blocks(grant.namespace, grant.quota)
 
-    def _blocks_of(self, sequence: Sequence) -> int:
-        """For what it has, and its next token."""
+    def _blocks_for_next_token(self, sequence: Sequence) -> int:
+        """Return the blocks for the sequence's tokens and one more."""
         return -(-(len(sequence.tokens) + 1) // self.cache.block_size)
 
     def _release(self, sequence: Sequence, now_s: float, *, keep: bool) -> None:
         self.running.remove(sequence)
-        if sequence.is_known:
-            sequence.is_known = False
-            self.runner_forgets.append(sequence.sequence_id)
+        if sequence.is_known_to_runner:
+            sequence.is_known_to_runner = False
+            self.ended_ids.append(sequence.sequence_id)
         if sequence.table is not None:
             self.cache.release(sequence.table, sequence.tokens, now_s, keep=keep)
             sequence.table = None
         sequence.computed = 0
         sequence.order_key = b""
-        self.twins.let_go(sequence)
+        self.prefix_sharing.release_followers(sequence)

@@ -1,28 +1,29 @@
-"""Sequences and the requests they answer: plain state, no decisions.
+"""Sequences and active requests: plain state, no decisions.
 
 A *request* asks for one or more samples; each sample is a *sequence* with its own tokens and block
-table. The first sequence computes the prompt, the others are forked from it. Scheduler and core
-change these; nobody else sees them.
+table. The first sequence computes the prompt, the others are forked from it. Only the scheduler and
+core change them.
 """
 
 from __future__ import annotations
 
 from engine.api import Request, SampledToken, Usage
 from engine.cache import BlockTable
-from engine.grammar.grammar import Compiled, Matcher
+from engine.grammar.grammar import CompiledGrammar, Matcher
 from engine.plan import Mask
 
 
 class Sequence:
-    """One sample. There is no prefill and no decode, only `computed` on its way to `length`.
+    """One sample of a request. Prefill and decode are the same: `computed` approaches `length`.
 
-    `tokens`: prompt and outputs known to the host. `in_flight`: tokens being sampled by steps not
-    yet collected. `computed`: tokens whose KV is in place or being written by a launched step;
-    `table.kv_tokens` lags behind it by what is in flight. `computed_before`: how far it ever got,
-    so that work done again after a preemption is known as such. `followers` wait for this one's
-    blocks, each with the number of tokens it waits for; `leader` is whom this one waits for.
-    `matcher`: its place in the request's grammar; `mask`: what may come next, None until that is
-    made of the last token; `is_slow`: making it took long.
+    `parent`: the active request. `tokens`: prompt and outputs known to the host. `in_flight`:
+    tokens being sampled by steps not yet collected. `computed`: tokens whose KV is in place or
+    being written by a launched step; `table.kv_tokens` lags behind it by the steps in flight.
+    `computed_before`: the most ever computed, so that recomputation after a preemption is counted
+    as such. `followers`: the sequences that wait for this one's blocks, each with the number of
+    tokens it waits for; `leader`: the sequence this one waits for. `matcher`: its place in the
+    request's grammar; `mask`: the tokens that may come next, None until it is computed for the last
+    token; `has_slow_mask`: computing it took long. `prompt_logprobs`: entries computed so far.
     """
 
     __slots__ = (
@@ -30,32 +31,32 @@ class Sequence:
         "computed_before",
         "cumulative_logprob",
         "followers",
+        "has_slow_mask",
         "in_flight",
         "index",
         "is_ended",
-        "is_known",
-        "is_patient",
-        "is_slow",
+        "is_known_to_runner",
         "leader",
         "mask",
         "matcher",
+        "may_wait",
         "order_key",
         "order_version",
         "output_tokens",
+        "parent",
         "preemptions",
-        "progress",
+        "prompt_logprobs",
         "sequence_id",
         "stalled_steps",
         "table",
         "tokens",
-        "work",
     )
 
-    def __init__(self, work: ActiveRequest, index: int, sequence_id: int) -> None:
-        self.work = work
+    def __init__(self, active: ActiveRequest, index: int, sequence_id: int) -> None:
+        self.parent = active
         self.index = index
         self.sequence_id = sequence_id
-        self.tokens: list[int] = list(work.request.tokens)
+        self.tokens: list[int] = list(active.request.tokens)
         self.output_tokens = 0
         self.in_flight = 0
         self.computed = 0
@@ -64,36 +65,36 @@ class Sequence:
         self.cumulative_logprob = 0.0
         self.preemptions = 0
         self.is_ended = False
-        self.is_known = False  # to the runner
-        self.progress: list[SampledToken] = []  # prompt logprobs so far
+        self.is_known_to_runner = False
+        self.prompt_logprobs: list[SampledToken] = []
         self.followers: list[tuple[int, Sequence]] = []
         self.leader: Sequence | None = None
-        self.stalled_steps = 0  # without headway, while others waited for it
-        self.is_patient = True  # may wait for a leader
+        self.stalled_steps = 0  # steps without progress while followers waited
+        self.may_wait = True  # may wait for a leader
         self.matcher: Matcher | None = None
         self.mask: Mask | None = None
-        self.is_slow = False
+        self.has_slow_mask = False
         self.order_key = b""
         self.order_version = -1
 
     @property
     def length(self) -> int:
-        """Tokens it has or is about to have."""
+        """Return the number of tokens, including those in flight."""
         return len(self.tokens) + self.in_flight
 
     @property
-    def missing(self) -> int:
-        """Tokens still to be computed before the next one can be drawn."""
+    def tokens_to_compute(self) -> int:
+        """Return the tokens to compute before the next one can be sampled."""
         return self.length - self.computed
 
     @property
-    def wants_row(self) -> bool:
-        """Is there anything to compute? Not past its last token, known by counting.
+    def is_schedulable(self) -> bool:
+        """Return whether there are tokens to compute; false after the last token.
 
-        Under a grammar nothing is, while a token is on its way or the mask after it is not made.
+        Under a grammar it is false while a token is in flight or the mask after it is not ready.
         """
-        request = self.work.request
-        if self.is_ended or self.missing <= 0:
+        request = self.parent.request
+        if self.is_ended or self.tokens_to_compute <= 0:
             return False
         if self.matcher is not None and (self.in_flight or self.mask is None):
             return False
@@ -101,21 +102,23 @@ class Sequence:
 
     @property
     def is_decoding(self) -> bool:
-        return self.missing == 1 and self.computed >= len(self.work.request.tokens)
+        """Return whether only the last output token is to be computed."""
+        return self.tokens_to_compute == 1 and self.computed >= len(self.parent.request.tokens)
 
     @property
-    def places(self) -> int:
-        """In the batch: one, and until its prompt is computed one for each sample it will have."""
-        return 1 if self.work.is_forked else self.work.request.samples
+    def batch_slots(self) -> int:
+        """Return the batch slots it takes: one, or until its prompt is computed one per sample."""
+        return 1 if self.parent.is_forked else self.parent.request.samples
 
     @property
     def rank(self) -> tuple[int, int, int]:
-        """Lower is served first and preempted last."""
-        return (-self.work.request.priority, self.work.arrival, self.index)
+        """Return the rank: the lower, the earlier served and the later preempted."""
+        return (-self.parent.request.priority, self.parent.arrival, self.index)
 
 
 def common_tokens(a: Sequence, b: Sequence, size: int) -> int:
-    """How many leading tokens two sequences share, in whole blocks of `size`, bar the last token.
+    """Return how many leading tokens two sequences share, in whole blocks of `size`, without the
+    last.
 
     O(log blocks) comparisons of slices.
     """
@@ -130,7 +133,7 @@ def common_tokens(a: Sequence, b: Sequence, size: int) -> int:
 
 
 class ActiveRequest:
-    """One request on its way to its one final event, with what it has used so far."""
+    """One live request and its usage so far. It ends with exactly one final event."""
 
     __slots__ = (
         "arrival",
@@ -141,9 +144,9 @@ class ActiveRequest:
         "first_token_at_s",
         "is_finished",
         "is_forked",
-        "is_prompt_told",
         "may_write",
         "preemptions",
+        "prompt_logprobs_sent",
         "received_at_s",
         "recomputed_tokens",
         "request",
@@ -164,20 +167,20 @@ class ActiveRequest:
         self.recomputed_tokens = 0
         self.preemptions = 0
         self.is_forked = False
-        self.is_prompt_told = False
+        self.prompt_logprobs_sent = False
         self.may_write = request.grant.write
-        self.compiled: Compiled | None = None
+        self.compiled: CompiledGrammar | None = None
         self.is_finished = False
 
     @property
     def is_compiling(self) -> bool:
-        """Does it wait for its grammar?"""
+        """Return whether the request waits for its grammar."""
         return self.request.grammar is not None and self.compiled is None
 
     def count_prompt(self, fresh: int, *, is_whole: bool) -> int:
-        """So many more prompt tokens are computed; says how many that makes more than before.
+        """Count `fresh` more computed prompt tokens; return the increase.
 
-        With the prompt whole, cached + computed is all of it.
+        `is_whole`: the prompt is complete, so cached + computed is all of it.
         """
         before = self.computed_tokens
         self.computed_tokens += max(0, fresh)
@@ -186,7 +189,7 @@ class ActiveRequest:
         return max(0, self.computed_tokens - before)
 
     def usage(self, now_s: float) -> Usage:
-        """What it has used up to now; see `engine.api.Usage` for the terms."""
+        """Return the usage up to `now_s`; see `engine.api.Usage` for the terms."""
         waited_until_s = now_s if self.started_at_s is None else self.started_at_s
         first_s = self.first_token_at_s
         return Usage(

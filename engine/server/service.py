@@ -135,7 +135,7 @@ class EngineService:
             self.ready.set()
             self._changed()
             while self._take_commands(core):
-                self._deliver(core.vitals.step, core.step())
+                self._deliver(core.engine_stats.step, core.step())
                 self._beat(core)
                 if self._is_draining and not core.has_work():
                     break
@@ -158,7 +158,7 @@ class EngineService:
         """
         is_busy = core.has_work() or core.is_recounting
         wait_s = 0.0 if is_busy else max(0.0, self._beat_at_s - self.clock())
-        if core.only_compiles:
+        if core.is_waiting_for_grammars:
             wait_s = COMPILE_WAIT_S
         while True:
             try:
@@ -211,7 +211,7 @@ class EngineService:
                 core.drain(timeout_s)
 
     def _tell(self, outlet: ResponseSink, core: Core, message: Event | Reply) -> None:
-        outlet.send(core.vitals.step, (message,))
+        outlet.send(core.engine_stats.step, (message,))
 
     def _tell_stats(self, outlet: ResponseSink, core: Core, call_id: int = 0) -> None:
         """With all the namespaces that have changed since it was told last."""
@@ -292,7 +292,7 @@ def prove_alive(core: Core) -> None:
             if isinstance(event, Finished):
                 if event.ending != "done":
                     raise EngineError(event.code, f"The engine's first token failed: {event.code}.")
-                core.vitals.forget_tokens()
+                core.engine_stats.reset_token_counters()
                 return
     raise EngineError("not_ready", "The engine produced no token.")
 

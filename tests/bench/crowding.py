@@ -22,9 +22,9 @@ class Impatient(Core):
     def submit(self, request: Request) -> None:
         """As always, and then alone."""
         super().submit(request)
-        work = self.roster.get(request.request_id)
+        work = self.requests.get(request.request_id)
         if work is not None:
-            work.sequences[0].is_patient = False
+            work.sequences[0].may_wait = False
 
 
 def world(blocks: int, config: EngineConfig, make_core: type[Core] = Core) -> World:
@@ -58,7 +58,7 @@ def preempt(blocks: int) -> str:
     often = [usage.preemptions for usage in used]
     again = sum(usage.recomputed_tokens for usage in used)
     return (
-        f"{blocks:6} {crowd.core.vitals.step:6} {sum(map(bool, often)):10} {max(often):5}"
+        f"{blocks:6} {crowd.core.engine_stats.step:6} {sum(map(bool, often)):10} {max(often):5}"
         f" {again:6} of {crowd.runner.computed_tokens:6}"
     )
 
@@ -72,7 +72,9 @@ def race(make_core: type[Core]) -> str:
         own = words(chance, 64)
         crowd.submit(Request(f"r{index}", (*shared, *own), 1, CacheGrant(b"n"), GREEDY))
     crowd.settle()
-    return f"{make_core.__name__:10} {crowd.runner.computed_tokens:6} {crowd.core.vitals.step:6}"
+    return (
+        f"{make_core.__name__:10} {crowd.runner.computed_tokens:6} {crowd.core.engine_stats.step:6}"
+    )
 
 
 def main() -> None:

@@ -28,7 +28,7 @@ from engine.cache import PrefixCache
 from engine.config import EngineConfig
 from engine.core.constraints import Constraints
 from engine.core.core import Core
-from engine.grammar.grammar import MaskFiller, Rules, Vocabulary, compile_grammar
+from engine.grammar.grammar import GrammarLimits, MaskFiller, Vocabulary, compile_grammar
 from engine.model_store import DEFAULT_MODEL, ModelCard, prepare, resolve
 from engine.models.cpu_llama import load_kernels
 from engine.runner.cpu_runner import CpuRunner
@@ -67,14 +67,14 @@ GRAMMARS = {
 def vocabulary_of(card: ModelCard, size: int) -> Vocabulary:
     """The model's own, or one that is filled up with pairs of its words."""
     if size == card.config.vocab:
-        return Vocabulary.load(card.tokenizer_path, size, card.stop_token_ids, Rules())
+        return Vocabulary.load(card.tokenizer_path, size, card.stop_token_ids, GrammarLimits())
     tokenizer = json.loads(card.tokenizer_path.read_text(encoding="utf-8"))
     vocab, chance = tokenizer["model"]["vocab"], random.Random(5)
     words = [word for word, token_id in vocab.items() if token_id > 300]
     while len(vocab) < size:
         vocab.setdefault(chance.choice(words) + chance.choice(words), len(vocab))
     text = json.dumps(tokenizer)
-    return Vocabulary(LLTokenizer(text, eos_token=list(card.stop_token_ids)), Rules())
+    return Vocabulary(LLTokenizer(text, eos_token=list(card.stop_token_ids)), GrammarLimits())
 
 
 def measure_masks(card: ModelCard, size: int) -> None:

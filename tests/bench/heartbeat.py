@@ -41,7 +41,7 @@ class Beats:
 
     def __init__(self, namespaces: int) -> None:
         self.cache = PrefixCache(blocks=namespaces * BLOCKS, block_size=SIZE)
-        self.vitals, self.scheduler = EngineStats(), Scheduler(self.cache, EngineConfig())
+        self.engine_stats, self.scheduler = EngineStats(), Scheduler(self.cache, EngineConfig())
         self.book, self.meter = NamespaceTable(), StorageMeter()
         self.losses, self.churn = CacheEventTotals(), BlockChurn()
         self.decoder = downward_decoder()
@@ -75,7 +75,7 @@ class Beats:
     def look(self) -> Stats:
         """What it says."""
         names = self.cache.take_changed()
-        return self.vitals.stats(0, self.cache, self.scheduler, RequestTable(), names)
+        return self.engine_stats.stats(0, self.cache, self.scheduler, RequestTable(), names)
 
     def hear(self, frame: bytes) -> list[Downward]:
         """As it comes over the socket."""

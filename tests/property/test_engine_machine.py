@@ -112,8 +112,8 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:
         """Whoever it is; rather one that waits for another's blocks, which is seldom."""
-        held = self.world.core.scheduler.twins.held.values()
-        names = [twin.work.request.request_id for twin in held] or sorted(self.world.live)
+        held = self.world.core.scheduler.prefix_sharing.waiting.values()
+        names = [twin.parent.request.request_id for twin in held] or sorted(self.world.live)
         self.world.cancel(data.draw(st.sampled_from(names)))
 
     @precondition(lambda self: self.world.live)

@@ -192,7 +192,7 @@ def failed_step_committed() -> Plant:
                 self.cache.commit(table, piece.sequence.tokens, end, self.clock())
         original(self, flight, error)
 
-    return around(Core, "_step_failed", failed)
+    return around(Core, "_fail_step", failed)
 
 
 def cancel_forgets_to_release() -> Plant:
@@ -204,7 +204,7 @@ def cancel_forgets_to_release() -> Plant:
                 sequence.table = None
         original(self, work, now_s, keep=keep)
 
-    return around(Scheduler, "leave", leave)
+    return around(Scheduler, "remove_request", leave)
 
 
 def coalescing_across_namespaces() -> Plant:
@@ -258,9 +258,9 @@ def cached_tokens_overstated() -> Plant:
 
     def started(original: Any, self: Any, sequence: Any, now_s: float) -> None:
         original(self, sequence, now_s)
-        sequence.work.cached_tokens += 1
+        sequence.parent.cached_tokens += 1
 
-    return around(Core, "_started", started)
+    return around(Core, "_mark_started", started)
 
 
 def recomputed_charged_to_the_client() -> Plant:
@@ -304,7 +304,7 @@ def somebody_starves() -> Plant:
         return [
             piece
             for piece in original(self, now_s)
-            if piece.sequence.work.request.grant.namespace != b"east"
+            if piece.sequence.parent.request.grant.namespace != b"east"
         ]
 
     return around(Scheduler, "schedule", schedule)

@@ -38,9 +38,9 @@ class Watched(World):
             self.plans.append(plan)
             row: Counter[str] = Counter()
             for part in plan.rows:
-                sequence = self.core.roster.sequence(part.sequence_id)
+                sequence = self.core.requests.sequence(part.sequence_id)
                 assert sequence is not None, "a step has rows of those who are here"
-                row[sequence.work.request.request_id] += part.count
+                row[sequence.parent.request.request_id] += part.count
             self.rows.append(dict(row))
             launch(plan)
 

@@ -15,7 +15,7 @@ from engine.api import CacheGrant, Erase, Finished, Grammar, Request, Sampling
 from engine.config import EngineConfig
 from engine.core.constraints import Constraints
 from engine.grammar.compiler import Outcome
-from engine.grammar.grammar import MaskFiller, Matcher, Rules, compile_grammar
+from engine.grammar.grammar import GrammarLimits, MaskFiller, Matcher, compile_grammar
 from engine.plan import Mask
 from tests.checkers import World
 from tests.fakes import FakeClock
@@ -47,10 +47,10 @@ def make_world(depth: int, *, polls: int = 0, blocks: int = 16, **config: Any) -
 class SmallBounds(PatientGrammars):
     """Compiles under bounds that are soon met."""
 
-    def ready(self) -> list[tuple[str, Outcome]]:
-        small = letters(Rules(lexer_states_max=12))
+    def take_ready(self) -> list[tuple[str, Outcome]]:
+        small = letters(GrammarLimits(lexer_states_max=12))
         grammars = {name: grammar for name, _, grammar in self.asked}
-        return [(name, compile_grammar(grammars[name], small)) for name, _ in super().ready()]
+        return [(name, compile_grammar(grammars[name], small)) for name, _ in super().take_ready()]
 
 
 def ask(name: str, grammar: Grammar | None, **wanted: Any) -> Request:
@@ -202,8 +202,8 @@ def test_nobody_waits_for_a_grammar_but_its_own_request(depth: int) -> None:
 
     while "free" in world.live:
         world.step()
-        assert not world.core.only_compiles or "free" not in world.live
-    assert world.core.only_compiles
+        assert not world.core.is_waiting_for_grammars or "free" not in world.live
+    assert world.core.is_waiting_for_grammars
     world.settle()
 
     assert world.streams["slow"].started is not None
@@ -236,7 +236,7 @@ def test_a_request_may_end_while_its_grammar_is_compiled(depth: int, how: str) -
 
     ending = {"cancel": "cancelled", "deadline": "timeout", "drain": "shutdown"}[how]
     assert final(world, "r").ending == ending
-    assert world.grammars.ready() == []
+    assert world.grammars.take_ready() == []
 
 
 def test_an_id_used_again_gets_its_own_grammar(depth: int) -> None:
@@ -317,8 +317,8 @@ class SlowMasks(MaskFiller):
         self.slow_fork = compiled(slow).first_mask.tolist()
         self.fillings: list[int] = []
 
-    def fill(self, matchers: Sequence[Matcher], hold_end: Sequence[bool]) -> Mask:
-        masks = super().fill(matchers, hold_end)
+    def fill(self, matchers: Sequence[Matcher], suppress_end: Sequence[bool]) -> Mask:
+        masks = super().fill(matchers, suppress_end)
         slow = [mask for mask in masks if mask.tolist() == self.slow_fork]
         self.clock.advance(0.5 * len(slow))
         self.fillings.append(len(slow))
@@ -389,9 +389,9 @@ def test_one_slow_row_does_not_make_its_neighbours_slow_for_good(depth: int) -> 
         world.clock.advance(0.01)
         world.step()
 
-    sequences = {work.request.request_id: work.sequences[0] for work in world.core.roster}
-    assert sequences["slow"].is_slow
-    assert "quick" not in sequences or not sequences["quick"].is_slow
+    sequences = {work.request.request_id: work.sequences[0] for work in world.core.requests}
+    assert sequences["slow"].has_slow_mask
+    assert "quick" not in sequences or not sequences["quick"].has_slow_mask
     world.settle()
 
 

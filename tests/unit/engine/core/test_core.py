@@ -43,12 +43,12 @@ def world(request: pytest.FixtureRequest) -> World:
         ({"tokens": (0, -1)}, "token_out_of_range", "Token id -1"),
         ({"stop_token_ids": (7,)}, "token_out_of_range", "Token id 7"),
         ({"sampling": Sampling(logit_bias={9: 1.0})}, "token_out_of_range", "Token id 9"),
-        ({"max_tokens": 40}, "context_exceeded", "48 tokens; 9 prompt tokens and max_tokens 40"),
-        ({"samples": 9}, "kv_exceeded", "9 samples exceed the 8"),
+        ({"max_tokens": 40}, "context_exceeded", "49 tokens (9 of prompt, 40 of"),
+        ({"samples": 9}, "kv_exceeded", "9 samples requested; at most 8"),
         (
             {"grant": CacheGrant(b"n", Quota(ceiling_blocks=3))},
             "kv_exceeded",
-            "13 tokens do not fit the cache memory this tenant may use, even alone; 12 do",
+            "cache memory for 13 tokens; this tenant may use 12",
         ),
     ],
 )
@@ -326,7 +326,7 @@ def test_a_copy_that_may_not_have_run_is_not_believed() -> None:
     world = make_world(1)
     run(world, ask("seen", tokens=(1, 1, 1, 1, 1, 1), max_tokens=1))
     schedule, launch = world.core.scheduler.schedule, world.runner.launch
-    broken = world.core.vitals.step + 1
+    broken = world.core.engine_stats.step + 1
     world.runner.fail_launch.add(broken)
 
     def without_copies(plan: StepPlan) -> None:
@@ -334,9 +334,9 @@ def test_a_copy_that_may_not_have_run_is_not_believed() -> None:
 
     def without_its_row(now_s: float) -> list[Slice]:
         found = schedule(now_s)
-        if world.core.vitals.step + 1 > broken:
+        if world.core.engine_stats.step + 1 > broken:
             return found
-        return [piece for piece in found if piece.sequence.work.request.request_id != "copies"]
+        return [piece for piece in found if piece.sequence.parent.request.request_id != "copies"]
 
     world.runner.launch = without_copies  # type: ignore[method-assign]
     world.core.scheduler.schedule = without_its_row  # type: ignore[method-assign]
@@ -360,7 +360,7 @@ def test_what_a_sequence_without_numbers_has_cached_is_found_by_nobody() -> None
     config = structs.replace(CONFIG, prefill_chunk_tokens_max=4)
     world = make_world(1, config=config)
     run(world, ask("before"), ask("other", tokens=(1, 0, 0, 0, 1, 1)))
-    world.runner.nan_steps.add(world.core.vitals.step + 2)
+    world.runner.nan_steps.add(world.core.engine_stats.step + 2)
 
     [failed] = run(world, ask("failed", tokens=(*PROMPT, 0, 1, 1, 0, 1), max_tokens=1))
 

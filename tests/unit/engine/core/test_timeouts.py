@@ -7,7 +7,9 @@ from engine.core.timeouts import STALLS_MAX, Timeouts
 from engine.scheduler.sequence import ActiveRequest
 
 
-def work(arrival: int = 0, priority: int = 0, deadline_s: float | None = None) -> ActiveRequest:
+def active_request(
+    arrival: int = 0, priority: int = 0, deadline_s: float | None = None
+) -> ActiveRequest:
     """A request that came at time 0."""
     request = Request(
         request_id=f"r{arrival}",
@@ -22,49 +24,53 @@ def work(arrival: int = 0, priority: int = 0, deadline_s: float | None = None) -
 
 def test_a_deadline_is_for_the_beginning() -> None:
     """What has started by then may finish, and what has none may wait."""
-    late, started, patient = work(0, deadline_s=5.0), work(1, deadline_s=5.0), work(2)
+    late, started, patient = (
+        active_request(0, deadline_s=5.0),
+        active_request(1, deadline_s=5.0),
+        active_request(2),
+    )
     started.started_at_s = 4.0
-    works = [late, started, patient]
-    patience = Timeouts()
+    requests = [late, started, patient]
+    timeouts = Timeouts()
 
-    assert list(patience.overdue(works, 4.9)) == []
-    (only,) = patience.overdue(works, 5.0)
-    assert (only.work, only.ending, only.code) == (late, "timeout", "timeout")
+    assert list(timeouts.overdue(requests, 4.9)) == []
+    (only,) = timeouts.overdue(requests, 5.0)
+    assert (only.active, only.ending, only.code) == (late, "timeout", "timeout")
 
 
 def test_when_a_drain_is_over_everything_ends_once() -> None:
     """What is late besides is told so: it would have ended anyway."""
-    late, running = work(0, deadline_s=5.0), work(1)
-    patience = Timeouts()
-    patience.drain(7.0)
+    late, running = active_request(0, deadline_s=5.0), active_request(1)
+    timeouts = Timeouts()
+    timeouts.drain(7.0)
 
-    before = list(patience.overdue([running], 6.9))
-    ended = [(one.work, one.ending) for one in patience.overdue([late, running], 7.0)]
+    before = list(timeouts.overdue([running], 6.9))
+    ended = [(one.active, one.ending) for one in timeouts.overdue([late, running], 7.0)]
 
-    assert patience.is_draining
+    assert timeouts.is_draining
     assert before == []
     assert ended == [(late, "timeout"), (running, "shutdown")]
 
 
 def test_the_first_in_line_fails_when_nothing_could_run_for_some_steps() -> None:
     """By priority, then by arrival; whoever's grammar is being compiled waits for that alone."""
-    first, urgent = work(0), work(1, priority=1)
-    patience = Timeouts()
+    first, urgent = active_request(0), active_request(1, priority=1)
+    timeouts = Timeouts()
 
-    ends = [patience.stalled([first, urgent]) for _ in range(STALLS_MAX)]
+    ends = [timeouts.find_stalled([first, urgent]) for _ in range(STALLS_MAX)]
 
     assert ends[:-1] == [None] * (STALLS_MAX - 1)
     assert ends[-1] is not None
-    assert (ends[-1].work, ends[-1].code) == (urgent, "kv_promised")
-    assert patience.stalled([first]) is None, "it is counted anew"
+    assert (ends[-1].active, ends[-1].code) == (urgent, "kv_promised")
+    assert timeouts.find_stalled([first]) is None, "it is counted anew"
 
 
 def test_steps_that_moved_are_no_stall() -> None:
     """Nor are those without work."""
-    one, patience = work(), Timeouts()
+    one, timeouts = active_request(), Timeouts()
 
     for _ in range(2):
-        assert patience.stalled([one]) is None
-        patience.moved()
-        assert patience.stalled([one]) is None
-        assert patience.stalled([]) is None
+        assert timeouts.find_stalled([one]) is None
+        timeouts.record_progress()
+        assert timeouts.find_stalled([one]) is None
+        assert timeouts.find_stalled([]) is None

@@ -21,7 +21,7 @@ from engine.grammar.compiler import (
     GrammarCompiler,
     Outcome,
 )
-from engine.grammar.grammar import Compiled
+from engine.grammar.grammar import CompiledGrammar
 from engine.grammar.sandbox import SandboxSettings
 from tests.grammars import VOCAB, compiled, schema_file
 
@@ -45,7 +45,7 @@ def outcomes(compiler: GrammarCompiler, *names: str) -> dict[str, Outcome]:
     pause = threading.Event()
     while not set(names) <= set(found):
         assert time.monotonic() < until_s, f"only {sorted(found)}"
-        found.update(compiler.ready())
+        found.update(compiler.take_ready())
         pause.wait(0.002)
     return found
 
@@ -56,9 +56,9 @@ def integer_at_least(bound: int) -> Grammar:
 
 def test_asking_does_not_wait(compiler: GrammarCompiler) -> None:
     """The engine's thread has steps to make: it asks and looks, in microseconds."""
-    compiler.ask("bomb", b"n", SLOW)
+    compiler.submit("bomb", b"n", SLOW)
 
-    assert compiler.ready() == []
+    assert compiler.take_ready() == []
     found = outcomes(compiler, "bomb")["bomb"]
     assert isinstance(found, RequestRefused)
     assert found.code == "grammar_too_big"
@@ -67,41 +67,41 @@ def test_asking_does_not_wait(compiler: GrammarCompiler) -> None:
 def test_what_is_too_long_is_refused_where_it_is_asked(compiler: GrammarCompiler) -> None:
     """Nobody's line grows by a megabyte."""
     with pytest.raises(RequestRefused) as caught:
-        compiler.ask("r", b"n", Grammar("regex", "a" * 200_000))
+        compiler.submit("r", b"n", Grammar("regex", "a" * 200_000))
 
     assert caught.value.code == "grammar_too_big"
 
 
 def test_a_second_request_finds_what_the_first_had_compiled(compiler: GrammarCompiler) -> None:
     """An agent sends the same schema a thousand times."""
-    compiler.ask("a", b"n", GOOD)
+    compiler.submit("a", b"n", GOOD)
     first = outcomes(compiler, "a")["a"]
 
-    compiler.ask("b", b"n", GOOD)
+    compiler.submit("b", b"n", GOOD)
 
-    assert compiler.ready() == [("b", first)]
-    assert isinstance(first, Compiled)
+    assert compiler.take_ready() == [("b", first)]
+    assert isinstance(first, CompiledGrammar)
 
 
 def test_a_refusal_is_remembered_too(compiler: GrammarCompiler) -> None:
     """The same bomb costs its second of computing once."""
-    compiler.ask("a", b"n", SLOW)
+    compiler.submit("a", b"n", SLOW)
     first = outcomes(compiler, "a")["a"]
 
-    compiler.ask("b", b"n", SLOW)
+    compiler.submit("b", b"n", SLOW)
 
-    assert compiler.ready() == [("b", first)]
+    assert compiler.take_ready() == [("b", first)]
 
 
 def test_one_namespace_does_not_find_what_another_compiled(compiler: GrammarCompiler) -> None:
     """A schema that comes back at once would tell that somebody else uses it."""
-    compiler.ask("a", b"north", GOOD)
+    compiler.submit("a", b"north", GOOD)
     outcomes(compiler, "a")
 
-    compiler.ask("b", b"south", GOOD)
+    compiler.submit("b", b"south", GOOD)
 
-    assert compiler.ready() == []
-    assert isinstance(outcomes(compiler, "b")["b"], Compiled)
+    assert compiler.take_ready() == []
+    assert isinstance(outcomes(compiler, "b")["b"], CompiledGrammar)
 
 
 def test_those_who_ask_at_once_for_the_same_share_one_compilation(
@@ -109,7 +109,7 @@ def test_those_who_ask_at_once_for_the_same_share_one_compilation(
 ) -> None:
     """A burst of equal requests is one grammar."""
     for name in ("a", "b", "c"):
-        compiler.ask(name, b"n", GOOD)
+        compiler.submit(name, b"n", GOOD)
 
     found = outcomes(compiler, "a", "b", "c")
 
@@ -120,25 +120,25 @@ def test_a_namespace_with_bombs_holds_up_nobody_else(compiler: GrammarCompiler) 
     """It has one thread at a time; the other is for those who wait behind it."""
     for bound in range(4):
         bomb = Grammar("json_schema", f'{{"type": "integer", "multipleOf": {999_983 - bound}}}')
-        compiler.ask(f"bomb{bound}", b"north", bomb)
-    compiler.ask("good", b"south", GOOD)
+        compiler.submit(f"bomb{bound}", b"north", bomb)
+    compiler.submit("good", b"south", GOOD)
 
     found = outcomes(compiler, "good")
 
-    assert isinstance(found["good"], Compiled)
+    assert isinstance(found["good"], CompiledGrammar)
     assert "bomb3" not in found
 
 
 def test_who_left_gets_no_outcome(compiler: GrammarCompiler) -> None:
     """Before it is compiled, while it is, and after: nobody answers for it."""
     for name in ("a", "b", "c"):
-        compiler.ask(name, b"n", integer_at_least(ord(name)))
-    compiler.forget("c")
+        compiler.submit(name, b"n", integer_at_least(ord(name)))
+    compiler.cancel("c")
     outcomes(compiler, "a", "b")
-    compiler.ask("d", b"n", integer_at_least(ord("a")))
-    compiler.forget("d")
-    compiler.forget("nobody")
-    compiler.ask("e", b"n", GOOD)
+    compiler.submit("d", b"n", integer_at_least(ord("a")))
+    compiler.cancel("d")
+    compiler.cancel("nobody")
+    compiler.submit("e", b"n", GOOD)
 
     found = outcomes(compiler, "e")
 
@@ -147,33 +147,33 @@ def test_who_left_gets_no_outcome(compiler: GrammarCompiler) -> None:
 
 def test_a_line_is_bounded(compiler: GrammarCompiler) -> None:
     """Who asks for more than can be compiled is told to come back."""
-    compiler.ask("bomb", b"n", SLOW)
+    compiler.submit("bomb", b"n", SLOW)
     for number in range(WAITING_MAX - 1):
-        compiler.ask(f"r{number}", b"n", integer_at_least(number))
+        compiler.submit(f"r{number}", b"n", integer_at_least(number))
 
     with pytest.raises(EngineUnavailable) as caught:
-        compiler.ask("one more", b"n", GOOD)
-    compiler.ask("of others", b"m", GOOD)
+        compiler.submit("one more", b"n", GOOD)
+    compiler.submit("of others", b"m", GOOD)
 
     assert caught.value.code == "queue_full"
 
 
 def test_what_proved_too_big_is_refused_from_then_on(compiler: GrammarCompiler) -> None:
     """The next one with it need not find out for itself."""
-    compiler.ask("a", b"n", GOOD)
+    compiler.submit("a", b"n", GOOD)
     outcomes(compiler, "a")
 
-    compiler.drop(b"n", GOOD)
-    compiler.ask("b", b"n", GOOD)
+    compiler.mark_too_big(b"n", GOOD)
+    compiler.submit("b", b"n", GOOD)
 
-    ((_, outcome),) = compiler.ready()
+    ((_, outcome),) = compiler.take_ready()
     assert isinstance(outcome, EngineError)
     assert outcome.code == "grammar_too_big"
 
 
 def test_closing_ends_what_is_being_compiled(compiler: GrammarCompiler) -> None:
     """An engine that stops does not wait for a bomb."""
-    compiler.ask("bomb", b"n", SLOW)
+    compiler.submit("bomb", b"n", SLOW)
 
     compiler.close()
 

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from engine.api import Grammar
 from engine.errors import RequestRefused
-from engine.grammar.grammar import MaskFiller, Matcher, Rules, Vocabulary, compile_grammar
+from engine.grammar.grammar import GrammarLimits, MaskFiller, Matcher, Vocabulary, compile_grammar
 from tests.grammars import END, VOCAB, letters, schema_file
 
 
@@ -30,7 +30,7 @@ def every_byte() -> Vocabulary:
     """A vocabulary that can spell anything."""
     with tempfile.TemporaryDirectory() as folder:
         path = schema_file(Path(folder))
-        return Vocabulary.load(path, VOCAB, [VOCAB - 1], Rules())
+        return Vocabulary.load(path, VOCAB, [VOCAB - 1], GrammarLimits())
 
 
 def allowed(mask: np.ndarray) -> list[int]:
@@ -57,8 +57,8 @@ def walk_at_random(grammar: Grammar, seed: int, tokens_max: int = 400) -> tuple[
     return vocabulary.tokenizer.decode_bytes(drawn).decode("utf-8", "replace"), False
 
 
-def refusal(grammar: Grammar, rules: Rules | None = None) -> RequestRefused:
-    vocabulary = every_byte() if rules is None else letters(rules)
+def refusal(grammar: Grammar, limits: GrammarLimits | None = None) -> RequestRefused:
+    vocabulary = every_byte() if limits is None else letters(limits)
     with pytest.raises(RequestRefused) as caught:
         compile_grammar(grammar, vocabulary)
     return caught.value
@@ -379,7 +379,7 @@ def test_a_bomb_is_refused(grammar: Grammar) -> None:
 )
 def test_a_bomb_that_goes_off_later_ends_its_own_walk(grammar: Grammar) -> None:
     """What compiles well may still explode on its way; each step has its own bounds."""
-    compiled = compile_grammar(grammar, letters(Rules(lexer_states_max=2_000)))
+    compiled = compile_grammar(grammar, letters(GrammarLimits(lexer_states_max=2_000)))
     matcher, filler, chance = compiled.matcher.fork(), MaskFiller(), random.Random(7)
 
     for _ in range(3_000):

@@ -84,7 +84,9 @@ def test_who_waits_goes_on_when_the_other_gets_no_turn() -> None:
     world.step()
     world.ask("waits", tokens(40), max_tokens=1, priority=1)
     world.step()
-    held = [s.work.request.request_id for s in world.core.scheduler.twins.held.values()]
+    held = [
+        s.parent.request.request_id for s in world.core.scheduler.prefix_sharing.waiting.values()
+    ]
     for index in range(1, 9):
         world.ask(f"busy{index}", tokens(40, index), max_tokens=1, priority=2)
     for _ in range(10):
@@ -92,7 +94,7 @@ def test_who_waits_goes_on_when_the_other_gets_no_turn() -> None:
 
     assert held == ["waits"]
     assert "twin" not in {name for row in world.rows[-10:] for name in row}
-    assert not world.core.scheduler.twins.held
+    assert not world.core.scheduler.prefix_sharing.waiting
     world.settle()
 
 
@@ -106,4 +108,4 @@ def test_cancelling_who_waits_leaves_the_other_alone() -> None:
     world.settle()
 
     assert "second" not in {name for row in world.rows for name in row}
-    assert not world.core.scheduler.twins.held
+    assert not world.core.scheduler.prefix_sharing.waiting

@@ -29,14 +29,14 @@ def test_idle_payers_are_remembered_as_long_as_it_matters(seed: int) -> None:
             line.charge(sequence(payer), tokens)
             expected[payer] += tokens
         elif live[payer] and chance.random() < 0.6:
-            line.depart(payer)
+            line.count_departure(payer)
             live[payer] -= 1
             lowest = min((expected[p] for p in live if live[p]), default=float("inf"))
             if not live[payer]:
                 kept = {p: n for p, n in expected.items() if live[p] or n > lowest}
                 expected = kept
         else:
-            line.arrive(payer)
+            line.count_arrival(payer)
             lowest = min((expected[p] for p in live if live[p]), default=0.0)
             if not live[payer]:
                 expected[payer] = max(expected.get(payer, 0.0), lowest)
@@ -60,15 +60,15 @@ def test_who_comes_and_goes_does_not_look_at_all_that_are_active() -> None:
     after a step that served hundreds."""
     line, payers = RequestQueue(), [b"%d" % i for i in range(2000)]
     for payer in payers:
-        line.arrive(payer)
+        line.count_arrival(payer)
     line.served = Watched(line.served)
     for payer in payers[:50]:
         line.charge(sequence(payer), 100)
-    line.arrive(b"once")
-    line.depart(b"once")
+    line.count_arrival(b"once")
+    line.count_departure(b"once")
     line.served.reads = 0
 
-    line.arrive(b"more")
-    line.depart(b"more")
+    line.count_arrival(b"more")
+    line.count_departure(b"more")
 
     assert line.served.reads < 10

@@ -168,7 +168,7 @@ def test_two_backlogged_namespaces_get_their_shares(
         world.step()
         for name, count in world.rows[-1].items():
             served[name[0]] += count
-        waiting = {s.work.request.request_id[0] for s in world.core.scheduler.line}
+        waiting = {s.parent.request.request_id[0] for s in world.core.scheduler.queue}
         if waiting != {"a", "b"}:
             break
         outputs = 4 * 12  # what the batch may still owe: each place may draw its longest output
@@ -187,7 +187,7 @@ def test_a_payer_has_one_turn_however_many_namespaces_it_makes() -> None:
         world.ask(f"m{index}", own, max_tokens=4, namespace=b"m%d" % index, quota=many)
         world.ask(f"o{index}", own, max_tokens=4, namespace=b"one")
     served: Counter[str] = Counter()
-    while {s.work.request.request_id[0] for s in world.core.scheduler.line} == {"m", "o"}:
+    while {s.parent.request.request_id[0] for s in world.core.scheduler.queue} == {"m", "o"}:
         world.step()
         for name, count in world.rows[-1].items():
             served[name[0]] += count

@@ -24,7 +24,11 @@ def test_a_new_sequence_wants_its_whole_prompt_computed() -> None:
     """There is no prefill: only a number that is still below the length."""
     sequence = make_sequence([1, 2, 3])
 
-    assert (sequence.missing, sequence.wants_row, sequence.is_decoding) == (3, True, False)
+    assert (sequence.tokens_to_compute, sequence.is_schedulable, sequence.is_decoding) == (
+        3,
+        True,
+        False,
+    )
 
 
 def test_the_last_prompt_token_alone_is_not_decoding() -> None:
@@ -40,7 +44,7 @@ def test_a_token_in_flight_counts_towards_the_length() -> None:
     sequence = make_sequence([1, 2, 3])
     sequence.computed, sequence.in_flight = 3, 1
 
-    assert (sequence.length, sequence.missing, sequence.is_decoding) == (4, 1, True)
+    assert (sequence.length, sequence.tokens_to_compute, sequence.is_decoding) == (4, 1, True)
 
 
 def test_nothing_is_computed_past_the_last_token_known_by_counting() -> None:
@@ -48,12 +52,12 @@ def test_nothing_is_computed_past_the_last_token_known_by_counting() -> None:
     sequence = make_sequence([1], max_tokens=2)
     sequence.output_tokens, sequence.in_flight, sequence.computed = 1, 1, 1
 
-    assert not sequence.wants_row
+    assert not sequence.is_schedulable
 
 
 def test_a_request_for_no_output_still_computes_its_prompt() -> None:
     """A prewarm."""
-    assert make_sequence([1, 2], max_tokens=0).wants_row
+    assert make_sequence([1, 2], max_tokens=0).is_schedulable
 
 
 def test_rank_is_priority_then_arrival() -> None:
@@ -85,7 +89,7 @@ def test_common_tokens_are_the_longest_equal_whole_blocks(
 @pytest.mark.parametrize(("started_s", "queue_s"), [(None, 5.0), (12.0, 2.0)])
 def test_usage_counts_the_time_in_the_queue(started_s: float | None, queue_s: float) -> None:
     """A request that never started waited until now."""
-    work = make_sequence([1]).work
+    work = make_sequence([1]).parent
     work.started_at_s = started_s
 
     usage = work.usage(15.0)

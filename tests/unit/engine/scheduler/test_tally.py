@@ -30,7 +30,7 @@ def test_counts_are_those_of_a_walk_over_the_requests(seed: int) -> None:
             tally.add(here[-1])
         tally.check(here)
         if chance.random() < 0.3:
-            known |= {name: tally.of(name) for name in tally.take_moved()}
+            known |= {name: tally.requests_of(name) for name in tally.take_changed()}
             counts = [one.grant.namespace for one in here]
             assert all(counts.count(name) == known[name] for name in known)
             assert set(counts) == set(tally) <= set(known)

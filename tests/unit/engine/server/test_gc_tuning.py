@@ -132,7 +132,7 @@ def test_no_request_and_no_block_leaves_anything_to_collect() -> None:
     stats = world.core.stats()
     assert found == 0
     assert min(stats.preemptions_total, stats.evicted_blocks_total, stats.expired_blocks_total) > 9
-    assert world.core.vitals.failed_steps > 9
+    assert world.core.engine_stats.failed_steps > 9
 
 
 def live(world: World, number: int, chance: random.Random) -> None:
@@ -165,5 +165,5 @@ def live(world: World, number: int, chance: random.Random) -> None:
             world.core.step()
     if number % 50 == 0:
         world.core.erase(Erase(1, namespace.encode()))
-        world.runner.nan_steps.add(world.core.vitals.step + 3)
-        world.runner.fail_launch.add(world.core.vitals.step + 5)
+        world.runner.nan_steps.add(world.core.engine_stats.step + 3)
+        world.runner.fail_launch.add(world.core.engine_stats.step + 5)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from engine.grammar.grammar import Rules, Vocabulary, compile_grammar
+from engine.grammar.grammar import GrammarLimits, Vocabulary, compile_grammar
 from engine.model_store import ModelCard
 from gateway.dialects.canonical import OutputFormat, Prompt, Tool, ToolChoice
 from gateway.errors import Kind, Refusal
@@ -38,7 +38,7 @@ Allows = Callable[..., bool]
 def allows(card: ModelCard) -> Allows:
     """May this text, or these tokens, be a whole answer?"""
     path, size = card.tokenizer_path, card.config.vocab
-    vocabulary = Vocabulary.load(path, size, [0], Rules())
+    vocabulary = Vocabulary.load(path, size, [0], GrammarLimits())
 
     def allowed(text: Text, *tools: Tool, style: ToolStyle = FALLBACK, **more: Any) -> bool:
         markers = {style.opening.strip(): OPEN, style.closing.strip(): CLOSE}

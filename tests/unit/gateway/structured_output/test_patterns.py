@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from engine.api import Grammar
 from engine.errors import RequestRefused
-from engine.grammar.grammar import Rules, Vocabulary, compile_grammar
+from engine.grammar.grammar import GrammarLimits, Vocabulary, compile_grammar
 from engine.model_store import ModelCard
 from gateway.structured_output.patterns import (
     UnsupportedPattern,
@@ -34,7 +34,7 @@ UNHELD = [
 
 @pytest.fixture(scope="module")
 def vocabulary(card: ModelCard) -> Vocabulary:
-    return Vocabulary.load(card.tokenizer_path, card.config.vocab, [0], Rules())
+    return Vocabulary.load(card.tokenizer_path, card.config.vocab, [0], GrammarLimits())
 
 
 @pytest.mark.parametrize("pattern", [*HELD, *UNHELD])
