@@ -1,13 +1,13 @@
-"""The engine's door: every value that crosses between the gateway and the engine.
+"""The engine's interface: every value that crosses between the gateway and the engine.
 
 It knows nothing of HTTP, dialects, tenants, keys or prices, and nothing of tensors. The gateway
 builds a `Request` and reads events; `engine.server.service` answers. Each value is frozen and
-travels as msgpack (`engine.protocol`). Times that cross the door are durations in seconds counted
-from the moment the engine receives the message, never instants: two processes share no clock.
+travels as msgpack (`engine.protocol`). Times are durations in seconds, counted from the moment the
+engine receives the message, never instants: two processes share no clock.
 
     gateway                                   engine
       Submit(Request) ───────────────────────▶ queued
-              Started ◀─────────────────────── first scheduled: what the cache had
+              Started ◀─────────────────────── first scheduled: the cached tokens
                Tokens ◀─────────────────────── zero or more, per sample
           SampleEnded ◀─────────────────────── once per sample
              Finished ◀─────────────────────── exactly once per request, always last
@@ -23,24 +23,27 @@ import msgspec
 from msgspec import Meta, Struct
 
 Clock = Callable[[], float]
-"""Monotonic seconds. The engine reads no other clock than the one it was given."""
+"""Monotonic seconds. The engine reads no clock but the one it is given."""
 
 PROTOCOL_VERSION = 6
 
 Namespace = bytes
-"""An opaque sharing scope: blocks are found only by requests with the same bytes."""
+"""An opaque sharing scope: only requests with the same bytes find its blocks."""
 
 Payer = bytes
-"""Opaque too: whoever has a quota, over one namespace or over many."""
+"""Opaque bytes: the owner of a quota, over one namespace or many."""
 
 Count = Annotated[int, Meta(ge=0, lt=2**53)]
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 FEW_IDS = 64
+"""Token ids up to which `min` and `max` are faster than msgspec."""
 
 
 def all_in_vocabulary(token_ids: tuple[int, ...], vocab_size: int) -> bool:
-    """Is each of these a token of a model with so many? O(tokens), at 11 ns: `min` and `max` take
-    three times that, but begin at once."""
+    """Return whether each id is a token of a vocabulary of `vocab_size`.
+
+    O(tokens), at 11 ns each; `min` and `max` take three times that, but start at once.
+    """
     if len(token_ids) <= FEW_IDS:
         return not token_ids or (min(token_ids) >= 0 and max(token_ids) < vocab_size)
     try:
@@ -55,17 +58,17 @@ def _ids_below(vocab_size: int) -> Any:
     return tuple[Annotated[int, Meta(ge=0, lt=vocab_size)], ...]
 
 
-# --- what is asked -----------------------------------------------------------------------------
+# --- commands ----------------------------------------------------------------------------------
 
 
 class Retention(Struct, frozen=True, forbid_unknown_fields=True):
     """A retention class: how long a prefix is promised, and when it may no longer be matched.
 
-    `promise_s`: not evicted before (within its namespace's quota); 0 is plain best effort.
-    `limit_s`: not matched at or after, and its blocks are freed; None is "no limit".
-    `clock`: both count from the start of the request that asked (`request_start`), from the last
-    use (`last_use`), or from that request without ever moving (`absolute`).
-    `renewed_on_read`: a hit restarts the clock. `pinned`: recompute rather than lose.
+    `promise_s`: not evicted before (within the payer's quota); 0 is plain best effort. `limit_s`:
+    not matched at or after, and its blocks are freed; None: no limit. `clock`: both count from the
+    start of the request that asked (`request_start`), from the last use (`last_use`), or from that
+    request without ever moving (`absolute`). `renewed_on_read`: a hit restarts the clock. `pinned`:
+    the promise covers the whole limit.
     """
 
     name: str
@@ -80,7 +83,9 @@ BEST_EFFORT = Retention(name="best_effort")
 
 
 class LeaseRequest(Struct, frozen=True, forbid_unknown_fields=True):
-    """Keep the first `tokens` prompt tokens under `retention`. `lease_id` names it for erasure."""
+    """Keep the first `tokens` prompt tokens under `retention`. `lease_id` names the lease for
+    erasure.
+    """
 
     tokens: Count
     retention: Retention
@@ -93,8 +98,8 @@ Bound = Literal["", "pool", "ceiling", "quota"]
 class LeaseGrant(Struct, frozen=True, forbid_unknown_fields=True):
     """The answer to a `LeaseRequest`: promises are granted, clipped or refused, never lost.
 
-    `tokens` is how many are promised (fewer than asked when clipped, 0 if refused). `bound`: what
-    there was no more room in, the payer's `ceiling`, its `quota` of promises, or the `pool`.
+    `tokens`: how many are promised (fewer than asked when clipped, 0 if refused). `bound`: the
+    limit that clipped it: the payer's `ceiling`, its `quota` of promises, or the `pool`.
     """
 
     lease_id: str
@@ -105,11 +110,11 @@ class LeaseGrant(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Quota(Struct, frozen=True, forbid_unknown_fields=True):
-    """A payer's share of device blocks. Floor: never taken by others. Ceiling: never above.
+    """A payer's share of device blocks. Floor: never taken by others. Ceiling: never exceeded.
 
-    Between them it borrows in proportion to `weight`. `promised_blocks_max`: leases promise it no
-    more than these. `payer`: all namespaces that name the same one have the quota together, and one
-    turn in the queue; b"" stands for the namespace alone.
+    Between them the payer borrows in proportion to `weight`. `promised_blocks_max`: the most blocks
+    that leases may promise it. `payer`: all namespaces that name the same payer share the quota and
+    one turn in the queue; b"" stands for the namespace alone.
     """
 
     floor_blocks: Count = 0
@@ -130,7 +135,7 @@ class CacheGrant(Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def payer(self) -> Payer:
-        """Whose quota and whose turn it is."""
+        """Return the payer, by default the namespace itself."""
         return self.quota.payer or self.namespace
 
 
@@ -140,8 +145,8 @@ class Sampling(Struct, frozen=True, forbid_unknown_fields=True):
     Order: grammar, logit bias, penalties, temperature, top-k, top-p, min-p. Presence and frequency
     count output tokens; repetition counts prompt and output. With a `seed` the choice depends only
     on (seed, sample index, output position) and the logits, whatever else is in the batch.
-    `logprobs`: how many alternatives to report with each token (0: the chosen one; None: none),
-    taken from the model's own distribution, before any of the above.
+    `logprobs`: how many alternatives to report with each token (0: only the chosen one; None: no
+    logprobs), from the model's own distribution, before any of the above.
     """
 
     temperature: Annotated[float, Meta(ge=0, le=100)] = 1.0
@@ -157,27 +162,31 @@ class Sampling(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Grammar(Struct, frozen=True, forbid_unknown_fields=True):
-    """What the whole output has to be. `text`: a JSON schema, a Lark grammar in llguidance's way, a
-    regular expression; nothing for `json_object`. Compiled within bounds of size, time and memory,
-    or refused as `grammar_invalid` or `grammar_too_big`. Of a lenient schema what cannot be held
-    while tokens are drawn is passed over; of any other it is refused by its name."""
+    """A constraint on the whole output.
+
+    `text`: a JSON schema, a Lark grammar in llguidance's dialect, or a regular expression; empty
+    for `json_object`. The engine compiles it within bounds of size, time and memory, or refuses it
+    as `grammar_invalid` or `grammar_too_big`. Keywords that cannot be enforced during generation
+    are ignored in a lenient schema; in any other schema they refuse it, by name.
+    """
 
     kind: Literal["json_schema", "lenient_json_schema", "json_object", "lark", "regex"]
     text: str = ""
 
 
 class Request(Struct, frozen=True, forbid_unknown_fields=True):
-    """One thing asked of the engine. `tokens` is the whole prompt, at least one token.
+    """One generation request. `tokens` is the whole prompt, at least one token.
 
     `samples` sequences are forked from one prompt and share its blocks. `max_tokens` counts output
     tokens per sample; 0 means "prefill only" (a prewarm: it finishes with `length` and no output).
-    A sample ends with reason `stop` on any of `stop_token_ids` (the model's own end tokens are in
-    that set unless the gateway leaves them out) once it has `min_tokens`; the stop token itself is
+    A sample ends with reason `stop` on any of `stop_token_ids` (which contain the model's end
+    tokens unless the gateway leaves them out) once it has `min_tokens`; the stop token itself is
     reported. `priority`: higher first. `weight`: the namespace's share of service. `deadline_s`:
     seconds from receipt after which a request not yet started is finished as `timeout`.
     `prompt_logprobs`: report logprobs of prompt tokens (reads no cache: logits are needed).
-    `grammar`: what it does not allow is never drawn, end tokens only where the text may end. Whole,
-    it ends as `stop`, with or without an end token, before `min_tokens` if nothing can follow.
+    `grammar`: excluded tokens are never sampled, end tokens only where the text may end. A complete
+    text ends as `stop`, with or without an end token, and before `min_tokens` if nothing can
+    follow.
     """
 
     request_id: str
@@ -196,18 +205,23 @@ class Request(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Submit(Struct, frozen=True, tag="submit", forbid_unknown_fields=True):
+    """Submit a request."""
+
     request: Request
 
 
 class Cancel(Struct, frozen=True, tag="cancel", forbid_unknown_fields=True):
-    """Nobody waits for it any more. Unknown ids are ignored: it may just have finished."""
+    """End a request as `cancelled`. Unknown ids are ignored: the request may just have finished."""
 
     request_id: str
 
 
 class EndSample(Struct, frozen=True, tag="end_sample", forbid_unknown_fields=True):
-    """The gateway found a stop string: sample `index` ends as `stop` and is charged
-    `output_tokens` (those the text up to the stop needed), whatever ran ahead."""
+    """End sample `index` as `stop`: the gateway found a stop string.
+
+    The sample is charged `output_tokens` (the tokens of the text up to the stop), however many the
+    engine has sampled since.
+    """
 
     request_id: str
     index: Count
@@ -215,7 +229,7 @@ class EndSample(Struct, frozen=True, tag="end_sample", forbid_unknown_fields=Tru
 
 
 class Peek(Struct, frozen=True, tag="peek", forbid_unknown_fields=True):
-    """What would these tokens hit? Changes nothing: no pin, no renewal, no last use."""
+    """Ask what these tokens would match. Changes nothing: no pin, no renewal, no last use."""
 
     call_id: Count
     namespace: Namespace
@@ -223,17 +237,20 @@ class Peek(Struct, frozen=True, tag="peek", forbid_unknown_fields=True):
 
 
 class SetQuotas(Struct, frozen=True, tag="set_quotas", forbid_unknown_fields=True):
-    """Quotas that have changed hold now, not from their payers' next requests on: a payer that may
-    send nothing any more must not keep a floor. Payers that hold nothing are passed over."""
+    """Apply changed quotas now, not from their payers' next requests on.
+
+    A payer that sends no further request must not keep its floor. Payers that hold nothing are
+    ignored.
+    """
 
     quotas: tuple[Quota, ...]
 
 
 class Erase(Struct, frozen=True, tag="erase", forbid_unknown_fields=True):
-    """Forget cached KV: a whole namespace, one lease of it, or everything under a token prefix.
+    """Erase cached KV: a whole namespace, one lease of it, or everything under a token prefix.
 
-    Exactly one of `lease_id` and `tokens` may be given. Blocks in use by running sequences leave
-    the tree at once and are freed when the last of these ends.
+    At most one of `lease_id` and `tokens` may be given. Blocks in use by running sequences leave
+    the tree at once and are freed when the last of these sequences ends.
     """
 
     call_id: Count
@@ -243,7 +260,7 @@ class Erase(Struct, frozen=True, tag="erase", forbid_unknown_fields=True):
 
 
 class Survey(Struct, frozen=True, tag="survey", forbid_unknown_fields=True):
-    """What shape has the namespace's tree? The `most` largest branches are told."""
+    """Ask for the shape of the namespace's tree: its `most` largest branches."""
 
     call_id: Count
     namespace: Namespace
@@ -251,11 +268,15 @@ class Survey(Struct, frozen=True, tag="survey", forbid_unknown_fields=True):
 
 
 class GetStats(Struct, frozen=True, tag="get_stats", forbid_unknown_fields=True):
+    """Ask for statistics."""
+
     call_id: Count
 
 
 class Drain(Struct, frozen=True, tag="drain", forbid_unknown_fields=True):
-    """Take no new request; finish what runs; after `timeout_s` finish the rest as `shutdown`."""
+    """Take no new request, finish the running ones, and end the rest as `shutdown` after
+    `timeout_s`.
+    """
 
     timeout_s: float
 
@@ -263,7 +284,7 @@ class Drain(Struct, frozen=True, tag="drain", forbid_unknown_fields=True):
 Command = Submit | Cancel | EndSample | Peek | SetQuotas | Erase | Survey | GetStats | Drain
 
 
-# --- what is answered --------------------------------------------------------------------------
+# --- events and replies ------------------------------------------------------------------------
 
 FinishReason = Literal["stop", "length"]
 """Why a sample ended by itself."""
@@ -273,12 +294,16 @@ Ending = Literal["done", "cancelled", "timeout", "refused", "failed", "shutdown"
 
 
 class TokenLogprob(Struct, frozen=True, forbid_unknown_fields=True):
+    """One token and its logprob."""
+
     token_id: TokenId
     logprob: float
 
 
 class SampledToken(Struct, frozen=True, forbid_unknown_fields=True):
-    """One output token. `logprob` and `top` (best first) are there when they were asked for."""
+    """One output token. `logprob` and `top` (best first) are set when the request asked for
+    them.
+    """
 
     token_id: TokenId
     logprob: float | None = None
@@ -286,11 +311,12 @@ class SampledToken(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Usage(Struct, frozen=True, forbid_unknown_fields=True):
-    """What one request used, counted by the engine and by nobody else.
+    """The tokens and times of one request, counted by the engine alone.
 
     prompt_tokens = cached_tokens + computed_tokens. `cached_tokens` is physical: prompt tokens
-    whose KV was found when the request first ran. A later preemption never lowers it: its work is
-    in `recomputed_tokens` (the operator's cost, not the client's). `output_tokens`: all samples.
+    whose KV was cached when the request first ran. A later preemption never lowers it:
+    recomputation counts in `recomputed_tokens` (the operator's cost, not the client's).
+    `output_tokens`: of all samples.
     """
 
     prompt_tokens: Count = 0
@@ -305,7 +331,9 @@ class Usage(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Started(Struct, frozen=True, tag="started", forbid_unknown_fields=True):
-    """First scheduled. Sent once per request, before any token, and not again after preemption."""
+    """The request was first scheduled. Sent once, before any token, and not again after
+    preemption.
+    """
 
     request_id: str
     prompt_tokens: Count
@@ -329,6 +357,8 @@ class Tokens(Struct, frozen=True, tag="tokens", forbid_unknown_fields=True):
 
 
 class SampleEnded(Struct, frozen=True, tag="sample_ended", forbid_unknown_fields=True):
+    """One sample has ended."""
+
     request_id: str
     index: Count
     reason: FinishReason
@@ -337,8 +367,11 @@ class SampleEnded(Struct, frozen=True, tag="sample_ended", forbid_unknown_fields
 
 
 class Finished(Struct, frozen=True, tag="finished", forbid_unknown_fields=True):
-    """The one final event of a request. `code` and `message` (for operators and clients alike; no
-    internal names) say why it was refused or failed; `code` is stable (`engine.errors`)."""
+    """The one final event of a request.
+
+    `code` and `message` (for operators and clients; no internal names) say why it was refused or
+    failed; `code` is stable (`engine.errors`).
+    """
 
     request_id: str
     ending: Ending
@@ -348,7 +381,9 @@ class Finished(Struct, frozen=True, tag="finished", forbid_unknown_fields=True):
 
 
 class Peeked(Struct, frozen=True, tag="peeked", forbid_unknown_fields=True):
-    """`expires_in_s`: until the hit can no longer be matched; None without a limit."""
+    """The answer to `Peek`. `expires_in_s`: until the match ends by itself; None without a
+    limit.
+    """
 
     call_id: Count
     cached_tokens: Count
@@ -357,15 +392,18 @@ class Peeked(Struct, frozen=True, tag="peeked", forbid_unknown_fields=True):
 
 
 class Erased(Struct, frozen=True, tag="erased", forbid_unknown_fields=True):
+    """The answer to `Erase`: how many blocks left the tree."""
+
     call_id: Count
     blocks: Count
 
 
 class Branch(Struct, frozen=True, gc=False, forbid_unknown_fields=True):
-    """A run of blocks without a fork. `parent`: place of the branch it grows from, -1 for none.
+    """A run of blocks without a fork.
 
-    `tokens` are its own, `total_tokens` with all that grows from it. `hits`: requests that matched
-    its beginning. `idle_s`: since its latest use.
+    `parent`: the index of the branch it grows from, -1 for none. `tokens`: of this branch;
+    `total_tokens`: with all branches below it. `hits`: requests that matched its beginning.
+    `idle_s`: seconds since its latest use.
     """
 
     parent: int
@@ -377,13 +415,17 @@ class Branch(Struct, frozen=True, gc=False, forbid_unknown_fields=True):
 
 
 class Surveyed(Struct, frozen=True, tag="surveyed", forbid_unknown_fields=True):
+    """The answer to `Survey`, parents before children."""
+
     call_id: Count
     branches: tuple[Branch, ...]
 
 
 class NamespaceStats(Struct, frozen=True, forbid_unknown_fields=True):
-    """What one namespace holds and asks for now; zeros where nothing is left of it.
-    `promised_by_class`: blocks under a live promise, each in the class that promises it longest."""
+    """The blocks and live requests of one namespace; zeros where it has none left.
+
+    `promised_by_class`: blocks under a live promise, each in the class that promises it longest.
+    """
 
     namespace: Namespace
     blocks: Count
@@ -394,18 +436,18 @@ class NamespaceStats(Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def promised_blocks(self) -> int:
-        """Blocks under a live promise."""
+        """Return the blocks under a live promise."""
         return sum(self.promised_by_class.values())
 
 
 class Stats(Struct, frozen=True, tag="stats", forbid_unknown_fields=True):
     """The heartbeat, and the answer to `GetStats`. Counters never fall within an epoch.
 
-    `unneeded_tokens_total`: of the output tokens, those drawn behind the end of their text, before
-    the engine heard of it; nobody is charged for them.
-    `changed`: namespaces whose numbers are not what `Stats` on this connection have said; in the
-    first, all there are. A heartbeat that has many to tell of tells of some, others follow.
-    blocks = free + cached (only the tree refers to them) + pinned (some table does).
+    `unneeded_tokens_total`: output tokens sampled beyond the end of their text, before the engine
+    knew of it; they are charged to no client. `changed`: namespaces whose numbers have changed
+    since the last `Stats` on this connection; in the first, all of them. A heartbeat with many
+    changes reports a part, later ones the rest. blocks = free + cached (only the tree refers to
+    them) + pinned (a block table does).
     """
 
     call_id: Count = 0
@@ -432,12 +474,15 @@ class Stats(Struct, frozen=True, tag="stats", forbid_unknown_fields=True):
 
 
 LossCause = Literal["evicted_own_quota", "evicted_pressure", "expired", "erased"]
-"""Why blocks left the tree: taken for their own namespace or for another, over, or told to."""
+"""Why blocks left the tree: evicted for their own namespace or another, expired, or erased."""
 
 
 class Loss(Struct, frozen=True, forbid_unknown_fields=True):
-    """`blocks` of `namespace` left the tree. `taker`: for whom, where they were evicted; `lived_s`:
-    how long those had been there, together."""
+    """`blocks` of `namespace` left the tree.
+
+    `taker`: the namespace they were evicted for; `lived_s`: seconds they had been in the tree,
+    summed.
+    """
 
     namespace: Namespace
     cause: LossCause
@@ -447,31 +492,35 @@ class Loss(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Gain(Struct, frozen=True, forbid_unknown_fields=True):
-    """`blocks` of `namespace` came into the tree: gains less losses are what it has there."""
+    """`blocks` of `namespace` entered the tree: gains minus losses are its blocks in the tree."""
 
     namespace: Namespace
     blocks: Count
 
 
 class CacheNews(Struct, frozen=True, tag="cache_news", forbid_unknown_fields=True):
-    """What has left the cache and come into it since the last of these. Comes with the heartbeat,
-    unasked."""
+    """The losses and gains since the last `CacheNews`. Sent unasked with the heartbeat."""
 
     losses: tuple[Loss, ...]
     gains: tuple[Gain, ...] = ()
 
 
 Event = Started | PromptLogprobs | Tokens | SampleEnded | Finished
-"""What a request's stream carries."""
+"""The events of a request's stream."""
 
 Reply = Peeked | Erased | Surveyed | Stats | CacheNews
-"""Answers to calls, by `call_id`. A `Stats` with call id 0 is a heartbeat; news come unasked."""
+"""Answers to calls, by `call_id`. A `Stats` with call id 0 is a heartbeat; `CacheNews` comes
+unasked.
+"""
 
 
 class EngineInfo(Struct, frozen=True, forbid_unknown_fields=True):
-    """What the gateway must know of a loaded engine. Each start is an `epoch` of its own, with an
-    empty cache. `model_digest` covers weights, tokenizer and KV format: every namespace has it.
-    `floor_blocks_max`: what floors together may take; those that ask for more are cut."""
+    """Facts about a loaded engine that the gateway needs.
+
+    Each start has its own `epoch`, with an empty cache. `model_digest` covers weights, tokenizer
+    and KV format; every namespace contains it. `floor_blocks_max`: the most that floors together
+    may take; floors that ask for more are cut.
+    """
 
     epoch: str
     model: str
@@ -489,8 +538,9 @@ class EngineInfo(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Frame(Struct, frozen=True, tag="frame", forbid_unknown_fields=True):
-    """Everything one step has to say, in order. `number` counts frames of one connection from 0:
-    a gap is a broken peer."""
+    """All messages of one step, in order. `number` counts the frames of one connection from 0: a
+    gap is a protocol error.
+    """
 
     number: Count
     step: Count

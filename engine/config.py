@@ -1,6 +1,6 @@
 """The engine's settings: one strict struct, made from the gateway's TOML and passed by value.
 
-It reads no file and no environment. Field names carry their unit last.
+It reads no file and no environment. Field names end with their unit.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ Positive = Annotated[int, Meta(ge=1)]
 
 
 class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """`kv_memory_mib`: device memory for KV blocks; `kv_blocks` overrides it when not 0.
+    """The settings of one engine.
+
+    `kv_memory_mib`: device memory for KV blocks; `kv_blocks` overrides it when not 0.
     `step_tokens_max`: the token budget of one step. `prefill_chunk_tokens_max`: the longest slice
-    of one prompt in a step, so that prefill does not stall decoding. `threads` 0: as many as cores.
+    of one prompt in a step, so that prefill does not stall decoding. `threads` 0: one per core.
     """
 
     device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -1,21 +1,23 @@
 """The engine's refusals and failures.
 
     EngineError
-    ├── RequestRefused       the request can never run here; the caller's mistake (code says which)
+    ├── RequestRefused       the request can never run here; the caller's mistake (see `code`)
     ├── EngineUnavailable    no engine, or it is starting, draining, full or dead: try again
     ├── ModelError           a model cannot be found, read, verified or supported
-    └── InvariantViolation   our mistake: stop rather than go on wrong
+    └── InvariantViolation   a defect of the engine: it stops rather than continue wrongly
 
-`code` is stable and is what callers switch on; the message is for people. Stable codes:
-prompt_empty, token_out_of_range, context_exceeded, kv_exceeded, queue_full, duplicate_request,
-poison_request, timeout, engine_died, draining, not_ready, step_failed, nan_logits, not_found,
-unsupported, corrupt, digest_mismatch, unreachable, storage, grammar_invalid, grammar_too_big,
-grammar_unsupported, grammar_dead_end, kv_promised.
+`code` is stable and callers switch on it; the message is for people. Stable codes: prompt_empty,
+token_out_of_range, context_exceeded, kv_exceeded, queue_full, duplicate_request, poison_request,
+timeout, engine_died, draining, not_ready, step_failed, nan_logits, not_found, unsupported, corrupt,
+digest_mismatch, unreachable, storage, grammar_invalid, grammar_too_big, grammar_unsupported,
+grammar_dead_end, kv_promised.
 """
 
 
 class EngineError(Exception):
-    """Base of all. `code` is stable, `message` for people; neither carries prompts or keys."""
+    """The base of all engine errors. `code` is stable, `message` is for people; neither carries
+    prompts or keys.
+    """
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
@@ -28,7 +30,9 @@ class RequestRefused(EngineError):
 
 
 class EngineUnavailable(EngineError):
-    """Nothing wrong with the request. `retry_after_s` is a guess from the queue or the restart."""
+    """The request is valid but cannot run now. `retry_after_s`: an estimate from queue or
+    restart.
+    """
 
     def __init__(self, code: str, message: str, retry_after_s: float = 1.0) -> None:
         super().__init__(code, message)
@@ -36,11 +40,11 @@ class EngineUnavailable(EngineError):
 
 
 class ModelError(EngineError):
-    """A model cannot be found, read, verified or supported; says what would be right."""
+    """A model cannot be found, read, verified or supported; the message says what is expected."""
 
 
 class InvariantViolation(EngineError):
-    """A structure is not what its rules say. The engine stops and is restarted."""
+    """A structure violates its rules. The engine stops and is restarted."""
 
     def __init__(self, message: str) -> None:
         super().__init__("invariant", message)

@@ -1,18 +1,19 @@
-"""The frozen value between the brain (core, scheduler, cache) and the runner: one step's work.
+"""The step plan: one frozen value per step, between the brain (core, scheduler, cache) and the
+runner.
 
 It knows no tensor and no clock. Core builds a `StepPlan`, a runner executes it. Rules:
 
 1. `launch(plan)` has read everything it needs when it returns: block tables and token lists are the
    sequences' own lists and change afterwards.
 2. Order inside a step: `ended`, `begun`, `copies` (as listed), then the rows.
-3. Rows stand in the prefix tree's depth-first order, so the rows that share a run of blocks are
-   contiguous. `groups` name those runs; a runner may ignore them and still be right.
+3. Rows stand in the prefix tree's depth-first order, so rows that share a run of blocks are
+   contiguous. `groups` name those runs; a runner that ignores them is still correct.
 4. A step never reads the value of a token sampled by a step not yet collected: such a row has
-   `token_ids=None` and its one token is the last one that sequence sampled, which the runner keeps.
-5. A sequence with a mask draws no token that the mask leaves out, whatever the logits are; masks
+   `token_ids=None`, and its one token is the last one its sequence sampled, which the runner keeps.
+5. A sequence with a mask samples no token that the mask excludes, whatever the logits are; masks
    are not written after the launch.
-6. Nobody draws from a row of logits with a NaN in it, be it one, or with nothing above minus
-   infinity: the sequences that would have are in `failed`.
+6. No token is sampled from a row of logits that has a NaN or nothing above minus infinity: the
+   sequences that would sample from it are in `failed`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ from msgspec import Struct
 from engine.api import SampledToken, Sampling
 
 Mask = npt.NDArray[np.int32]
-"""What may be drawn: bit i % 32 of word i // 32 is 1 where token i may."""
+"""The tokens that may be sampled: bit i % 32 of word i // 32 is 1 where token i may. int32
+[words].
+"""
 
 
 class BlockCopy(Struct, frozen=True, gc=False):
@@ -39,11 +42,12 @@ class BlockCopy(Struct, frozen=True, gc=False):
 
 
 class BegunSequence(Struct, frozen=True):
-    """A sequence the runner has not seen, or has been told was ended (preempted, then resumed).
+    """A sequence that is new to the runner, or that the runner was told had ended (preempted,
+    resumed).
 
-    `token_ids`: its whole history so far, prompt and outputs; `prompt_tokens` of them are prompt.
-    `sample_index` is its place among the request's samples: with the seed and the output position
-    it keys the random choice.
+    `token_ids`: the whole history so far, prompt and outputs; `prompt_tokens` of them are prompt.
+    `sample_index`: the sequence's index among the request's samples; with the seed and the output
+    position it keys the random choice.
     """
 
     sequence_id: int
@@ -54,12 +58,12 @@ class BegunSequence(Struct, frozen=True):
 
 
 class Row(Struct, frozen=True):
-    """Compute `count` tokens of a sequence, from position `start`; their KV goes to its own blocks.
+    """Compute `count` tokens of a sequence from position `start`; their KV goes to its own blocks.
 
     `block_ids`: the sequence's block table, covering `start + count` slots. `table_version` changes
-    when an entry that stood before changes; appended entries alone leave it. `samples`: the ids of
-    the sequences that each draw a next token from the logits of the last position (several right
-    after a fork, none in the middle of a prompt). `prompt_logprobs`: report logprobs for the tokens
+    when an existing entry changes; appended entries do not change it. `samples`: the ids of the
+    sequences that each sample a next token from the logits of the last position (several right
+    after a fork, none in the middle of a prompt). `prompt_logprobs`: report logprobs of the tokens
     that follow each computed position within `token_ids` + `next_token_id`.
     """
 
@@ -78,7 +82,7 @@ class Group(Struct, frozen=True, gc=False):
     """Rows [first_row, end_row) have the same blocks in table entries [first_block, end_block).
 
     All these blocks are full and precede each row's `start`. Groups of one level do not overlap; a
-    deeper group's rows lie inside a shallower one's, and its blocks begin where that one's end.
+    deeper group's rows lie inside a shallower group's, and its blocks begin where that group's end.
     """
 
     first_row: int
@@ -88,7 +92,7 @@ class Group(Struct, frozen=True, gc=False):
 
 
 class StepPlan(Struct, frozen=True):
-    """One step's work. `masks`: of those drawing sequences that have one."""
+    """The work of one step. `masks`: by sequence id, for sampling sequences under a grammar."""
 
     step: int
     rows: tuple[Row, ...]
@@ -100,15 +104,17 @@ class StepPlan(Struct, frozen=True):
 
 
 class Sampled(Struct, frozen=True):
-    """The token one sequence drew."""
+    """The token that one sequence sampled."""
 
     sequence_id: int
     token: SampledToken
 
 
 class StepResult(Struct, frozen=True):
-    """What a step brought. `failed` maps a sequence to a stable error code (`nan_logits`): that
-    sequence alone ends. `prompt_logprobs` maps a sequence to entries for the positions it computed.
+    """The results of one step.
+
+    `failed` maps a sequence to a stable error code (`nan_logits`): only that sequence ends.
+    `prompt_logprobs` maps a sequence to entries for the positions it computed.
     """
 
     step: int
@@ -119,13 +125,15 @@ class StepResult(Struct, frozen=True):
 
 
 class Runner(Protocol):
-    """Executes steps in the order they are launched."""
+    """Executes steps in the order of their launch."""
 
     def launch(self, plan: StepPlan) -> None:
         """Start a step. Everything it needs of the plan has been read when it returns.
 
-        May raise what broke it, once it has taken note of who ended and who begins.
+        May raise the error that broke the step, after recording the ended and begun sequences.
         """
 
     def collect(self) -> StepResult:
-        """Wait for the oldest launched step and return what it brought. May raise what broke it."""
+        """Wait for the oldest launched step and return its result. May raise the error that broke
+        it.
+        """

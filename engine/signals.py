@@ -1,8 +1,8 @@
-"""Signals of a process that ends in order, and only once.
+"""Signal handling for an orderly shutdown that happens once.
 
-A loop that lets go of a handler puts the default back, which ends the process by itself, as if it
-had not ended well. Here a signal has its handler, and from the end of the work on the process is
-deaf to it, with nothing in between. It knows no engine; `server` uses it, and the gateway.
+When asyncio removes a signal handler, it restores the default, which kills the process as if it had
+failed. Here a signal has its handler during the work and is ignored from the end of the work on,
+with no gap in between. This module knows no engine; `engine.server` and the gateway use it.
 """
 
 from __future__ import annotations
@@ -15,34 +15,37 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def heeded(handlers: Mapping[signal.Signals, Callable[[], object]]) -> Iterator[None]:
-    """Handlers in the running loop, within. Afterwards the process ignores these signals: nothing
-    but its end may follow."""
-    loop = asyncio.get_running_loop()
-    ear, mouth = socket.socketpair()
+def handle_signals(handlers: Mapping[signal.Signals, Callable[[], object]]) -> Iterator[None]:
+    """Handle signals in the running loop inside the `with` block; ignore them afterwards.
 
-    def heard() -> None:
-        for number in ear.recv(4096):
+    Handlers run in the loop. After the block the process ignores these signals, so nothing
+    interrupts its end.
+    """
+    loop = asyncio.get_running_loop()
+    receiver, sender = socket.socketpair()
+
+    def dispatch() -> None:
+        for number in receiver.recv(4096):
             if number in handlers:
                 handlers[signal.Signals(number)]()
 
-    with ear, mouth:
-        ear.setblocking(False)
-        mouth.setblocking(False)
-        loop.add_reader(ear, heard)
+    with receiver, sender:
+        receiver.setblocking(False)
+        sender.setblocking(False)
+        loop.add_reader(receiver, dispatch)
         # Whichever thread a signal comes to, it wakes the loop.
-        before = signal.set_wakeup_fd(mouth.fileno(), warn_on_full_buffer=False)
+        previous_fd = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
         for number in handlers:
-            signal.signal(number, _passed_on)
+            signal.signal(number, _do_nothing)
             signal.siginterrupt(number, False)
         try:
             yield
         finally:
             for number in handlers:
                 signal.signal(number, signal.SIG_IGN)
-            signal.set_wakeup_fd(before)
-            loop.remove_reader(ear)
+            signal.set_wakeup_fd(previous_fd)
+            loop.remove_reader(receiver)
 
 
-def _passed_on(number: int, frame: object) -> None:
-    """Its number is on its way to the loop."""
+def _do_nothing(number: int, frame: object) -> None:
+    """Do nothing: the wakeup descriptor passes the signal's number to the loop."""

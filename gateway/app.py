@@ -22,7 +22,7 @@ import msgspec
 from engine.api import Clock
 from engine.client.client import Engine
 from engine.model_store import ModelCard
-from engine.signals import heeded
+from engine.signals import handle_signals
 from gateway.analytics.aggregates import Analytics
 from gateway.analytics.client import AnalyticsProcessClient
 from gateway.analytics.interface import AnalyticsClient, InProcessAnalytics
@@ -304,7 +304,7 @@ async def serve(
         if gateway is not None and not stop.is_set():
             gateway.reload_soon()
 
-    with heeded({signal.SIGTERM: end, signal.SIGINT: end, signal.SIGHUP: reload_soon}):
+    with handle_signals({signal.SIGTERM: end, signal.SIGINT: end, signal.SIGHUP: reload_soon}):
         supervisor.start()  # it takes longest to be ready: all else is made meanwhile
         try:
             async with AsyncExitStack() as opened:

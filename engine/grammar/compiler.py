@@ -1,9 +1,10 @@
-"""Who waits for a grammar: a line per namespace, a cache per namespace, and threads that compile.
+"""The grammar compiler: a queue and a cache per namespace, and the threads that compile.
 
-The engine's thread asks and looks for what is ready; it never waits. A thread tries the grammar in
-a process that may die, then compiles it here. One namespace has one thread at a time, so that its
-bombs are waited for by itself; what it compiled, and what was refused, is remembered for it alone:
-a hit that is faster than a miss would tell others what it asks for. It knows no step. Core asks.
+The engine's thread submits grammars and polls for outcomes; it never waits. A thread tries each
+grammar in a child process first, then compiles it in the engine's process. One namespace has one
+thread at a time, so that it waits for its own slow grammars alone. Outcomes, refusals included, are
+cached per namespace: a shared cache would reveal one namespace's grammars to another by its speed.
+The compiler knows no step. Core calls it.
 """
 
 from __future__ import annotations
@@ -20,42 +21,51 @@ from engine.grammar.grammar import CompiledGrammar, Vocabulary, check_source, co
 from engine.grammar.sandbox import GrammarSandbox, SandboxSettings
 
 WORKERS: Final = 2
+"""Threads that compile, each with a child process."""
 WAITING_MAX: Final = 64
 """Requests of one namespace that may wait for a grammar."""
 
 ENTRIES_MAX: Final = 512
+"""Cached outcomes, over all namespaces."""
 NAMESPACE_ENTRIES_MAX: Final = 64
+"""Cached outcomes of one namespace."""
 BYTES_MAX: Final = 256 * 2**20
+"""Bytes of cached outcomes, over all namespaces."""
 NAMESPACE_BYTES_MAX: Final = 64 * 2**20
+"""Bytes of cached outcomes of one namespace."""
 
 Outcome = CompiledGrammar | EngineError
 Key = tuple[str, str]
 
 
 class GrammarSource(Protocol):
-    """What core needs of whoever compiles."""
+    """The interface through which core has grammars compiled."""
 
     def submit(self, request_id: str, namespace: Namespace, grammar: Grammar) -> None:
-        """Compile; the outcome comes from `ready`. Raises EngineError if it need not be tried."""
+        """Compile a grammar; `take_ready` returns the outcome. Raises EngineError if it is refused
+        at once.
+        """
 
     def cancel(self, request_id: str) -> None:
-        """Nobody waits for it any more."""
+        """Drop the request's interest in its grammar."""
 
     def take_ready(self) -> list[tuple[str, Outcome]]:
-        """What has come out since last asked."""
+        """Return the outcomes since the last call."""
 
     def mark_too_big(self, namespace: Namespace, grammar: Grammar) -> None:
-        """What was compiled has proved too big while it was walked: do not use it again."""
+        """Refuse this grammar from now on: it grew too large during generation."""
 
     def erase(self, namespace: Namespace) -> None:
-        """Forget what was compiled for a namespace."""
+        """Forget the outcomes of a namespace."""
 
     def close(self) -> None:
-        """Nothing is asked for any more."""
+        """Stop compiling; no grammar is submitted any more."""
 
 
 class CompiledCache:
-    """Outcomes by namespace and source; least recently used first out, bounded twice."""
+    """Outcomes by namespace and source, least recently used evicted first, bounded by count and
+    bytes.
+    """
 
     def __init__(self) -> None:
         self._entries: dict[Namespace, OrderedDict[Key, tuple[Outcome, int]]] = {}
@@ -67,7 +77,7 @@ class CompiledCache:
         return len(self._order)
 
     def find(self, namespace: Namespace, grammar: Grammar) -> Outcome | None:
-        """O(length of the source); renews its use."""
+        """Return a cached outcome or None, and renew its use. O(length of the source)."""
         key: Key = (grammar.kind, grammar.text)
         entries = self._entries.get(namespace)
         found = None if entries is None else entries.get(key)
@@ -78,7 +88,9 @@ class CompiledCache:
         return found[0]
 
     def add(self, namespace: Namespace, grammar: Grammar, outcome: Outcome, size: int) -> None:
-        """Remember it; others go, of its own namespace before anybody else's."""
+        """Cache an outcome of `size` bytes; evict others, first of the same namespace, then
+        of any.
+        """
         key: Key = (grammar.kind, grammar.text)
         self._remove(namespace, key)
         entries = self._entries.setdefault(namespace, OrderedDict())
@@ -95,7 +107,7 @@ class CompiledCache:
             self._remove(*next(iter(self._order)))
 
     def replace(self, namespace: Namespace, grammar: Grammar, outcome: Outcome) -> None:
-        """Change what an entry says, if there is one."""
+        """Replace the outcome of an entry, if it is cached."""
         if self.find(namespace, grammar) is not None:
             self.add(namespace, grammar, outcome, len(grammar.text))
 
@@ -118,7 +130,7 @@ class CompiledCache:
 
 @dataclass(slots=True)
 class _CompileJob:
-    """One grammar to be compiled, and the requests that wait for it."""
+    """One grammar to compile, and the requests that wait for it."""
 
     namespace: Namespace
     grammar: Grammar
@@ -126,7 +138,7 @@ class _CompileJob:
 
 
 class GrammarCompiler:
-    """`GrammarSource` with threads. Nothing is loaded before the first grammar is asked for."""
+    """A `GrammarSource` with threads. It loads nothing before the first grammar is submitted."""
 
     def __init__(self, settings: SandboxSettings, clock: Clock, *, workers: int = WORKERS) -> None:
         self._settings = settings
@@ -161,7 +173,9 @@ class GrammarCompiler:
             )
             waiting = sum(len(a.request_ids) for a in [*queue, *self._jobs_compiling(namespace)])
             if waiting >= WAITING_MAX:
-                raise EngineUnavailable("queue_full", f"{waiting} requests wait for a grammar.")
+                raise EngineUnavailable(
+                    "queue_full", f"{waiting} requests wait for a grammar; limit {WAITING_MAX}."
+                )
             if job is None:
                 job = _CompileJob(namespace, grammar, [])
                 self._queues.setdefault(namespace, deque()).append(job)
@@ -172,7 +186,7 @@ class GrammarCompiler:
             self._lock.notify()
 
     def cancel(self, request_id: str) -> None:
-        """See `GrammarSource`. What nobody waits for and nobody has begun is not compiled."""
+        """See `GrammarSource`. A queued grammar that no request waits for is not compiled."""
         with self._lock:
             stale = [pair for pair in self._ready if pair[0] == request_id]
             for pair in stale:
@@ -197,18 +211,20 @@ class GrammarCompiler:
         return ready
 
     def mark_too_big(self, namespace: Namespace, grammar: Grammar) -> None:
-        """See `GrammarSource`. Asked for again, it is refused."""
-        message = "The grammar became too large while it was followed."
+        """See `GrammarSource`. A later submission is refused."""
+        message = "The grammar became too large during generation."
         with self._lock:
             self._cache.replace(namespace, grammar, RequestRefused("grammar_too_big", message))
 
     def erase(self, namespace: Namespace) -> None:
-        """See `GrammarSource`. What is being compiled just then is remembered after it."""
+        """See `GrammarSource`. An outcome that is being compiled at that moment is cached
+        afterwards.
+        """
         with self._lock:
             self._cache.erase(namespace)
 
     def close(self) -> None:
-        """End the threads and their processes; what waits gets no outcome."""
+        """End the threads and their processes; queued grammars get no outcome."""
         with self._lock:
             self._is_closed = True
             self._lock.notify_all()
@@ -236,7 +252,9 @@ class GrammarCompiler:
             sandbox.close()
 
     def _next(self) -> _CompileJob | None:
-        """The next grammar of the namespace that waited longest and has no thread; None: end."""
+        """Return the next grammar of the namespace that waited longest without a thread; None at
+        the end.
+        """
         with self._lock:
             while not self._is_closed:
                 name = next((n for n in self._queues if n not in self._compiling), None)
@@ -244,21 +262,21 @@ class GrammarCompiler:
                     queue = self._queues.pop(name)
                     job = queue.popleft()
                     if queue:
-                        self._queues[name] = queue  # behind the others
+                        self._queues[name] = queue  # behind the other namespaces
                     self._compiling[name] = job
                     return job
                 self._lock.wait()
             return None
 
     def _compile(self, sandbox: GrammarSandbox, grammar: Grammar) -> tuple[int, Outcome]:
-        """The outcome and its size. Whatever goes wrong is somebody's answer."""
+        """Return the size and outcome of a grammar. Any error becomes a refusal."""
         try:
             size = sandbox.check(grammar)
             return size, compile_grammar(grammar, self._load())
         except RequestRefused as refusal:
             return len(grammar.text), refusal
         except Exception as error:
-            message = f"The grammar could not be compiled ({type(error).__name__})."
+            message = f"The grammar could not be compiled: {type(error).__name__}."
             return len(grammar.text), RequestRefused("grammar_unsupported", message)
 
     def _load(self) -> Vocabulary:

@@ -1,9 +1,9 @@
-"""Grammars: what text a request allows, as one bit per token for the next place.
+"""Grammars: which tokens a request's output allows next, as one bit per token.
 
-A grammar is compiled once over the model's vocabulary; each sample then walks a matcher of its own,
-token by token, and asks for the mask of what may come next. It knows llguidance and nothing of
-requests, steps, logits or torch. `engine.grammar.sandbox` compiles here in a process that may die,
-`engine.grammar.compiler` in a thread once that went well, and core walks the matchers.
+A grammar is compiled once over the model's vocabulary; each sample then walks its own matcher,
+token by token, and asks for the mask of the tokens that may come next. This module knows
+llguidance, and nothing of requests, steps, logits or torch. `engine.grammar.sandbox` compiles here
+in a process that may die, then `engine.grammar.compiler` in a thread; core walks the matchers.
 """
 
 from __future__ import annotations
@@ -22,23 +22,24 @@ from engine.errors import RequestRefused
 from engine.plan import Mask
 
 MESSAGE_CHARACTERS: Final = 300
+"""The most characters of an llguidance error that are passed on."""
 
 _WHITESPACE: Final = r" |\r?\n[ \t]{0,40}"
-"""Between two tokens of JSON: a space, or a new line and its indent. Small models that may write
-more fill whole answers with it."""
+"""Whitespace between two JSON tokens: one space, or a newline and its indent. With more freedom,
+small models fill whole answers with whitespace."""
 
 _TOO_BIG: Final = ("too many", "too big", "too large", "too deep", "limit", "max is", "fuel")
-"""Words of llguidance's errors that tell of a bound, not of a mistake."""
+"""Words in llguidance's errors that mean an exceeded bound, not a mistake."""
 
 
 class GrammarLimits(Struct, frozen=True, forbid_unknown_fields=True):
-    """Bounds of one grammar. Those of a step are met while tokens are drawn.
+    """Bounds of one grammar. The bounds of a step apply during generation.
 
     `text_bytes_max`: of its source. `symbols_max`, `compile_fuel`: of the compiled form (a
-    millisecond is about 50,000 of fuel). `step_fuel`, `step_items`: of one mask. `ways_max`: places
-    in the grammar that one text may be at, about four for an optional property; `lark_ways_max`
-    where a grammar may be ambiguous, whose masks cost its square. `lexer_states_max`: what a
-    matcher may remember, at one to two kilobytes each.
+    millisecond is about 50,000 of fuel). `step_fuel`, `step_items`: of one mask. `row_items_max`:
+    places in the grammar where one text may be, about four for an optional property;
+    `lark_row_items_max` where a grammar may be ambiguous, whose masks cost its square.
+    `lexer_states_max`: lexer states that a matcher may keep, one to two kilobytes each.
     """
 
     text_bytes_max: int = 131_072
@@ -52,7 +53,7 @@ class GrammarLimits(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Vocabulary:
-    """A model's tokens as llguidance wants them. About 0.3 s and 30 MB for 49,152 tokens."""
+    """A model's tokens in llguidance's form. About 0.3 s and 30 MB for 49,152 tokens."""
 
     def __init__(self, tokenizer: LLTokenizer, limits: GrammarLimits) -> None:
         self.tokenizer = tokenizer
@@ -72,7 +73,7 @@ class Vocabulary:
         end_token_ids: Sequence[int],
         limits: GrammarLimits,
     ) -> Vocabulary:
-        """Read a `tokenizer.json`. Raises ValueError or OSError where it cannot be used."""
+        """Read a `tokenizer.json`. Raises ValueError or OSError if it cannot be used."""
         text = tokenizer_path.read_text(encoding="utf-8")
         tokenizer = LLTokenizer(text, n_vocab=vocab_size, eos_token=list(end_token_ids))
         return cls(tokenizer, limits)
@@ -90,7 +91,7 @@ class Vocabulary:
 
 
 class Matcher:
-    """One sample's place in its grammar. Not for use by two threads."""
+    """One sample's place in its grammar. Not thread-safe."""
 
     __slots__ = ("_ll_matcher", "vocabulary")
 
@@ -99,30 +100,34 @@ class Matcher:
         self.vocabulary = vocabulary
 
     def consume(self, token_id: int) -> bool:
-        """Go on by one token; False if the grammar does not allow it, and for good."""
+        """Advance by one token; return False, for good, if the grammar does not allow it."""
         return self._ll_matcher.consume_token(token_id)
 
     def fork(self) -> Matcher:
-        """Another matcher at the same place. Microseconds: they share the compiled grammar."""
+        """Return another matcher at the same place. Microseconds: they share the compiled
+        grammar.
+        """
         return Matcher(self._ll_matcher.deep_copy(), self.vocabulary)
 
     def fill_mask(self, row: Mask) -> None:
-        """Write what may come next. row: [1, words]. Microseconds; at most the rules' fuel."""
+        """Write the tokens that may come next. row: int32 [1, words], written. Microseconds; at
+        most `step_fuel`.
+        """
         fill_next_token_bitmask(self._ll_matcher, row, 0)
 
     @property
     def is_accepting(self) -> bool:
-        """May the text end here? Then the end tokens are in the mask."""
+        """Return whether the text may end here; then the end tokens are in the mask."""
         return self._ll_matcher.is_accepting()
 
     @property
     def is_complete(self) -> bool:
-        """Is the text whole, with nothing left to come but an end token?"""
+        """Return whether the text is complete: only an end token can follow."""
         return self._ll_matcher.is_stopped() and not self._ll_matcher.is_error()
 
     @property
     def failure(self) -> str:
-        """A stable code once it has lost its way; empty before."""
+        """Return a stable error code once the matcher has failed, else an empty string."""
         if not self._ll_matcher.is_error():
             return ""
         is_big = _is_limit_error(self._ll_matcher.get_error())
@@ -130,28 +135,29 @@ class Matcher:
 
     @property
     def ll_matcher(self) -> LLMatcher:
-        """What `fill_masks` hands to the executor."""
+        """Return llguidance's matcher, for `MaskFiller`."""
         return self._ll_matcher
 
 
 class CompiledGrammar(Struct, frozen=True):
-    """A grammar ready to be walked, and its first mask. Its matchers share what they find out."""
+    """A compiled grammar and its first mask. Its matchers share cached lexer states."""
 
     matcher: Matcher
     first_mask: Mask
 
 
 class MaskFiller:
-    """Fills the masks of several matchers at once, in threads of its own."""
+    """Fills the masks of several matchers at once, in its own threads."""
 
     def __init__(self, threads: int = 1) -> None:
         self._executor = LLExecutor(threads) if threads > 1 else None
 
     def fill(self, matchers: Sequence[Matcher], suppress_end: Sequence[bool]) -> Mask:
-        """[matchers, words], newly made: what may come next, all zeros where nothing may.
+        """Return a new int32 [matchers, words]: the tokens that may come next; all zeros where none
+        may.
 
-        `hold_end`: where the text shall not end yet; it may if nothing else can come. Matchers that
-        exceed a bound of their rules have a `failure` afterwards. Releases the interpreter.
+        `suppress_end`: samples whose text must not end yet; it may end if nothing else can come. A
+        matcher that exceeds a bound has a `failure` afterwards. Releases the interpreter lock.
         """
         words = matchers[0].vocabulary.words
         masks = np.zeros((len(matchers), words), np.int32)
@@ -170,27 +176,29 @@ class MaskFiller:
 
 
 def without_end_tokens(mask: Mask, vocabulary: Vocabulary) -> Mask:
-    """The mask without the end tokens; itself if nothing would be left. Changes nothing."""
+    """Return the mask without end tokens, or the mask itself if nothing would be left. Changes
+    nothing.
+    """
     rest: Mask = mask & ~vocabulary.ends[0]
     return rest if rest.any() else mask
 
 
 def check_source(grammar: Grammar, limits: GrammarLimits) -> None:
-    """Raise RequestRefused for what need not be looked at. O(1) beyond the text's length."""
+    """Raise RequestRefused for a source above its size bound. O(length of the text)."""
     text_bytes = len(grammar.text.encode("utf-8", "surrogatepass"))
     if text_bytes > limits.text_bytes_max:
         raise RequestRefused(
             "grammar_too_big",
-            f"The grammar has {text_bytes} bytes; at most {limits.text_bytes_max} are taken.",
+            f"The grammar has {text_bytes} bytes; limit {limits.text_bytes_max}.",
         )
 
 
 def compile_grammar(grammar: Grammar, vocabulary: Vocabulary) -> CompiledGrammar:
-    """Compile, and compute the first mask. Raises RequestRefused with what is wrong.
+    """Compile a grammar and compute its first mask. Raises RequestRefused with the reason.
 
-    Cost: below a millisecond for common schemas. The rules bound most of what a hostile one can
-    ask for, not all (`multipleOf` is worked out digit by digit, outside the fuel): call it where
-    it can be ended.
+    Cost: below a millisecond for common schemas. The limits bound most costs of a hostile grammar,
+    not all (`multipleOf` is computed digit by digit, outside the fuel): call it where it can be
+    killed.
     """
     check_source(grammar, vocabulary.limits)
     try:
@@ -226,10 +234,10 @@ def _source(grammar: Grammar) -> str:
 
 
 def _json_grammar(schema: str, *, lenient: bool) -> str:
-    """A schema's grammar. What is overridden, a schema may not choose for itself.
+    """Translate a JSON Schema into a grammar; the schema itself may not choose these options.
 
-    `lenient`: ignore what llguidance does not support, for clients that did not ask for all that
-    their schema says.
+    `lenient`: ignore keywords that llguidance does not support, for requests that did not ask for
+    strict enforcement of their schema.
     """
     return LLMatcher.grammar_from_json_schema(
         schema,
@@ -245,7 +253,7 @@ def _raise_error(grammar: Grammar, ll_matcher: LLMatcher) -> None:
     if ll_matcher.is_error():
         reason = ll_matcher.get_error()
         if reason.startswith("NoExtension"):
-            raise RequestRefused("grammar_invalid", "No text at all satisfies the grammar.")
+            raise RequestRefused("grammar_invalid", "No text satisfies the grammar.")
         code = "grammar_too_big" if _is_limit_error(reason) else "grammar_invalid"
         raise RequestRefused(code, _message(grammar, reason))
 
@@ -255,7 +263,7 @@ def _is_limit_error(reason: str) -> bool:
 
 
 def _message(grammar: Grammar, reason: str) -> str:
-    """llguidance's own words without its marks, cut to a length that can be shown."""
+    """Return the refusal's message with llguidance's error, cut to a length that can be shown."""
     what = {"lark": "grammar", "regex": "regular expression"}.get(grammar.kind, "JSON schema")
     text = " ".join(reason.replace("<non-verbose/>", "").split())[:MESSAGE_CHARACTERS]
     return f"The {what} cannot be used: {text}"

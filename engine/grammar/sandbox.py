@@ -1,9 +1,9 @@
-"""Compiling a grammar where it may fail: a process of its own, with bounds on time and memory.
+"""The grammar sandbox: a child process that compiles a grammar first, bounded in time and memory.
 
-llguidance's own fuel bounds most of what a hostile schema can ask for; the process bounds the rest,
-and a parser that runs out of stack takes nothing with it but itself. `GrammarSandbox` is the near
-end, used by one thread of `engine.grammar.compiler`; `python -m engine.grammar.sandbox` is the far
-one. It answers only whether and why not: who passed is compiled again in the engine, at known cost.
+llguidance's own fuel bounds most costs of a hostile schema; the process bounds the rest, and a
+parser that overflows its stack kills only this process. `GrammarSandbox` is the parent's side, used
+by one thread of `engine.grammar.compiler`; `python -m engine.grammar.sandbox` is the child. The
+child returns a verdict only; a grammar that passes is compiled again in the engine, at known cost.
 """
 
 from __future__ import annotations
@@ -25,12 +25,15 @@ from engine.grammar.grammar import GrammarLimits, Vocabulary, compile_grammar
 
 READ_BYTES: Final = 1 << 16
 LOAD_S_MAX: Final = 60.0
-"""For reading the tokenizer, on a busy machine."""
+"""Seconds to read the tokenizer, on a busy machine."""
 
 
 class SandboxSettings(Struct, frozen=True, forbid_unknown_fields=True):
-    """What a trial is held to. `cpu_s_max` and `wall_s_max` are of one grammar, `memory_mib_max` is
-    what it may take beyond the vocabulary's own."""
+    """The bounds of a trial.
+
+    `cpu_s_max` and `wall_s_max` are for one grammar; `memory_mib_max` is the memory beyond the
+    vocabulary's.
+    """
 
     tokenizer_path: str
     vocab_size: int
@@ -42,7 +45,9 @@ class SandboxSettings(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Verdict(Struct, frozen=True, forbid_unknown_fields=True):
-    """`code` is empty where the grammar compiles; `held_bytes`: about what that took."""
+    """The result of a trial. `code` is empty if the grammar compiles; `held_bytes`: about its
+    memory.
+    """
 
     code: str = ""
     message: str = ""
@@ -50,7 +55,7 @@ class Verdict(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class GrammarSandbox:
-    """A process that tries grammars, one at a time; started when needed, and again when it died."""
+    """A process that compiles one grammar at a time; started on demand, and again after it died."""
 
     def __init__(self, settings: SandboxSettings, clock: Clock) -> None:
         self.settings = settings
@@ -61,22 +66,23 @@ class GrammarSandbox:
     def check(self, grammar: Grammar) -> int:
         """Return about how many bytes the compiled grammar holds.
 
-        Waits `wall_s_max` at most, and for a start where one is due. Raises RequestRefused.
+        Waits at most `wall_s_max`, plus the start of the process if one is due. Raises
+        RequestRefused.
         """
         try:
             return self._check(grammar)
         except OSError as error:
             self.close()
-            raise _too_big("more than it may") from error
+            raise _too_big("too many resources") from error
 
     def kill(self) -> None:
-        """Whoever waits for a verdict has none now. From any thread."""
+        """Kill the process; a pending `check` fails. Callable from any thread."""
         process = self._process
         if process is not None:
             process.kill()
 
     def close(self) -> None:
-        """End the process, if there is one."""
+        """End the process if it runs."""
         process, self._process, self._read = self._process, None, b""
         if process is None:
             return
@@ -93,7 +99,7 @@ class GrammarSandbox:
         line = self._line(self.settings.wall_s_max)
         if line is None:
             self.close()
-            raise _too_big(f"more than {self.settings.cpu_s_max} s of computing or its memory")
+            raise _too_big(f"more than {self.settings.cpu_s_max} s or too much memory")
         verdict = msgspec.json.decode(line, type=Verdict)
         if verdict.code:
             raise RequestRefused(verdict.code, verdict.message)
@@ -106,23 +112,23 @@ class GrammarSandbox:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             bufsize=0,
-            start_new_session=True,  # a terminal's interrupt is for the gateway to decide about
+            start_new_session=True,  # only the gateway handles a terminal's interrupt
         )
         self._write(msgspec.json.encode(self.settings))
         if self._line(LOAD_S_MAX) is None:
             self.close()
             raise RequestRefused(
-                "grammar_unsupported", "This model's tokenizer cannot be used with a grammar."
+                "grammar_unsupported", "This model's tokenizer does not support grammars."
             )
 
     def _write(self, line: bytes) -> None:
-        assert self._process is not None, "a trial is written to while its process lives"
+        assert self._process is not None, "the process runs while it is written to"
         assert self._process.stdin is not None, "the process was started with a pipe"
         self._process.stdin.write(line + b"\n")
 
     def _line(self, wait_s: float) -> bytes | None:
-        """The next line; None if the process ended or the time did."""
-        assert self._process is not None, "a trial is read from while its process lives"
+        """Return the next line; None if the process ended or the time ran out."""
+        assert self._process is not None, "the process runs while it is read from"
         assert self._process.stdout is not None, "the process was started with a pipe"
         fd = self._process.stdout.fileno()
         until_s = self._clock() + wait_s
@@ -142,11 +148,11 @@ def _too_big(what: str) -> RequestRefused:
     return RequestRefused("grammar_too_big", f"Compiling the grammar took {what}.")
 
 
-# --- the far end -------------------------------------------------------------------------------
+# --- the child process -------------------------------------------------------------------------
 
 
 def main() -> None:
-    """Read settings, then grammars, a line each; answer each with a verdict."""
+    """Read the settings, then one grammar per line; write a verdict for each."""
     lines = sys.stdin.buffer
     settings = msgspec.json.decode(lines.readline(), type=SandboxSettings)
     vocabulary = Vocabulary.load(
@@ -175,14 +181,16 @@ def _answer(verdict: Verdict) -> None:
 
 
 def _limit_memory(mib_max: int) -> None:
-    """From now on the address space may grow by so much; what asks for more, dies."""
+    """Let the address space grow by `mib_max` from now on; an allocation beyond it fails."""
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
     limit = pages * resource.getpagesize() + mib_max * 2**20
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
 def _limit_cpu(seconds: int) -> None:
-    """The kernel ends the process when it has computed so much longer (whole seconds)."""
+    """Have the kernel end the process after so many further seconds of processor time (whole
+    seconds).
+    """
     used = resource.getrusage(resource.RUSAGE_SELF)
     limit = int(used.ru_utime + used.ru_stime) + seconds + 1
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)

@@ -38,7 +38,7 @@ from engine.protocol import (
 from engine.server.gc_tuning import FrozenHeap
 from engine.server.outbox import Outbox
 from engine.server.service import EngineService, core_of_model
-from engine.signals import heeded
+from engine.signals import handle_signals
 
 READ_BYTES = 1 << 18
 FLUSH_S = 1.0
@@ -206,7 +206,7 @@ async def run(
         lambda: make_core(settings), settings.config, changed=lambda: _tell_loop(loop, changed)
     )
     # A terminal's interrupt reaches the gateway too, which decides.
-    with heeded({signal.SIGTERM: asked_to_end, signal.SIGINT: lambda: None}):
+    with handle_signals({signal.SIGTERM: asked_to_end, signal.SIGINT: lambda: None}):
         service.start()
         serving = loop.create_task(gateway.serve(service))
         serving.add_done_callback(lambda _: stop.set())

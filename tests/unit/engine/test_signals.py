@@ -7,7 +7,7 @@ import sys
 
 PROGRAM = """
 import asyncio, os, signal
-from engine.signals import heeded
+from engine.signals import handle_signals
 
 heard = []
 set_to = signal.signal
@@ -26,7 +26,7 @@ loop = asyncio.new_event_loop()
 
 async def main():
     handlers = {number: lambda number=number: heard.append(number) for number in NUMBERS}
-    with heeded(handlers):
+    with handle_signals(handlers):
         for number in NUMBERS:
             os.kill(os.getpid(), number)
         while len(heard) < len(NUMBERS):
