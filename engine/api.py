@@ -125,7 +125,7 @@ class Quota(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class CacheGrant(Struct, frozen=True, forbid_unknown_fields=True):
-    """What a request may do with the cache. `read`/`write` false: neither match nor commit."""
+    """A request's rights in the cache. `read`/`write` false: neither match nor commit."""
 
     namespace: Namespace
     quota: Quota = Quota()
@@ -140,13 +140,14 @@ class CacheGrant(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Sampling(Struct, frozen=True, forbid_unknown_fields=True):
-    """How a token is chosen from logits. Temperature 0 is greedy; every default changes nothing.
+    """The parameters that choose a token from logits.
 
-    Order: grammar, logit bias, penalties, temperature, top-k, top-p, min-p. Presence and frequency
-    count output tokens; repetition counts prompt and output. With a `seed` the choice depends only
-    on (seed, sample index, output position) and the logits, whatever else is in the batch.
-    `logprobs`: how many alternatives to report with each token (0: only the chosen one; None: no
-    logprobs), from the model's own distribution, before any of the above.
+    Temperature 0 is greedy; every default changes nothing. Order: grammar, logit bias, penalties,
+    temperature, top-k, top-p, min-p. Presence and frequency count output tokens; repetition counts
+    prompt and output. With a `seed` the choice depends only on (seed, sample index, output
+    position) and the logits, whatever else is in the batch. `logprobs`: how many alternatives to
+    report with each token (0: only the chosen one; None: no logprobs), from the model's own
+    distribution, before any of the above.
     """
 
     temperature: Annotated[float, Meta(ge=0, le=100)] = 1.0
@@ -290,7 +291,7 @@ FinishReason = Literal["stop", "length"]
 """Why a sample ended by itself."""
 
 Ending = Literal["done", "cancelled", "timeout", "refused", "failed", "shutdown"]
-"""How a request ended. `done`: every sample ended by itself or by `EndSample`."""
+"""The ending of a request. `done`: every sample ended by itself or by `EndSample`."""
 
 
 class TokenLogprob(Struct, frozen=True, forbid_unknown_fields=True):
@@ -538,7 +539,7 @@ class EngineInfo(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Frame(Struct, frozen=True, tag="frame", forbid_unknown_fields=True):
-    """All messages of one step, in order. `number` counts the frames of one connection from 0: a
+    """The messages of one step, in order. `number` counts the frames of one connection from 0: a
     gap is a protocol error.
     """
 

@@ -69,7 +69,7 @@ Fact = Matched | Committed | Copied | Evicted | Expired | BlocksErased
 
 
 class CachePeek(Struct, frozen=True):
-    """What a prompt would match. `expires_at_s`: when the match ends by itself; None: never."""
+    """The match that a prompt would get. `expires_at_s`: when it ends by itself; None: never."""
 
     cached_tokens: int
     promised_tokens: int

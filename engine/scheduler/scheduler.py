@@ -23,8 +23,9 @@ from engine.scheduler.running_set import RunningSet
 from engine.scheduler.sequence import ActiveRequest, Sequence
 
 BlockedBy = Literal["", "batch_slots", "blocks", "ceiling"]
-"""What keeps a waiting sequence from running; empty: nothing. `ceiling`: blocks under its payer's
-ceiling. `blocks`: blocks of the pool.
+"""The resource that keeps a waiting sequence from running; empty: none.
+
+`ceiling`: blocks under its payer's ceiling. `blocks`: blocks of the pool.
 """
 
 
