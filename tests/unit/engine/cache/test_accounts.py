@@ -1,4 +1,4 @@
-"""Who gives a block when none is free: the expired, then who is furthest over its share: rule 9."""
+"""Rule 9: expired blocks go first, then blocks of the payer furthest over its share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ OPEN = Quota()
 def fill(
     cache: PrefixCache, namespace: bytes, blocks: int, now_s: float = 0.0, quota: Quota = OPEN
 ) -> None:
-    """`blocks` prompts of one block each, told apart by their first token."""
+    """Run `blocks` prompts of one block each, which differ in their first token."""
     for number in range(blocks):
         ask(cache, namespace, [number, *namespace[:3].ljust(3)], now_s + number, quota)
 
@@ -22,7 +22,7 @@ def fill(
 def ask(
     cache: PrefixCache, namespace: bytes, tokens: list[int], now_s: float, quota: Quota = OPEN
 ) -> bool:
-    """One request to its end; was there room?"""
+    """Run one request to its end; return whether there was room."""
     table = cache.begin(namespace, tokens, now_s, quota=quota)
     has_room = cache.grow(table, len(tokens), now_s)
     cache.take_copies()
@@ -34,12 +34,12 @@ def ask(
 
 
 def held(cache: PrefixCache) -> dict[bytes, int]:
-    """Blocks by namespace."""
+    """Return the blocks held by namespace."""
     return {use.namespace: use.blocks for use in cache.namespaces()}
 
 
-def test_a_flood_turns_over_its_own_share() -> None:
-    """A tenant that streams unique prompts costs nobody else a hit."""
+def test_a_flood_evicts_only_its_own_blocks() -> None:
+    """A tenant that streams unique prompts costs other tenants no hit."""
     cache = PrefixCache(blocks=10, block_size=SIZE)
     fill(cache, b"quiet", 4)
 
@@ -48,8 +48,8 @@ def test_a_flood_turns_over_its_own_share() -> None:
     assert held(cache)[b"quiet"] >= 4
 
 
-def test_the_one_furthest_over_its_share_gives_first() -> None:
-    """Equal weights come to equal shares."""
+def test_payer_furthest_over_its_share_gives_first() -> None:
+    """Equal weights lead to equal shares."""
     cache = PrefixCache(blocks=12, block_size=SIZE)
     fill(cache, b"early", 12)
 
@@ -58,8 +58,8 @@ def test_the_one_furthest_over_its_share_gives_first() -> None:
     assert held(cache) == {b"early": 6, b"later": 6}
 
 
-def test_a_weight_buys_a_larger_share() -> None:
-    """Twice the weight, twice the blocks above the floor."""
+def test_a_larger_weight_gives_a_larger_share() -> None:
+    """Twice the weight is twice the blocks above the floor."""
     cache = PrefixCache(blocks=12, block_size=SIZE)
     fill(cache, b"heavy", 12, quota=Quota(weight=2.0))
 
@@ -68,8 +68,8 @@ def test_a_weight_buys_a_larger_share() -> None:
     assert held(cache) == {b"heavy": 8, b"light": 4}
 
 
-def test_a_floor_is_never_taken_by_others() -> None:
-    """Not even by one whose own blocks are all in use."""
+def test_other_payers_never_take_a_floor() -> None:
+    """This holds even if all blocks of the other payer are in use."""
     cache = PrefixCache(blocks=8, block_size=SIZE)
     fill(cache, b"floor", 3, quota=Quota(floor_blocks=3))
     table = cache.begin(b"other", list(range(20)), 10.0)
@@ -79,8 +79,8 @@ def test_a_floor_is_never_taken_by_others() -> None:
     assert held(cache)[b"floor"] == 3
 
 
-def test_a_ceiling_is_kept_while_there_is_room() -> None:
-    """Above it a namespace evicts its own, although blocks are free."""
+def test_a_ceiling_holds_while_the_pool_has_room() -> None:
+    """Above its ceiling a namespace evicts its own blocks, although blocks are free."""
     cache = PrefixCache(blocks=16, block_size=SIZE)
 
     fill(cache, b"small", 9, quota=Quota(ceiling_blocks=3))
@@ -90,14 +90,14 @@ def test_a_ceiling_is_kept_while_there_is_room() -> None:
 
 
 def test_a_sequence_longer_than_its_ceiling_gets_no_room() -> None:
-    """It says so at once rather than evict what it is reading."""
+    """The cache refuses at once rather than evict the blocks that the sequence reads."""
     cache = PrefixCache(blocks=16, block_size=SIZE)
 
     assert not ask(cache, b"small", list(range(16)), 0.0, Quota(ceiling_blocks=3))
 
 
-def test_what_has_expired_goes_before_what_is_wanted() -> None:
-    """An old block that may be found is worth more than one that may not."""
+def test_expired_blocks_go_before_live_ones() -> None:
+    """An old block that may be matched is worth more than a recent one that may not."""
     cache = PrefixCache(blocks=4, block_size=SIZE)
     fill(cache, b"wanted", 2)
     brief = LeaseRequest(8, Retention("brief", limit_s=5))
@@ -113,7 +113,7 @@ def test_what_has_expired_goes_before_what_is_wanted() -> None:
     assert cache.stats().evicted_blocks_total == 0
 
 
-def test_leaves_go_before_what_they_stand_on() -> None:
+def test_evicts_leaves_before_their_ancestors() -> None:
     """A prefix without its beginning could never be found."""
     cache = PrefixCache(blocks=4, block_size=SIZE)
     ask(cache, b"us", list(range(16)), 0.0)
@@ -124,8 +124,8 @@ def test_leaves_go_before_what_they_stand_on() -> None:
 
 
 @pytest.mark.parametrize("blocks", [1, 3, 8])
-def test_available_is_what_can_be_had(blocks: int) -> None:
-    """The scheduler admits by this number: one more than it fails."""
+def test_available_blocks_can_be_allocated_and_no_more(blocks: int) -> None:
+    """The scheduler admits by this number."""
     cache = PrefixCache(blocks=8, block_size=SIZE)
     fill(cache, b"floor", 2, quota=Quota(floor_blocks=2))
     fill(cache, b"other", 4, now_s=10)
@@ -138,8 +138,8 @@ def test_available_is_what_can_be_had(blocks: int) -> None:
     assert cache.grow(table, room * SIZE, 20.0)
 
 
-def test_inside_its_floor_a_namespace_waits_rather_than_lose() -> None:
-    """What it was guaranteed is not spent on making room for itself."""
+def test_inside_its_floor_a_payer_waits_rather_than_evicts() -> None:
+    """Guaranteed blocks are not spent on making room for their own payer."""
     cache = PrefixCache(blocks=6, block_size=SIZE)
     quota = Quota(floor_blocks=4)
     fill(cache, b"us", 2, quota=quota)
@@ -154,8 +154,8 @@ def test_inside_its_floor_a_namespace_waits_rather_than_lose() -> None:
 # --- payers --------------------------------------------------------------------------------------
 
 
-def test_a_floor_is_a_payers_however_many_namespaces_it_makes() -> None:
-    """Else whoever makes up a key for each prompt would have a floor for each, for ever."""
+def test_all_namespaces_of_a_payer_share_one_floor() -> None:
+    """Otherwise a client that makes up a key for each prompt would get a floor for each."""
     cache = PrefixCache(blocks=20, block_size=SIZE)
     hoard = Quota(floor_blocks=4, payer=b"hoarder")
     for number in range(20):
@@ -167,8 +167,8 @@ def test_a_floor_is_a_payers_however_many_namespaces_it_makes() -> None:
     assert sum(held(cache).values()) == 20, "12: its floor, and an equal share of the rest"
 
 
-def test_a_ceiling_is_a_payers_and_its_oldest_goes_first() -> None:
-    """Whichever of its namespaces that is in; a neighbour loses nothing for it."""
+def test_all_namespaces_of_a_payer_share_one_ceiling() -> None:
+    """Its oldest leaf goes first, in any of its namespaces; other payers lose nothing."""
     cache = PrefixCache(blocks=20, block_size=SIZE)
     fill(cache, b"other", 4)
     bounded = Quota(ceiling_blocks=3, payer=b"bounded")
@@ -179,7 +179,7 @@ def test_a_ceiling_is_a_payers_and_its_oldest_goes_first() -> None:
 
 
 def test_promises_are_bounded_by_payer() -> None:
-    """What one namespace was promised is not there to be promised to the next."""
+    """Blocks promised to one namespace cannot be promised to the payer's next."""
     cache = PrefixCache(blocks=40, block_size=SIZE)
     quota = Quota(promised_blocks_max=3, payer=b"both")
     lease = Retention("leased", promise_s=60, limit_s=60)
@@ -197,7 +197,7 @@ def test_promises_are_bounded_by_payer() -> None:
 
 
 def test_a_floor_outlives_its_namespaces() -> None:
-    """A payer that holds nothing is guaranteed its blocks all the same."""
+    """A payer that holds nothing keeps its guarantee."""
     cache = PrefixCache(blocks=8, block_size=SIZE)
     quota = Quota(floor_blocks=6, payer=b"p")
     fill(cache, b"a", 2, quota=quota)
@@ -210,7 +210,7 @@ def test_a_floor_outlives_its_namespaces() -> None:
 
 
 def test_floors_beyond_the_pool_are_cut_in_one_proportion() -> None:
-    """One slip of an operator's pen must not keep everybody else out for ever."""
+    """An operator's typing error must not exclude all other payers."""
     cache = PrefixCache(blocks=16, block_size=SIZE)
     ask(cache, b"a", [1], 0.0, Quota(floor_blocks=10**12, payer=b"a"))
     assert cache.max_sequence_tokens(b"other", OPEN) >= 2 * SIZE
@@ -226,11 +226,11 @@ def test_floors_beyond_the_pool_are_cut_in_one_proportion() -> None:
 @pytest.mark.parametrize(
     ("context_blocks", "left_blocks"), [(0, 2), (2, 2), (6, 6), (8, 8), (9, 8), (64, 8)]
 )
-def test_floors_leave_room_for_the_longest_sequence_there_may_be(
-    context_blocks: int, left_blocks: int
-) -> None:
-    """However wide one is, a prompt that fits the context is possible for others; where the pool
-    does not hold two of them, half of it is left, and no request that needs less is refused."""
+def test_floors_leave_room_for_the_longest_sequence(context_blocks: int, left_blocks: int) -> None:
+    """However large one floor is, other payers can run a prompt that fits the context. Where the
+    pool does not hold two such prompts, half of it is left, and a request that needs less is not
+    refused.
+    """
     cache = PrefixCache(blocks=16, block_size=SIZE, context_tokens=context_blocks * SIZE)
     ask(cache, b"a", [1], 0.0, Quota(floor_blocks=10**9, payer=b"a"))
     cache.check()
@@ -239,8 +239,7 @@ def test_floors_leave_room_for_the_longest_sequence_there_may_be(
     assert cache.max_sequence_tokens(b"other", OPEN) == left_blocks * SIZE
 
 
-def test_floors_that_fit_are_kept_whole() -> None:
-    """What is cut is what cannot be had."""
+def test_floors_that_fit_are_not_cut() -> None:
     cache = PrefixCache(blocks=16, block_size=SIZE)
     for name, floor in ((b"a", 4), (b"b", 10)):
         fill(cache, name, floor, quota=Quota(floor_blocks=floor, payer=name))
@@ -250,8 +249,8 @@ def test_floors_that_fit_are_kept_whole() -> None:
     assert held(cache) == {b"a": 4, b"b": 10, b"flood": 2}
 
 
-def test_a_floor_ends_when_it_is_told_to() -> None:
-    """Whoever may send nothing any more cannot bring a lower one along."""
+def test_set_quota_ends_a_floor_at_once() -> None:
+    """A payer that sends no further request cannot bring the lower floor with one."""
     cache = PrefixCache(blocks=8, block_size=SIZE)
     fill(cache, b"a", 6, quota=Quota(floor_blocks=6, payer=b"p"))
 
@@ -265,8 +264,8 @@ def test_a_floor_ends_when_it_is_told_to() -> None:
     assert cache.max_sequence_tokens(b"other", OPEN) >= 8 * SIZE
 
 
-def test_a_namespace_may_change_hands() -> None:
-    """Its blocks count for whoever pays now."""
+def test_a_namespace_may_change_its_payer() -> None:
+    """Its blocks count for the new payer."""
     cache = PrefixCache(blocks=8, block_size=SIZE)
     fill(cache, b"a", 2, quota=Quota(payer=b"old"))
     fill(cache, b"a", 1, now_s=10, quota=Quota(payer=b"new"))

@@ -1,4 +1,4 @@
-"""The pool: a block is free exactly when nobody refers to it (rule 1)."""
+"""The block pool: a block is free exactly when it has no reference (rule 1)."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from engine.cache.block_pool import BlockPool
 from engine.errors import InvariantViolation
 
 
-def test_every_block_is_given_once() -> None:
-    """Two owners of one block would write over each other."""
+def test_every_block_is_allocated_once() -> None:
+    """Two owners of one block would overwrite each other."""
     pool = BlockPool(5)
 
     given = {pool.allocate() for _ in range(5)}
@@ -19,8 +19,7 @@ def test_every_block_is_given_once() -> None:
     list(pool.check())
 
 
-def test_a_block_is_free_with_its_last_reference() -> None:
-    """Not a hold earlier, and not a hold later."""
+def test_a_block_is_freed_with_its_last_reference() -> None:
     pool = BlockPool(2)
     block = pool.allocate()
 
@@ -32,8 +31,8 @@ def test_a_block_is_free_with_its_last_reference() -> None:
     list(pool.check())
 
 
-def test_dropping_a_free_block_is_our_mistake() -> None:
-    """A double free hands one block to two sequences."""
+def test_a_double_free_is_an_invariant_violation() -> None:
+    """A double free gives one block to two sequences."""
     pool = BlockPool(1)
     block = pool.allocate()
     pool.drop_ref(block)
@@ -42,8 +41,8 @@ def test_dropping_a_free_block_is_our_mistake() -> None:
         pool.drop_ref(block)
 
 
-def test_referring_to_a_free_block_is_our_mistake() -> None:
-    """Use after free: the next owner is about to write it."""
+def test_a_reference_to_a_free_block_is_an_invariant_violation() -> None:
+    """Use after free: the next owner is about to write the block."""
     pool = BlockPool(1)
 
     with pytest.raises(InvariantViolation, match="is free"):
@@ -51,7 +50,7 @@ def test_referring_to_a_free_block_is_our_mistake() -> None:
 
 
 def test_the_check_sees_a_block_listed_twice() -> None:
-    """The list is recounted, not trusted."""
+    """The check recounts the free list."""
     pool = BlockPool(3)
     pool.free.append(pool.free[0])
 
@@ -59,8 +58,8 @@ def test_the_check_sees_a_block_listed_twice() -> None:
         list(pool.check())
 
 
-def test_a_block_on_the_list_that_is_in_use_is_not_given() -> None:
-    """The last line of defence stays on in production."""
+def test_a_listed_block_in_use_is_not_allocated() -> None:
+    """This assertion stays on in production."""
     pool = BlockPool(1)
     pool.ref_count[0] = 1
 

@@ -1,4 +1,4 @@
-"""The block table, as scheduler and runner read it: blocks, version, what is in place."""
+"""The block table as the scheduler and the runner read it."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ WORDS = list(range(12))
 
 
 def make() -> PrefixCache:
-    """Four-token blocks."""
+    """Make a cache of four-token blocks."""
     return PrefixCache(blocks=16, block_size=4)
 
 
-def test_appended_blocks_leave_the_version_alone() -> None:
-    """A runner that has copied the table to its device need only send what is new."""
+def test_appended_blocks_keep_the_version() -> None:
+    """A runner with a device copy of the table sends only the new entries."""
     cache = make()
     table = cache.begin(b"us", WORDS, 0.0)
     cache.grow(table, 4, 0.0)
@@ -27,7 +27,7 @@ def test_appended_blocks_leave_the_version_alone() -> None:
 
 
 def test_a_replaced_entry_changes_the_version() -> None:
-    """Here the runner must look again."""
+    """The runner must send the table again."""
     cache = make()
     table = cache.begin(b"us", WORDS, 0.0)
     cache.grow(table, 6, 0.0)
@@ -40,8 +40,8 @@ def test_a_replaced_entry_changes_the_version() -> None:
     assert fork.version > version
 
 
-def test_only_what_is_committed_counts_as_in_place() -> None:
-    """Slots that were allocated hold nothing yet."""
+def test_only_committed_tokens_count_as_kv_tokens() -> None:
+    """Allocated slots hold no KV yet."""
     cache = make()
     table = cache.begin(b"us", WORDS, 0.0)
     cache.grow(table, 12, 0.0)
@@ -53,8 +53,7 @@ def test_only_what_is_committed_counts_as_in_place() -> None:
     assert cache.peek(b"us", WORDS, 0.0).cached_tokens == 4
 
 
-def test_a_fork_holds_the_same_blocks_and_lives_on_alone() -> None:
-    """The first may end at any time; what the other reads stays."""
+def test_a_fork_keeps_its_blocks_when_the_first_table_ends() -> None:
     cache = make()
     table = cache.begin(b"us", WORDS, 0.0, write=False)
     cache.grow(table, 12, 0.0)
@@ -70,8 +69,8 @@ def test_a_fork_holds_the_same_blocks_and_lives_on_alone() -> None:
     assert cache.stats().free == 16
 
 
-def test_growth_may_start_beyond_what_is_in_place() -> None:
-    """A step in flight is still writing the slots before."""
+def test_growth_may_start_beyond_kv_tokens() -> None:
+    """A step in flight still writes the slots before."""
     cache = make()
     table = cache.begin(b"us", WORDS, 0.0)
     cache.grow(table, 4, 0.0)
@@ -82,6 +81,6 @@ def test_growth_may_start_beyond_what_is_in_place() -> None:
     assert len(table.blocks) == 2
 
 
-def test_the_namespace_is_that_of_its_request() -> None:
-    """The scheduler compares it before it lets anybody wait for anybody."""
+def test_a_table_has_its_requests_namespace() -> None:
+    """Prefix sharing compares the namespaces of two sequences."""
     assert make().begin(b"us", WORDS, 0.0).namespace == b"us"

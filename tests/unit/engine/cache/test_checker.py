@@ -1,4 +1,4 @@
-"""The recount: in pieces, beside whatever moves, and it finds what a recount at once finds."""
+"""The checker: in pieces, beside concurrent changes, it finds the same faults as at once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HOUR = Retention("hour", promise_s=3600, limit_s=7200)
 
 
 def run(cache: PrefixCache, namespace: bytes, tokens: list[int], *, is_kept: bool = False) -> None:
-    """A request from beginning to end."""
+    """Run a request from beginning to end."""
     leases = (LeaseRequest(len(tokens), HOUR, f"l{tokens[4]}"),) if is_kept else ()
     table = cache.begin(namespace, tokens, 0.0, quota=Quota(), leases=leases)
     assert cache.grow(table, len(tokens), 0.0)
@@ -29,7 +29,7 @@ def run(cache: PrefixCache, namespace: bytes, tokens: list[int], *, is_kept: boo
 
 
 def crowded(namespaces: int = 40, large: int = 4) -> PrefixCache:
-    """Small namespaces, and a large one of several pieces, half of it under leases."""
+    """Return a cache with small namespaces and a large one of several pieces, half of it leased."""
     chance = random.Random(1)
     cache = PrefixCache(blocks=8_000, block_size=SIZE)
     for number in range(namespaces):
@@ -47,84 +47,83 @@ def of(cache: Any, namespace: bytes = b"large") -> Any:
 
 
 def leaf(cache: Any, namespace: bytes = b"large") -> Any:
-    """The last block of some prompt in a namespace."""
+    """Return the last block of some prompt in a namespace."""
     nodes = [node for node in of(cache, namespace).tree.root.subtree() if not node.children]
     return next(node for node in nodes if not node.promised)
 
 
-def a_reference_too_many(cache: Any) -> None:
+def extra_reference(cache: Any) -> None:
     cache._manager.pool.ref_count[leaf(cache).block] += 1
 
 
-def a_free_block_listed_twice(cache: Any) -> None:
+def free_block_listed_twice(cache: Any) -> None:
     cache._manager.pool.free.append(cache._manager.pool.free[-1])
 
 
-def a_block_that_nobody_frees(cache: Any) -> None:
+def leaked_block(cache: Any) -> None:
     block = cache._manager.pool.free.pop()
     cache._manager.pool.ref_count[block] = 1
     cache._manager.owner[block] = of(cache)
 
 
-def another_owner(cache: Any) -> None:
+def wrong_owner(cache: Any) -> None:
     cache._manager.owner[leaf(cache).block] = of(cache, b"\1")
 
 
-def a_block_left_out_of_the_order(cache: Any) -> None:
+def leaf_missing_in_the_eviction_order(cache: Any) -> None:
     node = leaf(cache)
     score = node.eviction_score
     of(cache).payer_account.eviction_order.remove(node)
     node.eviction_score = score
 
 
-def a_use_the_order_does_not_know(cache: Any) -> None:
+def stale_eviction_score(cache: Any) -> None:
     leaf(cache).last_use_s += 1
 
 
-def a_promise_uncounted(cache: Any) -> None:
+def uncounted_promise(cache: Any) -> None:
     of(cache).promised_in["hour"] -= 1
 
 
-def a_payer_that_counts_wrong(cache: Any) -> None:
+def wrong_payer_sum(cache: Any) -> None:
     of(cache).payer_account.evictable += 1
 
 
-def a_payer_that_moved_unseen(cache: Any) -> None:
+def unreported_payer_change(cache: Any) -> None:
     cache._manager.fair_share._spare -= 1
 
 
-def a_lease_end_unnoted(cache: Any) -> None:
+def missing_lease_endpoint(cache: Any) -> None:
     of(cache).lease_endpoints._nodes.popitem()
 
 
-def a_child_out_of_order(cache: Any) -> None:
+def child_missing_in_the_order(cache: Any) -> None:
     (trunk,) = of(cache).tree.root.children.values()
     trunk.child_order.pop()
 
 
-def a_tree_no_account_has(cache: Any) -> None:
+def tree_without_an_account(cache: Any) -> None:
     cache._manager.accounts.pop(b"\2")
 
 
 FAULTS = (
-    a_reference_too_many,
-    a_free_block_listed_twice,
-    a_block_that_nobody_frees,
-    another_owner,
-    a_block_left_out_of_the_order,
-    a_use_the_order_does_not_know,
-    a_promise_uncounted,
-    a_payer_that_counts_wrong,
-    a_payer_that_moved_unseen,
-    a_lease_end_unnoted,
-    a_child_out_of_order,
-    a_tree_no_account_has,
+    extra_reference,
+    free_block_listed_twice,
+    leaked_block,
+    wrong_owner,
+    leaf_missing_in_the_eviction_order,
+    stale_eviction_score,
+    uncounted_promise,
+    wrong_payer_sum,
+    unreported_payer_change,
+    missing_lease_endpoint,
+    child_missing_in_the_order,
+    tree_without_an_account,
 )
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_a_planted_fault_is_found_in_pieces(fault: Callable[[Any], None]) -> None:
-    """Looking at less at a time must not be looking at less."""
     cache = crowded()
     cache.check()
     fault(cache)
@@ -134,9 +133,10 @@ def test_a_planted_fault_is_found_in_pieces(fault: Callable[[Any], None]) -> Non
             pass
 
 
-def test_a_recount_of_much_is_many_small_pieces() -> None:
-    """Whoever comes meanwhile waits for one. All at once was a third of a second with 55,000
-    blocks under leases."""
+def test_a_large_recount_has_many_small_pieces() -> None:
+    """A new request waits for one piece. At once, 55,000 blocks under leases took a third of a
+    second.
+    """
     cache = crowded(large=20)
     took_s, began_s = [], time.process_time()
     for _ in cache.recount():
@@ -148,8 +148,8 @@ def test_a_recount_of_much_is_many_small_pieces() -> None:
 
 
 @pytest.mark.parametrize("what", ["a request", "an erasure", "a lease erased", "a lapse"])
-def test_what_moves_between_two_pieces_is_no_fault(what: str) -> None:
-    """A namespace is looked at from its beginning where it has changed meanwhile."""
+def test_a_change_between_two_pieces_is_no_fault(what: str) -> None:
+    """A namespace that has changed meanwhile is checked from its beginning."""
     cache, acts = crowded(), 0
     for number, _ in enumerate(cache.recount()):
         if number % 3 == 2 and acts < 6:
@@ -169,7 +169,7 @@ def test_what_moves_between_two_pieces_is_no_fault(what: str) -> None:
 
 @pytest.mark.parametrize("piece", range(8, 14))
 def test_a_sequence_that_ends_between_two_pieces_is_no_fault(piece: int) -> None:
-    """What was looked at while it ran does not go with what is left behind it."""
+    """Counts taken while it ran do not match the blocks it leaves behind."""
     cache = crowded()
     tokens = [7, 7, 7, 7, *range(400, 400 + SIZE * 300)]
     table = cache.begin(b"large", tokens, 0.0)
@@ -183,7 +183,7 @@ def test_a_sequence_that_ends_between_two_pieces_is_no_fault(piece: int) -> None
 
 
 def test_a_recount_beside_running_sequences_ends() -> None:
-    """Work that never pauses must not keep it from coming through a large namespace."""
+    """Continuous work must not keep the checker from finishing a large namespace."""
     cache = crowded()
     table = cache.begin(b"large", [5] * 9, 1.0)
     tokens = [5] * 4_000

@@ -1,4 +1,4 @@
-"""Every payer's share: order and sums that are brought in line with what has moved, and no more."""
+"""Fair share: the order of payers and its sums follow every change, at a bounded cost."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ moves = st.tuples(st.integers(0, 4), st.sampled_from(["hold", "rest", "promise",
 def account_of(
     shares: FairShare, number: int, quota: Quota, serials: Iterator[int]
 ) -> NamespaceAccount:
-    """Its account, made if there is none."""
+    """Return the namespace's account; create it if needed."""
     name = bytes([number])
     share = shares.account_for(name, quota)
     if name not in share.accounts:
@@ -37,10 +37,10 @@ def account_of(
 
 
 @given(st.lists(moves, max_size=40))
-def test_the_sums_are_those_of_all_shares_whatever_has_moved(
+def test_sums_equal_a_recount_after_any_changes(
     history: list[tuple[int, str, Quota]],
 ) -> None:
-    """Who gives and how much there is must not depend on when somebody asked last."""
+    """The giver and the spare blocks must not depend on when they were last queried."""
     shares, serials = FairShare(60, 60, LeastRecentlyUsed()), count()
     for number, what, quota in history:
         account = account_of(shares, number, quota, serials)
@@ -71,8 +71,8 @@ def test_the_sums_are_those_of_all_shares_whatever_has_moved(
                 )
 
 
-def test_what_moves_unseen_is_found_by_the_check() -> None:
-    """A sum that nobody told of a move would hand out blocks that are not there."""
+def test_the_check_finds_an_unreported_change() -> None:
+    """A stale sum would hand out blocks that are not free."""
     shares = FairShare(60, 60, LeastRecentlyUsed())
     account = account_of(shares, 1, Quota(), count())
     account.add_held(4)
@@ -84,8 +84,8 @@ def test_what_moves_unseen_is_found_by_the_check() -> None:
         list(shares.check())
 
 
-def test_of_equals_the_one_that_came_first_gives() -> None:
-    """Whoever asks, and however the sums were kept, the same one gives."""
+def test_of_equal_payers_the_earliest_gives() -> None:
+    """The choice does not depend on the taker or on how the sums were updated."""
     shares, serials = FairShare(60, 60, LeastRecentlyUsed()), count()
     made: list[PayerAccount] = []
     for number in (3, 1, 2):
@@ -100,7 +100,7 @@ def test_of_equals_the_one_that_came_first_gives() -> None:
 
 
 def evicting_s(namespaces: int, *, is_joint: bool) -> float:
-    """Processor time of 200 prompts of four blocks into a pool that is full."""
+    """Return the processor time of 200 prompts of four blocks in a full pool."""
     cache = PrefixCache(blocks=4 * namespaces, block_size=SIZE)
     took_s = 0.0
     for number in range(namespaces + 200):
@@ -117,9 +117,10 @@ def evicting_s(namespaces: int, *, is_joint: bool) -> float:
 
 
 @pytest.mark.parametrize("is_joint", [False, True])
-def test_a_block_is_given_as_quickly_among_thousands(is_joint: bool) -> None:
-    """A look at every tenant for each block took a prompt half a second with 20,000 of them, and
-    one at every namespace of a tenant still longer."""
+def test_the_cost_of_an_eviction_does_not_grow_with_payers(is_joint: bool) -> None:
+    """A scan of all tenants per block took a prompt half a second with 20,000 of them, and a scan
+    of all namespaces of one tenant took longer.
+    """
     few, many = (
         min(evicting_s(namespaces, is_joint=is_joint) for _ in range(3))
         for namespaces in (50, 3_000)

@@ -1,4 +1,4 @@
-"""Where leases end: what erasing one takes, and what shared beginnings cost."""
+"""Lease endpoints: which blocks an erased lease takes, and the cost of shared prefixes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TRUNK = list(range(100, 108))
 
 
 def run(cache: PrefixCache, tokens: list[int], lease_id: str, now_s: float = 0.0) -> float:
-    """A request that keeps all of it; the processor time of its admission."""
+    """Run a request with a lease on all its tokens; return the processor time of its admission."""
     leases = (LeaseRequest(len(tokens), DAY, lease_id),)
     began_s = time.process_time()
     table = cache.begin(US, tokens, now_s, quota=Quota(), leases=leases)
@@ -38,13 +38,14 @@ def found(cache: PrefixCache, tokens: list[int]) -> int:
 
 
 def branch(number: int) -> list[int]:
-    """A conversation that begins as all others."""
+    """Return a conversation that begins like all others."""
     return [*TRUNK, *[number] * SIZE]
 
 
-def test_a_beginning_that_many_leases_share_costs_no_more_than_one() -> None:
-    """Every conversation of a day begins with the same words: the list of their leases would be
-    walked and copied for each block of these, by each request."""
+def test_a_prefix_that_many_leases_share_costs_no_more_than_one() -> None:
+    """Conversations of a day begin with the same tokens: a list of leases on each of these blocks
+    would be walked and copied by each request.
+    """
     cache = PrefixCache(blocks=16_000, block_size=SIZE)
     words = list(range(50_000, 50_000 + 64 * SIZE))
     took_s = [run(cache, [*words, *[n] * SIZE], f"{n:032x}") for n in range(1_500)]
@@ -52,8 +53,8 @@ def test_a_beginning_that_many_leases_share_costs_no_more_than_one() -> None:
     assert median(took_s[-300:]) < 3 * median(took_s[:300])
 
 
-def test_a_lease_whose_end_was_evicted_still_takes_its_beginning() -> None:
-    """Words that a lease alone covers go with it, however little of them is left."""
+def test_erasing_a_lease_takes_its_prefix_though_its_end_was_evicted() -> None:
+    """Blocks that a lease alone covers go with it, even if only a few are left."""
     cache = PrefixCache(blocks=4, block_size=SIZE)
     run(cache, branch(1), "a")
     table = cache.begin(b"them", [7] * 8, 2.0, quota=Quota())
@@ -66,8 +67,7 @@ def test_a_lease_whose_end_was_evicted_still_takes_its_beginning() -> None:
     cache.check()
 
 
-def test_the_last_lease_takes_the_beginning_with_it() -> None:
-    """What is shared stays for as long as one of its leases does."""
+def test_a_shared_prefix_goes_with_its_last_lease() -> None:
     cache = PrefixCache(blocks=32, block_size=SIZE)
     for number in (1, 2, 3):
         run(cache, branch(number), str(number))
@@ -80,8 +80,8 @@ def test_the_last_lease_takes_the_beginning_with_it() -> None:
     cache.check()
 
 
-def test_a_lease_covers_every_answer_that_its_last_block_goes_on_with() -> None:
-    """A prompt ends within a block, and each time it is asked another answer fills it."""
+def test_a_lease_covers_every_continuation_of_its_last_block() -> None:
+    """A prompt ends within a block, and each answer fills that block differently."""
     cache = PrefixCache(blocks=32, block_size=SIZE)
     prompt = [*TRUNK, 1]
     for answer in (5, 6):
@@ -98,8 +98,8 @@ def test_a_lease_covers_every_answer_that_its_last_block_goes_on_with() -> None:
     cache.check()
 
 
-def test_leases_that_were_evicted_do_not_pile_up() -> None:
-    """A beginning lives on while a hundred thousand conversations come and go."""
+def test_evicted_leases_do_not_accumulate_at_a_shared_prefix() -> None:
+    """A prefix stays while a hundred thousand conversations come and go."""
     cache = PrefixCache(blocks=8, block_size=SIZE)
     for number in range(20 * HANDED_UP_MAX):
         run(cache, branch(number), f"lease {number}", float(number))
@@ -112,8 +112,8 @@ def test_leases_that_were_evicted_do_not_pile_up() -> None:
 
 
 @pytest.mark.parametrize(("erased", "is_kept"), [("a", False), ("b", True), ("nobody's", True)])
-def test_who_runs_under_another_lease_goes_on(erased: str, is_kept: bool) -> None:
-    """It was promised, and is paid for: only what was asked for under this lease is stopped."""
+def test_erasing_a_lease_stops_only_its_own_writers(erased: str, is_kept: bool) -> None:
+    """A request under another lease was promised its blocks and pays for them."""
     cache = PrefixCache(blocks=32, block_size=SIZE)
     run(cache, [*TRUNK, 9, 9, 9, 9], "b")
     leases = (LeaseRequest(12, DAY, "a"),)
@@ -140,8 +140,8 @@ STEPS = st.lists(
 
 
 @given(STEPS)
-def test_it_erases_what_a_list_of_leases_on_each_block_would(steps: list[Step]) -> None:
-    """The plain way, block by block, is the specification."""
+def test_erasure_equals_a_list_of_leases_on_each_block(steps: list[Step]) -> None:
+    """The plain list is the specification."""
     tree, ends = PrefixTree(1), LeaseEndpoints()
     covering: dict[Node, set[str]] = {}
     for what, number, run_of in steps:

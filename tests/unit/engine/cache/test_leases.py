@@ -1,4 +1,4 @@
-"""Leases: a promise and a limit, on a clock that the test holds (rules 7 and 8)."""
+"""Leases: a promise and a limit, on the test's own clock (rules 7 and 8)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def run(
     quota: Quota = OPEN,
     lasts_s: float = 0.0,
 ) -> tuple[LeaseGrant, ...]:
-    """A request from beginning to end; what was answered to its leases."""
+    """Run a request from beginning to end; return its lease grants."""
     table = cache.begin(namespace, tokens, now_s, quota=quota, leases=leases)
     if cache.grow(table, len(tokens), now_s):
         cache.take_copies()
@@ -39,7 +39,7 @@ def run(
 
 
 def found(cache: PrefixCache, tokens: list[int], now_s: float, namespace: bytes = US) -> int:
-    """What a prompt that goes on after `tokens` would find."""
+    """Return the cached tokens of a prompt that continues `tokens`."""
     return cache.peek(namespace, [*tokens, 999], now_s).cached_tokens
 
 
@@ -51,7 +51,7 @@ WORDS = list(range(8))
 
 
 @pytest.mark.parametrize("retention", [FIVE, STARTED, ABSOLUTE, PINNED], ids=lambda r: r.name)
-def test_nothing_is_found_at_its_limit_and_all_just_before(retention: Retention) -> None:
+def test_a_prefix_is_found_until_just_before_its_limit(retention: Retention) -> None:
     """The limit is the first instant at which a prefix must not be matched."""
     cache = PrefixCache(blocks=16, block_size=SIZE)
     run(cache, WORDS, 10.0, lease(retention))
@@ -64,7 +64,7 @@ def test_nothing_is_found_at_its_limit_and_all_just_before(retention: Retention)
 
 
 def promised(cache: PrefixCache) -> int:
-    """Blocks under a live promise."""
+    """Return the blocks under a live promise."""
     return sum(sum(use.promised.values()) for use in cache.namespaces())
 
 
@@ -80,7 +80,7 @@ def test_a_read_renews_a_sliding_lease() -> None:
 
 
 def test_a_read_never_moves_an_absolute_end() -> None:
-    """What was to be gone by then is gone by then, however often it was used."""
+    """However often it is used, the prefix ends at the promised time."""
     cache = PrefixCache(blocks=16, block_size=SIZE)
     run(cache, WORDS, 0.0, lease(ABSOLUTE))
 
@@ -102,7 +102,7 @@ def test_a_peek_renews_nothing() -> None:
 
 
 def test_another_namespace_renews_nothing() -> None:
-    """The end of a lease must not tell who else said the same."""
+    """The end of a lease must not reveal that another namespace sent the same prompt."""
     cache = PrefixCache(blocks=16, block_size=SIZE)
     run(cache, WORDS, 0.0, lease(FIVE))
 
@@ -113,7 +113,7 @@ def test_another_namespace_renews_nothing() -> None:
 
 
 def test_a_block_in_use_outlives_a_sliding_limit_until_its_use_ends() -> None:
-    """A clock that counts from the last use has not begun while the use lasts."""
+    """A clock that counts from the last use has not started while the use lasts."""
     cache = PrefixCache(blocks=16, block_size=SIZE)
 
     run(cache, WORDS, 0.0, lease(FIVE), lasts_s=1000.0)
@@ -123,15 +123,15 @@ def test_a_block_in_use_outlives_a_sliding_limit_until_its_use_ends() -> None:
 
 
 def test_the_longest_of_two_leases_counts() -> None:
-    """A shorter lease never shortens what another was promised."""
+    """A shorter lease never shortens another promise."""
     cache = PrefixCache(blocks=16, block_size=SIZE)
     run(cache, WORDS, 0.0, lease(PINNED), lease(ABSOLUTE))
 
     assert found(cache, WORDS, 999.0) == 8
 
 
-def test_a_block_beyond_the_lease_goes_with_the_last_one_under_it() -> None:
-    """Nothing can be found below a prefix that has expired."""
+def test_a_block_beyond_the_lease_expires_with_the_leased_blocks() -> None:
+    """No block can be found below an expired prefix."""
     cache = PrefixCache(blocks=16, block_size=SIZE)
     run(cache, [*WORDS, *range(20, 28)], 0.0, lease(ABSOLUTE, tokens=4))
 
@@ -141,7 +141,7 @@ def test_a_block_beyond_the_lease_goes_with_the_last_one_under_it() -> None:
 
 
 def test_a_request_without_leases_lifts_the_limit() -> None:
-    """Plain best effort has no limit of its own: what it uses stays as long as there is room."""
+    """Plain best effort has no limit: its blocks stay as long as there is room."""
     cache = PrefixCache(blocks=16, block_size=SIZE)
     run(cache, WORDS, 0.0, lease(FIVE))
 
@@ -150,8 +150,8 @@ def test_a_request_without_leases_lifts_the_limit() -> None:
     assert found(cache, WORDS, 10_000.0) == 8
 
 
-def test_a_promise_is_kept_under_pressure() -> None:
-    """Everything else goes first, and then others are told that there is no room."""
+def test_a_promised_block_is_not_evicted_under_pressure() -> None:
+    """All other blocks go first; then other requests get no room."""
     cache = PrefixCache(blocks=8, block_size=SIZE)
     run(cache, WORDS, 0.0, lease(FIVE))
 
@@ -174,7 +174,7 @@ def test_a_lapsed_promise_is_best_effort() -> None:
 
 
 def test_a_promise_beyond_the_promisable_part_is_clipped() -> None:
-    """Promises and floors take at most 7/8 of the pool: the rest keeps work moving."""
+    """Promises and floors take at most 7/8 of the pool, so that work always moves."""
     cache = PrefixCache(blocks=8, block_size=SIZE)
 
     (grant,) = run(cache, list(range(32)), 0.0, lease(FIVE, tokens=32, lease_id="big"))
@@ -182,8 +182,8 @@ def test_a_promise_beyond_the_promisable_part_is_clipped() -> None:
     assert grant == LeaseGrant("big", "five", "clipped", 28, "pool")
 
 
-def test_a_promise_with_nothing_left_is_refused() -> None:
-    """It is said at admission, and the request runs all the same."""
+def test_a_promise_without_room_is_refused() -> None:
+    """The grant says so at admission, and the request runs all the same."""
     cache = PrefixCache(blocks=8, block_size=SIZE)
     run(cache, list(range(28)), 0.0, lease(FIVE, tokens=28))
 
@@ -193,7 +193,7 @@ def test_a_promise_with_nothing_left_is_refused() -> None:
 
 
 def test_a_lapsed_promise_is_renewed_where_there_is_room() -> None:
-    """A read starts the time again; what has been promised to others meanwhile is theirs."""
+    """A read restarts the time, except where the room has been promised to others meanwhile."""
     half = Retention("half", promise_s=300)
     cache = PrefixCache(blocks=8, block_size=SIZE)
     run(cache, WORDS, 0.0, lease(half))
@@ -207,8 +207,8 @@ def test_a_lapsed_promise_is_renewed_where_there_is_room() -> None:
 
 
 def test_a_promise_does_not_lapse_in_a_block_that_is_in_use() -> None:
-    """It counts from the last use. The beginning of a long answer would count as room that others
-    may take, under blocks that must not go: whoever was promised that room brought the engine down.
+    """It counts from the last use. Otherwise the beginning of a long answer would count as room,
+    under blocks that must not go; handing out that room brought the engine down.
     """
     brief = Retention("brief", promise_s=5, limit_s=100)
     cache = PrefixCache(blocks=8, block_size=SIZE)
@@ -227,8 +227,9 @@ def test_a_promise_does_not_lapse_in_a_block_that_is_in_use() -> None:
 
 
 def test_promises_that_end_together_lapse_together() -> None:
-    """One that is used at the moment counts like those below it that nobody looks at, until they
-    are all let go: else it would count as room, and have none."""
+    """A block in use at that moment counts like the unread ones below it until all are released;
+    otherwise it would count as room and have none.
+    """
     cache = PrefixCache(blocks=16, block_size=SIZE)
     run(cache, WORDS, 0.0, lease(ABSOLUTE_PROMISE))
     short = [*WORDS[:4], 70, 71]
@@ -244,8 +245,8 @@ def test_promises_that_end_together_lapse_together() -> None:
     assert promised(cache) == 0
 
 
-def test_a_block_is_held_in_the_class_that_promises_it_longest() -> None:
-    """Storage is billed by class: each block once, in one of them, as its promises come and go."""
+def test_a_block_counts_in_the_class_that_promises_it_longest() -> None:
+    """Storage is billed by class: each block once, in one class, as its promises come and go."""
     hour = Retention("hour", promise_s=3600, limit_s=3600)
 
     def held_in() -> dict[str, int]:
@@ -268,7 +269,7 @@ def test_a_block_is_held_in_the_class_that_promises_it_longest() -> None:
 
 
 def test_a_promise_is_clipped_to_the_namespaces_ceiling() -> None:
-    """Nobody is promised more than it may hold."""
+    """A namespace is not promised more than it may hold."""
     cache = PrefixCache(blocks=16, block_size=SIZE)
 
     (grant,) = run(cache, WORDS, 0.0, lease(FIVE), quota=Quota(ceiling_blocks=2))
@@ -276,8 +277,8 @@ def test_a_promise_is_clipped_to_the_namespaces_ceiling() -> None:
     assert (grant.outcome, grant.tokens, grant.bound) == ("clipped", 4, "ceiling")
 
 
-def test_whoever_has_promised_all_it_may_can_still_ask() -> None:
-    """A payer at its ceiling with promises alone would be refused everything until they end."""
+def test_a_payer_with_all_its_promises_used_can_still_run() -> None:
+    """Otherwise a payer at its ceiling with promises alone would be refused until they end."""
     quota = Quota(ceiling_blocks=16)
     cache = PrefixCache(blocks=64, block_size=SIZE)
     for first in range(0, 1_000, 100):
@@ -288,8 +289,8 @@ def test_whoever_has_promised_all_it_may_can_still_ask() -> None:
     cache.check()
 
 
-def test_a_promise_is_clipped_to_what_its_plan_allows() -> None:
-    """Holding much and being promised much are two things."""
+def test_a_promise_is_clipped_to_the_quota_of_promises() -> None:
+    """Holding many blocks and being promised many are two limits."""
     cache = PrefixCache(blocks=16, block_size=SIZE)
 
     (grant,) = run(cache, WORDS, 0.0, lease(FIVE), quota=Quota(promised_blocks_max=1))
@@ -299,7 +300,7 @@ def test_a_promise_is_clipped_to_what_its_plan_allows() -> None:
 
 
 def test_a_promise_never_computed_lapses_with_its_request() -> None:
-    """A request that is cancelled in its prompt reserves nothing for ever."""
+    """A request that is cancelled during its prompt leaves no reservation."""
     cache = PrefixCache(blocks=8, block_size=SIZE)
     table = cache.begin(US, list(range(28)), 0.0, leases=(lease(FIVE, tokens=28),))
     cache.release(table, list(range(28)), 0.0)
@@ -309,8 +310,7 @@ def test_a_promise_never_computed_lapses_with_its_request() -> None:
     assert grant.outcome == "granted"
 
 
-def test_erasing_a_lease_leaves_what_another_covers() -> None:
-    """Two leases on one prefix: each can be withdrawn, and the other stands."""
+def test_erasing_a_lease_keeps_blocks_that_another_covers() -> None:
     cache = PrefixCache(blocks=16, block_size=SIZE)
     run(cache, WORDS, 0.0, lease(FIVE, tokens=4, lease_id="a"), lease(FIVE, lease_id="b"))
 

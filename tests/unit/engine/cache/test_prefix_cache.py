@@ -1,4 +1,4 @@
-"""The rules of engine/cache/README.md, by number, through the cache's door."""
+"""The rules of engine/cache/README.md, by number, through `PrefixCache`."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ US, THEM = b"us", b"them"
 
 
 def make(blocks: int = 16) -> PrefixCache:
-    """A cache of four-token blocks."""
+    """Make a cache of four-token blocks."""
     return PrefixCache(blocks=blocks, block_size=SIZE)
 
 
 def compute(cache: PrefixCache, table: BlockTable, tokens: list[int], now_s: float = 0.0) -> None:
-    """One step that computes all that is missing."""
+    """Run one step that computes all missing tokens."""
     assert cache.grow(table, len(tokens), now_s)
     cache.take_copies()
     cache.commit(table, tokens, len(tokens), now_s)
 
 
 def run(cache: PrefixCache, tokens: list[int], namespace: bytes = US, now_s: float = 0.0) -> int:
-    """A request from its beginning to its end: the tokens it found."""
+    """Run a request from beginning to end; return its cached tokens."""
     table = cache.begin(namespace, tokens, now_s)
     found = table.kv_tokens
     compute(cache, table, tokens, now_s)
@@ -39,12 +39,12 @@ def run(cache: PrefixCache, tokens: list[int], namespace: bytes = US, now_s: flo
 
 
 def words(count: int, first: int = 0) -> list[int]:
-    """`count` different tokens."""
+    """Return `count` different tokens."""
     return list(range(first, first + count))
 
 
 def test_rule_1_a_block_is_free_or_cached_or_pinned() -> None:
-    """Every block is in one of three states, and the three add up at each moment of its life."""
+    """Every block is in one of three states, and the counts always add up."""
     cache = make(8)
     table = cache.begin(US, words(8), 0.0)
     compute(cache, table, words(8))
@@ -59,7 +59,7 @@ def test_rule_1_a_block_is_free_or_cached_or_pinned() -> None:
 
 
 def test_rule_2_a_pinned_block_is_never_evicted() -> None:
-    """Whoever reads a block holds it, however great the pressure."""
+    """This holds under any pressure."""
     cache = make(4)
     table = cache.begin(US, words(12), 0.0)
     compute(cache, table, words(12))
@@ -70,7 +70,7 @@ def test_rule_2_a_pinned_block_is_never_evicted() -> None:
 
 
 def test_rule_3_a_shared_block_is_copied_before_it_is_written() -> None:
-    """A fork writes where its twin still reads."""
+    """A fork writes where the other still reads."""
     cache = make()
     table = cache.begin(US, words(6), 0.0)
     compute(cache, table, words(6))
@@ -86,7 +86,7 @@ def test_rule_3_a_shared_block_is_copied_before_it_is_written() -> None:
     assert fork.version > 0
 
 
-def test_rule_3_what_nobody_else_holds_is_written_in_place() -> None:
+def test_rule_3_a_block_with_one_holder_is_written_in_place() -> None:
     """The last of two forks needs no copy."""
     cache = make()
     table = cache.begin(US, words(6), 0.0)
@@ -99,16 +99,15 @@ def test_rule_3_what_nobody_else_holds_is_written_in_place() -> None:
     assert cache.take_copies() == ()
 
 
-def test_rule_4_the_tail_is_left_for_the_next_turn() -> None:
-    """The next turn of a conversation finds it to the last token, block or no block."""
+def test_rule_4_the_tail_is_kept_for_the_next_turn() -> None:
+    """The next turn of a conversation finds it to the last token."""
     cache = make()
     run(cache, words(10))
 
     assert run(cache, words(15)) == 10
 
 
-def test_rule_4_a_longer_tail_takes_the_place_of_a_shorter() -> None:
-    """One block holds what two would have said twice."""
+def test_rule_4_a_longer_tail_replaces_a_shorter() -> None:
     cache = make()
     run(cache, words(5))
     run(cache, words(7))
@@ -128,15 +127,15 @@ def test_rule_4_a_full_block_is_found_while_its_writer_runs() -> None:
 
 @pytest.mark.parametrize("shared", range(13))
 def test_rule_5_a_hit_is_exact_to_the_token(shared: int) -> None:
-    """Wherever a prompt leaves what is cached, there the hit ends."""
+    """The hit ends at the first token that differs."""
     cache = make()
     run(cache, words(12))
 
     assert run(cache, [*words(shared), *words(6, 100)]) == shared
 
 
-def test_rule_5_a_partial_hit_copies_and_leaves_the_block_alone() -> None:
-    """The two go on differently from the middle of a block."""
+def test_rule_5_a_partial_hit_copies_the_block() -> None:
+    """Two sequences continue differently from the middle of a block."""
     cache = make()
     run(cache, words(8))
 
@@ -148,8 +147,8 @@ def test_rule_5_a_partial_hit_copies_and_leaves_the_block_alone() -> None:
     assert copy.src != copy.dst
 
 
-def test_rule_5_a_partial_hit_is_given_up_where_there_is_no_block_for_it() -> None:
-    """A copy is worth a block, never a refusal."""
+def test_rule_5_a_partial_hit_is_dropped_without_a_free_block() -> None:
+    """The request itself is never refused for a copy."""
     cache = make(2)
     table = cache.begin(US, words(8), 0.0)
     compute(cache, table, words(8))
@@ -159,8 +158,8 @@ def test_rule_5_a_partial_hit_is_given_up_where_there_is_no_block_for_it() -> No
     assert other.kv_tokens == 4
 
 
-def test_rule_6_one_token_of_a_known_prompt_is_computed() -> None:
-    """Without a computed position there are no logits to draw from."""
+def test_rule_6_one_token_of_a_cached_prompt_is_computed() -> None:
+    """Without a computed position there are no logits to sample from."""
     cache = make()
     run(cache, words(8))
 
@@ -168,7 +167,7 @@ def test_rule_6_one_token_of_a_known_prompt_is_computed() -> None:
 
 
 def test_rule_9_the_least_recently_used_leaf_goes_first() -> None:
-    """Inside one namespace the order of eviction is the order of use."""
+    """Inside one namespace the default eviction order is the order of use."""
     cache = make(4)
     for first in (0, 100, 200, 300):
         run(cache, words(4, first), now_s=first)
@@ -179,7 +178,7 @@ def test_rule_9_the_least_recently_used_leaf_goes_first() -> None:
 
 
 def test_rule_11_equal_blocks_computed_twice_become_one() -> None:
-    """Two that raced end up on the same blocks, and the second copy is freed."""
+    """After a race both sequences use the same blocks, and the second copy is freed."""
     cache = make()
     first, second = cache.begin(US, words(8), 0.0), cache.begin(US, words(8), 0.0)
     compute(cache, first, words(8))
@@ -193,7 +192,7 @@ def test_rule_11_equal_blocks_computed_twice_become_one() -> None:
 
 
 def test_rule_12_nothing_is_found_before_it_is_committed() -> None:
-    """A step that fails leaves nothing behind."""
+    """A failed step leaves no cached block behind."""
     cache = make()
     table = cache.begin(US, words(8), 0.0)
     assert cache.grow(table, 8, 0.0)
@@ -205,7 +204,6 @@ def test_rule_12_nothing_is_found_before_it_is_committed() -> None:
 
 
 def test_rule_13_another_namespace_finds_nothing() -> None:
-    """The same words are other words in another namespace."""
     cache = make()
     run(cache, words(8))
 
@@ -214,7 +212,7 @@ def test_rule_13_another_namespace_finds_nothing() -> None:
 
 
 def test_a_request_may_neither_read_nor_write() -> None:
-    """Zero retention: nothing of it stays, and it takes nothing from others."""
+    """Zero retention: it leaves no block and uses none of others."""
     cache = make()
     run(cache, words(8))
 
@@ -227,7 +225,7 @@ def test_a_request_may_neither_read_nor_write() -> None:
 
 
 def test_growing_without_room_changes_nothing() -> None:
-    """The scheduler preempts and asks again: what it asked before must not have half happened."""
+    """The scheduler preempts and tries again, so the failed call must not have taken effect."""
     cache = make(3)
     table = cache.begin(US, words(8), 0.0)
     compute(cache, table, words(8))
@@ -238,8 +236,8 @@ def test_growing_without_room_changes_nothing() -> None:
     assert (table.blocks, table.version, cache.stats()) == before
 
 
-def test_releasing_twice_is_our_mistake() -> None:
-    """A second release would free blocks that are somebody else's by then."""
+def test_releasing_twice_is_an_invariant_violation() -> None:
+    """A second release would free blocks of another sequence."""
     cache = make()
     table = cache.begin(US, words(4), 0.0)
     cache.release(table, words(4), 0.0)
@@ -248,7 +246,7 @@ def test_releasing_twice_is_our_mistake() -> None:
         cache.release(table, words(4), 0.0)
 
 
-def test_erasing_a_namespace_leaves_others_alone() -> None:
+def test_erasing_a_namespace_keeps_the_others() -> None:
     """It goes at once, to the last block."""
     cache = make()
     run(cache, words(8))
@@ -260,8 +258,8 @@ def test_erasing_a_namespace_leaves_others_alone() -> None:
     assert cache.peek(THEM, words(8), 0.0).cached_tokens == 7
 
 
-def test_erasing_a_prefix_takes_what_follows_it() -> None:
-    """A document is forgotten with every question that was asked about it."""
+def test_erasing_a_prefix_erases_its_continuations() -> None:
+    """A document is erased together with every question about it."""
     cache = make()
     run(cache, [*words(8), 50, 51, 52, 53])
     run(cache, [*words(4), 60, 61, 62, 63])
@@ -273,7 +271,7 @@ def test_erasing_a_prefix_takes_what_follows_it() -> None:
 
 
 def test_an_erased_block_in_use_is_freed_with_its_last_reader() -> None:
-    """The reader goes on undisturbed, and brings nothing back."""
+    """The reader continues undisturbed, and commits nothing."""
     cache = make()
     table = cache.begin(US, words(8), 0.0)
     compute(cache, table, words(8))
@@ -286,8 +284,8 @@ def test_an_erased_block_in_use_is_freed_with_its_last_reader() -> None:
     assert cache.stats().free == 16
 
 
-def test_facts_tell_what_happened_without_the_words() -> None:
-    """Analytics and routing live on these; none carries a token."""
+def test_facts_report_counts_without_tokens() -> None:
+    """Analytics and routing read the facts."""
     told: list[Fact] = []
     cache = PrefixCache(blocks=2, block_size=SIZE, facts=told.append)
     run(cache, words(4))
@@ -302,8 +300,8 @@ def test_facts_tell_what_happened_without_the_words() -> None:
     assert BlocksErased(THEM, 2) in told
 
 
-def test_facts_tell_what_is_new_and_how_long_it_lived() -> None:
-    """Churn is counted from these: what was there already did not come again."""
+def test_facts_report_new_blocks_and_their_lifetime() -> None:
+    """Churn is counted from these; blocks that were cached already are not new."""
     told: list[Fact] = []
     cache = PrefixCache(blocks=2, block_size=SIZE, facts=told.append)
     for now_s, prompt, who in (
@@ -323,8 +321,8 @@ def test_facts_tell_what_is_new_and_how_long_it_lived() -> None:
     assert lived == [8.0]
 
 
-def test_others_floors_are_counted_as_taken() -> None:
-    """What can never run is refused at the door, not after a wait."""
+def test_floors_of_others_reduce_the_longest_sequence() -> None:
+    """A request that can never run is refused at admission, not after a wait."""
     cache = make(8)
     cache.release(cache.begin(THEM, [0], 0.0, quota=Quota(floor_blocks=6)), [0], 0.0)
 
@@ -334,7 +332,7 @@ def test_others_floors_are_counted_as_taken() -> None:
 
 
 def recount_s(namespaces: int) -> float:
-    """Processor time to check a pool that so many hold."""
+    """Return the processor time to check a pool that so many namespaces hold."""
     cache = make(20_000)
     for number in range(namespaces):
         run(cache, words(5, number), f"user {number}".encode())
@@ -343,14 +341,15 @@ def recount_s(namespaces: int) -> float:
     return time.process_time() - began_s
 
 
-def test_recounting_costs_what_there_is_however_many_hold_it() -> None:
-    """Going through all blocks for each namespace took a minute where every user has one, and a
-    watchdog ended it."""
+def test_the_cost_of_a_recount_does_not_grow_with_namespaces() -> None:
+    """A scan of all blocks per namespace took a minute with one namespace per user, and a watchdog
+    ended it.
+    """
     assert recount_s(4_000) < 10 * recount_s(1_000)
 
 
-def test_what_was_found_need_not_be_looked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The scheduler looks before it admits; a long prompt is not walked twice for it."""
+def test_begin_reuses_a_current_match(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scheduler looks up before it admits; a long prompt is not walked twice."""
     cache = make()
     run(cache, words(10))
     walk, walks = PrefixTree.match_blocks, []
@@ -368,8 +367,8 @@ def test_what_was_found_need_not_be_looked_for_again(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("change", ["more", "less", "none of it"])
-def test_what_was_found_before_a_change_is_not_believed(change: str) -> None:
-    """Between looking and beginning others may be preempted, and leave or lose what they had."""
+def test_begin_looks_up_again_after_a_change(change: str) -> None:
+    """Between lookup and begin other sequences may be preempted, and leave or lose blocks."""
     cache = make()
     run(cache, words(6))
     found = cache.find(US, words(12), 1.0)
@@ -384,8 +383,8 @@ def test_what_was_found_before_a_change_is_not_believed(change: str) -> None:
     cache.check()
 
 
-def test_what_was_found_in_a_namespace_that_was_forgotten_is_not_believed() -> None:
-    """Nor what was not found in one that is new since."""
+def test_begin_ignores_a_match_in_a_deleted_namespace() -> None:
+    """The same holds for an empty match in a namespace that is new since."""
     cache = make()
     nothing = cache.find(US, words(12), 1.0)
     run(cache, words(6))

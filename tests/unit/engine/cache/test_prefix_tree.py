@@ -1,4 +1,4 @@
-"""The tree of one namespace: whole blocks by lookup, the nearest one by bisection."""
+"""The prefix tree: whole blocks by lookup, the nearest partial block by bisection."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ runs = st.lists(st.integers(0, 2), min_size=4, max_size=4).map(tuple)
 
 
 def grow(tree: PrefixTree, tokens: Run, block: int) -> Node:
-    """Add what is missing of a path of whole blocks; its last node."""
+    """Add the missing nodes of a path of whole blocks; return its last node."""
     node = tree.root
     for at in range(0, len(tokens), tree.block_size):
         run = tokens[at : at + tree.block_size]
@@ -20,8 +20,8 @@ def grow(tree: PrefixTree, tokens: Run, block: int) -> Node:
     return node
 
 
-def test_the_walk_ends_where_the_prompt_leaves_the_tree() -> None:
-    """Whole blocks only; the rest is `nearest`'s."""
+def test_match_blocks_ends_where_the_prompt_leaves_the_tree() -> None:
+    """It matches whole blocks only; `longest_common_child` matches the rest."""
     tree = PrefixTree(2)
     grow(tree, (0, 1, 2, 3, 4, 5), 7)
 
@@ -31,8 +31,7 @@ def test_the_walk_ends_where_the_prompt_leaves_the_tree() -> None:
 
 
 @given(children=st.lists(runs, min_size=1, max_size=12, unique=True), wanted=runs)
-def test_the_nearest_child_has_the_longest_common_run(children: list[Run], wanted: Run) -> None:
-    """Bisection finds what looking at every child would find."""
+def test_bisection_finds_the_longest_common_child(children: list[Run], wanted: Run) -> None:
     tree = PrefixTree(4)
     for block, run in enumerate(children):
         tree.insert(tree.root, run, block)
@@ -45,7 +44,7 @@ def test_the_nearest_child_has_the_longest_common_run(children: list[Run], wante
 
 
 def test_a_longer_run_replaces_the_tail_it_extends() -> None:
-    """No sibling is a prefix of another: that is what makes bisection right."""
+    """No sibling is a prefix of another, which makes the bisection correct."""
     tree = PrefixTree(4)
     tail, _ = tree.insert(tree.root, (1, 2), 0)
     tree.insert(tree.root, (1, 3), 1)
@@ -58,8 +57,8 @@ def test_a_longer_run_replaces_the_tail_it_extends() -> None:
     assert tree.contains(node)
 
 
-def test_under_a_prefix_is_everything_that_starts_with_it() -> None:
-    """Erasure by words: also from the middle of a block."""
+def test_nodes_under_a_prefix_start_with_it() -> None:
+    """Erasure by tokens may start in the middle of a block."""
     tree = PrefixTree(2)
     grow(tree, (0, 1, 2, 3), 0)
     grow(tree, (0, 1, 2, 4), 1)
@@ -71,8 +70,8 @@ def test_under_a_prefix_is_everything_that_starts_with_it() -> None:
     assert tree.nodes_under((0, 1, 2, 3, 4, 4, 4)) == []
 
 
-def test_below_lists_children_before_parents_however_deep() -> None:
-    """A path of thousands of blocks is taken out without recursion."""
+def test_subtree_lists_children_before_parents_at_any_depth() -> None:
+    """A path of thousands of blocks is removed without recursion."""
     tree = PrefixTree(1)
     node = grow(tree, tuple(range(5000)), 0)
 
@@ -83,8 +82,8 @@ def test_below_lists_children_before_parents_however_deep() -> None:
     assert len(order) == 5001
 
 
-def test_equal_hashes_join_nothing() -> None:
-    """-1 and -2 have one hash in this language, and are two tokens all the same (T6)."""
+def test_equal_hashes_do_not_join_prefixes() -> None:
+    """-1 and -2 have the same hash in Python, and are two tokens (T6)."""
     tree = PrefixTree(1)
     first, _ = tree.insert(tree.root, (-1,), 0)
     second, _ = tree.insert(tree.root, (-2,), 1)

@@ -1,4 +1,6 @@
-"""Waiting for a twin that computes the same prefix, and never for long (rule 11)."""
+"""Prefix sharing: waiting for a leader that computes the same prefix, for a bounded time
+(rule 11).
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from tests.unit.engine.recorded_engine import Watched, tokens
 
 
 def test_a_prefix_in_the_making_is_computed_once() -> None:
-    """Rule 11. The second's hit counts as cached, and costs the engine its own tokens only."""
+    """Rule 11. The second request's hit counts as cached."""
     world = Watched()
     shared = tokens(24)
     world.ask("first", (*shared, 0, 1), max_tokens=1)
@@ -22,8 +24,10 @@ def test_a_prefix_in_the_making_is_computed_once() -> None:
     assert world.runner.computed_tokens == 26 + 2
 
 
-def test_prompts_that_part_at_once_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """256 that had one prefix were 32,640 comparisons of all of it, which took most of a second."""
+def test_prompts_that_differ_early_are_not_compared_in_full(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """256 prompts with one prefix were 32,640 full comparisons, most of a second."""
     compared: list[int] = []
 
     def common(a: Sequence, b: Sequence, size: int) -> int:
@@ -43,8 +47,8 @@ def test_prompts_that_part_at_once_are_not_compared(monkeypatch: pytest.MonkeyPa
     assert not compared
 
 
-def test_nobody_waits_for_another_namespace() -> None:
-    """What one tenant computes another may not even wait for: time tells too."""
+def test_a_request_never_waits_for_another_namespace() -> None:
+    """The waiting time would reveal another tenant's prompt."""
     world = Watched()
     world.ask("first", tokens(24), max_tokens=1)
     world.ask("second", tokens(24), max_tokens=1, namespace=b"m")
@@ -54,7 +58,7 @@ def test_nobody_waits_for_another_namespace() -> None:
     assert world.cached("second") == 0
 
 
-def test_nobody_waits_for_less_than_a_block_more_than_it_has() -> None:
+def test_a_request_waits_only_for_a_whole_further_block() -> None:
     """Three common tokens of four are not worth a wait."""
     world = Watched()
     world.ask("first", (0, 0, 0, 1, 1), max_tokens=1)
@@ -64,8 +68,8 @@ def test_nobody_waits_for_less_than_a_block_more_than_it_has() -> None:
     assert world.first_step_of("second") == 0
 
 
-def test_who_waits_goes_on_when_the_other_leaves() -> None:
-    """Cancelled in the middle of its prompt: what it had computed is found."""
+def test_followers_continue_when_their_leader_is_cancelled() -> None:
+    """They find the blocks that the leader had computed."""
     world = Watched()
     world.ask("first", tokens(40), max_tokens=1)
     world.ask("second", tokens(40), max_tokens=1)
@@ -77,8 +81,7 @@ def test_who_waits_goes_on_when_the_other_leaves() -> None:
     assert world.cached("second") == 16
 
 
-def test_who_waits_goes_on_when_the_other_gets_no_turn() -> None:
-    """A twin that is kept from computing must not keep its follower waiting with it."""
+def test_followers_continue_when_their_leader_stalls() -> None:
     world = Watched(step_tokens_max=8, sequences_max=16)
     world.ask("twin", tokens(40), max_tokens=1)
     world.step()
@@ -98,8 +101,7 @@ def test_who_waits_goes_on_when_the_other_gets_no_turn() -> None:
     world.settle()
 
 
-def test_cancelling_who_waits_leaves_the_other_alone() -> None:
-    """And nothing of it stays behind."""
+def test_cancelling_a_follower_keeps_its_leader_running() -> None:
     world = Watched()
     world.ask("first", tokens(24), max_tokens=1)
     world.ask("second", tokens(24), max_tokens=1)

@@ -1,4 +1,4 @@
-"""What is remembered of payers: the counters that fairness goes by."""
+"""The request queue: the payers' counters that fairness uses."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ def sequence(payer: bytes) -> Sequence:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_idle_payers_are_remembered_as_long_as_it_matters(seed: int) -> None:
-    """Whoever had more than all that are active must not come back as if it had had nothing; of
-    tens of thousands that have been here nobody else is kept, nor looked at when one goes."""
+def test_an_idle_payers_counter_is_kept_while_above_the_active_ones(seed: int) -> None:
+    """A payer with more service than all active ones must not return with a clean counter. The
+    counters of other idle payers are deleted, without a scan of them.
+    """
     chance, line = random.Random(seed), RequestQueue()
     live, expected = Counter[bytes](), dict[bytes, float]()
     for _ in range(400):
@@ -45,8 +46,8 @@ def test_idle_payers_are_remembered_as_long_as_it_matters(seed: int) -> None:
         assert line.served == expected
 
 
-class Watched(dict[bytes, float]):
-    """Counts how often it is read."""
+class CountedCounters(dict[bytes, float]):
+    """Counts how often a payer's counter is read."""
 
     reads = 0
 
@@ -55,13 +56,14 @@ class Watched(dict[bytes, float]):
         return super().__getitem__(payer)
 
 
-def test_who_comes_and_goes_does_not_look_at_all_that_are_active() -> None:
-    """Thousands of payers may wait; a request of one more costs what it cost before them, also
-    after a step that served hundreds."""
+def test_arrivals_and_departures_do_not_scan_active_payers() -> None:
+    """With thousands of waiting payers, a further request costs the same, also after a step that
+    served hundreds.
+    """
     line, payers = RequestQueue(), [b"%d" % i for i in range(2000)]
     for payer in payers:
         line.count_arrival(payer)
-    line.served = Watched(line.served)
+    line.served = CountedCounters(line.served)
     for payer in payers[:50]:
         line.charge(sequence(payer), 100)
     line.count_arrival(b"once")

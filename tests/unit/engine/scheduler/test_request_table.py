@@ -1,4 +1,4 @@
-"""Who is here, and how much of it waits."""
+"""The request table: live requests, and the waiting tokens among them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ def request(name: str, tokens: int) -> Request:
     return Request(name, (1,) * tokens, 1, CacheGrant(b"n"))
 
 
-def test_what_waits_is_counted_from_coming_to_starting() -> None:
-    """A queue has room for so many tokens; whoever ends unstarted makes room as well."""
+def test_tokens_count_as_waiting_from_arrival_to_start() -> None:
+    """A request that ends before it starts frees its room in the queue as well."""
     roster = RequestTable()
     first, second = roster.add(request("a", 3), 0.0), roster.add(request("b", 5), 0.0)
     counts = [roster.waiting_tokens]
@@ -30,8 +30,8 @@ def test_what_waits_is_counted_from_coming_to_starting() -> None:
     roster.check()
 
 
-def test_an_id_names_those_who_are_here() -> None:
-    """After the end it is free again, and its sequences answer to no number."""
+def test_an_id_names_a_live_request_only() -> None:
+    """After the end the id is free again, and its sequences have no id."""
     roster = RequestTable()
     work = roster.add(request("a", 1), 0.0)
     sequence = roster.add_sequence(work)
@@ -46,8 +46,8 @@ def test_an_id_names_those_who_are_here() -> None:
     assert len(roster) == 0
 
 
-def test_numbers_are_not_given_twice() -> None:
-    """A runner may still be told of a sequence whose request has ended."""
+def test_sequence_ids_are_not_reused() -> None:
+    """The runner may still have to be told about a sequence of a finished request."""
     roster = RequestTable()
     first = roster.add(request("a", 1), 0.0)
     number = roster.add_sequence(first).sequence_id
@@ -59,8 +59,7 @@ def test_numbers_are_not_given_twice() -> None:
     assert second.arrival > first.arrival
 
 
-def test_a_count_that_is_wrong_is_found() -> None:
-    """A request that started unseen."""
+def test_the_check_finds_a_wrong_count() -> None:
     roster = RequestTable()
     work = roster.add(request("a", 4), 0.0)
 

@@ -1,4 +1,4 @@
-"""The sums over the sequences that run are those over a walk of them."""
+"""The running set: its sums equal a walk over the running sequences."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def sequence(number: int, samples: int = 1, preemptions: int = 0) -> Sequence:
     return made
 
 
-def test_a_prompt_takes_the_places_of_its_samples_until_these_run() -> None:
-    """Otherwise they would find none when their prompt is computed."""
+def test_a_prompt_takes_a_batch_slot_per_sample() -> None:
+    """Otherwise its forks would find no slot when the prompt is computed."""
     running, prompt = RunningSet(PREEMPTIONS_MAX), sequence(0, samples=3)
     forks = [Sequence(prompt.parent, index, index) for index in (1, 2)]
 
@@ -38,8 +38,8 @@ def test_a_prompt_takes_the_places_of_its_samples_until_these_run() -> None:
     assert (before, together, running.batch_slots) == (3, 3, 2)
 
 
-def test_what_does_not_run_may_be_taken_out() -> None:
-    """A sequence ends wherever it stands."""
+def test_removing_a_sequence_that_does_not_run_is_allowed() -> None:
+    """A sequence may end in any state."""
     running = RunningSet(PREEMPTIONS_MAX)
     running.add(sequence(0))
 
@@ -49,8 +49,8 @@ def test_what_does_not_run_may_be_taken_out() -> None:
     assert running.batch_slots == 1
 
 
-def test_those_whose_blocks_nobody_takes_are_known() -> None:
-    """Each admission asks for them, and nearly always there is none."""
+def test_pinned_sequences_are_listed() -> None:
+    """Each admission reads the list, which is nearly always empty."""
     running = RunningSet(PREEMPTIONS_MAX)
     often = sequence(1, preemptions=PREEMPTIONS_MAX)
     for each in (sequence(0, preemptions=PREEMPTIONS_MAX - 1), often):
@@ -64,8 +64,7 @@ def test_those_whose_blocks_nobody_takes_are_known() -> None:
     running.check()
 
 
-def test_a_sum_that_is_wrong_is_found() -> None:
-    """A sample that forked unseen."""
+def test_the_check_finds_a_wrong_sum() -> None:
     running, prompt = RunningSet(PREEMPTIONS_MAX), sequence(0, samples=2)
     running.add(prompt)
 

@@ -1,6 +1,6 @@
-"""Who runs when: budget, order, fairness, preemption, and always getting on.
+"""The scheduler: budget, order, fairness, preemption, progress.
 
-`World` referees every step. What is looked at here is the plans the runner gets.
+`World` checks every step; these tests read the plans that the runner gets.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from tests.unit.engine.recorded_engine import Watched, tokens
 
 
 def test_a_step_never_exceeds_its_budget_and_a_prompt_its_chunk() -> None:
-    """The budget bounds the time of a step, the chunk how long decoding waits for one prompt."""
+    """The budget bounds the time of a step, the chunk bounds how long decoding waits for one
+    prompt.
+    """
     world = Watched()
     for index in range(5):
         world.ask(f"r{index}", tokens(30, index))
@@ -45,7 +47,7 @@ def test_decoding_goes_first() -> None:
 
 
 def test_no_more_sequences_run_than_configured() -> None:
-    """Samples to come count: a prompt is not begun if its forks would find no place."""
+    """Future samples count: a prompt does not start if its forks would find no slot."""
     world = Watched(sequences_max=4)
     world.ask("one", tokens(6, 1), max_tokens=8)
     world.ask("two", tokens(6, 2), samples=3, max_tokens=8)
@@ -57,7 +59,7 @@ def test_no_more_sequences_run_than_configured() -> None:
 
 
 def test_a_warm_prompt_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """256 of them come in one moment, and the step in which they begin waits for each look."""
+    """256 prompts arrive at once, and the step that starts them waits for each lookup."""
     world = Watched(sequences_max=8)
     world.ask("first", tokens(30), max_tokens=1)
     world.settle()
@@ -76,8 +78,12 @@ def test_a_warm_prompt_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> Non
     assert walks["warm"] == 4
 
 
-def test_nobody_is_asked_while_every_place_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step is as long with five hundred waiting as with none. Who ranks higher is let in."""
+def test_no_waiting_request_is_looked_up_while_the_batch_is_full(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A step takes as long with five hundred waiting requests as with none. A request of higher
+    priority still gets in.
+    """
     world = Watched(sequences_max=2)
     for index in range(20):
         world.ask(f"r{index}", tokens(6, index), max_tokens=12)
@@ -117,8 +123,8 @@ def test_order_is_priority_then_deadline_then_arrival() -> None:
     assert order == ["urgent", "due soon", "due later", "first", "late"]
 
 
-def test_a_higher_priority_takes_a_place_in_a_full_batch() -> None:
-    """Work that can wait does not keep out work that cannot. It loses nothing but time."""
+def test_a_higher_priority_takes_a_slot_in_a_full_batch() -> None:
+    """The preempted request loses only time."""
     world = Watched(sequences_max=2)
     world.ask("batch 1", tokens(8, 1), max_tokens=20)
     world.ask("batch 2", tokens(8, 2), max_tokens=20)
@@ -131,7 +137,7 @@ def test_a_higher_priority_takes_a_place_in_a_full_batch() -> None:
 
 
 def test_a_flood_from_one_namespace_does_not_keep_another_waiting() -> None:
-    """Rule 13: arrival counts only inside a namespace."""
+    """Rule 13: arrival order counts only inside a namespace."""
     world = Watched(sequences_max=2)
     for index in range(12):
         world.ask(f"flood{index}", tokens(8, index), max_tokens=2)
@@ -151,8 +157,9 @@ def test_a_flood_from_one_namespace_does_not_keep_another_waiting() -> None:
 def test_two_backlogged_namespaces_get_their_shares(
     ours: list[tuple[int, int]], theirs: list[tuple[int, int]], weight: float
 ) -> None:
-    """T13: while both wait, service per weight differs by at most twice the larger of one slice
-    and one batch (Sheng et al., OSDI 2024)."""
+    """T13: while both wait, service per weight differs by at most twice the larger of one slice and
+    one batch (Sheng et al., OSDI 2024).
+    """
     world = Watched(sequences_max=4, blocks=200, queue_requests_max=100)
     for name, asked in (("a", ours), ("b", theirs)):
         for index, (prompt, output) in enumerate(asked):
@@ -177,9 +184,10 @@ def test_two_backlogged_namespaces_get_their_shares(
         assert apart <= 2 * max(24, outputs)
 
 
-def test_a_payer_has_one_turn_however_many_namespaces_it_makes() -> None:
-    """Else a client that makes up a key for each prompt would be served as often as all others
-    together."""
+def test_all_namespaces_of_a_payer_share_one_turn() -> None:
+    """Otherwise a client that makes up a key for each prompt would be served as often as all others
+    together.
+    """
     world = Watched(sequences_max=2, blocks=200, queue_requests_max=100)
     for index in range(12):
         own = (*tokens(4, index), *tokens(16))
@@ -195,8 +203,8 @@ def test_a_payer_has_one_turn_however_many_namespaces_it_makes() -> None:
     assert abs(served["m"] - served["o"]) <= 2 * 24
 
 
-def test_a_namespace_that_was_idle_has_saved_nothing_up() -> None:
-    """Its counter is lifted to the lowest active one, or it would shut the others out."""
+def test_an_idle_namespace_saves_up_no_service() -> None:
+    """Its counter is lifted to the lowest active one; otherwise it would shut the others out."""
     world = Watched(sequences_max=2, blocks=200)
     world.ask("early", tokens(4, 1), max_tokens=1, namespace=b"back")
     for index in range(16):
@@ -218,7 +226,7 @@ def test_a_namespace_that_was_idle_has_saved_nothing_up() -> None:
 
 
 def test_a_shared_prefix_needs_room_once() -> None:
-    """Eight tables over one prefix of ten blocks and two blocks each of their own fit 30 blocks."""
+    """Eight tables over one prefix of ten blocks, with two private blocks each, fit 30 blocks."""
     world = Watched(blocks=30, sequences_max=8, step_tokens_max=64)
     shared = tokens(40)
     world.ask("warm", shared, max_tokens=1)
@@ -234,7 +242,7 @@ def test_a_shared_prefix_needs_room_once() -> None:
 
 
 def test_the_oldest_is_never_preempted() -> None:
-    """Somebody always gets to the end, and its blocks come free."""
+    """So one sequence always finishes and frees its blocks."""
     world = Watched(blocks=9)
     for index in range(4):
         world.ask(f"r{index}", tokens(6, index), max_tokens=24)
@@ -245,7 +253,7 @@ def test_the_oldest_is_never_preempted() -> None:
 
 
 def test_the_oldest_is_not_preempted_though_its_namespace_borrows_most() -> None:
-    """Share decides between the others."""
+    """The share decides between the other sequences."""
     world = Watched(blocks=12)
     world.ask("old", tokens(28), max_tokens=12, namespace=b"large")
     world.step()
@@ -258,7 +266,7 @@ def test_the_oldest_is_not_preempted_though_its_namespace_borrows_most() -> None
 
 
 def test_lower_priority_is_preempted_first_however_old() -> None:
-    """Priority stands above age."""
+    """Priority comes before age."""
     world = Watched(blocks=9)
     world.ask("old", tokens(6, 1), max_tokens=20)
     world.step()
@@ -269,9 +277,10 @@ def test_lower_priority_is_preempted_first_however_old() -> None:
     assert world.preemptions("old") > 0
 
 
-def test_a_low_ceiling_leaves_others_their_next_blocks_nowhere_but_in_the_pool() -> None:
-    """Who runs is left a block each to go on with. Of a payer that may have eight, seven others
-    would otherwise keep every request from running, in a pool that is nearly empty."""
+def test_blocks_kept_for_other_payers_do_not_count_under_a_ceiling() -> None:
+    """Each running sequence keeps a block to continue with. Under a payer's ceiling of eight, seven
+    sequences of others would otherwise block every request in a nearly empty pool.
+    """
     world = Watched(blocks=200, step_tokens_max=64)
     for index in range(7):
         world.ask(f"r{index}", tokens(6, index), max_tokens=60, namespace=bytes([index]))
@@ -283,8 +292,8 @@ def test_a_low_ceiling_leaves_others_their_next_blocks_nowhere_but_in_the_pool()
     assert world.first_step_of("low") == 1
 
 
-def test_who_waits_at_its_own_ceiling_preempts_nobody_elses() -> None:
-    """Blocks of others do not help it, whatever its priority; of its own payer they do."""
+def test_a_request_at_its_ceiling_preempts_only_its_own_payer() -> None:
+    """Blocks of other payers do not help it, whatever its priority."""
     world, low = Watched(blocks=40), Quota(ceiling_blocks=6)
     for index in range(2):
         world.ask(f"r{index}", tokens(5, index), max_tokens=30, namespace=bytes([index]))
@@ -299,8 +308,8 @@ def test_who_waits_at_its_own_ceiling_preempts_nobody_elses() -> None:
     assert [world.preemptions(name) for name in ("r0", "r1", "u0", "u1")] == [0] * 4
 
 
-def test_nobody_is_preempted_for_what_all_of_them_could_not_give() -> None:
-    """It would have stopped for nothing, and be preempted again as soon as it came back."""
+def test_no_preemption_where_all_victims_together_would_not_be_enough() -> None:
+    """The victim would have stopped for nothing, again and again."""
     world = Watched(blocks=20, step_tokens_max=64, prefill_chunk_tokens_max=64)
     world.ask("large", tokens(50, 1), max_tokens=10, priority=1)
     world.ask("small", tokens(5, 2), max_tokens=10, namespace=b"s")
@@ -312,9 +321,10 @@ def test_nobody_is_preempted_for_what_all_of_them_could_not_give() -> None:
     assert world.first_step_of("urgent") > world.first_step_of("small")
 
 
-def test_nobody_inside_its_floor_is_preempted_for_anothers_blocks() -> None:
-    """What it gives back stays its own, but for blocks that were not full yet: those were lost to
-    its floor. Here a promise has what the one that runs longest would need."""
+def test_a_payer_inside_its_floor_is_not_preempted_for_others() -> None:
+    """Its freed blocks stay its own, except blocks that were not full yet, which its floor would
+    lose. In this test a promise holds the blocks that the longest-running sequence needs.
+    """
     world = Watched(blocks=16)
     kept = LeaseRequest(28, Retention("kept", promise_s=1e6))
     promised = CacheGrant(b"kept", leases=(kept,))
@@ -335,7 +345,7 @@ def test_nobody_inside_its_floor_is_preempted_for_anothers_blocks() -> None:
 
 
 def test_preemption_costs_the_client_nothing() -> None:
-    """Output and cached tokens are what they would have been; the work again is counted apart."""
+    """Output and cached tokens stay the same; recomputation is counted apart."""
     world = Watched(blocks=9)
     for index in range(3):
         world.ask(f"r{index}", tokens(6, index), max_tokens=24, namespace=bytes([index]))
@@ -349,9 +359,10 @@ def test_preemption_costs_the_client_nothing() -> None:
     assert sum(f.usage.recomputed_tokens for f in finals if f is not None) > 0
 
 
-def test_a_sample_alone_needs_no_copy_of_its_own_tail() -> None:
-    """A sample that was preempted must not leave the tail that its sibling writes to the tree: the
-    sibling would have to copy it, into a block that nobody has counted."""
+def test_a_sample_alone_does_not_copy_its_own_tail() -> None:
+    """A preempted sample must not leave the tail that its sibling writes to the tree: the sibling
+    would have to copy it into a block that no admission has counted.
+    """
     world = Watched(blocks=4)
     world.ask("r", tokens(13), samples=2, max_tokens=2)
     world.settle()
@@ -401,7 +412,7 @@ def test_every_admissible_request_finishes(
     preemptions_max: int,
     ceiling: bool,
 ) -> None:
-    """No livelock (I16): whatever fits alone gets to its end, and nobody is preempted for ever."""
+    """No livelock (I16): a request that fits alone finishes, and none is preempted for ever."""
     world = Watched(blocks=blocks, depth=depth, preemptions_max=preemptions_max, step_tokens_max=6)
     quota = Quota(ceiling_blocks=max(2, blocks // 2)) if ceiling else Quota()
     for index, (prompt, output, namespace, samples, pause) in enumerate(asked):

@@ -1,4 +1,4 @@
-"""Sequences: how far they are, what they still want, and what they used."""
+"""Sequences: their progress, the tokens left to compute, and usage."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from engine.scheduler.sequence import ActiveRequest, Sequence, common_tokens
 def make_sequence(
     tokens: list[int], *, max_tokens: int = 4, arrival: int = 0, priority: int = 0
 ) -> Sequence:
-    """The first sequence of a request received at second 10."""
+    """Return the first sequence of a request received at second 10."""
     request = Request("r", tuple(tokens), max_tokens, CacheGrant(b"n"), priority=priority)
     work = ActiveRequest(request, arrival, 10.0)
     work.sequences.append(Sequence(work, 0, 0))
     return work.sequences[0]
 
 
-def test_a_new_sequence_wants_its_whole_prompt_computed() -> None:
-    """There is no prefill: only a number that is still below the length."""
+def test_a_new_sequence_has_its_whole_prompt_to_compute() -> None:
+    """Prefill is no state: `computed` is below the length."""
     sequence = make_sequence([1, 2, 3])
 
     assert (sequence.tokens_to_compute, sequence.is_schedulable, sequence.is_decoding) == (
@@ -47,21 +47,20 @@ def test_a_token_in_flight_counts_towards_the_length() -> None:
     assert (sequence.length, sequence.tokens_to_compute, sequence.is_decoding) == (4, 1, True)
 
 
-def test_nothing_is_computed_past_the_last_token_known_by_counting() -> None:
-    """The last of `max_tokens` is drawn in flight: a further row would be wasted for certain."""
+def test_no_row_follows_the_last_of_max_tokens() -> None:
+    """While it is in flight, a further row would certainly be wasted."""
     sequence = make_sequence([1], max_tokens=2)
     sequence.output_tokens, sequence.in_flight, sequence.computed = 1, 1, 1
 
     assert not sequence.is_schedulable
 
 
-def test_a_request_for_no_output_still_computes_its_prompt() -> None:
-    """A prewarm."""
+def test_a_prewarm_computes_its_prompt() -> None:
     assert make_sequence([1, 2], max_tokens=0).is_schedulable
 
 
 def test_rank_is_priority_then_arrival() -> None:
-    """Lower is served first and preempted last."""
+    """The lower rank is served first and preempted last."""
     old, new = make_sequence([1], arrival=1), make_sequence([1], arrival=2)
     urgent = make_sequence([1], arrival=3, priority=1)
 
@@ -76,7 +75,7 @@ def test_rank_is_priority_then_arrival() -> None:
 def test_common_tokens_are_the_longest_equal_whole_blocks(
     a: list[int], b: list[int], size: int
 ) -> None:
-    """Bisection against counting. One token of each is left to compute, for its logits."""
+    """Bisection against counting. One token of each sequence is left to compute, for its logits."""
     expected = 0
     while a[: expected + size] == b[: expected + size]:
         if expected + size > min(len(a), len(b)) - 1:
@@ -88,7 +87,7 @@ def test_common_tokens_are_the_longest_equal_whole_blocks(
 
 @pytest.mark.parametrize(("started_s", "queue_s"), [(None, 5.0), (12.0, 2.0)])
 def test_usage_counts_the_time_in_the_queue(started_s: float | None, queue_s: float) -> None:
-    """A request that never started waited until now."""
+    """A request that never started has waited until now."""
     work = make_sequence([1]).parent
     work.started_at_s = started_s
 

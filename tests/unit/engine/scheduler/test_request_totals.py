@@ -1,4 +1,4 @@
-"""What is counted of requests is what a walk over them finds."""
+"""Request totals: the counts equal a walk over the requests."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def request(chance: random.Random) -> Request:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_counts_are_those_of_a_walk_over_the_requests(seed: int) -> None:
-    """And whoever looks at the namespaces that have moved alone has missed nothing."""
+def test_totals_equal_a_walk_over_the_requests(seed: int) -> None:
+    """A reader of the changed namespaces alone misses nothing."""
     chance, tally = random.Random(seed), RequestTotals()
     here: list[Request] = []
     known: dict[bytes, int] = {}
@@ -39,8 +39,8 @@ def test_counts_are_those_of_a_walk_over_the_requests(seed: int) -> None:
     assert tally.tokens == sum(len(one.tokens) for one in here)
 
 
-def test_a_request_that_was_not_counted_is_found() -> None:
-    """The recount is of the namespaces too."""
+def test_the_check_finds_an_uncounted_request() -> None:
+    """The check recounts each namespace too."""
     tally, (one, other) = (
         RequestTotals(),
         (Request("r", (1,), 1, CacheGrant(name)) for name in (b"a", b"b")),
