@@ -1,4 +1,4 @@
-"""A refereed engine whose plans are remembered, for tests of who runs when."""
+"""A checked engine that records its plans, for tests of the schedule."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from tests.checkers import World
 GREEDY = Sampling(temperature=0)
 
 
-class Watched(World):
-    """A world that remembers its plans by request id."""
+class RecordedWorld(World):
+    """A world that records its plans by request id."""
 
     def __init__(self, *, blocks: int = 64, depth: int = 1, **config: Any) -> None:
         settings: dict[str, Any] = {
@@ -60,22 +60,22 @@ class Watched(World):
         self.submit(Request(**(settings | wanted)))
 
     def first_step_of(self, name: str) -> int:
-        """The index of the first step that had a row of it."""
+        """Return the index of the first step with a row of the request."""
         return next(index for index, row in enumerate(self.rows) if name in row)
 
     def cached(self, name: str) -> int:
-        """Prompt tokens it found."""
+        """Return the request's cached prompt tokens."""
         final = self.streams[name].finished
         assert final is not None
         return final.usage.cached_tokens
 
     def preemptions(self, name: str) -> int:
-        """How often it lost its blocks."""
+        """Return how often the request was preempted."""
         final = self.streams[name].finished
         assert final is not None
         return final.usage.preemptions
 
 
 def tokens(count: int, seed: int = 0) -> tuple[int, ...]:
-    """A prompt over two tokens that differs from other seeds' in its first block."""
+    """Return a prompt over two tokens whose first block differs between seeds."""
     return tuple((seed >> k) & 1 for k in range(4)) + tuple(k * k % 7 % 2 for k in range(count - 4))

@@ -1,4 +1,4 @@
-"""The wire codec: whatever the pieces, the same messages; whatever the garbage, one typed error."""
+"""The wire codec: any split gives the same messages; any garbage gives one typed error."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ COMMANDS: list[Upward] = [
 
 
 @given(st.lists(st.sampled_from(COMMANDS), max_size=6), st.lists(st.integers(1, 40)))
-def test_messages_survive_any_cut(sent: list[Upward], cuts: list[int]) -> None:
-    """A socket cuts where it likes, in the length too."""
+def test_messages_survive_any_split(sent: list[Upward], cuts: list[int]) -> None:
+    """A socket splits anywhere, in the length too."""
     data = b"".join(encode(message) for message in sent)
     decoder = upward_decoder()
     read: list[Upward] = []
@@ -68,14 +68,14 @@ def test_messages_survive_any_cut(sent: list[Upward], cuts: list[int]) -> None:
 
 
 @pytest.mark.parametrize("token_id", [-1, 2**32])
-def test_a_token_id_that_is_not_of_four_bytes_is_not_sent(token_id: int) -> None:
-    """Whoever asked hears of it; the connection lives on."""
+def test_a_token_id_beyond_four_bytes_is_not_sent(token_id: int) -> None:
+    """The caller gets an error; the connection stays open."""
     with pytest.raises(FrameError):
         encode(Submit(Request("a", (1, token_id), 4, CacheGrant(b"n"))))
 
 
 def test_half_a_token_id_is_a_frame_error() -> None:
-    """Packed ids come four bytes each, or from nobody we know."""
+    """Packed ids have four bytes each."""
     packed = PackedSubmit(Request("a", (), 4, CacheGrant(b"n")), b"12345")
     body = msgspec.msgpack.encode(packed)
 
@@ -100,7 +100,7 @@ def test_a_frame_carries_a_whole_step() -> None:
 
 @given(st.binary(min_size=1, max_size=64))
 def test_garbage_is_one_typed_error_and_breaks_the_decoder(body: bytes) -> None:
-    """Nothing that follows garbage can be trusted, and no other exception may leave the codec."""
+    """No byte after garbage can be trusted, and no other exception leaves the codec."""
     data = struct.pack("<I", len(body)) + body
     decoder = upward_decoder()
     try:
@@ -112,8 +112,8 @@ def test_garbage_is_one_typed_error_and_breaks_the_decoder(body: bytes) -> None:
         assert msgspec.msgpack.decode(body, type=Upward)
 
 
-def test_an_error_does_not_repeat_what_came() -> None:
-    """What is no message may hold a prompt, and errors are logged."""
+def test_an_error_does_not_repeat_the_input() -> None:
+    """The input may hold a prompt, and errors are logged."""
     body = msgspec.msgpack.encode({"type": "PLANTED-SECRET", "PLANTED-SECRET": 1})
 
     with pytest.raises(FrameError) as caught:
@@ -123,14 +123,14 @@ def test_an_error_does_not_repeat_what_came() -> None:
     assert isinstance(caught.value, EngineError)
 
 
-def test_a_length_over_the_limit_is_refused_before_its_bytes_come() -> None:
-    """A peer must not make us gather 4 GiB."""
+def test_a_length_over_the_limit_is_refused_before_its_bytes_arrive() -> None:
+    """A peer must not make the codec buffer 4 GiB."""
     with pytest.raises(FrameError):
         list(upward_decoder().feed(struct.pack("<I", FRAME_BYTES_MAX + 1)))
 
 
-def test_a_command_is_not_an_answer() -> None:
-    """Each side takes only what the other may say."""
+def test_a_client_does_not_accept_a_command() -> None:
+    """Each side accepts only the other side's messages."""
     command: Command = Cancel("a")
 
     with pytest.raises(FrameError):
@@ -138,7 +138,7 @@ def test_a_command_is_not_an_answer() -> None:
 
 
 def test_deep_nesting_is_a_frame_error() -> None:
-    """Recursion must end in our own error."""
+    """Recursion must end in the codec's own error."""
     body = b"\x91" * 100_000 + b"\x01"
 
     with pytest.raises(FrameError):
@@ -146,7 +146,7 @@ def test_deep_nesting_is_a_frame_error() -> None:
 
 
 def test_a_newer_hello_is_still_understood() -> None:
-    """So that a version that has more to say hears that we speak another."""
+    """A peer with a newer version must be able to report the mismatch."""
     body = msgspec.msgpack.encode(
         {"type": "hello", "version": 99, "model_dir": "m", "compression": "zstd"}
     )

@@ -49,9 +49,8 @@ print("to its end")
 """
 
 
-def test_once_it_is_deaf_no_signal_is_an_error_or_an_end() -> None:
-    """While handlers go, while the loop is closed, and after it: who asks twice asks for what is
-    happening."""
+def test_signals_during_the_end_are_ignored() -> None:
+    """While handlers are removed, while the loop closes, and afterwards."""
     done = subprocess.run(
         (sys.executable, "-c", PROGRAM), capture_output=True, timeout=60, check=False
     )

@@ -1,4 +1,4 @@
-"""Engines of a few blocks over the token oracle, and small things asked of them."""
+"""Engines of a few blocks over the token oracle, and small requests to them."""
 
 from __future__ import annotations
 

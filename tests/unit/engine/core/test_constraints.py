@@ -1,7 +1,7 @@
-"""Requests under a grammar, through the whole brain over the token oracle, at both depths.
+"""Requests under a grammar, through core over the token oracle, at both pipeline depths.
 
-`World` compares every output with what its grammar lets the sequence draw alone. A test here adds
-what only its own story promises.
+`World` compares every output with the tokens that the sequence samples alone under its grammar;
+each test adds one behaviour.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def make_world(depth: int, *, polls: int = 0, blocks: int = 16, **config: Any) -
 
 
 class SmallBounds(PatientGrammars):
-    """Compiles under bounds that are soon met."""
+    """A grammar source whose bounds are soon exceeded."""
 
     def take_ready(self) -> list[tuple[str, Outcome]]:
         small = letters(GrammarLimits(lexer_states_max=12))
@@ -71,7 +71,7 @@ def final(world: World, name: str) -> Finished:
     return event
 
 
-def test_a_sample_whose_text_is_whole_ends_as_stop(depth: int) -> None:
+def test_a_sample_with_a_complete_text_ends_as_stop(depth: int) -> None:
     """Nothing can follow, so neither an end token nor a further step is needed."""
     world = make_world(depth)
 
@@ -84,8 +84,8 @@ def test_a_sample_whose_text_is_whole_ends_as_stop(depth: int) -> None:
     assert final(world, "r").ending == "done"
 
 
-def test_a_text_that_is_cut_short_says_so(depth: int) -> None:
-    """`max_tokens` is the client's own; half a document must not look like a whole one."""
+def test_a_truncated_text_ends_as_length(depth: int) -> None:
+    """The client set `max_tokens`; half a document must not look complete."""
     world = make_world(depth)
 
     world.submit(ask("r", PAIRS, max_tokens=5))
@@ -95,7 +95,7 @@ def test_a_text_that_is_cut_short_says_so(depth: int) -> None:
 
 
 def test_an_end_token_comes_only_where_the_text_may_end(depth: int) -> None:
-    """An end in the middle of a document is the commonest way to break it."""
+    """An end in the middle of a document is the most common way to break it."""
     world = make_world(depth)
 
     for seed in range(20):
@@ -117,8 +117,8 @@ def test_an_end_token_comes_only_where_the_text_may_end(depth: int) -> None:
     assert all(output.index(END) == len(output) - 1 for output in ended)
 
 
-def test_an_end_token_ends_even_one_that_does_not_count_it_as_a_stop(depth: int) -> None:
-    """The text is over: going on would draw from a grammar that has no more to say."""
+def test_an_end_token_ends_a_sample_without_stop_tokens(depth: int) -> None:
+    """The text is over: the grammar allows no further token."""
     world = make_world(depth)
 
     world.submit(ask("r", Grammar("regex", "a{0}"), stop_token_ids=()))
@@ -128,8 +128,8 @@ def test_an_end_token_ends_even_one_that_does_not_count_it_as_a_stop(depth: int)
     assert final(world, "r").ending == "done"
 
 
-def test_no_sample_ends_before_its_least_number_of_tokens_if_it_can_go_on(depth: int) -> None:
-    """`min_tokens` holds the end back; a text that cannot go on ends all the same."""
+def test_min_tokens_delays_the_end_while_the_text_can_continue(depth: int) -> None:
+    """A text that cannot continue ends all the same."""
     world = make_world(depth)
 
     world.submit(ask("long", Grammar("regex", "a*"), min_tokens=7, stop_token_ids=(END,)))
@@ -141,8 +141,8 @@ def test_no_sample_ends_before_its_least_number_of_tokens_if_it_can_go_on(depth:
     assert final(world, "short").ending == "done"
 
 
-def test_a_dead_end_fails_its_own_request_alone(depth: int) -> None:
-    """No token of the model can go on: the client hears it, and its neighbours hear nothing."""
+def test_a_dead_end_fails_only_its_own_request(depth: int) -> None:
+    """No token of the model can continue the text."""
     world = make_world(depth)
 
     world.submit(ask("lost", NOWHERE))
@@ -158,7 +158,7 @@ def test_a_dead_end_fails_its_own_request_alone(depth: int) -> None:
     assert (final(world, "free").ending, final(world, "held").ending) == ("done", "done")
 
 
-def test_every_sample_follows_the_grammar_by_itself(depth: int) -> None:
+def test_every_sample_has_its_own_matcher(depth: int) -> None:
     """Forks share a prompt, not a place in the grammar."""
     world = make_world(depth)
 
@@ -170,8 +170,8 @@ def test_every_sample_follows_the_grammar_by_itself(depth: int) -> None:
     assert all(len(output) == (3 if output[2] == 0 else 6) for output in outputs)
 
 
-def test_a_preempted_sample_goes_on_where_it_was(depth: int) -> None:
-    """What has to be recomputed is KV; the place in the grammar is kept."""
+def test_a_preempted_sample_keeps_its_place_in_the_grammar(depth: int) -> None:
+    """Only KV is recomputed."""
     world = make_world(depth, blocks=12, preemptions_max=3)
 
     for name in ("a", "b", "c"):
@@ -182,8 +182,8 @@ def test_a_preempted_sample_goes_on_where_it_was(depth: int) -> None:
     assert [len(world.streams[name].outputs[0]) for name in "abc"] == [30, 30, 30]
 
 
-def test_a_constrained_sample_has_one_token_in_flight_and_others_run_on() -> None:
-    """With two steps in flight it takes every other one; its neighbours lose nothing."""
+def test_a_constrained_sample_has_one_token_in_flight() -> None:
+    """With two steps in flight it runs in every other one; its neighbours run in each."""
     world = make_world(2)
     world.submit(ask("held", LONG, max_tokens=10))
     world.submit(ask("free", None, max_tokens=20))
@@ -194,8 +194,8 @@ def test_a_constrained_sample_has_one_token_in_flight_and_others_run_on() -> Non
     assert len(world.streams["free"].outputs[0]) >= 17
 
 
-def test_nobody_waits_for_a_grammar_but_its_own_request(depth: int) -> None:
-    """Compiling is somebody else's time: the engine steps on."""
+def test_only_its_own_request_waits_for_a_grammar(depth: int) -> None:
+    """The engine steps on while the grammar is compiled."""
     world = make_world(depth, polls=12)
     world.submit(ask("slow", PAIRS))
     world.submit(ask("free", None, max_tokens=6))
@@ -210,8 +210,7 @@ def test_nobody_waits_for_a_grammar_but_its_own_request(depth: int) -> None:
     assert final(world, "slow").ending == "done"
 
 
-def test_an_engine_that_only_compiles_is_not_taken_to_be_stuck(depth: int) -> None:
-    """A request that cannot run yet is no request that cannot run."""
+def test_waiting_for_a_grammar_is_no_stall(depth: int) -> None:
     world = make_world(depth, polls=15)
 
     world.submit(ask("r", PAIRS))
@@ -222,7 +221,7 @@ def test_an_engine_that_only_compiles_is_not_taken_to_be_stuck(depth: int) -> No
 
 @pytest.mark.parametrize("how", ["cancel", "deadline", "drain"])
 def test_a_request_may_end_while_its_grammar_is_compiled(depth: int, how: str) -> None:
-    """Each way out has one final event, and the grammar that comes later finds nobody."""
+    """Each ending has one final event, and the late grammar is dropped."""
     world = make_world(depth, polls=6)
     world.submit(ask("r", PAIRS, deadline_s=1.0 if how == "deadline" else None))
     world.step()
@@ -239,8 +238,8 @@ def test_a_request_may_end_while_its_grammar_is_compiled(depth: int, how: str) -
     assert world.grammars.take_ready() == []
 
 
-def test_an_id_used_again_gets_its_own_grammar(depth: int) -> None:
-    """A cancelled request's grammar, ready by then, must not be its successor's."""
+def test_a_reused_id_gets_its_own_grammar(depth: int) -> None:
+    """A cancelled request's grammar, ready by then, must not go to its successor."""
     world = make_world(depth, polls=0)
     world.core.submit(ask("r", Grammar("regex", "b{3}")))
     world.core.cancel("r")
@@ -252,8 +251,8 @@ def test_an_id_used_again_gets_its_own_grammar(depth: int) -> None:
     assert world.streams["r"].outputs == [[0, 1, 0, 1, 0, 1]]
 
 
-def test_a_wrong_grammar_is_the_callers_mistake(depth: int) -> None:
-    """Refused before it is scheduled, with what is wrong about it."""
+def test_an_invalid_grammar_is_refused(depth: int) -> None:
+    """It is refused before it is scheduled, with the reason."""
     world = make_world(depth)
 
     world.submit(ask("r", Grammar("regex", "(a")))
@@ -264,8 +263,7 @@ def test_a_wrong_grammar_is_the_callers_mistake(depth: int) -> None:
     assert world.streams["r"].started is None
 
 
-def test_an_engine_without_grammars_says_so(depth: int) -> None:
-    """A request that wants what cannot be given must not get something else."""
+def test_an_engine_without_grammars_refuses_a_grammar(depth: int) -> None:
     world = make_world(depth)
     world.core.constraints = Constraints()
 
@@ -278,7 +276,7 @@ def test_an_engine_without_grammars_says_so(depth: int) -> None:
 
 
 def test_a_stop_string_ends_a_constrained_sample(depth: int) -> None:
-    """The gateway may end any sample, whatever its grammar still wants."""
+    """The gateway may end any sample, even if its grammar requires more text."""
     world = make_world(depth)
     world.submit(ask("r", LONG))
     while len(world.streams["r"].outputs[0]) < 4:
@@ -291,8 +289,7 @@ def test_a_stop_string_ends_a_constrained_sample(depth: int) -> None:
     assert final(world, "r").usage.output_tokens == 3
 
 
-def test_what_becomes_too_big_on_its_way_fails_and_is_not_used_again(depth: int) -> None:
-    """A bound met while tokens are drawn is that request's failure, and known from then on."""
+def test_a_grammar_that_grows_too_big_fails_and_is_refused_later(depth: int) -> None:
     bomb = Grammar("regex", "[ab]*a[ab]{12}")
     source = SmallBounds()
     world = make_world(depth)
@@ -309,7 +306,7 @@ def test_what_becomes_too_big_on_its_way_fails_and_is_not_used_again(depth: int)
 
 
 class SlowMasks(MaskFiller):
-    """Masks of matchers made of `slow` take half a second each, those of others no time."""
+    """A mask filler in which matchers of `slow` take half a second each, others no time."""
 
     def __init__(self, clock: FakeClock, slow: Grammar) -> None:
         super().__init__()
@@ -326,14 +323,14 @@ class SlowMasks(MaskFiller):
 
 
 def slow_world(depth: int) -> World:
-    """An engine where "[ab]{30}" is slow, and "(ab){3}", "a*" and the like are not."""
+    """Return an engine where "[ab]{30}" is slow, and "(ab){3}", "a*" and the like are not."""
     world = make_world(depth)
     world.core.constraints = Constraints(world.grammars, SlowMasks(world.clock, LONG))
     return world
 
 
-def test_a_slow_mask_holds_up_nobody_but_its_own_sample(depth: int) -> None:
-    """A grammar made to be slow gets a share of the time, whoever else has work."""
+def test_a_slow_mask_delays_only_its_own_sample(depth: int) -> None:
+    """A grammar made to be slow gets a bounded share of the time."""
     world = slow_world(depth)
     world.submit(ask("slow", LONG))
     for name in ("a", "b"):
@@ -352,7 +349,7 @@ def test_a_slow_mask_holds_up_nobody_but_its_own_sample(depth: int) -> None:
 
 
 def test_a_slow_mask_gets_its_share(depth: int) -> None:
-    """It is not starved either: with time, its sample comes to its end beside busy neighbours."""
+    """It does not starve: with time, its sample finishes beside busy neighbours."""
     world = slow_world(depth)
     world.submit(ask("slow", LONG, max_tokens=6))
 
@@ -369,7 +366,7 @@ def test_a_slow_mask_gets_its_share(depth: int) -> None:
 
 
 def test_an_idle_engine_makes_slow_masks_at_once(depth: int) -> None:
-    """Time that nobody else wants is not withheld; and nothing is taken to be stuck."""
+    """The engine uses idle time in full, and does not report a stall."""
     world = slow_world(depth)
 
     world.submit(ask("slow", LONG))
@@ -380,7 +377,7 @@ def test_an_idle_engine_makes_slow_masks_at_once(depth: int) -> None:
 
 
 def test_one_slow_row_does_not_make_its_neighbours_slow_for_good(depth: int) -> None:
-    """Filled together they look alike; filled alone, each shows what it is."""
+    """Filled together they take equally long; filled alone, each shows its own time."""
     world = slow_world(depth)
     world.submit(ask("slow", LONG))
     world.submit(ask("quick", Grammar("regex", "a{20}"), max_tokens=25))
@@ -396,7 +393,7 @@ def test_one_slow_row_does_not_make_its_neighbours_slow_for_good(depth: int) -> 
 
 
 def test_erasing_a_namespace_forgets_its_schemas(depth: int) -> None:
-    """What was compiled is the tenant's own words; a lease alone does not take them along."""
+    """Compiled grammars are the tenant's own text; erasing a lease does not remove them."""
     world = make_world(depth)
 
     world.core.erase(Erase(1, b"n", lease_id="a"))

@@ -1,7 +1,7 @@
-"""Core over the token oracle: admission, events, endings, forks, failures, at both depths.
+"""Core over the token oracle: request checks, events, endings, forks, failures, at both depths.
 
-`World` referees every step: blocks recounted, outputs equal to those drawn alone, one final event.
-A test here adds what only its own story promises.
+`World` checks every step: blocks recounted, outputs equal to those sampled alone, one final event;
+each test adds one behaviour.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tests.unit.engine.tiny_engines import CONFIG, PROMPT, ask, finished, make_w
 
 @pytest.fixture(params=[1, 2])
 def world(request: pytest.FixtureRequest) -> World:
-    """An engine of 16 blocks of 4, stepped one by one and with one step in flight."""
+    """Return an engine of 16 blocks of 4, with one step at a time and with one step in flight."""
     return make_world(request.param)
 
 
@@ -52,10 +52,10 @@ def world(request: pytest.FixtureRequest) -> World:
         ),
     ],
 )
-def test_what_can_never_run_is_refused_with_the_numbers(
+def test_a_request_that_can_never_run_is_refused_with_the_limit(
     world: World, wanted: dict[str, Any], code: str, says: str
 ) -> None:
-    """A client's mistake gets one final event that says what came and what the limit is."""
+    """The client gets one final event with the value it sent and the limit."""
     world.core.submit(ask(**wanted))
     (event,) = world.core.step()
 
@@ -73,7 +73,7 @@ def test_the_whole_context_may_be_used(world: World) -> None:
 
 
 def test_the_queue_is_bounded_by_requests() -> None:
-    """A queue without a bound answers everybody too late."""
+    """An unbounded queue would answer every request too late."""
     world = make_world(1, config=EngineConfig(queue_requests_max=2))
 
     endings = run(world, ask("a"), ask("b"), ask("c"))
@@ -82,7 +82,9 @@ def test_the_queue_is_bounded_by_requests() -> None:
 
 
 def test_the_queue_is_bounded_by_tokens() -> None:
-    """Ten long prompts wait as long as a thousand short ones. One alone is always let in."""
+    """Ten long prompts wait as long as a thousand short ones. A single prompt is always
+    accepted.
+    """
     world = make_world(1, config=EngineConfig(queue_tokens_max=5))
 
     endings = run(world, ask("a"), ask("b"))
@@ -90,7 +92,7 @@ def test_the_queue_is_bounded_by_tokens() -> None:
     assert [e.code for e in endings] == ["", "queue_full"]
 
 
-def test_an_id_that_is_running_is_refused(world: World) -> None:
+def test_a_live_id_is_refused(world: World) -> None:
     """Two streams of events under one id could not be told apart."""
     world.submit(ask("a"))
     world.core.submit(ask("a"))
@@ -99,8 +101,7 @@ def test_an_id_that_is_running_is_refused(world: World) -> None:
     assert [(e.ending, e.code) for e in refusals] == [("refused", "duplicate_request")]
 
 
-def test_an_id_may_come_again_once_it_has_finished(world: World) -> None:
-    """Core keeps nothing of what is over."""
+def test_a_finished_id_may_be_reused(world: World) -> None:
     run(world, ask("a"))
     del world.streams["a"]
 
@@ -125,7 +126,7 @@ def test_the_second_turn_finds_the_first_to_the_token(world: World) -> None:
 
 
 def test_a_repeated_prompt_computes_one_token(world: World) -> None:
-    """Rule 6: there must be logits to draw from."""
+    """Rule 6: there must be logits to sample from."""
     first, again = run(world, ask("a"))[0], run(world, ask("b"))[0]
 
     assert (first.usage.cached_tokens, again.usage.cached_tokens) == (0, len(PROMPT) - 1)
@@ -133,8 +134,7 @@ def test_a_repeated_prompt_computes_one_token(world: World) -> None:
     assert world.streams["a"].outputs == world.streams["b"].outputs
 
 
-def test_no_namespace_finds_anothers_words(world: World) -> None:
-    """The first promise of all."""
+def test_no_namespace_finds_anothers_tokens(world: World) -> None:
     run(world, ask("a"))
 
     (other,) = run(world, ask("b", grant=CacheGrant(b"other")))
@@ -152,8 +152,8 @@ def test_the_cache_is_used_only_as_far_as_granted(world: World, read: bool, writ
     assert [e.usage.cached_tokens for e in endings] == [0, 0]
 
 
-def test_a_request_for_no_output_warms_the_cache(world: World) -> None:
-    """Prefill only: done, no token, and the next one finds it."""
+def test_a_prewarm_fills_the_cache(world: World) -> None:
+    """Prefill only: done, no token, and the next request finds the prompt."""
     (warm,) = run(world, ask("a", max_tokens=0))
 
     (next_one,) = run(world, ask("b"))
@@ -164,7 +164,7 @@ def test_a_request_for_no_output_warms_the_cache(world: World) -> None:
 
 
 def test_a_lease_is_answered_when_the_request_starts(world: World) -> None:
-    """Promises are granted, clipped or refused, never dropped in silence (rule 8)."""
+    """Promises are granted, clipped or refused, never dropped silently (rule 8)."""
     lease = LeaseRequest(8, Retention("5m", promise_s=300), "l")
     run(world, ask(grant=CacheGrant(b"n", Quota(floor_blocks=4), leases=(lease,))))
 
@@ -173,8 +173,8 @@ def test_a_lease_is_answered_when_the_request_starts(world: World) -> None:
     assert [(g.lease_id, g.outcome, g.tokens) for g in started.leases] == [("l", "granted", 8)]
 
 
-def test_prompt_logprobs_come_whole_from_several_slices() -> None:
-    """One event before any token, whatever the chunks; nothing is read from the cache for it."""
+def test_prompt_logprobs_of_several_slices_are_one_event() -> None:
+    """It precedes any token, and the request reads nothing from the cache."""
     world = make_world(2, config=EngineConfig(prefill_chunk_tokens_max=2))
     run(world, ask("a"))
 
@@ -185,7 +185,7 @@ def test_prompt_logprobs_come_whole_from_several_slices() -> None:
 
 
 def test_times_are_counted_from_receipt(world: World) -> None:
-    """Durations, since two processes share no clock."""
+    """Times are durations, since two processes share no clock."""
     world.submit(ask(max_tokens=3))
     while world.core.has_work():
         world.clock.advance(1.0)
@@ -200,8 +200,8 @@ def test_times_are_counted_from_receipt(world: World) -> None:
 # -- samples ----------------------------------------------------------------------------------
 
 
-def test_samples_share_the_prompt_and_go_their_own_ways(world: World) -> None:
-    """The prompt is computed once; each sample draws as it would alone."""
+def test_samples_share_the_prompt_and_sample_independently(world: World) -> None:
+    """The prompt is computed once; each sample's tokens are those it would sample alone."""
     sampling = Sampling(temperature=1.0, seed=3)
     (done,) = run(world, ask(samples=3, max_tokens=6, sampling=sampling))
 
@@ -211,7 +211,7 @@ def test_samples_share_the_prompt_and_go_their_own_ways(world: World) -> None:
 
 
 def test_samples_hold_the_prompts_full_blocks_once(world: World) -> None:
-    """Copy on write: three tables of four blocks are two shared ones and two more each."""
+    """Copy on write: three tables of four blocks are two shared blocks and two more each."""
     world.submit(ask(samples=3, tokens=PROMPT[:8], max_tokens=8, sampling=Sampling(seed=3)))
     for _ in range(6):
         world.step()
@@ -220,7 +220,7 @@ def test_samples_hold_the_prompts_full_blocks_once(world: World) -> None:
 
 
 def test_one_sample_may_end_before_the_others(world: World) -> None:
-    """A stop string is found in one: that one is charged what its text needed."""
+    """A stop string ends one sample, which is charged the tokens its text needed."""
     world.submit(ask(samples=2, max_tokens=8, sampling=Sampling(seed=3)))
     while len(world.streams["r"].outputs[1]) < 4:
         world.step()
@@ -236,7 +236,7 @@ def test_one_sample_may_end_before_the_others(world: World) -> None:
 # -- endings ----------------------------------------------------------------------------------
 
 
-def test_a_stop_token_ends_a_sample_once_it_has_enough(world: World) -> None:
+def test_a_stop_token_ends_a_sample_after_min_tokens(world: World) -> None:
     """The stop token itself is reported; before `min_tokens` it is a token like any other."""
     alone = world.streams
     run(world, ask("whole", max_tokens=12))
@@ -250,8 +250,8 @@ def test_a_stop_token_ends_a_sample_once_it_has_enough(world: World) -> None:
 
 
 @pytest.mark.parametrize("steps", range(8))
-def test_a_cancel_gives_the_blocks_back_at_once(world: World, steps: int) -> None:
-    """Wherever it was: queued, in its prompt, drawing, between launch and collect, forked."""
+def test_a_cancel_releases_the_blocks_at_once(world: World, steps: int) -> None:
+    """In any state: queued, in its prompt, sampling, between launch and collect, forked."""
     world.submit(ask(samples=2, max_tokens=8, tokens=PROMPT * 2))
     for _ in range(steps):
         world.step()
@@ -263,8 +263,8 @@ def test_a_cancel_gives_the_blocks_back_at_once(world: World, steps: int) -> Non
     assert pinned == 0
 
 
-def test_cancelling_nobody_does_nothing(world: World) -> None:
-    """It may just have finished; the two messages cross."""
+def test_cancelling_an_unknown_id_does_nothing(world: World) -> None:
+    """The request may just have finished while the message was on its way."""
     run(world, ask())
     world.cancel("r")
     world.core.end_sample("r", 0, 1)
@@ -272,8 +272,8 @@ def test_cancelling_nobody_does_nothing(world: World) -> None:
     assert world.core.step() == []
 
 
-def test_a_request_that_waits_too_long_is_timed_out() -> None:
-    """Only before it starts: what has begun is finished."""
+def test_a_request_that_misses_its_deadline_is_timed_out() -> None:
+    """A request that has started is finished."""
     world = make_world(1, config=EngineConfig(sequences_max=1))
     world.submit(ask("runs", deadline_s=5.0))
     world.submit(ask("waits", deadline_s=5.0, tokens=(1, 1, 0)))
@@ -285,8 +285,8 @@ def test_a_request_that_waits_too_long_is_timed_out() -> None:
     assert (finished(world, "waits").ending, finished(world, "waits").code) == ("timeout",) * 2
 
 
-def test_draining_finishes_what_runs_and_refuses_what_comes(world: World) -> None:
-    """And what outlives the time allowed ends as `shutdown`, with its blocks back."""
+def test_draining_finishes_live_requests_and_refuses_new_ones(world: World) -> None:
+    """Requests that outlive the timeout end as `shutdown` and release their blocks."""
     world.submit(ask("short", max_tokens=1))
     world.submit(ask("long", max_tokens=30))
     world.step()
@@ -306,10 +306,8 @@ def test_draining_finishes_what_runs_and_refuses_what_comes(world: World) -> Non
 
 @pytest.mark.parametrize("where", ["launch", "collect"])
 @pytest.mark.parametrize("step", [1, 2, 4])
-def test_a_step_that_breaks_fails_its_requests_and_no_others(
-    world: World, where: str, step: int
-) -> None:
-    """Nothing is committed of it, the blocks are back, and the engine lives on."""
+def test_a_broken_step_fails_only_its_requests(world: World, where: str, step: int) -> None:
+    """Nothing of it is committed, the blocks are released, and the engine continues."""
     broken = world.runner.fail_launch if where == "launch" else world.runner.fail_collect
     broken.add(step)
     (first,) = run(world, ask("a", max_tokens=8))
@@ -321,8 +319,8 @@ def test_a_step_that_breaks_fails_its_requests_and_no_others(
     assert second.ending == "done"
 
 
-def test_a_copy_that_may_not_have_run_is_not_believed() -> None:
-    """A sequence without a row may have a copy in the step that breaks: it fails with it."""
+def test_a_broken_step_fails_the_targets_of_its_copies() -> None:
+    """A sequence without a row may have a copy in the broken step."""
     world = make_world(1)
     run(world, ask("seen", tokens=(1, 1, 1, 1, 1, 1), max_tokens=1))
     schedule, launch = world.core.scheduler.schedule, world.runner.launch
@@ -346,8 +344,8 @@ def test_a_copy_that_may_not_have_run_is_not_believed() -> None:
     assert [e.code for e in endings] == ["step_failed", "step_failed"]
 
 
-def test_one_sequence_without_numbers_fails_alone(world: World) -> None:
-    """The step's other requests go on."""
+def test_nan_logits_fail_only_their_sequence(world: World) -> None:
+    """The other requests of the step continue."""
     world.runner.nan_steps.add(2)
     endings = run(world, ask("a"), ask("b", tokens=(1, 1, 0)), ask("c", tokens=(0, 0, 1)))
 
@@ -355,8 +353,8 @@ def test_one_sequence_without_numbers_fails_alone(world: World) -> None:
     assert {e.code for e in endings if e.ending == "failed"} == {"nan_logits"}
 
 
-def test_what_a_sequence_without_numbers_has_cached_is_found_by_nobody() -> None:
-    """The fault lies in some block that it reads, and each retry would find it again."""
+def test_nan_logits_erase_the_cached_prefix() -> None:
+    """The fault lies in a block the sequence reads, and each retry would find it again."""
     config = structs.replace(CONFIG, prefill_chunk_tokens_max=4)
     world = make_world(1, config=config)
     run(world, ask("before"), ask("other", tokens=(1, 0, 0, 0, 1, 1)))
@@ -371,7 +369,7 @@ def test_what_a_sequence_without_numbers_has_cached_is_found_by_nobody() -> None
 
 
 def test_a_result_of_another_step_stops_the_engine(world: World) -> None:
-    """Tokens would go to the wrong sequences: stop rather than go on wrong."""
+    """Tokens would go to the wrong sequences."""
     world.runner.collect = lambda: StepResult(step=99)  # type: ignore[method-assign]
     world.submit(ask())
 
@@ -379,7 +377,7 @@ def test_a_result_of_another_step_stops_the_engine(world: World) -> None:
         world.settle()
 
 
-def test_a_runner_that_draws_nothing_stops_the_engine(world: World) -> None:
+def test_a_missing_token_stops_the_engine(world: World) -> None:
     """A request that gets neither a token nor an error would wait for ever."""
     collect = world.runner.collect
     world.runner.collect = lambda: StepResult(step=collect().step)  # type: ignore[method-assign]
@@ -389,10 +387,9 @@ def test_a_runner_that_draws_nothing_stops_the_engine(world: World) -> None:
         world.settle()
 
 
-def test_memory_promised_to_others_fails_the_head_instead_of_spinning(world: World) -> None:
-    """Three steps without a slice while work exists: the first is told, and the rest go on.
-
-    When it came there was room for it alone; a promise made since has taken that away.
+def test_a_stall_by_promises_fails_the_first_request(world: World) -> None:
+    """After three steps without a slice the first request fails, and the rest continue. At
+    admission there was room for it alone; a later promise took that room.
     """
     lease = LeaseRequest(36, Retention("kept", promise_s=1000.0))
     grant = CacheGrant(b"k", Quota(floor_blocks=9), (lease,))
@@ -408,8 +405,8 @@ def test_memory_promised_to_others_fails_the_head_instead_of_spinning(world: Wor
 # -- what is asked beside requests ---------------------------------------------------------------
 
 
-def test_peek_says_what_a_request_would_find(world: World) -> None:
-    """For quotes and routing, before anything is run."""
+def test_peek_reports_the_match_of_a_request(world: World) -> None:
+    """For quotes and routing, before any request runs."""
     run(world, ask())
 
     peeked = world.core.peek(Peek(7, b"n", (*PROMPT, 1)))
@@ -417,8 +414,8 @@ def test_peek_says_what_a_request_would_find(world: World) -> None:
     assert (peeked.call_id, peeked.cached_tokens, peeked.expires_in_s) == (7, len(PROMPT), None)
 
 
-def test_erased_words_are_not_found_again(world: World) -> None:
-    """Even where the sequence that wrote them still runs and goes on."""
+def test_erased_tokens_are_not_found_again(world: World) -> None:
+    """This holds even if the sequence that wrote them still runs."""
     world.submit(ask(max_tokens=8))
     for _ in range(4):
         world.step()
@@ -428,8 +425,8 @@ def test_erased_words_are_not_found_again(world: World) -> None:
     assert world.core.peek(Peek(1, b"n", PROMPT)).cached_tokens == 0
 
 
-def test_erased_words_do_not_come_back_with_whoever_waited(world: World) -> None:
-    """A request that was here when its namespace was erased leaves nothing, whenever it begins."""
+def test_a_request_queued_at_an_erasure_commits_nothing(world: World) -> None:
+    """This holds whenever it starts."""
     world.submit(ask())
     world.core.erase(Erase(1, b"n"))
     world.settle()
@@ -437,8 +434,7 @@ def test_erased_words_do_not_come_back_with_whoever_waited(world: World) -> None
     assert world.core.peek(Peek(1, b"n", PROMPT)).cached_tokens == 0
 
 
-def test_stats_count_what_was_done(world: World) -> None:
-    """Counters that a dashboard may add up."""
+def test_stats_count_the_work_done(world: World) -> None:
     run(world, ask("a"), ask("b", grant=CacheGrant(b"m")))
     run(world, ask("c"))
 

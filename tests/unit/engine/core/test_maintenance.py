@@ -1,4 +1,4 @@
-"""What an engine looks over when nobody asks anything, and beside its work."""
+"""Maintenance: expiry and recounts of an idle engine, and beside its work."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.unit.engine.tiny_engines import ask, make_world, run
 
 
 def test_idle_steps_expire_and_check() -> None:
-    """A limit ends on time in an engine that nobody talks to, and each idle second is recounted."""
+    """A limit ends on time in an idle engine, and the idle engine recounts the cache."""
     world = make_world(1)
     lease = LeaseRequest(8, Retention("brief", limit_s=10.0))
     run(world, ask(grant=CacheGrant(b"n", leases=(lease,))))
@@ -26,8 +26,10 @@ def test_idle_steps_expire_and_check() -> None:
     assert world.core.stats().cached_blocks == 0
 
 
-def test_the_cache_is_recounted_once_it_is_idle() -> None:
-    """After a second without work, and not every second: a large pool takes a while to count."""
+def test_the_cache_is_recounted_once_per_idle_period() -> None:
+    """The recount starts after a second without work and is not repeated: a large pool takes a
+    while.
+    """
     world = make_world(1)
     run(world, ask())
     recounts: list[int] = []
@@ -46,7 +48,7 @@ def test_the_cache_is_recounted_once_it_is_idle() -> None:
 
 
 def recounting(world: World) -> Iterator[int]:
-    """Pieces of recounts, as they are asked for."""
+    """Return a cache that records the pieces of its recounts."""
     pieces: list[int] = []
 
     def recount() -> Iterator[None]:
@@ -61,8 +63,8 @@ def recounting(world: World) -> Iterator[int]:
         yield len(pieces)
 
 
-def test_a_recount_waits_while_there_is_work_and_then_goes_on() -> None:
-    """Whoever comes to an engine that looks itself over waits for one piece of it, not for all."""
+def test_a_recount_pauses_for_work_and_continues() -> None:
+    """A new request waits for one piece of the recount."""
     world = make_world(1)
     run(world, ask("a"))
     pieces = recounting(world)
@@ -81,8 +83,8 @@ def test_a_recount_waits_while_there_is_work_and_then_goes_on() -> None:
     assert [next(pieces), next(pieces)] == [3, 4]
 
 
-def test_an_engine_that_never_rests_is_recounted_beside_its_work() -> None:
-    """A piece at each step, once it has gone without for `check_interval_s`."""
+def test_a_busy_engine_is_recounted_after_the_check_interval() -> None:
+    """One piece runs in each step."""
     world = make_world(1)
     world.submit(ask("a"))
     pieces = recounting(world)

@@ -1,4 +1,4 @@
-"""The planner: rows in tree order, groups over what is shared, and samples that fork."""
+"""The planner: rows in tree order, groups over shared blocks, forking samples."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.checkers import World
 
 
 def watched(chunk: int = 64) -> tuple[World, list[StepPlan]]:
-    """An engine of blocks of 4 and its plans, with each row's block ids as they were."""
+    """Return an engine with blocks of 4 that records its plans and each row's block ids."""
     config = EngineConfig(step_tokens_max=64, prefill_chunk_tokens_max=chunk, sequences_max=8)
     world = World(config, blocks=64, block_size=4, context_tokens=100)
     plans: list[StepPlan] = []
@@ -26,22 +26,22 @@ def watched(chunk: int = 64) -> tuple[World, list[StepPlan]]:
 def ask(
     name: str, tokens: tuple[int, ...], *, samples: int = 1, namespace: bytes = b"n"
 ) -> Request:
-    """A long stream of its own."""
+    """Submit a long stream."""
     return Request(
         name, tokens, 12, CacheGrant(namespace), Sampling(seed=len(name)), samples=samples
     )
 
 
 def shape(plan: StepPlan) -> list[tuple[int, int]]:
-    """(rows, blocks) of each group."""
+    """Return (rows, blocks) of each group."""
     return [(g.end_row - g.first_row, g.end_block - g.first_block) for g in plan.groups]
 
 
 SHARED = (0, 1, 0, 0, 1, 1, 0, 1) * 3
 
 
-def test_rows_that_share_a_prefix_stand_together_over_all_of_it() -> None:
-    """The prompt was computed in slices: all its blocks are shared, not the first slice's alone."""
+def test_rows_with_one_prefix_form_one_group_over_all_its_blocks() -> None:
+    """The prompt was computed in slices; the group covers all of them."""
     world, plans = watched(chunk=8)
     world.submit(ask("a", SHARED))
     for _ in range(4):
@@ -58,7 +58,7 @@ def test_rows_that_share_a_prefix_stand_together_over_all_of_it() -> None:
 
 
 def test_samples_of_one_prompt_share_its_full_blocks() -> None:
-    """The partly filled last one is copied before it is written, and is nobody's in common."""
+    """The partly filled last block is copied before it is written, so it is not shared."""
     world, plans = watched()
     world.submit(ask("r", (*SHARED[:8], 1), samples=3))
     for _ in range(2):
@@ -72,7 +72,7 @@ def test_samples_of_one_prompt_share_its_full_blocks() -> None:
 
 
 def test_groups_are_kept_while_batch_and_tables_stay() -> None:
-    """Finding them again for nothing would cost a fifth of a step."""
+    """Finding them again would cost a fifth of a step."""
     world, plans = watched()
     world.submit(ask("r", SHARED, samples=2))
     for _ in range(4):
@@ -81,8 +81,8 @@ def test_groups_are_kept_while_batch_and_tables_stay() -> None:
     assert plans[-1].groups is plans[-2].groups
 
 
-def test_a_preempted_sequence_is_introduced_again_with_all_it_drew() -> None:
-    """The runner was told that it ended, so it knows nothing of it."""
+def test_a_preempted_sequence_is_begun_again_with_its_outputs() -> None:
+    """The runner was told that it ended."""
     world, plans = watched()
     world.submit(ask("a", SHARED))
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""Who has waited long enough, and how that ends."""
+"""Timeouts: which requests end by a deadline, a drain or a stall, and how."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from engine.scheduler.sequence import ActiveRequest
 def active_request(
     arrival: int = 0, priority: int = 0, deadline_s: float | None = None
 ) -> ActiveRequest:
-    """A request that came at time 0."""
+    """Return a request received at time 0."""
     request = Request(
         request_id=f"r{arrival}",
         tokens=(1,),
@@ -22,8 +22,8 @@ def active_request(
     return ActiveRequest(request, arrival, 0.0)
 
 
-def test_a_deadline_is_for_the_beginning() -> None:
-    """What has started by then may finish, and what has none may wait."""
+def test_a_deadline_applies_until_the_start() -> None:
+    """A started request may finish, and a request without a deadline may wait."""
     late, started, patient = (
         active_request(0, deadline_s=5.0),
         active_request(1, deadline_s=5.0),
@@ -38,8 +38,8 @@ def test_a_deadline_is_for_the_beginning() -> None:
     assert (only.active, only.ending, only.code) == (late, "timeout", "timeout")
 
 
-def test_when_a_drain_is_over_everything_ends_once() -> None:
-    """What is late besides is told so: it would have ended anyway."""
+def test_the_end_of_a_drain_ends_every_request_once() -> None:
+    """A request that is also overdue ends as a timeout."""
     late, running = active_request(0, deadline_s=5.0), active_request(1)
     timeouts = Timeouts()
     timeouts.drain(7.0)
@@ -52,8 +52,8 @@ def test_when_a_drain_is_over_everything_ends_once() -> None:
     assert ended == [(late, "timeout"), (running, "shutdown")]
 
 
-def test_the_first_in_line_fails_when_nothing_could_run_for_some_steps() -> None:
-    """By priority, then by arrival; whoever's grammar is being compiled waits for that alone."""
+def test_a_stall_fails_the_first_request() -> None:
+    """By priority, then by arrival. A request that waits for its grammar does not count."""
     first, urgent = active_request(0), active_request(1, priority=1)
     timeouts = Timeouts()
 
@@ -65,8 +65,8 @@ def test_the_first_in_line_fails_when_nothing_could_run_for_some_steps() -> None
     assert timeouts.find_stalled([first]) is None, "it is counted anew"
 
 
-def test_steps_that_moved_are_no_stall() -> None:
-    """Nor are those without work."""
+def test_progress_resets_the_stall_count() -> None:
+    """Steps without requests do not count."""
     one, timeouts = active_request(), Timeouts()
 
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""Depth-first order and groups, against a plain reading of what they promise."""
+"""Depth-first order and groups, against a plain implementation of their specification."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Tables = list[list[int]]
 
 
 def paths(draw: st.DrawFn) -> Tables:
-    """Tables that share runs as a tree's paths do: a block id belongs to one path from the root."""
+    """Draw tables that share runs like a tree's paths: a block id belongs to one path."""
     ids: dict[tuple[int, ...], int] = {}
     tables: Tables = []
     for _ in range(draw(st.integers(0, 7))):
@@ -38,14 +38,14 @@ def groups_of(tables: Tables, full: list[int] | None = None) -> tuple[Group, ...
 
 
 @given(trees)
-def test_keys_sort_as_the_lists_of_block_ids_do(tables: Tables) -> None:
-    """Comparing bytes stands in for comparing lists; big-endian is what makes that true."""
+def test_keys_sort_like_lists_of_block_ids(tables: Tables) -> None:
+    """Big-endian bytes make the comparison of keys equal that of lists."""
     assert in_order(tables) == sorted(tables)
 
 
 @given(trees)
-def test_the_members_of_every_node_stand_side_by_side(tables: Tables) -> None:
-    """Attention reads a shared run once for a contiguous range of rows: the whole bet."""
+def test_rows_of_every_node_are_contiguous(tables: Tables) -> None:
+    """Attention reads a shared run once for a contiguous range of rows."""
     ordered = in_order(tables)
 
     for depth in range(1, 6):
@@ -55,10 +55,8 @@ def test_the_members_of_every_node_stand_side_by_side(tables: Tables) -> None:
 
 
 @given(trees, st.data())
-def test_each_row_reads_each_block_of_its_groups_once_and_misses_none_it_shares(
-    tables: Tables, data: st.DataObject
-) -> None:
-    """A group that claims too much reads foreign KV; one that claims too little reads twice."""
+def test_groups_cover_each_shared_block_of_a_row_once(tables: Tables, data: st.DataObject) -> None:
+    """A group that is too long reads foreign KV; one that is too short reads twice."""
     ordered = in_order(tables)
     full = [data.draw(st.integers(0, len(table))) for table in ordered]
 
@@ -77,8 +75,7 @@ def test_each_row_reads_each_block_of_its_groups_once_and_misses_none_it_shares(
 
 
 @given(trees)
-def test_a_group_is_as_wide_as_its_run_of_blocks_allows(tables: Tables) -> None:
-    """Rows next to a group have other blocks there, else they would belong to it."""
+def test_a_group_contains_every_row_with_its_blocks(tables: Tables) -> None:
     ordered = in_order(tables)
 
     for group in groups_of(ordered):
@@ -87,8 +84,8 @@ def test_a_group_is_as_wide_as_its_run_of_blocks_allows(tables: Tables) -> None:
             assert ordered[row][: group.end_block] != inside
 
 
-def test_groups_nest_and_continue_one_another() -> None:
-    """Three share two blocks; two of them share two more. Written out, since it is the example."""
+def test_groups_nest() -> None:
+    """Three rows share two blocks; two of them share two more."""
     tables = [[1, 2, 3, 4, 7], [1, 2, 3, 4, 8], [1, 2, 5]]
 
     groups = groups_of(tables)
@@ -97,7 +94,7 @@ def test_groups_nest_and_continue_one_another() -> None:
 
 
 def test_a_block_that_is_not_full_before_a_rows_start_is_in_no_group() -> None:
-    """It is being written in this very step."""
+    """This step writes that block."""
     tables = [[1, 2, 3], [1, 2, 3]]
 
     groups = groups_of(tables, [3, 1])
@@ -106,6 +103,6 @@ def test_a_block_that_is_not_full_before_a_rows_start_is_in_no_group() -> None:
 
 
 def test_rows_that_share_nothing_have_no_groups() -> None:
-    """Nor has an empty batch."""
+    """An empty batch has none either."""
     assert groups_of([[1, 2], [3, 4]]) == ()
     assert groups_of([]) == ()

@@ -1,4 +1,4 @@
-"""Lines, threads and caches of grammars: who waits for whom, and who learns what of whom."""
+"""The grammar compiler: queues, threads and caches, and isolation between namespaces."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def compiler(tmp_path: Path) -> Iterator[GrammarCompiler]:
 
 
 def outcomes(compiler: GrammarCompiler, *names: str) -> dict[str, Outcome]:
-    """Look until all of these are ready."""
+    """Poll until all these requests have an outcome."""
     found: dict[str, Outcome] = {}
     until_s = time.monotonic() + PATIENCE_S
     pause = threading.Event()
@@ -54,8 +54,8 @@ def integer_at_least(bound: int) -> Grammar:
     return Grammar("json_schema", f'{{"type": "integer", "minimum": {bound}}}')
 
 
-def test_asking_does_not_wait(compiler: GrammarCompiler) -> None:
-    """The engine's thread has steps to make: it asks and looks, in microseconds."""
+def test_submit_does_not_wait(compiler: GrammarCompiler) -> None:
+    """The engine's thread submits and polls within microseconds."""
     compiler.submit("bomb", b"n", SLOW)
 
     assert compiler.take_ready() == []
@@ -64,15 +64,15 @@ def test_asking_does_not_wait(compiler: GrammarCompiler) -> None:
     assert found.code == "grammar_too_big"
 
 
-def test_what_is_too_long_is_refused_where_it_is_asked(compiler: GrammarCompiler) -> None:
-    """Nobody's line grows by a megabyte."""
+def test_submit_refuses_a_source_that_is_too_long(compiler: GrammarCompiler) -> None:
+    """No queue grows by a megabyte."""
     with pytest.raises(RequestRefused) as caught:
         compiler.submit("r", b"n", Grammar("regex", "a" * 200_000))
 
     assert caught.value.code == "grammar_too_big"
 
 
-def test_a_second_request_finds_what_the_first_had_compiled(compiler: GrammarCompiler) -> None:
+def test_a_second_request_uses_the_cached_grammar(compiler: GrammarCompiler) -> None:
     """An agent sends the same schema a thousand times."""
     compiler.submit("a", b"n", GOOD)
     first = outcomes(compiler, "a")["a"]
@@ -83,8 +83,8 @@ def test_a_second_request_finds_what_the_first_had_compiled(compiler: GrammarCom
     assert isinstance(first, CompiledGrammar)
 
 
-def test_a_refusal_is_remembered_too(compiler: GrammarCompiler) -> None:
-    """The same bomb costs its second of computing once."""
+def test_a_refusal_is_cached(compiler: GrammarCompiler) -> None:
+    """The same bomb costs its second of processor time once."""
     compiler.submit("a", b"n", SLOW)
     first = outcomes(compiler, "a")["a"]
 
@@ -93,8 +93,8 @@ def test_a_refusal_is_remembered_too(compiler: GrammarCompiler) -> None:
     assert compiler.take_ready() == [("b", first)]
 
 
-def test_one_namespace_does_not_find_what_another_compiled(compiler: GrammarCompiler) -> None:
-    """A schema that comes back at once would tell that somebody else uses it."""
+def test_a_namespace_does_not_use_anothers_cached_grammar(compiler: GrammarCompiler) -> None:
+    """A fast outcome would reveal that another tenant uses the schema."""
     compiler.submit("a", b"north", GOOD)
     outcomes(compiler, "a")
 
@@ -104,10 +104,9 @@ def test_one_namespace_does_not_find_what_another_compiled(compiler: GrammarComp
     assert isinstance(outcomes(compiler, "b")["b"], CompiledGrammar)
 
 
-def test_those_who_ask_at_once_for_the_same_share_one_compilation(
+def test_concurrent_equal_submissions_share_one_compilation(
     compiler: GrammarCompiler,
 ) -> None:
-    """A burst of equal requests is one grammar."""
     for name in ("a", "b", "c"):
         compiler.submit(name, b"n", GOOD)
 
@@ -116,8 +115,8 @@ def test_those_who_ask_at_once_for_the_same_share_one_compilation(
     assert found["a"] is found["b"] is found["c"]
 
 
-def test_a_namespace_with_bombs_holds_up_nobody_else(compiler: GrammarCompiler) -> None:
-    """It has one thread at a time; the other is for those who wait behind it."""
+def test_a_namespace_with_bombs_delays_no_other_namespace(compiler: GrammarCompiler) -> None:
+    """It has one thread at a time; the other thread serves the other namespaces."""
     for bound in range(4):
         bomb = Grammar("json_schema", f'{{"type": "integer", "multipleOf": {999_983 - bound}}}')
         compiler.submit(f"bomb{bound}", b"north", bomb)
@@ -129,8 +128,8 @@ def test_a_namespace_with_bombs_holds_up_nobody_else(compiler: GrammarCompiler) 
     assert "bomb3" not in found
 
 
-def test_who_left_gets_no_outcome(compiler: GrammarCompiler) -> None:
-    """Before it is compiled, while it is, and after: nobody answers for it."""
+def test_a_cancelled_request_gets_no_outcome(compiler: GrammarCompiler) -> None:
+    """It may be cancelled before its grammar is compiled, meanwhile, and after."""
     for name in ("a", "b", "c"):
         compiler.submit(name, b"n", integer_at_least(ord(name)))
     compiler.cancel("c")
@@ -145,8 +144,7 @@ def test_who_left_gets_no_outcome(compiler: GrammarCompiler) -> None:
     assert set(found) == {"e"}
 
 
-def test_a_line_is_bounded(compiler: GrammarCompiler) -> None:
-    """Who asks for more than can be compiled is told to come back."""
+def test_the_queue_of_a_namespace_is_bounded(compiler: GrammarCompiler) -> None:
     compiler.submit("bomb", b"n", SLOW)
     for number in range(WAITING_MAX - 1):
         compiler.submit(f"r{number}", b"n", integer_at_least(number))
@@ -158,8 +156,7 @@ def test_a_line_is_bounded(compiler: GrammarCompiler) -> None:
     assert caught.value.code == "queue_full"
 
 
-def test_what_proved_too_big_is_refused_from_then_on(compiler: GrammarCompiler) -> None:
-    """The next one with it need not find out for itself."""
+def test_mark_too_big_refuses_later_submissions(compiler: GrammarCompiler) -> None:
     compiler.submit("a", b"n", GOOD)
     outcomes(compiler, "a")
 
@@ -171,8 +168,8 @@ def test_what_proved_too_big_is_refused_from_then_on(compiler: GrammarCompiler) 
     assert outcome.code == "grammar_too_big"
 
 
-def test_closing_ends_what_is_being_compiled(compiler: GrammarCompiler) -> None:
-    """An engine that stops does not wait for a bomb."""
+def test_close_ends_a_running_compilation(compiler: GrammarCompiler) -> None:
+    """A stopping engine does not wait for a bomb."""
     compiler.submit("bomb", b"n", SLOW)
 
     compiler.close()
@@ -183,8 +180,8 @@ def test_closing_ends_what_is_being_compiled(compiler: GrammarCompiler) -> None:
 # -- the cache --------------------------------------------------------------------------------
 
 
-def test_the_cache_is_bounded_by_namespace_and_in_all() -> None:
-    """One tenant's thousand schemas push out its own first."""
+def test_the_cache_is_bounded_per_namespace_and_in_total() -> None:
+    """One tenant's thousand schemas evict its own first."""
     cache, outcome = CompiledCache(), compiled(Grammar("regex", "a"))
     kept = Grammar("regex", "kept")
     cache.add(b"quiet", kept, outcome, 100)
@@ -218,8 +215,8 @@ def test_the_cache_is_bounded_by_bytes() -> None:
     assert cache.find(b"n19", Grammar("regex", "3")) is outcome
 
 
-def test_a_namespace_is_forgotten_alone() -> None:
-    """Its neighbours keep theirs, and the bytes are counted back."""
+def test_erasing_a_namespace_keeps_the_others() -> None:
+    """The cache subtracts its bytes."""
     cache, outcome = CompiledCache(), compiled(Grammar("regex", "a"))
     for namespace in (b"north", b"south"):
         for number in range(3):
@@ -233,8 +230,7 @@ def test_a_namespace_is_forgotten_alone() -> None:
     assert cache.held_bytes == 30
 
 
-def test_what_is_used_stays() -> None:
-    """Least recently used goes first."""
+def test_evicts_the_least_recently_used_grammar() -> None:
     cache, outcome = CompiledCache(), compiled(Grammar("regex", "a"))
     grammars = [Grammar("regex", f"{number}") for number in range(NAMESPACE_ENTRIES_MAX)]
     for grammar in grammars:

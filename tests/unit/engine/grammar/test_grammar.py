@@ -1,7 +1,7 @@
-"""Grammars over a vocabulary: what they allow, what they refuse, and within which bounds.
+"""Grammars over a vocabulary: the tokens they allow, their refusals, their bounds.
 
-Property tests walk random grammars and schemas at random and check the text that comes out against
-a judge that knows no llguidance: `re`, and a checker of a few lines for the schemas drawn here.
+Property tests walk random grammars and schemas at random and check the resulting text against
+judges that use no llguidance: `re`, and a small checker for the schemas drawn here.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.grammars import END, VOCAB, letters, schema_file
 
 @functools.cache
 def every_byte() -> Vocabulary:
-    """A vocabulary that can spell anything."""
+    """Return a vocabulary that can spell any text."""
     with tempfile.TemporaryDirectory() as folder:
         path = schema_file(Path(folder))
         return Vocabulary.load(path, VOCAB, [VOCAB - 1], GrammarLimits())
@@ -39,7 +39,7 @@ def allowed(mask: np.ndarray) -> list[int]:
 
 
 def walk_at_random(grammar: Grammar, seed: int, tokens_max: int = 400) -> tuple[str, bool]:
-    """A text drawn token by token within the masks, and whether it came to its end."""
+    """Return a text sampled within the masks, and whether it reached its end."""
     vocabulary = every_byte()
     compiled = compile_grammar(grammar, vocabulary)
     matcher, filler, chance = compiled.matcher.fork(), MaskFiller(), random.Random(seed)
@@ -67,8 +67,8 @@ def refusal(grammar: Grammar, limits: GrammarLimits | None = None) -> RequestRef
 # -- what they allow --------------------------------------------------------------------------
 
 
-def test_a_mask_is_what_may_come_next() -> None:
-    """Bit by bit, with the end only where the text may end."""
+def test_a_mask_has_the_tokens_that_may_come_next() -> None:
+    """Bit by bit, with the end token only where the text may end."""
     compiled = compile_grammar(Grammar("regex", "(ab)+"), letters())
     matcher, filler = compiled.matcher.fork(), MaskFiller()
 
@@ -82,8 +82,8 @@ def test_a_mask_is_what_may_come_next() -> None:
     assert not matcher.is_complete
 
 
-def test_forks_go_their_own_ways() -> None:
-    """Samples of one request, and requests of one namespace, share what was compiled only."""
+def test_forks_advance_independently() -> None:
+    """Samples of one request share only the compiled grammar."""
     compiled = compile_grammar(Grammar("regex", "a(a|b)b*"), letters())
     first, second = compiled.matcher.fork(), compiled.matcher.fork()
 
@@ -95,8 +95,7 @@ def test_forks_go_their_own_ways() -> None:
     assert [allowed(mask) for mask in masks] == [[0, 1], [0], [1, END]]
 
 
-def test_masks_filled_together_are_those_filled_alone() -> None:
-    """The executor's threads change the time it takes and nothing else."""
+def test_masks_filled_in_threads_equal_masks_filled_alone() -> None:
     texts = ["[ab]*", "(ab)+", "a{3}", "b|ab*"] * 8
     matchers = [compile_grammar(Grammar("regex", text), letters()).matcher.fork() for text in texts]
 
@@ -106,8 +105,7 @@ def test_masks_filled_together_are_those_filled_alone() -> None:
     assert [allowed(mask) for mask in together] == [allowed(mask) for mask in alone]
 
 
-def test_the_end_is_held_back_only_where_something_else_may_come() -> None:
-    """A text that can only end has to be let end."""
+def test_suppress_end_keeps_the_end_where_nothing_else_may_come() -> None:
     filler = MaskFiller()
     going = compile_grammar(Grammar("regex", "a*"), letters()).matcher.fork()
     over = compile_grammar(Grammar("regex", "a{0}"), letters()).matcher.fork()
@@ -117,8 +115,7 @@ def test_the_end_is_held_back_only_where_something_else_may_come() -> None:
     assert [allowed(mask) for mask in masks] == [[0], [END]]
 
 
-def test_a_token_the_grammar_does_not_allow_is_refused_for_good() -> None:
-    """Whoever draws outside the mask has lost the thread, and is told so."""
+def test_a_forbidden_token_fails_the_matcher_for_good() -> None:
     matcher = compile_grammar(Grammar("regex", "ab"), letters()).matcher.fork()
 
     assert not matcher.consume(1)
@@ -143,8 +140,8 @@ regexes = st.recursive(
 
 @given(text=regexes, seed=st.integers(0, 1000))
 @settings(max_examples=40)
-def test_what_a_regular_expression_lets_through_matches_it(text: str, seed: int) -> None:
-    """Judged by another engine."""
+def test_text_under_a_regex_matches_it(text: str, seed: int) -> None:
+    """Judged by Python's `re`."""
     output, is_whole = walk_at_random(Grammar("regex", text), seed)
 
     assert not is_whole or re.fullmatch(text, output)
@@ -186,7 +183,7 @@ schemas = st.recursive(
 
 
 def satisfies(value: Any, schema: dict[str, Any]) -> bool:
-    """A judge of the few keywords drawn here."""
+    """Judge a document by the few keywords drawn here."""
     if "anyOf" in schema:
         return any(satisfies(value, one) for one in schema["anyOf"])
     if "enum" in schema:
@@ -219,15 +216,15 @@ def satisfies(value: Any, schema: dict[str, Any]) -> bool:
 
 @given(schema=schemas, seed=st.integers(0, 1000))
 @settings(max_examples=60)
-def test_what_a_schema_lets_through_satisfies_it(schema: dict[str, Any], seed: int) -> None:
-    """Every text that comes to its end is a document of that schema."""
+def test_text_under_a_schema_satisfies_it(schema: dict[str, Any], seed: int) -> None:
+    """Every text that reaches its end is a document of the schema."""
     output, is_whole = walk_at_random(Grammar("json_schema", json.dumps(schema)), seed)
 
     assert not is_whole or satisfies(json.loads(output), schema), output
 
 
 def test_a_json_object_is_any_object_and_nothing_else() -> None:
-    """JSON mode's promise."""
+    """The guarantee of JSON mode."""
     compiled = compile_grammar(Grammar("json_object"), every_byte())
     vocabulary = every_byte()
 
@@ -249,8 +246,8 @@ def test_a_json_object_is_any_object_and_nothing_else() -> None:
         ('{"a": 1} ', False),
     ],
 )
-def test_white_space_is_what_people_write(text: str, is_taken: bool) -> None:
-    """A model that may write any amount of it writes nothing else."""
+def test_whitespace_is_bounded(text: str, is_taken: bool) -> None:
+    """A model that may write any amount of whitespace writes nothing else."""
     vocabulary = every_byte()
     schema = (
         '{"properties": {"a": {"type": "integer"}}, "x-guidance": {"whitespace_pattern": " *"}}'
@@ -284,8 +281,7 @@ def test_white_space_is_what_people_write(text: str, is_taken: bool) -> None:
         (Grammar("lark", ""), "grammar cannot be used"),
     ],
 )
-def test_a_mistake_is_named(grammar: Grammar, says: str) -> None:
-    """The caller has nobody else to ask what is wrong with a schema."""
+def test_an_invalid_grammar_is_refused_with_the_reason(grammar: Grammar, says: str) -> None:
     refused = refusal(grammar)
 
     assert refused.code == "grammar_invalid"
@@ -302,8 +298,8 @@ def test_a_mistake_is_named(grammar: Grammar, says: str) -> None:
         ({"type": "string", "not": {"minLength": 1}}, '"a"'),
     ],
 )
-def test_a_lenient_schema_passes_over_what_cannot_be_held(schema: object, text: str) -> None:
-    """The rest of it holds; and what is no schema is refused all the same."""
+def test_a_lenient_schema_ignores_unsupported_keywords(schema: object, text: str) -> None:
+    """The rest of it holds; a text that is no schema is refused all the same."""
     vocabulary, lenient = every_byte(), Grammar("lenient_json_schema", json.dumps(schema))
     matcher = compile_grammar(lenient, vocabulary).matcher.fork()
     other = compile_grammar(lenient, vocabulary).matcher.fork()
@@ -315,8 +311,8 @@ def test_a_lenient_schema_passes_over_what_cannot_be_held(schema: object, text: 
     assert refusal(Grammar("lenient_json_schema", '{"type": "thing"}')).code == "grammar_invalid"
 
 
-def test_the_formats_that_can_be_held_are_those_of_the_documents() -> None:
-    """docs/models.md lists them; a new version of the library may know more."""
+def test_the_supported_formats_are_those_in_the_documents() -> None:
+    """docs/models.md lists them; a new version of llguidance may support more."""
     text = (Path(__file__).parents[4] / "docs" / "models.md").read_text()
     listed = re.search(r"any `format` but (.*?)\.\n", text, re.DOTALL)
     assert listed is not None
@@ -333,7 +329,7 @@ def test_the_formats_that_can_be_held_are_those_of_the_documents() -> None:
     assert len(documented) == 10
 
 
-def test_a_long_source_is_not_even_looked_at() -> None:
+def test_a_source_that_is_too_long_is_not_parsed() -> None:
     """A megabyte of schema costs its length."""
     refused = refusal(Grammar("json_schema", json.dumps({"enum": ["x" * 1_000_000]})))
 
@@ -363,7 +359,7 @@ def test_a_long_source_is_not_even_looked_at() -> None:
     ids=["deep schema", "deep regex", "deep lark", "product of choices"],
 )  # fmt: skip
 def test_a_bomb_is_refused(grammar: Grammar) -> None:
-    """Depth and products, each within the fuel it is given."""
+    """Depth and products, each within its fuel."""
     assert refusal(grammar).code in {"grammar_invalid", "grammar_too_big"}
 
 
@@ -377,8 +373,8 @@ def test_a_bomb_is_refused(grammar: Grammar) -> None:
     ],
     ids=["ambiguous", "ambiguous and empty", "states", "counted"],
 )
-def test_a_bomb_that_goes_off_later_ends_its_own_walk(grammar: Grammar) -> None:
-    """What compiles well may still explode on its way; each step has its own bounds."""
+def test_a_grammar_that_explodes_later_fails_its_own_matcher(grammar: Grammar) -> None:
+    """A grammar that compiles well may still explode; each step has its own bounds."""
     compiled = compile_grammar(grammar, letters(GrammarLimits(lexer_states_max=2_000)))
     matcher, filler, chance = compiled.matcher.fork(), MaskFiller(), random.Random(7)
 
@@ -391,8 +387,8 @@ def test_a_bomb_that_goes_off_later_ends_its_own_walk(grammar: Grammar) -> None:
     assert matcher.failure == "grammar_too_big"
 
 
-def test_a_matcher_can_be_handed_to_whoever_walks_it() -> None:
-    """The engine makes matchers of what a thread compiled."""
+def test_a_matcher_may_move_to_another_thread() -> None:
+    """The engine forks matchers of grammars that a thread compiled."""
     compiled = compile_grammar(Grammar("regex", "ab"), letters())
 
     assert isinstance(compiled.matcher.fork(), Matcher)
@@ -400,8 +396,8 @@ def test_a_matcher_can_be_handed_to_whoever_walks_it() -> None:
 
 
 @pytest.mark.parametrize(("kind", "properties"), [("json_schema", 200), ("lark", 80)])
-def test_wide_objects_are_no_bombs(kind: Any, properties: int) -> None:
-    """Tools with a hundred optional arguments exist; every one of them may come next."""
+def test_wide_objects_are_accepted(kind: Any, properties: int) -> None:
+    """Tools with a hundred optional arguments exist; each argument may come next."""
     schema = json.dumps(
         {
             "type": "object",

@@ -1,4 +1,4 @@
-"""A grammar that breaks what compiles it breaks a process made for that, and nothing else."""
+"""The sandbox: a grammar that breaks the compiler breaks only a child process."""
 
 from __future__ import annotations
 
@@ -46,13 +46,12 @@ def refused(trial: GrammarSandbox, grammar: Grammar) -> RequestRefused:
     return caught.value
 
 
-def test_a_good_grammar_passes_with_what_it_weighs(trial: GrammarSandbox) -> None:
-    """The cache needs to know what it holds."""
+def test_a_valid_grammar_passes_with_its_size(trial: GrammarSandbox) -> None:
+    """The cache counts bytes."""
     assert 0 < trial.check(GOOD) < 64 * 2**20
 
 
-def test_a_mistake_comes_back_as_it_was_said(trial: GrammarSandbox) -> None:
-    """The process adds nothing and takes nothing away."""
+def test_a_refusal_passes_unchanged_through_the_process(trial: GrammarSandbox) -> None:
     error = refused(trial, Grammar("regex", "(a"))
 
     assert error.code == "grammar_invalid"
@@ -60,18 +59,18 @@ def test_a_mistake_comes_back_as_it_was_said(trial: GrammarSandbox) -> None:
 
 
 @pytest.mark.parametrize("bomb", [SLOW, LARGE], ids=["slow", "large"])
-def test_a_bomb_ends_its_process_and_the_next_grammar_has_another(
+def test_a_bomb_kills_its_process_and_the_next_grammar_gets_a_new_one(
     trial: GrammarSandbox, bomb: Grammar
 ) -> None:
-    """Time and memory are bounded by the kernel, whatever the library counts."""
+    """The kernel bounds time and memory, whatever the library counts."""
     error = refused(trial, bomb)
 
     assert error.code == "grammar_too_big"
     assert trial.check(GOOD) > 0
 
 
-def test_the_bounds_on_time_and_memory_are_each_its_own(tmp_path: Path) -> None:
-    """The slow bomb falls to either: with little memory it has no time to be slow."""
+def test_the_bounds_on_time_and_memory_each_apply(tmp_path: Path) -> None:
+    """The slow bomb exceeds either; with little memory it has no time to be slow."""
     trial = GrammarSandbox(settings_of(tmp_path, memory_mib_max=16, cpu_s_max=60), time.monotonic)
 
     error = refused(trial, SLOW)
@@ -80,8 +79,7 @@ def test_the_bounds_on_time_and_memory_are_each_its_own(tmp_path: Path) -> None:
     assert error.code == "grammar_too_big"
 
 
-def test_a_tokenizer_that_cannot_be_used_is_not_the_callers_mistake(tmp_path: Path) -> None:
-    """Nobody's grammar would be taken, whatever it says."""
+def test_an_unusable_tokenizer_is_not_reported_as_an_invalid_grammar(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     trial = GrammarSandbox(
         SandboxSettings(str(tmp_path / "tokenizer.json"), VOCAB, (VOCAB - 1,)), clock=time.monotonic
@@ -92,7 +90,7 @@ def test_a_tokenizer_that_cannot_be_used_is_not_the_callers_mistake(tmp_path: Pa
     assert error.code == "grammar_unsupported"
 
 
-def test_closing_twice_is_closing(tmp_path: Path) -> None:
+def test_closing_twice_is_allowed(tmp_path: Path) -> None:
     """An engine may end before its first grammar, and after its last."""
     trial = GrammarSandbox(settings_of(tmp_path), time.monotonic)
 

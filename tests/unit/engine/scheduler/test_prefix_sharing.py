@@ -8,12 +8,12 @@ import pytest
 
 import engine.scheduler.prefix_sharing
 from engine.scheduler.sequence import Sequence, common_tokens
-from tests.unit.engine.recorded_engine import Watched, tokens
+from tests.unit.engine.recorded_engine import RecordedWorld, tokens
 
 
 def test_a_prefix_in_the_making_is_computed_once() -> None:
     """Rule 11. The second request's hit counts as cached."""
-    world = Watched()
+    world = RecordedWorld()
     shared = tokens(24)
     world.ask("first", (*shared, 0, 1), max_tokens=1)
     world.ask("second", (*shared, 1, 0), max_tokens=1)
@@ -35,7 +35,7 @@ def test_prompts_that_differ_early_are_not_compared_in_full(
         return common_tokens(a, b, size)
 
     monkeypatch.setattr(engine.scheduler.prefix_sharing, "common_tokens", common)
-    world = Watched(sequences_max=16, prefill_chunk_tokens_max=4)
+    world = RecordedWorld(sequences_max=16, prefill_chunk_tokens_max=4)
     shared = tokens(24)
     world.ask("first", shared, max_tokens=1)
     world.settle()
@@ -49,7 +49,7 @@ def test_prompts_that_differ_early_are_not_compared_in_full(
 
 def test_a_request_never_waits_for_another_namespace() -> None:
     """The waiting time would reveal another tenant's prompt."""
-    world = Watched()
+    world = RecordedWorld()
     world.ask("first", tokens(24), max_tokens=1)
     world.ask("second", tokens(24), max_tokens=1, namespace=b"m")
     world.settle()
@@ -60,7 +60,7 @@ def test_a_request_never_waits_for_another_namespace() -> None:
 
 def test_a_request_waits_only_for_a_whole_further_block() -> None:
     """Three common tokens of four are not worth a wait."""
-    world = Watched()
+    world = RecordedWorld()
     world.ask("first", (0, 0, 0, 1, 1), max_tokens=1)
     world.ask("second", (0, 0, 0, 0, 1), max_tokens=1)
     world.settle()
@@ -70,7 +70,7 @@ def test_a_request_waits_only_for_a_whole_further_block() -> None:
 
 def test_followers_continue_when_their_leader_is_cancelled() -> None:
     """They find the blocks that the leader had computed."""
-    world = Watched()
+    world = RecordedWorld()
     world.ask("first", tokens(40), max_tokens=1)
     world.ask("second", tokens(40), max_tokens=1)
     world.step()
@@ -82,7 +82,7 @@ def test_followers_continue_when_their_leader_is_cancelled() -> None:
 
 
 def test_followers_continue_when_their_leader_stalls() -> None:
-    world = Watched(step_tokens_max=8, sequences_max=16)
+    world = RecordedWorld(step_tokens_max=8, sequences_max=16)
     world.ask("twin", tokens(40), max_tokens=1)
     world.step()
     world.ask("waits", tokens(40), max_tokens=1, priority=1)
@@ -102,7 +102,7 @@ def test_followers_continue_when_their_leader_stalls() -> None:
 
 
 def test_cancelling_a_follower_keeps_its_leader_running() -> None:
-    world = Watched()
+    world = RecordedWorld()
     world.ask("first", tokens(24), max_tokens=1)
     world.ask("second", tokens(24), max_tokens=1)
     world.step()

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from engine.api import CacheGrant, LeaseRequest, Quota, Retention, Sampling
 from engine.cache import PrefixCache, TreeMatch
 from engine.cache.prefix_tree import Node, PrefixTree
-from tests.unit.engine.recorded_engine import Watched, tokens
+from tests.unit.engine.recorded_engine import RecordedWorld, tokens
 
 # -- budget -----------------------------------------------------------------------------------
 
@@ -24,7 +24,7 @@ def test_a_step_never_exceeds_its_budget_and_a_prompt_its_chunk() -> None:
     """The budget bounds the time of a step, the chunk bounds how long decoding waits for one
     prompt.
     """
-    world = Watched()
+    world = RecordedWorld()
     for index in range(5):
         world.ask(f"r{index}", tokens(30, index))
     world.settle()
@@ -35,7 +35,7 @@ def test_a_step_never_exceeds_its_budget_and_a_prompt_its_chunk() -> None:
 
 def test_decoding_goes_first() -> None:
     """A running stream gets its token in every step, however many prompts arrive."""
-    world = Watched(step_tokens_max=4)
+    world = RecordedWorld(step_tokens_max=4)
     world.ask("stream", tokens(4), max_tokens=12)
     world.step()
     for index in range(1, 4):
@@ -48,7 +48,7 @@ def test_decoding_goes_first() -> None:
 
 def test_no_more_sequences_run_than_configured() -> None:
     """Future samples count: a prompt does not start if its forks would find no slot."""
-    world = Watched(sequences_max=4)
+    world = RecordedWorld(sequences_max=4)
     world.ask("one", tokens(6, 1), max_tokens=8)
     world.ask("two", tokens(6, 2), samples=3, max_tokens=8)
     world.ask("three", tokens(6, 3), samples=2, max_tokens=8)
@@ -60,7 +60,7 @@ def test_no_more_sequences_run_than_configured() -> None:
 
 def test_a_warm_prompt_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """256 prompts arrive at once, and the step that starts them waits for each lookup."""
-    world = Watched(sequences_max=8)
+    world = RecordedWorld(sequences_max=8)
     world.ask("first", tokens(30), max_tokens=1)
     world.settle()
     walk, walks = PrefixTree.match_blocks, Counter[str]()
@@ -84,7 +84,7 @@ def test_no_waiting_request_is_looked_up_while_the_batch_is_full(
     """A step takes as long with five hundred waiting requests as with none. A request of higher
     priority still gets in.
     """
-    world = Watched(sequences_max=2)
+    world = RecordedWorld(sequences_max=2)
     for index in range(20):
         world.ask(f"r{index}", tokens(6, index), max_tokens=12)
     world.step()
@@ -111,7 +111,7 @@ def test_no_waiting_request_is_looked_up_while_the_batch_is_full(
 
 def test_order_is_priority_then_deadline_then_arrival() -> None:
     """Inside one namespace."""
-    world = Watched(sequences_max=1)
+    world = RecordedWorld(sequences_max=1)
     world.ask("first", tokens(4, 1), max_tokens=1)
     world.ask("late", tokens(4, 2), max_tokens=1)
     world.ask("due later", tokens(4, 3), max_tokens=1, deadline_s=90.0)
@@ -125,7 +125,7 @@ def test_order_is_priority_then_deadline_then_arrival() -> None:
 
 def test_a_higher_priority_takes_a_slot_in_a_full_batch() -> None:
     """The preempted request loses only time."""
-    world = Watched(sequences_max=2)
+    world = RecordedWorld(sequences_max=2)
     world.ask("batch 1", tokens(8, 1), max_tokens=20)
     world.ask("batch 2", tokens(8, 2), max_tokens=20)
     world.step()
@@ -138,7 +138,7 @@ def test_a_higher_priority_takes_a_slot_in_a_full_batch() -> None:
 
 def test_a_flood_from_one_namespace_does_not_keep_another_waiting() -> None:
     """Rule 13: arrival order counts only inside a namespace."""
-    world = Watched(sequences_max=2)
+    world = RecordedWorld(sequences_max=2)
     for index in range(12):
         world.ask(f"flood{index}", tokens(8, index), max_tokens=2)
     world.step()
@@ -160,7 +160,7 @@ def test_two_backlogged_namespaces_get_their_shares(
     """T13: while both wait, service per weight differs by at most twice the larger of one slice and
     one batch (Sheng et al., OSDI 2024).
     """
-    world = Watched(sequences_max=4, blocks=200, queue_requests_max=100)
+    world = RecordedWorld(sequences_max=4, blocks=200, queue_requests_max=100)
     for name, asked in (("a", ours), ("b", theirs)):
         for index, (prompt, output) in enumerate(asked):
             world.ask(
@@ -188,7 +188,7 @@ def test_all_namespaces_of_a_payer_share_one_turn() -> None:
     """Otherwise a client that makes up a key for each prompt would be served as often as all others
     together.
     """
-    world = Watched(sequences_max=2, blocks=200, queue_requests_max=100)
+    world = RecordedWorld(sequences_max=2, blocks=200, queue_requests_max=100)
     for index in range(12):
         own = (*tokens(4, index), *tokens(16))
         many = Quota(payer=b"many")
@@ -205,7 +205,7 @@ def test_all_namespaces_of_a_payer_share_one_turn() -> None:
 
 def test_an_idle_namespace_saves_up_no_service() -> None:
     """Its counter is lifted to the lowest active one; otherwise it would shut the others out."""
-    world = Watched(sequences_max=2, blocks=200)
+    world = RecordedWorld(sequences_max=2, blocks=200)
     world.ask("early", tokens(4, 1), max_tokens=1, namespace=b"back")
     for index in range(16):
         world.ask(f"busy{index}", (*tokens(4, index), *tokens(16)), max_tokens=4)
@@ -227,7 +227,7 @@ def test_an_idle_namespace_saves_up_no_service() -> None:
 
 def test_a_shared_prefix_needs_room_once() -> None:
     """Eight tables over one prefix of ten blocks, with two private blocks each, fit 30 blocks."""
-    world = Watched(blocks=30, sequences_max=8, step_tokens_max=64)
+    world = RecordedWorld(blocks=30, sequences_max=8, step_tokens_max=64)
     shared = tokens(40)
     world.ask("warm", shared, max_tokens=1)
     world.settle()
@@ -243,7 +243,7 @@ def test_a_shared_prefix_needs_room_once() -> None:
 
 def test_the_oldest_is_never_preempted() -> None:
     """So one sequence always finishes and frees its blocks."""
-    world = Watched(blocks=9)
+    world = RecordedWorld(blocks=9)
     for index in range(4):
         world.ask(f"r{index}", tokens(6, index), max_tokens=24)
     world.settle()
@@ -254,7 +254,7 @@ def test_the_oldest_is_never_preempted() -> None:
 
 def test_the_oldest_is_not_preempted_though_its_namespace_borrows_most() -> None:
     """The share decides between the other sequences."""
-    world = Watched(blocks=12)
+    world = RecordedWorld(blocks=12)
     world.ask("old", tokens(28), max_tokens=12, namespace=b"large")
     world.step()
     for index in range(3):
@@ -267,7 +267,7 @@ def test_the_oldest_is_not_preempted_though_its_namespace_borrows_most() -> None
 
 def test_lower_priority_is_preempted_first_however_old() -> None:
     """Priority comes before age."""
-    world = Watched(blocks=9)
+    world = RecordedWorld(blocks=9)
     world.ask("old", tokens(6, 1), max_tokens=20)
     world.step()
     world.ask("urgent", tokens(6, 2), max_tokens=20, priority=1)
@@ -281,7 +281,7 @@ def test_blocks_kept_for_other_payers_do_not_count_under_a_ceiling() -> None:
     """Each running sequence keeps a block to continue with. Under a payer's ceiling of eight, seven
     sequences of others would otherwise block every request in a nearly empty pool.
     """
-    world = Watched(blocks=200, step_tokens_max=64)
+    world = RecordedWorld(blocks=200, step_tokens_max=64)
     for index in range(7):
         world.ask(f"r{index}", tokens(6, index), max_tokens=60, namespace=bytes([index]))
     world.step()
@@ -294,7 +294,7 @@ def test_blocks_kept_for_other_payers_do_not_count_under_a_ceiling() -> None:
 
 def test_a_request_at_its_ceiling_preempts_only_its_own_payer() -> None:
     """Blocks of other payers do not help it, whatever its priority."""
-    world, low = Watched(blocks=40), Quota(ceiling_blocks=6)
+    world, low = RecordedWorld(blocks=40), Quota(ceiling_blocks=6)
     for index in range(2):
         world.ask(f"r{index}", tokens(5, index), max_tokens=30, namespace=bytes([index]))
     world.ask("own", tokens(5, 3), max_tokens=14, namespace=b"low", quota=low)
@@ -310,7 +310,7 @@ def test_a_request_at_its_ceiling_preempts_only_its_own_payer() -> None:
 
 def test_no_preemption_where_all_victims_together_would_not_be_enough() -> None:
     """The victim would have stopped for nothing, again and again."""
-    world = Watched(blocks=20, step_tokens_max=64, prefill_chunk_tokens_max=64)
+    world = RecordedWorld(blocks=20, step_tokens_max=64, prefill_chunk_tokens_max=64)
     world.ask("large", tokens(50, 1), max_tokens=10, priority=1)
     world.ask("small", tokens(5, 2), max_tokens=10, namespace=b"s")
     world.step()
@@ -325,7 +325,7 @@ def test_a_payer_inside_its_floor_is_not_preempted_for_others() -> None:
     """Its freed blocks stay its own, except blocks that were not full yet, which its floor would
     lose. In this test a promise holds the blocks that the longest-running sequence needs.
     """
-    world = Watched(blocks=16)
+    world = RecordedWorld(blocks=16)
     kept = LeaseRequest(28, Retention("kept", promise_s=1e6))
     promised = CacheGrant(b"kept", leases=(kept,))
     world.ask("kept", tokens(28), max_tokens=1, grant=promised)
@@ -346,7 +346,7 @@ def test_a_payer_inside_its_floor_is_not_preempted_for_others() -> None:
 
 def test_preemption_costs_the_client_nothing() -> None:
     """Output and cached tokens stay the same; recomputation is counted apart."""
-    world = Watched(blocks=9)
+    world = RecordedWorld(blocks=9)
     for index in range(3):
         world.ask(f"r{index}", tokens(6, index), max_tokens=24, namespace=bytes([index]))
     world.settle()
@@ -363,7 +363,7 @@ def test_a_sample_alone_does_not_copy_its_own_tail() -> None:
     """A preempted sample must not leave the tail that its sibling writes to the tree: the sibling
     would have to copy it into a block that no admission has counted.
     """
-    world = Watched(blocks=4)
+    world = RecordedWorld(blocks=4)
     world.ask("r", tokens(13), samples=2, max_tokens=2)
     world.settle()
 
@@ -413,7 +413,9 @@ def test_every_admissible_request_finishes(
     ceiling: bool,
 ) -> None:
     """No livelock (I16): a request that fits alone finishes, and none is preempted for ever."""
-    world = Watched(blocks=blocks, depth=depth, preemptions_max=preemptions_max, step_tokens_max=6)
+    world = RecordedWorld(
+        blocks=blocks, depth=depth, preemptions_max=preemptions_max, step_tokens_max=6
+    )
     quota = Quota(ceiling_blocks=max(2, blocks // 2)) if ceiling else Quota()
     for index, (prompt, output, namespace, samples, pause) in enumerate(asked):
         world.ask(
