@@ -1,10 +1,10 @@
-"""Referees: what must hold of every request's events, and of an engine while it runs.
+"""Checks of every request's events, and of an engine while it runs.
 
-`Stream` follows one request from its submission to its one final event. `World` is a whole engine
-over the token oracle, with a referee at every step: the property machine and the simulation drive
-it, and neither needs to know what is right. Each failure says what was expected. The
-invariants' numbers: I1-I3 blocks recounted, I4 no foreign KV, I10 and I12 counters recounted, I14
-usage adds up, I15 one ending, I16 progress, I18 the same output in any company, I22 true gauges.
+`Stream` follows one request from submission to its one final event. `World` is a whole engine over
+the token oracle, checked at every step; the property machine and the simulation drive it without
+knowing the right answers. Each failure says what was expected. The invariants' numbers: I1-I3
+blocks recounted, I4 no foreign KV, I10 and I12 counters recounted, I14 usage adds up, I15 one
+ending, I16 progress, I18 the same output in any batch, I22 true gauges.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from engine.config import EngineConfig
 from engine.core.constraints import Constraints
 from engine.core.core import Core
 from tests.fakes import FakeClock, FakeRunner, solo_output
-from tests.grammars import PatientGrammars, constrained_output
+from tests.grammars import PolledGrammars, constrained_output
 
 ENDINGS = {
     "done": {""},
@@ -49,24 +49,24 @@ ENDINGS = {
 }
 
 
-class Wrong(AssertionError):
-    """The engine said or did what it must not."""
+class RuleBroken(AssertionError):
+    """The engine broke a rule."""
 
 
 def expect(holds: bool, what: str, *found: object) -> None:
-    """Raise Wrong unless it holds."""
+    """Raise RuleBroken unless `holds`."""
     if not holds:
-        raise Wrong(f"{what}: {', '.join(map(str, found))}")
+        raise RuleBroken(f"{what}: {', '.join(map(str, found))}")
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many leading tokens are equal."""
+    """Return how many leading tokens are equal."""
     pairs = enumerate(zip(a, b, strict=False))
     return next((i for i, (x, y) in pairs if x != y), min(len(a), len(b)))
 
 
 class Stream:
-    """One request's events, checked as they come against what it would have got alone."""
+    """One request's events, checked on arrival against the output of the request alone."""
 
     def __init__(self, request: Request, vocab_size: int, now_s: float) -> None:
         self.request = request
@@ -96,7 +96,7 @@ class Stream:
         return whole
 
     def take(self, event: Event, now_s: float) -> None:
-        """One more event of this request."""
+        """Check one more event of this request."""
         name = self.request.request_id
         expect(self.finished is None, "an event after the final one", name, event)  # I15
         if isinstance(event, Started):
@@ -124,7 +124,12 @@ class Stream:
         expect(event.index not in self.ended, "tokens after the end of the sample", event)
         output, alone = self.outputs[event.index], self.alone[event.index]
         output.extend(token.token_id for token in event.tokens)
-        expect(output == alone[: len(output)], "not what it draws alone (I18)", output, alone)
+        expect(
+            output == alone[: len(output)],
+            "not the output of the request alone (I18)",
+            output,
+            alone,
+        )
 
     def _take_end(self, event: SampleEnded) -> None:
         expect(event.index not in self.ended, "a sample ended twice", event)
@@ -153,7 +158,7 @@ class Stream:
         got = sum(map(len, self.outputs))
         if not self.cut:
             expect(usage.output_tokens == got, "output tokens", usage, got)
-        expect(usage.output_tokens <= got, "charged for what it never got", usage, got)
+        expect(usage.output_tokens <= got, "charged for tokens it never got", usage, got)
         expect((usage.first_token_s is not None) == (got > 0), "the first token's time", usage)
         expect(min(usage.queue_s, usage.total_s) >= 0, "a time below zero", usage)
         due = {"grammar_dead_end": "dead end", "grammar_invalid": "refused"}.get(event.code)
@@ -184,10 +189,11 @@ class Stream:
 
 
 class World:
-    """An engine over the token oracle, refereed. `restart` drops it and starts another epoch.
+    """A checked engine over the token oracle.
 
-    `make_*` take doubles with a fault planted. `promises`: memory may be promised away (floors and
-    leases), so that a request may fail for want of it. `grammars`: who compiles.
+    `restart` drops it and starts another epoch. `make_*` accept variants with a planted fault.
+    `promises`: memory may be promised away (floors and leases), so a request may fail for lack of
+    it. `grammars`: the grammar source.
     """
 
     def __init__(
@@ -202,7 +208,7 @@ class World:
         promises: bool = True,
         make_cache: Callable[..., PrefixCache] = PrefixCache,
         make_core: Callable[..., Core] = Core,
-        grammars: PatientGrammars | None = None,
+        grammars: PolledGrammars | None = None,
     ) -> None:
         self.config = config
         self.blocks, self.block_size, self.depth = blocks, block_size, depth
@@ -212,12 +218,12 @@ class World:
         self.streams: dict[str, Stream] = {}
         self.endings: dict[str, int] = {}
         self.cached_tokens = 0
-        self.grammars = grammars or PatientGrammars()
+        self.grammars = grammars or PolledGrammars()
         self._make_cache, self._make_core = make_cache, make_core
         self.restart()
 
     def restart(self) -> None:
-        """The engine dies with all it knows; requests under way never get an answer from it."""
+        """Drop the engine and all its state; its live requests never get a final event."""
         self.cache = self._make_cache(blocks=self.blocks, block_size=self.block_size)
         self.grammars.close()
         self.runner = FakeRunner(self.blocks, self.block_size, vocab_size=self.vocab_size)
@@ -241,49 +247,49 @@ class World:
     def _namespace_of(self, sequence_id: int) -> bytes:
         if sequence_id not in self._namespaces:
             sequence = self.core.requests.sequence(sequence_id)
-            assert sequence is not None, "a step has rows of those who are here"
+            assert sequence is not None, "a step has rows of live sequences"
             self._namespaces[sequence_id] = sequence.parent.request.grant.namespace
         return self._namespaces[sequence_id]
 
-    # -- what is done to it -------------------------------------------------------------------
+    # -- commands -----------------------------------------------------------------------------
 
     def submit(self, request: Request) -> None:
-        """A new request; its id must be new."""
+        """Submit a request; its id must be new."""
         assert request.request_id not in self.streams
         stream = Stream(request, self.vocab_size, self.clock())
         self.streams[request.request_id] = self.live[request.request_id] = stream
         self.core.submit(request)
 
     def cancel(self, request_id: str) -> None:
-        """Nobody waits for it any more."""
+        """Cancel a request."""
         self.core.cancel(request_id)
 
     def end_sample(self, request_id: str, index: int, output_tokens: int) -> None:
-        """A stop string was found in sample `index`, which gets charged at most this much."""
+        """End sample `index` at a stop string, charged at most `output_tokens`."""
         stream = self.live.get(request_id)
         if stream is not None and index < stream.request.samples:
             if not stream.outputs[index]:
-                return  # no text, so nothing can be found in it
-            stream.cut.setdefault(index, output_tokens)  # the first to come ends it
+                return  # no text, so no stop string either
+            stream.cut.setdefault(index, output_tokens)  # the first one ends the sample
         self.core.end_sample(request_id, index, output_tokens)
 
     def peek(self, namespace: bytes, tokens: tuple[int, ...]) -> int:
-        """What a prompt would find; asking twice says the same, since asking changes nothing."""
+        """Return the cached tokens of a prompt, and check that peeking changes nothing."""
         first = self.core.peek(Peek(1, namespace, tokens))
         expect(first == self.core.peek(Peek(1, namespace, tokens)), "a peek changed something")
         return first.cached_tokens
 
     def erase(self, namespace: bytes) -> None:
-        """A namespace is forgotten, and what is here now leaves nothing in it any more."""
+        """Erase a namespace; its live requests commit nothing more."""
         self.core.erase(Erase(1, namespace))
         self.written[namespace] = []
 
     def step(self) -> None:
-        """One step, and everything that must hold after it."""
+        """Run one step, and check everything that must hold after it."""
         now_s = self.clock()
         for event in self.core.step():
             stream = self.live.get(event.request_id)
-            expect(stream is not None, "an event of nobody's (I15)", event)
+            expect(stream is not None, "an event of an unknown request (I15)", event)
             assert stream is not None
             stream.take(event, now_s)
             if isinstance(event, Started):
@@ -297,25 +303,25 @@ class World:
         self.check()
 
     def settle(self) -> None:
-        """Step until nothing is left; that takes no longer than the work there is (I16)."""
+        """Step until no work is left, within a bound given by the work (I16)."""
         tokens = sum(
             (len(s.request.tokens) + s.request.max_tokens) * s.request.samples
             for s in self.live.values()
         )
         steps = 20 + 4 * len(self.live) + 4 * tokens
         while self.core.has_work():
-            expect(steps > 0, "no end in sight (I16)", list(self.live))
+            expect(steps > 0, "no progress (I16)", list(self.live))
             steps -= 1
             self.step()
         expect(not self.live, "without a final event (I15)", list(self.live))
-        expect(self.core.stats().pinned_blocks == 0, "blocks pinned by nobody", self.core.stats())
+        expect(self.core.stats().pinned_blocks == 0, "blocks pinned at rest", self.core.stats())
         forgotten = set(self.core.scheduler.ended_ids)
-        expect(set(self.runner.begun) <= forgotten, "the runner was never told of an end")
+        expect(set(self.runner.begun) <= forgotten, "the runner misses an ended sequence")
 
-    # -- what must hold -----------------------------------------------------------------------
+    # -- checks -------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Recount blocks (I1, I2, I3, I10, I12), and see that gauges add up (I22)."""
+        """Recount blocks (I1, I2, I3, I10, I12), and check that the gauges add up (I22)."""
         self.cache.check()
         self.core.check()
         stats, before = self.core.stats(), self._stats
@@ -331,32 +337,36 @@ class World:
             one.namespace: one for one in self.core.stats(names=self.core.namespaces()).changed
         }
         kept = {one.namespace: one for one in self._book}
-        expect(kept == whole, "what namespaces hold, told by changes", kept, whole)
-        for twin in self.core.scheduler.prefix_sharing.waiting.values():
-            leader, own = twin.leader, twin.parent.request.grant.namespace
-            expect(leader is not None, "held for nobody", own)
+        expect(kept == whole, "namespace statistics by changes", kept, whole)
+        for follower in self.core.scheduler.prefix_sharing.waiting.values():
+            leader, own = follower.leader, follower.parent.request.grant.namespace
+            expect(leader is not None, "waits without a leader", own)
             theirs = leader.parent.request.grant.namespace if leader else b""
             expect(theirs == own, "waits for another namespace's work", own, theirs)
         self._stats = stats
 
     def _check_hit(self, stream: Stream, event: Started) -> None:
-        """At most what the namespace itself has written (I4), and nothing unless asked for."""
+        """Check that a hit is at most what its namespace has written (I4), and 0 unless read is
+        granted.
+        """
         request = stream.request
         self.cached_tokens += event.cached_tokens
         if not request.grant.read or request.prompt_logprobs is not None:
-            expect(event.cached_tokens == 0, "a hit without leave to read", event)
+            expect(event.cached_tokens == 0, "a hit without the read grant", event)
         reach = 0
         for other in self.written.get(request.grant.namespace, []):
             for alone in other.alone:
                 history = (*other.request.tokens, *alone)
                 reach = max(reach, common_prefix(request.tokens, history))
-        expect(event.cached_tokens <= reach, "a hit on what nobody here wrote", event, reach)
+        expect(
+            event.cached_tokens <= reach, "a hit on tokens its namespace never wrote", event, reach
+        )
         if request.grant.write:
             self.written.setdefault(request.grant.namespace, []).append(stream)
 
 
 def outcome(act: Callable[[], Any]) -> str:
-    """The name and text of what `act` raised, or "" if it raised nothing."""
+    """Return the name and text of the exception that `act` raised, or ""."""
     try:
         act()
     except Exception as error:

@@ -1,8 +1,8 @@
-"""Doubles that tell the truth: a runner whose KV is the words themselves, and a clock by hand.
+"""Fakes: a runner whose KV is the token prefixes themselves, a clock set by hand, a FIFO policy.
 
-The fake runner is a token oracle. Instead of tensors, a slot of its "KV" holds the exact prefix it
-was computed from, and a row reads every slot before it through its block table, as attention would.
-Wrong sharing, a missing copy, a stale block or a freed one shows up as a prefix that is not the
+The fake runner is a token oracle. A slot of its "KV" holds the exact prefix it was computed from,
+not tensors, and a row reads every slot before it through its block table, as attention would. Wrong
+sharing, a missing copy, a stale block or a freed one shows up as a prefix that is not the
 sequence's own.
 """
 
@@ -19,18 +19,18 @@ from engine.errors import InvariantViolation
 from engine.plan import BegunSequence, BlockCopy, Mask, Row, Sampled, StepPlan, StepResult
 
 Slot = tuple[bytes, int]
-"""What a slot of the fake KV holds: whose it is, and the exact prefix it was computed from."""
+"""The content of a slot of the fake KV: its namespace and the exact prefix."""
 
 BROKEN: Slot = (b"", -1)
-"""What a step that failed has written."""
+"""The content that a failed step has written."""
 
 
 class OracleError(InvariantViolation):
-    """A row read a slot that does not hold its own history."""
+    """A row read a slot that does not hold its own prefix."""
 
 
 class FakeClock:
-    """Seconds that pass when told to."""
+    """A clock that advances only on request."""
 
     def __init__(self, now_s: float = 0.0) -> None:
         self.now_s = now_s
@@ -50,14 +50,14 @@ class FirstInFirstOut:
 
 
 def tag_after(tag: int, token: int) -> int:
-    """The exact prefix as one number: 64 bits of a chain over its tokens."""
+    """Return the exact prefix as one number: 64 bits of a hash chain over its tokens."""
     return xxhash.xxh3_64_intdigest(token.to_bytes(4, "little"), seed=tag)
 
 
 def next_token(
     tag: int, sampling: Sampling, sample: int, position: int, vocab: int, mask: Mask | None = None
 ) -> int:
-    """The "model": a function of the whole prefix and of what keys the random choice."""
+    """Return the "model's" token: a function of the prefix and of the key of the random choice."""
     seed = 0 if sampling.temperature == 0 else (sampling.seed or 0)
     sample = 0 if sampling.temperature == 0 else sample
     words = b"".join(n.to_bytes(8, "little", signed=n < 0) for n in (seed, sample, position))
@@ -73,7 +73,7 @@ def next_token(
 def solo_output(
     prompt: Sequence[int], sampling: Sampling, sample: int, count: int, vocab: int
 ) -> list[int]:
-    """What a sequence draws when it is alone in the world: no cache, no batch, no preemption."""
+    """Return the tokens of a sequence that runs alone: no cache, no batch, no preemption."""
     tag, out = 0, []
     for token in prompt:
         tag = tag_after(tag, token)
@@ -84,13 +84,13 @@ def solo_output(
 
 
 class FakeRunner:
-    """`engine.plan.Runner` over tags. Steps run in launch order; `collect` gives them in order.
+    """`engine.plan.Runner` over prefix tags. Steps run in launch order.
 
-    `namespace_of` tells whose sequence an id is (None: all are one namespace's). `fail_launch` and
-    `fail_collect`: step numbers that raise there; `nan_steps`: step numbers whose first drawing
-    sequence is reported as failed. What a broken step wrote is broken: nobody may read it later.
-    `words`: what every sequence says first, instead of what it would draw.
-    `computed_tokens` counts what was computed in all. Single-threaded; every call is O(tokens).
+    `namespace_of` returns the namespace of a sequence id (None: all in one namespace).
+    `fail_launch` and `fail_collect`: step numbers that raise there; `nan_steps`: step numbers whose
+    first sampling sequence is reported as failed. A broken step writes broken slots, which no row
+    may read later. `words`: tokens that every sequence samples first. `computed_tokens` counts all
+    computed tokens. Single-threaded; every call is O(tokens).
     """
 
     def __init__(self, blocks: int, block_size: int, *, vocab_size: int) -> None:
@@ -125,7 +125,7 @@ class FakeRunner:
         self._run(plan)
 
     def collect(self) -> StepResult:
-        """The oldest launched step's result."""
+        """Return the oldest launched step's result."""
         if not self._results:
             raise OracleError("collected a step that was not launched")
         result = self._results.popleft()
@@ -137,7 +137,7 @@ class FakeRunner:
     # -- one step -----------------------------------------------------------------------------
 
     def _run(self, plan: StepPlan) -> None:
-        """All rows read, then all write: nobody may lean on what this very step computes."""
+        """Read all rows, then write all: no row may depend on this step's writes."""
         broken = self._breaks(plan)
         for row in plan.rows:
             if self._check(row):
@@ -164,13 +164,15 @@ class FakeRunner:
         )
 
     def _breaks(self, plan: StepPlan) -> set[int]:
-        """The sequences whose KV this step will leave unusable."""
+        """Return the sequences whose KV this step makes unusable."""
         rows = [row for row in plan.rows if row.samples][:1] if plan.step in self.nan_steps else []
         rows = list(plan.rows) if plan.step in self.fail_collect else rows
         return {id_ for row in rows for id_ in (row.sequence_id, *row.samples)}
 
     def _check(self, row: Row) -> bool:
-        """Compare what the row claims and reads with its own history. Is what it reads broken?"""
+        """Compare a row's claims and reads with its own prefix; return whether it reads a broken
+        slot.
+        """
         if row.sequence_id not in self.begun:
             raise OracleError(f"sequence {row.sequence_id} has a row and has not begun")
         end, own = row.start + row.count, self.tokens[row.sequence_id]
@@ -234,7 +236,7 @@ class FakeRunner:
             following.append(row.next_token_id)
         return tuple(SampledToken(token, -1.0) for token in following)
 
-    # -- inside -------------------------------------------------------------------------------
+    # -- internals ----------------------------------------------------------------------------
 
     def _begin(self, begun: BegunSequence) -> None:
         if begun.sequence_id in self.begun:

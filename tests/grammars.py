@@ -1,7 +1,7 @@
-"""Grammars for tests: tiny vocabularies, a source that is ready when it is told to be.
+"""Grammars for tests: tiny vocabularies, and a source that is ready when the test says so.
 
-The three-token vocabulary is the token oracle's: "a", "b" and an end. What a sequence draws alone
-under a grammar is worked out here by the same matcher, without an engine around it.
+The three-token vocabulary is the token oracle's: "a", "b" and an end. `constrained_output` computes
+the output of a sequence alone under a grammar, with the same matcher and no engine.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ VOCAB: Final = len(TOKENS) - 2
 
 @functools.cache
 def letters(limits: GrammarLimits | None = None) -> Vocabulary:
-    """The vocabulary of the token oracle: "a" is 0, "b" is 1, and 2 ends."""
+    """Return the token oracle's vocabulary: "a" is 0, "b" is 1, and 2 is the end token."""
     return Vocabulary(
         LLTokenizer(tokenizer_json([*LETTERS], "<end>"), eos_token=[END]), limits or GrammarLimits()
     )
 
 
 def tokenizer_json(words: list[str], end: str) -> str:
-    """A byte-level `tokenizer.json` of these words, one token each, and an end after them."""
+    """Return a byte-level `tokenizer.json` of these words, one token each, and an end token."""
     vocab = {word: index for index, word in enumerate([*words, end])}
     special = {
         "id": len(words),
@@ -75,7 +75,7 @@ def tokenizer_json(words: list[str], end: str) -> str:
 
 @functools.cache
 def characters(size: int) -> Vocabulary:
-    """`size` tokens: the characters from "@" on, one each, and an end, which is the last."""
+    """Return a vocabulary of `size` tokens: the characters from "@" on, and an end token last."""
     words = [chr(ord("@") + index) for index in range(size - 1)]
     return Vocabulary(
         LLTokenizer(tokenizer_json(words, "<end>"), eos_token=[size - 1]), GrammarLimits()
@@ -84,12 +84,12 @@ def characters(size: int) -> Vocabulary:
 
 @functools.cache
 def compiled(grammar: Grammar, vocabulary: Vocabulary | None = None) -> CompiledGrammar:
-    """Over the oracle's letters unless told otherwise. Raises RequestRefused."""
+    """Compile a grammar, by default over the oracle's vocabulary. Raises RequestRefused."""
     return compile_grammar(grammar, vocabulary or letters())
 
 
-class PatientGrammars:
-    """`GrammarSource` without threads: a grammar is ready `polls` looks after it was asked for."""
+class PolledGrammars:
+    """A `GrammarSource` without threads: a grammar is ready `polls` polls after its submission."""
 
     def __init__(self, polls: int = 0, vocabulary: Vocabulary | None = None) -> None:
         self.polls = polls
@@ -100,7 +100,7 @@ class PatientGrammars:
         self._waiting: list[tuple[str, Outcome, int]] = []
 
     def submit(self, request_id: str, namespace: Namespace, grammar: Grammar) -> None:
-        """What is wrong with it comes later, like what is right."""
+        """Queue a grammar; a refusal comes with `take_ready`, like a success."""
         self.asked.append((request_id, namespace, grammar))
         outcome: Outcome
         try:
@@ -128,10 +128,10 @@ class PatientGrammars:
 
 
 def constrained_output(request: Request, index: int, vocab: int) -> tuple[list[int], str]:
-    """What a sample draws alone under its grammar, and how: "stop", "length", "dead end".
+    """Return the tokens of a sample alone under its grammar, and how it ended.
 
-    A grammar that is refused gives no output, and "refused". Written again from the rules at
-    `engine.api.Request`, without a scheduler.
+    The ending is "stop", "length", "dead end", or "refused" without output. Written from the rules
+    at `engine.api.Request`, without a scheduler.
     """
     assert request.grammar is not None
     try:
@@ -159,7 +159,7 @@ def constrained_output(request: Request, index: int, vocab: int) -> tuple[list[i
 
 
 def schema_file(folder: Path) -> Path:
-    """A `tokenizer.json` over every byte, for the parts that read a file."""
+    """Write a `tokenizer.json` over every byte, for code that reads a file; return its path."""
     path = folder / "tokenizer.json"
     path.write_text(tokenizer_json(TOKENS[3:], TOKENS[0]), encoding="utf-8")
     return path

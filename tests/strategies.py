@@ -1,6 +1,6 @@
-"""What hypothesis draws from: tokens of a tiny vocabulary, leases, requests.
+"""Hypothesis strategies: tokens of a tiny vocabulary, leases, requests.
 
-Two tokens, short prompts and few namespaces make equal prefixes the rule and not the exception.
+Two tokens, short prompts and few namespaces make equal prefixes the rule.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ grammars = st.sampled_from(
         Grammar("regex", "a{2}b?"),
         Grammar("regex", "b[ab]{2}|aa*b"),
         Grammar("lark", 'start: "a" start "b" | "a"'),
-        Grammar("regex", "abc"),  # there is no such token: a dead end
+        Grammar("regex", "abc"),  # no token spells it: a dead end
         Grammar("regex", "(a"),
     ]
 )
 
 
 def requests(quota_of: dict[bytes, Quota]) -> st.SearchStrategy[Request]:
-    """A request of one of the namespaces, under its quota; the id is the caller's to give."""
+    """Draw a request of one of the namespaces, under its quota; the caller gives the id."""
     grants = namespaces.flatmap(
         lambda namespace: st.builds(
             CacheGrant,

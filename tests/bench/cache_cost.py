@@ -1,4 +1,4 @@
-"""What the cache's calls cost, in microseconds: python -m tests.bench.cache_cost"""
+"""Benchmark of the cache's calls, in microseconds: python -m tests.bench.cache_cost"""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LEASES = (LeaseRequest(LONG, HOUR, "l"),)
 
 
 def microseconds(act: Callable[[], object], repeats: int = 200) -> list[float]:
-    """What each of `repeats` calls took."""
+    """Return the microseconds of each of `repeats` calls."""
     times = []
     for _ in range(repeats):
         start = perf_counter()
@@ -28,13 +28,13 @@ def microseconds(act: Callable[[], object], repeats: int = 200) -> list[float]:
 
 
 def show(name: str, times: list[float]) -> None:
-    """One line."""
+    """Print one line."""
     median, worst = statistics.median(times), max(times)
     sys.stdout.write(f"{name:46} {median:10.1f} us   worst {worst:10.1f}\n")
 
 
 def write(cache: PrefixCache, name: bytes, tokens: list[int], *, is_leased: bool) -> None:
-    """A prompt computed and released."""
+    """Compute and release a prompt."""
     table = cache.begin(name, tokens, 0.0, leases=LEASES if is_leased else ())
     cache.grow(table, len(tokens), 0.0)
     cache.commit(table, tokens, len(tokens), 0.0)
@@ -42,7 +42,7 @@ def write(cache: PrefixCache, name: bytes, tokens: list[int], *, is_leased: bool
 
 
 def recounting(chance: random.Random) -> tuple[float, list[float]]:
-    """55,000 blocks under leases in 110 namespaces: what a recount takes in all, and its pieces."""
+    """Time a recount of 55,000 leased blocks in 110 namespaces, in all and by piece."""
     cache = PrefixCache(blocks=64_000, block_size=BLOCK)
     for number in range(110):
         tokens = [chance.randrange(50_000) for _ in range(500 * BLOCK)]
@@ -69,7 +69,7 @@ def main() -> None:
     cache.commit(table, fresh, LONG, 0.0)
 
     def admit(name: bytes, leases: tuple[LeaseRequest, ...] = ()) -> None:
-        """As the scheduler does: what is found is counted as room, and then begun with."""
+        """Begin and release a prompt as the scheduler does."""
         found = cache.find(name, prompt, 1.0)
         cache.count_unpinned(found)
         begun = cache.begin(name, prompt, 1.0, found=found, leases=leases)

@@ -32,7 +32,7 @@ from engine.grammar.grammar import GrammarLimits, MaskFiller, Vocabulary, compil
 from engine.model_store import DEFAULT_MODEL, ModelCard, prepare, resolve
 from engine.models.cpu_llama import load_kernels
 from engine.runner.cpu_runner import CpuRunner
-from tests.grammars import PatientGrammars
+from tests.grammars import PolledGrammars
 
 LARGE = 128_256
 
@@ -130,7 +130,7 @@ class Contender:
             time.monotonic,
             vocab_size=card.config.vocab,
             context_tokens=1024,
-            constraints=Constraints(PatientGrammars(vocabulary=vocabulary), MaskFiller(threads)),
+            constraints=Constraints(PolledGrammars(vocabulary=vocabulary), MaskFiller(threads)),
         )
 
     def begin(self, rows: int, tokens: int, sampling: Sampling, grammar: Grammar | None) -> None:

@@ -1,8 +1,9 @@
-"""The cache alone under hypothesis, against a ghost of its KV and a model of its promises.
+"""The cache alone under hypothesis, against a shadow of its KV and a model of its promises.
 
-The ghost keeps, for every slot, whose exact prefix was written there. The model keeps two bounds
-that it works out from the requests alone: until when a prefix may at most be found, and how much of
-it must at least be found. Neither knows a tree, a reference count or an eviction order.
+The shadow keeps, for every slot, the exact prefix written there. The model keeps two bounds
+computed from the requests alone: until when a prefix may be found at most, and how much of it must
+be found at least. Neither knows a tree, a reference count or an eviction order. Every run draws an
+eviction policy.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ Prefix = tuple[int, ...]
 
 @dataclass(eq=False)
 class Writer:
-    """A sequence: what it says, and what it was granted."""
+    """A sequence: its tokens and its grants."""
 
     namespace: bytes
     tokens: list[int]
@@ -38,15 +39,15 @@ class Writer:
     promises: list[tuple[float, int]] = field(default_factory=list)
 
 
-class Ghost:
-    """What each slot holds: a namespace and the exact prefix up to that token."""
+class ShadowKv:
+    """The content of each slot: a namespace and the exact prefix up to that token."""
 
     def __init__(self, blocks: int, size: int) -> None:
         self.size = size
         self.slots: list[tuple[bytes, Prefix] | None] = [None] * (blocks * size)
 
     def copy(self, src: int, dst: int, count: int) -> None:
-        """The first `count` slots; the rest of the block is as good as never written."""
+        """Copy the first `count` slots; the rest of the block counts as never written."""
         kept = self.slots[src * self.size : src * self.size + count]
         self.slots[dst * self.size : (dst + 1) * self.size] = kept + [None] * (self.size - count)
 
@@ -56,7 +57,7 @@ class Ghost:
             self.slots[slot] = (writer.namespace, tuple(writer.tokens[: at + 1]))
 
     def read(self, writer: Writer) -> None:
-        """Every slot of the table must hold the writer's own history."""
+        """Check that every slot of the table holds the writer's own prefix."""
         for at in range(writer.table.kv_tokens):
             slot = writer.table.blocks[at // self.size] * self.size + at % self.size
             own = (writer.namespace, tuple(writer.tokens[: at + 1]))
@@ -64,7 +65,7 @@ class Ghost:
 
 
 class CacheMachine(RuleBasedStateMachine):
-    """Sequences begin, compute, fork and end; time passes; things are erased."""
+    """Sequences begin, compute, fork and end; time passes; prefixes are erased."""
 
     @initialize(
         blocks=st.integers(6, 16),
@@ -83,14 +84,15 @@ class CacheMachine(RuleBasedStateMachine):
         may_change: bool,
         policy: EvictionPolicy,
     ) -> None:
-        """`is_joint`: one payer has the first two namespaces, under one quota. `may_change`: quotas
-        do, and who pays."""
+        """Make a cache. `is_joint`: one payer has the first two namespaces under one quota.
+        `may_change`: quotas and payers change.
+        """
         self.size, self.may_change = size, may_change
         self.in_trees: Counter[bytes] = Counter()
         self.cache = PrefixCache(
             blocks=blocks, block_size=size, facts=self.note, eviction_policy=policy
         )
-        self.ghost = Ghost(blocks, size)
+        self.shadow = ShadowKv(blocks, size)
         self.quotas = dict(zip(NAMESPACES, shares, strict=True))
         if is_joint:
             joint = structs.replace(shares[0], payer=b"both")
@@ -102,7 +104,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.promised: list[tuple[bytes, Prefix, float]] = []
 
     def note(self, fact: Fact) -> None:
-        """What comes into a namespace's tree and leaves it, by the facts."""
+        """Count the blocks that enter and leave a namespace's tree, by the facts."""
         if isinstance(fact, Committed):
             self.in_trees[fact.namespace] += fact.new_blocks
         elif isinstance(fact, Evicted | Expired | BlocksErased):
@@ -111,13 +113,13 @@ class CacheMachine(RuleBasedStateMachine):
     # -- the model ----------------------------------------------------------------------------
 
     def latest_end(self, namespace: bytes, prefix: Prefix) -> float:
-        """When, at the very latest, this block's prefix stops being found: the longest lease on it.
+        """Return when this block's prefix stops being found at the latest: the longest lease on it.
 
-        -inf: nobody there ever wrote it. A request without leases, or a block beyond the leases of
-        its request, has no limit of its own.
+        -inf: no request of the namespace wrote it. A request without leases, or a block beyond the
+        leases of its request, has no limit.
         """
         start = (len(prefix) - 1) // self.size * self.size
-        shared = prefix[: start + 1]  # a block has one limit, and whoever uses some of it all of it
+        shared = prefix[: start + 1]  # one limit per block, for each use of a part
         writers = [w for w in [*self.live, *self.past] if w.namespace == namespace]
         if not any(tuple(w.tokens[: len(prefix)]) == prefix for w in writers):
             return -math.inf
@@ -137,14 +139,14 @@ class CacheMachine(RuleBasedStateMachine):
         return at_s
 
     def extend(self, namespace: bytes, prompt: Prefix) -> int:
-        """How many tokens of a prompt may at most be found now."""
+        """Return how many tokens of a prompt may be found now at most."""
         for at in range(1, len(prompt)):
             ends_s = self.latest_end(namespace, prompt[:at])
             first = (at - 1) // self.size * self.size + 1
             pinned = any(
                 writer.namespace == namespace and tuple(writer.tokens[:first]) == prompt[:first]
                 for writer in self.live
-            )  # in use: a clock that counts from the last use stands still
+            )  # in use: a clock from the last use has not started
             if ends_s == -math.inf or (ends_s <= self.now_s and not pinned):
                 return at - 1
         return len(prompt) - 1
@@ -153,7 +155,7 @@ class CacheMachine(RuleBasedStateMachine):
         for at in range(1, len(writer.tokens) + 1):
             self.touched[writer.namespace, tuple(writer.tokens[:at])] = self.now_s
 
-    # -- what happens -------------------------------------------------------------------------
+    # -- rules --------------------------------------------------------------------------------
 
     @rule(
         data=st.data(),
@@ -164,7 +166,7 @@ class CacheMachine(RuleBasedStateMachine):
     def begin(
         self, data: st.DataObject, asked: tuple[LeaseRequest, ...], write: bool, whole: bool
     ) -> None:
-        """A request comes; `whole`: it is computed to its end at once, and ends."""
+        """Begin a request; `whole`: compute it to its end at once, and end it."""
         namespace, prompt = self.draw_prompt(data)
         writer = self.admit(namespace, prompt, asked, write)
         if whole and self.compute_slice(writer, len(writer.tokens)):
@@ -172,14 +174,14 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(namespace=namespaces, words=st.lists(tokens, min_size=3, max_size=5), asked=leases)
     def flood(self, namespace: bytes, words: list[Prefix], asked: tuple[LeaseRequest, ...]) -> None:
-        """Many prompts in a row, so that somebody's blocks must go."""
+        """Run many prompts in a row, so that blocks must be evicted."""
         for word in words:
             writer = self.admit(namespace, (*word, *word)[:16], asked, True)
             self.compute_slice(writer, len(writer.tokens))
             self.finish(writer, keep=True)
 
     def draw_prompt(self, data: st.DataObject) -> tuple[bytes, Prefix]:
-        """New, or what was said before with some of it cut off and something added."""
+        """Draw a new prompt, or an earlier one with its end cut off and tokens added."""
         said = [(w.namespace, tuple(w.tokens)) for w in [*self.past[-6:], *self.live[-2:]]]
         if not said or not data.draw(st.sampled_from([True, True, False])):
             return data.draw(namespaces), data.draw(tokens)
@@ -202,7 +204,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert table.kv_tokens in (found.cached_tokens, whole), (
             "what peek said, or its whole blocks"
         )
-        assert table.kv_tokens <= reach, "found what nobody may find"
+        assert table.kv_tokens <= reach, "more found than may be"
         assert [grant.lease_id for grant in table.leases] == [lease.lease_id for lease in asked]
         self.live.append(writer)
         self.touch(writer)
@@ -218,7 +220,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def peek(self, data: st.DataObject) -> None:
-        """Looking changes nothing, and sees no more than there may be."""
+        """Check that a peek changes nothing and reports no more than may be found."""
         namespace, prompt = self.draw_prompt(data)
         before = self.cache.stats()
         found = self.cache.peek(namespace, prompt, self.now_s)
@@ -233,7 +235,7 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.live)
     @rule(data=st.data(), count=st.integers(1, 6))
     def compute(self, data: st.DataObject, count: int) -> None:
-        """A slice of a sequence: room, copies, writing, commit."""
+        """Compute a slice of a sequence: room, copies, writing, commit."""
         writer = data.draw(st.sampled_from(self.live))
         start = writer.table.kv_tokens
         if start == len(writer.tokens):
@@ -248,20 +250,20 @@ class CacheMachine(RuleBasedStateMachine):
             assert before == (list(table.blocks), table.version), "no room, and yet a change"
             return False
         self.launch()
-        self.ghost.write(writer, start, end)
+        self.shadow.write(writer, start, end)
         self.cache.commit(table, writer.tokens, end, self.now_s)
         for other in self.live:
-            self.ghost.read(other)
+            self.shadow.read(other)
         return True
 
     def launch(self) -> None:
         for copy in self.cache.take_copies():
-            self.ghost.copy(copy.src, copy.dst, copy.tokens)
+            self.shadow.copy(copy.src, copy.dst, copy.tokens)
 
     @precondition(lambda self: self.live)
     @rule(data=st.data(), count=st.integers(1, 6))
     def take_room(self, data: st.DataObject, count: int) -> None:
-        """Room for a slice that is then not computed."""
+        """Take room for a slice that is then not computed."""
         writer = data.draw(st.sampled_from(self.live))
         end = min(writer.table.kv_tokens + count, len(writer.tokens))
         if self.cache.grow(writer.table, end, self.now_s):
@@ -275,7 +277,7 @@ class CacheMachine(RuleBasedStateMachine):
         told=st.booleans(),
     )
     def change_quota(self, namespace: bytes, quota: Quota, payer: bytes, told: bool) -> None:
-        """A tenant's settings change while it runs; `told`: before its next request."""
+        """Change a tenant's quota during its requests; `told`: before its next request."""
         self.quotas[namespace] = structs.replace(quota, payer=payer)
         if told:
             self.cache.set_quota(structs.replace(quota, payer=payer or namespace))
@@ -323,7 +325,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(namespace=namespaces)
     def erase(self, namespace: bytes) -> None:
-        """A namespace is forgotten; what still runs there comes back to nobody."""
+        """Erase a namespace; its running sequences commit nothing more."""
         self.cache.erase(namespace)
         self.forget(namespace, ())
 
@@ -343,9 +345,8 @@ class CacheMachine(RuleBasedStateMachine):
         self.forget(namespace, None)
 
     def forget(self, namespace: bytes, prefix: Prefix | None) -> None:
-        """Nothing there is promised or written any more, and nothing found beyond `prefix`.
-
-        None: who knows which of it went.
+        """Drop the model's promises and writes of a namespace, and hits beyond `prefix` (None:
+        any).
         """
         self.promised = [entry for entry in self.promised if entry[0] != namespace]
         theirs = [writer for writer in self.past if writer.namespace == namespace]
@@ -361,11 +362,11 @@ class CacheMachine(RuleBasedStateMachine):
                 writer.tokens = writer.tokens[: len(prefix)]
             self.past.append(writer)
 
-    # -- what must hold -----------------------------------------------------------------------
+    # -- invariants ---------------------------------------------------------------------------
 
     @invariant()
-    def everything_adds_up(self) -> None:
-        """The audit, and blocks = free + cached + pinned."""
+    def the_checker_passes(self) -> None:
+        """Recount the cache, and check blocks = free + cached + pinned."""
         if not hasattr(self, "cache"):
             return
         self.cache.check()
@@ -383,28 +384,30 @@ class CacheMachine(RuleBasedStateMachine):
         for namespace, quota in self.quotas.items():
             ceiling, payer = quota.ceiling_blocks, quota.payer or namespace
             if self.may_change:
-                continue  # what is above a new ceiling stays until it is needed
+                continue  # blocks above a new ceiling stay until they are needed
             assert ceiling is None or together[payer] <= ceiling, "above its ceiling"
 
     @invariant()
-    def nothing_is_found_that_may_not_be(self) -> None:
-        """Neither another's words, nor erased ones, nor any at or after their limit (rule 7)."""
+    def nothing_is_found_after_its_limit(self) -> None:
+        """Neither another namespace's tokens, nor erased ones, nor any at or after their limit
+        (rule 7).
+        """
         for writer in [*getattr(self, "past", ())][-4:]:
             for namespace in NAMESPACES:
                 prompt = (*writer.tokens, 0)
                 found = self.cache.peek(namespace, prompt, self.now_s).cached_tokens
-                assert found <= self.extend(namespace, prompt), "found what nobody may find"
+                assert found <= self.extend(namespace, prompt), "more found than may be"
 
     @invariant()
     def promises_are_kept(self) -> None:
-        """What was granted and computed is found until its time is over (rule 8)."""
+        """Granted and computed blocks are found until their promise ends (rule 8)."""
         for namespace, prefix, until_s in getattr(self, "promised", ()):
             if self.now_s < until_s:
                 found = self.cache.peek(namespace, (*prefix, 0), self.now_s).cached_tokens
                 assert found >= len(prefix), f"{found} of {len(prefix)} promised until {until_s}"
 
     def teardown(self) -> None:
-        """With every sequence gone nothing is pinned, and an erasure frees every block."""
+        """End every sequence: no block stays pinned, and an erasure frees every block."""
         if not hasattr(self, "cache"):
             return
         for writer in self.live:

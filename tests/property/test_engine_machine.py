@@ -1,7 +1,7 @@
-"""The whole brain under hypothesis: any order of commands and steps, refereed after each.
+"""The whole brain under hypothesis: any order of commands and steps, checked after each.
 
-The referee is `tests.checkers.World`; what shrinks here is the shortest list of commands that
-breaks a rule.
+`tests.checkers.World` checks; hypothesis shrinks to the shortest list of commands that breaks a
+rule.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from engine.api import Erase, Quota, Request
 from engine.config import EngineConfig
 from tests.checkers import World
-from tests.grammars import PatientGrammars
+from tests.grammars import PolledGrammars
 from tests.strategies import namespaces, quotas, requests, tokens
 
 QUOTAS = {
@@ -58,7 +58,7 @@ class EngineMachine(RuleBasedStateMachine):
             blocks=blocks,
             block_size=block_size,
             depth=depth,
-            grammars=PatientGrammars(polls),
+            grammars=PolledGrammars(polls),
         )
         self.quotas = dict(QUOTAS)
         self.count = 0
@@ -78,7 +78,9 @@ class EngineMachine(RuleBasedStateMachine):
         output=st.integers(4, 8),
     )
     def submit_alike(self, request: Request, more: list[tuple[int, ...]], output: int) -> None:
-        """Several that begin alike come at once: they wait for each other, and for room."""
+        """Submit several requests with one prefix at once: they wait for each other, and
+        for room.
+        """
         long = replace(request, max_tokens=output, stop_token_ids=(), grammar=None, priority=0)
         for own in more:
             self.submit(replace(long, tokens=(*request.tokens, *own)[:16]))
@@ -87,7 +89,7 @@ class EngineMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.world.live)
     @rule(request=requests(QUOTAS))
     def hurry(self, request: Request) -> None:
-        """One that stands above all that run."""
+        """Submit a request whose priority is above all running ones."""
         self.submit(replace(request, priority=2, deadline_s=None))
         self.world.step()
 
@@ -98,7 +100,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule(namespace=namespaces, quota=quotas)
     def change_quota(self, namespace: bytes, quota: Quota) -> None:
-        """A tenant's settings change; of those that are here, some no longer fit."""
+        """Change a tenant's quota; some of its live requests no longer fit."""
         self.quotas[namespace] = quota
         self.world.cache.set_quota(replace(quota, payer=namespace))
 
@@ -111,7 +113,7 @@ class EngineMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.world.live)
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:
-        """Whoever it is; rather one that waits for another's blocks, which is seldom."""
+        """Cancel a request, preferably a follower of another, which is rare."""
         held = self.world.core.scheduler.prefix_sharing.waiting.values()
         names = [twin.parent.request.request_id for twin in held] or sorted(self.world.live)
         self.world.cancel(data.draw(st.sampled_from(names)))
@@ -143,7 +145,7 @@ class EngineMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.count > 16 and not self.world.core.is_draining)
     @rule(seconds=st.sampled_from([0.0, 2.0, 1000.0]))
     def drain(self, seconds: float) -> None:
-        """Nobody comes any more."""
+        """Stop accepting requests."""
         self.world.core.drain(seconds)
 
     @rule(seconds=st.sampled_from([6.0, 25.0, 4000.0]))
@@ -163,13 +165,13 @@ class EngineMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.count > 8)
     @rule()
     def cancel_everything(self) -> None:
-        """As when every client leaves: nothing may stay pinned."""
+        """Cancel all requests, as when every client disconnects: no block may stay pinned."""
         for name in sorted(self.world.live):
             self.world.cancel(name)
         self.world.settle()
 
     def teardown(self) -> None:
-        """Whatever happened, the engine comes to rest with nothing held."""
+        """Check that the engine comes to rest with no block pinned."""
         if hasattr(self, "world"):
             self.world.settle()
 

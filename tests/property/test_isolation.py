@@ -1,7 +1,7 @@
-"""What one namespace does changes nothing for another inside its floor (T1, T3, T5).
+"""One namespace's requests change nothing for another inside its floor (T1, T3, T5).
 
-Each property lives the same life of a victim twice, with and without an attacker who knows the
-victim's words, and compares what the victim could see.
+Each property runs the same requests of a victim twice, with and without an attacker who knows the
+victim's prompts, and compares the victim's observations.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LEASED = Retention("leased", promise_s=4, limit_s=8)
 
 @dataclass(frozen=True)
 class Act:
-    """Somebody runs a prompt to its end, or time passes."""
+    """A prompt that runs to its end, or time that passes."""
 
     who: bytes
     prompt: tuple[int, ...]
@@ -36,7 +36,7 @@ waits = st.sampled_from([0.0, 0.0, 1.0, 3.0])
 
 
 def acts(who: bytes) -> st.SearchStrategy[Act]:
-    """What one of them may do."""
+    """Draw the acts of one party."""
     return st.builds(Act, who=st.just(who), prompt=short, leased=st.booleans(), wait_s=waits)
 
 
@@ -44,7 +44,7 @@ lives = st.lists(acts(VICTIM) | acts(ATTACKER) | acts(ATTACKER), min_size=4, max
 
 
 def seen_by_victim(life: list[Act], *, attacked: bool) -> list[tuple[int, str]]:
-    """The victim's hits and what was answered to its leases, in order."""
+    """Return the victim's hits and lease grants, in order."""
     cache, now_s, seen = PrefixCache(blocks=BLOCKS, block_size=SIZE), 0.0, []
     cache.release(cache.begin(VICTIM, [0], 0.0, quota=STRICT), [0], 0.0)
     for act in life:
@@ -79,7 +79,9 @@ LAPSED = [
 @example(LAPSED)
 @given(lives)
 def test_an_attacker_changes_no_hit_inside_a_floor(life: list[Act]) -> None:
-    """Eviction channel: filling the pool must neither show nor decide what a strict tenant hits."""
+    """Eviction channel: filling the pool must neither reveal nor decide the hits of a strict
+    tenant.
+    """
     alone = seen_by_victim(life, attacked=False)
 
     attacked = seen_by_victim(life, attacked=True)
@@ -91,10 +93,10 @@ def test_an_attacker_changes_no_hit_inside_a_floor(life: list[Act]) -> None:
     own=st.lists(short, min_size=1, max_size=3),
     theirs=st.lists(st.tuples(tokens, st.booleans()), max_size=12),
 )
-def test_what_lies_inside_a_floor_stays_there(
+def test_prefixes_inside_a_floor_survive_other_requests(
     own: list[tuple[int, ...]], theirs: list[tuple[tuple[int, ...], bool]]
 ) -> None:
-    """Prime and probe: whatever others run, and hold, the same prefixes are found afterwards."""
+    """Prime and probe: whatever others run and hold, the same prefixes are found afterwards."""
     cache = PrefixCache(blocks=BLOCKS, block_size=SIZE)
     for prompt in own:
         table = cache.begin(VICTIM, prompt, 0.0, quota=STRICT)
@@ -119,8 +121,9 @@ def test_what_lies_inside_a_floor_stays_there(
 
 
 @given(prompt=short, guess=short)
-def test_nobody_hits_what_another_wrote(prompt: tuple[int, ...], guess: tuple[int, ...]) -> None:
-    """Shared or not, a prefix is found by its own namespace alone."""
+def test_a_prefix_is_found_only_by_its_own_namespace(
+    prompt: tuple[int, ...], guess: tuple[int, ...]
+) -> None:
     cache = PrefixCache(blocks=BLOCKS, block_size=SIZE)
     table = cache.begin(VICTIM, prompt, 0.0)
     cache.grow(table, len(prompt), 0.0)
@@ -133,9 +136,7 @@ def test_nobody_hits_what_another_wrote(prompt: tuple[int, ...], guess: tuple[in
 
 
 @given(prompt=st.tuples(*[st.integers(0, 1)] * 6), reads=st.lists(st.integers(1, 9), max_size=4))
-def test_a_lease_ends_when_it_would_have_ended_alone(
-    prompt: tuple[int, ...], reads: list[int]
-) -> None:
+def test_another_tenant_does_not_renew_a_lease(prompt: tuple[int, ...], reads: list[int]) -> None:
     """TTL channel: another tenant's identical prompt renews nothing."""
     cache = PrefixCache(blocks=BLOCKS, block_size=SIZE)
 

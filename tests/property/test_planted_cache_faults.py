@@ -1,4 +1,4 @@
-"""Does the cache's machine see? It judges what a simulated life cannot: time, promises, quotas."""
+"""Faults planted in the cache, which the cache machine must find: time, promises, quotas."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Fault = Callable[[Any], Any]
 
 
 def expired_still_found(original: Any) -> Any:
-    """Nobody takes out what has expired."""
+    """Expired blocks are not removed."""
     return lambda self, now_s: 0
 
 
@@ -28,12 +28,12 @@ def promise_not_kept(original: Any) -> Any:
 
 
 def ceiling_ignored(original: Any) -> Any:
-    """A namespace grows above its ceiling while there is room."""
+    """A namespace grows above its ceiling while the pool has room."""
     return lambda self, account, count: (max(0, count - len(self.pool.free)), 0)
 
 
-def erasure_leaves_what_is_deep(original: Any) -> Any:
-    """Only the first block of a prefix leaves, and the audit is told so."""
+def erasure_removes_nothing(original: Any) -> Any:
+    """An erasure by prefix removes nothing."""
 
     def erase(self: Any, namespace: bytes, *, lease_id: Any = None, tokens: Any = None) -> int:
         return 0 if tokens else int(original(self, namespace, lease_id=lease_id, tokens=tokens))
@@ -42,12 +42,12 @@ def erasure_leaves_what_is_deep(original: Any) -> Any:
 
 
 def no_copy_for_a_partial_hit(original: Any) -> Any:
-    """A block is shared from its middle and the copy is left out."""
+    """A block is shared from its middle without the copy."""
     return lambda self, src, dst, tokens: None
 
 
-def writer_goes_on_after_an_erasure(original: Any) -> Any:
-    """What ran while its namespace was erased brings the words back."""
+def writer_commits_after_an_erasure(original: Any) -> Any:
+    """A sequence that runs during an erasure commits erased tokens."""
     return lambda self, table: table.write
 
 
@@ -55,9 +55,9 @@ PLANTS: tuple[tuple[Any, str, Fault], ...] = (
     (PrefixCache, "expire", expired_still_found),
     (BlockManager, "set_promised", promise_not_kept),
     (BlockManager, "shortage", ceiling_ignored),
-    (PrefixCache, "erase", erasure_leaves_what_is_deep),
+    (PrefixCache, "erase", erasure_removes_nothing),
     (BlockManager, "add_copy", no_copy_for_a_partial_hit),
-    (PrefixCache, "_may_write", writer_goes_on_after_an_erasure),
+    (PrefixCache, "_may_write", writer_commits_after_an_erasure),
 )
 
 
@@ -67,7 +67,7 @@ PLANTS: tuple[tuple[Any, str, Fault], ...] = (
 def test_a_planted_cache_fault_is_caught(
     owner: Any, name: str, fault: Fault, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A machine that cannot see this fault proves nothing when it passes."""
+    """A machine that misses this fault proves nothing when it passes."""
     monkeypatch.setattr(owner, name, fault(getattr(owner, name)))
     quick = settings(
         max_examples=400,

@@ -1,8 +1,8 @@
-"""A simulated life in which few payers have many namespaces, and everything changes meanwhile.
+"""A simulated life in which few payers have many namespaces, and all their terms change.
 
-As `life`, with what it holds still: quotas change while requests run, namespaces pass from one
-payer to another as shared scopes do, leases and beginnings are erased one by one, promises are
-bounded, priorities differ more, and a request is cancelled in the very step in which it ends.
+As `life`, and more: quotas change during requests, namespaces move from one payer to another as
+shared scopes do, leases and prefixes are erased one by one, promises are bounded, priorities differ
+more, and a request is cancelled in the very step in which it ends.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ PAYERS = (b"one", b"two", b"three")
 
 
 class Crowd(Life):
-    """A seed, and the quarrel over blocks that it draws."""
+    """One such life, drawn from a seed."""
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
-        self.world.promises = True  # floors come and go, so a request may starve for a promise
+        self.world.promises = True  # floors change, so a request may fail for lack of memory
         self.terms = {payer: self._terms(payer) for payer in PAYERS}
         self.payers = {name: self.chance.choice(PAYERS) for name in NAMESPACES}
         self._earlier: set[str] = set()
@@ -71,7 +71,7 @@ class Crowd(Life):
         world.check()
 
     def _cancel_at_the_end(self) -> None:
-        """Just before, or just after, the step that brings its last token."""
+        """Cancel a request just before, or just after, the step that brings its last token."""
         world = self.world
         nearly = [
             name
@@ -105,7 +105,9 @@ class Crowd(Life):
         return structs.replace(plain, grant=grant, priority=chance.choice([0, 0, 1, 5]))
 
     def count_outputs(self) -> None:
-        """What this life of the engine drew and needed is what it charged, when all is at rest."""
+        """Check at rest that the sampled tokens minus the unneeded ones equal the charged
+        tokens.
+        """
         stats = self.world.core.stats()
         charged = sum(
             stream.finished.usage.output_tokens

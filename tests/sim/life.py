@@ -1,7 +1,7 @@
-"""One simulated life of an engine, from one seed: everything that happens is drawn from it.
+"""One simulated life of an engine; every event is drawn from one seed.
 
-Small pools, two-token prompts and few namespaces, so that sharing, copying, evicting, preempting
-and expiring all happen within a few hundred events. `live` raises on the first thing that is wrong.
+Small pools, two-token prompts and few namespaces make sharing, copying, evicting, preempting and
+expiring all happen within a few hundred events. `live` raises on the first error.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from engine.cache import PrefixCache
 from engine.config import EngineConfig
 from engine.core.core import Core
 from tests.checkers import World
-from tests.grammars import PatientGrammars
+from tests.grammars import PolledGrammars
 
 RETENTIONS = (
     Retention("five", promise_s=5, limit_s=10),
@@ -29,13 +29,13 @@ GRAMMARS = (
     Grammar("regex", "(ab)+"),
     Grammar("regex", "b[ab]{2}|aa*b"),
     Grammar("lark", 'start: "a" start "b" | "a"'),
-    Grammar("regex", "abc"),  # there is no such token: a dead end
+    Grammar("regex", "abc"),  # no token spells it: a dead end
     Grammar("regex", "(a"),
 )
 
 
 class Life:
-    """A seed, the engine it draws, and what happens to it."""
+    """A seed, the engine it draws, and the events of that engine."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class Life:
         make_core: Callable[..., Core] = Core,
     ) -> None:
         self.chance = chance = random.Random(seed)
-        # Of its own, so that a seed still lives the life it lived before there were grammars.
+        # A separate generator, so that the other draws of a seed stay as before grammars.
         self.grammar_chance = random.Random(~seed)
         floor = chance.choice([0, 2])
         self.leased = chance.random() < 0.6
@@ -62,7 +62,7 @@ class Life:
             promises=self.leased or floor > 0,
             make_cache=make_cache,
             make_core=make_core,
-            grammars=PatientGrammars(self.grammar_chance.choice([0, 0, 3])),
+            grammars=PolledGrammars(self.grammar_chance.choice([0, 0, 3])),
         )
         self.quotas = {
             b"north": Quota(floor_blocks=floor),
@@ -73,7 +73,7 @@ class Life:
         self._break_some_steps()
 
     def live(self, events: int) -> World:
-        """`events` things happen; then whatever is still there is seen through to its end."""
+        """Run `events` events, then run all live requests to their end."""
         for _ in range(events):
             self.world.clock.advance(self.chance.choice([0, 0, 0.1, 1, 3]))
             self._happen()
@@ -88,9 +88,9 @@ class Life:
         elif roll < 0.90:
             world.step()
         elif roll < 0.94:
-            world.cancel(self._somebody())
+            world.cancel(self._draw_live_id())
         elif roll < 0.96:
-            world.end_sample(self._somebody(), chance.randrange(3), chance.randrange(4))
+            world.end_sample(self._draw_live_id(), chance.randrange(3), chance.randrange(4))
         elif roll < 0.975:
             world.peek(chance.choice(NAMESPACES), self._prompt())
         elif roll < 0.985:
@@ -107,12 +107,12 @@ class Life:
             if self.chance.random() < 0.2:
                 broken.add(self.chance.randrange(80))
 
-    def _somebody(self) -> str:
-        names = sorted(self.world.live) or ["nobody"]
+    def _draw_live_id(self) -> str:
+        names = sorted(self.world.live) or ["unknown"]
         return self.chance.choice(names)
 
     def _prompt(self) -> tuple[int, ...]:
-        """Often what was said before and a little more, as in a conversation."""
+        """Draw a prompt, often an earlier one with a little more, as in a conversation."""
         chance, streams = self.chance, self.world.streams
         if streams and chance.random() < 0.4:
             said = streams[chance.choice(list(streams)[-8:])]

@@ -1,4 +1,4 @@
-"""Lives in which few payers have many namespaces, and their terms change while requests run."""
+"""Lives in which few payers have many namespaces, and their terms change during requests."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import pytest
 from tests.sim.crowd import Crowd
 
 SEEDS = (
-    1007,  # a promise lapsed in a block in use, above others whose promise went on
+    1007,  # a promise lapsed in a block in use, above blocks whose promise continued
     1213,  # the same, after its payer's bound of promises had changed
-    5006,  # a promise was over and used, before those that end with it were let go
+    5006,  # a promise was over and used, before the promises that end with it lapsed
     5082,  # the last sequence of a namespace ended between two pieces of its recount
     4001,
     4002,
@@ -18,9 +18,10 @@ SEEDS = (
 
 @pytest.mark.sim
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_crowd_of_namespaces_may_change_all_its_terms(seed: int) -> None:
-    """Quotas and payers change, leases are erased one by one, requests are cancelled as they end:
-    counts, promises and answers hold all the same, and what was drawn is what was charged."""
+def test_counts_and_promises_hold_while_all_terms_change(seed: int) -> None:
+    """Quotas and payers change, leases are erased one by one, requests are cancelled as they end;
+    counts, promises and outputs hold, and the charged tokens are the sampled ones.
+    """
     crowd = Crowd(seed)
 
     world = crowd.live(400)

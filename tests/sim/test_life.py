@@ -1,4 +1,4 @@
-"""Whole lives of an engine, each from one seed. `--sim-seed N` lives one of them again."""
+"""Whole lives of an engine, each from one seed. `--sim-seed N` runs one of them again."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from tests.sim.life import Life
 
 
 @pytest.mark.sim
-def test_an_engine_lives_through_anything_that_may_happen(sim_seed: int) -> None:
+def test_an_engine_survives_any_sequence_of_events(sim_seed: int) -> None:
     """Arrivals, cancels, clock jumps, a full pool, expiring leases, broken steps and restarts: no
-    block is lost, no answer depends on the company it was computed in, nobody is forgotten."""
+    block is lost, no output depends on other requests, and every request ends.
+    """
     life = Life(sim_seed)
 
     try:

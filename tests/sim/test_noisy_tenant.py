@@ -1,4 +1,4 @@
-"""A tenant that streams unique prompts turns over its own share and nobody else's."""
+"""A tenant that streams unique prompts evicts its own blocks and no other tenant's."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ TURNS, NOISE = 240, 25
 
 
 def test_a_floor_keeps_a_quiet_tenants_hits_within_a_point_of_alone() -> None:
-    """Rule 13: what one tenant does never changes another's hits inside its floor."""
+    """Rule 13: one tenant's requests never change another's hits inside its floor."""
     alone = hit_ratio(TURNS, FLOOR, 0)
     mixed = hit_ratio(TURNS, 0, NOISE, by=QUIET)
 
@@ -19,7 +19,7 @@ def test_a_floor_keeps_a_quiet_tenants_hits_within_a_point_of_alone() -> None:
     assert abs(alone - crowded) < 0.01
 
 
-def test_service_is_shared_by_weight_however_much_one_asks_for() -> None:
+def test_service_is_shared_by_weight_under_any_load() -> None:
     """Eight times the requests is not eight times the service."""
     even = jain(served())
     weighed = jain(served(weights=(1.0,) * 4 + (3.0,) * 4))

@@ -1,7 +1,7 @@
-"""Do the referees see? Each fault is planted in the real engine, and a simulated life must end.
+"""Faults planted in the engine, which a simulated life must find.
 
-A fault that no life trips over would mean that the oracle, the audit or the stream's referee is
-blind to it. Each is caught by a referee, not by the fault falling over its own feet.
+A fault that no life finds would mean that the oracle, the checker or the stream's check is blind to
+it. A check must catch each fault, not an accidental exception in the faulty code.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def no_copy_on_write() -> Plant:
 
 
 def copy_forgotten() -> Plant:
-    """The new block is taken and nothing is copied into it."""
+    """The new block is allocated and its copy is dropped."""
 
     def take(original: Any, self: Any) -> Any:
         original(self)
@@ -73,7 +73,7 @@ def copy_a_slot_short() -> Plant:
 
 
 def namespace_ignored() -> Plant:
-    """Everybody shares one tree."""
+    """All namespaces share one tree."""
 
     def account(original: Any, self: Any, namespace: bytes, quota: Any) -> Any:
         return original(self, b"all", quota)
@@ -82,7 +82,7 @@ def namespace_ignored() -> Plant:
 
 
 def hit_without_pin() -> Plant:
-    """A found block may be evicted under its reader."""
+    """A matched block may be evicted while it is read."""
     return around(BlockManager, "pin", lambda original, self, node: None)
 
 
@@ -100,7 +100,7 @@ def detach_keeps_the_reference() -> Plant:
 
 
 def free_twice() -> Plant:
-    """A freed block stands on the free list twice, so that two sequences get it."""
+    """A freed block is on the free list twice, so two sequences get it."""
 
     def drop(original: Any, self: Any, block: int) -> int:
         left: int = original(self, block)
@@ -111,8 +111,8 @@ def free_twice() -> Plant:
     return around(BlockPool, "drop_ref", drop)
 
 
-def evict_what_is_pinned() -> Plant:
-    """A pinned block stays in the order of eviction."""
+def pinned_block_evicted() -> Plant:
+    """A pinned block stays in the eviction order."""
     return around(BlockManager, "_uncount_cached", lambda original, self, account, node: None)
 
 
@@ -150,7 +150,7 @@ def slot_off_by_one() -> Plant:
 
 
 def whole_prompt_hit() -> Plant:
-    """A prompt found whole leaves nothing to compute, and so no logits."""
+    """A fully cached prompt leaves nothing to compute, and so no logits."""
     return around(
         PrefixTree,
         "match_blocks",
@@ -159,7 +159,7 @@ def whole_prompt_hit() -> Plant:
 
 
 def tail_found_too_long() -> Plant:
-    """A partial hit is counted one token longer than what is equal."""
+    """A partial hit counts one token more than are equal."""
 
     def nearest(original: Any, self: Any, node: Any, tokens: Any) -> Any:
         found, common = original(self, node, tokens)
@@ -183,7 +183,7 @@ def committed_before_the_step_completed() -> Plant:
 
 
 def failed_step_committed() -> Plant:
-    """What a failed request computed is left to the tree, tail and all."""
+    """Blocks of a failed request are left to the tree, tail and all."""
 
     def failed(original: Any, self: Any, flight: Any, error: Any) -> None:
         for piece, table in flight.slices:
@@ -196,7 +196,7 @@ def failed_step_committed() -> Plant:
 
 
 def cancel_forgets_to_release() -> Plant:
-    """A cancelled request says goodbye and keeps its blocks."""
+    """A cancelled request ends and keeps its blocks."""
 
     def leave(original: Any, self: Any, work: Any, now_s: float, *, keep: bool = True) -> None:
         for sequence in work.sequences:
@@ -207,8 +207,8 @@ def cancel_forgets_to_release() -> Plant:
     return around(Scheduler, "remove_request", leave)
 
 
-def coalescing_across_namespaces() -> Plant:
-    """A request waits for the same words of another tenant, and so tells that they are there."""
+def sharing_across_namespaces() -> Plant:
+    """A request waits for the same prompt of another tenant, which reveals that prompt."""
 
     class Any_(bytes):
         def __ne__(self, other: object) -> bool:
@@ -222,7 +222,7 @@ def coalescing_across_namespaces() -> Plant:
 
 
 def two_final_events() -> Plant:
-    """A request is finished, and finished again."""
+    """A request is finished twice."""
 
     def finish(original: Any, self: Any, *args: Any) -> None:
         original(self, *args)
@@ -232,7 +232,7 @@ def two_final_events() -> Plant:
 
 
 def event_lost() -> Plant:
-    """One in many token events never arrives."""
+    """One token event in many is lost."""
     turn = itertools.count()
 
     def step(original: Any, self: Any) -> list[Any]:
@@ -242,8 +242,8 @@ def event_lost() -> Plant:
     return around(Core, "step", step)
 
 
-def finished_without_being_said() -> Plant:
-    """One in many requests never hears how it ended."""
+def final_event_lost() -> Plant:
+    """One final event in many is lost."""
     turn = itertools.count(1)
 
     def step(original: Any, self: Any) -> list[Any]:
@@ -254,7 +254,7 @@ def finished_without_being_said() -> Plant:
 
 
 def cached_tokens_overstated() -> Plant:
-    """Usage claims more cached tokens than it found."""
+    """Usage reports more cached tokens than were found."""
 
     def started(original: Any, self: Any, sequence: Any, now_s: float) -> None:
         original(self, sequence, now_s)
@@ -264,7 +264,7 @@ def cached_tokens_overstated() -> Plant:
 
 
 def recomputed_charged_to_the_client() -> Plant:
-    """Work done again after a preemption is counted as the prompt's."""
+    """Recomputation after a preemption is counted as prompt tokens."""
 
     def usage(original: Any, self: Any, now_s: float) -> Any:
         true = original(self, now_s)
@@ -276,7 +276,7 @@ def recomputed_charged_to_the_client() -> Plant:
 
 
 def group_claims_too_much() -> Plant:
-    """Rows are said to share one block more than they do."""
+    """Groups contain one block more than their rows share."""
 
     def wider(keys: Any, full: Any) -> Any:
         return tuple(
@@ -288,17 +288,17 @@ def group_claims_too_much() -> Plant:
 
 
 def fork_without_pins() -> Plant:
-    """A fork holds blocks that nobody counts for it."""
+    """A fork holds blocks without references."""
     return around(BlockManager, "pin_again", lambda original, self, block: None)
 
 
 def erased_and_still_there() -> Plant:
-    """An erasure says done and leaves everything findable."""
+    """An erasure reports success and removes nothing."""
     return around(PrefixCache, "erase", lambda original, self, namespace, **more: 0)
 
 
-def somebody_starves() -> Plant:
-    """One namespace is never served."""
+def namespace_starves() -> Plant:
+    """One namespace is never scheduled."""
 
     def schedule(original: Any, self: Any, now_s: float) -> Any:
         return [
@@ -310,8 +310,8 @@ def somebody_starves() -> Plant:
     return around(Scheduler, "schedule", schedule)
 
 
-def preempted_while_drawing_begins_again() -> Plant:
-    """A token is sampled twice: once in flight and once after a preemption."""
+def token_sampled_twice() -> Plant:
+    """A token is sampled in flight and again after a preemption."""
 
     def preempt(original: Any, self: Any, sequence: Any, now_s: float) -> None:
         sequence.in_flight = 0
@@ -328,7 +328,7 @@ FAULTS: tuple[Callable[[], Plant], ...] = (
     hit_without_pin,
     detach_keeps_the_reference,
     free_twice,
-    evict_what_is_pinned,
+    pinned_block_evicted,
     release_leaks,
     partial_block_committed_as_full,
     slot_off_by_one,
@@ -337,17 +337,17 @@ FAULTS: tuple[Callable[[], Plant], ...] = (
     committed_before_the_step_completed,
     failed_step_committed,
     cancel_forgets_to_release,
-    coalescing_across_namespaces,
+    sharing_across_namespaces,
     two_final_events,
     event_lost,
-    finished_without_being_said,
+    final_event_lost,
     cached_tokens_overstated,
     recomputed_charged_to_the_client,
     group_claims_too_much,
     fork_without_pins,
     erased_and_still_there,
-    somebody_starves,
-    preempted_while_drawing_begins_again,
+    namespace_starves,
+    token_sampled_twice,
 )
 
 
@@ -356,10 +356,12 @@ FAULTS: tuple[Callable[[], Plant], ...] = (
 def test_a_planted_fault_is_caught(
     fault: Callable[[], Plant], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A referee that cannot see this fault would call a broken engine sound."""
+    """A check that misses this fault would pass a broken engine."""
     fault()(monkeypatch)
 
     lives = (outcome(partial(Life(seed).live, EVENTS)) for seed in range(LIVES))
     caught = next((found for found in lives if found), "")
 
-    assert caught.startswith(("Wrong", "OracleError", "InvariantViolation")), caught or "not seen"
+    assert caught.startswith(("RuleBroken", "OracleError", "InvariantViolation")), (
+        caught or "not seen"
+    )

@@ -108,7 +108,7 @@ def test_garbage_is_one_typed_error_and_breaks_the_decoder(body: bytes) -> None:
     except FrameError:
         with pytest.raises(FrameError):
             list(decoder.feed(encode(Cancel("a"))))
-    else:  # it happened to be a message, and the same body is so again
+    else:  # it happens to be a message; the same body decodes again
         assert msgspec.msgpack.decode(body, type=Upward)
 
 

@@ -16,7 +16,7 @@ set_to = signal.signal
 def set_and_signalled(number, handler):
     before = set_to(number, handler)
     if heard and number in NUMBERS:
-        os.kill(os.getpid(), number)  # the worst moment there is
+        os.kill(os.getpid(), number)  # the worst moment
     return before
 
 
@@ -41,7 +41,7 @@ def all_again():
 
 NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 loop.run_until_complete(main())
-asyncio.SelectorEventLoop.__base__.close(loop)  # what closing begins with; handlers go after it
+asyncio.SelectorEventLoop.__base__.close(loop)  # close() begins with it
 all_again()
 loop.close()
 all_again()

@@ -217,7 +217,7 @@ def test_floors_beyond_the_pool_are_cut_in_one_proportion() -> None:
 
     ask(cache, b"b", [1], 0.0, Quota(floor_blocks=10**12, payer=b"b"))
 
-    assert cache.max_sequence_tokens(b"other", OPEN) == 2 * SIZE, "an eighth is nobody's"
+    assert cache.max_sequence_tokens(b"other", OPEN) == 2 * SIZE, "an eighth is never guaranteed"
     assert cache.max_sequence_tokens(b"a", Quota(floor_blocks=10**12, payer=b"a")) >= 9 * SIZE
     fill(cache, b"other", 20)
     assert held(cache)[b"other"] == 14

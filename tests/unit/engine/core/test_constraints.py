@@ -19,7 +19,7 @@ from engine.grammar.grammar import GrammarLimits, MaskFiller, Matcher, compile_g
 from engine.plan import Mask
 from tests.checkers import World
 from tests.fakes import FakeClock
-from tests.grammars import END, PatientGrammars, compiled, letters
+from tests.grammars import END, PolledGrammars, compiled, letters
 
 PROMPT = (0, 1, 1, 0, 1, 0, 0, 1, 1)
 LONG = Grammar("regex", "[ab]{30}")
@@ -40,11 +40,11 @@ def make_world(depth: int, *, polls: int = 0, blocks: int = 16, **config: Any) -
         block_size=4,
         depth=depth,
         context_tokens=48,
-        grammars=PatientGrammars(polls),
+        grammars=PolledGrammars(polls),
     )
 
 
-class SmallBounds(PatientGrammars):
+class SmallBounds(PolledGrammars):
     """A grammar source whose bounds are soon exceeded."""
 
     def take_ready(self) -> list[tuple[str, Outcome]]:

@@ -120,7 +120,7 @@ def test_the_second_turn_finds_the_first_to_the_token(world: World) -> None:
 
     (second,) = run(world, ask("b", tokens=(*said, 0, 1, 0)))
 
-    # The last output token was drawn and never computed.
+    # The last output token was sampled and never computed.
     assert second.usage.cached_tokens == len(said) - 1
     assert second.usage.computed_tokens == 4
 

@@ -136,7 +136,7 @@ def test_a_cancelled_request_gets_no_outcome(compiler: GrammarCompiler) -> None:
     outcomes(compiler, "a", "b")
     compiler.submit("d", b"n", integer_at_least(ord("a")))
     compiler.cancel("d")
-    compiler.cancel("nobody")
+    compiler.cancel("unknown")
     compiler.submit("e", b"n", GOOD)
 
     found = outcomes(compiler, "e")

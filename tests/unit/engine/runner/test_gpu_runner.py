@@ -37,7 +37,7 @@ from engine.runner.gpu_runner import GpuRunner
 from engine.runner.warmup import SAMPLINGS, WarmupLimits
 from engine.weights import random_weights
 from tests.fakes import FakeClock
-from tests.grammars import PatientGrammars, characters
+from tests.grammars import PolledGrammars, characters
 from tests.unit.engine.models.dense_llama import dense_logits
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -93,7 +93,7 @@ class Engine:
         self.core = Core(
             PrefixCache(blocks=blocks, block_size=16), self.runner, settings, FakeClock(),
             vocab_size=VOCAB, context_tokens=CONTEXT, pipeline_depth=depth,
-            constraints=Constraints(PatientGrammars(vocabulary=characters(VOCAB))),
+            constraints=Constraints(PolledGrammars(vocabulary=characters(VOCAB))),
         )  # fmt: skip
         self.drawn: dict[tuple[str, int], list[SampledToken]] = {}
         self.finished: dict[str, Finished] = {}

@@ -178,7 +178,7 @@ def test_two_backlogged_namespaces_get_their_shares(
         waiting = {s.parent.request.request_id[0] for s in world.core.scheduler.queue}
         if waiting != {"a", "b"}:
             break
-        outputs = 4 * 12  # what the batch may still owe: each place may draw its longest output
+        outputs = 4 * 12  # the largest lag of one batch: each slot may sample its longest output
         apart = abs(served["a"] / weight - served["b"])
 
         assert apart <= 2 * max(24, outputs)
