@@ -12,9 +12,9 @@ from itertools import count
 
 from gateway.dialects.canonical import CallText, Delta, OutputFormat, Prompt, Text, TokenText
 from gateway.prompt import Renderer
-from gateway.structured_output.grammars import offered
+from gateway.structured_output.grammars import callable_tools
 from gateway.structured_output.output_check import satisfies
-from gateway.structured_output.tool_call_parser import Found, ParsedText, ToolCallParser
+from gateway.structured_output.tool_call_parser import ParsedPiece, ParsedText, ToolCallParser
 
 
 def call_ids(request_id: str, index: int) -> Callable[[], str]:
@@ -46,7 +46,7 @@ class OutputParser:
         if self.reads_calls:
             self._reader = ToolCallParser(
                 renderer.tool_style,
-                [tool.name for tool in offered(prompt)],
+                [tool.name for tool in callable_tools(prompt)],
                 make_id,
                 parallel=self.parallel,
             )
@@ -90,7 +90,7 @@ class OutputParser:
         """Does the whole text, if it is no call, satisfy its format?"""
         return self.has_calls or satisfies("".join(self._texts), self._format)
 
-    def _deltas(self, found: list[Found]) -> list[Delta]:
+    def _deltas(self, found: list[ParsedPiece]) -> list[Delta]:
         deltas: list[Delta] = []
         for piece in found:
             if isinstance(piece, ParsedText):

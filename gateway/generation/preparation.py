@@ -131,7 +131,7 @@ async def render(gateway: Context, prompt: Prompt) -> Rendered:
         signs += len(tool.description) + len(tool.parameters)
     _check_signs(gateway, signs, prompt)
     if INLINE_SIGNS_MAX < signs <= KNOWN_SIGNS_MAX and prompt.segments and not prompt.tools:
-        signs = gateway.renderer.new_signs(prompt)
+        signs = gateway.renderer.uncached_chars(prompt)
     if signs <= INLINE_SIGNS_MAX and not prompt.tools:
         return gateway.renderer.render(prompt)
     return await asyncio.to_thread(gateway.renderer.render, prompt)

@@ -1,4 +1,4 @@
-"""Prompts: templates, tokens and text. `Renderer` is the door."""
+"""Prompts: chat templates, tokenization and detokenization. Start at `Renderer`."""
 
 from gateway.prompt.detokenizer import Detokenizer
 from gateway.prompt.renderer import Renderer

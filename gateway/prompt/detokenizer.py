@@ -1,9 +1,10 @@
-"""Text out of tokens as they come: whole characters, and nothing of a stop string.
+"""Incremental detokenization: token ids to text, with stop strings removed.
 
-Bytes that begin a character wait for its end; text that could be the beginning of a stop string
-waits until it cannot. The result is the same however the text is cut into tokens: the stop string
-that is complete first ends it (of two that end together, the longer). It knows no events and no
-choices; `gateway.generation.output_stream` has one per choice.
+Bytes that begin a character wait for the rest of the character. Text that could begin a stop string
+waits until it cannot. The result does not depend on how the text is cut into tokens: the stop
+string that completes first ends the text (of two that complete together, the longer one). The
+module knows no events and no choices; `gateway.generation.output_stream` has one detokenizer per
+choice.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from collections.abc import Callable, Iterable
 
 
 class Detokenizer:
-    """One choice's text. `stops`: strings that end it and are not part of it.
+    """The text of one choice. `stops`: strings that end the text and are not part of it.
 
-    `decoded` counts the characters that the tokens spelt so far, `released` those that were given
-    out: what lies between them is held back. Cost: O(1) a token, but for the stop strings.
+    `decoded` counts the characters decoded so far, `released` the characters returned so far; the
+    difference is held back. Cost: O(1) per token, plus the search for stop strings.
     """
 
     def __init__(self, token_bytes: Callable[[int], bytes], stops: tuple[str, ...] = ()) -> None:
@@ -31,22 +32,22 @@ class Detokenizer:
 
     @property
     def is_holding(self) -> bool:
-        """Is something of the tokens so far held back, or the beginning of a stop string?"""
+        """Whether some decoded text or part of a character is held back."""
         return self.decoded != self.released or bool(self._rest)
 
     def push(self, token_id: int) -> str:
-        """The text that is certain after one more token. Nothing more once a stop was found."""
+        """Return the text that one more token makes certain; "" once a stop string was found."""
         if self.stopped_by is not None:
             return ""
         return self._advance(self._decode(self._token_bytes(token_id)))
 
     def push_all(self, token_ids: Iterable[int]) -> str:
-        """The same for several tokens; where no stop string has to be found among them."""
+        """Return the text that several tokens make certain; only valid without stop strings."""
         assert not self._stops, "a stop string ends the text at its own token"
         return self._advance(self._decode(b"".join(map(self._token_bytes, token_ids))))
 
     def finish(self) -> str:
-        """What was held back: no more tokens come."""
+        """Return the text that was held back; no more tokens follow."""
         if self.stopped_by is not None:
             return ""
         text = self._advance(self._decode(b"", is_last=True))
@@ -55,7 +56,7 @@ class Detokenizer:
         return text + rest
 
     def _decode(self, new: bytes, *, is_last: bool = False) -> str:
-        """Whole characters; the beginning of one waits for its other bytes."""
+        """Decode whole characters; keep the bytes of an incomplete one for the next call."""
         data = self._rest + new if self._rest else new
         text, used = codecs.utf_8_decode(data, "replace", is_last)
         self._rest = data[used:]
@@ -63,11 +64,11 @@ class Detokenizer:
 
     def _advance(self, new: str) -> str:
         self.decoded += len(new)
-        text = self._certain(new) if self._stops else new
+        text = self._hold_back_stops(new) if self._stops else new
         self.released += len(text)
         return text
 
-    def _certain(self, new: str) -> str:
+    def _hold_back_stops(self, new: str) -> str:
         text = self._held + new
         found = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
@@ -80,7 +81,7 @@ class Detokenizer:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """How many last characters of `text` are the first of `stop`."""
+    """Return how many last characters of `text` are the first characters of `stop`."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:length]):
             return length

@@ -1,50 +1,77 @@
-"""Where each part of a prompt lies in what the template made of it.
+"""Locate each part of a prompt in the rendered template.
 
-The template is run with marks in place of what clients sent; the text between the marks is the
-template's own, and held against a rendering of the real thing it shows what became of each part:
-itself, trimmed, written as JSON, or left out. `render` turns the pieces into tokens.
+The template is rendered with placeholders instead of client text. The text between the placeholders
+is the template's own. Comparing it with the rendering of the real text shows how the template wrote
+each part: verbatim, trimmed, JSON-escaped, or left out.
+
+Some templates write tools and calls without placeholders. A rendering that stops after such a tool
+and one that continues are equal up to the end of that tool. These renderings are short (only the
+messages that lead up to the tools) and cached: clients send the same tools again and again.
+
+The module knows no tokens; `gateway.prompt.renderer` turns the pieces into tokens.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
-from collections.abc import Collection, Iterator, Sequence
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Protocol
 
+import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
-from gateway.prompt.messages import TemplatePart
+from gateway.dialects.canonical import Tool, ToolCall
+from gateway.errors import Refusal
+from gateway.prompt.messages import TemplateInput, TemplatePart, TemplateTool, template_tool
 from gateway.prompt.opaque_text import TRIMMED
+from gateway.structured_output.json_text import parse_arguments
 
-MARK_SIGNS = ("\ue0f0", "\ue0f1")
-_MARK = re.compile("\ue0f0(\\d+)\ue0f1")
+PLACEHOLDER_CHARS = ("\ue0f0", "\ue0f1")
+_PLACEHOLDER = re.compile("\ue0f0(\\d+)\ue0f1")
 _OPAQUE = re.compile(f"\ue0f0(\\d+)({TRIMMED}?)\ue0f1")
-LAST = "\ue0f0\ue0f1"
-"""A mark of nothing, for asking where something ends."""
+END_PLACEHOLDER = "\ue0f0\ue0f1"
+"""An empty placeholder: appended to a text, it shows where the text ends in a rendering."""
+
+CACHED_TOOL_SETS_MAX = 256
+"""Number of tool sets whose offsets are cached."""
+SEPARATE_TOOLS_MAX = 512
+"""With more tools than this, only the end of the last tool is located."""
+
+_PROBE_TOOL = template_tool(Tool("another_function"))
+_PAST_END = 2**62
+"""An offset behind every text."""
 
 
 class Piece(Struct, frozen=True):
-    """Text in order of rendering. `part`: which part it is, None for the template's own; that one
-    begins at `start` of the marked rendering."""
+    """A piece of a rendering, in order. `part`: index of the part, None for template text; template
+    text begins at offset `start` of the rendering with placeholders."""
 
     text: str
     part: int | None
     start: int = 0
 
 
-def mark(part: int) -> str:
-    """What stands for a part's text."""
+def placeholder(part: int) -> str:
+    """Return the placeholder for a part's text."""
     return f"\ue0f0{part}\ue0f1"
 
 
-def lay_out(marked: str, whole: str, parts: Sequence[TemplatePart]) -> tuple[Piece, ...] | None:
-    """The pieces of `whole`; None if a part has become something else, or stands there twice.
+def split_rendering(
+    marked: str, whole: str, parts: Sequence[TemplatePart]
+) -> tuple[Piece, ...] | None:
+    """Split the rendering `whole` into pieces, using `marked`, the rendering with placeholders.
 
+    Returns None if the template changed a part in an unknown way or wrote a part twice.
     Cost: O(text).
     """
     pieces: list[Piece] = []
     at, seen = 0, set()
-    rows = list(_split(marked, parts))
+    rows = list(_split_placeholders(marked, parts))
     for number, (own, start, part) in enumerate(rows):
         if not whole.startswith(own, at):
             return None
@@ -67,40 +94,41 @@ def lay_out(marked: str, whole: str, parts: Sequence[TemplatePart]) -> tuple[Pie
     return tuple(pieces) if at == len(whole) else None
 
 
-class Step(Struct, frozen=True):
-    """One piece of any chat of a shape: the template's own `text`, or all of a part, or that
-    trimmed."""
+class ShapeStep(Struct, frozen=True):
+    """One piece of every chat of a shape: template `text`, or a whole part, optionally trimmed."""
 
     text: str
     part: int | None = None
     is_trimmed: bool = False
 
 
-def steps_of(marked: str, parts: int) -> tuple[Step, ...] | None:
-    """What becomes of each part, from a rendering of opaque texts; None if one stands there twice.
+def split_shape(marked: str, parts: int) -> tuple[ShapeStep, ...] | None:
+    """Split a rendering of opaque texts into steps; None if a part occurs twice.
 
     Cost: O(text).
     """
-    steps: list[Step] = []
+    steps: list[ShapeStep] = []
     start, seen = 0, set()
     for match in _OPAQUE.finditer(marked):
         part = int(match[1])
         if part in seen or part >= parts:
             return None
         seen.add(part)
-        steps.append(Step(marked[start : match.start()]))
-        steps.append(Step("", part, bool(match[2])))
+        steps.append(ShapeStep(marked[start : match.start()]))
+        steps.append(ShapeStep("", part, bool(match[2])))
         start = match.end()
-    return (*steps, Step(marked[start:]))
+    return (*steps, ShapeStep(marked[start:]))
 
 
-def _split(marked: str, parts: Sequence[TemplatePart]) -> Iterator[tuple[str, int, int | None]]:
-    """(the template's text, where it begins, the part behind it)."""
+def _split_placeholders(
+    marked: str, parts: Sequence[TemplatePart]
+) -> Iterator[tuple[str, int, int | None]]:
+    """Yield (template text, its offset, the part that follows or None)."""
     start = 0
-    for match in _MARK.finditer(marked):
+    for match in _PLACEHOLDER.finditer(marked):
         part, end, after = int(match[1]), match.start(), match.end()
         if parts[part].is_call and marked[start:end].endswith('"') and marked[after:][:1] == '"':
-            # An object of arguments stands for itself; a mark in its place is a quoted string.
+            # A template that expects an arguments object writes a placeholder as a quoted string.
             end, after = end - 1, after + 1
         yield marked[start:end], start, part
         start = after
@@ -108,7 +136,7 @@ def _split(marked: str, parts: Sequence[TemplatePart]) -> Iterator[tuple[str, in
 
 
 def _variants(part: TemplatePart) -> Iterator[str]:
-    """The likeliest first."""
+    """Yield the forms in which a template may write a part, likeliest first."""
     text = part.text or ""
     yield text
     if not part.is_call:
@@ -116,8 +144,8 @@ def _variants(part: TemplatePart) -> Iterator[str]:
         yield json.dumps(text, ensure_ascii=False)[1:-1]
 
 
-def common(first: str, second: str) -> int:
-    """How many characters two texts begin with in common. O(log) comparisons."""
+def common_prefix_chars(first: str, second: str) -> int:
+    """Return how many first characters two texts share. O(log length) comparisons."""
     low, high = 0, min(len(first), len(second))
     while low < high:
         middle = (low + high + 1) // 2
@@ -128,10 +156,149 @@ def common(first: str, second: str) -> int:
     return low
 
 
-def outside_words(text: str, at: int, words: Collection[str]) -> int:
-    """`at`, or the beginning of the word that it lies within."""
+def snap_to_word_start(text: str, at: int, words: Collection[str]) -> int:
+    """Return `at`, or the start of the special token text that contains `at`."""
     for word in words:
         found = text.find(word, max(0, at - len(word) + 1), at + len(word) - 1)
         if 0 <= found < at < found + len(word):
             at = found
     return at
+
+
+def arguments_object(_part: int, call: ToolCall) -> object:
+    """Return a call's arguments as a template takes them."""
+    return parse_arguments(call.arguments)[0]
+
+
+def arguments_placeholder(part: int, _call: ToolCall) -> object:
+    """Return the placeholder for a call's arguments."""
+    return placeholder(part)
+
+
+class TemplateRun(Protocol):
+    """Run the template over a template input."""
+
+    def __call__(
+        self,
+        template_input: TemplateInput,
+        text_of: Callable[[int], str],
+        arguments: Callable[[int, ToolCall], object],
+        *,
+        opens_turn: bool,
+    ) -> str:
+        """Render the messages. Raises Refusal if the template refuses."""
+
+
+class ToolOffsets:
+    """Tool and call offsets of one template. Thread-safe. `words`: texts of special tokens, which
+    are never cut."""
+
+    def __init__(self, run: TemplateRun, words: Collection[str]) -> None:
+        self._run_template = run
+        self._words = words
+        self._known: OrderedDict[bytes, tuple[tuple[int, ...], str]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def tool_ends(self, template_input: TemplateInput, marked: str) -> dict[int, int]:
+        """Return the offset in `marked` at which each tool ends, by part.
+
+        Cost: two short renderings for each new tool; a cached set of tools costs one hash.
+        """
+        if not template_input.tools:
+            return {}
+        count = next(
+            (n for n, message in enumerate(template_input.messages, 1) if message.role != "system"),
+            len(template_input.messages),
+        )
+        head = replace(template_input, messages=template_input.messages[:count])
+        ends, beginning = self._cached_ends(head)
+        if not marked.startswith(beginning):
+            # The template writes its tools elsewhere, perhaps before the latest user message.
+            ends = (self._last_end(template_input)[0],) * len(template_input.tools)
+        return dict(enumerate(ends))
+
+    def _cached_ends(self, head: TemplateInput) -> tuple[tuple[int, ...], str]:
+        """Return the tools' end offsets and the text up to the last of them."""
+        key = hashlib.sha256(msgspec.msgpack.encode((head.tools, head.messages))).digest()
+        with self._lock:
+            if key in self._known:
+                self._known.move_to_end(key)
+                return self._known[key]
+        last, text = self._last_end(head)
+        if last == _PAST_END:
+            # The end of the last tool is unknown but lies within this text: use its length.
+            found = (len(text),) * len(head.tools), text
+        else:
+            found = self._ends(head, last, text), text[:last]
+        with self._lock:
+            self._known[key] = found
+            if len(self._known) > CACHED_TOOL_SETS_MAX:
+                self._known.popitem(last=False)
+        return found
+
+    def _ends(self, head: TemplateInput, last: int, text: str) -> tuple[int, ...]:
+        """Locate each tool by rendering it between two others and finding the added text in `text`.
+
+        All tools end with the last one where the template does not write them one after another.
+        """
+        shared = (last,) * len(head.tools)
+        if len(head.tools) > SEPARATE_TOOLS_MAX:
+            return shared
+        try:
+            ends = [self._common(head, head.tools[:1])[0]]
+            before = self._common(head, (_PROBE_TOOL,))[0]
+            for tool in head.tools[1:]:
+                end, alone = self._common(head, (_PROBE_TOOL, tool))
+                added = alone[before:end]
+                if not text.startswith(added, ends[-1]):
+                    return shared
+                ends.append(ends[-1] + len(added))
+        except Refusal:
+            return shared
+        return tuple(ends) if ends[-1] == last else shared
+
+    def _last_end(self, template_input: TemplateInput) -> tuple[int, str]:
+        """Return the offset where the last tool ends if another would follow, and the rendering."""
+        text = ""
+        try:
+            text = self._rendered(template_input)
+            longer = self._rendered(
+                replace(template_input, tools=(*template_input.tools, _PROBE_TOOL))
+            )
+            without = self._rendered(replace(template_input, tools=template_input.tools[:-1]))
+        except Refusal:
+            return _PAST_END, text
+        end = snap_to_word_start(text, common_prefix_chars(text, longer), self._words)
+        return end if end > common_prefix_chars(text, without) else _PAST_END, text
+
+    def _common(
+        self, template_input: TemplateInput, tools: tuple[TemplateTool, ...]
+    ) -> tuple[int, str]:
+        """Render only `tools`: the offset where the last one ends, and the text. Raises Refusal."""
+        text = self._rendered(replace(template_input, tools=tools))
+        longer = self._rendered(replace(template_input, tools=(*tools, _PROBE_TOOL)))
+        return snap_to_word_start(text, common_prefix_chars(text, longer), self._words), text
+
+    def _rendered(self, template_input: TemplateInput) -> str:
+        return self._run_template(
+            template_input, placeholder, arguments_placeholder, opens_turn=False
+        )
+
+    def call_ends(self, template_input: TemplateInput, marked: str) -> dict[int, int]:
+        """Return the offset in `marked` at which each call ends, by part.
+
+        `marked` has no placeholders for calls, so a call ends with its message. Cost: one rendering
+        per message with calls.
+        """
+        found = {}
+        for number, message in enumerate(template_input.messages):
+            if not message.calls:
+                continue
+            upto = replace(template_input, messages=template_input.messages[: number + 1])
+            try:
+                shorter = self._run_template(upto, placeholder, arguments_object, opens_turn=False)
+                end = snap_to_word_start(marked, common_prefix_chars(marked, shorter), self._words)
+            except Refusal:
+                end = _PAST_END
+            found.update({part: end for part, _ in message.calls})
+        return found

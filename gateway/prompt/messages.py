@@ -1,9 +1,9 @@
-"""A prompt's parts in API order, and the messages a template takes, made of them.
+"""Split a prompt into parts in API order, and build the messages that a chat template takes.
 
-Every segment and tool is a `TemplatePart`: text that stands in some message, a call whose arguments
-do, or a tool. For templates that know no tools (`tools.FALLBACK`) tools, calls and results become
-text here, and the template sees plain messages. It knows no template and no tokens; `render` calls
-it.
+Every segment and tool is a `TemplatePart`: text of some message, a call's arguments, or a tool. For
+templates that support no tools (`tool_styles.FALLBACK`) tools, calls and results become text, and
+the template sees plain messages. The module knows no template source and no tokens;
+`gateway.prompt.renderer` calls it.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ from typing import Any
 from msgspec import Struct
 
 from gateway.dialects.canonical import Boundary, Prompt, Segment, Tool, ToolCall
-from gateway.structured_output.json_text import arguments_of, schema_of
+from gateway.structured_output.json_text import parse_arguments, parse_schema
 from gateway.structured_output.tool_styles import ToolStyle
 
-_INTRO = "You can call functions. Each line between these tags describes one, as JSON:\n<tools>"
-_RULES = (
+_TOOLS_INTRO = (
+    "You can call functions. Each line between these tags describes one, as JSON:\n<tools>"
+)
+_TOOLS_RULES = (
     "\n</tools>\nTo call a function, write its name and its arguments as JSON between these tags,"
     ' once for each call:\n<tool_call>\n{"name": <name>, "arguments": <object>}\n</tool_call>'
     "\nWhat it returned will be given to you between <tool_response> tags."
@@ -28,8 +30,9 @@ _RULES = (
 
 
 class TemplatePart(Struct, frozen=True):
-    """`text`: what stands for it in the rendering, None where the template writes it as a whole (a
-    tool). `boundary`: where it ends, without tokens; None for words of our own."""
+    """A part of a prompt. `text`: the text to find in the rendering, None for a tool that the
+    template writes itself. `boundary`: where the part ends, tokens not yet set; None for text that
+    the gateway adds."""
 
     text: str | None
     boundary: Boundary | None = None
@@ -37,11 +40,11 @@ class TemplatePart(Struct, frozen=True):
 
 
 TemplateTool = dict[str, Any]
-"""A tool as templates expect it."""
+"""A tool in the form that templates take."""
 
 
 class TemplateMessage(Struct, frozen=True):
-    """A message for the template. `parts` and the first of each pair in `calls` index
+    """A message for the template. `parts`, and the first item of each pair in `calls`, index
     `TemplatePart`s."""
 
     role: str
@@ -52,8 +55,8 @@ class TemplateMessage(Struct, frozen=True):
 
 
 class TemplateInput(Struct, frozen=True):
-    """What a template is given: `messages` of `parts`, and `tools` where it writes them; these are
-    the first parts then."""
+    """The input of a template: `messages` made of `parts`, and `tools` if the template writes them;
+    tools are then the first parts."""
 
     parts: tuple[TemplatePart, ...]
     messages: tuple[TemplateMessage, ...]
@@ -65,7 +68,7 @@ class TemplateInput(Struct, frozen=True):
         text_of: Callable[[int], str],
         arguments: Callable[[int, ToolCall], object],
     ) -> list[dict[str, object]]:
-        """Messages as templates expect them. `arguments`: what stands for a call's."""
+        """Return the messages as templates take them. `arguments`: returns a call's arguments."""
         return [self._message(message, style, text_of, arguments) for message in self.messages]
 
     def _message(
@@ -96,35 +99,35 @@ class TemplateInput(Struct, frozen=True):
 
 
 def template_tool(tool: Tool) -> TemplateTool:
-    """A tool as templates expect it. O(schema). Raises Refusal for the schema."""
+    """Return a tool as templates take it. O(schema). Raises Refusal if the schema is invalid."""
     function = {
         "name": tool.name,
         "description": tool.description,
-        "parameters": schema_of(tool.parameters, tool.path),
+        "parameters": parse_schema(tool.parameters, tool.path),
     }
     return {"type": "function", "function": function}
 
 
-def arrange(prompt: Prompt, style: ToolStyle) -> TemplateInput:
-    """The parts and messages of a chat. O(segments + tools). Raises Refusal for a schema."""
-    maker = _Native(prompt) if style.is_native else _InWords(prompt)
+def build_template_input(prompt: Prompt, style: ToolStyle) -> TemplateInput:
+    """Build the template's input from a chat. O(segments + tools). Raises Refusal for a schema."""
+    maker = _NativeToolBuilder(prompt) if style.is_native else _TextToolBuilder(prompt)
     tools = tuple(map(template_tool, prompt.tools))
     maker.tools(prompt.tools, tools)
-    for turn in groupby(enumerate(prompt.segments), key=_turn):
+    for turn in groupby(enumerate(prompt.segments), key=_message_key):
         maker.turn(list(turn[1]))
     return TemplateInput(
         tuple(maker.parts), tuple(maker.messages), tools if style.is_native else ()
     )
 
 
-def _turn(numbered: tuple[int, Segment]) -> tuple[int, str, str | None]:
-    """What segments of one template message have in common."""
+def _message_key(numbered: tuple[int, Segment]) -> tuple[int, str, str | None]:
+    """Return the key that segments of one template message share."""
     segment = numbered[1]
     return segment.message, segment.role, segment.answers
 
 
-class _Maker:
-    """Takes tools, then turns, in API order."""
+class _InputBuilder:
+    """Builds parts and messages: first the tools, then the turns, in API order."""
 
     def __init__(self, prompt: Prompt) -> None:
         self._segments = prompt.segments
@@ -134,12 +137,12 @@ class _Maker:
     def part(
         self, text: str | None, boundary: Boundary | None = None, *, is_call: bool = False
     ) -> int:
-        """The number of a new part."""
+        """Add a part and return its index."""
         self.parts.append(TemplatePart(text, boundary, is_call))
         return len(self.parts) - 1
 
     def boundary(self, number: int) -> Boundary:
-        """Where segment `number` ends, without its tokens."""
+        """Return where segment `number` ends, tokens not yet set."""
         segment = self._segments[number]
         after = self._segments[number + 1] if number + 1 < len(self._segments) else None
         return Boundary(
@@ -153,8 +156,8 @@ class _Maker:
         )
 
 
-class _Native(_Maker):
-    """For templates that write tools and calls themselves."""
+class _NativeToolBuilder(_InputBuilder):
+    """Builds the input of templates that write tools and calls themselves."""
 
     def __init__(self, prompt: Prompt) -> None:
         super().__init__(prompt)
@@ -162,18 +165,18 @@ class _Native(_Maker):
         self._names = {call.call_id: call.name for call in calls}
 
     def tools(self, tools: Sequence[Tool], _objects: Sequence[TemplateTool]) -> None:
-        """Left to the template."""
+        """Add a part for each tool; the template writes them."""
         for tool in tools:
             self.part(None, _tool_boundary(tool))
 
     def turn(self, segments: Sequence[tuple[int, Segment]]) -> None:
-        """One message."""
+        """Add one message."""
         parts, calls = [], []
         for number, segment in segments:
             if segment.call is None:
                 parts.append(self.part(segment.text, self.boundary(number)))
             else:
-                text = arguments_of(segment.call.arguments)[1]
+                text = parse_arguments(segment.call.arguments)[1]
                 part = self.part(text, self.boundary(number), is_call=True)
                 calls.append((part, segment.call))
         first = segments[0][1]
@@ -183,26 +186,26 @@ class _Native(_Maker):
         )
 
 
-class _InWords(_Maker):
-    """For templates that know no tools: everything is text in plain messages."""
+class _TextToolBuilder(_InputBuilder):
+    """Builds the input of templates that support no tools: everything is text in messages."""
 
     _after_result = False
     _has_turns = False
 
     def tools(self, tools: Sequence[Tool], objects: Sequence[TemplateTool]) -> None:
-        """The head of the system message, a line each."""
+        """Add a system message that lists the tools, one per line."""
         if not tools:
             return
-        parts = [self.part(_INTRO)]
+        parts = [self.part(_TOOLS_INTRO)]
         for tool, written in zip(tools, objects, strict=True):
             line = "\n" + json.dumps(written, ensure_ascii=False)
             parts.append(self.part(line, _tool_boundary(tool)))
-        parts.append(self.part(_RULES))
+        parts.append(self.part(_TOOLS_RULES))
         self.messages.append(TemplateMessage("system", tuple(parts)))
 
     def turn(self, segments: Sequence[tuple[int, Segment]]) -> None:
-        """A message, or more of the last one: results and what a user adds are one message, as
-        some templates take user and assistant only in turns."""
+        """Add a message, or extend the last one: a tool result and the user text after it share
+        a message, because some templates require user and assistant to alternate."""
         first = segments[0][1]
         is_result = first.role == "tool"
         role = "user" if is_result else _role(first)
@@ -244,7 +247,7 @@ def _role(segment: Segment) -> str:
 
 
 def _call_text(call: ToolCall) -> str:
-    return f'{{"name": {_quoted(call.name)}, "arguments": {arguments_of(call.arguments)[1]}}}'
+    return f'{{"name": {_quoted(call.name)}, "arguments": {parse_arguments(call.arguments)[1]}}}'
 
 
 def _quoted(text: str) -> str:

@@ -1,11 +1,12 @@
-"""From a canonical prompt to token ids and boundaries.
+"""Render a canonical prompt to token ids and boundaries.
 
-Messages go through the model's template with marks in place of their contents; the text between
-the marks is the template's, where special tokens are meant, and what replaces the marks is the
-client's, where they are only text. Contents may come out trimmed. Where a template does more to
-them (asks what is in them, cuts pieces out), the whole text is rendered and tokenized at once;
-contents that spell a special token are refused then: they could not be told from its own. The same
-goes for tools, which templates write as a whole.
+Messages pass through the model's chat template with placeholders instead of their contents. The
+text between the placeholders is the template's own, where special tokens are meant; the text that
+replaces the placeholders is the client's, where special tokens are plain text. Contents may come
+out trimmed. Where a template does more to contents (tests them, cuts pieces out), the whole text is
+rendered and tokenized at once; contents that spell a special token are then refused, because they
+could not be told from the template's own. The same holds for tools that a template writes itself.
+Preparation (`gateway.generation.preparation`) calls it.
 """
 
 from __future__ import annotations
@@ -23,92 +24,102 @@ from engine.model_store import ModelCard, load_card
 from gateway.dialects.canonical import Boundary, Prompt, Rendered, Role, Segment, ToolCall
 from gateway.errors import Kind, Refusal
 from gateway.prompt.detokenizer import Detokenizer
-from gateway.prompt.layout import LAST, MARK_SIGNS, Piece, Step, lay_out, mark, steps_of
-from gateway.prompt.messages import TemplateInput, TemplateTool, arrange
-from gateway.prompt.opaque_text import Glance, Opaque
+from gateway.prompt.layout import (
+    END_PLACEHOLDER,
+    PLACEHOLDER_CHARS,
+    Piece,
+    ShapeStep,
+    ToolOffsets,
+    arguments_object,
+    arguments_placeholder,
+    placeholder,
+    split_rendering,
+    split_shape,
+)
+from gateway.prompt.messages import TemplateInput, TemplateTool, build_template_input
+from gateway.prompt.opaque_text import OpaqueText, ReadRecorder
 from gateway.prompt.template import ChatTemplate
 from gateway.prompt.tokenizer import PieceTokenizer
-from gateway.prompt.tool_offsets import ToolOffsets
-from gateway.structured_output.grammars import grammar_of
-from gateway.structured_output.json_text import arguments_of, parsed, strings
-from gateway.structured_output.tool_styles import ToolStyle, style_of
+from gateway.structured_output.grammars import build_grammar
+from gateway.structured_output.json_text import collect_strings, parse_json
+from gateway.structured_output.tool_styles import ToolStyle, detect_style
 
 SHAPES_MAX, SHAPE_MESSAGES_MAX = 256, 128
-"""How many shapes of chats are remembered, and up to how many segments."""
+"""How many chat shapes are cached, and the largest number of segments of a cached shape."""
 
 
-Laid = TypeVar("Laid", Piece, Step)
-Bare = tuple[Role, str, str | None, int, str | None]
-"""A segment without its text: role, path, name, message, retention."""
+Laid = TypeVar("Laid", Piece, ShapeStep)
+SegmentShape = tuple[Role, str, str | None, int, str | None]
+"""A segment without its text: (role, path, name, message, retention)."""
 
 
-class Shape(Struct, frozen=True):
-    """What the template makes of any chat with these roles and names: `steps` in its order, the
-    token ids of its own pieces where something stands before them, and where each segment ends,
-    without tokens."""
+class ChatShape(Struct, frozen=True):
+    """The template's output for every chat with the same roles and names: `steps` in order, `inner`
+    with the token ids of the template's own pieces when they do not begin the prompt, and
+    `boundaries` of the segments, tokens not yet set."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[ShapeStep, ...]
     inner: tuple[tuple[int, ...], ...]
     boundaries: tuple[Boundary, ...]
 
 
 class Renderer:
-    """Template and tokenizer of one model. Thread-safe."""
+    """The chat template and tokenizer of one model. Thread-safe."""
 
     def __init__(self, card: ModelCard) -> None:
         self.card = card
         self.tokenizer = PieceTokenizer(card.tokenizer_path, card.special_token_ids)
         source = card.template_path.read_text()
         self._template = ChatTemplate(source)
-        self.tool_style: ToolStyle = style_of(source, self._template.variables)
+        self.tool_style: ToolStyle = detect_style(source, self._template.variables)
         self._token_texts = self.tokenizer.special_texts()
         words = [text for text in self._token_texts.values() if text]
         self._special_words = re.compile("|".join(map(re.escape, words)) or "(?!)")
-        self._offsets = ToolOffsets(self._run, frozenset(self._token_texts.values()))
+        self._offsets = ToolOffsets(self._run_template, frozenset(self._token_texts.values()))
         self._shapes = lru_cache(SHAPES_MAX)(self._shape)
         markers = (self.tool_style.opening.strip(), self.tool_style.closing.strip())
         self._markers = {i: text for i, text in self._token_texts.items() if text in markers}
-        # Each token of an answer is looked up: in a list of all, without a call of ours.
+        # Each output token is looked up here: a list access instead of a Python call.
         spelt = list(map(self.tokenizer.token_bytes, range(card.config.vocab)))
         marked = [plain or self._markers.get(i, "").encode() for i, plain in enumerate(spelt)]
-        self._spelt, self._marked = spelt.__getitem__, marked.__getitem__
+        self._bytes_plain, self._bytes_with_markers = spelt.__getitem__, marked.__getitem__
 
     @classmethod
     def load(cls, folder: Path) -> Renderer:
-        """From a prepared model folder. Raises ModelError, ValueError for an unusable template."""
+        """Load a prepared model folder. Raises ModelError, ValueError for an unusable template."""
         return cls(load_card(folder))
 
     @property
     def template_digest(self) -> str:
-        """Part of every namespace: another template never meets these prefixes."""
+        """Digest of the template; part of every namespace, so templates never share prefixes."""
         return self.card.template_digest
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """The model's own end tokens."""
+        """The model's own end-of-turn tokens."""
         return self.card.stop_token_ids
 
     def detokenizer(
         self, stops: tuple[str, ...] = (), *, shows_markers: bool = False
     ) -> Detokenizer:
-        """For one choice's text. `shows_markers`: special tokens that open or close a tool call are
-        part of it."""
-        return Detokenizer(self._marked if shows_markers else self._spelt, stops)
+        """Return a detokenizer for one choice. `shows_markers`: special tokens that open or close a
+        tool call become part of the text."""
+        return Detokenizer(self._bytes_with_markers if shows_markers else self._bytes_plain, stops)
 
     def special_text(self, token_id: int) -> str:
-        """How the template writes a special token; nothing for others."""
+        """Return how the template writes a special token; "" for other tokens."""
         return self._text_of(token_id)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes of one token."""
+        """Return the bytes of one token."""
         return self.tokenizer.token_bytes(token_id)
 
     def render(self, prompt: Prompt) -> Rendered:
-        """Token ids, boundaries, grammar. CPU-bound: about 1 ms per 1,000 new words.
+        """Return token ids, boundaries and grammar. CPU-bound: about 1 ms per 1,000 new words.
 
-        Raises Refusal.
+        Raises Refusal if the prompt cannot be rendered.
         """
-        grammar = grammar_of(prompt, self.tool_style, self._marker_ids())
+        grammar = build_grammar(prompt, self.tool_style, self._marker_ids())
         start: tuple[int, ...] = ()
         if self.card.add_bos and self.card.bos_token_id is not None:
             start = (self.card.bos_token_id,)
@@ -123,38 +134,42 @@ class Renderer:
             if not _is_plain(segment) or segment.name is not None:
                 self._check_names(segment)
         shape = self._shape_of(prompt)
-        found = self._chat(prompt) if shape is None else self._shaped(prompt, shape)
-        return found if grammar is None else replace(found, grammar=grammar)
+        rendered = self._render_full(prompt) if shape is None else self._render_shape(prompt, shape)
+        return rendered if grammar is None else replace(rendered, grammar=grammar)
 
-    def new_signs(self, prompt: Prompt) -> int:
-        """Of a chat's texts and calls, the characters that were not tokenized lately. They are
-        hashed: O(characters), at about 1 ns."""
+    def uncached_chars(self, prompt: Prompt) -> int:
+        """Return how many characters of a chat's texts and calls are not cached by the tokenizer.
+
+        Hashes the texts: O(characters), about 1 ns each.
+        """
         new = 0
         for segment in prompt.segments:
-            if not self.tokenizer.knows(segment.text, specials=False):
+            if not self.tokenizer.is_cached(segment.text, specials=False):
                 new += len(segment.text)
             if segment.call is not None:
                 new += len(segment.call.arguments)
         return new
 
-    # -- what may not be there ------------------------------------------------------------------
+    # -- client text that must not occur --------------------------------------------------------
 
-    def _check_tools(self, prompt: Prompt, arranged: TemplateInput) -> None:
-        """Where a template writes tools, their words stand among its own."""
-        for tool, written in zip(prompt.tools, arranged.tools, strict=False):
-            schema = strings(written["function"]["parameters"])
+    def _check_tools(self, prompt: Prompt, template_input: TemplateInput) -> None:
+        """Refuse tools whose text spells a special token: the template writes them as its own."""
+        for tool, written in zip(prompt.tools, template_input.tools, strict=False):
+            schema = collect_strings(written["function"]["parameters"])
             self._check_words("".join((tool.name, tool.description, *schema)), tool.path)
-        for part in arranged.parts[: 0 if arranged.tools else len(prompt.tools) + 1]:
+        for part in template_input.parts[: 0 if template_input.tools else len(prompt.tools) + 1]:
             _check_text(part.text or "", part.boundary.path if part.boundary else "tools")
 
     def _check_names(self, segment: Segment) -> None:
-        """The template writes names and ids between its own tokens: they may hold none."""
+        """Refuse names and ids that spell a special token: the template writes them as its own."""
         path = f"messages[{segment.message}].name"
         self._check_words(segment.name or "", path)
         self._check_words(segment.answers or "", segment.path)
         if segment.call is not None:
             call = segment.call
-            _check_text(call.arguments + "".join(strings(parsed(call.arguments))), segment.path)
+            _check_text(
+                call.arguments + "".join(collect_strings(parse_json(call.arguments))), segment.path
+            )
             self._check_words(call.name, segment.path)
             self._check_words(call.call_id, segment.path)
 
@@ -163,13 +178,13 @@ class Renderer:
             return  # most messages have no name
         _check_text(text, path)
         if (special := self._special_words.search(text)) is not None:
-            message = f"{path}: it contains {special[0]!r}."
+            message = f"{path}: must not contain the special token {special[0]!r}."
             raise Refusal(Kind.BAD, "invalid_value", message, param=path)
 
-    # -- chats of a known shape -----------------------------------------------------------------
+    # -- chats of a cached shape ----------------------------------------------------------------
 
-    def _shape_of(self, prompt: Prompt) -> Shape | None:
-        """None where the text of its messages, tools or calls matters to the template."""
+    def _shape_of(self, prompt: Prompt) -> ChatShape | None:
+        """Return the chat's shape; None if the template's output depends on its contents."""
         segments = prompt.segments
         if prompt.tools or len(segments) > SHAPE_MESSAGES_MAX or self._template.has_captures:
             return None
@@ -178,32 +193,34 @@ class Renderer:
         bare = tuple([(s.role, s.path, s.name, s.message, s.retention) for s in segments])
         return self._shapes(bare, prompt.add_generation_prompt, prompt.continues)
 
-    def _shape(self, bare: tuple[Bare, ...], opens: bool, continues: bool) -> Shape | None:
-        """The template over texts that it cannot look at; None if it tries to, or refuses."""
+    def _shape(
+        self, bare: tuple[SegmentShape, ...], opens_turn: bool, continues: bool
+    ) -> ChatShape | None:
+        """Render opaque texts; None if the template reads them or refuses."""
         segments = tuple(
             Segment(role, "", path, name, message, retention)
             for role, path, name, message, retention in bare
         )
-        prompt = Prompt(segments, add_generation_prompt=opens, continues=continues)
-        arranged, glance = arrange(prompt, self.tool_style), Glance()
-        messages = arranged.for_template(self.tool_style, mark, _as_mark)
-        for message, arranged_as in zip(messages, arranged.messages, strict=True):
-            is_whole = len(arranged_as.parts) == 1
-            message["content"] = Opaque(str(message["content"]), glance, is_whole=is_whole)
+        prompt = Prompt(segments, add_generation_prompt=opens_turn, continues=continues)
+        template_input, recorder = build_template_input(prompt, self.tool_style), ReadRecorder()
+        messages = template_input.for_template(self.tool_style, placeholder, arguments_placeholder)
+        for message, template_message in zip(messages, template_input.messages, strict=True):
+            is_whole = len(template_message.parts) == 1
+            message["content"] = OpaqueText(str(message["content"]), recorder, is_whole=is_whole)
         try:
-            text = self._apply(messages, None, opens=opens and not _continues(prompt))
+            text = self._apply(messages, None, opens_turn=opens_turn and not _is_open_ended(prompt))
         except Refusal:
             return None
-        steps = steps_of(text, len(segments))
-        if glance.was_taken or steps is None:
+        steps = split_shape(text, len(segments))
+        if recorder.was_read or steps is None:
             return None
-        if _continues(prompt):
-            steps = _open_ended(steps, len(segments) - 1)
+        if _is_open_ended(prompt):
+            steps = _drop_after(steps, len(segments) - 1)
         encode = self.tokenizer.encode
         inner = [encode(step.text, specials=True, is_first=False) for step in steps]
-        return Shape(steps, tuple(inner), _boundaries(arranged, {}))
+        return ChatShape(steps, tuple(inner), _boundaries_at(template_input, {}))
 
-    def _shaped(self, prompt: Prompt, shape: Shape) -> Rendered:
+    def _render_shape(self, prompt: Prompt, shape: ChatShape) -> Rendered:
         ids: list[int] = []
         ends = [0] * len(prompt.segments)
         encode = self.tokenizer.encode
@@ -222,46 +239,54 @@ class Renderer:
             found.append(replace(boundary, tokens=furthest))
         return Rendered(tuple(ids), tuple(found))
 
-    # -- all others -----------------------------------------------------------------------------
+    # -- all other prompts ----------------------------------------------------------------------
 
-    def _chat(self, prompt: Prompt) -> Rendered:
-        arranged = arrange(prompt, self.tool_style)
-        self._check_tools(prompt, arranged)
-        texts = [part.text or "" for part in arranged.parts]
-        opens = prompt.add_generation_prompt and not _continues(prompt)
-        whole = self._run(arranged, texts.__getitem__, _as_object, opens=opens)
-        marked, pieces = self._with_marked_calls(arranged, whole, opens=opens)
+    def _render_full(self, prompt: Prompt) -> Rendered:
+        template_input = build_template_input(prompt, self.tool_style)
+        self._check_tools(prompt, template_input)
+        texts = [part.text or "" for part in template_input.parts]
+        opens_turn = prompt.add_generation_prompt and not _is_open_ended(prompt)
+        whole = self._run_template(
+            template_input, texts.__getitem__, arguments_object, opens_turn=opens_turn
+        )
+        marked, pieces = self._split_with_call_placeholders(
+            template_input, whole, opens_turn=opens_turn
+        )
         unmarked: dict[int, int] = {}
         if pieces is None:
-            marked = self._run(arranged, mark, _as_object, opens=opens)
-            pieces = lay_out(marked, whole, arranged.parts)
+            marked = self._run_template(
+                template_input, placeholder, arguments_object, opens_turn=opens_turn
+            )
+            pieces = split_rendering(marked, whole, template_input.parts)
             if pieces is None:
-                return self._at_once(prompt, arranged, whole)
-            self._check_all(prompt, arranged, calls_only=True)
-            unmarked = self._offsets.of_calls(arranged, marked)
-        offsets = {**self._offsets.of_tools(arranged, marked), **unmarked}
-        if _continues(prompt):
-            pieces = _open_ended(pieces, len(arranged.parts) - 1)
-        return self._tokens(arranged, pieces, offsets, len(marked))
+                return self._render_unsplit(prompt, template_input, whole)
+            self._check_all(prompt, template_input, calls_only=True)
+            unmarked = self._offsets.call_ends(template_input, marked)
+        offsets = {**self._offsets.tool_ends(template_input, marked), **unmarked}
+        if _is_open_ended(prompt):
+            pieces = _drop_after(pieces, len(template_input.parts) - 1)
+        return self._tokens(template_input, pieces, offsets, len(marked))
 
-    def _with_marked_calls(
-        self, arranged: TemplateInput, whole: str, *, opens: bool
+    def _split_with_call_placeholders(
+        self, template_input: TemplateInput, whole: str, *, opens_turn: bool
     ) -> tuple[str, tuple[Piece, ...] | None]:
-        """What a template makes of marks in place of arguments; it may not take them for any."""
+        """Render placeholders instead of call arguments; "" and None if the template refuses."""
         try:
-            marked = self._run(arranged, mark, _as_mark, opens=opens)
+            marked = self._run_template(
+                template_input, placeholder, arguments_placeholder, opens_turn=opens_turn
+            )
         except Refusal:
             return "", None
-        return marked, lay_out(marked, whole, arranged.parts)
+        return marked, split_rendering(marked, whole, template_input.parts)
 
     def _tokens(
         self,
-        arranged: TemplateInput,
+        template_input: TemplateInput,
         pieces: Sequence[Piece],
         offsets: dict[int, int],
         length: int,
     ) -> Rendered:
-        """Piece by piece; the template's own are cut at `offsets` (by part), too."""
+        """Tokenize piece by piece; cut template text at `offsets` (by part) too."""
         ids: list[int] = []
         ends: dict[int, int] = {}
         cuts = sorted((offset, part) for part, offset in offsets.items() if offset < length)
@@ -279,61 +304,65 @@ class Renderer:
                 at, ends[part] = upto, len(ids)
             text = piece.text[at:]
             ids.extend(self.tokenizer.encode(text, specials=True, is_first=not ids))
-        # What has no end here by now ends with the prompt.
+        # A part without an end so far ends with the prompt.
         ends.update({part: len(ids) for part in offsets if part not in ends})
-        return Rendered(tuple(ids), _boundaries(arranged, ends))
+        return Rendered(tuple(ids), _boundaries_at(template_input, ends))
 
-    def _at_once(self, prompt: Prompt, arranged: TemplateInput, whole: str) -> Rendered:
-        self._check_all(prompt, arranged)
-        if _continues(prompt):
-            last = len(arranged.parts) - 1
-            texts = [part.text or "" for part in arranged.parts]
-            texts[last] += LAST
-            whole = self._run(arranged, texts.__getitem__, _as_object, opens=False)
-            whole = whole.partition(LAST)[0]
+    def _render_unsplit(
+        self, prompt: Prompt, template_input: TemplateInput, whole: str
+    ) -> Rendered:
+        self._check_all(prompt, template_input)
+        if _is_open_ended(prompt):
+            last = len(template_input.parts) - 1
+            texts = [part.text or "" for part in template_input.parts]
+            texts[last] += END_PLACEHOLDER
+            whole = self._run_template(
+                template_input, texts.__getitem__, arguments_object, opens_turn=False
+            )
+            whole = whole.partition(END_PLACEHOLDER)[0]
         ids = self.tokenizer.encode(whole, specials=True)
         last_mark = next(
-            (part.boundary for part in reversed(arranged.parts) if part.boundary), None
+            (part.boundary for part in reversed(template_input.parts) if part.boundary), None
         )
         if last_mark is None:
             return Rendered(ids)
         return Rendered(ids, (replace(last_mark, tokens=len(ids)),))
 
     def _check_all(
-        self, prompt: Prompt, arranged: TemplateInput, *, calls_only: bool = False
+        self, prompt: Prompt, template_input: TemplateInput, *, calls_only: bool = False
     ) -> None:
-        """Refuse what could not be told from the template's own."""
-        texts = [p.text or "" for p in arranged.parts if p.is_call or not calls_only]
+        """Refuse texts that could not be told from the template's own."""
+        texts = [p.text or "" for p in template_input.parts if p.is_call or not calls_only]
         for joined in ("".join(texts), "".join(text.strip() for text in texts)):
             if (special := self._special_words.search(joined)) is not None:
                 message = (
-                    f"The messages contain {special[0]!r}, which this model's template cannot tell"
-                    " from its own."
+                    f"The messages contain {special[0]!r}, which this model's template cannot"
+                    " distinguish from its own special tokens."
                 )
                 raise Refusal(Kind.BAD, "invalid_value", message, param=prompt.field)
 
-    def _run(
+    def _run_template(
         self,
-        arranged: TemplateInput,
+        template_input: TemplateInput,
         text_of: Callable[[int], str],
         arguments: Callable[[int, ToolCall], object],
         *,
-        opens: bool,
+        opens_turn: bool,
     ) -> str:
-        """The template over messages."""
-        messages = arranged.for_template(self.tool_style, text_of, arguments)
-        return self._apply(messages, list(arranged.tools) or None, opens=opens)
+        """Run the template over the messages."""
+        messages = template_input.for_template(self.tool_style, text_of, arguments)
+        return self._apply(messages, list(template_input.tools) or None, opens_turn=opens_turn)
 
     def _apply(
         self,
         messages: Sequence[dict[str, object]],
         tools: list[TemplateTool] | None,
         *,
-        opens: bool,
+        opens_turn: bool,
     ) -> str:
         return self._template.render(
             messages,
-            add_generation_prompt=opens,
+            add_generation_prompt=opens_turn,
             tools=tools,
             documents=None,
             bos_token=self._text_of(self.card.bos_token_id),
@@ -347,33 +376,25 @@ class Renderer:
         return self._token_texts.get(token_id, "") if token_id is not None else ""
 
 
-def _as_object(_part: int, call: ToolCall) -> object:
-    return arguments_of(call.arguments)[0]
-
-
-def _as_mark(part: int, _call: ToolCall) -> object:
-    return mark(part)
-
-
-def _continues(prompt: Prompt) -> bool:
-    """Is the last message left open? It is the assistant's, and text."""
+def _is_open_ended(prompt: Prompt) -> bool:
+    """Whether the prompt ends with an open assistant message of text."""
     last = prompt.segments[-1] if prompt.segments else None
     return prompt.continues and last is not None and last.call is None and last.role == "assistant"
 
 
-def _open_ended(pieces: Sequence[Laid], last: int) -> tuple[Laid, ...]:
-    """Without what the template writes behind the last part."""
+def _drop_after(pieces: Sequence[Laid], last: int) -> tuple[Laid, ...]:
+    """Drop the text that the template writes after the last part."""
     for number, piece in enumerate(pieces):
         if piece.part == last:
             return tuple(pieces[: number + 1])
     return tuple(pieces)
 
 
-def _boundaries(arranged: TemplateInput, ends: dict[int, int]) -> tuple[Boundary, ...]:
-    """In API order; where the template writes in another one, the furthest end so far. A part that
-    the template leaves out ends with the one before it."""
+def _boundaries_at(template_input: TemplateInput, ends: dict[int, int]) -> tuple[Boundary, ...]:
+    """Return the boundaries in API order. A template that reorders parts gives the furthest end so
+    far; a part that the template leaves out ends with the part before it."""
     furthest, found = 0, []
-    for number, part in enumerate(arranged.parts):
+    for number, part in enumerate(template_input.parts):
         furthest = max(furthest, ends.get(number, 0))
         if part.boundary is not None:
             found.append(replace(part.boundary, tokens=furthest))
@@ -381,16 +402,16 @@ def _boundaries(arranged: TemplateInput, ends: dict[int, int]) -> tuple[Boundary
 
 
 def _is_plain(segment: Segment) -> bool:
-    """Only a text, which answers no call."""
+    """Whether the segment is only text: neither a call nor a call's result."""
     return segment.call is None and segment.answers is None
 
 
 def _check_text(text: str, path: str) -> None:
-    if MARK_SIGNS[0] in text or MARK_SIGNS[1] in text:
-        message = f"{path}: the private-use characters U+E0F0 and U+E0F1 are not taken."
+    if PLACEHOLDER_CHARS[0] in text or PLACEHOLDER_CHARS[1] in text:
+        message = f"{path}: must not contain the private-use characters U+E0F0 or U+E0F1."
         raise Refusal(Kind.BAD, "invalid_value", message, param=path)
     try:
         text.encode()
     except UnicodeEncodeError:
-        message = f"{path}: it is not valid Unicode (a lone surrogate)."
+        message = f"{path}: invalid Unicode: it contains a lone surrogate."
         raise Refusal(Kind.BAD, "invalid_value", message, param=path) from None

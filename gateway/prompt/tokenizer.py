@@ -1,8 +1,8 @@
-"""Tokens of text, piece by piece, with a cache of pieces.
+"""Tokenize text piece by piece, with a cache of pieces.
 
-Each piece is tokenized by itself, so that appending to a conversation never changes the tokens of
-what came before: that is what makes prefixes stable, and it lets turn 50 of a long chat cost only
-its new words.
+Each piece is tokenized on its own, so appending to a conversation never changes the tokens of the
+earlier messages. This keeps prefixes stable and makes turn 50 of a long chat cost only its new
+words. The module knows no templates and no messages; `gateway.prompt.renderer` calls it.
 """
 
 from __future__ import annotations
@@ -18,41 +18,42 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer
 
 CACHE_BYTES_MAX = 64 * 2**20
+"""Maximum size of the cache of pieces, in bytes (estimated)."""
 _ENTRY_BYTES = 200
-"""What an entry costs beside its text and tokens."""
+"""Overhead of a cache entry beside its text and tokens, in bytes."""
 
-_BYTES = [*range(33, 127), *range(161, 173), *range(174, 256)]
+_PRINTABLE_BYTES = [*range(33, 127), *range(161, 173), *range(174, 256)]
 
 
-def _byte_signs() -> dict[str, int]:
-    """GPT-2's alphabet: the sign that stands for each byte in byte-level vocabularies."""
-    signs = {chr(b): b for b in _BYTES}
-    rest = [b for b in range(256) if b not in _BYTES]
-    signs.update({chr(256 + i): b for i, b in enumerate(rest)})
-    return signs
+def _byte_alphabet() -> dict[str, int]:
+    """Return GPT-2's byte-level alphabet: the byte that each character stands for."""
+    alphabet = {chr(b): b for b in _PRINTABLE_BYTES}
+    rest = [b for b in range(256) if b not in _PRINTABLE_BYTES]
+    alphabet.update({chr(256 + i): b for i, b in enumerate(rest)})
+    return alphabet
 
 
 class PieceTokenizer:
-    """The model's tokenizer. Thread-safe."""
+    """The model's tokenizer with a cache of pieces. Thread-safe."""
 
     def __init__(self, path: Path, special_ids: Iterable[int]) -> None:
         text = path.read_text()
-        self._whole = Tokenizer.from_str(text)
+        self._tokenizer = Tokenizer.from_str(text)
         settings = json.loads(text)
         self._special = frozenset(special_ids)
-        self._bytes = _token_bytes(self._whole, settings, self._special)
-        # The same vocabulary without any special token: what a user writes is text, whatever it
-        # looks like. And each of the two without the space that some put before a text: a piece
-        # in the middle has none.
+        self._bytes = _token_bytes(self._tokenizer, settings, self._special)
+        # `plain` has the same vocabulary without special tokens: client text is text, whatever it
+        # spells. `_has_prefix`: some tokenizers put a space before a text; a piece in the middle
+        # of a prompt must not get one, so both variants exist with and without it.
         inner = _without_prefix(settings)
         self._has_prefix = inner != settings
         plain = _tokenizer(_without_tokens(settings, self._special))
-        self._by_use = {(True, True): self._whole, (False, True): plain}
+        self._by_use = {(True, True): self._tokenizer, (False, True): plain}
         if self._has_prefix:
             self._by_use[True, False] = _tokenizer(inner)
             self._by_use[False, False] = _tokenizer(_without_tokens(inner, self._special))
         else:
-            self._by_use[True, False] = self._whole
+            self._by_use[True, False] = self._tokenizer
             self._by_use[False, False] = plain
         words = sorted(filter(None, self.special_texts().values()), key=len, reverse=True)
         self._special_words = re.compile("|".join(map(re.escape, words))) if words else None
@@ -61,9 +62,10 @@ class PieceTokenizer:
         self._lock = threading.Lock()
 
     def encode(self, text: str, *, specials: bool, is_first: bool = True) -> tuple[int, ...]:
-        """Token ids of one piece. About 5 us a token; what was encoded lately, nothing.
+        """Return the token ids of one piece. About 5 us per token; a cached piece is free.
 
-        `specials`: special tokens' text means these tokens. `is_first`: nothing stands before it.
+        `specials`: the text of a special token becomes that token. `is_first`: the piece begins the
+        prompt.
         """
         if not text:
             return ()
@@ -79,8 +81,8 @@ class PieceTokenizer:
             self._keep(key, ids, size)
         return ids
 
-    def knows(self, text: str, *, specials: bool) -> bool:
-        """Has it been encoded lately, with something before it where that matters?"""
+    def is_cached(self, text: str, *, specials: bool) -> bool:
+        """Whether the piece is cached as a piece that does not begin the prompt."""
         return (text, specials, not self._has_prefix) in self._cache
 
     def _encode(self, text: str, specials: bool, is_first: bool) -> list[int]:
@@ -88,8 +90,8 @@ class PieceTokenizer:
         ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
         if specials or self._special.isdisjoint(ids):
             return ids
-        # Some vocabularies hold the words of special tokens as ordinary ones, too. Cut in two, no
-        # such word is left.
+        # Some vocabularies also hold the text of special tokens as ordinary tokens. Splitting each
+        # such word after its first character prevents a match.
         assert self._special_words is not None, "a special token without a text"
         ids, start = [], 0
         for match in self._special_words.finditer(text):
@@ -103,7 +105,7 @@ class PieceTokenizer:
     def _keep(self, key: tuple[str, bool, bool], ids: tuple[int, ...], size: int) -> None:
         with self._lock:
             if key in self._cache:
-                return  # another thread was faster
+                return  # another thread inserted it first
             self._cache[key] = ids
             self._cached_bytes += size
             while self._cached_bytes > CACHE_BYTES_MAX:
@@ -111,22 +113,22 @@ class PieceTokenizer:
                 self._cached_bytes -= _ENTRY_BYTES + 2 * len(old) + 8 * len(old_ids)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes a token stands for; none for special tokens and ids without a token."""
+        """Return the bytes of a token; b"" for special tokens and ids without a token."""
         return self._bytes[token_id] if token_id < len(self._bytes) else b""
 
     def special_texts(self) -> dict[int, str]:
-        """Special tokens as templates write them."""
-        found = {i: self._whole.id_to_token(i) for i in self._special}
+        """Return the text of each special token by id, as templates write it."""
+        found = {i: self._tokenizer.id_to_token(i) for i in self._special}
         return {i: text for i, text in found.items() if text}
 
     @property
     def cached_bytes(self) -> int:
-        """What the cache of pieces holds, about."""
+        """Approximate size of the cache of pieces, in bytes."""
         return self._cached_bytes
 
     @property
     def vocab_size(self) -> int:
-        """Ids with a token."""
+        """Number of token ids, special tokens included."""
         return len(self._bytes)
 
 
@@ -140,7 +142,7 @@ def _without_tokens(settings: dict[str, Any], special: frozenset[int]) -> dict[s
 
 
 def _without_prefix(part: Any) -> Any:
-    """Tokenizer settings that put no space before a text."""
+    """Return the tokenizer settings without the rule that puts a space before a text."""
     if isinstance(part, list):
         kept = (_without_prefix(item) for item in part)
         return [item for item in kept if item is not None]
@@ -163,7 +165,7 @@ def _token_bytes(
 ) -> list[bytes]:
     decoder = json.dumps(settings.get("decoder"))
     is_byte_level = '"ByteLevel"' in decoder
-    signs = _byte_signs()
+    alphabet = _byte_alphabet()
     added: dict[int, AddedToken] = tokenizer.get_added_tokens_decoder()
     vocab = tokenizer.get_vocab(with_added_tokens=True)
     found = [b""] * (max(vocab.values(), default=-1) + 1)
@@ -173,7 +175,7 @@ def _token_bytes(
         if token_id in added:
             found[token_id] = text.encode()
         elif is_byte_level:
-            found[token_id] = bytes(signs[sign] for sign in text if sign in signs)
+            found[token_id] = bytes(alphabet[char] for char in text if char in alphabet)
         elif len(text) == 6 and text.startswith("<0x") and text.endswith(">"):
             found[token_id] = bytes([int(text[3:5], 16)])
         else:

@@ -1,1 +1,1 @@
-"""Package."""
+"""Structured output: grammars that constrain decoding, and parsers that read tool calls."""

@@ -1,7 +1,8 @@
-"""What an answer has to be, as a grammar for the engine: JSON, or tool calls in the model's style.
+"""Build the grammar that constrains an answer: JSON, or tool calls in the model's style.
 
-A format alone is handed on as it is. Calls that are forced, and those of strict tools, become a
-Lark grammar around each tool's schema. Nothing here compiles anything; `render` calls it.
+An output format alone is passed on unchanged. Forced calls and calls of strict tools become a Lark
+grammar around each tool's schema. The module compiles nothing: the engine does. The renderer
+(`gateway.prompt.renderer`) calls it.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from engine.api import Grammar
 from gateway.dialects.canonical import OutputFormat, Prompt, Tool
 from gateway.errors import Kind, Refusal
-from gateway.structured_output.json_text import schema_of
-from gateway.structured_output.patterns import UnsupportedPattern, as_held
+from gateway.structured_output.json_text import parse_schema
+from gateway.structured_output.patterns import UnsupportedPattern, translate_schema
 from gateway.structured_output.tool_styles import ToolStyle
 
 _OPTIONS = {
@@ -21,75 +22,75 @@ _OPTIONS = {
     "coerce_one_of": False,
     "whitespace_pattern": r" |\r?\n[ \t]{0,40}",
 }
-"""What a schema inside a grammar may not choose for itself, the same as for one that stands alone:
-to ignore what it says, and how much white space there is in JSON."""
+"""Options that a schema inside a grammar may not set for itself, equal to those of a schema that
+stands alone: whether unsupported keywords are ignored, and how much white space JSON may have."""
 
 _LENIENT_OPTIONS = {**_OPTIONS, "lenient": True, "coerce_one_of": True}
-"""For tools that are called and not strict, and formats that are not: what of their schemas cannot
-be held while tokens are drawn is passed over."""
+"""Options for callable tools and formats that are not strict: keywords that
+cannot be enforced during decoding are ignored."""
 
 _OBJECT = '{"type": "object"}'
 
 
-def grammar_of(
+def build_grammar(
     prompt: Prompt, style: ToolStyle, marker_ids: Mapping[str, int] | None = None
 ) -> Grammar | None:
-    """None where any text will do. O(schemas).
+    """Return the grammar of the answer; None if any text is allowed. O(schemas).
 
-    `marker_ids`: the style's markers that are single special tokens. Raises Refusal for schemas
-    that are too big, too deep or no objects, and for choices that name no tool.
+    `marker_ids`: the style's markers that are single special tokens. Raises Refusal for a schema
+    that is too big, too deep or not an object, and for a tool choice that names an unknown tool.
     """
     wanted = prompt.output_format
-    answer = _checked(wanted)
+    answer = _output_grammar(wanted)
     choice = prompt.tool_choice
     if not prompt.tools or choice.mode == "none":
         return answer
-    tools = offered(prompt)
+    tools = callable_tools(prompt)
     is_forced = choice.mode == "required"
     if not is_forced and answer is None and not any(tool.strict for tool in tools):
         return None
-    lark = _Lark(style, marker_ids or {}, tools, is_forced=is_forced)
-    # One tool that is asked for by name is called exactly once.
+    lark = _LarkGrammar(style, marker_ids or {}, tools, is_forced=is_forced)
+    # A single tool that is forced by name is called exactly once.
     parallel = choice.parallel and not (is_forced and len(choice.names) == 1)
     return Grammar("lark", lark.text(answer, parallel=parallel))
 
 
 def schema_field(prompt: Prompt) -> str | None:
-    """The request's field of the schema that an answer is held to; of several, the list they stand
-    in; None where they have no field in common. O(tools)."""
+    """Return the request field of the schema that constrains the answer; for several schemas, the
+    list that contains them; None if they share no field. O(tools)."""
     wanted, choice = prompt.output_format, prompt.tool_choice
     is_forced = bool(prompt.tools) and choice.mode == "required"
     fields = [wanted.path] if wanted.kind == "json_schema" and not is_forced else []
     if choice.mode != "none":
-        fields += [tool.path for tool in offered(prompt) if tool.strict or is_forced]
+        fields += [tool.path for tool in callable_tools(prompt) if tool.strict or is_forced]
     if len(fields) == 1:
         return fields[0]
     lists = {field.partition("[")[0] for field in fields}
     return lists.pop() if len(lists) == 1 else None
 
 
-def offered(prompt: Prompt) -> tuple[Tool, ...]:
-    """The tools that may be called. Raises Refusal for a name that is none of them."""
+def callable_tools(prompt: Prompt) -> tuple[Tool, ...]:
+    """Return the tools that may be called. Raises Refusal if the choice names an unknown tool."""
     names = prompt.tool_choice.names
     known = {tool.name for tool in prompt.tools}
     for name in names:
         if name not in known:
-            message = f"tool_choice: there is no tool {name[:64]!r}."
+            message = f"tool_choice: unknown tool {name[:64]!r}; expected one of `tools`."
             raise Refusal(Kind.BAD, "invalid_value", message, param="tool_choice")
     return tuple(tool for tool in prompt.tools if not names or tool.name in names)
 
 
-def _checked(wanted: OutputFormat) -> Grammar | None:
+def _output_grammar(wanted: OutputFormat) -> Grammar | None:
     if wanted.kind == "json_schema":
-        schema = schema_of(wanted.schema, wanted.path)
-        held = _held(schema, wanted.path, strict=wanted.strict)
-        text = wanted.schema if held is schema else _text(held)
+        schema = parse_schema(wanted.schema, wanted.path)
+        supported = _supported_schema(schema, wanted.path, strict=wanted.strict)
+        text = wanted.schema if supported is schema else _schema_text(supported)
         return Grammar("json_schema" if wanted.strict else "lenient_json_schema", text)
     return Grammar("json_object") if wanted.kind == "json_object" else None
 
 
-class _Lark:
-    """The grammar's text, a rule a line."""
+class _LarkGrammar:
+    """Builds the text of a Lark grammar, one rule per line."""
 
     def __init__(
         self,
@@ -115,7 +116,7 @@ class _Lark:
         self._is_forced = is_forced
 
     def text(self, answer: Grammar | None, *, parallel: bool) -> str:
-        """`answer`: what text without a call has to be."""
+        """Return the grammar's text. `answer`: the grammar of text without a call."""
         more = f" ({_literal(self._style.between)} call)*" if parallel else ""
         if self._style.listed:
             more = f" ({_literal(self._style.between)} object)*" if parallel else ""
@@ -146,14 +147,14 @@ class _Lark:
         return f"{self._marker(self._opening)} {_literal(before)} object {end}"
 
     def _free(self, calls: str, *, parallel: bool) -> str:
-        """Any text, and calls in it; where a call begins, it is one."""
+        """Return a rule for free text with calls; text that begins a call must be a call."""
         if self._style.bare:
-            # Here an answer that begins with a brace is a call.
+            # In bare styles, an answer that begins with a brace is a call.
             self._rule("TEXT", r"/\s*([^\s{](?s:.*))?/")
             return f"({calls}) | TEXT"
         times = "*" if parallel and not self._style.listed else "?"
         if self._is_token:
-            # Text never spells a special token.
+            # Text never contains a special token.
             self._rule("TEXT", "/(?s:.+)/")
             return f"(TEXT? call){times} TEXT?"
         opening = _regex(self._opening)
@@ -174,21 +175,23 @@ class _Lark:
 
 
 def _schema(text: str, path: str, *, strict: bool) -> str:
-    schema = schema_of(text, path)
+    schema = parse_schema(text, path)
     options = _OPTIONS if strict else _LENIENT_OPTIONS
-    return _text({**_held(schema, path, strict=strict), "x-guidance": options})
+    return _schema_text({**_supported_schema(schema, path, strict=strict), "x-guidance": options})
 
 
-def _held(schema: Mapping[str, object], path: str, *, strict: bool) -> Mapping[str, object]:
+def _supported_schema(
+    schema: Mapping[str, object], path: str, *, strict: bool
+) -> Mapping[str, object]:
     try:
-        held: Mapping[str, object] = as_held(schema, strict=strict)
+        supported: Mapping[str, object] = translate_schema(schema, strict=strict)
     except UnsupportedPattern as error:
-        message = f"{path}: {error.why}. Only a schema that is not strict may have it."
+        message = f"{path}: {error.why}. Only a schema that is not strict may contain it."
         raise Refusal(Kind.BAD, "invalid_json_schema", message, param=path) from error
-    return held
+    return supported
 
 
-def _text(schema: Mapping[str, object]) -> str:
+def _schema_text(schema: Mapping[str, object]) -> str:
     return json.dumps(schema, ensure_ascii=True)
 
 
@@ -197,5 +200,5 @@ def _literal(text: str) -> str:
 
 
 def _regex(text: str) -> str:
-    """As a pattern between slashes."""
-    return "".join(sign if sign.isalnum() or sign in "_<>" else f"\\{sign}" for sign in text)
+    """Escape `text` for a pattern between slashes."""
+    return "".join(char if char.isalnum() or char in "_<>" else f"\\{char}" for char in text)

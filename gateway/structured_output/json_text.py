@@ -1,6 +1,7 @@
-"""JSON that clients send as text: tool schemas, call arguments, output schemas. Bounded, in order.
+"""Parse JSON that clients send as text: tool schemas, call arguments, output schemas.
 
-It knows no tools and no templates; who renders or constrains calls it.
+Size and depth are bounded; members keep their order. The module knows no tools and no templates;
+`gateway.prompt` and the grammar modules call it.
 """
 
 from __future__ import annotations
@@ -18,63 +19,63 @@ DEPTH_MAX = 64
 _NOT_STRUCTURE = re.compile(r'"(?:[^"\\]|\\.)*"|[^{}\[\]"]+', re.DOTALL)
 
 
-def schema_of(text: str, path: str) -> dict[str, Any]:
-    """A JSON Schema, members in the order they came. Raises Refusal naming `path`. O(text)."""
+def parse_schema(text: str, path: str) -> dict[str, Any]:
+    """Parse a JSON Schema, members in their order. Raises Refusal naming `path`. O(text)."""
     if len(text.encode(errors="surrogatepass")) > SCHEMA_BYTES_MAX:
         size = len(text.encode(errors="surrogatepass"))
-        message = f"the schema has {size} bytes; at most {SCHEMA_BYTES_MAX} are taken"
+        message = f"schema too large: {size} bytes; expected at most {SCHEMA_BYTES_MAX}"
         raise _refusal(path, message)
-    deep = depth(text)
+    deep = nesting_depth(text)
     if deep > DEPTH_MAX:
-        raise _refusal(path, f"the schema is {deep} levels deep; at most {DEPTH_MAX} are taken")
-    value = parsed(text)
+        raise _refusal(path, f"schema too deep: {deep} levels; expected at most {DEPTH_MAX}")
+    value = parse_json(text)
     if not isinstance(value, dict):
-        raise _refusal(path, "the schema is no JSON object")
+        raise _refusal(path, "invalid schema: expected a JSON object")
     return value
 
 
-def arguments_of(text: str) -> tuple[object, str]:
-    """A call's arguments as a template takes them, and as their JSON.
+def parse_arguments(text: str) -> tuple[object, str]:
+    """Return a call's arguments as a template takes them, and as JSON.
 
-    An object, or the text itself where it is none: models write broken ones, and their clients
-    send them back. O(text).
+    The value is an object, or the text itself if it is not an object: models write broken JSON, and
+    their clients send it back. O(text).
     """
     if not text.strip():
         return {}, "{}"
-    value = parsed(text) if depth(text) <= DEPTH_MAX else None
+    value = parse_json(text) if nesting_depth(text) <= DEPTH_MAX else None
     if not isinstance(value, dict):
         value = text
     return value, json.dumps(value, ensure_ascii=False)
 
 
-def parsed(text: str) -> Any:
-    """The JSON value; None if it is none, or has numbers that are none. Depth is the caller's."""
+def parse_json(text: str) -> Any:
+    """Return the JSON value; None if invalid, NaN or infinite. The caller checks the depth."""
     try:
         return json.loads(text, parse_constant=_refuse, parse_float=_finite)
     except (ValueError, RecursionError):
         return None
 
 
-def depth(text: str) -> int:
-    """How deep braces and brackets are nested, strings left out. O(text)."""
+def nesting_depth(text: str) -> int:
+    """Return how deep braces and brackets are nested outside strings. O(text)."""
     deep = deepest = 0
-    for sign in _NOT_STRUCTURE.sub("", text):
-        if sign in "{[":
+    for char in _NOT_STRUCTURE.sub("", text):
+        if char in "{[":
             deep += 1
             deepest = max(deepest, deep)
-        elif sign in "}]":
+        elif char in "}]":
             deep -= 1
     return deepest
 
 
-def strings(value: Any) -> list[str]:
-    """Every string and name in a JSON value, in order."""
+def collect_strings(value: Any) -> list[str]:
+    """Return every string and member name in a JSON value, in order."""
     if isinstance(value, str):
         return [value]
     if isinstance(value, dict):
-        return [text for name, item in value.items() for text in (name, *strings(item))]
+        return [text for name, item in value.items() for text in (name, *collect_strings(item))]
     if isinstance(value, list):
-        return [text for item in value for text in strings(item)]
+        return [text for item in value for text in collect_strings(item)]
     return []
 
 

@@ -1,10 +1,10 @@
-"""Is a finished text what its format asked for? A second look, after constrained decoding.
+"""Check whether a finished text satisfies its output format, after constrained decoding.
 
-It knows the keywords that say what a value may be, and passes over those it does not know: it may
-find too little, never too much. Of a schema that is not strict it is the only one to look at what
-cannot be held while tokens are drawn (`uniqueItems`, `not`, `contains`, conditions). Formats and
-patterns it takes for remarks. Steps are counted, so that no schema, however made, takes long.
-`gateway.generation.output_parser` asks it once per answer.
+The check knows the JSON Schema keywords that restrict a value and skips keywords it does not know:
+it may miss a violation, but never reports a false one. For schemas that are not strict it is the
+only check of keywords that cannot be enforced during decoding (`uniqueItems`, `not`, `contains`,
+conditions). `format` and `pattern` are not checked. Steps are counted, so no schema takes long.
+`gateway.generation` calls it once per answer.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from gateway.dialects.canonical import OutputFormat
 
 STEPS_MAX = 20_000
-TEXT_SIGNS_MAX = 1_000_000
+TEXT_CHARS_MAX = 1_000_000
 
 _TYPES: dict[str, tuple[type, ...]] = {
     "object": (dict,),
@@ -27,7 +27,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
 }
 
 
-_REMARKS = frozenset(
+_ANNOTATIONS = frozenset(
     {
         "title",
         "description",
@@ -39,90 +39,91 @@ _REMARKS = frozenset(
         "$comment",
     }
 )
-_DECIDED = _REMARKS | {
+_FULLY_CHECKED = _ANNOTATIONS | {
     *("type", "enum", "const", "required", "dependentRequired", "uniqueItems"),
     *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "minLength", "maxLength"),
     *("minItems", "maxItems", "minProperties", "maxProperties"),
 }
-"""Keywords that are looked at to the end; others may say more than is found here."""
+"""Keywords that are checked completely; a schema with other keywords may be stricter than the check
+knows."""
 
 
 class _OutOfSteps(Exception):
-    """More than anybody needs."""
+    """The check exceeded STEPS_MAX."""
 
 
 def satisfies(text: str, wanted: OutputFormat) -> bool:
-    """True unless the text breaks the format for certain. O(text), at most `STEPS_MAX` steps."""
-    if wanted.kind == "text" or len(text) > TEXT_SIGNS_MAX:
+    """Return False only if the text violates the format. O(text), at most `STEPS_MAX` steps."""
+    if wanted.kind == "text" or len(text) > TEXT_CHARS_MAX:
         return True
     try:
         value = json.loads(text)
         if wanted.kind == "json_object":
             return isinstance(value, dict)
         schema = json.loads(wanted.schema)
-        return _Check(schema).holds(value, schema)
+        return _SchemaCheck(schema).holds(value, schema)
     except ValueError:
         return False
     except (_OutOfSteps, RecursionError):
         return True
 
 
-class _Check:
-    """One value against one schema."""
+class _SchemaCheck:
+    """Checks values against the schema `root` and its parts."""
 
     def __init__(self, root: Any) -> None:
         self._root = root
-        self._left = STEPS_MAX
+        self._steps_left = STEPS_MAX
 
     def holds(self, value: Any, schema: Any) -> bool:
-        """Does `value` satisfy `schema`?"""
-        self._left -= 1
-        if self._left < 0:
+        """Return whether `value` satisfies `schema`, as far as the check knows."""
+        self._steps_left -= 1
+        if self._steps_left < 0:
             raise _OutOfSteps
         if not isinstance(schema, dict):
             return schema is not False
         return (
-            self._is_of_type(value, schema)
-            and self._is_listed(value, schema)
-            and self._is_within(value, schema)
-            and self._members_hold(value, schema)
-            and self._fit_together(value, schema)
-            and self._combined_hold(value, schema)
-            and self._fails_where_it_has_to(value, schema)
+            self._matches_type(value, schema)
+            and self._matches_enum(value, schema)
+            and self._is_in_range(value, schema)
+            and self._children_hold(value, schema)
+            and self._collection_holds(value, schema)
+            and self._combinations_hold(value, schema)
+            and self._negations_hold(value, schema)
         )
 
-    def _is_of_type(self, value: Any, schema: dict[str, Any]) -> bool:
+    def _matches_type(self, value: Any, schema: dict[str, Any]) -> bool:
         wanted = schema.get("type")
         names = [wanted] if isinstance(wanted, str) else wanted
-        self._left -= len(names) if isinstance(names, list) else 0
-        return not isinstance(names, list) or any(_is_a(value, name) for name in names)
+        self._steps_left -= len(names) if isinstance(names, list) else 0
+        return not isinstance(names, list) or any(_is_of_type(value, name) for name in names)
 
-    def _is_listed(self, value: Any, schema: dict[str, Any]) -> bool:
-        if "const" in schema and not _same(value, schema["const"]):
+    def _matches_enum(self, value: Any, schema: dict[str, Any]) -> bool:
+        if "const" in schema and not _equal(value, schema["const"]):
             return False
         listed = schema.get("enum")
         if not isinstance(listed, list):
             return True
-        self._left -= len(listed)
-        return any(_same(value, one) for one in listed)
+        self._steps_left -= len(listed)
+        return any(_equal(value, one) for one in listed)
 
-    def _is_within(self, value: Any, schema: dict[str, Any]) -> bool:
+    def _is_in_range(self, value: Any, schema: dict[str, Any]) -> bool:
         if isinstance(value, str):
-            return _between(len(value), schema, "minLength", "maxLength")
+            return _is_between(len(value), schema, "minLength", "maxLength")
         if isinstance(value, list):
-            return _between(len(value), schema, "minItems", "maxItems")
+            return _is_between(len(value), schema, "minItems", "maxItems")
         if isinstance(value, dict):
-            return _between(len(value), schema, "minProperties", "maxProperties")
-        if not _is_a(value, "number"):
+            return _is_between(len(value), schema, "minProperties", "maxProperties")
+        if not _is_of_type(value, "number"):
             return True
         above, below = schema.get("exclusiveMinimum"), schema.get("exclusiveMaximum")
         return (
-            _between(value, schema, "minimum", "maximum")
-            and not (_is_a(above, "number") and value <= above)
-            and not (_is_a(below, "number") and value >= below)
+            _is_between(value, schema, "minimum", "maximum")
+            and not (_is_of_type(above, "number") and value <= above)
+            and not (_is_of_type(below, "number") and value >= below)
         )
 
-    def _members_hold(self, value: Any, schema: dict[str, Any]) -> bool:
+    def _children_hold(self, value: Any, schema: dict[str, Any]) -> bool:
         if isinstance(value, list):
             first = schema.get("prefixItems", ())
             count = len(first) if isinstance(first, list) else 0
@@ -133,7 +134,7 @@ class _Check:
         if not isinstance(value, dict):
             return True
         required = schema.get("required", ())
-        self._left -= len(required) if isinstance(required, list) else 0
+        self._steps_left -= len(required) if isinstance(required, list) else 0
         if isinstance(required, list) and any(name not in value for name in required):
             return False
         known = schema.get("properties", {})
@@ -141,8 +142,8 @@ class _Check:
         rest = True if "patternProperties" in schema else schema.get("additionalProperties", True)
         return all(self.holds(item, known.get(name, rest)) for name, item in value.items())
 
-    def _fit_together(self, value: Any, schema: dict[str, Any]) -> bool:
-        """What is said of items and members as a whole."""
+    def _collection_holds(self, value: Any, schema: dict[str, Any]) -> bool:
+        """Check keywords that restrict all items or all members together."""
         if isinstance(value, list):
             if schema.get("uniqueItems") is True and not self._are_unique(value):
                 return False
@@ -154,7 +155,7 @@ class _Check:
             return False
         needs = schema.get("dependentRequired")
         for name, others in needs.items() if isinstance(needs, dict) else ():
-            self._left -= 1 + (len(others) if isinstance(others, list) else 0)
+            self._steps_left -= 1 + (len(others) if isinstance(others, list) else 0)
             if name in value and isinstance(others, list) and any(o not in value for o in others):
                 return False
         return True
@@ -163,29 +164,34 @@ class _Check:
         seen = set()
         for item in items:
             text = json.dumps(item, sort_keys=True)
-            self._left -= 1 + len(text) // 32
-            if self._left < 0:
+            self._steps_left -= 1 + len(text) // 32
+            if self._steps_left < 0:
                 raise _OutOfSteps
             if text in seen:
                 return False
             seen.add(text)
         return True
 
-    def _fails_where_it_has_to(self, value: Any, schema: dict[str, Any]) -> bool:
-        """Only of schemas that are decided here to the end: of others "it holds" may be false."""
-        if "not" in schema and self._is_decided(schema["not"]) and self.holds(value, schema["not"]):
+    def _negations_hold(self, value: Any, schema: dict[str, Any]) -> bool:
+        """Check `not`, `oneOf` and `if`, only with subschemas that are checked completely: for
+        others a positive result may be wrong."""
+        if (
+            "not" in schema
+            and self._is_fully_checked(schema["not"])
+            and self.holds(value, schema["not"])
+        ):
             return False
         one = schema.get("oneOf")
-        if isinstance(one, list) and all(map(self._is_decided, one)):
+        if isinstance(one, list) and all(map(self._is_fully_checked, one)):
             return sum(self.holds(value, branch) for branch in one) == 1
-        if "if" in schema and self._is_decided(schema["if"]):
+        if "if" in schema and self._is_fully_checked(schema["if"]):
             branch = "then" if self.holds(value, schema["if"]) else "else"
             return self.holds(value, schema.get(branch, True))
         return True
 
-    def _is_decided(self, schema: Any) -> bool:
-        self._left -= 1
-        if self._left < 0:
+    def _is_fully_checked(self, schema: Any) -> bool:
+        self._steps_left -= 1
+        if self._steps_left < 0:
             raise _OutOfSteps
         if not isinstance(schema, dict):
             return isinstance(schema, bool)
@@ -194,22 +200,22 @@ class _Check:
         if not isinstance(listed, list):
             return False
         if any(isinstance(one, dict | list) for one in (schema.get("const"), *listed)):
-            return False  # inside of these 1 and true are one to Python
-        if not (schema.keys() - {"properties"} <= _DECIDED and isinstance(members, dict)):
+            return False  # Python's equality inside containers does not separate 1 from true
+        if not (schema.keys() - {"properties"} <= _FULLY_CHECKED and isinstance(members, dict)):
             return False
-        return all(map(self._is_decided, members.values()))
+        return all(map(self._is_fully_checked, members.values()))
 
-    def _combined_hold(self, value: Any, schema: dict[str, Any]) -> bool:
+    def _combinations_hold(self, value: Any, schema: dict[str, Any]) -> bool:
         every, some = schema.get("allOf", ()), schema.get("anyOf", schema.get("oneOf", ()))
         if isinstance(every, list) and not all(self.holds(value, one) for one in every):
             return False
         if isinstance(some, list) and not any(self.holds(value, one) for one in some):
             return False
         reference = schema.get("$ref")
-        return not isinstance(reference, str) or self.holds(value, self._found(reference))
+        return not isinstance(reference, str) or self.holds(value, self._resolve(reference))
 
-    def _found(self, reference: str) -> Any:
-        """What a local reference points at; anything goes where it points at nothing."""
+    def _resolve(self, reference: str) -> Any:
+        """Return the target of a local reference; True (any value) if it has no target."""
         at = self._root
         if not reference.startswith("#"):
             return True
@@ -221,7 +227,7 @@ class _Check:
         return at
 
 
-def _is_a(value: Any, name: Any) -> bool:
+def _is_of_type(value: Any, name: Any) -> bool:
     if name == "integer":
         whole = isinstance(value, float) and value.is_integer()
         return whole or (isinstance(value, int) and not isinstance(value, bool))
@@ -230,11 +236,13 @@ def _is_a(value: Any, name: Any) -> bool:
     return not isinstance(name, str) or name not in _TYPES or isinstance(value, _TYPES[name])
 
 
-def _same(value: Any, other: Any) -> bool:
+def _equal(value: Any, other: Any) -> bool:
     return isinstance(value, bool) == isinstance(other, bool) and bool(value == other)
 
 
-def _between(size: float, schema: dict[str, Any], least: str, most: str) -> bool:
+def _is_between(size: float, schema: dict[str, Any], least: str, most: str) -> bool:
     low: Any = schema.get(least)
     high: Any = schema.get(most)
-    return not (_is_a(low, "number") and size < low) and not (_is_a(high, "number") and size > high)
+    return not (_is_of_type(low, "number") and size < low) and not (
+        _is_of_type(high, "number") and size > high
+    )

@@ -1,9 +1,9 @@
-"""Tool calls out of an answer's text, as it comes.
+"""Parse tool calls out of an answer's text, incrementally.
 
-A call's arguments are passed on while the model still writes them. What only looks like a call
-(broken JSON, a function that was not offered) comes out as the text that it is; text that may yet
-become a call waits until it cannot. However the text is cut into pieces, the same is found. It
-knows no events and no tokens; `gateway.generation.choice` has one per choice.
+A call's arguments are passed on while the model still writes them. Text that only resembles a call
+(broken JSON, a function that was not offered) is returned as text; text that may become a call
+waits until it cannot. The result does not depend on how the text is cut into pieces. The module
+knows no events and no tokens; `gateway.generation.output_stream` has one parser per choice.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from msgspec import Struct
 from gateway.structured_output.tool_call_scanner import ToolCallScanner
 from gateway.structured_output.tool_styles import ToolStyle
 
-ATTEMPT_SIGNS_MAX = 65_536
-"""No call is this long before its arguments begin."""
+CALL_HEAD_CHARS_MAX = 65_536
+"""Maximum length of a call before its arguments begin, in characters."""
 
 _SPACE = " \t\r\n"
 
 
 class ParsedText(Struct, frozen=True):
-    """Text; `start`: where it stood in what was pushed."""
+    """A piece of text. `start`: its offset in all text that was pushed."""
 
     text: str
     start: int
 
 
 class ParsedCall(Struct, frozen=True):
-    """More of call number `call`; its first piece has the id and the name."""
+    """A piece of call number `call`; the first piece has the id and the name."""
 
     call: int
     call_id: str = ""
@@ -37,14 +37,14 @@ class ParsedCall(Struct, frozen=True):
     arguments: str = ""
 
 
-Found = ParsedText | ParsedCall
+ParsedPiece = ParsedText | ParsedCall
 
 
 class ToolCallParser:
-    """One choice's text. `names`: of the functions that may be called.
+    """Parses the text of one choice. `names`: the functions that may be called.
 
-    Cost: O(1) a character. After `finish` it is used up. `calls`: how many began. `is_full`: the
-    one call that was wanted (`parallel` false) is whole.
+    Cost: O(1) per character. `finish` ends the parser. `calls`: calls that have begun. `is_full`:
+    the single call that was requested (`parallel` false) is complete.
     """
 
     def __init__(
@@ -63,20 +63,20 @@ class ToolCallParser:
         self._closing = style.closing.strip()
         self._state: Callable[[], bool] = self._at_start if style.bare else self._in_text
         self._text = ""
-        """Not looked at yet."""
-        self._raw = ""
-        """Looked at, and neither given out nor a call for certain."""
+        """Text that has not been parsed yet."""
+        self._held = ""
+        """Text that was parsed and is not yet known to be text or a call."""
         self._at = 0
-        """Where `_text` begins, counted from the first character ever pushed."""
-        self._found: list[Found] = []
+        """Offset of `_text` in all text that was pushed."""
+        self._found: list[ParsedPiece] = []
         self._scanner: ToolCallScanner | None = None
         self._in_list = False
-        self._ends = False
+        self._is_finishing = False
         self.calls = 0
         self.is_full = False
 
-    def push(self, text: str) -> list[Found]:
-        """What is certain now."""
+    def push(self, text: str) -> list[ParsedPiece]:
+        """Return the pieces that are certain after more text."""
         self._text += text
         while not self.is_full and self._state():
             pass
@@ -85,27 +85,27 @@ class ToolCallParser:
 
     @property
     def is_idle(self) -> bool:
-        """Has all been given out, with no call half read?"""
+        """Whether everything was returned and no call is incomplete."""
         is_between = self._state in (self._in_text, self._after_call)
-        return is_between and not self._text and not self._raw
+        return is_between and not self._text and not self._held
 
-    def finish(self) -> list[Found]:
-        """What was held back: no more text comes."""
+    def finish(self) -> list[ParsedPiece]:
+        """Return the pieces that were held back; no more text follows."""
         found = self.push("")
         if self.calls and self._is_cut_off():
             return found
-        self._ends = True
+        self._is_finishing = True
         found += self.push("")
         if not self.is_full:
-            self._say_raw()
-            self._say(self._text)
-            self._take(len(self._text))
+            self._emit_held()
+            self._emit_text(self._text)
+            self._consume(len(self._text))
         return found + self._drain()
 
-    # -- states: each says whether there is more to look at ---------------------------------------
+    # -- states: each returns whether it has more to parse ----------------------------------------
 
     def _at_start(self) -> bool:
-        """Nothing but space has come: an object here may be a call without a marker."""
+        """Only white space so far: an object here may be a call without a marker."""
         self._skip_space()
         if not self._text:
             return False
@@ -115,18 +115,18 @@ class ToolCallParser:
         return True
 
     def _in_text(self) -> bool:
-        self._say_raw()
+        self._emit_held()
         at = self._text.find(self._opening)
         if at < 0:
-            keep = 0 if self._ends else _overlap(self._text, self._opening)
+            keep = 0 if self._is_finishing else _overlap(self._text, self._opening)
             if len(self._text) > keep:
                 text = self._text[: len(self._text) - keep]
-                self._say(text)
-                self._take(len(text))
+                self._emit_text(text)
+                self._consume(len(text))
             return False
         if at:
-            self._say(self._text[:at])
-            self._take(at)
+            self._emit_text(self._text[:at])
+            self._consume(at)
         self._hold(len(self._opening))
         self._state = self._before_list if self._style.listed else self._before_object
         return True
@@ -136,7 +136,7 @@ class ToolCallParser:
         if not self._text:
             return False
         if self._text[0] != "[":
-            return self._no_call()
+            return self._reject_call()
         self._hold(1)
         self._in_list = True
         self._state = self._before_object
@@ -146,7 +146,7 @@ class ToolCallParser:
         self._skip_space()
         if not self._text:
             return False
-        return self._begin_call() if self._text[0] == "{" else self._no_call()
+        return self._begin_call() if self._text[0] == "{" else self._reject_call()
 
     def _begin_call(self) -> bool:
         self._scanner = ToolCallScanner()
@@ -160,15 +160,15 @@ class ToolCallParser:
         used = scanner.push(self._text)
         self._hold(used)
         if not had_begun:
-            if scanner.is_broken or len(self._raw) > ATTEMPT_SIGNS_MAX:
-                return self._no_call()
+            if scanner.is_broken or len(self._held) > CALL_HEAD_CHARS_MAX:
+                return self._reject_call()
             if scanner.has_begun:
                 if scanner.name not in self._names:
-                    return self._no_call()
+                    return self._reject_call()
                 self._found.append(ParsedCall(self.calls, self._make_id(), scanner.name))
                 self.calls += 1
         if scanner.has_begun:
-            self._raw = ""
+            self._held = ""
             arguments = scanner.take()
             if arguments:
                 self._found.append(ParsedCall(self.calls - 1, arguments=arguments))
@@ -180,7 +180,7 @@ class ToolCallParser:
         return True
 
     def _after_object(self) -> bool:
-        """Up to the closing marker, the list's next object, or what else there is."""
+        """After an object: the closing marker, the list's next object, or other text."""
         self._skip_space()
         if not self._text:
             return False
@@ -191,18 +191,18 @@ class ToolCallParser:
                 return True
             self._in_list = False
             if self._text[0] == "]":
-                self._raw = ""
-                self._take(1)
+                self._held = ""
+                self._consume(1)
         elif self._closing:
             if self._text.startswith(self._closing):
                 return self._close()
-            if not self._ends and self._closing.startswith(self._text):
+            if not self._is_finishing and self._closing.startswith(self._text):
                 return False
         self._state = self._after_call
         return True
 
     def _is_cut_off(self) -> bool:
-        """Behind a call: is what was held the beginning of a marker, or of one call more?"""
+        """Whether the held text after a call begins a marker or another call."""
         if self._state == self._after_object:
             return self._closing.startswith(self._text)
         if self._state == self._after_call:
@@ -210,13 +210,13 @@ class ToolCallParser:
         return self._state != self._in_text
 
     def _close(self) -> bool:
-        self._raw = ""
-        self._take(len(self._closing))
+        self._held = ""
+        self._consume(len(self._closing))
         self._state = self._after_call
         return True
 
     def _after_call(self) -> bool:
-        """Between calls there may be space or a separator; anything else is text."""
+        """Between calls: white space or a separator may follow; anything else is text."""
         self._skip_space()
         if self._style.bare and self._text[:1] in (";", ","):
             self._hold(1)
@@ -225,50 +225,50 @@ class ToolCallParser:
             return False
         if self._style.bare and self._text[0] == "{":
             return self._begin_call()
-        if not self._ends and len(self._text) < len(self._opening):
+        if not self._is_finishing and len(self._text) < len(self._opening):
             if self._opening.startswith(self._text):
                 return False
         elif self._text.startswith(self._opening):
-            self._raw = ""
+            self._held = ""
         self._state = self._in_text
         return True
 
     # -- pieces ---------------------------------------------------------------------------------
 
-    def _no_call(self) -> bool:
-        """It was text after all; what stands behind it is looked at afresh."""
+    def _reject_call(self) -> bool:
+        """Return the held text as text, and parse the rest afresh."""
         self._scanner, self._in_list = None, False
-        self._say_raw()
+        self._emit_held()
         self._state = self._in_text
         return True
 
     def _skip_space(self) -> None:
         self._hold(len(self._text) - len(self._text.lstrip(_SPACE)))
 
-    def _hold(self, signs: int) -> None:
-        self._raw += self._text[:signs]
-        self._take(signs)
+    def _hold(self, chars: int) -> None:
+        self._held += self._text[:chars]
+        self._consume(chars)
 
-    def _take(self, signs: int) -> None:
-        self._text = self._text[signs:]
-        self._at += signs
+    def _consume(self, chars: int) -> None:
+        self._text = self._text[chars:]
+        self._at += chars
 
-    def _say(self, text: str) -> None:
+    def _emit_text(self, text: str) -> None:
         if text:
             self._found.append(ParsedText(text, self._at))
 
-    def _say_raw(self) -> None:
-        if self._raw:
-            self._found.append(ParsedText(self._raw, self._at - len(self._raw)))
-            self._raw = ""
+    def _emit_held(self) -> None:
+        if self._held:
+            self._found.append(ParsedText(self._held, self._at - len(self._held)))
+            self._held = ""
 
-    def _drain(self) -> list[Found]:
+    def _drain(self) -> list[ParsedPiece]:
         found, self._found = self._found, []
         return found
 
 
 def _overlap(text: str, marker: str) -> int:
-    """How many last characters of `text` are the first of `marker`."""
+    """Return how many last characters of `text` are the first characters of `marker`."""
     at = text.find(marker[0], max(0, len(text) - len(marker) + 1))
     while at >= 0 and not marker.startswith(text[at:]):
         at = text.find(marker[0], at + 1)

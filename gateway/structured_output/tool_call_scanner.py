@@ -1,7 +1,8 @@
-"""One tool call's JSON object, character by character: its name, then its arguments as they come.
+"""Scan one tool call's JSON object incrementally: its name, then its arguments as they come.
 
-It keeps the name until that is whole, and arguments only while the name is unknown or where they
-are written as a string. It knows no markers; `call_reader` has one per call.
+The scanner buffers the name until it is complete, and arguments only while the name is unknown or
+if they are written as a string. The module knows no markers; `tool_call_parser` has one scanner per
+call.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ _SPACE = " \t\r\n"
 
 
 class ToolCallScanner:
-    """Reads `{"name": ..., "arguments": {...}}`; members may come in either order.
+    """Scans `{"name": ..., "arguments": {...}}`; members may come in either order.
 
     `has_begun`: the name and the beginning of the arguments are known. `is_over`: the object is
-    whole. `is_broken`: it is no call, or no JSON; nothing more is read then.
+    complete. `is_broken`: the text is not a call or not JSON; scanning stops.
     """
 
     def __init__(self) -> None:
@@ -28,43 +29,43 @@ class ToolCallScanner:
         self.is_broken = False
         self._place: Literal["start", "first", "key", "colon", "value", "inside", "comma"] = "start"
         self._key: str | None = None
-        """Whose value is read; None while it is read itself."""
+        """The member whose value is scanned; None while the member's name is scanned."""
         self._depth = 0
         self._in_string = False
         self._escaped = False
-        self._streams = False
+        self._is_streaming = False
         self._kept: list[str] = []
         self._arguments: str | None = None
         self._ready: list[str] = []
 
     def push(self, text: str) -> int:
-        """Read on; how many characters belong to the object. O(characters)."""
+        """Scan more text; return how many characters belong to the object. O(characters)."""
         at = 0
         while at < len(text) and not (self.is_over or self.is_broken):
-            at = (self._inside if self._place == "inside" else self._between)(text, at)
+            at = (self._scan_value if self._place == "inside" else self._scan_structure)(text, at)
         return at
 
     def take(self) -> str:
-        """Arguments that were not taken yet."""
+        """Return the arguments that were not taken yet."""
         text = "".join(self._ready)
         self._ready.clear()
         return text
 
-    def _between(self, text: str, at: int) -> int:
-        """One character outside names and values; where the next stands."""
-        sign = text[at]
-        if sign in _SPACE:
+    def _scan_structure(self, text: str, at: int) -> int:
+        """Scan one character outside names and values; return the next offset."""
+        char = text[at]
+        if char in _SPACE:
             return at + 1
-        match self._place, sign:
+        match self._place, char:
             case "start", "{":
                 self._place = "first"
             case "first" | "key", '"':
-                self._open(None, sign)
+                self._open(None, char)
                 return at
             case "colon", ":":
                 self._place = "value"
             case "value", _:
-                self._open(self._key, sign)
+                self._open(self._key, char)
                 return at
             case "comma", ",":
                 self._place = "key"
@@ -74,58 +75,58 @@ class ToolCallScanner:
                 self.is_broken = True
         return at + 1
 
-    def _open(self, key: str | None, sign: str) -> None:
-        """A name or a value begins with this character."""
+    def _open(self, key: str | None, char: str) -> None:
+        """Begin a name or a value with this character."""
         self._key, self._place = key, "inside"
         self._depth, self._in_string, self._escaped = 0, False, False
-        self._kept, self._streams = [], False
+        self._kept, self._is_streaming = [], False
         if key in _ARGUMENTS:
             self.is_broken = self.has_begun or self._arguments is not None
-            if self.name and sign == "{" and not self.is_broken:
-                self.has_begun = self._streams = True
+            if self.name and char == "{" and not self.is_broken:
+                self.has_begun = self._is_streaming = True
 
-    def _inside(self, text: str, at: int) -> int:
-        """Up to the end of the name or value, or of the text; where the next character stands."""
+    def _scan_value(self, text: str, at: int) -> int:
+        """Scan to the end of the name, value or text; return the next offset."""
         start, is_whole = at, False
         while at < len(text) and not is_whole:
-            sign = text[at]
+            char = text[at]
             if self._in_string:
                 if self._escaped:
                     self._escaped = False
-                elif sign == "\\":
+                elif char == "\\":
                     self._escaped = True
-                elif sign == '"':
+                elif char == '"':
                     self._in_string = False
                     is_whole = self._depth == 0
-            elif sign == '"':
+            elif char == '"':
                 self._in_string = True
-            elif sign in "{[":
+            elif char in "{[":
                 self._depth += 1
-            elif self._depth == 0 and sign in ",}] \t\r\n":
+            elif self._depth == 0 and char in ",}] \t\r\n":
                 is_whole = True
-                break  # a number or a word has no end of its own
-            elif sign in "}]":
+                break  # a number or a literal has no closing character
+            elif char in "}]":
                 self._depth -= 1
                 is_whole = self._depth == 0
             at += 1
-        (self._ready if self._streams else self._kept).append(text[start:at])
+        (self._ready if self._is_streaming else self._kept).append(text[start:at])
         if is_whole:
             self._close()
         return at
 
     def _close(self) -> None:
-        """The name or value is whole."""
-        if self._streams:
+        """End the name or value."""
+        if self._is_streaming:
             self._place = "comma"
             return
         text = "".join(self._kept)
-        value = _parsed(text)
+        value = _parse_json(text)
         if self._key is None:
             self._key, self._place = (value if isinstance(value, str) else ""), "colon"
             self.is_broken = self._key not in _KNOWN
             return
         self._place = "comma"
-        self.is_broken = value is _BROKEN
+        self.is_broken = value is _INVALID
         if self._key == "name":
             self.is_broken = not isinstance(value, str) or not value or bool(self.name)
             self.name = value if isinstance(value, str) else ""
@@ -140,27 +141,27 @@ class ToolCallScanner:
         self._ready.append(arguments)
 
     def _end(self) -> None:
-        """The object's last brace. A call may have no arguments."""
+        """End the object. A call may have no arguments."""
         self.is_over = bool(self.name)
         self.is_broken = not self.name
         if self.is_over and not self.has_begun:
             self._begin("{}")
 
 
-_BROKEN = object()
+_INVALID = object()
 
 
-def _parsed(text: str) -> Any:
+def _parse_json(text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
-        return _BROKEN
+        return _INVALID
 
 
 def _object_text(text: str, value: Any) -> str | None:
-    """Arguments as an object's JSON; None if they are none. Some models write it as a string."""
+    """Return arguments as an object's JSON, also from a string that contains it; else None."""
     if value is None:
         return "{}"
     if isinstance(value, str):
-        text, value = value, _parsed(value)
+        text, value = value, _parse_json(value)
     return text if isinstance(value, dict) else None

@@ -1,8 +1,8 @@
-"""How a model family writes tool calls: found out from its chat template.
+"""Detect how a model family writes tool calls, from its chat template.
 
-Templates that write tools themselves show by their markers what the model answers with. Templates
-that know no tools get a style of our own (`fallback`). It knows no requests; `arrangement` writes
-in a style, `call_reader` reads it, `grammars` forces it.
+The markers in a template that supports tools show how the model writes its calls. Templates that
+support no tools get the style `FALLBACK`. The module knows no requests; `gateway.prompt.messages`
+writes in a style, `tool_call_parser` reads it, `grammars` enforces it.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from typing import Literal
 
 from msgspec import Struct
 
-CALL_ID_SIGNS = 9
-"""Mistral's templates take call ids of this length and no others."""
+CALL_ID_CHARS = 9
+"""Length of the call ids that Mistral's templates accept, in characters."""
 
 
 class ToolStyle(Struct, frozen=True):
-    """One family's way of writing calls.
+    """How one model family writes calls.
 
-    `opening` and `closing` stand around a call, or (`listed`) around a JSON list of them; without
-    a closing the call ends where its object does. `bare`: an answer that begins with an object may
-    be a call, too, without the opening. `arguments`: the name of that member. `between` separates
-    calls that are forced. `is_native`: the template writes tools and calls by itself.
+    `opening` and `closing` enclose a call, or (`listed`) a JSON list of calls; without a closing
+    the call ends with its object. `bare`: an answer that begins with an object may also be a call
+    without the opening. `arguments`: the name of the arguments member. `between` separates forced
+    calls. `is_native`: the template writes tools and calls itself.
     """
 
     family: Literal["hermes", "llama3", "mistral"]
@@ -35,10 +35,10 @@ class ToolStyle(Struct, frozen=True):
     is_native: bool = True
 
     def call_id(self, call_id: str) -> str:
-        """The id as the template takes it; the same for the call and its result."""
-        if self.family != "mistral" or (len(call_id) == CALL_ID_SIGNS and call_id.isalnum()):
+        """Return the id that the template accepts; the same for the call and its result."""
+        if self.family != "mistral" or (len(call_id) == CALL_ID_CHARS and call_id.isalnum()):
             return call_id
-        return hashlib.sha256(call_id.encode()).hexdigest()[:CALL_ID_SIGNS]
+        return hashlib.sha256(call_id.encode()).hexdigest()[:CALL_ID_CHARS]
 
 
 HERMES = ToolStyle("hermes", "<tool_call>\n", "\n</tool_call>")
@@ -47,8 +47,8 @@ MISTRAL = ToolStyle("mistral", "[TOOL_CALLS]", between=", ", listed=True)
 FALLBACK = ToolStyle("hermes", "<tool_call>\n", "\n</tool_call>", is_native=False)
 
 
-def style_of(source: str, variables: frozenset[str]) -> ToolStyle:
-    """Which style a template has: its text and the variables that it asks for. O(text)."""
+def detect_style(source: str, variables: frozenset[str]) -> ToolStyle:
+    """Return the style of a template, from its source and its variables. O(source)."""
     if "tools" not in variables:
         return FALLBACK
     if "[TOOL_CALLS]" in source:

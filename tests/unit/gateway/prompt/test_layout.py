@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.prompt.layout import Step, common, lay_out, mark, outside_words, steps_of
+from gateway.prompt.layout import (
+    ShapeStep,
+    common_prefix_chars,
+    placeholder,
+    snap_to_word_start,
+    split_rendering,
+    split_shape,
+)
 from gateway.prompt.messages import TemplatePart
 from gateway.prompt.opaque_text import TRIMMED
 
-A, B = mark(0), mark(1)
+A, B = placeholder(0), placeholder(1)
 
 
 def check(
     marked: str, whole: str, *texts: str, calls: bool = False
 ) -> list[tuple[str, int | None]] | None:
     """(text, part) of each piece that has any."""
-    pieces = lay_out(marked, whole, [TemplatePart(text, is_call=calls) for text in texts])
+    pieces = split_rendering(marked, whole, [TemplatePart(text, is_call=calls) for text in texts])
     return None if pieces is None else [(p.text, p.part) for p in pieces if p.text]
 
 
@@ -62,7 +69,7 @@ def test_what_cannot_be_followed_has_no_layout(marked: str, whole: str) -> None:
 
 def test_pieces_know_where_they_stood() -> None:
     """Places in the marked text can be found in them."""
-    pieces = lay_out(f"<{A}|", "<long text|", [TemplatePart("long text")])
+    pieces = split_rendering(f"<{A}|", "<long text|", [TemplatePart("long text")])
 
     assert pieces is not None
     assert [(p.text, p.start) for p in pieces if p.part is None] == [("<", 0), ("|", 1 + len(A))]
@@ -73,25 +80,26 @@ def test_pieces_know_where_they_stood() -> None:
 )
 def test_what_two_texts_begin_with(first: str, second: str, count: int) -> None:
     """However long they are."""
-    assert common(first, second) == common(second, first) == count
-    assert common("x" * 999 + first, "x" * 999 + second) == 999 + count
+    assert common_prefix_chars(first, second) == common_prefix_chars(second, first) == count
+    assert common_prefix_chars("x" * 999 + first, "x" * 999 + second) == 999 + count
 
 
 @pytest.mark.parametrize(("at", "found"), [(0, 0), (2, 2), (3, 2), (5, 2), (6, 6), (7, 7)])
 def test_a_word_is_not_cut(at: int, found: int) -> None:
     """A special token is one token or none."""
-    assert outside_words("ab<|x>cd<|x>", at, ["<|x>", "none"]) == found
+    assert snap_to_word_start("ab<|x>cd<|x>", at, ["<|x>", "none"]) == found
 
 
 def test_the_steps_of_a_shape_are_its_parts_and_what_stands_between() -> None:
     """As it is, or trimmed; one that is left out is no step."""
     trimmed = f"{B[:-1]}{TRIMMED}{B[-1]}"
 
-    assert steps_of(f"<{A}|{trimmed}>", 3) == (
-        Step("<"), Step("", 0), Step("|"), Step("", 1, is_trimmed=True), Step(">"),
+    assert split_shape(f"<{A}|{trimmed}>", 3) == (
+        ShapeStep("<"), ShapeStep("", 0), ShapeStep("|"),
+        ShapeStep("", 1, is_trimmed=True), ShapeStep(">"),
     )  # fmt: skip
 
 
 def test_a_part_that_stands_there_twice_has_no_steps() -> None:
     """Which of the two would its boundary be?"""
-    assert steps_of(f"<{A}|{A}>", 1) is None
+    assert split_shape(f"<{A}|{A}>", 1) is None

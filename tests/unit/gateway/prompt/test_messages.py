@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from gateway.dialects.canonical import Prompt, Segment, Tool, ToolCall
-from gateway.prompt.messages import arrange
-from gateway.structured_output.json_text import arguments_of
+from gateway.prompt.messages import build_template_input
+from gateway.structured_output.json_text import parse_arguments
 from gateway.structured_output.tool_styles import FALLBACK, HERMES, MISTRAL, ToolStyle
 
 CALL = ToolCall("call_1", "get", '{"z":1}')
@@ -14,10 +14,10 @@ CALL = ToolCall("call_1", "get", '{"z":1}')
 
 def check(prompt: Prompt, style: ToolStyle = HERMES) -> list[dict[str, Any]]:
     """What the template is given."""
-    arranged = arrange(prompt, style)
+    arranged = build_template_input(prompt, style)
     texts = [part.text or "" for part in arranged.parts]
     return arranged.for_template(
-        style, texts.__getitem__, lambda _, call: arguments_of(call.arguments)[0]
+        style, texts.__getitem__, lambda _, call: parse_arguments(call.arguments)[0]
     )
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from gateway.errors import Refusal
-from gateway.prompt.layout import mark
-from gateway.prompt.opaque_text import TRIMMED, Glance, Opaque
+from gateway.prompt.layout import placeholder
+from gateway.prompt.opaque_text import TRIMMED, OpaqueText, ReadRecorder
 from gateway.prompt.template import ChatTemplate
 
 WRITES = (
@@ -75,13 +75,13 @@ LOOKS = (
 
 def rendered(source: str) -> tuple[str | None, bool]:
     """(what was written, or None where it failed; was the text looked at)."""
-    glance = Glance()
-    messages = [{"role": "user", "content": Opaque(mark(0), glance, is_whole=True)}]
+    recorder = ReadRecorder()
+    messages = [{"role": "user", "content": OpaqueText(placeholder(0), recorder, is_whole=True)}]
     template = ChatTemplate("{% set m = messages[0] %}" + source)
     try:
-        return template.render(messages), glance.was_taken
+        return template.render(messages), recorder.was_read
     except Refusal:
-        return None, glance.was_taken
+        return None, recorder.was_read
 
 
 @pytest.mark.parametrize("source", WRITES)
@@ -89,7 +89,7 @@ def test_what_is_only_written_stands_there_as_it_is(source: str) -> None:
     """Most templates do no more with most messages."""
     text, was_looked_at = rendered(source)
 
-    assert mark(0) in (text or "")
+    assert placeholder(0) in (text or "")
     assert not was_looked_at
 
 
@@ -106,7 +106,7 @@ def test_trimming_a_whole_content_is_shown(source: str) -> None:
     """As the families do that trim; once is as good as twice."""
     text, was_looked_at = rendered(source)
 
-    assert text == f"{mark(0)[:-1]}{TRIMMED}{mark(0)[-1]}"
+    assert text == f"{placeholder(0)[:-1]}{TRIMMED}{placeholder(0)[-1]}"
     assert not was_looked_at
 
 

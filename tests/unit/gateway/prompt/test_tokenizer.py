@@ -169,10 +169,10 @@ def test_a_text_is_known_once_it_was_encoded(
     """What is known costs nothing, so nobody need leave the loop for it; and a text at the very
     beginning has other tokens where a space is put before it."""
     fresh = PieceTokenizer(card.tokenizer_path, card.special_token_ids)
-    before = fresh.knows("known", specials=False)
+    before = fresh.is_cached("known", specials=False)
     fresh.encode("known", specials=False, is_first=True)
     sentence_piece.encode("abba", specials=False, is_first=True)
 
-    assert (before, fresh.knows("known", specials=False)) == (False, True)
-    assert not fresh.knows("known", specials=True)
-    assert not sentence_piece.knows("abba", specials=False)
+    assert (before, fresh.is_cached("known", specials=False)) == (False, True)
+    assert not fresh.is_cached("known", specials=True)
+    assert not sentence_piece.is_cached("abba", specials=False)

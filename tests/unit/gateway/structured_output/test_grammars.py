@@ -12,7 +12,7 @@ from engine.grammar.grammar import GrammarLimits, Vocabulary, compile_grammar
 from engine.model_store import ModelCard
 from gateway.dialects.canonical import OutputFormat, Prompt, Tool, ToolChoice
 from gateway.errors import Kind, Refusal
-from gateway.structured_output.grammars import grammar_of, offered, schema_field
+from gateway.structured_output.grammars import build_grammar, callable_tools, schema_field
 from gateway.structured_output.tool_styles import FALLBACK, HERMES, LLAMA3, MISTRAL, ToolStyle
 
 SCHEMA = json.dumps(
@@ -43,7 +43,7 @@ def allows(card: ModelCard) -> Allows:
     def allowed(text: Text, *tools: Tool, style: ToolStyle = FALLBACK, **more: Any) -> bool:
         markers = {style.opening.strip(): OPEN, style.closing.strip(): CLOSE}
         prompt = Prompt(tools=tools, **more)
-        grammar = grammar_of(prompt, style, markers if isinstance(text, list) else {})
+        grammar = build_grammar(prompt, style, markers if isinstance(text, list) else {})
         assert grammar is not None
         matcher = compile_grammar(grammar, vocabulary).matcher.fork()
         pieces = [text] if isinstance(text, str) else text
@@ -68,15 +68,15 @@ REQUIRED = ToolChoice("required")
 
 def test_most_answers_may_be_anything() -> None:
     """Nothing is constrained that nobody asked for."""
-    assert grammar_of(Prompt(), FALLBACK) is None
-    assert grammar_of(Prompt(tools=(LOOSE,)), FALLBACK) is None
-    assert grammar_of(Prompt(tools=(STRICT,), tool_choice=ToolChoice("none")), FALLBACK) is None
+    assert build_grammar(Prompt(), FALLBACK) is None
+    assert build_grammar(Prompt(tools=(LOOSE,)), FALLBACK) is None
+    assert build_grammar(Prompt(tools=(STRICT,), tool_choice=ToolChoice("none")), FALLBACK) is None
 
 
 def test_a_format_alone_is_handed_on() -> None:
     """The engine knows JSON."""
-    schema = grammar_of(Prompt(output_format=FORMAT), FALLBACK)
-    mode = grammar_of(Prompt(output_format=OutputFormat("json_object")), FALLBACK)
+    schema = build_grammar(Prompt(output_format=FORMAT), FALLBACK)
+    mode = build_grammar(Prompt(output_format=OutputFormat("json_object")), FALLBACK)
 
     assert schema is not None
     assert mode is not None
@@ -207,7 +207,7 @@ def test_what_nobody_asked_to_be_strict_is_held_as_far_as_it_can_be(allows: Allo
     schema = json.dumps({"type": "object", "properties": {"a": json.loads(UNHELD)}})
     loose, strict = (Tool("put", "", schema, strict=is_strict) for is_strict in (False, True))
 
-    alone = grammar_of(Prompt(output_format=wanted), FALLBACK)
+    alone = build_grammar(Prompt(output_format=wanted), FALLBACK)
     assert alone is not None
     assert alone.kind == "lenient_json_schema"
     assert allows("[1,1]", LOOSE, output_format=wanted)
@@ -241,7 +241,7 @@ def test_a_pattern_that_looks_around_is_passed_over_where_nobody_asked_to_be_str
         assert allows(answer, LOOSE, output_format=wanted) is is_one
         assert allows(call("put", answer), loose, tool_choice=REQUIRED) is is_one
     for more in ({"output_format": OutputFormat("json_schema", text)}, {"tool_choice": REQUIRED}):
-        with pytest.raises(Refusal, match=r"looks around \(\(\?!\); write") as raised:
+        with pytest.raises(Refusal, match=r"uses lookaround \(\(\?!\); write") as raised:
             allows("", strict, **more)
         assert (raised.value.code, bool(raised.value.param)) == ("invalid_json_schema", True)
 
@@ -259,7 +259,7 @@ def test_a_pattern_that_looks_around_is_passed_over_where_nobody_asked_to_be_str
 def test_what_cannot_be_a_grammar_is_refused(prompt: Prompt, param: str) -> None:
     """With the field it came in."""
     with pytest.raises(Refusal) as raised:
-        grammar_of(prompt, FALLBACK)
+        build_grammar(prompt, FALLBACK)
 
     assert (raised.value.kind, raised.value.param) == (Kind.BAD, param)
 
@@ -268,7 +268,7 @@ def test_only_some_tools_may_be_offered() -> None:
     """All stand in the prompt, these may be called."""
     prompt = Prompt(tools=(STRICT, LOOSE), tool_choice=ToolChoice("auto", ("put",)))
 
-    assert offered(prompt) == (LOOSE,)
+    assert callable_tools(prompt) == (LOOSE,)
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,9 @@ from engine.grammar.grammar import GrammarLimits, Vocabulary, compile_grammar
 from engine.model_store import ModelCard
 from gateway.structured_output.patterns import (
     UnsupportedPattern,
-    as_held,
-    can_be_held,
-    in_other_words,
+    is_supported,
+    translate_pattern,
+    translate_schema,
 )
 
 HELD = [
@@ -47,7 +47,7 @@ def test_what_can_be_held_is_what_the_engine_compiles(vocabulary: Vocabulary, pa
     except RequestRefused as error:
         refused = error.message
 
-    assert can_be_held(pattern) is (pattern in HELD)
+    assert is_supported(pattern) is (pattern in HELD)
     assert (not refused) is (pattern in HELD), refused
 
 
@@ -56,26 +56,26 @@ def test_what_can_be_held_is_what_the_engine_compiles(vocabulary: Vocabulary, pa
 )
 def test_a_quantifier_that_gives_nothing_back_cannot_be_held(pattern: str) -> None:
     """A grammar would take its plus for another repetition, and draw what it does not match."""
-    assert not can_be_held(pattern)
-    with pytest.raises(UnsupportedPattern, match="gives no match back"):
-        as_held({"items": {"pattern": pattern}}, strict=True)
+    assert not is_supported(pattern)
+    with pytest.raises(UnsupportedPattern, match="possessive quantifier"):
+        translate_schema({"items": {"pattern": pattern}}, strict=True)
 
 
 @pytest.mark.parametrize("pattern", [r"a\++", r"[*+]+", "[+]+", r"\{2}+", "a+?b", "(?:a+)+"])
 def test_a_plus_that_is_a_sign_is_held(pattern: str) -> None:
     """Or one behind a class, or a group."""
-    assert can_be_held(pattern)
+    assert is_supported(pattern)
 
 
 @pytest.mark.parametrize(
     ("pattern", "said"),
     [
-        (r"^(?!\s*$).+", "looks around ((?!); write what may stand there, as alternatives"),
-        (r"\bword", r"looks for a word's end (\b); write the signs that may stand there"),
-        (r"(a)\1", r"looks back at what was matched (\1)"),
-        (r"(?P<x>a)(?P=x)", "looks back at what was matched ((?P=)"),
-        (r"(?>ab?)b", "gives no match back ((?>); write (?:"),
-        (r"^\d{2}+$", r"gives no match back ({2}+); write {2}"),
+        (r"^(?!\s*$).+", "uses lookaround ((?!); write the allowed text as alternatives"),
+        (r"\bword", r"uses a word boundary (\b); write the characters that may stand there"),
+        (r"(a)\1", r"uses a backreference (\1)"),
+        (r"(?P<x>a)(?P=x)", "uses a backreference ((?P=)"),
+        (r"(?>ab?)b", "uses an atomic group ((?>); write (?:"),
+        (r"^\d{2}+$", r"uses a possessive quantifier ({2}+); write {2}"),
     ],
 )
 def test_a_strict_schema_is_told_what_to_write_instead(pattern: str, said: str) -> None:
@@ -83,7 +83,7 @@ def test_a_strict_schema_is_told_what_to_write_instead(pattern: str, said: str) 
     schemas: list[dict[str, object]] = [{"pattern": pattern}, {"patternProperties": {pattern: {}}}]
     for schema in schemas:
         with pytest.raises(UnsupportedPattern) as caught:
-            as_held(schema, strict=True)
+            translate_schema(schema, strict=True)
 
         assert caught.value.why.startswith(f"the pattern '{pattern}' {said}")
 
@@ -114,7 +114,7 @@ def test_they_are_left_out_wherever_a_schema_stands(schema: Any, held: Any) -> N
     """And nothing else is; names that they were for may be any."""
     before = json.dumps(schema)
 
-    assert as_held(schema, strict=False) == held
+    assert translate_schema(schema, strict=False) == held
     assert json.dumps(schema) == before
 
 
@@ -131,8 +131,8 @@ def test_they_are_left_out_wherever_a_schema_stands(schema: Any, held: Any) -> N
 )
 def test_what_is_no_such_pattern_is_left_alone(schema: Any) -> None:
     """Values are data, whatever they look like; and the same schema compiles once."""
-    assert as_held(schema, strict=False) is schema
-    assert as_held(schema, strict=True) is schema
+    assert translate_schema(schema, strict=False) is schema
+    assert translate_schema(schema, strict=True) is schema
 
 
 @pytest.mark.parametrize(
@@ -156,10 +156,10 @@ def test_what_is_said_in_other_words_is_put_so(
     """A bracket in a class is a bracket, to ECMAScript and to Python; where both grammars would
     take it for something else, it would hold what nobody has asked for."""
     schema = {"properties": {"a": {"type": "string", "pattern": pattern}}}
-    held = as_held(schema, strict=True)
+    held = translate_schema(schema, strict=True)
     compile_grammar(Grammar("json_schema", json.dumps(held)), vocabulary)
 
-    assert in_other_words(pattern) == put
+    assert translate_pattern(pattern) == put
     assert held == {"properties": {"a": {"type": "string", "pattern": put}}}
 
 
@@ -167,10 +167,10 @@ def test_names_by_patterns_are_put_so_too() -> None:
     """And with what is left out of a lenient schema the rest stays."""
     named: dict[str, Any] = {r"^a\Z": {}, "(?!b)": {}}
 
-    assert as_held({"patternProperties": {r"^a\Z": {}}}, strict=True) == {
+    assert translate_schema({"patternProperties": {r"^a\Z": {}}}, strict=True) == {
         "patternProperties": {r"^a\z": {}}
     }
-    assert as_held({"patternProperties": named}, strict=False) == {
+    assert translate_schema({"patternProperties": named}, strict=False) == {
         "patternProperties": {r"^a\z": {}},
         "additionalProperties": True,
     }
@@ -188,9 +188,9 @@ EMAILS = [
 @given(st.text("+-.01", max_size=6))
 def test_the_equal_of_a_decimal_is_equal(text: str) -> None:
     """Schema writers make it by themselves, and strict schemas must hold."""
-    put = in_other_words(DECIMAL)
+    put = translate_pattern(DECIMAL)
 
-    assert can_be_held(put)
+    assert is_supported(put)
     assert bool(re.search(put, text)) == bool(re.search(DECIMAL, text))
 
 
@@ -198,9 +198,9 @@ def test_the_equal_of_a_decimal_is_equal(text: str) -> None:
 def test_the_equal_of_an_email_address_is_equal(text: str, end: str) -> None:
     """The same, whichever way its letters are written."""
     for email in EMAILS:
-        put = in_other_words(email)
+        put = translate_pattern(email)
 
-        assert can_be_held(put)
+        assert is_supported(put)
         assert bool(re.search(put, text + end)) == bool(re.search(email, text + end))
 
 
@@ -240,9 +240,9 @@ def test_a_decimal_of_so_many_digits_is_held(
     if digits is places is None:
         return
     pattern = decimal_pattern(digits, places)
-    put = in_other_words(pattern)
+    put = translate_pattern(pattern)
 
-    assert can_be_held(put)
+    assert is_supported(put)
     assert bool(re.search(put, text)) == is_within(text, digits, places)
     assert re.search(pattern, text) or not re.search(put, text)
 
@@ -256,9 +256,9 @@ DURATION = (
 @given(st.lists(st.sampled_from(["1Y", "2M", "3D", "T", "4H", "5S", "6.7S", "8W", ""]), max_size=6))
 def test_the_equal_of_a_duration_is_equal(parts: list[str]) -> None:
     """As Zod writes it."""
-    put, text = in_other_words(DURATION), "P" + "".join(parts)
+    put, text = translate_pattern(DURATION), "P" + "".join(parts)
 
-    assert can_be_held(put)
+    assert is_supported(put)
     assert bool(re.search(put, text)) == bool(re.search(DURATION, text))
 
 
@@ -271,4 +271,6 @@ def test_such_a_pattern_compiles_in_a_strict_schema(vocabulary: Vocabulary, patt
     schema = {"type": "string", "pattern": pattern}
     if pattern == DURATION:
         schema["format"] = "duration"
-    compile_grammar(Grammar("json_schema", json.dumps(as_held(schema, strict=True))), vocabulary)
+    compile_grammar(
+        Grammar("json_schema", json.dumps(translate_schema(schema, strict=True))), vocabulary
+    )

@@ -11,7 +11,7 @@ from gateway.structured_output.tool_styles import (
     LLAMA3,
     MISTRAL,
     ToolStyle,
-    style_of,
+    detect_style,
 )
 from tests.models import CHAT_TEMPLATE
 from tests.unit.gateway.prompt import chat_templates
@@ -31,7 +31,7 @@ from tests.unit.gateway.prompt import chat_templates
 )
 def test_a_template_shows_its_style(source: str, style: ToolStyle) -> None:
     """By its markers; one that never asks for tools gets ours."""
-    assert style_of(source, ChatTemplate(source).variables) == style
+    assert detect_style(source, ChatTemplate(source).variables) == style
 
 
 def test_mistral_takes_ids_of_nine_signs() -> None:

@@ -9,9 +9,8 @@ from typing import Any
 
 from gateway.dialects.canonical import Prompt, Segment, Tool
 from gateway.errors import Kind, Refusal
-from gateway.prompt.layout import mark
-from gateway.prompt.messages import TemplateInput, arrange
-from gateway.prompt.tool_offsets import ToolOffsets
+from gateway.prompt.layout import ToolOffsets, placeholder
+from gateway.prompt.messages import TemplateInput, build_template_input
 from gateway.structured_output.tool_styles import HERMES
 
 Write = Callable[[list[dict[str, Any]], list[str]], str]
@@ -25,11 +24,13 @@ class Written:
         self.runs = 0
         self.offsets = ToolOffsets(self.run, ["<end>"])
 
-    def run(self, arranged: TemplateInput, text_of: Any, arguments: Any, *, opens: bool) -> str:
+    def run(
+        self, template_input: TemplateInput, text_of: Any, arguments: Any, *, opens_turn: bool
+    ) -> str:
         """As a renderer would."""
         self.runs += 1
-        messages = arranged.for_template(HERMES, text_of, arguments)
-        return self._write(list(arranged.tools), [str(m["content"]) for m in messages])
+        messages = template_input.for_template(HERMES, text_of, arguments)
+        return self._write(list(template_input.tools), [str(m["content"]) for m in messages])
 
     def check(self, *texts: str, tools: int = 2) -> list[str]:
         """The marked text before the end of each tool."""
@@ -38,9 +39,9 @@ class Written:
             Segment("user" if n else "system", text, f"m[{n}]", None, n)
             for n, text in enumerate(texts)
         )
-        arranged = arrange(Prompt(segments=segments, tools=made), HERMES)
-        marked = self.run(arranged, mark, None, opens=False)
-        found = self.offsets.of_tools(arranged, marked)
+        template_input = build_template_input(Prompt(segments=segments, tools=made), HERMES)
+        marked = self.run(template_input, placeholder, None, opens_turn=False)
+        found = self.offsets.tool_ends(template_input, marked)
         return [marked[: found[part]] for part in sorted(found)]
 
 
@@ -100,7 +101,7 @@ def test_tools_that_are_not_written_one_by_one_end_together() -> None:
 
     found = Written(counting).check("S", "Hi")
 
-    assert set(found) == {"2 tools: [a,b]" + mark(2) + "|" + mark(3)}
+    assert set(found) == {"2 tools: [a,b]" + placeholder(2) + "|" + placeholder(3)}
 
 
 def test_a_special_token_is_not_cut() -> None:
@@ -123,4 +124,4 @@ def test_where_a_template_takes_no_more_tools_they_end_with_the_first_question()
     found = Written(two).check("S", "Hi", "So", "on")
 
     assert len(set(found)) == 1
-    assert found[0].endswith(mark(3))
+    assert found[0].endswith(placeholder(3))
