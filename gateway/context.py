@@ -1,6 +1,7 @@
-"""What every handler of a running gateway shares: made once by `app`, passed by value of reference.
+"""The state that every handler of a running gateway shares.
 
-It holds and counts; it decides nothing. Handlers and the middleware read it.
+`gateway.app` makes it once and passes it explicitly. It holds and counts, and decides nothing.
+Handlers and the middleware read it.
 """
 
 from __future__ import annotations
@@ -32,38 +33,38 @@ from tenancy.types import Identity, WallClock
 T = TypeVar("T")
 
 Log = Callable[[str, dict[str, object]], None]
-"""Takes an event's name and its facts; never prompts or keys."""
+"""Logs an event: its name and its fields; never prompts or keys."""
 
 
 class Authenticator(Protocol):
-    """Who holds a key? `tenancy.accounts.authentication.KeyAuthenticator`, or a test's own."""
+    """Authenticates API keys: `tenancy.accounts.authentication.KeyAuthenticator`, or a fake."""
 
     def authenticate(self, key: str) -> Identity:
-        """Which tenant? Raises `tenancy.errors.KeyRefused`."""
+        """Return the identity of a tenant's key. Raises `tenancy.errors.KeyRefused`."""
 
     def authenticate_admin(self, key: str) -> int:
-        """The id of an administrator's key. Raises `tenancy.errors.KeyRefused`."""
+        """Return the id of an administrator's key. Raises `tenancy.errors.KeyRefused`."""
 
     def look_again(self) -> None:
-        """Tenants or keys have been changed: the next question sees it."""
+        """Reload tenants and keys before the next call, because they changed."""
 
     def take_changed(self) -> list[TenantRecord]:
-        """Tenants that have come or changed since the last call; at first, all."""
+        """Return the tenants that were added or changed since the last call; at first, all."""
 
     def tenant(self, tenant_id: int) -> TenantRecord | None:
-        """One that there is."""
+        """Return an existing tenant's record, or None."""
 
     def floor_blocks(self) -> int:
-        """What all floors together ask for."""
+        """Return the sum of all tenants' floors, in blocks."""
 
 
 @dataclass(slots=True)
 class Context:
-    """A running gateway. `running`: requests admitted and not over, by tenant id.
-    `read_config`: the settings as their file says them now; raises ConfigError.
-    `token_bytes_max`: of the vocabulary's longest token.
-    `journal`: how far its streams have come. `tracer`: where tracing is on.
-    `background`: work that must end even if whoever began it is cancelled.
+    """A running gateway. `running`: admitted, unfinished requests by tenant id.
+    `read_config`: reads the configuration file again; raises ConfigError.
+    `token_bytes_max`: bytes of the vocabulary's longest token.
+    `journal`: progress of the running streams. `tracer`: set if tracing is on.
+    `background`: tasks that must finish even if their caller is cancelled.
     """
 
     config: Config
@@ -96,20 +97,20 @@ class Context:
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        """What clients may call the model."""
+        """Names under which clients may address the model."""
         return tuple(dict.fromkeys((self.model, *self.config.model.aliases)))
 
     def is_ready(self) -> bool:
-        """Would a request be taken now?"""
+        """Whether the gateway accepts requests now."""
         return not self.is_draining and self.engine.ready()
 
     def enter(self, tenant_id: int) -> None:
-        """A request of this tenant has been admitted."""
+        """Count an admitted request of this tenant."""
         self.running[tenant_id] += 1
         self.idle.clear()
 
     def leave(self, tenant_id: int) -> None:
-        """It is over."""
+        """Count a finished request of this tenant."""
         self.running[tenant_id] -= 1
         if not self.running[tenant_id]:
             del self.running[tenant_id]
@@ -117,7 +118,7 @@ class Context:
             self.idle.set()
 
     async def wait_idle(self, timeout_s: float) -> bool:
-        """Until no admitted request is left, or the time is over: was it in time?"""
+        """Wait until no admitted request is left; False if `timeout_s` passed first."""
         try:
             async with asyncio.timeout(timeout_s):
                 while self.running:
@@ -127,13 +128,16 @@ class Context:
         return True
 
     async def finish(self, work: Coroutine[None, None, None]) -> None:
-        """Run to the end, whatever happens to the caller; `finish_background` waits for it too."""
-        await asyncio.shield(self._begin(work))
+        """Run `work` to completion even if the caller is cancelled; see `finish_background`."""
+        await asyncio.shield(self._start_task(work))
 
-    async def see_through(self, work: Coroutine[None, None, T]) -> T:
-        """Run to the end and say what came of it. A caller that is cancelled waits for the end,
-        however often he is, and is cancelled then. Raises what the work raises."""
-        task = self._begin(work)
+    async def run_to_completion(self, work: Coroutine[None, None, T]) -> T:
+        """Run `work` to completion and return its result.
+
+        A cancelled caller waits for the end, however often it is cancelled, and then raises
+        CancelledError. Raises what `work` raises.
+        """
+        task = self._start_task(work)
         cancelled: asyncio.CancelledError | None = None
         while not task.done():
             try:
@@ -144,13 +148,13 @@ class Context:
             raise cancelled
         return task.result()
 
-    def _begin(self, work: Coroutine[None, None, T]) -> asyncio.Task[T]:
+    def _start_task(self, work: Coroutine[None, None, T]) -> asyncio.Task[T]:
         task = asyncio.create_task(work)
         self.background.add(task)
         task.add_done_callback(self.background.discard)
         return task
 
     async def finish_background(self) -> None:
-        """Until nothing is left that must end."""
+        """Wait until no background task is left."""
         while self.background:
             await asyncio.wait(set(self.background))

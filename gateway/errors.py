@@ -1,11 +1,11 @@
-"""The gateway's refusals: one tree, turned to bytes in one place (`middleware`, by dialect).
+"""Refusals: the gateway's error type, turned into a response in one place, by dialect.
 
     Refusal(kind, code, message, param, retry_after_s)
 
-`kind` is the shape-free class every dialect maps to its own status and type; `code` is stable and
-specific (`context_length_exceeded`, `unknown_parameter`, `model_not_found`…); `message` names the
-limit and the value that came; `param` is the path of the offending field ("messages[0].content").
-Messages never carry keys, prompts or internal names.
+`kind` is the dialect-independent class that every dialect maps to its own status and type. `code`
+is stable and specific (`context_length_exceeded`, `unknown_parameter`, `model_not_found`…).
+`message` names the limit and the value that was sent. `param` is the path of the offending field
+("messages[0].content"). Messages never contain keys, prompts or internal names.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from enum import Enum
 
 
 class Kind(Enum):
-    """What went wrong, before any dialect. The value is the HTTP status OpenAI's dialect uses."""
+    """The class of a refusal. The value is the HTTP status of OpenAI's dialect."""
 
     BAD = 400
     AUTH = 401
@@ -34,7 +34,7 @@ class Kind(Enum):
 
 
 class Refusal(Exception):
-    """A request gets no answer but this. Raised anywhere above the engine's door."""
+    """A request is refused with this error. Raised anywhere above the engine."""
 
     def __init__(
         self,

@@ -30,7 +30,12 @@ from gateway.dialects.gemini import cached_contents as gemini_cached
 from gateway.dialects.gemini import generate_content as gemini
 from gateway.dialects.protocol import Encoder
 from gateway.errors import Kind, Refusal
-from gateway.generation.cached_contents import PREFIX, load, marked, retention
+from gateway.generation.cached_contents import (
+    PREFIX,
+    load_cached_content,
+    retention_until,
+    with_breakpoint,
+)
 from gateway.generation.generation import Generation
 from gateway.generation.preparation import Prepared, check_model, prepare
 from gateway.http.middleware import Handler, Route
@@ -106,16 +111,16 @@ async def _create(
     asked = gemini_cached.parse_create(body, now_ms)
     call = Call(
         asked.model,
-        (marked(asked.prompt),),
+        (with_breakpoint(asked.prompt),),
         GenerationParameters(max_tokens=0),
         operation="prewarm",
         # All of it is written and paid for, whatever is there: what is bought is its keeping.
         cache=CacheDirectives(profile="gemini", lookup="none"),
     )
     check_model(gateway, call)
-    if (again := await answer.again(body, identity)) is not None:
+    if (again := await answer.find_replay(body, identity)) is not None:
         return again
-    terms = retention(asked.expires_ms, now_ms)
+    terms = retention_until(asked.expires_ms, now_ms)
     made = await prepare(gateway, call, identity, {RESOURCE: terms})
     tokens = made.rendered[0].boundaries[-1].tokens
     least = gateway.config.caching.profile("gemini").min_tokens
@@ -139,7 +144,7 @@ async def _create(
         updated_ms=now_ms,
         expires_ms=asked.expires_ms,
     )
-    return await answer.see_through(
+    return await answer.run_to_completion(
         _keep(gateway, request, answer, made, (identity, resource, asked.prompt))
     )
 
@@ -157,8 +162,8 @@ async def _keep(
     content = msgspec.msgpack.encode(prompt)
     reply = Reply(PREFIX + resource.resource_id, resource.model, resource.created_ms // 1000)
     try:
-        await gateway.see_through(asyncio.to_thread(_store, gateway, resource, content))
-        return await answer.admitted(made, identity, _Created(resource), reply)
+        await gateway.run_to_completion(asyncio.to_thread(_store, gateway, resource, content))
+        return await answer.execute(made, identity, _Created(resource), reply)
     except BadName as error:
         raise Refusal(Kind.QUOTA, error.code, f"{error.message}.") from None
     except BaseException:
@@ -232,7 +237,7 @@ async def _list(
 async def _get(
     gateway: Context, request: web.BaseRequest, identity: Identity
 ) -> web.StreamResponse:
-    resource, _ = await load(gateway, request[STATE].parameters["name"], identity)
+    resource, _ = await load_cached_content(gateway, request[STATE].parameters["name"], identity)
     return await _ok(request, gemini_cached.resource(shown(resource)))
 
 
@@ -244,7 +249,7 @@ async def _change(
     body = await read_body(request, gateway.config.server)
     change = gemini_cached.parse_update(body, mask, now_ms)
     name = request[STATE].parameters["name"]
-    kept, _ = await load(gateway, name, identity)
+    kept, _ = await load_cached_content(gateway, name, identity)
     change.check(kept.model, kept.display_name)
     await asyncio.to_thread(
         set_expiry,
@@ -255,7 +260,7 @@ async def _change(
         change.expires_ms,
         now_ms,
     )
-    resource, _ = await load(gateway, name, identity)
+    resource, _ = await load_cached_content(gateway, name, identity)
     return await _ok(request, gemini_cached.resource(shown(resource)))
 
 
@@ -266,14 +271,14 @@ async def _delete(
     another cached content, a breakpoint. In a shared scope they stay until the lease ends: they may
     be held for another tenant."""
     name = request[STATE].parameters["name"]
-    resource, stored = await load(gateway, name, identity)
+    resource, stored = await load_cached_content(gateway, name, identity)
     call = Call(
         resource.model,
-        (marked(stored),),
+        (with_breakpoint(stored),),
         GenerationParameters(max_tokens=0),
         cache=CacheDirectives("gemini"),
     )
-    terms = retention(resource.expires_ms, gateway.wall())
+    terms = retention_until(resource.expires_ms, gateway.wall())
 
     async def work() -> None:
         await _drop(gateway, identity, resource.resource_id)

@@ -21,7 +21,7 @@ from gateway.dialects.canonical import Boundary, UsageRecord
 from gateway.errors import Kind, Refusal
 from gateway.generation.admission import output_tokens
 from gateway.generation.preparation import Prepared, check_model, prepare
-from gateway.generation.usage import added
+from gateway.generation.usage import sum_usage
 from gateway.http.middleware import Handler, Route
 from gateway.http.request_body import read_body
 from gateway.http.request_context import STATE
@@ -120,7 +120,7 @@ def quote(
     """The answer. Logical numbers by contract, physical ones as the engine has them now; the price
     is the prompt's. `is_elsewhere`: another namespace of the tenant's has more of it."""
     pairs = list(zip(made.contracts, seen, strict=True))
-    record = added([contract.expect(peek.cached_tokens) for contract, peek in pairs])
+    record = sum_usage([contract.expect(peek.cached_tokens) for contract, peek in pairs])
     ends = [peek.expires_in_s for peek in seen if peek.expires_in_s is not None]
     contract, first = pairs[0]
     cause = contract.explain(first.cached_tokens)

@@ -1,8 +1,9 @@
-"""May this call run, and on what terms? From tokens and an identity to engine requests.
+"""Decide whether a call may run, and turn tokens and an identity into engine requests.
 
-Pure: it reads the engine's latest heartbeat and counts that others keep, and asks nobody. The
-tenant's own limits answer 429, ours 503, what can never run 400; the first two say when to try
-again. Here and nowhere else a tenant becomes a namespace, a quota, a weight and a priority.
+Pure: admission reads the engine's latest heartbeat and counters that other modules keep, and makes
+no calls. The tenant's own limits answer 429, the server's 503, and requests that can never run 400;
+the first two include a retry time. A tenant becomes a namespace, a quota, a weight and a priority
+only here. `gateway.generation.generation` and the quote handler call it.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ from tenancy.types import Identity
 
 SEQUENCES_PER_CALL_MAX = 128
 RETRY_AFTER_MIN_S, RETRY_AFTER_MAX_S = 1.0, 60.0
-"""Clients that are told to wait for more than a minute give up instead."""
+"""Bounds of `Retry-After`, in seconds; clients that are told to wait longer give up."""
 
 
 class AdmissionContext(Struct, frozen=True):
-    """What admission looks at besides the call. `running`: the tenant's own requests now."""
+    """The state that admission checks a call against. `running`: the tenant's running requests."""
 
     info: EngineInfo
     stats: Stats
@@ -51,10 +52,10 @@ def admit(
     namespace: Namespace,
     leases: Sequence[tuple[LeaseRequest, ...]] = (),
 ) -> tuple[Request, ...]:
-    """One engine request per prompt, with its leases, in the namespace that `namespace_of` gave.
-    O(tokens) where a client made them, for the bounds check alone.
+    """Build one engine request per prompt, with its leases, in `namespace`.
 
-    Raises Refusal: BAD for what can never run, RATE for the tenant's own limit, BUSY for ours.
+    O(tokens), for the bounds check of token ids that a client sent; else O(prompts). Raises
+    Refusal: BAD for a call that can never run, RATE for the tenant's limit, BUSY for the server's.
     """
     generation = call.generation
     budgets = output_tokens(call, rendered, identity, now)
@@ -86,12 +87,13 @@ def admit(
 def output_tokens(
     call: Call, rendered: Sequence[Rendered], identity: Identity, now: AdmissionContext
 ) -> list[int]:
-    """How many tokens each prompt may be answered. Raises Refusal, BAD, for what can never run."""
+    """Return the output tokens that each prompt may use. Raises Refusal (BAD) if none fit."""
     generation = call.generation
     _check_sequences(generation, len(rendered), now.limits)
     for asked, prompt in zip(call.prompts, rendered, strict=True):
         if not prompt.token_ids:
-            raise Refusal(Kind.BAD, "invalid_value", "prompt: it has no tokens.", param="prompt")
+            message = "prompt: empty; expected at least one token."
+            raise Refusal(Kind.BAD, "invalid_value", message, param="prompt")
         if asked.token_ids is not None:
             _check_ids("prompt", prompt.token_ids, now.info)
     _check_more_ids(generation, now.info)
@@ -99,34 +101,34 @@ def output_tokens(
 
 
 def retry_after_s(stats: Stats) -> float:
-    """When the queue will have been worked off, as far as the engine's own rate tells."""
+    """Estimate when the queue will be empty, from the engine's prefill rate, in seconds."""
     rate = stats.prefill_tokens_per_s
     estimate = stats.waiting_tokens / rate if rate > 0 else RETRY_AFTER_MIN_S
     return min(RETRY_AFTER_MAX_S, max(RETRY_AFTER_MIN_S, estimate))
 
 
-# --- what can never run --------------------------------------------------------------------------
+# --- calls that can never run --------------------------------------------------------------------
 
 
 def _check_sequences(generation: GenerationParameters, prompts: int, limits: LimitsConfig) -> None:
     if generation.samples > limits.choices_max:
         are_choices = generation.choices == generation.samples
         param = generation.choices_field if are_choices else "best_of"
-        message = f"{param}: at most {limits.choices_max} per request (it is {generation.samples})."
+        message = f"{param}: {generation.samples}; expected at most {limits.choices_max}."
         raise Refusal(Kind.BAD, "invalid_value", message, param=param)
     if prompts * generation.samples > SEQUENCES_PER_CALL_MAX:
         raise Refusal(
             Kind.BAD,
             "invalid_value",
-            f"prompt: {prompts} prompts of {generation.samples} samples each are more than the"
-            f" {SEQUENCES_PER_CALL_MAX} allowed per request.",
+            f"prompt: {prompts} prompts of {generation.samples} samples each; expected at most"
+            f" {SEQUENCES_PER_CALL_MAX} samples per request.",
             param="prompt",
         )
 
 
 def _check_more_ids(generation: GenerationParameters, info: EngineInfo) -> None:
-    """Token ids come from clients too, and nothing may index by them unchecked. The engine checks
-    all, and those that a tokenizer made alone."""
+    """Check token ids that a client sent: an unchecked id must not index anything. The engine
+    checks all ids; ids from the tokenizer are checked only there."""
     if generation.stop_token_ids:
         _check_ids("stop_token_ids", generation.stop_token_ids, info)
     if generation.sampling.logit_bias:
@@ -146,28 +148,29 @@ def _check_ids(param: str, token_ids: tuple[int, ...], info: EngineInfo) -> None
 
 
 def _output_tokens(prompt: Rendered, call: Call, identity: Identity, now: AdmissionContext) -> int:
-    """How many tokens may come: as asked, or what there is room for."""
+    """Return the output tokens of one prompt: the requested number, or the room that is left."""
     generation, given = call.generation, len(prompt.token_ids)
     room, reason = _room(identity, now)
     if generation.max_tokens is None:
         if given >= room:
-            what = f"the prompt has {given}, which leaves none for the answer"
+            what = f"the prompt has {given}, which leaves no room for the answer"
             raise _too_long(what, reason, call)
         return min(now.limits.output_tokens_default, room - given)
     if given + generation.max_tokens > room:
-        wanted = f"{given} prompt tokens and up to {generation.max_tokens} of the answer"
+        wanted = f"{given} prompt tokens and {generation.max_tokens} output tokens"
         raise _too_long(f"{wanted} make {given + generation.max_tokens}", reason, call)
     return generation.max_tokens
 
 
 def _room(identity: Identity, now: AdmissionContext) -> tuple[int, str]:
-    """(tokens one sequence may have, in words): the context, or the memory if that is less."""
+    """Return the tokens that one sequence may have, and the reason as text: the model's context or
+    the cache memory, whichever is smaller."""
     context = now.info.context_tokens
     ceiling = identity.blocks_policy.ceiling_blocks
     blocks = now.info.blocks if ceiling is None else min(now.info.blocks, ceiling)
     memory = blocks * now.info.block_size
     if memory < context:
-        return memory, f"{memory} tokens fit the cache memory that may be used here"
+        return memory, f"the available cache memory holds {memory} tokens"
     return context, f"this model's context is {context} tokens"
 
 
@@ -177,7 +180,7 @@ def _too_long(what: str, reason: str, call: Call) -> Refusal:
     return Refusal(Kind.BAD, "context_length_exceeded", message, param=field)
 
 
-# --- what cannot run now -------------------------------------------------------------------------
+# --- calls that cannot run now -------------------------------------------------------------------
 
 
 def _check_tenant(now: AdmissionContext) -> None:
@@ -186,13 +189,13 @@ def _check_tenant(now: AdmissionContext) -> None:
         raise Refusal(
             Kind.RATE,
             "rate_limit_exceeded",
-            f"{now.running} requests of yours are running; {limit} may at once.",
+            f"Concurrency limit reached: {now.running} requests running, limit {limit}.",
             retry_after_s=retry_after_s(now.stats),
         )
 
 
 def _check_queue(rendered: Sequence[Rendered], now: AdmissionContext) -> None:
-    """Refuse at once what would time out in the queue: waiting for a refusal helps nobody."""
+    """Refuse a request that would time out in the queue, instead of letting it wait."""
     rate = now.stats.prefill_tokens_per_s
     if rate <= 0 or not now.stats.waiting_tokens:
         return
@@ -202,8 +205,8 @@ def _check_queue(rendered: Sequence[Rendered], now: AdmissionContext) -> None:
         raise Refusal(
             Kind.BUSY,
             "overloaded",
-            f"The queue is about {wait_s:.0f} s long and requests wait at most"
-            f" {now.limits.queue_timeout_s:g} s; this one has {prompt_tokens} prompt tokens.",
+            f"The server is overloaded: estimated queue wait {wait_s:.0f} s, limit"
+            f" {now.limits.queue_timeout_s:g} s; this request has {prompt_tokens} prompt tokens.",
             retry_after_s=retry_after_s(now.stats),
         )
 
@@ -211,5 +214,5 @@ def _check_queue(rendered: Sequence[Rendered], now: AdmissionContext) -> None:
 def _stops(generation: GenerationParameters, now: AdmissionContext) -> tuple[int, ...]:
     own = () if generation.ignore_eos else now.model_stop_token_ids
     if not generation.stop_token_ids:
-        return own  # nearly always
+        return own  # the usual case
     return tuple(dict.fromkeys((*own, *generation.stop_token_ids)))

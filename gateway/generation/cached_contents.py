@@ -1,7 +1,7 @@
-"""Cached content before the prompt that names it.
+"""Put stored cached content before the prompt that references it.
 
-The stored part is loaded for its owner alone, put before what was sent, and held by an absolute,
-pinned lease until it expires. `prepare` calls it.
+The content is loaded only for its owner and kept in the cache by an absolute, pinned lease until it
+expires. `gateway.generation.preparation` and the cached-contents handlers call it.
 """
 
 from __future__ import annotations
@@ -22,15 +22,20 @@ from tenancy.types import Identity
 PREFIX = "cachedContents/"
 
 
-def retention(expires_ms: int, now_ms: int) -> Retention:
-    """Promised until then, whatever is read meanwhile."""
+def retention_until(expires_ms: int, now_ms: int) -> Retention:
+    """Return the retention of stored content: promised until it expires, reads do not extend it."""
     left_s = max(0.0, (expires_ms - now_ms) / 1000)
     return Retention(RESOURCE, left_s, left_s, "absolute", renewed_on_read=False, pinned=True)
 
 
-async def load(gateway: Context, name: str, identity: Identity) -> tuple[Resource, Prompt]:
-    """A live resource of this identity's workspace. In a thread: the database may be far and the
-    content long. Raises Refusal: there is none to be seen; StoreError."""
+async def load_cached_content(
+    gateway: Context, name: str, identity: Identity
+) -> tuple[Resource, Prompt]:
+    """Load a live resource of this identity's workspace and its stored prompt.
+
+    Runs in a thread, because the database may be remote and the content large. Raises Refusal if
+    the resource does not exist or belongs to another workspace; StoreError.
+    """
     found = await asyncio.to_thread(
         find_resource,
         gateway.store,
@@ -40,25 +45,27 @@ async def load(gateway: Context, name: str, identity: Identity) -> tuple[Resourc
         gateway.wall(),
     )
     if found is None:
-        message = "There is no such cached content, or it is not yours."
+        message = f"Cached content not found: {name[:80]}."
         raise Refusal(Kind.PERMISSION, "cached_content_not_found", message, param="cachedContent")
     return found[0], msgspec.msgpack.decode(found[1], type=Prompt)
 
 
-async def expand(gateway: Context, prompt: Prompt, identity: Identity) -> tuple[Prompt, Retention]:
-    """The whole prompt, and the class its stored part is held in. Raises Refusal."""
-    resource, stored = await load(gateway, prompt.resource, identity)
+async def expand_cached_content(
+    gateway: Context, prompt: Prompt, identity: Identity
+) -> tuple[Prompt, Retention]:
+    """Return the full prompt and the retention of its stored part. Raises Refusal."""
+    resource, stored = await load_cached_content(gateway, prompt.resource, identity)
     if resource.model not in gateway.model_names:
-        message = f"The cached content belongs to the model {resource.model}, which is not here."
+        message = f"The cached content belongs to the model {resource.model}, which is not served."
         raise Refusal(Kind.BAD, "invalid_value", message, param="cachedContent")
-    return joined(stored, prompt), retention(resource.expires_ms, gateway.wall())
+    return join_prompts(stored, prompt), retention_until(resource.expires_ms, gateway.wall())
 
 
-def joined(stored: Prompt, sent: Prompt) -> Prompt:
-    """The stored part, marked at its end, and what was sent after it, as one prompt."""
-    start = marked(stored)
+def join_prompts(stored: Prompt, sent: Prompt) -> Prompt:
+    """Join the stored prompt, with a breakpoint at its end, and the prompt that was sent."""
+    start = with_breakpoint(stored)
     after = 1 + max((part.message for part in start.segments), default=-1)
-    rest = tuple(_moved(part, after) for part in sent.segments)
+    rest = tuple(_renumber(part, after) for part in sent.segments)
     return replace(
         sent,
         segments=start.segments + rest,
@@ -68,8 +75,8 @@ def joined(stored: Prompt, sent: Prompt) -> Prompt:
     )
 
 
-def marked(stored: Prompt) -> Prompt:
-    """With the breakpoint that holds it: after its last segment, or its last tool."""
+def with_breakpoint(stored: Prompt) -> Prompt:
+    """Add the breakpoint that keeps the content: after its last segment, or its last tool."""
     if stored.segments:
         last = replace(stored.segments[-1], retention=RESOURCE)
         return replace(stored, segments=(*stored.segments[:-1], last))
@@ -77,5 +84,5 @@ def marked(stored: Prompt) -> Prompt:
     return replace(stored, tools=(*stored.tools[:-1], tool))
 
 
-def _moved(part: Segment, by: int) -> Segment:
+def _renumber(part: Segment, by: int) -> Segment:
     return replace(part, message=part.message + by)

@@ -1,23 +1,38 @@
-"""One sample of an answer: its tokens become text, and are counted.
+"""One choice of an answer: decode its tokens to text, find stop tokens, stop strings and calls.
 
-Text comes out as soon as it is certain: a stop token may yet be text, and what may begin a stop
-string waits. It knows no events and nothing of other samples; `stream` has one for each.
+Text is released as soon as it is certain: a stop token may still become text, and the beginning of
+a stop string or of a tool call waits. The module knows no events and no other choices;
+`gateway.generation.output_stream` has one `Choice` per sample.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import count
 
 from engine.api import FinishReason, SampledToken, TokenLogprob
-from gateway.dialects.canonical import Call, Text, TokenText
-from gateway.generation.output_parser import OutputParser
+from gateway.dialects.canonical import (
+    Call,
+    CallText,
+    Delta,
+    OutputFormat,
+    Prompt,
+    Text,
+    TokenText,
+)
 from gateway.prompt import Renderer
 from gateway.prompt.detokenizer import Detokenizer
+from gateway.structured_output.grammars import callable_tools
+from gateway.structured_output.output_check import satisfies
+from gateway.structured_output.tool_call_parser import ParsedPiece, ParsedText, ToolCallParser
+
+_ANY_FORMAT = OutputFormat()
 
 
 class Choice:
-    """One sample's text on its way out, and the tokens that spelt it."""
+    """One sample's tokens and the text that they decode to."""
 
     def __init__(
         self, index: int, sample: int, call: Call, renderer: Renderer, output: OutputParser
@@ -28,11 +43,11 @@ class Choice:
         own = () if call.generation.ignore_eos else renderer.stop_token_ids
         self._stops = frozenset(own + call.generation.stop_token_ids)
         self._wants_logprobs = call.generation.sampling.logprobs is not None
-        ranks = call.generation.samples > call.generation.choices
-        self._is_plain = not (self._wants_logprobs or call.generation.stop or ranks)
+        is_ranked = call.generation.samples > call.generation.choices
+        self._is_plain = not (self._wants_logprobs or call.generation.stop or is_ranked)
         self._renderer = renderer
         self._text = renderer.detokenizer(call.generation.stop, shows_markers=output.reads_calls)
-        self.passed_on = PassedOn(self._text, output)
+        self.delivered = DeliveredTokens(self._text, output)
         self._last_stop: SampledToken | None = None
         self._waiting: deque[tuple[int, TokenText]] = deque()
         self.tokens = 0
@@ -40,10 +55,10 @@ class Choice:
         self.logprob = 0.0
 
     def push(self, tokens: Sequence[SampledToken]) -> Text | None:
-        """The text that is certain now; after it `stopped_by` may be set.
+        """Return the text that is certain after these tokens; `stopped_by` may be set afterwards.
 
-        A stop token is silent if it ends the sample, and is text if the sample goes on (before its
-        `min_tokens`): so the latest one waits.
+        A stop token is silent if it ends the sample and is text if the sample continues (before
+        `min_tokens`), so the latest stop token waits.
         """
         if self._is_plain and self._last_stop is None:
             ids = [token.token_id for token in tokens]
@@ -52,7 +67,7 @@ class Choice:
         pieces = []
         for token in tokens:
             if self._last_stop is not None:
-                pieces.append(self._spell(self._last_stop))
+                pieces.append(self._decode(self._last_stop))
                 self._last_stop = None
             if self.stopped_by is not None:
                 break
@@ -61,45 +76,46 @@ class Choice:
             if token.token_id in self._stops:
                 self._last_stop = token
             else:
-                pieces.append(self._spell(token))
+                pieces.append(self._decode(token))
         return self._delta("".join(pieces))
 
     def _push_plain(self, ids: list[int]) -> Text | None:
-        """What nearly every step is: tokens that are only text."""
+        """Push tokens that are only text: the usual step."""
         self.tokens += len(ids)
         text = self._text.push_all(ids)
         return Text(self.index, text) if text else None
 
-    def steps(self, tokens: Sequence[SampledToken]) -> Iterable[Sequence[SampledToken]]:
-        """One token at a time where it matters with which of them a call ends."""
+    def split_steps(self, tokens: Sequence[SampledToken]) -> Iterable[Sequence[SampledToken]]:
+        """Split tokens into single ones if the token that ends a call must be known."""
         if self.output.reads_calls and (self._wants_logprobs or not self.output.parallel):
             return ([token] for token in tokens)
         return (tokens,)
 
     def finish(self, reason: FinishReason) -> Text | None:
-        """What was held back."""
+        """Return the text that was held back."""
         piece = ""
         if self._last_stop is not None and reason != "stop":
-            piece = self._spell(self._last_stop)
+            piece = self._decode(self._last_stop)
         return self._delta(piece + self._text.finish(), is_last=True)
 
     @property
-    def spelt_tokens(self) -> int:
-        """All but one that waits to be text or the end."""
+    def decoded_tokens(self) -> int:
+        """Tokens counted so far, without a stop token that waits."""
         return self.tokens - (self._last_stop is not None)
 
     @property
     def stopped_by(self) -> str | None:
-        """The stop string that was found."""
+        """The stop string that was found, or None."""
         return self._text.stopped_by
 
-    def _spell(self, token: SampledToken) -> str:
+    def _decode(self, token: SampledToken) -> str:
         if self._wants_logprobs:
             self._waiting.append((self._text.decoded, token_text(token, self._renderer)))
         return self._text.push(token.token_id)
 
     def _delta(self, text: str, *, is_last: bool = False) -> Text | None:
-        """Tokens go with the first of their characters; a stop string's go nowhere."""
+        """Return a delta: tokens go with the first of their characters; tokens of a stop string are
+        dropped."""
         everything = is_last and self.stopped_by is None
         ready = []
         while self._waiting and (everything or self._waiting[0][0] < self._text.released):
@@ -108,7 +124,7 @@ class Choice:
 
 
 def token_text(token: SampledToken, renderer: Renderer) -> TokenText:
-    """A token with its logprobs, in bytes."""
+    """Return a token with its logprobs, in bytes."""
 
     def alternative(top: TokenLogprob) -> TokenText:
         return TokenText(top.token_id, _bytes_of(top.token_id, renderer), top.logprob)
@@ -125,8 +141,8 @@ def _bytes_of(token_id: int, renderer: Renderer) -> bytes:
     return renderer.token_bytes(token_id) or renderer.special_text(token_id).encode()
 
 
-class PassedOn:
-    """One choice's."""
+class DeliveredTokens:
+    """Counts the tokens of one choice whose text has been released completely."""
 
     __slots__ = ("_before_call", "_calls", "_output", "_text", "_tokens")
 
@@ -137,16 +153,16 @@ class PassedOn:
         self._calls = 0
         self._tokens = 0
 
-    def upto(self, tokens: int) -> int:
-        """Of so many tokens, which are all that its text was spelt by, the first that have been
-        given out; of those that are held for now perhaps fewer than could be said."""
+    def count(self, tokens: int) -> int:
+        """Return how many of `tokens` decoded tokens have been released; a lower bound while text
+        is held back."""
         if self._text.released and not (self._calls or self._is_holding()):
             self._tokens = tokens
         return self._tokens
 
     def note(self, tokens: int) -> None:
-        """The same, where calls are read: to be told after each piece of text, for a call counts
-        whole, and with what comes behind it. Not every dialect writes it in pieces."""
+        """Record the count after each piece of text, if calls are parsed: a call counts only when
+        it is complete, because not every dialect writes calls in pieces."""
         if self._output.calls > self._calls:
             self._calls, self._tokens = self._output.calls, self._before_call
         if not self._is_holding():
@@ -154,3 +170,101 @@ class PassedOn:
 
     def _is_holding(self) -> bool:
         return self._text.is_holding or self._output.is_holding
+
+
+def call_id_generator(request_id: str, index: int) -> Callable[[], str]:
+    """Return a generator of call ids for one choice: as unguessable as the request's id, and equal
+    for streamed and unary answers."""
+    numbers = count()
+
+    def made() -> str:
+        text = f"{request_id}/{index}/{next(numbers)}"
+        return f"call_{hashlib.sha256(text.encode()).hexdigest()[:24]}"
+
+    return made
+
+
+class OutputParser:
+    """Splits a choice's text into text and tool calls and checks its format; it changes no text.
+
+    `reads_calls`: tools may be called. `parallel`: more than once.
+    """
+
+    def __init__(
+        self, index: int, prompt: Prompt, renderer: Renderer, make_id: Callable[[], str]
+    ) -> None:
+        self._index = index
+        self._format = prompt.output_format
+        self._texts: list[str] = []
+        self._tokens: list[TokenText] = []
+        self.parallel = prompt.tool_choice.parallel
+        # With the choice "none", tools stay in the prompt and calls in the answer are plain text.
+        self.reads_calls = bool(prompt.tools) and prompt.tool_choice.mode != "none"
+        self._parser: ToolCallParser | None = None
+        if self.reads_calls:
+            self._parser = ToolCallParser(
+                renderer.tool_style,
+                [tool.name for tool in callable_tools(prompt)],
+                make_id,
+                parallel=self.parallel,
+            )
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the single requested call is complete, so no more output is needed."""
+        return self._parser is not None and self._parser.is_full
+
+    @property
+    def calls(self) -> int:
+        """Number of calls that have begun."""
+        return 0 if self._parser is None else self._parser.calls
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether any tool was called."""
+        return self.calls > 0
+
+    @property
+    def is_holding(self) -> bool:
+        """Whether text is held back that is neither released nor a complete call."""
+        return self._parser is not None and not self._parser.is_idle
+
+    def push(self, text: Text) -> list[Delta]:
+        """Return the deltas that are certain after more text."""
+        if self._parser is None:
+            self._remember_text(text.text)
+            return [text]
+        self._tokens.extend(text.tokens)
+        return self._deltas(self._parser.push(text.text))
+
+    def finish(self) -> list[Delta]:
+        """Return the deltas that were held back; no more text follows."""
+        deltas = [] if self._parser is None else self._deltas(self._parser.finish())
+        if self._tokens and not self.has_calls:
+            deltas.append(Text(self._index, "", self._take_tokens()))
+        return deltas
+
+    def satisfies_format(self) -> bool:
+        """Whether the whole text satisfies its format; true for tool calls."""
+        return self.has_calls or satisfies("".join(self._texts), self._format)
+
+    def _deltas(self, found: list[ParsedPiece]) -> list[Delta]:
+        deltas: list[Delta] = []
+        for piece in found:
+            if isinstance(piece, ParsedText):
+                self._remember_text(piece.text)
+                deltas.append(Text(self._index, piece.text, self._take_tokens()))
+            else:
+                self._tokens.clear()  # these tokens are part of a call, not of text
+                deltas.append(
+                    CallText(self._index, piece.call, piece.call_id, piece.name, piece.arguments)
+                )
+        return deltas
+
+    def _remember_text(self, text: str) -> None:
+        if self._format != _ANY_FORMAT:
+            self._texts.append(text)
+
+    def _take_tokens(self) -> tuple[TokenText, ...]:
+        tokens, self._tokens = tuple(self._tokens), []
+        return tokens

@@ -1,8 +1,9 @@
-"""Requests that clients name by `Idempotency-Key`: whose name it is, and the same answer again.
+"""Idempotent requests: an `Idempotency-Key` header replays the response to an earlier request.
 
-A name belongs to its tenant, and to one request: path, query, version, body and workspace. Whoever
-sends that again gets what was answered, byte for byte, and pays nothing; see
-`tenancy.ledger.idempotency` for what is kept. It knows no dialect and no engine; `answer` asks.
+A key belongs to its tenant and to one request: path, query, version, body and workspace. The same
+request sent again gets the stored response, byte for byte, and pays nothing
+(`tenancy.ledger.idempotency` stores responses). The module knows no dialect and no engine;
+`gateway.generation.generation` calls it.
 """
 
 from __future__ import annotations
@@ -22,70 +23,79 @@ from gateway.http.response import PIECE_BYTES, begin, send, streamed, write
 from tenancy.ledger.idempotency import Claim, Keeping, KeptAnswer, find
 from tenancy.types import Identity
 
-NAME = "Idempotency-Key"
-NAME_SIGNS_MAX = 255
-REPLAYED = "Idempotency-Replayed"
+KEY_HEADER = "Idempotency-Key"
+KEY_CHARS_MAX = 255
+REPLAYED_HEADER = "Idempotency-Replayed"
 HOUR_MS = 3_600_000
 _WINDOW_BITS, _MEMORY_LEVEL = 12, 4
-"""An answer that is open holds 36 KB. By zlib's own measure it would hold 215, and a stream come
-out 1 % smaller: chunks repeat the one before."""
+"""zlib parameters: an open response then holds 36 KB. With zlib's defaults it would hold 215 KB and
+compress streams only 1 % better, because chunks repeat the chunk before."""
 
 
-class NamedRequest:
-    """One of them, on its way to its first answer. `is_left`: its client reads no more; it goes on,
-    for the answer that the client comes back for."""
+class IdempotentRequest:
+    """An idempotent request whose response is being recorded.
+
+    `is_disconnected`: the client is gone; the request continues, because the client may come back
+    for its response.
+    """
 
     def __init__(self, tenant_id: int, claim: Claim, settings: IdempotencyConfig) -> None:
         self.claim = claim
-        self.is_left = False
+        self.is_disconnected = False
         self._tenant_id = tenant_id
         self._settings = settings
-        self._squeeze = zlib.compressobj(1, zlib.DEFLATED, _WINDOW_BITS, _MEMORY_LEVEL)
-        self._pieces: list[bytes] = []
+        self._compressor = zlib.compressobj(1, zlib.DEFLATED, _WINDOW_BITS, _MEMORY_LEVEL)
+        self._chunks: list[bytes] = []
         self._size = 0
 
     async def find(self, gateway: Context) -> KeptAnswer | None:
-        """What was answered to it before. Raises NameInUse, StoreError."""
+        """Return the stored response, if any. Raises NameInUse, StoreError."""
         asked = (gateway.store, self._tenant_id, self.claim, gateway.wall())
         return await asyncio.to_thread(find, *asked)
 
     def record(self, data: bytes) -> None:
-        """More of its answer. Changes: what is kept, until that is too large."""
+        """Record more of the response, until it exceeds the configured size."""
         self._size += len(data)
         if self._size <= self._settings.result_bytes_max:
-            self._pieces.append(self._squeeze.compress(data))
+            self._chunks.append(self._compressor.compress(data))
         else:
-            self._pieces.clear()
+            self._chunks.clear()
 
-    def keeping(self, head: Mapping[str, str], now_ms: int) -> Keeping:
-        """What is to be kept: all that was recorded is the whole answer. Called once."""
+    def to_store(self, head: Mapping[str, str], now_ms: int) -> Keeping:
+        """Return the complete response as a record to store. Called once, at the end."""
         answer = None
         if self._size <= self._settings.result_bytes_max:
-            body = b"".join((*self._pieces, self._squeeze.flush()))
+            body = b"".join((*self._chunks, self._compressor.flush()))
             answer = KeptAnswer(msgspec.json.encode(head).decode(), body)
         until_ms = now_ms + self._settings.keep_hours * HOUR_MS
         return Keeping(until_ms, self._settings.tenant_bytes_max, answer)
 
 
-def named(
+def parse_idempotency_key(
     request: web.BaseRequest, body: bytes, identity: Identity, settings: IdempotencyConfig
-) -> NamedRequest:
-    """The request under the name that it brings. O(body). Raises Refusal for what is no name, and
-    where none are kept."""
-    names = request.headers.getall(NAME)
-    is_name = names[0].isascii() and names[0].isprintable()
-    if len(names) != 1 or not 1 <= len(names[0]) <= NAME_SIGNS_MAX or not is_name:
-        message = f"{NAME}: one, of 1 to {NAME_SIGNS_MAX} printable ASCII characters."
-        raise Refusal(Kind.BAD, "invalid_idempotency_key", message, param=NAME)
+) -> IdempotentRequest:
+    """Parse the request's idempotency key. O(body). Raises Refusal for an invalid key, and if the
+    server stores no responses."""
+    keys = request.headers.getall(KEY_HEADER)
+    is_printable = keys[0].isascii() and keys[0].isprintable()
+    if len(keys) != 1 or not 1 <= len(keys[0]) <= KEY_CHARS_MAX or not is_printable:
+        message = (
+            f"{KEY_HEADER}: expected one value of 1 to {KEY_CHARS_MAX} printable ASCII characters."
+        )
+        raise Refusal(Kind.BAD, "invalid_idempotency_key", message, param=KEY_HEADER)
     if not settings.keep_hours:
-        message = f"{NAME}: this server keeps no answers; send requests without it."
-        raise Refusal(Kind.BAD, "idempotency_unavailable", message, param=NAME)
-    claim = Claim(names[0], digest(request, body, identity.workspace), settings.keys_per_tenant_max)
-    return NamedRequest(identity.tenant.tenant_id, claim, settings)
+        message = (
+            f"{KEY_HEADER}: this server stores no responses; send requests without this header."
+        )
+        raise Refusal(Kind.BAD, "idempotency_unavailable", message, param=KEY_HEADER)
+    claim = Claim(
+        keys[0], request_digest(request, body, identity.workspace), settings.keys_per_tenant_max
+    )
+    return IdempotentRequest(identity.tenant.tenant_id, claim, settings)
 
 
-def digest(request: web.BaseRequest, body: bytes, workspace: str) -> bytes:
-    """Of all that an answer depends on, but for who asks. A key in the query is who asks."""
+def request_digest(request: web.BaseRequest, body: bytes, workspace: str) -> bytes:
+    """Return the digest of everything that a response depends on, except the API key."""
     query = [part for part in request.query.items() if part[0] != "key"]
     headers = request.headers
     versions = (headers.getall("anthropic-version", []), headers.getall("anthropic-beta", []))
@@ -99,10 +109,10 @@ def digest(request: web.BaseRequest, body: bytes, workspace: str) -> bytes:
 async def replay(
     request: web.BaseRequest, answer: KeptAnswer, ids: Mapping[str, str], *, is_stream: bool
 ) -> web.StreamResponse:
-    """The same bytes again; a stream as a stream. `ids`: headers that name this request, not the
-    one that was answered. Raises ClientGone."""
-    head = {**msgspec.json.decode(answer.head, type=dict[str, str]), **ids, REPLAYED: "true"}
-    body = zlib.decompress(answer.body)  # bounded when it was recorded
+    """Send the stored bytes again, a stream as a stream. `ids`: headers that identify this request
+    rather than the original one. Raises ClientGone."""
+    head = {**msgspec.json.decode(answer.head, type=dict[str, str]), **ids, REPLAYED_HEADER: "true"}
+    body = zlib.decompress(answer.body)  # its size was bounded when it was recorded
     if not is_stream:
         return await send(request, 200, body, head)
     response = streamed(request, head)

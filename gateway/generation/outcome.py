@@ -1,11 +1,10 @@
-"""What came of an answer, told once to everybody who counts.
+"""Report the outcome of an answer, once, to limits, contracts, metrics, the log and analytics.
 
-    engine's usage ─ count: what it took, however it ends ─ tell: how it ended
+    engine's usage ─ record_usage: tokens, however the answer ends ─ record_ending: how it ended
 
-What it took is counted in the turn of the loop in which its entry is handed to the ledger, and so
-while that is being written: limits, contracts, metrics and the request's own line. How it ended is
-known later; analytics is told then. It knows no HTTP and no ledger. `answer` makes one for each
-call that was admitted.
+Usage is recorded in the same event-loop turn in which the ledger entry is submitted, so while the
+entry is being written. The ending is known later and goes to analytics. The module knows no HTTP
+and no ledger. `gateway.generation.generation` makes one `Outcome` for each admitted call.
 """
 
 from __future__ import annotations
@@ -17,50 +16,54 @@ from gateway.context import Context
 from gateway.dialects.canonical import UsageRecord
 from gateway.generation.output_stream import OutputStream
 from gateway.generation.preparation import Prepared
-from gateway.generation.rate_limits import truth
-from gateway.generation.usage import added
+from gateway.generation.rate_limits import actual_usage
+from gateway.generation.usage import sum_usage
 from gateway.http.request_context import RequestState
 from tenancy.limits import Reservation
 
 
 class Outcome:
-    """Of one call. Whoever leaves twice has his request reported before its end: so its tokens are
-    counted here, with its entry, and not there."""
+    """The outcome of one call. A client that disconnects twice has its request logged before the
+    end, so the log line's tokens are recorded together with the ledger entry."""
 
     def __init__(
-        self, gateway: Context, state: RequestState, made: Prepared, reservation: Reservation
+        self,
+        gateway: Context,
+        state: RequestState,
+        prepared: Prepared,
+        limit_reservation: Reservation,
     ) -> None:
         self._gateway = gateway
         self._state = state
-        self._made = made
-        self._reservation = reservation
+        self._prepared = prepared
+        self._limit_reservation = limit_reservation
         self._records: Sequence[UsageRecord] | None = None
         identity = state.identity
         assert identity is not None, "answers have an owner"
         self._tenant = identity.tenant.name
 
-    def count(self, answer: OutputStream) -> Sequence[UsageRecord]:
-        """What it took, prompt by prompt; a second call changes nothing. Changes: its reservation,
-        its contracts, metrics, and what its line in the log will say."""
+    def record_usage(self, output: OutputStream) -> Sequence[UsageRecord]:
+        """Record the usage of each prompt; a second call changes nothing. Changes: the rate-limit
+        reservation, the contracts, metrics, and the fields of the request's log line."""
         if self._records is not None:
             return self._records
-        self._records = records = answer.records_so_far()
-        usage, state, telemetry = added(records), self._state, self._gateway.telemetry
-        self._reservation.settle(truth(usage))
+        self._records = records = output.records_so_far()
+        usage, state, telemetry = sum_usage(records), self._state, self._gateway.telemetry
+        self._limit_reservation.settle(actual_usage(usage))
         state.prompt_tokens = usage.total_in
         state.cached_tokens = usage.physical_cached
         state.cache_read_tokens = usage.read_tokens()
         state.cache_write_tokens = usage.write_tokens()
         state.output_tokens = usage.out
-        state.first_token_s = answer.first_token_s
+        state.first_token_s = output.first_token_s
         tenant = telemetry.tenant_label(self._tenant)
         tokens = usage.total_in, usage.physical_cached, usage.out
         telemetry.tokens.add(tenant, *tokens)
-        telemetry.count_epoch(state.epoch, *tokens, answer.unneeded_tokens)
-        telemetry.output_format_violations.add(answer.format_violations)
-        for contract in self._made.contracts:
+        telemetry.count_epoch(state.epoch, *tokens, output.unneeded_tokens)
+        telemetry.output_format_violations.add(output.format_violations)
+        for contract in self._prepared.contracts:
             contract.finish(state.response_id)
-        for contract, record in zip(self._made.contracts, records, strict=False):
+        for contract, record in zip(self._prepared.contracts, records, strict=False):
             telemetry.contract_tokens.add(
                 tenant, record.read_tokens(), record.write_tokens(), record.breached_tokens
             )
@@ -68,17 +71,17 @@ class Outcome:
                 telemetry.misses.add(1, missed)
         return records
 
-    def tell(self, answer: OutputStream, ending: str) -> None:
-        """How it ended, and what it took where that has not been counted."""
-        made, records = self._made, self.count(answer)
-        prompts = zip(made.contracts, records, made.rendered, strict=False)
+    def record_ending(self, output: OutputStream, ending: str) -> None:
+        """Record how the call ended, and its usage if it was not recorded yet."""
+        prepared, records = self._prepared, self.record_usage(output)
+        prompts = zip(prepared.contracts, records, prepared.rendered, strict=False)
         for number, (contract, record, prompt) in enumerate(prompts):
             self._gateway.analytics.note(
                 Facts(
                     tenant=self._tenant,
                     record=record,
                     prompt=prompt,
-                    first_token_s=answer.first_token_s,
+                    first_token_s=output.first_token_s,
                     missed=contract.why_missed(),
                     missed_tokens=contract.missed_tokens,
                     ending=ending or "done",

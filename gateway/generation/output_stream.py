@@ -1,8 +1,9 @@
-"""From the engine's events to canonical deltas: text, stop strings, choices, usage.
+"""Turn engine events into canonical deltas: text, stop strings, choices, usage.
 
-One HTTP request may be several engine requests (several prompts), each with several samples; a
-choice is prompt * choices + sample. Stop strings are found here, in text; the engine is told and
-charges only the tokens that the text needed. Closing the stream cancels what still runs.
+One HTTP request may be several engine requests (one per prompt), each with several samples; the
+index of a choice is prompt * choices + sample. Stop strings are found here, in text; the engine is
+told, and only the tokens that the text needed are charged. Closing the stream cancels the requests
+that still run. The module knows no HTTP; `gateway.generation.generation` reads the stream.
 """
 
 from __future__ import annotations
@@ -37,9 +38,8 @@ from gateway.dialects.canonical import (
     TokenText,
     UsageRecord,
 )
-from gateway.generation.choice import Choice, token_text
-from gateway.generation.output_parser import OutputParser, call_ids
-from gateway.generation.usage import PLAIN, Accounting, added
+from gateway.generation.choice import Choice, OutputParser, call_id_generator, token_text
+from gateway.generation.usage import PHYSICAL_ACCOUNTING, UsageAccounting, sum_usage
 from gateway.http.error_mapping import engine_refusal
 from gateway.prompt import Renderer
 from gateway.structured_output.grammars import schema_field
@@ -48,11 +48,10 @@ _is_over = attrgetter("is_over")
 
 
 class OutputStream:
-    """Deltas of one call. After the end, `usages` and `ending` say how it went. `tokens_seen`: that
-    have come from the engine.
+    """The deltas of one call. After the end, `usages` and `ending` hold the result.
 
-    `ending`: "done", or "cancelled", or the refusal's code. `format_violations`: answers that
-    ended by themselves and are not what their format asked for.
+    `ending`: "done", "cancelled", or a refusal's code. `tokens_seen`: tokens received from the
+    engine. `format_violations`: complete answers that do not satisfy their output format.
     """
 
     def __init__(
@@ -60,29 +59,29 @@ class OutputStream:
         call: Call,
         rendered: Sequence[Rendered],
         renderer: Renderer,
-        contracts: Sequence[Accounting] = (),
+        contracts: Sequence[UsageAccounting] = (),
     ) -> None:
-        """`contracts`: one per prompt; without them usage is physical."""
+        """`contracts`: one per prompt; without them, usage is physical."""
         self._call = call
-        self._contracts = contracts or [PLAIN] * len(rendered)
+        self._contracts = contracts or [PHYSICAL_ACCOUNTING] * len(rendered)
         self._rendered = rendered
         self._renderer = renderer
-        self._ranks = call.generation.samples > call.generation.choices
+        self._is_ranked = call.generation.samples > call.generation.choices
         self._streams: Sequence[RequestStream] = ()
         self._choices: list[list[Choice]] = []
-        self._kept: list[list[list[Delta]]] = []
+        self._buffered: list[list[list[Delta]]] = []
         self._started: list[Started | None] = []
         self.usages: list[Usage] = []
         self._records: list[UsageRecord] | None = None
         self.format_violations = 0
         self.tokens_seen = 0
         self.unneeded_tokens = 0
-        """Drawn to the end of a request that had all it needed: the engine heard of it too late."""
+        """Tokens generated after a stop string, before the engine was told to stop."""
         self.first_token_s: float | None = None
         self.ending = "cancelled"
 
     def follow(self, streams: Sequence[RequestStream]) -> None:
-        """Read these, one for each prompt. Until then nothing is under way."""
+        """Read these engine streams, one per prompt."""
         self._streams = streams
         samples, choices = self._call.generation.samples, self._call.generation.choices
         for prompt, stream in enumerate(streams):
@@ -92,49 +91,49 @@ class OutputStream:
                 for sample in range(samples)
             ]
             self._choices.append(row)
-            self._kept.append([[] for _ in row])
+            self._buffered.append([[] for _ in row])
             self._started.append(None)
             self.usages.append(Usage())
 
     async def batches(self, idle_s: float | None = None) -> AsyncGenerator[list[Delta] | None]:
-        """Deltas as the engine steps: a list is what can be written at once; it may be empty.
-        None where nothing has come for `idle_s`.
+        """Yield deltas as the engine steps: each list, possibly empty, can be written at once.
 
-        Raises Refusal when the engine refuses or fails. The last batch ends with `End`.
+        Yields None if nothing arrived for `idle_s` seconds. Raises Refusal if the engine refuses or
+        fails. The last batch ends with `End`.
         """
-        bell = self._bell(idle_s)
+        wakeup = self._new_wakeup(idle_s)
         try:
             while True:
-                deltas = self._news()
+                deltas = self._poll()
                 if deltas is not None:
                     yield deltas
                     if self.ending == "done":
                         return
-                elif not await bell.wait():
+                elif not await wakeup.wait():
                     yield None
         finally:
-            bell.close()
+            wakeup.close()
 
-    async def whole(self, see: Callable[[Sequence[Delta]], None]) -> list[Delta]:
-        """All of it, at its end; `see` is told of each batch as it comes. Raises Refusal."""
-        bell = self._bell(None)
-        whole: list[Delta] = []
+    async def collect(self, on_batch: Callable[[Sequence[Delta]], None]) -> list[Delta]:
+        """Return all deltas at the end; calls `on_batch` with each batch. Raises Refusal."""
+        wakeup = self._new_wakeup(None)
+        deltas_so_far: list[Delta] = []
         while self.ending != "done":
-            deltas = self._news()
+            deltas = self._poll()
             if deltas is None:
-                await bell.wait()
+                await wakeup.wait()
             else:
-                see(deltas)
-                whole += deltas
-        return whole
+                on_batch(deltas)
+                deltas_so_far += deltas
+        return deltas_so_far
 
     @property
     def is_over(self) -> bool:
-        """Has every prompt's end been read?"""
+        """Whether the final event of every prompt has been read."""
         return all(map(_is_over, self._streams))
 
     async def cancel(self) -> None:
-        """Nobody reads on: cancel what still runs, and learn what it has used."""
+        """Cancel the requests that still run and record their usage."""
         running = [(n, stream) for n, stream in enumerate(self._streams) if not stream.is_over]
         for _, stream in running:
             stream.bell = Wakeup()
@@ -145,16 +144,16 @@ class OutputStream:
 
     @property
     def cached_tokens(self) -> int:
-        """Prompt tokens found, as far as it is known."""
+        """Prompt tokens found in the cache so far."""
         return sum(started.cached_tokens for started in self._started if started is not None)
 
     def usage_so_far(self) -> UsageRecord:
-        """What is known of a call that was broken off: found and computed prompt, tokens seen."""
+        """Return the usage known so far: prompt tokens found and computed, output tokens seen."""
         records = self.records_so_far()
-        return added(records) if records else UsageRecord(0)
+        return sum_usage(records) if records else UsageRecord(0)
 
     def records_so_far(self) -> list[UsageRecord]:
-        """The same for each prompt."""
+        """Return the usage known so far, one record per prompt."""
         if self._records is not None:
             return self._records
         known = []
@@ -164,43 +163,43 @@ class OutputStream:
                 known.append(usage)
                 continue
             seen = sum(choice.tokens for choice in self._choices[number])
-            known.append(_usage(started, seen))
+            known.append(_partial_usage(started, seen))
         return [c.record(u) for c, u in zip(self._contracts, known, strict=False)]
 
-    def usage_passed_on(self) -> UsageRecord:
-        """Of tokens that deltas have said in full, and of the prompts of such tokens: what has been
-        delivered once those deltas are written."""
+    def delivered_usage(self) -> UsageRecord:
+        """Return the usage of fully released tokens and of their prompts: what is delivered once
+        the deltas are written."""
         records = []
         for number, started in enumerate(self._started):
             tokens = 0
-            for choice in () if self._ranks else self._choices[number]:
-                tokens += choice.passed_on.upto(choice.spelt_tokens)
+            for choice in () if self._is_ranked else self._choices[number]:
+                tokens += choice.delivered.count(choice.decoded_tokens)
             if started is not None and tokens:
-                records.append(self._contracts[number].record(_usage(started, tokens)))
-        return added(records) if records else UsageRecord(0)
+                records.append(self._contracts[number].record(_partial_usage(started, tokens)))
+        return sum_usage(records) if records else UsageRecord(0)
 
-    # -- inside -------------------------------------------------------------------------------
+    # -- internals ----------------------------------------------------------------------------
 
-    def _bell(self, idle_s: float | None) -> Wakeup:
-        """One for all prompts."""
-        bell = Wakeup(idle_s)
+    def _new_wakeup(self, idle_s: float | None) -> Wakeup:
+        """Return one wakeup for all engine streams."""
+        wakeup = Wakeup(idle_s)
         for stream in self._streams:
-            stream.bell = bell
-        return bell
+            stream.bell = wakeup
+        return wakeup
 
-    def _news(self) -> list[Delta] | None:
-        """What has come since it was asked last; None: nothing."""
+    def _poll(self) -> list[Delta] | None:
+        """Return the deltas that arrived since the last call; None if none did."""
         deltas: list[Delta] | None = None
         for prompt, stream in enumerate(self._streams):
             if events := stream.take():
                 deltas = deltas or []
                 for event in events:
-                    deltas += self._take(prompt, event)
+                    deltas += self._handle(prompt, event)
         if deltas is not None and self.is_over:
             deltas += self._end()
         return deltas
 
-    def _take(self, prompt: int, event: Event) -> list[Delta]:
+    def _handle(self, prompt: int, event: Event) -> list[Delta]:
         match event:
             case Tokens(index=sample, tokens=tokens):
                 self._contracts[prompt].written()
@@ -210,7 +209,7 @@ class OutputStream:
                 return self._begin(prompt, event)
             case SampleEnded():
                 choice = self._choices[prompt][event.index]
-                return self._close(prompt, choice, event.reason)
+                return self._close_choice(prompt, choice, event.reason)
             case PromptLogprobs(tokens=tokens):
                 return self._echo(prompt, tokens)
             case Finished():
@@ -224,8 +223,8 @@ class OutputStream:
             field = schema_field(self._call.prompts[prompt])
             raise engine_refusal(event.code, event.message, schema_field=field)
         self._contracts[prompt].written()
-        # The engine may have run past a stop string before it heard of it, to the end
-        # even: what is charged must not depend on who was faster.
+        # The engine may run past a stop string, even to the end, before it is told. The charge must
+        # not depend on that race.
         needed = sum([choice.tokens for choice in self._choices[prompt]])
         if needed < event.usage.output_tokens:
             self.unneeded_tokens += event.usage.output_tokens - needed
@@ -237,11 +236,11 @@ class OutputStream:
         found: list[Delta] = []
         if None not in self._started:
             records = [
-                contract.record(_usage(started, 0))
+                contract.record(_partial_usage(started, 0))
                 for contract, started in zip(self._contracts, self._started, strict=True)
                 if started is not None
             ]
-            found.append(Begin(added(records), self._contracts[0].diagnosis))
+            found.append(Begin(sum_usage(records), self._contracts[0].diagnosis))
         if self._call.generation.echo and self._call.generation.prompt_logprobs is None:
             ids = self._rendered[prompt].token_ids
             found.extend(self._echo(prompt, [SampledToken(token_id) for token_id in ids]))
@@ -257,7 +256,7 @@ class OutputStream:
             reported = tuple(token_text(token, self._renderer) for token in tokens)
         deltas: list[Delta] = []
         for choice in self._choices[prompt]:
-            deltas.extend(self._keep(prompt, choice, [Text(choice.index, text, reported)]))
+            deltas.extend(self._emit(prompt, choice, [Text(choice.index, text, reported)]))
         return deltas
 
     def _text(self, prompt: int, sample: int, tokens: Sequence[SampledToken]) -> list[Delta]:
@@ -265,19 +264,19 @@ class OutputStream:
         if choice.is_over:
             return []
         deltas: list[Delta] = []
-        for some in choice.steps(tokens):
-            text = choice.push(some)
+        for step in choice.split_steps(tokens):
+            text = choice.push(step)
             if text is not None:
-                deltas += self._keep(prompt, choice, choice.output.push(text))
+                deltas += self._emit(prompt, choice, choice.output.push(text))
                 if choice.output.reads_calls:
-                    choice.passed_on.note(choice.spelt_tokens)
+                    choice.delivered.note(choice.decoded_tokens)
             if choice.stopped_by is not None or choice.output.is_full:
                 self._streams[prompt].end_sample(sample, choice.tokens)
-                deltas += self._close(prompt, choice, "stop")
+                deltas += self._close_choice(prompt, choice, "stop")
                 break
         return deltas
 
-    def _close(self, prompt: int, choice: Choice, reason: FinishReason) -> list[Delta]:
+    def _close_choice(self, prompt: int, choice: Choice, reason: FinishReason) -> list[Delta]:
         if choice.is_over:
             return []
         choice.is_over = True
@@ -288,44 +287,44 @@ class OutputStream:
         deltas += choice.output.finish()
         if choice.stopped_by is not None:
             reason = "stop"
-        self.format_violations += reason == "stop" and not choice.output.is_as_asked()
+        self.format_violations += reason == "stop" and not choice.output.satisfies_format()
         called = choice.output.has_calls and reason == "stop" and choice.stopped_by is None
         why = "tool_calls" if called else reason
         end = ChoiceEnd(choice.index, why, choice.stopped_by)
-        return self._keep(prompt, choice, [*deltas, end])
+        return self._emit(prompt, choice, [*deltas, end])
 
     def _choice(self, request_id: str, prompt: int, sample: int, index: int) -> Choice:
-        make_id = call_ids(request_id, index)
+        make_id = call_id_generator(request_id, index)
         output = OutputParser(index, self._call.prompts[prompt], self._renderer, make_id)
         return Choice(index, sample, self._call, self._renderer, output)
 
-    def _keep(self, prompt: int, choice: Choice, deltas: list[Delta]) -> list[Delta]:
-        """With more samples than choices everything waits for the ranking."""
-        if not self._ranks:
+    def _emit(self, prompt: int, choice: Choice, deltas: list[Delta]) -> list[Delta]:
+        """Return the deltas, or buffer them until the ranking if only the best samples are sent."""
+        if not self._is_ranked:
             return deltas
-        self._kept[prompt][choice.sample].extend(deltas)
+        self._buffered[prompt][choice.sample].extend(deltas)
         return []
 
     def _end(self) -> list[Delta]:
         self.ending = "done"
         deltas: list[Delta] = []
-        for prompt, row in enumerate(self._choices if self._ranks else []):
+        for prompt, row in enumerate(self._choices if self._is_ranked else []):
             best = sorted(row, key=lambda c: -c.logprob / max(1, c.tokens))
             choices = self._call.generation.choices
             for place, choice in enumerate(best[:choices]):
                 index = prompt * choices + place
-                deltas.extend(_renumbered(d, index) for d in self._kept[prompt][choice.sample])
+                deltas.extend(_renumber(d, index) for d in self._buffered[prompt][choice.sample])
         firsts = [u.first_token_s for u in self.usages if u.first_token_s is not None]
         self.first_token_s = min(firsts, default=None)
         self._records = self.records_so_far()
-        return [*deltas, End(added(self._records))]
+        return [*deltas, End(sum_usage(self._records))]
 
 
-def _usage(started: Started, output_tokens: int) -> Usage:
+def _partial_usage(started: Started, output_tokens: int) -> Usage:
     found, asked = started.cached_tokens, started.prompt_tokens
     return Usage(prompt_tokens=asked, cached_tokens=found, output_tokens=output_tokens)
 
 
-def _renumbered(delta: Delta, index: int) -> Delta:
-    assert isinstance(delta, Text | CallText | ChoiceEnd), "only a choice's own deltas are kept"
+def _renumber(delta: Delta, index: int) -> Delta:
+    assert isinstance(delta, Text | CallText | ChoiceEnd), "only deltas of a choice are buffered"
     return replace(delta, index=index)

@@ -1,6 +1,7 @@
-"""From a parsed call to what the engine is asked: tokens, circumstances, contracts.
+"""Prepare a parsed call for admission: token ids, admission context, caching contracts.
 
-What runs and what is only quoted go the same way up to here. It changes nothing; handlers call it.
+Requests that run and requests that are only quoted share this path. Preparation changes no state;
+`gateway.generation.generation` and the quote handler call it.
 """
 
 from __future__ import annotations
@@ -19,23 +20,24 @@ from gateway.context import Context
 from gateway.dialects.canonical import Call, Prompt, Rendered
 from gateway.errors import Kind, Refusal
 from gateway.generation.admission import AdmissionContext
-from gateway.generation.cached_contents import expand
+from gateway.generation.cached_contents import expand_cached_content
 from tenancy.types import Identity
 
-INLINE_SIGNS_MAX = 4_096
-"""Prompts up to this long are tokenized on the event loop; longer ones in a thread, and those with
-tools, each of which may take a rendering of its own."""
+INLINE_CHARS_MAX = 4_096
+"""Prompts up to this many characters are tokenized on the event loop. Longer ones are tokenized in
+a thread, and so are prompts with tools, each of which may need a rendering."""
 
-KNOWN_SIGNS_MAX = 65_536
-"""Of a chat up to this long only what was not tokenized lately counts: the rest is there at once,
-and a thread costs more than it."""
+CACHED_CHARS_MAX = 65_536
+"""Of a chat up to this many characters only the text that is not in the tokenizer's cache counts:
+cached text is returned at once, and a thread costs more."""
 
-JOINED_SIGNS_MAX = 4
-"""How many characters a tokenizer's normalizer may make one of (a letter and its marks)."""
+JOINED_CHARS_MAX = 4
+"""Maximum number of characters that a tokenizer's normalizer joins into one (a letter and its
+combining marks)."""
 
 
 class Prepared(Struct, frozen=True):
-    """A call that is ready to be admitted. `resource_tokens`: of the prompts, cached content."""
+    """A call that is ready for admission. `resource_tokens`: prompt tokens of cached content."""
 
     call: Call
     rendered: list[Rendered]
@@ -46,15 +48,15 @@ class Prepared(Struct, frozen=True):
 
     @property
     def tokens(self) -> int:
-        """Of all prompts."""
+        """Tokens of all prompts together."""
         return sum(len(prompt.token_ids) for prompt in self.rendered)
 
 
 def check_model(gateway: Context, call: Call) -> None:
-    """Raises Refusal for a model that is not here."""
+    """Check that the model is served. Raises Refusal if it is not."""
     if call.model != gateway.model and call.model not in gateway.model_names:
         names = ", ".join(gateway.model_names)
-        message = f"There is no such model here; there is: {names}."
+        message = f"Model not found: {call.model[:80]}; expected one of: {names}."
         raise Refusal(Kind.NOT_FOUND, "model_not_found", message, param="model")
 
 
@@ -64,25 +66,25 @@ async def prepare(
     identity: Identity,
     classes: Mapping[str, Retention] | None = None,
 ) -> Prepared:
-    """Tokens and contracts of a call, its cached content put before it.
+    """Return the tokens and contracts of a call, with its cached content put before it.
 
-    `classes`: retention classes of this call alone. Raises Refusal, and EngineUnavailable without
-    an engine.
+    `classes`: retention classes of this call only. Raises Refusal, and EngineUnavailable while
+    there is no engine.
     """
     held: set[str] = set()
     classes = dict(classes or {})
     prompts = []
     for prompt in call.prompts:
         if prompt.resource:
-            whole, retention = await expand(gateway, prompt, identity)
+            whole, retention = await expand_cached_content(gateway, prompt, identity)
             prompt = whole
             classes[retention.name] = retention
             held.add(retention.name)
         prompts.append(prompt)
     call = replace(call, prompts=tuple(prompts)) if held else call
     rendered = [await render(gateway, prompt) for prompt in prompts]
-    # After the last wait: what is counted now still holds when the call is admitted.
-    now = circumstances(gateway, identity.tenant.tenant_id)
+    # No await below: the counts read here are still valid when the call is admitted.
+    now = admission_context(gateway, identity.tenant.tenant_id)
     scope = scope_of(call, identity, now)
     contracts = [
         gateway.contracts.resolve(call, prompt, scope, classes, held) for prompt in rendered
@@ -95,18 +97,18 @@ async def prepare(
 
 
 def scope_of(call: Call, identity: Identity, now: AdmissionContext) -> CacheScope:
-    """Whose prefixes a call may read and write."""
+    """Return the scope whose prefixes a call may read and write."""
     namespace = namespace_of(identity, now.info.model_digest, now.template_digest, call.partition)
     tenant_id = identity.tenant.tenant_id
-    # What was agreed is the scope's; what a tenant sent before is its own, and nobody else's.
+    # Written prefixes belong to the shared scope's owner; a tenant's earlier prompts stay its own.
     owner_id = tenant_id if identity.scope is None else identity.scope.owner_id
     name = f"{tenant_id}/{identity.workspace}"
     origin = Origin(tenant_id, now.info.model_digest, now.template_digest)
     return CacheScope(namespace, owner_id, name, identity.policy.classes, origin)
 
 
-def circumstances(gateway: Context, tenant_id: int) -> AdmissionContext:
-    """What admission looks at. Raises EngineUnavailable while there is no engine."""
+def admission_context(gateway: Context, tenant_id: int) -> AdmissionContext:
+    """Return the state that admission checks. Raises EngineUnavailable while there is no engine."""
     info = gateway.engine.info
     if info is None or not gateway.engine.ready():
         raise EngineUnavailable("not_ready", "The engine is starting.", 2.0)
@@ -121,34 +123,35 @@ def circumstances(gateway: Context, tenant_id: int) -> AdmissionContext:
 
 
 async def render(gateway: Context, prompt: Prompt) -> Rendered:
-    """Tokens of a prompt; long ones in a thread, so that the loop keeps serving others."""
-    signs = len(prompt.text or "")
+    """Tokenize a prompt; a long one in a thread, so the event loop keeps serving."""
+    chars = len(prompt.text or "")
     for segment in prompt.segments:
-        signs += len(segment.text)
+        chars += len(segment.text)
         if segment.call is not None:
-            signs += len(segment.call.arguments)
+            chars += len(segment.call.arguments)
     for tool in prompt.tools:
-        signs += len(tool.description) + len(tool.parameters)
-    _check_signs(gateway, signs, prompt)
-    if INLINE_SIGNS_MAX < signs <= KNOWN_SIGNS_MAX and prompt.segments and not prompt.tools:
-        signs = gateway.renderer.uncached_chars(prompt)
-    if signs <= INLINE_SIGNS_MAX and not prompt.tools:
+        chars += len(tool.description) + len(tool.parameters)
+    _check_size(gateway, chars, prompt)
+    if INLINE_CHARS_MAX < chars <= CACHED_CHARS_MAX and prompt.segments and not prompt.tools:
+        chars = gateway.renderer.uncached_chars(prompt)
+    if chars <= INLINE_CHARS_MAX and not prompt.tools:
         return gateway.renderer.render(prompt)
     return await asyncio.to_thread(gateway.renderer.render, prompt)
 
 
-def _check_signs(gateway: Context, signs: int, prompt: Prompt) -> None:
-    """Refuse what cannot fit, however it is tokenized: counting 9 MB of words takes half a minute.
+def _check_size(gateway: Context, chars: int, prompt: Prompt) -> None:
+    """Refuse a prompt that cannot fit however it is tokenized: tokenizing 9 MB takes half a minute.
 
-    A token stands for at most as many signs as the longest has bytes; normalizing may join a few.
+    A token stands for at most as many characters as the longest token has bytes; normalization may
+    join a few characters into one.
     """
     info = gateway.engine.info
     if info is None:
         return
-    signs_max = info.context_tokens * gateway.token_bytes_max * JOINED_SIGNS_MAX
-    if signs > signs_max:
+    chars_max = info.context_tokens * gateway.token_bytes_max * JOINED_CHARS_MAX
+    if chars > chars_max:
         message = (
             f"The request is too long: this model's context is {info.context_tokens} tokens, which"
-            f" never hold more than {signs_max} characters, and the prompt has {signs}."
+            f" hold at most {chars_max} characters, and the prompt has {chars}."
         )
         raise Refusal(Kind.BAD, "context_length_exceeded", message, param=prompt.field)

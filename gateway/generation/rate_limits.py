@@ -1,7 +1,8 @@
-"""A call's place in its tenant's limits: what it may come to, what came of it, and the headers.
+"""Rate limits of a call: its estimated and its actual demand, and the headers that report limits.
 
-`tenancy.limits` counts; here tokens are estimated, by a live look into the cache where a limit is
-near, and what is left is said as each dialect's clients read it. It knows no HTTP; `answer` calls.
+`tenancy.limits` keeps the counters. This module estimates tokens (with a look into the cache if a
+limit is near) and writes the remaining limits as the clients of each dialect expect them. It knows
+no HTTP; `gateway.generation.generation` calls it.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from gateway.errors import Kind, Refusal
 from tenancy.errors import LimitExceeded
 from tenancy.limits import Demand, LimitState, Meter
 
-NOTHING = Demand(0, 0)
+NO_DEMAND = Demand(0, 0)
 
 
-def most(
+def upper_bound(
     prompt_tokens: int, generation: GenerationParameters, prompts: int, default: int
 ) -> Demand:
-    """What a call may come to, before anything is known of the cache. `default`: how long an answer
-    may be that nobody limits."""
+    """Return the most that a call may use, before anything is known about the cache. `default`: the
+    output tokens of a call that sets no limit."""
     longest = default if generation.max_tokens is None else generation.max_tokens
     return Demand(prompt_tokens, longest * generation.samples * prompts)
 
@@ -33,15 +34,15 @@ def most(
 async def cached_tokens(
     engine: Engine, namespace: bytes, prompts: Sequence[tuple[int, ...]]
 ) -> int:
-    """How many tokens of these prompts the cache has now. Raises EngineUnavailable."""
-    if len(prompts) == 1:  # nearly always: no tasks
+    """Return how many tokens of the prompts are cached now. Raises EngineUnavailable."""
+    if len(prompts) == 1:  # the usual case: no tasks
         return (await engine.peek(namespace, prompts[0])).cached_tokens
     found = await asyncio.gather(*(engine.peek(namespace, tokens) for tokens in prompts))
     return sum(peeked.cached_tokens for peeked in found)
 
 
 def estimate(requests: Sequence[Request], cached: int) -> Demand:
-    """The most that these can come to, if what was seen in the cache is still there."""
+    """Return the most that these requests may use if `cached` tokens stay cached."""
     computed = output = 0
     for request in requests:
         computed += len(request.tokens)
@@ -51,19 +52,19 @@ def estimate(requests: Sequence[Request], cached: int) -> Demand:
     return Demand(max(0, computed - cached), output)
 
 
-def truth(usage: UsageRecord) -> Demand:
-    """What was computed: by the engine's count, not by the contract's."""
+def actual_usage(usage: UsageRecord) -> Demand:
+    """Return the computed tokens of a finished call, by the engine's count."""
     return Demand(max(0, usage.total_in - usage.physical_cached), usage.out)
 
 
 def refusal_of(error: LimitExceeded) -> Refusal:
-    """Without a time to come back it can never fit."""
+    """Return the refusal of a limit; without a retry time the request can never fit."""
     code = "rate_limit_exceeded" if error.retry_after_s is not None else error.code
     return Refusal(Kind.RATE, code, error.message, retry_after_s=error.retry_after_s)
 
 
 def limit_headers(dialect: str, states: Mapping[Meter, LimitState], now_ms: int) -> dict[str, str]:
-    """What is left, as the clients of a dialect read it; Google's have no such headers."""
+    """Return the remaining limits as headers of a dialect; Gemini has no such headers."""
     if dialect.startswith("openai"):
         return _openai(states)
     if dialect.startswith("anthropic"):
@@ -79,7 +80,7 @@ _REQUESTS_NAMES, _TOKENS_NAMES = (
 
 
 def _openai(states: Mapping[Meter, LimitState]) -> dict[str, str]:
-    """Requests and tokens; where only one side of the tokens is limited, that side."""
+    """Return the request and token headers; the tighter limit if only one token kind is limited."""
     of_tokens: LimitState | None = None
     for meter in _TOKENS:
         state = states.get(meter)
@@ -96,7 +97,7 @@ def _openai(states: Mapping[Meter, LimitState]) -> dict[str, str]:
 
 
 def _anthropic(states: Mapping[Meter, LimitState], now_ms: int) -> dict[str, str]:
-    """All four, and when the whole limit is there again as an instant."""
+    """Return all limits; the reset is the instant at which the full limit is available again."""
     headers = {}
     for meter, state in states.items():
         name = f"Anthropic-RateLimit-{meter.replace('_', '-').title()}"
@@ -108,7 +109,7 @@ def _anthropic(states: Mapping[Meter, LimitState], now_ms: int) -> dict[str, str
 
 
 def _duration(seconds: float) -> str:
-    """As in 1m12.5s or 500ms, rounded up."""
+    """Format a duration, rounded up, as 1m12.5s or 500ms."""
     ms = math.ceil(seconds * 1000)
     if ms < 1000:
         return f"{ms}ms"

@@ -1,6 +1,7 @@
-"""What an answer's usage comes to: by contract, or by what the engine found.
+"""Compute the usage of an answer: by contract, or by the tokens that the engine found.
 
-`stream` tells it what happens to each prompt; what it says goes to the dialect and to the ledger.
+`gateway.generation.output_stream` reports each prompt's events here; the results go to the dialect
+and to the ledger.
 """
 
 from __future__ import annotations
@@ -14,25 +15,25 @@ from gateway.caching import Contract
 from gateway.dialects.canonical import Diagnosis, UsageRecord
 
 
-class Accounting(Protocol):
-    """What one prompt's contract says of its usage: `gateway.retention.Contract`, or `PLAIN`."""
+class UsageAccounting(Protocol):
+    """The accounting of one prompt: `gateway.caching.Contract`, or `PHYSICAL_ACCOUNTING`."""
 
     @property
     def diagnosis(self) -> Diagnosis | None:
-        """Where the prompt left an earlier one."""
+        """Where the prompt diverges from an earlier one."""
 
     def begin(self, cached_tokens: int, grants: Sequence[LeaseGrant]) -> object:
-        """The engine has found this much and granted that."""
+        """The engine started: it found `cached_tokens` and granted `grants`."""
 
     def written(self) -> None:
-        """The prompt is computed: its first token is out, or it is over."""
+        """The prompt is computed: its first token is out, or the request is over."""
 
     def record(self, usage: Usage) -> UsageRecord:
-        """What is reported and billed."""
+        """Return the usage that is reported and billed."""
 
 
-class _Plain:
-    """Plain prefix caching: what was found is what was read."""
+class _PhysicalAccounting:
+    """Plain prefix caching: the tokens found are the tokens read."""
 
     diagnosis = None
 
@@ -53,15 +54,15 @@ class _Plain:
         )
 
 
-PLAIN = _Plain()
+PHYSICAL_ACCOUNTING = _PhysicalAccounting()
 
 _NO_OUTPUT = Usage()
 CACHE_HEADER = "X-Trunkline-Cache"
-"""Tokens read and written by contract, computed, and found; and why not more was read."""
+"""Header with the tokens read and written by contract, computed and found, and a miss cause."""
 
 
-def added(records: Sequence[UsageRecord]) -> UsageRecord:
-    """The usage of a call with several prompts."""
+def sum_usage(records: Sequence[UsageRecord]) -> UsageRecord:
+    """Return the total usage of a call with several prompts."""
     if len(records) == 1:
         return records[0]
     read: Counter[str] = Counter()
@@ -81,10 +82,13 @@ def added(records: Sequence[UsageRecord]) -> UsageRecord:
 
 
 def cache_header(contracts: Sequence[Contract]) -> str:
-    """Tokens read and written by contract, computed, and found; what was promised in part or not at
-    all, and what bounds it; why not more was read, and the segment of the first token that was not
-    there."""
-    record = added([contract.record(_NO_OUTPUT) for contract in contracts])
+    """Return the value of the cache header.
+
+    It has the tokens read and written by contract, computed and found; the first lease that was not
+    fully granted, with its bound; and the cause of a miss with the segment of the first token that
+    was not found.
+    """
+    record = sum_usage([contract.record(_NO_OUTPUT) for contract in contracts])
     text = (
         f"read={record.read_tokens()}; write={record.write_tokens()}; fresh={record.fresh};"
         f" physical={record.physical_cached}"

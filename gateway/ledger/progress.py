@@ -38,7 +38,7 @@ class Source(Protocol):
     @property
     def tokens_seen(self) -> int: ...
 
-    def usage_passed_on(self) -> UsageRecord:
+    def delivered_usage(self) -> UsageRecord:
         """Of what its deltas have said in full."""
 
 
@@ -155,7 +155,7 @@ class StreamProgress:
         """Remember what has been written, and at which byte it ends."""
         if self.is_behind or self._source.tokens_seen == self._seen:
             return
-        usage = self._source.usage_passed_on()
+        usage = self._source.delivered_usage()
         if usage.out > self._marked:
             self._seen = self._source.tokens_seen
             self._marked, self._due_at = usage.out, self._seen + NOTE_TOKENS

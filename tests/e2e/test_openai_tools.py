@@ -407,7 +407,7 @@ async def test_counts_answers_that_violate_their_format(
     gateway: GatewayFixture, client: AsyncOpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Constrained decoding should leave none, so each finished text is checked."""
-    monkeypatch.setattr("gateway.generation.output_parser.satisfies", lambda text, wanted: False)
+    monkeypatch.setattr("gateway.generation.choice.satisfies", lambda text, wanted: False)
     gateway.say('{"x":3}')
     await client.chat.completions.create(
         model=gateway.model, messages=[HELLO], response_format={"type": "json_object"}

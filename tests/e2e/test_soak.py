@@ -12,7 +12,7 @@ from pathlib import Path
 from engine.client.client import RequestStream
 from gateway.caching import Contract
 from gateway.generation.generation import Generation
-from gateway.generation.idempotency import NamedRequest
+from gateway.generation.idempotency import IdempotentRequest
 from gateway.generation.output_stream import OutputStream
 from gateway.ledger.metering import LedgerReservation
 from tenancy.accounting.audit import check_books
@@ -28,7 +28,7 @@ OF_A_REQUEST = (
         Generation,
         OutputStream,
         Contract,
-        NamedRequest,
+        IdempotentRequest,
         RequestStream,
         Reservation,
     ),

@@ -379,7 +379,7 @@ async def test_another_tenants_is_as_if_it_were_not_there(gateway: GatewayFixtur
         ({"ttl": None, "expireTime": "2001-01-01T00:00:00Z"}, "future"),
         ({"contents": [], "systemInstruction": None}, "nothing to cache"),
         ({"model": ""}, "model"),
-        ({"model": "models/other"}, "no such model"),
+        ({"model": "models/other"}, "Model not found"),
         ({"displayName": "x" * 129}, "display"),
     ],
 )

@@ -101,7 +101,7 @@ def test_prompt_and_answer_that_fill_the_context_are_admitted_and_one_more_is_no
 
     assert request.max_tokens == 10
     assert refusal.code == "context_length_exceeded"
-    assert "55 prompt tokens and up to 10 of the answer make 65" in refusal.message
+    assert "55 prompt tokens and 10 output tokens make 65" in refusal.message
     assert "64" in refusal.message
 
 
@@ -145,7 +145,9 @@ def test_token_ids_outside_the_vocabulary_never_reach_the_engine(
 def test_too_many_choices_are_refused_before_anything_is_allocated() -> None:
     """D3: the configured limit, by the name the client used, and the product with prompts."""
     assert refused(choices=5, samples=5).param == "n"
-    assert refused(choices=5, samples=5, choices_field="count").message.startswith("count: at most")
+    assert refused(choices=5, samples=5, choices_field="count").message.startswith(
+        "count: 5; expected at most"
+    )
     assert refused(choices=1, samples=5).param == "best_of"
     assert refused(choices=4, samples=4, prompts=33).param == "prompt"
 

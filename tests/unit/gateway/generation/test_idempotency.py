@@ -15,7 +15,7 @@ import pytest
 
 from gateway.background.erasure import ErasureTarget, erase
 from gateway.config import IdempotencyConfig
-from gateway.generation.idempotency import HOUR_MS, NAME_SIGNS_MAX, NamedRequest
+from gateway.generation.idempotency import HOUR_MS, KEY_CHARS_MAX, IdempotentRequest
 from gateway.ledger.metering import wall_ms
 from tenancy.accounts.keys import create_key
 from tenancy.accounts.tenants import change_tenant, set_status
@@ -162,7 +162,7 @@ async def test_a_name_is_its_tenants_own(gateway: GatewayFixture) -> None:
     assert endings(gateway) == ["done", "done"]
 
 
-@pytest.mark.parametrize("name", ["", "a" * (NAME_SIGNS_MAX + 1), "schl\u00fcssel", "a\tb"])
+@pytest.mark.parametrize("name", ["", "a" * (KEY_CHARS_MAX + 1), "schl\u00fcssel", "a\tb"])
 async def test_what_is_no_name_is_refused(gateway: GatewayFixture, name: str) -> None:
     """Before anything runs, with what would be one."""
     raw = gateway.post(CHAT, json.dumps(gateway.chat()).encode(), f"Idempotency-Key: {name}")
@@ -420,7 +420,7 @@ def test_an_answer_on_its_way_holds_little(unopened_gateway: GatewayFixture) -> 
     try:
         before, _ = tracemalloc.get_traced_memory()
         open_ones = [
-            NamedRequest(1, Claim("n", b"", 9), unopened_gateway.config.idempotency)
+            IdempotentRequest(1, Claim("n", b"", 9), unopened_gateway.config.idempotency)
             for _ in range(10)
         ]
         for one in open_ones:
@@ -429,7 +429,7 @@ def test_an_answer_on_its_way_holds_little(unopened_gateway: GatewayFixture) -> 
         held = tracemalloc.get_traced_memory()[0] - before
     finally:
         tracemalloc.stop()
-    answer = open_ones[0].keeping({}, 0).answer
+    answer = open_ones[0].to_store({}, 0).answer
 
     assert held < 10 * 48_000
     assert answer is not None

@@ -12,8 +12,8 @@ from gateway.generation import preparation
 from gateway.prompt import Renderer
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 
-LONG = "word " * (preparation.INLINE_SIGNS_MAX // 4)
-VERY_LONG = "word " * (preparation.KNOWN_SIGNS_MAX // 4)
+LONG = "word " * (preparation.INLINE_CHARS_MAX // 4)
+VERY_LONG = "word " * (preparation.CACHED_CHARS_MAX // 4)
 TOOL = {"name": "f", "input_schema": {"type": "object", "properties": {}}}
 
 
@@ -34,7 +34,7 @@ def watched(unopened_gateway: GatewayFixture) -> GatewayFixture:
     """A gateway with such a renderer, not opened yet."""
     unopened_gateway.renderer = renderer = WatchedRenderer(unopened_gateway.card)
     renderer.loop_thread, renderer.seen = threading.get_ident(), []
-    unopened_gateway.context_tokens = preparation.KNOWN_SIGNS_MAX
+    unopened_gateway.context_tokens = preparation.CACHED_CHARS_MAX
     return unopened_gateway
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from engine.api import Usage
 from gateway.dialects.canonical import UsageRecord
-from gateway.generation.usage import PLAIN, added
+from gateway.generation.usage import PHYSICAL_ACCOUNTING, sum_usage
 
 
 def test_plain_caching_reads_what_was_found() -> None:
     """Nothing was promised, so nothing was written."""
-    record = PLAIN.record(Usage(prompt_tokens=10, cached_tokens=4, output_tokens=3))
+    record = PHYSICAL_ACCOUNTING.record(Usage(prompt_tokens=10, cached_tokens=4, output_tokens=3))
 
     assert record == UsageRecord(10, {"best_effort": 4}, {}, 6, 3, 4)
 
@@ -19,7 +19,7 @@ def test_prompts_of_one_call_are_added_class_by_class() -> None:
     one = UsageRecord(10, {"5m": 4}, {"1h": 2}, 4, 3, 4, 1)
     two = UsageRecord(20, {"5m": 1, "best_effort": 9}, {}, 10, 2, 9, 0)
 
-    both = added([one, two])
+    both = sum_usage([one, two])
 
     assert both == UsageRecord(30, {"5m": 5, "best_effort": 9}, {"1h": 2}, 14, 5, 13, 1)
     assert both.total_in == both.read_tokens() + both.write_tokens() + both.fresh

@@ -51,7 +51,7 @@ class Engine:
         self.tokens_seen = 0
         self.passed_on = 0
 
-    def usage_passed_on(self) -> UsageRecord:
+    def delivered_usage(self) -> UsageRecord:
         if not self.passed_on:
             return UsageRecord(0)
         return UsageRecord(PROMPT, fresh=PROMPT, out=self.passed_on)

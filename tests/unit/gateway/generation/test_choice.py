@@ -15,7 +15,7 @@ from gateway.dialects.canonical import (
     Tool,
     ToolChoice,
 )
-from gateway.generation.output_parser import OutputParser, call_ids
+from gateway.generation.choice import OutputParser, call_id_generator
 from gateway.prompt import Renderer
 
 CALL = '<tool_call>\n{"name": "get", "arguments": {"a": 1}}\n</tool_call>'
@@ -99,7 +99,7 @@ def test_a_finished_text_is_looked_at(
     renderer: Renderer, text: str, prompt: Prompt, is_as_asked: bool
 ) -> None:
     """A call is not held to the format of text."""
-    assert check(renderer, text, prompt)[1].is_as_asked() is is_as_asked
+    assert check(renderer, text, prompt)[1].satisfies_format() is is_as_asked
 
 
 def test_ids_of_calls_are_the_requests_own() -> None:
@@ -108,10 +108,10 @@ def test_ids_of_calls_are_the_requests_own() -> None:
         (request, index, number): call_id
         for request in ("a", "b")
         for index in (0, 1)
-        for make in [call_ids(request, index)]
+        for make in [call_id_generator(request, index)]
         for number, call_id in enumerate((make(), make()))
     }
 
     assert len(set(ids.values())) == len(ids) == 8
     assert all(len(i) == 29 and i.startswith("call_") for i in ids.values())
-    assert call_ids("a", 0)() == ids["a", 0, 0]
+    assert call_id_generator("a", 0)() == ids["a", 0, 0]

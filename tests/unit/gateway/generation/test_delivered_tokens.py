@@ -72,7 +72,7 @@ class Streamed:
 
     @property
     def passed_on(self) -> int:
-        return self.answer.usage_passed_on().out
+        return self.answer.delivered_usage().out
 
 
 @given(
@@ -107,9 +107,9 @@ def test_what_counts_has_left_and_what_is_held_does_not(
 async def test_prompts_count_with_their_first_token(renderer: Renderer) -> None:
     """Before that nothing of them has been delivered; each of several by itself."""
     streamed = await Streamed(renderer, GenerationParameters(), Prompt(), Prompt()).start()
-    none = streamed.answer.usage_passed_on()
+    none = streamed.answer.delivered_usage()
     await streamed.token(3 + ord("a"), prompt=1)
-    one = streamed.answer.usage_passed_on()
+    one = streamed.answer.delivered_usage()
 
     assert (none.total_in, none.out) == (0, 0)
     assert (one.total_in, one.physical_cached, one.out) == (5, 1, 1)
@@ -119,7 +119,7 @@ async def test_a_token_without_text_counts_with_the_next(renderer: Renderer) -> 
     """Nothing has been delivered by it alone, and so nothing of its prompt."""
     streamed = await Streamed(renderer, GenerationParameters(), Prompt()).start()
     await streamed.token(SILENT)
-    silent = streamed.answer.usage_passed_on()
+    silent = streamed.answer.delivered_usage()
     await streamed.say("a")
 
     assert (streamed.text, silent.total_in) == ("a", 0)
