@@ -33,7 +33,7 @@ from gateway.api.routes import SHAPES
 from gateway.background.config_reload import declare, reload
 from gateway.background.reconciliation import Reconciler
 from gateway.background.storage_metering import StorageWatch
-from gateway.caching import Contracts
+from gateway.caching import ContractManager
 from gateway.config import Config, ConfigError, parse_address
 from gateway.context import Context, Log
 from gateway.engine_supervisor import EngineSupervisor
@@ -106,7 +106,7 @@ class Gateway:
             limiter=Limiter(clock),
             telemetry=Metrics(config.tenancy.tenants_as_labels_max),
             renderer=renderer,
-            contracts=Contracts(
+            contracts=ContractManager(
                 config.caching,
                 clock,
                 lambda namespace: engine.losses.of(namespace),

@@ -17,7 +17,7 @@ from engine.client.client import Engine
 from gateway.analytics.block_churn import BlockChurn
 from gateway.analytics.interface import AnalyticsClient
 from gateway.analytics.tenant_usage import Holders
-from gateway.caching import Contracts
+from gateway.caching import ContractManager
 from gateway.config import Config
 from gateway.ledger.interface import LedgerClient
 from gateway.ledger.progress import ProgressJournal
@@ -77,7 +77,7 @@ class Context:
     limiter: Limiter
     telemetry: Metrics
     renderer: Renderer
-    contracts: Contracts
+    contracts: ContractManager
     analytics: AnalyticsClient
     model: str
     clock: Clock

@@ -1,8 +1,8 @@
-"""What a caching contract is made of: retention classes and profiles, as settings.
+"""Settings of caching contracts: retention classes and cache profiles.
 
-A retention class says how long a prefix is promised and when it may no longer be matched; a profile
-says how a dialect's answers count what was read. Dialects name classes, `gateway.retention` applies
-both. It knows no dialect and no engine state.
+A retention class says how long a prefix is promised and when it may no longer be matched. A cache
+profile says how a dialect's answers count reads. Dialects name classes; `gateway.caching` applies
+both. The module knows no dialect and no engine state.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from tenancy.pricing.charges import ANY, RateCard
 from tenancy.reuse.advice import Kept
 
 RESOURCE = "resource"
-"""What cached contents are held in: of their own expiry, and not to be asked for by name."""
+"""The class of cached contents: it expires with its content and cannot be requested by name."""
 
 BEST_EFFORT = "best_effort"
-"""What is held without a promise, where storage is counted by class."""
+"""The class of blocks that are kept without a promise, where storage is counted by class."""
 
 Seconds = Annotated[float, Meta(ge=0, le=366 * 86_400)]
 
 
 class RetentionClass(Struct, frozen=True, forbid_unknown_fields=True):
-    """A row of the table of classes; see `engine.api.Retention` for what the fields mean."""
+    """A retention class; see `engine.api.Retention` for the meaning of the fields."""
 
     promise_s: Seconds = 0.0
     limit_s: Seconds | None = None
@@ -36,7 +36,7 @@ class RetentionClass(Struct, frozen=True, forbid_unknown_fields=True):
     pinned: bool = False
 
     def retention(self, name: str) -> Retention:
-        """In the engine's terms."""
+        """Return the engine's form of this class."""
         return Retention(
             name, self.promise_s, self.limit_s, self.clock, self.renewed_on_read, self.pinned
         )
@@ -45,10 +45,10 @@ class RetentionClass(Struct, frozen=True, forbid_unknown_fields=True):
 class CacheProfile(Struct, frozen=True, forbid_unknown_fields=True):
     """How one dialect's answers count.
 
-    `lookup`: what is read where a call does not say: "longest" whatever is there, "written" what an
-    earlier call wrote at a breakpoint. `min_tokens`: shorter prefixes are neither read nor written.
-    `granularity`: what was read is reported in multiples of it. `reports_writes`: false folds
-    writes into the tokens that were simply computed.
+    `lookup`: what a call without its own setting reads: "longest": everything cached; "written":
+    prefixes that an earlier call wrote at a breakpoint. `min_tokens`: shorter prefixes are neither
+    read nor written. `granularity`: reads are reported in multiples of it. `reports_writes`: false
+    counts writes as computed tokens.
     """
 
     lookup: Literal["longest", "written"] = "longest"
@@ -58,7 +58,7 @@ class CacheProfile(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def default_classes() -> dict[str, RetentionClass]:
-    """The hosted APIs' classes: Anthropic's two, OpenAI's two promises and two limits."""
+    """Return the hosted APIs' classes: Anthropic's two, OpenAI's two promises and two limits."""
     return {
         "5m": RetentionClass(300, 300, "request_start"),
         "1h": RetentionClass(3_600, 3_600, "request_start"),
@@ -70,7 +70,7 @@ def default_classes() -> dict[str, RetentionClass]:
 
 
 def default_profiles() -> dict[str, CacheProfile]:
-    """Token-exact reporting and no minimum: what is read is what is said."""
+    """Return profiles with token-exact reporting and no minimum."""
     return {
         "openai": CacheProfile(),
         "anthropic": CacheProfile(lookup="written"),
@@ -82,13 +82,13 @@ _CLASSES, _PROFILES = default_classes(), default_profiles()
 
 
 class CachingConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """`classes` and `profiles` given in a file are added to the built-in ones, or replace them.
+    """Caching settings. `classes` and `profiles` extend or replace the built-in ones.
 
-    `honour_broken_promises`: a prefix that was promised and lost is still billed as read, and what
-    it cost to compute again is the operator's. `entries_max`: written prefixes remembered;
-    `entries_per_tenant_max`: of one tenant. `fingerprints_max` and `fingerprint_life_s`: prompts
-    remembered (as digests) to explain the misses of later ones. `resources_per_tenant_max`,
-    `resource_bytes_per_tenant_max`: cached contents kept at once, and the size of what is stored.
+    `honour_broken_promises`: a promised prefix that was lost is still billed as read; the operator
+    pays for the recomputation. `entries_max`: written prefixes indexed; `entries_per_tenant_max`:
+    of one tenant. `fingerprints_max` and `fingerprint_life_s`: prompts kept (as digests) to explain
+    misses of later ones. `resources_per_tenant_max`, `resource_bytes_per_tenant_max`: number and
+    total size of a tenant's cached contents.
     """
 
     classes: dict[str, RetentionClass] = {}
@@ -102,11 +102,11 @@ class CachingConfig(Struct, frozen=True, forbid_unknown_fields=True):
     resource_bytes_per_tenant_max: Annotated[int, Meta(ge=0, le=2**40)] = 256 * 2**20
 
     def all_classes(self) -> dict[str, RetentionClass]:
-        """By name."""
+        """Return all classes by name."""
         return {**default_classes(), **self.classes}
 
     def kept(self) -> dict[str, Kept]:
-        """For how long each class keeps what is not used again, and what its storage counts as."""
+        """Return how long each class keeps unused blocks, and the class of their storage."""
         return {
             name: Kept(
                 terms.promise_s if terms.limit_s is None else terms.limit_s,
@@ -116,13 +116,14 @@ class CachingConfig(Struct, frozen=True, forbid_unknown_fields=True):
         }
 
     def check_classes(self, names: Iterable[str]) -> None:
-        """Raises BadName for one that is no class here: a slip of the pen would promise nothing,
-        without a word."""
+        """Check class names. Raises BadName for an unknown class: a typo would silently promise
+        nothing."""
         if message := self._unknown(names, ()):
             raise BadName("retention_unknown", message)
 
     def check_card(self, card: RateCard) -> None:
-        """Raises BadPrice for a price of a class that there is not: nobody would pay it."""
+        """Check a rate card. Raises BadPrice for a price of an unknown class: no usage would match
+        it."""
         message = self._unknown(card.cache_write, (ANY, RESOURCE))
         message = message or self._unknown(card.storage, (ANY, RESOURCE, BEST_EFFORT))
         if message:
@@ -132,14 +133,14 @@ class CachingConfig(Struct, frozen=True, forbid_unknown_fields=True):
         known = sorted({*self.all_classes(), *more})
         for name in names:
             if name not in known:
-                return f"there is no retention class {name[:80]!r} (there are: {', '.join(known)})"
+                return f"unknown retention class {name[:80]!r}; expected one of: {', '.join(known)}"
         return ""
 
     def retention(self, name: str) -> Retention | None:
-        """The class of that name."""
+        """Return the class of that name, or None."""
         found = self.classes.get(name) or _CLASSES.get(name)
         return None if found is None else found.retention(name)
 
     def profile(self, name: str) -> CacheProfile:
-        """The profile of that name; dialects name only built-in ones."""
+        """Return the profile of that name; dialects name only built-in profiles."""
         return self.profiles.get(name) or _PROFILES[name]

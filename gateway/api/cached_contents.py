@@ -296,7 +296,7 @@ async def _let_go(gateway: Context, made: Prepared) -> None:
     space, book = made.scope.namespace, gateway.contracts.entries
     for lease in made.contracts[0].leases:
         key = (space, bytes.fromhex(lease.lease_id))
-        if book.give_up(key, RESOURCE, gateway.clock()):
+        if book.end_class(key, RESOURCE, gateway.clock()):
             await gateway.engine.erase(space, lease_id=lease.lease_id)
 
 

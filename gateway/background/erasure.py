@@ -15,7 +15,7 @@ from typing import Any
 from msgspec import Struct
 
 from engine.api import Namespace, NamespaceStats
-from gateway.caching.namespaces import SHARED, namespaces_of, whose_is
+from gateway.caching.namespaces import SHARED_SCOPE_PREFIX, namespaces_of, tenant_and_workspace_of
 from gateway.caching.prefix_index import IndexedPrefix, PrefixIndex
 from gateway.context import Context
 from gateway.errors import Kind, Refusal
@@ -46,13 +46,13 @@ class ErasureTarget(Struct, frozen=True):
             return f"lease {self.lease_id}"
         if self.workspace is None:
             return "all"
-        if self.workspace.startswith(SHARED):
-            return f"shared scope {self.workspace.removeprefix(SHARED)}"
+        if self.workspace.startswith(SHARED_SCOPE_PREFIX):
+            return f"shared scope {self.workspace.removeprefix(SHARED_SCOPE_PREFIX)}"
         return f"workspace {self.workspace}"
 
     def covers(self, namespace: Namespace) -> bool:
         """Is this one of the namespaces that are meant?"""
-        whose = whose_is(namespace)
+        whose = tenant_and_workspace_of(namespace)
         return whose is not None and (
             whose[0] == self.tenant_id and self.workspace in (None, whose[1])
         )
@@ -68,7 +68,7 @@ class Holding(Struct, frozen=True):
     @property
     def scope_id(self) -> int | None:
         """Of the shared scope that it is, if it is one; the tenant is then its owner."""
-        number = self.workspace.removeprefix(SHARED)
+        number = self.workspace.removeprefix(SHARED_SCOPE_PREFIX)
         return int(number) if number != self.workspace else None
 
     def shown(self, scopes: Mapping[int, str]) -> dict[str, str | None]:
@@ -80,14 +80,14 @@ class Holding(Struct, frozen=True):
 
 def of_scope(scope: ScopeRecord, key_id: int, lease_id: str | None = None) -> ErasureTarget:
     """All of a shared scope, or a lease in it."""
-    return ErasureTarget(scope.owner_id, key_id, f"{SHARED}{scope.scope_id}", lease_id)
+    return ErasureTarget(scope.owner_id, key_id, f"{SHARED_SCOPE_PREFIX}{scope.scope_id}", lease_id)
 
 
 def holdings(namespaces: Iterable[NamespaceStats], tenant_id: int | None = None) -> list[Holding]:
     """What is held, by whom; of one tenant alone, if it is given. O(namespaces), at 1 us each, or
     0.1 us for those of others than the tenant."""
     found = namespaces_of(namespaces, tenant_id)
-    pairs = ((whose_is(one.namespace), one) for one in found)
+    pairs = ((tenant_and_workspace_of(one.namespace), one) for one in found)
     return [Holding(*whose, one) for whose, one in pairs if whose is not None]
 
 
@@ -98,7 +98,7 @@ def entries_of(
     these the latest. O(its entries), or of these until there are as many."""
     now_s = gateway.clock()
     mine = ErasureTarget(tenant_id, 0, workspace)
-    owned = reversed(gateway.contracts.entries.owned(tenant_id))
+    owned = reversed(gateway.contracts.entries.owned_by(tenant_id))
     live = (entry for entry in owned if entry.is_live(now_s) and mine.covers(entry.key[0]))
     return list(islice(live, most))[::-1]
 
@@ -141,7 +141,7 @@ async def forget_removed(gateway: Context) -> None:
     there = await scope_names(gateway)
     for one in held:
         if one.scope_id not in there:
-            gateway.contracts.entries.forget(one.stats.namespace)
+            gateway.contracts.entries.erase_namespace(one.stats.namespace)
             await gateway.engine.erase(one.stats.namespace)
 
 
@@ -162,7 +162,7 @@ async def _erase(gateway: Context, target: ErasureTarget) -> Receipt:
     await gateway.engine.get_stats()
     book = gateway.contracts.entries
     held = {one.namespace for one in gateway.engine.namespaces}
-    agreed = {entry.key[0] for entry in book.owned(target.tenant_id)}
+    agreed = {entry.key[0] for entry in book.owned_by(target.tenant_id)}
     names = sorted(filter(target.covers, held | agreed))
     # First the books: what is billed as a read has to be there to be read.
     forgotten = _forget(book, names, target.lease_id)
@@ -194,9 +194,9 @@ async def _erase(gateway: Context, target: ErasureTarget) -> Receipt:
 def _forget(book: PrefixIndex, names: Sequence[Namespace], lease_id: str | None) -> int:
     """In the books: how many entries."""
     if lease_id is None:
-        return sum(map(book.forget, names))
+        return sum(map(book.erase_namespace, names))
     digest = _digest(lease_id)
-    return sum(book.drop((name, digest)) for name in names)
+    return sum(book.erase((name, digest)) for name in names)
 
 
 async def _erase_all(gateway: Context, names: Sequence[Namespace], lease_id: str | None) -> int:

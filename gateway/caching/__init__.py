@@ -1,9 +1,10 @@
-"""Caching contracts: what a dialect's rules say was read and written, beside what physically was.
+"""Caching contracts: prefixes read and written by a dialect's rules, beside what was cached.
 
-`Contracts` is the door: it resolves a call before it runs and accounts for it afterwards.
+`ContractManager` is the entry point: it resolves a call before it runs and accounts for it
+afterwards.
 """
 
-from gateway.caching.contract import CacheScope, Contract, Contracts
-from gateway.caching.prefix_index import Origin
+from gateway.caching.contract import CacheScope, Contract, ContractManager
+from gateway.caching.prefix_index import PrefixOrigin
 
-__all__ = ["CacheScope", "Contract", "Contracts", "Origin"]
+__all__ = ["CacheScope", "Contract", "ContractManager", "PrefixOrigin"]

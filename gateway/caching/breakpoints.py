@@ -1,8 +1,8 @@
-"""Where a call's breakpoints look for written prefixes, and where they write.
+"""Compute where a call's breakpoints look up written prefixes, and where they write.
 
-Pure arithmetic on boundaries in API order: which positions each breakpoint looks back to (runs of
-tool calls, and of their results, count as one), and which ends of messages are kept without being
-asked. `contract` calls it.
+Pure arithmetic on boundaries in API order: the positions that each breakpoint looks back to (a run
+of tool calls, or of their results, counts as one), and the message ends that are kept implicitly.
+`gateway.caching.contract` calls it.
 """
 
 from __future__ import annotations
@@ -14,63 +14,66 @@ from msgspec import Struct
 from engine.api import Retention
 from gateway.dialects.canonical import Boundary, CacheDirectives
 
-FIRST, LATEST = 2, 50
-"""Of a request's breakpoints these are looked up where they stand."""
+FIRST_BREAKPOINTS, LATEST_BREAKPOINTS = 2, 50
+"""The first and the latest breakpoints of a request that are looked up at their own position."""
 
 
-class Place(Struct, frozen=True):
-    """A length at which an entry may be found, or is to be written."""
+class LookupPosition(Struct, frozen=True):
+    """A prefix length, in tokens, at which a written prefix may be found."""
 
     tokens: int
 
 
-class WritePlace(Struct, frozen=True):
+class WritePosition(Struct, frozen=True):
     tokens: int
     retention: Retention
 
 
-class Look(Struct, frozen=True):
-    """`tries`: where entries may be, in no order. `writes`: ascending. `is_below`: there were
-    breakpoints, and all of them too near the beginning."""
+class BreakpointPlan(Struct, frozen=True):
+    """The positions of one call. `candidates`: prefix lengths to look up, ascending. `writes`:
+    ascending. `is_below`: the call has breakpoints, and all are shorter than the minimum."""
 
-    tries: tuple[Place, ...]
-    writes: tuple[WritePlace, ...] = ()
+    candidates: tuple[LookupPosition, ...]
+    writes: tuple[WritePosition, ...] = ()
     is_below: bool = False
 
 
-def positions(
+def plan_breakpoints(
     boundaries: Sequence[Boundary],
     ask: CacheDirectives,
     classes: Mapping[str, Retention],
     min_tokens: int,
-) -> Look:
-    """All of it. O(boundaries + written breakpoints * lookback)."""
+) -> BreakpointPlan:
+    """Compute all lookups and writes. O(boundaries + written breakpoints * lookback)."""
     marked = [place for place, mark in enumerate(boundaries) if mark.retention is not None]
     written = marked if ask.writes_max is None else marked[-ask.writes_max :]
     writes = {boundaries[place].tokens: boundaries[place].retention for place in written}
-    # What an earlier, shorter request wrote may stand at a breakpoint that is not written now.
-    tries = {boundaries[place].tokens for place in (*marked[:FIRST], *marked[-LATEST:])}
+    checked = (*marked[:FIRST_BREAKPOINTS], *marked[-LATEST_BREAKPOINTS:])
+    # An earlier, shorter request may have written at a breakpoint that this call does not write.
+    candidates = {boundaries[place].tokens for place in checked}
     for place in written:
-        tries |= _back(boundaries, place, ask.lookback)
+        candidates |= _look_back(boundaries, place, ask.lookback)
     if ask.implicit is not None:
         ends = _message_ends(boundaries)
         if ends:
             writes.setdefault(boundaries[ends[-1]].tokens, ask.implicit)
-            tries |= {boundaries[place].tokens for place in ends[-ask.lookback :]}
-            tries.add(boundaries[ends[0]].tokens)
-    return Look(
+            candidates |= {boundaries[place].tokens for place in ends[-ask.lookback :]}
+            candidates.add(boundaries[ends[0]].tokens)
+    return BreakpointPlan(
         is_below=bool(writes) and max(writes) < min_tokens,
-        tries=tuple(Place(tokens) for tokens in sorted(tries) if tokens >= min_tokens),
+        candidates=tuple(
+            LookupPosition(tokens) for tokens in sorted(candidates) if tokens >= min_tokens
+        ),
         writes=tuple(
-            WritePlace(tokens, classes[name])
+            WritePosition(tokens, classes[name])
             for tokens, name in sorted(writes.items())
             if name is not None and tokens >= min_tokens
         ),
     )
 
 
-def _back(boundaries: Sequence[Boundary], place: int, lookback: int) -> set[int]:
-    """The `lookback` positions that end with this one."""
+def _look_back(boundaries: Sequence[Boundary], place: int, lookback: int) -> set[int]:
+    """Return the token counts of the `lookback` positions that end with this one."""
     found: set[int] = set()
     seen = 0
     for at in range(place, -1, -1):
@@ -85,8 +88,8 @@ def _back(boundaries: Sequence[Boundary], place: int, lookback: int) -> set[int]
 
 
 def _message_ends(boundaries: Sequence[Boundary]) -> list[int]:
-    """Ends of user messages, of the last of a run of tool results, and of the developer or system
-    messages that a conversation begins with: what is kept of a call that names no breakpoint."""
+    """Return the boundaries that are kept if a call names no breakpoint: ends of user messages, of
+    the last of a run of tool results, and of the leading developer and system messages."""
     found = []
     for at, mark in enumerate(boundaries):
         after = boundaries[at + 1] if at + 1 < len(boundaries) else None

@@ -1,10 +1,10 @@
-"""Floors beside the pool that is there: what of them is kept, and what would fit.
+"""Check tenants' floors against the block pool: how much of each floor the engine guarantees.
 
-An engine guarantees floors together no more than `EngineInfo.floor_blocks_max`; what they ask for
-beyond it is cut. Whoever sets a floor by a gateway with an engine is refused what cannot be kept,
-with the number that can; whoever sets one elsewhere (a file, the command line, before there is an
-engine) is told in the log, by the listings and on the dashboard. Pure. It knows no HTTP; the admin
-API, and the command line for its list, call it.
+An engine guarantees floors of at most `EngineInfo.floor_blocks_max` blocks in total; floors above
+that are scaled down. A floor set through a gateway with an engine is refused if it does not fit,
+with the largest value that would fit. A floor set elsewhere (in a file, on the command line, before
+there is an engine) is reported in the log, in listings and on the dashboard. Pure; the module knows
+no HTTP. The admin API and the command line's list call it.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from tenancy.accounts.tenants import TenantRecord, floor_blocks_of
 def check_floor(
     tenants: Iterable[TenantRecord], name: str, floor_blocks: int, info: EngineInfo | None
 ) -> None:
-    """May this tenant, there or to be made, have such a floor beside those of others? One that is
-    not raised always may. O(tenants).
+    """Check that a tenant may have this floor beside those of others. A floor that is not raised is
+    always allowed. O(tenants).
 
-    Raises Refusal, which says how many blocks would fit.
+    Raises Refusal with the number of blocks that would fit.
     """
     others = before = 0
     for one in tenants:
@@ -36,22 +36,22 @@ def check_floor(
     raise Refusal(
         Kind.BAD,
         "floor_too_large",
-        f"floor_blocks: at most {most} (it is {floor_blocks}). The engine has {info.blocks} blocks;"
-        f" floors together may take {info.floor_blocks_max} of them, and others have {others}.",
+        f"floor_blocks: {floor_blocks}; expected at most {most}. The engine has {info.blocks}"
+        f" blocks; all floors may take {info.floor_blocks_max}, and other tenants have {others}.",
         param="floor_blocks",
     )
 
 
-def kept(tenants: Iterable[TenantRecord], floors_max: int | None) -> dict[str, int]:
-    """What is kept of each floor, by the tenant's name, where they ask for more than there is; {}
-    where they do not, or nobody knows. O(tenants)."""
+def guaranteed_floors(tenants: Iterable[TenantRecord], floors_max: int | None) -> dict[str, int]:
+    """Return the guaranteed part of each floor by tenant name, if floors are scaled down; {} if
+    they fit or `floors_max` is unknown. O(tenants)."""
     floors = {one.tenant.name: floor_blocks_of(one) for one in tenants}
     asked = sum(floors.values())
     if floors_max is None or asked <= floors_max:
         return {}
-    return {name: kept_of(floor, asked, floors_max) for name, floor in floors.items()}
+    return {name: guaranteed_blocks(floor, asked, floors_max) for name, floor in floors.items()}
 
 
-def kept_of(floor_blocks: int, asked: int, floors_max: int) -> int:
-    """What is kept of one floor where all together ask for so many blocks."""
+def guaranteed_blocks(floor_blocks: int, asked: int, floors_max: int) -> int:
+    """Return the guaranteed part of one floor if all floors together are `asked` blocks."""
     return floor_blocks if asked <= floors_max else floor_blocks * floors_max // asked

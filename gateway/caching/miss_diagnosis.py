@@ -1,8 +1,8 @@
-"""What earlier prompts were, as digests, to explain where a later one left them.
+"""Explain cache misses: compare prompts by digests and find content that was written elsewhere.
 
-A fingerprint holds no words: the digest and the token count of every boundary of a prompt, and of
-the settings that count as part of it. It is remembered for a limited time under its response's id,
-within its tenant and workspace. `contract` calls it.
+A fingerprint contains no text: only the digest and token count of every boundary of a prompt, and
+the digests of settings that count as part of it. Fingerprints are kept for a limited time by
+response id, within a tenant and workspace. `gateway.caching.contract` calls it.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import msgspec
 from msgspec import Struct
 
 from engine.api import Namespace
-from gateway.caching.prefix_index import DIGEST_BYTES, IndexedPrefix, Origin, PrefixIndex
+from gateway.caching.prefix_index import DIGEST_BYTES, IndexedPrefix, PrefixIndex, PrefixOrigin
 from gateway.dialects.canonical import Boundary, Call, Cause, Diagnosis, Prompt, Segment, Tier, Tool
 
 
 class RememberedBoundary(Struct, frozen=True, gc=False):
-    """A boundary of a remembered prompt. `digest` covers all tokens up to it."""
+    """A boundary of an earlier prompt. `digest` covers all tokens up to it."""
 
     path: str
     tier: Tier
@@ -30,8 +30,8 @@ class RememberedBoundary(Struct, frozen=True, gc=False):
 
 
 class Fingerprint(Struct, frozen=True):
-    """A prompt, as far as comparing needs it. `scope`: whose it is. `model` and `template`: digests
-    of what made tokens of it; names may change and mean the same."""
+    """A prompt, reduced to what a comparison needs. `scope`: its tenant and workspace. `model` and
+    `template`: digests, because names may change without a change of meaning."""
 
     scope: str
     model: str
@@ -49,9 +49,9 @@ class Fingerprint(Struct, frozen=True):
         digests: Mapping[int, bytes],
         total_tokens: int,
         scope: str,
-        origin: Origin,
+        origin: PrefixOrigin,
     ) -> Fingerprint:
-        """A call's prompt of which every boundary has a digest. O(boundaries)."""
+        """Return the fingerprint of a call whose boundaries all have digests. O(boundaries)."""
         marks = tuple(
             RememberedBoundary(b.path, b.tier, b.tokens, digests[b.tokens]) for b in boundaries
         )
@@ -60,10 +60,10 @@ class Fingerprint(Struct, frozen=True):
 
 
 class FingerprintIndex:
-    """The latest fingerprints. Belongs to one thread; about 200 bytes a boundary."""
+    """The latest fingerprints. Belongs to one thread; about 200 bytes per boundary."""
 
-    def __init__(self, most: int, life_s: float) -> None:
-        self._most = most
+    def __init__(self, entries_max: int, life_s: float) -> None:
+        self._entries_max = entries_max
         self._life_s = life_s
         self._kept: OrderedDict[tuple[str, str], tuple[float, Fingerprint]] = OrderedDict()
 
@@ -71,23 +71,23 @@ class FingerprintIndex:
         return len(self._kept)
 
     def remember(self, response_id: str, fingerprint: Fingerprint, now_s: float) -> None:
-        """Keep it; the oldest goes. O(1)."""
+        """Keep a fingerprint; the oldest are dropped. O(1)."""
         self._kept[fingerprint.scope, response_id] = (now_s + self._life_s, fingerprint)
         while self._kept and (
-            len(self._kept) > self._most or next(iter(self._kept.values()))[0] <= now_s
+            len(self._kept) > self._entries_max or next(iter(self._kept.values()))[0] <= now_s
         ):
             self._kept.popitem(last=False)
 
     def find(self, scope: str, response_id: str, now_s: float) -> Fingerprint | None:
-        """The one of that response, if it is this scope's and not too old."""
+        """Return a response's fingerprint, if it belongs to this scope and has not expired."""
         until_s, found = self._kept.get((scope, response_id), (0.0, None))
         return found if until_s > now_s else None
 
 
-def compare(now: Fingerprint, then: Fingerprint) -> Diagnosis:
-    """Where `now` left `then`, in the order in which it matters: model, template, partition, then
-    the first difference in the prompt, then settings. A conversation that begins with all of the
-    earlier one, or is a beginning of it, is a hit. O(boundaries)."""
+def compare_fingerprints(now: Fingerprint, then: Fingerprint) -> Diagnosis:
+    """Return where `now` differs from `then`, in order of importance: model, template, partition,
+    the first difference in the prompt, settings. A prompt that extends the earlier one, or is a
+    prefix of it, is a hit. O(boundaries)."""
     if now.model != then.model:
         return _miss(now, "model", 0)
     if now.template != then.template:
@@ -121,29 +121,30 @@ def _changed(now: dict[str, str], then: dict[str, str]) -> str:
     return names[0] if names else ""
 
 
-NEAREST: tuple[Cause, ...] = ("other_namespace", "template", "model")
-"""Of several causes the first is told."""
+CAUSES_BY_PRIORITY: tuple[Cause, ...] = ("other_namespace", "template", "model")
+"""Causes by priority: the first one that applies is reported."""
 
 
 class PromptDigests:
-    """What a prompt says up to each boundary, as digests that are made when they are asked for.
+    """Digests of a prompt's content up to each boundary, computed on first use.
 
-    `places`: token counts of the boundaries at which a written prefix would be found.
+    `positions`: token counts of the boundaries at which a written prefix would be found.
     """
 
     def __init__(
-        self, prompt: Prompt, boundaries: Sequence[Boundary], places: Sequence[int]
+        self, prompt: Prompt, boundaries: Sequence[Boundary], positions: Sequence[int]
     ) -> None:
         self._prompt = prompt
         self._boundaries = boundaries
-        self.places = places
+        self.positions = positions
 
     def upto(self, tokens: int) -> bytes:
-        """All that the first `tokens` tokens say; b"" of a raw prompt. O(characters) once."""
+        """Return the digest of the first `tokens` tokens' content; b"" for a raw prompt.
+        O(characters) once."""
         return self._digests.get(tokens, b"")
 
     def segment_behind(self, tokens: int) -> str:
-        """Where in the request that stands which the first `tokens` tokens do not say in full."""
+        """Return the path of the segment that contains the token after the first `tokens`."""
         return next((mark.path for mark in self._boundaries if mark.tokens > tokens), "")
 
     @cached_property
@@ -153,27 +154,33 @@ class PromptDigests:
             return {}
         running, found = hashlib.blake2b(digest_size=DIGEST_BYTES), {}
         for part, mark in zip(parts, self._boundaries, strict=True):
-            running.update(msgspec.msgpack.encode(_said(part)))
+            running.update(msgspec.msgpack.encode(_content_of(part)))
             found[mark.tokens] = running.digest()
         return found
 
 
 class MissContext(Struct, frozen=True):
-    """Who asks, and how things stand when a miss is explained."""
+    """The reader and the engine's state when a miss is explained."""
 
     namespace: Namespace
-    origin: Origin
+    origin: PrefixOrigin
     now_s: float
     epoch: str
     honours_promises: bool
     losses: Callable[[Namespace], dict[str, int]]
 
-    def cause(self, words: PromptDigests, entries: PrefixIndex, read: int) -> Cause | None:
-        """Why what is said beyond `read` tokens cannot be read from here, if its writer asks."""
-        said = [digest for at in words.places if at > read and (digest := words.upto(at))]
-        same = (one for digest in said for one in entries.saying(self.origin.writer, digest))
+    def cause(self, digests: PromptDigests, entries: PrefixIndex, read: int) -> Cause | None:
+        """Return why content beyond `read` tokens, written by the reader, cannot be read here."""
+        contents = [
+            digest for at in digests.positions if at > read and (digest := digests.upto(at))
+        ]
+        same = (
+            one
+            for digest in contents
+            for one in entries.find_same_content(self.origin.writer, digest)
+        )
         causes = {self._cause_of(entry) for entry in same if entry.is_live(self.now_s)}
-        return next((cause for cause in NEAREST if cause in causes), None)
+        return next((cause for cause in CAUSES_BY_PRIORITY if cause in causes), None)
 
     def _cause_of(self, entry: IndexedPrefix) -> Cause | None:
         if entry.key[0] == self.namespace:
@@ -182,16 +189,16 @@ class MissContext(Struct, frozen=True):
             return "model"
         if entry.origin.template != self.origin.template:
             return "template"
-        return "other_namespace" if self._is_there(entry) else None
+        return "other_namespace" if self._is_cached(entry) else None
 
-    def _is_there(self, entry: IndexedPrefix) -> bool:
-        """For certain: promised, or nothing of its namespace has been lost since it was written."""
+    def _is_cached(self, entry: IndexedPrefix) -> bool:
+        """Whether the blocks are certainly cached: promised, or no loss since they were written."""
         if self.honours_promises and entry.is_promised(self.now_s):
             return True
         return entry.epoch == self.epoch and entry.losses == self.losses(entry.key[0])
 
 
-def _said(part: Tool | Segment) -> tuple[object, ...]:
+def _content_of(part: Tool | Segment) -> tuple[object, ...]:
     if isinstance(part, Tool):
         return ("", part.name, part.description, part.parameters)
     return (part.role, part.message, part.name, part.text, part.call, part.answers)

@@ -1,8 +1,8 @@
-"""Engine namespaces and payers of tenants: how they are encoded, and how they are read back.
+"""Encode tenants as engine namespaces and payers, and decode namespaces.
 
-A namespace names a tenant (or the owner of a shared scope), a workspace, a model, a template and a
-partition. The engine treats it as opaque bytes. It knows no HTTP and no engine state; admission
-encodes, erasure and analytics decode.
+A namespace identifies a tenant (or the owner of a shared scope), a workspace, a model, a template
+and a partition. The engine treats it as opaque bytes. The module knows no HTTP and no engine state;
+admission encodes, erasure and analytics decode.
 """
 
 from __future__ import annotations
@@ -18,40 +18,40 @@ from engine.api import (
 )
 from tenancy.types import CachePolicy, Identity
 
-SHARED = "scope:"
-"""Begins the second part of a shared scope's namespace; no workspace's name has a colon."""
+SHARED_SCOPE_PREFIX = "scope:"
+"""Prefix of the second part of a shared scope's namespace; workspace names contain no colon."""
 
 
 def namespace_of(
     identity: Identity, model_digest: str, template_digest: str, partition: str
 ) -> bytes:
-    """The sharing scope of a request: whose, with which model and template, how narrowed.
+    """Return the namespace of a request: its owner, model, template and partition.
 
-    Each part stands behind its length, so that no two lists of parts give the same bytes.
+    Each part is prefixed with its length, so that different parts never give the same bytes.
     """
     scope = identity.scope
     if scope is None:
         whose = (str(identity.tenant.tenant_id), identity.workspace)
     else:
-        whose = (str(scope.owner_id), f"{SHARED}{scope.scope_id}")
-    return _joined(*whose, model_digest, template_digest, partition)
+        whose = (str(scope.owner_id), f"{SHARED_SCOPE_PREFIX}{scope.scope_id}")
+    return _join_parts(*whose, model_digest, template_digest, partition)
 
 
 @lru_cache(maxsize=1_024)
-def _joined(*parts: str) -> bytes:
+def _join_parts(*parts: str) -> bytes:
     encoded = [part.encode(errors="surrogatepass") for part in parts]
     return b"".join(len(part).to_bytes(4, "big") + part for part in encoded)
 
 
 def payer_of(identity: Identity) -> bytes:
-    """Whose blocks and whose turn: all workspaces and partitions of a tenant have one quota, or a
-    client could have a floor and a turn for each key that it makes up."""
+    """Return the payer of a request's blocks: the tenant. All its workspaces and partitions share
+    one quota; otherwise a client could get a floor and a turn for each key that it invents."""
     scope = identity.scope
     return str(identity.tenant.tenant_id if scope is None else scope.owner_id).encode()
 
 
 def quota_of(policy: CachePolicy, payer: Payer) -> Quota:
-    """What bounds a payer's blocks, in the engine's words."""
+    """Return the engine's quota of a payer."""
     return Quota(
         policy.floor_blocks,
         policy.ceiling_blocks,
@@ -65,7 +65,7 @@ _PARTS = 5
 
 
 def parts_of(namespace: Namespace) -> tuple[str, ...]:
-    """The parts that `admission.namespace_of` joined; () for what it did not make."""
+    """Return the parts that `namespace_of` joined; () for any other namespace."""
     parts: list[str] = []
     at = 0
     while at + 4 <= len(namespace):
@@ -77,9 +77,9 @@ def parts_of(namespace: Namespace) -> tuple[str, ...]:
     return tuple(parts) if at == len(namespace) and len(parts) >= _PARTS else ()
 
 
-def whose_is(namespace: Namespace) -> tuple[int, str] | None:
-    """The tenant and the workspace that a namespace is held for; None for what is not ours. Reads
-    no more than these: each namespace that has changed is asked it, twice a second."""
+def tenant_and_workspace_of(namespace: Namespace) -> tuple[int, str] | None:
+    """Return the tenant id and workspace of a namespace; None if it was not made here. Decodes only
+    these parts, because it runs for each changed namespace, twice a second."""
     end = 4 + int.from_bytes(namespace[:4], "big")
     start = end + 4
     rest = start + int.from_bytes(namespace[end:start], "big")
@@ -90,15 +90,15 @@ def whose_is(namespace: Namespace) -> tuple[int, str] | None:
 
 
 def owner_of(namespace: Namespace) -> int | None:
-    """The tenant alone."""
-    whose = whose_is(namespace)
+    """Return the tenant id of a namespace, or None."""
+    whose = tenant_and_workspace_of(namespace)
     return None if whose is None else whose[0]
 
 
 def namespaces_of(
     namespaces: Iterable[NamespaceStats], tenant_id: int | None
 ) -> Iterable[NamespaceStats]:
-    """Those that begin with a tenant's number; all where none is given."""
+    """Return a tenant's namespaces; all if no tenant is given."""
     if tenant_id is None:
         return namespaces
     number = str(tenant_id).encode()

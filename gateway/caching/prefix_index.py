@@ -1,9 +1,9 @@
-"""The book of written prefixes: which were kept at a breakpoint, in which classes, until when.
+"""The index of written prefixes: which prefixes were kept at a breakpoint, in which classes.
 
-Entries are bookkeeping beside the engine's tree: the tree knows what is there, the book what was
-agreed. An entry is found by its namespace and a digest of its tokens; several dialects share one,
-each with its own lease. Bounded: the least recently used entry of the tenant with too many goes.
-It knows no dialect and reads no clock; `contract` calls it.
+The engine's tree knows which blocks are cached; this index knows what was agreed. An entry is found
+by its namespace and a digest of its tokens. Several dialects share an entry, each with its own
+lease. The index is bounded: a tenant with too many entries loses its least recently used one. The
+module knows no dialect and reads no clock; `gateway.caching.contract` calls it.
 """
 
 from __future__ import annotations
@@ -21,17 +21,20 @@ from msgspec import Struct
 from engine.api import Namespace, Retention
 
 DIGEST_BYTES = 16
+"""Length of a digest, in bytes."""
 
-SAYING_MAX = 32
+SAME_CONTENT_MAX = 32
+"""Maximum number of entries that `find_same_content` returns."""
 ERASED_MAX = 10_000
+"""Number of erasures that are remembered."""
 
-Key = tuple[Namespace, bytes]
+PrefixKey = tuple[Namespace, bytes]
 T = TypeVar("T")
 U = TypeVar("U")
 
 
 class Lease:
-    """One class on one entry. `promised_until_s`: -inf where nothing was granted."""
+    """A retention class on one entry. `promised_until_s`: -inf if nothing was granted."""
 
     __slots__ = ("expires_at_s", "promised_until_s", "retention")
 
@@ -42,7 +45,7 @@ class Lease:
         self.start(started_s, is_granted=is_granted)
 
     def start(self, now_s: float, *, is_granted: bool) -> None:
-        """The clock starts, again perhaps: only ever later."""
+        """Start the clock, possibly again; the end only moves later."""
         terms = self.retention
         limit_s = math.inf if terms.limit_s is None else terms.limit_s
         promise_s = limit_s if terms.pinned else min(terms.promise_s, limit_s)
@@ -51,41 +54,41 @@ class Lease:
             self.promised_until_s = max(self.promised_until_s, now_s + promise_s)
 
     def renew(self, now_s: float) -> None:
-        """It was read."""
+        """Extend the lease after a read, if its class allows."""
         if self.retention.renewed_on_read and self.retention.clock != "absolute":
             self.start(now_s, is_granted=self.promised_until_s > now_s)
 
 
-class Origin(Struct, frozen=True):
-    """Who writes, and with what tokens are made of words: which model and which template."""
+class PrefixOrigin(Struct, frozen=True):
+    """The writer of a prefix, and the digests of the model and template that it used."""
 
     writer: int = 0
     model: str = ""
     template: str = ""
 
 
-NOBODY = Origin()
+NO_ORIGIN = PrefixOrigin()
 
 
 class IndexedPrefix:
-    """A prefix of `tokens` tokens that some call wrote. `owner`: whose bound it counts against.
+    """A prefix of `tokens` tokens that a call wrote. `owner`: the tenant whose bound it counts for.
 
-    `epoch` and `losses` say how the engine stood then: which start of it, and how many blocks the
-    namespace had lost by each cause; later they tell why the prefix is gone. `origin` and `words`:
-    who wrote it first, with what, and a digest of what it says.
+    `epoch` and `losses`: the engine's epoch and the blocks lost by its namespace, by cause, when
+    the prefix was written; they later tell why the prefix is gone. `origin` and `content`: its
+    first writer, and a digest of its content.
     """
 
-    __slots__ = ("epoch", "key", "leases", "losses", "origin", "owner", "tokens", "words")
+    __slots__ = ("content", "epoch", "key", "leases", "losses", "origin", "owner", "tokens")
 
     def __init__(
         self,
-        key: Key,
+        key: PrefixKey,
         tokens: int,
         owner: int,
         epoch: str,
         losses: dict[str, int],
-        origin: Origin,
-        words: bytes,
+        origin: PrefixOrigin,
+        content: bytes,
     ) -> None:
         self.key = key
         self.tokens = tokens
@@ -93,7 +96,7 @@ class IndexedPrefix:
         self.epoch = epoch
         self.losses = losses
         self.origin = origin
-        self.words = words
+        self.content = content
         self.leases: dict[str, Lease] = {}
 
     def is_live(self, now_s: float) -> bool:
@@ -103,7 +106,7 @@ class IndexedPrefix:
         return any(lease.promised_until_s > now_s for lease in self.leases.values())
 
     def best(self, now_s: float) -> Lease | None:
-        """The live lease that promises longest."""
+        """Return the live lease with the longest promise."""
         live = [lease for lease in self.leases.values() if lease.expires_at_s > now_s]
         return max(
             live, key=lambda lease: (lease.promised_until_s, lease.expires_at_s), default=None
@@ -111,40 +114,40 @@ class IndexedPrefix:
 
 
 class PrefixIndex:
-    """All entries of one gateway. Belongs to one thread."""
+    """All written prefixes of one gateway. Belongs to one thread."""
 
     def __init__(self, entries_max: int, per_owner_max: int) -> None:
         self._entries_max = entries_max
         self._per_owner_max = per_owner_max
-        self._entries: OrderedDict[Key, IndexedPrefix] = OrderedDict()
-        self._by_owner: dict[int, OrderedDict[Key, None]] = {}
+        self._entries: OrderedDict[PrefixKey, IndexedPrefix] = OrderedDict()
+        self._by_owner: dict[int, OrderedDict[PrefixKey, None]] = {}
         self._owners_of: dict[int, dict[int, None]] = {}
-        """Owners by how many entries they have; `_most` is the largest of these numbers."""
-        self._most = 0
+        """Owners by their number of entries; `_largest_count` is the largest of these numbers."""
+        self._largest_count = 0
         self.on_drop: Callable[[IndexedPrefix, Iterable[str]], None] = lambda entry, classes: None
-        """Told of each entry that goes, or of what of its classes does."""
+        """Called with each entry that is dropped, and the names of its classes that end."""
         self.erasures = 0
-        """How many there were: see `was_erased`."""
-        self._erased: OrderedDict[Namespace | Key, int] = OrderedDict()
-        self._by_words: dict[tuple[int, bytes], dict[Key, None]] = {}
-        self._by_namespace: dict[Namespace, dict[Key, None]] = {}
+        """Number of erasures so far; see `was_erased`."""
+        self._erased: OrderedDict[Namespace | PrefixKey, int] = OrderedDict()
+        self._by_content: dict[tuple[int, bytes], dict[PrefixKey, None]] = {}
+        self._by_namespace: dict[Namespace, dict[PrefixKey, None]] = {}
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def find(self, key: Key) -> IndexedPrefix | None:
-        """The entry, live or not. O(1). Does not count as use."""
+    def find(self, key: PrefixKey) -> IndexedPrefix | None:
+        """Return the entry, live or expired. O(1). Does not count as use."""
         return self._entries.get(key)
 
-    def saying(self, writer: int, words: bytes) -> list[IndexedPrefix]:
-        """What this writer wrote that says the same, in any namespace, live or not: the latest few,
-        for who has a partition for each of its users has as many. O(1)."""
-        keys = self._by_words.get((writer, words), {})
-        return [self._entries[key] for key in islice(reversed(keys), SAYING_MAX)]
+    def find_same_content(self, writer: int, content: bytes) -> list[IndexedPrefix]:
+        """Return entries of this writer with the same content, in any namespace, live or expired:
+        at most SAME_CONTENT_MAX, latest first (a tenant may have many partitions). O(1)."""
+        keys = self._by_content.get((writer, content), {})
+        return [self._entries[key] for key in islice(reversed(keys), SAME_CONTENT_MAX)]
 
     def write(
         self,
-        key: Key,
+        key: PrefixKey,
         tokens: int,
         owner: int,
         epoch: str,
@@ -153,20 +156,20 @@ class PrefixIndex:
         started_s: float,
         *,
         is_granted: bool,
-        origin: Origin = NOBODY,
-        words: bytes = b"",
+        origin: PrefixOrigin = NO_ORIGIN,
+        content: bytes = b"",
     ) -> None:
-        """Note that a prefix has been written in a class. O(1). `words`: a digest of what it says
-        before template and tokenizer, b"" for one that is known already or has none."""
+        """Record that a prefix was written in a class. O(1). `content`: a digest of the content
+        before template and tokenizer; b"" if the entry exists or the prompt is raw."""
         entry = self._entries.get(key)
         if entry is None:
             entry = self._entries[key] = IndexedPrefix(
-                key, tokens, owner, epoch, losses, origin, words
+                key, tokens, owner, epoch, losses, origin, content
             )
             keys = self._by_owner.setdefault(owner, OrderedDict())
             keys[key] = None
-            self._count(owner, len(keys) - 1, len(keys))
-            self._by_words.setdefault((origin.writer, words), {})[key] = None
+            self._update_count(owner, len(keys) - 1, len(keys))
+            self._by_content.setdefault((origin.writer, content), {})[key] = None
             self._by_namespace.setdefault(key[0], {})[key] = None
         else:
             entry.epoch, entry.losses = epoch, losses
@@ -179,71 +182,80 @@ class PrefixIndex:
         self._trim(owner)
 
     def renew(self, entry: IndexedPrefix, now_s: float) -> None:
-        """It was read at `now_s`."""
+        """Extend the live leases of an entry that was read at `now_s`."""
         for lease in entry.leases.values():
             if lease.expires_at_s > now_s:
                 lease.renew(now_s)
         self._touch(entry)
 
-    def forget(self, namespace: Namespace) -> int:
-        """Drop a namespace's entries (it was erased). O(its entries)."""
+    def erase_namespace(self, namespace: Namespace) -> int:
+        """Drop all entries of an erased namespace; return how many. O(its entries)."""
         self._note_erased(namespace)
-        gone = list(self._by_namespace.get(namespace, ()))
-        for key in gone:
+        keys = list(self._by_namespace.get(namespace, ()))
+        for key in keys:
             self._drop(key)
-        return len(gone)
+        return len(keys)
 
-    def drop(self, key: Key) -> bool:
-        """Drop one entry (its lease was erased): was it there? O(1)."""
+    def erase(self, key: PrefixKey) -> bool:
+        """Drop one entry whose lease was erased; return whether it existed. O(1)."""
         self._note_erased(key)
         if key not in self._entries:
             return False
         self._drop(key)
         return True
 
-    def give_up(self, key: Key, name: str, now_s: float) -> bool:
-        """Its owner keeps a prefix in this class no more: is it kept in no other? O(classes)."""
+    def end_class(self, key: PrefixKey, name: str, now_s: float) -> bool:
+        """End one class of an entry; return whether no other class keeps it. O(classes)."""
         entry = self._entries.get(key)
         if entry is None:
             return True
         if all(
             other == name or lease.expires_at_s <= now_s for other, lease in entry.leases.items()
         ):
-            self.drop(key)
+            self.erase(key)
             return True
         if entry.leases.pop(name, None) is not None:
             self.on_drop(entry, (name,))
         return False
 
-    def was_erased(self, since: int, namespace: Namespace, keys: Iterable[Key]) -> bool:
-        """Has the namespace, or one of these, been erased after so many erasures? Of the latest
-        `ERASED_MAX`. The engine keeps nothing then of what ran at the time. O(keys)."""
-        asked: Iterator[Namespace | Key] = chain((namespace,), keys)
+    def was_erased(self, since: int, namespace: Namespace, keys: Iterable[PrefixKey]) -> bool:
+        """Return whether the namespace or one of these keys was erased after `since` erasures.
+
+        Knows the latest `ERASED_MAX` erasures. The engine keeps no blocks of requests that ran
+        during an erasure. O(keys).
+        """
+        asked: Iterator[Namespace | PrefixKey] = chain((namespace,), keys)
         return any(self._erased.get(one, 0) > since for one in asked)
 
-    def owned(self, owner: int) -> list[IndexedPrefix]:
-        """An owner's entries, live or not, longest unused first. O(its entries)."""
+    def owned_by(self, owner: int) -> list[IndexedPrefix]:
+        """Return an owner's entries, live or expired, least recently used first. O(its entries)."""
         return [self._entries[key] for key in self._by_owner.get(owner, ())]
 
     def check(self) -> None:
-        """Raises AssertionError if the indexes disagree. O(entries)."""
+        """Check that the indexes agree. O(entries). Raises AssertionError if they do not."""
         owned = [key for keys in self._by_owner.values() for key in keys]
-        assert sorted(owned) == sorted(self._entries), "an entry without an owner, or the reverse"
+        assert sorted(owned) == sorted(self._entries), "owners and entries disagree"
         for owner, keys in self._by_owner.items():
-            assert keys, "an owner without entries"
-            assert len(keys) <= self._per_owner_max, "an owner above its bound"
-            assert all(self._entries[key].owner == owner for key in keys), "in the wrong hands"
+            assert keys, "an owner has no entries"
+            assert len(keys) <= self._per_owner_max, "an owner is above its bound"
+            assert all(self._entries[key].owner == owner for key in keys), (
+                "an entry has another owner"
+            )
         counted = {owner: n for n, owners in self._owners_of.items() for owner in owners}
         assert counted == {owner: len(keys) for owner, keys in self._by_owner.items()}
-        assert self._most == max(counted.values(), default=0), "the richest owner"
+        assert self._largest_count == max(counted.values(), default=0), "the largest count is wrong"
         assert len(self._entries) <= self._entries_max, "too many entries"
-        said = {((entry.origin.writer, entry.words), key) for key, entry in self._entries.items()}
-        found = {(one, key) for one, keys in self._by_words.items() for key in keys}
-        assert said == found, "words without their entry, or the reverse"
+        expected = {
+            ((entry.origin.writer, entry.content), key) for key, entry in self._entries.items()
+        }
+        found = {(one, key) for one, keys in self._by_content.items() for key in keys}
+        assert expected == found, "contents and entries disagree"
         spaces = [(space, key) for space, keys in self._by_namespace.items() for key in keys]
-        assert sorted(spaces) == sorted((key[0], key) for key in self._entries), "in no namespace"
+        assert sorted(spaces) == sorted((key[0], key) for key in self._entries), (
+            "namespaces disagree"
+        )
 
-    def _note_erased(self, what: Namespace | Key) -> None:
+    def _note_erased(self, what: Namespace | PrefixKey) -> None:
         self.erasures += 1
         self._erased[what] = self.erasures
         self._erased.move_to_end(what)
@@ -256,31 +268,32 @@ class PrefixIndex:
             self._by_owner[entry.owner].move_to_end(entry.key)
 
     def _trim(self, owner: int) -> None:
-        """Whoever has too many loses its own; when all have too many, the owner with most does."""
+        """Drop the owner's oldest entries above its bound; if the index is full, those of the owner
+        with the most entries."""
         while len(self._by_owner.get(owner, ())) > self._per_owner_max:
             self._drop(next(iter(self._by_owner[owner])))
         while len(self._entries) > self._entries_max:
-            richest = next(iter(self._owners_of[self._most]))
-            self._drop(next(iter(self._by_owner[richest])))
+            largest = next(iter(self._owners_of[self._largest_count]))
+            self._drop(next(iter(self._by_owner[largest])))
 
-    def _count(self, owner: int, before: int, now: int) -> None:
-        """An owner has one entry more, or one fewer."""
+    def _update_count(self, owner: int, before: int, now: int) -> None:
+        """Update the count of an owner that gained or lost an entry."""
         if before:
             _discard(self._owners_of, before, owner)
         if now:
             self._owners_of.setdefault(now, {})[owner] = None
-        if now > self._most or self._most not in self._owners_of:
-            self._most = now
+        if now > self._largest_count or self._largest_count not in self._owners_of:
+            self._largest_count = now
 
-    def _drop(self, key: Key) -> None:
+    def _drop(self, key: PrefixKey) -> None:
         entry = self._entries.pop(key)
         keys = self._by_owner[entry.owner]
         del keys[key]
-        self._count(entry.owner, len(keys) + 1, len(keys))
+        self._update_count(entry.owner, len(keys) + 1, len(keys))
         if not keys:
             del self._by_owner[entry.owner]
         self.on_drop(entry, entry.leases)
-        _discard(self._by_words, (entry.origin.writer, entry.words), key)
+        _discard(self._by_content, (entry.origin.writer, entry.content), key)
         _discard(self._by_namespace, key[0], key)
 
 
@@ -291,10 +304,10 @@ def _discard(index: dict[T, dict[U, None]], name: T, key: U) -> None:
         del index[name]
 
 
-def digests(tokens: Sequence[int], ends: Iterable[int]) -> dict[int, bytes]:
-    """A digest of the first `end` tokens for each of `ends`. O(tokens), about 1 ns a token.
+def digest_prefixes(tokens: Sequence[int], ends: Iterable[int]) -> dict[int, bytes]:
+    """Return a digest of the first `end` tokens for each of `ends`. O(tokens), about 1 ns a token.
 
-    BLAKE2b, so that nobody can make two prefixes meet; the tokens are four bytes each.
+    BLAKE2b makes collisions infeasible; tokens are encoded as four bytes each.
     """
     data = memoryview(array("I", tokens)).cast("B")
     running, at, found = hashlib.blake2b(digest_size=DIGEST_BYTES), 0, {}

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 import msgspec
 from msgspec import structs
 
-from gateway.caching.floors import kept
+from gateway.caching.floors import guaranteed_floors
 from gateway.cli.database import opened
 from gateway.cli.result import CommandResult, tabled
 from gateway.config import Config
@@ -69,7 +69,7 @@ def tenant_list(config: Config) -> CommandResult:
     ask for more than the engine that was started last can keep, with what it keeps of each."""
     with opened(config) as store:
         found = list_registered(store)
-        cut = kept(found, floors_max(store))
+        cut = guaranteed_floors(found, floors_max(store))
     rows = [{**_row(one), "floor_blocks_kept": cut.get(one.tenant.name)} for one in found]
     unset = {name for name in (rows[0] if rows else ()) if all(row[name] is None for row in rows)}
     shown = [{n: v for n, v in row.items() if n not in unset} for row in rows]
@@ -97,9 +97,9 @@ def tenant_delete(config: Config, name: str) -> CommandResult:
     """Delete one; its money rows stay, under a pseudonym."""
     with opened(config) as store:
         pseudonym = delete_tenant(store, wall_ms, name)
-    kept = f"; its entries stay, as those of {pseudonym}" if pseudonym else ""
+    guaranteed_floors = f"; its entries stay, as those of {pseudonym}" if pseudonym else ""
     fields = {"name": name, "deleted": True, "pseudonym": pseudonym}
-    return CommandResult(f"tenant {name} deleted{kept}", fields)
+    return CommandResult(f"tenant {name} deleted{guaranteed_floors}", fields)
 
 
 def key_create(
@@ -235,7 +235,7 @@ def _about(store: Store, name: str, text: str) -> CommandResult:
     """With a word about it if its floor cannot be kept, or if it is charged nothing."""
     found = find_registered(store, name)
     most = floors_max(store)
-    cut = kept(list_registered(store), most).get(name)
+    cut = guaranteed_floors(list_registered(store), most).get(name)
     if cut is not None and cut < found.policy.floor_blocks:
         text += (
             f"; of its floor of {found.policy.floor_blocks} blocks {cut} are kept: floors together"

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from engine.api import Retention
 from engine.errors import EngineUnavailable
-from gateway.caching import CacheScope, Contract, Origin
+from gateway.caching import CacheScope, Contract, PrefixOrigin
 from gateway.caching.namespaces import namespace_of
 from gateway.context import Context
 from gateway.dialects.canonical import Call, Prompt, Rendered
@@ -103,7 +103,7 @@ def scope_of(call: Call, identity: Identity, now: AdmissionContext) -> CacheScop
     # Written prefixes belong to the shared scope's owner; a tenant's earlier prompts stay its own.
     owner_id = tenant_id if identity.scope is None else identity.scope.owner_id
     name = f"{tenant_id}/{identity.workspace}"
-    origin = Origin(tenant_id, now.info.model_digest, now.template_digest)
+    origin = PrefixOrigin(tenant_id, now.info.model_digest, now.template_digest)
     return CacheScope(namespace, owner_id, name, identity.policy.classes, origin)
 
 

@@ -18,7 +18,7 @@ from msgspec import UNSET, Struct, UnsetType, structs
 from engine.errors import EngineError
 from gateway.background.config_reload import reload
 from gateway.background.erasure import forget_removed
-from gateway.caching.floors import check_floor, kept_of
+from gateway.caching.floors import check_floor, guaranteed_blocks
 from gateway.context import Context
 from gateway.dialects.validation import convert
 from gateway.errors import Kind, Refusal
@@ -174,7 +174,7 @@ class _Desk:
         """A tenant as it is answered, with what this engine keeps of its floor."""
         info, asked = self._gateway.engine.info, self._gateway.registry.floor_blocks()
         floor = floor_blocks_of(one)
-        kept = None if info is None else kept_of(floor, asked, info.floor_blocks_max)
+        kept = None if info is None else guaranteed_blocks(floor, asked, info.floor_blocks_max)
         return {**tenant_body(one), "floor_blocks_kept": kept}
 
     # -- keys ---------------------------------------------------------------------------------

@@ -135,7 +135,7 @@ def test_a_mistake_in_the_file_names_file_key_and_value(
         ("[tracing]\nendpoint = 'http://'", "no address"),
         ("data_dir = ''", "data_dir: '' is no name"),
         ("[[tenants]]\nname = 'a'\n[[tenants.keys]]\nlabel = 'k'", "tenants: a: key 'k': either"),
-        ("[[tenants]]\nname = 'a'\nclasses = ['9m']", "there is no retention class '9m'"),
+        ("[[tenants]]\nname = 'a'\nclasses = ['9m']", "unknown retention class '9m'"),
         ("[model]\nname = ''", "model.name: '' is no name"),
     ],
 )

@@ -42,5 +42,5 @@ def test_prices_are_for_classes_that_there_are() -> None:
         )
     )
 
-    with pytest.raises(BadPrice, match="there is no retention class '8d'"):
+    with pytest.raises(BadPrice, match="unknown retention class '8d'"):
         config.check_card(RateCard("x", cache_write={"8d": 1}))

@@ -127,7 +127,7 @@ async def test_an_erased_pool_changes_nothing_for_its_reader(gateway: GatewayFix
     namespaces = [space.namespace for space in gateway.engine.namespaces]
     for namespace in namespaces:
         await gateway.engine.erase(namespace)
-        gateway.gateway.context.contracts.entries.forget(namespace)
+        gateway.gateway.context.contracts.entries.erase_namespace(namespace)
 
     _, found = await asked(gateway, resource["name"])
 

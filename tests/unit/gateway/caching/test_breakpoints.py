@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from engine.api import Retention
-from gateway.caching.breakpoints import positions
+from gateway.caching.breakpoints import plan_breakpoints
 from gateway.dialects.canonical import Boundary, CacheDirectives
 
 CLASSES = {"5m": Retention("5m", 300, 300), "30m": Retention("30m", 1800)}
 
 
 def tried(marks: list[Boundary], ask: CacheDirectives, min_tokens: int = 1) -> list[int]:
-    return [place.tokens for place in positions(marks, ask, CLASSES, min_tokens).tries]
+    return [
+        position.tokens for position in plan_breakpoints(marks, ask, CLASSES, min_tokens).candidates
+    ]
 
 
 def written(
     marks: list[Boundary], ask: CacheDirectives, min_tokens: int = 1
 ) -> list[tuple[int, str]]:
-    look = positions(marks, ask, CLASSES, min_tokens)
+    look = plan_breakpoints(marks, ask, CLASSES, min_tokens)
     return [(place.tokens, place.retention.name) for place in look.writes]
 
 

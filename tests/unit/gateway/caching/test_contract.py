@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from engine.api import LeaseGrant, Retention, Usage
-from gateway.caching import CacheScope, Contract, Contracts
+from gateway.caching import CacheScope, Contract, ContractManager
 from gateway.dialects.canonical import (
     Boundary,
     CacheDirectives,
@@ -34,14 +34,14 @@ Outcome = Literal["granted", "clipped", "refused"]
 
 
 class World:
-    """One engine and the books beside it."""
+    """One engine and the manager beside it."""
 
     def __init__(self, config: CachingConfig | None = None, *, has_past: bool = False) -> None:
         self.clock = FakeClock()
         self.epoch = "first"
         self.losses: dict[str, int] = {}
         self.there: list[tuple[int, ...]] = []
-        self.books = Contracts(
+        self.manager = ContractManager(
             config or CachingConfig(),
             self.clock,
             lambda _: self.losses,
@@ -60,7 +60,7 @@ class World:
         call = Call("m", (Prompt(),), GenerationParameters(), cache=ask)
         self.tokens = tuple(ord(word) for word in words for _ in range(10))
         rendered = Rendered(self.tokens, tuple(boundaries))
-        return self.books.resolve(call, rendered, more.pop("scope", SCOPE), **more)
+        return self.manager.resolve(call, rendered, more.pop("scope", SCOPE), **more)
 
     def physical(self) -> int:
         """The longest there is, one token less than all."""
@@ -112,22 +112,22 @@ def test_the_second_of_two_equal_calls_reads_what_the_first_wrote() -> None:
     ("what", "is_kept"), [("the namespace", False), ("its lease", False), ("another", True)]
 )
 def test_what_is_erased_while_it_is_written_is_promised_to_nobody(what: str, is_kept: bool) -> None:
-    """The engine keeps nothing of it. A promise in the books would be met as a broken one, and be
+    """The engine keeps nothing of it. A promise in the manager would be met as a broken one, and be
     paid for by the operator, as often as somebody erases what he writes."""
     world = World()
     contract = world.resolve("abc", {2: "5m"})
     (lease,) = contract.leases
     contract.begin(0, [LeaseGrant(lease.lease_id, "5m", "granted", lease.tokens)])
     if what == "the namespace":
-        world.books.entries.forget(SCOPE.namespace)
+        world.manager.entries.erase_namespace(SCOPE.namespace)
     else:
         digest = lease.lease_id if what == "its lease" else "ab" * 16
-        world.books.entries.drop((SCOPE.namespace, bytes.fromhex(digest)))
+        world.manager.entries.erase((SCOPE.namespace, bytes.fromhex(digest)))
     contract.written()
     contract.finish("id")
 
-    assert len(world.books.entries) == is_kept
-    assert bool(world.books.promises.by_class(world.clock())) == is_kept
+    assert len(world.manager.entries) == is_kept
+    assert bool(world.manager.promises.by_class(world.clock())) == is_kept
     assert bool(world.run("abc", {2: "5m"}).breached_tokens) == is_kept
     assert world.run("abc", {2: "5m"}).read == {"5m": 20}
 
@@ -302,7 +302,7 @@ def test_a_call_that_wants_nothing_read_reads_nothing() -> None:
 
 
 def test_what_an_earlier_gateway_may_have_written_is_unknown() -> None:
-    """Its books went with it. What cannot have lasted until now was not lost with them, and what
+    """Its manager went with it. What cannot have lasted until now was not lost with them, and what
     has been written since is known."""
     world = World(has_past=True)
 
@@ -392,7 +392,7 @@ def test_a_class_nobody_has_is_refused_by_name() -> None:
     """A promise that cannot be made is not made silently."""
     world = World()
 
-    with pytest.raises(Refusal, match="no retention class '9d'"):
+    with pytest.raises(Refusal, match="Unknown retention class '9d'"):
         world.resolve("ab", {1: "9d"})
 
 
@@ -400,7 +400,7 @@ def test_a_class_outside_the_plan_is_refused() -> None:
     """What a tenant may ask for is its plan's."""
     world = World()
 
-    with pytest.raises(Refusal, match="not part of your plan"):
+    with pytest.raises(Refusal, match="class '1h' is not allowed"):
         world.resolve("ab", {1: "1h"}, scope=replace(SCOPE, classes=("5m",)))
 
 
@@ -453,4 +453,4 @@ def test_the_sums_hold_and_a_repeated_call_reads_what_was_written(calls: list[An
             assert second.read_tokens() == written
         else:
             assert second.read_tokens() >= written
-        world.books.entries.check()
+        world.manager.entries.check()

@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from engine.api import LeaseGrant
-from gateway.caching import CacheScope, Contract, Contracts, Origin
+from gateway.caching import CacheScope, Contract, ContractManager, PrefixOrigin
 from gateway.caching.miss_diagnosis import PromptDigests
 from gateway.dialects.canonical import (
     Boundary,
@@ -24,21 +24,21 @@ from gateway.dialects.canonical import (
 from gateway.retention_classes import CachingConfig
 from tests.fakes import FakeClock
 
-HERE = CacheScope(b"1/a/m/t/", 1, "1/a", origin=Origin(1, "m", "t"))
+HERE = CacheScope(b"1/a/m/t/", 1, "1/a", origin=PrefixOrigin(1, "m", "t"))
 SALTED = replace(HERE, namespace=b"1/a/m/t/salt")
-OTHER_TEMPLATE = replace(HERE, namespace=b"1/a/m/t2/", origin=Origin(1, "m", "t2"))
-OTHER_MODEL = replace(HERE, namespace=b"1/a/m2/t2/", origin=Origin(1, "m2", "t2"))
-STRANGER = CacheScope(b"2/a/m/t/", 2, "2/a", origin=Origin(2, "m", "t"))
+OTHER_TEMPLATE = replace(HERE, namespace=b"1/a/m/t2/", origin=PrefixOrigin(1, "m", "t2"))
+OTHER_MODEL = replace(HERE, namespace=b"1/a/m2/t2/", origin=PrefixOrigin(1, "m2", "t2"))
+STRANGER = CacheScope(b"2/a/m/t/", 2, "2/a", origin=PrefixOrigin(2, "m", "t"))
 
 
 class World:
-    """The books of a gateway. A prompt's tokens depend on its model and template."""
+    """The manager of a gateway. A prompt's tokens depend on its model and template."""
 
     def __init__(self, config: CachingConfig | None = None) -> None:
         self.clock = FakeClock()
         self.epoch = "first"
         self.losses: dict[bytes, dict[str, int]] = {}
-        self.books = Contracts(
+        self.manager = ContractManager(
             config or CachingConfig(),
             self.clock,
             lambda namespace: self.losses.get(namespace, {}),
@@ -56,7 +56,7 @@ class World:
         tokens = tuple(first + n for n in range(each * len(parts)))
         ask = CacheDirectives(profile="anthropic")
         call = Call("m", (Prompt(segments),), GenerationParameters(), cache=ask)
-        return self.books.resolve(call, Rendered(tokens, tuple(marks)), scope)
+        return self.manager.resolve(call, Rendered(tokens, tuple(marks)), scope)
 
     def run(
         self, words: str, scope: CacheScope, retention: str = "5m", *, kept: bool = True
@@ -157,8 +157,8 @@ def test_what_was_erased_there_is_forgotten() -> None:
     """Nothing of it may be learnt afterwards."""
     world = World()
     world.run("a b", SALTED)
-    world.books.entries.forget(SALTED.namespace)
-    world.books.entries.check()
+    world.manager.entries.erase_namespace(SALTED.namespace)
+    world.manager.entries.check()
 
     assert world.run("a b", HERE) == "never_written"
 
@@ -168,7 +168,7 @@ def test_its_memory_is_the_entries_own() -> None:
     world = World(CachingConfig(entries_per_tenant_max=2))
     for words in ("a b", "c d", "e f"):
         world.run(words, SALTED)
-        world.books.entries.check()
+        world.manager.entries.check()
 
     assert world.resolve("a b", HERE).explain(0) == "never_written"
     assert world.resolve("e f", HERE).explain(0) == "other_namespace"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gateway.caching.floors import kept_of
+from gateway.caching.floors import guaranteed_blocks
 from tenancy.accounts.tenants import change_tenant, floors_max, list_registered
 from tests.unit.gateway.admin_client import Admin
 from tests.unit.gateway.gateway_fixture import BLOCKS, PATIENCE_S, GatewayFixture
@@ -50,7 +50,7 @@ async def test_a_floor_that_cannot_be_kept_is_refused_with_the_one_that_can(
     assert (first[0], first[1]["floor_blocks_kept"]) == (200, 100)
     assert (status, answer["error"]["code"]) == (400, "floor_too_large")
     assert answer["error"]["param"] == "floor_blocks"
-    assert f"at most {HALF - 100} (it is 1000000000)" in answer["error"]["message"]
+    assert f"1000000000; expected at most {HALF - 100}." in answer["error"]["message"]
     assert f"{BLOCKS} blocks" in answer["error"]["message"]
     assert (new[0], new[1]["error"]["code"]) == (400, "floor_too_large")
     assert (fits[0], fits[1]["floor_blocks_kept"]) == (200, HALF - 100)
@@ -118,5 +118,5 @@ async def test_no_floor_makes_anothers_request_impossible(unopened_gateway: Gate
 
 def test_what_is_kept_is_cut_in_one_proportion() -> None:
     """Never more than there is, however many ask."""
-    assert kept_of(10, asked=20, floors_max=20) == 10
-    assert [kept_of(each, 40, 20) for each in (30, 10)] == [15, 5]
+    assert guaranteed_blocks(10, asked=20, floors_max=20) == 10
+    assert [guaranteed_blocks(each, 40, 20) for each in (30, 10)] == [15, 5]

@@ -10,7 +10,7 @@ from gateway.caching.miss_diagnosis import (
     Fingerprint,
     FingerprintIndex,
     RememberedBoundary,
-    compare,
+    compare_fingerprints,
 )
 from gateway.dialects.canonical import Tier
 
@@ -29,7 +29,7 @@ def prompt(words: str, **more: Any) -> Fingerprint:
 
 def test_a_conversation_that_went_on_is_a_hit() -> None:
     """What comes after all of the earlier prompt changes nothing of it."""
-    said = compare(prompt("t1 s1 m1 m2 m3"), prompt("t1 s1 m1"))
+    said = compare_fingerprints(prompt("t1 s1 m1 m2 m3"), prompt("t1 s1 m1"))
 
     assert (said.outcome, said.reusable_tokens) == ("hit", 30)
 
@@ -37,7 +37,7 @@ def test_a_conversation_that_went_on_is_a_hit() -> None:
 def test_the_first_tier_that_differs_is_the_cause() -> None:
     """Tools stand before system, system before messages: the first difference costs the rest."""
     causes = [
-        compare(prompt(now), prompt("t1 s1 m1")).cause
+        compare_fingerprints(prompt(now), prompt("t1 s1 m1")).cause
         for now in ("t2 s1 m1", "t1 s2 m1", "t1 s1 m2")
     ]
 
@@ -46,14 +46,14 @@ def test_the_first_tier_that_differs_is_the_cause() -> None:
 
 def test_a_tool_that_came_is_a_change_of_tools() -> None:
     """It pushes the system text away from where it stood."""
-    said = compare(prompt("t1 t2 s1 m1"), prompt("t1 s1 m1"))
+    said = compare_fingerprints(prompt("t1 t2 s1 m1"), prompt("t1 s1 m1"))
 
     assert (said.cause, said.reusable_tokens, said.missed_tokens) == ("tools", 10, 30)
 
 
 def test_a_tool_that_went_is_a_change_of_tools() -> None:
     """Where the earlier prompt had one more, too."""
-    said = compare(prompt("t1 s1 m1"), prompt("t1 t2 s1 m1"))
+    said = compare_fingerprints(prompt("t1 s1 m1"), prompt("t1 t2 s1 m1"))
 
     assert said.cause == "tools"
 
@@ -62,9 +62,9 @@ def test_another_model_template_or_partition_is_the_cause_of_everything() -> Non
     """Nothing is shared across them."""
     then = prompt("s1 m1")
 
-    model = compare(prompt("s1 m1", model="other", template="other"), then)
-    template = compare(prompt("s1 m1", template="other"), then)
-    partition = compare(prompt("s1 m1", partition="k"), then)
+    model = compare_fingerprints(prompt("s1 m1", model="other", template="other"), then)
+    template = compare_fingerprints(prompt("s1 m1", template="other"), then)
+    partition = compare_fingerprints(prompt("s1 m1", partition="k"), then)
 
     assert (model.cause, model.missed_tokens) == ("model", 20)
     assert template.cause == "template"
@@ -73,7 +73,7 @@ def test_another_model_template_or_partition_is_the_cause_of_everything() -> Non
 
 def test_settings_alone_leave_it_open() -> None:
     """The prompt is the same; whether a setting matters only its dialect can say."""
-    said = compare(prompt("m1", settings=(("effort", "low"),)), prompt("m1"))
+    said = compare_fingerprints(prompt("m1", settings=(("effort", "low"),)), prompt("m1"))
 
     assert (said.outcome, said.setting) == ("unavailable", "effort")
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.api import Retention
-from gateway.caching.prefix_index import SAYING_MAX, PrefixIndex, digests
+from gateway.caching.prefix_index import SAME_CONTENT_MAX, PrefixIndex, digest_prefixes
 
 FIVE = Retention("5m", 300, 300, "request_start")
 PINNED = Retention("resource", 60, 60, "absolute", renewed_on_read=False, pinned=True)
@@ -84,7 +84,7 @@ def test_a_namespace_is_forgotten_whole() -> None:
     write(book, b"a", FIVE, 0.0)
     write(book, b"b", FIVE, 0.0)
 
-    gone = book.forget(b"ns")
+    gone = book.erase_namespace(b"ns")
 
     assert gone == 2
     assert len(book) == 0
@@ -96,9 +96,9 @@ def test_a_digest_depends_on_the_prefix_alone(tokens: list[int], data: st.DataOb
     """Whatever else is asked for, and whatever follows, an end's digest is its prefix's."""
     ends = data.draw(st.lists(st.integers(1, len(tokens)), min_size=1, max_size=5))
 
-    found = digests(tokens, ends)
+    found = digest_prefixes(tokens, ends)
 
-    assert found == {end: digests(tokens[:end], [end])[end] for end in ends}
+    assert found == {end: digest_prefixes(tokens[:end], [end])[end] for end in ends}
 
 
 def test_a_class_without_a_limit_is_live_for_ever() -> None:
@@ -132,14 +132,14 @@ def crowded(namespaces: int) -> PrefixIndex:
     book = PrefixIndex(50_000, 50_000)
     for number in range(namespaces):
         key = (f"user {number}".encode(), b"digest")
-        book.write(key, 8, 1, "epoch", {}, FIVE, 0.0, is_granted=True, words=b"same")
+        book.write(key, 8, 1, "epoch", {}, FIVE, 0.0, is_granted=True, content=b"same")
     return book
 
 
 def forgetting_s(book: PrefixIndex) -> float:
     """Of a hundred namespaces, in processor time."""
     began_s = time.process_time()
-    assert sum(book.forget(f"user {number}".encode()) for number in range(100)) == 100
+    assert sum(book.erase_namespace(f"user {number}".encode()) for number in range(100)) == 100
     return time.process_time() - began_s
 
 
@@ -156,9 +156,9 @@ def test_of_the_same_words_the_latest_few_are_looked_at() -> None:
     """A miss is explained on the loop, and each new user of such a tenant begins with one."""
     book = crowded(1_000)
 
-    found = book.saying(0, b"same")
+    found = book.find_same_content(0, b"same")
 
-    assert len(found) == SAYING_MAX
+    assert len(found) == SAME_CONTENT_MAX
     assert found[0].key[0] == b"user 999"
 
 

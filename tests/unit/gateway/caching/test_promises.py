@@ -22,20 +22,20 @@ class Desk:
         self.epoch, self.now_s = "e1", 0.0
         self.book = PrefixIndex(100, per_owner_max)
         self.tally = PromiseTally(self.book, lambda: self.epoch, slack)
-        self.book.on_drop = self.tally.gave_up
+        self.book.on_drop = self.tally.record_given_up
 
     def write(
         self, digest: bytes, terms: Retention = FIVE, owner: int = 1, ok: bool = True
     ) -> None:
         key = (b"ns%d" % owner, digest)
         self.book.write(key, 8, owner, self.epoch, {}, terms, self.now_s, is_granted=ok)
-        self.tally.wrote(owner, key, terms.name, self.now_s)
+        self.tally.record_write(owner, key, terms.name, self.now_s)
 
     def lose(self, digest: bytes, owner: int = 1) -> None:
         """A request finds it promised and not there."""
         entry = self.book.find((b"ns%d" % owner, digest))
         if entry is not None:
-            self.tally.broke(entry, self.now_s)
+            self.tally.record_broken(entry, self.now_s)
 
     def of(self, owner: int = 1, name: str = "5m") -> dict[str, int]:
         """Counts that are not zero."""
@@ -86,7 +86,7 @@ def test_what_is_erased_or_has_no_room_is_given_up() -> None:
     desk = Desk(per_owner_max=2)
     for digest in (b"a", b"b", b"c"):
         desk.write(digest)
-    desk.book.forget(b"ns1")
+    desk.book.erase_namespace(b"ns1")
 
     assert desk.of() == {"given": 3, "given_up": 3}
 
@@ -100,7 +100,7 @@ def test_what_was_not_promised_is_no_promise() -> None:
         LeaseGrant(lease_id="", retention="5m", outcome=outcome, tokens=0)
         for outcome in ("granted", "clipped", "refused", "refused")
     ]
-    desk.tally.answered(1, grants)
+    desk.tally.count_grants(1, grants)
 
     assert desk.of() == {"clipped": 1, "refused": 2}
     assert desk.of(name="in_memory") == {}
@@ -126,7 +126,7 @@ def test_every_promise_has_one_end(life: list[tuple[str, int, bytes, Retention, 
             case "lose":
                 desk.lose(digest, owner)
             case "drop":
-                desk.book.drop((b"ns%d" % owner, digest))
+                desk.book.erase((b"ns%d" % owner, digest))
             case "wait":
                 desk.now_s += 100 if flag else 2_000
             case _:
@@ -145,13 +145,13 @@ def test_a_class_that_is_given_up_leaves_the_others() -> None:
     desk, key = Desk(), (b"ns1", b"a")
     desk.write(b"a")
     desk.write(b"a", HOUR)
-    first = desk.book.give_up(key, "5m", desk.now_s)
+    first = desk.book.end_class(key, "5m", desk.now_s)
     entry = desk.book.find(key)
     kept = set(entry.leases) if entry is not None else set()
-    last = desk.book.give_up(key, "1h", desk.now_s)
+    last = desk.book.end_class(key, "1h", desk.now_s)
 
     assert (first, kept, last) == (False, {"1h"}, True)
     assert (desk.of(), desk.of(name="1h")) == ({"given": 1, "given_up": 1},) * 2
     assert desk.book.find(key) is None
-    assert desk.book.give_up(key, "1h", desk.now_s)
+    assert desk.book.end_class(key, "1h", desk.now_s)
     desk.book.check()

@@ -1,12 +1,12 @@
-"""What a prompt may read and has to write, as arithmetic: no engine, no books, no clock."""
+"""What a prompt may read and has to write, as arithmetic: no engine, no manager, no clock."""
 
 from __future__ import annotations
 
 import pytest
 
 from engine.api import Retention
-from gateway.caching.contract import ContractTerms, Write
-from gateway.caching.prefix_index import IndexedPrefix, Lease, Origin
+from gateway.caching.contract import ContractTerms, PlannedWrite
+from gateway.caching.prefix_index import IndexedPrefix, Lease, PrefixOrigin
 from gateway.dialects.canonical import UsageRecord
 from gateway.retention_classes import CacheProfile, CachingConfig
 
@@ -21,7 +21,7 @@ def retention(name: str) -> Retention:
 
 def written(tokens: int, name: str, *, is_granted: bool = True) -> tuple[int, IndexedPrefix]:
     """What an earlier call wrote at time 0."""
-    entry = IndexedPrefix((b"ns", bytes([tokens])), tokens, 1, "first", {}, Origin(), b"")
+    entry = IndexedPrefix((b"ns", bytes([tokens])), tokens, 1, "first", {}, PrefixOrigin(), b"")
     entry.leases[name] = Lease(retention(name), 0.0, is_granted=is_granted)
     return tokens, entry
 
@@ -32,7 +32,7 @@ def terms(
     lookup: str = "written",
     total: int = 40,
 ) -> ContractTerms:
-    asked = tuple(Write(tokens, retention(name), b"") for tokens, name in writes.items())
+    asked = tuple(PlannedWrite(tokens, retention(name), b"") for tokens, name in writes.items())
     return ContractTerms(CacheProfile(), lookup, total, tries, asked, False, True)
 
 
@@ -95,6 +95,6 @@ def test_terms_say_what_is_wanted_and_what_is_the_longest() -> None:
     """Whoever explains a miss asks for both; there may be neither."""
     some, nothing = terms(written(20, "5m"), writes={20: "5m", 30: "1h"}), terms(writes={})
 
-    assert some.longest() is some.tries[0][1]
-    assert (some.wanted(), nothing.wanted(), nothing.longest()) == (30, 0, None)
-    assert (some.kept_s(), nothing.kept_s()) == (3_600.0, 0.0)
+    assert some.longest() is some.candidates[0][1]
+    assert (some.requested_tokens(), nothing.requested_tokens(), nothing.longest()) == (30, 0, None)
+    assert (some.retention_s(), nothing.retention_s()) == (3_600.0, 0.0)
