@@ -1,4 +1,4 @@
-"""The endpoints, over the real core: answers, streams, settling, leaving."""
+"""The endpoints over the real core: answers, streams, settlement, disconnects."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 from tests.unit.gateway.gateway_fixture import PATIENCE_S, GatewayFixture, parse_events
 
 
-async def test_a_chat_is_answered_counted_and_settled(gateway: GatewayFixture) -> None:
-    """The main job: one request, one answer, one ledger entry with the same numbers."""
+async def test_chat_is_answered_and_settled(gateway: GatewayFixture) -> None:
+    """One request, one answer, one ledger entry with the same numbers."""
     status, answer, response = await gateway.ask(body=gateway.chat())
 
     assert status == 200, answer
@@ -22,8 +22,8 @@ async def test_a_chat_is_answered_counted_and_settled(gateway: GatewayFixture) -
     await gateway.check_quiet()
 
 
-async def test_a_stream_folds_to_the_unary_answer(gateway: GatewayFixture) -> None:
-    """Two code paths would drift; a client sees the same text either way."""
+async def test_stream_equals_unary_answer(gateway: GatewayFixture) -> None:
+    """Two code paths could diverge."""
     _, unary, _ = await gateway.ask(body=gateway.chat())
     events = await gateway.stream(gateway.chat(stream_options={"include_usage": True}))
 
@@ -34,10 +34,10 @@ async def test_a_stream_folds_to_the_unary_answer(gateway: GatewayFixture) -> No
     await gateway.check_quiet()
 
 
-async def test_the_second_turn_reports_the_first_ones_tokens_as_cached(
+async def test_second_turn_reports_first_turns_tokens_as_cached(
     gateway: GatewayFixture,
 ) -> None:
-    """Prompt caching is the product, and usage is where clients see it."""
+    """Clients see prompt caching in the usage."""
     first = gateway.chat("a long enough first question to fill some blocks of the cache")
     _, answer, _ = await gateway.ask(body=first)
     said = answer["choices"][0]["message"]
@@ -52,7 +52,7 @@ async def test_the_second_turn_reports_the_first_ones_tokens_as_cached(
 
 
 async def test_tenants_never_share_a_prefix(gateway: GatewayFixture) -> None:
-    """The namespace comes from the key: bob's first request finds nothing of ada's."""
+    """The namespace comes from the key: bob's first request finds none of ada's blocks."""
     await gateway.ask(body=gateway.chat("the same words for both of them, long enough"))
     _, answer, _ = await gateway.ask(
         body=gateway.chat("the same words for both of them, long enough"), who="bob"
@@ -61,10 +61,10 @@ async def test_tenants_never_share_a_prefix(gateway: GatewayFixture) -> None:
     assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
 
 
-async def test_a_client_that_leaves_frees_its_blocks_and_is_settled(
+async def test_disconnect_frees_blocks_and_settles(
     gateway: GatewayFixture,
 ) -> None:
-    """A disconnect is a path: cancelled in the engine, one entry, nothing pinned."""
+    """Cancelled in the engine, one entry, nothing pinned."""
     gateway.runner.hold_after(20)
     body = json.dumps(gateway.chat(max_tokens=400, stream=True)).encode()
     async with gateway.connection() as (reader, writer):
@@ -81,8 +81,8 @@ async def test_a_client_that_leaves_frees_its_blocks_and_is_settled(
     assert gateway.runner.computed_tokens < 200, "the engine went on for nobody"
 
 
-async def test_a_client_that_leaves_a_unary_request_is_settled_too(gateway: GatewayFixture) -> None:
-    """Without a stream nobody writes, so only the listener can notice that the client left."""
+async def test_disconnect_of_unary_request_settles(gateway: GatewayFixture) -> None:
+    """Without writes, only the listener can notice the disconnect."""
     gateway.runner.hold_after(1)
     body = json.dumps(gateway.chat(max_tokens=400)).encode()
     async with gateway.connection() as (_, writer):
@@ -96,10 +96,10 @@ async def test_a_client_that_leaves_a_unary_request_is_settled_too(gateway: Gate
     assert [entry[0] for entry in gateway.entries()] == ["cancelled"]
 
 
-async def test_an_engine_that_fails_mid_stream_sends_an_error_event_and_settles(
+async def test_engine_failure_mid_stream_sends_error_event_and_settles(
     gateway: GatewayFixture,
 ) -> None:
-    """A truncated stream is silent in SDKs; an error event raises."""
+    """SDKs ignore a truncated stream but raise on an error event."""
     gateway.runner.hold_after(20)
     body = json.dumps(gateway.chat(max_tokens=400, stream=True)).encode()
     async with gateway.connection() as (reader, writer):
@@ -117,7 +117,7 @@ async def test_an_engine_that_fails_mid_stream_sends_an_error_event_and_settles(
     assert entries[0][0] not in ("done", "cancelled")
 
 
-async def test_models_are_listed_and_found_by_name(gateway: GatewayFixture) -> None:
+async def test_lists_and_finds_models(gateway: GatewayFixture) -> None:
     """SDKs list models to check a key."""
     _, listed, _ = await gateway.ask("/v1/models", method="GET")
     found, one, _ = await gateway.ask(f"/v1/models/{gateway.model}", method="GET")
@@ -128,8 +128,8 @@ async def test_models_are_listed_and_found_by_name(gateway: GatewayFixture) -> N
     assert (missing, error["error"]["code"]) == (404, "model_not_found")
 
 
-async def test_readiness_follows_the_engine_and_the_drain(gateway: GatewayFixture) -> None:
-    """Load balancers act on it: 503 from the moment no request would be taken."""
+async def test_readiness_follows_engine_and_drain(gateway: GatewayFixture) -> None:
+    """503 from the moment no request would be accepted."""
     before, _, _ = await gateway.ask("/readyz", method="GET", who=None)
     await gateway.gateway.drain(0.0)
     after, body, _ = await gateway.ask("/readyz", method="GET", who=None)
@@ -142,8 +142,8 @@ async def test_readiness_follows_the_engine_and_the_drain(gateway: GatewayFixtur
     assert int(response.headers["retry-after"]) >= 1
 
 
-async def test_metrics_live_on_the_admin_listener_only(gateway: GatewayFixture) -> None:
-    """The public door says nothing about load."""
+async def test_metrics_are_on_admin_listener_only(gateway: GatewayFixture) -> None:
+    """The public listener reveals nothing about load."""
     await gateway.ask(body=gateway.chat())
     public, _, _ = await gateway.ask("/metrics", method="GET")
     async with gateway.session.get(gateway.admin_url + "/metrics") as response:
@@ -155,10 +155,10 @@ async def test_metrics_live_on_the_admin_listener_only(gateway: GatewayFixture) 
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_an_answer_is_not_completed_when_its_entry_cannot_be_written(
+async def test_answer_fails_if_entry_cannot_be_written(
     gateway: GatewayFixture, stream: bool
 ) -> None:
-    """Fail closed: what is not recorded is not delivered whole."""
+    """Fail closed: an unrecorded answer is not completed."""
     await gateway.gateway.ledger.close()
     status, answer, _ = await gateway.ask(body=gateway.chat(stream=stream))
 
@@ -169,8 +169,8 @@ async def test_an_answer_is_not_completed_when_its_entry_cannot_be_written(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_the_last_byte_waits_for_the_entry(gateway: GatewayFixture, stream: bool) -> None:
-    """A ledger that fails while the answer runs: a client never holds a whole unrecorded answer."""
+async def test_last_byte_waits_for_entry(gateway: GatewayFixture, stream: bool) -> None:
+    """The ledger fails during the answer: the client never gets a complete unrecorded answer."""
     gateway.runner.hold_after(20)
     body = json.dumps(gateway.chat(max_tokens=40, stream=stream)).encode()
     async with gateway.connection() as (reader, writer):

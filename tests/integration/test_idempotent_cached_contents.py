@@ -1,4 +1,4 @@
-"""Cached contents made again under their `Idempotency-Key`: one, whoever leaves."""
+"""Cached contents created with an `Idempotency-Key` are created once, also after a disconnect."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def cached_content(gateway: GatewayFixture, **fields: str) -> dict[str, Any]:
     return {"model": f"models/{gateway.model}", "contents": [text], "ttl": "300s", **fields}
 
 
-async def test_a_cached_content_is_made_once(gateway: GatewayFixture) -> None:
-    """Two would be two bills for storage. Another one under the name is another request."""
+async def test_cached_content_is_created_once(gateway: GatewayFixture) -> None:
+    """Two would be billed twice for storage. Another content under the key is another request."""
     body, path = cached_content(gateway), "/v1beta/cachedContents"
     first, one, _ = await send(gateway, "a", body, path)
     again, two, after = await send(gateway, "a", body, path)
@@ -34,8 +34,8 @@ async def test_a_cached_content_is_made_once(gateway: GatewayFixture) -> None:
     await gateway.check_quiet()
 
 
-async def test_a_cached_content_is_kept_for_a_client_that_left(gateway: GatewayFixture) -> None:
-    """It comes back for it; one without a name leaves nothing behind."""
+async def test_cached_content_survives_disconnect_with_key(gateway: GatewayFixture) -> None:
+    """Without a key, nothing is left behind."""
     body, path = json.dumps(cached_content(gateway)).encode(), "/v1beta/cachedContents"
     for name in ("Idempotency-Key: n", "X-Other: n"):
         gateway.runner.hold_after(0)

@@ -1,5 +1,5 @@
-"""What one tiny answer costs, in calls of our own Python functions and in turns of the loop: a
-machine's load changes them little, so what was won cannot go away unnoticed."""
+"""The cost of one tiny answer, in calls of our Python functions and in event-loop turns: load on
+the machine hardly changes these counts, so a regression shows."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ENOUGH = 10**9
 
 
 def ask(gateway: GatewayFixture, count: int) -> None:
-    """So many small chats on one connection. Blocks."""
+    """Send this many small chats on one connection. Blocks."""
     connection = http.client.HTTPConnection("127.0.0.1", gateway.port, timeout=PATIENCE_S)
     body = json.dumps(gateway.chat(max_tokens=1)).encode()
     headers = {**gateway.headers(), "Content-Type": "application/json"}
@@ -45,8 +45,8 @@ def ask(gateway: GatewayFixture, count: int) -> None:
 
 
 async def counted(gateway: GatewayFixture) -> tuple[Counter[str], int, Counter[str]]:
-    """Calls of our functions on the loop's thread for these answers, by function; turns of the
-    loop; and of the calls those before the engine was asked."""
+    """Return the calls of our functions on the loop's thread, by function; the turns of the loop;
+    and the calls before the engine was asked."""
     calls: Counter[str] = Counter()
     before: Counter[str] = Counter()
     turns = 0
@@ -75,7 +75,7 @@ async def counted(gateway: GatewayFixture) -> tuple[Counter[str], int, Counter[s
 async def gateway(
     unopened_gateway: GatewayFixture, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[GatewayFixture]:
-    """Nothing is done every so often: a busy host would have more of it counted."""
+    """A gateway without periodic jobs: a busy host would count more of them."""
     for module, name in ((reconciliation, "LOOK_EVERY_S"), (storage_metering, "LOOK_EVERY_S")):
         monkeypatch.setattr(module, name, 3_600.0)
     monkeypatch.setattr(deferred_holds, "LATE_S", 3_600.0)
@@ -85,11 +85,11 @@ async def gateway(
     await unopened_gateway.close()
 
 
-async def test_a_tiny_answer_takes_few_calls_of_ours_and_turns_of_the_loop(
+async def test_tiny_answer_stays_within_call_and_turn_budget(
     gateway: GatewayFixture,
 ) -> None:
-    """With every kind of limit, the ledger, analytics, metrics and a log line; a coroutine that is
-    resumed counts as called. It was 633 once, then 428, then 405."""
+    """With every kind of limit, the ledger, analytics, metrics and a log line; a resumed coroutine
+    counts as a call. History: 633, then 428, then 405."""
     limits = ("requests_per_minute", "tokens_per_minute", "input_tokens_per_minute")
     change_tenant(gateway.store, "ada", dict.fromkeys((*limits, "requests_at_once"), ENOUGH))
     gateway.gateway.context.registry.look_again()

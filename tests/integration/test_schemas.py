@@ -1,6 +1,5 @@
-"""What each dialect makes of words in a schema that no grammar has: refused by name where all of it
-was asked for (strict), passed over while tokens are drawn and looked at afterwards where not.
-"""
+"""Schema keywords that no grammar supports, in each dialect: strict schemas are refused by name;
+other schemas ignore them during decoding and are checked afterwards."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ CALLED = f'<tool_call>\n{{"name": "f", "arguments": {SAID}}}\n</tool_call>'
 
 @pytest.fixture
 def unopened_gateway(unopened_gateway: GatewayFixture) -> GatewayFixture:
-    """With room for tools, and answers that are held to schemas."""
+    """A gateway with room for tools, whose answers are checked against schemas."""
     unopened_gateway.context_tokens, unopened_gateway.takes_grammars = 2_048, True
     return unopened_gateway
 
@@ -78,8 +77,8 @@ STRICT = {
 
 
 @pytest.mark.parametrize("field", STRICT)
-async def test_all_of_a_strict_schema_or_none(gateway: GatewayFixture, field: str) -> None:
-    """As upstream: the word is named, and the field; nothing is computed or charged."""
+async def test_strict_schema_is_refused_if_unsupported(gateway: GatewayFixture, field: str) -> None:
+    """As hosted APIs do: with the keyword and the field; nothing is computed or charged."""
     path, body = STRICT[field]
     path = path.format(model=gateway.model)
 
@@ -104,10 +103,10 @@ async def test_all_of_a_strict_schema_or_none(gateway: GatewayFixture, field: st
     ],
     ids=["chat", "chat false", "chat call", "responses", "messages call", "gemini"],
 )
-async def test_the_rest_of_a_schema_that_is_not_strict_holds(
+async def test_lenient_schema_enforces_the_supported_rest(
     gateway: GatewayFixture, asked: tuple[str, dict[str, Any]], spoken: str
 ) -> None:
-    """The answer comes as the model gave it; what it breaks is counted, where it is a format."""
+    """The answer is sent unchanged; violations of a format are counted."""
     path, body = asked
     gateway.say(spoken)
 

@@ -1,4 +1,4 @@
-"""Caches that several tenants share, through the whole gateway: who hits, pays and may erase."""
+"""Caches shared by several tenants, through the whole gateway: hits, bills and erasures."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ OURS = ScopeTerms(name="ours", owner="eve", members=("ada", "bob/default"))
 
 @pytest.fixture
 async def shared(gateway: GatewayFixture) -> GatewayFixture:
-    """ada and bob share a scope of eve's; carol is a stranger."""
+    """ada and bob share a scope of eve's; carol is not a member."""
     for name in ("eve", "carol"):
         tenant = create_tenant(gateway.store, wall_ms, name)
         gateway.keys[name] = create_key(gateway.store, wall_ms, tenant.tenant_id)
@@ -39,13 +39,13 @@ async def shared(gateway: GatewayFixture) -> GatewayFixture:
 
 
 def share(gateway: GatewayFixture, terms: ScopeTerms = OURS) -> None:
-    """As the operator."""
+    """Create the scope as the operator."""
     set_scope(gateway.store, wall_ms, terms)
     gateway.gateway.context.registry.look_again()
 
 
 async def cached(gateway: GatewayFixture, *who: str) -> list[int]:
-    """Cached tokens that each is told, one after the other, for the same words."""
+    """Return the cached tokens reported to each tenant, in turn, for the same prompt."""
     found = []
     for name in who:
         status, body, _ = await gateway.ask(body=gateway.chat(LONG), who=name)
@@ -57,9 +57,9 @@ async def cached(gateway: GatewayFixture, *who: str) -> list[int]:
 # --- isolation -----------------------------------------------------------------------------------
 
 
-async def test_a_quote_does_not_tell_the_owner_what_members_sent(shared: GatewayFixture) -> None:
-    """Other namespaces of one's own are asked why a prefix is missing; a shared one is not one's
-    own, whoever pays for it."""
+async def test_quote_hides_members_prompts_from_owner(shared: GatewayFixture) -> None:
+    """A miss is explained by the reader's other namespaces, and a shared one is not among them, not
+    even for its payer."""
     await cached(shared, "ada")
     request = {"endpoint": "/v1/chat/completions", "request": shared.chat(LONG)}
     _, owners, _ = await shared.ask("/v1/cache/quote", request, who="eve")
@@ -69,9 +69,9 @@ async def test_a_quote_does_not_tell_the_owner_what_members_sent(shared: Gateway
     assert members["physical"]["cached_tokens"] > 0
 
 
-async def test_members_share_and_nobody_else_does(shared: GatewayFixture) -> None:
-    """The second member finds what the first wrote; the owner, who is no member, and a stranger
-    compute it themselves."""
+async def test_only_members_share(shared: GatewayFixture) -> None:
+    """The second member finds the first's prefix; the owner, who is not a member, and other tenants
+    compute it."""
     ada, bob, eve, carol = await cached(shared, "ada", "bob", "eve", "carol")
 
     assert (ada, eve, carol) == (0, 0, 0)
@@ -86,7 +86,7 @@ def identity(name: int, scope: SharedScope | None) -> Identity:
 
 
 def lived(life: list[tuple[int, tuple[int, ...]]], sharing: bool, alone: int | None) -> list[int]:
-    """What tenant 3 hits (or all do, without `alone`) while 1 and 2 share a scope, or do not."""
+    """Return the hits of tenant 3 (of all, without `alone`) while 1 and 2 share a scope, or not."""
     cache, seen = PrefixCache(blocks=4_096, block_size=2), []
     scope = SharedScope(1, "ours", 1, CachePolicy()) if sharing else None
     for who, prompt in life:
@@ -104,10 +104,10 @@ def lived(life: list[tuple[int, tuple[int, ...]]], sharing: bool, alone: int | N
 
 @given(st.lists(st.tuples(st.integers(1, 3), tokens.map(lambda words: words[:10])), max_size=20))
 @settings(max_examples=60)
-def test_a_strangers_counts_are_the_same_whoever_shares(
+def test_scope_does_not_change_other_tenants_counts(
     life: list[tuple[int, tuple[int, ...]]],
 ) -> None:
-    """Bit for bit: with a scope, without one, and with nobody else there at all."""
+    """Exactly equal: with a scope, without one, and alone."""
     with_scope, without = lived(life, True, None), lived(life, False, None)
     alone = lived(life, True, 3)
 
@@ -116,9 +116,8 @@ def test_a_strangers_counts_are_the_same_whoever_shares(
 
 @given(owner=st.integers(1, 99), number=st.integers(1, 99), partition=st.text(max_size=8))
 @settings(max_examples=60)
-def test_no_workspace_reads_as_a_scope(owner: int, number: int, partition: str) -> None:
-    """A scope's namespace is its owner's, apart from all of its workspaces, and a partition only
-    narrows it."""
+def test_scope_namespace_differs_from_workspaces(owner: int, number: int, partition: str) -> None:
+    """It is separate from all of its owner's workspaces, and a partition only narrows it."""
     scope = SharedScope(number, "ours", owner, CachePolicy())
     name = namespace_of(identity(7, scope), "m", "t", partition)
     own = namespace_of(identity(owner, None), "m", "t", partition)
@@ -129,8 +128,8 @@ def test_no_workspace_reads_as_a_scope(owner: int, number: int, partition: str) 
     assert name == namespace_of(identity(8, scope), "m", "t", partition)
 
 
-async def test_a_partition_narrows_a_shared_scope_too(shared: GatewayFixture) -> None:
-    """cache_salt is the client's; members with the same one share, others do not."""
+async def test_partition_narrows_shared_scope(shared: GatewayFixture) -> None:
+    """Members with the same cache_salt share, others do not."""
     found = []
     for who, salt in (("ada", "a"), ("bob", "b"), ("bob", "a")):
         body = shared.chat(LONG, cache_salt=salt)
@@ -144,8 +143,8 @@ async def test_a_partition_narrows_a_shared_scope_too(shared: GatewayFixture) ->
 # --- money ---------------------------------------------------------------------------------------
 
 
-async def test_each_member_is_billed_for_its_own_tokens(shared: GatewayFixture) -> None:
-    """A read of what another wrote is a read; the ledger names who asked."""
+async def test_members_are_billed_for_their_own_tokens(shared: GatewayFixture) -> None:
+    """A read of another member's prefix is a read; the ledger names the reader."""
     await cached(shared, "ada", "bob")
     rows = shared.store.query(
         "select tenant_id, prompt_tokens, cache_read_tokens from ledger order by entry_id"
@@ -157,10 +156,10 @@ async def test_each_member_is_billed_for_its_own_tokens(shared: GatewayFixture) 
     assert read > 0
 
 
-async def test_a_promise_that_one_member_paid_for_is_read_by_another(
+async def test_member_reads_another_members_promise(
     shared: GatewayFixture,
 ) -> None:
-    """Contracts are kept by scope: bob's breakpoint finds what ada wrote there."""
+    """Contracts belong to the scope: bob's breakpoint finds ada's prefix."""
     body = {
         "model": shared.model,
         "max_tokens": 4,
@@ -189,8 +188,8 @@ async def test_a_promise_that_one_member_paid_for_is_read_by_another(
     assert used == [(wrote, 0), (0, wrote), (wrote, 0)]
 
 
-async def test_blocks_and_their_storage_are_the_owners(shared: GatewayFixture) -> None:
-    """Within its quota, on its bill: the members hold nothing in their own names."""
+async def test_owner_pays_for_blocks_and_storage(shared: GatewayFixture) -> None:
+    """Within its quota, on its bill; members hold no blocks."""
     await cached(shared, "ada", "bob")
     await shared.quiet()
     scope = find_scope(shared.store, "ours")
@@ -203,8 +202,8 @@ async def test_blocks_and_their_storage_are_the_owners(shared: GatewayFixture) -
     assert {kind for _, kind in found} <= {BEST_EFFORT}
 
 
-async def test_the_owners_ceiling_bounds_what_members_may_have(shared: GatewayFixture) -> None:
-    """A prompt that its quota cannot hold is refused, whatever the member's own says."""
+async def test_owners_ceiling_bounds_members(shared: GatewayFixture) -> None:
+    """A prompt above the owner's quota is refused, whatever the member's quota."""
     change_tenant(shared.store, "eve", {"ceiling_blocks": 2})
     shared.gateway.context.registry.look_again()
     refused, body, _ = await shared.ask(body=shared.chat(LONG), who="ada")
@@ -214,8 +213,8 @@ async def test_the_owners_ceiling_bounds_what_members_may_have(shared: GatewayFi
     assert taken == 200
 
 
-async def test_a_ceiling_holds_over_all_that_a_client_makes_up(shared: GatewayFixture) -> None:
-    """One cache_salt after the other: the tenant's blocks are bounded all the same."""
+async def test_ceiling_covers_all_partitions(shared: GatewayFixture) -> None:
+    """One cache_salt after the other: the tenant's blocks stay bounded."""
     change_tenant(shared.store, "carol", {"ceiling_blocks": 30})
     shared.gateway.context.registry.look_again()
     for number in range(6):
@@ -230,8 +229,8 @@ async def test_a_ceiling_holds_over_all_that_a_client_makes_up(shared: GatewayFi
 # --- leaving -------------------------------------------------------------------------------------
 
 
-async def test_who_is_no_member_any_more_goes_on_alone(shared: GatewayFixture) -> None:
-    """From the next request; the others keep what is there."""
+async def test_removed_member_no_longer_shares(shared: GatewayFixture) -> None:
+    """From the next request; the others keep the cache."""
     await cached(shared, "ada")
     share(shared, ScopeTerms(name="ours", owner="eve", members=("ada",)))
     bob, ada = await cached(shared, "bob", "ada")
@@ -240,9 +239,8 @@ async def test_who_is_no_member_any_more_goes_on_alone(shared: GatewayFixture) -
     assert ada > 0
 
 
-async def test_what_a_removed_scope_held_is_forgotten(shared: GatewayFixture) -> None:
-    """Nobody can read it any more, so nobody shall pay for it; a scope of the same name begins
-    empty."""
+async def test_removed_scope_is_erased(shared: GatewayFixture) -> None:
+    """It can no longer be read, so storage ends; a new scope of the same name begins empty."""
     await cached(shared, "ada")
     remove_scope(shared.store, "ours")
     shared.gateway.context.registry.look_again()
@@ -255,8 +253,8 @@ async def test_what_a_removed_scope_held_is_forgotten(shared: GatewayFixture) ->
     assert await cached(shared, "ada") == [0]
 
 
-async def test_a_scope_that_is_there_is_not_forgotten(shared: GatewayFixture) -> None:
-    """The sweep is for what was removed."""
+async def test_existing_scope_is_not_erased(shared: GatewayFixture) -> None:
+    """The sweep erases only removed scopes."""
     await cached(shared, "ada")
     await shared.quiet()
     await forget_removed(shared.gateway.context)
@@ -267,10 +265,10 @@ async def test_a_scope_that_is_there_is_not_forgotten(shared: GatewayFixture) ->
 # --- asking and erasing --------------------------------------------------------------------------
 
 
-async def test_a_member_sees_the_scopes_name_and_nobody_elses_figures(
+async def test_member_sees_scope_name_but_no_other_figures(
     shared: GatewayFixture,
 ) -> None:
-    """What it holds tells what others sent; its own usage is its own."""
+    """The scope's contents would reveal other members' usage."""
     await cached(shared, "ada", "ada", "ada")
     _, body, _ = await shared.ask("/v1/cache", method="GET", who="bob")
     _, other, _ = await shared.ask("/v1/cache", method="GET", who="carol")
@@ -281,8 +279,8 @@ async def test_a_member_sees_the_scopes_name_and_nobody_elses_figures(
     assert not {"ada", "eve", "carol"} & set(json.dumps(body).replace('"', " ").split())
 
 
-async def test_a_member_may_not_erase_what_others_share(shared: GatewayFixture) -> None:
-    """403 with the reason, for all of it and for a lease; whoever is no member erases its own."""
+async def test_member_may_not_erase_shared_cache(shared: GatewayFixture) -> None:
+    """403 with the reason, for all and for a single lease; other tenants erase their own."""
     await cached(shared, "ada")
     refused = [
         (await shared.ask(path, method="DELETE", who="bob"))[:2]
@@ -296,8 +294,8 @@ async def test_a_member_may_not_erase_what_others_share(shared: GatewayFixture) 
     assert (await cached(shared, "bob"))[0] > 0
 
 
-async def test_the_operator_may_erase_it(shared: GatewayFixture) -> None:
-    """By the scope's name, with a receipt in the owner's name; not together with a tenant."""
+async def test_operator_may_erase_scope(shared: GatewayFixture) -> None:
+    """By the scope's name, with a receipt for the owner; not together with a tenant."""
     admin = Admin(shared)
     await cached(shared, "ada")
     path = "/admin/v1/erase"
@@ -314,8 +312,8 @@ async def test_the_operator_may_erase_it(shared: GatewayFixture) -> None:
     assert await cached(shared, "bob") == [0]
 
 
-async def test_a_members_erasure_by_the_operator_leaves_the_scope(shared: GatewayFixture) -> None:
-    """What is the scope's is its owner's: erasing the owner's cache erases it too."""
+async def test_erasing_a_member_keeps_the_scope(shared: GatewayFixture) -> None:
+    """Its cache is the owner's: erasing the owner erases it."""
     await cached(shared, "ada")
     scope = find_scope(shared.store, "ours")
     await shared.quiet()
@@ -326,8 +324,8 @@ async def test_a_members_erasure_by_the_operator_leaves_the_scope(shared: Gatewa
     assert not ErasureTarget(scope.owner_id, 1, "default").covers(one.stats.namespace)
 
 
-async def test_deleting_cached_content_takes_no_blocks_from_others(shared: GatewayFixture) -> None:
-    """The same words may be held for another member: they go when the lease ends."""
+async def test_deleting_cached_content_keeps_others_blocks(shared: GatewayFixture) -> None:
+    """The same content may be held for another member; it goes when that lease ends."""
     content = {"role": "user", "parts": [{"text": LONG * 3}]}
     body = {"model": f"models/{shared.model}", "contents": [content], "ttl": "600s"}
     made = []
@@ -347,8 +345,8 @@ async def test_deleting_cached_content_takes_no_blocks_from_others(shared: Gatew
 # --- administering -------------------------------------------------------------------------------
 
 
-async def test_scopes_are_made_shown_and_removed_by_administrators(gateway: GatewayFixture) -> None:
-    """Each is in force for the next request; a tenant's key opens none of it."""
+async def test_administrators_manage_scopes(gateway: GatewayFixture) -> None:
+    """In force for the next request; a tenant's key may not manage them."""
     admin = Admin(gateway)
     path = "/admin/v1/shared-scopes"
     body = {"owner": "ada", "members": ["bob", "ada/default"]}
@@ -384,10 +382,10 @@ async def test_scopes_are_made_shown_and_removed_by_administrators(gateway: Gate
         ({}, 400, "missing_required_parameter"),
     ],
 )
-async def test_a_scope_that_cannot_be_is_refused(
+async def test_refuses_invalid_scope(
     gateway: GatewayFixture, body: dict[str, Any], status: int, code: str
 ) -> None:
-    """With what is wrong, and nothing made."""
+    """With the reason; nothing is created."""
     admin = Admin(gateway)
     given, answer = await admin.ask("PUT", "/admin/v1/shared-scopes/ours", body)
 

@@ -1,8 +1,6 @@
-"""Random conversations with random breakpoints, told in every dialect: what usage must add up to.
-
-One conversation goes through four APIs in any order, over one cache. Whoever asks, the parts of a
-prompt make the whole, and a request that is sent again reads what it read and wrote before.
-"""
+"""Random conversations with random breakpoints, in every dialect: usage must add up. One
+conversation goes through four APIs in any order, over one cache. The parts of a prompt sum to the
+whole, and a repeated request reads what it read and wrote before."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ SHORT_FIRST = ("5m", "1h")
 
 @dataclass(frozen=True)
 class Part:
-    """A text, and where a breakpoint stands after it for how long: in minutes."""
+    """A text, and the minutes of the breakpoint after it, if any."""
 
     text: str
     minutes: int | None
@@ -29,7 +27,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Talk:
-    """`turns`: of the user's and the assistant's in turns, from the user's to the user's."""
+    """`turns`: of user and assistant in alternation, user first and last."""
 
     system: tuple[Part, ...]
     turns: tuple[tuple[Part, ...], ...]
@@ -46,7 +44,7 @@ class Counted:
 
 
 def drawn(draw: random.Random) -> Talk:
-    """At most four breakpoints, the longer promises first, as the strictest dialect has it."""
+    """Draw at most four breakpoints, longer promises first, as the strictest dialect requires."""
     sizes = [draw.randint(0, 2), *(draw.randint(1, 2) for _ in range(draw.choice([1, 3, 5])))]
     texts = [[" ".join(draw.choices(WORDS, k=6)) for _ in range(size)] for size in sizes]
     places = [(turn, part) for turn, size in enumerate(sizes) for part in range(size)]
@@ -128,7 +126,7 @@ def responses(talk: Talk, draw: random.Random) -> dict[str, Any]:
 
 
 def gemini(talk: Talk, draw: random.Random) -> dict[str, Any]:
-    """It has no breakpoints: whatever is there is read."""
+    """Send to Gemini's dialect: it has no breakpoints and reads all cached tokens."""
     found: dict[str, Any] = {
         "contents": [
             {
@@ -187,7 +185,7 @@ async def gateway(unopened_gateway: GatewayFixture) -> AsyncIterator[GatewayFixt
 
 
 async def asked(gateway: GatewayFixture, name: str, body: dict[str, Any]) -> Counted:
-    """What its usage says, which is what the header says."""
+    """Send and return the usage, which must equal the header."""
     path, _, count = DIALECTS[name]
     sent = body if name == "gemini" else {"model": gateway.model, **body}
     status, answer, response = await gateway.ask(path, sent)
@@ -201,10 +199,10 @@ async def asked(gateway: GatewayFixture, name: str, body: dict[str, Any]) -> Cou
 
 
 @pytest.mark.parametrize("seed", range(12))
-async def test_the_sums_hold_and_the_same_request_again_reads_what_it_wrote(
+async def test_sums_hold_and_repeated_request_reads_what_it_wrote(
     gateway: GatewayFixture, seed: int
 ) -> None:
-    """In each dialect's own terms, whatever the others have read and written before."""
+    """In each dialect's own terms, whatever the others have read and written."""
     draw = random.Random(seed)
     for _ in range(3):
         talk = drawn(draw)
@@ -224,8 +222,8 @@ async def test_the_sums_hold_and_the_same_request_again_reads_what_it_wrote(
 
 
 @pytest.mark.parametrize("seed", range(4))
-async def test_cached_content_is_read_whole_each_time(gateway: GatewayFixture, seed: int) -> None:
-    """The third way to keep a prefix: by name, with nothing of it sent again."""
+async def test_cached_content_is_read_in_full(gateway: GatewayFixture, seed: int) -> None:
+    """The third way to keep a prefix: by name, without sending it again."""
     draw = random.Random(seed)
     kept = gemini(drawn(draw), draw)
     kept |= {"model": "models/tiny", "ttl": "300s"}

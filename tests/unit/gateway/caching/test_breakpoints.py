@@ -1,4 +1,4 @@
-"""Where breakpoints look, and where they write."""
+"""The positions at which breakpoints look up and write prefixes."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def written(
     return [(place.tokens, place.retention.name) for place in look.writes]
 
 
-def test_a_breakpoint_looks_back_twenty_positions_itself_the_first() -> None:
-    """Further back is not looked, however much is there: that is what the contract says."""
+def test_looks_back_twenty_positions() -> None:
+    """Including its own; the contract excludes earlier ones."""
     marks = [Boundary(10 * n, f"m[{n}]") for n in range(1, 31)]
     marks[-1] = Boundary(300, "m[30]", "5m")
 
@@ -32,8 +32,8 @@ def test_a_breakpoint_looks_back_twenty_positions_itself_the_first() -> None:
     assert found == [10 * n for n in range(11, 31)]
 
 
-def test_a_run_of_tool_calls_is_one_position() -> None:
-    """Parallel calls would otherwise use the whole way back up."""
+def test_run_of_tool_calls_is_one_position() -> None:
+    """Otherwise parallel calls would use up the lookback."""
     calls = [Boundary(10 * n, f"m[{n}]", run="call") for n in range(2, 30)]
     marks = [Boundary(10, "m[1]"), *calls, Boundary(300, "m[30]", "5m")]
 
@@ -43,16 +43,15 @@ def test_a_run_of_tool_calls_is_one_position() -> None:
     assert len(found) == 30
 
 
-def test_without_a_breakpoint_nothing_is_tried_or_written() -> None:
-    """Only what is asked for is promised."""
+def test_no_lookup_or_write_without_breakpoint() -> None:
     marks = [Boundary(10, "m[0]"), Boundary(20, "m[1]")]
 
     assert tried(marks, CacheDirectives()) == []
     assert written(marks, CacheDirectives()) == []
 
 
-def test_the_implicit_breakpoint_is_the_end_of_the_latest_user_message() -> None:
-    """Not the assistant's begun answer, nor a part within a message."""
+def test_implicit_breakpoint_is_end_of_latest_user_message() -> None:
+    """Not the assistant's open answer, nor a part within a message."""
     marks = [
         Boundary(5, "m[0]", tier="system", role="system"),
         Boundary(10, "m[1]", role="user"),
@@ -68,8 +67,8 @@ def test_the_implicit_breakpoint_is_the_end_of_the_latest_user_message() -> None
     assert tried(marks, ask) == [5, 10, 30]
 
 
-def test_the_last_of_a_run_of_tool_results_is_an_end() -> None:
-    """An agent's turn ends with results; each of them alone is none."""
+def test_last_tool_result_of_a_run_is_a_message_end() -> None:
+    """An agent's turn ends with results."""
     marks = [
         Boundary(10, "m[0]", role="user"),
         Boundary(20, "m[1]", role="tool", run="result"),
@@ -79,16 +78,15 @@ def test_the_last_of_a_run_of_tool_results_is_an_end() -> None:
     assert written(marks, CacheDirectives(implicit="30m")) == [(30, "30m")]
 
 
-def test_what_is_too_short_is_neither_tried_nor_written() -> None:
-    """Below the minimum a breakpoint is silently none."""
+def test_ignores_breakpoints_below_minimum() -> None:
     marks = [Boundary(10, "m[0]", "5m"), Boundary(1024, "m[1]", "5m")]
 
     assert tried(marks, CacheDirectives(), 1024) == [1024]
     assert written(marks, CacheDirectives(), 1024) == [(1024, "5m")]
 
 
-def test_of_more_marks_than_may_be_written_the_latest_are_and_the_others_looked_up() -> None:
-    """An earlier, shorter request wrote at one of them; it may stand far back by now."""
+def test_writes_latest_breakpoints_and_looks_up_the_others() -> None:
+    """An earlier, shorter request may have written at one of them."""
     marks = [
         Boundary(10 * n, f"m[{n}]", "30m" if n in (1, 5, 40, 80, 120) else None)
         for n in range(1, 121)
@@ -100,8 +98,8 @@ def test_of_more_marks_than_may_be_written_the_latest_are_and_the_others_looked_
     assert tried(marks, ask) == [10, 50, 400, 780, 790, 800, 1180, 1190, 1200]
 
 
-def test_the_first_two_and_the_latest_fifty_marks_are_looked_up() -> None:
-    """Whoever marks everything does not make each request slower than the one before."""
+def test_looks_up_first_two_and_latest_fifty_breakpoints() -> None:
+    """A client that marks everything must not slow down its requests."""
     marks = [Boundary(10 * n, f"m[{n}]", "30m") for n in range(1, 101)]
 
     found = tried(marks, CacheDirectives(lookback=1, writes_max=4))

@@ -1,7 +1,5 @@
-"""Caching contracts: reads and writes by the rules, whatever the engine physically had.
-
-`World` stands in for the engine: prefixes that were computed are there until they are taken away.
-"""
+"""Caching contracts: reads and writes by the rules, whatever is physically cached. `World` stands
+in for the engine: computed prefixes stay cached until the test removes them."""
 
 from __future__ import annotations
 
@@ -34,14 +32,14 @@ Outcome = Literal["granted", "clipped", "refused"]
 
 
 class World:
-    """One engine and the manager beside it."""
+    """An engine and the contract contracts beside it."""
 
     def __init__(self, config: CachingConfig | None = None, *, has_past: bool = False) -> None:
         self.clock = FakeClock()
         self.epoch = "first"
         self.losses: dict[str, int] = {}
         self.there: list[tuple[int, ...]] = []
-        self.manager = ContractManager(
+        self.contracts = ContractManager(
             config or CachingConfig(),
             self.clock,
             lambda _: self.losses,
@@ -52,7 +50,7 @@ class World:
     def resolve(
         self, words: str, marks: dict[int, str], ask: CacheDirectives = ANTHROPIC, **more: Any
     ) -> Contract:
-        """A letter is a block of ten tokens; `marks`: retention by block number."""
+        """Resolve a prompt: a letter is ten tokens; `marks`: retention by block number."""
         boundaries = [
             Boundary(10 * n, f"m[{n}]", marks.get(n), ends_message=True)
             for n in range(1, len(words) + 1)
@@ -60,10 +58,10 @@ class World:
         call = Call("m", (Prompt(),), GenerationParameters(), cache=ask)
         self.tokens = tuple(ord(word) for word in words for _ in range(10))
         rendered = Rendered(self.tokens, tuple(boundaries))
-        return self.manager.resolve(call, rendered, more.pop("scope", SCOPE), **more)
+        return self.contracts.resolve(call, rendered, more.pop("scope", SCOPE), **more)
 
     def physical(self) -> int:
-        """The longest there is, one token less than all."""
+        """Return the longest cached prefix, at most all tokens but one."""
         longest = max((_common(self.tokens, one) for one in self.there), default=0)
         return min(longest, len(self.tokens) - 1)
 
@@ -75,7 +73,7 @@ class World:
         grants: Sequence[LeaseGrant] | None = None,
         **more: Any,
     ) -> UsageRecord:
-        """From resolving to the bill."""
+        """Resolve, run and bill a prompt."""
         contract = self.resolve(words, marks, ask, **more)
         found = self.physical()
         if grants is None:
@@ -97,8 +95,7 @@ def _common(a: Sequence[int], b: Sequence[int]) -> int:
     )
 
 
-def test_the_second_of_two_equal_calls_reads_what_the_first_wrote() -> None:
-    """The contract in one line."""
+def test_second_equal_call_reads_what_first_wrote() -> None:
     world = World()
 
     first = world.run("abc", {2: "5m"})
@@ -111,29 +108,29 @@ def test_the_second_of_two_equal_calls_reads_what_the_first_wrote() -> None:
 @pytest.mark.parametrize(
     ("what", "is_kept"), [("the namespace", False), ("its lease", False), ("another", True)]
 )
-def test_what_is_erased_while_it_is_written_is_promised_to_nobody(what: str, is_kept: bool) -> None:
-    """The engine keeps nothing of it. A promise in the manager would be met as a broken one, and be
-    paid for by the operator, as often as somebody erases what he writes."""
+def test_prefix_erased_while_written_is_not_promised(what: str, is_kept: bool) -> None:
+    """The engine keeps none of it. A promise in the index would count as broken and be paid by the
+    operator, each time a client erases during a request."""
     world = World()
     contract = world.resolve("abc", {2: "5m"})
     (lease,) = contract.leases
     contract.begin(0, [LeaseGrant(lease.lease_id, "5m", "granted", lease.tokens)])
     if what == "the namespace":
-        world.manager.entries.erase_namespace(SCOPE.namespace)
+        world.contracts.entries.erase_namespace(SCOPE.namespace)
     else:
         digest = lease.lease_id if what == "its lease" else "ab" * 16
-        world.manager.entries.erase((SCOPE.namespace, bytes.fromhex(digest)))
+        world.contracts.entries.erase((SCOPE.namespace, bytes.fromhex(digest)))
     contract.written()
     contract.finish("id")
 
-    assert len(world.manager.entries) == is_kept
-    assert bool(world.manager.promises.by_class(world.clock())) == is_kept
+    assert len(world.contracts.entries) == is_kept
+    assert bool(world.contracts.promises.by_class(world.clock())) == is_kept
     assert bool(world.run("abc", {2: "5m"}).breached_tokens) == is_kept
     assert world.run("abc", {2: "5m"}).read == {"5m": 20}
 
 
-def test_logical_and_physical_hits_are_two_numbers() -> None:
-    """What nobody wrote at a breakpoint is not read by contract, though it is not computed."""
+def test_logical_and_physical_hits_differ() -> None:
+    """A prefix that was not written at a breakpoint is not read by contract, though cached."""
     world = World()
     world.run("abc", {})
 
@@ -143,8 +140,8 @@ def test_logical_and_physical_hits_are_two_numbers() -> None:
     assert (record.read, record.write, record.fresh) == ({}, {"5m": 10}, 20)
 
 
-def test_two_classes_are_charged_each_for_its_own_part() -> None:
-    """Multi-class accounting: the longer promise up to its breakpoint, the shorter from there."""
+def test_two_classes_are_charged_separately() -> None:
+    """The longer promise up to its breakpoint, the shorter one from there."""
     world = World()
     world.run("a", {1: "1h"})
 
@@ -155,8 +152,8 @@ def test_two_classes_are_charged_each_for_its_own_part() -> None:
     assert record.fresh == 10
 
 
-def test_asking_for_a_longer_promise_is_a_write() -> None:
-    """Otherwise an hour could be had for the price of five minutes."""
+def test_longer_promise_is_a_write() -> None:
+    """Otherwise an hour would cost as much as five minutes."""
     world = World()
     world.run("ab", {2: "5m"})
 
@@ -165,8 +162,7 @@ def test_asking_for_a_longer_promise_is_a_write() -> None:
     assert (record.read, record.write) == ({}, {"1h": 20})
 
 
-def test_asking_for_a_shorter_promise_reads_what_is_there() -> None:
-    """An hour holds five minutes."""
+def test_shorter_promise_is_a_read() -> None:
     world = World()
     world.run("ab", {2: "1h"})
 
@@ -175,7 +171,7 @@ def test_asking_for_a_shorter_promise_reads_what_is_there() -> None:
     assert (record.read, record.write) == ({"1h": 20}, {})
 
 
-def test_an_entry_ends_when_its_time_is_over_and_a_read_renews_it() -> None:
+def test_entry_expires_unless_read() -> None:
     """From the start of the request that wrote or read it."""
     world = World()
     world.run("ab", {2: "5m"})
@@ -192,8 +188,8 @@ def test_an_entry_ends_when_its_time_is_over_and_a_read_renews_it() -> None:
     assert world.last.why_missed() == "expired"
 
 
-def test_a_broken_promise_is_still_a_read_and_is_counted() -> None:
-    """The client was promised; what it costs to compute again is the operator's."""
+def test_broken_promise_is_billed_as_read_and_counted() -> None:
+    """The operator pays for the recomputation."""
     world = World()
     world.run("abc", {2: "5m"})
     world.there.clear()
@@ -204,8 +200,8 @@ def test_a_broken_promise_is_still_a_read_and_is_counted() -> None:
     assert record.breached_tokens == 20
 
 
-def test_an_operator_may_bill_what_was_computed_instead() -> None:
-    """By configuration; then a lost prefix is written again."""
+def test_broken_promise_is_written_again_if_not_honoured() -> None:
+    """By configuration."""
     world = World(CachingConfig(honour_broken_promises=False))
     world.run("abc", {2: "5m"})
     world.there.clear()
@@ -224,9 +220,7 @@ def test_an_operator_may_bill_what_was_computed_instead() -> None:
         ({}, "second", "restarted"),
     ],
 )
-def test_a_miss_says_what_became_of_the_prefix(
-    losses: dict[str, int], epoch: str, why: str
-) -> None:
+def test_miss_cause_is_the_loss_of_the_prefix(losses: dict[str, int], epoch: str, why: str) -> None:
     """Only an engine knows these causes."""
     world = World(CachingConfig(honour_broken_promises=False))
     world.run("abc", {2: "5m"})
@@ -238,8 +232,8 @@ def test_a_miss_says_what_became_of_the_prefix(
     assert world.last.why_missed() == why
 
 
-def test_an_entry_is_not_read_before_its_writer_has_a_token() -> None:
-    """Equal calls at once all pay: nothing has been written when they start."""
+def test_entry_is_readable_after_writers_first_token() -> None:
+    """Equal concurrent calls all pay: nothing is written when they start."""
     world = World()
     first = world.resolve("ab", {2: "5m"})
     first.begin(0, [LeaseGrant("", "5m", "granted", 20)])
@@ -252,8 +246,8 @@ def test_an_entry_is_not_read_before_its_writer_has_a_token() -> None:
     assert (later.read_tokens(), later.write_tokens()) == (20, 0)
 
 
-def test_what_the_engine_refuses_to_keep_is_not_charged_as_kept() -> None:
-    """A clipped promise is written, and paid, as far as it goes; a refused one not at all."""
+def test_ungranted_promise_is_not_charged() -> None:
+    """A clipped promise is written and paid as far as it goes; a refused one not at all."""
     world = World()
 
     clipped = world.run("abc", {2: "5m"}, grants=[LeaseGrant("", "5m", "clipped", 16)])
@@ -263,8 +257,8 @@ def test_what_the_engine_refuses_to_keep_is_not_charged_as_kept() -> None:
     assert (refused.write, refused.fresh) == ({}, 30)
 
 
-def test_without_caching_fields_what_is_there_is_what_is_read() -> None:
-    """Plain prefix caching, to the token."""
+def test_plain_prefix_caching_reads_cached_tokens() -> None:
+    """To the token."""
     world = World()
     world.run("abc", {}, CacheDirectives())
 
@@ -273,8 +267,8 @@ def test_without_caching_fields_what_is_there_is_what_is_read() -> None:
     assert (record.read, record.write, record.fresh) == ({"best_effort": 20}, {}, 10)
 
 
-def test_coarse_reporting_rounds_reads_down_and_reports_no_writes() -> None:
-    """The profile of the older hosted models."""
+def test_granularity_rounds_reads_down() -> None:
+    """The profile of the older hosted models, which report no writes."""
     profile = CacheProfile(granularity=8, min_tokens=16, reports_writes=False)
     world = World(CachingConfig(profiles={"openai": profile}))
     first = world.run("abc", {2: "30m"}, CacheDirectives())
@@ -287,9 +281,9 @@ def test_coarse_reporting_rounds_reads_down_and_reports_no_writes() -> None:
     assert short.read_tokens() == 0
 
 
-def test_a_call_that_wants_nothing_read_reads_nothing() -> None:
-    """By contract; the engine saves its work all the same. What it marks is written, and that it
-    was written before is no miss."""
+def test_lookup_none_reads_nothing() -> None:
+    """By contract; the engine still uses its cache. Its breakpoints are written, and an earlier
+    write is no miss."""
     world = World()
     world.run("abc", {2: "30m"}, CacheDirectives())
 
@@ -301,9 +295,9 @@ def test_a_call_that_wants_nothing_read_reads_nothing() -> None:
     assert (plain.physical_cached, world.last.why_missed()) == (29, "")
 
 
-def test_what_an_earlier_gateway_may_have_written_is_unknown() -> None:
-    """Its manager went with it. What cannot have lasted until now was not lost with them, and what
-    has been written since is known."""
+def test_miss_is_unknown_if_index_is_younger_than_retention() -> None:
+    """The index of an earlier process is lost. Retention that has passed since, and later writes,
+    are known."""
     world = World(has_past=True)
 
     why = []
@@ -318,8 +312,7 @@ def test_what_an_earlier_gateway_may_have_written_is_unknown() -> None:
     assert why == ["unknown", "never_written", "unknown", "never_written", "unknown"]
 
 
-def test_books_that_were_there_from_the_beginning_know_all() -> None:
-    """Before a first gateway nobody has written anything."""
+def test_first_gateway_knows_all_writes() -> None:
     world = World()
 
     world.run("abc", {3: "24h"})
@@ -327,9 +320,9 @@ def test_books_that_were_there_from_the_beginning_know_all() -> None:
     assert world.last.why_missed() == "never_written"
 
 
-def test_what_is_there_has_not_been_missed() -> None:
-    """A longer promise is written anew by the caller's wish, and counts in steps fall short of what
-    is there: nobody has taken anything away."""
+def test_cached_prefix_is_no_miss() -> None:
+    """A longer promise is written again by the caller's wish, and coarse counts report less than is
+    cached."""
     world = World()
     world.run("abc", {2: "5m"})
     world.run("abc", {2: "1h"})
@@ -345,8 +338,8 @@ def test_what_is_there_has_not_been_missed() -> None:
     assert world.last.why_missed() == "evicted_pressure"
 
 
-def test_what_was_read_in_full_has_no_cause_whatever_it_is_compared_with() -> None:
-    """A conversation that leaves the response it names may have been written by a third."""
+def test_full_read_has_no_miss_cause() -> None:
+    """Also if the prompt differs from the response it is compared with."""
     ask = CacheDirectives(profile="anthropic", remember=True)
     world = World()
     world.run("abc", {2: "5m"}, ask)
@@ -362,8 +355,8 @@ def test_what_was_read_in_full_has_no_cause_whatever_it_is_compared_with() -> No
     assert (other.read_tokens(), world.last.why_missed()) == (0, "messages")
 
 
-def test_a_resource_is_read_whatever_the_pool_has_lost() -> None:
-    """Cached content is pinned until it expires: recomputing it is the operator's cost."""
+def test_cached_content_is_read_even_if_lost() -> None:
+    """It is pinned until it expires: the operator pays for the recomputation."""
     terms = Retention("resource", 60, 60, "absolute", renewed_on_read=False, pinned=True)
     world = World()
     ask = CacheDirectives(profile="gemini")
@@ -375,8 +368,7 @@ def test_a_resource_is_read_whatever_the_pool_has_lost() -> None:
     assert (record.read, record.fresh) == ({"resource": 20}, 10)
 
 
-def test_a_breakpoint_below_the_minimum_says_so() -> None:
-    """Silently no cache, as the contract has it; and a cause for whoever asks."""
+def test_miss_below_minimum() -> None:
     profiles = {"anthropic": CacheProfile(lookup="written", min_tokens=25)}
     world = World(CachingConfig(profiles=profiles))
 
@@ -388,23 +380,22 @@ def test_a_breakpoint_below_the_minimum_says_so() -> None:
     assert long.write == {"5m": 30}
 
 
-def test_a_class_nobody_has_is_refused_by_name() -> None:
-    """A promise that cannot be made is not made silently."""
+def test_refuses_unknown_class() -> None:
+    """A promise that cannot be made is not ignored silently."""
     world = World()
 
     with pytest.raises(Refusal, match="Unknown retention class '9d'"):
         world.resolve("ab", {1: "9d"})
 
 
-def test_a_class_outside_the_plan_is_refused() -> None:
-    """What a tenant may ask for is its plan's."""
+def test_refuses_class_the_tenant_may_not_use() -> None:
     world = World()
 
     with pytest.raises(Refusal, match="class '1h' is not allowed"):
         world.resolve("ab", {1: "1h"}, scope=replace(SCOPE, classes=("5m",)))
 
 
-def test_other_scopes_read_nothing() -> None:
+def test_scopes_are_separate() -> None:
     """Another tenant's, workspace's or partition's prefix is never read."""
     world = World()
     world.run("ab", {2: "5m"})
@@ -431,7 +422,7 @@ CALLS = st.lists(
 
 
 @given(CALLS)
-def test_the_sums_hold_and_a_repeated_call_reads_what_was_written(calls: list[Any]) -> None:
+def test_sums_hold_and_repeated_call_reads_what_was_written(calls: list[Any]) -> None:
     """For any prompts, breakpoints, dialects, times and losses."""
     world = World()
     for words, marks, ask, pause_s, is_lost in calls:
@@ -453,4 +444,4 @@ def test_the_sums_hold_and_a_repeated_call_reads_what_was_written(calls: list[An
             assert second.read_tokens() == written
         else:
             assert second.read_tokens() >= written
-        world.manager.entries.check()
+        world.contracts.entries.check()

@@ -1,4 +1,4 @@
-"""Floors that no pool can keep: refused where that is known, and told where it was not."""
+"""Floors that exceed the pool are refused where the pool is known, and reported elsewhere."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ADA, BOB = "/admin/v1/tenants/ada", "/admin/v1/tenants/bob"
 
 @pytest.fixture
 async def gateway(unopened_gateway: GatewayFixture) -> AsyncIterator[GatewayFixture]:
-    """A model whose context is the whole pool: floors may take half of it."""
+    """A gateway whose model's context is the whole pool: floors may take half of it."""
     unopened_gateway.context_tokens = BLOCKS * 16
     await unopened_gateway.open()
     yield unopened_gateway
@@ -27,7 +27,7 @@ async def gateway(unopened_gateway: GatewayFixture) -> AsyncIterator[GatewayFixt
 
 
 async def cut_at(gateway: GatewayFixture, asked_blocks: int) -> dict[str, Any]:
-    """The line of the log which says that floors that ask for so much are cut."""
+    """Return the log line that reports floors above the limit."""
     async with asyncio.timeout(PATIENCE_S):
         while True:
             for line in gateway.lines:
@@ -36,10 +36,10 @@ async def cut_at(gateway: GatewayFixture, asked_blocks: int) -> dict[str, Any]:
             await gateway.ask(body=gateway.chat(), who="bob")
 
 
-async def test_a_floor_that_cannot_be_kept_is_refused_with_the_one_that_can(
+async def test_refuses_floor_that_does_not_fit(
     gateway: GatewayFixture,
 ) -> None:
-    """An operator who is told what fits need not guess; nothing is changed by a refusal."""
+    """With the largest floor that fits; a refusal changes nothing."""
     admin = Admin(gateway)
 
     first = await admin.ask("PATCH", ADA, {"floor_blocks": 100})
@@ -56,8 +56,8 @@ async def test_a_floor_that_cannot_be_kept_is_refused_with_the_one_that_can(
     assert (fits[0], fits[1]["floor_blocks_kept"]) == (200, HALF - 100)
 
 
-async def test_of_two_floors_in_the_same_instant_one_is_refused(gateway: GatewayFixture) -> None:
-    """Each would fit alone. They are looked at where they are written."""
+async def test_one_of_two_concurrent_floors_is_refused(gateway: GatewayFixture) -> None:
+    """Each would fit alone: the check runs at the write."""
     admin = Admin(gateway)
     asked = [admin.ask("PATCH", one, {"floor_blocks": HALF - 9}) for one in (ADA, BOB)]
     answers = await asyncio.gather(*asked)
@@ -67,9 +67,9 @@ async def test_of_two_floors_in_the_same_instant_one_is_refused(gateway: Gateway
     assert sorted(floors) == [0, HALF - 9]
 
 
-async def test_floors_that_were_written_elsewhere_are_told_as_cut(gateway: GatewayFixture) -> None:
-    """A file or the command line knows no pool: the log, the listing and the dashboard say it, and
-    lowering one towards what fits is never refused."""
+async def test_reports_floors_written_elsewhere(gateway: GatewayFixture) -> None:
+    """A file or the command line knows no pool: the log, the listing and the dashboard report it. A
+    floor that is lowered is never refused."""
     admin = Admin(gateway)
     change_tenant(gateway.store, "ada", {"floor_blocks": 3 * BLOCKS})
     change_tenant(gateway.store, "bob", {"floor_blocks": BLOCKS})
@@ -94,8 +94,8 @@ async def test_floors_that_were_written_elsewhere_are_told_as_cut(gateway: Gatew
     assert (lowered[0], gone[0], gone[1]["floor_blocks_kept"]) == (200, 200, 0)
 
 
-async def test_no_floor_makes_anothers_request_impossible(unopened_gateway: GatewayFixture) -> None:
-    """Where the pool holds two of the longest sequences there is always room for one."""
+async def test_floors_leave_room_for_one_longest_sequence(unopened_gateway: GatewayFixture) -> None:
+    """If the pool holds two of the longest sequences."""
     unopened_gateway.context_tokens = BLOCKS * 16 // 2
     await unopened_gateway.open()
     try:
@@ -116,7 +116,7 @@ async def test_no_floor_makes_anothers_request_impossible(unopened_gateway: Gate
         await unopened_gateway.close()
 
 
-def test_what_is_kept_is_cut_in_one_proportion() -> None:
-    """Never more than there is, however many ask."""
+def test_scales_floors_down_proportionally() -> None:
+    """Never more in total than the limit."""
     assert guaranteed_blocks(10, asked=20, floors_max=20) == 10
     assert [guaranteed_blocks(each, 40, 20) for each in (30, 10)] == [15, 5]

@@ -1,4 +1,4 @@
-"""What a later prompt is told about an earlier one, from digests alone."""
+"""Differences between a prompt and an earlier one, from digests alone."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TIERS: dict[str, Tier] = {"t": "tools", "s": "system", "m": "messages"}
 
 
 def prompt(words: str, **more: Any) -> Fingerprint:
-    """Marks of ten tokens each: `t1 s1 m1` is a tool, a system text and a message."""
+    """Return boundaries of ten tokens each: `t1 s1 m1` is a tool, a system text and a message."""
     parts = words.split()
     marks = tuple(
         RememberedBoundary(part, TIERS[part[0]], 10 * (n + 1), " ".join(parts[: n + 1]).encode())
@@ -27,15 +27,14 @@ def prompt(words: str, **more: Any) -> Fingerprint:
     return replace(Fingerprint("1/default", "m", "t", "", 10 * len(parts), marks), **more)
 
 
-def test_a_conversation_that_went_on_is_a_hit() -> None:
-    """What comes after all of the earlier prompt changes nothing of it."""
+def test_continued_conversation_is_a_hit() -> None:
     said = compare_fingerprints(prompt("t1 s1 m1 m2 m3"), prompt("t1 s1 m1"))
 
     assert (said.outcome, said.reusable_tokens) == ("hit", 30)
 
 
-def test_the_first_tier_that_differs_is_the_cause() -> None:
-    """Tools stand before system, system before messages: the first difference costs the rest."""
+def test_first_differing_tier_is_the_cause() -> None:
+    """Tools precede system, system precedes messages: the first difference loses the rest."""
     causes = [
         compare_fingerprints(prompt(now), prompt("t1 s1 m1")).cause
         for now in ("t2 s1 m1", "t1 s2 m1", "t1 s1 m2")
@@ -44,21 +43,20 @@ def test_the_first_tier_that_differs_is_the_cause() -> None:
     assert causes == ["tools", "system", "messages"]
 
 
-def test_a_tool_that_came_is_a_change_of_tools() -> None:
-    """It pushes the system text away from where it stood."""
+def test_added_tool_is_a_tools_change() -> None:
+    """It moves the system text."""
     said = compare_fingerprints(prompt("t1 t2 s1 m1"), prompt("t1 s1 m1"))
 
     assert (said.cause, said.reusable_tokens, said.missed_tokens) == ("tools", 10, 30)
 
 
-def test_a_tool_that_went_is_a_change_of_tools() -> None:
-    """Where the earlier prompt had one more, too."""
+def test_removed_tool_is_a_tools_change() -> None:
     said = compare_fingerprints(prompt("t1 s1 m1"), prompt("t1 t2 s1 m1"))
 
     assert said.cause == "tools"
 
 
-def test_another_model_template_or_partition_is_the_cause_of_everything() -> None:
+def test_model_template_or_partition_comes_first() -> None:
     """Nothing is shared across them."""
     then = prompt("s1 m1")
 
@@ -71,15 +69,15 @@ def test_another_model_template_or_partition_is_the_cause_of_everything() -> Non
     assert partition.cause == "partition"
 
 
-def test_settings_alone_leave_it_open() -> None:
-    """The prompt is the same; whether a setting matters only its dialect can say."""
+def test_settings_change_is_unavailable() -> None:
+    """The prompt is equal; whether a setting matters depends on the dialect."""
     said = compare_fingerprints(prompt("m1", settings=(("effort", "low"),)), prompt("m1"))
 
     assert (said.outcome, said.setting) == ("unavailable", "effort")
 
 
-def test_nobody_reads_anothers_fingerprints() -> None:
-    """A response id is no secret; what was in its prompt is."""
+def test_fingerprints_are_separate_by_scope() -> None:
+    """A response id is no secret, but its prompt is."""
     book = FingerprintIndex(10, 60.0)
     book.remember("id", prompt("m1"), 0.0)
 
@@ -87,8 +85,8 @@ def test_nobody_reads_anothers_fingerprints() -> None:
     assert book.find("2/default", "id", 1.0) is None
 
 
-def test_fingerprints_are_few_and_short_lived() -> None:
-    """They are kept for a limited time, and the oldest go first."""
+def test_fingerprints_are_bounded_and_expire() -> None:
+    """The oldest are dropped first."""
     book = FingerprintIndex(2, 60.0)
     for n in range(3):
         book.remember(f"id{n}", prompt("m1"), float(n))

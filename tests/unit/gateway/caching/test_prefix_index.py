@@ -1,4 +1,4 @@
-"""The book of written prefixes: leases that only lengthen, bounds that hit their owner."""
+"""The index of written prefixes: leases only lengthen, and bounds apply to their owner."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ def write(book: PrefixIndex, digest: bytes, terms: Retention, at_s: float, owner
     book.write((b"ns", digest), 8, owner, "epoch", {}, terms, at_s, is_granted=True)
 
 
-def test_a_read_starts_the_clock_again() -> None:
-    """A class that is renewed on read lives as long as it is read in time."""
+def test_read_renews_lease() -> None:
     book = PrefixIndex(10, 10)
     write(book, b"a", FIVE, 0.0)
     entry = book.find((b"ns", b"a"))
@@ -33,8 +32,8 @@ def test_a_read_starts_the_clock_again() -> None:
     assert not entry.is_live(500.0)
 
 
-def test_what_has_expired_is_not_revived_by_a_read() -> None:
-    """A limit that has passed has passed: only a new write brings the prefix back."""
+def test_read_does_not_revive_expired_lease() -> None:
+    """Only a new write brings the prefix back."""
     book = PrefixIndex(10, 10)
     write(book, b"a", FIVE, 0.0)
     entry = book.find((b"ns", b"a"))
@@ -45,8 +44,8 @@ def test_what_has_expired_is_not_revived_by_a_read() -> None:
     assert not entry.is_live(300.0)
 
 
-def test_an_absolute_clock_moves_when_it_is_set_again_and_never_by_a_read() -> None:
-    """A resource's expiry is what its owner last said: later, or sooner."""
+def test_absolute_lease_moves_only_by_write() -> None:
+    """A resource's expiry is its owner's latest value, later or sooner."""
     book = PrefixIndex(10, 10)
     write(book, b"a", PINNED, 0.0)
     entry = book.find((b"ns", b"a"))
@@ -61,8 +60,8 @@ def test_an_absolute_clock_moves_when_it_is_set_again_and_never_by_a_read() -> N
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 30)), max_size=120))
-def test_nobody_is_remembered_beyond_the_bounds(calls: list[tuple[int, int]]) -> None:
-    """A tenant that writes without end turns over its own entries, up to its own bound."""
+def test_evicts_entries_of_owner_above_bound(calls: list[tuple[int, int]]) -> None:
+    """A tenant that writes endlessly replaces its own entries."""
     book = PrefixIndex(20, 8)
 
     for at_s, (owner, which) in enumerate(calls):
@@ -78,8 +77,7 @@ def test_nobody_is_remembered_beyond_the_bounds(calls: list[tuple[int, int]]) ->
     )
 
 
-def test_a_namespace_is_forgotten_whole() -> None:
-    """After an erasure nothing is read that is not there."""
+def test_erases_whole_namespace() -> None:
     book = PrefixIndex(10, 10)
     write(book, b"a", FIVE, 0.0)
     write(book, b"b", FIVE, 0.0)
@@ -92,8 +90,8 @@ def test_a_namespace_is_forgotten_whole() -> None:
 
 
 @given(st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=60), st.data())
-def test_a_digest_depends_on_the_prefix_alone(tokens: list[int], data: st.DataObject) -> None:
-    """Whatever else is asked for, and whatever follows, an end's digest is its prefix's."""
+def test_digest_depends_only_on_prefix(tokens: list[int], data: st.DataObject) -> None:
+    """Not on the other ends or on later tokens."""
     ends = data.draw(st.lists(st.integers(1, len(tokens)), min_size=1, max_size=5))
 
     found = digest_prefixes(tokens, ends)
@@ -101,8 +99,8 @@ def test_a_digest_depends_on_the_prefix_alone(tokens: list[int], data: st.DataOb
     assert found == {end: digest_prefixes(tokens[:end], [end])[end] for end in ends}
 
 
-def test_a_class_without_a_limit_is_live_for_ever() -> None:
-    """A minimum lifetime promises; it does not end anything."""
+def test_class_without_limit_never_expires() -> None:
+    """A minimum lifetime promises; it ends nothing."""
     book = PrefixIndex(10, 10)
     write(book, b"a", Retention("30m", 1800), 0.0)
     entry = book.find((b"ns", b"a"))
@@ -116,8 +114,8 @@ def test_a_class_without_a_limit_is_live_for_ever() -> None:
 
 
 @pytest.mark.parametrize("granted", [True, False])
-def test_only_what_was_granted_is_promised(granted: bool) -> None:
-    """A lease the engine refused is an entry, but nobody's promise."""
+def test_only_granted_leases_are_promised(granted: bool) -> None:
+    """A lease that the engine refused is an entry without a promise."""
     book = PrefixIndex(10, 10)
     book.write((b"ns", b"a"), 8, 1, "epoch", {}, FIVE, 0.0, is_granted=granted)
     entry = book.find((b"ns", b"a"))
@@ -128,7 +126,7 @@ def test_only_what_was_granted_is_promised(granted: bool) -> None:
 
 
 def crowded(namespaces: int) -> PrefixIndex:
-    """A tenant with a partition for each of its users, who all begin with the same words."""
+    """An index of a tenant with a partition per user, all with the same first content."""
     book = PrefixIndex(50_000, 50_000)
     for number in range(namespaces):
         key = (f"user {number}".encode(), b"digest")
@@ -137,14 +135,14 @@ def crowded(namespaces: int) -> PrefixIndex:
 
 
 def forgetting_s(book: PrefixIndex) -> float:
-    """Of a hundred namespaces, in processor time."""
+    """Return the processor seconds of erasing a hundred namespaces."""
     began_s = time.process_time()
     assert sum(book.erase_namespace(f"user {number}".encode()) for number in range(100)) == 100
     return time.process_time() - began_s
 
 
-def test_erasing_costs_what_is_erased_whatever_else_there_is() -> None:
-    """A tenant with thousands of namespaces asks for all of them at once, on the loop."""
+def test_erasure_cost_is_independent_of_index_size() -> None:
+    """A tenant may erase thousands of namespaces at once, on the event loop."""
     few, many = crowded(200), crowded(20_000)
 
     assert forgetting_s(many) < 20 * forgetting_s(few)
@@ -152,8 +150,8 @@ def test_erasing_costs_what_is_erased_whatever_else_there_is() -> None:
     many.check()
 
 
-def test_of_the_same_words_the_latest_few_are_looked_at() -> None:
-    """A miss is explained on the loop, and each new user of such a tenant begins with one."""
+def test_find_same_content_is_bounded() -> None:
+    """A miss is explained on the event loop."""
     book = crowded(1_000)
 
     found = book.find_same_content(0, b"same")
@@ -163,7 +161,7 @@ def test_of_the_same_words_the_latest_few_are_looked_at() -> None:
 
 
 def writing_s(owners: int) -> float:
-    """A hundred writes into a full book that so many share, in processor time."""
+    """Return the processor seconds of a hundred writes into a full index with many owners."""
     book = PrefixIndex(8_000, 8_000)
     for number in range(8_000):
         write(book, number.to_bytes(4, "big"), FIVE, 0.0, number % owners)
@@ -175,6 +173,6 @@ def writing_s(owners: int) -> float:
     return spent_s
 
 
-def test_a_full_book_costs_no_more_however_many_share_it() -> None:
-    """Whose entry goes is not looked for among thousands of tenants at each write."""
+def test_write_cost_is_independent_of_owner_count() -> None:
+    """The owner to evict from is not searched for at each write."""
     assert writing_s(4_000) < 10 * writing_s(4)

@@ -1,4 +1,4 @@
-"""Promises are counted from their beginning to whatever became of them."""
+"""Promises are counted from their beginning to their end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OWNERS = (1, 2)
 
 
 class Desk:
-    """A book and a tally that a test speaks to as contracts do."""
+    """An index and a tally, driven as contracts drive them."""
 
     def __init__(self, per_owner_max: int = 50, slack: int = 1_000) -> None:
         self.epoch, self.now_s = "e1", 0.0
@@ -32,19 +32,19 @@ class Desk:
         self.tally.record_write(owner, key, terms.name, self.now_s)
 
     def lose(self, digest: bytes, owner: int = 1) -> None:
-        """A request finds it promised and not there."""
+        """A request finds the promise and not its blocks."""
         entry = self.book.find((b"ns%d" % owner, digest))
         if entry is not None:
             self.tally.record_broken(entry, self.now_s)
 
     def of(self, owner: int = 1, name: str = "5m") -> dict[str, int]:
-        """Counts that are not zero."""
+        """Return counts that are not zero."""
         counts = self.tally.counts(self.now_s).get((owner, name), {})
         return {outcome: n for outcome, n in counts.items() if n}
 
 
-def test_a_promise_is_kept_when_its_time_is_over() -> None:
-    """Not before, and written again meanwhile it is renewed and no other one."""
+def test_promise_is_kept_when_its_time_passes() -> None:
+    """Not before; a write meanwhile renews it."""
     desk = Desk()
     desk.write(b"a")
     desk.now_s = 200
@@ -57,8 +57,8 @@ def test_a_promise_is_kept_when_its_time_is_over() -> None:
     assert desk.of() == {"given": 1, "renewed": 1, "kept": 1}
 
 
-def test_a_promise_that_was_found_broken_is_broken_once() -> None:
-    """And what is written in its place is another promise."""
+def test_broken_promise_counts_once() -> None:
+    """A later write begins another promise."""
     desk = Desk()
     desk.write(b"a")
     desk.lose(b"a")
@@ -71,8 +71,8 @@ def test_a_promise_that_was_found_broken_is_broken_once() -> None:
     assert desk.of() == {"given": 2, "broken": 1, "kept": 1}
 
 
-def test_an_engine_that_died_has_broken_what_nobody_noticed() -> None:
-    """Its memory went with it, whether or not anybody came back in time."""
+def test_engine_death_breaks_running_promises() -> None:
+    """Its memory is lost, whether or not a request came in time."""
     desk = Desk()
     desk.write(b"a")
     desk.epoch = "e2"
@@ -81,8 +81,8 @@ def test_an_engine_that_died_has_broken_what_nobody_noticed() -> None:
     assert desk.of() == {"given": 1, "broken": 1}
 
 
-def test_what_is_erased_or_has_no_room_is_given_up() -> None:
-    """Neither kept nor broken: its owner said so, or had too many."""
+def test_erased_or_dropped_promise_is_given_up() -> None:
+    """Neither kept nor broken."""
     desk = Desk(per_owner_max=2)
     for digest in (b"a", b"b", b"c"):
         desk.write(digest)
@@ -91,8 +91,8 @@ def test_what_is_erased_or_has_no_room_is_given_up() -> None:
     assert desk.of() == {"given": 3, "given_up": 3}
 
 
-def test_what_was_not_promised_is_no_promise() -> None:
-    """Best effort has nothing to break; a lease that was clipped or refused is counted as that."""
+def test_unpromised_write_is_not_counted() -> None:
+    """Best effort has nothing to break; a clipped or refused lease counts as such."""
     desk = Desk()
     desk.write(b"a", EFFORT)
     desk.write(b"b", ok=False)
@@ -116,8 +116,10 @@ acts = st.tuples(
 
 
 @given(st.lists(acts, max_size=60))
-def test_every_promise_has_one_end(life: list[tuple[str, int, bytes, Retention, bool]]) -> None:
-    """given = kept + broken + given up + running, for each owner and class, at any time."""
+def test_every_promise_has_exactly_one_end(
+    life: list[tuple[str, int, bytes, Retention, bool]],
+) -> None:
+    """given = kept + broken + given up + running, by owner and class, at any time."""
     desk = Desk(per_owner_max=3, slack=2)
     for what, owner, digest, terms, flag in life:
         match what:
@@ -140,8 +142,7 @@ def test_every_promise_has_one_end(life: list[tuple[str, int, bytes, Retention, 
     assert all(one["running"] == 0 for one in desk.tally.counts(desk.now_s).values())
 
 
-def test_a_class_that_is_given_up_leaves_the_others() -> None:
-    """Two promises on one prefix are two: the end of one is not the end of the other."""
+def test_ending_one_class_keeps_the_others() -> None:
     desk, key = Desk(), (b"ns1", b"a")
     desk.write(b"a")
     desk.write(b"a", HOUR)

@@ -1,4 +1,4 @@
-"""Admission: pure, so every edge is one call."""
+"""Admission is pure, so every edge case is one call."""
 
 from __future__ import annotations
 
@@ -67,9 +67,9 @@ def ask(
     return admit(call, [Rendered(tokens)] * prompts, who, "id", now, namespace)
 
 
-def test_what_a_tokenizer_made_is_left_to_the_engine_to_check() -> None:
-    """It looks at every id of every request; twice is for those that a client made up, so that they
-    are refused by their field, before anything is held."""
+def test_checks_only_client_token_ids() -> None:
+    """The engine checks every id; admission checks those of a client, to name the field before
+    anything is held."""
     call = Call("m", (Prompt(text="a"),), GenerationParameters())
 
     (request,) = admit(call, [Rendered((INFO.vocab_size,))], identity(), "id", NOW, b"namespace")
@@ -77,8 +77,7 @@ def test_what_a_tokenizer_made_is_left_to_the_engine_to_check() -> None:
     assert request.tokens == (INFO.vocab_size,)
 
 
-def test_each_prompt_takes_its_own_grammar_along() -> None:
-    """What an answer has to be is found out with its prompt."""
+def test_each_request_has_its_prompts_grammar() -> None:
     grammar = Grammar("json_object")
     call = Call("m", (Prompt(), Prompt()), GenerationParameters())
     rendered = [Rendered((1,), grammar=grammar), Rendered((1,))]
@@ -94,7 +93,7 @@ def refused(**asked: object) -> Refusal:
     return caught.value
 
 
-def test_prompt_and_answer_that_fill_the_context_are_admitted_and_one_more_is_not() -> None:
+def test_admits_exactly_the_full_context() -> None:
     """D2: the edge itself runs; the refusal names both numbers."""
     (request,) = ask((1,) * 54, max_tokens=10)
     refusal = refused(tokens=(1,) * 55, max_tokens=10)
@@ -105,14 +104,14 @@ def test_prompt_and_answer_that_fill_the_context_are_admitted_and_one_more_is_no
     assert "64" in refusal.message
 
 
-def test_without_max_tokens_the_answer_gets_what_is_left_up_to_the_default() -> None:
+def test_max_tokens_defaults_to_remaining_context() -> None:
     """Short prompts get the default, long ones the rest of the context."""
     assert ask((1,) * 10)[0].max_tokens == 20
     assert ask((1,) * 60)[0].max_tokens == 4
     assert refused(tokens=(1,) * 64).kind is Kind.BAD
 
 
-def test_a_request_that_could_not_finish_alone_is_refused_for_good() -> None:
+def test_refuses_request_larger_than_ceiling_or_pool() -> None:
     """G7: a tenant's ceiling or the pool may be less than the context."""
     small = msgspec.structs.replace(NOW, info=msgspec.structs.replace(INFO, blocks=2))
 
@@ -133,17 +132,15 @@ def test_a_request_that_could_not_finish_alone_is_refused_for_good() -> None:
         ("logit_bias", {"sampling": Sampling(logit_bias={2**31 - 1: 1.0})}),
     ],
 )
-def test_token_ids_outside_the_vocabulary_never_reach_the_engine(
-    field: str, asked: dict[str, object]
-) -> None:
+def test_refuses_token_ids_outside_vocabulary(field: str, asked: dict[str, object]) -> None:
     """D8, D9, D11: an id from a client indexes device memory."""
     refusal = refused(**asked)
 
     assert (refusal.kind, refusal.param) == (Kind.BAD, field)
 
 
-def test_too_many_choices_are_refused_before_anything_is_allocated() -> None:
-    """D3: the configured limit, by the name the client used, and the product with prompts."""
+def test_refuses_too_many_choices() -> None:
+    """D3: the configured limit, by the client's field name, and the product with prompts."""
     assert refused(choices=5, samples=5).param == "n"
     assert refused(choices=5, samples=5, choices_field="count").message.startswith(
         "count: 5; expected at most"
@@ -152,7 +149,7 @@ def test_too_many_choices_are_refused_before_anything_is_allocated() -> None:
     assert refused(choices=4, samples=4, prompts=33).param == "prompt"
 
 
-def test_the_tenants_own_limit_is_a_429_and_ours_a_503_both_with_a_time() -> None:
+def test_tenant_limit_is_429_and_server_limit_503_with_retry_after() -> None:
     """Clients back off by status and retry-after."""
     full = msgspec.structs.replace(NOW, running=3)
     stats = Stats(waiting_tokens=100_000, prefill_tokens_per_s=100.0)
@@ -165,13 +162,12 @@ def test_the_tenants_own_limit_is_a_429_and_ours_a_503_both_with_a_time() -> Non
     assert ours.retry_after_s == 60.0
 
 
-def test_model_stops_are_added_unless_they_are_to_be_ignored() -> None:
-    """An answer ends at the model's own end token by default."""
+def test_adds_model_stop_tokens_unless_ignore_eos() -> None:
     assert ask(stop_token_ids=(7, 2))[0].stop_token_ids == (2, 7)
     assert ask(stop_token_ids=(7,), ignore_eos=True)[0].stop_token_ids == (7,)
 
 
-def test_policy_becomes_the_engines_terms_and_a_client_can_only_lower_its_priority() -> None:
+def test_client_can_only_lower_its_priority() -> None:
     """D23: shares come from the key, never from the body."""
     who = identity(floor_blocks=1, ceiling_blocks=7, weight=2.5, priority=5)
     (request,) = ask(who=who, priority=-3)
@@ -182,8 +178,8 @@ def test_policy_becomes_the_engines_terms_and_a_client_can_only_lower_its_priori
     assert request.grant.quota.floor_blocks == 1
 
 
-def test_several_prompts_are_several_requests_with_ids_of_their_own() -> None:
-    """One HTTP request, one ledger entry, but distinct names in the engine."""
+def test_each_prompt_has_its_own_request_id() -> None:
+    """One HTTP request and one ledger entry, but distinct engine requests."""
     assert [r.request_id for r in ask(prompts=3)] == ["id-0", "id-1", "id-2"]
     assert ask()[0].request_id == "id"
 
@@ -198,7 +194,7 @@ def test_several_prompts_are_several_requests_with_ids_of_their_own() -> None:
         unique=True,
     )
 )
-def test_different_scopes_never_give_the_same_namespace(
+def test_namespaces_of_different_scopes_differ(
     scopes: list[tuple[int, str, str, str, str]],
 ) -> None:
     """Joined without lengths, ("a", "b") and ("ab", "") would share a cache."""
@@ -210,14 +206,13 @@ def test_different_scopes_never_give_the_same_namespace(
     assert names[0] != names[1]
 
 
-def test_a_partition_narrows_the_namespace() -> None:
+def test_partition_is_part_of_the_namespace() -> None:
     """prompt_cache_key and cache_salt reach the scope."""
     assert ask(partition="a")[0].grant.namespace != ask()[0].grant.namespace
 
 
-def test_a_tenant_has_one_quota_and_one_turn_in_all_its_namespaces() -> None:
-    """What a client makes up narrows what it finds and gives it nothing: no second floor, no
-    second ceiling, no second place in the queue."""
+def test_tenant_has_one_payer_in_all_its_namespaces() -> None:
+    """A partition that a client invents gives no second floor, ceiling or place in the queue."""
     grants = [
         ask(partition=partition, who=identity(1, workspace))[0].grant
         for partition, workspace in (("", "lab"), ("a", "lab"), ("b", "home"))
@@ -229,7 +224,7 @@ def test_a_tenant_has_one_quota_and_one_turn_in_all_its_namespaces() -> None:
     assert other.payer != grants[0].payer
 
 
-def test_the_time_to_try_again_stays_within_what_clients_obey() -> None:
+def test_retry_after_is_bounded() -> None:
     """Above two minutes SDKs do not retry at all."""
     assert retry_after_s(Stats()) == 1.0
     assert retry_after_s(Stats(waiting_tokens=500, prefill_tokens_per_s=50)) == 10.0

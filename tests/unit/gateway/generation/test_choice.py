@@ -1,4 +1,4 @@
-"""A choice's text on its way to deltas: calls taken out, formats looked at, logprobs in place."""
+"""A choice's text becomes deltas: calls separated, formats checked, logprobs kept with text."""
 
 from __future__ import annotations
 
@@ -24,18 +24,17 @@ TOOLS = (Tool("get"),)
 
 @pytest.fixture(scope="session")
 def renderer(card: ModelCard) -> Renderer:
-    """The tiny model's: its template knows no tools."""
+    """The tiny model's renderer; its template supports no tools."""
     return Renderer(card)
 
 
 def check(renderer: Renderer, text: str, prompt: Prompt) -> tuple[list[Delta], OutputParser]:
-    """All deltas of a text that comes in one piece."""
+    """Return all deltas of a text pushed at once."""
     output = OutputParser(3, prompt, renderer, lambda: "call_1")
     return output.push(Text(3, text)) + output.finish(), output
 
 
-def test_a_call_is_no_text(renderer: Renderer) -> None:
-    """And text before it is."""
+def test_separates_call_from_text(renderer: Renderer) -> None:
     deltas, output = check(renderer, f"Hm. {CALL}", Prompt(tools=TOOLS))
 
     assert deltas == [
@@ -54,16 +53,15 @@ def test_a_call_is_no_text(renderer: Renderer) -> None:
         Prompt(tools=(*TOOLS, Tool("put")), tool_choice=ToolChoice("auto", ("put",))),
     ],
 )
-def test_where_no_call_may_be_it_is_text(renderer: Renderer, prompt: Prompt) -> None:
-    """No tools, none wanted, or not this one."""
+def test_call_stays_text_if_not_allowed(renderer: Renderer, prompt: Prompt) -> None:
+    """No tools, choice "none", or a tool that was not offered."""
     deltas, output = check(renderer, CALL, prompt)
 
     assert "".join(delta.text for delta in deltas if isinstance(delta, Text)) == CALL
     assert not output.has_calls
 
 
-def test_one_call_is_enough_where_calls_are_not_parallel(renderer: Renderer) -> None:
-    """What follows is of no use."""
+def test_is_full_after_one_call_if_not_parallel(renderer: Renderer) -> None:
     choice = ToolChoice("auto", parallel=False)
     deltas, output = check(renderer, f"{CALL}\n{CALL}", Prompt(tools=TOOLS, tool_choice=choice))
 
@@ -71,8 +69,8 @@ def test_one_call_is_enough_where_calls_are_not_parallel(renderer: Renderer) -> 
     assert {delta.call for delta in deltas if isinstance(delta, CallText)} == {0}
 
 
-def test_logprobs_go_with_their_text(renderer: Renderer) -> None:
-    """Tokens that spelt a call go nowhere; held text takes its tokens along."""
+def test_logprobs_stay_with_their_text(renderer: Renderer) -> None:
+    """Tokens of a call have none; held text keeps its tokens."""
 
     def token(text: str) -> Text:
         return Text(0, text, (TokenText(len(text), text.encode(), -1.0),))
@@ -95,15 +93,14 @@ def test_logprobs_go_with_their_text(renderer: Renderer) -> None:
         ("a: 1", Prompt(), True),
     ],
 )
-def test_a_finished_text_is_looked_at(
+def test_checks_format_of_finished_text(
     renderer: Renderer, text: str, prompt: Prompt, is_as_asked: bool
 ) -> None:
-    """A call is not held to the format of text."""
+    """Not of calls."""
     assert check(renderer, text, prompt)[1].satisfies_format() is is_as_asked
 
 
-def test_ids_of_calls_are_the_requests_own() -> None:
-    """The same for the same call, different for every other, and of the usual form."""
+def test_call_ids_are_deterministic_and_unique() -> None:
     ids = {
         (request, index, number): call_id
         for request in ("a", "b")

@@ -1,4 +1,4 @@
-"""Which tokens count as given out: those whose text has left, and none that is still held."""
+"""A token counts as delivered once its text was released, and not while any of it is held back."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ TOOLS = Prompt(tools=(Tool("get"),))
 
 @pytest.fixture(scope="session")
 def renderer(card: ModelCard) -> Renderer:
-    """The tiny model's: token 3 + b is the byte b."""
+    """The tiny model's renderer: token 3 + b is the byte b."""
     return Renderer(card)
 
 
 class Streamed:
-    """A streamed call over a scripted engine: what it gave out, and what it says of that."""
+    """A streamed call over a scripted engine, with its output and its delivered count."""
 
     def __init__(
         self, renderer: Renderer, generation: GenerationParameters, *prompts: Prompt
@@ -82,11 +82,11 @@ class Streamed:
     logprobs=st.sampled_from([None, 0]),
 )
 @settings(max_examples=60)
-def test_what_counts_has_left_and_what_is_held_does_not(
+def test_counts_released_tokens_only(
     renderer: Renderer, text: str, stops: tuple[str, ...], at_once: int, logprobs: int | None
 ) -> None:
-    """After each step: the text of the tokens that count is out, and while nothing is held back all
-    of them count. (A token of this model is a byte.)"""
+    """After each step the text of counted tokens is out, and all count while nothing is held back.
+    (A token of this model is a byte.)"""
     generation = GenerationParameters(stop=stops, sampling=Sampling(logprobs=logprobs))
 
     async def run() -> None:
@@ -104,8 +104,8 @@ def test_what_counts_has_left_and_what_is_held_does_not(
     asyncio.run(run())
 
 
-async def test_prompts_count_with_their_first_token(renderer: Renderer) -> None:
-    """Before that nothing of them has been delivered; each of several by itself."""
+async def test_prompt_counts_with_its_first_token(renderer: Renderer) -> None:
+    """Before that nothing of it was delivered; several prompts count separately."""
     streamed = await Streamed(renderer, GenerationParameters(), Prompt(), Prompt()).start()
     none = streamed.answer.delivered_usage()
     await streamed.token(3 + ord("a"), prompt=1)
@@ -115,8 +115,8 @@ async def test_prompts_count_with_their_first_token(renderer: Renderer) -> None:
     assert (one.total_in, one.physical_cached, one.out) == (5, 1, 1)
 
 
-async def test_a_token_without_text_counts_with_the_next(renderer: Renderer) -> None:
-    """Nothing has been delivered by it alone, and so nothing of its prompt."""
+async def test_token_without_text_counts_with_next_token(renderer: Renderer) -> None:
+    """It delivers nothing by itself, and so nothing of its prompt."""
     streamed = await Streamed(renderer, GenerationParameters(), Prompt()).start()
     await streamed.token(SILENT)
     silent = streamed.answer.delivered_usage()
@@ -126,8 +126,8 @@ async def test_a_token_without_text_counts_with_the_next(renderer: Renderer) -> 
     assert streamed.passed_on == 2
 
 
-async def test_a_call_counts_with_what_comes_behind_it(renderer: Renderer) -> None:
-    """A dialect may write it only then; one that is half read may yet be nothing."""
+async def test_call_counts_with_next_output(renderer: Renderer) -> None:
+    """A dialect may write it only then, and an incomplete call may become nothing."""
     streamed = await Streamed(renderer, GenerationParameters(), TOOLS).start()
     await streamed.say("Hm. ")
     before = streamed.passed_on
@@ -140,8 +140,8 @@ async def test_a_call_counts_with_what_comes_behind_it(renderer: Renderer) -> No
     assert begun > 1, "it comes in pieces all the same"
 
 
-async def test_a_stop_token_that_may_be_text_does_not_count(renderer: Renderer) -> None:
-    """It waits for the next token, or for the end."""
+async def test_waiting_stop_token_does_not_count(renderer: Renderer) -> None:
+    """It waits for the next token or the end."""
     streamed = await Streamed(renderer, GenerationParameters(), Prompt()).start()
     await streamed.say("a")
     await streamed.token(3 + ord("b"), END_OF_TURN)
@@ -151,8 +151,8 @@ async def test_a_stop_token_that_may_be_text_does_not_count(renderer: Renderer) 
     assert (waiting, streamed.passed_on) == (2, 4)
 
 
-async def test_what_was_held_counts_when_its_choice_ends(renderer: Renderer) -> None:
-    """While another choice goes on; a stop string's tokens never do."""
+async def test_held_tokens_count_when_choice_ends(renderer: Renderer) -> None:
+    """While another choice continues; tokens of a stop string never count."""
     generation = GenerationParameters(choices=2, samples=2, stop=("xyz",))
     streamed = await Streamed(renderer, generation, Prompt()).start()
     await streamed.token(*(3 + byte for byte in b"axy"))
@@ -167,8 +167,8 @@ async def test_what_was_held_counts_when_its_choice_ends(renderer: Renderer) -> 
     assert stopped == 3
 
 
-async def test_samples_that_wait_to_be_ranked_count_at_their_end(renderer: Renderer) -> None:
-    """Nothing is written before it is known which of them is the best."""
+async def test_ranked_samples_count_at_the_end(renderer: Renderer) -> None:
+    """Nothing is written before the best sample is known."""
     streamed = await Streamed(renderer, GenerationParameters(samples=2), Prompt()).start()
     await streamed.say("abc")
 

@@ -1,4 +1,4 @@
-"""Requests sent again under their `Idempotency-Key`: one answer, one entry, the same bytes."""
+"""Requests retried with their `Idempotency-Key`: one execution, one entry, the same bytes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ HELD_STEPS = 12
 async def running(
     gateway: GatewayFixture,
 ) -> AsyncIterator[tuple[GatewayFixture, asyncio.Task[Any]]]:
-    """A request named `n` that is being answered."""
+    """Return a request with the key `n` that is running."""
     gateway.runner.hold_after(HELD_STEPS)
     task = asyncio.create_task(send(gateway, "n", gateway.chat(max_tokens=40)))
     await gateway.until(lambda: kept(gateway) == [("n", False, False)])
@@ -50,11 +50,9 @@ async def running(
 
 @pytest.mark.parametrize("is_stream", [False, True])
 @pytest.mark.parametrize("dialect", [*DIALECTS, "gemini"])
-async def test_the_same_request_is_answered_the_same(
-    gateway: GatewayFixture, dialect: str, is_stream: bool
-) -> None:
-    """Byte for byte, with the answer's own id and usage, in every dialect; another request to
-    everybody who looks for one, and nothing to who counts money."""
+async def test_replays_same_bytes(gateway: GatewayFixture, dialect: str, is_stream: bool) -> None:
+    """Byte for byte, with the original id and usage, in every dialect; it is a request in logs and
+    metrics, but is not billed again."""
     path, body = asked(gateway, dialect, is_stream)
     first, one, before = await send(gateway, "a-1", body, path)
     computed = gateway.runner.computed_tokens
@@ -75,8 +73,7 @@ async def test_the_same_request_is_answered_the_same(
     assert b"hello" not in json.dumps(gateway.lines).encode()
 
 
-async def test_without_a_name_nothing_is_kept(gateway: GatewayFixture) -> None:
-    """What was not asked for is not stored."""
+async def test_stores_nothing_without_key(gateway: GatewayFixture) -> None:
     for _ in range(2):
         await send(gateway, None, gateway.chat())
 
@@ -92,10 +89,10 @@ async def test_without_a_name_nothing_is_kept(gateway: GatewayFixture) -> None:
         ("gemini", ("ABORTED", "running")),
     ],
 )
-async def test_while_it_runs_it_is_not_run_again(
+async def test_conflict_while_running(
     gateway: GatewayFixture, dialect: str, found: tuple[str, str]
 ) -> None:
-    """409 in the dialect's words, and when to come back; SDKs do that by themselves."""
+    """409 in the dialect's shape with retry-after; SDKs retry by themselves."""
     path, body = asked(gateway, dialect, False)
     gateway.runner.hold_after(2)
     task = asyncio.create_task(send(gateway, "n", body, path))
@@ -112,8 +109,8 @@ async def test_while_it_runs_it_is_not_run_again(
     assert endings(gateway) == ["done"]
 
 
-async def test_of_a_hundred_at_once_one_runs(gateway: GatewayFixture) -> None:
-    """However they come: one execution, one entry, and everybody has its answer in the end."""
+async def test_one_of_hundred_concurrent_requests_runs(gateway: GatewayFixture) -> None:
+    """One execution and one entry; all get the response in the end."""
     tries = [send(gateway, "n", gateway.chat()) for _ in range(100)]
     found = await asyncio.gather(*tries)
     statuses = {status for status, _, _ in found}
@@ -126,8 +123,8 @@ async def test_of_a_hundred_at_once_one_runs(gateway: GatewayFixture) -> None:
 
 
 @pytest.mark.parametrize("what", ["body", "path", "query", "version", "workspace"])
-async def test_a_name_is_for_one_request(gateway: GatewayFixture, what: str) -> None:
-    """Another under it is a mistake that trying again does not mend, and learns nothing."""
+async def test_key_with_other_request_is_refused(gateway: GatewayFixture, what: str) -> None:
+    """A retry does not help, and the client learns nothing of the response."""
     await send(gateway, "n", gateway.chat())
     path, body, headers, who = CHAT, gateway.chat(), {}, "ada"
     match what:
@@ -150,8 +147,8 @@ async def test_a_name_is_for_one_request(gateway: GatewayFixture, what: str) -> 
     assert endings(gateway) == ["done"]
 
 
-async def test_a_name_is_its_tenants_own(gateway: GatewayFixture) -> None:
-    """Two tenants that count from 1 do not meet; another key of the same workspace does."""
+async def test_keys_are_separate_by_tenant(gateway: GatewayFixture) -> None:
+    """Another API key of the same workspace does share them."""
     gateway.keys["second"] = create_key(gateway.store, wall_ms, 1)
     gateway.gateway.context.registry.look_again()
     for who in ("ada", "bob", "second"):
@@ -163,8 +160,8 @@ async def test_a_name_is_its_tenants_own(gateway: GatewayFixture) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "a" * (KEY_CHARS_MAX + 1), "schl\u00fcssel", "a\tb"])
-async def test_what_is_no_name_is_refused(gateway: GatewayFixture, name: str) -> None:
-    """Before anything runs, with what would be one."""
+async def test_refuses_invalid_key(gateway: GatewayFixture, name: str) -> None:
+    """Before anything runs, with the valid form."""
     raw = gateway.post(CHAT, json.dumps(gateway.chat()).encode(), f"Idempotency-Key: {name}")
     answer = await gateway.raw(raw)
 
@@ -173,8 +170,7 @@ async def test_what_is_no_name_is_refused(gateway: GatewayFixture, name: str) ->
     assert endings(gateway) == []
 
 
-async def test_two_names_are_none(gateway: GatewayFixture) -> None:
-    """Nobody guesses which was meant."""
+async def test_refuses_two_keys(gateway: GatewayFixture) -> None:
     body = json.dumps(gateway.chat()).encode()
     answer = await gateway.raw(gateway.post(CHAT, body, "Idempotency-Key: a", "Idempotency-Key: b"))
 
@@ -183,10 +179,10 @@ async def test_two_names_are_none(gateway: GatewayFixture) -> None:
 
 
 @pytest.mark.parametrize(("is_stream", "has_begun"), [(False, False), (True, True), (True, False)])
-async def test_an_answer_goes_on_for_a_client_that_left(
+async def test_runs_to_completion_after_disconnect(
     gateway: GatewayFixture, is_stream: bool, has_begun: bool
 ) -> None:
-    """Which is what names are for: its retry finds the whole answer, and nothing is paid twice."""
+    """The retry finds the whole response, and nothing is paid twice."""
     gateway.runner.hold_after(HELD_STEPS if has_begun or not is_stream else 0)
     body = json.dumps(gateway.chat(max_tokens=200, stream=is_stream)).encode()
     async with gateway.connection() as (reader, writer):
@@ -217,22 +213,22 @@ async def test_an_answer_goes_on_for_a_client_that_left(
 
 
 def has_run(gateway: GatewayFixture, steps: int) -> bool:
-    """Has the runner come so far?"""
+    """Return whether the runner has run this far."""
     return gateway.runner.steps >= steps
 
 
 def said(answer: bytes, is_stream: bool) -> str:
-    """The text of a chat's answer."""
+    """Return the text of a chat's answer."""
     if not is_stream:
         return str(json.loads(answer)["choices"][0]["message"]["content"])
     choices = [event["choices"] for event in parse_events(answer.decode())[:-1]]
     return "".join(choice["delta"].get("content", "") for (choice,) in choices)
 
 
-async def test_a_drain_ends_it_and_frees_its_name(
+async def test_drain_ends_request_and_frees_key(
     running: tuple[GatewayFixture, asyncio.Task[Any]],
 ) -> None:
-    """A server that has to stop ends named requests like others; sent again, it runs elsewhere."""
+    """The retry runs on another server."""
     gateway, task = running
     await gateway.gateway.drain(0.0)
     gateway.runner.release()
@@ -243,8 +239,8 @@ async def test_a_drain_ends_it_and_frees_its_name(
     assert "done" not in endings(gateway)
 
 
-async def test_what_failed_is_free_again(gateway: GatewayFixture) -> None:
-    """An error is no answer: the next try runs, under the same name."""
+async def test_failed_request_frees_key(gateway: GatewayFixture) -> None:
+    """An error is not stored: the retry runs under the same key."""
     gateway.runner.hold_after(HELD_STEPS)
     body = gateway.chat(max_tokens=40)
     task = asyncio.create_task(send(gateway, "n", body))
@@ -258,10 +254,10 @@ async def test_what_failed_is_free_again(gateway: GatewayFixture) -> None:
     assert free == []
 
 
-async def test_what_is_erased_while_it_runs_is_not_kept(
+async def test_erasure_during_run_prevents_storage(
     running: tuple[GatewayFixture, asyncio.Task[Any]],
 ) -> None:
-    """Who has his cache forgotten has his answers forgotten, also the one that is under way."""
+    """A client that erases its cache erases its responses, also running ones."""
     gateway, task = running
     erasing = asyncio.create_task(erase(gateway.gateway.context, ErasureTarget(1, 7)))
     gateway.runner.release()
@@ -272,8 +268,8 @@ async def test_what_is_erased_while_it_runs_is_not_kept(
     assert kept(gateway) == []
 
 
-async def test_an_erasure_takes_answers_with_it(gateway: GatewayFixture) -> None:
-    """They are content, as the cache is; a workspace's take no other's."""
+async def test_erasure_deletes_stored_responses(gateway: GatewayFixture) -> None:
+    """Responses are content, like the cache; other workspaces keep theirs."""
     await send(gateway, "n", gateway.chat())
     await erase(gateway.gateway.context, ErasureTarget(1, 7, "lab"))
     before = kept(gateway)
@@ -283,8 +279,8 @@ async def test_an_erasure_takes_answers_with_it(gateway: GatewayFixture) -> None
     assert kept(gateway) == []
 
 
-async def test_nobody_is_answered_again_who_may_not_ask(gateway: GatewayFixture) -> None:
-    """Keys and tenants are looked at first, replayed or not; a suspension forgets the rest."""
+async def test_replay_requires_valid_key_and_active_tenant(gateway: GatewayFixture) -> None:
+    """A suspension also deletes stored responses."""
     await send(gateway, "n", gateway.chat())
     await asyncio.to_thread(set_status, gateway.store, "ada", "suspended")
     gateway.gateway.context.registry.look_again()
@@ -294,10 +290,10 @@ async def test_nobody_is_answered_again_who_may_not_ask(gateway: GatewayFixture)
     assert kept(gateway) == []
 
 
-async def test_an_answer_that_is_too_large_is_not_run_twice(
+async def test_too_large_response_is_not_run_again(
     unopened_gateway: GatewayFixture,
 ) -> None:
-    """Only its name is kept: who paid for it is told so, and not made to pay again."""
+    """Only its key is stored: the client is told, and does not pay again."""
     settings = IdempotencyConfig(result_bytes_max=100)
     unopened_gateway.config = msgspec.structs.replace(unopened_gateway.config, idempotency=settings)
     await unopened_gateway.open()
@@ -311,8 +307,8 @@ async def test_an_answer_that_is_too_large_is_not_run_twice(
     assert there == [("n", True, False)]
 
 
-async def test_names_have_bounds(unopened_gateway: GatewayFixture) -> None:
-    """A tenant that uses more is told so before anything runs."""
+async def test_number_of_keys_is_bounded(unopened_gateway: GatewayFixture) -> None:
+    """A tenant above the limit is told before anything runs."""
     settings = IdempotencyConfig(keys_per_tenant_max=1)
     unopened_gateway.config = msgspec.structs.replace(unopened_gateway.config, idempotency=settings)
     await unopened_gateway.open()
@@ -326,8 +322,8 @@ async def test_names_have_bounds(unopened_gateway: GatewayFixture) -> None:
     assert response.headers["Retry-After"] == "60"
 
 
-async def test_where_nothing_is_kept_a_name_is_refused(unopened_gateway: GatewayFixture) -> None:
-    """Taking it in silence would promise what is not kept."""
+async def test_refuses_key_if_server_stores_no_responses(unopened_gateway: GatewayFixture) -> None:
+    """To accept it silently would promise a replay."""
     unopened_gateway.config = msgspec.structs.replace(
         unopened_gateway.config, idempotency=IdempotencyConfig(keep_hours=0)
     )
@@ -338,8 +334,8 @@ async def test_where_nothing_is_kept_a_name_is_refused(unopened_gateway: Gateway
     assert (status, code_of(answer)) == (400, "idempotency_unavailable")
 
 
-async def test_it_is_answered_for_a_day_and_then_it_is_new(gateway: GatewayFixture) -> None:
-    """By the ledger's clock; a minute's watch lets go of it."""
+async def test_replays_for_a_day_then_runs_again(gateway: GatewayFixture) -> None:
+    """By the ledger's clock; a job deletes it within a minute."""
     context = gateway.gateway.context
     await send(gateway, "n", gateway.chat())
     context.wall = lambda: wall_ms() + 24 * HOUR_MS - 60_000
@@ -352,8 +348,8 @@ async def test_it_is_answered_for_a_day_and_then_it_is_new(gateway: GatewayFixtu
     assert endings(gateway) == ["done", "done"]
 
 
-async def test_answers_outlive_a_restart(unopened_gateway: GatewayFixture) -> None:
-    """They are in the database, beside the entry that paid for them."""
+async def test_stored_responses_survive_restart(unopened_gateway: GatewayFixture) -> None:
+    """They are in the database, beside their ledger entry."""
     await unopened_gateway.open()
     _, one, _ = await send(unopened_gateway, "n", unopened_gateway.chat())
     await unopened_gateway.close()
@@ -365,8 +361,8 @@ async def test_answers_outlive_a_restart(unopened_gateway: GatewayFixture) -> No
     assert one == two
 
 
-async def test_what_has_expired_is_let_go(unopened_gateway: GatewayFixture) -> None:
-    """A watch looks every minute, and when it ends: content stays no longer than was said."""
+async def test_expired_responses_are_deleted(unopened_gateway: GatewayFixture) -> None:
+    """A job runs every minute and at shutdown: content is kept no longer than promised."""
     await unopened_gateway.open()
     await send(unopened_gateway, "n", unopened_gateway.chat())
     unopened_gateway.gateway.context.wall = lambda: wall_ms() + 25 * HOUR_MS
@@ -375,8 +371,8 @@ async def test_what_has_expired_is_let_go(unopened_gateway: GatewayFixture) -> N
     assert kept(unopened_gateway) == []
 
 
-async def test_a_replay_counts_as_a_request_and_no_more(gateway: GatewayFixture) -> None:
-    """It is no way around the limit of requests, and uses no tokens."""
+async def test_replay_counts_as_one_request_without_tokens(gateway: GatewayFixture) -> None:
+    """It must not bypass the request limit."""
     limits = {"requests_per_minute": 2, "output_tokens_per_minute": 8}
     change_tenant(gateway.store, "ada", limits)
     gateway.gateway.context.registry.look_again()
@@ -388,8 +384,8 @@ async def test_a_replay_counts_as_a_request_and_no_more(gateway: GatewayFixture)
     assert gateway.gateway.context.limiter.open_reservations == 0
 
 
-async def test_a_count_has_no_name(gateway: GatewayFixture) -> None:
-    """It generates nothing and is free to be asked again."""
+async def test_token_count_ignores_key(gateway: GatewayFixture) -> None:
+    """It generates nothing and is free to repeat."""
     body = {"model": gateway.model, "messages": MESSAGES}
     for _ in range(2):
         status, _, response = await send(gateway, "n", body, "/v1/messages/count_tokens")
@@ -398,8 +394,8 @@ async def test_a_count_has_no_name(gateway: GatewayFixture) -> None:
     assert kept(gateway) == []
 
 
-async def test_a_long_answer_is_replayed_in_pieces(gateway: GatewayFixture) -> None:
-    """More than goes into one write, over a connection that goes on."""
+async def test_replays_long_response_in_chunks(gateway: GatewayFixture) -> None:
+    """More than one write, over a connection that stays open."""
     body = json.dumps(gateway.chat(max_tokens=300, n=4, logprobs=True, stream=True)).encode()
     raw = gateway.post(CHAT, body, "Idempotency-Key: n", "Connection: close")
     answers = [await gateway.raw(raw) for _ in range(2)]
@@ -410,8 +406,8 @@ async def test_a_long_answer_is_replayed_in_pieces(gateway: GatewayFixture) -> N
     assert texts[0] == texts[1]
 
 
-def test_an_answer_on_its_way_holds_little(unopened_gateway: GatewayFixture) -> None:
-    """Thousands of streams may be open at once, each with a compressor of its own."""
+def test_recording_response_uses_little_memory(unopened_gateway: GatewayFixture) -> None:
+    """Thousands of streams may be open, each with its own compressor."""
     chunks = [
         f'data: {{"choices":[{{"delta":{{"content":"{n * n}"}}}}]}}\n\n'.encode() * 4
         for n in range(200)
@@ -437,8 +433,8 @@ def test_an_answer_on_its_way_holds_little(unopened_gateway: GatewayFixture) -> 
     assert len(answer.body) < sum(map(len, chunks)) / 8
 
 
-async def test_a_client_may_leave_a_replay(gateway: GatewayFixture) -> None:
-    """The next one reads it all."""
+async def test_client_may_disconnect_during_replay(gateway: GatewayFixture) -> None:
+    """The next retry reads all of it."""
     body = json.dumps(gateway.chat(max_tokens=300, stream=True)).encode()
     await send(gateway, "n", body)
     async with gateway.connection() as (reader, writer):

@@ -1,4 +1,4 @@
-"""What came of an answer, told to everybody who counts: when, how often, and with which ending."""
+"""The outcome of an answer is reported once, at the right time, with the right ending."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.unit.gateway.gateway_fixture import GatewayFixture
 
 
 class Spans(Tracer):
-    """Keeps what it is told."""
+    """A tracer that keeps its spans."""
 
     def __init__(self) -> None:
         self.told: list[CompletedRequest] = []
@@ -33,7 +33,7 @@ class Spans(Tracer):
 
 
 class SlowEntries:
-    """Entries wait until a test says what becomes of them."""
+    """A ledger whose entries wait until the test completes them."""
 
     def __init__(self, gateway: GatewayFixture, patch: pytest.MonkeyPatch) -> None:
         self._write = gateway.gateway.context.ledger.write
@@ -49,7 +49,7 @@ class SlowEntries:
         return waiter
 
     async def let_go(self) -> None:
-        """They are written."""
+        """Complete the waiting entries."""
         for entry, waiter in self.waiting:
             await self._write(entry)
             waiter.set_result(None)
@@ -57,26 +57,26 @@ class SlowEntries:
 
 @pytest.fixture
 def slow(gateway: GatewayFixture, monkeypatch: pytest.MonkeyPatch) -> SlowEntries:
-    """The gateway's ledger from now on."""
+    """Replace the gateway's ledger by a slow one."""
     return SlowEntries(gateway, monkeypatch)
 
 
 def counted(gateway: GatewayFixture) -> tuple[int, int]:
-    """Tokens of prompts and of outputs, as metrics have them."""
+    """Return the prompt and output tokens in the metrics."""
     prompt, _, output = gateway.gateway.context.telemetry.of_epoch("1")
     return prompt, output
 
 
 async def endings(gateway: GatewayFixture) -> dict[str, int]:
-    """How answers have ended, as analytics has it."""
+    """Return the endings of answers in analytics."""
     return dict((await gateway.gateway.context.analytics.overview())["endings"])
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_what_an_answer_took_is_counted_while_its_entry_is_written(
+async def test_usage_is_recorded_while_entry_is_written(
     gateway: GatewayFixture, slow: SlowEntries, stream: bool
 ) -> None:
-    """A commit takes longer than all counting; how it ended is known after it."""
+    """A commit takes longer than the counting; the ending is known after it."""
     asking = asyncio.create_task(gateway.ask(body=gateway.chat(max_tokens=3, stream=stream)))
     await gateway.until(lambda: bool(slow.waiting))
     before = (counted(gateway), await endings(gateway), gateway.lines[:])
@@ -91,10 +91,10 @@ async def test_what_an_answer_took_is_counted_while_its_entry_is_written(
     await gateway.check_quiet()
 
 
-async def test_an_answer_whose_entry_is_not_written_has_failed_and_is_counted_once(
+async def test_failed_entry_makes_a_failed_answer_counted_once(
     gateway: GatewayFixture, slow: SlowEntries
 ) -> None:
-    """It was computed: what was counted stays true, and nobody is told that it was done."""
+    """The tokens were computed and stay counted; the answer is not reported as done."""
     asking = asyncio.create_task(gateway.ask(body=gateway.chat(max_tokens=1)))
     await gateway.until(lambda: bool(slow.waiting))
     (entry, waiter) = slow.waiting[0]
@@ -110,11 +110,10 @@ async def test_an_answer_whose_entry_is_not_written_has_failed_and_is_counted_on
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_what_cannot_be_said_is_not_charged(
+async def test_unencodable_answer_is_not_charged(
     gateway: GatewayFixture, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
-    """A mistake of ours in the last bytes of an answer must not be found on a bill: they are made
-    before its entry is handed in."""
+    """The last bytes are encoded before the entry is submitted, so our bug is not billed."""
 
     def broken(*_: object) -> bytes:
         raise ZeroDivisionError("test")
@@ -132,10 +131,10 @@ async def test_what_cannot_be_said_is_not_charged(
     assert rows == [("failed",)]
 
 
-async def test_a_client_that_leaves_while_his_entry_is_written_is_counted_once(
+async def test_disconnect_while_entry_is_written_is_counted_once(
     gateway: GatewayFixture, slow: SlowEntries
 ) -> None:
-    """He pays for what was done, and has not got it."""
+    """The client pays for the work, though it got no response."""
     body = gateway.post("/v1/chat/completions", json.dumps(gateway.chat(max_tokens=3)).encode())
     async with gateway.connection() as (_, writer):
         writer.write(body)
@@ -153,11 +152,10 @@ async def test_a_client_that_leaves_while_his_entry_is_written_is_counted_once(
     await gateway.quiet()
 
 
-async def test_who_is_found_to_have_left_twice_has_his_tokens_everywhere(
+async def test_second_disconnect_keeps_final_counts(
     gateway: GatewayFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At a write and at the end of his connection, say: his request was reported before what ran
-    for it was given up, and so without its tokens."""
+    """A write and the connection's end may both cancel the request before it is given up."""
     context, handlers = gateway.gateway.context, list[asyncio.Task[Any] | None]()
     context.tracer = spans = Spans()
     new_id = context.new_id
@@ -191,10 +189,10 @@ async def test_who_is_found_to_have_left_twice_has_his_tokens_everywhere(
     await gateway.check_quiet()
 
 
-async def test_an_answer_to_several_prompts_is_one_request_wherever_requests_are_counted(
+async def test_several_prompts_are_one_request_in_all_counts(
     gateway: GatewayFixture,
 ) -> None:
-    """Numbers that are shown beside each other have to agree: dashboard, usage and ledger."""
+    """Dashboard, usage and ledger must agree."""
     admin = Admin(gateway)
     body = {"model": gateway.model, "prompt": ["one two", "three", "four"], "max_tokens": 2}
     await gateway.ask("/v1/completions", {**body, "ignore_eos": True})

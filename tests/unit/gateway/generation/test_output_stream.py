@@ -1,4 +1,4 @@
-"""Engine events to deltas: text, stop strings, choices, logprobs, usage; and leaving early."""
+"""Engine events to deltas: text, stop strings, choices, logprobs, usage, cancellation."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ ANYTHING = Prompt()
 
 @pytest.fixture(scope="session")
 def renderer(card: ModelCard) -> Renderer:
-    """The tiny model's: token 3 + b is the byte b."""
+    """The tiny model's renderer: token 3 + b is the byte b."""
     return Renderer(card)
 
 
 def spelt(text: str) -> list[int]:
-    """One token a byte."""
+    """Return one token per byte."""
     return [3 + byte for byte in text.encode()]
 
 
 class Answer:
-    """A call, an engine to script, and what came out."""
+    """A call, a scripted engine and the deltas."""
 
     def __init__(
         self, renderer: Renderer, *texts: str, asks: Prompt = ANYTHING, **generation: Any
@@ -87,14 +87,14 @@ class Answer:
 
 
 def logged(*tokens: tuple[int, float]) -> list[SampledToken]:
-    """Tokens with logprobs."""
+    """Return tokens with logprobs."""
     return [SampledToken(token, logprob) for token, logprob in tokens]
 
 
-async def test_an_answer_begins_with_what_was_cached_and_ends_with_its_usage(
+async def test_begins_with_cached_tokens_and_ends_with_usage(
     renderer: Renderer,
 ) -> None:
-    """Some dialects report the cache before the first token, all at the end."""
+    """Some dialects report the cache before the first token, all report it at the end."""
     answer = Answer(renderer)
     answer.engine.play("0", [spelt("ok")], prompt_tokens=9, cached_tokens=6)
     await answer.read()
@@ -109,8 +109,8 @@ async def test_an_answer_begins_with_what_was_cached_and_ends_with_its_usage(
     assert answer.stream.ending == "done"
 
 
-async def test_a_stop_string_ends_the_sample_and_charges_what_it_needed(renderer: Renderer) -> None:
-    """The engine is some tokens ahead; they are neither shown nor charged."""
+async def test_stop_string_ends_sample_and_charges_needed_tokens(renderer: Renderer) -> None:
+    """The engine runs some tokens ahead; they are neither sent nor charged."""
     answer = Answer(renderer, stop=("END",))
     answer.engine.play("0", [spelt("a long END of it")])
     await answer.read()
@@ -120,8 +120,8 @@ async def test_a_stop_string_ends_the_sample_and_charges_what_it_needed(renderer
     assert answer.output_tokens == len("a long END")
 
 
-async def test_the_engine_is_told_of_a_stop_string_while_it_still_runs(renderer: Renderer) -> None:
-    """Or it would go on to max_tokens for nobody."""
+async def test_engine_is_told_of_stop_string(renderer: Renderer) -> None:
+    """Otherwise it would continue to max_tokens."""
     answer = Answer(renderer, stop=("END",))
     answer.engine.start("0", 4)
     answer.engine.tokens("0", 0, spelt("no END here"))
@@ -136,16 +136,16 @@ async def test_the_engine_is_told_of_a_stop_string_while_it_still_runs(renderer:
     assert (answer.text(), len(answer.ends())) == ("no ", 1)
 
 
-async def test_text_held_back_for_a_stop_string_comes_at_the_end(renderer: Renderer) -> None:
-    """Length ended the sample, not the stop string that had begun."""
+async def test_held_text_is_sent_at_the_end(renderer: Renderer) -> None:
+    """The length ended the sample, not the partial stop string."""
     answer = Answer(renderer, stop=("END",))
     answer.engine.play("0", [spelt("the EN")])
 
     assert (await answer.read()).text() == "the EN"
 
 
-async def test_end_tokens_are_no_text(renderer: Renderer) -> None:
-    """`<|im_end|>` ends the turn; a client never sees it, in logprobs neither."""
+async def test_stop_tokens_are_not_text(renderer: Renderer) -> None:
+    """`<|im_end|>` ends the turn; a client never sees it, nor in logprobs."""
     answer = Answer(renderer, sampling=Sampling(logprobs=0))
     tokens = logged(*((token, -1.0) for token in [*spelt("ok"), END_OF_TURN]))
     answer.engine.play("0", [tokens], reason="stop")
@@ -155,16 +155,15 @@ async def test_end_tokens_are_no_text(renderer: Renderer) -> None:
     assert answer.output_tokens == 3
 
 
-async def test_a_stop_token_before_min_tokens_is_text(renderer: Renderer) -> None:
-    """The engine went on, so the token is part of what it wrote."""
+async def test_stop_token_before_min_tokens_is_text(renderer: Renderer) -> None:
     answer = Answer(renderer, stop_token_ids=tuple(spelt(".")))
     answer.engine.play("0", [spelt("a.b.")], reason="stop")
 
     assert (await answer.read()).text() == "a.b"
 
 
-async def test_samples_and_prompts_are_numbered_as_choices(renderer: Renderer) -> None:
-    """choice = prompt * n + sample, whatever order the engine speaks in."""
+async def test_numbers_samples_and_prompts_as_choices(renderer: Renderer) -> None:
+    """choice = prompt * n + sample, in any order of engine events."""
     answer = Answer(renderer, "one", "two", choices=2, samples=2)
     answer.engine.play("1", [spelt("c"), spelt("d")], prompt_tokens=3)
     answer.engine.play("0", [spelt("a"), spelt("b")], prompt_tokens=3)
@@ -175,8 +174,8 @@ async def test_samples_and_prompts_are_numbered_as_choices(renderer: Renderer) -
     assert answer.output_tokens == 4
 
 
-async def test_the_best_samples_are_those_with_the_highest_mean_logprob(renderer: Renderer) -> None:
-    """best_of: ranked by mean, so that short answers do not win by being short."""
+async def test_best_of_ranks_by_mean_logprob(renderer: Renderer) -> None:
+    """By mean, so short answers do not win by being short."""
     answer = Answer(renderer, choices=1, samples=3, sampling=Sampling(logprobs=0))
     x, y, z = ([*map(spelt, text)] for text in ("xx", "yyy", "z"))
     answer.engine.play(
@@ -194,16 +193,16 @@ async def test_the_best_samples_are_those_with_the_highest_mean_logprob(renderer
     assert answer.output_tokens == 6
 
 
-async def test_echo_gives_the_prompt_as_it_was_sent(renderer: Renderer) -> None:
-    """Special tokens in a raw prompt have no text of their own; the client wrote some."""
+async def test_echo_returns_prompt_verbatim(renderer: Renderer) -> None:
+    """Special tokens of a raw prompt have no bytes; the client wrote them as text."""
     answer = Answer(renderer, "a<|im_end|>b", echo=True)
     answer.engine.play("0", [spelt("c")])
 
     assert (await answer.read()).text() == "a<|im_end|>bc"
 
 
-async def test_echo_with_logprobs_reports_the_prompts_tokens_first(renderer: Renderer) -> None:
-    """The first token of all has no logprob: nothing came before it."""
+async def test_echo_with_logprobs_reports_prompt_tokens(renderer: Renderer) -> None:
+    """The first token has no logprob."""
     answer = Answer(renderer, "ab", echo=True, prompt_logprobs=0, sampling=Sampling(logprobs=0))
     first, second = spelt("ab")
     answer.engine.start("0", 2)
@@ -218,8 +217,8 @@ async def test_echo_with_logprobs_reports_the_prompts_tokens_first(renderer: Ren
     assert [token.logprob for token in text.tokens] == [None, -2.0]
 
 
-async def test_alternatives_carry_their_bytes(renderer: Renderer) -> None:
-    """Special tokens among them are named as the template writes them."""
+async def test_alternatives_have_bytes(renderer: Renderer) -> None:
+    """Special tokens are written as the template writes them."""
     top = (TokenLogprob(spelt("a")[0], -0.1), TokenLogprob(END_OF_TURN, -3.0))
     answer = Answer(renderer, sampling=Sampling(logprobs=2))
     answer.engine.play("0", [[SampledToken(spelt("a")[0], -0.1, top)]])
@@ -235,11 +234,10 @@ async def test_alternatives_carry_their_bytes(renderer: Renderer) -> None:
     together=st.booleans(),
 )
 @settings(max_examples=40)
-def test_reported_tokens_spell_the_text(
+def test_logprob_tokens_spell_the_text(
     renderer: Renderer, text: str, stops: tuple[str, ...], together: bool
 ) -> None:
-    """Logprobs belong to the text that is shown: no token of a stop string, none lost, and the
-    same whether the reader is fast or slow."""
+    """No token of a stop string, none lost, and equal for fast and slow readers."""
 
     async def run() -> Answer:
         answer = Answer(renderer, stop=stops, sampling=Sampling(logprobs=0))
@@ -262,8 +260,8 @@ def test_reported_tokens_spell_the_text(
     assert answer.output_tokens == needed
 
 
-async def test_an_engine_that_fails_is_a_refusal_with_what_was_used(renderer: Renderer) -> None:
-    """The client hears of it, and what was computed is settled."""
+async def test_engine_failure_is_a_refusal_with_usage(renderer: Renderer) -> None:
+    """The client is told, and the computed tokens are settled."""
     answer = Answer(renderer)
     answer.engine.start("0", 7, 3)
     answer.engine.tokens("0", 0, spelt("half"))
@@ -278,8 +276,8 @@ async def test_an_engine_that_fails_is_a_refusal_with_what_was_used(renderer: Re
     assert answer.stream.usage_so_far().out == 4
 
 
-async def test_a_stream_is_as_lively_as_the_engine(renderer: Renderer) -> None:
-    """Tokens leave in the step that made them; nothing waits for more."""
+async def test_yields_tokens_in_their_step(renderer: Renderer) -> None:
+    """Nothing waits for more."""
     answer = Answer(renderer)
     batches = answer.stream.batches()
     answer.engine.start("0", 2)
@@ -293,8 +291,8 @@ async def test_a_stream_is_as_lively_as_the_engine(renderer: Renderer) -> None:
     assert seen == [[Text(0, letter)] for letter in "abc"]
 
 
-async def test_silence_is_told_and_then_the_stream_goes_on(renderer: Renderer) -> None:
-    """Keep-alives go out while the engine thinks; nothing that comes after is lost."""
+async def test_yields_none_when_idle_and_continues(renderer: Renderer) -> None:
+    """For keep-alives; later deltas are not lost."""
     answer = Answer(renderer)
     batches = answer.stream.batches(idle_s=0.001)
     silence = [await anext(batches), await anext(batches)]
@@ -306,8 +304,8 @@ async def test_silence_is_told_and_then_the_stream_goes_on(renderer: Renderer) -
     assert isinstance(rest[-1], End)
 
 
-async def test_leaving_early_cancels_every_prompt(renderer: Renderer) -> None:
-    """Nobody reads on, so nobody computes on; usage counts what was seen."""
+async def test_cancel_stops_every_prompt(renderer: Renderer) -> None:
+    """Usage counts the tokens seen."""
     answer = Answer(renderer, "one", "two")
     for request_id in ("0", "1"):
         answer.engine.start(request_id, 3, 1)
@@ -333,7 +331,7 @@ CALL = '<tool_call>\n{"name": "get", "arguments": {"a": 1}}\n</tool_call>'
 
 
 def calls(answer: Answer, choice: int = 0) -> list[tuple[str, str]]:
-    """Names and arguments."""
+    """Return names and arguments."""
     found: dict[int, tuple[str, str]] = {}
     for delta in answer.deltas:
         if isinstance(delta, CallText) and delta.index == choice:
@@ -342,8 +340,8 @@ def calls(answer: Answer, choice: int = 0) -> list[tuple[str, str]]:
     return list(found.values())
 
 
-async def test_calls_come_as_calls(renderer: Renderer) -> None:
-    """And the choice says why it ended."""
+async def test_streams_calls(renderer: Renderer) -> None:
+    """The finish reason is "tool_calls"."""
     answer = Answer(renderer, asks=TOOLS)
     answer.engine.play("0", [[*spelt(f"Hm {CALL}\n{CALL}"), END_OF_TURN]], reason="stop")
     await answer.read()
@@ -355,8 +353,8 @@ async def test_calls_come_as_calls(renderer: Renderer) -> None:
     assert len(set(ids)) == 2
 
 
-async def test_a_call_cut_off_is_cut_off(renderer: Renderer) -> None:
-    """The length ended it, and its client has to know."""
+async def test_truncated_call_has_length_reason(renderer: Renderer) -> None:
+    """The client has to know."""
     answer = Answer(renderer, asks=TOOLS)
     answer.engine.play("0", [spelt(CALL[:47])])
     await answer.read()
@@ -365,8 +363,8 @@ async def test_a_call_cut_off_is_cut_off(renderer: Renderer) -> None:
     assert answer.ends() == {0: ChoiceEnd(0, "length")}
 
 
-async def test_a_stop_string_ends_a_call_as_it_ends_a_text(renderer: Renderer) -> None:
-    """It is what ended the sample."""
+async def test_stop_string_ends_a_call(renderer: Renderer) -> None:
+    """The finish reason is "stop"."""
     answer = Answer(renderer, asks=TOOLS, stop=("1}",))
     answer.engine.play("0", [spelt(CALL)], reason="stop")
     await answer.read()
@@ -374,8 +372,8 @@ async def test_a_stop_string_ends_a_call_as_it_ends_a_text(renderer: Renderer) -
     assert answer.ends() == {0: ChoiceEnd(0, "stop", "1}")}
 
 
-async def test_without_calls_an_answer_with_tools_is_an_answer(renderer: Renderer) -> None:
-    """Text that was held back comes at the end."""
+async def test_tools_without_calls_is_a_text_answer(renderer: Renderer) -> None:
+    """Text that was held back is sent at the end."""
     answer = Answer(renderer, asks=TOOLS)
     answer.engine.play("0", [[*spelt("a <tool_"), END_OF_TURN]], reason="stop")
     await answer.read()
@@ -384,8 +382,8 @@ async def test_without_calls_an_answer_with_tools_is_an_answer(renderer: Rendere
     assert answer.ends() == {0: ChoiceEnd(0, "stop")}
 
 
-async def test_where_one_call_is_wanted_the_sample_ends_with_it(renderer: Renderer) -> None:
-    """It is charged for what the call needed, however many tokens came at once."""
+async def test_single_call_ends_the_sample(renderer: Renderer) -> None:
+    """It is charged for the call's tokens, however many arrived at once."""
     asks = replace(TOOLS, tool_choice=ToolChoice(parallel=False))
     answer = Answer(renderer, asks=asks)
     answer.engine.start("0", 4)
@@ -400,8 +398,8 @@ async def test_where_one_call_is_wanted_the_sample_ends_with_it(renderer: Render
     assert answer.ends() == {0: ChoiceEnd(0, "tool_calls")}
 
 
-async def test_the_best_of_several_samples_keeps_its_calls(renderer: Renderer) -> None:
-    """Under the number that the client knows."""
+async def test_best_of_keeps_calls(renderer: Renderer) -> None:
+    """With the choice index that the client knows."""
     answer = Answer(renderer, asks=TOOLS, samples=2, choices=1)
     worse = logged(*((token, -2.0) for token in spelt("Hello")))
     better = logged(*((token, -1.0) for token in spelt(CALL)))
@@ -413,10 +411,8 @@ async def test_the_best_of_several_samples_keeps_its_calls(renderer: Renderer) -
 
 
 @pytest.mark.parametrize(("text", "violations"), [('{"a": 1}', 0), ('{"a": "x"}', 1), ("a", 1)])
-async def test_a_finished_answer_is_held_to_its_format(
-    renderer: Renderer, text: str, violations: int
-) -> None:
-    """It is counted, and comes as it is."""
+async def test_counts_format_violations(renderer: Renderer, text: str, violations: int) -> None:
+    """The answer is sent unchanged."""
     schema = '{"properties": {"a": {"type": "integer"}}}'
     answer = Answer(renderer, asks=Prompt(output_format=OutputFormat("json_schema", schema)))
     answer.engine.play("0", [[*spelt(text), END_OF_TURN]], reason="stop")
@@ -425,8 +421,7 @@ async def test_a_finished_answer_is_held_to_its_format(
     assert (answer.text(), answer.stream.format_violations) == (text, violations)
 
 
-async def test_half_an_answer_breaks_no_format(renderer: Renderer) -> None:
-    """The length ended it."""
+async def test_truncated_answer_is_no_format_violation(renderer: Renderer) -> None:
     answer = Answer(renderer, asks=Prompt(output_format=OutputFormat("json_object")))
     answer.engine.play("0", [spelt('{"a"')])
     await answer.read()

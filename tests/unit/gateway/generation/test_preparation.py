@@ -1,4 +1,4 @@
-"""Where a prompt's tokens are made: on the event loop, or beside it."""
+"""Prompts are tokenized on the event loop or in a thread, by size."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ TOOL = {"name": "f", "input_schema": {"type": "object", "properties": {}}}
 
 
 class WatchedRenderer(Renderer):
-    """Notes whether its callers are on the loop's thread."""
+    """A renderer that records whether it runs on the event loop's thread."""
 
     def render(self, prompt: Prompt) -> Rendered:
-        """As a renderer."""
+        """Render like a renderer."""
         self.seen.append(threading.get_ident() == self.loop_thread)
         return super().render(prompt)
 
@@ -31,7 +31,7 @@ class WatchedRenderer(Renderer):
 
 @pytest.fixture
 def watched(unopened_gateway: GatewayFixture) -> GatewayFixture:
-    """A gateway with such a renderer, not opened yet."""
+    """A gateway with a watched renderer, not opened yet."""
     unopened_gateway.renderer = renderer = WatchedRenderer(unopened_gateway.card)
     renderer.loop_thread, renderer.seen = threading.get_ident(), []
     unopened_gateway.context_tokens = preparation.CACHED_CHARS_MAX
@@ -49,11 +49,10 @@ def watched(unopened_gateway: GatewayFixture) -> GatewayFixture:
     ],
     ids=["short", "the same again", "another", "with tools", "the same, too long"],
 )
-async def test_the_loop_makes_what_is_short_or_known(
+async def test_short_or_cached_prompts_stay_on_the_loop(
     watched: GatewayFixture, texts: list[str], more: dict[str, Any], expected: list[bool]
 ) -> None:
-    """Tokenizing a long text would keep all others waiting; one that is known takes less than a
-    thread does."""
+    """Tokenizing a long text would block other requests; cached text is faster than a thread."""
     await watched.open()
     try:
         for text in texts:

@@ -1,4 +1,4 @@
-"""Limits as clients meet them: refusals, headers, and what the cache saves of them."""
+"""Rate limits as clients see them: refusals, headers, and tokens that the cache saves."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def clock() -> FakeClock:
 
 @pytest.fixture
 def gateway(gateway: GatewayFixture, clock: FakeClock) -> GatewayFixture:
-    """What was used up comes back when the clock says so, however long a test takes."""
+    """A gateway whose limits refill only by the test's clock."""
     gateway.gateway.context.limiter = Limiter(clock)
     return gateway
 
@@ -40,7 +40,7 @@ def limit(gateway: GatewayFixture, who: str = "ada", **limits: int) -> None:
 
 
 async def statuses(gateway: GatewayFixture, count: int, who: str = "ada") -> list[int]:
-    """Of so many chats at once."""
+    """Return the statuses of concurrent chats."""
     answers = await asyncio.gather(
         *(gateway.ask(body=gateway.chat(), who=who) for _ in range(count))
     )
@@ -50,10 +50,10 @@ async def statuses(gateway: GatewayFixture, count: int, who: str = "ada") -> lis
 # --- refusals ------------------------------------------------------------------------------------
 
 
-async def test_no_more_than_the_limit_is_admitted_however_many_ask_at_once(
+async def test_admits_exactly_the_limit_under_concurrency(
     gateway: GatewayFixture,
 ) -> None:
-    """F1: what is refused costs nothing and leaves no entry; the neighbour does not notice."""
+    """F1: a refusal costs nothing and leaves no entry; other tenants are not affected."""
     limit(gateway, requests_per_minute=3)
     got = await statuses(gateway, 10)
     other = await statuses(gateway, 3, who="bob")
@@ -65,8 +65,8 @@ async def test_no_more_than_the_limit_is_admitted_however_many_ask_at_once(
     await gateway.check_quiet()
 
 
-async def test_a_refusal_says_when_to_come_back(gateway: GatewayFixture) -> None:
-    """429, in whole seconds rounded up, never more than a minute."""
+async def test_refusal_has_retry_after(gateway: GatewayFixture) -> None:
+    """429, in whole seconds rounded up, at most a minute."""
     limit(gateway, requests_per_minute=1)
     await gateway.ask(body=gateway.chat())
     status, body, response = await gateway.ask(body=gateway.chat())
@@ -77,8 +77,8 @@ async def test_a_refusal_says_when_to_come_back(gateway: GatewayFixture) -> None
     assert response.headers["x-ratelimit-remaining-requests"] == "0"
 
 
-async def test_what_can_never_fit_is_told_not_to_retry(gateway: GatewayFixture) -> None:
-    """An SDK would otherwise try again for ever."""
+async def test_request_that_never_fits_must_not_retry(gateway: GatewayFixture) -> None:
+    """An SDK would otherwise retry for ever."""
     limit(gateway, tokens_per_minute=5)
     status, body, response = await gateway.ask(body=gateway.chat(LONG))
 
@@ -87,8 +87,8 @@ async def test_what_can_never_fit_is_told_not_to_retry(gateway: GatewayFixture) 
     assert "retry-after" not in response.headers
 
 
-async def test_requests_at_once_are_those_that_run(gateway: GatewayFixture) -> None:
-    """The place is free when the answer has ended."""
+async def test_concurrency_limit_counts_running_requests(gateway: GatewayFixture) -> None:
+    """The slot is free when the answer has ended."""
     limit(gateway, requests_at_once=1)
     gateway.runner.hold_after(2)
     first = asyncio.create_task(gateway.ask(body=gateway.chat()))
@@ -101,8 +101,8 @@ async def test_requests_at_once_are_those_that_run(gateway: GatewayFixture) -> N
     assert (await gateway.ask(body=gateway.chat()))[0] == 200
 
 
-async def test_a_keys_limit_holds_beside_its_tenants(gateway: GatewayFixture) -> None:
-    """The other key of the tenant goes on."""
+async def test_key_limit_applies_beside_tenant_limit(gateway: GatewayFixture) -> None:
+    """The tenant's other key continues."""
     other = create_key(gateway.store, wall_ms, 1)
     change_key(gateway.store, "1", limits=Limits(requests_per_minute=1))
     gateway.gateway.context.registry.look_again()
@@ -113,10 +113,10 @@ async def test_a_keys_limit_holds_beside_its_tenants(gateway: GatewayFixture) ->
     assert (one, two) == ([200, 429, 429], 200)
 
 
-async def test_a_lifted_limit_holds_for_the_next_request(
+async def test_raised_limit_applies_to_next_request(
     gateway: GatewayFixture, clock: FakeClock
 ) -> None:
-    """No restart, and no minute to wait: what is used up refills at the new rate."""
+    """No restart; used tokens refill at the new rate."""
     limit(gateway, requests_per_minute=1)
     before = await statuses(gateway, 3)
     limit(gateway, requests_per_minute=6_000_000)
@@ -135,8 +135,8 @@ async def test_a_lifted_limit_holds_for_the_next_request(
 # --- tokens --------------------------------------------------------------------------------------
 
 
-async def test_what_the_cache_has_costs_no_input(gateway: GatewayFixture) -> None:
-    """A conversation that is cached fits a limit that its first turn used up."""
+async def test_cached_tokens_use_no_limit(gateway: GatewayFixture) -> None:
+    """A cached conversation fits a limit that its first turn used up."""
     limit(gateway, input_tokens_per_minute=400)
     first, _, response = await gateway.ask(body=gateway.chat(LONG))
     left = int(response.headers["x-ratelimit-remaining-tokens"])
@@ -148,8 +148,8 @@ async def test_what_the_cache_has_costs_no_input(gateway: GatewayFixture) -> Non
     assert other == 429
 
 
-async def test_what_was_reserved_and_not_used_is_there_again(gateway: GatewayFixture) -> None:
-    """An answer may be long and is short: the limit counts the short one."""
+async def test_unused_reservation_is_returned(gateway: GatewayFixture) -> None:
+    """The limit counts the actual output."""
     limit(gateway, output_tokens_per_minute=100)
     got = [(await gateway.ask(body=gateway.chat(max_tokens=8)))[0] for _ in range(5)]
     status, _, response = await gateway.ask(body=gateway.chat(max_tokens=90))
@@ -159,8 +159,8 @@ async def test_what_was_reserved_and_not_used_is_there_again(gateway: GatewayFix
     assert response.headers["x-ratelimit-remaining-tokens"] == "60"
 
 
-async def test_a_client_that_leaves_gives_back_what_it_did_not_use(gateway: GatewayFixture) -> None:
-    """And its place at once."""
+async def test_disconnect_returns_unused_reservation(gateway: GatewayFixture) -> None:
+    """And its concurrency slot."""
     limit(gateway, output_tokens_per_minute=1_000, requests_at_once=1)
     gateway.runner.hold_after(10)
     body = json.dumps(gateway.chat(max_tokens=400, stream=True)).encode()
@@ -178,8 +178,8 @@ async def test_a_client_that_leaves_gives_back_what_it_did_not_use(gateway: Gate
     await gateway.check_quiet()
 
 
-async def test_a_request_that_is_refused_later_gives_all_back(gateway: GatewayFixture) -> None:
-    """The ledger is away: nothing ran, so nothing was used but the request."""
+async def test_later_refusal_returns_reservation(gateway: GatewayFixture) -> None:
+    """The ledger is unavailable: nothing ran, so only the request counts."""
     limit(gateway, tokens_per_minute=1_000)
     await gateway.gateway.ledger.close()
     status, _, response = await gateway.ask(body=gateway.chat())
@@ -192,8 +192,8 @@ async def test_a_request_that_is_refused_later_gives_all_back(gateway: GatewayFi
     assert limiter.open_reservations == 0
 
 
-def test_an_estimate_is_the_most_that_can_come() -> None:
-    """All samples of all prompts; and nothing is saved where nothing may be read."""
+def test_estimate_is_an_upper_bound() -> None:
+    """All samples of all prompts; nothing is saved if nothing may be read."""
     grant = CacheGrant(b"a")
     one = Request("1", (1,) * 40, 10, grant, samples=3)
     two = Request("2", (1,) * 20, 5, grant)
@@ -212,8 +212,8 @@ STATES: dict[Meter, LimitState] = {
 }
 
 
-def test_openais_clients_read_durations() -> None:
-    """The tighter of the limits on tokens, since there is one header for them."""
+def test_openai_headers_are_durations() -> None:
+    """The tighter token limit, because there is one header."""
     headers = limit_headers("openai_chat", STATES, 0)
 
     assert {name.lower(): value for name, value in headers.items()} == {
@@ -226,7 +226,7 @@ def test_openais_clients_read_durations() -> None:
     }
 
 
-def test_anthropics_clients_read_instants() -> None:
+def test_anthropic_headers_are_instants() -> None:
     """RFC 3339, rounded up to the second."""
     headers = limit_headers("anthropic", STATES, 1_767_268_800_999)
     lower = {name.lower(): value for name, value in headers.items()}
@@ -237,13 +237,12 @@ def test_anthropics_clients_read_instants() -> None:
     assert all(datetime.fromisoformat(v) for n, v in lower.items() if n.endswith("reset"))
 
 
-def test_googles_clients_read_none() -> None:
-    """There are no such headers in that dialect."""
+def test_gemini_has_no_headers() -> None:
     assert limit_headers("gemini", STATES, 0) == {}
 
 
-async def test_answers_carry_what_is_left_streaming_or_not(gateway: GatewayFixture) -> None:
-    """After this request was counted."""
+async def test_answers_have_limit_headers(gateway: GatewayFixture) -> None:
+    """After this request was counted, streamed or not."""
     limit(gateway, requests_per_minute=10)
     _, _, whole = await gateway.ask(body=gateway.chat())
     _, _, stream = await gateway.ask(body=gateway.chat(stream=True))
@@ -253,16 +252,15 @@ async def test_answers_carry_what_is_left_streaming_or_not(gateway: GatewayFixtu
     assert stream.headers["x-ratelimit-limit-requests"] == "10"
 
 
-async def test_without_limits_there_are_no_headers(gateway: GatewayFixture) -> None:
-    """A number that means nothing is worse than none."""
+async def test_no_headers_without_limits(gateway: GatewayFixture) -> None:
     _, _, response = await gateway.ask(body=gateway.chat())
 
     assert not any("ratelimit" in name.lower() for name in response.headers)
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0.0, "0ms"), (1.0, "1s"), (59.9999, "1m0s")])
-def test_a_duration_is_never_shown_too_short(seconds: float, text: str) -> None:
-    """Whoever waits as long as told is not too early."""
+def test_duration_is_rounded_up(seconds: float, text: str) -> None:
+    """A client that waits exactly that long is not too early."""
     states: dict[Meter, LimitState] = {"requests": LimitState(1, 0, seconds)}
     headers = limit_headers("openai_chat", states, 0)
 

@@ -7,15 +7,14 @@ from gateway.dialects.canonical import UsageRecord
 from gateway.generation.usage import PHYSICAL_ACCOUNTING, sum_usage
 
 
-def test_plain_caching_reads_what_was_found() -> None:
+def test_physical_accounting_reads_cached_tokens() -> None:
     """Nothing was promised, so nothing was written."""
     record = PHYSICAL_ACCOUNTING.record(Usage(prompt_tokens=10, cached_tokens=4, output_tokens=3))
 
     assert record == UsageRecord(10, {"best_effort": 4}, {}, 6, 3, 4)
 
 
-def test_prompts_of_one_call_are_added_class_by_class() -> None:
-    """The sums of the parts are the sum of the whole."""
+def test_sums_usage_by_class() -> None:
     one = UsageRecord(10, {"5m": 4}, {"1h": 2}, 4, 3, 4, 1)
     two = UsageRecord(20, {"5m": 1, "best_effort": 9}, {}, 10, 2, 9, 0)
 

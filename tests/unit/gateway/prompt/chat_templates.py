@@ -1,7 +1,5 @@
-"""Chat templates in the manner of model families, for tests: short, and as wilful as theirs.
-
-Each does what makes its family hard: writes tools in its own place, trims, drops, or refuses.
-"""
+"""Short chat templates in the manner of model families. Each has its family's difficulty: it writes
+tools in an unusual position, trims, drops or refuses messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text out of tokens: whole characters, stop strings, nothing lost."""
+"""Incremental detokenization: whole characters, stop strings, no lost bytes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gateway.prompt import Detokenizer
 
 
 def read(pieces: list[bytes], stops: tuple[str, ...] = ()) -> tuple[str, str | None, list[str]]:
-    """(whole text, the stop that was found, text as it came) of tokens with these bytes."""
+    """Return (text, stop string found, text pieces as they came) for tokens with these bytes."""
     reader = Detokenizer(lambda token: pieces[token], stops)
     parts = [reader.push(token) for token in range(len(pieces))]
     parts.append(reader.finish())
@@ -19,14 +19,14 @@ def read(pieces: list[bytes], stops: tuple[str, ...] = ()) -> tuple[str, str | N
 
 
 def cut(text: str, places: list[int]) -> list[bytes]:
-    """The bytes of a text, cut anywhere, inside characters too."""
+    """Return the bytes of a text, cut anywhere, also inside characters."""
     data = text.encode()
     borders = [0, *sorted(place % (len(data) + 1) for place in places), len(data)]
     return [data[a:b] for a, b in pairwise(borders)]
 
 
 def first_stop(text: str, stops: tuple[str, ...]) -> tuple[str, str | None]:
-    """The specification: read character by character, end where a stop string is complete."""
+    """Reference: read character by character, end where a stop string completes."""
     for end in range(1, len(text) + 1):
         ended = [stop for stop in stops if text[:end].endswith(stop)]
         if ended:
@@ -35,38 +35,38 @@ def first_stop(text: str, stops: tuple[str, ...]) -> tuple[str, str | None]:
     return text, None
 
 
-def test_a_character_waits_for_its_last_byte() -> None:
-    """A client that gets half an emoji shows a broken one for ever."""
+def test_waits_for_last_byte_of_character() -> None:
+    """A client that gets half an emoji shows a broken one."""
     data = "🙂".encode()
 
     assert read([data[:2], data[2:3], data[3:]])[2] == ["", "", "🙂", ""]
 
 
-def test_a_character_that_never_ends_is_replaced_at_the_end() -> None:
-    """The answer may stop at any token; what is there is still text."""
+def test_replaces_incomplete_character_at_end() -> None:
+    """An answer may stop at any token; the rest must still be text."""
     assert read([b"a", "é".encode()[:1]])[0] == "a\ufffd"
 
 
-def test_text_that_may_begin_a_stop_string_waits_and_then_comes() -> None:
-    """A stop string that was not one after all is part of the answer."""
+def test_releases_text_that_only_resembled_a_stop_string() -> None:
+    """A partial stop string that does not complete is part of the answer."""
     assert read([b"x", b"EN", b"O"], ("END",))[2] == ["x", "", "ENO", ""]
     assert read([b"x", b"EN"], ("END",))[2] == ["x", "", "EN"]
 
 
-def test_a_stop_inside_a_token_keeps_what_stands_before_it() -> None:
+def test_keeps_text_before_stop_inside_token() -> None:
     """Tokens and stop strings share no borders."""
     assert read([b"so", b"me END thing"], ("END",))[:2] == ("some ", "END")
 
 
-def test_the_stop_that_is_complete_first_wins_however_tokens_are_cut() -> None:
-    """The same text must give the same answer, whether its letters come singly or at once."""
+def test_first_complete_stop_wins_however_tokens_are_cut() -> None:
+    """The same text must give the same answer however it is cut into tokens."""
     assert read([b"abcd"], ("abcd", "bc"))[:2] == ("a", "bc")
     assert read([b"a", b"b", b"c", b"d"], ("abcd", "bc"))[:2] == ("a", "bc")
     assert read([b"abc"], ("c", "bc"))[:2] == ("a", "bc")
 
 
-def test_nothing_follows_a_stop() -> None:
-    """The engine may be some tokens ahead when the stop is found."""
+def test_releases_nothing_after_stop() -> None:
+    """The engine may be some tokens ahead when the stop string is found."""
     assert read([b"END", b"more"], ("END",))[0] == ""
 
 
@@ -76,10 +76,10 @@ PLACES = st.lists(st.integers(0, 60), max_size=8)
 
 
 @given(TEXT, STOPS, PLACES)
-def test_any_cut_of_a_text_reads_the_same(
+def test_matches_reference_for_any_cut(
     text: str, stops: tuple[str, ...], places: list[int]
 ) -> None:
-    """Against the specification: same text, same stop, and no stop string ever leaks."""
+    """The same text, the same stop string, and no stop string ever leaks."""
     found, stop, parts = read(cut(text, places), stops)
 
     assert (found, stop) == first_stop(text, stops)
@@ -91,13 +91,13 @@ def test_any_cut_of_a_text_reads_the_same(
 
 
 @given(st.lists(st.binary(max_size=3), max_size=8))
-def test_any_bytes_read_as_python_reads_them(pieces: list[bytes]) -> None:
+def test_decodes_any_bytes_like_python(pieces: list[bytes]) -> None:
     """A model may emit any bytes; none is lost and none raises."""
     assert read(pieces)[0] == b"".join(pieces).decode("utf-8", "replace")
 
 
 @given(TEXT, STOPS, PLACES)
-def test_what_is_released_never_passes_what_is_decoded(
+def test_released_never_exceeds_decoded(
     text: str, stops: tuple[str, ...], places: list[int]
 ) -> None:
     """Logprobs are reported by these two counts."""
@@ -111,8 +111,8 @@ def test_what_is_released_never_passes_what_is_decoded(
 
 
 @given(st.text(max_size=20), st.lists(st.integers(0, 99), max_size=8), st.integers(1, 4))
-def test_several_tokens_at_once_are_the_same_text(text: str, places: list[int], most: int) -> None:
-    """Tokens that waited for a slow reader come together; what he reads must not depend on it."""
+def test_push_all_equals_single_pushes(text: str, places: list[int], most: int) -> None:
+    """Tokens that wait for a slow reader arrive together; the text must not depend on it."""
     pieces = cut(text, places)
     reader = Detokenizer(lambda token: pieces[token])
     tokens = range(len(pieces))

@@ -1,4 +1,4 @@
-"""What became of each part: itself, trimmed, quoted, left out; or nobody can say."""
+"""Each part of a rendering is verbatim, trimmed, quoted or left out; others have no layout."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ A, B = placeholder(0), placeholder(1)
 def check(
     marked: str, whole: str, *texts: str, calls: bool = False
 ) -> list[tuple[str, int | None]] | None:
-    """(text, part) of each piece that has any."""
+    """Return (text, part) of each piece that is not empty."""
     pieces = split_rendering(marked, whole, [TemplatePart(text, is_call=calls) for text in texts])
     return None if pieces is None else [(p.text, p.part) for p in pieces if p.text]
 
 
-def test_parts_are_found_between_the_templates_words() -> None:
-    """As they are, trimmed, or written as JSON."""
+def test_finds_parts_between_template_text() -> None:
+    """Verbatim, trimmed, or JSON-escaped."""
     assert check(f"<{A}|{B}>", "<x|y>", "x", "y") == [
         ("<", None), ("x", 0), ("|", None), ("y", 1), (">", None),
     ]  # fmt: skip
@@ -35,18 +35,17 @@ def test_parts_are_found_between_the_templates_words() -> None:
     assert check(f'"{A}"', '"\\"x\\n"', '"x\n') == [('"', None), ('\\"x\\n', 0), ('"', None)]
 
 
-def test_the_templates_order_is_kept() -> None:
-    """It may differ from the order of the request."""
+def test_keeps_template_order() -> None:
+    """The order may differ from the request's."""
     assert check(f"{B}-{A}", "y-x", "x", "y") == [("y", 1), ("-", None), ("x", 0)]
 
 
-def test_a_part_may_be_left_out() -> None:
-    """Then no piece is it."""
+def test_allows_part_left_out() -> None:
     assert check(f"<{A}>", "<x>", "x", "y") == [("<", None), ("x", 0), (">", None)]
 
 
-def test_arguments_are_an_object_where_their_mark_is_a_string() -> None:
-    """The mark's quotes are not the template's."""
+def test_arguments_object_replaces_quoted_placeholder() -> None:
+    """The placeholder's quotes are not the template's."""
     found = check(f'{{"a": "{A}"}}', '{"a": {"z": 1}}', '{"z": 1}', calls=True)
 
     assert found == [('{"a": ', None), ('{"z": 1}', 0), ("}", None)]
@@ -62,13 +61,13 @@ def test_arguments_are_an_object_where_their_mark_is_a_string() -> None:
         (f"<{A}>", "<"),
     ],
 )
-def test_what_cannot_be_followed_has_no_layout(marked: str, whole: str) -> None:
-    """Changed, doubled, or another text around it."""
+def test_returns_none_for_unknown_changes(marked: str, whole: str) -> None:
+    """A part that is changed or doubled, or other text around it."""
     assert check(marked, whole, "x") is None
 
 
-def test_pieces_know_where_they_stood() -> None:
-    """Places in the marked text can be found in them."""
+def test_pieces_have_offsets_in_marked_rendering() -> None:
+    """Offsets of tools are given in the marked rendering."""
     pieces = split_rendering(f"<{A}|", "<long text|", [TemplatePart("long text")])
 
     assert pieces is not None
@@ -78,20 +77,19 @@ def test_pieces_know_where_they_stood() -> None:
 @pytest.mark.parametrize(
     ("first", "second", "count"), [("", "a", 0), ("abc", "abd", 2), ("ab", "abc", 2), ("a", "a", 1)]
 )
-def test_what_two_texts_begin_with(first: str, second: str, count: int) -> None:
-    """However long they are."""
+def test_common_prefix_chars(first: str, second: str, count: int) -> None:
     assert common_prefix_chars(first, second) == common_prefix_chars(second, first) == count
     assert common_prefix_chars("x" * 999 + first, "x" * 999 + second) == 999 + count
 
 
 @pytest.mark.parametrize(("at", "found"), [(0, 0), (2, 2), (3, 2), (5, 2), (6, 6), (7, 7)])
-def test_a_word_is_not_cut(at: int, found: int) -> None:
+def test_snaps_to_start_of_special_token(at: int, found: int) -> None:
     """A special token is one token or none."""
     assert snap_to_word_start("ab<|x>cd<|x>", at, ["<|x>", "none"]) == found
 
 
-def test_the_steps_of_a_shape_are_its_parts_and_what_stands_between() -> None:
-    """As it is, or trimmed; one that is left out is no step."""
+def test_splits_shape_into_parts_and_template_text() -> None:
+    """Verbatim or trimmed; a part that is left out has no step."""
     trimmed = f"{B[:-1]}{TRIMMED}{B[-1]}"
 
     assert split_shape(f"<{A}|{trimmed}>", 3) == (
@@ -100,6 +98,6 @@ def test_the_steps_of_a_shape_are_its_parts_and_what_stands_between() -> None:
     )  # fmt: skip
 
 
-def test_a_part_that_stands_there_twice_has_no_steps() -> None:
-    """Which of the two would its boundary be?"""
+def test_shape_is_none_if_part_occurs_twice() -> None:
+    """Its boundary would be ambiguous."""
     assert split_shape(f"<{A}|{A}>", 1) is None

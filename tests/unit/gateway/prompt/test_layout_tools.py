@@ -1,4 +1,4 @@
-"""Where tools end: found by rendering one more, once for each set of tools."""
+"""Tool ends are found by rendering one more tool, once per set of tools."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Write = Callable[[list[dict[str, Any]], list[str]], str]
 
 
 class Written:
-    """A template as a function, and how often it ran."""
+    """A template as a function that counts its runs."""
 
     def __init__(self, write: Write) -> None:
         self._write = write
@@ -27,13 +27,13 @@ class Written:
     def run(
         self, template_input: TemplateInput, text_of: Any, arguments: Any, *, opens_turn: bool
     ) -> str:
-        """As a renderer would."""
+        """Render as the renderer does."""
         self.runs += 1
         messages = template_input.for_template(HERMES, text_of, arguments)
         return self._write(list(template_input.tools), [str(m["content"]) for m in messages])
 
     def check(self, *texts: str, tools: int = 2) -> list[str]:
-        """The marked text before the end of each tool."""
+        """Return the marked text before the end of each tool."""
         made = tuple(Tool(name, path=name) for name in ascii_lowercase[:tools])
         segments = tuple(
             Segment("user" if n else "system", text, f"m[{n}]", None, n)
@@ -57,13 +57,13 @@ def last(tools: list[dict[str, Any]], texts: list[str]) -> str:
     return "|".join((*texts[:-1], listed(tools, texts[-1:])))
 
 
-def test_a_tool_ends_where_more_could_follow() -> None:
-    """Before the bracket that closes the list."""
+def test_tool_ends_before_closing_bracket() -> None:
+    """A further tool would follow there."""
     assert Written(listed).check("S", "Hi") == ["[a", "[a,b"]
 
 
-def test_known_tools_are_not_rendered_again() -> None:
-    """Whatever the conversation has become."""
+def test_cached_tools_are_not_rendered_again() -> None:
+    """Also if the conversation has changed."""
     written = Written(listed)
     written.check("S", "Hi")
     before = written.runs
@@ -72,15 +72,15 @@ def test_known_tools_are_not_rendered_again() -> None:
     assert written.runs == before + 1
 
 
-def test_tools_may_stand_behind_the_messages() -> None:
-    """Then all end with the last of them: nothing before it can be found again alone."""
+def test_tools_behind_messages_end_together() -> None:
+    """No text before them can be matched on its own."""
     found = Written(last).check("S", "Hi", "So")
 
     assert [text[-4:] for text in found] == ["[a,b", "[a,b"]
 
 
-def test_many_tools_cost_a_short_rendering_or_two_each() -> None:
-    """The work grows as they do, not as their square."""
+def test_cost_is_linear_in_tools() -> None:
+    """Two short renderings per tool."""
     sizes = []
 
     def counted(tools: list[dict[str, Any]], texts: list[str]) -> str:
@@ -93,8 +93,8 @@ def test_many_tools_cost_a_short_rendering_or_two_each() -> None:
     assert sum(sizes) < 6 * 26 + 4 * 26
 
 
-def test_tools_that_are_not_written_one_by_one_end_together() -> None:
-    """A table of contents in front, say: no tool is there before all are, with the question."""
+def test_tools_not_written_in_sequence_end_together() -> None:
+    """A table of contents in front, for example."""
 
     def counting(tools: list[dict[str, Any]], texts: list[str]) -> str:
         return f"{len(tools)} tools: " + listed(tools, texts)
@@ -104,8 +104,8 @@ def test_tools_that_are_not_written_one_by_one_end_together() -> None:
     assert set(found) == {"2 tools: [a,b]" + placeholder(2) + "|" + placeholder(3)}
 
 
-def test_a_special_token_is_not_cut() -> None:
-    """What follows a tool may begin as what ends the list."""
+def test_tool_end_does_not_cut_special_token() -> None:
+    """The text after a tool may begin like the end of the list."""
 
     def parted(tools: list[dict[str, Any]], texts: list[str]) -> str:
         return "<er>".join(names(tools)) + "<end>" + "|".join(texts)
@@ -113,8 +113,8 @@ def test_a_special_token_is_not_cut() -> None:
     assert Written(parted).check("S", "Hi") == ["a", "a<er>b"]
 
 
-def test_where_a_template_takes_no_more_tools_they_end_with_the_first_question() -> None:
-    """It cannot be asked, so nothing is promised too early."""
+def test_tools_end_with_first_question_if_template_refuses_more() -> None:
+    """The end is then a safe upper bound."""
 
     def two(tools: list[dict[str, Any]], texts: list[str]) -> str:
         if len(tools) > 2:

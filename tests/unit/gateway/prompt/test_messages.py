@@ -1,4 +1,4 @@
-"""Messages as templates take them, parts in API order."""
+"""Messages as templates take them, and parts in API order."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CALL = ToolCall("call_1", "get", '{"z":1}')
 
 
 def check(prompt: Prompt, style: ToolStyle = HERMES) -> list[dict[str, Any]]:
-    """What the template is given."""
+    """Return the template's input."""
     arranged = build_template_input(prompt, style)
     texts = [part.text or "" for part in arranged.parts]
     return arranged.for_template(
@@ -21,8 +21,8 @@ def check(prompt: Prompt, style: ToolStyle = HERMES) -> list[dict[str, Any]]:
     )
 
 
-def test_parts_of_one_message_are_joined() -> None:
-    """In order; developers are the system."""
+def test_joins_parts_of_one_message() -> None:
+    """In order; the developer role becomes system."""
     segments = (
         Segment("developer", "Be ", "a", None, 0),
         Segment("developer", "brief", "b", None, 0),
@@ -37,8 +37,8 @@ def test_parts_of_one_message_are_joined() -> None:
     ]
 
 
-def test_calls_are_members_of_their_message() -> None:
-    """Arguments as objects; each result knows its call, and its name."""
+def test_calls_are_members_of_their_message_with_object_arguments() -> None:
+    """Each result has its call's id and name."""
     segments = (
         Segment("assistant", "Hm", "a", None, 0),
         Segment("assistant", "", "b", None, 0, call=CALL),
@@ -59,8 +59,8 @@ def test_calls_are_members_of_their_message() -> None:
     }
 
 
-def test_ids_are_as_the_family_takes_them() -> None:
-    """The same for call and result."""
+def test_call_ids_have_the_family_format() -> None:
+    """Equal for a call and its result."""
     segments = (
         Segment("assistant", "", "b", None, 0, call=CALL),
         Segment("tool", "one", "c", None, 1, answers="call_1"),
@@ -70,8 +70,8 @@ def test_ids_are_as_the_family_takes_them() -> None:
     assert asked["tool_calls"][0]["id"] == answered["tool_call_id"] == MISTRAL.call_id("call_1")
 
 
-def test_users_and_results_in_one_message_come_apart() -> None:
-    """Templates know a role for each."""
+def test_splits_user_text_and_results() -> None:
+    """Templates have a role for each."""
     segments = (
         Segment("tool", "one", "a", None, 0, answers="call_1"),
         Segment("user", "So?", "b", None, 0),
@@ -80,8 +80,8 @@ def test_users_and_results_in_one_message_come_apart() -> None:
     assert [message["role"] for message in check(Prompt(segments=segments))] == ["tool", "user"]
 
 
-def test_in_words_there_are_only_plain_messages() -> None:
-    """System, user and assistant in turns, whatever was called in between."""
+def test_without_tool_support_all_messages_are_plain() -> None:
+    """System, user and assistant alternate, with or without calls."""
     segments = (
         Segment("user", "Hi", "a", None, 0),
         Segment("assistant", "", "b", None, 1, call=CALL),

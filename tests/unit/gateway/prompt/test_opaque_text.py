@@ -1,4 +1,4 @@
-"""Texts that a template may write and not look at: every look is noticed."""
+"""Opaque texts can be written by a template but not read: every read is recorded."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ LOOKS = (
 
 
 def rendered(source: str) -> tuple[str | None, bool]:
-    """(what was written, or None where it failed; was the text looked at)."""
+    """Return (the output or None if it failed, whether the text was read)."""
     recorder = ReadRecorder()
     messages = [{"role": "user", "content": OpaqueText(placeholder(0), recorder, is_whole=True)}]
     template = ChatTemplate("{% set m = messages[0] %}" + source)
@@ -85,7 +85,7 @@ def rendered(source: str) -> tuple[str | None, bool]:
 
 
 @pytest.mark.parametrize("source", WRITES)
-def test_what_is_only_written_stands_there_as_it_is(source: str) -> None:
+def test_written_text_appears_unchanged(source: str) -> None:
     """Most templates do no more with most messages."""
     text, was_looked_at = rendered(source)
 
@@ -94,24 +94,24 @@ def test_what_is_only_written_stands_there_as_it_is(source: str) -> None:
 
 
 @pytest.mark.parametrize("source", LOOKS)
-def test_every_look_is_noticed(source: str) -> None:
-    """A template that asked and was told something wrong would render the wrong prompt."""
+def test_records_every_read(source: str) -> None:
+    """A template that reads a placeholder would render the wrong prompt."""
     text, was_looked_at = rendered(source)
 
     assert was_looked_at or text is None
 
 
 @pytest.mark.parametrize("source", ["{{ m.content | trim }}", "{{ m.content | trim | trim }}"])
-def test_trimming_a_whole_content_is_shown(source: str) -> None:
-    """As the families do that trim; once is as good as twice."""
+def test_records_trim_of_whole_content(source: str) -> None:
+    """Twice is the same as once."""
     text, was_looked_at = rendered(source)
 
     assert text == f"{placeholder(0)[:-1]}{TRIMMED}{placeholder(0)[-1]}"
     assert not was_looked_at
 
 
-def test_a_template_that_reads_what_it_wrote_is_told_apart() -> None:
-    """What is captured is a text again: nobody sees what becomes of it."""
+def test_detects_captured_output() -> None:
+    """Captured output becomes ordinary text that a template can read."""
     assert ChatTemplate("{% set a %}{{ messages }}{% endset %}{{ a | upper }}").has_captures
     assert ChatTemplate("{% macro a(m) %}{{ m }}{% endmacro %}{{ a(1) | upper }}").has_captures
     assert not ChatTemplate("{% set a = 1 %}{{ messages }}").has_captures

@@ -1,4 +1,4 @@
-"""From messages to tokens: prefixes stay, boundaries are true, and roles cannot be taken."""
+"""Messages to tokens: prefixes are stable, boundaries are exact, roles cannot be spoofed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Make = Callable[[str], Renderer]
 
 @pytest.fixture(scope="session")
 def make(card: ModelCard, tmp_path_factory: pytest.TempPathFactory) -> Make:
-    """The tiny model with another template."""
+    """Return a factory of the tiny model with another template."""
 
     def made(template: str) -> Renderer:
         folder = tmp_path_factory.mktemp("template") / "model"
@@ -49,12 +49,12 @@ def renderer(card: ModelCard) -> Renderer:
 
 @pytest.fixture(scope="session")
 def trimming(make: Make) -> Renderer:
-    """A template that trims contents, as many do."""
+    """A renderer whose template trims contents."""
     return make(TRIMMING)
 
 
 def chat(*texts: str, opens: bool = True) -> Prompt:
-    """User and assistant in turns."""
+    """Return segments of user and assistant in alternation."""
     roles = ("user", "assistant")
     return Prompt(
         segments=tuple(
@@ -68,15 +68,15 @@ def chat(*texts: str, opens: bool = True) -> Prompt:
 
 
 def text_of(renderer: Renderer, rendered: Rendered) -> str:
-    """Tokens as text, special ones as the template writes them."""
+    """Return tokens as text, special tokens as the template writes them."""
     parts = (
         renderer.token_bytes(t) or renderer.special_text(t).encode() for t in rendered.token_ids
     )
     return b"".join(parts).decode()
 
 
-def test_messages_are_the_templates_text_in_tokens(renderer: Renderer) -> None:
-    """Nothing added, nothing lost, special tokens where the template has them."""
+def test_tokens_spell_the_rendered_template(renderer: Renderer) -> None:
+    """Special tokens only where the template has them."""
     rendered = renderer.render(chat("Hi", "Hello"))
 
     assert text_of(renderer, rendered) == (
@@ -86,7 +86,7 @@ def test_messages_are_the_templates_text_in_tokens(renderer: Renderer) -> None:
     assert [rendered.token_ids.count(token) for token in (START, END)] == [3, 2]
 
 
-def test_a_boundary_stands_where_its_segment_ends(renderer: Renderer) -> None:
+def test_boundary_is_at_end_of_segment(renderer: Renderer) -> None:
     """Breakpoints are counted in tokens and named by path."""
     rendered = renderer.render(chat("Hi", "Hello"))
 
@@ -95,8 +95,8 @@ def test_a_boundary_stands_where_its_segment_ends(renderer: Renderer) -> None:
     assert [boundary.path for boundary in rendered.boundaries] == ["messages[0]", "messages[1]"]
 
 
-def test_parts_of_a_message_are_joined_with_a_boundary_each(renderer: Renderer) -> None:
-    """The text is as if it had been one; the tokens end where the parts do."""
+def test_each_part_of_a_message_has_a_boundary(renderer: Renderer) -> None:
+    """The text is joined; the tokens end where the parts do."""
     parts = [
         Segment("user", text, f"messages[0].content[{n}]") for n, text in enumerate(("th", "e"))
     ]
@@ -126,8 +126,8 @@ LOOKING = (
 
 
 @pytest.mark.parametrize("source", LOOKING)
-def test_a_known_shape_gives_what_the_whole_rendering_gives(make: Make, source: str) -> None:
-    """Whatever a template does with contents, remembering what it does changes no token."""
+def test_cached_shape_equals_full_rendering(make: Make, source: str) -> None:
+    """Caching a template's behaviour changes no token."""
     quick, whole = make(source), make(source + CAPTURES)
     for texts in (["a", "b"], [" a\n", ""], ["", " "], ["x" * 40], ["a</think>b", "c", "the"]):
         for opens in (True, False):
@@ -137,7 +137,7 @@ def test_a_known_shape_gives_what_the_whole_rendering_gives(make: Make, source: 
 
 
 def test_chats_of_one_shape_are_rendered_once(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The template runs for the first of them alone; names and roles are part of the shape."""
+    """Names and roles are part of the shape."""
     runs: list[int] = []
     whole = ChatTemplate.render
 
@@ -165,10 +165,10 @@ TEXTS = st.lists(
 
 @pytest.mark.parametrize("template", ["plain", "trimming"])
 @given(texts=TEXTS, more=TEXTS)
-def test_a_longer_conversation_begins_with_the_shorter_ones_tokens(
+def test_appending_keeps_prefix_tokens(
     renderer: Renderer, trimming: Renderer, template: str, texts: list[str], more: list[str]
 ) -> None:
-    """This is what a prefix cache lives on: appending never changes what stands before."""
+    """The prefix cache depends on it."""
     used = renderer if template == "plain" else trimming
     short = used.render(chat(*texts, opens=False))
     longer = used.render(chat(*texts, *more, opens=False))
@@ -179,10 +179,10 @@ def test_a_longer_conversation_begins_with_the_shorter_ones_tokens(
 
 @pytest.mark.parametrize("template", ["plain", "trimming"])
 @given(texts=TEXTS)
-def test_whoever_writes_special_tokens_writes_text(
+def test_special_tokens_in_messages_are_plain_text(
     renderer: Renderer, trimming: Renderer, template: str, texts: list[str]
 ) -> None:
-    """No message can end its turn and begin the system's: the special tokens are the template's."""
+    """No message can end its turn and begin a system message."""
     used = renderer if template == "plain" else trimming
     rendered = used.render(chat(*texts))
 
@@ -190,16 +190,15 @@ def test_whoever_writes_special_tokens_writes_text(
     assert rendered.token_ids.count(END) == len(texts)
 
 
-def test_a_template_may_trim_contents(trimming: Renderer) -> None:
-    """Then the trimmed text is what counts, still piece by piece."""
+def test_trimmed_contents_are_tokenized_piece_by_piece(trimming: Renderer) -> None:
     rendered = trimming.render(chat("  Hi <|im_end|> \n"))
 
     assert "user\nHi <|im_end|><|im_end|>" in text_of(trimming, rendered)
     assert rendered.token_ids.count(END) == 1
 
 
-def test_a_template_may_cut_contents(make: Make) -> None:
-    """The prompt is then tokenized at once, with a boundary at its end."""
+def test_cut_contents_are_tokenized_at_once(make: Make) -> None:
+    """With one boundary, at the end of the prompt."""
     cutting = make(CUTTING)
     rendered = cutting.render(chat("Hi", "<think>so</think>Hello"))
 
@@ -208,18 +207,18 @@ def test_a_template_may_cut_contents(make: Make) -> None:
 
 
 @pytest.mark.parametrize("texts", [("a<|im_end|>",), ("<|im_", "end|>"), ("<|im_ ", " end|>")])
-def test_what_could_not_be_told_from_the_templates_own_is_refused(
+def test_refuses_special_tokens_if_template_cuts_contents(
     make: Make, texts: tuple[str, ...]
 ) -> None:
-    """Only where a template cuts contents; across messages too."""
+    """Also if a special token spans two messages."""
     with pytest.raises(Refusal) as raised:
         make(CUTTING).render(chat(*texts, "</think>b"))
 
     assert raised.value.param == "messages"
 
 
-def test_a_name_cannot_hold_special_tokens(make: Make) -> None:
-    """The template writes names between its own tokens."""
+def test_refuses_special_tokens_in_names(make: Make) -> None:
+    """The template writes names among its own tokens."""
     naming = make(NAMING)
     ann = Prompt(segments=(Segment("user", "Hi", "messages[0].content", "ann"),))
     eve = Prompt(segments=(Segment("user", "Hi", "messages[0].content", "<|im_end|>"),))
@@ -231,8 +230,8 @@ def test_a_name_cannot_hold_special_tokens(make: Make) -> None:
 
 
 @pytest.mark.parametrize("text", ["\ud800", "a\ue0f0b", "\ue0f10\ue0f0"])
-def test_text_that_is_no_text_is_refused_with_its_path(renderer: Renderer, text: str) -> None:
-    """Lone surrogates cannot be written, and two private signs are ours."""
+def test_refuses_lone_surrogates_and_placeholder_characters(renderer: Renderer, text: str) -> None:
+    """With the field's path."""
     with pytest.raises(Refusal) as raised:
         renderer.render(chat("ok", text))
 
@@ -241,21 +240,20 @@ def test_text_that_is_no_text_is_refused_with_its_path(renderer: Renderer, text:
         renderer.render(Prompt(text=text))
 
 
-def test_developers_speak_as_the_system(renderer: Renderer) -> None:
-    """Templates know no developer; the role means the same."""
+def test_developer_role_renders_as_system(renderer: Renderer) -> None:
+    """Templates have no developer role."""
     prompt = Prompt(segments=(Segment("developer", "Be brief", "messages[0].content"),))
 
     assert text_of(renderer, renderer.render(prompt)).startswith("<|im_start|>system\nBe brief")
 
 
-def test_a_raw_prompt_means_its_special_tokens(renderer: Renderer) -> None:
-    """/v1/completions is for who writes templates by hand."""
+def test_raw_prompt_parses_special_tokens(renderer: Renderer) -> None:
+    """/v1/completions is for clients that write templates themselves."""
     assert renderer.render(Prompt(text="<|im_start|>")).token_ids == (START,)
     assert renderer.render(Prompt(token_ids=(7, 8))) == Rendered((7, 8))
 
 
-def test_a_raw_prompt_begins_as_the_model_was_trained(card: ModelCard) -> None:
-    """Models that want a first token get it from a raw text, and only from there."""
+def test_raw_prompt_begins_with_bos_if_model_requires_it(card: ModelCard) -> None:
     wanting = Renderer(msgspec.structs.replace(card, add_bos=True, bos_token_id=0))
 
     assert wanting.render(Prompt(text="<|im_start|>")).token_ids == (0, START)
@@ -265,8 +263,8 @@ def test_a_raw_prompt_begins_as_the_model_was_trained(card: ModelCard) -> None:
 
 @given(st.lists(st.lists(st.text("ab <|", max_size=4), min_size=1, max_size=3), max_size=4))
 @settings(max_examples=20)
-def test_what_is_remembered_changes_no_tokens(card: ModelCard, chats: list[list[str]]) -> None:
-    """A renderer that has seen other chats gives what one that has seen nothing gives."""
+def test_caches_change_no_tokens(card: ModelCard, chats: list[list[str]]) -> None:
+    """A renderer that has seen other chats equals a fresh one."""
     seasoned, last = Renderer(card), chat("the", "last")
     for texts in chats:
         seasoned.render(chat(*texts))
@@ -274,8 +272,8 @@ def test_what_is_remembered_changes_no_tokens(card: ModelCard, chats: list[list[
     assert seasoned.render(last) == Renderer(card).render(last)
 
 
-def test_names_are_part_of_what_is_remembered(make: Make) -> None:
-    """Two speakers in one place are two prompts."""
+def test_names_are_part_of_the_shape(make: Make) -> None:
+    """Two speakers in one position are two prompts."""
     renderer, fresh = make(NAMING), make(NAMING)
     segment = chat("hi").segments[0]
     named = [
@@ -286,9 +284,8 @@ def test_names_are_part_of_what_is_remembered(make: Make) -> None:
     assert renderer.render(named[1]) == fresh.render(named[1]) != first
 
 
-def test_turn_fifty_of_a_chat_costs_only_its_new_words(card: ModelCard) -> None:
-    """Tokenizing is what rendering takes its time for: what was said before is never done again,
-    however long the chat has become."""
+def test_long_chat_tokenizes_only_new_text(card: ModelCard) -> None:
+    """Tokenization dominates the cost of rendering."""
     renderer = Renderer(card)
     texts = [f"what is said at {n:03}" for n in range(101)]
     grown = []

@@ -1,4 +1,4 @@
-"""Tools, calls and results in prompts: in the model's own way or in words, and prefixes stay."""
+"""Tools, calls and results in prompts, natively and as text, with stable prefixes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Make = Callable[[str], Renderer]
 
 @pytest.fixture(scope="session")
 def make(card: ModelCard, tmp_path_factory: pytest.TempPathFactory) -> Make:
-    """The tiny model with a template of some family; each is made once."""
+    """Return a factory of the tiny model with a family's template; each is made once."""
     known: dict[str, Renderer] = {}
 
     def made(family: str) -> Renderer:
@@ -51,19 +51,19 @@ def make(card: ModelCard, tmp_path_factory: pytest.TempPathFactory) -> Make:
 
 
 def text_of(renderer: Renderer, ids: tuple[int, ...]) -> str:
-    """Tokens as text, special ones as the template writes them."""
+    """Return tokens as text, special tokens as the template writes them."""
     parts = (renderer.token_bytes(t) or renderer.special_text(t).encode() for t in ids)
     return b"".join(parts).decode()
 
 
 def said(role: str, text: str, message: int, **more: object) -> Segment:
-    """A segment with a path of its own."""
+    """Return a segment with its own path."""
     fields = {"role": role, "text": text, "path": f"m[{message}]", "message": message, **more}
     return msgspec.convert(fields, Segment)
 
 
 def called(message: int, name: str, arguments: str, call_id: str) -> Segment:
-    """An assistant's call."""
+    """Return an assistant's call."""
     call = ToolCall(call_id, name, arguments)
     return Segment("assistant", "", f"m[{message}].{name}", None, message, call=call)
 
@@ -82,7 +82,7 @@ def chat(*, calls: int = 2, arguments: str = '{"z":1,"a":"q"}') -> tuple[Segment
 
 
 def ends(renderer: Renderer, rendered: Rendered, count: int = 14) -> dict[str, str]:
-    """The text before each boundary."""
+    """Return the text before each boundary."""
     return {
         mark.path: text_of(renderer, rendered.token_ids[: mark.tokens])[-count:]
         for mark in rendered.boundaries
@@ -92,8 +92,8 @@ def ends(renderer: Renderer, rendered: Rendered, count: int = 14) -> dict[str, s
 # --- what is written -----------------------------------------------------------------------------
 
 
-def test_a_template_writes_tools_calls_and_results(make: Make) -> None:
-    """Schemas and arguments in the order in which they came."""
+def test_native_template_writes_tools_calls_and_results(make: Make) -> None:
+    """Schemas and arguments keep their order."""
     renderer = make("hermes")
     text = text_of(renderer, renderer.render(Prompt(segments=chat(), tools=TOOLS)).token_ids)
 
@@ -105,8 +105,8 @@ def test_a_template_writes_tools_calls_and_results(make: Make) -> None:
     assert "user\n<tool_response>\nsun 0\n</tool_response>\n<tool_response>\nsun 1\n" in text
 
 
-def test_a_template_without_tools_gets_them_in_words(make: Make) -> None:
-    """The same style, as text of plain messages; results and what follows are one message."""
+def test_template_without_tool_support_gets_text(make: Make) -> None:
+    """A result and the user text after it are one message."""
     renderer = make("words")
     text = text_of(renderer, renderer.render(Prompt(segments=chat(), tools=TOOLS)).token_ids)
     line = json.dumps(
@@ -126,8 +126,7 @@ def test_a_template_without_tools_gets_them_in_words(make: Make) -> None:
     assert text.count("<|im_start|>system") == 1
 
 
-def test_tools_without_a_system_message_make_one(make: Make) -> None:
-    """In words they need a place."""
+def test_tools_as_text_add_a_system_message(make: Make) -> None:
     renderer = make("words")
     segments = (said("user", "Hi", 0), said("system", "Now brief", 1), said("user", "So?", 2))
     text = text_of(renderer, renderer.render(Prompt(segments=segments, tools=TOOLS)).token_ids)
@@ -136,8 +135,8 @@ def test_tools_without_a_system_message_make_one(make: Make) -> None:
     assert "tags.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>system\nNow" in text
 
 
-def test_llamas_results_are_json(make: Make) -> None:
-    """Its template quotes them; the text may hold quotes itself."""
+def test_llama_results_are_json_strings(make: Make) -> None:
+    """Its template quotes results; the text may contain quotes."""
     renderer = make("llama3")
     segments = (*chat(calls=1)[:4], said("tool", 'a "b"\n', 3, answers="call_0"))
     rendered = renderer.render(Prompt(segments=segments, tools=TOOLS))
@@ -146,8 +145,8 @@ def test_llamas_results_are_json(make: Make) -> None:
     assert ends(renderer, rendered)["m[3]"].endswith('\\"b\\"\\n')
 
 
-def test_broken_arguments_come_back_as_they_were(make: Make) -> None:
-    """Models write them, clients send them back, and the conversation goes on."""
+def test_renders_invalid_arguments_verbatim(make: Make) -> None:
+    """Models write broken JSON, and clients send it back."""
     renderer = make("hermes")
     for arguments in ('{"a": ', '{"a": NaN}', '{"a": 1e999}', "7", "[" * 100):
         prompt = Prompt(segments=chat(arguments=arguments), tools=TOOLS)
@@ -158,8 +157,8 @@ def test_broken_arguments_come_back_as_they_were(make: Make) -> None:
     assert '"arguments": {}}' in text_of(renderer, empty.token_ids)
 
 
-def test_a_choice_changes_nothing_that_is_rendered(make: Make) -> None:
-    """Or the prefix would be lost with every change of mind."""
+def test_tool_choice_changes_no_token(make: Make) -> None:
+    """Otherwise each change of the choice would lose the prefix."""
     for family in FAMILIES:
         renderer = make(family)
         prompt = Prompt(segments=chat(calls=1), tools=TOOLS)
@@ -174,7 +173,7 @@ def test_a_choice_changes_nothing_that_is_rendered(make: Make) -> None:
 
 
 def test_every_tool_and_segment_has_its_boundary(make: Make) -> None:
-    """Of its part of the prompt, role and run, where it ends."""
+    """With its part of the prompt, role and run."""
     renderer = make("words")
     rendered = renderer.render(Prompt(segments=chat(), tools=TOOLS))
     kinds = [(m.path, m.tier, m.role, m.run, m.ends_message) for m in rendered.boundaries]
@@ -202,10 +201,10 @@ def test_every_tool_and_segment_has_its_boundary(make: Make) -> None:
         ("iterating", '"string"}}}}}\n', "</tool_call><|im_end|>\n"),
     ],
 )
-def test_a_boundary_stands_where_the_template_has_finished(
+def test_boundary_is_where_template_finished_the_part(
     make: Make, family: str, tool: str, call: str
 ) -> None:
-    """Behind the tool or the call, before what would be different if nothing followed."""
+    """Before any text that depends on what follows."""
     renderer = make(family)
     rendered = renderer.render(Prompt(segments=chat(calls=1), tools=TOOLS))
     found = ends(renderer, rendered, 80)
@@ -217,8 +216,8 @@ def test_a_boundary_stands_where_the_template_has_finished(
     assert found["m[6]"].endswith("And?")
 
 
-def test_where_tools_come_last_everything_before_them_ends_there(make: Make) -> None:
-    """A boundary is the furthest of what it covers: Mistral writes tools before the last user."""
+def test_boundaries_before_late_tools_end_with_the_tools(make: Make) -> None:
+    """Mistral writes tools before the last user message; a boundary covers all before it."""
     renderer = make("mistral")
     rendered = renderer.render(Prompt(segments=chat(), tools=TOOLS))
     tokens = [mark.tokens for mark in rendered.boundaries]
@@ -228,8 +227,8 @@ def test_where_tools_come_last_everything_before_them_ends_there(make: Make) -> 
     assert tokens == sorted(tokens)
 
 
-def test_what_a_template_leaves_out_ends_with_what_came_before(make: Make) -> None:
-    """Llama's drops an assistant's words beside a call."""
+def test_omitted_part_ends_with_previous_part(make: Make) -> None:
+    """Llama's template drops an assistant's text beside a call."""
     renderer = make("llama3")
     marks = renderer.render(Prompt(segments=chat(calls=1), tools=TOOLS)).boundaries
 
@@ -245,7 +244,7 @@ NAMES = st.sampled_from(["get", "put", "get_more"])
 
 @st.composite
 def turns(draw: st.DrawFn) -> list[Segment]:
-    """Questions and answers, some of these with calls and results."""
+    """Generate questions and answers, some with calls and results."""
     made, message = [said("system", draw(TEXT), 0)], 0
     for _ in range(draw(st.integers(1, 3))):
         made.append(said("user", draw(TEXT), message + 1))
@@ -260,10 +259,10 @@ def turns(draw: st.DrawFn) -> list[Segment]:
 
 @pytest.mark.parametrize("family", FAMILIES[:3])
 @given(segments=turns(), short=st.integers(1, 30), tools=st.integers(0, 2))
-def test_a_longer_chat_begins_with_the_shorter_ones_tokens(
+def test_appending_keeps_prefix_tokens_with_tools(
     make: Make, family: str, segments: list[Segment], short: int, tools: int
 ) -> None:
-    """With tools and calls, too, and cut after any message that ends a turn."""
+    """Cut after any message that ends a turn."""
     renderer = make(family)
     cuts = [n + 1 for n, segment in enumerate(segments) if segment.role == "assistant"]
     cut = cuts[min(short, len(cuts)) - 1]
@@ -283,7 +282,7 @@ def test_a_longer_chat_begins_with_the_shorter_ones_tokens(
 
 @pytest.mark.parametrize("family", FAMILIES[:3])
 @given(segments=turns(), places=st.sets(st.integers(0, 20)))
-def test_marks_change_no_token(
+def test_breakpoints_change_no_token(
     make: Make, family: str, segments: list[Segment], places: set[int]
 ) -> None:
     """`cache_control` is invisible to the model; boundaries are in order."""
@@ -306,10 +305,9 @@ def test_marks_change_no_token(
 
 
 @given(arguments=ARGUMENTS, result=TEXT)
-def test_arguments_and_results_are_only_text(
+def test_special_tokens_in_arguments_and_results_are_plain_text(
     make: Make, arguments: dict[str, object], result: str
 ) -> None:
-    """Special tokens in them end nothing."""
     renderer = make("hermes")
     segments = (
         said("user", "Hi", 0),
@@ -339,16 +337,16 @@ def test_arguments_and_results_are_only_text(
         Tool("get", "", json.dumps({"a": "x" * 300_000}), "tools[0]"),
     ],
 )
-def test_tools_that_cannot_be_written_are_refused_by_name(make: Make, tool: Tool) -> None:
-    """Templates write them among their own tokens: nothing in them may be one."""
+def test_refuses_special_tokens_in_native_tools(make: Make, tool: Tool) -> None:
+    """Templates write tools among their own tokens."""
     with pytest.raises(Refusal) as raised:
         make("hermes").render(Prompt(segments=(said("user", "Hi", 0),), tools=(tool,)))
 
     assert (raised.value.kind, raised.value.param) == (Kind.BAD, "tools[0]")
 
 
-def test_in_words_special_tokens_are_only_text(make: Make) -> None:
-    """There they are the client's own text, like any message."""
+def test_special_tokens_in_text_tools_are_plain_text(make: Make) -> None:
+    """As text, tools are client text like any message."""
     renderer = make("words")
     tool = Tool("get", "<|im_end|>", SCHEMA)
     rendered = renderer.render(Prompt(segments=(said("user", "Hi", 0),), tools=(tool,)))
@@ -356,8 +354,8 @@ def test_in_words_special_tokens_are_only_text(make: Make) -> None:
     assert rendered.token_ids.count(2) == 2
 
 
-def test_a_tool_name_that_is_a_template_is_a_name(make: Make) -> None:
-    """What clients send is never run."""
+def test_template_syntax_in_tool_names_is_not_executed(make: Make) -> None:
+    """Client input is never run."""
     renderer = make("hermes")
     tool = Tool("{{ 7 * 7 }}{% for m in messages %}", "{{ messages }}", SCHEMA)
     rendered = renderer.render(Prompt(segments=(said("user", "Hi", 0),), tools=(tool,)))
@@ -374,16 +372,16 @@ def test_a_tool_name_that_is_a_template_is_a_name(make: Make) -> None:
         said("tool", "ok", 1, answers="<|im_end|>"),
     ],
 )
-def test_names_and_ids_hold_no_special_tokens(make: Make, segment: Segment) -> None:
-    """They stand between the template's own."""
+def test_refuses_special_tokens_in_names_and_ids(make: Make, segment: Segment) -> None:
+    """The template writes them among its own tokens."""
     with pytest.raises(Refusal) as raised:
         make("hermes").render(Prompt(segments=(said("user", "Hi", 0), segment)))
 
     assert raised.value.kind is Kind.BAD
 
 
-def test_arguments_that_a_template_takes_apart_hold_none_either(make: Make) -> None:
-    """It writes them itself then."""
+def test_refuses_special_tokens_in_arguments_the_template_iterates(make: Make) -> None:
+    """The template then writes them itself."""
     prompt = Prompt(segments=chat(arguments='{"a": "<|im_end|>"}'), tools=TOOLS)
 
     make("hermes").render(prompt)
@@ -391,8 +389,8 @@ def test_arguments_that_a_template_takes_apart_hold_none_either(make: Make) -> N
         make("iterating").render(prompt)
 
 
-def test_what_a_template_refuses_is_said(make: Make) -> None:
-    """Llama's takes one call at a time."""
+def test_reports_template_refusal(make: Make) -> None:
+    """Llama's template takes one call at a time."""
     with pytest.raises(Refusal) as raised:
         make("llama3").render(Prompt(segments=chat(calls=2), tools=TOOLS))
 
@@ -403,8 +401,8 @@ def test_what_a_template_refuses_is_said(make: Make) -> None:
 
 
 @pytest.mark.parametrize("family", ["words", "hermes", "llama3", "mistral"])
-def test_the_last_message_may_be_left_open(make: Make, family: str) -> None:
-    """The answer goes on where the assistant's text stops."""
+def test_last_message_may_stay_open(make: Make, family: str) -> None:
+    """The answer continues the assistant's text."""
     renderer = make(family)
     segments = (said("user", "Hi", 0), said("assistant", "It is", 1))
     prompt = Prompt(segments=segments, continues=True, add_generation_prompt=False)
@@ -414,8 +412,8 @@ def test_the_last_message_may_be_left_open(make: Make, family: str) -> None:
     assert rendered.boundaries[-1].tokens == len(rendered.token_ids)
 
 
-def test_an_open_message_may_be_cut_by_its_template(card: ModelCard, make: Make) -> None:
-    """Tokenized at once, and open all the same."""
+def test_open_message_may_be_cut_by_template(card: ModelCard, make: Make) -> None:
+    """Tokenized at once, and still open."""
     SOURCES["cutting"] = CHAT_TEMPLATE.replace("['content']", "['content'].split('</t>')[-1]")
     renderer = make("cutting")
     segments = (said("user", "a</t>Hi", 0), said("assistant", "</t>It is", 1))

@@ -1,4 +1,4 @@
-"""Chat templates: as Jinja renders them, and bounded whatever they do."""
+"""Chat templates render as Jinja renders them, within limits on time and size."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ THINKING = (
 
 
 def reference(source: str, **variables: Any) -> str:
-    """What Jinja alone makes of it."""
+    """Render with plain Jinja."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
@@ -63,8 +63,8 @@ def reference(source: str, **variables: Any) -> str:
     "source", [CHATML, HEADERS, THINKING], ids=["chatml", "headers", "thinking"]
 )
 @pytest.mark.parametrize("opens", [True, False])
-def test_templates_render_as_jinja_renders_them(source: str, opens: bool) -> None:
-    """The bounds change nothing about a template that keeps them."""
+def test_renders_like_jinja(source: str, opens: bool) -> None:
+    """The limits do not change a template that keeps them."""
     variables: dict[str, Any] = {
         "messages": MESSAGES,
         "add_generation_prompt": opens,
@@ -74,8 +74,8 @@ def test_templates_render_as_jinja_renders_them(source: str, opens: bool) -> Non
     assert ChatTemplate(source).render(**variables) == reference(source, **variables)
 
 
-def test_json_is_written_as_models_have_seen_it() -> None:
-    """Jinja's own filter escapes for HTML; models were trained without."""
+def test_tojson_does_not_escape_html() -> None:
+    """Models were trained without HTML escaping."""
     tools = [{"name": "f", "text": "<é> & 'x'", "b": 1, "a": 2}]
     text = ChatTemplate("{{ tools|tojson }}\n{{ tools|tojson(indent=2) }}").render([], tools=tools)
 
@@ -84,8 +84,8 @@ def test_json_is_written_as_models_have_seen_it() -> None:
     )
 
 
-def test_a_templates_own_refusal_reaches_the_client() -> None:
-    """Some models take no system message, and say so."""
+def test_raise_exception_reaches_client() -> None:
+    """Some models take no system message and say so."""
     with pytest.raises(Refusal) as raised:
         ChatTemplate("{{ raise_exception('roles must alternate') }}").render(MESSAGES)
 
@@ -93,15 +93,15 @@ def test_a_templates_own_refusal_reaches_the_client() -> None:
     assert "roles must alternate" in raised.value.message
 
 
-def test_what_clients_write_is_not_a_template() -> None:
-    """Contents are values; Jinja never looks into them."""
+def test_contents_are_not_parsed_as_template() -> None:
+    """Contents are values."""
     text = ChatTemplate(CHATML).render([{"role": "user", "content": "{{ 7 * 7 }}{% raw %}"}])
 
     assert "{{ 7 * 7 }}{% raw %}" in text
 
 
 def looped(body: str, start: str = "'aa'") -> str:
-    """Sixty times the same, each time of its own result."""
+    """Repeat an expression sixty times on its own result."""
     loop = "{% for i in range(60) %}" + body + "{% endfor %}"
     return "{% set ns = namespace(x=" + start + ") %}" + loop + "{{ ns.x }}"
 
@@ -147,8 +147,8 @@ LARGE = {
 
 
 @pytest.mark.parametrize("name", LARGE)
-def test_a_template_cannot_build_anything_large(name: str) -> None:
-    """A model is somebody else's file; its template may not take the gateway's memory."""
+def test_refuses_large_values(name: str) -> None:
+    """A model is third-party data; its template must not exhaust the gateway's memory."""
     template = ChatTemplate(LARGE[name], clock=lambda: 0.0)
 
     with pytest.raises(Refusal) as raised:
@@ -159,8 +159,8 @@ def test_a_template_cannot_build_anything_large(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["add", "join by ~", "captured", "replace method", "slices"])
-def test_what_is_counted_is_what_is_used(name: str) -> None:
-    """The bound is in characters; what matters is bytes."""
+def test_limit_bounds_memory_in_bytes(name: str) -> None:
+    """The limit counts characters; memory is bytes."""
     template = ChatTemplate(LARGE[name], clock=lambda: 0.0)
     tracemalloc.start()
     try:
@@ -182,8 +182,8 @@ def test_what_is_counted_is_what_is_used(name: str) -> None:
     ],
     ids=["loops", "macros", "recursive loop"],
 )
-def test_a_template_cannot_run_for_long(source: str) -> None:
-    """A thread cannot be killed, so each turn of a loop looks at the clock."""
+def test_stops_long_loops(source: str) -> None:
+    """A thread cannot be killed, so each iteration checks the clock."""
     ticks = itertools.count()
 
     with pytest.raises(Refusal) as raised:
@@ -214,8 +214,8 @@ def test_a_template_cannot_run_for_long(source: str) -> None:
         "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
     ],
 )
-def test_a_template_that_reaches_out_or_fails_is_a_refusal(source: str) -> None:
-    """Nothing of the program is within reach, and no error is anything but a refusal."""
+def test_unsafe_or_failing_template_is_a_refusal(source: str) -> None:
+    """The program is out of reach, and every error is a refusal."""
     try:
         template = ChatTemplate(source)
     except ValueError:
@@ -232,13 +232,13 @@ def test_a_template_that_reaches_out_or_fails_is_a_refusal(source: str) -> None:
     ["{% for %}", "{{ a|unheard_of }}", "{{ a|wordwrap(1) }}", "x" * 300_000, "{{" + "(" * 5_000],
     ids=["syntax", "no such filter", "no such filter here", "too long", "too deep"],
 )
-def test_a_template_that_cannot_be_compiled_says_so_at_load(source: str) -> None:
+def test_compile_error_is_raised_at_load(source: str) -> None:
     """Not at the first request."""
     with pytest.raises(ValueError, match="chat template"):
         ChatTemplate(source)
 
 
-def test_each_rendering_has_its_own_bounds() -> None:
+def test_limits_apply_per_rendering() -> None:
     """A thousand long prompts are not one large one."""
     template = ChatTemplate(CHATML)
     messages = [{"role": "user", "content": "x" * 2_000_000}]

@@ -1,4 +1,4 @@
-"""Text to tokens, piece by piece: prefixes stay, roles cannot be spoofed, bytes come back."""
+"""Text to tokens, piece by piece: stable prefixes, roles cannot be spoofed, bytes round-trip."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ SPECIAL_IDS = tuple(range(len(SPECIALS)))
 
 @pytest.fixture(scope="session")
 def byte_level(card: ModelCard) -> PieceTokenizer:
-    """Byte-level BPE, as GPT-2 and most since."""
+    """Byte-level BPE, as in GPT-2 and most models since."""
     return PieceTokenizer(card.tokenizer_path, card.special_token_ids)
 
 
 @pytest.fixture(scope="session")
 def sentence_piece(tmp_path_factory: pytest.TempPathFactory) -> PieceTokenizer:
-    """BPE with byte fallback and a space before each text, as Llama 2's."""
+    """BPE with byte fallback and a space before each text, as in Llama 2."""
     words = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     words += ["\u2581", "a", "b", "\u2581a", "ab", "\u2581ab"]
     merges = [("\u2581", "a"), ("a", "b"), ("\u2581a", "b")]
@@ -48,7 +48,7 @@ def sentence_piece(tmp_path_factory: pytest.TempPathFactory) -> PieceTokenizer:
 
 
 def spell(tokenizer: PieceTokenizer, ids: tuple[int, ...]) -> str:
-    """The text of tokens."""
+    """Return the text of tokens."""
     return b"".join(map(tokenizer.token_bytes, ids)).decode()
 
 
@@ -56,25 +56,21 @@ TEXT = st.text(max_size=20)
 
 
 @given(TEXT)
-def test_byte_level_tokens_spell_the_text_they_came_from(
-    byte_level: PieceTokenizer, text: str
-) -> None:
-    """Any text there is, byte for byte: what is cached is what was written."""
+def test_byte_level_round_trip(byte_level: PieceTokenizer, text: str) -> None:
+    """Any text, byte for byte."""
     assert spell(byte_level, byte_level.encode(text, specials=False)) == text
 
 
 @given(TEXT)
-def test_byte_fallback_tokens_spell_the_text_they_came_from(
-    sentence_piece: PieceTokenizer, text: str
-) -> None:
-    """Also where words have a sign for the space, and rare characters are bytes."""
+def test_byte_fallback_round_trip(sentence_piece: PieceTokenizer, text: str) -> None:
+    """Also with a character for the space, and rare characters as bytes."""
     ids = sentence_piece.encode(text, specials=False, is_first=False)
 
     assert spell(sentence_piece, ids) == text.replace("\u2581", " ")
 
 
-def test_a_space_is_put_before_the_first_piece_only(sentence_piece: PieceTokenizer) -> None:
-    """A prompt of ten pieces is one text; nine spaces would be in it that nobody wrote."""
+def test_prefix_space_only_before_first_piece(sentence_piece: PieceTokenizer) -> None:
+    """A prompt of ten pieces is one text."""
     first = sentence_piece.encode("ab", specials=False)
     later = sentence_piece.encode("ab", specials=False, is_first=False)
 
@@ -82,8 +78,8 @@ def test_a_space_is_put_before_the_first_piece_only(sentence_piece: PieceTokeniz
 
 
 @pytest.mark.parametrize("word", SPECIALS)
-def test_special_tokens_are_the_templates_alone(byte_level: PieceTokenizer, word: str) -> None:
-    """Who writes <|im_start|>system into a message writes text: no role can be taken."""
+def test_special_tokens_only_with_specials(byte_level: PieceTokenizer, word: str) -> None:
+    """A client that writes <|im_start|>system writes text: no role can be spoofed."""
     text = f"a{word}system{word}"
     ids = byte_level.encode(text, specials=False)
 
@@ -102,10 +98,10 @@ def test_no_spelling_makes_a_special_token(byte_level: PieceTokenizer, parts: li
 
 
 @given(st.lists(st.sampled_from(["<|im_end|>", "<", "x", " a"]), max_size=6))
-def test_a_vocabulary_that_knows_special_words_as_words_gives_none(
+def test_vocabulary_with_special_words_gives_no_special_token(
     greedy: PieceTokenizer, parts: list[str]
 ) -> None:
-    """Vocabularies that take a whole word when they know it would find the special one there."""
+    """A vocabulary that matches whole words first would find the special token."""
     ids = greedy.encode("".join(parts), specials=False)
 
     assert set(ids).isdisjoint(SPECIAL_IDS)
@@ -114,7 +110,7 @@ def test_a_vocabulary_that_knows_special_words_as_words_gives_none(
 
 @pytest.fixture(scope="session")
 def greedy(tmp_path_factory: pytest.TempPathFactory) -> PieceTokenizer:
-    """Takes a whole piece when it is a word, as Llama 3's; and splits no pieces."""
+    """A vocabulary that matches whole words first, as Llama 3's."""
     settings: dict[str, Any] = tokenizer_document()
     settings["model"]["ignore_merges"] = True
     settings["pre_tokenizer"] = {**settings["pre_tokenizer"], "use_regex": False}
@@ -123,8 +119,8 @@ def greedy(tmp_path_factory: pytest.TempPathFactory) -> PieceTokenizer:
     return PieceTokenizer(path, SPECIAL_IDS)
 
 
-def test_the_greedy_vocabulary_is_a_danger(greedy: PieceTokenizer) -> None:
-    """Or the test above would pass for nothing."""
+def test_greedy_vocabulary_would_match_special_words(greedy: PieceTokenizer) -> None:
+    """Otherwise the test above would prove nothing."""
     settings: dict[str, Any] = tokenizer_document()
     settings["model"]["ignore_merges"] = True
     settings["pre_tokenizer"] = {**settings["pre_tokenizer"], "use_regex": False}
@@ -134,16 +130,16 @@ def test_the_greedy_vocabulary_is_a_danger(greedy: PieceTokenizer) -> None:
     assert len(greedy.encode("<|im_end|>", specials=False)) > 1
 
 
-def test_a_piece_is_encoded_once(byte_level: PieceTokenizer) -> None:
-    """Turn 50 of a chat costs its new words: what came before is found."""
+def test_piece_is_encoded_once(byte_level: PieceTokenizer) -> None:
+    """Turn 50 of a chat costs only its new text."""
     first = byte_level.encode("some words to keep", specials=False)
 
     assert byte_level.encode("some words to keep", specials=False) is first
     assert byte_level.encode("some words to keep", specials=True) == first
 
 
-def test_the_cache_of_pieces_is_bounded(card: ModelCard, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Clients choose what is in it; they may not choose how much."""
+def test_piece_cache_is_bounded(card: ModelCard, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients choose what it holds, but not how much."""
     monkeypatch.setattr("gateway.prompt.tokenizer.CACHE_BYTES_MAX", 20_000)
     tokenizer = PieceTokenizer(card.tokenizer_path, card.special_token_ids)
     kept = tokenizer.encode("the first", specials=False)
@@ -158,16 +154,14 @@ def test_the_cache_of_pieces_is_bounded(card: ModelCard, monkeypatch: pytest.Mon
 
 
 def test_ids_without_a_token_have_no_bytes(byte_level: PieceTokenizer) -> None:
-    """Vocabularies are padded; a padded id may be drawn."""
+    """Vocabularies are padded; a padded id may be sampled."""
     assert byte_level.token_bytes(10**6) == b""
     assert byte_level.token_bytes(SPECIAL_IDS[0]) == b""
 
 
-def test_a_text_is_known_once_it_was_encoded(
-    card: ModelCard, sentence_piece: PieceTokenizer
-) -> None:
-    """What is known costs nothing, so nobody need leave the loop for it; and a text at the very
-    beginning has other tokens where a space is put before it."""
+def test_text_is_cached_after_encoding(card: ModelCard, sentence_piece: PieceTokenizer) -> None:
+    """Cached text is cheap enough for the event loop. A text at the very beginning has other tokens
+    if the tokenizer puts a space before it."""
     fresh = PieceTokenizer(card.tokenizer_path, card.special_token_ids)
     before = fresh.is_cached("known", specials=False)
     fresh.encode("known", specials=False, is_first=True)

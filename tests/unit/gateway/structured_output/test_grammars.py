@@ -1,4 +1,4 @@
-"""What an answer has to be, tried out on the engine's own matcher."""
+"""Grammars of answers, tried on the engine's own matcher."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Allows = Callable[..., bool]
 
 @pytest.fixture(scope="session")
 def allows(card: ModelCard) -> Allows:
-    """May this text, or these tokens, be a whole answer?"""
+    """Return whether this text, or these tokens, may be a whole answer."""
     path, size = card.tokenizer_path, card.config.vocab
     vocabulary = Vocabulary.load(path, size, [0], GrammarLimits())
 
@@ -54,27 +54,26 @@ def allows(card: ModelCard) -> Allows:
 
 
 def spelt(text: str) -> list[int]:
-    """One token a byte."""
+    """Return one token per byte."""
     return [3 + byte for byte in text.encode()]
 
 
 def call(name: str, arguments: str) -> str:
-    """As the style in words writes one."""
+    """Return a call as the fallback style writes it."""
     return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
 
 
 REQUIRED = ToolChoice("required")
 
 
-def test_most_answers_may_be_anything() -> None:
-    """Nothing is constrained that nobody asked for."""
+def test_no_grammar_without_format_or_tools() -> None:
     assert build_grammar(Prompt(), FALLBACK) is None
     assert build_grammar(Prompt(tools=(LOOSE,)), FALLBACK) is None
     assert build_grammar(Prompt(tools=(STRICT,), tool_choice=ToolChoice("none")), FALLBACK) is None
 
 
-def test_a_format_alone_is_handed_on() -> None:
-    """The engine knows JSON."""
+def test_format_alone_is_passed_on() -> None:
+    """The engine compiles JSON formats itself."""
     schema = build_grammar(Prompt(output_format=FORMAT), FALLBACK)
     mode = build_grammar(Prompt(output_format=OutputFormat("json_object")), FALLBACK)
 
@@ -98,13 +97,13 @@ def test_a_format_alone_is_handed_on() -> None:
         (call("get", '{"a": 1}') + " so", False),
     ],
 )
-def test_a_required_call_is_a_call(allows: Allows, text: str, is_allowed: bool) -> None:
-    """Of any tool that is offered, with arguments of its schema, and nothing else."""
+def test_required_call_allows_only_calls(allows: Allows, text: str, is_allowed: bool) -> None:
+    """Of any offered tool, with arguments of its schema."""
     assert allows(text, STRICT, LOOSE, tool_choice=REQUIRED) is is_allowed
 
 
-def test_a_forced_call_is_of_that_tool(allows: Allows) -> None:
-    """By name, and called once; any others once where calls are not to be parallel."""
+def test_named_tool_is_called_once(allows: Allows) -> None:
+    """Other forced calls only once if calls are not parallel."""
     choice, single = ToolChoice("required", ("put",)), ToolChoice("required", parallel=False)
     one = call("put", '{"a": 1}')
 
@@ -115,8 +114,8 @@ def test_a_forced_call_is_of_that_tool(allows: Allows) -> None:
     assert not allows(f"{one}\n{one}", STRICT, LOOSE, tool_choice=single)
 
 
-def test_a_model_cannot_fill_its_answer_with_white_space(allows: Allows) -> None:
-    """Small ones would; a space or an indented line is enough between two tokens."""
+def test_limits_white_space_in_json(allows: Allows) -> None:
+    """Small models would fill their answer; one space or an indented line is enough."""
     assert allows(call("put", '{\n  "a": 1\n}'), LOOSE, tool_choice=REQUIRED)
     assert not allows(call("put", '{\n\n"a": 1}'), LOOSE, tool_choice=REQUIRED)
 
@@ -134,13 +133,13 @@ def test_a_model_cannot_fill_its_answer_with_white_space(allows: Allows) -> None
         ("<tool_", True),
     ],
 )
-def test_strict_tools_leave_text_free(allows: Allows, text: str, is_allowed: bool) -> None:
-    """But where a call begins it is one, with arguments that hold where the tool is strict."""
+def test_strict_tools_allow_free_text(allows: Allows, text: str, is_allowed: bool) -> None:
+    """A call's arguments must satisfy the schema if the tool is strict."""
     assert allows(text, STRICT, LOOSE) is is_allowed
 
 
-def test_an_answer_in_a_format_may_be_calls_instead(allows: Allows) -> None:
-    """Unless one is required."""
+def test_format_with_tools_allows_calls(allows: Allows) -> None:
+    """Unless a call is required."""
     assert allows('{"q": 1}', LOOSE, output_format=FORMAT)
     assert allows(call("put", '{"z": 1}'), LOOSE, output_format=FORMAT)
     assert not allows("Hello", LOOSE, output_format=FORMAT)
@@ -158,8 +157,8 @@ def test_an_answer_in_a_format_may_be_calls_instead(allows: Allows) -> None:
          ' "arguments": {"a": 2}}]'),
     ],
 )  # fmt: skip
-def test_every_style_is_forced_in_its_own_way(allows: Allows, style: ToolStyle, text: Text) -> None:
-    """Markers that are single tokens are these tokens: no text spells them."""
+def test_forces_calls_in_every_style(allows: Allows, style: ToolStyle, text: Text) -> None:
+    """Markers that are single special tokens are matched as tokens, not as text."""
     wrong = [part.replace("1", '"x"', 1) if isinstance(part, str) else part for part in text]
     broken = "".join(map(str, wrong)) if isinstance(text, str) else wrong
 
@@ -172,7 +171,7 @@ def test_every_style_is_forced_in_its_own_way(allows: Allows, style: ToolStyle, 
 
 
 def test_text_before_a_call_is_free_in_every_style(allows: Allows) -> None:
-    """Where text never spells the marker."""
+    """If the text does not contain the marker."""
     text: Text = ["Hm", OPEN, '\n{"name": "get", "arguments": {"a": 1}}\n', CLOSE, " so"]
 
     assert allows(text, STRICT, style=HERMES)
@@ -180,16 +179,16 @@ def test_text_before_a_call_is_free_in_every_style(allows: Allows) -> None:
     assert not allows('{"x": 1}', STRICT, style=LLAMA3)
 
 
-def test_names_are_quoted(allows: Allows) -> None:
-    """A name is never grammar."""
+def test_tool_names_are_quoted(allows: Allows) -> None:
+    """A name is never grammar syntax."""
     tool = Tool('a"b\\ | é', "", "{}")
 
     assert allows(call(json.dumps(tool.name)[1:-1].replace("\\u00e9", "é"), "{}"), tool,
                   tool_choice=REQUIRED)  # fmt: skip
 
 
-def test_a_schema_does_not_choose_its_own_rules(allows: Allows) -> None:
-    """To be ignored, for one."""
+def test_schema_cannot_set_grammar_options(allows: Allows) -> None:
+    """A schema could otherwise disable itself."""
     schema = json.dumps({"type": "object", "x-guidance": {"lenient": True}, "maxProperties": 0})
 
     assert allows(call("get", "{}"), Tool("get", "", schema), tool_choice=REQUIRED)
@@ -201,8 +200,8 @@ def test_a_schema_does_not_choose_its_own_rules(allows: Allows) -> None:
 UNHELD = json.dumps({"type": "array", "items": {"type": "integer"}, "uniqueItems": True})
 
 
-def test_what_nobody_asked_to_be_strict_is_held_as_far_as_it_can_be(allows: Allows) -> None:
-    """A format, or a function that has to be called, with words that no grammar has."""
+def test_lenient_schema_is_enforced_as_far_as_possible(allows: Allows) -> None:
+    """A format or a forced function with keywords that no grammar supports."""
     wanted = OutputFormat("json_schema", UNHELD, "f", strict=False)
     schema = json.dumps({"type": "object", "properties": {"a": json.loads(UNHELD)}})
     loose, strict = (Tool("put", "", schema, strict=is_strict) for is_strict in (False, True))
@@ -220,10 +219,10 @@ def test_what_nobody_asked_to_be_strict_is_held_as_far_as_it_can_be(allows: Allo
         allows("", LOOSE, output_format=OutputFormat("json_schema", UNHELD))
 
 
-def test_a_pattern_that_looks_around_is_passed_over_where_nobody_asked_to_be_strict(
+def test_lenient_schema_drops_unsupported_patterns(
     allows: Allows,
 ) -> None:
-    """Libraries write them into schemas by themselves, and hosted APIs take them for hints."""
+    """Schema libraries generate them, and hosted APIs treat them as hints."""
     text = json.dumps(
         {
             "type": "object",
@@ -256,16 +255,16 @@ def test_a_pattern_that_looks_around_is_passed_over_where_nobody_asked_to_be_str
         (Prompt(tools=(LOOSE,), tool_choice=ToolChoice("required", ("rm",))), "tool_choice"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_a_grammar_is_refused(prompt: Prompt, param: str) -> None:
-    """With the field it came in."""
+def test_refuses_unsupported_schemas(prompt: Prompt, param: str) -> None:
+    """With the field that contains the schema."""
     with pytest.raises(Refusal) as raised:
         build_grammar(prompt, FALLBACK)
 
     assert (raised.value.kind, raised.value.param) == (Kind.BAD, param)
 
 
-def test_only_some_tools_may_be_offered() -> None:
-    """All stand in the prompt, these may be called."""
+def test_tool_choice_restricts_callable_tools() -> None:
+    """All tools are in the prompt."""
     prompt = Prompt(tools=(STRICT, LOOSE), tool_choice=ToolChoice("auto", ("put",)))
 
     assert callable_tools(prompt) == (LOOSE,)
@@ -286,6 +285,6 @@ def test_only_some_tools_may_be_offered() -> None:
         (Prompt(tools=(STRICT,), output_format=FORMAT), None),
     ],
 )
-def test_the_field_of_what_holds_an_answer_is_known(prompt: Prompt, field: str | None) -> None:
-    """For errors that only whoever compiles the schema finds."""
+def test_schema_field(prompt: Prompt, field: str | None) -> None:
+    """For errors that only the engine's compiler finds."""
     assert schema_field(prompt) == field

@@ -1,4 +1,4 @@
-"""JSON from clients: in its order, within its bounds, and never an exception of Python's."""
+"""JSON from clients keeps its order, has limits, and never raises a Python exception."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from gateway.structured_output.json_text import (
 )
 
 
-def test_a_schema_keeps_its_order() -> None:
-    """Models read it in the order in which it was written."""
+def test_schema_keeps_member_order() -> None:
+    """Models read a schema in its order."""
     assert list(parse_schema('{"z": 1, "a": {"y": 2, "b": 3}}', "tools[0]")) == ["z", "a"]
 
 
@@ -35,8 +35,8 @@ def test_a_schema_keeps_its_order() -> None:
         (json.dumps({"a": "x" * 262_144}), "262153 bytes; expected at most 262144"),
     ],
 )
-def test_a_schema_that_cannot_be_taken_is_refused(text: str, words: str) -> None:
-    """With the field, the limit and what came."""
+def test_refuses_invalid_schema(text: str, words: str) -> None:
+    """With the field, the limit and the value."""
     with pytest.raises(Refusal) as raised:
         parse_schema(text, "tools[3]")
 
@@ -45,20 +45,19 @@ def test_a_schema_that_cannot_be_taken_is_refused(text: str, words: str) -> None
 
 
 @given(st.text(max_size=30) | st.text('{}[]":,1aen\\.', max_size=30))
-def test_any_arguments_are_some_arguments(text: str) -> None:
-    """An object, or the text itself: nothing a model wrote can stop a conversation."""
+def test_parses_any_arguments(text: str) -> None:
+    """An object, or the text itself: model output must not stop a conversation."""
     value, written = parse_arguments(text)
 
     assert json.loads(written) == value
     assert isinstance(value, dict) or value == text
 
 
-def test_strings_are_no_structure() -> None:
-    """Braces in them nest nothing."""
+def test_nesting_depth_ignores_strings() -> None:
     assert nesting_depth('{"a": "{{{[", "b\\"{": [1]}') == 2
     assert nesting_depth("plain") == 0
 
 
-def test_every_string_is_found() -> None:
-    """Names, too: a special token may hide in either."""
+def test_collects_strings_and_names() -> None:
+    """A special token may hide in either."""
     assert collect_strings({"a": ["b", {"c": 1}], "d": None}) == ["a", "b", "c", "d"]

@@ -1,4 +1,4 @@
-"""A second look at finished JSON: finds what breaks its schema, and never takes long."""
+"""The check of finished JSON finds schema violations and is bounded in time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PERSON = {
 
 
 def holds(text: str, schema: Any) -> bool:
-    """Against a schema."""
+    """Return whether the text satisfies a schema."""
     return satisfies(text, OutputFormat("json_schema", json.dumps(schema)))
 
 
@@ -43,8 +43,7 @@ def holds(text: str, schema: Any) -> bool:
         ("Ann", False),
     ],
 )
-def test_an_answer_is_held_to_its_schema(text: str, holds_: bool) -> None:
-    """Types, bounds, members, references."""
+def test_checks_types_bounds_members_references(text: str, holds_: bool) -> None:
     assert holds(text, PERSON) is holds_
 
 
@@ -101,13 +100,12 @@ def test_an_answer_is_held_to_its_schema(text: str, holds_: bool) -> None:
         ("a/b", {"$defs": {"a/b": {"const": "a/b"}}, "$ref": "#/$defs/a~1b"}, True),
     ],
 )
-def test_keywords_mean_what_they_mean(value: object, schema: object, holds_: bool) -> None:
-    """And what is unknown or broken means nothing."""
+def test_keyword_semantics(value: object, schema: object, holds_: bool) -> None:
+    """Unknown and invalid keywords are ignored."""
     assert holds(json.dumps(value), schema) is holds_
 
 
-def test_an_object_is_an_object() -> None:
-    """The older mode asks for no more."""
+def test_json_object_mode_requires_an_object() -> None:
     assert satisfies('{"a": 1}', OutputFormat("json_object"))
     assert not satisfies("[1]", OutputFormat("json_object"))
     assert not satisfies("{", OutputFormat("json_object"))
@@ -124,13 +122,13 @@ def test_an_object_is_an_object() -> None:
         {"$defs": {"a": {"if": {}, "then": {"$ref": "#/$defs/a"}}}, "$ref": "#/$defs/a"},
     ],
 )
-def test_a_hostile_schema_is_given_up(schema: object) -> None:
-    """Nothing is found, soon."""
+def test_gives_up_on_hostile_schema(schema: object) -> None:
+    """The check reports no violation, quickly."""
     assert holds("1", schema)
 
 
-def test_no_keyword_costs_more_than_it_is_charged() -> None:
-    """Long lists in a schema, asked for by every member of a long answer."""
+def test_every_keyword_is_charged_its_cost() -> None:
+    """Long lists in a schema, checked for every member of a long answer."""
     names = ["null"] * 5_000
     before = process_time()
 
@@ -143,6 +141,5 @@ def test_no_keyword_costs_more_than_it_is_charged() -> None:
     assert process_time() - before < 2
 
 
-def test_a_deep_answer_is_no_error() -> None:
-    """Nor is it found to be wrong."""
+def test_deep_answer_is_not_a_violation() -> None:
     assert holds('{"a":' * 5_000 + "1" + "}" * 5_000, {"additionalProperties": {"$ref": "#"}})

@@ -1,4 +1,4 @@
-"""Which patterns no grammar can hold, and a schema without them."""
+"""Unsupported patterns, and schemas with translated patterns."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def vocabulary(card: ModelCard) -> Vocabulary:
 
 
 @pytest.mark.parametrize("pattern", [*HELD, *UNHELD])
-def test_what_can_be_held_is_what_the_engine_compiles(vocabulary: Vocabulary, pattern: str) -> None:
-    """It says why when it does not; what is no pattern in any language is another matter."""
+def test_supported_patterns_compile_in_the_engine(vocabulary: Vocabulary, pattern: str) -> None:
+    """An unsupported one has a reason; invalid patterns are not tested."""
     schema = json.dumps({"type": "string", "pattern": pattern})
     refused = ""
     try:
@@ -54,16 +54,16 @@ def test_what_can_be_held_is_what_the_engine_compiles(vocabulary: Vocabulary, pa
 @pytest.mark.parametrize(
     "pattern", ["a++b", "a*+", "(ab)?+c", "a{2}+", "a{1,}+", r"[+]++", r"\+++"]
 )
-def test_a_quantifier_that_gives_nothing_back_cannot_be_held(pattern: str) -> None:
-    """A grammar would take its plus for another repetition, and draw what it does not match."""
+def test_possessive_quantifiers_are_unsupported(pattern: str) -> None:
+    """A grammar would read the plus as another repetition."""
     assert not is_supported(pattern)
     with pytest.raises(UnsupportedPattern, match="possessive quantifier"):
         translate_schema({"items": {"pattern": pattern}}, strict=True)
 
 
 @pytest.mark.parametrize("pattern", [r"a\++", r"[*+]+", "[+]+", r"\{2}+", "a+?b", "(?:a+)+"])
-def test_a_plus_that_is_a_sign_is_held(pattern: str) -> None:
-    """Or one behind a class, or a group."""
+def test_literal_plus_is_supported(pattern: str) -> None:
+    """Also after a class or a group."""
     assert is_supported(pattern)
 
 
@@ -78,8 +78,8 @@ def test_a_plus_that_is_a_sign_is_held(pattern: str) -> None:
         (r"^\d{2}+$", r"uses a possessive quantifier ({2}+); write {2}"),
     ],
 )
-def test_a_strict_schema_is_told_what_to_write_instead(pattern: str, said: str) -> None:
-    """By the pattern, and the piece of it; a name in `patternProperties` is one too."""
+def test_strict_schema_error_names_a_remedy(pattern: str, said: str) -> None:
+    """With the pattern and its unsupported piece; names in `patternProperties` are patterns too."""
     schemas: list[dict[str, object]] = [{"pattern": pattern}, {"patternProperties": {pattern: {}}}]
     for schema in schemas:
         with pytest.raises(UnsupportedPattern) as caught:
@@ -110,8 +110,8 @@ PLAIN = {"type": "string"}
         ),
     ],
 )
-def test_they_are_left_out_wherever_a_schema_stands(schema: Any, held: Any) -> None:
-    """And nothing else is; names that they were for may be any."""
+def test_drops_unsupported_patterns_in_every_subschema(schema: Any, held: Any) -> None:
+    """Nothing else is dropped; members that they named may have any value."""
     before = json.dumps(schema)
 
     assert translate_schema(schema, strict=False) == held
@@ -129,8 +129,8 @@ def test_they_are_left_out_wherever_a_schema_stands(schema: Any, held: Any) -> N
         {"pattern": 7, "properties": [LOOKS], "anyOf": LOOKS},
     ],
 )
-def test_what_is_no_such_pattern_is_left_alone(schema: Any) -> None:
-    """Values are data, whatever they look like; and the same schema compiles once."""
+def test_leaves_data_unchanged(schema: Any) -> None:
+    """Values are data, and an unchanged schema is the same object."""
     assert translate_schema(schema, strict=False) is schema
     assert translate_schema(schema, strict=True) is schema
 
@@ -150,11 +150,8 @@ def test_what_is_no_such_pattern_is_left_alone(schema: Any) -> None:
         (r"^[\w-]+(?:a|b)\/\d{2}$", r"^[\w-]+(?:a|b)\/\d{2}$"),
     ],
 )
-def test_what_is_said_in_other_words_is_put_so(
-    vocabulary: Vocabulary, pattern: str, put: str
-) -> None:
-    """A bracket in a class is a bracket, to ECMAScript and to Python; where both grammars would
-    take it for something else, it would hold what nobody has asked for."""
+def test_translates_dialect_syntax(vocabulary: Vocabulary, pattern: str, put: str) -> None:
+    """A bracket in a class is a bracket in ECMAScript and Python, but not in the grammar engine."""
     schema = {"properties": {"a": {"type": "string", "pattern": pattern}}}
     held = translate_schema(schema, strict=True)
     compile_grammar(Grammar("json_schema", json.dumps(held)), vocabulary)
@@ -163,8 +160,8 @@ def test_what_is_said_in_other_words_is_put_so(
     assert held == {"properties": {"a": {"type": "string", "pattern": put}}}
 
 
-def test_names_by_patterns_are_put_so_too() -> None:
-    """And with what is left out of a lenient schema the rest stays."""
+def test_translates_pattern_property_names() -> None:
+    """Also in lenient schemas with dropped patterns."""
     named: dict[str, Any] = {r"^a\Z": {}, "(?!b)": {}}
 
     assert translate_schema({"patternProperties": {r"^a\Z": {}}}, strict=True) == {
@@ -186,8 +183,8 @@ EMAILS = [
 
 
 @given(st.text("+-.01", max_size=6))
-def test_the_equal_of_a_decimal_is_equal(text: str) -> None:
-    """Schema writers make it by themselves, and strict schemas must hold."""
+def test_decimal_pattern_equivalent(text: str) -> None:
+    """Pydantic generates it, and strict schemas must be enforced."""
     put = translate_pattern(DECIMAL)
 
     assert is_supported(put)
@@ -195,8 +192,8 @@ def test_the_equal_of_a_decimal_is_equal(text: str) -> None:
 
 
 @given(st.text("a.'@-1", max_size=9), st.sampled_from(["", "@a.aa", "a@1.bb", "a.a@a-.aa"]))
-def test_the_equal_of_an_email_address_is_equal(text: str, end: str) -> None:
-    """The same, whichever way its letters are written."""
+def test_email_pattern_equivalent(text: str, end: str) -> None:
+    """In both spellings of the letter class."""
     for email in EMAILS:
         put = translate_pattern(email)
 
@@ -209,7 +206,7 @@ DIGITS = st.integers(0, 4)
 
 
 def decimal_pattern(digits: int | None, places: int | None) -> str:
-    """As Pydantic 2.12 has written it."""
+    """Return the pattern that Pydantic 2.12 generates."""
     if digits is None:
         return rf"{_HEAD}\d*\.?\d{{0,{places}}}0*$"
     ahead = rf"(?=[\d.]{{1,{digits + 1}}}0*$)"
@@ -220,7 +217,7 @@ def decimal_pattern(digits: int | None, places: int | None) -> str:
 
 
 def is_within(text: str, digits: int | None, places: int | None) -> bool:
-    """Is it a decimal of so many digits and places, zeros at either end left out?"""
+    """Return whether it is a decimal within the limits, ignoring zeros at either end."""
     if not re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)", text):
         return False
     whole, _, fraction = text.lstrip("+-").partition(".")
@@ -233,10 +230,10 @@ def is_within(text: str, digits: int | None, places: int | None) -> bool:
 
 
 @given(st.text("+-.01", max_size=8), st.none() | DIGITS, st.none() | DIGITS)
-def test_a_decimal_of_so_many_digits_is_held(
+def test_limited_decimal_pattern_equivalent(
     text: str, digits: int | None, places: int | None
 ) -> None:
-    """What is meant is drawn, and nothing that its pattern does not match."""
+    """Allows what is intended, and nothing that the original does not match."""
     if digits is places is None:
         return
     pattern = decimal_pattern(digits, places)
@@ -254,8 +251,8 @@ DURATION = (
 
 
 @given(st.lists(st.sampled_from(["1Y", "2M", "3D", "T", "4H", "5S", "6.7S", "8W", ""]), max_size=6))
-def test_the_equal_of_a_duration_is_equal(parts: list[str]) -> None:
-    """As Zod writes it."""
+def test_duration_pattern_equivalent(parts: list[str]) -> None:
+    """The pattern that Zod generates."""
     put, text = translate_pattern(DURATION), "P" + "".join(parts)
 
     assert is_supported(put)
@@ -266,8 +263,8 @@ def test_the_equal_of_a_duration_is_equal(parts: list[str]) -> None:
     "pattern",
     [decimal_pattern(20, 6), decimal_pattern(28, None), decimal_pattern(None, 0), DURATION],
 )
-def test_such_a_pattern_compiles_in_a_strict_schema(vocabulary: Vocabulary, pattern: str) -> None:
-    """Beside the format that Zod names with it too."""
+def test_equivalents_compile_in_strict_schema(vocabulary: Vocabulary, pattern: str) -> None:
+    """Also beside the format that Zod adds."""
     schema = {"type": "string", "pattern": pattern}
     if pattern == DURATION:
         schema["format"] = "duration"

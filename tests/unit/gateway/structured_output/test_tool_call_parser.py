@@ -1,4 +1,4 @@
-"""Calls out of an answer's text: nothing lost, nothing invented, the same however it is cut."""
+"""Tool calls are parsed out of text: nothing lost, nothing invented, however the text is cut."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Folded = list[str | tuple[str, str, str]]
 
 
 def read(style: ToolStyle, *pieces: str, parallel: bool = True) -> Folded:
-    """Text and calls (id, name, arguments), neighbours joined."""
+    """Return text and calls (id, name, arguments) with neighbours joined."""
     numbers = itertools.count()
     reader = ToolCallParser(style, ("get", "put"), lambda: f"id{next(numbers)}", parallel=parallel)
     found = [piece for text in pieces for piece in reader.push(text)] + reader.finish()
@@ -78,14 +78,13 @@ CASES: list[tuple[str, str, Folded]] = [
 
 
 @pytest.mark.parametrize(("style", "text", "folded"), CASES)
-def test_calls_are_told_from_text(style: str, text: str, folded: Folded) -> None:
-    """What is no call for certain is the text that it is."""
+def test_separates_calls_from_text(style: str, text: str, folded: Folded) -> None:
+    """Text that only resembles a call stays text."""
     assert read(STYLES[style], text) == folded
 
 
 @pytest.mark.parametrize(("style", "text", "folded"), CASES)
-def test_cuts_change_nothing(style: str, text: str, folded: Folded) -> None:
-    """A character at a time finds what is found at once."""
+def test_single_characters_equal_one_push(style: str, text: str, folded: Folded) -> None:
     assert read(STYLES[style], *text) == folded
 
 
@@ -100,8 +99,8 @@ def test_cuts_change_nothing(style: str, text: str, folded: Folded) -> None:
     style=st.sampled_from(sorted(STYLES)),
     cuts=st.lists(st.integers(0, 80), max_size=5),
 )
-def test_any_text_is_read_the_same_in_pieces(parts: list[str], style: str, cuts: list[int]) -> None:
-    """Also when it is half a call, or two in one."""
+def test_any_text_parses_the_same_in_pieces(parts: list[str], style: str, cuts: list[int]) -> None:
+    """Also half a call, or two in one."""
     text = "".join(parts)
     ends = sorted({min(cut, len(text)) for cut in cuts} | {0, len(text)})
     pieces = [text[start:end] for start, end in itertools.pairwise(ends)]
@@ -112,7 +111,7 @@ def test_any_text_is_read_the_same_in_pieces(parts: list[str], style: str, cuts:
         assert "".join(piece for piece in whole if isinstance(piece, str)) == text
 
 
-def test_arguments_stream() -> None:
+def test_streams_arguments() -> None:
     """A long document in an argument does not wait for its end."""
     reader = ToolCallParser(HERMES, ("get",), lambda: "id")
     first = reader.push('<tool_call>\n{"name": "get", "arguments": {"a": "Once ')
@@ -122,21 +121,20 @@ def test_arguments_stream() -> None:
     assert second == [ParsedCall(0, arguments="upon a time")]
 
 
-def test_text_that_may_become_a_call_waits() -> None:
-    """And no longer than it has to."""
+def test_holds_back_possible_call() -> None:
+    """And no longer than necessary."""
     reader = ToolCallParser(HERMES, ("get",), lambda: "id")
 
     assert reader.push("So <tool_") == [ParsedText("So ", 0)]
     assert reader.push("box>") == [ParsedText("<tool_box>", 3)]
 
 
-def test_where_one_call_is_wanted_the_rest_is_of_no_use() -> None:
-    """The reader says when it has it."""
+def test_is_full_after_one_call_if_not_parallel() -> None:
     assert read(HERMES, f"Hm {ONE}\n{TWO} so", parallel=False) == ["Hm ", GET]
 
 
-def test_an_endless_beginning_is_text() -> None:
-    """Nothing is held for ever."""
+def test_releases_endless_call_head_as_text() -> None:
+    """Nothing is held back without limit."""
     text = "<tool_call>" + json.dumps({"arguments": {"a": "x" * 70_000}})
     reader = ToolCallParser(HERMES, ("get",), lambda: "id")
 

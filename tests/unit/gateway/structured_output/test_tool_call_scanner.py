@@ -1,4 +1,4 @@
-"""One call's object: the name, then arguments as they come, whatever the cuts."""
+"""The scanner of one call's object: the name, then arguments as they come, however cut."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ JSON = st.recursive(
 
 
 def scanned(text: str, size: int = 1) -> tuple[ToolCallScanner, str, int]:
-    """The scanner, the arguments, and how much of the text was the object's."""
+    """Return the scanner, the arguments, and how many characters belonged to the object."""
     scanner, arguments, used = ToolCallScanner(), "", 0
     for start in range(0, len(text), size):
         used += scanner.push(text[start : start + size])
@@ -34,7 +34,7 @@ def scanned(text: str, size: int = 1) -> tuple[ToolCallScanner, str, int]:
     name_first=st.booleans(),
     indent=st.sampled_from([None, 1]),
 )
-def test_a_call_is_its_name_and_its_arguments(
+def test_scans_name_and_arguments(
     arguments: dict[str, object], size: int, name_first: bool, indent: int | None
 ) -> None:
     """Any JSON in the arguments, in either order, cut anywhere."""
@@ -49,8 +49,7 @@ def test_a_call_is_its_name_and_its_arguments(
     assert used == len(text)
 
 
-def test_arguments_come_as_they_are_written() -> None:
-    """Not only when they are whole."""
+def test_streams_arguments_before_they_are_complete() -> None:
     scanner = ToolCallScanner()
     scanner.push('{"name": "get", "arguments": {"a": "on')
 
@@ -68,8 +67,8 @@ def test_arguments_come_as_they_are_written() -> None:
         ('{"type": "function", "id": 7, "name": "get", "parameters": {"a": 1}}', '{"a": 1}'),
     ],
 )
-def test_models_write_calls_in_several_ways(text: str, arguments: str) -> None:
-    """No arguments, arguments in a string, Llama's names for things."""
+def test_accepts_variants_of_calls(text: str, arguments: str) -> None:
+    """No arguments, arguments in a string, Llama's member names."""
     scanner, found, _ = scanned(text)
 
     assert (scanner.is_over, scanner.name, found) == (True, "get", arguments)
@@ -95,8 +94,8 @@ def test_models_write_calls_in_several_ways(text: str, arguments: str) -> None:
         "{'name': 'get'}",
     ],
 )
-def test_what_is_no_call_is_broken_before_it_begins(text: str) -> None:
-    """So that all of it can still be text."""
+def test_rejects_non_calls_before_they_begin(text: str) -> None:
+    """All of it can then still be text."""
     scanner, found, _ = scanned(text)
 
     assert (scanner.is_broken, scanner.has_begun, found) == (True, False, "")

@@ -1,4 +1,4 @@
-"""Which way of writing calls a template has is read off its text."""
+"""A template's tool style is detected from its source."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from tests.unit.gateway.prompt import chat_templates
         ("{% set tools = 1 %}{{ tools }}", FALLBACK),
     ],
 )
-def test_a_template_shows_its_style(source: str, style: ToolStyle) -> None:
-    """By its markers; one that never asks for tools gets ours."""
+def test_detects_style_from_markers(source: str, style: ToolStyle) -> None:
+    """A template without tools gets the fallback style."""
     assert detect_style(source, ChatTemplate(source).variables) == style
 
 
-def test_mistral_takes_ids_of_nine_signs() -> None:
-    """Its templates refuse others; the call's and the result's stay the same."""
+def test_mistral_call_ids_have_nine_characters() -> None:
+    """Equal for a call and its result."""
     long = MISTRAL.call_id("call_0123456789")
 
     assert (len(long), long.isalnum()) == (9, True)

@@ -1,4 +1,4 @@
-"""What a prompt may read and has to write, as arithmetic: no engine, no manager, no clock."""
+"""Contract terms as arithmetic: no engine, no manager, no clock."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def retention(name: str) -> Retention:
 
 
 def written(tokens: int, name: str, *, is_granted: bool = True) -> tuple[int, IndexedPrefix]:
-    """What an earlier call wrote at time 0."""
+    """Return a prefix that an earlier call wrote at time 0."""
     entry = IndexedPrefix((b"ns", bytes([tokens])), tokens, 1, "first", {}, PrefixOrigin(), b"")
     entry.leases[name] = Lease(retention(name), 0.0, is_granted=is_granted)
     return tokens, entry
@@ -49,10 +49,11 @@ def parts(record: UsageRecord) -> tuple[int, dict[str, int], int]:
     ],
     ids=["there", "promised", "over"],
 )
-def test_what_is_beyond_the_read_is_written_each_from_the_one_before(
+def test_writes_each_part_beyond_the_read(
     there: int, now_s: float, expected: tuple[int, dict[str, int], int]
 ) -> None:
-    """A promise is read though nothing is there, and what has ended is not though all is."""
+    """A promised prefix is read though nothing is cached; an expired one is not, though all is
+    cached."""
     bargain = terms(written(20, "5m"), writes={20: "5m", 30: "1h"})
 
     record, entry = bargain.split(there, None, now_s)
@@ -61,7 +62,7 @@ def test_what_is_beyond_the_read_is_written_each_from_the_one_before(
     assert (entry is not None) == bool(record.read)
 
 
-def test_what_was_not_promised_is_read_while_it_is_there() -> None:
+def test_unpromised_prefix_is_read_while_cached() -> None:
     """All but the last token, which is always computed."""
     bargain = terms(written(40, "5m", is_granted=False), writes={40: "5m"})
 
@@ -71,8 +72,7 @@ def test_what_was_not_promised_is_read_while_it_is_there() -> None:
     assert (parts(there), parts(gone)) == ((40, {}, 0), (0, {"5m": 40}, 0))
 
 
-def test_only_what_is_granted_is_written() -> None:
-    """The rest is computed and nobody keeps it."""
+def test_only_granted_tokens_are_written() -> None:
     bargain = terms(writes={20: "5m", 40: "5m"})
 
     record, _ = bargain.split(0, {20: 16, 40: 0}, 1.0)
@@ -80,8 +80,8 @@ def test_only_what_is_granted_is_written() -> None:
     assert parts(record) == (0, {"5m": 16}, 24)
 
 
-def test_a_longer_promise_is_read_under_a_shorter_one_only() -> None:
-    """An entry further on that holds the hour covers the breakpoint before it, not the reverse."""
+def test_longer_promise_covers_shorter_one() -> None:
+    """A longer prefix that holds the hour covers the breakpoint before it, not the reverse."""
     hour, minutes = written(20, "1h"), written(30, "5m")
 
     short, entry = terms(minutes, hour, writes={20: "1h", 30: "5m"}).split(39, None, 1.0)
@@ -91,8 +91,8 @@ def test_a_longer_promise_is_read_under_a_shorter_one_only() -> None:
     assert parts(long) == (20, {"1h": 10}, 10)
 
 
-def test_terms_say_what_is_wanted_and_what_is_the_longest() -> None:
-    """Whoever explains a miss asks for both; there may be neither."""
+def test_requested_tokens_and_longest_prefix() -> None:
+    """Either may be missing."""
     some, nothing = terms(written(20, "5m"), writes={20: "5m", 30: "1h"}), terms(writes={})
 
     assert some.longest() is some.candidates[0][1]

@@ -1,4 +1,4 @@
-"""Misses whose cause is another namespace, another template or another model."""
+"""Misses of content that is cached in another namespace or under another template or model."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ STRANGER = CacheScope(b"2/a/m/t/", 2, "2/a", origin=PrefixOrigin(2, "m", "t"))
 
 
 class World:
-    """The manager of a gateway. A prompt's tokens depend on its model and template."""
+    """A gateway's contract contracts. A prompt's tokens depend on its model and template."""
 
     def __init__(self, config: CachingConfig | None = None) -> None:
         self.clock = FakeClock()
         self.epoch = "first"
         self.losses: dict[bytes, dict[str, int]] = {}
-        self.manager = ContractManager(
+        self.contracts = ContractManager(
             config or CachingConfig(),
             self.clock,
             lambda namespace: self.losses.get(namespace, {}),
@@ -46,7 +46,7 @@ class World:
         )
 
     def resolve(self, words: str, scope: CacheScope, retention: str = "5m") -> Contract:
-        """A message a word, marked at the end."""
+        """Resolve a prompt with one message per word and a breakpoint at its end."""
         parts = words.split()
         segments = tuple(Segment("user", part, f"m[{n}]") for n, part in enumerate(parts))
         each = 5 if scope.origin.model == "m" else 7
@@ -56,12 +56,12 @@ class World:
         tokens = tuple(first + n for n in range(each * len(parts)))
         ask = CacheDirectives(profile="anthropic")
         call = Call("m", (Prompt(segments),), GenerationParameters(), cache=ask)
-        return self.manager.resolve(call, Rendered(tokens, tuple(marks)), scope)
+        return self.contracts.resolve(call, Rendered(tokens, tuple(marks)), scope)
 
     def run(
         self, words: str, scope: CacheScope, retention: str = "5m", *, kept: bool = True
     ) -> str:
-        """From resolving to the end; why it was not read."""
+        """Run a prompt to its end; return the miss cause."""
         contract = self.resolve(words, scope, retention)
         contract.begin(
             0,
@@ -89,32 +89,31 @@ class World:
         (STRANGER, "never_written"),
     ],
 )
-def test_the_same_words_written_elsewhere_are_the_cause(written: CacheScope, cause: str) -> None:
-    """Of the same tenant's alone: what a stranger wrote is as if it had never been."""
+def test_same_content_elsewhere_is_the_cause(written: CacheScope, cause: str) -> None:
+    """Only of the same tenant; another tenant's content stays invisible."""
     world = World()
     world.run("a b", written)
 
     assert world.run("a b c", HERE) == cause
 
 
-def test_a_quote_explains_it_as_well() -> None:
-    """Before anything runs."""
+def test_quote_reports_the_cause() -> None:
     world = World()
     world.run("a b", SALTED)
 
     assert world.resolve("a b c", HERE).explain(0) == "other_namespace"
 
 
-def test_other_words_are_no_cause() -> None:
-    """The same beginning is not what was written."""
+def test_other_content_is_no_cause() -> None:
+    """A common beginning is not enough."""
     world = World()
     world.run("a b", SALTED)
 
     assert world.run("a c", HERE) == "never_written"
 
 
-def test_of_several_causes_the_nearest_is_told() -> None:
-    """What could be read where it stands comes before what no longer can."""
+def test_reports_cause_of_highest_priority() -> None:
+    """A prefix that can still be read elsewhere comes before one that cannot."""
     world = World()
     for scope in (OTHER_MODEL, OTHER_TEMPLATE, SALTED):
         world.run("a b", scope)
@@ -122,8 +121,7 @@ def test_of_several_causes_the_nearest_is_told() -> None:
     assert world.run("a b", HERE) == "other_namespace"
 
 
-def test_what_expired_there_is_no_cause() -> None:
-    """There, too, it could not be read."""
+def test_expired_entry_elsewhere_is_no_cause() -> None:
     world = World()
     world.run("a b", SALTED)
     world.clock.advance(301)
@@ -131,8 +129,8 @@ def test_what_expired_there_is_no_cause() -> None:
     assert world.run("a b", HERE) == "never_written"
 
 
-def test_what_may_be_lost_there_is_no_cause() -> None:
-    """Without a promise only a namespace that has lost nothing since surely has it."""
+def test_possibly_lost_entry_elsewhere_is_no_cause() -> None:
+    """Without a promise, only a namespace without losses is certain."""
     world = World()
     world.run("a b", SALTED, "24h", kept=False)
     surely = world.resolve("a b", HERE).explain(0)
@@ -142,8 +140,8 @@ def test_what_may_be_lost_there_is_no_cause() -> None:
     assert (surely, perhaps) == ("other_namespace", "never_written")
 
 
-def test_what_a_restart_took_there_is_no_cause_unless_it_was_promised() -> None:
-    """A promise outlives the engine; what was merely there does not."""
+def test_restart_removes_cause_unless_promised() -> None:
+    """A promise outlives the engine; best-effort content does not."""
     world = World()
     world.run("a b", SALTED, "24h", kept=False)
     world.run("c d", SALTED)
@@ -153,29 +151,27 @@ def test_what_a_restart_took_there_is_no_cause_unless_it_was_promised() -> None:
     assert world.run("c d", HERE) == "other_namespace"
 
 
-def test_what_was_erased_there_is_forgotten() -> None:
-    """Nothing of it may be learnt afterwards."""
+def test_erased_entry_elsewhere_is_no_cause() -> None:
+    """An erasure must leave no trace."""
     world = World()
     world.run("a b", SALTED)
-    world.manager.entries.erase_namespace(SALTED.namespace)
-    world.manager.entries.check()
+    world.contracts.entries.erase_namespace(SALTED.namespace)
+    world.contracts.entries.check()
 
     assert world.run("a b", HERE) == "never_written"
 
 
-def test_its_memory_is_the_entries_own() -> None:
-    """What goes from the book of entries is not told of any more."""
+def test_dropped_entry_elsewhere_is_no_cause() -> None:
     world = World(CachingConfig(entries_per_tenant_max=2))
     for words in ("a b", "c d", "e f"):
         world.run(words, SALTED)
-        world.manager.entries.check()
+        world.contracts.entries.check()
 
     assert world.resolve("a b", HERE).explain(0) == "never_written"
     assert world.resolve("e f", HERE).explain(0) == "other_namespace"
 
 
-def test_its_own_entry_that_ended_comes_first() -> None:
-    """The nearest answer is here."""
+def test_own_expired_entry_comes_first() -> None:
     world = World()
     world.run("a b", HERE)
     world.clock.advance(301)
@@ -185,13 +181,13 @@ def test_its_own_entry_that_ended_comes_first() -> None:
 
 
 def said(*segments: Segment, tools: tuple[Tool, ...] = ()) -> bytes:
-    """Of a whole prompt."""
+    """Return the content digest of a whole prompt."""
     marks = [Boundary(n + 1, "p") for n in range(len(segments) + len(tools))]
     return PromptDigests(Prompt(segments, tools=tools), marks, ()).upto(len(marks))
 
 
-def test_words_are_who_said_what_and_nothing_else() -> None:
-    """Breakpoints, paths and strictness are never part of a prompt; roles, turns and tools are."""
+def test_content_digest_covers_roles_turns_text_and_tools() -> None:
+    """Not breakpoints, paths or strictness."""
     user = Segment("user", "hi", "messages[0]")
     tool = Tool("f", "d", "{}")
     same = [said(user), said(replace(user, path="input[0]", retention="5m"))]
@@ -210,13 +206,13 @@ def test_words_are_who_said_what_and_nothing_else() -> None:
     assert said(user, tools=(tool,)) == said(user, tools=(replace(tool, strict=True),))
 
 
-def test_the_segment_behind_what_was_found_is_known() -> None:
-    """The first that is not there in full."""
+def test_segment_behind_cached_tokens() -> None:
+    """The first segment that is not cached in full."""
     words = PromptDigests(Prompt(), [Boundary(5, "a"), Boundary(9, "b"), Boundary(9, "c")], ())
 
     assert [words.segment_behind(tokens) for tokens in (0, 4, 5, 8, 9)] == ["a", "a", "b", "b", ""]
 
 
-def test_a_raw_prompt_has_no_words() -> None:
-    """It has no parts to speak of; there is nothing to compare."""
+def test_raw_prompt_has_no_content_digest() -> None:
+    """It has no parts to compare."""
     assert PromptDigests(Prompt(text="hi"), [Boundary(3, "prompt")], (3,)).upto(3) == b""
