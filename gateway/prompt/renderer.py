@@ -5,8 +5,8 @@ text between the placeholders is the template's own, where special tokens are me
 replaces the placeholders is the client's, where special tokens are plain text. Contents may come
 out trimmed. Where a template does more to contents (tests them, cuts pieces out), the whole text is
 rendered and tokenized at once; contents that spell a special token are then refused, because they
-could not be told from the template's own. The same holds for tools that a template writes itself.
-Preparation (`gateway.generation.preparation`) calls it.
+would be indistinguishable from the template's own. The same holds for tools that a template writes
+itself. Preparation (`gateway.generation.preparation`) calls it.
 """
 
 from __future__ import annotations
@@ -331,7 +331,7 @@ class Renderer:
     def _check_all(
         self, prompt: Prompt, template_input: TemplateInput, *, calls_only: bool = False
     ) -> None:
-        """Refuse texts that could not be told from the template's own."""
+        """Refuse texts that contain special tokens: they would look like the template's own."""
         texts = [p.text or "" for p in template_input.parts if p.is_call or not calls_only]
         for joined in ("".join(texts), "".join(text.strip() for text in texts)):
             if (special := self._special_words.search(joined)) is not None:
