@@ -1,6 +1,7 @@
-"""A step's rows as tensors: which tokens, at which positions, into which slots.
+"""A step's rows as tensors: token ids, positions and KV slots.
 
-Made anew each step from a `StepPlan`. It knows no model and no attention. The runner calls it.
+Made anew each step from a `StepPlan`. It knows no model and no attention backend. The CPU runner
+calls it.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from engine.plan import StepPlan
 
 
 class Batch(Struct, frozen=True):
-    """T query tokens of R rows, in the plan's order. All int64 unless said.
+    """T query tokens of R rows, in the plan's order. Tensors are int64.
 
-    `token_ids`, `positions`, `slots` [T]: slot is block id * block_size + offset. `row_ends` [R]:
-    where each row's tokens end. `logit_rows`: indices of tokens whose logits are needed.
+    `token_ids`, `positions`, `slots` [T]; a slot is block id * block_size + offset. `row_ends` [R]:
+    index behind each row's last token. `logit_rows`: indices of the tokens whose logits are needed.
     """
 
     token_ids: torch.Tensor
@@ -29,7 +30,8 @@ class Batch(Struct, frozen=True):
 
 
 def make_batch(plan: StepPlan, block_size: int, last_token: Callable[[int], int]) -> Batch:
-    """Lay out a plan's rows. `last_token(sequence_id)` is asked where the plan does not know it.
+    """Lay out a plan's rows. `last_token(sequence_id)` supplies the token of a row whose
+    `token_ids` is None.
 
     O(tokens), numpy.
     """

@@ -1,10 +1,10 @@
-"""Which query tokens take which keys together: a step's plan laid out for the C kernels.
+"""The attention backend of the C kernels: a step's plan as bundles and segments.
 
-A *bundle* is a run of query tokens computed together; a *segment* says that some of its tokens take
-the keys of some tiles from one block table. Runs of blocks that decoding rows share, at every level
-of the tree, become segments of many tokens: their keys are read once for all of them. A token's
-tiles come in ascending order whatever it shares, so that sharing changes no bit of its result.
-It knows no tensor of a model. The runner calls `begin`, `engine.models.cpu_llama` reads `work`.
+A *bundle* is a run of query tokens computed together; a *segment* says which tiles of keys some of
+its tokens read from one block table. Runs of blocks that decoding rows share, at every level of the
+prefix tree, become segments of many tokens: the keys are read once for all of them. Each token
+takes its tiles in ascending order whatever it shares, so sharing changes no bit of its result. The
+backend knows no weights. The CPU runner calls `begin`; `engine.models.cpu_llama` reads `work`.
 """
 
 from __future__ import annotations
@@ -13,25 +13,28 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.attention.batch import Batch
+from engine.attention.interface import AttentionSpec
 from engine.plan import Row, StepPlan
 
 TILE = 64
-"""Keys of a tile; shared runs are cut down to a multiple."""
+"""Keys of a tile; shared runs are rounded down to a multiple."""
 
 TILE_BLOCKS = 4
+"""KV blocks of a tile."""
 
 SHARED_TOKENS = 8
-"""Decoding tokens of a bundle. More would read shared keys less often, and leave a core idle when
-there are few bundles."""
+"""Most decoding tokens of a bundle. More would read shared keys less often, and leave a core idle
+when the step has few bundles."""
 
 BUNDLE_HEADS = 96
-"""Query tokens times heads of a group in a bundle of a prompt: bounds its scratch on the stack."""
+"""Most query tokens times group size in a prompt's bundle: bounds the kernel's scratch on the
+stack."""
 
 Ints = npt.NDArray[np.int32]
 
 
 class CpuWork:
-    """One step's arrays, int32 unless said; they live as long as the step."""
+    """One step's arrays for the C kernels, valid for the step. int32, but `slots` is int64."""
 
     def __init__(self, batch: Batch, tables: Ints, bundles: Ints, segments: Ints) -> None:
         self.tokens = len(batch.token_ids)
@@ -44,15 +47,15 @@ class CpuWork:
 
 
 class CpuAttention:
-    """Plans each step for the C kernels; keeps block tables between steps."""
+    """`engine.attention.interface.AttentionBackend` for the C kernels."""
 
-    def __init__(self, heads_per_kv_head: int) -> None:
-        self._prompt_tokens = max(1, BUNDLE_HEADS // heads_per_kv_head)
+    def __init__(self, spec: AttentionSpec) -> None:
+        self._prompt_tokens = max(1, BUNDLE_HEADS // spec.group_size)
         self._decoding_tokens = max(1, min(SHARED_TOKENS, self._prompt_tokens))
         self.work: CpuWork | None = None
 
     def begin(self, plan: StepPlan, batch: Batch) -> None:
-        """Lay out a step. O(blocks of its rows, and rows times groups over them)."""
+        """Lay out a step. O(blocks of its rows + rows * groups above them)."""
         starts = [0, *batch.row_ends]
         parts = [np.array(row.block_ids, np.int32) for row in plan.rows]
         offsets = np.cumsum([0, *map(len, parts)]).tolist()
@@ -73,7 +76,7 @@ class CpuAttention:
             ):
                 end += 1
             first = len(segments)
-            self._shared(plan, index, end, starts[index], offsets, segments)
+            self._decoding(plan, index, end, starts[index], offsets, segments)
             bundles.append((starts[index], starts[end], first, len(segments)))
             index = end
         self.work = CpuWork(
@@ -88,19 +91,19 @@ class CpuAttention:
         bundles: list[tuple[int, int, int, int]],
         segments: list[tuple[int, int, int, int, int]],
     ) -> None:  # fmt: skip
-        """Tokens of one prompt, in bundles: each takes every tile up to its last token's."""
-        for at in range(0, row.count, self._prompt_tokens):
-            end = min(at + self._prompt_tokens, row.count)
+        """Cut a prompt's tokens into bundles, each with every tile up to its last token's."""
+        for start in range(0, row.count, self._prompt_tokens):
+            end = min(start + self._prompt_tokens, row.count)
             tiles = -(-(row.start + end) // TILE)
-            segments.append((first + at, first + end, 0, tiles, table))
-            bundles.append((first + at, first + end, len(segments) - 1, len(segments)))
+            segments.append((first + start, first + end, 0, tiles, table))
+            bundles.append((first + start, first + end, len(segments) - 1, len(segments)))
 
-    def _shared(
+    def _decoding(
         self, plan: StepPlan, first: int, end: int, token: int, offsets: list[int],
         segments: list[tuple[int, int, int, int, int]],
     ) -> None:  # fmt: skip
-        """Decoding rows [first, end), one token each from `token`: what groups of them share from
-        the root down, then what each has to itself."""
+        """Add the segments of decoding rows [first, end), one token each from `token`: the runs
+        that groups share, from the root down, then each row's own tiles."""
         covered = [0] * (end - first)
         for group in plan.groups:
             low, high = max(group.first_row, first), min(group.end_row, end)

@@ -1,9 +1,10 @@
-"""Attention on a GPU: one step's rows as a work list, shared prefixes read once.
+"""The attention backend of a GPU: a step's rows as a work list, shared prefixes read once.
 
-The backend of `engine.attention.torch_backend.Attention` over the kernels in
-`kernels.gpu.tree_attention`. Block tables live on the device, one row per seat; a plan is made only
-when the batch or its groups change, since lengths are read on the device and appending a token
-leaves the plan valid.
+It plans for the kernels in `kernels.gpu.tree_attention` and launches them. Block tables live on the
+GPU, one row per seat. A work list is made only when the batch or its groups change: the kernels
+read lengths on the GPU, so appending a token leaves the list valid. `engine.runner.gpu_runner`
+calls `prepare` and `update_tables`; a model's layers reach `attend` through
+`engine.runner.gpu_inputs.StepAttention`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.attention.torch_backend import rope_tables
+from engine.attention.interface import attention_spec
+from engine.attention.rope import rope_tables
 from engine.kv.storage import KvStorage
 from engine.model_store import ModelConfig
 from engine.plan import Group
@@ -23,18 +25,20 @@ from kernels.gpu.work_list import BIG, SMALL, WIDE, HostPlan, Slices, WorkPlanne
 Int32 = npt.NDArray[np.int32]
 
 REPLAN_EVERY = 64
-"""Steps after which a plan is made anew although nothing changed: own keys have grown."""
+"""Steps after which an unchanged batch is planned anew: its sequences' own keys have grown."""
 
 PART_ROWS = 65_536
-"""Rows times parts that scratch memory is laid out for."""
+"""Rows times parts that the scratch memory holds."""
 
 TABLE_PADDING = 8
-"""Entries the kernel may read behind a table's end; every one a valid block."""
+"""Block ids that the kernels may read behind a table's end; each is a valid block."""
 
 
 class GpuAttention:
-    """Plans and launches. `lengths` [T] and `positions`, `slots` [T] are the runner's device
-    buffers, filled before `attend`.
+    """Plans steps and launches attention. The runner's GPU buffers `positions`, `slots` and
+    `lengths`, [T] int32 each, are filled before `attend`.
+
+    `seats`: sequences known at once. `tokens_max`: rows of a step. `chunk_keys`: see `WorkPlanner`.
     """
 
     def __init__(
@@ -49,9 +53,9 @@ class GpuAttention:
     ) -> None:
         device = kv.data.device
         self.kv = kv.data
-        self.heads, self.dim = config.heads, config.head_dim
-        self.size = kv.data.shape[4]
-        self.stride = -(-context // self.size) + TABLE_PADDING
+        spec = attention_spec(config)
+        self.spec = spec
+        self.stride = -(-context // kv.format.block_size) + TABLE_PADDING
         self.tables = torch.zeros(seats * self.stride, dtype=torch.int32, device=device)
         cos, sin = rope_tables(config, context)
         self.cos, self.sin = cos.to(device), sin.to(device)
@@ -60,21 +64,20 @@ class GpuAttention:
             multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
         rows = PART_ROWS if device.type == "cuda" else 16 * tokens_max
         self.planner = WorkPlanner(
-            kv_heads=config.kv_heads,
-            heads_per_group=config.heads // config.kv_heads,
-            block_size=self.size,
+            kv_heads=spec.kv_heads,
+            heads_per_group=spec.group_size,
+            block_size=kv.format.block_size,
             multiprocessors=multiprocessors,
             chunk_keys=chunk_keys,
             part_rows=rows,
         )
         self.work = WorkList((WIDE, BIG, SMALL), multiprocessors, tokens_max, 16_384, device)
-        self.parts = PartialOutputs(1, rows, config.heads, config.head_dim, device)
+        self.parts = PartialOutputs(1, rows, spec.heads, spec.head_dim, device)
         self.part_rows = rows
         self.scratch = self.parts
         self.plan: HostPlan | None = None
         self._key: object = None
         self._age = 0
-        self.planned = 0
 
     def prepare(
         self,
@@ -84,8 +87,11 @@ class GpuAttention:
         seats: Int32,
         groups: tuple[Group, ...],
     ) -> HostPlan:
-        """The step's work list on the device. `members` names the batch: while it, its row counts
-        and its groups stay the same, so does the plan.
+        """Put the step's work list on the GPU and return it.
+
+        `members`: the sequence ids of the batch. `rows`, `starts`, `seats`: per sequence, query
+        tokens, first position and seat. While a decoding batch and its groups stay the same, the
+        last work list is returned again. O(rows + units) otherwise.
         """
         is_decoding = bool((rows == 1).all())
         key = (members, groups) if is_decoding else None
@@ -98,18 +104,17 @@ class GpuAttention:
         total = int(rows.sum())
         self.scratch = self.parts
         if self.plan.parts_max > 1 and self.plan.parts_max * total > self.part_rows:
-            assert self.planner.chunk_keys, "spans are cut to fit, only chunks are where they are"
+            assert self.planner.chunk_keys, "spans are cut to fit the scratch; only chunks are not"
             self.scratch = PartialOutputs(
-                self.plan.parts_max, total, self.heads, self.dim, self.kv.device
+                self.plan.parts_max, total, self.spec.heads, self.spec.head_dim, self.kv.device
             )
         self.work.load(self.plan)
         self._key, self._age = key, 0
-        self.planned += 1
         return self.plan
 
-    def update_tables(self, places: torch.Tensor, blocks: torch.Tensor) -> None:
-        """Write block ids into tables, at flat places."""
-        self.tables[places] = blocks
+    def update_tables(self, indices: torch.Tensor, blocks: torch.Tensor) -> None:
+        """Write block ids into the flat tables, at `indices` (seat * stride + table entry)."""
+        self.tables[indices] = blocks
 
     def attend(
         self,
@@ -123,13 +128,16 @@ class GpuAttention:
         merge: bool,
         causal: bool,
     ) -> torch.Tensor:
-        """Rotate, write KV, attend: [T, (H + 2K) * D] to [T, H * D]."""
+        """Rotate, write KV and attend: qkv [T, (H + 2K) * D] → [T, H * D].
+
+        `classes`, `merge` and `causal`: see `tree_attention`.
+        """
         tokens = qkv.shape[0]
-        q = qkv.new_empty(tokens, self.heads, self.dim)
+        q = qkv.new_empty(tokens, self.spec.heads, self.spec.head_dim)
         rope_kv_write(qkv, q, self.kv, layer, self.cos, self.sin, positions, slots)
         out = torch.empty_like(q)
         tree_attention(
             q, self.kv, layer, self.work, self.tables, lengths, out, self.scratch,
             classes=classes, causal=causal, dependent=not causal, merge=merge,
         )  # fmt: skip
-        return out.view(tokens, self.heads * self.dim)
+        return out.view(tokens, self.spec.query_width)

@@ -1,75 +1,48 @@
-"""Attention over paged KV for one step's batch, on the CPU, in torch.
+"""The attention backend in plain torch, on the CPU: paged KV, shared prefixes read once.
 
-A shared run of blocks is read once for all rows of its group, at every level of the tree: the rows
-of a group are one matrix product against its keys, and a row's parts are merged by their
-log-sum-exps. What a row has to itself is read per row for prompts, and in one padded batch for
-decoding rows. Backends share the interface: `begin(plan, batch)` once a step, then
-`attend(layer, qkv)` once a layer, which rotates, writes KV and attends.
+The rows of a group are one matrix product against the keys of their shared run of blocks, at every
+level of the prefix tree; a row's parts are merged by their log-sum-exps. A row's own keys are read
+per row for prompts, and in one padded batch for decoding rows. The CPU runner uses this backend
+where no C compiler works or the model's shape does not fit the C kernels.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
 
 from engine.attention.batch import Batch
+from engine.attention.interface import attention_spec
+from engine.attention.rope import rope_tables
 from engine.kv.storage import KvStorage
 from engine.model_store import ModelConfig
 from engine.plan import StepPlan
 from kernels.reference import rotate
 
 GROUP_KEYS_MIN = 64
-"""A shorter shared run is read by each row: its own product and merge would cost more."""
+"""Fewest keys of a shared run. Each row reads a shorter run itself: a product and a merge for the
+group would cost more."""
 
 TILE_ROWS = 256
-"""Query tokens of a prompt per product: bounds the score matrix and skips what causality masks."""
-
-
-class Attend(Protocol):
-    """What a model sees of a backend, laid out for one step."""
-
-    def attend(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
-        """qkv [T, (H + 2K) * D] in; [T, H * D] out. Writes the layer's KV of the batch's slots."""
-
-
-def rope_tables(config: ModelConfig, context: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin [context, D / 2] fp32, with Llama 3's stretching where the model has it.
-
-    Frequencies whose wavelength exceeds the original context over `low_freq_factor` are divided by
-    `factor`, those below it over `high_freq_factor` are kept, and between them it is blended.
-    """
-    half = config.head_dim // 2
-    power = torch.arange(half, dtype=torch.float64) / half
-    frequencies = config.rope_theta**-power
-    scaling = config.rope_scaling
-    if scaling is not None and scaling.kind == "linear":
-        frequencies = frequencies / scaling.factor
-    elif scaling is not None and scaling.kind == "divisors":
-        frequencies = frequencies / torch.tensor(scaling.divisors, dtype=torch.float64)
-    elif scaling is not None:
-        turns = scaling.original_context * frequencies / (2 * math.pi)
-        blend = (turns - scaling.low_freq_factor) / (
-            scaling.high_freq_factor - scaling.low_freq_factor
-        )
-        blend = blend.clamp(0.0, 1.0)
-        frequencies = frequencies * (blend + (1 - blend) / scaling.factor)
-    angles = torch.outer(torch.arange(context, dtype=torch.float64), frequencies)
-    return angles.cos().float(), angles.sin().float()
+"""Query tokens of a prompt per product: bounds the score matrix, and skips keys that the causal
+mask hides from the whole tile."""
 
 
 def _finite(x: torch.Tensor) -> torch.Tensor:
-    """Zero for what is no number: padded products multiply slots behind a sequence's end by zero,
-    and these may be another's. Whoever made it fails by its own logits."""
+    """Return x with NaN and infinities set to zero.
+
+    Padded products multiply slots behind a sequence's end by zero, and these slots may belong to
+    another sequence. The sequence that produced the NaN fails by its own logits.
+    """
     return x.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
 
 @dataclass(slots=True)
 class _Shared:
-    """Query tokens [first, end) all see the keys of `blocks`."""
+    """Query tokens [first, end) that all see the keys of `blocks`."""
 
     first: int
     end: int
@@ -78,7 +51,8 @@ class _Shared:
 
 @dataclass(slots=True)
 class _Prompt:
-    """Query tokens [first, end) of one sequence, the first at `start`; its keys from `from_key`."""
+    """Query tokens [first, end) of one sequence, the first at position `start`, against its keys
+    from `from_key` in `blocks`."""
 
     first: int
     end: int
@@ -88,20 +62,19 @@ class _Prompt:
 
 
 class TorchAttention:
-    """The backend without a compiler: torch alone, any dtype the CPU multiplies."""
+    """`AttentionBackend` and `LayerAttention` in torch, in any dtype that the CPU multiplies."""
 
     def __init__(self, config: ModelConfig, kv: KvStorage, context: int) -> None:
         self.kv = kv.data
-        self.heads, self.kv_heads, self.dim = config.heads, config.kv_heads, config.head_dim
-        self.group = config.heads // config.kv_heads
-        self.scale = config.head_dim**-0.5
+        self.block_size = kv.format.block_size
+        self.spec = attention_spec(config)
         self._cos, self._sin = rope_tables(config, context)
         self._shared: list[_Shared] = []
         self._prompts: list[_Prompt] = []
 
     def begin(self, plan: StepPlan, batch: Batch) -> None:
         """Find shared runs, prompts and decoding rows. O(rows + their blocks)."""
-        size = self.kv.shape[4]
+        size = self.block_size
         self.cos, self.sin = self._cos[batch.positions], self._sin[batch.positions]
         self.slot_block, self.slot_offset = batch.slots // size, batch.slots % size
         starts = [0, *batch.row_ends]
@@ -132,9 +105,9 @@ class TorchAttention:
                     torch.tensor(blocks),
                 )
             )  # fmt: skip
-        self._lay_out_decoding(decoding, size)
+        self._lay_out_decoding(decoding)
 
-    def _lay_out_decoding(self, decoding: list[tuple[int, list[int], int]], size: int) -> None:
+    def _lay_out_decoding(self, decoding: list[tuple[int, list[int], int]]) -> None:
         self._rows = torch.tensor([row for row, _, _ in decoding], dtype=torch.int64)
         longest = max((len(blocks) for _, blocks, _ in decoding), default=0)
         table = np.zeros((len(decoding), longest), np.int64)
@@ -142,32 +115,33 @@ class TorchAttention:
             table[index, : len(blocks)] = blocks
         lengths = torch.tensor([keys for _, _, keys in decoding], dtype=torch.int64)
         self._table = torch.from_numpy(table)
-        self._hidden = torch.arange(longest * size)[None, :] >= lengths[:, None]
+        self._hidden = torch.arange(longest * self.block_size)[None, :] >= lengths[:, None]
 
     def attend(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
-        """See `Attention.attend`."""
-        tokens = qkv.shape[0]
-        q_end, k_end = self.heads * self.dim, (self.heads + self.kv_heads) * self.dim
-        q = rotate(qkv[:, :q_end].view(tokens, self.heads, self.dim), self.cos, self.sin)
-        k = rotate(qkv[:, q_end:k_end].view(tokens, self.kv_heads, self.dim), self.cos, self.sin)
-        v = qkv[:, k_end:].view(tokens, self.kv_heads, self.dim)
+        """See `engine.attention.interface.LayerAttention`."""
+        tokens, spec = qkv.shape[0], self.spec
+        heads, kv_heads, dim = spec.heads, spec.kv_heads, spec.head_dim
+        qkv = qkv.view(tokens, heads + 2 * kv_heads, dim)
+        q = rotate(qkv[:, :heads], self.cos, self.sin)
+        k = rotate(qkv[:, heads : heads + kv_heads], self.cos, self.sin)
+        v = qkv[:, heads + kv_heads :]
         self.kv[self.slot_block, layer, 0, :, self.slot_offset] = _finite(k).to(self.kv.dtype)
         self.kv[self.slot_block, layer, 1, :, self.slot_offset] = _finite(v).to(self.kv.dtype)
         # [K, T, G, D]: the query heads of a KV head side by side, so that they are rows of one
         # matrix product.
-        q = (q * self.scale).view(tokens, self.kv_heads, self.group, self.dim).transpose(0, 1)
+        q = (q * spec.scale).view(tokens, kv_heads, spec.group_size, dim).transpose(0, 1)
         out = torch.empty_like(q)
-        lse = q.new_empty(self.kv_heads, tokens, self.group)
+        lse = q.new_empty(kv_heads, tokens, spec.group_size)
         for prompt in self._prompts:
             self._attend_prompt(layer, prompt, q, out, lse)
         if len(self._rows):
             self._attend_decoding(layer, q, out, lse)
         for shared in self._shared:
             self._attend_shared(layer, shared, q, out, lse)
-        return out.transpose(0, 1).reshape(tokens, self.heads * self.dim)
+        return out.transpose(0, 1).reshape(tokens, spec.query_width)
 
     def _keys(self, layer: int, blocks: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """K and V of a run of blocks: [2, K, keys, D]."""
+        """Return K and V of a run of blocks: [2, K, keys, D]."""
         run = self.kv[blocks, layer]
         return run.permute(1, 2, 0, 3, 4).flatten(2, 3).to(dtype)
 
@@ -181,10 +155,10 @@ class TorchAttention:
             tile = q[:, first:end].flatten(1, 2)
             scores = tile @ keys[:, :seen].transpose(1, 2)
             position = torch.arange(first, end) - p.first + p.start - p.from_key
-            whole = int(position[0]) + 1  # keys every token of the tile sees
-            edge = torch.arange(whole, seen)[None, :] > position[:, None]
-            edge = edge.repeat_interleave(self.group, 0)
-            scores[:, :, whole:].masked_fill_(edge, -math.inf)
+            unmasked = int(position[0]) + 1  # keys that every token of the tile sees
+            mask = torch.arange(unmasked, seen)[None, :] > position[:, None]
+            mask = mask.repeat_interleave(self.spec.group_size, 0)
+            scores[:, :, unmasked:].masked_fill_(mask, -math.inf)
             self._store(scores, values[:, :seen], out[:, first:end], lse[:, first:end])
 
     def _attend_decoding(
@@ -213,7 +187,7 @@ class TorchAttention:
     def _store(
         self, scores: torch.Tensor, values: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
     ) -> None:
-        """Softmax of scores [K, n * G, keys] over values, into out [K, n, G, D] and lse."""
+        """Write the softmax of scores [K, n * G, keys] over values to out [K, n, G, D], and lse."""
         highest = scores.amax(-1, keepdim=True)
         scores.sub_(highest).exp_()
         total = scores.sum(-1, keepdim=True)

@@ -1,7 +1,7 @@
-"""KV storage: one tensor of blocks, and the format that says what a block is made of.
+"""KV storage: the tensor of blocks on one device, and copies between blocks.
 
-Block outermost, `[block, layer, K/V, kv_head, slot, head_dim]`, so that a block is one contiguous
-piece to copy, offload, store and drop. It knows no sequence and no tree. The runner owns it.
+It knows no sequence and no prefix tree. A runner owns one storage; attention backends and the C
+model read and write `data`.
 """
 
 from __future__ import annotations
@@ -9,113 +9,74 @@ from __future__ import annotations
 import math
 import mmap
 from collections.abc import Sequence
-from typing import Literal
 
 import torch
-from msgspec import Struct
 
-from engine.model_store import ModelConfig
+from engine.kv.format import KvFormat
 from engine.plan import BlockCopy
 
 
-class KvFormat(Struct, frozen=True):
-    """What a block holds. `name` is part of a namespace: other bits never meet these.
-
-    `layout`: `slots`, [slot, head_dim] for each head; or `panels`, the order in which the C kernels
-    read keys and values (kernels/cpu/cpu_attention.c), in which a slot is no run of memory.
-    """
-
-    name: str
-    layers: int
-    kv_heads: int
-    head_dim: int
-    block_size: int
-    bytes_per_value: int
-    layout: Literal["slots", "panels"] = "slots"
-
-    @property
-    def block_bytes(self) -> int:
-        values = self.layers * 2 * self.kv_heads * self.block_size * self.head_dim
-        return values * self.bytes_per_value
-
-
-def kv_format(
-    config: ModelConfig,
-    dtype: torch.dtype,
-    block_size: int,
-    layout: Literal["slots", "panels"] = "slots",
-) -> KvFormat:
-    """The plain format: keys after rotation and values as they are, in `dtype`."""
-    name = str(dtype).removeprefix("torch.")
-    return KvFormat(
-        name=name if layout == "slots" else f"{name}-{layout}",
-        layers=config.layers,
-        kv_heads=config.kv_heads,
-        head_dim=config.head_dim,
-        block_size=block_size,
-        bytes_per_value=dtype.itemsize,
-        layout=layout,
-    )
-
-
 class KvStorage:
-    """`blocks` blocks of one format on one device. `data` is [B, L, 2, K, S, D] (of `panels`, its
-    size alone).
+    """`blocks` blocks of one format on one device, all zero at the start.
 
-    Zeroed at the start: tiles read whole runs of slots and mask afterwards, so every slot must be
-    finite.
+    `data` is [B, L, 2, K, S, D] (`KvFormat.storage_shape`). In the `panels` layout only its size
+    and its first dimension mean anything. Every slot must hold finite values at all times: kernels
+    read whole tiles of slots and mask afterwards.
     """
 
-    def __init__(
-        self, form: KvFormat, blocks: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        self.form = form
-        shape = (blocks, form.layers, 2, form.kv_heads, form.block_size, form.head_dim)
+    def __init__(self, kv_format: KvFormat, blocks: int, device: torch.device) -> None:
+        self.format = kv_format
+        shape = kv_format.storage_shape(blocks)
         if device.type == "cpu":
-            self.data = _untouched_zeros(shape, dtype)
+            self.data = _lazy_zeros(shape, kv_format.dtype)
         else:
-            self.data = torch.zeros(shape, dtype=dtype, device=device)
+            self.data = torch.zeros(shape, dtype=kv_format.dtype, device=device)
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
-        """Run copies in order: the first `tokens` slots of each source, all layers.
+        """Run copies in order: the first `tokens` slots of each source block, all layers.
 
-        Of `panels` the whole block: what lies beyond is finite, and never seen.
+        In the `panels` layout whole blocks are copied: the slots beyond are finite and no sequence
+        reads them before it writes them.
         """
         if not copies:
             return
         if self.data.is_cuda:
-            self._copy_on_device(copies)
+            self._copy_on_gpu(copies)
             return
         for copy in copies:
-            if self.form.layout == "panels":
+            if self.format.copies_whole_blocks:
                 self.data[copy.dst] = self.data[copy.src]
                 continue
             filled = self.data[copy.src, :, :, :, : copy.tokens]
             self.data[copy.dst, :, :, :, : copy.tokens] = filled
 
-    def _copy_on_device(self, copies: Sequence[BlockCopy]) -> None:
-        """In runs in which no block is both source and target: a kernel copies all at once."""
+    def _copy_on_gpu(self, copies: Sequence[BlockCopy]) -> None:
+        """Launch one kernel per run of copies in which no block is both source and target: the
+        kernel makes all copies of a run at once."""
         from kernels.gpu.fused_ops import copy_blocks
 
         run: list[tuple[int, int, int]] = []
         targets: set[int] = set()
         for copy in copies:
             if copy.src in targets:
-                copy_blocks(self.data, _on_device(run, self.data.device))
+                copy_blocks(self.data, _to_gpu(run, self.data.device))
                 run, targets = [], set()
             run.append((copy.src, copy.dst, copy.tokens))
             targets.add(copy.dst)
-        copy_blocks(self.data, _on_device(run, self.data.device))
+        copy_blocks(self.data, _to_gpu(run, self.data.device))
 
 
-def _untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Zeros that the system hands out page by page as they are first touched, so that no start
-    waits for a pool to be written. Small pages: where 512 of the large ones make a GiB, each has
-    been seen to take 4 ms to find, five times as long for all of it."""
+def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Return zeros that the operating system maps page by page on first touch, so that a start
+    does not wait for the whole pool to be written.
+
+    Pages of the default size: with huge pages, finding each of the 512 in a GiB has been seen to
+    take 4 ms, five times as long as small pages take for the whole GiB.
+    """
     size = math.prod(shape) * dtype.itemsize
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
-def _on_device(rows: list[tuple[int, int, int]], device: torch.device) -> torch.Tensor:
+def _to_gpu(rows: list[tuple[int, int, int]], device: torch.device) -> torch.Tensor:
     return torch.tensor(rows, dtype=torch.int32).pin_memory().to(device, non_blocking=True)

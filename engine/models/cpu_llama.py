@@ -1,8 +1,8 @@
-"""A Llama on the CPU in C: weights packed once, then one call a step.
+"""The Llama architecture on the CPU in C: weights packed once, then one call per step.
 
-The same forward as `engine.models.llama`, which reads from top to bottom, with everything between
-the token ids and the last norm in `kernels/cpu/cpu_llama.c`. The runner builds it where a C
-compiler works and the shape fits.
+The same computation as `engine.models.llama`, with everything from the token ids to the last norm
+in `kernels/cpu/cpu_llama.c`. The registry builds it where a C compiler works and the model's shape
+fits the kernels.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import logging
 import torch
 
 from engine.attention.cpu_backend import CpuAttention
-from engine.attention.torch_backend import rope_tables
+from engine.attention.interface import attention_spec
+from engine.attention.rope import rope_tables
 from engine.kv.storage import KvStorage
 from engine.model_store import ModelConfig
 from engine.weights import Weights
@@ -25,8 +26,11 @@ log = logging.getLogger("trunkline.engine")
 
 
 def load_kernels(config: ModelConfig, threads: int) -> Kernels | None:
-    """The C kernels with that many threads; None where no compiler works, or they do not fit the
-    model's shape: the torch path runs any."""
+    """Return the C kernels with `threads` threads.
+
+    Return None where no compiler works or the kernels do not fit the model's shape; the torch path
+    runs any shape.
+    """
     library = compiled()
     if library is None:
         log.warning("kernels_not_compiled: steps run in torch, slower")
@@ -49,7 +53,7 @@ def load_kernels(config: ModelConfig, threads: int) -> Kernels | None:
 
 
 class CpuLlama:
-    """Weights in panels, scratch memory, and the way through them."""
+    """`engine.models.interface.Model` in C: packed weights and scratch memory."""
 
     def __init__(
         self,
@@ -59,8 +63,9 @@ class CpuLlama:
         kv: KvStorage,
         context: int,
     ) -> None:
-        """Takes the tensors out of `weights`, all bf16 or all fp32."""
+        """Removes the tensors from `weights`; they are all bf16 or all fp32."""
         self.config = config
+        self._spec = attention_spec(config)
         self._kernels = kernels
         self._kept: list[torch.Tensor] = []
         self._scratch: dict[str, torch.Tensor] = {}
@@ -70,7 +75,7 @@ class CpuLlama:
             *(self._layer(weights, index) for index in range(config.layers))
         )
         cos, sin = rope_tables(config, context)
-        self._kept += [kv.data]
+        self._kept.append(kv.data)
         self._model = cpu.CModel(
             layers=config.layers,
             hidden=config.hidden,
@@ -91,19 +96,21 @@ class CpuLlama:
             kv=kv.data.data_ptr(),
         )
 
-    def forward(self, token_ids: torch.Tensor, attention: CpuAttention) -> torch.Tensor:
-        """Hidden states [T, C] after the last norm, of the step laid out in `attention`.
-
-        The tensor is scratch: the next step overwrites it.
-        """
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        attention: CpuAttention,
+        output_rows: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See `engine.models.interface.Model`. All rows are computed; [T, C] fp32 is scratch that
+        the next step overwrites."""
         work = attention.work
         assert work is not None
         tokens, config = work.tokens, self.config
         assert len(token_ids) == tokens
-        width = config.heads * config.head_dim
-        wider = width + 2 * config.kv_heads * config.head_dim
+        width = self._spec.query_width
         widest = max(config.hidden, config.intermediate, width)
-        normed = self._room("normed", tokens, config.hidden)
+        normed = self._scratch_rows("normed", tokens, config.hidden)
         self._kernels.forward(
             self._model,
             cpu.CWork(
@@ -115,18 +122,18 @@ class CpuLlama:
                 slots=work.slots.data_ptr(),
                 bundle=work.bundles.ctypes.data,
                 segment=work.segments.ctypes.data,
-                hidden=self._room("hidden", tokens, config.hidden).data_ptr(),
+                hidden=self._scratch_rows("hidden", tokens, config.hidden).data_ptr(),
                 normed=normed.data_ptr(),
-                qkv=self._room("qkv", tokens, wider).data_ptr(),
-                attended=self._room("attended", tokens, width).data_ptr(),
-                activated=self._room("activated", tokens, config.intermediate).data_ptr(),
-                pairs=self._room("pairs", tokens, widest).data_ptr(),
+                qkv=self._scratch_rows("qkv", tokens, self._spec.qkv_width).data_ptr(),
+                attended=self._scratch_rows("attended", tokens, width).data_ptr(),
+                activated=self._scratch_rows("activated", tokens, config.intermediate).data_ptr(),
+                pairs=self._scratch_rows("pairs", tokens, widest).data_ptr(),
             ),
         )
-        return normed
+        return normed if output_rows is None else normed[output_rows]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[T, vocab] fp32."""
+        """See `engine.models.interface.Model`; fp32."""
         hidden = hidden.contiguous()
         out = torch.empty(len(hidden), self.config.vocab)
         if len(hidden):
@@ -134,41 +141,45 @@ class CpuLlama:
         return out
 
     def _layer(self, weights: Weights, index: int) -> cpu.CLayer:
-        at = f"model.layers.{index}."
+        prefix = f"model.layers.{index}."
 
         def joined(*names: str) -> torch.Tensor:
-            matrices = [weights.pop(f"{at}{name}.weight") for name in names]
+            matrices = [weights.pop(f"{prefix}{name}.weight") for name in names]
             return torch.cat(matrices) if len(matrices) > 1 else matrices[0]
 
         pack = self._kernels.pack
         return cpu.CLayer(
-            attention_norm=self._keep(weights.pop(f"{at}input_layernorm.weight").float()),
-            mlp_norm=self._keep(weights.pop(f"{at}post_attention_layernorm.weight").float()),
+            attention_norm=self._keep(weights.pop(f"{prefix}input_layernorm.weight").float()),
+            mlp_norm=self._keep(weights.pop(f"{prefix}post_attention_layernorm.weight").float()),
             qkv=self._keep(
                 pack(joined("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"))
             ),
             output=self._keep(pack(joined("self_attn.o_proj"))),
             gate_up=self._keep(
-                pack(joined("mlp.gate_proj", "mlp.up_proj"), in_turns(self.config.intermediate))
+                pack(
+                    joined("mlp.gate_proj", "mlp.up_proj"),
+                    interleaved_columns(self.config.intermediate),
+                )
             ),
             down=self._keep(pack(joined("mlp.down_proj"))),
         )
 
     def _keep(self, tensor: torch.Tensor) -> int:
-        """Its address, valid as long as the model is."""
+        """Return the tensor's address, valid for the model's lifetime."""
         self._kept.append(tensor)
         return tensor.data_ptr()
 
-    def _room(self, name: str, rows: int, columns: int) -> torch.Tensor:
-        """[rows, columns] fp32, the same memory as last time where it was large enough."""
-        room = self._scratch.get(name)
-        if room is None or len(room) < rows:
-            room = self._scratch[name] = torch.empty(rows, columns)
-        return room[:rows]
+    def _scratch_rows(self, name: str, rows: int, columns: int) -> torch.Tensor:
+        """Return scratch [rows, columns] fp32; the memory is reused while it is large enough."""
+        scratch = self._scratch.get(name)
+        if scratch is None or len(scratch) < rows:
+            scratch = self._scratch[name] = torch.empty(rows, columns)
+        return scratch[:rows]
 
 
-def in_turns(intermediate: int) -> torch.Tensor:
-    """Columns of gate and up for `SILU`: a panel of gate, the same panel of up, and so on."""
+def interleaved_columns(intermediate: int) -> torch.Tensor:
+    """Return the column order that the `SILU` epilogue reads: a panel of gate, the same panel of
+    up, the next panel of gate, and so on."""
     gate = torch.arange(intermediate, dtype=torch.int32).view(-1, cpu.PANEL)
     return torch.stack([gate, gate + intermediate], 1).flatten().contiguous()
 

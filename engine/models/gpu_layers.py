@@ -1,4 +1,7 @@
-"""The layers on a GPU: fused kernels around the library's matrix products."""
+"""The layers on a GPU: fused kernels around cuBLAS matrix products.
+
+It knows no architecture and no attention. Runner builders pass `GpuOps` to a model's constructor.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +11,22 @@ import torch.nn.functional as F
 from engine.models.layers import Linear
 from kernels.gpu import fused_ops
 
-CUT_ROWS = 256
-"""Tokens at which wide products are cut: there the library takes tiles of 256 x 128, one row of
-them, and a last wave that is half empty costs as much as a full one."""
+SPLIT_ROWS = 256
+"""Batch size, in tokens, at which wide products are split in two.
+
+For 256 tokens cuBLAS picks one row of 256 x 128 tiles, and a last wave that is half empty costs as
+much as a full one.
+"""
 
 TILE_COLUMNS = 128
+"""Columns of a cuBLAS output tile at `SPLIT_ROWS` tokens."""
 
 
-def whole_waves(columns: int, multiprocessors: int) -> int:
-    """How many columns fill whole waves of tiles; 0 where a cut there is worth nothing.
+def columns_in_full_waves(columns: int, multiprocessors: int) -> int:
+    """Return how many columns fill whole waves of tiles, or 0 where a split would not pay.
 
-    Worth it after one wave at least, with a rest that leaves a quarter of a wave or more idle.
+    A split pays after at least one full wave, where the rest fills between a quarter and three
+    quarters of a wave.
     """
     wave = multiprocessors * TILE_COLUMNS
     full, rest = columns // wave * wave, columns % wave
@@ -26,14 +34,14 @@ def whole_waves(columns: int, multiprocessors: int) -> int:
 
 
 class GpuOps:
-    """Fused kernels on a GPU; matrix products stay the library's."""
+    """`engine.models.layers.Ops` on a GPU: fused kernels, and cuBLAS for matrix products."""
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         if weight.is_cuda and bias is None:
             properties = torch.cuda.get_device_properties(weight.device)
-            cut = whole_waves(len(weight), properties.multi_processor_count)
-            if cut:
-                return lambda x: in_two(x, weight, cut)
+            split = columns_in_full_waves(len(weight), properties.multi_processor_count)
+            if split:
+                return lambda x: split_linear(x, weight, split)
         return lambda x: F.linear(x, weight, bias)
 
     def norm(
@@ -49,11 +57,12 @@ class GpuOps:
         return out
 
 
-def in_two(x: torch.Tensor, weight: torch.Tensor, cut: int) -> torch.Tensor:
-    """x @ weight.T, for CUT_ROWS tokens as two products of columns: up to `cut`, and from it."""
-    if len(x) != CUT_ROWS:
+def split_linear(x: torch.Tensor, weight: torch.Tensor, split: int) -> torch.Tensor:
+    """Return x @ weight.T; for `SPLIT_ROWS` tokens as two products, columns before `split` and
+    from it."""
+    if len(x) != SPLIT_ROWS:
         return F.linear(x, weight)
     out = x.new_empty(len(x), len(weight))
-    torch.mm(x, weight[:cut].T, out=out[:, :cut])
-    torch.mm(x, weight[cut:].T, out=out[:, cut:])
+    torch.mm(x, weight[:split].T, out=out[:, :split])
+    torch.mm(x, weight[split:].T, out=out[:, split:])
     return out

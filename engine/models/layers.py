@@ -1,7 +1,7 @@
-"""What the models are built of between attention and attention: linear maps, norm, activation.
+"""Layer operations between attentions: linear maps, RMS norm, activation.
 
-`Ops` is one set for one device; a model is given one and asks it for its layers. Plain torch here;
-`device_layers` launches the fused kernels.
+`Ops` is the set of operations of one device; a model's constructor receives one and builds its
+layers from it. `TorchOps` here is plain torch; `engine.models.gpu_layers` launches fused kernels.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ Linear = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Ops(Protocol):
-    """A device's way of doing the layers."""
+    """The layer operations of one device."""
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-        """x [T, C] → x @ weight.T + bias, weight [N, C]."""
+        """Return the map x [T, C] → x @ weight.T + bias, weight [N, C]."""
 
     def norm(
         self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(rms_norm(x + residual) * weight, x + residual)."""
+        """Return (rms_norm(x + residual) * weight, x + residual). May write to `residual`."""
 
     def silu_mul(self, x: torch.Tensor) -> torch.Tensor:
-        """silu(x[:, :C]) * x[:, C:]."""
+        """Return silu(x[:, :C]) * x[:, C:], x [T, 2C]."""
 
 
 class TorchOps:
-    """Plain torch, any device."""
+    """`Ops` in plain torch, on any device."""
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         return lambda x: F.linear(x, weight, bias)

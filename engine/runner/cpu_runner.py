@@ -1,7 +1,8 @@
-"""The CPU runner: executes step plans on a real model.
+"""The CPU runner: executes step plans on a model, and builds that runner from a model card.
 
-Holds the KV storage, the model, the sampler and each sequence's last token. It takes what the plan
-says and decides nothing. `engine.server.service` builds it; core sees `launch` and `collect`.
+It owns the KV storage, the model, the sampler and each sequence's last token, and decides nothing:
+the plan says everything. `engine.server.service` calls `build_runner`; core calls `launch` and
+`collect`.
 """
 
 from __future__ import annotations
@@ -9,44 +10,34 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from engine.api import SampledToken
-from engine.attention.batch import Batch, make_batch
+from engine.attention.batch import make_batch
 from engine.attention.cpu_backend import CpuAttention
+from engine.attention.interface import AttentionBackend, attention_spec
 from engine.attention.torch_backend import TorchAttention
 from engine.config import EngineConfig
-from engine.kv.storage import KvFormat, KvStorage, kv_format
+from engine.kv.format import KvFormat, kv_format
+from engine.kv.storage import KvStorage
 from engine.model_store import ModelCard, ModelConfig
-from engine.models.cpu_llama import CpuLlama, Kernels, load_kernels
+from engine.models.cpu_llama import Kernels, load_kernels
+from engine.models.interface import Model
 from engine.models.layers import TorchOps
-from engine.models.registry import build_model
+from engine.models.registry import build_cpu_model, build_model
 from engine.plan import BegunSequence, BlockCopy, Row, Sampled, StepPlan, StepResult
 from engine.runner.loaded_model import LoadedModel
 from engine.sampling.sampler import Sampler
 from engine.weights import load_weights
 
 
-class StepModel(Protocol):
-    """What the runner sees of a model; `attention` is the backend that goes with it."""
-
-    config: ModelConfig
-
-    def forward(self, token_ids: torch.Tensor, attention: Any) -> torch.Tensor:
-        """Hidden states [T, C] after the last norm."""
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[T, vocab] fp32."""
-
-
 class CpuRunner:
-    """`engine.plan.Runner` on the CPU. A launched step is computed at once.
+    """`engine.plan.Runner` on the CPU. `launch` computes the step before it returns.
 
-    In C where a compiler works and the model's shape fits, else in torch. `dtype` auto is bf16
-    weights (and KV) in C, whose arithmetic is fp32 where the CPU has no bf16 products; in torch,
-    which has no such thing, it is fp32.
+    The model runs in C with `kernels`, else in torch. `dtype` "auto" means bf16 weights and KV in
+    C, whose arithmetic is fp32 where the CPU has no bf16 products, and fp32 in torch.
     """
 
     def __init__(
@@ -58,17 +49,18 @@ class CpuRunner:
         context: int,
         kernels: Kernels | None = None,
     ) -> None:
-        dtype, kv_dtype = _dtypes(config, in_c=kernels is not None)
+        dtype, _ = _dtypes(config, in_c=kernels is not None)
         device = torch.device("cpu")
         self.block_size = config.block_size
-        form = _form(card.config, config, in_c=kernels is not None)
-        self.kv = KvStorage(form, blocks, kv_dtype, device)
+        self.kv = KvStorage(
+            _kv_format(card.config, config, in_c=kernels is not None), blocks, device
+        )
         weights = load_weights(card, dtype)
-        self.model: StepModel
-        self.attention: TorchAttention | CpuAttention
+        self.model: Model[Any]  # takes the attention backend that is made beside it
+        self.attention: AttentionBackend
         if kernels is not None:
-            self.model = CpuLlama(card.config, weights, kernels, self.kv, context)
-            self.attention = CpuAttention(card.config.heads // card.config.kv_heads)
+            self.model = build_cpu_model(card.config, weights, kernels, self.kv, context)
+            self.attention = CpuAttention(attention_spec(card.config))
         else:
             self.model = build_model(card.config, weights, TorchOps())
             self.attention = TorchAttention(card.config, self.kv, context)
@@ -77,26 +69,29 @@ class CpuRunner:
         self._results: deque[StepResult] = deque()
 
     def launch(self, plan: StepPlan) -> None:
-        """Compute the whole step."""
+        """Compute the step."""
         started_s = time.perf_counter()
         with torch.inference_mode():
             self._results.append(self._run(plan, started_s))
 
     def collect(self) -> StepResult:
-        """The oldest launched step's result."""
+        """Return the oldest launched step's result."""
         return self._results.popleft()
 
     def warm_up(self) -> None:
-        """One step that touches every code path's allocations, so that no client waits for them."""
-        longest = 33
-        for count in (longest, 1):
+        """Run a prompt and a decoding step, so that no client waits for first allocations.
+
+        Call it while no block is in use: it writes the first blocks and zeroes them again.
+        """
+        prompt_tokens = 33
+        for count in (prompt_tokens, 1):
             row = Row(-1, 0, count, list(range(-(-count // self.block_size))), 0, [0] * count)
             plan = StepPlan(step=0, rows=(row,), copies=(BlockCopy(0, 0, 1),))
             with torch.inference_mode():
                 batch = make_batch(plan, self.block_size, lambda _: 0)
                 self.attention.begin(plan, batch)
                 self.model.logits(self.model.forward(batch.token_ids, self.attention)[-1:])
-        self.kv.data[: -(-longest // self.block_size)].zero_()
+        self.kv.data[: -(-prompt_tokens // self.block_size)].zero_()
 
     def _run(self, plan: StepPlan, started_s: float) -> StepResult:
         for sequence_id in plan.ended:
@@ -110,8 +105,8 @@ class CpuRunner:
         batch = make_batch(plan, self.block_size, self._last.__getitem__)
         self.attention.begin(plan, batch)
         hidden = self.model.forward(batch.token_ids, self.attention)
-        logits = self.model.logits(hidden[batch.logit_rows])
-        sampled, failed, prompt_logprobs = self._sample(plan, batch, logits)
+        logits = self.model.logits(hidden[batch.logit_rows]).float()
+        sampled, failed, prompt_logprobs = self._sample(plan, logits)
         return StepResult(
             step=plan.step,
             sampled=tuple(sampled),
@@ -125,25 +120,31 @@ class CpuRunner:
         self._last[begun.sequence_id] = begun.token_ids[-1]
 
     def _sample(
-        self, plan: StepPlan, batch: Batch, logits: torch.Tensor
+        self, plan: StepPlan, logits: torch.Tensor
     ) -> tuple[list[Sampled], dict[int, str], dict[int, tuple[SampledToken, ...]]]:
+        """Return the drawn tokens, the failed sequences and the prompt logprobs of a step.
+
+        logits [rows, vocab] fp32: the plan's rows that need logits, in order.
+        """
         drawing: list[int] = []
-        from_row: list[int] = []
+        source_rows: list[int] = []
         prompt_logprobs: dict[int, tuple[SampledToken, ...]] = {}
         failed: dict[int, str] = {}
-        at = 0
+        end = 0
         for row in plan.rows:
             count = row.count if row.prompt_logprobs is not None else bool(row.samples)
             if row.prompt_logprobs is not None:
-                prompt_logprobs[row.sequence_id] = self._prompt(row, logits[at : at + count])
-            at += count
+                known = logits[end : end + count]
+                prompt_logprobs[row.sequence_id] = self._prompt_logprobs(row, known)
+            end += count
             drawing.extend(row.samples)
-            from_row.extend([at - 1] * len(row.samples))
+            source_rows.extend([end - 1] * len(row.samples))
         if not drawing:
             return [], failed, prompt_logprobs
-        picked = logits[from_row] if from_row != list(range(len(logits))) else logits
+        if source_rows != list(range(len(logits))):
+            logits = logits[source_rows]
         sampled: list[Sampled] = []
-        tokens = self.sampler.sample(picked, drawing, plan.masks)
+        tokens = self.sampler.sample(logits, drawing, plan.masks)
         for sequence_id, token in zip(drawing, tokens, strict=True):
             if token.token_id < 0:
                 failed[sequence_id] = "nan_logits"
@@ -152,8 +153,8 @@ class CpuRunner:
             sampled.append(Sampled(sequence_id, token))
         return sampled, failed, prompt_logprobs
 
-    def _prompt(self, row: Row, logits: torch.Tensor) -> tuple[SampledToken, ...]:
-        """Logprobs of the tokens that follow each computed position and are known."""
+    def _prompt_logprobs(self, row: Row, logits: torch.Tensor) -> tuple[SampledToken, ...]:
+        """Return logprobs of the known tokens that follow each computed position."""
         following = list((row.token_ids or ())[1:])
         if row.next_token_id is not None:
             following.append(row.next_token_id)
@@ -162,30 +163,30 @@ class CpuRunner:
 
 
 def _dtypes(config: EngineConfig, *, in_c: bool) -> tuple[torch.dtype, torch.dtype]:
-    """Of the weights and of the KV."""
+    """Return the dtypes of the weights and of the KV."""
     named = {"bf16": torch.bfloat16, "fp32": torch.float32}
     weights = named.get(config.dtype, torch.bfloat16 if in_c else torch.float32)
     return weights, named.get(config.kv_dtype, weights)
 
 
-def _form(shape: ModelConfig, config: EngineConfig, *, in_c: bool) -> KvFormat:
+def _kv_format(model: ModelConfig, config: EngineConfig, *, in_c: bool) -> KvFormat:
     _, dtype = _dtypes(config, in_c=in_c)
-    return kv_format(shape, dtype, config.block_size, "panels" if in_c else "slots")
+    return kv_format(model, dtype, config.block_size, "panels" if in_c else "slots")
 
 
 def build_runner(card: ModelCard, config: EngineConfig) -> LoadedModel:
-    """Load the model and make it ready to step. Raises ModelError.
+    """Load a model on the CPU and warm it up. Raises ModelError.
 
     Memory: the weights in the compute dtype, and `kv_memory_mib` of blocks. The first start on a
-    machine compiles the kernels, in about three seconds.
+    machine compiles the kernels, which takes about three seconds.
     """
     threads = config.threads or os.cpu_count() or 1
     kernels = load_kernels(card.config, threads)
-    # Beside the kernels' own threads torch needs none: its pool would spin for the same cores.
+    # With the kernels, torch gets one thread: its pool would spin for the same cores.
     torch.set_num_threads(1 if kernels is not None else threads)
     context = min(card.config.context, config.context_tokens_max or card.config.context)
-    form = _form(card.config, config, in_c=kernels is not None)
-    blocks = config.kv_blocks or max(1, config.kv_memory_mib * 2**20 // form.block_bytes)
+    kv = _kv_format(card.config, config, in_c=kernels is not None)
+    blocks = config.kv_blocks or max(1, config.kv_memory_mib * 2**20 // kv.block_bytes)
     runner = CpuRunner(card, config, blocks=blocks, context=context, kernels=kernels)
     runner.warm_up()
-    return LoadedModel(runner, form, blocks, context, device="cpu", pipeline_depth=1)
+    return LoadedModel(runner, kv, blocks, context, device="cpu", pipeline_depth=1)

@@ -1,7 +1,7 @@
-"""CUDA graphs of decode steps: each captured once, and replayed from then on.
+"""CUDA graphs of decode steps, each captured once and replayed from then on.
 
-It knows no row and no model: what it captures is a call whose inputs and results stay where they
-are in the device's memory. Only `engine.runner.gpu_runner` calls it.
+It knows no row and no model: it captures any call whose inputs and result stay at fixed GPU
+addresses. Only `engine.runner.gpu_runner` calls it.
 """
 
 from __future__ import annotations
@@ -13,48 +13,49 @@ from typing import Any
 
 import torch
 
-Key = tuple[int, tuple[int, ...], bool]
+GraphKey = tuple[int, tuple[int, ...], bool]
 """Batch bucket, tile classes, and whether parts are merged."""
 
 
 class CudaGraphs:
-    """Captured calls by key, in one memory pool."""
+    """Captured graphs by key, in one memory pool."""
 
     def __init__(self) -> None:
-        self._captured: dict[Key, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        self._captured: dict[GraphKey, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         self._pool: Any = None
 
-    def __contains__(self, key: Key) -> bool:
+    def __contains__(self, key: GraphKey) -> bool:
         return key in self._captured
 
-    def capture(self, key: Key, compute: Callable[[], torch.Tensor]) -> None:
-        """Run `compute` once, so that everything it needs is compiled, and capture it. Waits for
-        the device. Raises what `compute` or the capture raises; then nothing is captured."""
+    def capture(self, key: GraphKey, compute: Callable[[], torch.Tensor]) -> None:
+        """Run `compute` once, so that its kernels are compiled, and capture it.
+
+        Waits for the GPU. Raises what `compute` or the capture raises; then no graph is kept.
+        """
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             compute()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with nothing_collected(), torch.cuda.graph(graph, pool=self._pool):
+        with gc_paused(), torch.cuda.graph(graph, pool=self._pool):
             result = compute()
         self._pool = graph.pool()
         self._captured[key] = graph, result
 
-    def replay(self, key: Key) -> torch.Tensor:
-        """Launch a captured call; its result, which the next replay writes over."""
+    def replay(self, key: GraphKey) -> torch.Tensor:
+        """Launch a captured graph and return its result, which the next replay overwrites."""
         graph, result = self._captured[key]
         graph.replay()
         return result
 
 
 @contextmanager
-def nothing_collected() -> Iterator[None]:
-    """No garbage is collected meanwhile, in any thread, and as before afterwards.
+def gc_paused() -> Iterator[None]:
+    """Pause garbage collection in all threads; restore the former state afterwards.
 
-    Garbage may hold a graph, an event or pinned memory, and giving one of these back while
-    anything is being captured breaks the capture: "operation not permitted when stream is
-    capturing".
+    Garbage may hold a graph, an event or pinned memory. Freeing one of these during a capture
+    breaks the capture: "operation not permitted when stream is capturing".
     """
     was_on = gc.isenabled()
     gc.disable()

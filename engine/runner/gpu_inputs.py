@@ -1,6 +1,7 @@
-"""A step's numbers on their way to a GPU, and attention bound to them.
+"""A step's input buffers on a GPU, and the attention that reads them.
 
-Buffers stay where they are, since CUDA graphs remember addresses. The device runner fills them.
+The buffers keep their addresses, because CUDA graphs record addresses. `engine.runner.gpu_runner`
+fills them.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ from engine.attention.gpu_backend import GpuAttention
 
 
 class StepInputs:
-    """A step's numbers: one pinned host buffer, one device buffer, one copy.
+    """A step's inputs: one pinned host buffer, one GPU buffer, one copy per step.
 
-    Sections of `width` int32 each: token ids (-1: the seat's last token), positions, slots (-1: no
-    row), lengths, seats. Then five of sampling parameters as fp32 bits.
+    Sections of `width` int32 each: token ids (-1: the seat's last token), positions, KV slots (-1:
+    padding row), lengths, seats. Then five sections of sampling parameters, as fp32 bits.
     """
 
     SECTIONS = ("token_ids", "positions", "slots", "lengths", "seats")
@@ -28,25 +29,26 @@ class StepInputs:
         self.host = self._host.numpy()
         self.parameters = self.device[len(self.SECTIONS) :].view(torch.float32)
         self.host_parameters = self.host[len(self.SECTIONS) :].view(np.float32)
-        self._sent = torch.cuda.Event() if device.type == "cuda" else None
+        self._copied = torch.cuda.Event() if device.type == "cuda" else None
 
     def wait(self) -> None:
-        """Until the last copy has left the host's buffer."""
-        if self._sent is not None:
-            self._sent.synchronize()
+        """Wait until the last copy has read the host buffer."""
+        if self._copied is not None:
+            self._copied.synchronize()
 
     def send(self) -> None:
-        """To the device, in order with everything launched after."""
+        """Copy the host buffer to the GPU, ordered before later launches on the stream."""
         self.device.copy_(self._host, non_blocking=True)
-        if self._sent is not None:
-            self._sent.record()
+        if self._copied is not None:
+            self._copied.record()
 
     def section(self, name: str, rows: int) -> torch.Tensor:
+        """Return the first `rows` entries of a section on the GPU, as a view."""
         return self.device[self.SECTIONS.index(name), :rows]
 
 
 class StepAttention:
-    """`engine.attention.torch_backend.Attend` with one step's buffers bound to it."""
+    """`engine.attention.interface.LayerAttention` over one step's input buffers."""
 
     def __init__(
         self, attention: GpuAttention, inputs: StepInputs, rows: int,
@@ -59,7 +61,7 @@ class StepAttention:
         self._classes, self._merge, self._causal = classes, merge, causal
 
     def attend(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
-        """See `engine.attention.torch_backend`."""
+        """See `engine.attention.interface.LayerAttention`."""
         return self._attention.attend(
             layer, qkv, positions=self._positions, slots=self._slots, lengths=self._lengths,
             classes=self._classes, merge=self._merge, causal=self._causal,

@@ -1,19 +1,20 @@
-"""What loading a model gives: a runner, and what core and the gateway must know of it."""
+"""A loaded model: its runner, and the facts that core and the gateway need about it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.kv.storage import KvFormat
+from engine.kv.format import KvFormat
 from engine.plan import Runner
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """`pipeline_depth`: steps that may be in flight at once."""
+    """`blocks`: KV blocks. `context`: tokens of the longest sequence. `pipeline_depth`: steps that
+    may be in flight at once."""
 
     runner: Runner
-    form: KvFormat
+    kv_format: KvFormat
     blocks: int
     context: int
     device: str

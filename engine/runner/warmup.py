@@ -1,10 +1,12 @@
-"""The steps that a runner takes before anybody is served, so that nobody waits for what the first
-of a kind costs: kernels compiled and loaded, ways of multiplying chosen, memory taken.
+"""Warm-up steps, which a runner takes before it serves.
 
-Plans like any other, so that nobody keeps a second list of what a step launches: prompts of many
-lengths with a prefix in common, a full house, and every way of drawing. Their rows read and write
-block 0, over and over, and copy it to the last one; whoever takes these steps wipes both. Knows no
-device. Called by the device runner.
+They spare clients the first-time costs: compiling and loading kernels, choosing matrix product
+algorithms, allocating memory.
+
+They are ordinary plans, so that no second list of kernels has to be kept: prompts of many lengths
+with a shared prefix, a full batch, and every way of sampling. Their rows read and write block 0 and
+copy it to the last block; the runner zeroes both afterwards. The module knows no device.
+`engine.runner.gpu_runner` calls it.
 """
 
 from __future__ import annotations
@@ -17,8 +19,9 @@ from msgspec import Struct
 from engine.api import Sampling
 from engine.plan import BegunSequence, BlockCopy, Group, Row, StepPlan
 
-MANY = 128
-"""Tokens: a prefix that is read once for all, and rows that are not launched as a few are."""
+PREFIX_TOKENS = 128
+"""Length of the shared prefix, long enough to be read once for all rows; and of the prompts that
+sample, long enough for the kernels of many rows."""
 
 SAMPLINGS = (
     Sampling(temperature=0),
@@ -30,11 +33,11 @@ SAMPLINGS = (
     Sampling(logit_bias={0: 1.0}),
     Sampling(repetition_penalty=1.1, presence_penalty=0.1, frequency_penalty=0.1),
 )
-"""Between them they ask for everything that a draw can depend on."""
+"""Together they use every parameter that sampling depends on."""
 
 
 class WarmupLimits(Struct, frozen=True, gc=False):
-    """What a step may have, and the size of the vocabulary."""
+    """Limits of a step, the size of the KV pool in blocks, and the size of the vocabulary."""
 
     block_size: int
     blocks: int
@@ -44,28 +47,30 @@ class WarmupLimits(Struct, frozen=True, gc=False):
     vocab: int
 
 
-def first_steps(limits: WarmupLimits) -> Iterator[StepPlan]:
-    """The plans, each with sequences of its own to be ended after it; ids are below 0.
+def warmup_plans(limits: WarmupLimits) -> Iterator[StepPlan]:
+    """Yield the plans. Each begins its own sequences, with ids below 0; the caller ends them after
+    the step.
 
-    Two prompts at a time, twice as long as the ones before, up to the longest step; then as many
-    as there may be; then draws. In all about twice the tokens of the longest step.
+    First two prompts at a time, doubling in length up to the longest step; then full batches; then
+    sampling. In all about twice the tokens of the longest step.
     """
-    most = limits.step_tokens
-    for total in [*(1 << n for n in range(1, most.bit_length())), most]:
+    longest = limits.step_tokens
+    for total in [*(1 << n for n in range(1, longest.bit_length())), longest]:
         yield _prompts(limits, 2, total // 2)
     yield _prompts(limits, limits.sequences, 2)
     yield _prompts(limits, limits.sequences, 1)
     for first in range(0, len(SAMPLINGS), limits.sequences):
         kinds = SAMPLINGS[first : first + limits.sequences]
-        yield _draws(limits, tuple(kind for kind in kinds if kind in SAMPLINGS[:2]) or kinds)
-        yield _draws(limits, kinds, prompt_logprobs=1, masks=1)
-        yield _draws(limits, kinds, masks=len(kinds))
+        yield _sampling(limits, tuple(kind for kind in kinds if kind in SAMPLINGS[:2]) or kinds)
+        yield _sampling(limits, kinds, prompt_logprobs=1, masks=1)
+        yield _sampling(limits, kinds, masks=len(kinds))
 
 
 def _prompts(limits: WarmupLimits, sequences: int, tokens: int) -> StepPlan:
-    """Prompts of `tokens` behind a prefix in common, as many and as long as may be."""
+    """Return a step of prompts of `tokens` after a shared prefix; both counts are cut to the
+    limits."""
     size = limits.block_size
-    shared = min(MANY // size, (limits.context - 1) // size)
+    shared = min(PREFIX_TOKENS // size, (limits.context - 1) // size)
     start = shared * size
     sequences = max(1, min(sequences, limits.sequences, limits.step_tokens))
     tokens = max(1, min(tokens, limits.context - start, limits.step_tokens // sequences))
@@ -80,14 +85,15 @@ def _prompts(limits: WarmupLimits, sequences: int, tokens: int) -> StepPlan:
     )
 
 
-def _draws(
+def _sampling(
     limits: WarmupLimits,
     kinds: tuple[Sampling, ...],
     prompt_logprobs: int | None = None,
     masks: int = 0,
 ) -> StepPlan:
-    """One prompt, from which each kind draws, the first `masks` of them under a mask."""
-    tokens = min(MANY, limits.context, limits.step_tokens)
+    """Return a step of one prompt from which each kind samples, the first `masks` of them under a
+    mask."""
+    tokens = min(PREFIX_TOKENS, limits.context, limits.step_tokens)
     ids = tuple(range(-1, -1 - len(kinds), -1))
     mask = np.full(-(-limits.vocab // 32), -1, np.int32)
     return StepPlan(

@@ -130,7 +130,7 @@ class EngineService:
         try:
             core, info = self._make_core()
             core.cache.facts = self._losses.note
-            prove_alive(core)
+            smoke_test(core)
             self.info = info
             self.ready.set()
             self._changed()
@@ -282,7 +282,7 @@ def _refused(request: Request, code: str, message: str) -> Finished:
     return Finished(request.request_id, "refused", Usage(), code, message)
 
 
-def prove_alive(core: Core) -> None:
+def smoke_test(core: Core) -> None:
     """Readiness means that a token was produced, which no count keeps. Raises EngineError if none
     comes."""
     grant = Grant(namespace=b"", read=False, write=False)
@@ -306,9 +306,9 @@ def core_of_model(folder: Path, config: EngineConfig) -> tuple[Core, EngineInfo]
 
     card = load_card(folder)
     if config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available()):
-        from engine.runner.gpu_build import build_device_runner
+        from engine.runner.gpu_build import build_gpu_runner
 
-        built = build_device_runner(card, config)
+        built = build_gpu_runner(card, config)
     else:
         from engine.runner.cpu_runner import build_runner
 
@@ -328,15 +328,15 @@ def core_of_model(folder: Path, config: EngineConfig) -> tuple[Core, EngineInfo]
     info = EngineInfo(
         epoch=secrets.token_hex(8),
         model=card.name,
-        model_digest=f"{card.digest}-{built.form.name}-{built.form.block_size}",
+        model_digest=f"{card.digest}-{built.kv_format.name}-{built.kv_format.block_size}",
         model_dir=str(folder),
         vocab_size=card.config.vocab,
         context_tokens=built.context,
         block_size=config.block_size,
         blocks=built.blocks,
         floor_blocks_max=core.cache.floor_blocks_max,
-        kv_bytes_per_block=built.form.block_bytes,
-        kv_format=built.form.name,
+        kv_bytes_per_block=built.kv_format.block_bytes,
+        kv_format=built.kv_format.name,
         device=built.device,
         pid=os.getpid(),
     )

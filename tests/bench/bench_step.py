@@ -26,12 +26,14 @@ import torch
 
 from engine.attention.batch import make_batch
 from engine.attention.cpu_backend import CpuAttention
+from engine.attention.interface import attention_spec
 from engine.attention.torch_backend import TorchAttention
-from engine.kv.storage import KvStorage, kv_format
+from engine.kv.format import kv_format
+from engine.kv.storage import KvStorage
 from engine.model_store import ModelConfig
-from engine.models.cpu_llama import CpuLlama, load_kernels
+from engine.models.cpu_llama import load_kernels
 from engine.models.layers import TorchOps
-from engine.models.registry import build_model
+from engine.models.registry import build_cpu_model, build_model
 from engine.plan import Group, Row, StepPlan
 from engine.weights import random_weights
 
@@ -77,13 +79,13 @@ def ours(threads: int, in_c: bool) -> Callable[[str], float]:
     kernels = load_kernels(SHAPE, threads) if in_c else None
     dtype = torch.bfloat16 if kernels else torch.float32
     layout = kv_format(SHAPE, dtype, 16, "panels" if kernels else "slots")
-    kv = KvStorage(layout, BLOCKS, dtype, CPU)
+    kv = KvStorage(layout, BLOCKS, CPU)
     weights = random_weights(SHAPE, dtype, 0, CPU)
     model: Any
     attention: Any
     if kernels:
-        model = CpuLlama(SHAPE, weights, kernels, kv, SHAPE.context)
-        attention = CpuAttention(SHAPE.heads // SHAPE.kv_heads)
+        model = build_cpu_model(SHAPE, weights, kernels, kv, SHAPE.context)
+        attention = CpuAttention(attention_spec(SHAPE))
     else:
         model = build_model(SHAPE, weights, TorchOps())
         attention = TorchAttention(SHAPE, kv, SHAPE.context)

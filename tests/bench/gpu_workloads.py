@@ -25,10 +25,11 @@ from engine.api import CacheGrant, Finished, Request, Sampling, Tokens
 from engine.cache import PrefixCache
 from engine.config import EngineConfig
 from engine.core.core import Core
-from engine.kv.storage import KvStorage, kv_format
+from engine.kv.format import kv_format
+from engine.kv.storage import KvStorage
 from engine.model_store import ModelConfig
 from engine.models.gpu_layers import GpuOps
-from engine.models.llama import LlamaModel
+from engine.models.registry import build_model
 from engine.plan import StepResult
 from engine.runner.gpu_runner import GpuRunner
 from engine.server.gc_tuning import FrozenHeap
@@ -133,10 +134,10 @@ class Bench:
         weights = random_weights(config, torch.bfloat16, 0, device)
         self.weight_bytes = sum(t.numel() * 2 for t in weights.values())
         self.weight_bytes -= weights["model.embed_tokens.weight"].numel() * 2
-        model = LlamaModel(config, weights, GpuOps())
+        model = build_model(config, weights, GpuOps())
         form = kv_format(config, torch.bfloat16, BLOCK)
         self.token_bytes = form.block_bytes // BLOCK
-        kv = KvStorage(form, blocks, torch.bfloat16, device)
+        kv = KvStorage(form, blocks, device)
         self.runner = TimedRunner(
             model, kv, context=config.context, seats=288, tokens_max=8192 + 288
         )

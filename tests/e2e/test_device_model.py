@@ -16,7 +16,8 @@ from engine.api import CacheGrant, Finished, PromptLogprobs, Request, SampledTok
 from engine.cache import PrefixCache
 from engine.config import EngineConfig
 from engine.core.core import Core
-from engine.kv.storage import KvStorage, kv_format
+from engine.kv.format import kv_format
+from engine.kv.storage import KvStorage
 from engine.model_store import ModelCard
 from engine.models.gpu_layers import GpuOps
 from engine.models.registry import build_model
@@ -63,7 +64,7 @@ def on_cpu(card: ModelCard) -> CpuRunner:
 def on_device(card: ModelCard, dtype: torch.dtype) -> GpuRunner:
     device = torch.device("cuda")
     model = build_model(card.config, load_weights(card, dtype, device), GpuOps())
-    kv = KvStorage(kv_format(card.config, dtype, BLOCK), BLOCKS, dtype, device)
+    kv = KvStorage(kv_format(card.config, dtype, BLOCK), BLOCKS, device)
     return GpuRunner(model, kv, context=CONTEXT, seats=16, tokens_max=600)
 
 

@@ -1,4 +1,4 @@
-"""A step's rows as tensors, by hand."""
+"""A step's rows as tensors, against values worked out by hand."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from engine.attention.batch import make_batch
 from engine.plan import Row, StepPlan
 
 
-def test_each_token_has_its_position_and_slot() -> None:
-    """Tables are read from the block that the slice starts in, wherever the blocks lie."""
+def test_batch_has_position_and_slot_of_each_token() -> None:
+    """A block table is read from the block in which the row starts."""
     rows = (
         Row(7, 14, 4, [9, 2, 5], 0, [1, 2, 3, 4]),
         Row(8, 32, 1, [0, 1, 6], 3, None, samples=(8,)),
@@ -21,8 +21,8 @@ def test_each_token_has_its_position_and_slot() -> None:
     assert batch.row_ends == [4, 5]
 
 
-def test_logits_are_wanted_where_a_token_is_drawn_or_a_prompt_is_scored() -> None:
-    """A slice from the middle of a prompt needs none: the head is a fifth of the work."""
+def test_logit_rows_are_sampled_or_scored_tokens() -> None:
+    """A chunk from the middle of a prompt needs no logits: the head is a fifth of the work."""
     rows = (
         Row(1, 0, 3, [0], 0, [1, 2, 3]),
         Row(2, 0, 2, [1], 0, [4, 5], prompt_logprobs=0, next_token_id=6),

@@ -1,4 +1,4 @@
-"""Which keys each token takes, counted tile by tile over random trees. No model, no kernel."""
+"""The keys that each token takes, tile by tile, over random trees. No model, no kernel."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ import pytest
 
 from engine.attention.batch import make_batch
 from engine.attention.cpu_backend import TILE, CpuAttention, CpuWork
+from engine.attention.interface import AttentionSpec
 from engine.plan import Group, Row, StepPlan
 
 BLOCK = 16
 
 
-def lay_out(plan: StepPlan, heads_per_kv_head: int = 3) -> CpuWork:
-    attention = CpuAttention(heads_per_kv_head)
+def lay_out(plan: StepPlan, group_size: int = 3) -> CpuWork:
+    attention = CpuAttention(AttentionSpec(group_size, 1, 32))
     attention.begin(plan, make_batch(plan, BLOCK, lambda _: 0))
     assert attention.work is not None
     return attention.work
 
 
 def tiles_of(work: CpuWork) -> dict[int, list[tuple[int, ...]]]:
-    """token → the blocks of each tile it takes, in order."""
+    """Return, by token, the blocks of each tile that it takes, in order."""
     taken: dict[int, list[tuple[int, ...]]] = {token: [] for token in range(work.tokens)}
     for first, end, segment, segment_end in work.bundles.tolist():
         for at in range(segment, segment_end):
@@ -33,13 +34,13 @@ def tiles_of(work: CpuWork) -> dict[int, list[tuple[int, ...]]]:
                     here = min(keys, int(work.positions[token]) + 1, (tile + 1) * TILE)
                     blocks = range(tile * TILE // BLOCK, -(-here // BLOCK))
                     assert blocks or high - low > 1, "a tile without keys"
-                    if blocks:  # else a later token's, which this one does not see
+                    if blocks:  # else keys of a later token, which the mask hides
                         taken[token].append(tuple(int(work.tables[table + b]) for b in blocks))
     return taken
 
 
 def random_tree(rng: random.Random) -> StepPlan:
-    """Rows under a tree of shared runs, with the groups that core would name, and some prompts."""
+    """Return rows under a tree of shared runs, with the groups of core's plan, and some prompts."""
     rows: list[Row] = []
     groups: list[tuple[int, Group]] = []
     fresh = iter(range(10_000))
@@ -66,8 +67,8 @@ def random_tree(rng: random.Random) -> StepPlan:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_every_token_takes_each_of_its_tiles_once_and_in_order(seed: int) -> None:
-    """Ascending order is what makes a result the same bits with and without sharing."""
+def test_token_takes_its_tiles_once_in_ascending_order(seed: int) -> None:
+    """A result has the same bits with and without sharing because the order is fixed."""
     rng = random.Random(seed)
     plan = random_tree(rng)
 
@@ -82,7 +83,7 @@ def test_every_token_takes_each_of_its_tiles_once_and_in_order(seed: int) -> Non
             token += 1
 
 
-def test_a_shared_run_is_read_once_for_a_bundle() -> None:
+def test_shared_run_is_read_once_per_bundle() -> None:
     """Sixteen rows over 64 shared blocks are two bundles: the run is read twice, not 16 times."""
     shared = list(range(64))
     rows = tuple(Row(i, 1030, 1, [*shared, 100 + i], 0, [0]) for i in range(16))
@@ -95,8 +96,8 @@ def test_a_shared_run_is_read_once_for_a_bundle() -> None:
     assert tiles == 2 * 16 + 16
 
 
-def test_without_groups_every_row_is_still_right() -> None:
-    """A plan may leave them out."""
+def test_rows_are_right_without_groups() -> None:
+    """A plan may omit groups."""
     rows = tuple(Row(i, 70, 1, [0, 1, 2, 3, 10 + i], 0, [0]) for i in range(3))
 
     taken = tiles_of(lay_out(StepPlan(step=0, rows=rows)))

@@ -1,6 +1,6 @@
-"""A Llama with no cache, no batch and no fusion: what every path through the engine must match.
+"""A Llama without cache, batch or fusion, which every path through the engine must match.
 
-It reads the published names of the weights and recomputes a whole sequence in fp64.
+It reads weights by their published names and recomputes a whole sequence in fp64.
 """
 
 from __future__ import annotations
@@ -14,30 +14,30 @@ from engine.weights import Weights
 
 
 def dense_logits(config: ModelConfig, weights: Weights, tokens: list[int]) -> torch.Tensor:
-    """Logits [T, vocab] fp64 of every position, on the CPU wherever the weights are."""
+    """Return the logits [T, vocab] fp64 of every position, computed on the CPU."""
     w = {name: tensor.cpu().double() for name, tensor in weights.items()}
     x = w["model.embed_tokens.weight"][tokens]
-    turn = turns(config, len(tokens))
+    rotations = rope_rotations(config, len(tokens))
     for layer in range(config.layers):
-        at = f"model.layers.{layer}."
-        normed = rms(x, w[f"{at}input_layernorm.weight"], config.norm_eps)
+        prefix = f"model.layers.{layer}."
+        normed = rms(x, w[f"{prefix}input_layernorm.weight"], config.norm_eps)
         q, k, v = (
-            (normed @ w[f"{at}self_attn.{name}_proj.weight"].T).view(
+            (normed @ w[f"{prefix}self_attn.{name}_proj.weight"].T).view(
                 len(tokens), -1, config.head_dim
             )
             for name in "qkv"
         )
         repeat = config.heads // config.kv_heads
-        q, k = rotated(q, turn), rotated(k, turn).repeat_interleave(repeat, 1)
+        q, k = rotated(q, rotations), rotated(k, rotations).repeat_interleave(repeat, 1)
         v = v.repeat_interleave(repeat, 1)
         scores = torch.einsum("qhd,khd->hqk", q, k) / math.sqrt(config.head_dim)
-        later = torch.ones(len(tokens), len(tokens), dtype=torch.bool).triu(1)
-        weight = scores.masked_fill(later, -math.inf).softmax(-1)
+        future = torch.ones(len(tokens), len(tokens), dtype=torch.bool).triu(1)
+        weight = scores.masked_fill(future, -math.inf).softmax(-1)
         mixed = torch.einsum("hqk,khd->qhd", weight, v).flatten(1)
-        x = x + mixed @ w[f"{at}self_attn.o_proj.weight"].T
-        normed = rms(x, w[f"{at}post_attention_layernorm.weight"], config.norm_eps)
-        gate, up = (normed @ w[f"{at}mlp.{name}_proj.weight"].T for name in ("gate", "up"))
-        x = x + (gate * gate.sigmoid() * up) @ w[f"{at}mlp.down_proj.weight"].T
+        x = x + mixed @ w[f"{prefix}self_attn.o_proj.weight"].T
+        normed = rms(x, w[f"{prefix}post_attention_layernorm.weight"], config.norm_eps)
+        gate, up = (normed @ w[f"{prefix}mlp.{name}_proj.weight"].T for name in ("gate", "up"))
+        x = x + (gate * gate.sigmoid() * up) @ w[f"{prefix}mlp.down_proj.weight"].T
     head = w.get("lm_head.weight", w["model.embed_tokens.weight"])
     return rms(x, w["model.norm.weight"], config.norm_eps) @ head.T
 
@@ -46,8 +46,8 @@ def rms(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps) * weight
 
 
-def turns(config: ModelConfig, length: int) -> torch.Tensor:
-    """e^(i * position * frequency) [T, D / 2]; Llama 3's stretching written out by cases."""
+def rope_rotations(config: ModelConfig, length: int) -> torch.Tensor:
+    """Return e^(i * position * frequency) [T, D / 2]; Llama 3's scaling is written out by cases."""
     angles = []
     for i in range(config.head_dim // 2):
         frequency = config.rope_theta ** (-2 * i / config.head_dim)
@@ -67,8 +67,8 @@ def turns(config: ModelConfig, length: int) -> torch.Tensor:
     return torch.polar(torch.ones_like(angle), angle)
 
 
-def rotated(x: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
-    """x [T, heads, D]: channel i and channel i + D / 2 are one complex number."""
+def rotated(x: torch.Tensor, rotations: torch.Tensor) -> torch.Tensor:
+    """Rotate x [T, heads, D]; channels i and i + D / 2 are one complex number."""
     first, second = x.chunk(2, -1)
-    turned = torch.complex(first, second) * turn[:, None]
-    return torch.cat([turned.real, turned.imag], -1)
+    products = torch.complex(first, second) * rotations[:, None]
+    return torch.cat([products.real, products.imag], -1)

@@ -1,23 +1,28 @@
-"""Both ways through a Llama, in torch and in C, against a dense reading of the same weights."""
+"""The Llama models, in torch and in C, against a dense computation of the same weights."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from engine.attention.batch import make_batch
 from engine.attention.cpu_backend import CpuAttention
+from engine.attention.interface import AttentionBackend, attention_spec
 from engine.attention.torch_backend import TorchAttention
-from engine.kv.storage import KvStorage, kv_format
+from engine.errors import ModelError
+from engine.kv.format import kv_format
+from engine.kv.storage import KvStorage
 from engine.model_store import ModelConfig
-from engine.models.cpu_llama import CpuLlama, Kernels, load_kernels
-from engine.models.gpu_layers import CUT_ROWS, in_two, whole_waves
+from engine.models.cpu_llama import Kernels, load_kernels
+from engine.models.gpu_layers import SPLIT_ROWS, columns_in_full_waves, split_linear
+from engine.models.interface import Model
 from engine.models.layers import TorchOps
-from engine.models.registry import build_model
+from engine.models.registry import build_cpu_model, build_model
 from engine.plan import Row, StepPlan
-from engine.runner.cpu_runner import StepModel
 from engine.weights import Weights
 from tests.models import LLAMA3_SCALING, tiny_config, tiny_weights
 from tests.unit.engine.models.dense_llama import dense_logits
@@ -39,11 +44,11 @@ SLICES = ((150,), (1,) * 20 + (130,), (64, 1, 63, 22), (15, 2, 100, 1, 32))
 
 @pytest.fixture(scope="module")
 def kernels() -> Iterator[Kernels]:
-    made = load_kernels(SHAPES["MHA"], threads=2)
-    if made is None:
-        pytest.skip("no C compiler here")
-    yield made
-    made.close()
+    kernels = load_kernels(SHAPES["MHA"], threads=2)
+    if kernels is None:
+        pytest.skip("no C compiler")
+    yield kernels
+    kernels.close()
 
 
 def tokens_of(config: ModelConfig) -> list[int]:
@@ -51,17 +56,18 @@ def tokens_of(config: ModelConfig) -> list[int]:
     return torch.randint(config.vocab, (150,), generator=generator).tolist()
 
 
-def through(
+def logits_of(
     config: ModelConfig, weights: Weights, kernels: Kernels | None, slices: tuple[int, ...],
     kv_dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:  # fmt: skip
-    """Logits of every position of a prompt computed in slices, in blocks out of order."""
+    """Return the logits of every position of a prompt computed in slices, in blocks out of
+    order."""
     tokens = tokens_of(config)
     layout = kv_format(config, kv_dtype, BLOCK, "slots" if kernels is None else "panels")
-    kv = KvStorage(layout, 12, kv_dtype, CPU)
+    kv = KvStorage(layout, 12, CPU)
     blocks = [11, 0, 10, 1, 9, 2, 8, 3, 7, 4]
     start, found = 0, []
-    model, attention = path_of(config, weights, kernels, kv)
+    model, attention = build(config, weights, kernels, kv)
     for count in slices:
         row = Row(0, start, count, blocks, 0, tokens[start : start + count])
         plan = StepPlan(step=0, rows=(row,))
@@ -72,50 +78,56 @@ def through(
     return torch.cat(found)
 
 
-def path_of(
+def build(
     config: ModelConfig, weights: Weights, kernels: Kernels | None, kv: KvStorage
-) -> tuple[StepModel, TorchAttention | CpuAttention]:
+) -> tuple[Model[Any], AttentionBackend]:
+    """Return a model and its attention backend, in C with `kernels`, else in torch."""
     if kernels is None:
         return build_model(config, weights, TorchOps()), TorchAttention(config, kv, CONTEXT)
-    attention = CpuAttention(config.heads // config.kv_heads)
-    return CpuLlama(config, weights, kernels, kv, CONTEXT), attention
+    attention = CpuAttention(attention_spec(config))
+    return build_cpu_model(config, weights, kernels, kv, CONTEXT), attention
 
 
 def error(got: torch.Tensor, expected: torch.Tensor) -> float:
-    """The worst logit, in units of the logits' deviation."""
+    """Return the largest error of a logit, in standard deviations of the logits."""
     return float((got - expected).abs().max() / expected.std())
 
 
 @pytest.mark.parametrize("path", ["torch", "c"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_logits_are_the_dense_ones(shape: str, path: str, request: pytest.FixtureRequest) -> None:
-    """In fp32 both differ from fp64 by the rounding of sums alone."""
+def test_logits_equal_dense_computation(
+    shape: str, path: str, request: pytest.FixtureRequest
+) -> None:
+    """In fp32 both models differ from fp64 by rounding of sums only."""
     config, weights = SHAPES[shape], tiny_weights(SHAPES[shape])
     expected = dense_logits(config, weights, tokens_of(config))
     kernels = request.getfixturevalue("kernels") if path == "c" else None
 
     for slices in SLICES:
-        got = through(config, dict(weights), kernels, slices)
+        got = logits_of(config, dict(weights), kernels, slices)
 
         assert error(got, expected) < 2e-5, slices
 
 
-def test_rows_that_nobody_wants_change_nothing_for_those_that_are_wanted() -> None:
-    """After the last attention a prompt's other rows are left out; their KV is not."""
+@pytest.mark.parametrize("path", ["torch", "c"])
+def test_output_rows_equal_rows_of_whole_result(path: str, request: pytest.FixtureRequest) -> None:
+    """Only rows after the last attention are skipped; the KV of every row is written."""
     config, weights = SHAPES["GQA"], tiny_weights(SHAPES["GQA"])
-    kv = KvStorage(kv_format(config, torch.float32, BLOCK), 12, torch.float32, CPU)
-    model, attention = build_model(config, weights, TorchOps()), TorchAttention(config, kv, CONTEXT)
+    kernels = request.getfixturevalue("kernels") if path == "c" else None
+    layout = kv_format(config, torch.float32, BLOCK, "slots" if kernels is None else "panels")
+    kv = KvStorage(layout, 12, CPU)
+    model, attention = build(config, weights, kernels, kv)
     tokens = tokens_of(config)[:40]
     plan = StepPlan(step=0, rows=(Row(0, 0, 40, [3, 1, 2, 0], 0, tokens),))
     batch = make_batch(plan, BLOCK, lambda _: 0)
     attention.begin(plan, batch)
-    whole = model.forward(batch.token_ids, attention)
+    whole = model.forward(batch.token_ids, attention).clone()
     written = kv.data.clone()
     kv.data.zero_()
 
-    some = model.forward(batch.token_ids, attention, torch.tensor([39, 7]))
+    rows = model.forward(batch.token_ids, attention, torch.tensor([39, 7]))
 
-    torch.testing.assert_close(some, whole[[39, 7]], rtol=0, atol=1e-5)
+    torch.testing.assert_close(rows, whole[[39, 7]], rtol=0, atol=1e-5)
     torch.testing.assert_close(kv.data, written, rtol=0, atol=1e-6)
 
 
@@ -123,48 +135,61 @@ def test_rows_that_nobody_wants_change_nothing_for_those_that_are_wanted() -> No
     ("columns", "expected"),
     [(28_672, 16_896), (6_144, 0), (16_896, 0), (33_792, 0), (17_000, 0), (33_000, 0)],
 )
-def test_products_are_cut_where_the_last_wave_is_half_empty(columns: int, expected: int) -> None:
-    """On 132 multiprocessors: after whole waves, and only where the rest is neither little nor
-    nearly a wave."""
-    assert whole_waves(columns, 132) == expected
+def test_product_is_split_where_last_wave_is_half_empty(columns: int, expected: int) -> None:
+    """On 132 multiprocessors: after whole waves, where the rest is between a quarter and three
+    quarters of a wave."""
+    assert columns_in_full_waves(columns, 132) == expected
 
 
-@pytest.mark.parametrize("rows", [CUT_ROWS, 3])
-def test_a_product_in_two_is_the_product(rows: int) -> None:
+@pytest.mark.parametrize("rows", [SPLIT_ROWS, 3])
+def test_split_product_equals_product(rows: int) -> None:
     """Every column is computed once, whatever the number of tokens."""
     generator = torch.Generator().manual_seed(6)
     x = torch.randn(rows, 24, generator=generator)
     weight = torch.randn(40, 24, generator=generator)
 
-    got = in_two(x, weight, 16)
+    got = split_linear(x, weight, 16)
 
     torch.testing.assert_close(got, x @ weight.T)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_in_c_slices_change_no_bit(shape: str, kernels: Kernels) -> None:
-    """The promise that makes cached equal uncached; see ADR 0010."""
+def test_slices_change_no_bit_in_c(shape: str, kernels: Kernels) -> None:
+    """Cached results equal uncached results because of this; see ADR 0010."""
     config = SHAPES[shape]
     for dtype in (torch.float32, torch.bfloat16):
         weights = {n: t.to(dtype) for n, t in tiny_weights(config).items()}
-        whole = through(config, dict(weights), kernels, SLICES[0], dtype)
+        whole = logits_of(config, dict(weights), kernels, SLICES[0], dtype)
 
         for slices in SLICES[1:]:
-            assert torch.equal(through(config, dict(weights), kernels, slices, dtype), whole)
+            assert torch.equal(logits_of(config, dict(weights), kernels, slices, dtype), whole)
 
 
-def test_bf16_weights_and_kv_stay_near_the_dense_reading_of_them(kernels: Kernels) -> None:
-    """Where the CPU has no bf16 products only the KV is rounded, at 2^-9; where it has them, the
-    activations are too. Wrong halves of a pair would be off by the deviation itself."""
+def test_bf16_weights_and_kv_stay_near_dense_computation(kernels: Kernels) -> None:
+    """Without bf16 products on the CPU only the KV is rounded, at 2^-9; with them the activations
+    are rounded too. Swapped halves of a bf16 pair would be off by a whole deviation."""
     config = SHAPES["GQA"]
     weights = {n: t.bfloat16() for n, t in tiny_weights(config).items()}
     expected = dense_logits(config, weights, tokens_of(config))
 
-    got = through(config, dict(weights), kernels, SLICES[3], torch.bfloat16)
+    got = logits_of(config, dict(weights), kernels, SLICES[3], torch.bfloat16)
 
     assert error(got, expected) < (0.2 if kernels.prefers_dot else 0.05)
 
 
-def test_shapes_that_the_kernels_do_not_fit_are_left_to_torch() -> None:
-    """A bias or a head of 20 channels must not be computed wrongly in C."""
+def test_kernels_are_not_loaded_for_unsupported_shape() -> None:
+    """Torch computes heads of 20 channels; C would compute them wrongly."""
     assert load_kernels(tiny_config(head_dim=20), threads=1) is None
+
+
+@pytest.mark.parametrize("path", ["torch", "c"])
+def test_unknown_architecture_is_refused(path: str, request: pytest.FixtureRequest) -> None:
+    """Granite's tensors have Llama's names, but its multipliers make it another model."""
+    config = msgspec.structs.replace(SHAPES["MHA"], architecture="granite")
+    kernels = request.getfixturevalue("kernels") if path == "c" else None
+    kv = KvStorage(kv_format(config, torch.float32, BLOCK), 1, CPU)
+
+    with pytest.raises(ModelError, match="'granite'; expected one of llama, mistral") as caught:
+        build(config, tiny_weights(config), kernels, kv)
+
+    assert caught.value.code == "unsupported"

@@ -1,6 +1,6 @@
-"""The CPU runner, in torch and in C, against recomputing every sequence from nothing.
+"""The CPU runner, in torch and in C, against dense recomputation of every sequence.
 
-Tokens and their logprobs are what a plan's maker can see, so they are what is compared.
+Tests compare tokens and logprobs, which is all that a step result shows.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ GREEDY = Sampling(temperature=0, logprobs=0)
 TOLERANCE = 1e-4
 
 FP32 = EngineConfig(dtype="fp32", kv_dtype="fp32")
-AS_IT_COMES = EngineConfig()
+AUTO = EngineConfig()
 
 
 @pytest.fixture(scope="module")
@@ -42,14 +42,14 @@ Make = Callable[[EngineConfig], CpuRunner]
 
 @pytest.fixture(params=["torch", "c"])
 def make(request: pytest.FixtureRequest, card: ModelCard) -> Make:
-    """A runner by either path; its threads end with the test."""
+    """Return a constructor of runners in torch or in C; its threads end with the test."""
 
     def made(config: EngineConfig) -> CpuRunner:
         kernels = None
         if request.param == "c":
             kernels = load_kernels(card.config, threads=2)
             if kernels is None:
-                pytest.skip("no C compiler here")
+                pytest.skip("no C compiler")
             request.addfinalizer(kernels.close)
         return CpuRunner(card, config, blocks=BLOCKS, context=CONTEXT, kernels=kernels)
 
@@ -62,7 +62,7 @@ def runner(make: Make) -> CpuRunner:
 
 
 class Dense:
-    """The next token of any history, recomputed from nothing."""
+    """The dense model: recomputes the next token of any history."""
 
     def __init__(self, card: ModelCard) -> None:
         self.card = card
@@ -72,7 +72,7 @@ class Dense:
         return dense_logits(self.card.config, self.weights, list(tokens)).log_softmax(-1)
 
     def check(self, history: Sequence[int], token: SampledToken) -> None:
-        """`token` is the likeliest after `history`, and as likely as it says."""
+        """Assert that `token` is the likeliest after `history` and that its logprob is right."""
         expected = self.logprobs(history)[-1]
         assert token.logprob is not None
         assert abs(token.logprob - float(expected[token.token_id])) < TOLERANCE
@@ -102,8 +102,8 @@ def drawn(result: StepResult) -> dict[int, SampledToken]:
     return {sampled.sequence_id: sampled.token for sampled in result.sampled}
 
 
-def test_a_prompt_in_slices_then_tokens_one_by_one(runner: CpuRunner, dense: Dense) -> None:
-    """The life of one request; its last token is known to the runner alone."""
+def test_chunked_prompt_then_decoding_equals_dense(runner: CpuRunner, dense: Dense) -> None:
+    """While it decodes, only the runner knows the sequence's last token."""
     prompt, table = tokens_of(1, 50), [5, 1, 8, 3, 7]
     plan = StepPlan(0, (Row(1, 0, 33, table, 0, prompt[:33]),), begun=(begun(1, prompt),))
     assert run(runner, plan).sampled == ()
@@ -118,8 +118,8 @@ def test_a_prompt_in_slices_then_tokens_one_by_one(runner: CpuRunner, dense: Den
     dense.check(history, token)
 
 
-def test_rows_that_share_runs_at_several_levels(runner: CpuRunner, dense: Dense) -> None:
-    """Four sequences: all share 80 tokens, two of them 80 more; a prompt runs beside them."""
+def test_shared_runs_at_several_levels_equal_dense(runner: CpuRunner, dense: Dense) -> None:
+    """Four sequences share 80 tokens, two of them 80 more; a prompt is in the same batch."""
     root, branch = tokens_of(2, 80), tokens_of(3, 80)
     histories = [
         root + branch + tokens_of(10, 7),
@@ -134,7 +134,7 @@ def test_rows_that_share_runs_at_several_levels(runner: CpuRunner, dense: Dense)
         [*shared, 44],
         [*shared, 45, 46, 47],
     ]
-    fill(runner, histories, tables)
+    prefill(runner, histories, tables)
     prompt = tokens_of(14, 30)
     rows = [
         Row(i, len(h) - 1, 1, t, 0, [h[-1]], (i,))
@@ -149,15 +149,15 @@ def test_rows_that_share_runs_at_several_levels(runner: CpuRunner, dense: Dense)
         dense.check(history, drawn(result)[i if i < 4 else 9])
 
 
-def fill(runner: CpuRunner, histories: list[list[int]], tables: list[list[int]]) -> None:
-    """Begin each sequence and compute all but its last token, one by one."""
+def prefill(runner: CpuRunner, histories: list[list[int]], tables: list[list[int]]) -> None:
+    """Begin each sequence and compute all but its last token, one sequence per step."""
     for i, (history, table) in enumerate(zip(histories, tables, strict=True)):
         row = Row(i, 0, len(history) - 1, table, 0, history[:-1])
         run(runner, StepPlan(0, (row,), begun=(begun(i, history),)))
 
 
-def test_samples_of_one_prompt_draw_from_the_same_logits(runner: CpuRunner, dense: Dense) -> None:
-    """After a fork several sequences draw from one row, each with its own last token."""
+def test_forked_sequences_sample_from_same_logits(runner: CpuRunner, dense: Dense) -> None:
+    """After a fork several sequences sample from one row, and each keeps its own last token."""
     prompt = tokens_of(4, 20)
     both = tuple(begun(s, prompt) for s in (1, 2))
     plan = StepPlan(0, (Row(1, 0, 20, [0, 1], 0, prompt, (1, 2)),), begun=both)
@@ -168,8 +168,8 @@ def test_samples_of_one_prompt_draw_from_the_same_logits(runner: CpuRunner, dens
     dense.check(prompt, tokens[1])
 
 
-def test_a_copied_block_goes_its_own_way(runner: CpuRunner, dense: Dense) -> None:
-    """Copy-on-write: both write the slot behind the copied ones, each its own token."""
+def test_copied_block_is_independent_of_source(runner: CpuRunner, dense: Dense) -> None:
+    """Copy-on-write: both sequences write the slot behind the copied ones."""
     prompt = tokens_of(5, 20)
     first = StepPlan(0, (Row(1, 0, 20, [0, 1], 0, prompt, ()),), begun=(begun(1, prompt),))
     run(runner, first)
@@ -185,8 +185,8 @@ def test_a_copied_block_goes_its_own_way(runner: CpuRunner, dense: Dense) -> Non
     dense.check([*prompt, 22], tokens[2])
 
 
-def test_a_preempted_sequence_resumes_where_it_was(runner: CpuRunner, dense: Dense) -> None:
-    """Ended, begun again with its outputs, recomputed into other blocks, in one step."""
+def test_preempted_sequence_resumes(runner: CpuRunner, dense: Dense) -> None:
+    """One step ends it, begins it again with its outputs, and recomputes it into other blocks."""
     prompt = tokens_of(6, 30)
     plan = StepPlan(0, (Row(1, 0, 30, [0, 1], 0, prompt, (1,)),), begun=(begun(1, prompt),))
     history = [*prompt, drawn(run(runner, plan))[1].token_id]
@@ -202,10 +202,8 @@ def test_a_preempted_sequence_resumes_where_it_was(runner: CpuRunner, dense: Den
     dense.check(history, token)
 
 
-def test_prompt_logprobs_are_those_of_the_tokens_that_follow(
-    runner: CpuRunner, dense: Dense
-) -> None:
-    """In two slices: the first one's last position is scored by the token after it."""
+def test_prompt_logprobs_are_of_following_tokens(runner: CpuRunner, dense: Dense) -> None:
+    """In two chunks: the first chunk's last position is scored by the next chunk's first token."""
     prompt = tokens_of(7, 25)
     rows = [
         Row(1, 0, 10, [0, 1], 0, prompt[:10], (), prompt_logprobs=2, next_token_id=prompt[10]),
@@ -224,11 +222,11 @@ def test_prompt_logprobs_are_those_of_the_tokens_that_follow(
         assert len(entry.top) == 2
 
 
-def test_a_sequence_with_broken_kv_fails_alone(runner: CpuRunner, dense: Dense) -> None:
-    """NaN logits end the sequence that has them, and nobody else in its step."""
+def test_sequence_with_nan_kv_fails_alone(runner: CpuRunner, dense: Dense) -> None:
+    """NaN logits end their sequence and no other sequence of the step."""
     prompts = [tokens_of(8, 20), tokens_of(9, 20)]
     tables = [[0, 1], [2, 3]]
-    fill(runner, prompts, tables)
+    prefill(runner, prompts, tables)
     runner.kv.data[2] = float("nan")
     rows = tuple(Row(i, 19, 1, tables[i], 0, [prompts[i][-1]], (i,)) for i in (0, 1))
 
@@ -239,10 +237,10 @@ def test_a_sequence_with_broken_kv_fails_alone(runner: CpuRunner, dense: Dense) 
     dense.check(prompts[0], drawn(result)[0])
 
 
-def test_slots_that_are_not_a_sequences_own_are_never_seen(make: Make) -> None:
-    """Freed blocks keep what their last owner wrote. Poisoned with numbers as large as they get,
-    every slot that is not part of the history changes no bit of the outcome."""
-    runner = make(AS_IT_COMES)
+def test_slots_of_other_sequences_are_never_read(make: Make) -> None:
+    """Freed blocks keep their last owner's values. Huge values in every slot outside the history
+    change no bit of the result."""
+    runner = make(AUTO)
     prompt = tokens_of(10, 37)
     outcomes = []
     for poison in (0.0, 1e30, -1e30):
@@ -257,8 +255,8 @@ def test_slots_that_are_not_a_sequences_own_are_never_seen(make: Make) -> None:
     assert outcomes[2] == outcomes[0]
 
 
-def test_a_step_of_no_rows_is_answered(runner: CpuRunner) -> None:
-    """The last sequence was cancelled: there is something to end and nothing to compute."""
+def test_step_without_rows_returns_empty_result(runner: CpuRunner) -> None:
+    """The last sequence was cancelled: the plan only ends it."""
     prompt = tokens_of(1, 5)
     run(runner, StepPlan(0, (Row(1, 0, 5, [0], 0, prompt, (1,)),), begun=(begun(1, prompt),)))
 
@@ -268,12 +266,12 @@ def test_a_step_of_no_rows_is_answered(runner: CpuRunner) -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("config", [FP32, AS_IT_COMES], ids=["fp32", "auto"])
-def test_in_c_the_batch_changes_no_bit_of_a_row(
+@pytest.mark.parametrize("config", [FP32, AUTO], ids=["fp32", "auto"])
+def test_batch_changes_no_bit_of_a_row_in_c(
     seed: int, config: EngineConfig, card: ModelCard, request: pytest.FixtureRequest
 ) -> None:
-    """Alone, in a batch, with groups, with 1 thread or 3: the same logprob to the last bit. KV is
-    arbitrary numbers: what is shared are the blocks, whatever they hold."""
+    """Alone, in a batch, with groups, with 1 thread or 3: the logprobs are equal to the last bit.
+    The KV holds arbitrary numbers, because rows share blocks whatever these hold."""
     plan = random_tree(random.Random(seed))
     plans = {
         "groups": [plan],
@@ -284,7 +282,7 @@ def test_in_c_the_batch_changes_no_bit_of_a_row(
     for threads in (1, 3):
         kernels = load_kernels(card.config, threads)
         if kernels is None:
-            pytest.skip("no C compiler here")
+            pytest.skip("no C compiler")
         request.addfinalizer(kernels.close)
         for name, parts in plans.items():
             runner = CpuRunner(card, config, blocks=BLOCKS, context=CONTEXT, kernels=kernels)
@@ -298,7 +296,7 @@ def test_in_c_the_batch_changes_no_bit_of_a_row(
 
 
 def draws(runner: CpuRunner, plan: StepPlan) -> list[SampledToken]:
-    """A token from each row, of sequences begun here."""
+    """Begin the plan's sequences and return a sampled token of each row."""
     rows = tuple(
         Row(r.sequence_id, r.start, r.count, r.block_ids, 0, r.token_ids, (r.sequence_id,))
         for r in plan.rows
@@ -308,8 +306,8 @@ def draws(runner: CpuRunner, plan: StepPlan) -> list[SampledToken]:
     return [sampled.token for sampled in result.sampled]
 
 
-def test_a_built_runner_is_warm_and_as_large_as_was_asked(tmp_path: Path) -> None:
-    """`kv_memory_mib` is what the KV takes; the warm-up leaves nothing behind."""
+def test_built_runner_is_warm_and_has_requested_size(tmp_path: Path) -> None:
+    """The KV takes `kv_memory_mib`; warm-up leaves the KV zero."""
     card = prepared(tmp_path, tiny_config(head_dim=32, heads=3, kv_heads=1))
     threads = torch.get_num_threads()
     try:
@@ -319,7 +317,7 @@ def test_a_built_runner_is_warm_and_as_large_as_was_asked(tmp_path: Path) -> Non
 
     runner = built.runner
     assert isinstance(runner, CpuRunner)
-    assert runner.kv.data.nbytes == built.blocks * built.form.block_bytes
-    assert 4 * 2**20 - built.form.block_bytes < runner.kv.data.nbytes <= 4 * 2**20
+    assert runner.kv.data.nbytes == built.blocks * built.kv_format.block_bytes
+    assert 4 * 2**20 - built.kv_format.block_bytes < runner.kv.data.nbytes <= 4 * 2**20
     assert not runner.kv.data.any()
     assert built.context == card.config.context

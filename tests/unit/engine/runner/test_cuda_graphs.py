@@ -1,4 +1,4 @@
-"""Capturing and replaying, without a device: torch's part is played by one that only looks on."""
+"""Capture and replay of CUDA graphs without a GPU: `torch.cuda` is replaced by a fake."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from engine.runner.cuda_graphs import CudaGraphs, Key
+from engine.runner.cuda_graphs import CudaGraphs, GraphKey
 
-KEY: Key = (8, (2,), False)
+KEY: GraphKey = (8, (2,), False)
 
 
-class Capture:
-    """Stands for `torch.cuda`: during a capture it leaves garbage lying about, as any code may, and
-    has the collector look as often as it can."""
+class FakeTorchCuda:
+    """Fake `torch.cuda`: during a capture it makes garbage and lets the collector run as often as
+    possible."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.is_capturing = False
@@ -28,7 +28,7 @@ class Capture:
         monkeypatch.setattr(torch.cuda, "graph", self.graph)
 
     def wait_stream(self, stream: object) -> None:
-        """One stream after the other."""
+        """Do nothing."""
 
     def pool(self) -> str:
         return "pool"
@@ -45,25 +45,25 @@ class Capture:
         self.pools.append(pool)
         self.is_capturing = True
         thresholds = gc.get_threshold()
-        gc.callbacks.append(self.collecting)
+        gc.callbacks.append(self.count_collection)
         gc.set_threshold(1, 1, 1)
         try:
             yield
             for _ in range(100):
-                knot: list[object] = []
-                knot.append(knot)
+                cycle: list[object] = []
+                cycle.append(cycle)
         finally:
             gc.set_threshold(*thresholds)
-            gc.callbacks.remove(self.collecting)
+            gc.callbacks.remove(self.count_collection)
             self.is_capturing = False
 
-    def collecting(self, phase: str, facts: dict[str, int]) -> None:
+    def count_collection(self, phase: str, facts: dict[str, int]) -> None:
         self.collected += 1
 
 
-def test_nothing_is_collected_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Garbage may hold another graph, and to destroy one then is not permitted."""
-    torch_cuda, graphs = Capture(monkeypatch), CudaGraphs()
+def test_gc_is_paused_during_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Garbage may hold another graph, and destroying a graph breaks the capture."""
+    torch_cuda, graphs = FakeTorchCuda(monkeypatch), CudaGraphs()
 
     graphs.capture(KEY, lambda: torch.ones(1))
 
@@ -71,9 +71,9 @@ def test_nothing_is_collected_while_a_graph_is_captured(monkeypatch: pytest.Monk
     assert gc.isenabled()
 
 
-def test_a_capture_that_breaks_leaves_the_collector_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The step fails; the process lives on, with everybody's garbage."""
-    torch_cuda, graphs = Capture(monkeypatch), CudaGraphs()
+def test_failed_capture_resumes_gc(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step fails, but the process goes on and needs its garbage collected."""
+    torch_cuda, graphs = FakeTorchCuda(monkeypatch), CudaGraphs()
 
     def compute() -> torch.Tensor:
         if torch_cuda.is_capturing:
@@ -87,9 +87,8 @@ def test_a_capture_that_breaks_leaves_the_collector_on(monkeypatch: pytest.Monke
     assert KEY not in graphs
 
 
-def test_a_collector_that_was_off_stays_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever switched it off had a reason."""
-    Capture(monkeypatch)
+def test_capture_leaves_disabled_gc_disabled(monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeTorchCuda(monkeypatch)
     gc.disable()
     try:
         CudaGraphs().capture(KEY, lambda: torch.ones(1))
@@ -99,9 +98,9 @@ def test_a_collector_that_was_off_stays_off(monkeypatch: pytest.MonkeyPatch) -> 
         gc.enable()
 
 
-def test_a_graph_is_replayed_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was computed while capturing is where replays put their result; memory is shared."""
-    torch_cuda, graphs = Capture(monkeypatch), CudaGraphs()
+def test_replay_returns_captured_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replays write to the tensor that the capture computed; graphs share one memory pool."""
+    torch_cuda, graphs = FakeTorchCuda(monkeypatch), CudaGraphs()
     results = [torch.ones(1), torch.ones(2), torch.ones(3), torch.ones(4)]
     runs = iter(results)
 

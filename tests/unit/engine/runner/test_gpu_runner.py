@@ -1,6 +1,6 @@
-"""The device runner under the core against recomputing every sequence from nothing.
+"""The GPU runner under the core, against dense recomputation of every sequence.
 
-On a machine without a GPU its kernels run in Triton's interpreter, and there are no graphs.
+Without a GPU the kernels run in Triton's interpreter, and no graphs are captured.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from engine.cache import PrefixCache
 from engine.config import EngineConfig
 from engine.core.constraints import Constraints
 from engine.core.core import Core
-from engine.kv.storage import KvStorage, kv_format
+from engine.kv.format import kv_format
+from engine.kv.storage import KvStorage
 from engine.model_store import ModelConfig
 from engine.models.gpu_layers import GpuOps
 from engine.models.llama import LlamaModel
@@ -46,18 +47,18 @@ OUTPUT = 3
 HEADS = {"mha": (2, 2), "gqa": (4, 2), "mqa": (2, 1)}
 GREEDY = Sampling(temperature=0)
 ERROR_MAX = 1e-3 if DEVICE.type == "cpu" else 5e-3
-"""On a device fp32 attention multiplies in tf32."""
+"""Largest error of a logprob; on a GPU fp32 attention multiplies in tf32."""
 
 
 @pytest.fixture(autouse=True)
 def _merge_many_heads_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small batches would be merged a head at a time, which the interpreter takes minutes for."""
+    """Merge several heads per program: one head at a time takes minutes in the interpreter."""
     if DEVICE.type == "cpu":
         monkeypatch.setattr(kernels.gpu.tree_attention, "FEW_ROW_HEADS", 0)
 
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
-"""Lanes without a row compute with whatever lies there; the interpreter's numpy remarks on it."""
+"""Lanes without a row compute with old memory, which makes the interpreter's numpy warn."""
 
 
 def config_of(heads: int, kv_heads: int, head_dim: int = 16) -> ModelConfig:
@@ -68,7 +69,7 @@ def config_of(heads: int, kv_heads: int, head_dim: int = 16) -> ModelConfig:
 
 
 class Engine:
-    """A core over a device runner of a small random model."""
+    """A core over a GPU runner of a small random model."""
 
     def __init__(
         self, depth: int = 1, heads: tuple[int, int] = (4, 2), blocks: int = 48, seats: int = 8,
@@ -77,8 +78,8 @@ class Engine:
         torch.set_num_threads(1)
         self.config = config_of(*heads, head_dim)
         self.weights = random_weights(self.config, dtype, 0, DEVICE)
-        model = LlamaModel(self.config, dict(self.weights), GpuOps())  # it takes them out
-        self.kv = KvStorage(kv_format(self.config, dtype, 16), blocks, dtype, DEVICE)
+        model = LlamaModel(self.config, dict(self.weights), GpuOps())  # removes tensors
+        self.kv = KvStorage(kv_format(self.config, dtype, 16), blocks, DEVICE)
         self.runner = GpuRunner(
             model, self.kv, context=CONTEXT, seats=seats, tokens_max=step_tokens + 64
         )
@@ -100,7 +101,7 @@ class Engine:
         self.prompt_logprobs: dict[str, list[SampledToken | None]] = {}
 
     def run(self, *requests: Request) -> None:
-        """All of them to their end; the cache is whole afterwards."""
+        """Run all requests to their end, then check the cache's invariants."""
         for request in requests:
             self.core.submit(request)
         while self.core.has_work():
@@ -120,7 +121,7 @@ class Engine:
         return dense_logits(self.config, self.weights, tokens).log_softmax(-1)
 
     def expected(self, prompt: tuple[int, ...], count: int = OUTPUT) -> list[int]:
-        """Greedy, by recomputing the whole sequence for every token."""
+        """Return greedy output, with the whole sequence recomputed for every token."""
         tokens = list(prompt)
         for _ in range(count):
             tokens.append(int(self.logprobs(tokens)[-1].argmax()))
@@ -145,10 +146,10 @@ def request(
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS.keys())
-def test_shared_forked_and_chunked_prompts_give_what_recomputing_gives(
+def test_shared_forked_and_chunked_prompts_equal_recomputation(
     heads: tuple[int, int], depth: int
 ) -> None:
-    """Two rounds: cold with a prompt longer than a chunk, then from the cache."""
+    """Two rounds: cold with a prompt longer than a chunk, then with cached prefixes."""
     engine = Engine(depth, heads)
     shared = tokens_of(1, 66)
     prompts = [shared + tokens_of(2, 3), shared + tokens_of(3, 9), tokens_of(4, 5)]
@@ -165,8 +166,8 @@ def test_shared_forked_and_chunked_prompts_give_what_recomputing_gives(
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_logprobs_of_output_and_prompt_are_the_models(depth: int) -> None:
-    """They go by the full sampler, and a plain neighbour with them."""
+def test_output_and_prompt_logprobs_equal_dense(depth: int) -> None:
+    """The full sampler computes them, and also samples the plain row of the same batch."""
     engine = Engine(depth)
     prompt, other = tokens_of(5, 20), tokens_of(6, 10)
 
@@ -188,8 +189,8 @@ def test_logprobs_of_output_and_prompt_are_the_models(depth: int) -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_preempted_sequence_resumes_where_it_was(depth: int) -> None:
-    """Two sequences that outgrow the blocks there are: one waits, and loses nothing."""
+def test_preempted_sequence_resumes(depth: int) -> None:
+    """Two sequences outgrow the pool: one of them waits, and its output stays right."""
     engine = Engine(depth, blocks=5)
     prompts = [tokens_of(7, 30), tokens_of(8, 30)]
 
@@ -200,8 +201,8 @@ def test_a_preempted_sequence_resumes_where_it_was(depth: int) -> None:
         assert engine.expected(prompt, 8) == engine.output(str(i))
 
 
-def test_a_seat_is_used_again_and_forgets_who_sat_there() -> None:
-    """More sequences than seats, a few at a time: none reads its predecessor's table or token."""
+def test_reused_seat_keeps_nothing_of_former_sequence() -> None:
+    """More sequences than seats, one at a time: none reads another's block table or token."""
     engine = Engine(2, seats=3)
 
     for i in range(5):
@@ -214,8 +215,8 @@ def test_a_seat_is_used_again_and_forgets_who_sat_there() -> None:
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("bad_first", [False, True])
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(temperature=0, logprobs=0)])
-def test_a_row_of_nan_fails_alone(depth: int, bad_first: bool, sampling: Sampling) -> None:
-    """One token whose embedding is not a number: its request ends, its neighbour does not."""
+def test_nan_row_fails_alone(depth: int, bad_first: bool, sampling: Sampling) -> None:
+    """A token's embedding is NaN: its request fails, the other request of the batch does not."""
     engine = Engine(depth)
     bad, good = (1, 2, 63), tuple(t % 60 for t in tokens_of(9, 12))
     expected = engine.expected(good, 1)
@@ -230,15 +231,15 @@ def test_a_row_of_nan_fails_alone(depth: int, bad_first: bool, sampling: Samplin
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_grammar_holds_beside_rows_that_have_none(depth: int) -> None:
-    """The whole batch goes by the full sampler for it, and nobody's tokens but its own change.
+def test_grammar_masks_only_its_own_rows(depth: int) -> None:
+    """The full sampler samples the whole batch, and only the constrained request's tokens change.
 
-    Within the grammar the likeliest token is drawn, by recomputing the whole sequence.
+    The expected tokens are the likeliest that the grammar allows, by dense recomputation.
     """
     engine = Engine(depth)
-    free, held = tokens_of(30, 20), tokens_of(31, 12)
+    free, constrained = tokens_of(30, 20), tokens_of(31, 12)
     words = characters(VOCAB).tokenizer
-    expected = list(held)
+    expected = list(constrained)
     for _ in range(6):
         allowed = words.tokenize_str("abc" if len(expected) % 2 == 0 else "xy")
         likely = engine.logprobs(expected)[-1][allowed]
@@ -246,43 +247,50 @@ def test_a_grammar_holds_beside_rows_that_have_none(depth: int) -> None:
 
     engine.run(
         request("free", free, count=9),
-        request("held", held, count=9, samples=2, grammar=Grammar("regex", "([a-c][xy]){3}")),
+        request(
+            "constrained",
+            constrained,
+            count=9,
+            samples=2,
+            grammar=Grammar("regex", "([a-c][xy]){3}"),
+        ),
     )
 
     assert engine.output("free") == engine.expected(free, 9)
-    assert engine.output("held") == engine.output("held", 1) == expected[len(held) :]
-    assert engine.finished["held"].ending == "done"
+    assert engine.output("constrained") == expected[len(constrained) :]
+    assert engine.output("constrained", 1) == expected[len(constrained) :]
+    assert engine.finished["constrained"].ending == "done"
 
 
-def test_nothing_is_left_of_the_first_steps() -> None:
-    """No KV and no seat: every one of these is taken afterwards."""
+def test_warm_up_leaves_no_kv_and_no_seat() -> None:
+    """All blocks are zero, and all seats can be taken afterwards."""
     engine = Engine(2, seats=6)
     prompts = [tokens_of(40 + i, 5) for i in range(6)]
 
     engine.runner.warm_up(structs.replace(engine.limits, step_tokens=4))
-    left = bool(engine.kv.data.any())
+    has_kv = bool(engine.kv.data.any())
     engine.run(*(request(str(i), prompt, count=1) for i, prompt in enumerate(prompts)))
 
-    assert not left
+    assert not has_kv
     for i, prompt in enumerate(prompts):
         assert engine.expected(prompt, 1) == engine.output(str(i))
 
 
 @pytest.mark.gpu
-def test_a_graph_that_became_garbage_stays_until_another_is_captured(
+def test_garbage_graph_survives_capture(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """To destroy one breaks the capture. Each pass through the model leaves a captured graph in a
-    knot that only a collection unties, and these come as often as they can."""
+    """Destroying a graph would break the capture. Each forward pass leaves a captured graph in a
+    reference cycle, and the collector runs as often as possible."""
     engine = Engine(2)
     prompt, forward = tokens_of(70, 20), engine.runner.model.forward
     expected = engine.expected(prompt)
     graphs = [captured_sum() for _ in range(3)]  # a prompt, a warm-up, a capture
 
     def leaving_garbage(*given: Any) -> torch.Tensor:
-        knot: list[Any] = [graphs.pop()] if graphs else []
-        knot.append(knot)
-        del knot
+        cycle: list[Any] = [graphs.pop()] if graphs else []
+        cycle.append(cycle)
+        del cycle
         return forward(*given)
 
     monkeypatch.setattr(engine.runner.model, "forward", leaving_garbage)
@@ -306,14 +314,15 @@ def captured_sum() -> torch.cuda.CUDAGraph:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("dtype", "head_dim"), [(torch.float32, 32), (torch.bfloat16, 128)], ids=["plain", "by hand"]
+    ("dtype", "head_dim"), [(torch.float32, 32), (torch.bfloat16, 128)], ids=["triton", "gluon"]
 )
-def test_nothing_is_compiled_after_the_first_steps(
+def test_nothing_is_compiled_after_warm_up(
     dtype: torch.dtype, head_dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A client would wait for it: a burst, a fork, every way of drawing, cold and from the cache.
+    """A client would wait for the compiler: a burst, a fork, every way of sampling, cold and
+    cached.
 
-    Three heads to a group are no other test's, so that none has compiled them before.
+    No other test has three heads per group, so no other test has compiled these kernels.
     """
     engine = Engine(2, (6, 2), dtype=dtype, head_dim=head_dim, step_tokens=200)
     compiled: list[str] = []
@@ -336,7 +345,9 @@ def test_nothing_is_compiled_after_the_first_steps(
             request(f"{r}-fork", shared[:70], samples=3),
             *(request(f"{r}-{i}-draw", shared[:40], how) for i, how in enumerate(SAMPLINGS)),
             request(f"{r}-known", shared, prompt_logprobs=2),
-            request(f"{r}-held", shared[:9], count=9, grammar=Grammar("regex", "([a-c][xy]){3}")),
+            request(
+                f"{r}-constrained", shared[:9], count=9, grammar=Grammar("regex", "([a-c][xy]){3}")
+            ),
         )
 
     assert compiled == []

@@ -1,4 +1,4 @@
-"""The first steps: within their limits, and of every kind that clients' steps are of."""
+"""Warm-up steps: within the limits, and of every kind that clients' steps have."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from engine.api import Sampling
 from engine.plan import StepPlan
-from engine.runner.warmup import MANY, WarmupLimits, first_steps
+from engine.runner.warmup import PREFIX_TOKENS, WarmupLimits, warmup_plans
 from kernels.gpu.fused_ops import DEPENDENT_ROWS_MAX
 from kernels.gpu.work_list import HostPlan, Slices, WorkPlanner
 
@@ -31,9 +31,9 @@ HEADS = {"mha": (8, 1), "gqa": (8, 4), "mqa": (1, 8)}
         vocab=st.integers(1, 99),
     )
 )
-def test_no_step_is_larger_than_one_may_be(limits: WarmupLimits) -> None:
-    """However small the engine is: a start that fails for its own rehearsal would be worse."""
-    for plan in first_steps(limits):
+def test_plans_stay_within_limits(limits: WarmupLimits) -> None:
+    """Warm-up must not fail the start of a very small engine."""
+    for plan in warmup_plans(limits):
         ids = {begun.sequence_id for begun in plan.begun}
         assert len(ids) == len(plan.begun) <= limits.sequences
         assert sum(row.count for row in plan.rows) <= limits.step_tokens
@@ -51,15 +51,15 @@ def test_no_step_is_larger_than_one_may_be(limits: WarmupLimits) -> None:
 
 
 @pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS.keys())
-def test_every_class_of_tiles_is_among_prompts_and_merged(heads: tuple[int, int]) -> None:
-    """A class that is not would be compiled while a client waits."""
+def test_prompts_use_and_merge_every_tile_class(heads: tuple[int, int]) -> None:
+    """A missing tile class would be compiled while a client waits."""
     kv_heads, per_group = heads
     planner = WorkPlanner(
         kv_heads=kv_heads, heads_per_group=per_group, block_size=16, multiprocessors=132
     )
-    assert planner.group_keys_min <= MANY
+    assert planner.group_keys_min <= PREFIX_TOKENS
 
-    made = [(plan, _worked(planner, plan)) for plan in first_steps(LIMITS)]
+    made = [(plan, _work_list(planner, plan)) for plan in warmup_plans(LIMITS)]
 
     prompts = [work for plan, work in made if max(row.count for row in plan.rows) > 1]
     assert {c for work in prompts for c in work.classes} == {0, 1, 2}
@@ -68,20 +68,20 @@ def test_every_class_of_tiles_is_among_prompts_and_merged(heads: tuple[int, int]
     assert max(merged) == LIMITS.step_tokens
 
 
-def test_every_way_of_drawing_is_among_them() -> None:
-    """Alone, beside others, under a mask, all under masks, with logprobs of a prompt."""
-    plans = [plan for plan in first_steps(LIMITS) if plan.copies]
+def test_plans_use_every_way_of_sampling() -> None:
+    """Alone, in a batch, one row masked, all rows masked, with prompt logprobs."""
+    plans = [plan for plan in warmup_plans(LIMITS) if plan.copies]
 
     assert {0, 1} < {len(plan.masks) for plan in plans}
     assert any(len(plan.masks) == len(plan.begun) > 1 for plan in plans)
-    told = [row.count for plan in plans for row in plan.rows if row.prompt_logprobs is not None]
-    assert max(told) > DEPENDENT_ROWS_MAX
-    asked = [begun.sampling for plan in plans for begun in plan.begun]
+    scored = [row.count for plan in plans for row in plan.rows if row.prompt_logprobs is not None]
+    assert max(scored) > DEPENDENT_ROWS_MAX
+    samplings = [begun.sampling for plan in plans for begun in plan.begun]
     for name in Sampling.__struct_fields__:
-        assert any(getattr(s, name) != getattr(Sampling(), name) for s in asked), name
+        assert any(getattr(s, name) != getattr(Sampling(), name) for s in samplings), name
 
 
-def _worked(planner: WorkPlanner, plan: StepPlan) -> HostPlan:
+def _work_list(planner: WorkPlanner, plan: StepPlan) -> HostPlan:
     rows = np.array([row.count for row in plan.rows], np.int32)
     starts = np.array([row.start for row in plan.rows], np.int32)
     flat = [(g.first_row, g.end_row, g.first_block, g.end_block) for g in plan.groups]

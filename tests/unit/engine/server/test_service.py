@@ -25,7 +25,7 @@ from engine.api import (
 from engine.config import EngineConfig
 from engine.core.core import Core
 from engine.errors import EngineError
-from engine.server.service import TOLD_MAX, EngineService, prove_alive
+from engine.server.service import TOLD_MAX, EngineService, smoke_test
 from tests.unit.engine.server.fake_engine_process import fake_core
 
 CONFIG = EngineConfig(heartbeat_s=0.05, prefill_chunk_tokens_max=16)
@@ -198,7 +198,7 @@ def test_an_engine_without_a_first_token_is_not_ready() -> None:
     core.drain(100.0)
 
     with pytest.raises(EngineError):
-        prove_alive(core)
+        smoke_test(core)
 
 
 def test_the_canary_leaves_no_trace_in_the_cache(service: EngineService) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.models.cpu_llama import in_turns
+from engine.models.cpu_llama import interleaved_columns
 from kernels import reference
 from kernels.cpu import build as cpu
 
@@ -71,7 +71,7 @@ def test_a_product_of_no_rows_is_nothing(kernels: cpu.Kernels) -> None:
 def test_silu_gates_while_the_panels_are_at_hand(kernels: cpu.Kernels, intermediate: int) -> None:
     """Gate and up lie in turns; 48 is an odd number of panels of each."""
     gate_up = random(2 * intermediate, 64, seed=3)
-    packed = kernels.pack(gate_up, in_turns(intermediate))
+    packed = kernels.pack(gate_up, interleaved_columns(intermediate))
     for rows in (1, 5, 40):
         a = random(rows, 64, seed=rows) * 4
         out = torch.empty(rows, intermediate)
@@ -86,7 +86,7 @@ def test_gates_far_out_neither_overflow_nor_vanish(kernels: cpu.Kernels) -> None
     """e^-x is infinite for a gate of -200, and silu of it is 0."""
     gate_up = torch.zeros(32, 2)
     gate_up[:16, 0] = gate_up[16:, 1] = 1.0
-    packed = kernels.pack(gate_up, in_turns(16))
+    packed = kernels.pack(gate_up, interleaved_columns(16))
     gates = torch.tensor([-2000.0, -200.0, -88.0, -20.0, 0.0, 20.0, 200.0, 1e30])
     a = torch.stack([gates, torch.ones_like(gates)], 1)
     out = torch.empty(len(gates), 16)
