@@ -1,9 +1,9 @@
-"""Sampling on a GPU without waiting for it: plain draws in one kernel, others by the full sampler.
+"""The GPU sampler: plain sequences by one kernel without waiting, others by the full sampler.
 
-A batch in which every sequence asks for no more than temperature, top-k, top-p and min-p, and these
-three without a seed, is drawn by one launch, and its tokens stay on the device for the next step.
-Anything that needs the history, reports logprobs or follows a grammar goes through
-`engine.sampling.sampler`, and waits.
+A sequence is plain if it uses only temperature, and top-k, top-p or min-p without a seed. One
+kernel samples a batch of plain sequences, and the tokens stay on the GPU for the next step. A batch
+with penalties, bias, logprobs or a grammar goes through `engine.sampling.sampler`, which waits for
+the GPU. `engine.runner.gpu_runner` calls it.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ Float32 = npt.NDArray[np.float32]
 
 
 class _Draws:
-    """What one plain sequence's draws depend on."""
+    """Parameters and position of one sequence."""
 
     __slots__ = ("index", "is_plain", "parameters", "position", "seed")
 
     def __init__(self, begun: BegunSequence, seed: int) -> None:
         s = begun.sampling
-        # The kernel adds weights up in vocabulary order, the full sampler by likelihood: a seeded
-        # draw from a filtered row has to take the same way in every batch.
+        # The kernel adds weights in vocabulary order, the full sampler by likelihood, so a seeded
+        # draw from a filtered row must use the same sampler in every batch.
         filters = s.temperature > 0 and (s.top_k > 0 or s.top_p < 1 or s.min_p > 0)
         self.is_plain = (
             not (filters and s.seed is not None)
@@ -48,30 +48,32 @@ class _Draws:
 
 
 class GpuSampler:
-    """Parameters of every sequence, and both ways of drawing."""
+    """Samples by the kernel or by the full sampler, for the sequences begun here."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._sampler = Sampler(vocab_size, device)
         self._draws: dict[int, _Draws] = {}
 
     def begin(self, begun: BegunSequence) -> None:
-        """Take up a sequence with its history."""
+        """Add a sequence with its history; see `Sampler.begin`."""
         self._sampler.begin(begun)
         seed = self._sampler.seed_of(begun.sequence_id)
         self._draws[begun.sequence_id] = _Draws(begun, seed)
 
     def end(self, sequence_id: int) -> None:
-        """Forget it."""
+        """Remove a sequence; an unknown one is ignored."""
         self._sampler.end(sequence_id)
         self._draws.pop(sequence_id, None)
 
     def is_plain(self, sequence_ids: Sequence[int]) -> bool:
-        """May all of them be drawn by the kernel?"""
+        """Return whether the kernel can sample all of the sequences."""
         return all(self._draws[s].is_plain for s in sequence_ids)
 
     def parameters(self, sequence_ids: Sequence[int]) -> Float32:
-        """[5, rows]: temperature, top-k, top-p, min-p, and the uniform number of this draw, which
-        counts as made."""
+        """Return [5, rows]: temperature, top-k, top-p, min-p and the uniform number of this draw.
+
+        Advances each sequence's position by one.
+        """
         table = np.empty((5, len(sequence_ids)), np.float32)
         for row, sequence_id in enumerate(sequence_ids):
             draws = self._draws[sequence_id]
@@ -83,7 +85,8 @@ class GpuSampler:
         return table
 
     def draw(self, logits: torch.Tensor, parameters: torch.Tensor, out: torch.Tensor) -> None:
-        """One token per row into `out` [R] int32; -1 where `engine.sampling.sampler` gives it."""
+        """Write one token per row to `out` [R] int32, by the kernel; -1 for a row without a
+        candidate, as in `Sampler.sample`."""
         temperatures, top_ks, top_ps, min_ps, uniforms = parameters.unbind(0)
         sample(logits, temperatures, top_ks, top_ps, min_ps, uniforms, out)
 
@@ -93,7 +96,7 @@ class GpuSampler:
         sequence_ids: Sequence[int],
         masks: Mapping[int, Mask] | None = None,
     ) -> list[SampledToken]:
-        """By the full sampler; waits for the device."""
+        """Sample by the full sampler; waits for the GPU. See `Sampler.sample`."""
         for sequence_id in sequence_ids:
             draws = self._draws[sequence_id]
             self._sampler.seek(sequence_id, draws.position)
@@ -103,5 +106,5 @@ class GpuSampler:
     def prompt_logprobs(
         self, logits: torch.Tensor, next_token_ids: Sequence[int], top: int
     ) -> tuple[SampledToken, ...]:
-        """See `engine.sampling.sampler`."""
+        """See `Sampler.prompt_logprobs`."""
         return self._sampler.prompt_logprobs(logits.float(), next_token_ids, top)

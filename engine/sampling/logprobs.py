@@ -1,7 +1,7 @@
-"""Logprobs as clients see them: the model's own distribution, before any setting of the sampler.
+"""Logprobs as clients see them: of the model's own distribution, before the sampler changes it.
 
-It knows nothing of sequences or requests. `engine.sampling.sampler` calls it for drawn tokens and
-for those of a prompt.
+It knows no sequence and no request. `engine.sampling.sampler` calls it for sampled tokens and for
+prompt tokens.
 """
 
 from __future__ import annotations
@@ -15,18 +15,19 @@ from torch import Tensor
 from engine.api import SampledToken, TokenLogprob
 
 LOGPROB_FLOOR: Final = -9999.0
-"""Reported for a token that the model holds impossible: minus infinity has no JSON."""
+"""Reported logprob of a token with probability 0, because JSON has no minus infinity."""
 
 _ALTERNATIVES_MAX: Final = 20
+"""Most alternatives that `engine.api.Sampling` allows."""
 
 
 def logprob_entries(
     logits: Tensor, token_ids: Sequence[int], tops: Sequence[int]
 ) -> list[SampledToken]:
-    """Each token with its logprob and the best alternatives, by the model's own distribution.
+    """Return each row's token with its logprob and its `tops[row]` best alternatives.
 
-    logits: [rows, vocab] fp32, not written. The same number of alternatives is searched whatever
-    was asked, so that ties do not fall differently beside other rows.
+    logits: [rows, vocab] fp32, not written. The search always takes the same number of
+    alternatives, so that ties do not depend on the other rows of the batch.
     """
     logprobs = torch.log_softmax(logits, dim=-1)
     picked = torch.tensor(token_ids, dtype=torch.int64, device=logits.device)
@@ -45,5 +46,5 @@ def logprob_entries(
 
 
 def _floored(logprob: float) -> float:
-    """A finite logprob: minus infinity and NaN (a row of nothing but these) become the floor."""
+    """Return a finite logprob: minus infinity, and NaN of an all-NaN row, become the floor."""
     return logprob if logprob > LOGPROB_FLOOR else LOGPROB_FLOOR

@@ -1,8 +1,8 @@
-"""The uniform number behind one random choice, as a pure function of what it is for.
+"""Counter-based random numbers: the uniform number of a draw as a pure function of its position.
 
-It knows nothing of logits, tensors or sequences, and keeps no state: the number for (seed, sample,
-position) is the same in whatever batch, order or process it is asked for, and again after a
-preemption. `engine.sampling.sampler` calls it once per drawn token.
+It knows no logits, tensor or sequence, and keeps no state: the number of (seed, sample, position)
+is the same in every batch, order and process, and after a preemption. The samplers call it once per
+sampled token.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _ROUNDS: Final = 10
 def philox4x32(
     counter: tuple[int, int, int, int], key: tuple[int, int]
 ) -> tuple[int, int, int, int]:
-    """Four random 32-bit words for a 128-bit counter under a 64-bit key.
+    """Return four random 32-bit words for a 128-bit counter under a 64-bit key.
 
     Cost: ten rounds, about 4 us. Philox4x32-10 of Salmon, Moraes, Dror and Shaw, "Parallel random
-    numbers: as easy as 1, 2, 3" (SC11), whose known answers the test repeats.
+    numbers: as easy as 1, 2, 3" (SC11); the tests use the paper's known answers.
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key
@@ -35,7 +35,7 @@ def philox4x32(
 
 
 def uniform(seed: int, sample_index: int, position: int) -> float:
-    """A number in [0, 1), of 53 random bits, for output `position` of one sample.
+    """Return a number in [0, 1) with 53 random bits, for output `position` of a sample.
 
     `seed`: any 64-bit integer, signed or not; both are taken modulo 2**64.
     """

@@ -1,20 +1,20 @@
-"""From logits to tokens: bias, penalties, temperature, filters, one seeded draw per sequence.
+"""The full sampler: bias, penalties, temperature, filters and one seeded draw per sequence.
 
-It knows nothing of models, blocks, batches or requests: a row of logits and the id of the sequence
-that draws from it. What a setting means is written once, at `engine.api.Sampling`. The runner calls
-it at the end of a step; the history that penalties need is kept here, one entry per sequence.
+It knows no model, block, batch or request, only rows of logits and the ids of the sequences that
+sample from them. `engine.api.Sampling` says what each parameter means. Runners call it at the end
+of a step; it keeps the token counts that penalties need, per sequence.
 
-A sequence pays only for what it asked:
+Cost by the parameters that a sequence uses:
 
     greedy                      one argmax over all such rows
     temperature alone           one pass over all such rows: inverse of the running sum in
                                 vocabulary order, found by chunks
-    top-k, top-p, min-p         row by row: the candidates above a threshold that falls until they
-                                are enough, then a sort of these (rarely more than some hundreds)
-    bias, penalties             a copy of the row, and one gather and scatter of the tokens touched
-    a mask                      a copy of all rows, and one pass over the rows that have one
+    top-k, top-p, min-p         row by row: candidates above a threshold that is lowered until
+                                there are enough, then a sort of these (rarely over some hundreds)
+    bias, penalties             a copy of the row, and one gather and scatter of the counted tokens
+    a mask                      a copy of all rows, and one pass over the masked rows
 
-No row's result depends on the rows beside it.
+A row's result does not depend on the other rows of the batch.
 """
 
 from __future__ import annotations
@@ -31,52 +31,65 @@ from engine.api import SampledToken, Sampling
 from engine.plan import BegunSequence, Mask
 from engine.sampling.logprobs import logprob_entries
 from engine.sampling.rng import uniform
-from engine.sampling.token_masks import restricted
+from engine.sampling.token_masks import apply_masks
 
 _CHUNK: Final = 256
+"""Tokens per chunk of the running sum."""
+
 _PROMPT_ROWS: Final = 64
-_INVERSE_TEMPERATURE_MAX: Final = 1e30  # Finite in fp32, so that 0 times it is 0 and not NaN.
+"""Rows of prompt logprobs computed at once; bounds the memory."""
+
+_INVERSE_TEMPERATURE_MAX: Final = 1e30
+"""Finite in fp32, so that 0 times it is 0 and not NaN."""
+
 _PEAK_MAX: Final = 3e38
+"""Nearly the largest fp32: an infinite best logit is taken to be this."""
+
 _NATS_MAX: Final = 80.0
-_WEIGHT_MIN: Final = 2e-35  # just above exp(-80): nothing, beside the best one's 1
+"""Logits more than this many nats below the best one have weight 0."""
+
+_WEIGHT_MIN: Final = 2e-35
+"""Just above exp(-80); smaller weights are set to 0, where the best token's weight is 1."""
+
 _WIDTHS: Final = (8.0, 16.0, 32.0, math.inf)
-"""Candidates lie within so many nats of the best one; tried in turn."""
+"""Candidates lie within so many nats of the best token; tried in order."""
 
 
-class _Touched:
-    """The tokens that penalties touch: those of the prompt and the output, each once.
+class _TokenCounts:
+    """The distinct tokens of a sequence's prompt and output, for penalties.
 
-    `ids[:size]` and how often each was put out, `counts[:size]`, on the device; the buffers double.
+    `ids[:size]`, and `counts[:size]`, how often the output has each; both on the device. The
+    buffers double when full. `index`: position of a token in `ids`.
     """
 
-    __slots__ = ("counts", "ids", "place", "size")
+    __slots__ = ("counts", "ids", "index", "size")
 
     def __init__(self, prompt: Sequence[int], outputs: Sequence[int], device: torch.device) -> None:
-        tallies = dict.fromkeys(prompt, 0)
+        counts = dict.fromkeys(prompt, 0)
         for token_id in outputs:
-            tallies[token_id] = tallies.get(token_id, 0) + 1
-        self.place = {token_id: index for index, token_id in enumerate(tallies)}
-        self.size = len(tallies)
-        room = [0] * max(self.size, 64)
-        self.ids = torch.tensor(list(tallies) + room, dtype=torch.int64, device=device)
+            counts[token_id] = counts.get(token_id, 0) + 1
+        self.index = {token_id: index for index, token_id in enumerate(counts)}
+        self.size = len(counts)
+        spare = [0] * max(self.size, 64)
+        self.ids = torch.tensor(list(counts) + spare, dtype=torch.int64, device=device)
         self.counts = torch.tensor(
-            list(tallies.values()) + room, dtype=torch.float32, device=device
+            list(counts.values()) + spare, dtype=torch.float32, device=device
         )
 
     def add(self, token_id: int) -> None:
         """Count one more output token. O(1), amortised."""
-        place = self.place.setdefault(token_id, self.size)
-        if place == self.size:
+        index = self.index.setdefault(token_id, self.size)
+        if index == self.size:
             if self.size == len(self.ids):
                 self.ids = torch.cat([self.ids, torch.zeros_like(self.ids)])
                 self.counts = torch.cat([self.counts, torch.zeros_like(self.counts)])
-            self.ids[place] = token_id
+            self.ids[index] = token_id
             self.size += 1
-        self.counts[place] += 1.0
+        self.counts[index] += 1.0
 
 
 class _SequenceState:
-    """What one sequence's draws depend on besides its logits."""
+    """Parameters, token counts and position of one sequence."""
 
     __slots__ = (
         "adjusts",
@@ -89,7 +102,7 @@ class _SequenceState:
         "sample_index",
         "sampling",
         "seed",
-        "touched",
+        "token_counts",
     )
 
     def __init__(
@@ -107,12 +120,12 @@ class _SequenceState:
         self.bias_ids: Tensor | None = None
         self.bias_values: Tensor | None = None
         if sampling.logit_bias:
-            assert max(sampling.logit_bias) < vocab_size, "biased token out of the vocabulary"
+            assert max(sampling.logit_bias) < vocab_size, "biased token outside the vocabulary"
             self.bias_ids = torch.tensor(list(sampling.logit_bias), device=device)
             self.bias_values = torch.tensor(
                 list(sampling.logit_bias.values()), dtype=torch.float32, device=device
             )
-        self.touched: _Touched | None = None
+        self.token_counts: _TokenCounts | None = None
         if (
             sampling.repetition_penalty != 1
             or sampling.presence_penalty != 0
@@ -120,19 +133,19 @@ class _SequenceState:
         ):
             prompt = begun.token_ids[: begun.prompt_tokens]
             outputs = begun.token_ids[begun.prompt_tokens :]
-            self.touched = _Touched(prompt, outputs, device)
-        self.adjusts = self.bias_ids is not None or self.touched is not None
+            self.token_counts = _TokenCounts(prompt, outputs, device)
+        self.adjusts = self.bias_ids is not None or self.token_counts is not None
 
     def adjust(self, row: Tensor) -> None:
-        """Apply logit bias, then penalties. row: [vocab] fp32, written. O(tokens touched)."""
+        """Apply logit bias, then penalties. row: [vocab] fp32, written. O(tokens counted)."""
         if self.bias_ids is not None:
             assert self.bias_values is not None
             row[self.bias_ids] += self.bias_values
-        if self.touched is None or self.touched.size == 0:
+        if self.token_counts is None or self.token_counts.size == 0:
             return
         sampling = self.sampling
-        ids = self.touched.ids[: self.touched.size]
-        counts = self.touched.counts[: self.touched.size]
+        ids = self.token_counts.ids[: self.token_counts.size]
+        counts = self.token_counts.counts[: self.token_counts.size]
         values = row[ids]
         if sampling.repetition_penalty != 1:
             penalty = sampling.repetition_penalty
@@ -141,76 +154,78 @@ class _SequenceState:
         values -= sampling.presence_penalty * (counts > 0)
         row[ids] = values
 
-    def chance(self) -> float:
-        """The uniform number of the next draw."""
+    def next_uniform(self) -> float:
+        """Return the uniform number of the next draw."""
         return uniform(self.seed, self.sample_index, self.position)
 
     def append(self, token_id: int) -> None:
-        """Remember a drawn token."""
+        """Add a sampled token to the history."""
         self.position += 1
-        if self.touched is not None:
-            self.touched.add(token_id)
+        if self.token_counts is not None:
+            self.token_counts.add(token_id)
 
 
 class Sampler:
-    """Draws tokens for the sequences it was told of. Not for use by two threads."""
+    """Samples tokens for the sequences begun here. Not thread-safe."""
 
     def __init__(
         self,
         vocab_size: int,
         device: torch.device | str = "cpu",
-        chance: random.Random | None = None,
+        rng: random.Random | None = None,
     ) -> None:
-        """`chance` gives a seed to each sequence that brought none; by default the system's."""
+        """`rng` gives a seed to each sequence that has none; by default the system's entropy."""
         self._vocab_size = vocab_size
         self._device = torch.device(device)
-        self._chance = chance or random.SystemRandom()
+        self._rng = rng or random.SystemRandom()
         self._states: dict[int, _SequenceState] = {}
 
     def begin(self, begun: BegunSequence) -> None:
-        """Take up a sequence with its history. O(1), or O(history) if it has penalties.
+        """Add a sequence with its history. O(1), or O(history) with penalties.
 
-        Copies what it needs of `token_ids`. A sequence begun before is begun anew.
+        Copies what it needs from `token_ids`. Replaces the state of a sequence begun before.
         """
         seed = begun.sampling.seed
         if seed is None:
-            seed = self._chance.getrandbits(64)
+            seed = self._rng.getrandbits(64)
         self._states[begun.sequence_id] = _SequenceState(
             begun, seed, self._vocab_size, self._device
         )
 
     def end(self, sequence_id: int) -> None:
-        """Forget a sequence; nothing happens if it is not known."""
+        """Remove a sequence; an unknown one is ignored."""
         self._states.pop(sequence_id, None)
 
     def seed_of(self, sequence_id: int) -> int:
-        """The seed a sequence draws with, its own or the one it was given."""
+        """Return the seed of a sequence, its own or the one given to it. Raises KeyError for an
+        unknown sequence."""
         return self._states[sequence_id].seed
 
     def seek(self, sequence_id: int, position: int) -> None:
-        """Draw output `position` next: others were drawn elsewhere."""
+        """Set the output position of the next draw, after tokens that another sampler drew."""
         self._states[sequence_id].position = position
 
     @torch.inference_mode()
     def sample(
         self, logits: Tensor, sequence_ids: Sequence[int], masks: Mapping[int, Mask] | None = None
     ) -> list[SampledToken]:
-        """One token for each sequence: row i draws for `sequence_ids[i]`, within its mask if any.
+        """Return one token per sequence: row i samples for `sequence_ids[i]`, within its mask if it
+        has one.
 
-        logits: [rows, vocab] fp32, device of the sampler, not written. A row with a NaN in it, or
-        with nothing above minus infinity, gives token id -1; every other one a token, which is
-        appended to its sequence's history.
+        logits: [rows, vocab] fp32, on the sampler's device, not written. A row that contains a NaN,
+        or nothing above minus infinity, gives token id -1. Every other token is appended to its
+        sequence's history.
 
-        Cost per row: the list at the head of this file. Waits for the device.
+        Cost per row: see the table in the module's docstring. Waits for the device.
         """
         assert logits.shape == (len(sequence_ids), self._vocab_size), tuple(logits.shape)
         states = [self._states[sequence_id] for sequence_id in sequence_ids]
         if not states:
             return []
-        limited = restricted(logits, sequence_ids, masks) if masks else logits
-        chosen = self._choose(limited, states)
+        masked = apply_masks(logits, sequence_ids, masks) if masks else logits
+        chosen = self._choose(masked, states)
         sampled = self._report(logits, states, chosen)
-        has_token = (logits.amax(dim=-1) > -math.inf).tolist()  # no NaN is above anything
+        has_token = (logits.amax(dim=-1) > -math.inf).tolist()  # a comparison with NaN is false
         for row, state in enumerate(states):
             if has_token[row]:
                 state.append(chosen[row])
@@ -222,9 +237,9 @@ class Sampler:
     def prompt_logprobs(
         self, logits: Tensor, next_token_ids: Sequence[int], top: int
     ) -> tuple[SampledToken, ...]:
-        """What the model thought of known tokens: row i's logits against `next_token_ids[i]`.
+        """Return logprobs of known tokens: of `next_token_ids[i]` under row i's logits.
 
-        logits: [rows, vocab] fp32, not written. Changes nothing.
+        logits: [rows, vocab] fp32, not written. `top`: alternatives to report. Changes nothing.
         """
         entries: list[SampledToken] = []
         for start in range(0, len(next_token_ids), _PROMPT_ROWS):
@@ -234,82 +249,85 @@ class Sampler:
         return tuple(entries)
 
     def _choose(self, logits: Tensor, states: list[_SequenceState]) -> list[int]:
+        """Return a token id per row, by kind of row: greedy, unfiltered, filtered."""
         greedy = [i for i, state in enumerate(states) if state.greedy]
         filtered = [i for i, state in enumerate(states) if state.filters and not state.greedy]
-        whole = [i for i, state in enumerate(states) if not state.filters and not state.greedy]
+        unfiltered = [i for i, state in enumerate(states) if not state.filters and not state.greedy]
         chosen = [0] * len(states)
         if greedy:
             best = _adjusted(logits, states, greedy).argmax(dim=-1).tolist()
             for i, token_id in zip(greedy, best, strict=True):
                 chosen[i] = token_id
-        if whole:
-            drawn = _draw_from_all(
-                _adjusted(logits, states, whole),
-                [states[i].inverse_temperature for i in whole],
-                [states[i].chance() for i in whole],
+        if unfiltered:
+            drawn = _draw_unfiltered(
+                _adjusted(logits, states, unfiltered),
+                [states[i].inverse_temperature for i in unfiltered],
+                [states[i].next_uniform() for i in unfiltered],
             )
-            for i, token_id in zip(whole, drawn, strict=True):
+            for i, token_id in zip(unfiltered, drawn, strict=True):
                 chosen[i] = token_id
         if filtered:
             for i, row in zip(filtered, _adjusted(logits, states, filtered), strict=True):
                 state = states[i]
                 chosen[i] = _draw_filtered(
-                    row, state.sampling, state.inverse_temperature, state.chance()
+                    row, state.sampling, state.inverse_temperature, state.next_uniform()
                 )
         return chosen
 
     def _report(
         self, logits: Tensor, states: list[_SequenceState], chosen: list[int]
     ) -> list[SampledToken]:
+        """Return the chosen tokens, with logprobs for the sequences that report them."""
         sampled = [SampledToken(token_id) for token_id in chosen]
-        asked = [i for i, state in enumerate(states) if state.sampling.logprobs is not None]
-        if asked:
+        reporting = [i for i, state in enumerate(states) if state.sampling.logprobs is not None]
+        if reporting:
             entries = logprob_entries(
-                logits if len(asked) == len(states) else logits[asked],
-                [chosen[i] for i in asked],
-                [states[i].sampling.logprobs or 0 for i in asked],
+                logits if len(reporting) == len(states) else logits[reporting],
+                [chosen[i] for i in reporting],
+                [states[i].sampling.logprobs or 0 for i in reporting],
             )
-            for i, entry in zip(asked, entries, strict=True):
+            for i, entry in zip(reporting, entries, strict=True):
                 sampled[i] = entry
         return sampled
 
 
 def _adjusted(logits: Tensor, states: list[_SequenceState], rows: list[int]) -> Tensor:
-    """Those rows with bias and penalties applied; `logits` itself when nothing is to do."""
+    """Return `rows` of the logits with bias and penalties applied, or `logits` itself when these
+    are all rows and none has bias or penalties."""
     adjusting = any(states[i].adjusts for i in rows)
     if len(rows) == len(states) and not adjusting:
         return logits
     picked = logits[rows]
     if adjusting:
-        for place, i in enumerate(rows):
+        for row, i in enumerate(rows):
             if states[i].adjusts:
-                states[i].adjust(picked[place])
+                states[i].adjust(picked[row])
     return picked
 
 
 def _scaled(logits: Tensor, inverse_temperature: Tensor | float) -> Tensor:
-    """Logits over temperature, shifted so that the best is 0 and none is above or NaN by overflow.
+    """Return logits over temperature, shifted so that the best is 0; overflow gives no NaN.
 
-    logits: [..., vocab] fp32, not written. Infinite logits: plus becomes 0, minus stays.
+    logits: [..., vocab] fp32, not written. Plus infinity becomes 0, minus infinity stays.
     """
     peak = logits.amax(dim=-1, keepdim=True).clamp_(-_PEAK_MAX, _PEAK_MAX)
     return (logits - peak).clamp_(max=0).mul_(inverse_temperature)
 
 
-def _draw_from_all(
-    logits: Tensor, inverse_temperatures: list[float], chances: list[float]
+def _draw_unfiltered(
+    logits: Tensor, inverse_temperatures: list[float], uniforms: list[float]
 ) -> list[int]:
-    """Inverse of the running sum of probabilities, in vocabulary order.
+    """Return one token per row by the inverse of the running sum of weights, in vocabulary order.
 
     logits: [rows, vocab] fp32, not written. The sum runs over chunks first, then inside one chunk:
 
         |---- 256 ----|---- 256 ----|---- 256 ----|
-              ^ before        ^ the first chunk whose running sum exceeds chance * total
+              ^ before        ^ the first chunk whose running sum exceeds uniform * total
     """
     rows, vocab_size = logits.shape
     device = logits.device
     scale = torch.tensor(inverse_temperatures, dtype=torch.float32, device=device)
-    # Beyond fp32's normal numbers exp takes tens of times as long, and weighs nothing anyway.
+    # On subnormal results exp takes tens of times as long, and their weight is negligible.
     weights = _scaled(logits, scale[:, None]).clamp_(min=-_NATS_MAX).exp_()
     weights = torch.threshold_(weights, _WEIGHT_MIN, 0.0)
     if vocab_size % _CHUNK:
@@ -317,7 +335,7 @@ def _draw_from_all(
     chunks = weights.view(rows, -1, _CHUNK)
 
     sums = chunks.sum(dim=-1).double().cumsum(dim=-1)
-    target = torch.tensor(chances, dtype=torch.float64, device=device)[:, None] * sums[:, -1:]
+    target = torch.tensor(uniforms, dtype=torch.float64, device=device)[:, None] * sums[:, -1:]
     chunk = _first_above(sums, target)
     before = torch.where(chunk > 0, sums.gather(1, (chunk - 1).clamp_(min=0)), 0.0)
 
@@ -327,10 +345,11 @@ def _draw_from_all(
 
 
 def _first_above(sums: Tensor, target: Tensor) -> Tensor:
-    """Index of the first running sum above the target, never beyond the last that grew.
+    """Return the index of the first running sum above the target, at most that of the last sum
+    that grew.
 
-    sums: [rows, n] fp64, never falling; target: [rows, 1] fp64. Gives [rows, 1] int64. The bound
-    matters when rounding lifts the target to the total: what follows has no weight.
+    sums: [rows, n] fp64, ascending; target: [rows, 1] fp64. Returns [rows, 1] int64. The bound
+    matters when rounding lifts the target to the total: later tokens have weight 0.
     """
     return torch.minimum(
         (sums <= target).sum(dim=-1, keepdim=True),
@@ -339,12 +358,13 @@ def _first_above(sums: Tensor, target: Tensor) -> Tensor:
 
 
 def _draw_filtered(
-    logits: Tensor, sampling: Sampling, inverse_temperature: float, chance: float
+    logits: Tensor, sampling: Sampling, inverse_temperature: float, uniform_number: float
 ) -> int:
-    """Draw among the tokens that top-k, top-p and min-p leave, in order of (logit down, id up).
+    """Draw from the tokens that top-k, top-p and min-p keep, ordered by falling logit, then id.
 
-    logits: [vocab] fp32, not written. All three leave a prefix of that order, so the shortest
-    decides. Top-p's whole is what top-k left. Ties at the edge go to the lower id.
+    logits: [vocab] fp32, not written. Each filter keeps a prefix of that order, so the shortest
+    prefix applies. Top-p's total is over the tokens that top-k keeps. Ties at the edge go to the
+    lower id.
     """
     vocab_size = logits.shape[0]
     scaled = _scaled(logits, inverse_temperature)
@@ -359,15 +379,15 @@ def _draw_filtered(
     values = order.values[:top_k].double()
     weights = values.exp()
     sums = weights.cumsum(dim=0)
-    whole = total if total is not None else float(sums[-1])
+    kept_total = total if total is not None else float(sums[-1])
     kept = len(values)
     if sampling.top_p < 1:
-        kept = min(kept, int((sums - weights < sampling.top_p * whole).sum()))
+        kept = min(kept, int((sums - weights < sampling.top_p * kept_total).sum()))
     if sampling.min_p > 0:
         kept = min(kept, int((values >= floor).sum()))
     kept = max(kept, 1)
 
-    target = chance * sums[kept - 1]
+    target = uniform_number * sums[kept - 1]
     index = _first_above(sums[None, :kept], target[None, None])
     return int(token_ids[order.indices[int(index)]])
 
@@ -375,10 +395,11 @@ def _draw_filtered(
 def _candidates(
     scaled: Tensor, top_k: int, top_p: float, floor: float, total: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Values and ids, in id order, of all tokens above a threshold low enough for the filters.
+    """Return values and ids, in id order, of all tokens above a threshold low enough for the
+    filters.
 
-    scaled: [vocab] fp32, best 0, not written. `total`: the weight of all tokens, where top-k does
-    not cut. O(vocab) per width tried; a peaked distribution needs one.
+    scaled: [vocab] fp32, best 0, not written. `total`: the weight of all tokens, or None if top-k
+    applies. O(vocab) per width tried; a peaked distribution needs one.
     """
     for width in _WIDTHS[:-1]:
         token_ids = (scaled >= -width).nonzero()[:, 0]
@@ -393,6 +414,6 @@ def _candidates(
             )
         if enough:
             return values, token_ids
-    possible = scaled > -math.inf  # under a mask they are few
+    possible = scaled > -math.inf  # few under a mask
     token_ids = (possible if bool(possible.any()) else ~possible).nonzero()[:, 0]
     return scaled[token_ids], token_ids

@@ -1,7 +1,7 @@
-"""Masks on logits: what a grammar leaves out gets a weight of nothing, what it allows stays.
+"""Token masks on logits: minus infinity for tokens that a grammar forbids.
 
-Plain tensor work on whatever device the logits are on; it knows no grammar and no sampler state.
-`engine.sampling.sampler` calls it before every other change of a row.
+Tensor operations on the logits' device; it knows no grammar and no sampler state.
+`engine.sampling.sampler` applies masks before every other change of a row.
 """
 
 from __future__ import annotations
@@ -15,40 +15,41 @@ from torch import Tensor
 
 from engine.plan import Mask
 
-LEAST: Final = -1e30
-"""Where an allowed token's logit is lower it is taken to be this, so that it beats what is left
-out even where the model gives it nothing; a hundredfold penalty on it is still a number."""
+ALLOWED_LOGIT_MIN: Final = -1e30
+"""Lower logits of allowed tokens become this, so that an allowed token beats forbidden ones even
+where the model gives it probability 0; a hundredfold penalty on it is still finite."""
 
-MOST: Final = 3e38
-"""And where it is infinite, this: infinity less infinity is none."""
+ALLOWED_LOGIT_MAX: Final = 3e38
+"""Infinite logits of allowed tokens become this, because infinity minus infinity is NaN."""
 
-_BYTES: Final = np.where(
+_BYTE_BIAS: Final = np.where(
     np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"),
     np.float32(0),
     np.float32(-np.inf),
 ).astype(np.float32)
-"""[256, 8]: what to add to eight logits for each value of a mask's byte."""
+"""[256, 8] fp32: the bias of eight logits by the value of a mask's byte."""
 
 
-def spread(masks: Tensor, vocab_size: int) -> Tensor:
-    """What to add: 0 where a token may be drawn, minus infinity where not.
+def mask_bias(masks: Tensor, vocab_size: int) -> Tensor:
+    """Return the bias of each logit: 0 for an allowed token, minus infinity for a forbidden one.
 
-    masks: [rows, words] int32. Gives [rows, vocab_size] fp32, same device. On the CPU by bytes,
-    which takes a twelfth of the time that filling by bools does.
+    masks: [rows, words] int32. Returns [rows, vocab_size] fp32 on the same device. The CPU path
+    looks up bytes, which takes a twelfth of the time of a masked fill.
     """
     if masks.device.type == "cpu":
-        added = np.take(_BYTES, masks.numpy().view(np.uint8), axis=0)
-        return torch.from_numpy(added.reshape(len(masks), -1)[:, :vocab_size])
-    places = torch.arange(32, dtype=torch.int32, device=masks.device)
-    allowed = ((masks[:, :, None] >> places) & 1).flatten(1)[:, :vocab_size]
+        bias = np.take(_BYTE_BIAS, masks.numpy().view(np.uint8), axis=0)
+        return torch.from_numpy(bias.reshape(len(masks), -1)[:, :vocab_size])
+    bits = torch.arange(32, dtype=torch.int32, device=masks.device)
+    allowed = ((masks[:, :, None] >> bits) & 1).flatten(1)[:, :vocab_size]
     return torch.where(allowed.bool(), 0.0, -torch.inf)
 
 
-def restricted(logits: Tensor, sequence_ids: Sequence[int], masks: Mapping[int, Mask]) -> Tensor:
-    """The logits under the masks of those sequences that have one; `logits` itself without any.
+def apply_masks(logits: Tensor, sequence_ids: Sequence[int], masks: Mapping[int, Mask]) -> Tensor:
+    """Return the logits with the masks of their sequences applied, or `logits` itself if no
+    sequence has a mask.
 
-    logits: [rows, vocab] fp32, not written. A copy of them all, and O(vocab) per row masked. Waits
-    for nothing.
+    logits: [rows, vocab] fp32, not written. Cost: a copy of all rows, and O(vocab) per masked row.
+    Does not wait for the device.
     """
     rows = [row for row, sequence_id in enumerate(sequence_ids) if sequence_id in masks]
     if not rows:
@@ -56,9 +57,9 @@ def restricted(logits: Tensor, sequence_ids: Sequence[int], masks: Mapping[int, 
     packed = torch.from_numpy(np.stack([masks[sequence_ids[row]] for row in rows]))
     if logits.is_cuda:
         packed = packed.pin_memory().to(logits.device, non_blocking=True)
-    added = spread(packed, logits.shape[1])
+    bias = mask_bias(packed, logits.shape[1])
     if len(rows) == len(sequence_ids):
-        return logits.clamp(min=LEAST, max=MOST).add_(added)
-    limited = logits.clone()
-    limited[rows] = logits[rows].clamp_(min=LEAST, max=MOST).add_(added)
-    return limited
+        return logits.clamp(min=ALLOWED_LOGIT_MIN, max=ALLOWED_LOGIT_MAX).add_(bias)
+    masked = logits.clone()
+    masked[rows] = logits[rows].clamp_(min=ALLOWED_LOGIT_MIN, max=ALLOWED_LOGIT_MAX).add_(bias)
+    return masked

@@ -1,4 +1,4 @@
-"""The kernel's draws against the full sampler's, for the same uniform numbers."""
+"""The sampling kernel against the full sampler, for the same uniform numbers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FILTERED = {
 
 
 def sampler_of(*settings: Sampling, vocab: int = VOCAB) -> GpuSampler:
-    """Sequences 0, 1, ... with these settings, all at their first output token."""
+    """Return a sampler of sequences 0, 1, ... at their first output token."""
     sampler = GpuSampler(vocab, DEVICE)
     for sequence_id, sampling in enumerate(settings):
         sampler.begin(BegunSequence(sequence_id, sampling, [1, 2], 2))
@@ -36,7 +36,7 @@ def sampler_of(*settings: Sampling, vocab: int = VOCAB) -> GpuSampler:
 
 
 def drawn(sampler: GpuSampler, logits: torch.Tensor) -> list[int]:
-    """One draw of every row by the kernel."""
+    """Return one draw of every row by the kernel."""
     table = torch.from_numpy(sampler.parameters(range(len(logits)))).to(DEVICE)
     out = torch.full((len(logits),), -7, dtype=torch.int32, device=DEVICE)
     sampler.draw(logits, table, out)
@@ -49,14 +49,14 @@ def noise(seed: int, rows: int, vocab: int = VOCAB) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("sampling", PLAIN.values(), ids=PLAIN.keys())
-def test_the_kernel_draws_what_the_full_sampler_draws(sampling: Sampling) -> None:
-    """A batch goes from one way to the other when a neighbour wants logprobs; tokens must not."""
+def test_kernel_draws_same_tokens_as_full_sampler(sampling: Sampling) -> None:
+    """A batch moves to the full sampler when one row needs logprobs; tokens must not change."""
     compare(sampling)
 
 
 @pytest.mark.parametrize("sampling", FILTERED.values(), ids=FILTERED.keys())
-def test_a_seeded_filtered_row_is_never_the_kernels(sampling: Sampling) -> None:
-    """The two add weights up in different orders; a seed must take one way in every batch."""
+def test_seeded_filtered_row_is_not_plain(sampling: Sampling) -> None:
+    """The samplers add weights in different orders; a seed must use one of them in every batch."""
     assert not sampler_of(sampling).is_plain([0])
     assert sampler_of(msgspec.structs.replace(sampling, seed=None)).is_plain([0])
 
@@ -70,12 +70,12 @@ def compare(sampling: Sampling) -> None:
     assert [fully.draw_fully(row[None], [0])[0].token_id for row in rows] == got
 
 
-def test_changing_between_both_ways_keeps_the_place_in_the_random_numbers() -> None:
-    """Positions are counted once, whoever draws."""
+def test_switching_samplers_keeps_random_position() -> None:
+    """Both samplers share one position per sequence."""
     sampling = Sampling(temperature=5.0, seed=11)
-    whole, mixed = sampler_of(sampling), sampler_of(sampling)
+    kernel_only, mixed = sampler_of(sampling), sampler_of(sampling)
     rows = noise(2, 4)
-    expected = [drawn(whole, row[None])[0] for row in rows]
+    expected = [drawn(kernel_only, row[None])[0] for row in rows]
 
     got = [
         mixed.draw_fully(row[None], [0])[0].token_id if i % 2 else drawn(mixed, row[None])[0]
@@ -88,9 +88,9 @@ def test_changing_between_both_ways_keeps_the_place_in_the_random_numbers() -> N
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's numpy
 @pytest.mark.parametrize("vocab", [VOCAB, 5000], ids=["one stride", "two"])
 @pytest.mark.parametrize("sampling", [*PLAIN.values(), Sampling(top_k=3), Sampling(top_p=0.5)])
-def test_a_row_with_a_nan_has_no_token(sampling: Sampling, vocab: int) -> None:
-    """Be it one, first or last, the best or beside infinity; the runner ends that sequence with
-    nan_logits, and no other. Nor has a row of nothing but minus infinity."""
+def test_row_with_nan_has_no_token(sampling: Sampling, vocab: int) -> None:
+    """A NaN first, last, at the best token or beside infinity: the runner ends that sequence alone
+    with nan_logits. A row of minus infinity has no token either."""
     sampler = sampler_of(*[sampling] * 7, vocab=vocab)
     rows = noise(3, 7, vocab)
     rows[1, 0] = rows[2, -1] = rows[3, int(rows[3].argmax())] = rows[6] = float("nan")
@@ -115,8 +115,8 @@ def test_a_row_with_a_nan_has_no_token(sampling: Sampling, vocab: int) -> None:
         (Sampling(repetition_penalty=1.1), False),
     ],
 )
-def test_only_what_needs_no_history_is_plain(sampling: Sampling, is_plain: bool) -> None:
-    """The kernel knows no history; one sequence that needs it takes the batch along."""
+def test_sequence_with_history_is_not_plain(sampling: Sampling, is_plain: bool) -> None:
+    """The kernel has no history; one sequence that needs it moves the whole batch."""
     sampler = sampler_of(Sampling(), sampling)
 
     assert sampler.is_plain([0])
@@ -133,13 +133,13 @@ INFINITE = [
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's numpy: overflow
-@pytest.mark.parametrize(("wanted", "others"), INFINITE)
-def test_infinite_logits_share_the_draw(wanted: dict[str, Any], others: str) -> None:
-    """An overflowed model says them; each is likelier than anything finite, and none than another.
+@pytest.mark.parametrize(("filters", "others"), INFINITE)
+def test_infinite_logits_share_the_draw(filters: dict[str, Any], others: str) -> None:
+    """Overflow makes infinite logits: all are equally likely, and likelier than any finite one.
 
-    The full sampler draws among them too: a request must not draw token 0 for its neighbours' sake.
+    The full sampler draws among them too: a result must not depend on the batch.
     """
-    settings = [Sampling(temperature=0.7, seed=seed, **wanted) for seed in range(4)]
+    settings = [Sampling(temperature=0.7, seed=seed, **filters) for seed in range(4)]
     rows = noise(4, len(settings))
     if others == "least":
         rows[:] = torch.finfo(torch.float32).min

@@ -1,4 +1,4 @@
-"""The sampler against a plain reference, the statistics of its draws, and settings at the edge."""
+"""The full sampler: against a reference, the statistics of its draws, and extreme parameters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from engine.sampling.logprobs import LOGPROB_FLOOR
 from engine.sampling.rng import philox4x32, uniform
 from engine.sampling.sampler import Sampler
 
-VOCAB = 600  # More than two chunks of the running sum, and not a multiple of one.
+VOCAB = 600  # more than two chunks of the running sum, and not a multiple of a chunk
 
 
 @pytest.fixture(autouse=True)
@@ -36,8 +36,8 @@ def begun(sampling: Sampling, sequence_id: int = 0, **more: object) -> BegunSequ
 def draw(
     logits: Tensor, sampling: Sampling, history: Sequence[int] = (1,), prompt_tokens: int = 1
 ) -> SampledToken:
-    """One draw of one sequence with a history."""
-    sampler = Sampler(logits.shape[-1], chance=random.Random(1))
+    """Return one draw of one sequence with a history."""
+    sampler = Sampler(logits.shape[-1], rng=random.Random(1))
     sampler.begin(begun(sampling, token_ids=list(history), prompt_tokens=prompt_tokens))
     return sampler.sample(logits.reshape(1, -1), [0])[0]
 
@@ -49,7 +49,7 @@ def noise(seed: int, rows: int = 1, vocab: int = VOCAB, spread: float = 3.0) -> 
 def reference_probabilities(
     logits: Sequence[float], sampling: Sampling, history: Sequence[int], prompt_tokens: int
 ) -> list[float]:
-    """The distribution that `Sampling`'s docstring describes, one plain step at a time."""
+    """Return the distribution that `Sampling`'s docstring describes, step by step."""
     x = [float(value) for value in logits]
     for token_id, bias in sampling.logit_bias.items():
         x[token_id] += bias
@@ -64,12 +64,12 @@ def reference_probabilities(
         return [float(i == order[0]) for i in range(len(x))]
     weights = [math.exp((value - max(x)) / sampling.temperature) for value in x]
     kept = order[: sampling.top_k] if sampling.top_k else order
-    whole = math.fsum(weights[i] for i in kept)
+    kept_total = math.fsum(weights[i] for i in kept)
     prefix, running = [], 0.0
     for i in kept:
         prefix.append(i)
         running += weights[i]
-        if sampling.top_p < 1 and running >= sampling.top_p * whole:
+        if sampling.top_p < 1 and running >= sampling.top_p * kept_total:
             break
     prefix = [i for i in prefix if weights[i] >= sampling.min_p * weights[order[0]]]
     total = math.fsum(weights[i] for i in prefix)
@@ -77,15 +77,15 @@ def reference_probabilities(
 
 
 def observed(logits: Tensor, sampling: Sampling, draws: int, history: list[int]) -> list[int]:
-    """How often each token came in so many draws from the same row, by differing positions."""
-    sampler = Sampler(logits.shape[-1], chance=random.Random(7))
+    """Return how often each token came in `draws` draws from the same row."""
+    sampler = Sampler(logits.shape[-1], rng=random.Random(7))
     for sequence_id in range(draws):
         sampler.begin(
             begun(sampling, sequence_id, token_ids=history, prompt_tokens=2, sample_index=0)
         )
     tokens = sampler.sample(logits.expand(draws, -1), range(draws))
-    tallies = Counter(token.token_id for token in tokens)
-    return [tallies[i] for i in range(logits.shape[-1])]
+    counts = Counter(token.token_id for token in tokens)
+    return [counts[i] for i in range(logits.shape[-1])]
 
 
 @pytest.mark.parametrize(
@@ -104,23 +104,24 @@ def observed(logits: Tensor, sampling: Sampling, draws: int, history: list[int])
         ),
     ],
 )
-def test_the_generator_gives_the_known_answers_of_its_paper(
+def test_philox_gives_known_answers(
     counter: tuple[int, int, int, int], key: tuple[int, int], expected: tuple[int, ...]
 ) -> None:
-    """A wrong constant would still look random; only the published vectors tell."""
+    """With a wrong constant the numbers would still look random; the published vectors detect
+    it."""
     assert expected == philox4x32(counter, key)
 
 
-def test_neighbouring_seeds_samples_and_positions_give_unrelated_numbers() -> None:
-    """Clients count seeds 1, 2, 3; their draws must spread as evenly as any others."""
+def test_neighbouring_seeds_and_positions_give_unrelated_numbers() -> None:
+    """Clients use seeds 1, 2, 3; their draws must be uniform too."""
     numbers = [
         uniform(seed, sample, position)
         for seed in (-1, 0, 1, 2**63 - 1)
         for sample in range(16)
         for position in range(64)
     ]
-    tallies = Counter(int(number * 64) for number in numbers)
-    statistic = sum((tallies[i] - 64) ** 2 / 64 for i in range(64))
+    counts = Counter(int(number * 64) for number in numbers)
+    statistic = sum((counts[i] - 64) ** 2 / 64 for i in range(64))
 
     assert len(set(numbers)) == len(numbers)
     assert all(0 <= number < 1 for number in numbers)
@@ -143,7 +144,7 @@ def test_neighbouring_seeds_samples_and_positions_give_unrelated_numbers() -> No
     ids=repr,
 )
 def test_draws_follow_the_described_distribution(sampling: Sampling) -> None:
-    """Chi-square against the plain reference; tokens of probability 0 never come at all."""
+    """Chi-square against the reference; tokens of probability 0 are never drawn."""
     draws, history = 4_000, [2, 5, 5, 7, 5]
     logits = noise(11, vocab=12, spread=1.5)[0]
     expected = reference_probabilities(logits.tolist(), sampling, history, 2)
@@ -179,10 +180,11 @@ sampling_settings = st.builds(
     logits_seed=st.integers(0, 1000),
     history=st.lists(st.integers(0, 11), min_size=2, max_size=12),
 )
-def test_a_drawn_token_always_has_weight_in_the_reference(
+def test_drawn_token_has_weight_in_reference(
     sampling: Sampling, logits_seed: int, history: list[int]
 ) -> None:
-    """Every combination of settings, the absurd ones too, draws what the reference allows."""
+    """Every combination of parameters, extreme ones too, draws a token that the reference
+    allows."""
     logits = noise(logits_seed, vocab=12)[0]
     logits[logits_seed % 12] = -math.inf
 
@@ -209,8 +211,8 @@ def test_a_drawn_token_always_has_weight_in_the_reference(
     value=st.sampled_from([-math.inf, math.inf, 0.0, 3e38, -3e38, math.nan]),
 )
 @example(Sampling(min_p=0.07), -math.inf)
-def test_a_row_of_one_value_is_no_exception(sampling: Sampling, value: float) -> None:
-    """Overflow gives a token in the vocabulary; all minus infinity or NaN, none."""
+def test_row_of_one_value_gives_token_or_none(sampling: Sampling, value: float) -> None:
+    """Overflow gives a token of the vocabulary; a row of minus infinity or NaN gives none."""
     token = draw(torch.full((12,), value), sampling, [3, 4])
 
     assert (0 <= token.token_id < 12) == (value > -math.inf)
@@ -218,27 +220,25 @@ def test_a_row_of_one_value_is_no_exception(sampling: Sampling, value: float) ->
 
 @settings(max_examples=60, deadline=None)
 @given(sampling=sampling_settings, place=st.integers(0, VOCAB - 1), size=st.sampled_from([1, 90]))
-def test_a_nan_in_a_row_leaves_it_without_a_token(
-    sampling: Sampling, place: int, size: int
-) -> None:
-    """Whatever computed it may have computed the others wrongly too. The next row has its token,
-    and the history goes on from the last that was drawn."""
+def test_row_with_nan_gives_no_token(sampling: Sampling, place: int, size: int) -> None:
+    """The other logits of such a row may be wrong too. The next row still gives its token, and the
+    history continues from the last drawn token."""
     logits = noise(8, rows=2)
     expected = draw(logits[1], sampling)
     logits[0, place : place + size] = math.nan
-    sampler = Sampler(VOCAB, chance=random.Random(1))
+    sampler = Sampler(VOCAB, rng=random.Random(1))
     sampler.begin(begun(sampling, 1))
     sampler.begin(begun(sampling, 0))
 
     first = sampler.sample(logits, [0, 1])
-    again = sampler.sample(logits[1:], [0])
+    second = sampler.sample(logits[1:], [0])
 
     assert first == [SampledToken(-1), expected]
-    assert sampling.seed is None or again == [expected]
+    assert sampling.seed is None or second == [expected]
 
 
-def test_a_seeded_sequence_draws_the_same_alone_as_in_a_mixed_batch() -> None:
-    """Rule: the choice depends on seed, sample, position and logits, whatever else is there."""
+def test_seeded_draws_do_not_depend_on_batch() -> None:
+    """A draw depends on seed, sample, position and logits alone."""
     kinds = [
         Sampling(seed=5),
         Sampling(seed=5, top_p=0.9),
@@ -248,43 +248,43 @@ def test_a_seeded_sequence_draws_the_same_alone_as_in_a_mixed_batch() -> None:
         Sampling(seed=-4, min_p=0.02, logit_bias={4: 3.0}),
     ]
     logits = noise(3, rows=len(kinds), vocab=5000)
-    together = Sampler(5000, chance=random.Random(0))
+    together = Sampler(5000, rng=random.Random(0))
     for i, sampling in enumerate(kinds):
         together.begin(begun(sampling, i))
 
     last = [together.sample(logits, range(len(kinds))) for _ in range(5)][-1]
     alone = []
     for i, sampling in enumerate(kinds):
-        sampler = Sampler(5000, chance=random.Random(99))
+        sampler = Sampler(5000, rng=random.Random(99))
         sampler.begin(begun(sampling, i))
         alone.append([sampler.sample(logits[i : i + 1], [i])[0] for _ in range(5)][-1])
 
     assert last == alone
 
 
-def test_a_resumed_sequence_goes_on_as_if_it_had_never_stopped() -> None:
-    """Preemption ends and begins the sequence; history and position must come back with it."""
+def test_resumed_sequence_continues_its_draws() -> None:
+    """Preemption ends and begins the sequence; its history and position must be restored."""
     sampling = Sampling(seed=17, temperature=1.5, presence_penalty=1.0, frequency_penalty=0.5)
     rows = noise(8, rows=20)
-    straight = Sampler(VOCAB)
-    straight.begin(begun(sampling, token_ids=[1, 2], prompt_tokens=2))
-    expected = [straight.sample(row[None], [0])[0].token_id for row in rows]
+    uninterrupted = Sampler(VOCAB)
+    uninterrupted.begin(begun(sampling, token_ids=[1, 2], prompt_tokens=2))
+    expected = [uninterrupted.sample(row[None], [0])[0].token_id for row in rows]
 
-    stopped = Sampler(VOCAB)
+    preempted = Sampler(VOCAB)
     history = [1, 2]
     tokens = []
-    for place, row in enumerate(rows):
-        if place % 7 == 0:
-            stopped.end(0)
-            stopped.begin(begun(sampling, token_ids=list(history), prompt_tokens=2))
-        tokens.append(stopped.sample(row[None], [0])[0].token_id)
+    for step, row in enumerate(rows):
+        if step % 7 == 0:
+            preempted.end(0)
+            preempted.begin(begun(sampling, token_ids=list(history), prompt_tokens=2))
+        tokens.append(preempted.sample(row[None], [0])[0].token_id)
         history.append(tokens[-1])
 
     assert expected == tokens
 
 
-def test_samples_of_one_request_draw_differently_from_one_row() -> None:
-    """`n` samples share a seed and, at first, the very same logits."""
+def test_samples_of_one_request_differ() -> None:
+    """`n` samples share a seed and, at first, the same logits."""
     sampler = Sampler(VOCAB)
     for index in range(8):
         sampler.begin(begun(Sampling(seed=1), index, sample_index=index))
@@ -294,9 +294,9 @@ def test_samples_of_one_request_draw_differently_from_one_row() -> None:
     assert len({token.token_id for token in tokens}) > 4
 
 
-def test_without_a_seed_two_sequences_are_given_different_ones() -> None:
-    """Two clients that ask the same must not get the same answer by accident of the default."""
-    sampler = Sampler(VOCAB, chance=random.Random(4))
+def test_sequences_without_seed_get_different_seeds() -> None:
+    """Two clients that send the same prompt must not always get the same answer."""
+    sampler = Sampler(VOCAB, rng=random.Random(4))
     for sequence_id in range(8):
         sampler.begin(begun(Sampling(), sequence_id))
 
@@ -305,16 +305,16 @@ def test_without_a_seed_two_sequences_are_given_different_ones() -> None:
     assert len({token.token_id for token in tokens}) > 4
 
 
-def test_equal_logits_are_cut_at_top_k_by_lower_id() -> None:
-    """A tie at the edge has one answer, so that a replay on another build agrees."""
+def test_top_k_keeps_lower_ids_of_equal_logits() -> None:
+    """A tie at the edge has one result, so that a replay on another build agrees."""
     logits = torch.zeros(VOCAB)
     drawn = {draw(logits, Sampling(top_k=3, seed=seed)).token_id for seed in range(60)}
 
     assert drawn == {0, 1, 2}
 
 
-def test_logprobs_are_of_the_model_itself_best_first() -> None:
-    """Temperature, bias and penalties change the choice, never what is reported of the model."""
+def test_logprobs_are_of_unmodified_logits() -> None:
+    """Temperature, bias and penalties change the choice, not the reported logprobs."""
     logits = noise(2)
     expected = torch.log_softmax(logits[0].double(), dim=-1)
 
@@ -328,8 +328,8 @@ def test_logprobs_are_of_the_model_itself_best_first() -> None:
     )
 
 
-def test_logprobs_are_reported_only_where_they_were_asked_for() -> None:
-    """None is none at all; 0 is the chosen token's alone."""
+def test_logprobs_are_reported_on_request_only() -> None:
+    """None reports nothing; 0 reports the chosen token's logprob alone."""
     none = draw(noise(2), Sampling(temperature=0))
     own = draw(noise(2), Sampling(temperature=0, logprobs=0))
 
@@ -338,8 +338,8 @@ def test_logprobs_are_reported_only_where_they_were_asked_for() -> None:
     assert own.top == ()
 
 
-def test_an_impossible_token_has_a_finite_logprob() -> None:
-    """Minus infinity cannot be written in JSON, and one such value would fail a whole answer."""
+def test_impossible_token_has_finite_logprob() -> None:
+    """JSON has no minus infinity, and one such value would fail the whole response."""
     logits = torch.full((12,), -math.inf)
     logits[3] = 1.0
 
@@ -348,8 +348,8 @@ def test_an_impossible_token_has_a_finite_logprob() -> None:
     assert (token.top[0].logprob, token.top[1].logprob) == (0.0, LOGPROB_FLOOR)
 
 
-def test_prompt_logprobs_judge_the_token_that_follows() -> None:
-    """Rows go in chunks; the seventieth must come out like the first."""
+def test_prompt_logprobs_are_of_given_tokens() -> None:
+    """Rows are computed in chunks of 64; the seventieth must be right too."""
     logits = noise(6, rows=70)
     known = [(7 * i) % VOCAB for i in range(70)]
     expected = torch.log_softmax(logits.double(), dim=-1)
@@ -363,8 +363,8 @@ def test_prompt_logprobs_judge_the_token_that_follows() -> None:
     assert [len(entry.top) for entry in entries] == [2] * 70
 
 
-def test_the_caller_keeps_its_logits_and_an_ended_sequence_leaves_nothing() -> None:
-    """The runner may read the rows again; a server lives for months."""
+def test_sampler_keeps_logits_and_forgets_ended_sequences() -> None:
+    """The runner may read the rows again, and state must not grow in a long-running server."""
     logits = noise(1, rows=3)
     before = logits.clone()
     sampler = Sampler(VOCAB)

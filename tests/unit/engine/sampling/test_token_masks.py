@@ -1,4 +1,4 @@
-"""Masks on logits, and the samplers under them: on the CPU's path and on a device's."""
+"""Token masks, and both samplers under masks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from engine.api import Sampling
 from engine.plan import BegunSequence, Mask
 from engine.sampling.gpu_sampler import GpuSampler
 from engine.sampling.sampler import Sampler
-from engine.sampling.token_masks import restricted, spread
+from engine.sampling.token_masks import apply_masks, mask_bias
 
 CPU = torch.device("cpu")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -55,66 +55,66 @@ def noise(seed: int, rows: int) -> torch.Tensor:
     return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
 
 
-def allowed(added: torch.Tensor) -> list[int]:
-    """The tokens of one row that may be drawn."""
-    assert set(added.tolist()) <= {0.0, float("-inf")}
-    return torch.isfinite(added).nonzero()[:, 0].tolist()
+def allowed(bias: torch.Tensor) -> list[int]:
+    """Return the allowed tokens of one row."""
+    assert set(bias.tolist()) <= {0.0, float("-inf")}
+    return torch.isfinite(bias).nonzero()[:, 0].tolist()
 
 
-def test_bits_are_tokens_from_the_lowest_up() -> None:
-    """Word by word, the sign bit and the last, partial word included."""
+def test_bit_i_is_token_i() -> None:
+    """Across words, with the sign bit and the last, partial word."""
     mask = mask_of(0, 31, 32, 63, 298, 299)
 
-    added = spread(torch.from_numpy(mask[None]), VOCAB)
+    bias = mask_bias(torch.from_numpy(mask[None]), VOCAB)
 
-    assert added.shape == (1, VOCAB)
-    assert allowed(added[0]) == [0, 31, 32, 63, 298, 299]
+    assert bias.shape == (1, VOCAB)
+    assert allowed(bias[0]) == [0, 31, 32, 63, 298, 299]
 
 
 @given(seed=st.integers(0, 10_000))
 @settings(max_examples=20)
-def test_every_bit_says_the_same_on_every_device(seed: int) -> None:
-    """By a table of bytes, by shifts where there is a device, and by counting."""
+def test_mask_bias_is_equal_on_cpu_and_gpu(seed: int) -> None:
+    """By a table of bytes, by shifts on a GPU, and by counting bits here."""
     words = np.random.default_rng(seed).integers(-(2**31), 2**31, (3, 10)).astype(np.int32)
 
-    here = spread(torch.from_numpy(words), VOCAB)
-    there = spread(torch.from_numpy(words).to(DEVICE), VOCAB).cpu()
+    on_cpu = mask_bias(torch.from_numpy(words), VOCAB)
+    on_gpu = mask_bias(torch.from_numpy(words).to(DEVICE), VOCAB).cpu()
 
-    assert torch.equal(here, there)
-    for row, added in zip(words, here, strict=True):
+    assert torch.equal(on_cpu, on_gpu)
+    for row, bias in zip(words, on_cpu, strict=True):
         counted = [i for i in range(VOCAB) if int(row[i // 32]) >> i % 32 & 1]
-        assert allowed(added) == counted
+        assert allowed(bias) == counted
 
 
-def test_rows_without_a_mask_are_left_alone() -> None:
-    """And a batch without any is not even copied."""
+def test_rows_without_mask_are_unchanged() -> None:
+    """A batch without any mask is not copied."""
     logits = noise(0, 2)
 
-    limited = restricted(logits, [5, 6], {6: mask_of(3, 4)})
+    masked = apply_masks(logits, [5, 6], {6: mask_of(3, 4)})
 
-    assert torch.equal(limited[0], logits[0])
-    assert torch.isfinite(limited[1]).nonzero()[:, 0].tolist() == [3, 4]
-    assert restricted(logits, [5, 6], {9: mask_of(1)}) is logits
+    assert torch.equal(masked[0], logits[0])
+    assert torch.isfinite(masked[1]).nonzero()[:, 0].tolist() == [3, 4]
+    assert apply_masks(logits, [5, 6], {9: mask_of(1)}) is logits
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-@pytest.mark.parametrize("device", ["cpu sampler", "device sampler"])
-def test_nothing_is_drawn_that_the_mask_leaves_out(name: str, device: str) -> None:
-    """Whatever bias, penalty, heat or filter says."""
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+def test_forbidden_token_is_never_drawn(name: str, device: str) -> None:
+    """With any bias, penalty, temperature or filter."""
     sampling = msgspec.structs.replace(SETTINGS[name], seed=None)
     allowed = {11, 12, 200}
     masks = {0: mask_of(*allowed)}
-    full: Sampler | GpuSampler = Sampler(VOCAB, CPU)
-    if device == "device sampler":
-        full = GpuSampler(VOCAB, DEVICE)
-    full.begin(BegunSequence(0, sampling, [1, 2, 11], 2))
+    sampler: Sampler | GpuSampler = Sampler(VOCAB, CPU)
+    if device == "gpu":
+        sampler = GpuSampler(VOCAB, DEVICE)
+    sampler.begin(BegunSequence(0, sampling, [1, 2, 11], 2))
 
     drawn = set()
     for seed in range(60):
-        if isinstance(full, GpuSampler):
-            (token,) = full.draw_fully(noise(seed, 1).to(DEVICE), [0], masks)
+        if isinstance(sampler, GpuSampler):
+            (token,) = sampler.draw_fully(noise(seed, 1).to(DEVICE), [0], masks)
         else:
-            (token,) = full.sample(noise(seed, 1), [0], masks)
+            (token,) = sampler.sample(noise(seed, 1), [0], masks)
         drawn.add(token.token_id)
 
     assert drawn <= allowed
@@ -122,26 +122,24 @@ def test_nothing_is_drawn_that_the_mask_leaves_out(name: str, device: str) -> No
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_both_samplers_draw_the_same_under_a_mask(name: str) -> None:
-    """A batch may move from one to the other; the tokens of a seed may not."""
+def test_both_samplers_draw_same_tokens_under_mask(name: str) -> None:
+    """A batch may move between samplers; the tokens of a seed must not change."""
     masks = {0: mask_of(*range(0, VOCAB, 7))}
-    cpu, device = sampler_of(SETTINGS[name]), GpuSampler(VOCAB, CPU)
-    device.begin(BegunSequence(0, SETTINGS[name], [1, 2], 2))
+    cpu, gpu = sampler_of(SETTINGS[name]), GpuSampler(VOCAB, CPU)
+    gpu.begin(BegunSequence(0, SETTINGS[name], [1, 2], 2))
 
-    ours, theirs = [], []
+    cpu_tokens, gpu_tokens = [], []
     for seed in range(20):
-        ours += cpu.sample(noise(seed, 1), [0], masks)
-        theirs += device.draw_fully(noise(seed, 1), [0], masks)
+        cpu_tokens += cpu.sample(noise(seed, 1), [0], masks)
+        gpu_tokens += gpu.draw_fully(noise(seed, 1), [0], masks)
 
-    assert ours == theirs
+    assert cpu_tokens == gpu_tokens
 
 
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("value", [float("-inf"), -3e38, float("inf"), 0.0])
-def test_the_one_token_left_is_drawn_even_where_the_model_rules_it_out(
-    name: str, value: float
-) -> None:
-    """A grammar's last way out is taken, and no row of nothing becomes a number that is none."""
+def test_only_allowed_token_is_drawn_whatever_its_logit(name: str, value: float) -> None:
+    """Even with probability 0 from the model, and without a NaN."""
     logits = torch.zeros(1, VOCAB)
     logits[0, 123] = value
 
@@ -150,8 +148,8 @@ def test_the_one_token_left_is_drawn_even_where_the_model_rules_it_out(
     assert token.token_id == 123
 
 
-def test_a_row_that_allows_nothing_draws_something_and_spoils_nobody() -> None:
-    """Core never sends one; if it did, its neighbours' tokens would be their own all the same."""
+def test_mask_without_tokens_does_not_change_other_rows() -> None:
+    """Core never sends such a mask; if it did, other rows would keep their tokens."""
     logits = noise(3, 2)
     sampler = sampler_of(SETTINGS["top-p"], SETTINGS["temperature"])
     alone = sampler_of(SETTINGS["top-p"], SETTINGS["temperature"]).sample(logits[1:], [1])
@@ -161,18 +159,18 @@ def test_a_row_that_allows_nothing_draws_something_and_spoils_nobody() -> None:
     assert both[1] == alone[0]
 
 
-def test_a_mask_that_allows_everything_changes_nothing() -> None:
-    """The same seed draws the same tokens with a grammar that would have let them through."""
+def test_mask_of_all_tokens_changes_nothing() -> None:
+    """A seed draws the same tokens with a grammar that allows all of them."""
     everything = mask_of(*range(VOCAB))
     for sampling in SETTINGS.values():
-        free, held = sampler_of(sampling), sampler_of(sampling)
+        free, constrained = sampler_of(sampling), sampler_of(sampling)
         for seed in range(10):
             logits = noise(seed, 1)
-            assert free.sample(logits, [0]) == held.sample(logits, [0], {0: everything})
+            assert free.sample(logits, [0]) == constrained.sample(logits, [0], {0: everything})
 
 
-def test_logprobs_stay_the_models_own() -> None:
-    """What the model thought is reported, not what was left of it."""
+def test_logprobs_are_of_unmasked_logits() -> None:
+    """The mask changes the choice, not the reported logprobs."""
     logits = noise(1, 1)
     sampling = Sampling(temperature=0, logprobs=2)
     expected = torch.log_softmax(logits[0], 0)
