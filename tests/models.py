@@ -1,8 +1,8 @@
 """Tiny models for tests: seeded random Llamas of a few hundred kilobytes, as files.
 
-The same weights are written as a Hugging Face folder or as a GGUF file, with a byte-level tokenizer
-that encodes any text and a chat template in the shape of ChatML. They speak nonsense, the same
-nonsense for the same seed.
+`write_folder` and `write_gguf` write the same weights as a Hugging Face folder and as a GGUF file,
+with a byte-level tokenizer that encodes any text and a ChatML chat template. The output is
+nonsense, and equal for equal seeds.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ LLAMA3_SCALING = RopeScaling(
 
 
 def _byte_characters() -> list[str]:
-    """GPT-2's printable stand-in for each byte, by byte."""
+    """Return GPT-2's printable character for each byte, by byte."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = iter(range(256, 512))
     return [chr(byte if byte in plain else next(others)) for byte in range(256)]
 
 
 def _vocabulary() -> tuple[list[str], list[str]]:
-    """Tokens by id, specials first, and merges that build `WORDS` from left to right."""
+    """Return tokens by id, specials first, and merges that build `WORDS` from left to right."""
     letters = _byte_characters()
     tokens, merges = [*SPECIALS, *letters], []
     for word in WORDS:
-        stood = [letters[byte] for byte in word.encode()]
-        left = stood[0]
-        for right in stood[1:]:
+        characters = [letters[byte] for byte in word.encode()]
+        left = characters[0]
+        for right in characters[1:]:
             merge = f"{left} {right}"
             left += right
             if merge not in merges:
@@ -72,8 +72,10 @@ def tiny_config(
     tie_embeddings: bool = True,
     rope_scaling: RopeScaling | None = None,
 ) -> ModelConfig:
-    """The shape of a tiny Llama: MHA, GQA or MQA by `kv_heads`. Hidden and intermediate sizes are
-    multiples of 32, so that every row can be quantised."""
+    """Return the shape of a tiny Llama: MHA, GQA or MQA by `kv_heads`.
+
+    Hidden and intermediate sizes are multiples of 32, so that every row can be quantised.
+    """
     return ModelConfig(
         architecture="llama",
         layers=layers,
@@ -92,11 +94,11 @@ def tiny_config(
 
 
 def tiny_weights(config: ModelConfig, seed: int = 0) -> Weights:
-    """The weights that `write_folder` and `write_gguf` write, in fp32."""
+    """Return the weights that `write_folder` and `write_gguf` write, in fp32."""
     weights = random_weights(config, torch.float32, seed, torch.device("cpu"))
     generator = torch.Generator().manual_seed(seed + 1)
     for name, tensor in weights.items():
-        if name.endswith("norm.weight"):  # not all ones: a forgotten norm weight must show
+        if name.endswith("norm.weight"):  # not all ones: tests must detect a missing norm weight
             tensor.uniform_(0.5, 1.5, generator=generator)
     return weights
 
@@ -109,7 +111,7 @@ def write_folder(
     dtype: torch.dtype = torch.float32,
     shards: int = 1,
 ) -> Path:
-    """A Hugging Face folder: config, tokenizer, chat template and safetensors. Returns it."""
+    """Write a Hugging Face folder: config, tokenizer, chat template and safetensors. Returns it."""
     config = config or tiny_config()
     folder.mkdir(parents=True, exist_ok=True)
     files: dict[str, Any] = {
@@ -124,12 +126,12 @@ def write_folder(
     if shards == 1:
         save_file(weights, folder / "model.safetensors")
         return folder
-    names, places = list(weights), {}
+    names, weight_map = list(weights), {}
     for shard in range(shards):
         file = f"model-{shard + 1:05}-of-{shards:05}.safetensors"
-        places.update(dict.fromkeys(names[shard::shards], file))
+        weight_map.update(dict.fromkeys(names[shard::shards], file))
         save_file({n: weights[n] for n in names[shard::shards]}, folder / file)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     return folder
 
 
@@ -141,7 +143,7 @@ def write_gguf(
     kind: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
     weights: Weights | None = None,
 ) -> Path:
-    """A GGUF file of the same model, its matrices in `kind`. Returns its path."""
+    """Write a GGUF file of the same model, its matrices in `kind`. Returns its path."""
     config = config or tiny_config()
     writer = gguf.GGUFWriter(path, "llama")
     _add_metadata(writer, config)
@@ -166,12 +168,12 @@ def write_gguf(
 
 
 def prepared(tmp: Path, config: ModelConfig | None = None, *, seed: int = 0) -> ModelCard:
-    """A tiny model as a Hugging Face folder under `tmp`, ready to load."""
+    """Write and prepare a tiny model under `tmp`; return its card."""
     return prepare("tiny", write_folder(tmp / "tiny", config, seed=seed), tmp)
 
 
 def tokenizer_document() -> dict[str, Any]:
-    """The content of tokenizer.json: byte-level BPE over `TOKENS`."""
+    """Return the content of tokenizer.json: byte-level BPE over `TOKENS`."""
     byte_level = {
         "type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True,
     }  # fmt: skip
@@ -267,19 +269,19 @@ _GGUF_PARTS = {
 
 def _gguf_name(name: str) -> str:
     stem, _, kind = name.rpartition(".")
-    whole = {
+    renamed = {
         "model.embed_tokens": "token_embd",
         "model.norm": "output_norm",
         "lm_head": "output",
     }.get(stem)
-    if whole is None:
+    if renamed is None:
         _, _, layer, part = stem.split(".", 3)
-        whole = f"blk.{layer}.{_GGUF_PARTS[part]}"
-    return f"{whole}.{kind}"
+        renamed = f"blk.{layer}.{_GGUF_PARTS[part]}"
+    return f"{renamed}.{kind}"
 
 
 def _divisors(config: ModelConfig) -> np.ndarray:
-    """Llama 3's stretching as GGUF carries it: what each frequency is divided by."""
+    """Return Llama 3's rope scaling in GGUF's form: the divisor of each frequency."""
     s = config.rope_scaling
     assert s is not None
     half = config.head_dim // 2

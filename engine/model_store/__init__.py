@@ -1,4 +1,4 @@
-"""Finding, fetching and preparing models. Torch-free: the gateway reads prepared folders too."""
+"""Finding, fetching and preparing models, without torch: the gateway reads prepared folders too."""
 
 from engine.model_store.card import ModelCard, ModelConfig, RopeScaling, load_card
 from engine.model_store.catalogue import CATALOGUE, DEFAULT_MODEL, pull, resolve

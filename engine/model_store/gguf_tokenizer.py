@@ -1,6 +1,7 @@
-"""A tokenizer built from a GGUF file's metadata, as the JSON that the `tokenizers` library reads.
+"""Builds a tokenizer.json from a GGUF file's metadata.
 
-Byte-level BPE with the pre-tokenizers of the families we load. Pure: metadata in, JSON text out.
+Byte-level BPE, with the pre-tokenizers of the supported families. Pure: metadata in, JSON text out,
+in the form that the `tokenizers` library reads.
 """
 
 from __future__ import annotations
@@ -46,38 +47,40 @@ PRE_TOKENIZERS: dict[str, list[dict[str, Any]]] = {
     "llama-bpe": _split(_LLAMA3_SPLIT),
     "qwen2": _split(_QWEN2_SPLIT),
 }
-"""By `tokenizer.ggml.pre`."""
+"""Pre-tokenizers by `tokenizer.ggml.pre`."""
 
 
 def special_ids(header: GgufHeader) -> tuple[int, ...]:
-    """Tokens that are never text: control and unknown ones."""
+    """Return the tokens that are never text: control and unknown tokens."""
     return tuple(i for i, kind in enumerate(_kinds(header)) if kind in (_UNKNOWN, _CONTROL))
 
 
 def _kinds(header: GgufHeader) -> list[Value]:
     kinds = header.metadata.get("tokenizer.ggml.token_type", [])
     if not isinstance(kinds, list):
-        raise ModelError("corrupt", "tokenizer.ggml.token_type is not a list.")
+        raise ModelError("corrupt", "tokenizer.ggml.token_type is not a list")
     return kinds
 
 
 def tokenizer_json(header: GgufHeader) -> str:
-    """The tokenizer as JSON. Raises ModelError for a kind that is not supported, and names it."""
-    model = header.text("tokenizer.ggml.model")
+    """Return the tokenizer as JSON text. Raises ModelError for an unsupported or damaged one."""
+    model = header.string("tokenizer.ggml.model")
     if model != "gpt2":
         raise ModelError(
             "unsupported",
-            f"The file's tokenizer is of kind {model!r}; byte-level BPE ('gpt2') is supported. Use"
-            " the model's Hugging Face folder, which has a tokenizer.json.",
+            f"unsupported tokenizer: {model!r}; expected byte-level BPE ('gpt2'). Use the model's"
+            " Hugging Face folder, which has a tokenizer.json",
         )
-    family = header.text("tokenizer.ggml.pre") or "default"
+    family = header.string("tokenizer.ggml.pre") or "default"
     if family not in PRE_TOKENIZERS:
         known = ", ".join(sorted(PRE_TOKENIZERS))
-        raise ModelError("unsupported", f"Pre-tokenizer {family!r}; supported are {known}.")
-    tokens = header.texts("tokenizer.ggml.tokens")
-    merges = [merge.split(" ") for merge in header.texts("tokenizer.ggml.merges")]
+        raise ModelError(
+            "unsupported", f"unsupported pre-tokenizer: {family!r}; expected one of {known}"
+        )
+    tokens = header.strings("tokenizer.ggml.tokens")
+    merges = [merge.split(" ") for merge in header.strings("tokenizer.ggml.merges")]
     if not tokens or not all(len(merge) == 2 for merge in merges):
-        raise ModelError("corrupt", "The tokenizer has no tokens, or a merge that is not a pair.")
+        raise ModelError("corrupt", "the tokenizer has no tokens, or a merge that is not a pair")
     added = [
         {
             "id": i,

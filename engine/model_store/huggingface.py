@@ -1,7 +1,7 @@
-"""A model's config, tokenizer and template out of a Hugging Face folder.
+"""Reads config, tokenizer and chat template from a Hugging Face folder.
 
-Strict where a wrong guess would compute something else than the model, lenient elsewhere: folders
-in the wild carry many fields that change nothing. No weights are read. Called by `prepare`.
+Strict where a wrong guess would compute another model, lenient elsewhere: published folders have
+many fields that change nothing. It reads no weights. `prepare` calls it.
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ from typing import Any
 
 from engine.errors import ModelError
 from engine.model_store.card import ModelConfig, RopeScaling
-from engine.model_store.parts import END_WORDS, PLAIN_TEMPLATE, ModelParts, unsupported_scaling
+from engine.model_store.parts import END_TOKENS, PLAIN_TEMPLATE, ModelParts, unsupported_scaling
 
 
 def read_folder(folder: Path) -> ModelParts:
-    """Everything but the weights. Raises ModelError: not_found, corrupt or unsupported."""
+    """Read everything but the weights. Raises ModelError: not_found, corrupt or unsupported."""
     config = _read_json(folder / "config.json")
     if not (folder / "tokenizer.json").exists():
         raise ModelError(
             "unsupported",
-            f"{folder} has no tokenizer.json; save the model's fast tokenizer into it.",
+            f"{folder} has no tokenizer.json; save the model's fast tokenizer there",
         )
     tokenizer = _read_text(folder / "tokenizer.json")
     settings = _read_json(folder / "tokenizer_config.json", optional=True)
     generation = _read_json(folder / "generation_config.json", optional=True)
     specials = _specials(_read_json(folder / "tokenizer.json"), folder)
-    stops = {i for i, word in specials.items() if word in END_WORDS}
-    for said in (config.get("eos_token_id"), generation.get("eos_token_id")):
-        stops.update(_token_ids(said, folder))
+    stops = {i for i, word in specials.items() if word in END_TOKENS}
+    for value in (config.get("eos_token_id"), generation.get("eos_token_id")):
+        stops.update(_token_ids(value, folder))
     bos = _token_ids(config.get("bos_token_id"), folder)
     return ModelParts(
         config=_config(config),
@@ -50,13 +50,13 @@ def _specials(tokenizer: dict[str, Any], folder: Path) -> dict[int, str]:
         raise ModelError("corrupt", f"{folder}/tokenizer.json: added_tokens: {error}.") from error
 
 
-def _token_ids(said: object, folder: Path) -> list[int]:
-    """Of "no token", a token or a list of them."""
-    ids: list[object] = said if isinstance(said, list) else [] if said is None else [said]
-    whole = [token for token in ids if isinstance(token, int) and not isinstance(token, bool)]
-    if len(whole) < len(ids):
-        raise ModelError("corrupt", f"{folder}: {said!r} is not a token id.")
-    return whole
+def _token_ids(value: object, folder: Path) -> list[int]:
+    """Return the token ids of a config field: None, one id or a list of ids."""
+    ids: list[object] = value if isinstance(value, list) else [] if value is None else [value]
+    integers = [token for token in ids if isinstance(token, int) and not isinstance(token, bool)]
+    if len(integers) < len(ids):
+        raise ModelError("corrupt", f"{folder}: {value!r} is not a token id")
+    return integers
 
 
 def _template(folder: Path, settings: dict[str, Any]) -> str:
@@ -64,7 +64,7 @@ def _template(folder: Path, settings: dict[str, Any]) -> str:
     if path.exists():
         return _read_text(path)
     template = settings.get("chat_template")
-    if isinstance(template, list):  # several by name
+    if isinstance(template, list):  # several templates by name
         named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
         template = named.get("default")
     return template if isinstance(template, str) else PLAIN_TEMPLATE
@@ -74,16 +74,16 @@ def _config(config: dict[str, Any]) -> ModelConfig:
     if config.get("quantization_config"):
         raise ModelError(
             "unsupported",
-            "config.json asks for quantised weights; folders load in fp32, bf16 or fp16, and"
-            " quantised models as GGUF files.",
+            "config.json has a quantization_config; expected fp32, bf16 or fp16 weights. Load"
+            " quantised models as GGUF files",
         )
     activation = config.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
-        raise ModelError("unsupported", f"Activation {activation!r}; silu is supported.")
+        raise ModelError("unsupported", f"unsupported activation: {activation!r}; expected silu")
     try:
         return _shape(config)
     except KeyError as missing:
-        raise ModelError("corrupt", f"config.json does not say {missing.args[0]}.") from missing
+        raise ModelError("corrupt", f"config.json has no {missing.args[0]}") from missing
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise ModelError("corrupt", f"config.json: {error}.") from error
 
@@ -93,7 +93,7 @@ def _shape(config: dict[str, Any]) -> ModelConfig:
     hidden = int(config["hidden_size"])
     rope = config.get("rope_parameters") or {}
     context = int(config["max_position_embeddings"])
-    # Within its window a model with sliding attention is one with full attention.
+    # Within its window, sliding attention equals full attention, so the window is the context.
     window = int(config.get("sliding_window") or context)
     return ModelConfig(
         architecture=str(config.get("model_type", "")),

@@ -1,4 +1,4 @@
-"""What is read of a model before it is prepared, whatever it was read from."""
+"""The parts of a model that `prepare` needs, read from a GGUF file or a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from engine.model_store.card import ModelConfig
 PLAIN_TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
 )
-"""For models without a chat template: roles and colons, as base models see them in the wild."""
+"""Chat template of models that have none: roles and colons, which base models know from text."""
 
-END_WORDS = ("<|im_end|>", "<|eot_id|>", "<|endoftext|>", "<|end_of_text|>", "<|eom_id|>", "</s>")
-"""Special tokens that end an answer wherever they exist."""
+END_TOKENS = ("<|im_end|>", "<|eot_id|>", "<|endoftext|>", "<|end_of_text|>", "<|eom_id|>", "</s>")
+"""Special tokens that end an output in every vocabulary that has them."""
 
 
 class ModelParts(Struct, frozen=True):
-    """`tokenizer` is the text of a tokenizer.json, `template` of a Jinja chat template."""
+    """`tokenizer`: text of a tokenizer.json. `template`: text of a Jinja chat template."""
 
     config: ModelConfig
     tokenizer: str
@@ -29,5 +29,7 @@ class ModelParts(Struct, frozen=True):
 
 
 def unsupported_scaling(kind: object) -> ModelError:
-    """The refusal of a way to stretch rotary frequencies that we do not compute."""
-    return ModelError("unsupported", f"Rotary scaling {kind!r}; linear and llama3 are supported.")
+    """Return the error for an unknown kind of rope scaling."""
+    return ModelError(
+        "unsupported", f"unsupported rotary scaling: {kind!r}; expected linear or llama3"
+    )

@@ -1,9 +1,8 @@
-"""From a model's files to a prepared folder: tokenizer, chat template and card, made once.
+"""Prepares a model: writes a folder with tokenizer, chat template and card, once per model.
 
-Read from a GGUF's metadata or a Hugging Face folder. The prepared folder is named after the digest
-of what it was made from, so a second start finds it, and a changed model never meets an old
-tokenizer, old weights or an old cache. It knows no tensor; commands call it before an engine
-starts.
+The input is a GGUF file or a Hugging Face folder. The prepared folder's name contains the digest of
+the input, so a second start finds the folder, and a changed model never uses an old tokenizer, old
+weights or an old cache. It knows no tensor. Commands call it before an engine starts.
 """
 
 from __future__ import annotations
@@ -22,16 +21,18 @@ from engine.model_store.gguf import read_gguf
 from engine.model_store.huggingface import read_folder
 from engine.model_store.parts import ModelParts
 
-PIECE = 1 << 20
-_WEIGHED = (".json", ".jinja", ".safetensors")
-"""Files of a folder that make the model what it is."""
+CHUNK_BYTES = 1 << 20
+"""Bytes hashed at once."""
+
+_DIGESTED_SUFFIXES = (".json", ".jinja", ".safetensors")
+"""Files of a folder that the digest covers."""
 
 
 def prepare(name: str, source: Path, models_dir: Path) -> ModelCard:
-    """Make, or find, the prepared folder of a model.
+    """Return the card of a model's prepared folder, which is made if missing.
 
-    The first time reads every byte of the model once, for its digest (98 MB: 0.1 s), and makes the
-    tokenizer (0.5 s); later reads a small card. Writes under `models_dir`/prepared. Raises
+    The first call reads every byte of the model for its digest (98 MB: 0.1 s) and makes the
+    tokenizer (0.5 s); later calls read a small card. Writes under `models_dir`/prepared. Raises
     ModelError: not_found, corrupt, unsupported or storage.
     """
     try:
@@ -46,13 +47,15 @@ def _prepare(name: str, source: Path, models_dir: Path) -> ModelCard:
     if not source.exists():
         raise ModelError("not_found", f"{source} does not exist.")
     digest = _digest(source, models_dir / "prepared" / ".digests")
-    label = "".join(sign if sign.isalnum() or sign in "-_." else "-" for sign in name)[-80:]
+    label = "".join(
+        character if character.isalnum() or character in "-_." else "-" for character in name
+    )[-80:]
     folder = models_dir / "prepared" / f"{label.lstrip('.')}-{digest[:16]}"
     if (folder / "model_card.json").exists():
         try:
             found = load_card(folder)
         except ModelError:
-            found = None  # from another version, or damaged: make it again
+            found = None  # of another version, or damaged: make it again
         if found is not None and found.source == str(source) and found.name == name:
             return found
     parts = read_gguf(source) if source.is_file() else read_folder(source)
@@ -71,35 +74,35 @@ def _prepare(name: str, source: Path, models_dir: Path) -> ModelCard:
         bos_token_id=parts.bos_token_id,
         add_bos=parts.add_bos,
     )
-    write_whole(folder / "tokenizer.json", parts.tokenizer.encode())
-    write_whole(folder / "chat_template.jinja", parts.template.encode())
-    # Last: a folder with a card has everything.
-    write_whole(folder / "model_card.json", msgspec.json.format(msgspec.json.encode(card)))
+    write_atomically(folder / "tokenizer.json", parts.tokenizer.encode())
+    write_atomically(folder / "chat_template.jinja", parts.template.encode())
+    # The card is written last: a folder with a card is complete.
+    write_atomically(folder / "model_card.json", msgspec.json.format(msgspec.json.encode(card)))
     return card
 
 
 def _check(parts: ModelParts, source: Path) -> None:
-    """A damaged model is refused here, not by the process that would first use its tokenizer."""
+    """Refuse a damaged model here, not in the process that first uses its tokenizer."""
     check_config(parts.config)
     try:
-        words = Tokenizer.from_str(parts.tokenizer).get_vocab_size(with_added_tokens=True)
+        tokens = Tokenizer.from_str(parts.tokenizer).get_vocab_size(with_added_tokens=True)
     except Exception as error:  # the library raises nothing narrower
-        raise ModelError("corrupt", f"{source}: its tokenizer cannot be built: {error}.") from error
+        raise ModelError("corrupt", f"{source}: invalid tokenizer: {error}") from error
     vocab = parts.config.vocab
-    if words > vocab:
-        raise ModelError(
-            "corrupt", f"{source}: {words} tokens, but embeddings for no more than {vocab}."
-        )
+    if tokens > vocab:
+        raise ModelError("corrupt", f"{source}: {tokens} tokens; embeddings for {vocab}")
     named = {*parts.stop_token_ids, *parts.special_token_ids}
     if parts.bos_token_id is not None:
         named.add(parts.bos_token_id)
-    strange = sorted(token for token in named if not 0 <= token < vocab)
-    if strange:
-        raise ModelError("corrupt", f"{source}: token {strange[0]} is not among {vocab} tokens.")
+    unknown = sorted(token for token in named if not 0 <= token < vocab)
+    if unknown:
+        raise ModelError(
+            "corrupt", f"{source}: token id {unknown[0]} is outside the vocabulary of {vocab}"
+        )
 
 
-def write_whole(path: Path, data: bytes) -> None:
-    """Write a file so that it is there whole or not at all, whatever happens meanwhile."""
+def write_atomically(path: Path, data: bytes) -> None:
+    """Write a file atomically: after a crash it is complete or absent."""
     handle, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:
@@ -112,35 +115,38 @@ def write_whole(path: Path, data: bytes) -> None:
         raise
 
 
-class _Remembered(msgspec.Struct, frozen=True):
-    """A digest, and the sizes and times of the files it is the digest of."""
+class _DigestNote(msgspec.Struct, frozen=True):
+    """A cached digest, with name, size and modification time of each file that it covers."""
 
     files: list[tuple[str, int, int]]
     digest: str
 
 
-def _digest(source: Path, remembered: Path) -> str:
-    """Digest of a model's content, read once: while size and time of each file stay, it stays."""
+def _digest(source: Path, notes: Path) -> str:
+    """Return the digest of a model's content; a note keeps it while each file's size and time stay
+    the same."""
     if source.is_file():
         paths = [source]
     else:
-        paths = sorted(p for p in source.iterdir() if p.is_file() and p.suffix in _WEIGHED)
-    facts = [(path, path.stat()) for path in paths]
-    files = [(path.name, fact.st_size, fact.st_mtime_ns) for path, fact in facts]
-    note = remembered / f"{xxhash.xxh3_64_hexdigest(str(source.resolve()).encode())}.json"
+        paths = sorted(
+            p for p in source.iterdir() if p.is_file() and p.suffix in _DIGESTED_SUFFIXES
+        )
+    stats = [(path, path.stat()) for path in paths]
+    files = [(path.name, stat.st_size, stat.st_mtime_ns) for path, stat in stats]
+    note = notes / f"{xxhash.xxh3_64_hexdigest(str(source.resolve()).encode())}.json"
     try:
-        known = msgspec.json.decode(note.read_bytes(), type=_Remembered)
+        known = msgspec.json.decode(note.read_bytes(), type=_DigestNote)
         if known.files == files:
             return known.digest
     except (OSError, msgspec.MsgspecError):
-        pass  # none yet, or damaged: it is only a saving
+        pass  # no note, or a damaged one: compute the digest
     content = xxhash.xxh3_128()
-    for path, fact in facts:
-        # A file's own name is not part of a single file's content: two copies are one model.
-        content.update(f"{path.name if len(facts) > 1 else ''}|{fact.st_size}|".encode())
+    for path, stat in stats:
+        # A single file's name is left out, so that two copies of it are one model.
+        content.update(f"{path.name if len(stats) > 1 else ''}|{stat.st_size}|".encode())
         with path.open("rb") as file:
-            while piece := file.read(PIECE):
-                content.update(piece)
-    remembered.mkdir(parents=True, exist_ok=True)
-    write_whole(note, msgspec.json.encode(_Remembered(files, content.hexdigest())))
+            while chunk := file.read(CHUNK_BYTES):
+                content.update(chunk)
+    notes.mkdir(parents=True, exist_ok=True)
+    write_atomically(note, msgspec.json.encode(_DigestNote(files, content.hexdigest())))
     return content.hexdigest()

@@ -1,4 +1,4 @@
-"""Loading weights: GGUF and safetensors in, named tensors out."""
+"""Loading weights: GGUF and safetensors files in, named tensors out."""
 
 from engine.weights.weights import Weights, expected_shapes, load_weights, random_weights
 

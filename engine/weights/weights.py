@@ -1,8 +1,8 @@
-"""Weights as a dict of tensors under Hugging Face's names, from GGUF files or safetensors.
+"""Model weights as a dict of tensors under Hugging Face names, from GGUF or safetensors files.
 
-GGUF's quantised tensors are dequantised once and kept beside the prepared model as one safetensors
-file per dtype, which the second start maps instead of computing. Nothing here runs code from a
-model's files.
+Quantised GGUF tensors are dequantised once and cached beside the prepared model as one safetensors
+file per dtype, which the next start maps instead. No code from a model's files is ever run. Runner
+builders call `load_weights`; a model's constructor takes the tensors out of the dict.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from engine.model_store import ModelCard, ModelConfig
 from engine.model_store.gguf_header import TensorInfo, read_header
 
 Weights = dict[str, torch.Tensor]
+"""Tensors by Hugging Face name, such as `model.layers.0.mlp.up_proj.weight`."""
 
 _GGUF_NAMES = {
     "token_embd": "model.embed_tokens",
@@ -44,30 +45,30 @@ _GGUF_LAYER_NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 _GGUF_IGNORED = ("rope_freqs",)
-"""Read into the model card."""
+"""Tensors that `engine.model_store` reads into the model card."""
 
 _FOLDER_IGNORED = ("rotary_emb.inv_freq",)
-"""Computed from the config; only old folders carry it."""
+"""Tensors of old folders that are computed from the config."""
 
 
 class _Index(msgspec.Struct):
-    """Which shard holds which tensor."""
+    """`model.safetensors.index.json`: the shard file of each tensor."""
 
     weight_map: dict[str, str]
 
 
 RANDOM = "random:"
-"""A card's source that names no file but a seed: weights drawn on the device, for measuring."""
+"""Prefix of a card's source that is a seed, not a path: random weights for benchmarks."""
 
 
 def load_weights(
     card: ModelCard, dtype: torch.dtype, device: torch.device | str = "cpu"
 ) -> Weights:
-    """Every tensor of the model in `dtype`, checked against the shapes the config implies.
+    """Load every tensor of a model in `dtype`, checked against the shapes that the config implies.
 
     The first load of a GGUF file dequantises it (about 2 s for 135M parameters) and writes the
-    result beside the model; later ones map that file. Raises ModelError naming the tensors that are
-    missing, unexpected or misshaped.
+    result beside the prepared model; later loads map that file. Raises ModelError with the names of
+    missing, unexpected or misshaped tensors.
     """
     if card.source.startswith(RANDOM):
         seed = int(card.source.removeprefix(RANDOM))
@@ -78,13 +79,13 @@ def load_weights(
         if card.config.tie_embeddings:
             weights.pop("lm_head.weight", None)
     else:
-        kept = Path(card.folder) / f"weights-{str(dtype).removeprefix('torch.')}.safetensors"
-        if not _readable(kept):
-            made = {n: t.to(dtype) for n, t in _read_gguf(source, card.config)}
-            _check(made, card.config)  # a wrong model is refused before anything is kept
-            _save(kept, made)
-            del made
-        weights = dict(_read_safetensors(kept))
+        cached = Path(card.folder) / f"weights-{str(dtype).removeprefix('torch.')}.safetensors"
+        if not _is_readable(cached):
+            tensors = {n: t.to(dtype) for n, t in _read_gguf(source, card.config)}
+            _check(tensors, card.config)  # refuse a wrong model before the cache file is written
+            _save(cached, tensors)
+            del tensors
+        weights = dict(_read_safetensors(cached))
     _check(weights, card.config)
     return {name: tensor.to(device) for name, tensor in weights.items()}
 
@@ -92,9 +93,10 @@ def load_weights(
 def random_weights(
     config: ModelConfig, dtype: torch.dtype, seed: int, device: torch.device
 ) -> Weights:
-    """A seeded random model of any shape, filled on the device: speed is measured on real sizes.
+    """Return seeded random weights of a model's shape, made on the device, for benchmarks and
+    tests.
 
-    Scaled by 1 / sqrt(fan-in), so that activations stay finite through any depth.
+    Scaled by 1 / sqrt(fan-in), so that activations stay finite at any depth.
     """
     generator = torch.Generator(device=device).manual_seed(seed)
     weights = {}
@@ -112,29 +114,29 @@ def random_weights(
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a Llama model's tensors."""
+    """Return the names and shapes of a Llama model's tensors."""
     c = config
     q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (c.vocab, c.hidden)}
     for layer in range(c.layers):
-        at = f"model.layers.{layer}."
-        shapes[at + "input_layernorm.weight"] = (c.hidden,)
+        prefix = f"model.layers.{layer}."
+        shapes[prefix + "input_layernorm.weight"] = (c.hidden,)
         for name, rows in (("q", q), ("k", kv), ("v", kv)):
-            shapes[f"{at}self_attn.{name}_proj.weight"] = (rows, c.hidden)
+            shapes[f"{prefix}self_attn.{name}_proj.weight"] = (rows, c.hidden)
             if c.attention_bias:
-                shapes[f"{at}self_attn.{name}_proj.bias"] = (rows,)
-        shapes[at + "self_attn.o_proj.weight"] = (c.hidden, q)
+                shapes[f"{prefix}self_attn.{name}_proj.bias"] = (rows,)
+        shapes[prefix + "self_attn.o_proj.weight"] = (c.hidden, q)
         if c.attention_bias:
-            shapes[at + "self_attn.o_proj.bias"] = (c.hidden,)
-        shapes[at + "post_attention_layernorm.weight"] = (c.hidden,)
+            shapes[prefix + "self_attn.o_proj.bias"] = (c.hidden,)
+        shapes[prefix + "post_attention_layernorm.weight"] = (c.hidden,)
         for name, rows, columns in (
             ("gate", c.intermediate, c.hidden),
             ("up", c.intermediate, c.hidden),
             ("down", c.hidden, c.intermediate),
         ):
-            shapes[f"{at}mlp.{name}_proj.weight"] = (rows, columns)
+            shapes[f"{prefix}mlp.{name}_proj.weight"] = (rows, columns)
             if c.mlp_bias:
-                shapes[f"{at}mlp.{name}_proj.bias"] = (rows,)
+                shapes[f"{prefix}mlp.{name}_proj.bias"] = (rows,)
     shapes["model.norm.weight"] = (c.hidden,)
     if not c.tie_embeddings:
         shapes["lm_head.weight"] = (c.vocab, c.hidden)
@@ -142,25 +144,26 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _check(weights: Weights, config: ModelConfig) -> None:
+    """Raise ModelError `corrupt` unless names and shapes are those of the config."""
     expected = expected_shapes(config)
     missing = sorted(expected.keys() - weights.keys())
     extra = sorted(weights.keys() - expected.keys())
     wrong = [
-        f"{name} {tuple(weights[name].shape)} instead of {shape}"
+        f"{name} {tuple(weights[name].shape)}, expected {shape}"
         for name, shape in expected.items()
         if name in weights and tuple(weights[name].shape) != shape
     ]
-    for what, names in (("lacks", missing), ("has unexpected", extra), ("has misshaped", wrong)):
+    for what, names in (("missing", missing), ("unexpected", extra), ("misshaped", wrong)):
         if names:
             rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            raise ModelError("corrupt", f"The model {what} {', '.join(names[:3])}{rest}.")
+            raise ModelError("corrupt", f"{what} tensors: {', '.join(names[:3])}{rest}")
 
 
 # --- files -------------------------------------------------------------------------------------
 
 
 def _read_folder(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """All tensors of a Hugging Face folder, sharded or not."""
+    """Yield all tensors of a Hugging Face folder, sharded or not."""
     for file in _folder_files(folder):
         for name, tensor in _read_safetensors(file):
             if not name.endswith(_FOLDER_IGNORED):
@@ -173,19 +176,20 @@ def _folder_files(folder: Path) -> list[Path]:
         names = {"model.safetensors"}
     else:
         try:
-            places = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map
+            weight_map = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map
         except msgspec.MsgspecError as error:
             raise ModelError("corrupt", f"{index}: {error}.") from error
-        names = set(places.values())
+        names = set(weight_map.values())
     for name in names:
         if Path(name).name != name:
-            raise ModelError("corrupt", f"{index} names {name!r}, which is not a file beside it.")
+            raise ModelError("corrupt", f"{index} names {name!r}; expected a file beside it")
         if not (folder / name).exists():
             raise ModelError("not_found", f"{folder} has no {name}.")
     return sorted(folder / name for name in names)
 
 
 def _read_safetensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of a safetensors file, mapped. Raises ModelError `corrupt`."""
     try:
         with safe_open(path, framework="pt") as file:
             names = file.keys()
@@ -195,8 +199,8 @@ def _read_safetensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
         raise ModelError("corrupt", f"{path} cannot be read: {error}.") from error
 
 
-def _readable(path: Path) -> bool:
-    """Whether a kept file is there and whole; its header says how long it must be."""
+def _is_readable(path: Path) -> bool:
+    """Return whether a cache file exists and is complete; its header states its length."""
     try:
         with safe_open(path, framework="pt"):
             return True
@@ -205,6 +209,7 @@ def _readable(path: Path) -> bool:
 
 
 def _save(path: Path, weights: Weights) -> None:
+    """Write a safetensors file atomically. Raises ModelError `storage`."""
     partial: str | None = None
     try:
         handle, partial = tempfile.mkstemp(dir=path.parent, prefix=".weights-")
@@ -221,18 +226,23 @@ def _save(path: Path, weights: Weights) -> None:
 
 
 def _read_gguf(path: Path, config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of a GGUF file in fp32, with q and k in the order of training."""
     header = read_header(path)
     data = np.memmap(path, mode="r", dtype=np.uint8)
     for info in header.tensors:
         stem, _, kind = info.name.rpartition(".")
         if stem in _GGUF_IGNORED:
             continue
-        array = _dequantised(path, data, info)
+        array = _dequantise(path, data, info)
         if config.architecture == "llama" and stem.endswith(("attn_q", "attn_k")):
             heads = config.heads if stem[-1] == "q" else config.kv_heads
             if len(array) % (2 * heads):
-                raise ModelError("corrupt", f"{path}: {info.name} has {len(array)} rows.")
-            array = _rotate_by_halves(array, heads)
+                raise ModelError(
+                    "corrupt",
+                    f"{path}: {info.name} has {len(array)} rows; expected {heads} heads of an"
+                    " even size",
+                )
+            array = _unpermute_rope_rows(array, heads)
         yield f"{_hf_name(stem)}.{kind}", torch.from_numpy(array)
 
 
@@ -246,19 +256,19 @@ def _hf_name(stem: str) -> str:
     return f"model.layers.{layer}.{_GGUF_LAYER_NAMES[part]}"
 
 
-def _dequantised(path: Path, data: np.memmap, info: TensorInfo) -> np.ndarray:
+def _dequantise(path: Path, data: np.memmap, info: TensorInfo) -> np.ndarray:
     try:
         kind = GGMLQuantizationType(info.type_id)
         per_block, block_bytes = GGML_QUANT_SIZES[kind]
     except (ValueError, KeyError) as error:
         raise ModelError(
-            "unsupported", f"{path}: {info.name} has tensor type {info.type_id}."
+            "unsupported", f"{path}: unsupported tensor type {info.type_id} of {info.name}"
         ) from error
     shape = info.shape[::-1]
     count = math.prod(shape)
     size = count // per_block * block_bytes
     if not shape or shape[-1] % per_block or info.offset + size > len(data):
-        raise ModelError("corrupt", f"{path}: {info.name} of {shape} lies outside the file.")
+        raise ModelError("corrupt", f"{path}: {info.name} of shape {shape} is outside the file")
     raw = data[info.offset : info.offset + size]
     if kind == GGMLQuantizationType.F32:
         return np.array(raw.view(np.float32).reshape(shape))
@@ -268,12 +278,16 @@ def _dequantised(path: Path, data: np.memmap, info: TensorInfo) -> np.ndarray:
         rows = raw.reshape(*shape[:-1], shape[-1] // per_block * block_bytes)
         return np.ascontiguousarray(dequantize(rows, kind), dtype=np.float32).reshape(shape)
     except NotImplementedError as error:
-        raise ModelError("unsupported", f"{path}: {info.name} is {kind.name}.") from error
+        raise ModelError(
+            "unsupported", f"{path}: unsupported tensor type {kind.name} of {info.name}"
+        ) from error
 
 
-def _rotate_by_halves(array: np.ndarray, heads: int) -> np.ndarray:
-    """GGUF stores q and k for rotating neighbouring channels; we rotate halves, as the model was
-    trained: put the channels back."""
+def _unpermute_rope_rows(array: np.ndarray, heads: int) -> np.ndarray:
+    """Reorder rows from GGUF's rotation of neighbouring channels to rotation by halves.
+
+    GGUF files of Llama store q and k permuted; models are trained with rotation by halves.
+    """
     shape = array.shape
     paired = array.reshape(heads, shape[0] // heads // 2, 2, *shape[1:])
     return np.ascontiguousarray(paired.swapaxes(1, 2)).reshape(shape)

@@ -1,4 +1,4 @@
-"""The GGUF header reader: what it reads, and that no damaged file does more than be refused."""
+"""The GGUF header reader: correct files are read, damaged files are refused."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from tests.models import MERGES, TOKENS, write_gguf
 U32, STRING, ARRAY, U8 = 4, 8, 9, 0
 
 
-def text(word: bytes) -> bytes:
+def string(word: bytes) -> bytes:
     return struct.pack("<Q", len(word)) + word
 
 
 def pair(key: bytes, kind: int, value: bytes) -> bytes:
-    return text(key) + struct.pack("<I", kind) + value
+    return string(key) + struct.pack("<I", kind) + value
 
 
 def file_of(*pairs: bytes, tensors: bytes = b"", count: int = 0, version: int = 3) -> bytes:
@@ -33,7 +33,7 @@ def file_of(*pairs: bytes, tensors: bytes = b"", count: int = 0, version: int = 
 
 def tensor(name: bytes, shape: tuple[int, ...], offset: int = 0) -> bytes:
     dimensions = struct.pack("<I", len(shape)) + struct.pack(f"<{len(shape)}Q", *shape)
-    return text(name) + dimensions + struct.pack("<IQ", 0, offset)
+    return string(name) + dimensions + struct.pack("<IQ", 0, offset)
 
 
 def array(kind: int, count: int, data: bytes = b"") -> bytes:
@@ -45,13 +45,13 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_gguf(tmp_path_factory.mktemp("gguf") / "tiny.gguf")
 
 
-def test_metadata_and_tensors_are_those_that_were_written(small: Path) -> None:
-    """Against the reference writer, and its reader for where the data lies."""
+def test_header_equals_written_metadata_and_tensors(small: Path) -> None:
+    """Against the reference writer, and its reader for data offsets."""
     header = read_header(small)
 
-    assert header.texts("tokenizer.ggml.tokens") == TOKENS
-    assert header.texts("tokenizer.ggml.merges") == MERGES
-    assert header.whole("llama.block_count") == 2
+    assert header.strings("tokenizer.ggml.tokens") == TOKENS
+    assert header.strings("tokenizer.ggml.merges") == MERGES
+    assert header.integer("llama.block_count") == 2
     assert header.number("llama.rope.freq_base") == 10_000.0
     assert {t.name: (t.shape, t.offset) for t in header.tensors} == {
         t.name: (tuple(int(n) for n in t.shape), t.data_offset)
@@ -69,7 +69,7 @@ DAMAGED = {
     "absurd tensors": b"GGUF" + struct.pack("<IQQ", 3, 2**64 - 1, 0),
     "a key beyond the end": b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 2**62),
     "a text beyond the end": file_of(pair(b"k", STRING, struct.pack("<Q", 2**64 - 1))),
-    "a text that is not UTF-8": file_of(pair(b"k", STRING, text(b"\xff\xfe"))),
+    "a text that is not UTF-8": file_of(pair(b"k", STRING, string(b"\xff\xfe"))),
     "an unknown type": file_of(pair(b"k", 77, b"")),
     "an array beyond the end": file_of(pair(b"k", ARRAY, array(U32, 2**40))),
     "an array whose size overflows": file_of(pair(b"k", ARRAY, array(U32, 2**62))),
@@ -77,7 +77,7 @@ DAMAGED = {
     "arrays in arrays in arrays": file_of(pair(b"k", ARRAY, array(ARRAY, 1) * 50)),
     "one key twice": file_of(pair(b"k", U8, b"\1"), pair(b"k", U8, b"\2")),
     "no alignment": file_of(pair(b"general.alignment", U32, struct.pack("<I", 0))),
-    "alignment in words": file_of(pair(b"general.alignment", STRING, text(b"32"))),
+    "alignment in words": file_of(pair(b"general.alignment", STRING, string(b"32"))),
     "a tensor outside": file_of(tensors=tensor(b"t", (4,), 2**60), count=1),
     "one tensor twice": file_of(tensors=tensor(b"t", (1,)) * 2, count=2),
     "nine dimensions": file_of(tensors=tensor(b"t", (1,) * 9), count=1),
@@ -85,8 +85,8 @@ DAMAGED = {
 
 
 @pytest.mark.parametrize("data", DAMAGED.values(), ids=DAMAGED.keys())
-def test_a_damaged_header_is_refused(data: bytes) -> None:
-    """One clear error, in no time and no memory, whatever the header claims."""
+def test_damaged_header_is_refused(data: bytes) -> None:
+    """A clear error, without time or memory spent on the sizes that the header claims."""
     tracemalloc.start()
     try:
         with pytest.raises(ModelError) as caught:
@@ -99,46 +99,44 @@ def test_a_damaged_header_is_refused(data: bytes) -> None:
     assert peak < 1_000_000
 
 
-def test_a_long_true_array_is_refused_before_it_fills_the_memory() -> None:
-    """A sparse file of many gigabytes holds as many zeros as it claims; a list would be 8 times
-    as large."""
+def test_long_array_is_refused_before_it_fills_memory() -> None:
+    """A sparse file of many gigabytes really has as many zeros as it claims; a list of them would
+    be 8 times as large."""
     data = file_of(pair(b"k", ARRAY, array(U8, 2**25, bytes(2**25))))
 
-    with pytest.raises(ModelError, match="Arrays of more"):
+    with pytest.raises(ModelError, match="arrays have more than"):
         parse_header(data)
 
 
 @given(data=st.data())
 @settings(max_examples=200, deadline=None)
-def test_no_mutation_of_a_true_file_does_more_than_be_refused(
-    data: st.DataObject, small: Path
-) -> None:
-    """Flipped, cut and repeated bytes: a header or a ModelError, nothing else."""
-    whole = bytearray(small.read_bytes())
+def test_mutated_file_is_read_or_refused(data: st.DataObject, small: Path) -> None:
+    """Flipped, cut and repeated bytes give a header or a ModelError, nothing else."""
+    content = bytearray(small.read_bytes())
     end = read_header(small).data_offset
     for _ in range(data.draw(st.integers(1, 4))):
         at = data.draw(st.integers(0, end - 8))
         word = data.draw(st.sampled_from([0, 1, 7, 2**31, 2**32 - 1, 2**63, 2**64 - 1]))
         size = data.draw(st.sampled_from([1, 4, 8]))
-        whole[at : at + size] = (word % 2 ** (8 * size)).to_bytes(size, "little")
+        content[at : at + size] = (word % 2 ** (8 * size)).to_bytes(size, "little")
     if data.draw(st.booleans()):
-        del whole[data.draw(st.integers(0, len(whole))) :]
+        del content[data.draw(st.integers(0, len(content))) :]
 
     with contextlib.suppress(ModelError):
-        parse_header(bytes(whole))
+        parse_header(bytes(content))
 
 
 @given(st.binary(max_size=200))
 @settings(max_examples=200, deadline=None)
-def test_no_bytes_do_more_than_be_refused(data: bytes) -> None:
-    """After the magic, anything at all."""
+def test_random_bytes_are_read_or_refused(data: bytes) -> None:
+    """Random bytes after the magic."""
     with contextlib.suppress(ModelError):
         parse_header(b"GGUF\3\0\0\0" + data)
 
 
 @pytest.mark.parametrize("content", [b"", b"GGUF"])
-def test_a_short_file_names_itself(content: bytes, tmp_path: Path) -> None:
-    """An empty file cannot be mapped; it is refused all the same, by name."""
+def test_short_file_is_refused_by_name(content: bytes, tmp_path: Path) -> None:
+    """An empty file cannot be mapped, so it takes another path to the error."""
     path = tmp_path / "short.gguf"
     path.write_bytes(content)
 
@@ -146,8 +144,8 @@ def test_a_short_file_names_itself(content: bytes, tmp_path: Path) -> None:
         read_header(path)
 
 
-def test_a_file_that_is_not_there_is_not_found(tmp_path: Path) -> None:
-    """Told apart from a damaged one."""
+def test_missing_file_is_not_found(tmp_path: Path) -> None:
+    """The code differs from that of a damaged file."""
     with pytest.raises(ModelError) as caught:
         read_header(tmp_path / "none.gguf")
 

@@ -1,4 +1,4 @@
-"""The tokenizer built from a GGUF file: every text comes back, and others agree about the ids."""
+"""The tokenizer built from a GGUF file: texts round-trip, and the ids equal the reference's."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.models import MERGES, SPECIALS, TOKENS, tokenizer_document, write_ggu
 
 
 def header_of(**changes: object) -> GgufHeader:
-    """The metadata of a tiny model's tokenizer, changed here and there; None takes a key away."""
+    """Return a tiny model's tokenizer metadata with changes; None removes a key."""
     metadata: dict[str, object] = {
         "model": "gpt2",
         "pre": "gpt-2",
@@ -43,8 +43,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 @given(text=st.text(max_size=60))
 @settings(max_examples=150, deadline=None)
-def test_every_text_comes_back(text: str, tiny: Tokenizer) -> None:
-    """Byte-level: no sign is unknown, none is lost."""
+def test_text_round_trips(text: str, tiny: Tokenizer) -> None:
+    """Byte-level BPE has no unknown characters and loses none."""
     ids = tiny.encode(text, add_special_tokens=False).ids
 
     assert tiny.decode(ids, skip_special_tokens=False) == text
@@ -52,23 +52,23 @@ def test_every_text_comes_back(text: str, tiny: Tokenizer) -> None:
 
 @given(text=st.text(max_size=60))
 @settings(max_examples=100, deadline=None)
-def test_the_built_tokenizer_is_the_one_that_the_folder_carries(text: str, tiny: Tokenizer) -> None:
-    """GGUF's lists and a tokenizer.json say the same model: equal ids."""
-    carried = Tokenizer.from_str(json.dumps(tokenizer_document()))
+def test_tokenizer_equals_folder_tokenizer(text: str, tiny: Tokenizer) -> None:
+    """The GGUF file and the tokenizer.json of one model give equal ids."""
+    expected = Tokenizer.from_str(json.dumps(tokenizer_document()))
 
-    assert tiny.encode(text).ids == carried.encode(text).ids
+    assert tiny.encode(text).ids == expected.encode(text).ids
 
 
-def test_a_special_token_is_one_token_wherever_it_stands(tiny: Tokenizer) -> None:
-    """Templates write them into the text; the text around them is encoded as if alone."""
+def test_special_token_in_text_is_one_token(tiny: Tokenizer) -> None:
+    """Templates write special tokens into text; the text around is encoded on its own."""
     ids = tiny.encode("the<|im_end|>the", add_special_tokens=False).ids
 
     assert ids == [TOKENS.index("the"), TOKENS.index("<|im_end|>"), TOKENS.index("the")]
 
 
 @pytest.mark.parametrize("family", sorted(PRE_TOKENIZERS))
-def test_every_family_we_name_gives_text_back(family: str) -> None:
-    """A pattern that the library refuses, or that drops signs, would show."""
+def test_every_pre_tokenizer_round_trips(family: str) -> None:
+    """Detects a pattern that the library refuses or that drops characters."""
     text = "It's 12345 o'clock,\r\n\n  größer\tthan 日本語 🦊 — don't!  \u00a0"
 
     tokenizer = build(pre=family)
@@ -85,8 +85,8 @@ NUMBERS = {
 
 
 @pytest.mark.parametrize(("family", "pieces"), NUMBERS.items())
-def test_families_cut_numbers_each_in_its_way(family: str, pieces: list[str]) -> None:
-    """The difference between them that changes arithmetic, and every id after it."""
+def test_pre_tokenizers_split_numbers_differently(family: str, pieces: list[str]) -> None:
+    """This difference changes arithmetic, and every id behind the number."""
     tokenizer = build(pre=family)
 
     cut = tokenizer.pre_tokenizer.pre_tokenize_str("12345")
@@ -106,18 +106,16 @@ REFUSED: dict[str, tuple[dict[str, object], str, str]] = {
 
 
 @pytest.mark.parametrize(("changes", "code", "word"), REFUSED.values(), ids=REFUSED.keys())
-def test_a_tokenizer_that_we_cannot_build_is_named(
-    changes: dict[str, object], code: str, word: str
-) -> None:
-    """A wrong tokenizer is worse than none: the model would speak nonsense, fluently."""
+def test_unsupported_tokenizer_is_refused(changes: dict[str, object], code: str, word: str) -> None:
+    """With a wrong tokenizer the model would output fluent nonsense."""
     with pytest.raises(ModelError, match=word) as caught:
         tokenizer_json(header_of(**changes))
 
     assert caught.value.code == code
 
 
-def test_the_tiny_file_is_what_the_reference_reader_sees(tmp_path: Path) -> None:
-    """The fixture itself is a true GGUF file."""
+def test_reference_reader_reads_fixture_file(tmp_path: Path) -> None:
+    """The test fixture is a valid GGUF file."""
     path = write_gguf(tmp_path / "m.gguf")
 
     fields = gguf.GGUFReader(path).fields

@@ -1,4 +1,4 @@
-"""Prepared folders: what a card says, that it is made once, and which models are refused."""
+"""Preparing models: the card, preparation once per model, and refusals."""
 
 from __future__ import annotations
 
@@ -32,10 +32,8 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("config", SHAPES.values(), ids=SHAPES.keys())
-def test_a_folder_and_a_gguf_file_give_the_shape_they_were_written_with(
-    config: ModelConfig, tmp_path: Path
-) -> None:
-    """Every size comes from the file; nothing is assumed."""
+def test_card_has_shape_of_folder_and_gguf_file(config: ModelConfig, tmp_path: Path) -> None:
+    """Every size comes from the files."""
     folder = prepare("a", write_folder(tmp_path / "a", config), tmp_path)
     file = prepare("b", write_gguf(tmp_path / "b.gguf", config), tmp_path)
 
@@ -53,10 +51,8 @@ def as_dict(config: ModelConfig) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("write", [write_folder, write_gguf])
-def test_a_card_knows_the_tokens_that_end_an_answer(
-    write: Callable[[Path], Path], tmp_path: Path
-) -> None:
-    """The configured one, and every end-of-turn token that the vocabulary has."""
+def test_card_has_stop_tokens(write: Callable[[Path], Path], tmp_path: Path) -> None:
+    """The configured token, and every end-of-turn token of the vocabulary."""
     card = prepare("tiny", write(tmp_path / "m"), tmp_path)
 
     assert card.stop_token_ids == (TOKENS.index("<|endoftext|>"), TOKENS.index("<|im_end|>"))
@@ -66,15 +62,15 @@ def test_a_card_knows_the_tokens_that_end_an_answer(
     assert card.template_path.read_text() == CHAT_TEMPLATE
 
 
-def test_the_gateway_reads_back_the_card_that_was_made(tmp_path: Path) -> None:
-    """The prepared folder alone is enough."""
+def test_load_card_returns_prepared_card(tmp_path: Path) -> None:
+    """The gateway needs the prepared folder alone."""
     card = prepare("tiny", write_folder(tmp_path / "m"), tmp_path)
 
     assert load_card(Path(card.folder)) == card
 
 
-def test_a_second_start_makes_nothing(tmp_path: Path) -> None:
-    """Not even the files' times change."""
+def test_second_prepare_writes_nothing(tmp_path: Path) -> None:
+    """Modification times stay the same."""
     source = write_gguf(tmp_path / "m.gguf")
     card = prepare("tiny", source, tmp_path)
     times = [p.stat().st_mtime_ns for p in sorted(Path(card.folder).iterdir())]
@@ -83,8 +79,8 @@ def test_a_second_start_makes_nothing(tmp_path: Path) -> None:
     assert [p.stat().st_mtime_ns for p in sorted(Path(card.folder).iterdir())] == times
 
 
-def test_one_changed_byte_of_the_weights_is_another_model(tmp_path: Path) -> None:
-    """A fine-tune of the same size must not meet the old weights or the old cache."""
+def test_changed_weight_byte_changes_digest(tmp_path: Path) -> None:
+    """A fine-tune of the same size must not use the old weights or the old cache."""
     source = write_gguf(tmp_path / "m.gguf")
     before = prepare("tiny", source, tmp_path)
     data = bytearray(source.read_bytes())
@@ -98,8 +94,8 @@ def test_one_changed_byte_of_the_weights_is_another_model(tmp_path: Path) -> Non
     assert after.folder != before.folder
 
 
-def test_another_chat_template_is_another_model(tmp_path: Path) -> None:
-    """The digest is part of every namespace: the template's version belongs to it."""
+def test_changed_chat_template_changes_digest(tmp_path: Path) -> None:
+    """Every cache namespace contains the digest, so the digest covers the template."""
     source = write_folder(tmp_path / "m")
     before = prepare("tiny", source, tmp_path)
     (source / "chat_template.jinja").write_text("{{ messages }}")
@@ -107,8 +103,8 @@ def test_another_chat_template_is_another_model(tmp_path: Path) -> None:
     assert prepare("tiny", source, tmp_path).digest != before.digest
 
 
-def test_a_copy_of_a_model_has_its_digest_and_its_own_source(tmp_path: Path) -> None:
-    """Replicas agree about the digest; each loads the file it was given."""
+def test_copy_of_model_has_same_digest_and_own_source(tmp_path: Path) -> None:
+    """Replicas have equal digests, and each loads its own file."""
     one, two = tmp_path / "one.gguf", tmp_path / "two.gguf"
     write_gguf(one)
     two.write_bytes(one.read_bytes())
@@ -119,8 +115,8 @@ def test_a_copy_of_a_model_has_its_digest_and_its_own_source(tmp_path: Path) -> 
     assert second.source == str(two)
 
 
-def test_a_data_directory_may_move(tmp_path: Path) -> None:
-    """A card names its folder as it lies now."""
+def test_data_directory_may_move(tmp_path: Path) -> None:
+    """A loaded card has the folder's present path."""
     source = write_folder(tmp_path / "m")
     card = prepare("tiny", source, tmp_path / "old")
     (tmp_path / "old").rename(tmp_path / "new")
@@ -129,8 +125,8 @@ def test_a_data_directory_may_move(tmp_path: Path) -> None:
     assert load_card(moved).tokenizer_path == moved / "tokenizer.json"
 
 
-def test_a_damaged_card_is_made_again(tmp_path: Path) -> None:
-    """What is only derived never stops a start."""
+def test_damaged_card_is_made_again(tmp_path: Path) -> None:
+    """A damaged derived file must not fail a start."""
     source = write_folder(tmp_path / "m")
     card = prepare("tiny", source, tmp_path)
     (Path(card.folder) / "model_card.json").write_text("{")
@@ -139,8 +135,8 @@ def test_a_damaged_card_is_made_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["../../escape", "a/b", ".", "", "x" * 300, "spaces and \n"])
-def test_no_name_leaves_the_data_directory(name: str, tmp_path: Path) -> None:
-    """A model's name becomes part of a path; it must stay below."""
+def test_model_name_cannot_leave_data_directory(name: str, tmp_path: Path) -> None:
+    """A model's name becomes part of a path, which must stay inside the data directory."""
     source = write_folder(tmp_path / "m")
 
     card = prepare(name, source, tmp_path / "models")
@@ -164,7 +160,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "an odd head": ({"head_dim": 15}, "unsupported"),
     "no rotation base": ({"rope_theta": -1.0}, "corrupt"),
     "fewer embeddings than tokens": ({"vocab_size": 100}, "corrupt"),
-    "an end token of nobody": ({"eos_token_id": 99_999}, "corrupt"),
+    "an unknown end token": ({"eos_token_id": 99_999}, "corrupt"),
     "an end token in words": ({"eos_token_id": "</s>"}, "corrupt"),
     "another activation": ({"hidden_act": "gelu"}, "unsupported"),
     "quantised weights": ({"quantization_config": {"quant_method": "awq"}}, "unsupported"),
@@ -175,10 +171,8 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize(("change", "code"), CONFIGS.values(), ids=CONFIGS.keys())
-def test_a_config_that_cannot_be_right_is_refused(
-    change: dict[str, Any], code: str, tmp_path: Path
-) -> None:
-    """Where a guess would compute something else than the model, there is no guess."""
+def test_invalid_config_is_refused(change: dict[str, Any], code: str, tmp_path: Path) -> None:
+    """A wrong guess would compute another model."""
     source = write_folder(tmp_path / "m")
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps({**config, **change}))
@@ -189,7 +183,7 @@ def test_a_config_that_cannot_be_right_is_refused(
 FILES: dict[str, tuple[str, bytes | None]] = {
     "no config": ("config.json", None),
     "a config that is a list": ("config.json", b"[]"),
-    "a config of no text": ("config.json", b"\xff\xfe"),
+    "a config that is not text": ("config.json", b"\xff\xfe"),
     "a deep config": ("config.json", b"[" * 100_000),
     "no tokenizer": ("tokenizer.json", None),
     "a tokenizer that is not one": ("tokenizer.json", b'{"model": 1}'),
@@ -199,8 +193,8 @@ FILES: dict[str, tuple[str, bytes | None]] = {
 
 
 @pytest.mark.parametrize(("file", "content"), FILES.values(), ids=FILES.keys())
-def test_a_damaged_folder_is_refused(file: str, content: bytes | None, tmp_path: Path) -> None:
-    """One clear error from the command line, not a traceback from an engine's first start."""
+def test_damaged_folder_is_refused(file: str, content: bytes | None, tmp_path: Path) -> None:
+    """The command line gives a clear error, not a traceback from the engine's start."""
     source = write_folder(tmp_path / "m")
     (source / file).unlink()
     if content is not None:
@@ -209,8 +203,8 @@ def test_a_damaged_folder_is_refused(file: str, content: bytes | None, tmp_path:
     assert refusal(source, tmp_path).code in ("corrupt", "not_found", "unsupported")
 
 
-def test_a_sliding_window_is_the_context(tmp_path: Path) -> None:
-    """Inside its window a model with sliding attention is an ordinary one; beyond it is not."""
+def test_sliding_window_limits_context(tmp_path: Path) -> None:
+    """Sliding attention equals full attention inside the window, not beyond."""
     source = write_folder(tmp_path / "m")
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps({**config, "sliding_window": 128}))

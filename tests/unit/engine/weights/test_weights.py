@@ -1,4 +1,4 @@
-"""Weights: GGUF in every type we claim, folders in one or many files, and what is refused."""
+"""Loading weights: every supported GGUF type, folders with one or many shards, and refusals."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ SHAPES = {
     "stretched": tiny_config(rope_scaling=LLAMA3_SCALING),
 }
 
-# The largest error of a value, in units of its row's largest: half a step of each type, and the
-# rounding of its scales.
+# Largest error of a value, relative to the largest value of its row: half a step of each type, plus
+# rounding of the scales.
 KINDS = {
     Kind.F32: 0.0,
     Kind.F16: 2**-11,
@@ -49,11 +49,9 @@ def assert_same(loaded: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 
 
 @pytest.mark.parametrize("config", SHAPES.values(), ids=SHAPES.keys())
-def test_a_gguf_file_gives_the_weights_it_was_made_from(
-    config: ModelConfig, tmp_path: Path
-) -> None:
-    """With q and k back in the order of the trained model: a wrong order is still a model, and
-    speaks nonsense."""
+def test_gguf_file_gives_original_weights(config: ModelConfig, tmp_path: Path) -> None:
+    """With q and k in the order of training: a wrong order still loads, and the model outputs
+    nonsense."""
     card = gguf_card(tmp_path, config)
 
     assert_same(load_weights(card, torch.float32), tiny_weights(config))
@@ -61,10 +59,8 @@ def test_a_gguf_file_gives_the_weights_it_was_made_from(
 
 @pytest.mark.parametrize("shards", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_folder_gives_the_weights_that_were_saved(
-    dtype: torch.dtype, shards: int, tmp_path: Path
-) -> None:
-    """In each dtype that models are published in, in one file or in many."""
+def test_folder_gives_saved_weights(dtype: torch.dtype, shards: int, tmp_path: Path) -> None:
+    """In each dtype of published models, in one file or in many."""
     config = tiny_config()
     source = write_folder(tmp_path / "m", config, dtype=dtype, shards=shards)
     saved = {n: t.to(dtype).float() for n, t in tiny_weights(config).items()}
@@ -73,16 +69,16 @@ def test_a_folder_gives_the_weights_that_were_saved(
 
 
 @pytest.mark.parametrize(("kind", "error"), KINDS.items(), ids=lambda k: getattr(k, "name", ""))
-def test_each_type_comes_back_within_its_step(kind: Kind, error: float, tmp_path: Path) -> None:
-    """Quantised by the reference implementation; ours must be off by no more than rounding."""
+def test_dequantised_weights_are_within_one_step(kind: Kind, error: float, tmp_path: Path) -> None:
+    """The reference implementation quantises; the error must not exceed rounding."""
     config = tiny_config()
     original = tiny_weights(config)
 
     loaded = load_weights(gguf_card(tmp_path, config, kind), torch.float32)
 
     for name, tensor in original.items():
-        off = (loaded[name] - tensor).abs().amax()
-        assert off <= error * tensor.abs().amax(), name
+        worst = (loaded[name] - tensor).abs().amax()
+        assert worst <= error * tensor.abs().amax(), name
 
 
 K_QUANTS = {Kind.Q2_K: 84, Kind.Q3_K: 110, Kind.Q4_K: 144, Kind.Q5_K: 176, Kind.Q6_K: 210}
@@ -90,17 +86,15 @@ K_QUANTS = {Kind.Q2_K: 84, Kind.Q3_K: 110, Kind.Q4_K: 144, Kind.Q5_K: 176, Kind.
 
 
 @pytest.mark.parametrize(("kind", "size"), K_QUANTS.items(), ids=lambda k: getattr(k, "name", ""))
-def test_k_quants_are_read_as_the_reference_reads_them(
-    kind: Kind, size: int, tmp_path: Path
-) -> None:
-    """The reference writes no K-quants, so random blocks stand for a file; one of zeros must be
-    zero, whatever the layout."""
+def test_k_quants_equal_reference(kind: Kind, size: int, tmp_path: Path) -> None:
+    """The reference cannot write K-quants, so the test writes random blocks. A block of zeros must
+    give zeros in any layout."""
     config = tiny_config(heads=4, kv_heads=4, head_dim=64)  # rows of 256
     path = tmp_path / "m.gguf"
     write_gguf(path, config, kind=Kind.Q8_0)
     info = next(t for t in gguf.GGUFReader(path).tensors if t.name == "blk.0.attn_v.weight")
     data = bytearray(path.read_bytes())
-    # The type follows name, dimension count and two dimensions; one K row takes less room.
+    # The type field follows name, dimension count and two dimensions; K rows are smaller.
     name = b"blk.0.attn_v.weight"
     at = data.index(name) + len(name) + 4 + 2 * 8
     data[at : at + 4] = int(kind).to_bytes(4, "little")
@@ -119,8 +113,8 @@ def test_k_quants_are_read_as_the_reference_reads_them(
     assert value[1:].any()
 
 
-def test_the_second_load_maps_what_the_first_one_kept(tmp_path: Path) -> None:
-    """Dequantising is paid once per dtype; the source's tensors are not touched again."""
+def test_second_load_maps_cached_weights(tmp_path: Path) -> None:
+    """Dequantising happens once per dtype; later loads do not read the source."""
     config = tiny_config()
     card = gguf_card(tmp_path, config, Kind.Q8_0)
     first = load_weights(card, torch.float32)
@@ -132,21 +126,21 @@ def test_the_second_load_maps_what_the_first_one_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["cut", "empty", "other"])
-def test_kept_weights_that_are_damaged_are_made_again(damage: str, tmp_path: Path) -> None:
-    """What is only derived never stops a start."""
+def test_damaged_cached_weights_are_made_again(damage: str, tmp_path: Path) -> None:
+    """A damaged derived file must not fail a start."""
     card = gguf_card(tmp_path, tiny_config())
     first = {n: t.clone() for n, t in load_weights(card, torch.float32).items()}
-    kept = next(Path(card.folder).glob("weights-*"))
-    whole = kept.read_bytes()
-    broken = {"cut": whole[: len(whole) // 2], "empty": b"", "other": b"x" * 100}[damage]
-    kept.unlink()
-    kept.write_bytes(broken)
+    cached = next(Path(card.folder).glob("weights-*"))
+    content = cached.read_bytes()
+    broken = {"cut": content[: len(content) // 2], "empty": b"", "other": b"x" * 100}[damage]
+    cached.unlink()
+    cached.write_bytes(broken)
 
     assert_same(load_weights(card, torch.float32), first)
 
 
-def test_a_load_leaves_no_half_written_file(tmp_path: Path) -> None:
-    """Killed or refused, the folder has whole files only."""
+def test_load_leaves_no_partial_file(tmp_path: Path) -> None:
+    """The prepared folder has complete files only."""
     card = gguf_card(tmp_path, tiny_config())
 
     load_weights(card, torch.float32)
@@ -166,15 +160,15 @@ def refused(source: Path, tmp: Path) -> ModelError:
 
 
 @pytest.mark.parametrize("change", ["missing", "extra", "misshaped"])
-def test_a_tensor_that_is_not_as_the_config_says_is_named(change: str, tmp_path: Path) -> None:
-    """The message must say which one: models have hundreds."""
+def test_wrong_tensor_is_named(change: str, tmp_path: Path) -> None:
+    """Models have hundreds of tensors, so the message names the wrong one."""
     name = "model.layers.1.mlp.up_proj.weight"
     source = write_folder(tmp_path / "m")
     weights = load_file(source / "model.safetensors")
     if change == "missing":
         del weights[name]
     elif change == "extra":
-        name = "model.layers.1.mlp.strange.weight"
+        name = "model.layers.1.mlp.unknown.weight"
         weights[name] = torch.zeros(3)
     else:
         weights[name] = weights[name][:-1].clone()
@@ -186,8 +180,8 @@ def test_a_tensor_that_is_not_as_the_config_says_is_named(change: str, tmp_path:
     assert name in error.message
 
 
-def test_old_folders_that_carry_their_frequencies_load(tmp_path: Path) -> None:
-    """They are computed from the config; a tensor of them changes nothing."""
+def test_old_folder_with_rope_frequencies_loads(tmp_path: Path) -> None:
+    """The frequencies are computed from the config; the tensor is ignored."""
     source = write_folder(tmp_path / "m")
     weights = load_file(source / "model.safetensors")
     weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(8)
@@ -201,8 +195,8 @@ def test_old_folders_that_carry_their_frequencies_load(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "place", ["../outside.safetensors", "/etc/passwd", "..", "missing.safetensors"]
 )
-def test_an_index_names_files_beside_it_only(place: str, tmp_path: Path) -> None:
-    """A downloaded index must not make us read other files of the machine."""
+def test_index_may_name_only_files_beside_it(place: str, tmp_path: Path) -> None:
+    """A downloaded index must not make the engine read other files of the machine."""
     source = write_folder(tmp_path / "m", shards=2)
     index = source / "model.safetensors.index.json"
     places = json.loads(index.read_text())["weight_map"]
@@ -218,25 +212,25 @@ def test_an_index_names_files_beside_it_only(place: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("cut", [0.3, 0.9, 0.9999])
-def test_a_truncated_gguf_file_is_refused(cut: float, tmp_path: Path) -> None:
-    """A download that broke off: never zeros for weights."""
+def test_truncated_gguf_file_is_refused(cut: float, tmp_path: Path) -> None:
+    """A broken download must not give zeros for weights."""
     path = write_gguf(tmp_path / "m.gguf")
-    whole = path.read_bytes()
-    path.write_bytes(whole[: int(len(whole) * cut)])
+    content = path.read_bytes()
+    path.write_bytes(content[: int(len(content) * cut)])
 
     assert refused(path, tmp_path).code == "corrupt"
 
 
-def test_a_truncated_safetensors_file_is_refused(tmp_path: Path) -> None:
-    """The same for folders."""
+def test_truncated_safetensors_file_is_refused(tmp_path: Path) -> None:
+    """A broken download of a folder must not give zeros for weights."""
     source = write_folder(tmp_path / "m")
-    whole = (source / "model.safetensors").read_bytes()
-    (source / "model.safetensors").write_bytes(whole[:-100])
+    content = (source / "model.safetensors").read_bytes()
+    (source / "model.safetensors").write_bytes(content[:-100])
 
     assert refused(source, tmp_path).code == "corrupt"
 
 
-def test_random_weights_are_those_of_their_seed(tmp_path: Path) -> None:
+def test_random_weights_depend_on_seed_alone(tmp_path: Path) -> None:
     """Benchmarks on two machines measure the same model."""
     config, cpu = tiny_config(), torch.device("cpu")
 
