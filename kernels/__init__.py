@@ -1,1 +1,1 @@
-"""Kernels, each with a plain-torch twin in `reference`."""
+"""Kernels: C for CPUs, Triton and Gluon for GPUs, and their specification in `reference`."""

@@ -1,7 +1,7 @@
-"""Plain-torch twins of the kernels: the specification, obviously right and slow.
+"""The reference: kernels in plain torch, slow and simple, which specify the fast ones.
 
-Every kernel is tested against its twin here. Shapes: T rows, H query heads, K KV heads, G = H / K,
-D head_dim, S slots; KV is [B, layers, 2, K, S, D].
+Tests compare every kernel with its reference. Shapes: T rows, H query heads, K KV heads, G = H / K,
+D head_dim, S slots of a block, B blocks; KV is [B, layers, 2, K, S, D].
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import torch
 def paged_attention(
     q: torch.Tensor, kv: torch.Tensor, layer: int, block_ids: Sequence[int], start: int
 ) -> torch.Tensor:
-    """Causal attention of one sequence's consecutive tokens over its paged keys.
+    """Return causal attention of one sequence's consecutive tokens over its paged keys.
 
-    q [n, H, D]: tokens at positions start .. start + n - 1, whose own keys are in place already.
-    Returns [n, H, D] in fp64.
+    q [n, H, D]: tokens at positions start .. start + n - 1, whose keys are already written. Returns
+    [n, H, D] in fp64.
     """
     n, heads, head_dim = q.shape
     _, _, _, kv_heads, slots, _ = kv.shape
@@ -35,20 +35,20 @@ def paged_attention(
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding by halves: x [T, heads, D], cos and sin [T, D / 2]."""
+    """Return x [T, heads, D] rotated by halves; cos and sin are [T, D / 2]."""
     first, second = x.chunk(2, -1)
     cos, sin = cos[:, None], sin[:, None]
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x / rms(x) * weight, in fp32, back in x's dtype."""
+    """Return x / rms(x) * weight, computed in fp32, in x's dtype."""
     wide = x.float()
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return (normed.to(x.dtype).float() * weight.float()).to(x.dtype)
 
 
 def silu_mul(x: torch.Tensor) -> torch.Tensor:
-    """silu(x[:, :C]) * x[:, C:] for x [T, 2C]."""
+    """Return silu(x[:, :C]) * x[:, C:] for x [T, 2C]."""
     gate, up = x.chunk(2, -1)
     return torch.nn.functional.silu(gate) * up

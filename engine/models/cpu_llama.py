@@ -18,7 +18,7 @@ from engine.kv.storage import KvStorage
 from engine.model_store import ModelConfig
 from engine.weights import Weights
 from kernels.cpu import build as cpu
-from kernels.cpu.build import Kernels, compiled
+from kernels.cpu.build import Kernels, compile_library
 
 __all__ = ["CpuLlama", "Kernels", "load_kernels"]
 
@@ -31,7 +31,7 @@ def load_kernels(config: ModelConfig, threads: int) -> Kernels | None:
     Return None where no compiler works or the kernels do not fit the model's shape; the torch path
     runs any shape.
     """
-    library = compiled()
+    library = compile_library()
     if library is None:
         log.warning("kernels_not_compiled: steps run in torch, slower")
         return None

@@ -1,1 +1,1 @@
-"""Package."""
+"""Kernels for CPUs, in C."""

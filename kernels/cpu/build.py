@@ -1,7 +1,7 @@
-"""The CPU kernels in C: compiled on the machine they run on, once, and called through ctypes.
+"""Builds the C kernels on the machine they run on, once, and calls them through ctypes.
 
-Knows tensors and C structs, no model and no request. `engine.models.cpu_llama` calls it. The struct
-classes mirror `cpu.h`, which says what each field means.
+It knows tensors and C structs, but no model and no request. `engine.models.cpu_llama` calls it. The
+structure classes mirror `cpu.h`, which documents their fields.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ FLAGS = ("-O3", "-march=native", "-std=gnu11", "-fno-math-errno", "-shared", "-f
 COMPILE_TIMEOUT_S = 60
 
 WIDE, PAIRS, DOT = 0, 1, 2
-"""How numbers are stored and multiplied: see `cpu.h`."""
+"""Kinds of storage and multiplication; see `cpu.h`."""
 
 STORE, ADD, SILU = 0, 1, 2
+"""Epilogues of a product; see `cpu.h`."""
 
 PANEL = 16
-TILE = 64
-"""Keys that a query takes at once; shared runs are cut down to a multiple."""
+"""Columns of a weight panel."""
 
 
 class CProduct(ctypes.Structure):
@@ -74,9 +74,9 @@ class CWork(ctypes.Structure):
 
 
 class Kernels:
-    """The compiled library with a pool of threads. Its functions are called without the GIL.
+    """The compiled library with a pool of `threads` threads. Calls release the GIL.
 
-    `threads` are used by one call at a time: one thread owns an instance.
+    The pool serves one call at a time, so one thread owns an instance.
     """
 
     def __init__(self, library: Path, threads: int) -> None:
@@ -102,19 +102,21 @@ class Kernels:
         self.head_dim_step = int(self._c.head_dim_step())
         self._pool = self._c.pool_new(threads)
         if not self._pool:
-            raise MemoryError("no memory for a pool of threads")
+            raise MemoryError("no memory for a thread pool")
         self._end = weakref.finalize(self, self._c.pool_free, self._pool)
-        self._end.atexit = False  # an engine in a thread may be in the middle of a step
+        self._end.atexit = False  # at exit, an engine thread may be in the middle of a step
 
     def close(self) -> None:
-        """End the threads; nothing may be called after. Done too when nobody refers to it."""
+        """End the threads; no other call may follow. Garbage collection of the instance does it
+        too."""
         self._end()
 
     def pack(self, weight: torch.Tensor, columns: torch.Tensor | None = None) -> torch.Tensor:
-        """weight [N, K] bf16 or fp32 → the panels that products read, padded to 32 columns.
+        """Return weight [N, K] (bf16 or fp32) in the panels that products read, padded to 32
+        columns.
 
-        `columns` int32: the rows of `weight` in the order of the columns (-1: zeros), padded
-        already; None takes them as they are.
+        `columns` int32: row of `weight` for each column (-1: zeros), already padded; None keeps the
+        order.
         """
         rows, depth = weight.shape
         if columns is None:
@@ -132,7 +134,7 @@ class Kernels:
     def product(
         self, a: torch.Tensor, packed: torch.Tensor, out: torch.Tensor, epilogue: int, kind: int
     ) -> None:
-        """out = a x packed, or as `epilogue` says. a [T, K], out [T, N] fp32, out written."""
+        """Write a x packed to out, or as `epilogue` says. a [T, K] fp32, out [T, N] fp32."""
         rows, depth = a.shape
         pairs = torch.empty(rows * depth // 2, dtype=torch.int32)
         self._c.product(
@@ -144,28 +146,29 @@ class Kernels:
         )  # fmt: skip
 
     def forward(self, model: CModel, work: CWork) -> None:
-        """One step through all layers; writes `work`'s scratch and the KV of its slots."""
+        """Run one step through all layers; writes `work`'s scratch and the KV of its slots."""
         self._c.llama_forward(self._pool, model, work)
 
     def logits(self, model: CModel, hidden: torch.Tensor, out: torch.Tensor) -> None:
-        """hidden [T, C] → out [T, vocab] fp32, written."""
+        """Write the logits of hidden [T, C] to out [T, vocab] fp32."""
         pairs = torch.empty(hidden.numel() // 2, dtype=torch.int32)
         self._c.llama_logits(
             self._pool, model, hidden.data_ptr(), out.data_ptr(), pairs.data_ptr(), len(hidden)
         )
 
 
-def compiled(cache: Path | None = None) -> Path | None:
-    """The shared library for this CPU, compiled if it is not in `cache` yet.
+def compile_library(cache: Path | None = None) -> Path | None:
+    """Return the path of the shared library for this CPU; compile it if `cache` does not have it.
 
-    None where no compiler works. Takes three seconds the first time. The name holds a digest of the
-    sources, the flags and the CPU's features; the file appears whole or not at all.
+    Returns None where no compiler works. The first call takes three seconds. The file's name
+    contains a digest of the sources, the flags and the CPU's features; the file is written
+    atomically.
     """
     digest = hashlib.sha256("\n".join((*FLAGS, _cpu())).encode())
     for name in ("cpu.h", *SOURCES):
         digest.update((FOLDER / name).read_bytes())
     name = f"kernels-{digest.hexdigest()[:24]}.so"
-    for folder in _folders(cache):
+    for folder in _cache_folders(cache):
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             if not (folder / name).exists():
@@ -176,12 +179,12 @@ def compiled(cache: Path | None = None) -> Path | None:
     return None
 
 
-def _folders(cache: Path | None) -> Iterator[Path]:
-    """Where the library may lie: the user's cache, or a folder for as long as we run."""
+def _cache_folders(cache: Path | None) -> Iterator[Path]:
+    """Yield folders for the library: the user's cache, or a temporary folder of this process."""
     if cache is not None:
         yield cache
         return
-    with contextlib.suppress(RuntimeError):  # a user without a home
+    with contextlib.suppress(RuntimeError):  # the user has no home directory
         yield Path.home() / ".cache" / "trunkline"
     own = tempfile.mkdtemp(prefix="trunkline-")
     atexit.register(shutil.rmtree, own, ignore_errors=True)
@@ -189,23 +192,23 @@ def _folders(cache: Path | None) -> Iterator[Path]:
 
 
 def _compile(target: Path) -> None:
-    """Raises OSError or SubprocessError when no compiler makes the library."""
+    """Compile the library. Raises OSError or SubprocessError if no compiler works."""
     compiler = next((path for path in map(shutil.which, COMPILERS) if path), None)
     if compiler is None:
         raise FileNotFoundError("no C compiler")
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-        made = Path(scratch) / target.name
-        command = [compiler, *FLAGS, "-o", str(made), *(str(FOLDER / name) for name in SOURCES)]
+        partial = Path(scratch) / target.name
+        command = [compiler, *FLAGS, "-o", str(partial), *(str(FOLDER / name) for name in SOURCES)]
         command.append("-lm")
         subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_TIMEOUT_S)
-        made.replace(target)
+        partial.replace(target)
 
 
 def _cpu() -> str:
-    """What -march=native goes by."""
+    """Return the CPU features that -march=native depends on."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor() or platform.machine()
-    wanted = ("model name", "flags", "Features", "CPU part")
-    return "\n".join(sorted({line for line in lines if line.startswith(wanted)}))
+    prefixes = ("model name", "flags", "Features", "CPU part")
+    return "\n".join(sorted({line for line in lines if line.startswith(prefixes)}))

@@ -1,10 +1,11 @@
-/* What the CPU kernels share: vectors, matrix tiles, the pool of threads, and the step's structs.
+/* Declarations shared by the CPU kernels: vectors, matrix tiles, the thread pool, and the structs
+ * of a step.
  *
- * Vectors are GCC's and clang's own, so that the code holds on any CPU; the compiler is told
- * -march=native and picks AVX2, AVX-512 or NEON. Two rules make a row's result the same, bit for
- * bit, whatever stands beside it in the batch: each output is summed over k in ascending order in
- * one accumulator, however many rows and columns are computed at once; and keys are taken in tiles
- * of TILE at fixed positions, in ascending order, each row rescaling for itself.
+ * Vectors are the GCC and clang extension, so the code works on any CPU; with -march=native the
+ * compiler picks AVX2, AVX-512 or NEON. Two rules make the bits of a row independent of the rest of
+ * the batch: each output is summed over k in ascending order in one accumulator, however many rows
+ * and columns are computed at once; and keys are taken in tiles of TILE keys at fixed positions, in
+ * ascending order, and each row rescales for itself.
  */
 #ifndef TRUNKLINE_CPU_H
 #define TRUNKLINE_CPU_H
@@ -28,9 +29,9 @@
 #define HAS_DOT 0
 #endif
 
-#define PANEL 16 /* columns stored together */
+#define PANEL 16 /* columns of a weight panel */
 #define BLOCK 16 /* slots of a KV block */
-#define TILE 64  /* keys taken at once */
+#define TILE 64  /* keys of a tile */
 #define ALIGNED __attribute__((aligned(64)))
 #define INLINE static inline __attribute__((always_inline))
 
@@ -54,7 +55,7 @@ INLINE float sum_of(vf v) {
     return s[0];
 }
 
-/* fp32 to bf16, to nearest even; a NaN stays one. */
+/* Convert fp32 to bf16, rounding to nearest even; NaN stays NaN. */
 INLINE uint16_t to_bf16(float x) {
     uint32_t bits;
     memcpy(&bits, &x, 4);
@@ -69,9 +70,10 @@ INLINE float from_bf16(uint16_t x) {
     return value;
 }
 
-/* e^x to 2 units in the last place, for x <= 88; 0 below -87. Polynomial of Cephes' expf. */
+/* Return e^x within 2 units in the last place for x <= 88, and 0 below -87. Polynomial of Cephes'
+ * expf. */
 INLINE vf exp_of(vf x) {
-    const float magic = 12582912.0f; /* 1.5 * 2^23: adding it rounds to a whole number */
+    const float magic = 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer */
     vi tiny = x < -87.0f;
     x = (vf)(((vi)x & (x <= 88.0f)) | ((vi)((vf){0} + 88.0f) & (x > 88.0f)) | ((vi)x & (x != x)));
     vf t = x * 1.44269504088896341f + magic;
@@ -88,16 +90,16 @@ INLINE vf exp_of(vf x) {
     return (vf)((vi)(p * (vf)scale) & ~tiny);
 }
 
-/* How numbers are stored.
+/* Kinds of storage of a right-hand side.
  *   WIDE   fp32, [k][column]
- *   PAIRS  bf16, [k / 2][column] words of (k even: low half, k odd: high half)
- *   DOT    PAIRS, multiplied two at a time with left-hand sides in bf16 pairs as well
+ *   PAIRS  bf16, [k / 2][column], words of (k even: low half, k odd: high half)
+ *   DOT    as PAIRS, multiplied two at a time; the left-hand side is in bf16 pairs too
  */
 enum { WIDE = 0, PAIRS = 1, DOT = 2 };
 
-/* acc[r][v] += the products of `rows` rows of a and the columns at b[v], over `pairs` pairs of k.
- * b[v] points at LANES columns of the first k (or pair), `stride` words before the next. The left
- * side has `lda` floats a row, or words of two bf16 when `kind` is DOT.
+/* Add to acc[r][v] the products of `rows` rows of a and the columns at b[v], over `pairs` pairs of
+ * k. b[v] points to LANES columns of the first k (or pair); the next k is `stride` words further. A
+ * row of a has `lda` floats, or words of two bf16 when `kind` is DOT.
  */
 INLINE void multiply(const int rows, const int vecs, const int kind, vf *acc, const float *a,
                      size_t lda, const uint32_t *const *b, size_t stride, int pairs) {
@@ -149,16 +151,16 @@ typedef void (*Task)(void *arg, int index);
 
 Pool *pool_new(int threads);
 void pool_free(Pool *pool);
-/* Run `task` for 0 .. tasks - 1, on whichever threads are awake; returns when all are done. */
+/* Run `task` for 0 .. tasks - 1 on the calling thread and the pool; return when all are done. */
 void pool_run(Pool *pool, Task task, void *arg, int tasks);
 
 /* -- matrices (cpu_linear.c) ---------------------------------------------------------------- */
 
 enum { STORE = 0, ADD = 1, SILU = 2 };
 
-/* c [rows, columns] = a [rows, depth] x b; ADD: += ; SILU: b's panels are gate and up in turns and
- * c is silu(gate) * up, `columns` of them. b as `pack` made it. `pairs`: room for rows * depth / 2
- * words when the kind is DOT. */
+/* STORE: c [rows, columns] = a [rows, depth] x b. ADD: += instead of =. SILU: b's panels are gate
+ * and up in turns, and c [rows, columns] = silu(gate) * up. b is in the layout of `pack`. `pairs`:
+ * scratch of rows * depth / 2 words when the kind is DOT. */
 typedef struct {
     const float *a;
     const uint32_t *b;
@@ -191,7 +193,8 @@ typedef struct {
     uint32_t *kv;           /* [block, layer, 2, kv_head, block's K or V] */
 } Model;
 
-/* Query tokens [first, end) take the keys of tiles [tile_first, tile_end) of one block table. */
+/* Query tokens [first, end) attend to tiles [tile_first, tile_end) of one block table, which begins
+ * at entry `table` of the step's tables. */
 typedef struct {
     int32_t first, end, tile_first, tile_end, table;
 } Segment;
@@ -213,7 +216,7 @@ typedef struct {
 
 /* Rotate q and k of tokens [first, end) in place and write their k and v into their slots. */
 void rope_kv_write(const Model *m, const Work *w, int layer, int first, int end);
-/* Attention of one bundle's tokens on one KV head: w->qkv to w->attended. */
+/* Compute attention of one bundle's tokens on one KV head, from w->qkv to w->attended. */
 void attend(const Model *m, const Work *w, int layer, int bundle, int kv_head);
 
 #endif

@@ -1,14 +1,14 @@
-/* Attention over paged KV, a bundle of query tokens and one KV head at a time.
+/* Attention over paged KV, one bundle of query tokens and one KV head per task.
  *
- * The query heads that share a KV head are rows of one small matrix, and so are the tokens of a
- * bundle: keys of a run of blocks that many rows share are read once for all of them. A row keeps a
- * running maximum, sum and output (Milakov and Gimelshein, "Online normalizer calculation for
- * softmax", 2018), which it carries from the shared tiles to its own; nothing is merged afterwards.
+ * The query heads of a KV head and the tokens of a bundle are rows of one small matrix, so keys of
+ * blocks that many rows share are read once for all of them. Each row keeps a running maximum, sum
+ * and output (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018) through
+ * shared tiles and its own tiles, so no parts have to be merged.
  *
  * A block of one KV head, D channels, S = 16 slots:
  *     K  WIDE [D][S] fp32       PAIRS [D / 2][S] words of two channels
  *     V  WIDE [S][D] fp32       PAIRS [S / 2][D] words of two slots
- * Both are then right-hand sides that `multiply` reads as they lie.
+ * `multiply` reads both as right-hand sides without a copy.
  */
 #include "cpu.h"
 
@@ -16,7 +16,7 @@
 
 #define WIDTH (2 * LANES)
 
-/* Words of one block's K or V of one head. */
+/* Return the words of one block's K or V of one KV head. */
 static size_t head_words(const Model *m) {
     return (size_t)BLOCK * m->head_dim / (m->kv_kind == WIDE ? 1 : 2);
 }
@@ -65,17 +65,17 @@ void rope_kv_write(const Model *m, const Work *w, int layer, int first, int end)
     }
 }
 
-/* One tile's work: `rows` query rows against up to four blocks. */
+/* Arguments of one tile: `rows` query rows against up to four blocks. */
 typedef struct {
     const float *q;           /* [rows][lda] */
-    const float *p;           /* [rows][ldp]; what `scores` became */
+    const float *p;           /* [rows][ldp]: probabilities, in `scores` or as bf16 pairs */
     float *scores, *out;      /* [rows][TILE], [rows][dim] */
     const uint32_t *k[TILE / BLOCK + 1], *v[TILE / BLOCK + 1];
     int blocks, dim, rows;
     size_t lda, ldp;
-} Piece;
+} TileArgs;
 
-INLINE void scores_of(const int rows, const int kind, const Piece *t, int row) {
+INLINE void compute_scores(const int rows, const int kind, const TileArgs *t, int row) {
     for (int column = 0; column < t->blocks * BLOCK; column += WIDTH) {
         vf acc[TILE_ROWS * 2];
         const uint32_t *b[2];
@@ -92,7 +92,7 @@ INLINE void scores_of(const int rows, const int kind, const Piece *t, int row) {
     }
 }
 
-INLINE void values_into(const int rows, const int kind, const Piece *t, int row) {
+INLINE void add_values(const int rows, const int kind, const TileArgs *t, int row) {
     const size_t step = kind == DOT ? BLOCK / 2 : BLOCK;
     for (int column = 0; column < t->dim; column += WIDTH) {
         vf acc[TILE_ROWS * 2];
@@ -130,7 +130,7 @@ INLINE void values_into(const int rows, const int kind, const Piece *t, int row)
 #define MORE(CALL)
 #endif
 #define BY_ROWS(NAME, CALL)                                                              \
-    static void NAME(const Piece *t, int kind, int row, int rows) {                      \
+    static void NAME(const TileArgs *t, int kind, int row, int rows) {                   \
         switch (rows) {                                                                  \
             CASE(CALL, 1)                                                                \
             CASE(CALL, 2)                                                                \
@@ -141,19 +141,21 @@ INLINE void values_into(const int rows, const int kind, const Piece *t, int row)
             MORE(CALL)                                                                   \
         }                                                                                \
     }
-BY_ROWS(score_rows, scores_of)
-BY_ROWS(value_rows, values_into)
+BY_ROWS(score_rows, compute_scores)
+BY_ROWS(value_rows, add_values)
 
-static float highest_of(vf v) {
+static float max_of(vf v) {
     float s[LANES];
     memcpy(s, &v, sizeof v);
-    float high = s[0];
-    for (int i = 1; i < LANES; i++) high = s[i] > high ? s[i] : high;
-    return high;
+    float largest = s[0];
+    for (int i = 1; i < LANES; i++) largest = s[i] > largest ? s[i] : largest;
+    return largest;
 }
 
-/* A row's scores become probabilities against its running maximum; `visible` of them count. */
-static void soften(float *scores, int visible, float *high, float *sum, float *out, int dim) {
+/* Turn a row's scores into probabilities against its running maximum; the first `visible` keys
+ * count. Rescales the row's sum and output when the maximum grows. */
+static void softmax_tile(float *scores, int visible, float *row_max, float *sum, float *out,
+                         int dim) {
     if (visible <= 0) {
         memset(scores, 0, TILE * 4);
         return;
@@ -165,25 +167,25 @@ static void soften(float *scores, int visible, float *high, float *sum, float *o
         vi more = v > best;
         best = (vf)(((vi)v & more) | ((vi)best & ~more));
     }
-    float top = highest_of(best);
-    if (top > *high) {
-        vf scale = exp_of((vf){0} + (*high - top));
+    float top = max_of(best);
+    if (top > *row_max) {
+        vf scale = exp_of((vf){0} + (*row_max - top));
         for (int d = 0; d < dim; d += LANES) store(out + d, load(out + d) * scale);
         store(sum, load(sum) * scale);
-        *high = top;
+        *row_max = top;
     }
     vf total = load(sum);
     for (int i = 0; i < TILE; i += LANES) {
-        vf p = exp_of(load(scores + i) - *high);
+        vf p = exp_of(load(scores + i) - *row_max);
         total += p;
         store(scores + i, p);
     }
     store(sum, total);
 }
 
-/* The keys of one tile for rows [row, row + t->rows) of the bundle. */
-static void take_tile(const Model *m, const Work *w, Piece *t, int tile, int first_token,
-                      float *high, float *sum, uint32_t *pairs) {
+/* Attend to the keys of one tile with t->rows rows of the bundle. */
+static void attend_tile(const Model *m, const Work *w, TileArgs *t, int tile, int first_token,
+                        float *row_max, float *sum, uint32_t *pairs) {
     const int group = m->heads / m->kv_heads;
     const int kind = m->kv_kind;
     for (int row = 0, rows; row < t->rows; row += rows) {
@@ -192,7 +194,7 @@ static void take_tile(const Model *m, const Work *w, Piece *t, int tile, int fir
     }
     for (int row = 0; row < t->rows; row++) {
         int visible = w->positions[first_token + row / group] + 1 - tile * TILE;
-        soften(t->scores + row * TILE, visible < TILE ? visible : TILE, high + row,
+        softmax_tile(t->scores + row * TILE, visible < TILE ? visible : TILE, row_max + row,
                sum + row * LANES, t->out + row * t->dim, t->dim);
     }
     t->p = t->scores;
@@ -215,13 +217,14 @@ void attend(const Model *m, const Work *w, int layer, int bundle, int kv_head) {
     const int width = (m->heads + 2 * m->kv_heads) * dim;
     const float scale = 1.0f / sqrtf((float)dim);
     float q[rows * dim] ALIGNED, out[rows * dim] ALIGNED, scores[rows * TILE] ALIGNED;
-    float high[rows], sum[rows * LANES] ALIGNED;
-    uint32_t pairs[rows * TILE / 2] ALIGNED, q_pairs[m->kv_kind == DOT ? rows * dim / 2 : 1] ALIGNED;
+    float row_max[rows], sum[rows * LANES] ALIGNED;
+    uint32_t pairs[rows * TILE / 2] ALIGNED;
+    uint32_t q_pairs[m->kv_kind == DOT ? rows * dim / 2 : 1] ALIGNED;
     for (int row = 0; row < rows; row++) {
         const float *from = w->qkv + (size_t)(b->first + row / group) * width;
         from += (kv_head * group + row % group) * dim;
         for (int d = 0; d < dim; d++) q[row * dim + d] = from[d] * scale;
-        high[row] = -1e30f;
+        row_max[row] = -1e30f;
     }
     if (m->kv_kind == DOT) to_pairs(q, q_pairs, rows * dim);
     memset(out, 0, (size_t)rows * dim * 4);
@@ -230,7 +233,7 @@ void attend(const Model *m, const Work *w, int layer, int bundle, int kv_head) {
         const Segment *s = w->segment + at;
         const int row = (s->first - b->first) * group;
         const int keys = w->positions[s->end - 1] + 1;
-        Piece t = {.out = out + row * dim, .scores = scores + row * TILE, .dim = dim,
+        TileArgs t = {.out = out + row * dim, .scores = scores + row * TILE, .dim = dim,
                    .rows = (s->end - s->first) * group, .lda = dim, .q = q + row * dim};
         if (m->kv_kind == DOT) {
             t.q = (const float *)(q_pairs + row * dim / 2);
@@ -244,8 +247,8 @@ void attend(const Model *m, const Work *w, int layer, int bundle, int kv_head) {
                 t.k[i] = keys_of(m, table[i], layer, kv_head);
                 t.v[i] = values_of(m, table[i], layer, kv_head);
             }
-            t.k[t.blocks] = t.k[t.blocks - 1]; /* a vector of scores may be two blocks wide */
-            take_tile(m, w, &t, tile, s->first, high + row, sum + row * LANES, pairs);
+            t.k[t.blocks] = t.k[t.blocks - 1]; /* a vector of scores may span two blocks */
+            attend_tile(m, w, &t, tile, s->first, row_max + row, sum + row * LANES, pairs);
         }
     }
     for (int row = 0; row < rows; row++) {

@@ -1,13 +1,13 @@
-/* Linear maps, norms and packing. Weights lie in panels of 16 columns, so that a tile of the
- * product reads them front to back once, from one row of activations up to thousands. */
+/* Linear maps, norms and packing. Weights are stored in panels of 16 columns, so that a tile of the
+ * product reads them once and sequentially, for one row of activations or thousands. */
 #include "cpu.h"
 
 #include <math.h>
 
 #define WIDTH 32          /* columns computed together: two panels */
-#define CACHED (192 * 1024) /* bytes of activations that should stay in the second-level cache */
+#define CACHED (192 * 1024) /* bytes of activations that should stay in the L2 cache */
 
-/* Words from one panel to the next. */
+/* Return the words of one panel. */
 static size_t panel_words(const Product *p) {
     return (size_t)PANEL * (p->kind == WIDE ? p->depth : p->depth / 2);
 }
@@ -36,7 +36,7 @@ static size_t panel_words(const Product *p) {
         }                                                                                     \
     }
 
-/* One row has one chain of sums a vector: more vectors hide the latency of an addition. */
+/* With one row, each vector is one chain of additions: more vectors hide the addition's latency. */
 #if LANES == 8
 TILE_OF(1, 8)
 TILE_OF(1, 4)
@@ -84,7 +84,7 @@ static const Tile TILES[] = {
 #endif
 };
 
-/* `out`, [rows][64] of which `width` columns are computed, to c. */
+/* Write `out` [rows][64], of which `width` columns are computed, to c by the epilogue. */
 static void finish(const Product *p, const float *out, int row, int rows, int column, int width) {
     for (int r = 0; r < rows; r++, out += 64) {
         float *c = p->c + (size_t)(row + r) * p->columns;
@@ -111,7 +111,7 @@ static void finish(const Product *p, const float *out, int row, int rows, int co
 
 typedef struct {
     Product *p;
-    int rows, columns;             /* of a task's piece */
+    int rows, columns;             /* per task */
     int row_pieces, column_pieces; /* tasks are column pieces of row pieces */
     int padded;                    /* columns in b */
 } Pieces;
@@ -121,7 +121,8 @@ static void product_task(void *arg, int task) {
     const Product *p = s->p;
     const size_t lda = p->kind == DOT ? p->depth / 2 : p->depth;
     const float *a = p->kind == DOT ? (const float *)p->pairs : p->a;
-    int row_first = task % s->row_pieces * s->rows, column_first = task / s->row_pieces * s->columns;
+    int row_first = task % s->row_pieces * s->rows;
+    int column_first = task / s->row_pieces * s->columns;
     int row_end = row_first + s->rows < p->rows ? row_first + s->rows : p->rows;
     int column_end = column_first + s->columns < s->padded ? column_first + s->columns : s->padded;
     float out[TILE_ROWS * 64] ALIGNED;
@@ -167,7 +168,7 @@ void product(Pool *pool, Product *p) {
     pool_run(pool, product_task, &s, s.row_pieces * s.column_pieces);
 }
 
-/* One row: x / rms(x) * weight. `channels` is a multiple of 16. */
+/* Write x / rms(x) * weight of one row. `channels` is a multiple of 16. */
 void rms_norm(const float *x, const float *weight, float *out, int channels, float eps) {
     vf total = {0};
     for (int i = 0; i < channels; i += LANES) {
@@ -179,14 +180,14 @@ void rms_norm(const float *x, const float *weight, float *out, int channels, flo
         store(out + i, load(x + i) * scale * load(weight + i));
 }
 
-/* fp32 to words of two bf16. */
+/* Convert fp32 to words of two bf16. */
 void to_pairs(const float *x, uint32_t *out, int count) {
     for (int i = 0; i < count / 2; i++)
         out[i] = (uint32_t)to_bf16(x[2 * i]) | (uint32_t)to_bf16(x[2 * i + 1]) << 16;
 }
 
-/* Lay weight [columns, depth] out in panels; `is_bf16`: both hold bf16, else fp32. `from` names the
- * weight's row for each column of b, -1 for padding; `count` of them, a multiple of 32. */
+/* Write weight [columns, depth] to b in panels. `is_bf16`: both are bf16, else fp32. `from`: the
+ * weight's row of each of `count` columns of b, -1 for padding; `count` is a multiple of 32. */
 void pack(const void *weight, void *b, const int32_t *from, int count, int depth, int is_bf16) {
     for (int column = 0; column < count; column++) {
         int panel = column / PANEL, lane = column % PANEL;
@@ -204,11 +205,11 @@ void pack(const void *weight, void *b, const int32_t *from, int count, int depth
     }
 }
 
-/* Can bf16 be multiplied as it is? */
+/* Return whether the CPU multiplies bf16 directly. */
 int has_dot(void) { return HAS_DOT; }
 
-/* And is that faster than widening? Where there are AMX tiles (Sapphire Rapids) the vector
- * instruction is half as fast as an fp32 multiply-add of the same width. */
+/* Return whether that is faster than widening to fp32. On CPUs with AMX (Sapphire Rapids) the
+ * vector instruction is half as fast as an fp32 multiply-add of the same width. */
 int prefers_dot(void) {
 #ifdef __AMX_BF16__
     return 0;
@@ -217,5 +218,5 @@ int prefers_dot(void) {
 #endif
 }
 
-/* head_dim must be a multiple of this. */
+/* Return the number of which head_dim must be a multiple. */
 int head_dim_step(void) { return 2 * LANES; }

@@ -1,12 +1,12 @@
-/* A step of a Llama: the whole way through the layers in one call, five phases a layer.
+/* One step of a Llama: all layers in one call, with a pool_run per phase of a layer.
  *
- * The order is that of engine/models/llama.py. What takes less than the wake of a thread (norms and
- * rotation of a few tokens) is done by the calling thread alone.
+ * The order is that of engine/models/llama.py. The calling thread alone does what takes less time
+ * than waking a thread: norms and rotation of a few tokens.
  */
 #include "cpu.h"
 
-#define FEW 16    /* tokens whose norms and rotations the caller does itself */
-#define CHUNK 16  /* tokens of a task otherwise */
+#define FEW 16    /* up to so many tokens, the caller does norms and rotations itself */
+#define CHUNK 16  /* tokens per task otherwise */
 
 typedef struct {
     const Model *m;
@@ -35,7 +35,7 @@ static void rope_task(void *arg, int task) {
 
 static void attend_task(void *arg, int task) {
     const Phase *p = arg;
-    /* Last bundles first: those of a prompt grow, and the longest should not come last. */
+    /* Last bundles first: bundles of a prompt grow, and the longest should not start last. */
     const int bundle = p->w->bundles - 1 - task / p->m->kv_heads;
     attend(p->m, p->w, p->layer, bundle, task % p->m->kv_heads);
 }
@@ -61,7 +61,7 @@ static void embed(const Model *m, const Work *w) {
     }
 }
 
-/* Hidden states after the last norm, [tokens, hidden], in w->normed. Writes the tokens' KV. */
+/* Write hidden states after the last norm, [tokens, hidden], to w->normed, and the tokens' KV. */
 void llama_forward(Pool *pool, const Model *m, const Work *w) {
     const int tokens = w->tokens, channels = m->hidden;
     const int width = m->heads * m->head_dim, wider = width + 2 * m->kv_heads * m->head_dim;
@@ -88,7 +88,8 @@ void llama_forward(Pool *pool, const Model *m, const Work *w) {
     over_tokens(pool, norm_task, &p);
 }
 
-/* logits [rows, vocab] of rows [rows, hidden]. `pairs`: room for rows * hidden / 2 words. */
+/* Write logits [rows, vocab] of hidden states rows_in [rows, hidden]. `pairs`: scratch of
+ * rows * hidden / 2 words. */
 void llama_logits(Pool *pool, const Model *m, const float *rows_in, float *logits, uint32_t *pairs,
                   int rows) {
     product(pool, &(Product){rows_in, m->head, logits, pairs, rows, m->hidden, m->vocab, m->kind,

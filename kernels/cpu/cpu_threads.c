@@ -1,9 +1,9 @@
-/* A pool of threads that never spins for long: the cores are shared with a gateway.
+/* A thread pool that spins only briefly, because the gateway shares the cores.
  *
- * A phase is a function and a number of tasks. Tasks are claimed one by one from `ticket`, so a
- * thread that lost its core holds up nothing but the task it is in, and one that is asleep nothing
- * at all. The word holds both the number of tasks and the next one: whoever swaps it has claimed a
- * task of the phase that the word describes, and a phase does not end before its tasks are done.
+ * A phase is a function and a number of tasks. Threads claim tasks one by one from `ticket`, so a
+ * preempted thread delays only its own task, and a sleeping thread delays none. The word has both
+ * the number of tasks and the next task: a successful compare-and-swap claims a task of the phase
+ * that the word describes, and a phase does not end before its tasks are done.
  *
  *     ticket: | tasks : 32 | next : 32 |
  */
@@ -13,7 +13,7 @@
 #include <stdatomic.h>
 #include <stdlib.h>
 
-#define SPINS 1500 /* about 20 us: what lies between two phases, not between two steps */
+#define SPINS 1500 /* about 20 us: covers the time between two phases, not between two steps */
 
 struct Pool {
     _Atomic uint64_t ticket;

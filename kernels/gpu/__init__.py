@@ -1,1 +1,1 @@
-"""Package."""
+"""Kernels for GPUs, in Triton and Gluon."""

@@ -1,11 +1,11 @@
-"""Dependent launches: a kernel may be on the device before the one it follows has ended.
+"""Programmatic dependent launch: a kernel may start on the GPU before its predecessor has ended.
 
-From Hopper on, a kernel launched so begins as soon as the one before it lets go, and waits inside
-for its results: the ramp of a launch, about a microsecond, hides behind the end of its
-predecessor. Knows nothing of what the kernels do. Called where kernels are launched.
+On Hopper and later, a dependent kernel starts as soon as its predecessor triggers it, and waits
+inside for the predecessor's results. This hides the launch latency, about a microsecond, behind the
+predecessor's end. The module knows no kernel; the functions that launch kernels call it.
 
-Whoever is launched so must call `gdc_wait` before it touches anything another kernel wrote or
-still reads, or run after one that did.
+A kernel launched this way must call `gdc_wait` before it touches memory that another kernel writes
+or still reads, or run after a kernel that has called it.
 """
 
 from __future__ import annotations
@@ -16,38 +16,41 @@ from typing import Any
 
 import torch
 
-try:  # Named differently across releases.
+try:  # The module's place differs across Triton releases.
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
     IS_IN_TRITON = True
 except ImportError:
     IS_IN_TRITON = False
 
-__all__ = ["dependent_options", "gdc_launch_dependents", "gdc_wait", "leave_shared_memory"]
+__all__ = ["dependent_options", "gdc_launch_dependents", "gdc_wait", "prefer_max_shared_memory"]
 
 HOPPER = 9
+"""Major compute capability from which dependent launches exist."""
+
 CARVEOUT_ATTRIBUTE, CARVEOUT_MAX = 9, 100
+"""CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, and its largest value in per cent."""
 
 
 @cache
-def _can(device: torch.device) -> bool:
+def _supports_dependent_launch(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device)[0] >= HOPPER
 
 
 def dependent_options(tensor: torch.Tensor) -> dict[str, Any]:
-    """What to add to a launch on the tensor's device; nothing where it cannot be dependent."""
-    if not IS_IN_TRITON or not tensor.is_cuda or not _can(tensor.device):
+    """Return the options of a dependent launch on the tensor's device; empty where unsupported."""
+    if not IS_IN_TRITON or not tensor.is_cuda or not _supports_dependent_launch(tensor.device):
         return {}
     return {"launch_pdl": True}
 
 
 @cache
-def leave_shared_memory(function: int) -> None:
-    """Have a kernel run with the largest shared memory a multiprocessor can be set to.
+def prefer_max_shared_memory(function: int) -> None:
+    """Prefer the largest shared memory carve-out for a kernel.
 
-    A small kernel alone would set it to what that kernel needs, and one that needs more could not
-    come beside it until the multiprocessor is empty. `function`: the driver's handle. Once each. A
-    preference: a driver that does not follow it costs time alone.
+    Otherwise a small kernel sets the carve-out to its own need, and a kernel that needs more cannot
+    run beside it until the multiprocessor is empty. `function`: the driver's handle; set once per
+    handle. The driver may ignore the preference, which only costs time.
     """
     driver = ctypes.CDLL("libcuda.so.1")
     driver.cuFuncSetAttribute(ctypes.c_void_p(function), CARVEOUT_ATTRIBUTE, CARVEOUT_MAX)

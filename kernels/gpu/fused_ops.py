@@ -1,8 +1,9 @@
-"""The small kernels between the matrix products: norm, rotary embedding with the KV write,
-activation, block copies. Each reads its input once and writes its output once; all are bound by
-memory. For few rows they are dependent launches where the device has such.
+"""Fused kernels between the matrix products: norm, rotary embedding with KV write, activation,
+block copy.
 
-Twins in `kernels.reference`. Called from `engine.models.layers` and `engine.kv.storage` on CUDA.
+Each reads its input once and writes its output once; all are bound by memory. For few rows they are
+dependent launches where the GPU supports these. `kernels.reference` specifies them;
+`engine.models.gpu_layers`, `engine.attention.gpu_backend` and `engine.kv.storage` launch them.
 Shapes: T rows, C channels, H query heads, K KV heads, D head_dim, S slots of a block, L layers.
 """
 
@@ -17,8 +18,12 @@ import triton.language as tl
 from kernels.gpu.dependent_launch import dependent_options, gdc_wait
 
 DEPENDENT_ROWS_MAX = 64
-"""Few rows: a launch is mostly ramp, which a dependent one hides (1 % of a step at batch 1 to 32).
-Many: it only waits on multiprocessors that the products before it still need (1 % lost at 256)."""
+"""Most rows of a dependent launch.
+
+With few rows a launch is mostly latency, which a dependent launch hides (1 % of a step at batch 1
+to 32). With many, the waiting kernel takes multiprocessors that the product before it still needs
+(1 % lost at 256).
+"""
 
 
 def _dependent(x: torch.Tensor) -> dict[str, Any]:
@@ -43,7 +48,7 @@ def _residual_rms_norm(
         x = rounded.to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x, 0) / C + eps)
     weight = tl.load(weight_ptr + c, mask=inside, other=0.0).to(tl.float32)
-    # Rounded before the weight, as the reference does: one more rounding, the same bits.
+    # Rounded before the weight, as in the reference, so that the bits are equal.
     normed = (x * scale).to(out_ptr.dtype.element_ty).to(tl.float32)
     tl.store(out_ptr + row * C + c, (normed * weight).to(out_ptr.dtype.element_ty), mask=inside)
 
@@ -91,8 +96,11 @@ def silu_mul(x: torch.Tensor, out: torch.Tensor) -> None:
 
 @triton.jit
 def _finite(x):
-    """Zero for what is no number: a tile multiplies slots behind a sequence's end by zero, and they
-    may be another's. Whoever made it fails by its own logits."""
+    """Return x with NaN and infinities set to zero.
+
+    A tile multiplies slots behind a sequence's end by zero, and these slots may belong to another
+    sequence. The sequence that produced the NaN fails by its own logits.
+    """
     return tl.where(x - x == 0, x, 0.0)
 
 
@@ -103,7 +111,8 @@ def _rope_kv_write(
     STEP: tl.constexpr, KP: tl.constexpr, BLOCK_STRIDE: tl.constexpr, VALUE_OFFSET: tl.constexpr,
     WAITS: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, c): STEP query heads each, then all key heads, then all value heads."""
+    """Program (row, chunk): STEP query heads per chunk, then all key heads, then all value
+    heads."""
     if WAITS:
         gdc_wait()
     row = tl.program_id(0).to(tl.int64)
@@ -112,7 +121,7 @@ def _rope_kv_write(
     half = tl.arange(0, D // 2)
     source = qkv_ptr + row * (H + 2 * K) * D
     slot = tl.load(slots + row)
-    place = kv_ptr + (slot // S).to(tl.int64) * BLOCK_STRIDE + (slot % S) * D
+    block = kv_ptr + (slot // S).to(tl.int64) * BLOCK_STRIDE + (slot % S) * D
     if chunk < query_chunks + 1:
         position = tl.load(positions + row).to(tl.int64)
         cos = tl.load(cos_ptr + position * (D // 2) + half)[None, :]
@@ -133,7 +142,7 @@ def _rope_kv_write(
             live = (head < K)[:, None] & (half >= 0)[None, :]
             first = tl.load(source + H * D + at, mask=live, other=0.0).to(tl.float32)
             second = tl.load(source + H * D + at + D // 2, mask=live, other=0.0).to(tl.float32)
-            target = place + head[:, None] * S * D + half[None, :]
+            target = block + head[:, None] * S * D + half[None, :]
             kind = kv_ptr.dtype.element_ty
             tl.store(target, _finite(first * cos - second * sin).to(kind), mask=live)
             tl.store(target + D // 2, _finite(second * cos + first * sin).to(kind), mask=live)
@@ -142,7 +151,7 @@ def _rope_kv_write(
         d = tl.arange(0, D)
         live = (head < K)[:, None] & (d >= 0)[None, :]
         value = tl.load(source + (H + K) * D + head[:, None] * D + d[None, :], mask=live, other=0.0)
-        target = place + VALUE_OFFSET + head[:, None] * S * D + d[None, :]
+        target = block + VALUE_OFFSET + head[:, None] * S * D + d[None, :]
         tl.store(target, _finite(value).to(kv_ptr.dtype.element_ty), mask=live)
 
 
@@ -150,11 +159,11 @@ def rope_kv_write(
     qkv: torch.Tensor, q_out: torch.Tensor, kv: torch.Tensor, layer: int, cos: torch.Tensor,
     sin: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor,
 ) -> None:  # fmt: skip
-    """Rotate q and k (halves convention), put q in q_out [T, H, D] and k, v in their slots of kv.
+    """Rotate q and k by halves; write q to q_out [T, H, D], k and v to their slots of kv.
 
     qkv [T, (H + 2K) * D]; kv [B, L, 2, K, S, D], one layer written; cos, sin [context, D / 2] fp32;
     positions [T] int32; slots [T] int32, block id * S + offset, negative for a padding row (not
-    written). q_out and kv written; what is no finite number is written to kv as zero.
+    written). q_out and kv written; NaN and infinities are written to kv as zero.
     """
     rows, heads, head_dim = q_out.shape
     _, _, _, kv_heads, size, _ = kv.shape
@@ -180,15 +189,15 @@ def _copy_blocks(
     for start in range(0, PLANE, STEP):
         at = start + tl.arange(0, STEP)
         inside = at < filled
-        piece = tl.load(kv_ptr + source * BLOCK + plane + at, mask=inside)
-        tl.store(kv_ptr + target * BLOCK + plane + at, piece, mask=inside)
+        values = tl.load(kv_ptr + source * BLOCK + plane + at, mask=inside)
+        tl.store(kv_ptr + target * BLOCK + plane + at, values, mask=inside)
 
 
 def copy_blocks(kv: torch.Tensor, copies: torch.Tensor) -> None:
     """Copy the first `tokens` slots of block `src` to block `dst`, all layers. kv written.
 
     kv [B, L, 2, K, S, D]; copies [n, 3] int32 (src, dst, tokens). No block may be both a source and
-    a target: copies run at once. The cache keeps sources pinned until the plan is taken.
+    a target, because all copies run at once. The cache pins sources until the plan is launched.
     """
     if len(copies) == 0:
         return

@@ -1,19 +1,19 @@
-"""Big tiles of tree attention scheduled by hand, for Hopper: copies, products and softmax at once.
+"""Hand-scheduled big tiles of tree attention for Hopper: copies, products and softmax overlap.
 
-The work list, the inputs and the outputs are those of `kernels.gpu.tree_attention`, which launches
-this instead of its own kernel where `can_run` says so; what is computed is said there. A program is
+Work list, inputs and outputs are those of `kernels.gpu.tree_attention`, which launches this kernel
+instead of its own where `can_run` allows it, and which documents the computation. A program has
 
-    one producer warp            takes units, asks the copy engine for the blocks of K and V
-    one group of four warps      for every 64 query vectors of the tile: products and softmax
+    one producer warp            takes units and starts copies of K and V blocks (TMA)
+    one group of four warps      per 64 query vectors of the tile: products and softmax
 
-so that nobody who computes spends instructions on addresses, and the producer is at the next unit's
-keys while this one's result is stored. Inside a group the scores of tile i + 1 and the values'
-product of tile i are both asked for before the softmax of tile i + 1, which hides the latter: the
-second overlap of Shah et al., FlashAttention-3 (2024, arXiv 2407.08608); the first, groups in turn,
-gained nothing here (docs/gpu.md). Two groups of a program have each key copied in once.
+so that the computing warps spend no instructions on addresses, and the producer loads the next
+unit's keys while the groups store a result. Inside a group, the scores of tile i + 1 and the value
+product of tile i are issued before the softmax of tile i + 1, which hides the softmax: the second
+overlap of Shah et al., FlashAttention-3 (2024, arXiv 2407.08608). Their first overlap, groups in
+turn, gained nothing here (docs/gpu-experiments.md). Two groups of a program share each copied key.
 
-Written in Gluon, whose interface still moves between releases of Triton: whoever imports this must
-be ready for an ImportError. Knows nothing of who shares what.
+Gluon's interface still changes between Triton releases, so an importer must handle ImportError. The
+module knows no prefix tree.
 """
 
 from __future__ import annotations
@@ -36,29 +36,32 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from kernels.gpu.dependent_launch import gdc_launch_dependents, gdc_wait
 
 HEAD_DIM = 128
-VECTORS = 64
-"""Query vectors of a group of warps: the rows of one matrix instruction."""
+"""The one supported head dimension."""
 
-PIECE = gl.constexpr(64)
-"""Columns of K and V to a copy: the widest that the matrix units' order of bytes allows."""
+VECTORS = 64
+"""Query vectors of a group of warps: the rows of one wgmma instruction."""
+
+COPY_COLUMNS = gl.constexpr(64)
+"""Columns of K and V per copy: the widest that the 128-byte swizzle of wgmma allows."""
 
 LOWEST = gl.constexpr(-1e30)
-"""A row's maximum before any key. Finite, so that a tile it sees no key of changes nothing."""
+"""A row's maximum before any key. Finite, so that a tile without visible keys changes nothing."""
 
 ORDER = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 REGISTERS, PRODUCER_REGISTERS = 240, 24
 
 STAGES = 3
-"""Tiles of K and V on their way: four to six are no faster."""
+"""Tiles of K and V in flight; four to six are no faster."""
 
-# Named differently across releases.
+# The names differ across Triton releases.
 IS_OLD = gl.constexpr(hasattr(gl.shared_memory_descriptor, "_reinterpret"))
 copy_in = tma.async_copy_global_to_shared if IS_OLD.value else tma.async_load
 
 
 @gluon.jit
-def _place(block_id, at, BLOCK_ROWS: gl.constexpr):
-    """A tuple, so that several can be one: the row of the pool that a block begins at."""
+def _block_row(block_id, at, BLOCK_ROWS: gl.constexpr):
+    """Return the pool row at which a block begins, as a tuple, so that tuples can be
+    concatenated."""
     return (gl.load(block_id) * BLOCK_ROWS + at,)
 
 
@@ -68,11 +71,11 @@ def _produce(
     D: gl.constexpr, SLOTS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
     BLOCK_ROWS: gl.constexpr, VALUE_ROWS: gl.constexpr, QUEUE: gl.constexpr,
 ):  # fmt: skip
-    """Take units, tell the groups which, and keep STAGES tiles of K and V on their way."""
+    """Take units, announce them to the groups, and keep STAGES tiles of K and V in flight."""
     pool, count, units, queue, block_ids, lengths_ptr, layer_row = inputs
-    told, told_full, told_empty, k_full, k_empty, v_full, v_empty = barriers
+    unit_number, unit_full, unit_empty, k_full, k_empty, v_full, v_empty = barriers
     N: gl.constexpr = KEYS // SLOTS
-    COLUMNS: gl.constexpr = D // PIECE
+    COLUMNS: gl.constexpr = D // COPY_COLUMNS
     scalar: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     total = gl.load(count)
     there = gl.program_id(0)
@@ -83,9 +86,9 @@ def _produce(
     if QUEUE:
         u = gl.atomic_add(queue, 1, sem="relaxed")
     while u < total:
-        mbarrier.wait(told_empty.index(taken % 2), (taken // 2 & 1) ^ 1)
-        told.index(taken % 2).store(gl.full([1], u, gl.int32, scalar))
-        mbarrier.arrive(told_full.index(taken % 2), count=1)
+        mbarrier.wait(unit_empty.index(taken % 2), (taken // 2 & 1) ^ 1)
+        unit_number.index(taken % 2).store(gl.full([1], u, gl.int32, scalar))
+        mbarrier.arrive(unit_full.index(taken % 2), count=1)
         unit = units + u * 8
         row0 = gl.load(unit)
         rows = gl.load(unit + 1)
@@ -95,10 +98,12 @@ def _produce(
         at = layer_row + gl.load(unit + 7) * SLOTS
         if end < 0:
             end = gl.load(lengths_ptr + row0) - first_key + rows - 1
-        for _ in range(gl.maximum((end + KEYS - 1) // KEYS, 1)):  # groups begin with a tile
-            places = _place(ids, at, BLOCK_ROWS)
+        for _ in range(
+            gl.maximum((end + KEYS - 1) // KEYS, 1)
+        ):  # a group always takes at least one tile
+            block_rows = _block_row(ids, at, BLOCK_ROWS)
             for b in gl.static_range(1, N):
-                places += _place(ids + b, at, BLOCK_ROWS)
+                block_rows += _block_row(ids + b, at, BLOCK_ROWS)
             ids += N
             stage = tile % STAGES
             free = (tile // STAGES & 1) ^ 1
@@ -107,32 +112,32 @@ def _produce(
             for c in gl.static_range(COLUMNS):
                 for b in gl.static_range(N):
                     piece = k_pieces.index((stage * COLUMNS + c) * N + b)
-                    copy_in(pool, [places[b], c * PIECE], k_full.index(stage), piece)
+                    copy_in(pool, [block_rows[b], c * COPY_COLUMNS], k_full.index(stage), piece)
             mbarrier.wait(v_empty.index(stage), free)
             mbarrier.expect(v_full.index(stage), KEYS * D * 2)
             for c in gl.static_range(COLUMNS):
                 for b in gl.static_range(N):
                     piece = v_pieces.index((stage * COLUMNS + c) * N + b)
-                    row = places[b] + VALUE_ROWS
-                    copy_in(pool, [row, c * PIECE], v_full.index(stage), piece)
+                    row = block_rows[b] + VALUE_ROWS
+                    copy_in(pool, [row, c * COPY_COLUMNS], v_full.index(stage), piece)
             tile += 1
         taken += 1
         if QUEUE:
             u = gl.atomic_add(queue, 1, sem="relaxed")
         else:  # back and forth
             u = taken // 2 * turn + gl.where(taken % 2 == 0, there, turn - 1 - there)
-    mbarrier.wait(told_empty.index(taken % 2), (taken // 2 & 1) ^ 1)
-    told.index(taken % 2).store(gl.full([1], -1, gl.int32, scalar))
-    mbarrier.arrive(told_full.index(taken % 2), count=1)
+    mbarrier.wait(unit_empty.index(taken % 2), (taken // 2 & 1) ^ 1)
+    unit_number.index(taken % 2).store(gl.full([1], -1, gl.int32, scalar))
+    mbarrier.arrive(unit_full.index(taken % 2), count=1)
 
 
 @gluon.jit
-def _hear(told, told_full, told_empty, taken):
-    """The next unit's number, or -1 when there is none."""
+def _next_unit(unit_number, unit_full, unit_empty, taken):
+    """Return the next unit's number, or -1 after the last."""
     scalar: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    mbarrier.wait(told_full.index(taken % 2), taken // 2 & 1)
-    u = gl.max(told.index(taken % 2).load(scalar), 0)
-    mbarrier.arrive(told_empty.index(taken % 2), count=1)
+    mbarrier.wait(unit_full.index(taken % 2), taken // 2 & 1)
+    u = gl.max(unit_number.index(taken % 2).load(scalar), 0)
+    mbarrier.arrive(unit_empty.index(taken % 2), count=1)
     return u
 
 
@@ -141,7 +146,7 @@ def _softmax(
     scores, row_max, row_sum, scale, start, shortest, growth, row,
     MASKED: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """One tile's step of the online softmax: (p, row_max, row_sum, what older sums shrink by)."""
+    """Return one tile's online softmax: (p, row_max, row_sum, rescaling of older sums)."""
     if MASKED:
         columns: gl.constexpr = gl.SliceLayout(0, scores.type.layout)
         n = start + gl.arange(0, scores.shape[1], layout=columns)
@@ -162,7 +167,7 @@ def _accumulate(
     k_tiles, v_tiles, k_full, k_empty, v_full, v_empty,
     MASKED: gl.constexpr, CAUSAL: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Tiles [first, end) of a unit. `p` belongs to the tile before, not yet multiplied by its V."""
+    """Take tiles [first, end) of a unit. `p`: the tile before, not yet multiplied by its V."""
     scores_in: gl.constexpr = q.type.layout.parent
     for t in range(first, end):
         now = tile % STAGES
@@ -192,16 +197,16 @@ def _consume(
     G: gl.constexpr, GP: gl.constexpr, M: gl.constexpr, H: gl.constexpr, D: gl.constexpr,
     KEYS: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    """Vectors [GROUP * M, GROUP * M + M) of every unit that the producer tells of."""
+    """Compute vectors [GROUP * M, GROUP * M + M) of every unit that the producer announces."""
     q_ptr, part_out, part_lse, out, units, lengths_ptr, rows_total, scale = inputs
-    told, told_full, told_empty, k_full, k_empty, v_full, v_empty = barriers
+    unit_number, unit_full, unit_empty, k_full, k_empty, v_full, v_empty = barriers
     scores_in: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     acc_in: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     p_in: gl.constexpr = gl.DotOperandLayout(0, acc_in, 2)
     loaded_in: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     tile = 0
     taken = 0
-    u = _hear(told, told_full, told_empty, taken)
+    u = _next_unit(unit_number, unit_full, unit_empty, taken)
     while u >= 0:
         unit = units + u * 8
         row0 = gl.load(unit)
@@ -226,7 +231,7 @@ def _consume(
         row_max = gl.full([M], LOWEST, gl.float32, gl.SliceLayout(1, scores_in))
         row_sum = gl.full([M], 0.0, gl.float32, gl.SliceLayout(1, scores_in))
         acc = gl.full([M, D], 0.0, gl.float32, acc_in)
-        # The first tile has no product before it to hide its softmax behind.
+        # The first tile has no earlier product to hide its softmax behind.
         mbarrier.wait(k_full.index(tile % STAGES), tile // STAGES & 1)
         k = k_tiles.index(tile % STAGES).permute((1, 0))
         zero = gl.full([M, KEYS], 0.0, gl.float32, scores_in)
@@ -238,13 +243,13 @@ def _consume(
         )
         p = gl.convert_layout(wide.to(q.dtype), p_in)
         tile += 1
-        whole = gl.maximum(shortest // KEYS, 1)
+        unmasked = gl.maximum(shortest // KEYS, 1)
         p, acc, row_max, row_sum, tile = _accumulate(
-            q, p, acc, row_max, row_sum, tile, 1, whole, scale, shortest, growth, row,
+            q, p, acc, row_max, row_sum, tile, 1, unmasked, scale, shortest, growth, row,
             k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, False, CAUSAL, KEYS, STAGES,
         )  # fmt: skip
         p, acc, row_max, row_sum, tile = _accumulate(
-            q, p, acc, row_max, row_sum, tile, whole, (end + KEYS - 1) // KEYS, scale, shortest,
+            q, p, acc, row_max, row_sum, tile, unmasked, (end + KEYS - 1) // KEYS, scale, shortest,
             growth, row,
             k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, True, CAUSAL, KEYS, STAGES,
         )  # fmt: skip
@@ -262,8 +267,8 @@ def _consume(
         divisor = gl.where(row_sum > 0, row_sum, 1.0)
         acc = acc * (1.0 / divisor)[:, None]
         if direct != 0:
-            answer = out + row_head[:, None] * D + d[None, :]
-            gl.store(answer, acc.to(q.dtype), mask=live[:, None])
+            target = out + row_head[:, None] * D + d[None, :]
+            gl.store(target, acc.to(q.dtype), mask=live[:, None])
         else:
             slot = part * rows_total * H + row_head
             place = part_out + slot[:, None].to(gl.int64) * D + d[None, :]
@@ -271,7 +276,7 @@ def _consume(
             lse = gl.where(row_sum > 0, row_max + gl.log2(divisor), float("-inf"))
             gl.store(part_lse + slot, lse, mask=live)
         taken += 1
-        u = _hear(told, told_full, told_empty, taken)
+        u = _next_unit(unit_number, unit_full, unit_empty, taken)
 
 
 @gluon.jit(do_not_specialize=["rows_total", "layer_row"])
@@ -282,21 +287,21 @@ def hopper_attention_kernel(
     D: gl.constexpr, SLOTS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
     BLOCK_ROWS: gl.constexpr, VALUE_ROWS: gl.constexpr, CAUSAL: gl.constexpr,
     REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
-    WAITS: gl.constexpr, LETS_GO: gl.constexpr, FOLLOWS: gl.constexpr, QUEUE: gl.constexpr,
+    WAITS: gl.constexpr, TRIGGERS: gl.constexpr, FOLLOWS: gl.constexpr, QUEUE: gl.constexpr,
 ):  # fmt: skip
-    """`tree_attention_kernel` for tiles of GROUPS * M vectors, with keys taken from `pool`.
+    """Compute `tree_attention_kernel`'s result for tiles of GROUPS * M vectors, keys from `pool`.
 
-    `pool`: all blocks as rows of D, each block BLOCK_ROWS of them, the layer's first at
-    `layer_row` and its values VALUE_ROWS further on.
+    `pool`: all blocks as rows of D values, BLOCK_ROWS rows per block; the layer's keys begin at row
+    `layer_row` of a block, its values VALUE_ROWS rows further.
     """
     if WAITS:
         gdc_wait()
-    if LETS_GO:
+    if TRIGGERS:
         gdc_launch_dependents()
-    N: gl.constexpr = STAGES * (KEYS // SLOTS) * (D // PIECE)
+    N: gl.constexpr = STAGES * (KEYS // SLOTS) * (D // COPY_COLUMNS)
     order: gl.constexpr = pool.layout
-    k_pieces = gl.allocate_shared_memory(pool.dtype, [N, SLOTS, PIECE], order)
-    v_pieces = gl.allocate_shared_memory(pool.dtype, [N, SLOTS, PIECE], order)
+    k_pieces = gl.allocate_shared_memory(pool.dtype, [N, SLOTS, COPY_COLUMNS], order)
+    v_pieces = gl.allocate_shared_memory(pool.dtype, [N, SLOTS, COPY_COLUMNS], order)
     if IS_OLD:
         k_tiles = k_pieces._reinterpret(pool.dtype, [STAGES, KEYS, D], order)
         v_tiles = v_pieces._reinterpret(pool.dtype, [STAGES, KEYS, D], order)
@@ -308,22 +313,22 @@ def hopper_attention_kernel(
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
-    told = gl.allocate_shared_memory(gl.int32, [2, 1], barrier)
-    told_full = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
-    told_empty = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
+    unit_number = gl.allocate_shared_memory(gl.int32, [2, 1], barrier)
+    unit_full = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
+    unit_empty = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
     for i in gl.static_range(STAGES):
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(v_full.index(i), count=1)
         mbarrier.init(k_empty.index(i), count=GROUPS)
         mbarrier.init(v_empty.index(i), count=GROUPS)
     for i in gl.static_range(2):
-        mbarrier.init(told_full.index(i), count=1)
-        mbarrier.init(told_empty.index(i), count=GROUPS)
+        mbarrier.init(unit_full.index(i), count=1)
+        mbarrier.init(unit_empty.index(i), count=GROUPS)
     fence_async_shared()
-    barriers = (told, told_full, told_empty, k_full, k_empty, v_full, v_empty)
+    barriers = (unit_number, unit_full, unit_empty, k_full, k_empty, v_full, v_empty)
     consume = (q_ptr, part_out, part_lse, out, units, lengths_ptr, rows_total, scale)
     produce = (pool, count, units, queue, block_ids, lengths_ptr, layer_row)
-    # A constant given a name here would be one no longer.
+    # A constexpr assigned to a name here would no longer be a constexpr.
     if GROUPS == 1:
         gl.warp_specialize([
             (_consume, (consume, k_tiles, v_tiles, barriers,
@@ -350,7 +355,7 @@ def _is_hopper(device: torch.device) -> bool:
 
 
 def can_run(q: torch.Tensor, kv: torch.Tensor) -> bool:
-    """Is this the device, the type and the head these tiles are made for?"""
+    """Return whether the kernel supports the GPU, the dtype, the head dimension and the layout."""
     if not q.is_cuda or not _is_hopper(q.device):
         return False
     slots, head_dim = kv.shape[-2:]
@@ -359,7 +364,7 @@ def can_run(q: torch.Tensor, kv: torch.Tensor) -> bool:
 
 
 class _Address:
-    """Where a pool begins: what a descriptor asks of a tensor, without keeping its memory."""
+    """The part of a tensor that a descriptor reads, without a reference to its memory."""
 
     def __init__(self, pointer: int, dtype: torch.dtype) -> None:
         self.pointer, self.dtype = pointer, dtype
@@ -370,9 +375,9 @@ class _Address:
 
 @lru_cache(maxsize=8)
 def _pool(pointer: int, dtype: torch.dtype, rows: int, columns: int, slots: int) -> Any:
-    """A pool as the copy engine sees it. Kept: making one takes as long as half a launch."""
+    """Return the TMA descriptor of a pool. Cached: making one takes half as long as a launch."""
     base = _Address(pointer, dtype)
-    return TensorDescriptor(base, [rows, columns], [columns, 1], [slots, PIECE.value], ORDER)
+    return TensorDescriptor(base, [rows, columns], [columns, 1], [slots, COPY_COLUMNS.value], ORDER)
 
 
 def launch(
@@ -381,8 +386,8 @@ def launch(
 ) -> Any:  # fmt: skip
     """Launch `programs` of the kernel for tiles of `vectors`, 64 or 128, and return it.
 
-    `work`: the kernel's arguments from `part_out` to `rows_total`. Two programs of 64 vectors fit a
-    multiprocessor, or one of 128.
+    `work`: the kernel's arguments from `part_out` to `rows_total`. A multiprocessor holds two
+    programs of 64 vectors, or one of 128.
     """
     _, _, both, heads, slots, head_dim = kv.shape
     pool = _pool(kv.data_ptr(), kv.dtype, kv.numel() // head_dim, head_dim, slots)

@@ -1,21 +1,22 @@
-"""Paged attention over a work list: a shared prefix is read once for all rows that share it.
+"""Tree attention: paged attention over a work list that reads each shared prefix once.
 
-Rows (query tokens) stand in the prefix tree's depth-first order: the rows below any node are one
-contiguous range, and a *unit* of work is (row range x key range x KV head). Three tile classes and
-a merge run inside one CUDA graph, BIG and SMALL side by side:
+Rows (query tokens) are in the prefix tree's depth-first order, so the rows below any node are one
+contiguous range. A *unit* of work is (row range x key range x KV head). Three tile classes and a
+merge run inside one CUDA graph, BIG and SMALL side by side:
 
     WIDE    32 rows x G heads = 128 query vectors  keys shared by many rows; long prompts
     BIG     16 rows x G heads = 64                 keys shared by several rows; short prompts
-    SMALL   one sequence's rows x G heads = 16     the keys a sequence has to itself
-    merge   a row with several parts: combine them by log-sum-exp
+    SMALL   one sequence's rows x G heads = 16     a sequence's own keys
+    merge   rows with several parts                combined by log-sum-exp
 
-The same kernel does chunked prefill: a slice of n tokens is n rows of one sequence whose lengths
-grow by one, so the causal mask is nothing but "keys below this row's length". The work list is made
-by `kernels.gpu.work_list`; lengths live on the device, so it stays valid while tokens are appended.
-On Hopper, `kernels.gpu.hopper_attention` does BIG and WIDE. Specified by `kernels.reference`.
+The same kernel computes chunked prefill: a slice of n tokens is n rows of one sequence whose
+lengths grow by one, so the causal mask is "keys below this row's length". `kernels.gpu.work_list`
+plans the units; lengths live on the GPU, so a plan stays valid while tokens are appended. On
+Hopper, `kernels.gpu.hopper_attention` runs BIG and WIDE. `kernels.reference` is the specification;
+`engine.attention.gpu_backend` launches the kernels.
 
 Shapes: T rows, H query heads, K KV heads, G = H / K, D head_dim, B blocks, S = 16 slots.
-KV is one tensor [B, layers, 2, K, S, D]: a block is one contiguous piece in all layers.
+KV is one tensor [B, layers, 2, K, S, D], in which a block is contiguous.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ from kernels.gpu.dependent_launch import (
     dependent_options,
     gdc_launch_dependents,
     gdc_wait,
-    leave_shared_memory,
+    prefer_max_shared_memory,
 )
 from kernels.gpu.work_list import HostPlan, TileConfig
 
-try:  # Gluon is experimental: without it every tile is this file's.
+try:  # Gluon is experimental; without it this file's kernel runs every tile class
     from kernels.gpu import hopper_attention
 
     HAS_GLUON = True
@@ -46,7 +47,7 @@ except ImportError:
 LOG2E = 1.4426950408889634
 
 FEW_ROW_HEADS = 1024
-"""Rows times heads up to which the merge gives every head a program of its own."""
+"""Most rows times heads for which the merge launches one program per head."""
 
 
 @triton.jit
@@ -59,8 +60,8 @@ def _accumulate(
 ):  # fmt: skip
     """Online softmax of q [M, D] over keys [first, end), `first` a multiple of KEYS.
 
-    Row r sees keys below `shortest + r * growth`. Block ids are loaded one tile ahead: the address
-    of a KV load must not wait for a load of its own iteration, or the pipeline has no stages.
+    Row r sees keys below `shortest + r * growth`. Block ids are loaded one tile ahead: if the
+    address of a KV load depended on a load of the same iteration, the loop could not be pipelined.
     """
     d = tl.arange(0, D)
     n = tl.arange(0, KEYS)
@@ -80,8 +81,8 @@ def _accumulate(
             else:
                 scores = tl.where((start + n < shortest)[None, :], scores, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(scores, 1) * scale)
-        # A live row sees a key in its first tile, so its maximum is finite; the lanes without a
-        # row make NaN and are never stored.
+        # A live row sees a key in its first tile, so its maximum is finite. Lanes without a row
+        # compute NaN and are never stored.
         alpha = tl.exp2(row_max - new_max)
         p = tl.exp2(scores * scale - new_max[:, None])
         row_sum = row_sum * alpha + tl.sum(p, 1)
@@ -97,7 +98,7 @@ def _do_unit(
     SLOTS: tl.constexpr, KEYS: tl.constexpr, BLOCK_STRIDE: tl.constexpr, VALUE_OFFSET: tl.constexpr,
     STAGES: tl.constexpr, PEEL: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """One record of the work list: its rows against its keys, for one KV head."""
+    """Compute one unit of the work list: its rows against its keys, for one KV head."""
     m = tl.arange(0, M)
     d = tl.arange(0, D)
     r = m // GP
@@ -111,8 +112,8 @@ def _do_unit(
     direct = tl.load(unit + 6)
     head = tl.load(unit + 7)
     live = r < rows if GP == G else (r < rows) & (g < G)
-    # keys >= 0: a run all rows see whole. keys < 0: consecutive tokens of one sequence, of
-    # which each sees one key more than the one before.
+    # keys >= 0: every row sees all keys of the run. keys < 0: consecutive tokens of one sequence,
+    # each of which sees one key more than the token before.
     growth = tl.where(keys >= 0, 0, 1)
     shortest = tl.where(keys >= 0, keys, tl.load(lengths_ptr + row0) - first_key)
     end = shortest + growth * (rows - 1)
@@ -121,16 +122,16 @@ def _do_unit(
     row_max = tl.full([M], float("-inf"), tl.float32)
     row_sum = tl.zeros([M], tl.float32)
     acc = tl.zeros([M, D], tl.float32)
-    whole = 0
+    unmasked = 0
     if PEEL:
-        whole = shortest // KEYS * KEYS
+        unmasked = shortest // KEYS * KEYS
         row_max, row_sum, acc = _accumulate(
-            q, kv, ids, 0, whole, shortest, growth, head * SLOTS * D, VALUE_OFFSET,
+            q, kv, ids, 0, unmasked, shortest, growth, head * SLOTS * D, VALUE_OFFSET,
             row_max, row_sum, acc, scale, GP, False, CAUSAL,
             BLOCK_STRIDE, D, SLOTS, KEYS, STAGES,
         )  # fmt: skip
     row_max, row_sum, acc = _accumulate(
-        q, kv, ids, whole, end, shortest, growth, head * SLOTS * D, VALUE_OFFSET,
+        q, kv, ids, unmasked, end, shortest, growth, head * SLOTS * D, VALUE_OFFSET,
         row_max, row_sum, acc, scale, GP, True, CAUSAL, BLOCK_STRIDE, D, SLOTS, KEYS,
         1 if PEEL else STAGES,
     )  # fmt: skip
@@ -159,19 +160,20 @@ def tree_attention_kernel(
     G: tl.constexpr, GP: tl.constexpr, M: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
     SLOTS: tl.constexpr, KEYS: tl.constexpr, BLOCK_STRIDE: tl.constexpr, VALUE_OFFSET: tl.constexpr,
     STAGES: tl.constexpr, PEEL: tl.constexpr, CAUSAL: tl.constexpr,
-    WAITS: tl.constexpr, LETS_GO: tl.constexpr, FOLLOWS: tl.constexpr, QUEUE: tl.constexpr,
+    WAITS: tl.constexpr, TRIGGERS: tl.constexpr, FOLLOWS: tl.constexpr, QUEUE: tl.constexpr,
 ):  # fmt: skip
-    """`count` units, longest first: dealt to the programs back and forth, or taken from a queue.
+    """Compute `count` units, longest first, dealt to programs back and forth or from a queue.
 
     q, out: [T, H, D] bf16 or fp32, out written where a unit is direct. part_out: [parts, T, H, D]
-    fp32, part_lse: [parts, T, H] fp32 base 2, written otherwise. lengths: [T] int32, keys each row
-    sees in all. Dependent launches: WAITS for the launch before it, then LETS_GO the one after it;
-    or FOLLOWS one that has waited, beside which it runs and after which it ends. QUEUE: programs
-    that begin late do less; `queue` holds 0 before, and whoever runs after puts it back.
+    fp32, part_lse: [parts, T, H] fp32 base 2, written otherwise. lengths: [T] int32, keys that each
+    row sees in total. Dependent launches: the kernel WAITS for its predecessor, then TRIGGERS its
+    successor; or it FOLLOWS a kernel that has waited, runs beside it and ends after it. QUEUE:
+    programs take units from `queue`, so that programs that start late do less; it is 0 before, and
+    the merge resets it.
     """
     if WAITS:
         gdc_wait()
-    if LETS_GO:
+    if TRIGGERS:
         gdc_launch_dependents()
     total = tl.load(count)
     if QUEUE:
@@ -208,9 +210,9 @@ def merge_parts_kernel(
 ):  # fmt: skip
     """out[row] = sum over parts of softmax(lse) * part. Grid (T, H / HEADS).
 
-    Log-sum-exps first, then the parts, PARTS of them unrolled so that their loads are in flight
-    together. A row with fewer than two parts was written directly and is left alone. Puts `queue`
-    back to 0 for the next layer.
+    Log-sum-exps first, then the parts, with PARTS loads unrolled so that they are in flight
+    together. A row with fewer than two parts was written directly and is skipped. Resets `queue` to
+    0 for the next layer.
     """
     if WAITS:
         gdc_wait()
@@ -250,10 +252,9 @@ def merge_parts_kernel(
 
 
 class WorkList:
-    """A `HostPlan` on the device, at fixed addresses and with a fixed grid, as CUDA graphs need.
+    """A `HostPlan` on the GPU, at fixed addresses and for a fixed grid, as CUDA graphs need.
 
-    One pinned host buffer, one copy per step. `capacity_units` per tile class; a plan that needs
-    more raises ValueError (the caller runs that step without the graph, on a larger list).
+    One pinned host buffer, one copy per plan. `capacity_units`: most units per tile class.
     """
 
     def __init__(
@@ -271,7 +272,7 @@ class WorkList:
         sizes = [rows_max]
         for _ in configs:
             sizes += [1, capacity_units * 8]
-        # Each piece starts on 16 bytes, so that loads are wide.
+        # Each section starts at a multiple of 16 bytes, so that loads are vectorised.
         self._ends = np.cumsum([-(-n // 4) * 4 for n in sizes])
         total = int(self._ends[-1])
         self._host = torch.zeros(total, dtype=torch.int32, pin_memory=device.type == "cuda")
@@ -280,27 +281,28 @@ class WorkList:
         self._copied = torch.cuda.Event() if device.type == "cuda" else None
         self.parts_max = 1
 
-    def _piece(self, i: int) -> slice:
+    def _section(self, i: int) -> slice:
         return slice(int(self._ends[i - 1]) if i else 0, int(self._ends[i]))
 
     def load(self, plan: HostPlan) -> None:
-        """Copy a plan in: host writes, then one asynchronous copy on the current stream.
+        """Write a plan to the host buffer and copy it asynchronously on the current stream.
 
-        Waits until the copy before it has left the host's buffer, which it long has.
+        Waits until the copy before has read the host buffer, which in practice it has. Raises
+        ValueError for a plan with more than `capacity_units` units of a class.
         """
         rows = len(plan.parts_of_row)
         if self._copied is not None:
             self._copied.synchronize()
-        counts = self._views[self._piece(0)]
+        counts = self._views[self._section(0)]
         counts[:rows] = plan.parts_of_row
-        counts[rows:] = 1  # rows that only fill a batch up have nothing to merge
+        counts[rows:] = 1  # padding rows have one part, so nothing to merge
         for i, work in enumerate(plan.tiles):
             assert work.config is self.configs[i]
             if len(work.units) > self.capacity_units:
-                raise ValueError(f"{len(work.units)} units of {self.capacity_units}")
-            self._views[self._piece(1 + 2 * i)][0] = len(work.units)
+                raise ValueError(f"too many units: {len(work.units)}; limit {self.capacity_units}")
+            self._views[self._section(1 + 2 * i)][0] = len(work.units)
             flat = work.units.reshape(-1)
-            self._views[self._piece(2 + 2 * i)][: len(flat)] = flat
+            self._views[self._section(2 + 2 * i)][: len(flat)] = flat
         self.parts_max = plan.parts_max
         self._device.copy_(self._host, non_blocking=True)
         if self._copied is not None:
@@ -308,16 +310,17 @@ class WorkList:
 
     @property
     def parts_of_row(self) -> torch.Tensor:
-        return self._device[self._piece(0)]
+        """[rows_max] int32 on the GPU; see `HostPlan`."""
+        return self._device[self._section(0)]
 
     def tile(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(count, units) of tile class i."""
-        return self._device[self._piece(1 + 2 * i)], self._device[self._piece(2 + 2 * i)]
+        """Return (count, units) of tile class i, on the GPU."""
+        return self._device[self._section(1 + 2 * i)], self._device[self._section(2 + 2 * i)]
 
 
 class PartialOutputs:
-    """Scratch for rows with several parts: [parts_max, rows_max, H, D] fp32 and log-sum-exps; and
-    the queue that units are taken from."""
+    """Scratch for rows with several parts: outputs [parts_max, rows_max, H, D] fp32 and their
+    log-sum-exps, and the counter of the unit queue."""
 
     def __init__(
         self, parts_max: int, rows_max: int, heads: int, head_dim: int, device: torch.device
@@ -342,20 +345,20 @@ def tree_attention(
     dependent: bool = False,
     merge: bool = True,
 ) -> None:
-    """Attention of q [T, H, D] over one layer of kv [B, layers, 2, K, S, D] into out [T, H, D].
+    """Write attention of q [T, H, D] over one layer of kv [B, layers, 2, K, S, D] to out [T, H, D].
 
-    `block_ids` int32: the flat table that units index, padded by 8 entries; every entry a valid
-    block. `lengths` [T] int32: keys each row sees. Launches the tile `classes` and the merge, each
-    with its full grid whatever the plan: the same launches fit every plan. Every block of the pool
-    must hold finite values: tiles read whole runs of slots and mask afterwards. `causal` False when
-    every slice has one row, `merge` False when no row has two parts. `dependent`: launches overlap
-    (Hopper). The order of two `classes` then says how: big tiles first, the small ones begin while
-    they end; or small tiles first, which are bound by memory and leave room, and big ones beside
-    them, off a queue. Writes out, parts.
+    `block_ids` int32: the flat table that units index, padded by 8 entries, each a valid block.
+    `lengths` [T] int32: keys that each row sees. Launches the tile `classes` and the merge, each
+    with its full grid, so that the same launches fit every plan. Every block of the pool must hold
+    finite values: tiles read whole runs of slots and mask afterwards. `causal` may be False when
+    every slice has one row, `merge` when no row has two parts. `dependent`: launches overlap
+    (Hopper), in the order of `classes`: with big tiles first, the small tiles start while the big
+    ones end; with small tiles first, which are bound by memory, big tiles run beside them from a
+    queue. Writes out and parts.
     """
     rows, heads, head_dim = q.shape
     group, scale = heads // kv.shape[3], LOG2E / math.sqrt(head_dim)
-    by_hand = HAS_GLUON and hopper_attention.can_run(q, kv)
+    hand_scheduled = HAS_GLUON and hopper_attention.can_run(q, kv)
     pdl = dependent_options(q) if dependent else {}
     overlap = dependent and merge and len(classes) == 2
     beside = overlap and classes[0] > classes[1]
@@ -366,14 +369,14 @@ def tree_attention(
         options: dict[str, Any] = {
             "G": group, "GP": 1 << (group - 1).bit_length(), "H": heads, "D": head_dim,
             "SLOTS": kv.shape[4], "KEYS": config.keys, "CAUSAL": causal,
-            "WAITS": bool(pdl) and order == 0, "LETS_GO": bool(pdl) and overlap and order == 0,
+            "WAITS": bool(pdl) and order == 0, "TRIGGERS": bool(pdl) and overlap and order == 0,
             "FOLLOWS": bool(pdl) and overlap and order == 1, "QUEUE": beside and order == 1,
         }  # fmt: skip
         if order == 0 or overlap:
             options |= pdl
         per_sm = config.programs_beside if beside else config.programs_per_sm
         programs = work.multiprocessors * per_sm
-        if by_hand and config.vectors >= hopper_attention.VECTORS:
+        if hand_scheduled and config.vectors >= hopper_attention.VECTORS:
             kernel = hopper_attention.launch(
                 programs, config.vectors, q, kv, layer, given, scale, **options
             )
@@ -386,10 +389,10 @@ def tree_attention(
                 STAGES=config.stages, PEEL=config.peel, num_warps=config.warps, **options,
             )  # fmt: skip
         if pdl and beside:
-            leave_shared_memory(kernel.function)
+            prefer_max_shared_memory(kernel.function)
     if not merge:
         return
-    # Few rows: heads spread over programs and many parts in flight. Else up to 8 heads a program.
+    # Few rows: one head per program and many parts in flight. Else up to 8 heads per program.
     few = rows * heads <= FEW_ROW_HEADS
     heads_step = 1 if few else min(8, heads & -heads)
     merge_parts_kernel[(rows, heads // heads_step)](

@@ -1,22 +1,22 @@
-"""The planner of tree attention: rows, block tables and groups in, units of work out. Numpy only.
+"""The work planner of tree attention: rows, block tables and groups in, units of work out.
 
-A step's rows stand in depth-first tree order. A *slice* is one sequence's run of rows (one row when
-decoding, more in a prefill chunk); a *group* is a run of slices whose block tables agree over a run
-of blocks. The planner cuts keys into spans, spans and row tiles into units, and sorts units so that
-the programs of a persistent grid end at about the same time. It needs lengths, never token values,
-so step N+1 is planned while N runs.
+A step's rows are in depth-first tree order. A *slice* is one sequence's run of rows (one row when
+decoding, more in a prefill chunk); a *group* is a run of slices whose block tables are equal over a
+run of blocks. The planner cuts keys into spans, spans and row tiles into units, and sorts units so
+that the programs of a persistent grid end at about the same time. It needs lengths, never token
+values, so step N+1 is planned while N runs. Numpy only. `engine.attention.gpu_backend` calls it.
 
     keys ───────────────────────────────────────────▶
     row 0  ┌──────────────────┬───────────┬──────┐       one BIG unit per (span, 16 rows, KV head)
     row 1  │  group, level 1  │  level 2  │ own  │       for every group;
     row 2  │ (read once for   ├───────────┼────┐ │       one SMALL unit per sequence and KV head for
-    row 3  │  all four rows)  │  level 2  │ own│ │       the keys it has to itself.
+    row 3  │  all four rows)  │  level 2  │ own│ │       the sequence's own keys.
            └──────────────────┴───────────┴────┘
              part 0             part 1     part 2        a row's parts are merged at the end
 
-Where spans are cut decides in which order floats are added. With `chunk_keys` they are cut at its
-absolute multiples and the tile class depends on the position alone, so bits do not depend on who
-shares (`docs/adr`, exactness).
+The cuts between spans determine the order in which floats are added. With `chunk_keys`, spans are
+cut at absolute multiples and the tile class depends on the position alone, so the bits do not
+depend on sharing (ADR 0010).
 """
 
 from __future__ import annotations
@@ -30,14 +30,19 @@ import numpy.typing as npt
 Int32 = npt.NDArray[np.int32]
 
 UNIT_FIELDS = ("row", "rows", "block_offset", "first_key", "keys", "part", "direct", "kv_head")
-"""`keys` < 0: each row sees up to its own device-side length, minus `first_key`."""
+"""Columns of a unit. `keys` < 0: each row sees keys up to its length on the GPU, less
+`first_key`."""
 
 
 @dataclass(frozen=True, slots=True)
 class TileConfig:
     """One compiled shape of the kernel: `vectors` query vectors (rows x heads of a group) against
-    tiles of `keys` keys. Programs a multiprocessor runs of it alone, and while two classes run side
-    by side. `overhead_blocks`: what a unit costs beside its keys, in tiles of keys."""
+    tiles of `keys` keys.
+
+    `programs_per_sm`, `programs_beside`: programs per multiprocessor when the class runs alone, and
+    when two classes run side by side. `registers_max`: 0 for no limit. `overhead_blocks`: fixed
+    cost of a unit, in tiles of keys.
+    """
 
     name: str
     vectors: int
@@ -51,21 +56,22 @@ class TileConfig:
     overhead_blocks: float
 
 
-# Measured on an H200 (Triton 3.6, head_dim 128, bf16): see docs/gpu.md for what lost.
+# Measured on an H200 (Triton 3.6, head_dim 128, bf16); docs/gpu-experiments.md has the
+# alternatives.
 BIG = TileConfig("big", 64, 64, 4, 3, True, 2, 2, 0, 2.2)
 WIDE = TileConfig("wide", 128, 64, 8, 3, True, 1, 1, 0, 5.0)
 SMALL = TileConfig("small", 16, 32, 1, 2, False, 8, 4, 0, 0.5)
 
 SMALL_KEY_COST = 1.65
-"""Time of a key in a small tile, in that of one in a big tile."""
+"""Time of a key in a small tile, relative to a key in a big tile."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slices:
     """A step's slices in row order, as int32 arrays of one length.
 
-    `rows[i]` query tokens of one sequence, the first at position `starts[i]`; its block ids begin
-    at `table_offsets[i]` of the flat table the kernel reads.
+    `rows[i]` query tokens of one sequence, the first at position `starts[i]`; the sequence's block
+    ids begin at `table_offsets[i]` of the flat table that the kernel reads.
     """
 
     rows: Int32
@@ -75,7 +81,7 @@ class Slices:
 
 @dataclass(frozen=True, slots=True)
 class TileWork:
-    """Units of one tile class, the longest first: [n, 8] int32."""
+    """Units of one tile class, longest first: [n, 8] int32, columns as in `UNIT_FIELDS`."""
 
     config: TileConfig
     units: Int32
@@ -83,9 +89,10 @@ class TileWork:
 
 @dataclass(frozen=True, slots=True)
 class HostPlan:
-    """`parts_of_row` [T]: how many parts the merge combines; 1 means written directly.
+    """The plan of one step, on the host.
 
-    `side_by_side`: the small tiles are launched first and the big ones beside them.
+    `parts_of_row` [T]: parts that the merge combines; 1 means that the row is written directly.
+    `side_by_side`: small tiles are launched first and big tiles run beside them.
     """
 
     tiles: tuple[TileWork, ...]
@@ -95,21 +102,22 @@ class HostPlan:
 
     @property
     def classes(self) -> tuple[int, ...]:
-        """The tile classes that have any unit, in the order of their launches."""
+        """Tile classes that have units, in launch order."""
         used = tuple(i for i, work in enumerate(self.tiles) if len(work.units))
         return used[::-1] if self.side_by_side else used
 
 
 @dataclass(frozen=True, slots=True)
 class WorkPlanner:
-    """The shape of the model and the device, and the rules of cutting.
+    """Plans steps for one model shape and one GPU; the fields are the rules of cutting.
 
-    `span_keys_min`: a shared node is not cut finer (a part costs its store and its merge), nor than
-    `span_keys_beside` where classes run side by side, which they do below `beside_load_max` shared
-    keys a program and from `beside_share_min` of own keys' time in shared keys'.
-    `parts_max`: nor into more parts than the merge is worth. `chunk_keys` > 0: batch-invariant.
-    `group_keys_min`: a shorter group is left to the rows below it. `part_rows`: rows times parts
-    that there is scratch memory for; without chunks nothing is cut finer than that allows.
+    `span_keys_min`: smallest span of a shared node, because each part costs a store and a merge;
+    `span_keys_beside` where tile classes run side by side. They do so below `beside_load_max`
+    shared keys per program, and if own keys take at least `beside_share_min` of the shared keys'
+    time. `parts_max`: most parts of a node. `chunk_keys` > 0: batch-invariant mode.
+    `group_keys_min`: rows read the keys of a shorter group themselves. `wide_fill_min`: fill from
+    which shared keys take wide tiles. `own_span_keys_*`: smallest and usual span of own keys.
+    `part_rows`: rows times parts that the scratch memory holds; without chunks no cut exceeds it.
     """
 
     kv_heads: int
@@ -130,14 +138,14 @@ class WorkPlanner:
 
     @property
     def padded_heads(self) -> int:
-        """Heads of a group rounded up to a power of two: what a row takes of a tile."""
+        """Vectors of a tile that one row takes: heads of a group, rounded up to a power of two."""
         return 1 << (self.heads_per_group - 1).bit_length()
 
     def plan(self, slices: Slices, groups: Int32) -> HostPlan:
-        """The work list of one step. groups: [n, 4] int32 (first slice, end slice, first block, end
-        block), shallower before deeper. O(groups + slices + units), numpy.
+        """Return the plan of one step. O(groups + slices + units), numpy.
 
-        Every (row, key) pair is in exactly one unit per KV head.
+        groups: [n, 4] int32 (first slice, end slice, first block, end block), shallower before
+        deeper. Every (row, key) pair is in exactly one unit per KV head.
         """
         cutter = _ChunkCutter(self, slices) if self.chunk_keys else _SpanCutter(self, slices)
         cutter.cut(groups)
@@ -147,10 +155,10 @@ class WorkPlanner:
         return HostPlan(work, parts_of_row, most, cutter.is_side_by_side)
 
     def _units(self, config: TileConfig, tiles: Int32) -> TileWork:
-        """Tiles [n, 8] to units over KV heads, longest first.
+        """Return units of tiles [n, 8] over KV heads, longest first.
 
-        Programs take them back and forth, which is LPT's result for nearly equal units without its
-        heap: measured within 2 % of LPT, and the cut into spans matters far more.
+        Programs take them back and forth, which approximates longest-processing-time scheduling
+        without a heap: measured within 2 % of it, and the cut into spans matters far more.
         """
         units = np.repeat(tiles, self.kv_heads, axis=0)
         order = np.argsort(-units[:, 7], kind="stable")
@@ -158,6 +166,7 @@ class WorkPlanner:
         return TileWork(config, units[order])
 
     def rows_per_tile(self, config: TileConfig) -> int:
+        """Return how many rows a tile of the class holds."""
         assert self.padded_heads <= config.vectors, "a row has more heads than a tile has vectors"
         return config.vectors // self.padded_heads
 
@@ -183,22 +192,25 @@ class _Cutter(ABC):
 
     @abstractmethod
     def cut(self, groups: Int32) -> None:
-        """Add every span of the step, and set `parts`."""
+        """Add every span of the step and set `parts`, the number of parts per slice."""
 
     def add(self, config: TileConfig, *span: int) -> None:
+        """Add one span of a tile class."""
         assert len(span) == 8
         self._spans.setdefault(config.name, []).append(span)
 
     def add_group(self, config: TileConfig, a: int, b: int, key: int, keys: int, part: int) -> None:
-        """Keys [key, key + keys) for all rows of slices [a, b), through the table of the first."""
+        """Add keys [key, key + keys) for all rows of slices [a, b), by the first slice's table."""
         row = self.row_edges[a]
         offset = self.offsets[a] + key // self.planner.block_size
         self.add(config, row, self.row_edges[b] - row, offset, key, keys, part, 0, 0)
 
     def add_own(self, first_key: Int32, spans: Int32, base: Int32) -> None:
-        """Keys [first_key, start + rows) of each slice, cut into `spans` about equal ones.
+        """Add keys [first_key, start + rows) of each slice, cut into `spans` spans of about equal
+        length.
 
-        All spans but the last end at or below the slice's start, so that all rows see them whole.
+        All spans but the last end at or before the slice's start, so that every row sees all their
+        keys.
         """
         one = self.slices.rows == 1
         self._own_decode(np.flatnonzero(one), first_key, spans, base)
@@ -242,13 +254,13 @@ class _Cutter(ABC):
             self.add(config, *span)
 
     def class_of(self, rows: int) -> TileConfig:
-        """The tile class for a slice's own keys: by how many rows it has."""
+        """Return the tile class for a slice's own keys, by its number of rows."""
         if rows <= self.planner.rows_per_tile(SMALL):
             return SMALL
         return BIG if rows < 2 * self.planner.rows_per_tile(BIG) else WIDE
 
     def tiles(self, config: TileConfig) -> Int32:
-        """Every span of one class cut into row tiles: [n, 8], the unit's fields and the cost."""
+        """Return the spans of one class cut into row tiles: [n, 8], the last column the cost."""
         spans = [np.array(self._spans.get(config.name, []), np.int32).reshape(-1, 8)]
         table = np.concatenate(spans + self._arrays.get(config.name, []))
         step = self.planner.rows_per_tile(config)
@@ -268,22 +280,22 @@ def _round_up(x: Int32 | int, to: int) -> Int32:
 
 
 class _SpanCutter(_Cutter):
-    """Spans cut for speed: few, equal, enough of them to fill the grid."""
+    """Cuts for speed: few spans of equal length, and enough to fill the grid."""
 
     def cut(self, groups: Int32) -> None:
         p = self.planner
         own_block, base = np.zeros_like(self.slices.rows), np.zeros_like(self.slices.rows)
         room = max(1, p.part_rows // max(1, self.row_edges[-1]))
-        kept = [g for g in groups.tolist() if self._worth(g)]
-        self.is_side_by_side = self._keeps_company(kept)
+        kept = [g for g in groups.tolist() if self._is_worth_a_unit(g)]
+        self.is_side_by_side = self._should_overlap(kept)
         config = self._class_of_groups(kept)
         spans_of = self._group_spans(kept, config)
-        for (a, b, _, end_block), wanted in zip(kept, spans_of, strict=True):
+        for (a, b, _, end_block), preferred in zip(kept, spans_of, strict=True):
             part = int(base[a])
-            spans = min(wanted, room - 1 - part)  # One is for the rows' own keys.
+            spans = min(preferred, room - 1 - part)  # one part is for own keys
             if spans < 1:
-                continue  # So deep in the tree few rows share it, and each can read it.
-            # Where a group above was left out its keys are this one's to read as well.
+                continue  # so deep in the tree few rows share a node, and each reads it itself
+            # If a group above was skipped, this group reads its keys too.
             first, end = int(own_block[a]) * p.block_size, end_block * p.block_size
             width = int(_round_up(-(-(end - first) // spans), config.keys))
             for key in range(first, end, width):
@@ -296,11 +308,12 @@ class _SpanCutter(_Cutter):
         self.parts = base + spans_own
         self.add_own(first_key, spans_own, base)
 
-    def _keeps_company(self, groups: list[list[int]]) -> bool:
-        """Would own keys hide behind shared ones, read side by side?
+    def _should_overlap(self, groups: list[list[int]]) -> bool:
+        """Return whether own keys should be read beside shared keys.
 
-        Decoding alone, shared keys of little more than one wave, and own ones that take a good
-        part of their time: more waves are better had by two big programs a multiprocessor.
+        Yes for decoding alone, with shared keys of little more than one wave, and own keys that
+        take a good part of their time. More waves run better as two big programs per
+        multiprocessor.
         """
         p, slices = self.planner, self.slices
         if not groups or (slices.rows > 1).any():
@@ -313,8 +326,8 @@ class _SpanCutter(_Cutter):
         return load <= p.beside_load_max and SMALL_KEY_COST * own >= p.beside_share_min * shared
 
     def _class_of_groups(self, groups: list[list[int]]) -> TileConfig:
-        """A wide tile reads keys once for twice the rows, where there are rows to fill it and no
-        small programs to stand beside it."""
+        """Return the tile class of shared keys: wide, which reads keys once for twice the rows, if
+        rows fill it and no small tiles run beside it; else big."""
         p = self.planner
         if self.is_side_by_side:
             return BIG
@@ -329,19 +342,21 @@ class _SpanCutter(_Cutter):
     def _group_tiles(
         self, groups: list[list[int]], config: TileConfig
     ) -> tuple[list[int], list[int]]:
-        """Row tiles and keys of each group."""
+        """Return the number of row tiles and of keys of each group."""
         p = self.planner
         step = p.rows_per_tile(config)
         tiles = [-(-(self.row_edges[b] - self.row_edges[a]) // step) for a, b, _, _ in groups]
         return tiles, [(e - f) * p.block_size for _, _, f, e in groups]
 
-    def _worth(self, group: list[int]) -> bool:
+    def _is_worth_a_unit(self, group: list[int]) -> bool:
+        """Return whether a group has several slices and enough keys."""
         a, b, first_block, end_block = group
         keys = (end_block - first_block) * self.planner.block_size
         return b - a > 1 and keys >= self.planner.group_keys_min
 
     def _group_spans(self, groups: list[list[int]], config: TileConfig) -> list[int]:
-        """Equal spans of about `total / programs` keys: one wave, no finer than the minimum."""
+        """Return the number of spans per group: equal spans of about `total / programs` keys, which
+        make one wave, but not below the smallest span."""
         p = self.planner
         tiles, keys = self._group_tiles(groups, config)
         programs = p.multiprocessors * config.programs_per_sm
@@ -351,18 +366,19 @@ class _SpanCutter(_Cutter):
         return [min(p.parts_max - 1, max(1, round(k / span))) for k in keys]
 
     def _own_spans(self, first_key: Int32, room: Int32) -> Int32:
-        """Own keys are cut when there are too few units to fill the grid, or one is very long."""
+        """Return spans of own keys per slice: several if units do not fill the grid or are very
+        long."""
         p, slices = self.planner, self.slices
         total = slices.starts + slices.rows - first_key
         units = max(1, len(total)) * p.kv_heads
         programs = p.multiprocessors * SMALL.programs_per_sm
-        # One wave: as many units as programs, not one more.
+        # One wave: at most as many units as programs.
         fill = max(1, programs // units)
         by_fill = np.minimum(fill, np.maximum(1, total // p.own_span_keys_min))
         load = max(p.own_span_keys_target, int(total.sum()) * p.kv_heads // programs)
         by_length = -(-total // (2 * load))
         spans = np.clip(np.maximum(by_fill, by_length), 1, np.clip(room, 1, 64))
-        # A prefill slice is cut only before its start; the causal rest is the last span.
+        # A prefill slice is cut only before its start; the causal remainder is the last span.
         before = slices.starts - first_key
         spans = np.where(slices.rows > 1, np.where(before >= 2048, np.minimum(spans, 2), 1), spans)
         width = _round_up(-(-total // np.maximum(spans, 1)), SMALL.keys)
@@ -370,9 +386,9 @@ class _SpanCutter(_Cutter):
 
 
 class _ChunkCutter(_Cutter):
-    """Spans cut at absolute multiples of `chunk_keys`; a whole chunk is always BIG, the rest SMALL.
+    """Cuts spans at absolute multiples of `chunk_keys`; full chunks are BIG, remainders SMALL.
 
-    A chunk that straddles the end of a group belongs to the groups, or the sequences, below it.
+    A chunk across the end of a group belongs to the groups or sequences below it.
     """
 
     def cut(self, groups: Int32) -> None:

@@ -1,4 +1,4 @@
-"""The C kernels against plain torch: products, packing, threads, and the compiling itself."""
+"""The C kernels against torch: products, packing, threads and compilation."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from kernels.cpu import build as cpu
 
 ROWS = (1, 2, 3, 5, 6, 7, 12, 13, 33, 400)
 SHAPES = ((64, 96), (32, 40), (96, 576), (160, 5000))
-"""depth, columns: 40 and 5,000 leave panels half empty, 5,000 makes tasks of several panels."""
+"""(depth, columns): 40 and 5,000 leave panels half empty; 5,000 makes tasks of several panels."""
 
 
 @pytest.fixture(scope="module")
 def kernels() -> Iterator[cpu.Kernels]:
-    library = cpu.compiled()
+    library = cpu.compile_library()
     if library is None:
-        pytest.skip("no C compiler here")
-    made = cpu.Kernels(library, 2)
-    yield made
-    made.close()
+        pytest.skip("no C compiler")
+    kernels = cpu.Kernels(library, 2)
+    yield kernels
+    kernels.close()
 
 
 def kinds(kernels: cpu.Kernels) -> list[int]:
@@ -38,13 +38,13 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def rounded(x: torch.Tensor, kind: int) -> torch.Tensor:
-    """What the kernel sees of an activation."""
+    """Return an activation as the kernel rounds it."""
     return x.bfloat16().double() if kind == cpu.DOT else x.double()
 
 
 @pytest.mark.parametrize(("depth", "columns"), SHAPES)
-def test_products_are_matrix_products(kernels: cpu.Kernels, depth: int, columns: int) -> None:
-    """Every number of rows takes another path through the tiles; so does every way of storing."""
+def test_products_equal_torch(kernels: cpu.Kernels, depth: int, columns: int) -> None:
+    """Every number of rows takes another path through the tiles; so does every kind of storage."""
     weight = random(columns, depth, seed=1).bfloat16()
     for kind in kinds(kernels):
         packed = kernels.pack(weight.float() if kind == cpu.WIDE else weight)
@@ -60,16 +60,16 @@ def test_products_are_matrix_products(kernels: cpu.Kernels, depth: int, columns:
             assert torch.equal(added, out + 7.0)
 
 
-def test_a_product_of_no_rows_is_nothing(kernels: cpu.Kernels) -> None:
-    """A step whose rows need no logits asks for it."""
+def test_product_of_no_rows_does_nothing(kernels: cpu.Kernels) -> None:
+    """A step without logits calls it."""
     packed = kernels.pack(random(64, 32))
 
     kernels.product(torch.empty(0, 32), packed, torch.empty(0, 64), cpu.STORE, cpu.WIDE)
 
 
 @pytest.mark.parametrize("intermediate", [32, 48, 1536])
-def test_silu_gates_while_the_panels_are_at_hand(kernels: cpu.Kernels, intermediate: int) -> None:
-    """Gate and up lie in turns; 48 is an odd number of panels of each."""
+def test_silu_epilogue_equals_reference(kernels: cpu.Kernels, intermediate: int) -> None:
+    """Panels of gate and up alternate; 48 is an odd number of panels of each."""
     gate_up = random(2 * intermediate, 64, seed=3)
     packed = kernels.pack(gate_up, interleaved_columns(intermediate))
     for rows in (1, 5, 40):
@@ -82,7 +82,7 @@ def test_silu_gates_while_the_panels_are_at_hand(kernels: cpu.Kernels, intermedi
         assert float((out - expected).abs().max() / expected.abs().max()) < 1e-6
 
 
-def test_gates_far_out_neither_overflow_nor_vanish(kernels: cpu.Kernels) -> None:
+def test_extreme_gates_neither_overflow_nor_vanish(kernels: cpu.Kernels) -> None:
     """e^-x is infinite for a gate of -200, and silu of it is 0."""
     gate_up = torch.zeros(32, 2)
     gate_up[:16, 0] = gate_up[16:, 1] = 1.0
@@ -96,8 +96,8 @@ def test_gates_far_out_neither_overflow_nor_vanish(kernels: cpu.Kernels) -> None
     assert torch.allclose(out[:, 0], torch.nn.functional.silu(gates), rtol=1e-6, atol=1e-30)
 
 
-def test_a_row_has_the_same_bits_in_any_company(kernels: cpu.Kernels) -> None:
-    """What makes seeded sampling reproducible whatever else is in the batch."""
+def test_row_bits_do_not_depend_on_batch(kernels: cpu.Kernels) -> None:
+    """Seeded sampling is reproducible in any batch because of this."""
     depth, columns = 576, 200
     weight, a = random(columns, depth, seed=1), random(300, depth, seed=2)
     for kind in kinds(kernels):
@@ -113,8 +113,8 @@ def test_a_row_has_the_same_bits_in_any_company(kernels: cpu.Kernels) -> None:
             assert torch.equal(together, alone[:rows]), (kind, rows)
 
 
-def test_a_nan_stays_in_its_row(kernels: cpu.Kernels) -> None:
-    """One broken sequence fails; the others of its step do not."""
+def test_nan_stays_in_its_row(kernels: cpu.Kernels) -> None:
+    """A broken sequence fails; the other sequences of the step do not."""
     a = random(8, 64)
     a[3, 10] = float("nan")
     for kind in kinds(kernels):
@@ -127,20 +127,21 @@ def test_a_nan_stays_in_its_row(kernels: cpu.Kernels) -> None:
         assert out.isnan().any(1).tolist() == [row == 3 for row in range(8)]
 
 
-def test_thousands_of_phases_lose_no_task(kernels: cpu.Kernels) -> None:
-    """Threads sleep and wake between phases; a lost wake hangs here, a lost task is a wrong sum."""
+def test_pool_loses_no_task(kernels: cpu.Kernels) -> None:
+    """Threads sleep and wake between phases: a lost wake-up hangs here, a lost task changes the
+    sum."""
     a, weight = random(7, 32), random(640, 32, seed=1)
     packed, expected = kernels.pack(weight), torch.empty(7, 640)
     kernels.product(a, packed, expected, cpu.STORE, cpu.WIDE)
-    crowd = cpu.Kernels(_library(), 5)
+    pool_kernels = cpu.Kernels(_library(), 5)
     try:
         for _ in range(3000):
             out = torch.empty(7, 640)
-            crowd.product(a, packed, out, cpu.STORE, cpu.WIDE)
+            pool_kernels.product(a, packed, out, cpu.STORE, cpu.WIDE)
 
             assert torch.equal(out, expected)
     finally:
-        crowd.close()
+        pool_kernels.close()
 
 
 def threads() -> set[str]:
@@ -148,7 +149,7 @@ def threads() -> set[str]:
 
 
 def are_gone(ids: set[str]) -> bool:
-    """A joined thread leaves the list a moment later."""
+    """Wait until the threads are gone: a joined thread leaves the list with a delay."""
     for _ in range(100_000):
         if not ids & threads():
             return True
@@ -156,56 +157,54 @@ def are_gone(ids: set[str]) -> bool:
     return False
 
 
-def test_closing_ends_the_threads() -> None:
-    """An engine in a thread starts and stops often in tests, and must leave nothing."""
+def test_close_ends_threads() -> None:
+    """Tests start and stop many engines in one process."""
     before = threads()
-    crowd = cpu.Kernels(_library(), 4)
+    pool_kernels = cpu.Kernels(_library(), 4)
     workers = threads() - before
 
-    crowd.close()
+    pool_kernels.close()
 
     assert len(workers) == 3
     assert are_gone(workers)
 
 
-def test_threads_end_when_nobody_refers_to_them() -> None:
-    """A runner that is dropped without a word leaves no thread either."""
+def test_garbage_collection_ends_threads() -> None:
+    """A runner that is dropped without `close` must leave no thread."""
     before = threads()
-    crowd = cpu.Kernels(_library(), 3)
+    pool_kernels = cpu.Kernels(_library(), 3)
     workers = threads() - before
 
-    del crowd
+    del pool_kernels
     gc.collect()
 
     assert len(workers) == 2
     assert are_gone(workers)
 
 
-def test_the_library_is_compiled_once_and_appears_whole(tmp_path: Path) -> None:
-    """Two starts at the same time each write their own file and rename it."""
-    first = cpu.compiled(tmp_path)
+def test_library_is_compiled_once(tmp_path: Path) -> None:
+    """Concurrent starts each write a temporary file and rename it."""
+    first = cpu.compile_library(tmp_path)
     if first is None:
-        pytest.skip("no C compiler here")
-    made = first.stat().st_mtime_ns
+        pytest.skip("no C compiler")
+    compiled_at = first.stat().st_mtime_ns
 
-    second = cpu.compiled(tmp_path)
+    second = cpu.compile_library(tmp_path)
 
     assert second == first
-    assert first.stat().st_mtime_ns == made
+    assert first.stat().st_mtime_ns == compiled_at
     assert list(tmp_path.iterdir()) == [first]
 
 
-def test_no_compiler_is_no_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine then takes the torch path; it does not fail."""
+def test_missing_compiler_gives_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine then computes in torch."""
     monkeypatch.setenv("PATH", os.fspath(tmp_path))
 
-    assert cpu.compiled(tmp_path / "cache") is None
+    assert cpu.compile_library(tmp_path / "cache") is None
 
 
-def test_a_compiler_that_fails_is_no_library(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nothing half made is left for the next start to find."""
+def test_failing_compiler_gives_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No partial file is left for the next start."""
     compiler = tmp_path / "bin" / "cc"
     compiler.parent.mkdir()
     compiler.write_text("#!/bin/sh\nexit 1\n")
@@ -213,12 +212,12 @@ def test_a_compiler_that_fails_is_no_library(
     monkeypatch.setenv("PATH", f"{compiler.parent}:/usr/bin:/bin")
     cache = tmp_path / "cache"
 
-    assert cpu.compiled(cache) is None
+    assert cpu.compile_library(cache) is None
     assert list(cache.iterdir()) == []
 
 
 def _library() -> Path:
-    library = cpu.compiled()
+    library = cpu.compile_library()
     if library is None:
-        pytest.skip("no C compiler here")
+        pytest.skip("no C compiler")
     return library

@@ -1,4 +1,4 @@
-"""Compile the tree-attention kernels for sm_90 on a machine without a GPU; report what came out.
+"""Compile the tree-attention kernels for sm_90 without a GPU, and report the result.
 
 Run as a program (the interpreter's switch must be off when the kernels are imported). It prints one
 JSON object per tile class: registers, spills, shared memory, matrix instructions.
@@ -29,6 +29,7 @@ POINTERS = {
 def compile_class(
     config: TileConfig, *, causal: bool, queue: bool = False, head_dim: int = 128, group: int = 4
 ) -> dict[str, object]:
+    """Compile a tile class of the plain kernel and return its report."""
     kv_heads, layers, slots = 8, 32, 16
     constants = {
         "G": group, "GP": group, "M": config.vectors, "H": kv_heads * group, "D": head_dim,
@@ -36,7 +37,7 @@ def compile_class(
         "CAUSAL": causal,
         "BLOCK_STRIDE": layers * 2 * kv_heads * slots * head_dim,
         "VALUE_OFFSET": kv_heads * slots * head_dim,
-        "WAITS": config is not BIG, "LETS_GO": config is SMALL, "FOLLOWS": config is BIG,
+        "WAITS": config is not BIG, "TRIGGERS": config is SMALL, "FOLLOWS": config is BIG,
         "QUEUE": queue,
     }  # fmt: skip
     names = tree_attention_kernel.arg_names
@@ -50,7 +51,7 @@ def compile_class(
     if config.registers_max:
         options["maxnreg"] = config.registers_max
     return {
-        "class": config.name + " off a queue" * queue,
+        "class": config.name + " from a queue" * queue,
         "causal": causal,
         **report(source, options),
     }

@@ -1,4 +1,4 @@
-"""The planner's one invariant, checked by counting."""
+"""A checker of the work planner's invariant, by counting."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from kernels.gpu.work_list import HostPlan, Slices, WorkPlanner
 
 
 def check_plan(plan: HostPlan, slices: Slices, planner: WorkPlanner) -> None:
-    """Every (row, key) once per KV head, parts numbered 0..n-1, direct exactly when there is one.
+    """Assert that every (row, key) is in one unit per KV head, that parts are numbered 0..n-1, and
+    that a unit is direct exactly if its row has one part.
 
-    O(rows x keys): for tests. Raises AssertionError with the first row that is wrong.
+    O(rows x keys). Raises AssertionError with the first wrong row.
     """
     first_row = np.concatenate([[0], np.cumsum(slices.rows)])
     lengths = np.concatenate(
@@ -27,7 +28,7 @@ def check_plan(plan: HostPlan, slices: Slices, planner: WorkPlanner) -> None:
                 assert end <= lengths[r], f"row {r} reads key {end} of {lengths[r]}"
                 owner = int(np.searchsorted(first_row, r, "right")) - 1
                 own = offset - int(offset_of_row[r]) == first // planner.block_size
-                assert own or keys >= 0, f"row {r} of slice {owner} reads a foreign tail"
+                assert own or keys >= 0, f"row {r} of slice {owner} reads own keys of another"
                 assert first % planner.block_size == 0
                 seen[r][head, first:end] += 1
                 parts[r].add(part)

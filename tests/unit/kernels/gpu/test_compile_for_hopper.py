@@ -20,7 +20,7 @@ TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 
 PLAIN, BY_HAND = (
     "tests.unit.kernels.gpu.compile_for_hopper",
-    "tests.unit.kernels.gpu.compile_by_hand",
+    "tests.unit.kernels.gpu.compile_hand_scheduled",
 )
 
 CASES = {
@@ -29,14 +29,14 @@ CASES = {
     ("small", True),
     ("big", True),
     ("wide", True),
-    ("big off a queue", False),
-    ("big by hand off a queue", False),
-    ("wide by hand", True),
+    ("big from a queue", False),
+    ("big hand-scheduled from a queue", False),
+    ("wide hand-scheduled", True),
 }
 
-SPILLS_MAX = {("big", True): 34, ("wide by hand", True): 16}
+SPILLS_MAX = {("big", True): 34, ("wide hand-scheduled", True): 16}
 """Local loads and stores that Triton 3.9 makes of a causal 64-row tile: 72 bytes of stack at 255
-registers, used by prefill alone; and of the wide one scheduled by hand.
+registers, used by prefill alone; and of the wide one scheduled hand-scheduled.
 Every other class makes none."""
 
 
@@ -59,10 +59,10 @@ def compiled(module: str) -> dict[tuple[str, bool], dict[str, Any]]:
 
 
 def report_of(case: tuple[str, bool]) -> dict[str, Any]:
-    if "by hand" not in case[0]:
+    if "hand-scheduled" not in case[0]:
         return compiled(PLAIN)[case]
     if not HAS_GLUON:
-        pytest.skip("this Triton cannot compile tiles scheduled by hand")
+        pytest.skip("this Triton cannot compile tiles scheduled hand-scheduled")
     return compiled(BY_HAND)[case]
 
 
@@ -89,7 +89,7 @@ def test_keys_are_fetched_ahead(case: tuple[str, bool]) -> None:
 @pytest.mark.parametrize("case", sorted(CASES), ids=lambda c: f"{c[0]}-{c[1]}")
 def test_a_tile_by_hand_hides_its_softmax_behind_a_product(case: tuple[str, bool]) -> None:
     """A wait that leaves one product running: the compiler's own schedules have none."""
-    assert (report_of(case)["overlaps"] > 0) == ("by hand" in case[0]), report_of(case)
+    assert (report_of(case)["overlaps"] > 0) == ("hand-scheduled" in case[0]), report_of(case)
 
 
 def test_every_class_is_compiled() -> None:

@@ -1,4 +1,4 @@
-"""Dependent launches are asked for where the device has them."""
+"""Dependent launches are used on GPUs that support them."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from kernels.gpu import dependent_launch
 from kernels.gpu.dependent_launch import dependent_options
 
 
-def test_a_tensor_on_the_host_is_launched_plainly() -> None:
-    """The interpreter knows no such launch."""
+def test_cpu_tensor_gets_no_launch_options() -> None:
+    """The interpreter does not support dependent launches."""
     assert dependent_options(torch.zeros(1)) == {}
 
 
 @pytest.mark.gpu
-def test_a_device_is_asked_for_what_it_can_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before Hopper the instructions do not exist."""
+def test_gpu_gets_supported_launch_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPUs before Hopper do not have the instructions."""
     tensor = torch.zeros(1, device="cuda")
     expected = {"launch_pdl": True} if torch.cuda.get_device_capability()[0] >= 9 else {}
 

@@ -1,4 +1,4 @@
-"""The small Triton kernels against plain torch, in the interpreter or on a device."""
+"""The fused and sampling kernels against torch, in the interpreter or on a GPU."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ def rand(*shape: int, seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("channels", [64, 96, 576])
 @pytest.mark.parametrize("add", [True, False])
 def test_residual_rms_norm_adds_then_normalises(channels: int, add: bool) -> None:
-    """The residual is updated in place and the norm is of the updated one."""
+    """The residual is updated in place, and the norm is of the updated residual."""
     x, residual, weight = rand(5, channels), rand(5, channels, seed=1), rand(channels, seed=2)
-    whole = x + residual if add else x
-    expected = whole * torch.rsqrt(whole.pow(2).mean(-1, keepdim=True) + 1e-5) * weight
+    total = x + residual if add else x
+    expected = total * torch.rsqrt(total.pow(2).mean(-1, keepdim=True) + 1e-5) * weight
     out = torch.full_like(x, float("nan"))
-    kept = residual.clone()
+    updated = residual.clone()
 
-    residual_rms_norm(x, kept if add else None, weight, out, 1e-5)
+    residual_rms_norm(x, updated if add else None, weight, out, 1e-5)
 
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(kept, whole if add else residual)
+    torch.testing.assert_close(updated, total if add else residual)
 
 
-def test_silu_mul_gates_the_second_half() -> None:
-    """Gate first, up second, as the fused projection lays them out."""
+def test_silu_mul_multiplies_gate_and_up() -> None:
+    """Gate is the first half, up the second, as in the fused projection."""
     x = rand(3, 2 * 1500)
     out = torch.full((3, 1500), float("nan"), device=DEVICE)
 
@@ -41,8 +41,8 @@ def test_silu_mul_gates_the_second_half() -> None:
     torch.testing.assert_close(out, torch.nn.functional.silu(x[:, :1500]) * x[:, 1500:])
 
 
-def test_rope_kv_write_turns_q_and_k_and_puts_k_and_v_in_their_slots() -> None:
-    """Halves convention; padding rows (negative slot) write nothing."""
+def test_rope_kv_write_rotates_and_writes_slots() -> None:
+    """Rotation by halves; padding rows (negative slot) write no KV."""
     heads, kv_heads, d, size = 3, 1, 16, 4
     qkv = rand(4, (heads + 2 * kv_heads) * d)
     kv = torch.zeros(5, 2, 2, kv_heads, size, d, device=DEVICE)
@@ -56,17 +56,17 @@ def test_rope_kv_write_turns_q_and_k_and_puts_k_and_v_in_their_slots() -> None:
     x = qkv.view(4, heads + 2 * kv_heads, d)
     cos = angle.cos()[positions.long()][:, None].repeat(1, 1, 2)
     sin = angle.sin()[positions.long()][:, None].repeat(1, 1, 2)
-    turned = x * cos + torch.cat([-x[..., d // 2 :], x[..., : d // 2]], -1) * sin
-    torch.testing.assert_close(q_out, turned[:, :heads])
+    rotated = x * cos + torch.cat([-x[..., d // 2 :], x[..., : d // 2]], -1) * sin
+    torch.testing.assert_close(q_out, rotated[:, :heads])
     expected = torch.zeros_like(kv)
     for row, slot in ((0, 9), (1, 19), (3, 0)):
-        expected[slot // size, 1, 0, :, slot % size] = turned[row, heads : heads + kv_heads]
+        expected[slot // size, 1, 0, :, slot % size] = rotated[row, heads : heads + kv_heads]
         expected[slot // size, 1, 1, :, slot % size] = x[row, heads + kv_heads :]
     torch.testing.assert_close(kv, expected)
 
 
-def test_copy_blocks_copies_only_the_filled_slots_of_all_layers() -> None:
-    """The rest of the target keeps what it had: it will be written by its new owner."""
+def test_copy_blocks_copies_filled_slots_of_all_layers() -> None:
+    """The other slots of the target stay unchanged; its new owner writes them."""
     kv = rand(6, 3, 2, 2, 16, 8)
     before = kv.clone()
     copies = torch.tensor([[0, 4, 5], [1, 5, 16]], dtype=torch.int32, device=DEVICE)
@@ -79,16 +79,16 @@ def test_copy_blocks_copies_only_the_filled_slots_of_all_layers() -> None:
 
 
 @pytest.mark.gpu
-def test_kv_is_written_and_copied_beyond_what_an_int32_counts() -> None:
-    """Pools of many gigabytes: a block's place takes 64 bits."""
+def test_kv_addresses_exceed_int32() -> None:
+    """In pools of many gigabytes a block's offset takes 64 bits."""
     kv = torch.zeros(2**32 // 4096 + 2, 1, 2, 2, 16, 64, dtype=torch.bfloat16, device=DEVICE)
     last = len(kv) - 1
     qkv = rand(1, (4 + 2 * 2) * 64).bfloat16()
-    still = torch.ones(1, 32, device=DEVICE)
+    no_rotation = torch.ones(1, 32, device=DEVICE)
     q_out = torch.empty(1, 4, 64, dtype=torch.bfloat16, device=DEVICE)
     at = torch.tensor([0], dtype=torch.int32, device=DEVICE)
 
-    rope_kv_write(qkv, q_out, kv, 0, still, 0 * still, at, at + last * 16 + 3)
+    rope_kv_write(qkv, q_out, kv, 0, no_rotation, 0 * no_rotation, at, at + last * 16 + 3)
     copies = torch.tensor([[last, last - 1, 16]], dtype=torch.int32, device=DEVICE)
     copy_blocks(kv, copies)
 
@@ -109,7 +109,7 @@ def draw(logits: torch.Tensor, u: float, t: float, k: int = 0, p: float = 1.0, m
 
 
 def drawn_by_sorting(logits: torch.Tensor, u: float, t: float, k: int, p: float, m: float) -> int:
-    """The specification: sort, filter, renormalise, inverse CDF in vocabulary order."""
+    """Return the specified draw: sort, filter, renormalise, inverse CDF in vocabulary order."""
     weights = torch.exp((logits - logits.max()) / t).double()
     keep = weights >= m
     ordered = weights.sort(descending=True).values
@@ -125,8 +125,8 @@ def drawn_by_sorting(logits: torch.Tensor, u: float, t: float, k: int, p: float,
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_a_draw_is_what_sorting_would_draw(seed: int) -> None:
-    """The bisected threshold keeps the same tokens as a sort, for random filters."""
+def test_draw_equals_draw_by_sorting(seed: int) -> None:
+    """Bisection keeps the same tokens as a sort, for random filters."""
     rng = torch.Generator().manual_seed(seed)
     logits = torch.randn(300, generator=rng).to(DEVICE) * 3
     u, t, p, m = (float(torch.rand(1, generator=rng)) for _ in range(4))
@@ -138,8 +138,8 @@ def test_a_draw_is_what_sorting_would_draw(seed: int) -> None:
     assert drawn_by_sorting(logits.double().cpu(), u, t, k, p, m) == got
 
 
-def test_temperature_zero_is_argmax_with_the_lowest_id_on_ties() -> None:
-    """Greedy must not depend on how the vocabulary is cut."""
+def test_temperature_zero_is_argmax_with_lowest_id_on_ties() -> None:
+    """Greedy sampling must not depend on how the kernel cuts the vocabulary."""
     logits = torch.zeros(300, device=DEVICE)
     logits[[7, 250]] = 2.0
 

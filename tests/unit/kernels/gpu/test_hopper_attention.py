@@ -1,4 +1,4 @@
-"""Tiles scheduled by hand against float64 attention: on a Hopper device, and nowhere else."""
+"""Hand-scheduled tiles against float64 attention; they run on a Hopper GPU only."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ def case_of(tree: str, *, heads: int = HEADS, seed: int = 1) -> Case:
 
 on_hopper = pytest.mark.skipif(
     DEVICE.type != "cuda" or torch.cuda.get_device_capability() != (9, 0),
-    reason="needs a Hopper device",
+    reason="needs a Hopper GPU",
 )
 
 
 @on_hopper
 @pytest.mark.parametrize("heads", [2, 6, 8, 10, 14, 16, 32], ids=lambda heads: heads // KV_HEADS)
 @pytest.mark.parametrize("tree", TREES)
-def test_tiles_scheduled_by_hand_are_attention(tree: str, heads: int) -> None:
-    """Whatever rows and keys a unit has, with or without a mask, for any group of heads."""
+def test_hand_scheduled_tiles_equal_float64_attention(tree: str, heads: int) -> None:
+    """For any rows and keys of a unit, with and without a mask, for any group size."""
     case = case_of(tree, heads=heads)
 
     got = attend(case, planner_for(case))
@@ -51,8 +51,8 @@ def test_tiles_scheduled_by_hand_are_attention(tree: str, heads: int) -> None:
 
 @on_hopper
 @pytest.mark.parametrize("tree", ["fewer keys than a tile", "a prompt behind a prefix"])
-def test_what_lies_behind_a_sequences_end_changes_no_bit(tree: str) -> None:
-    """The copy engine brings whole blocks: what is behind the last key may be another's."""
+def test_slots_behind_sequence_end_change_no_bit(tree: str) -> None:
+    """The copy engine copies whole blocks; slots behind the last key may be another sequence's."""
     case = case_of(tree)
     planner = planner_for(case)
     case.fill_unseen(0.0)
@@ -67,8 +67,8 @@ def test_what_lies_behind_a_sequences_end_changes_no_bit(tree: str) -> None:
 @on_hopper
 @pytest.mark.parametrize("start", [0, 1, 15, 16, 63, 64, 65, 127, 128, 129, 192])
 @pytest.mark.parametrize("rows", [17, 32, 33, 65])
-def test_a_prompt_may_begin_and_end_anywhere_in_a_tile(start: int, rows: int) -> None:
-    """Rows, keys and blocks have edges of their own: 16 slots, 64 keys, 16 or 32 rows."""
+def test_prompt_may_begin_and_end_anywhere_in_a_tile(start: int, rows: int) -> None:
+    """Blocks have 16 slots, tiles 64 keys and 16 or 32 rows, so their edges differ."""
     case = Case(
         start, [], [(start, rows), (3, 1)], heads=HEADS, kv_heads=KV_HEADS, head_dim=HEAD_DIM,
         dtype=torch.bfloat16,
@@ -81,9 +81,9 @@ def test_a_prompt_may_begin_and_end_anywhere_in_a_tile(start: int, rows: int) ->
 
 @on_hopper
 @pytest.mark.parametrize("multiprocessors", [1, 132])
-def test_many_units_of_one_tile_keep_their_turns(multiprocessors: int) -> None:
-    """The producer is two units ahead where units are short: barriers turn over most often there,
-    and every run has to add up the same."""
+def test_many_short_units_keep_barriers_in_step(multiprocessors: int) -> None:
+    """With short units the producer is two units ahead and barriers flip most often; every run must
+    give the same bits."""
     case = Case(
         5, [], [(0, 17 + i % 15) for i in range(60)], heads=HEADS, kv_heads=KV_HEADS,
         head_dim=HEAD_DIM, dtype=torch.bfloat16,
@@ -97,12 +97,12 @@ def test_many_units_of_one_tile_keep_their_turns(multiprocessors: int) -> None:
 
 
 @on_hopper
-@pytest.mark.parametrize("by_hand", [True, False])
-def test_a_pool_may_have_more_numbers_than_an_int32(
-    by_hand: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("hand_scheduled", [True, False])
+def test_pool_may_exceed_int32_values(
+    hand_scheduled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Eight gigabytes of KV are 2**32 of them: a block's place takes 64 bits, or is a row's."""
-    monkeypatch.setattr(kernels.gpu.tree_attention, "HAS_GLUON", by_hand)
+    """Eight gigabytes of KV are 2**32 values: a block's offset takes 64 bits, or counts rows."""
+    monkeypatch.setattr(kernels.gpu.tree_attention, "HAS_GLUON", hand_scheduled)
     case = case_of("a prompt behind a prefix")
     expected = attend(case, planner_for(case))
     far = 2**32 // case.kv.stride(0) - len(case.kv)
@@ -116,22 +116,22 @@ def test_a_pool_may_have_more_numbers_than_an_int32(
 
 
 @on_hopper
-def test_a_queue_changes_no_bit() -> None:
-    """Which program takes a unit, and when, is left to a queue; what a unit adds up is not."""
+def test_queue_changes_no_bit() -> None:
+    """A queue decides which program takes a unit, and when, not what the unit adds up."""
     case = case_of("tiles that rows do not fill")
     planner = planner_for(case)
     expected = attend(case, planner)
 
-    first, again = (attend(case, planner, side_by_side=True) for _ in range(2))
+    first, second = (attend(case, planner, side_by_side=True) for _ in range(2))
 
     assert torch.equal(expected, first)
-    assert torch.equal(expected, again)
+    assert torch.equal(expected, second)
 
 
 @on_hopper
 @pytest.mark.parametrize("seed", range(8))
-def test_bits_do_not_depend_on_who_shares(seed: int) -> None:
-    """Batch-invariant mode: a whole chunk is a tile of this kind whether one row sees it or all."""
+def test_bits_do_not_depend_on_sharing(seed: int) -> None:
+    """Batch-invariant mode: a full chunk is such a tile whether one row or all rows see it."""
     case = case_of("tiles that rows do not fill", seed=seed)
     planner = planner_for(case, chunk=64)
     together = attend(case, planner)
@@ -143,19 +143,19 @@ def test_bits_do_not_depend_on_who_shares(seed: int) -> None:
 
 
 @on_hopper
-def test_both_kernels_round_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They differ by the rounding of a product alone, not by what they add up."""
+def test_both_kernels_agree_within_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They differ by rounding of products only."""
     case = case_of("a prompt behind a prefix")
-    by_hand = attend(case, planner_for(case))
+    hand_scheduled = attend(case, planner_for(case))
 
     monkeypatch.setattr(kernels.gpu.tree_attention, "HAS_GLUON", False)
     plain = attend(case, planner_for(case))
 
-    assert error(by_hand, plain.double()) < 8e-3
+    assert error(hand_scheduled, plain.double()) < 8e-3
 
 
-def test_other_devices_and_types_are_left_to_the_plain_kernel() -> None:
-    """The instructions are one architecture's, and the layouts one type's and one head's."""
+def test_other_devices_and_dtypes_use_plain_kernel() -> None:
+    """The kernel supports one GPU architecture, one dtype and one head dimension."""
     q, kv = torch.zeros(1, 8, 128), torch.zeros(2, 1, 2, 2, 16, 128)
 
     assert not hopper_attention.can_run(q, kv)

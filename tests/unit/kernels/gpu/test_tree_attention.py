@@ -1,4 +1,4 @@
-"""Tree attention against float64 attention over gathered keys: interpreter or device."""
+"""Tree attention against float64 attention over gathered keys, in the interpreter or on a GPU."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ SIZE = 16
 
 @pytest.fixture(autouse=True)
 def _merge_many_heads_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small batches would be merged a head at a time, which the interpreter takes minutes for."""
+    """Merge several heads per program: one head at a time takes minutes in the interpreter."""
     torch.set_num_threads(1)
     if DEVICE.type == "cpu":
         monkeypatch.setattr(kernels.gpu.tree_attention, "FEW_ROW_HEADS", 0)
 
 
 class Case:
-    """A random tree of slices: `levels` of (nodes, blocks per node), then own keys per slice."""
+    """A random tree of slices: `levels` of (nodes, blocks per node), then (own keys, rows) per
+    slice."""
 
     def __init__(
         self,
@@ -86,7 +87,7 @@ class Case:
         )
 
     def fill_unseen(self, value: float) -> None:
-        """Put this into every slot that no row sees."""
+        """Write `value` to every slot that no row sees."""
         unseen = torch.ones(len(self.kv), SIZE, dtype=torch.bool)
         ends = (self.slices.starts + self.slices.rows).tolist()
         for table, end in zip(self.tables, ends, strict=True):
@@ -95,7 +96,7 @@ class Case:
         self.kv.transpose(1, 4)[unseen.to(DEVICE)] = value
 
     def expected(self, layer: int) -> torch.Tensor:
-        """[T, H, D] float64: plain attention, row by row."""
+        """Return plain attention [T, H, D] in float64, row by row."""
         heads, d = self.q.shape[1:]
         kv_heads = self.kv.shape[3]
         out, row = [], 0
@@ -128,7 +129,8 @@ def planner_for(case: Case, *, chunk: int = 0, multiprocessors: int = 2) -> Work
 def attend(
     case: Case, planner: WorkPlanner, layer: int = 1, *, side_by_side: bool = False
 ) -> torch.Tensor:
-    """`side_by_side`: as decoding steps run, shared keys off a queue beside the small tiles."""
+    """Plan, check and run a case. `side_by_side`: shared keys from a queue beside small tiles, as
+    in decoding steps."""
     plan = planner.plan(case.slices, case.groups)
     check_plan(plan, case.slices, planner)
     rows, heads, d = case.q.shape
@@ -142,7 +144,7 @@ def attend(
         case.q, case.kv, layer, work, case.block_ids, case.lengths, out, parts, classes=classes,
         causal=not side_by_side, dependent=side_by_side,
     )  # fmt: skip
-    assert int(parts.queue) == 0, "the next layer's queue begins at its first unit"
+    assert int(parts.queue) == 0, "the queue is not reset for the next layer"
     return out
 
 
@@ -163,30 +165,30 @@ TREES: dict[str, tuple[list[tuple[int, int]], list[tuple[int, int]]]] = {
     "one prefix": ([(1, 5)], [(3, 1), (16, 1), (40, 1), (0, 1), (1, 1)]),
     "three levels": ([(1, 4), (2, 3), (4, 2)], [(3 * i % 29, 1) for i in range(8)]),
     "short suffixes on a shared prefix": ([(1, 6)], [(0, 7), (0, 20), (5, 3), (0, 1)]),
-    "a prefill chunk beside decodes": ([(1, 4)], [(0, 1), (0, 35), (30, 1)]),
+    "a prefill chunk beside decoding rows": ([(1, 4)], [(0, 1), (0, 35), (30, 1)]),
     "a long prompt from nothing": ([], [(0, 90)]),
 }
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 @pytest.mark.parametrize("tree", TREES.values(), ids=TREES.keys())
-def test_tree_attention_is_attention(
+def test_tree_attention_equals_float64_attention(
     tree: tuple[list[tuple[int, int]], list[tuple[int, int]]], shape: tuple[int, int, int]
 ) -> None:
-    """Whatever is shared and however keys are cut, the answer is plain attention."""
+    """For any sharing and any cut of the keys."""
     levels, slices = tree
     heads, kv_heads, d = shape
     case = Case(1, levels, slices, heads=heads, kv_heads=kv_heads, head_dim=d, dtype=torch.float32)
 
     got = attend(case, planner_for(case))
 
-    tolerance = 1e-5 if DEVICE.type == "cpu" else 2e-3  # tf32 dots on the device
+    tolerance = 1e-5 if DEVICE.type == "cpu" else 2e-3  # tf32 products on a GPU
     assert error(got, case.expected(1)) < tolerance
 
 
-@pytest.mark.parametrize("tree", ["no sharing, ragged", "a prefill chunk beside decodes"])
-def test_what_lies_behind_a_sequences_end_changes_no_bit(tree: str) -> None:
-    """Tiles read whole runs of slots, of blocks that may be another's: any numbers but these."""
+@pytest.mark.parametrize("tree", ["no sharing, ragged", "a prefill chunk beside decoding rows"])
+def test_slots_behind_sequence_end_change_no_bit(tree: str) -> None:
+    """Tiles read whole runs of slots, also of blocks of other sequences, with any finite values."""
     levels, slices = TREES[tree]
     case = Case(4, levels, slices, heads=4, kv_heads=2, head_dim=16, dtype=torch.float32)
     planner = planner_for(case)
@@ -200,25 +202,25 @@ def test_what_lies_behind_a_sequences_end_changes_no_bit(tree: str) -> None:
 
 
 @pytest.mark.parametrize("tree", ["one prefix", "three levels"])
-def test_two_classes_side_by_side_change_no_bit(tree: str) -> None:
-    """Which program takes a unit, and when, is left to a queue; what a unit adds up is not."""
+def test_side_by_side_classes_change_no_bit(tree: str) -> None:
+    """A queue decides which program takes a unit, and when, not what the unit adds up."""
     levels, slices = TREES[tree]
     case = Case(1, levels, slices, heads=8, kv_heads=2, head_dim=32, dtype=torch.float32)
     planner = planner_for(case)
     expected = attend(case, planner)
 
-    first, again, other = (attend(case, planner, at, side_by_side=True) for at in (1, 1, 0))
+    first, second, other = (attend(case, planner, at, side_by_side=True) for at in (1, 1, 0))
 
     assert torch.equal(expected, first)
-    assert torch.equal(expected, again)
+    assert torch.equal(expected, second)
     assert error(other, case.expected(0)) < (1e-5 if DEVICE.type == "cpu" else 2e-3)
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
-def test_a_small_batch_is_merged_a_head_at_a_time(
+def test_small_batch_is_merged_one_head_per_program(
     shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The merge has two shapes, by how much there is of it; both add the same parts."""
+    """The merge has two launch shapes, by its size; both add the same parts."""
     monkeypatch.setattr(kernels.gpu.tree_attention, "FEW_ROW_HEADS", 1024)
     heads, kv_heads, d = shape
     case = Case(
@@ -232,11 +234,11 @@ def test_a_small_batch_is_merged_a_head_at_a_time(
 
 
 @pytest.mark.parametrize("seed", range(2 if DEVICE.type == "cpu" else 200))
-def test_canonical_chunks_give_equal_results_whoever_shares(seed: int) -> None:
-    """Batch-invariant mode: a row's bits do not depend on its companions.
+def test_chunks_give_equal_results_with_and_without_sharing(seed: int) -> None:
+    """Batch-invariant mode: a row's bits do not depend on the other rows.
 
-    Bits are demanded of the device. The interpreter multiplies through BLAS, whose rounding depends
-    on a row's place in the matrix, so there only the arithmetic's order can be checked.
+    Bits are compared on a GPU. The interpreter multiplies through BLAS, whose rounding depends on a
+    row's index in the matrix, so there the test compares within a tolerance.
     """
     rng = np.random.default_rng(seed)
     slices = [(int(rng.integers(0, 60)), 1) for _ in range(6)]
@@ -255,10 +257,10 @@ def test_canonical_chunks_give_equal_results_whoever_shares(seed: int) -> None:
     assert error(together, case.expected(1)) < (1e-5 if DEVICE.type == "cpu" else 2e-3)
 
 
-def test_half_precision_stays_within_its_rounding() -> None:
+def test_half_precision_error_is_within_rounding() -> None:
     """Operands are rounded to 8 (bf16) or 11 bits and accumulated in fp32.
 
-    The interpreter has no bf16, so there it is fp16.
+    The interpreter has no bf16, so it uses fp16.
     """
     dtype = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16
     case = Case(3, [(1, 6)], [(9, 1), (30, 5)], heads=8, kv_heads=2, head_dim=32, dtype=dtype)
@@ -269,7 +271,7 @@ def test_half_precision_stays_within_its_rounding() -> None:
 
 
 def random_tree(seed: int) -> tuple[Slices, npt.NDArray[np.int32]]:
-    """Random nested groups and slices, to put the planner's arithmetic through."""
+    """Return random nested groups and slices for the planner."""
     rng = np.random.default_rng(seed)
     n = int(rng.integers(1, 24))
     groups: list[tuple[int, int, int, int]] = []
@@ -292,8 +294,8 @@ def random_tree(seed: int) -> tuple[Slices, npt.NDArray[np.int32]]:
     return Slices(rows, starts, offsets), np.array(groups, np.int32).reshape(-1, 4)
 
 
-def test_a_row_with_more_heads_than_a_small_tile_is_no_plan() -> None:
-    """It would be in no unit: its answer what the memory held before."""
+def test_planner_refuses_more_heads_than_a_small_tile() -> None:
+    """Such a row would be in no unit, and its output would be old memory."""
     planner = WorkPlanner(kv_heads=1, heads_per_group=32, block_size=SIZE, multiprocessors=4)
     one = np.ones(1, np.int32)
 
@@ -303,8 +305,8 @@ def test_a_row_with_more_heads_than_a_small_tile_is_no_plan() -> None:
 
 @pytest.mark.parametrize("chunk", [0, 64, 256])
 @pytest.mark.parametrize("seed", range(20))
-def test_every_key_of_every_row_is_in_exactly_one_unit(seed: int, chunk: int) -> None:
-    """The planner's one invariant, over random trees, ragged lengths and prefill chunks."""
+def test_plan_has_every_key_of_every_row_once(seed: int, chunk: int) -> None:
+    """The planner's invariant, over random trees, ragged lengths and prefill chunks."""
     slices, groups = random_tree(seed)
     planner = WorkPlanner(
         kv_heads=2,
@@ -330,11 +332,11 @@ def test_every_key_of_every_row_is_in_exactly_one_unit(seed: int, chunk: int) ->
         ([], 1024, False),
     ],
 )
-def test_classes_run_side_by_side_where_that_was_measured_to_be_faster(
+def test_classes_run_side_by_side_where_measured_faster(
     shared: list[tuple[int, int]], own: int, expected: bool
 ) -> None:
-    """Own keys too few to keep shared ones company, or shared ones of many waves: one after the
-    other. 256 rows of the 8B shape on 132 multiprocessors."""
+    """With few own keys, or shared keys of many waves, the classes run one after the other. 256
+    rows of the 8B shape on 132 multiprocessors."""
     planner = WorkPlanner(kv_heads=8, heads_per_group=4, block_size=SIZE, multiprocessors=132)
     groups, depth = [], 0
     for nodes, keys in shared:
@@ -351,8 +353,8 @@ def test_classes_run_side_by_side_where_that_was_measured_to_be_faster(
 
 
 @pytest.mark.parametrize(("rows", "parts"), [(1, 8), (8, 8), (64, 2), (256, 1)])
-def test_few_rows_are_cut_finely_enough_to_keep_the_device_busy(rows: int, parts: int) -> None:
-    """A lone row of 512 keys in one piece would be read by 8 of 132 multiprocessors."""
+def test_few_rows_are_cut_into_many_parts(rows: int, parts: int) -> None:
+    """8 of 132 multiprocessors would read a lone row of 512 keys in one part."""
     planner = WorkPlanner(kv_heads=8, heads_per_group=4, block_size=SIZE, multiprocessors=132)
     starts, offsets = np.full(rows, 511, np.int32), np.arange(rows, dtype=np.int32) * 64
     slices = Slices(np.ones(rows, np.int32), starts, offsets)
@@ -364,9 +366,9 @@ def test_few_rows_are_cut_finely_enough_to_keep_the_device_busy(rows: int, parts
 
 @pytest.mark.parametrize("part_rows", [0, 64, 256, 1024, 65_536])
 @pytest.mark.parametrize("seed", range(6))
-def test_parts_fit_the_memory_that_there_is_for_them(seed: int, part_rows: int) -> None:
-    """Every level of a tree is a part more for the rows below. What there is no room for they read
-    themselves: memory taken within a step can be refused, and then the step fails."""
+def test_parts_fit_scratch_memory(seed: int, part_rows: int) -> None:
+    """Every level of a tree adds a part to the rows below. Rows read keys without room for a part
+    themselves, because an allocation within a step could fail the step."""
     slices, groups = random_tree(seed)
     planner = WorkPlanner(
         kv_heads=2, heads_per_group=4, block_size=SIZE, multiprocessors=4,
@@ -380,9 +382,9 @@ def test_parts_fit_the_memory_that_there_is_for_them(seed: int, part_rows: int) 
 
 
 @pytest.mark.parametrize("levels", [4, 6, 7, 12, 40])
-def test_the_longest_step_over_a_deep_tree_takes_no_memory(levels: int) -> None:
-    """128 prompts of 64 tokens, and as many that decode, below so many turns of a conversation:
-    from the seventh on each row would have more parts than there is room for."""
+def test_longest_step_over_deep_tree_allocates_nothing(levels: int) -> None:
+    """128 prompts of 64 tokens and 128 decoding rows below `levels` turns of a conversation: from
+    the seventh turn, each row would have more parts than the scratch holds."""
     planner = WorkPlanner(kv_heads=8, heads_per_group=4, block_size=SIZE, multiprocessors=132)
     groups = [(0, 256 - 2 * level, 80 * level, 80 * level + 80) for level in range(levels)]
     rows = np.array([64, 1] * 128, np.int32)

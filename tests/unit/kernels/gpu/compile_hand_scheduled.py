@@ -17,7 +17,7 @@ from kernels.gpu.work_list import BIG, WIDE, TileConfig
 from tests.unit.kernels.gpu.compile_for_hopper import POINTERS, report
 
 
-def compile_by_hand(
+def compile_hand_scheduled(
     config: TileConfig, *, causal: bool, queue: bool = False, group: int = 4
 ) -> dict[str, object]:
     """The same of a tile scheduled by hand."""
@@ -30,7 +30,7 @@ def compile_by_hand(
         "BLOCK_ROWS": layers * 2 * kv_heads * slots, "VALUE_ROWS": kv_heads * slots,
         "REGISTERS": hopper_attention.REGISTERS,
         "PRODUCER_REGISTERS": hopper_attention.PRODUCER_REGISTERS,
-        "WAITS": not queue, "LETS_GO": not queue, "FOLLOWS": queue, "QUEUE": queue,
+        "WAITS": not queue, "TRIGGERS": not queue, "FOLLOWS": queue, "QUEUE": queue,
     }  # fmt: skip
     names = hopper_attention_kernel.arg_names
     pool = f"tensordesc<bf16[{slots}, 64],{hopper_attention.ORDER!r}>"
@@ -41,12 +41,15 @@ def compile_by_hand(
         fn=hopper_attention_kernel, signature=signature, constexprs=constants, attrs=aligned
     )
     options = {"num_warps": 4} | ({"maxnreg": 128} if groups == 1 else {})
-    name = config.name + " by hand" + " off a queue" * queue
+    name = config.name + " hand-scheduled" + " from a queue" * queue
     return {"class": name, "causal": causal, **report(source, options)}
 
 
 def main() -> None:
-    reports = [compile_by_hand(BIG, causal=False, queue=True), compile_by_hand(WIDE, causal=True)]
+    reports = [
+        compile_hand_scheduled(BIG, causal=False, queue=True),
+        compile_hand_scheduled(WIDE, causal=True),
+    ]
     for one in reports:
         sys.stdout.write(json.dumps(one) + "\n")
 
