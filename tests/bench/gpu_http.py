@@ -1,9 +1,9 @@
 """The same workloads over HTTP: python -m tests.bench.gpu_http [--only W1,W2] [--json FILE]
 
-Starts the real gateway with its engine process on this machine's GPU, over random weights of
-Llama-3.1-8B's shape, and drives it with streaming completions of token ids, from several client
-processes: one alone reads events no faster than the gateway writes them. Tokens are counted from
-the answers' own usage.
+Starts the gateway and its engine process on this machine's GPU, with random weights of
+Llama-3.1-8B's shape, and sends streaming completions of token ids from several client processes,
+because one process reads events no faster than the gateway writes them. Tokens are counted from the
+usage in the responses.
 """
 
 from __future__ import annotations
@@ -27,18 +27,21 @@ from engine.config import EngineConfig
 from engine.model_store import ModelCard, load_card
 from gateway import app
 from gateway.config import AdminConfig, Config, LimitsConfig, LogConfig, ServerConfig
-from tests.bench.gpu_workloads import LLAMA_8B, OUTPUT, WORKLOADS, Workload, say
+from tests.bench.gpu_workloads import LLAMA_8B, OUTPUT, WORKLOADS, Workload, print_line
 
 NAME, PORT, ADMIN_PORT = "random-8b", 18_480, 18_481
 READY_TIMEOUT_S = 240.0
 
 
 def write_model(folder: Path) -> ModelCard:
-    """A prepared folder without weights: a tokenizer that has a word for every id, so that every
-    token is an event, and a seed instead of a file."""
+    """Write a prepared folder without weights and return its card.
+
+    The tokenizer has a word for every id, so that every token is an event; the card's source is a
+    seed.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {sign: i for i, sign in enumerate(alphabet)}
+    vocab = {character: i for i, character in enumerate(alphabet)}
     vocab |= {f"\u0120w{i:x}": i for i in range(len(vocab), LLAMA_8B.vocab)}
     tokenizer = Tokenizer(models.BPE(vocab, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -60,7 +63,7 @@ def write_model(folder: Path) -> ModelCard:
 
 
 def config_of(data: Path) -> Config:
-    """Room for 256 requests of one tenant, and 40 GB of blocks."""
+    """Return a config for 256 requests of one tenant, with 40 GB of blocks."""
     return Config(
         data_dir=str(data),
         server=ServerConfig(listen=f"127.0.0.1:{PORT}"),
@@ -79,15 +82,17 @@ def config_of(data: Path) -> Config:
 
 
 def serve(data: Path) -> int:
-    """The server's side of this file, in a process of its own."""
+    """Run the server, in its own process."""
     config = config_of(data)
     store, _ = app.open_store(config)
     card = load_card(data / "model")
-    return asyncio.run(app.serve(config, card, store, lambda _: say("ready"), lambda: config))
+    return asyncio.run(
+        app.serve(config, card, store, lambda _: print_line("ready"), lambda: config)
+    )
 
 
 def body_of(tokens: list[int], count: int) -> bytes:
-    """A streamed completion, to be sent."""
+    """Return the body of a streamed completion."""
     body = {
         "model": NAME,
         "prompt": list(tokens),
@@ -101,7 +106,7 @@ def body_of(tokens: list[int], count: int) -> bytes:
 
 
 async def complete(session: aiohttp.ClientSession, body: bytes) -> tuple[float, int, int]:
-    """One streamed completion: (seconds to its first token, output tokens, cached tokens)."""
+    """Send a streamed completion; return (seconds to first token, output tokens, cached tokens)."""
     started, first_s, usage = time.perf_counter(), 0.0, {}
     async with session.post("/v1/completions", data=body) as response:
         assert response.status == 200, await response.text()
@@ -117,8 +122,11 @@ async def complete(session: aiohttp.ClientSession, body: bytes) -> tuple[float, 
 
 
 async def serve_prompts() -> None:
-    """A client process. A key, then for each run prompts, a line back when it is ready, a word to
-    begin, and a line with what it saw."""
+    """Run a client process over stdin and stdout.
+
+    It reads a key, then for each run a line of prompts; it answers "ready", waits for a line, sends
+    all prompts and prints a line of results.
+    """
     key = sys.stdin.readline().strip()
     url = f"http://127.0.0.1:{PORT}"
     headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
@@ -130,14 +138,14 @@ async def serve_prompts() -> None:
         for line in iter(sys.stdin.readline, ""):
             work = json.loads(line)
             bodies = [body_of(prompt, work["count"]) for prompt in work["prompts"]]
-            say("ready")
+            print_line("ready")
             sys.stdin.readline()
             answers = await asyncio.gather(*(complete(session, body) for body in bodies))
-            say(json.dumps(answers))
+            print_line(json.dumps(answers))
 
 
 class Clients:
-    """Client processes that begin together."""
+    """Client processes that start a run together."""
 
     def __init__(self, key: str, count: int) -> None:
         command = [sys.executable, "-m", "tests.bench.gpu_http", "--client"]
@@ -146,7 +154,7 @@ class Clients:
             for _ in range(count)
         ]
         for process in self._processes:
-            self._tell(process, key)
+            self._write_line(process, key)
 
     def close(self) -> None:
         for process in self._processes:
@@ -155,17 +163,17 @@ class Clients:
             process.wait(30)
 
     def run(self, prompts: list[tuple[int, ...]], count: int = OUTPUT) -> dict[str, Any]:
-        """All prompts at once, dealt to the processes."""
+        """Send all prompts at once, divided among the processes; return throughput and latency."""
         used = self._processes[: len(prompts)]
         for i, process in enumerate(used):
             work = {"prompts": prompts[i :: len(used)], "count": count}
-            self._tell(process, json.dumps(work))
+            self._write_line(process, json.dumps(work))
         for process in used:
-            assert self._hear(process) == "ready"
+            assert self._read_line(process) == "ready"
         started = time.perf_counter()
         for process in used:
-            self._tell(process, "go")
-        answers = [answer for process in used for answer in json.loads(self._hear(process))]
+            self._write_line(process, "go")
+        answers = [answer for process in used for answer in json.loads(self._read_line(process))]
         wall_s = time.perf_counter() - started
         return {
             "wall_s": round(wall_s, 3),
@@ -176,34 +184,34 @@ class Clients:
             "cached_tokens": sum(cached for _, _, cached in answers),
         }
 
-    def _tell(self, process: subprocess.Popen[str], line: str) -> None:
+    def _write_line(self, process: subprocess.Popen[str], line: str) -> None:
         assert process.stdin is not None
         process.stdin.write(line + "\n")
         process.stdin.flush()
 
-    def _hear(self, process: subprocess.Popen[str]) -> str:
+    def _read_line(self, process: subprocess.Popen[str]) -> str:
         assert process.stdout is not None
         return process.stdout.readline().strip()
 
 
 def drive(clients: Clients, workloads: list[Workload], single: bool) -> list[dict[str, Any]]:
-    """Cold, then three times warm; and one prompt of 8,192 tokens alone."""
+    """Run each workload cold, then three times warm; with `single`, one prompt of 8,192 tokens."""
     results: list[dict[str, Any]] = []
     for work in workloads:
         prompts = work.prompts(1)
         cold, *warm = [clients.run(prompts) for _ in range(4)]
         results.append({"workload": work.name, "cold": cold, "warm": warm})
-        say(json.dumps(results[-1]))
+        print_line(json.dumps(results[-1]))
     if single:
         prompt = Workload("W5", 1, ((1, 8_192),)).prompts(5)
         times = [clients.run(prompt, 1)["first_token_p50_ms"] for _ in range(6)]
         results.append({"workload": "W5 TTFT", "cold_ms": times[0], "warm_ms": times[1:]})
-        say(json.dumps(results[-1]))
+        print_line(json.dumps(results[-1]))
     return results
 
 
 def main() -> int:
-    """Start the server, drive it, end it."""
+    """Start the server, run the workloads, stop the server."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="W1,W2,W5")
     parser.add_argument("--json", type=Path)
@@ -216,7 +224,7 @@ def main() -> int:
         return 0
     if options.serve is not None:
         return serve(options.serve)
-    wanted = options.only.split(",")
+    names = options.only.split(",")
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder)
         write_model(data / "model")
@@ -226,13 +234,13 @@ def main() -> int:
                 assert server.stdout is not None
                 started = time.perf_counter()
                 line = server.stdout.readline()
-                assert line.startswith("ready"), f"the server said {line!r}"
-                say(f"ready after {time.perf_counter() - started:.1f} s")
+                assert line.startswith("ready"), f"unexpected line from the server: {line!r}"
+                print_line(f"ready after {time.perf_counter() - started:.1f} s")
                 key = (data / app.KEY_FILE).read_text().strip()
-                works = [work for work in WORKLOADS if work.name in wanted]
+                works = [work for work in WORKLOADS if work.name in names]
                 clients = Clients(key, options.clients)
                 try:
-                    results = drive(clients, works, "W5" in wanted)
+                    results = drive(clients, works, "W5" in names)
                 finally:
                     clients.close()
             finally:

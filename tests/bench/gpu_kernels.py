@@ -1,11 +1,10 @@
-"""Attention on a GPU, one layer, against the bytes it must move. Run by hand on a device:
+"""Attention of one layer on a GPU, against the bytes that it must move.
 
     python -m tests.bench.gpu_kernels [--json FILE]
 
-Arithmetic first: a case's floor is its unique KV bytes over the measured copy rate; a prompt's is
-its products. Time is a CUDA
-graph over several layers with their own KV (more than the L2 holds), median of nine; every case is
-checked against float64 on a few rows before it is timed.
+A case's floor is its unique KV bytes over the measured copy rate, a prompt's floor its products.
+The time is the median of nine runs of a CUDA graph over several layers, each with its own KV, which
+together exceed the L2. Every case is checked against float64 on a few rows before it is timed.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from kernels.reference import paged_attention
 
 HEADS, KV_HEADS, HEAD_DIM, SIZE = 32, 8, 128, 16
 
-# name: rows, levels of (nodes, keys per node) from the root; the last level is each row's own.
+# name: rows, levels of (nodes, keys per node) from the root; the last level is the rows' own keys.
 CASES: dict[str, tuple[int, list[tuple[int, int]]]] = {
     "W1 1x2048 + 256x64": (256, [(1, 2048), (256, 64)]),
     "W2 8x2048 + 256x64": (256, [(8, 2048), (256, 64)]),
@@ -44,16 +43,16 @@ CASES: dict[str, tuple[int, list[tuple[int, int]]]] = {
 }
 
 PROMPTS = ((8192, 0), (4096, 0), (2048, 6144), (512, 0))
-"""Tokens computed, and cached before them."""
+"""(computed tokens, cached tokens before them)."""
 
 
-def say(text: str) -> None:
+def print_line(text: str) -> None:
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
 
 
 def time_graph(run: Callable[[], None], repeats: int = 9) -> tuple[float, float, float]:
-    """(median, min, max) microseconds of a captured graph."""
+    """Return (median, min, max) microseconds of a captured graph."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         run()
@@ -73,7 +72,7 @@ def time_graph(run: Callable[[], None], repeats: int = 9) -> tuple[float, float,
 
 
 def copy_gb_per_s() -> float:
-    """Device-to-device copy of 2 GiB, bytes read and written: the ceiling to compare with."""
+    """Return the rate of a device-to-device copy of 2 GiB, bytes read and written: the ceiling."""
     source = torch.empty(1 << 31, dtype=torch.uint8, device="cuda").random_()
     target = torch.empty_like(source)
     target.copy_(source)
@@ -86,8 +85,8 @@ def copy_gb_per_s() -> float:
     return float(10 * source.numel() / start.elapsed_time(end) / 1e6)
 
 
-class Bed:
-    """One case laid out in a pool: tables, groups, queries."""
+class CaseTensors:
+    """One case's tensors: pool, block tables, groups and queries."""
 
     def __init__(self, rows: int, levels: list[tuple[int, int]], layers: int) -> None:
         rng = np.random.default_rng(0)
@@ -138,29 +137,29 @@ def measure(
     rows, levels = CASES[name]
     size = sum(nodes * keys for nodes, keys in levels) * KV_HEADS * HEAD_DIM * 4
     layers = max(1, min(16, math.ceil(600e6 / size)))
-    bed = Bed(rows, levels, layers)
+    tensors = CaseTensors(rows, levels, layers)
     started = time.perf_counter()
-    groups = bed.groups if grouped else bed.groups[:0]
-    plan = planner.plan(bed.slices, groups)
+    groups = tensors.groups if grouped else tensors.groups[:0]
+    plan = planner.plan(tensors.slices, groups)
     planned_us = (time.perf_counter() - started) * 1e6
-    work = WorkList((WIDE, BIG, SMALL), planner.multiprocessors, rows, 65536, bed.q.device)
+    work = WorkList((WIDE, BIG, SMALL), planner.multiprocessors, rows, 65536, tensors.q.device)
     work.load(plan)
-    parts = PartialOutputs(plan.parts_max, rows, HEADS, HEAD_DIM, bed.q.device)
+    parts = PartialOutputs(plan.parts_max, rows, HEADS, HEAD_DIM, tensors.q.device)
     used = plan.classes
 
     def run() -> None:
         for layer in range(layers):
             tree_attention(
-                bed.q, bed.kv, layer, work, bed.block_ids, bed.lengths, bed.out, parts,
-                classes=used, causal=False, dependent=pdl, merge=plan.parts_max > 1,
+                tensors.q, tensors.kv, layer, work, tensors.block_ids, tensors.lengths, tensors.out,
+                parts, classes=used, causal=False, dependent=pdl, merge=plan.parts_max > 1,
             )  # fmt: skip
 
     tree_attention(
-        bed.q, bed.kv, 0, work, bed.block_ids, bed.lengths, bed.out, parts, classes=used,
-        causal=False, merge=plan.parts_max > 1,
+        tensors.q, tensors.kv, 0, work, tensors.block_ids, tensors.lengths, tensors.out, parts,
+        classes=used, causal=False, merge=plan.parts_max > 1,
     )  # fmt: skip
     torch.cuda.synchronize()
-    error = bed.error()
+    error = tensors.error()
     median, low, high = (t / layers for t in time_graph(run))
     units = [len(tile.units) for tile in plan.tiles]
     return {
@@ -170,8 +169,8 @@ def measure(
         "us": round(median, 1),
         "us_min": round(low, 1),
         "us_max": round(high, 1),
-        "bytes": bed.bytes,
-        "gb_per_s": round(bed.bytes / median / 1e3),
+        "bytes": tensors.bytes,
+        "gb_per_s": round(tensors.bytes / median / 1e3),
         "error": error,
         "units": units,
         "parts": plan.parts_max,
@@ -182,7 +181,8 @@ def measure(
 
 
 def measure_prompt(tokens: int, cached: int, planner: WorkPlanner) -> dict[str, Any]:
-    """One prompt's attention, against float64 on three rows, and how many TFLOP/s it makes."""
+    """Measure one prompt's attention in us and TFLOP/s, after a check against float64 on three
+    rows."""
     layers, total = 4, tokens + cached
     blocks = -(-total // SIZE)
     kv = torch.empty(
@@ -209,14 +209,14 @@ def measure_prompt(tokens: int, cached: int, planner: WorkPlanner) -> dict[str, 
 
     run(1)
     worst, ids = 0.0, table[:blocks].tolist()
-    queries, keys, answers = q.cpu(), kv[:, :1].cpu(), out.double().cpu()
+    queries, keys, outputs = q.cpu(), kv[:, :1].cpu(), out.double().cpu()
     for row in (0, tokens // 3, tokens - 1):
         expected = paged_attention(queries[row : row + 1], keys, 0, ids, cached + row)[0]
-        worst = max(worst, float((answers[row] - expected).norm() / expected.norm()))
+        worst = max(worst, float((outputs[row] - expected).norm() / expected.norm()))
     us = time_graph(run)[0] / layers
     products = 4 * HEAD_DIM * HEADS * (tokens * cached + tokens * (tokens + 1) / 2)
     return {
-        "case": f"prompt {tokens} behind {cached}",
+        "case": f"prompt {tokens} after {cached}",
         "us": round(us, 1),
         "tflop_per_s": round(products / us / 1e6),
         "error": worst,
@@ -231,7 +231,7 @@ def main() -> None:
     properties = torch.cuda.get_device_properties(0)
     copy = copy_gb_per_s()
     name = properties.name
-    say(f"{name}, {properties.multi_processor_count} multiprocessors, copy {copy:.0f} GB/s")
+    print_line(f"{name}, {properties.multi_processor_count} multiprocessors, copy {copy:.0f} GB/s")
     base = WorkPlanner(KV_HEADS, HEADS // KV_HEADS, SIZE, properties.multi_processor_count)
     results: list[dict[str, Any]] = []
     runs: list[tuple[str, WorkPlanner, dict[str, bool]]] = []
@@ -245,13 +245,13 @@ def main() -> None:
     for name, planner, options_ in runs:
         try:
             results.append(measure(name, planner, **options_))
-            say(json.dumps(results[-1]))
+            print_line(json.dumps(results[-1]))
         except (RuntimeError, ValueError) as failure:
-            say(f"{name} {options_} failed: {failure}")
+            print_line(f"{name} {options_} failed: {failure}")
         torch.cuda.empty_cache()
     for tokens, cached in PROMPTS:
         results.append(measure_prompt(tokens, cached, base))
-        say(json.dumps(results[-1]))
+        print_line(json.dumps(results[-1]))
     if options.json is not None:
         head = {"device": properties.name, "copy_gb_per_s": round(copy)}
         options.json.write_text(json.dumps({**head, "results": results}, indent=1))

@@ -1,7 +1,7 @@
 """The engine on a GPU at Llama-3.1-8B's shape: python -m tests.bench.gpu_workloads [--json FILE]
 
 Random weights, bf16, prefix caching on, 128 output tokens, greedy, end tokens ignored. Every
-workload is run twice with the same prompts: cold, then warm. A *step* is the time between two
+workload runs twice with the same prompts: cold, then warm. A *step* is the time between two
 collected steps in which every row decodes at full batch. The *floor* of a step is its unique bytes,
 weights and KV, over the measured copy rate.
 """
@@ -52,17 +52,18 @@ BLOCK, OUTPUT = 16, 128
 
 @dataclass(frozen=True)
 class Workload:
-    """Levels of (nodes, tokens per node) from the root; the last is each request's own."""
+    """A workload: levels of (nodes, tokens per node) from the root; the last is the requests'
+    own."""
 
     name: str
     requests: int
     levels: tuple[tuple[int, int], ...]
 
     def prompts(self, seed: int) -> list[tuple[int, ...]]:
-        """One prompt per request; requests under one node share its tokens."""
-        chance = random.Random(seed)
+        """Return one prompt per request; requests under one node share its tokens."""
+        rng = random.Random(seed)
         nodes = [
-            [[chance.randrange(LLAMA_8B.vocab) for _ in range(tokens)] for _ in range(count)]
+            [[rng.randrange(LLAMA_8B.vocab) for _ in range(tokens)] for _ in range(count)]
             for count, tokens in self.levels
         ]
         return [
@@ -92,13 +93,13 @@ WORKLOADS = (
 )
 
 
-def say(text: str) -> None:
+def print_line(text: str) -> None:
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
 
 
 def copy_rate() -> float:
-    """Bytes per second of a device-to-device copy, read and written."""
+    """Return the rate of a device-to-device copy in bytes per second, read and written."""
     source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -113,7 +114,7 @@ def copy_rate() -> float:
 
 
 class TimedRunner(GpuRunner):
-    """Knows how long the host waited for the device; the rest of a step is the host's own work."""
+    """A GPU runner that measures how long the host waits for the GPU in `collect`."""
 
     waited_s = 0.0
 
@@ -126,7 +127,7 @@ class TimedRunner(GpuRunner):
 
 
 class Bench:
-    """One model on one device, and an engine over it."""
+    """One model on a GPU, and a core over it."""
 
     def __init__(self, config: ModelConfig, blocks: int) -> None:
         device = torch.device("cuda")
@@ -163,7 +164,7 @@ class Bench:
     def run(
         self, prompts: list[tuple[int, ...]], namespace: bytes, output: int = OUTPUT
     ) -> dict[str, Any]:
-        """All prompts at once, to the end."""
+        """Run all prompts at once to the end; return throughput and step times."""
         core, grant = self.core, CacheGrant(namespace)
         started = time.perf_counter()
         for index, tokens in enumerate(prompts):
@@ -201,7 +202,7 @@ class Bench:
         }
 
     def workload(self, work: Workload) -> dict[str, Any]:
-        """Cold, then warm; what it moves and the floor that implies."""
+        """Run a workload cold, then warm; return the results with its bytes and its floor."""
         prompts = work.prompts(1)
         namespace = work.name.encode()
         self.run(prompts[:1], b"warm-up" + namespace, 4)
@@ -221,9 +222,9 @@ class Bench:
         }
 
     def single(self) -> dict[str, Any]:
-        """W5: one request of 8,192, and single streams at two contexts."""
-        chance = random.Random(5)
-        prompt = tuple(chance.randrange(self.config.vocab) for _ in range(8192))
+        """Run W5: one request of 8,192 tokens, and single streams at two contexts."""
+        rng = random.Random(5)
+        prompt = tuple(rng.randrange(self.config.vocab) for _ in range(8192))
         self.run([prompt[::-1]], b"w5-warm-up", 2)
         cold = [self.run([prompt], b"w5-%d" % i, 1)["first_token_ms"] for i in range(3)]
         warm = [self.run([prompt], b"w5-2", 1)["first_token_ms"] for _ in range(5)]
@@ -238,7 +239,7 @@ class Bench:
         }
 
     def sweep(self) -> dict[str, Any]:
-        """Unshared decode at context 512 by batch."""
+        """Measure unshared decoding at context 512 by batch size."""
         steps = {}
         for batch in (1, 8, 32, 64, 128, 256):
             work = Workload(f"sweep-{batch}", batch, ((batch, 448),))
@@ -256,16 +257,16 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=20_000)
     options = parser.parse_args()
     bench = Bench(msgspec.structs.replace(LLAMA_8B, layers=options.layers), options.blocks)
-    say(f"{torch.cuda.get_device_name()}, copy {bench.copy_rate / 1e9:.0f} GB/s")
+    print_line(f"{torch.cuda.get_device_name()}, copy {bench.copy_rate / 1e9:.0f} GB/s")
     results = []
     for work in WORKLOADS:
         if not options.only or work.name in options.only.split(","):
             results.append(bench.workload(work))
-            say(json.dumps(results[-1]))
+            print_line(json.dumps(results[-1]))
     for name, measure in (("W5", bench.single), ("sweep", bench.sweep)):
         if not options.only or name in options.only.split(","):
             results.append(measure())
-            say(json.dumps(results[-1]))
+            print_line(json.dumps(results[-1]))
     if options.json is not None:
         options.json.write_text(json.dumps(results, indent=1))
 
