@@ -97,12 +97,15 @@ class _Cursor:
         return start
 
     def unpack(self, format_: str, size: int) -> tuple[int | float | bool, ...]:
+        """Read values of a `struct` format that takes `size` bytes."""
         return struct.unpack_from("<" + format_, self.data, self.take(size))
 
     def integer(self, format_: str, size: int) -> int:
+        """Read one integer of a `struct` format."""
         return int(self.unpack(format_, size)[0])
 
     def string(self, longest: int = _STRING_BYTES_MAX) -> str:
+        """Read a length-prefixed string of at most `longest` bytes."""
         length = self.integer("Q", 8)
         if length > longest:
             raise ModelError("corrupt", f"string of {length} bytes; limit {longest}")
@@ -113,6 +116,7 @@ class _Cursor:
             raise ModelError("corrupt", f"the string at byte {start} is not UTF-8") from error
 
     def value(self, kind: int, depth: int = 0) -> Value:
+        """Read a metadata value of a GGUF type; `depth`: nesting of arrays around it."""
         if kind == _STRING:
             return self.string()
         if kind == _ARRAY:

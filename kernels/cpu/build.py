@@ -38,6 +38,8 @@ PANEL = 16
 
 
 class CProduct(ctypes.Structure):
+    """`Product` of `cpu.h`."""
+
     _fields_ = (
         ("a", c_void_p), ("b", c_void_p), ("c", c_void_p), ("pairs", c_void_p),
         ("rows", c_int32), ("depth", c_int32), ("columns", c_int32), ("kind", c_int32),
@@ -46,6 +48,8 @@ class CProduct(ctypes.Structure):
 
 
 class CLayer(ctypes.Structure):
+    """`Layer` of `cpu.h`."""
+
     _fields_ = tuple(
         (name, c_void_p)
         for name in ("attention_norm", "mlp_norm", "qkv", "output", "gate_up", "down")
@@ -53,6 +57,8 @@ class CLayer(ctypes.Structure):
 
 
 class CModel(ctypes.Structure):
+    """`Model` of `cpu.h`."""
+
     _fields_ = (
         *((name, c_int32) for name in (
             "layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim", "vocab",
@@ -64,6 +70,8 @@ class CModel(ctypes.Structure):
 
 
 class CWork(ctypes.Structure):
+    """`Work` of `cpu.h`."""
+
     _fields_ = (
         ("tokens", c_int32), ("bundles", c_int32),
         *((name, c_void_p) for name in (
