@@ -13,7 +13,7 @@ import apsw
 import pytest
 
 from tenancy.accounting.audit import check_books
-from tenancy.accounting.backups import MissingEntries, backup, mark, restore
+from tenancy.accounting.backups import MissingEntries, backup, mark_restored, restore
 from tenancy.accounts.tenants import create_tenant
 from tenancy.errors import StoreError
 from tenancy.ledger.epochs import list_ledger_epochs
@@ -239,7 +239,7 @@ def test_nothing_is_restored_under_a_server(path: Path, wall: Wall) -> None:
         restore(path.parent / "b.db", path, wall)
     beside = SqliteStore(path)
     with pytest.raises(StoreError, match="in use by another server"):
-        mark(beside, wall)
+        mark_restored(beside, wall)
     for one in (ledger, store, beside):
         one.close()
 
@@ -261,8 +261,8 @@ def test_nothing_is_restored_under_a_command_that_is_still_at_work(path: Path, w
 def test_a_database_that_was_restored_by_other_means_is_marked(store: Store, wall: Wall) -> None:
     """`pg_restore`, a file system's snapshot: on either kind."""
     create_tenant(store, wall, "ada")
-    marked = mark(store, wall)
-    again = mark(store, wall)
+    marked = mark_restored(store, wall)
+    again = mark_restored(store, wall)
 
     assert (marked.number, again.number, marked.reason) == (2, 3, "marked")
 

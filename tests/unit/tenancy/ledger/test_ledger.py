@@ -28,7 +28,7 @@ from tenancy.accounting.usage import entries_of, usage
 from tenancy.accounts.tenants import create_tenant
 from tenancy.errors import LedgerUnavailable, StoreBusy, StoreError
 from tenancy.ledger.ledger import Hold, Ledger
-from tenancy.ledger.progress import Progress
+from tenancy.ledger.progress import Progress, ProgressNote
 from tenancy.storage.interface import Store, Transaction
 from tenancy.storage.postgres import PostgresStore
 from tenancy.storage.sqlite import SqliteStore
@@ -382,7 +382,8 @@ class Life(RuleBasedStateMachine):
 
     @rule(request_ids=st.lists(st.sampled_from("abcdef"), min_size=1), output=st.integers(1, 9))
     def note(self, request_ids: list[str], output: int) -> None:
-        self.ledger.note_progress(dict.fromkeys(request_ids, Progress(output_tokens=output)))
+        note = ProgressNote(dict.fromkeys(request_ids, Progress(output_tokens=output)))
+        done(self.ledger.write(note))  # or it could share a batch with a later hold
         for request_id in self.held & set(request_ids):
             self.noted[request_id] = output
 
